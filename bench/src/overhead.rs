@@ -6,6 +6,7 @@ use std::sync::Arc;
 use clap::Args;
 use fulgurite_core::collective::{Collective, ProcessGroup, all_gather_object, broadcast_object};
 use fulgurite_core::config::ConfigLayers;
+use fulgurite_core::counted;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::run::RunConfig;
 use serde::Serialize;
@@ -211,9 +212,11 @@ fn show(options: &OverheadBench, report: &Report) -> Result<()> {
         return print(&format!("{whole}\n"));
     }
     let mut text = format!(
-        "median of {} steps, {} round(s) in turns; {} thread(s) a rank\n\
+        "median of {} steps, {} in turns; {} a rank\n\
          model  strategy       ranks  loop     us a step   (best)      mean        of fabric  of bare\n",
-        report.steps, report.rounds, report.threads
+        report.steps,
+        counted(report.rounds, "round"),
+        counted(report.threads, "thread")
     );
     let ratio = |ratio: Option<f64>| ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.3}"));
     for row in &report.loops {

@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fulgurite_core::environment::{self, Variables};
 use fulgurite_core::launch::HostMemory;
 use fulgurite_core::strategy::Bytes;
-use fulgurite_core::{Error, Result, registry};
+use fulgurite_core::{Error, Result, counted, registry};
 use rustix::process::{Resource, getrlimit};
 use toml::Table;
 
@@ -52,7 +52,8 @@ impl Report {
         };
         let mut text: String = self.lines.iter().map(line).collect();
         let (errors, warnings) = (self.count(Grade::Error), self.count(Grade::Warning));
-        text.push_str(&format!("{errors} error(s), {warnings} warning(s)\n"));
+        let errors = counted(errors, "error");
+        text.push_str(&format!("{errors}, {}\n", counted(warnings, "warning")));
         text
     }
 }
@@ -70,7 +71,7 @@ pub(super) fn run(program: &Program, checked: Result<(Table, Result<usize>)>) ->
     plugins(&mut report);
     match checked {
         Ok((resolved, Ok(ranks))) => {
-            report.good("configuration", format!("can be run, on {ranks} rank(s)"));
+            report.good("configuration", format!("can be run, on {}", counted(ranks, "rank")));
             directories(&mut report, &resolved);
         }
         Ok((resolved, Err(error))) => {
@@ -82,7 +83,10 @@ pub(super) fn run(program: &Program, checked: Result<(Table, Result<usize>)>) ->
     print(&report.text())?;
     match report.count(Grade::Error) {
         0 => Ok(()),
-        errors => Err(Error::other(format!("{errors} thing(s) that no run can go on with"))),
+        1 => Err(Error::other("a run cannot start until the error above is mended")),
+        errors => Err(Error::other(format!(
+            "a run cannot start until the {errors} errors above are mended"
+        ))),
     }
 }
 
@@ -106,7 +110,10 @@ fn machine(report: &mut Report) {
             report.add("cores", Grade::Warning, found);
         }
         Some((_, Ok(threads))) => {
-            let found = format!("{cores}; RAYON_NUM_THREADS makes it {threads} thread(s) a rank");
+            let found = format!(
+                "{cores}; RAYON_NUM_THREADS makes it {} a rank",
+                counted(threads, "thread")
+            );
             let grade = if threads > cores { Grade::Warning } else { Grade::Good };
             report.add("cores", grade, found);
         }
@@ -253,7 +260,7 @@ mod tests {
     ok       cores       2
     warning  open files  at most 64 (ulimit -n)
     error    runs        /proc cannot be written
-    1 error(s), 1 warning(s)
+    1 error, 1 warning
     "#);
     }
 

@@ -15,7 +15,7 @@ use fulgurite_core::module::ModuleTree;
 use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::ParallelizeFn;
 use fulgurite_core::trainer::{Callback, LightningModule, RunConfigOf, RunPurpose, Trainer};
-use fulgurite_core::{Error, Result, advice, registry};
+use fulgurite_core::{Error, Result, advice, counted, registry};
 use fulgurite_loggers::JsonLines;
 use serde_json::json;
 use toml::Table;
@@ -215,7 +215,7 @@ impl Cli {
             }
             CliCommand::Check(request) => {
                 let ranks = (module.check)(&request, defaults?, &extras)?;
-                print(&format!("the configuration can be run, on {ranks} rank(s)\n"))
+                print(&format!("the configuration can be run, on {}\n", counted(ranks, "rank")))
             }
             CliCommand::Doctor(request) => {
                 let checked = defaults.and_then(|defaults| {

@@ -142,7 +142,7 @@ fn every_rank_has_a_device_of_its_own() {
     assert!(OPENED.lock().unwrap().is_empty());
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let error = opened(3, &trainer_config(&[PRETENDED])).unwrap_err().to_string();
-    assert_snapshot!(error.replace(&host, "HOST"), @r#"`trainer.accelerator`: 3 rank(s) on HOST, which has 2 pretended device(s). Start as many ranks as there are devices; { type = "pretended", shared = true } lets several take one, which is slow"#);
+    assert_snapshot!(error.replace(&host, "HOST"), @r#"`trainer.accelerator`: 3 ranks on HOST, which has 2 pretended devices. Start as many ranks as there are devices; { type = "pretended", shared = true } lets several take one, which is slow"#);
 
     // A training: what it computes on, and how much of it.
     let run = config(dir.path(), &[PRETENDED, "trainer.max_steps=2", "trainer.strategy=ddp"]);

@@ -153,7 +153,7 @@ fn a_run_stops_when_its_metric_no_longer_improves() {
     };
     let (steps, reason) = stopping("patience = 2");
     assert_eq!(steps, 6, "4 was no improvement, 2 was, 2.5 and 6 were none");
-    insta::assert_snapshot!(reason, @"score has not improved on 2.000000 2 time(s) in a row");
+    insta::assert_snapshot!(reason, @"score has not improved on 2.000000 in 2 validations");
     assert_eq!(stopping("patience = 4").0, 8, "1 is an improvement");
     assert_eq!(stopping("stopping_threshold = 3.0").0, 2);
     assert_eq!(stopping("mode = 'max', patience = 2").0, 3);

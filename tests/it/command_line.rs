@@ -74,7 +74,7 @@ fn a_configuration_is_checked_without_a_run() {
         args.insert(1, "check".to_owned());
         scratch.job(&args.iter().map(String::as_str).collect::<Vec<_>>())
     };
-    assert_eq!(check(&[]).succeed().stdout, "the configuration can be run, on 2 rank(s)\n");
+    assert_eq!(check(&[]).succeed().stdout, "the configuration can be run, on 2 ranks\n");
     assert_snapshot!(check(&["model.num_key_value_heads=3"]).fail(), @"error: `model.num_key_value_heads`: must divide model.num_attention_heads = 2, found 3");
     assert_snapshot!(check(&["trainer.strategy=single_device"]).fail(), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
     assert_snapshot!(check(&["trainer.process_group={ type = 'shm', chunk_bytes = 1 }"]).fail(), @"error: trainer.process_group.chunk_bytes is 1; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");

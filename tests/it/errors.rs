@@ -1,6 +1,7 @@
 //! What a person reads who got something wrong.
 
 use crate::program::Scratch;
+use fulgurite::core::counted;
 use insta::assert_snapshot;
 
 /// Which rank is the first to notice is chance.
@@ -90,10 +91,9 @@ fn more_ranks_than_cores_are_a_warning() {
     let cores = std::thread::available_parallelism().unwrap().get();
     let job = scratch.small().on("ddp", cores + 1, 1).set(&["trainer.max_steps=1"]);
     let run = job.succeed();
-    let cores = format!("{} ranks share {cores} core(s)", cores + 1);
-    let warning =
-        run.stderr.lines().next().unwrap().replace(&cores, "[N+1] ranks share [N] core(s)");
-    assert_snapshot!(warning, @" WARN [N+1] ranks share [N] core(s) of this host, so they will wait for each other");
+    let cores = format!("{} ranks share {}", cores + 1, counted(cores, "core"));
+    let warning = run.stderr.lines().next().unwrap().replace(&cores, "[N+1] ranks share [N cores]");
+    assert_snapshot!(warning, @" WARN [N+1] ranks share [N cores] of this host, so they will wait for each other");
     assert_eq!(run.stderr.matches("share").count(), 1, "{}", run.stderr);
 }
 

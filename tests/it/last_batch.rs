@@ -56,7 +56,7 @@ fn train(ranks: usize, accumulate: u64, keys: &str) -> (Vec<[f64; 3]>, Vec<u64>)
         }
         Ok((steps, validations))
     });
-    runs.unwrap_or_else(|error| panic!("{ranks} rank(s), {keys}: {error}")).swap_remove(0)
+    runs.unwrap_or_else(|error| panic!("{ranks} ranks, {keys}: {error}")).swap_remove(0)
 }
 
 #[test]

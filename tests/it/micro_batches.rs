@@ -280,6 +280,6 @@ fn what_cannot_be_split_is_explained() {
     let why = "rank 1 has no memory left in step 2, and a micro-batch of one sample cannot be smaller: shard the \
                model over more ranks, or set `trainer.activation_checkpointing`";
     assert!(message.contains(why), "{message}");
-    assert_snapshot!(error(&["trainer.micro_batch_size=3"], &[]), @"`trainer.micro_batch_size`: must divide the 4 sample(s) of a batch, found 3");
+    assert_snapshot!(error(&["trainer.micro_batch_size=3"], &[]), @"`trainer.micro_batch_size`: must divide the 4 samples of a batch, found 3");
     assert_snapshot!(error(&["trainer.micro_batch_size=0"], &[]), @r#"--set trainer.micro_batch_size=0: `trainer.micro_batch_size`: expected a number of samples, at least 1, or "auto", found `0`"#);
 }

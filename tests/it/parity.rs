@@ -242,7 +242,7 @@ fn json_lines_have_what_programs_rely_on() {
 
     // People read stderr.
     assert!(run.stderr.contains("step 4/4"), "{}", run.stderr);
-    assert!(run.stderr.contains("4 steps on 2 rank(s) with fsdp"), "{}", run.stderr);
+    assert!(run.stderr.contains("4 steps on 2 ranks with fsdp"), "{}", run.stderr);
     let quiet = job.set(&["trainer.enable_progress_bar=false"]).succeed();
     assert_eq!(quiet.stderr, "");
     assert_eq!(quiet.losses(), run.losses());

@@ -359,7 +359,7 @@ fn without_model(stderr: &str) -> String {
         in_table |= line.starts_with("module ") && line.ends_with("  parameters");
         let data = line.starts_with("data.") && line.contains(" tokens");
         let shown = !in_table && !data && !line.contains(" ranks, strategy ");
-        in_table &= !line.ends_with(" unit(s)");
+        in_table &= !line.ends_with(" units") && !line.ends_with(" unit");
         shown
     });
     lines.map(|line| format!("{line}\n")).collect()

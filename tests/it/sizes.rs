@@ -55,13 +55,13 @@ fn a_model_that_is_larger_than_the_machine_is_refused() {
     let huge = scratch.small().set(&["model.vocab_size=134217728", "model.hidden_size=16384"]);
     let message = refused(&scratch, &huge);
     let (needs, rest) = message.split_once("; the host has ").unwrap();
-    assert_snapshot!(needs, @r#"error: `model`: the model of 4399660843008 parameters takes at least 64.0 TiB on each of this host's 1 rank(s) under `trainer.strategy` = "single_device" (parameters 16.0 TiB, gradients 16.0 TiB, optimizer state 32.0 TiB), 64.0 TiB together"#);
+    assert_snapshot!(needs, @r#"error: `model`: the model of 4399660843008 parameters takes at least 64.0 TiB on each of this host's 1 rank under `trainer.strategy` = "single_device" (parameters 16.0 TiB, gradients 16.0 TiB, optimizer state 32.0 TiB), 64.0 TiB together"#);
     let (_, advice) = rest.split_once(". ").unwrap();
     assert_snapshot!(advice, @r#"Make `[model]` smaller, shard it over more ranks and hosts (`fsdp`), or set `trainer.memory_check = "warn"`"#);
     // Sharded over two ranks, each needs half of it.
     let sharded = refused(&scratch, &huge.on("fsdp", 2, 1));
     let (needs, _) = sharded.split_once("; the host has ").unwrap();
-    assert_snapshot!(needs, @r#"error: `model`: the model of 4399660843008 parameters takes at least 48.0 TiB on each of this host's 2 rank(s) under `trainer.strategy` = "fsdp" (parameters 8.0 TiB, gradients 8.0 TiB, the largest unit, gathered 16.0 TiB, optimizer state 16.0 TiB), 96.0 TiB together"#);
+    assert_snapshot!(needs, @r#"error: `model`: the model of 4399660843008 parameters takes at least 48.0 TiB on each of this host's 2 ranks under `trainer.strategy` = "fsdp" (parameters 8.0 TiB, gradients 8.0 TiB, the largest unit, gathered 16.0 TiB, optimizer state 16.0 TiB), 96.0 TiB together"#);
 }
 
 #[test]
@@ -79,7 +79,7 @@ fn ranks_that_share_more_than_a_process_may_have_are_refused() {
     let many = scratch.small().on("ddp", 50, 1).set(&["trainer.max_steps=1"]);
     let message = refused(&scratch, &many.clone().limited("-v 4194304"));
     let (shared, _) = message.split_once("; the model of ").unwrap();
-    assert_snapshot!(shared, @"error: `trainer.devices`: the process groups of this host's 50 rank(s) share 302.2 MiB, and each rank maps 2.7 GiB");
+    assert_snapshot!(shared, @"error: `trainer.devices`: the process groups of this host's 50 ranks share 302.2 MiB, and each rank maps 2.7 GiB");
     let (_, advice) = message.split_once(". ").unwrap();
     assert_snapshot!(advice, @r#"Start fewer ranks on a host, let the options of `trainer.process_group` make it share less, or set `trainer.memory_check = "warn"`"#);
     // With chunks of a quarter each maps less. And what ranks can map of each other's tensors leaves

@@ -136,10 +136,10 @@ fn a_stream_without_an_end_goes_on_through_epochs_and_a_resume() {
                  checkpoint.every_n_steps = 3\ntrainer.max_steps ="
             );
             let steps = train(ranks, &format!("{keys} 3"), root.path()).unwrap();
-            assert_eq!(steps, expected(0..3), "{ranks} rank(s), {workers} workers");
+            assert_eq!(steps, expected(0..3), "{ranks} ranks, {workers} workers");
             let resume = format!("{keys} 7\ntrainer.ckpt_path = 'last'");
             let steps = train(ranks, &resume, root.path()).unwrap();
-            assert_eq!(steps, expected(3..7), "{ranks} rank(s), {workers} workers, resumed");
+            assert_eq!(steps, expected(3..7), "{ranks} ranks, {workers} workers, resumed");
         }
     }
     let root = tempfile::tempdir().unwrap();
@@ -152,7 +152,7 @@ fn a_stream_that_is_counted_has_epochs_of_its_samples() {
     let root = tempfile::tempdir().unwrap();
     for ranks in [1, 2, 3] {
         let steps = train(ranks, "data.samples = 12\ntrainer.max_epochs = 2", root.path()).unwrap();
-        assert_eq!(steps, [(2.5, 0.5), (8.5, 1.0), (2.5, 1.5), (8.5, 2.0)], "{ranks} rank(s)");
+        assert_eq!(steps, [(2.5, 0.5), (8.5, 1.0), (2.5, 1.5), (8.5, 2.0)], "{ranks} ranks");
     }
 }
 

@@ -209,7 +209,7 @@ fn mistakes_with_averages_are_explained() {
         let dir = tempfile::tempdir().unwrap();
         fit_in(dir.path(), 1, &format!("{SWA}{keys}")).err().unwrap().to_string()
     };
-    insta::assert_snapshot!(error("trainer.max_epochs = 2"), @"`trainer.callbacks`, stochastic_weight_averaging: `swa_epoch_start`: the run has 2 epoch(s), counted from 0, so that none is averaged from epoch 2 on");
+    insta::assert_snapshot!(error("trainer.max_epochs = 2"), @"`trainer.callbacks`, stochastic_weight_averaging: `swa_epoch_start`: the run has 2 epochs, counted from 0, so that none is averaged from epoch 2 on");
     insta::assert_snapshot!(error("trainer.max_epochs = 4\ntrainer.ema_decay = 0.9"), @"`trainer.ema_decay`: a callback keeps another average of the weights, and there can be one; leave out one of the two");
     let dir = tempfile::tempdir().unwrap();
     let twice = SWA.replace("}]", "}, { type = 'stochastic_weight_averaging', swa_lrs = 0.1 }]");

@@ -5,6 +5,7 @@ use std::fmt::{self, Display};
 use serde::de::{self, Expected, Unexpected};
 
 use super::KeyDoc;
+use fulgurite_error::counted;
 
 /// One step of a path into a configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -99,7 +100,7 @@ impl de::Error for Problem {
 
     fn invalid_length(len: usize, expected: &dyn Expected) -> Self {
         Self::Mismatch {
-            found: format!("{len} element(s)"),
+            found: counted(len, "element"),
             expected: describe_expected(&expected.to_string()),
         }
     }

@@ -21,7 +21,7 @@ pub mod shard;
 pub mod simd;
 pub mod strategy;
 
-pub use fulgurite_error::{Error, Result};
+pub use fulgurite_error::{Error, Result, counted};
 
 #[doc(hidden)]
 pub mod __private {

@@ -5,6 +5,7 @@
 //! path) travels in the variant's fields, so callers can match on it.
 
 use std::borrow::Cow;
+use std::fmt;
 use std::io::{self, ErrorKind, Write as _};
 #[cfg(feature = "candle")]
 use std::panic::Location;
@@ -19,7 +20,10 @@ pub use limits::{advice, is_exhausted};
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
 /// What can go wrong in `fulgurite-core` and in the plugins built on it.
-#[derive(Debug, thiserror::Error)]
+///
+/// `Debug` is the message too, with its lines, so that a `main` that returns this error prints it as it
+/// is meant to be read.
+#[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// candle refused an operation (shapes, dtypes, devices). With the place in the program where its error
@@ -123,8 +127,8 @@ pub enum Error {
 
     /// Trainable parameters that got no gradient in the first step.
     #[error(
-        "{} trainable parameter(s) got no gradient in the first step: {}{detail}",
-        names.len(),
+        "{} got no gradient in the first step: {}{detail}",
+        counted(names.len(), "trainable parameter"),
         names.join(", ")
     )]
     UnusedParameters {
@@ -167,6 +171,12 @@ pub enum Error {
     /// Any other error, raised by user code or a plugin.
     #[error("{0}")]
     Other(String),
+}
+
+impl fmt::Debug for Error {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&one_message(&self.to_string()))
+    }
 }
 
 impl Error {
@@ -288,6 +298,19 @@ fn unwrap_candle(error: candle_core::Error) -> Result<Error, candle_core::Error>
     }
 }
 
+/// A number of things, with the noun in the form that the number wants: `1 rank`, `2 ranks`. The noun's
+/// plural has an `s`.
+///
+/// ```
+/// use fulgurite_error::counted;
+/// assert_eq!(counted(1, "data-parallel rank"), "1 data-parallel rank");
+/// assert_eq!(counted(0_usize, "error"), "0 errors");
+/// ```
+pub fn counted<N: fmt::Display + PartialEq + From<u8>>(count: N, noun: &str) -> String {
+    let plural = if count == N::from(1) { "" } else { "s" };
+    format!("{count} {noun}{plural}")
+}
+
 /// `text` with its control characters escaped, but for line ends and tabs. What comes from elsewhere (other
 /// ranks, files) could else move the cursor, change colours or hide what stands before it.
 pub fn printable(text: &str) -> Cow<'_, str> {
@@ -333,6 +356,13 @@ pub fn print(text: &str) -> Result<()> {
 #[cfg(test)]
 mod printing {
     use super::*;
+
+    #[test]
+    fn main_prints_the_message_with_its_lines() {
+        let error = Error::Config("`a`: expected 1\nfound \"2\"\u{7}".to_owned());
+        assert_eq!(format!("Error: {error:?}"), "Error: `a`: expected 1\n  found \"2\"\\u{7}");
+        assert_eq!(format!("{error:#?}"), format!("{error:?}"));
+    }
 
     #[test]
     fn what_could_steer_a_terminal_is_escaped() {

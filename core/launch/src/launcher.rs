@@ -16,7 +16,7 @@ use super::supervisor::supervise;
 use super::threads::{configured_threads, install_compute_pool, ranks_on_same_cores};
 use crate::environment::{self, ClusterEnvironment, EnvironmentConfig, Variables};
 use crate::{Error, Result};
-use fulgurite_error::print_message;
+use fulgurite_error::{counted, print_message};
 use fulgurite_store::LocalStore;
 use fulgurite_store::{
     ClientIdentity, ClientOptions, JobKey, LostRankPolicy, StoreHost, StoreServer, TcpStore,
@@ -186,8 +186,9 @@ fn find_environment(
 fn check_same_world_size(options: &LaunchOptions, world_size: usize) -> Result<()> {
     match options.devices.map(|devices| devices.saturating_mul(options.num_nodes)) {
         Some(asked) if asked != world_size => Err(Error::Launch(format!(
-            "this process belongs to a job of {world_size} rank(s) and cannot be launched again as \
-             one of {asked}: all launches of a program must ask for the same number"
+            "this process belongs to a job of {} and cannot be launched again as \
+             one of {asked}: all launches of a program must ask for the same number",
+            counted(world_size, "rank")
         ))),
         _ => Ok(()),
     }
@@ -405,7 +406,8 @@ fn warn_if_crowded(ranks: usize) {
         return;
     }
     let warning = format!(
-        "{ranks} ranks share {cores} core(s) of this host, so they will wait for each other"
+        "{ranks} ranks share {} of this host, so they will wait for each other",
+        counted(cores, "core")
     );
     if tracing::dispatcher::has_been_set() {
         tracing::warn!("{warning}");
@@ -446,7 +448,7 @@ mod tests {
         };
         asking(None, 1).unwrap();
         asking(Some(1), 2).unwrap();
-        insta::assert_snapshot!(asking(Some(3), 1).unwrap_err(), @"launch: this process belongs to a job of 2 rank(s) and cannot be launched again as one of 3: all launches of a program must ask for the same number");
+        insta::assert_snapshot!(asking(Some(3), 1).unwrap_err(), @"launch: this process belongs to a job of 2 ranks and cannot be launched again as one of 3: all launches of a program must ask for the same number");
         // In wrapping arithmetic this makes 2.
         assert!(asking(Some((1 << 63) + 1), 2).is_err());
     }

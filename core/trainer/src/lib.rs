@@ -9,7 +9,7 @@ pub mod profiler;
 pub mod run;
 mod runtime;
 pub mod trainer;
-pub use fulgurite_engine::{Error, Result};
+pub use fulgurite_engine::{Error, Result, counted};
 
 #[doc(hidden)]
 pub mod __private {

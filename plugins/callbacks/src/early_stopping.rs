@@ -2,7 +2,7 @@
 
 use fulgurite_core::run::MonitorMode;
 use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState, Stage};
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, counted};
 use serde::{Deserialize, Serialize};
 
 /// Stops when a metric has not improved for some validations: `{ type = "early_stopping", monitor =
@@ -163,7 +163,8 @@ impl EarlyStopping {
         self.waited += 1;
         let best = self.best.unwrap_or(f64::NAN);
         (self.waited >= self.config.patience).then(|| {
-            format!("{monitor} has not improved on {best:.6} {} time(s) in a row", self.waited)
+            let validations = counted(self.waited, "validation");
+            format!("{monitor} has not improved on {best:.6} in {validations}")
         })
     }
 }
@@ -226,7 +227,7 @@ mod tests {
         insta::assert_debug_snapshot!(run(stopping(config), &values), @r#"
         (
             8,
-            "val_loss has not improved on 1.900000 3 time(s) in a row",
+            "val_loss has not improved on 1.900000 in 3 validations",
         )
         "#);
         let config = serde_json::json!({ "monitor": "val_loss", "patience": 2 });

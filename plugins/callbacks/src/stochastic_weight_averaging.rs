@@ -5,7 +5,7 @@ use std::f64::consts::PI;
 use fulgurite_core::optim::WeightAverage;
 use fulgurite_core::run::CountOrFraction;
 use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState};
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, counted};
 use serde::{Deserialize, Serialize};
 
 /// From a certain epoch on goes over to a learning rate of its own, and at the end of each epoch takes the weights
@@ -133,8 +133,9 @@ impl Hooks for StochasticWeightAveraging {
         match ctx.max_epochs {
             // A trial of everything has one epoch.
             Some(epochs) if first >= epochs && !ctx.fast_dev_run => Err(wrong(format!(
-                "`swa_epoch_start`: the run has {epochs} epoch(s), counted from 0, so that none is averaged from \
-                 epoch {first} on"
+                "`swa_epoch_start`: the run has {}, counted from 0, so that none is averaged from \
+                 epoch {first} on",
+                counted(epochs, "epoch")
             ))),
             _ => Ok(()),
         }
@@ -163,7 +164,8 @@ impl Hooks for StochasticWeightAveraging {
         let updates = optimizer.average().map_or(0, WeightAverage::updates);
         if updates > 0 {
             optimizer.swap_average()?;
-            ctx.print(format!("the weights are the mean of those after {updates} epoch(s)"));
+            let epochs = counted(updates, "epoch");
+            ctx.print(format!("the weights are the mean of those after {epochs}"));
         }
         Ok(())
     }

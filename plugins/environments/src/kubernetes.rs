@@ -242,6 +242,6 @@ mod tests {
         insta::assert_snapshot!(error(&PYTORCH_JOB, &[("RANK", "2")]), @"launch: RANK = 2 must be below WORLD_SIZE = 2");
         insta::assert_snapshot!(error(&[], &[]), @"launch: none of the environment variables RANK, PET_NODE_RANK, JOB_COMPLETION_INDEX is set, one of which must be this pod's rank, a number. Under a JobSet write it into the manifest: `- {name: RANK, value: …}`");
         let pods = Kubernetes {}.build(&with(&TRAIN_JOB, &[])).unwrap();
-        insta::assert_snapshot!(pods.validate_settings(2, 1).unwrap_err(), @"launch: trainer.devices = 2 ranks on each of trainer.num_nodes = 1 node(s), but 1 of the 2 were started on this one (environment `kubernetes`). Start 2 on every node, or set both keys to what is started");
+        insta::assert_snapshot!(pods.validate_settings(2, 1).unwrap_err(), @"launch: `trainer.devices` = 2 and `trainer.num_nodes` = 1, but 1 of the 2 were started on this node (environment `kubernetes`). Start 2 on every node, or set both keys to what is started");
     }
 }

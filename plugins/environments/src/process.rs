@@ -163,8 +163,8 @@ impl ClusterEnvironment for Process {
         }
         if devices != *local_world_size {
             return Err(Error::Launch(format!(
-                "trainer.devices = {devices} ranks on each of trainer.num_nodes = {num_nodes} node(s), but \
-                 {local_world_size} of the {world_size} were started on this one (environment `{name}`). \
+                "`trainer.devices` = {devices} and `trainer.num_nodes` = {num_nodes}, but \
+                 {local_world_size} of the {world_size} were started on this node (environment `{name}`). \
                  Start {devices} on every node, or set both keys to what is started"
             )));
         }

@@ -279,7 +279,7 @@ mod tests {
     #[test]
     fn settings_must_fit() {
         build(&[]).validate_settings(2, 2).unwrap();
-        insta::assert_snapshot!(build(&[]).validate_settings(4, 1).unwrap_err(), @"launch: trainer.devices = 4 ranks on each of trainer.num_nodes = 1 node(s), but 2 of the 4 were started on this one (environment `torchelastic`). Start 4 on every node, or set both keys to what is started");
+        insta::assert_snapshot!(build(&[]).validate_settings(4, 1).unwrap_err(), @"launch: `trainer.devices` = 4 and `trainer.num_nodes` = 1, but 2 of the 4 were started on this node (environment `torchelastic`). Start 4 on every node, or set both keys to what is started");
         insta::assert_snapshot!(build(&[]).validate_settings(8, 1).unwrap_err(), @"launch: trainer.devices = 8 and trainer.num_nodes = 1 make 8 ranks, but WORLD_SIZE = 4 were started (environment `torchelastic`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
     }
 }

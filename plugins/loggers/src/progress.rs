@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
 
 use fulgurite_core::trainer::{EvaluationProgress, Event, EventSink, RunStart, RunStatus};
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, counted};
 use indicatif::{MultiProgress, ProgressStyle};
 
 fulgurite_core::register_progress!(|every_n_steps| Box::new(ProgressBar::stderr(
@@ -325,8 +325,10 @@ fn describe(event: &Event, items: &str) -> Option<String> {
                 ),
             };
             format!(
-                "{steps} steps on {world_size} rank(s) with {strategy}: {made}, at most {peak:.0} \
-                 MiB a rank{device}"
+                "{} on {} with {strategy}: {made}, at most {peak:.0} \
+                 MiB a rank{device}",
+                counted(*steps, "step"),
+                counted(*world_size, "rank")
             )
         }
         _ => return None,
@@ -436,7 +438,7 @@ mod tests {
         insta::assert_snapshot!(shown(Some(6), &events), @"
         module    parameters
         head               6
-        all                6, 6 trained, in 0 unit(s)
+        all                6, 6 trained, in 0 units
         2 ranks, strategy ddp, process group shm
         going on after step 0, from run/step-0
         step 1/6  epoch 0.06  loss 3.0000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
@@ -444,7 +446,7 @@ mod tests {
         step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
         validation after step 6: val_loss 2.5000
         checkpoint after step 6: run/step-6
-        6 steps on 2 rank(s) with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank and 60 MiB on its device
+        6 steps on 2 ranks with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank and 60 MiB on its device
         ");
     }
 
@@ -466,9 +468,9 @@ mod tests {
         insta::assert_snapshot!(shown(None, &[summary]), @"
         module    parameters
         head               6
-        all                6, 6 trained, in 0 unit(s)
+        all                6, 6 trained, in 0 units
         2 ranks, strategy ddp, process group shm
-        6 steps on 1 rank(s) with ddp: no further step, at most 100 MiB a rank
+        6 steps on 1 rank with ddp: no further step, at most 100 MiB a rank
         ");
     }
 
@@ -478,7 +480,7 @@ mod tests {
         insta::assert_snapshot!(shown(None, &events), @"
         module    parameters
         head               6
-        all                6, 6 trained, in 0 unit(s)
+        all                6, 6 trained, in 0 units
         2 ranks, strategy ddp, process group shm
         step 4  epoch 0.25  loss 0.7500  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
         ");

@@ -165,7 +165,7 @@ fn a_job_starts_again_as_often_as_it_may() {
     assert_eq!(output.status.code(), Some(5));
     assert_snapshot!(stderr(&output), @"
     error: rank 0 on node 0 (HOST) ended with exit code 5
-    the job starts again (0 restart(s) left)
+    the job starts again (0 restarts left)
     error: rank 0 on node 0 (HOST) ended with exit code 5
     ");
 }
@@ -197,7 +197,7 @@ fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
     assert_snapshot!(said, @"
     the output of the ranks is in JOB/attempt_0/
     error: rank 0 on node 0 (HOST) ended with exit code 1; see JOB/attempt_0/0/stderr.log
-    the job starts again (0 restart(s) left)
+    the job starts again (0 restarts left)
     the output of the ranks is in JOB/attempt_1/
     ");
     let output = run(&[&args[..], &["--tee"]].concat(), script);
@@ -235,7 +235,7 @@ fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
     assert!(is_there("0.of.1"));
     assert_snapshot!(stderr(&outputs[0]), @"
     error: node 1 (HOST) has not been heard of for 4s: it is down, or cut off, or its agent was killed
-    the job starts again (0 restart(s) left)
+    the job starts again (0 restarts left)
     ");
 }
 
@@ -323,7 +323,7 @@ fn a_node_rank_belongs_to_one_agent_as_long_as_that_lives() {
     assert!(directory.path().join("1.1").exists());
     assert_snapshot!(stderr(&outputs[0]), @"
     error: node 1 (HOST) has not been heard of for 5s: it is down, or cut off, or its agent was killed
-    the job starts again (0 restart(s) left)
+    the job starts again (0 restarts left)
     ");
 }
 
@@ -343,7 +343,7 @@ fn wrong_input_is_named() {
 
     For more information, try '--help'.
     ");
-    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--node-rank", "2"]), @"error: launch: --node-rank is 2; of 2 node(s) the ranks are 0 to 1");
+    assert_snapshot!(error(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9", "--node-rank", "2"]), @"error: launch: --node-rank is 2; of 2 nodes the ranks are 0 to 1");
     let mut keyless = agent(&["--nnodes", "2", "--rdzv-endpoint", "127.0.0.1:9"], "true");
     assert_snapshot!(stderr(&keyless.env_remove("FULGURITE_JOB_KEY").output().unwrap()), @"error: launch: agents of several nodes need a secret, so that strangers cannot join the job, read it or end it: set FULGURITE_JOB_KEY, the same on all nodes, to what `openssl rand -hex 16` gives, or name a file with it by --job-key-file");
     let mut missing = Command::new(env!("CARGO_BIN_EXE_fulgurite"));

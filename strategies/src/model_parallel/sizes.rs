@@ -2,7 +2,7 @@
 
 use fulgurite_core::config::{Scalar, deserialize_scalar};
 use fulgurite_core::strategy::BuildContext;
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, counted};
 use serde::{Deserialize, Serialize};
 
 use super::ModelParallel;
@@ -137,10 +137,12 @@ impl Sizes {
             || !divides(local, sharing)
         {
             return Err(Error::Mesh(format!(
-                "sizes of data and tensor parallelism that are both \"auto\" are {nodes} host(s) and the \
-                 {local} rank(s) of each; of these `data_parallel_replicate_size` = {replicas} does not divide \
+                "sizes of data and tensor parallelism that are both \"auto\" are {} and the \
+                 {} of each; of these `data_parallel_replicate_size` = {replicas} does not divide \
                  the first or `context_parallel_size` = {sharing} the second. Give one of \
-                 `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as \"rest\""
+                 `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as \"rest\"",
+                counted(nodes, "host"),
+                counted(local, "rank")
             )));
         }
         Ok([Some(replicas), Some(nodes / replicas), Some(sharing), Some(local / sharing)])
@@ -191,8 +193,8 @@ mod tests {
     #[test]
     fn what_hosts_and_ranks_do_not_give_is_refused() {
         let error = |config, ranks, nodes| sizes(config, ranks, nodes).unwrap_err().to_string();
-        insta::assert_snapshot!(error(r#"{"context_parallel_size": 3}"#, 8, 2), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 2 host(s) and the 4 rank(s) of each; of these `data_parallel_replicate_size` = 1 does not divide the first or `context_parallel_size` = 3 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);
-        insta::assert_snapshot!(error(r#"{"data_parallel_replicate_size": 2}"#, 4, 1), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 1 host(s) and the 4 rank(s) of each; of these `data_parallel_replicate_size` = 2 does not divide the first or `context_parallel_size` = 1 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);
+        insta::assert_snapshot!(error(r#"{"context_parallel_size": 3}"#, 8, 2), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 2 hosts and the 4 ranks of each; of these `data_parallel_replicate_size` = 1 does not divide the first or `context_parallel_size` = 3 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);
+        insta::assert_snapshot!(error(r#"{"data_parallel_replicate_size": 2}"#, 4, 1), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 1 host and the 4 ranks of each; of these `data_parallel_replicate_size` = 2 does not divide the first or `context_parallel_size` = 1 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);
         insta::assert_snapshot!(error(r#"{"tensor_parallel_size": "all"}"#, 4, 1), @r#"invalid value: string "all", expected a number of ranks, "auto" or "rest" at line 1 column 31"#);
     }
 }

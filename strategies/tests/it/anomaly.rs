@@ -86,7 +86,7 @@ fn the_first_value_that_is_not_finite_is_named() {
         let of = |wrong| outcome(ranks, config, wrong);
         insta::allow_duplicates! {
             insta::assert_snapshot!(of(Wrong::Nothing), @"no error");
-            insta::assert_snapshot!(of(Wrong::Weights), @"module `block`: detect_anomaly: its output has 4 infinite value(s) among 4, and its input is finite");
+            insta::assert_snapshot!(of(Wrong::Weights), @"module `block`: detect_anomaly: its output has 4 infinite values among 4, and its input is finite");
             insta::assert_snapshot!(of(Wrong::OperationBetween), @"module `last`: detect_anomaly: its input has 4 NaN among 4, and every layer before it gave finite values: look at the operations between them");
             insta::assert_snapshot!(of(Wrong::BackwardBetween), @"module `block`: detect_anomaly: the gradient of its output has 4 NaN among 4, and every layer behind it gave finite gradients: look at the backward of the operations between them, or of the loss");
             insta::assert_snapshot!(of(Wrong::InUnit), @"module `block`: detect_anomaly: its output has 4 NaN among 4");

@@ -4,6 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::ReduceOp;
+use fulgurite_core::counted;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_test_support::training::{init, strategy};
 use fulgurite_transports::run_ranks;
@@ -32,14 +33,23 @@ fn values_and_tensors_of_all_ranks_come_to_each() {
                 assert_eq!(all.get(of)?.to_vec2::<f32>()?, expected);
             }
             let scalar = Tensor::new(rank as u32, &Device::Cpu)?;
-            assert_eq!(fabric.all_gather(&scalar)?.to_vec1::<u32>()?, (0..ranks as u32).collect::<Vec<_>>());
+            assert_eq!(
+                fabric.all_gather(&scalar)?.to_vec1::<u32>()?,
+                (0..ranks as u32).collect::<Vec<_>>()
+            );
 
             let sum = Tensor::full(rank as f32, 2, &Device::Cpu)?.to_dtype(DType::F64)?;
             fabric.all_reduce(&sum, ReduceOp::Sum)?;
             assert_eq!(sum.to_vec1::<f64>()?, [(0..ranks).sum::<usize>() as f64; 2]);
 
             let error = fabric.broadcast(&0, 7).unwrap_err().to_string();
-            assert_eq!(error, format!("there is no rank 7 to broadcast from: there are {ranks} rank(s), counted from 0"));
+            assert_eq!(
+                error,
+                format!(
+                    "there is no rank 7 to broadcast from: the job has {}, counted from 0",
+                    counted(ranks, "rank")
+                )
+            );
             fabric.barrier()
         })
         .unwrap();

@@ -218,10 +218,13 @@ fn variables_outside_of_the_model_are_refused() {
         for inside in [false, true] {
             scaled(&config, scale.as_detached_tensor(), inside).unwrap();
             let error = scaled(&config, scale.as_tensor().clone(), inside).unwrap_err().to_string();
-            assert!(error.contains("1 variable(s) of candle that are no parameters"), "{error}");
+            assert!(
+                error.contains("1 candle variable outside of the model's parameters"),
+                "{error}"
+            );
         }
     }
-    insta::assert_snapshot!(scaled(SINGLE, scale.as_tensor().clone(), false).unwrap_err(), @"1 variable(s) of candle that are no parameters of the model got a gradient, of shape [4]. They would never be trained, saved or distributed: declare them where the model is built, with `ModuleBuilder::parameter`, or with `ModuleBuilder::var_builder` in place of a `VarMap`. If they are meant to be constant, compute with `var.as_detached_tensor()`");
+    insta::assert_snapshot!(scaled(SINGLE, scale.as_tensor().clone(), false).unwrap_err(), @"a gradient reached 1 candle variable outside of the model's parameters, of shape [4]. They would never be trained, saved or distributed: declare them where the model is built, with `ModuleBuilder::parameter`, or with `ModuleBuilder::var_builder` in place of a `VarMap`. If they are meant to be constant, compute with `var.as_detached_tensor()`");
 }
 
 /// What a function over a model walks: its layers by path, each with its kind and the unit that it is in.

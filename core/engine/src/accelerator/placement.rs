@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 
 /// What a rank sees.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,12 +47,11 @@ pub fn place(ranks: &[RankDevices], shared: bool) -> Result<Vec<usize>> {
             true if shared => local_rank % devices.len(),
             true if local_rank >= devices.len() => {
                 return error(format!(
-                    "{} rank(s) on {}, which has {} {} device(s). Start as many ranks as there are devices; \
+                    "{} on {}, which has {}. Start as many ranks as there are devices; \
                      {{ type = \"{}\", shared = true }} lets several take one, which is slow",
-                    on_host().count(),
+                    counted(on_host().count(), "rank"),
                     own.host,
-                    devices.len(),
-                    own.kind,
+                    counted(devices.len(), &format!("{} device", own.kind)),
                     own.kind
                 ));
             }
@@ -101,7 +100,7 @@ mod tests {
     fn a_device_belongs_to_one_rank_unless_it_is_shared() {
         let three = [(); 3].map(|()| rank("a", &["0", "1"]));
         assert_eq!(place(&three, true).unwrap(), [0, 1, 0]);
-        insta::assert_snapshot!(place(&three, false).unwrap_err(), @r#"`trainer.accelerator`: 3 rank(s) on a, which has 2 cuda device(s). Start as many ranks as there are devices; { type = "cuda", shared = true } lets several take one, which is slow"#);
+        insta::assert_snapshot!(place(&three, false).unwrap_err(), @r#"`trainer.accelerator`: 3 ranks on a, which has 2 cuda devices. Start as many ranks as there are devices; { type = "cuda", shared = true } lets several take one, which is slow"#);
         let overlapping = [rank("a", &["0", "1"]), rank("a", &["0"])];
         insta::assert_snapshot!(place(&overlapping, false).unwrap_err(), @"`trainer.accelerator`: ranks 0 and 1 on a would take the same device, 0, as they see different ones: bind each rank to one of its own, or none to any");
         insta::assert_snapshot!(place(&[rank("a", &[])], true).unwrap_err(), @"`trainer.accelerator`: rank 0 sees no cuda device on a");

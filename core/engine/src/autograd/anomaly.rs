@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::Result;
 use crate::execution::read;
 use crate::execution::{self, ContextGuard};
+use crate::{Result, counted};
 
 /// Checks, on this thread and until the guard is dropped, what every layer and unit takes and gives in forward
 /// and backward, and each parameter's gradient. The first value that is NaN or infinite is an error that names
@@ -46,8 +46,8 @@ pub(crate) fn anomaly(tensor: &Tensor) -> Result<Option<String>> {
     let infinite = values.iter().filter(|value| value.is_infinite()).count();
     let counts = match (nan, infinite) {
         (nan, 0) => format!("{nan} NaN"),
-        (0, infinite) => format!("{infinite} infinite value(s)"),
-        (nan, infinite) => format!("{nan} NaN and {infinite} infinite value(s)"),
+        (0, infinite) => counted(infinite, "infinite value"),
+        (nan, infinite) => format!("{nan} NaN and {}", counted(infinite, "infinite value")),
     };
     Ok(Some(format!("{counts} among {}", values.len())))
 }

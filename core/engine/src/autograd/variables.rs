@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 
 /// Checks that the backward of `root` gave no gradient to a variable of candle's own. Parameters take
 /// theirs before candle stores it, so a variable with one is none of the model's: a `Var`, or a tensor from
@@ -19,11 +19,11 @@ pub fn refuse_variables(root: &Tensor, grads: &GradStore) -> Result<()> {
         return Ok(());
     }
     Err(Error::other(format!(
-        "{} variable(s) of candle that are no parameters of the model got a gradient, of shape {}. They \
+        "a gradient reached {} outside of the model's parameters, of shape {}. They \
          would never be trained, saved or distributed: declare them where the model is built, with \
          `ModuleBuilder::parameter`, or with `ModuleBuilder::var_builder` in place of a `VarMap`. If they \
          are meant to be constant, compute with `var.as_detached_tensor()`",
-        shapes.len(),
+        counted(shapes.len(), "candle variable"),
         shapes.join(", ")
     )))
 }

@@ -11,7 +11,7 @@ use candle_core::Device;
 
 use super::Samples;
 use crate::execution::ExecutionContext;
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 
 /// Threads of one loader, at most.
 const MAX_WORKERS: usize = 256;
@@ -344,7 +344,10 @@ impl<B> Drop for Ahead<B> {
         let busy = waited.map_or(0, |(queue, _)| queue.workers);
         if busy > 0 {
             // They end with their batch; nobody hears of it.
-            tracing::warn!("{busy} data worker(s) are still making a batch and are left to it");
+            tracing::warn!(
+                "left alone, as they are still making a batch: {}",
+                counted(busy, "data worker")
+            );
             return;
         }
         for thread in self.threads.drain(..) {

@@ -6,7 +6,7 @@ use fulgurite_config::ConfigType;
 use serde::{Deserialize, Serialize};
 
 use super::{SampleOrder, Samples, Split};
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 
 /// Samples that a micro-batch may have: far more than any has.
 const MAX_BATCH: usize = 1 << 30;
@@ -84,9 +84,10 @@ impl TrainSampler {
         let step = factors.into_iter().try_fold(1_u64, u64::checked_mul);
         if step.is_none_or(|samples| samples > MAX_STEP) {
             return Err(Error::Config(format!(
-                "`data.batch_size` = {batch_size} times {data_parallel_size} data-parallel rank(s) times \
+                "`data.batch_size` = {batch_size} times {} times \
                  `trainer.accumulate_grad_batches` = {accumulate} are the samples of a step, which must \
-                 be at most {MAX_STEP}"
+                 be at most {MAX_STEP}",
+                counted(data_parallel_size, "data-parallel rank")
             )));
         }
         Ok(Self {
@@ -107,8 +108,9 @@ impl TrainSampler {
         let (epoch, step) = (self.order.epoch_len(), self.global_batch_size());
         if last_batch == LastBatch::Drop && epoch < step {
             return Err(Error::Config(format!(
-                "`trainer.last_batch` = \"drop\": an epoch has {epoch} sample(s), and a step takes {step}, so \
-                 all would be left out; give more data, lower the batch size, or set \"partial\""
+                "`trainer.last_batch` = \"drop\": an epoch has {}, and a step takes {step}, so \
+                 all would be left out; give more data, lower the batch size, or set \"partial\"",
+                counted(epoch, "sample")
             )));
         }
         self.last_batch = last_batch;
@@ -471,7 +473,7 @@ mod tests {
             TrainSampler::new(order.clone(), batch, 4, 0, accumulate).unwrap_err().to_string()
         };
         insta::assert_snapshot!(error(1_000_000_000_000_000_000, 1), @"`data.batch_size` must be at most 1073741824, found 1000000000000000000");
-        insta::assert_snapshot!(error(1 << 30, usize::MAX), @"`data.batch_size` = 1073741824 times 4 data-parallel rank(s) times `trainer.accumulate_grad_batches` = 18446744073709551615 are the samples of a step, which must be at most 281474976710656");
+        insta::assert_snapshot!(error(1 << 30, usize::MAX), @"`data.batch_size` = 1073741824 times 4 data-parallel ranks times `trainer.accumulate_grad_batches` = 18446744073709551615 are the samples of a step, which must be at most 281474976710656");
         assert!(EvalSampler::new(10, usize::MAX, 2, 0).is_err());
     }
 }

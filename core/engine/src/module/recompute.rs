@@ -13,7 +13,7 @@ use crate::autograd::{GradMode, function, functions, refuse_variables, refuse_wr
 use crate::execution::ExecutionContext;
 use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 
 /// Calls a unit without recording a graph, and enters its outputs into the caller's graph with a backward
 /// that computes the unit again, with a graph of its own, and runs that graph's backward.
@@ -245,8 +245,8 @@ impl<A: Activations> RecomputeState<A> {
         let (got, want) = (recomputed.len(), self.forms.len());
         if got != want {
             return Err(Error::other(format!(
-                "gave {got} tensor(s) when it was computed again for backward, and {want} in its forward; \
-                 {HINT}"
+                "gave {} when it was computed again for backward, and {want} in its forward; {HINT}",
+                counted(got, "tensor")
             )));
         }
         for (y, (shape, dtype)) in recomputed.iter().zip(&self.forms) {

@@ -9,7 +9,7 @@ use super::board::{keys, read, write};
 use super::options::{AgentOptions, Nodes};
 use super::plan::{Attempt, End, Member, Over, nodes};
 use crate::Result;
-use fulgurite_error::print_message;
+use fulgurite_error::{counted, print_message};
 use fulgurite_store::{JobKey, Store};
 
 const POLL: Duration = Duration::from_millis(100);
@@ -79,7 +79,8 @@ impl Coordinator {
             }
             restarts += 1;
             let left = self.options.max_restarts - restarts;
-            print_message(&format!("the job starts again ({left} restart(s) left)"));
+            let left = counted(left, "restart");
+            print_message(&format!("the job starts again ({left} left)"));
         }
         Ok(())
     }

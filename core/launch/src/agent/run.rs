@@ -13,7 +13,7 @@ use super::plan::{Attempt, End, Member};
 use super::ranks::Ranks;
 use crate::signals::{self, SecondSignal};
 use crate::{Error, Result};
-use fulgurite_error::{advice, print_message};
+use fulgurite_error::{advice, counted, print_message};
 use fulgurite_store::{Patience, Store};
 
 /// How often ranks, signals and the other agents are looked at.
@@ -86,8 +86,8 @@ fn check(options: &AgentOptions) -> Result<()> {
     }
     match options.node_rank {
         Some(rank) if rank >= options.nodes.most => Err(Error::Launch(format!(
-            "--node-rank is {rank}; of {} node(s) the ranks are 0 to {}",
-            options.nodes.most,
+            "--node-rank is {rank}; of {} the ranks are 0 to {}",
+            counted(options.nodes.most, "node"),
             options.nodes.most - 1
         ))),
         _ => Ok(()),

@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::Fabric;
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 use fulgurite_engine::collective::{
     AllGather, Collective, ProcessGroup, ReduceOp, all_gather_object, broadcast_object,
 };
@@ -102,7 +102,8 @@ impl Fabric {
         let ranks = self.world_size();
         if src >= ranks {
             return Err(Error::other(format!(
-                "there is no rank {src} to broadcast from: there are {ranks} rank(s), counted from 0"
+                "there is no rank {src} to broadcast from: the job has {}, counted from 0",
+                counted(ranks, "rank")
             )));
         }
         broadcast_object(&**self.world(), value, src)

@@ -9,7 +9,7 @@ use super::{
 };
 use crate::profiler::ProfilerConfig;
 use crate::runtime::{SyncBuffers, UnusedParameters};
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 use candle_core::Device;
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
@@ -274,8 +274,10 @@ impl TrainerConfig {
             _ => config_error(
                 "global_batch_size",
                 format!(
-                    "found {samples}, which is no multiple of {at_a_time}: {ranks} data-parallel rank(s) take \
-                     {batch_size} sample(s) each at a time. Change it, the batch size, or the number of ranks"
+                    "found {samples}, which is no multiple of {at_a_time}: {} with {} each at a time. Change it, the \
+                     batch size, or the number of ranks",
+                    counted(ranks, "data-parallel rank"),
+                    counted(batch_size, "sample")
                 ),
             ),
         }
@@ -293,7 +295,10 @@ impl TrainerConfig {
             }
             Some(MicroBatchSize::Samples(samples)) => config_error(
                 "micro_batch_size",
-                format!("must divide the {batch_size} sample(s) of a batch, found {samples}"),
+                format!(
+                    "must divide the {} of a batch, found {samples}",
+                    counted(batch_size, "sample")
+                ),
             ),
         }
     }
@@ -353,8 +358,8 @@ impl TrainerConfig {
             return config_error(
                 "devices",
                 format!(
-                    "must be at most {limit} ranks on this host of {} core(s), found {devices}",
-                    available_cores()
+                    "must be at most {limit} ranks on this host of {}, found {devices}",
+                    counted(available_cores(), "core")
                 ),
             );
         }

@@ -3,7 +3,7 @@
 use toml::Table;
 
 use crate::run::{MemoryCheck, RunConfig};
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 use fulgurite_config::registry::kind;
 use fulgurite_engine::collective::{GroupMemory, Planned, ProcessGroup as _, ProcessGroupConfig};
 use fulgurite_engine::module::ModuleTree;
@@ -42,8 +42,9 @@ pub(super) fn check_memory(
     if !too_large && needed <= host.available {
         return Ok(());
     }
+    let ranks = counted(on_host, "rank");
     let for_model = format!(
-        "the model of {} parameters takes at least {} on each of this host's {on_host} rank(s) under \
+        "the model of {} parameters takes at least {} on each of this host's {ranks} under \
          `trainer.strategy` = \"{}\" ({memory}), {} together",
         tree.elem_count(),
         Bytes(memory.total()),
@@ -51,7 +52,7 @@ pub(super) fn check_memory(
         Bytes(model),
     );
     let for_groups = format!(
-        "the process groups of this host's {on_host} rank(s) share {}, and each rank maps {}",
+        "the process groups of this host's {ranks} share {}, and each rank maps {}",
         Bytes(shared.used),
         Bytes(shared.mapped)
     );

@@ -1,7 +1,7 @@
 //! Into how many micro-batches a batch is split, and what happens if a micro-batch is too large for the memory of a rank.
 
 use super::session::Session;
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 
 impl Session {
     /// Samples that a rank computes on at a time, in training.
@@ -34,8 +34,9 @@ impl Session {
         self.micro_batches_in_batch = self.batch_size / samples;
         if self.rank() == 0 {
             tracing::warn!(
-                "rank {rank} has no memory left in step {step}, which begins again: micro-batches now have {samples} \
-                 sample(s) instead of {before}, {} for each batch of {}",
+                "rank {rank} has no memory left in step {step}, which begins again: micro-batches now have {} \
+                 instead of {before}, {} for each batch of {}",
+                counted(samples, "sample"),
                 self.micro_batches_in_batch,
                 self.batch_size
             );

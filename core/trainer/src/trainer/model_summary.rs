@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use crate::counted;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::parameter::Buffer;
 
@@ -111,11 +112,11 @@ impl fmt::Display for ModelSummary {
         }
         write!(
             f,
-            "{:width$}  {:>10}, {} trained, in {} unit(s)",
+            "{:width$}  {:>10}, {} trained, in {}",
             "all",
             short(self.parameters),
             short(self.trainable),
-            self.units
+            counted(self.units, "unit")
         )?;
         match self.buffers {
             0 => Ok(()),
@@ -151,7 +152,7 @@ mod tests {
     model.layers        3.0k
     model.head             7  frozen
     model                  1  frozen
-    all                13.0k, 13.0k trained, in 2 unit(s), and 70 in buffers
+    all                13.0k, 13.0k trained, in 2 units, and 70 in buffers
     "#);
         let b = ModuleBuilder::new(ModuleInit::default());
         for i in 0..20 {
@@ -172,7 +173,7 @@ mod tests {
     block_10        2.0M
     block_11        2.0M
     8 more         16.0M
-    all            40.0M, 40.0M trained, in 0 unit(s)
+    all            40.0M, 40.0M trained, in 0 units
     "#);
     }
 }

@@ -20,7 +20,7 @@ use super::{Event, HookContext, Stage as RunStage};
 use crate::fabric::{Fabric, FabricOptimizers};
 use crate::profiler::Profile;
 use crate::run::TrainerConfig;
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 use fulgurite_engine::collective::all_gather_object;
 use fulgurite_engine::data::DataReport;
 use fulgurite_engine::mesh::DP_CP;
@@ -243,10 +243,10 @@ impl Session {
         let idle = training(&mut self.optimizers).iter().all(|(_, own)| own.steps() == 0);
         if idle && self.cursor.step > 0 && self.rank() == 0 {
             tracing::warn!(
-                "no optimizer has stepped in {} step(s): `training_step` optimizes by itself \
+                "no optimizer has stepped in {}: `training_step` optimizes by itself \
                  (`automatic_optimization`), and is to call `StepContext::optimize`, or `optimizer_step` \
                  after its backwards",
-                self.cursor.step
+                counted(self.cursor.step, "step")
             );
         }
         // An interrupted run ends without further delay.

@@ -13,7 +13,7 @@ use super::session::{Cursor, Session, training};
 use super::train_step::StepEnd;
 use crate::fabric::FabricOptimizers;
 use crate::run::{CountOrFraction, Limits, TrainerConfig};
-use crate::{Error, Result};
+use crate::{Error, Result, counted};
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::data::{LastBatch, SampleOrder, TrainSampler, Workers};
 use fulgurite_engine::execution::read;
@@ -299,10 +299,11 @@ impl Session {
         let wraps = self.parts.config.last_batch == LastBatch::Wrap;
         if samples < step && wraps && self.rank() == 0 {
             tracing::warn!(
-                "the training data has {samples} sample(s) and a step takes {step}: each is in a step more \
+                "the training data has {} and a step takes {step}: each is in a step more \
                  than once, and a step is {:.1} epochs; give more data, lower the batch size, \
                  `trainer.accumulate_grad_batches` or the number of ranks, or set `trainer.last_batch` = \
                  \"partial\"",
+                counted(samples, "sample"),
                 step as f64 / samples as f64
             );
         }

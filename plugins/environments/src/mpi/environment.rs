@@ -242,6 +242,6 @@ mod tests {
         let two_by_two = build(&OPEN_MPI_4, &[]);
         two_by_two.validate_settings(2, 2).unwrap();
         insta::assert_snapshot!(two_by_two.validate_settings(8, 1).unwrap_err(), @"launch: trainer.devices = 8 and trainer.num_nodes = 1 make 8 ranks, but OMPI_COMM_WORLD_SIZE = 4 were started (environment `mpi`). Set trainer.devices = 2 and trainer.num_nodes = 2, or start 8 processes");
-        insta::assert_snapshot!(two_by_two.validate_settings(1, 4).unwrap_err(), @"launch: trainer.devices = 1 ranks on each of trainer.num_nodes = 4 node(s), but 2 of the 4 were started on this one (environment `mpi`). Start 1 on every node, or set both keys to what is started");
+        insta::assert_snapshot!(two_by_two.validate_settings(1, 4).unwrap_err(), @"launch: `trainer.devices` = 1 and `trainer.num_nodes` = 4, but 2 of the 4 were started on this node (environment `mpi`). Start 1 on every node, or set both keys to what is started");
     }
 }
