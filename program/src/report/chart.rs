@@ -115,12 +115,17 @@ pub(super) fn chart(title: &str, series: &[Series], note: &str) -> String {
             let _ = write!(path, "{command}{px:.2} {py:.2}");
             let _ = write!(data, "{step:?},{value:?} ");
         }
-        if points.len() == 1 {
-            path += "h0.01"; // a dot
-        }
+        let dot = match points.len() {
+            1 => {
+                // As wide as its stroke.
+                path += "h0.01";
+                " dot"
+            }
+            _ => "",
+        };
         let _ = write!(
             html,
-            "<path class=\"c{}\" data-name=\"{}\" data-points=\"{}\" d=\"{path}\"/>",
+            "<path class=\"c{}{dot}\" data-name=\"{}\" data-points=\"{}\" d=\"{path}\"/>",
             series.colour % 10,
             Escaped(series.name),
             data.trim_end()

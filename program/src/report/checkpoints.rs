@@ -12,8 +12,18 @@ pub(super) struct Checkpoint {
     pub(super) path: PathBuf,
     /// Seconds for which training waited.
     pub(super) blocked_s: Option<f64>,
-    /// Its size on disk in bytes; `None` if it is not there any more.
-    pub(super) bytes: Option<u64>,
+    /// What of it is on disk.
+    pub(super) on_disk: OnDisk,
+}
+
+/// Whether a checkpoint is still there.
+pub(super) enum OnDisk {
+    /// In the run's directory, with this many bytes.
+    Bytes(u64),
+    /// In another directory, which is not searched: its name comes from a file that anybody may have written.
+    Elsewhere,
+    /// Not there any more.
+    Gone,
 }
 
 /// The checkpoints of a run in the order in which they were saved; without `events.jsonl`, those that are
@@ -26,10 +36,13 @@ pub(super) fn checkpoints(run: &Run) -> Vec<Checkpoint> {
             let path = PathBuf::from(event["path"].as_str().unwrap_or_default());
             // The run's directory may have moved since.
             let moved = path.file_name().map(|name| own.join(name)).filter(|path| path.is_dir());
-            let found = moved.unwrap_or_else(|| path.clone());
-            let bytes = found.is_dir().then(|| size(&found));
+            let on_disk = match moved.as_deref().unwrap_or(&path) {
+                found if !found.is_dir() => OnDisk::Gone,
+                found if is_within(found, &run.path) => OnDisk::Bytes(size(found)),
+                _ => OnDisk::Elsewhere,
+            };
             let (step, blocked_s) = (event["step"].as_u64(), event["blocked_s"].as_f64());
-            Checkpoint { step, path, blocked_s, bytes }
+            Checkpoint { step, path, blocked_s, on_disk }
         })
         .collect();
     if all.is_empty() {
@@ -38,12 +51,20 @@ pub(super) fn checkpoints(run: &Run) -> Vec<Checkpoint> {
             let name = entry.file_name();
             let step = name.to_str()?.strip_prefix("step-")?.parse().ok()?;
             let path = entry.path();
-            let bytes = Some(size(&path));
-            Some(Checkpoint { step: Some(step), path, blocked_s: None, bytes })
+            let on_disk = OnDisk::Bytes(size(&path));
+            Some(Checkpoint { step: Some(step), path, blocked_s: None, on_disk })
         }));
         all.sort_by_key(|checkpoint| checkpoint.step);
     }
     all
+}
+
+/// Whether a directory is below `root`, links resolved.
+fn is_within(dir: &Path, root: &Path) -> bool {
+    match (dir.canonicalize(), root.canonicalize()) {
+        (Ok(dir), Ok(root)) => dir != root && dir.starts_with(root),
+        _ => false,
+    }
 }
 
 /// The bytes of the files in a directory. Links are not followed.

@@ -3,6 +3,7 @@
 mod chart;
 mod checkpoints;
 mod escape;
+mod matrix;
 mod page;
 mod run;
 mod settings;

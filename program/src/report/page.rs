@@ -3,11 +3,13 @@
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
 
+use fulgurite_error::counted;
 use serde_json::Value;
 
 use super::chart::{Series, chart, short};
-use super::checkpoints::{checkpoints, resumed_from};
+use super::checkpoints::{OnDisk, checkpoints, resumed_from};
 use super::escape::Escaped;
+use super::matrix::matrices;
 use super::run::Run;
 use super::settings::settings;
 
@@ -82,7 +84,7 @@ fn overview(html: &mut String, runs: &[Run]) {
         "items/s",
         "s a step",
     ];
-    let rows = (0..runs.len()).map(|index| {
+    let row = |index: usize| {
         let run = &runs[index];
         let summary = run.event("summary");
         let of = |key: &str| summary.map_or(&Value::Null, |summary| &summary[key]);
@@ -109,8 +111,22 @@ fn overview(html: &mut String, runs: &[Run]) {
             number(of("tokens_per_s").as_f64()),
             number(of("step_s_median").as_f64()),
         ]
-    });
-    table(html, &headings(&head), rows);
+    };
+    let (trained, others): (Vec<usize>, Vec<usize>) =
+        (0..runs.len()).partition(|&index| runs[index].has_trained());
+    if !trained.is_empty() {
+        table(html, &headings(&head), trained.into_iter().map(row));
+    }
+    if !others.is_empty() {
+        let _ = writeln!(
+            html,
+            "<details{}><summary>{}: evaluations, and starts that failed</summary>",
+            if others.len() == runs.len() { " open" } else { "" },
+            counted(others.len(), "run without a step")
+        );
+        table(html, &headings(&head), others.into_iter().map(row));
+        *html += "</details>\n";
+    }
 }
 
 /// How a run ended, as far as it has said.
@@ -145,9 +161,63 @@ fn curves(html: &mut String, runs: &[Run]) {
                   (<code>trainer.loggers</code>).</p>\n";
         return;
     }
+    let matrices = matrices(&names);
+    let in_matrix = |name: &str| matrices.iter().any(|matrix| matrix.has(name));
+    let points = |run: &Run, name: &str| run.curves.get(name).map_or(0, |curve| curve.points.len());
+    let is_curve = |name: &str| runs.iter().any(|run| points(run, name) > 1);
+    let (mut curves, single): (Vec<&str>, Vec<&str>) =
+        names.into_iter().filter(|name| !in_matrix(name)).partition(|name| is_curve(name));
+    // Losses come first.
+    curves.sort_by_key(|name| (!name.contains("loss"), *name));
+    charts(html, runs, &curves);
+    single_values(html, runs, &single);
+    *html += "<div class=\"charts\">\n";
+    for matrix in &matrices {
+        for (index, run) in runs.iter().enumerate() {
+            *html += &matrix.table(run, &label(runs, index)).unwrap_or_default();
+        }
+    }
+    *html += "</div>\n";
+}
+
+/// Metrics of which no run has more than one value: a table.
+fn single_values(html: &mut String, runs: &[Run], names: &[&str]) {
+    let curve = |run: usize, name: &str| runs[run].curves.get(name);
+    let shown: Vec<usize> = (0..runs.len())
+        .filter(|&run| names.iter().any(|name| curve(run, name).is_some()))
+        .collect();
+    if shown.is_empty() {
+        return;
+    }
+    *html += "<h3>Metrics with one value</h3>\n";
+    let mut head = vec!["metric".to_owned()];
+    head.extend(shown.iter().map(|&run| label(runs, run)));
+    let rows = names.iter().map(|name| {
+        let mut row = vec![Escaped(name).to_string()];
+        row.extend(shown.iter().map(|&run| match curve(run, name) {
+            None => "–".to_owned(),
+            Some(curve) => match (curve.points.first(), curve.non_finite.first()) {
+                (Some((step, value)), _) => format!("{} (step {})", short(*value), short(*step)),
+                (None, Some(step)) => format!("not finite (step {step})"),
+                (None, None) => "–".to_owned(),
+            },
+        }));
+        row
+    });
+    table(html, &head, rows);
+}
+
+/// The charts of the metrics of these names.
+fn charts(html: &mut String, runs: &[Run], names: &[&str]) {
+    if names.is_empty() {
+        return;
+    }
     *html += "<p class=\"hint\">Drag over a part of a chart to enlarge it; a double click shows all of it \
               again.</p>\n<p>";
     for index in 0..runs.len() {
+        if names.iter().all(|name| !runs[index].curves.contains_key(*name)) {
+            continue;
+        }
         let _ = write!(
             html,
             "<label class=\"run\"><input type=\"checkbox\" checked data-run=\"{}\">{}</label> ",
@@ -156,10 +226,7 @@ fn curves(html: &mut String, runs: &[Run]) {
         );
     }
     *html += "</p>\n<div class=\"charts\">\n";
-    // Losses come first.
-    let mut names: Vec<&str> = names.into_iter().collect();
-    names.sort_by_key(|name| (!name.contains("loss"), *name));
-    for name in names {
+    for &name in names {
         let series: Vec<Series> = runs
             .iter()
             .enumerate()
@@ -177,25 +244,23 @@ fn curves(html: &mut String, runs: &[Run]) {
             })
             .collect();
         let note = left_out.join("; ");
-        if series.is_empty() {
-            let _ = writeln!(
-                html,
-                "<figure class=\"chart\"><figcaption>{}</figcaption><p class=\"reading\">{}</p></figure>",
-                Escaped(name),
-                Escaped(note)
-            );
-        } else {
-            *html += &chart(name, &series, &note);
-        }
+        *html += &chart(name, &series, &note);
     }
     *html += "</div>\n";
 }
 
 fn differences(html: &mut String, runs: &[Run]) {
     *html += "<h2>Settings</h2>\n";
-    let all = settings(runs.iter().map(|run| &run.config));
+    // Evaluations and failed starts would have a column each.
+    let mut shown: Vec<usize> =
+        (0..runs.len()).filter(|&index| runs[index].has_trained()).collect();
+    if shown.is_empty() {
+        shown = (0..runs.len()).collect();
+    }
+    let configs: Vec<_> = shown.iter().map(|&index| &runs[index].config).collect();
+    let all = settings(configs.into_iter());
     let mut head = vec!["key".to_owned()];
-    head.extend((0..runs.len()).map(|index| label(runs, index)));
+    head.extend(shown.iter().map(|&index| label(runs, index)));
     let row = |setting: &super::settings::Setting| {
         let mut row = vec![format!("<code>{}</code>", Escaped(&setting.key))];
         row.extend(setting.values.iter().map(|value| match value {
@@ -204,7 +269,7 @@ fn differences(html: &mut String, runs: &[Run]) {
         }));
         row
     };
-    if runs.len() > 1 {
+    if shown.len() > 1 {
         let different: Vec<_> = all.iter().filter(|setting| setting.differs()).map(row).collect();
         if different.is_empty() {
             *html += "<p>The runs have the same settings.</p>\n";
@@ -343,9 +408,11 @@ fn saved(html: &mut String, runs: &[Run]) {
             vec![
                 checkpoint.step.map_or("–".to_owned(), |step| step.to_string()),
                 format!("<code>{}</code>", Escaped(checkpoint.path.display())),
-                checkpoint.bytes.map_or("not there any more".to_owned(), |bytes| {
-                    indicatif::HumanBytes(bytes).to_string()
-                }),
+                match checkpoint.on_disk {
+                    OnDisk::Bytes(bytes) => indicatif::HumanBytes(bytes).to_string(),
+                    OnDisk::Elsewhere => "not in the run's directory".to_owned(),
+                    OnDisk::Gone => "not there any more".to_owned(),
+                },
                 number(val_loss),
                 number(checkpoint.blocked_s),
             ]

@@ -48,6 +48,12 @@ impl Run {
         self.curves.get(metric)?.points.last().map(|point| point.1)
     }
 
+    /// Whether the run has trained: it has logged a step, or its summary has one.
+    pub(super) fn has_trained(&self) -> bool {
+        let stepped = self.event("summary").is_some_and(|end| end["step_s_median"].is_number());
+        stepped || self.curves.contains_key("train_loss") || self.event("checkpoint").is_some()
+    }
+
     fn add(&mut self, name: &str, step: u64, value: f64) {
         let curve = self.curves.entry(name.to_owned()).or_default();
         if value.is_finite() {

@@ -70,7 +70,7 @@ fn a_page_shows_runs_side_by_side_and_loads_nothing() {
         "width:75.00%",
         "<td>completed</td>",
         "<pre>&lt;/script&gt;&lt;b&gt;&quot;&#39;</pre>",
-        "<figcaption>&lt;i&gt;</figcaption>",
+        "<td>&lt;i&gt;</td><td>1 (step 1)</td>",
     ] {
         assert!(html.contains(wanted), "{wanted} is missing:\n{html}");
     }
@@ -114,4 +114,73 @@ fn wrong_input_is_named() {
         refused(&["logs", "-o", "no/where.html"])
             .starts_with("error: writing the report no/where.html")
     );
+}
+
+/// The page about these files of one run after another, `version_N/FILE`.
+fn page(files: &[(&str, &str)]) -> String {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("logs"), files);
+    let (said, ok) = report(dir.path(), &["logs"]);
+    assert!(ok, "{said}");
+    std::fs::read_to_string(dir.path().join("report.html")).unwrap()
+}
+
+#[test]
+fn single_values_and_matrices_are_tables() {
+    let metrics = "{\"step\":1,\"train_loss\":3,\"c/0_0\":1,\"c/0_1\":0,\"c/1_0\":0,\"c/1_1\":4}\n\
+                   {\"step\":2,\"train_loss\":2}\n{\"step\":2,\"test_acc\":0.5}\n";
+    let one_point = "{\"step\":7,\"train_loss\":3}\n";
+    let html = page(&[
+        ("version_0/config.toml", "seed = 1"),
+        ("version_0/metrics.jsonl", metrics),
+        ("version_1/config.toml", "seed = 2"),
+        ("version_1/metrics.jsonl", one_point),
+    ]);
+    // One chart: of the loss, in which a run with one value is a dot.
+    assert_eq!(html.matches("data-view=").count(), 1, "{html}");
+    assert!(html.contains("<path class=\"c1 dot\" data-name=\"version_1\""), "{html}");
+    assert!(html.contains("<td>test_acc</td><td>0.5 (step 2)</td>"), "{html}");
+    assert_eq!(html.matches("class=\"matrix\"").count(), 1, "{html}");
+    assert!(!html.contains("c/0_1"), "{html}");
+}
+
+#[test]
+fn runs_without_a_step_have_no_column() {
+    let html = page(&[
+        ("version_0/config.toml", "seed = 1"),
+        ("version_0/metrics.jsonl", "{\"step\":1,\"train_loss\":3}\n"),
+        ("version_1/config.toml", "seed = 2"),
+        ("version_1/events.jsonl", "{\"event\":\"end\",\"status\":\"failed\"}\n"),
+        ("version_2/config.toml", "seed = 3"),
+        ("version_2/metrics.jsonl", "{\"step\":1,\"test_loss\":2.5}\n"),
+    ]);
+    assert!(html.contains("2 runs without a step"), "{html}");
+    let settings = html.split("<h2>Settings</h2>").nth(1).unwrap();
+    let settings = settings.split("<h2>").next().unwrap();
+    assert!(settings.contains("version_0"), "{settings}");
+    assert!(!settings.contains("version_1") && !settings.contains("version_2"), "{settings}");
+    // A test's result is shown all the same.
+    assert!(html.contains("<td>test_loss</td><td>–</td><td>2.5 (step 1)</td>"), "{html}");
+}
+
+#[test]
+fn only_the_folder_of_a_run_is_searched() {
+    let events = "{\"event\":\"checkpoint\",\"step\":1,\"path\":\"/\"}\n\
+                  {\"event\":\"checkpoint\",\"step\":2,\"path\":\"logs/version_0/..\"}\n\
+                  {\"event\":\"checkpoint\",\"step\":3,\"path\":\"logs/version_0/checkpoints/step-3\"}\n";
+    let html = page(&[
+        ("version_0/config.toml", "seed = 1"),
+        ("version_0/events.jsonl", events),
+        ("version_0/checkpoints/step-3/weights", "12345"),
+        ("version_0/checkpoints/elsewhere/weights", "123456789"),
+    ]);
+    let sizes: Vec<&str> = html
+        .split("<h2>Checkpoints</h2>")
+        .nth(1)
+        .unwrap()
+        .split("</code></td><td>")
+        .skip(1)
+        .map(|cell| cell.split('<').next().unwrap())
+        .collect();
+    assert_eq!(sizes, ["not in the run's directory", "not in the run's directory", "5 B"]);
 }
