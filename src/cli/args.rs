@@ -3,6 +3,7 @@
 use std::ffi::OsString;
 use std::path::PathBuf;
 
+use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
 pub use clap_complete::Shell;
 use fulgurite_core::Result;
@@ -140,7 +141,7 @@ impl RunRequest {
         let top_level: Vec<_> = top_level.iter().map(|key| key.name.as_ref()).collect();
         let layers = ConfigLayers::new().defaults(defaults);
         let layers = self.config.iter().try_fold(layers, ConfigLayers::file)?;
-        let layers = layers.environment(PREFIX, &top_level, variables)?;
+        let layers = layers.environment(PREFIX, &top_level, VARIABLES, variables)?;
         self.set.iter().try_fold(layers, |layers, assignment| layers.set(assignment))
     }
 
@@ -148,16 +149,38 @@ impl RunRequest {
     ///
     /// # Errors
     /// As [`layers`](Self::layers) and [`RunConfig::from_layers`].
-    pub fn run_config<M: DeserializeOwned, D: DeserializeOwned>(
+    pub fn run_config<M: DeserializeOwned + 'static, D: DeserializeOwned + 'static>(
         &self,
         defaults: Table,
     ) -> Result<RunConfig<M, D>> {
-        RunConfig::from_layers(self.layers(defaults)?)
+        let layers = self.layers(defaults)?;
+        let run = RunConfig::from_layers(layers.clone())?;
+        if is_first_process() {
+            for name in layers.check_variables()? {
+                tracing::warn!(
+                    "the variable {name} is no key of the configuration and has no effect"
+                );
+            }
+        }
+        Ok(run)
     }
 }
 
 /// What the environment variables of keys begin with.
 const PREFIX: &str = "FULGURITE_";
+
+/// The variables of that prefix that are no keys: those of users, and those by which processes of a job tell
+/// each other what they are.
+const VARIABLES: &[&str] =
+    &["LOG", "JOB_KEY", "STORE_ADDRESS", "AGENT", "SUPERVISOR", "START_TIME", "SWEEP_PROCESS"];
+
+/// Whether no supervisor or launcher has started this process as another rank than the first.
+fn is_first_process() -> bool {
+    let is = |name: &str, rank: &str| std::env::var(name).is_ok_and(|value| value != rank);
+    std::env::var_os("FULGURITE_SUPERVISOR").is_none()
+        && !is("RANK", "0")
+        && !is("SLURM_PROCID", "0")
+}
 
 #[derive(Parser)]
 #[command(subcommand_required = true, arg_required_else_help = true)]
@@ -294,7 +317,8 @@ where
     I: IntoIterator,
     I::Item: Into<OsString> + Clone,
 {
-    let matches = command(program).try_get_matches_from(args)?;
+    let matches =
+        command(program).try_get_matches_from(args).map_err(|error| suggest_set(program, error))?;
     let request = |action, run| {
         let RunArgs { config, set, print_config, output } = run;
         RunRequest {
@@ -333,6 +357,32 @@ where
         Command::Plugins(command) => CliCommand::Plugins(command),
         Command::Completion { shell } => CliCommand::Completion(shell),
     })
+}
+
+/// Adds to the error for an argument that is a key, as LightningCLI and Hydra take them, how a key is set here.
+fn suggest_set(program: &Program, mut error: clap::Error) -> clap::Error {
+    let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg) else {
+        return error;
+    };
+    if error.kind() != ErrorKind::UnknownArgument {
+        return error;
+    }
+    let (word, value) = match argument.trim_start_matches('-').split_once('=') {
+        Some((word, value)) => (word.to_owned(), value.to_owned()),
+        None => (argument.trim_start_matches('-').to_owned(), "VALUE".to_owned()),
+    };
+    let name = word.replace('-', "_");
+    let sections = all_sections(program).unwrap_or_default();
+    let section = sections.iter().find(|section| section.keys.iter().any(|key| key.name == name));
+    let key = match section {
+        _ if word.contains('.') => word,
+        Some(section) if section.path.is_empty() => name,
+        Some(section) => format!("{}.{name}", section.path),
+        None => return error,
+    };
+    let tip = format!("a key of the configuration is set with '--set {key}={value}'").into();
+    error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
+    error
 }
 
 /// The script by which a shell completes the program's arguments.
@@ -491,6 +541,13 @@ Usage: pretrain <COMMAND>
 
 For more information, try '--help'.
 "#);
+        let tip = |args: &[&str]| {
+            let refused = refusal(args);
+            refused.lines().find(|line| line.contains("tip:")).unwrap_or_default().to_owned()
+        };
+        insta::assert_snapshot!(tip(&["fit", "--trainer.max_steps=100"]), @"  tip: a key of the configuration is set with '--set trainer.max_steps=VALUE'");
+        insta::assert_snapshot!(tip(&["fit", "optimizer.lr=1e-3"]), @"  tip: a key of the configuration is set with '--set optimizer.lr=1e-3'");
+        insta::assert_snapshot!(tip(&["fit", "--max-steps", "100"]), @"  tip: a key of the configuration is set with '--set trainer.max_steps=VALUE'");
         insta::assert_snapshot!(refusal(&["fit", "--output", "yaml"]), @r#"
 error: invalid value 'yaml' for '--output <OUTPUT>'
   [possible values: human, json]

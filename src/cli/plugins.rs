@@ -4,8 +4,9 @@ use std::fmt::Write as _;
 
 use clap::Subcommand;
 
-use fulgurite_core::config::reference::{Section, option_keys, plain_text, plugin_key};
-use fulgurite_core::registry::{self, PluginDescriptor, kind};
+use fulgurite_core::config::nearest;
+use fulgurite_core::config::reference::{Section, option_keys, plain_text, plugin_assignment};
+use fulgurite_core::registry::{self, PluginDescriptor};
 use fulgurite_core::{Error, Result};
 use serde_json::json;
 
@@ -92,13 +93,7 @@ pub fn show(plugins: &[PluginDescriptor], name: &str) -> Result<String> {
         if !plugin.summary.is_empty() {
             let _ = writeln!(text, "  {}", plugin.summary);
         }
-        let short = format!("{name:?}");
-        let value = if plugin.example.is_empty() { &short } else { plugin.example };
-        let value = match plugin.kind {
-            kind::LOGGER => format!("[{value}]"),
-            _ => value.to_owned(),
-        };
-        let _ = writeln!(text, "  example: {} = {value}", plugin_key(plugin.kind));
+        let _ = writeln!(text, "  example: {}", plugin_assignment(plugin));
         let _ = writeln!(text, "  from:    {} {}", plugin.krate, plugin.version);
         let (keys, _) = option_keys(plugin);
         let (keys, defaults): (Vec<_>, Vec<_>) = keys.into_iter().unzip();
@@ -116,9 +111,13 @@ pub fn show(plugins: &[PluginDescriptor], name: &str) -> Result<String> {
     }
     if text.is_empty() {
         let mut names: Vec<_> = plugins.iter().map(|plugin| plugin.name).collect();
+        names.sort_unstable();
         names.dedup();
+        let owned: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+        let near =
+            nearest(name, &owned).map_or(String::new(), |near| format!("did you mean `{near}`? "));
         return Err(Error::Config(format!(
-            "no linked plugin is named `{name}`; there are {}",
+            "no linked plugin is named `{name}`; {near}there are {}",
             names.join(", ")
         )));
     }
@@ -175,6 +174,6 @@ strategy `local_sgd`
   example: trainer.strategy = { type = "local_sgd", every = 4 }
   from:    their-crate 2.0.0
 "#);
-        insta::assert_snapshot!(show(PLUGINS, "cvs").unwrap_err(), @"no linked plugin is named `cvs`; there are csv, local_sgd");
+        insta::assert_snapshot!(show(PLUGINS, "cvs").unwrap_err(), @"no linked plugin is named `cvs`; did you mean `csv`? there are csv, local_sgd");
     }
 }

@@ -27,8 +27,8 @@ pub(super) fn run(
     child_run::refuse_in_job("--sweep")?;
     let combinations = combinations(&request.sweep)?;
     let mut runs = Vec::new();
-    for combination in &combinations {
-        let run = with_values(request, defaults, combination)?;
+    for (combination, name) in combinations.iter().zip(names(&combinations)) {
+        let run = with_values(request, defaults, combination, &name)?;
         check(&run, defaults.clone()).map_err(|error| {
             Error::Config(format!("--sweep, {}: {error}", combination.join(" ")))
         })?;
@@ -70,8 +70,13 @@ fn combinations(sweeps: &[String]) -> Result<Vec<Vec<String>>> {
             )))
         };
         let Some((key, values)) = sweep.split_once('=') else { return wrong("there is no `=`") };
-        let values = split(values);
-        if values.iter().any(|value| value.trim().is_empty()) {
+        if combinations[0].iter().any(|other| assigns(other, key)) {
+            return wrong("the key is swept twice; give all its values in one `--sweep`");
+        }
+        let Some(values) = split(values) else {
+            return wrong("a quote or bracket is not closed");
+        };
+        if values.contains(&"") {
             return wrong("a value is missing");
         }
         combinations = combinations
@@ -88,25 +93,50 @@ fn combinations(sweeps: &[String]) -> Result<Vec<Vec<String>>> {
     Ok(combinations)
 }
 
-/// The values between commas that are not within brackets, braces or quotes.
-fn split(text: &str) -> Vec<&str> {
+/// Whether `key=value` assigns to this key.
+fn assigns(assignment: &str, key: &str) -> bool {
+    assignment.split_once('=').is_some_and(|(other, _)| other.trim() == key.trim())
+}
+
+/// The values between commas that are not within brackets, braces or quotes, without the spaces around them;
+/// `None` if one of these is not closed. A quote within a word is a part of it.
+fn split(text: &str) -> Option<Vec<&str>> {
     let (mut values, mut start, mut depth, mut quote) = (Vec::new(), 0, 0_i32, None);
     for (at, c) in text.char_indices() {
         match (quote, c) {
             (Some(open), c) if c == open => quote = None,
             (Some(_), _) => {}
-            (None, '"' | '\'') => quote = Some(c),
+            (None, '"' | '\'') if depth > 0 || text[start..at].trim().is_empty() => quote = Some(c),
             (None, '[' | '{') => depth += 1,
             (None, ']' | '}') => depth -= 1,
             (None, ',') if depth == 0 => {
-                values.push(&text[start..at]);
+                values.push(text[start..at].trim());
                 start = at + 1;
             }
             _ => {}
         }
     }
-    values.push(&text[start..]);
-    values
+    values.push(text[start..].trim());
+    (quote.is_none() && depth == 0).then_some(values)
+}
+
+/// A name for the directory of each combination: its assignments, with `_` for whatever a shell or a file
+/// system could read as something else. Names that would be one have a number behind them.
+fn names(combinations: &[Vec<String>]) -> Vec<String> {
+    const LONGEST: usize = 150;
+    let is_plain = |c: char| c.is_ascii_alphanumeric() || "._=+-".contains(c);
+    let mut names: Vec<String> = Vec::new();
+    for combination in combinations {
+        let parts = combination.iter().map(|assignment| {
+            let parts = assignment.split(|c| !is_plain(c)).filter(|part| !part.is_empty());
+            parts.collect::<Vec<_>>().join("_").replace("=_", "=")
+        });
+        let name: String = parts.collect::<Vec<_>>().join(",").chars().take(LONGEST).collect();
+        let numbered = (2..).map(|n| format!("{name}-{n}"));
+        let free = std::iter::once(name.clone()).chain(numbered).find(|name| !names.contains(name));
+        names.extend(free);
+    }
+    names
 }
 
 /// The request of one run.
@@ -114,6 +144,7 @@ fn with_values(
     request: &RunRequest,
     defaults: &Table,
     combination: &[String],
+    name: &str,
 ) -> Result<RunRequest> {
     let mut run = RunRequest { sweep: Vec::new(), ..request.clone() };
     run.set.extend(combination.iter().cloned());
@@ -121,7 +152,6 @@ fn with_values(
     let resolved = run.layers(defaults.clone())?.resolve();
     let dir = resolved.get("checkpoint").and_then(|checkpoint| checkpoint.get("dir")?.as_str());
     if let Some(dir) = dir {
-        let name = combination.join(" ").replace('/', "_");
         let dir = toml::Value::String(format!("{}/{name}", dir.trim_end_matches('/')));
         run.set.push(format!("checkpoint.dir={dir}"));
     }
@@ -251,7 +281,31 @@ mod tests {
     a=2 b.c={ type = 'z', n = [1, 2] }
     "#);
         insta::assert_snapshot!(runs(&["a"]), @"--sweep a: there is no `=`; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+        insta::assert_snapshot!(runs(&["a=don't, 2"]), @r"
+    a=don't
+    a=2
+    ");
+        insta::assert_snapshot!(runs(&["a=[1,2"]), @"--sweep a=[1,2: a quote or bracket is not closed; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+        insta::assert_snapshot!(runs(&["a='x,y"]), @"--sweep a='x,y: a quote or bracket is not closed; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+        insta::assert_snapshot!(runs(&["a=1", "a=2"]), @"--sweep a=2: the key is swept twice; give all its values in one `--sweep`; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
         insta::assert_snapshot!(runs(&["a=1,,2"]), @"--sweep a=1,,2: a value is missing; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
+    }
+
+    #[test]
+    fn directories_of_runs_have_safe_names() {
+        let sweeps = ["o.lr=1e-3,+2", "d.path='a b/c',\"a b:c\",[\"x\", 'é']"].map(str::to_owned);
+        insta::assert_snapshot!(names(&combinations(&sweeps).unwrap()).join("\n"), @r"
+    o.lr=1e-3,d.path=a_b_c
+    o.lr=1e-3,d.path=a_b_c-2
+    o.lr=1e-3,d.path=x
+    o.lr=+2,d.path=a_b_c
+    o.lr=+2,d.path=a_b_c-2
+    o.lr=+2,d.path=x
+    ");
+        let long =
+            vec![vec![format!("a={}", "x".repeat(400))], vec![format!("a={}", "x".repeat(500))]];
+        let names = names(&long);
+        assert!(names.iter().all(|name| name.len() <= 152) && names[0] != names[1], "{names:?}");
     }
 
     #[test]

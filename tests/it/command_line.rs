@@ -61,6 +61,12 @@ fn variables_with_mistakes_are_named() {
     assert_snapshot!(error("FULGURITE_TRAINR__MAX_STEPS", "5"), @"error: FULGURITE_TRAINR__MAX_STEPS: unknown key `trainr`; did you mean `trainer`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     assert_snapshot!(error("FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES", "many"), @r#"error: FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES: `trainer.accumulate_grad_batches`: expected an integer, at least 0, found the string "many""#);
     assert_snapshot!(error("FULGURITE_TRAINER__LOGGERS", "[csv]"), @"error: FULGURITE_TRAINER__LOGGERS: string values must be quoted, expected literal string; strings inside lists and tables need quotes");
+    assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEPS", "5"), @"error: the variable FULGURITE_TRAINER_MAX_STEPS has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
+    assert_snapshot!(error("FULGURITE_DATA_SEQ_LEN", "5"), @"error: the variable FULGURITE_DATA_SEQ_LEN has no effect; did you mean FULGURITE_DATA__SEQ_LEN? (In a variable two underscores stand for the point of a key.)");
+    // One that may be somebody else's is warned of, by one process of the job.
+    let run = scratch.small().on("ddp", 2, 1).env("FULGURITE_HOME_PAGE", "x").succeed();
+    let warned = run.stderr.lines().filter(|line| line.contains("FULGURITE_HOME_PAGE"));
+    assert_eq!(warned.count(), 1, "{}", run.stderr);
     assert_snapshot!(error("FULGURITE_TRAINER__", "5"), @"error: FULGURITE_TRAINER__: a part of the key is empty; expected FULGURITE_TABLE__KEY, such as FULGURITE_TRAINER__MAX_STEPS");
 }
 
@@ -158,6 +164,32 @@ fn the_schema_has_every_key_and_every_plugin() {
 }
 
 #[test]
+fn the_example_of_every_plugin_can_be_run() {
+    let scratch = Scratch::with_tokens();
+    scratch.file(
+        "base.toml",
+        "[model]\nvocab_size = 53\nhidden_size = 20\nintermediate_size = 37\nnum_hidden_layers = 2\n\
+         num_attention_heads = 2\nnum_key_value_heads = 1\n[trainer]\nmax_steps = 8\n\
+         [data]\ntype = \"tokens\"\npath = \"tokens.u16\"\nseq_len = 7\nbatch_size = 2\nvalidation_fraction = 0.2\n",
+    );
+    let list = scratch.job(&["plugins", "list", "--json"]).succeed().stdout;
+    let plugins: Vec<Value> = serde_json::from_str(&list).unwrap();
+    assert!(plugins.len() > 50, "{}", plugins.len());
+    for plugin in &plugins {
+        let (kind, name) = (plugin["kind"].as_str().unwrap(), plugin["name"].as_str().unwrap());
+        let shown = scratch.job(&["plugins", "show", name]).succeed().stdout;
+        let of_kind = shown.split("\n\n").find(|text| text.starts_with(kind)).unwrap();
+        let example = of_kind.lines().find_map(|line| line.strip_prefix("  example: ")).unwrap();
+        scratch.file("example.toml", example);
+        let args = ["config", "check", "--config", "base.toml", "--config", "example.toml"];
+        let run = scratch.job(&args).run();
+        // The one that needs another build of the program says so.
+        let needs_cuda = name == "cuda" && run.stderr.contains("built without CUDA");
+        assert!(run.code() == Some(0) || needs_cuda, "{kind} {name}: {example}: {}", run.stderr);
+    }
+}
+
+#[test]
 fn shells_complete_arguments() {
     let scratch = Scratch::with_tokens();
     for shell in ["bash", "zsh", "fish", "elvish", "powershell"] {
@@ -221,7 +253,7 @@ fn a_sweep_runs_each_combination_and_compares_them() {
     );
     let alone = scratch.small().set(&["trainer.max_steps=3", "optimizer.lr=1e-2"]).succeed();
     assert_eq!(runs[2]["metrics"]["train_loss"], events(&alone, "summary")[0]["last_loss"]);
-    let kept = scratch.path().join("kept/optimizer.lr=1e-2 trainer.accumulate_grad_batches=1");
+    let kept = scratch.path().join("kept/optimizer.lr=1e-2,trainer.accumulate_grad_batches=1");
     assert!(Path::new(&kept).join("last").exists());
     // For people there is a table; each run goes to stderr.
     let mut human = scratch.small().set(&["trainer.max_steps=1"]).args(&sweep[..2]);

@@ -1,9 +1,11 @@
 //! The generated pages of the book are what the code says.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
+use fulgurite::core::config::plugin::kind_descriptors;
 use fulgurite::core::config::reference;
-use fulgurite::core::registry;
+use fulgurite::core::registry::{self, kind};
 use fulgurite::core::run::reference_sections;
 
 const INTRODUCTION: &str = "# Configuration
@@ -75,6 +77,66 @@ fn the_tests_that_pages_name_are_there() {
         for name in names {
             assert!(code.contains(&format!("fn {name}(")), "{page}: there is no `{name}`");
         }
+    }
+}
+
+/// Whether a page names a plugin: in backticks, with quotes or without, or as the value of `type`.
+fn names(page: &str, plugin: &str) -> bool {
+    [format!("`{plugin}`"), format!("\"{plugin}\"")].iter().any(|name| page.contains(name))
+}
+
+#[test]
+fn lists_of_the_book_have_every_plugin() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/src");
+    for (kind, pages) in [
+        (kind::STRATEGY, &["introduction.md", "guides/strategies.md"][..]),
+        (kind::LOGGER, &["guides/loggers.md"]),
+        (kind::CALLBACK, &["guides/callbacks.md"]),
+        (kind::ENVIRONMENT, &["guides/clusters.md"]),
+        (kind::PROCESS_GROUP, &["guides/processes.md"]),
+    ] {
+        for page in pages {
+            let text = std::fs::read_to_string(root.join(page)).unwrap();
+            let missing: Vec<_> =
+                registry::names(kind).into_iter().filter(|name| !names(&text, name)).collect();
+            assert!(missing.is_empty(), "{page} does not have {missing:?}");
+        }
+    }
+    // Where each kind is chosen.
+    let page = std::fs::read_to_string(root.join("guides/writing-a-plugin.md")).unwrap();
+    for kind in kind_descriptors() {
+        assert!(page.contains(&format!("| `{}` |", kind.key)), "{} is in no row", kind.key);
+    }
+}
+
+/// The variables that are no keys are on a page, by which a wrong one is told from them.
+#[test]
+fn every_variable_is_documented() {
+    fn variables(folder: &Path, found: &mut BTreeSet<String>) {
+        for entry in std::fs::read_dir(folder).unwrap().flatten() {
+            let path = entry.path();
+            if path.is_dir() && entry.file_name() != "tests" {
+                variables(&path, found);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = std::fs::read_to_string(path).unwrap();
+                let text = text.split("#[cfg(test)]").next().unwrap();
+                let names =
+                    text.split("\"FULGURITE_").skip(1).filter_map(|rest| rest.split('"').next());
+                found.extend(names.filter(|name| !name.is_empty()).map(str::to_owned));
+            }
+        }
+    }
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let mut found = BTreeSet::new();
+    for folder in ["core", "plugins", "program", "src", "strategies"] {
+        variables(&root.join(folder), &mut found);
+    }
+    assert!(found.len() > 6, "{found:?}");
+    let page = std::fs::read_to_string(root.join("docs/src/guides/command-line.md")).unwrap();
+    let known = std::fs::read_to_string(root.join("src/cli/args.rs")).unwrap();
+    for name in found {
+        assert!(page.contains(&format!("`FULGURITE_{name}`")), "{name} is not on the page");
+        assert!(known.contains(&format!("    \"{name}\",\n")), "{name} is not in VARIABLES");
     }
 }
 

@@ -135,7 +135,7 @@ impl<'de> Deserializer<'de> for Node<'de> {
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Problem> {
-        visitor.visit_some(self)
+        visitor.visit_some(self).map_err(Problem::optional)
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(

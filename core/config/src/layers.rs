@@ -8,8 +8,10 @@ use serde::de::DeserializeOwned;
 use toml::{Table, Value};
 
 use super::KeyDoc;
+use super::catalogue::KnownTable;
 use super::deserializer::deserialize;
-use super::problem::{KnownTable, PathSegment, Problem, error_path, render};
+use super::problem::{PathSegment, Problem, error_path, render};
+use super::suggest::for_variable;
 use crate::{Error, Result};
 use fulgurite_error::files::read_regular_text;
 
@@ -22,7 +24,9 @@ const MAX_FILE: u64 = 16 << 20;
 /// - a table whose `type` changes is replaced whole, since its other keys are options of another
 ///   plugin;
 /// - a key of a later layer removes the keys that it [excludes](Self::exclusive_keys);
-/// - `"name"` and `{ type = "name" }` are equal, so a table over a name adds options to it.
+/// - `"name"` and `{ type = "name" }` are equal, so a table over a name adds options to it;
+/// - a string that begins with `~/` is a path in the home directory;
+/// - an override `key=null` takes away what the layers below have at that key.
 ///
 /// ```
 /// # use fulgurite_core::config::ConfigLayers;
@@ -40,6 +44,18 @@ pub struct ConfigLayers {
     known: Vec<KnownTable>,
     /// Tables, and groups of keys in them.
     exclusive: Vec<(&'static str, ExclusiveKeys)>,
+    /// Variables with the prefix of keys that are none.
+    stray: Stray,
+}
+
+/// Variables of the environment that have the prefix of keys and are neither keys nor known.
+#[derive(Debug, Clone, Default)]
+struct Stray {
+    prefix: String,
+    /// With the prefix.
+    names: Vec<String>,
+    /// Known variables, without the prefix.
+    known: Vec<String>,
 }
 
 /// Groups of keys. At most one of a group is to be set.
@@ -52,6 +68,14 @@ struct Layer {
     table: Table,
     /// Whether it is one `--set` override.
     is_override: bool,
+    /// The key that it takes away.
+    removes: Option<Vec<String>>,
+}
+
+impl Layer {
+    fn new(origin: Option<String>, table: Table) -> Self {
+        Self { origin, table, is_override: false, removes: None }
+    }
 }
 
 impl ConfigLayers {
@@ -67,12 +91,13 @@ impl ConfigLayers {
 
     /// Puts a layer of the program's own defaults below all others.
     pub fn prepend_defaults(mut self, table: Table) -> Self {
-        self.layers.insert(0, Layer { origin: None, table, is_override: false });
+        self.layers.insert(0, Layer::new(None, table));
         self
     }
 
-    /// Names the keys of a table for messages: where such a key is found at the top level, the
-    /// message suggests `name.key`.
+    /// Names the keys of a table of this program for messages: where such a key is found in another table,
+    /// the message suggests `name.key`. Tables of crates are known by
+    /// [`register_table!`](crate::register_table).
     pub fn known_table(mut self, name: &'static str, keys: Vec<KeyDoc>) -> Self {
         self.known.push((name, keys));
         self
@@ -101,12 +126,26 @@ impl ConfigLayers {
         self
     }
 
-    /// Adds a TOML file, a regular one of at most 16 MiB.
+    /// Adds a TOML file, a regular one of at most 16 MiB. Relative paths in it are relative to the working
+    /// directory of the process, as on the command line.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not TOML; both name it.
+    /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not TOML, or YAML or JSON by its name;
+    /// all name it.
     pub fn file(self, path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
+        let extension = path.extension().map(|extension| extension.to_ascii_lowercase());
+        let other = match extension.as_ref().and_then(|extension| extension.to_str()) {
+            Some("yaml" | "yml") => Some("YAML"),
+            Some("json" | "jsonc" | "json5") => Some("JSON"),
+            _ => None,
+        };
+        if let Some(format) = other {
+            return Err(Error::Config(format!(
+                "{}: {format} by its name; a configuration is TOML: `[trainer]` and below it `max_steps = 100`",
+                path.display()
+            )));
+        }
         let text = read_regular_text(path, MAX_FILE).map_err(|error| match error {
             Error::Io { path, source, .. } => {
                 Error::Io { action: "reading the configuration file", path, source }
@@ -121,52 +160,86 @@ impl ConfigLayers {
     /// # Errors
     /// [`Error::Config`] if it is not TOML.
     pub fn text(self, name: impl std::fmt::Display, text: &str) -> Result<Self> {
-        let table = text
-            .parse::<Table>()
-            .map_err(|error| Error::Config(format!("{name}: {}", error.to_string().trim_end())))?;
+        let mut table = text.parse::<Table>().map_err(|error| {
+            let hint = match text.trim_start().starts_with('{') {
+                true => "\nThis looks like JSON; a configuration is TOML.",
+                false => "",
+            };
+            Error::Config(format!("{name}: {}{hint}", error.to_string().trim_end()))
+        })?;
+        expand_home(&mut table).map_err(|why| Error::Config(format!("{name}: {why}")))?;
         Ok(self.with(Some(name.to_string()), table))
     }
 
     /// Adds one override, `a.b.c=value`. The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`, `{
     /// type = "fsdp" }`); anything that is not TOML is a string (`fsdp`, `data/train.txt`). Among
-    /// consecutive overrides, a `type` may come before or after the options beside it.
+    /// consecutive overrides, a `type` may come before or after the options beside it. The value `null` takes
+    /// away what the layers below have at the key; the text is `'"null"'`.
     ///
     /// # Errors
     /// [`Error::Config`] without a `=`, for a malformed key, or for a list, table or quoted string
     /// that does not parse.
     pub fn set(self, assignment: &str) -> Result<Self> {
-        let table = parse_assignment(assignment)?;
-        let mut layers = self.with(Some(format!("--set {assignment}")), table);
-        if let Some(layer) = layers.layers.last_mut() {
-            layer.is_override = true;
+        let origin = format!("--set {assignment}");
+        let (path, text) = split_assignment(assignment)?;
+        self.override_with(origin, path, text)
+    }
+
+    /// Adds the override of one key; `origin` is what messages call it.
+    fn override_with(mut self, origin: String, path: Vec<String>, text: &str) -> Result<Self> {
+        let wrong = |why: String| Error::Config(format!("{origin}: {why}"));
+        let mut layer = Layer::new(Some(origin.clone()), Table::new());
+        layer.is_override = true;
+        if text.trim() == "null" {
+            layer.removes = Some(path);
+        } else {
+            let value = parse_value(text).map_err(wrong)?;
+            let nested = path
+                .into_iter()
+                .rev()
+                .fold(value, |value, part| Value::Table(Table::from_iter([(part, value)])));
+            if let Value::Table(table) = nested {
+                layer.table = table;
+            }
+            expand_home(&mut layer.table).map_err(wrong)?;
         }
-        Ok(layers)
+        self.layers.push(layer);
+        Ok(self)
     }
 
     /// Adds the overrides among the variables of an environment: with the prefix `FULGURITE_`, the variable
     /// `FULGURITE_TRAINER__MAX_STEPS` is the key `trainer.max_steps`. Its value is read as that of
-    /// [`set`](Self::set). A variable without `__` is an override only if it names one of `top_level`, for
-    /// programs have other variables of that prefix.
+    /// [`set`](Self::set). A variable without `__` is an override only if it names one of `top_level`.
+    /// Other variables of that prefix that the program has are named in `others`, without the prefix; the rest
+    /// is kept for [`check_variables`](Self::check_variables).
     ///
     /// # Errors
     /// [`Error::Config`], with the variable's name, for a part of a key that is empty, for text that is not
     /// UTF-8, and as [`set`](Self::set) for the value.
     pub fn environment(
-        self,
+        mut self,
         prefix: &str,
         top_level: &[&str],
+        others: &[&str],
         variables: impl IntoIterator<Item = (OsString, OsString)>,
     ) -> Result<Self> {
         let mut found: Vec<_> = variables
             .into_iter()
             .filter_map(|(name, value)| Some((name.into_string().ok()?, value)))
             .filter(|(name, _)| {
-                let key = name.strip_prefix(prefix).map(str::to_lowercase);
-                key.is_some_and(|key| key.contains("__") || top_level.contains(&key.as_str()))
+                name.strip_prefix(prefix).is_some_and(|name| !others.contains(&name))
             })
             .collect();
         // The order of an environment is arbitrary.
         found.sort();
+        let is_key = |(name, _): &(String, OsString)| {
+            let key = name[prefix.len()..].to_lowercase();
+            key.contains("__") || top_level.contains(&key.as_str())
+        };
+        let (found, stray): (Vec<_>, Vec<_>) = found.into_iter().partition(is_key);
+        self.stray.prefix = prefix.to_owned();
+        self.stray.names.extend(stray.into_iter().map(|(name, _)| name));
+        self.stray.known.extend(others.iter().map(|&other| other.to_owned()));
         found.into_iter().try_fold(self, |layers, (name, value)| {
             let wrong = |why: String| Error::Config(format!("{name}: {why}"));
             let value = value.into_string().map_err(|_| wrong("is not UTF-8".to_owned()))?;
@@ -178,21 +251,34 @@ impl ConfigLayers {
                      {prefix}TRAINER__MAX_STEPS"
                 )));
             }
-            let value = parse_value(&value).map_err(wrong)?;
-            let nested = path.iter().rev().fold(value, |value, part| {
-                Value::Table(Table::from_iter([((*part).to_owned(), value)]))
-            });
-            let Value::Table(table) = nested else { return Ok(layers) };
-            let mut layers = layers.with(Some(name), table);
-            if let Some(layer) = layers.layers.last_mut() {
-                layer.is_override = true;
-            }
-            Ok(layers)
+            let path = path.into_iter().map(str::to_owned).collect();
+            layers.override_with(name, path, &value)
         })
     }
 
+    /// Checks the variables of the environment that have the prefix of keys and are none. Returns those that
+    /// are like no key and no known variable, and have no effect: they may be somebody else's.
+    ///
+    /// # Errors
+    /// [`Error::Config`] if a variable is nearly that of a key, such as `FULGURITE_TRAINER_MAX_STEPS` with one
+    /// underscore, or nearly a known one.
+    pub fn check_variables(&self) -> Result<&[String]> {
+        let Stray { prefix, names, known } = &self.stray;
+        let known: Vec<&str> = known.iter().map(String::as_str).collect();
+        for name in names {
+            let written = name.strip_prefix(prefix.as_str()).unwrap_or(name);
+            if let Some(meant) = for_variable(written, &known, &self.known) {
+                return Err(Error::Config(format!(
+                    "the variable {name} has no effect; did you mean {prefix}{meant}? (In a variable two \
+                     underscores stand for the point of a key.)"
+                )));
+            }
+        }
+        Ok(names)
+    }
+
     fn with(mut self, origin: Option<String>, table: Table) -> Self {
-        self.layers.push(Layer { origin, table, is_override: false });
+        self.layers.push(Layer::new(origin, table));
         self
     }
 
@@ -204,6 +290,10 @@ impl ConfigLayers {
         for group in self.layers.chunk_by(|a, b| a.is_override && b.is_override) {
             let mut together = Table::new();
             for layer in group {
+                if let Some(path) = &layer.removes {
+                    remove(&mut together, path);
+                    remove(&mut merged, path);
+                }
                 merge_tables(&mut together, layer.table.clone(), group.len() > 1);
             }
             self.take_excluded(&mut merged, &together);
@@ -321,7 +411,42 @@ fn with_type(name: &str) -> Table {
     Table::from_iter([("type".to_owned(), Value::String(name.to_owned()))])
 }
 
-fn parse_assignment(assignment: &str) -> Result<Table> {
+/// Takes the value at a path away, if there is one.
+fn remove(table: &mut Table, path: &[String]) {
+    match path {
+        [] => {}
+        [key] => drop(table.remove(key)),
+        [key, rest @ ..] => {
+            if let Some(Value::Table(inner)) = table.get_mut(key) {
+                remove(inner, rest);
+            }
+        }
+    }
+}
+
+/// Puts the home directory in place of `~` in strings that begin with `~/`.
+fn expand_home(table: &mut Table) -> Result<(), String> {
+    fn expand(value: &mut Value) -> Result<(), String> {
+        match value {
+            Value::String(text) => {
+                let Some(rest) = text.strip_prefix("~/") else { return Ok(()) };
+                let home = std::env::var("HOME").ok().filter(|home| !home.is_empty());
+                let Some(home) = home else {
+                    return Err(format!("`{text}`: HOME is not set; write the whole path"));
+                };
+                *text = format!("{}/{rest}", home.trim_end_matches('/'));
+                Ok(())
+            }
+            Value::Array(values) => values.iter_mut().try_for_each(expand),
+            Value::Table(table) => table.iter_mut().try_for_each(|(_, value)| expand(value)),
+            _ => Ok(()),
+        }
+    }
+    table.iter_mut().try_for_each(|(_, value)| expand(value))
+}
+
+/// The path of the key and the text of the value of `a.b.c=value`.
+fn split_assignment(assignment: &str) -> Result<(Vec<String>, &str)> {
     let wrong = |why: &str| {
         Err(Error::Config(format!(
             "--set {assignment}: {why}; expected key=value, such as trainer.max_steps=100"
@@ -329,31 +454,26 @@ fn parse_assignment(assignment: &str) -> Result<Table> {
     };
     // A quoted key may contain `=`: the first `=` with a well-formed key before it is the one.
     let mut splits = assignment.match_indices('=').map(|(at, _)| assignment.split_at(at));
-    let Some((mut nested, text)) = splits.find_map(|(key, rest)| {
+    let found = splits.find_map(|(key, rest)| {
         let one_line = !key.contains(['\n', '#']) && !key.trim_start().starts_with('[');
         let table = one_line.then(|| format!("{key} = 0").parse::<Table>().ok())??;
-        Some((table, &rest[1..]))
-    }) else {
-        return wrong(if assignment.contains('=') {
-            "the key is malformed"
-        } else {
-            "there is no `=`"
-        });
-    };
-    let value =
-        parse_value(text).map_err(|why| Error::Config(format!("--set {assignment}: {why}")))?;
-    set_leaf(&mut nested, value);
-    Ok(nested)
+        Some((leaf_path(&table), &rest[1..]))
+    });
+    match found {
+        Some(found) => Ok(found),
+        None if assignment.contains('=') => wrong("the key is malformed"),
+        None => wrong("there is no `=`"),
+    }
 }
 
-/// Sets the leaf of nested tables that have one entry each.
-fn set_leaf(table: &mut Table, value: Value) {
-    if let Some((_, inner)) = table.iter_mut().next() {
-        match inner {
-            Value::Table(inner) => set_leaf(inner, value),
-            leaf => *leaf = value,
-        }
+/// The path of the leaf of nested tables that have one entry each.
+fn leaf_path(table: &Table) -> Vec<String> {
+    let Some((key, value)) = table.iter().next() else { return Vec::new() };
+    let mut path = vec![key.clone()];
+    if let Value::Table(inner) = value {
+        path.extend(leaf_path(inner));
     }
+    path
 }
 
 fn parse_value(text: &str) -> Result<Value, String> {

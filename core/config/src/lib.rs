@@ -24,22 +24,26 @@
 //! - [`config_struct!`](crate::config_struct) declares a table once, for serde and for the
 //!   generated [`reference`](mod@reference).
 
+mod catalogue;
 mod declare;
 mod deserializer;
+mod foreign;
 mod layers;
 pub mod plugin;
 mod problem;
 pub mod reference;
 mod scalar;
 pub mod schema;
+mod suggest;
 
+pub use catalogue::TableDescriptor;
 pub use declare::{ConfigType, Documented, DocumentedType, KeyDoc, documented_keys};
 pub use deserializer::{parse, parse_at};
 pub use fulgurite_config_derive::Documented;
 pub use layers::{ConfigLayers, to_table, to_toml};
 pub use plugin::{PluginKind, PluginValue};
-pub use problem::nearest;
 pub use scalar::{Scalar, deserialize_scalar};
+pub use suggest::nearest;
 
 pub mod registry;
 

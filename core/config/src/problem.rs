@@ -4,7 +4,8 @@ use std::fmt::{self, Display};
 
 use serde::de::{self, Expected, Unexpected};
 
-use super::KeyDoc;
+use super::catalogue::KnownTable;
+use super::suggest::{for_key, nearest};
 use fulgurite_error::counted;
 
 /// One step of a path into a configuration.
@@ -27,8 +28,9 @@ pub(crate) enum Problem {
     UnknownKey { key: Option<String>, expected: Vec<String> },
     /// A string that is none of the expected ones.
     UnknownValue { value: String, expected: Vec<String> },
-    /// A value of the wrong type, or out of range.
-    Mismatch { found: String, expected: String },
+    /// A value of the wrong type, or out of range. Whether the key can be left out for no value, where that
+    /// is known.
+    Mismatch { found: String, expected: String, optional: bool },
     /// A key without a default is missing.
     MissingKey { key: String },
     /// Anything else.
@@ -48,7 +50,7 @@ impl Display for Problem {
             Self::UnknownValue { value, expected } => {
                 write!(f, "unknown variant `{value}`, expected one of {}", list(expected))
             }
-            Self::Mismatch { found, expected } => {
+            Self::Mismatch { found, expected, .. } => {
                 write!(f, "invalid type: {found}, expected {expected}")
             }
             Self::MissingKey { key } => write!(f, "missing field `{key}`"),
@@ -74,7 +76,21 @@ impl Problem {
         let rest =
             text.strip_prefix("invalid type: ").or_else(|| text.strip_prefix("invalid value: "))?;
         let (found, expected) = rest.split_once(", expected ")?;
-        Some(Self::Mismatch { found: describe_found(found), expected: describe_expected(expected) })
+        Some(Self::mismatch(describe_found(found), expected))
+    }
+
+    fn mismatch(found: String, expected: &str) -> Self {
+        Self::Mismatch { found, expected: describe_expected(expected), optional: false }
+    }
+
+    /// The same of a value for a key that can be left out for no value.
+    pub(crate) fn optional(self) -> Self {
+        match self {
+            Self::Mismatch { found, expected, .. } => {
+                Self::Mismatch { found, expected, optional: true }
+            }
+            other => other,
+        }
     }
 }
 
@@ -88,10 +104,7 @@ impl de::Error for Problem {
     }
 
     fn invalid_type(unexpected: Unexpected, expected: &dyn Expected) -> Self {
-        Self::Mismatch {
-            found: describe_found(&unexpected.to_string()),
-            expected: describe_expected(&expected.to_string()),
-        }
+        Self::mismatch(describe_found(&unexpected.to_string()), &expected.to_string())
     }
 
     fn invalid_value(unexpected: Unexpected, expected: &dyn Expected) -> Self {
@@ -99,10 +112,7 @@ impl de::Error for Problem {
     }
 
     fn invalid_length(len: usize, expected: &dyn Expected) -> Self {
-        Self::Mismatch {
-            found: counted(len, "element"),
-            expected: describe_expected(&expected.to_string()),
-        }
+        Self::mismatch(counted(len, "element"), &expected.to_string())
     }
 
     fn unknown_variant(variant: &str, expected: &'static [&'static str]) -> Self {
@@ -118,9 +128,6 @@ impl de::Error for Problem {
     }
 }
 
-/// A table of the top level and its keys, which messages suggest for a key written outside of it.
-pub(crate) type KnownTable = (&'static str, Vec<KeyDoc>);
-
 /// The message for a problem at a path.
 pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTable]) -> String {
     let at = if path.is_empty() { String::new() } else { format!("`{}`: ", format_path(path)) };
@@ -131,24 +138,8 @@ pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTabl
                 Some((PathSegment::Key(key), table)) => (table, key.as_str()),
                 _ => (path, ""),
             };
-            let mut message = format!("unknown key `{}`", format_path(&full));
-            if let Some(near) = nearest(key, expected) {
-                message += &format!("; did you mean `{near}`?");
-            } else if let Some((elsewhere, _)) = known
-                .iter()
-                .find(|(_, keys)| keys.iter().any(|k| k.name == key))
-                .filter(|_| table.is_empty())
-            {
-                message += &format!("; did you mean `{elsewhere}.{key}`?");
-            }
-            if !expected.is_empty() {
-                let of = match table {
-                    [] => "at the top level".to_owned(),
-                    table => format!("of `{}`", format_path(table)),
-                };
-                message += &format!(" (the keys {of} are {})", expected.join(", "));
-            }
-            message
+            let message = format!("unknown key `{}`", format_path(&full));
+            message + &for_key(&format_path(table), key, expected, known)
         }
         Problem::UnknownValue { value, expected } => {
             let words: Vec<_> = expected.iter().map(|word| format!("{word:?}")).collect();
@@ -158,13 +149,11 @@ pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTabl
             }
             message
         }
-        Problem::Mismatch { found, expected } => {
-            let mut message = format!("{at}expected {expected}, found {found}");
-            let bare = found.strip_prefix('`').and_then(|found| found.strip_suffix('`'));
-            if let Some(bare) = bare.filter(|_| expected == "a string") {
-                message += &format!("; write it in quotes: \"{bare}\"");
-            }
+        Problem::Mismatch { found, expected, optional } => {
+            let message = format!("{at}expected {expected}, found {found}");
             message
+                + &advice(found, expected, *optional)
+                    .map_or(String::new(), |text| format!("; {text}"))
         }
         Problem::MissingKey { key } => {
             let mut full = path.to_vec();
@@ -173,6 +162,83 @@ pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTabl
         }
         Problem::Custom(message) => format!("{at}{message}"),
     }
+}
+
+/// What to write instead of a value that looks as if it meant another one: a number or a word in quotes, a
+/// float for a count, the words of Python and YAML.
+fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
+    let text = found.strip_prefix("the string \"").and_then(|text| text.strip_suffix('"'));
+    let bare = found.strip_prefix('`').and_then(|found| found.strip_suffix('`'));
+    let word = text.or(bare).unwrap_or_default().to_lowercase();
+    let is_number = expected == "a number" || expected.starts_with("an integer");
+    if text.is_some() && ["null", "none", "nil", "~", "undefined", ""].contains(&word.as_str()) {
+        return Some(match optional {
+            true => {
+                "for no value leave the key out, or take it away with `--set KEY=null`".to_owned()
+            }
+            false => "leave the key out for its default, or take it away with `--set KEY=null`"
+                .to_owned(),
+        });
+    }
+    if word == "-1" && expected.contains("\"auto\"") {
+        return Some("did you mean \"auto\"?".to_owned());
+    }
+    if expected.starts_with("a number of ranks") && text.is_some() {
+        return match word.parse::<u64>() {
+            Ok(number) => Some(format!("write {number}")),
+            Err(_) if word.contains(',') => Some(
+                "it is a number of devices, not a list of them: for a choice set CUDA_VISIBLE_DEVICES".to_owned(),
+            ),
+            Err(_) => None,
+        };
+    }
+    if let Some(precision) = precision(&word).filter(|word| expected.contains(*word)) {
+        return Some(format!("did you mean {precision}?"));
+    }
+    if word == "-1" && optional && is_number {
+        return Some("for no limit leave the key out".to_owned());
+    }
+    match expected {
+        "a string" => bare.map(|bare| format!("write it in quotes: \"{bare}\"")),
+        "a list" => match (text, bare) {
+            (Some(text), _) => {
+                let items: Vec<String> =
+                    text.split(',').map(|item| format!("{:?}", item.trim())).collect();
+                Some(format!("write [{}]", items.join(", ")))
+            }
+            (None, bare) => bare.map(|bare| format!("write [{bare}]")),
+        },
+        "true or false" => match word.as_str() {
+            "true" | "yes" | "on" | "1" | "y" => Some("write true".to_owned()),
+            "false" | "no" | "off" | "0" | "n" => Some("write false".to_owned()),
+            _ => None,
+        },
+        _ if is_number => {
+            // A comma may be a decimal point elsewhere.
+            let has_thousands = word.split(',').skip(1).all(|group| group.len() == 3);
+            let plain = if has_thousands { word.replace(['_', ','], "") } else { word };
+            let number = plain.parse::<f64>().ok().filter(|number| number.is_finite())?;
+            let whole = number.fract() == 0.0 && (0.0..1e15).contains(&number);
+            match expected.starts_with("an integer") {
+                true if whole => Some(format!("write {number}")),
+                true => None,
+                false => Some(format!("write {number:?}")),
+            }
+        }
+        _ => None,
+    }
+}
+
+/// The precision here, in quotes, that a word of another library means.
+fn precision(word: &str) -> Option<&'static str> {
+    Some(match word {
+        "fp16" | "half" | "float16" | "f16" | "mixed" | "fp16-mixed" | "amp" => "\"16-mixed\"",
+        "bfloat16" | "bfloat16-mixed" => "\"bf16-mixed\"",
+        "fp32" | "float32" | "f32" | "float" | "full" | "no" => "\"32-true\"",
+        "fp64" | "float64" | "f64" | "double" => "\"64-true\"",
+        "fp16-true" => "\"16-true\"",
+        _ => return None,
+    })
 }
 
 /// The path of the key or value at fault.
@@ -207,24 +273,12 @@ pub(crate) fn format_path(path: &[PathSegment]) -> String {
     text
 }
 
-/// The candidate with the smallest edit distance to `word`; `None` if none is similar.
-pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
-    let word = word.to_lowercase();
-    let limit = (word.chars().count() / 3).max(1);
-    candidates
-        .iter()
-        .map(|c| (strsim::damerau_levenshtein(&word, &c.to_lowercase()), c.as_str()))
-        .filter(|(distance, _)| *distance <= limit)
-        .min()
-        .map(|(_, candidate)| candidate)
-}
-
 /// Words in quotes, for messages: `"a", "b" or "c"`.
 pub(crate) fn one_of_words(words: &[&str]) -> String {
     one_of(&words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>())
 }
 
-fn one_of(words: &[String]) -> String {
+pub(crate) fn one_of(words: &[String]) -> String {
     match words {
         [] => "nothing".to_owned(),
         [only] => only.clone(),

@@ -21,6 +21,7 @@ use std::fmt::Write as _;
 
 use serde::Serialize;
 
+use super::catalogue::{is_list, registered};
 use super::plugin::kind_descriptor;
 use super::{Documented, KeyDoc, PluginValue, documented_keys};
 use crate::registry::PluginDescriptor;
@@ -190,6 +191,29 @@ pub fn plugins_markdown(plugins: &[PluginDescriptor]) -> String {
 /// The key of the configuration that chooses a plugin of this kind.
 pub fn plugin_key(kind: &str) -> &str {
     kind_descriptor(kind).map_or(kind, |kind| kind.key)
+}
+
+/// An example of a configuration that chooses a plugin, as a line of TOML that can be used as it is:
+/// `trainer.callbacks = [{ type = "early_stopping", … }]`.
+pub fn plugin_assignment(plugin: &PluginDescriptor) -> String {
+    let key = plugin_key(plugin.kind);
+    let value = match plugin.example {
+        "" => format!("{:?}", plugin.name),
+        example => example.to_owned(),
+    };
+    if is_list(&registered(), key) {
+        return format!("{key} = [{value}]");
+    }
+    // An option of another plugin, which must be one that has it.
+    let outer = key.rsplit_once('.').and_then(|(outer, option)| {
+        let kind = super::plugin::kind_descriptors().find(|kind| kind.key == outer)?;
+        let has_option = |name: &&str| {
+            (kind.option_names)(name).is_some_and(|names| names.iter().any(|name| name == option))
+        };
+        let name = crate::registry::names(kind.kind).into_iter().find(has_option)?;
+        Some(format!("{outer} = {{ type = \"{name}\", {option} = {value} }}"))
+    });
+    outer.unwrap_or_else(|| format!("{key} = {value}"))
 }
 
 /// A plugin's options with their defaults, and whether these are all that it has.

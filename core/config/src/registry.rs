@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 
+use crate::suggest::for_plugin;
 use crate::{Error, KeyDoc, Result};
 
 /// The kinds of plugin that the framework declares, by their names in messages and listings.
@@ -92,14 +93,15 @@ fn validate_descriptors(plugins: &[PluginDescriptor]) -> Result<()> {
 /// Checks that a plugin of this kind and name is linked.
 ///
 /// # Errors
-/// [`Error::UnknownPlugin`], listing the names there are.
+/// [`Error::UnknownPlugin`], with the name that may have been meant and the names there are.
 pub fn require(kind: &'static str, name: &str) -> Result<()> {
     let names = names(kind);
     if names.contains(&name) {
         return Ok(());
     }
     let available = if names.is_empty() { "none".to_owned() } else { names.join(", ") };
-    Err(Error::UnknownPlugin { kind, name: name.to_owned(), available })
+    let suggestion = for_plugin(kind, name, &names).unwrap_or_default();
+    Err(Error::UnknownPlugin { kind, name: name.to_owned(), suggestion, available })
 }
 
 /// Submits a [`PluginDescriptor`]: `(kind, name, summary, example)`, and the plugin's type if its options are

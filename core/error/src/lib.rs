@@ -49,14 +49,17 @@ pub enum Error {
 
     /// No linked plugin of this kind has this name.
     #[error(
-        "unknown {kind} `{name}`; available: {available}. If a plugin crate provides `{name}`, \
-         link it with `use that_crate as _;` in the program"
+        "unknown {kind} `{name}`; {}vailable: {available}. If a plugin crate provides `{name}`, \
+         link it with `use that_crate as _;` in the program",
+        if suggestion.is_empty() { "a".to_owned() } else { format!("{suggestion} A") }
     )]
     UnknownPlugin {
         /// The kind of plugin: `strategy`, `process_group`, …
         kind: &'static str,
         /// The name that was asked for.
         name: String,
+        /// A sentence on what may have been meant, such as ``did you mean `fsdp`?``; may be empty.
+        suggestion: String,
         /// The names that are known, sorted, separated by commas.
         available: String,
     },

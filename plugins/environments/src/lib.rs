@@ -72,6 +72,6 @@ mod tests {
         for name in ["kubernetes", "local", "lsf", "mpi", "slurm", "torchelastic"] {
             by_name(name).unwrap();
         }
-        insta::assert_snapshot!(by_name("slrum").unwrap_err(), @"unknown environment `slrum`; available: kubernetes, local, lsf, mpi, slurm, torchelastic. If a plugin crate provides `slrum`, link it with `use that_crate as _;` in the program");
+        insta::assert_snapshot!(by_name("slrum").unwrap_err(), @"unknown environment `slrum`; did you mean `slurm`? Available: kubernetes, local, lsf, mpi, slurm, torchelastic. If a plugin crate provides `slrum`, link it with `use that_crate as _;` in the program");
     }
 }

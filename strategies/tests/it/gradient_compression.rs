@@ -235,7 +235,7 @@ fn refused(ranks: usize, config: &str) -> String {
 #[test]
 fn mistakes() {
     let unknown = with(DDP, r#""gradient_compression": "bf61""#);
-    insta::assert_snapshot!(refused(1, &unknown), @"unknown gradient_compression `bf61`; available: bf16, fp16, noting. If a plugin crate provides `bf61`, link it with `use that_crate as _;` in the program");
+    insta::assert_snapshot!(refused(1, &unknown), @"unknown gradient_compression `bf61`; did you mean `bf16`? Available: bf16, fp16, noting. If a plugin crate provides `bf61`, link it with `use that_crate as _;` in the program");
     let no_replicas = with(
         r#"{"type": "hsdp", "data_parallel_shard_size": 2}"#,
         r#""gradient_compression": "bf16""#,

@@ -9,7 +9,9 @@ use super::{CheckpointConfig, LoadConfig};
 use crate::Result;
 use fulgurite_config::reference::Section;
 use fulgurite_config::registry::{self, kind};
-use fulgurite_config::{ConfigLayers, ConfigType, Documented as _, KeyDoc, PluginValue, to_table};
+use fulgurite_config::{
+    ConfigLayers, ConfigType, Documented as _, KeyDoc, PluginValue, documented_keys, to_table,
+};
 
 /// The configuration of a run. `M` is the type of the table `[model]`, `D` of `[data]`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -57,13 +59,14 @@ impl<M, D> RunConfig<M, D> {
     /// from.
     pub fn from_layers(layers: ConfigLayers) -> Result<Self>
     where
-        M: DeserializeOwned,
-        D: DeserializeOwned,
+        M: DeserializeOwned + 'static,
+        D: DeserializeOwned + 'static,
     {
         let layers = layers
             .prepend_defaults(to_table(&RunConfig::default())?)
-            .known_table("trainer", TrainerConfig::keys())
-            .known_table("checkpoint", CheckpointConfig::keys());
+            .known_table("model", documented_keys::<M>().unwrap_or_default())
+            .known_table("data", documented_keys::<D>().unwrap_or_default());
+        layers.check_variables()?;
         // Compiled once in this crate, since it does not depend on `M` and `D`.
         let run: RunConfig<Table, Table> = layers.parse()?;
         let run = run.with(layers.parse_table("model")?, layers.parse_table("data")?);
@@ -154,6 +157,13 @@ impl Default for RunConfig<Table, Table> {
         }
     }
 }
+
+fulgurite_config::register_table!("", top_level);
+fulgurite_config::register_table!("trainer", TrainerConfig::keys);
+fulgurite_config::register_table!("trainer.adapters", AdapterConfig::keys);
+fulgurite_config::register_table!("trainer.quantization", QuantizationConfig::keys);
+fulgurite_config::register_table!("checkpoint", CheckpointConfig::keys);
+fulgurite_config::register_table!("checkpoint.load", LoadConfig::keys);
 
 /// The sections of the [reference](fulgurite_config::reference) for the tables of this module.
 ///

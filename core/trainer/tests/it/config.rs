@@ -86,13 +86,13 @@ fn tee(text: &str) -> Result<Box<dyn LoggerConfig>> {
 // checklist: composer: FSDP2Config
 #[test]
 fn unknown_keys_are_errors_everywhere() {
-    insta::assert_snapshot!(run_error("[trainer]\nmax_step = 3"), @"run.toml: unknown key `trainer.max_step`; did you mean `max_steps`? (the keys of `trainer` are accelerator, devices, num_nodes, max_steps, max_epochs, min_steps, min_epochs, max_time, num_workers, prefetch_factor, last_batch, accumulate_grad_batches, global_batch_size, micro_batch_size, gradient_clip_val, gradient_clip_algorithm, ema_decay, val_check_interval, check_val_every_n_epoch, num_sanity_val_steps, limit_train_batches, limit_val_batches, limit_test_batches, limit_predict_batches, overfit_batches, fast_dev_run, detect_anomaly, sync_buffers, sync_batchnorm, log_every_n_steps, late_reads, precision, keep_in_fp32, default_root_dir, ckpt_path, enable_progress_bar, unused_parameters, freeze, adapters, quantization, activation_checkpointing, timeout_secs, memory_check, strategy, process_group, environment, job_key_file, profiler, callbacks, loggers)");
+    insta::assert_snapshot!(run_error("[trainer]\nmax_step = 3"), @"run.toml: unknown key `trainer.max_step`; did you mean `max_steps`?");
     insta::assert_snapshot!(run_error("[model]\nhiden_size = 3"), @"run.toml: unknown key `model.hiden_size`; did you mean `hidden_size`? (the keys of `model` are hidden_size, rates, kind)");
     insta::assert_snapshot!(run_error("[model.kind.gated]\nwidht = 3"), @"run.toml: unknown key `model.kind.gated.widht`; did you mean `width`? (the keys of `model.kind.gated` are width)");
     insta::assert_snapshot!(run_error("[data]\nwhere = 3"), @"run.toml: unknown key `data.where` (the keys of `data` are path)");
     insta::assert_snapshot!(run_error("[modle]"), @"run.toml: unknown key `modle`; did you mean `model`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     insta::assert_snapshot!(run_error("max_steps = 3"), @"run.toml: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
-    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`? (the keys of `checkpoint` are every_n_steps, dir, save_last, async_save, keep_last, save_top_k, monitor, mode, weights_only, load, allow_other_data, overwrite, io)");
+    insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`?");
 }
 
 #[test]
@@ -120,8 +120,8 @@ fn a_plugin_s_errors_name_the_full_path() {
     insta::assert_snapshot!(error("{ type = 'tee', every = 1, names = ['a', 2] }"), @r#"`trainer.loggers[1].names[1]`: expected a string, found `2`; write it in quotes: "2""#);
     insta::assert_snapshot!(error("{ type = 'tee', every = 1, limits = { mx = 2 } }"), @"unknown key `trainer.loggers[1].limits.mx`; did you mean `max`? (the keys of `trainer.loggers[1].limits` are min, max)");
     insta::assert_snapshot!(error("{ type = 'tee', every = 1, limits = { max = true } }"), @"`trainer.loggers[1].limits.max`: expected a number, found `true`");
-    insta::assert_snapshot!(error("{ type = 'tea' }"), @"unknown logger `tea`; available: tee. If a plugin crate provides `tea`, link it with `use that_crate as _;` in the program");
-    insta::assert_snapshot!(error("{ type = 'tee', every = 1, inner = 'tea' }"), @"`trainer.loggers[1].inner`: unknown logger `tea`; available: tee. If a plugin crate provides `tea`, link it with `use that_crate as _;` in the program");
+    insta::assert_snapshot!(error("{ type = 'tea' }"), @"unknown logger `tea`; did you mean `tee`? Available: tee. If a plugin crate provides `tea`, link it with `use that_crate as _;` in the program");
+    insta::assert_snapshot!(error("{ type = 'tee', every = 1, inner = 'tea' }"), @"`trainer.loggers[1].inner`: unknown logger `tea`; did you mean `tee`? Available: tee. If a plugin crate provides `tea`, link it with `use that_crate as _;` in the program");
     insta::assert_snapshot!(error("{ type = 'tee', every = 1, inner = 3 }"), @"`trainer.loggers[1].inner`: expected a name or a table with a `type`, found `3`");
     insta::assert_snapshot!(error("{ type = 'tee', every = 1, inner = { every = 1 } }"), @"missing key `trainer.loggers[1].inner.type`, which has no default");
     insta::assert_snapshot!(
@@ -173,7 +173,10 @@ fn a_plugin_field_reads_other_formats_too() {
         assert_eq!(to_table(&read(text).unwrap()).unwrap()["every"].as_integer(), Some(4));
     }
     let error = read(r#"{ "logger": { "every": 4, "type": "tea" } }"#).unwrap_err().to_string();
-    assert!(error.starts_with("unknown logger `tea`; available: tee."), "{error}");
+    assert!(
+        error.starts_with("unknown logger `tea`; did you mean `tee`? Available: tee."),
+        "{error}"
+    );
 }
 
 #[test]

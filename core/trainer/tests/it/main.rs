@@ -1,3 +1,4 @@
 //! The configuration of a run.
 
 mod config;
+mod suggestions;

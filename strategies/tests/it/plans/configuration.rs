@@ -132,7 +132,7 @@ fn wrong_plans_are_told_where() {
         build(r#""plan""#),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
-    unknown parallelize `lama`; available: first, hf, llama, none, plan. If a plugin crate provides `lama`, link it with `use that_crate as _;` in the program
+    unknown parallelize `lama`; did you mean `llama`? Available: first, hf, llama, none, plan. If a plugin crate provides `lama`, link it with `use that_crate as _;` in the program
     unknown key `parallelize.sequence_paralel`; did you mean `sequence_parallel`? (the keys of `parallelize` are sequence_parallel, loss_parallel, prefix, units)
     `parallelize.plan."layers.*.mlp.up_proj"`: expected "colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel" or "replicated_with_grad_allreduce", found "columnwise"; did you mean "colwise"?
     `parallelize.plan."layers.*.mlp.up_proj"`: expected a string, found a table

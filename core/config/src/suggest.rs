@@ -1,0 +1,132 @@
+//! What somebody may have meant who wrote a key, a name or a variable that there is not.
+
+use super::catalogue::{KnownKey, KnownTable, known_keys};
+use super::foreign;
+
+/// As many keys are listed in any case.
+const FEW: usize = 8;
+/// As many keys are listed if none of them is similar to the one that was written.
+const MANY: usize = 20;
+
+/// Behind "unknown key `table.key`": what may have been meant, and which keys the table has.
+pub(crate) fn for_key(table: &str, key: &str, expected: &[String], known: &[KnownTable]) -> String {
+    let meant = meant_key(table, key, expected, &known_keys(known));
+    let mut text = meant.as_ref().map_or(String::new(), |meant| format!("; {meant}"));
+    if expected.is_empty() {
+        return text;
+    }
+    let of = match table {
+        "" => "at the top level".to_owned(),
+        table => format!("of `{table}`"),
+    };
+    let similar = similar(key, expected);
+    text += &match (expected.len(), &meant) {
+        (0..=FEW, _) => format!(" (the keys {of} are {})", expected.join(", ")),
+        (_, Some(_)) => String::new(),
+        (..) if !similar.is_empty() => format!(" (similar keys {of}: {})", similar.join(", ")),
+        (..=MANY, None) => format!(" (the keys {of} are {})", expected.join(", ")),
+        (count, None) => format!(" (`--help` lists the {count} keys {of})"),
+    };
+    text
+}
+
+fn meant_key(table: &str, key: &str, expected: &[String], all: &[KnownKey]) -> Option<String> {
+    let same = expected.iter().find(|name| foreign::letters(name) == foreign::letters(key));
+    if let Some(same) = same {
+        return Some(format!("did you mean `{same}`?"));
+    }
+    let foreign: Vec<String> = foreign::keys(key)
+        .into_iter()
+        .filter(|path| all.iter().any(|known| known.path() == *path))
+        .map(str::to_owned)
+        .collect();
+    if !foreign.is_empty() {
+        return Some(did_you_mean(&foreign));
+    }
+    if let Some(advice) = foreign::without_key(key) {
+        return Some(advice.to_owned());
+    }
+    // A plugin may be read at the end of its path alone.
+    let is_here = |known: &&KnownKey| {
+        known.table == table || (!table.is_empty() && known.table.ends_with(&format!(".{table}")))
+    };
+    let of_name = || all.iter().filter(|known| known.name == key);
+    let mut paths: Vec<String> =
+        of_name().filter(|known| !is_here(known) && !known.in_list).map(KnownKey::path).collect();
+    paths.dedup();
+    if !paths.is_empty() {
+        return Some(did_you_mean(&paths));
+    }
+    if let Some(near) = nearest(key, expected) {
+        return Some(format!("did you mean `{near}`?"));
+    }
+    let mut plugins: Vec<String> = of_name()
+        .filter_map(|known| known.plugin)
+        .map(|(kind, name)| format!("the {kind} `{name}`"))
+        .collect();
+    plugins.truncate(4);
+    (!plugins.is_empty())
+        .then(|| format!("it is an option of {}", super::problem::one_of(&plugins)))
+}
+
+fn did_you_mean(paths: &[String]) -> String {
+    let quoted: Vec<String> = paths.iter().map(|path| format!("`{path}`")).collect();
+    format!("did you mean {}?", super::problem::one_of(&quoted))
+}
+
+/// At most six keys that share a word with `key`.
+fn similar<'a>(key: &str, expected: &'a [String]) -> Vec<&'a str> {
+    let words = |name: &str| -> Vec<String> {
+        let words = name.split(['_', '-', '.']).filter(|word| word.len() > 2);
+        words.map(|word| word.trim_end_matches('s').to_lowercase()).collect()
+    };
+    let of_key = words(key);
+    let shares = |name: &&String| words(name).iter().any(|word| of_key.contains(word));
+    expected.iter().filter(shares).map(String::as_str).take(6).collect()
+}
+
+/// What may have been meant by the name of a plugin that there is not.
+pub(crate) fn for_plugin(kind: &str, name: &str, names: &[&str]) -> Option<String> {
+    let owned: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
+    let same = names.iter().copied().find(|other| foreign::plain(other) == foreign::plain(name));
+    let foreign = foreign::plugin(kind, name).filter(|meant| names.contains(meant));
+    if let Some(meant) = same.or(foreign).or_else(|| nearest(name, &owned)) {
+        return Some(format!("did you mean `{meant}`?"));
+    }
+    foreign::without_plugin(kind, name).map(|advice| format!("{advice}."))
+}
+
+/// The variable of a key, or one of `others`, that a variable with this prefix is nearly; without the prefix
+/// both.
+pub(crate) fn for_variable(
+    variable: &str,
+    others: &[&str],
+    known: &[KnownTable],
+) -> Option<String> {
+    let keys = known_keys(known);
+    let of_key = keys.iter().filter(|key| !key.in_list).map(|key| {
+        // A variable without `__` is what it is about, and those of the top level are written so.
+        (key.path().replace('.', "_"), key.path().replace('.', "__").to_uppercase())
+    });
+    let others = others.iter().map(|other| (other.to_lowercase(), (*other).to_owned()));
+    let written = variable.to_lowercase();
+    let limit = written.chars().count() / 6;
+    of_key
+        .chain(others)
+        .map(|(plain, meant)| (strsim::damerau_levenshtein(&written, &plain), meant))
+        .filter(|(distance, _)| *distance <= limit)
+        .min()
+        .map(|(_, meant)| meant)
+}
+
+/// The candidate with the smallest edit distance to `word`; `None` if none is similar.
+pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
+    let word = word.to_lowercase();
+    let limit = (word.chars().count() / 3).max(1);
+    candidates
+        .iter()
+        .map(|c| (strsim::damerau_levenshtein(&word, &c.to_lowercase()), c.as_str()))
+        .filter(|(distance, _)| *distance <= limit)
+        .min()
+        .map(|(_, candidate)| candidate)
+}
