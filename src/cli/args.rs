@@ -153,28 +153,28 @@ impl RunRequest {
         &self,
         defaults: Table,
     ) -> Result<RunConfig<M, D>> {
-        let layers = self.layers(defaults)?;
-        let run = RunConfig::from_layers(layers.clone())?;
-        if is_first_process() {
-            for name in layers.check_variables()? {
-                tracing::warn!(
-                    "the variable {name} is no key of the configuration and has no effect"
-                );
-            }
-        }
-        Ok(run)
+        RunConfig::from_layers(self.layers(defaults)?)
     }
 }
 
 /// What the environment variables of keys begin with.
 const PREFIX: &str = "FULGURITE_";
 
-/// The variables of that prefix that are no keys: those of users, and those by which processes of a job tell
-/// each other what they are.
+/// Other variables with that prefix: users set the first three, processes of a job set the rest for each other.
 const VARIABLES: &[&str] =
     &["LOG", "JOB_KEY", "STORE_ADDRESS", "AGENT", "SUPERVISOR", "START_TIME", "SWEEP_PROCESS"];
 
-/// Whether no supervisor or launcher has started this process as another rank than the first.
+/// Warns of variables that resemble neither a key nor a known variable, once a job.
+pub(super) fn warn_of_variables(layers: &ConfigLayers) -> Result<()> {
+    if is_first_process() {
+        for name in layers.check_variables()? {
+            tracing::warn!("the variable {name} is no key of the configuration and has no effect");
+        }
+    }
+    Ok(())
+}
+
+/// Whether this process speaks for its job: a supervisor, or rank 0 of a launcher.
 fn is_first_process() -> bool {
     let is = |name: &str, rank: &str| std::env::var(name).is_ok_and(|value| value != rank);
     std::env::var_os("FULGURITE_SUPERVISOR").is_none()
@@ -359,7 +359,7 @@ where
     })
 }
 
-/// Adds to the error for an argument that is a key, as LightningCLI and Hydra take them, how a key is set here.
+/// Adds a tip to the error for a key as an argument, which LightningCLI and Hydra accept: `--set KEY=VALUE`.
 fn suggest_set(program: &Program, mut error: clap::Error) -> clap::Error {
     let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg) else {
         return error;

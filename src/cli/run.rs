@@ -274,7 +274,10 @@ fn purpose(action: Action) -> RunPurpose {
 /// The checked configuration of a run of module `M`.
 fn run_config<M: LightningModule>(request: &RunRequest, defaults: Table) -> Result<RunConfigOf<M>> {
     let layers = request.layers(defaults)?;
-    RunConfig::from_layers(layers.exclusive_keys("data", M::Data::exclusive_keys()))
+    let layers = layers.exclusive_keys("data", M::Data::exclusive_keys());
+    let run = RunConfig::from_layers(layers.clone())?;
+    args::warn_of_variables(&layers)?;
+    Ok(run)
 }
 
 fn check<M: LightningModule>(

@@ -62,7 +62,7 @@ pub(super) fn run(
 
 /// The assignments of each run.
 fn combinations(sweeps: &[String]) -> Result<Vec<Vec<String>>> {
-    let mut combinations = vec![Vec::new()];
+    let mut combinations: Vec<Vec<String>> = vec![Vec::new()];
     for sweep in sweeps {
         let wrong = |why: &str| {
             Err(Error::Config(format!(

@@ -63,7 +63,7 @@ fn variables_with_mistakes_are_named() {
     assert_snapshot!(error("FULGURITE_TRAINER__LOGGERS", "[csv]"), @"error: FULGURITE_TRAINER__LOGGERS: string values must be quoted, expected literal string; strings inside lists and tables need quotes");
     assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEPS", "5"), @"error: the variable FULGURITE_TRAINER_MAX_STEPS has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
     assert_snapshot!(error("FULGURITE_DATA_SEQ_LEN", "5"), @"error: the variable FULGURITE_DATA_SEQ_LEN has no effect; did you mean FULGURITE_DATA__SEQ_LEN? (In a variable two underscores stand for the point of a key.)");
-    // One that may be somebody else's is warned of, by one process of the job.
+    // Another program may own this one: a warning, from one process of the job.
     let run = scratch.small().on("ddp", 2, 1).env("FULGURITE_HOME_PAGE", "x").succeed();
     let warned = run.stderr.lines().filter(|line| line.contains("FULGURITE_HOME_PAGE"));
     assert_eq!(warned.count(), 1, "{}", run.stderr);

@@ -109,7 +109,7 @@ fn lists_of_the_book_have_every_plugin() {
     }
 }
 
-/// The variables that are no keys are on a page, by which a wrong one is told from them.
+/// Variables other than keys are in the table of a page, and in the list that tells wrong ones from them.
 #[test]
 fn every_variable_is_documented() {
     fn variables(folder: &Path, found: &mut BTreeSet<String>) {

@@ -1,6 +1,6 @@
 //! Names that other libraries have for keys and plugins: Lightning, PyTorch, transformers, DeepSpeed.
 
-/// Words that users of other libraries write, and where their meaning is here: the path of a key.
+/// Words that users of other libraries write, and the path of the key for it.
 #[rustfmt::skip]
 const KEYS: &[(&[&str], &str)] = &[
     (&["gpus", "n_gpu", "ngpus", "num_gpus", "tpu_cores", "num_processes", "nproc_per_node", "world_size"], "trainer.devices"),
@@ -63,7 +63,7 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["dataset_text_field", "text_column"], "data.text_key"),
 ];
 
-/// Words that have no key here, and what to do instead.
+/// Words without a key here, with advice.
 #[rustfmt::skip]
 const WITHOUT_KEY: &[(&[&str], &str)] = &[
     (&["deterministic", "benchmark", "full_determinism"], "runs are deterministic without a key"),
@@ -85,7 +85,7 @@ const WITHOUT_KEY: &[(&[&str], &str)] = &[
      "there are no classes to name; several files stack with `--config a.toml --config b.toml`"),
 ];
 
-/// Names of plugins elsewhere, by kind; the name here, or what to do instead.
+/// Names of plugins elsewhere, by kind, and the name here.
 #[rustfmt::skip]
 const PLUGINS: &[(&str, &[&str], &str)] = &[
     ("strategy", &["dp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true",
@@ -113,7 +113,7 @@ const PLUGINS: &[(&str, &[&str], &str)] = &[
     ("callback", &["lr_finder", "learning_rate_finder_callback"], "learning_rate_finder"),
 ];
 
-/// As [`PLUGINS`], of names that no plugin stands for.
+/// Names of plugins elsewhere without a counterpart, by kind, with advice.
 #[rustfmt::skip]
 const WITHOUT_PLUGIN: &[(&str, &[&str], &str)] = &[
     ("scheduler", &["reduce_lr_on_plateau", "reduce_on_plateau"], "the callback `reduce_lr_on_plateau` does it (`trainer.callbacks`)"),
@@ -131,7 +131,7 @@ pub(crate) fn keys(word: &str) -> Vec<&'static str> {
     of_word.map(|(_, key)| *key).collect()
 }
 
-/// What to do in place of a key of another library that has none here.
+/// Advice for a key of another library without a counterpart.
 pub(crate) fn without_key(word: &str) -> Option<&'static str> {
     WITHOUT_KEY.iter().find(|(words, _)| is_one_of(word, words, letters)).map(|(_, advice)| *advice)
 }
@@ -141,7 +141,7 @@ pub(crate) fn plugin(kind: &str, word: &str) -> Option<&'static str> {
     find(PLUGINS, kind, word)
 }
 
-/// What to do in place of a plugin of another library that has none here.
+/// Advice for a plugin of another library without a counterpart.
 pub(crate) fn without_plugin(kind: &str, word: &str) -> Option<&'static str> {
     find(WITHOUT_PLUGIN, kind, word)
 }

@@ -44,11 +44,11 @@ pub struct ConfigLayers {
     known: Vec<KnownTable>,
     /// Tables, and groups of keys in them.
     exclusive: Vec<(&'static str, ExclusiveKeys)>,
-    /// Variables with the prefix of keys that are none.
+    /// Variables that have the prefix of keys and set nothing.
     stray: Stray,
 }
 
-/// Variables of the environment that have the prefix of keys and are neither keys nor known.
+/// Variables of the environment with the prefix of keys that name neither a key nor a known variable.
 #[derive(Debug, Clone, Default)]
 struct Stray {
     prefix: String,
@@ -256,12 +256,12 @@ impl ConfigLayers {
         })
     }
 
-    /// Checks the variables of the environment that have the prefix of keys and are none. Returns those that
-    /// are like no key and no known variable, and have no effect: they may be somebody else's.
+    /// Checks the remaining variables with the prefix of keys, which have no effect. Returns those that resemble
+    /// neither a key nor a known variable: another program may own them.
     ///
     /// # Errors
-    /// [`Error::Config`] if a variable is nearly that of a key, such as `FULGURITE_TRAINER_MAX_STEPS` with one
-    /// underscore, or nearly a known one.
+    /// [`Error::Config`] if a variable resembles a key, such as `FULGURITE_TRAINER_MAX_STEPS` with one underscore,
+    /// or a known variable.
     pub fn check_variables(&self) -> Result<&[String]> {
         let Stray { prefix, names, known } = &self.stray;
         let known: Vec<&str> = known.iter().map(String::as_str).collect();

@@ -164,8 +164,8 @@ pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTabl
     }
 }
 
-/// What to write instead of a value that looks as if it meant another one: a number or a word in quotes, a
-/// float for a count, the words of Python and YAML.
+/// The value to write instead, for common mistakes: a number in quotes, a float for a count, words of Python
+/// and YAML.
 fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
     let text = found.strip_prefix("the string \"").and_then(|text| text.strip_suffix('"'));
     let bare = found.strip_prefix('`').and_then(|found| found.strip_suffix('`'));

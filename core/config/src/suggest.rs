@@ -1,4 +1,4 @@
-//! What somebody may have meant who wrote a key, a name or a variable that there is not.
+//! Suggestions for an unknown key, plugin or variable.
 
 use super::catalogue::{KnownKey, KnownTable, known_keys};
 use super::foreign;
@@ -96,18 +96,17 @@ pub(crate) fn for_plugin(kind: &str, name: &str, names: &[&str]) -> Option<Strin
     foreign::without_plugin(kind, name).map(|advice| format!("{advice}."))
 }
 
-/// The variable of a key, or one of `others`, that a variable with this prefix is nearly; without the prefix
-/// both.
+/// The variable of a key, or one of `others`, that `variable` resembles. All are without the prefix.
 pub(crate) fn for_variable(
     variable: &str,
     others: &[&str],
     known: &[KnownTable],
 ) -> Option<String> {
     let keys = known_keys(known);
-    let of_key = keys.iter().filter(|key| !key.in_list).map(|key| {
-        // A variable without `__` is what it is about, and those of the top level are written so.
-        (key.path().replace('.', "_"), key.path().replace('.', "__").to_uppercase())
-    });
+    let of_key = keys
+        .iter()
+        .filter(|key| !key.in_list)
+        .map(|key| (key.path().replace('.', "_"), key.path().replace('.', "__").to_uppercase()));
     let others = others.iter().map(|other| (other.to_lowercase(), (*other).to_owned()));
     let written = variable.to_lowercase();
     let limit = written.chars().count() / 6;

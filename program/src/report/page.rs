@@ -180,7 +180,7 @@ fn curves(html: &mut String, runs: &[Run]) {
     *html += "</div>\n";
 }
 
-/// Metrics of which no run has more than one value: a table.
+/// A table of metrics with at most one value a run.
 fn single_values(html: &mut String, runs: &[Run], names: &[&str]) {
     let curve = |run: usize, name: &str| runs[run].curves.get(name);
     let shown: Vec<usize> = (0..runs.len())

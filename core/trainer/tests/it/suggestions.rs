@@ -50,7 +50,7 @@ fn names_of_other_libraries_are_translated() {
     insta::assert_snapshot!(error("trainer.deterministic = true"), @"unknown key `trainer.deterministic`; runs are deterministic without a key");
     insta::assert_snapshot!(start("epochs = 3"), @"unknown key `epochs`; did you mean `trainer.max_epochs`?");
     insta::assert_snapshot!(error("trainer.maxEpochs = 3"), @"unknown key `trainer.maxEpochs`; did you mean `max_epochs`?");
-    // A program's own keys decide what is suggested: it has no tokenizer.
+    // This program has no key for a tokenizer.
     insta::assert_snapshot!(start("tokenizer_name = 'x'"), @"unknown key `tokenizer_name`");
 }
 
@@ -188,7 +188,7 @@ fn a_variable_that_is_nearly_a_key_is_an_error() {
     insta::assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEP"), @"the variable FULGURITE_TRAINER_MAX_STEP has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
     insta::assert_snapshot!(error("FULGURITE_OPTIMIZER_LR"), @"the variable FULGURITE_OPTIMIZER_LR has no effect; did you mean FULGURITE_OPTIMIZER__LR? (In a variable two underscores stand for the point of a key.)");
     insta::assert_snapshot!(error("FULGURITE_JOBKEY"), @"the variable FULGURITE_JOBKEY has no effect; did you mean FULGURITE_JOB_KEY? (In a variable two underscores stand for the point of a key.)");
-    // What is like nothing may be somebody else's.
+    // Another program may own this one.
     assert_eq!(variable("FULGURITE_HOME_PAGE").unwrap(), ["FULGURITE_HOME_PAGE"]);
     for known in ["FULGURITE_LOG", "FULGURITE_SEED", "FULGURITE_TRAINER__MAX_STEPS", "OTHER_LOG"] {
         assert!(variable(known).unwrap().is_empty(), "{known}");
