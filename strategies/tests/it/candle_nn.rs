@@ -268,7 +268,7 @@ fn parameters_without_a_gradient_are_named_with_the_cause() {
     };
     for config in [r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
         insta::allow_duplicates! {
-            insta::assert_snapshot!(step(config, true), @r#"2 trainable parameter(s) got no gradient in the first step: layer.shift, layer.other. Forward read the values of `layer.shift` with `Parameter::value`, which are detached: compute with `Parameter::tensor`, so that a gradient comes back. Forward did not use `layer.other`. If that is meant, freeze what is not trained (`trainer.freeze`), or set `trainer.unused_parameters` to "zero" or "ignore""#);
+            insta::assert_snapshot!(step(config, true), @r#"2 trainable parameters got no gradient in the first step: layer.shift, layer.other. Forward read the values of `layer.shift` with `Parameter::value`, which are detached: compute with `Parameter::tensor`, so that a gradient comes back. Forward did not use `layer.other`. If that is meant, freeze what is not trained (`trainer.freeze`), or set `trainer.unused_parameters` to "zero" or "ignore""#);
             insta::assert_snapshot!(step(config, false), @"the loss does not depend on any trainable parameter: all are frozen, or belong to another optimizer than the one whose turn it is; the model was called inside `no_grad`, or an operation without a backward cut the graph. Forward read the values of `layer.scale` with `Parameter::value`, which are detached: compute with `Parameter::tensor`");
         }
     }
