@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use super::dtypes::{self, ModuleDtype};
 use super::keep_in_fp32;
 use super::pattern::pattern_matches;
-use super::tree::{ModuleInfo, ModuleTree};
+use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
 use super::{ActivationCheckpointing, Adapters, Quantization};
@@ -168,13 +168,14 @@ impl ModuleBuilder {
     /// Builds the submodule at `name` as a unit.
     ///
     /// # Errors
-    /// Inside another unit: units do not nest. If the model has more units than any can have.
+    /// Inside another unit: units do not nest. If the name is empty or has a space or `*`. If the model has more units than any can have.
     pub fn unit<M>(&self, name: &str, build: impl FnOnce(&Self) -> Result<M>) -> Result<Unit<M>> {
         let path = self.join(name);
         if self.unit.is_some() {
             let message = "a unit cannot be built inside another unit".to_owned();
             return Err(Error::Module { path, message });
         }
+        check_name(&path).map_err(|message| Error::module(&path, message))?;
         let model = self.init.compute_dtype;
         let compute_dtype = dtypes::of_unit(&self.init.module_dtypes, &path).unwrap_or(model);
         let handle = {
@@ -207,7 +208,7 @@ impl ModuleBuilder {
     /// Declares the parameter `name` of this module.
     ///
     /// # Errors
-    /// If the name is taken, the initial values are no numbers, or the model becomes larger than any
+    /// If the name is taken, is empty or has a space or `*`, the initial values are no numbers, or the model becomes larger than any
     /// can be: more than 1,048,576 parameters, or more elements than can be addressed.
     pub fn parameter(
         &self,
@@ -527,6 +528,20 @@ mod tests {
         b.parameter("half", [MAX_ELEMENTS / 2], Init::ONES).unwrap();
         b.parameter("rest", [MAX_ELEMENTS / 2], Init::ONES).unwrap();
         insta::assert_snapshot!(b.parameter("more", [2], Init::ONES).unwrap_err(), @"parameter `more`: has the shape [2], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
+    }
+
+    #[test]
+    fn names_that_no_pattern_can_mean_are_refused() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        insta::assert_snapshot!(b.parameter("", [2], Init::ONES).unwrap_err(), @"parameter ``: a name has segments with a dot between them, each of at least one character, without spaces and `*`");
+        for name in ["a..b", ".a", "a.", "a b", "a*", "a\n"] {
+            assert!(b.pp("layer").parameter(name, [2], Init::ONES).is_err(), "{name:?}");
+            assert!(b.pp(name).parameter("weight", [2], Init::ONES).is_err(), "{name:?}");
+            assert!(b.buffer(name, [2], Init::ONES, BufferOptions::default()).is_err(), "{name:?}");
+            assert!(b.unit(name, |_| Ok(())).is_err(), "{name:?}");
+        }
+        assert!(b.unit("", |_| Ok(())).is_err());
+        b.pp("").parameter("layers.0.größe-1/2", [2], Init::ONES).unwrap();
     }
 
     #[test]

@@ -181,6 +181,7 @@ impl ModuleTree {
     }
 
     pub(super) fn add_buffer(&mut self, buffer: Buffer) -> Result<()> {
+        check_name(buffer.fqn()).map_err(|message| Error::parameter(buffer.fqn(), message))?;
         if self.names.contains_key(buffer.fqn()) || self.buffer(buffer.fqn()).is_some() {
             return Err(declared_twice(buffer.fqn()));
         }
@@ -233,11 +234,28 @@ impl ModuleTree {
     }
 
     fn name(&mut self, fqn: &str, index: usize) -> Result<()> {
+        check_name(fqn).map_err(|message| Error::parameter(fqn, message))?;
         if self.names.contains_key(fqn) || self.buffer(fqn).is_some() {
             return Err(declared_twice(fqn));
         }
         self.names.insert(fqn.to_owned(), index);
         Ok(())
+    }
+}
+
+/// Checks that patterns and checkpoints can name what is at this path.
+pub(super) fn check_name(path: &str) -> std::result::Result<(), String> {
+    let wrong = |segment: &str| {
+        segment.is_empty()
+            || segment.contains(|c: char| c == '*' || c.is_whitespace() || c.is_control())
+    };
+    match path.split('.').any(wrong) {
+        true => Err(
+            "a name has segments with a dot between them, each of at least one character, without \
+                     spaces and `*`"
+                .to_owned(),
+        ),
+        false => Ok(()),
     }
 }
 

@@ -337,6 +337,8 @@ impl<M> Unit<M> {
 
     /// Computes with the module through any of its methods, with the strategy's hooks around it: from one
     /// tensor to another, or from and to several in a tuple, a struct or the like ([`Activations`]).
+    /// Floating-point tensors of `x` are cast to the dtype that the unit computes in, unless the
+    /// [strategy](UnitHooks::casts_inputs) leaves them; captured tensors stay as they are.
     ///
     /// Where the unit's [activations are checkpointed](UnitHandle::set_activation_checkpointing) `f` is
     /// called again in backward, after this call has returned; that is why it owns what it captures
