@@ -65,6 +65,11 @@ pub struct TextDataConfig {
     /// The token that begins a document, by its name in `tokenizer`; found as `eos_token` by default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bos_token: Option<String>,
+    /// The folder in which ids of text are kept, so that other ranks of the host and later runs do not tokenize
+    /// the same text again; `false` keeps them in memory. By default (`true`) `fulgurite/tokens` in `$XDG_CACHE_HOME` or
+    /// `~/.cache`, for 4 MiB of text or more with a Hugging Face tokenizer.
+    #[serde(skip_serializing_if = "CacheDir::is_default")]
+    pub cache_dir: CacheDir,
     /// Tokens in a sample.
     pub seq_len: usize,
     /// Tokens between the starts of two samples; by default `seq_len`.
@@ -107,6 +112,7 @@ impl Default for TextDataConfig {
             eos_token: None,
             add_bos_token: AddBosToken::Never,
             bos_token: None,
+            cache_dir: CacheDir::Default,
             seq_len: 256,
             stride: None,
             batch_size: 8,
@@ -190,6 +196,47 @@ pub enum OnError {
     Skip,
 }
 
+/// Where ids of text are kept: `data.cache_dir`.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub enum CacheDir {
+    /// In the user's cache.
+    #[default]
+    Default,
+    /// `false`: in memory alone.
+    Off,
+    /// In this folder.
+    At(PathBuf),
+}
+
+impl CacheDir {
+    fn is_default(&self) -> bool {
+        *self == Self::Default
+    }
+}
+
+impl Serialize for CacheDir {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        match self {
+            Self::Default => serializer.serialize_bool(true),
+            Self::Off => serializer.serialize_bool(false),
+            Self::At(folder) => folder.serialize(serializer),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for CacheDir {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserialize_scalar(deserializer, "the path of a folder, `true` or `false`", |value| {
+            match value {
+                Scalar::Bool(true) => Some(Self::Default),
+                Scalar::Bool(false) => Some(Self::Off),
+                Scalar::Text(path) if !path.is_empty() => Some(Self::At(path.into())),
+                _ => None,
+            }
+        })
+    }
+}
+
 /// The type of ids in a token file: `data.token_dtype`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
@@ -228,7 +275,13 @@ impl ConfigType for OnError {
 
 impl ConfigType for AddBosToken {
     fn describe() -> String {
-        "boolean or `\"auto\"`".to_owned()
+        "true, false or `\"auto\"`".to_owned()
+    }
+}
+
+impl ConfigType for CacheDir {
+    fn describe() -> String {
+        "path, true or false".to_owned()
     }
 }
 

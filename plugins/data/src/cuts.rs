@@ -609,7 +609,7 @@ mod tests {
             let (of_pieces, pieces) =
                 ids_of_pieces(&file, &"the 12th abe ab.\nthe end ".repeat(20));
             assert_eq!(of_pieces, ids(&file, &"the 12th abe ab.\nthe end ".repeat(20)), "{name}");
-            assert_eq!(pieces > 40, cut, "{name}: {pieces} pieces");
+            assert_eq!(pieces > 20, cut, "{name}: {pieces} pieces");
         }
     }
 

@@ -26,6 +26,8 @@ pub(crate) struct Documents<'a> {
     /// Bytes of text after which no more is read.
     pub(crate) enough: usize,
     pub(crate) report: &'a mut SourceReport,
+    /// Bytes of all files, which [`read`](Self::read) sets.
+    pub(crate) file_bytes: u64,
 }
 
 /// Whether a source was read to its end.
@@ -40,7 +42,21 @@ pub(crate) enum ReadTo {
 /// Takes a document.
 pub(crate) type Push<'a> = dyn FnMut(String) -> Result<()> + 'a;
 
-impl Documents<'_> {
+impl<'a> Documents<'a> {
+    /// The same documents, to be read once more.
+    pub(crate) fn again<'b>(&self, report: &'b mut SourceReport) -> Documents<'b>
+    where
+        'a: 'b,
+    {
+        let Self { config, key, paths, enough, .. } = *self;
+        Documents { config, key, paths, enough, report, file_bytes: 0 }
+    }
+
+    /// Bytes of the documents that were read.
+    pub(crate) fn bytes(&self) -> u64 {
+        self.report.counts.get("bytes").copied().unwrap_or(0)
+    }
+
     /// Gives the documents to `push`, in order, one at a time.
     ///
     /// # Errors
@@ -54,6 +70,8 @@ impl Documents<'_> {
             DataKind::Text | DataKind::Tokens => Wanted::Any,
         };
         let files = find(self.key, self.paths, wanted, self.report)?;
+        let bytes = files.iter().filter_map(|file| Some(file.path.metadata().ok()?.len()));
+        self.file_bytes = bytes.sum();
         let (mut folder, mut before) = (None, 0);
         for file in &files {
             // A folder may have no text although it has files.
@@ -100,8 +118,7 @@ impl Documents<'_> {
 
     /// Number of bytes that are still wanted.
     fn left(&self) -> usize {
-        let bytes = self.report.counts.get("bytes").copied().unwrap_or(0);
-        self.enough.saturating_sub(bytes as usize)
+        self.enough.saturating_sub(self.bytes() as usize)
     }
 
     /// Gives a document to `push`, unless it is empty.

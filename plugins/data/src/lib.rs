@@ -37,14 +37,17 @@ mod sequences;
 mod sniff;
 mod source;
 mod special_tokens;
+mod text;
 mod text_data;
+mod token_cache;
 mod token_files;
 mod tokenizer;
 mod tokenizer_file;
+mod unknown;
 mod walk;
 
 pub use config::{
-    AddBosToken, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,
+    AddBosToken, CacheDir, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,
 };
 #[cfg(feature = "images")]
 pub use images::{ImageBatch, ImageFolder, ImageFolderConfig};

@@ -46,7 +46,7 @@ impl Sequences {
         &self.sources
     }
 
-    /// Number and kind of tokens, and a hash of all that is in memory and of samples of what is in files.
+    /// Number and kind of tokens, and a hash of all tokens of text and of samples of token files.
     pub(crate) fn fingerprint(&self) -> Result<String> {
         let mut hasher = XxHash3_64::default();
         for source in &self.sources {
@@ -55,7 +55,7 @@ impl Sequences {
         }
         let tokens: u64 = self.sources.iter().map(Source::len).sum();
         let what = match &*self.sources {
-            [Source::U16(_) | Source::U32(_)] => "a text".to_owned(),
+            [Source::U16(_) | Source::U32(_) | Source::Kept(_)] => "a text".to_owned(),
             [_] => "one file".to_owned(),
             files => format!("{} files", files.len()),
         };

@@ -10,6 +10,8 @@ use crate::token_files::TokenFile;
 /// Of a file at most this many blocks are hashed, evenly apart, each of so many tokens.
 const HASHED_BLOCKS: u64 = 64;
 const HASHED_BLOCK: u64 = 2048;
+/// Tokens of a file of the cache that are read at a time to be hashed.
+const READ_AT_ONCE: usize = 1 << 18;
 
 fn hash_ids(hasher: &mut XxHash3_64, ids: impl Iterator<Item = u32>) {
     let mut bytes = Vec::with_capacity(16 << 10);
@@ -30,6 +32,8 @@ pub(crate) enum Source {
     U16(Vec<u16>),
     /// Tokenized text with larger ids.
     U32(Vec<u32>),
+    /// Tokenized text whose ids are in a file of the cache.
+    Kept(TokenFile),
     /// A token file.
     File(TokenFile),
 }
@@ -40,7 +44,7 @@ impl Source {
         match self {
             Self::U16(ids) => ids.len() as u64,
             Self::U32(ids) => ids.len() as u64,
-            Self::File(file) => file.len(),
+            Self::Kept(file) | Self::File(file) => file.len(),
         }
     }
 
@@ -57,7 +61,16 @@ impl Source {
                 out.copy_from_slice(&ids[at..at + out.len()]);
                 Ok(())
             }
-            Self::File(file) => file.read(start, out),
+            Self::Kept(file) | Self::File(file) => file.read(start, out),
+        }
+    }
+
+    /// Bytes of memory that the ids take.
+    pub(crate) fn memory(&self) -> u64 {
+        match self {
+            Self::U16(ids) => 2 * ids.len() as u64,
+            Self::U32(ids) => 4 * ids.len() as u64,
+            Self::Kept(_) | Self::File(_) => 0,
         }
     }
 
@@ -67,6 +80,14 @@ impl Source {
         match self {
             Self::U16(ids) => hash_ids(hasher, ids.iter().map(|&id| id.into())),
             Self::U32(ids) => hash_ids(hasher, ids.iter().copied()),
+            Self::Kept(file) => {
+                let mut ids = vec![0; READ_AT_ONCE];
+                for start in (0..file.len()).step_by(READ_AT_ONCE) {
+                    ids.truncate((file.len() - start) as usize);
+                    file.read(start, &mut ids)?;
+                    hash_ids(hasher, ids.iter().copied());
+                }
+            }
             Self::File(file) => {
                 let block = HASHED_BLOCK.min(file.len());
                 let blocks = file.len().div_ceil(HASHED_BLOCK).min(HASHED_BLOCKS);
@@ -86,7 +107,7 @@ impl Source {
     /// What it is, for messages.
     pub(crate) fn name(&self) -> String {
         match self {
-            Self::U16(_) | Self::U32(_) => "the text".to_owned(),
+            Self::U16(_) | Self::U32(_) | Self::Kept(_) => "the text".to_owned(),
             Self::File(file) => file.name(),
         }
     }

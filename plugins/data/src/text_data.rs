@@ -15,14 +15,14 @@ use crate::config::{DataKind, Paths, TextDataConfig};
 use crate::files::{Documents, ReadTo};
 use crate::sequences::Sequences;
 use crate::source::Source;
+use crate::text::Text;
+use crate::token_cache::TokenCache;
 use crate::token_files::{TOKEN_FILES, TokenFile};
 use crate::tokenizer::Tokenizer;
 use crate::walk::{Wanted, find};
 
 /// Bytes of text that a preview tokenizes.
 const PREVIEW_BYTES: usize = 4 << 20;
-/// Bytes of documents after which they are tokenized.
-const BYTES_AT_ONCE: usize = 1 << 20;
 /// Token files whose beginnings a preview reads.
 const PREVIEW_FILES: usize = 8;
 
@@ -51,6 +51,8 @@ pub struct TextData {
     seq_len: usize,
     first_ids: u32,
     report: DataReport,
+    memory: u64,
+    warnings: Vec<String>,
 }
 
 /// The samples of a split, from one source after the other.
@@ -106,6 +108,11 @@ impl TextData {
                  vocabulary must hold them all"
             )));
         }
+        let mut warnings = match (&tokenizer, config.kind) {
+            (None, _) | (_, DataKind::Tokens) => Vec::new(),
+            (Some(tokenizer), _) => tokenizer.warnings(),
+        };
+        let (cache, mut memory) = (TokenCache::of(config), 0);
         let mut report = DataReport::default();
         let mut open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
             let mut source = SourceReport::new(key);
@@ -113,12 +120,21 @@ impl TextData {
                 (kind, Some(tokenizer)) if kind != DataKind::Tokens => {
                     let paths = paths.as_slice();
                     let report = &mut source;
-                    let mut documents = Documents { config, key, paths, enough, report };
-                    let (ids, to) = tokenize(&mut documents, tokenizer)?;
-                    if to == ReadTo::Enough {
-                        *read_to = to;
+                    let documents = Documents { config, key, paths, enough, report, file_bytes: 0 };
+                    let text = Text { documents, tokenizer, cache: cache.as_ref() };
+                    let tokens = text.tokenize()?;
+                    if tokens.to == ReadTo::Enough {
+                        *read_to = tokens.to;
                     }
-                    vec![ids]
+                    memory += tokens.memory;
+                    warnings.extend(tokens.warnings(key));
+                    if tokens.unknown.tokens > 0 {
+                        source.count("unknown tokens", tokens.unknown.tokens);
+                    }
+                    if tokens.unknown.characters > 0 {
+                        source.count("characters without a token", tokens.unknown.characters);
+                    }
+                    vec![tokens.ids]
                 }
                 _ => {
                     let wanted = Wanted::Extensions(TOKEN_FILES);
@@ -167,6 +183,8 @@ impl TextData {
             seq_len: config.seq_len,
             first_ids: 0,
             report,
+            memory,
+            warnings,
         };
         data.sampler(0)?; // finds mistakes in the weights
         Ok(data)
@@ -184,7 +202,7 @@ impl TextData {
             .flat_map(|part| part.sequences.sources())
             .filter_map(|source| match source {
                 Source::File(file) => Some(file),
-                Source::U16(_) | Source::U32(_) => None,
+                Source::U16(_) | Source::U32(_) | Source::Kept(_) => None,
             });
         let mut largest = 0;
         for file in files.take(PREVIEW_FILES) {
@@ -217,11 +235,8 @@ impl DataModule for TextData {
 
     fn setup(config: &TextDataConfig, context: &DataContext) -> Result<Self> {
         let data = Self::open(config, usize::MAX, &mut ReadTo::End)?;
-        let warning = data.tokenizer.as_ref().and_then(Tokenizer::warning);
-        if let Some(warning) = warning
-            && context.rank == 0
-            && config.kind != DataKind::Tokens
-        {
+        // All ranks have the same.
+        for warning in data.warnings.iter().filter(|_| context.rank == 0) {
             tracing::warn!("{warning}");
         }
         Ok(data)
@@ -277,6 +292,10 @@ impl DataModule for TextData {
             *part = format!("{part} with weight {weight}");
         }
         Ok(Some(parts.join(", ")))
+    }
+
+    fn memory(&self) -> u64 {
+        self.memory
     }
 
     fn report(&self) -> Option<DataReport> {
@@ -374,45 +393,4 @@ fn wrong_id(source: String, id: u32, place: &str, vocab_size: Option<usize>) -> 
          data.tokenizer and data.vocab_size those that it was made with?",
         vocab_size.unwrap_or(0)
     ))
-}
-
-/// Reads and tokenizes documents, some at a time.
-fn tokenize(documents: &mut Documents, tokenizer: &Tokenizer) -> Result<(Source, ReadTo)> {
-    // Ids of a vocabulary of this size fit into u16.
-    if tokenizer.vocab_size() <= 1 << 16 {
-        let mut all: Vec<u16> = Vec::new();
-        let to = encode(documents, tokenizer, |ids| {
-            all.extend(ids.iter().map(|&id| id as u16));
-            Ok(())
-        })?;
-        Ok((Source::U16(all), to))
-    } else {
-        let mut all = Vec::new();
-        let to = encode(documents, tokenizer, |ids| {
-            all.extend_from_slice(ids);
-            Ok(())
-        })?;
-        Ok((Source::U32(all), to))
-    }
-}
-
-/// Calls `push` with the ids of each document and the end-of-text id, in order.
-fn encode(
-    documents: &mut Documents,
-    tokenizer: &Tokenizer,
-    mut push: impl FnMut(&[u32]) -> Result<()>,
-) -> Result<ReadTo> {
-    let (mut texts, mut bytes) = (Vec::new(), 0);
-    let to = documents.read(&mut |text| {
-        bytes += text.len();
-        texts.push(text);
-        if bytes >= BYTES_AT_ONCE {
-            tokenizer.encode_all(&texts, &mut push)?;
-            texts.clear();
-            bytes = 0;
-        }
-        Ok(())
-    })?;
-    tokenizer.encode_all(&texts, &mut push)?;
-    Ok(to)
 }

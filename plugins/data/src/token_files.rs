@@ -119,6 +119,17 @@ impl TokenFile {
         Ok(Self { path: path.to_owned(), file, dtype: kind, start, len })
     }
 
+    /// A file of which the type, the first and the number of ids are known.
+    pub(crate) fn of_ids(
+        path: PathBuf,
+        file: File,
+        dtype: TokenDtype,
+        start: u64,
+        len: u64,
+    ) -> Self {
+        Self { path, file, dtype, start, len }
+    }
+
     /// Number of ids.
     pub(crate) fn len(&self) -> u64 {
         self.len
@@ -186,7 +197,7 @@ impl TokenFile {
 }
 
 impl TokenDtype {
-    fn size(self) -> usize {
+    pub(crate) fn size(self) -> usize {
         match self {
             Self::U16 => 2,
             Self::U32 | Self::I32 => 4,

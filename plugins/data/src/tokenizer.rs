@@ -10,6 +10,7 @@ use rayon::prelude::*;
 use crate::cuts::Cuts;
 use crate::special_tokens::{SpecialTokens, Wanted};
 use crate::tokenizer_file::{Growth, TokenizerFile};
+use crate::unknown::{Gaps, Unknown};
 
 /// Bytes of a piece of a text; a longer text is tokenized in pieces.
 const PIECE: usize = 16 << 10;
@@ -47,6 +48,11 @@ struct HuggingFace {
     special: SpecialTokens,
     cuts: Cuts,
     growth: Growth,
+    gaps: Gaps,
+    /// Whether the file asks for random ids, which it does not get.
+    dropout: bool,
+    /// A hash of the file.
+    hash: u128,
 }
 
 impl Tokenizer {
@@ -82,7 +88,10 @@ impl Tokenizer {
             vocab_size,
             special,
             cuts: Cuts::of(&file),
+            gaps: Gaps::of(&file),
+            dropout: file.dropout,
             growth: file.growth,
+            hash: file.hash,
             tokenizer: file.tokenizer,
         }))))
     }
@@ -148,48 +157,72 @@ impl Tokenizer {
         }
     }
 
-    /// A warning for the user, if the tokenizer's files leave open which token ends a text.
-    pub(crate) fn warning(&self) -> Option<&str> {
-        match &self.0 {
-            Kind::Bytes => None,
-            Kind::HuggingFace(tokenizer) => tokenizer.special.warning.as_deref(),
-        }
+    /// What the ids of documents follow from; `None` for bytes, which need no look-up.
+    pub(crate) fn identity(&self) -> Option<String> {
+        let Kind::HuggingFace(tokenizer) = &self.0 else { return None };
+        let HuggingFace { hash, special, .. } = &**tokenizer;
+        let version = env!("CARGO_PKG_VERSION");
+        Some(format!("{version} {hash:032x} {:?} {:?}", special.start, special.end))
     }
 
-    /// Calls `push` with the ids of each text in order, between the ids that begin and end a text.
+    /// Warnings for the user: which token ends a text is open, or ids would be random.
+    pub(crate) fn warnings(&self) -> Vec<String> {
+        let Kind::HuggingFace(tokenizer) = &self.0 else { return Vec::new() };
+        let mut warnings: Vec<String> = tokenizer.special.warning.iter().cloned().collect();
+        if tokenizer.dropout {
+            warnings.push(format!(
+                "{} (data.tokenizer) asks for random ids (dropout, alpha or nbest_size); these settings do not \
+                 count, for the ids of a text must be the same on all ranks",
+                tokenizer.name
+            ));
+        }
+        warnings
+    }
+
+    /// Calls `push` with the ids of the documents that `read` gives, in order, each between the ids that begin
+    /// and end a text. Returns what `read` does, and what of the text is unknown.
     ///
     /// # Errors
-    /// If the tokenizer has no ids for a text, or `push` fails.
-    pub(crate) fn encode_all(
+    /// If the tokenizer has no ids for a text, or `read` or `push` fails.
+    pub(crate) fn encode_documents<R>(
         &self,
-        texts: &[String],
-        mut push: impl FnMut(&[u32]) -> Result<()>,
-    ) -> Result<()> {
+        read: impl FnOnce(&mut dyn FnMut(String) -> Result<()>) -> Result<R>,
+        push: &mut dyn FnMut(&[u32]) -> Result<()>,
+    ) -> Result<(R, Unknown)> {
         match &self.0 {
-            Kind::Bytes => texts.iter().try_for_each(|text| {
-                push(&self.encode(text)?)?;
-                push(&[Self::END_OF_BYTES])
-            }),
+            Kind::Bytes => {
+                let result = read(&mut |text| {
+                    push(&self.encode(&text)?)?;
+                    push(&[Self::END_OF_BYTES])
+                })?;
+                Ok((result, Unknown::default()))
+            }
             Kind::HuggingFace(tokenizer) => {
                 let SpecialTokens { start, end, .. } = tokenizer.special;
-                let mut encoder = Encoder::new(tokenizer, start, end, &mut push);
-                texts.iter().try_for_each(|text| encoder.push(text))?;
-                encoder.finish()
+                let mut encoder = Encoder::new(tokenizer, start, end, push);
+                let result = read(&mut |text| encoder.push(&text))?;
+                Ok((result, encoder.finish()?))
             }
         }
     }
 }
 
 impl HuggingFace {
-    /// The ids of each piece, on all threads.
-    fn encode(&self, pieces: &[Piece]) -> Result<Vec<Vec<u32>>> {
+    /// The ids of each piece and what of it is unknown, on all threads.
+    fn encode(&self, pieces: &[Piece]) -> Result<Vec<(Vec<u32>, Unknown)>> {
         let encode = |piece: &Piece| {
-            self.growth.check(&piece.text).map_err(|what| self.failed(&what))?;
-            let encoded = catch_panic(|| self.tokenizer.encode_fast(piece.text.as_str(), false));
+            let text = piece.text.as_str();
+            self.growth.check(text).map_err(|what| self.failed(&what))?;
+            let encoded = catch_panic(|| match self.gaps.leaves_out {
+                true => self.tokenizer.encode(text, false),
+                // Without places in the text.
+                false => self.tokenizer.encode_fast(text, false),
+            });
             let encoding = encoded
                 .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
                 .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))?;
-            Ok(encoding.get_ids().to_vec())
+            let unknown = self.gaps.find(&self.tokenizer, text, &encoding);
+            Ok((encoding.get_ids().to_vec(), unknown))
         };
         pieces.par_iter().map(encode).collect()
     }
@@ -217,6 +250,7 @@ struct Encoder<'a> {
     /// Bytes that were tokenized, in this time.
     done: usize,
     busy: Duration,
+    unknown: Unknown,
 }
 
 struct Piece {
@@ -232,8 +266,8 @@ impl<'a> Encoder<'a> {
         end: Option<u32>,
         push: &'a mut dyn FnMut(&[u32]) -> Result<()>,
     ) -> Self {
-        let (pieces, busy) = (Vec::new(), Duration::ZERO);
-        Self { tokenizer, start, end, push, pieces, waiting: 0, done: 0, busy }
+        let (pieces, busy, unknown) = (Vec::new(), Duration::ZERO, Unknown::default());
+        Self { tokenizer, start, end, push, pieces, waiting: 0, done: 0, busy, unknown }
     }
 
     fn push(&mut self, text: &str) -> Result<()> {
@@ -253,14 +287,16 @@ impl<'a> Encoder<'a> {
         Ok(())
     }
 
-    fn finish(mut self) -> Result<()> {
-        self.flush()
+    fn finish(mut self) -> Result<Unknown> {
+        self.flush()?;
+        Ok(self.unknown)
     }
 
     fn flush(&mut self) -> Result<()> {
         let started = Instant::now();
         let encoded = self.tokenizer.encode(&self.pieces)?;
-        for (piece, ids) in self.pieces.drain(..).zip(encoded) {
+        for (piece, (ids, unknown)) in self.pieces.drain(..).zip(encoded) {
+            self.unknown += unknown;
             if piece.begins {
                 (self.push)(self.start.as_slice())?;
             }

@@ -9,6 +9,7 @@ use fulgurite_core::{Error, Result};
 use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::models::ModelWrapper;
+use twox_hash::XxHash3_128;
 
 use crate::pattern;
 
@@ -34,6 +35,10 @@ pub(crate) struct TokenizerFile {
     pub tokenizer: tokenizers::Tokenizer,
     pub parts: Parts,
     pub growth: Growth,
+    /// Whether the file asks for random ids, which it does not get.
+    pub dropout: bool,
+    /// A hash of the file.
+    pub hash: u128,
 }
 
 /// Parts of a `tokenizer.json`.
@@ -44,7 +49,16 @@ pub(crate) struct Parts {
     pub pre_tokenizer: Value,
     pub post_processor: Value,
     decoder: Value,
+    pub model: ModelPart,
     added_tokens: Vec<AddedToken>,
+}
+
+/// The token for what a model does not know, of the models that have one.
+#[derive(Debug, Default, Deserialize)]
+#[serde(default)]
+pub(crate) struct ModelPart {
+    pub unk_token: Option<String>,
+    pub unk_id: Option<u32>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -54,10 +68,11 @@ struct AddedToken {
 
 impl TokenizerFile {
     /// Reads a `tokenizer.json`, or the one in a folder. Truncation, padding and the post-processor are
-    /// left out: they are for the input of a model, and a corpus is not cut or padded.
+    /// left out: they are for the input of a model, and a corpus is not cut or padded. So is dropout, for ids
+    /// would differ from rank to rank.
     ///
     /// # Errors
-    /// If there is none, it cannot be parsed, its ids are random, or it makes texts far longer.
+    /// If there is none, it cannot be parsed, or it makes texts far longer.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut path = path.to_owned();
         if path.is_dir() {
@@ -106,15 +121,28 @@ impl TokenizerFile {
             .with_post_processor(None::<tokenizers::PostProcessorWrapper>)
             .with_truncation(None)
             .map_err(|error| refused(error.to_string()))?;
-        if let ModelWrapper::BPE(model) = tokenizer.get_model()
-            && let Some(dropout) = model.dropout.filter(|&dropout| dropout != 0.0)
-        {
-            return Err(refused(format!(
-                "model.dropout is {dropout}, which makes the ids of a text random, and other ones on \
-                 every rank; set it to null"
-            )));
+        let dropout = clear_dropout(&mut tokenizer);
+        let hash = XxHash3_128::oneshot(bytes);
+        Ok(Self { path, tokenizer, parts, growth, dropout, hash })
+    }
+}
+
+/// Makes the ids of a text a function of the text. Returns whether they were not.
+fn clear_dropout(tokenizer: &mut tokenizers::Tokenizer) -> bool {
+    match tokenizer.get_model() {
+        ModelWrapper::BPE(model) if model.dropout.is_some_and(|share| share != 0.0) => {
+            let mut model = model.clone();
+            model.dropout = None;
+            tokenizer.with_model(model);
+            true
         }
-        Ok(Self { path, tokenizer, parts, growth })
+        ModelWrapper::Unigram(model) if model.alpha.is_some() || model.nbest_size.is_some() => {
+            let mut model = model.clone();
+            (model.alpha, model.nbest_size) = (None, None);
+            tokenizer.with_model(model);
+            true
+        }
+        _ => false,
     }
 }
 

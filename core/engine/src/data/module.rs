@@ -221,6 +221,13 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         None
     }
 
+    /// Bytes of the host's memory that a rank's data takes for good once it is [set up](Self::setup). What is
+    /// [previewed](Self::preview) answers for all of the data, by an estimate if need be. The trainer compares
+    /// it with the host's memory before ranks start. By default 0, which is right for data that stays in files.
+    fn memory(&self) -> u64 {
+        0
+    }
+
     /// This rank's part of a batch under context parallelism: every tensor that has the sequence as a
     /// dimension, cut with [`ContextParallel::shard`]. Ranks of one context-parallel group get the
     /// same batch.

@@ -14,8 +14,8 @@ use fulgurite_launch::HostMemory;
 /// full only once every parameter was updated.
 const REFUSED_ABOVE: f64 = 1.5;
 
-/// Compares what the ranks of a host need, for the model and for their process groups, with what the host
-/// has. `groups` has split what the ranks will split.
+/// Compares what the ranks of a host need, for the model, for their data and for their process groups, with
+/// what the host has. `groups` has split what the ranks will split.
 ///
 /// # Errors
 /// [`Error::Config`], with the key, if it is far too much.
@@ -23,6 +23,7 @@ pub(super) fn check_memory(
     run: &RunConfig<Table, Table>,
     tree: &ModuleTree,
     memory: RankMemory,
+    data: u64,
     groups: &Planned,
 ) -> Result<()> {
     let check = run.trainer.memory_check;
@@ -34,9 +35,11 @@ pub(super) fn check_memory(
     let on_host = (groups.size() / run.trainer.num_nodes).max(1);
     let shared = shared_memory(run, groups, on_host)?;
     let model = memory.total().saturating_mul(on_host as u64);
-    let needed = model.saturating_add(shared.used);
+    let all_data = data.saturating_mul(on_host as u64);
+    let needed = model.saturating_add(all_data).saturating_add(shared.used);
     // The model goes where the allocator has reserved addresses already, if there are enough of them.
-    let addresses = memory.total().max(host.addresses_in_use).saturating_add(shared.mapped);
+    let own = memory.total().saturating_add(data);
+    let addresses = own.max(host.addresses_in_use).saturating_add(shared.mapped);
     let beyond_limit = host.address_space.is_some_and(|limit| addresses > limit);
     let too_large = beyond_limit || needed as f64 > REFUSED_ABOVE * host.total as f64;
     if !too_large && needed <= host.available {
@@ -56,21 +59,28 @@ pub(super) fn check_memory(
         Bytes(shared.used),
         Bytes(shared.mapped)
     );
-    let groups_need_more = match beyond_limit {
-        true => shared.mapped > memory.total(),
-        false => shared.used > model,
+    let (shared_most, model_most, data_most) = match beyond_limit {
+        true => (shared.mapped, memory.total(), data),
+        false => (shared.used, model, all_data),
     };
-    let (key, what, advice) = match groups_need_more {
-        false => (
-            "model",
-            for_model,
-            "Make `[model]` smaller, shard it over more ranks and hosts (`fsdp`)",
-        ),
-        true => (
+    let (key, what, advice) = if data_most > shared_most.max(model_most) {
+        (
+            "data",
+            format!(
+                "the data takes about {} on each of this host's {on_host} rank(s), {} together; {for_model}",
+                Bytes(data),
+                Bytes(all_data)
+            ),
+            "Keep the ids of text in files (`data.cache_dir`, or token files), start fewer ranks on a host",
+        )
+    } else if shared_most > model_most {
+        (
             "trainer.devices",
             format!("{for_groups}; {for_model}"),
             "Start fewer ranks on a host, let the options of `trainer.process_group` make it share less",
-        ),
+        )
+    } else {
+        ("model", for_model, "Make `[model]` smaller, shard it over more ranks and hosts (`fsdp`)")
     };
     let limit = match host.address_space {
         Some(limit) => format!(

@@ -41,6 +41,8 @@ struct Described {
     train_samples: u64,
     /// Whether there is anything to validate on.
     has_validation_data: bool,
+    /// [`DataModule::memory`].
+    data_memory: u64,
     batch_size: usize,
     shuffle: bool,
     /// [`LightningModule::pretrained`].
@@ -131,6 +133,7 @@ fn describe<M: LightningModule>(
     M::configure_from_data(&mut config, &data)?;
     let train_samples = data.len(Split::Train);
     let has_validation_data = data.len(Split::Validation) > 0 || !data.validation_sets().is_empty();
+    let data_memory = data.memory();
     drop(data);
     let pretrained = M::pretrained(&config);
     if let Some(path) = &pretrained {
@@ -142,6 +145,7 @@ fn describe<M: LightningModule>(
         optimizers: Box::new(move |configured| module.configure_optimizers(configured)),
         train_samples,
         has_validation_data,
+        data_memory,
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),
         pretrained,
@@ -220,7 +224,7 @@ fn check(
             ..RankMemory::default()
         };
     }
-    check_memory(run, &tree, memory.unwrap_or_default(), &planned)
+    check_memory(run, &tree, memory.unwrap_or_default(), model.data_memory, &planned)
 }
 
 fn callback_config(value: &PluginValue) -> Result<Box<dyn CallbackConfig>> {

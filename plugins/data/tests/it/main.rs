@@ -7,5 +7,6 @@ mod lines;
 mod parquet_texts;
 mod reading;
 mod text_data;
+mod token_cache;
 mod token_files;
 mod tokenizers;

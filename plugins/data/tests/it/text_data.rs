@@ -261,7 +261,7 @@ fn configured_by_toml() {
 
     let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
     insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
-    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `on_error`, `tokenizer`, `eos_token`, `add_bos_token`, `bos_token`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
+    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `on_error`, `tokenizer`, `eos_token`, `add_bos_token`, `bos_token`, `cache_dir`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
     insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected one of `text`, `tokens`, `lines`, `jsonl`, `parquet`");
 }
 

@@ -210,7 +210,7 @@ fn a_start_token_is_added_on_demand() {
     assert_eq!(ids("none", "add_bos_token = 'auto'"), without);
     let data = setup(dir.path(), "plain", "add_bos_token = true").unwrap();
     assert_eq!(data.tokenizer().unwrap().start_of_text(), Some(1));
-    insta::assert_snapshot!(error(&dir, "none", "add_bos_token = true"), @"");
+    insta::assert_snapshot!(error(&dir, "none", "add_bos_token = true"), @"data.add_bos_token: no file says which token of DIR/none/tokenizer.json begins a text; set `data.bos_token`");
 }
 
 #[test]
@@ -241,11 +241,18 @@ fn mistakes_about_special_tokens_are_explained() {
         wrong(config, "{}", "bos_token = '<s>'\nadd_bos_token = 'auto'\ntype = 'tokens'"),
         toml::from_str::<TextDataConfig>("add_bos_token = 'yes'").unwrap_err().message().to_owned(),
     ];
-    insta::assert_snapshot!(errors.join("\n"), @"");
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+data.eos_token = "w1 w2" is not one token of DIR/tokenizer.json; name one that it has
+DIR/tokenizer_config.json: eos_token = "<|im_end|>" is not one token of DIR/tokenizer.json; name one that it has, or set `data.eos_token`
+data: DIR/tokenizer_config.json (beside data.tokenizer) is not an object of JSON: invalid type: sequence, expected a map at line 1 column 0
+data.bos_token is added with data.add_bos_token = true or "auto" only
+data.add_bos_token is for text with a Hugging Face tokenizer (data.tokenizer)
+invalid value: string "yes", expected `true`, `false` or `"auto"`
+"#);
     let bytes =
         TextDataConfig { tokenizer: None, ..self::config(dir.path(), "", "eos_token = 'x'") };
     let bytes = TextData::setup(&bytes, &DataContext::default()).unwrap_err();
-    insta::assert_snapshot!(bytes, @"");
+    insta::assert_snapshot!(bytes, @"data.eos_token is for text with a Hugging Face tokenizer (data.tokenizer)");
 }
 
 #[test]
@@ -261,18 +268,51 @@ fn folders_of_other_tokenizers_are_explained() {
         }
     }
     let errors = ["spm", "gpt2"].map(|folder| error(&dir, folder, ""));
-    insta::assert_snapshot!(errors.join("\n"), @"");
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+data: the folder DIR/spm (data.tokenizer) has tokenizer.model and no tokenizer.json; write one with transformers: AutoTokenizer.from_pretrained("DIR/spm").save_pretrained("DIR/spm")
+data: the folder DIR/gpt2 (data.tokenizer) has vocab.json, merges.txt and no tokenizer.json; write one with transformers: AutoTokenizer.from_pretrained("DIR/gpt2").save_pretrained("DIR/gpt2")
+"#);
 }
 
 #[test]
-fn random_ids_are_refused() {
+fn dropout_does_not_count() {
     let dir = tempfile::tempdir().unwrap();
-    documents(&dir.path().join("docs"), 2, 2);
-    let mut tokenizer = words(&["<unk>"]);
-    tokenizer["model"] =
-        json!({"type": "BPE", "dropout": 0.1, "vocab": {"w": 0, "<unk>": 1}, "merges": []});
+    let merges: Vec<String> = (0..10).map(|i| format!("w {i}")).collect();
+    let mut vocab: serde_json::Map<String, Value> =
+        (0..10).map(|i| (i.to_string(), i.into())).collect();
+    vocab.extend((0..10).map(|i| (format!("w{i}"), (10 + i).into())));
+    vocab.insert("w".to_owned(), 20.into());
+    let mut tokenizer = words(&[]);
+    tokenizer["model"] = json!({"type": "BPE", "dropout": 0.5, "vocab": vocab, "merges": merges});
     write(dir.path(), "tokenizer.json", &tokenizer);
-    insta::assert_snapshot!(error(&dir, "tokenizer.json", ""), @"");
+    let tokenizer = Tokenizer::from_file(dir.path()).unwrap();
+    let text: Vec<String> = (0..100).map(|i| format!("w{}", i % 10)).collect();
+    let expected: Vec<u32> = (0..100).map(|i| 10 + i % 10).collect();
+    assert_eq!(tokenizer.encode(&text.join(" ")).unwrap(), expected);
+}
+
+#[test]
+fn unknown_text_is_counted() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("docs")).unwrap();
+    fs::write(dir.path().join("docs/a.txt"), "café caf x c").unwrap();
+    let counts = |tokenizer: &Value, keys: &str| {
+        write(dir.path(), "tokenizer.json", tokenizer);
+        let data = setup(dir.path(), "tokenizer.json", keys).unwrap();
+        data.report().unwrap().sources.remove(0).counts
+    };
+    let mut letters = words(&[]);
+    letters["model"] = json!({"type": "BPE", "unk_token": null, "merges": [],
+        "vocab": {"c": 0, "a": 1, "f": 2, "</s>": 3}});
+    let kept = format!("cache_dir = {:?}", dir.path().join("cache"));
+    for keys in ["cache_dir = false", &kept, &kept] {
+        let found = counts(&letters, keys);
+        assert_eq!(found.get("characters without a token"), Some(&2));
+        assert_eq!(found.get("tokens"), Some(&8));
+        let found = counts(&words(&["<unk>", "</s>"]), keys);
+        assert_eq!(found.get("unknown tokens"), Some(&4));
+        assert_eq!(found.get("characters without a token"), None);
+    }
 }
 
 #[test]
@@ -305,5 +345,11 @@ fn hostile_tokenizers_are_errors() {
         json!({"type": "Unigram", "unk_id": 7, "vocab": [["<unk>", 0.0], ["w", 0.0]]});
     write(dir.path(), "tokenizer.json", &tokenizer);
     errors.push(error(&dir, "tokenizer.json", ""));
-    insta::assert_snapshot!(errors.join("\n"), @"");
+    insta::assert_snapshot!(errors.join("\n"), @"
+data: DIR/tokenizer.json (data.tokenizer): its normalizer makes a text more than 64 times as long
+data: DIR/tokenizer.json (data.tokenizer): its normalizer can make a text 256 times as long; at most 64 times is allowed
+6 ids
+data: DIR/tokenizer.json (data.tokenizer): its normalizer makes a text more than 64 times as long
+data: DIR/tokenizer.json (data.tokenizer) is not a Hugging Face tokenizer.json: Unable to load vocab UnkIdNotInVocabulary at line 1 column 325
+");
 }

@@ -1,0 +1,282 @@
+//! Ids of texts, kept in files for the other ranks of a host and for later runs.
+
+use std::fs::{self, File, OpenOptions};
+use std::hash::Hasher as _;
+use std::io::{self, BufWriter, ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
+use std::os::unix::fs::MetadataExt as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+use fulgurite_core::files::open_regular;
+use fulgurite_core::{Error, Result};
+use twox_hash::{XxHash3_64, XxHash3_128};
+
+use crate::TokenDtype;
+use crate::config::{CacheDir, TextDataConfig};
+use crate::token_files::TokenFile;
+use crate::unknown::Unknown;
+
+/// The beginning of a file; its last byte is the format's version.
+const MAGIC: &[u8; 8] = b"FULGIDS\x01";
+/// Bytes before the ids: magic, key, number and size of ids, their hash, what of the text is unknown (tokens,
+/// characters, the first of them), a hash of all this.
+const HEADER: usize = 80;
+/// Bytes of text from which on ids are kept in the default folder. Less is tokenized in a second or two.
+const WORTH_KEEPING: u64 = 4 << 20;
+/// A rank waits for another one that tokenizes the same text while its file grows, and so long without that.
+const PATIENCE: Duration = Duration::from_secs(60);
+const POLL: Duration = Duration::from_millis(50);
+
+/// A folder of files of ids, named by what the ids follow from.
+#[derive(Debug)]
+pub(crate) struct TokenCache {
+    folder: PathBuf,
+    /// Bytes of text from which on ids are kept.
+    from: u64,
+}
+
+/// What ids follow from: the tokenizer and the documents.
+#[derive(Clone)]
+pub(crate) struct CacheKey {
+    hasher: XxHash3_128,
+    /// Bytes of the documents.
+    pub(crate) bytes: u64,
+}
+
+impl CacheKey {
+    /// The key of no documents yet, for a tokenizer.
+    pub(crate) fn new(tokenizer: &str) -> Self {
+        let mut key = Self { hasher: XxHash3_128::new(), bytes: 0 };
+        key.add_document(tokenizer);
+        Self { bytes: 0, ..key }
+    }
+
+    pub(crate) fn add_document(&mut self, text: &str) {
+        // The length keeps it apart from the next one.
+        self.hasher.write(&(text.len() as u64).to_le_bytes());
+        self.hasher.write(text.as_bytes());
+        self.bytes += text.len() as u64;
+    }
+
+    pub(crate) fn finish(&self) -> u128 {
+        self.hasher.finish_128()
+    }
+}
+
+/// Whether ids are in a file.
+pub(crate) enum Cached {
+    /// They are.
+    Ids(TokenFile, Unknown),
+    /// They cannot be, for a reason.
+    Not(String),
+}
+
+impl TokenCache {
+    /// The cache that the configuration asks for; `None` without one.
+    pub(crate) fn of(config: &TextDataConfig) -> Option<Self> {
+        let (folder, from) = match &config.cache_dir {
+            CacheDir::Off => return None,
+            CacheDir::At(folder) => (folder.clone(), 0),
+            CacheDir::Default => {
+                let set = |name| std::env::var_os(name).filter(|value| !value.is_empty());
+                let home = || Some(PathBuf::from(set("HOME")?).join(".cache"));
+                let caches = set("XDG_CACHE_HOME").map(PathBuf::from).or_else(home)?;
+                (caches.join("fulgurite/tokens"), WORTH_KEEPING)
+            }
+        };
+        Some(Self { folder, from })
+    }
+
+    /// Whether ids of this much text are kept.
+    pub(crate) fn keeps(&self, bytes: u64) -> bool {
+        bytes >= self.from
+    }
+
+    /// The ids of `key` from their file, which `write` fills if there is none. Of several ranks one writes
+    /// and the others wait. A damaged file is written again.
+    ///
+    /// # Errors
+    /// Those of `write` that are not of its writer.
+    pub(crate) fn get(
+        &self,
+        key: &CacheKey,
+        dtype: TokenDtype,
+        write: &mut dyn FnMut(&mut IdWriter) -> Result<()>,
+    ) -> Result<Cached> {
+        let key = key.finish();
+        let path = self.folder.join(format!("{key:032x}.ids"));
+        let failed = |what: &str, error: &dyn std::fmt::Display| {
+            Ok(Cached::Not(format!("{what} {}: {error}", path.display())))
+        };
+        if let Some((ids, unknown)) = read(&path, key, dtype) {
+            return Ok(Cached::Ids(ids, unknown));
+        }
+        if let Err(error) = fs::create_dir_all(&self.folder) {
+            return failed("creating the folder of", &error);
+        }
+        let partial = path.with_extension("partial");
+        let mut patience = (0, Instant::now());
+        let file = loop {
+            match lock(&partial) {
+                Ok(Some(file)) => break file,
+                Ok(None) => {}
+                Err(error) => return failed("locking", &error),
+            }
+            let len = fs::metadata(&partial).map_or(0, |partial| partial.len());
+            if len > patience.0 {
+                patience = (len, Instant::now());
+            }
+            if patience.1.elapsed() > PATIENCE {
+                return failed("waiting for", &"another process holds it and does not go on");
+            }
+            std::thread::sleep(POLL);
+        };
+        // Another rank may have written it until now.
+        if let Some((ids, unknown)) = read(&path, key, dtype) {
+            let _ = fs::remove_file(&partial);
+            return Ok(Cached::Ids(ids, unknown));
+        }
+        let mut writer = match IdWriter::begin(file, dtype) {
+            Ok(writer) => writer,
+            Err(error) => return failed("writing", &error),
+        };
+        let written = write(&mut writer);
+        if let Some(error) = writer.failed.take() {
+            let _ = fs::remove_file(&partial);
+            return failed("writing", &error);
+        }
+        if let Err(error) = written {
+            let _ = fs::remove_file(&partial);
+            return Err(error);
+        }
+        // The lock is held until the file has its name.
+        let kept = writer.finish(key).and_then(|file| {
+            fs::rename(&partial, &path)?;
+            Ok(file)
+        });
+        match kept {
+            Ok(_) => match read(&path, key, dtype) {
+                Some((ids, unknown)) => Ok(Cached::Ids(ids, unknown)),
+                None => failed("reading", &"it is not what was written"),
+            },
+            Err(error) => {
+                let _ = fs::remove_file(&partial);
+                failed("writing", &error)
+            }
+        }
+    }
+}
+
+/// Opens and locks a file that is to be written; `None` while another process has it.
+fn lock(path: &Path) -> io::Result<Option<File>> {
+    loop {
+        let file =
+            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+        match file.try_lock() {
+            Ok(()) => {}
+            Err(fs::TryLockError::WouldBlock) => return Ok(None),
+            Err(fs::TryLockError::Error(error)) => return Err(error),
+        }
+        let then = file.metadata()?;
+        // Whoever had it may have renamed or removed it since it was opened.
+        match fs::metadata(path) {
+            Ok(now) if (now.dev(), now.ino()) == (then.dev(), then.ino()) => return Ok(Some(file)),
+            Ok(_) => {}
+            Err(error) if error.kind() == ErrorKind::NotFound => {}
+            Err(error) => return Err(error),
+        }
+    }
+}
+
+/// Opens a file of ids, if it is there and whole.
+fn read(path: &Path, key: u128, dtype: TokenDtype) -> Option<(TokenFile, Unknown)> {
+    let mut file = open_regular(path).ok()?;
+    let mut header = [0; HEADER];
+    file.read_exact(&mut header).ok()?;
+    let (said, hash) = header.split_at(HEADER - 8);
+    if XxHash3_64::oneshot(said).to_le_bytes() != hash {
+        return None;
+    }
+    let number = |at: usize| u64::from_le_bytes(said[at..at + 8].try_into().unwrap_or_default());
+    let (len, size, ids_hash) = (number(24), number(32), number(40));
+    let first = u32::try_from(number(64)).ok().and_then(char::from_u32);
+    let unknown =
+        Unknown { tokens: number(48), characters: number(56), first: first.filter(|&c| c != '\0') };
+    let expected = [&MAGIC[..], &key.to_le_bytes()].concat();
+    if said[..24] != *expected || size != dtype.size() as u64 {
+        return None;
+    }
+    let bytes = file.metadata().ok()?.len();
+    if len.checked_mul(size)?.checked_add(HEADER as u64)? != bytes {
+        return None;
+    }
+    let (mut hasher, mut block) = (XxHash3_64::default(), vec![0; 1 << 20]);
+    loop {
+        match file.read(&mut block) {
+            Ok(0) => break,
+            Ok(read) => hasher.write(&block[..read]),
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(_) => return None,
+        }
+    }
+    let ids = TokenFile::of_ids(path.to_owned(), file, dtype, HEADER as u64, len);
+    (hasher.finish() == ids_hash).then_some((ids, unknown))
+}
+
+/// Writes ids to a file.
+pub(crate) struct IdWriter {
+    file: BufWriter<File>,
+    dtype: TokenDtype,
+    hasher: XxHash3_64,
+    len: u64,
+    bytes: Vec<u8>,
+    /// What of the text is unknown.
+    pub(crate) unknown: Unknown,
+    failed: Option<io::Error>,
+}
+
+impl IdWriter {
+    fn begin(file: File, dtype: TokenDtype) -> io::Result<Self> {
+        file.set_len(0)?;
+        let mut file = BufWriter::with_capacity(1 << 20, file);
+        file.write_all(&[0; HEADER])?;
+        let (hasher, bytes, unknown) = (XxHash3_64::default(), Vec::new(), Unknown::default());
+        Ok(Self { file, dtype, hasher, len: 0, bytes, unknown, failed: None })
+    }
+
+    /// Writes ids behind the others.
+    ///
+    /// # Errors
+    /// If they cannot be written.
+    pub(crate) fn push(&mut self, ids: &[u32]) -> Result<()> {
+        self.bytes.clear();
+        for id in ids {
+            self.bytes.extend_from_slice(&id.to_le_bytes()[..self.dtype.size()]);
+        }
+        self.hasher.write(&self.bytes);
+        self.len += ids.len() as u64;
+        self.file.write_all(&self.bytes).map_err(|error| {
+            self.failed = Some(error);
+            Error::Data("ids cannot be kept".to_owned())
+        })
+    }
+
+    fn finish(mut self, key: u128) -> io::Result<File> {
+        let mut header = Vec::with_capacity(HEADER);
+        header.extend_from_slice(MAGIC);
+        header.extend_from_slice(&key.to_le_bytes());
+        let Unknown { tokens, characters, first } = self.unknown;
+        let (size, hash) = (self.dtype.size() as u64, self.hasher.finish());
+        let first = first.map_or(0, u64::from);
+        for number in [self.len, size, hash, tokens, characters, first] {
+            header.extend_from_slice(&number.to_le_bytes());
+        }
+        let hash = XxHash3_64::oneshot(&header);
+        header.extend_from_slice(&hash.to_le_bytes());
+        self.file.seek(SeekFrom::Start(0))?;
+        self.file.write_all(&header)?;
+        let file = self.file.into_inner().map_err(io::IntoInnerError::into_error)?;
+        file.sync_all()?;
+        Ok(file)
+    }
+}
