@@ -25,6 +25,8 @@ pub(super) enum WaitError {
 pub(super) struct Member {
     /// It connected.
     pub(super) joined: bool,
+    /// It has said something since, so it knows that it was let in.
+    pub(super) confirmed: bool,
     /// It announced that it leaves, so the end of its connection is no failure.
     pub(super) left: bool,
     /// Its connection ended.

@@ -442,6 +442,8 @@ impl Health {
         let same_host = self.stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
         let mut silent = 0;
         let mut sent = Instant::now();
+        // From its first message on the server knows that this rank was let in. An error shows in the next read too.
+        let _ = send(&self.stream, &Request::Ping);
         while same_host || silent < SILENT_HEARTBEATS {
             let message = match reader.next() {
                 Incoming::Message(message) => Some(message),

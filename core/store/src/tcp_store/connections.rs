@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::net::{Shutdown, TcpStream};
 
+use super::handshake::Denial;
+
 /// How many connections may be in their handshake at a time, in a job of few ranks.
 const MIN_HALF_OPEN: usize = 64;
 /// The same, in a job of any number of ranks, which all connect at once.
@@ -50,15 +52,14 @@ impl Connections {
     /// Records that a connection is that of `rank`.
     ///
     /// # Errors
-    /// The message for the client, if the rank has too many.
-    pub(super) fn admit(&mut self, id: u64, rank: usize) -> Result<(), String> {
+    /// If the connection was closed for another one meanwhile, or the rank has too many.
+    pub(super) fn admit(&mut self, id: u64, rank: usize) -> Result<(), Denial> {
         let own = self.open.values().filter(|connection| connection.rank == Some(rank)).count();
         if own >= MAX_OF_RANK {
-            return Err(format!("rank {rank} has {own} connections already"));
+            return Err(Denial::Refused(format!("rank {rank} has {own} connections already")));
         }
-        if let Some(connection) = self.open.get_mut(&id) {
-            connection.rank = Some(rank);
-        }
+        let connection = self.open.get_mut(&id).ok_or(Denial::TryAgain)?;
+        connection.rank = Some(rank);
         Ok(())
     }
 
@@ -74,5 +75,26 @@ impl Connections {
         for connection in self.open.values() {
             let _ = connection.stream.shutdown(Shutdown::Both);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::TcpListener;
+
+    use super::*;
+
+    #[test]
+    fn a_connection_that_was_pushed_out_is_not_admitted() {
+        let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+        let stream = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let mut connections = Connections::new(2);
+        let (pushed_out, kept) = (connections.insert(stream()), connections.insert(stream()));
+        assert_eq!(connections.admit(kept, 0), Ok(()));
+        for _ in 0..MIN_HALF_OPEN {
+            connections.insert(stream());
+        }
+        assert_eq!(connections.admit(pushed_out, 1), Err(Denial::TryAgain));
+        assert_eq!(connections.admit(kept, 0), Ok(()), "who has proved the key keeps the place");
     }
 }

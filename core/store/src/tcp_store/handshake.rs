@@ -109,13 +109,22 @@ where
     }
 }
 
-/// The server's side: `None` if the client has no key of the job, or was refused. `admit` is asked about
+/// Why a client of the job is not let in.
+#[derive(Debug, Clone, PartialEq)]
+pub(super) enum Denial {
+    /// For this reason, which the client is told.
+    Refused(String),
+    /// It lost its place to others, and may come again.
+    TryAgain,
+}
+
+/// The server's side: `None` if the client has no key of the job, or was not let in. `admit` is asked about
 /// clients of the job alone.
 pub(super) fn accept<S>(
     stream: S,
     key: &JobKey,
     patience: &mut Patience,
-    admit: impl FnOnce(&Greeting) -> Result<(), String>,
+    admit: impl FnOnce(&Greeting) -> Result<(), Denial>,
 ) -> Option<Accepted<S>>
 where
     S: Read + Write,
@@ -143,7 +152,9 @@ where
     let admitted = admit(&greeting);
     let verdict = match &admitted {
         Ok(()) => Verdict::Admitted,
-        Err(why) => Verdict::Refused(why.clone()),
+        Err(Denial::Refused(why)) => Verdict::Refused(why.clone()),
+        // Without a verdict the client tries again.
+        Err(Denial::TryAgain) => return None,
     };
     let verdict = encode(&verdict).ok()?;
     let proof = key.proof(&[b"server", &theirs, &own, body, &verdict]);
@@ -247,7 +258,9 @@ mod tests {
         let (near, far) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
             let server = scope.spawn(move || {
-                let admit = |_: &Greeting| refuse.map_or(Ok(()), |why| Err(why.to_owned()));
+                let admit = |_: &Greeting| {
+                    refuse.map_or(Ok(()), |why| Err(Denial::Refused(why.to_owned())))
+                };
                 accept(far, &key(), &mut later(), admit)
                     .map(|accepted| (accepted.greeting, accepted.told))
             });

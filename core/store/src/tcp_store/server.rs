@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use super::connections::Connections;
-use super::handshake::{self, Accepted, Greeting, Purpose};
+use super::handshake::{self, Accepted, Denial, Greeting, Purpose};
 use super::job_key::JobKey;
 use super::protocol::{Incoming, Reader, Reply, Request, send};
 use super::{DIED, HANDSHAKE_TIMEOUT, HEARTBEAT, REPLY_TIMEOUT, SILENT_HEARTBEATS};
@@ -249,24 +249,26 @@ fn serve(stream: TcpStream, id: u64, shared: &Arc<Shared>) {
         Purpose::Health => {
             if told {
                 health(reader, shared, rank);
+            } else {
+                connection_ended(shared, rank);
             }
-            rank_lost(shared, rank);
         }
     }
 }
 
 /// Checks that a client with the job's key fits the job; a health connection makes it a member.
-fn admit(greeting: &Greeting, id: u64, shared: &Shared) -> Result<(), String> {
+fn admit(greeting: &Greeting, id: u64, shared: &Shared) -> Result<(), Denial> {
     let Greeting { rank, world_size, purpose } = *greeting;
     if world_size != shared.world_size {
-        return Err(format!(
+        return Err(Denial::Refused(format!(
             "it serves {} ranks, this process expects {world_size}: all ranks must be started with \
              the same WORLD_SIZE",
             shared.world_size
-        ));
+        )));
     }
     if rank >= world_size {
-        return Err(format!("rank {rank} is not below the world size {world_size}"));
+        let why = format!("rank {rank} is not below the world size {world_size}");
+        return Err(Denial::Refused(why));
     }
     shared.connections().admit(id, rank)?;
     if purpose == Purpose::Requests {
@@ -274,14 +276,19 @@ fn admit(greeting: &Greeting, id: u64, shared: &Shared) -> Result<(), String> {
     }
     shared.table.change(|state| {
         let member = &mut state.members[rank];
-        if member.joined {
-            return Err(format!(
+        match (member.joined, member.confirmed) {
+            (false, _) => {
+                member.joined = true;
+                Ok(())
+            }
+            // Its connection may have been cut off before it knew, and that is not seen yet. If it is another
+            // process, the next attempt tells.
+            (true, false) => Err(Denial::TryAgain),
+            (true, true) => Err(Denial::Refused(format!(
                 "another process is or was rank {rank}: every process of a job needs a RANK of its \
                  own"
-            ));
+            ))),
         }
-        member.joined = true;
-        Ok(())
     })
 }
 
@@ -353,17 +360,8 @@ impl From<WaitError> for Reply {
 
 /// Reads a rank's health connection until it ends.
 fn health(mut reader: Reader<TcpStream>, shared: &Arc<Shared>, rank: usize) {
-    let notifier = reader.stream().try_clone().and_then(|copy| {
-        let shared_for_thread = shared.clone();
-        spawn("store-notify", move || send_notices(&copy, &shared_for_thread, rank))
-    });
-    let notifier = match notifier {
-        Ok(notifier) => notifier,
-        // A rank of the job is turned away: it cannot go on.
-        Err(error) => return shared.break_down(&error),
-    };
     let same_host = reader.stream().peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
-    let mut silent = 0;
+    let (mut silent, mut notifier) = (0, None);
     while same_host || silent < SILENT_HEARTBEATS {
         let message = match reader.next() {
             Incoming::Message(message) => message,
@@ -374,6 +372,17 @@ fn health(mut reader: Reader<TcpStream>, shared: &Arc<Shared>, rank: usize) {
             Incoming::Closed | Incoming::Malformed => break,
         };
         silent = 0;
+        if notifier.is_none() {
+            update_member(shared, rank, |member| member.confirmed = true);
+            match start_notifier(reader.stream(), shared, rank) {
+                Ok(started) => notifier = Some(started),
+                // A rank of the job is turned away: it cannot go on.
+                Err(error) => {
+                    shared.break_down(&error);
+                    break;
+                }
+            }
+        }
         match message {
             Request::Ping => {}
             Request::Left(left) => update_member(shared, rank, |member| member.left = left),
@@ -395,19 +404,33 @@ fn health(mut reader: Reader<TcpStream>, shared: &Arc<Shared>, rank: usize) {
             _ => break,
         }
     }
-    rank_lost(shared, rank);
-    let _ = notifier.join();
+    connection_ended(shared, rank);
+    let _ = notifier.map(JoinHandle::join);
+}
+
+fn start_notifier(
+    stream: &TcpStream,
+    shared: &Arc<Shared>,
+    rank: usize,
+) -> io::Result<JoinHandle<()>> {
+    let (copy, shared) = (stream.try_clone()?, shared.clone());
+    spawn("store-notify", move || send_notices(&copy, &shared, rank))
 }
 
 fn update_member(shared: &Shared, rank: usize, change: impl FnOnce(&mut crate::table::Member)) {
     shared.table.change(|state| state.members.get_mut(rank).map(change));
 }
 
-/// Records that the health connection of `rank` has ended.
-fn rank_lost(shared: &Shared, rank: usize) {
+/// Records that the health connection of `rank` has ended. The rank is lost if it knew that it was let in; else it may
+/// come again.
+fn connection_ended(shared: &Shared, rank: usize) {
     shared.table.change(|state| {
         let closed = state.closed;
         let Some(member) = state.members.get_mut(rank) else { return };
+        if !member.confirmed {
+            member.joined = false;
+            return;
+        }
         member.lost = true;
         // After a first failure, other ranks end because of it.
         let failed = !closed && !member.left && state.failures.is_empty();

@@ -5,7 +5,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use super::handshake::{self, Greeting, HandshakeError, Purpose};
-use super::protocol::{Reply, send};
+use super::protocol::{Reply, Request, send};
 use super::*;
 use crate::Error;
 use crate::Patience;
@@ -42,6 +42,13 @@ fn refusal(port: u16, identity: ClientIdentity, timeout: Duration) -> String {
 
 /// A health connection of `rank`, which the test drives.
 fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
+    let stream = admitted(server, rank, world_size);
+    send(&stream, &Request::Ping).unwrap();
+    stream
+}
+
+/// A health connection of `rank` that was let in, and has said nothing since.
+fn admitted(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
     let greeting = Greeting { rank, world_size, purpose: Purpose::Health };
     let mut patience = Patience::new(LONG);
@@ -243,6 +250,23 @@ fn strangers_are_refused() {
     let _ = browser.read_to_end(&mut answer);
     assert!(answer.is_empty(), "a stranger is told nothing");
     let _zero = client(&server, 0, 2); // strangers did not take its rank
+    assert_eq!(server.failures(), []);
+}
+
+#[test]
+fn a_rank_cut_off_in_its_handshake_may_come_again() {
+    let server = server(2);
+    let cut_off = admitted(&server, 1, 2);
+    assert!(server.has_joined(1));
+    std::thread::scope(|scope| {
+        // It tries again while the server still holds its first connection.
+        let again = scope.spawn(|| client(&server, 1, 2));
+        drop(cut_off);
+        let again = again.join().unwrap();
+        let zero = client(&server, 0, 2);
+        zero.wait_for_all(LONG).unwrap();
+        again.set("here", b"").unwrap();
+    });
     assert_eq!(server.failures(), []);
 }
 
