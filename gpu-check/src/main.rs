@@ -25,7 +25,7 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use clap::{Parser, Subcommand};
-use fulgurite_error::{Error, Result, print_message};
+use fulgurite_error::{Error, Result, output, print_message};
 
 use checks::{STEPS, Step};
 use report::Report;
@@ -88,6 +88,7 @@ fn main() -> ExitCode {
     };
     result.unwrap_or_else(|error| {
         print_message(&format!("error: {error}"));
+        output::flush();
         ExitCode::FAILURE
     })
 }

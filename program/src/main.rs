@@ -43,6 +43,12 @@ enum Command {
 fulgurite::use_mimalloc!();
 
 fn main() -> ExitCode {
+    let code = run();
+    fulgurite_error::output::flush();
+    code
+}
+
+fn run() -> ExitCode {
     match Cli::parse().command {
         #[cfg(feature = "plugins")]
         Command::Plugins(command) => {

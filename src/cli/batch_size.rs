@@ -5,11 +5,12 @@ use std::time::Instant;
 
 use fulgurite_core::launch::{HostMemory, agree_on, notice_signals};
 use fulgurite_core::{Error, Result};
+use fulgurite_error::{print_message, printable};
 use serde_json::{Value, json};
 use toml::Table;
 
 use super::args::{Output, RunRequest};
-use super::{child_run, print};
+use super::{child_run, say};
 
 /// The part of the memory that is free before the first run which a run may take: what is free then is not
 /// all free later.
@@ -78,18 +79,22 @@ pub(super) fn run(
     };
     notice_signals()?;
     let limit_mib = memory.available as f64 * SHARE / MIB;
-    eprintln!("a run may take {limit_mib:.0} MiB, {:.0} % of what is free", SHARE * 100.0);
-    eprintln!("{}", Trial::HEADER);
+    print_message(&format!(
+        "a run may take {limit_mib:.0} MiB, {:.0} % of what is free",
+        SHARE * 100.0
+    ));
+    print_message(Trial::HEADER);
     let search = search(limit_mib, &mut |size| {
         let trial = Trial::run(&with_size(size), size)?;
-        eprintln!("{}", trial.line());
+        print_message(&trial.line());
         Ok(trial)
     })?;
     if request.output == Output::Json {
-        print(&format!("{}\n", search.to_json(key, limit_mib)))
+        say(&format!("{}\n", search.to_json(key, limit_mib)));
     } else {
-        print(&search.text(key, limit_mib))
+        say(&printable(&search.text(key, limit_mib)));
     }
+    Ok(())
 }
 
 /// A run with batches of a certain size.

@@ -109,6 +109,7 @@ fn attend(
                 match why {
                     Interruption::Termination => Signal::TERM,
                     Interruption::Preemption => Signal::USR1,
+                    Interruption::HangUp => Signal::HUP,
                     Interruption::CtrlC => Signal::INT,
                 },
             );

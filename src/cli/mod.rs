@@ -20,5 +20,14 @@ pub mod plugins;
 mod run;
 mod sweep;
 
+use std::io::Write as _;
+
 pub use fulgurite_error::print;
 pub use run::{Cli, cli};
+
+/// Writes to standard output without waiting for its reader: for what comes while a run goes on, which must hear of
+/// signals.
+fn say(text: &str) {
+    // An error means that nobody reads any more.
+    let _ = fulgurite_error::output::stdout().write_all(text.as_bytes());
+}

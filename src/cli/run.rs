@@ -1,6 +1,6 @@
 //! Running a module from the command line.
 
-use std::io::IsTerminal as _;
+use std::io::{self, IsTerminal as _, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
@@ -9,9 +9,10 @@ use fulgurite_core::config::schema::json_schema;
 use fulgurite_core::config::to_toml;
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
-use fulgurite_core::launch::{LaunchedRank, interruption, report_and_exit_code};
+use fulgurite_core::launch::{LaunchedRank, interruption, print_panics, report_and_exit_code};
 use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::ModuleTree;
+use fulgurite_core::output::{self, Outlet, stderr};
 use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::ParallelizeFn;
 use fulgurite_core::trainer::{Callback, LightningModule, RunConfigOf, RunPurpose, Trainer};
@@ -21,7 +22,7 @@ use serde_json::json;
 use toml::Table;
 
 use super::args::{self, Action, CliCommand, Output, PrintConfig, Program, RunRequest};
-use super::{batch_size, child_run, doctor, plugins, print, sweep};
+use super::{batch_size, child_run, doctor, plugins, print, say, sweep};
 
 /// The command line of a training program for module `M` on its data: `fit`, `validate`, `test`, `predict`,
 /// `config check`, `config schema`, `doctor`, `plugins` and `completion`. The whole of a program's `main`:
@@ -185,6 +186,7 @@ impl Cli {
             Err(error) => error.exit(),
         };
         log_to_stderr();
+        print_panics();
         child_run::end_with_parent();
         // Backward recurses along the graph, so a long graph needs a deep stack.
         let worker = std::thread::Builder::new()
@@ -194,7 +196,10 @@ impl Cli {
         match worker.map(std::thread::JoinHandle::join) {
             Ok(Ok(code)) => code,
             // The panic hook has reported the panic.
-            Ok(Err(_panic)) => ExitCode::from(101),
+            Ok(Err(_panic)) => {
+                output::flush_briefly();
+                ExitCode::from(101)
+            }
             Err(error) => report_and_exit_code(Err(Error::Launch(format!(
                 "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}{}",
                 advice(&error)
@@ -325,10 +330,10 @@ fn execute<M: LightningModule>(
                 request.output_file.as_deref().unwrap_or(Path::new("predictions.safetensors"));
             let samples = predictions.save_all(&*world, file)?;
             if world.rank() == 0 && request.output == Output::Human {
-                print(&format!("predictions of {samples} samples are in {}\n", file.display()))?;
+                say(&format!("predictions of {samples} samples are in {}\n", file.display()));
             } else if world.rank() == 0 {
                 let event = json!({ "event": "predictions", "samples": samples, "path": file });
-                print(&format!("{event}\n"))?;
+                say(&format!("{event}\n"));
             }
             Ok(())
         }
@@ -347,7 +352,7 @@ fn trainer(
         if request.output == Output::Json {
             trainer = trainer.with_sink(Box::new(JsonLines::stdout()));
         } else {
-            trainer = trainer.with_print(|text| println!("{text}"));
+            trainer = trainer.with_print(|text| say(&format!("{text}\n")));
         }
     }
     (launched, trainer)
@@ -361,11 +366,28 @@ fn log_to_stderr() {
     // A program that has set up its own logging keeps it.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| Record(stderr()))
         .with_ansi(std::io::stderr().is_terminal())
         .without_time()
         .with_target(false)
         .try_init();
+}
+
+/// Standard error, for one record of the log at a time: its later lines are indented, so that text of others in it
+/// does not pass for a message.
+struct Record(Outlet);
+
+impl Write for Record {
+    fn write(&mut self, record: &[u8]) -> io::Result<usize> {
+        let text = String::from_utf8_lossy(record);
+        let text = text.trim_end().replace('\n', "\n  ");
+        self.0.write_all(format!("{text}\n").as_bytes())?;
+        Ok(record.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
 }
 
 fn program_name() -> &'static str {

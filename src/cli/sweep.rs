@@ -2,16 +2,16 @@
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
-use std::io::Write as _;
 use std::time::Instant;
 
 use fulgurite_core::launch::{Interruption, agree_on, notice_signals};
 use fulgurite_core::{Error, Result};
+use fulgurite_error::{print_message, printable};
 use serde_json::{Value, json};
 use toml::Table;
 
 use super::args::{Output, RunRequest};
-use super::{child_run, print};
+use super::{child_run, say};
 
 /// Trains once for each combination, and prints a table. What asks this process to end is passed on to the run, and is the
 /// end of the sweep.
@@ -37,7 +37,7 @@ pub(super) fn run(
     notice_signals()?;
     let (mut rows, mut interrupted) = (Vec::new(), None);
     for (i, (combination, run)) in combinations.iter().zip(&runs).enumerate() {
-        eprintln!("run {} of {}: {}", i + 1, runs.len(), combination.join(" "));
+        print_message(&format!("run {} of {}: {}", i + 1, runs.len(), combination.join(" ")));
         rows.push(one_run(run, request.output, &mut interrupted)?);
         if interrupted.is_some() {
             break;
@@ -45,12 +45,12 @@ pub(super) fn run(
     }
     if request.output == Output::Json {
         let runs: Vec<Value> = combinations.iter().zip(&rows).map(Row::to_json).collect();
-        print(&format!("{}\n", json!({ "event": "sweep", "runs": runs })))?;
+        say(&format!("{}\n", json!({ "event": "sweep", "runs": runs })));
     } else {
-        print(&table(&combinations, &rows))?;
+        say(&printable(&table(&combinations, &rows)));
     }
     if let Some(why) = interrupted {
-        eprintln!("interrupted in run {} of {}", rows.len(), runs.len());
+        print_message(&format!("interrupted in run {} of {}", rows.len(), runs.len()));
         agree_on(why);
         return Err(Error::Interrupted);
     }
@@ -208,7 +208,7 @@ fn one_run(
     let status = child_run::run(run, interrupted, &mut |line, event| {
         row.read(event);
         if output == Output::Json {
-            let _ = writeln!(std::io::stdout(), "{line}");
+            say(&format!("{line}\n"));
         }
     })?;
     row.status = match interrupted {

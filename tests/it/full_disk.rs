@@ -93,3 +93,25 @@ fn a_read_only_place_is_named_and_what_was_saved_before_stays() {
         resumes(job, "kept", 2);
     }
 }
+
+#[test]
+fn logs_on_a_full_disk_do_not_end_a_job() {
+    if !can_mount() {
+        return;
+    }
+    for tee in [&[][..], &["--tee"]] {
+        let scratch = Scratch::with_tokens();
+        fs::create_dir(scratch.path().join("logs")).unwrap();
+        let args = [&["--nproc-per-node", "2", "--log-dir", "logs"], tee].concat();
+        let steps = "trainer.max_steps=400";
+        let job = scratch.small().set(&["trainer.devices=auto", "trainer.strategy=ddp", steps]);
+        let run = job
+            .under_agent(&args)
+            .mounting("mount -t tmpfs -o size=16k,nr_inodes=20 none logs; \"$@\"")
+            .run();
+        assert!(run.status.success(), "{}", run.stderr);
+        let warning = "warning: output of ranks cannot be written to logs/";
+        assert_eq!(run.stderr.matches(warning).count(), 1, "{}", run.stderr);
+        assert!(run.stderr.contains("No space left on device"), "{}", run.stderr);
+    }
+}

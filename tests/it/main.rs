@@ -47,4 +47,5 @@ mod toy;
 mod trained;
 mod trainer;
 mod two_hosts;
+mod unread;
 mod weight_averaging;

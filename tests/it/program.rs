@@ -4,6 +4,7 @@
 
 use std::collections::BTreeMap;
 use std::fs::{self, File};
+use std::io::{PipeReader, PipeWriter, Write as _, pipe};
 use std::net::SocketAddr;
 use std::os::unix::fs::PermissionsExt as _;
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
@@ -157,6 +158,7 @@ impl Scratch {
             namespace: None,
             starter: vec![],
             limit: None,
+            unread: None,
         }
     }
 
@@ -196,9 +198,32 @@ pub struct Job<'a> {
     /// What starts the program: a command before it.
     starter: Vec<String>,
     limit: Option<String>,
+    unread: Option<Stream>,
+}
+
+/// One of a program's streams.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Stream {
+    Stdout,
+    Stderr,
+}
+
+/// A pipe that takes no more.
+fn full_pipe() -> (PipeReader, PipeWriter) {
+    let (reader, writer) = pipe().unwrap();
+    rustix::io::ioctl_fionbio(&writer, true).unwrap();
+    while (&writer).write(&[b'.'; 4096]).is_ok() {}
+    rustix::io::ioctl_fionbio(&writer, false).unwrap();
+    (reader, writer)
 }
 
 impl Job<'_> {
+    /// Gives the program a stream that nobody reads.
+    #[must_use]
+    pub fn unread(self, stream: Stream) -> Self {
+        Self { unread: Some(stream), ..self }
+    }
+
     #[must_use]
     pub fn set(mut self, assignments: &[&str]) -> Self {
         for assignment in assignments {
@@ -317,7 +342,7 @@ impl Job<'_> {
         for name in LAUNCHERS {
             command.env_remove(name);
         }
-        let child = command
+        command
             .args(&self.args)
             .envs(self.envs.iter().map(|(name, value)| (name, value)))
             .env("TMPDIR", self.scratch.temporary())
@@ -326,10 +351,18 @@ impl Job<'_> {
             .stdin(Stdio::null())
             .stdout(File::create(&stdout).unwrap())
             .stderr(File::create(&stderr).unwrap())
-            .process_group(0)
-            .spawn()
-            .unwrap();
-        Running { child, stdout, stderr, started: Instant::now(), ended: false }
+            .process_group(0);
+        let unread = self.unread.map(|stream| {
+            let (reader, writer) = full_pipe();
+            match stream {
+                Stream::Stdout => command.stdout(writer),
+                Stream::Stderr => command.stderr(writer),
+            };
+            reader
+        });
+        let child = command.spawn().unwrap();
+        let started = Instant::now();
+        Running { child, stdout, stderr, started, ended: false, _unread: unread }
     }
 
     pub fn run(&self) -> Run {
@@ -372,6 +405,8 @@ pub struct Running {
     stderr: PathBuf,
     started: Instant,
     ended: bool,
+    /// The end of a pipe that nobody reads from, while the program runs.
+    _unread: Option<PipeReader>,
 }
 
 impl Running {

@@ -1,20 +1,20 @@
 //! The error type of every crate of Fulgurite, opening files that others may have put there, and
-//! printing to a terminal.
+//! [output](output) that waits for no reader.
 //!
 //! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
 //! path) travels in the variant's fields, so callers can match on it.
 
-use std::borrow::Cow;
 use std::fmt;
-use std::io::{self, ErrorKind, Write as _};
 #[cfg(feature = "candle")]
 use std::panic::Location;
 use std::path::PathBuf;
 
 pub mod files;
 mod limits;
+pub mod output;
 
 pub use limits::{advice, is_exhausted};
+pub use output::{print, print_message, printable, quoted};
 
 /// The result of every fallible call of the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
@@ -178,7 +178,7 @@ pub enum Error {
 
 impl fmt::Debug for Error {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&one_message(&self.to_string()))
+        f.write_str(&output::one_message(&self.to_string()))
     }
 }
 
@@ -312,71 +312,6 @@ fn unwrap_candle(error: candle_core::Error) -> Result<Error, candle_core::Error>
 pub fn counted<N: fmt::Display + PartialEq + From<u8>>(count: N, noun: &str) -> String {
     let plural = if count == N::from(1) { "" } else { "s" };
     format!("{count} {noun}{plural}")
-}
-
-/// `text` with its control characters escaped, but for line ends and tabs. What comes from elsewhere (other
-/// ranks, files) could else move the cursor, change colours or hide what stands before it.
-pub fn printable(text: &str) -> Cow<'_, str> {
-    let is_harmful = |c: char| c.is_control() && c != '\n' && c != '\t';
-    if !text.contains(is_harmful) {
-        return Cow::Borrowed(text);
-    }
-    let mut escaped = String::with_capacity(text.len() + 16);
-    for c in text.chars() {
-        match is_harmful(c) {
-            true => escaped.extend(c.escape_default()),
-            false => escaped.push(c),
-        }
-    }
-    Cow::Owned(escaped)
-}
-
-/// Writes a message to standard error: [`printable`], with the lines after its first one indented, so that
-/// none of them looks like a message of its own. Unlike `eprintln!` it does not panic if nobody reads it.
-pub fn print_message(message: &str) {
-    let _ = writeln!(io::stderr().lock(), "{}", one_message(message));
-}
-
-fn one_message(text: &str) -> String {
-    let text = printable(text.trim_end());
-    // All or none, so that what is aligned stays so.
-    let is_indented = text.lines().skip(1).all(|line| line.starts_with(' '));
-    if is_indented { text.into_owned() } else { text.replace('\n', "\n  ") }
-}
-
-/// Writes `text`, [`printable`], to standard output. A broken pipe (`… | head`) is no error.
-///
-/// # Errors
-/// [`Error::Io`] for any other failure.
-pub fn print(text: &str) -> Result<()> {
-    let mut stdout = io::stdout().lock();
-    match stdout.write_all(printable(text).as_bytes()).and_then(|()| stdout.flush()) {
-        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-        result => result.map_err(Error::io("writing to", "stdout")),
-    }
-}
-
-#[cfg(test)]
-mod printing {
-    use super::*;
-
-    #[test]
-    fn main_prints_the_message_with_its_lines() {
-        let error = Error::Config("`a`: expected 1\nfound \"2\"\u{7}".to_owned());
-        assert_eq!(format!("Error: {error:?}"), "Error: `a`: expected 1\n  found \"2\"\\u{7}");
-        assert_eq!(format!("{error:#?}"), format!("{error:?}"));
-    }
-
-    #[test]
-    fn what_could_steer_a_terminal_is_escaped() {
-        let harmless = "loss\t0.5 at step 3:\nno µ, 雪 or é is changed";
-        assert!(matches!(printable(harmless), Cow::Borrowed(text) if text == harmless));
-        let forged = "disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
-        let escaped = r"disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
-        assert_eq!(printable(forged), escaped);
-        assert_eq!(one_message("cut\nerror: mine\n"), "cut\n  error: mine");
-        assert_eq!(one_message("list:\n  a\n    b"), "list:\n  a\n    b");
-    }
 }
 
 #[cfg(all(test, feature = "candle"))]

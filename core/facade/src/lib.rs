@@ -33,7 +33,7 @@ pub use fulgurite_engine::{
     accelerator, autograd, collective, data, execution, mesh, module, optim, parallel, parameter,
     quantization, random, shard, strategy,
 };
-pub use fulgurite_error::{Error, Result, advice, counted, files};
+pub use fulgurite_error::{Error, Result, advice, counted, files, output, quoted};
 pub use fulgurite_launch as launch;
 pub use fulgurite_launch::environment;
 pub use fulgurite_nn as nn;

@@ -1,6 +1,7 @@
 //! Reporting how a rank ended: to the other ranks, then on the terminal.
 
 use std::any::Any;
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::panic::PanicHookInfo;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,7 +13,7 @@ use super::rank::{Membership, RankInfo, membership};
 use super::rank_env::{has_agent, is_parent, is_supervised};
 use super::signals::{announced, ending_signal, interrupt_requested, interrupted_exit_code};
 use crate::{Error, Result};
-use fulgurite_error::print_message;
+use fulgurite_error::{output, print_message};
 use fulgurite_store::{Patience, Store};
 
 /// The exit code of a rank that stopped because another failed.
@@ -30,25 +31,36 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The last call of a program's `main`: tells the other ranks how this one ended, prints its error,
-/// and returns the exit code. Everything that holds a [`LaunchedRank`](super::LaunchedRank) must have been
+/// and returns the exit code, once [output](fulgurite_error::output) is written, which a reader that takes nothing
+/// delays by some seconds at most. Everything that holds a [`LaunchedRank`](super::LaunchedRank) must have been
 /// dropped.
 ///
 /// | `result` | printed | exit code |
 /// |---|---|---|
 /// | `Ok` | nothing; rank 0 without a supervisor waits until all ranks are done | 0 |
-/// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1 (on Linux) |
+/// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1 (on Linux), 129 for SIGHUP |
 /// | [`Error::Interrupted`], and the environment [requeues](crate::environment::Requeue) for it | also `requeued …`, by rank 0 | 0 |
 /// | an error, alone | `error: …` | 1 |
 /// | an error of this rank | `error: rank 1 failed: …`, by the supervisor if there is one | 1 |
 /// | another rank had failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |
 pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
-    let code = match (membership(), result) {
+    let failed = !matches!(result, Ok(()) | Err(Error::Interrupted));
+    let code = report(result);
+    match failed {
+        true => output::flush_briefly(),
+        false => output::flush(),
+    }
+    ExitCode::from(code)
+}
+
+fn report(result: Result<()>) -> u8 {
+    match (membership(), result) {
         (Some(membership), result) => membership.finish(result),
         (None, Ok(())) => 0,
         (None, Err(Error::Interrupted)) => {
             // Before the rank has joined its job. The supervisor says so.
             if is_supervised() {
-                return ExitCode::from(interrupted_exit_code());
+                return interrupted_exit_code();
             }
             print_message("interrupted");
             end_by(ending_signal())
@@ -57,8 +69,7 @@ pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
             print_message(&format!("error: {error}"));
             1
         }
-    };
-    ExitCode::from(code)
+    }
 }
 
 impl Membership {
@@ -186,7 +197,6 @@ impl Membership {
     /// goes on without one of its threads leaves the others waiting.
     pub(super) fn end_on_panic(&'static self) {
         static PANICKED: AtomicBool = AtomicBool::new(false);
-        let default_hook = std::panic::take_hook();
         std::panic::set_hook(Box::new(move |info| {
             if is_caught() {
                 return;
@@ -198,21 +208,23 @@ impl Membership {
                 }
             }
             // The supervisor prints the message; only this process has the backtrace.
-            if std::env::var_os("RUST_BACKTRACE").is_some_and(|value| value != "0") {
-                default_hook(info);
+            let backtrace = Backtrace::capture();
+            if backtrace.status() == BacktraceStatus::Captured {
+                print_message(&format!("{}\n{backtrace}", describe(info)));
             }
-            match self.peer_failure() {
+            let code = match self.peer_failure() {
                 Some(peer) => {
                     self.print_stopped_by(&peer);
-                    self.wait_until_notified();
-                    std::process::exit(PEER_FAILED_EXIT_CODE.into());
+                    PEER_FAILED_EXIT_CODE
                 }
                 None => {
                     self.report(&describe(info));
-                    self.wait_until_notified();
-                    std::process::exit(PANIC_EXIT_CODE.into());
+                    PANIC_EXIT_CODE
                 }
-            }
+            };
+            self.wait_until_notified();
+            output::flush_briefly();
+            std::process::exit(code.into());
         }));
     }
 }

@@ -1,9 +1,11 @@
 //! Panics that become errors.
 
+use std::backtrace::{Backtrace, BacktraceStatus};
 use std::cell::Cell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use crate::failure::payload;
+use fulgurite_error::print_message;
 
 thread_local! {
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
@@ -27,6 +29,24 @@ pub fn catch_panic<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     let result = catch_unwind(AssertUnwindSafe(f));
     CAUGHT.set(outer);
     result.map_err(|panic| payload(&*panic).to_owned())
+}
+
+/// Has panics printed without waiting for a reader of standard error, and those that [`catch_panic`] makes errors not
+/// at all. For a program's `main`; in a job of several ranks [`launch`](crate::launch()) replaces it.
+pub fn print_panics() {
+    std::panic::set_hook(Box::new(|info| {
+        if is_caught() {
+            return;
+        }
+        let backtrace = Backtrace::capture();
+        let backtrace = match backtrace.status() {
+            BacktraceStatus::Captured => format!("\n{backtrace}"),
+            _ => String::new(),
+        };
+        let thread = std::thread::current();
+        let name = thread.name().unwrap_or("<unnamed>");
+        print_message(&format!("thread '{name}' {info}{backtrace}"));
+    }));
 }
 
 /// Whether a panic of this thread is caught.

@@ -1,16 +1,16 @@
-//! The signals that ask a process to end: Ctrl-C (SIGINT), SIGTERM and SIGUSR1.
+//! The signals that ask a process to end: Ctrl-C (SIGINT), SIGTERM, SIGUSR1 and SIGHUP.
 
 use std::os::unix::process::ExitStatusExt;
 use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 
 use rustix::process::Signal;
-use signal_hook::consts::{SIGABRT, SIGBUS, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
+use signal_hook::consts::{SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 
 use crate::{Error, Result};
 
 /// The signals that ask for an end, the most urgent first.
-const SIGNALS: [i32; 3] = [SIGTERM, SIGUSR1, SIGINT];
+const SIGNALS: [i32; 4] = [SIGTERM, SIGUSR1, SIGHUP, SIGINT];
 
 /// The signals that have arrived. In a rank they stay set; the supervisor [takes](take) them.
 static ARRIVED: OnceLock<Arrived> = OnceLock::new();
@@ -45,6 +45,9 @@ static STARTING: AtomicUsize = AtomicUsize::new(0);
 pub enum Interruption {
     /// Ctrl-C (SIGINT): a person ends the run.
     CtrlC,
+    /// SIGHUP: the terminal was closed, or the connection to it broke. A process that was started to ignore it
+    /// (`nohup`) does.
+    HangUp,
     /// SIGUSR1: a scheduler announces that it will take the machine, such as Slurm with
     /// `--signal=USR1@90`.
     Preemption,
@@ -57,6 +60,7 @@ impl Interruption {
         match signal {
             SIGTERM => Self::Termination,
             SIGUSR1 => Self::Preemption,
+            SIGHUP => Self::HangUp,
             _ => Self::CtrlC,
         }
     }
@@ -65,6 +69,7 @@ impl Interruption {
         match self {
             Self::Termination => SIGTERM,
             Self::Preemption => SIGUSR1,
+            Self::HangUp => SIGHUP,
             Self::CtrlC => SIGINT,
         }
     }
@@ -131,7 +136,7 @@ fn arrived() -> Option<i32> {
     ARRIVED.get()?.most_urgent()
 }
 
-/// Whether this process was asked to end, by Ctrl-C, SIGTERM or SIGUSR1. The program then finishes
+/// Whether this process was asked to end, by Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP. The program then finishes
 /// its step and stops, with [`Error::Interrupted`] if it is not done. Always false before
 /// [`launch`](super::launch()).
 ///
@@ -203,6 +208,9 @@ fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     // With a handler, a write beyond the limit on the size of files is an error instead of the end.
     signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     for (signal, flag) in SIGNALS.into_iter().zip(&arrived.0) {
+        if signal == SIGHUP && !hang_up_ends_this_process() {
+            continue;
+        }
         if second == SecondSignal::Exit && !is_advance_notice(signal) {
             // Registered before the handler that sets `once`, so that the first signal does not end
             // the process.
@@ -214,10 +222,19 @@ fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether a signal announces that another one will follow. That other one then counts as the first
-/// request to end, not as the second.
+/// Whether a signal may be followed by others for the same reason: SIGUSR1 announces one, and a terminal that
+/// closes sends SIGHUP by itself and through its shell. A signal after it then counts as the first request to end,
+/// and it is never the second.
 pub(super) fn is_advance_notice(signal: i32) -> bool {
-    signal == SIGUSR1
+    signal == SIGUSR1 || signal == SIGHUP
+}
+
+/// Whether SIGHUP would end this process: not if it was started to ignore it, or the system does not say.
+fn hang_up_ends_this_process() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask >> (SIGHUP - 1) & 1 == 0)
 }
 
 /// The most urgent signal that has arrived since the last call. For the supervisor, which handles a
@@ -231,6 +248,7 @@ pub(super) fn forwarded(signal: i32) -> Signal {
     match Interruption::of(signal) {
         Interruption::Termination => Signal::TERM,
         Interruption::Preemption => Signal::USR1,
+        Interruption::HangUp => Signal::HUP,
         Interruption::CtrlC => Signal::INT,
     }
 }
@@ -295,7 +313,7 @@ mod tests {
             }
             assert_eq!(arrived.take().map(Interruption::of), expected);
             assert_eq!((arrived.most_urgent(), arrived.take()), (None, None));
-            arrived.0[2].store(true, Ordering::Relaxed);
+            arrived.0[3].store(true, Ordering::Relaxed);
             assert_eq!(arrived.take(), Some(SIGINT));
         }
     }
@@ -314,7 +332,7 @@ mod tests {
     fn a_handler_sets_the_flag_of_its_signal() {
         let arrived = Arrived::default();
         register(&arrived, SecondSignal::Ignore).unwrap();
-        for signal in [SIGTERM, SIGINT, SIGUSR1] {
+        for signal in [SIGTERM, SIGHUP, SIGINT, SIGUSR1] {
             signal_hook::low_level::raise(signal).unwrap();
             assert_eq!(arrived.most_urgent(), Some(SIGTERM));
         }

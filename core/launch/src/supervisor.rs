@@ -10,13 +10,14 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use super::failure::PEER_FAILED_EXIT_CODE;
 use super::launcher::threads_per_rank;
+use super::orphans::Orphans;
 use super::rank::RankInfo;
 use super::rank_env::RankEnv;
 use super::rank_process::{self, Escalation};
 use super::signals::{self, SecondSignal};
 use crate::environment::Variables;
 use crate::{Error, Result};
-use fulgurite_error::{advice, print_message};
+use fulgurite_error::{advice, output, print_message};
 use fulgurite_store::{JobKey, LostRankPolicy, Patience, StoreServer};
 
 /// The variable with the number of rayon's threads, which candle uses too.
@@ -34,6 +35,7 @@ const CAUSE_GRACE: Duration = Duration::from_secs(3);
 /// If a rank cannot be started; those that were started have been killed.
 pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> Result<Infallible> {
     signals::handle(SecondSignal::Ignore)?;
+    let orphans = Orphans::adopt();
     let secret = JobKey::random_secret()?;
     let env = |rank, port| RankEnv {
         supervisor: std::process::id().cast_signed(),
@@ -53,6 +55,7 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
     let server = StoreServer::bind(address, key, devices, LostRankPolicy::ParentReports)?;
     let mut ranks = Ranks {
         ranks: Vec::new(),
+        orphans,
         server,
         stopped_by_unknown: None,
         failed: None,
@@ -71,7 +74,12 @@ pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> 
         }
     }
     let code = ranks.run();
+    let hurry = ranks.killed || ranks.failed.is_some();
     drop(ranks);
+    match hurry {
+        true => output::flush_briefly(),
+        false => output::flush(),
+    }
     std::process::exit(code)
 }
 
@@ -97,6 +105,7 @@ fn start(env: &RankEnv, variables: &Variables) -> Result<Child> {
 
 struct Ranks {
     ranks: Vec<Rank>,
+    orphans: Orphans,
     server: StoreServer,
     /// The first rank that ended because another had failed, if no failure was known then, and how long
     /// one is waited for.
@@ -131,6 +140,9 @@ impl Ranks {
             for rank in 0..self.ranks.len() {
                 self.poll_rank(rank);
             }
+            let ranks = self.ranks.iter().filter(|rank| rank.end.is_none());
+            self.orphans
+                .reap(&ranks.map(|rank| Pid::from_child(&rank.process)).collect::<Vec<_>>());
             self.settle_cause();
             self.print_failure();
             if self.ranks.iter().all(|rank| rank.end.is_some()) {
@@ -139,6 +151,7 @@ impl Ranks {
             self.kill_stragglers();
             std::thread::sleep(POLL_INTERVAL);
         }
+        self.orphans.end(&[], self.killed);
         self.print_other_failures();
         self.exit_code()
     }

@@ -1,7 +1,8 @@
 //! Events as JSON lines, for programs that monitor a run.
 
-use std::io::{self, ErrorKind, Write};
+use std::io::{ErrorKind, Write};
 
+use fulgurite_core::output;
 use fulgurite_core::trainer::{Event, EventSink, RunStatus};
 use fulgurite_core::{Error, Result};
 
@@ -16,7 +17,10 @@ use fulgurite_core::{Error, Result};
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 ///
-/// A broken pipe is no error: the run continues without output.
+/// A broken pipe is no error: the run continues without output. A reader of standard output that is slower than the
+/// run is not waited for: events that find no room in a queue of 4 MiB are left out, and
+/// `{"event":"left_out","lines":12}` is in their place. At the end of the run the queue is written, as long as the reader
+/// takes something every five seconds. A full disk is an error of the next event.
 pub struct JsonLines {
     /// `None` after a broken pipe.
     writer: Option<Box<dyn Write + Send>>,
@@ -25,10 +29,11 @@ pub struct JsonLines {
 impl JsonLines {
     /// Writes to standard output.
     pub fn stdout() -> Self {
-        Self::new(io::stdout())
+        let left_out = |lines| format!("{{\"event\":\"left_out\",\"lines\":{lines}}}\n");
+        Self::new(output::stdout().with_gap_line(left_out).reporting_failures())
     }
 
-    /// Writes to any writer.
+    /// Writes to any writer, which the run waits for.
     pub fn new(writer: impl Write + Send + 'static) -> Self {
         Self { writer: Some(Box::new(writer)) }
     }
@@ -36,10 +41,25 @@ impl JsonLines {
 
 impl EventSink for JsonLines {
     fn event(&mut self, event: &Event) -> Result<()> {
-        let Some(writer) = &mut self.writer else { return Ok(()) };
         let mut line = serde_json::to_string(event).map_err(Error::other)?;
         line.push('\n');
-        match writer.write_all(line.as_bytes()).and_then(|()| writer.flush()) {
+        self.write(line.as_bytes())
+    }
+
+    fn finish(&mut self, status: RunStatus) -> Result<()> {
+        match status {
+            RunStatus::Failed => output::flush_briefly(),
+            RunStatus::Success | RunStatus::Interrupted => output::flush(),
+        }
+        // An event may have failed since the last one came.
+        self.write(b"")
+    }
+}
+
+impl JsonLines {
+    fn write(&mut self, line: &[u8]) -> Result<()> {
+        let Some(writer) = &mut self.writer else { return Ok(()) };
+        match writer.write_all(line).and_then(|()| writer.flush()) {
             Err(error) if error.kind() == ErrorKind::BrokenPipe => {
                 self.writer = None;
                 Ok(())
@@ -47,14 +67,11 @@ impl EventSink for JsonLines {
             result => result.map_err(Error::io("writing an event to", "stdout")),
         }
     }
-
-    fn finish(&mut self, _status: RunStatus) -> Result<()> {
-        Ok(())
-    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::io;
     use std::sync::{Arc, Mutex};
 
     use super::*;

@@ -2,10 +2,12 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::sync::{Mutex, PoisonError};
 
+use fulgurite_core::output::{self, Outlet};
 use fulgurite_core::trainer::{EvaluationProgress, Event, EventSink, RunStart, RunStatus};
 use fulgurite_core::{Error, Result, counted};
-use indicatif::{MultiProgress, ProgressStyle};
+use indicatif::{MultiProgress, ProgressDrawTarget, ProgressStyle, TermLike};
 
 fulgurite_core::register_progress!(|every_n_steps| Box::new(ProgressBar::stderr(
     None,
@@ -13,7 +15,8 @@ fulgurite_core::register_progress!(|every_n_steps| Box::new(ProgressBar::stderr(
 )));
 
 /// Shows a run's progress: the model, the steps, validations and what comes of them. A linked program's
-/// trainers show it by themselves, unless `trainer.enable_progress_bar` is false.
+/// trainers show it by themselves, unless `trainer.enable_progress_bar` is false. On standard error it does not wait for
+/// a reader ([`output`]).
 ///
 /// ```
 /// use fulgurite_core::trainer::{EventSink, RunStatus};
@@ -40,9 +43,10 @@ enum Output {
 }
 
 /// The bars of a terminal.
-#[derive(Default)]
 struct Bars {
     all: MultiProgress,
+    /// For the lines above them.
+    lines: Outlet,
     /// That of training, once there is one.
     training: Option<indicatif::ProgressBar>,
     /// That of the evaluation that goes on.
@@ -55,7 +59,84 @@ const BAR: usize = 24;
 /// Columns that position and times take.
 const NUMBERS: usize = 30;
 
+/// How often bars are drawn a second, at most.
+const DRAWS: u8 = 20;
+
+/// The terminal of standard error. What is drawn at a time is handed on as one.
+#[derive(Debug)]
+struct Terminal {
+    size: console::Term,
+    drawn: Mutex<String>,
+    to: Outlet,
+}
+
+impl Terminal {
+    fn push(&self, text: &str) -> io::Result<()> {
+        self.drawn.lock().unwrap_or_else(PoisonError::into_inner).push_str(text);
+        Ok(())
+    }
+
+    fn move_cursor(&self, n: usize, to: char) -> io::Result<()> {
+        if n > 0 { self.push(&format!("\x1b[{n}{to}")) } else { Ok(()) }
+    }
+}
+
+impl TermLike for Terminal {
+    fn width(&self) -> u16 {
+        self.size.size().1
+    }
+
+    fn height(&self) -> u16 {
+        self.size.size().0
+    }
+
+    fn move_cursor_up(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'A')
+    }
+
+    fn move_cursor_down(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'B')
+    }
+
+    fn move_cursor_right(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'C')
+    }
+
+    fn move_cursor_left(&self, n: usize) -> io::Result<()> {
+        self.move_cursor(n, 'D')
+    }
+
+    fn write_line(&self, text: &str) -> io::Result<()> {
+        self.push(text)?;
+        self.push("\n")
+    }
+
+    fn write_str(&self, text: &str) -> io::Result<()> {
+        self.push(text)
+    }
+
+    fn clear_line(&self) -> io::Result<()> {
+        self.push("\r\x1b[2K")
+    }
+
+    fn flush(&self) -> io::Result<()> {
+        let drawn = std::mem::take(&mut *self.drawn.lock().unwrap_or_else(PoisonError::into_inner));
+        if !drawn.is_empty() {
+            self.to.draw(&drawn);
+        }
+        Ok(())
+    }
+}
+
 impl Bars {
+    fn new() -> Self {
+        let (size, to) = (console::Term::stderr(), output::stderr());
+        let terminal = Terminal { size, drawn: Mutex::default(), to: to.clone() };
+        let target = ProgressDrawTarget::term_like_with_hz(Box::new(terminal), DRAWS);
+        let all = MultiProgress::with_draw_target(target);
+        Self { all, lines: to, training: None, evaluation: None }
+    }
+
     /// The columns of the terminal.
     fn columns(&self) -> usize {
         let columns = console::Term::stderr().size_checked().map(|(_, columns)| columns.into());
@@ -118,12 +199,12 @@ impl ProgressBar {
     /// run's length, if it is known.
     pub fn stderr(max_steps: Option<u64>, every_n_steps: u64) -> Self {
         if !io::stderr().is_terminal() {
-            return Self::lines(io::stderr(), max_steps, every_n_steps);
+            return Self::lines(output::stderr(), max_steps, every_n_steps);
         }
-        Self::new(Output::Bars(Bars::default()), max_steps, every_n_steps)
+        Self::new(Output::Bars(Bars::new()), max_steps, every_n_steps)
     }
 
-    /// Progress as lines on any writer.
+    /// Progress as lines on any writer, which the run waits for.
     pub fn lines(
         writer: impl Write + Send + 'static,
         max_steps: Option<u64>,
@@ -141,15 +222,17 @@ impl ProgressBar {
     }
 
     fn line(&mut self, text: &str) -> Result<()> {
+        let line = format!("{text}\n");
         match &mut self.output {
-            Output::Bars(bars) => match bars.all.println(text) {
-                Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
-                result => result.map_err(Error::io("writing progress to", "stderr")),
-            },
+            Output::Bars(Bars { all, lines, .. }) => {
+                // An error means that the terminal is gone.
+                let _ = all.suspend(|| lines.write_all(line.as_bytes()));
+                Ok(())
+            }
             Output::Lines(None) => Ok(()),
             Output::Lines(open) => {
                 let Some(writer) = open else { return Ok(()) };
-                match writeln!(writer, "{text}").and_then(|()| writer.flush()) {
+                match writer.write_all(line.as_bytes()).and_then(|()| writer.flush()) {
                     Err(error) if error.kind() == ErrorKind::BrokenPipe => {
                         *open = None;
                         Ok(())
@@ -225,6 +308,10 @@ impl EventSink for ProgressBar {
                     RunStatus::Interrupted | RunStatus::Failed => bar.abandon(),
                 }
             }
+        }
+        match status {
+            RunStatus::Failed => output::flush_briefly(),
+            RunStatus::Success | RunStatus::Interrupted => output::flush(),
         }
         Ok(())
     }

@@ -8,6 +8,7 @@ use std::process::{Child, Command, Output, Stdio};
 use std::time::{Duration, Instant};
 
 use insta::assert_snapshot;
+use rustix::process::{Pid, Signal, kill_process};
 
 const KEY: &str = "a key of sixteen characters or more";
 
@@ -84,8 +85,22 @@ fn traps(directory: &tempfile::TempDir, marker: &str) -> String {
 }
 
 fn terminate(child: &Child) {
-    let pid = rustix::process::Pid::from_child(child);
-    rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    signal(child, Signal::TERM);
+}
+
+fn signal(child: &Child, signal: Signal) {
+    kill_process(Pid::from_child(child), signal).unwrap();
+}
+
+/// Two agents with these node ranks and one rank each, on which the scripts run.
+fn two_agents(scripts: [&str; 2]) -> Vec<Child> {
+    let endpoint = endpoint();
+    let start = |rank: usize| {
+        let node_rank = rank.to_string();
+        let args = ["--nnodes", "2", "--rdzv-endpoint", &endpoint, "--node-rank", &node_rank];
+        agent(&args, scripts[rank]).spawn().unwrap()
+    };
+    vec![start(0), start(1)]
 }
 
 /// Whether a process with this word in its command line lives.
@@ -294,6 +309,128 @@ fn a_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
     assert_snapshot!(stderr(&outputs[0]), @"");
     assert_snapshot!(stderr(&outputs[1]), @"interrupted: the ranks finish their step; interrupt again to end them at once");
     assert!(!lives(&marker), "a rank is left");
+}
+
+#[test]
+fn a_rank_that_fails_after_a_signal_ends_the_ranks_of_all_nodes() {
+    let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
+    let dir = directory.path().display();
+    let script = |on_term: &str| {
+        format!(
+            "exec 2> /dev/null; : {marker}; trap '{on_term}' TERM; touch {dir}/$RANK; \
+             while true; do sleep 0.1; done"
+        )
+    };
+    // Rank 0 is stuck, and rank 1 finds that out.
+    let children = two_agents([&script(""), &script("exit 5")]);
+    until("the ranks", || fs::read_dir(directory.path()).unwrap().count() == 2);
+    terminate(&children[0]);
+    let outputs = wait(children);
+    let codes: Vec<_> = outputs.iter().map(|output| output.status.code()).collect();
+    assert_eq!(codes, [Some(143); 2]);
+    assert_snapshot!(stderr(&outputs[0]), @"
+    interrupted: the ranks finish their step; interrupt again to end them at once
+    error: rank 1 on node 1 (HOST) ended with exit code 5
+    ");
+    assert_snapshot!(stderr(&outputs[1]), @"error: rank 1 on node 1 (HOST) ended with exit code 5");
+    assert!(!lives(&marker), "a rank is left");
+}
+
+#[test]
+fn a_second_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
+    let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
+    let dir = directory.path().display();
+    let script = format!(
+        "exec 2> /dev/null; : {marker}; trap '' TERM; touch {dir}/$RANK; while true; do sleep 0.1; done"
+    );
+    let mut children = two_agents([&script, &script]);
+    until("the ranks", || fs::read_dir(directory.path()).unwrap().count() == 2);
+    // A second signal within a look counts as one.
+    while children[1].try_wait().unwrap().is_none() {
+        terminate(&children[1]);
+        std::thread::sleep(Duration::from_millis(200));
+    }
+    let outputs = wait(children);
+    assert!(outputs.iter().all(|output| output.status.code() == Some(143)));
+    assert!(!lives(&marker), "a rank is left");
+}
+
+#[test]
+fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
+    let directory = tempfile::tempdir().unwrap();
+    let dir = directory.path().display();
+    let script = format!(
+        "exec 2> /dev/null; trap 'exit 129' HUP; trap 'exit 143' TERM; touch {dir}/$RANK; \
+         while true; do sleep 0.1; done"
+    );
+    let children = two_agents([&script, &script]);
+    let there = || fs::read_dir(directory.path()).unwrap().count();
+    until("the ranks", || there() == 2);
+    // A terminal that closes sends it twice.
+    signal(&children[1], Signal::HUP);
+    signal(&children[1], Signal::HUP);
+    let codes: Vec<_> = wait(children).iter().map(|output| output.status.code()).collect();
+    assert_eq!(codes, [Some(129); 2]);
+
+    let inner = agent(&["--rdzv-id", "job"], &format!("touch {dir}/nohup; sleep 1000"));
+    let mut ignoring = Command::new("sh");
+    ignoring.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(inner.get_program());
+    ignoring.args(inner.get_args()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let ignoring = ignoring.spawn().unwrap();
+    until("the rank", || there() == 3);
+    signal(&ignoring, Signal::HUP);
+    terminate(&ignoring);
+    assert_eq!(ignoring.wait_with_output().unwrap().status.code(), Some(143));
+}
+
+#[test]
+fn a_process_in_a_session_of_its_own_ends_with_its_rank() {
+    // No other process sleeps as long.
+    let sleep = format!("sleep 9{}.{}", std::process::id(), line!());
+    let script = format!(
+        "setsid {sleep} & session() {{ cut -d' ' -f6 /proc/$1/stat; }}; \
+         while [ $(session $!) = $(session $$) ]; do sleep 0.01; done"
+    );
+    let output = run(&[], &script);
+    assert!(output.status.success());
+    assert_snapshot!(stderr(&output), @"ended with the job: 1 orphan that ranks had left running");
+    assert!(!lives(&sleep.replace(' ', "\0")), "a process is left");
+}
+
+#[test]
+fn a_terminal_that_takes_nothing_holds_up_no_rank() {
+    let directory = tempfile::tempdir().unwrap();
+    let done = directory.path().join("done");
+    // Far more than a pipe and the queue hold.
+    let script = format!("yes a line | head -c 20000000; touch {}; exit 3", done.display());
+    for args in [&["--tee"][..], &["--tee", "--log-dir", directory.path().to_str().unwrap()]] {
+        let mut child = agent(args, &script).spawn().unwrap();
+        until("the rank to end", || done.exists());
+        fs::remove_file(&done).unwrap();
+        // Nobody has read any of it.
+        assert_eq!(child.wait().unwrap().code(), Some(3));
+    }
+}
+
+#[test]
+fn lines_that_are_left_out_are_counted() {
+    let directory = tempfile::tempdir().unwrap();
+    let done = directory.path().join("done");
+    let dir = directory.path().display();
+    let script = format!(
+        "yes a line | head -n 2000000; touch {dir}/done; while [ ! -e {dir}/read ]; do sleep 0.1; done"
+    );
+    let child = agent(&["--tee"], &script).spawn().unwrap();
+    until("the lines", || done.exists());
+    fs::write(directory.path().join("read"), "").unwrap();
+    let said = stdout(&child.wait_with_output().unwrap());
+    let lines = said.lines().filter(|line| *line == "[rank0]: a line").count();
+    let missing = said
+        .lines()
+        .filter_map(|line| line.strip_prefix("warning: ")?.strip_suffix(" lines left out here"));
+    let missing: usize = missing.map(|count| count.parse::<usize>().unwrap()).sum();
+    assert!(missing > 0);
+    assert_eq!(lines + missing, 2_000_000);
 }
 
 #[test]

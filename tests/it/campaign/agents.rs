@@ -28,6 +28,16 @@ fn marked(mark: &str) -> Vec<(Pid, Option<usize>)> {
     found.collect()
 }
 
+/// Asserts that no process with this variable is left.
+fn assert_nothing_is_left(mark: &str) {
+    // The kernel ends ranks with their agent, a moment later.
+    let end = Instant::now() + Duration::from_secs(5);
+    while !marked(mark).is_empty() && Instant::now() < end {
+        std::thread::sleep(Duration::from_millis(20));
+    }
+    assert_eq!(marked(mark), [], "processes are left");
+}
+
 fn start(job: &Job<'_>, ranks: usize, restarts: u64) -> [Running; 2] {
     let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let (ranks, restarts) = (ranks.to_string(), restarts.to_string());
@@ -83,12 +93,7 @@ fn kill_at_random(scratch: &Scratch, trial: &mut Trial) {
         "over only after {took:?}: {}",
         said()
     );
-    // The kernel ends ranks with their agent, a moment later.
-    let end = Instant::now() + Duration::from_secs(5);
-    while !marked(&mark).is_empty() && Instant::now() < end {
-        std::thread::sleep(Duration::from_millis(20));
-    }
-    assert_eq!(marked(&mark), [], "processes are left");
+    assert_nothing_is_left(&mark);
     if let Some((_, Some(rank))) = killed {
         let errors: Vec<&str> =
             runs[rank / ranks].stderr.lines().filter(|line| line.starts_with("error: ")).collect();
@@ -107,6 +112,96 @@ fn kill_at_random(scratch: &Scratch, trial: &mut Trial) {
 fn a_job_whose_rank_or_agent_is_killed_leaves_nothing() {
     let scratch = Scratch::with_tokens();
     trials(3, |trial| kill_at_random(&scratch, trial));
+}
+
+/// `trainer.timeout_secs` of a job with a frozen rank.
+const TIMEOUT: u64 = 3;
+
+fn signal_with_a_frozen_rank(scratch: &Scratch, trial: &mut Trial) {
+    let rng = &mut trial.rng;
+    let mark = format!("{}-frozen-{}", std::process::id(), trial.seed);
+    let job = scratch.small().set(&[
+        "trainer.strategy=fsdp",
+        "trainer.devices=auto",
+        "trainer.max_steps=100000000",
+        "scheduler=constant",
+        &format!("trainer.timeout_secs={TIMEOUT}"),
+        &format!("trainer.default_root_dir=runs-{}", trial.seed),
+    ]);
+    let job = job.env("FULGURITE_JOB_KEY", KEY).env("CAMPAIGN_MARK", &mark);
+    let mark = format!("CAMPAIGN_MARK={mark}");
+    let agents = start(&job, 1, 0);
+    agents[0].reach(2);
+    let frozen = rng.usize(..2);
+    let ranks = marked(&mark);
+    let (pid, _) = ranks.iter().find(|(_, rank)| *rank == Some(frozen)).unwrap();
+    kill_process(*pid, Signal::STOP).unwrap();
+    std::thread::sleep(Duration::from_millis(rng.u64(0..1000)));
+    let signal = [Signal::TERM, Signal::HUP, Signal::INT][rng.usize(..3)];
+    let told = rng.usize(..2);
+    agents[told].signal(signal);
+    let struck = Instant::now();
+    let runs: Vec<Run> = agents.into_iter().map(Running::wait).collect();
+    let took = struck.elapsed();
+    let said = runs.iter().map(|run| run.stderr.as_str()).collect::<Vec<_>>().join("---\n");
+    assert!(took < Duration::from_secs(TIMEOUT + 10), "over only after {took:?}: {said}");
+    let expected = Some(128 + signal.as_raw());
+    assert!(runs.iter().all(|run| run.code() == expected), "{signal:?} to agent {told}: {said}");
+    assert!(said.contains(&format!("rank {frozen}")), "the frozen rank is not named: {said}");
+    assert_nothing_is_left(&mark);
+}
+
+#[test]
+fn a_signal_ends_a_job_with_a_frozen_rank() {
+    let scratch = Scratch::with_tokens();
+    trials(2, |trial| signal_with_a_frozen_rank(&scratch, trial));
+}
+
+fn freeze_an_agent(scratch: &Scratch, trial: &mut Trial) {
+    let rng = &mut trial.rng;
+    let mark = format!("{}-agent-{}", std::process::id(), trial.seed);
+    let job = scratch.small().set(&[
+        "trainer.strategy=fsdp",
+        "trainer.devices=auto",
+        "trainer.max_steps=100000000",
+        "scheduler=constant",
+        &format!("trainer.timeout_secs={TIMEOUT}"),
+        &format!("trainer.default_root_dir=runs-{}", trial.seed),
+    ]);
+    let job = job.env("FULGURITE_JOB_KEY", KEY).env("CAMPAIGN_MARK", &mark);
+    let mark = format!("CAMPAIGN_MARK={mark}");
+    let agents = start(&job, 1, 0);
+    agents[0].reach(2);
+    let frozen = rng.usize(..2);
+    let [first, second] = agents;
+    let (frozen, other) = if frozen == 0 { (first, second) } else { (second, first) };
+    frozen.signal(Signal::STOP);
+    if rng.bool() {
+        // Its rank too: a host that stands still.
+        for (pid, rank) in marked(&mark) {
+            if rank.is_some() && parent(pid) == Some(frozen.pid()) {
+                let _ = kill_process(pid, Signal::STOP);
+            }
+        }
+    }
+    let run = other.wait();
+    assert!(!run.status.success(), "{}", run.stderr);
+    frozen.signal(Signal::CONT);
+    let run = frozen.wait();
+    assert!(!run.status.success(), "{}", run.stderr);
+    assert_nothing_is_left(&mark);
+}
+
+/// The parent of a process.
+fn parent(pid: Pid) -> Option<Pid> {
+    let stat = fs::read_to_string(format!("/proc/{}/stat", pid.as_raw_nonzero())).ok()?;
+    Pid::from_raw(stat.rsplit_once(')')?.1.split_whitespace().nth(1)?.parse().ok()?)
+}
+
+#[test]
+fn a_frozen_agent_is_given_up_and_ends_when_it_goes_on() {
+    let scratch = Scratch::with_tokens();
+    trials(1, |trial| freeze_an_agent(&scratch, trial));
 }
 
 #[test]

@@ -11,5 +11,6 @@ mod configs;
 mod flips;
 mod kills;
 mod limits;
+mod readers;
 mod strangers;
 mod trials;

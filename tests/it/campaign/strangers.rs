@@ -328,6 +328,42 @@ fn strangers_do_not_end_enter_read_or_fill_a_job() {
     eprintln!("{} scenarios", SCENARIOS.len());
 }
 
+/// The port that a process listens on, once it does.
+fn listens_on(running: &Running) -> u16 {
+    running.until("the store", |running| {
+        let held = fs::read_dir(proc(running.pid(), "fd")).ok()?.flatten();
+        let held: Vec<String> = held
+            .filter_map(|entry| Some(fs::read_link(entry.path()).ok()?.to_str()?.to_owned()))
+            .collect();
+        // `slot: address:port peer state … inode`; state 0A listens.
+        let sockets = fs::read_to_string("/proc/net/tcp").ok()?;
+        sockets.lines().skip(1).find_map(|line| {
+            let fields: Vec<&str> = line.split_whitespace().collect();
+            let own = held.contains(&format!("socket:[{}]", fields[9])) && fields[3] == "0A";
+            let port = fields[1].rsplit(':').next().filter(|_| own)?;
+            u16::from_str_radix(port, 16).ok()
+        })
+    })
+}
+
+#[test]
+fn strangers_from_the_first_moment_on_do_not_keep_ranks_out() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().on("ddp", 4, 1);
+    let expected = job.succeed().losses();
+    trials(2, |_| {
+        let running = job.start();
+        let store = SocketAddr::from(([127, 0, 0, 1], listens_on(&running)));
+        let idle: Vec<_> = (0..400)
+            .map_while(|_| TcpStream::connect_timeout(&store, Duration::from_secs(1)).ok())
+            .collect();
+        let run = running.wait();
+        drop(idle);
+        assert!(run.status.success(), "{}", run.stderr);
+        assert_eq!(run.losses(), expected);
+    });
+}
+
 #[test]
 fn strangers_do_not_keep_ranks_out() {
     let scratch = Scratch::with_tokens();

@@ -68,6 +68,11 @@ pub(super) mod keys {
         format!("interrupt/{attempt}")
     }
 
+    /// Says that the ranks of an attempt were asked to end a second time.
+    pub(crate) fn kill(attempt: u64) -> String {
+        format!("kill/{attempt}")
+    }
+
     /// How the first rank of an agent that failed did, while others may still end.
     pub(crate) fn failing(attempt: u64, agent: u64) -> String {
         format!("failing/{attempt}/{agent}")
@@ -88,6 +93,8 @@ pub(super) struct Seen {
     pub(super) stop: Option<String>,
     /// By which signal they were asked to.
     pub(super) interrupt: Option<i32>,
+    /// Whether they were asked to a second time.
+    pub(super) kill: bool,
     pub(super) over: Option<Over>,
     /// Why this agent is not taken in.
     pub(super) refused: Option<String>,
@@ -110,6 +117,7 @@ impl Board {
             address: None,
             stop: None,
             interrupt: None,
+            kill: false,
             over: None,
             refused: None,
             heard: Instant::now(),
@@ -156,6 +164,11 @@ impl Board {
         self.post(move |store| drop(write(store, &keys::interrupt(attempt), &signal)));
     }
 
+    /// Says that the ranks of an attempt are to end at once.
+    pub(super) fn tell_kill(&self, attempt: u64) {
+        self.post(move |store| drop(write(store, &keys::kill(attempt), &true)));
+    }
+
     /// Says how the first rank of this node that failed did.
     pub(super) fn tell_failing(&self, attempt: u64, agent: u64, failed: (String, i32)) {
         self.post(move |store| drop(write(store, &keys::failing(attempt, agent), &failed)));
@@ -198,6 +211,7 @@ fn look(store: &dyn Store, agent: u64, seen: &Mutex<Seen>) {
         address: read(store, &keys::address(number)),
         stop: read(store, &keys::stop(number)),
         interrupt: read(store, &keys::interrupt(number)),
+        kill: read(store, &keys::kill(number)).unwrap_or_default(),
         over: read(store, keys::OVER),
         refused: read(store, &keys::refused(agent)),
         heard: Instant::now(),

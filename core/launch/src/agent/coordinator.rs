@@ -260,11 +260,15 @@ impl Coordinator {
             // An agent that does not say that its ranks have ended, though it lives, is not waited for.
             let overdue = stopped_at.is_some_and(|at| at.elapsed() > ENDING);
             if running == 0 || overdue {
-                return Ok(match (verdict, interrupted, all_well) {
-                    (_, Some(signal), _) => End::Interrupted(signal),
-                    (Some(failed), _, _) => failed,
-                    (None, None, true) => End::Well,
-                    (None, None, false) => End::Stopped,
+                if verdict.is_none() && interrupted.is_none() && all_well {
+                    return Ok(End::Well);
+                }
+                // Whatever came of it, the job was to end.
+                let asked = || read(&*self.store, &keys::interrupt(attempt.number));
+                return Ok(match (interrupted.or_else(asked), verdict) {
+                    (Some(signal), _) => End::Interrupted(signal),
+                    (None, Some(failed)) => failed,
+                    (None, None) => End::Stopped,
                 });
             }
             std::thread::sleep(POLL);

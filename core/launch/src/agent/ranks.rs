@@ -3,6 +3,7 @@
 use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::PathBuf;
 use std::process::{Child, Command, ExitStatus, Stdio};
+use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,6 +15,7 @@ use super::plan::{Attempt, End};
 use crate::failure::PEER_FAILED_EXIT_CODE;
 use crate::job_secret::JOB_KEY_VARIABLE;
 use crate::launcher::threads_per_rank;
+use crate::orphans::Orphans;
 use crate::rank_env::AGENT_VARIABLE;
 use crate::rank_process::{self, Escalation};
 use crate::signals;
@@ -29,6 +31,7 @@ const COPY_GRACE: Duration = Duration::from_secs(2);
 
 pub(super) struct Ranks {
     ranks: Vec<Rank>,
+    orphans: Orphans,
     /// Where this node is, for messages: `node 1 (host)`.
     node: String,
     /// How the first rank of this node that failed ended, in words, and its exit code.
@@ -61,18 +64,21 @@ impl Ranks {
         place: usize,
         address: &(String, u16),
         secret: &str,
+        orphans: &Orphans,
     ) -> Result<Self> {
         let node = &attempt.nodes[place];
         let mut ranks = Self {
             ranks: Vec::new(),
+            orphans: orphans.clone(),
             node: format!("node {place} ({})", node.host),
             failed: None,
             ending: None,
             interrupted: None,
         };
+        let said = Arc::default();
         for local_rank in 0..node.devices {
             let rank = node.first_rank + local_rank;
-            let output = Output::new(options, attempt, rank)?;
+            let output = Output::new(options, attempt, rank, &said)?;
             let mut command = Command::new(&options.program);
             command.args(&options.arguments);
             for (name, value) in [
@@ -97,15 +103,21 @@ impl Ranks {
             if std::env::var_os(THREADS_VARIABLE).is_none() {
                 command.env(THREADS_VARIABLE, threads_per_rank(node.devices).to_string());
             }
-            output.set(&mut command)?;
+            output.set(&mut command);
             // A group of processes of its own, so that what a rank starts ends with it. It cannot read the terminal.
             let started = command.process_group(0).stdin(Stdio::null()).spawn();
+            let started = started.and_then(|mut process| {
+                let log = output.hidden();
+                let copies = output.copy(&mut process);
+                let (copies, failed) = match copies {
+                    Ok(copies) => (copies, None),
+                    Err(error) => (Vec::new(), Some(error)),
+                };
+                ranks.ranks.push(Rank { rank, process, copies, log, end: None, killed: false });
+                failed.map_or(Ok(()), Err)
+            });
             match started {
-                Ok(mut process) => {
-                    let log = output.hidden();
-                    let copies = output.copy(&mut process);
-                    ranks.ranks.push(Rank { rank, process, copies, log, end: None, killed: false });
-                }
+                Ok(()) => {}
                 Err(error) => {
                     ranks.kill();
                     let program = options.program.to_string_lossy();
@@ -125,30 +137,33 @@ impl Ranks {
             self.poll_rank(i);
         }
         if self.ranks.iter().any(|rank| rank.end.is_none()) {
+            let running = self.ranks.iter().filter(|rank| rank.end.is_none());
+            self.orphans.reap(&running.map(group).collect::<Vec<_>>());
             self.end_stragglers();
             return None;
         }
-        // Some process that a rank has started, and that has left its group, may hold its output open.
+        self.end_orphans();
+        // Some process that a rank has started may hold its output open all the same.
         let mut patience = Patience::new(COPY_GRACE);
         let copied = |rank: &Rank| rank.copies.iter().all(JoinHandle::is_finished);
         while !self.ranks.iter().all(copied) && patience.slice().is_some() {
             std::thread::sleep(Duration::from_millis(10));
+        }
+        if let Some((message, code)) = &self.failed {
+            // Also if the job was to end: the other nodes' ranks must end too.
+            return Some(End::Failed { message: message.clone(), code: *code });
         }
         let codes: Vec<i32> =
             self.ranks.iter().filter_map(|rank| rank.end).map(rank_process::exit_code).collect();
         // Not by the signals that they got from here after a failure.
         let by_signal = |code: &&i32| signals::is_handled(**code - 128);
         let asked = self.interrupted.is_some() || self.ending.is_none();
-        let interrupted = codes.iter().find(by_signal).filter(|_| asked);
-        if let (Some(signal), false) = (self.interrupted, codes.iter().all(|&code| code == 0)) {
-            // Whatever came of it, the job was to end. The ranks may have agreed on another signal.
-            return Some(End::Interrupted(interrupted.map_or(signal, |code| code - 128)));
-        }
-        Some(match (&self.failed, interrupted) {
-            (Some((message, code)), _) => End::Failed { message: message.clone(), code: *code },
-            (None, Some(code)) => End::Interrupted(code - 128),
-            (None, None) if codes.iter().all(|&code| code == 0) => End::Well,
-            (None, None) => End::Stopped,
+        let interrupted = codes.iter().find(by_signal).filter(|_| asked).map(|code| code - 128);
+        Some(match interrupted.or(self.interrupted) {
+            _ if codes.iter().all(|&code| code == 0) => End::Well,
+            // The ranks may have agreed on another signal than the one that came first.
+            Some(signal) => End::Interrupted(signal),
+            None => End::Stopped,
         })
     }
 
@@ -223,8 +238,14 @@ impl Ranks {
         }
     }
 
+    /// Ends the ranks at once, for they were asked a second time.
+    pub(super) fn end_at_once(&mut self) {
+        self.stop();
+        self.signal(Signal::KILL);
+    }
+
     /// Signals the ranks that have not ended.
-    pub(super) fn signal(&mut self, signal: Signal) {
+    fn signal(&mut self, signal: Signal) {
         for rank in self.ranks.iter_mut().filter(|rank| rank.end.is_none()) {
             rank.killed |= signal == Signal::KILL && !rank_process::has_ended(&rank.process);
             signal_group(rank, signal);
@@ -233,10 +254,20 @@ impl Ranks {
 
     /// Ends all ranks at once.
     pub(super) fn kill(&mut self) {
+        if self.ranks.iter().all(|rank| rank.end.is_some()) {
+            return;
+        }
         self.signal(Signal::KILL);
         for rank in self.ranks.iter_mut().filter(|rank| rank.end.is_none()) {
             rank.end = rank.process.wait().ok();
         }
+        self.end_orphans();
+    }
+
+    /// Ends what ranks have started and left, once they have ended.
+    fn end_orphans(&self) {
+        let groups: Vec<Pid> = self.ranks.iter().map(group).collect();
+        self.orphans.end(&groups, self.ranks.iter().any(|rank| rank.killed));
     }
 }
 
@@ -246,6 +277,11 @@ impl Drop for Ranks {
     }
 }
 
+/// The process of a rank, and the group of processes that begins with it.
+fn group(rank: &Rank) -> Pid {
+    Pid::from_child(&rank.process)
+}
+
 fn signal_group(rank: &Rank, signal: Signal) {
-    let _ = kill_process_group(Pid::from_child(&rank.process), signal);
+    let _ = kill_process_group(group(rank), signal);
 }

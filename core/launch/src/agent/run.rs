@@ -11,6 +11,7 @@ use super::logs;
 use super::options::AgentOptions;
 use super::plan::{Attempt, End, Member};
 use super::ranks::Ranks;
+use crate::orphans::Orphans;
 use crate::signals::{self, SecondSignal};
 use crate::{Error, Result};
 use fulgurite_error::{advice, counted, print_message};
@@ -51,9 +52,10 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
             .map_err(|e| Error::Launch(format!("starting a thread: {e}{}", advice(&e))))?;
     }
     let board = Board::new(Arc::clone(&meeting.store), agent)?;
-    let coordinator_failed = &*coordinator_failed;
-    let code =
-        Agent { options, meeting: &meeting, board: &board, agent, coordinator_failed }.run()?;
+    let (coordinator_failed, orphans) = (&*coordinator_failed, Orphans::adopt());
+    let this =
+        Agent { options, meeting: &meeting, board: &board, agent, coordinator_failed, orphans };
+    let code = this.run()?;
     match meeting.hosts {
         false => board.say_bye(agent, FAREWELL),
         true => wait_for_byes(&*meeting.store, agent),
@@ -106,6 +108,7 @@ struct Agent<'a> {
     agent: u64,
     /// Why the coordinator on this agent cannot go on.
     coordinator_failed: &'a OnceLock<String>,
+    orphans: Orphans,
 }
 
 impl Agent<'_> {
@@ -186,7 +189,8 @@ impl Agent<'_> {
             let dir = logs::directory(dir, attempt);
             print_message(&format!("the output of the ranks is in {}/", dir.display()));
         }
-        let started = Ranks::start(self.options, attempt, place, &address, &self.meeting.secret);
+        let secret = &self.meeting.secret;
+        let started = Ranks::start(self.options, attempt, place, &address, secret, &self.orphans);
         let mut ranks = match started {
             Ok(ranks) => ranks,
             Err(error) => {
@@ -209,13 +213,18 @@ impl Agent<'_> {
                 told = Some(failed.clone());
                 self.board.tell_failing(attempt.number, self.agent, failed.clone());
             }
-            if let Some(signal) = handle_signals(&mut ranks) {
-                self.board.tell_interrupt(attempt.number, signal);
+            match handle_signals(&mut ranks) {
+                Some(Asked::Once(signal)) => self.board.tell_interrupt(attempt.number, signal),
+                Some(Asked::Again) => self.board.tell_kill(attempt.number),
+                None => {}
             }
             let seen = self.board.seen();
             let current = seen.attempt.as_ref().is_some_and(|now| now.number == attempt.number);
             if let (Some(signal), true) = (seen.interrupt, current) {
                 ranks.interrupt(signal);
+            }
+            if seen.kill && current {
+                ranks.end_at_once();
             }
             if seen.over.is_some() || !current || seen.stop.is_some() {
                 if let (Some(message), true) = (&seen.stop, current)
@@ -271,19 +280,26 @@ impl Agent<'_> {
     }
 }
 
-/// Passes on the signals that this agent got; the first that asked for an end.
-fn handle_signals(ranks: &mut Ranks) -> Option<i32> {
+/// What signals have asked for.
+enum Asked {
+    /// That the job ends, by this signal.
+    Once(i32),
+    /// That it ends at once.
+    Again,
+}
+
+/// Passes on the signals that this agent got.
+fn handle_signals(ranks: &mut Ranks) -> Option<Asked> {
     let signal = signals::take()?;
     let before = ranks.interrupted();
     if before.is_some() && signals::is_advance_notice(signal) {
         return None;
     }
     if before.is_some_and(|before| !signals::is_advance_notice(before)) {
-        ranks.stop();
-        ranks.signal(rustix::process::Signal::KILL);
-        return None;
+        ranks.end_at_once();
+        return Some(Asked::Again);
     }
     print_message("interrupted: the ranks finish their step; interrupt again to end them at once");
     ranks.interrupt(signal);
-    Some(signal)
+    Some(Asked::Once(signal))
 }

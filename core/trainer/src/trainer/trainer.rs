@@ -1,5 +1,6 @@
 //! [`Trainer`].
 
+use std::io::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
@@ -36,6 +37,7 @@ use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::WeightAverage;
 use fulgurite_engine::strategy::ParallelizeFn;
+use fulgurite_error::output;
 use fulgurite_launch::{Interruption, Starting, attempt};
 
 /// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
@@ -91,7 +93,10 @@ impl Trainer {
             callbacks: Vec::new(),
             sinks: Vec::new(),
             parallelize: None,
-            print: |text| eprintln!("{text}"),
+            print: |text| {
+                // An error means that nobody reads any more.
+                let _ = output::stderr().write_all(format!("{text}\n").as_bytes());
+            },
             interrupted: || None,
             alone: false,
         }

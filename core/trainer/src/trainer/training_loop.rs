@@ -87,8 +87,9 @@ fn urgency(interruption: Option<Interruption>) -> u8 {
     match interruption {
         None => 0,
         Some(Interruption::CtrlC) => 1,
-        Some(Interruption::Preemption) => 2,
-        Some(Interruption::Termination) => 3,
+        Some(Interruption::HangUp) => 2,
+        Some(Interruption::Preemption) => 3,
+        Some(Interruption::Termination) => 4,
     }
 }
 
@@ -97,7 +98,8 @@ fn interruption(urgency: u8) -> Option<Interruption> {
     match urgency {
         0 => None,
         1 => Some(Interruption::CtrlC),
-        2 => Some(Interruption::Preemption),
+        2 => Some(Interruption::HangUp),
+        3 => Some(Interruption::Preemption),
         _ => Some(Interruption::Termination),
     }
 }

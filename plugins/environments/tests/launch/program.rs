@@ -1,7 +1,9 @@
 //! The program that is launched.
 
 use std::collections::BTreeMap;
+use std::io::{BufRead as _, BufReader};
 use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use fulgurite_core::launch::{
@@ -36,6 +38,19 @@ pub(crate) fn play(part: &str) -> Result<()> {
     }
     let starting = (part == "starts").then(Starting::new);
     let launched = launch(options)?;
+    if part == "leaves" {
+        let script = format!("echo '{{\"rank\":{},\"pid\":'$$'}}'; exec sleep 1000", launched.rank);
+        let mut left = Command::new("setsid");
+        left.args(["sh", "-c", &script]).stdout(Stdio::piped()).stderr(Stdio::null());
+        let left = left.spawn().map_err(Error::other)?;
+        // It is in a session of its own once it says so.
+        let mut said = String::new();
+        BufReader::new(left.stdout.expect("it is piped"))
+            .read_line(&mut said)
+            .map_err(Error::other)?;
+        print!("{said}");
+        return Ok(());
+    }
     announce(&launched);
     let rank = launched.rank;
     match (part, rank) {

@@ -22,6 +22,8 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("supervised::a_signal_before_all_have_joined_ends_the_job", a_signal_before_all_have_joined),
     ("supervised::a_signal_while_the_job_starts_ends_it", a_signal_while_the_job_starts_ends_it),
     ("supervised::the_exit_code_is_what_the_ranks_agreed_on", the_exit_code_is_what_was_agreed_on),
+    ("supervised::a_hang_up_comes_twice_and_counts_once", a_hang_up_counts_once),
+    ("supervised::what_ranks_leave_is_ended", what_ranks_leave_is_ended),
     ("supervised::the_cause_is_waited_for", the_cause_is_waited_for),
     ("supervised::a_rank_may_finish_early", a_rank_may_finish_early),
     ("supervised::a_program_may_launch_twice", a_program_may_launch_twice),
@@ -190,6 +192,26 @@ fn ctrl_c_lets_ranks_finish() {
         }
         assert_eq!(ended.code, code);
     }
+}
+
+fn a_hang_up_counts_once() {
+    let run = run("interrupt", "2");
+    run.ranks(2);
+    run.signal(Signal::HUP);
+    run.until_stderr_has("interrupt again");
+    run.signal(Signal::HUP);
+    let Ended { code, stderr, stdout, .. } = run.wait();
+    insta::assert_snapshot!(stderr, @"interrupted: the ranks finish their step; interrupt again to end them at once");
+    assert_eq!((code, stdout.len()), (129, 2));
+}
+
+fn what_ranks_leave_is_ended() {
+    let run = run("leaves", "2");
+    let left = run.ranks(2);
+    let Ended { code, stderr, .. } = run.wait();
+    insta::assert_snapshot!(stderr, @"ended with the job: 2 orphans that ranks had left running");
+    assert_eq!(code, 0);
+    left.iter().for_each(gone);
 }
 
 fn a_second_ctrl_c_kills() {

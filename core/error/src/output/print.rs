@@ -1,0 +1,88 @@
+//! Messages: text of other processes and of files in them is shown so that it cannot pass for anything else.
+
+use std::borrow::Cow;
+use std::io::{self, ErrorKind, Write as _};
+
+use super::standard::stderr;
+use crate::{Error, Result};
+
+/// `text` with its control characters escaped, but for line ends and tabs. What comes from elsewhere (other
+/// ranks, files) could else move the cursor, change colours or hide what stands before it.
+pub fn printable(text: &str) -> Cow<'_, str> {
+    let is_harmful = |c: char| c.is_control() && c != '\n' && c != '\t';
+    if !text.contains(is_harmful) {
+        return Cow::Borrowed(text);
+    }
+    let mut escaped = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        match is_harmful(c) {
+            true => escaped.extend(c.escape_default()),
+            false => escaped.push(c),
+        }
+    }
+    Cow::Owned(escaped)
+}
+
+/// The first `max` characters of a text of somebody else (a server's answer, say) in quotes, on one line: its line
+/// ends and control characters are escaped.
+///
+/// ```
+/// # use fulgurite_error::quoted;
+/// assert_eq!(quoted("oops\nerror: rank 2 failed", 100), r#""oops\nerror: rank 2 failed""#);
+/// assert_eq!(quoted("<html>please log in</html>", 6), r#""<html>"…"#);
+/// ```
+pub fn quoted(text: &str, max: usize) -> String {
+    let mut chars = text.chars();
+    let shown: String = chars.by_ref().take(max).collect();
+    let more = if chars.next().is_some() { "…" } else { "" };
+    format!("{shown:?}{more}")
+}
+
+/// Writes a message to standard error, without [waiting](super) for its reader: [`printable`], with the lines after
+/// its first one indented, so that none of them looks like a message of its own.
+pub fn print_message(message: &str) {
+    stderr().write_message(&format!("{}\n", one_message(message)));
+}
+
+pub(crate) fn one_message(text: &str) -> String {
+    let text = printable(text.trim_end());
+    // All or none, so that what is aligned stays so.
+    let is_indented = text.lines().skip(1).all(|line| line.starts_with(' '));
+    if is_indented { text.into_owned() } else { text.replace('\n', "\n  ") }
+}
+
+/// Writes `text`, [`printable`], to standard output, and waits for its reader: for a tool whose output is its result.
+/// A broken pipe (`… | head`) is no error.
+///
+/// # Errors
+/// [`Error::Io`] for any other failure.
+pub fn print(text: &str) -> Result<()> {
+    let mut stdout = io::stdout().lock();
+    match stdout.write_all(printable(text).as_bytes()).and_then(|()| stdout.flush()) {
+        Err(error) if error.kind() == ErrorKind::BrokenPipe => Ok(()),
+        result => result.map_err(Error::io("writing to", "stdout")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn main_prints_the_message_with_its_lines() {
+        let error = Error::Config("`a`: expected 1\nfound \"2\"\u{7}".to_owned());
+        assert_eq!(format!("Error: {error:?}"), "Error: `a`: expected 1\n  found \"2\"\\u{7}");
+        assert_eq!(format!("{error:#?}"), format!("{error:?}"));
+    }
+
+    #[test]
+    fn what_could_steer_a_terminal_is_escaped() {
+        let harmless = "loss\t0.5 at step 3:\nno µ, 雪 or é is changed";
+        assert!(matches!(printable(harmless), Cow::Borrowed(text) if text == harmless));
+        let forged = "disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
+        let escaped = r"disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";
+        assert_eq!(printable(forged), escaped);
+        assert_eq!(one_message("cut\nerror: mine\n"), "cut\n  error: mine");
+        assert_eq!(one_message("list:\n  a\n    b"), "list:\n  a\n    b");
+    }
+}

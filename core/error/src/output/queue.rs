@@ -1,0 +1,406 @@
+//! [`Queue`]: what is to be written, and the thread that writes it.
+
+use std::collections::VecDeque;
+use std::io::{self, ErrorKind, Write};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// Bytes that may wait.
+pub(super) const CAPACITY: usize = 4 << 20;
+/// Bytes beyond it that are for messages: errors come through where progress does not.
+pub(super) const RESERVE: usize = 256 << 10;
+/// How much may be before what must be written soon.
+const PROMPT: usize = 64 << 10;
+/// Bytes that are written at once: a pipe takes so many whole, and each shows that its reader reads.
+const CHUNK: usize = 4096;
+/// How long a writer is left alone that cannot take anything at the moment.
+const BUSY: Duration = Duration::from_millis(10);
+
+/// Says in a line that so many lines were left out.
+pub(super) type GapLine = fn(u64) -> String;
+
+/// Pieces of output on their way to a writer.
+pub(super) struct Queue {
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct State {
+    pieces: VecDeque<Piece>,
+    /// Bytes of the pieces, the one that is being written included.
+    bytes: usize,
+    /// Chunks that were written: grows as long as somebody reads.
+    written: u64,
+    /// The reader has gone, so nothing is kept any more.
+    gone: bool,
+    /// Why something could not be written.
+    failure: Option<(ErrorKind, String)>,
+    /// At how many written chunks a flush has given up: none waits again until there are more.
+    given_up_at: Option<u64>,
+    /// No thread could be started; pieces are written by those who bring them.
+    direct: bool,
+}
+
+enum Piece {
+    Text(Vec<u8>, GapLine),
+    /// Lines that are missing here.
+    Gap(u64, GapLine),
+}
+
+/// What to do with a piece for which there is no room.
+pub(super) enum Full {
+    /// It is left out, and counted.
+    LeaveOut,
+    /// It is waited for, as long as the reader takes something this often; then it is left out.
+    Wait(Duration),
+}
+
+impl Queue {
+    /// Starts the thread that writes to what `open` opens. Without a thread, for the system may refuse one, pieces
+    /// are written at once.
+    pub(super) fn start<W: Write>(name: &str, open: impl Fn() -> W + Send + 'static) -> Arc<Self> {
+        let queue = Arc::new(Self { state: Mutex::new(State::default()), changed: Condvar::new() });
+        let shared = queue.clone();
+        let thread = std::thread::Builder::new().name(name.to_owned()).stack_size(128 << 10);
+        if thread.spawn(move || shared.run(&mut open())).is_err() {
+            queue.lock().direct = true;
+        }
+        queue
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Puts a piece in, which may make `room` bytes of the queue full. False if nobody reads any more.
+    pub(super) fn put(&self, bytes: &[u8], room: usize, gap: GapLine, full: &Full) -> bool {
+        let mut state = self.lock();
+        if let Full::Wait(idle) = full {
+            let mut last = (state.written, Instant::now());
+            while state.bytes + bytes.len() > room && state.bytes > 0 && !state.gone {
+                if state.written != last.0 {
+                    last = (state.written, Instant::now());
+                }
+                let left = idle.saturating_sub(last.1.elapsed());
+                if left.is_zero() || state.given_up_at == Some(state.written) {
+                    // Nobody else waits either, until the reader takes something.
+                    state.given_up_at = Some(state.written);
+                    break;
+                }
+                state = self.wait(state, left);
+            }
+        }
+        if state.gone {
+            return false;
+        }
+        if state.bytes + bytes.len() > room && state.bytes > 0 {
+            state.leave_out(lines(bytes), gap);
+        } else {
+            state.push(Piece::Text(bytes.to_vec(), gap));
+        }
+        drop(state);
+        self.changed.notify_all();
+        true
+    }
+
+    /// Puts in a piece that is worth nothing later, unless much is before it.
+    pub(super) fn put_if_prompt(&self, bytes: &[u8]) {
+        let is_prompt = self.lock().bytes < PROMPT;
+        if is_prompt {
+            self.put(bytes, CAPACITY, |_| String::new(), &Full::LeaveOut);
+        }
+    }
+
+    /// Whether the queue has no thread.
+    pub(super) fn is_direct(&self) -> bool {
+        self.lock().direct
+    }
+
+    /// Writes what is there, where no thread does.
+    pub(super) fn write_now(&self, to: &mut impl Write) {
+        let mut lost = None;
+        while let Some(piece) = { self.lock().pieces.pop_front() } {
+            self.write_piece(piece, &mut lost, to);
+        }
+    }
+
+    /// The failure of a piece that was put in before, once.
+    pub(super) fn take_failure(&self) -> Option<io::Error> {
+        let (kind, text) = self.lock().failure.take()?;
+        Some(io::Error::new(kind, text))
+    }
+
+    /// Waits until everything is written, as long as the reader takes something every `idle`, but not longer than
+    /// until `end`.
+    pub(super) fn flush(&self, idle: Duration, end: Instant) {
+        let mut state = self.lock();
+        let mut last = (state.written, Instant::now());
+        while state.bytes > 0 {
+            if state.written != last.0 {
+                last = (state.written, Instant::now());
+            }
+            let now = Instant::now();
+            let left = idle.saturating_sub(now - last.1).min(end.saturating_duration_since(now));
+            if left.is_zero() || state.given_up_at == Some(state.written) {
+                state.given_up_at = Some(state.written);
+                return;
+            }
+            state = self.wait(state, left);
+        }
+    }
+
+    fn wait<'a>(&self, state: MutexGuard<'a, State>, limit: Duration) -> MutexGuard<'a, State> {
+        self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
+    }
+
+    /// Writes pieces as they come.
+    fn run(&self, to: &mut impl Write) {
+        let mut lost = None;
+        let mut state = self.lock();
+        loop {
+            if let Some(piece) = state.pieces.pop_front() {
+                drop(state);
+                self.write_piece(piece, &mut lost, to);
+                state = self.lock();
+            } else {
+                state = self.changed.wait(state).unwrap_or_else(PoisonError::into_inner);
+            }
+        }
+    }
+
+    /// Writes a piece. `lost` has the lines before it that could not be written.
+    fn write_piece(&self, piece: Piece, lost: &mut Option<(u64, GapLine)>, to: &mut impl Write) {
+        let size = piece.size();
+        let (bytes, gap, left_out) = match piece {
+            Piece::Text(bytes, gap) => (bytes, gap, 0),
+            Piece::Gap(count, gap) => (Vec::new(), gap, count),
+        };
+        let missing = left_out + lost.take().map_or(0, |(count, _)| count);
+        let note = if missing > 0 { gap(missing) } else { String::new() };
+        // What comes after a note that cannot be written is lost with it.
+        let result = match self.write_chunks(note.as_bytes(), to) {
+            Ok(()) => self.write_chunks(&bytes, to).map_err(|error| (lines(&bytes), error)),
+            Err(error) => Err((missing + lines(&bytes), error)),
+        };
+        let mut state = self.lock();
+        state.bytes -= size;
+        if let Err((count, error)) = result {
+            match error.kind() {
+                // Nobody reads: the reader has ended, or the terminal was closed.
+                ErrorKind::BrokenPipe => state.end(),
+                _ if is_gone(&error) => state.end(),
+                kind => {
+                    *lost = Some((count, gap));
+                    state.failure.get_or_insert_with(|| (kind, error.to_string()));
+                }
+            }
+        }
+        drop(state);
+        self.changed.notify_all();
+    }
+
+    fn write_chunks(&self, bytes: &[u8], to: &mut impl Write) -> io::Result<()> {
+        let mut rest = bytes;
+        while !rest.is_empty() {
+            match to.write(&rest[..rest.len().min(CHUNK)]) {
+                Ok(0) => return Err(ErrorKind::WriteZero.into()),
+                Ok(n) => {
+                    rest = &rest[n..];
+                    self.lock().written += 1;
+                    self.changed.notify_all();
+                }
+                Err(error) if error.kind() == ErrorKind::Interrupted => {}
+                // Some process that shares the pipe wants no waiting.
+                Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(BUSY),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok(())
+    }
+}
+
+impl Piece {
+    /// What it counts in the queue: bytes, and 1 for the line of a gap.
+    fn size(&self) -> usize {
+        match self {
+            Self::Text(bytes, _) => bytes.len(),
+            Self::Gap(..) => 1,
+        }
+    }
+}
+
+impl State {
+    fn leave_out(&mut self, lines: u64, gap: GapLine) {
+        match self.pieces.back_mut() {
+            Some(Piece::Gap(count, _)) => *count += lines,
+            _ => self.push(Piece::Gap(lines, gap)),
+        }
+    }
+
+    fn push(&mut self, piece: Piece) {
+        self.bytes += piece.size();
+        self.pieces.push_back(piece);
+    }
+
+    fn end(&mut self) {
+        self.gone = true;
+        self.pieces.clear();
+        self.bytes = 0;
+    }
+}
+
+/// Whether an error of a write means that the terminal is gone, or that the stream was closed.
+fn is_gone(error: &io::Error) -> bool {
+    use rustix::io::Errno;
+    let gone = [Errno::IO.raw_os_error(), Errno::BADF.raw_os_error()];
+    error.raw_os_error().is_some_and(|code| gone.contains(&code))
+}
+
+/// The lines of a piece; an unfinished one counts.
+fn lines(bytes: &[u8]) -> u64 {
+    let whole = bytes.iter().filter(|&&byte| byte == b'\n').count() as u64;
+    whole + u64::from(bytes.last().is_some_and(|&last| last != b'\n'))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::mpsc::{Receiver, Sender, channel};
+
+    use super::*;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// A reader that takes nothing until its gate is dropped.
+    struct Gated {
+        gate: Option<Receiver<()>>,
+        read: Arc<Mutex<Vec<u8>>>,
+        /// Failures of writes to come.
+        failures: VecDeque<i32>,
+    }
+
+    impl Write for Gated {
+        fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+            if let Some(gate) = self.gate.take() {
+                let _ = gate.recv();
+            }
+            if let Some(code) = self.failures.pop_front() {
+                return Err(io::Error::from_raw_os_error(code));
+            }
+            self.read.lock().unwrap().extend(bytes);
+            Ok(bytes.len())
+        }
+
+        fn flush(&mut self) -> io::Result<()> {
+            Ok(())
+        }
+    }
+
+    /// A queue whose reader takes nothing until the sender is dropped, and what the reader has read.
+    fn gated(failures: &[i32]) -> (Arc<Queue>, Sender<()>, Arc<Mutex<Vec<u8>>>) {
+        let (hold, gate) = channel();
+        let read = Arc::<Mutex<Vec<u8>>>::default();
+        let gated = Mutex::new(Some(Gated {
+            gate: Some(gate),
+            read: read.clone(),
+            failures: failures.iter().copied().collect(),
+        }));
+        let queue = Queue::start("test", move || gated.lock().unwrap().take().unwrap());
+        (queue, hold, read)
+    }
+
+    fn gap(count: u64) -> String {
+        format!("({count} missing)\n")
+    }
+
+    fn put(queue: &Queue, text: &str, room: usize) -> bool {
+        queue.put(text.as_bytes(), room, gap, &Full::LeaveOut)
+    }
+
+    fn all_read(queue: &Queue, read: &Mutex<Vec<u8>>) -> String {
+        queue.flush(LONG, Instant::now() + LONG);
+        String::from_utf8(read.lock().unwrap().clone()).unwrap()
+    }
+
+    #[test]
+    fn lines_without_room_are_counted_in_their_place() {
+        let (queue, hold, read) = gated(&[]);
+        for line in ["one\n", "two\n", "three\n", "four\n", "five\nsix\n"] {
+            assert!(put(&queue, line, 10));
+        }
+        assert!(put(&queue, "an error\n", 40));
+        drop(hold);
+        assert_eq!(all_read(&queue, &read), "one\ntwo\n(4 missing)\nan error\n");
+        // There is room again.
+        assert!(put(&queue, "seven\n", 10));
+        assert!(all_read(&queue, &read).ends_with("an error\nseven\n"));
+    }
+
+    #[test]
+    fn a_line_longer_than_the_queue_is_written() {
+        let (queue, hold, read) = gated(&[]);
+        let long = "x".repeat(3 * CHUNK);
+        assert!(put(&queue, &long, 10));
+        drop(hold);
+        assert_eq!(all_read(&queue, &read), long);
+    }
+
+    #[test]
+    fn nobody_waits_for_a_reader_that_takes_nothing() {
+        let (queue, hold, read) = gated(&[]);
+        assert!(put(&queue, "one\n", 10));
+        let idle = Duration::from_millis(5);
+        queue.flush(idle, Instant::now() + LONG);
+        // Given up: a patient writer and a longer flush do not wait again.
+        assert!(queue.put(b"two and more\n", 10, gap, &Full::Wait(LONG)));
+        queue.flush(LONG, Instant::now() + LONG);
+        assert_eq!(*read.lock().unwrap(), b"");
+        drop(hold);
+        // Whoever waits longer than the reader sleeps gets it.
+        while read.lock().unwrap().is_empty() {
+            std::thread::yield_now();
+        }
+        assert_eq!(all_read(&queue, &read), "one\n(1 missing)\n");
+    }
+
+    #[test]
+    fn a_patient_writer_loses_nothing_to_a_slow_reader() {
+        let (queue, hold, read) = gated(&[]);
+        let lines: Vec<String> = (0..200).map(|i| format!("line {i}\n")).collect();
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                for line in &lines {
+                    queue.put(line.as_bytes(), 20, gap, &Full::Wait(LONG));
+                }
+            });
+            drop(hold);
+        });
+        assert_eq!(all_read(&queue, &read), lines.concat());
+    }
+
+    #[test]
+    fn lines_that_a_full_disk_refused_are_counted() {
+        const NO_SPACE: i32 = 28;
+        let (queue, hold, read) = gated(&[NO_SPACE, NO_SPACE]);
+        drop(hold);
+        for line in ["one\n", "two\n", "three\n"] {
+            assert!(put(&queue, line, CAPACITY));
+            all_read(&queue, &read);
+        }
+        assert_eq!(all_read(&queue, &read), "(2 missing)\nthree\n");
+        assert_eq!(queue.take_failure().unwrap().kind(), ErrorKind::StorageFull);
+        assert!(queue.take_failure().is_none());
+    }
+
+    #[test]
+    fn a_reader_that_has_gone_is_not_written_to() {
+        for gone in [32, 5] {
+            let (queue, hold, read) = gated(&[gone]);
+            drop(hold);
+            put(&queue, "one\n", CAPACITY);
+            all_read(&queue, &read);
+            assert!(!put(&queue, "two\n", CAPACITY));
+            assert_eq!(all_read(&queue, &read), "");
+        }
+    }
+}

@@ -1,0 +1,84 @@
+//! Readers that do not read, while ranks are killed, frozen and signalled at random moments.
+
+use std::time::{Duration, Instant};
+
+use rustix::process::{Signal, kill_process};
+
+use super::trials::{Trial, trials};
+use crate::program::{Scratch, Stream};
+
+/// `trainer.timeout_secs` of the jobs.
+const TIMEOUT: u64 = 2;
+/// When a job must be over: its timeout, what ranks have to end by themselves, and what is waited for the reader.
+const OVER: Duration = Duration::from_secs(20);
+
+#[derive(Debug, Clone, Copy)]
+enum Strike {
+    Nothing,
+    Signal(Signal),
+    Twice(Signal),
+    Kill(usize),
+    Freeze(usize),
+}
+
+fn strike_at_random(trial: &mut Trial) {
+    let rng = &mut trial.rng;
+    let scratch = Scratch::with_tokens();
+    let devices = rng.usize(1..=2);
+    let rank = rng.usize(..devices);
+    let signal = [Signal::INT, Signal::TERM, Signal::USR1, Signal::HUP][rng.usize(..4)];
+    let strike = match rng.u32(..5) {
+        0 => Strike::Nothing,
+        1 => Strike::Signal(signal),
+        2 if signal == Signal::INT || signal == Signal::TERM => Strike::Twice(signal),
+        3 if devices == 2 => Strike::Kill(rank),
+        4 if devices == 2 => Strike::Freeze(rank),
+        _ => Strike::Signal(Signal::TERM),
+    };
+    let steps = if matches!(strike, Strike::Nothing) { 20 } else { 100_000_000 };
+    let stream = [Stream::Stdout, Stream::Stderr][rng.usize(..2)];
+    let strategy = if devices == 1 { "single_device" } else { "fsdp" };
+    let mut job = scratch.small().on(strategy, devices, 2).set(&[
+        &format!("trainer.max_steps={steps}"),
+        &format!("trainer.timeout_secs={TIMEOUT}"),
+        "scheduler=constant",
+        "trainer.log_every_n_steps=1",
+    ]);
+    if rng.bool() {
+        job.replace("json", "human");
+    }
+    let running = job.unread(stream).start();
+    // Before, a signal ends a process by itself.
+    running.until_rank_handles(if devices == 1 { 0 } else { rank }, Signal::TERM);
+    std::thread::sleep(Duration::from_millis(rng.u64(0..2000)));
+    let ranks = |of, signal| kill_process(running.rank(of), signal).unwrap();
+    match strike {
+        Strike::Nothing => {}
+        Strike::Signal(signal) => running.signal(signal),
+        Strike::Twice(signal) => {
+            running.signal(signal);
+            std::thread::sleep(Duration::from_millis(100));
+            // It may have ended.
+            let _ = kill_process(running.pid(), signal);
+        }
+        Strike::Kill(rank) => ranks(rank, Signal::KILL),
+        Strike::Freeze(rank) => ranks(rank, Signal::STOP),
+    }
+    let struck = Instant::now();
+    let run = running.wait();
+    let took = struck.elapsed();
+    let text = format!("{strike:?}, {devices} rank(s), {stream:?}: {}: {}", run.status, run.stderr);
+    assert!(took < OVER, "over only after {took:?}: {text}");
+    let expected = match strike {
+        Strike::Nothing => 0,
+        Strike::Signal(signal) | Strike::Twice(signal) => 128 + signal.as_raw(),
+        Strike::Kill(_) => 137,
+        Strike::Freeze(_) => 1,
+    };
+    assert_eq!(run.code(), Some(expected), "{text}");
+}
+
+#[test]
+fn a_job_without_a_reader_ends_as_any_other() {
+    trials(3, strike_at_random);
+}
