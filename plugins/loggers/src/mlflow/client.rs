@@ -5,9 +5,12 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, quoted};
 use serde_json::{Value, json};
 use ureq::Agent;
+
+/// Characters of what a server says that are shown.
+const MAX_SAID: usize = 300;
 
 /// A connection to a server.
 pub(super) struct Client {
@@ -105,6 +108,9 @@ impl Client {
         let config = Agent::config_builder()
             .timeout_global(Some(timeout))
             .http_status_as_error(false)
+            // An answer from elsewhere is not the server's, and the credentials are not for others.
+            .max_redirects(0)
+            .max_redirects_will_error(false)
             .user_agent("fulgurite");
         let agent = config.build().into();
         Ok(Self {
@@ -114,7 +120,8 @@ impl Client {
         })
     }
 
-    /// Makes a call: a GET with a query, or a POST with a body.
+    /// Makes a call: a GET with a query, or a POST with a body. Anything but status 200 with a JSON object is a failure,
+    /// such as a proxy's page that asks for a password.
     fn call(
         &self,
         path: &str,
@@ -147,11 +154,19 @@ impl Client {
         let status = answer.status().as_u16();
         let text = answer.body_mut().read_to_string().map_err(|error| failed(&error))?;
         let value: Value = serde_json::from_str(&text).unwrap_or_default();
-        if (200..300).contains(&status) {
+        if status == 200 && value.is_object() {
             return Ok(value);
         }
         let code = value["error_code"].as_str().map(str::to_owned);
-        let said: String = value["message"].as_str().unwrap_or(&text).chars().take(300).collect();
+        let said = quoted(value["message"].as_str().unwrap_or(&text), MAX_SAID);
+        let said = match (status, answer.headers().get("location")) {
+            (200, _) => format!("which is not an answer of MLflow's interface: {said}"),
+            (300..400, Some(to)) => {
+                let to = quoted(&String::from_utf8_lossy(to.as_bytes()), MAX_SAID);
+                format!("it leads to {to}; `tracking_uri` must name the server itself")
+            }
+            _ => said,
+        };
         Err(Failure {
             message: format!("MLflow at {}: {path}: status {status}: {said}", self.base),
             code,

@@ -90,6 +90,8 @@ struct Patience {
     attempts: u32,
     /// For everything that is left at the end of a run.
     end: Duration,
+    /// How long calls that fail are made again then.
+    retry_at_end: Duration,
 }
 
 impl Default for Patience {
@@ -99,6 +101,7 @@ impl Default for Patience {
             pause: Duration::from_secs(1),
             attempts: 4,
             end: Duration::from_secs(30),
+            retry_at_end: Duration::from_secs(1),
         }
     }
 }

@@ -2,8 +2,8 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
-use std::sync::{Arc, Mutex};
-use std::time::Instant;
+use std::sync::{Arc, Condvar, Mutex};
+use std::time::{Duration, Instant};
 
 use fulgurite_core::{Error, Result};
 use serde_json::{Value, json};
@@ -53,15 +53,18 @@ pub(super) struct Queue {
 
 #[derive(Default)]
 struct Shared {
-    /// Items that the server has not got.
-    lost: AtomicU64,
+    /// Items that were to be sent, and those that the server has got.
+    logged: AtomicU64,
+    taken: AtomicU64,
     /// The first failure.
     failure: Mutex<Option<String>>,
+    /// Until when calls are made again, once the run is at its end.
+    end: Mutex<Option<Instant>>,
+    ends: Condvar,
 }
 
 impl Shared {
-    fn fail(&self, lost: u64, failure: &dyn std::fmt::Display) {
-        self.lost.fetch_add(lost, Ordering::Relaxed);
+    fn fail(&self, failure: &dyn std::fmt::Display) {
         let mut first = self.failure.lock().expect("no panic while noting");
         if first.is_none() {
             *first = Some(failure.to_string());
@@ -71,6 +74,29 @@ impl Shared {
 
     fn failure(&self) -> Option<String> {
         self.failure.lock().expect("no panic while noting").clone()
+    }
+
+    /// Says that the run is at its end: calls are made again until `end`.
+    fn end(&self, end: Instant) {
+        *self.end.lock().expect("no panic while noting") = Some(end);
+        self.ends.notify_all();
+    }
+
+    /// Waits before a call is made again. False if there is no time for that.
+    fn pause(&self, pause: Duration) -> bool {
+        let until = Instant::now() + pause;
+        let mut end = self.end.lock().expect("no panic while noting");
+        loop {
+            let now = Instant::now();
+            if end.is_some_and(|end| end <= now) {
+                return false;
+            }
+            let until = end.map_or(until, |end| end.min(until));
+            if until <= now {
+                return true;
+            }
+            end = self.ends.wait_timeout(end, until - now).expect("no panic while noting").0;
+        }
     }
 }
 
@@ -104,14 +130,15 @@ impl Queue {
     pub(super) fn put(&self, item: Item) -> Result<()> {
         self.check()?;
         let Some(sender) = &self.sender else { return Ok(()) };
+        self.shared.logged.fetch_add(1, Ordering::Relaxed);
         match sender.try_send(item) {
             Ok(()) => Ok(()),
             Err(TrySendError::Full(_)) => {
-                self.shared.fail(1, &"MLflow takes less than is logged: values are left out");
+                self.shared.fail(&"MLflow takes less than is logged: values are left out");
                 self.check()
             }
             Err(TrySendError::Disconnected(_)) => {
-                self.shared.fail(1, &"the thread of mlflow has ended");
+                self.shared.fail(&"the thread of mlflow has ended");
                 self.check()
             }
         }
@@ -131,6 +158,7 @@ impl Queue {
     pub(super) fn finish(&mut self, status: &'static str, time: u64) -> Result<()> {
         let Some(sender) = self.sender.take() else { return Ok(()) };
         let until = Instant::now() + self.patience.end;
+        self.shared.end(Instant::now() + self.patience.retry_at_end);
         let mut end = Item::End { status, time };
         // The queue may be full.
         while let Err(TrySendError::Full(back)) = sender.try_send(end) {
@@ -138,20 +166,27 @@ impl Queue {
             if Instant::now() >= until {
                 break;
             }
-            std::thread::sleep(self.patience.pause.min(std::time::Duration::from_millis(20)));
+            std::thread::sleep(self.patience.pause.min(Duration::from_millis(20)));
         }
         drop(sender);
         let left = until.saturating_duration_since(Instant::now());
         if self.done.recv_timeout(left) == Err(RecvTimeoutError::Timeout) {
             let waited = self.patience.end.as_secs_f64();
             self.shared
-                .fail(0, &format!("MLflow has not taken everything within {waited} s of the end"));
+                .fail(&format!("MLflow has not taken everything within {waited} s of the end"));
         }
-        let lost = self.shared.lost.load(Ordering::Relaxed);
-        if lost > 0 {
-            tracing::warn!("MLflow lacks {lost} of the values that were logged");
+        let (missing, logged) = self.missing();
+        if missing > 0 {
+            tracing::warn!("MLflow lacks {missing} of {logged} values that were logged");
         }
         self.check()
+    }
+
+    /// How many values the server has not got, and how many were logged.
+    pub(super) fn missing(&self) -> (u64, u64) {
+        let taken = self.shared.taken.load(Ordering::Relaxed);
+        let logged = self.shared.logged.load(Ordering::Relaxed);
+        (logged - taken, logged)
     }
 }
 
@@ -211,7 +246,7 @@ impl Worker {
             if let Some((status, time)) = end {
                 let ended = self.attempt(|| self.client.end_run(&self.run_id, status, time));
                 if let Err(failure) = ended {
-                    self.shared.fail(0, &failure);
+                    self.shared.fail(&failure);
                 }
                 return;
             }
@@ -226,8 +261,11 @@ impl Worker {
             "run_id": self.run_id,
             "metrics": batch.metrics, "params": batch.params, "tags": batch.tags,
         });
-        if let Err(failure) = self.attempt(|| self.client.log_batch(&body)) {
-            self.shared.fail(batch.len() as u64, &failure);
+        match self.attempt(|| self.client.log_batch(&body)) {
+            Ok(()) => {
+                self.shared.taken.fetch_add(batch.len() as u64, Ordering::Relaxed);
+            }
+            Err(failure) => self.shared.fail(&failure),
         }
     }
 
@@ -240,7 +278,9 @@ impl Worker {
             match call() {
                 Err(failure) if failure.transient => {
                     tracing::debug!("{failure}; trying again in {pause:?}");
-                    std::thread::sleep(pause);
+                    if !self.shared.pause(pause) {
+                        return Err(failure);
+                    }
                     pause *= 2;
                 }
                 done => return done,

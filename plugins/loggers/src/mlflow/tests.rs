@@ -13,6 +13,7 @@ const QUICK: Patience = Patience {
     pause: Duration::from_millis(1),
     attempts: 3,
     end: Duration::from_secs(20),
+    retry_at_end: Duration::from_secs(20),
 };
 
 /// A request: what it calls, and its body.
@@ -180,10 +181,49 @@ fn a_server_that_stops_answering_ends_a_run_only_if_it_is_to() {
             OnError::Warn => end.unwrap(),
             OnError::Error => {
                 let error = end.unwrap_err().to_string().replace(&uri, "SERVER");
-                insta::assert_snapshot!(error, @"MLflow at SERVER: runs/log-batch: status 500: disk");
+                insta::assert_snapshot!(error, @r#"MLflow at SERVER: runs/log-batch: status 500: "disk""#);
             }
         }
     }
+}
+
+/// The failure of a run on a server that answers so to what is logged.
+fn failure_of(status: u16, said: &'static str) -> String {
+    let (uri, _requests) = serve(Box::new(move |path, _| match path {
+        "runs/log-batch" => (status, json!(said)),
+        path => usual(path),
+    }));
+    let mut logger = start(&uri, OnError::Error).unwrap();
+    logger.log_metrics(&metrics(&[("x", 1.0)]), 1).ok();
+    logger.finalize(RunStatus::Success).unwrap_err().to_string().replace(&uri, "SERVER")
+}
+
+#[test]
+fn only_the_answer_of_the_interface_counts_as_delivered() {
+    insta::assert_snapshot!(failure_of(200, "<html>please log in</html>"), @"");
+    insta::assert_snapshot!(failure_of(204, ""), @"");
+    insta::assert_snapshot!(failure_of(302, "moved"), @"");
+    insta::assert_snapshot!(failure_of(400, "oops\nerror: rank 2 failed: \u{1b}[2K"), @"");
+}
+
+#[test]
+fn the_end_of_a_run_does_not_wait_for_retries() {
+    let (uri, _requests) = serve(Box::new(|path, _| match path {
+        "runs/log-batch" => (503, json!({ "message": "busy" })),
+        path => usual(path),
+    }));
+    let config = MlflowConfig { tracking_uri: Some(uri), ..MlflowConfig::default() };
+    // An hour between attempts, but not at the end.
+    let patience = Patience {
+        pause: Duration::from_secs(3600),
+        end: Duration::from_secs(3600),
+        retry_at_end: Duration::ZERO,
+        ..QUICK
+    };
+    let mut logger = MlflowLogger::start(&config, Path::new("run"), patience).unwrap();
+    logger.log_metrics(&metrics(&[("x", 1.0)]), 1).unwrap();
+    logger.finalize(RunStatus::Success).unwrap();
+    assert_eq!(logger.queue.missing(), (1, 1));
 }
 
 #[test]
@@ -255,6 +295,9 @@ fn a_wrong_address_is_found_at_the_start() {
     let refused = error(&format!("http://{closed}")).replace(&closed.to_string(), "ADDRESS");
     assert!(refused.starts_with("MLflow at http://ADDRESS: "), "{refused}");
     let (uri, _requests) = serve(Box::new(|_, _| (200, json!("a web page"))));
+    let page = error(&uri).replace(&uri, "SERVER");
+    insta::assert_snapshot!(page, @"");
+    let (uri, _requests) = serve(Box::new(|_, _| (200, json!({}))));
     insta::assert_snapshot!(error(&uri), @"MLflow: an answer without `experiment_id`: is this the address of an MLflow server?");
 }
 
