@@ -494,8 +494,13 @@ impl Running {
 
     /// Waits until rank `rank` has a handler for `signal`.
     pub fn until_rank_handles(&self, rank: usize, signal: Signal) {
-        let pid = self.rank(rank).as_raw_nonzero();
-        self.until("the rank to handle a signal", |_| {
+        self.until_handles(self.rank(rank), signal);
+    }
+
+    /// Waits until a process has a handler for `signal`.
+    pub fn until_handles(&self, pid: Pid, signal: Signal) {
+        let pid = pid.as_raw_nonzero();
+        self.until("a process to handle a signal", |_| {
             let status = fs::read_to_string(format!("/proc/{pid}/status")).ok()?;
             let caught = status.lines().find_map(|line| line.strip_prefix("SigCgt:"))?;
             let caught = u64::from_str_radix(caught.trim(), 16).ok()?;

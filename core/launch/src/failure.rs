@@ -31,8 +31,8 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The last call of a program's `main`: tells the other ranks how this one ended, prints its error,
-/// and returns the exit code, once [output](fulgurite_error::output) is written, which a reader that takes nothing
-/// delays by some seconds at most. Everything that holds a [`LaunchedRank`](super::LaunchedRank) must have been
+/// and returns the exit code. Before, it waits until [output](fulgurite_error::output) is written, some seconds at
+/// most if nobody reads it. Everything that holds a [`LaunchedRank`](super::LaunchedRank) must have been
 /// dropped.
 ///
 /// | `result` | printed | exit code |

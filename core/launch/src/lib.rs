@@ -38,9 +38,9 @@
 //! seconds to stop, and then ends them. If the supervisor is killed, the kernel kills its ranks (on
 //! Linux).
 //!
-//! Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP ask all ranks to finish their step ([`interruption`]); a second one
-//! ends them at once, unless one of the two is SIGUSR1, which only announces a later signal, or SIGHUP, which a
-//! terminal that closes sends twice. While the
+//! Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP ask all ranks to finish their step ([`interruption`]). A second signal
+//! ends them at once, unless one of the two is SIGUSR1, which only announces another, or SIGHUP, which comes
+//! twice when a terminal closes. While the
 //! job starts ([`Starting`]) there is no step to finish: a rank that waits for others and is asked to end
 //! does so at once, and the job with it. The exit code of every rank and of the supervisor is 128 + the
 //! signal that they [agreed on](agree_on), or 0 if the environment has the job [put back into its

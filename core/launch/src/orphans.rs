@@ -1,12 +1,11 @@
-//! Processes that ranks started and left running: this process adopts them, and ends them with the job.
+//! Orphans: processes that ranks started and left running. This process adopts them, and ends them with the job.
 //!
-//! A process whose parent has ended gets the nearest ancestor that asked for it as its parent, whatever session or
-//! group it has moved to (`setsid`, a daemon). Only Linux has this; elsewhere such processes stay.
+//! On Linux a process whose parent has ended gets the nearest ancestor that asked for it as its new parent. That
+//! holds for daemons and processes of other sessions (`setsid`) too. On other systems orphans stay.
 
 use rustix::process::Pid;
 
-/// The children that this process had before it started ranks. Every other child that is no rank is an orphan of
-/// a rank.
+/// The children that this process had before it started ranks. Each other child is a rank or an orphan of one.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Orphans {
     #[cfg(target_os = "linux")]
@@ -55,7 +54,7 @@ mod linux {
             Self { before: children().into_iter().map(|child| child.pid).collect() }
         }
 
-        /// Waits for orphans that have ended, so that they do not fill the table of processes. Not for `ranks`.
+        /// Waits for orphans that have ended, so that they do not fill the table of processes. Leaves `ranks` alone.
         pub(crate) fn reap(&self, ranks: &[Pid]) {
             let ended = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
             if !matches!(waitid(WaitId::All, ended | WaitIdOptions::NOWAIT), Ok(Some(_))) {
@@ -68,8 +67,8 @@ mod linux {
             }
         }
 
-        /// Ends what ranks have left, once all ranks have ended: by SIGTERM and, after a while or `at_once`, by
-        /// SIGKILL. Those that are in the groups of ranks have been killed already.
+        /// Ends all orphans, once all ranks have ended: by SIGTERM and, after a while or `at_once`, by SIGKILL.
+        /// Orphans in the groups of ranks have been killed already.
         pub(crate) fn end(&self, groups: &[Pid], at_once: bool) {
             let mut patience = Patience::new(if at_once { Duration::ZERO } else { GRACE });
             let mut told = Vec::new();

@@ -222,9 +222,9 @@ fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether a signal may be followed by others for the same reason: SIGUSR1 announces one, and a terminal that
-/// closes sends SIGHUP by itself and through its shell. A signal after it then counts as the first request to end,
-/// and it is never the second.
+/// Whether other signals may follow a signal for the same reason. SIGUSR1 announces one. A terminal that closes
+/// sends SIGHUP by itself and through its shell. Such a signal never counts as the second request to end, and the
+/// signal after it counts as the first.
 pub(super) fn is_advance_notice(signal: i32) -> bool {
     signal == SIGUSR1 || signal == SIGHUP
 }

@@ -17,10 +17,10 @@ use fulgurite_core::{Error, Result};
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 ///
-/// A broken pipe is no error: the run continues without output. A reader of standard output that is slower than the
-/// run is not waited for: events that find no room in a queue of 4 MiB are left out, and
-/// `{"event":"left_out","lines":12}` is in their place. At the end of the run the queue is written, as long as the reader
-/// takes something every five seconds. A full disk is an error of the next event.
+/// A broken pipe is not an error: the run continues without output. The run does not wait for a slow reader of
+/// standard output. Events without room in a queue of 4 MiB are left out, and `{"event":"left_out","lines":12}` is in
+/// their place. At the end of the run the queue is written, as long as the reader takes something every five
+/// seconds. After a full disk the next event is an error.
 pub struct JsonLines {
     /// `None` after a broken pipe.
     writer: Option<Box<dyn Write + Send>>,

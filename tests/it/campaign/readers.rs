@@ -49,7 +49,10 @@ fn strike_at_random(trial: &mut Trial) {
     }
     let running = job.unread(stream).start();
     // Before, a signal ends a process by itself.
-    running.until_rank_handles(if devices == 1 { 0 } else { rank }, Signal::TERM);
+    match devices {
+        1 => running.until_handles(running.pid(), Signal::TERM),
+        _ => (0..2).for_each(|rank| running.until_rank_handles(rank, Signal::TERM)),
+    }
     std::thread::sleep(Duration::from_millis(rng.u64(0..2000)));
     let ranks = |of, signal| kill_process(running.rank(of), signal).unwrap();
     match strike {

@@ -1,10 +1,9 @@
-//! Output of a process that trains: a reader that does not read holds up nothing.
+//! Output of a process that trains. It does not wait for its reader.
 //!
-//! Each of standard output and standard error has a bounded queue and a thread that writes it. Whoever has
-//! something to say puts it into the queue and goes on: training, signals and timeouts never wait for a pager
-//! that was stopped, a terminal after Ctrl-S, or a log collector that stalls. Lines that find no room are left
-//! out, and a line in their place says how many they were. At the end of a process the queue is
-//! [flushed](flush), with a limit.
+//! Standard output and standard error each have a bounded queue and a thread that writes it. A caller puts its
+//! lines into the queue and goes on. So a stopped pager, a terminal after Ctrl-S or a log collector that stalls
+//! does not hold up training, signals or timeouts. Lines without room are left out, and a line in their place
+//! says how many. At the end of a process the queue is [flushed](flush), within a limit.
 //!
 //! ```
 //! use std::io::Write as _;

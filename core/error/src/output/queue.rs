@@ -1,4 +1,4 @@
-//! [`Queue`]: what is to be written, and the thread that writes it.
+//! [`Queue`]: a bounded queue of output, and the thread that writes it.
 
 use std::collections::VecDeque;
 use std::io::{self, ErrorKind, Write};
@@ -7,13 +7,13 @@ use std::time::{Duration, Instant};
 
 /// Bytes that may wait.
 pub(super) const CAPACITY: usize = 4 << 20;
-/// Bytes beyond it that are for messages: errors come through where progress does not.
+/// Bytes beyond it for messages: errors find room when progress does not.
 pub(super) const RESERVE: usize = 256 << 10;
-/// How much may be before what must be written soon.
+/// The most bytes that may wait before a piece that is only worth showing now.
 const PROMPT: usize = 64 << 10;
-/// Bytes that are written at once: a pipe takes so many whole, and each shows that its reader reads.
+/// Bytes of one write. A pipe takes so many as a whole, and each write shows that somebody reads.
 const CHUNK: usize = 4096;
-/// How long a writer is left alone that cannot take anything at the moment.
+/// The pause before a write is tried again on a stream that does not block.
 const BUSY: Duration = Duration::from_millis(10);
 
 /// Says in a line that so many lines were left out.
@@ -36,9 +36,9 @@ struct State {
     gone: bool,
     /// Why something could not be written.
     failure: Option<(ErrorKind, String)>,
-    /// At how many written chunks a flush has given up: none waits again until there are more.
-    given_up_at: Option<u64>,
-    /// No thread could be started; pieces are written by those who bring them.
+    /// At how many written chunks a flush, or a writer, has given up: none waits again until there are more.
+    given_up_at: [Option<u64>; 2],
+    /// No thread could be started: callers write their pieces themselves.
     direct: bool,
 }
 
@@ -48,7 +48,14 @@ enum Piece {
     Gap(u64, GapLine),
 }
 
-/// What to do with a piece for which there is no room.
+/// Who waits for a reader.
+#[derive(Debug, Clone, Copy)]
+enum Waiter {
+    Flush,
+    Writer,
+}
+
+/// How a piece without room is treated.
 pub(super) enum Full {
     /// It is left out, and counted.
     LeaveOut,
@@ -57,8 +64,8 @@ pub(super) enum Full {
 }
 
 impl Queue {
-    /// Starts the thread that writes to what `open` opens. Without a thread, for the system may refuse one, pieces
-    /// are written at once.
+    /// Starts the thread, which writes to the writer that `open` returns. If the system refuses a thread, callers
+    /// write their pieces themselves.
     pub(super) fn start<W: Write>(name: &str, open: impl Fn() -> W + Send + 'static) -> Arc<Self> {
         let queue = Arc::new(Self { state: Mutex::new(State::default()), changed: Condvar::new() });
         let shared = queue.clone();
@@ -83,9 +90,8 @@ impl Queue {
                     last = (state.written, Instant::now());
                 }
                 let left = idle.saturating_sub(last.1.elapsed());
-                if left.is_zero() || state.given_up_at == Some(state.written) {
-                    // Nobody else waits either, until the reader takes something.
-                    state.given_up_at = Some(state.written);
+                if left.is_zero() || state.has_given_up(Waiter::Writer) {
+                    state.give_up(Waiter::Writer);
                     break;
                 }
                 state = self.wait(state, left);
@@ -104,7 +110,7 @@ impl Queue {
         true
     }
 
-    /// Puts in a piece that is worth nothing later, unless much is before it.
+    /// Puts a piece in if it is written soon; else drops it.
     pub(super) fn put_if_prompt(&self, bytes: &[u8]) {
         let is_prompt = self.lock().bytes < PROMPT;
         if is_prompt {
@@ -117,7 +123,7 @@ impl Queue {
         self.lock().direct
     }
 
-    /// Writes what is there, where no thread does.
+    /// Writes all pieces, if there is no thread.
     pub(super) fn write_now(&self, to: &mut impl Write) {
         let mut lost = None;
         while let Some(piece) = { self.lock().pieces.pop_front() } {
@@ -142,9 +148,8 @@ impl Queue {
             }
             let now = Instant::now();
             let left = idle.saturating_sub(now - last.1).min(end.saturating_duration_since(now));
-            if left.is_zero() || state.given_up_at == Some(state.written) {
-                state.given_up_at = Some(state.written);
-                return;
+            if left.is_zero() || state.has_given_up(Waiter::Flush) {
+                return state.give_up(Waiter::Flush);
             }
             state = self.wait(state, left);
         }
@@ -178,7 +183,7 @@ impl Queue {
         };
         let missing = left_out + lost.take().map_or(0, |(count, _)| count);
         let note = if missing > 0 { gap(missing) } else { String::new() };
-        // What comes after a note that cannot be written is lost with it.
+        // If the note cannot be written, the piece is lost with it.
         let result = match self.write_chunks(note.as_bytes(), to) {
             Ok(()) => self.write_chunks(&bytes, to).map_err(|error| (lines(&bytes), error)),
             Err(error) => Err((missing + lines(&bytes), error)),
@@ -187,7 +192,7 @@ impl Queue {
         state.bytes -= size;
         if let Err((count, error)) = result {
             match error.kind() {
-                // Nobody reads: the reader has ended, or the terminal was closed.
+                // The reader has ended, or the terminal was closed.
                 ErrorKind::BrokenPipe => state.end(),
                 _ if is_gone(&error) => state.end(),
                 kind => {
@@ -231,6 +236,15 @@ impl Piece {
 }
 
 impl State {
+    /// Whether one has given up, and nothing was written since.
+    fn has_given_up(&self, waiter: Waiter) -> bool {
+        self.given_up_at[waiter as usize] == Some(self.written)
+    }
+
+    fn give_up(&mut self, waiter: Waiter) {
+        self.given_up_at[waiter as usize] = Some(self.written);
+    }
+
     fn leave_out(&mut self, lines: u64, gap: GapLine) {
         match self.pieces.back_mut() {
             Some(Piece::Gap(count, _)) => *count += lines,
@@ -350,17 +364,18 @@ mod tests {
         let (queue, hold, read) = gated(&[]);
         assert!(put(&queue, "one\n", 10));
         let idle = Duration::from_millis(5);
-        queue.flush(idle, Instant::now() + LONG);
-        // Given up: a patient writer and a longer flush do not wait again.
-        assert!(queue.put(b"two and more\n", 10, gap, &Full::Wait(LONG)));
-        queue.flush(LONG, Instant::now() + LONG);
+        // The second time none waits, however patient it is.
+        for idle in [idle, LONG] {
+            queue.flush(idle, Instant::now() + LONG);
+            assert!(queue.put(b"two and more\n", 10, gap, &Full::Wait(idle)));
+        }
         assert_eq!(*read.lock().unwrap(), b"");
         drop(hold);
         // Whoever waits longer than the reader sleeps gets it.
         while read.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }
-        assert_eq!(all_read(&queue, &read), "one\n(1 missing)\n");
+        assert_eq!(all_read(&queue, &read), "one\n(2 missing)\n");
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! [`Outlet`]: standard output and standard error, for those who do not wait.
+//! [`Outlet`]: standard output and standard error without waiting.
 
 use std::io::{self, ErrorKind, Write};
 use std::sync::{Arc, OnceLock};
@@ -32,7 +32,7 @@ impl Standard {
     }
 }
 
-/// Writes past the locks of [`std::io`], which whoever waits for a reader holds.
+/// Writes without the locks of [`std::io`]: a `println!` that waits for a reader holds one.
 impl Write for Standard {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         let written = match self {
@@ -58,8 +58,8 @@ pub fn stdout() -> Outlet {
     Outlet::new(Standard::Output)
 }
 
-/// Waits until everything is written that was said so far: as long as the readers take something every five seconds,
-/// half a minute at most. For the end of a process, or of a run.
+/// Waits until all output so far is written, as long as the readers take something every five seconds, and half a
+/// minute at most. For the end of a process or of a run.
 pub fn flush() {
     flush_within(PATIENCE);
 }
@@ -71,7 +71,7 @@ pub fn flush_briefly() {
 
 fn flush_within((idle, limit): (Duration, Duration)) {
     let end = Instant::now() + limit;
-    // Errors first: what they say explains what is missing elsewhere.
+    // Errors first.
     for of in [Standard::Error, Standard::Output] {
         if let Some(queue) = QUEUES[of as usize].get() {
             queue.flush(idle, end);

@@ -1,7 +1,7 @@
 //! Where the output of ranks goes.
 //!
-//! What is written to a file or shown with a prefix comes to the agent through pipes, which threads empty: a full disk
-//! or a terminal that takes nothing does not reach the rank.
+//! The agent reads the output of ranks through pipes, if it goes to files or is shown with a prefix. So a rank
+//! notices neither a full disk nor a terminal that takes nothing.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -35,7 +35,7 @@ pub(super) struct Output {
 
 impl Output {
     /// The files of a rank are in `log_dir/NAME/attempt_N/RANK/`, with the [name](Attempt::log_name) of the job's logs.
-    /// That they cannot be written is said once for all that share `said`.
+    /// A failure to write is said once by all that share `said`.
     pub(super) fn new(
         options: &AgentOptions,
         attempt: &Attempt,
@@ -184,7 +184,7 @@ impl LogFile {
 }
 
 impl<W: Write> LogFile<W> {
-    /// Writes, or counts what cannot be written: that must not end a training.
+    /// Writes, or counts the bytes that cannot be written. A full disk must not end a training.
     fn write(&mut self, bytes: &[u8]) {
         if self.missing > 0 {
             let note = format!("\n[{} bytes of output are missing here]\n", self.missing);
