@@ -5,8 +5,7 @@ use std::collections::BTreeSet;
 use std::sync::Arc;
 
 use super::{ShardTensor, parse_optimizer_key};
-use fulgurite_engine::module::ModuleTree;
-use fulgurite_engine::module::prefix_match;
+use fulgurite_engine::module::{ModuleTree, any_pattern_matches, idle_pattern};
 
 /// Chooses the parameters of a partial save ([`SaveMeta::filter`](super::SaveMeta::filter)) or load
 /// ([`LoadOptions::filter`](super::LoadOptions::filter)), with their optimizer state.
@@ -42,12 +41,12 @@ impl ParameterFilter {
         Self::new("trainable parameters", move |fqn| names.contains(fqn))
     }
 
-    /// Keeps the parameters, and all parameters of the modules, that match a pattern. `*` matches a
-    /// segment or a part of one.
+    /// Keeps the parameters that match a pattern, as [`pattern_matches`](fulgurite_engine::module::pattern_matches) reads
+    /// it.
     pub fn matching<P: Into<String>>(patterns: impl IntoIterator<Item = P>) -> Self {
         let patterns: Vec<String> = patterns.into_iter().map(Into::into).collect();
         let kept = patterns.clone();
-        let keep = move |fqn: &str| any_matches(&kept, fqn);
+        let keep = move |fqn: &str| any_pattern_matches(&kept, fqn);
         Self { patterns: patterns.clone(), ..Self::new(patterns.join(", "), keep) }
     }
 
@@ -69,15 +68,15 @@ impl ParameterFilter {
         let patterns = [include, exclude].concat();
         let (include, exclude) = (include.to_owned(), exclude.to_owned());
         let keep = move |fqn: &str| {
-            (include.is_empty() || any_matches(&include, fqn)) && !any_matches(&exclude, fqn)
+            (include.is_empty() || any_pattern_matches(&include, fqn))
+                && !any_pattern_matches(&exclude, fqn)
         };
         Self { patterns, ..Self::new(what, keep) }
     }
 
     /// The first of its patterns that matches none of these names.
     pub(super) fn idle_pattern(&self, names: &[&str]) -> Option<&str> {
-        let is_idle = |pattern: &&String| names.iter().all(|n| prefix_match(pattern, n).is_none());
-        self.patterns.iter().find(is_idle).map(String::as_str)
+        idle_pattern(&self.patterns, names.iter().copied())
     }
 
     /// The description of what it keeps.
@@ -109,10 +108,6 @@ impl ParameterFilter {
         let state = optimizer.iter().filter(|tensor| filter.keeps_state(&tensor.name));
         (Cow::Owned(model), Cow::Owned(state.cloned().collect()))
     }
-}
-
-fn any_matches(patterns: &[String], fqn: &str) -> bool {
-    patterns.iter().any(|pattern| prefix_match(pattern, fqn).is_some())
 }
 
 impl std::fmt::Debug for ParameterFilter {

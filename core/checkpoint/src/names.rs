@@ -8,8 +8,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{TensorInfo, TensorSource, optimizer_key, parse_optimizer_key};
 use crate::{Error, Result};
-use fulgurite_engine::module::PrefixMatch;
-use fulgurite_engine::module::prefix_match;
+use fulgurite_engine::module::{PatternMatch, find_pattern, pattern_matches};
 use fulgurite_engine::shard::Region;
 
 /// Segments that PyTorch's wrappers insert into names: FSDP, activation checkpointing,
@@ -68,11 +67,10 @@ pub struct NameRules {
     pub clean: bool,
     /// A prefix that is removed from names, such as `model.`.
     pub prefix_strip: Option<String>,
-    /// Patterns and their replacements; the first pattern that matches is replaced. A pattern
-    /// matches a whole name, or the path of a module that the name is in; the rest of the name
-    /// stays. `*` matches a segment or a part of one, and each `*` of the replacement stands for
-    /// the match of its counterpart. An empty replacement takes the path away, `*` to `model.*` puts
-    /// `model` in front.
+    /// Patterns and their replacements; the first pattern that matches is applied. It replaces the first
+    /// segments that it names, as [`find_pattern`] finds them, and the rest of the name stays. Each `*` of the
+    /// replacement stands for the match of its counterpart. An empty replacement takes the segments away, `*` to
+    /// `model.*` puts `model` in front, and a pattern with a dot in front matches from the beginning alone.
     pub rename: Vec<(String, String)>,
     /// A prefix that is added to every name, such as `model.`.
     pub prefix_add: Option<String>,
@@ -90,7 +88,7 @@ impl NameRules {
         let before_renaming = Self { rename: Vec::new(), prefix_add: None, ..self.clone() };
         let names: Vec<String> =
             names.iter().filter_map(|name| before_renaming.apply(name).ok()).collect();
-        let is_idle = |from: &&str| names.iter().all(|name| prefix_match(from, name).is_none());
+        let is_idle = |from: &&str| !names.iter().any(|name| pattern_matches(from, name));
         self.rename.iter().map(|(from, _)| from.as_str()).find(is_idle)
     }
 
@@ -117,8 +115,8 @@ impl NameRules {
             .rename
             .iter()
             .filter(|_| !new.is_empty())
-            .find_map(|(pattern, to)| prefix_match(pattern, &new).map(|found| (to, found)));
-        if let Some((replacement, PrefixMatch { captures, rest })) = matching {
+            .find_map(|(pattern, to)| find_pattern(pattern, &new).map(|found| (to, found)));
+        if let Some((replacement, PatternMatch { before, captures, rest })) = matching {
             let mut captures = captures.into_iter();
             let mut parts = replacement.split('*');
             let mut renamed = parts.next().unwrap_or_default().to_owned();
@@ -126,8 +124,11 @@ impl NameRules {
                 renamed.push_str(captures.next().unwrap_or_default());
                 renamed.push_str(part);
             }
-            renamed.push_str(if renamed.is_empty() { rest.trim_start_matches('.') } else { rest });
-            new = renamed;
+            new = match (renamed.is_empty(), before) {
+                (false, _) => format!("{before}{renamed}{rest}"),
+                (true, "") => rest.trim_start_matches('.').to_owned(),
+                (true, _) => format!("{}{rest}", before.trim_end_matches('.')),
+            };
         }
         if let Some(prefix) = &self.prefix_add {
             new.insert_str(0, prefix);
@@ -260,6 +261,7 @@ mod tests {
             prefix_add: Some("net.".into()),
         };
         assert_eq!(rules.apply("module.model.a.1.x_q.w").unwrap(), "net.1.q.y.w");
+        assert_eq!(rules.apply("module.model.b.a.1.x_q.w").unwrap(), "net.b.1.q.y.w");
         assert_eq!(rules.apply("b").unwrap(), "net.b");
         rules.rename.push(pair("b", "*"));
         insta::assert_snapshot!(rules.apply("c").unwrap_err(), @"renaming `b` to `*`: the replacement has more `*` than the pattern, so that nothing is known to put there");

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use fulgurite_core::collective::{ProcessGroup, Solo};
 use fulgurite_core::mesh::{DP_CP, DP_SHARD_CP, DeviceMesh};
-use fulgurite_core::module::{ModuleTree, prefix_match};
+use fulgurite_core::module::{ModuleTree, PATTERN_HELP, any_pattern_matches, idle_pattern};
 use fulgurite_core::parameter::ParameterSlot;
 use fulgurite_core::shard::{Cut, Placement};
 use fulgurite_core::strategy::materialize;
@@ -21,16 +21,13 @@ use crate::schedule::ddp::Event;
 /// # Errors
 /// If a pattern names nothing.
 pub(super) fn chosen(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>> {
-    let names = |pattern: &str, fqn: &str| prefix_match(pattern, fqn).is_some();
-    let nothing = |pattern: &&String| !tree.parameters().iter().any(|p| names(pattern, p.fqn()));
-    if let Some(pattern) = settings.ignored.iter().find(nothing) {
+    let fqns = tree.parameters().iter().map(|parameter| parameter.fqn());
+    if let Some(pattern) = idle_pattern(&settings.ignored, fqns.clone()) {
         return Err(Error::other(format!(
-            "`trainer.strategy.ignored`: no parameter has the name {pattern:?}, and no module that has any; a \
-             pattern is a whole path, in which `*` is one segment"
+            "`trainer.strategy.ignored`: no parameter matches `{pattern}`. {PATTERN_HELP}"
         )));
     }
-    let is = |fqn: &str| settings.ignored.iter().any(|pattern| names(pattern, fqn));
-    Ok(tree.parameters().iter().map(|p| is(p.fqn())).collect())
+    Ok(fqns.map(|fqn| any_pattern_matches(&settings.ignored, fqn)).collect())
 }
 
 /// Parameters that every rank holds whole (under tensor parallelism, its whole part), and whose gradients stay

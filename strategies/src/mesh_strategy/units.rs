@@ -1,10 +1,10 @@
 //! Which units are gathered on their own, what is kept of them after forward, and which are gathered ahead.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
 use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::module::{ModuleTree, Reshard, glob_match};
+use fulgurite_core::module::{ModuleTree, Reshard};
 use fulgurite_core::{Error, Result};
 
 use super::Settings;
@@ -20,8 +20,19 @@ pub(super) fn choose(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>
     let chosen = if settings.shard_conditions.is_empty() {
         vec![true; units.len()]
     } else {
-        let matches = |path: &str| settings.shard_conditions.iter().any(|p| glob_match(p, path));
-        units.iter().map(|unit| matches(unit.path())).collect()
+        let mut matching = BTreeSet::new();
+        for pattern in &settings.shard_conditions {
+            let mut of_pattern = tree.units_matching(pattern).peekable();
+            if of_pattern.peek().is_none() {
+                let paths: Vec<&str> = units.iter().map(|unit| unit.path()).collect();
+                return Err(Error::Config(format!(
+                    "`trainer.strategy.shard_conditions`: `{pattern}` matches no unit of the model; it has {}",
+                    if paths.is_empty() { "none".to_owned() } else { paths.join(", ") }
+                )));
+            }
+            matching.extend(of_pattern.map(|unit| unit.path().to_owned()));
+        }
+        units.iter().map(|unit| matching.contains(unit.path())).collect()
     };
     if chosen.contains(&true) || settings.allow_root_only {
         return Ok(chosen);
@@ -35,7 +46,7 @@ pub(super) fn choose(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>
     } else {
         format!(
             "no layer modules were sharded: `shard_conditions` ({}) chose none of the model's units \
-             ({}). A pattern is a whole path, in which `*` is one segment",
+             ({})",
             settings.shard_conditions.join(", "),
             paths.join(", ")
         )

@@ -421,7 +421,7 @@ fn choices_that_choose_nothing_are_refused() {
     let error = |checkpointing| configured(checkpointing).unwrap_err();
     let full = ActivationCheckpointing::full();
     let units = vec!["layers.*".to_owned(), "blocks.*".to_owned()];
-    insta::assert_snapshot!(error(ActivationCheckpointing { units: units.clone(), ..full.clone() }), @"`trainer.activation_checkpointing`: no unit matches `blocks.*` (`*` is one segment); there are layers.0, layers.1, layers.2, layers.3, head");
+    insta::assert_snapshot!(error(ActivationCheckpointing { units: units.clone(), ..full.clone() }), @"`trainer.activation_checkpointing`: no unit matches `blocks.*`; there are layers.0, layers.1, layers.2, layers.3, head");
     insta::assert_snapshot!(error(ActivationCheckpointing::selective(6)), @"`trainer.activation_checkpointing`: every = 6 takes none of the units, of which there are too few; there are layers.0, layers.1, layers.2, layers.3, head");
     insta::assert_snapshot!(error(ActivationCheckpointing::selective(0)), @"`trainer.activation_checkpointing`: `every` must be at least 1, found 0; leave it out for every second unit");
     insta::assert_snapshot!(error(ActivationCheckpointing { every: Some(2), ..full.clone() }), @r#"`trainer.activation_checkpointing`: `every` says which units `type = "selective"` takes; the type is "full""#);

@@ -56,7 +56,7 @@ fn fsdp_without_units() {
 #[test]
 fn conditions_that_match_nothing() {
     let config = r#"{"type": "fsdp", "shard_conditions": ["layers", "model.*"]}"#;
-    insta::assert_snapshot!(refused(2, config, |_, b| two_units(b)), @"no layer modules were sharded: `shard_conditions` (layers, model.*) chose none of the model's units (layers.0, layers.1). A pattern is a whole path, in which `*` is one segment");
+    insta::assert_snapshot!(refused(2, config, |_, b| two_units(b)), @"`trainer.strategy.shard_conditions`: `model.*` matches no unit of the model; it has layers.0, layers.1");
 }
 
 mod a_function {

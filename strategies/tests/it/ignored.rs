@@ -185,5 +185,5 @@ fn ignored_parameters_are_saved_where_ranks_agree() {
 fn a_pattern_that_names_nothing_is_an_error() {
     let config = r#"{"type": "fsdp", "ignored": ["norm", "layers.0.mpl"]}"#;
     let error = run_ranks(1, |world| training(world, config, &[]).map(drop)).unwrap_err();
-    insta::assert_snapshot!(error, @r#"`trainer.strategy.ignored`: no parameter has the name "layers.0.mpl", and no module that has any; a pattern is a whole path, in which `*` is one segment"#);
+    insta::assert_snapshot!(error, @r#"`trainer.strategy.ignored`: no parameter matches `layers.0.mpl`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root"#);
 }

@@ -148,7 +148,7 @@ fn wrong_patterns_say_which_layers_can() {
         Decoder::new(&b).unwrap();
         b.finish().unwrap_err().to_string()
     };
-    insta::assert_snapshot!(error("norms"), @"`trainer.keep_in_fp32`: no layer of the model matches `norms`. A pattern is the end of a layer's path, with `*` for a segment or a part of one, such as `norm`");
+    insta::assert_snapshot!(error("norms"), @"`trainer.keep_in_fp32`: no layer of the model matches `norms`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
     insta::assert_snapshot!(error("q_proj"), @"module `layers.0.self_attn.q_proj`: is named by `trainer.keep_in_fp32`, and it is computed as a part of `layers.0.self_attn`; name that instead");
     insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
     insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");

@@ -9,7 +9,7 @@ use fulgurite_core::autograd::no_grad;
 use fulgurite_core::collective::Solo;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{
-    Activations, CandleModule, Module, ModuleBuilder, ModuleInit, Unit, glob_match,
+    Activations, CandleModule, Module, ModuleBuilder, ModuleInit, Unit, pattern_names,
 };
 use fulgurite_core::nn::{Linear, Loss, RmsNorm};
 use fulgurite_core::optim::Sgd;
@@ -242,7 +242,7 @@ fn modules_are_listed_by_path_with_their_kinds_and_units() {
     }
     let tree = b.finish().unwrap();
     let listed = |within: &str| -> Vec<(String, &str, Option<usize>)> {
-        let all = tree.modules().iter().filter(|(path, _)| glob_match(within, path));
+        let all = tree.modules().iter().filter(|(path, _)| pattern_names(within, path));
         all.map(|(path, info)| (path.clone(), info.kind, info.unit)).collect()
     };
     let expected = [("layers.0.mlp.up", 0), ("layers.1.mlp.up", 1)];

@@ -7,7 +7,9 @@ use serde::{Deserialize, Serialize};
 use super::super::weights::MAX_COMPANION;
 use super::ADAPTER_CONFIG;
 use crate::{Error, Result};
-use fulgurite_engine::module::{AdapterBias, Adapters, ModuleTree};
+use fulgurite_engine::module::{
+    AdapterBias, Adapters, ModuleTree, any_pattern_matches, pattern_names,
+};
 use fulgurite_error::files::read_regular;
 
 /// What PEFT's `LoraConfig` writes to `adapter_config.json`, as far as it is known here. Other fields are
@@ -60,18 +62,26 @@ fn no_bias() -> String {
 impl PeftConfig {
     /// The configuration of the adapters of a model.
     pub(super) fn new(adapters: &Adapters, tree: &ModuleTree, base_model: Option<&str>) -> Self {
-        let plain = |patterns: &[String]| !patterns.iter().any(|pattern| pattern.contains('*'));
+        let plain = |patterns: &[String]| {
+            !patterns.iter().any(|pattern| pattern.contains('*') || pattern.starts_with('.'))
+        };
+        let names =
+            |patterns: &[String], path: &str| patterns.iter().any(|p| pattern_names(p, path));
         let owner = |fqn: &str| fqn.rsplit_once('.').map_or("", |(path, _)| path).to_owned();
-        // PEFT knows no `*`: the paths that it stands for.
-        let (targets, exclude) = if plain(&adapters.targets) && plain(&adapters.exclude) {
-            (adapters.targets.clone(), adapters.exclude.clone())
-        } else {
-            let own = tree.parameters().iter().filter(|p| p.is_adapter());
-            let mut paths: Vec<String> = own
-                .filter_map(|p| p.fqn().rfind(".lora_").map(|at| p.fqn()[..at].to_owned()))
-                .collect();
-            paths.dedup();
-            (paths, Vec::new())
+        let own = tree.parameters().iter().filter(|p| p.is_adapter());
+        let mut layers: Vec<String> = own
+            .filter_map(|p| p.fqn().rfind(".lora_").map(|at| p.fqn()[..at].to_owned()))
+            .collect();
+        layers.dedup();
+        let Adapters { targets, exclude, .. } = adapters;
+        // To PEFT a pattern is the end of a layer's path, without `*`, and means nothing under it.
+        let named = layers.iter().all(|layer| names(targets, layer));
+        let excluded = |path: &&String| names(targets, path) && any_pattern_matches(exclude, path);
+        let left_out = tree.modules().keys().filter(excluded).all(|path| names(exclude, path));
+        let as_they_are = plain(targets) && plain(exclude) && named && left_out;
+        let (targets, exclude) = match as_they_are {
+            true => (targets.clone(), exclude.clone()),
+            false => (layers, Vec::new()),
         };
         let modules_to_save = match adapters.modules_to_save.as_slice() {
             [] => None,

@@ -18,6 +18,7 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
+use std::collections::BTreeSet;
 use std::fmt;
 
 use candle_core::Device;
@@ -27,7 +28,6 @@ use serde::ser::{SerializeMap as _, Serializer};
 use serde::{Deserialize, Serialize};
 
 use super::ActivationOffload;
-use super::pattern::glob_match;
 use super::tree::ModuleTree;
 use super::unit::UnitHandle;
 use crate::{Error, Result};
@@ -63,8 +63,8 @@ pub struct ActivationCheckpointing {
     /// For [`Selective`](CheckpointMode::Selective): `n` takes every n-th unit, in the order in which
     /// they are built (2: the second, the fourth, …). 2 if it is `None`.
     pub every: Option<usize>,
-    /// Patterns of paths (`*` is one segment): units that match none are neither checkpointed nor
-    /// counted. Empty: every unit matches.
+    /// Patterns of units: those that match none are neither checkpointed nor counted. Empty: every unit
+    /// matches.
     pub units: Vec<String>,
     /// Where activations are stored from forward to backward. `None`: on their device. For
     /// [`Full`](CheckpointMode::Full) these are the inputs of the units: one that gets a gradient and is not
@@ -145,18 +145,16 @@ impl ActivationCheckpointing {
             )));
         }
         let paths = || units.iter().map(UnitHandle::path).collect::<Vec<_>>().join(", ");
-        let matches = |pattern: &String, unit: &UnitHandle| glob_match(pattern, unit.path());
-        if let Some(pattern) =
-            self.units.iter().find(|pattern| !units.iter().any(|unit| matches(pattern, unit)))
-        {
-            return Err(wrong(&format!(
-                "no unit matches `{pattern}` (`*` is one segment); there are {}",
-                paths()
-            )));
+        let mut about = BTreeSet::new();
+        for pattern in &self.units {
+            let mut matching = tree.units_matching(pattern).peekable();
+            if matching.peek().is_none() {
+                return Err(wrong(&format!("no unit matches `{pattern}`; there are {}", paths())));
+            }
+            about.extend(matching.map(|unit| unit.path().to_owned()));
         }
-        let about = units
-            .iter()
-            .filter(|unit| self.units.is_empty() || self.units.iter().any(|p| matches(p, unit)));
+        let about =
+            units.iter().filter(|unit| self.units.is_empty() || about.contains(unit.path()));
         let mut chosen = about.skip(every - 1).step_by(every).peekable();
         if chosen.peek().is_none() {
             return Err(wrong(&format!(

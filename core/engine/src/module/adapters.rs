@@ -2,8 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use super::pattern::glob_match;
+use super::pattern::{
+    PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
+};
 use super::tree::ModuleTree;
+use crate::parameter::Parameter;
 use crate::{Error, Result};
 
 /// Which biases of a model with adapters are trained.
@@ -23,9 +26,9 @@ pub enum AdapterBias {
 /// are trained and everything else is frozen.
 ///
 /// Layers of `nn` ask for it when they are built ([`ModuleBuilder::adapter`](super::ModuleBuilder::adapter)),
-/// so a model that is made of them needs no code for it. A pattern is compared with the end of a layer's
-/// path, segment by segment: `q_proj` is every layer of that name, `mlp.*` everything in an `mlp`,
-/// `layers.3.self_attn.q_proj` that of one layer.
+/// so a model that is made of them needs no code for it. Patterns are read as
+/// [`pattern_matches`](super::pattern_matches) does: `q_proj` is every layer of that name, `mlp` every layer in
+/// an `mlp` that takes an adapter, `layers.3.self_attn.q_proj` that of one layer.
 ///
 /// ```
 /// use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit};
@@ -88,7 +91,7 @@ impl Adapters {
 
     /// Whether the layer at this path is to have an adapter.
     pub fn targets(&self, path: &str) -> bool {
-        matches_any(&self.targets, path) && !matches_any(&self.exclude, path)
+        any_pattern_matches(&self.targets, path) && !any_pattern_matches(&self.exclude, path)
     }
 
     /// Whether a parameter of the model itself is trained.
@@ -99,13 +102,7 @@ impl Adapters {
             AdapterBias::All => true,
             AdapterBias::AdapterOnly => self.targets(path),
         };
-        (bias && name == "bias") || self.saves(path)
-    }
-
-    /// Whether the module at this path, or one around it, is trained whole.
-    fn saves(&self, path: &str) -> bool {
-        let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
-        ends.into_iter().any(|end| matches_any(&self.modules_to_save, &path[..end]))
+        (bias && name == "bias") || any_pattern_matches(&self.modules_to_save, path)
     }
 
     /// Checks the numbers and patterns themselves.
@@ -136,9 +133,7 @@ impl Adapters {
             ("modules_to_save", &self.modules_to_save),
         ];
         for (key, patterns) in all {
-            if let Some(pattern) = patterns.iter().find(|p| p.split('.').any(str::is_empty)) {
-                return wrong(key, format!("the pattern `{pattern}` has an empty segment"));
-            }
+            patterns.iter().try_for_each(|p| check_pattern(p).or_else(|why| wrong(key, why)))?;
         }
         Ok(())
     }
@@ -160,21 +155,25 @@ impl Adapters {
                 false => format!("they are called {}", names.join(", ")),
             }
         };
+        let paths = tree.modules().keys().map(String::as_str);
         for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
-            let idle = patterns
-                .iter()
-                .find(|pattern| !tree.modules().keys().any(|path| suffix_match(pattern, path)));
-            if let Some(pattern) = idle {
+            if let Some(pattern) = idle_pattern(patterns, paths.clone()) {
                 return Err(Error::Config(format!(
-                    "`trainer.adapters.{key}`: no layer of the model matches `{pattern}`. A pattern is \
-                     the end of a layer's path, with `*` for a segment or a part of one; of the layers that \
-                     take an adapter {}",
+                    "`trainer.adapters.{key}`: no layer of the model matches `{pattern}`. {PATTERN_HELP}. Of the \
+                     layers that take an adapter {}",
                     kinds()
                 )));
             }
         }
-        let without =
-            tree.modules().iter().find(|(path, _)| self.targets(path) && !adapted.contains(*path));
+        // A module around layers that have an adapter is what the pattern means, and takes none itself.
+        let is_without = |path: &str, pattern: &str| {
+            let own = |layer: &String| layer == path || is_under(path, layer);
+            pattern_names(pattern, path) && self.targets(path) && !adapted.iter().any(own)
+        };
+        let without = tree
+            .modules()
+            .iter()
+            .find(|(path, _)| self.targets.iter().any(|pattern| is_without(path, pattern)));
         if let Some((path, info)) = without {
             return Err(Error::module(
                 path,
@@ -187,62 +186,28 @@ impl Adapters {
                 ),
             ));
         }
-        let idle = self.modules_to_save.iter().find(|pattern| {
-            let one = Self { modules_to_save: vec![(*pattern).clone()], ..self.clone() };
-            !tree
-                .parameters()
-                .iter()
-                .any(|p| one.saves(p.fqn().rsplit_once('.').map_or("", |(path, _)| path)))
+        // The path of a list of modules, which is none itself.
+        let idle = self.targets.iter().find(|pattern| {
+            paths.clone().any(|path| pattern_matches(pattern, path) && self.targets(path))
+                && !adapted.iter().any(|path| pattern_matches(pattern, path))
         });
-        match idle {
+        if let Some(pattern) = idle {
+            return Err(Error::Config(format!(
+                "`trainer.adapters.targets`: nothing under `{pattern}` takes an adapter; of the layers that do {}",
+                kinds()
+            )));
+        }
+        let owner = |p| Parameter::fqn(p).rsplit_once('.').map_or("", |(path, _)| path);
+        match idle_pattern(&self.modules_to_save, tree.parameters().iter().map(owner)) {
             None => Ok(()),
             Some(pattern) => Err(Error::Config(format!(
-                "`trainer.adapters.modules_to_save`: no module with parameters matches `{pattern}`; a pattern is \
-                 the end of a module's path, such as `lm_head`"
+                "`trainer.adapters.modules_to_save`: no module with parameters matches `{pattern}`. {PATTERN_HELP}"
             ))),
         }
     }
 }
 
-pub(super) fn matches_any(patterns: &[String], path: &str) -> bool {
-    patterns.iter().any(|pattern| suffix_match(pattern, path))
-}
-
-/// Whether a pattern matches the last segments of a path.
-pub(super) fn suffix_match(pattern: &str, path: &str) -> bool {
-    let segments = pattern.split('.').count();
-    let mut starts = path.rmatch_indices('.').map(|(at, _)| at + 1);
-    let start = match segments {
-        0 => return false,
-        n => starts.nth(n - 1),
-    };
-    match start {
-        Some(start) => glob_match(pattern, &path[start..]),
-        None => glob_match(pattern, path),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_pattern_is_the_end_of_a_path() {
-        let yes = [
-            ("q_proj", "model.layers.0.self_attn.q_proj"),
-            ("*.q_proj", "model.layers.0.self_attn.q_proj"),
-            ("self_attn.*", "model.layers.0.self_attn.q_proj"),
-            ("layers.1*.mlp", "layers.10.mlp"),
-            ("head", "head"),
-            ("*", "a.b"),
-        ];
-        for (pattern, path) in yes {
-            assert!(suffix_match(pattern, path), "{pattern} {path}");
-        }
-        for (pattern, path) in
-            [("q", "a.q_proj"), ("b.head", "head"), ("proj", "a.q_proj"), ("a", "a.b")]
-        {
-            assert!(!suffix_match(pattern, path), "{pattern} {path}");
-        }
-    }
+/// Whether `path` is under `module`.
+pub(super) fn is_under(module: &str, path: &str) -> bool {
+    path.strip_prefix(module).is_some_and(|rest| rest.starts_with('.'))
 }

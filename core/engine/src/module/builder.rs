@@ -6,7 +6,7 @@ use candle_core::{DType, Device};
 
 use super::dtypes::{self, ModuleDtype};
 use super::keep_in_fp32;
-use super::pattern::pattern_matches;
+use super::pattern::any_pattern_matches;
 use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
@@ -45,8 +45,7 @@ pub struct ModuleInit {
     pub dtype: DType,
     /// dtype that layers compute with.
     pub compute_dtype: DType,
-    /// Patterns of layers that compute in f32 where the others compute in half precision: the ends of their paths,
-    /// as those of [`Adapters`].
+    /// Patterns of layers that compute in f32 where the others compute in half precision.
     pub keep_in_fp32: Vec<String>,
     /// Units and layers that compute in another dtype than the model.
     pub module_dtypes: Vec<ModuleDtype>,
@@ -293,8 +292,7 @@ impl ModuleBuilder {
             let adapters = self.init.adapters.as_ref();
             self.frozen || adapters.is_some_and(|adapters| !adapters.trains(fqn))
         };
-        self.init.frozen.iter().any(|p| pattern_matches(p, fqn))
-            || (origin != Origin::Adapter && of_base())
+        any_pattern_matches(&self.init.frozen, fqn) || (origin != Origin::Adapter && of_base())
     }
 
     /// The format in which the layer at this path is to hold its weight, the frozen parameter `name`, if the

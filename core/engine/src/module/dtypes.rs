@@ -5,7 +5,7 @@ use std::collections::BTreeSet;
 use candle_core::DType;
 
 use super::keep_in_fp32::check_casts;
-use super::pattern::glob_match;
+use super::pattern::pattern_names;
 use super::tree::ModuleTree;
 use super::unit::UnitHandle;
 use crate::{Error, Result};
@@ -17,15 +17,15 @@ use crate::{Error, Result};
 /// outside of all, computes in f32 where those around it compute in half precision, if it is of a kind that casts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModuleDtype {
-    /// Pattern of the paths of units and layers, as [`glob_match`] reads it. Of several that name a module, or modules
-    /// around it, the one for the innermost counts, and of those the last.
+    /// Pattern of units and layers, as [`pattern_names`] reads it. Of several that name a module, or modules around it, the
+    /// one for the innermost counts, and of those the last.
     pub modules: String,
     /// `None`: as without, but the pattern must match.
     pub compute_dtype: Option<DType>,
 }
 
-/// Which of the patterns counts for what is at this path in the tree: of those that match the path or a front of it that ends
-/// before a dot, the last one that matches the longest.
+/// Which of the patterns counts for what is at this path in the tree: of those that name the path or something around
+/// it, the last of those that name the innermost.
 ///
 /// ```
 /// use fulgurite_core::module::innermost_match;
@@ -44,7 +44,7 @@ pub fn innermost_match<'a>(
     let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
     let ends: Vec<usize> = ends.collect();
     ends.into_iter().rev().find_map(|end| {
-        let matches = patterns.clone().enumerate().filter(|(_, p)| glob_match(p, &path[..end]));
+        let matches = patterns.clone().enumerate().filter(|(_, p)| pattern_names(p, &path[..end]));
         matches.last().map(|(i, _)| i)
     })
 }
@@ -58,7 +58,7 @@ pub(super) fn of(dtypes: &[ModuleDtype], path: &str) -> Option<DType> {
 
 /// The dtype that is asked for a unit at this path, whatever is asked for what is around it.
 pub(super) fn of_unit(dtypes: &[ModuleDtype], path: &str) -> Option<DType> {
-    let of_unit = dtypes.iter().rev().filter(|of| glob_match(&of.modules, path));
+    let of_unit = dtypes.iter().rev().filter(|of| pattern_names(&of.modules, path));
     of_unit.filter_map(|of| of.compute_dtype).next()
 }
 
@@ -77,14 +77,14 @@ pub(super) fn check(
     for ModuleDtype { modules, .. } in dtypes {
         let units = tree.units().iter().map(UnitHandle::path);
         let mut paths = units.chain(tree.modules().keys().map(String::as_str));
-        if !paths.any(|path| glob_match(modules, path)) {
+        if !paths.any(|path| pattern_names(modules, path)) {
             return Err(no_module(modules, tree));
         }
     }
     for (path, info) in tree.modules() {
         let unit = info.unit.map(|unit| tree.units()[unit].path());
         let around = unit.and_then(|unit| of_unit(dtypes, unit)).unwrap_or(model);
-        let names_it = dtypes.iter().any(|of| glob_match(&of.modules, path));
+        let names_it = dtypes.iter().any(|of| pattern_names(&of.modules, path));
         let Some(asked) = of(dtypes, path).filter(|asked| names_it && *asked != around) else {
             continue;
         };
@@ -117,8 +117,8 @@ fn no_module(pattern: &str, tree: &ModuleTree) -> Error {
         false => paths.into_iter().collect::<Vec<_>>().join(", "),
     };
     Error::Config(format!(
-        "`trainer.strategy.mixed_precision.overrides`: no unit or layer of the model has the path `{pattern}` (a whole \
-         path, in which `*` is one segment or a part of one). There are the units {}, and the layers {}",
+        "`trainer.strategy.mixed_precision.overrides`: the pattern `{pattern}` names no unit or layer of the \
+         model. There are the units {}, and the layers {}",
         list(units),
         list(layers)
     ))

@@ -25,7 +25,7 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-use super::pattern::glob_match;
+use super::pattern::{pattern_matches, pattern_names};
 use super::tree::ModuleTree;
 use super::unit::UnitHandle;
 use crate::mesh::{
@@ -108,9 +108,12 @@ impl UnitHandle {
 }
 
 impl ModuleTree {
-    /// The units whose paths match `pattern` (see [`glob_match`]), in the order they were built.
+    /// The units that `pattern` [names](pattern_names), or those under the modules that it names if none of these is
+    /// a unit, in the order they were built.
     pub fn units_matching(&self, pattern: &str) -> impl Iterator<Item = UnitHandle> {
-        self.units().iter().filter(move |unit| glob_match(pattern, unit.path())).cloned()
+        let names_units = self.units().iter().any(|unit| pattern_names(pattern, unit.path()));
+        let matches = if names_units { pattern_names } else { pattern_matches };
+        self.units().iter().filter(move |unit| matches(pattern, unit.path())).cloned()
     }
 
     /// Shards the root unit, which has the parameters of no chosen unit. It stays gathered throughout a
@@ -130,7 +133,7 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Chooses the units whose paths match `pattern` (`*` is one segment) to be gathered on their
+    /// Chooses the units that `pattern` names, as [`units_matching`](Self::units_matching), to be gathered on their
     /// own, with the strategy's options; the others belong to the root unit.
     ///
     /// # Errors
@@ -281,6 +284,8 @@ mod tests {
         let mut tree = model(&["layers.0", "layers.1", "extra"]);
         assert!(!tree.has_fully_shard_choice());
         assert_eq!(tree.units_matching("layers.*").count(), 2);
+        assert_eq!(tree.units_matching("layers").count(), 2);
+        assert_eq!(tree.units_matching("1").count(), 1);
         for view in VIEWS {
             for unit in tree.units_matching("layers.1") {
                 unit.fully_shard(&mesh().get(view).unwrap(), OPTIONS).unwrap();

@@ -2,33 +2,41 @@
 
 use std::collections::BTreeSet;
 
-use super::adapters::{matches_any, suffix_match};
+use super::adapters::is_under;
+use super::pattern::{PATTERN_HELP, any_pattern_matches, pattern_matches, pattern_names};
 use super::tree::{ModuleInfo, ModuleTree};
 use crate::{Error, Result};
 
-/// Whether one of the patterns names the layer at this path, or one that it is a part of.
+/// Whether one of the patterns matches the layer at this path.
 pub(super) fn keeps(patterns: &[String], path: &str) -> bool {
-    let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
-    !patterns.is_empty() && ends.into_iter().any(|end| matches_any(patterns, &path[..end]))
+    any_pattern_matches(patterns, path)
 }
 
-/// Checks that each pattern names layers, and that these can cast: `in_fp32` has the paths of those that do.
+/// Checks that each pattern matches layers that can cast: `in_fp32` has the paths of those that do. A layer that a
+/// pattern names itself must.
 pub(super) fn check(
     patterns: &[String],
     tree: &ModuleTree,
     in_fp32: &BTreeSet<String>,
 ) -> Result<()> {
     for pattern in patterns {
-        let mut named =
-            tree.modules().iter().filter(|(path, _)| suffix_match(pattern, path)).peekable();
-        if named.peek().is_none() {
-            return Err(Error::Config(format!(
-                "`trainer.keep_in_fp32`: no layer of the model matches `{pattern}`. A pattern is the end of a layer's \
-                 path, with `*` for a segment or a part of one, such as `norm`"
-            )));
+        let wrong = |what: &str| {
+            Err(Error::Config(format!(
+                "`trainer.keep_in_fp32`: no layer of the model {what} `{pattern}`. {PATTERN_HELP}"
+            )))
+        };
+        if !tree.modules().keys().any(|path| pattern_matches(pattern, path)) {
+            return wrong("matches");
         }
+        // A module around layers that cast is what the pattern means, and casts nothing itself.
+        let named = tree.modules().iter().filter(|(path, _)| {
+            pattern_names(pattern, path) && !in_fp32.iter().any(|layer| is_under(path, layer))
+        });
         for (path, info) in named {
             check_casts(path, info, tree, in_fp32, "`trainer.keep_in_fp32`")?;
+        }
+        if !in_fp32.iter().any(|path| pattern_matches(pattern, path)) {
+            return wrong("can cast what it gets under");
         }
     }
     Ok(())

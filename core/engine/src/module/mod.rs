@@ -33,7 +33,10 @@ pub use dtypes::{ModuleDtype, innermost_match};
 pub use forward::{BatchRanks, ForwardScope};
 pub use fully_shard::{FullyShard, Reshard, layers_or_names};
 pub use layer::{CandleModule, Module};
-pub use pattern::{PrefixMatch, glob_match, pattern_matches, prefix_match};
+pub use pattern::{
+    PATTERN_HELP, PatternMatch, any_pattern_matches, check_pattern, check_patterns, find_pattern,
+    glob_match, idle_pattern, pattern_matches, pattern_names,
+};
 pub use quantization::Quantization;
 pub use tree::{ModuleInfo, ModuleTree};
 pub use unit::{Unit, UnitHandle, UnitHooks};

@@ -1,15 +1,77 @@
-//! Patterns of parameters' and modules' names, in configurations and in code.
+//! The one language of patterns for names of parameters, layers and units, in configurations and in code.
 //!
-//! A pattern is compared with a dotted name segment by segment. `*` stands for any part of one segment,
-//! also for all of it or none, and never for a dot: `layers.*.norm*.weight`. What a pattern has to match:
+//! A pattern is segments with dots between them. It names segments of a path that follow each other, anywhere in
+//! the path, and `*` stands for any part of one segment, also for all of it or none, but never for a dot. With a
+//! dot in front a pattern begins at the root of the model.
 //!
-//! | | |
+//! | pattern | names |
 //! |---|---|
-//! | [`glob_match`] | the whole name: modules, in plans and for units |
-//! | [`pattern_matches`] | the whole name or, if the pattern has no dot, any one segment: parameters, in `optimizer.no_decay`, `optimizer.groups` and `trainer.freeze` |
-//! | [`prefix_match`] | the name, or a module around it: parameters of a checkpoint, in filters and when they are renamed |
+//! | `encoder` | every module or parameter `encoder` |
+//! | `bert.encoder` | every `encoder` in a `bert` |
+//! | `*norm*` | everything with `norm` in its own name |
+//! | `layers.*.mlp` | the `mlp` of every layer |
+//! | `.norm` | the `norm` of the model itself, and not that of a layer |
+//!
+//! What a pattern chooses:
+//!
+//! | | | used by |
+//! |---|---|---|
+//! | [`pattern_matches`] | what it names, and everything under that | `trainer.freeze`, `optimizer.no_decay`, `optimizer.groups`, optimizers of a part of the model, `trainer.adapters`, `trainer.quantization`, `trainer.keep_in_fp32`, `ignored`, `checkpoint.load.include` and `exclude` |
+//! | [`pattern_names`] | what it names itself | units and layers in `mixed_precision.overrides`; units in `activation_checkpointing` and `shard_conditions`, where a pattern that names none means those under it |
+//! | [`find_pattern`] | the first segments that it names | `checkpoint.load.rename` |
+//! | [`glob_match`] | a layer by its whole path | plans, in which a layer has one style |
 
-/// Whether a pattern matches a whole name.
+use crate::{Error, Result};
+
+/// How messages explain patterns.
+pub const PATTERN_HELP: &str = "A pattern names segments that follow each other anywhere in a path, and means \
+    everything under them too; `*` stands for any part of a segment, and a dot in front for the root";
+
+/// Whether a pattern names this path, or something around it.
+///
+/// ```
+/// use fulgurite_core::module::pattern_matches;
+///
+/// assert!(pattern_matches("*norm*", "layers.0.input_layernorm.weight"));
+/// assert!(pattern_matches("bias", "layers.0.mlp.up.bias"));
+/// assert!(pattern_matches("layers.*.mlp", "model.layers.0.mlp.up.bias"));
+/// assert!(!pattern_matches("layers.*.up", "layers.0.mlp.up.bias")); // `*` is one segment
+/// assert!(pattern_matches(".norm", "norm.weight") && !pattern_matches(".norm", "layers.0.norm.weight"));
+/// ```
+pub fn pattern_matches(pattern: &str, path: &str) -> bool {
+    find_pattern(pattern, path).is_some()
+}
+
+/// Whether a pattern names this path itself, not only something around it.
+///
+/// ```
+/// use fulgurite_core::module::pattern_names;
+///
+/// assert!(pattern_names("q_proj", "layers.0.self_attn.q_proj"));
+/// assert!(pattern_names("layers.*", "layers.0"));
+/// assert!(!pattern_names("layers.*", "layers.0.self_attn"));
+/// ```
+pub fn pattern_names(pattern: &str, path: &str) -> bool {
+    starts(pattern, path).any(|(pattern, start)| {
+        match_at(pattern, path, start).is_some_and(|found| found.rest.is_empty())
+    })
+}
+
+/// Whether any of the patterns [matches](pattern_matches) the path.
+pub fn any_pattern_matches<P: AsRef<str>>(patterns: &[P], path: &str) -> bool {
+    patterns.iter().any(|pattern| pattern_matches(pattern.as_ref(), path))
+}
+
+/// The first of the patterns that [matches](pattern_matches) none of the paths.
+pub fn idle_pattern<'p, 'n>(
+    patterns: &'p [String],
+    paths: impl Iterator<Item = &'n str> + Clone,
+) -> Option<&'p str> {
+    let is_idle = |pattern: &&String| !paths.clone().any(|path| pattern_matches(pattern, path));
+    patterns.iter().find(is_idle).map(String::as_str)
+}
+
+/// Whether a pattern is this whole path: keys of plans.
 ///
 /// ```
 /// use fulgurite_core::module::glob_match;
@@ -18,47 +80,69 @@
 /// assert!(glob_match("*norm.weight", "norm.weight"));
 /// ```
 pub fn glob_match(pattern: &str, name: &str) -> bool {
-    prefix_match(pattern, name).is_some_and(|found| found.rest.is_empty())
+    let pattern = pattern.strip_prefix('.').unwrap_or(pattern);
+    match_at(pattern, name, 0).is_some_and(|found| found.rest.is_empty())
 }
 
-/// Whether a pattern matches a parameter: one with dots the whole name, one without dots any segment.
-///
-/// ```
-/// use fulgurite_core::module::pattern_matches;
-///
-/// assert!(pattern_matches("*norm*", "layers.0.input_layernorm.weight"));
-/// assert!(pattern_matches("bias", "layers.0.mlp.up.bias"));
-/// assert!(pattern_matches("layers.*.mlp.up.bias", "layers.0.mlp.up.bias"));
-/// assert!(!pattern_matches("mlp.up.bias", "layers.0.mlp.up.bias")); // not the whole name
-/// ```
-pub fn pattern_matches(pattern: &str, fqn: &str) -> bool {
-    if pattern.contains('.') {
-        glob_match(pattern, fqn)
-    } else {
-        fqn.split('.').any(|segment| glob_match(pattern, segment))
-    }
-}
-
-/// What [`prefix_match`] found.
+/// What [`find_pattern`] found.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub struct PrefixMatch<'n> {
+pub struct PatternMatch<'n> {
+    /// What comes before it in the path: nothing, or segments with a dot behind them.
+    pub before: &'n str,
     /// What each `*` of the pattern stands for.
     pub captures: Vec<&'n str>,
-    /// What follows in the name: nothing, or a dot and more segments.
+    /// What comes after it in the path: nothing, or a dot and more segments.
     pub rest: &'n str,
 }
 
-/// Matches a pattern with the name, or with whole segments at its front: a module that it is in.
+/// The first segments of a path that a pattern names.
 ///
 /// ```
-/// use fulgurite_core::module::prefix_match;
-/// let found = prefix_match("layers.*.attn", "layers.3.attn.q.weight").unwrap();
-/// assert_eq!((found.captures, found.rest), (vec!["3"], ".q.weight"));
-/// assert_eq!(prefix_match("layers.*.at", "layers.3.attn.q.weight"), None);
+/// use fulgurite_core::module::find_pattern;
+/// let found = find_pattern("layers.*.attn", "model.layers.3.attn.q.weight").unwrap();
+/// assert_eq!((found.before, found.rest), ("model.", ".q.weight"));
+/// assert_eq!(found.captures, ["3"]);
+/// assert_eq!(find_pattern("layers.*.at", "layers.3.attn.q.weight"), None);
 /// ```
-pub fn prefix_match<'n>(pattern: &str, name: &'n str) -> Option<PrefixMatch<'n>> {
+pub fn find_pattern<'n>(pattern: &str, path: &'n str) -> Option<PatternMatch<'n>> {
+    starts(pattern, path).find_map(|(pattern, start)| match_at(pattern, path, start))
+}
+
+/// Checks that a pattern can name anything.
+///
+/// # Errors
+/// Words about a pattern with an empty segment.
+pub fn check_pattern(pattern: &str) -> std::result::Result<(), String> {
+    let from_root = pattern.strip_prefix('.').unwrap_or(pattern);
+    match from_root.split('.').any(str::is_empty) {
+        false => Ok(()),
+        true => Err(format!("the pattern `{pattern}` has an empty segment")),
+    }
+}
+
+/// Checks the patterns of a key of the configuration, as [`check_pattern`].
+///
+/// # Errors
+/// [`Error::Config`], which names the key.
+pub fn check_patterns(key: &str, patterns: &[String]) -> Result<()> {
+    let result = patterns.iter().try_for_each(|pattern| check_pattern(pattern));
+    result.map_err(|message| Error::Config(format!("`{key}`: {message}. {PATTERN_HELP}")))
+}
+
+/// The places in a path where a pattern may begin, and the pattern without a dot in front.
+fn starts<'p>(pattern: &'p str, path: &str) -> impl Iterator<Item = (&'p str, usize)> {
+    let from_root = pattern.strip_prefix('.');
+    let later = path.match_indices('.').map(|(at, _)| at + 1);
+    let places = std::iter::once(0).chain(later);
+    let count = if from_root.is_some() { 1 } else { usize::MAX };
+    let pattern = from_root.unwrap_or(pattern);
+    places.take(count).map(move |place| (pattern, place))
+}
+
+/// Matches a pattern with the whole segments that begin at `start`.
+fn match_at<'n>(pattern: &str, path: &'n str, start: usize) -> Option<PatternMatch<'n>> {
     let mut captures = Vec::new();
-    let mut rest = name;
+    let mut rest = &path[start..];
     for (i, pattern) in pattern.split('.').enumerate() {
         if i > 0 {
             rest = rest.strip_prefix('.')?;
@@ -69,30 +153,43 @@ pub fn prefix_match<'n>(pattern: &str, name: &'n str) -> Option<PrefixMatch<'n>>
         }
         rest = after;
     }
-    Some(PrefixMatch { captures, rest })
+    Some(PatternMatch { before: &path[..start], captures, rest })
 }
 
-/// Matches one segment, adding what each `*` stands for.
+/// Matches one segment, adding what each `*` stands for: the shortest text that lets the rest match. Each literal
+/// part is looked for once, from left to right, so the time is linear.
 fn capture<'n>(pattern: &str, segment: &'n str, captures: &mut Vec<&'n str>) -> bool {
     let Some((head, tail)) = pattern.split_once('*') else { return pattern == segment };
-    let Some(rest) = segment.strip_prefix(head) else { return false };
+    let Some(mut rest) = segment.strip_prefix(head) else { return false };
+    let (middle, last) = match tail.rsplit_once('*') {
+        Some((middle, last)) => (Some(middle), last),
+        None => (None, tail),
+    };
     let before = captures.len();
-    for end in (0..=rest.len()).filter(|&i| rest.is_char_boundary(i)) {
-        captures.push(&rest[..end]);
-        if capture(tail, &rest[end..], captures) {
-            return true;
-        }
-        captures.truncate(before);
+    for part in middle.into_iter().flat_map(|middle| middle.split('*')) {
+        let Some(at) = rest.find(part) else {
+            captures.truncate(before);
+            return false;
+        };
+        captures.push(&rest[..at]);
+        rest = &rest[at + part.len()..];
     }
-    false
+    let Some(captured) = rest.strip_suffix(last) else {
+        captures.truncate(before);
+        return false;
+    };
+    captures.push(captured);
+    true
 }
 
 #[cfg(test)]
 mod tests {
+    use proptest::prelude::*;
+
     use super::*;
 
     #[test]
-    fn whole_names_match() {
+    fn whole_paths_match() {
         for (pattern, name) in [("", ""), ("*", ""), ("*", "a"), ("a.*", "a."), ("*.*", "a.b")] {
             assert!(glob_match(pattern, name), "{pattern} {name}");
         }
@@ -103,15 +200,102 @@ mod tests {
     }
 
     #[test]
-    fn patterns_match_names_and_the_modules_they_are_in() {
+    fn a_path_means_everything_under_it() {
+        let yes = [
+            ("bert.encoder", "bert.encoder.layer.0.weight"),
+            ("bert.encoder", "model.bert.encoder.bias"),
+            ("encoder", "bert.encoder.layer.0.weight"),
+            ("q_proj", "layers.0.self_attn.q_proj.weight"),
+            ("*norm*", "layers.0.input_layernorm.weight"),
+            ("layers.1*.mlp", "layers.10.mlp"),
+            (".norm", "norm.weight"),
+            ("*", "a.b"),
+        ];
+        for (pattern, path) in yes {
+            assert!(pattern_matches(pattern, path), "{pattern} {path}");
+        }
+        let no = [
+            ("bert.encoder", "bert.encoders.weight"),
+            ("encoder.bert", "bert.encoder.weight"),
+            ("q", "a.q_proj"),
+            ("b.head", "head"),
+            (".norm", "layers.0.norm.weight"),
+            ("layers.*.up", "layers.0.mlp.up"),
+            ("", "a"),
+        ];
+        for (pattern, path) in no {
+            assert!(!pattern_matches(pattern, path), "{pattern} {path}");
+        }
+    }
+
+    #[test]
+    fn a_name_is_the_end_of_a_path() {
+        for (pattern, path) in [("q", "a.q"), ("a.*", "a.q"), (".a.q", "a.q"), ("*.q", "b.a.q")] {
+            assert!(pattern_names(pattern, path), "{pattern} {path}");
+        }
+        for (pattern, path) in [("a", "a.q"), ("*.q", "q"), (".q", "a.q"), ("a.q", "q")] {
+            assert!(!pattern_names(pattern, path), "{pattern} {path}");
+        }
+    }
+
+    #[test]
+    fn the_first_place_is_found_with_its_surroundings() {
         let find = |pattern, name| {
-            prefix_match(pattern, name).map(|PrefixMatch { captures, rest }| (captures, rest))
+            find_pattern(pattern, name).map(|found| (found.before, found.captures, found.rest))
         };
-        assert_eq!(find("a.*.c", "a.10.c.w"), Some((vec!["10"], ".w")));
-        assert_eq!(find("a.*_*", "a.x_y_z"), Some((vec!["x", "y_z"], "")));
-        assert_eq!(find("*", "a.b"), Some((vec!["a"], ".b")));
+        assert_eq!(find("a.*.c", "a.10.c.w"), Some(("", vec!["10"], ".w")));
+        assert_eq!(find("a.*_*", "b.a.x_y_z"), Some(("b.", vec!["x", "y_z"], "")));
+        assert_eq!(find("*", "a.b"), Some(("", vec!["a"], ".b")));
+        assert_eq!(find("b", "a.b.b"), Some(("a.", vec![], ".b")));
         for (pattern, name) in [("a", "ab"), ("a.b", "a"), ("a.*.c", "a.b.d"), ("", "a")] {
             assert_eq!(find(pattern, name), None, "{pattern} {name}");
+        }
+    }
+
+    /// With backtracking, this would not end.
+    #[test]
+    fn many_stars_take_linear_time() {
+        let pattern = format!("{}b", "a*".repeat(500));
+        let name = "a".repeat(5000);
+        assert!(!pattern_matches(&pattern, &name));
+        assert!(pattern_matches(&pattern, &format!("{name}b")));
+    }
+
+    #[test]
+    fn each_star_takes_the_shortest_text() {
+        let find = |pattern, name| find_pattern(pattern, name).map(|found| found.captures);
+        assert_eq!(find("*a*a", "xaaa"), Some(vec!["x", "a"]));
+        assert_eq!(find("**b*", "abbc"), Some(vec!["", "a", "bc"]));
+        assert_eq!(find("a*ab", "ab"), None);
+        assert_eq!(find("x*y*y", "xyy"), Some(vec!["", ""]));
+        assert_eq!(find("x*y*y", "xy"), None);
+    }
+
+    /// Backtracking, as a model of one segment.
+    fn naive(pattern: &[u8], segment: &[u8]) -> bool {
+        match (pattern.first(), segment.first()) {
+            (None, _) => segment.is_empty(),
+            (Some(b'*'), _) => (0..=segment.len()).any(|i| naive(&pattern[1..], &segment[i..])),
+            (Some(a), Some(b)) => a == b && naive(&pattern[1..], &segment[1..]),
+            (Some(_), None) => false,
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn segments_match_as_with_backtracking(pattern in "[ab*]{0,6}", segment in "[ab]{0,8}") {
+            let expected = naive(pattern.as_bytes(), segment.as_bytes());
+            prop_assert_eq!(glob_match(&pattern, &segment), expected);
+        }
+    }
+
+    #[test]
+    fn empty_segments_are_refused() {
+        for pattern in ["", ".", "a..b", "a.", "..a"] {
+            assert!(check_pattern(pattern).is_err(), "{pattern}");
+        }
+        for pattern in ["a", ".a", "a.*", "*"] {
+            assert!(check_pattern(pattern).is_ok(), "{pattern}");
         }
     }
 }

@@ -2,7 +2,10 @@
 
 use std::collections::BTreeSet;
 
-use super::adapters::{matches_any, suffix_match};
+use super::adapters::is_under;
+use super::pattern::{
+    PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
+};
 use super::tree::ModuleTree;
 use crate::quantization::WeightFormat;
 use crate::{Error, Result};
@@ -11,8 +14,7 @@ use crate::{Error, Result};
 /// QLoRA, with [`Adapters`](super::Adapters).
 ///
 /// Layers of `nn` ask for it when they are built ([`ModuleBuilder::quantization`](super::ModuleBuilder::quantization)).
-/// A weight that is trained is never quantised. Patterns are compared with the end of a layer's path, as those
-/// of adapters.
+/// A weight that is trained is never quantised. Patterns are read as those of adapters.
 ///
 /// ```
 /// use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, Quantization};
@@ -49,8 +51,8 @@ impl Quantization {
 
     /// Whether the layer at this path is to have a quantised weight, if it is frozen.
     pub fn targets(&self, path: &str) -> bool {
-        (self.targets.is_empty() || matches_any(&self.targets, path))
-            && !matches_any(&self.exclude, path)
+        (self.targets.is_empty() || any_pattern_matches(&self.targets, path))
+            && !any_pattern_matches(&self.exclude, path)
     }
 
     /// Checks the numbers and patterns themselves.
@@ -63,9 +65,7 @@ impl Quantization {
         };
         self.format.check_block_size().or_else(|message| wrong("block_size", message))?;
         for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
-            if let Some(pattern) = patterns.iter().find(|p| p.split('.').any(str::is_empty)) {
-                return wrong(key, format!("the pattern `{pattern}` has an empty segment"));
-            }
+            patterns.iter().try_for_each(|p| check_pattern(p).or_else(|why| wrong(key, why)))?;
         }
         Ok(())
     }
@@ -75,16 +75,17 @@ impl Quantization {
         let config = |message: String| Err(Error::Config(message));
         let linear = |path: &str| tree.modules().get(path).is_some_and(|m| m.kind == "Linear");
         let paths = || tree.modules().keys();
-        for pattern in &self.targets {
-            if !paths().any(|path| suffix_match(pattern, path)) {
-                return config(format!(
-                    "`trainer.quantization.targets`: no layer of the model matches `{pattern}`. A pattern is the end \
-                     of a layer's path, with `*` for a segment or a part of one, such as `q_proj`"
-                ));
-            }
+        if let Some(pattern) = idle_pattern(&self.targets, paths().map(String::as_str)) {
+            return config(format!(
+                "`trainer.quantization.targets`: no layer of the model matches `{pattern}`. {PATTERN_HELP}"
+            ));
         }
+        // A module around layers that are quantised is what the pattern means.
         let named = |path: &&String| {
-            !self.targets.is_empty() && self.targets(path) && !quantized.contains(*path)
+            let own = |layer: &String| layer == *path || is_under(path, layer);
+            self.targets.iter().any(|pattern| pattern_names(pattern, path))
+                && self.targets(path)
+                && !quantized.iter().any(own)
         };
         if let Some(path) = paths().find(named) {
             let why = match linear(path) {
@@ -97,6 +98,16 @@ impl Quantization {
                     "is named by `trainer.quantization.targets`, and {why}: only weights of its own that a linear \
                      layer does not train can be quantised; leave it out with `trainer.quantization.exclude`"
                 ),
+            ));
+        }
+        let idle = self.targets.iter().find(|pattern| {
+            paths().any(|path| pattern_matches(pattern, path) && self.targets(path))
+                && !quantized.iter().any(|path| pattern_matches(pattern, path))
+        });
+        if let Some(pattern) = idle {
+            return config(format!(
+                "`trainer.quantization.targets`: nothing under `{pattern}` can be quantised: only weights of \
+                 their own that linear layers do not train can"
             ));
         }
         if quantized.is_empty() {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use crate::module::pattern_matches;
+use crate::module::{PATTERN_HELP, any_pattern_matches, idle_pattern};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
@@ -26,7 +26,7 @@ const SHOWN: usize = 6;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParamGroupConfig {
-    /// FQN patterns, as [`pattern_matches`](crate::module::pattern_matches) reads them.
+    /// Patterns of parameters, as [`pattern_matches`](crate::module::pattern_matches) reads them.
     pub patterns: Vec<String>,
     /// The group's learning rate, before the schedule.
     #[serde(default, skip_serializing_if = "Option::is_none")]
@@ -170,7 +170,7 @@ pub(super) fn resolve(
         at_least_zero(&key("lr"), group.lr.unwrap_or(0.0))?;
         at_least_zero(&key("weight_decay"), group.weight_decay.unwrap_or(0.0))?;
     }
-    let any = |patterns: &[String], fqn: &str| patterns.iter().any(|p| pattern_matches(p, fqn));
+    let any = |patterns: &[String], fqn: &str| any_pattern_matches(patterns, fqn);
     let hyper = |parameter: &Parameter| {
         let fqn = parameter.fqn();
         let group = groups.iter().find(|group| any(&group.patterns, fqn));
@@ -186,21 +186,17 @@ pub(super) fn resolve(
 }
 
 fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> Result<()> {
-    for pattern in patterns {
-        if !parameters.iter().any(|p| pattern_matches(pattern, p.fqn())) {
-            let mut names: Vec<_> = parameters.iter().take(SHOWN).map(Parameter::fqn).collect();
-            if parameters.len() > SHOWN {
-                names.push("…");
-            }
-            return Err(Error::Config(format!(
-                "{key}: the pattern {pattern:?} matches no parameter; the model has {}. \
-                 A pattern with dots must match a whole name, one without any single segment; `*` \
-                 stands for any part of a segment",
-                if names.is_empty() { "none".to_owned() } else { names.join(", ") }
-            )));
-        }
+    let Some(pattern) = idle_pattern(patterns, parameters.iter().map(Parameter::fqn)) else {
+        return Ok(());
+    };
+    let mut names: Vec<_> = parameters.iter().take(SHOWN).map(Parameter::fqn).collect();
+    if parameters.len() > SHOWN {
+        names.push("…");
     }
-    Ok(())
+    Err(Error::Config(format!(
+        "{key}: the pattern {pattern:?} matches no parameter; the model has {}. {PATTERN_HELP}",
+        if names.is_empty() { "none".to_owned() } else { names.join(", ") }
+    )))
 }
 
 /// # Errors

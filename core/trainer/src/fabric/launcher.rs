@@ -14,7 +14,7 @@ use crate::{Error, Result};
 use candle_core::Device;
 use fulgurite_config::registry::{self, kind};
 use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
-use fulgurite_engine::module::{ModuleInit, ModuleTree, pattern_matches};
+use fulgurite_engine::module::{ModuleInit, ModuleTree, PATTERN_HELP, idle_pattern};
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use fulgurite_launch::{LaunchOptions, LaunchedRank, Starting, launch_checked};
 
@@ -240,16 +240,13 @@ impl TrainerConfig {
 /// # Errors
 /// Naming the pattern that does not.
 pub(crate) fn check_frozen(frozen: &[String], tree: &ModuleTree) -> Result<()> {
-    let unmatched = frozen
-        .iter()
-        .find(|pattern| tree.parameters().iter().all(|p| !pattern_matches(pattern, p.fqn())));
-    match unmatched {
+    match idle_pattern(frozen, tree.parameters().iter().map(|p| p.fqn())) {
         None => Ok(()),
-        Some(pattern) => Err(Error::Config(format!(
-            "`trainer.freeze`: no parameter matches `{pattern}`. A pattern with dots must match a \
-             whole name, such as `{}`, one without any single segment; `*` stands for any part \
-             of a segment",
-            tree.parameters()[0].fqn()
-        ))),
+        Some(pattern) => {
+            let shown = tree.parameters().first().map_or("none", |parameter| parameter.fqn());
+            Err(Error::Config(format!(
+                "`trainer.freeze`: no parameter matches `{pattern}`; there is {shown}, and so on. {PATTERN_HELP}"
+            )))
+        }
     }
 }

@@ -11,8 +11,8 @@ use fulgurite_engine::module::{AdapterBias, Adapters};
 
 fulgurite_config::config_struct! {
     /// Low-rank adapters (LoRA) that are trained while the model is frozen: the table `[trainer.adapters]`.
-    /// Patterns are compared with the end of a layer's path: `q_proj` is every layer of that name, `mlp.*` all
-    /// in an `mlp`, `layers.3.self_attn.q_proj` that of one layer.
+    /// Layers are chosen by patterns: `q_proj` is every layer of that name,
+    /// `mlp` those in an `mlp`, `layers.3.self_attn.q_proj` that of one layer.
     #[derive(Debug, Clone, PartialEq)]
     pub struct AdapterConfig {
         /// The layers that get an adapter, such as `["q_proj", "v_proj"]`: linear layers and embeddings.

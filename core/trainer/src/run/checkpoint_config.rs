@@ -11,6 +11,7 @@ use fulgurite_checkpoint_format::{
 };
 use fulgurite_config::registry::kind;
 use fulgurite_config::{ConfigType, PluginValue};
+use fulgurite_engine::module::check_pattern;
 
 fulgurite_config::config_struct! {
     /// When and where checkpoints are saved, and which are kept: the table `[checkpoint]`.
@@ -96,8 +97,8 @@ fulgurite_config::config_struct! {
         /// a disk that the other hosts do not have. Where all ranks can read, they are faster without.
         pub broadcast_from_rank0: bool = false,
         /// New names of tensors: a list of `{ from = "pattern", to = "name" }`, of which the first that matches
-        /// counts. `from` matches a tensor or a module around it, `*` in `to` stands for what that in `from` is, and
-        /// an empty `to` takes the name away.
+        /// counts. `to` replaces the segments that `from` names, `*` in it stands for what that in `from` is, and an
+        /// empty `to` takes them away.
         pub rename: Vec<RenameRule> = Vec::new(),
     }
 }
@@ -144,12 +145,12 @@ impl LoadConfig {
         let patterns =
             keys.into_iter().flat_map(|(key, patterns)| patterns.iter().map(move |p| (key, p)));
         for (key, pattern) in patterns.chain(froms.map(|from| ("rename", from))) {
-            if pattern.split('.').any(str::is_empty) {
-                return Err(Error::Config(format!(
-                    "`checkpoint.load.{key}`: the pattern `{pattern}` has an empty segment; write the path of a \
-                     module or parameter, such as `model.layers.*.mlp`"
-                )));
-            }
+            check_pattern(pattern).map_err(|message| {
+                Error::Config(format!(
+                    "`checkpoint.load.{key}`: {message}; write the path of a module or parameter, such as \
+                     `model.layers.*.mlp`"
+                ))
+            })?;
         }
         for RenameRule { from, to } in &self.rename {
             if to.matches('*').count() > from.matches('*').count() {

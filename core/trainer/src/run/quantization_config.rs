@@ -10,7 +10,7 @@ use fulgurite_engine::quantization::WeightFormat;
 fulgurite_config::config_struct! {
     /// Frozen weights of linear layers that are held in fewer bits, beside which adapters are trained (QLoRA): the
     /// table `[trainer.quantization]`. Weights that are trained, embeddings and shared weights are never quantised.
-    /// Patterns are compared with the end of a layer's path, as those of `trainer.adapters`.
+    /// Layers are chosen by patterns.
     #[derive(Debug, Clone, PartialEq)]
     pub struct QuantizationConfig {
         /// `"nf4"`: four bits, with double quantisation, as QLoRA and bitsandbytes do it. `"int8"`: eight bits,

@@ -115,8 +115,8 @@ fulgurite_config::config_struct! {
         /// `"16-mixed"`, `"32-true"`, `"64-true"` and `"bf16-mixed"`. In f16 the loss has a scale that follows the
         /// gradients, as PyTorch's `GradScaler`: it is logged as `loss_scale`, and a step whose gradients overflow is skipped.
         pub precision: Precision = Precision::F32True,
-        /// Layers that compute in f32 where the others compute in half precision, such as `["*norm*", "lm_head"]`: the
-        /// ends of their paths, with `*` for a segment or a part of one. They cast what they get, and what they give.
+        /// Layers that compute in f32 where the others compute in half precision, such as
+        /// `["*norm*", "lm_head"]`: patterns. They cast what they get, and what they give.
         pub keep_in_fp32: Vec<String> = Vec::new(),
         /// The directory of runs, each of which writes to a `version_N` of its own.
         pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
@@ -128,10 +128,11 @@ fulgurite_config::config_struct! {
         /// Whether rank 0 shows the model and its progress on stderr, from the command line and from code
         /// alike: bars on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
-        /// What happens if a trainable parameter gets no gradient in the first step.
+        /// What happens if a trainable parameter gets no gradient in the first step. In later steps the optimizer leaves
+        /// it alone, unless this is `"zero"`.
         pub unused_parameters: UnusedParameters = UnusedParameters::Error,
-        /// Patterns of the names of parameters that are not trained, as in `optimizer.no_decay`:
-        /// `["model.embed_tokens.*"]`, `["*norm*"]`.
+        /// Patterns of parameters that are not trained:
+        /// `["bert.encoder"]`, `["model.embed_tokens"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
         /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without this key the
         /// whole model is trained.

@@ -3,7 +3,7 @@
 use crate::fabric::{Fabric, FabricOptimizers, UnusedParameters};
 use crate::run::TrainerConfig;
 use crate::{Error, Result};
-use fulgurite_engine::module::{ModuleTree, pattern_matches};
+use fulgurite_engine::module::{ModuleTree, any_pattern_matches, pattern_matches};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
 use fulgurite_engine::parameter::Parameter;
 
@@ -204,6 +204,6 @@ impl Optimizers {
 
 impl Named {
     fn has(&self, parameter: &Parameter) -> bool {
-        self.patterns.iter().any(|pattern| pattern_matches(pattern, parameter.fqn()))
+        any_pattern_matches(&self.patterns, parameter.fqn())
     }
 }

@@ -2,7 +2,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use crate::module::{ModuleTree, glob_match, prefix_match};
+use crate::module::{ModuleTree, glob_match, pattern_matches};
 use crate::parallel::{ParallelStyle, Plan, Styles};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
@@ -85,5 +85,5 @@ fn kind(path: &str) -> String {
 
 /// Whether `pattern` matches a module around `path`.
 fn is_inside(path: &str, pattern: &str) -> bool {
-    prefix_match(pattern, path).is_some_and(|found| !found.rest.is_empty())
+    !glob_match(pattern, path) && pattern_matches(&format!(".{pattern}"), path)
 }

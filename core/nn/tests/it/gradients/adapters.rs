@@ -174,6 +174,25 @@ fn what_is_trained_beside_the_adapters() {
 }
 
 #[test]
+fn a_module_in_targets_means_the_layers_under_it() {
+    let adapted_layers = |targets: &[&str]| {
+        let b = adapted(Adapters::new(targets.iter().copied()), DType::F32);
+        for path in ["layers.0", "layers.1"] {
+            LayerNorm::new(&b.pp(format!("{path}.norm")), 4, 1e-5).unwrap();
+            GeluMlp::new(&b.pp(format!("{path}.mlp")), 4, 5).unwrap();
+        }
+        let tree = b.finish().unwrap();
+        let names = tree.trainable().filter_map(|p| p.fqn().strip_suffix(".lora_A.weight"));
+        names.map(str::to_owned).collect::<Vec<_>>()
+    };
+    let both = ["layers.0.mlp.up_proj", "layers.0.mlp.down_proj"];
+    assert_eq!(adapted_layers(&["layers.0"]), both);
+    assert_eq!(adapted_layers(&["0.mlp"]), both);
+    assert_eq!(adapted_layers(&["layers"]).len(), 4);
+    assert_eq!(adapted_layers(&[".layers.*.mlp.up_proj"]).len(), 2);
+}
+
+#[test]
 fn what_cannot_be_adapted_is_an_error() {
     let error = |adapters: Adapters| {
         let b = adapted(adapters, DType::F32);
@@ -183,13 +202,14 @@ fn what_cannot_be_adapted_is_an_error() {
         Linear::tied(&b.pp("head"), embedding.weight()).unwrap();
         b.finish().map(drop).unwrap_err()
     };
-    insta::assert_snapshot!(error(Adapters::new(["up_proj", "q_proj"])), @"`trainer.adapters.targets`: no layer of the model matches `q_proj`. A pattern is the end of a layer's path, with `*` for a segment or a part of one; of the layers that take an adapter they are called down_proj, embed, head, up_proj");
+    insta::assert_snapshot!(error(Adapters::new(["up_proj", "q_proj"])), @"`trainer.adapters.targets`: no layer of the model matches `q_proj`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root. Of the layers that take an adapter they are called down_proj, embed, head, up_proj");
     insta::assert_snapshot!(error(Adapters::new(["norm"])), @"module `norm`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind LayerNorm; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
     insta::assert_snapshot!(error(Adapters::new(["head"])), @"module `head`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind Linear; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
     let adapters = Adapters { exclude: vec!["down".into()], ..Adapters::new(["mlp.*"]) };
-    insta::assert_snapshot!(error(adapters), @"`trainer.adapters.exclude`: no layer of the model matches `down`. A pattern is the end of a layer's path, with `*` for a segment or a part of one; of the layers that take an adapter they are called down_proj, embed, head, up_proj");
+    insta::assert_snapshot!(error(adapters), @"`trainer.adapters.exclude`: no layer of the model matches `down`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root. Of the layers that take an adapter they are called down_proj, embed, head, up_proj");
     let adapters = Adapters { modules_to_save: vec!["tail".into()], ..Adapters::new(["embed"]) };
-    insta::assert_snapshot!(error(adapters), @"`trainer.adapters.modules_to_save`: no module with parameters matches `tail`; a pattern is the end of a module's path, such as `lm_head`");
+    insta::assert_snapshot!(error(adapters), @"`trainer.adapters.modules_to_save`: no module with parameters matches `tail`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
+    insta::assert_snapshot!(error(Adapters::new([".mlp.up_proj", ".head"])), @"module `head`: is named by `trainer.adapters.targets` and takes no adapter: it is of the kind Linear; name layers of the kinds Linear (with a weight of its own) and Embedding, of which they are called down_proj, embed, head, up_proj, or leave it out with `trainer.adapters.exclude`");
     insta::assert_snapshot!(Adapters { rank: 0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.rank`: must be at least 1, found 0");
     insta::assert_snapshot!(Adapters { dropout: 1.0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.dropout`: must be in [0, 1), found 1");
     insta::assert_snapshot!(Adapters::new(["a..b"]).validate().unwrap_err(), @"`trainer.adapters.targets`: the pattern `a..b` has an empty segment");
