@@ -40,6 +40,7 @@ mod sampling;
 mod schedule;
 mod several_optimizers;
 mod state_dicts;
+mod step_counts;
 mod steps;
 mod torch_optimizer;
 mod units;

@@ -9,6 +9,9 @@ use candle_core::{DType, Tensor};
 use super::{AllGather, ProcessGroup, ReduceScatter};
 use crate::Result;
 
+/// What the error of a transport that finds ranks in different collectives begins with.
+pub const RANKS_DIFFER: &str = "the ranks differ in";
+
 /// The dtypes that every transport carries.
 pub const DTYPES: [DType; 8] = [
     DType::F32,

@@ -21,6 +21,7 @@ mod timing;
 mod work;
 
 pub use abandon::Abandonment;
+pub use check::RANKS_DIFFER;
 pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 pub use config::{GroupContext, GroupMemory, ProcessGroupConfig};
 pub use counting::{Counter, Counting, Record};

@@ -11,7 +11,7 @@ use super::groups::{
 };
 use super::late::{Given, LateScale, OnHost};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
-use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
+use super::state::{OptimizerState, ParamUpdate, state_bytes};
 use super::state_dtype::{StateDtype, store};
 use crate::Result;
 use crate::autograd::storage;
@@ -157,11 +157,11 @@ impl Optimizer for AdamWOptimizer {
     }
 
     fn scalars(&self) -> BTreeMap<String, f64> {
-        BTreeMap::from([("step".to_owned(), self.steps as f64)])
+        self.state.scalars(self.steps)
     }
 
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
-        self.steps = load_step(scalars)?;
+        self.steps = self.state.load_scalars(scalars)?;
         Ok(())
     }
 
@@ -188,12 +188,14 @@ impl AdamWOptimizer {
     fn update(&mut self, scale: Given<'_>) -> Result<()> {
         self.steps += 1;
         #[cfg(feature = "cuda")]
-        let mut on_gpu = super::gpu::Updates::new();
+        let mut on_gpu = super::gpu::UpdatesBySteps::default();
         for index in 0..self.state.parameters().len() {
             let Some(update) = self.state.update_of(index, self.steps)? else { continue };
-            let coefficients = self.coefficients(update.hyper);
+            let steps = self.state.steps_of(index, self.steps);
+            let coefficients = self.coefficients(update.hyper, steps);
             #[cfg(feature = "cuda")]
-            let Some(update) = on_gpu.take(update, coefficients.step_size, coefficients.keep)?
+            let Some(update) =
+                on_gpu.of(steps).take(update, coefficients.step_size, coefficients.keep)?
             else {
                 continue;
             };
@@ -205,26 +207,28 @@ impl AdamWOptimizer {
             }
         }
         #[cfg(feature = "cuda")]
-        super::gpu::adamw(on_gpu, self.common_coefficients(), scale)?;
+        for (steps, updates) in on_gpu.into_parts() {
+            super::gpu::adamw(updates, self.common_coefficients(steps), scale)?;
+        }
         Ok(())
     }
 
-    /// Those that are the same for all parameters.
+    /// Those that are the same for all parameters that have done so many steps.
     #[cfg(feature = "cuda")]
-    fn common_coefficients(&self) -> fulgurite_kernels::plans::AdamW {
+    fn common_coefficients(&self, steps: u64) -> fulgurite_kernels::plans::AdamW {
         let (beta1, beta2) = self.config.betas;
         fulgurite_kernels::plans::AdamW {
             beta1,
             beta2,
-            correction2_sqrt: (1.0 - beta2.powf(self.steps as f64)).sqrt(),
+            correction2_sqrt: (1.0 - beta2.powf(steps as f64)).sqrt(),
             eps: self.config.eps,
         }
     }
 
-    fn coefficients(&self, hyper: Hyper) -> Coefficients {
+    fn coefficients(&self, hyper: Hyper, steps: u64) -> Coefficients {
         let lr = hyper.lr * self.schedule;
         let (beta1, beta2) = self.config.betas;
-        let steps = self.steps as f64;
+        let steps = steps as f64;
         Coefficients {
             keep: 1.0 - lr * hyper.weight_decay,
             beta1,
@@ -528,7 +532,7 @@ mod tests {
         insta::assert_snapshot!(message(AdamW { eps: f64::NAN, ..base() }), @"optimizer.eps must be a number of zero or more, got NaN");
         insta::assert_snapshot!(message(AdamW { eps: 3.5e38, ..base() }), @"optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
         insta::assert_snapshot!(message(AdamW { weight_decay: -0.1, ..base() }), @"optimizer.weight_decay must be a number of zero or more, got -0.1");
-        insta::assert_snapshot!(message(AdamW { no_decay: vec!["up.bias".into()], ..base() }), @r#"optimizer.no_decay: the pattern "up.bias" matches no parameter; the model has layers.0.up.weight, layers.0.up.bias, norm.weight. A pattern with dots must match a whole name, one without any single segment; `*` stands for any part of a segment"#);
+        insta::assert_snapshot!(message(AdamW { no_decay: vec!["up.scale".into()], ..base() }), @r#"optimizer.no_decay: the pattern "up.scale" matches no parameter; the model has layers.0.up.weight, layers.0.up.bias, norm.weight. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root"#);
         let group = |patterns: &[&str], lr| ParamGroupConfig {
             patterns: patterns.iter().map(|&p| p.into()).collect(),
             lr,

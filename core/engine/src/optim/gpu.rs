@@ -3,6 +3,8 @@
 //! are made here are carried out in the tests of `fulgurite-kernels`.
 #![allow(unsafe_code)] // the launches
 
+use std::collections::BTreeMap;
+
 use candle_core::{CudaDevice, DType, Device, Tensor};
 use fulgurite_kernels::cuda::{address, run};
 use fulgurite_kernels::plans::{self, Average, Noise, Scale, Sgd, State, Update, Values};
@@ -89,6 +91,27 @@ unsafe fn carry_out(plan: &Plan, tensor: &Tensor) -> Result<()> {
     }
 }
 
+/// Updates of parameters by how many steps they have done, which kernels take one number of.
+pub(super) struct UpdatesBySteps<const N: usize>(BTreeMap<u64, Updates<N>>);
+
+impl<const N: usize> Default for UpdatesBySteps<N> {
+    fn default() -> Self {
+        Self(BTreeMap::new())
+    }
+}
+
+impl<const N: usize> UpdatesBySteps<N> {
+    /// Those of parameters that have done so many steps.
+    pub(super) fn of(&mut self, steps: u64) -> &mut Updates<N> {
+        self.0.entry(steps).or_insert_with(Updates::new)
+    }
+
+    /// Each number of steps, and the updates of it.
+    pub(super) fn into_parts(self) -> impl Iterator<Item = (u64, Updates<N>)> {
+        self.0.into_iter()
+    }
+}
+
 /// Updates that are made together, and the numbers of each.
 pub(super) struct Updates<const N: usize>(Vec<Taken<N>>);
 
@@ -102,7 +125,7 @@ struct Taken<const N: usize> {
 }
 
 impl<const N: usize> Updates<N> {
-    pub(super) fn new() -> Self {
+    fn new() -> Self {
         Self(Vec::new())
     }
 

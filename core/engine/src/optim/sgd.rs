@@ -11,7 +11,7 @@ use super::elementwise::{
 use super::groups::{Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve};
 use super::late::{Given, LateScale, OnHost};
 use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
-use super::state::{OptimizerState, ParamUpdate, load_step, state_bytes};
+use super::state::{OptimizerState, ParamUpdate, state_bytes};
 use super::state_dtype::{StateDtype, store};
 use crate::autograd::storage;
 use crate::parameter::Parameter;
@@ -178,11 +178,11 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
     }
 
     fn scalars(&self) -> BTreeMap<String, f64> {
-        BTreeMap::from([("step".to_owned(), self.steps as f64)])
+        self.state.scalars(self.steps)
     }
 
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
-        self.steps = load_step(scalars)?;
+        self.steps = self.state.load_scalars(scalars)?;
         Ok(())
     }
 
@@ -222,12 +222,15 @@ impl<const N: usize> SgdOptimizer<N> {
     fn update(&mut self, scale: Given<'_>) -> Result<()> {
         self.steps += 1;
         #[cfg(feature = "cuda")]
-        let mut on_gpu = super::gpu::Updates::new();
+        let mut on_gpu = super::gpu::UpdatesBySteps::default();
         for index in 0..self.state.parameters().len() {
             let Some(update) = self.state.update_of(index, self.steps)? else { continue };
-            let c = coefficients(&self.config, self.steps, self.schedule, update.hyper);
+            let steps = self.state.steps_of(index, self.steps);
+            let c = coefficients(&self.config, steps, self.schedule, update.hyper);
             #[cfg(feature = "cuda")]
-            let Some(update) = on_gpu.take(update, c.step_size, c.weight_decay)? else { continue };
+            let Some(update) = on_gpu.of(steps).take(update, c.step_size, c.weight_decay)? else {
+                continue;
+            };
             if update.values.device().is_cpu() {
                 let values = update.values.dtype();
                 let state = update.state.first().map(Tensor::dtype).or(arithmetic_dtype(values));
@@ -238,12 +241,12 @@ impl<const N: usize> SgdOptimizer<N> {
             }
         }
         #[cfg(feature = "cuda")]
-        {
+        for (steps, updates) in on_gpu.into_parts() {
             let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
-            let c = coefficients(&self.config, self.steps, self.schedule, hyper);
+            let c = coefficients(&self.config, steps, self.schedule, hyper);
             let Coefficients { momentum, gain, keep, nesterov, .. } = c;
             let momentum = fulgurite_kernels::plans::Momentum { momentum, gain, keep, nesterov };
-            super::gpu::sgd(on_gpu, (N > 0).then_some(momentum), scale)?;
+            super::gpu::sgd(updates, (N > 0).then_some(momentum), scale)?;
         }
         Ok(())
     }

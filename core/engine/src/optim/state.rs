@@ -1,5 +1,7 @@
 //! The parameters of an optimizer and their state tensors.
 
+use std::collections::BTreeMap;
+
 use candle_core::{DType, Tensor};
 
 use super::elementwise::arithmetic_dtype;
@@ -15,6 +17,8 @@ pub(super) struct OptimizerState<const N: usize> {
     parameters: Vec<Parameter>,
     hypers: Vec<Hyper>,
     states: Vec<Option<[Tensor; N]>>,
+    /// The steps in which each parameter had no gradient: torch counts steps by parameter.
+    missed: Vec<u64>,
     names: [&'static str; N],
     dtype: StateDtype,
     seed: u64,
@@ -48,7 +52,8 @@ impl<const N: usize> OptimizerState<N> {
             arithmetic_dtype_of(parameter)?;
         }
         let states = parameters.iter().map(|_| None).collect();
-        Ok(Self { parameters: parameters.to_vec(), hypers, states, names, dtype, seed: 0 })
+        let missed = vec![0; parameters.len()];
+        Ok(Self { parameters: parameters.to_vec(), hypers, states, missed, names, dtype, seed: 0 })
     }
 
     /// Sets the seed of the state's rounding.
@@ -80,11 +85,38 @@ impl<const N: usize> OptimizerState<N> {
         Ok(base)
     }
 
+    /// Those of the optimizer's `steps` in which parameter `index` had a gradient.
+    pub(super) fn steps_of(&self, index: usize, steps: u64) -> u64 {
+        steps.saturating_sub(self.missed[index])
+    }
+
+    /// What an optimizer that has done so many steps saves of its numbers.
+    pub(super) fn scalars(&self, steps: u64) -> BTreeMap<String, f64> {
+        let missed = self.parameters.iter().zip(&self.missed).filter(|(_, missed)| **missed > 0);
+        let missed = missed.map(|(parameter, missed)| (missed_key(parameter), *missed as f64));
+        missed.chain([("step".to_owned(), steps as f64)]).collect()
+    }
+
+    /// Loads what [`scalars`](Self::scalars) returned, and returns the number of steps.
+    ///
+    /// # Errors
+    /// If it is missing, or no number of steps.
+    pub(super) fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<u64> {
+        let steps = load_step(scalars)?;
+        for (parameter, missed) in self.parameters.iter().zip(&mut self.missed) {
+            *missed = scalars.get(&missed_key(parameter)).map_or(0, |missed| *missed as u64);
+        }
+        Ok(steps)
+    }
+
     /// The operands of the update of parameter `index` in optimizer step `step`; `None` if it has no
     /// gradient or no elements on this rank.
     pub(super) fn update_of(&mut self, index: usize, step: u64) -> Result<Option<ParamUpdate<N>>> {
         let parameter = &self.parameters[index];
-        let Some(grad) = parameter.local_grad() else { return Ok(None) };
+        let Some(grad) = parameter.local_grad() else {
+            self.missed[index] += 1;
+            return Ok(None);
+        };
         let LocalShard { values, region } = parameter.local()?;
         let counts = [grad.elem_count(), values.elem_count(), region.elem_count()];
         if counts.iter().any(|count| *count != counts[0]) {
@@ -170,8 +202,13 @@ fn arithmetic_dtype_of(parameter: &Parameter) -> Result<DType> {
     })
 }
 
+/// The name of the number of steps in which a parameter had no gradient.
+fn missed_key(parameter: &Parameter) -> String {
+    format!("missed.{}", parameter.fqn())
+}
+
 /// Reads the step count that every optimizer here keeps.
-pub(super) fn load_step(scalars: &std::collections::BTreeMap<String, f64>) -> Result<u64> {
+fn load_step(scalars: &BTreeMap<String, f64>) -> Result<u64> {
     match scalars.get("step") {
         Some(&step) if step >= 0.0 && step.fract() == 0.0 => Ok(step as u64),
         Some(step) => Err(Error::other(format!(

@@ -108,6 +108,12 @@ impl ParameterSlot {
         if unused { self.0.ready() } else { Ok(()) }
     }
 
+    /// Whether any gradient has arrived in the backward that is running, before
+    /// [`finish_backward`](Self::finish_backward) ends it.
+    pub fn has_delivered(&self) -> bool {
+        self.0.flow().delivered_now
+    }
+
     /// Whether counted uses have not delivered. At the end of a backward, before
     /// [`finish_backward`](Self::finish_backward) resets the count, these are uses whose gradients
     /// another backward may bring.

@@ -19,7 +19,7 @@ use fulgurite_engine::data::Workers;
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{
-    ForwardScope, ModuleBuilder, ModuleInit, ModuleTree, pattern_matches,
+    ForwardScope, ModuleBuilder, ModuleInit, ModuleTree, any_pattern_matches, pattern_matches,
 };
 use fulgurite_engine::optim::{LossScale, OptimizerConfig};
 use fulgurite_engine::parallel::ContextParallel;
@@ -324,7 +324,7 @@ impl Fabric {
                 "the optimizer for {pattern:?}: no trainable parameter has a name that this pattern matches"
             )));
         }
-        let has = |fqn: &str| patterns.iter().any(|pattern| pattern_matches(pattern, fqn));
+        let has = |fqn: &str| any_pattern_matches(patterns, fqn);
         let index = self.runtime.add_optimizer(&has)?;
         self.build_optimizer(config, index)
     }
@@ -422,13 +422,14 @@ impl Fabric {
     /// ignore their flags.
     ///
     /// # Errors
-    /// If a peer fails, or there are [several optimizers](FabricOptimizer::step_totals).
+    /// If a peer fails, or there are [several optimizers](FabricOptimizer::step_totals). On every rank, if the count of
+    /// a loss is negative or not finite on any.
     pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
         self.runtime.step_totals(self.runtime.only_optimizer()?, flags)
     }
 
-    /// Checks that all trainable parameters have a gradient, in the first step (under
-    /// [`UnusedParameters::Ignore`] in each). The optimizer's step calls it. Collective.
+    /// Checks that all trainable parameters have a gradient, in the first step. The optimizer's step calls it.
+    /// Collective.
     ///
     /// # Errors
     /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`]. If there are several optimizers.

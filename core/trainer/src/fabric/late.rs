@@ -38,7 +38,7 @@ impl LateStep {
 /// The mean loss of a step, over all ranks and micro-batches, and the norm of its mean gradient before it is clipped.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepNumbers {
-    /// The mean loss.
+    /// The mean loss; NaN if nothing counted, so that the step was skipped.
     pub loss: f64,
     /// The norm of the gradient; not finite in f16 if the step was skipped.
     pub grad_norm: f64,
@@ -89,10 +89,13 @@ impl FabricOptimizer {
     /// As clipping and [`step`](Self::step), those of numbers that are not finite when they are read.
     pub fn step_late(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<LateNumbers> {
         if self.can_step_late()? {
-            let late = self.late_step(clip)?;
-            self.update_late(&late)?;
+            let numbers = self.late_step(clip)?;
+            match &numbers {
+                Numbers::Late(late) => self.update_late(late)?,
+                Numbers::Known(_) => self.update()?,
+            }
             self.finish_step()?;
-            return Ok(LateNumbers(Numbers::Late(late)));
+            return Ok(LateNumbers(numbers));
         }
         let numbers = self.clip(clip)?;
         self.step()?;
@@ -142,8 +145,8 @@ impl FabricOptimizer {
     /// and norm. For [`update_late`](Self::update_late). Collective.
     ///
     /// # Errors
-    /// If a limit is not above 0, and as [`check_loss`](Self::check_loss) if nothing counts.
-    pub(crate) fn late_step(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<LateStep> {
+    /// If a limit is not above 0, and if the count of a loss is none.
+    pub(crate) fn late_step(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<Numbers> {
         let limits = match clip {
             None => (None, None),
             Some((max_norm, ClipAlgorithm::Norm)) => {
@@ -156,19 +159,21 @@ impl FabricOptimizer {
             }
         };
         let before = self.late_before.as_ref();
-        let (scale, count) = self.runtime.late_scale(self.index, limits, before)?;
-        if count <= 0.0 {
-            self.check_loss(&StepTotals { loss_sum: 0.0, count, flags: Vec::new() })?;
+        let late = self.runtime.late_scale(self.index, limits, before);
+        let (scale, count) = late.map_err(|error| self.during_step(error))?;
+        if count == 0.0 {
+            // It is skipped, which the host has to know.
+            return self.clip(clip).map(Numbers::Known);
         }
         let numbers = read::later(scale.numbers(), "loss and gradient norm")?;
-        Ok(LateStep { scale, numbers, count, scalars: self.scalars() })
+        Ok(Numbers::Late(LateStep { scale, numbers, count, scalars: self.scalars() }))
     }
 
     /// As [`update`](Self::update), of a step that the device skips if its loss or norm is not finite. Collective.
     pub(crate) fn update_late(&mut self, late: &LateStep) -> Result<()> {
         let _phase = self.runtime.phase("optimizer");
         self.runtime.check_synchronised(self.index)?;
-        self.runtime.audit_gradients(self.index, self.unused)?;
+        self.runtime.audit_gradients(self.index, self.unused_now())?;
         let factor = self.schedule_factor()?;
         self.inner.set_schedule_factor(factor);
         self.inner.step_late(&late.scale)?;

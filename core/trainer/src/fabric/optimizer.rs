@@ -40,8 +40,10 @@ pub struct FabricOptimizer {
     max_steps: Option<u64>,
     /// What the schedule is asked for instead of the number of steps done.
     position: Option<u64>,
-    pub(super) unused: UnusedParameters,
+    unused: UnusedParameters,
     pub(super) steps: u64,
+    /// Those of its steps that changed nothing, since nothing counted.
+    skipped: u64,
     clip_factor: f64,
     clip_value: Option<f64>,
     /// Whether the step's gradients have overflowed in f16, once that is known.
@@ -71,6 +73,7 @@ impl FabricOptimizer {
             position: None,
             unused: UnusedParameters::default(),
             steps: 0,
+            skipped: 0,
             clip_factor: 1.0,
             clip_value: None,
             overflowed: None,
@@ -129,6 +132,7 @@ impl FabricOptimizer {
     #[must_use]
     pub fn with_unused_parameters(mut self, policy: UnusedParameters) -> Self {
         self.unused = policy;
+        self.runtime.set_unused(self.index, policy);
         self
     }
 
@@ -175,9 +179,14 @@ impl FabricOptimizer {
         self.runtime.prepare_forward()
     }
 
-    /// Number of optimizer steps done.
+    /// Number of optimizer steps done, with those that were [skipped](Self::skipped_steps).
     pub fn steps(&self) -> u64 {
         self.steps
+    }
+
+    /// Number of steps that changed nothing because nothing counted in their global batch: every target was ignored.
+    pub fn skipped_steps(&self) -> u64 {
+        self.skipped
     }
 
     /// The learning rate of the next step, for groups without a rate of their own.
@@ -294,23 +303,20 @@ impl FabricOptimizer {
         Error::NonFinite { what, value, step: self.current_step(), detail }
     }
 
-    /// The mean loss of the step that is being computed.
+    /// The mean loss of the step that is being computed; NaN if nothing counts in it, so that it will be
+    /// [skipped](Self::skipped_steps).
     ///
     /// # Errors
-    /// On every rank: [`Error::NonFinite`] if it is not finite, [`Error::Data`] if there is nothing
-    /// to take the mean of. Nothing is changed.
+    /// On every rank: [`Error::NonFinite`] if the sum is not finite. Nothing is changed.
     pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
-        if totals.count <= 0.0 {
-            return Err(Error::Data(format!(
-                "nothing counts in the global batch of step {}: every target is ignored \
-                 (`ignore_index`), or there are no samples",
-                self.current_step()
-            )));
-        }
         if totals.loss_sum.is_finite() {
             return Ok(totals.mean());
         }
         Err(self.non_finite("loss", totals.mean()))
+    }
+
+    pub(super) fn during_step(&self, error: Error) -> Error {
+        error.during(format_args!("in step {}", self.current_step()))
     }
 
     /// The number of the step that is being computed, counted from 1.
@@ -321,9 +327,13 @@ impl FabricOptimizer {
     /// Updates the parameters with the mean gradient over all ranks and micro-batches since the
     /// last step, and clears the gradients. Collective.
     ///
+    /// A step in which nothing counts on any rank (every target is ignored) changes nothing and is
+    /// [counted](Self::skipped_steps).
+    ///
     /// # Errors
     /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
-    /// finite, and if the last backward ran under `no_backward_sync`; nothing is changed then.
+    /// finite, if the count of a loss is negative or not finite, and if the last backward ran under
+    /// `no_backward_sync`; nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
         self.update()?;
         self.finish_step()
@@ -335,7 +345,11 @@ impl FabricOptimizer {
         self.runtime.check_synchronised(self.index)?;
         let totals = self.step_totals(&[])?;
         self.check_loss(&totals)?;
-        self.runtime.audit_gradients(self.index, self.unused)?;
+        if totals.count == 0.0 {
+            self.skip();
+            return Ok(());
+        }
+        self.runtime.audit_gradients(self.index, self.unused_now())?;
         let overflowed = self.overflowed()?;
         if overflowed != Some(true) {
             let factor = self.schedule_factor()?;
@@ -355,6 +369,28 @@ impl FabricOptimizer {
                 average.update()
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Ends a step in which nothing counts: values, state and averages stay as they are.
+    fn skip(&mut self) {
+        (self.clip_factor, self.clip_value, self.overflowed) = (1.0, None, None);
+        self.steps += 1;
+        self.skipped += 1;
+        if self.runtime.mesh().world().rank() == 0 {
+            tracing::warn!(
+                "step {} was skipped: nothing counts in its global batch, every target is ignored (`ignore_index`)",
+                self.steps
+            );
+        }
+    }
+
+    /// What happens to parameters without a gradient in this step. An error is for the first of all steps; a resumed run
+    /// has had it.
+    pub(super) fn unused_now(&self) -> UnusedParameters {
+        match self.unused {
+            UnusedParameters::Error if self.steps > 0 => UnusedParameters::Ignore,
+            policy => policy,
         }
     }
 
@@ -412,7 +448,7 @@ impl FabricOptimizer {
     /// # Errors
     /// If a peer fails.
     pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
-        self.runtime.step_totals(self.index, flags)
+        self.runtime.step_totals(self.index, flags).map_err(|error| self.during_step(error))
     }
 
     /// As [`Fabric::gradient_norms`](super::Fabric::gradient_norms), of this optimizer's parameters.
@@ -458,6 +494,9 @@ impl FabricOptimizer {
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         let mut scalars = self.inner.scalars();
         scalars.insert("fabric.steps".to_owned(), self.steps as f64);
+        if self.skipped > 0 {
+            scalars.insert("fabric.skipped_steps".to_owned(), self.skipped as f64);
+        }
         if self.lr_scale != 1.0 {
             scalars.insert("fabric.lr_scale".to_owned(), self.lr_scale);
         }
@@ -485,6 +524,7 @@ impl FabricOptimizer {
             Error::other("the optimizer's state has no `fabric.steps`; it is of another version")
         })?;
         self.steps = steps as u64;
+        self.skipped = inner.remove("fabric.skipped_steps").unwrap_or(0.0) as u64;
         self.lr_scale = inner.remove("fabric.lr_scale").unwrap_or(1.0);
         self.held_lr = inner.remove("fabric.learning_rate");
         if let Some(mut scale) = self.runtime.loss_scale()? {

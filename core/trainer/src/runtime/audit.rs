@@ -3,6 +3,7 @@
 
 use super::StrategyRuntime;
 use super::runtime::RuntimeState;
+use super::totals::is_of;
 use crate::{Error, Result};
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
@@ -13,14 +14,15 @@ use fulgurite_engine::parameter::{Parameter, UnusedBecause};
 use fulgurite_engine::shard::Placement;
 use serde::{Deserialize, Serialize};
 
-/// What a trainable parameter without a gradient means: `trainer.unused_parameters`.
+/// What a trainable parameter without a gradient on any rank means: `trainer.unused_parameters`. After the first step
+/// the optimizer leaves it alone, as in PyTorch, unless this is [`Zero`](Self::Zero).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UnusedParameters {
     /// An error in the first step, which names them.
     #[default]
     Error,
-    /// Their gradient is zero, so weight decay and momentum still move them.
+    /// Their gradient is zero in any step, so weight decay and momentum still move them.
     Zero,
     /// They are left alone.
     Ignore,
@@ -67,13 +69,13 @@ fn causes(unused: &[&Parameter]) -> String {
 
 impl StrategyRuntime {
     /// Checks that every trainable parameter of an optimizer got a gradient on some rank in this step.
-    /// Collective over the world in the first step, and in every step under [`UnusedParameters::Ignore`].
+    /// Collective over the world in the first step. Later, ranks tell each other with the [totals](Self::step_totals).
     pub(crate) fn audit_gradients(&self, optimizer: usize, policy: UnusedParameters) -> Result<()> {
         let slots = self.context()?.slots;
         let RuntimeState { steps, delivered, first_is_built, .. } = &mut *self.lock_state()?;
         let several = steps.len() > 1;
         let step = &mut steps[optimizer];
-        if step.audited && policy != UnusedParameters::Ignore {
+        if step.audited {
             return Ok(());
         }
         if several
@@ -86,11 +88,8 @@ impl StrategyRuntime {
                  to `Fabric::setup_optimizer`",
             ));
         }
-        let own: Vec<_> = slots
-            .iter()
-            .zip(delivered)
-            .filter(|(slot, _)| slot.requires_grad() && slot.optimizer() == optimizer)
-            .collect();
+        let own: Vec<_> =
+            slots.iter().zip(delivered).filter(|(slot, _)| is_of(slot, optimizer)).collect();
         let used: Vec<u8> = own.iter().map(|(_, used)| u8::from(**used)).collect();
         let n = used.len();
         let used = Tensor::from_vec(used, n, &Device::Cpu)?;

@@ -1,11 +1,10 @@
 //! What a step does on the device alone, so that nobody waits for it.
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 use super::StrategyRuntime;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ReduceOp};
-use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::optim::{GradScale, LateScale};
 use fulgurite_engine::strategy::StepTotals;
@@ -36,9 +35,7 @@ impl StrategyRuntime {
             return Err(Error::other("there was no backward since the optimizer's last step"));
         };
         let (world, dp_cp) = (self.mesh().world(), self.mesh().group(DP_CP)?);
-        let count = Tensor::new(&[local_count], &Device::Cpu)?;
-        dp_cp.run(Collective::all_reduce(&count, ReduceOp::Sum))?;
-        let count = read::host::<f64>(&count)?[0];
+        let count = self.total_count(state, optimizer)?;
         let totals = StepTotals { loss_sum: f64::NAN, count, flags: Vec::new() };
         let factor = state.strategy.grad_scale(&totals, local_count)?;
         let squares = state.squared_norm(context, optimizer)?.on(loss_sum.device())?;

@@ -8,6 +8,7 @@ mod late;
 mod magnitudes;
 #[expect(clippy::module_inception, reason = "the runtime is the module's subject")]
 mod runtime;
+mod totals;
 
 pub use audit::UnusedParameters;
 pub use buffers::SyncBuffers;

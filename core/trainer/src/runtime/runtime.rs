@@ -6,12 +6,13 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{DType, Device, Tensor};
 
+use super::UnusedParameters;
 use super::buffers::SyncBuffers;
 use super::magnitudes::Magnitudes;
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::{detects_anomalies, refuse_variables, refuse_wrong_gradients};
-use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::collective::{Collective, ProcessGroup, RANKS_DIFFER, ReduceOp};
 use fulgurite_engine::execution::read;
 use fulgurite_engine::mesh::{
     CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
@@ -46,6 +47,8 @@ pub(crate) struct StrategyRuntime {
     /// What measures, if anything does.
     profiler: OnceLock<Profiler>,
     sync_buffers: Mutex<SyncBuffers>,
+    /// What happens to the parameters of each optimizer that have no gradient, if it was set.
+    unused: Mutex<BTreeMap<usize, UnusedParameters>>,
     /// For layers that compute with the batches of all data-parallel ranks.
     batch_ranks: OnceLock<BatchRanks>,
 }
@@ -72,8 +75,8 @@ pub(super) struct RuntimeState {
 
 /// What was read of a step at once.
 #[derive(Debug, Clone, Copy)]
-struct ReadAhead {
-    loss_sum: f64,
+pub(super) struct ReadAhead {
+    pub(super) loss_sum: f64,
     squared_norm: f64,
 }
 
@@ -83,9 +86,11 @@ pub(super) struct StepState {
     /// That of the micro-batches so far, on its device: read once a step.
     pub(super) loss_sum: Option<Tensor>,
     /// The loss and this rank's part of the squared norm, once they were read together.
-    read: Option<ReadAhead>,
+    pub(super) read: Option<ReadAhead>,
     pub(super) count: f64,
-    totals: Option<StepTotals>,
+    /// The first count of a micro-batch that is none: negative, or not finite.
+    pub(super) wrong_count: Option<f64>,
+    pub(super) totals: Option<StepTotals>,
     /// Whether the first step's gradients were audited.
     pub(super) audited: bool,
     /// Whether the latest backward did not reduce its gradients over ranks.
@@ -110,6 +115,7 @@ impl StrategyRuntime {
             }),
             profiler: OnceLock::new(),
             sync_buffers: Mutex::default(),
+            unused: Mutex::default(),
             batch_ranks: OnceLock::new(),
         })
     }
@@ -156,6 +162,11 @@ impl StrategyRuntime {
         self.model.get().ok_or_else(|| {
             Error::other("no model has been set up; call `Fabric::setup` (`setup_module`) first")
         })
+    }
+
+    /// The parameters' slots; none before [`setup_module`](Self::setup_module).
+    pub(super) fn slots(&self) -> &[ParameterSlot] {
+        self.model.get().map_or(&[], |model| &model.slots)
     }
 
     pub(super) fn context(&self) -> Result<StrategyContext<'_>> {
@@ -213,6 +224,10 @@ impl StrategyRuntime {
 
     pub(super) fn sync_buffers(&self) -> SyncBuffers {
         *self.sync_buffers.lock().expect("no panic while reading")
+    }
+
+    pub(super) fn unused_policies(&self) -> MutexGuard<'_, BTreeMap<usize, UnusedParameters>> {
+        self.unused.lock().expect("no panic while it is held")
     }
 
     /// Makes the group of the ranks whose batches are one. Collective.
@@ -294,7 +309,7 @@ impl StrategyRuntime {
                     Some(before) => (before + &loss_sum)?,
                     None => loss_sum.clone(),
                 });
-                step.count += loss.count();
+                step.add_count(loss.count());
                 (step.totals, step.read) = (None, None);
                 step.unsynchronised = !synchronise;
             }
@@ -306,20 +321,35 @@ impl StrategyRuntime {
         let sum = scaled.as_ref().unwrap_or(sum);
         strategy.begin_backward(context, synchronise)?;
         // The reducers have the gradients; candle's store has none.
-        let grads = sum.backward()?;
+        let grads = sum.backward().map_err(|error| explain_difference(error.into()))?;
         if steps.iter().any(|step| !step.audited) {
             refuse_variables(sum, &grads)?;
             refuse_wrong_gradients(sum)?;
         }
         drop(grads);
+        self.check_reached(context.slots)?;
         for (slot, delivered) in context.slots.iter().zip(delivered) {
             *delivered |= slot.finish_backward()?;
         }
-        if synchronise {
-            strategy.reduce_gradients(context)
-        } else {
-            strategy.keep_gradients(context)
+        let reduced = match synchronise {
+            true => strategy.reduce_gradients(context),
+            false => strategy.keep_gradients(context),
+        };
+        reduced.map_err(explain_difference)
+    }
+
+    /// Checks that a backward has reached a parameter, where the ranks that share parameters wait for each other in
+    /// it.
+    fn check_reached(&self, slots: &[ParameterSlot]) -> Result<()> {
+        let sharing = self.mesh.size(DP_SHARD_CP).unwrap_or(1);
+        let mut taking = slots.iter().filter(|slot| slot.takes_grad()).peekable();
+        if sharing == 1 || taking.peek().is_none() || taking.any(ParameterSlot::has_delivered) {
+            return Ok(());
         }
+        Err(Error::other(format!(
+            "the backward of the loss reached no parameter, and the ranks that share parameters wait for this one in \
+             theirs. {ZERO_FACTOR}"
+        )))
     }
 
     /// The loss times the scale. Collective in the first backward.
@@ -358,49 +388,6 @@ impl StrategyRuntime {
              its gradients are on their own ranks only. Run the last micro-batch's backward with \
              `no_backward_sync(false)`, or without a guard",
         ))
-    }
-
-    /// See [`Fabric::step_totals`](crate::fabric::Fabric::step_totals).
-    pub(crate) fn step_totals(&self, optimizer: usize, flags: &[f64]) -> Result<StepTotals> {
-        self.totals(&mut self.lock_state()?.steps[optimizer], flags)
-    }
-
-    fn totals(&self, step: &mut StepState, flags: &[f64]) -> Result<StepTotals> {
-        if let Some(totals) = &step.totals {
-            return Ok(totals.clone());
-        }
-        let sum = |values: &[f64], group: &dyn ProcessGroup| -> Result<Vec<f64>> {
-            let values = Tensor::new(values, &Device::Cpu)?;
-            group.run(Collective::all_reduce(&values, ReduceOp::Sum))?;
-            read::host(&values)
-        };
-        let loss_sum = match (&step.read, &step.loss_sum) {
-            (Some(read), _) => read.loss_sum,
-            (None, Some(loss_sum)) => read::scalar(loss_sum, "loss")?,
-            (None, None) => 0.0,
-        };
-        let loss = sum(&[loss_sum, step.count], &**self.mesh.group(DP_CP)?)?;
-        // Tensor-parallel ranks have the same loss, but each has its own flags.
-        let flags = if flags.is_empty() { Vec::new() } else { sum(flags, &**self.mesh.world())? };
-        let totals = StepTotals { loss_sum: loss[0], count: loss[1], flags };
-        step.totals = Some(totals.clone());
-        Ok(totals)
-    }
-
-    /// The totals of a loss of which no backward is run. Collective.
-    pub(crate) fn totals_of(&self, loss: &Loss) -> Result<StepTotals> {
-        let loss_sum = Some(loss.sum_tensor()?);
-        self.totals(&mut StepState { loss_sum, count: loss.count(), ..StepState::default() }, &[])
-    }
-
-    /// The factor of this rank's gradients in the optimizer's update. Collective as
-    /// [`step_totals`](Self::step_totals).
-    pub(crate) fn grad_scale(&self, optimizer: usize) -> Result<f64> {
-        let RuntimeState { strategy, steps, loss_scale, .. } = &mut *self.lock_state()?;
-        let step = &mut steps[optimizer];
-        let totals = self.totals(step, &[])?;
-        let factor = loss_scale.map_or(1.0, |scale| scale.factor());
-        Ok(strategy.grad_scale(&totals, step.count)? / factor)
     }
 
     /// Reads the loss of the step and this rank's part of the norm at once, for the [totals](Self::step_totals) and the
@@ -584,7 +571,35 @@ impl RuntimeState {
         }
         let step = &mut self.steps[optimizer];
         step.unsynchronised = false;
-        (step.loss_sum, step.count, step.totals, step.read) = (None, 0.0, None, None);
+        (step.loss_sum, step.totals, step.read) = (None, None, None);
+        (step.count, step.wrong_count) = (0.0, None);
+    }
+}
+
+impl StepState {
+    /// Adds what a micro-batch's loss counts.
+    pub(super) fn add_count(&mut self, count: f64) {
+        if !(count >= 0.0 && count.is_finite()) {
+            self.wrong_count.get_or_insert(count);
+        }
+        self.count += count;
+    }
+}
+
+/// What ends a backward without a word, and what to write in its place.
+const ZERO_FACTOR: &str = "candle ends a backward at a constant factor of 0, `(loss * 0.0)?`: multiply by a zero \
+    tensor, as `Loss::ignored` does, so that the backward runs and its gradients are zero";
+
+/// Adds a cause to an error about ranks that call different collectives: a backward that some rank has not run.
+pub(super) fn explain_difference(error: Error) -> Error {
+    match error {
+        Error::Collective { rank, group, op, message } if message.contains(RANKS_DIFFER) => {
+            let message = format!(
+                "{message}. If the loss has a term that some rank leaves out: {ZERO_FACTOR}"
+            );
+            Error::Collective { rank, group, op, message }
+        }
+        error => error,
     }
 }
 

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::ops::ControlFlow;
 
-use candle_core::{Device, Tensor};
+use candle_core::Tensor;
 
 use super::hooks::Hook;
 use super::log_table::{LogTable, Stage as LogStage};
@@ -13,10 +13,8 @@ use super::session::Session;
 use super::{Event, Predictions, Stage, StepContext};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
-use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::data::{EvalSampler, Samples, Split};
 use fulgurite_engine::execution::read;
-use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parallel::explain_mismatch;
 use fulgurite_launch::Interruption;
 
@@ -179,7 +177,7 @@ impl Session {
             ctx.validation_set = Some(index);
         }
         // On its device: read once.
-        let (mut sum, mut count) = (None::<Tensor>, 0.0);
+        let (mut sum, mut counts) = (None::<Tensor>, Vec::new());
         let sized = (set.sampler, set.batches);
         let interrupted =
             self.each_batch(set.split, hooks, sized, &mut |session, batch, padding| {
@@ -194,7 +192,7 @@ impl Session {
                         Some(before) => (before + loss_sum)?,
                         None => loss_sum,
                     });
-                    count += loss.count();
+                    counts.push(loss.count());
                 }
                 Ok(())
             })?;
@@ -202,11 +200,10 @@ impl Session {
             return Ok(ControlFlow::Break(why));
         }
         let sum = sum.map_or(Ok(0.0), |sum| read::scalar(&sum, "loss"))?;
-        let totals = Tensor::new(&[sum, count], &Device::Cpu)?;
-        let mesh = self.parts.fabric.device_mesh();
-        mesh.group(DP_CP)?.all_reduce(&totals, ReduceOp::Sum)?.wait()?;
-        let totals = read::host::<f64>(&totals)?;
-        let (sum, count) = (totals[0], totals[1]);
+        let what = format!("in {} of step {}", stage.loss_name(), self.cursor.step);
+        let totals = self.parts.fabric.runtime.totals_of_losses(sum, &counts);
+        let totals = totals.map_err(|error| error.during(what))?;
+        let (sum, count) = (totals.loss_sum, totals.count);
         Ok(ControlFlow::Continue(SetTotals { sum, count, table: ctx.table }))
     }
 

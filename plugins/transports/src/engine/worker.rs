@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
+use fulgurite_core::collective::RANKS_DIFFER;
 
 use super::direct::Direct;
 use super::plan::{Collective, CollectivePlan, Fingerprint};
@@ -277,7 +278,7 @@ impl Worker {
             list.join("; ")
         };
         Err(Failure::Group(format!(
-            "the ranks differ in collective {} of this group: {what}. All ranks must call the same \
+            "{RANKS_DIFFER} collective {} of this group: {what}. All ranks must call the same \
              collectives in the same order",
             self.sequence
         )))

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
 use candle_core::DType;
-use fulgurite_core::collective::ReduceOp;
+use fulgurite_core::collective::{RANKS_DIFFER, ReduceOp};
 
 use super::collectives::{self, Round};
 use super::memory::{Memory, Scratch};
@@ -209,7 +209,7 @@ impl Greeting for Compared<'_> {
             false => format!("collective {here} (there {there})"),
         };
         Some(format!(
-            "the ranks differ in {number} of this group: {what}. All ranks must call the same \
+            "{RANKS_DIFFER} {number} of this group: {what}. All ranks must call the same \
              collectives in the same order"
         ))
     }

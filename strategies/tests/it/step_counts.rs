@@ -1,0 +1,293 @@
+//! What a step's counts say: counts that none can be, steps in which nothing counts, and parameters that a step
+//! leaves out.
+
+use std::collections::BTreeMap;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::fabric::{Fabric, FabricOptimizer, UnusedParameters};
+use fulgurite_core::module::{Module as _, ModuleBuilder, Unit};
+use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::optim::{AdamW, OptimizerConfig, Sgd};
+use fulgurite_test_support::training::{gather_weights, init, strategy};
+use fulgurite_transports::run_ranks;
+
+const FSDP: &str = r#"{"type": "fsdp"}"#;
+const DDP: &str = r#"{"type": "ddp"}"#;
+const CONFIGS: [(usize, &str); 5] = [
+    (1, r#"{"type": "single_device"}"#),
+    (3, DDP),
+    (3, FSDP),
+    (2, r#"{"type": "fsdp", "reshard_after_forward": false, "prefetch": 0}"#),
+    (4, r#"{"type": "hsdp", "data_parallel_shard_size": 2}"#),
+];
+
+/// Two layers beside each other, which learn from a sum: the gradient of every weight is the number of samples.
+struct Pair {
+    layers: [Unit<Linear>; 2],
+}
+
+impl Pair {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let layer = |name: &str| b.unit(name, |b| Linear::new(b, 3, 3));
+        Ok(Self { layers: [layer("first")?, layer("second")?] })
+    }
+
+    /// The loss of the layers that are `used`.
+    fn loss(&self, used: [bool; 2]) -> Result<Loss> {
+        let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+        let mut sum = Tensor::zeros((), DType::F32, &Device::Cpu)?;
+        for (layer, used) in self.layers.iter().zip(used) {
+            if used {
+                sum = (sum + layer.forward(&x)?.sum_all()?)?;
+            }
+        }
+        Ok(Loss::new(sum, 1.0))
+    }
+}
+
+type Weights = BTreeMap<String, Vec<f32>>;
+
+/// Trains, and returns rank 0's view of the weights before the first step and after each one.
+fn train(
+    ranks: usize,
+    config: &str,
+    optimizer: &(dyn OptimizerConfig + Sync),
+    steps: usize,
+    step: impl Fn(&Fabric, &Pair, &mut FabricOptimizer, usize) -> Result<()> + Sync,
+) -> Result<Vec<Weights>> {
+    let all = run_ranks(ranks, |world| {
+        let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
+        let (pair, mut optimizer) = fabric.setup(Pair::new, optimizer)?;
+        let weights = |fabric: &Fabric| gather_weights(fabric.module_tree()?, &**fabric.world());
+        let mut seen = vec![weights(&fabric)?];
+        for i in 1..=steps {
+            step(&fabric, &pair, &mut optimizer, i)?;
+            seen.push(weights(&fabric)?);
+        }
+        Ok(seen)
+    })?;
+    for rank in &all[1..] {
+        assert_eq!(*rank, all[0], "{config}: the ranks have other weights");
+    }
+    Ok(all.into_iter().next().unwrap_or_default())
+}
+
+fn moves(weights: &[Weights], fqn: &str) -> Vec<bool> {
+    weights.windows(2).map(|pair| pair[0][fqn] != pair[1][fqn]).collect()
+}
+
+#[test]
+fn a_count_that_none_can_be_is_an_error_on_all_ranks() {
+    for (ranks, config) in CONFIGS {
+        for count in [f64::NAN, f64::INFINITY, -1.0] {
+            for late in [false, true] {
+                let culprit = ranks - 1;
+                train(ranks, config, &Sgd::default(), 1, |fabric, pair, optimizer, _| {
+                    let before = gather_weights(fabric.module_tree()?, &**fabric.world())?;
+                    let loss = pair.loss([true, true])?;
+                    let wrong = fabric.global_rank() == culprit;
+                    let count_here = if wrong { count } else { 1.0 };
+                    fabric.backward(&Loss::new(loss.sum().clone(), count_here))?;
+                    let error = match late {
+                        true => optimizer.step_late(Some((1.0, Default::default()))).map(drop),
+                        false => optimizer.step(),
+                    };
+                    assert_eq!(
+                        error.unwrap_err().to_string(),
+                        format!(
+                            "the count of the loss on rank {culprit} is {count}: a `Loss` is a sum and the number of \
+                             its items, which is finite and not negative; look at how `Loss::new` gets its count (in \
+                             step 1)"
+                        ),
+                        "{config}, late: {late}"
+                    );
+                    let after = gather_weights(fabric.module_tree()?, &**fabric.world())?;
+                    assert_eq!(after, before, "{config}");
+                    Ok(())
+                })
+                .unwrap_or_else(|error| panic!("{config}: {error}"));
+            }
+        }
+    }
+}
+
+/// Of two micro-batches the counts add up to one that could be.
+#[test]
+fn a_negative_count_of_one_micro_batch_is_found() {
+    let error = train(2, DDP, &Sgd::default(), 1, |fabric, pair, optimizer, _| {
+        for count in [-1.0, 3.0] {
+            let loss = pair.loss([true, true])?;
+            fabric.backward(&Loss::new(loss.sum().clone(), count))?;
+        }
+        optimizer.step()
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.starts_with("the count of the loss on rank 0 is -1: "), "{error}");
+}
+
+/// As in PyTorch: no moment, no decay, and the parameter's own number of steps for the correction of moments. All
+/// gradients of a weight are equal, so that with its own number every step of Adam is one of the learning rate.
+#[test]
+fn parameters_that_a_later_step_leaves_out_stay() {
+    let (lr, decay) = (0.1, 0.5);
+    let adamw = AdamW { lr, weight_decay: decay, ..AdamW::default() };
+    let used = |step| [true, step == 1 || step == 4];
+    for (ranks, config) in CONFIGS {
+        for late in [false, true] {
+            let weights = train(ranks, config, &adamw, 4, |fabric, pair, optimizer, step| {
+                fabric.backward(&pair.loss(used(step))?)?;
+                match late {
+                    true => {
+                        optimizer.step_late(None).and_then(|n| optimizer.read_late(n)).map(drop)?
+                    }
+                    false => optimizer.step()?,
+                }
+                let missed = optimizer.scalars().get("missed.second.weight").copied();
+                let expected = [None, Some(1.0), Some(2.0), Some(2.0)];
+                assert_eq!(missed, expected[step - 1], "{config}");
+                Ok(())
+            })
+            .unwrap_or_else(|error| panic!("{config}: {error}"));
+            assert_eq!(moves(&weights, "first.weight"), [true; 4], "{config}");
+            assert_eq!(moves(&weights, "second.weight"), [true, false, false, true], "{config}");
+            for step in [1, 4] {
+                let [before, after] = [step - 1, step].map(|i| &weights[i]["second.weight"]);
+                for (before, after) in before.iter().zip(after) {
+                    let expected = f64::from(*before) * (1.0 - lr * decay) - lr;
+                    assert!(
+                        (f64::from(*after) - expected).abs() < 1e-6,
+                        "{config}: {after} {expected}"
+                    );
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn a_parameter_that_one_rank_uses_is_updated_on_all() {
+    let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.5, ..Sgd::default() };
+    for (ranks, config) in CONFIGS.into_iter().filter(|(ranks, _)| *ranks > 1) {
+        let weights = train(ranks, config, &sgd, 3, |fabric, pair, optimizer, step| {
+            let uses = step == 1 || fabric.global_rank() == 1;
+            fabric.backward(&pair.loss([true, uses])?)?;
+            optimizer.step()
+        })
+        .unwrap_or_else(|error| panic!("{config}: {error}"));
+        let (mut p, mut m) = (f64::from(weights[0]["second.weight"][0]), 0.0);
+        for (step, weights) in weights.iter().enumerate().skip(1) {
+            // The mean over the ranks' samples.
+            let gradient = if step == 1 { 1.0 } else { 1.0 / ranks as f64 };
+            let gradient = gradient + 0.5 * p;
+            m = if step == 1 { gradient } else { 0.9 * m + gradient };
+            p -= 0.1 * m;
+            let found = f64::from(weights["second.weight"][0]);
+            assert!((found - p).abs() < 1e-5, "{config}: {found} and {p} in step {step}");
+        }
+    }
+}
+
+#[test]
+fn under_zero_parameters_without_a_gradient_go_on_moving() {
+    let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.5, ..Sgd::default() };
+    let weights = run_ranks(2, |world| {
+        let mut fabric = Fabric::new(world, strategy(FSDP)?, init(FSDP)?, 5)?;
+        let (pair, optimizer) = fabric.setup(Pair::new, &sgd)?;
+        let mut optimizer = optimizer.with_unused_parameters(UnusedParameters::Zero);
+        let mut seen = Vec::new();
+        for step in 1..=3 {
+            fabric.backward(&pair.loss([true, step == 1])?)?;
+            optimizer.step()?;
+            seen.push(gather_weights(fabric.module_tree()?, &**fabric.world())?);
+        }
+        Ok(seen)
+    });
+    assert_eq!(moves(&weights.unwrap()[0], "second.weight"), [true; 2]);
+}
+
+#[test]
+fn a_step_in_which_nothing_counts_is_skipped() {
+    let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.5, ..Sgd::default() };
+    for (ranks, config) in CONFIGS {
+        for late in [false, true] {
+            let weights = train(ranks, config, &sgd, 3, |fabric, pair, optimizer, step| {
+                let loss = pair.loss([true, true])?;
+                fabric.backward(&if step == 2 { loss.ignored()? } else { loss })?;
+                let numbers = match late {
+                    true => optimizer.step_late(Some((1.0, Default::default())))?,
+                    false => {
+                        optimizer.step()?;
+                        return Ok(());
+                    }
+                };
+                assert_eq!(optimizer.read_late(numbers)?.loss.is_nan(), step == 2);
+                assert_eq!(optimizer.steps(), step as u64);
+                assert_eq!(optimizer.skipped_steps(), u64::from(step >= 2), "{config}");
+                Ok(())
+            })
+            .unwrap_or_else(|error| panic!("{config}: {error}"));
+            assert_eq!(moves(&weights, "first.weight"), [true, false, true], "{config}");
+        }
+    }
+}
+
+#[test]
+fn a_loss_that_one_rank_ignores_counts_on_the_others() {
+    for (ranks, config) in CONFIGS.into_iter().filter(|(ranks, _)| *ranks > 1) {
+        let weights = train(ranks, config, &Sgd::default(), 2, |fabric, pair, optimizer, step| {
+            let loss = pair.loss([true, true])?;
+            let ignores = step == 2 && fabric.global_rank() == 0;
+            fabric.backward(&if ignores { loss.ignored()? } else { loss })?;
+            optimizer.step()?;
+            assert_eq!(optimizer.skipped_steps(), 0);
+            Ok(())
+        })
+        .unwrap();
+        assert_eq!(moves(&weights, "first.weight"), [true, true], "{config}");
+    }
+}
+
+/// candle's backward ends at the factor: this rank would leave its collectives out.
+#[test]
+fn a_constant_factor_of_zero_on_one_rank_is_named() {
+    let zero = |whole: bool| {
+        let error = train(2, FSDP, &Sgd::default(), 1, |fabric, pair, optimizer, _| {
+            let mut loss = pair.loss([true, true])?;
+            if fabric.global_rank() == 1 {
+                let [first, second] = [[true, false], [false, true]].map(|used| pair.loss(used));
+                let kept = if whole { (first?.sum() * 0.0)? } else { first?.sum().clone() };
+                loss = Loss::new((kept + (second?.sum() * 0.0)?)?, 1.0);
+            }
+            fabric.backward(&loss)?;
+            optimizer.step()
+        });
+        error.unwrap_err().to_string()
+    };
+    let way_out = "candle ends a backward at a constant factor of 0, `(loss * 0.0)?`: multiply by a zero tensor, as \
+                   `Loss::ignored` does";
+    for whole in [true, false] {
+        let error = zero(whole);
+        assert!(error.contains(way_out), "{whole}: {error}");
+    }
+}
+
+/// Replicas wait for nobody in their backward.
+#[test]
+fn under_ddp_a_constant_factor_of_zero_is_a_loss_that_is_ignored() {
+    let with = |constant: bool| {
+        train(2, DDP, &Sgd::default(), 2, |fabric, pair, optimizer, step| {
+            let mut loss = pair.loss([true, true])?;
+            if step == 2 && fabric.global_rank() == 1 {
+                loss = match constant {
+                    true => Loss::new((loss.sum() * 0.0)?, 0.0),
+                    false => loss.ignored()?,
+                };
+            }
+            fabric.backward(&loss)?;
+            optimizer.step()
+        })
+        .unwrap()
+    };
+    assert_eq!(with(true), with(false));
+}
