@@ -4,6 +4,7 @@ use std::fmt::Write as _;
 use std::time::Instant;
 
 use fulgurite_core::launch::{HostMemory, agree_on, notice_signals};
+use fulgurite_core::trainer::ItemRate;
 use fulgurite_core::{Error, Result};
 use fulgurite_error::{print_message, printable};
 use serde_json::{Value, json};
@@ -140,7 +141,8 @@ impl Trial {
                 let peaks = event["peak_rss_mib"].as_array().into_iter().flatten();
                 self.peak_mib = peaks.filter_map(Value::as_f64).sum();
                 self.step_secs = number("step_s_median");
-                self.items_per_sec = number("tokens_per_s");
+                let rate = serde_json::from_value(event.clone());
+                self.items_per_sec = rate.map_or(f64::NAN, |rate: ItemRate| rate.per_s);
             }
             _ => {}
         }

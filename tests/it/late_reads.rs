@@ -54,6 +54,10 @@ enum Fault {
     Loss,
     /// The loss is finite, its gradient is not.
     Gradient,
+    /// What the loss counts is no number.
+    Count,
+    /// Nothing counts, on all ranks.
+    Ignored,
 }
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -89,6 +93,9 @@ impl LightningModule for Deep {
 
     fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
         let loss = self.validation_step(x, ctx)?;
+        if self.config.fails_at == Some(ctx.step) && self.config.fault == Fault::Ignored {
+            return loss.ignored();
+        }
         if self.config.fails_at != Some(ctx.step) || ctx.rank + 2 < ctx.world_size {
             return Ok(loss);
         }
@@ -97,6 +104,8 @@ impl LightningModule for Deep {
             Fault::Loss => (loss.sum() * f64::NAN)?,
             // The root of 0 has no derivative.
             Fault::Gradient => (loss.sum() + nothing.sqr()?.sqrt()?)?,
+            Fault::Count => return Ok(Loss::new(loss.sum().clone(), f64::NAN)),
+            Fault::Ignored => return Ok(loss),
         };
         Ok(Loss::new(sum, loss.count()))
     }
@@ -308,8 +317,8 @@ fn the_training_is_the_same_to_the_bit() {
             assert!(at_once.curve().len() >= 8);
             assert_eq!(late.curve(), at_once.curve(), "{keys:?}");
             assert!(late.seen == at_once.seen, "{keys:?}: other weights or state");
-            // Of eight steps the first, the third and the sixth are logged.
-            assert_eq!((at_once.reads, late.reads), ([8, 0], [3, 5]), "{keys:?}");
+            // Of eight steps the first, the third, the sixth and the last are logged.
+            assert_eq!((at_once.reads, late.reads), ([8, 0], [4, 4]), "{keys:?}");
         }
     }
 }
@@ -357,6 +366,74 @@ fn a_step_that_is_not_finite_changes_nothing_and_is_an_error() {
 }
 
 #[test]
+fn a_count_that_none_can_be_is_found_at_once() {
+    for (ranks, strategy) in STRATEGIES {
+        for fails_at in [1, 4, 8] {
+            let at = format!("model.fails_at={fails_at}");
+            let keys = [strategy, &at, "model.fault=\"count\"", "trainer.ema_decay=0.5"];
+            let late = train(ranks, &[&keys[..], &[ON]].concat());
+            let at_once = train(ranks, &[&keys[..], &[OFF]].concat());
+            let (error, expected) =
+                (late.result.as_ref().unwrap_err(), at_once.result.unwrap_err());
+            assert_eq!(error.to_string(), expected.to_string(), "{keys:?}");
+            let told = "is NaN: a `Loss` is a sum and the number of its items";
+            assert!(error.to_string().contains(told), "{keys:?}: {error}");
+            assert!(
+                error.to_string().contains(&format!("in step {fails_at}")),
+                "{keys:?}: {error}"
+            );
+            // The steps before are told of, and their state is left.
+            assert_eq!(late.curve().len() as u64, fails_at - 1, "{keys:?}");
+            for (late, at_once) in late.seen.iter().zip(&at_once.seen) {
+                assert!(late.failed.is_some(), "{keys:?}");
+                assert!(late.failed == at_once.failed, "{keys:?}: another state is left");
+            }
+        }
+    }
+}
+
+#[test]
+fn a_step_in_which_nothing_counts_is_skipped() {
+    for (ranks, strategy) in STRATEGIES {
+        for ignored in [1, 4, 8] {
+            let at = format!("model.fails_at={ignored}");
+            let keys = [strategy, &at, "model.fault=\"ignored\"", "trainer.ema_decay=0.5", SGD];
+            let late = train(ranks, &[&keys[..], &[ON]].concat());
+            let at_once = train(ranks, &[&keys[..], &[OFF]].concat());
+            late.result.as_ref().unwrap_or_else(|error| panic!("{keys:?}: {error}"));
+            assert_eq!(format!("{:?}", late.curve()), format!("{:?}", at_once.curve()), "{keys:?}");
+            assert!(late.seen == at_once.seen, "{keys:?}: other weights or state");
+            for (step, [loss, ..]) in late.curve() {
+                assert_eq!(loss.is_nan(), step == ignored, "{keys:?}: step {step}");
+            }
+            if ignored > 1 {
+                let [before, after] =
+                    [ignored - 2, ignored - 1].map(|i| &late.seen[0].steps[i as usize]);
+                assert_eq!(before.tensors, after.tensors, "{keys:?}");
+            }
+            let skipped = |event: &Event| match event {
+                Event::Step { metrics, .. } => metrics.get("skipped_steps").copied(),
+                Event::Summary { skipped_steps, .. } => Some(*skipped_steps as f64),
+                _ => None,
+            };
+            let skipped: Vec<f64> = late.events.iter().filter_map(skipped).collect();
+            assert_eq!(skipped, vec![1.0; 10 - ignored as usize], "{keys:?}");
+        }
+    }
+}
+
+#[test]
+fn a_run_in_which_nothing_ever_counts_is_an_error() {
+    let keys = ["trainer.strategy=\"ddp\"", "model.fails_at=1", "model.fault=\"ignored\""];
+    let run = train(2, &[&keys[..], &["trainer.max_steps=1"]].concat());
+    assert_eq!(
+        run.result.unwrap_err().to_string(),
+        "data: nothing has counted in any of 1 step, so that no parameter was changed: every target is \
+         ignored (`ignore_index`), or `Loss::new` is given a count of 0"
+    );
+}
+
+#[test]
 fn a_run_goes_on_from_a_checkpoint() {
     for (ranks, strategy) in [(1, "trainer.strategy=\"single_device\""), (2, TP)] {
         let keys = [strategy, ON, "trainer.log_every_n_steps=100", "trainer.ema_decay=0.5"];
@@ -371,8 +448,8 @@ fn a_run_goes_on_from_a_checkpoint() {
             let both = [&first.seen[rank].steps[..], &second.seen[rank].steps].concat();
             assert!(both == whole.steps, "{strategy}: other weights or state");
         }
-        // The first step of a run is logged, that of a run that goes on is not.
-        assert_eq!((first.reads, second.reads), ([1, 3], [0, 4]));
+        // The first step of a run is logged, that of a run that goes on is not; the last one always is.
+        assert_eq!((first.reads, second.reads), ([2, 2], [1, 3]));
     }
 }
 

@@ -40,6 +40,7 @@ mod profiler;
 mod program;
 mod requeue;
 mod resume;
+mod runs;
 mod saving;
 mod sizes;
 mod streams;

@@ -58,6 +58,10 @@ impl Logger for JsonlLogger {
         self.file.write_all(line.as_bytes()).map_err(Error::io("writing the log", &self.path))
     }
 
+    fn writes_texts(&self) -> bool {
+        true
+    }
+
     /// A line with the text under its name.
     fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
         let encode = |text| serde_json::to_string(text).map_err(Error::other);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind, IsTerminal, Write};
+use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
 use fulgurite_core::output::{self, Outlet};
@@ -30,8 +31,10 @@ pub struct ProgressBar {
     output: Output,
     max_steps: Option<u64>,
     every_n_steps: u64,
-    /// What the counts of losses count.
-    items: &'static str,
+    /// Whether a training has begun: otherwise it is an evaluation.
+    trains: bool,
+    /// The checkpoint whose weights were loaded, until it is known for what.
+    loaded: Option<(u64, PathBuf)>,
     /// What was logged last: not every step's values are.
     logged: BTreeMap<String, f64>,
 }
@@ -49,6 +52,8 @@ struct Bars {
     lines: Outlet,
     /// That of training, once there is one.
     training: Option<indicatif::ProgressBar>,
+    /// What stands in the place of that when it ends.
+    last_step: String,
     /// That of the evaluation that goes on.
     evaluation: Option<indicatif::ProgressBar>,
 }
@@ -56,8 +61,11 @@ struct Bars {
 /// Columns of a bar itself, where the terminal has room.
 const BAR: usize = 24;
 
-/// Columns that position and times take.
-const NUMBERS: usize = 30;
+/// Columns of a bar where it has little: words make room for it.
+const SMALL_BAR: usize = 12;
+
+/// Columns that times take, and the spaces between what is shown.
+const TIMES: usize = 22;
 
 /// How often bars are drawn a second, at most.
 const DRAWS: u8 = 20;
@@ -134,7 +142,7 @@ impl Bars {
         let terminal = Terminal { size, drawn: Mutex::default(), to: to.clone() };
         let target = ProgressDrawTarget::term_like_with_hz(Box::new(terminal), DRAWS);
         let all = MultiProgress::with_draw_target(target);
-        Self { all, lines: to, training: None, evaluation: None }
+        Self { all, lines: to, training: None, last_step: String::new(), evaluation: None }
     }
 
     /// The columns of the terminal.
@@ -160,12 +168,23 @@ impl Bars {
         }
         let columns = self.columns();
         let Some(bar) = &self.training else { return };
-        let (message, width) = text.fit(columns.saturating_sub(NUMBERS));
+        let position = position(step, max_steps);
+        let (message, width) =
+            text.fit(columns.saturating_sub(TIMES + position.len()), max_steps.is_some());
+        self.last_step = format!("{position}  {message}");
         if max_steps.is_some() {
             bar.set_style(style(&with_length(width)));
         }
         bar.set_position(step);
         bar.set_message(message);
+    }
+
+    /// Takes the bars away, and returns the last step in words, if there was one: a bar that stayed would stand below all
+    /// lines that follow, with the time that is left.
+    fn end(&mut self) -> Option<String> {
+        self.evaluation.take().inspect(indicatif::ProgressBar::finish_and_clear);
+        self.training.take().inspect(indicatif::ProgressBar::finish_and_clear)?;
+        Some(std::mem::take(&mut self.last_step)).filter(|text| !text.is_empty())
     }
 
     fn evaluating(
@@ -183,6 +202,14 @@ impl Bars {
             bar.finish_and_clear();
             self.evaluation = None;
         }
+    }
+}
+
+/// `step 59/405`.
+fn position(step: u64, max_steps: Option<u64>) -> String {
+    match max_steps {
+        Some(max) => format!("step {step}/{max}"),
+        None => format!("step {step}"),
     }
 }
 
@@ -214,11 +241,31 @@ impl ProgressBar {
     }
 
     fn new(output: Output, max_steps: Option<u64>, every_n_steps: u64) -> Self {
-        Self { output, max_steps, every_n_steps, items: "items", logged: BTreeMap::new() }
+        let logged = BTreeMap::new();
+        Self { output, max_steps, every_n_steps, trains: false, loaded: None, logged }
     }
 
     fn is_due(&self, step: u64) -> bool {
         step == 1 || Some(step) == self.max_steps || step.is_multiple_of(self.every_n_steps.max(1))
+    }
+
+    /// Says which weights were loaded, now that it is known for what.
+    fn say_loaded(&mut self) -> Result<()> {
+        let Some((step, path)) = self.loaded.take() else { return Ok(()) };
+        match self.trains {
+            true => self.line(&format!("going on after step {step}, from {}", path.display())),
+            false => self.line(&format!("weights after step {step}, from {}", path.display())),
+        }
+    }
+
+    fn end_bars(&mut self) -> Result<()> {
+        match &mut self.output {
+            Output::Bars(bars) => match bars.end() {
+                Some(last) => self.line(&last),
+                None => Ok(()),
+            },
+            Output::Lines(_) => Ok(()),
+        }
     }
 
     fn line(&mut self, text: &str) -> Result<()> {
@@ -246,15 +293,20 @@ impl ProgressBar {
 
 impl EventSink for ProgressBar {
     fn begin(&mut self, run: &RunStart) {
-        self.items = run.items;
+        self.trains = true;
         // What cannot be shown is no reason to end a run before it begins; the next line says so.
         let _ = self.line(&run.model.to_string());
         if let Some(ranks) = &run.ranks {
             let _ = self.line(&ranks.to_string());
         }
+        if let Some(dir) = &run.run_dir {
+            let _ = self.line(&format!("run directory {}", dir.display()));
+        }
+        let _ = self.say_loaded();
     }
 
     fn start(&mut self, max_steps: Option<u64>) {
+        self.trains = true;
         self.max_steps = max_steps.or(self.max_steps);
         if let Output::Bars(bars) = &mut self.output {
             bars.start(self.max_steps);
@@ -262,15 +314,24 @@ impl EventSink for ProgressBar {
     }
 
     fn evaluating(&mut self, progress: EvaluationProgress<'_>) {
+        // As above: the next line says it.
+        let _ = self.say_loaded();
         if let Output::Bars(bars) = &mut self.output {
             bars.evaluating(progress);
         }
     }
 
     fn event(&mut self, event: &Event) -> Result<()> {
-        let Event::Step { step, epoch, train_loss, grad_norm, lr, tokens_per_s, metrics } = event
-        else {
-            return match describe(event, self.items) {
+        let Event::Step { step, epoch, train_loss, grad_norm, lr, rate, metrics } = event else {
+            if let Event::Resume { step, path } = event {
+                self.loaded = Some((*step, path.clone()));
+                return if self.trains { self.say_loaded() } else { Ok(()) };
+            }
+            self.say_loaded()?;
+            if let Event::Summary { .. } = event {
+                self.end_bars()?;
+            }
+            return match describe(event, self.trains) {
                 Some(text) => self.line(&text),
                 None => Ok(()),
             };
@@ -280,11 +341,14 @@ impl EventSink for ProgressBar {
         }
         let text = StepText {
             epoch: format!("epoch {epoch:.2}"),
-            loss: format!("loss {train_loss:.4}"),
+            loss: match train_loss.is_nan() {
+                true => "skipped: nothing counts".to_owned(),
+                false => format!("loss {train_loss:.4}"),
+            },
             grad_norm: format!("grad_norm {grad_norm:.3}"),
             lr: format!("lr {lr:.1e}"),
             logged: logged(&self.logged),
-            rate: format!("{} {}/s", count(*tokens_per_s), self.items),
+            rate: format!("{} {}/s", count(rate.per_s), rate.items()),
         };
         if let Output::Bars(bars) = &mut self.output {
             bars.step(*step, &text, self.max_steps);
@@ -293,27 +357,18 @@ impl EventSink for ProgressBar {
         if !self.is_due(*step) {
             return Ok(());
         }
-        match self.max_steps {
-            Some(max) => self.line(&format!("step {step}/{max}  {}", text.whole())),
-            None => self.line(&format!("step {step}  {}", text.whole())),
-        }
+        self.line(&format!("{}  {}", position(*step, self.max_steps), text.whole()))
     }
 
     fn finish(&mut self, status: RunStatus) -> Result<()> {
-        if let Output::Bars(bars) = &mut self.output {
-            bars.evaluation.take().inspect(indicatif::ProgressBar::finish_and_clear);
-            if let Some(bar) = bars.training.take() {
-                match status {
-                    RunStatus::Success => bar.finish(),
-                    RunStatus::Interrupted | RunStatus::Failed => bar.abandon(),
-                }
-            }
-        }
+        // After an error there was no summary.
+        let ended = self.end_bars();
+        self.trains = false;
         match status {
             RunStatus::Failed => output::flush_briefly(),
             RunStatus::Success | RunStatus::Interrupted => output::flush(),
         }
-        Ok(())
+        ended
     }
 }
 
@@ -346,29 +401,31 @@ impl StepText {
         self.all().join("  ")
     }
 
-    /// As much of it as fits into so many columns, and the width of the bar that fits beside it. What the
+    /// As much of it as fits into so many columns, beside a small bar if there is one, and the width of the bar. What the
     /// module logged comes before the learning rate and the norm.
-    fn fit(&self, columns: usize) -> (String, usize) {
+    fn fit(&self, columns: usize, has_bar: bool) -> (String, usize) {
         let mut by_weight = vec![&*self.loss, &*self.rate, &*self.epoch];
         by_weight.extend(self.logged.iter().map(String::as_str));
         by_weight.extend([&*self.lr, &*self.grad_norm]);
         let (mut used, mut fits) = (0, Vec::new());
         for text in by_weight {
             let width = text.chars().count() + 2;
-            if used + width <= columns {
+            // The loss comes before a bar.
+            let bar = if has_bar && !fits.is_empty() { SMALL_BAR } else { 0 };
+            if used + width + bar <= columns {
                 used += width;
                 fits.push(text);
             }
         }
         let shown: Vec<&str> = self.all().into_iter().filter(|text| fits.contains(text)).collect();
         // In steps, so that it does not tremble with the numbers.
-        let bar = (columns - used).min(BAR) / 4 * 4;
+        let bar = if has_bar { (columns - used).min(BAR) / 4 * 4 } else { 0 };
         (shown.join("  "), bar)
     }
 }
 
 /// An event in words; `None` for those that are not shown as a line.
-fn describe(event: &Event, items: &str) -> Option<String> {
+fn describe(event: &Event, trains: bool) -> Option<String> {
     Some(match event {
         Event::Validation { step, val_loss, metrics, .. } => {
             format!("validation after step {step}: val_loss {val_loss:.4}{}", after(metrics))
@@ -378,9 +435,6 @@ fn describe(event: &Event, items: &str) -> Option<String> {
         }
         Event::Metrics { step, metrics } => format!("after step {step}:{}", after(metrics)),
         Event::Data(report) => report.to_string(),
-        Event::Resume { step, path } => {
-            format!("going on after step {step}, from {}", path.display())
-        }
         Event::Checkpoint { step, path, .. } => {
             format!("checkpoint after step {step}: {}", path.display())
         }
@@ -392,27 +446,43 @@ fn describe(event: &Event, items: &str) -> Option<String> {
             first_loss,
             last_loss,
             step_s_median,
-            tokens_per_s,
+            rate,
             startup_s,
             peak_rss_mib,
             peak_device_mib,
+            skipped_steps,
         } => {
             let peak = peak_rss_mib.iter().copied().fold(0.0, f64::max);
             let device = match peak_device_mib.iter().copied().reduce(f64::max) {
                 Some(peak) => format!(" and {peak:.0} MiB on its device"),
                 None => String::new(),
             };
-            // A validation, or a run resumed at its end, has no steps.
+            let skipped = match skipped_steps {
+                0 => String::new(),
+                n => format!(" ({n} skipped, nothing counted in them)"),
+            };
+            if !trains {
+                let weights = match steps {
+                    0 => String::new(),
+                    steps => format!("weights after step {steps}, "),
+                };
+                return Some(format!(
+                    "{weights}{} with {strategy}, at most {peak:.0} MiB a rank{device}",
+                    counted(*world_size, "rank")
+                ));
+            }
+            // A run resumed at its end has no steps.
             let made = match step_s_median.is_nan() {
                 true => "no further step".to_owned(),
                 false => format!(
                     "loss {first_loss:.4} to {last_loss:.4}, {step_s_median:.3} s a step, {} \
-                     {items}/s, {startup_s:.1} s to start",
-                    count(*tokens_per_s)
+                     {}/s, {startup_s:.1} s to start",
+                    count(rate.per_s),
+                    rate.items()
                 ),
             };
             format!(
-                "{} on {} with {strategy}: {made}, at most {peak:.0} \
+                "{}{skipped} on {} with {strategy}: {made}, at most {peak:.0} \
                  MiB a rank{device}",
                 counted(*steps, "step"),
                 counted(*world_size, "rank")
@@ -451,7 +521,7 @@ mod tests {
 
     use fulgurite_core::module::{ModuleBuilder, ModuleInit};
     use fulgurite_core::parameter::Init;
-    use fulgurite_core::trainer::{ModelSummary, RanksSummary};
+    use fulgurite_core::trainer::{ItemRate, ModelSummary, RanksSummary};
 
     use super::*;
 
@@ -476,7 +546,7 @@ mod tests {
             train_loss: 3.0 / step as f64,
             grad_norm: 1.25,
             lr: 3e-4,
-            tokens_per_s: 12_345.6,
+            rate: ItemRate::new("images", 12_345.6),
             metrics: BTreeMap::from([("acc".to_owned(), 0.5), ("tiny".to_owned(), 1e-7)]),
         }
     }
@@ -517,10 +587,11 @@ mod tests {
             first_loss: 3.0,
             last_loss: 0.5,
             step_s_median: 0.25,
-            tokens_per_s: 2_500_000.0,
+            rate: ItemRate::new("images", 2_500_000.0),
             startup_s: 0.5,
             peak_rss_mib: vec![100.0, 120.4],
             peak_device_mib: vec![50.0, 60.4],
+            skipped_steps: 2,
         });
         insta::assert_snapshot!(shown(Some(6), &events), @"
         module    parameters
@@ -533,7 +604,7 @@ mod tests {
         step 6/6  epoch 0.38  loss 0.5000  grad_norm 1.250  lr 3.0e-4  acc 0.5000  tiny 1.000e-7  12.3k images/s
         validation after step 6: val_loss 2.5000
         checkpoint after step 6: run/step-6
-        6 steps on 2 ranks with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank and 60 MiB on its device
+        6 steps (2 skipped, nothing counted in them) on 2 ranks with fsdp: loss 3.0000 to 0.5000, 0.250 s a step, 2.50M images/s, 0.5 s to start, at most 120 MiB a rank and 60 MiB on its device
         ");
     }
 
@@ -547,10 +618,11 @@ mod tests {
             first_loss: nan,
             last_loss: nan,
             step_s_median: nan,
-            tokens_per_s: nan,
+            rate: ItemRate::new("images", nan),
             startup_s: nan,
             peak_rss_mib: vec![100.0],
             peak_device_mib: Vec::new(),
+            skipped_steps: 0,
         };
         insta::assert_snapshot!(shown(None, &[summary]), @"
         module    parameters
@@ -558,6 +630,36 @@ mod tests {
         all                6, 6 trained, in 0 units
         2 ranks, strategy ddp, process group shm
         6 steps on 1 rank with ddp: no further step, at most 100 MiB a rank
+        ");
+    }
+
+    #[test]
+    fn an_evaluation_does_not_speak_of_further_steps() {
+        let written = Shared::default();
+        let mut progress = ProgressBar::lines(written.clone(), None, 4);
+        let events = [
+            Event::Resume { step: 243, path: "run/step-243".into() },
+            Event::Test { step: 243, test_loss: 2.5, batches: 3, metrics: BTreeMap::new() },
+            Event::Summary {
+                steps: 243,
+                world_size: 1,
+                strategy: "ddp".to_owned(),
+                first_loss: f64::NAN,
+                last_loss: f64::NAN,
+                step_s_median: f64::NAN,
+                rate: ItemRate::new("images", f64::NAN),
+                startup_s: f64::NAN,
+                peak_rss_mib: vec![100.0],
+                peak_device_mib: Vec::new(),
+                skipped_steps: 0,
+            },
+        ];
+        events.iter().for_each(|event| progress.event(event).unwrap());
+        let text = String::from_utf8(written.0.lock().unwrap().clone()).unwrap();
+        insta::assert_snapshot!(text, @"
+        weights after step 243, from run/step-243
+        test after step 243: test_loss 2.5000
+        weights after step 243, 1 rank with ddp, at most 100 MiB a rank
         ");
     }
 
@@ -584,11 +686,13 @@ mod tests {
             rate: "12.3k tok/s".to_owned(),
         };
         let whole = text.whole();
-        assert_eq!(text.fit(200), (whole.clone(), BAR));
-        assert_eq!(text.fit(whole.len() + 2), (whole.clone(), 0));
-        assert_eq!(text.fit(whole.len() + 11), (whole, 8));
-        insta::assert_snapshot!(text.fit(60).0, @"epoch 0.06  loss 3.0000  acc 0.5000  12.3k tok/s");
-        insta::assert_snapshot!(text.fit(40).0, @"epoch 0.06  loss 3.0000  12.3k tok/s");
-        assert_eq!(text.fit(5), (String::new(), 4));
+        assert_eq!(text.fit(200, true), (whole.clone(), BAR));
+        assert_eq!(text.fit(whole.len() + 2, false), (whole.clone(), 0));
+        assert_eq!(text.fit(whole.len() + 2 + SMALL_BAR, true), (whole, SMALL_BAR));
+        // What there is beside position and times of some hundred steps in 80 columns.
+        insta::assert_snapshot!(text.fit(60, true).0, @"epoch 0.06  loss 3.0000  12.3k tok/s");
+        assert_eq!(text.fit(46, true), ("loss 3.0000  12.3k tok/s".to_owned(), 20));
+        assert_eq!(text.fit(15, true), ("loss 3.0000".to_owned(), 0));
+        assert_eq!(text.fit(5, true), (String::new(), 4));
     }
 }

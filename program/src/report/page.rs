@@ -108,7 +108,7 @@ fn overview(html: &mut String, runs: &[Run]) {
             number(steps),
             number(run.last("train_loss")),
             number(best),
-            number(of("tokens_per_s").as_f64()),
+            number(summary.and_then(rate)),
             number(of("step_s_median").as_f64()),
         ]
     };
@@ -127,6 +127,12 @@ fn overview(html: &mut String, runs: &[Run]) {
         table(html, &headings(&head), others.into_iter().map(row));
         *html += "</details>\n";
     }
+}
+
+/// The items a second of a summary, whatever the items are.
+fn rate(summary: &Value) -> Option<f64> {
+    let mut keys = summary.as_object()?.iter();
+    keys.find(|(key, _)| key.ends_with("_per_s"))?.1.as_f64()
 }
 
 /// How a run ended, as far as it has said.

@@ -23,7 +23,9 @@ fn strategies() -> Vec<(usize, String)> {
         (4, r#""type": "hsdp", "data_parallel_replicate_size": 2"#),
         (4, r#""type": "fsdp_tp", "tensor_parallel_size": 2"#),
     ]
-    .map(|(ranks, config)| (ranks, format!(r#"{{{config}, "ignored": ["layers.0.mlp", "norm"]}}"#)))
+    .map(|(ranks, config)| {
+        (ranks, format!(r#"{{{config}, "ignored": ["layers.0.mlp", ".norm"]}}"#))
+    })
     .into()
 }
 
@@ -72,7 +74,7 @@ fn three_steps((ranks, config): (usize, &str), frozen: &[&str]) -> Trained {
 // checklist: PyTorch: ignored modules and parameters
 #[test]
 fn ignored_parameters_train_as_on_one_device_where_the_program_sums_their_gradients() {
-    for frozen in [&[][..], &["norm.weight", "layers.0.mlp.*.weight"]] {
+    for frozen in [&[][..], &[".norm.weight", "layers.0.mlp.*.weight"]] {
         let (expected, weights) = three_steps(SINGLE, frozen);
         for (ranks, config) in strategies() {
             let (steps, found) = three_steps((ranks, &config), frozen);
@@ -92,7 +94,7 @@ fn ignored_parameters_train_as_on_one_device_where_the_program_sums_their_gradie
 #[test]
 fn ignored_parameters_are_whole_and_not_communicated() {
     for config in [r#""type": "ddp""#, r#""type": "fsdp""#] {
-        let config = format!(r#"{{{config}, "ignored": ["layers.1", "norm.weight"]}}"#);
+        let config = format!(r#"{{{config}, "ignored": ["layers.1", ".norm.weight"]}}"#);
         let counted = run_ranks(3, |world| {
             let counter = Counter::default();
             let world = Arc::new(Counting::new(world, counter.clone()));

@@ -46,9 +46,30 @@ impl Pair {
     }
 }
 
+/// The same in one unit, of which a rank may leave out a layer.
+struct Both(Unit<[Linear; 2]>);
+
+impl Both {
+    fn new(b: &ModuleBuilder) -> Result<Self> {
+        let layers = |b: &ModuleBuilder| {
+            Ok([Linear::new(&b.pp("first"), 3, 3)?, Linear::new(&b.pp("second"), 3, 3)?])
+        };
+        Ok(Self(b.unit("both", layers)?))
+    }
+
+    fn loss(&self, uses_second: bool) -> Result<Loss> {
+        let x = Tensor::ones((1, 3), DType::F32, &Device::Cpu)?;
+        let y = self.0.call(&x, move |[first, second], x| match uses_second {
+            true => Ok((first.forward(x)? + second.forward(x)?)?),
+            false => first.forward(x),
+        })?;
+        Ok(Loss::new(y.sum_all()?, 1.0))
+    }
+}
+
 type Weights = BTreeMap<String, Vec<f32>>;
 
-/// Trains, and returns rank 0's view of the weights before the first step and after each one.
+/// Trains a [`Pair`], and returns rank 0's view of the weights before the first step and after each one.
 fn train(
     ranks: usize,
     config: &str,
@@ -56,13 +77,24 @@ fn train(
     steps: usize,
     step: impl Fn(&Fabric, &Pair, &mut FabricOptimizer, usize) -> Result<()> + Sync,
 ) -> Result<Vec<Weights>> {
+    train_model(ranks, config, Pair::new, optimizer, steps, step)
+}
+
+fn train_model<M>(
+    ranks: usize,
+    config: &str,
+    new: impl Fn(&ModuleBuilder) -> Result<M> + Sync,
+    optimizer: &(dyn OptimizerConfig + Sync),
+    steps: usize,
+    step: impl Fn(&Fabric, &M, &mut FabricOptimizer, usize) -> Result<()> + Sync,
+) -> Result<Vec<Weights>> {
     let all = run_ranks(ranks, |world| {
         let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
-        let (pair, mut optimizer) = fabric.setup(Pair::new, optimizer)?;
+        let (model, mut optimizer) = fabric.setup(&new, optimizer)?;
         let weights = |fabric: &Fabric| gather_weights(fabric.module_tree()?, &**fabric.world());
         let mut seen = vec![weights(&fabric)?];
         for i in 1..=steps {
-            step(&fabric, &pair, &mut optimizer, i)?;
+            step(&fabric, &model, &mut optimizer, i)?;
             seen.push(weights(&fabric)?);
         }
         Ok(seen)
@@ -169,20 +201,21 @@ fn parameters_that_a_later_step_leaves_out_stay() {
 fn a_parameter_that_one_rank_uses_is_updated_on_all() {
     let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.5, ..Sgd::default() };
     for (ranks, config) in CONFIGS.into_iter().filter(|(ranks, _)| *ranks > 1) {
-        let weights = train(ranks, config, &sgd, 3, |fabric, pair, optimizer, step| {
-            let uses = step == 1 || fabric.global_rank() == 1;
-            fabric.backward(&pair.loss([true, uses])?)?;
-            optimizer.step()
-        })
-        .unwrap_or_else(|error| panic!("{config}: {error}"));
-        let (mut p, mut m) = (f64::from(weights[0]["second.weight"][0]), 0.0);
+        let weights =
+            train_model(ranks, config, Both::new, &sgd, 3, |fabric, both, optimizer, step| {
+                fabric.backward(&both.loss(step == 1 || fabric.global_rank() == 1)?)?;
+                optimizer.step()
+            })
+            .unwrap_or_else(|error| panic!("{config}: {error}"));
+        let second = "both.second.weight";
+        let (mut p, mut m) = (f64::from(weights[0][second][0]), 0.0);
         for (step, weights) in weights.iter().enumerate().skip(1) {
             // The mean over the ranks' samples.
             let gradient = if step == 1 { 1.0 } else { 1.0 / ranks as f64 };
             let gradient = gradient + 0.5 * p;
             m = if step == 1 { gradient } else { 0.9 * m + gradient };
             p -= 0.1 * m;
-            let found = f64::from(weights["second.weight"][0]);
+            let found = f64::from(weights[second][0]);
             assert!((found - p).abs() < 1e-5, "{config}: {found} and {p} in step {step}");
         }
     }

@@ -14,8 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
-use super::Histogram;
 use super::progress::{EvaluationProgress, RunStart};
+use super::{Histogram, ItemRate};
 use crate::profiler::Profile;
 use crate::{Error, Result};
 use fulgurite_engine::data::DataReport;
@@ -35,7 +35,8 @@ pub enum Event {
         /// Passes over the training data so far, with the fraction of the current one.
         #[serde(deserialize_with = "number")]
         epoch: f64,
-        /// The mean loss over the whole global batch of the step.
+        /// The mean loss over the whole global batch of the step; NaN if nothing counts in it, so that it changed
+        /// nothing.
         #[serde(deserialize_with = "number")]
         train_loss: f64,
         /// The norm of all gradients together, before clipping.
@@ -44,9 +45,9 @@ pub enum Event {
         /// The learning rate of the step.
         #[serde(deserialize_with = "number")]
         lr: f64,
-        /// Tokens (or other items that the module's loss counts) of all ranks per second.
-        #[serde(deserialize_with = "number")]
-        tokens_per_s: f64,
+        /// How many tokens, or other items that the module's loss counts, a second.
+        #[serde(flatten)]
+        rate: ItemRate,
         /// What the module logged.
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
@@ -142,12 +143,15 @@ pub enum Event {
         /// The median time of a step, in seconds.
         #[serde(deserialize_with = "number")]
         step_s_median: f64,
-        /// Tokens of all ranks per second, over all steps.
-        #[serde(deserialize_with = "number")]
-        tokens_per_s: f64,
+        /// How many tokens, or other items that the module's loss counts, a second over all steps.
+        #[serde(flatten)]
+        rate: ItemRate,
         /// Seconds from the program's start to the end of the first step.
         #[serde(deserialize_with = "number")]
         startup_s: f64,
+        /// Steps in which nothing counted on any rank, so that they changed nothing.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        skipped_steps: u64,
         /// The peak memory of each rank's process, in MiB, by rank.
         #[serde(deserialize_with = "list")]
         peak_rss_mib: Vec<f64>,
@@ -159,17 +163,23 @@ pub enum Event {
 }
 
 impl Event {
-    /// The step and the metrics by name, for loggers; `None` for events without metrics.
+    /// Whether loggers write it.
+    pub(super) fn is_logged(&self) -> bool {
+        matches!(self, Self::Text { .. } | Self::Histogram { .. }) || self.scalars().is_some()
+    }
+
+    /// The step and the metrics by name, for loggers; `None` for events without metrics. A step in which nothing counts
+    /// has no loss.
     pub fn scalars(&self) -> Option<(u64, BTreeMap<String, f64>)> {
         let (step, own, logged): (_, &[(&str, f64)], _) = match self {
-            Self::Step { step, epoch, train_loss, grad_norm, lr, tokens_per_s, metrics } => (
+            Self::Step { step, epoch, train_loss, grad_norm, lr, rate, metrics } => (
                 *step,
                 &[
                     ("epoch", *epoch),
                     ("train_loss", *train_loss),
                     ("grad_norm", *grad_norm),
                     ("lr", *lr),
-                    ("tokens_per_s", *tokens_per_s),
+                    (&rate.name(), rate.per_s),
                 ],
                 metrics,
             ),
@@ -189,7 +199,8 @@ impl Event {
             | Self::Summary { .. } => return None,
         };
         let mut scalars = logged.clone();
-        scalars.extend(own.iter().map(|&(name, value)| (name.to_owned(), value)));
+        let own = own.iter().filter(|(name, value)| *name != "train_loss" || !value.is_nan());
+        scalars.extend(own.map(|&(name, value)| (name.to_owned(), value)));
         Some((step, scalars))
     }
 }
@@ -263,6 +274,10 @@ impl SharedSink {
     }
 }
 
+fn is_zero(count: &u64) -> bool {
+    *count == 0
+}
+
 fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
     Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
 }
@@ -289,7 +304,7 @@ mod tests {
             train_loss: 3.5,
             grad_norm: 1.0,
             lr: 1e-3,
-            tokens_per_s: 1024.0,
+            rate: ItemRate::new("tokens", 1024.0),
             metrics: BTreeMap::new(),
         };
         insta::assert_snapshot!(serde_json::to_string(&step).unwrap(), @r#"{"event":"step","step":1,"epoch":0.25,"train_loss":3.5,"grad_norm":1.0,"lr":0.001,"tokens_per_s":1024.0}"#);
@@ -300,12 +315,13 @@ mod tests {
             first_loss: 3.5,
             last_loss: 3.25,
             step_s_median: 0.5,
-            tokens_per_s: 2048.0,
+            rate: ItemRate::new("images", 2048.0),
             startup_s: 0.125,
+            skipped_steps: 0,
             peak_rss_mib: vec![100.5, 99.5],
             peak_device_mib: Vec::new(),
         };
-        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"tokens_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5]}"#);
+        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5]}"#);
         for event in [step, summary] {
             let line = serde_json::to_string(&event).unwrap();
             assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);
@@ -330,14 +346,18 @@ mod tests {
     }
 
     #[test]
-    fn own_numbers_win_over_logged_ones_of_the_same_name() {
-        let event = Event::Validation {
+    fn a_step_in_which_nothing_counts_has_no_loss() {
+        let event = Event::Step {
             step: 3,
-            val_loss: 1.5,
-            batches: 4,
-            metrics: BTreeMap::from([("val_loss".to_owned(), 9.0), ("acc".to_owned(), 0.5)]),
+            epoch: 0.5,
+            train_loss: f64::NAN,
+            grad_norm: 0.0,
+            lr: 1e-3,
+            rate: ItemRate::new("rows", 0.0),
+            metrics: BTreeMap::from([("skipped_steps".to_owned(), 1.0)]),
         };
-        let expected = BTreeMap::from([("val_loss".to_owned(), 1.5), ("acc".to_owned(), 0.5)]);
-        assert_eq!(event.scalars(), Some((3, expected)));
+        let (_, scalars) = event.scalars().unwrap();
+        let names: Vec<&str> = scalars.keys().map(String::as_str).collect();
+        assert_eq!(names, ["epoch", "grad_norm", "lr", "rows_per_s", "skipped_steps"]);
     }
 }

@@ -4,11 +4,11 @@ use std::collections::BTreeMap;
 use std::ops::Deref;
 use std::sync::OnceLock;
 
-use super::Event;
 use super::session::{Cursor, Session};
 use super::train_step::only;
-use crate::Result;
+use super::{Event, ItemRate};
 use crate::fabric::{LateStep, StepNumbers};
+use crate::{Error, Result};
 
 /// Of a step that is done, what the host knows without its device.
 #[derive(Debug)]
@@ -17,7 +17,7 @@ pub(super) struct StepReport {
     /// Passes over the training data.
     pub(super) epoch: f64,
     pub(super) lr: f64,
-    pub(super) tokens_per_s: f64,
+    pub(super) rate: ItemRate,
     pub(super) metrics: BTreeMap<String, f64>,
 }
 
@@ -67,6 +67,19 @@ impl Session {
         }
     }
 
+    /// Reports the last step after an error, if it has left its numbers on the device, and returns the first error. Not after
+    /// those of peers and devices, with which nothing is waited for any more.
+    pub(super) fn catch_up_after(&mut self, error: Error) -> Error {
+        if matches!(error, Error::PeerFailed { .. } | Error::Collective { .. } | Error::Candle(..))
+        {
+            return error;
+        }
+        match self.catch_up() {
+            Err(first @ Error::NonFinite { .. }) => first,
+            Ok(()) | Err(_) => error,
+        }
+    }
+
     /// Reports a step that is done.
     pub(super) fn report_step(
         &mut self,
@@ -74,11 +87,14 @@ impl Session {
         train_loss: f64,
         grad_norm: f64,
     ) -> Result<()> {
-        let StepReport { step, epoch, lr, tokens_per_s, metrics } = report;
-        self.parts.meter.note_loss(train_loss);
-        let own = [(TRAIN_LOSS, train_loss), (GRAD_NORM, grad_norm)];
-        self.record_of(step, &own.map(|(name, value)| (name.to_owned(), value)).into());
-        self.emit(&Event::Step { step, epoch, train_loss, grad_norm, lr, tokens_per_s, metrics })
+        let StepReport { step, epoch, lr, rate, metrics } = report;
+        // A step in which nothing counts has no loss, and leaves that of the one before.
+        if !train_loss.is_nan() {
+            self.parts.meter.note_loss(train_loss);
+            self.record_of(step, &[(TRAIN_LOSS.to_owned(), train_loss)].into());
+        }
+        self.record_of(step, &[(GRAD_NORM.to_owned(), grad_norm)].into());
+        self.emit(&Event::Step { step, epoch, train_loss, grad_norm, lr, rate, metrics })
     }
 }
 

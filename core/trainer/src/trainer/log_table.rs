@@ -200,15 +200,53 @@ pub(super) struct Source {
     pub(super) padding: bool,
 }
 
+/// What the trainer itself logs under a name, in words; `None` for a name that is free.
+fn own_name(name: &str) -> Option<&'static str> {
+    Some(match name {
+        "step" => "the number of the step",
+        "epoch" => "the epoch",
+        "train_loss" => "the mean of the losses that `training_step` returns",
+        "grad_norm" => "the norm of the gradients",
+        "lr" => "the learning rate",
+        "loss_scale" => "the scale of the loss in f16",
+        "skipped_steps" => "the number of skipped steps",
+        "val_loss" => "the mean of the losses that `validation_step` returns",
+        "test_loss" => "the mean of the losses that `test_step` returns",
+        name if name.starts_with("val_loss/") => "the mean loss of each validation set",
+        _ => return None,
+    })
+}
+
+/// The error about a name under which the trainer logs `what`.
+pub(super) fn taken(what: &str) -> Error {
+    Error::other(format!(
+        "the trainer logs {what} under this name; choose another, or leave it to the trainer"
+    ))
+}
+
 impl LogTable {
+    /// Logs what the trainer itself logs, under its own name.
+    pub(super) fn log_own(&mut self, name: &str, number: f64, source: Source) {
+        if source.wanted {
+            let added = self.add(name, number.into(), LogOptions::default(), (true, false), source);
+            if let Err(error) = added {
+                self.error.get_or_insert(error);
+            }
+        }
+    }
+
     pub(super) fn log(&mut self, name: &str, value: Logged, options: LogOptions, source: Source) {
         let on_step = options.on_step.unwrap_or(source.training);
         let on_epoch = options.on_epoch.unwrap_or(!source.training);
         let by_step = on_step && source.wanted;
-        if !(by_step || on_epoch) {
-            return;
-        }
-        if let Err(error) = self.add(name, value, options, (on_step, on_epoch), source) {
+        let added = match own_name(name) {
+            Some(what) => Err(taken(what)),
+            None if by_step || on_epoch => {
+                self.add(name, value, options, (on_step, on_epoch), source)
+            }
+            None => Ok(()),
+        };
+        if let Err(error) = added {
             let error = Error::other(format!("logging `{name}`: {error}"));
             self.error.get_or_insert(error);
         }
@@ -338,7 +376,14 @@ impl LogTable {
                 Stage::Epoch if entry.on_step => format!("{name}_epoch"),
                 _ => name,
             };
-            values.extend(entry.metric.compute_all(&name, &state));
+            for (name, value) in entry.metric.compute_all(&name, &state) {
+                if values.contains_key(&name) {
+                    return Err(Error::other(format!(
+                        "two of the values that are logged are called `{name}`; give them different names"
+                    )));
+                }
+                values.insert(name, value);
+            }
         }
         Ok(values)
     }
@@ -494,14 +539,14 @@ mod tests {
         let both = LogOptions::default().on_epoch(true);
         for (i, value) in [1.0, 3.0].into_iter().enumerate() {
             let source = Source { wanted: i == 1, ..TRAINING };
-            step.log("step", value.into(), LogOptions::default(), source);
-            step.log("epoch", value.into(), both.on_step(false), source);
+            step.log("by_step", value.into(), LogOptions::default(), source);
+            step.log("by_epoch", value.into(), both.on_step(false), source);
             step.log("both", value.into(), both, source);
             step.add_to_epoch(&mut epoch, source.wanted).unwrap();
             assert_eq!(step.is_empty(), i == 0);
         }
-        assert_eq!(values(&mut step, Stage::Step), named(&[("both_step", 3.0), ("step", 3.0)]));
-        let expected = named(&[("both_epoch", 2.0), ("epoch", 2.0)]);
+        assert_eq!(values(&mut step, Stage::Step), named(&[("both_step", 3.0), ("by_step", 3.0)]));
+        let expected = named(&[("both_epoch", 2.0), ("by_epoch", 2.0)]);
         assert_eq!(values(&mut epoch, Stage::Epoch), expected);
     }
 
@@ -547,5 +592,15 @@ mod tests {
         table.log("x", 0.5.into(), LogOptions::default(), EVALUATION);
         table.log("x", Sum(1.0).into(), LogOptions::default(), EVALUATION);
         insta::assert_snapshot!(table.reduce(Stage::Epoch, &solo).unwrap_err(), @"logging `x`: it had a state of 2 numbers before and has one of 1 now; log different metrics under different names");
+    }
+
+    #[test]
+    fn two_values_of_one_name_are_an_error() {
+        let mut table = LogTable::default();
+        let both = LogOptions::default().on_epoch(true);
+        table.log("acc", 1.0.into(), both, TRAINING);
+        table.log("acc_step", 2.0.into(), LogOptions::default(), TRAINING);
+        let error = table.reduce(Stage::Step, &Solo::new("world", 0)).unwrap_err();
+        insta::assert_snapshot!(error, @"two of the values that are logged are called `acc_step`; give them different names");
     }
 }

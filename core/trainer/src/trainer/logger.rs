@@ -1,14 +1,12 @@
-//! Loggers, and the directory of a run.
+//! Loggers, and the sink that gives them events.
 
-use std::collections::BTreeMap;
-use std::io::ErrorKind;
-use std::path::{Path, PathBuf};
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
 
 use toml::Table;
 
 use super::{Event, EventSink, Histogram, RunStatus};
 use crate::{Error, Result};
-use fulgurite_config::to_toml;
 
 /// Writes a run's metrics. Exists on rank 0 only.
 pub trait Logger: Send {
@@ -31,6 +29,17 @@ pub trait Logger: Send {
     /// # Errors
     /// If they cannot be written.
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
+
+    /// Whether [`log_text`](Self::log_text) writes texts. If no logger of a run does, a warning says that they are left
+    /// out. By default not.
+    fn writes_texts(&self) -> bool {
+        false
+    }
+
+    /// Whether [`log_histogram`](Self::log_histogram) writes histograms, as [`writes_texts`](Self::writes_texts).
+    fn writes_histograms(&self) -> bool {
+        false
+    }
 
     /// Logs a text, such as a generated sample, which may be Markdown. The text `data` of step 0 is
     /// the data report. The default leaves texts out.
@@ -104,14 +113,20 @@ fulgurite_config::plugin_kind!(
     "trainer.loggers"
 );
 
-/// Sends events to loggers: every validation, and the steps 1, n, 2n, ….
+/// Sends events to loggers: every validation, the steps 1, n, 2n, …, and the last one, however the run ends.
 pub(crate) struct LoggerSink {
     loggers: Vec<Box<dyn Logger>>,
     every_n_steps: u64,
+    /// The number of the last step, if it is known.
+    max_steps: Option<u64>,
+    /// The last step, if it was left out.
+    left_out: Option<Event>,
     /// The step that the run goes on from.
     resumed: u64,
     /// What went wrong in a call that cannot return it.
     error: Option<Error>,
+    /// Of what it was said that no logger writes it.
+    told: BTreeSet<&'static str>,
 }
 
 impl LoggerSink {
@@ -127,32 +142,79 @@ impl LoggerSink {
         for logger in &mut loggers {
             logger.log_hyperparams(params)?;
         }
-        Ok(Self { loggers, every_n_steps: every_n_steps.max(1), resumed: 0, error: None })
+        Ok(Self {
+            loggers,
+            every_n_steps: every_n_steps.max(1),
+            max_steps: None,
+            left_out: None,
+            resumed: 0,
+            error: None,
+            told: BTreeSet::new(),
+        })
+    }
+
+    /// The first time that an event is left out by all loggers, what to say of it.
+    fn left_out_by_all(&mut self, event: &Event) -> Option<String> {
+        let (what, name, is_written) = match event {
+            Event::Text { name, .. } => {
+                ("texts", name, self.loggers.iter().any(|logger| logger.writes_texts()))
+            }
+            Event::Histogram { name, .. } => {
+                ("histograms", name, self.loggers.iter().any(|logger| logger.writes_histograms()))
+            }
+            _ => return None,
+        };
+        if is_written || self.loggers.is_empty() || !self.told.insert(what) {
+            return None;
+        }
+        let loggers: Vec<&str> = self.loggers.iter().map(|logger| logger.name()).collect();
+        Some(format!(
+            "`{name}` is left out: none of the loggers {} writes {what}; tensorboard does (`trainer.loggers`)",
+            loggers.join(", ")
+        ))
+    }
+
+    fn is_due(&self, step: u64) -> bool {
+        step == 1 || step.is_multiple_of(self.every_n_steps) || Some(step) == self.max_steps
+    }
+
+    fn log(&mut self, event: &Event) -> Result<()> {
+        let Some((step, scalars)) = event.scalars() else { return Ok(()) };
+        self.loggers.iter_mut().try_for_each(|logger| logger.log_metrics(&scalars, step))
     }
 }
 
 impl EventSink for LoggerSink {
-    fn start(&mut self, _max_steps: Option<u64>) {
+    fn start(&mut self, max_steps: Option<u64>) {
+        self.max_steps = max_steps;
         let step = self.resumed;
         self.error = self.loggers.iter_mut().find_map(|logger| logger.begin_training(step).err());
     }
 
     fn event(&mut self, event: &Event) -> Result<()> {
         self.error.take().map_or(Ok(()), Err)?;
+        if let Some(message) = self.left_out_by_all(event) {
+            tracing::warn!("{message}");
+        }
         if let Event::Resume { step, .. } = event {
             self.resumed = *step;
         }
-        if let Event::Step { step, .. } = event
-            && *step != 1
-            && !step.is_multiple_of(self.every_n_steps)
-        {
-            return Ok(());
-        }
-        if let Some((step, scalars)) = event.scalars() {
-            for logger in &mut self.loggers {
-                logger.log_metrics(&scalars, step)?;
+        match event {
+            Event::Step { step, .. } => {
+                self.left_out = (!self.is_due(*step)).then(|| event.clone());
+                if self.left_out.is_some() {
+                    return Ok(());
+                }
             }
+            // The run has ended before the step that was expected to be the last.
+            Event::Summary { .. } => {
+                if let Some(last) = self.left_out.take() {
+                    self.log(&last)?;
+                }
+            }
+            _ => {}
         }
+        self.log(event)?;
         let mut each = |act: &dyn Fn(&mut dyn Logger) -> Result<()>| {
             self.loggers.iter_mut().try_for_each(|logger| act(&mut **logger))
         };
@@ -174,129 +236,20 @@ impl EventSink for LoggerSink {
     }
 
     fn finish(&mut self, status: RunStatus) -> Result<()> {
+        // After an error there was no summary.
+        let last = self.left_out.take().map_or(Ok(()), |last| self.log(&last));
         // Every logger is finalized, even if an earlier one fails.
         let results: Vec<_> = self.loggers.iter_mut().map(|l| l.finalize(status)).collect();
-        results.into_iter().collect()
-    }
-}
-
-/// The directory of one run: `version_N` under `trainer.default_root_dir`.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct RunDir {
-    path: PathBuf,
-    version: u64,
-}
-
-impl RunDir {
-    /// Makes the next free version under `root`, with the resolved configuration in `config.toml`.
-    /// Called on rank 0 only. Programs that call it at the same time get different versions.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if something cannot be created.
-    pub(super) fn create(root: &Path, config: &Table) -> Result<Self> {
-        std::fs::create_dir_all(root).map_err(Error::io("creating the directory", root))?;
-        let mut version = Self::next_version(root)?;
-        loop {
-            let path = root.join(format!("version_{version}"));
-            match std::fs::create_dir(&path) {
-                Ok(()) => {
-                    let file = path.join("config.toml");
-                    std::fs::write(&file, to_toml(config)?)
-                        .map_err(Error::io("writing the configuration", file))?;
-                    return Ok(Self { path, version });
-                }
-                Err(error) if error.kind() == ErrorKind::AlreadyExists => version += 1,
-                Err(error) => return Err(Error::io("creating the run's directory", path)(error)),
-            }
-        }
-    }
-
-    /// The name of the file with the id of the job that a run belongs to.
-    const JOB_FILE: &'static str = "job";
-
-    /// Notes that the run in this directory trains as a part of a job that a launcher has started. Called on
-    /// rank 0 only.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if it cannot be written.
-    pub(super) fn set_job(path: &Path, job_id: &str) -> Result<()> {
-        let file = path.join(Self::JOB_FILE);
-        std::fs::write(&file, job_id).map_err(Error::io("writing the id of the job", file))
-    }
-
-    /// The id of the job that this run [is a part of](Self::set_job).
-    pub(super) fn job(&self) -> Option<String> {
-        std::fs::read_to_string(self.path.join(Self::JOB_FILE)).ok()
-    }
-
-    fn next_version(root: &Path) -> Result<u64> {
-        let newest = Self::all(root)?.first().map(|run| run.version.saturating_add(1));
-        Ok(newest.unwrap_or(0))
-    }
-
-    /// The runs under `root`, the newest first.
-    ///
-    /// # Errors
-    /// [`Error::Io`] if `root` cannot be listed.
-    pub(super) fn all(root: &Path) -> Result<Vec<Self>> {
-        let entries = std::fs::read_dir(root).map_err(Error::io("listing", root))?;
-        let mut runs = Vec::new();
-        for entry in entries {
-            let entry = entry.map_err(Error::io("listing", root))?;
-            let name = entry.file_name();
-            let version = name.to_str().and_then(|name| name.strip_prefix("version_"));
-            if let Some(version) = version.and_then(|version| version.parse().ok()) {
-                runs.push(Self { path: entry.path(), version });
-            }
-        }
-        runs.sort_unstable_by_key(|run| std::cmp::Reverse(run.version));
-        Ok(runs)
-    }
-
-    /// The default directory of its checkpoints.
-    pub(super) fn checkpoints(&self) -> PathBuf {
-        Self::checkpoints_in(&self.path)
-    }
-
-    /// As [`checkpoints`](Self::checkpoints), of the run with this directory.
-    pub(super) fn checkpoints_in(path: &Path) -> PathBuf {
-        path.join("checkpoints")
-    }
-
-    /// The directory.
-    pub(super) fn path(&self) -> &Path {
-        &self.path
+        std::iter::once(last).chain(results).collect()
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
     use std::sync::{Arc, Mutex};
 
     use super::*;
-
-    #[test]
-    fn versions_follow_one_another_and_hold_the_configuration() {
-        let root = tempfile::tempdir().unwrap();
-        let root = root.path().join("logs");
-        let config = toml::toml! { seed = 7 };
-        assert_eq!(RunDir::create(&root, &config).unwrap().version, 0);
-        std::fs::create_dir(root.join("version_10")).unwrap();
-        std::fs::create_dir(root.join("version_x")).unwrap();
-        let run = RunDir::create(&root, &config).unwrap();
-        assert_eq!(run.path(), root.join("version_11"));
-        let versions: Vec<_> = RunDir::all(&root).unwrap().iter().map(|run| run.version).collect();
-        assert_eq!(versions, [11, 10, 0]);
-        let written = std::fs::read_to_string(run.path().join("config.toml")).unwrap();
-        assert_eq!(written, "seed = 7\n");
-    }
-
-    #[test]
-    fn a_root_that_is_a_file_is_named() {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        let error = RunDir::create(file.path(), &Table::new()).unwrap_err().to_string();
-        assert!(error.contains(&file.path().display().to_string()), "{error}");
-    }
 
     #[derive(Clone, Default)]
     struct Recorder(Arc<Mutex<Vec<String>>>);
@@ -346,6 +299,50 @@ mod tests {
         }
     }
 
+    fn step(step: u64) -> Event {
+        Event::Step {
+            step,
+            epoch: 0.0,
+            train_loss: 1.0,
+            grad_norm: 1.0,
+            lr: 0.1,
+            rate: crate::trainer::ItemRate::new("images", 1.0),
+            metrics: BTreeMap::new(),
+        }
+    }
+
+    /// However the run ends, and once.
+    #[test]
+    fn the_last_step_is_logged() {
+        let logged = |max_steps, steps: u64, end: &dyn Fn(&mut LoggerSink)| {
+            let recorder = Recorder::default();
+            let loggers: Vec<Box<dyn Logger>> = vec![Box::new(recorder.clone())];
+            let mut sink = LoggerSink::new(loggers, 10, &Table::new()).unwrap();
+            sink.start(max_steps);
+            (1..=steps).for_each(|number| sink.event(&step(number)).unwrap());
+            end(&mut sink);
+            let calls = recorder.0.lock().unwrap().clone();
+            let steps = calls.iter().filter_map(|call| call.split_once(": ")?.0.parse().ok());
+            steps.collect::<Vec<u64>>()
+        };
+        let finish = |sink: &mut LoggerSink| sink.finish(RunStatus::Failed).unwrap();
+        assert_eq!(logged(Some(25), 25, &|_| {}), [1, 10, 20, 25]);
+        assert_eq!(logged(Some(25), 13, &finish), [1, 10, 13]);
+        assert_eq!(logged(None, 20, &finish), [1, 10, 20]);
+    }
+
+    #[test]
+    fn what_no_logger_writes_is_said_once() {
+        let text = Event::Text { step: 1, name: "sample".to_owned(), text: "once".to_owned() };
+        let recorders = || -> Vec<Box<dyn Logger>> { vec![Box::new(Recorder::default())] };
+        let mut sink = LoggerSink::new(recorders(), 1, &Table::new()).unwrap();
+        insta::assert_snapshot!(sink.left_out_by_all(&text).unwrap(), @"`sample` is left out: none of the loggers recorder writes texts; tensorboard does (`trainer.loggers`)");
+        assert_eq!(sink.left_out_by_all(&text), None);
+        assert_eq!(sink.left_out_by_all(&step(1)), None);
+        let mut without = LoggerSink::new(Vec::new(), 1, &Table::new()).unwrap();
+        assert_eq!(without.left_out_by_all(&text), None);
+    }
+
     #[test]
     fn the_sink_thins_out_steps_and_finishes_all_loggers() {
         let (first, second) = (Recorder::default(), Recorder::default());
@@ -361,7 +358,7 @@ mod tests {
                 train_loss: 1.0,
                 grad_norm: 1.0,
                 lr: 0.1,
-                tokens_per_s: 1.0,
+                rate: crate::trainer::ItemRate::new("images", 1.0),
                 metrics,
             })
             .unwrap();
@@ -380,7 +377,7 @@ mod tests {
         let path = PathBuf::from("step-6");
         sink.event(&Event::Checkpoint { step: 6, path, blocked_s: 0.0 }).unwrap();
         assert_eq!(sink.finish(RunStatus::Failed).unwrap_err().to_string(), "disk full");
-        let all = "acc epoch grad_norm lr tokens_per_s train_loss";
+        let all = "acc epoch grad_norm images_per_s lr train_loss";
         let expected = vec![
             "params {}".to_owned(),
             "after 2".to_owned(),

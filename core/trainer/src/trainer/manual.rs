@@ -130,8 +130,9 @@ impl StepContext {
         own.step()?;
         self.last_step = Some((grad_norm, lr));
         let name = if optimizer.is_empty() { String::new() } else { format!("/{optimizer}") };
-        self.log(&format!("grad_norm{name}"), grad_norm);
-        self.log(&format!("lr{name}"), lr);
+        for (what, value) in [("grad_norm", grad_norm), ("lr", lr)] {
+            self.table.log_own(&format!("{what}{name}"), value, self.source);
+        }
         Ok(OptimizerStep { loss, grad_norm, lr })
     }
 

@@ -1,5 +1,7 @@
 //! Progress that is shown without being asked for, and what it is told.
 
+use std::path::PathBuf;
+
 use super::EventSink;
 use super::model_summary::ModelSummary;
 
@@ -44,6 +46,8 @@ pub struct RunStart {
     pub model: ModelSummary,
     /// Its ranks, if they are several, or compute on another device than the CPU.
     pub ranks: Option<RanksSummary>,
+    /// The run's directory.
+    pub run_dir: Option<PathBuf>,
 }
 
 /// How many ranks train, and how.
@@ -93,7 +97,12 @@ impl std::fmt::Display for RanksSummary {
 impl RunStart {
     /// What the trainer tells its sinks; for tests of a sink.
     pub fn new(max_steps: Option<u64>, items: &'static str, model: ModelSummary) -> Self {
-        Self { max_steps, items, model, ranks: None }
+        Self { max_steps, items, model, ranks: None, run_dir: None }
+    }
+
+    /// The same of a run with this directory.
+    pub fn with_run_dir(self, run_dir: impl Into<PathBuf>) -> Self {
+        Self { run_dir: Some(run_dir.into()), ..self }
     }
 
     /// The same of several ranks.

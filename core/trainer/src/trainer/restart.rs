@@ -32,6 +32,7 @@ pub(super) fn runs_of_job(root: &Path, job: &str) -> Result<Vec<RunDir>> {
 mod tests {
     use toml::Table;
 
+    use super::super::Stage;
     use super::*;
 
     #[test]
@@ -40,7 +41,7 @@ mod tests {
         let absent = root.path().join("absent");
         assert_eq!(runs_of_job(&absent, "slurm-7.0").unwrap(), []);
         let run = |job: Option<&str>| {
-            let run = RunDir::create(root.path(), &Table::new()).unwrap();
+            let run = RunDir::create(root.path(), Stage::Fit, &Table::new()).unwrap();
             job.map_or(Ok(()), |job| RunDir::set_job(run.path(), job)).unwrap();
             run
         };

@@ -15,10 +15,23 @@ use crate::fabric::{Fabric, OptimizerState};
 use crate::run::CkptPath;
 use crate::{Error, Result};
 use fulgurite_checkpoint_format::{
-    self as checkpoint, DistributedCheckpoint, FULL_MANIFEST, LoadOptions, MANIFEST, TensorSource,
+    self as checkpoint, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, LoadOptions, MANIFEST,
+    TensorSource,
 };
 use fulgurite_engine::collective::broadcast_object;
 use fulgurite_engine::optim::WeightAverage;
+
+/// Removes the unfinished saves and the lock of a run that was killed from its place, which nobody saves to any more:
+/// its successor saves elsewhere.
+fn clear_place(io: &dyn CheckpointIO) -> Result<()> {
+    if io.is_locked("")? != Some(false) {
+        return Ok(());
+    }
+    let lock = io.lock("")?;
+    let removed = checkpoint::remove_unfinished(io);
+    drop(lock);
+    removed.map(drop)
+}
 
 /// The checkpoint that a run resumes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -47,6 +60,11 @@ impl Session {
             training && matches!(from, ResumeSource::Named { dir, .. } if *dir == saving.root);
         if let (Some(io), 0, true) = (&io, rank, saves_there)
             && let Err(error) = checkpoint::remove_unfinished(&**io)
+        {
+            tracing::warn!("what an earlier run left unfinished stays: {error}");
+        }
+        if let (Some(io), 0, true) = (&io, rank, training && !saves_there)
+            && let Err(error) = clear_place(&**io)
         {
             tracing::warn!("what an earlier run left unfinished stays: {error}");
         }
@@ -221,6 +239,68 @@ impl Session {
         broadcast_object(&**self.parts.fabric.world(), &found, 0)
     }
 
+    /// Loads the weights for an evaluation whose configuration names no checkpoint: those that a training with it has
+    /// saved, which a warning names. Without any, the model keeps its pretrained weights, or the initial ones with a
+    /// warning. Collective.
+    pub(super) fn load_trained(&mut self) -> Result<()> {
+        let found = match self.rank() {
+            0 => self.trained_checkpoint()?,
+            _ => None,
+        };
+        let found = broadcast_object(&**self.parts.fabric.world(), &found, 0)?;
+        let what = match self.stage {
+            RunStage::Test => "test",
+            RunStage::Predict => "predict",
+            _ => "validate",
+        };
+        let Some((source, which)) = found else {
+            if self.rank() == 0 && self.parts.fabric.base_model.is_none() {
+                tracing::warn!(
+                    "{what}: the model has its initial, random weights, since no training with this configuration has \
+                     saved a checkpoint; name one with `--set trainer.ckpt_path=PATH`"
+                );
+            }
+            return Ok(());
+        };
+        let path = match &source {
+            ResumeSource::Local(path) => path.clone(),
+            ResumeSource::Named { dir, name } => dir.join(name),
+        };
+        if self.rank() == 0 {
+            tracing::warn!(
+                "{what}: the weights are those of the {which} checkpoint, {}, since `trainer.ckpt_path` names none",
+                path.display()
+            );
+        }
+        self.resume(&source).map_err(|error| match error {
+            Error::Checkpoint { path, message } => {
+                let message = format!(
+                    "{message}. It was taken since `trainer.ckpt_path` is not set and it is the {which} one; name \
+                     another"
+                );
+                Error::Checkpoint { path, message }
+            }
+            error => error,
+        })
+    }
+
+    /// What an evaluation takes by itself: the best checkpoint, if there are scores, or else the last.
+    fn trained_checkpoint(&self) -> Result<Option<(ResumeSource, String)>> {
+        let config = &self.parts.saving.config;
+        if config.dir.is_none() && !self.parts.config.default_root_dir.is_dir() {
+            return Ok(None);
+        }
+        let Some(last) = self.last_checkpoint()? else { return Ok(None) };
+        let best = match config.monitor {
+            Some(_) => self.best_of(&last)?,
+            None => None,
+        };
+        Ok(Some(match best {
+            Some(best) => (best, "best".to_owned()),
+            None => (last, "last".to_owned()),
+        }))
+    }
+
     /// The checkpoint `path`: on this machine if it exists there, else in the configured place.
     fn resume_source(&self, path: &Path) -> ResumeSource {
         let saving = &self.parts.saving;
@@ -296,21 +376,27 @@ impl Session {
 
     /// The best of the checkpoints that the one saved last knows.
     fn best_checkpoint(&self) -> Result<Option<ResumeSource>> {
-        let Some(ResumeSource::Named { dir, name }) = self.last_checkpoint()? else {
-            return Ok(None);
-        };
-        let io = self.parts.saving.config.open(&dir)?;
-        let last = DistributedCheckpoint::open_with(&io, &name)?;
+        let Some(last) = self.last_checkpoint()? else { return Ok(None) };
+        if let Some(best) = self.best_of(&last)? {
+            return Ok(Some(best));
+        }
+        let (ResumeSource::Named { dir, .. } | ResumeSource::Local(dir)) = last;
+        Err(Error::Config(format!(
+            "`trainer.ckpt_path`: no checkpoint in {} has a score, so none is the best; train with \
+             `checkpoint.monitor`, or take \"last\"",
+            self.parts.saving.config.open(&dir)?.location("").display()
+        )))
+    }
+
+    /// The best of the checkpoints that `last` knows, if any has a score.
+    fn best_of(&self, last: &ResumeSource) -> Result<Option<ResumeSource>> {
+        let ResumeSource::Named { dir, name } = last else { return Ok(None) };
+        let io = self.parts.saving.config.open(dir)?;
+        let last = DistributedCheckpoint::open_with(&io, name)?;
         let state: TrainerState = Fabric::saved_state(&last)?;
         let mut retention = Retention::new(&self.parts.saving.config);
-        retention.resume(&name, state.kept);
-        match retention.best_name() {
-            Some(best) => Ok(Some(ResumeSource::Named { dir, name: best.to_owned() })),
-            None => Err(Error::Config(format!(
-                "`trainer.ckpt_path`: no checkpoint in {} has a score, so none is the best; train with \
-                 `checkpoint.monitor`, or take \"last\"",
-                io.location("").display()
-            ))),
-        }
+        retention.resume(name, state.kept);
+        let named = |best: &str| ResumeSource::Named { dir: dir.clone(), name: best.to_owned() };
+        Ok(retention.best_name().map(named))
     }
 }

@@ -13,11 +13,12 @@ use super::hooks::Hook;
 use super::late::{Metrics, UnreadStep};
 use super::log_table::{LogTable, Stage};
 use super::meter::{Meter, peak_rss_mib};
+use super::run_dir::RunDirGuard;
 use super::runner::ModuleRunner;
 use super::saving::Saving;
 use super::training_loop::FitEnd;
-use super::{Event, HookContext, Stage as RunStage};
-use crate::fabric::{Fabric, FabricOptimizers};
+use super::{Event, HookContext, ItemRate, Stage as RunStage};
+use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers};
 use crate::profiler::Profile;
 use crate::run::TrainerConfig;
 use crate::{Error, Result, counted};
@@ -51,6 +52,8 @@ pub(super) struct SessionParts {
     pub(super) meter: Meter,
     pub(super) strategy: String,
     pub(super) interrupted: fn() -> Option<Interruption>,
+    /// Of the run's directory, on rank 0. The last field, so that nothing is written there any more.
+    pub(super) guard: Option<RunDirGuard>,
 }
 
 pub(super) struct Session {
@@ -106,7 +109,25 @@ impl Session {
 
     pub(super) fn emit(&mut self, event: &Event) -> Result<()> {
         let _phase = self.parts.fabric.phase("logging");
+        let is_logged = !self.parts.config.loggers.is_empty() && event.is_logged();
+        if is_logged || matches!(event, Event::Step { .. } | Event::Checkpoint { .. }) {
+            self.keep_run_dir();
+        }
         self.parts.sinks.iter().try_for_each(|sink| sink.lock().event(event))
+    }
+
+    /// Keeps the run's directory after the run, which has results, unless it is a trial of which nothing is kept.
+    pub(super) fn keep_run_dir(&mut self) {
+        let is_trial = self.parts.config.fast_dev_run.batches().is_some();
+        if let Some(guard) = self.parts.guard.as_mut().filter(|_| !is_trial) {
+            guard.keep();
+        }
+    }
+
+    /// Whether what step `step` logs is wanted: the first, every `trainer.log_every_n_steps`, and the last if its number
+    /// is known.
+    pub(super) fn logs_step(&self, step: u64) -> bool {
+        self.parts.config.logs_step(step) || Some(step) == self.length.0
     }
 
     /// Calls a hook, and logs what it has logged. Collective if that is to be synchronised.
@@ -136,8 +157,8 @@ impl Session {
             | Hook::AfterBackward
             | Hook::TrainBatchEnd
             | Hook::BeforeOptimizerStep
-            | Hook::BeforeZeroGrad => config.logs_step(self.cursor.step + 1),
-            Hook::TrainStepEnd => config.logs_step(self.cursor.step),
+            | Hook::BeforeZeroGrad => self.logs_step(self.cursor.step + 1),
+            Hook::TrainStepEnd => self.logs_step(self.cursor.step),
             _ => true,
         };
         let fabric = &self.parts.fabric;
@@ -249,6 +270,14 @@ impl Session {
                 counted(self.cursor.step, "step")
             );
         }
+        let skipped = |own: &FabricOptimizer| own.skipped_steps() == own.steps();
+        if !idle && training(&mut self.optimizers).iter().all(|(_, own)| skipped(own)) {
+            return Err(Error::Data(format!(
+                "nothing has counted in any of {}, so that no parameter was changed: every target is ignored \
+                 (`ignore_index`), or `Loss::new` is given a count of 0",
+                counted(self.cursor.step, "step")
+            )));
+        }
         // An interrupted run ends without further delay.
         if end == FitEnd::Finished {
             self.hook(Hook::FitEnd)?;
@@ -295,12 +324,19 @@ impl Session {
             first_loss: meter.first_loss(),
             last_loss: meter.last_loss(),
             step_s_median: meter.median_step_secs(),
-            tokens_per_s: meter.counts_per_sec(),
+            rate: ItemRate::new(self.items_name, meter.counts_per_sec()),
             startup_s: meter.startup_secs(),
+            skipped_steps: self.skipped_steps(),
             peak_rss_mib,
             peak_device_mib,
         };
         self.emit(&event)
+    }
+
+    /// Optimizer steps in which nothing counted, so that they changed nothing, of all optimizers.
+    pub(super) fn skipped_steps(&self) -> u64 {
+        let optimizers = self.optimizers.iter().flat_map(FabricOptimizers::iter);
+        optimizers.map(|(_, own)| own.skipped_steps()).sum()
     }
 
     /// The peak memory of the devices of all ranks, in MiB; empty if they are the host's. Collective.

@@ -1,12 +1,12 @@
 //! One optimizer step of a session.
 
-use super::StepContext;
 use super::hooks::Hook;
 use super::late::{StepReport, UnreadStep};
-use super::log_table::Stage;
+use super::log_table::{Stage, taken};
 use super::manual::Manual;
 use super::session::{Cursor, Session, training};
 use super::training_loop::LoopPlan;
+use super::{ItemRate, StepContext};
 use crate::fabric::{FabricOptimizer, FabricOptimizers, NON_FINITE_HINT, Numbers, StepNumbers};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
@@ -47,7 +47,7 @@ impl Session {
         let step = self.cursor.step + 1;
         let of_step = plan.sampler.step_at(self.cursor.samples);
         let ranks = (self.rank(), self.world_size());
-        let wanted = self.parts.config.logs_step(step);
+        let wanted = self.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         self.set_schedules_position();
         let UpdateOutcome { numbers, count, lr } = if self.runner.automatic_optimization() {
@@ -66,16 +66,24 @@ impl Session {
         let (samples, before) = (of_step.end, self.cursor);
         self.cursor = Cursor { step, samples };
         self.items = count;
-        let tokens_per_s = self.parts.meter.end_step(count);
+        let rate = ItemRate::new(self.items_name, self.parts.meter.end_step(count));
         logged.table.add_to_epoch(&mut self.epoch_table, wanted)?;
         let mut metrics = self.reduce(&mut logged.table, Stage::Step)?;
         if let Some(scale) = self.parts.fabric.loss_scale()? {
             metrics.insert("loss_scale".to_owned(), scale.factor());
         }
+        if metrics.contains_key(&rate.name()) {
+            let taken = taken("how many items a second there are");
+            return Err(Error::other(format!("logging `{}`: {taken}", rate.name())));
+        }
+        let skipped = self.skipped_steps();
+        if skipped > 0 {
+            metrics.insert("skipped_steps".to_owned(), skipped as f64);
+        }
         self.record(&metrics);
         self.record(&[("lr".to_owned(), lr)].into());
         let epoch = samples as f64 / plan.order.epoch_len() as f64;
-        let report = StepReport { step, epoch, lr, tokens_per_s, metrics };
+        let report = StepReport { step, epoch, lr, rate, metrics };
         match numbers {
             Numbers::Known(StepNumbers { loss, grad_norm }) => {
                 self.report_step(report, loss, grad_norm)?;
@@ -100,9 +108,13 @@ impl Session {
         }
         let clip = self.parts.config.clipping();
         if plan.reads_late && self.reads_late(logged.is_logged()) {
-            let late = only(&mut self.optimizers).late_step(clip)?;
+            let numbers = only(&mut self.optimizers).late_step(clip)?;
             self.parts.fabric.end_attempt()?;
-            return Ok(Gradients { count: late.count(), numbers: Numbers::Late(late) });
+            let count = match &numbers {
+                Numbers::Late(late) => late.count(),
+                Numbers::Known(_) => 0.0,
+            };
+            return Ok(Gradients { numbers, count });
         }
         self.catch_up()?;
         let optimizer = only(&mut self.optimizers);

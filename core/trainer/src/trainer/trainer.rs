@@ -18,6 +18,7 @@ use super::model_summary::ModelSummary;
 use super::preflight::check_async_save;
 use super::progress::{RanksSummary, RunStart, default_progress};
 use super::restart::restarted_job;
+use super::run_dir::RunDirGuard;
 use super::runner::{self, RunnerSetup};
 use super::saving::Saving;
 use super::schedule_warning::warn_of_schedules;
@@ -75,6 +76,8 @@ pub struct FitOutcome {
     pub best_checkpoint: Option<PathBuf>,
     /// The newest of them.
     pub last_checkpoint: Option<PathBuf>,
+    /// The run's directory: `version_N` under `trainer.default_root_dir`.
+    pub run_dir: PathBuf,
 }
 
 impl Default for Trainer {
@@ -202,7 +205,9 @@ impl Trainer {
         let rank = self.world.rank();
         let starting = Starting::new();
         let mut session = self.set_up(Stage::Fit, &run, set_up)?;
-        let result = session.run_fit(&run, starting).map_err(|e| session.parts.fabric.explain(e));
+        let result = session.run_fit(&run, starting);
+        let result = result.map_err(|error| session.catch_up_after(error));
+        let result = result.map_err(|error| session.parts.fabric.explain(error));
         if result.is_err() {
             session.save_on_exception();
             session.profile_on_exception();
@@ -226,8 +231,9 @@ impl Trainer {
     }
 
     /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
-    /// averages in it, as [`fit`](Self::fit) does), pretrained weights, or the initial ones.
-    /// Collective.
+    /// averages in it, as [`fit`](Self::fit) does). Without that key the best checkpoint in `checkpoint.dir` if
+    /// `checkpoint.monitor` is set, otherwise the last, and a warning says which; without `checkpoint.dir`, that of the
+    /// newest run. If there is none, pretrained weights, or the initial ones with a warning. Collective.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was
@@ -328,7 +334,8 @@ impl Trainer {
         let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint, report, items } =
             set_up(&mut fabric)?;
         let resolved = to_table(&run.clone().with(model, data))?;
-        let (run_dir, mut sinks) = open_run(&*self.world, run, &resolved, self.sinks.clone())?;
+        let OpenRun { dir: run_dir, mut sinks, guard } =
+            open_run(&*self.world, stage, run, &resolved, self.sinks.clone())?;
         let world = &self.world;
         let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
         let mut callbacks = self.callbacks.clone();
@@ -359,6 +366,7 @@ impl Trainer {
                 strategy: strategy_name,
                 interrupted: self.interrupted,
                 fabric,
+                guard,
             },
             runner,
             optimizers: None,
@@ -395,17 +403,28 @@ type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
 /// What is done once with a session.
 type Act<'a> = dyn FnOnce(&mut Session) -> Result<()> + 'a;
 
+/// A run's directory, and what its events go to.
+struct OpenRun {
+    dir: PathBuf,
+    sinks: Vec<SharedSink>,
+    /// On rank 0.
+    guard: Option<RunDirGuard>,
+}
+
 /// Makes the run's directory and its loggers on rank 0, and returns it on all ranks. Collective.
 fn open_run(
     world: &dyn ProcessGroup,
+    stage: Stage,
     run: &UntypedRun,
     resolved: &Table,
     mut sinks: Vec<SharedSink>,
-) -> Result<(PathBuf, Vec<SharedSink>)> {
-    let mut path = PathBuf::new();
+) -> Result<OpenRun> {
+    let (mut path, mut guard) = (PathBuf::new(), None);
     if world.rank() == 0 {
-        let dir = RunDir::create(&run.trainer.default_root_dir, resolved)?;
+        let dir = RunDir::create(&run.trainer.default_root_dir, stage, resolved)?;
         path = dir.path().to_owned();
+        // Also if a logger cannot be built.
+        let unbuilt = RunDirGuard::new(&path)?;
         let loggers = run
             .trainer
             .loggers
@@ -425,8 +444,9 @@ fn open_run(
         let log = EventLog::create(dir.path())?;
         sinks.insert(0, SharedSink::new(Box::new(log)));
         sinks.insert(0, SharedSink::new(Box::new(loggers)));
+        guard = Some(unbuilt.with_present_files()?);
     }
-    Ok((broadcast_object(world, &path, 0)?, sinks))
+    Ok(OpenRun { dir: broadcast_object(world, &path, 0)?, sinks, guard })
 }
 
 impl Session {
@@ -443,7 +463,7 @@ impl Session {
                         .to_owned(),
                 ));
             }
-            None => {}
+            None => self.load_trained()?,
         }
         drop(starting);
         act(self)?;
@@ -529,7 +549,9 @@ impl Session {
                 let summary = RanksSummary::new(world.size(), strategy, world.transport());
                 summary.on(device.unwrap_or_default())
             });
-            let start = RunStart { max_steps, items: self.items_name, model, ranks: several };
+            let run_dir = Some(self.parts.run_dir.clone());
+            let start =
+                RunStart { max_steps, items: self.items_name, model, ranks: several, run_dir };
             self.parts.sinks.iter().for_each(|sink| {
                 let mut sink = sink.lock();
                 sink.begin(&start);
@@ -541,6 +563,7 @@ impl Session {
         drop(starting);
         let end = self.fit()?;
         self.finish_fit(end)?;
+        self.keep_run_dir();
         let [best_checkpoint, last_checkpoint] = self.parts.saving.best_and_last();
         let outcome = FitOutcome {
             best_checkpoint,
@@ -549,6 +572,7 @@ impl Session {
             first_loss: self.parts.meter.first_loss(),
             last_loss: self.parts.meter.last_loss(),
             metrics: self.metrics.clone(),
+            run_dir: self.parts.run_dir.clone(),
         };
         Ok((outcome, end))
     }

@@ -102,6 +102,14 @@ impl Logger for TensorboardLogger {
         self.log(step, values)
     }
 
+    fn writes_texts(&self) -> bool {
+        true
+    }
+
+    fn writes_histograms(&self) -> bool {
+        true
+    }
+
     fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
         self.log(step, [event::text(name, text)])
     }
