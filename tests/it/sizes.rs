@@ -1,6 +1,7 @@
 //! Sizes and numbers that no run can have are refused before a rank starts.
 
 use std::fs;
+use std::io::Write as _;
 
 use insta::assert_snapshot;
 
@@ -86,4 +87,22 @@ fn ranks_that_share_more_than_a_process_may_have_are_refused() {
     // enough for their process groups.
     many.clone().set(&["trainer.process_group.chunk_bytes=65536"]).limited("-v 4194304").succeed();
     many.limited("-v 16777216").succeed();
+}
+
+#[test]
+fn data_that_is_larger_than_the_machine_is_refused() {
+    let scratch = Scratch::with_tokens();
+    let mut lines = fs::File::create(scratch.path().join("lines.txt")).unwrap();
+    for _ in 0..100_000 {
+        lines.write_all(b"A line of the beginning, which is read before ranks start.\n").unwrap();
+    }
+    // The rest has no place on the disk.
+    lines.set_len(4 << 40).unwrap();
+    let keys = ["data.type=lines", "data.path=lines.txt", "model.vocab_size=257"];
+    let message = scratch.small().set(&keys).fail();
+    let (needs, rest) = message.split_once("; the model of ").unwrap();
+    // Two bytes for each byte but for line ends, of which each is a token.
+    assert_snapshot!(needs, @"error: `data`: the data takes about 8.0 TiB on each of this host's 1 rank(s), 8.0 TiB together");
+    let (_, advice) = rest.split_once(" are available. ").unwrap();
+    assert_snapshot!(advice, @r#"Keep the ids of text in files (`data.cache_dir`, or token files), start fewer ranks on a host, or set `trainer.memory_check = "warn"`"#);
 }

@@ -235,7 +235,7 @@ impl DataModule for TextData {
 
     fn setup(config: &TextDataConfig, context: &DataContext) -> Result<Self> {
         let data = Self::open(config, usize::MAX, &mut ReadTo::End)?;
-        // All ranks have the same.
+        // The other ranks have the same data and the same tokenizer.
         for warning in data.warnings.iter().filter(|_| context.rank == 0) {
             tracing::warn!("{warning}");
         }

@@ -339,17 +339,24 @@ fn hostile_tokenizers_are_errors() {
     tokenizer["normalizer"] = sequence(harmless);
     write(dir.path(), "tokenizer.json", &tokenizer);
     errors.push(error(&dir, "tokenizer.json", ""));
-    // No number: the library compares scores and panics.
     let mut tokenizer = words(&["<unk>", "</s>"]);
     tokenizer["model"] =
         json!({"type": "Unigram", "unk_id": 7, "vocab": [["<unk>", 0.0], ["w", 0.0]]});
     write(dir.path(), "tokenizer.json", &tokenizer);
     errors.push(error(&dir, "tokenizer.json", ""));
+    // The library takes the prefix away from a token that is shorter, and panics.
+    tokenizer["model"] = json!({"type": "BPE", "continuing_subword_prefix": "####",
+        "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]});
+    write(dir.path(), "tokenizer.json", &tokenizer);
+    let panic = error(&dir, "tokenizer.json", "");
+    let (panicked, _) = panic.split_once(" panicked").expect(&panic);
+    errors.push(format!("{panicked} panicked"));
     insta::assert_snapshot!(errors.join("\n"), @"
 data: DIR/tokenizer.json (data.tokenizer): its normalizer makes a text more than 64 times as long
 data: DIR/tokenizer.json (data.tokenizer): its normalizer can make a text 256 times as long; at most 64 times is allowed
 6 ids
 data: DIR/tokenizer.json (data.tokenizer): its normalizer makes a text more than 64 times as long
 data: DIR/tokenizer.json (data.tokenizer) is not a Hugging Face tokenizer.json: Unable to load vocab UnkIdNotInVocabulary at line 1 column 325
+data: DIR/tokenizer.json (data.tokenizer) is not a Hugging Face tokenizer.json: the library that reads it panicked
 ");
 }
