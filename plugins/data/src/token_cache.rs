@@ -105,65 +105,64 @@ impl TokenCache {
     ) -> Result<Cached> {
         let key = key.finish();
         let path = self.folder.join(format!("{key:032x}.ids"));
-        let failed = |what: &str, error: &dyn std::fmt::Display| {
-            Ok(Cached::Not(format!("{what} {}: {error}", path.display())))
-        };
-        if let Some((ids, unknown)) = read(&path, key, dtype) {
-            return Ok(Cached::Ids(ids, unknown));
-        }
-        if let Err(error) = fs::create_dir_all(&self.folder) {
-            return failed("creating the folder of", &error);
-        }
         let partial = path.with_extension("partial");
-        let mut patience = (0, Instant::now());
-        let file = loop {
-            match lock(&partial) {
-                Ok(Some(file)) => break file,
-                Ok(None) => {}
-                Err(error) => return failed("locking", &error),
-            }
-            let len = fs::metadata(&partial).map_or(0, |partial| partial.len());
-            if len > patience.0 {
-                patience = (len, Instant::now());
-            }
-            if patience.1.elapsed() > PATIENCE {
-                return failed("waiting for", &"another process holds it and does not go on");
-            }
-            std::thread::sleep(POLL);
+        let failed =
+            |error: io::Error| Ok(Cached::Not(format!("writing {}: {error}", path.display())));
+        if let Some(ids) = read(&path, key, dtype) {
+            return Ok(ids);
+        }
+        let file = match self.lock_or_wait(&partial) {
+            Ok(file) => file,
+            Err(error) => return failed(error),
         };
         // Another rank may have written it until now.
-        if let Some((ids, unknown)) = read(&path, key, dtype) {
+        if let Some(ids) = read(&path, key, dtype) {
             let _ = fs::remove_file(&partial);
-            return Ok(Cached::Ids(ids, unknown));
+            return Ok(ids);
         }
         let mut writer = match IdWriter::begin(file, dtype) {
             Ok(writer) => writer,
-            Err(error) => return failed("writing", &error),
+            Err(error) => return failed(error),
         };
         let written = write(&mut writer);
-        if let Some(error) = writer.failed.take() {
-            let _ = fs::remove_file(&partial);
-            return failed("writing", &error);
-        }
-        if let Err(error) = written {
-            let _ = fs::remove_file(&partial);
-            return Err(error);
-        }
-        // The lock is held until the file has its name.
-        let kept = writer.finish(key).and_then(|file| {
-            fs::rename(&partial, &path)?;
-            Ok(file)
-        });
-        match kept {
-            Ok(_) => match read(&path, key, dtype) {
-                Some((ids, unknown)) => Ok(Cached::Ids(ids, unknown)),
-                None => failed("reading", &"it is not what was written"),
-            },
-            Err(error) => {
+        let kept = match (writer.failed.take(), written) {
+            (Some(error), _) => Err(error),
+            (None, Err(error)) => {
                 let _ = fs::remove_file(&partial);
-                failed("writing", &error)
+                return Err(error);
             }
+            // The lock is held until the file has its name.
+            (None, Ok(())) => {
+                let file = writer.finish(key);
+                file.and_then(|_locked| fs::rename(&partial, &path))
+            }
+        };
+        if let Err(error) = kept {
+            let _ = fs::remove_file(&partial);
+            return failed(error);
         }
+        let not_written = || io::Error::other("it is not what was written");
+        read(&path, key, dtype).map_or_else(|| failed(not_written()), Ok)
+    }
+
+    /// Opens a file that is to be written, once no other process writes it.
+    fn lock_or_wait(&self, partial: &Path) -> io::Result<File> {
+        fs::create_dir_all(&self.folder)?;
+        let (mut written, mut since) = (0, Instant::now());
+        while since.elapsed() < PATIENCE {
+            if let Some(file) = lock(partial)? {
+                return Ok(file);
+            }
+            let len = fs::metadata(partial).map_or(0, |partial| partial.len());
+            if len > written {
+                (written, since) = (len, Instant::now());
+            }
+            std::thread::sleep(POLL);
+        }
+        Err(io::Error::new(
+            ErrorKind::TimedOut,
+            format!("another process has held it for {} s without going on", PATIENCE.as_secs()),
+        ))
     }
 }
 
@@ -189,7 +188,7 @@ fn lock(path: &Path) -> io::Result<Option<File>> {
 }
 
 /// Opens a file of ids, if it is there and whole.
-fn read(path: &Path, key: u128, dtype: TokenDtype) -> Option<(TokenFile, Unknown)> {
+fn read(path: &Path, key: u128, dtype: TokenDtype) -> Option<Cached> {
     let mut file = open_regular(path).ok()?;
     let mut header = [0; HEADER];
     file.read_exact(&mut header).ok()?;
@@ -220,7 +219,7 @@ fn read(path: &Path, key: u128, dtype: TokenDtype) -> Option<(TokenFile, Unknown
         }
     }
     let ids = TokenFile::of_ids(path.to_owned(), file, dtype, HEADER as u64, len);
-    (hasher.finish() == ids_hash).then_some((ids, unknown))
+    (hasher.finish() == ids_hash).then_some(Cached::Ids(ids, unknown))
 }
 
 /// Writes ids to a file.
