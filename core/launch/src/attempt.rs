@@ -1,11 +1,17 @@
 //! Which attempt of its job a process belongs to, and what follows it.
 
+use std::io::Read as _;
 use std::process::{Command, Stdio};
 use std::sync::OnceLock;
+use std::time::Duration;
 
 use super::signals::{describe, exit_code_of, explain_exit};
 use crate::environment::{ClusterEnvironment, Requeue};
 use fulgurite_error::print_message;
+use fulgurite_store::Patience;
+
+/// How long the command that requeues may take.
+const REQUEUE_LIMIT: Duration = Duration::from_secs(60);
 
 /// An attempt to run a job. A launcher or a scheduler that starts a job again after it has lost ranks makes
 /// another one.
@@ -61,7 +67,7 @@ pub(super) fn end_by(signal: i32) -> u8 {
     if *rank != 0 {
         return 0;
     }
-    match run(requeue) {
+    match run(requeue, REQUEUE_LIMIT) {
         Ok(()) => {
             print_message(&format!(
                 "requeued after {} (`{}`)",
@@ -86,20 +92,38 @@ impl Requeue {
     }
 }
 
-fn run(requeue: &Requeue) -> Result<(), String> {
+/// Runs the command that requeues, and ends it after `limit`: a scheduler that does not answer must not hold up the
+/// end of the job.
+fn run(requeue: &Requeue, limit: Duration) -> Result<(), String> {
     let line = requeue.command_line();
-    let output = Command::new(&requeue.program)
-        .args(&requeue.arguments)
-        .stdin(Stdio::null())
-        .output()
-        .map_err(|error| format!("`{line}` cannot be run: {error}"))?;
-    if output.status.success() {
+    let fail = |error: std::io::Error| format!("`{line}` cannot be run: {error}");
+    let mut command = Command::new(&requeue.program);
+    command.args(&requeue.arguments).stdin(Stdio::null()).stdout(Stdio::null());
+    let mut child = command.stderr(Stdio::piped()).spawn().map_err(fail)?;
+    let mut patience = Patience::new(limit);
+    let status = loop {
+        if let Some(status) = child.try_wait().map_err(fail)? {
+            break status;
+        }
+        if patience.slice().is_none() {
+            let _ = child.kill();
+            let _ = child.wait();
+            return Err(format!("`{line}` has not ended within {limit:?}"));
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    };
+    if status.success() {
         return Ok(());
     }
-    let said = String::from_utf8_lossy(&output.stderr);
+    let mut said = Vec::new();
+    if let Some(stderr) = child.stderr.take() {
+        // Of what fits into a pipe, for the command had nobody who read it.
+        let _ = stderr.take(64 << 10).read_to_end(&mut said);
+    }
+    let said = String::from_utf8_lossy(&said);
     let said = said.trim();
     let said = if said.is_empty() { String::new() } else { format!(": {said}") };
-    Err(format!("`{line}` ended with {}{said}", explain_exit(output.status)))
+    Err(format!("`{line}` ended with {}{said}", explain_exit(status)))
 }
 
 #[cfg(test)]
@@ -114,10 +138,17 @@ mod tests {
 
     #[test]
     fn a_command_that_fails_says_how() {
+        let run = |requeue: &Requeue| run(requeue, REQUEUE_LIMIT);
         assert_eq!(run(&shell("exit 0")), Ok(()));
         insta::assert_snapshot!(run(&shell("echo 'Invalid job id' >&2; exit 3")).unwrap_err(), @"`sh -c echo 'Invalid job id' >&2; exit 3` ended with exit code 3: Invalid job id");
         insta::assert_snapshot!(run(&shell("kill -9 $$")).unwrap_err(), @"`sh -c kill -9 $$` ended with signal 9 (SIGKILL)");
         let absent = Requeue { program: "no-such-scontrol".to_owned(), ..shell("") };
         insta::assert_snapshot!(run(&absent).unwrap_err(), @"`no-such-scontrol -c ` cannot be run: No such file or directory (os error 2)");
+    }
+
+    #[test]
+    fn a_command_that_does_not_end_is_ended() {
+        let error = run(&shell("exec sleep 1000"), Duration::from_millis(100)).unwrap_err();
+        insta::assert_snapshot!(error, @"`sh -c exec sleep 1000` has not ended within 100ms");
     }
 }
