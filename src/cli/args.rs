@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{Args, CommandFactory, FromArgMatches, Parser, Subcommand, ValueEnum};
@@ -166,8 +167,11 @@ const VARIABLES: &[&str] =
 
 /// Warns of variables that resemble neither a key nor a known variable, once a job.
 pub(super) fn warn_of_variables(layers: &ConfigLayers) -> Result<()> {
-    if is_first_process() {
-        for name in layers.check_variables()? {
+    // A sweep checks each of its runs.
+    static WARNED: AtomicBool = AtomicBool::new(false);
+    let names = layers.check_variables()?;
+    if is_first_process() && !WARNED.swap(true, Ordering::Relaxed) {
+        for name in names {
             tracing::warn!("the variable {name} is no key of the configuration and has no effect");
         }
     }
@@ -177,7 +181,8 @@ pub(super) fn warn_of_variables(layers: &ConfigLayers) -> Result<()> {
 /// Whether this process speaks for its job: a supervisor, or rank 0 of a launcher.
 fn is_first_process() -> bool {
     let is = |name: &str, rank: &str| std::env::var(name).is_ok_and(|value| value != rank);
-    std::env::var_os("FULGURITE_SUPERVISOR").is_none()
+    let started = ["FULGURITE_SUPERVISOR", "FULGURITE_SWEEP_PROCESS"];
+    started.iter().all(|name| std::env::var_os(name).is_none())
         && !is("RANK", "0")
         && !is("SLURM_PROCID", "0")
 }
