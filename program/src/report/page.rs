@@ -120,9 +120,9 @@ fn overview(html: &mut String, runs: &[Run]) {
     if !others.is_empty() {
         let _ = writeln!(
             html,
-            "<details{}><summary>{}: evaluations, and starts that failed</summary>",
+            "<details{}><summary>{} without a step: evaluations, and starts that failed</summary>",
             if others.len() == runs.len() { " open" } else { "" },
-            counted(others.len(), "run without a step")
+            counted(others.len(), "run")
         );
         table(html, &headings(&head), others.into_iter().map(row));
         *html += "</details>\n";
