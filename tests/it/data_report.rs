@@ -14,8 +14,7 @@ fn a_run_says_what_it_has_read() {
     let run = scratch
         .small()
         .set(&[
-            "data.type=text",
-            "data.path=books",
+            "data={ type = 'text', path = 'books', seq_len = 7, batch_size = 2 }",
             "model.vocab_size=264",
             "trainer.max_steps=1",
             "trainer.loggers=['jsonl']",
@@ -59,5 +58,5 @@ fn a_mixture_takes_the_place_of_a_default_path() {
                     data.validation_path: 1 document, 1 file, 900 bytes, 901 tokens\n";
     assert!(run.stderr.contains(expected), "{}", run.stderr);
     // Both in one layer are a contradiction.
-    insta::assert_snapshot!(job.set(&["data.path=a.txt"]).fail(), @"");
+    insta::assert_snapshot!(job.set(&["data.path=a.txt"]).fail(), @"error: data.path and data.mixture exclude each other; make the path one of the mixture's sources");
 }

@@ -162,7 +162,7 @@ impl<'a> Documents<'a> {
                 return Ok(ReadTo::End);
             }
         };
-        self.report.count("files", 1);
+        self.report.count("files", u64::from(!text.is_empty()));
         self.document(place, text, push)
     }
 
@@ -233,20 +233,20 @@ impl<'a> Place<'a> {
     fn in_folder(self) -> String {
         let Found { path, folder } = self.file;
         let name = folder.as_ref().and_then(|folder| path.strip_prefix(folder).ok());
-        self.name(name.unwrap_or(path))
+        self.name(name.unwrap_or(path), " ")
     }
 
-    fn name(self, path: &Path) -> String {
+    fn name(self, path: &Path, between: &str) -> String {
         match self.at {
             None => path.display().to_string(),
-            Some((what, number)) => format!("{}, {what} {number}", path.display()),
+            Some((what, number)) => format!("{}{between}{what} {number}", path.display()),
         }
     }
 }
 
 impl fmt::Display for Place<'_> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.name(&self.file.path))
+        f.write_str(&self.name(&self.file.path, ", "))
     }
 }
 

@@ -335,7 +335,7 @@ fn flaw_of_json(error: &serde_json::Error) -> Flaw {
     let what = message.rsplit_once(" at line ").map_or(&*message, |(what, _)| what);
     let advice = match what {
         _ if error.is_eof() => {
-            "; a value must end on its line: is the file cut off, or one value over several lines (`jq -c .`)?"
+            "; the file is cut off, or has a value on several lines, which `jq -c .` joins"
         }
         _ if what.contains("surrogate") || what.contains("hex escape") => {
             "; an escape such as \\ud800 is half of a character, and the other half is missing"

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use fulgurite_core::Result;
 use fulgurite_core::files::open_regular;
-use parquet::basic::{ConvertedType, LogicalType};
+use parquet::basic::{Compression, ConvertedType, LogicalType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader as _, SerializedFileReader};
 use parquet::record::Field;
@@ -47,6 +47,16 @@ impl Texts {
         if !field.is_primitive() || !is_text {
             let message = format!("has a column {column:?} (data.text_key), but not of texts");
             return Err(Flaw::new("without texts", message));
+        }
+        let columns = reader.metadata().row_groups().iter().flat_map(|group| group.columns());
+        for compression in columns.map(|column| column.compression()) {
+            let codec = match compression {
+                Compression::BROTLI(_) => "Brotli",
+                Compression::LZO => "LZO",
+                _ => continue,
+            };
+            let message = format!("is compressed with {codec}; write it again with zstd or snappy");
+            return Err(Flaw::new("compressed", message));
         }
         let projection = Type::group_type_builder(schema.name())
             .with_fields(vec![field.clone()])

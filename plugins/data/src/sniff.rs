@@ -52,7 +52,7 @@ const FORMATS: &[(&[u8], &str, &str, &str)] = &[
         "an Arrow stream",
         "write it as Parquet and set data.type = \"parquet\"",
     ),
-    (b"\x93NUMPY", BINARY, "an array of NumPy", "name it .npy and set data.type = \"tokens\""),
+    (b"\x93NUMPY", BINARY, "a NumPy array", "name it .npy and set data.type = \"tokens\""),
     (
         b"MMIDIDX\0\0",
         BINARY,
@@ -176,6 +176,20 @@ mod tests {
             b"te\0xt",
         ];
         let messages: Vec<String> = heads.iter().map(|head| message(head)).collect();
-        insta::assert_snapshot!(messages.join("\n"), @"");
+        insta::assert_snapshot!(messages.join("\n"), @r#"
+text
+text
+text
+text
+is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`
+is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`
+is UTF-16 without a byte-order mark, not UTF-8 text; convert it with `iconv -f UTF-16LE -t UTF-8`
+is UTF-16 without a byte-order mark, not UTF-8 text; convert it with `iconv -f UTF-16BE -t UTF-8`
+is compressed with gzip; unpack it with `gunzip`
+is a NumPy array; name it .npy and set data.type = "tokens"
+is a safetensors file, which holds weights
+is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`
+is binary: byte 2 is 0, which no text has; for token ids set data.type = "tokens"
+"#);
     }
 }

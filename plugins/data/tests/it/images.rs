@@ -123,7 +123,7 @@ fn classes_without_pictures_are_refused() {
         let error = setup(&train, keys).unwrap_err().to_string();
         error.replace(dir.path().to_str().unwrap(), "DIR")
     };
-    insta::assert_snapshot!(error(""), @"");
+    insta::assert_snapshot!(error(""), @r#"data: DIR/train (data.path) has no pictures of the class "dog"; take the folder away, or set data.allow_empty = true"#);
     let val = dir.path().join("val");
     let keys = format!("allow_empty = true\nvalidation_path = {val:?}");
     let data = setup(&train, &keys).unwrap();
@@ -133,7 +133,7 @@ fn classes_without_pictures_are_refused() {
     assert_eq!(data.report().unwrap().to_string(), expected);
     // The indices of its classes would be others.
     save(&val.join("bird/1.png"), 4, 3, 0);
-    insta::assert_snapshot!(error(&keys), @"");
+    insta::assert_snapshot!(error(&keys), @r#"data: DIR/val (data.validation_path) has the class "bird", and data.path has not"#);
 }
 
 #[test]
@@ -182,7 +182,10 @@ fn pictures_that_are_cut_off_are_errors_or_replaced() {
         let error = data.batch(Split::Train, &[index], &Device::Cpu).unwrap_err().to_string();
         error.replace(dir.path().to_str().unwrap(), "DIR")
     });
-    insta::assert_snapshot!(errors.join("\n"), @"");
+    for (error, name) in errors.iter().zip(["1.jpg", "2.png", "3.webp"]) {
+        assert!(error.starts_with(&format!("data: DIR/a/{name} cannot be decoded: ")), "{error}");
+    }
+    insta::assert_snapshot!(errors[3], @"data: DIR/a/5.png is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`");
     let data = setup(dir.path(), "validation_fraction = 0.0\non_error = 'skip'").unwrap();
     let batch = data.batch(Split::Train, &[0, 3, 4], &Device::Cpu).unwrap();
     assert_eq!(batch.labels.to_vec1::<i64>().unwrap(), [1, 1, 1]);
@@ -198,13 +201,13 @@ fn mistakes_are_explained() {
             .to_string()
             .replace(dir.path().to_str().unwrap(), "DIR")
     };
-    insta::assert_snapshot!(error(""), @"data: DIR holds no folders; pictures are in a folder for each class, such as DIR/cat/1.png");
+    insta::assert_snapshot!(error(""), @"data: DIR (data.path) holds no folders; pictures are in a folder for each class, such as DIR/cat/1.png");
     std::fs::create_dir(dir.path().join("cat")).unwrap();
-    insta::assert_snapshot!(error(""), @"data: the folders in DIR (data.path) hold no pictures (.png, .jpg, .jpeg)");
+    insta::assert_snapshot!(error(""), @"data: the folders in DIR (data.path) hold no pictures (.jpg, .jpeg, .png, .ppm, .bmp, .pgm, .tif, .tiff, .webp)");
     insta::assert_snapshot!(error("shift = 3"), @"data.shift = 3 moves pictures of 3 by 4 pixels out of sight; it must be less");
     insta::assert_snapshot!(error("validation_fraction = 1.0"), @"data.validation_fraction must be at least 0 and less than 1, got 1");
     std::fs::write(dir.path().join("cat/1.png"), "no picture").unwrap();
     let data = setup(dir.path(), "").unwrap();
     let read = data.batch(Split::Train, &[0], &Device::Cpu).unwrap_err();
-    insta::assert_snapshot!(read.to_string().replace(dir.path().to_str().unwrap(), "DIR"), @"data: DIR/cat/1.png: The image format could not be determined");
+    insta::assert_snapshot!(read.to_string().replace(dir.path().to_str().unwrap(), "DIR"), @"data: DIR/cat/1.png cannot be decoded: The image format could not be determined");
 }

@@ -76,14 +76,14 @@ fn wrong_files_are_explained() {
     let error = |keys: &str| {
         setup(&path, keys).unwrap_err().to_string().replace(dir.path().to_str().unwrap(), "DIR")
     };
-    insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet: there is no column "text" (data.text_key); it has n, body"#);
-    insta::assert_snapshot!(error("text_key = 'n'"), @r#"data: DIR/a.parquet: the column "n" (data.text_key) has no texts"#);
-    insta::assert_snapshot!(error("text_key = 'body'"), @r#"data: DIR/a.parquet: row 1 has no text in the column "body""#);
+    insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet (data.path) has no column "text" (data.text_key); it has n, body; or set data.on_error = "skip", which leaves out what cannot be used"#);
+    insta::assert_snapshot!(error("text_key = 'n'"), @r#"data: DIR/a.parquet (data.path) has a column "n" (data.text_key), but not of texts; or set data.on_error = "skip", which leaves out what cannot be used"#);
+    insta::assert_snapshot!(error("text_key = 'body'"), @r#"data: DIR/a.parquet, row 1 (data.path) has no text in the column "body" (data.text_key); or set data.on_error = "skip", which leaves out what cannot be used"#);
     let data = setup(&path, "text_key = 'body'\nseq_len = 2\non_error = 'skip'");
     let report = data.unwrap().report().unwrap().to_string();
-    insta::assert_snapshot!(report.replace(dir.path().to_str().unwrap(), "DIR"), @"");
+    insta::assert_snapshot!(report.replace(dir.path().to_str().unwrap(), "DIR"), @"data.path: 1 document, 1 file, 2 bytes, 3 tokens; left out: 1 without a text (DIR/a.parquet row 1)");
     std::fs::write(&path, "no parquet").unwrap();
-    insta::assert_snapshot!(error(""), @"data: DIR/a.parquet: Parquet error: Invalid Parquet file. Corrupt footer");
+    insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet (data.path) cannot be read: Parquet error: Invalid Parquet file. Corrupt footer; or set data.on_error = "skip", which leaves out what cannot be used"#);
 }
 
 /// A file that pyarrow wrote: the rows `hello`, `world` and `abc` of a column `text` of some type and encoding.

@@ -117,19 +117,19 @@ fn a_named_file_that_is_no_text_is_refused() {
     .map(|(name, kind)| error(&dir, name, kind))
     .into();
     insta::assert_snapshot!(errors.join("\n"), @r#"
-data: DIR/latin.txt (data.path) is not UTF-8 text: byte 3 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/latin.txt, line 1 (data.path) is not UTF-8 text: byte 3 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/utf16.txt (data.path) is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/utf16.txt (data.path) is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/plain16.txt (data.path) is UTF-16 without a byte-order mark, not UTF-8 text; convert it with `iconv -f UTF-16LE -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/nul.txt (data.path) is binary: byte 1 is 0, which no text has; for token ids set data.type = "tokens"; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.jsonl.gz (data.path) is compressed with gzip; unpack it with `gunzip`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.arrow (data.path) is an Arrow file; write it as Parquet and set data.type = "parquet"; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/latin.txt (data.path) is not UTF-8 text: byte 3 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/latin.txt, line 1 (data.path) is not UTF-8 text: byte 3 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/utf16.txt (data.path) is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/utf16.txt (data.path) is UTF-16, not UTF-8 text; convert it with `iconv -f UTF-16 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/plain16.txt (data.path) is UTF-16 without a byte-order mark, not UTF-8 text; convert it with `iconv -f UTF-16LE -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/nul.txt (data.path) is binary: byte 1 is 0, which no text has; for token ids set data.type = "tokens"; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl.gz (data.path) is compressed with gzip; unpack it with `gunzip`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.arrow (data.path) is an Arrow file; write it as Parquet and set data.type = "parquet"; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetch the file with `git lfs pull`; or set data.on_error = "skip", which leaves out what cannot be used
 "#);
     let all = error(&dir, "latin.txt", "on_error = 'skip'");
-    insta::assert_snapshot!(all, @"");
+    insta::assert_snapshot!(all, @"data: DIR/latin.txt (data.path): there is no text; left out: 1 not UTF-8 (DIR/latin.txt)");
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn sub_folders_and_other_cases_of_extensions_are_read() {
                     1 compressed (d.jsonl.gz), 1 hidden (sub/.c.jsonl)";
     assert_eq!(report(&data), expected);
     let none = folder(&[("a.jsonl.gz", b"no"), ("b.json", b"no")]);
-    insta::assert_snapshot!(error(&none, "", KINDS[2]), @"data: the folder DIR/ (data.path) holds no files with the extension .jsonl or .ndjson; left out: 1 compressed (a.jsonl.gz), 1 of another type (b.json)");
+    insta::assert_snapshot!(error(&none, "", KINDS[2]), @"data: the folder DIR/ (data.path) holds no files named .jsonl, .ndjson; left out: 1 compressed (a.jsonl.gz), 1 of another type (b.json)");
 }
 
 #[test]
@@ -185,28 +185,28 @@ fn broken_lines_are_errors_or_counted() {
         errors.push(error(&dir, "a.jsonl", KINDS[2]));
     }
     insta::assert_snapshot!(errors.join("\n"), @r#"
-data: DIR/a.jsonl, line 3 (data.path) does not parse: unexpected end of hex escape at column 21; an escape such as \ud800 is half of a character, and the other half is missing; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.jsonl, line 3 (data.path) does not parse: lone leading surrogate in hex escape at column 20; an escape such as \ud800 is half of a character, and the other half is missing; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but null; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but a list; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.jsonl, line 3 (data.path) has no key "text" (data.text_key); it has body, id; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.jsonl, line 3 (data.path) is not UTF-8 text: byte 29 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or leave out what cannot be used with data.on_error = "skip"
-data: DIR/a.jsonl, line 3 (data.path) does not parse: EOF while parsing a string at column 13; a value must end on its line: is the file cut off, or one value over several lines (`jq -c .`)?; or leave out what cannot be used with data.on_error = "skip"
+data: DIR/a.jsonl, line 3 (data.path) does not parse: unexpected end of hex escape at column 21; an escape such as \ud800 is half of a character, and the other half is missing; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl, line 3 (data.path) does not parse: lone leading surrogate in hex escape at column 20; an escape such as \ud800 is half of a character, and the other half is missing; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but null; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but a list; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl, line 3 (data.path) has no key "text" (data.text_key); it has body, id; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl, line 3 (data.path) is not UTF-8 text: byte 29 is 0xe9; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl, line 3 (data.path) does not parse: EOF while parsing a string at column 13; the file is cut off, or has a value on several lines, which `jq -c .` joins; or set data.on_error = "skip", which leaves out what cannot be used
 "#);
 
     let lines = [good, &b" \n{\"text\": \"\"}\n"[..], &broken.concat()].concat();
     let dir = folder(&[("a.jsonl", &lines)]);
     let data = setup(&dir.path().join("a.jsonl"), "type = 'jsonl'\non_error = 'skip'").unwrap();
     let report = report(&data).replace(dir.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(report, @"");
+    insta::assert_snapshot!(report, @"data.path: 1 document, 1 file, 2 bytes, 3 tokens; left out: 1 blank (DIR/a.jsonl line 2), 1 empty (DIR/a.jsonl line 3), 3 broken JSON (DIR/a.jsonl line 4, DIR/a.jsonl line 5, DIR/a.jsonl line 10), 2 without a text (DIR/a.jsonl line 6, DIR/a.jsonl line 7), 1 without the key (DIR/a.jsonl line 8), 1 not UTF-8 (DIR/a.jsonl line 9)");
     assert_eq!(text(&data), "ab");
 
     let list = folder(&[("a.jsonl", b"[{\"text\": \"ab\"},\n{\"text\": \"cd\"}]\n")]);
-    insta::assert_snapshot!(error(&list, "a.jsonl", KINDS[2]), @"");
+    insta::assert_snapshot!(error(&list, "a.jsonl", KINDS[2]), @r#"data: DIR/a.jsonl, line 1 (data.path) begins a list of JSON, where every line should be an object; convert the file with `jq -c '.[]'`; or set data.on_error = "skip", which leaves out what cannot be used"#);
     let pretty = folder(&[("a.jsonl", b"{\n\"text\": \"ab\"\n}\n")]);
-    insta::assert_snapshot!(error(&pretty, "a.jsonl", KINDS[2]), @"");
+    insta::assert_snapshot!(error(&pretty, "a.jsonl", KINDS[2]), @r#"data: DIR/a.jsonl, line 1 (data.path) does not parse: EOF while parsing an object at column 1; the file is cut off, or has a value on several lines, which `jq -c .` joins; or set data.on_error = "skip", which leaves out what cannot be used"#);
     let mac = folder(&[("a.txt", b"ab\rcd\ref")]);
-    insta::assert_snapshot!(error(&mac, "a.txt", KINDS[1]), @"");
+    insta::assert_snapshot!(error(&mac, "a.txt", KINDS[1]), @r#"data: DIR/a.txt, line 1 (data.path) ends the file, whose lines end with a carriage return alone; convert it with `tr '\r' '\n'`; or set data.on_error = "skip", which leaves out what cannot be used"#);
 }
 
 #[test]

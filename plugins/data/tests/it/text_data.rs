@@ -284,14 +284,14 @@ fn missing_and_unfit_files_are_explained() {
     insta::assert_snapshot!(
         error(&dir, &TextDataConfig {
             validation_path: own, validation_fraction: None, ..at(text, "short.txt")
-        }), @r#"data: DIR/tokens.dat (data.path) is UTF-16 without a byte-order mark, not UTF-8 text; convert it with `iconv -f UTF-16LE -t UTF-8`; or leave out what cannot be used with data.on_error = "skip""#);
-    insta::assert_snapshot!(error(&dir, &at(text, "empty")), @"data: the folder DIR/empty (data.path) holds no text files (hidden files, what .gitignore excludes and what is not UTF-8 do not count)");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "empty")), @"data: the folder DIR/empty (data.path) holds no token files (.u16, .u32, .bin)");
+        }), @"data: there is no file or folder DIR/none (data.validation_path)");
+    insta::assert_snapshot!(error(&dir, &at(text, "empty")), @"data: the folder DIR/empty (data.path) holds no text; left out: 1 hidden (.keep)");
+    insta::assert_snapshot!(error(&dir, &at(tokens, "empty")), @"data: the folder DIR/empty (data.path) holds no files named .u16, .u32, .bin, .npy; left out: 1 hidden (.keep)");
     insta::assert_snapshot!(error(&dir, &TextDataConfig { seq_len: 10, ..at(text, "short.txt") }), @"data: the text has 10 tokens, but one sample needs 11 (data.seq_len = 10, and the token after it); give more data or lower data.seq_len");
     insta::assert_snapshot!(error(&dir, &at(tokens, "short.bin")), @"data: DIR/short.bin has 8 tokens, but one sample needs 9 (data.seq_len = 8, and the token after it); give more data or lower data.seq_len");
     insta::assert_snapshot!(error(&dir, &at(tokens, "odd.bin")), @"data: DIR/odd.bin has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "tokens.dat")), @r#"the name of DIR/tokens.dat does not say what it holds (.u16, .bin and .u32 would); set data.token_dtype to "u16" or "u32""#);
-    insta::assert_snapshot!(error(&dir, &at(text, "image.png")), @r#"data: DIR/image.png (data.path) is not UTF-8 text; for files of token ids set data.type = "tokens""#);
+    insta::assert_snapshot!(error(&dir, &at(tokens, "tokens.dat")), @r#"the name of DIR/tokens.dat does not say what it holds (.u16, .bin, .u32 and .npy would); set data.token_dtype to "u16", "u32", "i32" or "i64""#);
+    insta::assert_snapshot!(error(&dir, &at(text, "image.png")), @r#"data: DIR/image.png (data.path) is not UTF-8 text: byte 0 is 0x89; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used"#);
     let tokenizer = |name: &str| TextDataConfig {
         tokenizer: Some(dir.path().join(name).to_str().unwrap().to_owned()),
         ..at(text, "short.txt")
@@ -394,10 +394,10 @@ fn only_regular_files_are_read() {
     insta::assert_snapshot!(errors.join("\n"), @r#"
 data: opening DIR/pipe.txt: it is a named pipe; only regular files are read (data.path)
 data: opening /dev/zero: it is a device; only regular files are read (data.path)
-data: DIR/folder (data.path): there is no text; left out: 2 neither file nor folder (pipe.txt, pipe.u16)
+data: the folder DIR/folder (data.path) holds no text; left out: 2 neither file nor folder (pipe.txt, pipe.u16)
 data: opening DIR/pipe.u16: it is a named pipe; only regular files are read (data.path)
 data: opening DIR/zeros.u32: it is a device; only regular files are read (data.path)
-data: the folder DIR/folder (data.path) holds no files with the extension .u16 or .u32 or .bin or .npy; left out: 2 neither file nor folder (pipe.txt, pipe.u16)
+data: the folder DIR/folder (data.path) holds no files named .u16, .u32, .bin, .npy; left out: 2 neither file nor folder (pipe.txt, pipe.u16)
 data: opening DIR/tokenizer.json: it is a named pipe; only regular files are read (data.tokenizer)
 "#);
 }

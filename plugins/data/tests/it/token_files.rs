@@ -135,11 +135,11 @@ fn arrays_of_numpy_are_read_behind_their_header() {
         error(&whole, "token_dtype = 'u32'"),
     ];
     insta::assert_snapshot!(errors.join("\n"), @r#"
-data: DIR/a.npy is an array of NumPy of type ">u2"; save it as uint16, uint32, int32 or int64, such as `ids.astype("uint32")`
-data: DIR/a.npy is an array of NumPy of type "<f4"; save it as uint16, uint32, int32 or int64, such as `ids.astype("uint32")`
-data: DIR/a.npy is an array of NumPy of 2 dimensions (20, 10); save it flat, as `ids.reshape(-1)`
+data: DIR/a.npy is a NumPy array of type ">u2"; save it as uint16, uint32, int32 or int64, such as `ids.astype("uint32")`
+data: DIR/a.npy is a NumPy array of type "<f4"; save it as uint16, uint32, int32 or int64, such as `ids.astype("uint32")`
+data: DIR/a.npy is a NumPy array of 2 dimensions (20, 10); save it flat, as `ids.reshape(-1)`
 data: DIR/a.npy is cut off: its header says 200 ids, and it has 527 bytes
-data: DIR/a.npy has a broken header of NumPy
+data: DIR/a.npy has a broken NumPy header
 data: DIR/a.npy has ids of type u16, as its header says, and data.token_dtype is "u32"; leave the key out
 "#);
 }
@@ -156,7 +156,7 @@ fn the_index_of_megatron_says_the_type() {
     }
     fs::write(&index, head(7)).unwrap();
     let error = setup(&path, "").unwrap_err().to_string();
-    insta::assert_snapshot!(error.replace(dir.path().to_str().unwrap(), "DIR"), @"data: DIR/a.bin is of Megatron-LM, and its index DIR/a.idx says the type of number 7; only uint16, int32 and int64 are read");
+    insta::assert_snapshot!(error.replace(dir.path().to_str().unwrap(), "DIR"), @"data: DIR/a.bin has ids of the Megatron-LM type 7, as DIR/a.idx says; only int32 (4), int64 (5) and uint16 (8) are read");
 }
 
 #[test]
@@ -181,7 +181,7 @@ fn files_of_other_formats_are_no_ids() {
     insta::assert_snapshot!(errors.join("\n"), @r#"
 data: DIR/a.bin is compressed with gzip; unpack it with `gunzip`
 data: DIR/a.bin is compressed with Zstandard; unpack it with `unzstd`
-data: DIR/a.bin is a zip archive (or what torch.save or numpy.savez wrote); unpack it
+data: DIR/a.bin is a zip archive, such as torch.save and numpy.savez write; unpack it
 data: DIR/a.bin is a Parquet file; set data.type = "parquet"
 data: DIR/a.bin is an Arrow file; write it as Parquet and set data.type = "parquet"
 data: DIR/a.bin is an index of Megatron-LM; name the .bin file beside it and set data.type = "tokens"
