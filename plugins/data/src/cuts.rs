@@ -1,10 +1,10 @@
-//! Where a long text may be cut: its pieces, tokenized one by one, have the ids of the whole.
+//! Cuts of long texts: the pieces, tokenized one by one, have the ids of the whole text.
 //!
-//! A tokenizer changes the text (normalizer), splits it into words (pre-tokenizer) and looks up the tokens of
-//! each word (model). Text is cut before a space or a line end, if for the character before it and this
-//! tokenizer both hold: no step looks across the cut, and some step splits there. Which characters these are
-//! follows from the parts of `tokenizer.json`; a tokenizer with a part of which it does not follow has no
-//! cuts, and its texts are tokenized whole.
+//! A tokenizer changes the text (normalizer), splits it into words (pre-tokenizer) and looks up the
+//! tokens of each word (model). A text is cut before a space or a line end. Both must hold for the
+//! character before the cut: no step looks across the cut, and some step splits there. The parts of
+//! `tokenizer.json` decide this for each character. Unknown parts allow no cut, and the text is
+//! tokenized whole.
 
 use regex_syntax::hir::{ClassUnicode, ClassUnicodeRange, HirKind};
 use serde_json::Value;
@@ -34,7 +34,7 @@ pub(crate) struct Cuts {
 struct Rule {
     next: char,
     before: ClassUnicode,
-    /// The normalizer puts a space before each text, so the next piece goes without its own.
+    /// The normalizer puts a space before each text, so the next piece drops its own space.
     drops_next: bool,
 }
 
@@ -47,7 +47,7 @@ impl Cuts {
         Self { rules: rules.collect(), added, normalizes: !file.parts.normalizer.is_null() }
     }
 
-    /// The pieces of a text, each of at least `size` bytes but for the last one.
+    /// The pieces of a text. Each but the last has at least `size` bytes.
     pub(crate) fn pieces<'a>(
         &'a self,
         tokenizer: &'a Tokenizer,
@@ -63,7 +63,7 @@ impl Cuts {
         })
     }
 
-    /// The end of a piece and the start of the next one, at or behind byte `from`.
+    /// The end of a piece, at byte `from` or later, and the start of the next piece.
     fn next_cut(&self, tokenizer: &Tokenizer, text: &str, from: usize) -> Option<(usize, usize)> {
         if self.rules.is_empty() || from >= text.len() {
             return None;
@@ -83,7 +83,7 @@ impl Cuts {
         None
     }
 
-    /// Where the next piece starts if the text may be cut at byte `at`.
+    /// The start of the next piece if the text may be cut at byte `at`.
     fn allows(&self, tokenizer: &Tokenizer, rule: &Rule, text: &str, at: usize) -> Option<usize> {
         let (left, right) = text.split_at(at);
         let next = if rule.drops_next { at + rule.next.len_utf8() } else { at };
@@ -136,7 +136,7 @@ fn head(text: &str) -> &str {
 struct Search {
     next: char,
     before: ClassUnicode,
-    /// What `next` may be by now.
+    /// The characters that `next` may have become.
     images: Vec<char>,
     /// Whether a step has split the text at the cut.
     split: bool,
@@ -183,7 +183,7 @@ impl Search {
             "NFC" | "NFD" | "NFKC" | "NFKD" | "Lowercase" | "StripAccents" => {}
             "Precompiled" if self.next == ' ' => {}
             "BertNormalizer" if self.next == ' ' => {}
-            // Its text is at the beginning of every piece.
+            // It adds the space that the piece drops.
             "Prepend" if self.next == ' ' && part.get("prepend")?.as_str()? == "▁" => {
                 self.drops_next = true;
             }
@@ -216,7 +216,7 @@ impl Search {
         self.no_spaces |= string == Some(" ") && !content.contains(' ');
         images.dedup();
         self.images = images;
-        // Anything else would be no border of words.
+        // Other characters may be part of a word.
         self.images.iter().all(|image| [' ', '\n', SPACE].contains(image)).then_some(())
     }
 
@@ -231,7 +231,7 @@ impl Search {
         let text = |key: &str| part.get(key).and_then(Value::as_str);
         let flag = |key: &str| part.get(key).and_then(Value::as_bool);
         if self.split {
-            // By now the pieces are words like all others, but that one begins the text.
+            // Both sides are words now. Only `first` still sees which word begins the text.
             return (kind != "Metaspace" || text("prepend_scheme") != Some("first")).then_some(());
         }
         let spaces_only = self.images.iter().all(|image| image.is_whitespace());
@@ -251,11 +251,11 @@ impl Search {
                 "Isolated" | "Removed" => self.split_by(&pattern_of(part.get("pattern")?)?),
                 _ => {
                     let string = part.get("pattern")?.get("String")?.as_str()?;
-                    // Of which there is none left.
+                    // The normalizer has replaced all spaces.
                     return (self.no_spaces && string.contains(' ')).then_some(());
                 }
             },
-            // They split at characters that are no spaces.
+            // They split at other characters.
             "Digits" => {}
             "Punctuation" => {
                 let behavior = text("behavior").unwrap_or("Isolated");
@@ -279,7 +279,7 @@ impl Search {
         Some(())
     }
 
-    /// Splits into matches of a pattern, and what is between them.
+    /// Splits the text into matches of a pattern and the gaps between them.
     fn split_by(&mut self, pattern: &Pattern) {
         for image in &self.images {
             self.before.difference(&pattern.before(*image));
@@ -287,7 +287,7 @@ impl Search {
         self.split = self.images.iter().all(|image| pattern.matches_alone(*image));
     }
 
-    /// Looks tokens up in a word that goes on across the cut: no token may.
+    /// Takes away characters after which a token of the vocabulary can cross the cut.
     fn look_up(&mut self, tokenizer: &Tokenizer) -> Option<()> {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
         let affix = model.continuing_subword_prefix.is_some() || model.end_of_word_suffix.is_some();
@@ -296,7 +296,7 @@ impl Search {
         }
         let tokens = tokenizer.get_vocab(false);
         for image in &self.images {
-            // An unknown character may be one token with the one before it.
+            // An unknown character may share a token with the character before it.
             tokens.get(image.encode_utf8(&mut [0; 4]) as &str)?;
         }
         for token in tokens.keys() {
@@ -309,7 +309,7 @@ impl Search {
         Some(())
     }
 
-    /// Checks that no occurrence of an added token can cross a cut that [`Cuts::allows`] would allow.
+    /// Checks that added tokens cannot cross a cut unseen by [`Cuts::allows`].
     fn add(&self, token: &AddedToken, tokenizer: &Tokenizer) -> Option<()> {
         let is_border = |c: char| c == self.next || self.images.contains(&c);
         if token.single_word && token.content.starts_with(is_border) {
@@ -414,7 +414,7 @@ mod tests {
         TokenizerFile::read(Path::new(&path)).unwrap()
     }
 
-    /// Tokenizers of the published kinds, by name, and whether all, some or none of their texts are cut.
+    /// Tokenizers of the published kinds, by name, and whether they have cuts.
     fn tokenizers() -> Vec<(&'static str, TokenizerFile, bool)> {
         let null = || Value::Null;
         let byte_level = |regex: bool, prefix: bool| {
@@ -554,7 +554,7 @@ mod tests {
                 tokenizer(bert(), json!({"type": "BertPreTokenizer"}), wordpiece(), strips()),
                 true,
             ),
-            // These are not cut.
+            // Without cuts.
             (
                 "first word",
                 tokenizer(

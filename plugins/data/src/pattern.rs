@@ -1,8 +1,8 @@
-//! Where matches of a regular expression can and cannot cross from one character to the next.
+//! Regular expressions, taken apart into the characters that follow each other in a match.
 
 use regex_syntax::hir::{Class, ClassUnicode, ClassUnicodeRange, Hir, HirKind};
 
-/// Pairs of places up to which an expression is analysed; those of published tokenizers have below a thousand.
+/// The most pairs of places that are analysed. Published tokenizers have less than a thousand.
 const MAX_FOLLOWS: usize = 1 << 16;
 
 /// Bytes of the shortest match; 0 if the expression cannot be analysed.
@@ -31,25 +31,25 @@ struct Ends {
 }
 
 impl Pattern {
-    /// Takes an expression apart. `None` if matches depend on the text around them in another way than by
-    /// `(?!\S)`, "white space or the end follows".
+    /// Takes an expression apart. Returns `None` if its matches depend on the text around them, other
+    /// than by `(?!\S)` (white space or the end follows).
     pub(crate) fn new(regex: &str) -> Option<Self> {
-        // Possessive quantifiers are other syntax here.
+        // The parser reads possessive quantifiers as something else.
         let counts = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit() || byte == b',');
         let counted =
             regex.split("}+").any(|part| part.rsplit_once('{').is_some_and(|(_, n)| counts(n)));
         if counted || ["++", "*+", "?+"].iter().any(|quantifier| regex.contains(quantifier)) {
             return None;
         }
-        // Without the condition there are more matches, so none that crosses is missed.
+        // Without `(?!\S)` there are more matches, so no crossing is missed.
         let mut pattern =
             Self { places: Vec::new(), follows: Vec::new(), alone: ClassUnicode::empty() };
         let ends = pattern.add(&regex_syntax::parse(&regex.replace(r"(?!\S)", "")).ok()?)?;
-        // Matches of nothing are between all characters.
+        // Empty matches would split between all characters.
         if ends.empty || pattern.follows.len() > MAX_FOLLOWS {
             return None;
         }
-        // Under a condition a character is not always a match.
+        // With `(?!\S)` a character is not always a match.
         let mut certain =
             Self { places: Vec::new(), follows: Vec::new(), alone: ClassUnicode::empty() };
         let without = regex_syntax::parse(&regex.replace(r"\s+(?!\S)|", "")).ok();
@@ -66,7 +66,7 @@ impl Pattern {
         Self::new(&regex_syntax::escape(string))
     }
 
-    /// The characters that some match has right before a character of `next`.
+    /// The characters that some match has directly before `next`.
     pub(crate) fn before(&self, next: char) -> ClassUnicode {
         let mut before = ClassUnicode::empty();
         for &(place, follower) in &self.follows {
@@ -82,7 +82,7 @@ impl Pattern {
         self.places.iter().any(|place| contains(place, character))
     }
 
-    /// Whether a match begins wherever this character is, if none goes on there.
+    /// Whether this character alone is a match.
     pub(crate) fn matches_alone(&self, character: char) -> bool {
         contains(&self.alone, character)
     }

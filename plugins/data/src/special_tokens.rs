@@ -10,11 +10,11 @@ use crate::config::AddBosToken;
 
 /// The longest `tokenizer_config.json` (or file of its kind) that is read.
 const MAX_FILE: u64 = 64 << 20;
-/// End-of-text tokens of published tokenizers, for a `tokenizer.json` that has no other file beside it.
+/// End-of-text tokens of published tokenizers, for a `tokenizer.json` without other files.
 const END_OF_TEXT_TOKENS: [&str; 5] =
     ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofsequence|>"];
 
-/// What the configuration says of the tokens around a text.
+/// The tokens around a text, as the configuration names them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Wanted<'a> {
     /// `data.bos_token`.
@@ -44,10 +44,9 @@ struct Template {
 }
 
 impl SpecialTokens {
-    /// Finds the tokens of `tokenizer`, read from `file`, whose post-processor is `post_processor`. The end
-    /// token is the first of: the configuration's, `eos_token` of `tokenizer_config.json` and
-    /// `special_tokens_map.json`, `eos_token_id` of `generation_config.json` and `config.json`, the token
-    /// that the post-processor puts behind a text, one of five well-known names.
+    /// Finds the tokens of `tokenizer`, which was read from `file`. The first of these names the end token:
+    /// the configuration, `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
+    /// `config.json`, the post-processor, a list of five well-known names.
     ///
     /// # Errors
     /// If one of these files cannot be read, or names a token that the tokenizer lacks.
@@ -107,7 +106,7 @@ impl SpecialTokens {
         let start = match wanted.add_bos_token {
             AddBosToken::Never => false,
             AddBosToken::Always => true,
-            // transformers 5 does what the post-processor says; without one, older versions look here.
+            // transformers 5 asks the post-processor alone. Version 4 falls back to the configuration.
             AddBosToken::Auto if template.before.is_some() || template.behind.is_some() => {
                 template.before.is_some()
             }
@@ -146,12 +145,17 @@ impl Siblings {
             let bytes = read_regular(&path, MAX_FILE)?;
             // Other tools write a byte order mark.
             let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
-            let values = serde_json::from_slice(bytes).map_err(|error| {
-                Error::Data(format!(
-                    "{} (beside data.tokenizer) is not an object of JSON: {error}",
-                    path.display()
-                ))
-            })?;
+            let values = match serde_json::from_slice(bytes) {
+                Ok(values) => values,
+                // Programs of all kinds have files of this name.
+                Err(_) if Self::IDS.contains(&name) => continue,
+                Err(error) => {
+                    return Err(Error::Data(format!(
+                        "{} (beside data.tokenizer) is not an object of JSON: {error}",
+                        path.display()
+                    )));
+                }
+            };
             files.push((name, values));
         }
         Ok(Self(files))

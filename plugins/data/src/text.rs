@@ -24,11 +24,11 @@ pub(crate) struct Text<'a> {
 pub(crate) struct Tokens {
     pub(crate) ids: Source,
     pub(crate) to: ReadTo,
-    /// Bytes of memory that the ids of all the source's text take, an estimate if it was not read to its end.
+    /// Bytes of memory for the ids of the whole source; an estimate if only a part was read.
     pub(crate) memory: u64,
-    /// What of the text the tokenizer does not know.
+    /// The parts of the text that the tokenizer does not know.
     pub(crate) unknown: Unknown,
-    /// Why ids are not in the cache.
+    /// The reason if the ids are not in the cache.
     not_kept: Option<String>,
 }
 
@@ -62,7 +62,7 @@ impl Tokens {
 }
 
 impl Text<'_> {
-    /// Reads and tokenizes the documents. If all are wanted, their ids may come from the cache.
+    /// Reads and tokenizes the documents, or takes the ids of all documents from the cache.
     ///
     /// # Errors
     /// Those of the documents and of the tokenizer.
@@ -91,14 +91,14 @@ impl Text<'_> {
             Some(Cached::Not(why)) => Some(why),
             None => None,
         };
-        // They were read once already, and are in the report.
+        // The report already counts them.
         let mut report = SourceReport::default();
         let mut documents = self.documents.again(&mut report);
         let (ids, to, unknown) = in_memory(&mut documents, self.tokenizer)?;
         Ok(Tokens { memory: ids.memory(), ids, to, unknown, not_kept })
     }
 
-    /// The ids from the cache, in which they are put if they are missing; `None` for too little text.
+    /// Returns the ids in the cache, and puts them there first if need be; `None` for little text.
     fn read_cached(&mut self, cache: &TokenCache, identity: &str) -> Result<Option<Cached>> {
         let key = CacheKey::new(identity);
         let mut wanted = key.clone();

@@ -18,24 +18,24 @@ use crate::unknown::Unknown;
 
 /// The beginning of a file; its last byte is the format's version.
 const MAGIC: &[u8; 8] = b"FULGIDS\x01";
-/// Bytes before the ids: magic, key, number and size of ids, their hash, what of the text is unknown (tokens,
-/// characters, the first of them), a hash of all this.
+/// Bytes before the ids: magic, key, number and size of ids, their hash, unknown tokens and
+/// characters, the first unknown character, a hash of the header.
 const HEADER: usize = 80;
-/// Bytes of text from which on ids are kept in the default folder. Less is tokenized in a second or two.
+/// Bytes of text for which the default folder is used. Less text is tokenized in two seconds.
 const WORTH_KEEPING: u64 = 4 << 20;
-/// A rank waits for another one that tokenizes the same text while its file grows, and so long without that.
+/// The longest wait for another rank's file that does not grow.
 const PATIENCE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(50);
 
-/// A folder of files of ids, named by what the ids follow from.
+/// A folder of files of ids. A file's name is a hash of the documents and the tokenizer.
 #[derive(Debug)]
 pub(crate) struct TokenCache {
     folder: PathBuf,
-    /// Bytes of text from which on ids are kept.
+    /// The least bytes of text whose ids are kept.
     from: u64,
 }
 
-/// What ids follow from: the tokenizer and the documents.
+/// A hash of a tokenizer and documents.
 #[derive(Clone)]
 pub(crate) struct CacheKey {
     hasher: XxHash3_128,
@@ -52,7 +52,7 @@ impl CacheKey {
     }
 
     pub(crate) fn add_document(&mut self, text: &str) {
-        // The length keeps it apart from the next one.
+        // The length separates documents.
         self.hasher.write(&(text.len() as u64).to_le_bytes());
         self.hasher.write(text.as_bytes());
         self.bytes += text.len() as u64;
@@ -92,11 +92,11 @@ impl TokenCache {
         bytes >= self.from
     }
 
-    /// The ids of `key` from their file, which `write` fills if there is none. Of several ranks one writes
-    /// and the others wait. A damaged file is written again.
+    /// Opens the file of `key`. If it is missing or damaged, one rank calls `write` for it, and the
+    /// others wait.
     ///
     /// # Errors
-    /// Those of `write` that are not of its writer.
+    /// The errors of `write`, without those of the writer.
     pub(crate) fn get(
         &self,
         key: &CacheKey,
@@ -115,7 +115,7 @@ impl TokenCache {
             Ok(file) => file,
             Err(error) => return failed(error),
         };
-        // Another rank may have written it until now.
+        // Another rank may have written it during the wait.
         if let Some(ids) = read(&path, key, dtype) {
             let _ = fs::remove_file(&partial);
             return Ok(ids);
@@ -145,7 +145,7 @@ impl TokenCache {
         read(&path, key, dtype).map_or_else(|| failed(not_written()), Ok)
     }
 
-    /// Opens a file that is to be written, once no other process writes it.
+    /// Opens a file for writing once no other process writes it.
     fn lock_or_wait(&self, partial: &Path) -> io::Result<File> {
         fs::create_dir_all(&self.folder)?;
         let (mut written, mut since) = (0, Instant::now());
@@ -166,7 +166,7 @@ impl TokenCache {
     }
 }
 
-/// Opens and locks a file that is to be written; `None` while another process has it.
+/// Opens and locks a file for writing; `None` while another process has the lock.
 fn lock(path: &Path) -> io::Result<Option<File>> {
     loop {
         let file =
@@ -177,7 +177,7 @@ fn lock(path: &Path) -> io::Result<Option<File>> {
             Err(fs::TryLockError::Error(error)) => return Err(error),
         }
         let then = file.metadata()?;
-        // Whoever had it may have renamed or removed it since it was opened.
+        // The last process may have renamed or removed the file after it was opened here.
         match fs::metadata(path) {
             Ok(now) if (now.dev(), now.ino()) == (then.dev(), then.ino()) => return Ok(Some(file)),
             Ok(_) => {}
@@ -187,7 +187,7 @@ fn lock(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Opens a file of ids, if it is there and whole.
+/// Opens a file of ids if it exists and is whole.
 fn read(path: &Path, key: u128, dtype: TokenDtype) -> Option<Cached> {
     let mut file = open_regular(path).ok()?;
     let mut header = [0; HEADER];
@@ -229,7 +229,7 @@ pub(crate) struct IdWriter {
     hasher: XxHash3_64,
     len: u64,
     bytes: Vec<u8>,
-    /// What of the text is unknown.
+    /// The unknown parts of the text.
     pub(crate) unknown: Unknown,
     failed: Option<io::Error>,
 }

@@ -14,9 +14,9 @@ use crate::unknown::{Gaps, Unknown};
 
 /// Bytes of a piece of a text; a longer text is tokenized in pieces.
 const PIECE: usize = 16 << 10;
-/// Bytes of text that are tokenized at once. The library takes some hundred bytes of memory for each.
+/// Bytes of text that are tokenized at once. The library takes 160 bytes of memory for each.
 const BATCH: usize = 512 << 10;
-/// A tokenizer that is slower than so many bytes a second for so long is given up.
+/// The least bytes a second, and the time after which a slower tokenizer is an error.
 const SLOWEST: (f64, Duration) = (512.0, Duration::from_secs(120));
 
 /// Turns text into token ids and back.
@@ -49,7 +49,7 @@ struct HuggingFace {
     cuts: Cuts,
     growth: Growth,
     gaps: Gaps,
-    /// Whether the file asks for random ids, which it does not get.
+    /// Whether the file asks for random ids, which is ignored.
     dropout: bool,
     /// A hash of the file.
     hash: u128,
@@ -63,14 +63,14 @@ impl Tokenizer {
         Self(Kind::Bytes)
     }
 
-    /// A Hugging Face tokenizer: a `tokenizer.json`, or a folder with one. Its truncation and padding do not
-    /// count: they are settings of the last call before it was saved. The end token is the one that
-    /// `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` or `config.json` beside it
-    /// names.
+    /// Reads a Hugging Face tokenizer: a `tokenizer.json`, or a folder with one. Its truncation, padding
+    /// and dropout do not count: they are settings of the last call before the file was saved. The files
+    /// beside it name the end token: `tokenizer_config.json`, `special_tokens_map.json`,
+    /// `generation_config.json` or `config.json`.
     ///
     /// # Errors
-    /// If there is none, or it cannot be parsed; if one of the files beside it cannot, or names an end token
-    /// that the tokenizer lacks.
+    /// If the file is missing or cannot be parsed, or if `tokenizer_config.json` or
+    /// `special_tokens_map.json` cannot be parsed or names an end token that the tokenizer lacks.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         Self::open(path.as_ref(), Wanted::default())
     }
@@ -96,8 +96,8 @@ impl Tokenizer {
         }))))
     }
 
-    /// The ids of a text, without the tokens around it. The names of special tokens in the text are these
-    /// tokens, as they are in transformers.
+    /// The ids of a text, without the tokens around it. Names of special tokens in the text become these
+    /// tokens, as in transformers.
     ///
     /// # Errors
     /// If the tokenizer has no ids for it.
@@ -157,7 +157,7 @@ impl Tokenizer {
         }
     }
 
-    /// What the ids of documents follow from; `None` for bytes, which need no look-up.
+    /// A name that changes with the ids of documents; `None` for bytes, which are not cached.
     pub(crate) fn identity(&self) -> Option<String> {
         let Kind::HuggingFace(tokenizer) = &self.0 else { return None };
         let HuggingFace { hash, special, .. } = &**tokenizer;
@@ -165,7 +165,7 @@ impl Tokenizer {
         Some(format!("{version} {hash:032x} {:?} {:?}", special.start, special.end))
     }
 
-    /// Warnings for the user: which token ends a text is open, or ids would be random.
+    /// Warnings for the user: an unknown end token, random ids.
     pub(crate) fn warnings(&self) -> Vec<String> {
         let Kind::HuggingFace(tokenizer) = &self.0 else { return Vec::new() };
         let mut warnings: Vec<String> = tokenizer.special.warning.iter().cloned().collect();
@@ -179,8 +179,8 @@ impl Tokenizer {
         warnings
     }
 
-    /// Calls `push` with the ids of the documents that `read` gives, in order, each between the ids that begin
-    /// and end a text. Returns what `read` does, and what of the text is unknown.
+    /// Calls `push` with the ids of the documents of `read`, in order, each between the ids that begin
+    /// and end a text. Returns the result of `read` and the unknown parts of the text.
     ///
     /// # Errors
     /// If the tokenizer has no ids for a text, or `read` or `push` fails.
@@ -208,14 +208,14 @@ impl Tokenizer {
 }
 
 impl HuggingFace {
-    /// The ids of each piece and what of it is unknown, on all threads.
+    /// The ids and the unknown parts of each piece, computed on all threads.
     fn encode(&self, pieces: &[Piece]) -> Result<Vec<(Vec<u32>, Unknown)>> {
         let encode = |piece: &Piece| {
             let text = piece.text.as_str();
             self.growth.check(text).map_err(|what| self.failed(&what))?;
             let encoded = catch_panic(|| match self.gaps.leaves_out {
                 true => self.tokenizer.encode(text, false),
-                // Without places in the text.
+                // Faster, without positions in the text.
                 false => self.tokenizer.encode_fast(text, false),
             });
             let encoding = encoded
@@ -279,7 +279,7 @@ impl<'a> Encoder<'a> {
             let ends = pieces.peek().is_none();
             self.pieces.push(Piece { text: piece.to_owned(), begins, ends });
             begins = false;
-            // Empty texts have two ids.
+            // Empty texts have up to two ids, too.
             if self.waiting >= BATCH || self.pieces.len() >= BATCH / 16 {
                 self.flush()?;
             }

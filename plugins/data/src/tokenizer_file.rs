@@ -1,4 +1,4 @@
-//! A `tokenizer.json` that somebody else wrote: what of it is used, and what is refused.
+//! Reading a `tokenizer.json`: its limits, and the settings that are left out.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -28,14 +28,14 @@ const OTHER_FILES: [&str; 7] = [
     "tekken.json",
 ];
 
-/// A tokenizer that was read, and the parts of its file that are looked at.
+/// A tokenizer, and the parts of its file that Fulgurite reads itself.
 #[derive(Debug)]
 pub(crate) struct TokenizerFile {
     pub path: PathBuf,
     pub tokenizer: tokenizers::Tokenizer,
     pub parts: Parts,
     pub growth: Growth,
-    /// Whether the file asks for random ids, which it does not get.
+    /// Whether the file asks for random ids, which is ignored.
     pub dropout: bool,
     /// A hash of the file.
     pub hash: u128,
@@ -67,12 +67,11 @@ struct AddedToken {
 }
 
 impl TokenizerFile {
-    /// Reads a `tokenizer.json`, or the one in a folder. Truncation, padding and the post-processor are
-    /// left out: they are for the input of a model, and a corpus is not cut or padded. So is dropout, for ids
-    /// would differ from rank to rank.
+    /// Reads a `tokenizer.json`, or the one in a folder. Leaves out truncation, padding and the
+    /// post-processor, which are for the input of a model, and dropout, which differs by rank.
     ///
     /// # Errors
-    /// If there is none, it cannot be parsed, or it makes texts far longer.
+    /// If the file is missing, cannot be parsed, or makes texts far longer.
     pub(crate) fn read(path: &Path) -> Result<Self> {
         let mut path = path.to_owned();
         if path.is_dir() {
@@ -127,7 +126,7 @@ impl TokenizerFile {
     }
 }
 
-/// Makes the ids of a text a function of the text. Returns whether they were not.
+/// Removes settings that make ids random. Returns whether there were any.
 fn clear_dropout(tokenizer: &mut tokenizers::Tokenizer) -> bool {
     match tokenizer.get_model() {
         ModelWrapper::BPE(model) if model.dropout.is_some_and(|share| share != 0.0) => {
@@ -149,9 +148,9 @@ fn clear_dropout(tokenizer: &mut tokenizers::Tokenizer) -> bool {
 /// How much longer a chain of replacements can make a text.
 #[derive(Debug, Clone)]
 pub(crate) struct Growth {
-    /// At most so many times as long.
+    /// The most times as long.
     at_most: f64,
-    /// The replacements, if all of those that make texts longer replace one string.
+    /// The replacements in order; `None` if a regular expression makes texts longer.
     replacements: Option<Vec<(String, String)>>,
 }
 

@@ -27,12 +27,12 @@ impl AddAssign for Unknown {
     }
 }
 
-/// What of a text a tokenizer may not know.
+/// The unknown token, and whether the tokenizer drops characters.
 #[derive(Debug, Clone)]
 pub(crate) struct Gaps {
     /// The token for something unknown.
     unknown: Option<u32>,
-    /// Whether characters without a token are left out: a BPE without a token for them.
+    /// Whether characters can vanish: a BPE without an unknown token.
     pub leaves_out: bool,
 }
 
@@ -54,7 +54,7 @@ impl Gaps {
         Self { unknown: named.or(model.unk_id), leaves_out }
     }
 
-    /// What is unknown of a text.
+    /// Counts the unknown parts of a text.
     pub(crate) fn find(&self, tokenizer: &Tokenizer, text: &str, encoding: &Encoding) -> Unknown {
         let ids = encoding.get_ids().iter();
         let tokens = ids.filter(|&&id| Some(id) == self.unknown).count() as u64;
@@ -67,7 +67,7 @@ impl Gaps {
             covered[start..end.min(text.len())].fill(true);
         }
         for (at, character) in text.char_indices() {
-            // White space may be what separates words.
+            // White space between words is no loss.
             if !covered[at] && !character.is_whitespace() && is_kept(tokenizer, character) {
                 unknown += Unknown { tokens: 0, characters: 1, first: Some(character) };
             }

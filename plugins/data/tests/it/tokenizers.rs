@@ -116,7 +116,7 @@ fn the_end_token_is_the_one_named_beside_the_tokenizer() {
     documents(&dir.path().join("docs"), 50, 9);
     let specials = ["<unk>", "<|endoftext|>", "</s>", "<｜end▁of▁sentence｜>"];
     let content = json!({"__type": "AddedToken", "content": "</s>", "lstrip": false});
-    let cases: [(&[(&str, Value)], u32); 9] = [
+    let cases: [(&[(&str, Value)], u32); 10] = [
         (&[("tokenizer_config.json", json!({"eos_token": "<｜end▁of▁sentence｜>"}))], 3),
         (&[("tokenizer_config.json", json!({"eos_token": content}))], 2),
         (&[("special_tokens_map.json", json!({"eos_token": "</s>"}))], 2),
@@ -125,6 +125,8 @@ fn the_end_token_is_the_one_named_beside_the_tokenizer() {
         (&[("generation_config.json", json!({"eos_token_id": [900, 2, 1]}))], 2),
         // Of another vocabulary.
         (&[("config.json", json!({"eos_token_id": 50256}))], 1),
+        // Of another program.
+        (&[("config.json", json!(["no", "keys"]))], 1),
         (
             &[
                 ("tokenizer_config.json", json!({"eos_token": null, "add_bos_token": true})),
