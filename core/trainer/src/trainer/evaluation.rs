@@ -204,6 +204,14 @@ impl Session {
         let totals = self.parts.fabric.runtime.totals_of_losses(sum, &counts);
         let totals = totals.map_err(|error| error.during(what))?;
         let (sum, count) = (totals.loss_sum, totals.count);
+        if count == 0.0 && self.rank() == 0 {
+            tracing::warn!(
+                "{}{} after step {} is NaN: nothing counts, every target is ignored (`ignore_index`)",
+                stage.loss_name(),
+                set.suffix,
+                self.cursor.step
+            );
+        }
         Ok(ControlFlow::Continue(SetTotals { sum, count, table: ctx.table }))
     }
 

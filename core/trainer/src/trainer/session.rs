@@ -271,7 +271,8 @@ impl Session {
             );
         }
         let skipped = |own: &FabricOptimizer| own.skipped_steps() == own.steps();
-        if !idle && training(&mut self.optimizers).iter().all(|(_, own)| skipped(own)) {
+        let finished = end == FitEnd::Finished;
+        if finished && !idle && training(&mut self.optimizers).iter().all(|(_, own)| skipped(own)) {
             return Err(Error::Data(format!(
                 "nothing has counted in any of {}, so that no parameter was changed: every target is ignored \
                  (`ignore_index`), or `Loss::new` is given a count of 0",
@@ -279,7 +280,7 @@ impl Session {
             )));
         }
         // An interrupted run ends without further delay.
-        if end == FitEnd::Finished {
+        if finished {
             self.hook(Hook::FitEnd)?;
         }
         self.summary()
