@@ -170,26 +170,31 @@ impl ImageFolder {
     /// "skip".
     fn decode(&self, split: Split, index: u64) -> Result<(RgbImage, usize)> {
         let pictures = self.pictures(split);
-        if index >= pictures.len() as u64 {
+        let missing = || {
             let available = pictures.len();
-            return Err(Error::Data(format!("there is no {split} sample {index} of {available}")));
+            Error::Data(format!("there is no {split} sample {index} of {available}"))
+        };
+        let halves = pictures.split_at_checked(index as usize);
+        let (before, after) = halves.ok_or_else(missing)?;
+        if after.is_empty() {
+            return Err(missing());
         }
-        let (before, after) = pictures.split_at(index as usize);
-        let mut result = Err(Error::Data(format!("the {split} samples have no picture")));
+        let mut first = None;
         for picture in after.iter().chain(before) {
-            let bytes = read_regular(&picture.path, MAX_FILE)?;
-            let name = picture.path.display();
-            let decoded = decode(&bytes).map_err(|what| Error::Data(format!("{name} {what}")));
-            if decoded.is_ok() || self.config.on_error == OnError::Error {
-                return Ok((decoded?, picture.class));
+            let error = match decode(&read_regular(&picture.path, MAX_FILE)?) {
+                Ok(image) => return Ok((image, picture.class)),
+                Err(what) => Error::Data(format!("{} {what}", picture.path.display())),
+            };
+            if self.config.on_error == OnError::Error {
+                return Err(error);
             }
-            result = decoded;
             let count = self.replaced.fetch_add(1, Ordering::Relaxed) + 1;
-            if let (true, Err(error)) = (count.is_power_of_two(), &result) {
+            if count.is_power_of_two() {
                 tracing::warn!("{error}; the next picture is taken in its place ({count} so far)");
             }
+            first.get_or_insert(error);
         }
-        result.map(|image| (image, 0))
+        Err(first.unwrap_or_else(missing))
     }
 
     /// Adds red, green and blue of a picture, plane by plane.

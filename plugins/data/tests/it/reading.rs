@@ -92,6 +92,20 @@ fn what_is_left_out_is_counted_and_named() {
 }
 
 #[test]
+fn only_ignore_files_within_the_folder_count() {
+    let dir = folder(&[
+        (".gitignore", b"*"),
+        ("data/a.txt", b"ab"),
+        ("data/b.jsonl", b"no"),
+        ("data/.gitignore", b"*l"),
+    ]);
+    assert_eq!(text(&setup(&dir.path().join("data"), KINDS[0]).unwrap()), "ab");
+    // Data that an extension names is data, although it is not in the repository.
+    let json = folder(&[(".gitignore", b"*"), ("a.jsonl", b"{\"text\": \"ab\"}")]);
+    assert_eq!(text(&setup(json.path(), KINDS[2]).unwrap()), "ab");
+}
+
+#[test]
 fn a_named_file_that_is_no_text_is_refused() {
     let dir = folder(&[
         ("latin.txt", b"caf\xe9 au lait"),
