@@ -61,6 +61,15 @@ fn ranks_that_do_not_fit() {
 }
 
 #[test]
+fn options_of_plugins_are_refused_before_ranks_start() {
+    let scratch = Scratch::with_tokens();
+    let small = scratch.small().on("ddp", 2, 1);
+    let error = |assignment| small.clone().set(&[assignment]).fail();
+    assert_snapshot!(error("trainer.loggers=[{ type = 'mlflow', tracking_uri = 'ftp://host' }]"), @r#"error: `trainer.loggers`: mlflow's `tracking_uri` "ftp://host": expected the address of a server, such as http://127.0.0.1:5000"#);
+    assert_snapshot!(error("trainer.callbacks=[{ type = 'early_stopping', monitor = '' }]"), @r#"error: `trainer.callbacks`, early_stopping: `monitor`: must name a metric, such as "val_loss""#);
+}
+
+#[test]
 fn shared_memory_does_not_reach_another_host() {
     let scratch = Scratch::with_tokens();
     let port = std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();

@@ -42,7 +42,7 @@ impl Default for ObjectStoreConfig {
 const VARIABLES: [&str; 3] = ["AWS_", "AZURE_", "GOOGLE_"];
 
 impl ObjectStoreConfig {
-    fn check(&self) -> std::result::Result<Url, String> {
+    fn checked_url(&self) -> std::result::Result<Url, String> {
         if self.url.is_empty() {
             return Err("needs a `url`, such as `s3://bucket/my-run`".to_owned());
         }
@@ -72,9 +72,7 @@ impl ObjectStoreConfig {
 #[typetag::serde(name = "object_store")]
 impl CheckpointIOConfig for ObjectStoreConfig {
     fn build(&self, _: &Path) -> Result<Arc<dyn CheckpointIO>> {
-        let fail =
-            |message: String| Error::other(format!("checkpoint.io, object store: {message}"));
-        let url = self.check().map_err(fail)?;
+        let url = self.checked_url().map_err(fail)?;
         let variables = std::env::vars()
             .filter(|(key, _)| VARIABLES.iter().any(|start| key.starts_with(start)));
         let options = variables.chain(self.options.clone());
@@ -83,6 +81,14 @@ impl CheckpointIOConfig for ObjectStoreConfig {
         let io = ObjectStoreIO::at(Arc::from(store), &self.url, prefix)?;
         Ok(Arc::new(io.with_parts(self.part_mib << 20, self.concurrency)))
     }
+
+    fn check(&self) -> Result<()> {
+        self.checked_url().map(drop).map_err(fail)
+    }
+}
+
+fn fail(message: String) -> Error {
+    Error::other(format!("checkpoint.io, object store: {message}"))
 }
 
 register_checkpoint_io!(

@@ -186,6 +186,14 @@ pub trait CheckpointIOConfig: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// If the place cannot be reached.
     fn build(&self, root: &Path) -> Result<Arc<dyn CheckpointIO>>;
+
+    /// Checks the options without reaching the place, before any rank is started. By default any are fine.
+    ///
+    /// # Errors
+    /// If an option is wrong.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 fulgurite_config::plugin_kind!(

@@ -105,6 +105,15 @@ pub trait LoggerConfig: std::fmt::Debug + Send + Sync {
     /// # Errors
     /// If an option is wrong or a file cannot be created.
     fn build(&self, dir: &Path) -> Result<Box<dyn Logger>>;
+
+    /// Checks the options without writing or connecting, before any rank is started. By default any are
+    /// fine.
+    ///
+    /// # Errors
+    /// If an option is wrong.
+    fn check(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 fulgurite_config::plugin_kind!(

@@ -9,11 +9,13 @@ use toml::Table;
 use super::memory_check::check_memory;
 use super::restart::{restarted_job, runs_of_job};
 use super::saving::refuse_used;
-use super::{CallbackConfig, LightningModule, OptimizerSetup, Optimizers, RunConfigOf, Trainer};
+use super::{
+    CallbackConfig, LightningModule, LoggerConfig, OptimizerSetup, Optimizers, RunConfigOf, Trainer,
+};
 use crate::fabric::{Connection, check_frozen};
 use crate::run::{CkptPath, Devices, RunConfig};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{self as checkpoint, DistributedCheckpoint};
+use fulgurite_checkpoint_format::{self as checkpoint, CheckpointIOConfig, DistributedCheckpoint};
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::collective::{Planned, ProcessGroup, Solo};
@@ -163,6 +165,11 @@ fn check(
     for value in &config.callbacks {
         callback_config(value)?.build()?;
     }
+    for value in &config.loggers {
+        value.build::<Box<dyn LoggerConfig>>(kind::LOGGER, "trainer.loggers")?.check()?;
+    }
+    let io = &run.checkpoint.io;
+    io.build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?.check()?;
     check_directories(run)?;
     check_resume(run)?;
     if purpose == RunPurpose::Fit {

@@ -70,6 +70,25 @@ impl LoggerConfig for MlflowConfig {
     fn build(&self, dir: &Path) -> Result<Box<dyn Logger>> {
         Ok(Box::new(MlflowLogger::start(self, dir, Patience::default())?))
     }
+
+    fn check(&self) -> Result<()> {
+        let credentials = Credentials::from_environment();
+        Client::new(&self.server()?, &credentials, Patience::default().request).map(drop)
+    }
+}
+
+impl MlflowConfig {
+    /// The server's address.
+    fn server(&self) -> Result<String> {
+        let from_environment = || std::env::var("MLFLOW_TRACKING_URI").ok();
+        self.tracking_uri.clone().or_else(from_environment).ok_or_else(|| {
+            Error::Config(
+                "`trainer.loggers`: the logger `mlflow` needs the address of a server: \
+                 `tracking_uri = \"http://127.0.0.1:5000\"`, or the variable MLFLOW_TRACKING_URI"
+                    .to_owned(),
+            )
+        })
+    }
 }
 
 fulgurite_core::register_logger!(
@@ -118,14 +137,7 @@ struct MlflowLogger {
 impl MlflowLogger {
     /// Makes the run on the server.
     fn start(config: &MlflowConfig, dir: &Path, patience: Patience) -> Result<Self> {
-        let from_environment = || std::env::var("MLFLOW_TRACKING_URI").ok();
-        let uri = config.tracking_uri.clone().or_else(from_environment).ok_or_else(|| {
-            Error::Config(
-                "`trainer.loggers`: the logger `mlflow` needs the address of a server: \
-                 `tracking_uri = \"http://127.0.0.1:5000\"`, or the variable MLFLOW_TRACKING_URI"
-                    .to_owned(),
-            )
-        })?;
+        let uri = config.server()?;
         let client = Client::new(&uri, &Credentials::from_environment(), patience.request)?;
         let run_id = match &config.run_id {
             Some(id) => {
