@@ -256,3 +256,13 @@ fn sizes_that_do_not_fit() {
     insta::assert_snapshot!(error(MESHES[7].0, 2, &odd), @"a rank failed: module `model.embed_tokens`: sequence parallelism cannot cut a sequence of 7 positions over 2 ranks of `tensor_parallel`; use a length that is a multiple of 2 (in training_step of step 1)");
     insta::assert_snapshot!(error(MESHES[3].0, 2, &odd), @"a rank failed: data: train samples 53, 27: context parallelism cannot cut a sequence of 7 positions: each of the 2 ranks of `context_parallel` takes two chunks of equal length; use a length that is a multiple of 4");
 }
+
+#[test]
+fn ranks_that_compute_the_same_are_a_warning() {
+    let scratch = Scratch::with_tokens();
+    let warning = "the 2 tensor-parallel ranks compute the same";
+    let uncut = job(&scratch).on(&table("model_parallel.parallelize=\"none\""), 2, 2).succeed();
+    assert!(uncut.stderr.contains(warning), "{}", uncut.stderr);
+    let cut = job(&scratch).on("model_parallel", 2, 2).succeed();
+    assert!(!cut.stderr.contains(warning), "{}", cut.stderr);
+}

@@ -86,6 +86,23 @@ impl MeshStrategy {
         Ok(true)
     }
 
+    /// Warns on rank 0 if tensor-parallel ranks hold and compute the same, as no layer is cut.
+    fn warn_if_nothing_is_cut(&self, tree: &ModuleTree, mesh: &DeviceMesh) -> Result<()> {
+        let ranks = mesh.size(TENSOR_PARALLEL)?;
+        let is_cut = |parameter: &Parameter| {
+            parameter.spec().cuts.iter().any(|cut| cut.mesh_dim == TENSOR_PARALLEL)
+        };
+        if ranks > 1 && mesh.rank() == 0 && !tree.parameters().iter().any(is_cut) {
+            tracing::warn!(
+                "strategy `{}`: the {ranks} tensor-parallel ranks compute the same, for its plan cuts no layer of \
+                 this model. Set `trainer.strategy.tensor_parallel_size` = 1, so that each has samples of its own, or \
+                 cut the model with a plan that fits it (`trainer.strategy.parallelize`, or a function)",
+                self.settings.name
+            );
+        }
+        Ok(())
+    }
+
     /// A parameter's spec before it is sharded: the cuts of tensor parallelism, and replicas.
     pub(super) fn outer_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
         let mut spec = parameter.spec();
@@ -376,6 +393,7 @@ impl Strategy for MeshStrategy {
         if self.parallelize(tree, mesh)? {
             verify_same_choices(tree, &**mesh.world())?;
         }
+        self.warn_if_nothing_is_cut(tree, mesh)?;
         let partial_grads = PartialGrads::new(tree, mesh)?;
         let (ignored, managed) = {
             let chosen = ignored::chosen(&self.settings, tree)?;
