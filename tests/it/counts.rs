@@ -148,15 +148,15 @@ fn a_step_communicates_what_it_needs_and_what_is_logged() {
     let [ddp, _] = of_each_step("ddp", 1, 1);
     insta::assert_debug_snapshot!(ddp, @r#"
     [
-        "data_parallel_replicate all_reduce 4",
-        "world all_reduce 2",
+        "data_parallel_replicate all_reduce 2",
+        "world all_reduce 4",
     ]
     "#);
     let [ddp, _] = of_each_step("ddp", 50, 1);
     insta::assert_debug_snapshot!(ddp, @r#"
     [
-        "data_parallel_replicate all_reduce 2.04",
-        "world all_reduce 2",
+        "data_parallel_replicate all_reduce 2",
+        "world all_reduce 2.04",
     ]
     "#);
     // The unit is gathered in forward and backward.
@@ -164,18 +164,18 @@ fn a_step_communicates_what_it_needs_and_what_is_logged() {
     insta::assert_debug_snapshot!(fsdp, @r#"
     [
         "data_parallel_shard all_gather_into 2",
-        "data_parallel_shard all_reduce 3",
+        "data_parallel_shard all_reduce 1",
         "data_parallel_shard reduce_scatter 1",
-        "world all_reduce 2",
+        "world all_reduce 4",
     ]
     "#);
     let [fsdp, _] = of_each_step("fsdp", 50, 1);
     insta::assert_debug_snapshot!(fsdp, @r#"
     [
         "data_parallel_shard all_gather_into 2",
-        "data_parallel_shard all_reduce 1.04",
+        "data_parallel_shard all_reduce 1",
         "data_parallel_shard reduce_scatter 1",
-        "world all_reduce 2",
+        "world all_reduce 2.04",
     ]
     "#);
 }

@@ -38,6 +38,7 @@ mod precision;
 mod pretrained;
 mod profiler;
 mod program;
+mod ranks_differ;
 mod requeue;
 mod resume;
 mod runs;

@@ -228,3 +228,46 @@ fn old_checkpoints_go_on_every_mesh() {
     names.extend(expected.iter().map(|step| format!("step-{step:08}")));
     assert_eq!(kept(), names);
 }
+
+#[test]
+fn other_samples_are_refused_and_named() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&["trainer.max_steps=2", "checkpoint.dir=kept"]);
+    job.clone().set(&["checkpoint.save_last=true"]).succeed();
+    let resume = job.set(&["trainer.ckpt_path=last", "trainer.max_steps=3"]);
+    for (key, says) in [
+        ("data.seq_len=6", "`data.seq_len` was 7 and is 6"),
+        ("data.stride=3", "`data.stride` was 7 and is 3"),
+        ("data.validation_fraction=0.2", "the number of training samples was 57 and is 46"),
+        ("data.shuffle=true", "the order of training samples was in order and is shuffled"),
+    ] {
+        let error = resume.clone().set(&[key]).fail();
+        assert!(error.contains(says), "{error}");
+        assert!(error.contains("checkpoint.allow_other_data"), "{error}");
+        let allowed = resume.clone().set(&[key, "checkpoint.allow_other_data=true"]).succeed();
+        assert!(allowed.stderr.contains(says), "{}", allowed.stderr);
+        assert_eq!(allowed.losses().len(), 1);
+    }
+    // What does not change the samples may change.
+    resume.set(&["data.batch_size=4", "trainer.limit_val_batches=0"]).succeed();
+}
+
+#[test]
+fn a_jump_of_the_learning_rate_is_a_warning() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&["checkpoint.dir=kept", "scheduler.type=linear"]);
+    let short = ["trainer.max_steps=6", "checkpoint.save_last=true"];
+    job.clone().set(&short).succeed();
+    let warning = "the learning rate jumps";
+    let resume = job.set(&["trainer.ckpt_path=kept/step-00000006"]);
+    let longer = resume.clone().set(&["trainer.max_steps=12"]).succeed();
+    let line = longer.stderr.lines().find(|line| line.contains(warning)).unwrap_or_default();
+    assert!(line.contains("which was 6 steps and is 12 now"), "{line}");
+    assert!(line.contains("would have 0e0 in the run that is resumed"), "{line}");
+    let lr = longer.steps("lr")[&7];
+    assert!(line.contains(&format!("{lr:e}")), "{line}");
+    let as_before = ["trainer.max_steps=12", "scheduler.decay_steps=6"];
+    let as_before = resume.set(&as_before).succeed();
+    // The decay's length was the run's.
+    assert!(!as_before.stderr.contains(warning), "{}", as_before.stderr);
+}

@@ -57,6 +57,7 @@ mod coverage;
 mod distributed;
 mod file_header;
 mod filter;
+mod fingerprint;
 mod full;
 mod latest;
 mod load;
@@ -83,6 +84,7 @@ mod weights;
 pub use async_save::{AsyncSaver, SavedCheckpoint};
 pub use distributed::DistributedCheckpoint;
 pub use filter::ParameterFilter;
+pub use fingerprint::fingerprint;
 pub use full::{
     FullCheckpoint, FullOptions, GatherOptions, ModelConfig, NameFilter, gather_cpu_state_dict,
     gather_full_optimizer_state, save_full,

@@ -1,5 +1,6 @@
 //! [`ImageFolder`]: pictures in folders that name their classes.
 
+use std::hash::Hasher as _;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -12,6 +13,7 @@ use fulgurite_core::{Error, Result};
 use image::RgbImage;
 use image::imageops::FilterType;
 use serde::{Deserialize, Serialize};
+use twox_hash::XxHash3_64;
 
 use crate::config::OnError;
 use crate::picture_files::{classes, decode, pictures};
@@ -328,6 +330,22 @@ impl DataModule for ImageFolder {
         Some(self.report.clone())
     }
 
+    fn sample_definition(&self) -> Result<Vec<(String, String)>> {
+        let size = format!("{} by {}", self.config.height, self.config.width);
+        Ok(vec![
+            ("`data.height` by `data.width`".to_owned(), size),
+            ("the list of training pictures".to_owned(), digest(&self.train)?),
+        ])
+    }
+
+    fn evaluation_fingerprint(&self) -> Result<Option<String>> {
+        digest(&self.validation).map(Some)
+    }
+
+    fn host_keys() -> &'static [&'static str] {
+        &["path", "validation_path"]
+    }
+
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<ImageBatch> {
         self.make(split, indices, None, device)
     }
@@ -336,4 +354,26 @@ impl DataModule for ImageFolder {
         let random = (samples.split() == Split::Train).then_some(samples);
         self.make(samples.split(), samples.indices(), random, device)
     }
+}
+
+/// Pictures whose content is part of a [`digest`].
+const SAMPLED: usize = 64;
+
+/// A hash of the names and classes of pictures, in order, and of the content of some.
+///
+/// # Errors
+/// If one of these cannot be read.
+fn digest(pictures: &[Picture]) -> Result<String> {
+    let mut hasher = XxHash3_64::default();
+    for picture in pictures {
+        let name = picture.path.file_name().unwrap_or_default().as_encoded_bytes();
+        hasher.write_u64(name.len() as u64);
+        hasher.write(name);
+        hasher.write_u64(picture.class as u64);
+    }
+    let apart = pictures.len().div_ceil(SAMPLED).max(1);
+    for picture in pictures.iter().step_by(apart) {
+        hasher.write(&read_regular(&picture.path, MAX_FILE)?);
+    }
+    Ok(format!("{} pictures ({:016x})", pictures.len(), hasher.finish()))
 }

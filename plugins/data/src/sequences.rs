@@ -46,6 +46,11 @@ impl Sequences {
         &self.sources
     }
 
+    /// Tokens between the starts of two samples.
+    pub(crate) fn stride(&self) -> usize {
+        self.stride
+    }
+
     /// Number and kind of tokens, and a hash of all tokens of text and of samples of token files.
     pub(crate) fn fingerprint(&self) -> Result<String> {
         let mut hasher = XxHash3_64::default();

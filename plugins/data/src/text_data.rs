@@ -302,6 +302,28 @@ impl DataModule for TextData {
         Some(self.report.clone())
     }
 
+    fn sample_definition(&self) -> Result<Vec<(String, String)>> {
+        let stride = self.train.0.first().map_or(0, |part| part.sequences.stride());
+        let keys = [("`data.seq_len`", self.seq_len), ("`data.stride`", stride)];
+        Ok(keys.map(|(key, value)| (key.to_owned(), value.to_string())).into())
+    }
+
+    fn evaluation_fingerprint(&self) -> Result<Option<String>> {
+        let sets = self.validation_sets.iter().map(|(_, set)| set);
+        // Of a part of the training data, the training data's fingerprint is enough.
+        let own = std::iter::once(&self.validation).chain(sets).flat_map(|parts| &parts.0);
+        let own = own.filter(|part| {
+            let is_same = |other: &SampleRange| Arc::ptr_eq(&other.sequences, &part.sequences);
+            !self.train.0.iter().any(is_same)
+        });
+        let own = own.map(|part| part.sequences.fingerprint()).collect::<Result<Vec<_>>>()?;
+        Ok((!own.is_empty()).then(|| own.join(", ")))
+    }
+
+    fn host_keys() -> &'static [&'static str] {
+        &["cache_dir", "path", "mixture.path", "tokenizer", "validation_path", "validation_sets"]
+    }
+
     fn shard_sequence(batch: TokenBatch, context: &ContextParallel) -> Result<TokenBatch> {
         batch.shard_sequence(context)
     }

@@ -141,7 +141,7 @@ fn a_run_does_not_go_on_with_other_data_unless_it_is_told_to() {
     };
     let error = resumed_with("data.from=4", &[]).unwrap_err().to_string();
     let error = error.replace(scratch.path("kept").to_str().unwrap(), "KEPT");
-    insta::assert_snapshot!(error, @"checkpoint KEPT/step-00000002: it was trained on other data: 20 numbers from 3; this run has 20 numbers from 4. The position in the data would be one in other samples. Give the run the data of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with this");
+    insta::assert_snapshot!(error, @"checkpoint KEPT/step-00000002: it was trained on other samples: the data was 20 numbers from 3 and is 20 numbers from 4. The position in the data would be one in other samples. Give the run the data and the keys of `[data]` of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with these");
     // Weights alone may be trained on other data.
     resumed_with("data.from=4", &["checkpoint.weights_only=true", "checkpoint.save_last=false"])
         .unwrap();

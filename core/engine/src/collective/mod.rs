@@ -2,11 +2,13 @@
 //!
 //! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
 //! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
-//! wraps any group and counts calls and bytes; [`Abandonment`] lets ranks leave a step together; [`Timing`]
+//! wraps any group and counts calls and bytes; [`Agreement`] compares what all ranks must have alike;
+//! [`Abandonment`] lets ranks leave a step together; [`Timing`]
 //! asks for the device's times. [`check`] has the argument checks that all transports share. Ranks find each other over a
 //! job's [`Store`].
 
 mod abandon;
+mod agreement;
 pub mod check;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod collective;
@@ -21,6 +23,7 @@ mod timing;
 mod work;
 
 pub use abandon::Abandonment;
+pub use agreement::Agreement;
 pub use check::RANKS_DIFFER;
 pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 pub use config::{GroupContext, GroupMemory, ProcessGroupConfig};

@@ -228,6 +228,33 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         0
     }
 
+    /// What defines sample `n` besides the data: names and values, such as the length of a sample. A
+    /// checkpoint records them, and a run goes on from it as after the same
+    /// [`fingerprint`](Self::fingerprint). The numbers of samples and their order (shuffled or not) need
+    /// no entry. Equal on every rank, and cheap.
+    ///
+    /// # Errors
+    /// If the data cannot be read.
+    fn sample_definition(&self) -> Result<Vec<(String, String)>> {
+        Ok(Vec::new())
+    }
+
+    /// As [`fingerprint`](Self::fingerprint), of data that is only evaluated on. It is compared between
+    /// ranks and not with a checkpoint's.
+    ///
+    /// # Errors
+    /// If the data cannot be read.
+    fn evaluation_fingerprint(&self) -> Result<Option<String>> {
+        Ok(None)
+    }
+
+    /// Keys of the configuration that may differ between ranks: paths, since hosts may keep the same data
+    /// in different places. A key stands for all keys under it, and for each element of a list
+    /// (`mixture.path`). All other keys must be equal on all ranks. By default none.
+    fn host_keys() -> &'static [&'static str] {
+        &[]
+    }
+
     /// This rank's part of a batch under context parallelism: every tensor that has the sequence as a
     /// dimension, cut with [`ContextParallel::shard`]. Ranks of one context-parallel group get the
     /// same batch.

@@ -4,10 +4,14 @@ use std::sync::Arc;
 
 use candle_core::Device;
 
-use super::Fabric;
+use super::{Fabric, SampleIdentity};
+use crate::run::RunConfig;
 use crate::{Error, Result};
+use fulgurite_config::to_table;
+use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::data::{DataContext, DataModule, Loader, Samples, TrainSampler, Workers};
 use fulgurite_engine::module::ForwardScope;
+use toml::Table;
 
 /// A micro-batch of training samples, with the [scope](ForwardScope) for its forward, on which
 /// dropout, context parallelism and a parallel loss depend.
@@ -125,12 +129,21 @@ impl<D: DataModule> Iterator for TrainLoader<D> {
 
 impl Fabric {
     /// Opens the data and returns this rank's micro-batches. Tensor- and context-parallel ranks get
-    /// the same ones. Not collective.
+    /// the same ones. Checks that all ranks have the same data. Collective.
     ///
     /// # Errors
-    /// If the data cannot be opened or has no training samples.
+    /// If the data cannot be opened or has no training samples; on every rank, if the ranks differ in the
+    /// data or its configuration ([`DataModule::host_keys`] may differ).
     pub fn setup_data<D: DataModule>(&self, config: &D::Config) -> Result<TrainLoader<D>> {
         let data = D::setup(config, &self.data_context()?)?;
+        if self.world_size() > 1 {
+            // A configuration such as `()` is no table and has no keys.
+            let table = to_table(config).unwrap_or_default();
+            let run = RunConfig::default().with(Table::new(), table);
+            let samples = SampleIdentity::of(&data, D::shuffle(config))?;
+            let compared = [run.agreement(D::host_keys())?, samples.agreement(&data)?];
+            Agreement::check(&**self.world(), &compared)?;
+        }
         let share = self.sampler_share()?;
         let order = data.train_order(self.seed(), D::shuffle(config))?;
         let batch_size = D::batch_size(config);

@@ -1,6 +1,7 @@
 //! Launching Fabric from a configuration.
 
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use super::Fabric;
@@ -13,10 +14,15 @@ use crate::run::{
 use crate::{Error, Result};
 use candle_core::Device;
 use fulgurite_config::registry::{self, kind};
-use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig, Solo};
+use fulgurite_config::to_table;
+use fulgurite_engine::collective::{
+    Agreement, GroupContext, ProcessGroup, ProcessGroupConfig, Solo,
+};
 use fulgurite_engine::module::{ModuleInit, ModuleTree, PATTERN_HELP, idle_pattern};
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, StrategyConfig};
 use fulgurite_launch::{LaunchOptions, LaunchedRank, Starting, launch_checked};
+use serde::Serialize;
+use toml::Table;
 
 /// A launched rank, connected to the others.
 pub struct Connection {
@@ -71,9 +77,30 @@ impl TrainerConfig {
                 store: launched.store.clone(),
                 timeout,
             };
+            self.check_process_group(&context)?;
             self.over_devices(process_group.build(&context)?, &context)?
         };
         Ok(Connection { launched, world })
+    }
+
+    /// Checks that all ranks choose the same process group, before they wait for each other in it. Rank 0
+    /// tells the others its choice over the store: one request of each rank.
+    ///
+    /// # Errors
+    /// On the ranks that choose another one than rank 0, naming the key.
+    fn check_process_group(&self, context: &GroupContext) -> Result<()> {
+        /// How often this process has connected.
+        static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
+        let connection = CONNECTIONS.fetch_add(1, Ordering::Relaxed);
+        let key = format!("process_group/configuration/{connection}");
+        let own = self.process_group_agreement()?;
+        if context.rank == 0 {
+            let values = serde_json::to_vec(own.values()).map_err(Error::other)?;
+            return context.store.set(&key, &values);
+        }
+        let of_rank_zero = context.store.get(&key, context.timeout)?;
+        let of_rank_zero = serde_json::from_slice(&of_rank_zero).map_err(Error::other)?;
+        own.compare(context.rank, &of_rank_zero)
     }
 
     /// Checks what of the launch can be checked without one.
@@ -123,7 +150,8 @@ impl TrainerConfig {
 /// A configured Fabric before its launch; made by [`Fabric::from_config`].
 pub struct FabricLauncher<'a> {
     config: &'a TrainerConfig,
-    seed: u64,
+    /// What all ranks must have alike.
+    run: RunConfig<Table, Table>,
 }
 
 impl FabricLauncher<'_> {
@@ -131,11 +159,15 @@ impl FabricLauncher<'_> {
     /// Collective.
     ///
     /// # Errors
-    /// As [`TrainerConfig::connect`] and [`Fabric::with_world`].
+    /// As [`TrainerConfig::connect`] and [`Fabric::with_world`]; the table `[model]` and those of optimizer
+    /// and schedule must be equal on all ranks too.
     pub fn launch(self) -> Result<Fabric> {
         let _starting = Starting::new();
         let Connection { launched, world } = self.config.connect()?;
-        let mut fabric = Fabric::with_world(world, self.config, self.seed, None)?;
+        if world.size() > 1 {
+            Agreement::check(&*world, &[self.run.agreement(&[])?])?;
+        }
+        let mut fabric = Fabric::over(world, self.config, self.run.seed, None)?;
         fabric.launched = Some(launched);
         Ok(fabric)
     }
@@ -146,18 +178,36 @@ impl Fabric {
     ///
     /// # Errors
     /// If the configuration is wrong or names plugins that are not linked.
-    pub fn from_config<M, D>(run: &RunConfig<M, D>) -> Result<FabricLauncher<'_>> {
+    pub fn from_config<M: Serialize, D>(run: &RunConfig<M, D>) -> Result<FabricLauncher<'_>> {
         run.validate()?;
         run.check_plugins()?;
-        Ok(FabricLauncher { config: &run.trainer, seed: run.seed })
+        // `[data]` is compared with what it names, by `setup_data`.
+        let compared = run.untyped().with(to_table(&run.model)?, Table::new());
+        Ok(FabricLauncher { config: &run.trainer, run: compared })
     }
 
     /// Fabric over the ranks of `world`, by a configuration. `parallelize` takes the place of that
     /// in the strategy's configuration. Collective.
     ///
     /// # Errors
-    /// If the strategy is unknown or does not fit the world size.
+    /// If the strategy is unknown or does not fit the world size; on every rank, if the ranks differ in
+    /// the configuration or the seed.
     pub fn with_world(
+        world: Arc<dyn ProcessGroup>,
+        config: &TrainerConfig,
+        seed: u64,
+        parallelize: Option<Box<dyn ParallelizeFn>>,
+    ) -> Result<Self> {
+        if world.size() > 1 {
+            let run = RunConfig { seed, trainer: config.clone(), ..RunConfig::default() };
+            Agreement::check(&*world, &[run.agreement(&[])?])?;
+        }
+        Self::over(world, config, seed, parallelize)
+    }
+
+    /// As [`with_world`](Self::with_world), with a configuration that was compared between the ranks.
+    /// Collective.
+    pub(crate) fn over(
         world: Arc<dyn ProcessGroup>,
         config: &TrainerConfig,
         seed: u64,

@@ -14,6 +14,7 @@ mod late;
 mod launcher;
 mod optimizer;
 mod optimizers;
+mod sample_identity;
 mod state_dict;
 mod torch_optimizer;
 
@@ -27,4 +28,5 @@ pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;
 pub(crate) use optimizer::NON_FINITE_HINT;
 pub use optimizers::{FabricOptimizers, OptimizerState};
+pub(crate) use sample_identity::SampleIdentity;
 pub use state_dict::{FullParams, OptimizerStateDict};

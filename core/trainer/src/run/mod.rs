@@ -16,6 +16,7 @@
 //! ```
 
 mod adapter_config;
+mod agreement;
 mod checkpoint_config;
 mod quantization_config;
 mod run_config;

@@ -93,6 +93,18 @@ impl<M, D> RunConfig<M, D> {
         }
     }
 
+    /// The run with the tables `[model]` and `[data]` as TOML.
+    ///
+    /// # Errors
+    /// If TOML cannot hold a number of it.
+    pub(crate) fn tables(&self) -> Result<RunConfig<Table, Table>>
+    where
+        M: Serialize,
+        D: Serialize,
+    {
+        Ok(self.untyped().with(to_table(&self.model)?, to_table(&self.data)?))
+    }
+
     /// The run after `trainer.fast_dev_run` and `trainer.overfit_batches`.
     pub(crate) fn effective(&self) -> Self
     where
@@ -115,7 +127,7 @@ impl<M, D> RunConfig<M, D> {
         M: Serialize,
         D: Serialize,
     {
-        to_table(&self.untyped().with(to_table(&self.model)?, to_table(&self.data)?))
+        to_table(&self.tables()?)
     }
 
     /// Checks ranges, and keys that depend on each other.

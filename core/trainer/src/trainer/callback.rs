@@ -91,6 +91,11 @@ impl SharedCallback {
         Self(Arc::new(Mutex::new(callback)))
     }
 
+    /// [`Callback::state_key`].
+    pub(super) fn state_key(&self) -> String {
+        self.lock().state_key()
+    }
+
     fn lock(&self) -> MutexGuard<'_, Box<dyn Callback>> {
         // Whatever a hook that panicked has left is the callback's own.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
@@ -124,7 +129,7 @@ impl Callbacks {
         is_global_zero: bool,
     ) -> Self {
         callbacks.retain(|callback| {
-            let key = callback.lock().state_key();
+            let key = callback.state_key();
             of_module.iter().all(|other| other.state_key() != key)
         });
         callbacks.extend(of_module.into_iter().map(SharedCallback::new));

@@ -352,22 +352,25 @@ impl LogTable {
         self.entries.is_empty() && self.loaded.0.is_empty()
     }
 
-    /// The values over all ranks of `group`, which hold different samples; empties the table. Collective if
-    /// anything is to be synchronised: one all-reduce, and one more if there are extremes.
+    /// The values over all ranks of `world`; empties the table. `counts` is false on ranks with the same
+    /// samples as another one that counts, as tensor-parallel ranks have. Collective if anything is to be
+    /// synchronised: one all-reduce, and one more if there are extremes. In the group of all ranks a rank
+    /// that has logged nothing is found as soon as it calls another collective there.
     ///
     /// # Errors
     /// A mistake in what was logged; if the ranks have not logged the same.
     pub(super) fn reduce(
         &mut self,
         stage: Stage,
-        group: &dyn ProcessGroup,
+        world: &dyn ProcessGroup,
+        counts: bool,
     ) -> Result<BTreeMap<String, f64>> {
         self.check()?;
         let entries = std::mem::take(&mut self.entries);
         let states: Vec<&Tensor> = entries.values().map(|entry| &entry.state).collect();
         let mut states = read::lists(&states, "logged values")?;
-        if group.size() > 1 && entries.values().any(|entry| entry.sync) {
-            synchronize(&entries, &mut states, group)?;
+        if world.size() > 1 && entries.values().any(|entry| entry.sync) {
+            synchronize(&entries, &mut states, (world, counts))?;
         }
         let mut values = BTreeMap::new();
         for ((name, entry), state) in entries.into_iter().zip(states) {
@@ -421,7 +424,7 @@ pub(super) enum Stage {
 fn synchronize(
     entries: &BTreeMap<String, Entry>,
     states: &mut [Vec<f64>],
-    group: &dyn ProcessGroup,
+    (group, counts): (&dyn ProcessGroup, bool),
 ) -> Result<()> {
     // Ranks that have logged other names would add up other things.
     let mut names = XxHash3_64::with_seed(0);
@@ -435,6 +438,10 @@ fn synchronize(
     let (mut sums, mut maxima) = (vec![hash, hash * hash], vec![]);
     for ((_, entry), state) in entries.iter().zip(&*states).filter(|((_, e), _)| e.sync) {
         match entry.metric.merge() {
+            merge if !counts => match merge {
+                Merge::Sum => sums.extend(state.iter().map(|_| 0.0)),
+                Merge::Max | Merge::Min => maxima.extend(state.iter().map(|_| f64::NEG_INFINITY)),
+            },
             Merge::Sum => sums.extend(state),
             Merge::Max => maxima.extend(state),
             Merge::Min => maxima.extend(state.iter().map(|number| -number)),
@@ -451,7 +458,7 @@ fn synchronize(
     let all_reduce = |numbers: Vec<f64>, op| -> Result<Vec<f64>> {
         let numbers = Tensor::new(numbers, &Device::Cpu)?;
         group.run(Collective::all_reduce(&numbers, op)).map_err(|error| match error {
-            // Other lengths on other ranks.
+            // Other lengths on other ranks, or another collective.
             Error::Collective { rank, group, op, message } => {
                 Error::Collective { rank, group, op, message: format!("{message} ({})", own()) }
             }
@@ -492,7 +499,7 @@ mod tests {
     const EVALUATION: Source = Source { training: false, ..TRAINING };
 
     fn values(table: &mut LogTable, stage: Stage) -> Vec<(String, f64)> {
-        let values = table.reduce(stage, &Solo::new("world", 0)).unwrap();
+        let values = table.reduce(stage, &Solo::new("world", 0), true).unwrap();
         values.into_iter().collect()
     }
 
@@ -591,7 +598,7 @@ mod tests {
         let mut table = LogTable::default();
         table.log("x", 0.5.into(), LogOptions::default(), EVALUATION);
         table.log("x", Sum(1.0).into(), LogOptions::default(), EVALUATION);
-        insta::assert_snapshot!(table.reduce(Stage::Epoch, &solo).unwrap_err(), @"logging `x`: it had a state of 2 numbers before and has one of 1 now; log different metrics under different names");
+        insta::assert_snapshot!(table.reduce(Stage::Epoch, &solo, true).unwrap_err(), @"logging `x`: it had a state of 2 numbers before and has one of 1 now; log different metrics under different names");
     }
 
     #[test]

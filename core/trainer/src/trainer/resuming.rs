@@ -9,7 +9,7 @@ use super::log_table::SavedStates;
 use super::restart::{restarted_job, runs_of_job};
 use super::retention::Retention;
 use super::saving::TrainerState;
-use super::session::Session;
+use super::session::{Session, training};
 use super::{Event, RunDir};
 use crate::fabric::{Fabric, OptimizerState};
 use crate::run::CkptPath;
@@ -19,7 +19,7 @@ use fulgurite_checkpoint_format::{
     TensorSource,
 };
 use fulgurite_engine::collective::broadcast_object;
-use fulgurite_engine::optim::WeightAverage;
+use fulgurite_engine::optim::{Interval, WeightAverage};
 
 /// Removes the unfinished saves and the lock of a run that was killed from its place, which nobody saves to any more:
 /// its successor saves elsewhere.
@@ -125,7 +125,7 @@ impl Session {
             }
         };
         if training {
-            self.check_data(&source, state.data.as_deref())?;
+            self.check_data(&source, &state)?;
         }
         if state.seed != self.parts.fabric.seed() && rank == 0 {
             tracing::warn!(
@@ -140,6 +140,7 @@ impl Session {
             self.load_ema_weights(&source, decay)?;
         }
         if training {
+            self.length_before = state.length;
             self.epoch = state.epoch.unwrap_or(0);
             self.started_epoch = state.epoch;
             self.validation_due = state.validation_due;
@@ -174,13 +175,19 @@ impl Session {
         self.emit(&Event::Resume { step: self.cursor.step, path })
     }
 
-    /// Checks that the checkpoint was trained on the data that this run has.
-    fn check_data(&self, source: &DistributedCheckpoint, trained_on: Option<&str>) -> Result<()> {
-        let (Some(before), Some(now)) = (trained_on, &self.fingerprint) else { return Ok(()) };
-        if before == now {
+    /// Checks that the checkpoint was trained on the samples that this run has.
+    fn check_data(&self, source: &DistributedCheckpoint, trained: &TrainerState) -> Result<()> {
+        let mut differing = Vec::new();
+        if let (Some(before), Some(now)) = (&trained.data, &self.samples.fingerprint)
+            && before != now
+        {
+            differing.push(format!("the data was {before} and is {now}"));
+        }
+        differing.extend(self.samples.differences(&trained.samples));
+        if differing.is_empty() {
             return Ok(());
         }
-        let what = format!("it was trained on other data: {before}; this run has {now}");
+        let what = format!("it was trained on other samples: {}", differing.join("; "));
         if self.parts.saving.config.allow_other_data {
             if self.rank() == 0 {
                 tracing::warn!("{}: {what}", source.location().display());
@@ -188,10 +195,39 @@ impl Session {
             return Ok(());
         }
         let message = format!(
-            "{what}. The position in the data would be one in other samples. Give the run the data of \
-             that checkpoint, or set `checkpoint.allow_other_data = true` to go on with this"
+            "{what}. The position in the data would be one in other samples. Give the run the data and the keys              of `[data]` of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with these"
         );
         Err(Error::checkpoint(source.location(), message))
+    }
+
+    /// Warns if a schedule depends on the run's length, which is another one than before, so that the
+    /// learning rate jumps.
+    pub(super) fn warn_of_other_length(&mut self) -> Result<()> {
+        let (Some(before), now) = (self.length_before, self.length) else { return Ok(()) };
+        self.set_schedules_position();
+        let rank = self.rank();
+        for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
+            let (before, now, what, key) = match optimizer.schedule_interval() {
+                Interval::Step => (before.0, now.0, "steps", "trainer.max_steps"),
+                Interval::Epoch => (before.1, now.1, "epochs", "trainer.max_epochs"),
+            };
+            let rate = optimizer.learning_rate()?;
+            optimizer.set_max_steps(before);
+            let rate_before = optimizer.learning_rate();
+            optimizer.set_max_steps(now);
+            let (Ok(rate_before), Some(before), Some(now)) = (rate_before, before, now) else {
+                continue;
+            };
+            if (rate - rate_before).abs() > 1e-9 * rate.abs().max(rate_before.abs()) && rank == 0 {
+                tracing::warn!(
+                    "the learning rate jumps: the next step has {rate:e}, and would have {rate_before:e} in the run \
+                     that is resumed. The schedule depends on the run's length (`{key}`), which was {before} {what} and \
+                     is {now} now. To go on with the old schedule, set the length of its decay to {before} in \
+                     `[scheduler]` (such as `scheduler.decay_steps`)"
+                );
+            }
+        }
+        Ok(())
     }
 
     /// Replaces the weights by the moving average in a checkpoint. Collective.

@@ -2,6 +2,7 @@
 //! crate and not in each program.
 
 use std::any::Any;
+use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
@@ -13,9 +14,12 @@ use super::{
     BatchOf, Callback, HookContext, LightningModule, OptimizerSetup, Optimizers, RunConfigOf,
     StepContext,
 };
-use crate::fabric::Fabric;
+use crate::fabric::{Fabric, SampleIdentity};
+use crate::profiler::LogExecutionTime;
 use crate::{Error, Result};
+use fulgurite_checkpoint_format as checkpoint;
 use fulgurite_config::to_table;
+use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::data::{
     DataModule, DataReport, Loader, SampleOrder, Samples, Split, Workers,
 };
@@ -49,9 +53,6 @@ pub(super) trait ModuleRunner {
     fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<Optimizers>;
 
     fn automatic_optimization(&self) -> bool;
-
-    /// The callbacks that the module brings.
-    fn configure_callbacks(&self) -> Vec<Box<dyn Callback>>;
 
     /// What a checkpoint saves of the module besides weights.
     fn save_state(&mut self) -> Result<SavedState>;
@@ -96,17 +97,26 @@ pub(super) trait ModuleRunner {
     fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()>;
 }
 
+/// Sets up a module of one type and its data.
+pub(super) struct RunnerFactory<'a> {
+    /// [`DataModule::host_keys`].
+    pub(super) data_keys: &'static [&'static str],
+    /// Is given what the ranks must have alike of the program's own code. Collective.
+    pub(super) make: &'a mut dyn FnMut(&mut Fabric, Agreement) -> Result<RunnerSetup>,
+}
+
 /// The result of setting a module up.
 pub(super) struct RunnerSetup {
     pub(super) runner: Box<dyn ModuleRunner>,
+    /// The callbacks that the module brings.
+    pub(super) callbacks: Vec<Box<dyn Callback>>,
     /// The `[model]` table after [`configure_from_data`](LightningModule::configure_from_data).
     pub(super) model: Table,
     /// The `[data]` table.
     pub(super) data: Table,
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
-    /// [`DataModule::fingerprint`].
-    pub(super) fingerprint: Option<String>,
+    pub(super) samples: SampleIdentity,
     /// [`DataModule::report`].
     pub(super) report: Option<DataReport>,
     /// [`DataModule::items`].
@@ -117,37 +127,71 @@ pub(super) struct RunnerSetup {
 pub(super) fn set_up<M: LightningModule>(
     run: &RunConfigOf<M>,
     fabric: &mut Fabric,
+    code: Agreement,
 ) -> Result<RunnerSetup> {
     let data = M::Data::setup(&run.data, &fabric.data_context()?)?;
     let mut model = run.model.clone();
     M::configure_from_data(&mut model, &data)?;
-    set_up_with::<M>(run, &model, fabric, &mut |b| M::configure_model(&model, b), data)
+    let build = &mut |b: &ModuleBuilder| M::configure_model(&model, b);
+    set_up_with::<M>(run, &model, (fabric, code), build, data)
 }
 
-/// Sets up the module that `build` makes, with this data. Collective.
+/// Sets up the module that `build` makes, with this data. `code` is what the ranks must have alike of the
+/// program's own code, apart from the module's. Collective.
 pub(super) fn set_up_with<M: LightningModule>(
     run: &RunConfigOf<M>,
     model: &M::Config,
-    fabric: &mut Fabric,
+    (fabric, mut code): (&mut Fabric, Agreement),
     build: &mut dyn FnMut(&ModuleBuilder) -> Result<M>,
     data: M::Data,
 ) -> Result<RunnerSetup> {
-    let (fingerprint, report) = (data.fingerprint()?, data.report());
-    let module = fabric.setup_module(build)?;
+    let (shuffle, report) = (M::Data::shuffle(&run.data), data.report());
+    let samples = SampleIdentity::of(&data, shuffle && !run.trainer.in_order())?;
+    let (world, mut callbacks) = (fabric.world().clone(), Vec::new());
+    let module = fabric.setup_module(|b| {
+        let module = build(b)?;
+        callbacks = module.configure_callbacks();
+        // Before the models are compared, which may differ because the data does.
+        if world.size() > 1 {
+            let _comparing = LogExecutionTime::begin(world.rank(), "comparing the data");
+            for (i, callback) in callbacks.iter().enumerate() {
+                code.insert(format!("callback {i} of the module"), callback.state_key());
+            }
+            let mut compared = vec![samples.agreement(&data)?, code];
+            if let Some(path) = M::pretrained(model)
+                && !run.checkpoint.load.broadcast_from_rank0
+            {
+                compared.push(weights_agreement(&path)?);
+            }
+            Agreement::check(&*world, &compared)?;
+        }
+        Ok(module)
+    })?;
     if let Some(path) = M::pretrained(model) {
         fabric.load_raw(&path, run.checkpoint.load.options())?;
         fabric.base_model = Some(path.display().to_string());
     }
     Ok(RunnerSetup {
         runner: Box::new(TypedRunner::new(module, data)),
+        callbacks,
         model: to_table(model)?,
         data: to_table(&run.data)?,
         batch_size: M::Data::batch_size(&run.data),
-        shuffle: M::Data::shuffle(&run.data),
-        fingerprint,
+        shuffle,
+        samples,
         report,
         items: M::Data::items(&run.data),
     })
+}
+
+/// What all ranks must have alike of the weights that they start from.
+fn weights_agreement(path: &Path) -> Result<Agreement> {
+    let mut agreement = Agreement::on(
+        "the weights to start from",
+        "Give all hosts the same files, or set `checkpoint.load.broadcast_from_rank0` to read rank 0's alone",
+    );
+    agreement.extend(checkpoint::fingerprint(path)?);
+    Ok(agreement)
 }
 
 /// A module with its data, of certain types.
@@ -220,10 +264,6 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
 
     fn automatic_optimization(&self) -> bool {
         self.module.automatic_optimization()
-    }
-
-    fn configure_callbacks(&self) -> Vec<Box<dyn Callback>> {
-        self.module.configure_callbacks()
     }
 
     fn save_state(&mut self) -> Result<SavedState> {

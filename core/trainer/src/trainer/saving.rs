@@ -57,6 +57,13 @@ pub(super) struct TrainerState {
     /// The fingerprint of the data; `None` if it has none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub(super) data: Option<String>,
+    /// What defines the training samples besides the data, by name; empty in checkpoints of versions that
+    /// did not record it.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub(super) samples: BTreeMap<String, String>,
+    /// The steps and the epochs that the run has, as schedules see them.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(super) length: Option<(Option<u64>, Option<u64>)>,
 }
 
 /// How and where a run saves checkpoints.
@@ -358,7 +365,9 @@ impl Session {
             module: self.runner.save_state()?,
             callbacks,
             kept,
-            data: self.fingerprint.clone(),
+            data: self.samples.fingerprint.clone(),
+            samples: self.samples.definition.clone(),
+            length: Some(self.length),
         };
         let config = serde_json::to_value(&self.parts.resolved)
             .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;

@@ -18,7 +18,7 @@ use super::runner::ModuleRunner;
 use super::saving::Saving;
 use super::training_loop::FitEnd;
 use super::{Event, HookContext, ItemRate, Stage as RunStage};
-use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers};
+use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, SampleIdentity};
 use crate::profiler::Profile;
 use crate::run::TrainerConfig;
 use crate::{Error, Result, counted};
@@ -74,8 +74,9 @@ pub(super) struct Session {
     pub(super) requests: Requests,
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
-    /// [`DataModule::fingerprint`](fulgurite_engine::data::DataModule::fingerprint).
-    pub(super) fingerprint: Option<String>,
+    pub(super) samples: SampleIdentity,
+    /// The [length](Self::length) that a resumed run had before.
+    pub(super) length_before: Option<(Option<u64>, Option<u64>)>,
     /// [`DataModule::report`](fulgurite_engine::data::DataModule::report), until the sinks have it.
     pub(super) report: Option<DataReport>,
     /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
@@ -251,8 +252,10 @@ impl Session {
         table: &mut LogTable,
         stage: Stage,
     ) -> Result<BTreeMap<String, f64>> {
-        let mesh = self.parts.fabric.device_mesh();
-        table.reduce(stage, &**mesh.group(DP_CP)?)
+        let fabric = &self.parts.fabric;
+        let (world, group) = (fabric.world(), fabric.device_mesh().group(DP_CP)?);
+        let counts = group.global_ranks().contains(&world.global_ranks()[0]);
+        table.reduce(stage, &**world, counts)
     }
 
     pub(super) fn device(&self) -> Device {

@@ -233,7 +233,7 @@ impl Session {
     }
 
     /// Tells schedules where the next step is, unless they count steps of an optimizer that does one each time.
-    fn set_schedules_position(&mut self) {
+    pub(super) fn set_schedules_position(&mut self) {
         let automatic = self.runner.automatic_optimization();
         for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
             match optimizer.schedule_interval() {

@@ -19,7 +19,7 @@ use super::preflight::check_async_save;
 use super::progress::{RanksSummary, RunStart, default_progress};
 use super::restart::restarted_job;
 use super::run_dir::RunDirGuard;
-use super::runner::{self, RunnerSetup};
+use super::runner::{self, RunnerFactory, RunnerSetup};
 use super::saving::Saving;
 use super::schedule_warning::warn_of_schedules;
 use super::session::{Cursor, Session, SessionParts, training};
@@ -29,11 +29,13 @@ use super::{
     LoggerSink, Predictions, RunConfigOf, RunDir, RunStatus, Trained,
 };
 use crate::fabric::Fabric;
+use crate::profiler::LogExecutionTime;
 use crate::run::{CountOrFraction, Devices, RunConfig, TrainerConfig};
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
-use fulgurite_engine::collective::{ProcessGroup, Solo, broadcast_object};
+use fulgurite_engine::collective::{Agreement, ProcessGroup, Solo, broadcast_object};
+use fulgurite_engine::data::DataModule as _;
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::WeightAverage;
@@ -164,8 +166,9 @@ impl Trainer {
     /// The error of this rank; [`Error::PeerFailed`] if another one failed; [`Error::Interrupted`]
     /// after an interrupted run has ended in order.
     pub fn fit<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
-        let set_up = &mut |fabric: &mut Fabric| runner::set_up::<M>(run, fabric);
-        let (outcome, session) = self.run_fit(run.untyped(), set_up)?;
+        let make = &mut |fabric: &mut Fabric, code| runner::set_up::<M>(run, fabric, code);
+        let factory = RunnerFactory { data_keys: M::Data::host_keys(), make };
+        let (outcome, session) = self.run_fit(run.tables()?, factory)?;
         Ok(Trained::new(outcome, session))
     }
 
@@ -193,18 +196,19 @@ impl Trainer {
         data: M::Data,
     ) -> Result<Trained<M>> {
         let mut data = Some(data);
-        let set_up = &mut |fabric: &mut Fabric| {
+        let make = &mut |fabric: &mut Fabric, code| {
             let data = data.take().expect("set up once");
-            runner::set_up_with::<M>(run, &run.model, fabric, &mut build, data)
+            runner::set_up_with::<M>(run, &run.model, (fabric, code), &mut build, data)
         };
-        let (outcome, session) = self.run_fit(run.untyped(), set_up)?;
+        let factory = RunnerFactory { data_keys: M::Data::host_keys(), make };
+        let (outcome, session) = self.run_fit(run.tables()?, factory)?;
         Ok(Trained::new(outcome, session))
     }
 
-    fn run_fit(&self, run: UntypedRun, set_up: &mut SetUpRunner) -> Result<(FitOutcome, Session)> {
+    fn run_fit(&self, run: UntypedRun, factory: RunnerFactory) -> Result<(FitOutcome, Session)> {
         let rank = self.world.rank();
         let starting = Starting::new();
-        let mut session = self.set_up(Stage::Fit, &run, set_up)?;
+        let mut session = self.set_up(Stage::Fit, &run, factory)?;
         let result = session.run_fit(&run, starting);
         let result = result.map_err(|error| session.catch_up_after(error));
         let result = result.map_err(|error| session.parts.fabric.explain(error));
@@ -271,10 +275,11 @@ impl Trainer {
         act: impl FnOnce(&mut Session) -> Result<T>,
     ) -> Result<T> {
         let mut outcome = None;
+        let make = &mut |fabric: &mut Fabric, code| runner::set_up::<M>(run, fabric, code);
         self.run_once(
             stage,
-            run.untyped(),
-            &mut |fabric| runner::set_up::<M>(run, fabric),
+            run.tables()?,
+            RunnerFactory { data_keys: M::Data::host_keys(), make },
             Box::new(|session| {
                 outcome = Some(act(session)?);
                 Ok(())
@@ -287,11 +292,11 @@ impl Trainer {
         &self,
         stage: Stage,
         run: UntypedRun,
-        set_up: &mut SetUpRunner,
+        factory: RunnerFactory,
         act: Box<Act>,
     ) -> Result<()> {
         let starting = Starting::new();
-        let mut session = self.set_up(stage, &run, set_up)?;
+        let mut session = self.set_up(stage, &run, factory)?;
         let result =
             session.run_once(&run, starting, act).map_err(|e| session.parts.fabric.explain(e));
         if result.is_err() {
@@ -306,9 +311,9 @@ impl Trainer {
     }
 
     /// Sets everything up: data, strategy, model, loggers. Collective.
-    fn set_up(&self, stage: Stage, run: &UntypedRun, set_up: &mut SetUpRunner) -> Result<Session> {
+    fn set_up(&self, stage: Stage, run: &UntypedRun, factory: RunnerFactory) -> Result<Session> {
         run.validate()?;
-        let run = &run.effective();
+        let (as_given, run) = (run, &run.effective());
         let config = &run.trainer;
         let devices = match config.devices {
             Devices::Count(count) => count,
@@ -324,27 +329,36 @@ impl Trainer {
             }
         }
         run.check_plugins()?;
+        // Before anything that depends on the configuration is communicated.
+        if self.world.size() > 1 {
+            let _comparing =
+                LogExecutionTime::begin(self.world.rank(), "comparing the configurations");
+            Agreement::check(&*self.world, &[as_given.agreement(factory.data_keys)?])?;
+        }
         let parallelize = self.parallelize.clone().map(|f| {
             let shared = move |tree: &mut ModuleTree, mesh: &DeviceMesh| f.parallelize(tree, mesh);
             Box::new(shared) as Box<dyn ParallelizeFn>
         });
-        let mut fabric = Fabric::with_world(self.world.clone(), config, run.seed, parallelize)?;
+        let mut fabric = Fabric::over(self.world.clone(), config, run.seed, parallelize)?;
         let strategy_name = fabric.strategy_name()?;
         check_async_save(run, fabric.runtime.saves_distributed_checkpoints()?)?;
-        let RunnerSetup { runner, model, data, batch_size, shuffle, fingerprint, report, items } =
-            set_up(&mut fabric)?;
-        let resolved = to_table(&run.clone().with(model, data))?;
-        let OpenRun { dir: run_dir, mut sinks, guard } =
-            open_run(&*self.world, stage, run, &resolved, self.sinks.clone())?;
-        let world = &self.world;
-        let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
         let mut callbacks = self.callbacks.clone();
         for value in &config.callbacks {
             let config: Box<dyn CallbackConfig> =
                 value.build(kind::CALLBACK, "trainer.callbacks")?;
             callbacks.push(SharedCallback::new(config.build()?));
         }
-        let callbacks = Callbacks::new(callbacks, runner.configure_callbacks(), world.rank() == 0);
+        let code = agreement_of_callbacks(&callbacks);
+        let set_up = (factory.make)(&mut fabric, code)?;
+        let RunnerSetup {
+            runner, model, data, batch_size, shuffle, samples, report, items, ..
+        } = set_up;
+        let resolved = to_table(&run.clone().with(model, data))?;
+        let OpenRun { dir: run_dir, mut sinks, guard } =
+            open_run(&*self.world, stage, run, &resolved, self.sinks.clone())?;
+        let world = &self.world;
+        let saving = Saving::new(&run.checkpoint, RunDir::checkpoints_in(&run_dir), &**world)?;
+        let callbacks = Callbacks::new(callbacks, set_up.callbacks, world.rank() == 0);
         if world.rank() != 0 {
             sinks.clear();
         }
@@ -378,7 +392,8 @@ impl Trainer {
             requests: Requests::default(),
             batch_size,
             shuffle,
-            fingerprint,
+            samples,
+            length_before: None,
             report,
             items_name: items,
             cursor: Cursor::default(),
@@ -397,8 +412,18 @@ impl Trainer {
 /// A run whose `[model]` and `[data]` tables only the [runner](runner::set_up) can parse.
 type UntypedRun = RunConfig<Table, Table>;
 
-/// Sets up the module and its data on the ranks of a Fabric. Collective.
-type SetUpRunner<'a> = dyn FnMut(&mut Fabric) -> Result<RunnerSetup> + 'a;
+/// What all ranks must have alike of the callbacks of a program and its configuration.
+fn agreement_of_callbacks(callbacks: &[SharedCallback]) -> Agreement {
+    let mut agreement = Agreement::on(
+        "the program",
+        "All ranks must run the same program, and what it adds to a run must not depend on the rank: a callback \
+         that is for one rank alone asks for `HookContext::rank` in its hooks",
+    );
+    for (i, callback) in callbacks.iter().enumerate() {
+        agreement.insert(format!("callback {i}"), callback.state_key());
+    }
+    agreement
+}
 
 /// What is done once with a session.
 type Act<'a> = dyn FnOnce(&mut Session) -> Result<()> + 'a;
@@ -540,6 +565,7 @@ impl Session {
             // Fails before the first step for a schedule that needs the run's length.
             optimizer.learning_rate()?;
         }
+        self.warn_of_other_length()?;
         if !self.parts.sinks.is_empty() {
             let model = ModelSummary::new(self.parts.fabric.module_tree()?);
             let world = self.parts.fabric.world();

@@ -282,7 +282,21 @@ impl Session {
         let saving = self.parts.saving.is_running();
         let votes = [u8::from(stop), urgency((self.parts.interrupted)()), u8::from(saving)];
         let votes = Tensor::new(&votes, &Device::Cpu)?;
-        self.parts.fabric.all_reduce(&votes, ReduceOp::Max)?;
+        self.parts.fabric.all_reduce(&votes, ReduceOp::Max).map_err(|error| match error {
+            // The others are in another collective, or wait for this rank in another group.
+            Error::Collective { rank, group, op, message } => {
+                let logged: Vec<&str> = self.metrics.keys().map(String::as_str).collect();
+                let message = format!(
+                    "{message} (the vote after step {}. A rank that is elsewhere may have logged a metric that this \
+                     one has not: it knows {}. All ranks must log the same names, or log with \
+                     `LogOptions::default().sync(false)` what is rank 0's own)",
+                    self.cursor.step,
+                    logged.join(", ")
+                );
+                Error::Collective { rank, group, op, message }
+            }
+            other => other,
+        })?;
         let votes = read::host::<u8>(&votes)?;
         let (stop, interruption) = (votes[0] == 1, interruption(votes[1]));
         Ok(StopVote { stop, interruption, saved: votes[2] == 0 })

@@ -1,5 +1,6 @@
 //! Text as training data.
 
+mod definition;
 #[cfg(feature = "images")]
 mod images;
 mod lines;
