@@ -18,6 +18,7 @@ mod hosts;
 mod hugging_face;
 mod interop;
 mod interop_peft;
+mod large_losses;
 mod last_batch;
 mod late_reads;
 mod limits;

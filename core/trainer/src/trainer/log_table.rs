@@ -607,7 +607,7 @@ mod tests {
         let both = LogOptions::default().on_epoch(true);
         table.log("acc", 1.0.into(), both, TRAINING);
         table.log("acc_step", 2.0.into(), LogOptions::default(), TRAINING);
-        let error = table.reduce(Stage::Step, &Solo::new("world", 0)).unwrap_err();
+        let error = table.reduce(Stage::Step, &Solo::new("world", 0), true).unwrap_err();
         insta::assert_snapshot!(error, @"two of the values that are logged are called `acc_step`; give them different names");
     }
 }
