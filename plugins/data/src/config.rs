@@ -90,9 +90,9 @@ pub struct TextDataConfig {
     /// training. What a validation logs has the set's name behind it, as in `val_loss/books`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub validation_sets: BTreeMap<String, Paths>,
-    /// The type of ids in token files. By default a `.npy` file's header and the `.idx` file of
-    /// Megatron-LM beside a `.bin` file say it, and then the extension: u32 for `.u32`, u16 for
-    /// `.u16` and `.bin`.
+    /// The type of ids in token files. By default the header of a `.npy` file or of llm.c, or the
+    /// `.idx` file of Megatron-LM beside a `.bin` file says it, and then the extension: u32 for
+    /// `.u32`, u16 for `.u16` and `.bin`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_dtype: Option<TokenDtype>,
     /// Ids must be less than this; by default the tokenizer's number of ids.

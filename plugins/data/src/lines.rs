@@ -1,7 +1,7 @@
 //! [`Lines`] and [`JsonLines`]: files of lines, read by position.
 
 use std::fs::File;
-use std::io::{BufRead as _, BufReader, Read as _, Seek as _, SeekFrom};
+use std::io::{BufRead as _, BufReader, Read as _, Seek as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
@@ -144,12 +144,17 @@ impl LineFile {
     fn name(&self, start: u64) -> String {
         let file = self.path.display();
         let number = File::open(&self.path).and_then(|before| {
-            let mut reader = BufReader::new(before.take(start));
-            let mut count = 1;
-            while reader.skip_until(b'\n')? > 0 {
-                count += 1;
+            let mut reader = BufReader::with_capacity(READ, before.take(start));
+            let mut number = 1;
+            loop {
+                let bytes = reader.fill_buf()?;
+                if bytes.is_empty() {
+                    return Ok(number);
+                }
+                number += bytes.iter().filter(|&&byte| byte == b'\n').count();
+                let read = bytes.len();
+                reader.consume(read);
             }
-            Ok(count)
         });
         match number {
             Ok(number) => format!("{file}, line {number}"),
@@ -158,7 +163,7 @@ impl LineFile {
     }
 }
 
-/// Reads the lines of one file in order, without a byte-order mark.
+/// Reads the lines of one file in order, without byte-order marks.
 pub(crate) struct LineReader {
     path: PathBuf,
     reader: BufReader<File>,
@@ -190,15 +195,14 @@ impl LineReader {
         let mut head = Vec::new();
         let mut read = || {
             file.by_ref().take(HEAD as u64).read_to_end(&mut head)?;
-            let at = if head.starts_with(BOM) { BOM.len() as u64 } else { 0 };
-            file.seek(SeekFrom::Start(at))
+            file.rewind()
         };
-        let at = read().map_err(Error::io("reading", path))?;
+        read().map_err(Error::io("reading", path))?;
         if let Some(flaw) = flaw_of_text(&head) {
             return Ok(Err(flaw));
         }
         let reader = BufReader::with_capacity(READ, file);
-        Ok(Ok(Self { path: path.to_owned(), reader, at, lines: 0, line: Vec::new() }))
+        Ok(Ok(Self { path: path.to_owned(), reader, at: 0, lines: 0, line: Vec::new() }))
     }
 
     /// The next line; `None` at the file's end.
@@ -226,6 +230,11 @@ impl LineReader {
         let (text, is_last) = match self.line.strip_suffix(b"\n") {
             Some(text) => (text.strip_suffix(b"\r").unwrap_or(text), false),
             None => (&*self.line, true),
+        };
+        // Files that were joined have marks within.
+        let (text, start) = match text.strip_prefix(BOM) {
+            Some(text) => (text, start + BOM.len() as u64),
+            None => (text, start),
         };
         Ok(Some(Line { number: self.lines, start, text, is_last }))
     }
@@ -299,7 +308,8 @@ impl JsonLines {
     pub fn get<T: DeserializeOwned>(&self, index: u64) -> Result<T> {
         let line = self.0.get(index)?;
         serde_json::from_str(&line).map_err(|error| {
-            Error::Data(format!("{} {}", self.0.name(index), flaw_of_json(&error).message))
+            let flaw = flaw_of_json(&error, &line);
+            Error::Data(format!("{} {}", self.0.name(index), flaw.message))
         })
     }
 }
@@ -312,7 +322,7 @@ pub(crate) fn text_of_json(line: &str, key: &str, is_first: bool) -> Result<Stri
         return Err(Flaw::new("no JSON lines", message));
     }
     let mut value: serde_json::Map<String, serde_json::Value> =
-        serde_json::from_str(line).map_err(|error| flaw_of_json(&error))?;
+        serde_json::from_str(line).map_err(|error| flaw_of_json(&error, line))?;
     use serde_json::Value;
     let found = match value.remove(key) {
         Some(Value::String(text)) => return Ok(text),
@@ -330,7 +340,7 @@ pub(crate) fn text_of_json(line: &str, key: &str, is_first: bool) -> Result<Stri
 }
 
 /// The flaw of a line that does not parse.
-fn flaw_of_json(error: &serde_json::Error) -> Flaw {
+fn flaw_of_json(error: &serde_json::Error, line: &str) -> Flaw {
     let (column, message) = (error.column(), error.to_string());
     let what = message.rsplit_once(" at line ").map_or(&*message, |(what, _)| what);
     let advice = match what {
@@ -340,7 +350,15 @@ fn flaw_of_json(error: &serde_json::Error) -> Flaw {
         _ if what.contains("surrogate") || what.contains("hex escape") => {
             "; an escape such as \\ud800 is half of a character, and the other half is missing"
         }
+        _ if names_no_number(line.get(column.saturating_sub(1)..).unwrap_or_default()) => {
+            "; NaN and Infinity are no JSON, where Python writes them: write null"
+        }
         _ => "",
     };
     Flaw::new("broken JSON", format!("does not parse: {what} at column {column}{advice}"))
+}
+
+/// Whether a text begins with a number that is not finite, as Python writes them.
+fn names_no_number(text: &str) -> bool {
+    ["NaN", "Infinity", "-Infinity"].iter().any(|name| text.starts_with(name))
 }

@@ -71,25 +71,28 @@ pub(crate) fn pictures(
             false => Vec::new(),
         };
         if paths.is_empty() {
-            report.leave_out("without pictures", name);
-            empty.push(format!("{name:?}"));
+            empty.push(name);
         }
         all.extend(paths.into_iter().map(|path| Picture { path, class }));
     }
+    let (folder, left_out) = (folder.display(), report.left_out_in_words());
     if all.is_empty() {
         let extensions = PICTURES.join(", .");
         return Err(Error::Data(format!(
-            "the folders in {} ({key}) hold no pictures (.{extensions})",
-            folder.display()
+            "the folders in {folder} ({key}) hold no pictures (.{extensions}){left_out}"
         )));
     }
     if !allow_empty && !empty.is_empty() {
+        let names: Vec<String> = empty.iter().take(3).map(|name| format!("{name:?}")).collect();
         return Err(Error::Data(format!(
-            "{} ({key}) has no pictures of the class {}; take the folder away, or set data.allow_empty = true",
-            folder.display(),
-            empty.join(", ")
+            "{folder} ({key}) has no pictures of some classes ({} of {}: {}); take their folders away, or set \
+             data.allow_empty = true{left_out}",
+            empty.len(),
+            classes.len(),
+            names.join(", ")
         )));
     }
+    empty.into_iter().for_each(|class| report.leave_out("without pictures", class));
     Ok(all)
 }
 

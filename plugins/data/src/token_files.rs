@@ -43,8 +43,8 @@ pub(crate) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file. Without a `dtype` the header of a NumPy array, the Megatron-LM index beside
-    /// the file, or the extension says the type of ids.
+    /// Opens a file. Without a `dtype` the header (of a NumPy array or of llm.c), the Megatron-LM
+    /// index beside the file, or the extension says the type of ids.
     ///
     /// # Errors
     /// If it cannot be read or does not look like ids of the type.
@@ -59,10 +59,13 @@ impl TokenFile {
         };
         let bytes = read().map_err(failed)?;
         let wrong = |what: String| Error::Data(format!("{} {what}", path.display()));
-        let (said, start, len) = if head.starts_with(NUMPY) {
-            let array = NumpyHeader::parse(&head).map_err(wrong)?;
+        let header = match head.starts_with(NUMPY) {
+            true => Some(Header::of_numpy(&head).map_err(wrong)?),
+            false => Header::of_llm_c(&head),
+        };
+        let (said, start, len) = if let Some(array) = header {
             let size = array.dtype.size() as u64;
-            if array.start + array.len.saturating_mul(size) > bytes {
+            if array.len.saturating_mul(size).saturating_add(array.start) > bytes {
                 return Err(wrong(format!(
                     "is cut off: its header says {} ids, and it has {bytes} bytes",
                     array.len
@@ -241,18 +244,29 @@ fn looks_wider(head: &[u8], dtype: TokenDtype) -> Option<TokenDtype> {
     }
 }
 
-/// The header of a one-dimensional NumPy array of ids.
+/// The header of a file of ids.
 #[derive(Debug, PartialEq, Eq)]
-struct NumpyHeader {
+struct Header {
     dtype: TokenDtype,
     /// The position of the first element.
     start: u64,
     len: u64,
 }
 
-impl NumpyHeader {
-    /// Parses a header. An error has words that follow the file's name.
-    fn parse(head: &[u8]) -> Result<Self, String> {
+impl Header {
+    /// The header that llm.c writes: 256 numbers of four bytes, of which the first three are the kind, the
+    /// version, and the number of ids. `None` for other files.
+    fn of_llm_c(head: &[u8]) -> Option<Self> {
+        const KINDS: [(u32, u32, TokenDtype); 2] =
+            [(20_240_520, 1, TokenDtype::U16), (20_240_801, 7, TokenDtype::U32)];
+        let (numbers, _) = head.get(..1024)?.as_chunks::<4>();
+        let [kind, version, len] = [0, 1, 2].map(|i| u32::from_le_bytes(numbers[i]));
+        let known = KINDS.iter().find(|known| (known.0, known.1) == (kind, version));
+        known.map(|(.., dtype)| Self { dtype: *dtype, start: 1024, len: len.into() })
+    }
+
+    /// Parses the header of a one-dimensional NumPy array. An error has words that follow the file's name.
+    fn of_numpy(head: &[u8]) -> Result<Self, String> {
         let broken = || "has a broken NumPy header".to_owned();
         let version = *head.get(NUMPY.len()).ok_or_else(broken)?;
         let (len, at) = match (version, &head[NUMPY.len() + 2..]) {

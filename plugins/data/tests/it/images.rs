@@ -123,7 +123,7 @@ fn classes_without_pictures_are_refused() {
         let error = setup(&train, keys).unwrap_err().to_string();
         error.replace(dir.path().to_str().unwrap(), "DIR")
     };
-    insta::assert_snapshot!(error(""), @r#"data: DIR/train (data.path) has no pictures of the class "dog"; take the folder away, or set data.allow_empty = true"#);
+    insta::assert_snapshot!(error(""), @r#"data: DIR/train (data.path) has no pictures of some classes (1 of 2: "dog"); take their folders away, or set data.allow_empty = true"#);
     let val = dir.path().join("val");
     let keys = format!("allow_empty = true\nvalidation_path = {val:?}");
     let data = setup(&train, &keys).unwrap();

@@ -62,9 +62,13 @@ fn byte_order_marks_are_not_text() {
     assert_eq!(of("lines", KINDS[1]), "ab|cd");
     assert_eq!(of("json", KINDS[2]), "ab|cd");
     assert_eq!(Lines::open(&[dir.path().join("lines")]).unwrap().get(0).unwrap(), "ab");
-    let value: serde_json::Value =
-        JsonLines::open(&[dir.path().join("json")]).unwrap().get(0).unwrap();
-    assert_eq!(value["text"], "ab");
+    let values = JsonLines::open(&[dir.path().join("json")]).unwrap();
+    assert_eq!(values.get::<serde_json::Value>(0).unwrap()["text"], "ab");
+    let error = values.get::<u32>(0).unwrap_err().to_string();
+    assert!(error.contains("a.jsonl, line 1 does not parse: "), "{error}");
+    // As `cat` joins files.
+    let joined = folder(&[("a.txt", b"\xef\xbb\xbfab\n\xef\xbb\xbfcd\n")]);
+    assert_eq!(text(&setup(joined.path(), KINDS[1]).unwrap()), "ab|cd");
 }
 
 #[test]
@@ -187,6 +191,7 @@ fn broken_lines_are_errors_or_counted() {
     let broken: &[&[u8]] = &[
         b"{\"text\": \"bad \\ud800 surrogate\"}\n",
         b"{\"text\": \"bad \\udc00\"}\n",
+        b"{\"score\": NaN, \"text\": \"ab\"}\n",
         b"{\"text\": null}\n",
         b"{\"text\": [\"ab\"]}\n",
         b"{\"body\": \"x\", \"id\": 3}\n",
@@ -201,6 +206,7 @@ fn broken_lines_are_errors_or_counted() {
     insta::assert_snapshot!(errors.join("\n"), @r#"
 data: DIR/a.jsonl, line 3 (data.path) does not parse: unexpected end of hex escape at column 21; an escape such as \ud800 is half of a character, and the other half is missing; or set data.on_error = "skip", which leaves out what cannot be used
 data: DIR/a.jsonl, line 3 (data.path) does not parse: lone leading surrogate in hex escape at column 20; an escape such as \ud800 is half of a character, and the other half is missing; or set data.on_error = "skip", which leaves out what cannot be used
+data: DIR/a.jsonl, line 3 (data.path) does not parse: expected value at column 11; NaN and Infinity are no JSON, where Python writes them: write null; or set data.on_error = "skip", which leaves out what cannot be used
 data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but null; or set data.on_error = "skip", which leaves out what cannot be used
 data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but a list; or set data.on_error = "skip", which leaves out what cannot be used
 data: DIR/a.jsonl, line 3 (data.path) has no key "text" (data.text_key); it has body, id; or set data.on_error = "skip", which leaves out what cannot be used
@@ -212,7 +218,7 @@ data: DIR/a.jsonl, line 3 (data.path) does not parse: EOF while parsing a string
     let dir = folder(&[("a.jsonl", &lines)]);
     let data = setup(&dir.path().join("a.jsonl"), "type = 'jsonl'\non_error = 'skip'").unwrap();
     let report = report(&data).replace(dir.path().to_str().unwrap(), "DIR");
-    insta::assert_snapshot!(report, @"data.path: 1 document, 1 file, 2 bytes, 3 tokens; left out: 1 blank (DIR/a.jsonl line 2), 1 empty (DIR/a.jsonl line 3), 3 broken JSON (DIR/a.jsonl line 4, DIR/a.jsonl line 5, DIR/a.jsonl line 10), 2 without a text (DIR/a.jsonl line 6, DIR/a.jsonl line 7), 1 without the key (DIR/a.jsonl line 8), 1 not UTF-8 (DIR/a.jsonl line 9)");
+    insta::assert_snapshot!(report, @"data.path: 1 document, 1 file, 2 bytes, 3 tokens; left out: 1 blank (DIR/a.jsonl line 2), 1 empty (DIR/a.jsonl line 3), 4 broken JSON (DIR/a.jsonl line 4, DIR/a.jsonl line 5, DIR/a.jsonl line 6, …), 2 without a text (DIR/a.jsonl line 7, DIR/a.jsonl line 8), 1 without the key (DIR/a.jsonl line 9), 1 not UTF-8 (DIR/a.jsonl line 10)");
     assert_eq!(text(&data), "ab");
 
     let list = folder(&[("a.jsonl", b"[{\"text\": \"ab\"},\n{\"text\": \"cd\"}]\n")]);

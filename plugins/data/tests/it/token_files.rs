@@ -145,6 +145,27 @@ data: DIR/a.npy has ids of type u16, as its header says, and data.token_dtype is
 }
 
 #[test]
+fn headers_of_llm_c_are_no_ids() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a.bin");
+    let write = |kind: u32, version: u32, values: &[u8]| {
+        let mut header = [kind, version, 200].map(u32::to_le_bytes).concat();
+        header.resize(1024, 0);
+        fs::write(&path, [&header, values].concat()).unwrap();
+    };
+    for (kind, version, values) in [(20_240_520, 1, u16s()), (20_240_801, 7, u32s())] {
+        write(kind, version, &values);
+        assert_eq!(read(&path, ""), ids()[..199], "{kind}");
+    }
+    write(20_240_520, 1, &u16s()[1..]);
+    let error = setup(&path, "").unwrap_err().to_string();
+    assert!(
+        error.ends_with("is cut off: its header says 200 ids, and it has 1423 bytes"),
+        "{error}"
+    );
+}
+
+#[test]
 fn the_index_of_megatron_says_the_type() {
     let dir = tempfile::tempdir().unwrap();
     let (path, index) = (dir.path().join("a.bin"), dir.path().join("a.idx"));
