@@ -160,7 +160,7 @@ impl Client {
         let code = value["error_code"].as_str().map(str::to_owned);
         let said = quoted(value["message"].as_str().unwrap_or(&text), MAX_SAID);
         let said = match (status, answer.headers().get("location")) {
-            (200, _) => format!("which is not an answer of MLflow's interface: {said}"),
+            (200, _) => format!("this is not an answer of MLflow's interface: {said}"),
             (300..400, Some(to)) => {
                 let to = quoted(&String::from_utf8_lossy(to.as_bytes()), MAX_SAID);
                 format!("it leads to {to}; `tracking_uri` must name the server itself")

@@ -66,9 +66,10 @@ fn converse(
         let (status, said) = answer(&path, &body);
         let _ = requests.send((path, body));
         let said = said.to_string();
+        let leads = if status / 100 == 3 { "Location: http://localhost/login\r\n" } else { "" };
         write!(
             stream,
-            "HTTP/1.1 {status} x\r\nContent-Type: application/json\r\nContent-Length: {}\r\n\r\n{said}",
+            "HTTP/1.1 {status} x\r\n{leads}Content-Type: application/json\r\nContent-Length: {}\r\n\r\n{said}",
             said.len()
         )?;
     }
@@ -188,9 +189,9 @@ fn a_server_that_stops_answering_ends_a_run_only_if_it_is_to() {
 }
 
 /// The failure of a run on a server that answers so to what is logged.
-fn failure_of(status: u16, said: &'static str) -> String {
+fn failure_of(status: u16, said: Json) -> String {
     let (uri, _requests) = serve(Box::new(move |path, _| match path {
-        "runs/log-batch" => (status, json!(said)),
+        "runs/log-batch" => (status, said.clone()),
         path => usual(path),
     }));
     let mut logger = start(&uri, OnError::Error).unwrap();
@@ -200,10 +201,12 @@ fn failure_of(status: u16, said: &'static str) -> String {
 
 #[test]
 fn only_the_answer_of_the_interface_counts_as_delivered() {
-    insta::assert_snapshot!(failure_of(200, "<html>please log in</html>"), @"");
-    insta::assert_snapshot!(failure_of(204, ""), @"");
-    insta::assert_snapshot!(failure_of(302, "moved"), @"");
-    insta::assert_snapshot!(failure_of(400, "oops\nerror: rank 2 failed: \u{1b}[2K"), @"");
+    let page = json!("<html>please log in</html>");
+    insta::assert_snapshot!(failure_of(200, page.clone()), @r#"MLflow at SERVER: runs/log-batch: status 200: this is not an answer of MLflow's interface: "\"<html>please log in</html>\"""#);
+    insta::assert_snapshot!(failure_of(201, json!({})), @r#"MLflow at SERVER: runs/log-batch: status 201: "{}""#);
+    insta::assert_snapshot!(failure_of(302, page), @r#"MLflow at SERVER: runs/log-batch: status 302: it leads to "http://localhost/login"; `tracking_uri` must name the server itself"#);
+    let forged = json!({ "message": "oops\nerror: rank 2 failed: \u{1b}[2K" });
+    insta::assert_snapshot!(failure_of(400, forged), @r#"MLflow at SERVER: runs/log-batch: status 400: "oops\nerror: rank 2 failed: \u{1b}[2K""#);
 }
 
 #[test]
@@ -296,7 +299,7 @@ fn a_wrong_address_is_found_at_the_start() {
     assert!(refused.starts_with("MLflow at http://ADDRESS: "), "{refused}");
     let (uri, _requests) = serve(Box::new(|_, _| (200, json!("a web page"))));
     let page = error(&uri).replace(&uri, "SERVER");
-    insta::assert_snapshot!(page, @"");
+    insta::assert_snapshot!(page, @r#"MLflow at SERVER: experiments/get-by-name: status 200: this is not an answer of MLflow's interface: "\"a web page\"""#);
     let (uri, _requests) = serve(Box::new(|_, _| (200, json!({}))));
     insta::assert_snapshot!(error(&uri), @"MLflow: an answer without `experiment_id`: is this the address of an MLflow server?");
 }
