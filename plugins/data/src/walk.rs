@@ -109,14 +109,15 @@ impl Walk<'_> {
         let paths = entries.map(|entry| Ok(entry.map_err(Error::io("reading", folder))?.path()));
         let mut paths = paths.collect::<Result<Vec<PathBuf>>>()?;
         paths.sort();
-        let ignore = folder.join(".gitignore");
-        let ignores = matches!(self.wanted, Wanted::Any) && ignore.is_file();
+        let file = folder.join(".gitignore");
+        let ignores = matches!(self.wanted, Wanted::Any) && file.is_file();
         if ignores {
-            let (ignore, error) = Gitignore::new(&ignore);
-            if let Some(error) = error {
+            let (patterns, error) = Gitignore::new(&file);
+            // As git, which skips patterns that it cannot read.
+            if let Some(error) = error.filter(ignore::Error::is_io) {
                 return Err(Error::Data(error.to_string()));
             }
-            self.ignores.push(ignore);
+            self.ignores.push(patterns);
         }
         self.above.push((metadata.dev(), metadata.ino()));
         for path in &paths {
@@ -138,7 +139,8 @@ impl Walk<'_> {
         }
         let metadata = match fs::metadata(path) {
             Ok(metadata) => metadata,
-            Err(error) if path.is_symlink() && error.kind() == ErrorKind::NotFound => {
+            // Also of a link to itself.
+            Err(error) if path.is_symlink() && error.kind() != ErrorKind::PermissionDenied => {
                 self.report.fault("linked to nothing", name());
                 return Ok(());
             }

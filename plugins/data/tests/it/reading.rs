@@ -81,7 +81,7 @@ fn what_is_left_out_is_counted_and_named() {
         ("empty.txt", b""),
         (".hidden/x.txt", b"no"),
         ("out/y.txt", b"no"),
-        (".gitignore", b"out/"),
+        (".gitignore", b"out/\n[z-a]"),
         (".ignore", b"a.txt"),
         ("x.gz", b"\x1f\x8b\x08\0"),
         ("y.parquet", b"PAR1"),
@@ -159,10 +159,12 @@ fn links_are_followed_and_their_circles_found() {
     symlink(dir.path().join("far/c.txt"), data.join("linked.txt")).unwrap();
     symlink(&data, data.join("sub/up")).unwrap();
     symlink("nowhere", data.join("z.txt")).unwrap();
+    symlink("zz.txt", data.join("zz.txt")).unwrap();
     for kind in &KINDS[..2] {
         let read = setup(&data, kind).unwrap();
         assert_eq!(text(&read).replace('\n', ""), "aa|cc|cc|bb", "{kind}");
-        let left_out = "left out: 1 linked in a circle (sub/up), 1 linked to nothing (z.txt)";
+        let left_out =
+            "left out: 1 linked in a circle (sub/up), 2 linked to nothing (z.txt, zz.txt)";
         assert!(report(&read).ends_with(left_out), "{}", report(&read));
     }
 }
