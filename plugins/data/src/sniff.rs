@@ -30,11 +30,11 @@ impl Flaw {
 const COMPRESSED: &str = "compressed";
 const BINARY: &str = "binary";
 
-/// First bytes of file formats, each with the reason for the report, the format and a remedy.
+/// First bytes of file formats, which no text begins with, each with the reason for the report, the format and a remedy.
 const FORMATS: &[(&[u8], &str, &str, &str)] = &[
     (b"\x1f\x8b\x08", COMPRESSED, "compressed with gzip", "unpack it with `gunzip`"),
     (b"\x28\xb5\x2f\xfd", COMPRESSED, "compressed with Zstandard", "unpack it with `unzstd`"),
-    (b"BZh", COMPRESSED, "compressed with bzip2", "unpack it with `bunzip2`"),
+    (b"BZh91AY&SY", COMPRESSED, "compressed with bzip2", "unpack it with `bunzip2`"),
     (b"\xfd7zXZ\0", COMPRESSED, "compressed with xz", "unpack it with `unxz`"),
     (b"\x04\x22\x4d\x18", COMPRESSED, "compressed with LZ4", "unpack it with `unlz4`"),
     (b"7z\xbc\xaf\x27\x1c", COMPRESSED, "a 7-Zip archive", "unpack it"),
@@ -44,7 +44,7 @@ const FORMATS: &[(&[u8], &str, &str, &str)] = &[
         "a zip archive, such as torch.save and numpy.savez write",
         "unpack it",
     ),
-    (b"PAR1", BINARY, "a Parquet file", "set data.type = \"parquet\""),
+    (b"PAR1\x15", BINARY, "a Parquet file", "set data.type = \"parquet\""),
     (b"ARROW1\0", BINARY, "an Arrow file", "write it as Parquet and set data.type = \"parquet\""),
     (
         b"\xff\xff\xff\xff",
@@ -69,7 +69,6 @@ const FORMATS: &[(&[u8], &str, &str, &str)] = &[
     (b"%PDF-", BINARY, "a PDF document", "extract its text"),
     (b"\x89PNG", BINARY, "a picture", "name files of text"),
     (b"\xff\xd8\xff", BINARY, "a picture", "name files of text"),
-    (b"GIF8", BINARY, "a picture", "name files of text"),
     (b"\x7fELF", BINARY, "a program", "name files of text"),
 ];
 
@@ -163,6 +162,7 @@ mod tests {
         let heads: &[&[u8]] = &[
             b"plain text",
             "caf\u{e9} \u{feff}".as_bytes(),
+            b"PAR1 is a gene, and BZh no German abbreviation",
             b"caf\xe9",
             b"",
             &utf16("\u{feff}with a mark"),
@@ -177,6 +177,7 @@ mod tests {
         ];
         let messages: Vec<String> = heads.iter().map(|head| message(head)).collect();
         insta::assert_snapshot!(messages.join("\n"), @r#"
+text
 text
 text
 text

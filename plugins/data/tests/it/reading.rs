@@ -84,7 +84,7 @@ fn what_is_left_out_is_counted_and_named() {
         (".gitignore", b"out/\n[z-a]"),
         (".ignore", b"a.txt"),
         ("x.gz", b"\x1f\x8b\x08\0"),
-        ("y.parquet", b"PAR1"),
+        ("y.parquet", b"PAR1\x15"),
     ]);
     let data = setup(dir.path(), "").unwrap();
     let expected = "data.path: 1 document, 1 file, 11 bytes, 12 tokens; left out: 3 hidden (.gitignore, .hidden, \

@@ -194,7 +194,7 @@ fn files_of_other_formats_are_no_ids() {
         error(b"\x1f\x8b\x08\0 more"),
         error(b"\x28\xb5\x2f\xfd more"),
         error(b"PK\x03\x04 more"),
-        error(b"PAR1 more"),
+        error(b"PAR1\x15 more"),
         error(b"ARROW1\0\0"),
         error(b"MMIDIDX\0\0 more"),
         error(&safetensors),
