@@ -1,6 +1,7 @@
 //! Saving checkpoints in a run.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::io::ErrorKind;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Instant;
@@ -335,6 +336,10 @@ impl Session {
 
     /// Writes a checkpoint of the present step. Collective.
     fn write(&mut self, write: Write) -> Result<()> {
+        self.try_to_write(write).map_err(|error| unwritable(error, self.cursor.step))
+    }
+
+    fn try_to_write(&mut self, write: Write) -> Result<()> {
         let _phase = self.parts.fabric.phase("checkpoint");
         let Write { name, kept, mut remove, weights_only, blocking } = write;
         let start = Instant::now();
@@ -412,7 +417,9 @@ impl Session {
     pub(super) fn finish_saving(&mut self) -> Result<()> {
         let _phase = self.parts.fabric.phase("checkpoint");
         let saved = match &mut self.parts.saving.background {
-            Some(background) => background.wait()?,
+            Some(background) => {
+                background.wait().map_err(|error| unwritable(error, self.cursor.step))?
+            }
             None => None,
         };
         self.report_saved(saved)
@@ -438,5 +445,37 @@ pub(super) fn refuse_used(io: &dyn CheckpointIO) -> Result<()> {
             io.location("").display(),
             last.step
         ))),
+    }
+}
+
+/// Says what is left of a run whose place of checkpoints could be written at first and cannot any more.
+fn unwritable(error: Error, step: u64) -> Error {
+    match error {
+        Error::Io { action, path, source }
+            if matches!(
+                source.kind(),
+                ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
+            let message = format!(
+                "{action} it after step {step}: {source}. Nothing can be written there any more, and the checkpoints \
+                 that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go \
+                 on from the last one with `trainer.ckpt_path`"
+            );
+            Error::checkpoint(path, message)
+        }
+        error => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_that_becomes_read_only_is_explained() {
+        let error = |kind: ErrorKind| Error::io("replacing", "kept/last")(kind.into());
+        insta::assert_snapshot!(unwritable(error(ErrorKind::ReadOnlyFilesystem), 5), @"checkpoint kept/last: replacing it after step 5: read-only filesystem or storage medium. Nothing can be written there any more, and the checkpoints that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go on from the last one with `trainer.ckpt_path`");
+        insta::assert_snapshot!(unwritable(error(ErrorKind::StorageFull), 5), @"replacing kept/last: no storage space");
     }
 }
