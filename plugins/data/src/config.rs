@@ -421,6 +421,7 @@ impl TextDataConfig {
             ("eos_token", self.eos_token.is_some()),
             ("add_bos_token", adds_bos),
             ("bos_token", self.bos_token.is_some()),
+            ("cache_dir", matches!(self.cache_dir, CacheDir::At(_))),
         ] {
             if given && (bytes || self.kind == DataKind::Tokens) {
                 return fail(format!(
