@@ -1,25 +1,34 @@
 //! Texts in a column of Parquet files.
 
+use std::collections::VecDeque;
 use std::fs::File;
 use std::path::Path;
 
 use fulgurite_core::Result;
 use fulgurite_core::files::open_regular;
-use parquet::basic::{Compression, ConvertedType, LogicalType};
+use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition};
+use parquet::column::reader::{ColumnReaderImpl, get_typed_column_reader};
+use parquet::data_type::{ByteArray, ByteArrayType};
 use parquet::errors::ParquetError;
 use parquet::file::reader::{FileReader as _, SerializedFileReader};
-use parquet::record::Field;
-use parquet::record::reader::RowIter;
-use parquet::schema::types::Type;
 
-use crate::sniff::Flaw;
+use crate::sniff::{Flaw, flaw_of_utf8};
+
+/// Rows that are decoded at a time.
+const ROWS: usize = 1024;
 
 /// The texts in a column of a Parquet file, one a row.
 pub(crate) struct Texts {
-    rows: RowIter<'static>,
+    reader: SerializedFileReader<File>,
     column: String,
-    /// Whether a row could not be read; later rows cannot either.
-    has_ended: bool,
+    /// The index of the column.
+    index: usize,
+    /// The next row group.
+    group: usize,
+    /// The column in the present row group.
+    rows: Option<ColumnReaderImpl<ByteArrayType>>,
+    /// Rows that were decoded; `None` for a row without a text.
+    decoded: VecDeque<Option<ByteArray>>,
 }
 
 impl Texts {
@@ -44,7 +53,8 @@ impl Texts {
         let info = field.get_basic_info();
         let is_text = info.converted_type() == ConvertedType::UTF8
             || matches!(info.logical_type_ref(), Some(LogicalType::String));
-        if !field.is_primitive() || !is_text {
+        let repeated = info.has_repetition() && info.repetition() == Repetition::REPEATED;
+        if !field.is_primitive() || !is_text || repeated {
             let message = format!("has a column {column:?} (data.text_key), but not of texts");
             return Err(Flaw::new("without texts", message));
         }
@@ -58,12 +68,38 @@ impl Texts {
             let message = format!("is compressed with {codec}; write it again with zstd or snappy");
             return Err(Flaw::new("compressed", message));
         }
-        let projection = Type::group_type_builder(schema.name())
-            .with_fields(vec![field.clone()])
-            .build()
-            .map_err(broken)?;
-        let rows = RowIter::from_file_into(Box::new(reader)).project(Some(projection));
-        Ok(Self { rows: rows.map_err(broken)?, column: column.to_owned(), has_ended: false })
+        let leaves = reader.metadata().file_metadata().schema_descr().columns();
+        let index = leaves.iter().position(|leaf| leaf.path().parts() == [column]);
+        let index = index.ok_or_else(|| Flaw::new("without the column", "has a broken schema"))?;
+        let (column, decoded) = (column.to_owned(), VecDeque::new());
+        Ok(Self { reader, column, index, group: 0, rows: None, decoded })
+    }
+
+    /// Decodes more rows; false at the end of the file.
+    fn decode(&mut self) -> Result<bool, ParquetError> {
+        while self.decoded.is_empty() {
+            let rows = match &mut self.rows {
+                Some(rows) => rows,
+                None if self.group == self.reader.num_row_groups() => return Ok(false),
+                None => {
+                    let group = self.reader.get_row_group(self.group)?;
+                    self.group += 1;
+                    let column = group.get_column_reader(self.index)?;
+                    self.rows.insert(get_typed_column_reader(column))
+                }
+            };
+            let (mut levels, mut values) = (Vec::new(), Vec::new());
+            let (count, ..) = rows.read_records(ROWS, Some(&mut levels), None, &mut values)?;
+            let mut values = values.into_iter();
+            // A column without empty rows has no levels.
+            let is_there = |row: usize| levels.get(row).is_none_or(|&level| level > 0);
+            let texts = (0..count).map(|row| is_there(row).then(|| values.next()).flatten());
+            self.decoded.extend(texts);
+            if count == 0 {
+                self.rows = None;
+            }
+        }
+        Ok(true)
     }
 }
 
@@ -71,21 +107,20 @@ impl Iterator for Texts {
     type Item = Result<String, Flaw>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if self.has_ended {
-            return None;
+        if let Err(error) = self.decode() {
+            // The rest of the file cannot be read either.
+            (self.rows, self.group) = (None, self.reader.num_row_groups());
+            return Some(Err(broken(error)));
         }
-        Some(match self.rows.next()? {
-            Ok(row) => match row.get_column_iter().next() {
-                Some((_, Field::Str(text))) => Ok(text.clone()),
-                _ => {
-                    let message =
-                        format!("has no text in the column {:?} (data.text_key)", self.column);
-                    Err(Flaw::new("without a text", message))
-                }
+        Some(match self.decoded.pop_front()? {
+            Some(text) => match str::from_utf8(text.data()) {
+                Ok(text) => Ok(text.to_owned()),
+                Err(error) => Err(flaw_of_utf8(error, text.data(), 0)),
             },
-            Err(error) => {
-                self.has_ended = true;
-                Err(broken(error))
+            None => {
+                let message =
+                    format!("has no text in the column {:?} (data.text_key)", self.column);
+                Err(Flaw::new("without a text", message))
             }
         })
     }
