@@ -98,7 +98,7 @@ fn other_text_tokenizers_and_settings_are_kept_apart() {
     fs::write(dir.path().join("tokenizer.json"), other).unwrap();
     check("", 6);
     // How samples are cut is not in the files.
-    check("seq_len = 8", 6);
+    check("stride = 2", 6);
 }
 
 #[test]
