@@ -16,8 +16,8 @@ pub struct Ddp {
     pub bucket_cap_mb: f64,
     /// Size of the first bucket in MiB: a small one starts the reduction early.
     pub first_bucket_mb: f64,
-    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and their gradients are
-    /// not reduced.
+    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and
+    /// their gradients are not reduced.
     pub ignored: Vec<String>,
     /// What is sent of gradients when they are summed over replicas: `"bf16"`, `"fp16"`, a plugin's name, or a
     /// table with a `type`. Without it everything is.

@@ -79,7 +79,8 @@ pub struct Fsdp {
     /// How many units ahead parameters are gathered while one computes, or a table of `forward` and
     /// `backward`. Each takes the memory of one gathered unit; 0 overlaps nothing.
     pub prefetch: Prefetch,
-    /// Patterns of units: only these are gathered on their own, the others belong to the root unit. Empty: all.
+    /// Patterns of units: only these are gathered on their own, the others belong to the root unit.
+    /// Empty: all.
     pub shard_conditions: Vec<String>,
     /// Allows a model of which no unit is gathered on its own: everything is the root unit, sharded
     /// between steps and whole within one.
@@ -87,8 +88,8 @@ pub struct Fsdp {
     /// Whether this rank's shards, their gradients and the optimizer's state are in the host's memory, where the optimizer
     /// updates them; units are brought to the device to compute. It has an effect where the device is not the CPU.
     pub cpu_offload: bool,
-    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and their gradients are
-    /// not reduced.
+    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and
+    /// their gradients are not reduced.
     pub ignored: Vec<String>,
     /// What micro-batches before the last of a step communicate: `"none"`, or `"reduce_scatter"` to
     /// hold no unsharded gradients between them.

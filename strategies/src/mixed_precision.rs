@@ -56,8 +56,8 @@ pub struct MixedPrecisionPolicy {
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DtypeOverride {
-    /// Pattern that names units or layers. Of several that name a module, or modules around it, the one for the innermost
-    /// counts, and of those the last.
+    /// Pattern that names units or layers. Of several that name a module, or modules around it, the
+    /// one for the innermost counts, and of those the last.
     pub modules: String,
     /// dtype that their parameters are gathered in and computed with. A unit casts its inputs to that, and its outputs to
     /// the dtype of the others; a layer alone can be in f32 where the others are in half precision.

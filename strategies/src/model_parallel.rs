@@ -64,8 +64,8 @@ pub struct ModelParallel {
     /// Whether this rank's shards, their gradients and the optimizer's state are in the host's memory, where the optimizer
     /// updates them; units are brought to the device to compute. It has an effect where the device is not the CPU.
     pub cpu_offload: bool,
-    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and their gradients are
-    /// not reduced.
+    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and
+    /// their gradients are not reduced.
     pub ignored: Vec<String>,
     /// What micro-batches before the last of a step communicate: `"none"`, `"reduce_scatter"` or
     /// `"all"`.

@@ -366,7 +366,7 @@ fn a_step_that_is_not_finite_changes_nothing_and_is_an_error() {
 }
 
 #[test]
-fn a_count_that_none_can_be_is_found_at_once() {
+fn impossible_counts_are_found_at_once() {
     for (ranks, strategy) in STRATEGIES {
         for fails_at in [1, 4, 8] {
             let at = format!("model.fails_at={fails_at}");
@@ -393,7 +393,7 @@ fn a_count_that_none_can_be_is_found_at_once() {
 }
 
 #[test]
-fn a_step_in_which_nothing_counts_is_skipped() {
+fn steps_without_items_are_skipped() {
     for (ranks, strategy) in STRATEGIES {
         for ignored in [1, 4, 8] {
             let at = format!("model.fails_at={ignored}");
@@ -423,7 +423,7 @@ fn a_step_in_which_nothing_counts_is_skipped() {
 }
 
 #[test]
-fn a_run_in_which_nothing_ever_counts_is_an_error() {
+fn runs_without_items_fail() {
     let keys = ["trainer.strategy=\"ddp\"", "model.fails_at=1", "model.fault=\"ignored\""];
     let run = train(2, &[&keys[..], &["trainer.max_steps=1"]].concat());
     assert_eq!(
@@ -448,7 +448,8 @@ fn a_run_goes_on_from_a_checkpoint() {
             let both = [&first.seen[rank].steps[..], &second.seen[rank].steps].concat();
             assert!(both == whole.steps, "{strategy}: other weights or state");
         }
-        // The first step of a run is logged, that of a run that goes on is not; the last one always is.
+        // The first step of a run is logged, that of a run that goes on is not; the last one always
+        // is.
         assert_eq!((first.reads, second.reads), ([2, 2], [1, 3]));
     }
 }

@@ -1,4 +1,5 @@
-//! What a run leaves behind: what it logs, its directory, and the weights that later evaluations take.
+//! What a run leaves behind: what it logs, its directory, and the weights that later evaluations
+//! take.
 
 use std::path::Path;
 
@@ -133,7 +134,7 @@ fn logged(dir: &Path, run: &str, column: &str) -> Vec<u64> {
 }
 
 #[test]
-fn the_last_step_is_logged_with_what_the_module_logs() {
+fn the_last_step_is_logged() {
     let dir = tempfile::tempdir().unwrap();
     let keys = ["trainer.max_steps=25", "trainer.log_every_n_steps=10"];
     fit(dir.path(), &keys).unwrap();
@@ -148,7 +149,7 @@ fn the_last_step_is_logged_with_what_the_module_logs() {
 }
 
 #[test]
-fn names_that_the_trainer_logs_itself_are_refused() {
+fn reserved_names_are_refused() {
     for name in ["epoch", "step", "train_loss", "lr", "grad_norm", "val_loss"] {
         let expected = format!("logging `{name}`: the trainer logs ");
         for key in ["logs", "validation_logs"] {
@@ -162,14 +163,14 @@ fn names_that_the_trainer_logs_itself_are_refused() {
 }
 
 #[test]
-fn a_validation_with_a_count_that_is_none_is_an_error() {
+fn impossible_validation_counts_fail() {
     let error = fit_error(&["model.counts=nan", "trainer.num_sanity_val_steps=0"]);
     assert!(error.starts_with("the count of the loss on rank 0 is NaN: "), "{error}");
     assert!(error.ends_with("(in val_loss of step 4)"), "{error}");
 }
 
 #[test]
-fn a_training_that_does_not_begin_leaves_no_directory() {
+fn failed_starts_leave_no_directory() {
     let dir = tempfile::tempdir().unwrap();
     let none = [""; 0];
     fit(dir.path(), &["model.fails_at=1"]).unwrap_err();
@@ -187,7 +188,7 @@ fn a_training_that_does_not_begin_leaves_no_directory() {
 }
 
 #[test]
-fn an_evaluation_has_a_directory_only_for_what_it_logs() {
+fn evaluations_keep_only_logs() {
     let dir = tempfile::tempdir().unwrap();
     let (run, quiet) = (config(dir.path(), &[]), config(dir.path(), &["trainer.loggers=[]"]));
     Trainer::default().predict::<Double>(&run).unwrap();
@@ -204,7 +205,7 @@ fn an_evaluation_has_a_directory_only_for_what_it_logs() {
 
 /// Not the initial ones, which nobody can have meant.
 #[test]
-fn an_evaluation_takes_the_weights_that_were_trained() {
+fn evaluations_take_trained_weights() {
     let dir = tempfile::tempdir().unwrap();
     let kept = format!("checkpoint.dir={:?}", dir.path().join("kept"));
     let evaluate = |keys: &[&str]| {
@@ -256,7 +257,7 @@ fn a_subtree_is_frozen_by_its_path() {
 
 /// 22 stars and a letter that is not there: with backtracking this would not end.
 #[test]
-fn a_pattern_of_many_stars_is_compared_in_linear_time() {
+fn many_stars_take_linear_time() {
     let stars = "*e".repeat(22);
     let error = fit_error(&[&format!("trainer.freeze=[\"{stars}z\"]")]);
     assert!(error.starts_with("`trainer.freeze`: no parameter matches"), "{error}");
@@ -264,7 +265,7 @@ fn a_pattern_of_many_stars_is_compared_in_linear_time() {
 
 /// The run that goes on saves to a directory of its own.
 #[test]
-fn what_a_killed_run_left_in_its_place_goes_when_another_goes_on_from_it() {
+fn killed_runs_leave_no_lock() {
     let dir = tempfile::tempdir().unwrap();
     fit(dir.path(), &["checkpoint.save_last=true"]).unwrap();
     let place = dir.path().join("runs/version_0/checkpoints");

@@ -41,8 +41,8 @@ impl ParameterFilter {
         Self::new("trainable parameters", move |fqn| names.contains(fqn))
     }
 
-    /// Keeps the parameters that match a pattern, as [`pattern_matches`](fulgurite_engine::module::pattern_matches) reads
-    /// it.
+    /// Keeps the parameters that match a pattern, as
+    /// [`pattern_matches`](fulgurite_engine::module::pattern_matches) reads it.
     pub fn matching<P: Into<String>>(patterns: impl IntoIterator<Item = P>) -> Self {
         let patterns: Vec<String> = patterns.into_iter().map(Into::into).collect();
         let kept = patterns.clone();

@@ -67,10 +67,11 @@ pub struct NameRules {
     pub clean: bool,
     /// A prefix that is removed from names, such as `model.`.
     pub prefix_strip: Option<String>,
-    /// Patterns and their replacements; the first pattern that matches is applied. It replaces the first
-    /// segments that it names, as [`find_pattern`] finds them, and the rest of the name stays. Each `*` of the
-    /// replacement stands for the match of its counterpart. An empty replacement takes the segments away, `*` to
-    /// `model.*` puts `model` in front, and a pattern with a dot in front matches from the beginning alone.
+    /// Patterns and their replacements; the first pattern that matches is applied. It replaces the
+    /// first segments that it names, as [`find_pattern`] finds them, and the rest of the name
+    /// stays. Each `*` of the replacement stands for the match of its counterpart. An empty
+    /// replacement takes the segments away, `*` to `model.*` puts `model` in front, and a pattern
+    /// with a dot in front matches from the beginning alone.
     pub rename: Vec<(String, String)>,
     /// A prefix that is added to every name, such as `model.`.
     pub prefix_add: Option<String>,

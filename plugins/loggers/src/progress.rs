@@ -179,8 +179,8 @@ impl Bars {
         bar.set_message(message);
     }
 
-    /// Takes the bars away, and returns the last step in words, if there was one: a bar that stayed would stand below all
-    /// lines that follow, with the time that is left.
+    /// Takes the bars away, and returns the last step in words, if there was one: a bar that stayed
+    /// would stand below all lines that follow, with the time that is left.
     fn end(&mut self) -> Option<String> {
         self.evaluation.take().inspect(indicatif::ProgressBar::finish_and_clear);
         self.training.take().inspect(indicatif::ProgressBar::finish_and_clear)?;
@@ -401,8 +401,8 @@ impl StepText {
         self.all().join("  ")
     }
 
-    /// As much of it as fits into so many columns, beside a small bar if there is one, and the width of the bar. What the
-    /// module logged comes before the learning rate and the norm.
+    /// As much of it as fits into so many columns, beside a small bar if there is one, and the
+    /// width of the bar. What the module logged comes before the learning rate and the norm.
     fn fit(&self, columns: usize, has_bar: bool) -> (String, usize) {
         let mut by_weight = vec![&*self.loss, &*self.rate, &*self.epoch];
         by_weight.extend(self.logged.iter().map(String::as_str));

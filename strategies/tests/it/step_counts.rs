@@ -1,5 +1,5 @@
-//! What a step's counts say: counts that none can be, steps in which nothing counts, and parameters that a step
-//! leaves out.
+//! What a step's counts say: counts that none can be, steps in which nothing counts, and parameters
+//! that a step leaves out.
 
 use std::collections::BTreeMap;
 
@@ -22,7 +22,8 @@ const CONFIGS: [(usize, &str); 5] = [
     (4, r#"{"type": "hsdp", "data_parallel_shard_size": 2}"#),
 ];
 
-/// Two layers beside each other, which learn from a sum: the gradient of every weight is the number of samples.
+/// Two layers beside each other, which learn from a sum: the gradient of every weight is the number
+/// of samples.
 struct Pair {
     layers: [Unit<Linear>; 2],
 }
@@ -69,7 +70,8 @@ impl Both {
 
 type Weights = BTreeMap<String, Vec<f32>>;
 
-/// Trains a [`Pair`], and returns rank 0's view of the weights before the first step and after each one.
+/// Trains a [`Pair`], and returns rank 0's view of the weights before the first step and after each
+/// one.
 fn train(
     ranks: usize,
     config: &str,
@@ -110,7 +112,7 @@ fn moves(weights: &[Weights], fqn: &str) -> Vec<bool> {
 }
 
 #[test]
-fn a_count_that_none_can_be_is_an_error_on_all_ranks() {
+fn impossible_counts_fail_on_all_ranks() {
     for (ranks, config) in CONFIGS {
         for count in [f64::NAN, f64::INFINITY, -1.0] {
             for late in [false, true] {
@@ -146,7 +148,7 @@ fn a_count_that_none_can_be_is_an_error_on_all_ranks() {
 
 /// Of two micro-batches the counts add up to one that could be.
 #[test]
-fn a_negative_count_of_one_micro_batch_is_found() {
+fn negative_micro_batch_counts_are_found() {
     let error = train(2, DDP, &Sgd::default(), 1, |fabric, pair, optimizer, _| {
         for count in [-1.0, 3.0] {
             let loss = pair.loss([true, true])?;
@@ -158,10 +160,11 @@ fn a_negative_count_of_one_micro_batch_is_found() {
     assert!(error.starts_with("the count of the loss on rank 0 is -1: "), "{error}");
 }
 
-/// As in PyTorch: no moment, no decay, and the parameter's own number of steps for the correction of moments. All
-/// gradients of a weight are equal, so that with its own number every step of Adam is one of the learning rate.
+/// As in PyTorch: no moment, no decay, and the parameter's own number of steps for the correction
+/// of moments. All gradients of a weight are equal, so that with its own number every step of Adam
+/// is one of the learning rate.
 #[test]
-fn parameters_that_a_later_step_leaves_out_stay() {
+fn unused_parameters_stay_in_later_steps() {
     let (lr, decay) = (0.1, 0.5);
     let adamw = AdamW { lr, weight_decay: decay, ..AdamW::default() };
     let used = |step| [true, step == 1 || step == 4];
@@ -198,7 +201,7 @@ fn parameters_that_a_later_step_leaves_out_stay() {
 }
 
 #[test]
-fn a_parameter_that_one_rank_uses_is_updated_on_all() {
+fn parameters_one_rank_uses_are_updated() {
     let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.5, ..Sgd::default() };
     for (ranks, config) in CONFIGS.into_iter().filter(|(ranks, _)| *ranks > 1) {
         let weights =
@@ -222,7 +225,7 @@ fn a_parameter_that_one_rank_uses_is_updated_on_all() {
 }
 
 #[test]
-fn under_zero_parameters_without_a_gradient_go_on_moving() {
+fn zero_policy_moves_unused_parameters() {
     let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.5, ..Sgd::default() };
     let weights = run_ranks(2, |world| {
         let mut fabric = Fabric::new(world, strategy(FSDP)?, init(FSDP)?, 5)?;
@@ -240,7 +243,7 @@ fn under_zero_parameters_without_a_gradient_go_on_moving() {
 }
 
 #[test]
-fn a_step_in_which_nothing_counts_is_skipped() {
+fn steps_without_items_are_skipped() {
     let sgd = Sgd { lr: 0.1, momentum: 0.9, weight_decay: 0.5, ..Sgd::default() };
     for (ranks, config) in CONFIGS {
         for late in [false, true] {
@@ -266,7 +269,7 @@ fn a_step_in_which_nothing_counts_is_skipped() {
 }
 
 #[test]
-fn a_loss_that_one_rank_ignores_counts_on_the_others() {
+fn one_ignored_rank_skips_nothing() {
     for (ranks, config) in CONFIGS.into_iter().filter(|(ranks, _)| *ranks > 1) {
         let weights = train(ranks, config, &Sgd::default(), 2, |fabric, pair, optimizer, step| {
             let loss = pair.loss([true, true])?;
@@ -283,7 +286,7 @@ fn a_loss_that_one_rank_ignores_counts_on_the_others() {
 
 /// candle's backward ends at the factor: this rank would leave its collectives out.
 #[test]
-fn a_constant_factor_of_zero_on_one_rank_is_named() {
+fn constant_zero_factors_are_named() {
     let zero = |whole: bool| {
         let error = train(2, FSDP, &Sgd::default(), 1, |fabric, pair, optimizer, _| {
             let mut loss = pair.loss([true, true])?;
@@ -307,7 +310,7 @@ fn a_constant_factor_of_zero_on_one_rank_is_named() {
 
 /// Replicas wait for nobody in their backward.
 #[test]
-fn under_ddp_a_constant_factor_of_zero_is_a_loss_that_is_ignored() {
+fn ddp_takes_constant_zero_as_ignored() {
     let with = |constant: bool| {
         train(2, DDP, &Sgd::default(), 2, |fabric, pair, optimizer, step| {
             let mut loss = pair.loss([true, true])?;

@@ -63,8 +63,8 @@ pub struct ActivationCheckpointing {
     /// For [`Selective`](CheckpointMode::Selective): `n` takes every n-th unit, in the order in which
     /// they are built (2: the second, the fourth, …). 2 if it is `None`.
     pub every: Option<usize>,
-    /// Patterns of units: those that match none are neither checkpointed nor counted. Empty: every unit
-    /// matches.
+    /// Patterns of units: those that match none are neither checkpointed nor counted. Empty: every
+    /// unit matches.
     pub units: Vec<String>,
     /// Where activations are stored from forward to backward. `None`: on their device. For
     /// [`Full`](CheckpointMode::Full) these are the inputs of the units: one that gets a gradient and is not

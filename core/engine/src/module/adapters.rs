@@ -25,10 +25,11 @@ pub enum AdapterBias {
 /// names compute `y = W x + scale B A dropout(x)`, where `A` (`[rank, inputs]`) and `B` (`[outputs, rank]`)
 /// are trained and everything else is frozen.
 ///
-/// Layers of `nn` ask for it when they are built ([`ModuleBuilder::adapter`](super::ModuleBuilder::adapter)),
-/// so a model that is made of them needs no code for it. Patterns are read as
-/// [`pattern_matches`](super::pattern_matches) does: `q_proj` is every layer of that name, `mlp` every layer in
-/// an `mlp` that takes an adapter, `layers.3.self_attn.q_proj` that of one layer.
+/// Layers of `nn` ask for it when they are built
+/// ([`ModuleBuilder::adapter`](super::ModuleBuilder::adapter)), so a model that is made of them
+/// needs no code for it. Patterns are read as [`pattern_matches`](super::pattern_matches) does:
+/// `q_proj` is every layer of that name, `mlp` every layer in an `mlp` that takes an adapter,
+/// `layers.3.self_attn.q_proj` that of one layer.
 ///
 /// ```
 /// use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit};
@@ -165,7 +166,8 @@ impl Adapters {
                 )));
             }
         }
-        // A module around layers that have an adapter is what the pattern means, and takes none itself.
+        // A module around layers that have an adapter is what the pattern means, and takes none
+        // itself.
         let is_without = |path: &str, pattern: &str| {
             let own = |layer: &String| layer == path || is_under(path, layer);
             pattern_names(pattern, path) && self.targets(path) && !adapted.iter().any(own)

@@ -17,15 +17,15 @@ use crate::{Error, Result};
 /// outside of all, computes in f32 where those around it compute in half precision, if it is of a kind that casts.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModuleDtype {
-    /// Pattern of units and layers, as [`pattern_names`] reads it. Of several that name a module, or modules around it, the
-    /// one for the innermost counts, and of those the last.
+    /// Pattern of units and layers, as [`pattern_names`] reads it. Of several that name a module,
+    /// or modules around it, the one for the innermost counts, and of those the last.
     pub modules: String,
     /// `None`: as without, but the pattern must match.
     pub compute_dtype: Option<DType>,
 }
 
-/// Which of the patterns counts for what is at this path in the tree: of those that name the path or something around
-/// it, the last of those that name the innermost.
+/// Which of the patterns counts for what is at this path in the tree: of those that name the path
+/// or something around it, the last of those that name the innermost.
 ///
 /// ```
 /// use fulgurite_core::module::innermost_match;

@@ -108,8 +108,8 @@ impl UnitHandle {
 }
 
 impl ModuleTree {
-    /// The units that `pattern` [names](pattern_names), or those under the modules that it names if none of these is
-    /// a unit, in the order they were built.
+    /// The units that `pattern` [names](pattern_names), or those under the modules that it names if
+    /// none of these is a unit, in the order they were built.
     pub fn units_matching(&self, pattern: &str) -> impl Iterator<Item = UnitHandle> {
         let names_units = self.units().iter().any(|unit| pattern_names(pattern, unit.path()));
         let matches = if names_units { pattern_names } else { pattern_matches };
@@ -133,8 +133,8 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Chooses the units that `pattern` names, as [`units_matching`](Self::units_matching), to be gathered on their
-    /// own, with the strategy's options; the others belong to the root unit.
+    /// Chooses the units that `pattern` names, as [`units_matching`](Self::units_matching), to be
+    /// gathered on their own, with the strategy's options; the others belong to the root unit.
     ///
     /// # Errors
     /// If no unit matches; the message lists the units.

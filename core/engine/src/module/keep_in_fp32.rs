@@ -12,8 +12,8 @@ pub(super) fn keeps(patterns: &[String], path: &str) -> bool {
     any_pattern_matches(patterns, path)
 }
 
-/// Checks that each pattern matches layers that can cast: `in_fp32` has the paths of those that do. A layer that a
-/// pattern names itself must.
+/// Checks that each pattern matches layers that can cast: `in_fp32` has the paths of those that do.
+/// A layer that a pattern names itself must.
 pub(super) fn check(
     patterns: &[String],
     tree: &ModuleTree,

@@ -1,8 +1,9 @@
-//! The one language of patterns for names of parameters, layers and units, in configurations and in code.
+//! The one language of patterns for names of parameters, layers and units, in configurations and in
+//! code.
 //!
-//! A pattern is segments with dots between them. It names segments of a path that follow each other, anywhere in
-//! the path, and `*` stands for any part of one segment, also for all of it or none, but never for a dot. With a
-//! dot in front a pattern begins at the root of the model.
+//! A pattern is segments with dots between them. It names segments of a path that follow each
+//! other, anywhere in the path, and `*` stands for any part of one segment, also for all of it or
+//! none, but never for a dot. With a dot in front a pattern begins at the root of the model.
 //!
 //! | pattern | names |
 //! |---|---|
@@ -12,12 +13,12 @@
 //! | `layers.*.mlp` | the `mlp` of every layer |
 //! | `.norm` | the `norm` of the model itself, and not that of a layer |
 //!
-//! What a pattern chooses:
+//! Which paths a pattern chooses:
 //!
 //! | | | used by |
 //! |---|---|---|
-//! | [`pattern_matches`] | what it names, and everything under that | `trainer.freeze`, `optimizer.no_decay`, `optimizer.groups`, optimizers of a part of the model, `trainer.adapters`, `trainer.quantization`, `trainer.keep_in_fp32`, `ignored`, `checkpoint.load.include` and `exclude` |
-//! | [`pattern_names`] | what it names itself | units and layers in `mixed_precision.overrides`; units in `activation_checkpointing` and `shard_conditions`, where a pattern that names none means those under it |
+//! | [`pattern_matches`] | the named path and everything under it | `trainer.freeze`, `optimizer.no_decay`, `optimizer.groups`, optimizers of a part of the model, `trainer.adapters`, `trainer.quantization`, `trainer.keep_in_fp32`, `ignored`, `checkpoint.load.include` and `exclude` |
+//! | [`pattern_names`] | the named path itself | units and layers in `mixed_precision.overrides`; units in `activation_checkpointing` and `shard_conditions`, where a pattern that names none means those under it |
 //! | [`find_pattern`] | the first segments that it names | `checkpoint.load.rename` |
 //! | [`glob_match`] | a layer by its whole path | plans, in which a layer has one style |
 
@@ -156,8 +157,8 @@ fn match_at<'n>(pattern: &str, path: &'n str, start: usize) -> Option<PatternMat
     Some(PatternMatch { before: &path[..start], captures, rest })
 }
 
-/// Matches one segment, adding what each `*` stands for: the shortest text that lets the rest match. Each literal
-/// part is looked for once, from left to right, so the time is linear.
+/// Matches one segment, adding what each `*` stands for: the shortest text that lets the rest
+/// match. Each literal part is looked for once, from left to right, so the time is linear.
 fn capture<'n>(pattern: &str, segment: &'n str, captures: &mut Vec<&'n str>) -> bool {
     let Some((head, tail)) = pattern.split_once('*') else { return pattern == segment };
     let Some(mut rest) = segment.strip_prefix(head) else { return false };

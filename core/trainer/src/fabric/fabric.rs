@@ -422,14 +422,14 @@ impl Fabric {
     /// ignore their flags.
     ///
     /// # Errors
-    /// If a peer fails, or there are [several optimizers](FabricOptimizer::step_totals). On every rank, if the count of
-    /// a loss is negative or not finite on any.
+    /// If a peer fails, or there are [several optimizers](FabricOptimizer::step_totals). On every
+    /// rank, if the count of a loss is negative or not finite on any.
     pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
         self.runtime.step_totals(self.runtime.only_optimizer()?, flags)
     }
 
-    /// Checks that all trainable parameters have a gradient, in the first step. The optimizer's step calls it.
-    /// Collective.
+    /// Checks that all trainable parameters have a gradient, in the first step. The optimizer's
+    /// step calls it. Collective.
     ///
     /// # Errors
     /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`]. If there are several optimizers.

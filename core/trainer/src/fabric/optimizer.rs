@@ -184,7 +184,8 @@ impl FabricOptimizer {
         self.steps
     }
 
-    /// Number of steps that changed nothing because nothing counted in their global batch: every target was ignored.
+    /// Number of steps that changed nothing because nothing counted in their global batch: every
+    /// target was ignored.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped
     }
@@ -303,8 +304,8 @@ impl FabricOptimizer {
         Error::NonFinite { what, value, step: self.current_step(), detail }
     }
 
-    /// The mean loss of the step that is being computed; NaN if nothing counts in it, so that it will be
-    /// [skipped](Self::skipped_steps).
+    /// The mean loss of the step that is being computed; NaN if nothing counts in it, so that it
+    /// will be [skipped](Self::skipped_steps).
     ///
     /// # Errors
     /// On every rank: [`Error::NonFinite`] if the sum is not finite. Nothing is changed.
@@ -385,8 +386,8 @@ impl FabricOptimizer {
         }
     }
 
-    /// What happens to parameters without a gradient in this step. An error is for the first of all steps; a resumed run
-    /// has had it.
+    /// What happens to parameters without a gradient in this step. An error is for the first of all
+    /// steps; a resumed run has had it.
     pub(super) fn unused_now(&self) -> UnusedParameters {
         match self.unused {
             UnusedParameters::Error if self.steps > 0 => UnusedParameters::Ignore,

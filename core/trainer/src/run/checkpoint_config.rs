@@ -96,9 +96,9 @@ fulgurite_config::config_struct! {
         /// Whether rank 0 alone reads the weights, and sends them to the others tensor by tensor: for weights on
         /// a disk that the other hosts do not have. Where all ranks can read, they are faster without.
         pub broadcast_from_rank0: bool = false,
-        /// New names of tensors: a list of `{ from = "pattern", to = "name" }`, of which the first that matches
-        /// counts. `to` replaces the segments that `from` names, `*` in it stands for what that in `from` is, and an
-        /// empty `to` takes them away.
+        /// New names of tensors: a list of `{ from = "pattern", to = "name" }`, of which the first
+        /// that matches counts. `to` replaces the segments that `from` names, `*` in it stands for
+        /// what that in `from` is, and an empty `to` takes them away.
         pub rename: Vec<RenameRule> = Vec::new(),
     }
 }

@@ -128,8 +128,8 @@ fulgurite_config::config_struct! {
         /// Whether rank 0 shows the model and its progress on stderr, from the command line and from code
         /// alike: bars on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
-        /// What happens if a trainable parameter gets no gradient in the first step. In later steps the optimizer leaves
-        /// it alone, unless this is `"zero"`.
+        /// What happens if a trainable parameter gets no gradient in the first step. In later steps
+        /// the optimizer leaves it alone, unless this is `"zero"`.
         pub unused_parameters: UnusedParameters = UnusedParameters::Error,
         /// Patterns of parameters that are not trained:
         /// `["bert.encoder"]`, `["model.embed_tokens"]`, `["*norm*"]`.

@@ -14,8 +14,9 @@ use fulgurite_engine::parameter::{Parameter, UnusedBecause};
 use fulgurite_engine::shard::Placement;
 use serde::{Deserialize, Serialize};
 
-/// What a trainable parameter without a gradient on any rank means: `trainer.unused_parameters`. After the first step
-/// the optimizer leaves it alone, as in PyTorch, unless this is [`Zero`](Self::Zero).
+/// What a trainable parameter without a gradient on any rank means: `trainer.unused_parameters`.
+/// After the first step the optimizer leaves it alone, as in PyTorch, unless this is
+/// [`Zero`](Self::Zero).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UnusedParameters {
@@ -68,8 +69,9 @@ fn causes(unused: &[&Parameter]) -> String {
 }
 
 impl StrategyRuntime {
-    /// Checks that every trainable parameter of an optimizer got a gradient on some rank in this step.
-    /// Collective over the world in the first step. Later, ranks tell each other with the [totals](Self::step_totals).
+    /// Checks that every trainable parameter of an optimizer got a gradient on some rank in this
+    /// step. Collective over the world in the first step. Later, ranks tell each other with the
+    /// [totals](Self::step_totals).
     pub(crate) fn audit_gradients(&self, optimizer: usize, policy: UnusedParameters) -> Result<()> {
         let slots = self.context()?.slots;
         let RuntimeState { steps, delivered, first_is_built, .. } = &mut *self.lock_state()?;

@@ -338,8 +338,8 @@ impl StrategyRuntime {
         reduced.map_err(explain_difference)
     }
 
-    /// Checks that a backward has reached a parameter, where the ranks that share parameters wait for each other in
-    /// it.
+    /// Checks that a backward has reached a parameter, where the ranks that share parameters wait
+    /// for each other in it.
     fn check_reached(&self, slots: &[ParameterSlot]) -> Result<()> {
         let sharing = self.mesh.size(DP_SHARD_CP).unwrap_or(1);
         let mut taking = slots.iter().filter(|slot| slot.takes_grad()).peekable();
@@ -590,7 +590,8 @@ impl StepState {
 const ZERO_FACTOR: &str = "candle ends a backward at a constant factor of 0, `(loss * 0.0)?`: multiply by a zero \
     tensor, as `Loss::ignored` does, so that the backward runs and its gradients are zero";
 
-/// Adds a cause to an error about ranks that call different collectives: a backward that some rank has not run.
+/// Adds a cause to an error about ranks that call different collectives: a backward that some rank
+/// has not run.
 pub(super) fn explain_difference(error: Error) -> Error {
     match error {
         Error::Collective { rank, group, op, message } if message.contains(RANKS_DIFFER) => {

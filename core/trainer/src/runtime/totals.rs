@@ -1,8 +1,9 @@
-//! A step's loss and count over all ranks, and what ranks tell each other besides if one of them asks.
+//! A step's loss and count over all ranks, and what ranks tell each other besides if one of them
+//! asks.
 //!
-//! The sum and the count travel in one all-reduce. A rank that has more to say sends NaN in place of its count, so that
-//! every rank hears it in the same collective, and all of them exchange [reports](Report) then. So a step in which nothing
-//! is unusual communicates nothing more.
+//! The sum and the count travel in one all-reduce. A rank that has more to say sends NaN in place
+//! of its count, so that every rank hears it in the same collective, and all of them exchange
+//! [reports](Report) then. So a step in which nothing is unusual communicates nothing more.
 
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -114,8 +115,8 @@ impl StrategyRuntime {
         self.unused_policies().insert(optimizer, policy);
     }
 
-    /// The optimizer's parameters that have got no gradient on this rank since its last step, by index, if that makes a
-    /// difference: in the first step the audit asks for them.
+    /// The optimizer's parameters that have got no gradient on this rank since its last step, by
+    /// index, if that makes a difference: in the first step the audit asks for them.
     fn unused(&self, state: &RuntimeState, optimizer: usize) -> Vec<usize> {
         let policy = self.unused_policies().get(&optimizer).copied().unwrap_or_default();
         if !state.steps[optimizer].audited || policy == UnusedParameters::Zero {
@@ -126,8 +127,9 @@ impl StrategyRuntime {
         own.filter(|(_, (_, delivered))| !**delivered).map(|(index, _)| index).collect()
     }
 
-    /// The sum of all counts, if `sum` is one. Otherwise some rank has asked, and all tell what they know: parameters
-    /// without a gradient on any rank lose theirs, which is zero, so that the optimizer leaves them alone.
+    /// The sum of all counts, if `sum` is one. Otherwise some rank has asked, and all tell what
+    /// they know: parameters without a gradient on any rank lose theirs, which is zero, so that the
+    /// optimizer leaves them alone.
     ///
     /// # Errors
     /// On every rank, if a count is negative or not finite on any.

@@ -35,8 +35,8 @@ pub enum Event {
         /// Passes over the training data so far, with the fraction of the current one.
         #[serde(deserialize_with = "number")]
         epoch: f64,
-        /// The mean loss over the whole global batch of the step; NaN if nothing counts in it, so that it changed
-        /// nothing.
+        /// The mean loss over the whole global batch of the step; NaN if nothing counts in it, so
+        /// that it changed nothing.
         #[serde(deserialize_with = "number")]
         train_loss: f64,
         /// The norm of all gradients together, before clipping.
@@ -168,8 +168,8 @@ impl Event {
         matches!(self, Self::Text { .. } | Self::Histogram { .. }) || self.scalars().is_some()
     }
 
-    /// The step and the metrics by name, for loggers; `None` for events without metrics. A step in which nothing counts
-    /// has no loss.
+    /// The step and the metrics by name, for loggers; `None` for events without metrics. A step in
+    /// which nothing counts has no loss.
     pub fn scalars(&self) -> Option<(u64, BTreeMap<String, f64>)> {
         let (step, own, logged): (_, &[(&str, f64)], _) = match self {
             Self::Step { step, epoch, train_loss, grad_norm, lr, rate, metrics } => (

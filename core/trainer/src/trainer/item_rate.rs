@@ -5,8 +5,8 @@ use std::borrow::Cow;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap as _, Serializer};
 
-/// The items of all ranks per second, whatever the module's loss counts: tokens, images, samples. As JSON it is one key
-/// with the name of the items, such as `"images_per_s": 1024.0`.
+/// The items of all ranks per second, whatever the module's loss counts: tokens, images, samples.
+/// As JSON it is one key with the name of the items, such as `"images_per_s": 1024.0`.
 ///
 /// ```
 /// use fulgurite_core::trainer::ItemRate;

@@ -67,8 +67,9 @@ impl Session {
         }
     }
 
-    /// Reports the last step after an error, if it has left its numbers on the device, and returns the first error. Not after
-    /// those of peers and devices, with which nothing is waited for any more.
+    /// Reports the last step after an error, if it has left its numbers on the device, and returns
+    /// the first error. Not after those of peers and devices, with which nothing is waited for any
+    /// more.
     pub(super) fn catch_up_after(&mut self, error: Error) -> Error {
         if matches!(error, Error::PeerFailed { .. } | Error::Collective { .. } | Error::Candle(..))
         {

@@ -30,13 +30,14 @@ pub trait Logger: Send {
     /// If they cannot be written.
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
 
-    /// Whether [`log_text`](Self::log_text) writes texts. If no logger of a run does, a warning says that they are left
-    /// out. By default not.
+    /// Whether [`log_text`](Self::log_text) writes texts. If no logger of a run does, a warning
+    /// says that they are left out. By default not.
     fn writes_texts(&self) -> bool {
         false
     }
 
-    /// Whether [`log_histogram`](Self::log_histogram) writes histograms, as [`writes_texts`](Self::writes_texts).
+    /// Whether [`log_histogram`](Self::log_histogram) writes histograms, as
+    /// [`writes_texts`](Self::writes_texts).
     fn writes_histograms(&self) -> bool {
         false
     }
@@ -122,7 +123,8 @@ fulgurite_config::plugin_kind!(
     "trainer.loggers"
 );
 
-/// Sends events to loggers: every validation, the steps 1, n, 2n, …, and the last one, however the run ends.
+/// Sends events to loggers: every validation, the steps 1, n, 2n, …, and the last one, however the
+/// run ends.
 pub(crate) struct LoggerSink {
     loggers: Vec<Box<dyn Logger>>,
     every_n_steps: u64,

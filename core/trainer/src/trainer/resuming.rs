@@ -21,8 +21,8 @@ use fulgurite_checkpoint_format::{
 use fulgurite_engine::collective::broadcast_object;
 use fulgurite_engine::optim::{Interval, WeightAverage};
 
-/// Removes the unfinished saves and the lock of a run that was killed from its place, which nobody saves to any more:
-/// its successor saves elsewhere.
+/// Removes the unfinished saves and the lock of a run that was killed from its place, which nobody
+/// saves to any more: its successor saves elsewhere.
 fn clear_place(io: &dyn CheckpointIO) -> Result<()> {
     if io.is_locked("")? != Some(false) {
         return Ok(());
@@ -275,9 +275,9 @@ impl Session {
         broadcast_object(&**self.parts.fabric.world(), &found, 0)
     }
 
-    /// Loads the weights for an evaluation whose configuration names no checkpoint: those that a training with it has
-    /// saved, which a warning names. Without any, the model keeps its pretrained weights, or the initial ones with a
-    /// warning. Collective.
+    /// Loads the weights for an evaluation whose configuration names no checkpoint: those that a
+    /// training with it has saved, which a warning names. Without any, the model keeps its
+    /// pretrained weights, or the initial ones with a warning. Collective.
     pub(super) fn load_trained(&mut self) -> Result<()> {
         let found = match self.rank() {
             0 => self.trained_checkpoint()?,
@@ -320,7 +320,8 @@ impl Session {
         })
     }
 
-    /// What an evaluation takes by itself: the best checkpoint, if there are scores, or else the last.
+    /// What an evaluation takes by itself: the best checkpoint, if there are scores, or else the
+    /// last.
     fn trained_checkpoint(&self) -> Result<Option<(ResumeSource, String)>> {
         let config = &self.parts.saving.config;
         if config.dir.is_none() && !self.parts.config.default_root_dir.is_dir() {

@@ -21,9 +21,10 @@ pub(crate) struct RunDir {
 }
 
 impl RunDir {
-    /// Makes the next free directory under `root` for what a trainer does, with the resolved configuration in
-    /// `config.toml`: `version_N` for a training, `test_N` and the like for what is no training. Called on rank 0 only.
-    /// Programs that call it at the same time get different directories.
+    /// Makes the next free directory under `root` for what a trainer does, with the resolved
+    /// configuration in `config.toml`: `version_N` for a training, `test_N` and the like for what
+    /// is no training. Called on rank 0 only. Programs that call it at the same time get different
+    /// directories.
     ///
     /// # Errors
     /// [`Error::Io`] if something cannot be created.
@@ -55,8 +56,8 @@ impl RunDir {
     /// The name of the file with the id of the job that a run belongs to.
     const JOB_FILE: &'static str = "job";
 
-    /// Notes that the run in this directory trains as a part of a job that a launcher has started. Called on
-    /// rank 0 only.
+    /// Notes that the run in this directory trains as a part of a job that a launcher has started.
+    /// Called on rank 0 only.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be written.
@@ -109,8 +110,9 @@ impl RunDir {
     }
 }
 
-/// Removes a run's directory at the end of a run that has left nothing in it but what every run begins with: a training that
-/// did not get as far as its first step, an evaluation of which nothing was logged. On rank 0.
+/// Removes a run's directory at the end of a run that has left nothing in it but what every run
+/// begins with: a training that did not get as far as its first step, an evaluation of which
+/// nothing was logged. On rank 0.
 pub(super) struct RunDirGuard {
     path: PathBuf,
     /// What there was before the run did anything.

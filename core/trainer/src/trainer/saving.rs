@@ -448,7 +448,8 @@ pub(super) fn refuse_used(io: &dyn CheckpointIO) -> Result<()> {
     }
 }
 
-/// Says what is left of a run whose place of checkpoints could be written at first and cannot any more.
+/// Says what is left of a run whose place of checkpoints could be written at first and cannot any
+/// more.
 fn unwritable(error: Error, step: u64) -> Error {
     match error {
         Error::Io { action, path, source }

@@ -52,7 +52,8 @@ pub(super) struct SessionParts {
     pub(super) meter: Meter,
     pub(super) strategy: String,
     pub(super) interrupted: fn() -> Option<Interruption>,
-    /// Of the run's directory, on rank 0. The last field, so that nothing is written there any more.
+    /// Of the run's directory, on rank 0. The last field, so that nothing is written there any
+    /// more.
     pub(super) guard: Option<RunDirGuard>,
 }
 
@@ -117,7 +118,8 @@ impl Session {
         self.parts.sinks.iter().try_for_each(|sink| sink.lock().event(event))
     }
 
-    /// Keeps the run's directory after the run, which has results, unless it is a trial of which nothing is kept.
+    /// Keeps the run's directory after the run, which has results, unless it is a trial of which
+    /// nothing is kept.
     pub(super) fn keep_run_dir(&mut self) {
         let is_trial = self.parts.config.fast_dev_run.batches().is_some();
         if let Some(guard) = self.parts.guard.as_mut().filter(|_| !is_trial) {
@@ -125,8 +127,8 @@ impl Session {
         }
     }
 
-    /// Whether what step `step` logs is wanted: the first, every `trainer.log_every_n_steps`, and the last if its number
-    /// is known.
+    /// Whether what step `step` logs is wanted: the first, every `trainer.log_every_n_steps`, and
+    /// the last if its number is known.
     pub(super) fn logs_step(&self, step: u64) -> bool {
         self.parts.config.logs_step(step) || Some(step) == self.length.0
     }

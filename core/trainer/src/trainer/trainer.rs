@@ -235,9 +235,10 @@ impl Trainer {
     }
 
     /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
-    /// averages in it, as [`fit`](Self::fit) does). Without that key the best checkpoint in `checkpoint.dir` if
-    /// `checkpoint.monitor` is set, otherwise the last, and a warning says which; without `checkpoint.dir`, that of the
-    /// newest run. If there is none, pretrained weights, or the initial ones with a warning. Collective.
+    /// averages in it, as [`fit`](Self::fit) does). Without that key the best checkpoint in
+    /// `checkpoint.dir` if `checkpoint.monitor` is set, otherwise the last, and a warning says
+    /// which; without `checkpoint.dir`, that of the newest run. If there is none, pretrained
+    /// weights, or the initial ones with a warning. Collective.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was

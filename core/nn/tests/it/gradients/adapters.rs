@@ -174,7 +174,7 @@ fn what_is_trained_beside_the_adapters() {
 }
 
 #[test]
-fn a_module_in_targets_means_the_layers_under_it() {
+fn modules_in_targets_mean_their_layers() {
     let adapted_layers = |targets: &[&str]| {
         let b = adapted(Adapters::new(targets.iter().copied()), DType::F32);
         for path in ["layers.0", "layers.1"] {
