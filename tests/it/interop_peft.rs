@@ -24,7 +24,7 @@ fn base() -> PathBuf {
 }
 
 /// The fixture's model, with these adapters.
-fn model(
+pub(crate) fn model(
     world: Arc<dyn ProcessGroup>,
     strategy: &str,
     directory: &Path,
@@ -51,12 +51,12 @@ fn configured(
     Ok((fabric, model))
 }
 
-fn expected(path: &Path) -> HashMap<String, Tensor> {
+pub(crate) fn expected(path: &Path) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap()
 }
 
 /// The logits of this model and adapter on one device.
-fn logits(directory: &Path, adapters: Option<AdapterConfig>) -> Tensor {
+pub(crate) fn logits(directory: &Path, adapters: Option<AdapterConfig>) -> Tensor {
     let solo = Arc::new(Solo::new("world", 0));
     let (fabric, model) = model(solo, "single_device", directory, adapters).unwrap();
     let ids = expected(&base().join("expected.safetensors"))["input_ids"].clone();
@@ -64,7 +64,7 @@ fn logits(directory: &Path, adapters: Option<AdapterConfig>) -> Tensor {
     model.forward(&ids.to_dtype(DType::U32).unwrap()).unwrap()
 }
 
-fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) {
+pub(crate) fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) {
     let values = |t: &Tensor| t.flatten_all().unwrap().to_vec1::<f32>().unwrap();
     let (found, expected) = (values(found), values(expected));
     assert_eq!(found.len(), expected.len());
@@ -112,18 +112,23 @@ fn train_with(base: &Path, config: &TrainerConfig, directory: &Path) {
     assert!(losses[7] < 0.8 * losses[0], "{losses:?}");
 }
 
-fn from(adapter: &Path) -> Option<AdapterConfig> {
+pub(crate) fn from(adapter: &Path) -> Option<AdapterConfig> {
     Some(AdapterConfig { from: Some(adapter.to_owned()), ..AdapterConfig::default() })
 }
 
 /// The base with the adapter merged, as a directory of Hugging Face.
 fn merge(adapter: &Path, into: &Path, name: &str) -> PathBuf {
+    merged(&base(), adapter, into, name).unwrap()
+}
+
+/// The same with this base.
+pub(crate) fn merged(base: &Path, adapter: &Path, into: &Path, name: &str) -> Result<PathBuf> {
     let options = ConvertOptions {
         adapter: Some(adapter.to_owned()),
         ..ConvertOptions::new(ConvertTarget::HuggingFace)
     };
-    let input = AnyCheckpoint::open(base()).unwrap();
-    convert(&input, &LocalDirectory::new(into), name, &options, &mut |_| {}).unwrap().path
+    let input = AnyCheckpoint::open(base)?;
+    Ok(convert(&input, &LocalDirectory::new(into), name, &options, &mut |_| {})?.path)
 }
 
 #[test]
@@ -226,14 +231,31 @@ fn an_adapter_that_asks_for_more_is_refused() {
         assert!(error.starts_with("`trainer.adapters.from`: "), "{error}");
         assert!(error.contains(expected), "{error}");
     };
+    let view = safetensors::tensor::TensorView::new(safetensors::Dtype::F32, vec![1], &[0; 4]);
+    let tensors = [("base_model.model.a.lora_A.weight", view.unwrap())];
+    let bytes = safetensors::serialize(tensors, None).unwrap();
+    std::fs::write(temp.path().join("adapter_model.safetensors"), bytes).unwrap();
     let with = |more: &str| format!(r#"{{"peft_type": "LORA", "r": 4, "lora_alpha": 8, {more}}}"#);
     check(&with(r#""target_modules": ["a"], "use_qalora": true"#), "sets `use_qalora`");
     check(&with(r#""target_modules": ["a"], "rank_pattern": {"a": 3}"#), "sets `rank_pattern`");
-    check(&with(r#""target_modules": "all-linear""#), "write the names of layers as a list");
+    check(&with(r#""target_modules": ["a"], "alpha_pattern": {"a": 3}"#), "sets `alpha_pattern`");
+    check(
+        &with(r#""target_modules": ["a"], "some_new_key": "on""#),
+        "sets `some_new_key` = \"on\"",
+    );
+    for init in ["pissa", "pissa_niter_4", "olora", "corda", "loftq", "lora_ga", "new"] {
+        let json = with(&format!(r#""target_modules": ["a"], "init_lora_weights": "{init}""#));
+        check(&json, &format!("sets `init_lora_weights` = \"{init}\""));
+        check(&json, "path_initial_model_for_weight_conversion");
+    }
     check(&with(r#""target_modules": ["a"], "bias": "some""#), "expected none, all or lora_only");
     let ia3 = r#"{"peft_type": "IA3", "r": 4, "lora_alpha": 8, "target_modules": ["a"]}"#;
     check(ia3, "only LORA can be loaded");
     check(r#"{"peft_type": "LORA"}"#, "is no configuration of a LoRA adapter");
+    for init in ["true", "false", "null", r#""gaussian""#, r#""orthogonal""#, r#""eva""#] {
+        write(&with(&format!(r#""target_modules": ["a"], "init_lora_weights": {init}"#)));
+        assert!(from(temp.path()).unwrap().adapters().is_ok(), "{init}");
+    }
     write(&with(r#""target_modules": ["a"], "use_dora": true"#));
     assert!(from(temp.path()).unwrap().adapters().unwrap().dora);
     write(&with(r#""target_modules": ["a"], "rank_pattern": {}"#));

@@ -3,6 +3,9 @@
 
 use fulgurite_engine::shard::Region;
 
+/// Most bytes of a block.
+const BLOCK: usize = 4 << 20;
+
 /// The chunks of a tensor, ordered by their first index along the dimension in which they have the
 /// most different ones, so that a region is compared only with chunks that may overlap it.
 #[derive(Debug)]
@@ -127,6 +130,23 @@ pub(super) fn format_region(region: &Region) -> String {
     format!("[{}]", slices.join(", "))
 }
 
+/// A tensor as blocks of its first dimension, to be read one after the other. `width` is an element's size in bytes.
+pub(super) fn blocks(shape: &[usize], width: usize) -> Vec<Region> {
+    let whole = Region::full(shape);
+    if whole.is_empty() || shape.is_empty() {
+        return if whole.is_empty() { Vec::new() } else { vec![whole] };
+    }
+    let row = whole.elem_count() / shape[0] * width;
+    let rows = (BLOCK / row.max(1)).max(1);
+    let block = |start: usize| {
+        let mut region = whole.clone();
+        region.offsets[0] = start;
+        region.sizes[0] = rows.min(shape[0] - start);
+        region
+    };
+    (0..shape[0]).step_by(rows).map(block).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -180,5 +200,16 @@ mod tests {
             found.sort_by_key(|(i, _)| *i);
             prop_assert_eq!(found, naive);
         }
+    }
+
+    #[test]
+    fn blocks_make_up_the_tensor() {
+        assert_eq!(blocks(&[], 4), [Region::full(&[])]);
+        assert!(blocks(&[0, 3], 4).is_empty());
+        let shape = [3000, 1000];
+        let blocks = blocks(&shape, 4);
+        assert!(blocks.len() > 1);
+        assert!(blocks.iter().all(|b| b.elem_count() * 4 <= BLOCK));
+        check_cover(&shape, &blocks).unwrap();
     }
 }

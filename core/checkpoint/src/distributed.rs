@@ -146,6 +146,10 @@ impl TensorSource for DistributedCheckpoint {
         self.model.read_into_unverified(name, region, target)
     }
 
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        self.model.read_stored(name)
+    }
+
     fn filtered(&self) -> Option<&str> {
         self.model.filtered()
     }

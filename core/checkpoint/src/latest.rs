@@ -13,7 +13,7 @@ use fulgurite_engine::checkpoint_io::{invalid_name, is_temporary, replaced_base}
 pub const LAST: &str = "last";
 
 /// The longest content of [`LAST`] that is read.
-const MAX_LAST: u64 = 4096;
+pub(super) const MAX_LAST: u64 = 4096;
 
 /// A checkpoint that was committed.
 #[derive(Debug, Clone, PartialEq, Eq)]

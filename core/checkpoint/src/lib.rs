@@ -59,6 +59,7 @@ mod file_header;
 mod filter;
 mod fingerprint;
 mod full;
+mod json;
 mod latest;
 mod load;
 mod load_options;
@@ -66,6 +67,7 @@ mod load_report;
 mod manifest;
 mod memory;
 mod names;
+mod narrow;
 mod open;
 mod peft;
 mod rank_zero;
@@ -76,6 +78,7 @@ mod snapshot;
 mod source;
 mod stored;
 mod tensor_file;
+mod tied;
 pub mod tools;
 mod torch;
 mod unpacked;
@@ -89,6 +92,7 @@ pub use full::{
     FullCheckpoint, FullOptions, GatherOptions, ModelConfig, NameFilter, gather_cpu_state_dict,
     gather_full_optimizer_state, save_full,
 };
+pub use json::read_json;
 pub use latest::{CommittedCheckpoint, LAST, last, latest};
 pub use load::{
     RestoreReport, check_compatible, check_compatible_with, compare, compare_with,
@@ -115,6 +119,7 @@ pub use shard_tensor::{
 };
 pub use source::{TensorInfo, TensorSource};
 pub use stored::StoredTensors;
+pub use tied::same_values;
 pub use torch::{RekeyedOptimizer, TorchOptimizer, TorchSource};
 pub use unpacked::UnpackedSource;
 pub use weights::SafetensorsSource;

@@ -9,6 +9,7 @@ use safetensors::Dtype;
 use super::load_report::refuse_differences;
 use super::manifest::Section;
 use super::stored::loadable_dtype;
+use super::tied::{differ, same_region};
 use super::{
     DistributedCheckpoint, DtypePolicy, LoadOptions, LoadReport, Mismatch, RenamedSource,
     TensorInfo, TensorSource, UnpackedSource, open, optimizer_key, parse_optimizer_key,
@@ -25,6 +26,8 @@ use fulgurite_engine::strategy::STRATEGY_STATE;
 pub(super) struct LoadTarget {
     /// The names that it may have in a source.
     names: Vec<String>,
+    /// Those of them that the filter keeps: if a source has several, they must be the same.
+    tied: Vec<String>,
     shape: Vec<usize>,
     dtype: DType,
     /// Whether it is of an adapter.
@@ -97,7 +100,7 @@ fn unpacked<S: TensorSource>(source: S, targets: &[LoadTarget]) -> UnpackedSourc
 pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
     let options = LoadOptions::default();
     let targets = parameter_targets(tree, &options);
-    match_up(&unpacked(source, &targets), &targets, &options, Section::Model).0
+    match_up(&unpacked(source, &targets), &targets, &options, Section::Model).report
 }
 
 /// [`compare`] with options.
@@ -111,7 +114,7 @@ pub fn compare_with(
 ) -> Result<LoadReport> {
     let targets = parameter_targets(tree, options);
     let source = Section::Model.renamed(source, &targets, options)?;
-    Ok(match_up(&*source, &targets, options, Section::Model).0)
+    Ok(match_up(&*source, &targets, options, Section::Model).report)
 }
 
 /// The error that [`load_into`] would have for this model, which need not be set up: differences if strict,
@@ -310,6 +313,7 @@ fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget
     let aliases = aliases(tree);
     let buffers = tree.persistent_buffers().map(|buffer| LoadTarget {
         names: vec![buffer.fqn().to_owned()],
+        tied: Vec::new(),
         shape: buffer.shape().to_vec(),
         dtype: buffer.dtype(),
         adapter: false,
@@ -321,8 +325,12 @@ fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget
         .iter()
         .map(|parameter| {
             let others = aliases.get(parameter.fqn()).into_iter().flatten().copied();
+            let names: Vec<String> =
+                [parameter.fqn()].into_iter().chain(others).map(str::to_owned).collect();
+            let kept = |name: &&String| Section::Model.keeps(options, name);
             LoadTarget {
-                names: [parameter.fqn()].into_iter().chain(others).map(str::to_owned).collect(),
+                tied: names.iter().filter(kept).cloned().collect(),
+                names,
                 shape: parameter.global_shape().to_vec(),
                 dtype: parameter.dtype(),
                 adapter: parameter.is_adapter(),
@@ -351,6 +359,7 @@ pub(super) fn state_targets(
                     .chain(others)
                     .map(|fqn| optimizer_key(fqn, state.name))
                     .collect(),
+                tied: Vec::new(),
                 shape: state.shape.clone(),
                 dtype: state.values.dtype(),
                 adapter: false,
@@ -409,21 +418,32 @@ fn is_of_strategy(key: &str) -> bool {
     parse_optimizer_key(key).is_some_and(|(_, name)| name.starts_with(STRATEGY_STATE))
 }
 
-/// The differences and, for each target that can be filled, its index and its name in the source.
+/// What [`match_up`] found.
+#[derive(Default)]
+struct Matches<'a> {
+    report: LoadReport,
+    /// The index of each target that can be filled, and its name in the source.
+    filled: Vec<(usize, &'a str)>,
+    /// The first tensor that is wanted and cannot be read, and why.
+    unreadable: Option<(String, String)>,
+}
+
+/// Compares names, shapes and dtypes.
 fn match_up<'a>(
     source: &dyn TensorSource,
     targets: &'a [LoadTarget],
     options: &LoadOptions,
     section: Section,
-) -> (LoadReport, Vec<(usize, &'a str)>) {
-    let mut report = LoadReport::default();
-    let mut matches = Vec::new();
+) -> Matches<'a> {
+    let Matches { mut report, filled: mut matches, mut unreadable } = Matches::default();
     // A base has no adapters: they keep their initial values.
     let has = |target: &LoadTarget| target.find(source).is_some();
     let only_base = !targets.iter().any(|target| target.adapter && has(target))
         && targets.iter().any(|target| !target.adapter && has(target));
     for (i, target) in targets.iter().enumerate().filter(|(_, target)| target.kept) {
         let Some((name, info)) = target.find(source) else {
+            let reason = |name: &String| Some((name.clone(), source.unreadable(name)?.to_owned()));
+            unreadable = unreadable.or_else(|| target.names.iter().find_map(reason));
             let of_strategy = section == Section::Optimizer && is_of_strategy(&target.names[0]);
             if !(target.adapter && only_base || of_strategy) {
                 report.missing.push(target.names[0].clone());
@@ -460,7 +480,7 @@ fn match_up<'a>(
         .filter(|name| section == Section::Model || !is_of_strategy(name))
         .map(str::to_owned)
         .collect();
-    (report, matches)
+    Matches { report, filled: matches, unreadable }
 }
 
 /// The targets, and the tensors of a source that they are filled from.
@@ -470,6 +490,7 @@ pub(super) struct LoadPlan<'a> {
     targets: &'a [LoadTarget],
     matches: Vec<(usize, &'a str)>,
     report: LoadReport,
+    unreadable: Option<(String, String)>,
 }
 
 impl<'a> LoadPlan<'a> {
@@ -479,12 +500,18 @@ impl<'a> LoadPlan<'a> {
         options: &LoadOptions,
         section: Section,
     ) -> Self {
-        let (report, matches) = match_up(source, targets, options, section);
-        Self { source, section, targets, matches, report }
+        let Matches { report, filled, unreadable } = match_up(source, targets, options, section);
+        Self { source, section, targets, matches: filled, report, unreadable }
     }
 
-    /// Fails for differences, if strict.
+    /// Fails for a tensor that cannot be read and, if strict, for differences.
     pub(super) fn check(&self, options: &LoadOptions) -> Result<()> {
+        if let Some((name, reason)) = &self.unreadable {
+            return Err(Error::checkpoint(
+                self.source.location(),
+                format!("tensor `{name}` {reason}, or leave it out with `checkpoint.load.exclude`"),
+            ));
+        }
         if options.strict {
             let reports = [(&self.report, self.section.name())];
             let filtered = self.source.filtered();
@@ -501,6 +528,27 @@ impl<'a> LoadPlan<'a> {
         Ok(())
     }
 
+    /// The targets of which the source has several tensors: their indices, the name that is read, and each other one.
+    pub(super) fn shared(&self) -> impl Iterator<Item = (usize, &'a str, &'a str)> {
+        self.matches.iter().flat_map(move |&(i, name)| {
+            let tied = self.targets[i].tied.iter().map(String::as_str);
+            let is_other = move |other: &&str| *other != name && self.source.info(other).is_some();
+            tied.filter(is_other).map(move |other| (i, name, other))
+        })
+    }
+
+    /// Checks that tensors of the source that are one weight in the model are the same in this rank's part.
+    fn check_tied(&self) -> Result<()> {
+        for (i, name, other) in self.shared() {
+            let local = self.targets[i].local.as_ref().filter(|(_, region)| !region.is_empty());
+            let Some((_, region)) = local else { continue };
+            if !same_region(self.source, name, other, region)? {
+                return Err(differ(self.source, name, other));
+            }
+        }
+        Ok(())
+    }
+
     /// What is to be read, in the order of the model's parameters.
     pub(super) fn fills(&self) -> impl Iterator<Item = Result<Fill<'a>>> {
         self.matches.iter().map(|&(i, name)| Fill::new(self.source, name, &self.targets[i]))
@@ -511,6 +559,7 @@ impl<'a> LoadPlan<'a> {
     }
 
     fn fill(self, options: &LoadOptions) -> Result<LoadReport> {
+        self.check_tied()?;
         for fill in self.fills() {
             let fill = fill?;
             let Some((values, region)) = &fill.into else { continue };

@@ -7,6 +7,7 @@ use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
 use super::chunks::check_bounds;
+use super::narrow::converted;
 use super::{TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
@@ -69,7 +70,7 @@ impl TensorSource for TensorMap {
         for (dim, (&offset, &size)) in region.offsets.iter().zip(&region.sizes).enumerate() {
             part = part.narrow(dim, offset, size)?;
         }
-        Ok(part.flatten_all()?.to_dtype(dtype)?.to_device(device)?)
+        Ok(converted(self.location(), name, &part.flatten_all()?, dtype)?.to_device(device)?)
     }
 }
 
@@ -145,7 +146,7 @@ impl TensorSource for TensorFn {
                 region.elem_count()
             )));
         }
-        Ok(values.to_dtype(dtype)?.to_device(device)?)
+        Ok(converted(self.location(), name, &values, dtype)?.to_device(device)?)
     }
 }
 

@@ -227,6 +227,14 @@ impl<S: TensorSource> TensorSource for RenamedSource<S> {
         self.inner.read_into_unverified(self.inner_name(name)?, region, target)
     }
 
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        self.inner.read_stored(self.inner_name(name)?)
+    }
+
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        self.inner.unreadable(self.names.get(name)?)
+    }
+
     fn filtered(&self) -> Option<&str> {
         self.inner.filtered()
     }

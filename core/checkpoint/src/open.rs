@@ -1,12 +1,15 @@
 //! Opening model weights of any format.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
+use super::latest::MAX_LAST;
 use super::{
-    CheckpointReader, DistributedCheckpoint, FULL_MANIFEST, FullCheckpoint, LocalFile, MANIFEST,
-    SafetensorsSource, TensorSource, TorchSource,
+    CheckpointReader, DistributedCheckpoint, FULL_MANIFEST, FullCheckpoint, LAST, LocalFile,
+    MANIFEST, SafetensorsSource, TensorSource, TorchSource,
 };
 use crate::{Error, Result};
+use fulgurite_engine::checkpoint_io::invalid_name;
+use fulgurite_error::files::read_regular;
 
 /// Opens the model weights at `path`, whose format it detects:
 ///
@@ -18,24 +21,73 @@ use crate::{Error, Result};
 /// | a `.safetensors` file, or the index of several | [`SafetensorsSource`] |
 /// | a directory with `pytorch_model.bin`, or its shards and index | [`TorchSource`] |
 /// | a file of `torch.save`: `.pt`, `.pth`, `.bin`, Lightning's `.ckpt` | [`TorchSource`] |
+/// | the file [`last`](super::LAST) of a training | the checkpoint that it names |
 ///
 /// Reads headers only. Not collective.
 ///
 /// # Errors
 /// As the four types' `open`; if `path` has none of these formats.
 pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
-    let path = path.as_ref();
-    if exists(path, MANIFEST) {
-        return Ok(Box::new(DistributedCheckpoint::open(path)?));
+    let (path, format) = format_of(path.as_ref())?;
+    Ok(match format {
+        Format::Distributed => Box::new(DistributedCheckpoint::open(path)?),
+        Format::Full => Box::new(FullCheckpoint::open(path)?),
+        Format::Torch => Box::new(TorchSource::open(path)?),
+        Format::Safetensors => Box::new(SafetensorsSource::open(path)?),
+    })
+}
+
+/// A format of weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Format {
+    Distributed,
+    Full,
+    Torch,
+    /// Also of a path without any weights.
+    Safetensors,
+}
+
+/// The ends of the names of files that `torch.save` writes.
+pub(super) const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
+
+/// The format of the weights at a path, and where they are: the file [`LAST`] stands for the checkpoint that it
+/// names.
+pub(super) fn format_of(path: &Path) -> Result<(PathBuf, Format)> {
+    let path = match path.file_name().is_some_and(|name| name == LAST) && path.is_file() {
+        true => pointed_to(path)?,
+        false => path.to_owned(),
+    };
+    if exists(&path, MANIFEST) {
+        return Ok((path, Format::Distributed));
     }
-    if exists(path, FULL_MANIFEST) {
-        return Ok(Box::new(FullCheckpoint::open(path)?));
+    if exists(&path, FULL_MANIFEST) {
+        return Ok((path, Format::Full));
     }
-    let is_torch = if path.is_dir() {
+    let format = if is_torch(&path)? { Format::Torch } else { Format::Safetensors };
+    Ok((path, format))
+}
+
+/// The checkpoint beside the file [`LAST`] that it names.
+fn pointed_to(last: &Path) -> Result<PathBuf> {
+    let bytes = read_regular(last, MAX_LAST)?;
+    let name = std::str::from_utf8(&bytes).unwrap_or_default().trim_end_matches('\n');
+    let named = last.with_file_name(name);
+    if invalid_name(name).is_none() && [MANIFEST, FULL_MANIFEST].iter().any(|m| exists(&named, m)) {
+        return Ok(named);
+    }
+    Err(Error::checkpoint(
+        last,
+        format!("names no checkpoint beside it, but {name:?}; name a checkpoint's directory"),
+    ))
+}
+
+fn is_torch(path: &Path) -> Result<bool> {
+    Ok(if path.is_dir() {
         let names = names_in(path)?;
         let has = |test: fn(&str) -> bool| names.iter().any(|name| test(name));
         let safetensors =
             has(|n| n.ends_with(".safetensors") || n.ends_with(".safetensors.index.json"));
+        let model = has(|n| n == "model.safetensors" || n == "model.safetensors.index.json");
         if !safetensors && has(|n| n == ".metadata" || n.ends_with(".distcp")) {
             let message = "this is a checkpoint of torch.distributed.checkpoint in its own format, \
                            whose index is a pickled program. Make a state dict of it with `python -m \
@@ -43,20 +95,16 @@ pub fn open(path: impl AsRef<Path>) -> Result<Box<dyn TensorSource>> {
                            save with `HuggingFaceStorageWriter`";
             return Err(Error::checkpoint(path, message));
         }
-        !safetensors && has(|n| n == TorchSource::SINGLE || n == TorchSource::INDEX)
+        // Others, such as those of an adapter, may lie beside the model's.
+        !model && has(|n| n == TorchSource::SINGLE || n == TorchSource::INDEX)
     } else {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
         let safetensors = name.ends_with(".safetensors") || name.ends_with(".json");
-        let torch = [".pt", ".pth", ".bin", ".ckpt"].iter().any(|suffix| name.ends_with(suffix));
+        let torch = TORCH_SUFFIXES.iter().any(|suffix| name.ends_with(suffix));
         name.ends_with(TorchSource::INDEX)
             || (path.is_file()
                 && (torch || (!safetensors && TorchSource::recognises(&start_of(path)?))))
-    };
-    if is_torch {
-        Ok(Box::new(TorchSource::open(path)?))
-    } else {
-        Ok(Box::new(SafetensorsSource::open(path)?))
-    }
+    })
 }
 
 /// Whether the directory has a file of this name, of whatever kind.

@@ -9,7 +9,9 @@ use serde::{Deserialize, Serialize};
 
 use super::load::{LoadPlan, check_patterns, local_parameter_targets, state_targets};
 use super::manifest::Section;
+use super::narrow::converted;
 use super::stored::loadable_dtype;
+use super::tied::{differ, same_values};
 use super::{LoadOptions, LoadReport, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
@@ -44,6 +46,7 @@ enum Source<'a> {
 struct Described {
     location: PathBuf,
     tensors: BTreeMap<String, (Vec<usize>, Dtype)>,
+    unreadable: BTreeMap<String, String>,
     filtered: Option<String>,
 }
 
@@ -83,6 +86,7 @@ impl<'a> RankZeroSource<'a> {
         check_patterns(self.described(), &*renamed, &targets, &options)?;
         let plan = LoadPlan::new(&*renamed, &targets, &options, Section::Model);
         plan.check(&options)?;
+        self.check_tied(&*renamed, &plan)?;
         self.fill(&*renamed, plan, &options)
     }
 
@@ -132,6 +136,30 @@ impl<'a> RankZeroSource<'a> {
         match &self.source {
             Source::Read(source) => &**source,
             Source::Told(told) => told,
+        }
+    }
+
+    /// As [`LoadPlan::check_tied`], of whole tensors, on rank 0. Collective.
+    fn check_tied(&self, source: &dyn TensorSource, plan: &LoadPlan<'_>) -> Result<()> {
+        let shared: Vec<_> = plan.shared().map(|(_, name, other)| (name, other)).collect();
+        if shared.is_empty() {
+            return Ok(());
+        }
+        let check = || {
+            for (name, other) in &shared {
+                if !same_values(source, name, other)? {
+                    return Err(differ(source, name, other));
+                }
+            }
+            Ok(())
+        };
+        let checked = if self.group.rank() == 0 { check() } else { Ok(()) };
+        let failure = checked.as_ref().err().map(ToString::to_string);
+        let failure = broadcast_object(self.group, &failure, 0)?;
+        checked?;
+        match failure {
+            None => Ok(()),
+            Some(message) => Err(Error::PeerFailed { rank: self.group.global_ranks()[0], message }),
         }
     }
 
@@ -214,6 +242,8 @@ impl<'a> RankZeroSource<'a> {
         }
         match (part, received) {
             (Some((values, _)), Some(received)) if !is_plain(values, dtype) => {
+                let location = self.described().location();
+                let received = converted(location, name, &received, values.dtype())?;
                 storage::copy_from(values, &received.to_device(values.device())?)
             }
             _ => Ok(()),
@@ -232,9 +262,11 @@ impl Described {
     fn of(source: &dyn TensorSource) -> Self {
         let of =
             |name: &str| source.info(name).map(|info| (name.to_owned(), (info.shape, info.dtype)));
+        let reason = |name: &str| Some((name.to_owned(), source.unreadable(name)?.to_owned()));
         Self {
             location: source.location().to_owned(),
             tensors: source.names().into_iter().filter_map(of).collect(),
+            unreadable: source.names().into_iter().filter_map(reason).collect(),
             filtered: source.filtered().map(str::to_owned),
         }
     }
@@ -247,7 +279,14 @@ impl TensorSource for Described {
     }
 
     fn names(&self) -> Vec<&str> {
-        self.tensors.keys().map(String::as_str).collect()
+        let mut names: Vec<&str> =
+            self.tensors.keys().chain(self.unreadable.keys()).map(String::as_str).collect();
+        names.sort_unstable();
+        names
+    }
+
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        self.unreadable.get(name).map(String::as_str)
     }
 
     fn info(&self, name: &str) -> Option<TensorInfo> {

@@ -11,9 +11,10 @@ use super::checksum::Checksum;
 use super::chunks::{check_bounds, format_region};
 use super::file_header::FileHeader;
 use super::tensor_file::{self, FileKind, TensorSlot, sort_by_alignment};
-use super::{CheckpointIO, CheckpointReader, ChunkEntry, FileDigest, ShardTensor};
+use super::{CheckpointIO, CheckpointReader, ChunkEntry, FileDigest, ShardTensor, TorchSource};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
+use fulgurite_error::files::foreign_content;
 
 /// PyTorch's key of the [`ShardingInfo`] in a file's metadata.
 pub(super) const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
@@ -196,11 +197,32 @@ pub(super) struct Header {
     pub(super) manifest: Option<String>,
 }
 
+/// Weights of another format in the place of a safetensors file, and what to do about them.
+fn other_weights(start: &[u8]) -> Option<&'static str> {
+    let is_text = |byte: &u8| byte.is_ascii_graphic() || byte.is_ascii_whitespace();
+    if TorchSource::recognises(start.get(..4)?) {
+        Some("it was written by `torch.save`; give it a name that ends with `.bin`")
+    } else if start.starts_with(b"GGUF") {
+        Some("it is a GGUF file, which is not read here")
+    } else if start.starts_with(b"\x89HDF") {
+        Some("it is an HDF5 file, which is not read here")
+    } else if start.len() >= 8 && start[..8].iter().all(is_text) {
+        Some("it is a text")
+    } else {
+        None
+    }
+}
+
 /// Reads a file's header. The error is a message without the file's name.
 pub(super) fn read_header(reader: &dyn CheckpointReader) -> Result<Header, String> {
     let failed = |e: std::io::Error| format!("reading the header: {e}");
     let len = reader.len().map_err(failed)?;
     let mut size = [0; 8];
+    let mut start = vec![0; len.min(512) as usize];
+    reader.read_exact_at(&mut start, 0).map_err(failed)?;
+    if let Some(what) = foreign_content(&start).or_else(|| other_weights(&start)) {
+        return Err(format!("is no safetensors file: {what}"));
+    }
     if len < 8 {
         return Err(format!("is no safetensors file: it has {len} bytes"));
     }

@@ -4,7 +4,8 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 
-use crate::Result;
+use super::stored::loadable_dtype;
+use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
@@ -56,6 +57,22 @@ pub trait TensorSource: Send + Sync {
         self.read_into(name, region, target)
     }
 
+    /// The bytes of a whole tensor as they are stored, of whatever dtype: also of one that candle has no values of,
+    /// such as F8 or I8.
+    ///
+    /// # Errors
+    /// As [`read`](Self::read); if this source has no bytes of such a dtype.
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        loaded_bytes(self, name)
+    }
+
+    /// Why a tensor that the file has cannot be read, such as a sparse one; `None` for those that can, and if there
+    /// is none of this name. [`names`](Self::names) lists it, and [`info`](Self::info) knows nothing of it.
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        let _ = name;
+        None
+    }
+
     /// The description of the [`ParameterFilter`](super::ParameterFilter) that this was saved with; `None` if there
     /// was none.
     fn filtered(&self) -> Option<&str> {
@@ -67,6 +84,21 @@ pub trait TensorSource: Send + Sync {
     fn warning(&self) -> Option<String> {
         None
     }
+}
+
+/// The bytes of a whole tensor of a dtype that can be loaded.
+pub(super) fn loaded_bytes<S: TensorSource + ?Sized>(source: &S, name: &str) -> Result<Vec<u8>> {
+    let fail = |message: String| {
+        Err(Error::checkpoint(source.location(), format!("tensor `{name}`: {message}")))
+    };
+    let Some(TensorInfo { shape, dtype }) = source.info(name) else {
+        return fail("there is none of this name".to_owned());
+    };
+    let Some(loaded) = loadable_dtype(dtype) else {
+        return fail(format!("values of dtype {dtype} cannot be read here"));
+    };
+    let values = source.read(name, &Region::full(&shape), loaded, &Device::Cpu)?;
+    storage::with_bytes(&values, <[u8]>::to_vec)
 }
 
 macro_rules! forward {
@@ -105,6 +137,14 @@ macro_rules! forward {
                 target: &Tensor,
             ) -> Result<()> {
                 (**self).read_into_unverified(name, region, target)
+            }
+
+            fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+                (**self).read_stored(name)
+            }
+
+            fn unreadable(&self, name: &str) -> Option<&str> {
+                (**self).unreadable(name)
             }
 
             fn filtered(&self) -> Option<&str> {

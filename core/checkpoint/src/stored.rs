@@ -9,6 +9,7 @@ use safetensors::Dtype;
 
 use super::checksum::Expected;
 use super::chunks::{ChunkIndex, check_bounds, format_region};
+use super::narrow::converted;
 use super::{CheckpointIO, CheckpointReader, LocalFile, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
@@ -62,8 +63,11 @@ impl FileLocation {
                 let mut lengths = BTreeMap::new();
                 for entry in entries {
                     let path = entry.map_err(failed)?.path();
-                    // Follows links, which Hugging Face's cache is made of.
-                    let metadata = std::fs::metadata(&path).map_err(Error::io("reading", &path))?;
+                    // Follows links, which Hugging Face's cache is made of. One to nothing is no file.
+                    let metadata = match std::fs::metadata(&path) {
+                        Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
+                        metadata => metadata.map_err(Error::io("reading", &path))?,
+                    };
                     if let (true, Some(name)) = (metadata.is_file(), path.file_name()) {
                         lengths.insert(name.to_string_lossy().into_owned(), metadata.len());
                     }
@@ -261,7 +265,8 @@ impl StoredTensors {
         let values = Tensor::zeros(region.elem_count(), stored, &Device::Cpu)?;
         let read = |out: &mut [u8]| self.read_bytes(name, tensor, region, out, verify);
         storage::with_bytes_mut(&values, read)??;
-        Ok(values.to_dtype(dtype)?.to_device(device)?)
+        let values = converted(&self.location, name, &values, dtype)?;
+        Ok(values.to_device(device)?)
     }
 
     fn fill(&self, name: &str, region: &Region, target: &Tensor, verify: bool) -> Result<()> {
@@ -304,6 +309,48 @@ impl TensorSource for StoredTensors {
 
     fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         self.fill(name, region, target, false)
+    }
+
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        let Some(tensor) = self.tensors.get(name) else {
+            return self.fail(name, "there is none of this name");
+        };
+        let bits = tensor.dtype.bitsize();
+        let whole = Region::full(&tensor.shape);
+        let mut bytes = vec![0; whole.elem_count() * bits / 8];
+        if bits % 8 == 0 {
+            self.read_bytes(name, tensor, &whole, &mut bytes, self.verify)?;
+            return Ok(bytes);
+        }
+        // Elements that are no whole bytes: parts of the first dimension, whose bytes follow each other.
+        let mut chunks: Vec<&StoredChunk> = tensor.chunks.iter().collect();
+        chunks.sort_by_key(|chunk| chunk.region.offsets.first().copied());
+        let is_slab = |chunk: &&StoredChunk| chunk.region.sizes.get(1..) == tensor.shape.get(1..);
+        let len: u64 = chunks.iter().map(|chunk| chunk.bytes.1 - chunk.bytes.0).sum();
+        if !chunks.iter().all(is_slab) || len != bytes.len() as u64 {
+            let message = format!("parts of dtype {} cannot be put together", tensor.dtype);
+            return self.fail(name, message);
+        }
+        let mut rest = &mut bytes[..];
+        for stored in chunks {
+            let failed = |complaint: String| {
+                let file = self.place.location(&self.files[stored.file]);
+                Error::checkpoint(file, format!("tensor `{name}`: {complaint}"))
+            };
+            let (part, after) = rest.split_at_mut((stored.bytes.1 - stored.bytes.0) as usize);
+            rest = after;
+            self.reader(stored.file)?
+                .read_exact_at(part, stored.bytes.0)
+                .map_err(|e| failed(format!("reading it: {}", reason(&e))))?;
+            if let Some(expected) = stored.checksum.filter(|_| self.verify) {
+                let mut comparison = expected.comparison();
+                comparison.update(part);
+                if !comparison.agrees() {
+                    return Err(failed(wrong_bytes(stored)));
+                }
+            }
+        }
+        Ok(bytes)
     }
 
     fn filtered(&self) -> Option<&str> {

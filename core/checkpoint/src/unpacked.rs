@@ -6,6 +6,8 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
 
+use super::narrow::converted;
+use super::source::loaded_bytes;
 use super::{TensorInfo, TensorSource};
 use crate::Result;
 use fulgurite_engine::quantization::{SCALE_SUFFIX, WeightFormat};
@@ -84,7 +86,8 @@ impl<S: TensorSource> TensorSource for UnpackedSource<S> {
         let weight = format.unpack(&codes, &scales, DType::F32)?;
         debug_assert_eq!(weight.dim(1)?, info.shape[1]);
         let weight = weight.narrow(1, region.offsets[1], region.sizes[1])?;
-        Ok(weight.flatten_all()?.to_dtype(dtype)?.to_device(device)?)
+        let weight = converted(self.location(), name, &weight.flatten_all()?, dtype)?;
+        Ok(weight.to_device(device)?)
     }
 
     fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
@@ -100,6 +103,17 @@ impl<S: TensorSource> TensorSource for UnpackedSource<S> {
         }
         let values = self.read(name, region, target.dtype(), target.device())?;
         fulgurite_engine::autograd::storage::copy_from(target, &values)
+    }
+
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        match self.packed.contains_key(name) {
+            true => loaded_bytes(self, name),
+            false => self.source.read_stored(name),
+        }
+    }
+
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        self.source.unreadable(name)
     }
 
     fn filtered(&self) -> Option<&str> {

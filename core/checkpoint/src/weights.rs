@@ -7,13 +7,13 @@ use candle_core::{DType, Device, Tensor};
 use serde::Deserialize;
 
 use super::chunks::check_cover;
-use super::open::exists;
+use super::json::read_json;
+use super::open::{TORCH_SUFFIXES, exists};
 use super::shard_file::{StoredPart, read_header};
 use super::stored::{FileLocation, StoredChunk};
 use super::{StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
-use fulgurite_error::files::read_regular;
 
 const SUFFIX: &str = ".safetensors";
 const SINGLE: &str = "model.safetensors";
@@ -28,7 +28,8 @@ pub(super) const MAX_COMPANION: u64 = 256 << 20;
 
 /// A Hugging Face directory (`model.safetensors`, or shards with `model.safetensors.index.json`),
 /// a single `.safetensors` file, or a directory of the shards that PyTorch's
-/// `HuggingFaceStorageWriter` or [`save`](super::save) wrote.
+/// `HuggingFaceStorageWriter` or [`save`](super::save) wrote. As in `transformers`, a single file counts before an
+/// index. Where a tensor is in several shards, the index says which one counts.
 ///
 /// Opening reads the files' headers; nothing is collective.
 #[derive(Debug)]
@@ -36,11 +37,20 @@ pub struct SafetensorsSource {
     tensors: StoredTensors,
     /// The manifest that a file says should be beside it, and is not.
     missing_manifest: Option<String>,
+    /// Whether there is an index beside the single file that is read.
+    ignores_index: bool,
 }
 
 #[derive(Deserialize)]
 pub(super) struct Index {
     weight_map: BTreeMap<String, String>,
+}
+
+impl Index {
+    /// The file of a tensor.
+    pub(super) fn file(&self, tensor: &str) -> Option<&str> {
+        self.weight_map.get(tensor).map(String::as_str)
+    }
 }
 
 impl SafetensorsSource {
@@ -52,19 +62,29 @@ impl SafetensorsSource {
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         if !path.exists() {
-            return Err(Error::checkpoint(path, "there is no such file or directory"));
+            let message = match dangling(path) {
+                Some(target) => format!("is a link to {}, which is not there", target.display()),
+                None => "there is no such file or directory".to_owned(),
+            };
+            return Err(Error::checkpoint(path, message));
         }
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        let mut ignores_index = false;
         let (root, files, index) = if path.is_dir() {
             let names: Vec<String> =
                 FileLocation::Local(path.to_owned()).lengths("")?.into_keys().collect();
             let has = |name: &str| names.iter().any(|n| n == name);
-            if has(INDEX) {
-                with_index(path, &path.join(INDEX))?
-            } else if has(SINGLE) {
+            if has(SINGLE) {
+                ignores_index = has(INDEX);
                 (path.to_owned(), vec![SINGLE.to_owned()], None)
+            } else if has(INDEX) {
+                with_index(path, &path.join(INDEX))?
             } else {
-                let files = names.into_iter().filter(|name| name.ends_with(SUFFIX)).collect();
+                let files: Vec<String> =
+                    names.iter().filter(|name| name.ends_with(SUFFIX)).cloned().collect();
+                if files.is_empty() {
+                    return Err(no_weights(path, &names));
+                }
                 (path.to_owned(), files, None)
             }
         } else {
@@ -74,18 +94,11 @@ impl SafetensorsSource {
             } else if name.ends_with(SUFFIX) {
                 (root, vec![name], None)
             } else {
-                (root, Vec::new(), None)
+                return Err(no_weights(path, &[]));
             }
         };
-        if files.is_empty() {
-            return Err(Error::checkpoint(
-                path,
-                format!(
-                    "there are no weights here: expected {SINGLE}, {INDEX} with its shards, or a {SUFFIX} file"
-                ),
-            ));
-        }
-        Self::read(path, root, files, index)
+        let read = Self::read(path, root, files, index)?;
+        Ok(Self { ignores_index, ..read })
     }
 
     /// The manifest that these weights were saved with, if it is not there.
@@ -113,12 +126,17 @@ impl SafetensorsSource {
         }
         if let Some(index) = &index {
             for (name, file) in &index.weight_map {
-                let there = found
-                    .get(name)
-                    .is_some_and(|parts| parts.iter().any(|(i, _)| files[*i] == *file));
-                if !there {
+                let parts = found.get_mut(name).map_or(&mut [][..], |parts| parts);
+                let Some(there) = parts.iter().position(|(i, _)| files[*i] == *file) else {
                     let message = format!("the index says that tensor `{name}` is here; it is not");
                     return Err(Error::checkpoint(place.location(file), message));
+                };
+                // Copies in other shards are left from earlier.
+                if parts.len() > 1
+                    && !parts.iter().all(|(_, part)| part.is_shard)
+                    && let Some(parts) = found.get_mut(name)
+                {
+                    *parts = vec![parts.swap_remove(there)];
                 }
             }
         }
@@ -141,7 +159,7 @@ impl SafetensorsSource {
                 }
             }
         }
-        Ok(Self { tensors, missing_manifest })
+        Ok(Self { tensors, missing_manifest, ignores_index: false })
     }
 }
 
@@ -170,9 +188,7 @@ pub(super) fn with_index(
     root: &Path,
     path: &Path,
 ) -> Result<(PathBuf, Vec<String>, Option<Index>)> {
-    let bytes = read_regular(path, MAX_INDEX)?;
-    let index: Index = serde_json::from_slice(&bytes)
-        .map_err(|e| Error::checkpoint(path, format!("the index is damaged: {e}")))?;
+    let index: Index = read_json(path, MAX_INDEX)?;
     let mut files: Vec<String> = index.weight_map.values().cloned().collect();
     files.sort();
     files.dedup();
@@ -186,6 +202,43 @@ pub(super) fn with_index(
         }
         None => Ok((root.to_owned(), files, Some(index))),
     }
+}
+
+/// The target of a link, if there is nothing.
+fn dangling(path: &Path) -> Option<PathBuf> {
+    std::fs::read_link(path).ok().filter(|_| !path.exists())
+}
+
+/// The error about a path without weights, which says what of the files there may have been meant. `names` are those
+/// of a directory's files.
+fn no_weights(path: &Path, names: &[String]) -> Error {
+    let mut message = format!(
+        "there are no weights here: expected {SINGLE}, {INDEX} with its shards, or a {SUFFIX} file"
+    );
+    let of_torch = |name: &&String| TORCH_SUFFIXES.iter().any(|suffix| name.ends_with(suffix));
+    let others: Vec<&str> = names.iter().filter(of_torch).take(5).map(String::as_str).collect();
+    if !others.is_empty() {
+        message += &format!(". It has {}; name one of them", others.join(", "));
+    }
+    let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
+    let mut links: Vec<PathBuf> =
+        entries.map(|entry| entry.path()).filter(|path| dangling(path).is_some()).collect();
+    // First those that the weights would be.
+    let is_config = |link: &PathBuf| link.extension().is_some_and(|e| e == "json" || e == "txt");
+    links.sort_by_key(|link| (is_config(link), link.clone()));
+    if let Some((link, target)) = links.first().and_then(|link| Some((link, dangling(link)?))) {
+        let more = match links.len() - 1 {
+            0 => String::new(),
+            more => format!(", and so are {more} more"),
+        };
+        message += &format!(
+            ". {} is a link to {}, which is not there{more}: was the cache that it points to removed, or the \
+             folder copied without what its links stand for (`cp -L` follows them)?",
+            link.file_name().unwrap_or_default().display(),
+            target.display()
+        );
+    }
+    Error::checkpoint(path, message)
 }
 
 fn missing(error: Error, location: &Path, file: &str, index: Option<&Index>) -> Error {
@@ -242,7 +295,16 @@ impl TensorSource for SafetensorsSource {
         self.tensors.read_into_unverified(name, region, target)
     }
 
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        self.tensors.read_stored(name)
+    }
+
     fn warning(&self) -> Option<String> {
+        if self.ignores_index {
+            return Some(format!(
+                "there is {INDEX}, too; {SINGLE} is read, as `transformers` does. Remove the one that is old"
+            ));
+        }
         self.missing_manifest.as_deref().map(without_manifest)
     }
 }

@@ -71,6 +71,45 @@ pub fn check_len(len: u64, max: u64) -> io::Result<()> {
     Err(io::Error::new(ErrorKind::FileTooLarge, message))
 }
 
+/// A file that is often there in the place of another one, by its first bytes, and what to do about it; `None` if it
+/// is none of these.
+///
+/// ```
+/// use fulgurite_error::files::foreign_content;
+///
+/// let page = foreign_content(b"<!DOCTYPE html>\n<html>");
+/// assert!(page.is_some_and(|what| what.contains("a page of a web site")));
+/// assert_eq!(foreign_content(b"{}"), None);
+/// ```
+pub fn foreign_content(start: &[u8]) -> Option<&'static str> {
+    let text = start.strip_prefix(b"\xef\xbb\xbf").unwrap_or(start).trim_ascii_start();
+    let begins = |with: &str| {
+        text.get(..with.len()).is_some_and(|text| text.eq_ignore_ascii_case(with.as_bytes()))
+    };
+    if start.is_empty() {
+        Some("it is empty; was a download or a copy interrupted?")
+    } else if begins("version https://git-lfs.github.com/spec/") {
+        Some(
+            "it is a pointer of Git LFS, which stands for the file; get the file itself with `git lfs pull`",
+        )
+    } else if begins("<!doctype html") || begins("<html") {
+        Some(
+            "it is a page of a web site, such as of a log-in or an error, and not the file; download the file \
+             itself",
+        )
+    } else if begins("<?xml") {
+        Some("it is an XML document, such as a storage server's error; download the file itself")
+    } else if start.starts_with(&[0x1f, 0x8b]) {
+        Some("it is compressed with gzip; unpack it")
+    } else if start.starts_with(&[0x28, 0xb5, 0x2f, 0xfd]) {
+        Some("it is compressed with zstd; unpack it")
+    } else if start.len() >= 64 && start.iter().all(|&byte| byte == 0) {
+        Some("it begins with zeros: space was reserved for it and never written. Get it again")
+    } else {
+        None
+    }
+}
+
 fn open(path: &Path) -> io::Result<File> {
     // Without it, opening a pipe would wait for a writer. Reading a regular file is as without it.
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;

@@ -15,7 +15,7 @@ use super::output::{Bar, Verbosity, bytes, count, open, print_json};
 /// Input and output.
 #[derive(Debug, Args)]
 struct Paths {
-    /// A checkpoint's directory, a Hugging Face directory or a safetensors file
+    /// A checkpoint's directory, a Hugging Face directory, a file of safetensors or of `torch.save`
     input: PathBuf,
     /// The directory to write; it appears when it is complete
     output: PathBuf,

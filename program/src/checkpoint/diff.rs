@@ -56,6 +56,7 @@ fn show(comparison: &Comparison) -> String {
                 format!("{a} in A, {b} in B; {}", distance(values))
             }
             Change::Values(values) => distance(values),
+            Change::Bytes { bytes, of } => format!("{bytes} of {of} bytes differ"),
         };
         let _ = writeln!(text, "{} {}: {change}", difference.section, difference.name);
     }

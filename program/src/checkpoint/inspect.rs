@@ -13,7 +13,7 @@ use super::output::{bytes, count, open, print_json};
 /// The arguments.
 #[derive(Debug, Args)]
 pub(crate) struct Inspect {
-    /// A checkpoint's directory, a Hugging Face directory or a safetensors file
+    /// A checkpoint's directory, a Hugging Face directory, a file of safetensors or of `torch.save`
     path: PathBuf,
     /// List the tensors
     #[arg(short, long)]
@@ -71,6 +71,9 @@ fn show(summary: &CheckpointSummary, tensors: bool) -> String {
         );
         if tensors {
             text.push_str(&table(set));
+        }
+        for (name, reason) in &set.unreadable {
+            let _ = writeln!(text, "  {name} {reason}");
         }
     }
     text

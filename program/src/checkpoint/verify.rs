@@ -53,7 +53,9 @@ fn show(verification: &Verification) -> String {
     let _ = if !verification.damages.is_empty() {
         let n = verification.damages.len();
         writeln!(text, "{path} is damaged in {}", count(n, "place"))
-    } else if verification.kind == CheckpointKind::Weights {
+    } else if verification.bytes == 0
+        && matches!(verification.kind, CheckpointKind::Weights | CheckpointKind::Torch)
+    {
         writeln!(text, "{path}: {tensors}; the headers are sound, and there are no checksums")
     } else {
         let bytes = bytes(verification.bytes);

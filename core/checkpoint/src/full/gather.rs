@@ -1,11 +1,14 @@
 //! Gathering whole tensors on rank 0, one at a time.
 
+use std::path::Path;
+
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use super::super::ShardTensor;
 use super::super::chunks::check_cover;
+use super::super::narrow::converted;
 use super::super::shard_file::{describe, on_host};
 use super::super::stored::loadable_dtype;
 use super::layout::TensorMeta;
@@ -171,7 +174,7 @@ impl<'a> Gather<'a> {
     /// Elements `start..start + len` of this rank's part of tensor `i`, on the host.
     fn window(&self, i: usize, dtype: DType, start: usize, len: usize) -> Result<Tensor> {
         let values = self.parts[i].values.flatten_all()?.narrow(0, start, len)?;
-        on_host(&values.to_dtype(dtype)?)
+        on_host(&converted(Path::new("model"), &self.tensors[i].name, &values, dtype)?)
     }
 
     fn send(&self, i: usize, failure: &mut Option<Error>) -> Result<()> {

@@ -133,6 +133,10 @@ impl TensorSource for FullCheckpoint {
         self.model.read_into_unverified(name, region, target)
     }
 
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        self.model.read_stored(name)
+    }
+
     fn warning(&self) -> Option<String> {
         self.manifest.warning()
     }

@@ -1,19 +1,44 @@
 //! `adapter_config.json`.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
 use super::super::weights::MAX_COMPANION;
 use super::ADAPTER_CONFIG;
+use crate::json::read_json;
 use crate::{Error, Result};
 use fulgurite_engine::module::{
     AdapterBias, Adapters, ModuleTree, any_pattern_matches, pattern_names,
 };
-use fulgurite_error::files::read_regular;
 
-/// What PEFT's `LoraConfig` writes to `adapter_config.json`, as far as it is known here. Other fields are
-/// ignored when they are read if they change nothing of what an adapter computes, and refused otherwise.
+/// The keys of `adapter_config.json` that change nothing of what a trained adapter computes, besides the fields of
+/// [`PeftConfig`].
+const WITHOUT_EFFECT: [&str; 16] = [
+    "auto_mapping",
+    "corda_config",
+    "ensure_weight_tying",
+    "eva_config",
+    "init_lora_weights", // Checked by its value.
+    "layers_pattern",    // The layers are those that have tensors.
+    "layers_to_transform",
+    "loftq_config",
+    "lora_ga_config",
+    "megatron_core",
+    "parent_library",
+    "peft_version",
+    "qalora_group_size",
+    "rank_pattern", // The ranks are those of the tensors.
+    "revision",
+    "runtime_config",
+];
+
+/// Values of `init_lora_weights` that leave the base as it is.
+const PLAIN_INITS: [&str; 4] = ["eva", "gaussian", "mica", "orthogonal"];
+
+/// `adapter_config.json`, as PEFT's `LoraConfig` writes it. Fields that are not listed are ignored if they change
+/// nothing of what an adapter computes, and refused otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PeftConfig {
     /// Always `LORA`.
@@ -31,12 +56,14 @@ pub struct PeftConfig {
     /// [`Adapters::dora`].
     #[serde(default)]
     pub use_dora: bool,
-    /// The layers with an adapter: ends of their paths, as a list.
+    /// The layers with an adapter: ends of their paths as a list, a regular expression, or `all-linear`.
+    #[serde(default)]
     pub target_modules: serde_json::Value,
     /// [`Adapters::exclude`].
     #[serde(default)]
     pub exclude_modules: serde_json::Value,
-    /// [`Adapters::modules_to_save`].
+    /// Ends of the paths of modules that are trained whole. PEFT compares them letter by letter: `norm` is also
+    /// `input_layernorm`.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
     /// `none`, `all` or `lora_only`.
@@ -67,7 +94,6 @@ impl PeftConfig {
         };
         let names =
             |patterns: &[String], path: &str| patterns.iter().any(|p| pattern_names(p, path));
-        let owner = |fqn: &str| fqn.rsplit_once('.').map_or("", |(path, _)| path).to_owned();
         let own = tree.parameters().iter().filter(|p| p.is_adapter());
         let mut layers: Vec<String> = own
             .filter_map(|p| p.fqn().rfind(".lora_").map(|at| p.fqn()[..at].to_owned()))
@@ -83,17 +109,7 @@ impl PeftConfig {
             true => (targets.clone(), exclude.clone()),
             false => (layers, Vec::new()),
         };
-        let modules_to_save = match adapters.modules_to_save.as_slice() {
-            [] => None,
-            patterns if plain(patterns) => Some(patterns.to_vec()),
-            _ => {
-                let own =
-                    tree.trainable().filter(|p| !p.is_adapter() && !p.fqn().ends_with(".bias"));
-                let mut paths: Vec<String> = own.map(|p| owner(p.fqn())).collect();
-                paths.dedup();
-                Some(paths)
-            }
-        };
+        let modules_to_save = saved_modules(adapters, tree);
         let bias = match adapters.bias {
             AdapterBias::None => "none",
             AdapterBias::All => "all",
@@ -104,6 +120,10 @@ impl PeftConfig {
             false => exclude.into(),
         };
         let mut rest = serde_json::Map::new();
+        if shares_saved(tree) {
+            // So that PEFT goes on training the modules as one.
+            rest.insert("ensure_weight_tying".to_owned(), true.into());
+        }
         rest.insert("fan_in_fan_out".to_owned(), false.into());
         rest.insert("init_lora_weights".to_owned(), true.into());
         Self {
@@ -130,21 +150,43 @@ impl PeftConfig {
     /// If there is none, or it is not JSON of this kind.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(ADAPTER_CONFIG);
-        let bytes = read_regular(&path, MAX_COMPANION)?;
-        serde_json::from_slice(&bytes).map_err(|error| {
-            Error::checkpoint(
-                &path,
-                format!("is no configuration of a LoRA adapter of PEFT: {error}"),
-            )
-        })
+        serde_json::from_value(read_json::<serde_json::Value>(&path, MAX_COMPANION)?).map_err(
+            |error| {
+                Error::checkpoint(
+                    &path,
+                    format!("is no configuration of a LoRA adapter of PEFT: {error}"),
+                )
+            },
+        )
     }
 
-    /// The adapters that it stands for; `path` is where it was read, for messages.
+    /// The factor of the output of an adapter of this rank.
+    pub(super) fn scale(&self, rank: usize) -> f64 {
+        let rank = rank as f64;
+        self.lora_alpha / if self.use_rslora { rank.sqrt() } else { rank }
+    }
+
+    /// Whether the ranks of layers differ.
+    pub(super) fn has_rank_pattern(&self) -> bool {
+        self.rest.get("rank_pattern").is_some_and(|value| !is_off(value))
+    }
+
+    /// Whether PEFT trains the modules that share a weight as one.
+    pub(super) fn ensures_weight_tying(&self) -> bool {
+        self.rest.get("ensure_weight_tying") == Some(&true.into())
+    }
+
+    /// Whether `path` is a module that is trained whole, or inside of one.
+    pub(super) fn saved_module<'p>(&self, path: &'p str) -> Option<&'p str> {
+        saved_module(self.modules_to_save.as_deref().unwrap_or_default(), path)
+    }
+
+    /// Checks that an adapter of this configuration computes `scale B A x`; `path` is where it was read, for
+    /// messages.
     ///
     /// # Errors
-    /// If it asks for what is not there: other adapters than LoRA and DoRA, ranks that differ between layers,
-    /// targets as a regular expression, transposed weights, and the like.
-    pub fn adapters(&self, path: &Path) -> Result<Adapters> {
+    /// If it asks for anything else, or has a key that is not known and set, naming the key.
+    pub(super) fn check(&self, path: &Path) -> Result<()> {
         let wrong = |message: String| Err(Error::checkpoint(path, message));
         if self.peft_type != "LORA" {
             return wrong(format!(
@@ -152,62 +194,111 @@ impl PeftConfig {
                 self.peft_type
             ));
         }
-        let off = |value: &serde_json::Value| match value {
-            serde_json::Value::Null => true,
-            serde_json::Value::Bool(on) => !on,
-            serde_json::Value::Object(fields) => fields.is_empty(),
-            serde_json::Value::Array(items) => items.is_empty(),
-            _ => false,
-        };
-        const REFUSED: [&str; 12] = [
-            "fan_in_fan_out",
-            "rank_pattern",
-            "alpha_pattern",
-            "layers_to_transform",
-            "layer_replication",
-            "target_parameters",
-            "trainable_token_indices",
-            "lora_bias",
-            "use_qalora",
-            "alora_invocation_tokens",
-            "arrow_config",
-            "layers_pattern",
-        ];
-        if let Some(key) =
-            REFUSED.iter().find(|key| self.rest.get(**key).is_some_and(|value| !off(value)))
-        {
-            return wrong(format!("sets `{key}`, which adapters do not have here"));
+        if self.r == 0 || !self.lora_alpha.is_finite() {
+            let (r, alpha) = (self.r, self.lora_alpha);
+            return wrong(format!(
+                "has `r` = {r} and `lora_alpha` = {alpha}, of which no scale follows"
+            ));
         }
-        let list = |key: &str, value: &serde_json::Value| -> Result<Vec<String>> {
-            if value.is_null() {
-                return Ok(Vec::new());
+        match self.rest.get("init_lora_weights") {
+            None | Some(serde_json::Value::Null | serde_json::Value::Bool(_)) => {}
+            Some(serde_json::Value::String(init))
+                if PLAIN_INITS.contains(&init.to_lowercase().as_str()) => {}
+            Some(init) => {
+                return wrong(format!(
+                    "sets `init_lora_weights` = {init}, which may have changed the weights of the base when the \
+                     adapter was made: beside the base as it is it computes something else. Write it again from \
+                     PEFT with `save_pretrained(dir, path_initial_model_for_weight_conversion=...)`, which makes \
+                     a plain adapter of it"
+                ));
             }
-            serde_json::from_value(value.clone()).map_err(|_| {
-                let message = format!(
-                    "`{key}` is {value}: a regular expression or a word for many layers is not known here; \
-                     write the names of layers as a list"
-                );
-                Error::checkpoint(path, message)
-            })
-        };
-        let mut targets = list("target_modules", &self.target_modules)?;
-        targets.sort();
-        let bias = match self.bias.as_str() {
-            "none" => AdapterBias::None,
-            "all" => AdapterBias::All,
-            "lora_only" => AdapterBias::AdapterOnly,
-            other => return wrong(format!("`bias` is {other:?}; expected none, all or lora_only")),
-        };
-        Ok(Adapters {
-            rank: self.r,
-            alpha: self.lora_alpha,
-            rslora: self.use_rslora,
-            dora: self.use_dora,
-            dropout: self.lora_dropout,
-            targets,
-            exclude: list("exclude_modules", &self.exclude_modules)?,
-            modules_to_save: self.modules_to_save.clone().unwrap_or_default(),
-            bias,
-        })
+        }
+        let refused = self
+            .rest
+            .iter()
+            .find(|(key, value)| !is_off(value) && !WITHOUT_EFFECT.contains(&key.as_str()));
+        match refused {
+            None => Ok(()),
+            Some((key, value)) => wrong(format!(
+                "sets `{key}` = {value}, which adapters do not have here; merge it in PEFT \
+                 (`merge_and_unload`), or take the key out if it changes nothing"
+            )),
+        }
     }
+
+    /// The patterns of a list of layers; `None` for a regular expression or a word for many layers.
+    pub(super) fn list(value: &serde_json::Value) -> Option<Vec<String>> {
+        match value {
+            serde_json::Value::Null => Some(Vec::new()),
+            value => serde_json::from_value(value.clone()).ok(),
+        }
+    }
+
+    /// Whether `target_modules` and `exclude_modules` alone say which layers have an adapter.
+    pub(super) fn lists_targets(&self) -> bool {
+        let key = self.rest.get("layers_to_transform");
+        key.is_none_or(is_off) && self.target_modules.is_array()
+    }
+
+    /// Which biases are trained; `path` is where it was read, for messages.
+    pub(super) fn bias(&self, path: &Path) -> Result<AdapterBias> {
+        match self.bias.as_str() {
+            "none" => Ok(AdapterBias::None),
+            "all" => Ok(AdapterBias::All),
+            "lora_only" => Ok(AdapterBias::AdapterOnly),
+            other => {
+                let message = format!("`bias` is {other:?}; expected none, all or lora_only");
+                Err(Error::checkpoint(path, message))
+            }
+        }
+    }
+}
+
+/// Whether a value asks for nothing.
+fn is_off(value: &serde_json::Value) -> bool {
+    match value {
+        serde_json::Value::Null => true,
+        serde_json::Value::Bool(on) => !on,
+        serde_json::Value::Object(fields) => fields.is_empty(),
+        serde_json::Value::Array(items) => items.is_empty(),
+        _ => false,
+    }
+}
+
+/// The path of the module that `path` is or is in, of those that end with one of the patterns.
+fn saved_module<'p>(patterns: &[String], path: &'p str) -> Option<&'p str> {
+    let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
+    let mut modules = ends.map(|end| &path[..end]);
+    modules.find(|module| patterns.iter().any(|pattern| module.ends_with(pattern.as_str())))
+}
+
+/// Whether modules that are trained whole share a weight.
+fn shares_saved(tree: &ModuleTree) -> bool {
+    let trained = |fqn: &str| tree.parameter(fqn).is_some_and(|p| p.requires_grad());
+    tree.aliases().any(|(_, fqn)| trained(fqn))
+}
+
+/// The modules that a model trains whole beside its adapters, as patterns with which PEFT finds no others. Modules
+/// that share a weight are all listed: PEFT trains and saves them one by one.
+fn saved_modules(adapters: &Adapters, tree: &ModuleTree) -> Option<Vec<String>> {
+    let owner = |fqn: &str| fqn.rsplit_once('.').map_or("", |(path, _)| path).to_owned();
+    let trained: BTreeSet<&str> = tree
+        .trainable()
+        .filter(|p| !p.is_adapter() && !p.fqn().ends_with(".bias"))
+        .map(|p| p.fqn())
+        .collect();
+    let shared = tree.aliases().filter(|(_, fqn)| trained.contains(fqn)).map(|(alias, _)| alias);
+    let mut paths: Vec<String> = trained.iter().copied().chain(shared).map(owner).collect();
+    paths.sort();
+    paths.dedup();
+    let all =
+        tree.parameters().iter().map(|p| p.fqn()).chain(tree.aliases().map(|(alias, _)| alias));
+    let all: BTreeSet<String> = all.map(owner).collect();
+    let patterns = &adapters.modules_to_save;
+    let found: Vec<String> =
+        all.into_iter().filter(|path| saved_module(patterns, path).is_some()).collect();
+    if paths.is_empty() {
+        return None;
+    }
+    Some(if found == paths { patterns.clone() } else { paths })
 }

@@ -4,71 +4,171 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::super::weights::MAX_COMPANION;
-use super::super::{TensorInfo, TensorSource};
-use super::AdapterSource;
+use super::super::{TensorInfo, TensorSource, same_values};
+use super::load::apart;
+use super::source::layer_of;
+use super::{ADAPTER_CONFIG, AdapterSource};
+use crate::json::read_json;
+use crate::narrow::converted;
+use crate::source::loaded_bytes;
+use crate::stored::loadable_dtype;
+use crate::weights::MAX_COMPANION;
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
-use fulgurite_error::files::read_regular;
 
 /// The magnitudes of an adapter, relative to its layer.
 const MAGNITUDE: &str = "lora_magnitude_vector";
 
+/// The two matrices of an adapter of a linear layer and of an embedding, relative to the layer.
+const PAIRS: [(&str, &str); 2] =
+    [("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")];
+
 /// The tensors of a base model, with those of an adapter added: `V = W + scale B A`, and of one with magnitudes
 /// (DoRA) `magnitude / norm(V) V`, row by row. Computed in f32 (f64 for f64).
-/// What was trained beside the adapters takes the place of the base's.
+/// Modules that were trained beside the adapters, and weights that the adapter brings along, replace the base's.
 pub struct MergedModel<'a> {
     base: &'a dyn TensorSource,
     adapter: AdapterSource,
-    scale: f64,
 }
 
 impl<'a> MergedModel<'a> {
     /// `base` with the adapter in the directory `adapter`.
     ///
     /// # Errors
-    /// If that is no adapter, or the base has not the layers that it is for, or shares the weight of one with
-    /// another layer.
+    /// If that is no adapter, or has another scale for some layers, or does not fit the base; if a module that it
+    /// changes shares its weight with another one in the base.
     pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
-        let source = AdapterSource::open(adapter)?;
-        let scale = source.config().adapters(adapter)?.scale();
-        for name in source.names() {
-            let layer = name.rfind(".lora_").map(|at| &name[..at]);
-            let target = layer.map_or_else(|| name.to_owned(), |layer| format!("{layer}.weight"));
-            if base.info(&target).is_none() {
-                let message = format!(
-                    "has `{name}`, and {} has no `{target}`: it is an adapter of another model",
-                    base.location().display()
-                );
-                return Err(Error::checkpoint(adapter, message));
-            }
-            if name.ends_with(".lora_embedding_A")
-                && layer.is_some_and(|layer| source.info(&format!("{layer}.{MAGNITUDE}")).is_some())
-            {
-                let message = format!(
-                    "has magnitudes (DoRA) of the embedding `{target}`; only those of linear layers can be merged"
-                );
-                return Err(Error::checkpoint(adapter, message));
-            }
-            if name.ends_with(".lora_embedding_A") && is_tied(base.location()) {
-                return Err(Error::checkpoint(
-                    adapter,
-                    format!(
-                        "changes the embedding `{target}`, which {} shares with its output head \
-                         (`tie_word_embeddings`): merged, it would change the head, too. Keep the adapter apart",
-                        base.location().display()
-                    ),
-                ));
+        let merged = Self { base, adapter: AdapterSource::open(adapter)? };
+        merged.adapter.config().bias(&adapter.join(ADAPTER_CONFIG))?;
+        let tied = TiedHead::of(base)?;
+        for name in merged.adapter.names() {
+            match layer_of(name) {
+                Some(layer) => merged.check_adapter(layer, name, &tied)?,
+                None => merged.check_other(name, &tied)?,
             }
         }
-        Ok(Self { base, adapter: source, scale })
+        Ok(merged)
+    }
+
+    fn fail<T>(&self, message: String) -> Result<T> {
+        Err(Error::checkpoint(self.adapter.location(), message))
+    }
+
+    /// Checks a tensor of an adapter, and that its layer is one of the base.
+    fn check_adapter(&self, layer: &str, name: &str, tied: &TiedHead) -> Result<()> {
+        let target = format!("{layer}.weight");
+        if tied.shares(&target) {
+            return self.fail(format!(
+                "changes `{target}`, which in {} is one weight with the embedding or head \
+                 (`tie_word_embeddings`): merged, it would change the other, too. Keep the adapter apart",
+                self.base.location().display()
+            ));
+        }
+        let Some(base) = self.base.info(&target) else { return self.no_such(name, &target) };
+        if loadable_dtype(base.dtype).is_none_or(|dtype| !dtype.is_float()) {
+            return self.fail(format!(
+                "changes `{target}`, whose dtype {} is none that it can be added to; merge it into the base \
+                 before that is quantised",
+                base.dtype
+            ));
+        }
+        let (rows, columns) = match base.shape[..] {
+            [rows, columns] => (rows, columns),
+            _ => {
+                let shape = base.shape;
+                return self.fail(format!(
+                    "changes `{target}`, of the shape {shape:?}; only matrices take adapters here"
+                ));
+            }
+        };
+        let is_embedding = name.contains(".lora_embedding_");
+        let magnitude = format!("{layer}.{MAGNITUDE}");
+        if is_embedding && self.adapter.info(&magnitude).is_some() {
+            return self.fail(format!(
+                "has magnitudes (DoRA) of the embedding `{target}`; only those of linear layers can be merged"
+            ));
+        }
+        // A weight is [outputs, inputs]; an embedding's is [inputs, outputs].
+        let (outputs, inputs) = if is_embedding { (columns, rows) } else { (rows, columns) };
+        let pair = PAIRS[usize::from(is_embedding)];
+        let part = |part: &str| self.adapter.info(&format!("{layer}.{part}")).map(|i| i.shape);
+        let (Some(a), Some(b)) = (part(pair.0), part(pair.1)) else {
+            return self.fail(format!(
+                "has `{name}`, and not both of `{layer}.{}` and `{layer}.{}`",
+                pair.0, pair.1
+            ));
+        };
+        let fits = a.len() == 2 && a[1] == inputs && b[..] == [outputs, a[0]];
+        let rank = a.first().copied().unwrap_or(0);
+        let config = self.adapter.config();
+        if !fits || rank == 0 || (rank != config.r && !config.has_rank_pattern()) {
+            return self.fail(format!(
+                "has an adapter of the shapes {a:?} and {b:?} for `{target}` of {outputs} outputs and {inputs} \
+                 inputs; its configuration says rank {}",
+                config.r
+            ));
+        }
+        let known = [pair.0, pair.1, MAGNITUDE].iter().any(|p| name == format!("{layer}.{p}"));
+        match known {
+            true => Ok(()),
+            false => {
+                self.fail(format!("has a tensor `{name}`, which is of no LoRA or DoRA adapter"))
+            }
+        }
+    }
+
+    /// Checks a tensor that replaces one of the base.
+    fn check_other(&self, name: &str, tied: &TiedHead) -> Result<()> {
+        if let Some(base) = self.base.info(name) {
+            let found = self.adapter.info(name).map(|info| info.shape).unwrap_or_default();
+            if found != base.shape {
+                return self.fail(format!(
+                    "has `{name}` of the shape {found:?}, and {} has it of the shape {:?}; if the vocabulary was \
+                     resized, resize the base's, too (`resize_token_embeddings`)",
+                    self.base.location().display(),
+                    base.shape
+                ));
+            }
+        } else if !tied.shares(name) {
+            return self.no_such(name, name);
+        }
+        let config = self.adapter.config();
+        if !tied.shares(name) || self.adapter.is_of_base(name) || config.ensures_weight_tying() {
+            return Ok(());
+        }
+        let Some(other) = self.adapter.others().find(|other| *other != name && tied.shares(other))
+        else {
+            return self.fail(apart(name, tied.other(name)));
+        };
+        match same_values(&self.adapter, name, other)? {
+            true => Ok(()),
+            false => self.fail(format!(
+                "has `{name}` and `{other}`, which differ, and are one weight in {} (`tie_word_embeddings`); untie \
+                 the base first: save it with `tie_word_embeddings = false`",
+                self.base.location().display()
+            )),
+        }
+    }
+
+    fn no_such<T>(&self, name: &str, target: &str) -> Result<T> {
+        self.fail(format!(
+            "has `{name}`, and {} has no `{target}`: it is an adapter of another model",
+            self.base.location().display()
+        ))
+    }
+
+    /// A part of a weight before its adapter is added.
+    fn weight(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        match self.adapter.info(name) {
+            Some(_) => self.adapter.read(name, region, dtype, device),
+            None => self.base.read(name, region, dtype, device),
+        }
     }
 
     /// What the adapter adds to a part of a weight, in `dtype`; `None` for other tensors.
     fn added(&self, name: &str, region: &Region, dtype: DType) -> Result<Option<Tensor>> {
         let Some(layer) = name.strip_suffix(".weight") else { return Ok(None) };
-        let pairs = [("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")];
-        for (embedding, (a, b)) in [false, true].into_iter().zip(pairs) {
+        for (embedding, (a, b)) in [false, true].into_iter().zip(PAIRS) {
             let (a, b) = (format!("{layer}.{a}"), format!("{layer}.{b}"));
             let Some(of_a) = self.adapter.info(&a) else { continue };
             let rank = of_a.shape[0];
@@ -81,7 +181,7 @@ impl<'a> MergedModel<'a> {
             };
             let a = part(&a, [rank, region.sizes[inputs]], [0, region.offsets[inputs]])?;
             let b = part(&b, [region.sizes[outputs], rank], [region.offsets[outputs], 0])?;
-            let product = (b.matmul(&a)? * self.scale)?;
+            let product = (b.matmul(&a)? * self.adapter.config().scale(rank))?;
             let product = if embedding { product.t()?.contiguous()? } else { product };
             return Ok(Some(product.flatten_all()?));
         }
@@ -99,7 +199,7 @@ impl<'a> MergedModel<'a> {
         }
         let (start, n, inputs) = (region.offsets[0], region.sizes[0], of_base.shape[1]);
         let rows = Region { offsets: vec![start, 0], sizes: vec![n, inputs] };
-        let whole = self.base.read(name, &rows, dtype, &Device::Cpu)?;
+        let whole = self.weight(name, &rows, dtype, &Device::Cpu)?;
         let whole = match self.added(name, &rows, dtype)? {
             Some(added) => (whole + added)?,
             None => whole,
@@ -113,11 +213,60 @@ impl<'a> MergedModel<'a> {
     }
 }
 
-/// Whether the model in this directory has one tensor for embedding and head.
-fn is_tied(base: &Path) -> bool {
-    let config = read_regular(base.join("config.json"), MAX_COMPANION).ok();
-    let config = config.and_then(|bytes| serde_json::from_slice::<serde_json::Value>(&bytes).ok());
-    config.is_some_and(|config| config["tie_word_embeddings"] == true)
+/// The weight that embedding and head of a base share.
+struct TiedHead {
+    /// Its names in the base: one, or two of the same values. None if the base shares none.
+    names: Vec<String>,
+}
+
+impl TiedHead {
+    /// The name of heads in models of `transformers`.
+    const HEAD: &str = "lm_head.weight";
+
+    fn of(base: &dyn TensorSource) -> Result<Self> {
+        let none = Self { names: Vec::new() };
+        let path = base.location().join("config.json");
+        if !path.is_file() {
+            return Ok(none);
+        }
+        let config: serde_json::Value = read_json(&path, MAX_COMPANION)?;
+        let text = config.get("text_config").unwrap_or(&config);
+        let rows = text["vocab_size"].as_u64();
+        let has_rows = |name: &&str| {
+            let shape = base.info(name).map(|info| info.shape).unwrap_or_default();
+            shape.len() == 2 && Some(shape[0] as u64) == rows
+        };
+        let names: Vec<String> =
+            base.names().into_iter().filter(has_rows).map(str::to_owned).collect();
+        let says = |config: &serde_json::Value| config["tie_word_embeddings"].as_bool();
+        let is_tied = match (says(&config).or(says(text)), &names[..]) {
+            // For many language models the key is true if it is left out.
+            (said, [_]) => said.unwrap_or_else(|| has_head(&config)),
+            // As transformers: two that differ are not tied.
+            (Some(true), [a, b]) => same_values(base, a, b)?,
+            _ => false,
+        };
+        Ok(if is_tied { Self { names } } else { none })
+    }
+
+    fn shares(&self, name: &str) -> bool {
+        let is_head = name == Self::HEAD || name.ends_with(".lm_head.weight");
+        !self.names.is_empty() && (is_head || self.names.iter().any(|shared| shared == name))
+    }
+
+    /// A name of the weight besides this one.
+    fn other(&self, name: &str) -> &str {
+        self.names.iter().map(String::as_str).find(|other| *other != name).unwrap_or(Self::HEAD)
+    }
+}
+
+/// Whether a model has an output head over the vocabulary, as far as its configuration says.
+fn has_head(config: &serde_json::Value) -> bool {
+    let names = config["architectures"].as_array();
+    let has_head = |name: &serde_json::Value| {
+        name.as_str().is_some_and(|name| name.contains("LM") || name.contains("Generation"))
+    };
+    names.is_none_or(|names| names.iter().any(has_head))
 }
 
 impl TensorSource for MergedModel<'_> {
@@ -136,14 +285,11 @@ impl TensorSource for MergedModel<'_> {
     }
 
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
-        if self.adapter.info(name).is_some() {
-            return self.adapter.read(name, region, dtype, device);
-        }
         let wide = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
         match self.added(name, region, wide)? {
-            None => self.base.read(name, region, dtype, device),
+            None => self.weight(name, region, dtype, device),
             Some(added) => {
-                let base = self.base.read(name, region, wide, &Device::Cpu)?;
+                let base = self.weight(name, region, wide, &Device::Cpu)?;
                 let merged = (base + added)?;
                 let merged = match self.factor(name, region, wide)? {
                     None => merged,
@@ -151,8 +297,20 @@ impl TensorSource for MergedModel<'_> {
                         merged.reshape(&region.sizes[..])?.broadcast_mul(&factor)?.flatten_all()?
                     }
                 };
-                Ok(merged.to_dtype(dtype)?.to_device(device)?)
+                Ok(converted(self.location(), name, &merged, dtype)?.to_device(device)?)
             }
         }
+    }
+
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        // What an adapter changes has a dtype that can be loaded.
+        match self.info(name).is_some_and(|info| loadable_dtype(info.dtype).is_some()) {
+            true => loaded_bytes(self, name),
+            false => self.base.read_stored(name),
+        }
+    }
+
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        self.base.unreadable(name)
     }
 }

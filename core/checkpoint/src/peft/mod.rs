@@ -2,13 +2,20 @@
 
 mod config;
 mod files;
+mod load;
 mod merge;
+mod source;
 
 pub use config::PeftConfig;
-pub use files::{AdapterSource, load_adapter, save_adapter};
+pub use files::save_adapter;
+pub use load::load_adapter;
 pub use merge::MergedModel;
+pub use source::AdapterSource;
 
 /// The file of the adapter's tensors.
 pub const ADAPTER_MODEL: &str = "adapter_model.safetensors";
 /// The file that says what the adapter is.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
+
+/// What PEFT's names begin with.
+const PREFIX: &str = "base_model.model.";

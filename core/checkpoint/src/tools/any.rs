@@ -5,9 +5,10 @@ use std::path::Path;
 use serde::Serialize;
 
 use super::super::manifest::{FULL_MANIFEST, MANIFEST, Manifest};
-use super::super::open::exists;
+use super::super::open::{Format, format_of};
 use super::super::{
     DistributedCheckpoint, FullCheckpoint, SafetensorsSource, StoredTensors, TensorSource,
+    TorchSource,
 };
 use crate::{Error, Result};
 
@@ -21,6 +22,8 @@ pub enum CheckpointKind {
     Full,
     /// Weights alone: a Hugging Face directory, a safetensors file, PyTorch's shards.
     Weights,
+    /// Weights that `torch.save` wrote: `pytorch_model.bin`, `.pt`, `.pth`, Lightning's `.ckpt`.
+    Torch,
 }
 
 impl std::fmt::Display for CheckpointKind {
@@ -29,6 +32,7 @@ impl std::fmt::Display for CheckpointKind {
             Self::Distributed => "distributed checkpoint",
             Self::Full => "full checkpoint",
             Self::Weights => "safetensors weights",
+            Self::Torch => "weights of torch.save",
         })
     }
 }
@@ -42,29 +46,32 @@ pub enum AnyCheckpoint {
     Full(Box<FullCheckpoint>),
     /// Weights alone.
     Weights(SafetensorsSource),
+    /// Weights that `torch.save` wrote.
+    Torch(TorchSource),
 }
 
 impl AnyCheckpoint {
-    /// Opens the checkpoint at `path`: a directory, or a safetensors or index file.
+    /// Opens the checkpoint at `path`: anything that [`open`](crate::open) opens.
     ///
     /// # Errors
     /// If there is no checkpoint, or it is incomplete.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
-        let path = path.as_ref();
-        if exists(path, MANIFEST) {
-            return Ok(Self::Distributed(Box::new(DistributedCheckpoint::open(path)?)));
-        }
-        if exists(path, FULL_MANIFEST) {
-            return Ok(Self::Full(Box::new(FullCheckpoint::open(path)?)));
-        }
-        if let Some(inside) = checkpoints_in(path).into_iter().next_back() {
-            let message = format!(
-                "this directory is no checkpoint but has some in it; name one, such as {}",
-                path.join(inside).display()
-            );
-            return Err(Error::checkpoint(path, message));
-        }
-        Ok(Self::Weights(SafetensorsSource::open(path)?))
+        let (path, format) = format_of(path.as_ref())?;
+        Ok(match format {
+            Format::Distributed => Self::Distributed(Box::new(DistributedCheckpoint::open(path)?)),
+            Format::Full => Self::Full(Box::new(FullCheckpoint::open(path)?)),
+            Format::Torch => Self::Torch(TorchSource::open(path)?),
+            Format::Safetensors => {
+                if let Some(inside) = checkpoints_in(&path).into_iter().next_back() {
+                    let message = format!(
+                        "this directory is no checkpoint but has some in it; name one, such as {}",
+                        path.join(inside).display()
+                    );
+                    return Err(Error::checkpoint(path, message));
+                }
+                Self::Weights(SafetensorsSource::open(path)?)
+            }
+        })
     }
 
     /// What its user should know, such as that it was saved without a checksum of its manifest.
@@ -73,6 +80,7 @@ impl AnyCheckpoint {
             Self::Distributed(checkpoint) => checkpoint.warning(),
             Self::Full(checkpoint) => checkpoint.warning(),
             Self::Weights(source) => source.warning(),
+            Self::Torch(source) => source.warning(),
         }
     }
 
@@ -87,6 +95,7 @@ impl AnyCheckpoint {
             Self::Distributed(_) => CheckpointKind::Distributed,
             Self::Full(_) => CheckpointKind::Full,
             Self::Weights(_) => CheckpointKind::Weights,
+            Self::Torch(_) => CheckpointKind::Torch,
         }
     }
 
@@ -96,6 +105,7 @@ impl AnyCheckpoint {
             Self::Distributed(checkpoint) => checkpoint.model(),
             Self::Full(checkpoint) => checkpoint.model(),
             Self::Weights(source) => source,
+            Self::Torch(source) => source,
         }
     }
 
@@ -104,7 +114,7 @@ impl AnyCheckpoint {
         let optimizer = match self {
             Self::Distributed(checkpoint) => checkpoint.optimizer(),
             Self::Full(checkpoint) => checkpoint.optimizer(),
-            Self::Weights(_) => return None,
+            Self::Weights(_) | Self::Torch(_) => return None,
         };
         (!optimizer.is_empty()).then_some(optimizer)
     }
@@ -114,14 +124,14 @@ impl AnyCheckpoint {
         match self {
             Self::Distributed(checkpoint) => Some(checkpoint.manifest()),
             Self::Full(checkpoint) => Some(checkpoint.manifest()),
-            Self::Weights(_) => None,
+            Self::Weights(_) | Self::Torch(_) => None,
         }
     }
 
     /// The manifest that weights alone say they were saved with, and that is not there.
     pub(super) fn missing_manifest(&self) -> Option<&str> {
         match self {
-            Self::Distributed(_) | Self::Full(_) => None,
+            Self::Distributed(_) | Self::Full(_) | Self::Torch(_) => None,
             Self::Weights(source) => source.missing_manifest(),
         }
     }

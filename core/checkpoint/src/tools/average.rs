@@ -73,4 +73,15 @@ impl TensorSource for AveragedModel<'_> {
             None => self.model.read(name, region, dtype, device),
         }
     }
+
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        match self.key(name) {
+            Some(key) => self.optimizer.read_stored(&key),
+            None => self.model.read_stored(name),
+        }
+    }
+
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        self.model.unreadable(name)
+    }
 }

@@ -229,6 +229,10 @@ impl<'a> OutputSection<'a> {
         let mut taken = BTreeMap::new();
         let (mut names, mut tensors) = (Vec::new(), Vec::new());
         for name in source.names() {
+            if let Some(reason) = source.unreadable(name) {
+                let message = format!("tensor `{name}` {reason}");
+                return Err(Error::checkpoint(source.location(), message));
+            }
             let Some(info) = source.info(name) else { continue };
             let renamed = rename(name);
             if let Some(other) = taken.insert(renamed.clone(), name) {
@@ -245,11 +249,14 @@ impl<'a> OutputSection<'a> {
         Ok(Self { section, source, names, tensors })
     }
 
-    /// The values of tensor `i`, flat, in the new dtype.
+    /// The values of tensor `i`, flat, in the new dtype; as bytes for a dtype that candle does not have.
     pub(super) fn read(&self, i: usize) -> Result<Tensor> {
         let (name, tensor) = (&self.names[i], &self.tensors[i]);
-        // For a dtype that cannot be loaded `read` fails, in whatever dtype it is asked for.
-        let dtype = loadable_dtype(tensor.dtype).unwrap_or(DType::U8);
+        let Some(dtype) = loadable_dtype(tensor.dtype) else {
+            let bytes = self.source.read_stored(name)?;
+            let len = bytes.len();
+            return Ok(Tensor::from_vec(bytes, len, &Device::Cpu)?);
+        };
         self.source.read(name, &Region::full(&tensor.shape), dtype, &Device::Cpu)
     }
 }

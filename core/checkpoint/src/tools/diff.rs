@@ -5,6 +5,7 @@ use std::collections::BTreeSet;
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
 
+use super::super::chunks::blocks;
 use super::super::stored::loadable_dtype;
 use super::super::{TensorInfo, TensorSource};
 use super::AnyCheckpoint;
@@ -12,10 +13,6 @@ use super::progress::{Counter, Progress};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::execution::read;
-use fulgurite_engine::shard::Region;
-
-/// Bytes of a tensor that are compared at a time.
-const WINDOW: usize = 4 << 20;
 
 /// Options of [`diff`].
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
@@ -74,6 +71,13 @@ pub enum Change {
     },
     /// The values differ.
     Values(ValueDifference),
+    /// The bytes differ, of a dtype whose values are not known here.
+    Bytes {
+        /// Number of bytes that differ.
+        bytes: u64,
+        /// Number of bytes.
+        of: u64,
+    },
 }
 
 /// The difference of two tensors' values.
@@ -100,7 +104,7 @@ impl ValueDifference {
 /// Compares names, shapes, dtypes and values, block by block. Not collective.
 ///
 /// # Errors
-/// If values cannot be read.
+/// If values cannot be read, or both have a tensor of a dtype that is not known here and in another one.
 pub fn diff(
     a: &AnyCheckpoint,
     b: &AnyCheckpoint,
@@ -125,6 +129,12 @@ pub fn diff(
         let (a, b) = (find(&a).map(|i| a[i].1), find(&b).map(|i| b[i].1));
         let names = [a, b].into_iter().flatten().flat_map(|source| source.names());
         for name in names.collect::<BTreeSet<_>>() {
+            for source in [a, b].into_iter().flatten() {
+                if let Some(reason) = source.unreadable(name) {
+                    let message = format!("tensor `{name}` {reason}");
+                    return Err(Error::checkpoint(source.location(), message));
+                }
+            }
             let info = |source: Option<&dyn TensorSource>| source.and_then(|s| s.info(name));
             let change = match (a.zip(info(a)), b.zip(info(b))) {
                 (Some((a, a_info)), Some((b, b_info))) => {
@@ -164,6 +174,11 @@ fn compare(
     if a_info.shape != b_info.shape {
         return Ok(Some(Change::Shape { a: a_info.shape.clone(), b: b_info.shape.clone() }));
     }
+    if a_info.dtype == b_info.dtype && loadable_dtype(a_info.dtype).is_none() {
+        let (a, b) = (a.read_stored(name)?, b.read_stored(name)?);
+        let bytes = a.iter().zip(&b).filter(|(a, b)| a != b).count() as u64;
+        return Ok((bytes > 0).then_some(Change::Bytes { bytes, of: a.len() as u64 }));
+    }
     let mut values = ValueDifference::default();
     for region in blocks(&a_info.shape, a_info.dtype.bitsize().max(b_info.dtype.bitsize()) / 8) {
         let read = |source: &dyn TensorSource, info: &TensorInfo| {
@@ -185,23 +200,6 @@ fn compare(
     } else {
         None
     })
-}
-
-/// The tensor as blocks of its first dimension.
-fn blocks(shape: &[usize], width: usize) -> Vec<Region> {
-    let whole = Region::full(shape);
-    if whole.is_empty() || shape.is_empty() {
-        return if whole.is_empty() { Vec::new() } else { vec![whole] };
-    }
-    let row = whole.elem_count() / shape[0] * width;
-    let rows = (WINDOW / row.max(1)).max(1);
-    let block = |start: usize| {
-        let mut region = whole.clone();
-        region.offsets[0] = start;
-        region.sizes[0] = rows.min(shape[0] - start);
-        region
-    };
-    (0..shape[0]).step_by(rows).map(block).collect()
 }
 
 fn compare_block(a: &Tensor, b: &Tensor, total: &mut ValueDifference) -> Result<()> {
@@ -271,16 +269,5 @@ mod tests {
         assert!(nan.counts(Some(1e9)) && nan.counts(None));
         let zero = ValueDifference { elements: 1, of: 1, max_abs: 0.0 };
         assert!(!zero.counts(Some(0.0)) && zero.counts(None));
-    }
-
-    #[test]
-    fn blocks_make_up_the_tensor() {
-        assert_eq!(blocks(&[], 4), [Region::full(&[])]);
-        assert!(blocks(&[0, 3], 4).is_empty());
-        let shape = [3000, 1000];
-        let blocks = blocks(&shape, 4);
-        assert!(blocks.len() > 1);
-        assert!(blocks.iter().all(|b| b.elem_count() * 4 <= WINDOW));
-        super::super::super::chunks::check_cover(&shape, &blocks).unwrap();
     }
 }

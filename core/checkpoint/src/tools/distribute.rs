@@ -5,10 +5,11 @@ use super::super::full::TensorMeta;
 use super::super::manifest::Section;
 use super::super::manifest::{MANIFEST, Manifest, SaveMeta, TensorEntry};
 use super::super::shard_file::file_name;
+use super::super::stored::loadable_dtype;
 use super::super::tensor_file::{FileKind, TensorFile, TensorSlot, sort_by_alignment};
 use super::convert::OutputSection;
 use super::progress::Counter;
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_engine::mesh::DATA_PARALLEL_SHARD;
 use fulgurite_engine::shard::{Cut, Placement, Region, ShardSpec};
 
@@ -48,7 +49,8 @@ pub(super) fn write(
                 // A part of the first dimension is contiguous.
                 let row = tensor.shape.iter().skip(1).product::<usize>();
                 let start = region.offsets.first().map_or(0, |first| first * row);
-                chunks.extend(file.put(&values.narrow(0, start, region.elem_count())?)?);
+                let (start, len) = (at(tensor, start)?, at(tensor, region.elem_count())?);
+                chunks.extend(file.put(&values.narrow(0, start, len)?)?);
             }
             let entry = TensorEntry { shape: tensor.shape.clone(), dtype: tensor.dtype, chunks };
             let entries = match part.section {
@@ -65,6 +67,22 @@ pub(super) fn write(
     let path = format!("{staged}/{MANIFEST}");
     io.save(&path, &manifest.encode(&io.location(&path))?)?;
     Ok(manifest.files.len())
+}
+
+/// The index of an element in the flat values: of a dtype that candle does not have, which are bytes, of its first
+/// byte.
+fn at(tensor: &TensorMeta, element: usize) -> Result<usize> {
+    let bits = element * tensor.dtype.bitsize();
+    if loadable_dtype(tensor.dtype).is_some() {
+        return Ok(element);
+    }
+    if !bits.is_multiple_of(8) {
+        return Err(Error::other(format!(
+            "tensor `{}`: a shard would begin within a byte of its dtype {}; write one shard, or a full checkpoint",
+            tensor.name, tensor.dtype
+        )));
+    }
+    Ok(bits / 8)
 }
 
 /// A file for every shard that has a part of any tensor.

@@ -45,6 +45,9 @@ pub struct TensorSet {
     pub dtypes: BTreeMap<String, usize>,
     /// Each tensor, by name.
     pub tensors: BTreeMap<String, TensorSummary>,
+    /// Tensors that cannot be read, such as sparse ones, and why.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub unreadable: BTreeMap<String, String>,
 }
 
 /// A tensor without its values.
@@ -86,7 +89,11 @@ pub fn inspect(checkpoint: &AnyCheckpoint) -> CheckpointSummary {
 fn summarize(source: &dyn TensorSource, parts: impl Fn(&str) -> Option<usize>) -> TensorSet {
     let (mut elements, mut bytes) = (0, 0);
     let (mut dtypes, mut tensors) = (BTreeMap::new(), BTreeMap::new());
+    let mut unreadable = BTreeMap::new();
     for name in source.names() {
+        if let Some(reason) = source.unreadable(name) {
+            unreadable.insert(name.to_owned(), reason.to_owned());
+        }
         let Some(info) = source.info(name) else { continue };
         let n = checked_elem_count(&info.shape).unwrap_or(0) as u64;
         let size = n * info.dtype.bitsize() as u64 / 8;
@@ -97,5 +104,5 @@ fn summarize(source: &dyn TensorSource, parts: impl Fn(&str) -> Option<usize>) -
         let tensor = TensorSummary { shape: info.shape, dtype, bytes: size, parts: parts(name) };
         tensors.insert(name.to_owned(), tensor);
     }
-    TensorSet { elements, bytes, dtypes, tensors }
+    TensorSet { elements, bytes, dtypes, tensors, unreadable }
 }

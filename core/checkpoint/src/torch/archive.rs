@@ -5,7 +5,7 @@ use std::path::Path;
 
 use crate::{CheckpointReader, LocalFile};
 use crate::{Error, Result};
-use fulgurite_error::files::check_len;
+use fulgurite_error::files::{check_len, foreign_content};
 
 /// The first bytes of a file that PyTorch before 1.6 saved, without a zip archive.
 const LEGACY: [u8; 4] = [0x80, 0x02, 0x8a, 0x0a];
@@ -30,7 +30,8 @@ pub(super) struct Archive {
 pub(super) struct Record {
     /// First byte in the file and the one after the last.
     pub(super) bytes: (u64, u64),
-    pub(super) crc32: u32,
+    /// `None` where it was not computed, with `torch.serialization.set_crc32_options(False)`.
+    pub(super) crc32: Option<u32>,
 }
 
 /// The longest pickle that is read; it has the names and shapes of tensors, and no values.
@@ -41,18 +42,17 @@ impl Archive {
         let fail = |message: String| Error::checkpoint(path, message);
         let reader = LocalFile::open(path)?;
         let len = reader.len().map_err(Error::io("reading", path))?;
-        let mut start = [0; 4];
-        if len >= 4 {
-            reader.read_exact_at(&mut start, 0).map_err(Error::io("reading", path))?;
-        }
-        if start == LEGACY {
+        let mut start = vec![0; len.min(512) as usize];
+        reader.read_exact_at(&mut start, 0).map_err(Error::io("reading", path))?;
+        if start.starts_with(&LEGACY) {
             let message = "was saved by PyTorch before 1.6, or with \
                            `_use_new_zipfile_serialization=False`, in a format that cannot be read \
                            in parts. Load it in Python and save it again";
             return Err(fail(message.to_owned()));
         }
-        if start != ZIP {
-            return Err(fail("is no file of `torch.save`: it is no zip archive".to_owned()));
+        if !start.starts_with(&ZIP) {
+            let what = foreign_content(&start).unwrap_or("it is no zip archive");
+            return Err(fail(format!("is no file of `torch.save`: {what}")));
         }
         let file = LocalFile::open(path)?.into_file();
         let damaged =
@@ -71,7 +71,8 @@ impl Archive {
             let range = entry.data_start().and_then(|s| Some((s, s.checked_add(entry.size())?)));
             match range {
                 Some(bytes) if bytes.1 <= len => {
-                    entries.insert(name, Record { bytes, crc32: entry.crc32() })
+                    let crc32 = Some(entry.crc32()).filter(|crc32| *crc32 != 0);
+                    entries.insert(name, Record { bytes, crc32 })
                 }
                 _ => {
                     return Err(fail(format!("is truncated: `{name}` in it ends beyond the file")));
@@ -89,7 +90,7 @@ impl Archive {
             check_len(end - start, MAX_PICKLE).map_err(Error::io("reading the pickle in", path))?;
             let mut bytes = vec![0; (end - start) as usize];
             reader.read_exact_at(&mut bytes, start).map_err(Error::io("reading", path))?;
-            if crc32fast::hash(&bytes) == crc32 {
+            if crc32.is_none_or(|crc32| crc32fast::hash(&bytes) == crc32) {
                 Ok(bytes)
             } else {
                 let message = "is damaged: its pickle does not match its CRC-32".to_owned();

@@ -422,6 +422,7 @@ impl File<'_> {
         let mut seen = BTreeSet::new();
         let tensors = tensors(self.heap, &[]).unwrap_or_default().into_iter();
         tensors
+            .filter_map(|(name, tensor)| Some((name, tensor.ok()?)))
             .filter(|(_, view)| {
                 seen.insert((
                     view.storage.clone(),

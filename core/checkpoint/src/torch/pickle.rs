@@ -1,37 +1,57 @@
 //! The stack machine of pickle, without calls.
 //!
-//! Objects are in one list and refer to each other by index. So objects can be shared, no depth of
-//! nesting overflows the stack, and memory is a small multiple of the pickle's size.
+//! Objects are in one list and refer to each other by index. So objects can be shared, and no depth of
+//! nesting overflows the stack. Memory is counted: it is a small multiple of the pickle's size, or an error.
 
 use std::collections::HashMap;
 
 /// The index of an object in a [`Heap`].
-pub(super) type Id = usize;
+pub(super) type Id = u32;
 
-/// An object of a pickle.
+/// The most bytes that the objects of a pickle take.
+const MAX_MEMORY: usize = 512 << 20;
+/// Bytes that objects may take for one byte of the pickle. State dicts take about 3.
+const PER_BYTE: usize = 16;
+/// Bytes that objects may take besides.
+const SPARE: usize = 16 << 20;
+/// Bytes of an entry of the memo.
+const MEMO: usize = 32;
+
+/// An object of a pickle. An empty collection takes no memory besides.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Object {
     None,
     Int(i64),
     Float(f64),
     Bool(bool),
-    Text(String),
+    Text(Box<str>),
     /// A class or function, `module.name`.
-    Global(String),
-    Tuple(Vec<Id>),
+    Global(Box<str>),
+    Tuple(Box<[Id]>),
     List(Vec<Id>),
-    Dict(Vec<(Id, Id)>),
+    Dict(Option<Box<Items>>),
     /// The result of a call, which is not made, and the items set in it as in a dict.
     Call {
         callable: Id,
         args: Id,
-        items: Vec<(Id, Id)>,
+        items: Option<Box<Items>>,
     },
     /// A reference to data outside of the pickle.
     Persistent(Id),
     /// Any other value: integers that are not small, bytes, sets.
     Other,
 }
+
+/// The items of a dict.
+type Items = Vec<(Id, Id)>;
+
+/// The objects that are there once, as they cannot be changed: `None`, the two flags, the empty tuple,
+/// [`Object::Other`], and from [`BYTES`] on the integers from 0 to 255.
+const NONE: Id = 0;
+const FLAGS: [Id; 2] = [1, 2];
+const EMPTY: Id = 3;
+const OTHER: Id = 4;
+const BYTES: Id = 5;
 
 /// The objects of a pickle; `root` is the pickled one.
 #[derive(Debug)]
@@ -42,14 +62,14 @@ pub(super) struct Heap {
 
 impl Heap {
     pub(super) fn get(&self, id: Id) -> &Object {
-        &self.objects[id]
+        &self.objects[id as usize]
     }
 
     /// The items of a dict, or of a call that items were set in.
     pub(super) fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
         match self.get(id) {
-            Object::Dict(items) => Some(items),
-            Object::Call { items, .. } if !items.is_empty() => Some(items),
+            Object::Dict(items) => Some(items.as_ref().map_or(&[][..], |items| items)),
+            Object::Call { items: Some(items), .. } => Some(items),
             _ => None,
         }
     }
@@ -70,7 +90,8 @@ impl Heap {
 
     pub(super) fn sequence(&self, id: Id) -> Option<&[Id]> {
         match self.get(id) {
-            Object::Tuple(items) | Object::List(items) => Some(items),
+            Object::Tuple(items) => Some(items),
+            Object::List(items) => Some(items),
             _ => None,
         }
     }
@@ -107,7 +128,7 @@ impl Heap {
 
 /// Runs a pickle. The error is a message without the file's name.
 pub(super) fn parse(bytes: &[u8]) -> Result<Heap, String> {
-    let mut machine = Machine { rest: bytes, ..Machine::default() };
+    let mut machine = Machine::new(bytes);
     let root = machine.run().map_err(|message| {
         let at = bytes.len() - machine.rest.len();
         format!("its pickle is damaged or not of a kind that is known: {message}, at byte {at}")
@@ -115,19 +136,44 @@ pub(super) fn parse(bytes: &[u8]) -> Result<Heap, String> {
     Ok(Heap { objects: machine.objects, root })
 }
 
-#[derive(Default)]
 struct Machine<'a> {
     rest: &'a [u8],
     objects: Vec<Object>,
     stack: Vec<Id>,
     /// The open marks, as stack depths.
-    marks: Vec<usize>,
+    marks: Vec<u32>,
     memo: HashMap<u64, Id>,
+    /// Bytes that may still be taken.
+    memory: usize,
+    /// The most objects and marks that were on the stack at a time.
+    highest: usize,
 }
 
 type Step<T = ()> = Result<T, String>;
 
 impl<'a> Machine<'a> {
+    fn new(bytes: &'a [u8]) -> Self {
+        let empty = Object::Tuple(Box::default());
+        let once = [Object::None, Object::Bool(false), Object::Bool(true), empty, Object::Other];
+        Self {
+            rest: bytes,
+            objects: once.into_iter().chain((0..256).map(Object::Int)).collect(),
+            stack: Vec::new(),
+            marks: Vec::new(),
+            memo: HashMap::new(),
+            memory: MAX_MEMORY.min(SPARE.saturating_add(bytes.len().saturating_mul(PER_BYTE))),
+            highest: 0,
+        }
+    }
+
+    /// Counts memory that is taken.
+    fn take_memory(&mut self, bytes: usize) -> Step {
+        let left = self.memory.checked_sub(bytes);
+        self.memory =
+            left.ok_or("its objects need far more memory than those of a state dict of this size")?;
+        Ok(())
+    }
+
     fn run(&mut self) -> Step<Id> {
         loop {
             let op = self.array::<1>()?[0];
@@ -144,16 +190,16 @@ impl<'a> Machine<'a> {
             0x80 => self.take(1).map(drop),
             0x95 => self.take(8).map(drop),
             // Simple values.
-            b'N' => self.push(Object::None),
-            0x88 => self.push(Object::Bool(true)),
-            0x89 => self.push(Object::Bool(false)),
+            b'N' => self.push_id(NONE),
+            0x88 => self.push_id(FLAGS[1]),
+            0x89 => self.push_id(FLAGS[0]),
             b'J' => {
                 let value = i32::from_le_bytes(self.array()?);
                 self.push(Object::Int(value.into()))
             }
             b'K' => {
-                let value = self.array::<1>()?[0];
-                self.push(Object::Int(value.into()))
+                let value = Id::from(self.array::<1>()?[0]);
+                self.push_id(BYTES + value)
             }
             b'M' => {
                 let value = u16::from_le_bytes(self.array()?);
@@ -201,10 +247,10 @@ impl<'a> Machine<'a> {
                 self.text(len)
             }
             b'V' | b'S' => {
-                let line = String::from_utf8_lossy(self.line()?).into_owned();
-                let text =
-                    if op == b'S' { line.trim_matches(['\'', '"']).to_owned() } else { line };
-                self.push(Object::Text(text))
+                let line = String::from_utf8_lossy(self.line()?);
+                let text = if op == b'S' { line.trim_matches(['\'', '"']) } else { &line };
+                let text = text.into();
+                self.push_text(text)
             }
             b'B' => {
                 let len = u32::from_le_bytes(self.array()?).into();
@@ -220,11 +266,11 @@ impl<'a> Machine<'a> {
             }
             // The stack and the memo.
             b'(' => {
-                self.marks.push(self.stack.len());
-                Ok(())
+                self.marks.push(self.stack.len() as u32);
+                self.count_stack()
             }
             b'0' => match self.marks.last() {
-                Some(&mark) if mark == self.stack.len() => {
+                Some(&mark) if mark as usize == self.stack.len() => {
                     self.marks.pop();
                     Ok(())
                 }
@@ -233,8 +279,7 @@ impl<'a> Machine<'a> {
             b'1' => self.above_mark().map(drop),
             b'2' => {
                 let top = self.top()?;
-                self.stack.push(top);
-                Ok(())
+                self.push_id(top)
             }
             b'q' | b'r' | b'p' | 0x94 => {
                 let key = match op {
@@ -244,8 +289,10 @@ impl<'a> Machine<'a> {
                     _ => self.memo.len() as u64,
                 };
                 let top = self.top()?;
-                self.memo.insert(key, top);
-                Ok(())
+                match self.memo.insert(key, top) {
+                    None => self.take_memory(MEMO),
+                    Some(_) => Ok(()),
+                }
             }
             b'h' | b'j' | b'g' => {
                 let key = match op {
@@ -254,8 +301,7 @@ impl<'a> Machine<'a> {
                     _ => self.number()?,
                 };
                 let id = *self.memo.get(&key).ok_or("it refers to an object before it is made")?;
-                self.stack.push(id);
-                Ok(())
+                self.push_id(id)
             }
             _ => self.compound(op),
         }
@@ -264,21 +310,22 @@ impl<'a> Machine<'a> {
     /// Opcodes of collections and calls.
     fn compound(&mut self, op: u8) -> Step {
         match op {
-            b')' => self.push(Object::Tuple(Vec::new())),
+            b')' => self.push_id(EMPTY),
             b't' => {
                 let items = self.above_mark()?;
-                self.push(Object::Tuple(items))
+                self.push_tuple(items)
             }
             0x85..=0x87 => {
                 let count = usize::from(op - 0x84);
                 let from = self.floor(count)?;
                 let items = self.stack.split_off(from);
-                self.push(Object::Tuple(items))
+                self.push_tuple(items)
             }
             b']' => self.push(Object::List(Vec::new())),
             b'l' => {
                 let items = self.above_mark()?;
-                self.push(Object::List(items))
+                self.push(Object::List(Vec::new()))?;
+                self.append(items)
             }
             b'a' => {
                 let item = self.pop()?;
@@ -288,11 +335,11 @@ impl<'a> Machine<'a> {
                 let items = self.above_mark()?;
                 self.append(items)
             }
-            b'}' => self.push(Object::Dict(Vec::new())),
+            b'}' => self.push(Object::Dict(None)),
             b'd' => {
                 let items = self.above_mark()?;
-                let items = pairs(&items)?;
-                self.push(Object::Dict(items))
+                self.push(Object::Dict(None))?;
+                self.set(pairs(&items)?)
             }
             b's' => {
                 let value = self.pop()?;
@@ -303,23 +350,23 @@ impl<'a> Machine<'a> {
                 let items = self.above_mark()?;
                 self.set(pairs(&items)?)
             }
-            0x8f => self.push(Object::Other),
+            0x8f => self.push_id(OTHER),
             0x90 => self.above_mark().map(drop),
             0x91 => {
                 self.above_mark()?;
-                self.push(Object::Other)
+                self.push_id(OTHER)
             }
             b'c' => {
-                let module = String::from_utf8_lossy(self.line()?).into_owned();
-                let name = String::from_utf8_lossy(self.line()?).into_owned();
-                self.push(Object::Global(format!("{module}.{name}")))
+                let global = self.named()?;
+                self.stack.push(global);
+                self.count_stack()
             }
             0x93 => {
                 let (name, module) = (self.pop()?, self.pop()?);
-                match (&self.objects[module], &self.objects[name]) {
+                match (self.object(module), self.object(name)) {
                     (Object::Text(module), Object::Text(name)) => {
-                        let global = Object::Global(format!("{module}.{name}"));
-                        self.push(global)
+                        let global = self.global(format!("{module}.{name}"))?;
+                        self.push_id(global)
                     }
                     _ => Err("a name that is no text".to_owned()),
                 }
@@ -336,11 +383,9 @@ impl<'a> Machine<'a> {
                 self.call(callable, args)
             }
             b'i' => {
-                let module = String::from_utf8_lossy(self.line()?).into_owned();
-                let name = String::from_utf8_lossy(self.line()?).into_owned();
+                let callable = self.named()?;
                 let args = self.above_mark()?;
-                let args = self.add(Object::Tuple(args));
-                let callable = self.add(Object::Global(format!("{module}.{name}")));
+                let args = self.tuple(args)?;
                 self.call(callable, args)
             }
             b'o' => {
@@ -349,7 +394,7 @@ impl<'a> Machine<'a> {
                     return Err("an object without a class".to_owned());
                 }
                 let callable = args.remove(0);
-                let args = self.add(Object::Tuple(args));
+                let args = self.tuple(args)?;
                 self.call(callable, args)
             }
             // Attributes, which are not needed: a state dict has only `_metadata`.
@@ -359,8 +404,9 @@ impl<'a> Machine<'a> {
                 self.push(Object::Persistent(key))
             }
             b'P' => {
-                let key = Object::Text(String::from_utf8_lossy(self.line()?).into_owned());
-                let key = self.add(key);
+                let key = String::from_utf8_lossy(self.line()?).into();
+                self.push_text(key)?;
+                let key = self.pop()?;
                 self.push(Object::Persistent(key))
             }
             op => Err(format!("unknown operation 0x{op:02x}")),
@@ -391,22 +437,72 @@ impl<'a> Machine<'a> {
         line.parse().map_err(|_| format!("`{line}` is no number"))
     }
 
-    fn add(&mut self, object: Object) -> Id {
-        self.objects.push(object);
-        self.objects.len() - 1
+    fn object(&self, id: Id) -> &Object {
+        &self.objects[id as usize]
     }
 
-    #[expect(clippy::unnecessary_wraps, reason = "an operation's last step, like the others")]
+    fn add(&mut self, object: Object) -> Step<Id> {
+        self.take_memory(size_of::<Object>())?;
+        // Memory ends long before there are as many.
+        let id = Id::try_from(self.objects.len()).map_err(|_| "it has too many objects")?;
+        self.objects.push(object);
+        Ok(id)
+    }
+
     fn push(&mut self, object: Object) -> Step {
-        let id = self.add(object);
+        let id = self.add(object)?;
+        self.push_id(id)
+    }
+
+    fn push_id(&mut self, id: Id) -> Step {
         self.stack.push(id);
+        self.count_stack()
+    }
+
+    /// Counts the memory of the stack, if it was never as high.
+    fn count_stack(&mut self) -> Step {
+        if self.stack.len() + self.marks.len() > self.highest {
+            self.highest += 1;
+            self.take_memory(size_of::<Id>())?;
+        }
         Ok(())
+    }
+
+    fn push_text(&mut self, text: Box<str>) -> Step {
+        self.take_memory(text.len())?;
+        self.push(Object::Text(text))
+    }
+
+    fn tuple(&mut self, items: Vec<Id>) -> Step<Id> {
+        if items.is_empty() {
+            return Ok(EMPTY);
+        }
+        self.take_memory(size_of_val(&items[..]))?;
+        self.add(Object::Tuple(items.into()))
+    }
+
+    fn push_tuple(&mut self, items: Vec<Id>) -> Step {
+        let tuple = self.tuple(items)?;
+        self.push_id(tuple)
+    }
+
+    /// A class or function whose module and name are the next two lines.
+    fn named(&mut self) -> Step<Id> {
+        let module = String::from_utf8_lossy(self.line()?);
+        let name = String::from_utf8_lossy(self.line()?);
+        let name = format!("{module}.{name}");
+        self.global(name)
+    }
+
+    fn global(&mut self, name: String) -> Step<Id> {
+        self.take_memory(name.len())?;
+        self.add(Object::Global(name.into()))
     }
 
     /// The depth below the topmost `count` objects, which must lie above the last mark.
     fn floor(&self, count: usize) -> Step<usize> {
         let from = self.stack.len().checked_sub(count);
-        let from = from.filter(|from| self.marks.last().is_none_or(|mark| from >= mark));
+        let from = from.filter(|from| self.marks.last().is_none_or(|mark| *from >= *mark as usize));
         from.ok_or_else(|| "it takes more than there is".to_owned())
     }
 
@@ -422,7 +518,7 @@ impl<'a> Machine<'a> {
 
     fn above_mark(&mut self) -> Step<Vec<Id>> {
         let mark = self.marks.pop().ok_or("it takes more than there is")?;
-        Ok(self.stack.split_off(mark))
+        Ok(self.stack.split_off(mark as usize))
     }
 
     fn long(&mut self, len: u64) -> Step {
@@ -439,18 +535,19 @@ impl<'a> Machine<'a> {
     }
 
     fn text(&mut self, len: u64) -> Step {
-        let text = String::from_utf8_lossy(self.take(len)?).into_owned();
-        self.push(Object::Text(text))
+        let text = String::from_utf8_lossy(self.take(len)?).into();
+        self.push_text(text)
     }
 
     fn bytes(&mut self, len: u64) -> Step {
         self.take(len)?;
-        self.push(Object::Other)
+        self.push_id(OTHER)
     }
 
     fn append(&mut self, mut items: Vec<Id>) -> Step {
+        self.take_memory(size_of_val(&items[..]))?;
         let top = self.top()?;
-        match &mut self.objects[top] {
+        match &mut self.objects[top as usize] {
             Object::List(list) => list.append(&mut items),
             Object::Call { .. } | Object::None | Object::Other => {}
             _ => return Err("it appends to what is no list".to_owned()),
@@ -458,10 +555,14 @@ impl<'a> Machine<'a> {
         Ok(())
     }
 
-    fn set(&mut self, mut items: Vec<(Id, Id)>) -> Step {
+    fn set(&mut self, mut items: Items) -> Step {
+        self.take_memory(size_of_val(&items[..]))?;
         let top = self.top()?;
-        match &mut self.objects[top] {
-            Object::Dict(dict) | Object::Call { items: dict, .. } => dict.append(&mut items),
+        match &mut self.objects[top as usize] {
+            Object::Dict(_) | Object::Call { .. } if items.is_empty() => {}
+            Object::Dict(dict) | Object::Call { items: dict, .. } => {
+                dict.get_or_insert_default().append(&mut items);
+            }
             _ => return Err("it puts items into what is no dict".to_owned()),
         }
         Ok(())
@@ -469,22 +570,19 @@ impl<'a> Machine<'a> {
 
     fn call(&mut self, callable: Id, args: Id) -> Step {
         let dict = matches!(
-            &self.objects[callable],
+            self.object(callable),
             Object::Global(name) if matches!(
-                name.as_str(),
+                &**name,
                 "collections.OrderedDict" | "collections.defaultdict" | "builtins.dict"
             )
         );
-        let object = if dict {
-            Object::Dict(Vec::new())
-        } else {
-            Object::Call { callable, args, items: Vec::new() }
-        };
+        let object =
+            if dict { Object::Dict(None) } else { Object::Call { callable, args, items: None } };
         self.push(object)
     }
 }
 
-fn pairs(items: &[Id]) -> Step<Vec<(Id, Id)>> {
+fn pairs(items: &[Id]) -> Step<Items> {
     let (pairs, rest) = items.as_chunks::<2>();
     if !rest.is_empty() {
         return Err("a key without a value".to_owned());
@@ -544,6 +642,24 @@ mod tests {
         assert_eq!(heap.global(*callable), Some("os.system"));
         let deep = [vec![b']'; 1 << 20], vec![b'a'; (1 << 20) - 1], vec![b'.']].concat();
         drop(parse(&deep).unwrap());
+    }
+
+    #[test]
+    fn memory_is_bounded_by_the_pickle() {
+        assert_eq!(size_of::<Object>(), 24);
+        // Each is one byte that makes an object, a place on the stack, or a mark.
+        for op in b"})](N" {
+            let many = [vec![*op; 4 << 20], vec![b'.']].concat();
+            let parsed = parse(&many);
+            if let Ok(heap) = &parsed {
+                assert!(heap.objects.len() < 300, "{}", *op as char);
+            }
+            let says = |error: &String| error.contains("need far more memory");
+            assert_eq!(parsed.as_ref().err().is_some_and(says), b"}]".contains(op));
+        }
+        // A list that is extended by what is on the stack, again and again.
+        let grown = [b"](".to_vec(), b"NNNNNNNNe(".repeat(1 << 20), b"t.".to_vec()].concat();
+        assert!(parse(&grown).is_ok());
     }
 
     #[test]

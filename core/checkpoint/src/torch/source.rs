@@ -7,10 +7,11 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{DType, Device, Tensor};
 
 use super::archive::{self, Archive, Record};
-use super::state_dict::{TensorView, tensors};
+use super::state_dict::{NamedTensor, TensorView, tensors};
 use super::{pickle, strided};
 use crate::checksum::Expected;
 use crate::chunks::check_bounds;
+use crate::narrow::converted;
 use crate::stored::{FileLocation, StoredChunk, is_undamaged, loadable_dtype};
 use crate::weights::with_index;
 use crate::{Error, Result};
@@ -32,6 +33,10 @@ pub struct TorchSource {
     views: BTreeMap<String, View>,
     /// The records of tensors that do not fill theirs.
     shared: BTreeMap<String, Arc<SharedRecord>>,
+    /// Tensors that cannot be read, and why.
+    unreadable: BTreeMap<String, String>,
+    /// Whether there are checksums.
+    has_checksums: bool,
 }
 
 /// A record of which several tensors may have parts. It is compared with its CRC-32 before the first of
@@ -48,7 +53,8 @@ impl SharedRecord {
         let undamaged = match self.undamaged.get() {
             Some(undamaged) => *undamaged,
             None => {
-                let expected = Expected::Crc32(self.record.crc32);
+                let Some(crc32) = self.record.crc32 else { return Ok(()) };
+                let expected = Expected::Crc32(crc32);
                 let reader = LocalFile::open(&self.file)?;
                 let found = is_undamaged(&reader, self.record.bytes, expected, &mut Vec::new())
                     .map_err(Error::io("reading", &self.file))?;
@@ -88,8 +94,8 @@ impl TorchSource {
     /// Opens a file, a Hugging Face directory with `pytorch_model.bin`, or its index.
     ///
     /// # Errors
-    /// If it is no file of `torch.save`, is damaged, or has no state dict, or one with quantized,
-    /// sparse or distributed tensors; the message says what to do.
+    /// If it is no file of `torch.save`, is damaged, or has no state dict; the message says what to do. Quantized,
+    /// sparse and distributed tensors are refused when they are read.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_at(path, &[])
     }
@@ -101,31 +107,36 @@ impl TorchSource {
     pub fn open_at(path: impl AsRef<Path>, keys: &[&str]) -> Result<Self> {
         let path = path.as_ref();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let (root, files) = if path.is_dir() {
-            if path.join(Self::INDEX).is_file() {
-                let (root, files, _) = with_index(path, &path.join(Self::INDEX))?;
-                (root, files)
+        let (root, files, index) = if path.is_dir() {
+            // As `transformers`: a single file counts before an index.
+            if !path.join(Self::SINGLE).is_file() && path.join(Self::INDEX).is_file() {
+                with_index(path, &path.join(Self::INDEX))?
             } else {
-                (path.to_owned(), vec![Self::SINGLE.to_owned()])
+                (path.to_owned(), vec![Self::SINGLE.to_owned()], None)
             }
         } else {
             let root = path.parent().unwrap_or(Path::new("")).to_owned();
             if name.ends_with(".index.json") {
-                let (root, files, _) = with_index(&root, path)?;
-                (root, files)
+                with_index(&root, path)?
             } else {
-                (root, vec![name])
+                (root, vec![name], None)
             }
         };
         let place = FileLocation::Local(root);
         let mut source =
             Self::empty(StoredTensors::new(place.clone(), path.to_owned(), files.clone()));
-        for (index, name) in files.iter().enumerate() {
+        for (number, name) in files.iter().enumerate() {
             let file = place.location(name);
             let fail = |message: String| Error::checkpoint(&file, message);
             let archive = Archive::read(&file)?;
             let heap = pickle::parse(&archive.pickle).map_err(fail)?;
-            source.add(index, &file, &archive, tensors(&heap, keys).map_err(fail)?)?;
+            let mut tensors = tensors(&heap, keys).map_err(fail)?;
+            // Copies in other shards are left from earlier.
+            let elsewhere = |tensor: &str| {
+                index.as_ref().and_then(|i| i.file(tensor)).is_some_and(|file| file != name)
+            };
+            tensors.retain(|(tensor, _)| !elsewhere(tensor));
+            source.add(number, &file, &archive, tensors)?;
         }
         Ok(source)
     }
@@ -136,6 +147,7 @@ impl TorchSource {
         archive: &Archive,
         tensors: Vec<(String, TensorView)>,
     ) -> Result<Self> {
+        let tensors = tensors.into_iter().map(|(name, view)| (name, Ok(view))).collect();
         let place = FileLocation::Local(path.parent().unwrap_or(Path::new("")).to_owned());
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let mut source = Self::empty(StoredTensors::new(place, path.to_owned(), vec![name]));
@@ -144,7 +156,8 @@ impl TorchSource {
     }
 
     fn empty(stored: StoredTensors) -> Self {
-        Self { stored, views: BTreeMap::new(), shared: BTreeMap::new() }
+        let (views, shared, unreadable) = Default::default();
+        Self { stored, views, shared, unreadable, has_checksums: false }
     }
 
     /// Adds tensors of the file `index`.
@@ -153,14 +166,22 @@ impl TorchSource {
         index: usize,
         file: &Path,
         archive: &Archive,
-        tensors: Vec<(String, TensorView)>,
+        tensors: Vec<NamedTensor>,
     ) -> Result<()> {
         let fail = |message: String| Error::checkpoint(file, message);
+        self.has_checksums |= archive.storages.values().any(|record| record.crc32.is_some());
         let mut records = BTreeMap::new();
         for (tensor, view) in tensors {
-            if self.info(&tensor).is_some() {
+            if self.info(&tensor).is_some() || self.unreadable.contains_key(&tensor) {
                 return Err(fail(format!("tensor `{tensor}` is stored twice")));
             }
+            let view = match view {
+                Ok(view) => view,
+                Err(reason) => {
+                    self.unreadable.insert(tensor, reason);
+                    continue;
+                }
+            };
             let place = archive.storages.get(&view.storage);
             let needed = view.bytes_needed();
             let (base, needed) = match (place, needed) {
@@ -193,7 +214,7 @@ impl TorchSource {
                 let region = Region::full(&view.shape);
                 let first = base + (view.offset * view.dtype.bitsize() / 8) as u64;
                 let bytes = (first, base + needed);
-                let checksum = fills.map(|record| Expected::Crc32(record.crc32));
+                let checksum = fills.and_then(|record| record.crc32.map(Expected::Crc32));
                 let part = StoredChunk { region, file: index, bytes, checksum };
                 let parts = if part.region.is_empty() { vec![] } else { vec![part] };
                 self.stored.add(tensor, view.shape, view.dtype, parts);
@@ -202,6 +223,20 @@ impl TorchSource {
             }
         }
         Ok(())
+    }
+
+    /// Whether values are compared with checksums when they are read whole.
+    pub(crate) fn has_checksums(&self) -> bool {
+        self.has_checksums
+    }
+
+    fn check_readable(&self, name: &str) -> Result<()> {
+        match self.unreadable.get(name) {
+            None => Ok(()),
+            Some(reason) => {
+                Err(Error::checkpoint(self.location(), format!("tensor `{name}` {reason}")))
+            }
+        }
     }
 
     /// Compares the record of a tensor that is read whole with its CRC-32.
@@ -221,7 +256,7 @@ impl TensorSource for TorchSource {
 
     fn names(&self) -> Vec<&str> {
         let mut names = self.stored.names();
-        names.extend(self.views.keys().map(String::as_str));
+        names.extend(self.views.keys().chain(self.unreadable.keys()).map(String::as_str));
         names.sort_unstable();
         names
     }
@@ -235,7 +270,29 @@ impl TensorSource for TorchSource {
         }
     }
 
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        self.unreadable.get(name).map(String::as_str)
+    }
+
+    fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
+        let Some(View { file, base, view }) = self.views.get(name) else {
+            self.check_readable(name)?;
+            if let Some(info) = self.info(name) {
+                self.check_shared(name, &Region::full(&info.shape))?;
+            }
+            return self.stored.read_stored(name);
+        };
+        let region = Region::full(&view.shape);
+        self.check_shared(name, &region)?;
+        let mut bytes = vec![0; region.elem_count() * view.dtype.bitsize() / 8];
+        let reader = LocalFile::open(file)?;
+        strided::read_region(&reader, *base, view, &region, &mut bytes)
+            .map_err(|e| Error::checkpoint(file, format!("tensor `{name}`: reading it: {e}")))?;
+        Ok(bytes)
+    }
+
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        self.check_readable(name)?;
         self.check_shared(name, region)?;
         let Some(View { file, base, view }) = self.views.get(name) else {
             return self.stored.read(name, region, dtype, device);
@@ -250,7 +307,7 @@ impl TensorSource for TorchSource {
             strided::read_region(&reader, *base, view, region, out)
         })?
         .map_err(|e| fail(format!("reading it: {e}")))?;
-        Ok(values.to_dtype(dtype)?.to_device(device)?)
+        Ok(converted(file, name, &values, dtype)?.to_device(device)?)
     }
 
     fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {

@@ -48,9 +48,12 @@ impl TensorView {
     }
 }
 
+/// A tensor of a state dict by name, or why it cannot be read.
+pub(super) type NamedTensor = (String, Result<TensorView, String>);
+
 /// The tensors of the state dict in `heap`: that under `keys` or, without keys, the outermost dict
 /// with tensors under the usual [`KEYS`].
-pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<(String, TensorView)>, String> {
+pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<NamedTensor>, String> {
     let mut at = heap.root;
     for key in keys {
         at = get(heap, at, key).ok_or_else(|| {
@@ -83,10 +86,8 @@ pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<(String, TensorV
         let mut tensors = Vec::new();
         for (key, value) in items {
             let Some(name) = heap.text(*key) else { continue };
-            match tensor(heap, *value) {
-                Ok(Some(tensor)) => tensors.push((name.to_owned(), tensor)),
-                Ok(None) => {}
-                Err(message) => return Err(format!("tensor `{name}` {message}")),
+            if let Some(tensor) = tensor(heap, *value).transpose() {
+                tensors.push((name.to_owned(), tensor));
             }
         }
         if !tensors.is_empty() {
@@ -202,6 +203,7 @@ fn view(heap: &Heap, args: &[Id]) -> Result<TensorView, String> {
         "CharStorage" => Dtype::I8,
         "ByteStorage" => Dtype::U8,
         "BoolStorage" => Dtype::BOOL,
+        "ComplexFloatStorage" | "complex64" => Dtype::C64,
         "uint16" => Dtype::U16,
         "uint32" => Dtype::U32,
         "uint64" => Dtype::U64,

@@ -199,13 +199,26 @@ impl Adapters {
                 kinds()
             )));
         }
-        let owner = |p| Parameter::fqn(p).rsplit_once('.').map_or("", |(path, _)| path);
-        match idle_pattern(&self.modules_to_save, tree.parameters().iter().map(owner)) {
-            None => Ok(()),
-            Some(pattern) => Err(Error::Config(format!(
-                "`trainer.adapters.modules_to_save`: no module with parameters matches `{pattern}`. {PATTERN_HELP}"
-            ))),
+        let owner = |fqn: &'_ str| fqn.rsplit_once('.').map_or(0, |(path, _)| path.len());
+        let saves = |pattern: &str, fqn: &str| pattern_matches(pattern, &fqn[..owner(fqn)]);
+        for pattern in &self.modules_to_save {
+            if tree.parameters().iter().any(|p| saves(pattern, p.fqn())) {
+                continue;
+            }
+            let wrong = match tree.aliases().find(|(alias, _)| saves(pattern, alias)) {
+                // Trained under the name of the module that has the weight.
+                Some((_, fqn)) if self.modules_to_save.iter().any(|other| saves(other, fqn)) => {
+                    continue;
+                }
+                Some((alias, fqn)) => format!(
+                    "`{alias}`, which `{pattern}` names, is the weight `{fqn}` of another module; name both \
+                     modules, which are then trained as one"
+                ),
+                None => format!("no module with parameters matches `{pattern}`. {PATTERN_HELP}"),
+            };
+            return Err(Error::Config(format!("`trainer.adapters.modules_to_save`: {wrong}")));
         }
+        Ok(())
     }
 }
 

@@ -35,7 +35,11 @@ impl Fabric {
     /// If the model was built without adapters, or with others than those in the directory; nothing is changed
     /// then.
     pub fn load_adapter(&self, dir: impl AsRef<Path>) -> Result<()> {
-        checkpoint::load_adapter(dir.as_ref(), self.module_tree()?, self.require_adapters()?)?;
+        let tree = self.module_tree()?;
+        let report = checkpoint::load_adapter(dir.as_ref(), tree, self.require_adapters()?)?;
+        let is_adapter = |fqn: &str| tree.parameter(fqn).is_some_and(|p| p.is_adapter());
+        let beside = report.loaded.into_iter().filter(|fqn| !is_adapter(fqn)).collect();
+        *self.beside_adapter.lock().expect("nobody panics while holding it") = beside;
         *self.adapter_from.lock().expect("nobody panics while holding it") =
             Some(dir.as_ref().to_owned());
         self.runtime.finish_load()

@@ -278,8 +278,8 @@ impl Fabric {
         Ok(report)
     }
 
-    /// The options with which a source is loaded after an adapter: a base, which has none, has the values from before
-    /// the training of what was trained beside the adapter, and these stay.
+    /// The options with which a source is loaded after an adapter. A base, which has no adapter, has old values of
+    /// the parameters that were trained or filled beside the adapter; they keep the newer ones.
     fn beside_the_adapter(
         &self,
         source: &dyn TensorSource,
@@ -296,7 +296,10 @@ impl Fabric {
             return Ok(options.clone());
         }
         let trained = tree.trainable().filter(|parameter| !parameter.is_adapter());
-        let trained: BTreeSet<String> = trained.map(|p| p.fqn().to_owned()).collect();
+        let mut trained: BTreeSet<String> = trained.map(|p| p.fqn().to_owned()).collect();
+        trained.extend(
+            self.beside_adapter.lock().expect("nobody panics while holding it").iter().cloned(),
+        );
         let given = options.filter.clone();
         let filter = ParameterFilter::new("what is not trained beside the adapter", move |name| {
             !trained.contains(name) && given.as_ref().is_none_or(|given| given.keeps(name))

@@ -1,7 +1,7 @@
 //! [`Fabric`].
 
 use std::borrow::Cow;
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -66,6 +66,8 @@ pub struct Fabric {
     pub(super) attempts: Option<Attempts>,
     /// The adapter that the model's own start from, or that was loaded last.
     pub(super) adapter_from: Mutex<Option<PathBuf>>,
+    /// The model's own parameters that were filled from that adapter.
+    pub(super) beside_adapter: Mutex<BTreeSet<String>>,
     /// Where the base of the adapters is from.
     pub(crate) base_model: Option<String>,
     /// How batches are made.
@@ -102,6 +104,7 @@ impl Fabric {
             accelerator: None,
             attempts: None,
             adapter_from: Mutex::default(),
+            beside_adapter: Mutex::default(),
             base_model: None,
             workers,
             saved_at,

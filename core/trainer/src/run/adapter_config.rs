@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::PeftConfig;
+use fulgurite_checkpoint_format::AdapterSource;
 use fulgurite_config::ConfigType;
 use fulgurite_engine::module::{AdapterBias, Adapters};
 
@@ -109,7 +109,7 @@ impl AdapterConfig {
                     .to_owned(),
             ));
         }
-        let read = || PeftConfig::read(dir)?.adapters(dir);
+        let read = || AdapterSource::open(dir)?.adapters();
         read().map_err(|error| Error::Config(format!("`trainer.adapters.from`: {error}")))
     }
 }

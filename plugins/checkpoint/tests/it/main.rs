@@ -8,6 +8,7 @@ mod load_options;
 mod locks;
 mod round_trip;
 mod special_files;
+mod tools;
 mod torch;
 mod transactions;
 mod weights;

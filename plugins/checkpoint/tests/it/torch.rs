@@ -73,6 +73,11 @@ fn what_cannot_be_read_is_told() {
     let fixtures = fixture("");
     let root = fixtures.parent().unwrap();
     let error = |path: &Path| shown(open(path).err().unwrap(), root);
+    let unread = |path: &Path, name: &str| {
+        let region = Region::full(&[1]);
+        let read = open(path).unwrap().read(name, &region, DType::F32, &Device::Cpu);
+        shown(read.unwrap_err(), root)
+    };
     let temp = tempfile::tempdir().unwrap();
     let path = |name: &str| temp.path().join(name);
     let bytes = fs::read(fixture("plain.pth")).unwrap();
@@ -84,8 +89,8 @@ fn what_cannot_be_read_is_told() {
     let errors = [
         error(&fixture("legacy.pt")),
         error(&fixture("module.pt")),
-        error(&fixture("quantized.pt")),
-        error(&fixture("sparse.pt")),
+        unread(&fixture("quantized.pt"), "q"),
+        unread(&fixture("sparse.pt"), "sparse"),
         error(&fixture("nothing.pt")),
         shown(TorchSource::open_at(fixture("nested.pt"), &["emu"]).unwrap_err(), root),
         here(error(&path("cut.pth"))),

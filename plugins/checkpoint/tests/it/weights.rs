@@ -5,7 +5,9 @@ use std::fs;
 use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::checkpoint::{SafetensorsSource, TensorSource, load_into, open};
+use fulgurite_core::checkpoint::{
+    LoadOptions, ParameterFilter, SafetensorsSource, TensorSource, load_into, open,
+};
 use fulgurite_core::shard::Region;
 use fulgurite_test_support::checkpoints::{self, SEED, bytes, model, shown, values, world_size};
 
@@ -144,11 +146,11 @@ checkpoint ROOT/absent: there is no such file or directory
 checkpoint ROOT/: there are no weights here: expected model.safetensors, model.safetensors.index.json with its shards, or a .safetensors file
 checkpoint ROOT/model-00002-of-00002.safetensors: this shard is missing; the index puts 3 tensors there, such as `layers.0.conv`
 checkpoint ROOT/model-00002-of-00002.safetensors: is truncated: tensor `row.weight` is in bytes 552..568, the file has 567
-checkpoint ROOT/model-00002-of-00002.safetensors: is truncated or no safetensors file: its header would have 2336927755350992246 bytes, the file has 34
-checkpoint ROOT/model-00002-of-00002.safetensors: is no safetensors file: it has 0 bytes
+checkpoint ROOT/model-00002-of-00002.safetensors: is no safetensors file: it is a text
+checkpoint ROOT/model-00002-of-00002.safetensors: is no safetensors file: it is empty; was a download or a copy interrupted?
 checkpoint ROOT/model-00002-of-00002.safetensors: the index says that tensor `other.weight` is here; it is not
 checkpoint ROOT/model.safetensors.index.json: the index names a file outside its directory: `../elsewhere.safetensors`
-checkpoint ROOT/model.safetensors.index.json: the index is damaged: invalid type: string "metadata", expected struct Index at line 1 column 10
+checkpoint ROOT/model.safetensors.index.json: is no JSON that can be read: invalid type: string "metadata", expected struct Index at line 1 column 10
 checkpoint ROOT: tensor `layers.0.conv` is in more than one file
 "#);
 }
@@ -163,4 +165,129 @@ fn shards_that_do_not_make_up_a_tensor_are_refused() {
     fs::remove_file(shard(1)).unwrap();
     let error = SafetensorsSource::open(temp.path().join("c/model")).unwrap_err();
     insta::assert_snapshot!(shown(error, temp.path()), @"checkpoint ROOT/c/model: tensor `embed.weight` is incomplete: 24 of its 42 elements are stored");
+}
+
+#[test]
+fn a_single_file_counts_before_an_index() {
+    let temp = tempfile::tempdir().unwrap();
+    with_index(temp.path());
+    write(&temp.path().join("model.safetensors"), &FIRST);
+    let source = SafetensorsSource::open(temp.path()).unwrap();
+    assert_eq!(source.names(), ["embed.weight", "norm.weight", "scale"]);
+    insta::assert_snapshot!(source.warning().unwrap(), @"there is model.safetensors.index.json, too; model.safetensors is read, as `transformers` does. Remove the one that is old");
+    // The index can be named.
+    let index = temp.path().join("model.safetensors.index.json");
+    assert_loads(&SafetensorsSource::open(index).unwrap());
+}
+
+#[test]
+fn the_index_decides_between_copies_of_a_tensor() {
+    let temp = tempfile::tempdir().unwrap();
+    with_index(temp.path());
+    let second = temp.path().join("model-00002-of-00002.safetensors");
+    let mut stale = candle_core::safetensors::load(&second, &Device::Cpu).unwrap();
+    stale.insert("scale".to_owned(), Tensor::zeros(3, DType::F64, &Device::Cpu).unwrap());
+    candle_core::safetensors::save(&stale, &second).unwrap();
+    assert_loads(&SafetensorsSource::open(temp.path()).unwrap());
+}
+
+#[test]
+fn other_files_in_the_place_of_weights_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let error = |name: &str, bytes: &[u8]| {
+        let path = temp.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        shown(open(path).err().unwrap(), temp.path())
+    };
+    let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9976576152\n";
+    let page = b"\n<!DOCTYPE html>\n<html><head><title>Sign in</title></head></html>";
+    let torch = b"PK\x03\x04                     ";
+    let errors = [
+        error("a.safetensors", pointer),
+        error("b.safetensors", page),
+        error("c.safetensors", b""),
+        error("d.safetensors", torch),
+        error("e.safetensors", &[0; 100]),
+        error("f.safetensors", b"{\"error\": \"not found\"}"),
+        error("g.bin", pointer),
+        error("h.ckpt", page),
+        error("i.pt", b""),
+        error("model.safetensors.index.json", pointer),
+    ];
+    insta::assert_snapshot!(errors.join("\n"), @"
+checkpoint ROOT/a.safetensors: is no safetensors file: it is a pointer of Git LFS, which stands for the file; get the file itself with `git lfs pull`
+checkpoint ROOT/b.safetensors: is no safetensors file: it is a page of a web site, such as of a log-in or an error, and not the file; download the file itself
+checkpoint ROOT/c.safetensors: is no safetensors file: it is empty; was a download or a copy interrupted?
+checkpoint ROOT/d.safetensors: is no safetensors file: it was written by `torch.save`; give it a name that ends with `.bin`
+checkpoint ROOT/e.safetensors: is no safetensors file: it begins with zeros: space was reserved for it and never written. Get it again
+checkpoint ROOT/f.safetensors: is no safetensors file: it is a text
+checkpoint ROOT/g.bin: is no file of `torch.save`: it is a pointer of Git LFS, which stands for the file; get the file itself with `git lfs pull`
+checkpoint ROOT/h.ckpt: is no file of `torch.save`: it is a page of a web site, such as of a log-in or an error, and not the file; download the file itself
+checkpoint ROOT/i.pt: is no file of `torch.save`: it is empty; was a download or a copy interrupted?
+checkpoint ROOT/model.safetensors.index.json: is no JSON: it is a pointer of Git LFS, which stands for the file; get the file itself with `git lfs pull`
+");
+}
+
+#[test]
+fn links_to_nothing_are_named() {
+    let temp = tempfile::tempdir().unwrap();
+    let link = |name: &str| {
+        let blob = format!("../../blobs/{name}");
+        std::os::unix::fs::symlink(blob, temp.path().join(name)).unwrap();
+    };
+    link("config.json");
+    link("model.safetensors");
+    insta::assert_snapshot!(shown(open(temp.path()).err().unwrap(), temp.path()), @"checkpoint ROOT: there are no weights here: expected model.safetensors, model.safetensors.index.json with its shards, or a .safetensors file. model.safetensors is a link to ../../blobs/model.safetensors, which is not there, and so are 1 more: was the cache that it points to removed, or the folder copied without what its links stand for (`cp -L` follows them)?");
+    let named = temp.path().join("model.safetensors");
+    insta::assert_snapshot!(shown(open(named).err().unwrap(), temp.path()), @"checkpoint ROOT/model.safetensors: is a link to ../../blobs/model.safetensors, which is not there");
+    // One that does not matter does not.
+    fs::remove_file(temp.path().join("model.safetensors")).unwrap();
+    write(&temp.path().join("model.safetensors"), &[FIRST, SECOND].concat());
+    assert_loads(&*open(temp.path()).unwrap());
+    // Weights under another name can be named.
+    fs::rename(temp.path().join("model.safetensors"), temp.path().join("epoch=3.ckpt")).unwrap();
+    let error = shown(SafetensorsSource::open(temp.path()).unwrap_err(), temp.path());
+    assert!(error.contains("It has epoch=3.ckpt; name one of them"), "{error}");
+}
+
+/// Tensors of one weight in the model, of which an older program wrote both.
+#[test]
+fn tied_tensors_that_differ_are_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("model.safetensors");
+    let b = fulgurite_core::module::ModuleBuilder::new(Default::default());
+    let embedding = fulgurite_core::nn::Embedding::new(&b.pp("embed"), 3, 2).unwrap();
+    fulgurite_core::nn::Linear::tied(&b.pp("head"), embedding.weight()).unwrap();
+    let mut tree = b.finish().unwrap();
+    for parameter in tree.slots() {
+        let region = Region::full(&[3, 2]);
+        let values = Tensor::zeros(6, DType::F32, &Device::Cpu).unwrap();
+        parameter.set_local(fulgurite_core::parameter::LocalShard { values, region });
+    }
+    let load = |embed: f32, head: f32, options: LoadOptions| {
+        let full = |value: f32| Tensor::full(value, (3, 2), &Device::Cpu).unwrap();
+        let tensors = HashMap::from([("embed.weight", full(embed)), ("head.weight", full(head))]);
+        candle_core::safetensors::save(&tensors, &path).unwrap();
+        load_into(&*open(&path).unwrap(), &tree, options)
+            .map_err(|error| shown(error, temp.path()))
+            .map(|_| bytes(&tree.parameters()[0].local().unwrap().values)[..4].to_vec())
+    };
+    let strict = LoadOptions::default;
+    assert_eq!(load(2.0, 2.0, strict()).unwrap(), 2f32.to_le_bytes());
+    insta::assert_snapshot!(load(3.0, 4.0, strict()).unwrap_err(), @"checkpoint ROOT/model.safetensors: has `embed.weight` and `head.weight`, which differ, and are one weight in the model. Build the model with two weights (`tie_word_embeddings = false` in a config.json), or leave one of them out with `checkpoint.load.exclude`");
+    let filter = Some(ParameterFilter::selecting(&[], &["head".to_owned()]));
+    let options = LoadOptions { filter, ..strict() };
+    assert_eq!(load(5.0, 6.0, options).unwrap(), 5f32.to_le_bytes());
+}
+
+#[test]
+fn values_that_a_dtype_cannot_hold_are_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let path = temp.path().join("x.safetensors");
+    let values = Tensor::new(&[1f32, 1e6], &Device::Cpu).unwrap();
+    candle_core::safetensors::save(&HashMap::from([("w", values)]), &path).unwrap();
+    let source = open(&path).unwrap();
+    let read = |dtype| source.read("w", &Region::full(&[2]), dtype, &Device::Cpu);
+    insta::assert_snapshot!(shown(read(DType::F16).unwrap_err(), temp.path()), @"checkpoint ROOT/x.safetensors: tensor `w`: the value 1000000 does not fit into F16, whose largest is 65504; take bf16 or f32");
+    assert!(read(DType::BF16).is_ok());
 }

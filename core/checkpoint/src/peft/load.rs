@@ -1,0 +1,96 @@
+//! Filling a model's adapters from the directory of an adapter.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use super::super::{LoadOptions, LoadReport, ParameterFilter, TensorSource, load_into};
+use super::files::saved;
+use super::{ADAPTER_CONFIG, AdapterSource};
+use crate::{Error, Result};
+use fulgurite_engine::module::{Adapters, ModuleTree};
+
+/// Fills the adapters of a model, and what else is trained with them, from a directory of PEFT's. Weights of the base
+/// that the directory has, too, as PEFT writes those of adapted embeddings and heads, are filled as well. Every rank
+/// calls it and reads its own parts; not collective. To be followed by the strategy's
+/// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load).
+///
+/// # Errors
+/// If the directory is no adapter; if its scale differs from the scale of the model's adapters, or only one of the two
+/// is a DoRA; if a tensor is missing, unexpected or of another shape; if it has only one of two modules that share a
+/// weight in the model, or two that differ. Nothing is changed then.
+pub fn load_adapter(dir: &Path, tree: &ModuleTree, adapters: &Adapters) -> Result<LoadReport> {
+    let source = AdapterSource::open(dir)?;
+    let theirs = source.adapters()?;
+    let same = |a: f64, b: f64| (a - b).abs() <= 1e-6 * b.abs();
+    if theirs.rank != adapters.rank || !same(theirs.scale(), adapters.scale()) {
+        return Err(Error::checkpoint(
+            dir,
+            format!(
+                "is an adapter of rank {} whose output is scaled by {}, and the model has adapters of rank {} \
+                 and scale {}; take its configuration with `trainer.adapters.from`",
+                theirs.rank,
+                theirs.scale(),
+                adapters.rank,
+                adapters.scale()
+            ),
+        ));
+    }
+    if theirs.dora != adapters.dora {
+        let (with, without) = match theirs.dora {
+            true => ("has magnitudes (DoRA)", "have none"),
+            false => ("has no magnitudes (it is no DoRA)", "have some"),
+        };
+        return Err(Error::checkpoint(
+            dir,
+            format!(
+                "{with}, and the model's adapters {without}; set `trainer.adapters.dora = {}`, or take its \
+                 configuration with `trainer.adapters.from`",
+                theirs.dora
+            ),
+        ));
+    }
+    let aliases: BTreeMap<&str, &str> = tree.aliases().collect();
+    let own = |name: &str| aliases.get(name).copied().unwrap_or(name).to_owned();
+    let mut wanted: BTreeSet<String> = saved(tree).map(|p| p.fqn().to_owned()).collect();
+    for name in source.names() {
+        let fqn = own(name);
+        let of_base = source.is_of_base(name) && tree.parameter(&fqn).is_some();
+        if !of_base && !wanted.contains(&fqn) {
+            let message = format!(
+                "has a tensor `{name}`, for which the model has no adapter; nothing was loaded"
+            );
+            return Err(Error::checkpoint(source.location(), message));
+        }
+        wanted.insert(fqn);
+    }
+    check_tied(&source, &aliases)?;
+    let shared = aliases.iter().filter(|(_, fqn)| wanted.contains(**fqn));
+    let shared: Vec<String> = shared.map(|(alias, _)| (*alias).to_owned()).collect();
+    wanted.extend(shared);
+    let filter = ParameterFilter::new("the adapters", move |name| wanted.contains(name));
+    load_into(&source, tree, LoadOptions { filter: Some(filter), ..LoadOptions::default() })
+}
+
+/// Checks that the adapter has all of the modules that share a weight in the model, or none: PEFT trains a single one
+/// apart from the others.
+fn check_tied(source: &AdapterSource, aliases: &BTreeMap<&str, &str>) -> Result<()> {
+    if source.config().ensures_weight_tying() {
+        return Ok(());
+    }
+    let trained: BTreeSet<&str> = source.others().filter(|name| !source.is_of_base(name)).collect();
+    let half =
+        aliases.iter().find(|(alias, fqn)| trained.contains(*alias) != trained.contains(*fqn));
+    let Some((alias, fqn)) = half else { return Ok(()) };
+    let (there, other) = if trained.contains(fqn) { (fqn, alias) } else { (alias, fqn) };
+    Err(Error::checkpoint(source.location(), apart(there, other)))
+}
+
+/// The message about a module that was trained apart from the one that it shares its weight with in the base.
+pub(super) fn apart(there: &str, other: &str) -> String {
+    format!(
+        "has `{there}` and no `{other}`, and the two are one weight in the base (`tie_word_embeddings`): PEFT trained \
+         `modules_to_save` apart from the other, which one weight cannot be. Untie the base, or train the adapter \
+         with `ensure_weight_tying=True`; if the two were trained as one, set `\"ensure_weight_tying\": true` in \
+         {ADAPTER_CONFIG}"
+    )
+}

@@ -1,0 +1,151 @@
+//! [`AdapterSource`]: the tensors of an adapter.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+
+use super::super::{SafetensorsSource, TensorInfo, TensorSource, TorchSource};
+use super::{ADAPTER_CONFIG, ADAPTER_MODEL, PREFIX, PeftConfig};
+use crate::{Error, Result};
+use fulgurite_engine::module::Adapters;
+use fulgurite_engine::shard::Region;
+
+/// The file of the tensors in adapters of older versions of PEFT.
+const TORCH_MODEL: &str = "adapter_model.bin";
+
+/// The tensors of an adapter in PEFT's format, under the names that they have in a model.
+pub struct AdapterSource {
+    tensors: Box<dyn TensorSource>,
+    /// The names in the file, by those in the model.
+    names: BTreeMap<String, String>,
+    /// The weights of layers with an adapter, which PEFT writes for embeddings and heads.
+    base: BTreeSet<String>,
+    config: PeftConfig,
+}
+
+impl AdapterSource {
+    /// Opens the directory of an adapter.
+    ///
+    /// # Errors
+    /// If the configuration or the tensors are missing or damaged, or the configuration asks for anything that is
+    /// not there, naming the key.
+    pub fn open(dir: &Path) -> Result<Self> {
+        let config = PeftConfig::read(dir)?;
+        config.check(&dir.join(ADAPTER_CONFIG))?;
+        // As PEFT: the pickle only where there is nothing else.
+        let torch = !dir.join(ADAPTER_MODEL).exists() && dir.join(TORCH_MODEL).exists();
+        let tensors: Box<dyn TensorSource> = match torch {
+            true => Box::new(TorchSource::open(dir.join(TORCH_MODEL))?),
+            false => Box::new(SafetensorsSource::open(dir.join(ADAPTER_MODEL))?),
+        };
+        let (mut names, mut base) = (BTreeMap::new(), BTreeSet::new());
+        for theirs in tensors.names() {
+            let fail = |message: String| Err(Error::checkpoint(tensors.location(), message));
+            let Some(ours) = theirs.strip_prefix(PREFIX) else {
+                return fail(format!("has a tensor `{theirs}`; names in it begin with `{PREFIX}`"));
+            };
+            let ours = ours.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".");
+            if theirs.contains(".base_layer.") {
+                base.insert(ours.clone());
+            }
+            if let Some(other) = names.insert(ours.clone(), theirs.to_owned()) {
+                return fail(format!("has `{other}` and `{theirs}`, which are both `{ours}`"));
+            }
+        }
+        Ok(Self { tensors, names, base, config })
+    }
+
+    /// What the adapter is.
+    pub fn config(&self) -> &PeftConfig {
+        &self.config
+    }
+
+    /// The adapters that a model is built with to be filled from it. Layers that a regular expression or
+    /// `all-linear` stands for are those that it has tensors of.
+    ///
+    /// # Errors
+    /// If the ranks of layers differ, or `bias` is no word that is known.
+    pub fn adapters(&self) -> Result<Adapters> {
+        let config = &self.config;
+        let path = self.location().with_file_name(ADAPTER_CONFIG);
+        if config.has_rank_pattern() {
+            let message = "sets `rank_pattern`: the ranks of its layers differ, and adapters that are trained \
+                           have one rank here. It can be merged into its base with `fulgurite checkpoint convert \
+                           --adapter`";
+            return Err(Error::checkpoint(path, message));
+        }
+        let listed =
+            |value: &serde_json::Value| PeftConfig::list(value).filter(|_| config.lists_targets());
+        let lists = (listed(&config.target_modules), listed(&config.exclude_modules));
+        let (mut targets, exclude) = match lists {
+            (Some(targets), Some(exclude)) => (targets, exclude),
+            _ => (self.layers().into_iter().map(exactly).collect(), Vec::new()),
+        };
+        targets.sort();
+        let saved: BTreeSet<&str> = self
+            .others()
+            .filter_map(|name| config.saved_module(name.rsplit_once('.').map_or("", |(p, _)| p)))
+            .collect();
+        Ok(Adapters {
+            rank: config.r,
+            alpha: config.lora_alpha,
+            rslora: config.use_rslora,
+            dora: config.use_dora,
+            dropout: config.lora_dropout,
+            targets,
+            exclude,
+            modules_to_save: saved.into_iter().map(exactly).collect(),
+            bias: config.bias(&path)?,
+        })
+    }
+
+    /// The paths of the layers with an adapter.
+    pub(super) fn layers(&self) -> BTreeSet<&str> {
+        self.names.keys().filter_map(|name| layer_of(name)).collect()
+    }
+
+    /// The tensors that are of no adapter: modules that are trained whole, biases, and weights of the base.
+    pub fn others(&self) -> impl Iterator<Item = &str> {
+        self.names.keys().map(String::as_str).filter(|name| layer_of(name).is_none())
+    }
+
+    /// Whether a tensor is the weight of a layer with an adapter, or of an embedding or head that PEFT wrote beside
+    /// them, and not trained.
+    pub(super) fn is_of_base(&self, name: &str) -> bool {
+        let (path, parameter) = name.rsplit_once('.').unwrap_or(("", name));
+        let biases = self.config.bias != "none" && parameter == "bias";
+        layer_of(name).is_none()
+            && !biases
+            && (self.base.contains(name) || self.config.saved_module(path).is_none())
+    }
+}
+
+/// The pattern of a path, and nothing else.
+fn exactly(path: &str) -> String {
+    format!(".{path}")
+}
+
+/// The path of the layer that a tensor of an adapter belongs to.
+pub(super) fn layer_of(name: &str) -> Option<&str> {
+    name.rfind(".lora_").map(|at| &name[..at])
+}
+
+impl TensorSource for AdapterSource {
+    fn location(&self) -> &Path {
+        self.tensors.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        self.names.keys().map(String::as_str).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.tensors.info(self.names.get(name)?)
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        let theirs = self.names.get(name).map_or(name, String::as_str);
+        self.tensors.read(theirs, region, dtype, device)
+    }
+}
