@@ -2,52 +2,153 @@
 
 use std::path::Path;
 
-use serde::Deserialize;
+use serde::de::DeserializeOwned;
 
 use super::llama::LlamaConfig;
 use super::prelude::*;
 
-/// The keys of `config.json` that the model depends on.
-#[derive(Deserialize)]
-struct HuggingFaceConfig {
-    model_type: String,
-    vocab_size: usize,
-    hidden_size: usize,
-    intermediate_size: usize,
-    num_hidden_layers: usize,
-    num_attention_heads: usize,
-    num_key_value_heads: Option<usize>,
-    head_dim: Option<usize>,
-    max_position_embeddings: usize,
-    rms_norm_eps: f64,
-    /// The key of transformers 4.
-    rope_theta: Option<f64>,
-    rope_scaling: Option<serde_json::Value>,
-    /// The key of transformers 5.
-    rope_parameters: Option<RopeParameters>,
-    #[serde(default)]
-    tie_word_embeddings: bool,
-    #[serde(default = "silu")]
-    hidden_act: String,
-    #[serde(default)]
-    attention_bias: bool,
-    #[serde(default)]
-    mlp_bias: bool,
+/// The longest `config.json` that is read.
+const MAX_CONFIG: u64 = 16 << 20;
+
+/// The head's weight, and the embedding's, which it may share.
+const SHARED: [&str; 2] = ["lm_head.weight", "model.embed_tokens.weight"];
+
+/// A table of `config.json`, which `transformers` reads like this: a key that is left out has a default, and `null` is
+/// one for some keys alone.
+struct Table<'a> {
+    values: &'a serde_json::Map<String, serde_json::Value>,
+    file: &'a Path,
+    /// Its own key and a dot, for messages.
+    prefix: &'static str,
 }
 
-#[derive(Deserialize)]
-struct RopeParameters {
-    rope_theta: Option<f64>,
-    #[serde(default = "default_rope")]
-    rope_type: String,
+impl<'a> Table<'a> {
+    fn wrong<T>(&self, message: impl std::fmt::Display) -> Result<T> {
+        Err(Error::Config(format!("{}: {message}", self.file.display())))
+    }
+
+    /// The value of a key; `None` if it is left out.
+    fn get<T: DeserializeOwned>(&self, key: &str, expected: &str) -> Result<Option<T>> {
+        let Some(value) = self.values.get(key) else { return Ok(None) };
+        match serde_json::from_value(value.clone()) {
+            Ok(value) => Ok(Some(value)),
+            Err(_) => {
+                let prefix = self.prefix;
+                self.wrong(format!("`{prefix}{key}`: expected {expected}, found {value}"))
+            }
+        }
+    }
+
+    fn size(&self, key: &str) -> Result<usize> {
+        match self.get(key, "a number of one or more")? {
+            Some(size) => Ok(size),
+            None => {
+                self.wrong(format!("there is no `{key}`, which the model's shape follows from"))
+            }
+        }
+    }
+
+    /// A size that has a default, which `null` stands for, too.
+    fn optional_size(&self, key: &str) -> Result<Option<usize>> {
+        Ok(self.get::<Option<usize>>(key, "a number or null")?.flatten())
+    }
+
+    fn number(&self, key: &str) -> Result<Option<f64>> {
+        self.get(key, "a number; leave the key out for its default")
+    }
+
+    fn flag(&self, key: &str) -> Result<bool> {
+        let expected = "true or false; leave the key out for its default, which is false";
+        Ok(self.get(key, expected)?.unwrap_or(false))
+    }
+
+    fn text(&self, key: &str) -> Result<Option<String>> {
+        self.get(key, "a text")
+    }
+
+    /// A table that may be left out or `null`.
+    fn table(&self, key: &str, prefix: &'static str) -> Result<Option<Table<'a>>> {
+        match self.values.get(key) {
+            None | Some(serde_json::Value::Null) => Ok(None),
+            Some(serde_json::Value::Object(values)) => {
+                Ok(Some(Table { values, file: self.file, prefix }))
+            }
+            Some(other) => self.wrong(format!("`{key}`: expected a table, found {other}")),
+        }
+    }
+
+    /// The base of the rotary embedding, which may be scaled in no way.
+    fn rope_theta(&self) -> Result<f64> {
+        // The key of transformers 4 counts before that of transformers 5, as there.
+        let scaling = self.table("rope_scaling", "rope_scaling.")?;
+        let rope = match scaling {
+            Some(scaling) => Some(scaling),
+            None => self.table("rope_parameters", "rope_parameters.")?,
+        };
+        let Some(rope) = rope else { return Ok(self.number("rope_theta")?.unwrap_or(10_000.0)) };
+        for key in ["rope_type", "type"] {
+            match rope.text(key)?.as_deref() {
+                None => {}
+                Some("default") => break,
+                Some(kind) => {
+                    let prefix = rope.prefix;
+                    return self.unsupported(&format!("{prefix}{key} = \"{kind}\""));
+                }
+            }
+        }
+        let theta = rope.number("rope_theta")?;
+        Ok(theta
+            .map_or_else(|| self.number("rope_theta"), |theta| Ok(Some(theta)))?
+            .unwrap_or(10_000.0))
+    }
+
+    fn unsupported<T>(&self, what: &str) -> Result<T> {
+        self.wrong(format!("{what} is not supported; the model is a plain Llama"))
+    }
+
+    /// Checks the keys that ask for something that the model does not have.
+    fn check(&self) -> Result<()> {
+        match self.text("model_type")?.as_deref() {
+            Some("llama") => {}
+            Some(other) => return self.unsupported(&format!("model_type = \"{other}\"")),
+            None => return self.wrong("there is no `model_type`; expected \"llama\""),
+        }
+        if let Some(other) = self.text("hidden_act")?.filter(|name| name != "silu") {
+            return self.unsupported(&format!("hidden_act = \"{other}\""));
+        }
+        for key in ["attention_bias", "mlp_bias"] {
+            if self.flag(key)? {
+                return self.unsupported(&format!("{key} = true"));
+            }
+        }
+        if self.table("quantization_config", "quantization_config.")?.is_some() {
+            return self.unsupported("quantization_config");
+        }
+        if let Some(dropout) = self.number("attention_dropout")?.filter(|dropout| *dropout != 0.0) {
+            tracing::warn!(
+                "{}: attention_dropout = {dropout} is not applied; `model.dropout` drops outputs of attention and MLP",
+                self.file.display()
+            );
+        }
+        Ok(())
+    }
 }
 
-fn silu() -> String {
-    "silu".to_owned()
-}
-
-fn default_rope() -> String {
-    "default".to_owned()
+/// Whether the head of the model in this directory shares the embedding's weight, if its configuration says so: as in
+/// transformers 5, not if the directory has two weights that differ.
+fn is_tied(directory: &Path) -> Result<bool> {
+    let source = checkpoint::open(directory)?;
+    let [head, embedding] = SHARED;
+    let has_both = SHARED.iter().all(|name| source.info(name).is_some());
+    if !has_both || checkpoint::same_values(&*source, head, embedding)? {
+        return Ok(true);
+    }
+    tracing::warn!(
+        "{}: config.json says `tie_word_embeddings`, and `{head}` and `{embedding}` differ: they are not tied. Set it \
+         to false",
+        directory.display()
+    );
+    Ok(false)
 }
 
 /// Takes the model's shape from `directory/config.json`.
@@ -55,44 +156,37 @@ fn default_rope() -> String {
 /// # Errors
 /// If the file is missing or malformed, or asks for something this example's model does not have.
 pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
-    let path = directory.join("config.json");
-    let wrong = |what: String| Error::Config(format!("{}: {what}", path.display()));
-    let text = files::read_regular_text(&path, 16 << 20)
-        .map_err(|e| match e {
-            Error::Io { source, .. } => source.to_string(),
-            e => e.to_string(),
-        })
-        .map_err(|e| wrong(format!("{e}; `model.from_pretrained` is to name a folder with it")))?;
-    let hf: HuggingFaceConfig = serde_json::from_str(&text).map_err(|e| wrong(e.to_string()))?;
-    let (rope_theta, rope_type) = match hf.rope_parameters {
-        Some(rope) => (rope.rope_theta, rope.rope_type),
-        None => (None, default_rope()),
-    };
-    let unsupported = [
-        (hf.model_type != "llama", format!("model_type = \"{}\"", hf.model_type)),
-        (hf.hidden_act != "silu", format!("hidden_act = \"{}\"", hf.hidden_act)),
-        (hf.attention_bias, "attention_bias = true".to_owned()),
-        (hf.mlp_bias, "mlp_bias = true".to_owned()),
-        (hf.rope_scaling.is_some_and(|v| !v.is_null()), "rope_scaling".to_owned()),
-        (rope_type != "default", format!("rope_type = \"{rope_type}\"")),
-    ];
-    if let Some((_, what)) = unsupported.iter().find(|(present, _)| *present) {
-        return Err(wrong(format!("{what} is not supported; the model is a plain Llama")));
-    }
+    let file = directory.join("config.json");
+    let found: serde_json::Value =
+        checkpoint::read_json(&file, MAX_CONFIG).map_err(|e| match e {
+            Error::Io { source, .. } => Error::Config(format!(
+                "{}: {source}; `model.from_pretrained` is to name a folder with it",
+                file.display()
+            )),
+            e => Error::Config(format!("`model.from_pretrained`: {e}")),
+        })?;
+    let wrong = |what: String| Error::Config(format!("{}: {what}", file.display()));
+    let values = found.as_object().ok_or_else(|| wrong("expected a table".to_owned()))?;
+    let hf = Table { values, file: &file, prefix: "" };
+    hf.check()?;
     let read = LlamaConfig {
-        vocab_size: Some(hf.vocab_size),
-        hidden_size: hf.hidden_size,
-        intermediate_size: hf.intermediate_size,
-        num_hidden_layers: hf.num_hidden_layers,
-        num_attention_heads: hf.num_attention_heads,
-        num_key_value_heads: hf.num_key_value_heads,
-        head_dim: hf.head_dim,
-        max_position_embeddings: hf.max_position_embeddings,
-        rms_norm_eps: hf.rms_norm_eps,
-        rope_theta: rope_theta.or(hf.rope_theta).unwrap_or(10_000.0),
-        tie_word_embeddings: hf.tie_word_embeddings,
+        vocab_size: Some(hf.size("vocab_size")?),
+        hidden_size: hf.size("hidden_size")?,
+        intermediate_size: hf.size("intermediate_size")?,
+        num_hidden_layers: hf.size("num_hidden_layers")?,
+        num_attention_heads: hf.size("num_attention_heads")?,
+        num_key_value_heads: hf.optional_size("num_key_value_heads")?,
+        head_dim: hf.optional_size("head_dim")?,
+        max_position_embeddings: hf
+            .get("max_position_embeddings", "a number of one or more")?
+            .unwrap_or(2048),
+        rms_norm_eps: hf.number("rms_norm_eps")?.unwrap_or(1e-6),
+        rope_theta: hf.rope_theta()?,
+        tie_word_embeddings: hf.flag("tie_word_embeddings")? && is_tied(directory)?,
         ..config.clone()
     };
+    // Read by transformers, and of no use here; NaN would be refused there, too.
+    hf.number("initializer_range")?;
     // Otherwise a key with another value would be ignored silently.
     let table = |c: &LlamaConfig| serde_json::to_value(c).map_err(Error::other);
     let (set, defaults, found) = (table(config)?, table(&LlamaConfig::default())?, table(&read)?);

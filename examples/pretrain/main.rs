@@ -16,9 +16,14 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use fulgurite::cli::Cli;
-use fulgurite::prelude;
 use fulgurite::prelude::*;
 use llama::{Llama, LlamaConfig};
+
+/// What the program's other files import.
+mod prelude {
+    pub use fulgurite::core::checkpoint;
+    pub use fulgurite::prelude::*;
+}
 
 struct LitLlama(Llama);
 

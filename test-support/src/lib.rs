@@ -13,8 +13,8 @@ pub mod training;
 /// What the example's files import.
 mod prelude {
     pub(crate) use candle_core::Tensor;
+    pub(crate) use fulgurite_core::checkpoint;
     pub(crate) use fulgurite_core::config::Documented;
-    pub(crate) use fulgurite_core::files;
     pub(crate) use fulgurite_core::module::{Module, ModuleBuilder, Unit};
     pub(crate) use fulgurite_core::nn::{
         AttentionConfig, CausalSelfAttention, Dropout, Embedding, Linear, Loss, RmsNorm, Rope,

@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::files::read_regular;
+use fulgurite_core::files::{foreign_content, read_regular};
 use fulgurite_core::launch::catch_panic;
 use fulgurite_core::{Error, Result};
 use serde::Deserialize;
@@ -103,8 +103,9 @@ impl TokenizerFile {
                 path.display()
             ))
         };
-        let parts: Parts =
-            serde_json::from_slice(bytes).map_err(|error| no_tokenizer(error.to_string()))?;
+        let parts: Parts = serde_json::from_slice(bytes).map_err(|error| {
+            no_tokenizer(foreign_content(bytes).map_or_else(|| error.to_string(), str::to_owned))
+        })?;
         let refused =
             |what: String| Error::Data(format!("{} (data.tokenizer): {what}", path.display()));
         let growth = Growth::of(&parts.normalizer).map_err(refused)?;

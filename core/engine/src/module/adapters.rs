@@ -6,7 +6,6 @@ use super::pattern::{
     PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
 };
 use super::tree::ModuleTree;
-use crate::parameter::Parameter;
 use crate::{Error, Result};
 
 /// Which biases of a model with adapters are trained.
@@ -199,8 +198,9 @@ impl Adapters {
                 kinds()
             )));
         }
-        let owner = |fqn: &'_ str| fqn.rsplit_once('.').map_or(0, |(path, _)| path.len());
-        let saves = |pattern: &str, fqn: &str| pattern_matches(pattern, &fqn[..owner(fqn)]);
+        let saves = |pattern: &str, fqn: &str| {
+            pattern_matches(pattern, fqn.rsplit_once('.').map_or("", |(path, _)| path))
+        };
         for pattern in &self.modules_to_save {
             if tree.parameters().iter().any(|p| saves(pattern, p.fqn())) {
                 continue;
