@@ -114,12 +114,11 @@ pub fn show(plugins: &[PluginDescriptor], name: &str) -> Result<String> {
         names.sort_unstable();
         names.dedup();
         let owned: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
-        let near =
-            nearest(name, &owned).map_or(String::new(), |near| format!("did you mean `{near}`? "));
-        return Err(Error::Config(format!(
-            "no linked plugin is named `{name}`; {near}there are {}",
-            names.join(", ")
-        )));
+        let found = match nearest(name, &owned) {
+            Some(near) => format!("did you mean `{near}`? (`plugins list` shows all)"),
+            None => format!("there are {}", names.join(", ")),
+        };
+        return Err(Error::Config(format!("no linked plugin is named `{name}`; {found}")));
     }
     Ok(text)
 }
@@ -174,6 +173,7 @@ strategy `local_sgd`
   example: trainer.strategy = { type = "local_sgd", every = 4 }
   from:    their-crate 2.0.0
 "#);
-        insta::assert_snapshot!(show(PLUGINS, "cvs").unwrap_err(), @"no linked plugin is named `cvs`; did you mean `csv`? there are csv, local_sgd");
+        insta::assert_snapshot!(show(PLUGINS, "cvs").unwrap_err(), @"no linked plugin is named `cvs`; did you mean `csv`? (`plugins list` shows all)");
+        insta::assert_snapshot!(show(PLUGINS, "wandb").unwrap_err(), @"no linked plugin is named `wandb`; there are csv, local_sgd");
     }
 }

@@ -177,7 +177,10 @@ fn curves(html: &mut String, runs: &[Run]) {
     curves.sort_by_key(|name| (!name.contains("loss"), *name));
     charts(html, runs, &curves);
     single_values(html, runs, &single);
-    *html += "<div class=\"charts\">\n";
+    if matrices.is_empty() {
+        return;
+    }
+    *html += "<h3>Confusion matrices</h3>\n<div class=\"charts\">\n";
     for matrix in &matrices {
         for (index, run) in runs.iter().enumerate() {
             *html += &matrix.table(run, &label(runs, index)).unwrap_or_default();
