@@ -29,11 +29,11 @@ const PREVIEW_FILES: usize = 8;
 /// Text, lines, JSON lines, or files of token ids, cut into samples for a language model.
 ///
 /// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
-/// are the inputs, all but the first the targets. All text is one source, in which every document
-/// (a file, a line, the text of a JSON value) is followed by the end-of-text token and, with `add_bos_token`,
-/// begins with the token for that; it is tokenized at setup and kept in memory, two bytes a
-/// token for vocabularies of up to 65,536. Each token file is a source of its own, read when
-/// needed.
+/// are the inputs, all but the first the targets. All text is one source. Its documents are files,
+/// lines or texts of JSON values. The end-of-text token follows each document, and with
+/// `add_bos_token` the start token precedes it. Setup tokenizes the text; the ids are in a file of
+/// `cache_dir`, or in memory with two bytes a token for vocabularies of up to 65,536. Each token file
+/// is a source of its own, read when needed.
 ///
 /// The last `validation_fraction` of the samples is for validation. Training has the samples before
 /// that share no target with them. [`Split::Test`] and [`Split::Predict`] have the validation
@@ -51,7 +51,9 @@ pub struct TextData {
     seq_len: usize,
     first_ids: u32,
     report: DataReport,
+    /// [`DataModule::memory`].
     memory: u64,
+    /// Warnings that rank 0 shows.
     warnings: Vec<String>,
 }
 
