@@ -62,10 +62,14 @@ struct Bars {
 const BAR: usize = 24;
 
 /// Columns of a bar where it has little: words make room for it.
-const SMALL_BAR: usize = 12;
+const SMALL_BAR: usize = 8;
 
 /// Columns that times take, and the spaces between what is shown.
-const TIMES: usize = 22;
+const TIMES: usize = 20;
+
+/// Columns that stay free at the end of a line for the `^C` that a terminal echoes. On a full line the
+/// echo would go to the next one, and the bar would stay where it was.
+const ECHO: usize = 3;
 
 /// How often bars are drawn a second, at most.
 const DRAWS: u8 = 20;
@@ -91,7 +95,7 @@ impl Terminal {
 
 impl TermLike for Terminal {
     fn width(&self) -> u16 {
-        self.size.size().1
+        self.size.size().1.saturating_sub(ECHO as u16)
     }
 
     fn height(&self) -> u16 {
@@ -170,8 +174,8 @@ impl Bars {
         let Some(bar) = &self.training else { return };
         let position = position(step, max_steps);
         let (message, width) =
-            text.fit(columns.saturating_sub(TIMES + position.len()), max_steps.is_some());
-        self.last_step = format!("{position}  {message}");
+            text.fit(columns.saturating_sub(TIMES + ECHO + position.len()), max_steps.is_some());
+        self.last_step = format!("step {position}  {message}");
         if max_steps.is_some() {
             bar.set_style(style(&with_length(width)));
         }
@@ -205,11 +209,11 @@ impl Bars {
     }
 }
 
-/// `step 59/405`.
+/// `59/405`.
 fn position(step: u64, max_steps: Option<u64>) -> String {
     match max_steps {
-        Some(max) => format!("step {step}/{max}"),
-        None => format!("step {step}"),
+        Some(max) => format!("{step}/{max}"),
+        None => step.to_string(),
     }
 }
 
@@ -357,7 +361,7 @@ impl EventSink for ProgressBar {
         if !self.is_due(*step) {
             return Ok(());
         }
-        self.line(&format!("{}  {}", position(*step, self.max_steps), text.whole()))
+        self.line(&format!("step {}  {}", position(*step, self.max_steps), text.whole()))
     }
 
     fn finish(&mut self, status: RunStatus) -> Result<()> {
@@ -690,8 +694,9 @@ mod tests {
         assert_eq!(text.fit(whole.len() + 2, false), (whole.clone(), 0));
         assert_eq!(text.fit(whole.len() + 2 + SMALL_BAR, true), (whole, SMALL_BAR));
         // What there is beside position and times of some hundred steps in 80 columns.
-        insta::assert_snapshot!(text.fit(60, true).0, @"epoch 0.06  loss 3.0000  12.3k tok/s");
-        assert_eq!(text.fit(46, true), ("loss 3.0000  12.3k tok/s".to_owned(), 20));
+        insta::assert_snapshot!(text.fit(60, true).0, @"epoch 0.06  loss 3.0000  acc 0.5000  12.3k tok/s");
+        assert_eq!(text.fit(46, true), ("epoch 0.06  loss 3.0000  12.3k tok/s".to_owned(), 8));
+        assert_eq!(text.fit(45, true), ("loss 3.0000  12.3k tok/s".to_owned(), 16));
         assert_eq!(text.fit(15, true), ("loss 3.0000".to_owned(), 0));
         assert_eq!(text.fit(5, true), (String::new(), 4));
     }
