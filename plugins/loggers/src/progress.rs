@@ -696,7 +696,7 @@ mod tests {
         // What there is beside position and times of some hundred steps in 80 columns.
         insta::assert_snapshot!(text.fit(60, true).0, @"epoch 0.06  loss 3.0000  acc 0.5000  12.3k tok/s");
         assert_eq!(text.fit(46, true), ("epoch 0.06  loss 3.0000  12.3k tok/s".to_owned(), 8));
-        assert_eq!(text.fit(45, true), ("loss 3.0000  12.3k tok/s".to_owned(), 16));
+        assert_eq!(text.fit(44, true), ("loss 3.0000  12.3k tok/s".to_owned(), 16));
         assert_eq!(text.fit(15, true), ("loss 3.0000".to_owned(), 0));
         assert_eq!(text.fit(5, true), (String::new(), 4));
     }
