@@ -1,8 +1,7 @@
 //! Finding the files that a path of the configuration names or contains.
 //!
-//! There is one rule for all types of data: folders are walked with their sub-folders, in order of
-//! the paths; links are followed, unless they lead to a folder that they are in; files and folders
-//! whose names begin with a dot are hidden and left out.
+//! All types of data have one rule. Folders are walked with their sub-folders, in order of the paths.
+//! Links are followed, unless they lead to a folder above. Hidden files and folders are left out.
 
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
