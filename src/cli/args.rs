@@ -364,12 +364,17 @@ where
     })
 }
 
-/// Adds a tip to the error for a key as an argument, which LightningCLI and Hydra accept: `--set KEY=VALUE`.
+/// Adds a tip to the error for a key or a file as an argument, which LightningCLI and Hydra accept.
 fn suggest_set(program: &Program, mut error: clap::Error) -> clap::Error {
     let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg) else {
         return error;
     };
     if error.kind() != ErrorKind::UnknownArgument {
+        return error;
+    }
+    if [".toml", ".yaml", ".yml", ".json"].iter().any(|end| argument.ends_with(end)) {
+        let tip = format!("a configuration file is given with '--config {argument}'").into();
+        error.insert(ContextKind::Suggested, ContextValue::StyledStrs(vec![tip]));
         return error;
     }
     let (word, value) = match argument.trim_start_matches('-').split_once('=') {
@@ -552,6 +557,7 @@ For more information, try '--help'.
         };
         insta::assert_snapshot!(tip(&["fit", "--trainer.max_steps=100"]), @"  tip: a key of the configuration is set with '--set trainer.max_steps=VALUE'");
         insta::assert_snapshot!(tip(&["fit", "optimizer.lr=1e-3"]), @"  tip: a key of the configuration is set with '--set optimizer.lr=1e-3'");
+        insta::assert_snapshot!(tip(&["fit", "run.toml"]), @"  tip: a configuration file is given with '--config run.toml'");
         insta::assert_snapshot!(tip(&["fit", "--max-steps", "100"]), @"  tip: a key of the configuration is set with '--set trainer.max_steps=VALUE'");
         insta::assert_snapshot!(refusal(&["fit", "--output", "yaml"]), @r#"
 error: invalid value 'yaml' for '--output <OUTPUT>'

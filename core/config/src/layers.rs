@@ -161,10 +161,7 @@ impl ConfigLayers {
     /// [`Error::Config`] if it is not TOML.
     pub fn text(self, name: impl std::fmt::Display, text: &str) -> Result<Self> {
         let mut table = text.parse::<Table>().map_err(|error| {
-            let hint = match text.trim_start().starts_with('{') {
-                true => "\nThis looks like JSON; a configuration is TOML.",
-                false => "",
-            };
+            let hint = error.span().map_or("", |span| syntax_hint(text, span.start));
             Error::Config(format!("{name}: {}{hint}", error.to_string().trim_end()))
         })?;
         expand_home(&mut table).map_err(|why| Error::Config(format!("{name}: {why}")))?;
@@ -409,6 +406,26 @@ fn merge_values(base: &mut Value, overlay: Value, partial: bool) {
 
 fn with_type(name: &str) -> Table {
     Table::from_iter([("type".to_owned(), Value::String(name.to_owned()))])
+}
+
+/// What was meant by text that is no TOML at this place, if it is JSON, YAML or Python there.
+fn syntax_hint(text: &str, at: usize) -> &'static str {
+    if text.trim_start().starts_with('{') {
+        return "\nThis looks like JSON; a configuration is TOML.";
+    }
+    let line_start = text.get(..at).and_then(|before| before.rfind('\n')).map_or(0, |end| end + 1);
+    let line = text[line_start..].lines().next().unwrap_or_default();
+    let value = line.split_once('=').map(|(_, value)| value.split('#').next().unwrap_or_default());
+    match value.unwrap_or_default().trim() {
+        "null" | "None" | "none" | "nil" | "~" => {
+            "\nTOML has no null: leave the key out for no value."
+        }
+        "True" | "False" => "\nTOML writes `true` and `false`.",
+        "" if value.is_none() && line.contains(':') => {
+            "\nThis looks like YAML; a configuration is TOML: `[trainer]` and below it `max_steps = 100`."
+        }
+        _ => "",
+    }
 }
 
 /// Takes the value at a path away, if there is one.

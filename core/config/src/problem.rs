@@ -183,10 +183,10 @@ fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
     if word == "-1" && expected.contains("\"auto\"") {
         return Some("did you mean \"auto\"?".to_owned());
     }
-    if expected.starts_with("a number of ranks") && text.is_some() {
+    if expected.starts_with("a number of ranks") && (text.is_some() || found == "a list") {
         return match word.parse::<u64>() {
             Ok(number) => Some(format!("write {number}")),
-            Err(_) if word.contains(',') => Some(
+            Err(_) if word.contains(',') || found == "a list" => Some(
                 "it is a number of devices, not a list of them: for a choice set CUDA_VISIBLE_DEVICES".to_owned(),
             ),
             Err(_) => None,
@@ -200,11 +200,14 @@ fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
     }
     match expected {
         "a string" => bare.map(|bare| format!("write it in quotes: \"{bare}\"")),
-        "a list" => match (text, bare) {
+        _ if expected.starts_with("a list") => match (text, bare) {
             (Some(text), _) => {
-                let items: Vec<String> =
-                    text.split(',').map(|item| format!("{:?}", item.trim())).collect();
-                Some(format!("write [{}]", items.join(", ")))
+                let items = text.trim_matches(['(', ')', '[', ']', ' ']).split(',').map(str::trim);
+                let items = items.map(|item| match item.parse::<f64>() {
+                    Ok(_) => item.to_owned(),
+                    Err(_) => format!("{item:?}"),
+                });
+                Some(format!("write [{}]", items.collect::<Vec<_>>().join(", ")))
             }
             (None, bare) => bare.map(|bare| format!("write [{bare}]")),
         },

@@ -429,10 +429,13 @@ impl TrainerConfig {
         if let Some(environment) = &self.environment {
             environment.check(kind::ENVIRONMENT, "trainer.environment")?;
         }
-        for callback in &self.callbacks {
-            callback.check(kind::CALLBACK, "trainer.callbacks")?;
+        for (i, callback) in self.callbacks.iter().enumerate() {
+            callback.check(kind::CALLBACK, &format!("trainer.callbacks[{i}]"))?;
         }
-        self.loggers.iter().try_for_each(|logger| logger.check(kind::LOGGER, "trainer.loggers"))
+        for (i, logger) in self.loggers.iter().enumerate() {
+            logger.check(kind::LOGGER, &format!("trainer.loggers[{i}]"))?;
+        }
+        Ok(())
     }
 }
 

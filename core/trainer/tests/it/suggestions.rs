@@ -87,6 +87,7 @@ fn values_of_python_and_yaml_are_told_what_to_write() {
     insta::assert_snapshot!(error("trainer.max_steps = 'None'"), @r#"`trainer.max_steps`: expected an integer, at least 0, found the string "None"; for no value leave the key out, or take it away with `--set KEY=null`"#);
     insta::assert_snapshot!(error("trainer.num_nodes = 'null'"), @r#"`trainer.num_nodes`: expected an integer, at least 0, found the string "null"; leave the key out for its default, or take it away with `--set KEY=null`"#);
     insta::assert_snapshot!(error("trainer.freeze = 'head, body'"), @r#"`trainer.freeze`: expected a list, found the string "head, body"; write ["head", "body"]"#);
+    insta::assert_snapshot!(error("trainer.freeze = '(a, 2)'"), @r#"`trainer.freeze`: expected a list, found the string "(a, 2)"; write ["a", 2]"#);
     insta::assert_snapshot!(error("trainer.devices = -1"), @r#"`trainer.devices`: expected a number of ranks, at least 1, or "auto", found `-1`; did you mean "auto"?"#);
     insta::assert_snapshot!(error("trainer.devices = '0,1'"), @r#"`trainer.devices`: expected a number of ranks, at least 1, or "auto", found the string "0,1"; it is a number of devices, not a list of them: for a choice set CUDA_VISIBLE_DEVICES"#);
     insta::assert_snapshot!(error("trainer.devices = '2'"), @r#"`trainer.devices`: expected a number of ranks, at least 1, or "auto", found the string "2"; write 2"#);
@@ -144,6 +145,13 @@ fn other_formats_are_named() {
     insta::assert_snapshot!(file("run.JSON", b"{}"), @"DIR/run.JSON: JSON by its name; a configuration is TOML: `[trainer]` and below it `max_steps = 100`");
     let json = file("run.conf", b"{ \"seed\": 3 }");
     assert!(json.ends_with("\nThis looks like JSON; a configuration is TOML."), "{json}");
+    let hint = |text: &str| {
+        let error = file("run.conf", text.as_bytes());
+        error.lines().last().unwrap().to_owned()
+    };
+    insta::assert_snapshot!(hint("[trainer]\nmax_steps = null # none\n"), @"TOML has no null: leave the key out for no value.");
+    insta::assert_snapshot!(hint("[trainer]\nenable_progress_bar = True\n"), @"TOML writes `true` and `false`.");
+    insta::assert_snapshot!(hint("trainer:\n  max_steps: 3\n"), @"This looks like YAML; a configuration is TOML: `[trainer]` and below it `max_steps = 100`.");
     insta::assert_snapshot!(file("run.toml", b"\xff\xfes\0e\0e\0d\0"), @"reading the configuration file DIR/run.toml: it is not UTF-8 text");
     insta::assert_snapshot!(file("twice.toml", b"[trainer]\nmax_steps = 1\nmax_steps = 2\n"), @r"
         DIR/twice.toml: TOML parse error at line 3, column 1
