@@ -51,6 +51,11 @@ impl Escalation {
         Self { patience: Patience::new(grace), sent: 0 }
     }
 
+    /// SIGKILL is due after `grace`: for ranks that have had another signal.
+    pub(super) fn to_kill_after(grace: Duration) -> Self {
+        Self { patience: Patience::new(grace), sent: 1 }
+    }
+
     /// The signal to send now, if one is due.
     pub(super) fn due(&mut self) -> Option<Signal> {
         if self.patience.slice().is_some() {

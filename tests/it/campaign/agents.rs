@@ -144,7 +144,7 @@ fn signal_with_a_frozen_rank(scratch: &Scratch, trial: &mut Trial) {
     let runs: Vec<Run> = agents.into_iter().map(Running::wait).collect();
     let took = struck.elapsed();
     let said = runs.iter().map(|run| run.stderr.as_str()).collect::<Vec<_>>().join("---\n");
-    assert!(took < Duration::from_secs(TIMEOUT + 10), "over only after {took:?}: {said}");
+    assert!(took < OVER + Duration::from_secs(TIMEOUT), "over only after {took:?}: {said}");
     let expected = Some(128 + signal.as_raw());
     assert!(runs.iter().all(|run| run.code() == expected), "{signal:?} to agent {told}: {said}");
     assert!(said.contains(&format!("rank {frozen}")), "the frozen rank is not named: {said}");

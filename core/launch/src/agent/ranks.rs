@@ -26,6 +26,8 @@ use fulgurite_store::Patience;
 
 /// How long ranks have to stop by themselves after one has failed, before they get SIGTERM.
 const GRACE: Duration = Duration::from_secs(3);
+/// How long ranks have to stop before they get SIGKILL, if a signal asked them to end before one failed.
+const GRACE_ONCE_ASKED: Duration = Duration::from_secs(2);
 /// How long the last lines of ranks that have ended are waited for.
 const COPY_GRACE: Duration = Duration::from_secs(2);
 
@@ -229,7 +231,11 @@ impl Ranks {
 
     /// Lets the ranks end: soon by themselves, and then by signals.
     pub(super) fn stop(&mut self) {
-        self.ending.get_or_insert_with(|| Escalation::after(GRACE));
+        let asked = self.interrupted.is_some();
+        self.ending.get_or_insert_with(|| match asked {
+            true => Escalation::to_kill_after(GRACE_ONCE_ASKED),
+            false => Escalation::after(GRACE),
+        });
     }
 
     fn end_stragglers(&mut self) {

@@ -310,7 +310,7 @@ impl Store for TcpStore {
         send(&self.health.stream, &request).map_err(|e| self.server.error(&e.to_string()))?;
         // A short wait, since this process is about to end.
         let recorded = || self.health.recorded.load(Ordering::SeqCst);
-        self.health.wait(REPLY_TIMEOUT / 4, |_| recorded());
+        self.health.wait(RECORD_TIMEOUT, |_| recorded());
         if recorded() { Ok(()) } else { Err(self.server.error("it does not answer")) }
     }
 
@@ -326,6 +326,8 @@ impl Store for TcpStore {
     }
 }
 
+/// How long a rank that has failed waits until the server has recorded that. The server may be frozen.
+const RECORD_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often a client that waits for an answer looks whether it still should.
 const REQUEST_POLL: Duration = Duration::from_millis(200);
 /// Longest message of a failure: a frame of a health connection fits into the socket's buffer.
