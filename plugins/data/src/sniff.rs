@@ -114,11 +114,16 @@ pub(crate) fn flaw_of_text(head: &[u8]) -> Option<Flaw> {
         let zeros = |first: usize| head.iter().skip(first).step_by(2).filter(|&&b| b == 0).count();
         let (even, odd) = (zeros(0), zeros(1));
         let many = head.len() * 2 / 5;
-        if odd > many && even * 20 < odd {
-            return utf16("UTF-16 without a byte-order mark", "UTF-16LE");
-        }
-        if even > many && odd * 20 < even {
-            return utf16("UTF-16 without a byte-order mark", "UTF-16BE");
+        let name = match () {
+            () if odd > many && even * 20 < odd => Some("UTF-16LE"),
+            () if even > many && odd * 20 < even => Some("UTF-16BE"),
+            () => None,
+        };
+        if let Some(name) = name {
+            // Small numbers look alike, so that a folder may have such files.
+            let how = format!("convert it with `iconv -f {name} -t UTF-8`");
+            let message = format!("is UTF-16 without a byte-order mark, not UTF-8 text; {how}");
+            return Some(Flaw::expected(BINARY, message));
         }
     }
     head.iter().position(|&byte| byte == 0).map(flaw_of_nul)
