@@ -77,8 +77,8 @@ impl Hooks<Pictures> for Net {}
 fn fit<M: LightningModule<Config = NoKeys, Data = Pictures>>(precision: &str) -> Result<[f64; 2]> {
     let dir = tempfile::tempdir().unwrap();
     let text = format!(
-        "[model]\n[data]\n[trainer]\nmax_steps = 30\nprecision = {precision:?}\nloggers = []\n\
-         default_root_dir = {:?}\n[optimizer]\ntype = \"adamw\"\nlr = 0.03",
+        "[model]\n[data]\n[trainer]\nmax_steps = 40\nprecision = {precision:?}\nloggers = []\n\
+         default_root_dir = {:?}\n[optimizer]\ntype = \"adamw\"\nlr = 0.05",
         dir.path()
     );
     let run = RunConfig::from_layers(ConfigLayers::new().text("run.toml", &text)?)?;

@@ -16,7 +16,7 @@ use crate::{Error, Result};
 ///
 /// The search reads values from the device where shapes are suspicious, so it is for the first step alone.
 /// An input with one value everywhere tells nothing. Functions with a [backward of their
-/// own](super::function) are told from candle's, except in units whose activations are offloaded: do not
+/// own](super::function()) are told from candle's, except in units whose activations are offloaded: do not
 /// call it for their graphs.
 ///
 /// # Errors

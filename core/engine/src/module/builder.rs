@@ -204,7 +204,29 @@ impl ModuleBuilder {
         Ok(layer)
     }
 
-    /// Declares the parameter `name` of this module.
+    /// Declares the parameter `name` of this module, which computes with
+    /// [`Parameter::tensor`].
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use fulgurite_core::Result;
+    /// use fulgurite_core::module::{Module, ModuleBuilder};
+    /// use fulgurite_core::parameter::{Init, Parameter};
+    ///
+    /// struct Scale(Parameter);
+    ///
+    /// impl Scale {
+    ///     fn new(b: &ModuleBuilder, width: usize) -> Result<Self> {
+    ///         Ok(Self(b.parameter("scale", [width], Init::ONES)?))
+    ///     }
+    /// }
+    ///
+    /// impl Module for Scale {
+    ///     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    ///         Ok(x.broadcast_mul(&self.0.tensor()?)?)
+    ///     }
+    /// }
+    /// ```
     ///
     /// # Errors
     /// If the name is taken, is empty or has a space or `*`, the initial values are no numbers, or the model becomes larger than any
