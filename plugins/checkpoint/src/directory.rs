@@ -195,7 +195,11 @@ impl CheckpointIO for LocalDirectory {
         if doomed != place {
             fs::rename(&place, &doomed).map_err(Error::io("removing", &place))?;
         }
-        fs::remove_dir_all(&doomed).map_err(Error::io("removing", &doomed))
+        fs::remove_dir_all(&doomed).map_err(Error::io("removing", &doomed))?;
+        if is_temporary(path) {
+            self.remove_stale_locks();
+        }
+        Ok(())
     }
 
     fn replace(&self, path: &str, bytes: &[u8]) -> Result<()> {

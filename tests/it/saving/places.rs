@@ -254,10 +254,12 @@ fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
 #[test]
 fn any_place_is_resumed_from() {
     let scratch = Scratch::new();
-    let keys = ["checkpoint.io=test_memory", "checkpoint.every_n_steps=2"];
+    // All steps: the last one of a run is logged, wherever that ends.
+    let logged = "trainer.log_every_n_steps=1";
+    let keys = ["checkpoint.io=test_memory", "checkpoint.every_n_steps=2", logged];
     let fit = |more: &[&str]| scratch.succeed(&[&keys[..], more].concat());
     let last = ["trainer.ckpt_path=last"];
-    let whole = course(&Scratch::new().succeed(&["trainer.max_steps=7"]));
+    let whole = course(&Scratch::new().succeed(&["trainer.max_steps=7", logged]));
     let mut events = fit(&[&last[..], &["trainer.max_steps=4"]].concat());
     assert_eq!(resumed(&events), None);
     events.extend(fit(&[&last[..], &["trainer.max_steps=7"]].concat()));
