@@ -113,17 +113,16 @@ impl SpecialTokens {
             AddBosToken::Auto => files.adds_bos_token(),
         };
         let start = match start {
-            true => {
-                Some(named("bos_token", wanted.bos_token, &template.before)?.ok_or_else(|| {
-                    Error::Config(format!(
-                        "data.add_bos_token: no file says which token of {} begins a text; set \
-                     `data.bos_token`",
-                        file.display()
-                    ))
-                })?)
-            }
+            true => named("bos_token", wanted.bos_token, &template.before)?,
             false => None,
         };
+        if start.is_none() && wanted.add_bos_token == AddBosToken::Always {
+            return Err(Error::Config(format!(
+                "data.add_bos_token: no file says which token of {} begins a text; set \
+                 `data.bos_token`",
+                file.display()
+            )));
+        }
         Ok(Self { start, end, warning })
     }
 }

@@ -197,6 +197,8 @@ fn a_start_token_is_added_on_demand() {
         write(&dir.path().join(folder), "tokenizer_config.json", &config);
     }
     write(&dir.path().join("none"), "tokenizer.json", &words(&specials));
+    let config = json!({"bos_token": null, "add_bos_token": true});
+    write(&dir.path().join("none"), "tokenizer_config.json", &config);
     let ids = |folder: &str, keys: &str| ids(&setup(dir.path(), folder, keys).unwrap());
     let without = [4, 5, 2, 5, 6, 2];
     let with = |id| [id, 4, 5, 2, id, 5, 6, 2];
@@ -206,7 +208,7 @@ fn a_start_token_is_added_on_demand() {
         assert_eq!(ids(folder, "add_bos_token = true"), with(1));
         assert_eq!(ids(folder, "add_bos_token = true\nbos_token = '<bos>'"), with(3));
     }
-    // transformers 5 does what the post-processor says, and not what tokenizer_config.json does.
+    // The post-processor decides, and tokenizer_config.json only without one.
     assert_eq!(ids("template", "add_bos_token = 'auto'"), with(1));
     assert_eq!(ids("plain", "add_bos_token = 'auto'"), with(1));
     assert_eq!(ids("none", "add_bos_token = 'auto'"), without);
