@@ -23,9 +23,10 @@ const MAGNITUDE: &str = "lora_magnitude_vector";
 const PAIRS: [(&str, &str); 2] =
     [("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")];
 
-/// The tensors of a base model, with those of an adapter added: `V = W + scale B A`, and of one with magnitudes
-/// (DoRA) `magnitude / norm(V) V`, row by row. Computed in f32 (f64 for f64).
-/// Modules that were trained beside the adapters, and weights that the adapter brings along, replace the base's.
+/// The tensors of a base model, with those of an adapter added: `V = W + scale B A`, and of one
+/// with magnitudes (DoRA) `magnitude / norm(V) V`, row by row. Computed in f32 (f64 for f64).
+/// Modules that were trained beside the adapters, and weights that the adapter brings along,
+/// replace the base's.
 pub struct MergedModel<'a> {
     base: &'a dyn TensorSource,
     adapter: AdapterSource,
@@ -35,8 +36,8 @@ impl<'a> MergedModel<'a> {
     /// `base` with the adapter in the directory `adapter`.
     ///
     /// # Errors
-    /// If that is no adapter, or has another scale for some layers, or does not fit the base; if a module that it
-    /// changes shares its weight with another one in the base.
+    /// If that is no adapter, or has another scale for some layers, or does not fit the base; if a
+    /// module that it changes shares its weight with another one in the base.
     pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
         let merged = Self { base, adapter: AdapterSource::open(adapter)? };
         merged.adapter.config().bias(&adapter.join(ADAPTER_CONFIG))?;
@@ -132,13 +133,14 @@ impl<'a> MergedModel<'a> {
         } else if !tied.shares(name) {
             return self.no_such(name, name);
         }
-        let config = self.adapter.config();
-        if !tied.shares(name) || self.adapter.is_of_base(name) || config.ensures_weight_tying() {
+        if !tied.shares(name) {
             return Ok(());
         }
         let Some(other) = self.adapter.others().find(|other| *other != name && tied.shares(other))
         else {
-            return self.fail(apart(name, tied.other(name)));
+            let alone =
+                self.adapter.is_of_base(name) || self.adapter.config().ensures_weight_tying();
+            return if alone { Ok(()) } else { self.fail(apart(name, tied.other(name))) };
         };
         match same_values(&self.adapter, name, other)? {
             true => Ok(()),
@@ -188,8 +190,9 @@ impl<'a> MergedModel<'a> {
         Ok(None)
     }
 
-    /// What the rows of a part of an adapted weight are multiplied by, `[rows, 1]`: their magnitudes, divided by the
-    /// norms of the whole rows. `None` for an adapter without magnitudes.
+    /// What the rows of a part of an adapted weight are multiplied by, `[rows, 1]`: their
+    /// magnitudes, divided by the norms of the whole rows. `None` for an adapter without
+    /// magnitudes.
     fn factor(&self, name: &str, region: &Region, dtype: DType) -> Result<Option<Tensor>> {
         let Some(layer) = name.strip_suffix(".weight") else { return Ok(None) };
         let magnitude = format!("{layer}.{MAGNITUDE}");

@@ -1,0 +1,205 @@
+//! Adapters that PEFT wrote, and that PEFT reads; `fixtures/make_peft.py` says how the files were made.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite::core::collective::Solo;
+use fulgurite::core::run::AdapterConfig;
+
+use crate::interop_peft::{assert_close, expected, from, logits, merged, model};
+use crate::program::fixture;
+
+fn adapter(name: &str) -> PathBuf {
+    fixture("peft").join(name)
+}
+
+/// A copy of an adapter with a value of its configuration replaced.
+fn changed(name: &str, into: &Path, key: &str, value: serde_json::Value) -> PathBuf {
+    let copy = into.join(name);
+    std::fs::create_dir_all(&copy).unwrap();
+    for entry in std::fs::read_dir(adapter(name)).unwrap() {
+        let path = entry.unwrap().path();
+        std::fs::copy(&path, copy.join(path.file_name().unwrap())).unwrap();
+    }
+    let path = copy.join("adapter_config.json");
+    let mut config: serde_json::Value =
+        serde_json::from_slice(&std::fs::read(&path).unwrap()).unwrap();
+    config[key] = value;
+    std::fs::write(path, config.to_string()).unwrap();
+    copy
+}
+
+#[test]
+fn adapters_of_peft_compute_what_peft_computes() {
+    let temp = tempfile::tempdir().unwrap();
+    for (name, base) in
+        [("head_emb", "hf_llama"), ("all_norms", "hf_llama"), ("tied", "hf_llama_tied")]
+    {
+        let base = fixture(base);
+        let of_peft = expected(&adapter(name).join("expected.safetensors"));
+        let beside = logits(&base, from(&adapter(name)));
+        assert_close(&beside, &of_peft["logits"], 1e-5);
+        let merged = merged(&base, &adapter(name), temp.path(), name).unwrap();
+        assert_close(&logits(&merged, None), &of_peft["logits"], 1e-5);
+    }
+}
+
+#[test]
+fn a_resaved_adapter_of_peft_is_the_same() {
+    let temp = tempfile::tempdir().unwrap();
+    for (name, base) in [("all_norms", "hf_llama"), ("tied", "hf_llama_tied")] {
+        let base = fixture(base);
+        let solo = Arc::new(Solo::new("world", 0));
+        let (fabric, _) = model(solo, "single_device", &base, from(&adapter(name))).unwrap();
+        let again = temp.path().join(name);
+        fabric.save_adapter(&again).unwrap();
+        let of_peft = expected(&adapter(name).join("expected.safetensors"));
+        assert_close(&logits(&base, from(&again)), &of_peft["logits"], 1e-5);
+    }
+}
+
+/// PEFT trains modules that share a weight one by one, so that its file has to have all of them.
+#[test]
+fn a_shared_weight_is_saved_for_all_its_modules() {
+    let temp = tempfile::tempdir().unwrap();
+    let base = fixture("hf_llama_tied");
+    let adapters = AdapterConfig {
+        targets: vec!["q_proj".to_owned()],
+        modules_to_save: vec!["embed_tokens".to_owned()],
+        ..AdapterConfig::default()
+    };
+    let solo = Arc::new(Solo::new("world", 0));
+    let (fabric, _) = model(solo, "single_device", &base, Some(adapters)).unwrap();
+    fabric.save_adapter(temp.path()).unwrap();
+    let saved = expected(&temp.path().join("adapter_model.safetensors"));
+    let weight = |name: &str| &saved[&format!("base_model.model.{name}.weight")];
+    assert_close(weight("lm_head"), weight("model.embed_tokens"), 0.0);
+    let config = std::fs::read(temp.path().join("adapter_config.json")).unwrap();
+    let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+    assert_eq!(config["modules_to_save"], serde_json::json!(["lm_head", "model.embed_tokens"]));
+    assert_eq!(config["ensure_weight_tying"], true);
+}
+
+/// `norm` of `trainer.adapters` is one module, and in PEFT's comparison the end of all norms' names.
+#[test]
+fn saved_modules_are_named_so_that_peft_finds_no_others() {
+    let temp = tempfile::tempdir().unwrap();
+    let saved = |patterns: &[&str]| {
+        let adapters = AdapterConfig {
+            targets: vec!["q_proj".to_owned()],
+            modules_to_save: patterns.iter().map(|&pattern| pattern.to_owned()).collect(),
+            ..AdapterConfig::default()
+        };
+        let solo = Arc::new(Solo::new("world", 0));
+        let base = fixture("hf_llama");
+        let (fabric, _) = model(solo, "single_device", &base, Some(adapters)).unwrap();
+        fabric.save_adapter(temp.path()).unwrap();
+        let config = std::fs::read(temp.path().join("adapter_config.json")).unwrap();
+        let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
+        config["modules_to_save"].clone()
+    };
+    // `model.norm` alone.
+    assert_eq!(saved(&["norm"]), serde_json::json!(["model.norm"]));
+    assert_eq!(saved(&["lm_head"]), serde_json::json!(["lm_head"]));
+    assert_eq!(saved(&[]), serde_json::Value::Null);
+}
+
+#[test]
+fn modules_that_share_a_weight_are_not_trained_apart() {
+    let temp = tempfile::tempdir().unwrap();
+    let base = fixture("hf_llama_tied");
+    let solo = || Arc::new(Solo::new("world", 0));
+    let apart = adapter("tied_apart");
+    let message = "has `model.embed_tokens.weight` and no `lm_head.weight`, and the two are one weight in the base";
+    let error = merged(&base, &apart, temp.path(), "apart").unwrap_err().to_string();
+    assert!(error.contains(message), "{error}");
+    let error = model(solo(), "single_device", &base, from(&apart)).err().unwrap().to_string();
+    assert!(error.contains(message), "{error}");
+    // The two in a file, but other values.
+    let differ = changed("tied", temp.path(), "revision", serde_json::Value::Null);
+    let file = differ.join("adapter_model.safetensors");
+    let mut tensors = expected(&file);
+    let head = Tensor::ones((67, 32), DType::F32, &Device::Cpu).unwrap();
+    tensors.insert("base_model.model.lm_head.weight".to_owned(), head);
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let error = merged(&base, &differ, temp.path(), "differ").unwrap_err().to_string();
+    assert!(
+        error.contains("`lm_head.weight` and `model.embed_tokens.weight`, which differ"),
+        "{error}"
+    );
+    let error = model(solo(), "single_device", &base, from(&differ)).err().unwrap().to_string();
+    assert!(
+        error.contains("`model.embed_tokens.weight` and `lm_head.weight`, which differ"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_shared_weight_is_trained_for_all_its_modules_or_none() {
+    let adapters = AdapterConfig {
+        targets: vec!["q_proj".to_owned()],
+        modules_to_save: vec!["lm_head".to_owned()],
+        ..AdapterConfig::default()
+    };
+    let solo = Arc::new(Solo::new("world", 0));
+    let base = fixture("hf_llama_tied");
+    let error = model(solo, "single_device", &base, Some(adapters)).err().unwrap().to_string();
+    let expected = "is the weight `model.embed_tokens.weight` of another module; name both modules";
+    assert!(error.contains(expected), "{error}");
+}
+
+/// The base of a training need not be loaded before the adapter, and its head is not that of the adapter's.
+#[test]
+fn weights_that_an_adapter_brings_along_stay() {
+    let temp = tempfile::tempdir().unwrap();
+    let copy = changed("head_emb", temp.path(), "revision", serde_json::Value::Null);
+    let file = copy.join("adapter_model.safetensors");
+    let mut tensors = expected(&file);
+    let name = "base_model.model.lm_head.base_layer.weight".to_owned();
+    tensors.insert(name.clone(), (&tensors[&name] * 2.0).unwrap());
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let base = fixture("hf_llama");
+    let merged = merged(&base, &copy, temp.path(), "merged").unwrap();
+    let of_peft = expected(&adapter("head_emb").join("expected.safetensors"));
+    assert_close(&logits(&base, from(&copy)), &logits(&merged, None), 1e-5);
+    let difference = (logits(&merged, None) - &of_peft["logits"]).unwrap().abs().unwrap();
+    assert!(difference.max_all().unwrap().to_scalar::<f32>().unwrap() > 0.1);
+}
+
+#[test]
+fn an_adapter_that_does_not_fit_its_base_is_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let base = fixture("hf_llama");
+    let write = |tensors: &HashMap<String, Tensor>| {
+        let copy = changed("head_emb", temp.path(), "revision", serde_json::Value::Null);
+        candle_core::safetensors::save(tensors, copy.join("adapter_model.safetensors")).unwrap();
+        merged(&base, &copy, temp.path(), "merged").unwrap_err().to_string()
+    };
+    let whole = expected(&adapter("head_emb").join("adapter_model.safetensors"));
+    let zeros = |shape: &[usize]| Tensor::zeros(shape, DType::F32, &Device::Cpu).unwrap();
+    let with = |name: &str, tensor: Option<Tensor>| {
+        let mut tensors = whole.clone();
+        let name = format!("base_model.model.{name}");
+        tensors.remove(&name);
+        tensors.extend(tensor.map(|tensor| (name, tensor)));
+        write(&tensors)
+    };
+    let error = with("lm_head.lora_B.weight", None);
+    assert!(
+        error.contains("not both of `lm_head.lora_A.weight` and `lm_head.lora_B.weight`"),
+        "{error}"
+    );
+    let error = with("lm_head.lora_A.weight", Some(zeros(&[2, 31])));
+    assert!(error.contains("for `lm_head.weight` of 67 outputs and 32 inputs"), "{error}");
+    let error = with("lm_head.base_layer.weight", Some(zeros(&[70, 32])));
+    assert!(error.contains("of the shape [70, 32]") && error.contains("resized"), "{error}");
+    let error = with("lm_head.weight", Some(zeros(&[67, 32])));
+    assert!(error.contains("which are both `lm_head.weight`"), "{error}");
+    let error = with("model.other.weight", Some(zeros(&[1])));
+    assert!(
+        error.contains("no `model.other.weight`: it is an adapter of another model"),
+        "{error}"
+    );
+}
