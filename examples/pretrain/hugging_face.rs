@@ -13,8 +13,8 @@ const MAX_CONFIG: u64 = 16 << 20;
 /// The head's weight, and the embedding's, which it may share.
 const SHARED: [&str; 2] = ["lm_head.weight", "model.embed_tokens.weight"];
 
-/// A table of `config.json`, which `transformers` reads like this: a key that is left out has a default, and `null` is
-/// one for some keys alone.
+/// A table of `config.json`, which `transformers` reads like this: a key that is left out has a
+/// default, and `null` is one for some keys alone.
 struct Table<'a> {
     values: &'a serde_json::Map<String, serde_json::Value>,
     file: &'a Path,
@@ -134,8 +134,8 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Whether the head of the model in this directory shares the embedding's weight, if its configuration says so: as in
-/// transformers 5, not if the directory has two weights that differ.
+/// Whether the head of the model in this directory shares the embedding's weight, if its
+/// configuration says so: as in transformers 5, not if the directory has two weights that differ.
 fn is_tied(directory: &Path) -> Result<bool> {
     let source = checkpoint::open(directory)?;
     let [head, embedding] = SHARED;

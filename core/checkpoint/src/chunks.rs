@@ -130,7 +130,8 @@ pub(super) fn format_region(region: &Region) -> String {
     format!("[{}]", slices.join(", "))
 }
 
-/// A tensor as blocks of its first dimension, to be read one after the other. `width` is an element's size in bytes.
+/// A tensor as blocks of its first dimension, to be read one after the other. `width` is an
+/// element's size in bytes.
 pub(super) fn blocks(shape: &[usize], width: usize) -> Vec<Region> {
     let whole = Region::full(shape);
     if whole.is_empty() || shape.is_empty() {

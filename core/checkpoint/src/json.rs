@@ -7,13 +7,13 @@ use serde::de::DeserializeOwned;
 use crate::{Error, Result};
 use fulgurite_error::files::{foreign_content, read_regular};
 
-/// Reads a JSON file of at most `max` bytes, such as a model's `config.json`. `NaN` and `Infinity`, which are no JSON
-/// and which Python writes, are texts of that name. A byte order mark is skipped. In a `serde_json::Value` the last
-/// value of a key counts if the key is there twice, as in Python.
+/// Reads a JSON file of at most `max` bytes, such as a model's `config.json`. `NaN` and `Infinity`,
+/// which are no JSON and which Python writes, are texts of that name. A byte order mark is skipped.
+/// In a `serde_json::Value` the last value of a key counts if the key is there twice, as in Python.
 ///
 /// # Errors
-/// If there is no such file, it is longer, or it is no JSON of a `T`; the message names the file, and what it is instead if
-/// that is known, such as a pointer of Git LFS.
+/// If there is no such file, it is longer, or it is no JSON of a `T`; the message names the file,
+/// and what it is instead if that is known, such as a pointer of Git LFS.
 pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>, max: u64) -> Result<T> {
     let path = path.as_ref();
     let bytes = read_regular(path, max)?;

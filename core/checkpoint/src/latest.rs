@@ -48,13 +48,13 @@ pub fn latest(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
     Ok(newest.map(|(step, _, name)| CommittedCheckpoint { step, path: io.location(&name), name }))
 }
 
-/// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names, unless another one
-/// was committed after it, by a save that was interrupted before it wrote [`LAST`]. If that is missing,
-/// torn, or names no committed checkpoint, the newest by [`saved_at`](super::Manifest::saved_at) and
-/// step.
+/// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names, unless another
+/// one was committed after it, by a save that was interrupted before it wrote [`LAST`]. If that is
+/// missing, torn, or names no committed checkpoint, the newest by
+/// [`saved_at`](super::Manifest::saved_at) and step.
 ///
-/// It differs from the [`latest`] one after a run that resumed from an earlier checkpoint: the checkpoints
-/// saved before that have later steps than the one saved last.
+/// It differs from the [`latest`] one after a run that resumed from an earlier checkpoint: the
+/// checkpoints saved before that have later steps than the one saved last.
 ///
 /// Not collective.
 ///

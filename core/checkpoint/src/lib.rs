@@ -28,11 +28,11 @@
 //!
 //! Tensors are loaded from a [`TensorSource`]: a [`DistributedCheckpoint`], a [`FullCheckpoint`], a
 //! [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards) or a
-//! [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format. Others are in memory:
-//! a [`TensorMap`], a closure as a [`TensorFn`]; and where rank 0 alone can read, it sends them to the others
-//! ([`RankZeroSource`]). [`load_into`]
-//! fills a model on any mesh from any of them; each rank reads only the bytes of its own part.
-//! [`LoadOptions`] say what may differ, and [`NameRules`] map names.
+//! [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format. Others are in
+//! memory: a [`TensorMap`], a closure as a [`TensorFn`]; and where rank 0 alone can read, it sends
+//! them to the others ([`RankZeroSource`]). [`load_into`] fills a model on any mesh from any of
+//! them; each rank reads only the bytes of its own part. [`LoadOptions`] say what may differ, and
+//! [`NameRules`] map names.
 //!
 //! ```no_run
 //! use fulgurite_core::checkpoint;

@@ -68,8 +68,8 @@ impl Section {
         })
     }
 
-    /// The source under the model's names, with the quantised weights as weights that are no such ones in the
-    /// model.
+    /// The source under the model's names, with the quantised weights as weights that are no such
+    /// ones in the model.
     pub(super) fn renamed<'s>(
         self,
         source: &'s dyn TensorSource,
@@ -87,7 +87,8 @@ impl Section {
     }
 }
 
-/// The source with those of its quantised weights unpacked that the model does not hold in the same format.
+/// The source with those of its quantised weights unpacked that the model does not hold in the same
+/// format.
 fn unpacked<S: TensorSource>(source: S, targets: &[LoadTarget]) -> UnpackedSource<S> {
     let packed = targets.iter().filter(|target| target.packed.is_some());
     let packed: BTreeMap<&str, &[usize]> =
@@ -117,8 +118,8 @@ pub fn compare_with(
     Ok(match_up(&*source, &targets, options, Section::Model).report)
 }
 
-/// The error that [`load_into`] would have for this model, which need not be set up: differences if strict,
-/// patterns that match nothing. Reads no values, changes nothing. Not collective.
+/// The error that [`load_into`] would have for this model, which need not be set up: differences if
+/// strict, patterns that match nothing. Reads no values, changes nothing. Not collective.
 ///
 /// # Errors
 /// As [`load_into`].
@@ -144,9 +145,9 @@ pub fn check_compatible(source: &dyn TensorSource, tree: &ModuleTree) -> Result<
 }
 
 /// Fills this rank's part of every parameter
-/// ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)) and every persistent buffer, converting dtypes. A tied
-/// parameter is found under any of its names. `options` may be a `bool`, for
-/// [`strict`](LoadOptions::strict).
+/// ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)) and every persistent
+/// buffer, converting dtypes. A tied parameter is found under any of its names. `options` may be a
+/// `bool`, for [`strict`](LoadOptions::strict).
 ///
 /// If strict, a source with differences is refused before anything is changed. Otherwise the
 /// tensors that fit are loaded, the others keep their values, and the report lists them. Every rank
@@ -380,8 +381,8 @@ fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
     aliases
 }
 
-/// Checks that each pattern of the options matches something: those of the filter a parameter or a renamed
-/// tensor, those that rename a tensor of the source.
+/// Checks that each pattern of the options matches something: those of the filter a parameter or a
+/// renamed tensor, those that rename a tensor of the source.
 pub(super) fn check_patterns(
     source: &dyn TensorSource,
     renamed: &dyn TensorSource,
@@ -412,8 +413,8 @@ pub(super) fn check_patterns(
     }
 }
 
-/// Whether the key of a state tensor is of a strategy's own state, which others neither have nor need
-/// ([`STRATEGY_STATE`]).
+/// Whether the key of a state tensor is of a strategy's own state, which others neither have nor
+/// need ([`STRATEGY_STATE`]).
 fn is_of_strategy(key: &str) -> bool {
     parse_optimizer_key(key).is_some_and(|(_, name)| name.starts_with(STRATEGY_STATE))
 }
@@ -528,7 +529,8 @@ impl<'a> LoadPlan<'a> {
         Ok(())
     }
 
-    /// The targets of which the source has several tensors: their indices, the name that is read, and each other one.
+    /// The targets of which the source has several tensors: their indices, the name that is read,
+    /// and each other one.
     pub(super) fn shared(&self) -> impl Iterator<Item = (usize, &'a str, &'a str)> {
         self.matches.iter().flat_map(move |&(i, name)| {
             let tied = self.targets[i].tied.iter().map(String::as_str);
@@ -537,7 +539,8 @@ impl<'a> LoadPlan<'a> {
         })
     }
 
-    /// Checks that tensors of the source that are one weight in the model are the same in this rank's part.
+    /// Checks that tensors of the source that are one weight in the model are the same in this
+    /// rank's part.
     fn check_tied(&self) -> Result<()> {
         for (i, name, other) in self.shared() {
             let local = self.targets[i].local.as_ref().filter(|(_, region)| !region.is_empty());
@@ -578,8 +581,8 @@ impl<'a> LoadPlan<'a> {
 pub(super) struct Fill<'a> {
     /// Its name in the source.
     pub(super) name: &'a str,
-    /// The memory to read into, and the region of the source's tensor that this rank needs; `None` if it needs
-    /// nothing of it.
+    /// The memory to read into, and the region of the source's tensor that this rank needs; `None`
+    /// if it needs nothing of it.
     pub(super) into: Option<(Tensor, Region)>,
     /// The part of a quantised weight that is made from what was read.
     packed: Option<(&'a Packed, &'a (Tensor, Region))>,

@@ -9,7 +9,8 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::execution::read;
 
-/// Converts the values of the tensor `name`, which are of the checkpoint at `location`, for messages.
+/// Converts the values of the tensor `name`, which are of the checkpoint at `location`, for
+/// messages.
 ///
 /// # Errors
 /// If a finite value would become infinite, naming tensor, value and dtype.

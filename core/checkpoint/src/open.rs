@@ -50,8 +50,8 @@ pub(super) enum Format {
 /// The ends of the names of files that `torch.save` writes.
 pub(super) const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
-/// The format of the weights at a path, and where they are: the file [`LAST`] stands for the checkpoint that it
-/// names.
+/// The format of the weights at a path, and where they are: the file [`LAST`] stands for the
+/// checkpoint that it names.
 pub(super) fn format_of(path: &Path) -> Result<(PathBuf, Format)> {
     let path = match path.file_name().is_some_and(|name| name == LAST) && path.is_file() {
         true => pointed_to(path)?,

@@ -23,12 +23,13 @@ use fulgurite_engine::shard::{Region, Run};
 /// Bytes of a message.
 const WINDOW: usize = 8 << 20;
 
-/// A source that rank 0 alone reads, as PyTorch's `broadcast_from_rank0`: for weights on a disk that the other
-/// hosts do not have, or in the memory of one process.
+/// A source that rank 0 alone reads, as PyTorch's `broadcast_from_rank0`: for weights on a disk
+/// that the other hosts do not have, or in the memory of one process.
 ///
-/// Rank 0 reads one whole tensor at a time and broadcasts it in messages of 8 MiB, of which each rank keeps
-/// its own part; so rank 0 needs the memory of one tensor, and the others that of a message. Where all ranks
-/// can read, [`load_into`](super::load_into) is faster: each reads its own part.
+/// Rank 0 reads one whole tensor at a time and broadcasts it in messages of 8 MiB, of which each
+/// rank keeps its own part; so rank 0 needs the memory of one tensor, and the others that of a
+/// message. Where all ranks can read, [`load_into`](super::load_into) is faster: each reads its own
+/// part.
 pub struct RankZeroSource<'a> {
     group: &'a dyn ProcessGroup,
     source: Source<'a>,
@@ -51,7 +52,8 @@ struct Described {
 }
 
 impl<'a> RankZeroSource<'a> {
-    /// Calls `open` on rank 0 of `group`, and tells the other ranks which tensors there are. Collective.
+    /// Calls `open` on rank 0 of `group`, and tells the other ranks which tensors there are.
+    /// Collective.
     ///
     /// # Errors
     /// On every rank, if `open` fails on rank 0.
@@ -90,8 +92,8 @@ impl<'a> RankZeroSource<'a> {
         self.fill(&*renamed, plan, &options)
     }
 
-    /// As [`load_optimizer`](super::load_optimizer): fills this rank's part of an optimizer's state.
-    /// Collective.
+    /// As [`load_optimizer`](super::load_optimizer): fills this rank's part of an optimizer's
+    /// state. Collective.
     ///
     /// # Errors
     /// As [`load_optimizer`](super::load_optimizer), on every rank.
@@ -163,8 +165,8 @@ impl<'a> RankZeroSource<'a> {
         }
     }
 
-    /// Sends what the plan needs, in its order, which follows from names and shapes and so is that of all
-    /// ranks.
+    /// Sends what the plan needs, in its order, which follows from names and shapes and so is that
+    /// of all ranks.
     fn fill(
         &self,
         source: &dyn TensorSource,
@@ -315,7 +317,8 @@ fn is_plain(values: &Tensor, dtype: DType) -> bool {
     values.dtype() == dtype && values.device().is_cpu() && values.is_contiguous()
 }
 
-/// Copies what a window of the whole tensor, from its element `start` on, has of a part, whose runs are
+/// Copies what a window of the whole tensor, from its element `start` on, has of a part, whose runs
+/// are
 /// `runs`.
 fn keep(part: &Tensor, runs: &[Run], window: &Tensor, start: usize) -> Result<()> {
     let width = window.dtype().size_in_bytes();

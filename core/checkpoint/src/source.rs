@@ -57,8 +57,8 @@ pub trait TensorSource: Send + Sync {
         self.read_into(name, region, target)
     }
 
-    /// The bytes of a whole tensor as they are stored, of whatever dtype: also of one that candle has no values of,
-    /// such as F8 or I8.
+    /// The bytes of a whole tensor as they are stored, of whatever dtype: also of one that candle
+    /// has no values of, such as F8 or I8.
     ///
     /// # Errors
     /// As [`read`](Self::read); if this source has no bytes of such a dtype.
@@ -66,20 +66,22 @@ pub trait TensorSource: Send + Sync {
         loaded_bytes(self, name)
     }
 
-    /// Why a tensor that the file has cannot be read, such as a sparse one; `None` for those that can, and if there
-    /// is none of this name. [`names`](Self::names) lists it, and [`info`](Self::info) knows nothing of it.
+    /// Why a tensor that the file has cannot be read, such as a sparse one; `None` for those that
+    /// can, and if there is none of this name. [`names`](Self::names) lists it, and
+    /// [`info`](Self::info) knows nothing of it.
     fn unreadable(&self, name: &str) -> Option<&str> {
         let _ = name;
         None
     }
 
-    /// The description of the [`ParameterFilter`](super::ParameterFilter) that this was saved with; `None` if there
-    /// was none.
+    /// The description of the [`ParameterFilter`](super::ParameterFilter) that this was saved with;
+    /// `None` if there was none.
     fn filtered(&self) -> Option<&str> {
         None
     }
 
-    /// What whoever loads from it should know, such as that damage of a part of it would not be found;
+    /// What whoever loads from it should know, such as that damage of a part of it would not be
+    /// found;
     /// `None` if there is nothing to know.
     fn warning(&self) -> Option<String> {
         None

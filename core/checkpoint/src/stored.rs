@@ -63,7 +63,8 @@ impl FileLocation {
                 let mut lengths = BTreeMap::new();
                 for entry in entries {
                     let path = entry.map_err(failed)?.path();
-                    // Follows links, which Hugging Face's cache is made of. One to nothing is no file.
+                    // Follows links, which Hugging Face's cache is made of. One to nothing is no
+                    // file.
                     let metadata = match std::fs::metadata(&path) {
                         Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
                         metadata => metadata.map_err(Error::io("reading", &path))?,
@@ -322,7 +323,8 @@ impl TensorSource for StoredTensors {
             self.read_bytes(name, tensor, &whole, &mut bytes, self.verify)?;
             return Ok(bytes);
         }
-        // Elements that are no whole bytes: parts of the first dimension, whose bytes follow each other.
+        // Elements that are no whole bytes: parts of the first dimension, whose bytes follow each
+        // other.
         let mut chunks: Vec<&StoredChunk> = tensor.chunks.iter().collect();
         chunks.sort_by_key(|chunk| chunk.region.offsets.first().copied());
         let is_slab = |chunk: &&StoredChunk| chunk.region.sizes.get(1..) == tensor.shape.get(1..);
@@ -368,8 +370,8 @@ impl std::fmt::Debug for StoredTensors {
     }
 }
 
-/// Whether the bytes of a file in this range have the expected checksum. Reads a few megabytes at a time
-/// into `buffer`.
+/// Whether the bytes of a file in this range have the expected checksum. Reads a few megabytes at a
+/// time into `buffer`.
 pub(super) fn is_undamaged(
     reader: &dyn CheckpointReader,
     (mut position, end): (u64, u64),

@@ -9,8 +9,8 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// Whether two tensors of a source have the same shape, dtype and bits. Reads both, a few megabytes at a time, up to
-/// the first difference.
+/// Whether two tensors of a source have the same shape, dtype and bits. Reads both, a few megabytes
+/// at a time, up to the first difference.
 ///
 /// # Errors
 /// If there is no tensor of one of the names, or values cannot be read.

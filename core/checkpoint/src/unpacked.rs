@@ -13,11 +13,11 @@ use crate::Result;
 use fulgurite_engine::quantization::{SCALE_SUFFIX, WeightFormat};
 use fulgurite_engine::shard::Region;
 
-/// A source whose [quantised weights](fulgurite_engine::quantization), codes and scales, are weights again: one
-/// tensor each, in f32. The others stay as they are.
+/// A source whose [quantised weights](fulgurite_engine::quantization), codes and scales, are
+/// weights again: one tensor each, in f32. The others stay as they are.
 ///
-/// A quantised weight is recognised by its two tensors: `w`, bytes, and `w_scale`, of which the shapes go
-/// together as those of a [`WeightFormat`].
+/// A quantised weight is recognised by its two tensors: `w`, bytes, and `w_scale`, of which the
+/// shapes go together as those of a [`WeightFormat`].
 #[derive(Debug)]
 pub struct UnpackedSource<S> {
     source: S,

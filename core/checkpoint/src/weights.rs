@@ -22,8 +22,8 @@ const INDEX: &str = "model.safetensors.index.json";
 /// The longest index that is read.
 const MAX_INDEX: u64 = 256 << 20;
 
-/// The longest file that is read of those that belong to a model and have no weights: `config.json`, a
-/// tokenizer.
+/// The longest file that is read of those that belong to a model and have no weights:
+/// `config.json`, a tokenizer.
 pub(super) const MAX_COMPANION: u64 = 256 << 20;
 
 /// A Hugging Face directory (`model.safetensors`, or shards with `model.safetensors.index.json`),
@@ -209,8 +209,8 @@ fn dangling(path: &Path) -> Option<PathBuf> {
     std::fs::read_link(path).ok().filter(|_| !path.exists())
 }
 
-/// The error about a path without weights, which says what of the files there may have been meant. `names` are those
-/// of a directory's files.
+/// The error about a path without weights, which says what of the files there may have been meant.
+/// `names` are those of a directory's files.
 fn no_weights(path: &Path, names: &[String]) -> Error {
     let mut message = format!(
         "there are no weights here: expected {SINGLE}, {INDEX} with its shards, or a {SUFFIX} file"

@@ -13,8 +13,8 @@ use fulgurite_engine::module::{
     AdapterBias, Adapters, ModuleTree, any_pattern_matches, pattern_names,
 };
 
-/// The keys of `adapter_config.json` that change nothing of what a trained adapter computes, besides the fields of
-/// [`PeftConfig`].
+/// The keys of `adapter_config.json` that change nothing of what a trained adapter computes,
+/// besides the fields of [`PeftConfig`].
 const WITHOUT_EFFECT: [&str; 16] = [
     "auto_mapping",
     "corda_config",
@@ -56,13 +56,15 @@ pub struct PeftConfig {
     /// [`Adapters::dora`].
     #[serde(default)]
     pub use_dora: bool,
-    /// The layers with an adapter: ends of their paths as a list, a regular expression, or `all-linear`.
+    /// The layers with an adapter: ends of their paths as a list, a regular expression, or
+    /// `all-linear`.
     #[serde(default)]
     pub target_modules: serde_json::Value,
     /// [`Adapters::exclude`].
     #[serde(default)]
     pub exclude_modules: serde_json::Value,
-    /// Ends of the paths of modules that are trained whole. PEFT compares them letter by letter: `norm` is also
+    /// Ends of the paths of modules that are trained whole. PEFT compares them letter by letter:
+    /// `norm` is also
     /// `input_layernorm`.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
@@ -181,8 +183,8 @@ impl PeftConfig {
         saved_module(self.modules_to_save.as_deref().unwrap_or_default(), path)
     }
 
-    /// Checks that an adapter of this configuration computes `scale B A x`; `path` is where it was read, for
-    /// messages.
+    /// Checks that an adapter of this configuration computes `scale B A x`; `path` is where it was
+    /// read, for messages.
     ///
     /// # Errors
     /// If it asks for anything else, or has a key that is not known and set, naming the key.
@@ -278,8 +280,8 @@ fn shares_saved(tree: &ModuleTree) -> bool {
     tree.aliases().any(|(_, fqn)| trained(fqn))
 }
 
-/// The modules that a model trains whole beside its adapters, as patterns with which PEFT finds no others. Modules
-/// that share a weight are all listed: PEFT trains and saves them one by one.
+/// The modules that a model trains whole beside its adapters, as patterns with which PEFT finds no
+/// others. Modules that share a weight are all listed: PEFT trains and saves them one by one.
 fn saved_modules(adapters: &Adapters, tree: &ModuleTree) -> Option<Vec<String>> {
     let owner = |fqn: &str| fqn.rsplit_once('.').map_or("", |(path, _)| path).to_owned();
     let trained: BTreeSet<&str> = tree

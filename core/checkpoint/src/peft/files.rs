@@ -14,9 +14,11 @@ use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::module::{Adapters, ModuleTree};
 use fulgurite_engine::parameter::Parameter;
 
-/// Writes the adapters of a model, and what else is trained with them, to the directory `dir` in PEFT's format:
+/// Writes the adapters of a model, and what else is trained with them, to the directory `dir` in
+/// PEFT's format:
 /// `PeftModel.from_pretrained(base, dir)` loads it. `base_model` is the base's name in the Hugging Face Hub or its
-/// path, if it is known. Files of that name are replaced. Collective: rank 0 gathers the tensors and writes.
+/// path, if it is known. Files of that name are replaced. Collective: rank 0 gathers the tensors
+/// and writes.
 ///
 /// # Errors
 /// On every rank if the directory cannot be written, or the model has no adapters.

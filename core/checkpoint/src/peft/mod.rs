@@ -1,4 +1,5 @@
-//! Adapters in the format of PEFT: a directory with `adapter_model.safetensors` and `adapter_config.json`.
+//! Adapters in the format of PEFT: a directory with `adapter_model.safetensors` and
+//! `adapter_config.json`.
 
 mod config;
 mod files;

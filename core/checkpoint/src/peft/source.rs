@@ -28,8 +28,8 @@ impl AdapterSource {
     /// Opens the directory of an adapter.
     ///
     /// # Errors
-    /// If the configuration or the tensors are missing or damaged, or the configuration asks for anything that is
-    /// not there, naming the key.
+    /// If the configuration or the tensors are missing or damaged, or the configuration asks for
+    /// anything that is not there, naming the key.
     pub fn open(dir: &Path) -> Result<Self> {
         let config = PeftConfig::read(dir)?;
         config.check(&dir.join(ADAPTER_CONFIG))?;
@@ -61,7 +61,8 @@ impl AdapterSource {
         &self.config
     }
 
-    /// The adapters that a model is built with to be filled from it. Layers that a regular expression or
+    /// The adapters that a model is built with to be filled from it. Layers that a regular
+    /// expression or
     /// `all-linear` stands for are those that it has tensors of.
     ///
     /// # Errors
@@ -105,13 +106,14 @@ impl AdapterSource {
         self.names.keys().filter_map(|name| layer_of(name)).collect()
     }
 
-    /// The tensors that are of no adapter: modules that are trained whole, biases, and weights of the base.
+    /// The tensors that are of no adapter: modules that are trained whole, biases, and weights of
+    /// the base.
     pub fn others(&self) -> impl Iterator<Item = &str> {
         self.names.keys().map(String::as_str).filter(|name| layer_of(name).is_none())
     }
 
-    /// Whether a tensor is the weight of a layer with an adapter, or of an embedding or head that PEFT wrote beside
-    /// them, and not trained.
+    /// Whether a tensor is the weight of a layer with an adapter, or of an embedding or head that
+    /// PEFT wrote beside them, and not trained.
     pub(super) fn is_of_base(&self, name: &str) -> bool {
         let (path, parameter) = name.rsplit_once('.').unwrap_or(("", name));
         let biases = self.config.bias != "none" && parameter == "bias";

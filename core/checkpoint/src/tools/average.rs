@@ -12,8 +12,8 @@ use fulgurite_engine::shard::Region;
 /// The names of averages in an optimizer's state.
 const AVERAGES: [&str; 2] = ["ema", "swa"];
 
-/// A checkpoint's model whose trained parameters are the averages of them that the optimizer's state has, in
-/// the parameters' dtypes.
+/// A checkpoint's model whose trained parameters are the averages of them that the optimizer's
+/// state has, in the parameters' dtypes.
 pub(super) struct AveragedModel<'a> {
     model: &'a dyn TensorSource,
     optimizer: &'a StoredTensors,

@@ -47,11 +47,11 @@ pub struct ConvertOptions {
     pub dtype: Option<DType>,
     /// Whether the optimizer's state is left out. [`ConvertTarget::HuggingFace`] never has it.
     pub model_only: bool,
-    /// Whether the average of the weights that training kept takes their place; the optimizer's state, which
-    /// does not belong to it, is left out.
+    /// Whether the average of the weights that training kept takes their place; the optimizer's
+    /// state, which does not belong to it, is left out.
     pub average: bool,
-    /// The directory of an adapter of PEFT's that is merged into the model; the optimizer's state, which does not
-    /// belong to it, is left out.
+    /// The directory of an adapter of PEFT's that is merged into the model; the optimizer's state,
+    /// which does not belong to it, is left out.
     pub adapter: Option<PathBuf>,
     /// New names of the parameters.
     pub rename: Rename,
@@ -122,15 +122,16 @@ pub fn reshard(
 }
 
 /// Writes `input` as the checkpoint `name` of `io`, in another format or dtype or with other names.
-/// Holds one whole tensor at a time. Quantised weights become weights again in a Hugging Face directory, with another
-/// dtype, and with an adapter merged in. Not collective.
+/// Holds one whole tensor at a time. Quantised weights become weights again in a Hugging Face
+/// directory, with another dtype, and with an adapter merged in. Not collective.
 ///
 /// Step, state and configuration are kept if both formats have them. The tokenizer's and other
 /// small files are copied from weights into a full checkpoint or a Hugging Face directory.
 ///
 /// # Errors
-/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged, or has no average
-/// of the weights where it is asked for; if two tensors get the same name; if the output cannot be written. Nothing is changed then.
+/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged, or has
+/// no average of the weights where it is asked for; if two tensors get the same name; if the output
+/// cannot be written. Nothing is changed then.
 pub fn convert(
     input: &AnyCheckpoint,
     io: &dyn CheckpointIO,
@@ -249,7 +250,8 @@ impl<'a> OutputSection<'a> {
         Ok(Self { section, source, names, tensors })
     }
 
-    /// The values of tensor `i`, flat, in the new dtype; as bytes for a dtype that candle does not have.
+    /// The values of tensor `i`, flat, in the new dtype; as bytes for a dtype that candle does not
+    /// have.
     pub(super) fn read(&self, i: usize) -> Result<Tensor> {
         let (name, tensor) = (&self.names[i], &self.tensors[i]);
         let Some(dtype) = loadable_dtype(tensor.dtype) else {

@@ -104,7 +104,8 @@ impl ValueDifference {
 /// Compares names, shapes, dtypes and values, block by block. Not collective.
 ///
 /// # Errors
-/// If values cannot be read, or both have a tensor of a dtype that is not known here and in another one.
+/// If values cannot be read, or both have a tensor of a dtype that is not known here and in another
+/// one.
 pub fn diff(
     a: &AnyCheckpoint,
     b: &AnyCheckpoint,

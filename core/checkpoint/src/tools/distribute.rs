@@ -69,8 +69,8 @@ pub(super) fn write(
     Ok(manifest.files.len())
 }
 
-/// The index of an element in the flat values: of a dtype that candle does not have, which are bytes, of its first
-/// byte.
+/// The index of an element in the flat values: of a dtype that candle does not have, which are
+/// bytes, of its first byte.
 fn at(tensor: &TensorMeta, element: usize) -> Result<usize> {
     let bits = element * tensor.dtype.bitsize();
     if loadable_dtype(tensor.dtype).is_some() {

@@ -25,7 +25,8 @@ pub struct Verification {
     pub tensors: usize,
     /// Bytes that were compared with checksums; 0 if there are none.
     pub bytes: u64,
-    /// What could not be compared, because it was saved without a checksum; `None` if there is nothing.
+    /// What could not be compared, because it was saved without a checksum; `None` if there is
+    /// nothing.
     pub warning: Option<String>,
     /// All damages.
     pub damages: Vec<Damage>,
@@ -53,9 +54,9 @@ impl std::fmt::Display for Damage {
 }
 
 /// Compares all bytes of a checkpoint with their checksums, and the files' headers with the
-/// manifest. Of weights alone, those of `torch.save` have checksums, of which one tensor is read at a time. The others
-/// have none; [`AnyCheckpoint::open`] has checked their headers and lengths. Takes 4 MiB of memory otherwise. Not
-/// collective.
+/// manifest. Of weights alone, those of `torch.save` have checksums, of which one tensor is read at
+/// a time. The others have none; [`AnyCheckpoint::open`] has checked their headers and lengths.
+/// Takes 4 MiB of memory otherwise. Not collective.
 pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) -> Verification {
     let tensors = checkpoint.sections().iter().map(|(_, source)| source.names().len()).sum();
     let mut verification = Verification {

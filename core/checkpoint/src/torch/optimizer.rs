@@ -17,12 +17,12 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::optim::ParamGroup;
 use fulgurite_engine::shard::Region;
 
-/// The state of an optimizer of PyTorch, of a file that `torch.save` wrote: of `torch.optim.AdamW` or `SGD`, or
-/// of `Adam` without weight decay.
+/// The state of an optimizer of PyTorch, of a file that `torch.save` wrote: of `torch.optim.AdamW`
+/// or `SGD`, or of `Adam` without weight decay.
 ///
 /// `optimizer.state_dict()` counts the parameters instead of naming them. [`rekey`](Self::rekey) gives them
-/// their names, as `FSDP.rekey_optim_state_dict` does. Opening reads the pickle, and the numbers of steps;
-/// nothing in it is executed. Not collective.
+/// their names, as `FSDP.rekey_optim_state_dict` does. Opening reads the pickle, and the numbers of
+/// steps; nothing in it is executed. Not collective.
 ///
 /// ```no_run
 /// use fulgurite_core::checkpoint::TorchOptimizer;
@@ -63,14 +63,15 @@ impl TorchOptimizer {
     /// `optimizer_state_dict` or, as in Lightning's `.ckpt`, the only one of `optimizer_states`.
     ///
     /// # Errors
-    /// If there is none or there are several; if it is of another kind of optimizer, or has options that no
-    /// optimizer here has (`amsgrad`, `maximize`, `betas` by group); if the moments of a parameter are missing,
-    /// or parameters have done different numbers of steps.
+    /// If there is none or there are several; if it is of another kind of optimizer, or has options
+    /// that no optimizer here has (`amsgrad`, `maximize`, `betas` by group); if the moments of a
+    /// parameter are missing, or parameters have done different numbers of steps.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_at(path, &[])
     }
 
-    /// Opens the state dict under these nested keys, which in lists are indices: `["optimizer_states", "1"]`.
+    /// Opens the state dict under these nested keys, which in lists are indices:
+    /// `["optimizer_states", "1"]`.
     ///
     /// # Errors
     /// As [`open`](Self::open); if a key does not exist, naming those that do.
@@ -106,8 +107,9 @@ impl TorchOptimizer {
         self.groups.iter().map(|group| group.params.len()).collect()
     }
 
-    /// The names that the file itself has for the optimizer's parameters, in their order: those that it was made
-    /// with (`AdamW(model.named_parameters())`), or that `get_optimizer_state_dict` and FSDP gave them.
+    /// The names that the file itself has for the optimizer's parameters, in their order: those
+    /// that it was made with (`AdamW(model.named_parameters())`), or that
+    /// `get_optimizer_state_dict` and FSDP gave them.
     pub fn names(&self) -> Option<Vec<&str>> {
         let mut names = Vec::with_capacity(self.len());
         for group in &self.groups {
@@ -122,8 +124,9 @@ impl TorchOptimizer {
         Some(names)
     }
 
-    /// The names of the model's state dict in the same file, in its order, tied ones once; none if there is no
-    /// state dict. That is the order of `model.parameters()`, but with the persistent buffers among them.
+    /// The names of the model's state dict in the same file, in its order, tied ones once; none if
+    /// there is no state dict. That is the order of `model.parameters()`, but with the persistent
+    /// buffers among them.
     pub fn model_names(&self) -> impl Iterator<Item = &str> {
         self.model.iter().map(|(name, _)| name.as_str())
     }
@@ -143,15 +146,16 @@ impl TorchOptimizer {
         self.rekey(&names)
     }
 
-    /// The state under the parameters' names. `names` are in the order in which the optimizer counts its
-    /// parameters, which is that of `model.named_parameters()`; with several groups all of the first, then all
-    /// of the second. Where the state dict is by name already, they are those it must have, in any order.
+    /// The state under the parameters' names. `names` are in the order in which the optimizer
+    /// counts its parameters, which is that of `model.named_parameters()`; with several groups all
+    /// of the first, then all of the second. Where the state dict is by name already, they are
+    /// those it must have, in any order.
     ///
     /// Names are compared with the model's state dict, if it is in the same file.
     ///
     /// # Errors
-    /// If there are more or fewer names than parameters, or one twice; if the state of a parameter is of another
-    /// shape than the tensor of its name.
+    /// If there are more or fewer names than parameters, or one twice; if the state of a parameter
+    /// is of another shape than the tensor of its name.
     pub fn rekey<S: AsRef<str>>(self, names: &[S]) -> Result<RekeyedOptimizer> {
         let given: BTreeSet<&str> = names.iter().map(AsRef::as_ref).collect();
         if given.len() != names.len() {

@@ -1,7 +1,8 @@
 //! The stack machine of pickle, without calls.
 //!
-//! Objects are in one list and refer to each other by index. So objects can be shared, and no depth of
-//! nesting overflows the stack. Memory is counted: it is a small multiple of the pickle's size, or an error.
+//! Objects are in one list and refer to each other by index. So objects can be shared, and no depth
+//! of nesting overflows the stack. Memory is counted: it is a small multiple of the pickle's size,
+//! or an error.
 
 use std::collections::HashMap;
 
@@ -45,8 +46,8 @@ pub(super) enum Object {
 /// The items of a dict.
 type Items = Vec<(Id, Id)>;
 
-/// The objects that are there once, as they cannot be changed: `None`, the two flags, the empty tuple,
-/// [`Object::Other`], and from [`BYTES`] on the integers from 0 to 255.
+/// The objects that are there once, as they cannot be changed: `None`, the two flags, the empty
+/// tuple, [`Object::Other`], and from [`BYTES`] on the integers from 0 to 255.
 const NONE: Id = 0;
 const FLAGS: [Id; 2] = [1, 2];
 const EMPTY: Id = 3;

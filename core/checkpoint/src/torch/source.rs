@@ -39,8 +39,8 @@ pub struct TorchSource {
     has_checksums: bool,
 }
 
-/// A record of which several tensors may have parts. It is compared with its CRC-32 before the first of
-/// them is read whole; that of a tensor which fills its record is taken while it is read.
+/// A record of which several tensors may have parts. It is compared with its CRC-32 before the
+/// first of them is read whole; that of a tensor which fills its record is taken while it is read.
 #[derive(Debug)]
 struct SharedRecord {
     file: PathBuf,
@@ -94,8 +94,8 @@ impl TorchSource {
     /// Opens a file, a Hugging Face directory with `pytorch_model.bin`, or its index.
     ///
     /// # Errors
-    /// If it is no file of `torch.save`, is damaged, or has no state dict; the message says what to do. Quantized,
-    /// sparse and distributed tensors are refused when they are read.
+    /// If it is no file of `torch.save`, is damaged, or has no state dict; the message says what to
+    /// do. Quantized, sparse and distributed tensors are refused when they are read.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_at(path, &[])
     }
