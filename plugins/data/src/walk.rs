@@ -88,7 +88,12 @@ pub(crate) fn find_in(
 /// The error of a folder without `what`.
 pub(crate) fn nothing_in(folder: &Path, key: &str, what: &str, report: &SourceReport) -> Error {
     let left_out = report.left_out_in_words();
-    Error::Data(format!("the folder {} ({key}) holds no {what}{left_out}", folder.display()))
+    let advice = match report.left_out.iter().any(|left_out| left_out.fault) {
+        true => format!("; name one of them as {key} to read its fault and the remedy"),
+        false => String::new(),
+    };
+    let folder = folder.display();
+    Error::Data(format!("the folder {folder} ({key}) holds no {what}{left_out}{advice}"))
 }
 
 struct Walk<'a> {

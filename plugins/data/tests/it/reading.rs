@@ -184,7 +184,7 @@ fn sub_folders_and_other_cases_of_extensions_are_read() {
                     1 compressed (d.jsonl.gz), 1 hidden (sub/.c.jsonl)";
     assert_eq!(report(&data), expected);
     let none = folder(&[("a.jsonl.gz", b"no"), ("b.json", b"no")]);
-    insta::assert_snapshot!(error(&none, "", KINDS[2]), @"data: the folder DIR/ (data.path) holds no files named .jsonl, .ndjson; left out: 1 compressed (a.jsonl.gz), 1 of another type (b.json)");
+    insta::assert_snapshot!(error(&none, "", KINDS[2]), @"data: the folder DIR/ (data.path) holds no files named .jsonl, .ndjson; left out: 1 compressed (a.jsonl.gz), 1 of another type (b.json); name one of them as data.path to read its fault and the remedy");
 }
 
 #[test]
