@@ -133,10 +133,12 @@ fn every_variable_is_documented() {
     }
     assert!(found.len() > 6, "{found:?}");
     let page = std::fs::read_to_string(root.join("docs/src/guides/command-line.md")).unwrap();
-    let known = std::fs::read_to_string(root.join("src/cli/args.rs")).unwrap();
+    let arguments = std::fs::read_to_string(root.join("src/cli/args.rs")).unwrap();
+    let (_, list) = arguments.split_once("const VARIABLES").unwrap();
+    let known = list.split("];").next().unwrap();
     for name in found {
         assert!(page.contains(&format!("`FULGURITE_{name}`")), "{name} is not on the page");
-        assert!(known.contains(&format!("    \"{name}\",\n")), "{name} is not in VARIABLES");
+        assert!(known.contains(&format!("\"{name}\"")), "{name} is not in VARIABLES");
     }
 }
 

@@ -90,7 +90,7 @@ fulgurite_config::register_plugin!(
     fulgurite_config::registry::kind::OPTIMIZER,
     "adamw",
     "Adam with decoupled weight decay, as torch.optim.AdamW",
-    "{ type = \"adamw\", lr = 3e-4, weight_decay = 0.1, no_decay = [\"*norm*\", \"bias\"] }",
+    "{ type = \"adamw\", lr = 3e-4, weight_decay = 0.1, no_decay = [\"*norm*\"] }",
     AdamW
 );
 
