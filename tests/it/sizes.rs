@@ -102,7 +102,7 @@ fn data_that_is_larger_than_the_machine_is_refused() {
     let message = scratch.small().set(&keys).fail();
     let (needs, rest) = message.split_once("; the model of ").unwrap();
     // Two bytes for each byte, of which each is a token.
-    assert_snapshot!(needs, @"error: `data`: the data takes about 8.1 TiB on each of this host's 1 rank(s), 8.1 TiB together");
+    assert_snapshot!(needs, @"error: `data`: the data takes about 8.1 TiB on each of this host's 1 rank, 8.1 TiB together");
     let (_, advice) = rest.split_once(" are available. ").unwrap();
     assert_snapshot!(advice, @r#"Keep the ids of text in files (`data.cache_dir`, or token files), start fewer ranks on a host, or set `trainer.memory_check = "warn"`"#);
 }

@@ -36,7 +36,7 @@ fn a_run_without_a_reader_comes_to_its_end() {
         let strategy = if devices == 1 { "single_device" } else { "ddp" };
         let job = shown(&scratch, 30).on(strategy, devices, 2).unread(stream);
         let run = job.run();
-        assert!(run.status.success(), "{devices} rank(s), {stream:?}: {}", run.status);
+        assert!(run.status.success(), "{devices} ranks, {stream:?}: {}", run.status);
         let metrics = fs::read_to_string(scratch.path().join("runs/version_0/metrics.csv"));
         assert_eq!(metrics.unwrap().lines().count(), 31);
     }
@@ -56,7 +56,7 @@ fn signals_and_timeouts_do_not_wait_for_a_reader() {
         let running = job.start();
         logged(&running, &scratch, 2);
         running.signal(Signal::TERM);
-        assert_eq!(running.wait().code(), Some(143), "{devices} rank(s), {stream:?}");
+        assert_eq!(running.wait().code(), Some(143), "{devices} ranks, {stream:?}");
     }
     for (signal, code) in [(Signal::KILL, 137), (Signal::STOP, 1)] {
         let scratch = Scratch::with_tokens();

@@ -117,7 +117,7 @@ mod tests {
         let texts: Vec<&str> =
             html.split("<td").skip(1).filter_map(|cell| cell.split(['>', '<']).nth(1)).collect();
         assert_eq!(texts, ["3", "1", "0", "2"]);
-        assert!(html.contains("after step 5") && html.contains("rgba(68,119,170,0.53)"), "{html}");
+        assert!(html.contains("after step 5") && html.contains("rgba(68,119,170,0.52)"), "{html}");
         assert!(found[0].table(&Run::default(), "other").is_none());
     }
 

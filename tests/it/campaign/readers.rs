@@ -70,7 +70,7 @@ fn strike_at_random(trial: &mut Trial) {
     let struck = Instant::now();
     let run = running.wait();
     let took = struck.elapsed();
-    let text = format!("{strike:?}, {devices} rank(s), {stream:?}: {}: {}", run.status, run.stderr);
+    let text = format!("{strike:?}, {devices} ranks, {stream:?}: {}: {}", run.status, run.stderr);
     assert!(took < OVER, "over only after {took:?}: {text}");
     let expected = match strike {
         Strike::Nothing => 0,

@@ -67,7 +67,7 @@ pub(super) fn check_memory(
         (
             "data",
             format!(
-                "the data takes about {} on each of this host's {on_host} rank(s), {} together; {for_model}",
+                "the data takes about {} on each of this host's {ranks}, {} together; {for_model}",
                 Bytes(data),
                 Bytes(all_data)
             ),
