@@ -73,7 +73,7 @@ impl Text<'_> {
             let (ids, to, unknown) = in_memory(&mut self.documents, self.tokenizer)?;
             let (read, all) = (self.documents.bytes(), self.documents.file_bytes);
             let memory = match to {
-                _ if cache.is_some_and(|(cache, _)| cache.keeps(all)) => 0,
+                _ if cache.is_some_and(|(cache, _)| cache.keeps(all) && cache.can_write()) => 0,
                 ReadTo::End => ids.memory(),
                 ReadTo::Enough => (ids.memory() as f64 * all as f64 / read.max(1) as f64) as u64,
             };

@@ -3,12 +3,14 @@
 use std::fs::{self, File, OpenOptions};
 use std::hash::Hasher as _;
 use std::io::{self, BufWriter, ErrorKind, Read as _, Seek as _, SeekFrom, Write as _};
-use std::os::unix::fs::MetadataExt as _;
+use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use fulgurite_core::files::open_regular;
+use fulgurite_core::launch::interrupt_requested;
 use fulgurite_core::{Error, Result};
+use rustix::fs::{Access, OFlags, access};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::TokenDtype;
@@ -23,7 +25,7 @@ const MAGIC: &[u8; 8] = b"FULGIDS\x01";
 const HEADER: usize = 80;
 /// Bytes of text for which the default folder is used. Less text is tokenized in two seconds.
 const WORTH_KEEPING: u64 = 4 << 20;
-/// The longest wait for another rank's file that does not grow.
+/// The wait for another process after which a warning says so.
 const PATIENCE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(50);
 
@@ -92,6 +94,11 @@ impl TokenCache {
         bytes >= self.from
     }
 
+    /// Whether the folder can be written. Creates it if it is missing.
+    pub(crate) fn can_write(&self) -> bool {
+        fs::create_dir_all(&self.folder).is_ok() && access(&self.folder, Access::WRITE_OK).is_ok()
+    }
+
     /// Opens the file of `key`. If it is missing or damaged, one rank calls `write` for it, and the
     /// others wait.
     ///
@@ -113,6 +120,7 @@ impl TokenCache {
         }
         let file = match self.lock_or_wait(&partial) {
             Ok(file) => file,
+            Err(error) if error.kind() == ErrorKind::Interrupted => return Err(Error::Interrupted),
             Err(error) => return failed(error),
         };
         // Another rank may have written it during the wait.
@@ -145,40 +153,49 @@ impl TokenCache {
         read(&path, key, dtype).map_or_else(|| failed(not_written()), Ok)
     }
 
-    /// Opens a file for writing once no other process writes it.
+    /// Opens a file for writing once no other process writes it. The lock ends with its process.
     fn lock_or_wait(&self, partial: &Path) -> io::Result<File> {
         fs::create_dir_all(&self.folder)?;
-        let (mut written, mut since) = (0, Instant::now());
-        while since.elapsed() < PATIENCE {
+        let since = Instant::now();
+        let mut said = false;
+        loop {
             if let Some(file) = lock(partial)? {
                 return Ok(file);
             }
-            let len = fs::metadata(partial).map_or(0, |partial| partial.len());
-            if len > written {
-                (written, since) = (len, Instant::now());
+            if interrupt_requested() {
+                return Err(ErrorKind::Interrupted.into());
+            }
+            if since.elapsed() > PATIENCE && !std::mem::replace(&mut said, true) {
+                tracing::warn!("waiting for another process to write {}", partial.display());
             }
             std::thread::sleep(POLL);
         }
-        Err(io::Error::new(
-            ErrorKind::TimedOut,
-            format!("another process has held it for {} s without going on", PATIENCE.as_secs()),
-        ))
     }
 }
 
 /// Opens and locks a file for writing; `None` while another process has the lock.
 fn lock(path: &Path) -> io::Result<Option<File>> {
+    // A link, or a pipe without a reader, may have been put there by somebody else.
+    let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
     loop {
-        let file =
-            OpenOptions::new().read(true).write(true).create(true).truncate(false).open(path)?;
+        let file = OpenOptions::new()
+            .read(true)
+            .write(true)
+            .create(true)
+            .truncate(false)
+            .custom_flags(flags.bits().cast_signed())
+            .open(path)?;
+        let then = file.metadata()?;
+        if !then.is_file() {
+            return Err(io::Error::new(ErrorKind::InvalidInput, "it is no regular file"));
+        }
         match file.try_lock() {
             Ok(()) => {}
             Err(fs::TryLockError::WouldBlock) => return Ok(None),
             Err(fs::TryLockError::Error(error)) => return Err(error),
         }
-        let then = file.metadata()?;
         // The last process may have renamed or removed the file after it was opened here.
-        match fs::metadata(path) {
+        match fs::symlink_metadata(path) {
             Ok(now) if (now.dev(), now.ino()) == (then.dev(), then.ino()) => return Ok(Some(file)),
             Ok(_) => {}
             Err(error) if error.kind() == ErrorKind::NotFound => {}

@@ -12,6 +12,10 @@ use crate::special_tokens::{SpecialTokens, Wanted};
 use crate::tokenizer_file::{Growth, TokenizerFile};
 use crate::unknown::{Gaps, Unknown};
 
+/// The version of the library, which other ids of the same text may come with.
+const LIBRARY: &str = "0.23.2";
+/// Changes with every change of ids by this crate, as of the places where texts are cut.
+const ALGORITHM: u32 = 1;
 /// Bytes of a piece of a text; a longer text is tokenized in pieces.
 const PIECE: usize = 16 << 10;
 /// Bytes of text that are tokenized at once. The library takes 160 bytes of memory for each.
@@ -161,8 +165,8 @@ impl Tokenizer {
     pub(crate) fn identity(&self) -> Option<String> {
         let Kind::HuggingFace(tokenizer) = &self.0 else { return None };
         let HuggingFace { hash, special, .. } = &**tokenizer;
-        let version = env!("CARGO_PKG_VERSION");
-        Some(format!("{version} {hash:032x} {:?} {:?}", special.start, special.end))
+        let SpecialTokens { start, end, .. } = special;
+        Some(format!("{LIBRARY} {ALGORITHM} {hash:032x} {start:?} {end:?}"))
     }
 
     /// Warnings for the user: an unknown end token, random ids.
@@ -316,5 +320,17 @@ impl<'a> Encoder<'a> {
             )));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::LIBRARY;
+
+    #[test]
+    fn the_library_has_its_version() {
+        let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock"));
+        let (_, rest) = lock.split_once("name = \"tokenizers\"\nversion = \"").unwrap();
+        assert_eq!(rest.split('"').next(), Some(LIBRARY));
     }
 }
