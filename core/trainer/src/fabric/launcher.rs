@@ -181,8 +181,10 @@ impl Fabric {
     pub fn from_config<M: Serialize, D>(run: &RunConfig<M, D>) -> Result<FabricLauncher<'_>> {
         run.validate()?;
         run.check_plugins()?;
-        // `[data]` is compared with what it names, by `setup_data`.
-        let compared = run.untyped().with(to_table(&run.model)?, Table::new());
+        // A program without a `[model]` has `()` here, which is no table. `[data]` is compared with
+        // what it names, by `setup_data`.
+        let model = to_table(&run.model).unwrap_or_default();
+        let compared = run.untyped().with(model, Table::new());
         Ok(FabricLauncher { config: &run.trainer, run: compared })
     }
 

@@ -53,7 +53,10 @@ impl RunConfig<Table, Table> {
     /// If TOML cannot hold a number of it.
     pub(crate) fn agreement(&self, data_keys: &[&str]) -> Result<Agreement> {
         let mut agreement = Agreement::on("the configuration", ADVICE);
-        let mut table = Value::Table(to_table(self)?);
+        // TOML holds no seed above `i64::MAX`, which a program may give by code.
+        agreement.insert("`seed`", self.seed);
+        let mut table = Value::Table(to_table(&Self { seed: 0, ..self.clone() })?);
+        table.as_table_mut().and_then(|table| table.remove("seed"));
         for (key, kind) in PLUGINS {
             for (path, value) in plugins_at(&mut table, key) {
                 let Ok(plugin) = value.clone().try_into::<PluginValue>() else { continue };
@@ -184,6 +187,15 @@ mod tests {
             assert!(keys.iter().any(|known| known.name == of_trainer), "{key}");
             assert!(book.contains(&format!("`{key}`")), "{key}");
         }
+    }
+
+    #[test]
+    fn seeds_of_64_bits_are_compared() {
+        let of = |seed| {
+            let run = RunConfig { seed, ..RunConfig::default() };
+            run.agreement(&[]).unwrap().into_values()["`seed`"].clone()
+        };
+        assert_eq!(of(u64::MAX), u64::MAX.to_string());
     }
 
     #[test]
