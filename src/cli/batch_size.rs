@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use toml::Table;
 
 use super::args::{Output, RunRequest};
-use super::{child_run, say};
+use super::{child_run, say, say_json};
 
 /// The part of the memory that is free before the first run which a run may take: what is free then is not
 /// all free later.
@@ -91,7 +91,7 @@ pub(super) fn run(
         Ok(trial)
     })?;
     if request.output == Output::Json {
-        say(&format!("{}\n", search.to_json(key, limit_mib)));
+        say_json(search.to_json(key, limit_mib));
     } else {
         say(&printable(&search.text(key, limit_mib)));
     }

@@ -23,6 +23,7 @@ mod sweep;
 use std::io::Write as _;
 
 pub use fulgurite_error::print;
+use fulgurite_loggers::JsonLines;
 pub use run::{Cli, cli};
 
 /// Writes to standard output without waiting for its reader: for what comes while a run goes on, which must hear of
@@ -30,4 +31,9 @@ pub use run::{Cli, cli};
 fn say(text: &str) {
     // An error means that nobody reads any more.
     let _ = fulgurite_error::output::stdout().write_all(text.as_bytes());
+}
+
+/// Writes a line of JSON as [`say`] writes a text: what has no room is an event too.
+fn say_json(line: impl std::fmt::Display) {
+    let _ = JsonLines::outlet().write_all(format!("{line}\n").as_bytes());
 }

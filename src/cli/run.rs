@@ -22,7 +22,7 @@ use serde_json::json;
 use toml::Table;
 
 use super::args::{self, Action, CliCommand, Output, PrintConfig, Program, RunRequest};
-use super::{batch_size, child_run, doctor, plugins, print, say, sweep};
+use super::{batch_size, child_run, doctor, plugins, print, say, say_json, sweep};
 
 /// The command line of a training program for module `M` on its data: `fit`, `validate`, `test`, `predict`,
 /// `config check`, `config schema`, `doctor`, `plugins` and `completion`. The whole of a program's `main`:
@@ -333,7 +333,7 @@ fn execute<M: LightningModule>(
                 say(&format!("predictions of {samples} samples are in {}\n", file.display()));
             } else if world.rank() == 0 {
                 let event = json!({ "event": "predictions", "samples": samples, "path": file });
-                say(&format!("{event}\n"));
+                say_json(event);
             }
             Ok(())
         }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use toml::Table;
 
 use super::args::{Output, RunRequest};
-use super::{child_run, say};
+use super::{child_run, say, say_json};
 
 /// Trains once for each combination, and prints a table. What asks this process to end is passed on to the run, and is the
 /// end of the sweep.
@@ -45,7 +45,7 @@ pub(super) fn run(
     }
     if request.output == Output::Json {
         let runs: Vec<Value> = combinations.iter().zip(&rows).map(Row::to_json).collect();
-        say(&format!("{}\n", json!({ "event": "sweep", "runs": runs })));
+        say_json(json!({ "event": "sweep", "runs": runs }));
     } else {
         say(&printable(&table(&combinations, &rows)));
     }
@@ -208,7 +208,7 @@ fn one_run(
     let status = child_run::run(run, interrupted, &mut |line, event| {
         row.read(event);
         if output == Output::Json {
-            say(&format!("{line}\n"));
+            say_json(line);
         }
     })?;
     row.status = match interrupted {

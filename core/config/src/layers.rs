@@ -307,8 +307,11 @@ impl ConfigLayers {
                 continue;
             };
             for group in *groups {
-                if group.iter().any(|key| later.contains_key(*key)) {
-                    group.iter().for_each(|key| drop(merged.remove(*key)));
+                let (set, others): (Vec<&str>, Vec<&str>) =
+                    group.iter().partition(|key| later.contains_key(**key));
+                // A map that is set again keeps its other entries.
+                if !set.is_empty() {
+                    others.into_iter().for_each(|key| drop(merged.remove(key)));
                 }
             }
         }

@@ -2,7 +2,7 @@
 
 use std::io::{ErrorKind, Write};
 
-use fulgurite_core::output;
+use fulgurite_core::output::{self, Outlet};
 use fulgurite_core::trainer::{Event, EventSink, RunStatus};
 use fulgurite_core::{Error, Result};
 
@@ -29,8 +29,13 @@ pub struct JsonLines {
 impl JsonLines {
     /// Writes to standard output.
     pub fn stdout() -> Self {
+        Self::new(Self::outlet().reporting_failures())
+    }
+
+    /// Standard output for whole lines of JSON: left out lines are an event too.
+    pub fn outlet() -> Outlet {
         let left_out = |lines| format!("{{\"event\":\"left_out\",\"lines\":{lines}}}\n");
-        Self::new(output::stdout().with_gap_line(left_out).reporting_failures())
+        output::stdout().with_gap_line(left_out)
     }
 
     /// Writes to any writer, which the run waits for.

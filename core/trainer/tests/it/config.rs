@@ -431,6 +431,24 @@ fn the_reference_knows_every_key() {
     insta::assert_snapshot!(stale.unwrap_err(), @"the reference of `x` is out of date: documented are ; there are a");
 }
 
+#[test]
+fn an_excluded_key_goes_and_a_map_keeps_its_entries() {
+    let base = "data = { path = 'a', validation_sets = { books = 'b', code = 'c' } }";
+    let merged = |assignment: &str| {
+        let layers = ConfigLayers::new()
+            .exclusive_keys(
+                "data",
+                &[&["path", "mixture"], &["validation_path", "validation_sets"]],
+            )
+            .text("base.toml", base)
+            .unwrap();
+        layers.set(assignment).unwrap().resolve()["data"].to_string()
+    };
+    insta::assert_snapshot!(merged("data.validation_sets.books=x"), @r#"{ path = "a", validation_sets = { books = "x", code = "c" } }"#);
+    insta::assert_snapshot!(merged("data.validation_path=x"), @r#"{ path = "a", validation_path = "x" }"#);
+    insta::assert_snapshot!(merged("data.mixture=[]"), @r#"{ mixture = [], validation_sets = { books = "b", code = "c" } }"#);
+}
+
 fn tables() -> impl proptest::strategy::Strategy<Value = toml::Value> {
     use proptest::prelude::*;
     let scalar = prop_oneof![
