@@ -6,6 +6,7 @@ use std::path::Path;
 
 use fulgurite_core::Result;
 use fulgurite_core::files::open_regular;
+use fulgurite_core::launch::catch_panic;
 use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition};
 use parquet::column::reader::{ColumnReaderImpl, get_typed_column_reader};
 use parquet::data_type::{ByteArray, ByteArrayType};
@@ -38,7 +39,8 @@ impl Texts {
     /// If it cannot be opened.
     pub(crate) fn open(path: &Path, column: &str) -> Result<Result<Self, Flaw>> {
         let file = open_regular(path)?;
-        Ok(Self::of(file, column))
+        let opened = catch_panic(|| Self::of(file, column));
+        Ok(opened.unwrap_or_else(|panic| Err(broken(ParquetError::General(panic)))))
     }
 
     fn of(file: File, column: &str) -> Result<Self, Flaw> {
@@ -107,7 +109,8 @@ impl Iterator for Texts {
     type Item = Result<String, Flaw>;
 
     fn next(&mut self) -> Option<Self::Item> {
-        if let Err(error) = self.decode() {
+        let decoded = catch_panic(|| self.decode());
+        if let Err(error) = decoded.unwrap_or_else(|panic| Err(ParquetError::General(panic))) {
             // The rest of the file cannot be read either.
             (self.rows, self.group) = (None, self.reader.num_row_groups());
             return Some(Err(broken(error)));

@@ -5,8 +5,9 @@ use std::io::Cursor;
 use std::path::Path;
 
 use fulgurite_core::data::SourceReport;
+use fulgurite_core::launch::catch_panic;
 use fulgurite_core::{Error, Result};
-use image::{DynamicImage, ImageDecoder as _, ImageReader, RgbImage};
+use image::{DynamicImage, ImageDecoder as _, ImageReader, Limits, RgbImage};
 
 use crate::images::Picture;
 use crate::sniff::foreign;
@@ -104,25 +105,42 @@ pub(crate) fn decode(bytes: &[u8]) -> Result<RgbImage, String> {
     if let Some(flaw) = foreign(bytes).filter(|flaw| !flaw.expected) {
         return Err(flaw.message);
     }
-    let decode = || {
-        let mut decoder =
-            ImageReader::new(Cursor::new(bytes)).with_guessed_format()?.into_decoder()?;
-        let orientation = decoder.orientation()?;
-        let mut image = DynamicImage::from_decoder(decoder)?;
-        image.apply_orientation(orientation);
-        Ok(image)
-    };
-    let image = decode().map_err(|e: image::ImageError| format!("cannot be decoded: {e}"))?;
+    let image = decode_raw(bytes).map_err(|what| format!("cannot be decoded: {what}"))?;
     if is_cut_jpeg(bytes) {
         return Err("cannot be decoded: the JPEG is cut off".to_owned());
     }
-    Ok(image.into_rgb8())
+    Ok(image)
 }
 
-/// Whether a JPEG ends within its picture. The decoder makes up the rest.
+fn decode_raw(bytes: &[u8]) -> Result<RgbImage, String> {
+    let decode = || -> image::ImageResult<RgbImage> {
+        let mut decoder =
+            ImageReader::new(Cursor::new(bytes)).with_guessed_format()?.into_decoder()?;
+        // A header may claim any size.
+        let mut limits = Limits::default();
+        limits.reserve(decoder.total_bytes())?;
+        decoder.set_limits(limits)?;
+        let orientation = decoder.orientation()?;
+        let mut image = DynamicImage::from_decoder(decoder)?;
+        image.apply_orientation(orientation);
+        Ok(image.into_rgb8())
+    };
+    catch_panic(decode)?.map_err(|error| error.to_string())
+}
+
+/// Whether a JPEG ends within its picture, of which the decoder would make up the rest. A picture
+/// that lacks its end marker alone is whole.
 fn is_cut_jpeg(bytes: &[u8]) -> bool {
     let last = |marker: [u8; 2]| bytes.windows(2).rposition(|window| window == marker);
     // In the picture's data 0xff is never followed by one of these.
     let (begin, end) = (last([0xff, 0xda]), last([0xff, 0xd9]));
-    bytes.starts_with(&[0xff, 0xd8]) && end.is_none_or(|end| Some(end) < begin)
+    if !bytes.starts_with(&[0xff, 0xd8]) || end.is_some_and(|end| Some(end) > begin) {
+        return false;
+    }
+    // Only a picture that is not whole depends on the bytes behind it.
+    let with = |fill: u8| decode_raw(&[bytes, &[fill; 256], &[0xff, 0xd9]].concat());
+    match (with(0x55), with(0xaa)) {
+        (Ok(one), Ok(other)) => one != other,
+        _ => true,
+    }
 }

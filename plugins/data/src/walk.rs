@@ -1,8 +1,10 @@
 //! Finding the files that a path of the configuration names or contains.
 //!
 //! All types of data have one rule. Folders are walked with their sub-folders, in order of the paths.
-//! Links are followed, unless they lead to a folder above. Hidden files and folders are left out.
+//! Links are followed, unless they lead to a folder above, or to a file or folder that was taken
+//! already. Hidden files and folders are left out.
 
+use std::collections::HashSet;
 use std::fs::{self, Metadata};
 use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
@@ -79,8 +81,8 @@ pub(crate) fn find_in(
     report: &mut SourceReport,
 ) -> Result<Vec<PathBuf>> {
     let metadata = fs::metadata(folder).map_err(Error::io("reading", folder))?;
-    let (ignores, above, found) = (Vec::new(), Vec::new(), Vec::new());
-    let mut walk = Walk { root, wanted, ignores, above, found, report };
+    let (ignores, above, found, taken) = (Vec::new(), Vec::new(), Vec::new(), HashSet::new());
+    let mut walk = Walk { root, wanted, ignores, above, taken, found, report };
     walk.folder(folder, &metadata)?;
     Ok(walk.found)
 }
@@ -103,6 +105,8 @@ struct Walk<'a> {
     ignores: Vec<Gitignore>,
     /// Device and inode of the present folder and its ancestors.
     above: Vec<(u64, u64)>,
+    /// Device and inode of the folders and files that were taken.
+    taken: HashSet<(u64, u64)>,
     found: Vec<PathBuf>,
     report: &'a mut SourceReport,
 }
@@ -153,11 +157,14 @@ impl Walk<'_> {
         if self.is_ignored(path, metadata.is_dir()) {
             self.report.leave_out("excluded by .gitignore", name());
         } else if metadata.is_dir() {
-            if self.above.contains(&(metadata.dev(), metadata.ino())) {
+            let identity = (metadata.dev(), metadata.ino());
+            if self.above.contains(&identity) {
                 self.report.leave_out("linked in a circle", name());
-                return Ok(());
+            } else if !self.taken.insert(identity) {
+                self.report.leave_out("linked twice", name());
+            } else {
+                self.folder(path, &metadata)?;
             }
-            self.folder(path, &metadata)?;
         } else if !metadata.is_file() {
             self.report.leave_out("neither file nor folder", name());
         } else {
@@ -170,7 +177,10 @@ impl Walk<'_> {
                         false => self.report.leave_out("of another type", name()),
                     }
                 }
-                _ => self.found.push(path.to_owned()),
+                _ if self.taken.insert((metadata.dev(), metadata.ino())) => {
+                    self.found.push(path.to_owned());
+                }
+                _ => self.report.leave_out("linked twice", name()),
             }
         }
         Ok(())

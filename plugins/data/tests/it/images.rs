@@ -164,6 +164,31 @@ fn pictures_are_upright_and_in_red_green_and_blue() {
 }
 
 #[test]
+fn pictures_without_end_marker_are_whole_and_huge_ones_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("a/1.jpg");
+    save(&path, 40, 30, 200);
+    let whole = std::fs::read(&path).unwrap();
+    let read = || {
+        let data = setup(dir.path(), "validation_fraction = 0.0").unwrap();
+        data.batch(Split::Train, &[0], &Device::Cpu).map(|batch| values(&batch.images))
+    };
+    let expected = read().unwrap();
+    std::fs::write(&path, &whole[..whole.len() - 2]).unwrap();
+    assert_eq!(read().unwrap(), expected);
+    std::fs::write(&path, &whole[..whole.len() - 40]).unwrap();
+    assert!(read().unwrap_err().to_string().contains("1.jpg cannot be decoded: "));
+
+    // The header of a PNG of 60,000 by 60,000 pixels, and nothing behind it.
+    let mut png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\xea\x60\0\0\xea\x60\x08\x02\0\0\0".to_vec();
+    png.extend(0x0fb0e215_u32.to_be_bytes());
+    png.extend(b"\0\0\0\0IDAT\x35\xaf\x06\x1e");
+    std::fs::write(&path, png).unwrap();
+    let error = read().unwrap_err().to_string();
+    assert!(error.contains("1.jpg cannot be decoded: Memory limit exceeded"), "{error}");
+}
+
+#[test]
 fn pictures_that_are_cut_off_are_errors_or_replaced() {
     let dir = tempfile::tempdir().unwrap();
     for (i, name) in ["1.jpg", "2.png", "3.webp", "4.png"].iter().enumerate() {
