@@ -7,9 +7,10 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::collective::{Counter, Counting, ProcessGroup, Record};
+use fulgurite_core::execution::read;
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
-use fulgurite_core::module::{CandleModule, Module, ModuleBuilder, Unit};
-use fulgurite_core::nn::{Linear, Loss};
+use fulgurite_core::module::{CandleModule, Module, ModuleBuilder, ModuleInit, Unit};
+use fulgurite_core::nn::{Conv2d, Conv2dConfig, Linear, Loss};
 use fulgurite_core::optim::{AdamW, Sgd};
 use fulgurite_core::parameter::Parameter;
 use fulgurite_test_support::training::{checkpointed, gather_weights, init, strategy};
@@ -292,4 +293,42 @@ fn mistakes_with_several_optimizers_are_explained() {
         Ok(())
     })
     .unwrap();
+}
+
+/// The search of the graph reads values, so it is for the first step of each optimizer alone.
+#[test]
+fn graphs_are_searched_in_first_steps_alone() {
+    let counts = run_ranks(1, |world| {
+        let mut fabric = Fabric::new(
+            world,
+            strategy(r#"{"type": "single_device"}"#)?,
+            ModuleInit::default(),
+            1,
+        )?;
+        let models = fabric.setup_module(|b| {
+            let conv = |name: &str| Conv2d::new(&b.pp(name), 1, 2, [3, 3], Conv2dConfig::default());
+            Ok([conv("a")?, conv("b")?])
+        })?;
+        let mut optimizers = [
+            fabric.setup_optimizer_for(&Sgd::default(), &["a"])?,
+            fabric.setup_optimizer_for(&Sgd::default(), &["b"])?,
+        ];
+        let x = (0..36).map(|i| (i % 7) as f32).collect();
+        let x = Tensor::from_vec(x, (1, 1, 6, 6), &Device::Cpu)?;
+        let mut counts = Vec::new();
+        for _ in 0..3 {
+            for (model, optimizer) in models.iter().zip(&mut optimizers) {
+                let turn = fabric.toggle_optimizer(optimizer)?;
+                let y = model.forward(&x)?.avg_pool2d(2)?;
+                fabric.backward(&Loss::new(y.sqr()?.sum_all()?, 1.0))?;
+                drop(turn);
+                optimizer.step()?;
+                counts.push(read::counts().get("check of candle's operations").copied());
+            }
+        }
+        Ok(counts)
+    });
+    let counts = counts.unwrap().swap_remove(0);
+    assert!(counts[0].is_some() && counts[1] > counts[0], "{counts:?}");
+    assert!(counts[2..].iter().all(|count| *count == counts[1]), "{counts:?}");
 }

@@ -322,7 +322,11 @@ impl StrategyRuntime {
         strategy.begin_backward(context, synchronise)?;
         // The reducers have the gradients; candle's store has none.
         let grads = sum.backward().map_err(|error| explain_difference(error.into()))?;
-        if steps.iter().any(|step| !step.audited) {
+        // An optimizer without parameters, such as the first if all others have names, is never audited.
+        let is_first = |slot: &ParameterSlot| {
+            slot.takes_grad() && steps.get(slot.optimizer()).is_some_and(|step| !step.audited)
+        };
+        if context.slots.iter().any(is_first) {
             refuse_variables(sum, &grads)?;
             refuse_wrong_gradients(sum)?;
         }
