@@ -219,8 +219,8 @@ fn tokenizers() -> Vec<(&'static str, TokenizerFile, bool)> {
             tokenizer(null(), json!({"type": "FixedLength", "length": 5}), pieces(), ends()),
             false,
         ),
-        ("across", tokenizer(null(), regex(r"\S+ \S+|\s"), pieces(), ends()), false),
-        ("gaps", tokenizer(null(), regex("[ab]+"), bytes(), ends()), false),
+        ("across", tokenizer(null(), regex(r"\S+[ \n]\S+|\s"), pieces(), ends()), false),
+        ("gaps", tokenizer(null(), regex("[ab]+"), unigram(), ends()), false),
         (
             "strip",
             tokenizer(
@@ -234,7 +234,12 @@ fn tokenizers() -> Vec<(&'static str, TokenizerFile, bool)> {
         ("whole unigram", tokenizer(spaces(), null(), unigram(), ends()), false),
         (
             "crossing replacement",
-            tokenizer(replace("e t", "a"), byte_level(true, false), bytes(), ends()),
+            tokenizer(
+                json!({"type": "Replace", "pattern": {"Regex": "e[ \\n]t"}, "content": "a"}),
+                byte_level(true, false),
+                bytes(),
+                ends(),
+            ),
             false,
         ),
     ]
