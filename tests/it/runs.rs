@@ -271,8 +271,9 @@ fn killed_runs_leave_no_lock() {
     let place = dir.path().join("runs/version_0/checkpoints");
     let unfinished = staging_name("step-00000009");
     std::fs::create_dir_all(place.join(&unfinished)).unwrap();
+    let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     for lock in [".lock".to_owned(), format!(".{unfinished}.lock")] {
-        std::fs::write(place.join(lock), "host elsewhere\npid 1\nstarted 1\njob \nsince 1\n")
+        std::fs::write(place.join(lock), format!("host {host}\npid 1\nstarted 1\njob \nsince 1\n"))
             .unwrap();
     }
     fit(dir.path(), &["trainer.ckpt_path=last", "trainer.max_steps=6"]).unwrap();

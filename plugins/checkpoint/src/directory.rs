@@ -247,6 +247,10 @@ impl CheckpointIO for LocalDirectory {
         lock::is_held(&self.root.join(lock::file_name(name)))
     }
 
+    fn is_abandoned(&self, name: &str) -> Result<bool> {
+        lock::is_abandoned(&self.root.join(lock::file_name(name)))
+    }
+
     fn commit(&self, staged: &str, name: &str) -> Result<()> {
         let (source, target) = (self.location(staged), self.location(name));
         for entry in self.list(staged)?.iter().filter(|entry| entry.is_directory) {

@@ -125,6 +125,17 @@ pub(crate) fn is_held(path: &Path) -> Result<Option<bool>> {
     }))
 }
 
+/// Whether the lock file `path` is that of a process of this host that has ended. What the file says
+/// counts, and not `flock` alone, which some file systems have for each host.
+pub(crate) fn is_abandoned(path: &Path) -> Result<bool> {
+    let mut file = match open(path, false) {
+        Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
+        file => file.map_err(Error::io("opening the lock", path))?,
+    };
+    let is_free = !matches!(try_lock(&file).map_err(Error::io("locking", path))?, Flock::Held);
+    Ok(is_free && Owner::read(&mut file).is_some_and(|owner| !owner.may_live()))
+}
+
 /// Removes the lock file `path` if its process has ended.
 pub(crate) fn remove_if_stale(path: &Path) -> Result<()> {
     match FileLock::take(path)? {

@@ -97,6 +97,17 @@ pub trait CheckpointIO: std::fmt::Debug + Send + Sync {
         Ok(None)
     }
 
+    /// Whether `name` was [locked](Self::lock) by a process of this host that has ended: unlike
+    /// [`is_locked`](Self::is_locked) never `true` where a process of another host may live. The default
+    /// knows of none.
+    ///
+    /// # Errors
+    /// If the place cannot be read.
+    fn is_abandoned(&self, name: &str) -> Result<bool> {
+        let _ = name;
+        Ok(false)
+    }
+
     /// Completes pending writes. Called once on each rank, after the last save, by whoever opened the
     /// place: the trainer at the end of a run (also of one that failed or was interrupted),
     /// `Fabric::save` and `save_full` before they return, or a loop that opened it with

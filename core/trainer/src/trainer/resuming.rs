@@ -24,7 +24,7 @@ use fulgurite_engine::optim::{Interval, WeightAverage};
 /// Removes the unfinished saves and the lock of a run that was killed from its place, which nobody
 /// saves to any more: its successor saves elsewhere.
 fn clear_place(io: &dyn CheckpointIO) -> Result<()> {
-    if io.is_locked("")? != Some(false) {
+    if !io.is_abandoned("")? {
         return Ok(());
     }
     let lock = io.lock("")?;
@@ -40,6 +40,16 @@ pub(super) enum ResumeSource {
     Local(PathBuf),
     /// The checkpoint `name` of the place that `checkpoint.io` opens at `dir`.
     Named { dir: PathBuf, name: String },
+}
+
+impl ResumeSource {
+    /// Its path, for messages.
+    fn path(&self) -> PathBuf {
+        match self {
+            Self::Local(path) => path.clone(),
+            Self::Named { dir, name } => dir.join(name),
+        }
+    }
 }
 
 impl Session {
@@ -195,7 +205,8 @@ impl Session {
             return Ok(());
         }
         let message = format!(
-            "{what}. The position in the data would be one in other samples. Give the run the data and the keys              of `[data]` of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with these"
+            "{what}. The position in the data would be one in other samples. Give the run the data and the keys \
+             of `[data]` of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with these"
         );
         Err(Error::checkpoint(source.location(), message))
     }
@@ -275,10 +286,24 @@ impl Session {
         broadcast_object(&**self.parts.fabric.world(), &found, 0)
     }
 
-    /// Loads the weights for an evaluation whose configuration names no checkpoint: those that a
-    /// training with it has saved, which a warning names. Without any, the model keeps its
-    /// pretrained weights, or the initial ones with a warning. Collective.
+    /// Loads the weights for an evaluation whose configuration names none: those that the newest run
+    /// has saved, which a warning names. Weights that the module or `trainer.adapters.from` names
+    /// stay; without any, a warning says that the model has those that it was set up with.
+    /// Collective.
     pub(super) fn load_trained(&mut self) -> Result<()> {
+        let adapters = self.parts.config.adapters.as_ref();
+        if self.parts.fabric.base_model.is_some() || adapters.is_some_and(|a| a.from.is_some()) {
+            if self.rank() == 0
+                && let Some((source, which)) = self.trained_checkpoint()?
+            {
+                tracing::warn!(
+                    "the weights are those that the configuration names, not those of the {which} checkpoint \
+                     of the newest run, {}; take these with `--set trainer.ckpt_path={which}`",
+                    source.path().display()
+                );
+            }
+            return Ok(());
+        }
         let found = match self.rank() {
             0 => self.trained_checkpoint()?,
             _ => None,
@@ -290,22 +315,20 @@ impl Session {
             _ => "validate",
         };
         let Some((source, which)) = found else {
-            if self.rank() == 0 && self.parts.fabric.base_model.is_none() {
+            if self.rank() == 0 {
                 tracing::warn!(
-                    "{what}: the model has its initial, random weights, since no training with this configuration has \
-                     saved a checkpoint; name one with `--set trainer.ckpt_path=PATH`"
+                    "{what}: the weights are those that the model was set up with, since no checkpoint is \
+                     there to be taken (`checkpoint.dir`, or the newest run); name one with `--set \
+                     trainer.ckpt_path=PATH`"
                 );
             }
             return Ok(());
         };
-        let path = match &source {
-            ResumeSource::Local(path) => path.clone(),
-            ResumeSource::Named { dir, name } => dir.join(name),
-        };
         if self.rank() == 0 {
             tracing::warn!(
-                "{what}: the weights are those of the {which} checkpoint, {}, since `trainer.ckpt_path` names none",
-                path.display()
+                "{what}: the weights are those of the {which} checkpoint of the newest run, {}, since \
+                 `trainer.ckpt_path` names none",
+                source.path().display()
             );
         }
         self.resume(&source).map_err(|error| match error {

@@ -78,7 +78,8 @@ pub struct FitOutcome {
     pub best_checkpoint: Option<PathBuf>,
     /// The newest of them.
     pub last_checkpoint: Option<PathBuf>,
-    /// The run's directory: `version_N` under `trainer.default_root_dir`.
+    /// The run's directory: `version_N` under `trainer.default_root_dir`. A trial
+    /// (`trainer.fast_dev_run`) removes it at its end, unless there is anything else in it.
     pub run_dir: PathBuf,
 }
 
@@ -237,8 +238,10 @@ impl Trainer {
     /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
     /// averages in it, as [`fit`](Self::fit) does). Without that key the best checkpoint in
     /// `checkpoint.dir` if `checkpoint.monitor` is set, otherwise the last, and a warning says
-    /// which; without `checkpoint.dir`, that of the newest run. If there is none, pretrained
-    /// weights, or the initial ones with a warning. Collective.
+    /// which; without `checkpoint.dir`, that of the newest run. Weights that the module
+    /// ([`pretrained`](LightningModule::pretrained)) or `trainer.adapters.from` names stay. If there
+    /// is none, the weights are those that the model was set up with, and a warning says so.
+    /// Collective.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was
@@ -647,6 +650,11 @@ impl Session {
     fn finish_sinks(&mut self, status: RunStatus) -> Result<()> {
         let results: Vec<Result<()>> =
             self.parts.sinks.iter().map(|sink| sink.lock().finish(status)).collect();
+        // A program may end now.
+        match status {
+            RunStatus::Failed => output::flush_briefly(),
+            RunStatus::Success | RunStatus::Interrupted => output::flush(),
+        }
         results.into_iter().collect()
     }
 }
