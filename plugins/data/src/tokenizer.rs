@@ -12,9 +12,9 @@ use crate::special_tokens::{SpecialTokens, Wanted};
 use crate::tokenizer_file::{Growth, TokenizerFile};
 use crate::unknown::{Gaps, Unknown};
 
-/// The version of the library, which other ids of the same text may come with.
+/// The version of the tokenizers library. Another version may give other ids.
 const LIBRARY: &str = "0.23.2";
-/// Changes with every change of ids by this crate, as of the places where texts are cut.
+/// A number that is raised when this crate gives other ids, such as by cutting texts elsewhere.
 const ALGORITHM: u32 = 1;
 /// Bytes of a piece of a text; a longer text is tokenized in pieces.
 const PIECE: usize = 16 << 10;
