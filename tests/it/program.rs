@@ -385,13 +385,15 @@ impl Job<'_> {
     }
 }
 
-/// The lines without the table of the model's parameters, and those about the data and the ranks.
+/// The lines without the table of the model's parameters, and those about data, ranks and the run's
+/// directory.
 fn without_model(stderr: &str) -> String {
     let mut in_table = false;
     let lines = stderr.lines().filter(|line| {
         in_table |= line.starts_with("module ") && line.ends_with("  parameters");
         let data = line.starts_with("data.") && line.contains(" tokens");
-        let shown = !in_table && !data && !line.contains(" ranks, strategy ");
+        let of_run = line.contains(" ranks, strategy ") || line.starts_with("run directory ");
+        let shown = !in_table && !data && !of_run;
         in_table &= !line.ends_with(" units") && !line.ends_with(" unit");
         shown
     });
