@@ -136,6 +136,43 @@ fn modules_that_share_a_weight_are_not_trained_apart() {
     );
 }
 
+/// Such an adapter has one of the two names, whichever of them its base stores.
+#[test]
+fn a_tied_weight_is_merged_under_all_names() {
+    let temp = tempfile::tempdir().unwrap();
+    let base = fixture("hf_llama_tied");
+    let (embedding, head) = ("model.embed_tokens.weight", "lm_head.weight");
+    let adapter = changed("tied_apart", temp.path(), "ensure_weight_tying", true.into());
+    let file = adapter.join("adapter_model.safetensors");
+    let mut tensors = expected(&file);
+    let trained = tensors[&format!("base_model.model.{embedding}")].clone();
+    let weights = |merged: &Path| expected(&merged.join("model.safetensors"));
+
+    // The base stores both names, and the adapter the embedding.
+    let both = merged(&base, &adapter, temp.path(), "both").unwrap();
+    let mut stored = weights(&both);
+    stored.insert(embedding.to_owned(), trained.zeros_like().unwrap());
+    stored.insert(head.to_owned(), trained.zeros_like().unwrap());
+    candle_core::safetensors::save(&stored, both.join("model.safetensors")).unwrap();
+    let of_both = weights(&merged(&both, &adapter, temp.path(), "of_both").unwrap());
+    assert_close(&of_both[embedding], &trained, 0.0);
+    assert_close(&of_both[head], &trained, 0.0);
+
+    // The base stores the embedding, and the adapter the head.
+    tensors.remove(&format!("base_model.model.{embedding}"));
+    tensors.insert(format!("base_model.model.{head}"), trained.clone());
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let of_one = weights(&merged(&base, &adapter, temp.path(), "of_one").unwrap());
+    assert_close(&of_one[embedding], &trained, 0.0);
+    assert!(!of_one.contains_key(head));
+    // Of another shape it does not fit the embedding.
+    let wide = Tensor::zeros((70, 32), DType::F32, &Device::Cpu).unwrap();
+    tensors.insert(format!("base_model.model.{head}"), wide);
+    candle_core::safetensors::save(&tensors, &file).unwrap();
+    let error = merged(&base, &adapter, temp.path(), "wide").unwrap_err().to_string();
+    assert!(error.contains("has `lm_head.weight` of the shape [70, 32]"), "{error}");
+}
+
 #[test]
 fn a_shared_weight_is_trained_for_all_its_modules_or_none() {
     let adapters = AdapterConfig {

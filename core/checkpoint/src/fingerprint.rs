@@ -7,16 +7,18 @@ use std::path::{Path, PathBuf};
 
 use twox_hash::XxHash3_64;
 
+use super::TorchSource;
+use super::open::{Format, format_of};
+use super::stored::FileLocation;
+use super::weights::{INDEX, SINGLE, SUFFIX, with_index};
 use crate::{Error, FULL_MANIFEST, MANIFEST, Result};
 use fulgurite_error::files::open_regular;
 
 /// Bytes at each end of a file that are part of its hash.
 const SAMPLED: u64 = 64 << 10;
-/// Extensions of files of tensors.
-const TENSORS: [&str; 5] = ["safetensors", "bin", "pt", "pth", "ckpt"];
 
-/// Describes the weights at `path`, by file: the size of each file of tensors, and a hash of its
-/// beginning and its end. Other weights have another description, unless they differ in between alone.
+/// Describes the weights at `path`, by file: the size of each file that [`open`](crate::open) reads,
+/// and a hash of its beginning and its end. Other files in the folder do not count. Other weights have another description, unless they differ in between alone.
 ///
 /// # Errors
 /// If the weights cannot be read.
@@ -28,27 +30,44 @@ pub fn fingerprint(path: &Path) -> Result<Vec<(String, String)>> {
     files(path)?.into_iter().map(describe).collect()
 }
 
-/// The file itself, or the files of tensors directly in a folder, in order.
+/// The files that [`open`](crate::open) reads at `path`, in order.
 fn files(path: &Path) -> Result<Vec<PathBuf>> {
+    let (path, format) = format_of(path)?;
     if !path.is_dir() {
-        return Ok(vec![path.to_owned()]);
+        let name = path.file_name().unwrap_or_default().to_string_lossy();
+        return match name.ends_with(".index.json") {
+            true => indexed(path.parent().unwrap_or(Path::new("")), &path),
+            false => Ok(vec![path]),
+        };
     }
-    let mut files = Vec::new();
-    for entry in std::fs::read_dir(path).map_err(Error::io("reading", path))? {
-        let file = entry.map_err(Error::io("reading", path))?.path();
-        let extension = file.extension().and_then(|extension| extension.to_str());
-        let has_tensors = extension.is_some_and(|extension| TENSORS.contains(&extension));
-        if (has_tensors || is_manifest(&file)) && file.is_file() {
-            files.push(file);
-        }
+    let there = |name: &str| Some(path.join(name)).filter(|file| file.is_file());
+    // The manifest of a distributed checkpoint has the digests of all its files.
+    let manifest = there(MANIFEST).or(there(FULL_MANIFEST));
+    let (single, index) = match format {
+        Format::Distributed => return Ok(manifest.into_iter().collect()),
+        Format::Torch => (TorchSource::SINGLE, TorchSource::INDEX),
+        Format::Full | Format::Safetensors => (SINGLE, INDEX),
+    };
+    let mut files: Vec<PathBuf> = manifest.into_iter().collect();
+    match (there(single), there(index)) {
+        (Some(single), _) => files.push(single),
+        (None, Some(index)) => files.extend(indexed(&path, &index)?),
+        (None, None) => files.extend(shards(&path)?),
     }
-    files.sort();
     Ok(files)
 }
 
-/// Whether a file has the digests of all others of a checkpoint.
-fn is_manifest(file: &Path) -> bool {
-    [MANIFEST, FULL_MANIFEST].iter().any(|name| file.ends_with(name))
+/// An index, and the files that it names.
+fn indexed(root: &Path, index: &Path) -> Result<Vec<PathBuf>> {
+    let (root, files, _) = with_index(root, index)?;
+    let files = files.iter().map(|file| root.join(file));
+    Ok([index.to_owned()].into_iter().chain(files).collect())
+}
+
+/// The safetensors files directly in a folder, in order.
+fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
+    let names = FileLocation::Local(folder.to_owned()).lengths("")?.into_keys();
+    Ok(names.filter(|name| name.ends_with(SUFFIX)).map(|name| folder.join(name)).collect())
 }
 
 /// `1024 bytes (0123456789abcdef)`.
@@ -77,11 +96,33 @@ mod tests {
         std::fs::write(&file, [1; 300]).unwrap();
         let before = [text(dir.path()), text(&file)];
         std::fs::write(dir.path().join("README.md"), "notes").unwrap();
+        for other in
+            ["rng_state_0.pth", "optimizer.pt", "consolidated.00.pth", "adapter.safetensors"]
+        {
+            std::fs::write(dir.path().join(other), "of one host").unwrap();
+        }
         assert_eq!(before, [text(dir.path()), text(&file)]);
         let mut other = [1; 300];
         other[299] = 2;
         std::fs::write(&file, other).unwrap();
         assert_ne!(before[0], text(dir.path()));
         assert_ne!(before[1], text(&file));
+    }
+
+    #[test]
+    fn shards_of_an_index_are_told() {
+        let dir = tempfile::tempdir().unwrap();
+        let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
+        let names = || -> Vec<String> {
+            fingerprint(dir.path()).unwrap().into_iter().map(|(name, _)| name).collect()
+        };
+        write("pytorch_model-1.bin", "a");
+        write("pytorch_model.bin.index.json", r#"{"weight_map": {"w": "pytorch_model-1.bin"}}"#);
+        write("training_args.bin", "b");
+        assert_eq!(names(), ["pytorch_model.bin.index.json", "pytorch_model-1.bin"]);
+        write("model-1.safetensors", "c");
+        write("left.safetensors", "d");
+        write(INDEX, r#"{"weight_map": {"w": "model-1.safetensors"}}"#);
+        assert_eq!(names(), [INDEX, "model-1.safetensors"]);
     }
 }

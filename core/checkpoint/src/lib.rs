@@ -107,7 +107,7 @@ pub use manifest::{
 };
 pub use memory::{TensorFn, TensorMap};
 pub use names::{NameRules, RenamedSource, clean_tensor_name};
-pub use open::open;
+pub use open::{open, resolve_last};
 pub use peft::{
     ADAPTER_CONFIG, ADAPTER_MODEL, AdapterSource, MergedModel, PeftConfig, load_adapter,
     save_adapter,

@@ -53,10 +53,7 @@ pub(super) const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 /// The format of the weights at a path, and where they are: the file [`LAST`] stands for the
 /// checkpoint that it names.
 pub(super) fn format_of(path: &Path) -> Result<(PathBuf, Format)> {
-    let path = match path.file_name().is_some_and(|name| name == LAST) && path.is_file() {
-        true => pointed_to(path)?,
-        false => path.to_owned(),
-    };
+    let path = resolve_last(path)?;
     if exists(&path, MANIFEST) {
         return Ok((path, Format::Distributed));
     }
@@ -65,6 +62,18 @@ pub(super) fn format_of(path: &Path) -> Result<(PathBuf, Format)> {
     }
     let format = if is_torch(&path)? { Format::Torch } else { Format::Safetensors };
     Ok((path, format))
+}
+
+/// The checkpoint that `path` stands for: the one that it names if it is a file [`LAST`], and
+/// `path` itself otherwise.
+///
+/// # Errors
+/// If the file names no checkpoint beside it.
+pub fn resolve_last(path: &Path) -> Result<PathBuf> {
+    match path.file_name().is_some_and(|name| name == LAST) && path.is_file() {
+        true => pointed_to(path),
+        false => Ok(path.to_owned()),
+    }
 }
 
 /// The checkpoint beside the file [`LAST`] that it names.

@@ -15,9 +15,9 @@ use super::{StoredTensors, TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
 
-const SUFFIX: &str = ".safetensors";
-const SINGLE: &str = "model.safetensors";
-const INDEX: &str = "model.safetensors.index.json";
+pub(super) const SUFFIX: &str = ".safetensors";
+pub(super) const SINGLE: &str = "model.safetensors";
+pub(super) const INDEX: &str = "model.safetensors.index.json";
 
 /// The longest index that is read.
 const MAX_INDEX: u64 = 256 << 20;

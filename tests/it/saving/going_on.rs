@@ -75,6 +75,23 @@ fn ctrl_c_saves_if_the_end_of_training_does() {
 }
 
 #[test]
+fn the_file_last_names_a_checkpoint_to_resume() {
+    let scratch = Scratch::new();
+    let keys = ["checkpoint.every_n_steps=2"];
+    scratch.succeed(&[&keys[..], &["trainer.max_steps=4"]].concat());
+    let from = format!("trainer.ckpt_path={:?}", scratch.path("kept/last"));
+    let events = scratch.succeed(&[&keys[..], &["trainer.max_steps=6", &from]].concat());
+    let (step, path) = resumed(&events).unwrap();
+    assert!(step == 4 && path.ends_with("kept/step-00000004"), "{step} {path:?}");
+    // Also for its weights alone.
+    let other = format!("checkpoint.dir={:?}", scratch.path("other"));
+    let only = ["trainer.max_steps=1", "checkpoint.weights_only=true", &other, &from];
+    let events = scratch.succeed(&[&keys[..], &only].concat());
+    let (step, path) = resumed(&events).unwrap();
+    assert!(step == 0 && path.ends_with("kept/step-00000006"), "{step} {path:?}");
+}
+
+#[test]
 fn weights_alone_may_be_what_a_run_starts_from() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=5", "trainer.val_check_interval=5"];

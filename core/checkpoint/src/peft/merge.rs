@@ -8,12 +8,14 @@ use super::super::{TensorInfo, TensorSource, same_values};
 use super::load::apart;
 use super::source::layer_of;
 use super::{ADAPTER_CONFIG, AdapterSource};
+use crate::chunks::blocks;
 use crate::json::read_json;
 use crate::narrow::converted;
 use crate::source::loaded_bytes;
 use crate::stored::loadable_dtype;
 use crate::weights::MAX_COMPANION;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage::with_bytes;
 use fulgurite_engine::shard::Region;
 
 /// The magnitudes of an adapter, relative to its layer.
@@ -30,6 +32,7 @@ const PAIRS: [(&str, &str); 2] =
 pub struct MergedModel<'a> {
     base: &'a dyn TensorSource,
     adapter: AdapterSource,
+    tied: TiedHead,
 }
 
 impl<'a> MergedModel<'a> {
@@ -39,16 +42,38 @@ impl<'a> MergedModel<'a> {
     /// If that is no adapter, or has another scale for some layers, or does not fit the base; if a
     /// module that it changes shares its weight with another one in the base.
     pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
-        let merged = Self { base, adapter: AdapterSource::open(adapter)? };
-        merged.adapter.config().bias(&adapter.join(ADAPTER_CONFIG))?;
-        let tied = TiedHead::of(base)?;
+        let source = AdapterSource::open(adapter)?;
+        source.config().bias(&adapter.join(ADAPTER_CONFIG))?;
+        let merged = Self { base, adapter: source, tied: TiedHead::of(base)? };
         for name in merged.adapter.names() {
             match layer_of(name) {
-                Some(layer) => merged.check_adapter(layer, name, &tied)?,
-                None => merged.check_other(name, &tied)?,
+                Some(layer) => merged.check_adapter(layer, name, &merged.tied)?,
+                None => merged.check_other(name, &merged.tied)?,
             }
+            merged.warn_of_infinite(name)?;
         }
         Ok(merged)
+    }
+
+    /// Warns if a tensor of the adapter has values that are NaN or infinite.
+    fn warn_of_infinite(&self, name: &str) -> Result<()> {
+        let Some(info) = self.adapter.info(name) else { return Ok(()) };
+        if loadable_dtype(info.dtype).is_none_or(|dtype| !dtype.is_float()) {
+            return Ok(());
+        }
+        for region in blocks(&info.shape, size_of::<f32>()) {
+            let values = self.adapter.read(name, &region, DType::F32, &Device::Cpu)?;
+            let infinite = |x: &[u8]| !f32::from_le_bytes([x[0], x[1], x[2], x[3]]).is_finite();
+            if with_bytes(&values, |bytes| bytes.chunks_exact(4).any(infinite))? {
+                tracing::warn!(
+                    "{}: `{name}` has values that are NaN or infinite, and so will the merged model; \
+                     merge an adapter of an earlier step",
+                    self.adapter.location().display()
+                );
+                return Ok(());
+            }
+        }
+        Ok(())
     }
 
     fn fail<T>(&self, message: String) -> Result<T> {
@@ -120,17 +145,21 @@ impl<'a> MergedModel<'a> {
 
     /// Checks a tensor that replaces one of the base.
     fn check_other(&self, name: &str, tied: &TiedHead) -> Result<()> {
-        if let Some(base) = self.base.info(name) {
+        let target = match self.base.info(name) {
+            None if tied.shares(name) => tied.other(name),
+            _ => name,
+        };
+        if let Some(base) = self.base.info(target) {
             let found = self.adapter.info(name).map(|info| info.shape).unwrap_or_default();
             if found != base.shape {
                 return self.fail(format!(
-                    "has `{name}` of the shape {found:?}, and {} has it of the shape {:?}; if the vocabulary was \
+                    "has `{name}` of the shape {found:?}, and `{target}` in {} has the shape {:?}; if the vocabulary was \
                      resized, resize the base's, too (`resize_token_embeddings`)",
                     self.base.location().display(),
                     base.shape
                 ));
             }
-        } else if !tied.shares(name) {
+        } else {
             return self.no_such(name, name);
         }
         if !tied.shares(name) {
@@ -161,8 +190,14 @@ impl<'a> MergedModel<'a> {
 
     /// A part of a weight before its adapter is added.
     fn weight(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
-        match self.adapter.info(name) {
-            Some(_) => self.adapter.read(name, region, dtype, device),
+        let other = || self.adapter.others().find(|other| self.tied.shares(other));
+        let replacing = match self.adapter.info(name) {
+            Some(_) => Some(name),
+            None if self.tied.shares(name) => other(),
+            None => None,
+        };
+        match replacing {
+            Some(replacing) => self.adapter.read(replacing, region, dtype, device),
             None => self.base.read(name, region, dtype, device),
         }
     }

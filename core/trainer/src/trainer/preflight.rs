@@ -402,6 +402,8 @@ fn check_weights(
 /// Checks that `trainer.ckpt_path`, if it names a checkpoint, names one that can be opened.
 fn check_resume(run: &RunConfig<Table, Table>) -> Result<()> {
     let Some(CkptPath::Path(path)) = &run.trainer.ckpt_path else { return Ok(()) };
+    let wrong = |error: Error| Error::Config(format!("`trainer.ckpt_path`: {error}"));
+    let path = &checkpoint::resolve_last(path).map_err(wrong)?;
     if run.checkpoint.weights_only && run.checkpoint.load.broadcast_from_rank0 && !path.exists() {
         return Ok(());
     }
@@ -418,5 +420,5 @@ fn check_resume(run: &RunConfig<Table, Table>) -> Result<()> {
         _ if run.checkpoint.weights_only => checkpoint::open(path).map(drop),
         _ => DistributedCheckpoint::open(path).map(drop),
     };
-    opened.map_err(|error| Error::Config(format!("`trainer.ckpt_path`: {error}")))
+    opened.map_err(wrong)
 }

@@ -269,7 +269,9 @@ impl Session {
             None if restarted.is_none() => return Ok(None),
             _ if self.rank() > 0 => None,
             None => restarted.map_or(Ok(None), |job| self.last_checkpoint_of_job(job))?,
-            Some(CkptPath::Path(path)) => Some(self.resume_source(path)),
+            Some(CkptPath::Path(path)) => {
+                Some(self.resume_source(&checkpoint::resolve_last(path)?))
+            }
             Some(CkptPath::Last) => self.last_checkpoint()?,
             Some(CkptPath::Best) => self.best_checkpoint()?,
         };
