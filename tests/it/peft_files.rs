@@ -230,6 +230,25 @@ fn an_adapter_that_does_not_fit_its_base_is_refused() {
     );
     let error = with("lm_head.lora_A.weight", Some(zeros(&[2, 31])));
     assert!(error.contains("for `lm_head.weight` of 67 outputs and 32 inputs"), "{error}");
+    let (a, b) = (zeros(&[2, 32]), zeros(&[16, 2]));
+    let mut tensors = whole.clone();
+    for (part, tensor) in [("lora_A", a), ("lora_B", b)] {
+        let name = format!("base_model.model.model.layers.0.self_attn.k_proj.{part}.weight");
+        tensors.insert(name, tensor);
+    }
+    let error = write(&tensors);
+    let expected = "names no layer `model.layers.0.self_attn.k_proj`";
+    assert!(error.contains(expected), "{error}");
+    let mut tensors = whole.clone();
+    for (part, shape) in [("lora_A", [3, 32]), ("lora_B", [67, 3])] {
+        tensors.insert(format!("base_model.model.lm_head.{part}.weight"), zeros(&shape));
+    }
+    let error = write(&tensors);
+    let expected = "has `lm_head.lora_A.weight` of the shape [3, 32] and `lm_head.lora_B.weight` of the \
+                    shape [67, 3] for `lm_head.weight`";
+    assert!(error.contains(expected) && error.contains("says rank 2"), "{error}");
+    let error = with("lm_head.lora_A.default.weight", Some(zeros(&[2, 32])));
+    assert!(error.contains("`lm_head.lora_A.default.weight`"), "{error}");
     let error = with("lm_head.base_layer.weight", Some(zeros(&[70, 32])));
     assert!(error.contains("of the shape [70, 32]") && error.contains("resized"), "{error}");
     let error = with("lm_head.weight", Some(zeros(&[67, 32])));

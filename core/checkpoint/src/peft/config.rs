@@ -242,6 +242,24 @@ impl PeftConfig {
         key.is_none_or(is_off) && self.target_modules.is_array()
     }
 
+    /// Whether the lists of layers name this layer, by PEFT's rule: a path, or the end of one after
+    /// a dot. `None` if they are not lists, or `layers_to_transform` limits them.
+    pub(super) fn targets(&self, layer: &str) -> Option<bool> {
+        if !self.lists_targets() {
+            return None;
+        }
+        let names = |patterns: Vec<String>| {
+            patterns.iter().any(|pattern| {
+                layer
+                    .strip_suffix(pattern.as_str())
+                    .is_some_and(|rest| rest.is_empty() || rest.ends_with('.'))
+            })
+        };
+        let targets = names(Self::list(&self.target_modules)?);
+        let excluded = names(Self::list(&self.exclude_modules)?);
+        Some(targets && !excluded)
+    }
+
     /// Which biases are trained; `path` is where it was read, for messages.
     pub(super) fn bias(&self, path: &Path) -> Result<AdapterBias> {
         match self.bias.as_str() {

@@ -52,7 +52,29 @@ impl<'a> MergedModel<'a> {
             }
             merged.warn_of_infinite(name)?;
         }
+        let missing = merged.missing_layers();
+        if !missing.is_empty() {
+            tracing::warn!(
+                "{}: has no tensors for {} of the layers in `target_modules`, which stay as in the base: {}",
+                merged.adapter.location().display(),
+                missing.len(),
+                missing.join(", ")
+            );
+        }
         Ok(merged)
+    }
+
+    /// The matrices of the base that `target_modules` names, and that have no adapter.
+    fn missing_layers(&self) -> Vec<&str> {
+        let (config, layers) = (self.adapter.config(), self.adapter.layers());
+        let names = self.base.names();
+        let is_matrix =
+            |name: &&str| self.base.info(name).is_some_and(|info| info.shape.len() == 2);
+        let paths = names.into_iter().filter(is_matrix).filter_map(|n| n.strip_suffix(".weight"));
+        paths
+            .filter(|path| config.targets(path) == Some(true))
+            .filter(|path| config.saved_module(path).is_none() && !layers.contains(path))
+            .collect()
     }
 
     /// Warns if a tensor of the adapter has values that are NaN or infinite.
@@ -129,12 +151,20 @@ impl<'a> MergedModel<'a> {
         let config = self.adapter.config();
         if !fits || rank == 0 || (rank != config.r && !config.has_rank_pattern()) {
             return self.fail(format!(
-                "has an adapter of the shapes {a:?} and {b:?} for `{target}` of {outputs} outputs and {inputs} \
-                 inputs; its configuration says rank {}",
+                "has `{layer}.{}` of the shape {a:?} and `{layer}.{}` of the shape {b:?} for `{target}` of \
+                 {outputs} outputs and {inputs} inputs; its configuration says rank {}",
+                pair.0,
+                pair.1,
                 config.r
             ));
         }
         let known = [pair.0, pair.1, MAGNITUDE].iter().any(|p| name == format!("{layer}.{p}"));
+        if known && config.targets(layer) == Some(false) {
+            return self.fail(format!(
+                "has `{name}`, and `target_modules` in {ADAPTER_CONFIG} names no layer `{layer}`, so that PEFT \
+                 leaves it out; add the layer there, or remove the tensor"
+            ));
+        }
         match known {
             true => Ok(()),
             false => {
@@ -153,8 +183,8 @@ impl<'a> MergedModel<'a> {
             let found = self.adapter.info(name).map(|info| info.shape).unwrap_or_default();
             if found != base.shape {
                 return self.fail(format!(
-                    "has `{name}` of the shape {found:?}, and `{target}` in {} has the shape {:?}; if the vocabulary was \
-                     resized, resize the base's, too (`resize_token_embeddings`)",
+                    "has `{name}` of the shape {found:?}, and `{target}` in {} has the shape {:?}; \
+                     if the vocabulary was resized, resize the base's, too (`resize_token_embeddings`)",
                     self.base.location().display(),
                     base.shape
                 ));
