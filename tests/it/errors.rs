@@ -129,7 +129,7 @@ fn files_that_are_missing_or_too_short() {
     assert_snapshot!(error("data.path=short.u16"), @"error: data: short.u16 has 3 tokens, but one sample needs 8 (data.seq_len = 7, and the token after it); give more data or lower data.seq_len");
     assert_snapshot!(error("data.path=odd.u16"), @"error: data: odd.u16 has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
     assert_snapshot!(error("data={ type = 'text', path = 'none' }"), @"error: data: there is no file or folder none (data.path)");
-    assert_snapshot!(error("data={ type = 'text', path = 'empty.txt' }"), @"error: data: the text has 1 tokens, but one sample needs 129 (data.seq_len = 128, and the token after it); give more data or lower data.seq_len");
+    assert_snapshot!(error("data={ type = 'text', path = 'empty.txt' }"), @"error: data: empty.txt (data.path): there is no text; left out: 1 empty (empty.txt)");
     assert_snapshot!(error("data.tokenizer=none.json"), @r#"error: data: there is no file none.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
     assert_snapshot!(error("model.from_pretrained=none"), @"error: none/config.json: No such file or directory (os error 2); `model.from_pretrained` is to name a folder with it");
     // The ranks find out one by one, the person reads it once.

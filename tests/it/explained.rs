@@ -125,7 +125,7 @@ fn sinks_are_told_of_the_model_and_of_every_batch_of_an_evaluation() {
     module    parameters
     layers.0           2
     layers.1           6
-    all                8, 8 trained, in 2 unit(s)
+    all                8, 8 trained, in 2 units
     step 1
     step 2
     validation 0/2

@@ -375,7 +375,11 @@ fn impossible_counts_are_found_at_once() {
             let at_once = train(ranks, &[&keys[..], &[OFF]].concat());
             let (error, expected) =
                 (late.result.as_ref().unwrap_err(), at_once.result.as_ref().unwrap_err());
-            assert_eq!(error.to_string(), expected.to_string(), "{keys:?}");
+            // Ranks that share samples have the same count, and any of them may be named.
+            let any_rank = |error: &fulgurite::core::Error| {
+                error.to_string().replace("on rank 1", "on rank 0")
+            };
+            assert_eq!(any_rank(error), any_rank(expected), "{keys:?}");
             let told = "is NaN: a `Loss` is a sum and the number of its items";
             assert!(error.to_string().contains(told), "{keys:?}: {error}");
             assert!(

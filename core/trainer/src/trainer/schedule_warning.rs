@@ -41,7 +41,8 @@ fn rises_to_the_end(scheduler: &dyn SchedulerConfig, steps: u64) -> Result<bool>
         before = now;
     }
     let (last, end) = (factor(steps - 2)?, factor(steps - 1)?);
-    Ok(before <= last && last < end)
+    // A warm-up that ends with the run has reached the rate.
+    Ok(before <= last && last < end && end < 1.0)
 }
 
 #[cfg(test)]
