@@ -87,7 +87,8 @@ fn a_read_only_place_is_named_and_what_was_saved_before_stays() {
             .mounting("mount --bind kept kept; mount -o remount,bind,ro kept; \"$@\"")
             .fail();
         let first = stderr.lines().find(|line| line.starts_with("error")).unwrap_or(&stderr);
-        assert!(first.contains(": creating kept/step-00000003"), "{stderr}");
+        assert!(first.contains("checkpoint kept/step-00000003"), "{stderr}");
+        assert!(first.contains("creating it after step 3"), "{stderr}");
         assert!(first.contains("Read-only file system"), "{stderr}");
         assert_eq!(newest(&kept), 2);
         resumes(job, "kept", 2);

@@ -146,7 +146,7 @@ fn the_program_lists_what_it_links() {
     insta::assert_snapshot!(say(&["show", "every_other"]), @r#"
     parallelize `every_other`
       every other unit is sharded on its own, the rest with the root
-      example: trainer.strategy.parallelize = "every_other"
+      example: trainer.strategy = { type = "fsdp", parallelize = "every_other" }
       from:    fulgurite-local-sgd 0.1.0
     "#);
 }

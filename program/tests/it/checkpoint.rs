@@ -352,7 +352,7 @@ Options:
     Usage: fulgurite checkpoint convert [OPTIONS] --to <TO> <INPUT> <OUTPUT>
 
     Arguments:
-      <INPUT>   A checkpoint's directory, a Hugging Face directory or a safetensors file
+      <INPUT>   A checkpoint's directory, a Hugging Face directory, a file of safetensors or of `torch.save`
       <OUTPUT>  The directory to write; it appears when it is complete
 
     Options:

@@ -13,8 +13,10 @@ use rustix::process::{Pid, Signal, kill_process};
 const KEY: &str = "a key of sixteen characters or more";
 
 fn agent(args: &[&str], script: &str) -> Command {
-    let mut command = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
-    command.arg("run").args(args).args(["--", "sh", "-c", script]);
+    // Tests that are run under `nohup` ignore SIGHUP, and so would their children.
+    let mut command = Command::new("env");
+    command.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_fulgurite"), "run"]);
+    command.args(args).args(["--", "sh", "-c", script]);
     for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "TORCHELASTIC_RUN_ID", "RAYON_NUM_THREADS"] {
         command.env_remove(name);
     }
@@ -374,8 +376,9 @@ fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
 
     let inner = agent(&["--rdzv-id", "job"], &format!("touch {dir}/nohup; sleep 1000"));
     let mut ignoring = Command::new("sh");
-    ignoring.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).arg(inner.get_program());
-    ignoring.args(inner.get_args()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    // But for the option of `env` that takes the signal's default back.
+    ignoring.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).args(inner.get_args().skip(1));
+    ignoring.stdout(Stdio::piped()).stderr(Stdio::piped());
     let ignoring = ignoring.spawn().unwrap();
     until("the rank", || there() == 3);
     signal(&ignoring, Signal::HUP);
