@@ -4,7 +4,7 @@
 #[rustfmt::skip]
 const KEYS: &[(&[&str], &str)] = &[
     (&["gpus", "n_gpu", "ngpus", "num_gpus", "tpu_cores", "num_processes", "nproc_per_node", "world_size"], "trainer.devices"),
-    (&["nnodes", "num_machines", "n_nodes"], "trainer.num_nodes"),
+    (&["nnodes", "num_machines"], "trainer.num_nodes"),
     (&["gradient_accumulation_steps", "accumulation_steps", "grad_accum", "grad_accum_steps",
        "grad_accumulation_steps", "gradient_accumulation", "update_freq", "accumulate_grad"],
      "trainer.accumulate_grad_batches"),

@@ -145,7 +145,7 @@ impl Session {
                 }
                 ControlFlow::Break(why) => return Ok(Evaluated::Interrupted(why)),
             };
-            for (name, value) in self.reduce(&mut table, LogStage::Epoch)? {
+            for (name, value) in self.reduce(&mut table, LogStage::Evaluation)? {
                 evaluation.metrics.insert(format!("{name}{}", set.suffix), value);
             }
             evaluation.batches += set.batches;

@@ -353,9 +353,9 @@ impl LogTable {
     }
 
     /// The values over all ranks of `world`; empties the table. `counts` is false on ranks with the same
-    /// samples as another one that counts, as tensor-parallel ranks have. Collective if anything is to be
-    /// synchronised: one all-reduce, and one more if there are extremes. In the group of all ranks a rank
-    /// that has logged nothing is found as soon as it calls another collective there.
+    /// samples as another one that counts, as tensor-parallel ranks have. Collective in an evaluation, and
+    /// elsewhere if anything is to be synchronised: one all-reduce, and one more if there are extremes. After
+    /// a training step the vote of all ranks finds a rank that has logged nothing.
     ///
     /// # Errors
     /// A mistake in what was logged; if the ranks have not logged the same.
@@ -369,14 +369,15 @@ impl LogTable {
         let entries = std::mem::take(&mut self.entries);
         let states: Vec<&Tensor> = entries.values().map(|entry| &entry.state).collect();
         let mut states = read::lists(&states, "logged values")?;
-        if world.size() > 1 && entries.values().any(|entry| entry.sync) {
+        let takes_part = stage == Stage::Evaluation || entries.values().any(|entry| entry.sync);
+        if world.size() > 1 && takes_part {
             synchronize(&entries, &mut states, (world, counts))?;
         }
         let mut values = BTreeMap::new();
         for ((name, entry), state) in entries.into_iter().zip(states) {
             let name = match stage {
                 Stage::Step if entry.on_epoch => format!("{name}_step"),
-                Stage::Epoch if entry.on_step => format!("{name}_epoch"),
+                Stage::Epoch | Stage::Evaluation if entry.on_step => format!("{name}_epoch"),
                 _ => name,
             };
             for (name, value) in entry.metric.compute_all(&name, &state) {
@@ -416,8 +417,10 @@ impl LogTable {
 pub(super) enum Stage {
     /// Of one step.
     Step,
-    /// Of an epoch, a validation, ….
+    /// Of an epoch of the training, or of hooks.
     Epoch,
+    /// Of a set of an evaluation.
+    Evaluation,
 }
 
 /// Merges the states of all ranks, equal to the bit on all of them.

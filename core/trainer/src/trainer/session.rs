@@ -248,7 +248,7 @@ impl Session {
         }
     }
 
-    /// The values of a table over all ranks. Collective if there are any to be synchronised.
+    /// The values of a table over all ranks. Collective as [`LogTable::reduce`].
     pub(super) fn reduce(
         &self,
         table: &mut LogTable,
