@@ -1,5 +1,5 @@
 //! The error type of every crate of Fulgurite, opening files that others may have put there, and
-//! [output](output) that waits for no reader.
+//! [output] that waits for no reader.
 //!
 //! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
 //! path) travels in the variant's fields, so callers can match on it.
