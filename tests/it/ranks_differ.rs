@@ -1,9 +1,11 @@
 //! Ranks that were not started alike end before the first step, and say what differs.
 
 use std::net::TcpListener;
+use std::sync::atomic::{AtomicU32, Ordering};
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
+use fulgurite::core::trainer::{OptimizerSetup, Optimizers};
 use fulgurite::prelude::*;
 use fulgurite_transports::run_ranks;
 
@@ -151,8 +153,15 @@ struct Lonely;
 impl Hooks for Lonely {}
 impl Callback for Lonely {}
 
-/// The error of each of two ranks that are threads.
+/// The error of each of two ranks that are threads, and train [`Weight`].
 fn errors(trainer: impl Fn(usize, Trainer) -> Trainer + Sync, keys: [&str; 2]) -> Vec<String> {
+    errors_of::<Weight>(trainer, keys)
+}
+
+fn errors_of<M: LightningModule<Config = NoKeys>>(
+    trainer: impl Fn(usize, Trainer) -> Trainer + Sync,
+    keys: [&str; 2],
+) -> Vec<String> {
     let logs = tempfile::tempdir().unwrap();
     let root = format!("trainer.default_root_dir={:?}", logs.path());
     run_ranks(2, |world| {
@@ -163,7 +172,7 @@ fn errors(trainer: impl Fn(usize, Trainer) -> Trainer + Sync, keys: [&str; 2]) -
                 .chain([root.as_str(), keys[rank]])
                 .try_fold(ConfigLayers::new(), |all, set| all.set(set))?;
         let run = RunConfig::<NoKeys, NoKeys>::from_layers(layers)?;
-        let result = trainer(rank, Trainer::new(world)).fit::<Weight>(&run);
+        let result = trainer(rank, Trainer::new(world)).fit::<M>(&run);
         Ok(result.map(drop).unwrap_err().to_string())
     })
     .unwrap()
@@ -187,6 +196,39 @@ fn callbacks_of_one_rank_are_named() {
     let says = "the ranks differ in the program: callback 0 is ";
     assert!(errors[0].starts_with(says), "{}", errors[0]);
     assert!(errors[0].contains("Lonely on rank 0 and absent on rank 1"), "{}", errors[0]);
+}
+
+/// As [`Weight`], with an optimizer that is another one wherever it is made.
+struct OwnOptimizer(Weight);
+
+impl LightningModule for OwnOptimizer {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(keys: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(Weight::configure_model(keys, b)?))
+    }
+
+    fn training_step(&mut self, x: &Tensor, ctx: &mut StepContext) -> Result<Loss> {
+        self.0.training_step(x, ctx)
+    }
+
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<Optimizers> {
+        static MADE: AtomicU32 = AtomicU32::new(0);
+        let lr = f64::from(1 + MADE.fetch_add(1, Ordering::Relaxed));
+        let optimizer = Box::new(AdamW { lr, ..AdamW::default() });
+        Ok(OptimizerSetup { optimizer, ..configured }.into())
+    }
+}
+
+impl Hooks<Numbers> for OwnOptimizer {}
+
+#[test]
+fn optimizers_made_by_code_are_compared() {
+    let errors = errors_of::<OwnOptimizer>(|_, trainer| trainer, ["seed=1", "seed=1"]);
+    assert_eq!(errors[0], errors[1]);
+    let says = "the ranks differ in the optimizers: `lr` of group 0 of the optimizer is ";
+    assert!(errors[0].starts_with(says), "{}", errors[0]);
 }
 
 #[test]

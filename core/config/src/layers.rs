@@ -449,7 +449,13 @@ fn expand_home(table: &mut Table) -> Result<(), String> {
     fn expand(value: &mut Value) -> Result<(), String> {
         match value {
             Value::String(text) => {
-                let Some(rest) = text.strip_prefix("~/") else { return Ok(()) };
+                let Some((user, rest)) = text.strip_prefix('~').and_then(|t| t.split_once('/'))
+                else {
+                    return Ok(());
+                };
+                if !user.is_empty() {
+                    return Err(format!("`{text}`: `~{user}` is not known; write the whole path"));
+                }
                 let home = std::env::var("HOME").ok().filter(|home| !home.is_empty());
                 let Some(home) = home else {
                     return Err(format!("`{text}`: HOME is not set; write the whole path"));

@@ -195,8 +195,17 @@ fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
     if let Some(precision) = precision(&word).filter(|word| expected.contains(*word)) {
         return Some(format!("did you mean {precision}?"));
     }
-    if word == "-1" && optional && is_number {
-        return Some("for no limit leave the key out".to_owned());
+    if word == "-1" && is_number {
+        return Some(match optional {
+            true => "for no limit leave the key out".to_owned(),
+            false => "for all there are write a number that is larger than any".to_owned(),
+        });
+    }
+    if expected.contains("a fraction")
+        && let Some(percent) = word.strip_suffix('%')
+    {
+        let percent: f64 = percent.trim().parse().ok()?;
+        return (0.0..=100.0).contains(&percent).then(|| format!("write {:?}", percent / 100.0));
     }
     match expected {
         "a string" => bare.map(|bare| format!("write it in quotes: \"{bare}\"")),
@@ -235,7 +244,9 @@ fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
 /// The precision here, in quotes, that a word of another library means.
 fn precision(word: &str) -> Option<&'static str> {
     Some(match word {
-        "fp16" | "half" | "float16" | "f16" | "mixed" | "fp16-mixed" | "amp" => "\"16-mixed\"",
+        "fp16" | "half" | "float16" | "f16" | "mixed" | "fp16-mixed" | "16-bit" | "amp" => {
+            "\"16-mixed\""
+        }
         "bfloat16" | "bfloat16-mixed" => "\"bf16-mixed\"",
         "fp32" | "float32" | "f32" | "float" | "full" | "no" => "\"32-true\"",
         "fp64" | "float64" | "f64" | "double" => "\"64-true\"",

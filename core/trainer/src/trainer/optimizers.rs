@@ -3,6 +3,7 @@
 use crate::fabric::{Fabric, FabricOptimizers, UnusedParameters};
 use crate::run::TrainerConfig;
 use crate::{Error, Result};
+use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::module::{ModuleTree, any_pattern_matches, pattern_matches};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
 use fulgurite_engine::parameter::Parameter;
@@ -206,4 +207,39 @@ impl Named {
     fn has(&self, parameter: &Parameter) -> bool {
         any_pattern_matches(&self.patterns, parameter.fqn())
     }
+}
+
+/// What all ranks must have alike of the optimizers and schedules, which a program may make by itself: the
+/// options of each group of parameters, and factors of the learning rate.
+///
+/// # Errors
+/// If a schedule needs the run's length and there is none.
+pub(super) fn agreement(
+    optimizers: &FabricOptimizers,
+    schedulers: &[Box<dyn SchedulerConfig>],
+    max_steps: Option<u64>,
+) -> Result<Agreement> {
+    let mut agreement = Agreement::on(
+        "the optimizers",
+        "`LightningModule::configure_optimizers` must make the same ones on all ranks",
+    );
+    let end = max_steps.unwrap_or(10_000);
+    for ((name, optimizer), scheduler) in optimizers.iter().zip(schedulers) {
+        let of = if name.is_empty() { "the optimizer".to_owned() } else { format!("`{name}`") };
+        for (i, group) in optimizer.param_groups().iter().enumerate() {
+            agreement.insert(
+                format!("the number of parameters in group {i} of {of}"),
+                group.params.len(),
+            );
+            for (option, value) in &group.options {
+                agreement.insert(format!("`{option}` of group {i} of {of}"), value);
+            }
+        }
+        for step in [0, 1, 10, 100, 1000, end / 2, end.saturating_sub(1)] {
+            // Rounded, since libraries of other hosts may compute another last digit.
+            let factor = format!("{:.6}", scheduler.factor(step, max_steps)?);
+            agreement.insert(format!("the schedule's factor for {of} at step {step}"), factor);
+        }
+    }
+    Ok(agreement)
 }

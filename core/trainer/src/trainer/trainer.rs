@@ -15,6 +15,7 @@ use super::hooks::Hook;
 use super::log_table::LogTable;
 use super::meter::{Meter, seconds_since_epoch};
 use super::model_summary::ModelSummary;
+use super::optimizers;
 use super::preflight::check_async_save;
 use super::progress::{RanksSummary, RunStart, default_progress};
 use super::restart::restarted_job;
@@ -559,6 +560,13 @@ impl Session {
         self.warn_of_settings(max_steps)?;
         if rank == 0 {
             warn_of_schedules(&schedulers, max_steps)?;
+        }
+        let world = self.parts.fabric.world().clone();
+        if world.size() > 1 {
+            let _comparing = LogExecutionTime::begin(rank, "comparing the optimizers");
+            let optimizers = training(&mut self.optimizers);
+            let compared = optimizers::agreement(optimizers, &schedulers, max_steps)?;
+            Agreement::check(&*world, &[compared])?;
         }
         for ((_, optimizer), scheduler) in training(&mut self.optimizers).iter_mut().zip(schedulers)
         {
