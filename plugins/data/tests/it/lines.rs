@@ -62,10 +62,10 @@ fn wrong_lines_are_named_by_file_and_number() {
         let config: TextDataConfig = toml::from_str(&text).unwrap();
         named(&dir, TextData::setup(&config, &DataContext::default()).unwrap_err())
     };
-    insta::assert_snapshot!(texts(""), @r#"data: DIR/a.jsonl, line 3: the value has no text under "text", but 2 (data.text_key)"#);
-    insta::assert_snapshot!(texts("text_key = 'content'"), @r#"data: DIR/a.jsonl, line 1: the value has no key "content"; it has n, text (data.text_key)"#);
+    insta::assert_snapshot!(texts(""), @r#"data: DIR/a.jsonl, line 3 (data.path) has no text under the key "text" (data.text_key), but 2; or set data.on_error = "skip", which leaves out what cannot be used"#);
+    insta::assert_snapshot!(texts("text_key = 'content'"), @r#"data: DIR/a.jsonl, line 1 (data.path) has no key "content" (data.text_key); it has n, text; or set data.on_error = "skip", which leaves out what cannot be used"#);
     let empty = folder(&[("x.txt", "")]);
-    insta::assert_snapshot!(named(&empty, JsonLines::open(&[empty.path()]).unwrap_err()), @"data: the folder DIR (the given path) holds no files (.jsonl, .ndjson)");
+    insta::assert_snapshot!(named(&empty, JsonLines::open(&[empty.path()]).unwrap_err()), @"data: the folder DIR (the given path) holds no files named .jsonl, .ndjson; left out: 1 of another type (x.txt)");
 
     // A file that changes while it is read.
     let path = dir.path().join("a.jsonl");
