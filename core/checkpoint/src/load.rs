@@ -532,7 +532,10 @@ impl<'a> LoadPlan<'a> {
     /// The targets of which the source has several tensors: their indices, the name that is read,
     /// and each other one.
     pub(super) fn shared(&self) -> impl Iterator<Item = (usize, &'a str, &'a str)> {
-        self.matches.iter().flat_map(move |&(i, name)| {
+        // A part of a quantised weight that is packed from the whole one has none of its names.
+        let has_name =
+            |&&(i, name): &&(usize, &str)| self.targets[i].names.iter().any(|n| n == name);
+        self.matches.iter().filter(has_name).flat_map(move |&(i, name)| {
             let tied = self.targets[i].tied.iter().map(String::as_str);
             let is_other = move |other: &&str| *other != name && self.source.info(other).is_some();
             tied.filter(is_other).map(move |other| (i, name, other))

@@ -195,11 +195,8 @@ fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
     if let Some(precision) = precision(&word).filter(|word| expected.contains(*word)) {
         return Some(format!("did you mean {precision}?"));
     }
-    if word == "-1" && is_number {
-        return Some(match optional {
-            true => "for no limit leave the key out".to_owned(),
-            false => "for all there are write a number that is larger than any".to_owned(),
-        });
+    if word == "-1" && optional && is_number {
+        return Some("for no limit leave the key out".to_owned());
     }
     if expected.contains("a fraction")
         && let Some(percent) = word.strip_suffix('%')

@@ -513,9 +513,9 @@ mod tests {
         insta::assert_snapshot!(error("profiler = { type = 'trace', steps = 0 }"), @r#"`trainer.profiler`: `steps` in the trace must be from 1 to 10000, found 0; "simple" makes a table of all steps without a trace"#);
         insta::assert_snapshot!(error("val_check_interval = 0"), @"`trainer.val_check_interval`: must be at least 1 step; `trainer.limit_val_batches = 0` turns validation off");
         insta::assert_snapshot!(error("val_check_interval = 0.0"), @"`trainer.val_check_interval`: must be above 0.0; `trainer.limit_val_batches = 0` turns validation off");
-        insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`");
-        insta::assert_snapshot!(error("max_steps = 1e3"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `1000.0`");
-        insta::assert_snapshot!(error("loggers = 'csv'"), @r#"run.toml: `trainer.loggers`: expected a list, found the string "csv""#);
+        insta::assert_snapshot!(error("max_steps = -1"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `-1`; for no limit leave the key out");
+        insta::assert_snapshot!(error("max_steps = 1e3"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `1000.0`; write 1000");
+        insta::assert_snapshot!(error("loggers = 'csv'"), @r#"run.toml: `trainer.loggers`: expected a list, found the string "csv"; write ["csv"]"#);
         insta::assert_snapshot!(error("loggers = [3]"), @"run.toml: `trainer.loggers[0]`: expected a name or a table with a `type`, found `3`");
         insta::assert_snapshot!(error("strategy = { bucket_cap_mb = 3, type = 4 }"), @r#"run.toml: `trainer.strategy.type`: expected a string, found `4`; write it in quotes: "4""#);
         insta::assert_snapshot!(error("default_root_dir = 3"), @r#"run.toml: `trainer.default_root_dir`: expected a string, found `3`; write it in quotes: "3""#);

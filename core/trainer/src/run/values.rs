@@ -531,7 +531,7 @@ mod tests {
         insta::assert_snapshot!(read::<FastDevRun>("0").unwrap_err(), @"`key`: expected true, false or a number of batches, at least 1, found `0`");
         insta::assert_snapshot!(read::<CountOrFraction>("1.5").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `1.5`");
         insta::assert_snapshot!(read::<CountOrFraction>("true").unwrap_err(), @"`key`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found `true`");
-        insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true" or "64-true", found the string "fp16""#);
+        insta::assert_snapshot!(read::<Precision>("'fp16'").unwrap_err(), @r#"`key`: expected "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true" or "64-true", found the string "fp16"; did you mean "16-mixed"?"#);
         insta::assert_snapshot!(read::<TimeLimit>("'12:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "12:00""#);
         insta::assert_snapshot!(read::<TimeLimit>("'00:25:00:00'").unwrap_err(), @r#"`key`: expected "DD:HH:MM:SS" or a number of seconds, found the string "00:25:00:00""#);
         for text in ["'00:18446744073709551615:00:00'", "'00:00:18446744073709551615:00'"] {

@@ -80,7 +80,6 @@ fn values_of_python_and_yaml_are_told_what_to_write() {
     insta::assert_snapshot!(error("trainer.max_steps = 1e3"), @"`trainer.max_steps`: expected an integer, at least 0, found `1000.0`; write 1000");
     insta::assert_snapshot!(error("trainer.max_steps = '1,000'"), @r#"`trainer.max_steps`: expected an integer, at least 0, found the string "1,000"; write 1000"#);
     insta::assert_snapshot!(error("trainer.max_steps = -1"), @"`trainer.max_steps`: expected an integer, at least 0, found `-1`; for no limit leave the key out");
-    insta::assert_snapshot!(error("trainer.num_sanity_val_steps = -1"), @"`trainer.num_sanity_val_steps`: expected an integer, at least 0, found `-1`; for all there are write a number that is larger than any");
     insta::assert_snapshot!(error("trainer.limit_val_batches = '20%'"), @r#"`trainer.limit_val_batches`: expected a count (an integer, at least 0) or a fraction (a float from 0.0 to 1.0), found the string "20%"; write 0.2"#);
     insta::assert_snapshot!(error("trainer.default_root_dir = '~bob/runs'"), @"`~bob/runs`: `~bob` is not known; write the whole path");
     insta::assert_snapshot!(error("trainer.gradient_clip_val = '.5'"), @r#"`trainer.gradient_clip_val`: expected a number, found the string ".5"; write 0.5"#);
