@@ -158,7 +158,7 @@ fn errors(trainer: impl Fn(usize, Trainer) -> Trainer + Sync, keys: [&str; 2]) -
     errors_of::<Weight>(trainer, keys)
 }
 
-fn errors_of<M: LightningModule<Config = NoKeys>>(
+fn errors_of<M: LightningModule<Config = NoKeys, Data = Numbers>>(
     trainer: impl Fn(usize, Trainer) -> Trainer + Sync,
     keys: [&str; 2],
 ) -> Vec<String> {
