@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks};
+use fulgurite_core::trainer::{Callback, CallbackConfig, Hooks};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -54,16 +54,13 @@ fulgurite_core::register_plugin!(
 
 struct Scheduled(BTreeMap<u64, NonZeroU64>);
 
-impl Callback for Scheduled {}
-
-impl Hooks for Scheduled {
-    fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        if let Some(count) = self.0.get(&ctx.epoch) {
-            ctx.set_accumulate_grad_batches(*count);
-        }
-        Ok(())
+impl Callback for Scheduled {
+    fn accumulate_grad_batches(&self) -> BTreeMap<u64, NonZeroU64> {
+        self.0.clone()
     }
 }
+
+impl Hooks for Scheduled {}
 
 #[cfg(test)]
 mod tests {

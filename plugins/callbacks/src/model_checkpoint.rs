@@ -278,9 +278,16 @@ struct Values<'a> {
 
 impl Callback for ModelCheckpoint {
     fn state_key(&self) -> String {
-        let ModelCheckpointConfig { monitor, mode, every_n_steps, every_n_epochs, .. } =
-            &self.config;
-        format!("model_checkpoint({monitor:?}, {mode:?}, {every_n_steps:?}, {every_n_epochs:?})")
+        let ModelCheckpointConfig {
+            monitor, mode, filename, every_n_steps, every_n_epochs, ..
+        } = &self.config;
+        let own = match *filename == epoch_and_step() {
+            true => String::new(),
+            false => format!(", {filename}"),
+        };
+        format!(
+            "model_checkpoint({monitor:?}, {mode:?}, {every_n_steps:?}, {every_n_epochs:?}{own})"
+        )
     }
 
     fn decides_by_metrics(&self) -> bool {

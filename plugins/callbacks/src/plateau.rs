@@ -138,7 +138,9 @@ impl Hooks for ReduceLrOnPlateau {
             return Ok(());
         }
         let mut lowered = None;
-        for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
+        let optimizers = ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut());
+        // Another callback may have set the rate, as weight averaging does; then that one decides.
+        for (_, optimizer) in optimizers.filter(|(_, one)| !one.holds_learning_rate()) {
             let before = optimizer.lr_scale();
             let scale = (before * self.config.factor).max(self.config.min_factor);
             optimizer.set_lr_scale(scale);

@@ -105,6 +105,37 @@ impl StochasticWeightAveraging {
     }
 }
 
+impl StochasticWeightAveraging {
+    /// Sets the learning rate of an epoch that is averaged.
+    fn set_rate(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let Some(n) = ctx.epoch.checked_sub(self.first_epoch(ctx)?) else { return Ok(()) };
+        let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
+        let before = match self.lr_before {
+            Some(before) => before,
+            None => *self.lr_before.insert(optimizer.learning_rate()?),
+        };
+        optimizer.set_learning_rate(Some(self.learning_rate(n, before)))
+    }
+
+    /// Drops a mean of a resumed run that has epochs before the first one of this run, as a longer run has
+    /// where the first epoch is given as a part of it.
+    fn begin_anew(&mut self, first: u64, ctx: &mut HookContext) -> Result<()> {
+        let own = (ctx.epoch + 1).saturating_sub(first);
+        let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
+        if optimizer.average().map_or(0, WeightAverage::updates) <= own {
+            return Ok(());
+        }
+        optimizer.set_average(WeightAverage::mean(optimizer.parameters())?);
+        optimizer.set_learning_rate(None)?;
+        self.lr_before = None;
+        ctx.print(format!(
+            "the mean of the weights begins anew: the resumed run had epochs in it before epoch {first}, \
+             counted from 0, which is the first one now"
+        ));
+        self.set_rate(ctx)
+    }
+}
+
 impl Callback for StochasticWeightAveraging {}
 
 impl Hooks for StochasticWeightAveraging {
@@ -137,18 +168,12 @@ impl Hooks for StochasticWeightAveraging {
                  epoch {first} on",
                 counted(epochs, "epoch")
             ))),
-            _ => Ok(()),
+            _ => self.begin_anew(first, ctx),
         }
     }
 
     fn on_train_epoch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        let Some(n) = ctx.epoch.checked_sub(self.first_epoch(ctx)?) else { return Ok(()) };
-        let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
-        let before = match self.lr_before {
-            Some(before) => before,
-            None => *self.lr_before.insert(optimizer.learning_rate()?),
-        };
-        optimizer.set_learning_rate(Some(self.learning_rate(n, before)))
+        self.set_rate(ctx)
     }
 
     fn on_train_epoch_end(&mut self, ctx: &mut HookContext) -> Result<()> {

@@ -17,6 +17,7 @@ use twox_hash::XxHash3_64;
 
 use crate::config::OnError;
 use crate::picture_files::{classes, decode, pictures};
+use crate::text_data::nothing_to_validate;
 
 /// The longest file that is read.
 const MAX_FILE: u64 = 256 << 20;
@@ -269,7 +270,7 @@ impl DataModule for ImageFolder {
         &[&["validation_fraction", "validation_path"]]
     }
 
-    fn setup(config: &ImageFolderConfig, _: &DataContext) -> Result<Self> {
+    fn setup(config: &ImageFolderConfig, context: &DataContext) -> Result<Self> {
         config.validate()?;
         let mut report = DataReport::default();
         let mut open = |key: &str, path: &Path, expected: Option<&[String]>| {
@@ -296,6 +297,10 @@ impl DataModule for ImageFolder {
         } else {
             let all = std::mem::take(&mut train);
             let count = (all.len() as f64 * config.validation_fraction()) as u64;
+            if count == 0 && config.validation_fraction() > 0.0 && context.rank == 0 {
+                let samples = all.len() as u64;
+                tracing::warn!("{}", nothing_to_validate(config.validation_fraction(), samples));
+            }
             let order = Stream::new(0, Purpose::Shuffle, "validation of pictures");
             for (i, picture) in all.iter().enumerate() {
                 let chosen = order.permute(all.len() as u64, i as u64) < count;

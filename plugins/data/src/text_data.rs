@@ -9,7 +9,7 @@ use fulgurite_core::data::{
 };
 use fulgurite_core::execution::transfer;
 use fulgurite_core::parallel::ContextParallel;
-use fulgurite_core::{Error, Result};
+use fulgurite_core::{Error, Result, counted};
 
 use crate::config::{DataKind, Paths, TextDataConfig};
 use crate::files::{Documents, ReadTo};
@@ -162,6 +162,10 @@ impl TextData {
                 split(open(&key, paths)?, config.validation_fraction())?;
             train.push(of_train);
             validation.push(of_validation);
+        }
+        if config.validation_fraction() > 0.0 && validation.iter().all(|part| part.len() == 0) {
+            let samples = train.iter().map(SampleRange::len).sum();
+            warnings.push(nothing_to_validate(config.validation_fraction(), samples));
         }
         if let Some(paths) = &config.validation_path {
             validation = vec![SampleRange::of(open("data.validation_path", paths)?)];
@@ -409,6 +413,15 @@ fn split(sequences: Arc<Sequences>, fraction: f64) -> Result<(SampleRange, Sampl
     }
     let part = |range| SampleRange { sequences: sequences.clone(), range };
     Ok((part(0..train), part(first..len)))
+}
+
+/// The warning of a fraction that rounds to no sample.
+pub(crate) fn nothing_to_validate(fraction: f64, samples: u64) -> String {
+    format!(
+        "data.validation_fraction = {fraction} of {} is none, so nothing is validated; raise it, or give data of \
+         its own with data.validation_path",
+        counted(samples, "sample")
+    )
 }
 
 fn wrong_id(source: String, id: u32, place: &str, vocab_size: Option<usize>) -> Error {

@@ -156,6 +156,15 @@ pub fn convert(
     let source = unpacked.as_ref().map_or(source, |unpacked| unpacked as _);
     let merged = options.adapter.as_ref().map(|dir| MergedModel::new(source, dir)).transpose()?;
     let source = merged.as_ref().map_or(source, |merged| merged as _);
+    if options.to == ConvertTarget::HuggingFace
+        && let Some(name) = source.names().into_iter().find(|name| name.contains(".lora_"))
+    {
+        let message = format!(
+            "`{name}` is of an adapter that is not merged, and `transformers` would leave it out. Merge it \
+             with `--adapter DIR`: `adapter` in the run's directory, or one of PEFT's"
+        );
+        return Err(Error::checkpoint(source.location(), message));
+    }
     let model = OutputSection::model(source, options)?;
     let is_whole = !options.model_only && !options.average && options.adapter.is_none();
     let with_optimizer = is_whole && options.to != ConvertTarget::HuggingFace;

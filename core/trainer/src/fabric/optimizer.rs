@@ -232,6 +232,12 @@ impl FabricOptimizer {
         Ok(())
     }
 
+    /// Whether the learning rate was [set](Self::set_learning_rate), so that neither the schedule nor
+    /// [`lr_scale`](Self::lr_scale) counts.
+    pub fn holds_learning_rate(&self) -> bool {
+        self.held_lr.is_some()
+    }
+
     pub(super) fn schedule_factor(&self) -> Result<f64> {
         if let Some(lr) = self.held_lr {
             return Ok(lr / self.inner.learning_rate());

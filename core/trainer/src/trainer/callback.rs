@@ -1,6 +1,8 @@
 //! Callbacks: hooks that are added to a run from outside of the module.
 
 use std::any::Any;
+use std::collections::BTreeMap;
+use std::num::NonZeroU64;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Serialize};
@@ -43,6 +45,13 @@ pub trait Callback: Hooks + Send + Any {
     /// in the order in which they were added.
     fn state_key(&self) -> String {
         std::any::type_name::<Self>().to_owned()
+    }
+
+    /// The number of micro-batches in a step, in place of `trainer.accumulate_grad_batches`, by the epoch from
+    /// which on it holds, counted from 0. The first callback with any decides. They are the same on all
+    /// ranks and during the whole run: its length, which schedules follow, is computed from them.
+    fn accumulate_grad_batches(&self) -> BTreeMap<u64, NonZeroU64> {
+        BTreeMap::new()
     }
 
     /// Whether the callback's hooks are called after all others, when what those have logged is among
@@ -168,6 +177,12 @@ impl Callbacks {
             tracing::warn!("the checkpoint has a state of a callback that this run lacks: `{key}`");
         }
         Ok(())
+    }
+
+    /// [`Callback::accumulate_grad_batches`] of the first callback that has any.
+    pub(super) fn accumulate_by_epoch(&self) -> BTreeMap<u64, NonZeroU64> {
+        let all = self.callbacks.iter().map(|callback| callback.lock().accumulate_grad_batches());
+        all.into_iter().find(|by_epoch| !by_epoch.is_empty()).unwrap_or_default()
     }
 
     /// Whether there are callbacks that [decide by metrics](Callback::decides_by_metrics).

@@ -1,7 +1,6 @@
 //! The contexts of steps and hooks.
 
 use std::collections::{BTreeMap, BTreeSet};
-use std::num::NonZeroU64;
 
 use candle_core::Tensor;
 
@@ -211,8 +210,6 @@ pub(super) struct Requests {
     pub(super) saves: Vec<SaveRequest>,
     /// To save where an error ends the run.
     pub(super) save_on_exception: Option<SaveRequest>,
-    /// Another number of micro-batches in a step, from the next step on.
-    pub(super) accumulate_grad_batches: Option<u64>,
     pub(super) printed: Vec<String>,
 }
 
@@ -405,11 +402,6 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         }
         self.parts.requests.save_on_exception = Some(request);
         Ok(())
-    }
-
-    /// Sets the number of micro-batches in a step from the next one on, on all ranks alike.
-    pub fn set_accumulate_grad_batches(&mut self, count: NonZeroU64) {
-        self.parts.requests.accumulate_grad_batches = Some(count.get());
     }
 
     /// Prints a text on the terminal; only that of rank 0 is printed.

@@ -9,9 +9,9 @@ impl Session {
         self.batch_size / self.micro_batches_in_batch
     }
 
-    /// Micro-batches of each rank in a step.
-    pub(super) fn micro_batches_in_step(&self) -> usize {
-        self.accumulate as usize * self.micro_batches_in_batch
+    /// Micro-batches of each rank in a step that accumulates over this number of batches.
+    pub(super) fn micro_batches_in_step(&self, accumulate: u64) -> usize {
+        accumulate as usize * self.micro_batches_in_batch
     }
 
     /// Leaves a step that failed with `error` on this rank, if that was because a rank has no memory left and smaller

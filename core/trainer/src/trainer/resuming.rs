@@ -154,7 +154,6 @@ impl Session {
             self.epoch = state.epoch.unwrap_or(0);
             self.started_epoch = state.epoch;
             self.validation_due = state.validation_due;
-            self.accumulate = state.accumulate_grad_batches.unwrap_or(self.accumulate);
             let number = |value: Option<f64>| value.unwrap_or(f64::NAN);
             self.metrics = state.metrics.into_iter().map(|(k, v)| (k, number(v))).collect();
             if !state.epoch_metrics.is_empty() {
@@ -233,8 +232,8 @@ impl Session {
                 tracing::warn!(
                     "the learning rate jumps: the next step has {rate:e}, and would have {rate_before:e} in the run \
                      that is resumed. The schedule depends on the run's length (`{key}`), which was {before} {what} and \
-                     is {now} now. To go on with the old schedule, set the length of its decay to {before} in \
-                     `[scheduler]` (such as `scheduler.decay_steps`)"
+                     is {now} now. To go on with the old schedule, set its length to {before} in `[scheduler]`: \
+                     `total_steps` where it has that key, or `decay_steps`"
                 );
             }
         }

@@ -43,9 +43,6 @@ pub(super) struct TrainerState {
     /// What the present epoch has logged so far, by rank; empty if nothing.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(super) epoch_metrics: Vec<SavedStates>,
-    /// Micro-batches in a step, where a hook has set them.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub(super) accumulate_grad_batches: Option<u64>,
     /// What the module of rank 0 saves of itself.
     #[serde(default, skip_serializing_if = "SavedState::is_empty")]
     pub(super) module: SavedState,
@@ -81,9 +78,12 @@ pub(super) struct Saving {
     names: BTreeSet<String>,
     /// The step after which the last checkpoint was saved, or is about to be.
     pub(super) saved: Option<u64>,
-    /// Whether the monitored metric has been logged since the last checkpoint.
-    is_scored: bool,
+    /// The step that the monitored metric was last logged of.
+    scored_step: Option<u64>,
+    /// Whether a checkpoint has had a score.
+    has_scored: bool,
     warned: bool,
+    warned_of_steps: bool,
     is_torn_down: bool,
 }
 
@@ -118,8 +118,10 @@ impl Saving {
             retention,
             names: BTreeSet::new(),
             saved: None,
-            is_scored: false,
+            scored_step: None,
+            has_scored: false,
             warned: false,
+            warned_of_steps: false,
             is_torn_down: false,
         })
     }
@@ -194,10 +196,11 @@ impl Saving {
         }
     }
 
-    /// Takes notice of metrics that were logged.
-    pub(super) fn note(&mut self, values: &BTreeMap<String, f64>) {
-        let monitor = self.config.monitor.as_ref();
-        self.is_scored |= monitor.is_some_and(|monitor| values.contains_key(monitor));
+    /// Takes notice of metrics that were logged of a step.
+    pub(super) fn note(&mut self, step: u64, values: &BTreeMap<String, f64>) {
+        if self.config.monitor.as_ref().is_some_and(|monitor| values.contains_key(monitor)) {
+            self.scored_step = Some(step);
+        }
     }
 
     /// The names that are taken in the place: see
@@ -219,12 +222,29 @@ impl Saving {
             .map(|name| name.map(|name| self.io.location(name)))
     }
 
-    /// The monitored metric, if it was logged since the last checkpoint: the score of an earlier state says
-    /// nothing of this one.
-    fn score(&mut self, metrics: &BTreeMap<String, f64>, rank: usize) -> Result<Option<f64>> {
+    /// The monitored metric, if it was logged of this step: the score of an earlier state says nothing of
+    /// this one.
+    fn score(
+        &mut self,
+        step: u64,
+        metrics: &BTreeMap<String, f64>,
+        rank: usize,
+    ) -> Result<Option<f64>> {
         let Some(monitor) = &self.config.monitor else { return Ok(None) };
         if let Some(score) = metrics.get(monitor) {
-            return Ok(std::mem::take(&mut self.is_scored).then_some(*score));
+            let is_of_step = self.scored_step == Some(step);
+            self.has_scored |= is_of_step;
+            if let (false, Some(scored), 0) = (self.has_scored, self.scored_step, rank)
+                && !std::mem::replace(&mut self.warned_of_steps, true)
+            {
+                tracing::warn!(
+                    "`checkpoint.monitor`: the checkpoint after step {step} is not among the best, as the last \
+                     `{monitor}` is of step {scored}. Save where the metric is computed: with \
+                     `checkpoint.every_n_steps` a multiple of the steps between two validations, or without it, \
+                     for a checkpoint after each validation"
+                );
+            }
+            return Ok(is_of_step.then_some(*score));
         }
         // A module may log metrics on rank 0 alone.
         if rank > 0 {
@@ -265,7 +285,7 @@ impl Session {
         let (step, rank) = (self.cursor.step, self.rank());
         let name = checkpoint::step_name(step);
         let saving = &mut self.parts.saving;
-        let score = saving.score(&self.metrics, rank)?;
+        let score = saving.score(step, &self.metrics, rank)?;
         saving.retention.add(step, &name, score);
         let kept = saving.retention.kept().to_vec();
         let remove = saving.retention.take_expired();
@@ -365,8 +385,6 @@ impl Session {
             validation_due: self.validation_due,
             metrics: self.metrics.iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
             epoch_metrics,
-            accumulate_grad_batches: (self.accumulate != self.parts.config.accumulate_grad_batches)
-                .then_some(self.accumulate),
             module: self.runner.save_state()?,
             callbacks,
             kept,

@@ -241,7 +241,7 @@ impl Session {
 
     /// Remembers metrics of a step.
     pub(super) fn record_of(&mut self, step: u64, values: &BTreeMap<String, f64>) {
-        self.parts.saving.note(values);
+        self.parts.saving.note(step, values);
         for (name, value) in values {
             self.metrics.insert(name.clone(), *value);
             self.metric_steps.insert(name.clone(), step);

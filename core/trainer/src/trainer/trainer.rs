@@ -4,6 +4,7 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
+use candle_core::DType;
 use toml::Table;
 
 use super::callback::{Callbacks, SharedCallback, read_callback};
@@ -31,7 +32,7 @@ use super::{
 };
 use crate::fabric::Fabric;
 use crate::profiler::LogExecutionTime;
-use crate::run::{CountOrFraction, Devices, RunConfig, TrainerConfig};
+use crate::run::{CountOrFraction, Devices, Precision, RunConfig, TrainerConfig};
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
@@ -40,6 +41,7 @@ use fulgurite_engine::data::DataModule as _;
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::optim::WeightAverage;
+use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_error::output;
 use fulgurite_launch::{Interruption, Starting, attempt};
@@ -640,6 +642,19 @@ impl Session {
             tracing::warn!(
                 "`trainer.val_check_interval` = {every} is more than the {max} steps of the run, so \
                  nothing is validated"
+            );
+        }
+        let config = &self.parts.config;
+        let is_half = |p: &Parameter| matches!(p.dtype(), DType::BF16 | DType::F16);
+        let tree = self.parts.fabric.module_tree()?;
+        if self.rank() == 0
+            && matches!(config.precision, Precision::Bf16True | Precision::F16True)
+            && tree.trainable().any(|p| is_half(p) && !p.is_adapter())
+        {
+            tracing::warn!(
+                "`trainer.precision`: weights are kept in half precision, in which an update of less than half of a \
+                 weight's last place is lost (in bf16 of less than 1/512 of it, as of norms at small learning \
+                 rates); \"bf16-mixed\" keeps them in f32"
             );
         }
         Ok(())

@@ -116,8 +116,9 @@ pub(super) enum FitEnd {
 impl Session {
     /// The training loop. Collective.
     pub(super) fn fit(&mut self) -> Result<FitEnd> {
+        self.accumulate = self.accumulate_in(self.train_sampler()?.0.epoch(self.cursor.samples))?;
         let mut plan = self.loop_plan()?;
-        let mut max_steps = self.max_steps()?;
+        let max_steps = self.max_steps()?;
         let max_time = self.parts.config.limits().max_time;
         if let Some(why) = self.sanity_check()? {
             return Ok(FitEnd::Interrupted(why));
@@ -139,17 +140,11 @@ impl Session {
                 if self.started_epoch.replace(self.epoch) != Some(self.epoch) {
                     self.hook(Hook::TrainEpochStart)?;
                 }
-                if let Some(accumulate) = self.requests.accumulate_grad_batches.take() {
-                    if self.parts.config.global_batch_size.is_some() {
-                        return Err(Error::Config(format!(
-                            "a callback asks for {accumulate} micro-batches in a step, but their number follows \
-                             from `trainer.global_batch_size`: leave one of the two out"
-                        )));
-                    }
+                let accumulate = self.accumulate_in(self.epoch)?;
+                if accumulate != self.accumulate {
                     self.accumulate = accumulate;
-                    (plan, max_steps) = (self.loop_plan()?, self.max_steps()?);
+                    plan = self.loop_plan()?;
                     self.runner.load_training(plan.loading(self.cursor, workers))?;
-                    self.set_length(max_steps)?;
                 }
                 let before = self.cursor;
                 while self.train_step(&plan)? == StepEnd::BeginAgain {
@@ -329,8 +324,13 @@ impl Session {
         Ok(LoopPlan { order, sampler, validation, device, reads_late, context })
     }
 
-    /// The order of training samples of this rank.
+    /// The order of training samples of this rank, and its micro-batches of steps as they are now.
     fn train_sampler(&self) -> Result<(SampleOrder, TrainSampler)> {
+        self.train_sampler_of(self.accumulate)
+    }
+
+    /// The same, of steps with this number of micro-batches.
+    fn train_sampler_of(&self, accumulate: u64) -> Result<(SampleOrder, TrainSampler)> {
         let share = self.parts.fabric.sampler_share()?;
         let config = &self.parts.config;
         let shuffle = self.shuffle && !config.in_order();
@@ -343,21 +343,75 @@ impl Session {
             true => order.limited(limit.saturating_mul(batch)),
             false => order,
         };
-        let (samples, count) = (self.micro_batch_size(), self.micro_batches_in_step());
+        let (samples, count) = (self.micro_batch_size(), self.micro_batches_in_step(accumulate));
         let sampler = TrainSampler::new(order.clone(), samples, ranks, share.rank, count)?
             .with_last_batch(config.last_batch)?;
         Ok((order, sampler))
     }
 
+    /// Micro-batches of each rank in a step of this epoch.
+    ///
+    /// # Errors
+    /// If a callback and the configuration both say it.
+    fn accumulate_in(&self, epoch: u64) -> Result<u64> {
+        let config = &self.parts.config;
+        let by_epoch = self.parts.callbacks.accumulate_by_epoch();
+        if let (Some(count), Some(_)) = (by_epoch.values().next(), config.global_batch_size) {
+            return Err(Error::Config(format!(
+                "a callback asks for {count} micro-batches in a step, but their number follows from \
+                 `trainer.global_batch_size`: leave one of the two out"
+            )));
+        }
+        let latest = by_epoch.range(..=epoch).next_back();
+        Ok(latest.map_or(config.accumulate_grad_batches, |(_, count)| count.get()))
+    }
+
+    /// The place after the last step before `max_epochs`, and of at most `max_steps`; its samples are counted
+    /// to the end of its epoch, but where steps go on into the next one. `None` if neither is set.
+    fn end_of_run(
+        &self,
+        max_epochs: Option<u64>,
+        max_steps: Option<u64>,
+    ) -> Result<Option<Cursor>> {
+        if max_epochs.is_none() && max_steps.is_none() {
+            return Ok(None);
+        }
+        let (max_epochs, max_steps) =
+            (max_epochs.unwrap_or(u64::MAX), max_steps.unwrap_or(u64::MAX));
+        let by_epoch = self.parts.callbacks.accumulate_by_epoch();
+        // From samples, since a run may resume with another global batch size.
+        let mut cursor = self.cursor;
+        loop {
+            let (order, _) = self.train_sampler()?;
+            let (len, epoch) = (order.epoch_len(), order.epoch(cursor.samples));
+            let left = max_steps.saturating_sub(cursor.step);
+            if epoch >= max_epochs || left == 0 {
+                return Ok(Some(cursor));
+            }
+            let (_, sampler) = self.train_sampler_of(self.accumulate_in(epoch)?)?;
+            let changes = by_epoch.range(epoch + 1..).next().map_or(u64::MAX, |(epoch, _)| *epoch);
+            let end = changes.min(max_epochs).saturating_mul(len);
+            let steps = sampler.steps_between(cursor.samples, end).min(left);
+            cursor.step = cursor.step.saturating_add(steps);
+            cursor.samples = match self.parts.config.last_batch {
+                LastBatch::Wrap => {
+                    let taken = steps.saturating_mul(sampler.global_batch_size());
+                    cursor.samples.saturating_add(taken)
+                }
+                _ => {
+                    let rest = (epoch + 1).saturating_mul(len);
+                    let more = steps.saturating_sub(sampler.steps_between(cursor.samples, rest));
+                    let epochs = more.div_ceil(sampler.steps_between(0, len).max(1));
+                    rest.saturating_add(epochs.saturating_mul(len))
+                }
+            };
+        }
+    }
+
     /// The number of steps at the end of the run, if it is known.
     pub(super) fn max_steps(&self) -> Result<Option<u64>> {
         let Limits { max_steps, max_epochs, .. } = self.parts.config.limits();
-        let (order, sampler) = self.train_sampler()?;
-        let by_epochs = max_epochs.map(|epochs| {
-            // Computed from samples, since a run may resume with another global batch size.
-            let end = epochs.saturating_mul(order.epoch_len());
-            self.cursor.step.saturating_add(sampler.steps_between(self.cursor.samples, end))
-        });
+        let by_epochs = self.end_of_run(max_epochs, None)?.map(|end| end.step);
         Ok(match (max_steps, by_epochs) {
             (Some(a), Some(b)) => Some(a.min(b)),
             (a, b) => a.or(b),
@@ -366,12 +420,8 @@ impl Session {
 
     /// Tells schedules and hooks how long the run is.
     pub(super) fn set_length(&mut self, max_steps: Option<u64>) -> Result<()> {
-        let (order, sampler) = self.train_sampler()?;
-        let epoch = order.epoch_len();
-        let of_steps = max_steps.map(|steps| match self.parts.config.last_batch {
-            LastBatch::Wrap => steps.saturating_mul(sampler.global_batch_size()).div_ceil(epoch),
-            _ => steps.div_ceil(sampler.steps_between(0, epoch).max(1)),
-        });
+        let epoch = self.train_sampler()?.0.epoch_len();
+        let of_steps = self.end_of_run(None, max_steps)?.map(|end| end.samples.div_ceil(epoch));
         let max_epochs = match (self.parts.config.limits().max_epochs, of_steps) {
             (Some(epochs), Some(of_steps)) => Some(epochs.min(of_steps)),
             (epochs, of_steps) => epochs.or(of_steps),
