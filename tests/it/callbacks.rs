@@ -297,9 +297,40 @@ fn steps_have_more_micro_batches_from_an_epoch_on() {
     resumed.extend(fit_in(dir.path(), &second).0);
     assert_eq!(logged(&resumed, "train_loss"), logged(&events, "train_loss"));
 
+    // One without the callback has as many as its configuration says.
+    let dir = tempfile::tempdir().unwrap();
+    fit_in(dir.path(), &first).1.unwrap();
+    let plain = fit_in(dir.path(), &[&keys[..2], &go_on].concat()).0;
+    assert_eq!(steps(&plain), (4 * 6) - (6 + 2 * 2));
+
+    // A schedule knows from the start how many steps there will be.
+    let (_dir, events, result) = fit(&[&keys[..], &["scheduler={ type = 'linear' }"]].concat());
+    result.unwrap();
+    let rates = logged(&events, "lr");
+    let falls = rates.windows(2).map(|pair| pair[0].1 - pair[1].1);
+    assert!(falls.clone().all(|fall| (fall - 0.01 / 14.0).abs() < 1e-9), "{rates:?}");
+
     // Where their number follows from something else.
     let (_dir, _, result) = fit(&[&keys[..], &["trainer.global_batch_size=4"]].concat());
     insta::assert_snapshot!(result.unwrap_err(), @"a callback asks for 2 micro-batches in a step, but their number follows from `trainer.global_batch_size`: leave one of the two out");
+}
+
+#[test]
+fn checkpoints_with_names_of_their_own_have_states_of_their_own() {
+    let one =
+        "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'one-{step}' }";
+    let two = "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'two-{step}', \
+               save_top_k = 2 }";
+    let dir = tempfile::tempdir().unwrap();
+    for (callbacks, steps) in [([one, two], 4), ([two, one], 8)] {
+        let callbacks = format!("trainer.callbacks=[{}]", callbacks.join(", "));
+        let steps = format!("trainer.max_steps={steps}");
+        let keys = [&*callbacks, &*steps, "trainer.ckpt_path=last", "checkpoint.save_last=true"];
+        fit_in(dir.path(), &keys).1.unwrap();
+    }
+    let mut kept = kept(dir.path());
+    kept.retain(|name| name.starts_with("one") || name.starts_with("two"));
+    assert_eq!(kept, ["one-step=7", "two-step=6", "two-step=7"]);
 }
 
 #[test]

@@ -180,6 +180,23 @@ fn it_goes_on_to_the_bit() {
 }
 
 #[test]
+fn a_longer_run_averages_its_own_last_epochs() {
+    let dir = tempfile::tempdir().unwrap();
+    let half = SWA.replace("swa_epoch_start = 2", "swa_epoch_start = 0.5");
+    let fit = |epochs: usize| {
+        let keys = format!("{half}checkpoint.save_last = true\ntrainer.max_epochs = {epochs}");
+        fit_in(dir.path(), 1, &keys).unwrap()
+    };
+    fit(4);
+    let longer = fit(8);
+    assert_eq!(longer.epochs.len(), 4, "epochs 4 to 7");
+    for (i, mean) in longer.end.iter().enumerate() {
+        let own = longer.epochs.iter().map(|weights| weights[i]).sum::<f32>() / 4.0;
+        assert!((mean - own).abs() < 1e-6, "{mean} and {own}");
+    }
+}
+
+#[test]
 fn a_trainer_that_has_trained_and_a_trial_of_everything_average_anew_or_nothing() {
     let dir = tempfile::tempdir().unwrap();
     let run = |keys: &str| -> RunConfig<NoKeys, NoKeys> {

@@ -163,10 +163,9 @@ impl TextData {
             train.push(of_train);
             validation.push(of_validation);
         }
-        if config.validation_fraction() > 0.0 && validation.iter().all(|part| part.len() == 0) {
-            let samples = train.iter().map(SampleRange::len).sum();
-            warnings.push(nothing_to_validate(config.validation_fraction(), samples));
-        }
+        let fraction = config.validation_fraction();
+        let samples = train.iter().map(SampleRange::len).sum();
+        let is_empty = fraction > 0.0 && validation.iter().all(|part| part.len() == 0);
         if let Some(paths) = &config.validation_path {
             validation = vec![SampleRange::of(open("data.validation_path", paths)?)];
         }
@@ -178,6 +177,9 @@ impl TextData {
                 Ok((name.clone(), Parts(vec![SampleRange::of(sequences)])))
             })
             .collect::<Result<_>>()?;
+        if is_empty {
+            warnings.push(nothing_to_validate(fraction, samples));
+        }
         let vocab_size = config.vocab_size.or(known);
         let data = Self {
             train: Parts(train),

@@ -118,6 +118,24 @@ fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
 }
 
 #[test]
+fn a_checkpoint_has_no_value_of_another_step() {
+    // Validated after steps 3 and 6; the value after step 3 is the larger one, and not that of step 4.
+    let keys = [
+        "checkpoint.every_n_steps=2",
+        "checkpoint.save_top_k=1",
+        "checkpoint.monitor=val_loss",
+        "checkpoint.mode=max",
+        "trainer.max_steps=7",
+        "trainer.val_check_interval=3",
+    ];
+    let scratch = Scratch::new();
+    scratch.succeed(&keys);
+    let kept = scratch.kept();
+    assert!(kept.contains(&"step-00000006".to_owned()), "{kept:?}");
+    assert!(!kept.contains(&"step-00000004".to_owned()), "{kept:?}");
+}
+
+#[test]
 fn a_metric_that_does_not_exist_is_found_when_it_should() {
     let keys = [
         "checkpoint.every_n_steps=1",
