@@ -95,6 +95,20 @@ fn shared_memory_does_not_reach_another_host() {
 }
 
 #[test]
+fn what_trains_nothing_is_a_warning() {
+    let scratch = Scratch::with_tokens();
+    let keys = ["data.validation_fraction=0.001", "trainer.precision=bf16-true"];
+    let run = scratch.small().set(&keys).start().wait();
+    assert!(run.status.success(), "{}", run.stderr);
+    for says in [
+        "data.validation_fraction = 0.001 of 57 samples is none",
+        "weights are kept in half precision",
+    ] {
+        assert!(run.stderr.contains(says), "{}", run.stderr);
+    }
+}
+
+#[test]
 fn more_ranks_than_cores_are_a_warning() {
     let scratch = Scratch::with_tokens();
     let cores = std::thread::available_parallelism().unwrap().get();

@@ -298,7 +298,10 @@ fn hugging_face_directories_go_through() {
     scratch.ok("convert renamed back --to hugging-face --rename =model.");
     scratch.ok(&format!("convert {from} adapted --to full --rename model.norm=model.norm.lora_A"));
     let error = scratch.fails("convert adapted lost --to hugging-face");
-    assert!(error.contains("`model.norm.lora_A.weight` is of an adapter that is not merged"), "{error}");
+    assert!(
+        error.contains("`model.norm.lora_A.weight` is of an adapter that is not merged"),
+        "{error}"
+    );
     assert_eq!(scratch.finds("diff hf back").lines().count(), tensors.len() + 1);
     scratch.ok("convert renamed again --to full --dtype f32 --rename =model.");
     assert_eq!(scratch.ok("diff hf back --atol 1e-2"), "the same: 29 tensors\n");
