@@ -80,7 +80,8 @@ impl<'a> Table<'a> {
     /// The base of the rotary embedding, which may be scaled in no way.
     fn rope_theta(&self) -> Result<f64> {
         // The key of transformers 4 counts before that of transformers 5, as there.
-        let scaling = self.table("rope_scaling", "rope_scaling.")?;
+        let scaling =
+            self.table("rope_scaling", "rope_scaling.")?.filter(|table| !table.values.is_empty());
         let rope = match scaling {
             Some(scaling) => Some(scaling),
             None => self.table("rope_parameters", "rope_parameters.")?,

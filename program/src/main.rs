@@ -5,6 +5,7 @@ mod checkpoint;
 mod report;
 mod run;
 
+use std::io::IsTerminal as _;
 use std::process::ExitCode;
 
 use clap::{Parser, Subcommand};
@@ -48,13 +49,31 @@ fn main() -> ExitCode {
     code
 }
 
+/// Shows what libraries warn of.
+fn log_to_stderr() {
+    let filter = tracing_subscriber::EnvFilter::builder()
+        .with_default_directive(tracing_subscriber::filter::LevelFilter::WARN.into())
+        .with_env_var("FULGURITE_LOG")
+        .from_env_lossy();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(std::io::stderr().is_terminal())
+        .without_time()
+        .with_target(false)
+        .init();
+}
+
 fn run() -> ExitCode {
     match Cli::parse().command {
         #[cfg(feature = "plugins")]
         Command::Plugins(command) => {
             exit_code(fulgurite::cli::plugins::run(&command).map(|()| ExitCode::SUCCESS))
         }
-        Command::Checkpoint(command) => exit_code(checkpoint::run(command)),
+        Command::Checkpoint(command) => {
+            log_to_stderr();
+            exit_code(checkpoint::run(command))
+        }
         Command::Report(command) => exit_code(command.run()),
         Command::Run(command) => exit_code(command.run()),
         // Reports the failure of any of its processes.

@@ -55,11 +55,19 @@ pub(super) fn run(
         ],
         Some(_) => vec!["checkpoint.weights_only=true".to_owned()],
     };
+    // A step takes several batches, and a trial has so many of these.
+    let trainer = |name: &str| {
+        let value = resolved.get("trainer").and_then(|trainer| trainer.get(name)?.as_integer());
+        value.and_then(|value| u64::try_from(value).ok())
+    };
+    let accumulate = trainer("accumulate_grad_batches").unwrap_or(1).max(1);
+    let of_step = trainer("global_batch_size");
+    let batches = |size: u64| of_step.map_or(accumulate, |samples| (samples / size).max(1));
     let with_size = |size: u64| {
         let mut run = RunRequest { find_batch_size: None, ..request.clone() };
         run.set.extend([
             format!("{key}={size}"),
-            format!("trainer.fast_dev_run={STEPS}"),
+            format!("trainer.fast_dev_run={}", STEPS * batches(size)),
             "trainer.enable_progress_bar=false".to_owned(),
             format!("trainer.default_root_dir={:?}", logs.path()),
         ]);

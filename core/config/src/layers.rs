@@ -487,6 +487,9 @@ fn split_assignment(assignment: &str) -> Result<(Vec<String>, &str)> {
     });
     match found {
         Some(found) => Ok(found),
+        None if assignment.contains("+=") => {
+            wrong("nothing can be appended to a list; write the whole list")
+        }
         None if assignment.contains('=') => wrong("the key is malformed"),
         None => wrong("there is no `=`"),
     }

@@ -19,17 +19,23 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
-    /// Samples of `seq_len` tokens and the one after them, `stride` tokens apart.
+    /// Samples of `seq_len` tokens and the one after them, `stride` tokens apart. `key` names the sources in the
+    /// configuration.
     ///
     /// # Errors
     /// If a source is too short for one sample.
-    pub(crate) fn new(sources: Vec<Source>, seq_len: usize, stride: usize) -> Result<Self> {
+    pub(crate) fn new(
+        key: &str,
+        sources: Vec<Source>,
+        seq_len: usize,
+        stride: usize,
+    ) -> Result<Self> {
         let (mut firsts, mut len) = (Vec::new(), 0);
         for source in &sources {
             let needed = seq_len as u64 + 1;
             let Some(spare) = source.len().checked_sub(needed) else {
                 return Err(Error::Data(format!(
-                    "{} has {} tokens, but one sample needs {needed} (data.seq_len = {seq_len}, and \
+                    "{} ({key}) has {} tokens, but one sample needs {needed} (data.seq_len = {seq_len}, and \
                      the token after it); give more data or lower data.seq_len",
                     source.name(),
                     source.len()
@@ -65,6 +71,15 @@ impl Sequences {
             files => format!("{} files", files.len()),
         };
         Ok(format!("{what} of {tokens} tokens ({:016x})", hasher.finish()))
+    }
+
+    /// Targets at the ends of sources that are in no sample.
+    pub(crate) fn unused_targets(&self) -> u64 {
+        let left = |source: &Source| {
+            let spare = source.len() - 1 - self.seq_len as u64;
+            spare % self.stride as u64
+        };
+        self.sources.iter().map(left).sum()
     }
 
     /// Number of samples.

@@ -11,6 +11,7 @@ use fulgurite_core::execution::transfer;
 use fulgurite_core::parallel::ContextParallel;
 use fulgurite_core::{Error, Result, counted};
 
+use crate::TokenDtype;
 use crate::config::{DataKind, Paths, TextDataConfig};
 use crate::files::{Documents, ReadTo};
 use crate::sequences::Sequences;
@@ -150,9 +151,25 @@ impl TextData {
                         .collect::<Result<_>>()?
                 }
             };
-            source.count("tokens", sources.iter().map(Source::len).sum());
+            let tokens = sources.iter().map(Source::len).sum();
+            source.count("tokens", tokens);
+            let is_u16 = |source: &Source| matches!(source, Source::File(file) if file.dtype() == TokenDtype::U16);
+            if let Some(ids) = config.vocab_size.or(known).filter(|&ids| ids > 1 << 16)
+                && sources.iter().any(is_u16)
+            {
+                warnings.push(format!(
+                    "{key} has files of u16 ids, which end at 65535, and the vocabulary has {ids}: were they written \
+                     with a type that is too narrow?"
+                ));
+            }
+            let sequences = Sequences::new(key, sources, config.seq_len, config.stride())?;
+            // Tails of one text are short; those of many files may be most of them.
+            let unused = sequences.unused_targets();
+            if unused > tokens / 10 {
+                source.count("tokens in no sample", unused);
+            }
             report.sources.push(source);
-            Ok(Arc::new(Sequences::new(sources, config.seq_len, config.stride())?))
+            Ok(Arc::new(sequences))
         };
         let sources = config.sources();
         let weights = sources.iter().map(|(.., weight)| *weight).collect();

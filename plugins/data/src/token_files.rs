@@ -134,6 +134,10 @@ impl TokenFile {
     }
 
     /// Number of ids.
+    pub(crate) fn dtype(&self) -> TokenDtype {
+        self.dtype
+    }
+
     pub(crate) fn len(&self) -> u64 {
         self.len
     }

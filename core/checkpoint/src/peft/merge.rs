@@ -51,6 +51,7 @@ impl<'a> MergedModel<'a> {
                 None => merged.check_other(name, &merged.tied)?,
             }
             merged.warn_of_infinite(name)?;
+            merged.check_own_adapter(name)?;
         }
         let missing = merged.missing_layers();
         if !missing.is_empty() {
@@ -75,6 +76,32 @@ impl<'a> MergedModel<'a> {
             .filter(|path| config.targets(path) == Some(true))
             .filter(|path| config.saved_module(path).is_none() && !layers.contains(path))
             .collect()
+    }
+
+    /// Checks that a base with the tensors of an adapter, which is a checkpoint of the run that trained it, has those
+    /// that are merged.
+    fn check_own_adapter(&self, name: &str) -> Result<()> {
+        let (Some(own), Some(info)) = (self.base.info(name), self.adapter.info(name)) else {
+            return Ok(());
+        };
+        if layer_of(name).is_none() {
+            return Ok(());
+        }
+        let region = Region::full(&info.shape);
+        let read = |source: &dyn TensorSource| source.read(name, &region, DType::F32, &Device::Cpu);
+        let differs = own.shape != info.shape || {
+            let (own, adapter) = (read(self.base)?, read(&self.adapter)?);
+            with_bytes(&own, |own| with_bytes(&adapter, |adapter| own != adapter))??
+        };
+        if !differs {
+            return Ok(());
+        }
+        self.fail(format!(
+            "has another `{name}` than {}, such as that of another step. To merge the adapter of that checkpoint, \
+             write it first: `fit` with `trainer.ckpt_path` = the checkpoint, `trainer.max_steps` = its step and \
+             another `checkpoint.dir` leaves it in `adapter` in its run's directory",
+            self.base.location().display()
+        ))
     }
 
     /// Warns if a tensor of the adapter has values that are NaN or infinite.
@@ -131,6 +158,14 @@ impl<'a> MergedModel<'a> {
         };
         let is_embedding = name.contains(".lora_embedding_");
         let magnitude = format!("{layer}.{MAGNITUDE}");
+        let has_magnitude = self.adapter.info(&magnitude).is_some();
+        if has_magnitude != self.adapter.config().use_dora && !is_embedding {
+            let has = if has_magnitude { "has" } else { "has no" };
+            return self.fail(format!(
+                "{has} `{magnitude}`, and `use_dora` in {ADAPTER_CONFIG} is {}; set it right",
+                !has_magnitude
+            ));
+        }
         if is_embedding && self.adapter.info(&magnitude).is_some() {
             return self.fail(format!(
                 "has magnitudes (DoRA) of the embedding `{target}`; only those of linear layers can be merged"

@@ -45,7 +45,12 @@ impl AdapterSource {
             let Some(ours) = theirs.strip_prefix(PREFIX) else {
                 return fail(format!("has a tensor `{theirs}`; names in it begin with `{PREFIX}`"));
             };
+            // What PEFT keeps of a module whose copy is trained.
+            if ours.contains(".original_module.") {
+                continue;
+            }
             let ours = ours.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".");
+            let ours = ours.replace(".modules_to_save.", ".");
             if theirs.contains(".base_layer.") {
                 base.insert(ours.clone());
             }

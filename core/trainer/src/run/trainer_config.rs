@@ -517,8 +517,8 @@ mod tests {
         insta::assert_snapshot!(error("max_steps = 1e3"), @"run.toml: `trainer.max_steps`: expected an integer, at least 0, found `1000.0`; write 1000");
         insta::assert_snapshot!(error("loggers = 'csv'"), @r#"run.toml: `trainer.loggers`: expected a list, found the string "csv"; write ["csv"]"#);
         insta::assert_snapshot!(error("loggers = [3]"), @"run.toml: `trainer.loggers[0]`: expected a name or a table with a `type`, found `3`");
-        insta::assert_snapshot!(error("strategy = { bucket_cap_mb = 3, type = 4 }"), @r#"run.toml: `trainer.strategy.type`: expected a string, found `4`; write it in quotes: "4""#);
-        insta::assert_snapshot!(error("default_root_dir = 3"), @r#"run.toml: `trainer.default_root_dir`: expected a string, found `3`; write it in quotes: "3""#);
+        insta::assert_snapshot!(error("strategy = { bucket_cap_mb = 3, type = 4 }"), @r#"run.toml: `trainer.strategy.type`: expected a string, found `4`; write it in quotes"#);
+        insta::assert_snapshot!(error("default_root_dir = 3"), @r#"run.toml: `trainer.default_root_dir`: expected a string, found `3`; write it in quotes"#);
     }
 
     // checklist: torchtune: _get_sharding_strategy

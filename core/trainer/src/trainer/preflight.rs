@@ -358,11 +358,13 @@ fn check_place_is_unused(run: &RunConfig<Table, Table>) -> Result<()> {
     let run = run.effective();
     let Some(dir) = run.checkpoint.dir.as_deref().filter(|dir| dir.is_dir()) else { return Ok(()) };
     let real = |path: &Path| path.canonicalize().ok();
+    let has_begun = match restarted_job(&run.trainer) {
+        Some(job) => !runs_of_job(&run.trainer.default_root_dir, job)?.is_empty(),
+        None => false,
+    };
     let may_go_on = match &run.trainer.ckpt_path {
-        None => match restarted_job(&run.trainer) {
-            Some(job) => !runs_of_job(&run.trainer.default_root_dir, job)?.is_empty(),
-            None => false,
-        },
+        _ if has_begun => true,
+        None => false,
         Some(CkptPath::Path(path)) if path.exists() => {
             real(path).as_deref().and_then(Path::parent) == real(dir).as_deref()
         }

@@ -1,17 +1,21 @@
-//! Going on after the job was started again: `trainer.ckpt_path = "last"`, implied.
+//! Going on after the job was started again, from what the job itself has saved.
 
 use std::path::Path;
 
 use super::RunDir;
 use crate::Result;
-use crate::run::TrainerConfig;
+use crate::run::{CkptPath, TrainerConfig};
 use fulgurite_launch::attempt;
 
 /// What the runs of this job are marked with, if its launcher or scheduler has started it again and the configuration
-/// does not say which checkpoint to go on from. Whether it is `None` is the same on all ranks; the id counts on rank 0.
+/// does not look for the last or best checkpoint itself. Whether it is `None` is the same on all ranks; the id counts on
+/// rank 0.
 pub(super) fn restarted_job(config: &TrainerConfig) -> Option<&'static str> {
     let attempt = attempt().filter(|attempt| attempt.restart_count > 0)?;
-    config.ckpt_path.is_none().then_some(&attempt.restart_id)
+    match config.ckpt_path {
+        None | Some(CkptPath::Path(_)) => Some(&attempt.restart_id),
+        Some(CkptPath::Last | CkptPath::Best) => None,
+    }
 }
 
 /// The runs under `root` that earlier attempts of `job` have begun to train, the newest first. Directories of other
@@ -24,7 +28,7 @@ pub(super) fn runs_of_job(root: &Path, job: &str) -> Result<Vec<RunDir>> {
         return Ok(Vec::new());
     }
     let mut runs = RunDir::all(root)?;
-    runs.retain(|run| run.job().as_deref() == Some(job));
+    runs.retain(|run| run.job().is_some_and(|of_run| of_run.id == job));
     Ok(runs)
 }
 
@@ -33,6 +37,7 @@ mod tests {
     use toml::Table;
 
     use super::super::Stage;
+    use super::super::run_dir::Job;
     use super::*;
 
     #[test]
@@ -42,7 +47,11 @@ mod tests {
         assert_eq!(runs_of_job(&absent, "slurm-7.0").unwrap(), []);
         let run = |job: Option<&str>| {
             let run = RunDir::create(root.path(), Stage::Fit, &Table::new()).unwrap();
-            job.map_or(Ok(()), |job| RunDir::set_job(run.path(), job)).unwrap();
+            if let Some(id) = job {
+                let job = Job { id: id.to_owned(), saved_before: Some(7) };
+                RunDir::set_job(run.path(), &job).unwrap();
+                assert_eq!(run.job(), Some(job));
+            }
             run
         };
         let first = run(Some("slurm-7.0"));

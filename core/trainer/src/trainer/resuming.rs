@@ -137,6 +137,9 @@ impl Session {
         if training {
             self.check_data(&source, &state)?;
         }
+        if rank == 0 {
+            self.warn_of_other_model(&source.manifest().config);
+        }
         if state.seed != self.parts.fabric.seed() && rank == 0 {
             tracing::warn!(
                 "the checkpoint was written with seed {}, this run has {}: the order of samples \
@@ -182,6 +185,24 @@ impl Session {
         }
         let path = source.location().to_owned();
         self.emit(&Event::Resume { step: self.cursor.step, path })
+    }
+
+    /// Warns if the model or its adapters were configured in another way where the checkpoint was saved: the
+    /// weights may fit and compute something else.
+    fn warn_of_other_model(&self, saved: &serde_json::Value) {
+        let Ok(now) = serde_json::to_value(&self.parts.resolved) else { return };
+        let differing: Vec<String> = ["/model", "/trainer/adapters"]
+            .into_iter()
+            .filter_map(|at| Some((at, saved.pointer(at)?, now.pointer(at)?)))
+            .flat_map(|(at, saved, now)| differing_keys(&at[1..].replace('/', "."), saved, now))
+            .collect();
+        if !differing.is_empty() {
+            tracing::warn!(
+                "the checkpoint was saved with another configuration of the model, and its weights may not mean the \
+                 same in this one: {}",
+                differing.join("; ")
+            );
+        }
     }
 
     /// Checks that the checkpoint was trained on the samples that this run has.
@@ -259,20 +280,29 @@ impl Session {
         self.parts.fabric.runtime.prepare_forward()
     }
 
-    /// The checkpoint that `trainer.ckpt_path` names; without that key, in a training whose job was started
-    /// again, the last one of the job. Collective: rank 0 looks it up.
-    pub(super) fn checkpoint_to_resume(&self) -> Result<Option<ResumeSource>> {
+    /// In a training whose job was started again, the last checkpoint of the job; if it has none, the one that
+    /// `trainer.ckpt_path` names. Says whether it is of the job. Collective: rank 0 looks it up.
+    pub(super) fn checkpoint_to_resume(&self) -> Result<Option<(ResumeSource, bool)>> {
         let config = &self.parts.config;
         let restarted = restarted_job(config).filter(|_| self.stage == RunStage::Fit);
-        let found = match &config.ckpt_path {
-            None if restarted.is_none() => return Ok(None),
+        let named = || {
+            Ok::<_, Error>(match &config.ckpt_path {
+                None => None,
+                Some(CkptPath::Path(path)) => {
+                    Some(self.resume_source(&checkpoint::resolve_last(path)?))
+                }
+                Some(CkptPath::Last) => self.last_checkpoint()?,
+                Some(CkptPath::Best) => self.best_checkpoint()?,
+            })
+        };
+        let found = match restarted {
+            None if config.ckpt_path.is_none() => return Ok(None),
             _ if self.rank() > 0 => None,
-            None => restarted.map_or(Ok(None), |job| self.last_checkpoint_of_job(job))?,
-            Some(CkptPath::Path(path)) => {
-                Some(self.resume_source(&checkpoint::resolve_last(path)?))
-            }
-            Some(CkptPath::Last) => self.last_checkpoint()?,
-            Some(CkptPath::Best) => self.best_checkpoint()?,
+            Some(job) => match self.last_checkpoint_of_job(job)? {
+                Some(own) => Some((own, true)),
+                None => named()?.map(|source| (source, false)),
+            },
+            None => named()?.map(|source| (source, false)),
         };
         // In a restarted job without the key, the look-up has said so itself.
         let fits = self.stage == RunStage::Fit;
@@ -401,20 +431,50 @@ impl Session {
     fn last_checkpoint_of_job(&self, job: &str) -> Result<Option<ResumeSource>> {
         let root = &self.parts.config.default_root_dir;
         let runs = runs_of_job(root, job)?;
-        let found = match &self.parts.saving.config.dir {
-            // What is there is of others, as long as no attempt has begun to train.
-            Some(dir) if !runs.is_empty() => self.last_checkpoint_in([dir.clone()])?,
-            Some(_) => None,
-            None => self.last_checkpoint_of(&runs)?,
+        let found = match (&self.parts.saving.config.dir, runs.last().and_then(RunDir::job)) {
+            // What was there before the first attempt began to train is of another run.
+            (Some(dir), Some(first)) => {
+                let found = self.last_checkpoint_in([dir.clone()])?;
+                match (&found, first.saved_before) {
+                    (Some(last), Some(before)) if self.saved_at(last)? <= Some(before) => None,
+                    _ => found,
+                }
+            }
+            (Some(_), None) => None,
+            (None, _) => self.last_checkpoint_of(&runs)?,
         };
         if found.is_none() {
+            let start = match &self.parts.config.ckpt_path {
+                Some(CkptPath::Path(path)) => format!("from {}", path.display()),
+                _ => "at step 0".to_owned(),
+            };
             tracing::warn!(
                 "the job {job} was started again, but it has no checkpoint yet (no run under {} is of this \
-                 job, or none has saved), so training starts at step 0",
+                 job, or none has saved), so training starts {start}",
                 root.display()
             );
         }
         Ok(found)
+    }
+
+    /// When a checkpoint was saved, if it is known.
+    fn saved_at(&self, source: &ResumeSource) -> Result<Option<u64>> {
+        let (ResumeSource::Named { dir, .. } | ResumeSource::Local(dir)) = source;
+        let checkpoint = match source {
+            ResumeSource::Named { name, .. } => {
+                DistributedCheckpoint::open_with(&self.parts.saving.config.open(dir)?, name)?
+            }
+            ResumeSource::Local(path) => DistributedCheckpoint::open(path)?,
+        };
+        Ok(checkpoint.manifest().saved_at)
+    }
+
+    /// When the last checkpoint in `checkpoint.dir` was saved, if there is one.
+    pub(super) fn last_saved_at(&self) -> Result<Option<u64>> {
+        match &self.parts.saving.config.dir {
+            Some(_) => self.last_checkpoint()?.map_or(Ok(None), |last| self.saved_at(&last)),
+            None => Ok(None),
+        }
     }
 
     /// The last checkpoint of the newest of these runs that has any.
@@ -459,5 +519,20 @@ impl Session {
         retention.resume(name, state.kept);
         let named = |best: &str| ResumeSource::Named { dir: dir.clone(), name: best.to_owned() };
         Ok(retention.best_name().map(named))
+    }
+}
+
+/// The keys under a path whose values differ, with both.
+fn differing_keys(at: &str, saved: &serde_json::Value, now: &serde_json::Value) -> Vec<String> {
+    use serde_json::Value;
+    match (saved, now) {
+        (Value::Object(saved), Value::Object(now)) => {
+            let both = saved.iter().filter_map(|(key, value)| Some((key, value, now.get(key)?)));
+            both.flat_map(|(key, a, b)| differing_keys(&format!("{at}.{key}"), a, b)).collect()
+        }
+        (saved, now) if saved == now => Vec::new(),
+        // A folder may have been moved.
+        _ if at == "model.from_pretrained" || at == "trainer.adapters.from" => Vec::new(),
+        (saved, now) => vec![format!("`{at}` was {saved} and is {now}")],
     }
 }

@@ -13,6 +13,15 @@ use fulgurite_config::to_toml;
 /// What the names of the directories of trainings begin with.
 const TRAINING: &str = "version_";
 
+/// The job that a training is a part of.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Job {
+    pub(super) id: String,
+    /// When the last checkpoint was saved in `checkpoint.dir` before this training began, by
+    /// [`Manifest::saved_at`](fulgurite_checkpoint_format::Manifest::saved_at): it is of another run.
+    pub(super) saved_before: Option<u64>,
+}
+
 /// The directory of one training: `version_N` under `trainer.default_root_dir`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct RunDir {
@@ -56,19 +65,23 @@ impl RunDir {
     /// The name of the file with the id of the job that a run belongs to.
     const JOB_FILE: &'static str = "job";
 
-    /// Notes that the run in this directory trains as a part of a job that a launcher has started.
-    /// Called on rank 0 only.
+    /// Notes that the run in this directory trains as a part of a job that a launcher has started. Called on
+    /// rank 0 only.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be written.
-    pub(super) fn set_job(path: &Path, job_id: &str) -> Result<()> {
+    pub(super) fn set_job(path: &Path, job: &Job) -> Result<()> {
         let file = path.join(Self::JOB_FILE);
-        std::fs::write(&file, job_id).map_err(Error::io("writing the id of the job", file))
+        let before = job.saved_before.map_or(String::new(), |time| format!("\n{time}"));
+        std::fs::write(&file, format!("{}{before}", job.id))
+            .map_err(Error::io("writing the id of the job", file))
     }
 
-    /// The id of the job that this run [is a part of](Self::set_job).
-    pub(super) fn job(&self) -> Option<String> {
-        std::fs::read_to_string(self.path.join(Self::JOB_FILE)).ok()
+    /// The job that this run [is a part of](Self::set_job).
+    pub(super) fn job(&self) -> Option<Job> {
+        let text = std::fs::read_to_string(self.path.join(Self::JOB_FILE)).ok()?;
+        let (id, before) = text.split_once('\n').unwrap_or((&text, ""));
+        Some(Job { id: id.to_owned(), saved_before: before.trim().parse().ok() })
     }
 
     /// The trainings under `root`, the newest first.
@@ -212,7 +225,8 @@ mod tests {
         let make = |stage| RunDir::create(root.path(), stage, &Table::new()).unwrap();
         let idle = make(Stage::Fit);
         let guard = RunDirGuard::new(idle.path()).unwrap();
-        RunDir::set_job(idle.path(), "slurm-7.0").unwrap();
+        let job = Job { id: "slurm-7.0".to_owned(), saved_before: None };
+        RunDir::set_job(idle.path(), &job).unwrap();
         std::fs::create_dir(idle.checkpoints()).unwrap();
         drop(guard);
         assert!(!idle.path().exists());

@@ -19,8 +19,7 @@ use super::model_summary::ModelSummary;
 use super::optimizers;
 use super::preflight::check_async_save;
 use super::progress::{RanksSummary, RunStart, default_progress};
-use super::restart::restarted_job;
-use super::run_dir::RunDirGuard;
+use super::run_dir::{Job, RunDirGuard};
 use super::runner::{self, RunnerFactory, RunnerSetup};
 use super::saving::Saving;
 use super::schedule_warning::warn_of_schedules;
@@ -32,8 +31,8 @@ use super::{
 };
 use crate::fabric::Fabric;
 use crate::profiler::LogExecutionTime;
-use crate::run::{CountOrFraction, Devices, Precision, RunConfig, TrainerConfig};
-use crate::{Error, Result};
+use crate::run::{Devices, Precision, RunConfig, TrainerConfig};
+use crate::{Error, Result, counted};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::{Agreement, ProcessGroup, Solo, broadcast_object};
@@ -487,7 +486,7 @@ impl Session {
         self.report_data()?;
         self.hook(Hook::Setup)?;
         match self.checkpoint_to_resume()? {
-            Some(source) => self.resume(&source)?,
+            Some((source, _)) => self.resume(&source)?,
             None if run.trainer.ckpt_path.is_some() => {
                 return Err(Error::Config(
                     "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of one, \
@@ -529,11 +528,11 @@ impl Session {
         self.hook(Hook::FitStart)?;
         let rank = self.rank();
         self.parts.saving.lock_for_run(rank)?;
-        if restarted_job(&run.trainer).is_some() {
-            // It is of the checkpoint that the configuration names, and it names none.
+        let (mut source, is_own) = self.checkpoint_to_resume()?.unzip();
+        if is_own == Some(true) {
+            // It is of the checkpoint that the configuration names.
             self.parts.saving.config.weights_only = false;
         }
-        let mut source = self.checkpoint_to_resume()?;
         let resumes = source.clone();
         if self.parts.saving.config.weights_only
             && let Some(source) = source.take()
@@ -556,7 +555,8 @@ impl Session {
         }
         self.parts.saving.refuse_used_place(resumes.as_ref(), rank)?;
         if let (0, Some(attempt)) = (rank, attempt()) {
-            RunDir::set_job(&self.parts.run_dir, &attempt.restart_id)?;
+            let job = Job { id: attempt.restart_id.clone(), saved_before: self.last_saved_at()? };
+            RunDir::set_job(&self.parts.run_dir, &job)?;
         }
         let max_steps = self.max_steps()?;
         self.warn_of_settings(max_steps)?;
@@ -632,19 +632,17 @@ impl Session {
 
     /// Warns of settings that say something else than what will happen.
     fn warn_of_settings(&self, max_steps: Option<u64>) -> Result<()> {
-        let TrainerConfig { val_check_interval, limit_val_batches, .. } = self.parts.config;
-        let wanted = limit_val_batches.of(1) > 0 && self.has_validation_data()?;
-        if let (CountOrFraction::Count(every), Some(max)) = (val_check_interval, max_steps)
-            && wanted
-            && every > max
-            && self.rank() == 0
+        let config = &self.parts.config;
+        let wanted = config.limit_val_batches.of(1) > 0 && self.has_validation_data()?;
+        if let (true, 0, Some(max)) = (wanted, self.rank(), max_steps)
+            && !self.is_ever_validated(max)?
         {
             tracing::warn!(
-                "`trainer.val_check_interval` = {every} is more than the {max} steps of the run, so \
-                 nothing is validated"
+                "nothing is validated, as no validation is due within the {} of the run \
+                 (`trainer.val_check_interval`, `trainer.check_val_every_n_epoch`)",
+                counted(max, "step")
             );
         }
-        let config = &self.parts.config;
         let is_half = |p: &Parameter| matches!(p.dtype(), DType::BF16 | DType::F16);
         let tree = self.parts.fabric.module_tree()?;
         if self.rank() == 0

@@ -151,9 +151,8 @@ impl Session {
                     plan = self.loop_plan()?;
                     self.runner.load_training(plan.loading(self.cursor, workers))?;
                 }
-                let n = self.parts.config.check_val_every_n_epoch;
-                self.validation_due = (self.epoch + 1).is_multiple_of(n)
-                    && plan.validation.is_due(before, self.cursor);
+                self.validation_due =
+                    self.is_validated_in(self.epoch) && plan.validation.is_due(before, self.cursor);
             }
             let validated = self.validation_due;
             if self.validation_due
@@ -300,12 +299,7 @@ impl Session {
     /// The values that do not change from step to step.
     fn loop_plan(&self) -> Result<LoopPlan> {
         let (order, sampler) = self.train_sampler()?;
-        let validation = match self.parts.config.val_check_interval {
-            CountOrFraction::Count(steps) => ValidationTimes::EverySteps(steps),
-            CountOrFraction::Fraction(part) => {
-                ValidationTimes::EverySamples(order.epoch_len() as f64 * part)
-            }
-        };
+        let validation = self.validation_times(&order);
         let (samples, step) = (order.epoch_len(), sampler.global_batch_size());
         let wraps = self.parts.config.last_batch == LastBatch::Wrap;
         if samples < step && wraps && self.rank() == 0 {
@@ -322,6 +316,37 @@ impl Session {
         let context = self.parts.fabric.context_parallel();
         let reads_late = self.can_read_late()?;
         Ok(LoopPlan { order, sampler, validation, device, reads_late, context })
+    }
+
+    fn validation_times(&self, order: &SampleOrder) -> ValidationTimes {
+        match self.parts.config.val_check_interval {
+            CountOrFraction::Count(steps) => ValidationTimes::EverySteps(steps),
+            CountOrFraction::Fraction(part) => {
+                ValidationTimes::EverySamples(order.epoch_len() as f64 * part)
+            }
+        }
+    }
+
+    /// Whether a validation is due after one of the first `max_steps` steps, as far as that can be said soon.
+    pub(super) fn is_ever_validated(&self, max_steps: u64) -> Result<bool> {
+        const LOOKED_AT: u64 = 100_000;
+        let (order, sampler) = self.train_sampler()?;
+        let times = self.validation_times(&order);
+        let mut before = Cursor { step: 0, samples: 0 };
+        for step in 1..=max_steps.min(LOOKED_AT) {
+            let after = Cursor { step, samples: sampler.step_at(before.samples).end };
+            let epoch = order.epoch(before.samples);
+            if self.is_validated_in(epoch) && times.is_due(before, after) {
+                return Ok(true);
+            }
+            before = after;
+        }
+        Ok(max_steps > LOOKED_AT)
+    }
+
+    /// Whether this epoch, counted from 0, has validations.
+    fn is_validated_in(&self, epoch: u64) -> bool {
+        (epoch + 1).is_multiple_of(self.parts.config.check_val_every_n_epoch)
     }
 
     /// The order of training samples of this rank, and its micro-batches of steps as they are now.

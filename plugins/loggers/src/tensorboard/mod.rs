@@ -55,8 +55,9 @@ impl TensorboardLogger {
     /// Begins an event file in `dir`, which is made if it is not there.
     fn open(dir: &Path) -> Result<Self> {
         std::fs::create_dir_all(dir).map_err(Error::io("creating the directory", dir))?;
-        let time = now();
         let prefix = "events.out.tfevents.";
+        // TensorBoard reads files in the order of their names, and a clock may have gone back.
+        let time = now().max(newest(dir, prefix).map_or(0.0, |newest| newest as f64 + 1.0));
         let (host, pid) = (host_name(), std::process::id());
         let mut number = 0;
         loop {
@@ -82,6 +83,16 @@ impl TensorboardLogger {
     fn write(&mut self, event: &[u8]) -> Result<()> {
         self.file.write_all(&record::frame(event)).map_err(Error::io("writing the log", &self.path))
     }
+}
+
+/// The time in the name of the newest event file in a directory.
+fn newest(dir: &Path, prefix: &str) -> Option<u64> {
+    let names = std::fs::read_dir(dir).ok()?.flatten().map(|entry| entry.file_name());
+    let time = |name: std::ffi::OsString| {
+        let rest = name.to_str()?.strip_prefix(prefix)?;
+        rest.split('.').next()?.parse().ok()
+    };
+    names.filter_map(time).max()
 }
 
 impl Logger for TensorboardLogger {

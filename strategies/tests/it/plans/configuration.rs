@@ -115,7 +115,7 @@ fn wrong_plans_are_told_where() {
     `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj"
     unknown key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".inptu`; did you mean `input`? (the keys of `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"` are input, output, loss_parallel)
     `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`: `shared(1)` is not a layout; expected "replicate", "shard(1)" (the sequence) or "shard(-1)" (the last dimension)
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`: expected a string, found `1`; write it in quotes: "1"
+    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`: expected a string, found `1`; write it in quotes
     missing key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".desired`, which has no default
     unknown key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`
     `trainer.strategy.parallelize.plan.x`: a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj"
