@@ -31,7 +31,7 @@ use super::{
 };
 use crate::fabric::Fabric;
 use crate::profiler::LogExecutionTime;
-use crate::run::{Devices, Precision, RunConfig, TrainerConfig};
+use crate::run::{CountOrFraction, Devices, Precision, RunConfig, TrainerConfig};
 use crate::{Error, Result, counted};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
@@ -633,7 +633,13 @@ impl Session {
     /// Warns of settings that say something else than what will happen.
     fn warn_of_settings(&self, max_steps: Option<u64>) -> Result<()> {
         let config = &self.parts.config;
-        let wanted = config.limit_val_batches.of(1) > 0 && self.has_validation_data()?;
+        // A short run with the default may be meant so.
+        let is_asked_for = config.val_check_interval != CountOrFraction::Fraction(1.0)
+            || config.check_val_every_n_epoch > 1
+            || self.parts.saving.config.monitor.is_some()
+            || self.parts.callbacks.decide_by_metrics();
+        let wanted =
+            is_asked_for && config.limit_val_batches.of(1) > 0 && self.has_validation_data()?;
         if let (true, 0, Some(max)) = (wanted, self.rank(), max_steps)
             && !self.is_ever_validated(max)?
         {
