@@ -83,7 +83,7 @@ mod tests {
         assert_eq!(peak(r#"{ "type": "cosine", "warmup_steps": 10 }"#, 50), None);
         assert_eq!(peak(r#"{ "type": "constant" }"#, 50), None);
         // A warm-up that ends with the run has reached the rate.
-        assert_eq!(peak(r#"{ "type": "constant", "warmup_steps": 50 }"#, 50), None);
+        assert_eq!(peak(r#"{ "type": "constant", "warmup_steps": 49 }"#, 50), None);
         // The last step begins a cycle anew.
         let restarts = r#"{ "type": "cosine_warm_restarts", "first_steps": 49 }"#;
         assert_eq!(peak(restarts, 50), None);

@@ -31,7 +31,7 @@ use super::{
 };
 use crate::fabric::Fabric;
 use crate::profiler::LogExecutionTime;
-use crate::run::{CountOrFraction, Devices, Precision, RunConfig, TrainerConfig};
+use crate::run::{CountOrFraction, Devices, Precision, RunConfig};
 use crate::{Error, Result, counted};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
