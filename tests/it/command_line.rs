@@ -331,6 +331,11 @@ fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
         let events = events(&resuming(path), "batch_size");
         assert_eq!(events[0]["largest"], 32, "{path}");
     }
+    // A step of several micro-batches takes as many times the samples.
+    for keys in ["trainer.accumulate_grad_batches=4", "trainer.global_batch_size=8"] {
+        let run = scratch.small().set(&[keys]).args(&["--find-batch-size"]).succeed();
+        assert_eq!(events(&run, "batch_size")[0]["largest"], 8, "{keys}: {}", run.stderr);
+    }
     assert_eq!(files(&scratch), ["fulgurite_logs", "kept", "tokens.u16"]);
     let mut human = scratch.small().args(&["--find-batch-size=data.batch_size"]);
     human.replace("json", "human");

@@ -106,6 +106,18 @@ fn what_trains_nothing_is_a_warning() {
     ] {
         assert!(run.stderr.contains(says), "{}", run.stderr);
     }
+    // Four epochs of two steps: the fifth is never reached.
+    let keys = [
+        "trainer.limit_train_batches=2",
+        "trainer.check_val_every_n_epoch=5",
+        "data.validation_fraction=0.2",
+    ];
+    let run = scratch.small().set(&keys).succeed();
+    assert!(
+        run.stderr.contains("nothing is validated, as no validation is due within the 8 steps")
+    );
+    let run = scratch.small().set(&keys).set(&["trainer.check_val_every_n_epoch=4"]).succeed();
+    assert!(!run.stderr.contains("nothing is validated"), "{}", run.stderr);
 }
 
 #[test]
@@ -140,7 +152,7 @@ fn files_that_are_missing_or_too_short() {
     "#);
     assert_snapshot!(config("typo.toml"), @"error: typo.toml: unknown key `trainer.max_stebs`; did you mean `max_steps`?");
     assert_snapshot!(error("data.path=none.u16"), @"error: data: there is no file or folder none.u16 (data.path)");
-    assert_snapshot!(error("data.path=short.u16"), @"error: data: short.u16 has 3 tokens, but one sample needs 8 (data.seq_len = 7, and the token after it); give more data or lower data.seq_len");
+    assert_snapshot!(error("data.path=short.u16"), @"error: data: short.u16 (data.path) has 3 tokens, but one sample needs 8 (data.seq_len = 7, and the token after it); give more data or lower data.seq_len");
     assert_snapshot!(error("data.path=odd.u16"), @"error: data: odd.u16 has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
     assert_snapshot!(error("data={ type = 'text', path = 'none' }"), @"error: data: there is no file or folder none (data.path)");
     assert_snapshot!(error("data={ type = 'text', path = 'empty.txt' }"), @"error: data: empty.txt (data.path): there is no text; left out: 1 empty (empty.txt)");

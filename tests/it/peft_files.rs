@@ -205,6 +205,58 @@ fn weights_that_an_adapter_brings_along_stay() {
     assert!(difference.max_all().unwrap().to_scalar::<f32>().unwrap() > 0.1);
 }
 
+/// PEFT writes the parts of a saved module of a resized model, too.
+#[test]
+fn parts_of_a_saved_module_are_no_tensors_of_their_own() {
+    let temp = tempfile::tempdir().unwrap();
+    let write = |names: &[&str]| {
+        let copy = changed("all_norms", temp.path(), "revision", serde_json::Value::Null);
+        let file = copy.join("adapter_model.safetensors");
+        let mut tensors = expected(&file);
+        let (name, trained) =
+            tensors.iter().find(|(name, _)| name.ends_with("model.norm.weight")).unwrap();
+        let (name, trained) = (name.clone(), trained.clone());
+        tensors.remove(&name);
+        for part in names {
+            let factor = if *part == "original_module.weight" { 9.0 } else { 1.0 };
+            let part = name.replace("norm.weight", &format!("norm.{part}"));
+            tensors.insert(part, (&trained * factor).unwrap());
+        }
+        candle_core::safetensors::save(&tensors, &file).unwrap();
+        logits(&fixture("hf_llama"), from(&copy))
+    };
+    let of_peft = expected(&adapter("all_norms").join("expected.safetensors"));
+    let (second, untrained) = ("modules_to_save.weight", "original_module.weight");
+    assert_close(&write(&["weight", second, untrained]), &of_peft["logits"], 1e-5);
+    assert_close(&write(&[second, untrained]), &of_peft["logits"], 1e-5);
+}
+
+/// A checkpoint of a run with adapters has them beside the base.
+#[test]
+fn adapters_of_another_step_are_refused() {
+    let temp = tempfile::tempdir().unwrap();
+    let base = temp.path().join("base");
+    std::fs::create_dir_all(&base).unwrap();
+    let config = "config.json";
+    std::fs::copy(fixture("hf_llama").join(config), base.join(config)).unwrap();
+    let of_adapter = expected(&adapter("head_emb").join("adapter_model.safetensors"));
+    let name = "lm_head.lora_A.weight";
+    let own = &of_adapter[&format!("base_model.model.{name}")];
+    for factor in [1.0, 2.0] {
+        let mut tensors = expected(&fixture("hf_llama").join("model.safetensors"));
+        tensors.insert(name.to_owned(), (own * factor).unwrap());
+        candle_core::safetensors::save(&tensors, base.join("model.safetensors")).unwrap();
+        let merged = merged(&base, &adapter("head_emb"), temp.path(), "merged");
+        match factor {
+            1.0 => drop(merged.unwrap()),
+            _ => {
+                let error = merged.unwrap_err().to_string();
+                assert!(error.contains(&format!("has another `{name}` than ")), "{error}");
+            }
+        }
+    }
+}
+
 #[test]
 fn an_adapter_that_does_not_fit_its_base_is_refused() {
     let temp = tempfile::tempdir().unwrap();
@@ -253,6 +305,9 @@ fn an_adapter_that_does_not_fit_its_base_is_refused() {
     assert!(error.contains("of the shape [70, 32]") && error.contains("resized"), "{error}");
     let error = with("lm_head.weight", Some(zeros(&[67, 32])));
     assert!(error.contains("which are both `lm_head.weight`"), "{error}");
+    let copy = changed("head_emb", temp.path(), "use_dora", true.into());
+    let error = merged(&base, &copy, temp.path(), "merged").unwrap_err().to_string();
+    assert!(error.contains("`use_dora` in adapter_config.json is true; set it right"), "{error}");
     let error = with("model.other.weight", Some(zeros(&[1])));
     assert!(
         error.contains("no `model.other.weight`: it is an adapter of another model"),

@@ -84,6 +84,22 @@ fn a_requeued_job_goes_on_as_if_nothing_had_been() {
         } else {
             assert_eq!(early.code(), Some(1));
             assert!(early.stderr.contains("has checkpoints of another run"), "{}", early.stderr);
+
+            // Nor has one that has begun, and saved nothing yet.
+            let over = job.clone().set(&["checkpoint.overwrite=true"]);
+            run(&tasks(&over.clone().set(&["checkpoint.save_last=false"]), &scratch, 79, 0));
+            let [over, _] = run(&tasks(&over, &scratch, 79, 1));
+            assert!(over.events_of("resume").is_empty(), "{}", over.stderr);
+            assert!(over.stderr.contains("the job slurm-79.0 was started again, but"));
+
+            // Its own checkpoints come before the one that it began with.
+            let from = format!("trainer.ckpt_path=whole/step-{:08}", step + 3);
+            let until = |more: u64| format!("trainer.max_steps={}", step + 3 + more);
+            let keys = [from.as_str(), "checkpoint.dir=branch"];
+            let branch = |more| job.clone().set(&keys).set(&[&until(more)]);
+            run(&tasks(&branch(2), &scratch, 80, 0));
+            let [branch, _] = run(&tasks(&branch(4), &scratch, 80, 1));
+            assert_eq!(branch.events_of("resume")[0]["step"], step + 5, "{}", branch.stderr);
         }
     }
 }

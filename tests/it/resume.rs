@@ -253,6 +253,20 @@ fn other_samples_are_refused_and_named() {
 }
 
 #[test]
+fn another_model_of_the_same_shapes_is_a_warning() {
+    let scratch = Scratch::with_tokens();
+    let job = scratch.small().set(&["checkpoint.dir=kept", "checkpoint.save_last=true"]);
+    job.clone().set(&["trainer.max_steps=2"]).succeed();
+    let resume = job.set(&["trainer.ckpt_path=last", "trainer.max_steps=4"]);
+    let warning = "saved with another configuration of the model";
+    let other = resume.clone().set(&["model.rms_norm_eps=0.1"]).succeed();
+    let line = other.stderr.lines().find(|line| line.contains(warning)).unwrap_or_default();
+    assert!(line.contains("`model.rms_norm_eps` was 1e-5 and is 0.1"), "{}", other.stderr);
+    let same = resume.set(&["trainer.max_steps=6", "model.rms_norm_eps=0.1"]).succeed();
+    assert!(!same.stderr.contains(warning), "{}", same.stderr);
+}
+
+#[test]
 fn a_jump_of_the_learning_rate_is_a_warning() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["checkpoint.dir=kept", "scheduler.type=linear"]);

@@ -45,12 +45,15 @@ impl AdapterSource {
             let Some(ours) = theirs.strip_prefix(PREFIX) else {
                 return fail(format!("has a tensor `{theirs}`; names in it begin with `{PREFIX}`"));
             };
-            // What PEFT keeps of a module whose copy is trained.
-            if ours.contains(".original_module.") {
+            // If the vocabulary was resized, PEFT writes a saved module's parts, too: the untrained weight, and
+            // the trained one a second time.
+            let plain = ours.replace(".modules_to_save.", ".");
+            let is_second = plain != ours && tensors.info(&format!("{PREFIX}{plain}")).is_some();
+            if ours.contains(".original_module.") || is_second {
                 continue;
             }
-            let ours = ours.replace(".base_layer.", ".").replace(".modules_to_save.default.", ".");
-            let ours = ours.replace(".modules_to_save.", ".");
+            let ours = ours.replace(".modules_to_save.default.", ".modules_to_save.");
+            let ours = ours.replace(".base_layer.", ".").replace(".modules_to_save.", ".");
             if theirs.contains(".base_layer.") {
                 base.insert(ours.clone());
             }

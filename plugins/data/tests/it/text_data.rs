@@ -287,8 +287,8 @@ fn missing_and_unfit_files_are_explained() {
         }), @"data: there is no file or folder DIR/none (data.validation_path)");
     insta::assert_snapshot!(error(&dir, &at(text, "empty")), @"data: the folder DIR/empty (data.path) holds no text; left out: 1 hidden (.keep)");
     insta::assert_snapshot!(error(&dir, &at(tokens, "empty")), @"data: the folder DIR/empty (data.path) holds no files named .u16, .u32, .bin, .npy; left out: 1 hidden (.keep)");
-    insta::assert_snapshot!(error(&dir, &TextDataConfig { seq_len: 10, ..at(text, "short.txt") }), @"data: the text has 10 tokens, but one sample needs 11 (data.seq_len = 10, and the token after it); give more data or lower data.seq_len");
-    insta::assert_snapshot!(error(&dir, &at(tokens, "short.bin")), @"data: DIR/short.bin has 8 tokens, but one sample needs 9 (data.seq_len = 8, and the token after it); give more data or lower data.seq_len");
+    insta::assert_snapshot!(error(&dir, &TextDataConfig { seq_len: 10, ..at(text, "short.txt") }), @"data: the text (data.path) has 10 tokens, but one sample needs 11 (data.seq_len = 10, and the token after it); give more data or lower data.seq_len");
+    insta::assert_snapshot!(error(&dir, &at(tokens, "short.bin")), @"data: DIR/short.bin (data.path) has 8 tokens, but one sample needs 9 (data.seq_len = 8, and the token after it); give more data or lower data.seq_len");
     insta::assert_snapshot!(error(&dir, &at(tokens, "odd.bin")), @"data: DIR/odd.bin has 3 bytes, which is no whole number of ids of 2 bytes; is data.token_dtype right?");
     insta::assert_snapshot!(error(&dir, &at(tokens, "tokens.dat")), @r#"the name of DIR/tokens.dat does not say what it holds (.u16, .bin, .u32 and .npy would); set data.token_dtype to "u16", "u32", "i32" or "i64""#);
     insta::assert_snapshot!(error(&dir, &at(text, "image.png")), @r#"data: DIR/image.png (data.path) is not UTF-8 text: byte 0 is 0x89; convert it, from Latin-1 for example with `iconv -f LATIN1 -t UTF-8`; or set data.on_error = "skip", which leaves out what cannot be used"#);

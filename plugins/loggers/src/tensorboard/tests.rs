@@ -234,3 +234,16 @@ fn what_a_killed_run_has_written_is_readable() {
         assert_eq!(read(file).len(), 2, "all but the event that was cut");
     }
 }
+
+/// TensorBoard reads files by name, and the clock may have been ahead in the run that is resumed.
+#[test]
+fn a_later_file_has_a_later_name() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("events.out.tfevents.4102444800.host.1.0"), "").unwrap();
+    let names = [(); 2].map(|()| {
+        let path = TensorboardLogger::open(dir.path()).unwrap().path;
+        path.file_name().unwrap().to_str().unwrap().to_owned()
+    });
+    assert!(names[0].starts_with("events.out.tfevents.4102444801."), "{names:?}");
+    assert!(names[1].starts_with("events.out.tfevents.4102444802."), "{names:?}");
+}
