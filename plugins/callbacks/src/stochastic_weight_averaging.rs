@@ -117,8 +117,8 @@ impl StochasticWeightAveraging {
         optimizer.set_learning_rate(Some(self.learning_rate(n, before)))
     }
 
-    /// Drops a mean of a resumed run that has epochs before the first one of this run, as a longer run has
-    /// where the first epoch is given as a part of it.
+    /// Drops the mean of the resumed run if it has epochs before this run's first one. That happens where the
+    /// first epoch is a part of the run's length, and the run is longer now.
     fn begin_anew(&mut self, first: u64, ctx: &mut HookContext) -> Result<()> {
         let own = (ctx.epoch + 1).saturating_sub(first);
         let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
