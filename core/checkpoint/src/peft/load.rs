@@ -69,7 +69,11 @@ pub fn load_adapter(dir: &Path, tree: &ModuleTree, adapters: &Adapters) -> Resul
     let shared: Vec<String> = shared.map(|(alias, _)| (*alias).to_owned()).collect();
     wanted.extend(shared);
     let filter = ParameterFilter::new("the adapters", move |name| wanted.contains(name));
-    load_into(&source, tree, LoadOptions { filter: Some(filter), ..LoadOptions::default() })
+    let advice = "Is it an adapter of this model, and was it saved whole? If the vocabulary was resized, resize \
+                  the base's, too";
+    let options =
+        LoadOptions { filter: Some(filter), advice: Some(advice), ..LoadOptions::default() };
+    load_into(&source, tree, options)
 }
 
 /// Checks that the adapter has all of the modules that share a weight in the model, or none: PEFT
