@@ -506,6 +506,9 @@ fn leaf_path(table: &Table) -> Vec<String> {
 }
 
 fn parse_value(text: &str) -> Result<Value, String> {
+    if text.trim() == "None" {
+        return Err("write `null` for no value, or \"None\" in quotes for a text".to_owned());
+    }
     let parsed = format!("value = {text}").parse::<Table>();
     match parsed {
         Ok(mut table) if table.len() == 1 => match table.remove("value") {

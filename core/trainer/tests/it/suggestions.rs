@@ -94,6 +94,9 @@ fn values_of_python_and_yaml_are_told_what_to_write() {
     insta::assert_snapshot!(error("trainer.devices = '0,1'"), @r#"`trainer.devices`: expected a number of ranks, at least 1, or "auto", found the string "0,1"; it is a number of devices, not a list of them: for a choice set CUDA_VISIBLE_DEVICES"#);
     insta::assert_snapshot!(error("trainer.devices = '2'"), @r#"`trainer.devices`: expected a number of ranks, at least 1, or "auto", found the string "2"; write 2"#);
     insta::assert_snapshot!(error("trainer.precision = 'fp16'"), @r#"`trainer.precision`: expected "32-true", "bf16-mixed", "bf16-true", "16-mixed", "16-true" or "64-true", found the string "fp16"; did you mean "16-mixed"?"#);
+    let set = |set: &str| ConfigLayers::new().set(set).err().unwrap().to_string();
+    insta::assert_snapshot!(set("checkpoint.dir=None"), @r#"--set checkpoint.dir=None: write `null` for no value, or "None" in quotes for a text"#);
+    insta::assert_snapshot!(set("trainer.callbacks+=['x']"), @"--set trainer.callbacks+=['x']: nothing can be appended to a list; write the whole list; expected key=value, such as trainer.max_steps=100");
 }
 
 fn with_null(assignments: &[&str]) -> Table {
