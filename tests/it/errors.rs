@@ -110,6 +110,7 @@ fn what_trains_nothing_is_a_warning() {
     let keys = [
         "trainer.limit_train_batches=2",
         "trainer.check_val_every_n_epoch=5",
+        "trainer.val_check_interval=1.0",
         "data.validation_fraction=0.2",
     ];
     let run = scratch.small().set(&keys).succeed();
