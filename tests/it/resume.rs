@@ -261,7 +261,7 @@ fn another_model_of_the_same_shapes_is_a_warning() {
     let warning = "saved with another configuration of the model";
     let other = resume.clone().set(&["model.rms_norm_eps=0.1"]).succeed();
     let line = other.stderr.lines().find(|line| line.contains(warning)).unwrap_or_default();
-    assert!(line.contains("`model.rms_norm_eps` was 1e-5 and is 0.1"), "{}", other.stderr);
+    assert!(line.contains("`model.rms_norm_eps` was 0.00001 and is 0.1"), "{}", other.stderr);
     let same = resume.set(&["trainer.max_steps=6", "model.rms_norm_eps=0.1"]).succeed();
     assert!(!same.stderr.contains(warning), "{}", same.stderr);
 }
