@@ -165,7 +165,7 @@ impl TextData {
             let sequences = Sequences::new(key, sources, config.seq_len, config.stride())?;
             // Tails of one text are short; those of many files may be most of them.
             let unused = sequences.unused_targets();
-            if unused > tokens / 10 {
+            if sequences.sources().len() > 1 && unused > tokens / 10 {
                 source.count("tokens in no sample", unused);
             }
             report.sources.push(source);

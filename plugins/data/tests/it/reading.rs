@@ -266,3 +266,13 @@ data.mixture[1].path: 1 document, 1 file, 4 bytes, 5 tokens
 data.validation_path: 1 document, 1 file, 5 bytes, 6 tokens
 "#);
 }
+
+#[test]
+fn tails_of_many_files_are_counted() {
+    let ids: Vec<u8> = (0..31_u16).flat_map(u16::to_le_bytes).collect();
+    let dir = folder(&[("a.u16", &ids), ("b.u16", &ids)]);
+    let text =
+        format!("type = 'tokens'\nseq_len = 16\nvocab_size = 70000\npath = {:?}", dir.path());
+    let data = TextData::setup(&toml::from_str(&text).unwrap(), &DataContext::default()).unwrap();
+    insta::assert_snapshot!(report(&data), @"data.path: 2 files, 28 tokens in no sample, 62 tokens");
+}
