@@ -316,6 +316,18 @@ fn steps_have_more_micro_batches_from_an_epoch_on() {
 }
 
 #[test]
+fn a_run_may_have_more_steps_than_can_be_counted() {
+    for limit in ["trainer.max_epochs", "trainer.max_steps"] {
+        for last_batch in ["wrap", "partial", "drop"] {
+            let last_batch = format!("trainer.last_batch={last_batch}");
+            let limit = format!("{limit}={}", i64::MAX);
+            let keys = [&*limit, &*last_batch, "trainer.max_time=1"];
+            fit(&keys).2.unwrap();
+        }
+    }
+}
+
+#[test]
 fn checkpoints_with_names_of_their_own_have_states_of_their_own() {
     let one =
         "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'one-{step}' }";

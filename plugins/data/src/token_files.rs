@@ -133,11 +133,12 @@ impl TokenFile {
         Self { path, file, dtype, start, len }
     }
 
-    /// Number of ids.
+    /// The type of its ids.
     pub(crate) fn dtype(&self) -> TokenDtype {
         self.dtype
     }
 
+    /// Number of ids.
     pub(crate) fn len(&self) -> u64 {
         self.len
     }

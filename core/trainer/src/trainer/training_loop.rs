@@ -330,12 +330,16 @@ impl Session {
     /// Whether a validation is due after one of the first `max_steps` steps, as far as that can be said soon.
     pub(super) fn is_ever_validated(&self, max_steps: u64) -> Result<bool> {
         const LOOKED_AT: u64 = 100_000;
-        let (order, sampler) = self.train_sampler()?;
+        let (order, mut sampler) = self.train_sampler()?;
         let times = self.validation_times(&order);
+        let mut epoch_before = None;
         let mut before = Cursor { step: 0, samples: 0 };
         for step in 1..=max_steps.min(LOOKED_AT) {
-            let after = Cursor { step, samples: sampler.step_at(before.samples).end };
             let epoch = order.epoch(before.samples);
+            if epoch_before.replace(epoch) != Some(epoch) {
+                (_, sampler) = self.train_sampler_of(self.accumulate_in(epoch)?)?;
+            }
+            let after = Cursor { step, samples: sampler.step_at(before.samples).end };
             if self.is_validated_in(epoch) && times.is_due(before, after) {
                 return Ok(true);
             }
@@ -418,6 +422,7 @@ impl Session {
             let end = changes.min(max_epochs).saturating_mul(len);
             let steps = sampler.steps_between(cursor.samples, end).min(left);
             cursor.step = cursor.step.saturating_add(steps);
+            let before = cursor.samples;
             cursor.samples = match self.parts.config.last_batch {
                 LastBatch::Wrap => {
                     let taken = steps.saturating_mul(sampler.global_batch_size());
@@ -430,6 +435,10 @@ impl Session {
                     rest.saturating_add(epochs.saturating_mul(len))
                 }
             };
+            // More samples than can be counted: the run has no end.
+            if cursor.samples == before {
+                return Ok(Some(cursor));
+            }
         }
     }
 
