@@ -25,7 +25,7 @@ const MAX_FILE: u64 = 16 << 20;
 ///   plugin;
 /// - a key of a later layer removes the keys that it [excludes](Self::exclusive_keys);
 /// - `"name"` and `{ type = "name" }` are equal, so a table over a name adds options to it;
-/// - a string that begins with `~/` is a path in the home directory;
+/// - a string that begins with `~/` is a path in the home directory; one with `~user/` is refused;
 /// - an override `key=null` takes away what the layers below have at that key.
 ///
 /// ```

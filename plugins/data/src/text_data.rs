@@ -163,7 +163,7 @@ impl TextData {
                 ));
             }
             let sequences = Sequences::new(key, sources, config.seq_len, config.stride())?;
-            // Tails of one text are short; those of many files may be most of them.
+            // The tail of one text is short. Many short files may consist of tails.
             let unused = sequences.unused_targets();
             if sequences.sources().len() > 1 && unused > tokens / 10 {
                 source.count("tokens in no sample", unused);

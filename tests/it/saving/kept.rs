@@ -119,7 +119,7 @@ fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
 
 #[test]
 fn a_checkpoint_has_no_value_of_another_step() {
-    // Validated after steps 3 and 6; the value after step 3 is the larger one, and not that of step 4.
+    // Validated after steps 3 and 6. The value of step 3 is the best, and step 4 must not have it.
     let keys = [
         "checkpoint.every_n_steps=2",
         "checkpoint.save_top_k=1",

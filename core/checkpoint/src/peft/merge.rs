@@ -78,8 +78,8 @@ impl<'a> MergedModel<'a> {
             .collect()
     }
 
-    /// Checks that a base with the tensors of an adapter, which is a checkpoint of the run that trained it, has those
-    /// that are merged.
+    /// Checks a base that is a checkpoint of the run that trained the adapter. It has the adapter's tensors, too,
+    /// and they must be those that are merged.
     fn check_own_adapter(&self, name: &str) -> Result<()> {
         let (Some(own), Some(info)) = (self.base.info(name), self.adapter.info(name)) else {
             return Ok(());

@@ -7,8 +7,8 @@ use crate::Result;
 use crate::run::{CkptPath, TrainerConfig};
 use fulgurite_launch::attempt;
 
-/// What the runs of this job are marked with, if its launcher or scheduler has started it again and the configuration
-/// does not look for the last or best checkpoint itself. Whether it is `None` is the same on all ranks; the id counts on
+/// The id that marks the runs of this job, if its launcher or scheduler has started it again. `None` also where the
+/// configuration asks for the last or best checkpoint. Whether it is `None` is the same on all ranks; the id counts on
 /// rank 0.
 pub(super) fn restarted_job(config: &TrainerConfig) -> Option<&'static str> {
     let attempt = attempt().filter(|attempt| attempt.restart_count > 0)?;

@@ -280,8 +280,8 @@ impl Session {
         self.parts.fabric.runtime.prepare_forward()
     }
 
-    /// In a training whose job was started again, the last checkpoint of the job; if it has none, the one that
-    /// `trainer.ckpt_path` names. Says whether it is of the job. Collective: rank 0 looks it up.
+    /// The checkpoint that `trainer.ckpt_path` names. A training whose job was started again takes the job's last
+    /// one instead, if there is one. Says whether it is of the job. Collective: rank 0 looks it up.
     pub(super) fn checkpoint_to_resume(&self) -> Result<Option<(ResumeSource, bool)>> {
         let config = &self.parts.config;
         let restarted = restarted_job(config).filter(|_| self.stage == RunStage::Fit);
@@ -432,7 +432,7 @@ impl Session {
         let root = &self.parts.config.default_root_dir;
         let runs = runs_of_job(root, job)?;
         let found = match (&self.parts.saving.config.dir, runs.last().and_then(RunDir::job)) {
-            // What was there before the first attempt began to train is of another run.
+            // Another run saved the checkpoints from before the first attempt.
             (Some(dir), Some(first)) => {
                 let found = self.last_checkpoint_in([dir.clone()])?;
                 match (&found, first.saved_before) {

@@ -46,7 +46,7 @@ struct Peak {
     at_end: bool,
 }
 
-/// The peak of a factor that begins lower and never comes to 1.
+/// The peak of a factor that rises and stays below 1.
 fn peak_below_rate(scheduler: &dyn SchedulerConfig, steps: u64) -> Result<Option<Peak>> {
     let factor = |step| scheduler.factor(step, Some(steps));
     let (first, last) = (factor(0)?, factor(steps - 1)?);
