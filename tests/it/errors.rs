@@ -122,6 +122,15 @@ fn what_trains_nothing_is_a_warning() {
 }
 
 #[test]
+fn u16_ids_of_a_larger_vocabulary_are_a_warning() {
+    let scratch = Scratch::with_tokens();
+    let keys = ["model.vocab_size=70000", "data.vocab_size=70000", "trainer.max_steps=1"];
+    let run = scratch.small().set(&keys).succeed();
+    let says = "data.path has files of u16 ids, which end at 65535, and the vocabulary has 70000";
+    assert!(run.stderr.contains(says), "{}", run.stderr);
+}
+
+#[test]
 fn more_ranks_than_cores_are_a_warning() {
     let scratch = Scratch::with_tokens();
     let cores = std::thread::available_parallelism().unwrap().get();

@@ -271,6 +271,25 @@ fn formats_go_round_without_loss() {
 }
 
 #[test]
+fn warnings_of_a_merge_are_shown() {
+    let scratch = Scratch::new();
+    let (from, adapter) = (scratch.fixture().with_file_name("hf_llama"), scratch.path("adapter"));
+    fs::create_dir(&adapter).unwrap();
+    let of_peft = from.with_file_name("peft").join("head_emb");
+    let weights = "adapter_model.safetensors";
+    fs::copy(of_peft.join(weights), adapter.join(weights)).unwrap();
+    let config = fs::read(of_peft.join("adapter_config.json")).unwrap();
+    let mut config: Value = serde_json::from_slice(&config).unwrap();
+    config["target_modules"].as_array_mut().unwrap().push("k_proj".into());
+    fs::write(adapter.join("adapter_config.json"), config.to_string()).unwrap();
+    let line = format!("convert {} merged --to hugging-face --adapter adapter", from.display());
+    let Ran { code, stderr, .. } = scratch.run(&line);
+    assert_eq!(code, 0, "{stderr}");
+    let says = "has no tensors for 3 of the layers in `target_modules`, which stay as in the base";
+    assert!(stderr.contains(says), "{stderr}");
+}
+
+#[test]
 fn hugging_face_directories_go_through() {
     let scratch = Scratch::new();
     let fixture = scratch.fixture();
