@@ -8,6 +8,7 @@ mod bare_mpi;
 mod checkpoint;
 mod collectives;
 mod floor;
+mod gemm;
 mod loops;
 mod memory;
 mod model;
@@ -34,6 +35,8 @@ pub enum Command {
     Overlap(overlap::OverlapBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(checkpoint::CheckpointBench),
+    /// Matrix products alone, in operations a second and core
+    Gemm(gemm::GemmBench),
     /// What trainer and Fabric add to loops written by hand, and what a start takes
     Overhead(overhead::OverheadBench),
 }
@@ -48,6 +51,7 @@ pub fn run(command: &Command) -> Result<()> {
         Command::Collectives(options) => collectives::collectives(options),
         Command::Overlap(options) => overlap::overlap(options),
         Command::Checkpoint(options) => checkpoint::checkpoint(options),
+        Command::Gemm(options) => gemm::run(options),
         Command::Overhead(options) => overhead::overhead(options),
     }
 }

@@ -77,6 +77,30 @@ fn steps_are_measured_against_their_matrix_products() {
 }
 
 #[test]
+fn products_are_measured_alone() {
+    let rows =
+        measured(&["gemm", "--json", "--repeat", "1", "--size", "8,16,24", "--size", "5,1,7"]);
+    let products: Vec<_> = rows.iter().map(|row| row["product"].as_str().unwrap()).collect();
+    assert_eq!(products, ["forward", "input_grad", "weight_grad"].repeat(2));
+    for row in &rows {
+        let number = |key: &str| row[key].as_f64().unwrap();
+        let operations = 2.0 * number("tokens") * number("inputs") * number("outputs");
+        let rate = operations / number("seconds") / 1e9;
+        assert!((number("gflops_per_core") / rate - 1.0).abs() < 1e-12, "{row}");
+    }
+    let table = bench(&["gemm", "--repeat", "1", "--size", "8,16,24", "--threads", "2"]);
+    let table = String::from_utf8(table.stdout).unwrap();
+    assert!(table.contains("2 threads") && table.contains("8, 16, 24"), "{table}");
+    for wrong in ["8,16", "8,0,24", "8,a,24"] {
+        let refused = bench(&["gemm", "--size", wrong]);
+        let error = String::from_utf8_lossy(&refused.stderr);
+        assert!(error.contains("three positive numbers"), "{error}");
+    }
+    let huge = bench(&["gemm", "--size", "4294967296,4294967296,1"]);
+    assert!(String::from_utf8_lossy(&huge.stderr).contains("is too large"), "{huge:?}");
+}
+
+#[test]
 fn activations_that_cannot_be_written_end_the_run() {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
         .args(["bench", "train", "--workload", "tiny", "--ranks", "1"])
