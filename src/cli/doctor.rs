@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use fulgurite_core::environment::{self, Variables};
 use fulgurite_core::launch::HostMemory;
+use fulgurite_core::nn::gemm;
 use fulgurite_core::strategy::Bytes;
 use fulgurite_core::{Error, Result, counted, registry};
 use rustix::process::{Resource, getrlimit};
@@ -118,6 +119,7 @@ fn machine(report: &mut Report) {
             report.add("cores", grade, found);
         }
     }
+    report.good("vector instructions", format!("{} in products of f32", gemm::instructions()));
     match HostMemory::now() {
         Some(memory) => {
             let found = format!("{}, {} available", Bytes(memory.total), Bytes(memory.available));

@@ -380,7 +380,16 @@ fn the_doctor_says_what_a_run_would_find() {
         words.map(|mut parts| parts.nth(1).unwrap().trim().to_owned() + "\n").collect()
     };
     let good = job.clone().succeed();
-    for what in ["host", "cores", "shared memory", "launcher", "plugins", "configuration", "runs"] {
+    for what in [
+        "host",
+        "cores",
+        "vector instructions",
+        "shared memory",
+        "launcher",
+        "plugins",
+        "configuration",
+        "runs",
+    ] {
         assert!(whats(&good).lines().any(|line| line == what), "{what} is not in {}", good.stdout);
     }
     let few = job.clone().limited("-n 64").succeed();

@@ -108,16 +108,16 @@ unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threa
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let [across, along] = match threads {
         Threads::One => [1, 1],
-        Threads::All => grid(m, k, n, rayon::current_num_threads()),
+        Threads::All => grid([m, k, n], cols_unit::<T>(), rayon::current_num_threads()),
     };
     if across * along == 1 {
         // SAFETY: the caller's promise, for the whole product.
         return unsafe { multiply_part(out, 0..m, 0..n, a, b, add) };
     }
-    let out = Out(out);
+    let (out, unit) = (Out(out), cols_unit::<T>());
     parallel_for(across * along, |i| {
         let rows = share(m, ROWS, across, i / along);
-        let cols = share(n, COLS, along, i % along);
+        let cols = share(n, unit, along, i % along);
         // SAFETY: the caller's promise; the parts of the grid share no element.
         unsafe { multiply_part(out.pointer(), rows, cols, a, b, add) }
     });
@@ -134,10 +134,37 @@ impl<T> Out<T> {
     }
 }
 
-/// Rows and columns of a part are multiples of these, so that the `gemm` crate's kernels fill their
-/// tiles.
+/// Rows of a part are multiples of this: the `gemm` crate's kernels compute six at a time.
 const ROWS: usize = 12;
-const COLS: usize = 32;
+
+/// Columns of a part are multiples of this many bytes, so that the `gemm` crate's kernels fill their tiles: four vectors
+/// of AVX-512, or two of AVX.
+fn tile_bytes() -> usize {
+    match instructions() {
+        "AVX-512" => 256,
+        _ => 128,
+    }
+}
+
+/// The vector instructions that products of f32 and f64 use on this CPU. Their bits depend on it: each set sums in an
+/// order of its own.
+pub fn instructions() -> &'static str {
+    #[cfg(target_arch = "x86_64")]
+    {
+        // As the `gemm` crate chooses.
+        if is_x86_feature_detected!("avx512f") {
+            "AVX-512"
+        } else if is_x86_feature_detected!("fma") {
+            "AVX2"
+        } else {
+            "none"
+        }
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    {
+        if cfg!(target_arch = "aarch64") { "NEON" } else { "none" }
+    }
+}
 
 /// Multiplications that justify another thread.
 const WORTH_A_THREAD: usize = 1 << 18;
@@ -153,12 +180,12 @@ const FEW: usize = 256;
 const READ_COST: usize = 16;
 
 /// Into how many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product for at
-/// most `threads` threads: the grid whose largest part multiplies and reads least.
+/// most `threads` threads: the grid whose largest part multiplies and reads least. Parts have multiples of `unit` columns.
 ///
 /// Results do not depend on the number of threads, because each part is summed in the order of the
 /// whole product: products that the `gemm` crate sums in another order ([`SMALL`], [`FEW`]) are
 /// neither cut nor made by a cut.
-fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
+fn grid([m, k, n]: [usize; 3], unit: usize, threads: usize) -> [usize; 2] {
     let most = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
     let takes = |rows: usize, cols: usize| rows.saturating_mul(cols) + READ_COST * (rows + cols);
     let mut best = ([1, 1], takes(m, n));
@@ -167,17 +194,22 @@ fn grid(m: usize, k: usize, n: usize, threads: usize) -> [usize; 2] {
     }
     for across in 1..=most {
         for along in 1..=most / across {
-            let [rows, cols] = [smallest_share(m, ROWS, across), smallest_share(n, COLS, along)];
+            let [rows, cols] = [smallest_share(m, ROWS, across), smallest_share(n, unit, along)];
             let alike = rows.min(cols) > 1
                 && rows.saturating_mul(cols) > FEW
                 && (m.max(n) <= SMALL || rows.max(cols) > SMALL);
-            let takes = takes(largest_share(m, ROWS, across), largest_share(n, COLS, along));
+            let takes = takes(largest_share(m, ROWS, across), largest_share(n, unit, along));
             if alike && takes < best.1 {
                 best = ([across, along], takes);
             }
         }
     }
     best.0
+}
+
+/// The columns in [`tile_bytes`].
+fn cols_unit<T>() -> usize {
+    tile_bytes() / size_of::<T>()
 }
 
 /// The `i`-th of `parts` shares of `0..len`; shares begin at multiples of `unit`.
@@ -241,6 +273,8 @@ unsafe fn multiply_part<T: Float>(
 
 #[cfg(test)]
 mod tests {
+    use std::iter::repeat;
+
     use super::*;
 
     #[test]
@@ -314,18 +348,19 @@ mod tests {
     fn more_threads_cut_into_no_larger_parts() {
         let shapes = [[512, 768, 64], [1024, 4096, 16], [64, 768, 768], [32, 2048, 2048]];
         let more = [[256, 1024, 256], [128, 65536, 128], [3, 4096, 4096], [64, 65536, 64]];
-        for [m, k, n] in shapes.into_iter().chain(more) {
+        let sizes = || shapes.into_iter().chain(more);
+        for ([m, k, n], unit) in sizes().zip(repeat(32)).chain(sizes().zip(repeat(64))) {
             let largest = |threads| {
-                let [across, along] = grid(m, k, n, threads);
+                let [across, along] = grid([m, k, n], unit, threads);
                 assert!(across * along <= threads);
-                for (len, unit, parts) in [(m, ROWS, across), (n, COLS, along)] {
+                for (len, unit, parts) in [(m, ROWS, across), (n, unit, along)] {
                     let shares: Vec<_> = (0..parts).map(|i| share(len, unit, parts, i)).collect();
                     let lens = || shares.iter().map(Range::len);
                     assert_eq!(lens().sum::<usize>(), len);
                     assert_eq!(lens().min().unwrap(), smallest_share(len, unit, parts));
                     assert!(lens().max().unwrap() <= largest_share(len, unit, parts));
                 }
-                let [rows, cols] = [largest_share(m, ROWS, across), largest_share(n, COLS, along)];
+                let [rows, cols] = [largest_share(m, ROWS, across), largest_share(n, unit, along)];
                 rows * cols + READ_COST * (rows + cols)
             };
             assert!(largest(2) < largest(1), "{m} x {k} x {n} is cut for two threads");
