@@ -185,6 +185,10 @@ impl ProcessGroup for Switch {
         self.inner.global_ranks()
     }
 
+    fn connect(&self, device: &Device) -> Result<()> {
+        self.inner.connect(device)
+    }
+
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         if self.control.is(Mode::LeaveOut) {
             return Ok(Work::ready());

@@ -1,4 +1,4 @@
-//! Texts that take long to make, kept in files.
+//! Compiled kernels, which take long to make, kept in files.
 
 use std::env;
 use std::fs;
@@ -7,17 +7,17 @@ use std::path::PathBuf;
 use std::process;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use fulgurite_error::files::read_regular_text;
-use fulgurite_error::{Error, Result};
+use fulgurite_error::Result;
+use fulgurite_error::files::read_regular;
 use twox_hash::XxHash3_64;
 
-/// A folder of texts. What cannot be kept is made again: a cache is no reason for an error.
+/// A folder of compiled kernels. What cannot be kept is made again: a cache is no reason for an error.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: Option<PathBuf>,
 }
 
-/// The longest text that is read back.
+/// The longest that are read back.
 const MOST_BYTES: u64 = 64 << 20;
 
 impl Cache {
@@ -35,50 +35,47 @@ impl Cache {
         Self { folder: Some(folder.into()) }
     }
 
-    /// The text that `make` makes, which follows from `key` alone: from the cache, if it is there whole. Processes may
-    /// use one cache at the same time.
+    /// Returns the bytes that `make` makes, which follow from `key` alone: from the cache, if they are there whole.
+    /// Processes may use one cache at the same time.
     ///
     /// # Errors
-    /// Those of `make`, and if the text has a byte of zero.
-    pub fn text(
+    /// Those of `make`.
+    pub fn bytes(
         &self,
         name: &str,
         key: &str,
-        make: impl FnOnce() -> Result<String>,
-    ) -> Result<String> {
-        let file = format!("{name}-{:032x}", hash(key));
+        make: impl FnOnce() -> Result<Vec<u8>>,
+    ) -> Result<Vec<u8>> {
+        let file = format!("{name}-{:032x}", hash(key.as_bytes()));
         let path = self.folder.as_ref().map(|folder| folder.join(file));
         if let Some(path) = &path
-            && let Ok(kept) = read_regular_text(path, MOST_BYTES)
-            && let Some((first, text)) = kept.split_once('\n')
-            && first == first_line(text)
+            && let Ok(mut kept) = read_regular(path, MOST_BYTES)
+            && let Some(end) = kept.iter().position(|&byte| byte == b'\n')
+            && kept[..end] == *first_line(&kept[end + 1..]).as_bytes()
         {
-            return Ok(text.to_owned());
+            return Ok(kept.split_off(end + 1));
         }
-        let text = make()?;
-        if text.contains('\0') {
-            return Err(Error::other("a compiled kernel is text, and this has a byte of zero"));
-        }
+        let bytes = make()?;
         if let Some(path) = path {
-            let _ = keep(&path, &text); // made again next time
+            let _ = keep(&path, &bytes); // made again next time
         }
-        Ok(text)
+        Ok(bytes)
     }
 }
 
 /// 128 bits: those of two hashes.
-fn hash(text: &str) -> u128 {
-    let [low, high] = [0, 1].map(|seed| XxHash3_64::oneshot_with_seed(seed, text.as_bytes()));
+fn hash(bytes: &[u8]) -> u128 {
+    let [low, high] = [0, 1].map(|seed| XxHash3_64::oneshot_with_seed(seed, bytes));
     u128::from(high) << 64 | u128::from(low)
 }
 
 /// What a file begins with, so that one that is cut off or changed is not taken.
-fn first_line(text: &str) -> String {
-    format!("// fulgurite {:032x}", hash(text))
+fn first_line(bytes: &[u8]) -> String {
+    format!("// fulgurite {:032x}", hash(bytes))
 }
 
 /// Writes a file of its own and renames it, so that others see all of it or nothing.
-fn keep(path: &std::path::Path, text: &str) -> std::io::Result<()> {
+fn keep(path: &std::path::Path, bytes: &[u8]) -> std::io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {
         fs::create_dir_all(folder)?;
@@ -89,7 +86,10 @@ fn keep(path: &std::path::Path, text: &str) -> std::io::Result<()> {
         .write(true)
         .create_new(true)
         .open(&written)
-        .and_then(|mut file| write!(file, "{}\n{text}", first_line(text)))
+        .and_then(|mut file| {
+            writeln!(file, "{}", first_line(bytes))?;
+            file.write_all(bytes)
+        })
         .and_then(|()| fs::rename(&written, path));
     if result.is_err() {
         let _ = fs::remove_file(&written);

@@ -20,6 +20,9 @@
 //! assert_eq!(names, ["squared_norm_chunks", "sum_f64"]);
 //! ```
 //!
+//! NVRTC makes the code of the GPU itself (a cubin), which the driver need not compile. The environment variable
+//! `FULGURITE_KERNELS=ptx` has it make PTX instead, for tools that read that, such as `gpu-check/emulator`.
+//!
 //! This crate knows tensors only as addresses, lengths and dtypes; `engine` and `nn` have the plans carried out.
 
 pub mod cache;
@@ -31,6 +34,7 @@ pub mod plans;
 mod product;
 mod source;
 pub mod table;
+pub mod versions;
 
 pub use dtype::Float;
 pub use plan::{

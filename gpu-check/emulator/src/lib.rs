@@ -22,8 +22,11 @@
 //! | `FULGURITE_GPU_EMULATOR_DEVICES` | how many GPUs there are; 1 |
 //! | `FULGURITE_GPU_EMULATOR_BYTES` | the memory of each; 8 GiB |
 //! | `FULGURITE_GPU_EMULATOR_ORDER` | `eager`: work is done when it is queued; `lazy`: when it is waited for; a number: in an order drawn from it; 1 |
+//! | `FULGURITE_GPU_EMULATOR_FAILS` | `DEVICE:COUNT:BYTES`: the allocation of a process on this GPU that is the `COUNT`th, from 1 on, of at least `BYTES` bytes finds no memory left; none |
 //! | `FULGURITE_GPU_EMULATOR_CALLS` | a folder, where each process writes its counts as `PID.json` |
 //! | `FULGURITE_GPU_EMULATOR_CACHE` | where compiled kernels are kept; `fulgurite/gpu-emulator` of the user's cache directory |
+//!
+//! It reads PTX alone, so kernels of Fulgurite must be compiled to that: `FULGURITE_KERNELS=ptx`.
 //!
 //! What it does not show: how fast anything is, what `ptxas` makes of the PTX, memory order between threads beyond
 //! barriers, rounding of approximate instructions (it computes them exactly), denormals that a GPU flushes. Kernels of one

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use crate::calls::Calls;
 use crate::compile::Kernel;
-use crate::memory::Memory;
+use crate::memory::{Fails, Memory};
 use crate::ptx::Module;
 use crate::streams::{Handle, Order, Streams};
 
@@ -76,7 +76,17 @@ impl Machine {
             Order::Random(seed) => seed,
             _ => 0,
         };
-        let memory = visible.iter().map(|_| Memory::new(bytes)).collect();
+        let fails = std::env::var("FULGURITE_GPU_EMULATOR_FAILS").ok().map(|text| {
+            Fails::parse(&text).unwrap_or_else(|| {
+                crate::refuse(&format!(
+                    "FULGURITE_GPU_EMULATOR_FAILS is `{text}`; expected DEVICE:COUNT:BYTES, the COUNTth allocation of at least \
+                     BYTES bytes on a GPU"
+                ))
+            })
+        });
+        let fails_on = |device: usize| fails.filter(|fails| fails.device == device);
+        let memory = visible.iter().map(|&device| Memory::new(bytes).with_fails(fails_on(device)));
+        let memory = memory.collect();
         Self {
             state: State { memory, calls: Calls::of_environment() },
             streams: Streams::new(order),

@@ -27,6 +27,37 @@ pub(crate) struct Memory {
     pub(crate) peak: usize,
     /// Bytes that there are.
     pub(crate) total: usize,
+    fails: Option<Fails>,
+}
+
+/// The allocation that finds no memory left, whatever there is.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Fails {
+    pub(crate) device: usize,
+    /// How many allocations of this size there are until then, that one included; 0 once it was.
+    left: usize,
+    /// The fewest bytes that count.
+    bytes: usize,
+}
+
+impl Fails {
+    /// Of `DEVICE:COUNT:BYTES`.
+    pub(crate) fn parse(text: &str) -> Option<Self> {
+        let numbers = text.split(':').map(|number| number.parse().ok());
+        match *numbers.collect::<Option<Vec<usize>>>()? {
+            [device, left, bytes] if left > 0 => Some(Self { device, left, bytes }),
+            _ => None,
+        }
+    }
+
+    /// Whether the next allocation, of so many bytes, is the one.
+    fn is_now(&mut self, bytes: usize) -> bool {
+        if bytes < self.bytes || self.left == 0 {
+            return false;
+        }
+        self.left -= 1;
+        self.left == 0
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -44,7 +75,12 @@ impl Memory {
             mmap_anonymous(std::ptr::null_mut(), ADDRESSES, ProtFlags::empty(), flags)
         };
         let start = start.expect("addresses for a device") as usize;
-        Self { start, next: start, blocks: BTreeMap::new(), used: 0, peak: 0, total }
+        Self { start, next: start, blocks: BTreeMap::new(), used: 0, peak: 0, total, fails: None }
+    }
+
+    /// The same, with an allocation that fails.
+    pub(crate) fn with_fails(self, fails: Option<Fails>) -> Self {
+        Self { fails, ..self }
     }
 
     /// The first address, and the one after the last.
@@ -54,7 +90,8 @@ impl Memory {
 
     /// New memory; `None` if there is not enough.
     pub(crate) fn allocate(&mut self, bytes: usize) -> Option<usize> {
-        if bytes > self.total - self.used {
+        let fails = self.fails.as_mut().is_some_and(|fails| fails.is_now(bytes));
+        if fails || bytes > self.total - self.used {
             return None;
         }
         let pages = bytes.max(1).next_multiple_of(PAGE);
@@ -146,5 +183,16 @@ mod tests {
         assert!(memory.free(b).unwrap_err().contains("past their end"));
         let none = memory.allocate(0).unwrap();
         memory.free(none).unwrap();
+    }
+
+    #[test]
+    fn one_allocation_fails_as_planned() {
+        let fails = Fails::parse("1:2:100");
+        assert_eq!(fails.unwrap().device, 1);
+        let mut memory = Memory::new(10_000).with_fails(fails);
+        let allocated = [100, 99, 100, 100, 200].map(|bytes| memory.allocate(bytes).is_some());
+        assert_eq!(allocated, [true, true, false, true, true]);
+        let wrong = ["", "1:2", "1:0:8", "1:2:3:4", "a:1:1", "1:-1:1"];
+        assert!(wrong.iter().all(|text| Fails::parse(text).is_none()));
     }
 }

@@ -42,7 +42,7 @@ mod cuda {
     use candle_core::cuda_backend::{CudaDevice, WrapErr as _};
     use fulgurite_error::{Error, Result};
     use fulgurite_kernels::Source;
-    use fulgurite_kernels::cuda::{nvrtc_version, ptx};
+    use fulgurite_kernels::cuda::{check_versions, compiled, nvrtc_version};
 
     use crate::findings::Findings;
 
@@ -60,6 +60,7 @@ mod cuda {
         findings.fact("compute_capability", format!("{major}.{minor}"));
         let (major, minor) = nvrtc_version()?;
         findings.fact("nvrtc", format!("{major}.{minor}"));
+        check_versions()?;
         findings.fact("has_memory_pools", context.has_async_alloc());
         let processors = Attribute::CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT;
         findings.figure("multiprocessors", f64::from(context.attribute(processors).w()?));
@@ -72,7 +73,7 @@ mod cuda {
         let capability = context.compute_capability().w()?;
         for source in Source::ALL {
             let started = Instant::now();
-            let compiled = ptx(source, capability);
+            let compiled = compiled(source, capability);
             findings.figure(format!("{}_s", source.name()), started.elapsed().as_secs_f64());
             if let Err(error) = compiled {
                 findings.wrong.push(error.to_string());

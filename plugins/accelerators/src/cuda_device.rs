@@ -4,6 +4,7 @@
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 use std::fmt;
+use std::mem::MaybeUninit;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::Device;
@@ -12,8 +13,10 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result
 use fulgurite_core::accelerator::{Accelerator, CudaTimeStamp, DeviceMemory, TimeStamp};
 use fulgurite_core::execution::transfer;
 use fulgurite_core::{Error, Result};
+use fulgurite_kernels::cuda::check_versions;
 
 use crate::cuda::Cuda;
+use crate::out_of_memory::says_out_of_memory;
 use crate::pinned::Pinned;
 
 /// The UUIDs of the GPUs that this process sees, in CUDA's order. Opens none.
@@ -24,13 +27,18 @@ pub(crate) fn visible() -> Result<Vec<String>> {
         Err(error) => return Err(failed("asking the driver for GPUs", &error)),
     };
     let uuid = |ordinal| {
-        let device = result::device::get(ordinal)?;
-        result::device::get_uuid(device)
+        let (device, mut uuid) = (result::device::get(ordinal)?, MaybeUninit::uninit());
+        // The first version of this call, which cudarc makes before CUDA 13, gives all MIG slices of a GPU its own UUID.
+        // SAFETY: a device of this ordinal, and a pointer to what is written.
+        unsafe { sys::cuDeviceGetUuid_v2(uuid.as_mut_ptr(), device) }.result()?;
+        // SAFETY: it was written.
+        Ok::<_, DriverError>(unsafe { uuid.assume_init() })
     };
     (0..count)
         .map(|ordinal| {
             let uuid = uuid(ordinal).map_err(|e| failed("asking the driver for a GPU", &e))?;
-            let hex = |byte: &std::ffi::c_char| format!("{:02x}", byte.cast_unsigned());
+            // Signed or not, as the host's characters are.
+            let hex = |byte: &std::ffi::c_char| format!("{:02x}", byte.to_ne_bytes()[0]);
             Ok(format!("GPU-{}", uuid.bytes.iter().map(hex).collect::<String>()))
         })
         .collect()
@@ -61,6 +69,7 @@ pub(crate) fn open(ordinal: usize, options: &Cuda) -> Result<Box<dyn Accelerator
 
 /// Opens a GPU with one stream of its own, and has its memory pool keep what is freed.
 fn open_anew(ordinal: usize, event_tracking: bool) -> Result<Gpu> {
+    check_versions()?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     let Device::Cuda(cuda) = &device else {
         return Err(Error::Config(format!("GPU {ordinal} was opened as another kind of device")));
@@ -165,10 +174,6 @@ impl Accelerator for Gpu {
     }
 
     fn is_out_of_memory(&self, error: &Error) -> bool {
-        // candle wraps the driver's, cuBLAS's and cuRAND's codes as texts.
-        let text = error.to_string();
-        ["CUDA_ERROR_OUT_OF_MEMORY", "CUBLAS_STATUS_ALLOC_FAILED"]
-            .iter()
-            .any(|code| text.contains(code))
+        says_out_of_memory(&error.to_string())
     }
 }

@@ -20,6 +20,8 @@ mod cpu;
 mod cuda;
 #[cfg(feature = "cuda")]
 mod cuda_device;
+#[cfg(any(feature = "cuda", test))]
+mod out_of_memory;
 #[cfg(feature = "cuda")]
 mod pinned;
 

@@ -19,6 +19,7 @@ use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Storage, Tensor, WithDType};
 use fulgurite_core::execution::transfer::{Arriving, HostCopies, HostCopy};
 use fulgurite_core::{Error, Result};
+use fulgurite_kernels::cuda::make_current;
 use half::{bf16, f16};
 
 /// Bytes of a piece.
@@ -61,7 +62,9 @@ impl Arriving for Few {
 impl Drop for Few {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
-        if self.arrived.is_complete() {
+        // On a thread without the context the question is an error, and the memory would be lost.
+        let current = make_current(self.arrived.context());
+        if current.is_ok() && self.arrived.is_complete() {
             self.free.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
         } else {
             // The device will write there yet, and may hang: after an error nobody waits for it.

@@ -158,11 +158,12 @@ pub(crate) fn settle<'a>(
                 Some(Progress::Done) => break,
                 Some(Progress::UnderWay) => {}
             }
-            // As a rule it takes some microseconds; the first time, when ranks connect, seconds.
+            // As a rule it takes some tens of microseconds, for NCCL has a thread for each group of calls, and a sleep would
+            // double them; the first time, when ranks connect, it takes seconds.
             polls += 1;
             match polls {
-                0..64 => std::thread::yield_now(),
-                64..512 => std::thread::sleep(Duration::from_micros(50)),
+                0..512 => std::thread::yield_now(),
+                512..1024 => std::thread::sleep(Duration::from_micros(50)),
                 _ => std::thread::sleep(Duration::from_millis(1)),
             }
         }

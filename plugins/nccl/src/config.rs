@@ -13,7 +13,7 @@ use crate::library::Library;
 
 /// `process_group.type = "nccl"`: NCCL for tensors on GPUs of NVIDIA, another process group for those of the host.
 ///
-/// Needs the cargo feature `cuda`, and NCCL 2.27 or newer where the ranks run. It has run on emulated GPUs, with a library in
+/// Needs the cargo feature `cuda`, and NCCL 2.18 or newer where the ranks run. It has run on emulated GPUs, with a library in
 /// NCCL's place, and never on a GPU.
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]

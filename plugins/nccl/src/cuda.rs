@@ -12,10 +12,14 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::{CudaDevice, Device, Storage, Tensor};
 use fulgurite_core::accelerator::{CudaTimeStamp, TimeStamp};
 use fulgurite_core::{Error, Result};
-use fulgurite_kernels::cuda::Queue;
+use fulgurite_kernels::cuda::{Queue, make_current};
 use fulgurite_kernels::plans::{self, Copied};
 
 use crate::streams::{Copy, Event, Memory, Stream, Streams};
+
+/// The highest priority of streams, to which CUDA clamps what is beyond it: kernels of a collective get multiprocessors
+/// before further blocks of products that were launched earlier.
+const HIGHEST: i32 = -100;
 
 /// The GPU that tensors are on. Its compute stream is candle's; memory is of its stream-ordered pool.
 #[derive(Debug, Clone, Copy, Default)]
@@ -43,7 +47,7 @@ impl Drop for Held {
     fn drop(&mut self) {
         // It may be another thread than the one that computes, and memory is freed by the thread's context. An error
         // is one of the context, which the next call has too.
-        let _ = self.compute.context().bind_to_thread();
+        let _ = make_current(self.compute.context());
         drop((self.tensor.take(), self.buffer.take()));
     }
 }
@@ -61,7 +65,8 @@ impl Streams for Cuda {
     fn stream(&self, device: &Device) -> Result<Box<dyn Stream>> {
         let device = cuda(device)?;
         let compute = device.cuda_stream();
-        let own = compute.context().new_stream().map_err(failed("making a stream"))?;
+        let own = compute.context().new_stream_with_priority(HIGHEST);
+        let own = own.map_err(failed("making a stream"))?;
         let queue = Mutex::new(Queue::new(device, &own));
         Ok(Box::new(GpuStream { own, compute, queue }))
     }
@@ -159,7 +164,8 @@ fn gpu_event(event: &dyn Event) -> Result<&GpuEvent> {
 
 impl Event for GpuEvent {
     fn is_done(&self) -> Result<bool> {
-        self.event.context().bind_to_thread().map_err(failed("using a GPU"))?;
+        // Not cudarc's way, which would hand the watchdog an error that another thread's `Drop` has left.
+        make_current(self.event.context()).map_err(failed("using a GPU"))?;
         self.event.try_is_complete().map_err(failed("asking a GPU for an event"))
     }
 }

@@ -1,13 +1,15 @@
 //! [`connect`], and the handle of a process group.
 
 use std::any::Any;
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{
-    Collective, End, Label, ProcessGroup, Store, Timing, Work, broadcast_object, check,
+    AllGather, Collective, End, Label, ProcessGroup, ReduceOp, ReduceScatter, Store, Timing, Work,
+    all_gather_object, broadcast_object, check,
 };
 use fulgurite_core::launch::Patience;
 use fulgurite_core::{Error, Result};
@@ -46,7 +48,8 @@ pub struct Parts {
 /// group of one rank is the host's. Every rank calls it, in the same order as other calls.
 ///
 /// # Errors
-/// If NCCL cannot be loaded, or is older than 2.27.
+/// If NCCL cannot be loaded, or is older than 2.18; if ranks are threads of one process and NCCL is older than 2.24, unless
+/// `NCCL_P2P_DIRECT_DISABLE` is 1.
 pub fn connect(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
     match parts.host.size() {
         1 => Ok(parts.host),
@@ -62,12 +65,33 @@ pub fn connect_even_alone(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
     let Parts { host, library, streams, store, timeout } = parts;
     let library = Library::open(library.as_deref())?;
     tracing::debug!("process group `{}` over {}", host.name(), library.description());
+    refuse_threads(&*host, &library)?;
     // A job may build several world groups; every rank builds them in the same order.
     let rank = host.global_ranks()[host.rank()];
     let build = store.add(&format!("process_group/nccl/builds/{rank}"), 1)?;
     let world = World::new(library, streams, store, timeout)?;
     let name = host.name().to_owned();
     Ok(Group::of(Shared::new(world, host, format!("process_group/nccl/world{build}"), name)))
+}
+
+/// Refuses ranks that are threads of one process, if NCCL would write into each other's tensors. Collective.
+fn refuse_threads(host: &dyn ProcessGroup, library: &Library) -> Result<()> {
+    /// Differs between processes, also those of containers, whose ids may be the same.
+    static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
+    let disabled = std::env::var("NCCL_P2P_DIRECT_DISABLE").is_ok_and(|value| value == "1");
+    let allowed = library.allows_threads() || disabled;
+    let all: Vec<(u64, bool)> = all_gather_object(host, &(*PROCESS, allowed))?;
+    let together = |&(process, allowed): &(u64, bool)| {
+        !allowed && all.iter().filter(|(other, _)| *other == process).count() > 1
+    };
+    match all.iter().any(together) {
+        false => Ok(()),
+        true => Err(Error::Config(format!(
+            "several ranks are threads of one process, and {} would write into each other's tensors, which memory of a \
+             GPU's pool does not allow. Set the environment variable NCCL_P2P_DIRECT_DISABLE=1, or use NCCL 2.24 or newer",
+            library.description()
+        ))),
+    }
 }
 
 /// What this thread's collectives are for.
@@ -78,11 +102,13 @@ fn label() -> Option<String> {
 /// A process group over NCCL.
 struct Group {
     shared: Arc<Shared>,
-    /// Of all members, made at the first collective.
+    /// Of all members, made at the first collective on the device.
     communicator: Mutex<Option<Arc<Communicator>>>,
     messages: Arc<Messages>,
     collectives: AtomicU64,
     splits: AtomicU64,
+    /// The end of the collective that was launched last: no earlier one ends later, for all share a stream.
+    last: Mutex<Option<Arc<Ended>>>,
 }
 
 impl Group {
@@ -94,6 +120,7 @@ impl Group {
             messages,
             collectives: AtomicU64::new(0),
             splits: AtomicU64::new(0),
+            last: Mutex::default(),
         })
     }
 
@@ -138,6 +165,7 @@ impl Group {
             Ok(pending) => {
                 let (shared, event) = (shared.clone(), pending.event.clone());
                 let end = Arc::new(Ended { shared: shared.clone(), op, event });
+                *self.last() = Some(end.clone());
                 let wait = move || pending.wait().map_err(|failure| shared.error(op, failure));
                 Ok(Work::pending(wait).with_end(end))
             }
@@ -192,6 +220,21 @@ impl Group {
                 Err(failure)
             }
         }
+    }
+
+    fn last(&self) -> MutexGuard<'_, Option<Arc<Ended>>> {
+        self.last.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// A barrier of the host's group. It orders the device too: later work of the compute stream comes after the
+    /// collectives that were launched before, also those whose `Work` was dropped.
+    fn barrier(&self, overlap: bool) -> Result<Work> {
+        let on_host = self.shared.host.start(Collective::Barrier, overlap)?;
+        let last = self.last().clone();
+        Ok(Work::pending(move || {
+            on_host.wait()?;
+            last.map_or(Ok(()), |end| end.wait())
+        }))
     }
 
     /// The communicator of all members. Collective at first.
@@ -261,6 +304,9 @@ impl ProcessGroup for Group {
         let (routes, op) = self.routes(collective)?;
         let Routes { on_host, on_device } = routes;
         self.flush(op)?;
+        if let Some(Collective::Barrier) = on_host {
+            return self.barrier(overlap);
+        }
         // In this order on all ranks.
         let on_host = on_host.map(|collective| self.shared.host.start(collective, overlap));
         let on_device =
@@ -307,6 +353,19 @@ impl ProcessGroup for Group {
         }
         let key = format!("{}/{split}.{set}", shared.key);
         Ok(Self::of(Shared::new(shared.world.clone(), host, key, name.to_owned())))
+    }
+
+    /// NCCL connects what an algorithm needs at its first call, so each kind of collective of a step is called once.
+    fn connect(&self, device: &Device) -> Result<()> {
+        let one = Tensor::zeros(1, DType::F32, device)?;
+        if !self.shared.world.streams.reaches(&one) {
+            return self.shared.host.connect(device);
+        }
+        let all = Tensor::zeros(self.size(), DType::F32, device)?;
+        self.run(Collective::all_reduce(&one, ReduceOp::Sum))?;
+        self.run(Collective::all_gather_into(vec![AllGather::even(&all, &one, self.size())]))?;
+        let scattered = ReduceScatter::even(&one, &all, self.size());
+        self.run(Collective::reduce_scatter(vec![scattered], ReduceOp::Sum))
     }
 
     fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {

@@ -29,11 +29,14 @@
 //!
 //! **Two groups in one.** Each has a group of the host of the same ranks, which carries objects, votes and barriers, the
 //! ids by which ranks find each other in NCCL, and the news of a failure. A group of one rank is the host's alone.
-//! Communicators are made at the first collective; those of messages, of two ranks each, at their first message.
+//! Communicators are made when a strategy
+//! [connects](fulgurite_core::collective::ProcessGroup::connect) the groups that it will use, else at the first
+//! collective; those of messages, of two ranks each, at their first message.
 //!
 //! **Order.** A communicator has a stream of its own. It waits, on the device, for what the rank has queued so far;
 //! [`Work::wait`](fulgurite_core::collective::Work::wait) makes the rank's stream wait for it. The host never does. What a
-//! work has is held until then, or, if nobody waits for it, until it has run.
+//! work has is held until then, or, if nobody waits for it, until it has run. A barrier, which the host's group runs, makes
+//! the rank's stream wait for all collectives before it, so that memory of works that were dropped can be freed.
 //!
 //! **Uneven parts**, of which NCCL knows nothing, go through a flat buffer with a slot of one length for each rank.
 //!

@@ -11,8 +11,13 @@ use candle_core::DType;
 use fulgurite_core::collective::ReduceOp;
 use fulgurite_core::{Error, Result};
 
-/// The oldest version whose configuration of communicators is the one below: `NCCL_VERSION(2, 27, 0)`.
-const OLDEST: c_int = 22_700;
+/// The oldest version that is taken, whose configuration of communicators ends with `splitShare`: `NCCL_VERSION(2, 18, 0)`.
+const OLDEST: c_int = 21_800;
+/// The version from which on communicators have names: `NCCL_VERSION(2, 27, 0)`.
+const NAMES: c_int = 22_700;
+/// The version from which on ranks that are threads leave each other's tensors alone: `NCCL_VERSION(2, 24, 0)`. Older ones
+/// write into them, which memory of a pool does not allow (`prims_simple.h`, `NCCL_DIRECT_WRITE`).
+const THREADS: c_int = 22_400;
 /// Where NCCL is looked for, by the rules of the dynamic loader.
 const NAME: &str = "libnccl.so.2";
 
@@ -25,7 +30,8 @@ pub(crate) type Handle = *mut c_void;
 pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
 /// `ncclConfig_t` of NCCL 2.27. Later versions append members; by `size` and `version` they know that these have their
-/// defaults.
+/// defaults. Those from 2.18 on begin with the same members, up to `split_share`, and know no more of it than `size` says.
+#[derive(Clone, Copy)]
 #[repr(C)]
 struct Config {
     size: usize,
@@ -49,13 +55,19 @@ struct Config {
 const UNDEFINED: c_int = c_int::MIN;
 
 impl Config {
-    /// A communicator of this name, none of whose calls blocks.
-    fn non_blocking(name: &CStr) -> Self {
+    /// A communicator of NCCL `nccl` with this name, if that version has names, none of whose calls blocks.
+    fn non_blocking(name: &CStr, nccl: c_int) -> Self {
+        let (size, version) = match nccl {
+            NAMES.. => (std::mem::size_of::<Self>(), NAMES),
+            // Up to `split_share`, with the padding behind it. 2.17 is the last version that gave members a meaning.
+            _ => (std::mem::offset_of!(Self, comm_name), 21_700),
+        };
+        // `traffic_class`, which came with 2.26, lies in what is padding before.
         Self {
-            size: std::mem::size_of::<Self>(),
+            size,
             // NCCL_API_MAGIC
             magic: 0xcafe_beef,
-            version: OLDEST.cast_unsigned(),
+            version: version.cast_unsigned(),
             blocking: 0,
             cga_cluster_size: UNDEFINED,
             min_ctas: UNDEFINED,
@@ -176,7 +188,7 @@ impl Library {
         let missing = |error: libloading::Error| {
             let reason = error.source().map_or_else(|| error.to_string(), ToString::to_string);
             Error::Config(format!(
-                "trainer.process_group.type is \"nccl\", but NCCL cannot be loaded: {reason}. Install NCCL 2.27 or \
+                "trainer.process_group.type is \"nccl\", but NCCL cannot be loaded: {reason}. Install NCCL 2.18 or \
                  newer, set trainer.process_group.library to its `libnccl.so.2`, or set trainer.process_group = \"auto\""
             ))
         };
@@ -189,7 +201,7 @@ impl Library {
         let code = unsafe { (library.get_version)(&mut version) };
         if code != SUCCESS || version < OLDEST {
             return Err(Error::Config(format!(
-                "trainer.process_group.type is \"nccl\", but `{name}` is NCCL {}; 2.27 or newer is needed. Set \
+                "trainer.process_group.type is \"nccl\", but `{name}` is NCCL {}; 2.18 or newer is needed. Set \
                  trainer.process_group.library to a newer one, or trainer.process_group = \"auto\"",
                 version_text(version)
             )));
@@ -201,6 +213,11 @@ impl Library {
     /// `NCCL 2.27.3 (libnccl.so.2)`.
     pub(crate) fn description(&self) -> String {
         format!("NCCL {} ({})", version_text(self.version), self.path)
+    }
+
+    /// Whether several ranks may be threads of one process, where nothing else is said by `NCCL_P2P_DIRECT_DISABLE`.
+    pub(crate) fn allows_threads(&self) -> bool {
+        self.version >= THREADS
     }
 
     fn fault(&self, call: &str, code: c_int, comm: Handle) -> Fault {
@@ -244,7 +261,7 @@ impl Library {
         size: usize,
     ) -> Result<Handle, Fault> {
         let mut handle = std::ptr::null_mut();
-        let mut config = Config::non_blocking(name);
+        let mut config = Config::non_blocking(name, self.version);
         let (size, rank) = (size as c_int, rank as c_int);
         // SAFETY: pointers to what is written; a configuration of the layout that its size and version say.
         let code = unsafe { (self.comm_init)(&mut handle, size, id, rank, &mut config) };
@@ -438,5 +455,19 @@ mod tests {
         ];
         // Of `nccl.h` of 2.27.3, by a C compiler.
         assert_eq!((offsets, size_of::<Config>()), ([8, 12, 16, 32, 44, 48, 56, 68], 72));
+    }
+
+    #[cfg(target_pointer_width = "64")]
+    #[test]
+    fn older_versions_get_their_configuration() {
+        let of = |nccl| {
+            let config = Config::non_blocking(c"world", nccl);
+            (config.size, config.version, config.blocking, config.split_share)
+        };
+        // `sizeof(ncclConfig_t)` is 48 from 2.18 to 2.26, by their `nccl.h`.
+        let older = (48, 21_700, 0, UNDEFINED);
+        assert_eq!([of(21_801), of(22_105), of(22_605)], [older; 3]);
+        let newer = (72, 22_700, 0, UNDEFINED);
+        assert_eq!([of(22_700), of(23_203)], [newer; 2]);
     }
 }

@@ -15,6 +15,7 @@
 //! When to gather, free and reduce is decided in [`schedule`](crate::schedule); `replicated` and `sharded`
 //! perform it.
 
+mod connect;
 mod gradients;
 mod ignored;
 mod outer;

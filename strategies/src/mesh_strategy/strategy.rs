@@ -16,6 +16,7 @@ use fulgurite_core::strategy::{
 };
 use fulgurite_core::{Error, Result};
 
+use super::connect::connect;
 use super::gradients::PartialGrads;
 use super::ignored::{self, Ignored};
 use super::outer::Outer;
@@ -413,6 +414,13 @@ impl Strategy for MeshStrategy {
             self.ignored = Some(Ignored::new(ignored, mesh, seed, partial_grads, bucket_bytes)?);
         }
         Self::verify_replicas(tree, mesh)?;
+        if let Some(slot) = tree.slots().first() {
+            let (shards, others) = match &data_parallel {
+                DataParallel::Replicated { .. } => (false, Vec::new()),
+                DataParallel::Sharded(runtime) => (true, runtime.part_groups()),
+            };
+            connect(mesh, slot.device(), shards, others)?;
+        }
         self.data_parallel = Some(data_parallel);
         self.outer.as_mut().map_or(Ok(()), |outer| outer.set_up(tree, mesh))
     }

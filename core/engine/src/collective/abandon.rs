@@ -103,7 +103,8 @@ impl Abandonment {
         let lines: Vec<_> = self.0.heard().lines.iter().filter_map(Weak::upgrade).collect();
         for line in &lines {
             line.until_over()?;
-            // Groups run collectives in order.
+            // Groups run collectives in order: those of works that the step has dropped are complete after the barrier,
+            // on a device for whatever is queued on it from now on, so that the memory they write may be freed.
             line.group.run(Collective::Barrier)?;
         }
         let by = {
@@ -292,6 +293,10 @@ impl ProcessGroup for Watched {
 
     fn failure(&self) -> Option<Error> {
         self.line.group.failure()
+    }
+
+    fn connect(&self, device: &Device) -> Result<()> {
+        self.line.group.connect(device)
     }
 
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {

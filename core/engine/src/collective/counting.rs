@@ -88,6 +88,10 @@ impl ProcessGroup for Counting {
         self.inner.global_ranks()
     }
 
+    fn connect(&self, device: &Device) -> Result<()> {
+        self.inner.connect(device)
+    }
+
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         self.count(collective.name(), collective.bytes());
         self.inner.start(collective, overlap)

@@ -18,8 +18,9 @@ use crate::{Error, Result};
 /// - [`start`](ProcessGroup::start) starts the collective and returns; the result is there after
 ///   [`Work::wait`]: of tensors on the CPU, in their memory; of tensors on a device, in whatever is queued on it
 ///   from then on, so that a failure may surface later, at the group's next call. Collectives of one group run in
-///   the order they were started. The methods named after collectives call `start`; transports do not implement
-///   them.
+///   the order they were started, so that after the wait for one of them, a barrier included, the earlier ones are
+///   complete too, also those whose [`Work`] was dropped. The methods named after collectives call `start`; transports
+///   do not implement them.
 /// - Tensors are contiguous (views of a larger one included) and are written in place. A transport
 ///   takes tensors of any device; one that cannot reach a device's memory stages through the host.
 /// - Every rank gets the same bits of a reduction. Where [`exact_reductions`](ProcessGroup::exact_reductions) is
@@ -55,6 +56,16 @@ pub trait ProcessGroup: Send + Sync {
 
     /// The global ranks of the group's members, in group order.
     fn global_ranks(&self) -> &[usize];
+
+    /// Connects the ranks for collectives of tensors on `device`, so that the memory and time this takes are not wanted
+    /// in the middle of a step. Without it a transport connects when it first must. Collective.
+    ///
+    /// # Errors
+    /// If a peer fails, or the device has no memory for it.
+    fn connect(&self, device: &Device) -> Result<()> {
+        let _ = device;
+        Ok(())
+    }
 
     /// Starts a collective.
     ///

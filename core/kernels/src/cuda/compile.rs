@@ -1,60 +1,164 @@
 //! Compiling kernels with NVRTC, when the first of a file is launched.
-#![allow(unsafe_code)] // NVRTC's version
+#![allow(unsafe_code)] // NVRTC's functions that cudarc has no safe ones for
 
 use std::collections::BTreeMap;
+use std::ffi::{CStr, CString, c_char};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use candle_core::cuda_backend::cudarc::nvrtc::{CompileOptions, compile_ptx_with_opts, sys};
+use candle_core::cuda_backend::WrapErr as _;
+use candle_core::cuda_backend::cudarc::driver::{CudaContext, CudaFunction, CudaModule};
+use candle_core::cuda_backend::cudarc::nvrtc::{Ptx, result, sys};
 use fulgurite_error::{Error, Result};
 
 use crate::cache::Cache;
+use crate::versions::{Image, Version};
 use crate::{NVRTC_OPTIONS, Source};
+
+/// Has NVRTC make PTX, whatever the GPU, if it is `ptx`.
+const KERNELS: &str = "FULGURITE_KERNELS";
 
 /// The major and minor version of the NVRTC that this process has loaded.
 ///
 /// # Errors
 /// If it does not say.
-pub fn nvrtc_version() -> Result<(i32, i32)> {
+pub fn nvrtc_version() -> Result<Version> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: both pointers are to integers that live until it returns.
     let result = unsafe { sys::nvrtcVersion(&raw mut major, &raw mut minor) };
-    match result {
-        sys::nvrtcResult::NVRTC_SUCCESS => Ok((major, minor)),
-        error => Err(Error::other(format!("asking NVRTC for its version: {error:?}"))),
+    checked(result, "asking NVRTC for its version")?;
+    Ok((major, minor))
+}
+
+fn checked(result: sys::nvrtcResult, what: &str) -> Result<()> {
+    result.result().map_err(|error| Error::other(format!("{what}: {error}")))
+}
+
+/// The architectures that NVRTC compiles for, such as 90.
+fn architectures() -> Result<Vec<i32>> {
+    let what = "asking NVRTC for its architectures";
+    let mut count = 0;
+    // SAFETY: a pointer to an integer that lives until it returns.
+    checked(unsafe { sys::nvrtcGetNumSupportedArchs(&raw mut count) }, what)?;
+    let mut all = vec![0; usize::try_from(count).unwrap_or(0)];
+    // SAFETY: there is room for as many as NVRTC has just said.
+    checked(unsafe { sys::nvrtcGetSupportedArchs(all.as_mut_ptr()) }, what)?;
+    Ok(all)
+}
+
+/// What kernels are compiled to for GPUs of this compute capability.
+fn image(capability: (i32, i32)) -> Result<Image> {
+    let image = Image::choose(&architectures()?, capability)?;
+    match std::env::var(KERNELS).as_deref() {
+        Err(_) => Ok(image),
+        Ok("ptx") => Ok(match image {
+            Image::Cubin(architecture) | Image::Ptx(architecture) => Image::Ptx(architecture),
+        }),
+        Ok(other) => Err(Error::Config(format!(
+            "the environment variable {KERNELS} is `{other}`; it must be `ptx`, or not be set"
+        ))),
     }
 }
 
-/// A file of kernels in PTX, for GPUs of this compute capability: compiled once a process, and kept in the
-/// user's cache directory.
+/// A program of NVRTC, which is freed at the end.
+struct Program(sys::nvrtcProgram);
+
+impl Drop for Program {
+    fn drop(&mut self) {
+        // SAFETY: it was created, and is freed once. An error would say that it was not created.
+        let _ = unsafe { result::destroy_program(self.0) };
+    }
+}
+
+/// The bytes that NVRTC gives of a program in two calls.
+fn bytes_of(
+    program: &Program,
+    size: unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
+    get: unsafe fn(sys::nvrtcProgram, *mut c_char) -> sys::nvrtcResult,
+) -> Result<Vec<u8>> {
+    let (what, mut count) = ("reading what NVRTC has compiled", 0);
+    // SAFETY: a program that was compiled, and a pointer to an integer that lives until it returns.
+    checked(unsafe { size(program.0, &raw mut count) }, what)?;
+    let mut bytes = vec![0_u8; count];
+    // SAFETY: there is room for as many bytes as NVRTC has just said.
+    checked(unsafe { get(program.0, bytes.as_mut_ptr().cast()) }, what)?;
+    Ok(bytes)
+}
+
+/// Compiles a file of kernels. PTX ends with a zero, as the driver wants it.
+fn compile(source: Source, image: Image) -> Result<Vec<u8>> {
+    let no_zero = |_| Error::other("the source of a kernel has a byte of zero");
+    let text = CString::new(source.text()).map_err(no_zero)?;
+    let name = CString::new(format!("{}.cu", source.name())).map_err(no_zero)?;
+    // Both live until the program is freed.
+    let program = result::create_program(&text, Some(&name));
+    let program = Program(program.map_err(|error| Error::other(format!("NVRTC: {error}")))?);
+    let mut options = NVRTC_OPTIONS.map(str::to_owned).to_vec();
+    options.push(image.option());
+    // SAFETY: a program that was created and not freed.
+    if let Err(error) = unsafe { result::compile_program(program.0, &options) } {
+        // SAFETY: as above.
+        let log = unsafe { result::get_program_log(program.0) }.unwrap_or_default();
+        let log: Vec<u8> = log.into_iter().map(|byte| byte.to_ne_bytes()[0]).collect();
+        let log = CStr::from_bytes_until_nul(&log).map_or("".into(), CStr::to_string_lossy);
+        let (major, minor) = nvrtc_version()?;
+        return Err(Error::other(format!(
+            "NVRTC {major}.{minor} does not compile the kernels of {} with {}: {error}: {log}",
+            source.name(),
+            options.join(" ")
+        )));
+    }
+    match image {
+        Image::Cubin(_) => bytes_of(&program, sys::nvrtcGetCUBINSize, sys::nvrtcGetCUBIN),
+        Image::Ptx(_) => bytes_of(&program, sys::nvrtcGetPTXSize, sys::nvrtcGetPTX),
+    }
+}
+
+/// A file of kernels for GPUs of this compute capability, as the driver loads it: a cubin, or PTX for a GPU that NVRTC does
+/// not know. It is compiled once a process, and kept in the user's cache directory.
 ///
 /// # Errors
-/// If NVRTC refuses it, with what it says.
-pub fn ptx(source: Source, capability: (i32, i32)) -> Result<Arc<str>> {
-    type Compiled = BTreeMap<(Source, (i32, i32)), Arc<str>>;
+/// If NVRTC refuses it, with what it says, or the GPU is too old for it.
+pub fn compiled(source: Source, capability: (i32, i32)) -> Result<Arc<[u8]>> {
+    type Compiled = BTreeMap<(Source, (i32, i32)), Arc<[u8]>>;
     static COMPILED: Mutex<Compiled> = Mutex::new(BTreeMap::new());
     let mut compiled = COMPILED.lock().unwrap_or_else(PoisonError::into_inner);
-    if let Some(ptx) = compiled.get(&(source, capability)) {
-        return Ok(ptx.clone());
+    if let Some(bytes) = compiled.get(&(source, capability)) {
+        return Ok(bytes.clone());
     }
-    let (text, (major, minor)) = (source.text(), nvrtc_version()?);
-    let architecture = format!("compute_{}{}", capability.0, capability.1);
-    let key = format!("{architecture}\nNVRTC {major}.{minor}\n{}\n{text}", NVRTC_OPTIONS.join(" "));
-    let name = format!("{}-{architecture}", source.name());
-    let ptx: Arc<str> = Cache::of_user()
-        .text(&name, &key, || {
-            let mut options = NVRTC_OPTIONS.map(str::to_owned).to_vec();
-            options.push(format!("--gpu-architecture={architecture}"));
-            let name = Some(format!("{}.cu", source.name()));
-            let options = CompileOptions { options, name, ..CompileOptions::default() };
-            match compile_ptx_with_opts(text, options) {
-                Ok(ptx) => Ok(ptx.to_src()),
-                Err(error) => Err(Error::other(format!(
-                    "NVRTC {major}.{minor} does not compile the kernels of {} for {architecture}: {error}",
-                    source.name()
-                ))),
-            }
-        })?
-        .into();
-    compiled.insert((source, capability), ptx.clone());
-    Ok(ptx)
+    let (image, (major, minor)) = (image(capability)?, nvrtc_version()?);
+    let options = format!("{} {}", NVRTC_OPTIONS.join(" "), image.option());
+    let key = format!("NVRTC {major}.{minor}\n{options}\n{}", source.text());
+    let name = match image {
+        Image::Cubin(architecture) => format!("{}-sm_{architecture}", source.name()),
+        Image::Ptx(architecture) => format!("{}-compute_{architecture}", source.name()),
+    };
+    let bytes = Cache::of_user().bytes(&name, &key, || compile(source, image))?;
+    let bytes: Arc<[u8]> = bytes.into();
+    compiled.insert((source, capability), bytes.clone());
+    Ok(bytes)
+}
+
+/// A kernel, ready to be launched. Its file is loaded once a GPU.
+///
+/// # Errors
+/// As [`compiled`], and those of the driver.
+pub(super) fn function(
+    context: &Arc<CudaContext>,
+    source: Source,
+    kernel: &str,
+) -> Result<CudaFunction> {
+    /// By context, which its modules hold.
+    static LOADED: Mutex<BTreeMap<(usize, Source), Arc<CudaModule>>> = Mutex::new(BTreeMap::new());
+    let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
+    let key = (context.cu_ctx() as usize, source);
+    let module = match loaded.get(&key) {
+        Some(module) => module.clone(),
+        None => {
+            let bytes = compiled(source, context.compute_capability().w()?)?;
+            // Also PTX, which ends with a zero: the driver tells them apart.
+            let module = context.load_module(Ptx::from_binary(bytes.to_vec())).w()?;
+            loaded.entry(key).or_insert(module).clone()
+        }
+    };
+    Ok(module.load_function(kernel).w()?)
 }

@@ -8,6 +8,7 @@ use fulgurite_error::Result;
 
 use super::address;
 use super::layers::{carry_out, taken};
+use super::views::fits_candle;
 use crate::Float;
 use crate::plans::{Copied, copies};
 
@@ -15,7 +16,8 @@ use crate::plans::{Copied, copies};
 /// on another device, without elements, views with gaps, of that dtype already, and to or from others than f32, bf16 and f16.
 ///
 /// # Errors
-/// If there is no memory left, or the launch fails.
+/// If there is no memory left, or the launch fails; if candle would have to cast 2^32 elements or more, which its kernels
+/// never end with.
 pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
     let mut copied = Vec::new();
     let mut device = None;
@@ -23,10 +25,16 @@ pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
     for &(tensor, dtype) in tensors {
         let together = device.is_none_or(|first| Device::same_device(first, tensor.device()));
         let (Some((own, from)), Some(to)) = (taken(tensor), float(dtype)) else {
+            if tensor.dtype() != dtype {
+                fits_candle(tensor, "a cast")?;
+            }
             all.push(None);
             continue;
         };
         if !together || from == to || !tensor.is_contiguous() {
+            if from != to {
+                fits_candle(tensor, "a cast")?;
+            }
             all.push(None);
             continue;
         }

@@ -2,6 +2,7 @@
 
 mod attention;
 mod compile;
+mod context;
 mod copies;
 mod dropout;
 mod layers;
@@ -14,7 +15,8 @@ mod views;
 pub use attention::{
     Attend, attention, attention_backward, flash_attention, flash_attention_backward, takes_flash,
 };
-pub use compile::{nvrtc_version, ptx};
+pub use compile::{compiled, nvrtc_version};
+pub use context::{check_versions, make_current};
 pub use copies::{casts, copy_all};
 pub use dropout::dropout;
 pub use layers::{

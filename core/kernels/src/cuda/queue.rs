@@ -11,7 +11,7 @@ use candle_core::cuda_backend::cudarc::driver::{
 };
 use fulgurite_error::{Error, Result};
 
-use super::compile::ptx;
+use super::compile::function;
 use super::products::run_product;
 use super::run::asked_for;
 use super::tables::{ALIGN, Tables};
@@ -98,10 +98,7 @@ impl Queue {
     /// # Safety
     /// What `place` says of the arguments is the caller's promise.
     unsafe fn launch(&self, call: &Call, place: &impl Fn(Target) -> u64) -> Result<()> {
-        let capability = self.stream.context().compute_capability().w()?;
-        let module = format!("fulgurite-{}", call.source.name());
-        let ptx = ptx(call.source, capability)?;
-        let function = self.device.get_or_load_custom_func(call.kernel, &module, &ptx)?;
+        let function = function(self.stream.context(), call.source, call.kernel)?;
         // A number of 32 bits is read from the lower half: CUDA's hosts are little-endian.
         let arguments: Vec<u64> = call
             .arguments

@@ -62,15 +62,36 @@ pub fn dense(tensor: &Tensor) -> Result<Option<Tensor>> {
 /// The tensor, if its elements lie one after the other; else a [dense] copy, or candle's where no kernel takes it.
 ///
 /// # Errors
-/// As [`dense`].
+/// As [`dense`]; if candle would have to copy 2^32 elements or more, which its kernels never end with.
 pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     if tensor.is_contiguous() {
         return Ok(tensor.clone());
     }
     match dense(tensor)? {
         Some(dense) => Ok(dense),
-        None => Ok(tensor.contiguous()?),
+        None => {
+            fits_candle(tensor, "a copy in one piece")?;
+            Ok(tensor.contiguous()?)
+        }
     }
+}
+
+/// Refuses a tensor of a GPU that is left to candle's kernels, and which they would never end with: they count elements in
+/// 32 bits.
+///
+/// # Errors
+/// If it has 2^32 elements or more.
+pub(super) fn fits_candle(tensor: &Tensor, what: &str) -> Result<()> {
+    let elements = tensor.elem_count();
+    if !tensor.device().is_cuda() || u32::try_from(elements).is_ok() {
+        return Ok(());
+    }
+    Err(Error::other(format!(
+        "{what} of a tensor of {elements} elements ({:?} in {:?}) on a GPU: no kernel of Fulgurite takes it, and candle's, \
+         which count in 32 bits, take fewer than 2^32 elements. Split it, such as by a smaller micro-batch",
+        tensor.dims(),
+        tensor.dtype()
+    )))
 }
 
 /// The rows of `table` (`[rows, width]`, in f32, f64, bf16 or f16) whose numbers are `ids` (u32, one dimension), zeros for

@@ -14,9 +14,7 @@ const BLOCK: usize = 512;
 pub(super) fn heads_first(x: &Tensor) -> Result<Tensor> {
     let x = x.transpose(1, 2)?;
     #[cfg(feature = "cuda")]
-    if let Some(x) = fulgurite_kernels::cuda::dense(&x)? {
-        return Ok(x);
-    }
+    let x = fulgurite_kernels::cuda::contiguous(&x)?;
     Ok(x.contiguous()?)
 }
 

@@ -89,6 +89,10 @@ impl ProcessGroup for Profiled {
         self.inner.global_ranks()
     }
 
+    fn connect(&self, device: &Device) -> Result<()> {
+        self.inner.connect(device)
+    }
+
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         let (op, bytes) = (collective.name(), collective.bytes());
         self.record(op, bytes, || self.inner.start(collective, overlap))

@@ -20,7 +20,8 @@ unsafe extern "C" fn cuModuleLoadData(to: *mut usize, image: *const c_char) -> S
     let text = unsafe { CStr::from_ptr(image) }.to_string_lossy().into_owned();
     if !text.contains(".version") {
         crate::refuse(
-            "a module that is not PTX. Was this program built with the stand-in for nvcc?",
+            "a module that is not PTX. Was this program built with the stand-in for nvcc, or is FULGURITE_KERNELS=ptx not \
+             set?",
         );
     }
     let module = Arc::new(ptx::parse(&text));

@@ -89,8 +89,20 @@ pub struct ncclConfig_t {
     blocking: c_int,
 }
 
-/// Of NCCL 2.27, whose layout callers of any later one may use.
-const CONFIG_BYTES: usize = 72;
+/// The sizes of `ncclConfig_t` from NCCL 2.18 and from 2.27 on, with the oldest versions that may be said with them. Callers
+/// of later ones may use the same.
+const CONFIGS: [(c_int, usize, u32); 2] = [(21_800, 48, 21_700), (22_700, 72, 22_700)];
+
+/// Whether a configuration is laid out as this version's.
+fn fits(config: &ncclConfig_t) -> bool {
+    let own = VERSION.load(Ordering::SeqCst);
+    let layout = CONFIGS.into_iter().rev().find(|&(since, ..)| own >= since);
+    layout.is_some_and(|(since, bytes, oldest)| {
+        // An older one must not be told of members that it does not know.
+        let size = if since == 22_700 { config.size >= bytes } else { config.size == bytes };
+        size && (oldest..=own.cast_unsigned()).contains(&config.version)
+    })
+}
 
 /// A call that was made within a group.
 #[derive(Clone, Copy)]
@@ -176,7 +188,7 @@ pub unsafe extern "C" fn ncclCommInitRankConfig(
     config: *mut ncclConfig_t,
 ) -> c_int {
     let Some(config) = config.as_ref() else { return violation("no configuration") };
-    if config.size < CONFIG_BYTES || config.magic != 0xcafe_beef || config.version < 22_700 {
+    if config.magic != 0xcafe_beef || !fits(config) {
         return violation("a configuration of another layout");
     }
     if config.blocking != 0 {

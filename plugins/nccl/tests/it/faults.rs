@@ -217,13 +217,29 @@ fn a_message_that_nobody_receives_times_out() {
 fn nccl_that_is_missing_or_old_is_refused() {
     let job = job();
     let refused = || job.run(2, |group| sum(&*group, 10)).unwrap_err().to_string();
-    job.nccl.set_version(22_605);
+    job.nccl.set_version(21_703);
     let path = job.nccl.path.display().to_string();
-    insta::assert_snapshot!(refused().replace(&path, "LIBRARY"), @r#"trainer.process_group.type is "nccl", but `LIBRARY` is NCCL 2.26.5; 2.27 or newer is needed. Set trainer.process_group.library to a newer one, or trainer.process_group = "auto""#);
+    insta::assert_snapshot!(refused().replace(&path, "LIBRARY"), @r#"trainer.process_group.type is "nccl", but `LIBRARY` is NCCL 2.17.3; 2.18 or newer is needed. Set trainer.process_group.library to a newer one, or trainer.process_group = "auto""#);
+    job.nccl.set_version(22_304);
+    insta::assert_snapshot!(refused().replace(&path, "LIBRARY"), @"several ranks are threads of one process, and NCCL 2.23.4 (LIBRARY) would write into each other's tensors, which memory of a GPU's pool does not allow. Set the environment variable NCCL_P2P_DIRECT_DISABLE=1, or use NCCL 2.24 or newer");
     let other = job.nccl.path.with_file_name("libother.so");
     let hosts = fulgurite_transports::ThreadsGroup::create(2, SECOND).unwrap();
     let host = hosts.into_iter().next().unwrap();
     let parts = fulgurite_nccl::Parts { library: Some(other.clone()), ..job.parts(host) };
     let error = connect(parts).err().unwrap().to_string();
-    insta::assert_snapshot!(error.replace(&other.display().to_string(), "LIBRARY"), @r#"trainer.process_group.type is "nccl", but NCCL cannot be loaded: LIBRARY: cannot open shared object file: No such file or directory. Install NCCL 2.27 or newer, set trainer.process_group.library to its `libnccl.so.2`, or set trainer.process_group = "auto""#);
+    insta::assert_snapshot!(error.replace(&other.display().to_string(), "LIBRARY"), @r#"trainer.process_group.type is "nccl", but NCCL cannot be loaded: LIBRARY: cannot open shared object file: No such file or directory. Install NCCL 2.18 or newer, set trainer.process_group.library to its `libnccl.so.2`, or set trainer.process_group = "auto""#);
+}
+
+#[test]
+fn older_versions_of_nccl_are_taken() {
+    for version in [22_403, 22_605, 22_703, 23_004] {
+        let job = job();
+        job.nccl.set_version(version);
+        job.run(2, |group| {
+            group.connect(&Device::Cpu)?;
+            sum(&*group, 10)
+        })
+        .unwrap();
+        job.check();
+    }
 }

@@ -84,8 +84,13 @@ pub(crate) struct HostMemory {
     dtypes: Option<Vec<DType>>,
     /// Batches of copies that streams were given.
     batches: Arc<AtomicU64>,
+    /// What its streams were asked to record.
+    recorded: Recorded,
     state: Mutex<(HashMap<usize, Weak<Shadow>>, u64)>,
 }
+
+/// Moments of streams beside the compute stream.
+type Recorded = Arc<Mutex<Vec<streams::Event>>>;
 
 /// What a [`Memory`] of a tensor holds.
 struct Held {
@@ -124,7 +129,14 @@ impl HostMemory {
     ) -> Arc<Self> {
         let (machine, compute) = (machine.clone(), Arc::new(machine.stream()));
         let batches = batches.clone();
-        Arc::new(Self { machine, compute, dtypes, batches, state: Mutex::default() })
+        let recorded = Recorded::default();
+        Arc::new(Self { machine, compute, dtypes, batches, recorded, state: Mutex::default() })
+    }
+
+    /// How many collectives and messages were launched, and how many of these have not run.
+    pub(crate) fn launched(&self) -> (usize, usize) {
+        let recorded = self.recorded.lock().unwrap();
+        (recorded.len(), recorded.iter().filter(|event| !event.is_done()).count())
     }
 
     fn shadow(&self, storage: &Storage, dtype: DType) -> Arc<Shadow> {
@@ -190,7 +202,8 @@ impl Streams for HostMemory {
 
     fn stream(&self, _: &Device) -> Result<Box<dyn Stream>> {
         let (own, compute) = (self.machine.stream(), self.compute.clone());
-        Ok(Box::new(HostStream { own, compute, batches: self.batches.clone() }))
+        let (batches, recorded) = (self.batches.clone(), self.recorded.clone());
+        Ok(Box::new(HostStream { own, compute, batches, recorded }))
     }
 
     fn memory(&self, tensor: &Tensor, written: bool) -> Result<Memory> {
@@ -254,6 +267,7 @@ struct HostStream {
     compute: Arc<streams::Stream>,
     /// As in [`HostMemory`].
     batches: Arc<AtomicU64>,
+    recorded: Recorded,
 }
 
 /// That no target, the first of two ranges, overlaps another range.
@@ -304,7 +318,9 @@ impl Stream for HostStream {
     }
 
     fn record(&self) -> Result<Box<dyn Event>> {
-        Ok(Box::new(HostEvent(self.own.record())))
+        let event = self.own.record();
+        self.recorded.lock().unwrap().push(event.clone());
+        Ok(Box::new(HostEvent(event)))
     }
 
     fn stamp(&self) -> Result<Option<Arc<dyn TimeStamp>>> {

@@ -3,9 +3,12 @@
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::collective::{
-    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, all_gather_object,
+    Abandonment, AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, all_gather_object,
 };
+use fulgurite_nccl::{Parts, connect};
+use fulgurite_transports::run_ranks_with;
 
+use crate::host_memory::HostMemory;
 use crate::ranks::Job;
 
 /// Seeds of a run: `NCCL_ORDERS`, else 50.
@@ -105,4 +108,53 @@ fn step_of_part(group: &dyn ProcessGroup) -> Result<()> {
     group.run(Collective::all_reduce(&one, ReduceOp::Sum))?;
     assert_eq!(one.to_vec1::<f32>()?, vec![group.size() as f32; 5]);
     Ok(())
+}
+
+/// Two ranks whose works are dropped, as in a step that is abandoned; what `end` ends, the compute stream has waited for.
+fn dropped_works_have_run(
+    seeds: std::ops::Range<u64>,
+    end: impl Fn(&dyn ProcessGroup, &Abandonment) -> Result<()> + Sync,
+) {
+    for seed in seeds {
+        let job = Job::new(seed);
+        run_ranks_with(2, job.timeout, |host| {
+            // What ranks ask each other goes over the host.
+            let on_device = Some(vec![DType::F32]);
+            let memory = HostMemory::new(&job.machine, on_device, &job.batches);
+            let steps = Abandonment::new(host.rank());
+            let parts = Parts { streams: memory.clone(), ..job.parts(host) };
+            let group = steps.watch(connect(parts)?)?;
+            for round in 1..4 {
+                for elements in [9, 4000, 70] {
+                    let ones = Tensor::ones(elements, DType::F32, &Device::Cpu)?;
+                    drop(group.all_reduce(&ones, ReduceOp::Sum)?);
+                }
+                end(&*group, &steps)?;
+                let (launched, under_way) = memory.launched();
+                assert!(launched <= 3 * round, "{launched} in round {round}");
+                assert_eq!(under_way, 0, "of {launched} collectives, seed {seed}");
+            }
+            Ok(())
+        })
+        .unwrap_or_else(|error| panic!("seed {seed}: {error}"));
+        job.check();
+    }
+}
+
+#[test]
+fn barriers_order_dropped_collectives() {
+    dropped_works_have_run(0..orders(), |group, _| group.run(Collective::Barrier));
+}
+
+#[test]
+fn resumed_steps_follow_dropped_collectives() {
+    dropped_works_have_run(0..orders(), |group, steps| {
+        // All are launched before a rank gives up, or some of them.
+        if group.rank() == 1 {
+            steps.abandon();
+        } else {
+            assert!(group.run(Collective::Barrier).is_err());
+        }
+        steps.resume().map(drop)
+    });
 }

@@ -112,7 +112,8 @@ impl Reducer {
         emptied.map(|(bucket, _)| bucket).try_for_each(|bucket| self.on(Event::Empty { bucket }))
     }
 
-    /// Forgets a step that failed, whatever was under way. No collective of it may run any more.
+    /// Forgets a step that failed, whatever was under way. Its collectives are complete, or complete before
+    /// whatever the device does from now on.
     pub(in crate::mesh_strategy) fn abandon_step(&self) -> Result<()> {
         self.state().buckets.iter_mut().for_each(|bucket| bucket.work = None);
         self.on(Event::Abandon)

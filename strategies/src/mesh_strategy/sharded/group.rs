@@ -166,6 +166,11 @@ impl ParamGroup {
         self.process_group.all_gather_into(parts)
     }
 
+    /// The ranks that keep parts between forward and backward.
+    pub(super) fn part_group(&self) -> Option<&Arc<dyn ProcessGroup>> {
+        self.part_group.as_ref()
+    }
+
     /// Copies of this rank's parts of the gathered parameters, which are freed. Local.
     pub(super) fn keep_parts(&self) -> Result<Vec<Tensor>> {
         let group = self.part_group()?;

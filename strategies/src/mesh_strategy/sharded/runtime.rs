@@ -1,11 +1,11 @@
 //! The hooks around forward and backward, which perform the schedule's actions.
 
 use std::collections::HashMap;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Tensor};
 use fulgurite_core::autograd::is_grad_enabled;
-use fulgurite_core::collective::Work;
+use fulgurite_core::collective::{ProcessGroup, Work};
 use fulgurite_core::execution::transfer::HostCopy;
 use fulgurite_core::module::{UnitHandle, UnitHooks};
 use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot};
@@ -98,6 +98,11 @@ impl ShardedRuntime {
         Self { rank, groups, owners, units, casts, partial_grads, state }
     }
 
+    /// The groups that gather from the parts of [`Reshard::Ranks`](fulgurite_core::module::Reshard::Ranks).
+    pub(in crate::mesh_strategy) fn part_groups(&self) -> Vec<Arc<dyn ProcessGroup>> {
+        self.groups.iter().filter_map(|group| group.part_group().cloned()).collect()
+    }
+
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().expect("no panic while scheduling")
     }
@@ -138,7 +143,8 @@ impl ShardedRuntime {
         self.on(Event::BeginBackward { reduce })
     }
 
-    /// Forgets a step that failed, whatever was gathered or under way. No collective of it may run any more.
+    /// Forgets a step that failed, whatever was gathered or under way. Its collectives are complete, or complete
+    /// before whatever the device does from now on.
     pub(in crate::mesh_strategy) fn abandon_step(&self) -> Result<()> {
         self.state().buffers.iter_mut().for_each(|buffers| *buffers = Buffers::default());
         self.on(Event::Abandon)

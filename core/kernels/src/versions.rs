@@ -1,0 +1,111 @@
+//! Which versions of CUDA run together, and what kernels are compiled to.
+
+use fulgurite_error::{Error, Result};
+
+/// A version of CUDA: major and minor.
+pub type Version = (i32, i32);
+
+/// What NVRTC compiles a kernel to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Image {
+    /// Code of the GPU itself: the driver compiles nothing, and may be older than NVRTC.
+    Cubin(i32),
+    /// The language that the driver compiles, for a GPU that this NVRTC does not know.
+    Ptx(i32),
+}
+
+impl Image {
+    /// The best that an NVRTC with these architectures (such as 90) makes for a GPU of a compute capability: its own code,
+    /// or, of a GPU that NVRTC has no code for, PTX of the newest architecture that is not newer than the GPU.
+    ///
+    /// # Errors
+    /// If the GPU is older than all of them.
+    pub fn choose(architectures: &[i32], (major, minor): (i32, i32)) -> Result<Self> {
+        let gpu = 10 * major + minor;
+        match architectures.iter().copied().filter(|&one| one <= gpu).max() {
+            Some(own) if own == gpu => Ok(Self::Cubin(own)),
+            Some(older) => Ok(Self::Ptx(older)),
+            None => Err(Error::Config(format!(
+                "the GPU has compute capability {major}.{minor}, and this NVRTC compiles for {} and newer only; use an \
+                 older CUDA toolkit",
+                architectures.iter().min().map_or("none".to_owned(), |&a| format!(
+                    "{}.{}",
+                    a / 10,
+                    a % 10
+                ))
+            ))),
+        }
+    }
+
+    /// NVRTC's option for it.
+    pub fn option(self) -> String {
+        match self {
+            Self::Cubin(architecture) => format!("--gpu-architecture=sm_{architecture}"),
+            Self::Ptx(architecture) => format!("--gpu-architecture=compute_{architecture}"),
+        }
+    }
+}
+
+/// What a driver says that it supports, `1000 * major + 10 * minor`, as major and minor.
+pub fn version(number: i32) -> Version {
+    (number / 1000, number % 1000 / 10)
+}
+
+/// Checks that a driver for CUDA `driver` runs a program that was built with the toolkit `toolkit`, whose kernels in
+/// candle are PTX, and that has loaded `nvrtc`.
+///
+/// # Errors
+/// If it does not, with the versions and what to do.
+pub fn check(driver: Version, toolkit: Version, nvrtc: Version) -> Result<()> {
+    // The version of PTX is the same in 12.5 and 12.6; apart from that each toolkit has a newer one.
+    let ptx = |version: Version| if version == (12, 6) { (12, 5) } else { version };
+    let text = |(major, minor): Version| format!("{major}.{minor}");
+    let (what, version) = if ptx(toolkit) > ptx(driver) {
+        ("candle's kernels are PTX of the toolkit that this program was built with", toolkit)
+    } else if nvrtc.0 > driver.0 {
+        ("Fulgurite's kernels are compiled by the NVRTC that was loaded", nvrtc)
+    } else {
+        return Ok(());
+    };
+    Err(Error::Config(format!(
+        "the driver is for CUDA {}, as `nvidia-smi` says, and {what}, CUDA {}, which is newer: the driver would refuse \
+         the first kernel (CUDA_ERROR_UNSUPPORTED_PTX_VERSION or CUDA_ERROR_INVALID_IMAGE). Build with a CUDA toolkit of \
+         at most {} and run with its libraries, or install a newer driver",
+        text(driver),
+        text(version),
+        text(driver)
+    )))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn gpus_get_their_own_code() {
+        let architectures = [75, 80, 86, 89, 90, 100, 120];
+        let choose = |gpu| Image::choose(&architectures, gpu);
+        assert_eq!(choose((9, 0)).unwrap(), Image::Cubin(90));
+        assert_eq!(choose((12, 0)).unwrap().option(), "--gpu-architecture=sm_120");
+        // Newer than NVRTC, and between two that it knows.
+        assert_eq!(choose((13, 0)).unwrap(), Image::Ptx(120));
+        assert_eq!(choose((10, 3)).unwrap().option(), "--gpu-architecture=compute_100");
+        insta::assert_snapshot!(choose((7, 0)).unwrap_err(), @"the GPU has compute capability 7.0, and this NVRTC compiles for 7.5 and newer only; use an older CUDA toolkit");
+    }
+
+    #[test]
+    fn drivers_older_than_toolkits_are_refused() {
+        assert_eq!([version(13_000), version(12_080)], [(13, 0), (12, 8)]);
+        for (driver, toolkit, nvrtc) in [
+            ((13, 0), (13, 0), (13, 0)),
+            ((13, 1), (12, 8), (12, 8)),
+            ((12, 5), (12, 6), (12, 6)),
+            // A cubin of a newer minor version runs.
+            ((12, 4), (12, 4), (12, 9)),
+        ] {
+            check(driver, toolkit, nvrtc).unwrap();
+        }
+        insta::assert_snapshot!(check((12, 2), (12, 8), (12, 8)).unwrap_err(), @"the driver is for CUDA 12.2, as `nvidia-smi` says, and candle's kernels are PTX of the toolkit that this program was built with, CUDA 12.8, which is newer: the driver would refuse the first kernel (CUDA_ERROR_UNSUPPORTED_PTX_VERSION or CUDA_ERROR_INVALID_IMAGE). Build with a CUDA toolkit of at most 12.2 and run with its libraries, or install a newer driver");
+        insta::assert_snapshot!(check((12, 9), (12, 9), (13, 0)).unwrap_err(), @"the driver is for CUDA 12.9, as `nvidia-smi` says, and Fulgurite's kernels are compiled by the NVRTC that was loaded, CUDA 13.0, which is newer: the driver would refuse the first kernel (CUDA_ERROR_UNSUPPORTED_PTX_VERSION or CUDA_ERROR_INVALID_IMAGE). Build with a CUDA toolkit of at most 12.9 and run with its libraries, or install a newer driver");
+    }
+}
