@@ -4,7 +4,7 @@
 #define IGNORED 0xffffffffu
 
 // The log-sum-exp of each row, in one pass over it, and its loss: a block for each row.
-template <class T>
+template <bool WHOLE, class T>
 DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losses, float *lse, u32 classes,
                               float smoothing) {
     SHARED(float, scratch, WARPS);
@@ -16,27 +16,39 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
         }
         return;
     }
-    u64 row = (u64)blockIdx.x * classes;
+    logits += (u64)blockIdx.x * classes;
     float none = -__uint_as_float(0x7f800000u);
     float most = none, sum = 0, level = 0;
-    for (u32 i = threadIdx.x; i < classes; i += THREADS) {
-        float z = load(logits[row + i]);
-        if (z > most) {
-            sum *= expf(most - z);
-            most = z;
+    FOR_EACH_PACK(T, at, classes) {
+        float z[LANES_OF(T)];
+        take_wide<WHOLE>(logits, at, classes, z);
+        float peak = most;
+#pragma unroll
+        for (u32 k = 0; k < LANES_OF(T); k++) {
+            if (WHOLE || at + k < classes) {
+                peak = z[k] > peak ? z[k] : peak;
+                level += z[k];
+            }
         }
         // What is minus infinity, and so may be all that was seen, has no weight.
-        if (z != none) sum += expf(z - most);
-        level += z;
+        float base = peak == none ? 0.0f : peak;
+        if (peak != most) {
+            sum *= exponential(most - base, T());
+            most = peak;
+        }
+#pragma unroll
+        for (u32 k = 0; k < LANES_OF(T); k++) {
+            if (WHOLE || at + k < classes) sum += exponential(z[k] - base, T());
+        }
     }
     float all = block_max(most, scratch);
-    if (most != all) sum = most == none ? sum : sum * expf(most - all);
+    if (most != all) sum = most == none ? sum : sum * exponential(most - all, T());
     sum = block_sum(sum, scratch);
     if (smoothing != 0) level = block_sum(level, scratch);
     if (threadIdx.x == 0) {
         float log_sum = all + logf(sum);
         // Not a number for a class that there is not, instead of what is behind the row.
-        double zero = 0.0, hit = target < classes ? (double)load(logits[row + target]) : zero / zero;
+        double zero = 0.0, hit = target < classes ? (double)load(logits[target]) : zero / zero;
         double loss = (double)log_sum - (1.0 - (double)smoothing) * hit;
         if (smoothing != 0) loss -= (double)smoothing * (double)level / (double)classes;
         losses[blockIdx.x] = loss;
@@ -46,16 +58,30 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
 
 // Replaces the logits by their gradient. The columns are those of the classes from `first` on; `uniform` is the
 // smoothing for each of all classes.
-template <class T>
+template <bool WHOLE, class T>
 DEVICE void cross_entropy_backward_row(T *logits, const u32 *targets, const float *lse, const float *grad, u32 first,
                                        u32 classes, float smoothing, float uniform) {
     u32 target = targets[blockIdx.x];
-    u64 row = (u64)blockIdx.x * classes;
+    logits += (u64)blockIdx.x * classes;
+    if (target == IGNORED) {
+        FOR_EACH_PACK(T, at, classes) put<WHOLE>(logits, at, classes, Pack{});
+        return;
+    }
     float g = *grad, of_row = lse[blockIdx.x];
-    for (u32 i = threadIdx.x; i < classes; i += THREADS) {
-        float d = expf(load(logits[row + i]) - of_row) - uniform;
-        if (first + i == target) d += smoothing - 1.0f;
-        store(logits[row + i], target == IGNORED ? 0.0f : d * g);
+    FOR_EACH_PACK(T, at, classes) {
+        float d[LANES_OF(T)];
+        take_wide<WHOLE>(logits, at, classes, d);
+        // Where the target is in this pack, if it is.
+        u32 hit = target - first - at;
+#pragma unroll
+        for (u32 k = 0; k < LANES_OF(T); k++) d[k] = exponential(d[k] - of_row, T()) - uniform;
+        if (hit < LANES_OF(T)) {
+#pragma unroll
+            for (u32 k = 0; k < LANES_OF(T); k++) d[k] += hit == k ? smoothing - 1.0f : 0.0f;
+        }
+#pragma unroll
+        for (u32 k = 0; k < LANES_OF(T); k++) d[k] *= g;
+        put_rounded<WHOLE>(logits, at, classes, d);
     }
 }
 
@@ -74,13 +100,18 @@ DEVICE void embedding_grad_columns(const T *grad, const u32 *ids, const u32 *sta
 }
 
 #define DEFINE(T, NAME)                                                                                                \
-    KERNEL cross_entropy_##NAME(const T *logits, const u32 *targets, double *losses, float *lse, u32 classes,          \
-                                float smoothing) {                                                                     \
-        cross_entropy_row(logits, targets, losses, lse, classes, smoothing);                                           \
+    KERNEL cross_entropy_##NAME(const T *__restrict__ logits, const u32 *__restrict__ targets,                         \
+                                double *__restrict__ losses, float *__restrict__ lse, u32 classes, float smoothing) {  \
+        bool is_whole = is_packed((u64)logits) && classes % LANES_OF(T) == 0;                                          \
+        if (is_whole) cross_entropy_row<true>(logits, targets, losses, lse, classes, smoothing);                       \
+        else cross_entropy_row<false>(logits, targets, losses, lse, classes, smoothing);                               \
     }                                                                                                                  \
-    KERNEL cross_entropy_backward_##NAME(T *logits, const u32 *targets, const float *lse, const float *grad,           \
-                                         u32 first, u32 classes, float smoothing, float uniform) {                     \
-        cross_entropy_backward_row(logits, targets, lse, grad, first, classes, smoothing, uniform);                    \
+    KERNEL cross_entropy_backward_##NAME(T *__restrict__ logits, const u32 *__restrict__ targets,                      \
+                                         const float *__restrict__ lse, const float *__restrict__ grad, u32 first,     \
+                                         u32 classes, float smoothing, float uniform) {                                \
+        bool is_whole = is_packed((u64)logits) && classes % LANES_OF(T) == 0;                                          \
+        if (is_whole) cross_entropy_backward_row<true>(logits, targets, lse, grad, first, classes, smoothing, uniform); \
+        else cross_entropy_backward_row<false>(logits, targets, lse, grad, first, classes, smoothing, uniform);        \
     }                                                                                                                  \
     KERNEL embedding_grad_##NAME(const T *grad, const u32 *ids, const u32 *starts, const u32 *order, u32 width,        \
                                  float *out) {                                                                         \

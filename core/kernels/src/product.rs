@@ -108,6 +108,19 @@ impl Product {
         let sizes = [outputs, inputs, rows];
         Self::of_rows([dtype, Float::F32], matrices, [true, false], sizes, 1, add)
     }
+
+    /// Adds the gradient of a linear layer's input to `sum` (`[rows, inputs]`): `grad weight`, with `grad` of `[rows, outputs]`
+    /// and `weight` of `[outputs, inputs]`, all row by row and of one dtype. What is added is not rounded to it before.
+    /// `None` if it is larger than cuBLAS takes.
+    pub fn add_input_grad(
+        dtype: Float,
+        [grad, weight, sum]: [u64; 3],
+        [rows, inputs, outputs]: [usize; 3],
+    ) -> Option<Self> {
+        let matrix = |address, row| Matrix { start: Start::at(address), row, stride: 0 };
+        let matrices = [matrix(grad, outputs), matrix(weight, inputs), matrix(sum, inputs)];
+        Self::of_rows([dtype; 2], matrices, [false; 2], [rows, inputs, outputs], 1, true)
+    }
 }
 
 #[cfg(test)]
@@ -189,6 +202,31 @@ mod tests {
                 let others = || (0..weight).chain(end..end + 10);
                 assert!(others().all(|i| memory[i].to_bits() == before[i].to_bits()));
             }
+        }
+    }
+
+    #[test]
+    fn input_gradient_is_added_in_place() {
+        for [rows, inputs, outputs] in [[1, 1, 1], [7, 3, 5], [2, 9, 4], [11, 1, 6]] {
+            let grad = 4;
+            let weight = grad + rows * outputs + 2;
+            let sum = weight + outputs * inputs + 1;
+            let end = sum + rows * inputs;
+            let mut memory: Vec<f64> = (0..end + 3).map(|i| (i * 7 % 13) as f64 - 5.0).collect();
+            let before = memory.clone();
+            let addresses = [grad, weight, sum].map(|at| at as u64);
+            let sizes = [rows, inputs, outputs];
+            let product = Product::add_input_grad(Float::Bf16, addresses, sizes).unwrap();
+            assert_eq!((product.dtype, product.out), (Float::Bf16, Float::Bf16));
+            carry_out(&product, &mut memory);
+            let mut expected = before.clone();
+            for r in 0..rows {
+                for i in 0..inputs {
+                    let term = |o| before[grad + r * outputs + o] * before[weight + o * inputs + i];
+                    expected[sum + r * inputs + i] += (0..outputs).map(term).sum::<f64>();
+                }
+            }
+            assert_eq!(memory, expected, "{rows}, {inputs}, {outputs}");
         }
     }
 

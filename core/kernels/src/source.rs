@@ -52,7 +52,7 @@ impl Source {
         }
     }
 
-    /// What is compiled: what all kernels share, and the file.
+    /// What is compiled: what all kernels share, and the file; before that, what those share that load packs.
     pub fn text(self) -> String {
         let text = match self {
             Self::GradNorm => include_str!("../kernels/grad_norm.cu"),
@@ -65,7 +65,11 @@ impl Source {
             Self::Dropout => include_str!("../kernels/dropout.cu"),
             Self::Loss => include_str!("../kernels/loss.cu"),
         };
-        [include_str!("../kernels/common.cu"), text].concat()
+        let packs = match self {
+            Self::Rows | Self::Loss => include_str!("../kernels/packs.cu"),
+            _ => "",
+        };
+        [include_str!("../kernels/common.cu"), packs, text].concat()
     }
 }
 

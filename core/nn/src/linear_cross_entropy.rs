@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Mutex;
 
-use candle_core::{D, Tensor};
+use candle_core::{D, Device, Tensor};
 
 use super::Loss;
 use super::cross_entropy::CrossEntropy;
@@ -47,20 +47,57 @@ pub fn linear_cross_entropy(head: &Linear, hidden: &Tensor, targets: &Tensor) ->
 /// that are computed in pieces of that size, and once more in backward. This costs a third more
 /// matrix products of the head, and the memory no longer grows with batch and vocabulary (the
 /// logits of long sequences over 128 thousand classes take gigabytes).
-#[derive(Debug, Clone, Copy, PartialEq)]
+///
+/// The number of pieces changes roundings: the loss and the gradients of the head's parameters are
+/// sums over the pieces, and a GPU's library may multiply pieces of other sizes in another order.
+/// The number follows from the sizes and from the kind of device alone, so the same configuration
+/// on the same kind of GPU gives the same bits. Ranks may have different numbers: no collective is
+/// of a piece.
+#[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LinearCrossEntropy {
     /// Ignored targets and label smoothing.
     pub cross_entropy: CrossEntropy,
-    /// The largest size of a piece of logits, in bytes (at least one row). By default 64 MiB. In
-    /// bf16 and f16, and on GPUs, copies of the piece in f32 add to that. Few pieces are better in
-    /// bf16 and f16: each piece rounds the head's gradient if that is kept in such a dtype
+    /// The largest size of a piece of logits, in bytes (at least one row). `None`, the default, is 64
+    /// MiB, and on a GPU of NVIDIA 1/32 of its memory, from 256 MiB to 4 GiB: of all of its memory,
+    /// not of what is free, which differs from run to run. In bf16 and f16, and on GPUs without
+    /// kernels of their own, copies of the piece in f32 add to that. Few pieces are better in bf16
+    /// and f16: each piece rounds the head's gradient if that is kept in such a dtype
     /// (`reduce_dtype`), and on the CPU makes an f32 copy of the head.
-    pub logits_bytes: usize,
+    pub logits_bytes: Option<usize>,
 }
 
-impl Default for LinearCrossEntropy {
-    fn default() -> Self {
-        Self { cross_entropy: CrossEntropy::default(), logits_bytes: 64 << 20 }
+/// Bytes of a piece of logits on this device, if nobody says otherwise.
+fn default_logits_bytes(device: &Device) -> Result<usize> {
+    #[cfg(feature = "cuda")]
+    if let Device::Cuda(device) = device {
+        let total = fulgurite_kernels::cuda::total_memory(device)?;
+        return Ok(share_of_memory(total));
+    }
+    let _ = device;
+    Ok(64 << 20)
+}
+
+/// The bytes of a piece of logits on a GPU with so much memory.
+#[cfg(any(feature = "cuda", test))]
+fn share_of_memory(total: usize) -> usize {
+    (total / 32).clamp(256 << 20, 4 << 30)
+}
+
+/// Rows of products that a GPU computes without waste: a multiple of the tiles of its kernels.
+const GPU_ROWS: usize = 256;
+
+/// The rows of a piece: of `rows`, at most `most`.
+fn rows_of_piece(rows: usize, most: usize, on_gpu: bool) -> usize {
+    let most = match on_gpu && most >= GPU_ROWS && most < rows {
+        true => most - most % GPU_ROWS,
+        false => most.max(1),
+    };
+    // Pieces of equal size: a last piece of a single row would read the whole head for it.
+    let pieces = rows.div_ceil(most).max(1);
+    let equal = rows.div_ceil(pieces).max(1);
+    match on_gpu && pieces > 1 && most >= GPU_ROWS {
+        true => equal.next_multiple_of(GPU_ROWS),
+        false => equal,
     }
 }
 
@@ -75,7 +112,7 @@ impl LinearCrossEntropy {
     /// Sets the largest size of a piece of logits, in bytes.
     #[must_use]
     pub fn logits_bytes(mut self, bytes: usize) -> Self {
-        self.logits_bytes = bytes;
+        self.logits_bytes = Some(bytes);
         self
     }
 
@@ -100,10 +137,12 @@ impl LinearCrossEntropy {
         let targets = self.cross_entropy.targets(&dims, targets, classes)?;
         let count = targets.iter().flatten().count();
         let saved = hidden.detach().reshape((targets.len(), inputs))?;
-        let max_rows =
-            (self.logits_bytes / (classes * saved.dtype().size_in_bytes()).max(1)).max(1);
-        // Pieces of equal size: a last piece of a single row would read the whole head for it.
-        let rows = targets.len().div_ceil(targets.len().div_ceil(max_rows).max(1)).max(1);
+        let logits_bytes = match self.logits_bytes {
+            Some(bytes) => bytes,
+            None => default_logits_bytes(saved.device())?,
+        };
+        let most = logits_bytes / (classes * saved.dtype().size_in_bytes()).max(1);
+        let rows = rows_of_piece(targets.len(), most, !saved.device().is_cpu());
         let pieces: Vec<Range<usize>> = (0..targets.len().max(1))
             .step_by(rows)
             .map(|start| start..targets.len().min(start + rows))
@@ -154,5 +193,43 @@ impl LinearCrossEntropy {
             Ok(vec![dx.map(|dx| dx.reshape(&shape)).transpose()?])
         })?;
         Ok(Loss::new(sum, count as f64))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pieces_are_equal_on_cpus() {
+        for (rows, most, expected) in
+            [(10, 4, 4), (9, 4, 3), (10, 0, 1), (0, 5, 1), (3, 100, 3), (1000, 999, 500)]
+        {
+            assert_eq!(rows_of_piece(rows, most, false), expected, "{rows} {most}");
+        }
+    }
+
+    #[test]
+    fn gpu_pieces_are_multiples_of_tiles() {
+        // One piece if it fits, whatever its rows; pieces of fewer rows than a tile stay equal.
+        assert_eq!(rows_of_piece(16_000, 16_000, true), 16_000);
+        assert_eq!(rows_of_piece(1000, 100, true), 100);
+        // Llama 3's vocabulary, in bf16: 63 pieces of 261 rows with 64 MiB.
+        let row = 2 * 128_256;
+        assert_eq!(rows_of_piece(16_384, (64 << 20) / row, true), 256);
+        assert_eq!(rows_of_piece(16_384, share_of_memory(80 << 30) / row, true), 8192);
+        for rows in [257, 1000, 4097, 16_384] {
+            for most in [256, 300, 511, 513, 4000] {
+                let piece = rows_of_piece(rows, most, true);
+                assert!(piece <= most.max(1), "{rows} {most}: {piece}");
+                assert!(piece == rows || piece % GPU_ROWS == 0, "{rows} {most}: {piece}");
+            }
+        }
+    }
+
+    #[test]
+    fn share_of_memory_has_bounds() {
+        let of = |gib: usize| share_of_memory(gib << 30) >> 20;
+        assert_eq!([of(4), of(24), of(80), of(192)], [256, 768, 2560, 4096]);
     }
 }

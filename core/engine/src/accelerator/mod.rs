@@ -9,6 +9,7 @@ mod accelerator;
 mod cuda_time_stamp;
 mod detect;
 mod placement;
+pub mod ranges;
 
 pub use accelerator::{Accelerator, AcceleratorConfig, Available, DeviceMemory, TimeStamp};
 #[cfg(feature = "cuda")]

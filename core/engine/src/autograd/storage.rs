@@ -316,8 +316,8 @@ pub fn cast_all<'a>(tensors: impl IntoIterator<Item = (&'a mut Tensor, DType)>) 
     Ok(())
 }
 
-/// [`copy_from`] of pairs of a target and a source: on a GPU one launch for all that are contiguous and of one dtype. No
-/// target overlaps another one or a source.
+/// [`copy_from`] of pairs of a target and a source: on a GPU one launch for all that are contiguous and in f32, bf16 or f16,
+/// which also casts. No target overlaps another one or a source.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

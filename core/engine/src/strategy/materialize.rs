@@ -107,12 +107,14 @@ fn first_other(group: &dyn ProcessGroup, digests: &Vec<u64>) -> Result<Option<(u
     Ok(all.iter().enumerate().find_map(first))
 }
 
-/// Copies the local values of replicated parameters into compute tensors of another dtype.
+/// Casts the local values of replicated parameters into compute tensors of another dtype: in their place, and on a GPU in one
+/// launch for all.
 pub fn refresh_compute(slots: &[ParameterSlot]) -> Result<()> {
-    for slot in slots.iter().filter(|slot| slot.dtype() != slot.compute_dtype()) {
-        storage::copy_from(&slot.compute()?.detach(), &slot.local()?.values)?;
-    }
-    Ok(())
+    let cast = |slot: &ParameterSlot| Ok((slot.compute()?.detach(), slot.local()?.values));
+    let apart = slots.iter().filter(|slot| slot.dtype() != slot.compute_dtype());
+    let copied = apart.map(cast).collect::<Result<Vec<_>>>()?;
+    let pairs: Vec<_> = copied.iter().map(|(compute, values)| (compute, values)).collect();
+    storage::copy_all(&pairs)
 }
 
 /// Checks that all ranks built the same model: names, shapes, dtypes, initial values, what is frozen, buffers.

@@ -55,9 +55,9 @@ pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
     Ok(all)
 }
 
-/// Copies the elements of each second tensor into the memory of the first, contiguous ones of one number of elements: one
-/// launch for all. False for those that are copied otherwise: on another device, of different dtypes, without elements, and
-/// in others than f32, bf16 and f16. No target overlaps another one or a source.
+/// Copies the elements of each second tensor into the memory of the first, in its dtype, contiguous ones of one number of
+/// elements: one launch for all. False for those that are copied otherwise: on another device, without elements, and in other
+/// dtypes than f32, bf16 and f16. No target overlaps another one or a source.
 ///
 /// # Errors
 /// If the launch fails.
@@ -67,14 +67,18 @@ pub fn copy_all(copied: &[(&Tensor, &Tensor)]) -> Result<Vec<bool>> {
     let mut all = Vec::with_capacity(copied.len());
     for &(target, source) in copied {
         let first = *device.get_or_insert(target.device());
-        let together = [target, source].iter().all(|tensor| {
-            first.same_device(tensor.device()) && tensor.is_contiguous() && taken(tensor).is_some()
-        });
-        let alike = target.dtype() == source.dtype() && target.elem_count() == source.elem_count();
-        all.push(together && alike);
-        if together && alike {
-            let bytes = (source.elem_count() * source.dtype().size_in_bytes()) as u64;
-            rows.push(Copied::bytes(address(target)?, address(source)?, bytes));
+        let dtype = |tensor: &Tensor| match taken(tensor) {
+            Some((_, dtype)) if first.same_device(tensor.device()) && tensor.is_contiguous() => {
+                Some(dtype)
+            }
+            _ => None,
+        };
+        let dtypes = dtype(source).zip(dtype(target));
+        let dtypes = dtypes.filter(|_| target.elem_count() == source.elem_count());
+        all.push(dtypes.is_some());
+        if let Some((from, to)) = dtypes {
+            let elements = source.elem_count() as u64;
+            rows.push(Copied::cast(address(target)?, address(source)?, elements, [from, to]));
         }
     }
     if let (Some(Device::Cuda(device)), false) = (device, rows.is_empty()) {

@@ -2,7 +2,7 @@
 //! that no kernel takes: on another device, in f64, of too many rows, or rotated by tables of another form.
 #![allow(unsafe_code)] // launches, and memory that a launch writes whole
 
-use candle_core::{CudaDevice, D, DType, Device, Tensor};
+use candle_core::{CudaDevice, D, DType, Device, Shape, Tensor};
 use fulgurite_error::{Error, Result};
 
 use super::{address, run, unset};
@@ -40,6 +40,11 @@ pub(super) fn output(like: &Tensor) -> Result<Tensor> {
         Device::Cuda(device) => unset(like.shape(), like.dtype(), device),
         _ => Err(Error::other("memory for a kernel was asked of another device than a GPU")),
     }
+}
+
+/// Memory for a number of f32 for each row, with any content, which a launch writes whole.
+fn of_rows(rows: u32, device: &CudaDevice) -> Result<Tensor> {
+    unset(&Shape::from(rows as usize), DType::F32, device)
 }
 
 /// Checks that all have the shape and dtype of the first and are on its device.
@@ -115,7 +120,7 @@ pub fn rms_norm(
     let (x, scale) = (x.contiguous()?, weight(scale, n)?);
     let (residual, sum) = with_residual(&x, residual)?.unzip();
     let y = output(&x)?;
-    let rstd = Tensor::zeros(count as usize, DType::F32, x.device())?;
+    let rstd = of_rows(count, device)?;
     let plan = plans::rms_norm(RmsNorm {
         dtype,
         x: address(&x)?,
@@ -192,8 +197,7 @@ pub fn layer_norm(
     let bias = bias.map(|bias| weight(bias, n)).transpose()?;
     let (residual, sum) = with_residual(&x, residual)?.unzip();
     let y = output(&x)?;
-    let [mean, rstd] = [(); 2].map(|()| Tensor::zeros(count as usize, DType::F32, x.device()));
-    let (mean, rstd) = (mean?, rstd?);
+    let (mean, rstd) = (of_rows(count, device)?, of_rows(count, device)?);
     let plan = plans::layer_norm(LayerNorm {
         dtype,
         x: address(&x)?,
@@ -412,8 +416,8 @@ pub fn cross_entropy(
 ) -> Result<Option<(Tensor, Tensor)>> {
     let Some((device, dtype)) = taken(logits_of) else { return Ok(None) };
     let logits_of = logits_of.contiguous()?;
-    let lse = Tensor::zeros(logits_of.dim(0)?, DType::F32, logits_of.device())?;
-    let total = Tensor::zeros((), DType::F64, logits_of.device())?;
+    let lse = unset(&Shape::from(logits_of.dim(0)?), DType::F32, device)?;
+    let total = unset(&Shape::from(()), DType::F64, device)?;
     let Some(of) = logits(dtype, &logits_of, [targets, &lse], smoothing)? else { return Ok(None) };
     let plan = plans::cross_entropy(of, address(&total)?);
     carry_out(&plan, device, &[&logits_of, targets, &lse, &total])?;

@@ -24,8 +24,8 @@ pub use layers::{
     embedding_grad, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope, swiglu,
     swiglu_backward, takes,
 };
-pub use products::weight_grad;
+pub use products::{add_input_grad, weight_grad};
 pub use queue::Queue;
-pub use run::{address, run};
+pub use run::{address, run, total_memory};
 use views::unset;
 pub use views::{contiguous, dense, pick_rows, unset_storage};

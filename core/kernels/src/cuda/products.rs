@@ -51,6 +51,39 @@ pub fn weight_grad(x: &Tensor, grad: &Tensor, out: &Tensor, add: bool) -> Result
     Ok(true)
 }
 
+/// Adds the gradient of a linear layer's input, `grad weight`, to `sum`: `grad` is `[rows, outputs]`, `weight` `[outputs, inputs]`
+/// and `sum` `[rows, inputs]`, all of one dtype, f32, bf16 or f16. The sum is rounded once. False for tensors of other dtypes or
+/// devices, and a `sum` that is not contiguous, with which nothing is done.
+///
+/// # Errors
+/// If shapes do not fit, or cuBLAS fails.
+pub fn add_input_grad(grad: &Tensor, weight: &Tensor, sum: &Tensor) -> Result<bool> {
+    let Some((device, dtype)) = taken(grad) else { return Ok(false) };
+    let ((rows, outputs), (weight_outputs, inputs)) = (grad.dims2()?, weight.dims2()?);
+    if weight_outputs != outputs || sum.dims() != [rows, inputs] {
+        return Err(Error::other(format!(
+            "the gradient of an input from {:?} and a weight of {:?} is not {:?}",
+            grad.dims(),
+            weight.dims(),
+            sum.dims()
+        )));
+    }
+    let alike = |t: &&Tensor| t.dtype() == grad.dtype() && t.device().same_device(grad.device());
+    if ![weight, sum].iter().all(alike) || !sum.is_contiguous() || inputs == 0 {
+        return Ok(false);
+    }
+    let held = [grad.contiguous()?, weight.contiguous()?];
+    let [grad, weight, sum] = [address(&held[0])?, address(&held[1])?, address(sum)?];
+    let sizes = [rows, inputs, outputs];
+    let Some(product) = Product::add_input_grad(dtype, [grad, weight, sum], sizes) else {
+        return Ok(false);
+    };
+    // SAFETY: the tensors are held until the call is queued, in the order of the device's one stream, and their sizes are those
+    // of the product, whose first matrix is the weight.
+    unsafe { run_product(&product, [weight, grad, sum], device) }?;
+    Ok(true)
+}
+
 /// Gives a product to the device's stream.
 ///
 /// # Safety

@@ -1,13 +1,15 @@
 //! A stream that plans are given to.
 #![allow(unsafe_code)] // launches of kernels
 
+use std::collections::HashMap;
+use std::collections::hash_map::Entry;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::CudaDevice;
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::cuda_backend::cudarc::driver::sys::CUfunction_attribute_enum as Attribute;
 use candle_core::cuda_backend::cudarc::driver::{
-    CudaSlice, CudaStream, DevicePtr as _, LaunchConfig, PushKernelArg as _,
+    CudaFunction, CudaSlice, CudaStream, DevicePtr as _, LaunchConfig, PushKernelArg as _,
 };
 use fulgurite_error::{Error, Result};
 
@@ -25,13 +27,45 @@ pub struct Queue {
     device: CudaDevice,
     stream: Arc<CudaStream>,
     tables: Tables,
+    functions: Functions,
+}
+
+/// Kernels that were launched before, by their names, which are unique among sources. A launch does not ask the driver again.
+#[derive(Default)]
+struct Functions(HashMap<&'static str, Loaded>);
+
+/// A kernel on the device.
+struct Loaded {
+    function: CudaFunction,
+    /// Bytes of shared memory that launches may ask for.
+    shared_bytes: u32,
+}
+
+impl Functions {
+    /// The kernel of this launch. Compiles it, or has more shared memory allowed, where that was not done yet.
+    fn of(&mut self, call: &Call, stream: &CudaStream) -> Result<&CudaFunction> {
+        let loaded = match self.0.entry(call.kernel) {
+            Entry::Occupied(entry) => entry.into_mut(),
+            Entry::Vacant(entry) => {
+                let function = function(stream.context(), call.source, call.kernel)?;
+                entry.insert(Loaded { function, shared_bytes: SHARED_BYTES })
+            }
+        };
+        if call.shared_bytes > loaded.shared_bytes {
+            let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
+            loaded.function.set_attribute(attribute, call.shared_bytes as i32).w()?;
+            loaded.shared_bytes = call.shared_bytes;
+        }
+        Ok(&loaded.function)
+    }
 }
 
 impl Queue {
     /// A queue on a stream of this device. A stream may have several.
     pub fn new(device: &CudaDevice, stream: &Arc<CudaStream>) -> Self {
         let (device, stream) = (device.clone(), stream.clone());
-        Self { device, tables: Tables::new(stream.clone()), stream }
+        let tables = Tables::new(stream.clone());
+        Self { device, stream, tables, functions: Functions::default() }
     }
 
     /// The queue on the stream of this device that tensors are computed on.
@@ -63,69 +97,73 @@ impl Queue {
         if plan.work().is_empty() {
             return Ok(());
         }
-        let (tables, offsets) = packed(plan);
-        let tables = if tables.is_empty() { 0 } else { self.tables.send(&tables).w()? };
+        let Self { device, stream, tables, functions } = self;
+        let (bytes, offsets) = packed(plan);
+        let tables = if bytes.is_empty() { 0 } else { tables.send(&bytes).w()? };
         let scratch = plan.scratch_bytes().iter().map(|&bytes| {
             // SAFETY: plans read what they have asked for after they have written it.
-            let memory = unsafe { self.stream.alloc::<u8>(bytes.max(1)) }.w();
+            let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.w();
             memory.map_err(|error| asked_for(bytes, error))
         });
         let scratch = scratch.collect::<Result<Vec<CudaSlice<u8>>>>()?;
         let place = |target: Target| match target {
             Target::Address(address) => address,
             Target::Table(index) => tables + offsets[index],
-            Target::Scratch(index) => scratch[index].device_ptr(&self.stream).0,
+            Target::Scratch(index) => scratch[index].device_ptr(stream).0,
         };
         for work in plan.work() {
             match work {
-                // SAFETY: the caller's promise, or memory of this plan, which is freed in the stream's order.
-                Work::Launch(call) => unsafe { self.launch(call, &place) }?,
+                Work::Launch(call) => {
+                    let function = functions.of(call, stream)?;
+                    // SAFETY: the caller's promise, or memory of this plan, which is freed in the stream's order.
+                    unsafe { launch(stream, function, call, &place) }?;
+                }
                 Work::Product(product) => {
-                    if self.stream.cu_stream() != self.device.cuda_stream().cu_stream() {
+                    if stream.cu_stream() != device.cuda_stream().cu_stream() {
                         return Err(Error::other(
                             "a product was given to another stream than that of the tensors",
                         ));
                     }
                     let starts = product.starts.map(|start| place(start.target) + start.offset);
                     // SAFETY: as above.
-                    unsafe { run_product(product, starts, &self.device) }?;
+                    unsafe { run_product(product, starts, device) }?;
                 }
             }
         }
         Ok(())
     }
+}
 
-    /// # Safety
-    /// What `place` says of the arguments is the caller's promise.
-    unsafe fn launch(&self, call: &Call, place: &impl Fn(Target) -> u64) -> Result<()> {
-        let function = function(self.stream.context(), call.source, call.kernel)?;
-        // A number of 32 bits is read from the lower half: CUDA's hosts are little-endian.
-        let arguments: Vec<u64> = call
-            .arguments
-            .iter()
-            .map(|argument| match *argument {
-                Argument::Number(bits) => bits,
-                Argument::Pointer(target) => place(target),
-            })
-            .collect();
-        let mut launch = self.stream.launch_builder(&function);
-        for argument in &arguments {
-            launch.arg(argument);
-        }
-        let config = LaunchConfig {
-            grid_dim: (call.blocks, 1, 1),
-            block_dim: (THREADS, 1, 1),
-            shared_mem_bytes: call.shared_bytes,
-        };
-        if call.shared_bytes > SHARED_BYTES {
-            let attribute = Attribute::CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES;
-            function.set_attribute(attribute, call.shared_bytes as i32).w()?;
-        }
-        // SAFETY: number and types of the arguments are those of the table, which tests compare with the kernels; what
-        // they point to is the caller's promise.
-        unsafe { launch.launch(config) }.w()?;
-        Ok(())
+/// # Safety
+/// `function` is the kernel of the call; what `place` says of the arguments is the caller's promise.
+unsafe fn launch(
+    stream: &Arc<CudaStream>,
+    function: &CudaFunction,
+    call: &Call,
+    place: &impl Fn(Target) -> u64,
+) -> Result<()> {
+    // A number of 32 bits is read from the lower half: CUDA's hosts are little-endian.
+    let arguments: Vec<u64> = call
+        .arguments
+        .iter()
+        .map(|argument| match *argument {
+            Argument::Number(bits) => bits,
+            Argument::Pointer(target) => place(target),
+        })
+        .collect();
+    let mut launch = stream.launch_builder(function);
+    for argument in &arguments {
+        launch.arg(argument);
     }
+    let config = LaunchConfig {
+        grid_dim: (call.blocks, 1, 1),
+        block_dim: (THREADS, 1, 1),
+        shared_mem_bytes: call.shared_bytes,
+    };
+    // SAFETY: number and types of the arguments are those of the table, which tests compare with the kernels; what
+    // they point to is the caller's promise.
+    unsafe { launch.launch(config) }.w()?;
+    Ok(())
 }
 
 /// The plan's tables as one, and where each begins.

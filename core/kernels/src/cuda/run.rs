@@ -3,8 +3,8 @@
 
 use std::sync::PoisonError;
 
-use candle_core::cuda_backend::CudaStorageSlice as Slice;
 use candle_core::cuda_backend::cudarc::driver::{CudaSlice, CudaStream, DevicePtr as _};
+use candle_core::cuda_backend::{CudaStorageSlice as Slice, WrapErr as _};
 use candle_core::{CudaDevice, Storage, Tensor};
 use fulgurite_error::{Error, Result};
 
@@ -66,4 +66,12 @@ pub unsafe fn run(plan: &Plan, device: &CudaDevice) -> Result<()> {
     let mut queue = queue.lock().unwrap_or_else(PoisonError::into_inner);
     // SAFETY: the caller's promise.
     unsafe { queue.run(plan) }
+}
+
+/// Bytes of memory that this device has in all, which never change.
+///
+/// # Errors
+/// If the driver does not say.
+pub fn total_memory(device: &CudaDevice) -> Result<usize> {
+    Ok(device.cuda_stream().context().total_mem().w()?)
 }

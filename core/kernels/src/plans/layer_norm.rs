@@ -1,6 +1,6 @@
 //! Layer norm.
 
-use super::rows::ROWS_OF_BLOCK;
+use super::rows::{ROWS_OF_BLOCK, WEIGHT_COLUMNS};
 use super::{COLUMNS, blocks, with_element};
 use crate::{Float, In, Out, Plan, table};
 
@@ -102,10 +102,11 @@ pub fn layer_norm_backward(op: LayerNormBackward) -> Plan {
     if rows == 0 {
         return plan;
     }
-    let (pieces, tiles) = (rows.div_ceil(ROWS_OF_BLOCK), blocks(n.into(), COLUMNS));
+    let pieces = rows.div_ceil(ROWS_OF_BLOCK);
+    let [tiles, weight_tiles] = [COLUMNS, WEIGHT_COLUMNS].map(|columns| blocks(n.into(), columns));
     let [sums, bias_sums] = [(); 2].map(|()| plan.scratch::<f32>(pieces as usize * n as usize));
     plan.call(with_element!(op.dtype, T => table::layer_norm_weight::<T>(
-        pieces * tiles,
+        pieces * weight_tiles,
         In::at(x),
         In::at(mean),
         In::at(rstd),

@@ -75,6 +75,9 @@ pub struct RmsNormBackward {
 /// Rows whose part of the weight's gradient is summed by one block.
 pub(super) const ROWS_OF_BLOCK: u32 = 64;
 
+/// Columns whose part of the weight's gradient is summed by one block: `WEIGHT_COLUMNS` in `kernels/rows.cu`.
+pub(super) const WEIGHT_COLUMNS: u64 = 4 * COLUMNS;
+
 /// The gradients: three launches.
 pub fn rms_norm_backward(op: RmsNormBackward) -> Plan {
     let mut plan = Plan::default();
@@ -92,10 +95,11 @@ pub fn rms_norm_backward(op: RmsNormBackward) -> Plan {
     if dweight == 0 || rows == 0 {
         return plan;
     }
-    let (pieces, tiles) = (rows.div_ceil(ROWS_OF_BLOCK), blocks(n.into(), COLUMNS));
+    let pieces = rows.div_ceil(ROWS_OF_BLOCK);
+    let [tiles, weight_tiles] = [COLUMNS, WEIGHT_COLUMNS].map(|columns| blocks(n.into(), columns));
     let sums = plan.scratch::<f32>(pieces as usize * n as usize);
     plan.call(with_element!(op.dtype, T => table::rms_norm_weight::<T>(
-        pieces * tiles,
+        pieces * weight_tiles,
         In::at(x),
         In::at(rstd),
         In::at(grad),

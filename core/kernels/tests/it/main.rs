@@ -11,5 +11,6 @@ mod grad_norm;
 mod layers;
 mod numbers;
 mod optimizer;
+mod packs;
 mod shim;
 mod views;

@@ -97,6 +97,16 @@ pub(crate) fn input_grad(
         InputGrad::New => None,
         InputGrad::AddTo(sum) => Some(sum),
     };
+    #[cfg(feature = "cuda")]
+    if let Some(sum) = &sum
+        && grad.device().is_cuda()
+    {
+        // In the product, which rounds once and has no launch of its own for the addition.
+        let (rows, into) = (grad.reshape((n, outputs))?, sum.reshape((n, inputs))?);
+        if fulgurite_kernels::cuda::add_input_grad(&rows, weight, &into)? {
+            return Ok(Some(sum.clone()));
+        }
+    }
     let native = grad.dtype() == accumulation_dtype(grad.dtype());
     if !uses_cpu_kernels(grad) || (sum.is_some() && !native) {
         let fresh = match uses_cpu_kernels(grad) {

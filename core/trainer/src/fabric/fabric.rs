@@ -10,7 +10,7 @@ use super::FabricOptimizer;
 use super::SyncBuffers;
 use super::attempts::Attempts;
 use super::launcher::check_frozen;
-use crate::profiler::{LogExecutionTime, Phase, Profile};
+use crate::profiler::{LogExecutionTime, Phase, Profile, watch_units};
 use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::accelerator::Accelerator;
@@ -250,9 +250,7 @@ impl Fabric {
         let distributing = self.log_execution_time("distributing and initialising the model");
         self.runtime.setup_module(tree, self.seed)?;
         drop(distributing);
-        if let Some(profiler) = self.runtime.profiler() {
-            profiler.watch_units(self.module_tree()?.units());
-        }
+        watch_units(self.runtime.profiler(), self.module_tree()?.units());
         if let Some(dir) = self.adapter_from() {
             self.load_adapter(dir)?;
         }
@@ -500,8 +498,8 @@ impl Fabric {
         optimizer.clip_gradients_value(clip_value)
     }
 
-    /// Begins a phase of `trainer.profiler`, which ends when the guard is dropped; `None` without a
-    /// profiler. A phase within another one is a part of that.
+    /// Begins a phase of `trainer.profiler` and of NVIDIA's tools, which ends when the guard is
+    /// dropped; `None` without any. A phase within another one is a part of that.
     #[must_use = "a phase ends when its guard is dropped"]
     pub fn phase(&self, name: &'static str) -> Option<Phase> {
         self.runtime.phase(name)

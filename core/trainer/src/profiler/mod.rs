@@ -12,8 +12,9 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 //!
-//! Without `trainer.profiler` there is no profiler: process groups and units are not wrapped, and a phase is
-//! one look at an empty option.
+//! Without `trainer.profiler` there is no profiler: process groups are not wrapped, and a phase is two looks at an empty option.
+//! Units are wrapped if a tool of NVIDIA watches ([`ranges`](fulgurite_engine::accelerator::ranges)), which is shown phases and
+//! units too, with a profiler and without one.
 
 mod config;
 mod device;
@@ -29,3 +30,4 @@ pub use log_execution_time::LogExecutionTime;
 pub use profile::{Profile, ProfiledSpan, SpanKind};
 pub use recorder::Phase;
 pub(crate) use recorder::Profiler;
+pub(crate) use unit::watch_units;

@@ -8,7 +8,9 @@ use std::time::{Instant, SystemTime, UNIX_EPOCH};
 use serde::{Deserialize, Serialize};
 
 use super::device::{COMPUTE, DeviceClock, OnDevice};
+use super::unit::end_backward_range;
 use super::{ProfilerConfig, SpanKind};
+use fulgurite_engine::accelerator::ranges::{self, Range};
 use fulgurite_engine::accelerator::{Accelerator, TimeStamp};
 
 /// The profiler of this rank. Clones record into the same.
@@ -136,14 +138,33 @@ impl Profiler {
         Recorded { on_device, ..std::mem::take(&mut *self.recorded()) }
     }
 
-    /// Begins a phase, which ends when the guard is dropped.
-    pub(crate) fn phase(&self, name: &'static str) -> Phase {
+    /// Begins a phase, and says when.
+    fn begin_phase(&self) -> Moment {
         let from = self.moment();
         let mut recorded = self.recorded();
         recorded.open_phases += 1;
         recorded.from_us.get_or_insert(from.us);
-        drop(recorded);
-        Phase { profiler: self.clone(), name, from }
+        from
+    }
+
+    #[cfg(test)]
+    pub(super) fn phase(&self, name: &'static str) -> Phase {
+        Phase::begin(Some(self), name).expect("there is a profiler")
+    }
+
+    fn end_phase(&self, name: &str, from: &Moment) {
+        self.begin_backward(None);
+        let now = self.moment();
+        let recorded = &mut *self.recorded();
+        recorded.open_phases = recorded.open_phases.saturating_sub(1);
+        recorded.to_us = now.us;
+        if recorded.open_phases == 0 {
+            self.add(recorded, SpanKind::Phase, name.to_owned(), (from.clone(), now));
+            let of_phases = recorded.totals.get_mut(&SpanKind::Phase);
+            if let Some(total) = of_phases.and_then(|totals| totals.get_mut(name)) {
+                total.resident_mib = total.resident_mib.max(resident_mib());
+            }
+        }
     }
 
     /// To be called after each optimizer step.
@@ -280,26 +301,25 @@ impl Recorded {
 /// [`Fabric::phase`](crate::fabric::Fabric::phase).
 #[must_use = "a phase ends when its guard is dropped"]
 pub struct Phase {
-    profiler: Profiler,
     name: &'static str,
-    from: Moment,
+    recorded: Option<(Profiler, Moment)>,
+    _range: Option<Range>,
+}
+
+impl Phase {
+    /// Begins a phase for a profiler and for a tool that watches; `None` without any.
+    pub(crate) fn begin(profiler: Option<&Profiler>, name: &'static str) -> Option<Self> {
+        let range = ranges::begin(name);
+        let recorded = profiler.map(|profiler| (profiler.clone(), profiler.begin_phase()));
+        (range.is_some() || recorded.is_some()).then_some(Self { name, recorded, _range: range })
+    }
 }
 
 impl Drop for Phase {
     fn drop(&mut self) {
-        let profiler = &self.profiler;
-        profiler.begin_backward(None);
-        let now = profiler.moment();
-        let recorded = &mut *profiler.recorded();
-        recorded.open_phases = recorded.open_phases.saturating_sub(1);
-        recorded.to_us = now.us;
-        if recorded.open_phases == 0 {
-            let name = self.name.to_owned();
-            profiler.add(recorded, SpanKind::Phase, name, (self.from.clone(), now));
-            let of_phases = recorded.totals.get_mut(&SpanKind::Phase);
-            if let Some(total) = of_phases.and_then(|totals| totals.get_mut(self.name)) {
-                total.resident_mib = total.resident_mib.max(resident_mib());
-            }
+        end_backward_range();
+        if let Some((profiler, from)) = &self.recorded {
+            profiler.end_phase(self.name, from);
         }
     }
 }

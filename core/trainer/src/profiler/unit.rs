@@ -1,5 +1,6 @@
-//! Units whose forward and backward are recorded.
+//! Units whose forward and backward are recorded, and shown by NVIDIA's tools.
 
+use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
 
 use candle_core::DType;
@@ -7,50 +8,75 @@ use candle_core::DType;
 use super::recorder::Moment;
 use super::{Profiler, SpanKind};
 use crate::Result;
+use fulgurite_engine::accelerator::ranges::{self, Range};
 use fulgurite_engine::module::{UnitHandle, UnitHooks};
 
 /// Hooks around those of the strategy.
 struct ProfiledUnit {
     inner: Option<Arc<dyn UnitHooks>>,
-    profiler: Profiler,
+    profiler: Option<Profiler>,
     name: String,
     /// When the forwards under way began: a unit may call itself.
     begun: Mutex<Vec<Moment>>,
 }
 
-impl Profiler {
-    /// Records the forward and backward of these units from now on. Called when the strategy has set its
-    /// hooks.
-    pub(crate) fn watch_units(&self, units: &[UnitHandle]) {
-        for unit in units {
-            unit.set_hooks(Arc::new(ProfiledUnit {
-                inner: unit.hooks(),
-                profiler: self.clone(),
-                name: format!("forward {}", unit.path()),
-                begun: Mutex::default(),
-            }));
-        }
+thread_local! {
+    /// The ranges of the forwards under way.
+    static FORWARD: RefCell<Vec<Option<Range>>> = const { RefCell::new(Vec::new()) };
+    /// That of the backward of a unit, which ends when that of the next one begins, or with its phase.
+    static BACKWARD: RefCell<Option<Range>> = const { RefCell::new(None) };
+}
+
+/// Ends the range of a unit's backward, if one is under way.
+pub(super) fn end_backward_range() {
+    BACKWARD.with_borrow_mut(|range| *range = None);
+}
+
+/// Records the forward and backward of these units from now on, for a profiler and for a tool that watches. Called when the
+/// strategy has set its hooks.
+pub(crate) fn watch_units(profiler: Option<&Profiler>, units: &[UnitHandle]) {
+    if profiler.is_none() && !ranges::is_watched() {
+        return;
+    }
+    for unit in units {
+        unit.set_hooks(Arc::new(ProfiledUnit {
+            inner: unit.hooks(),
+            profiler: profiler.cloned(),
+            name: format!("forward {}", unit.path()),
+            begun: Mutex::default(),
+        }));
     }
 }
 
 impl UnitHooks for ProfiledUnit {
     fn pre_forward(&self, unit: &UnitHandle) -> Result<()> {
-        let now = self.profiler.moment();
-        self.begun.lock().expect("no panic while recording").push(now);
+        if let Some(profiler) = &self.profiler {
+            let now = profiler.moment();
+            self.begun.lock().expect("no panic while recording").push(now);
+        }
+        FORWARD.with_borrow_mut(|under_way| under_way.push(ranges::begin(&self.name)));
         self.inner.as_ref().map_or(Ok(()), |inner| inner.pre_forward(unit))
     }
 
     fn post_forward(&self, unit: &UnitHandle) -> Result<()> {
         self.inner.as_ref().map_or(Ok(()), |inner| inner.post_forward(unit))?;
+        drop(FORWARD.with_borrow_mut(Vec::pop));
         let begun = self.begun.lock().expect("no panic while recording").pop();
-        if let Some(from) = begun {
-            self.profiler.span(SpanKind::Unit, self.name.clone(), from);
+        if let (Some(profiler), Some(from)) = (&self.profiler, begun) {
+            profiler.span(SpanKind::Unit, self.name.clone(), from);
         }
         Ok(())
     }
 
     fn pre_backward(&self, unit: &UnitHandle) -> Result<()> {
-        self.profiler.begin_backward(Some(unit.path()));
+        if let Some(profiler) = &self.profiler {
+            profiler.begin_backward(Some(unit.path()));
+        }
+        if ranges::is_watched() {
+            end_backward_range();
+            let range = ranges::begin(&format!("backward {}", unit.path()));
+            BACKWARD.with_borrow_mut(|under_way| *under_way = range);
+        }
         self.inner.as_ref().map_or(Ok(()), |inner| inner.pre_backward(unit))
     }
 

@@ -143,7 +143,7 @@ impl StrategyRuntime {
 
     /// See [`Fabric::phase`](crate::fabric::Fabric::phase).
     pub(crate) fn phase(&self, name: &'static str) -> Option<Phase> {
-        self.profiler().map(|profiler| profiler.phase(name))
+        Phase::begin(self.profiler(), name)
     }
 
     pub(crate) fn mesh(&self) -> &DeviceMesh {

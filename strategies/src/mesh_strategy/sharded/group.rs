@@ -161,6 +161,10 @@ impl ParamGroup {
             Ok(AllGather { input: shard, output: output.detach(), counts: member.counts.clone() })
         };
         let mut parts = self.members.iter().map(part).collect::<Result<Vec<_>>>()?;
+        if self.process_group.size() == 1 && !parts.iter().any(|part| part.output.device().is_cpu())
+        {
+            cast_in_place(&mut parts)?;
+        }
         storage::cast_all(parts.iter_mut().map(|part| (&mut part.input, part.output.dtype())))?;
         let _label = self.label();
         self.process_group.all_gather_into(parts)
@@ -348,6 +352,19 @@ impl ParamGroup {
         grads.iter().try_for_each(|(_, grad)| scale(grad, factor))?;
         Ok(grads)
     }
+}
+
+/// Casts the inputs of other dtypes into the outputs, which have no other rank's part, and makes these the inputs: a gather
+/// has nothing to copy then.
+fn cast_in_place(parts: &mut [AllGather]) -> Result<()> {
+    let cast: Vec<_> =
+        parts.iter_mut().filter(|part| part.input.dtype() != part.output.dtype()).collect();
+    let pairs: Vec<_> = cast.iter().map(|part| (&part.output, &part.input)).collect();
+    storage::copy_all(&pairs)?;
+    for part in cast {
+        part.input = part.output.flatten_all()?;
+    }
+    Ok(())
 }
 
 impl ParamGroup {

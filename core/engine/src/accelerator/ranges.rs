@@ -1,0 +1,264 @@
+//! Ranges of the host's time that NVIDIA's tools show, such as `nsys profile`: NVTX.
+//!
+//! NVTX is headers without a library. A program finds the tool itself: the variable `NVTX_INJECTION64_PATH`, which tools set,
+//! names a library, whose `InitializeInjectionNvtx2` writes the tool's functions into tables of the program. Without the
+//! variable nothing is loaded, and a range costs one read.
+//!
+//! ```
+//! use fulgurite_core::accelerator::ranges;
+//!
+//! let range = ranges::begin("forward"); // `None`: nobody watches
+//! assert_eq!(range.is_some(), ranges::is_watched());
+//! ```
+#![allow(unsafe_code)] // a library of a tool, which calls back
+
+use std::cell::Cell;
+use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
+use std::marker::PhantomData;
+use std::sync::OnceLock;
+
+/// Functions of each module of NVTX (none, core, CUDA, OpenCL, CUDA's runtime, core 2, synchronisation), with the one that is not
+/// valid: the sizes of the tables that tools write to.
+const SIZES: [usize; 7] = [0, 16, 9, 15, 7, 16, 7];
+
+/// The places of functions in the table of `core`.
+const CORE: usize = 1;
+const RANGE_PUSH_A: usize = 9;
+const RANGE_POP: usize = 11;
+
+/// A table that a tool asks for.
+const CALLBACKS: u32 = 1;
+
+/// A function of a tool, or null.
+type Slot = *mut c_void;
+
+/// What `CALLBACKS` asks for, as C has it.
+#[repr(C)]
+struct Callbacks {
+    size: usize,
+    table_of: extern "C" fn(c_int, *mut *mut *mut Slot, *mut c_uint) -> c_int,
+}
+
+static CALLBACK_TABLE: Callbacks =
+    Callbacks { size: size_of::<Callbacks>(), table_of: table_of_module };
+
+/// The tables of all modules: addresses of the slots that a tool writes to.
+struct Tables([&'static mut [*mut Slot]; 7]);
+
+// SAFETY: the addresses are of memory that is never freed; a tool writes to it while it is attached, before others read it.
+unsafe impl Sync for Tables {}
+// SAFETY: as above.
+unsafe impl Send for Tables {}
+
+fn tables() -> &'static Tables {
+    static TABLES: OnceLock<Tables> = OnceLock::new();
+    TABLES.get_or_init(|| {
+        Tables(SIZES.map(|size| {
+            // One more, which is null: who reads on is stopped.
+            let slot = |i| match i {
+                i if i < size => std::ptr::from_mut(Box::leak(Box::new(std::ptr::null_mut()))),
+                _ => std::ptr::null_mut(),
+            };
+            Box::leak((0..=size).map(slot).collect::<Vec<*mut Slot>>().into_boxed_slice())
+        }))
+    })
+}
+
+extern "C" fn table_of_module(
+    module: c_int,
+    table: *mut *mut *mut Slot,
+    size: *mut c_uint,
+) -> c_int {
+    let Some(index) = usize::try_from(module).ok().filter(|i| (1..SIZES.len()).contains(i)) else {
+        return 0;
+    };
+    // SAFETY: a tool gives addresses of its variables, or null for what it does not want.
+    unsafe {
+        if !table.is_null() {
+            *table = tables().0[index].as_ptr().cast_mut();
+        }
+        if !size.is_null() {
+            *size = SIZES[index] as c_uint;
+        }
+    }
+    1
+}
+
+extern "C" fn export_table(id: u32) -> *const c_void {
+    match id {
+        CALLBACKS => (&raw const CALLBACK_TABLE).cast(),
+        _ => std::ptr::null(),
+    }
+}
+
+/// The functions of the tool that is attached.
+#[derive(Debug, Clone, Copy)]
+struct Tool {
+    push: Push,
+    pop: Pop,
+}
+
+type Push = unsafe extern "C" fn(*const c_char) -> c_int;
+type Pop = unsafe extern "C" fn() -> c_int;
+
+impl Tool {
+    /// Loads a tool's library, which stays. `None` if it is none, or does not want ranges.
+    #[cfg(unix)]
+    fn attach(library: &CStr) -> Option<Self> {
+        type Initialize = extern "C" fn(extern "C" fn(u32) -> *const c_void) -> c_int;
+        // SAFETY: the user's tool, whose path the variable is; its initialisers are its own affair.
+        let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_LAZY) };
+        if handle.is_null() {
+            return None;
+        }
+        // SAFETY: a library that is loaded, and a name that ends with a zero.
+        let symbol = unsafe { libc::dlsym(handle, c"InitializeInjectionNvtx2".as_ptr()) };
+        if symbol.is_null() {
+            return None;
+        }
+        // SAFETY: this name has this type, by NVTX's headers.
+        let initialize = unsafe { std::mem::transmute::<*mut c_void, Initialize>(symbol) };
+        if initialize(export_table) == 0 {
+            return None;
+        }
+        let function = |index: usize| {
+            // SAFETY: a slot of ours, which is never freed; the tool has written it.
+            let function = unsafe { *tables().0[CORE][index] };
+            (!function.is_null()).then_some(function)
+        };
+        let (push, pop) = (function(RANGE_PUSH_A)?, function(RANGE_POP)?);
+        // SAFETY: a tool writes functions of these types to these places, by NVTX's headers.
+        unsafe {
+            let push = std::mem::transmute::<Slot, Push>(push);
+            Some(Self { push, pop: std::mem::transmute::<Slot, Pop>(pop) })
+        }
+    }
+
+    fn begin(self, name: &str) -> Range {
+        let name = CString::new(name).unwrap_or_default();
+        // SAFETY: a text that ends with a zero, which the tool copies.
+        unsafe { (self.push)(name.as_ptr()) };
+        let depth = DEPTH.get();
+        DEPTH.set(depth + 1);
+        Range { tool: self, depth, of_thread: PhantomData }
+    }
+}
+
+thread_local! {
+    /// Ranges of this thread that are under way.
+    static DEPTH: Cell<usize> = const { Cell::new(0) };
+}
+
+fn tool() -> Option<Tool> {
+    static TOOL: OnceLock<Option<Tool>> = OnceLock::new();
+    *TOOL.get_or_init(|| {
+        #[cfg(unix)]
+        {
+            let path = std::env::var_os("NVTX_INJECTION64_PATH")?;
+            let path = CString::new(std::os::unix::ffi::OsStringExt::into_vec(path)).ok()?;
+            let tool = Tool::attach(&path);
+            if tool.is_none() {
+                tracing::warn!(
+                    "NVTX_INJECTION64_PATH is {path:?}, which takes no ranges: there will be none"
+                );
+            }
+            tool
+        }
+        #[cfg(not(unix))]
+        None
+    })
+}
+
+/// A range under way. It ends when it is dropped, and with it those of its thread that began later.
+#[derive(Debug)]
+#[must_use = "a range ends when it is dropped"]
+pub struct Range {
+    tool: Tool,
+    depth: usize,
+    of_thread: PhantomData<*const ()>,
+}
+
+impl Drop for Range {
+    fn drop(&mut self) {
+        while DEPTH.get() > self.depth {
+            // SAFETY: the tool's function, which takes nothing.
+            unsafe { (self.tool.pop)() };
+            DEPTH.set(DEPTH.get() - 1);
+        }
+    }
+}
+
+/// Whether a tool watches this process.
+pub fn is_watched() -> bool {
+    tool().is_some()
+}
+
+/// Begins a range of this thread; `None` if no tool watches.
+pub fn begin(name: &str) -> Option<Range> {
+    tool().map(|tool| tool.begin(name))
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    /// A tool that writes down which ranges begin and end.
+    const FAKE: &str = r#"
+        #include <stddef.h>
+        #include <string.h>
+        typedef void (*function)(void);
+        struct callbacks { size_t size; int (*table_of)(int, function ***, unsigned *); };
+        static char text[1000];
+        const char *fake_text(void) { return text; }
+        static int push(const char *name) { strcat(text, name); strcat(text, "("); return 0; }
+        static int pop(void) { strcat(text, ")"); return 0; }
+        int InitializeInjectionNvtx2(const void *(*tables)(unsigned)) {
+            const struct callbacks *callbacks = tables(1);
+            function **table;
+            unsigned size, module, sizes[] = {0, 16, 9, 15, 7, 16, 7};
+            for (module = 1; module < 7; module++) {
+                if (!callbacks->table_of(module, NULL, &size) || size != sizes[module]) return 0;
+            }
+            if (tables(77) || callbacks->table_of(0, &table, &size) || callbacks->table_of(7, &table, &size)) return 0;
+            if (callbacks->size != sizeof *callbacks || !callbacks->table_of(1, &table, NULL)) return 0;
+            if (table[16]) return 0;
+            *table[9] = (function)push;
+            *table[11] = (function)pop;
+            return 1;
+        }
+    "#;
+
+    #[test]
+    fn tool_sees_nested_ranges() {
+        let dir = tempfile::tempdir().unwrap();
+        let (source, library) = (dir.path().join("fake.c"), dir.path().join("libfake.so"));
+        std::fs::write(&source, FAKE).unwrap();
+        let compiled =
+            Command::new("gcc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source);
+        assert!(compiled.status().expect("gcc, which compiles the tool").success());
+        let path = CString::new(library.to_str().unwrap()).unwrap();
+        let tool = Tool::attach(&path).expect("a tool");
+        let step = tool.begin("step");
+        drop(tool.begin("forward"));
+        // One whose end is never told, as of a unit that failed.
+        std::mem::forget(tool.begin("backward"));
+        drop(step);
+        drop(tool.begin("data"));
+        // SAFETY: the library is loaded, and its function has this type.
+        let text = unsafe {
+            let handle = libc::dlopen(path.as_ptr(), libc::RTLD_LAZY);
+            let symbol = libc::dlsym(handle, c"fake_text".as_ptr());
+            let text: extern "C" fn() -> *const c_char = std::mem::transmute(symbol);
+            CStr::from_ptr(text()).to_str().unwrap()
+        };
+        assert_eq!(text, "step(forward()backward())data()");
+    }
+
+    #[test]
+    fn library_without_entry_is_no_tool() {
+        assert!(Tool::attach(c"/nowhere/libtool.so").is_none());
+        assert!(Tool::attach(c"libc.so.6").is_none());
+    }
+}
