@@ -123,13 +123,13 @@ fn documents_end_windows() {
     check_within::<bf16>([2, 1, 1, 300, 300, 16], 70, Some(documents));
 }
 
-/// Tiles outside of a window are not looked at: what is in them has no effect, not even if it is not a number.
+/// Keys before the first block that a window reaches have no effect, not even if they are not numbers.
 #[test]
-fn tiles_outside_of_windows_are_not_read() {
+fn keys_before_windows_are_not_read() {
     for width in [64, 128, 256] {
         let mut of = case::<bf16>([1, 1, 1, 128, 640, width], true, None).within(130).of;
-        // The first query sees the keys from 383 on; tiles have up to 64 keys, and begin at multiples of them.
-        let (unread, seen) = (320 * width, 640 * width);
+        // The first query sees the keys from 383 on, which are in a block of 128 keys that begins at 256.
+        let (unread, seen) = (256 * width, 640 * width);
         let mut m = Machine::default();
         let [q, grad] = ["q", "grad"].map(|what| m.put(&normal::<bf16>(what, 128 * width)));
         let [k, v] = ["k", "v"].map(|what| {
