@@ -140,6 +140,7 @@ impl Decoder {
             qkv_bias: false,
             rope: Some(Rope::new(dim / heads, 10_000.0)?),
             init: Some(init),
+            window: None,
         };
         let layer = |b: &ModuleBuilder| -> Result<DecoderLayer> {
             Ok(DecoderLayer {

@@ -166,6 +166,7 @@ impl LlamaConfig {
             qkv_bias: false,
             rope: Some(Rope::new(head_dim, self.rope_theta)?),
             init: Some(self.init()),
+            window: None,
         })
     }
 

@@ -1,8 +1,9 @@
 // The softmax between the two products of attention, over a block of the queries: scores are `[heads, queries, keys]` in
 // f32, where heads are those of all sequences, a thread block for each row. Tensors of all queries have `total` of them
 // for each head; the block's begin at `start`. With `causal` its first query sees `visible` keys, and each further one
-// one more. If there are `firsts` (`[sequences, total]`), a query sees no key before its own; the scores' first key is
-// `base`. What is not seen has the probability zero.
+// one more, of which it sees the last `window`; without, `window` is at least all keys. If there are `firsts`
+// (`[sequences, total]`), a query sees no key before its own; the scores' first key is `base`. What is not seen has the
+// probability zero.
 
 struct Range {
     u32 begin, end;
@@ -10,12 +11,13 @@ struct Range {
 
 // The keys that a row sees, and where the row is among all queries.
 DEVICE Range seen_keys(const u32 *firsts, u32 heads, u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible,
-                       u32 base, u64 &place) {
+                       u32 base, u32 window, u64 &place) {
     u32 head = blockIdx.x / queries, query = blockIdx.x % queries;
     place = (u64)head * total + start + query;
     u32 end = causal ? visible + query : keys;
     u32 first = firsts ? firsts[(u64)(head / heads) * total + start + query] : base;
-    return {first > base ? first - base : 0, end < keys ? end : keys};
+    u32 begin = first > base ? first - base : 0, in_window = end > window ? end - window : 0;
+    return {begin > in_window ? begin : in_window, end < keys ? end : keys};
 }
 
 template <class T>
@@ -60,16 +62,18 @@ DEVICE void attention_softmax_backward_row(const float *scores, const float *gra
 
 #define DEFINE(T, NAME)                                                                                                \
     KERNEL attention_softmax_##NAME(const float *scores, T *probabilities, float *lse, const u32 *firsts, u32 heads,   \
-                                    u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible, u32 base) {  \
+                                    u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible, u32 base,    \
+                                    u32 window) {                                                                      \
         u64 place;                                                                                                     \
-        Range seen = seen_keys(firsts, heads, queries, total, start, keys, causal, visible, base, place);              \
+        Range seen = seen_keys(firsts, heads, queries, total, start, keys, causal, visible, base, window, place);      \
         attention_softmax_row(scores, probabilities, lse, keys, seen, place);                                          \
     }                                                                                                                  \
     KERNEL attention_softmax_backward_##NAME(                                                                          \
         const float *scores, const float *grad, const float *lse, const u32 *firsts, T *probabilities, T *dscores,     \
-        u32 heads, u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible, u32 base, float scale) {      \
+        u32 heads, u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible, u32 base, u32 window,         \
+        float scale) {                                                                                                 \
         u64 place;                                                                                                     \
-        Range seen = seen_keys(firsts, heads, queries, total, start, keys, causal, visible, base, place);              \
+        Range seen = seen_keys(firsts, heads, queries, total, start, keys, causal, visible, base, window, place);      \
         attention_softmax_backward_row(scores, grad, lse, probabilities, dscores, keys, scale, seen, place);           \
     }
 FOR_EACH_FLOAT(DEFINE)

@@ -15,8 +15,10 @@ pub enum Source {
     Rows,
     /// Softmax of scores.
     Attention,
-    /// Attention without scores in memory.
+    /// Attention without scores in memory, of heads of up to 128 elements.
     Flash,
+    /// The same, of heads of up to 256 elements.
+    FlashWide,
     /// Dropout.
     Dropout,
     /// Cross entropy, and the gradient of an embedding.
@@ -25,7 +27,7 @@ pub enum Source {
 
 impl Source {
     /// All of them.
-    pub const ALL: [Self; 9] = [
+    pub const ALL: [Self; 10] = [
         Self::GradNorm,
         Self::Optimizer,
         Self::Copies,
@@ -33,6 +35,7 @@ impl Source {
         Self::Rows,
         Self::Attention,
         Self::Flash,
+        Self::FlashWide,
         Self::Dropout,
         Self::Loss,
     ];
@@ -47,6 +50,7 @@ impl Source {
             Self::Rows => "rows",
             Self::Attention => "attention",
             Self::Flash => "flash",
+            Self::FlashWide => "flash_wide",
             Self::Dropout => "dropout",
             Self::Loss => "loss",
         }
@@ -54,6 +58,14 @@ impl Source {
 
     /// What is compiled: what all kernels share, and the file; before that, what those share that load packs.
     pub fn text(self) -> String {
+        macro_rules! flash {
+            () => {
+                concat!(
+                    include_str!("../kernels/flash_tiles.cu"),
+                    include_str!("../kernels/flash.cu")
+                )
+            };
+        }
         let text = match self {
             Self::GradNorm => include_str!("../kernels/grad_norm.cu"),
             Self::Optimizer => include_str!("../kernels/optimizer.cu"),
@@ -61,7 +73,8 @@ impl Source {
             Self::Views => include_str!("../kernels/views.cu"),
             Self::Rows => include_str!("../kernels/rows.cu"),
             Self::Attention => include_str!("../kernels/attention.cu"),
-            Self::Flash => include_str!("../kernels/flash.cu"),
+            Self::Flash => flash!(),
+            Self::FlashWide => concat!("#define WIDE\n", flash!()),
             Self::Dropout => include_str!("../kernels/dropout.cu"),
             Self::Loss => include_str!("../kernels/loss.cu"),
         };

@@ -141,11 +141,14 @@ pub enum Width {
     To64,
     /// Up to 128.
     To128,
+    /// Up to 256.
+    To256,
 }
 
-/// The same, for kernels that are compiled for each dtype of half a word and each width, which end their names.
+/// The same, for kernels that are compiled for each dtype of half a word and each width, which end their names. Those of the
+/// largest width have a source of their own.
 macro_rules! kernels_of_halves {
-    ($($source:ident { $(
+    ($($source:ident, $wide_source:ident { $(
         $(#[$attribute:meta])*
         fn $name:ident<$T:ident>($($argument:ident: $ty:ty),* $(,)?);
     )* })*) => {
@@ -164,8 +167,13 @@ macro_rules! kernels_of_halves {
                         (Width::To64, false) => concat!(stringify!($name), "_64_f16"),
                         (Width::To128, true) => concat!(stringify!($name), "_128_bf16"),
                         (Width::To128, false) => concat!(stringify!($name), "_128_f16"),
+                        (Width::To256, true) => concat!(stringify!($name), "_256_bf16"),
+                        (Width::To256, false) => concat!(stringify!($name), "_256_f16"),
                     },
-                    source: Source::$source,
+                    source: match width {
+                        Width::To64 | Width::To128 => Source::$source,
+                        Width::To256 => Source::$wide_source,
+                    },
                     blocks,
                     shared_bytes,
                     arguments: vec![$($argument.argument()),*],
@@ -184,13 +192,16 @@ macro_rules! kernels_of_halves {
                         ptx_type: <$ty>::PTX,
                     }),*]
                 }
-                for (name, parameters) in [
-                    (concat!(stringify!($name), "_64_bf16"), parameters::<Bf16>()),
-                    (concat!(stringify!($name), "_64_f16"), parameters::<F16>()),
-                    (concat!(stringify!($name), "_128_bf16"), parameters::<Bf16>()),
-                    (concat!(stringify!($name), "_128_f16"), parameters::<F16>()),
+                let (source, wide) = (Source::$source, Source::$wide_source);
+                for (name, source, parameters) in [
+                    (concat!(stringify!($name), "_64_bf16"), source, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_64_f16"), source, parameters::<F16>()),
+                    (concat!(stringify!($name), "_128_bf16"), source, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_128_f16"), source, parameters::<F16>()),
+                    (concat!(stringify!($name), "_256_bf16"), wide, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_256_f16"), wide, parameters::<F16>()),
                 ] {
-                    all.push(Signature { name, source: Source::$source, parameters });
+                    all.push(Signature { name, source, parameters });
                 }
             })*)*
             all
@@ -436,6 +447,7 @@ kernels_of_floats! {
             causal: u32,
             visible: u32,
             base: u32,
+            window: u32,
         );
         /// The probabilities and the gradient of scores, a block for each row.
         fn attention_softmax_backward<T>(
@@ -453,6 +465,7 @@ kernels_of_floats! {
             causal: u32,
             visible: u32,
             base: u32,
+            window: u32,
             scale: f32,
         );
     }
@@ -518,7 +531,7 @@ kernels_of_floats! {
 }
 
 kernels_of_halves! {
-    Flash {
+    Flash, FlashWide {
         /// Attention, a block for 128 queries of a head.
         fn flash_forward<T>(
             q: In<T>,
@@ -533,9 +546,10 @@ kernels_of_halves! {
             keys: u32,
             width: u32,
             causal: u32,
+            window: u32,
             scale: f32,
         );
-        /// The gradient of queries, a block for 128 of a head.
+        /// The gradient of queries, a block for 128 of a head, or for 64 of the largest width.
         fn flash_queries<T>(
             q: In<T>,
             k: In<T>,
@@ -551,9 +565,10 @@ kernels_of_halves! {
             keys: u32,
             width: u32,
             causal: u32,
+            window: u32,
             scale: f32,
         );
-        /// The gradients of keys and values, a block for 128 of a head.
+        /// The gradients of keys and values, a block for 128 of a head, or for 64 of the largest width.
         fn flash_keys<T>(
             q: In<T>,
             k: In<T>,
@@ -570,6 +585,7 @@ kernels_of_halves! {
             keys: u32,
             width: u32,
             causal: u32,
+            window: u32,
             scale: f32,
         );
     }

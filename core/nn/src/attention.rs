@@ -37,13 +37,18 @@ pub struct AttentionConfig {
     /// Initial values of the projections' weights; `None` for those of [`Linear::new`]. Biases
     /// start at zero.
     pub init: Option<Init>,
+    /// How many keys a query attends to at most, the one at its own position and those before it, as Mistral's
+    /// `sliding_window` in `transformers`; `None` for all of them. A window of the sequence's length or more is the
+    /// same as none. Time and memory for scores grow with the window then, not with the square of the sequence.
+    pub window: Option<usize>,
 }
 
 /// Causal self-attention as in Llama: projections `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary
 /// position embedding and grouped query attention. One operation in the graph.
 ///
 /// Input and output are `[batch, time, hidden_size]`. Where [`Documents`] are in force, attention stays within
-/// each.
+/// each. With a [`window`](AttentionConfig::window) a query attends to the last keys only, with documents and under
+/// context parallelism too.
 #[derive(Debug, Clone)]
 pub struct CausalSelfAttention {
     q_proj: Linear,
@@ -52,6 +57,7 @@ pub struct CausalSelfAttention {
     o_proj: Linear,
     head_dim: usize,
     rope: Option<Rope>,
+    window: Option<usize>,
     layer: LayerHandle,
 }
 
@@ -71,6 +77,7 @@ impl CausalSelfAttention {
                 ("num_heads", num_heads),
                 ("num_kv_heads", num_kv_heads),
                 ("head_dim", head_dim),
+                ("window", config.window.unwrap_or(usize::MAX)),
             ],
         )?;
         if !num_heads.is_multiple_of(num_kv_heads) {
@@ -107,6 +114,7 @@ impl CausalSelfAttention {
             o_proj: project("o_proj", width, num_heads, false)?,
             head_dim,
             rope: config.rope.clone(),
+            window: config.window,
             layer,
         })
     }
@@ -144,6 +152,7 @@ impl CausalSelfAttention {
         let attend = DotProductAttention {
             scale: 1.0 / (self.head_dim as f64).sqrt(),
             causal: true,
+            window: self.window,
             angles: self
                 .layer
                 .run(|| rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose())?,

@@ -160,7 +160,46 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// on several ranks: [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
     check_whole_sequences("attention")?;
-    let attend = DotProductAttention { scale, causal, angles: None, documents: None };
+    let attend = DotProductAttention { scale, causal, window: None, angles: None, documents: None };
+    attend_to(attend, q, k, v)
+}
+
+/// Causal [`attention`] in which a query attends to `window` keys at most: the one at its own position and those before
+/// it, as with Mistral's `sliding_window` in `transformers`. A window of the number of keys or more is the same as causal
+/// attention without.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::nn::functional::sliding_window_attention;
+///
+/// // All scores are 0: the output is the mean of the values that are attended to.
+/// let zeros = Tensor::zeros((1, 1, 4, 1), candle_core::DType::F32, &Device::Cpu)?;
+/// let v = Tensor::new(&[[[[0f32], [2.], [4.], [6.]]]], &Device::Cpu)?;
+/// let y = sliding_window_attention(&zeros, &zeros, &v, 1.0, 2)?;
+/// assert_eq!(y.flatten_all()?.to_vec1::<f32>()?, [0.0, 1.0, 3.0, 5.0]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+///
+/// # Errors
+/// As those of [`attention`], and if the window is 0.
+pub fn sliding_window_attention(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f64,
+    window: usize,
+) -> Result<Tensor> {
+    check_whole_sequences("sliding_window_attention")?;
+    if window == 0 {
+        return Err(Error::other(
+            "a sliding window of 0 keys has not even a query's own; expected at least 1",
+        ));
+    }
+    let (causal, window) = (true, Some(window));
+    attend_to(DotProductAttention { scale, causal, window, angles: None, documents: None }, q, k, v)
+}
+
+fn attend_to(attend: DotProductAttention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {
     let [q, k, v] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     let [sq, sk, sv] = [q.detach(), k.detach(), v.detach()];
     let AttentionOutput { output, lse } = attend.forward(&sq, &sk, &sv)?;

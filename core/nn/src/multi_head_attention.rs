@@ -60,8 +60,8 @@ impl MultiHeadAttentionConfig {
 ///
 /// [`forward`](Module::forward) is attention of a sequence to itself, [`attend`](Self::attend) to another
 /// one, either with a mask. For causal attention there is the faster
-/// [`CausalSelfAttention`](super::CausalSelfAttention), which context parallelism knows and
-/// [`Documents`].
+/// [`CausalSelfAttention`](super::CausalSelfAttention), which context parallelism knows,
+/// [`Documents`] and sliding windows: windows that look both ways are a mask here.
 ///
 /// Its projections are layers of their own: a tensor-parallel plan gives `q_proj`, `k_proj` and `v_proj`
 /// the style colwise with output `shard(-1)`, and `o_proj` rowwise, where the ranks divide both numbers of

@@ -194,6 +194,18 @@ fn attention_cases() -> Vec<Case> {
             inputs: &[&[3, 4, 150, 40], &[3, 4, 131, 40], &[3, 4, 131, 40]],
             of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.16, false)),
         },
+        Case {
+            name: "attention of 256 elements, causal",
+            inputs: &[&[1, 4, 150, 256], &[1, 2, 170, 256], &[1, 2, 170, 256]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.06, true)),
+        },
+        Case {
+            name: "attention in a window",
+            inputs: &[&[2, 4, 333, 64], &[2, 2, 400, 64], &[2, 2, 400, 64]],
+            of: Of::Function(|x| {
+                functional::sliding_window_attention(&x[0], &x[1], &x[2], 0.125, 100)
+            }),
+        },
         // In no dtype one that tensor cores take without copies of single elements.
         Case {
             name: "causal attention of 7 elements",
@@ -266,6 +278,7 @@ fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {
         qkv_bias: true,
         rope: Some(Rope::new(8, 10_000.0)?),
         init: None,
+        window: None,
     };
     CausalSelfAttention::new(&b.pp("attention"), &config)
 }

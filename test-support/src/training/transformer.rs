@@ -34,6 +34,7 @@ impl Block {
             qkv_bias: true,
             rope: Some(rope),
             init: None,
+            window: None,
         };
         Ok(Self {
             norm: RmsNorm::new(&b.pp("norm"), WIDTH, 1e-6)?,

@@ -2,6 +2,7 @@
 //! (`[batch, time, heads, width]`).
 
 use candle_core::cuda_backend::WrapErr as _;
+use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use candle_core::{DType, Tensor};
 use fulgurite_error::{Error, Result};
 
@@ -19,6 +20,8 @@ pub struct Attend<'a> {
     pub scale: f64,
     /// Whether a query sees only the keys up to its own position; the last query is at the last key.
     pub causal: bool,
+    /// With `causal`: how many keys a query sees at most, its own and those before it.
+    pub window: Option<usize>,
     /// The first key that each query sees, u32 `[batch, queries]`, and the first one that any query from a position on sees.
     pub firsts: Option<(&'a Tensor, &'a dyn Fn(usize) -> usize)>,
 }
@@ -52,6 +55,7 @@ impl Attend<'_> {
             && heads % kv_heads == 0
             && keys > 0
             && (!self.causal || queries <= keys)
+            && self.window.is_none_or(|window| self.causal && window > 0)
             && k.dtype() == q.dtype()
             && k.device().same_device(q.device());
         let firsts = match self.firsts {
@@ -67,11 +71,13 @@ impl Attend<'_> {
         };
         if !fits {
             return Err(Error::other(format!(
-                "attention of {:?} in {:?} to {:?} in {:?}",
+                "no attention of {:?} in {:?} to {:?} in {:?}, causal: {}, with a window of {:?}",
                 q.dims(),
                 q.dtype(),
                 k.dims(),
-                k.dtype()
+                k.dtype(),
+                self.causal,
+                self.window
             )));
         }
         let (group, causal, scale) = (heads / kv_heads, self.causal, self.scale as f32);
@@ -86,6 +92,7 @@ impl Attend<'_> {
             causal,
             scale,
             firsts,
+            window: self.window,
         };
         Ok(Some(of))
     }
@@ -106,12 +113,19 @@ impl Attend<'_> {
         let Some((device, _)) = taken(q) else { return Ok(None) };
         let Some(of) = self.plan_of(Order::TimeFirst, [q, k, v])? else { return Ok(None) };
         // Copies to shared memory that the kernels do not wait for, and bf16 in tensor cores, came with 8.0.
-        let (major, _) = device.cuda_stream().context().compute_capability().w()?;
+        let context = device.cuda_stream().context().clone();
+        let (major, _) = context.compute_capability().w()?;
+        if !of.is_flash() || major < 8 {
+            return Ok(None);
+        }
+        // GPUs have 99 KiB or more that a block can ask for, which is enough; slices of them may have less.
+        let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
+        let most = usize::try_from(context.attribute(most).w()?).unwrap_or(0);
         // As kernels count: rows, elements from a row to the next, and blocks.
         let rows = of.batch * of.kv_heads * of.group * of.queries.max(of.keys);
         let is_counted =
             [rows, of.kv_heads * of.group * of.width].iter().all(|&n| i32::try_from(n).is_ok());
-        Ok((of.is_flash() && major >= 8 && is_counted).then_some(of))
+        Ok((is_counted && of.flash_shared_bytes() <= most).then_some(of))
     }
 
     fn first_key(&self, query: usize) -> usize {

@@ -26,10 +26,15 @@ pub struct Attention {
     pub scale: f32,
     /// u32, `[batch, queries]`: the first key that each query sees; 0 if each sees the first.
     pub firsts: u64,
+    /// With `causal`: how many keys a query sees at most, its own and those before it. At least one.
+    pub window: Option<usize>,
 }
 
 /// Rows and columns of blocks are multiples of it where they can be, as products on tensor cores like them.
 pub const TILE: usize = 16;
+
+/// Queries of a window that are computed at once, at least: scores are of these and the window before them.
+const IN_WINDOW: usize = 512;
 
 /// Some queries of every head.
 struct Block {
@@ -44,12 +49,26 @@ struct Block {
 
 impl Attention {
     /// As many queries at once as have what [`attention_backward`] keeps of their scores in so many bytes, but at least [`TILE`],
-    /// and a multiple of it.
+    /// and a multiple of it. With a window not many more than it has keys, of which each query has the scores.
     pub fn queries_within(&self, bytes: usize) -> usize {
         // Scores and the gradient of the probabilities in f32, probabilities and the gradient of the scores in the dtype.
         let of_score = 2 * (Float::F32.size() + self.dtype.size());
-        let queries = bytes / of_score / (self.heads() * self.keys).max(1);
-        (queries / TILE * TILE).clamp(TILE.min(self.queries), self.queries)
+        let most = match self.window {
+            Some(window) => window.max(IN_WINDOW).next_multiple_of(TILE).min(self.queries),
+            None => self.queries,
+        };
+        let keys = match self.window {
+            // A block's first key is at a multiple of `TILE`.
+            Some(window) => self.keys.min(most + window.saturating_add(TILE)),
+            None => self.keys,
+        };
+        let queries = bytes / of_score / (self.heads() * keys).max(1);
+        (queries / TILE * TILE).clamp(TILE.min(self.queries), most)
+    }
+
+    /// The keys of a window as kernels count them: `u32::MAX` are more than there are.
+    pub(super) fn window(&self) -> u32 {
+        self.window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX))
     }
 
     /// Heads of queries of all sequences.
@@ -61,14 +80,18 @@ impl Attention {
     pub(super) fn check(&self) {
         assert!(self.keys > 0, "attention needs a key");
         assert!(!self.causal || self.queries <= self.keys, "a causal query needs its own key");
+        let has_window = self.window.is_none_or(|window| self.causal && window > 0);
+        assert!(has_window, "a window is of causal attention, and has a query's own key");
     }
 
     fn blocks(&self, at_once: usize, first_key: &dyn Fn(usize) -> usize) -> Vec<Block> {
         self.check();
         let starts = (0..self.queries).step_by(at_once.max(1));
-        let block = |start| {
+        let block = |start: usize| {
             let queries = at_once.min(self.queries - start);
-            let base = first_key(start) / TILE * TILE;
+            let position = self.keys - self.queries.min(self.keys) + start;
+            let in_window = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
+            let base = first_key(start).max(in_window) / TILE * TILE;
             let end = match self.causal {
                 true => self.keys - self.queries + start + queries,
                 false => self.keys,
@@ -178,6 +201,7 @@ pub fn attention(
                 u32::from(of.causal),
                 small(of.visible(block)),
                 small(block.base),
+                of.window(),
             ));
             for piece in 0..block.pieces {
                 let matrices = [of.score_rows(p, block, piece, of.dtype), of.key_rows(v, block, of.dtype), of.query_rows(output, block, piece)];
@@ -236,6 +260,7 @@ pub fn attention_backward(
                 u32::from(of.causal),
                 small(of.visible(block)),
                 small(block.base),
+                of.window(),
                 of.scale,
             ));
             for piece in 0..block.pieces {

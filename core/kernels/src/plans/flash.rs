@@ -5,11 +5,53 @@ use super::{Attention, blocks, with_element, with_half};
 use crate::table::{self, Width};
 use crate::{Float, In, Out, Plan};
 
-/// Rows that a block keeps: `ROWS` in `kernels/flash.cu`.
+/// Queries that a block keeps in forward: `ROWS` in `kernels/flash.cu`.
 const ROWS: usize = 128;
 
-/// Keys in a tile: `KEYS` there.
-const KEYS: usize = 64;
+/// What a block keeps and what it goes over in tiles, for the heads of a width: what is `DEFINE`d there.
+struct Tiles {
+    width: Width,
+    /// Elements that heads are padded to.
+    padded: usize,
+    /// Keys in a tile of forward.
+    keys: usize,
+    /// Rows that a block keeps in backward.
+    kept: usize,
+    /// Keys in a tile, for the gradient of queries.
+    dq_keys: usize,
+    /// Queries in a tile, for the gradients of keys and values.
+    dk_queries: usize,
+}
+
+const TO_64: Tiles =
+    Tiles { width: Width::To64, padded: 64, keys: 64, kept: 128, dq_keys: 64, dk_queries: 64 };
+const TO_128: Tiles =
+    Tiles { width: Width::To128, padded: 128, keys: 64, kept: 128, dq_keys: 64, dk_queries: 32 };
+const TO_256: Tiles =
+    Tiles { width: Width::To256, padded: 256, keys: 32, kept: 64, dq_keys: 16, dk_queries: 16 };
+
+impl Tiles {
+    fn row(&self) -> usize {
+        self.padded * ELEMENT
+    }
+
+    /// Queries, and a tile of keys and values.
+    fn forward_bytes(&self) -> usize {
+        (ROWS + 2 * self.keys) * self.row()
+    }
+
+    /// Queries and their gradients, and two tiles of keys and values, which come in their place where registers have these.
+    fn queries_bytes(&self) -> usize {
+        let (kept, tiles) = (2 * self.kept, 4 * self.dq_keys);
+        let rows = if self.kept == ROWS { kept.max(tiles) } else { kept + tiles };
+        rows * self.row()
+    }
+
+    /// Keys and values, and two tiles of queries and their gradients with what is beside them.
+    fn keys_bytes(&self) -> usize {
+        2 * self.kept * self.row() + 2 * self.dk_queries * (2 * self.row() + BESIDE)
+    }
+}
 
 /// Warps of a block.
 const WARPS: u64 = 8;
@@ -19,24 +61,33 @@ const ELEMENT: usize = 2;
 const BESIDE: usize = 16;
 
 impl Attention {
-    /// Whether [`flash_attention`] takes it: in bf16 or f16, with queries of a multiple of 8 elements up to 128, and a positive
+    /// Whether [`flash_attention`] takes it: in bf16 or f16, with queries of a multiple of 8 elements up to 256, and a positive
     /// factor.
     pub fn is_flash(&self) -> bool {
         let is_half = matches!(self.dtype, Float::Bf16 | Float::F16);
         let is_scaled = self.scale > 0.0 && self.scale.is_finite();
-        is_half && is_scaled && self.width > 0 && self.width <= 128 && self.width.is_multiple_of(8)
+        is_half && is_scaled && self.width > 0 && self.width <= 256 && self.width.is_multiple_of(8)
     }
 
-    /// The width that kernels pad queries to.
-    fn padded(&self) -> (Width, usize) {
+    /// Shared memory that the kernels of [`flash_attention`] and of its backward ask for, in bytes: the most of them.
+    pub fn flash_shared_bytes(&self) -> usize {
+        let tiles = self.tiles();
+        tiles.forward_bytes().max(tiles.queries_bytes()).max(tiles.keys_bytes())
+    }
+
+    fn tiles(&self) -> Tiles {
         assert!(self.is_flash(), "{self:?}");
-        if self.width <= 64 { (Width::To64, 64) } else { (Width::To128, 128) }
+        match self.width {
+            ..=64 => TO_64,
+            65..=128 => TO_128,
+            _ => TO_256,
+        }
     }
+}
 
-    /// Blocks for `rows` of each of the heads.
-    fn tiles(&self, heads: usize, rows: usize) -> u32 {
-        small(heads * rows.div_ceil(ROWS))
-    }
+/// Blocks of `kept` rows for `rows` of each of the heads.
+fn blocks_of(heads: usize, rows: usize, kept: usize) -> u32 {
+    small(heads * rows.div_ceil(kept))
 }
 
 /// The output, and the log-sum-exp of each query's scores (f32, `[batch, heads, queries]`): one launch. Tensors are
@@ -44,13 +95,11 @@ impl Attention {
 pub fn flash_attention(of: &Attention, [q, k, v]: [u64; 3], output: u64, lse: u64) -> Plan {
     of.check();
     let mut plan = Plan::default();
-    let (width, padded) = of.padded();
-    // The queries, and a tile of keys and values.
-    let shared_bytes = small((ROWS + 2 * KEYS) * padded * ELEMENT);
+    let tiles = of.tiles();
     plan.call(with_half!(of.dtype, T => table::flash_forward::<T>(
-        of.tiles(of.heads(), of.queries),
-        width,
-        shared_bytes,
+        blocks_of(of.heads(), of.queries, ROWS),
+        tiles.width,
+        small(tiles.forward_bytes()),
         In::at(q),
         In::at(k),
         In::at(v),
@@ -63,6 +112,7 @@ pub fn flash_attention(of: &Attention, [q, k, v]: [u64; 3], output: u64, lse: u6
         small(of.keys),
         small(of.width),
         u32::from(of.causal),
+        of.window(),
         of.scale,
     )));
     plan
@@ -78,7 +128,7 @@ pub fn flash_attention_backward(
 ) -> Plan {
     of.check();
     let mut plan = Plan::default();
-    let (width, padded) = of.padded();
+    let tiles = of.tiles();
     let rows = of.heads() * of.queries;
     let (heads, group) = (small(of.kv_heads * of.group), small(of.group));
     let (queries, keys, elements) = (small(of.queries), small(of.keys), small(of.width));
@@ -95,12 +145,10 @@ pub fn flash_attention_backward(
         elements,
     )));
     with_half!(of.dtype, T => {
-        // Queries and their gradients, in whose place two tiles of keys and values come.
-        let shared_bytes = small(2 * ROWS * padded * ELEMENT);
         plan.call(table::flash_queries::<T>(
-            of.tiles(of.heads(), of.queries),
-            width,
-            shared_bytes,
+            blocks_of(of.heads(), of.queries, tiles.kept),
+            tiles.width,
+            small(tiles.queries_bytes()),
             In::at(q),
             In::at(k),
             In::at(v),
@@ -115,18 +163,13 @@ pub fn flash_attention_backward(
             keys,
             elements,
             causal,
+            of.window(),
             of.scale,
         ));
-        // Keys and values, and two tiles of queries and their gradients with what is beside them.
-        let in_tile = match width {
-            Width::To64 => 64,
-            Width::To128 => 32,
-        };
-        let shared_bytes = small(2 * ROWS * padded * ELEMENT + 2 * in_tile * (2 * padded * ELEMENT + BESIDE));
         plan.call(table::flash_keys::<T>(
-            of.tiles(of.batch * of.kv_heads, of.keys),
-            width,
-            shared_bytes,
+            blocks_of(of.batch * of.kv_heads, of.keys, tiles.kept),
+            tiles.width,
+            small(tiles.keys_bytes()),
             In::at(q),
             In::at(k),
             In::at(v),
@@ -142,6 +185,7 @@ pub fn flash_attention_backward(
             keys,
             elements,
             causal,
+            of.window(),
             of.scale,
         ));
     });

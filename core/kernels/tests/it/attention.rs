@@ -34,8 +34,14 @@ impl Case {
             causal,
             scale,
             firsts,
+            window: None,
         };
         Self { of, at_once, documents }
+    }
+
+    /// The same with a window.
+    pub(crate) fn within(self, window: usize) -> Self {
+        Self { of: Attention { window: Some(window), ..self.of }, ..self }
     }
 
     /// The first key of each query's document.
@@ -70,7 +76,8 @@ pub(crate) fn expected<T: Dtype>(case: &Case, [q, k, v, grad]: [&[T]; 4]) -> [Ve
         let (head, i) = (row / of.queries, row % of.queries);
         let kv = head / of.group;
         let end = if of.causal { of.keys - of.queries + i + 1 } else { of.keys };
-        let seen = case.first(head / heads, i)..end;
+        let first = case.first(head / heads, i);
+        let seen = of.window.map_or(first, |window| first.max(end.saturating_sub(window)))..end;
         let at = |x: &[T], row: usize, d: usize| x[row * width + d].to_f64();
         let dot = |x: &[T], y: &[T], j: usize| -> f64 {
             (0..width).map(|d| at(x, row, d) * at(y, kv * of.keys + j, d)).sum()
@@ -152,6 +159,7 @@ fn has_its_formula_and_gradient<T: Dtype>(case: Case) {
 
 fn in_all_shapes<T: Dtype>() {
     let documents = Some(vec![vec![0, 3, 29, 30], vec![0, 22]]);
+    let packed = documents.clone();
     for case in [
         // All queries at once, where the heads of a group are one matrix, and in blocks, where they are not.
         Case::new::<T>([2, 2, 3, 5, 5, 4, 5], true, None),
@@ -160,6 +168,10 @@ fn in_all_shapes<T: Dtype>() {
         Case::new::<T>([3, 1, 2, 4, 257, 5, 3], false, None),
         Case::new::<T>([2, 1, 2, 34, 34, 4, 16], true, documents),
         Case::new::<T>([0, 2, 1, 4, 4, 4, 4], true, None),
+        // Windows within a block, over several, and with queries that see all they would without.
+        Case::new::<T>([1, 2, 2, 19, 21, 3, 16], true, None).within(2),
+        Case::new::<T>([2, 1, 1, 70, 90, 4, 16], true, None).within(20),
+        Case::new::<T>([2, 1, 2, 34, 34, 4, 16], true, packed).within(9),
     ] {
         has_its_formula_and_gradient::<T>(case);
     }
@@ -196,6 +208,17 @@ fn scores_in_memory_are_bounded() {
         // Not more, and not far less.
         assert!(at_once % 16 == 0 && bytes <= limit && 2 * bytes > limit, "{at_once} {bytes}");
     }
+    // Scores of a window do not grow with the sequence.
+    let within = |keys: usize, window| {
+        let of = Case::new::<bf16>([1, 8, 4, keys, keys, 64, 0], true, None).within(window).of;
+        let at_once = of.queries_within(limit);
+        let plan = attention_backward(&of, at_once, &|_| 0, [1; 3], [1; 2], [1; 3]);
+        (at_once, plan.scratch_bytes().iter().sum::<usize>())
+    };
+    let (at_once, bytes) = within(1 << 16, 4096);
+    assert!(at_once % 16 == 0 && bytes <= limit && 4 * bytes > limit, "{at_once} {bytes}");
+    assert_eq!(within(1 << 16, 512), within(1 << 20, 512));
+    assert_eq!(within(1 << 16, 512).0, 512);
     // Of very long sequences 16 queries, whatever they take; of short ones all.
     assert_eq!(in_memory::<bf16>(1 << 20, limit).0, 16);
     assert_eq!(in_memory::<bf16>(7, limit).0, 7);

@@ -1,7 +1,7 @@
 //! Attention on tensor cores against its formula in f64.
 
-use fulgurite_kernels::Float;
 use fulgurite_kernels::plans::{Attention, flash_attention, flash_attention_backward};
+use fulgurite_kernels::{Float, Plan};
 use half::{bf16, f16};
 
 use crate::attention::{Case, close, expected, wide};
@@ -59,10 +59,17 @@ fn has_its_formula_and_gradient<T: Dtype>(case: &Case) {
 }
 
 /// `sizes`: batch, key heads, group, queries, keys, width.
-fn check<T: Dtype>(sizes: [usize; 6], causal: bool, documents: Option<Vec<Vec<usize>>>) {
+fn case<T: Dtype>(sizes: [usize; 6], causal: bool, documents: Option<Vec<Vec<usize>>>) -> Case {
     let [batch, kv_heads, group, queries, keys, width] = sizes;
-    let sizes = [batch, kv_heads, group, queries, keys, width, 0];
-    has_its_formula_and_gradient::<T>(&Case::new::<T>(sizes, causal, documents));
+    Case::new::<T>([batch, kv_heads, group, queries, keys, width, 0], causal, documents)
+}
+
+fn check<T: Dtype>(sizes: [usize; 6], causal: bool, documents: Option<Vec<Vec<usize>>>) {
+    has_its_formula_and_gradient::<T>(&case::<T>(sizes, causal, documents));
+}
+
+fn check_within<T: Dtype>(sizes: [usize; 6], window: usize, documents: Option<Vec<Vec<usize>>>) {
+    has_its_formula_and_gradient::<T>(&case::<T>(sizes, true, documents).within(window));
 }
 
 #[test]
@@ -93,14 +100,80 @@ fn a_query_sees_its_document() {
 }
 
 #[test]
+fn heads_of_256_have_their_formula_and_gradient() {
+    check::<bf16>([1, 1, 2, 70, 140, 256], true, None);
+    check::<f16>([1, 2, 1, 67, 65, 200], false, None);
+    let documents = vec![vec![0, 3, 67, 68], vec![0, 40]];
+    check::<bf16>([2, 1, 1, 70, 70, 136], true, Some(documents));
+}
+
+#[test]
+fn a_query_sees_its_window() {
+    // A window of two keys, of less than a tile, over the borders of tiles, and of more than some queries have.
+    check_within::<bf16>([2, 1, 2, 5, 7, 8], 2, None);
+    check_within::<f16>([1, 1, 1, 140, 200, 64], 17, None);
+    check_within::<bf16>([1, 1, 2, 260, 300, 16], 130, None);
+    check_within::<bf16>([1, 1, 1, 140, 140, 128], 100, None);
+    check_within::<bf16>([1, 1, 2, 70, 140, 256], 33, None);
+}
+
+#[test]
+fn documents_end_windows() {
+    let documents = vec![vec![0, 3, 130, 131, 290], vec![0, 200]];
+    check_within::<bf16>([2, 1, 1, 300, 300, 16], 70, Some(documents));
+}
+
+/// Keys before the first block that a window reaches have no effect, not even if they are not numbers.
+#[test]
+fn keys_before_windows_are_not_read() {
+    for width in [64, 128, 256] {
+        let mut of = case::<bf16>([1, 1, 1, 128, 640, width], true, None).within(130).of;
+        // The first query sees the keys from 383 on, which are in a block of 128 keys that begins at 256.
+        let (unread, seen) = (256 * width, 640 * width);
+        let mut m = Machine::default();
+        let [q, grad] = ["q", "grad"].map(|what| m.put(&normal::<bf16>(what, 128 * width)));
+        let [k, v] = ["k", "v"].map(|what| {
+            let mut rows = normal::<bf16>(what, seen);
+            rows[..unread].fill(bf16::NAN);
+            m.put(&rows)
+        });
+        let [y, dq] = [(); 2].map(|()| m.garbage::<bf16>(128 * width));
+        let [dk, dv] = [(); 2].map(|()| m.garbage::<bf16>(seen));
+        let lse = m.garbage::<f32>(128);
+        of.firsts = 0;
+        m.run(&flash_attention(&of, [q, k, v], y, lse));
+        m.run(&flash_attention_backward(&of, [q, k, v], [y, lse, grad], [dq, dk, dv]));
+        for at in [y, dq, dk, dv] {
+            assert!(m.get::<bf16>(at).iter().all(|x| x.is_finite()), "width {width}");
+        }
+        for at in [dk, dv] {
+            assert!(m.get::<bf16>(at)[..unread].iter().all(|x| *x == bf16::ZERO), "width {width}");
+        }
+    }
+}
+
+/// 99 KiB are what a block has of the GPUs with tensor cores for bf16 that have least: compute capability 8.6 and 8.9.
+#[test]
+fn shared_memory_fits_every_gpu() {
+    for width in [64, 128, 256] {
+        let of = case::<bf16>([1, 1, 1, 3, 3, width], true, None).of;
+        let asked = |plan: Plan| plan.calls().iter().map(|call| call.shared_bytes).max();
+        let forward = asked(flash_attention(&of, [16; 3], 16, 16));
+        let backward = asked(flash_attention_backward(&of, [16; 3], [16; 3], [16; 3]));
+        let most = forward.max(backward).unwrap() as usize;
+        assert!(most == of.flash_shared_bytes() && most <= 99 << 10, "{width}: {most}");
+    }
+}
+
+#[test]
 fn what_it_does_not_take_is_said() {
     let of = Case::new::<bf16>([1, 1, 1, 3, 3, 8, 0], true, None).of;
     let is_flash = |of: Attention| of.is_flash();
-    assert!(is_flash(of) && is_flash(Attention { width: 128, dtype: Float::F16, ..of }));
+    assert!(is_flash(of) && is_flash(Attention { width: 256, dtype: Float::F16, ..of }));
     for other in [
         Attention { dtype: Float::F32, ..of },
         Attention { width: 12, ..of },
-        Attention { width: 136, ..of },
+        Attention { width: 264, ..of },
         Attention { scale: -0.1, ..of },
         Attention { scale: f32::NAN, ..of },
     ] {

@@ -22,6 +22,8 @@ pub(crate) struct DotProductAttention {
     /// Whether a query attends only to the keys up to its own position; the last query is at the
     /// position of the last key.
     pub(crate) causal: bool,
+    /// How many keys a causal query attends to at most: its own and those before it, at least one.
+    pub(crate) window: Option<usize>,
     /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
     /// Where documents begin, which a causal query does not look beyond. Then there are as many queries as
@@ -110,9 +112,16 @@ fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
 }
 
 impl DotProductAttention {
-    /// The first key that query `i` of a sequence attends to.
-    pub(super) fn first_key(&self, sequence: usize, i: usize) -> usize {
-        self.documents.as_ref().map_or(0, |documents| documents.first(sequence, i))
+    /// The first key that query `i` of a sequence attends to. It is not before that of an earlier query.
+    pub(super) fn first_key(&self, s: AttentionShape, sequence: usize, i: usize) -> usize {
+        let of_document = self.documents.as_ref().map_or(0, |d| d.first(sequence, i));
+        of_document.max(self.first_in_window(s, i))
+    }
+
+    /// The first key that is in the window of query `i`.
+    pub(super) fn first_in_window(&self, s: AttentionShape, i: usize) -> usize {
+        debug_assert!(self.window.is_none_or(|window| self.causal && window > 0));
+        self.window.map_or(0, |window| s.visible(self.causal, i).saturating_sub(window))
     }
 
     /// `softmax(scale q k^T) v`.

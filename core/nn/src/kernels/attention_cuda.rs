@@ -14,13 +14,19 @@ use crate::documents::Documents;
 
 impl DotProductAttention {
     /// Calls `f` with what a kernel is told of this attention.
-    fn told<R>(&self, like: &Tensor, f: impl FnOnce(Attend<'_>) -> Result<R>) -> Result<R> {
+    fn told<R>(
+        &self,
+        s: AttentionShape,
+        like: &Tensor,
+        f: impl FnOnce(Attend<'_>) -> Result<R>,
+    ) -> Result<R> {
         let sent = |documents: &Arc<Documents>| documents.first_on(like.device());
         let firsts = self.documents.as_ref().map(sent).transpose()?;
-        let first_of_all = |query| self.first_key_of_all(query);
+        let first_of_all = |query| self.first_key_of_all(s, query);
         f(Attend {
             scale: self.scale,
             causal: self.causal,
+            window: self.window,
             firsts: firsts.as_ref().map(|firsts| (firsts, &first_of_all as _)),
         })
     }
@@ -50,11 +56,11 @@ fn flash_forward(
     s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<Option<AttentionOutput>> {
-    if !attend.told(q, |told| cuda::takes_flash(told, [q, k, v]))? {
+    if !attend.told(s, q, |told| cuda::takes_flash(told, [q, k, v]))? {
         return Ok(None);
     }
     let Some((q, k)) = turned_inputs(attend, s, [q, k])? else { return Ok(None) };
-    let attended = attend.told(&q, |told| cuda::flash_attention(told, [&q, &k, v]))?;
+    let attended = attend.told(s, &q, |told| cuda::flash_attention(told, [&q, &k, v]))?;
     Ok(attended.map(|(output, lse)| AttentionOutput { output, lse }))
 }
 
@@ -65,12 +71,13 @@ fn flash_backward(
     [q, k, v]: [&Tensor; 3],
     [output, lse, grad]: [&Tensor; 3],
 ) -> Result<Option<[Tensor; 3]>> {
-    if !attend.told(q, |told| cuda::takes_flash(told, [q, k, v]))? {
+    if !attend.told(s, q, |told| cuda::takes_flash(told, [q, k, v]))? {
         return Ok(None);
     }
     let Some((q, k)) = turned_inputs(attend, s, [q, k])? else { return Ok(None) };
-    let grads = attend
-        .told(&q, |told| cuda::flash_attention_backward(told, [&q, &k, v], [output, lse], grad))?;
+    let grads = attend.told(s, &q, |told| {
+        cuda::flash_attention_backward(told, [&q, &k, v], [output, lse], grad)
+    })?;
     let Some([dq, dk, dv]) = grads else { return Ok(None) };
     let of_queries = attend.angles_of_queries(s)?;
     let (dq, dk) =
@@ -91,7 +98,7 @@ pub(super) fn forward(
         return Ok(Some(attended));
     }
     let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
-    let attended = attend.told(&q, |told| cuda::attention(told, [&q, &k, &v]))?;
+    let attended = attend.told(s, &q, |told| cuda::attention(told, [&q, &k, &v]))?;
     let output = |(output, lse)| Ok(AttentionOutput { output: heads_first(&output)?, lse });
     attended.map(output).transpose()
 }
@@ -112,6 +119,7 @@ pub(super) fn backward(
     }
     let (q, k, v) = (attend.queries(s, q)?, attend.keys(k)?, heads_first(v)?);
     let grad = heads_first(&grad)?;
-    let grads = attend.told(&q, |told| cuda::attention_backward(told, [&q, &k, &v], lse, &grad))?;
+    let grads =
+        attend.told(s, &q, |told| cuda::attention_backward(told, [&q, &k, &v], lse, &grad))?;
     grads.map(|grads| attend.inputs(s, grads)).transpose()
 }

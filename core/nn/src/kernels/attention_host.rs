@@ -164,7 +164,7 @@ fn forward_head<T: Float>(
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);
         // Later queries of the block look no further back.
-        let first = attend.first_key(batch, start);
+        let first = attend.first_key(s, batch, start);
         let seen = s.visible(attend.causal, start + n - 1) - first;
         let queries = &mut queries[..n * s.dim];
         q.pack(batch, start, head, queries);
@@ -176,7 +176,7 @@ fn forward_head<T: Float>(
         let rows = scores.chunks_exact_mut(seen).zip(&mut lse[start..]);
         for (i, (row, lse)) in rows.enumerate() {
             let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i) - first);
-            let (before, row) = row.split_at_mut(attend.first_key(batch, start + i) - first);
+            let (before, row) = row.split_at_mut(attend.first_key(s, batch, start + i) - first);
             let (top, sum) = softmax_row(row);
             before.fill(T::ZERO);
             hidden.fill(T::ZERO);
@@ -306,7 +306,7 @@ fn backward_head<T: Float>(
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);
         let position = s.keys.saturating_sub(s.queries) + start;
-        let first = attend.first_key(batch, start);
+        let first = attend.first_key(s, batch, start);
         let seen = s.visible(attend.causal, start + n - 1) - first;
         let (queries, grads) = (&mut queries[..n * s.dim], &mut grads[..n * s.dim]);
         q.pack(batch, start, head, queries);
@@ -323,7 +323,7 @@ fn backward_head<T: Float>(
         for (i, (p, ds)) in rows.enumerate() {
             let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i) - first);
             let (ds, hidden_ds) = ds.split_at_mut(p.len());
-            let (before, p) = p.split_at_mut(attend.first_key(batch, start + i) - first);
+            let (before, p) = p.split_at_mut(attend.first_key(s, batch, start + i) - first);
             let (before_ds, ds) = ds.split_at_mut(before.len());
             let output = output.row(batch, start + i, head);
             let grad = &grads[i * s.dim..][..s.dim];

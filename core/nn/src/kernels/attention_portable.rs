@@ -65,8 +65,9 @@ impl DotProductAttention {
     }
 
     /// The first key that any query from `start` on attends to.
-    pub(super) fn first_key_of_all(&self, start: usize) -> usize {
-        self.documents.as_ref().map_or(0, |documents| documents.first_of_all(start))
+    pub(super) fn first_key_of_all(&self, s: AttentionShape, start: usize) -> usize {
+        let of_documents = self.documents.as_ref().map_or(0, |d| d.first_of_all(start));
+        of_documents.max(self.first_in_window(s, start))
     }
 
     /// The mask of `n` queries from `start` on: minus infinity at keys that they must not attend to,
@@ -82,7 +83,7 @@ impl DotProductAttention {
         let hidden: Vec<f32> = (0..batch * n * seen)
             .map(|i| {
                 let (query, key) = (start + i / seen % n, first + i % seen);
-                let before = key < self.first_key(i / (n * seen), query);
+                let before = key < self.first_key(s, i / (n * seen), query);
                 match !before && key < s.visible(self.causal, query) {
                     true => 0.0,
                     false => f32::NEG_INFINITY,
@@ -134,7 +135,7 @@ pub(super) fn forward(
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for start in (0..s.queries).step_by(BLOCK) {
         let n = BLOCK.min(s.queries - start);
-        let first = attend.first_key_of_all(start);
+        let first = attend.first_key_of_all(s, start);
         let seen = s.visible(attend.causal, start + n - 1) - first;
         let (k, v) = (k.narrow(2, first, seen)?, v.narrow(2, first, seen)?.contiguous()?);
         let scores = attend.scores(s, &block(&q, s, start, n)?, &k, (start, first))?;
@@ -162,7 +163,7 @@ pub(super) fn backward(
     let (mut dk, mut dv) = (k.zeros_like()?, v.zeros_like()?);
     for start in (0..s.queries).step_by(BLOCK) {
         let n = BLOCK.min(s.queries - start);
-        let first = attend.first_key_of_all(start);
+        let first = attend.first_key_of_all(s, start);
         let seen = s.visible(attend.causal, start + n - 1) - first;
         let (k, v) = (k.narrow(2, first, seen)?.contiguous()?, v.narrow(2, first, seen)?);
         let q = block(&q, s, start, n)?;

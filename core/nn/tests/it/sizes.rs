@@ -36,6 +36,7 @@ fn causal(b: &ModuleBuilder, s: &[usize]) -> Result<CausalSelfAttention> {
         qkv_bias: true,
         rope: None,
         init: None,
+        window: None,
     };
     CausalSelfAttention::new(b, &config)
 }

@@ -21,6 +21,7 @@ pub(crate) fn attention(num_heads: usize, num_kv_heads: usize, qkv_bias: bool) -
         qkv_bias,
         rope: Some(Rope::new(2, 1e4).unwrap()),
         init: None,
+        window: None,
     }
 }
 

@@ -109,6 +109,7 @@ impl Block {
                 qkv_bias: shape.bias,
                 rope: Some(rope),
                 init: None,
+                window: None,
             };
             CausalSelfAttention::new(&b.pp("self_attn"), &config)
         };

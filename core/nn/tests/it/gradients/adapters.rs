@@ -73,6 +73,7 @@ fn of_linear_layers_and_what_is_made_of_them() {
         qkv_bias: true,
         rope: None,
         init: None,
+        window: None,
     };
     check_module(&["*_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));
     check_module(&["layer.v_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));

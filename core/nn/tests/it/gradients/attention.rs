@@ -1,6 +1,6 @@
 use candle_core::{D, DType, Tensor};
 use fulgurite_core::module::Module as _;
-use fulgurite_core::nn::functional::attention;
+use fulgurite_core::nn::functional::{attention, sliding_window_attention};
 use fulgurite_core::nn::{AttentionConfig, CausalSelfAttention, Documents, Rope};
 use proptest::prelude::*;
 
@@ -8,6 +8,27 @@ use super::harness::{Params, analytic, assert_close, builder, check, flat, randn
 
 /// The definition, with every score in memory.
 fn reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Tensor {
+    let (tq, tk) = (q.dim(2).unwrap(), k.dim(2).unwrap());
+    masked_reference(q, k, v, scale, |i, j| !causal || j <= i + tk - tq)
+}
+
+/// The definition of `transformers`: query `i` sees key `j` if `i - window < j <= i`, by positions.
+fn windowed_reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: usize) -> Tensor {
+    let (tq, tk) = (q.dim(2).unwrap(), k.dim(2).unwrap());
+    masked_reference(q, k, v, scale, |i, j| {
+        let position = i + tk - tq;
+        j <= position && position < j + window
+    })
+}
+
+/// Query `i` sees key `j` if `sees` says so.
+fn masked_reference(
+    q: &Tensor,
+    k: &Tensor,
+    v: &Tensor,
+    scale: f64,
+    sees: impl Fn(usize, usize) -> bool,
+) -> Tensor {
     let (b, h, tq, d) = q.dims4().unwrap();
     let (_, kv, tk, _) = k.dims4().unwrap();
     let repeat = |x: &Tensor| {
@@ -15,9 +36,8 @@ fn reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Te
         x.contiguous().unwrap().reshape((b, h, tk, d)).unwrap()
     };
     let scores = (q.matmul(&repeat(k).t().unwrap()).unwrap() * scale).unwrap();
-    let mask: Vec<f64> = (0..tq * tk)
-        .map(|i| if causal && i % tk > i / tk + tk - tq { f64::NEG_INFINITY } else { 0.0 })
-        .collect();
+    let mask: Vec<f64> =
+        (0..tq * tk).map(|i| if sees(i / tk, i % tk) { 0.0 } else { f64::NEG_INFINITY }).collect();
     let mask = Tensor::from_vec(mask, (tq, tk), q.device()).unwrap();
     let p = candle_nn::ops::softmax(&scores.broadcast_add(&mask).unwrap(), D::Minus1).unwrap();
     p.matmul(&repeat(v)).unwrap()
@@ -43,8 +63,54 @@ fn finite_differences() {
     }
 }
 
+#[test]
+fn windows_have_their_gradients() {
+    for (heads, times, window) in [([1, 1], [5, 5], 1), ([4, 2], [5, 5], 2), ([2, 1], [3, 5], 3)] {
+        let inputs = qkv(2, heads, times, 3);
+        let run = check(&inputs, &Params::none(), &|x| {
+            sliding_window_attention(&x[0], &x[1], &x[2], 0.7, window)
+        });
+        let [q, k, v] = &inputs;
+        let want = windowed_reference(q, k, v, 0.7, window);
+        assert_close("definition", &run.output, &flat(&want), 1e-12);
+    }
+}
+
+/// Outputs and gradients to the bit, of both implementations.
+#[test]
+fn long_windows_are_causal_attention() {
+    let inputs = qkv(2, [4, 2], [150, 160], 6);
+    for portable in [false, true] {
+        let _portable = portable.then(fulgurite_core::nn::force_portable);
+        let causal =
+            analytic(&inputs, &Params::none(), &|x| attention(&x[0], &x[1], &x[2], 0.5, true));
+        for window in [160, 161, usize::MAX] {
+            let windowed = analytic(&inputs, &Params::none(), &|x| {
+                sliding_window_attention(&x[0], &x[1], &x[2], 0.5, window)
+            });
+            super::harness::assert_same("causal", &windowed, &causal, 0.0);
+        }
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(24))]
+
+    #[test]
+    fn windows_equal_the_definition(
+        kv in 1usize..3, group in 1usize..3, tq in 1usize..300, more in 0usize..40,
+        d in 1usize..6, window in 1usize..330, portable: bool,
+    ) {
+        let _portable = portable.then(fulgurite_core::nn::force_portable);
+        let inputs = qkv(1, [kv * group, kv], [tq, tq + more], d);
+        let ours = analytic(&inputs, &Params::none(), &|x| {
+            sliding_window_attention(&x[0], &x[1], &x[2], 0.5, window)
+        });
+        let want = analytic(&inputs, &Params::none(), &|x| {
+            Ok(windowed_reference(&x[0], &x[1], &x[2], 0.5, window))
+        });
+        super::harness::assert_same("definition", &ours, &want, 1e-10);
+    }
 
     /// Sizes around and beyond the kernels' blocks, against the definition differentiated by candle.
     #[test]
@@ -64,10 +130,18 @@ proptest! {
 #[test]
 fn portable_blocks_agree_beyond_one_block() {
     let inputs = qkv(1, [2, 1], [530, 541], 2);
-    let f = |x: &[Tensor]| attention(&x[0], &x[1], &x[2], 0.5, true);
-    let host = analytic(&inputs, &Params::none(), &f);
-    let _portable = fulgurite_core::nn::force_portable();
-    super::harness::assert_same("portable", &analytic(&inputs, &Params::none(), &f), &host, 1e-9);
+    let agree = |f: &dyn Fn(&[Tensor]) -> fulgurite_core::Result<Tensor>| {
+        let host = analytic(&inputs, &Params::none(), f);
+        let _portable = fulgurite_core::nn::force_portable();
+        super::harness::assert_same(
+            "portable",
+            &analytic(&inputs, &Params::none(), f),
+            &host,
+            1e-9,
+        );
+    };
+    agree(&|x| attention(&x[0], &x[1], &x[2], 0.5, true));
+    agree(&|x| sliding_window_attention(&x[0], &x[1], &x[2], 0.5, 100));
 }
 
 fn config(heads: [usize; 2], head_dim: usize, rope: bool) -> AttentionConfig {
@@ -79,6 +153,7 @@ fn config(heads: [usize; 2], head_dim: usize, rope: bool) -> AttentionConfig {
         qkv_bias: rope,
         rope: rope.then(|| Rope::new(head_dim, 100.0).unwrap()),
         init: None,
+        window: None,
     }
 }
 
@@ -96,8 +171,18 @@ fn the_fused_module() {
 /// The fused module against the same mathematics from the parts it is made of.
 #[test]
 fn the_fused_module_equals_its_parts() {
+    equals_its_parts(None);
+}
+
+#[test]
+fn windows_equal_their_parts() {
+    equals_its_parts(Some(9));
+}
+
+fn equals_its_parts(window: Option<usize>) {
     let b = builder(DType::F64);
-    let layer = CausalSelfAttention::new(&b.pp("attn"), &config([4, 2], 6, true)).unwrap();
+    let config = AttentionConfig { window, ..config([4, 2], 6, true) };
+    let layer = CausalSelfAttention::new(&b.pp("attn"), &config).unwrap();
     let params = Params::new(&b);
     let rope = Rope::new(6, 100.0).unwrap();
     let x = randn("x", &[2, 70, 5]);
@@ -117,7 +202,11 @@ fn the_fused_module_equals_its_parts() {
         };
         let (q, k) =
             (rope.forward(&heads("q_proj", 4)?, 0)?, rope.forward(&heads("k_proj", 2)?, 0)?);
-        let y = attention(&q, &k, &heads("v_proj", 2)?, 1.0 / 6f64.sqrt(), true)?;
+        let (v, scale) = (heads("v_proj", 2)?, 1.0 / 6f64.sqrt());
+        let y = match window {
+            None => attention(&q, &k, &v, scale, true)?,
+            Some(window) => sliding_window_attention(&q, &k, &v, scale, window)?,
+        };
         project(&y.transpose(1, 2)?.contiguous()?.reshape((2, 70, 24))?, "o_proj")
     });
     super::harness::assert_same("parts", &fused, &parts, 1e-11);
@@ -146,6 +235,14 @@ fn wrong_use_is_explained() {
         @"module `attn`: 3 attention heads cannot share 2 key and value heads; the second number must divide the first"
     );
     insta::assert_snapshot!(
+        CausalSelfAttention::new(&b.pp("attn"), &AttentionConfig { window: Some(0), ..config([1, 1], 4, false) }).unwrap_err(),
+        @"module `attn`: window must be at least 1, got 0"
+    );
+    insta::assert_snapshot!(
+        sliding_window_attention(&q, &k, &v, 1.0, 0).unwrap_err(),
+        @"a sliding window of 0 keys has not even a query's own; expected at least 1"
+    );
+    insta::assert_snapshot!(
         Rope::new(3, 1e4).unwrap_err(),
         @"rotary embedding needs an even head_dim, got 3"
     );
@@ -158,6 +255,7 @@ proptest! {
     #[test]
     fn packed_documents_are_computed_as_if_alone(
         lengths in prop::collection::vec(1usize..170, 1..6), other_cut in 1usize..50, portable: bool,
+        window in prop::option::of(1usize..90),
     ) {
         let _portable = portable.then(fulgurite_core::nn::force_portable);
         let time: usize = lengths.iter().sum();
@@ -167,7 +265,8 @@ proptest! {
         };
         let packed = [lengths, second];
         let b = builder(DType::F64);
-        let layer = CausalSelfAttention::new(&b.pp("attn"), &config([4, 2], 6, true)).unwrap();
+        let config = AttentionConfig { window, ..config([4, 2], 6, true) };
+        let layer = CausalSelfAttention::new(&b.pp("attn"), &config).unwrap();
         let params = Params::new(&b);
         let x = randn("x", &[2, time, 5]);
         let documents = Documents::of_lengths(&packed).unwrap();

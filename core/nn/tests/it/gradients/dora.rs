@@ -199,6 +199,7 @@ fn of_what_is_made_of_linear_layers() {
         qkv_bias: true,
         rope: None,
         init: None,
+        window: None,
     };
     check_block(&["*_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));
     let config = MultiHeadAttentionConfig::new(4, 2);

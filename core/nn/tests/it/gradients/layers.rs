@@ -157,6 +157,7 @@ fn micro_batches_accumulate() {
         qkv_bias: true,
         rope: None,
         init: None,
+        window: None,
     };
     let layer = CausalSelfAttention::new(&b.pp("a"), &attention).unwrap();
     let norm = RmsNorm::new(&b.pp("n"), 4, 1e-6).unwrap();

@@ -41,6 +41,7 @@ fn narrow_dtypes_follow_the_wide_one() {
                 qkv_bias: true,
                 rope: Some(Rope::new(4, 1e4)?),
                 init: None,
+                window: None,
             };
             Ok(Box::new(CausalSelfAttention::new(b, &config)?))
         },
@@ -132,6 +133,7 @@ fn attention() -> AttentionConfig {
         qkv_bias: true,
         rope: Some(Rope::new(2, 1e4).unwrap()),
         init: None,
+        window: None,
     }
 }
 

@@ -27,6 +27,7 @@ fn half(b: &ModuleBuilder, kind: usize) -> Half {
         qkv_bias: true,
         rope: Some(Rope::new(2, 100.0).unwrap()),
         init: None,
+        window: None,
     };
     match kind {
         0 => (

@@ -1,0 +1,163 @@
+// What the kernels of `flash.cu` are made of: tiles of rows in shared memory, and products of them on tensor cores. A
+// warp computes 16 rows of a product, whose elements its lanes hold as PTX says of `mma.m16n8k16`.
+
+// Eight elements: what one copy to shared memory takes.
+struct __align__(16) Chunk {
+    u32 words[4];
+};
+
+#ifndef FULGURITE_SHIM
+DEVICE u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
+
+// Begins to copy a chunk to shared memory, or zeros if it is not there.
+DEVICE void copy_async(Chunk *to, const void *from, bool is_there) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
+                 "r"(is_there ? 16 : 0)
+                 : "memory");
+}
+
+// Waits for this thread's copies.
+DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Four matrices of 8 x 8; lane `l` gives the address of row `l % 8` of matrix `l / 8`. It is given, of each, elements
+// `l % 4 * 2` and the next one of row `l / 4`.
+DEVICE void load_matrices(u32 (&m)[4], const Chunk *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// The same of their transposes.
+DEVICE void load_matrices_turned(u32 (&m)[4], const Chunk *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
+                 : "r"(shared_address(row))
+                 : "memory");
+}
+
+// `c += a b`, of 16 x 16 and 16 x 8 elements that the warp's lanes hold as PTX says of `mma.m16n8k16`.
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bf16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, f16) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+        "{%0, %1, %2, %3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// Two numbers, each rounded to the nearest.
+DEVICE u32 pair(float low, float high, bf16) {
+    u32 both;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+DEVICE u32 pair(float low, float high, f16) {
+    u32 both;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
+    return both;
+}
+
+// 2^x, to two roundings of f32.
+DEVICE float power_of_2(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#endif
+
+// Where a chunk of a row is in a tile: such that eight rows' chunks at one column are in different banks.
+template <int WIDTH> DEVICE u32 place(u32 row, u32 chunk) { return row * (WIDTH / 8) + (chunk ^ (row % 8)); }
+
+// Begins to copy rows from `begin` on of one head to a tile; rows from `end` on are zero. `stride` is from a row to the next.
+template <int WIDTH, int COUNT, class T>
+DEVICE void copy_rows(Chunk *tile, const T *head, u32 stride, u32 begin, u32 end, u32 width) {
+    constexpr u32 CHUNKS = WIDTH / 8;
+    for (u32 i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
+        u32 row = i / CHUNKS, chunk = i % CHUNKS;
+        bool is_there = begin + row < end && chunk * 8 < width;
+        const T *from = is_there ? head + (u64)(begin + row) * stride + chunk * 8 : head;
+        copy_async(&tile[place<WIDTH>(row, chunk)], from, is_there);
+    }
+}
+
+// 16 rows from `row` on and the 16 columns of a step, as the first matrix of a product.
+template <int WIDTH> DEVICE void left(u32 (&a)[4], const Chunk *tile, u32 row, u32 step) {
+    u32 lane = threadIdx.x % WARP;
+    load_matrices(a, &tile[place<WIDTH>(row + lane % 16, step * 2 + lane / 16)]);
+}
+
+// The same rows and columns, transposed, as two second matrices, each of eight of the rows.
+template <int WIDTH> DEVICE void right_transposed(u32 (&b)[4], const Chunk *tile, u32 row, u32 step) {
+    u32 lane = threadIdx.x % WARP;
+    load_matrices(b, &tile[place<WIDTH>(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2)]);
+}
+
+// The same rows and columns as two second matrices, each of eight of the columns.
+template <int WIDTH> DEVICE void right(u32 (&b)[4], const Chunk *tile, u32 row, u32 step) {
+    u32 lane = threadIdx.x % WARP;
+    load_matrices_turned(b, &tile[place<WIDTH>(row + lane % 16, step * 2 + lane / 16)]);
+}
+
+// 16 columns of a product, from on `step`, as the first matrix of the next one.
+template <class T> DEVICE void as_left(u32 (&a)[4], const float (*product)[4], u32 step) {
+    const float(&low)[4] = product[step * 2];
+    const float(&high)[4] = product[step * 2 + 1];
+    a[0] = pair(low[0], low[1], T());
+    a[1] = pair(low[2], low[3], T());
+    a[2] = pair(high[0], high[1], T());
+    a[3] = pair(high[2], high[3], T());
+}
+
+// `product += a b^T` of 16 rows, whose fragment for the step is `a`, and COUNT rows of a tile from `row` on.
+template <class T, int WIDTH, int COUNT>
+DEVICE void add_scores(float (*product)[4], const u32 (&a)[4], const Chunk *tile, u32 row, u32 step) {
+#pragma unroll
+    for (u32 n = 0; n < COUNT / 16; n++) {
+        u32 b[4];
+        right_transposed<WIDTH>(b, tile, row + n * 16, step);
+        multiply_add(product[n * 2], a, b[0], b[1], T());
+        multiply_add(product[n * 2 + 1], a, b[2], b[3], T());
+    }
+}
+
+// `sums += scores rows` for COUNT rows of a tile from `row` on and COLUMNS of their columns, from 16 `first` on: 16 x
+// COUNT and COUNT x COLUMNS elements.
+template <class T, int WIDTH, int COUNT, int COLUMNS>
+DEVICE void add_weighted(float (*sums)[4], const float (*scores)[4], const Chunk *tile, u32 row, u32 first) {
+#pragma unroll
+    for (u32 step = 0; step < COUNT / 16; step++) {
+        u32 a[4];
+        as_left<T>(a, scores, step);
+#pragma unroll
+        for (u32 n = 0; n < COLUMNS / 16; n++) {
+            u32 b[4];
+            right<WIDTH>(b, tile, row + step * 16, first + n);
+            multiply_add(sums[n * 2], a, b[0], b[1], T());
+            multiply_add(sums[n * 2 + 1], a, b[2], b[3], T());
+        }
+    }
+}
+
+// Writes 16 rows of COLUMNS columns, each half of them times its factor, that begin at row `row` and column 16 `first`
+// of a head.
+template <class T, int COLUMNS>
+DEVICE void write_rows(T *head, u32 stride, u32 row, u32 end, u32 width, const float (*sums)[4], float low, float high,
+                       u32 first) {
+    u32 lane = threadIdx.x % WARP;
+    row += lane / 4;
+#pragma unroll
+    for (u32 n = 0; n < COLUMNS / 8; n++) {
+        u32 column = first * 16 + n * 8 + lane % 4 * 2;
+        if (column >= width) break;
+        T *at = head + (u64)row * stride + column;
+        if (row < end) *(u32 *)at = pair(sums[n][0] * low, sums[n][1] * low, T());
+        if (row + 8 < end) *(u32 *)(at + 8 * (u64)stride) = pair(sums[n][2] * high, sums[n][3] * high, T());
+    }
+}
