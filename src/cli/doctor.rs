@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use fulgurite_core::environment::{self, Variables};
 use fulgurite_core::launch::HostMemory;
-use fulgurite_core::nn::gemm;
+use fulgurite_core::nn::{bf16_products, gemm};
 use fulgurite_core::strategy::Bytes;
 use fulgurite_core::{Error, Result, counted, registry};
 use rustix::process::{Resource, getrlimit};
@@ -119,7 +119,12 @@ fn machine(report: &mut Report) {
             report.add("cores", grade, found);
         }
     }
-    report.good("vector instructions", format!("{} in products of f32", gemm::instructions()));
+    let bf16 = match bf16_products() {
+        "f32" => "as f32".to_owned(),
+        instructions => format!("with {instructions}"),
+    };
+    let found = format!("{}; products of bf16 {bf16}", gemm::instructions());
+    report.good("vector instructions", found);
     match HostMemory::now() {
         Some(memory) => {
             let found = format!("{}, {} available", Bytes(memory.total), Bytes(memory.available));

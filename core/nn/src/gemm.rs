@@ -20,11 +20,11 @@ use super::parallel_for::parallel_for;
 /// A view of a slice as a matrix, row-major or transposed.
 #[derive(Debug, Clone, Copy)]
 pub struct Mat<'a, T> {
-    data: &'a [T],
-    rows: usize,
-    cols: usize,
-    row_stride: usize,
-    col_stride: usize,
+    pub(crate) data: &'a [T],
+    pub(crate) rows: usize,
+    pub(crate) cols: usize,
+    pub(crate) row_stride: usize,
+    pub(crate) col_stride: usize,
 }
 
 impl<'a, T> Mat<'a, T> {

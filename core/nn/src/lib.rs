@@ -4,7 +4,8 @@
 //! handle: their memory may go after forward and come back for backward, and their gradients are
 //! written straight into the strategy's buffers. On the CPU layers use kernels written by hand, on
 //! every other device tensor operations. bf16 and f16 are computed in f32 on the CPU and rounded
-//! at the edge of each operation.
+//! at the edge of each operation. Linear layers in bf16 use the instructions that some CPUs have for it
+//! ([`bf16_products`]).
 //!
 //! ```
 //! use candle_core::Tensor;
@@ -50,6 +51,7 @@ mod dropout;
 mod embedding;
 pub mod functional;
 pub mod gemm;
+mod gemm_bf16;
 mod gradients;
 mod group_norm;
 mod host;
@@ -81,6 +83,7 @@ pub use dropout::Dropout;
 pub use embedding::Embedding;
 pub use fulgurite_engine::strategy::Loss;
 pub use fulgurite_engine::{Error, Result};
+pub use gemm_bf16::bf16_products;
 pub use group_norm::GroupNorm;
 pub use linear::Linear;
 pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};

@@ -62,7 +62,8 @@ pub struct LinearCrossEntropy {
     /// not of what is free, which differs from run to run. In bf16 and f16, and on GPUs without
     /// kernels of their own, copies of the piece in f32 add to that. Few pieces are better in bf16
     /// and f16: each piece rounds the head's gradient if that is kept in such a dtype
-    /// (`reduce_dtype`), and on the CPU makes an f32 copy of the head.
+    /// (`reduce_dtype`), and on the CPU makes a copy of the head, in f32 or as
+    /// [`bf16_products`](super::bf16_products) read it.
     pub logits_bytes: Option<usize>,
 }
 

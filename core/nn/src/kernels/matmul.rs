@@ -1,11 +1,13 @@
 //! Products with a weight of shape `[out, in]`. `x` is `[.., in]`, results `[.., out]`.
 
-use candle_core::{D, Tensor};
+use candle_core::{D, DType, Device, Tensor};
+use half::bf16;
 use rayon::prelude::*;
 
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gemm::{Mat, Threads, gemm, product};
+use crate::gemm_bf16::Bf16Gemm;
 use crate::gradients::accumulate_host;
 use crate::host::{Float, add_rows, host, rows_per_piece, tensor, with_float};
 use fulgurite_engine::autograd::storage;
@@ -50,6 +52,13 @@ fn with_width(x: &Tensor, width: usize) -> Vec<usize> {
     dims
 }
 
+/// The CPU's products of bf16 matrices, if it has any and all tensors are in bf16. The choice depends on
+/// nothing else, so that the bits of small and of large products come about alike.
+fn bf16_gemm(tensors: &[&Tensor]) -> Option<Bf16Gemm> {
+    let all = tensors.iter().all(|tensor| tensor.dtype() == DType::BF16);
+    Bf16Gemm::available().filter(|_| all)
+}
+
 /// `x weight^T + bias`.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (n, inputs) = rows(x)?;
@@ -62,6 +71,17 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
             None => y,
         };
         return Ok(y.reshape(dims)?);
+    }
+    if let Some(products) = bf16_gemm(&[x, weight, bias.unwrap_or(x)]) {
+        let (x, weight) = (x.detach().contiguous()?, weight.detach().contiguous()?);
+        let bias = bias.map(|bias| bias.detach().contiguous()).transpose()?;
+        let (x, weight) = (host(&x)?, host(&weight)?);
+        let bias = bias.as_ref().map(host).transpose()?;
+        let x = Mat::new(x.slice::<bf16>()?, n, inputs);
+        let weight = Mat::new(weight.slice()?, outputs, inputs).t();
+        let bias = bias.as_ref().map(|bias| bias.slice()).transpose()?;
+        let y = products.product(x, weight, bias, Threads::All);
+        return Ok(Tensor::from_vec(y, dims, &Device::Cpu)?);
     }
     let dtype = x.dtype();
     let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
@@ -97,6 +117,7 @@ pub(crate) fn input_grad(
         InputGrad::New => None,
         InputGrad::AddTo(sum) => Some(sum),
     };
+<<<<<<< HEAD
     #[cfg(feature = "cuda")]
     if let Some(sum) = &sum
         && grad.device().is_cuda()
@@ -106,6 +127,23 @@ pub(crate) fn input_grad(
         if fulgurite_kernels::cuda::add_input_grad(&rows, weight, &into)? {
             return Ok(Some(sum.clone()));
         }
+=======
+    if uses_cpu_kernels(grad)
+        && let Some(products) = bf16_gemm(&[grad, weight, sum.as_ref().unwrap_or(grad)])
+    {
+        let (grad, weight) = (grad.detach().contiguous()?, weight.detach().contiguous()?);
+        let (grad, weight) = (host(&grad)?, host(&weight)?);
+        let grad = Mat::new(grad.slice::<bf16>()?, n, outputs);
+        let weight = Mat::new(weight.slice()?, outputs, inputs);
+        let Some(sum) = sum else {
+            let dx = products.product(grad, weight, None, Threads::All);
+            return Ok(Some(Tensor::from_vec(dx, dims, &Device::Cpu)?));
+        };
+        storage::with_host_mut(&sum, |out: &mut [bf16]| {
+            products.add_product(out, grad, weight, Threads::All);
+        })?;
+        return Ok(Some(sum));
+>>>>>>> wt-c1
     }
     let native = grad.dtype() == accumulation_dtype(grad.dtype());
     if !uses_cpu_kernels(grad) || (sum.is_some() && !native) {
@@ -165,6 +203,16 @@ pub(crate) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Resu
         }
         return weight.accumulate(&grad.t()?.matmul(&x)?);
     }
+    if let Some(products) = bf16_gemm(&[x, grad]) {
+        let (x, grad) = (x.detach().contiguous()?, grad.detach().contiguous()?);
+        let (x, grad) = (host(&x)?, host(&grad)?);
+        let x = Mat::new(x.slice::<bf16>()?, n, inputs);
+        let grad = Mat::new(grad.slice()?, n, outputs);
+        return accumulate_host::<f32>(weight, |out, add| {
+            products.gemm(out, grad.t(), x, add, Threads::All);
+            Ok(())
+        });
+    }
     let (x, grad) = (to_accumulation_dtype(x)?, to_accumulation_dtype(grad)?);
     with_float!(x.dtype(), T => {
         let (x, grad) = (host(&x)?, host(&grad)?);
@@ -212,4 +260,87 @@ fn column_sums<T: Float>(out: &mut [T], grad: &[T], add: bool) {
         out.fill(T::ZERO);
     }
     sums.iter().for_each(|sum| add_rows(out, sum));
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use fulgurite_engine::module::{ModuleBuilder, ModuleInit};
+    use fulgurite_engine::parameter::{GradReducer, Init, LocalGrads};
+
+    use super::*;
+    use crate::gemm_bf16::use_model;
+
+    const BF16: DType = DType::BF16;
+
+    fn values(shape: &[usize], seed: usize) -> Tensor {
+        let value = |i: usize| ((i * 7919 + seed * 271) % 1013) as f32 / 511.0 - 1.0;
+        let values: Vec<f32> = (0..shape.iter().product()).map(value).collect();
+        Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(BF16).unwrap()
+    }
+
+    /// `linear`, `input_grad` into a new tensor and into a sum, and `weight_grad` twice.
+    fn run(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, grad: &Tensor) -> [Vec<f32>; 4] {
+        let init = ModuleInit { dtype: BF16, compute_dtype: BF16, ..ModuleInit::default() };
+        let b = ModuleBuilder::new(init);
+        b.parameter("w", weight.dims(), Init::ZEROS).unwrap();
+        let slot = b.finish().unwrap().slots().remove(0);
+        let grads = Arc::new(LocalGrads::default());
+        slot.set_reducer(grads.clone());
+        for _ in 0..2 {
+            weight_grad(slot.parameter(), x, grad).unwrap();
+        }
+        let sum = x.copy().unwrap();
+        input_grad(grad, weight, InputGrad::AddTo(sum.clone())).unwrap();
+        let dx = input_grad(grad, weight, InputGrad::New).unwrap().unwrap();
+        let y = linear(x, weight, bias).unwrap();
+        assert_eq!((y.dtype(), dx.dtype()), (BF16, BF16));
+        assert_eq!((y.dims(), dx.dims()), (grad.dims(), x.dims()));
+        let flat = |x: &Tensor| -> Vec<f32> {
+            x.flatten_all().unwrap().to_dtype(DType::F32).unwrap().to_vec1().unwrap()
+        };
+        [flat(&y), flat(&dx), flat(&sum), flat(&grads.buffer(&slot).unwrap())]
+    }
+
+    #[test]
+    fn bf16_products_agree_with_f32() {
+        let (x, grad) = (values(&[3, 4, 50], 1), values(&[3, 4, 70], 2));
+        let (weight, bias) = (values(&[70, 50], 3), values(&[70], 4));
+        for bias in [None, Some(&bias)] {
+            let wide =
+                [&x, &weight, bias.unwrap_or(&x), &grad].map(|x| x.to_dtype(DType::F32).unwrap());
+            let _model = use_model();
+            let got = run(&x, &weight, bias, &grad);
+            let [x, weight, other, grad] = &wide;
+            let y = linear(x, weight, bias.map(|_| other)).unwrap();
+            let dx = input_grad(grad, weight, InputGrad::New).unwrap().unwrap();
+            let dw = grad.flatten_to(1).unwrap().t().unwrap().matmul(&x.flatten_to(1).unwrap());
+            let expected = [&y, &dx, &(&dx + x).unwrap(), &(dw.unwrap() * 2.0).unwrap()];
+            for (i, (got, expected)) in got.iter().zip(expected).enumerate() {
+                let expected: Vec<f32> = expected.flatten_all().unwrap().to_vec1().unwrap();
+                assert_eq!(got.len(), expected.len());
+                for (got, expected) in got.iter().zip(&expected) {
+                    let error = (got - expected).abs();
+                    assert!(error <= expected.abs() / 128.0 + 1e-5, "{i}: {got}, not {expected}");
+                }
+            }
+        }
+    }
+
+    /// The instructions take denormals as zeros, which products in f32 do not.
+    #[test]
+    fn bf16_products_are_used_where_there_are_any() {
+        let full = |value: f32, shape: &[usize]| {
+            Tensor::full(value, shape, &Device::Cpu).unwrap().to_dtype(BF16).unwrap()
+        };
+        let (small, one) = (full(1e-39, &[2, 4]), full(1.0, &[2, 4]));
+        let run = || {
+            let [y, _, _, dw] = run(&small, &full(1.0, &[4, 4]), None, &one);
+            let [_, dx, sum, _] = run(&one, &full(1e-39, &[4, 4]), None, &one);
+            [y[0], dx[0], sum[0] - 1.0, dw[0]]
+        };
+        let _model = use_model();
+        assert_eq!(run(), [0.0; 4]);
+    }
 }

@@ -141,7 +141,14 @@ impl StrategyRuntime {
             read::scalar(&grad.to_dtype(DType::F64)?.sqr()?.sum_all()?, "first step's check")
         };
         let own = parameters.iter().map(squares).collect::<Result<Vec<f64>>>()?;
+        // As bits, so that the number of bytes does not depend on the values.
+        let own: Vec<String> =
+            own.iter().map(|square| format!("{:016x}", square.to_bits())).collect();
+        let value =
+            |bits: &String| u64::from_str_radix(bits, 16).map(f64::from_bits).map_err(Error::other);
         let all = all_gather_object(&**group, &own)?;
+        let all = all.iter().map(|squares| squares.iter().map(value).collect::<Result<Vec<f64>>>());
+        let all = all.collect::<Result<Vec<_>>>()?;
         for (i, parameter) in parameters.iter().enumerate() {
             let (a, b) = all.iter().fold((f64::INFINITY, 0f64), |(low, high), squares| {
                 (low.min(squares[i]), high.max(squares[i]))

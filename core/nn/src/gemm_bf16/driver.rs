@@ -1,0 +1,154 @@
+//! Blocks of a product, and its parts for threads.
+
+use std::ops::Range;
+
+use half::bf16;
+
+use super::output::Target;
+use super::pack::{BLOCK, Packed, STRIP, pack};
+use super::{Kernel, Sums};
+use crate::gemm::{Mat, Threads};
+use crate::parallel_for::parallel_for;
+
+/// Strips of rows and of columns whose sums are kept at a time: 256 KiB, in the second-level cache
+/// together with a panel of the right operand.
+const STRIPS: usize = 8;
+
+/// Blocks of depth after which the next strip of columns is multiplied: what the strip of rows has of
+/// them stays in the first-level cache, and what the strips of columns have (256 KiB) in the second.
+const PANEL: usize = 16;
+
+/// Multiplications that justify another thread. Not measured: four times as many as in f32, since
+/// instructions do at least that many times as much.
+const WORTH_A_THREAD: usize = 1 << 20;
+
+/// What reading one strip costs, in products of two strips. Of a strip's depth both take the same
+/// number of steps.
+const READ_COST: usize = 1;
+
+/// Computes `a b` into `target`.
+///
+/// # Safety
+/// The target has `a.rows * b.cols` elements, valid for writing and initialised if they are added to,
+/// and nobody else uses them. The inner dimensions are equal.
+pub(super) unsafe fn multiply<K: Kernel>(
+    kernel: K,
+    target: Target,
+    a: Mat<bf16>,
+    b: Mat<bf16>,
+    threads: Threads,
+) {
+    let (m, k, n) = (a.rows, a.cols, b.cols);
+    if m == 0 || n == 0 {
+        return;
+    }
+    let multiplications = m.saturating_mul(n).saturating_mul(k);
+    let threads = match threads {
+        Threads::One => 1,
+        Threads::All => rayon::current_num_threads().min(multiplications / WORTH_A_THREAD).max(1),
+    };
+    let [a, b] = pack(kernel, a, b, threads);
+    let [across, along] = grid(a.strips(), b.strips(), threads);
+    let part = |i: usize| {
+        let rows = share(a.strips(), across, i / along);
+        let cols = share(b.strips(), along, i % along);
+        // SAFETY: the caller's promise; the parts of the grid share no element.
+        unsafe { multiply_part(kernel, target, &a, &b, rows, cols) }
+    };
+    match across * along {
+        1 => part(0),
+        parts => parallel_for(parts, part),
+    }
+}
+
+/// Into how many parts to cut the strips of rows and of columns: the grid whose largest part
+/// multiplies and reads least. Bits do not depend on it.
+fn grid(rows: usize, cols: usize, threads: usize) -> [usize; 2] {
+    let mut best = ([1, 1], usize::MAX);
+    for across in 1..=threads.min(rows) {
+        for along in 1..=(threads / across).min(cols) {
+            let [rows, cols] = [rows.div_ceil(across), cols.div_ceil(along)];
+            let takes = rows * cols + READ_COST * (rows + cols);
+            if takes < best.1 {
+                best = ([across, along], takes);
+            }
+        }
+    }
+    best.0
+}
+
+/// The `i`-th of `parts` shares of `0..len`.
+fn share(len: usize, parts: usize, i: usize) -> Range<usize> {
+    len * i / parts..len * (i + 1) / parts
+}
+
+/// Computes the elements of these strips, on this thread.
+///
+/// # Safety
+/// As [`multiply`], for the elements of the strips.
+unsafe fn multiply_part<K: Kernel>(
+    kernel: K,
+    target: Target,
+    a: &Packed,
+    b: &Packed,
+    rows: Range<usize>,
+    cols: Range<usize>,
+) {
+    let session = kernel.session();
+    let mut sums = vec![Sums::ZERO; rows.len().min(STRIPS) * cols.len().min(STRIPS)];
+    let elements = |packed: &Packed, strips: &Range<usize>| {
+        strips.start * STRIP..(strips.end - 1) * STRIP + packed.size(strips.end - 1)
+    };
+    for cols in pieces(&cols) {
+        for rows in pieces(&rows) {
+            let sums = &mut sums[..rows.len() * cols.len()];
+            sums.fill(Sums::ZERO);
+            for block in (0..a.blocks()).step_by(PANEL) {
+                let depth = PANEL.min(a.blocks() - block);
+                let mut sums = sums.iter_mut();
+                for row in rows.clone() {
+                    let left = &a.strip(row, block)[..depth * BLOCK];
+                    for (col, sums) in cols.clone().zip(&mut sums) {
+                        let right = &b.strip(col, block)[..depth * BLOCK];
+                        let size = [a.size(row), b.size(col)];
+                        // SAFETY: `depth` blocks of a strip of each operand.
+                        unsafe {
+                            let (left, right) = (left.as_ptr(), right.as_ptr());
+                            K::multiply(&session, sums, left, right, depth, size);
+                        }
+                    }
+                }
+            }
+            // SAFETY: the caller's promise; each element is in one piece.
+            unsafe { target.store(sums, elements(a, &rows), elements(b, &cols)) }
+        }
+    }
+}
+
+/// The strips, at most [`STRIPS`] at a time.
+fn pieces(strips: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
+    let end = strips.end;
+    strips.clone().step_by(STRIPS).map(move |start| start..end.min(start + STRIPS))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parts_are_disjoint_and_cover_everything() {
+        for (rows, cols, threads) in [(1, 1, 8), (3, 7, 4), (40, 2, 16), (16, 16, 96)] {
+            let [across, along] = grid(rows, cols, threads);
+            assert!(across * along <= threads);
+            for (len, parts) in [(rows, across), (cols, along)] {
+                let all: Vec<usize> = (0..parts).flat_map(|i| share(len, parts, i)).collect();
+                assert_eq!(all, (0..len).collect::<Vec<_>>());
+                assert!((0..parts).all(|i| !share(len, parts, i).is_empty()));
+                let pieces: Vec<usize> = pieces(&(3..3 + len)).flatten().collect();
+                assert_eq!(pieces, (3..3 + len).collect::<Vec<_>>());
+            }
+        }
+        assert_eq!(grid(16, 16, 16), [4, 4]);
+        assert_eq!(grid(1, 100, 10), [1, 10]);
+    }
+}

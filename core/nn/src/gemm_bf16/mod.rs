@@ -1,0 +1,242 @@
+//! Products of bf16 matrices with the instructions that some CPUs have for them: AMX tiles
+//! (`tdpbf16ps`) and AVX512-BF16 (`vdpbf16ps`). Sums are f32.
+//!
+//! Both operands are packed once a call ([`pack`]) into the layout that the instructions read: tiles
+//! of 16 rows or columns by 32 elements of the inner dimension, in pairs. Threads then compute parts
+//! of the result from the packed operands ([`driver`]), and round a part to bf16 as they store it
+//! ([`output`]).
+//!
+//! # Bits
+//! An element of the result is one chain of instructions over the inner dimension, which is padded
+//! with zeros to a multiple of 32. The chain starts at 0; a bias or the sum that the product is added
+//! to comes last. So bits depend neither on the number of threads, nor on blocks, nor on which
+//! operands are transposed. They do depend on the instruction, for operands `a` and `b` of one element:
+//!
+//! - `vdpbf16ps` (AVX512-BF16) takes a pair: `sum = fma(a1, b1, sum)`, then `sum = fma(a0, b0, sum)`.
+//! - `tdpbf16ps` (AMX) takes 32 elements: the even and the odd ones are summed apart, each by `fma` from
+//!   0 on. Then `sum = sum + (even + odd)`.
+//!
+//! Both round to nearest even, take denormals as 0 and flush denormal results to 0, whatever the
+//! thread's rounding mode is. A CPU with neither converts operands to f32 and multiplies those
+//! ([`gemm()`](super::gemm::gemm)). So a run in bf16 has other bits on a CPU of another kind; resumed
+//! there, it continues from the same weights with other rounding errors.
+//!
+//! Tests have a scalar model of each instruction. It runs on every CPU in place of the instruction, and
+//! the results must have the bits of the chains above; where the CPU has the instruction, so must its.
+#![allow(unsafe_code)]
+// instructions of some CPUs only, and memory that is written in parts
+// Elsewhere no CPU has such instructions, and `Bf16Gemm` has no value.
+#![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code, unused_variables))]
+
+#[cfg(target_arch = "x86_64")]
+mod amx;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod driver;
+#[cfg(test)]
+mod model;
+mod output;
+mod pack;
+#[cfg(test)]
+mod tests;
+
+use std::sync::OnceLock;
+
+use half::bf16;
+
+use self::output::{Target, TargetKind};
+use crate::gemm::{Mat, Threads};
+
+/// How layers in bf16 multiply matrices on this CPU: `"amx"`, `"avx512-bf16"`, or `"f32"`.
+///
+/// With `"f32"` operands are converted to f32, and results back. The bits of products differ between
+/// the three. AMX is used on Linux alone, which has to allow it to the process.
+///
+/// ```
+/// use fulgurite_core::nn::bf16_products;
+///
+/// assert!(["amx", "avx512-bf16", "f32"].contains(&bf16_products()));
+/// ```
+#[must_use]
+pub fn bf16_products() -> &'static str {
+    Bf16Gemm::available().map_or("f32", Bf16Gemm::name)
+}
+
+/// The CPU's products of bf16 matrices. That there is a value proves that the CPU has the
+/// instructions.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Bf16Gemm(Instructions);
+
+#[derive(Debug, Clone, Copy)]
+enum Instructions {
+    #[cfg(target_arch = "x86_64")]
+    Amx(amx::Amx),
+    #[cfg(target_arch = "x86_64")]
+    Avx512(avx512::Avx512),
+    #[cfg(test)]
+    Model(model::Model<model::Vdpbf16ps>),
+}
+
+/// Set in a thread's execution context by [`use_model`].
+#[cfg(test)]
+struct UseModel;
+
+/// Makes this thread multiply bf16 matrices with the model of `vdpbf16ps`, on every CPU, until the
+/// guard is dropped.
+#[cfg(test)]
+pub(crate) fn use_model() -> fulgurite_engine::execution::ContextGuard {
+    fulgurite_engine::execution::enter(UseModel)
+}
+
+impl Bf16Gemm {
+    /// The fastest that this CPU has, if any. The CPU is asked once.
+    pub(crate) fn available() -> Option<Self> {
+        #[cfg(test)]
+        if fulgurite_engine::execution::value::<UseModel>().is_some() {
+            return Some(Self(Instructions::Model(model::Model::default())));
+        }
+        static FOUND: OnceLock<Option<Instructions>> = OnceLock::new();
+        #[cfg(target_arch = "x86_64")]
+        let find = || {
+            let avx512 = || avx512::Avx512::detect().map(Instructions::Avx512);
+            amx::Amx::detect().map(Instructions::Amx).or_else(avx512)
+        };
+        #[cfg(not(target_arch = "x86_64"))]
+        let find = || None;
+        FOUND.get_or_init(find).map(Self)
+    }
+
+    fn name(self) -> &'static str {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Amx(_) => "amx",
+            #[cfg(target_arch = "x86_64")]
+            Instructions::Avx512(_) => "avx512-bf16",
+            #[cfg(test)]
+            Instructions::Model(_) => "model",
+        }
+    }
+
+    /// `out = a b`, or `out += a b` if `add`; `out` is row-major.
+    ///
+    /// # Panics
+    /// If `out` is too short for the product, or the inner dimensions differ.
+    pub(crate) fn gemm(
+        self,
+        out: &mut [f32],
+        a: Mat<bf16>,
+        b: Mat<bf16>,
+        add: bool,
+        threads: Threads,
+    ) {
+        let size = checked_size(a, b);
+        let out = &mut out[..size];
+        let target = Target::new(TargetKind::F32 { out: out.as_mut_ptr(), add }, b.cols);
+        // SAFETY: `out` has that many elements, initialised.
+        unsafe { self.multiply(target, a, b, threads) }
+    }
+
+    /// `a b`, row-major, with `bias` added to each row before it is rounded.
+    ///
+    /// # Panics
+    /// As [`gemm`](Self::gemm), and if the bias has another length than the rows.
+    pub(crate) fn product(
+        self,
+        a: Mat<bf16>,
+        b: Mat<bf16>,
+        bias: Option<&[bf16]>,
+        threads: Threads,
+    ) -> Vec<bf16> {
+        let size = checked_size(a, b);
+        assert!(bias.is_none_or(|bias| bias.len() == b.cols), "a bias for each column");
+        let mut out = Vec::with_capacity(size);
+        let kind = TargetKind::Bf16 { out: out.as_mut_ptr(), bias };
+        // SAFETY: there is room for that many elements; all are written and none is read.
+        unsafe {
+            self.multiply(Target::new(kind, b.cols), a, b, threads);
+            out.set_len(size);
+        }
+        out
+    }
+
+    /// `out += a b`, row-major. A sum is rounded once.
+    ///
+    /// # Panics
+    /// As [`gemm`](Self::gemm).
+    pub(crate) fn add_product(
+        self,
+        out: &mut [bf16],
+        a: Mat<bf16>,
+        b: Mat<bf16>,
+        threads: Threads,
+    ) {
+        let size = checked_size(a, b);
+        let out = &mut out[..size];
+        let target = Target::new(TargetKind::AddBf16 { out: out.as_mut_ptr() }, b.cols);
+        // SAFETY: `out` has that many elements, initialised.
+        unsafe { self.multiply(target, a, b, threads) }
+    }
+
+    /// # Safety
+    /// As [`driver::multiply`].
+    unsafe fn multiply(self, target: Target, a: Mat<bf16>, b: Mat<bf16>, threads: Threads) {
+        match self.0 {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the caller's promise.
+            Instructions::Amx(kernel) => unsafe { driver::multiply(kernel, target, a, b, threads) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: the caller's promise.
+            Instructions::Avx512(kernel) => unsafe {
+                driver::multiply(kernel, target, a, b, threads)
+            },
+            #[cfg(test)]
+            // SAFETY: the caller's promise.
+            Instructions::Model(kernel) => unsafe {
+                driver::multiply(kernel, target, a, b, threads)
+            },
+        }
+    }
+}
+
+/// The number of elements of `a b`. Panics unless the inner dimensions are equal.
+fn checked_size(a: Mat<bf16>, b: Mat<bf16>) -> usize {
+    assert_eq!(a.cols, b.rows, "inner dimensions");
+    a.rows.checked_mul(b.cols).expect("a product has no more elements than memory")
+}
+
+/// Instructions that multiply packed tiles.
+trait Kernel: Copy + Sync {
+    /// What a thread holds while it multiplies.
+    type Session;
+
+    /// Prepares this thread for [`multiply`](Self::multiply).
+    fn session(self) -> Self::Session;
+
+    /// Adds to `sums` the product of `depth` blocks of a strip of rows, at `a`, and of one of columns,
+    /// at `b`. Only the first `rows` and `cols` are needed, each from 1 to [`pack::STRIP`]. The others
+    /// are computed or left, as is faster.
+    ///
+    /// # Safety
+    /// `a` and `b` point at `depth` packed blocks of a strip, and `sums` is used by nobody else.
+    unsafe fn multiply(
+        session: &Self::Session,
+        sums: &mut Sums,
+        a: *const pack::Line,
+        b: *const pack::Line,
+        depth: usize,
+        size: [usize; 2],
+    );
+
+    /// Transposes a tile of pairs.
+    fn transpose(self, tile: &mut pack::Tile);
+}
+
+/// The sums of a strip of rows and a strip of columns: four tiles of 16 x 16, row-major in themselves
+/// and among themselves.
+#[derive(Clone)]
+#[repr(C, align(64))]
+struct Sums([[f32; 256]; 4]);
+
+impl Sums {
+    const ZERO: Self = Self([[0.0; 256]; 4]);
+}

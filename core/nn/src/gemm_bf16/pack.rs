@@ -1,0 +1,268 @@
+//! The layout that instructions read their operands in.
+//!
+//! An operand is cut into strips of 32 rows (of the left one) or columns (of the right one), and a
+//! strip into blocks of 32 elements of the inner dimension. A block has two tiles, a tile 16 lines of
+//! 16 pairs. A line of the left operand is a row; one of the right operand is a pair of its rows, of
+//! which it has 16 columns. What the matrix lacks is 0.
+
+use half::bf16;
+
+use super::Kernel;
+use crate::gemm::Mat;
+use crate::parallel_for::parallel_for;
+
+/// Rows or columns of a tile, and pairs of its depth.
+pub(super) const TILE: usize = 16;
+/// Rows or columns of a strip.
+pub(super) const STRIP: usize = 2 * TILE;
+/// Elements of the inner dimension in a block.
+pub(super) const DEPTH: usize = 2 * TILE;
+/// Lines of a block.
+pub(super) const BLOCK: usize = 2 * TILE;
+
+/// Strips that are packed together from a matrix whose rows run across them, so that more of a row
+/// is read at once than the 64 bytes of one strip.
+const TOGETHER: usize = 8;
+
+/// Sixteen pairs of bf16, the element with the lower index in the lower half.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[repr(C, align(64))]
+pub(super) struct Line(pub(super) [u32; TILE]);
+
+impl Line {
+    pub(super) const ZERO: Self = Self([0; TILE]);
+}
+
+pub(super) type Tile = [Line; TILE];
+
+/// A matrix as an operand: vectors of the inner dimension's length.
+#[derive(Clone, Copy)]
+struct Operand<'a> {
+    data: &'a [bf16],
+    /// The number of vectors.
+    count: usize,
+    depth: usize,
+    vector_stride: usize,
+    depth_stride: usize,
+    side: Side,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Side {
+    Left,
+    Right,
+}
+
+/// An operand in the layout of the instructions.
+pub(super) struct Packed {
+    lines: Vec<Line>,
+    /// Blocks of each strip.
+    blocks: usize,
+    count: usize,
+}
+
+impl Packed {
+    /// The number of strips.
+    pub(super) fn strips(&self) -> usize {
+        self.count.div_ceil(STRIP)
+    }
+
+    /// Blocks of each strip.
+    pub(super) fn blocks(&self) -> usize {
+        self.blocks
+    }
+
+    /// Rows or columns in a strip.
+    pub(super) fn size(&self, strip: usize) -> usize {
+        (self.count - strip * STRIP).min(STRIP)
+    }
+
+    /// The blocks of a strip from `block` on.
+    pub(super) fn strip(&self, strip: usize, block: usize) -> &[Line] {
+        let start = strip * self.blocks * BLOCK;
+        &self.lines[start..][..self.blocks * BLOCK][block * BLOCK..]
+    }
+}
+
+/// Packs both operands of a product on this number of threads.
+pub(super) fn pack<K: Kernel>(
+    kernel: K,
+    a: Mat<bf16>,
+    b: Mat<bf16>,
+    threads: usize,
+) -> [Packed; 2] {
+    let operands = [
+        Operand {
+            data: a.data,
+            count: a.rows,
+            depth: a.cols,
+            vector_stride: a.row_stride,
+            depth_stride: a.col_stride,
+            side: Side::Left,
+        },
+        Operand {
+            data: b.data,
+            count: b.cols,
+            depth: b.rows,
+            vector_stride: b.col_stride,
+            depth_stride: b.row_stride,
+            side: Side::Right,
+        },
+    ];
+    let mut packed = operands.map(|operand| {
+        let blocks = operand.depth.div_ceil(DEPTH);
+        let lines = Vec::with_capacity(operand.count.div_ceil(STRIP) * blocks * BLOCK);
+        Packed { lines, blocks, count: operand.count }
+    });
+    let groups = packed.each_ref().map(|packed| packed.strips().div_ceil(TOGETHER));
+    let room = packed.each_mut().map(|packed| Room(packed.lines.as_mut_ptr()));
+    let group = |i: usize| {
+        let (which, i) = if i < groups[0] { (0, i) } else { (1, i - groups[0]) };
+        // SAFETY: there is room for the group's lines, and no other call has the group.
+        unsafe { operands[which].pack_group(kernel, i, room[which].pointer()) }
+    };
+    let all = groups[0] + groups[1];
+    let parts = threads.min(all).max(1);
+    match parts {
+        1 => (0..all).for_each(group),
+        _ => parallel_for(parts, |i| (all * i / parts..all * (i + 1) / parts).for_each(group)),
+    }
+    for packed in &mut packed {
+        let len = packed.strips() * packed.blocks * BLOCK;
+        // SAFETY: the groups have written all lines of all strips.
+        unsafe { packed.lines.set_len(len) }
+    }
+    packed
+}
+
+/// Memory of lines, of which each thread writes others.
+struct Room(*mut Line);
+// SAFETY: threads that share it write disjoint lines.
+unsafe impl Sync for Room {}
+
+impl Room {
+    fn pointer(&self) -> *mut Line {
+        self.0
+    }
+}
+
+impl Operand<'_> {
+    /// Writes every line of a group of strips.
+    ///
+    /// # Safety
+    /// `out` is valid for writing all lines of the operand, and nobody else uses those of the group.
+    unsafe fn pack_group<K: Kernel>(&self, kernel: K, group: usize, out: *mut Line) {
+        let blocks = self.depth.div_ceil(DEPTH);
+        let strips = group * TOGETHER..self.count.div_ceil(STRIP).min((group + 1) * TOGETHER);
+        let block = |strip: usize, block: usize| {
+            for half in 0..2 {
+                let tile = self.tile(kernel, strip * STRIP + half * TILE, block * DEPTH);
+                // SAFETY: the tile is one of the group's, of which there is room for all.
+                unsafe {
+                    let at = out.add((strip * blocks + block) * BLOCK + half * TILE);
+                    at.cast::<Tile>().write(tile);
+                }
+            }
+        };
+        if self.depth_stride == 1 {
+            // Each vector is read from its start to its end.
+            strips.for_each(|strip| (0..blocks).for_each(|i| block(strip, i)));
+        } else {
+            (0..blocks).for_each(|i| strips.clone().for_each(|strip| block(strip, i)));
+        }
+    }
+
+    /// The tile of the vectors and the depth that start at these.
+    #[inline(always)]
+    fn tile<K: Kernel>(&self, kernel: K, vector: usize, depth: usize) -> Tile {
+        let vectors = self.count.saturating_sub(vector).min(TILE);
+        let len = (self.depth - depth).min(DEPTH);
+        let (mut tile, lines_are) = match self.depth_stride {
+            1 => (self.lines_of_vectors(vector, vectors, depth, len), Side::Left),
+            _ => (self.lines_of_pairs(vector, vectors, depth, len), Side::Right),
+        };
+        if lines_are != self.side {
+            kernel.transpose(&mut tile);
+        }
+        tile
+    }
+
+    /// A line has the pairs of one vector, which are adjacent in memory.
+    #[inline(always)]
+    fn lines_of_vectors(&self, vector: usize, vectors: usize, depth: usize, len: usize) -> Tile {
+        let mut tile = [Line::ZERO; TILE];
+        for (i, line) in tile.iter_mut().enumerate().take(vectors) {
+            let values = &self.data[(vector + i) * self.vector_stride + depth..][..len];
+            if let Ok(values) = <&[bf16; DEPTH]>::try_from(values) {
+                *line = Line(std::array::from_fn(|p| pair(values[2 * p], values[2 * p + 1])));
+            } else {
+                for (line, values) in line.0.iter_mut().zip(values.chunks(2)) {
+                    *line = pair(values[0], values.get(1).copied().unwrap_or(bf16::ZERO));
+                }
+            }
+        }
+        tile
+    }
+
+    /// A line has one pair of each vector, the vectors being adjacent in memory.
+    #[inline(always)]
+    fn lines_of_pairs(&self, vector: usize, vectors: usize, depth: usize, len: usize) -> Tile {
+        let row = |i: usize| &self.data[(depth + i) * self.depth_stride + vector..][..vectors];
+        let mut tile = [Line::ZERO; TILE];
+        if vectors == 0 {
+            return tile;
+        }
+        for (i, line) in tile.iter_mut().enumerate().take(len.div_ceil(2)) {
+            let low = row(2 * i);
+            let high =
+                if 2 * i + 1 < len { row(2 * i + 1) } else { &[bf16::ZERO; TILE][..vectors] };
+            if let (Ok(low), Ok(high)) =
+                (<&[bf16; TILE]>::try_from(low), <&[bf16; TILE]>::try_from(high))
+            {
+                *line = Line(std::array::from_fn(|i| pair(low[i], high[i])));
+            } else {
+                for (line, (&low, &high)) in line.0.iter_mut().zip(low.iter().zip(high)) {
+                    *line = pair(low, high);
+                }
+            }
+        }
+        tile
+    }
+}
+
+#[inline(always)]
+fn pair(low: bf16, high: bf16) -> u32 {
+    u32::from(low.to_bits()) | u32::from(high.to_bits()) << 16
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::model::{Model, Vdpbf16ps};
+    use super::*;
+
+    #[test]
+    fn packed_lines_hold_rows_and_column_pairs() {
+        let at = |i: usize, j: usize| bf16::from_bits((100 * i + j) as u16);
+        for (rows, cols) in [(1, 1), (33, 70), (300, 32), (17, 5)] {
+            let values: Vec<bf16> = (0..rows * cols).map(|i| at(i / cols, i % cols)).collect();
+            let turned: Vec<bf16> = (0..rows * cols).map(|i| at(i % rows, i / rows)).collect();
+            for mat in [Mat::new(&values, rows, cols), Mat::new(&turned, cols, rows).t()] {
+                let kernel = Model::<Vdpbf16ps>::default();
+                let [left, right] = pack(kernel, mat, mat.t(), 3);
+                assert_eq!(left.strips() * STRIP, rows.next_multiple_of(STRIP));
+                for (i, k) in (0..left.strips() * STRIP)
+                    .flat_map(|i| (0..left.blocks() * DEPTH).map(move |k| (i, k)))
+                {
+                    let expected = if i < rows && k < cols { at(i, k).to_bits() } else { 0 };
+                    let half = |pair: u32| (pair >> (16 * (k % 2))) as u16;
+                    let tile = i % STRIP / TILE * TILE;
+                    let block = |packed: &Packed| packed.strip(i / STRIP, k / DEPTH).to_vec();
+                    let line = block(&left)[tile + i % TILE];
+                    assert_eq!(half(line.0[k % DEPTH / 2]), expected, "row {i}, depth {k}");
+                    let line = block(&right)[tile + k % DEPTH / 2];
+                    assert_eq!(half(line.0[i % TILE]), expected, "column {i}, depth {k}");
+                }
+            }
+        }
+    }
+}
