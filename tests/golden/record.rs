@@ -17,7 +17,11 @@ pub(crate) fn cpu() -> String {
     };
     #[cfg(not(target_arch = "x86_64"))]
     let vectors = "its own vectors";
-    format!("{} {} {vectors}", std::env::consts::OS, std::env::consts::ARCH)
+    let bf16 = match fulgurite_core::nn::bf16_products() {
+        "f32" => String::new(),
+        instructions => format!("+{instructions}"),
+    };
+    format!("{} {} {vectors}{bf16}", std::env::consts::OS, std::env::consts::ARCH)
 }
 
 /// Values whose bits are on record, as 16 hexadecimal digits each.

@@ -117,7 +117,6 @@ pub(crate) fn input_grad(
         InputGrad::New => None,
         InputGrad::AddTo(sum) => Some(sum),
     };
-<<<<<<< HEAD
     #[cfg(feature = "cuda")]
     if let Some(sum) = &sum
         && grad.device().is_cuda()
@@ -127,7 +126,7 @@ pub(crate) fn input_grad(
         if fulgurite_kernels::cuda::add_input_grad(&rows, weight, &into)? {
             return Ok(Some(sum.clone()));
         }
-=======
+    }
     if uses_cpu_kernels(grad)
         && let Some(products) = bf16_gemm(&[grad, weight, sum.as_ref().unwrap_or(grad)])
     {
@@ -143,7 +142,6 @@ pub(crate) fn input_grad(
             products.add_product(out, grad, weight, Threads::All);
         })?;
         return Ok(Some(sum));
->>>>>>> wt-c1
     }
     let native = grad.dtype() == accumulation_dtype(grad.dtype());
     if !uses_cpu_kernels(grad) || (sum.is_some() && !native) {

@@ -177,7 +177,7 @@ impl ParamGroup {
 
     /// Copies of this rank's parts of the gathered parameters, which are freed. Local.
     pub(super) fn keep_parts(&self) -> Result<Vec<Tensor>> {
-        let group = self.part_group()?;
+        let group = self.required_part_group()?;
         let part = |member: &Member| -> Result<Tensor> {
             let whole = member.slot.compute()?.detach().flatten_all()?;
             let counts = even_parts(whole.elem_count(), group.size());
@@ -192,7 +192,7 @@ impl ParamGroup {
     /// Starts gathering the parameters from `parts`, which [`keep_parts`](Self::keep_parts) gave.
     /// Collective over the ranks that have these.
     pub(super) fn gather_parts(&self, parts: &[Tensor]) -> Result<Work> {
-        let group = self.part_group()?;
+        let group = self.required_part_group()?;
         let gather = |(member, part): (&Member, &Tensor)| {
             let output = member.slot.compute()?;
             storage::allocate_unset(output)?;
@@ -204,7 +204,7 @@ impl ParamGroup {
         group.all_gather_into(parts)
     }
 
-    fn part_group(&self) -> Result<&Arc<dyn ProcessGroup>> {
+    fn required_part_group(&self) -> Result<&Arc<dyn ProcessGroup>> {
         let none = || Error::module(&self.path, "keeps no parts after forward");
         self.part_group.as_ref().ok_or_else(none)
     }
