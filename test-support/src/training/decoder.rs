@@ -93,7 +93,7 @@ impl Block {
             qkv_bias: true,
             rope: Some(rope),
             init: None,
-            window: (kind == 1).then_some(5),
+            window: None,
         };
         Ok(Self {
             norm: RmsNorm::new(&b.pp("norm"), WIDTH, 1e-6)?,
@@ -116,8 +116,7 @@ impl Module for Block {
     }
 }
 
-/// Embedding, three blocks with different MLPs, of which the second attends within a window, norm, and a head that shares
-/// the embedding.
+/// Embedding, three blocks with different MLPs, norm, and a head that shares the embedding.
 pub struct Decoder {
     embedding: Embedding,
     layers: Vec<Unit<Block>>,
