@@ -223,7 +223,7 @@ mod tests {
             for most in [256, 300, 511, 513, 4000] {
                 let piece = rows_of_piece(rows, most, true);
                 assert!(piece <= most.max(1), "{rows} {most}: {piece}");
-                assert!(piece == rows || piece % GPU_ROWS == 0, "{rows} {most}: {piece}");
+                assert!(piece == rows || piece.is_multiple_of(GPU_ROWS), "{rows} {most}: {piece}");
             }
         }
     }

@@ -235,9 +235,9 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let (source, library) = (dir.path().join("fake.c"), dir.path().join("libfake.so"));
         std::fs::write(&source, FAKE).unwrap();
-        let compiled =
-            Command::new("gcc").args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source);
-        assert!(compiled.status().expect("gcc, which compiles the tool").success());
+        let mut compiler = Command::new("gcc");
+        compiler.args(["-shared", "-fPIC", "-o"]).arg(&library).arg(&source);
+        assert!(compiler.status().expect("gcc, which compiles the tool").success());
         let path = CString::new(library.to_str().unwrap()).unwrap();
         let tool = Tool::attach(&path).expect("a tool");
         let step = tool.begin("step");
