@@ -113,8 +113,8 @@ fn what_a_training_waits_in_is_named() {
         });
         found.lines().next().unwrap().to_owned()
     };
-    insta::assert_snapshot!(stuck(r#"{"type": "fsdp"}"#), @"rank 0, process group `data_parallel_shard`, all_gather_into: timed out after 5s in collective 2 (all_gather_into of 14 tensors, 416 f32, for unit `layers.0`): waited for rank 1");
-    insta::assert_snapshot!(stuck(r#"{"type": "ddp"}"#), @"rank 0, process group `data_parallel_replicate`, all_reduce: timed out after 5s in collective 3 (all_reduce Sum of 1241 f32, for bucket 0): waited for rank 1");
+    insta::assert_snapshot!(stuck(r#"{"type": "fsdp"}"#), @"rank 0, process group `data_parallel_shard`, all_gather_into: timed out after 5s in collective 5 (all_gather_into of 14 tensors, 416 f32, for unit `layers.0`): waited for rank 1");
+    insta::assert_snapshot!(stuck(r#"{"type": "ddp"}"#), @"rank 0, process group `data_parallel_replicate`, all_reduce: timed out after 5s in collective 6 (all_reduce Sum of 1241 f32, for bucket 0): waited for rank 1");
 }
 
 #[test]
