@@ -3,8 +3,10 @@
 use std::str::FromStr;
 use std::time::Instant;
 
-use clap::Args;
-use fulgurite_core::nn::gemm::{Mat, Threads, gemm, instructions};
+use clap::{Args, ValueEnum};
+use fulgurite_core::nn::bf16_products;
+use fulgurite_core::nn::gemm::{Mat, Threads, gemm, gemm_bf16, instructions};
+use half::bf16;
 use serde::Serialize;
 use serde_json::json;
 
@@ -19,6 +21,9 @@ pub struct GemmBench {
     /// [default: the layers of the workloads 30m and tiny, and squares]
     #[arg(long, value_name = "TOKENS,IN,OUT")]
     size: Vec<Size>,
+    /// The dtype of the matrices; sums are f32
+    #[arg(long, value_enum, default_value_t = Dtype::F32)]
+    dtype: Dtype,
     /// Threads of a product
     #[arg(long, default_value_t = 1, value_parser = at_least_one)]
     threads: usize,
@@ -28,6 +33,12 @@ pub struct GemmBench {
     /// As JSON on standard output, a line for each product
     #[arg(long)]
     json: bool,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Dtype {
+    F32,
+    Bf16,
 }
 
 /// The sizes of a linear layer with its input.
@@ -96,7 +107,10 @@ pub(crate) fn run(options: &GemmBench) -> Result<()> {
     if !options.json {
         print(&format!(
             "products with {}, {} threads; Gflop/s a core\n{:>18}  {:>7}  {:>10}  {:>11}\n",
-            instructions(),
+            match options.dtype {
+                Dtype::F32 => instructions(),
+                Dtype::Bf16 => bf16_products(),
+            },
             options.threads,
             "tokens, in, out",
             "forward",
@@ -105,7 +119,13 @@ pub(crate) fn run(options: &GemmBench) -> Result<()> {
         ))?;
     }
     for size in sizes {
-        let reports = pool.install(|| measure(options, size))?;
+        let reports = pool.install(|| match options.dtype {
+            Dtype::F32 => measure(options, size, "f32", instructions(), 0.01f32, gemm),
+            Dtype::Bf16 => {
+                let value = bf16::from_f32(0.01);
+                measure(options, size, "bf16", bf16_products(), value, gemm_bf16)
+            }
+        })?;
         if options.json {
             for report in &reports {
                 print(&format!("{}\n", json!(report)))?;
@@ -120,17 +140,24 @@ pub(crate) fn run(options: &GemmBench) -> Result<()> {
     Ok(())
 }
 
-/// A linear layer's three products, in turns.
-fn measure(options: &GemmBench, size: Size) -> Result<[Report; 3]> {
+/// A linear layer's three products, in turns, by `multiply`.
+fn measure<T: Copy>(
+    options: &GemmBench,
+    size: Size,
+    dtype: &'static str,
+    instructions: &'static str,
+    value: T,
+    multiply: impl Fn(&mut [f32], Mat<T>, Mat<T>, bool, Threads),
+) -> Result<[Report; 3]> {
     let Size { tokens, inputs, outputs } = size;
-    let memory = |a: usize, b: usize| {
+    let elements = |a: usize, b: usize| {
         let len = a.checked_mul(b).filter(|len| *len < isize::MAX as usize / size_of::<f32>());
-        let len = len.ok_or_else(|| Error::other(format!("a matrix of {a} x {b} is too large")))?;
-        Ok::<_, Error>(vec![0.01f32; len])
+        len.ok_or_else(|| Error::other(format!("a matrix of {a} x {b} is too large")))
     };
+    let memory = |a, b| Ok::<_, Error>(vec![value; elements(a, b)?]);
     let (x, y, weight) =
         (memory(tokens, inputs)?, memory(tokens, outputs)?, memory(outputs, inputs)?);
-    let mut out = memory(tokens.max(outputs), inputs.max(outputs))?;
+    let mut out = vec![0f32; elements(tokens.max(outputs), inputs.max(outputs))?];
     let x = Mat::new(&x, tokens, inputs);
     let y = Mat::new(&y, tokens, outputs);
     let weight = Mat::new(&weight, outputs, inputs);
@@ -139,10 +166,10 @@ fn measure(options: &GemmBench, size: Size) -> Result<[Report; 3]> {
     let mut times = [const { Vec::new() }; 3];
     for _ in 0..options.repeat {
         for ((_, a, b), times) in products.iter().zip(&mut times) {
-            gemm(&mut out, *a, *b, false, Threads::All);
+            multiply(&mut out, *a, *b, false, Threads::All);
             let (start, mut count) = (Instant::now(), 0u32);
             while count == 0 || start.elapsed().as_secs_f64() < MEASURED_SECS {
-                gemm(&mut out, *a, *b, false, Threads::All);
+                multiply(&mut out, *a, *b, false, Threads::All);
                 count += 1;
             }
             times.push(start.elapsed().as_secs_f64() / f64::from(count));
@@ -153,8 +180,8 @@ fn measure(options: &GemmBench, size: Size) -> Result<[Report; 3]> {
         let seconds = median(&times[i]);
         Report {
             bench: "gemm",
-            dtype: "f32",
-            instructions: instructions(),
+            dtype,
+            instructions,
             threads: options.threads,
             tokens,
             inputs,

@@ -1,4 +1,4 @@
-// What the kernels of `flash.cu` are made of: tiles of rows in shared memory, and products of them on tensor cores. A
+// Tiles of rows in shared memory, and their products on tensor cores, for the kernels of `flash.cu`. A
 // warp computes 16 rows of a product, whose elements its lanes hold as PTX says of `mma.m16n8k16`.
 
 // Eight elements: what one copy to shared memory takes.

@@ -30,7 +30,7 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
                 level += z[k];
             }
         }
-        // What is minus infinity, and so may be all that was seen, has no weight.
+        // Logits of minus infinity have no weight; all so far may be.
         float base = peak == none ? 0.0f : peak;
         if (peak != most) {
             sum *= exponential(most - base, T());

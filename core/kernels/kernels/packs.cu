@@ -1,7 +1,7 @@
 // Sixteen bytes of a tensor at a time, for kernels that wait for memory. It is put between `common.cu` and their files.
 //
-// A thread computes with the same elements in the same order whether it loads them at once (`WHOLE`) or one by one, as those
-// of tensors that are not aligned and of rows that are no whole number of packs. So the bits of results are the same.
+// A thread loads its elements at once (`WHOLE`), or one by one if the tensor is not aligned or a row is not a whole number of
+// packs. Both take the same elements in the same order, so results have the same bits.
 
 struct alignas(16) Pack {
     u32 words[4];

@@ -15,8 +15,8 @@ pub enum Image {
 }
 
 impl Image {
-    /// The best that an NVRTC with these architectures (such as 90) makes for a GPU of a compute capability: its own code,
-    /// or, of a GPU that NVRTC has no code for, PTX of the newest architecture that is not newer than the GPU.
+    /// Chooses for a GPU of this compute capability and an NVRTC with these architectures (such as 90): code of the GPU if
+    /// NVRTC makes it, else PTX of the newest architecture up to the GPU's.
     ///
     /// # Errors
     /// If the GPU is older than all of them.

@@ -13,7 +13,9 @@
 use std::ops::Range;
 
 use gemm::Parallelism;
+use half::bf16;
 
+use super::gemm_bf16::Bf16Gemm;
 use super::host::Float;
 use super::parallel_for::parallel_for;
 
@@ -36,6 +38,12 @@ impl<'a, T> Mat<'a, T> {
         let fits = rows.checked_mul(cols).is_some_and(|len| len <= data.len());
         assert!(fits, "a {rows} x {cols} matrix in a slice of {} elements", data.len());
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
+    }
+
+    /// A matrix of the same shape and layout with these elements.
+    fn with_data<U>(self, data: &[U]) -> Mat<'_, U> {
+        let Self { rows, cols, row_stride, col_stride, .. } = self;
+        Mat { data, rows, cols, row_stride, col_stride }
     }
 
     /// The transpose, without copying.
@@ -74,6 +82,20 @@ pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: T
         // SAFETY: `out` has that many elements, initialised.
         unsafe { multiply(out.as_mut_ptr(), a, b, add, threads) }
     }
+}
+
+/// [`gemm()`] of matrices in bf16, with sums in f32: by the CPU's instructions for it, if it
+/// [has them](super::bf16_products), else of their values in f32.
+///
+/// # Panics
+/// As [`gemm()`].
+pub fn gemm_bf16(out: &mut [f32], a: Mat<bf16>, b: Mat<bf16>, add: bool, threads: Threads) {
+    if let Some(products) = Bf16Gemm::available() {
+        return products.gemm(out, a, b, add, threads);
+    }
+    let [a_values, b_values] =
+        [a.data, b.data].map(|data| data.iter().map(|x| x.to_f32()).collect::<Vec<f32>>());
+    gemm(out, a.with_data(&a_values), b.with_data(&b_values), add, threads);
 }
 
 /// `a b`, row-major, in new memory that is not zeroed first.
@@ -294,6 +316,19 @@ mod tests {
         let fresh = product(Mat::new(&a, 2, 3).t(), Mat::new(&b, 2, 3), Threads::All);
         assert_eq!(fresh, [1., 4., 6., 2., 5., 9., 3., 6., 12.]);
         assert_eq!(product::<f64>(Mat::new(&[], 2, 0), Mat::new(&[], 0, 2), Threads::One), [0.; 4]);
+    }
+
+    #[test]
+    fn bf16_matrices_have_sums_in_f32() {
+        let values = |n: usize| (0..n).map(|i| bf16::from_f32((i % 7) as f32 - 3.0));
+        let (a, b): (Vec<_>, Vec<_>) = (values(5 * 300).collect(), values(300 * 3).collect());
+        let mut out = [0.5f32; 15];
+        gemm_bf16(&mut out, Mat::new(&a, 300, 5).t(), Mat::new(&b, 300, 3), true, Threads::All);
+        for (i, found) in out.into_iter().enumerate() {
+            // Whole numbers, which f32 adds exactly and bf16 does not.
+            let product = |k: usize| a[k * 5 + i / 3].to_f32() * b[k * 3 + i % 3].to_f32();
+            assert_eq!(found, 0.5 + (0..300).map(product).sum::<f32>());
+        }
     }
 
     #[test]

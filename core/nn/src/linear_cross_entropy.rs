@@ -51,15 +51,15 @@ pub fn linear_cross_entropy(head: &Linear, hidden: &Tensor, targets: &Tensor) ->
 /// The number of pieces changes roundings: the loss and the gradients of the head's parameters are
 /// sums over the pieces, and a GPU's library may multiply pieces of other sizes in another order.
 /// The number follows from the sizes and from the kind of device alone, so the same configuration
-/// on the same kind of GPU gives the same bits. Ranks may have different numbers: no collective is
-/// of a piece.
+/// on the same kind of GPU gives the same bits. Ranks may have different numbers, as no collective
+/// depends on pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LinearCrossEntropy {
     /// Ignored targets and label smoothing.
     pub cross_entropy: CrossEntropy,
     /// The largest size of a piece of logits, in bytes (at least one row). `None`, the default, is 64
-    /// MiB, and on a GPU of NVIDIA 1/32 of its memory, from 256 MiB to 4 GiB: of all of its memory,
-    /// not of what is free, which differs from run to run. In bf16 and f16, and on GPUs without
+    /// MiB, and on a GPU of NVIDIA 1/32 of its total memory, from 256 MiB to 4 GiB. (Free memory
+    /// differs from run to run.) In bf16 and f16, and on GPUs without
     /// kernels of their own, copies of the piece in f32 add to that. Few pieces are better in bf16
     /// and f16: each piece rounds the head's gradient if that is kept in such a dtype
     /// (`reduce_dtype`), and on the CPU makes a copy of the head, in f32 or as

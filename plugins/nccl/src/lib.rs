@@ -34,9 +34,9 @@
 //! collective; those of messages, of two ranks each, at their first message.
 //!
 //! **Order.** A communicator has a stream of its own. It waits, on the device, for what the rank has queued so far;
-//! [`Work::wait`](fulgurite_core::collective::Work::wait) makes the rank's stream wait for it. The host never does. What a
-//! work has is held until then, or, if nobody waits for it, until it has run. A barrier, which the host's group runs, makes
-//! the rank's stream wait for all collectives before it, so that memory of works that were dropped can be freed.
+//! [`Work::wait`](fulgurite_core::collective::Work::wait) makes the rank's stream wait for it. The host never does. A
+//! work's tensors are held until then, or, if nobody waits, until it has run. A barrier runs on the host's group. It also makes
+//! the rank's stream wait for all earlier collectives, so that memory of dropped works can be freed.
 //!
 //! **Uneven parts**, of which NCCL knows nothing, go through a flat buffer with a slot of one length for each rank.
 //!

@@ -82,7 +82,10 @@ fn products_are_measured_alone() {
         measured(&["gemm", "--json", "--repeat", "1", "--size", "8,16,24", "--size", "5,1,7"]);
     let products: Vec<_> = rows.iter().map(|row| row["product"].as_str().unwrap()).collect();
     assert_eq!(products, ["forward", "input_grad", "weight_grad"].repeat(2));
-    for row in &rows {
+    let bf16 =
+        measured(&["gemm", "--json", "--repeat", "1", "--size", "8,16,24", "--dtype", "bf16"]);
+    assert!(bf16.len() == 3 && bf16[0]["dtype"] == "bf16", "{bf16:?}");
+    for row in rows.iter().chain(&bf16) {
         let number = |key: &str| row[key].as_f64().unwrap();
         let operations = 2.0 * number("tokens") * number("inputs") * number("outputs");
         let rate = operations / number("seconds") / 1e9;

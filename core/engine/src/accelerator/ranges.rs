@@ -169,7 +169,7 @@ fn tool() -> Option<Tool> {
     })
 }
 
-/// A range under way. It ends when it is dropped, and with it those of its thread that began later.
+/// A range under way. It ends when it is dropped, and ends later ranges of its thread, too.
 #[derive(Debug)]
 #[must_use = "a range ends when it is dropped"]
 pub struct Range {

@@ -103,8 +103,8 @@ impl Abandonment {
         let lines: Vec<_> = self.0.heard().lines.iter().filter_map(Weak::upgrade).collect();
         for line in &lines {
             line.until_over()?;
-            // Groups run collectives in order: those of works that the step has dropped are complete after the barrier,
-            // on a device for whatever is queued on it from now on, so that the memory they write may be freed.
+            // Groups run collectives in order. So after the barrier the collectives that the step dropped are complete: on
+            // a device, for all work queued from now on. Only then may the memory that they write be freed.
             line.group.run(Collective::Barrier)?;
         }
         let by = {

@@ -7,8 +7,8 @@ use fulgurite_error::{Error, Result};
 use super::nvrtc_version;
 use crate::versions;
 
-/// Makes the context the one of this thread, for drops and threads that look after others. cudarc's `bind_to_thread` fails
-/// with whatever error another thread's drop has left; this leaves that where it is, for who computes.
+/// Makes the context this thread's, for drops and watchdog threads. cudarc's `bind_to_thread` would fail with an error that
+/// another thread's drop has left; this function leaves that error to the threads that compute.
 ///
 /// # Errors
 /// Those of the driver, of this call.

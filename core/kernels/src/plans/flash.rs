@@ -8,7 +8,7 @@ use crate::{Float, In, Out, Plan};
 /// Queries that a block keeps in forward: `ROWS` in `kernels/flash.cu`.
 const ROWS: usize = 128;
 
-/// What a block keeps and what it goes over in tiles, for the heads of a width: what is `DEFINE`d there.
+/// Rows that a block keeps and rows of its tiles, for heads of a width, as `DEFINE`d in the kernels.
 struct Tiles {
     width: Width,
     /// Elements that heads are padded to.

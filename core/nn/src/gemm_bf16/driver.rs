@@ -14,8 +14,8 @@ use crate::parallel_for::parallel_for;
 /// together with a panel of the right operand.
 const STRIPS: usize = 8;
 
-/// Blocks of depth after which the next strip of columns is multiplied: what the strip of rows has of
-/// them stays in the first-level cache, and what the strips of columns have (256 KiB) in the second.
+/// Blocks of depth after which the next strip of columns is multiplied. A strip of rows then stays in the
+/// first-level cache, and the strips of columns (256 KiB) in the second.
 const PANEL: usize = 16;
 
 /// Multiplications that justify another thread. Not measured: four times as many as in f32, since

@@ -1,8 +1,8 @@
 //! The instructions in scalar arithmetic, and products in the order that they document.
 //!
-//! From Intel's manual of the instruction set, volume 2: `VDPBF16PS` and `TDPBF16PS`. What a denormal
-//! result is follows from the other instructions of the CPU: one that is below the least normal number
-//! when rounded as if exponents had no end.
+//! From Intel's manual of the instruction set, volume 2: `VDPBF16PS` and `TDPBF16PS`. A result is
+//! denormal, as with the CPU's other instructions, if it is below the least normal number when rounded as
+//! if exponents had no end.
 
 use std::marker::PhantomData;
 

@@ -150,7 +150,7 @@ impl Operand<'_> {
     /// Writes every line of a group of strips.
     ///
     /// # Safety
-    /// `out` is valid for writing all lines of the operand, and nobody else uses those of the group.
+    /// `out` is valid for writing all lines of the operand. No other thread uses the group's lines.
     unsafe fn pack_group<K: Kernel>(&self, kernel: K, group: usize, out: *mut Line) {
         let blocks = self.depth.div_ceil(DEPTH);
         let strips = group * TOGETHER..self.count.div_ceil(STRIP).min((group + 1) * TOGETHER);

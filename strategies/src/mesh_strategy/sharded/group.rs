@@ -354,8 +354,8 @@ impl ParamGroup {
     }
 }
 
-/// Casts the inputs of other dtypes into the outputs, which have no other rank's part, and makes these the inputs: a gather
-/// has nothing to copy then.
+/// Casts inputs of other dtypes into the outputs, for a gather of one rank, and makes the outputs the inputs. The gather then
+/// has nothing to copy.
 fn cast_in_place(parts: &mut [AllGather]) -> Result<()> {
     let cast: Vec<_> =
         parts.iter_mut().filter(|part| part.input.dtype() != part.output.dtype()).collect();
