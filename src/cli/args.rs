@@ -162,8 +162,16 @@ impl RunRequest {
 const PREFIX: &str = "FULGURITE_";
 
 /// Other variables with that prefix: users set the first three, processes of a job set the rest for each other.
-const VARIABLES: &[&str] =
-    &["LOG", "JOB_KEY", "STORE_ADDRESS", "AGENT", "SUPERVISOR", "START_TIME", "SWEEP_PROCESS"];
+const VARIABLES: &[&str] = &[
+    "LOG",
+    "JOB_KEY",
+    "STORE_ADDRESS",
+    "KERNELS",
+    "AGENT",
+    "SUPERVISOR",
+    "START_TIME",
+    "SWEEP_PROCESS",
+];
 
 /// Warns of variables that resemble neither a key nor a known variable, once a job.
 pub(super) fn warn_of_variables(layers: &ConfigLayers) -> Result<()> {
