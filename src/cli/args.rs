@@ -167,6 +167,7 @@ const VARIABLES: &[&str] = &[
     "JOB_KEY",
     "STORE_ADDRESS",
     "KERNELS",
+    "BF16_PRODUCTS",
     "AGENT",
     "SUPERVISOR",
     "START_TIME",

@@ -50,7 +50,8 @@ use crate::gemm::{Mat, Threads};
 /// How layers in bf16 multiply matrices on this CPU: `"amx"`, `"avx512-bf16"`, or `"f32"`.
 ///
 /// With `"f32"` operands are converted to f32, and results back. The bits of products differ between
-/// the three. AMX is used on Linux alone, which has to allow it to the process.
+/// the three. AMX is used on Linux alone, which has to allow it to the process. The environment variable
+/// `FULGURITE_BF16_PRODUCTS` names the most that may be used, so that CPUs of several kinds give the same bits.
 ///
 /// ```
 /// use fulgurite_core::nn::bf16_products;
@@ -77,6 +78,24 @@ enum Instructions {
     Model(model::Model<model::Vdpbf16ps>),
 }
 
+/// The most that products of bf16 may use, by the names that [`bf16_products`] gives.
+const VARIABLE: &str = "FULGURITE_BF16_PRODUCTS";
+
+/// Whether AMX and AVX512-BF16 may be used, by the value of [`VARIABLE`].
+fn allowed(most: Option<&str>) -> [bool; 2] {
+    match most {
+        None | Some("amx") => [true, true],
+        Some("avx512-bf16") => [false, true],
+        Some("f32") => [false, false],
+        Some(other) => {
+            tracing::warn!(
+                "the variable {VARIABLE} is `{other}`, which has no effect; it must be amx, avx512-bf16 or f32"
+            );
+            [true, true]
+        }
+    }
+}
+
 /// Set in a thread's execution context by [`use_model`].
 #[cfg(test)]
 struct UseModel;
@@ -98,8 +117,9 @@ impl Bf16Gemm {
         static FOUND: OnceLock<Option<Instructions>> = OnceLock::new();
         #[cfg(target_arch = "x86_64")]
         let find = || {
-            let avx512 = || avx512::Avx512::detect().map(Instructions::Avx512);
-            amx::Amx::detect().map(Instructions::Amx).or_else(avx512)
+            let [amx, avx512] = allowed(std::env::var(VARIABLE).ok().as_deref());
+            let avx512 = || avx512.then(avx512::Avx512::detect)?.map(Instructions::Avx512);
+            amx.then(amx::Amx::detect).flatten().map(Instructions::Amx).or_else(avx512)
         };
         #[cfg(not(target_arch = "x86_64"))]
         let find = || None;

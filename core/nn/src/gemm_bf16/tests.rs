@@ -223,3 +223,10 @@ fn registers_transpose_as_a_loop_does() {
     kernel.transpose(&mut tile);
     assert_eq!(tile, expected);
 }
+
+#[test]
+fn a_variable_limits_the_instructions() {
+    let all =
+        [None, Some("amx"), Some("avx512-bf16"), Some("f32"), Some("avx2")].map(super::allowed);
+    assert_eq!(all, [[true, true], [true, true], [false, true], [false, false], [true, true]]);
+}
