@@ -160,8 +160,8 @@ unsafe fn launch(
         block_dim: (THREADS, 1, 1),
         shared_mem_bytes: call.shared_bytes,
     };
-    // SAFETY: number and types of the arguments are those of the table, which tests compare with the kernels; what
-    // they point to is the caller's promise.
+    // SAFETY: number and types of the arguments are those of the table, which tests compare with the kernels. The caller
+    // promises that they point to valid memory.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
