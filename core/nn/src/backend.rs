@@ -4,6 +4,7 @@
 use candle_core::Tensor;
 
 use crate::Result;
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::execution;
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::parameter::accumulation_dtype;
@@ -25,5 +26,5 @@ pub(super) fn uses_cpu_kernels(x: &Tensor) -> bool {
 
 /// The tensor, detached, contiguous and in its accumulation dtype. Copied only where it must be.
 pub(super) fn to_accumulation_dtype(x: &Tensor) -> Result<Tensor> {
-    Ok(x.detach().to_dtype(accumulation_dtype(x.dtype()))?.contiguous()?)
+    Ok(storage::cast(&x.detach(), accumulation_dtype(x.dtype()))?.contiguous()?)
 }

@@ -7,6 +7,7 @@ use super::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use super::host::{host, tensor, with_float};
 use super::styles::DropoutStyles;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
 use fulgurite_engine::parallel::{LayerHandle, Layout};
 use fulgurite_engine::parameter::accumulation_dtype;
@@ -179,7 +180,7 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
             });
             tensor(y, wide.shape())
         })?;
-        return Ok(y.to_dtype(dtype)?);
+        return storage::cast(&y, dtype);
     }
     let mut mask = vec![0f64; x.elem_count()];
     mask.par_chunks_mut(PIECE).enumerate().for_each(|(i, mask)| {

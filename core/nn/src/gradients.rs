@@ -4,10 +4,11 @@ use candle_core::Tensor;
 use rayon::prelude::*;
 
 use super::backend::uses_cpu_kernels;
-use super::host::{Float, with_float};
+use super::host::{Element, Float, with_element};
 use crate::Result;
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::simd::vectorized;
 
 /// Calls `write` with the parameter's gradient buffer as a slice of `T`, to write (`false`) a
 /// gradient into it or add (`true`) one. For a buffer of another dtype the slice is a temporary.
@@ -38,24 +39,31 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
     parameter.end_use()
 }
 
-/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU
-/// and in its accumulation dtype.
+/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU.
 pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
-    const PIECE: usize = 16 * 1024;
-    if !uses_cpu_kernels(&sum)
-        || accumulation_dtype(sum.dtype()) != sum.dtype()
-        || !sum.is_contiguous()
-    {
+    if !uses_cpu_kernels(&sum) || !sum.is_contiguous() || sum.elem_count() == 0 {
         return Ok((sum + x)?);
     }
     let x = x.contiguous()?;
-    with_float!(sum.dtype(), T => {
-        storage::with_host_mut(&sum, |sum: &mut [T]| {
-            storage::with_host(&x, |x: &[T]| {
-                let pieces = sum.par_chunks_mut(PIECE).zip(x.par_chunks(PIECE));
-                pieces.for_each(|(sum, x)| sum.iter_mut().zip(x).for_each(|(sum, x)| *sum += *x));
+    with_element!(sum.dtype(), E => {
+        storage::with_host_mut(&sum, |sum: &mut [E]| {
+            storage::with_host(&x, |x: &[E]| {
+                let pieces = sum.par_chunks_mut(ADD_PIECE).zip(x.par_chunks(ADD_PIECE));
+                pieces.for_each(|(sum, x)| add_elements(sum, x));
             })
         })?
     })?;
     Ok(sum)
+}
+
+/// Elements that a thread adds at a time.
+const ADD_PIECE: usize = 16 * 1024;
+
+vectorized! {
+    /// `sum += x`.
+    fn add_elements[E: Element](sum: &mut [E], x: &[E]) {
+        for (sum, x) in sum.iter_mut().zip(x) {
+            *sum = E::round(sum.widen() + x.widen());
+        }
+    }
 }

@@ -3,11 +3,12 @@
 use std::ops::Deref;
 
 use candle_core::{DType, Device, Storage, Tensor};
+use half::{bf16, f16};
 
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::HostElement;
 use fulgurite_engine::execution::{read, transfer};
-use fulgurite_engine::simd::vectorized;
+use fulgurite_engine::simd::{Half, vectorized};
 
 /// Evaluates `$body` with `$T` as the Rust type of a dtype that kernels compute in.
 macro_rules! with_float {
@@ -28,6 +29,24 @@ macro_rules! with_float {
     };
 }
 pub(super) use with_float;
+
+/// Evaluates `$body` with `$E` as the Rust type of a dtype that kernels read and write.
+macro_rules! with_element {
+    ($dtype:expr, $E:ident => $body:expr) => {
+        match $dtype {
+            candle_core::DType::BF16 => {
+                type $E = half::bf16;
+                $body
+            }
+            candle_core::DType::F16 => {
+                type $E = half::f16;
+                $body
+            }
+            dtype => $crate::host::with_float!(dtype, $E => $body),
+        }
+    };
+}
+pub(super) use with_element;
 
 /// A float that CPU kernels compute in.
 #[allow(missing_docs)] // sealed: only its implementers' names are seen outside
@@ -112,6 +131,39 @@ impl Float for f64 {
     fn tanh(self) -> Self {
         f64::tanh(self)
     }
+}
+
+/// A float that CPU kernels read and write, computing in [`Wide`](Self::Wide).
+pub(crate) trait Element: HostElement {
+    /// What it is computed in.
+    type Wide: Float;
+    fn widen(self) -> Self::Wide;
+    /// Rounds to nearest even.
+    fn round(x: Self::Wide) -> Self;
+}
+
+macro_rules! elements {
+    ($($T:ty: $Wide:ty, $x:ident => $widen:expr, $round:expr;)*) => {$(
+        impl Element for $T {
+            type Wide = $Wide;
+            #[inline(always)]
+            fn widen(self) -> $Wide {
+                let $x = self;
+                $widen
+            }
+            #[inline(always)]
+            fn round($x: $Wide) -> Self {
+                $round
+            }
+        }
+    )*};
+}
+
+elements! {
+    f32: f32, x => x, x;
+    f64: f64, x => x, x;
+    bf16: f32, x => Half::widen(x), Half::round(x);
+    f16: f32, x => Half::widen(x), Half::round(x);
 }
 
 const LANES: usize = 8;
@@ -240,7 +292,7 @@ pub(super) fn indices(ids: &Tensor, what: &'static str) -> Result<Vec<i64>> {
 }
 
 /// A CPU tensor of these elements, which are not copied.
-pub(super) fn tensor<T: Float>(
+pub(super) fn tensor<T: HostElement>(
     values: Vec<T>,
     shape: impl Into<candle_core::Shape>,
 ) -> Result<Tensor> {

@@ -11,18 +11,12 @@ use fulgurite_engine::simd::vectorized;
 /// Elements that an element-wise kernel computes at a time.
 const PIECE: usize = 16 * 1024;
 
-/// `out[i] = f(a[i])`, in parallel.
-pub(super) fn map1<T: Float>(a: &[T], f: impl Fn(T) -> T + Copy + Sync) -> Vec<T> {
-    let mut out = Vec::with_capacity(a.len());
-    let room = &mut out.spare_capacity_mut()[..a.len()];
-    room.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE)).for_each(|(out, a)| write1(out, a, f));
-    // SAFETY: the pieces make up `room`, and `write1` writes all of a piece.
-    unsafe { out.set_len(a.len()) };
-    out
-}
-
 /// `out[i] = f(a[i], b[i])`, in parallel; the inputs have the same length.
-pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Copy + Sync) -> Vec<T> {
+pub(super) fn map2<A: Copy + Sync, B: Copy + Send>(
+    a: &[A],
+    b: &[A],
+    f: impl Fn(A, A) -> B + Copy + Sync,
+) -> Vec<B> {
     assert_eq!(a.len(), b.len(), "inputs of one length");
     let mut out = Vec::with_capacity(a.len());
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
@@ -34,10 +28,16 @@ pub(super) fn map2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T + Copy + Sy
     out
 }
 
+/// Two elements from three. A trait rather than a closure, which the compiler may leave as a call for
+/// each element if it is long: mark the method `#[inline(always)]`.
+pub(super) trait TwoOfThree<T>: Copy + Sync {
+    fn of(self, a: T, b: T, c: T) -> (T, T);
+}
+
 /// Two outputs from three inputs of the same length, in parallel.
-pub(super) fn map3_2<T: Float>(
+pub(super) fn map3_2<T: Copy + Send + Sync>(
     [a, b, c]: [&[T]; 3],
-    f: impl Fn(T, T, T) -> (T, T) + Copy + Sync,
+    f: impl TwoOfThree<T>,
 ) -> (Vec<T>, Vec<T>) {
     let n = a.len();
     assert!(b.len() == n && c.len() == n, "inputs of one length");
@@ -78,19 +78,13 @@ pub(super) unsafe fn rows<T: Float>(
 }
 
 vectorized! {
-    fn write1[T: Float, F: Fn(T) -> T](out: &mut [MaybeUninit<T>], a: &[T], f: F) {
-        for (out, &a) in out.iter_mut().zip(a) {
-            out.write(f(a));
-        }
-    }
-
-    fn write2[T: Float, F: Fn(T, T) -> T](out: &mut [MaybeUninit<T>], a: &[T], b: &[T], f: F) {
+    fn write2[A: Copy, B, F: Fn(A, A) -> B](out: &mut [MaybeUninit<B>], a: &[A], b: &[A], f: F) {
         for (out, (&a, &b)) in out.iter_mut().zip(a.iter().zip(b)) {
             out.write(f(a, b));
         }
     }
 
-    fn write3_2[T: Float, F: Fn(T, T, T) -> (T, T)](
+    fn write3_2[T: Copy, F: TwoOfThree<T>](
         left: &mut [MaybeUninit<T>],
         right: &mut [MaybeUninit<T>],
         a: &[T],
@@ -100,7 +94,7 @@ vectorized! {
     ) {
         let outputs = left.iter_mut().zip(right);
         for ((left, right), ((&a, &b), &c)) in outputs.zip(a.iter().zip(b).zip(c)) {
-            let (x, y) = f(a, b, c);
+            let (x, y) = f.of(a, b, c);
             left.write(x);
             right.write(y);
         }
@@ -115,11 +109,16 @@ mod tests {
     fn every_element_is_written_across_pieces() {
         let n = 2 * PIECE + 3;
         let a: Vec<f32> = (0..n).map(|i| i as f32).collect();
-        assert!(map1(&a, |x| -x).iter().zip(&a).all(|(y, x)| *y == -x));
         assert!(map2(&a, &a, |x, y| x + y).iter().zip(&a).all(|(y, x)| *y == 2.0 * x));
-        let (left, right) = map3_2([&a, &a, &a], |x, y, z| (x + y + z, x));
+        #[derive(Clone, Copy)]
+        struct SumAndFirst;
+        impl TwoOfThree<f32> for SumAndFirst {
+            fn of(self, x: f32, y: f32, z: f32) -> (f32, f32) {
+                (x + y + z, x)
+            }
+        }
+        let (left, right) = map3_2([&a, &a, &a], SumAndFirst);
         assert!(left.iter().zip(&a).all(|(y, x)| *y == 3.0 * x) && right == a);
-        assert!(map1::<f32>(&[], |x| x).is_empty());
         // SAFETY: all elements are written.
         let rows = unsafe {
             rows(15, 3, 2, |first, rows| {

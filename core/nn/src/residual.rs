@@ -5,6 +5,7 @@ use candle_core::{DType, Tensor};
 use super::gradients::add_to;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::save_for_backward;
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parallel::{LayerHandle, describe_layout};
 use fulgurite_engine::parameter::Parameter;
 
@@ -73,10 +74,10 @@ impl FusedOutput {
         let around = layer.layer().output_dtype(given, dtype);
         let cast = layer.layer().cast_input(x, dtype)?;
         let Self { layer, output, parameters, backward } = compute(&cast)?;
-        let output = output.to_dtype(around)?;
+        let output = storage::cast(&output, around)?;
         let backward = move |grad: &Tensor, wanted: bool, more: Option<&Tensor>| {
-            let dx = backward(&grad.to_dtype(dtype)?, wanted, None)?;
-            add_more(dx.map(|dx| dx.to_dtype(given)).transpose()?, more)
+            let dx = backward(&storage::cast(&grad, dtype)?, wanted, None)?;
+            add_more(dx.map(|dx| storage::cast(&dx, given)).transpose()?, more)
         };
         Ok(Self { layer, output, parameters, backward: Box::new(backward) })
     }

@@ -3,6 +3,7 @@
 //! [`detect_anomaly`].
 
 mod anomaly;
+mod cast;
 mod direct;
 mod function;
 mod functions;

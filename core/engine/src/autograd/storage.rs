@@ -226,6 +226,9 @@ pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
     if lacks_kernels(target.device(), target.dtype()) {
         return replace_through_host(target, source);
     }
+    if super::cast::convert_into(target, source)? {
+        return Ok(());
+    }
     let (target, source) = (target.flatten_all()?, source.flatten_all()?);
     if target.elem_count() > 0 {
         target.slice_set(&source.to_dtype(target.dtype())?.contiguous()?, 0, 0)?;
@@ -274,6 +277,9 @@ pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     if tensor.dtype() != dtype && lacks_kernels(tensor.device(), dtype) && tensor.elem_count() > 0 {
         let values = tensor.to_device(&Device::Cpu)?.to_dtype(dtype)?;
         return Ok(values.to_device(tensor.device())?);
+    }
+    if let Some(converted) = super::cast::converted(tensor, dtype)? {
+        return Ok(converted);
     }
     if tensor.elem_count() > 0 || tensor.dtype() == dtype {
         return Ok(tensor.to_dtype(dtype)?);

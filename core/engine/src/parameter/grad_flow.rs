@@ -107,7 +107,7 @@ impl Parameter {
             return Err(Error::parameter(self.fqn(), message));
         }
         self.accumulate_with(|buffer, add| {
-            let grad = grad.flatten_all()?.to_dtype(buffer.dtype())?.contiguous()?;
+            let grad = storage::cast(&grad.flatten_all()?, buffer.dtype())?.contiguous()?;
             let sum = if add { (buffer + &grad)? } else { grad };
             storage::copy_from(buffer, &sum)
         })

@@ -7,7 +7,7 @@ use std::arch::x86_64::{__cpuid_count, __get_cpuid_max, _xgetbv};
 use std::marker::PhantomData;
 
 use super::pack::{BLOCK, Line, TILE, Tile};
-use super::{Kernel, Sums, avx512};
+use super::{Kernel, Strip, Sums, avx512};
 
 /// A CPU with AMX for bf16, which the system lets this process use, and with AVX-512. That there is a
 /// value proves it.
@@ -88,6 +88,8 @@ impl Drop for Tiles {
 impl Kernel for Amx {
     type Session = Tiles;
 
+    const READS_ROWS: bool = false;
+
     fn session(self) -> Tiles {
         // SAFETY: `self` proves that there are tiles and that the process may use them; the
         // configuration is of palette 1, which every CPU with tiles has.
@@ -100,11 +102,12 @@ impl Kernel for Amx {
     unsafe fn multiply(
         _: &Tiles,
         sums: &mut Sums,
-        a: *const Line,
+        a: Strip,
         b: *const Line,
         depth: usize,
         [rows, cols]: [usize; 2],
     ) {
+        let a = a.lines();
         if depth == 0 {
             return;
         }

@@ -4,7 +4,7 @@ use std::arch::x86_64::*;
 use std::mem::transmute;
 
 use super::pack::{BLOCK, Line, TILE, Tile};
-use super::{Kernel, Sums};
+use super::{Kernel, Strip, Sums};
 
 /// Rows whose sums are in registers at a time: 8 rows of two tiles of columns are 16 of the 32
 /// registers, more than the instruction's latency needs.
@@ -24,6 +24,8 @@ impl Avx512 {
 impl Kernel for Avx512 {
     type Session = Self;
 
+    const READS_ROWS: bool = true;
+
     fn session(self) -> Self {
         self
     }
@@ -31,7 +33,7 @@ impl Kernel for Avx512 {
     unsafe fn multiply(
         _: &Self,
         sums: &mut Sums,
-        a: *const Line,
+        a: Strip,
         b: *const Line,
         depth: usize,
         [rows, cols]: [usize; 2],
@@ -43,7 +45,7 @@ impl Kernel for Avx512 {
             // SAFETY: `self` proves that the CPU has the instructions. `a` and `b` have `depth`
             // blocks, and the rows are in a block.
             unsafe {
-                let a = a.add(first).cast::<i32>();
+                let a = Strip { start: a.start.add(first * a.row_stride), ..a };
                 if cols > TILE {
                     multiply_rows([left, right], a, b, depth);
                 } else {
@@ -70,12 +72,12 @@ impl Sums {
 /// Adds to [`ROWS`] rows of some tiles.
 ///
 /// # Safety
-/// `a` points at the first of the rows in a tile of the left operand, `b` at a strip of the right
-/// one, both with `depth` blocks. Sums have [`ROWS`] rows.
+/// `a` starts at the first of the rows, `b` points at a strip of the right operand, both with `depth`
+/// blocks. Sums have [`ROWS`] rows.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn multiply_rows<const TILES: usize>(
     mut sums: [&mut [f32]; TILES],
-    mut a: *const i32,
+    a: Strip,
     mut b: *const Line,
     depth: usize,
 ) {
@@ -87,7 +89,10 @@ unsafe fn multiply_rows<const TILES: usize>(
             *register = unsafe { _mm512_loadu_ps(sums.as_ptr()) };
         }
     }
-    for _ in 0..depth {
+    let rows: [*const u32; ROWS] =
+        std::array::from_fn(|row| a.start.wrapping_add(row * a.row_stride));
+    for block in 0..depth {
+        let at = block * a.block_stride;
         for pair in 0..TILE {
             // SAFETY: the line of these pairs in each tile of the block of the right operand, and
             // the pair of each row in the tile of the left one. A line has 64 bytes and is aligned.
@@ -97,7 +102,8 @@ unsafe fn multiply_rows<const TILES: usize>(
                     transmute::<__m512i, __m512bh>(line)
                 });
                 for (row, registers) in registers.iter_mut().enumerate() {
-                    let pairs = _mm512_set1_epi32(*a.add(row * TILE + pair));
+                    let pairs = rows[row].add(at + pair).cast::<i32>().read_unaligned();
+                    let pairs = _mm512_set1_epi32(pairs);
                     let pairs = transmute::<__m512i, __m512bh>(pairs);
                     for (register, &cols) in registers.iter_mut().zip(&cols) {
                         *register = _mm512_dpbf16_ps(*register, pairs, cols);
@@ -105,7 +111,6 @@ unsafe fn multiply_rows<const TILES: usize>(
                 }
             }
         }
-        a = a.wrapping_add(BLOCK * TILE);
         b = b.wrapping_add(BLOCK);
     }
     for (row, registers) in registers.iter().enumerate() {

@@ -5,8 +5,8 @@ use std::ops::Range;
 use half::bf16;
 
 use super::output::Target;
-use super::pack::{BLOCK, Packed, STRIP, pack};
-use super::{Kernel, Sums};
+use super::pack::{BLOCK, DEPTH, Operand, Packed, STRIP, pack};
+use super::{Kernel, Strip, Sums};
 use crate::gemm::{Mat, Threads};
 use crate::parallel_for::parallel_for;
 
@@ -47,17 +47,84 @@ pub(super) unsafe fn multiply<K: Kernel>(
         Threads::One => 1,
         Threads::All => rayon::current_num_threads().min(multiplications / WORTH_A_THREAD).max(1),
     };
-    let [a, b] = pack(kernel, a, b, threads);
+    let right = Operand::right(b);
+    let (left, b) = match Rows::of::<K>(a) {
+        Some(rows) => {
+            let [b] = pack(kernel, [right], threads);
+            (Left::Rows(rows), b)
+        }
+        None => {
+            let [a, b] = pack(kernel, [Operand::left(a), right], threads);
+            (Left::Packed(a), b)
+        }
+    };
+    let a = &left;
     let [across, along] = grid(a.strips(), b.strips(), threads);
     let part = |i: usize| {
         let rows = share(a.strips(), across, i / along);
         let cols = share(b.strips(), along, i % along);
         // SAFETY: the caller's promise; the parts of the grid share no element.
-        unsafe { multiply_part(kernel, target, &a, &b, rows, cols) }
+        unsafe { multiply_part(kernel, target, a, &b, rows, cols) }
     };
     match across * along {
         1 => part(0),
         parts => parallel_for(parts, part),
+    }
+}
+
+/// The left operand.
+enum Left<'a> {
+    Packed(Packed),
+    Rows(Rows<'a>),
+}
+
+/// Whole strips of rows, adjacent in memory, with whole blocks.
+#[derive(Clone, Copy)]
+struct Rows<'a>(Mat<'a, bf16>);
+
+impl<'a> Rows<'a> {
+    /// The rows of `a`, if the kernel can read them where they are.
+    fn of<K: Kernel>(a: Mat<'a, bf16>) -> Option<Self> {
+        let whole = a.rows.is_multiple_of(STRIP) && a.cols.is_multiple_of(DEPTH);
+        let has = K::READS_ROWS && whole && a.col_stride == 1 && a.row_stride.is_multiple_of(2);
+        // The last of a strip's pairs.
+        has.then_some(Self(a)).filter(|_| (a.rows - 1) * a.row_stride + a.cols <= a.data.len())
+    }
+}
+
+impl Left<'_> {
+    fn strips(&self) -> usize {
+        match self {
+            Self::Packed(packed) => packed.strips(),
+            Self::Rows(Rows(a)) => a.rows / STRIP,
+        }
+    }
+
+    fn blocks(&self) -> usize {
+        match self {
+            Self::Packed(packed) => packed.blocks(),
+            Self::Rows(Rows(a)) => a.cols / DEPTH,
+        }
+    }
+
+    /// Rows in a strip.
+    fn size(&self, strip: usize) -> usize {
+        match self {
+            Self::Packed(packed) => packed.size(strip),
+            Self::Rows(_) => STRIP,
+        }
+    }
+
+    /// The blocks of a strip from `block` on.
+    fn strip(&self, strip: usize, block: usize) -> Strip {
+        match self {
+            Self::Packed(packed) => Strip::packed(packed.strip(strip, block)),
+            Self::Rows(Rows(a)) => Strip {
+                start: a.data[strip * STRIP * a.row_stride + block * DEPTH..].as_ptr().cast(),
+                row_stride: a.row_stride / 2,
+                block_stride: DEPTH / 2,
+            },
+        }
     }
 }
 
@@ -89,15 +156,15 @@ fn share(len: usize, parts: usize, i: usize) -> Range<usize> {
 unsafe fn multiply_part<K: Kernel>(
     kernel: K,
     target: Target,
-    a: &Packed,
+    a: &Left,
     b: &Packed,
     rows: Range<usize>,
     cols: Range<usize>,
 ) {
     let session = kernel.session();
     let mut sums = vec![Sums::ZERO; rows.len().min(STRIPS) * cols.len().min(STRIPS)];
-    let elements = |packed: &Packed, strips: &Range<usize>| {
-        strips.start * STRIP..(strips.end - 1) * STRIP + packed.size(strips.end - 1)
+    let elements = |strips: &Range<usize>, size_of_last: usize| {
+        strips.start * STRIP..(strips.end - 1) * STRIP + size_of_last
     };
     for cols in pieces(&cols) {
         for rows in pieces(&rows) {
@@ -107,20 +174,23 @@ unsafe fn multiply_part<K: Kernel>(
                 let depth = PANEL.min(a.blocks() - block);
                 let mut sums = sums.iter_mut();
                 for row in rows.clone() {
-                    let left = &a.strip(row, block)[..depth * BLOCK];
+                    let left = a.strip(row, block);
                     for (col, sums) in cols.clone().zip(&mut sums) {
                         let right = &b.strip(col, block)[..depth * BLOCK];
                         let size = [a.size(row), b.size(col)];
                         // SAFETY: `depth` blocks of a strip of each operand.
                         unsafe {
-                            let (left, right) = (left.as_ptr(), right.as_ptr());
-                            K::multiply(&session, sums, left, right, depth, size);
+                            K::multiply(&session, sums, left, right.as_ptr(), depth, size);
                         }
                     }
                 }
             }
             // SAFETY: the caller's promise; each element is in one piece.
-            unsafe { target.store(sums, elements(a, &rows), elements(b, &cols)) }
+            unsafe {
+                let rows = elements(&rows, a.size(rows.end - 1));
+                let cols = elements(&cols, b.size(cols.end - 1));
+                target.store(sums, rows, cols);
+            }
         }
     }
 }

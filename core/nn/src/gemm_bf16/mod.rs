@@ -1,10 +1,10 @@
 //! Products of bf16 matrices with the instructions that some CPUs have for them: AMX tiles
 //! (`tdpbf16ps`) and AVX512-BF16 (`vdpbf16ps`). Sums are f32.
 //!
-//! Both operands are packed once a call ([`pack`]) into the layout that the instructions read: tiles
-//! of 16 rows or columns by 32 elements of the inner dimension, in pairs. Threads then compute parts
-//! of the result from the packed operands ([`driver`]), and round a part to bf16 as they store it
-//! ([`output`]).
+//! Operands are packed once a call ([`pack`]) into the layout that the instructions read: tiles
+//! of 16 rows or columns by 32 elements of the inner dimension, in pairs. Rows of a left operand
+//! that is a multiple of the tiles are read where they are. Threads then compute parts of the result
+//! ([`driver`]), and round a part to bf16 as they store it ([`output`]).
 //!
 //! # Bits
 //! An element of the result is one chain of instructions over the inner dimension, which is padded
@@ -234,16 +234,20 @@ trait Kernel: Copy + Sync {
     /// Prepares this thread for [`multiply`](Self::multiply).
     fn session(self) -> Self::Session;
 
-    /// Adds to `sums` the product of `depth` blocks of a strip of rows, at `a`, and of one of columns,
-    /// at `b`. Only the first `rows` and `cols` are needed, each from 1 to [`pack::STRIP`]. The others
-    /// are computed or left, as is faster.
+    /// Whether the left operand may be read where it is, unpacked.
+    const READS_ROWS: bool;
+
+    /// Adds to `sums` the product of `depth` blocks of a strip of rows and of one of columns, at `b`.
+    /// Only the first `rows` and `cols` are needed, each from 1 to [`pack::STRIP`]. The others are
+    /// computed or left, as is faster.
     ///
     /// # Safety
-    /// `a` and `b` point at `depth` packed blocks of a strip, and `sums` is used by nobody else.
+    /// `a` has `depth` blocks of a strip, packed unless the kernel [reads rows](Self::READS_ROWS); `b`
+    /// points at `depth` packed blocks, and `sums` is used by nobody else.
     unsafe fn multiply(
         session: &Self::Session,
         sums: &mut Sums,
-        a: *const pack::Line,
+        a: Strip,
         b: *const pack::Line,
         depth: usize,
         size: [usize; 2],
@@ -251,6 +255,30 @@ trait Kernel: Copy + Sync {
 
     /// Transposes a tile of pairs.
     fn transpose(self, tile: &mut pack::Tile);
+}
+
+/// A strip of rows of the left operand. Row `r` of block `k` is at `r * row_stride + k * block_stride`
+/// pairs from the start, which need not be aligned.
+#[derive(Clone, Copy)]
+struct Strip {
+    start: *const u32,
+    row_stride: usize,
+    block_stride: usize,
+}
+
+impl Strip {
+    /// A strip whose blocks are packed from here on.
+    fn packed(lines: &[pack::Line]) -> Self {
+        let start = lines.as_ptr().cast();
+        Self { start, row_stride: pack::TILE, block_stride: pack::BLOCK * pack::TILE }
+    }
+
+    /// Its packed lines.
+    #[cfg(target_arch = "x86_64")]
+    fn lines(self) -> *const pack::Line {
+        debug_assert_eq!(self.row_stride, pack::TILE, "the strip is packed");
+        self.start.cast()
+    }
 }
 
 /// The sums of a strip of rows and a strip of columns: four tiles of 16 x 16, row-major in themselves

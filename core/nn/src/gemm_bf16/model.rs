@@ -9,7 +9,7 @@ use std::marker::PhantomData;
 use half::bf16;
 
 use super::pack::{BLOCK, DEPTH, Line, STRIP, TILE, Tile};
-use super::{Kernel, Sums};
+use super::{Kernel, Strip, Sums};
 use crate::gemm::Mat;
 
 fn without_denormal(x: f32) -> f32 {
@@ -98,28 +98,32 @@ pub(super) struct Model<I>(PhantomData<fn() -> I>);
 impl<I: Instruction> Kernel for Model<I> {
     type Session = ();
 
+    const READS_ROWS: bool = true;
+
     fn session(self) {}
 
     unsafe fn multiply(
         (): &(),
         sums: &mut Sums,
-        a: *const Line,
+        a: Strip,
         b: *const Line,
         depth: usize,
         [rows, cols]: [usize; 2],
     ) {
         // SAFETY: the caller's promise.
-        let [a, b] =
-            [a, b].map(|lines| unsafe { std::slice::from_raw_parts(lines, depth * BLOCK) });
+        let b = unsafe { std::slice::from_raw_parts(b, depth * BLOCK) };
         let values = |pair: u32| [pair as u16, (pair >> 16) as u16].map(bf16::from_bits);
         let all = (0..STRIP * STRIP).map(|i| (i / STRIP, i % STRIP));
         for (row, col) in all.filter(|&(row, col)| row < rows && col < cols) {
             let sum = &mut sums.0[row / TILE * 2 + col / TILE][row % TILE * TILE + col % TILE];
-            for (a, b) in a.chunks(BLOCK).zip(b.chunks(BLOCK)) {
+            for (block, b) in b.chunks(BLOCK).enumerate() {
                 let (mut left, mut right) = ([bf16::ZERO; DEPTH], [bf16::ZERO; DEPTH]);
                 for pair in 0..TILE {
                     let at = 2 * pair..2 * pair + 2;
-                    left[at.clone()].copy_from_slice(&values(a[row].0[pair]));
+                    let in_a = row * a.row_stride + block * a.block_stride + pair;
+                    // SAFETY: the caller's promise.
+                    let left_pair = unsafe { a.start.add(in_a).read_unaligned() };
+                    left[at.clone()].copy_from_slice(&values(left_pair));
                     let line = b[col / TILE * TILE + pair];
                     right[at].copy_from_slice(&values(line.0[col % TILE]));
                 }

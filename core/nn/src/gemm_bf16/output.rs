@@ -6,7 +6,7 @@ use half::bf16;
 
 use super::Sums;
 use super::pack::{STRIP, TILE};
-use fulgurite_engine::simd::vectorized;
+use fulgurite_engine::simd::{Half, vectorized};
 
 /// The row-major matrix that a product goes to, of which each thread writes other elements.
 #[derive(Clone, Copy)]
@@ -40,100 +40,132 @@ impl<'a> Target<'a> {
     /// The target has these elements, initialised if they are added to, and nobody else uses them.
     /// `rows` and `cols` start at a strip.
     pub(super) unsafe fn store(&self, sums: &[Sums], rows: Range<usize>, cols: Range<usize>) {
-        store(*self, sums, rows, cols);
-    }
-
-    /// # Safety
-    /// As [`store`](Self::store), for `values.len()` elements of a row from this one on.
-    #[inline(always)]
-    unsafe fn store_segment(&self, row: usize, col: usize, values: &[f32]) {
-        let at = row * self.cols + col;
+        let width = self.cols;
         match self.kind {
-            TargetKind::F32 { out, add } => {
-                // SAFETY: the caller's promise; a slice of initialised elements is made only where
-                // they are added to.
-                unsafe {
-                    let out = out.add(at);
-                    if add {
-                        let out = std::slice::from_raw_parts_mut(out, values.len());
-                        out.iter_mut().zip(values).for_each(|(out, value)| *out += value);
-                    } else {
-                        std::ptr::copy_nonoverlapping(values.as_ptr(), out, values.len());
-                    }
-                }
+            TargetKind::F32 { out, add: false } => store(Write(out), width, sums, rows, cols),
+            TargetKind::F32 { out, add: true } => store(Add(out), width, sums, rows, cols),
+            TargetKind::Bf16 { out, bias: None } => store(Round(out), width, sums, rows, cols),
+            TargetKind::Bf16 { out, bias: Some(bias) } => {
+                store(RoundWithBias(out, bias), width, sums, rows, cols);
             }
-            TargetKind::Bf16 { out, bias } => {
-                let bias = bias.map(|bias| &bias[col..][..values.len()]);
-                for (i, &value) in values.iter().enumerate() {
-                    let value = bias.map_or(value, |bias| value + widened(bias[i]));
-                    // SAFETY: the caller's promise.
-                    unsafe { out.add(at + i).write(rounded(value)) }
-                }
-            }
-            TargetKind::AddBf16 { out } => {
-                // SAFETY: the caller's promise.
-                let out = unsafe { std::slice::from_raw_parts_mut(out.add(at), values.len()) };
-                for (out, &value) in out.iter_mut().zip(values) {
-                    *out = rounded(widened(*out) + value);
-                }
-            }
+            TargetKind::AddBf16 { out } => store(AddRounded(out), width, sums, rows, cols),
+        }
+    }
+}
+
+/// What becomes of a sum.
+trait Output: Copy {
+    /// Stores consecutive elements of a row, the first of them `at` elements from the target's start and
+    /// in column `col`.
+    ///
+    /// # Safety
+    /// As [`Target::store`], for these elements.
+    unsafe fn store(self, at: usize, col: usize, values: &[f32]);
+}
+
+/// `out = sum`.
+#[derive(Clone, Copy)]
+struct Write(*mut f32);
+
+impl Output for Write {
+    #[inline(always)]
+    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
+        // SAFETY: the caller's promise.
+        unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), self.0.add(at), values.len()) }
+    }
+}
+
+/// `out += sum`.
+#[derive(Clone, Copy)]
+struct Add(*mut f32);
+
+impl Output for Add {
+    #[inline(always)]
+    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
+        // SAFETY: the caller's promise.
+        let out = unsafe { std::slice::from_raw_parts_mut(self.0.add(at), values.len()) };
+        out.iter_mut().zip(values).for_each(|(out, value)| *out += value);
+    }
+}
+
+/// `out = sum`, rounded.
+#[derive(Clone, Copy)]
+struct Round(*mut bf16);
+
+impl Output for Round {
+    #[inline(always)]
+    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
+        for (i, &value) in values.iter().enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { self.0.add(at + i).write(bf16::round(value)) }
+        }
+    }
+}
+
+/// `out = sum + bias`, rounded once.
+#[derive(Clone, Copy)]
+struct RoundWithBias<'a>(*mut bf16, &'a [bf16]);
+
+impl Output for RoundWithBias<'_> {
+    #[inline(always)]
+    unsafe fn store(self, at: usize, col: usize, values: &[f32]) {
+        let bias = &self.1[col..][..values.len()];
+        for (i, (&value, bias)) in values.iter().zip(bias).enumerate() {
+            // SAFETY: the caller's promise.
+            unsafe { self.0.add(at + i).write(bf16::round(value + bias.widen())) }
+        }
+    }
+}
+
+/// `out += sum`, rounded once.
+#[derive(Clone, Copy)]
+struct AddRounded(*mut bf16);
+
+impl Output for AddRounded {
+    #[inline(always)]
+    unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
+        // SAFETY: the caller's promise.
+        let out = unsafe { std::slice::from_raw_parts_mut(self.0.add(at), values.len()) };
+        for (out, &value) in out.iter_mut().zip(values) {
+            *out = bf16::round(out.widen() + value);
         }
     }
 }
 
 vectorized! {
-    /// [`Target::store`], whose caller has promised what it asks.
-    fn store[](target: Target<'_>, sums: &[Sums], rows: Range<usize>, cols: Range<usize>) {
-        let strips = cols.len().div_ceil(STRIP);
-        for row in 0..rows.len() {
-            for col in (0..cols.len()).step_by(TILE) {
-                let sums = &sums[row / STRIP * strips + col / STRIP];
-                let tile = &sums.0[row % STRIP / TILE * 2 + col % STRIP / TILE];
-                let values = &tile[row % TILE * TILE..][..TILE];
-                // SAFETY: the promise to `Target::store`. A whole segment has a length that the
-                // compiler knows.
-                unsafe {
-                    if cols.len() - col >= TILE {
-                        target.store_segment(rows.start + row, cols.start + col, values);
-                    } else {
-                        let values = &values[..cols.len() - col];
-                        target.store_segment(rows.start + row, cols.start + col, values);
+    /// [`Target::store`], whose caller has promised what it asks. `width` is the length of a row.
+    fn store[O: Output](
+        output: O,
+        width: usize,
+        sums: &[Sums],
+        rows: Range<usize>,
+        cols: Range<usize>,
+    ) {
+        let mut sums = sums.iter();
+        for first_row in rows.clone().step_by(STRIP) {
+            for first_col in cols.clone().step_by(STRIP) {
+                let Some(Sums(tiles)) = sums.next() else { return };
+                let (height, wide) =
+                    (STRIP.min(rows.end - first_row), STRIP.min(cols.end - first_col));
+                for row in 0..height {
+                    let (of_tile, at) = (row / TILE * 2, (first_row + row) * width + first_col);
+                    let values = |half: usize| &tiles[of_tile + half][row % TILE * TILE..][..TILE];
+                    // SAFETY: the promise to `Target::store`. A whole segment has a length that the
+                    // compiler knows.
+                    unsafe {
+                        if wide == STRIP {
+                            output.store(at, first_col, values(0));
+                            output.store(at + TILE, first_col + TILE, values(1));
+                        } else {
+                            output.store(at, first_col, &values(0)[..wide.min(TILE)]);
+                            if wide > TILE {
+                                let rest = &values(1)[..wide - TILE];
+                                output.store(at + TILE, first_col + TILE, rest);
+                            }
+                        }
                     }
                 }
             }
-        }
-    }
-}
-
-/// [`bf16::to_f32`], without a branch.
-#[inline(always)]
-fn widened(x: bf16) -> f32 {
-    f32::from_bits(u32::from(x.to_bits()) << 16)
-}
-
-/// [`bf16::from_f32`], in arithmetic that the compiler vectorises.
-#[inline(always)]
-fn rounded(x: f32) -> bf16 {
-    let bits = x.to_bits();
-    let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
-    let quiet = bits >> 16 | 0x40;
-    bf16::from_bits(if x.is_nan() { quiet } else { nearest } as u16)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn rounding_has_the_bits_of_half() {
-        let ends = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
-        for high in 0..=u32::from(u16::MAX) {
-            for low in ends {
-                let x = f32::from_bits(high << 16 | low);
-                assert_eq!(rounded(x).to_bits(), bf16::from_f32(x).to_bits(), "{x:e}");
-            }
-            let x = bf16::from_bits(high as u16);
-            assert!(x.is_nan() || widened(x).to_bits() == x.to_f32().to_bits(), "{x:e}");
         }
     }
 }

@@ -10,6 +10,7 @@ use half::bf16;
 use super::Kernel;
 use crate::gemm::Mat;
 use crate::parallel_for::parallel_for;
+use fulgurite_engine::simd::vectorized;
 
 /// Rows or columns of a tile, and pairs of its depth.
 pub(super) const TILE: usize = 16;
@@ -37,7 +38,7 @@ pub(super) type Tile = [Line; TILE];
 
 /// A matrix as an operand: vectors of the inner dimension's length.
 #[derive(Clone, Copy)]
-struct Operand<'a> {
+pub(super) struct Operand<'a> {
     data: &'a [bf16],
     /// The number of vectors.
     count: usize,
@@ -84,31 +85,36 @@ impl Packed {
     }
 }
 
-/// Packs both operands of a product on this number of threads.
-pub(super) fn pack<K: Kernel>(
-    kernel: K,
-    a: Mat<bf16>,
-    b: Mat<bf16>,
-    threads: usize,
-) -> [Packed; 2] {
-    let operands = [
-        Operand {
+impl<'a> Operand<'a> {
+    pub(super) fn left(a: Mat<'a, bf16>) -> Self {
+        Self {
             data: a.data,
             count: a.rows,
             depth: a.cols,
             vector_stride: a.row_stride,
             depth_stride: a.col_stride,
             side: Side::Left,
-        },
-        Operand {
+        }
+    }
+
+    pub(super) fn right(b: Mat<'a, bf16>) -> Self {
+        Self {
             data: b.data,
             count: b.cols,
             depth: b.rows,
             vector_stride: b.col_stride,
             depth_stride: b.row_stride,
             side: Side::Right,
-        },
-    ];
+        }
+    }
+}
+
+/// Packs operands of a product on this number of threads.
+pub(super) fn pack<K: Kernel, const N: usize>(
+    kernel: K,
+    operands: [Operand<'_>; N],
+    threads: usize,
+) -> [Packed; N] {
     let mut packed = operands.map(|operand| {
         let blocks = operand.depth.div_ceil(DEPTH);
         let lines = Vec::with_capacity(operand.count.div_ceil(STRIP) * blocks * BLOCK);
@@ -117,11 +123,15 @@ pub(super) fn pack<K: Kernel>(
     let groups = packed.each_ref().map(|packed| packed.strips().div_ceil(TOGETHER));
     let room = packed.each_mut().map(|packed| Room(packed.lines.as_mut_ptr()));
     let group = |i: usize| {
-        let (which, i) = if i < groups[0] { (0, i) } else { (1, i - groups[0]) };
-        // SAFETY: there is room for the group's lines, and no other call has the group.
-        unsafe { operands[which].pack_group(kernel, i, room[which].pointer()) }
+        let (mut which, mut i) = (0, i);
+        while i >= groups[which] {
+            i -= groups[which];
+            which += 1;
+        }
+        // There is room for the group's lines, and no other call has the group.
+        pack_group(kernel, operands[which], i, room[which].pointer());
     };
-    let all = groups[0] + groups[1];
+    let all = groups.iter().sum::<usize>();
     let parts = threads.min(all).max(1);
     match parts {
         1 => (0..all).for_each(group),
@@ -146,32 +156,33 @@ impl Room {
     }
 }
 
-impl Operand<'_> {
-    /// Writes every line of a group of strips.
-    ///
-    /// # Safety
-    /// `out` is valid for writing all lines of the operand. No other thread uses the group's lines.
-    unsafe fn pack_group<K: Kernel>(&self, kernel: K, group: usize, out: *mut Line) {
-        let blocks = self.depth.div_ceil(DEPTH);
-        let strips = group * TOGETHER..self.count.div_ceil(STRIP).min((group + 1) * TOGETHER);
-        let block = |strip: usize, block: usize| {
+vectorized! {
+    /// Writes every line of a group of strips to `out`, which has room for all lines of the operand.
+    /// No other thread may use the group's lines.
+    fn pack_group[K: Kernel](kernel: K, operand: Operand<'_>, group: usize, out: *mut Line) {
+        let blocks = operand.depth.div_ceil(DEPTH);
+        let strips = operand.count.div_ceil(STRIP);
+        let (first, end) = (group * TOGETHER, strips.min((group + 1) * TOGETHER));
+        let count = end - first;
+        for i in 0..count * blocks {
+            let (strip, block) = match operand.depth_stride {
+                // Each vector is read from its start to its end.
+                1 => (first + i / blocks, i % blocks),
+                _ => (first + i % count, i / count),
+            };
             for half in 0..2 {
-                let tile = self.tile(kernel, strip * STRIP + half * TILE, block * DEPTH);
-                // SAFETY: the tile is one of the group's, of which there is room for all.
+                let tile = operand.tile(kernel, strip * STRIP + half * TILE, block * DEPTH);
+                // SAFETY: the tile is one of the group's, for which `out` has room.
                 unsafe {
                     let at = out.add((strip * blocks + block) * BLOCK + half * TILE);
                     at.cast::<Tile>().write(tile);
                 }
             }
-        };
-        if self.depth_stride == 1 {
-            // Each vector is read from its start to its end.
-            strips.for_each(|strip| (0..blocks).for_each(|i| block(strip, i)));
-        } else {
-            (0..blocks).for_each(|i| strips.clone().for_each(|strip| block(strip, i)));
         }
     }
+}
 
+impl Operand<'_> {
     /// The tile of the vectors and the depth that start at these.
     #[inline(always)]
     fn tile<K: Kernel>(&self, kernel: K, vector: usize, depth: usize) -> Tile {
@@ -194,7 +205,7 @@ impl Operand<'_> {
         for (i, line) in tile.iter_mut().enumerate().take(vectors) {
             let values = &self.data[(vector + i) * self.vector_stride + depth..][..len];
             if let Ok(values) = <&[bf16; DEPTH]>::try_from(values) {
-                *line = Line(std::array::from_fn(|p| pair(values[2 * p], values[2 * p + 1])));
+                *line = Line(bytemuck::cast(*values));
             } else {
                 for (line, values) in line.0.iter_mut().zip(values.chunks(2)) {
                     *line = pair(values[0], values.get(1).copied().unwrap_or(bf16::ZERO));
@@ -248,7 +259,8 @@ mod tests {
             let turned: Vec<bf16> = (0..rows * cols).map(|i| at(i % rows, i / rows)).collect();
             for mat in [Mat::new(&values, rows, cols), Mat::new(&turned, cols, rows).t()] {
                 let kernel = Model::<Vdpbf16ps>::default();
-                let [left, right] = pack(kernel, mat, mat.t(), 3);
+                let operands = [Operand::left(mat), Operand::right(mat.t())];
+                let [left, right] = pack(kernel, operands, 3);
                 assert_eq!(left.strips() * STRIP, rows.next_multiple_of(STRIP));
                 for (i, k) in (0..left.strips() * STRIP)
                     .flat_map(|i| (0..left.blocks() * DEPTH).map(move |k| (i, k)))

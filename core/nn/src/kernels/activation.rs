@@ -4,8 +4,10 @@ use candle_core::Tensor;
 
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
-use crate::host::{Float, host, tensor, with_float};
-use crate::map::{map1, map2, map3_2};
+use crate::host::{Element, Float, host, tensor, with_element};
+use crate::map::{TwoOfThree, map2, map3_2};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::simd::map;
 
 /// An activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -55,6 +57,15 @@ fn gelu_tanh_slope<T: Float>(x: T) -> T {
     half * (T::ONE + t) + half * x * (T::ONE - t * t) * inner
 }
 
+/// `grad slope(x)`.
+fn times_slope<E: Element>(
+    x: &[E],
+    grad: &[E],
+    slope: impl Fn(E::Wide) -> E::Wide + Copy + Sync,
+) -> Vec<E> {
+    map2(x, grad, |x, grad| E::round(grad.widen() * slope(x.widen())))
+}
+
 fn sigmoid_portable(x: &Tensor) -> candle_core::Result<Tensor> {
     (x.neg()?.exp()? + 1.0)?.recip()
 }
@@ -66,27 +77,27 @@ impl Activation {
         if let Some(y) = fulgurite_kernels::cuda::activation(self.kernel(), x)? {
             return Ok(y);
         }
-        let dtype = x.dtype();
-        let x = to_accumulation_dtype(x)?;
-        let y = if uses_cpu_kernels(&x) {
-            with_float!(x.dtype(), T => {
+        if uses_cpu_kernels(x) {
+            let x = x.detach().contiguous()?;
+            return with_element!(x.dtype(), E => {
                 let host_x = host(&x)?;
-                let values = host_x.slice::<T>()?;
+                let values = host_x.slice::<E>()?;
                 let y = match self {
-                    Self::Silu => map1(values, silu),
-                    Self::Gelu => map1(values, gelu),
-                    Self::GeluTanh => map1(values, gelu_tanh),
+                    Self::Silu => map(values, |x| E::round(silu(x.widen()))),
+                    Self::Gelu => map(values, |x| E::round(gelu(x.widen()))),
+                    Self::GeluTanh => map(values, |x| E::round(gelu_tanh(x.widen()))),
                 };
                 tensor(y, x.shape())
-            })?
-        } else {
-            match self {
-                Self::Silu => (&x * sigmoid_portable(&x)?)?,
-                Self::Gelu => x.gelu_erf()?,
-                Self::GeluTanh => ((Self::inner(&x)?.tanh()? + 1.0)? * (&x * 0.5)?)?,
-            }
+            });
+        }
+        let dtype = x.dtype();
+        let x = to_accumulation_dtype(x)?;
+        let y = match self {
+            Self::Silu => (&x * sigmoid_portable(&x)?)?,
+            Self::Gelu => x.gelu_erf()?,
+            Self::GeluTanh => ((Self::inner(&x)?.tanh()? + 1.0)? * (&x * 0.5)?)?,
         };
-        Ok(y.to_dtype(dtype)?)
+        storage::cast(&y, dtype)
     }
 
     /// The gradient of the input `x`.
@@ -99,23 +110,23 @@ impl Activation {
                 return Ok(dx);
             }
         }
-        let dtype = x.dtype();
-        let (x, grad) = (to_accumulation_dtype(x)?, to_accumulation_dtype(grad)?);
-        let dx = if uses_cpu_kernels(&x) {
-            with_float!(x.dtype(), T => {
+        if uses_cpu_kernels(x) {
+            let (x, grad) = (x.detach().contiguous()?, grad.detach().contiguous()?);
+            return with_element!(x.dtype(), E => {
                 let (host_x, grad) = (host(&x)?, host(&grad)?);
-                let (values, grad) = (host_x.slice::<T>()?, grad.slice::<T>()?);
+                let (values, grad) = (host_x.slice::<E>()?, grad.slice::<E>()?);
                 let dx = match self {
-                    Self::Silu => map2(values, grad, |x, g| g * silu_slope(x)),
-                    Self::Gelu => map2(values, grad, |x, g| g * gelu_slope(x)),
-                    Self::GeluTanh => map2(values, grad, |x, g| g * gelu_tanh_slope(x)),
+                    Self::Silu => times_slope(values, grad, silu_slope),
+                    Self::Gelu => times_slope(values, grad, gelu_slope),
+                    Self::GeluTanh => times_slope(values, grad, gelu_tanh_slope),
                 };
                 tensor(dx, x.shape())
-            })?
-        } else {
-            (self.slope_portable(&x)? * grad)?
-        };
-        Ok(dx.to_dtype(dtype)?)
+            });
+        }
+        let dtype = x.dtype();
+        let (x, grad) = (to_accumulation_dtype(x)?, to_accumulation_dtype(grad)?);
+        let dx = (self.slope_portable(&x)? * grad)?;
+        storage::cast(&dx, dtype)
     }
 
     #[cfg(feature = "cuda")]
@@ -159,17 +170,32 @@ pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     if let Some(y) = fulgurite_kernels::cuda::swiglu(gate, up)? {
         return Ok(y);
     }
+    if uses_cpu_kernels(gate) {
+        let (gate, up) = (gate.detach().contiguous()?, up.detach().contiguous()?);
+        return with_element!(gate.dtype(), E => {
+            let (g, u) = (host(&gate)?, host(&up)?);
+            let y = map2(g.slice::<E>()?, u.slice()?, |g, u| {
+                E::round(silu(g.widen()) * u.widen())
+            });
+            tensor(y, gate.shape())
+        });
+    }
     let dtype = gate.dtype();
     let (gate, up) = (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?);
-    let y = if uses_cpu_kernels(&gate) {
-        with_float!(gate.dtype(), T => {
-            let (g, u) = (host(&gate)?, host(&up)?);
-            tensor(map2::<T>(g.slice()?, u.slice()?, |g, u| silu(g) * u), gate.shape())
-        })?
-    } else {
-        ((&gate * sigmoid_portable(&gate)?)? * up)?
-    };
-    Ok(y.to_dtype(dtype)?)
+    storage::cast(&((&gate * sigmoid_portable(&gate)?)? * up)?, dtype)
+}
+
+/// Of an element of `gate`, one of `up` and the output's gradient: the gradients of the first two.
+#[derive(Clone, Copy)]
+struct SwigluGrads;
+
+impl<E: Element> TwoOfThree<E> for SwigluGrads {
+    #[inline(always)]
+    fn of(self, gate: E, up: E, grad: E) -> (E, E) {
+        let (g, u, d) = (gate.widen(), up.widen(), grad.widen());
+        let (one, s) = (E::Wide::ONE, g.sigmoid());
+        (E::round(d * u * s * (one + g * (one - s))), E::round(d * g * s))
+    }
 }
 
 /// The gradients of `gate` and `up`.
@@ -184,22 +210,20 @@ pub(crate) fn swiglu_backward(
     {
         return Ok(grads);
     }
+    if uses_cpu_kernels(gate) {
+        let [gate, up, grad] = [gate, up, grad].map(|x| x.detach().contiguous());
+        let (gate, up, grad) = (gate?, up?, grad?);
+        return with_element!(gate.dtype(), E => {
+            let (g, u, d) = (host(&gate)?, host(&up)?, host(&grad)?);
+            let (dgate, dup) = map3_2([g.slice::<E>()?, u.slice()?, d.slice()?], SwigluGrads);
+            Ok((tensor(dgate, gate.shape())?, tensor(dup, gate.shape())?))
+        });
+    }
     let dtype = gate.dtype();
     let (gate, up, grad) =
         (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?, to_accumulation_dtype(grad)?);
-    let (dgate, dup) = if uses_cpu_kernels(&gate) {
-        with_float!(gate.dtype(), T => {
-            let (g, u, d) = (host(&gate)?, host(&up)?, host(&grad)?);
-            let (dgate, dup) = map3_2::<T>([g.slice()?, u.slice()?, d.slice()?], |g, u, d| {
-                let s = g.sigmoid();
-                (d * u * s * (T::ONE + g * (T::ONE - s)), d * g * s)
-            });
-            Ok::<_, crate::Error>((tensor(dgate, gate.shape())?, tensor(dup, gate.shape())?))
-        })?
-    } else {
-        let slope = Activation::Silu.slope_portable(&gate)?;
-        let dup = (&grad * (&gate * sigmoid_portable(&gate)?)?)?;
-        (((grad * up)? * slope)?, dup)
-    };
-    Ok((dgate.to_dtype(dtype)?, dup.to_dtype(dtype)?))
+    let slope = Activation::Silu.slope_portable(&gate)?;
+    let dup = (&grad * (&gate * sigmoid_portable(&gate)?)?)?;
+    let dgate = ((grad * up)? * slope)?;
+    Ok((storage::cast(&dgate, dtype)?, storage::cast(&dup, dtype)?))
 }

@@ -12,6 +12,7 @@ use crate::backend::uses_cpu_kernels;
 use crate::documents::Documents;
 use crate::host::with_float;
 use crate::{Error, Result};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Scaled dot-product attention with these options.
@@ -107,7 +108,7 @@ pub(crate) fn attention_sizes(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> 
 /// The tensor in its accumulation dtype, with contiguous rows of `head_dim`. Copied only where it
 /// must be.
 fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
-    let x = x.detach().to_dtype(accumulation_dtype(x.dtype()))?;
+    let x = storage::cast(&x.detach(), accumulation_dtype(x.dtype()))?;
     Ok(if x.stride().last() == Some(&1) { x } else { x.contiguous()? })
 }
 
@@ -145,7 +146,7 @@ impl DotProductAttention {
         } else {
             attention_portable::forward(self, sizes, [&q, &k, &v])?
         };
-        Ok(AttentionOutput { output: output.to_dtype(dtype)?, lse })
+        Ok(AttentionOutput { output: storage::cast(&output, dtype)?, lse })
     }
 
     /// The gradients of q, k and v, contiguous.
@@ -162,7 +163,7 @@ impl DotProductAttention {
             let inputs = [&q.detach(), &k.detach(), &v.detach()];
             let saved = [&attended.output.detach(), &attended.lse, &grad.detach()];
             if let Some([dq, dk, dv]) = attention_cuda::backward(self, sizes, inputs, saved)? {
-                return Ok([dq, dk.to_dtype(dtype)?, dv.to_dtype(dtype)?]);
+                return Ok([dq, storage::cast(&dk, dtype)?, storage::cast(&dv, dtype)?]);
             }
         }
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
@@ -178,7 +179,7 @@ impl DotProductAttention {
             attention_portable::backward(self, sizes, [&q, &k, &v], saved)?
         };
         let [dq, dk, dv] = grads;
-        Ok([dq.to_dtype(dtype)?, dk.to_dtype(dtype)?, dv.to_dtype(dtype)?])
+        Ok([storage::cast(&dq, dtype)?, storage::cast(&dk, dtype)?, storage::cast(&dv, dtype)?])
     }
 }
 

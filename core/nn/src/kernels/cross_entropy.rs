@@ -141,7 +141,7 @@ pub(crate) fn backward(
         let d = unsafe { map::rows(rows * columns, columns, 8, write) };
         tensor(d, (rows, columns))
     })?;
-    Ok(d.to_dtype(dtype)?)
+    storage::cast(&d, dtype)
 }
 
 /// [`backward`], equal to the bit, but in the memory of the logits, which must have no other user,

@@ -4,6 +4,7 @@ use candle_core::{D, DType, Tensor};
 
 use crate::Result;
 use crate::backend::to_accumulation_dtype;
+use fulgurite_engine::autograd::storage;
 
 /// Scaled dot-product attention in which a mask says what is attended to. Tensors are
 /// `[batch, heads, time, dim]`; queries have as many heads as keys and values, or a multiple.
@@ -52,7 +53,7 @@ impl MaskedAttention {
         let dq = ds.matmul(&k)?;
         let dk = ds.transpose(2, 3)?.contiguous()?.matmul(&q)?;
         Ok([
-            dq.to_dtype(dtype)?,
+            storage::cast(&dq, dtype)?,
             sum_groups(&dk, kv_heads, dtype)?,
             sum_groups(&dv, kv_heads, dtype)?,
         ])
@@ -77,5 +78,5 @@ fn sum_groups(grad: &Tensor, heads: usize, dtype: DType) -> Result<Tensor> {
         true => grad.clone(),
         false => grad.reshape((batch, heads, all / heads, time, dim))?.sum(2)?,
     };
-    Ok(grad.to_dtype(dtype)?)
+    storage::cast(&grad, dtype)
 }

@@ -100,7 +100,7 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
         };
         tensor(y, dims)
     })?;
-    Ok(y.to_dtype(dtype)?)
+    storage::cast(&y, dtype)
 }
 
 /// The gradient of `x`: `grad weight`.
@@ -169,7 +169,7 @@ pub(crate) fn input_grad(
             }
         }
     })?;
-    Ok(Some(dx.to_dtype(dtype)?))
+    Ok(Some(storage::cast(&dx, dtype)?))
 }
 
 fn add(sum: Option<Tensor>, fresh: Option<Tensor>) -> Result<Option<Tensor>> {

@@ -7,7 +7,11 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gradients::add_to;
-use crate::host::{Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_float};
+use crate::host::{
+    Element, Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_element, with_float,
+};
+use crate::map::map2;
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
@@ -38,6 +42,21 @@ pub(crate) struct NormOfSum {
     pub(crate) stats: Stats,
 }
 
+/// `a + b`, which have one shape and dtype, in new memory.
+fn sum_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
+    if !uses_cpu_kernels(a) {
+        return Ok((a + b)?);
+    }
+    let (a, b) = (a.detach().contiguous()?, b.detach().contiguous()?);
+    with_element!(a.dtype(), E => {
+        let (host_a, host_b) = (host(&a)?, host(&b)?);
+        let sum = map2(host_a.slice::<E>()?, host_b.slice()?, |a, b| {
+            E::round(a.widen() + b.widen())
+        });
+        tensor(sum, a.shape())
+    })
+}
+
 impl Norm {
     /// The forward, and what is kept for the backward.
     pub(crate) fn forward(
@@ -60,7 +79,7 @@ impl Norm {
                 Some(bias) => y.broadcast_add(bias)?,
                 None => y,
             };
-            return Ok((y.to_dtype(dtype)?, Stats::default()));
+            return Ok((storage::cast(&y, dtype)?, Stats::default()));
         }
         let y = with_float!(x.dtype(), T => {
             let (host_x, weight) = (host(&x)?, host(&weight)?);
@@ -69,7 +88,7 @@ impl Norm {
             let y = self.forward_host(host_x.slice()?, weight.slice()?, bias);
             tensor(y, x.shape())
         })?;
-        Ok((y.to_dtype(dtype)?, Stats::default()))
+        Ok((storage::cast(&y, dtype)?, Stats::default()))
     }
 
     /// The forward of `x + residual`, which have one shape and dtype, and that sum, in memory of its own: in one pass on
@@ -86,7 +105,7 @@ impl Norm {
             return Ok(NormOfSum { y, sum, stats });
         }
         if !uses_cpu_kernels(x) || accumulation_dtype(x.dtype()) != x.dtype() {
-            let sum = (x + residual)?;
+            let sum = sum_of(x, residual)?;
             let (y, stats) = self.forward(&sum, weight, bias)?;
             return Ok(NormOfSum { y, sum, stats });
         }
@@ -177,7 +196,7 @@ impl Norm {
         } else {
             self.backward_portable(&x, &weight, with_bias, &grad)?
         };
-        grads.x = grads.x.to_dtype(dtype)?;
+        grads.x = storage::cast(&grads.x, dtype)?;
         if let Some(more) = more {
             grads.x = add_to(grads.x, more)?;
         }

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, rows_per_piece, tensor, with_float};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
@@ -75,5 +76,5 @@ pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tenso
         });
         tensor(y, x.shape())
     })?;
-    Ok(y.to_dtype(dtype)?)
+    storage::cast(&y, dtype)
 }

@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, dot, exp_in_place, host, max, rows_per_piece, tensor, with_float};
+use fulgurite_engine::autograd::storage;
 use fulgurite_engine::simd::vectorized;
 
 vectorized! {
@@ -42,7 +43,7 @@ pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
         let exp = x.broadcast_sub(&x.max_keepdim(D::Minus1)?)?.exp()?;
         exp.broadcast_div(&exp.sum_keepdim(D::Minus1)?)?
     };
-    Ok(y.to_dtype(dtype)?)
+    storage::cast(&y, dtype)
 }
 
 /// The gradient of the input, from the output.
@@ -64,5 +65,5 @@ pub(crate) fn softmax_backward(y: &Tensor, grad: &Tensor) -> Result<Tensor> {
         let level = (&grad * &y)?.sum_keepdim(D::Minus1)?;
         (grad.broadcast_sub(&level)? * &y)?
     };
-    Ok(dx.to_dtype(dtype)?)
+    storage::cast(&dx, dtype)
 }

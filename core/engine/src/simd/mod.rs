@@ -1,5 +1,8 @@
 //! Loops compiled for the widest vector instructions of the CPU at run time.
 
+mod half;
+mod map;
+
 /// Defines functions that run with the widest vector instructions of the CPU at run time, whatever
 /// target the program was built for.
 ///
@@ -44,3 +47,6 @@ macro_rules! vectorized {
     (@result $result:ty) => { $result };
 }
 pub use vectorized;
+
+pub use half::Half;
+pub use map::{map, map_into};

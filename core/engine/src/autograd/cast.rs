@@ -1,0 +1,114 @@
+//! Conversion between f32 and the floats of 16 bits on the CPU: by all threads, in vector instructions.
+//! candle's runs on one thread, an element at a time.
+//!
+//! Values are rounded to nearest even, as in candle.
+
+use candle_core::{DType, Device, Tensor};
+use half::{bf16, f16};
+
+use super::storage::{with_host, with_host_mut};
+use crate::Result;
+use crate::simd::{Half, map, map_into};
+
+/// Evaluates `$convert` for the pair of dtypes, with `$T` as the 16-bit float's type; `$other` for
+/// other pairs.
+macro_rules! with_half {
+    ($from:expr, $to:expr, $T:ident => $widen:expr, $round:expr, $other:expr) => {
+        match ($from, $to) {
+            (DType::BF16, DType::F32) => {
+                type $T = bf16;
+                $widen
+            }
+            (DType::F16, DType::F32) => {
+                type $T = f16;
+                $widen
+            }
+            (DType::F32, DType::BF16) => {
+                type $T = bf16;
+                $round
+            }
+            (DType::F32, DType::F16) => {
+                type $T = f16;
+                $round
+            }
+            _ => $other,
+        }
+    };
+}
+
+fn is_contiguous_on_cpu(tensor: &Tensor) -> bool {
+    tensor.device().is_cpu() && tensor.is_contiguous()
+}
+
+/// A tensor of these values in `dtype`; `None` if candle is to convert them.
+pub(super) fn converted(tensor: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
+    if tensor.elem_count() == 0 || !is_contiguous_on_cpu(tensor) {
+        return Ok(None);
+    }
+    let shape = tensor.shape();
+    with_half!(tensor.dtype(), dtype, T =>
+        {
+            let values = with_host(tensor, |values: &[T]| map(values, T::widen))?;
+            Ok(Some(Tensor::from_vec(values, shape, &Device::Cpu)?))
+        },
+        {
+            let values = with_host(tensor, |values: &[f32]| map(values, T::round))?;
+            Ok(Some(Tensor::from_vec(values, shape, &Device::Cpu)?))
+        },
+        Ok(None)
+    )
+}
+
+/// Writes the values of `source` to `target`, which has as many elements. Returns whether it did: if
+/// not, candle is to convert them.
+pub(super) fn convert_into(target: &Tensor, source: &Tensor) -> Result<bool> {
+    let size = target.elem_count();
+    if size == 0
+        || size != source.elem_count()
+        || ![target, source].into_iter().all(is_contiguous_on_cpu)
+    {
+        return Ok(false);
+    }
+    // Tensors of two dtypes share no storage, so both locks can be held.
+    with_half!(source.dtype(), target.dtype(), T =>
+        {
+            with_host(source, |values: &[T]| {
+                with_host_mut(target, |out: &mut [f32]| map_into(out, values, T::widen))
+            })??;
+            Ok(true)
+        },
+        {
+            with_host(source, |values: &[f32]| {
+                with_host_mut(target, |out: &mut [T]| map_into(out, values, T::round))
+            })??;
+            Ok(true)
+        },
+        Ok(false)
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn conversions_are_those_of_candle() {
+        for n in [1, 7, 100_003] {
+            let wide = Tensor::randn(0f32, 3., n, &Device::Cpu).unwrap();
+            for dtype in [DType::BF16, DType::F16] {
+                let half = converted(&wide, dtype).unwrap().unwrap();
+                let expected = wide.to_dtype(dtype).unwrap();
+                let bits = |x: &Tensor| x.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap();
+                assert_eq!(bits(&half), bits(&expected));
+                let back = converted(&half, DType::F32).unwrap().unwrap();
+                assert_eq!(bits(&back), bits(&expected));
+                let target = Tensor::zeros(n, DType::F32, &Device::Cpu).unwrap();
+                assert!(convert_into(&target, &half).unwrap());
+                assert_eq!(bits(&target), bits(&expected));
+            }
+        }
+        let turned = Tensor::zeros((2, 3), DType::F32, &Device::Cpu).unwrap().t().unwrap();
+        assert!(converted(&turned, DType::BF16).unwrap().is_none());
+        assert!(converted(&turned, DType::F64).unwrap().is_none());
+    }
+}
