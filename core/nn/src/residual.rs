@@ -76,7 +76,7 @@ impl FusedOutput {
         let Self { layer, output, parameters, backward } = compute(&cast)?;
         let output = storage::cast(&output, around)?;
         let backward = move |grad: &Tensor, wanted: bool, more: Option<&Tensor>| {
-            let dx = backward(&storage::cast(&grad, dtype)?, wanted, None)?;
+            let dx = backward(&storage::cast(grad, dtype)?, wanted, None)?;
             add_more(dx.map(|dx| storage::cast(&dx, given)).transpose()?, more)
         };
         Ok(Self { layer, output, parameters, backward: Box::new(backward) })
