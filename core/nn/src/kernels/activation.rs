@@ -111,7 +111,8 @@ impl Activation {
             }
         }
         if uses_cpu_kernels(x) {
-            let (x, grad) = (x.detach().contiguous()?, grad.detach().contiguous()?);
+            let x = x.detach().contiguous()?;
+            let grad = storage::cast(&grad.detach(), x.dtype())?.contiguous()?;
             return with_element!(x.dtype(), E => {
                 let (host_x, grad) = (host(&x)?, host(&grad)?);
                 let (values, grad) = (host_x.slice::<E>()?, grad.slice::<E>()?);
@@ -211,8 +212,8 @@ pub(crate) fn swiglu_backward(
         return Ok(grads);
     }
     if uses_cpu_kernels(gate) {
-        let [gate, up, grad] = [gate, up, grad].map(|x| x.detach().contiguous());
-        let (gate, up, grad) = (gate?, up?, grad?);
+        let (gate, up) = (gate.detach().contiguous()?, up.detach().contiguous()?);
+        let grad = storage::cast(&grad.detach(), gate.dtype())?.contiguous()?;
         return with_element!(gate.dtype(), E => {
             let (g, u, d) = (host(&gate)?, host(&up)?, host(&grad)?);
             let (dgate, dup) = map3_2([g.slice::<E>()?, u.slice()?, d.slice()?], SwigluGrads);
