@@ -142,7 +142,9 @@ fn flag(word: &str) -> Option<&str> {
 /// The lines and complaints of a page.
 pub(super) fn wrong(page: &Page, programs: &Programs, keys: &Keys) -> Vec<(usize, String)> {
     let mut wrong = Vec::new();
-    let checker = Checker { programs, keys };
+    // A crate of its own has examples beside its page.
+    let folder = page.name.rsplit_once('/').map_or("", |(folder, _)| folder);
+    let checker = Checker { programs, keys, folder };
     for block in &page.blocks {
         let text = match block.language.as_str() {
             "sh" | "bash" => block.text.clone(),
@@ -168,6 +170,8 @@ pub(super) fn wrong(page: &Page, programs: &Programs, keys: &Keys) -> Vec<(usize
 struct Checker<'a> {
     programs: &'a Programs,
     keys: &'a Keys,
+    /// That of the page.
+    folder: &'a str,
 }
 
 impl Checker<'_> {
@@ -321,11 +325,14 @@ impl Checker<'_> {
             }
         }
         let example = value(&["--example"]);
-        if let Some(name) = example
-            && ![format!("examples/{name}.rs"), format!("examples/{name}/main.rs")]
-                .iter()
-                .any(|path| super::root().join(path).exists())
-        {
+        let exists = |name: &str| {
+            ["", self.folder].iter().any(|folder| {
+                let examples = super::root().join(folder).join("examples");
+                examples.join(format!("{name}.rs")).exists()
+                    || examples.join(name).join("main.rs").exists()
+            })
+        };
+        if let Some(name) = example.filter(|name| !exists(name)) {
             return Some(format!("there is no example `{name}`"));
         }
         match (own.first().map(String::as_str), example, value(&["--bin"])) {

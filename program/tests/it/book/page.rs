@@ -35,7 +35,9 @@ impl Page {
     /// The README, the book, and the pages beside them.
     pub(super) fn all() -> Vec<Self> {
         let mut names: Vec<String> =
-            ["AGENTS.md", "README.md", "SECURITY.md"].iter().map(|&name| name.to_owned()).collect();
+            ["AGENTS.md", "README.md", "SECURITY.md", "examples/plugin-crate/README.md"]
+                .map(str::to_owned)
+                .into();
         let mut folders = vec!["docs".to_owned()];
         while let Some(folder) = folders.pop() {
             for entry in std::fs::read_dir(root().join(&folder)).unwrap().flatten() {
