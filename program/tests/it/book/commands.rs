@@ -36,10 +36,10 @@ const OTHER_FLAGS: &[(&str, &[&str])] = &[
 
 /// The programs of the repository.
 pub(super) struct Programs {
-    /// The subcommands and flags of `fulgurite` and its subcommands, by the words: `checkpoint diff`.
+    /// The help of `fulgurite` and its subcommands, by their words: `checkpoint diff`.
     helps: BTreeMap<String, Help>,
     training: Program,
-    /// What a training program has by default: the example's.
+    /// The configuration of the example.
     defaults: Table,
     /// The flags of all.
     flags: BTreeSet<String>,
@@ -98,7 +98,7 @@ impl Programs {
     }
 }
 
-/// Asks `fulgurite` for the help of a subcommand and of those in it.
+/// Reads the help of a subcommand of `fulgurite`, and of its own subcommands.
 fn help(words: &[String], helps: &mut BTreeMap<String, Help>) {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite")).args(words).arg("--help").output();
     let text = String::from_utf8(output.unwrap().stdout).unwrap();
@@ -170,7 +170,7 @@ pub(super) fn wrong(page: &Page, programs: &Programs, keys: &Keys) -> Vec<(usize
 struct Checker<'a> {
     programs: &'a Programs,
     keys: &'a Keys,
-    /// That of the page.
+    /// The folder of the page.
     folder: &'a str,
 }
 
@@ -208,7 +208,7 @@ impl Checker<'_> {
         self.programs.flags.contains(flag) || is_flag_of_launchers(flag)
     }
 
-    /// What is wrong with a command.
+    /// The first mistake in a command.
     fn command(&self, words: &[String]) -> Option<String> {
         let name = |word: &str| word.rsplit('/').next().unwrap_or(word).to_owned();
         if words[0] == "cargo" {
@@ -347,8 +347,7 @@ impl Checker<'_> {
     }
 }
 
-/// Whether it is a flag of what starts ranks: `torchrun`, `srun`, `mpirun`, and of other programs that
-/// pages name.
+/// Whether it is a flag of `torchrun`, `srun` or `mpirun`.
 fn is_flag_of_launchers(flag: &str) -> bool {
     const FLAGS: [&str; 12] = [
         "--allow-run-as-root",

@@ -20,8 +20,7 @@ const FEATURES: [(&str, &str, &str); 3] = [
     ("trainer.process_group", "nccl", "Nccl"),
 ];
 
-/// Plugins of the crate that the guide on plugins describes, and of the examples of other guides; `name` is
-/// any.
+/// Plugins of the guides' examples and of the plugin crate; `name` stands for any.
 const OF_GUIDES: [&str; 10] = [
     "every_other",
     "journal",
@@ -49,7 +48,7 @@ const TOP: [&str; 7] = ["checkpoint", "data", "model", "optimizer", "scheduler",
 
 /// The keys of the configuration.
 pub(super) struct Keys {
-    /// Whole paths. Those of `[model]` are the example's.
+    /// Whole paths. The keys of `[model]` are the example's.
     paths: BTreeSet<String>,
 }
 
@@ -99,13 +98,13 @@ impl Keys {
         self.paths.iter().any(|path| path.starts_with(&inner) || path.contains(&within))
     }
 
-    /// A complaint, if there is no such key.
+    /// A complaint, unless the key exists.
     pub(super) fn complaint(&self, key: &str) -> Option<String> {
         let known = self.has(key) || TOP.contains(&key) || is_free(key);
         (!known).then(|| format!("there is no key `{key}`"))
     }
 
-    /// What is wrong with the assignments `key=value` of a command line, over the example's defaults.
+    /// The first mistake in assignments `key=value` of a command line, over these defaults.
     pub(super) fn assignments(&self, assignments: &[String], defaults: &Table) -> Option<String> {
         let mut layers = ConfigLayers::new().defaults(defaults.clone());
         for assignment in assignments {
@@ -121,7 +120,7 @@ impl Keys {
         self.check(&layers.resolve())
     }
 
-    /// What is wrong with a configuration.
+    /// The first mistake in a configuration.
     fn check(&self, table: &Table) -> Option<String> {
         let mut table = table.clone();
         // Any model and any data may come with it, and some need a tokenizer or files.

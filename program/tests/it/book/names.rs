@@ -17,7 +17,7 @@ const VALUES: [(&str, &[&str]); 9] = [
     ("unit", &["UnitHandle"]),
 ];
 
-/// Pages about traits. Each name with `_` in them is a member of one of these, or part of a path that says whose it is.
+/// Pages about traits: a name with `_` is a member of one of these types, or has its type in front.
 const SUBJECTS: [(&str, &[&str]); 2] = [
     ("docs/src/guides/data-module.md", &["DataModule", "LightningModule"]),
     (
@@ -69,7 +69,7 @@ fn is_camel(text: &str) -> bool {
 
 struct Checker<'a> {
     sources: &'a Sources,
-    /// What the page's own code has.
+    /// The names in the page's own code.
     own: Names,
 }
 
@@ -142,7 +142,7 @@ struct Mention<'a> {
     end: usize,
 }
 
-/// The names in code, but for those in strings.
+/// The names in code, except names in strings.
 fn mentions(text: &str) -> Vec<Mention<'_>> {
     let is_word = |c: char| c.is_ascii_alphanumeric() || c == '_';
     let word_end =
@@ -185,7 +185,7 @@ fn is_command(text: &str) -> bool {
 /// Functions and macros of the standard library, and attributes.
 const STANDARD: [&str; 5] = ["Ok", "Some", "derive", "serde", "todo"];
 
-/// Whether it looks like a key of the configuration, perhaps with a value: those are checked as keys.
+/// Whether it looks like a key of the configuration, perhaps with a value.
 fn is_key(text: &str) -> bool {
     let key = text.split(['=', ' ']).next().unwrap_or_default();
     key.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "._".contains(c))

@@ -1,7 +1,7 @@
 //! Command lines, as a shell cuts them into words.
 
-/// The commands of a text, each with its line (counted from 0) and its words, quotes removed. Assignments
-/// of variables before a command are left out.
+/// The commands of a text: the line (counted from 0), and the words without quotes. Assignments of
+/// variables before a command are left out.
 pub(super) fn commands(text: &str) -> Vec<(usize, Vec<String>)> {
     let mut commands = Vec::new();
     let (mut words, mut word): (Vec<String>, Option<String>) = (Vec::new(), None);

@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::root;
 
-/// Folders with code. This test is left out, as it has wrong names and those of other projects.
+/// Folders with code. This test is left out: it has wrong names, and names of other projects.
 const FOLDERS: [&str; 13] = [
     ".ci",
     "bench",
