@@ -57,7 +57,7 @@ pub enum CliCommand {
 /// The arguments of `fit`, `validate`, `test` and `predict`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct RunRequest {
-    /// Whether to train, to validate or to test.
+    /// Whether to train, to validate, to test or to predict.
     pub action: Action,
     /// Configuration files; later ones win.
     pub config: Vec<PathBuf>,

@@ -49,8 +49,8 @@ pub struct TextDataConfig {
     /// `text_key`): `"error"` ends the run, `"skip"` leaves it out. The start of a run says how many
     /// were left out. Files in a folder of text are always skipped.
     pub on_error: OnError,
-    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default `"bytes"` for
-    /// text and none for tokens.
+    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default none with type
+    /// `"tokens"`, and `"bytes"` with every other type.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// The token that ends each document, by its name in `tokenizer`. By default the one that
@@ -80,7 +80,7 @@ pub struct TextDataConfig {
     /// Whether training samples are shuffled, differently in each epoch.
     pub shuffle: bool,
     /// The fraction of the samples, from the end, for validation, at least 0 and less than 1. By
-    /// default 0.05 for text, 0 for tokens, and 0 with `validation_path` or `validation_sets`.
+    /// default 0 with type `"tokens"`, `validation_path` or `validation_sets`, and 0.05 otherwise.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
     /// Files and folders of the same type for validation; then all of `path` is for training.

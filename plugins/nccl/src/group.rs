@@ -102,7 +102,7 @@ fn label() -> Option<String> {
 /// A process group over NCCL.
 struct Group {
     shared: Arc<Shared>,
-    /// Of all members, made at the first collective on the device.
+    /// Of all members, made by `connect`, or at the first collective on the device.
     communicator: Mutex<Option<Arc<Communicator>>>,
     messages: Arc<Messages>,
     collectives: AtomicU64,

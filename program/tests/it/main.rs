@@ -4,6 +4,7 @@ mod bench_checkpoint;
 #[cfg(feature = "mpi")]
 mod bench_mpi;
 mod bench_steps;
+mod book;
 mod checkpoint;
 mod report;
 mod run;

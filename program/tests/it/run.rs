@@ -231,9 +231,9 @@ fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
 fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
-    let script = format!(
-        "touch {dir}/$RANK.of.$WORLD_SIZE; if [ $WORLD_SIZE = 2 ]; then exec sleep 1000; fi"
-    );
+    // A killed agent leaves a rank behind that is no program of Fulgurite: not for long.
+    let script =
+        format!("touch {dir}/$RANK.of.$WORLD_SIZE; if [ $WORLD_SIZE = 2 ]; then exec sleep 60; fi");
     let args =
         ["--max-restarts", "1", "--last-call-timeout-secs", "4", "--keep-alive-timeout-secs", "4"];
     let endpoint = endpoint();
@@ -440,8 +440,9 @@ fn lines_that_are_left_out_are_counted() {
 fn a_node_rank_belongs_to_one_agent_as_long_as_that_lives() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
+    // As above, the killed agent's rank stays for a minute.
     let script = format!(
-        "touch {dir}/$RANK.$TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 1000"
+        "touch {dir}/$RANK.$TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60"
     );
     let endpoint = endpoint();
     let start = |rank: &str| {

@@ -283,8 +283,9 @@ pub trait Strategy: Send {
     }
 
     /// Called when a step failed on some rank anywhere between [`prepare_forward`](Strategy::prepare_forward) and the
-    /// optimizer's update, and is begun again: forgets its gradients and what was under way, of which no
-    /// collective runs any more, and makes the parameters ready for a forward. The caller resets the slots. Collective.
+    /// optimizer's update, and is begun again: drops the step's gradients and pending collectives, and makes the
+    /// parameters ready for a forward. Every collective that the step started is complete: on a device, before all work
+    /// that is queued from now on, though it may still run there. The caller resets the slots. Collective.
     ///
     /// # Errors
     /// If the strategy cannot, as by default.

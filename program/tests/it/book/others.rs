@@ -1,0 +1,95 @@
+//! Names in pages that are not ours, by whose they are.
+
+const OTHERS: &[(&str, &[&str])] = &[
+    ("Amazon", &["AWS_ACCESS_KEY_ID"]),
+    (
+        "candle",
+        &[
+            "DType",
+            "affine",
+            "linear_no_bias",
+            "ops",
+            "rotary_emb",
+            "scatter_add_set",
+            "scatter_set",
+            "to_dtype",
+            "upsample_nearest2d",
+        ],
+    ),
+    (
+        "composer",
+        &[
+            "activation_cpu_offload",
+            "load_monolith_rank0_only",
+            "meta_init",
+            "prepare_distributed",
+            "sync_optimizer_and_model_params",
+        ],
+    ),
+    ("examples of names", &["branch", "name_epoch", "name_step"]),
+    ("libclang", &["LIBCLANG_PATH"]),
+    (
+        "Lightning",
+        &[
+            "AsyncCheckpointIO",
+            "BackboneFinetuning",
+            "BasePredictionWriter",
+            "BatchSizeFinder",
+            "BitsandbytesPrecision",
+            "DeepSpeedStrategy",
+            "EMAWeightAveraging",
+            "LambdaCallback",
+            "LearningRateMonitor",
+            "MLFlowLogger",
+            "ModelPruning",
+            "RichProgressBar",
+            "SpikeDetection",
+            "TensorBoardLogger",
+            "WeightAveraging",
+            "best_model_path",
+            "enable_version_counter",
+            "last_model_path",
+            "save_on_train_epoch_end",
+            "scale_batch_size",
+            "strict_loading",
+            "sync_dist",
+            "train_time_interval",
+        ],
+    ),
+    ("kernels, named by macros of C", &["flash_queries_64"]),
+    ("NVIDIA", &["NCCL_SOCKET_IFNAME", "sm_90a"]),
+    ("Open MPI", &["btl_vader_eager_limit"]),
+    ("PEFT and transformers", &["lora_bias", "save_pretrained", "trainable_token_indices"]),
+    ("Python", &["IndexError", "__len__"]),
+    (
+        "PyTorch",
+        &[
+            "DataLoader",
+            "HYBRID_SHARD",
+            "HuggingFaceStorageWriter",
+            "IterableDataset",
+            "MultiheadAttention",
+            "PeriodicModelAverager",
+            "_FSDPDeviceHandle",
+            "_get_root_modules",
+            "full_optim_state_dict",
+            "in_proj_weight",
+            "key_padding_mask",
+            "named_parameters",
+            "register_comm_hook",
+            "set_float32_matmul_precision",
+            "update_bn",
+        ],
+    ),
+    ("serde", &["serde_json", "typetag"]),
+];
+
+/// Whether a name, or the beginning of a path, is of another project.
+pub(super) fn is_of_others(name: &str) -> bool {
+    names().any(|other| other == name)
+}
+
+/// All of them.
+pub(super) fn names() -> impl Iterator<Item = &'static str> {
+    OTHERS.iter().flat_map(|(_, names)| names.iter().copied())
+}
