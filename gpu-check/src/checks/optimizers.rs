@@ -4,12 +4,12 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite::core::execution::read;
 use fulgurite::core::module::{ModuleBuilder, ModuleInit};
 use fulgurite::core::optim::{
-    AdamW, GradScale, LateScale, Optimizer, OptimizerConfig, Sgd, SquaredNorm, StateDtype,
+    AdamW, GradScale, Optimizer, OptimizerConfig, Sgd, SquaredNorm, StateDtype, StepScale,
     WeightAverage, clip_factor,
 };
 use fulgurite::core::parameter::{Init, LocalShard, Parameter, accumulation_dtype};
 use fulgurite::core::shard::Region;
-use fulgurite_error::Result;
+use fulgurite_error::{Error, Result};
 
 use crate::compare::{difference, numbers, randn};
 use crate::findings::Findings;
@@ -195,7 +195,7 @@ pub(super) fn late(target: &Target) -> Result<Findings> {
             let parameters = parameters(dtype, &device)?;
             let mut optimizer = config.build(&parameters)?;
             let mut average = WeightAverage::exponential(&parameters, 0.9)?;
-            let mut before: Option<LateScale> = None;
+            let mut before: Option<StepScale> = None;
             let (mut read, mut done) = (Vec::new(), None);
             for step in 1..=STEPS + 2 {
                 if step == STEPS + 1 {
@@ -206,10 +206,12 @@ pub(super) fn late(target: &Target) -> Result<Findings> {
                 let norm = SquaredNorm::of(&parameters, &|_| 0)?.on(&device)?;
                 let sums = (&Tensor::full(loss, (), &device)?, &norm);
                 let scale = GradScale { factor: 0.5, clip_value: Some(1.2) };
-                let scale = LateScale::new(sums, &scale, Some(MAX_NORM), before.as_ref())?;
-                read.push(read::later(scale.numbers(), "gpu-check")?);
-                optimizer.step_late(&scale)?;
-                average.update_late(&scale)?;
+                let scale = StepScale::on_device(sums, &scale, Some(MAX_NORM), before.as_ref())?;
+                let numbers =
+                    scale.numbers().ok_or_else(|| Error::other("a scale on the device"))?;
+                read.push(read::later(numbers, "gpu-check")?);
+                optimizer.step_by(&scale)?;
+                average.update_after(&scale)?;
                 before = Some(scale);
             }
             let (got, want) = (done.unwrap_or_default(), clipped(config, dtype)?);

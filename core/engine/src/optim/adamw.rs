@@ -5,14 +5,14 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Element, Real, Scale, StateElement, check_scale, dispatch, update};
+use super::elementwise::{Element, Real, Scale, StateElement, dispatch, update};
 use super::groups::{
     Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve, unit_interval,
 };
-use super::late::{Given, LateScale, OnHost};
-use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
+use super::optimizer::{Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, state_bytes};
 use super::state_dtype::{StateDtype, store};
+use super::step_scale::{GradScale, StepScale};
 use crate::Result;
 use crate::autograd::storage;
 use crate::parameter::Parameter;
@@ -121,23 +121,13 @@ impl Optimizer for AdamWOptimizer {
     }
 
     fn step(&mut self, scale: &GradScale) -> Result<()> {
-        check_scale(scale)?;
-        self.update(Given::Known(scale))
+        self.step_by(&(*scale).into())
     }
 
-    fn can_step_late(&self) -> bool {
-        true
-    }
-
-    fn step_late(&mut self, scale: &LateScale) -> Result<()> {
-        match scale.on_host()? {
-            Some(OnHost::Scale(scale)) => self.step(&scale),
-            Some(OnHost::Skip) => {
-                self.steps += 1;
-                Ok(())
-            }
-            None => self.update(Given::Late(scale)),
-        }
+    fn step_by(&mut self, scale: &StepScale) -> Result<()> {
+        let scale = scale.for_values(self.state.has_values_on_host())?;
+        self.steps += 1;
+        scale.map_or(Ok(()), |scale| self.update(&scale))
     }
 
     fn set_seed(&mut self, seed: u64) {
@@ -185,8 +175,7 @@ impl Optimizer for AdamWOptimizer {
 }
 
 impl AdamWOptimizer {
-    fn update(&mut self, scale: Given<'_>) -> Result<()> {
-        self.steps += 1;
+    fn update(&mut self, scale: &StepScale) -> Result<()> {
         #[cfg(feature = "cuda")]
         let mut on_gpu = super::gpu::UpdatesBySteps::default();
         for index in 0..self.state.parameters().len() {
@@ -264,7 +253,7 @@ fn fused<P: Element<C>, B: StateElement<C>, C: Real>(
 }
 
 /// [`fused`] in candle operations, for any device.
-fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: Given<'_>) -> Result<()> {
+fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: &StepScale) -> Result<()> {
     let ParamUpdate { values, grad, state: [exp_avg, exp_avg_sq], noise, .. } = update;
     let g = scale.scaled(grad)?;
     let (old_m, old_v) = (exp_avg.to_dtype(g.dtype())?, exp_avg_sq.to_dtype(g.dtype())?);
@@ -430,7 +419,7 @@ mod tests {
                 let state = one.state[0].dtype();
                 assert_eq!(state == DType::BF16, state_dtype == StateDtype::Bf16);
                 dispatch!(dtype, state, fused(&one, c, &scale)).unwrap();
-                composed(&other, c, Given::Known(&scale)).unwrap();
+                composed(&other, c, &scale.into()).unwrap();
                 let all = |w: &ParamUpdate<2>| {
                     let tensors = [&w.values, &w.state[0], &w.state[1]];
                     tensors.map(|t| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap())
@@ -439,9 +428,9 @@ mod tests {
                     assert_close(one, &other, if dtype == DType::BF16 { 0.008 } else { 1e-6 });
                 }
                 let (late, skipped) = (make(), make());
-                composed(&late, c, Given::Late(&late_scale(&scale, 1.0))).unwrap();
+                composed(&late, c, &late_scale(&scale, 1.0)).unwrap();
                 assert_eq!(all(&late), all(&other), "{dtype:?} {state_dtype:?}");
-                composed(&skipped, c, Given::Late(&late_scale(&scale, f64::NAN))).unwrap();
+                composed(&skipped, c, &late_scale(&scale, f64::NAN)).unwrap();
                 assert_eq!(all(&skipped), all(&make()), "{dtype:?} {state_dtype:?}");
             }
         }

@@ -7,12 +7,12 @@ use candle_core::{DType, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
-use super::GradScale;
 use super::state_dtype::{Noise, round};
+use super::step_scale::GradScale;
+use crate::Result;
 use crate::autograd::storage::{HostElement, with_host, with_host_mut};
 use crate::parameter::accumulation_dtype;
 use crate::simd::vectorized;
-use crate::{Error, Result};
 
 /// Elements a task handles: small enough that its slices stay in the second-level cache.
 const CHUNK: usize = 1 << 14;
@@ -156,26 +156,6 @@ impl<C: Real> Scale<C> {
 
     pub(super) fn apply(self, grad: C) -> C {
         (grad * self.factor).clamp(self.bound)
-    }
-}
-
-/// [`Scale::apply`] in candle operations, for devices other than the CPU.
-pub(super) fn scaled_grad(grad: &Tensor, scale: &GradScale) -> Result<Tensor> {
-    let grad = (grad.detach() * scale.factor)?;
-    Ok(match scale.clip_value {
-        Some(bound) => grad.clamp(-bound, bound)?,
-        None => grad,
-    })
-}
-
-/// # Errors
-/// If `clip_value` cannot be a bound.
-pub(super) fn check_scale(scale: &GradScale) -> Result<()> {
-    match scale.clip_value {
-        Some(bound) if bound.is_nan() || bound < 0.0 => Err(Error::Config(format!(
-            "trainer.gradient_clip_val must be zero or more when clipping by value, got {bound}"
-        ))),
-        _ => Ok(()),
     }
 }
 

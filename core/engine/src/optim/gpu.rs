@@ -10,8 +10,8 @@ use fulgurite_kernels::cuda::{address, run};
 use fulgurite_kernels::plans::{self, Average, Noise, Scale, Sgd, State, Update, Values};
 use fulgurite_kernels::{Float, Plan};
 
-use super::late::{Given, LateScale};
 use super::state::ParamUpdate;
+use super::step_scale::StepScale;
 use crate::Result;
 use crate::shard::Region;
 
@@ -184,19 +184,18 @@ impl<const N: usize> Updates<N> {
     }
 }
 
-/// The scale for a kernel. One on the device is held by whoever gave it, until the launch is made.
-fn for_kernel(scale: Given<'_>) -> Result<Scale> {
-    match scale {
-        Given::Known(scale) => {
-            let bound = scale.clip_value.unwrap_or(f64::INFINITY) as f32;
-            Ok(Scale::Known { factor: scale.factor as f32, bound })
-        }
-        Given::Late(late) => Ok(Scale::At(address(late.in_kernels())?)),
+/// The scale for a kernel. One on the device is held by its giver until the launch is made.
+fn for_kernel(scale: &StepScale) -> Result<Scale> {
+    if let Some(words) = scale.in_kernels() {
+        return Ok(Scale::At(address(words)?));
     }
+    let scale = scale.known()?;
+    let bound = scale.clip_value.unwrap_or(f64::INFINITY) as f32;
+    Ok(Scale::Known { factor: scale.factor as f32, bound })
 }
 
 /// One step of AdamW.
-pub(super) fn adamw(updates: Updates<2>, adamw: plans::AdamW, scale: Given<'_>) -> Result<()> {
+pub(super) fn adamw(updates: Updates<2>, adamw: plans::AdamW, scale: &StepScale) -> Result<()> {
     let scale = for_kernel(scale)?;
     updates.make(|updates| plans::adamw(updates, adamw, scale))
 }
@@ -205,7 +204,7 @@ pub(super) fn adamw(updates: Updates<2>, adamw: plans::AdamW, scale: Given<'_>) 
 pub(super) fn sgd<const N: usize>(
     updates: Updates<N>,
     momentum: Sgd,
-    scale: Given<'_>,
+    scale: &StepScale,
 ) -> Result<()> {
     let scale = for_kernel(scale)?;
     updates.make(|updates| {
@@ -246,10 +245,10 @@ impl Averages {
         Ok(true)
     }
 
-    /// `average += gain * (values - average)`, unless `late` skips the step: one launch.
-    pub(super) fn update(self, gain: f64, late: Option<&LateScale>) -> Result<()> {
+    /// `average += gain * (values - average)`, unless `scale` skips the step: one launch.
+    pub(super) fn update(self, gain: f64, scale: Option<&StepScale>) -> Result<()> {
         let Some(first) = self.tensors.first() else { return Ok(()) };
-        let scale = late.map(|late| address(late.in_kernels())).transpose()?;
+        let scale = scale.and_then(StepScale::in_kernels).map(address).transpose()?;
         // SAFETY: averages and values are tensors of one length (`WeightAverage::shards`) that are held until this
         // returns; an average is in f32 where values are not in f64.
         unsafe { carry_out(&plans::average(&self.averages, gain, scale), first) }

@@ -38,13 +38,13 @@ mod elementwise;
 mod gpu;
 mod grad_norm;
 mod groups;
-mod late;
 mod loss_scale;
 mod optimizer;
 mod schedule;
 mod sgd;
 mod state;
 mod state_dtype;
+mod step_scale;
 #[cfg(test)]
 mod testing;
 mod weight_average;
@@ -56,12 +56,10 @@ pub use cycles::{
 };
 pub use grad_norm::{SquaredNorm, clip_factor};
 pub use groups::{ParamGroup, ParamGroupConfig};
-pub use late::LateScale;
 pub use loss_scale::LossScale;
-pub use optimizer::{
-    GradScale, Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor,
-};
+pub use optimizer::{Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};
 pub use schedule::{Constant, Cosine, Linear, Step};
 pub use sgd::Sgd;
 pub use state_dtype::StateDtype;
+pub use step_scale::{GradScale, StepScale};
 pub use weight_average::WeightAverage;

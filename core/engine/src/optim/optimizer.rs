@@ -4,25 +4,10 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use super::{LateScale, ParamGroup};
+use super::{GradScale, ParamGroup, StepScale};
 use crate::parameter::Parameter;
 use crate::shard::Region;
 use crate::{Error, Result};
-
-/// Scaling and clipping of gradients, within the optimizer's one pass over memory.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct GradScale {
-    /// Gradients are multiplied by this first (one over the token count, times the clip factor).
-    pub factor: f64,
-    /// Then each element is clamped to plus or minus this.
-    pub clip_value: Option<f64>,
-}
-
-impl Default for GradScale {
-    fn default() -> Self {
-        Self { factor: 1.0, clip_value: None }
-    }
-}
 
 /// One tensor of an optimizer's state, as a checkpoint takes it.
 #[derive(Debug, Clone)]
@@ -51,22 +36,17 @@ pub trait Optimizer: Send {
     /// [`local`](Parameter::local)'s values; a parameter without one does not change.
     fn step(&mut self, scale: &GradScale) -> Result<()>;
 
-    /// Whether it can [`step_late`](Self::step_late). By default not.
-    fn can_step_late(&self) -> bool {
-        false
-    }
-
-    /// As [`step`](Self::step), by a scale that is in the memory of the values' device, for which nothing waits. A step
-    /// that the scale skips changes neither values nor state; it counts all the same, until
-    /// [`load_scalars`](Self::load_scalars) sets the numbers back to those before it.
+    /// The same by a scale that the host may not know: how training steps. By default waits for the scale, and
+    /// [steps](Self::step) unless it skips.
+    ///
+    /// An optimizer that leaves the scale on the device overrides it, so that the host does not wait. A step that the scale
+    /// skips changes neither values nor state. Whether it counts makes no difference: [`load_scalars`](Self::load_scalars)
+    /// sets the numbers back to those before it.
     ///
     /// # Errors
-    /// As [`step`](Self::step); if the values are on another device than the scale; and by default.
-    fn step_late(&mut self, scale: &LateScale) -> Result<()> {
-        let _ = scale;
-        Err(Error::other(
-            "this optimizer cannot step by a scale that is on the device; `trainer.late_reads` = false reads it first",
-        ))
+    /// As [`step`](Self::step), and if the device cannot be read.
+    fn step_by(&mut self, scale: &StepScale) -> Result<()> {
+        scale.read()?.map_or(Ok(()), |scale| self.step(&scale))
     }
 
     /// Sets the run's seed, for optimizers whose updates use random numbers. `Fabric` calls it before

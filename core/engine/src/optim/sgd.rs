@@ -5,14 +5,12 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{
-    Element, Real, Scale, StateElement, arithmetic_dtype, check_scale, dispatch, update,
-};
+use super::elementwise::{Element, Real, Scale, StateElement, arithmetic_dtype, dispatch, update};
 use super::groups::{Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve};
-use super::late::{Given, LateScale, OnHost};
-use super::optimizer::{GradScale, Optimizer, OptimizerConfig, StateTensor};
+use super::optimizer::{Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, state_bytes};
 use super::state_dtype::{StateDtype, store};
+use super::step_scale::{GradScale, StepScale};
 use crate::autograd::storage;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
@@ -142,23 +140,13 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
     }
 
     fn step(&mut self, scale: &GradScale) -> Result<()> {
-        check_scale(scale)?;
-        self.update(Given::Known(scale))
+        self.step_by(&(*scale).into())
     }
 
-    fn can_step_late(&self) -> bool {
-        true
-    }
-
-    fn step_late(&mut self, scale: &LateScale) -> Result<()> {
-        match scale.on_host()? {
-            Some(OnHost::Scale(scale)) => self.step(&scale),
-            Some(OnHost::Skip) => {
-                self.steps += 1;
-                Ok(())
-            }
-            None => self.update(Given::Late(scale)),
-        }
+    fn step_by(&mut self, scale: &StepScale) -> Result<()> {
+        let scale = scale.for_values(self.state.has_values_on_host())?;
+        self.steps += 1;
+        scale.map_or(Ok(()), |scale| self.update(&scale))
     }
 
     fn set_seed(&mut self, seed: u64) {
@@ -219,8 +207,7 @@ impl<const N: usize> Optimizer for SgdOptimizer<N> {
 }
 
 impl<const N: usize> SgdOptimizer<N> {
-    fn update(&mut self, scale: Given<'_>) -> Result<()> {
-        self.steps += 1;
+    fn update(&mut self, scale: &StepScale) -> Result<()> {
         #[cfg(feature = "cuda")]
         let mut on_gpu = super::gpu::UpdatesBySteps::default();
         for index in 0..self.state.parameters().len() {
@@ -287,7 +274,7 @@ fn fused<const N: usize, P: Element<C>, B: StateElement<C>, C: Real>(
 fn composed<const N: usize>(
     update: &ParamUpdate<N>,
     c: Coefficients,
-    scale: Given<'_>,
+    scale: &StepScale,
 ) -> Result<()> {
     let ParamUpdate { values, grad, state, noise, .. } = update;
     let p = values.detach().to_dtype(grad.dtype())?;
@@ -393,17 +380,17 @@ mod tests {
             let ((one, p), (other, q)) = (momentum(), momentum());
             let state = one.state[0].dtype();
             dispatch!(DType::F32, state, fused[1](&one, c, &scale)).unwrap();
-            composed(&other, c, Given::Known(&scale)).unwrap();
+            composed(&other, c, &scale.into()).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             let state = |w: &ParamUpdate<1>| {
                 w.state[0].to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap()
             };
             assert_close(&state(&one), &state(&other), 1e-6);
             let ((late, p), (skipped, r)) = (momentum(), momentum());
-            composed(&late, c, Given::Late(&late_scale(&scale, 1.0))).unwrap();
+            composed(&late, c, &late_scale(&scale, 1.0)).unwrap();
             assert_eq!((values(&p[0]), state(&late)), (values(&q[0]), state(&other)));
             let before = (values(&r[0]), state(&skipped));
-            composed(&skipped, c, Given::Late(&late_scale(&scale, f64::NAN))).unwrap();
+            composed(&skipped, c, &late_scale(&scale, f64::NAN)).unwrap();
             assert_eq!((values(&r[0]), state(&skipped)), before);
 
             let plain = || {
@@ -414,7 +401,7 @@ mod tests {
             };
             let ((one, p), (other, q)) = (plain(), plain());
             fused::<0, f32, f32, f32>(&one, c, &scale).unwrap();
-            composed(&other, c, Given::Known(&scale)).unwrap();
+            composed(&other, c, &scale.into()).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             assert_ne!(values(&p[0]), numbers(NAMES[0].0, 0, NAMES[0].1));
         }

@@ -65,6 +65,12 @@ impl<const N: usize> OptimizerState<N> {
         &self.parameters
     }
 
+    /// Whether values of a parameter are in the host's memory.
+    pub(super) fn has_values_on_host(&self) -> bool {
+        let on_host = |p: &Parameter| p.local().is_ok_and(|local| local.values.device().is_cpu());
+        self.parameters.iter().any(on_host)
+    }
+
     /// The groups, as [`Optimizer::param_groups`](super::Optimizer::param_groups).
     pub(super) fn param_groups(&self, base: Hyper, common: &[(&str, f64)]) -> Vec<ParamGroup> {
         groups::param_groups(&self.parameters, &self.hypers, base, common)

@@ -2,7 +2,7 @@
 
 use candle_core::{DType, Device, Tensor};
 
-use super::{GradScale, LateScale, Optimizer};
+use super::{GradScale, Optimizer, StepScale};
 use crate::module::{ModuleBuilder, ModuleInit};
 use crate::parameter::{Init, LocalShard, Parameter, ParameterSlot, accumulation_dtype};
 use crate::random::{Purpose, Stream};
@@ -53,9 +53,9 @@ pub(super) fn schedule(step: u64) -> f64 {
 }
 
 /// `scale` on the device, in a step with this loss.
-pub(super) fn late_scale(scale: &GradScale, loss: f64) -> LateScale {
+pub(super) fn late_scale(scale: &GradScale, loss: f64) -> StepScale {
     let [loss, norm] = [loss, 1.0].map(|x| Tensor::new(x, &Device::Cpu).unwrap());
-    LateScale::new((&loss, &norm), scale, None, None).unwrap()
+    StepScale::on_device((&loss, &norm), scale, None, None).unwrap()
 }
 
 /// The parameter's slot.

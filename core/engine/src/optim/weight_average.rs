@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use candle_core::Tensor;
 
 use super::elementwise::{Element, Real, arithmetic_dtype, dispatch, update};
-use super::late::{LateScale, OnHost};
 use super::optimizer::StateTensor;
+use super::step_scale::StepScale;
 use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
@@ -155,25 +155,25 @@ impl WeightAverage {
         self.update_unless_skipped(None)
     }
 
-    /// As [`update`](Self::update) after an optimizer's [`step_late`](super::Optimizer::step_late) with this scale: the
-    /// averages do not change if the step changed nothing. It counts as an update all the same, until
+    /// As [`update`](Self::update), after an optimizer's [`step_by`](super::Optimizer::step_by) this scale: the averages do
+    /// not change if the step changed nothing. It counts as an update all the same, until
     /// [`load_scalars`](Self::load_scalars) sets the number back.
     ///
     /// # Errors
-    /// As [`update`](Self::update), and if the averages are on another device than the scale.
-    pub fn update_late(&mut self, scale: &LateScale) -> Result<()> {
-        match scale.on_host()? {
-            Some(OnHost::Skip) => {
+    /// As [`update`](Self::update).
+    pub fn update_after(&mut self, scale: &StepScale) -> Result<()> {
+        let on_host = self.entries.iter().any(|entry| entry.average.device().is_cpu());
+        match scale.for_values(on_host)? {
+            Some(scale) => self.update_unless_skipped(Some(&scale)),
+            None => {
                 self.updates += 1;
                 Ok(())
             }
-            Some(OnHost::Scale(_)) => self.update(),
-            None => self.update_unless_skipped(Some(scale)),
         }
     }
 
-    /// `late` is a scale that is not on the host.
-    fn update_unless_skipped(&mut self, late: Option<&LateScale>) -> Result<()> {
+    /// `scale` may be on the device, and skip the update there.
+    fn update_unless_skipped(&mut self, scale: Option<&StepScale>) -> Result<()> {
         if self.swapped {
             return Err(Error::other(
                 "the averages are in the weights' place, and cannot be updated with themselves; \
@@ -189,7 +189,7 @@ impl WeightAverage {
             if values.elem_count() == 0 {
                 continue;
             }
-            if gain == 1.0 && late.is_none() {
+            if gain == 1.0 && scale.is_none_or(|scale| scale.known().is_ok()) {
                 storage::copy_from(average, &values)?;
             } else if average.device().is_cpu() {
                 dispatch!(values.dtype(), lerp_state(average, &values, gain))?;
@@ -199,11 +199,11 @@ impl WeightAverage {
                     continue;
                 }
                 let values = values.to_dtype(average.dtype())?;
-                storage::copy_from(average, &composed(average, &values, gain, late)?)?;
+                storage::copy_from(average, &composed(average, &values, gain, scale)?)?;
             }
         }
         #[cfg(feature = "cuda")]
-        on_gpu.update(gain, late)?;
+        on_gpu.update(gain, scale)?;
         self.updates += 1;
         Ok(())
     }
@@ -317,11 +317,11 @@ fn composed(
     average: &Tensor,
     values: &Tensor,
     gain: f64,
-    late: Option<&LateScale>,
+    scale: Option<&StepScale>,
 ) -> Result<Tensor> {
     let new = (average + ((values - average)? * gain)?)?;
-    match late {
-        Some(late) => late.unless_skipped(average, &new),
+    match scale {
+        Some(scale) => scale.unless_skipped(average, new),
         None => Ok(new),
     }
 }
@@ -386,11 +386,11 @@ mod tests {
             [(); 2].map(|()| WeightAverage::exponential(&parameters, 0.5).unwrap());
         set_values(&parameters, 1);
         let scale = GradScale::default();
-        late.update_late(&late_scale(&scale, 1.0)).unwrap();
+        late.update_after(&late_scale(&scale, 1.0)).unwrap();
         known.update().unwrap();
         assert_eq!(averages(&late), averages(&known));
         set_values(&parameters, 2);
-        late.update_late(&late_scale(&scale, f64::NAN)).unwrap();
+        late.update_after(&late_scale(&scale, f64::NAN)).unwrap();
         assert_eq!((averages(&late), late.updates()), (averages(&known), 2));
         // What devices without a fused pass compute.
         let average = late.entries[0].average.copy().unwrap();

@@ -7,14 +7,14 @@ use super::optimizer::check_positive;
 use crate::Result;
 use crate::run::ClipAlgorithm;
 use fulgurite_engine::execution::read::{self, Later};
-use fulgurite_engine::optim::LateScale;
+use fulgurite_engine::optim::StepScale;
 use fulgurite_engine::strategy::StepTotals;
 
 /// The numbers of a step that are still on the device, and what undoes the step if they are not finite: the device has
 /// skipped it then, and all after it.
 #[derive(Debug)]
 pub(crate) struct LateStep {
-    scale: LateScale,
+    scale: StepScale,
     /// The sum of the loss, and the norm.
     numbers: Later,
     /// What the loss counted, of all ranks.
@@ -65,8 +65,9 @@ impl FabricOptimizer {
     /// the trainer does with `trainer.late_reads`. Collective.
     ///
     /// Where the host has to know the numbers, it reads them before the step: in f16, whose loss scale it sets, with several
-    /// optimizers, under `cpu_offload`, and with an optimizer or strategy that cannot ([`can_step_late`]). A loop that never
-    /// reads does not hear that its steps change nothing any more.
+    /// optimizers, and with a strategy that cannot ([`can_step_late`]). An optimizer waits for the scale if it updates values
+    /// on the host (`cpu_offload`) or [reads](fulgurite_engine::optim::StepScale::read) it. A loop that never reads does not
+    /// hear that its steps change nothing any more.
     ///
     /// ```
     /// use fulgurite_core::fabric::{FabricOptimizer, LateNumbers};
@@ -83,7 +84,7 @@ impl FabricOptimizer {
     /// }
     /// ```
     ///
-    /// [`can_step_late`]: fulgurite_engine::optim::Optimizer::can_step_late
+    /// [`can_step_late`]: fulgurite_engine::strategy::Strategy::can_step_late
     ///
     /// # Errors
     /// As clipping and [`step`](Self::step), those of numbers that are not finite when they are read.
@@ -130,15 +131,7 @@ impl FabricOptimizer {
 
     /// Whether [`late_step`](Self::late_step) may be called. The same on all ranks.
     pub(crate) fn can_step_late(&self) -> Result<bool> {
-        if !self.inner.can_step_late() || !self.runtime.can_step_late()? {
-            return Ok(false);
-        }
-        // What waits on the host for its update, as under `cpu_offload`, is updated by what the host knows.
-        let on_host = |parameter: &fulgurite_engine::parameter::Parameter| {
-            Ok(!parameter.local()?.values.device().same_device(parameter.device()))
-        };
-        let on_host: Result<Vec<bool>> = self.inner.parameters().iter().map(on_host).collect();
-        Ok(!on_host?.contains(&true))
+        self.runtime.can_step_late()
     }
 
     /// In place of totals, norm and clipping: makes the scale of the step's gradients on the device, and begins to read loss
@@ -165,7 +158,8 @@ impl FabricOptimizer {
             // It is skipped, which the host has to know.
             return self.clip(clip).map(Numbers::Known);
         }
-        let numbers = read::later(scale.numbers(), "loss and gradient norm")?;
+        let numbers = scale.numbers().expect("the scale was made on the device");
+        let numbers = read::later(numbers, "loss and gradient norm")?;
         Ok(Numbers::Late(LateStep { scale, numbers, count, scalars: self.scalars() }))
     }
 
@@ -176,11 +170,11 @@ impl FabricOptimizer {
         self.runtime.audit_gradients(self.index, self.unused_now())?;
         let factor = self.schedule_factor()?;
         self.inner.set_schedule_factor(factor);
-        self.inner.step_late(&late.scale)?;
+        self.inner.step_by(&late.scale)?;
         self.late_before = Some(late.scale.clone());
         self.steps += 1;
         match &mut self.average {
-            Some(average) if average.follows_steps() => average.update_late(&late.scale),
+            Some(average) if average.follows_steps() => average.update_after(&late.scale),
             _ => Ok(()),
         }
     }

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use crate::runtime::{StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::optim::{
-    GradScale, Interval, LateScale, Optimizer, ParamGroup, SchedulerConfig, StateTensor,
+    GradScale, Interval, Optimizer, ParamGroup, SchedulerConfig, StateTensor, StepScale,
     WeightAverage, clip_factor,
 };
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
@@ -50,7 +50,7 @@ pub struct FabricOptimizer {
     overflowed: Option<bool>,
     pub(super) average: Option<WeightAverage>,
     /// The scale of the last step that was left on the device.
-    pub(super) late_before: Option<LateScale>,
+    pub(super) late_before: Option<StepScale>,
     /// A factor on the learning rate, besides the schedule's.
     lr_scale: f64,
     /// What the learning rate is instead of what schedule and factor make it.
@@ -361,10 +361,8 @@ impl FabricOptimizer {
         if overflowed != Some(true) {
             let factor = self.schedule_factor()?;
             self.inner.set_schedule_factor(factor);
-            self.inner.step(&GradScale {
-                factor: self.runtime.grad_scale(self.index)? * self.clip_factor,
-                clip_value: self.clip_value,
-            })?;
+            let factor = self.runtime.grad_scale(self.index)? * self.clip_factor;
+            self.inner.step(&GradScale { factor, clip_value: self.clip_value })?;
         }
         (self.clip_factor, self.clip_value) = (1.0, None);
         self.steps += 1;

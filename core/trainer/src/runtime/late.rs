@@ -6,7 +6,7 @@ use super::StrategyRuntime;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::mesh::DP_CP;
-use fulgurite_engine::optim::{GradScale, LateScale};
+use fulgurite_engine::optim::{GradScale, StepScale};
 use fulgurite_engine::strategy::StepTotals;
 
 impl StrategyRuntime {
@@ -25,8 +25,8 @@ impl StrategyRuntime {
         &self,
         optimizer: usize,
         (max_norm, clip_value): (Option<f64>, Option<f64>),
-        before: Option<&LateScale>,
-    ) -> Result<(LateScale, f64)> {
+        before: Option<&StepScale>,
+    ) -> Result<(StepScale, f64)> {
         let _phase = self.phase("gradient norm");
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
@@ -55,6 +55,6 @@ impl StrategyRuntime {
             [loss_sum, squares]
         };
         let scale = GradScale { factor, clip_value };
-        Ok((LateScale::new((&loss_sum, &squares), &scale, max_norm, before)?, count))
+        Ok((StepScale::on_device((&loss_sum, &squares), &scale, max_norm, before)?, count))
     }
 }
