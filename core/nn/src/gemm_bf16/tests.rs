@@ -110,6 +110,8 @@ fn compare_shapes<K: Kernel, I: Instruction>(kernel: K) {
         [270, 20, 40],   // several pieces of rows
         [33, 20, 300],   // several pieces of columns
         [130, 130, 140], // for two threads
+        [64, 544, 40],   // whole strips and blocks, in several panels
+        [288, 32, 33],   // the same, in several pieces of rows
     ];
     for [m, k, n] in shapes {
         for values in [usual, unusual] {
