@@ -63,7 +63,7 @@ vectorized! {
     /// `sum += x`.
     fn add_elements[E: Element](sum: &mut [E], x: &[E]) {
         for (sum, x) in sum.iter_mut().zip(x) {
-            *sum = E::round(sum.widen() + x.widen());
+            *sum = E::narrow(sum.widen() + x.widen());
         }
     }
 }

@@ -138,8 +138,8 @@ pub(crate) trait Element: HostElement {
     /// What it is computed in.
     type Wide: Float;
     fn widen(self) -> Self::Wide;
-    /// Rounds to nearest even.
-    fn round(x: Self::Wide) -> Self;
+    /// Rounds to nearest even. Not called `round`, which is a method of f32 that rounds to integers.
+    fn narrow(x: Self::Wide) -> Self;
 }
 
 macro_rules! elements {
@@ -152,7 +152,7 @@ macro_rules! elements {
                 $widen
             }
             #[inline(always)]
-            fn round($x: $Wide) -> Self {
+            fn narrow($x: $Wide) -> Self {
                 $round
             }
         }
@@ -162,8 +162,8 @@ macro_rules! elements {
 elements! {
     f32: f32, x => x, x;
     f64: f64, x => x, x;
-    bf16: f32, x => Half::widen(x), Half::round(x);
-    f16: f32, x => Half::widen(x), Half::round(x);
+    bf16: f32, x => Half::widen(x), Half::narrow(x);
+    f16: f32, x => Half::widen(x), Half::narrow(x);
 }
 
 const LANES: usize = 8;

@@ -52,7 +52,7 @@ pub(super) fn converted(tensor: &Tensor, dtype: DType) -> Result<Option<Tensor>>
             Ok(Some(Tensor::from_vec(values, shape, &Device::Cpu)?))
         },
         {
-            let values = with_host(tensor, |values: &[f32]| map(values, T::round))?;
+            let values = with_host(tensor, |values: &[f32]| map(values, T::narrow))?;
             Ok(Some(Tensor::from_vec(values, shape, &Device::Cpu)?))
         },
         Ok(None)
@@ -79,7 +79,7 @@ pub(super) fn convert_into(target: &Tensor, source: &Tensor) -> Result<bool> {
         },
         {
             with_host(source, |values: &[f32]| {
-                with_host_mut(target, |out: &mut [T]| map_into(out, values, T::round))
+                with_host_mut(target, |out: &mut [T]| map_into(out, values, T::narrow))
             })??;
             Ok(true)
         },

@@ -7,7 +7,7 @@ pub trait Half: Copy {
     /// The same value in f32.
     fn widen(self) -> f32;
     /// The nearest value, ties to even.
-    fn round(x: f32) -> Self;
+    fn narrow(x: f32) -> Self;
 }
 
 impl Half for bf16 {
@@ -21,7 +21,7 @@ impl Half for bf16 {
 
     /// [`bf16::from_f32`], without a branch.
     #[inline(always)]
-    fn round(x: f32) -> Self {
+    fn narrow(x: f32) -> Self {
         let bits = x.to_bits();
         let nearest = bits.wrapping_add(0x7fff + (bits >> 16 & 1)) >> 16;
         let quiet = bits >> 16 | 0x40;
@@ -36,7 +36,7 @@ impl Half for f16 {
     }
 
     #[inline(always)]
-    fn round(x: f32) -> Self {
+    fn narrow(x: f32) -> Self {
         f16::from_f32(x)
     }
 }
@@ -52,7 +52,7 @@ mod tests {
             for low in ends {
                 let x = f32::from_bits(high << 16 | low);
                 assert_eq!(
-                    <bf16 as Half>::round(x).to_bits(),
+                    <bf16 as Half>::narrow(x).to_bits(),
                     bf16::from_f32(x).to_bits(),
                     "{x:e}"
                 );

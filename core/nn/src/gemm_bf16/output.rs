@@ -97,7 +97,7 @@ impl Output for Round {
     unsafe fn store(self, at: usize, _: usize, values: &[f32]) {
         for (i, &value) in values.iter().enumerate() {
             // SAFETY: the caller's promise.
-            unsafe { self.0.add(at + i).write(bf16::round(value)) }
+            unsafe { self.0.add(at + i).write(bf16::narrow(value)) }
         }
     }
 }
@@ -112,7 +112,7 @@ impl Output for RoundWithBias<'_> {
         let bias = &self.1[col..][..values.len()];
         for (i, (&value, bias)) in values.iter().zip(bias).enumerate() {
             // SAFETY: the caller's promise.
-            unsafe { self.0.add(at + i).write(bf16::round(value + bias.widen())) }
+            unsafe { self.0.add(at + i).write(bf16::narrow(value + bias.widen())) }
         }
     }
 }
@@ -127,7 +127,7 @@ impl Output for AddRounded {
         // SAFETY: the caller's promise.
         let out = unsafe { std::slice::from_raw_parts_mut(self.0.add(at), values.len()) };
         for (out, &value) in out.iter_mut().zip(values) {
-            *out = bf16::round(out.widen() + value);
+            *out = bf16::narrow(out.widen() + value);
         }
     }
 }

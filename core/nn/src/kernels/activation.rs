@@ -63,7 +63,7 @@ fn times_slope<E: Element>(
     grad: &[E],
     slope: impl Fn(E::Wide) -> E::Wide + Copy + Sync,
 ) -> Vec<E> {
-    map2(x, grad, |x, grad| E::round(grad.widen() * slope(x.widen())))
+    map2(x, grad, |x, grad| E::narrow(grad.widen() * slope(x.widen())))
 }
 
 fn sigmoid_portable(x: &Tensor) -> candle_core::Result<Tensor> {
@@ -83,9 +83,9 @@ impl Activation {
                 let host_x = host(&x)?;
                 let values = host_x.slice::<E>()?;
                 let y = match self {
-                    Self::Silu => map(values, |x| E::round(silu(x.widen()))),
-                    Self::Gelu => map(values, |x| E::round(gelu(x.widen()))),
-                    Self::GeluTanh => map(values, |x| E::round(gelu_tanh(x.widen()))),
+                    Self::Silu => map(values, |x| E::narrow(silu(x.widen()))),
+                    Self::Gelu => map(values, |x| E::narrow(gelu(x.widen()))),
+                    Self::GeluTanh => map(values, |x| E::narrow(gelu_tanh(x.widen()))),
                 };
                 tensor(y, x.shape())
             });
@@ -176,7 +176,7 @@ pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         return with_element!(gate.dtype(), E => {
             let (g, u) = (host(&gate)?, host(&up)?);
             let y = map2(g.slice::<E>()?, u.slice()?, |g, u| {
-                E::round(silu(g.widen()) * u.widen())
+                E::narrow(silu(g.widen()) * u.widen())
             });
             tensor(y, gate.shape())
         });
@@ -195,7 +195,7 @@ impl<E: Element> TwoOfThree<E> for SwigluGrads {
     fn of(self, gate: E, up: E, grad: E) -> (E, E) {
         let (g, u, d) = (gate.widen(), up.widen(), grad.widen());
         let (one, s) = (E::Wide::ONE, g.sigmoid());
-        (E::round(d * u * s * (one + g * (one - s))), E::round(d * g * s))
+        (E::narrow(d * u * s * (one + g * (one - s))), E::narrow(d * g * s))
     }
 }
 
