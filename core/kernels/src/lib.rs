@@ -28,6 +28,7 @@
 pub mod cache;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod cudnn;
 mod dtype;
 mod plan;
 pub mod plans;
