@@ -1,6 +1,7 @@
 //! Attention by cuDNN 9: graphs of operations as data, and the plans that cuDNN makes of them.
 //!
-//! **No plan has run on a GPU yet.** Two checks need no GPU. The tests carry out both graphs on the
+//! **No plan has run on a GPU yet**, so cuDNN is off unless the environment variable
+//! `FULGURITE_ATTENTION` is `cudnn`. Two checks need no GPU. The tests carry out both graphs on the
 //! CPU and compare the results with the formula. `.ci/cudnn` has cuDNN make plans of the graphs for
 //! an H100 that is only described.
 //!
@@ -29,6 +30,7 @@
 //! may follow either forward.
 
 mod backward;
+mod choice;
 mod constants;
 mod descriptor;
 mod forward;
@@ -40,6 +42,7 @@ mod plan;
 mod shape;
 
 pub use backward::backward;
+pub use choice::{AttentionKernels, VARIABLE};
 pub use forward::forward;
 pub use graph::{
     Argument, BandMask, DataType, Graph, Number, Operation, Place, PointwiseMode, Sdpa, Tensor,
