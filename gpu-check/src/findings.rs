@@ -13,6 +13,9 @@ pub(crate) struct Findings {
     pub(crate) figures: BTreeMap<String, f64>,
     /// What there is: versions and names.
     pub(crate) facts: BTreeMap<String, String>,
+    /// Why the step was not run, if it was not.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub(crate) skipped: Option<String>,
 }
 
 impl Findings {

@@ -98,6 +98,7 @@ fn step_command(step: &Step, target: &Target) -> Result<std::process::Command> {
     let program = std::env::current_exe().map_err(Error::io("finding", "this program"))?;
     let mut command = std::process::Command::new(program);
     command.args(["--device", target.device.name(), "step", step.name]);
+    command.envs(step.environment.iter().copied());
     Ok(command)
 }
 

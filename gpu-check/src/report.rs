@@ -64,6 +64,9 @@ impl Report {
     /// Adds a step that was run, and says so.
     pub(crate) fn add(&mut self, step: &Step, ended: Ended) {
         let (status, findings, message) = match ended.outcome {
+            Outcome::Found(Findings { skipped: Some(why), .. }) => {
+                (Status::Skipped, Findings::default(), Some(why))
+            }
             Outcome::Found(findings) if findings.wrong.is_empty() => {
                 (Status::Passed, findings, None)
             }

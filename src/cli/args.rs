@@ -161,12 +161,13 @@ impl RunRequest {
 /// What the environment variables of keys begin with.
 const PREFIX: &str = "FULGURITE_";
 
-/// Other variables with that prefix: users set the first three, processes of a job set the rest for each other.
+/// Other variables with that prefix. Users set those up to `BF16_PRODUCTS`, processes of a job set the rest for each other.
 const VARIABLES: &[&str] = &[
     "LOG",
     "JOB_KEY",
     "STORE_ADDRESS",
     "KERNELS",
+    "ATTENTION",
     "BF16_PRODUCTS",
     "AGENT",
     "SUPERVISOR",

@@ -23,11 +23,14 @@
 //! NVRTC makes the code of the GPU itself (a cubin), which the driver need not compile. The environment variable
 //! `FULGURITE_KERNELS=ptx` has it make PTX instead, for tools that read that, such as `gpu-check/emulator`.
 //!
+//! With `FULGURITE_ATTENTION=cudnn`, cuDNN computes attention instead ([`cudnn`]).
+//!
 //! This crate knows tensors only as addresses, lengths and dtypes; `engine` and `nn` have the plans carried out.
 
 pub mod cache;
 #[cfg(feature = "cuda")]
 pub mod cuda;
+pub mod cudnn;
 mod dtype;
 mod plan;
 pub mod plans;

@@ -105,9 +105,14 @@ impl Reference {
 
 /// Compares all cases in all dtypes and forms with f64 on the CPU.
 pub(super) fn compare(cases: &[Case], device: &Device) -> Result<Findings> {
+    compare_in(&[DType::F32, DType::BF16, DType::F16, DType::F64], cases, device)
+}
+
+/// The same in these dtypes.
+pub(super) fn compare_in(dtypes: &[DType], cases: &[Case], device: &Device) -> Result<Findings> {
     let mut findings = Findings::default();
     for case in cases {
-        for dtype in [DType::F32, DType::BF16, DType::F16, DType::F64] {
+        for &dtype in dtypes {
             for form in [Form::Contiguous, Form::Strided] {
                 let name = format!("{} {dtype:?} {form:?}", case.name);
                 let reference = Reference::of(case, dtype, form)?;

@@ -10,8 +10,8 @@ use fulgurite::nn::{
 };
 use fulgurite_error::Result;
 
-use super::cases::{Case, Function, Of, compare};
-use super::gradients;
+use super::cases::{Case, Function, Of, compare, compare_in};
+use super::{cudnn, gradients};
 use crate::findings::Findings;
 use crate::target::Target;
 
@@ -33,6 +33,27 @@ pub(super) fn norms(target: &Target) -> Result<Findings> {
 
 pub(super) fn attention(target: &Target) -> Result<Findings> {
     compare(&attention_cases(), &target.device()?)
+}
+
+/// Attention in the dtypes and shapes that cuDNN is asked for. cuDNN must compute it, except for the
+/// gradients of heads of 256 elements, for which it has no kernel on most GPUs.
+pub(super) fn attention_by_cudnn(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    for case in cudnn_cases() {
+        let before = cudnn::runs();
+        let name = case.name;
+        let found = compare_in(&[DType::BF16, DType::F16], &[case], &device)?;
+        findings.wrong.extend(found.wrong);
+        findings.figures.extend(found.figures);
+        let [forward, backward] = [0, 1].map(|i| cudnn::runs()[i] - before[i]);
+        findings.figure(format!("{name}: runs of forward"), forward as f64);
+        findings.figure(format!("{name}: runs of backward"), backward as f64);
+        findings.require(forward > 0, || format!("{name}: cuDNN has not computed the output"));
+        findings.require(backward > 0 || name.contains("256"), || {
+            format!("{name}: cuDNN has not computed the gradients")
+        });
+    }
+    Ok(findings)
 }
 
 pub(super) fn losses(target: &Target) -> Result<Findings> {
@@ -259,6 +280,51 @@ fn attention_cases() -> Vec<Case> {
                 let module = self_attention(b)?;
                 let documents = Documents::of_lengths(&[&[3, 1, 40, 1][..], &[33, 12]])?;
                 Ok(Box::new(move |x| documents.run(|| module.forward(&mild(&x[0])?))))
+            }),
+        },
+    ]
+}
+
+/// Each width, causal and not, with fewer key heads, to earlier keys, and in windows.
+fn cudnn_cases() -> Vec<Case> {
+    vec![
+        Case {
+            name: "causal attention of 64 elements",
+            inputs: &[&[2, 2, 700, 64], &[2, 2, 700, 64], &[2, 2, 700, 64]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.125, true)),
+        },
+        Case {
+            name: "attention of 64 elements without order, in groups",
+            inputs: &[&[2, 6, 150, 64], &[2, 2, 331, 64], &[2, 2, 331, 64]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.125, false)),
+        },
+        Case {
+            name: "causal attention of 128 elements to earlier keys, in groups",
+            inputs: &[&[2, 6, 200, 128], &[2, 2, 333, 128], &[2, 2, 333, 128]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.09, true)),
+        },
+        Case {
+            name: "causal attention of 128 elements",
+            inputs: &[&[1, 4, 512, 128], &[1, 4, 512, 128], &[1, 4, 512, 128]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.09, true)),
+        },
+        Case {
+            name: "causal attention of 256 elements, in groups",
+            inputs: &[&[1, 4, 300, 256], &[1, 2, 300, 256], &[1, 2, 300, 256]],
+            of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.06, true)),
+        },
+        Case {
+            name: "attention in a window",
+            inputs: &[&[2, 4, 400, 64], &[2, 2, 400, 64], &[2, 2, 400, 64]],
+            of: Of::Function(|x| {
+                functional::sliding_window_attention(&x[0], &x[1], &x[2], 0.125, 100)
+            }),
+        },
+        Case {
+            name: "attention in a window of earlier keys",
+            inputs: &[&[2, 4, 333, 128], &[2, 2, 400, 128], &[2, 2, 400, 128]],
+            of: Of::Function(|x| {
+                functional::sliding_window_attention(&x[0], &x[1], &x[2], 0.09, 100)
             }),
         },
     ]

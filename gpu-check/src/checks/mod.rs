@@ -1,6 +1,7 @@
 //! The steps.
 
 mod cases;
+mod cudnn;
 mod functions;
 mod gradients;
 mod memory;
@@ -24,6 +25,8 @@ pub(crate) struct Step {
     pub(crate) what: &'static str,
     /// Whether there is nothing to run on a CPU.
     pub(crate) needs_gpu: bool,
+    /// Environment variables of its process.
+    pub(crate) environment: &'static [(&'static str, &'static str)],
     /// Runs it, in a process of its own.
     pub(crate) run: fn(&Target) -> Result<Findings>,
 }
@@ -33,7 +36,7 @@ const fn step(
     what: &'static str,
     run: fn(&Target) -> Result<Findings>,
 ) -> Step {
-    Step { name, what, needs_gpu: false, run }
+    Step { name, what, needs_gpu: false, environment: &[], run }
 }
 
 const fn on_gpu(
@@ -41,7 +44,16 @@ const fn on_gpu(
     what: &'static str,
     run: fn(&Target) -> Result<Findings>,
 ) -> Step {
-    Step { name, what, needs_gpu: true, run }
+    Step { name, what, needs_gpu: true, environment: &[], run }
+}
+
+/// A step on a GPU in which attention is by cuDNN.
+const fn with_cudnn(
+    name: &'static str,
+    what: &'static str,
+    run: fn(&Target) -> Result<Findings>,
+) -> Step {
+    Step { environment: &[("FULGURITE_ATTENTION", "cudnn")], ..on_gpu(name, what, run) }
 }
 
 /// All steps, those first without which the others mean little.
@@ -71,6 +83,11 @@ pub(crate) const STEPS: &[Step] = &[
         "functions.attention",
         "against the CPU: attention, masked attention, rotary embedding, softmax",
         functions::attention,
+    ),
+    with_cudnn(
+        "functions.cudnn",
+        "against the CPU: attention by cuDNN, if it is there",
+        cudnn::attention,
     ),
     step("functions.losses", "against the CPU: cross entropy, with a head too", functions::losses),
     step(
@@ -125,4 +142,6 @@ pub(crate) const STEPS: &[Step] = &[
         "steps of a decoder of 1.24 billion parameters in bf16-mixed",
         training::llama,
     ),
+    with_cudnn("speed.cudnn", "attention by cuDNN, as in speed.functions", cudnn::speed),
+    with_cudnn("speed.cudnn_llama", "speed.llama with attention by cuDNN", cudnn::llama),
 ];

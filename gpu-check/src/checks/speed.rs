@@ -61,27 +61,63 @@ pub(super) fn device(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
+/// A function that is measured.
+type Function<'a> = dyn Fn(&[Tensor]) -> Result<Tensor> + 'a;
+
+/// Measures a function in bf16, forward and with backward.
+fn measure(
+    device: &Device,
+    findings: &mut Findings,
+    name: &str,
+    shapes: &[&[usize]],
+    f: &Function<'_>,
+) -> Result<()> {
+    let vars = shapes.iter().map(|shape| {
+        let values = randn("speed", &[shape.iter().product::<usize>().min(1 << 16)])?;
+        let n = shape.iter().product::<usize>();
+        let values =
+            values.repeat(n.div_ceil(values.elem_count()))?.narrow(0, 0, n)?.reshape(*shape)?;
+        Ok(Var::from_tensor(&values.to_dtype(DType::BF16)?.to_device(device)?)?)
+    });
+    let vars = vars.collect::<Result<Vec<Var>>>()?;
+    let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
+    let forward = time(device, 3, || f(&inputs))?;
+    let both = time(device, 3, || Ok(f(&inputs)?.backward()?))?;
+    findings.figure(format!("{name}_forward_ms"), forward * 1e3);
+    findings.figure(format!("{name}_forward_backward_ms"), both * 1e3);
+    Ok(())
+}
+
+/// The names of attentions that are measured, and the shapes of queries, and of keys and values.
+fn attention_shapes(device: &Device) -> [(&'static str, [usize; 4], [usize; 4]); 3] {
+    let (batch, time) = (size(device, 8, 2), size(device, 2048, 64));
+    let shapes =
+        |name, heads, dim| (name, [batch, heads, time, dim], [batch, heads / 4, time, dim]);
+    [
+        shapes("causal_attention", 32, 64),
+        shapes("causal_attention_of_128", 16, 128),
+        shapes("causal_attention_of_256", 8, 256),
+    ]
+}
+
+fn causal_attention(x: &[Tensor]) -> Result<Tensor> {
+    functional::attention(&x[0], &x[1], &x[2], 0.125, true)
+}
+
+/// Attention alone.
+pub(super) fn attention(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    for (name, q, kv) in attention_shapes(&device) {
+        measure(&device, &mut findings, name, &[&q, &kv, &kv], &causal_attention)?;
+    }
+    Ok(findings)
+}
+
 pub(super) fn functions(target: &Target) -> Result<Findings> {
     let (device, mut findings) = (target.device()?, Findings::default());
     let (rows, width) = (size(&device, 16384, 64), size(&device, 2048, 128));
-    let mut measure = |name: &str,
-                       shapes: &[&[usize]],
-                       f: &dyn Fn(&[Tensor]) -> Result<Tensor>|
-     -> Result<()> {
-        let vars = shapes.iter().map(|shape| {
-            let values = randn("speed", &[shape.iter().product::<usize>().min(1 << 16)])?;
-            let n = shape.iter().product::<usize>();
-            let values =
-                values.repeat(n.div_ceil(values.elem_count()))?.narrow(0, 0, n)?.reshape(*shape)?;
-            Ok(Var::from_tensor(&values.to_dtype(DType::BF16)?.to_device(&device)?)?)
-        });
-        let vars = vars.collect::<Result<Vec<Var>>>()?;
-        let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
-        let forward = time(&device, 3, || f(&inputs))?;
-        let both = time(&device, 3, || Ok(f(&inputs)?.backward()?))?;
-        findings.figure(format!("{name}_forward_ms"), forward * 1e3);
-        findings.figure(format!("{name}_forward_backward_ms"), both * 1e3);
-        Ok(())
+    let mut measure = |name: &str, shapes: &[&[usize]], f: &Function| {
+        measure(&device, &mut findings, name, shapes, f)
     };
     measure("rms_norm", &[&[rows, width], &[width]], &|x| {
         functional::rms_norm(&x[0], &x[1], 1e-5)
@@ -93,12 +129,8 @@ pub(super) fn functions(target: &Target) -> Result<Findings> {
         functional::swiglu(&x[0], &x[1])
     })?;
     measure("gelu", &[&[rows, 4 * width]], &|x| functional::gelu(&x[0]))?;
-    let (batch, time) = (size(&device, 8, 2), size(&device, 2048, 64));
-    for (name, heads, dim) in [("causal_attention", 32, 64), ("causal_attention_of_128", 16, 128)] {
-        let (q, kv) = ([batch, heads, time, dim], [batch, heads / 4, time, dim]);
-        measure(name, &[&q, &kv, &kv], &|x| {
-            functional::attention(&x[0], &x[1], &x[2], 0.125, true)
-        })?;
+    for (name, q, kv) in attention_shapes(&device) {
+        measure(name, &[&q, &kv, &kv], &causal_attention)?;
     }
     let targets: Vec<i64> = (0..rows as i64).map(|i| i % 100).collect();
     let targets = Tensor::from_vec(targets, rows, &device)?;

@@ -13,7 +13,7 @@ use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result
 use fulgurite_core::accelerator::{Accelerator, CudaTimeStamp, DeviceMemory, TimeStamp};
 use fulgurite_core::execution::transfer;
 use fulgurite_core::{Error, Result};
-use fulgurite_kernels::cuda::check_versions;
+use fulgurite_kernels::cuda::{check_attention_kernels, check_versions};
 
 use crate::cuda::Cuda;
 use crate::out_of_memory::says_out_of_memory;
@@ -70,6 +70,7 @@ pub(crate) fn open(ordinal: usize, options: &Cuda) -> Result<Box<dyn Accelerator
 /// Opens a GPU with one stream of its own, and has its memory pool keep what is freed.
 fn open_anew(ordinal: usize, event_tracking: bool) -> Result<Gpu> {
     check_versions()?;
+    check_attention_kernels()?;
     let device = Device::new_cuda_with_stream(ordinal)?;
     let Device::Cuda(cuda) = &device else {
         return Err(Error::Config(format!("GPU {ordinal} was opened as another kind of device")));

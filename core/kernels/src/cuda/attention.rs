@@ -6,8 +6,8 @@ use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as A
 use candle_core::{DType, Tensor};
 use fulgurite_error::{Error, Result};
 
-use super::address;
 use super::layers::{alike, carry_out, output, taken};
+use super::{address, cudnn};
 use crate::plans::{self, Attention};
 
 /// Bytes of scores, probabilities and their gradients that are in memory at once.
@@ -116,6 +116,9 @@ impl Attend<'_> {
         let context = device.cuda_stream().context().clone();
         let (major, _) = context.compute_capability().w()?;
         if !of.is_flash() || major < 8 {
+            if cudnn::is_wanted()? {
+                cudnn::not_asked(&of, major);
+            }
             return Ok(None);
         }
         // GPUs have 99 KiB or more that a block can ask for, which is enough; slices of them may have less.
@@ -151,8 +154,9 @@ pub fn takes_flash(of: Attend<'_>, tensors: [&Tensor; 3]) -> Result<bool> {
 }
 
 /// [`attention`] without scores in memory, of tensors `[batch, time, heads, width]`, the output too; the log-sum-exp is f32
-/// `[batch, heads, queries]`. `None` if no kernel takes the tensors, or the device has no tensor cores
-/// for them.
+/// `[batch, heads, queries]`. `None` if no kernel takes the tensors, or the device has no tensor
+/// cores for them. cuDNN computes it where it is [chosen](crate::cudnn::AttentionKernels) and makes
+/// a plan.
 ///
 /// # Errors
 /// As [`attention`].
@@ -164,6 +168,11 @@ pub fn flash_attention(
         return Ok(None);
     };
     let (q, k, v) = (aligned(q)?, aligned(k)?, aligned(v)?);
+    if cudnn::is_wanted()?
+        && let Some(attended) = cudnn::attention(&plan, device, [&q, &k, &v])?
+    {
+        return Ok(Some(attended));
+    }
     let y = output(&q)?;
     let (batch, queries, heads, _) = q.dims4()?;
     let lse = Tensor::zeros((batch, heads, queries), DType::F32, q.device())?;
@@ -190,7 +199,13 @@ pub fn flash_attention_backward(
     let (batch, queries, heads, _) = q.dims4()?;
     check_lse(q, lse, [batch, heads, queries])?;
     let (q, k, v) = (aligned(q)?, aligned(k)?, aligned(v)?);
-    let (y, lse, grad) = (y.contiguous()?, lse.contiguous()?, aligned(grad)?);
+    let (y, lse, grad) = (aligned(y)?, aligned(lse)?, aligned(grad)?);
+    if cudnn::is_wanted()?
+        && let Some(grads) =
+            cudnn::attention_backward(&plan, device, [&q, &k, &v], [&y, &lse, &grad])?
+    {
+        return Ok(Some(grads));
+    }
     let (dq, dk, dv) = (output(&q)?, output(&k)?, output(&v)?);
     let plan = plans::flash_attention_backward(
         &plan,

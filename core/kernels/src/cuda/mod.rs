@@ -4,6 +4,7 @@ mod attention;
 mod compile;
 mod context;
 mod copies;
+mod cudnn;
 mod dropout;
 mod layers;
 mod products;
@@ -18,6 +19,7 @@ pub use attention::{
 pub use compile::{compiled, nvrtc_version};
 pub use context::{check_versions, make_current};
 pub use copies::{casts, copy_all};
+pub use cudnn::{check_attention_kernels, cudnn_runs};
 pub use dropout::dropout;
 pub use layers::{
     Normalized, activation, activation_backward, cross_entropy, cross_entropy_backward,

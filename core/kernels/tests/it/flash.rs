@@ -12,7 +12,7 @@ use crate::shim::Machine;
 const ROUNDINGS: f64 = 4.0;
 
 /// Rows of `width` elements, `[batch, a, b]` of them, in the order of `[batch, b, a]`.
-fn exchanged<T: Copy>(values: &[T], [a, b, width]: [usize; 3]) -> Vec<T> {
+pub(crate) fn exchanged<T: Copy>(values: &[T], [a, b, width]: [usize; 3]) -> Vec<T> {
     let sequence = (a * b * width).max(1);
     let rows = values.chunks(sequence).flat_map(|x| {
         let row = move |i, j| &x[(i * b + j) * width..][..width];

@@ -5,6 +5,7 @@
 mod attention;
 mod cache;
 mod copies;
+mod cudnn;
 mod faults;
 mod flash;
 mod grad_norm;

@@ -1,0 +1,57 @@
+//! Which kernels attend on GPUs.
+
+use std::env;
+use std::sync::OnceLock;
+
+use fulgurite_error::{Error, Result};
+
+/// The environment variable that names the kernels of attention.
+pub const VARIABLE: &str = "FULGURITE_ATTENTION";
+
+/// The kernels that attend on GPUs in bf16 and f16, without scores in memory.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum AttentionKernels {
+    /// The kernels of this crate.
+    Flash,
+    /// cuDNN's kernels; this crate's for tensors that cuDNN does not take.
+    Cudnn,
+}
+
+impl AttentionKernels {
+    /// Returns what the environment variable `FULGURITE_ATTENTION` names: `flash`, the default, or
+    /// `cudnn`. It is read once.
+    ///
+    /// # Errors
+    /// If it is set to something else.
+    pub fn chosen() -> Result<Self> {
+        static CHOSEN: OnceLock<std::result::Result<AttentionKernels, String>> = OnceLock::new();
+        let value = || env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned());
+        CHOSEN.get_or_init(|| Self::named(value().as_deref())).clone().map_err(Error::Config)
+    }
+
+    fn named(value: Option<&str>) -> std::result::Result<Self, String> {
+        match value {
+            None | Some("flash") => Ok(Self::Flash),
+            Some("cudnn") => Ok(Self::Cudnn),
+            Some(other) => Err(format!(
+                "the environment variable {VARIABLE} is `{other}`; it must be `flash` or `cudnn`, or not be set"
+            )),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn unknown_kernels_are_refused() {
+        assert_eq!(AttentionKernels::named(None), Ok(AttentionKernels::Flash));
+        assert_eq!(AttentionKernels::named(Some("flash")), Ok(AttentionKernels::Flash));
+        assert_eq!(AttentionKernels::named(Some("cudnn")), Ok(AttentionKernels::Cudnn));
+        insta::assert_snapshot!(
+            AttentionKernels::named(Some("cuDNN")).unwrap_err(),
+            @"the environment variable FULGURITE_ATTENTION is `cuDNN`; it must be `flash` or `cudnn`, or not be set"
+        );
+    }
+}

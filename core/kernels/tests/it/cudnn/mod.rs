@@ -1,0 +1,4 @@
+//! Attention by cuDNN, without a GPU.
+
+mod graphs;
+mod plans;
