@@ -39,9 +39,11 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
     parameter.end_use()
 }
 
-/// `sum + x`. Computed in the memory of `sum`, which must have no other user, if that is on the CPU.
+/// `sum + x`, of one shape and dtype. Computed in the memory of `sum` if that is on the CPU: `sum` must have no other
+/// user, and `x` other memory.
 pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
-    if !uses_cpu_kernels(&sum) || !sum.is_contiguous() || sum.elem_count() == 0 {
+    let alike = sum.dims() == x.dims() && sum.dtype() == x.dtype();
+    if !uses_cpu_kernels(&sum) || !sum.is_contiguous() || sum.elem_count() == 0 || !alike {
         return Ok((sum + x)?);
     }
     let x = x.contiguous()?;

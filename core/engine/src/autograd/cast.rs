@@ -1,5 +1,5 @@
-//! Conversion between f32 and the floats of 16 bits on the CPU: by all threads, in vector instructions.
-//! candle's runs on one thread, an element at a time.
+//! Conversion between f32 and the floats of 16 bits on the CPU, by all threads; of bf16 also in vector
+//! instructions. candle's runs on one thread, an element at a time.
 //!
 //! Values are rounded to nearest even, as in candle.
 
@@ -10,8 +10,8 @@ use super::storage::{with_host, with_host_mut};
 use crate::Result;
 use crate::simd::{Half, map, map_into};
 
-/// Evaluates `$convert` for the pair of dtypes, with `$T` as the 16-bit float's type; `$other` for
-/// other pairs.
+/// Evaluates `$widen` or `$round` for the pair of dtypes, with `$T` as the 16-bit float's type; `$other`
+/// for other pairs.
 macro_rules! with_half {
     ($from:expr, $to:expr, $T:ident => $widen:expr, $round:expr, $other:expr) => {
         match ($from, $to) {
@@ -40,7 +40,7 @@ fn is_contiguous_on_cpu(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && tensor.is_contiguous()
 }
 
-/// A tensor of these values in `dtype`; `None` if candle is to convert them.
+/// Converts a contiguous CPU tensor between f32 and a 16-bit float. `None` for all others.
 pub(super) fn converted(tensor: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
     if tensor.elem_count() == 0 || !is_contiguous_on_cpu(tensor) {
         return Ok(None);
@@ -59,8 +59,8 @@ pub(super) fn converted(tensor: &Tensor, dtype: DType) -> Result<Option<Tensor>>
     )
 }
 
-/// Writes the values of `source` to `target`, which has as many elements. Returns whether it did: if
-/// not, candle is to convert them.
+/// Converts `source` into `target`. Returns false, and writes nothing, for tensors that candle must
+/// convert.
 pub(super) fn convert_into(target: &Tensor, source: &Tensor) -> Result<bool> {
     let size = target.elem_count();
     if size == 0

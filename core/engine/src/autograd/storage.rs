@@ -282,7 +282,7 @@ pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
         return Ok(converted);
     }
     if tensor.elem_count() > 0 || tensor.dtype() == dtype {
-        return Ok(tensor.to_dtype(dtype)?);
+        return Ok(tensor.detach().to_dtype(dtype)?);
     }
     let storage = empty(dtype, tensor.device())?;
     Ok(Tensor::from_storage(storage, tensor.shape().clone(), BackpropOp::none(), false))

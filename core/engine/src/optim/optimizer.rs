@@ -36,8 +36,8 @@ pub trait Optimizer: Send {
     /// [`local`](Parameter::local)'s values; a parameter without one does not change.
     fn step(&mut self, scale: &GradScale) -> Result<()>;
 
-    /// The same by a scale that the host may not know: how training steps. By default waits for the scale, and
-    /// [steps](Self::step) unless it skips.
+    /// Like [`step`](Self::step), with a scale that may still be on the device. By default waits for it. Training calls this
+    /// one.
     ///
     /// An optimizer that leaves the scale on the device overrides it, so that the host does not wait. A step that the scale
     /// skips changes neither values nor state. Whether it counts makes no difference: [`load_scalars`](Self::load_scalars)

@@ -160,7 +160,7 @@ impl WeightAverage {
     /// [`load_scalars`](Self::load_scalars) sets the number back.
     ///
     /// # Errors
-    /// As [`update`](Self::update).
+    /// As [`update`](Self::update), and if the device cannot be read.
     pub fn update_after(&mut self, scale: &StepScale) -> Result<()> {
         let on_host = self.entries.iter().any(|entry| entry.average.device().is_cpu());
         match scale.for_values(on_host)? {
@@ -189,7 +189,7 @@ impl WeightAverage {
             if values.elem_count() == 0 {
                 continue;
             }
-            if gain == 1.0 && scale.is_none_or(|scale| scale.known().is_ok()) {
+            if gain == 1.0 && scale.is_none_or(|scale| scale.numbers().is_none()) {
                 storage::copy_from(average, &values)?;
             } else if average.device().is_cpu() {
                 dispatch!(values.dtype(), lerp_state(average, &values, gain))?;

@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// A float of 16 bits, converted in ways that loops of vector instructions can take.
+/// A float of 16 bits. Loops that convert bf16 are vectorised.
 pub trait Half: Copy {
     /// The same value in f32.
     fn widen(self) -> f32;

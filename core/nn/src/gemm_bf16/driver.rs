@@ -87,7 +87,7 @@ impl<'a> Rows<'a> {
     fn of<K: Kernel>(a: Mat<'a, bf16>) -> Option<Self> {
         let whole = a.rows.is_multiple_of(STRIP) && a.cols.is_multiple_of(DEPTH);
         let has = K::READS_ROWS && whole && a.col_stride == 1 && a.row_stride.is_multiple_of(2);
-        // The last of a strip's pairs.
+        // The last row must end within the slice.
         has.then_some(Self(a)).filter(|_| (a.rows - 1) * a.row_stride + a.cols <= a.data.len())
     }
 }

@@ -1,4 +1,4 @@
-//! What becomes of the sums of a product: f32 or bf16, written or added.
+//! How the sums of a product are stored: in f32 or bf16, written or added.
 
 use std::ops::Range;
 
@@ -53,7 +53,7 @@ impl<'a> Target<'a> {
     }
 }
 
-/// What becomes of a sum.
+/// How a sum is stored.
 trait Output: Copy {
     /// Stores consecutive elements of a row, the first of them `at` elements from the target's start and
     /// in column `col`.
@@ -144,7 +144,7 @@ vectorized! {
         let mut sums = sums.iter();
         for first_row in rows.clone().step_by(STRIP) {
             for first_col in cols.clone().step_by(STRIP) {
-                let Some(Sums(tiles)) = sums.next() else { return };
+                let Sums(tiles) = sums.next().expect("sums of every strip");
                 let (height, wide) =
                     (STRIP.min(rows.end - first_row), STRIP.min(cols.end - first_col));
                 for row in 0..height {

@@ -65,9 +65,9 @@ impl FabricOptimizer {
     /// the trainer does with `trainer.late_reads`. Collective.
     ///
     /// Where the host has to know the numbers, it reads them before the step: in f16, whose loss scale it sets, with several
-    /// optimizers, and with a strategy that cannot ([`can_step_late`]). An optimizer waits for the scale if it updates values
-    /// on the host (`cpu_offload`) or [reads](fulgurite_engine::optim::StepScale::read) it. A loop that never reads does not
-    /// hear that its steps change nothing any more.
+    /// optimizers, under `cpu_offload`, and with a strategy that cannot ([`can_step_late`]). An optimizer that
+    /// [reads](fulgurite_engine::optim::StepScale::read) the scale waits for it. A loop that never reads does not hear that its
+    /// steps change nothing any more.
     ///
     /// ```
     /// use fulgurite_core::fabric::{FabricOptimizer, LateNumbers};
@@ -131,7 +131,12 @@ impl FabricOptimizer {
 
     /// Whether [`late_step`](Self::late_step) may be called. The same on all ranks.
     pub(crate) fn can_step_late(&self) -> Result<bool> {
-        self.runtime.can_step_late()
+        // Values on the host make the update wait for the scale: nothing is won by reading later.
+        let on_host = |parameter: &fulgurite_engine::parameter::Parameter| {
+            Ok(!parameter.local()?.values.device().same_device(parameter.device()))
+        };
+        let on_host: Result<Vec<bool>> = self.inner.parameters().iter().map(on_host).collect();
+        Ok(self.runtime.can_step_late()? && !on_host?.contains(&true))
     }
 
     /// In place of totals, norm and clipping: makes the scale of the step's gradients on the device, and begins to read loss

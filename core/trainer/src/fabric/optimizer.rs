@@ -362,7 +362,7 @@ impl FabricOptimizer {
             let factor = self.schedule_factor()?;
             self.inner.set_schedule_factor(factor);
             let factor = self.runtime.grad_scale(self.index)? * self.clip_factor;
-            self.inner.step(&GradScale { factor, clip_value: self.clip_value })?;
+            self.inner.step_by(&GradScale { factor, clip_value: self.clip_value }.into())?;
         }
         (self.clip_factor, self.clip_value) = (1.0, None);
         self.steps += 1;
