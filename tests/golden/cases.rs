@@ -2,30 +2,31 @@
 
 use candle_core::DType;
 
-use crate::case::{Case, Clip, Fabricated, Loop, Model, Resume};
+use crate::case::{Case, Clip, Fabricated, Loop, Model, Resume, Trained, TrainedModule};
+use crate::{fabric_steps, trainer_steps};
 use fulgurite_test_support::training::{OFFLOADED, Variant, checkpointed};
 
-const PLAIN: Variant = Variant::ALL[0];
+pub(crate) const PLAIN: Variant = Variant::ALL[0];
 const SEQUENCE_PARALLEL: Variant = Variant::ALL[1];
 const LOSS_PARALLEL: Variant = Variant::ALL[2];
-const BOTH: Variant = Variant::ALL[3];
+pub(crate) const BOTH: Variant = Variant::ALL[3];
 
-const DDP: &str = r#"{"type": "ddp"}"#;
+pub(crate) const DDP: &str = r#"{"type": "ddp"}"#;
 const DDP_SMALL_BUCKETS: &str =
     r#"{"type": "ddp", "first_bucket_mb": 0.0001, "bucket_cap_mb": 0.0005}"#;
-const FSDP: &str = r#"{"type": "fsdp"}"#;
+pub(crate) const FSDP: &str = r#"{"type": "fsdp"}"#;
 const HSDP: &str = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
 const FSDP_NO_RESHARD: &str = r#"{"type": "fsdp", "reshard_after_forward": false}"#;
-const BF16_STATE: &str =
+pub(crate) const BF16_STATE: &str =
     r#"{"type": "adamw", "lr": 3e-3, "weight_decay": 0.1, "state_dtype": "bf16"}"#;
 
 /// A configuration with more in it.
-fn with(config: &str, more: &str) -> String {
+pub(crate) fn with(config: &str, more: &str) -> String {
     format!("{}, {more}}}", config.trim_end_matches('}'))
 }
 
 /// Sizes of replicate, shard, context and tensor.
-fn mesh([replicate, shard, context, tensor]: [usize; 4]) -> String {
+pub(crate) fn mesh([replicate, shard, context, tensor]: [usize; 4]) -> String {
     format!(
         r#"{{"type": "model_parallel", "data_parallel_replicate_size": {replicate},
             "data_parallel_shard_size": {shard}, "context_parallel_size": {context},
@@ -43,37 +44,52 @@ fn fabric(model: Model, strategy: impl Into<String>) -> Fabricated {
         optimizer: None,
         scheduler: None,
         clip: Clip::Norm(0.5),
+        clip_every: 1,
         ema: None,
+        swa: false,
+        late: false,
+        fault: None,
+        loss_scale: None,
+        scalars: false,
         frozen: &[],
         resume: None,
     }
 }
 
-fn transformer(strategy: impl Into<String>) -> Fabricated {
+pub(crate) fn transformer(strategy: impl Into<String>) -> Fabricated {
     fabric(Model::Transformer, strategy)
 }
 
-fn decoder(variant: Variant, strategy: impl Into<String>) -> Fabricated {
+pub(crate) fn decoder(variant: Variant, strategy: impl Into<String>) -> Fabricated {
     fabric(Model::Decoder(variant), strategy)
 }
 
-fn case(name: &'static str, ranks: usize, case: Fabricated) -> Case {
-    let bf16 = case.compute_dtype == DType::BF16 || case.strategy.contains("bf16");
-    Case { name, ranks, driver: Loop::Fabric(case), bf16 }
+pub(crate) fn case(name: &'static str, ranks: usize, case: Fabricated) -> Case {
+    let half = case.compute_dtype != DType::F32 || case.strategy.contains("bf16");
+    Case { name, ranks, driver: Loop::Fabric(case), half }
 }
 
-fn trainer(
-    name: &'static str,
-    ranks: usize,
-    keys: &'static [&'static str],
-    then: Option<&'static [&'static str]>,
-) -> Case {
-    let bf16 = keys.iter().any(|key| key.contains("bf16"));
-    Case { name, ranks, driver: Loop::Trainer { keys, then }, bf16 }
+pub(crate) fn trained(name: &'static str, ranks: usize, case: Trained) -> Case {
+    let half = case.keys.iter().any(|key| key.contains("bf16") || key.contains("16-mixed"));
+    Case { name, ranks, driver: Loop::Trainer(case), half }
+}
+
+/// A `Trainer` of the transformer with these keys.
+pub(crate) fn with_keys(keys: &'static [&'static str]) -> Trained {
+    Trained {
+        module: TrainedModule::Transformer,
+        keys,
+        then: None,
+        loads_replicas: false,
+        reads_metrics: false,
+        fails: false,
+    }
 }
 
 pub(crate) fn all() -> Vec<Case> {
-    [data_parallel(), numbers(), meshes(), foreign(), resumed(), trainers()].concat()
+    let kinds = [data_parallel(), numbers(), meshes(), foreign(), resumed(), trainers()];
+    let steps = [fabric_steps::all(), trainer_steps::all()];
+    [kinds.concat(), steps.concat()].concat()
 }
 
 /// Replicas and shards, however gradients and units are reduced and gathered.
@@ -395,12 +411,13 @@ fn trainers() -> Vec<Case> {
         "trainer.limit_val_batches=0",
     ];
     const LONGER: &[&str] = &["trainer.max_steps=7"];
+    let resumed = |keys| Trained { then: Some(LONGER), ..with_keys(keys) };
     vec![
-        trainer("trainer, averages", 1, AVERAGES, None),
-        trainer("trainer, ddp 2", 2, ACCUMULATING, None),
-        trainer("trainer, fsdp 2, bf16", 2, BF16, None),
-        trainer("trainer, fsdp 3, f64", 3, F64, None),
-        trainer("trainer, resumed, fsdp 2", 2, SAVED, Some(LONGER)),
-        trainer("trainer, resumed from a full checkpoint", 2, SAVED_FULL, Some(LONGER)),
+        trained("trainer, averages", 1, with_keys(AVERAGES)),
+        trained("trainer, ddp 2", 2, with_keys(ACCUMULATING)),
+        trained("trainer, fsdp 2, bf16", 2, with_keys(BF16)),
+        trained("trainer, fsdp 3, f64", 3, with_keys(F64)),
+        trained("trainer, resumed, fsdp 2", 2, resumed(SAVED)),
+        trained("trainer, resumed from a full checkpoint", 2, resumed(SAVED_FULL)),
     ]
 }

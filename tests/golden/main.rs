@@ -11,8 +11,14 @@
 
 mod case;
 mod cases;
+mod fabric_steps;
+mod fault;
+mod modules;
 mod outcome;
+mod pair;
 mod record;
+mod several;
+mod trainer_steps;
 mod training;
 mod with_trainer;
 

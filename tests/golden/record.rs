@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
-use crate::outcome::{Calls, Outcome, Tally};
+use crate::outcome::{Calls, Outcome, Tally, bits};
 
 /// The CPU's family: what its products' bits depend on.
 pub(crate) fn cpu() -> String {
@@ -45,7 +45,7 @@ fn number(hex: &str) -> f64 {
 impl Bits {
     fn of(outcome: &Outcome) -> Self {
         let line = |numbers: &Vec<f64>| {
-            numbers.iter().map(|number| hex(number.to_bits())).collect::<Vec<_>>().join(" ")
+            numbers.iter().map(|number| hex(bits(*number))).collect::<Vec<_>>().join(" ")
         };
         let named = |digests: &BTreeMap<String, u64>| {
             digests.iter().map(|(name, digest)| (name.clone(), hex(*digest))).collect()
@@ -70,10 +70,9 @@ impl Bits {
             }
             for (i, (recorded, found)) in recorded.iter().zip(&found).enumerate() {
                 let (a, b) = (number(recorded), number(found));
-                let same = match tolerance {
-                    None => recorded == found,
-                    Some(tolerance) => (a - b).abs() <= tolerance * a.abs(),
-                };
+                // Infinities and NaN have no distance.
+                let near = |tolerance| a.is_finite() && (a - b).abs() <= tolerance * a.abs();
+                let same = recorded == found || tolerance.is_some_and(near);
                 if !same && first.as_ref().is_none_or(|(step, _)| i < *step) {
                     let text = format!(
                         "step {}, {what}: {a:?} ({recorded}) on record, found {b:?} ({found})",
@@ -339,6 +338,27 @@ mod tests {
         let mut more = outcome();
         more.tallies[0].clear();
         assert!(record.compare("case", &more, 1e-5).unwrap_err().starts_with("rank 0, first step"));
+    }
+
+    #[test]
+    fn nan_and_infinities_equal_themselves_alone() {
+        let with = |norm: f64| {
+            let mut outcome = outcome();
+            outcome.numbers.get_mut("norm").unwrap()[1] = norm;
+            outcome
+        };
+        for (norm, same) in [(f64::NAN, -f64::NAN), (f64::INFINITY, f64::INFINITY)] {
+            let mut record = Record::default();
+            record.put("case", &with(norm));
+            assert_eq!(record.compare("case", &with(same), 1e-5), Ok(Against::SameCpu));
+            let entry = record.0.get_mut("case").unwrap();
+            let bits = entry.bits.remove(&cpu()).unwrap();
+            entry.bits.insert("another".to_owned(), bits);
+            let against = Against::OtherCpu("another".to_owned());
+            assert_eq!(record.compare("case", &with(same), 1e-5), Ok(against));
+            assert!(record.compare("case", &with(0.5), 1e-5).is_err());
+            assert!(record.compare("case", &with(-f64::INFINITY), 1e-5).is_err());
+        }
     }
 
     #[test]

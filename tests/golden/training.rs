@@ -7,8 +7,7 @@ use std::sync::Arc;
 use fulgurite_checkpoint as _;
 use fulgurite_core::checkpoint::FullOptions;
 use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
-use fulgurite_core::fabric::UnusedParameters;
-use fulgurite_core::fabric::{Fabric, FabricOptimizer};
+use fulgurite_core::fabric::{Fabric, FabricOptimizer, LateNumbers, StepNumbers, UnusedParameters};
 use fulgurite_core::nn::Loss;
 use fulgurite_core::optim::{AdamW, OptimizerConfig, SchedulerConfig, WeightAverage};
 use fulgurite_core::{Error, Result};
@@ -22,14 +21,19 @@ use fulgurite_test_support::training::{
 };
 
 /// Steps on record, and those before a save that is resumed from.
-const STEPS: usize = 5;
+pub(crate) const STEPS: usize = 5;
 const STEPS_BEFORE: usize = 2;
+
+/// What a case makes of a micro-batch's loss.
+type Change<'a> = &'a dyn Fn(Loss) -> Result<Loss>;
 
 /// A rank's model in training.
 trait InTraining {
     fn parts(&mut self) -> (&Fabric, &mut FabricOptimizer);
+    /// Steps done.
+    fn steps(&self) -> u64;
     /// One micro-batch, forward and backward. `last` says whether gradients synchronise.
-    fn micro_step(&self, micro: usize, last: bool) -> Result<()>;
+    fn micro_step(&self, micro: usize, last: bool, change: Change) -> Result<()>;
     fn end_step(&mut self);
 }
 
@@ -37,8 +41,11 @@ impl InTraining for Training {
     fn parts(&mut self) -> (&Fabric, &mut FabricOptimizer) {
         (&self.fabric, &mut self.optimizer)
     }
-    fn micro_step(&self, micro: usize, last: bool) -> Result<()> {
-        self.micro_step(micro, last)
+    fn steps(&self) -> u64 {
+        self.step
+    }
+    fn micro_step(&self, micro: usize, last: bool, change: Change) -> Result<()> {
+        self.micro_step_with(micro, last, change)
     }
     fn end_step(&mut self) {
         self.step += 1;
@@ -49,8 +56,11 @@ impl InTraining for DecoderTraining {
     fn parts(&mut self) -> (&Fabric, &mut FabricOptimizer) {
         (&self.fabric, &mut self.optimizer)
     }
-    fn micro_step(&self, micro: usize, last: bool) -> Result<()> {
-        self.micro_step(micro, last)
+    fn steps(&self) -> u64 {
+        self.step
+    }
+    fn micro_step(&self, micro: usize, last: bool, change: Change) -> Result<()> {
+        self.micro_step_with(micro, last, change)
     }
     fn end_step(&mut self) {
         self.step += 1;
@@ -72,10 +82,13 @@ impl<M> InTraining for Plain<M> {
     fn parts(&mut self) -> (&Fabric, &mut FabricOptimizer) {
         (&self.fabric, &mut self.optimizer)
     }
-    fn micro_step(&self, micro: usize, last: bool) -> Result<()> {
+    fn steps(&self) -> u64 {
+        self.step as u64
+    }
+    fn micro_step(&self, micro: usize, last: bool, change: Change) -> Result<()> {
         let (rank, size) = (self.fabric.global_rank(), self.fabric.world_size());
         let (index, parts) = (micro * size + rank, size * self.accumulate);
-        let loss = (self.loss)(&self.model, self.step, index, parts)?;
+        let loss = change((self.loss)(&self.model, self.step, index, parts)?)?;
         let _no_sync = self.fabric.no_backward_sync(!last);
         self.fabric.backward(&loss)
     }
@@ -107,6 +120,13 @@ fn set_up(
         if let Some(decay) = case.ema {
             let averages = WeightAverage::exponential(fabric.module_tree()?.parameters(), decay)?;
             optimizer = optimizer.with_average(averages);
+        }
+        if case.swa {
+            let mean = WeightAverage::mean(fabric.module_tree()?.parameters())?;
+            optimizer = optimizer.with_average(mean);
+        }
+        if let Some(scale) = case.loss_scale {
+            fabric.set_loss_scale(scale)?;
         }
         Ok(optimizer)
     };
@@ -148,21 +168,53 @@ fn set_up(
     })
 }
 
-/// One optimizer step: its loss and gradient norm.
-fn step(training: &mut dyn InTraining, case: &Fabricated) -> Result<(f64, f64)> {
+/// The micro-batches of one optimizer step, and its update. Returns the step's numbers or, if steps are late, those of the
+/// step before, which `unread` holds.
+fn step(
+    training: &mut dyn InTraining,
+    case: &Fabricated,
+    unread: &mut Option<LateNumbers>,
+) -> Result<Option<StepNumbers>> {
+    let number = training.steps() + 1;
+    let (fabric, _) = training.parts();
+    let ranks = (fabric.global_rank(), fabric.world_size());
+    let change = |loss| match case.fault {
+        Some(fault) => fault.apply(loss, number, ranks),
+        None => Ok(loss),
+    };
     for micro in 0..case.accumulate {
-        training.micro_step(micro, case.sync_always || micro + 1 == case.accumulate)?;
+        let last = case.sync_always || micro + 1 == case.accumulate;
+        training.micro_step(micro, last, &change)?;
     }
     let (fabric, optimizer) = training.parts();
-    let loss = fabric.step_totals(&[])?.mean();
-    let norm = match case.clip {
-        Clip::No => fabric.gradient_norm(optimizer)?,
-        Clip::Norm(most) => fabric.clip_gradients_norm(optimizer, most)?,
-        Clip::Value(most) => fabric.clip_gradients_value(optimizer, most)?,
+    let clip = case.clip_in(number);
+    let numbers = match case.late {
+        true => {
+            let before = unread.replace(optimizer.step_late(clip.limit())?);
+            before.map(|before| optimizer.read_late(before)).transpose()?
+        }
+        false => {
+            let loss = fabric.step_totals(&[])?.mean();
+            let grad_norm = match clip {
+                Clip::No => fabric.gradient_norm(optimizer)?,
+                Clip::Norm(most) => fabric.clip_gradients_norm(optimizer, most)?,
+                Clip::Value(most) => fabric.clip_gradients_value(optimizer, most)?,
+            };
+            optimizer.step()?;
+            Some(StepNumbers { loss, grad_norm })
+        }
     };
-    optimizer.step()?;
+    optimizer.update_average()?;
     training.end_step();
-    Ok((loss, norm))
+    Ok(numbers)
+}
+
+/// The numbers of the last step, if they have not been read.
+fn read_last(
+    training: &mut dyn InTraining,
+    unread: &mut Option<LateNumbers>,
+) -> Result<Option<StepNumbers>> {
+    unread.take().map(|last| training.parts().1.read_late(last)).transpose()
 }
 
 /// Trains for some steps as a case resumes from, and saves.
@@ -170,9 +222,11 @@ fn save(case: &Fabricated, resume: &Resume, path: &Path) -> Result<()> {
     run_ranks(resume.ranks, |world| {
         let model = Model::Decoder(resume.variant);
         let mut training = set_up(world, case, &resume.strategy, model)?;
+        let mut unread = None;
         for _ in 0..STEPS_BEFORE {
-            step(&mut *training, case)?;
+            step(&mut *training, case, &mut unread)?;
         }
+        read_last(&mut *training, &mut unread)?;
         let (fabric, optimizer) = training.parts();
         match resume.full {
             true => fabric.save_full(path, Some(optimizer), &(), &FullOptions::default()),
@@ -193,6 +247,37 @@ fn load(training: &mut dyn InTraining, resume: &Resume, path: &Path) -> Result<(
     Ok(())
 }
 
+/// The numbers of the steps of a case.
+#[derive(Default)]
+struct Steps {
+    losses: Vec<f64>,
+    norms: Vec<f64>,
+    /// The step whose loss or norm was not finite.
+    failed: Option<u64>,
+}
+
+impl Steps {
+    /// Adds a step's numbers, and returns whether the training goes on.
+    fn add(&mut self, numbers: Result<Option<StepNumbers>>) -> Result<bool> {
+        match numbers {
+            Ok(Some(StepNumbers { loss, grad_norm })) => {
+                self.losses.push(loss);
+                self.norms.push(grad_norm);
+            }
+            Ok(None) => {}
+            Err(Error::NonFinite { step, .. }) => self.failed = Some(step),
+            Err(error) => return Err(error),
+        }
+        Ok(self.failed.is_none())
+    }
+
+    fn into_numbers(self) -> BTreeMap<String, Vec<f64>> {
+        let failed = self.failed.map(|step| ("failed".to_owned(), vec![step as f64]));
+        let numbers = [("loss".to_owned(), self.losses), ("norm".to_owned(), self.norms)];
+        numbers.into_iter().chain(failed).collect()
+    }
+}
+
 /// A case on one rank.
 fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Result<Outcome> {
     let (counter, mut tally) = (Counter::default(), Tally::new());
@@ -203,22 +288,31 @@ fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Re
         load(&mut *training, resume, saved)?;
         count(&mut tally, "load", &counter);
     }
-    let (mut losses, mut norms) = (Vec::new(), Vec::new());
+    let mut steps = Steps::default();
+    let mut unread = None;
     for i in 0..STEPS {
-        let (loss, norm) = step(&mut *training, case)?;
-        losses.push(loss);
-        norms.push(norm);
+        let step = step(&mut *training, case, &mut unread);
         count(&mut tally, if i == 0 { "first step" } else { "later steps" }, &counter);
+        if !steps.add(step)? {
+            break;
+        }
+    }
+    if steps.failed.is_none() {
+        steps.add(read_last(&mut *training, &mut unread))?;
     }
     let (fabric, optimizer) = training.parts();
     let tree = fabric.module_tree()?;
     let gathered = || gather_weights(tree, &**fabric.world()).map(digests);
     let mut tensors = BTreeMap::from([("weights".to_owned(), gathered()?)]);
-    if case.ema.is_some() {
+    let mut numbers = steps.into_numbers();
+    if case.scalars {
+        let scalars = optimizer.scalars().into_iter();
+        numbers.extend(scalars.map(|(name, number)| (format!("state, {name}"), vec![number])));
+    }
+    if case.ema.is_some() || case.swa {
         optimizer.swap_average()?;
         tensors.insert("averages".to_owned(), gathered()?);
     }
-    let numbers = BTreeMap::from([("loss".to_owned(), losses), ("norm".to_owned(), norms)]);
     Ok(Outcome { numbers, tensors, tallies: vec![tally] })
 }
 

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite::prelude::*;
@@ -14,108 +14,79 @@ use fulgurite_core::run::RunConfig;
 use fulgurite_core::shard::Region;
 use fulgurite_core::trainer::{Event, EventSink, RunStatus};
 use fulgurite_transports::run_ranks;
-use serde::{Deserialize, Serialize};
 
+use crate::case::{Trained, TrainedModule};
+use crate::modules::{Lit, LitPair, ModelConfig, Samples, SamplesConfig};
 use crate::outcome::{Outcome, Tally, count, digests};
-use fulgurite_test_support::training::{Transformer, micro_batch};
 
-struct Lit(Transformer);
-
-#[derive(Debug, Clone, Default, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct NoKeys {}
-
-impl LightningModule for Lit {
-    type Config = NoKeys;
-    type Data = Samples;
-
-    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
-        Ok(Self(Transformer::new(b)?))
-    }
-
-    fn training_step(
-        &mut self,
-        (ids, targets): &(Tensor, Tensor),
-        _: &mut StepContext,
-    ) -> Result<Loss> {
-        cross_entropy(&self.0.forward(ids)?, targets)
-    }
+/// What a rank saw of its run.
+#[derive(Default)]
+struct Seen {
+    /// What it communicated until the last step had ended, without what was saved then.
+    tally: Tally,
+    /// Loss and norm after each step, if they were read.
+    metrics: Vec<[f64; 2]>,
+    /// The step after which an error ended the run, and the state that this left: the rank's shards and its optimizers'.
+    left: Option<(u64, BTreeMap<String, Vec<f64>>)>,
 }
 
-impl Hooks<Samples> for Lit {}
-
-/// Samples of the tests' support, shuffled.
-struct Samples;
-
-#[derive(Debug, Serialize, Deserialize)]
-#[serde(deny_unknown_fields, default)]
-struct SamplesConfig {
-    batch_size: usize,
-}
-
-impl Default for SamplesConfig {
-    fn default() -> Self {
-        Self { batch_size: 3 }
-    }
-}
-
-impl DataModule for Samples {
-    type Config = SamplesConfig;
-    type Batch = (Tensor, Tensor);
-
-    fn setup(_: &SamplesConfig, _: &DataContext) -> Result<Self> {
-        Ok(Self)
-    }
-
-    fn batch_size(config: &SamplesConfig) -> usize {
-        config.batch_size
-    }
-
-    fn shuffle(_: &SamplesConfig) -> bool {
-        true
-    }
-
-    fn len(&self, split: Split) -> u64 {
-        match split {
-            Split::Train => 40,
-            _ => 7,
-        }
-    }
-
-    fn batch(&self, _: Split, indices: &[u64], _: &Device) -> Result<(Tensor, Tensor)> {
-        let samples = indices.iter().map(|&i| micro_batch(i, i as usize % 12, 12));
-        let samples = samples.collect::<Result<Vec<_>>>()?;
-        let ids: Vec<&Tensor> = samples.iter().map(|sample| &sample.ids).collect();
-        let targets: Vec<&Tensor> = samples.iter().map(|sample| &sample.targets).collect();
-        Ok((Tensor::cat(&ids, 0)?, Tensor::cat(&targets, 0)?))
-    }
-}
-
-/// Counts what is communicated until the last step has ended, without what is saved then.
-struct Counted {
+/// Notes what the rank sees.
+struct Watch {
     counter: Counter,
-    tally: Arc<Mutex<Tally>>,
+    reads_metrics: bool,
+    seen: Arc<Mutex<Seen>>,
 }
 
-impl Counted {
+impl Watch {
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().expect("no panic while something is noted")
+    }
+
     fn count(&self, phase: &str) -> Result<()> {
-        count(&mut self.tally.lock().expect("no panic while counting"), phase, &self.counter);
+        count(&mut self.seen().tally, phase, &self.counter);
         Ok(())
     }
 }
 
-impl Callback for Counted {}
+impl Callback for Watch {}
 
-impl Hooks for Counted {
+impl Hooks for Watch {
     fn on_train_start(&mut self, _: &mut HookContext) -> Result<()> {
         self.count("setup")
     }
-    fn on_train_step_end(&mut self, _: &mut HookContext) -> Result<()> {
+    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if self.reads_metrics {
+            assert_eq!(ctx.metric_step("train_loss"), Some(ctx.step));
+            self.seen().metrics.push(["train_loss", "grad_norm"].map(|name| ctx.metrics[name]));
+        }
         self.count("steps")
     }
     fn on_validation_end(&mut self, _: &mut HookContext) -> Result<()> {
         self.count("validation")
     }
+    fn on_exception(&mut self, _: &Error, ctx: &mut HookContext) -> Result<()> {
+        let left = state(ctx)?;
+        self.seen().left = Some((ctx.step, left));
+        Ok(())
+    }
+}
+
+/// The rank's shards, and its part of the optimizers' state.
+fn state(ctx: &mut HookContext) -> Result<BTreeMap<String, Vec<f64>>> {
+    let values = |tensor: &Tensor| -> Result<_> { Ok(tensor.to_dtype(DType::F64)?.to_vec1()?) };
+    let mut tensors = BTreeMap::new();
+    for parameter in ctx.fabric().module_tree()?.parameters() {
+        tensors.insert(parameter.fqn().to_owned(), values(&parameter.local()?.values)?);
+    }
+    let optimizers = ctx.optimizers_mut().expect("a training has some");
+    for (_, optimizer) in optimizers.iter_mut() {
+        for state in optimizer.state_tensors()? {
+            tensors.insert(format!("{}, {}", state.fqn, state.name), values(&state.values)?);
+        }
+        let scalars = optimizer.scalars().into_iter();
+        tensors.extend(scalars.map(|(name, number)| (name, vec![number])));
+    }
+    Ok(tensors)
 }
 
 #[derive(Clone, Default)]
@@ -131,13 +102,24 @@ impl EventSink for Events {
     }
 }
 
-/// Trains on the ranks, and returns rank 0's events and what each rank communicated.
-fn fit(ranks: usize, dir: &Path, keys: &[&str]) -> Result<(Vec<Event>, Vec<Tally>)> {
+/// What came of a training.
+struct Fit {
+    /// Of rank 0.
+    events: Vec<Event>,
+    /// By rank.
+    seen: Vec<Seen>,
+    result: Result<()>,
+}
+
+/// Trains on the ranks.
+fn fit<M>(ranks: usize, dir: &Path, keys: &[&str], reads_metrics: bool) -> Result<Fit>
+where
+    M: LightningModule<Config = ModelConfig, Data = Samples>,
+{
     let always = [
         "trainer.loggers=[]".to_owned(),
         "trainer.num_sanity_val_steps=0".to_owned(),
         "trainer.enable_progress_bar=false".to_owned(),
-        "trainer.freeze=['layers.*.self_attn.k_proj.weight']".to_owned(),
         format!("trainer.devices={ranks}"),
         format!("trainer.default_root_dir={:?}", dir.join("runs")),
         format!("checkpoint.dir={:?}", dir.join("kept")),
@@ -146,19 +128,23 @@ fn fit(ranks: usize, dir: &Path, keys: &[&str]) -> Result<(Vec<Event>, Vec<Tally
     let layers = always
         .chain(keys.iter().copied())
         .try_fold(ConfigLayers::new(), |all, set| all.set(set))?;
-    let run = RunConfig::<NoKeys, SamplesConfig>::from_layers(layers)?;
+    let run = RunConfig::<ModelConfig, SamplesConfig>::from_layers(layers)?;
     let events = Events::default();
-    let tallies = run_ranks(ranks, |world| {
-        let (counter, tally) = (Counter::default(), Arc::<Mutex<Tally>>::default());
+    let seen: Vec<Arc<Mutex<Seen>>> = (0..ranks).map(|_| Arc::default()).collect();
+    let result = run_ranks(ranks, |world| {
+        let (counter, seen) = (Counter::default(), seen[world.rank()].clone());
         let world: Arc<dyn ProcessGroup> = Arc::new(Counting::new(world, counter.clone()));
         Trainer::new(world)
-            .with_callback(Box::new(Counted { counter, tally: tally.clone() }))
+            .with_callback(Box::new(Watch { counter, reads_metrics, seen }))
             .with_sink(Box::new(events.clone()))
-            .fit::<Lit>(&run)?;
-        Ok(std::mem::take(&mut *tally.lock().expect("no panic while counting")))
-    })?;
+            .fit::<M>(&run)
+            .map(drop)
+    });
+    let take = |seen: &Arc<Mutex<Seen>>| {
+        std::mem::take(&mut *seen.lock().expect("no panic while something is noted"))
+    };
     let events = std::mem::take(&mut *events.0.lock().expect("no panic while an event is noted"));
-    Ok((events, tallies))
+    Ok(Fit { events, seen: seen.iter().map(take).collect(), result: result.map(drop) })
 }
 
 /// Digests of all tensors of a checkpoint's part.
@@ -171,46 +157,101 @@ fn saved(source: &dyn TensorSource) -> Result<BTreeMap<String, u64>> {
     Ok(digests(source.names().into_iter().map(read).collect::<Result<BTreeMap<_, _>>>()?))
 }
 
-/// What a run told and saved.
-fn outcome(events: &[Event], tallies: Vec<Tally>, checkpoint: &Path) -> Result<Outcome> {
+/// Numbers of a run's steps and validations.
+fn numbers(events: &[Event]) -> BTreeMap<String, Vec<f64>> {
     let mut numbers = BTreeMap::<String, Vec<f64>>::new();
     for event in events {
-        let told: &[(&str, f64)] = match event {
-            Event::Step { train_loss, grad_norm, lr, epoch, .. } => {
-                &[("loss", *train_loss), ("norm", *grad_norm), ("lr", *lr), ("epoch", *epoch)]
-            }
+        let (told, logged): (&[(&str, f64)], _) = match event {
+            Event::Step { train_loss, grad_norm, lr, epoch, metrics, .. } => (
+                &[("loss", *train_loss), ("norm", *grad_norm), ("lr", *lr), ("epoch", *epoch)],
+                Some(metrics),
+            ),
             Event::Validation { val_loss, batches, .. } => {
-                &[("val_loss", *val_loss), ("val_batches", *batches as f64)]
+                (&[("val_loss", *val_loss), ("val_batches", *batches as f64)], None)
             }
             _ => continue,
         };
-        for (what, number) in told {
-            numbers.entry((*what).to_owned()).or_default().push(*number);
+        let logged = logged.into_iter().flatten().map(|(what, number)| (what.as_str(), *number));
+        for (what, number) in told.iter().copied().chain(logged) {
+            numbers.entry(what.to_owned()).or_default().push(number);
         }
     }
-    let checkpoint = AnyCheckpoint::open(checkpoint)?;
+    numbers
+}
+
+/// What a run saved.
+fn checkpoint(path: &Path) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
+    let checkpoint = AnyCheckpoint::open(path)?;
     let mut tensors = BTreeMap::from([("weights".to_owned(), saved(checkpoint.model())?)]);
     if let Some(optimizer) = checkpoint.optimizer() {
         tensors.insert("optimizer state".to_owned(), saved(optimizer)?);
     }
+    Ok(tensors)
+}
+
+/// What a run told, saw and saved; or left, if it is to fail.
+fn outcome(fit: Fit, dir: &Path, case: &Trained) -> Result<Outcome> {
+    let Fit { events, seen, result } = fit;
+    let mut numbers = numbers(&events);
+    if case.reads_metrics {
+        for (i, what) in
+            ["loss that a callback read", "norm that a callback read"].iter().enumerate()
+        {
+            let read = seen[0].metrics.iter().map(|metrics| metrics[i]).collect();
+            numbers.insert((*what).to_owned(), read);
+        }
+    }
+    let mut tensors = BTreeMap::new();
+    match result {
+        Err(Error::NonFinite { step, .. }) if case.fails => {
+            numbers.insert("failed".to_owned(), vec![step as f64]);
+            for (rank, seen) in seen.iter().enumerate() {
+                let (step, left) = seen.left.clone().expect("the error was on every rank");
+                numbers.insert(format!("last step of rank {rank}"), vec![step as f64]);
+                tensors.insert(format!("state of rank {rank}"), digests(left));
+            }
+        }
+        result => {
+            result?;
+            assert!(!case.fails, "the run ended without an error");
+            let steps = events.iter().rev().find_map(|event| match event {
+                Event::Checkpoint { step, .. } => Some(*step),
+                _ => None,
+            });
+            let last = format!("kept/step-{:08}", steps.expect("a run saves in the end"));
+            tensors = checkpoint(&dir.join(last))?;
+        }
+    }
+    let mut tallies: Vec<Tally> = seen.into_iter().map(|seen| seen.tally).collect();
+    if case.loads_replicas {
+        tallies.iter_mut().for_each(|tally| drop(tally.remove("setup")));
+    }
     Ok(Outcome { numbers, tensors, tallies })
 }
 
-/// A case on all ranks.
-pub(crate) fn run(name: &str, ranks: usize, keys: &[&str], then: Option<&[&str]>) -> Outcome {
+fn run_as<M>(ranks: usize, keys: &[&str], case: &Trained) -> Result<Outcome>
+where
+    M: LightningModule<Config = ModelConfig, Data = Samples>,
+{
     let scratch = tempfile::tempdir().expect("a directory for temporary files");
-    let run = || {
-        let (mut events, mut tallies) = fit(ranks, scratch.path(), keys)?;
-        if let Some(then) = then {
-            let keys = [keys, &["trainer.ckpt_path=last"], then].concat();
-            (events, tallies) = fit(ranks, scratch.path(), &keys)?;
+    let keys = [keys, case.keys].concat();
+    let mut fitted = fit::<M>(ranks, scratch.path(), &keys, case.reads_metrics)?;
+    if let Some(then) = case.then {
+        fitted.result?;
+        let keys = [&keys[..], &["trainer.ckpt_path=last"], then].concat();
+        fitted = fit::<M>(ranks, scratch.path(), &keys, case.reads_metrics)?;
+    }
+    outcome(fitted, scratch.path(), case)
+}
+
+/// A case on all ranks.
+pub(crate) fn run(name: &str, ranks: usize, case: &Trained) -> Outcome {
+    let outcome = match case.module {
+        TrainedModule::Transformer => {
+            let frozen = "trainer.freeze=['layers.*.self_attn.k_proj.weight']";
+            run_as::<Lit>(ranks, &[frozen], case)
         }
-        let steps = events.iter().rev().find_map(|event| match event {
-            Event::Checkpoint { step, .. } => Some(*step),
-            _ => None,
-        });
-        let last = format!("kept/step-{:08}", steps.expect("a run saves in the end"));
-        outcome(&events, tallies, &scratch.path().join(last))
+        TrainedModule::Pair => run_as::<LitPair>(ranks, &[], case),
     };
-    run().unwrap_or_else(|error: Error| panic!("{name}: {error}"))
+    outcome.unwrap_or_else(|error| panic!("{name}: {error}"))
 }

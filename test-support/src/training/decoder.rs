@@ -13,8 +13,8 @@ use fulgurite_core::module::{
     Adapters, ForwardScope, Module, ModuleBuilder, ModuleInit, ModuleTree, Unit,
 };
 use fulgurite_core::nn::{
-    AttentionConfig, CausalSelfAttention, Dropout, Embedding, GeluMlp, LayerNorm, Linear, RmsNorm,
-    Rope, SwiGluMlp, cross_entropy, functional,
+    AttentionConfig, CausalSelfAttention, Dropout, Embedding, GeluMlp, LayerNorm, Linear, Loss,
+    RmsNorm, Rope, SwiGluMlp, cross_entropy, functional,
 };
 use fulgurite_core::optim::{AdamW, OptimizerConfig, StateTensor, WeightAverage};
 use fulgurite_core::parallel::{
@@ -330,6 +330,16 @@ impl DecoderTraining {
 
     /// One micro-batch, forward and backward. `last` says whether gradients synchronise.
     pub fn micro_step(&self, micro: usize, last: bool) -> Result<()> {
+        self.micro_step_with(micro, last, &Ok)
+    }
+
+    /// As [`micro_step`](Self::micro_step), with the backward of what `change` makes of the loss.
+    pub fn micro_step_with(
+        &self,
+        micro: usize,
+        last: bool,
+        change: &dyn Fn(Loss) -> Result<Loss>,
+    ) -> Result<()> {
         let mesh = self.fabric.device_mesh();
         let (rank, size) = (mesh.local_rank(DATA_PARALLEL)?, mesh.size(DATA_PARALLEL)?);
         let (ids, targets) = global_batch(self.step)?;
@@ -339,7 +349,7 @@ impl DecoderTraining {
         if let Some(context) = ForwardScope::current().context {
             (ids, targets) = (context.shard(&ids, 1)?, context.shard(&targets, 1)?);
         }
-        let loss = cross_entropy(&self.model.forward(&ids)?, &targets)?;
+        let loss = change(cross_entropy(&self.model.forward(&ids)?, &targets)?)?;
         let _no_sync = self.fabric.no_backward_sync(!last);
         self.fabric.backward(&loss)
     }

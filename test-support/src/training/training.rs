@@ -8,7 +8,7 @@ use fulgurite_core::Result;
 use fulgurite_core::collective::{ProcessGroup, all_gather_object};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::module::{ActivationCheckpointing, Module as _, ModuleInit, ModuleTree};
-use fulgurite_core::nn::cross_entropy;
+use fulgurite_core::nn::{Loss, cross_entropy};
 use fulgurite_core::optim::{AdamW, Cosine, OptimizerConfig};
 use fulgurite_core::shard::Region;
 use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
@@ -108,11 +108,21 @@ impl Training {
 
     /// One micro-batch, forward and backward. `last` says whether gradients synchronise.
     pub fn micro_step(&self, micro: usize, last: bool) -> Result<()> {
+        self.micro_step_with(micro, last, &Ok)
+    }
+
+    /// As [`micro_step`](Self::micro_step), with the backward of what `change` makes of the loss.
+    pub fn micro_step_with(
+        &self,
+        micro: usize,
+        last: bool,
+        change: &dyn Fn(Loss) -> Result<Loss>,
+    ) -> Result<()> {
         let (rank, size) = (self.fabric.global_rank(), self.fabric.world_size());
         let sample = micro_batch(self.step, micro * size + rank, size * self.accumulate)?;
         let _scope = self.fabric.forward_scope(true, self.step, sample.first as u64);
         let logits = self.model.forward(&sample.ids)?;
-        let loss = cross_entropy(&logits, &sample.targets)?;
+        let loss = change(cross_entropy(&logits, &sample.targets)?)?;
         let _no_sync = self.fabric.no_backward_sync(!last);
         self.fabric.backward(&loss)
     }
