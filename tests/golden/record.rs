@@ -7,8 +7,9 @@ use serde::{Deserialize, Serialize};
 
 use crate::outcome::{Calls, Outcome, Tally, bits};
 
-/// The CPU's family: what its products' bits depend on.
-pub(crate) fn cpu() -> String {
+/// The CPU's family: what the bits of products depend on. Only products in `half` depend on instructions
+/// for bf16.
+pub(crate) fn cpu(half: bool) -> String {
     #[cfg(target_arch = "x86_64")]
     let vectors = match () {
         () if is_x86_feature_detected!("avx512f") => "avx512f",
@@ -18,8 +19,8 @@ pub(crate) fn cpu() -> String {
     #[cfg(not(target_arch = "x86_64"))]
     let vectors = "its own vectors";
     let bf16 = match fulgurite_core::nn::bf16_products() {
-        "f32" => String::new(),
-        instructions => format!("+{instructions}"),
+        instructions if half && instructions != "f32" => format!("+{instructions}"),
+        _ => String::new(),
     };
     format!("{} {} {vectors}{bf16}", std::env::consts::OS, std::env::consts::ARCH)
 }
@@ -212,19 +213,19 @@ impl Record {
         self.0.retain(|name, _| keep(name));
     }
 
-    /// Puts an outcome on record. Where this CPU's bits are others than before, those of other CPUs are
-    /// out of date and go.
-    pub(crate) fn put(&mut self, name: &str, outcome: &Outcome) {
-        let (cpu, new) = (cpu(), Bits::of(outcome));
+    /// Puts an outcome on record, as the bits of `cpu`. Where these are others than before, those of other
+    /// CPUs are out of date and go.
+    pub(crate) fn put(&mut self, name: &str, outcome: &Outcome, cpu: &str) {
+        let new = Bits::of(outcome);
         let old = self.0.remove(name).map(|entry| entry.bits).unwrap_or_default();
-        let keep = old.get(&cpu).is_none_or(|bits| *bits == new);
+        let keep = old.get(cpu).is_none_or(|bits| *bits == new);
         let mut bits = if keep { old } else { BTreeMap::new() };
-        bits.insert(cpu, new);
+        bits.insert(cpu.to_owned(), new);
         let collectives = by_ranks(&outcome.tallies);
         self.0.insert(name.to_owned(), Entry { collectives, bits });
     }
 
-    /// Compares an outcome with what is on record. `tolerance` is for another CPU's numbers.
+    /// Compares an outcome of `cpu` with what is on record. `tolerance` is for another CPU's numbers.
     ///
     /// # Errors
     /// What differs first.
@@ -232,20 +233,21 @@ impl Record {
         &self,
         name: &str,
         outcome: &Outcome,
+        cpu: &str,
         tolerance: f64,
     ) -> Result<Against, String> {
         let entry = self.0.get(name).ok_or("not on record")?;
         let found = Bits::of(outcome);
-        let against = match entry.bits.get(&cpu()) {
+        let against = match entry.bits.get(cpu) {
             Some(recorded) => {
                 recorded.compare(&found, None)?;
                 Against::SameCpu
             }
             None => {
-                let (cpu, recorded) =
+                let (other, recorded) =
                     entry.bits.first_key_value().ok_or("no CPU's bits on record")?;
                 recorded.compare(&found, Some(tolerance))?;
-                Against::OtherCpu(cpu.clone())
+                Against::OtherCpu(other.clone())
             }
         };
         compare_collectives(&entry.collectives, &outcome.tallies)?;
@@ -256,6 +258,9 @@ impl Record {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    /// The family of the CPU that runs the case.
+    const OWN: &str = "own";
 
     fn outcome() -> Outcome {
         let tally = |bytes| {
@@ -278,19 +283,19 @@ mod tests {
 
     fn difference(change: impl Fn(&mut Outcome)) -> String {
         let mut record = Record::default();
-        record.put("case", &outcome());
+        record.put("case", &outcome(), OWN);
         let mut changed = outcome();
         change(&mut changed);
-        record.compare("case", &changed, 1e-5).unwrap_err()
+        record.compare("case", &changed, OWN, 1e-5).unwrap_err()
     }
 
     #[test]
     fn the_first_difference_is_named() {
         let mut record = Record::default();
-        record.put("case", &outcome());
+        record.put("case", &outcome(), OWN);
         let record: Record = serde_json::from_value(serde_json::to_value(record).unwrap()).unwrap();
-        assert_eq!(record.compare("case", &outcome(), 1e-5), Ok(Against::SameCpu));
-        insta::assert_snapshot!(record.compare("none", &outcome(), 1e-5).unwrap_err(), @"not on record");
+        assert_eq!(record.compare("case", &outcome(), OWN, 1e-5), Ok(Against::SameCpu));
+        insta::assert_snapshot!(record.compare("none", &outcome(), OWN, 1e-5).unwrap_err(), @"not on record");
         let number = |what: &'static str, step: usize| {
             move |outcome: &mut Outcome| {
                 let number = &mut outcome.numbers.get_mut(what).unwrap()[step];
@@ -324,20 +329,22 @@ mod tests {
     #[test]
     fn another_cpu_is_compared_to_a_tolerance_and_counts_exactly() {
         let mut record = Record::default();
-        record.put("case", &outcome());
+        record.put("case", &outcome(), OWN);
         let entry = record.0.get_mut("case").unwrap();
-        let bits = entry.bits.remove(&cpu()).unwrap();
+        let bits = entry.bits.remove(OWN).unwrap();
         entry.bits.insert("another".to_owned(), bits);
         let mut near = outcome();
         near.numbers.get_mut("loss").unwrap()[1] = 2.25001;
         near.tensors.get_mut("weights").unwrap().insert("up.bias".to_owned(), 7);
         let against = Against::OtherCpu("another".to_owned());
-        assert_eq!(record.compare("case", &near, 1e-5), Ok(against));
+        assert_eq!(record.compare("case", &near, OWN, 1e-5), Ok(against));
         near.numbers.get_mut("loss").unwrap()[1] = 2.2501;
-        assert!(record.compare("case", &near, 1e-5).unwrap_err().starts_with("step 2, loss"));
+        assert!(record.compare("case", &near, OWN, 1e-5).unwrap_err().starts_with("step 2, loss"));
         let mut more = outcome();
         more.tallies[0].clear();
-        assert!(record.compare("case", &more, 1e-5).unwrap_err().starts_with("rank 0, first step"));
+        assert!(
+            record.compare("case", &more, OWN, 1e-5).unwrap_err().starts_with("rank 0, first step")
+        );
     }
 
     #[test]
@@ -349,29 +356,29 @@ mod tests {
         };
         for (norm, same) in [(f64::NAN, -f64::NAN), (f64::INFINITY, f64::INFINITY)] {
             let mut record = Record::default();
-            record.put("case", &with(norm));
-            assert_eq!(record.compare("case", &with(same), 1e-5), Ok(Against::SameCpu));
+            record.put("case", &with(norm), OWN);
+            assert_eq!(record.compare("case", &with(same), OWN, 1e-5), Ok(Against::SameCpu));
             let entry = record.0.get_mut("case").unwrap();
-            let bits = entry.bits.remove(&cpu()).unwrap();
+            let bits = entry.bits.remove(OWN).unwrap();
             entry.bits.insert("another".to_owned(), bits);
             let against = Against::OtherCpu("another".to_owned());
-            assert_eq!(record.compare("case", &with(same), 1e-5), Ok(against));
-            assert!(record.compare("case", &with(0.5), 1e-5).is_err());
-            assert!(record.compare("case", &with(-f64::INFINITY), 1e-5).is_err());
+            assert_eq!(record.compare("case", &with(same), OWN, 1e-5), Ok(against));
+            assert!(record.compare("case", &with(0.5), OWN, 1e-5).is_err());
+            assert!(record.compare("case", &with(-f64::INFINITY), OWN, 1e-5).is_err());
         }
     }
 
     #[test]
     fn an_update_keeps_other_cpus_bits_unless_its_own_have_changed() {
         let mut record = Record::default();
-        record.put("case", &outcome());
+        record.put("case", &outcome(), OWN);
         let bits = Bits::of(&outcome());
         record.0.get_mut("case").unwrap().bits.insert("another".to_owned(), bits);
-        record.put("case", &outcome());
+        record.put("case", &outcome(), OWN);
         assert_eq!(record.0["case"].bits.len(), 2);
         let mut changed = outcome();
         changed.numbers.get_mut("loss").unwrap()[0] = 3.0;
-        record.put("case", &changed);
-        assert_eq!(record.0["case"].bits.keys().collect::<Vec<_>>(), [&cpu()]);
+        record.put("case", &changed, OWN);
+        assert_eq!(record.0["case"].bits.keys().collect::<Vec<_>>(), [OWN]);
     }
 }
