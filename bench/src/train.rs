@@ -133,8 +133,8 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             fabric.backward(&model.loss(ids, targets)?)?;
         }
         if !device.is_cpu() {
-            let numbers = optimizer.step_late(Some((1.0, ClipAlgorithm::Norm)))?;
-            return Ok(optimizer.read_late(numbers)?.loss);
+            let numbers = optimizer.clip_and_step(Some((1.0, ClipAlgorithm::Norm)))?;
+            return Ok(optimizer.read(numbers)?.loss);
         }
         let loss = fabric.step_totals(&[])?.mean();
         fabric.clip_gradients_norm(&mut optimizer, 1.0)?;

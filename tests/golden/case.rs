@@ -31,7 +31,7 @@ pub(crate) enum Clip {
 }
 
 impl Clip {
-    /// The limit as `FabricOptimizer::step_late` takes it.
+    /// The limit as `FabricOptimizer::clip_and_step` takes it.
     pub(crate) fn limit(self) -> Option<(f64, ClipAlgorithm)> {
         match self {
             Self::No => None,

@@ -22,8 +22,8 @@ fn end_step(
     case: &Several,
 ) -> Result<StepNumbers> {
     if case.late {
-        let numbers = optimizer.step_late(case.clip.limit())?;
-        return optimizer.read_late(numbers);
+        let numbers = optimizer.clip_and_step(case.clip.limit())?;
+        return optimizer.read(numbers);
     }
     let totals = optimizer.step_totals(&[])?;
     let loss = optimizer.check_loss(&totals)?;

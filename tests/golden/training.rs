@@ -7,7 +7,7 @@ use std::sync::Arc;
 use fulgurite_checkpoint as _;
 use fulgurite_core::checkpoint::FullOptions;
 use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
-use fulgurite_core::fabric::{Fabric, FabricOptimizer, LateNumbers, StepNumbers, UnusedParameters};
+use fulgurite_core::fabric::{Fabric, FabricOptimizer, PendingStep, StepNumbers, UnusedParameters};
 use fulgurite_core::nn::Loss;
 use fulgurite_core::optim::{AdamW, OptimizerConfig, SchedulerConfig, WeightAverage};
 use fulgurite_core::{Error, Result};
@@ -173,7 +173,7 @@ fn set_up(
 fn step(
     training: &mut dyn InTraining,
     case: &Fabricated,
-    unread: &mut Option<LateNumbers>,
+    unread: &mut Option<PendingStep>,
 ) -> Result<Option<StepNumbers>> {
     let number = training.steps() + 1;
     let (fabric, _) = training.parts();
@@ -190,8 +190,8 @@ fn step(
     let clip = case.clip_in(number);
     let numbers = match case.late {
         true => {
-            let before = unread.replace(optimizer.step_late(clip.limit())?);
-            before.map(|before| optimizer.read_late(before)).transpose()?
+            let before = unread.replace(optimizer.clip_and_step(clip.limit())?);
+            before.map(|before| optimizer.read(before)).transpose()?
         }
         false => {
             let loss = fabric.step_totals(&[])?.mean();
@@ -212,9 +212,9 @@ fn step(
 /// The numbers of the last step, if they have not been read.
 fn read_last(
     training: &mut dyn InTraining,
-    unread: &mut Option<LateNumbers>,
+    unread: &mut Option<PendingStep>,
 ) -> Result<Option<StepNumbers>> {
-    unread.take().map(|last| training.parts().1.read_late(last)).transpose()
+    unread.take().map(|last| training.parts().1.read(last)).transpose()
 }
 
 /// Trains for some steps as a case resumes from, and saves.

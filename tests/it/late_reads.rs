@@ -163,28 +163,40 @@ struct Seen {
 #[derive(Clone)]
 struct Watch {
     seen: Arc<Mutex<Vec<Seen>>>,
-    /// Whether it looks at the loss of each step, and at the step that it is of.
-    looks: bool,
+    hooks: WatchHooks,
     /// The norm that it asked for before the update.
     norm: f64,
     losses: Arc<Mutex<Vec<f64>>>,
+}
+
+/// The hooks that [`Watch`] uses.
+#[derive(Clone, Copy, Default)]
+struct WatchHooks {
+    /// Looks at the loss of each step, and at the step that the loss is of.
+    looks: bool,
     asks_to_save: bool,
+    /// Clips to this norm before the update.
+    max_norm: Option<f64>,
 }
 
 impl Callback for Watch {}
 
 impl Hooks for Watch {
     fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
-        if self.asks_to_save {
+        if self.hooks.asks_to_save {
             ctx.save_on_exception(SaveRequest::default())?;
         }
         Ok(())
     }
 
     fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
-        if self.looks {
+        if self.hooks.looks {
             let optimizer = ctx.optimizer().expect("there is one");
             self.norm = ctx.fabric().gradient_norm(optimizer)?;
+        }
+        if let Some(max_norm) = self.hooks.max_norm {
+            let fabric = ctx.fabric();
+            fabric.clip_gradients_norm(ctx.optimizer_mut().expect("there is one"), max_norm)?;
         }
         Ok(())
     }
@@ -192,7 +204,7 @@ impl Hooks for Watch {
     fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         let state = state(ctx)?;
         self.seen.lock().unwrap()[ctx.rank].steps.push(state);
-        if self.looks {
+        if self.hooks.looks {
             assert_eq!(ctx.metric_step("train_loss"), Some(ctx.step));
             let (loss, norm) = (ctx.metrics["train_loss"], ctx.metrics["grad_norm"]);
             assert_eq!(norm, self.norm);
@@ -233,7 +245,7 @@ impl Run {
     }
 }
 
-fn train_in(dir: &Path, ranks: usize, keys: &[&str], looks: bool, asks_to_save: bool) -> Run {
+fn train_in(dir: &Path, ranks: usize, keys: &[&str], hooks: WatchHooks) -> Run {
     let (root, kept) = (dir.join("runs"), dir.join("kept"));
     let (root, kept) =
         (format!("trainer.default_root_dir={root:?}"), format!("checkpoint.dir={kept:?}"));
@@ -252,10 +264,9 @@ fn train_in(dir: &Path, ranks: usize, keys: &[&str], looks: bool, asks_to_save: 
     let events = Events::default();
     let watch = Watch {
         seen: Arc::new(Mutex::new(vec![Seen::default(); ranks])),
-        looks,
+        hooks,
         norm: 0.0,
         losses: Arc::default(),
-        asks_to_save,
     };
     let reads = Mutex::new([0; 2]);
     let result = run_ranks(ranks, |world| {
@@ -276,7 +287,7 @@ fn train_in(dir: &Path, ranks: usize, keys: &[&str], looks: bool, asks_to_save: 
 }
 
 fn train(ranks: usize, keys: &[&str]) -> Run {
-    train_in(tempfile::tempdir().unwrap().path(), ranks, keys, false, false)
+    train_in(tempfile::tempdir().unwrap().path(), ranks, keys, WatchHooks::default())
 }
 
 const TP: &str = "trainer.strategy={ type = \"model_parallel\", data_parallel_shard_size = \"rest\", tensor_parallel_size = 2, \
@@ -342,7 +353,12 @@ fn a_step_that_is_not_finite_changes_nothing_and_is_an_error() {
                 let keys = [&[strategy, &*at, &*fault, "checkpoint.save_last=true"], options];
                 let keys = keys.concat();
                 let dir = tempfile::tempdir().unwrap();
-                let late = train_in(dir.path(), ranks, &[&keys[..], &[ON]].concat(), false, false);
+                let late = train_in(
+                    dir.path(),
+                    ranks,
+                    &[&keys[..], &[ON]].concat(),
+                    WatchHooks::default(),
+                );
                 let at_once = train(ranks, &[&keys[..], &[OFF]].concat());
                 let (error, expected) =
                     (late.result.as_ref().unwrap_err(), at_once.result.as_ref().unwrap_err());
@@ -450,9 +466,10 @@ fn a_run_goes_on_from_a_checkpoint() {
         let whole = train(ranks, &keys);
         let dir = tempfile::tempdir().unwrap();
         let saving = ["trainer.max_steps=4", "checkpoint.every_n_steps=4"];
-        let first = train_in(dir.path(), ranks, &[&keys[..], &saving].concat(), false, false);
+        let first =
+            train_in(dir.path(), ranks, &[&keys[..], &saving].concat(), WatchHooks::default());
         let resuming = [&keys[..], &["trainer.ckpt_path=\"last\""]].concat();
-        let second = train_in(dir.path(), ranks, &resuming, false, false);
+        let second = train_in(dir.path(), ranks, &resuming, WatchHooks::default());
         assert_eq!([first.curve(), second.curve()].concat(), whole.curve());
         for (rank, whole) in whole.seen.iter().enumerate() {
             let both = [&first.seen[rank].steps[..], &second.seen[rank].steps].concat();
@@ -467,7 +484,12 @@ fn a_run_goes_on_from_a_checkpoint() {
 #[test]
 fn a_hook_that_looks_at_the_loss_gets_that_of_its_step() {
     let keys = ["trainer.strategy=\"ddp\"", ON, "trainer.log_every_n_steps=4"];
-    let run = train_in(tempfile::tempdir().unwrap().path(), 2, &keys, true, false);
+    let run = train_in(
+        tempfile::tempdir().unwrap().path(),
+        2,
+        &keys,
+        WatchHooks { looks: true, ..Default::default() },
+    );
     run.result.as_ref().unwrap();
     let of_step = |event: &Event| match event {
         Event::Step { train_loss, .. } => Some(*train_loss),
@@ -477,6 +499,24 @@ fn a_hook_that_looks_at_the_loss_gets_that_of_its_step() {
     assert_eq!((losses.len(), &run.losses), (8, &losses));
     // Three steps are logged; the numbers of the others are waited for, and read once.
     assert_eq!(run.reads, [8, 5]);
+}
+
+#[test]
+fn a_hook_clips_a_late_step_too() {
+    for options in [OPTIONS[0], OPTIONS[1], OPTIONS[2]] {
+        let keys =
+            [&["trainer.strategy=\"fsdp\"", "trainer.log_every_n_steps=3"], options].concat();
+        let hooks = WatchHooks { max_norm: Some(1e-4), ..Default::default() };
+        let clipped = |late| {
+            let dir = tempfile::tempdir().unwrap();
+            train_in(dir.path(), 2, &[&keys[..], &[late]].concat(), hooks)
+        };
+        let (at_once, late) = (clipped(OFF), clipped(ON));
+        late.result.as_ref().unwrap();
+        assert_eq!(late.curve(), at_once.curve(), "{options:?}");
+        assert!(late.seen == at_once.seen, "{options:?}: other weights or state");
+        assert!(at_once.seen != train(2, &[&keys[..], &[OFF]].concat()).seen, "the hook clips");
+    }
 }
 
 #[test]
@@ -496,7 +536,8 @@ fn where_the_host_needs_the_numbers_at_once_it_reads_them_at_once() {
     // A checkpoint of the state before an error is saved as ever.
     let dir = tempfile::tempdir().unwrap();
     let keys = [one, ON, "trainer.log_every_n_steps=100", "model.fails_at=5"];
-    let run = train_in(dir.path(), 1, &keys, false, true);
+    let run =
+        train_in(dir.path(), 1, &keys, WatchHooks { asks_to_save: true, ..Default::default() });
     assert!(matches!(run.result, Err(Error::NonFinite { step: 5, .. })));
     assert_eq!(run.reads[1], 0);
     assert!(dir.path().join("kept/step-00000004").exists());
@@ -519,8 +560,8 @@ fn own_loop(late: bool, strategy: &str, config: &DeepConfig) -> (Vec<(f64, f64)>
             let factor = if config.fails_at == Some(step as u64) { f64::NAN } else { 1.0 };
             fabric.backward(&Loss::new((loss.sum() * factor)?, loss.count()))?;
             let read: Result<_> = match late {
-                true => match last.replace(optimizer.step_late(clip)?) {
-                    Some(last) => optimizer.read_late(last).map(Some),
+                true => match last.replace(optimizer.clip_and_step(clip)?) {
+                    Some(last) => optimizer.read(last).map(Some),
                     None => Ok(None),
                 },
                 false => (|| {
@@ -538,7 +579,7 @@ fn own_loop(late: bool, strategy: &str, config: &DeepConfig) -> (Vec<(f64, f64)>
         }
         let waits = waits() - before;
         if config.fails_at.is_none() {
-            numbers.extend(last.map(|last| optimizer.read_late(last)).transpose()?);
+            numbers.extend(last.map(|last| optimizer.read(last)).transpose()?);
         }
         let values = |parameter: &Parameter| -> Result<(String, Vec<f64>)> {
             let values = parameter.local()?.values.to_dtype(DType::F64)?.to_vec1()?;
@@ -580,7 +621,8 @@ fn a_limit_that_is_none_is_refused_in_a_late_step_too() {
             fabric.setup(|b| Deep::configure_model(&config, b), &AdamW::default())?;
         let x = Tensor::ones((4, WIDTH), DType::F32, &Device::Cpu)?;
         fabric.backward(&deep.loss(&x)?)?;
-        let mut error = |limit, by| optimizer.step_late(Some((limit, by))).unwrap_err().to_string();
+        let mut error =
+            |limit, by| optimizer.clip_and_step(Some((limit, by))).unwrap_err().to_string();
         Ok([error(-1.0, ClipAlgorithm::Norm), error(f64::NAN, ClipAlgorithm::Value)])
     });
     let [of_norm, of_value] = errors.unwrap().swap_remove(0);

@@ -76,7 +76,12 @@ impl Strategy for LocalSgdStrategy {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { distributed: true, sharded: false, no_sync: false }
+        Capabilities {
+            distributed: true,
+            sharded: false,
+            no_sync: false,
+            deferred_reads: false,
+        }
     }
 
     fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {

@@ -354,6 +354,8 @@ impl Strategy for MeshStrategy {
             distributed: !alone,
             sharded: self.settings.sharding != Sharding::Never,
             no_sync: !alone,
+            // Replicas that train on their own change their values when they synchronise.
+            deferred_reads: self.settings.outer.is_none(),
         }
     }
 
@@ -494,11 +496,6 @@ impl Strategy for MeshStrategy {
             Some(outer) if outer.is_apart() => outer.grad_scale(local_count),
             _ => Ok(totals.grad_scale()),
         }
-    }
-
-    fn can_step_late(&self) -> bool {
-        // Replicas that train on their own change their values when they come together.
-        self.outer.is_none()
     }
 
     fn squared_norm(&self, context: StrategyContext<'_>) -> Result<SquaredNorm> {

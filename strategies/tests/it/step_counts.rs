@@ -124,7 +124,7 @@ fn impossible_counts_fail_on_all_ranks() {
                     let count_here = if wrong { count } else { 1.0 };
                     fabric.backward(&Loss::new(loss.sum().clone(), count_here))?;
                     let error = match late {
-                        true => optimizer.step_late(Some((1.0, Default::default()))).map(drop),
+                        true => optimizer.clip_and_step(Some((1.0, Default::default()))).map(drop),
                         false => optimizer.step(),
                     };
                     assert_eq!(
@@ -174,7 +174,7 @@ fn unused_parameters_stay_in_later_steps() {
                 fabric.backward(&pair.loss(used(step))?)?;
                 match late {
                     true => {
-                        optimizer.step_late(None).and_then(|n| optimizer.read_late(n)).map(drop)?
+                        optimizer.clip_and_step(None).and_then(|n| optimizer.read(n)).map(drop)?
                     }
                     false => optimizer.step()?,
                 }
@@ -251,13 +251,13 @@ fn steps_without_items_are_skipped() {
                 let loss = pair.loss([true, true])?;
                 fabric.backward(&if step == 2 { loss.ignored()? } else { loss })?;
                 let numbers = match late {
-                    true => optimizer.step_late(Some((1.0, Default::default())))?,
+                    true => optimizer.clip_and_step(Some((1.0, Default::default())))?,
                     false => {
                         optimizer.step()?;
                         return Ok(());
                     }
                 };
-                assert_eq!(optimizer.read_late(numbers)?.loss.is_nan(), step == 2);
+                assert_eq!(optimizer.read(numbers)?.loss.is_nan(), step == 2);
                 assert_eq!(optimizer.steps(), step as u64);
                 assert_eq!(optimizer.skipped_steps(), u64::from(step >= 2), "{config}");
                 Ok(())

@@ -24,7 +24,7 @@ impl Strategy for OneRank {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { distributed: false, sharded: false, no_sync: false }
+        Capabilities { distributed: false, sharded: false, no_sync: false, deferred_reads: false }
     }
 
     fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {

@@ -27,6 +27,11 @@ pub struct Capabilities {
     /// ([`keep_gradients`](Strategy::keep_gradients)); otherwise each ends with
     /// [`reduce_gradients`](Strategy::reduce_gradients).
     pub no_sync: bool,
+    /// The host may read a step's loss and norm after the update, which the device skips by itself
+    /// if one of them is not finite. Then [`grad_scale`](Strategy::grad_scale) gets totals with a
+    /// `loss_sum` of NaN, and [`finish_step`](Strategy::finish_step) changes neither values nor
+    /// state: it does not know whether there was an update.
+    pub deferred_reads: bool,
 }
 
 /// The run that a strategy is built for.
@@ -263,14 +268,6 @@ pub trait Strategy: Send {
         let trainable = slots.iter().filter(|slot| slot.requires_grad());
         let parameters: Vec<_> = trainable.map(|slot| slot.parameter().clone()).collect();
         SquaredNorm::of(&parameters, &|dim| mesh.coordinate(dim))
-    }
-
-    /// Whether a step may be left on the device, which skips it by itself if its loss or norm is not finite, and the host
-    /// finds out a step later. Then [`grad_scale`](Self::grad_scale) gets totals whose `loss_sum` is NaN, as it is not
-    /// known, and [`finish_step`](Self::finish_step) must change neither values nor state, for it does not know whether
-    /// there was an update. By default not.
-    fn can_step_late(&self) -> bool {
-        false
     }
 
     /// Called after the optimizer's step, when its gradients are cleared: makes the new values ready for

@@ -10,23 +10,22 @@ mod data;
 mod device_group;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod fabric;
-mod late;
 mod launcher;
 mod optimizer;
 mod optimizers;
 mod sample_identity;
 mod state_dict;
+mod step;
 mod torch_optimizer;
 
 pub use crate::runtime::{NoSyncGuard, SamplerShare, SyncBuffers, UnusedParameters};
 pub use data::{TrainBatch, TrainLoader};
 pub use fabric::Fabric;
-pub use late::{LateNumbers, StepNumbers};
-pub(crate) use late::{LateStep, Numbers};
 pub(crate) use launcher::check_frozen;
 pub use launcher::{Connection, FabricLauncher};
 pub use optimizer::FabricOptimizer;
-pub(crate) use optimizer::NON_FINITE_HINT;
 pub use optimizers::{FabricOptimizers, OptimizerState};
 pub(crate) use sample_identity::SampleIdentity;
 pub use state_dict::{FullParams, OptimizerStateDict};
+pub(crate) use step::NON_FINITE_HINT;
+pub use step::{PendingStep, StepNumbers};

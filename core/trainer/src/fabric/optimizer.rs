@@ -3,28 +3,16 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::step::CurrentStep;
 use crate::runtime::{StrategyRuntime, UnusedParameters};
 use crate::{Error, Result};
 use fulgurite_engine::optim::{
-    GradScale, Interval, Optimizer, ParamGroup, SchedulerConfig, StateTensor, StepScale,
-    WeightAverage, clip_factor,
+    Interval, Optimizer, ParamGroup, SchedulerConfig, StateTensor, StepScale, WeightAverage,
 };
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
-use fulgurite_engine::strategy::StepTotals;
-
-/// The end of messages about a loss or norm that is not finite.
-pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
-     (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help; `trainer.detect_anomaly = true` names the layer where it came from";
 
 /// What the loss scale's numbers begin with in a checkpoint.
 const LOSS_SCALE: &str = "fabric.loss_scale.";
-
-pub(super) fn check_positive(name: &str, value: f64) -> Result<()> {
-    if value > 0.0 {
-        return Ok(());
-    }
-    Err(Error::Config(format!("{name} = {value}: clipping needs a number greater than 0")))
-}
 
 /// An optimizer that [`Fabric`](super::Fabric) has set up. Its step takes the mean over the global
 /// batch, clips and updates in one pass, follows the learning-rate schedule, clears the gradients
@@ -35,22 +23,19 @@ pub struct FabricOptimizer {
     /// [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer) of its parameters.
     pub(super) index: usize,
     /// Its name among several.
-    name: Option<String>,
+    pub(super) name: Option<String>,
     scheduler: Option<Box<dyn SchedulerConfig>>,
     max_steps: Option<u64>,
     /// What the schedule is asked for instead of the number of steps done.
     position: Option<u64>,
-    unused: UnusedParameters,
+    pub(super) unused: UnusedParameters,
     pub(super) steps: u64,
     /// Those of its steps that changed nothing, since nothing counted.
-    skipped: u64,
-    clip_factor: f64,
-    clip_value: Option<f64>,
-    /// Whether the step's gradients have overflowed in f16, once that is known.
-    overflowed: Option<bool>,
+    pub(super) skipped: u64,
+    pub(super) current: CurrentStep,
     pub(super) average: Option<WeightAverage>,
-    /// The scale of the last step that was left on the device.
-    pub(super) late_before: Option<StepScale>,
+    /// The scale of the last step whose numbers were left on the device.
+    pub(super) last_scale: Option<StepScale>,
     /// A factor on the learning rate, besides the schedule's.
     lr_scale: f64,
     /// What the learning rate is instead of what schedule and factor make it.
@@ -74,11 +59,9 @@ impl FabricOptimizer {
             unused: UnusedParameters::default(),
             steps: 0,
             skipped: 0,
-            clip_factor: 1.0,
-            clip_value: None,
-            overflowed: None,
+            current: CurrentStep::default(),
             average: None,
-            late_before: None,
+            last_scale: None,
             lr_scale: 1.0,
             held_lr: None,
         }
@@ -259,201 +242,6 @@ impl FabricOptimizer {
     pub(crate) fn toggle(&self) -> Result<PausedGradients> {
         let others = self.runtime.tree()?.trainable().filter(|p| p.optimizer() != self.index);
         Ok(PausedGradients::of(others))
-    }
-
-    /// As [`Fabric::gradient_norm`](super::Fabric::gradient_norm).
-    pub(crate) fn gradient_norm(&self) -> Result<f64> {
-        let norm = self.runtime.gradient_norm(self.index)?;
-        if self.runtime.loss_scale()?.is_none() {
-            self.check_norm(norm)?;
-        }
-        Ok(norm)
-    }
-
-    pub(super) fn check_norm(&self, norm: f64) -> Result<()> {
-        if norm.is_finite() { Ok(()) } else { Err(self.non_finite("gradient norm", norm)) }
-    }
-
-    /// The norm of the gradients that the next step takes as they are. Collective.
-    pub(crate) fn norm_without_clipping(&mut self) -> Result<f64> {
-        let norm = self.gradient_norm()?;
-        self.overflowed = Some(!norm.is_finite());
-        Ok(norm)
-    }
-
-    /// Reads from the device what [`step_totals`](Self::step_totals) and the norm need, at once. Not collective.
-    pub(crate) fn read_step(&self) -> Result<()> {
-        self.runtime.read_step(self.index)
-    }
-
-    /// As [`Fabric::clip_gradients_norm`](super::Fabric::clip_gradients_norm).
-    pub(crate) fn clip_gradients_norm(&mut self, max_norm: f64) -> Result<f64> {
-        check_positive("max_norm", max_norm)?;
-        let norm = self.gradient_norm()?;
-        self.overflowed = Some(!norm.is_finite());
-        self.clip_factor = clip_factor(norm, max_norm);
-        Ok(norm)
-    }
-
-    /// As [`Fabric::clip_gradients_value`](super::Fabric::clip_gradients_value).
-    pub(crate) fn clip_gradients_value(&mut self, clip_value: f64) -> Result<f64> {
-        check_positive("clip_value", clip_value)?;
-        let norm = self.gradient_norm()?;
-        self.overflowed = Some(!norm.is_finite());
-        self.clip_value = Some(clip_value);
-        Ok(norm)
-    }
-
-    fn non_finite(&self, what: &'static str, value: f64) -> Error {
-        let of = self.name.as_ref().map(|name| format!(", of the optimizer `{name}`"));
-        let detail = format!("{}{NON_FINITE_HINT}", of.unwrap_or_default());
-        Error::NonFinite { what, value, step: self.current_step(), detail }
-    }
-
-    /// The mean loss of the step that is being computed; NaN if nothing counts in it, so that it
-    /// will be [skipped](Self::skipped_steps).
-    ///
-    /// # Errors
-    /// On every rank: [`Error::NonFinite`] if the sum is not finite. Nothing is changed.
-    pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
-        if totals.loss_sum.is_finite() {
-            return Ok(totals.mean());
-        }
-        Err(self.non_finite("loss", totals.mean()))
-    }
-
-    pub(super) fn during_step(&self, error: Error) -> Error {
-        error.during(format_args!("in step {}", self.current_step()))
-    }
-
-    /// The number of the step that is being computed, counted from 1.
-    pub(super) fn current_step(&self) -> u64 {
-        self.steps + 1
-    }
-
-    /// Updates the parameters with the mean gradient over all ranks and micro-batches since the
-    /// last step, and clears the gradients. Collective.
-    ///
-    /// A step in which nothing counts on any rank (every target is ignored) changes nothing and is
-    /// [counted](Self::skipped_steps).
-    ///
-    /// # Errors
-    /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
-    /// finite, if the count of a loss is negative or not finite, and if the last backward ran under
-    /// `no_backward_sync`; nothing is changed then.
-    pub fn step(&mut self) -> Result<()> {
-        self.update()?;
-        self.finish_step()
-    }
-
-    /// The first half of [`step`](Self::step): updates the parameters. Collective.
-    pub(crate) fn update(&mut self) -> Result<()> {
-        let _phase = self.runtime.phase("optimizer");
-        self.runtime.check_synchronised(self.index)?;
-        let totals = self.step_totals(&[])?;
-        self.check_loss(&totals)?;
-        if totals.count == 0.0 {
-            self.skip();
-            return Ok(());
-        }
-        self.runtime.audit_gradients(self.index, self.unused_now())?;
-        let overflowed = self.overflowed()?;
-        if overflowed != Some(true) {
-            let factor = self.schedule_factor()?;
-            self.inner.set_schedule_factor(factor);
-            let factor = self.runtime.grad_scale(self.index)? * self.clip_factor;
-            self.inner.step_by(&GradScale { factor, clip_value: self.clip_value }.into())?;
-        }
-        (self.clip_factor, self.clip_value) = (1.0, None);
-        self.steps += 1;
-        if let Some(overflowed) = overflowed {
-            self.end_scaled_step(overflowed)?;
-        }
-        match &mut self.average {
-            Some(average) if average.follows_steps() && overflowed != Some(true) => {
-                average.update()
-            }
-            _ => Ok(()),
-        }
-    }
-
-    /// Ends a step in which nothing counts: values, state and averages stay as they are.
-    fn skip(&mut self) {
-        (self.clip_factor, self.clip_value, self.overflowed) = (1.0, None, None);
-        self.steps += 1;
-        self.skipped += 1;
-        if self.runtime.mesh().world().rank() == 0 {
-            tracing::warn!(
-                "step {} was skipped: nothing counts in its global batch, every target is ignored (`ignore_index`)",
-                self.steps
-            );
-        }
-    }
-
-    /// What happens to parameters without a gradient in this step. An error is for the first of all
-    /// steps; a resumed run has had it.
-    pub(super) fn unused_now(&self) -> UnusedParameters {
-        match self.unused {
-            UnusedParameters::Error if self.steps > 0 => UnusedParameters::Ignore,
-            policy => policy,
-        }
-    }
-
-    /// Whether the gradients have overflowed in f16 on any rank; `None` if they are not of f16. Collective if nobody has
-    /// asked for their norm.
-    fn overflowed(&mut self) -> Result<Option<bool>> {
-        if self.runtime.loss_scale()?.is_none() {
-            return Ok(None);
-        }
-        match self.overflowed.take() {
-            Some(overflowed) => Ok(Some(overflowed)),
-            None => Ok(Some(!self.gradient_norm()?.is_finite())),
-        }
-    }
-
-    /// Sets the next loss scale.
-    fn end_scaled_step(&self, overflowed: bool) -> Result<()> {
-        let Some(mut scale) = self.runtime.loss_scale()? else { return Ok(()) };
-        let before = scale.factor();
-        scale.end_step(overflowed)?;
-        if overflowed && self.runtime.mesh().world().rank() == 0 {
-            tracing::warn!(
-                "step {} was skipped: its gradients overflowed in f16 with a loss scale of {before}, which is {} now",
-                self.steps,
-                scale.factor()
-            );
-        }
-        self.runtime.set_loss_scale(scale)
-    }
-
-    /// The second half of [`step`](Self::step): clears the gradients and makes the model ready for
-    /// the next forward. Collective.
-    pub(crate) fn finish_step(&self) -> Result<()> {
-        let phase = self.runtime.phase("zero grad");
-        self.runtime.finish_step(self.index)?;
-        drop(phase);
-        if let Some(profiler) = self.runtime.profiler() {
-            profiler.end_step();
-        }
-        Ok(())
-    }
-
-    /// Forgets the gradients since the last step: those that another optimizer's loss brought, for instance,
-    /// unless that had [its turn](super::Fabric::toggle_optimizer). A step forgets its own. Not collective.
-    ///
-    /// # Errors
-    /// If the last backward ran under `no_backward_sync`.
-    pub fn zero_grad(&mut self) -> Result<()> {
-        (self.clip_factor, self.clip_value, self.overflowed) = (1.0, None, None);
-        self.runtime.zero_grad(self.index)
-    }
-
-    /// As [`Fabric::step_totals`](super::Fabric::step_totals), for this optimizer's step.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
-        self.runtime.step_totals(self.index, flags).map_err(|error| self.during_step(error))
     }
 
     /// As [`Fabric::gradient_norms`](super::Fabric::gradient_norms), of this optimizer's parameters.

@@ -157,7 +157,7 @@ impl FabricOptimizers {
 
 impl OptimizerState for FabricOptimizers {
     fn steps(&self) -> u64 {
-        self.named.iter().map(|(_, optimizer)| optimizer.current_step() - 1).max().unwrap_or(0)
+        self.named.iter().map(|(_, optimizer)| optimizer.steps()).max().unwrap_or(0)
     }
 
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {

@@ -4,13 +4,14 @@
 mod audit;
 mod buffers;
 mod checkpoints;
-mod late;
 mod magnitudes;
 #[expect(clippy::module_inception, reason = "the runtime is the module's subject")]
 mod runtime;
+mod step;
 mod totals;
 
 pub use audit::UnusedParameters;
 pub use buffers::SyncBuffers;
 pub(crate) use runtime::StrategyRuntime;
 pub use runtime::{NoSyncGuard, SamplerShare};
+pub(crate) use step::DeviceSums;

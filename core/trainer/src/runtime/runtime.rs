@@ -9,6 +9,7 @@ use candle_core::{DType, Device, Tensor};
 use super::UnusedParameters;
 use super::buffers::SyncBuffers;
 use super::magnitudes::Magnitudes;
+use super::step::StepState;
 use crate::profiler::{Phase, Profiler};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::{detects_anomalies, refuse_variables, refuse_wrong_gradients};
@@ -19,12 +20,10 @@ use fulgurite_engine::mesh::{
     DP_SHARD_CP, DeviceMesh,
 };
 use fulgurite_engine::module::{BatchRanks, ModuleTree};
-use fulgurite_engine::optim::{LossScale, SquaredNorm};
+use fulgurite_engine::optim::LossScale;
 use fulgurite_engine::parallel::{ContextParallel, check_loss};
 use fulgurite_engine::parameter::{ParameterSlot, UnusedBecause};
-use fulgurite_engine::strategy::{
-    Capabilities, Loss, StepTotals, Strategy, StrategyContext, materialize,
-};
+use fulgurite_engine::strategy::{Capabilities, Loss, Strategy, StrategyContext, materialize};
 
 /// A rank's share of the data (Lightning's `distributed_sampler_kwargs`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -71,30 +70,6 @@ pub(super) struct RuntimeState {
     magnitudes: Magnitudes,
     /// That of backwards in f16.
     pub(super) loss_scale: Option<LossScale>,
-}
-
-/// What was read of a step at once.
-#[derive(Debug, Clone, Copy)]
-pub(super) struct ReadAhead {
-    pub(super) loss_sum: f64,
-    squared_norm: f64,
-}
-
-/// The state of an optimizer's step.
-#[derive(Default)]
-pub(super) struct StepState {
-    /// That of the micro-batches so far, on its device: read once a step.
-    pub(super) loss_sum: Option<Tensor>,
-    /// The loss and this rank's part of the squared norm, once they were read together.
-    pub(super) read: Option<ReadAhead>,
-    pub(super) count: f64,
-    /// The first count of a micro-batch that is none: negative, or not finite.
-    pub(super) wrong_count: Option<f64>,
-    pub(super) totals: Option<StepTotals>,
-    /// Whether the first step's gradients were audited.
-    pub(super) audited: bool,
-    /// Whether the latest backward did not reduce its gradients over ranks.
-    unsynchronised: bool,
 }
 
 impl StrategyRuntime {
@@ -305,13 +280,7 @@ impl StrategyRuntime {
         }
         for (optimizer, step) in steps.iter_mut().enumerate() {
             if context.slots.iter().any(|slot| slot.optimizer() == optimizer && slot.takes_grad()) {
-                step.loss_sum = Some(match step.loss_sum.take() {
-                    Some(before) => (before + &loss_sum)?,
-                    None => loss_sum.clone(),
-                });
-                step.add_count(loss.count());
-                (step.totals, step.read) = (None, None);
-                step.unsynchronised = !synchronise;
+                step.add(loss, &loss_sum, synchronise)?;
             }
         }
         let scaled = match loss_scale {
@@ -379,114 +348,6 @@ impl StrategyRuntime {
         Ok(())
     }
 
-    /// Checks that the step's last backward reduced gradients over ranks.
-    ///
-    /// # Errors
-    /// If it did not: each rank would update its parameters with its own gradients.
-    pub(crate) fn check_synchronised(&self, optimizer: usize) -> Result<()> {
-        if !self.lock_state()?.steps[optimizer].unsynchronised {
-            return Ok(());
-        }
-        Err(Error::other(
-            "the optimizer cannot step: the step's last backward ran under `no_backward_sync`, so \
-             its gradients are on their own ranks only. Run the last micro-batch's backward with \
-             `no_backward_sync(false)`, or without a guard",
-        ))
-    }
-
-    /// Reads the loss of the step and this rank's part of the norm at once, for the [totals](Self::step_totals) and the
-    /// next [norm](Self::gradient_norm): whoever waits for a device, waits for all that it has to do. Not collective.
-    pub(crate) fn read_step(&self, optimizer: usize) -> Result<()> {
-        let _phase = self.phase("gradient norm");
-        let context = self.context()?;
-        let state = &mut *self.lock_state()?;
-        let Some(loss_sum) = state.steps[optimizer].loss_sum.clone() else { return Ok(()) };
-        let squares = state.squared_norm(context, optimizer)?;
-        let (squared_norm, loss_sum) = squares.read_with(&loss_sum, "loss and gradient norm")?;
-        state.steps[optimizer].read = Some(ReadAhead { loss_sum, squared_norm });
-        Ok(())
-    }
-
-    /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
-    pub(crate) fn gradient_norm(&self, optimizer: usize) -> Result<f64> {
-        let is_read = self.lock_state()?.steps[optimizer].read.is_some();
-        // One phase a step, which began with what was read.
-        let _phase = (!is_read).then(|| self.phase("gradient norm"));
-        let scale = self.grad_scale(optimizer)?;
-        let context = self.context()?;
-        let squares = {
-            let state = &mut *self.lock_state()?;
-            // Once: later somebody may have changed the gradients.
-            match state.steps[optimizer].read.take() {
-                Some(read) => read.squared_norm,
-                None => state.squared_norm(context, optimizer)?.read()?,
-            }
-        };
-        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
-        self.mesh.world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
-        Ok(read::host::<f64>(&squares)?[0].sqrt())
-    }
-
-    /// The norm of the mean gradient of each group of an optimizer's parameters. Collective.
-    pub(crate) fn gradient_norms(
-        &self,
-        optimizer: usize,
-        group: &dyn Fn(&str) -> String,
-    ) -> Result<BTreeMap<String, f64>> {
-        let scale = self.grad_scale(optimizer)?;
-        let mut squares = BTreeMap::<String, SquaredNorm>::new();
-        for parameter in self.tree()?.trainable().filter(|p| p.optimizer() == optimizer) {
-            let own = std::slice::from_ref(parameter);
-            let square = SquaredNorm::of(own, &|dim| self.mesh.coordinate(dim))?;
-            let sum = squares.entry(group(parameter.fqn())).or_default();
-            *sum = std::mem::take(sum).plus(square)?;
-        }
-        let (groups, squares): (Vec<_>, Vec<_>) = squares.into_iter().unzip();
-        let squares = SquaredNorm::read_all(&squares)?;
-        let squares: Vec<_> = squares.into_iter().map(|square| square * scale * scale).collect();
-        let sums = Tensor::new(squares, &Device::Cpu)?;
-        self.mesh.world().run(Collective::all_reduce(&sums, ReduceOp::Sum))?;
-        let norms = read::host::<f64>(&sums)?.into_iter().map(f64::sqrt);
-        Ok(groups.into_iter().zip(norms).collect())
-    }
-
-    /// To be called after the optimizer's update. Collective.
-    pub(crate) fn finish_step(&self, optimizer: usize) -> Result<()> {
-        let context = self.context()?;
-        let state = &mut *self.lock_state()?;
-        state.clear_gradients(context, optimizer);
-        state.strategy.finish_step(context)?;
-        // Replicas that train on their own have their own until they are made the same.
-        self.synchronise_buffers(if state.strategy.replicas_differ() { DP_SHARD_CP } else { DP_CP })
-    }
-
-    /// Forgets a step that failed anywhere before the optimizers' updates, so that it can begin again. Collective, when no
-    /// collective of the step runs any more.
-    pub(crate) fn abandon_step(&self) -> Result<()> {
-        let context = self.context()?;
-        let state = &mut *self.lock_state()?;
-        context.slots.iter().for_each(ParameterSlot::abandon_backward);
-        (0..state.steps.len()).for_each(|optimizer| state.clear_gradients(context, optimizer));
-        state.strategy.abandon_step(context)
-    }
-
-    /// Forgets the gradients of an optimizer's parameters since its last step. Not collective.
-    ///
-    /// # Errors
-    /// If they were not reduced over the ranks: the strategy still has them.
-    pub(crate) fn zero_grad(&self, optimizer: usize) -> Result<()> {
-        let context = self.context()?;
-        let state = &mut *self.lock_state()?;
-        if state.steps[optimizer].unsynchronised {
-            return Err(Error::other(
-                "gradients of a backward under `no_backward_sync` cannot be forgotten: the strategy keeps \
-                 them for the next backward. Run one without the guard first",
-            ));
-        }
-        state.clear_gradients(context, optimizer);
-        Ok(())
-    }
-
     /// Gives the trainable parameters that `has` chooses a further optimizer, and returns its index.
     ///
     /// # Errors
@@ -547,46 +408,6 @@ impl StrategyRuntime {
         if let Ok(model) = self.model() {
             model.slots.iter().for_each(ParameterSlot::clear_reducer);
         }
-    }
-}
-
-impl RuntimeState {
-    /// This rank's part of the squared norm of an optimizer's gradients.
-    pub(super) fn squared_norm(
-        &self,
-        context: StrategyContext<'_>,
-        optimizer: usize,
-    ) -> Result<SquaredNorm> {
-        if self.steps.len() == 1 {
-            return self.strategy.squared_norm(context);
-        }
-        let is_own = |slot: &&ParameterSlot| slot.optimizer() == optimizer;
-        let slots: Vec<ParameterSlot> = context.slots.iter().filter(is_own).cloned().collect();
-        self.strategy.squared_norm(StrategyContext { slots: &slots, ..context })
-    }
-
-    /// Forgets the gradients of an optimizer's parameters, and the losses that they are of.
-    fn clear_gradients(&mut self, context: StrategyContext<'_>, optimizer: usize) {
-        for (slot, delivered) in context.slots.iter().zip(&mut self.delivered) {
-            if slot.optimizer() == optimizer {
-                slot.end_step();
-                *delivered = false;
-            }
-        }
-        let step = &mut self.steps[optimizer];
-        step.unsynchronised = false;
-        (step.loss_sum, step.totals, step.read) = (None, None, None);
-        (step.count, step.wrong_count) = (0.0, None);
-    }
-}
-
-impl StepState {
-    /// Adds what a micro-batch's loss counts.
-    pub(super) fn add_count(&mut self, count: f64) {
-        if !(count >= 0.0 && count.is_finite()) {
-            self.wrong_count.get_or_insert(count);
-        }
-        self.count += count;
     }
 }
 

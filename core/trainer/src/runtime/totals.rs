@@ -9,7 +9,8 @@ use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
 
 use super::UnusedParameters;
-use super::runtime::{RuntimeState, StepState, StrategyRuntime, explain_difference};
+use super::runtime::{RuntimeState, StrategyRuntime, explain_difference};
+use super::step::StepState;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, all_gather_object};
 use fulgurite_engine::execution::read;

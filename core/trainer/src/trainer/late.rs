@@ -7,7 +7,7 @@ use std::sync::OnceLock;
 use super::session::{Cursor, Session};
 use super::train_step::only;
 use super::{Event, ItemRate};
-use crate::fabric::{LateStep, StepNumbers};
+use crate::fabric::{PendingStep, StepNumbers};
 use crate::{Error, Result};
 
 /// Of a step that is done, what the host knows without its device.
@@ -25,28 +25,20 @@ pub(super) struct StepReport {
 #[derive(Debug)]
 pub(super) struct UnreadStep {
     pub(super) report: StepReport,
-    pub(super) numbers: LateStep,
+    pub(super) pending: PendingStep,
     /// Where the run was before it.
     pub(super) before: Cursor,
 }
 
 impl Session {
-    /// Whether steps that nobody needs the numbers of at once leave them on the device. The same on all ranks.
-    pub(super) fn can_read_late(&self) -> Result<bool> {
+    /// Whether the next step may leave its numbers on the device: it is not logged, and no checkpoint of the step before
+    /// must be saved after an error. The same on all ranks.
+    pub(super) fn defers_reads(&self, wanted: bool) -> bool {
         let config = &self.parts.config;
-        let Some(optimizer) = self.optimizers.as_ref().and_then(|all| all.first()) else {
-            return Ok(false);
-        };
-        Ok(config.late_reads.on(self.parts.fabric.device())
+        config.late_reads.on(self.parts.fabric.device())
             && !config.detect_anomaly
-            && self.runner.automatic_optimization()
-            && optimizer.can_step_late()?)
-    }
-
-    /// Whether the next step does, where steps [can](Self::can_read_late): it is not logged, and no checkpoint is to be
-    /// saved of the step before an error, which would be known too late for that. The same on all ranks.
-    pub(super) fn reads_late(&self, wanted: bool) -> bool {
-        !wanted && self.requests.save_on_exception.is_none()
+            && !wanted
+            && self.requests.save_on_exception.is_none()
     }
 
     /// Reads what the last step has left on its device, if it has, and reports that step. Before anything is made of the
@@ -55,10 +47,10 @@ impl Session {
     /// # Errors
     /// On every rank, if its loss or norm is not finite: the state is that before the step.
     pub(super) fn catch_up(&mut self) -> Result<()> {
-        let Some(UnreadStep { report, numbers, before }) = self.unread.take() else {
+        let Some(UnreadStep { report, pending, before }) = self.unread.take() else {
             return Ok(());
         };
-        match only(&mut self.optimizers).end_late_step(&numbers) {
+        match only(&mut self.optimizers).read(pending) {
             Ok(StepNumbers { loss, grad_norm }) => self.report_step(report, loss, grad_norm),
             Err(error) => {
                 self.cursor = before;
@@ -129,9 +121,11 @@ impl Deref for Metrics<'_> {
         let Some(unread) = self.unread else { return self.known };
         self.with_unread.get_or_init(|| {
             // Whoever reads them next, at the end of the next step at the latest, says what went wrong.
-            let (loss, norm) = unread.numbers.at_once().unwrap_or((f64::NAN, f64::NAN));
+            let unknown = StepNumbers { loss: f64::NAN, grad_norm: f64::NAN };
+            let StepNumbers { loss, grad_norm } = unread.pending.numbers().unwrap_or(unknown);
             let mut all = self.known.clone();
-            all.extend([(TRAIN_LOSS, loss), (GRAD_NORM, norm)].map(|(n, x)| (n.to_owned(), x)));
+            let both = [(TRAIN_LOSS, loss), (GRAD_NORM, grad_norm)];
+            all.extend(both.map(|(name, value)| (name.to_owned(), value)));
             all
         })
     }

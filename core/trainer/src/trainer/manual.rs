@@ -125,9 +125,11 @@ impl StepContext {
         let manual = self.manual()?;
         let clip = manual.clip;
         let own = manual.optimizers.get_mut(optimizer)?;
-        let StepNumbers { loss, grad_norm } = own.clip(clip)?;
+        own.reduce(clip, false)?;
         let lr = own.learning_rate()?;
-        own.step()?;
+        let pending = own.update()?;
+        own.finish_step()?;
+        let StepNumbers { loss, grad_norm } = own.read(pending)?;
         self.last_step = Some((grad_norm, lr));
         let name = if optimizer.is_empty() { String::new() } else { format!("/{optimizer}") };
         for (what, value) in [("grad_norm", grad_norm), ("lr", lr)] {

@@ -7,7 +7,7 @@ use super::manual::Manual;
 use super::session::{Cursor, Session, training};
 use super::training_loop::LoopPlan;
 use super::{ItemRate, StepContext};
-use crate::fabric::{FabricOptimizer, FabricOptimizers, NON_FINITE_HINT, Numbers, StepNumbers};
+use crate::fabric::{FabricOptimizer, FabricOptimizers, NON_FINITE_HINT, PendingStep, StepNumbers};
 use crate::{Error, Result};
 use fulgurite_engine::autograd::detect_anomaly;
 use fulgurite_engine::data::StepSamples;
@@ -25,17 +25,10 @@ pub(super) enum StepEnd {
     BeginAgain,
 }
 
-/// What is known of a step before its update; the gradients themselves are the optimizer's.
-struct Gradients {
-    numbers: Numbers,
-    /// What the loss counted, of all ranks.
-    count: f64,
-}
-
 /// What came of a step.
 struct UpdateOutcome {
-    numbers: Numbers,
-    /// What the loss counted, of all ranks.
+    pending: PendingStep,
+    /// The count of the losses, over all ranks.
     count: f64,
     lr: f64,
 }
@@ -50,9 +43,9 @@ impl Session {
         let wanted = self.logs_step(step);
         let mut logged = StepContext::training((step, self.epoch), ranks, wanted);
         self.set_schedules_position();
-        let UpdateOutcome { numbers, count, lr } = if self.runner.automatic_optimization() {
+        let UpdateOutcome { pending, count, lr } = if self.runner.automatic_optimization() {
             match self.gradients(plan, &of_step, &mut logged) {
-                Ok(gradients) => self.update(gradients)?,
+                Ok(count) => self.update(count)?,
                 Err(error) => {
                     self.leave_step(error)?;
                     return Ok(StepEnd::BeginAgain);
@@ -84,44 +77,36 @@ impl Session {
         self.record(&[("lr".to_owned(), lr)].into());
         let epoch = samples as f64 / plan.order.epoch_len() as f64;
         let report = StepReport { step, epoch, lr, rate, metrics };
-        match numbers {
-            Numbers::Known(StepNumbers { loss, grad_norm }) => {
-                self.report_step(report, loss, grad_norm)?;
-            }
-            Numbers::Late(numbers) => self.unread = Some(UnreadStep { report, numbers, before }),
+        let is_read = pending.is_read();
+        self.unread = Some(UnreadStep { report, pending, before });
+        if is_read {
+            self.catch_up()?;
         }
         self.log_media(&mut logged.table)?;
         self.hook(Hook::TrainStepEnd)?;
         Ok(StepEnd::Done)
     }
 
-    /// All that a step does before the update: what can be done again. Collective.
+    /// The part of a step that can be done again: everything before the update. Returns the count of the losses, over all
+    /// ranks. Collective.
     fn gradients(
         &mut self,
         plan: &LoopPlan,
         of_step: &StepSamples,
         logged: &mut StepContext,
-    ) -> Result<Gradients> {
+    ) -> Result<f64> {
         self.parts.fabric.begin_attempt()?;
         for micro_batch in 0..of_step.micro_batches {
             self.micro_batch(plan, (of_step, micro_batch), logged)?;
         }
-        let clip = self.parts.config.clipping();
-        if plan.reads_late && self.reads_late(logged.is_logged()) {
-            let numbers = only(&mut self.optimizers).late_step(clip)?;
-            self.parts.fabric.end_attempt()?;
-            let count = match &numbers {
-                Numbers::Late(late) => late.count(),
-                Numbers::Known(_) => 0.0,
-            };
-            return Ok(Gradients { numbers, count });
+        let defer = self.defers_reads(logged.is_logged());
+        if !defer {
+            self.catch_up()?;
         }
-        self.catch_up()?;
-        let optimizer = only(&mut self.optimizers);
-        let numbers = optimizer.clip(clip)?;
-        let count = optimizer.step_totals(&[])?.count;
+        let clip = self.parts.config.clipping();
+        let count = only(&mut self.optimizers).reduce(clip, defer)?;
         self.parts.fabric.end_attempt()?;
-        Ok(Gradients { numbers: Numbers::Known(numbers), count })
+        Ok(count)
     }
 
     /// Forward and backward of one micro-batch. Collective.
@@ -179,18 +164,14 @@ impl Session {
     }
 
     /// Updates the parameters. Collective.
-    fn update(&mut self, gradients: Gradients) -> Result<UpdateOutcome> {
-        let Gradients { numbers, count } = gradients;
+    fn update(&mut self, count: f64) -> Result<UpdateOutcome> {
         self.hook(Hook::BeforeOptimizerStep)?;
         let optimizer = only(&mut self.optimizers);
         let lr = optimizer.learning_rate()?;
-        match &numbers {
-            Numbers::Known(_) => optimizer.update()?,
-            Numbers::Late(late) => optimizer.update_late(late)?,
-        }
+        let pending = optimizer.update()?;
         self.hook(Hook::BeforeZeroGrad)?;
         only(&mut self.optimizers).finish_step()?;
-        Ok(UpdateOutcome { numbers, count, lr })
+        Ok(UpdateOutcome { pending, count, lr })
     }
 
     /// A step of a module that optimizes by itself. Collective.
@@ -228,8 +209,8 @@ impl Session {
                 only(&mut self.optimizers).learning_rate()?,
             ),
         };
-        let numbers = Numbers::Known(StepNumbers { loss: totals.mean(), grad_norm });
-        Ok(UpdateOutcome { numbers, count: totals.count, lr })
+        let pending = PendingStep::known(StepNumbers { loss: totals.mean(), grad_norm });
+        Ok(UpdateOutcome { pending, count: totals.count, lr })
     }
 
     /// Tells schedules where the next step is, unless they count steps of an optimizer that does one each time.

@@ -27,8 +27,6 @@ pub(super) struct LoopPlan {
     pub(super) sampler: TrainSampler,
     validation: ValidationTimes,
     device: Device,
-    /// Whether steps can leave their numbers on the device.
-    pub(super) reads_late: bool,
     /// The ranks that share sequences with this one; `None` if sequences are whole.
     context: Option<ContextParallel>,
 }
@@ -314,8 +312,7 @@ impl Session {
         }
         let device = self.device();
         let context = self.parts.fabric.context_parallel();
-        let reads_late = self.can_read_late()?;
-        Ok(LoopPlan { order, sampler, validation, device, reads_late, context })
+        Ok(LoopPlan { order, sampler, validation, device, context })
     }
 
     fn validation_times(&self, order: &SampleOrder) -> ValidationTimes {

@@ -1,0 +1,433 @@
+//! An optimizer's step, from complete gradients to updated parameters: ranks reduce loss and norm, gradients are clipped,
+//! the optimizer updates, and the host reads the numbers, before the update or after it.
+
+use std::collections::BTreeMap;
+
+use super::FabricOptimizer;
+use crate::run::ClipAlgorithm;
+use crate::runtime::{DeviceSums, UnusedParameters};
+use crate::{Error, Result};
+use fulgurite_engine::execution::read::{self, Later};
+use fulgurite_engine::optim::{GradScale, StepScale, clip_factor};
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::strategy::StepTotals;
+
+/// The end of messages about a loss or norm that is not finite.
+pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
+     (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help; `trainer.detect_anomaly = true` names the layer where it came from";
+
+/// The mean loss of a step, over all ranks and micro-batches, and the norm of its mean gradient
+/// before clipping.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct StepNumbers {
+    /// The mean loss; NaN if nothing counted, so that the step was skipped.
+    pub loss: f64,
+    /// The norm of the gradient; not finite in f16 if the step was skipped.
+    pub grad_norm: f64,
+}
+
+/// An update whose numbers may still be on the device: see
+/// [`clip_and_step`](FabricOptimizer::clip_and_step).
+#[derive(Debug)]
+#[must_use = "a loss that is not finite is found when the step is read"]
+pub struct PendingStep(Numbers);
+
+#[derive(Debug)]
+enum Numbers {
+    Read(StepNumbers),
+    Pending {
+        /// The sum of the loss, and the norm.
+        read: Later,
+        /// The count of the loss, over all ranks.
+        count: f64,
+        /// The optimizer's [`scalars`](FabricOptimizer::scalars) before the update. If a number is not finite, the device
+        /// has skipped the update, and they are loaded again.
+        scalars: BTreeMap<String, f64>,
+    },
+}
+
+impl PendingStep {
+    /// A step whose numbers the host knows.
+    pub(crate) fn known(numbers: StepNumbers) -> Self {
+        Self(Numbers::Read(numbers))
+    }
+
+    /// Whether the host knows the numbers already, so that reading them waits for nothing.
+    pub(crate) fn is_read(&self) -> bool {
+        matches!(self.0, Numbers::Read(_))
+    }
+
+    /// The numbers, for a hook that asks for them early. Waits for the device, and checks nothing.
+    pub(crate) fn numbers(&self) -> Result<StepNumbers> {
+        match &self.0 {
+            Numbers::Read(numbers) => Ok(*numbers),
+            Numbers::Pending { read, count, .. } => {
+                let numbers = read.at_once()?;
+                Ok(StepNumbers { loss: numbers[0] / count, grad_norm: numbers[1] })
+            }
+        }
+    }
+}
+
+/// The step in progress: what is known of it before the update.
+#[derive(Debug, Default)]
+pub(super) struct CurrentStep {
+    /// Loss and norm on the device. `None` if the host sums them.
+    sums: Option<DeviceSums>,
+    /// Loss and norm, once the host has read them.
+    numbers: Option<StepNumbers>,
+    clip: Clip,
+    /// Whether the gradients have overflowed in f16, once that is known.
+    overflowed: Option<bool>,
+}
+
+/// The clipping of a step's gradients.
+#[derive(Debug, Default, Clone, Copy)]
+struct Clip {
+    /// By a factor from the norm that the host knows.
+    factor: Option<f64>,
+    /// To a norm, by a factor that the device computes.
+    max_norm: Option<f64>,
+    /// Of each element.
+    value: Option<f64>,
+}
+
+impl FabricOptimizer {
+    /// Updates the parameters with the mean gradient over all ranks and micro-batches since the
+    /// last step, and clears the gradients. Collective.
+    ///
+    /// A step in which nothing counts on any rank (every target is ignored) changes nothing and is
+    /// [counted](Self::skipped_steps).
+    ///
+    /// # Errors
+    /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
+    /// finite, if the count of a loss is negative or not finite, and if the last backward ran under
+    /// `no_backward_sync`; nothing is changed then.
+    pub fn step(&mut self) -> Result<()> {
+        // Known before the update: `reduce` has not left the numbers on the device.
+        let PendingStep(_) = self.update()?;
+        self.finish_step()
+    }
+
+    /// Clips and [steps](Self::step), and waits for no device where possible: loss and norm stay
+    /// on the device and make the clipping factor there. If one of them is not finite, the device
+    /// skips this update and all later ones. [`read`](Self::read) the result once the device has
+    /// other work, such as the next step. `trainer.late_reads` does so in the trainer. Collective.
+    ///
+    /// The host reads the numbers before the update where it needs them: in f16 (it sets the loss
+    /// scale), with several optimizers, under `cpu_offload`, and with a strategy without
+    /// [`deferred_reads`]. An optimizer that [reads](StepScale::read) the scale waits for it.
+    /// A loop that never reads the result does not notice that its steps change nothing any more.
+    ///
+    /// ```
+    /// use fulgurite_core::fabric::{FabricOptimizer, PendingStep};
+    /// use fulgurite_core::run::ClipAlgorithm;
+    /// # use fulgurite_core::Result;
+    ///
+    /// /// A step whose numbers are printed one step later.
+    /// fn step(optimizer: &mut FabricOptimizer, last: &mut Option<PendingStep>) -> Result<()> {
+    ///     let pending = optimizer.clip_and_step(Some((1.0, ClipAlgorithm::Norm)))?;
+    ///     if let Some(last) = last.replace(pending) {
+    ///         println!("loss {}", optimizer.read(last)?.loss);
+    ///     }
+    ///     Ok(())
+    /// }
+    /// ```
+    ///
+    /// [`deferred_reads`]: fulgurite_engine::strategy::Capabilities::deferred_reads
+    ///
+    /// # Errors
+    /// As clipping and [`step`](Self::step); for numbers on the device, [`read`](Self::read)
+    /// returns those of numbers that are not finite.
+    pub fn clip_and_step(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<PendingStep> {
+        self.reduce(clip, true)?;
+        let pending = self.update()?;
+        self.finish_step()?;
+        Ok(pending)
+    }
+
+    /// The numbers of a step. Waits for the device if it has not computed them yet. Read steps in
+    /// order, and the last one before a checkpoint.
+    ///
+    /// # Errors
+    /// On every rank: [`Error::NonFinite`] if a number is not finite. Values, optimizer state and
+    /// averages are then as before that step, also after later steps.
+    pub fn read(&mut self, step: PendingStep) -> Result<StepNumbers> {
+        let (read, count, scalars) = match step.0 {
+            Numbers::Read(numbers) => return Ok(numbers),
+            Numbers::Pending { read, count, scalars } => (read, count, scalars),
+        };
+        let numbers = read.numbers()?;
+        let (loss_sum, grad_norm) = (numbers[0], numbers[1]);
+        if !(loss_sum.is_finite() && grad_norm.is_finite()) {
+            self.load_scalars(&scalars)?;
+            self.last_scale = None;
+        }
+        let loss = self.check_loss(&StepTotals { loss_sum, count, flags: Vec::new() })?;
+        self.check_norm(grad_norm)?;
+        Ok(StepNumbers { loss, grad_norm })
+    }
+
+    /// Sums loss and norm over all ranks, and clips. With `defer` both stay on the device where possible; otherwise the
+    /// host reads and checks both. Returns the count of the step's losses, over all ranks. Collective.
+    ///
+    /// # Errors
+    /// If a limit is not above 0, if the count of a loss is negative or not finite, and if a number that the host has read
+    /// is not finite.
+    pub(crate) fn reduce(
+        &mut self,
+        clip: Option<(f64, ClipAlgorithm)>,
+        defer: bool,
+    ) -> Result<f64> {
+        if let Some((limit, algorithm)) = clip {
+            check_positive(
+                match algorithm {
+                    ClipAlgorithm::Norm => "max_norm",
+                    ClipAlgorithm::Value => "clip_value",
+                },
+                limit,
+            )?;
+        }
+        self.current.sums = None;
+        if defer && self.can_defer_reads()? {
+            let sums = self.runtime.sum_on_device(self.index);
+            let sums = sums.map_err(|error| self.during_step(error))?;
+            // The host must know of a step in which nothing counts.
+            if sums.count > 0.0 {
+                match clip {
+                    None => {}
+                    Some((max_norm, ClipAlgorithm::Norm)) => {
+                        self.current.clip.factor = None;
+                        self.current.clip.max_norm = Some(max_norm);
+                    }
+                    Some((value, ClipAlgorithm::Value)) => self.current.clip.value = Some(value),
+                }
+                let count = sums.count;
+                self.current.sums = Some(sums);
+                return Ok(count);
+            }
+        }
+        self.runtime.read_step(self.index)?;
+        let totals = self.step_totals(&[])?;
+        let loss = self.check_loss(&totals)?;
+        let grad_norm = match clip {
+            None => self.read_norm()?,
+            Some((limit, ClipAlgorithm::Norm)) => self.clip_gradients_norm(limit)?,
+            Some((limit, ClipAlgorithm::Value)) => self.clip_gradients_value(limit)?,
+        };
+        self.current.numbers = Some(StepNumbers { loss, grad_norm });
+        Ok(totals.count)
+    }
+
+    /// Whether the host may read a step's numbers after the update. The same on all ranks.
+    fn can_defer_reads(&self) -> Result<bool> {
+        // The update of values in the host's memory waits for the scale anyway.
+        let on_host = |parameter: &Parameter| {
+            Ok(!parameter.local()?.values.device().same_device(parameter.device()))
+        };
+        let on_host: Result<Vec<bool>> = self.inner.parameters().iter().map(on_host).collect();
+        Ok(self.runtime.can_defer_reads()? && !on_host?.contains(&true))
+    }
+
+    /// Updates the parameters, clipped as [`reduce`](Self::reduce) or hooks after it have asked for. Collective.
+    pub(crate) fn update(&mut self) -> Result<PendingStep> {
+        let _phase = self.runtime.phase("optimizer");
+        self.runtime.check_synchronised(self.index)?;
+        if let Some(sums) = self.current.sums.take() {
+            return self.update_on_device(&sums);
+        }
+        let totals = self.step_totals(&[])?;
+        let loss = self.check_loss(&totals)?;
+        let CurrentStep { numbers, clip, overflowed, .. } = std::mem::take(&mut self.current);
+        let numbers = numbers.unwrap_or(StepNumbers { loss, grad_norm: f64::NAN });
+        if totals.count == 0.0 {
+            self.skip();
+            return Ok(PendingStep::known(numbers));
+        }
+        self.runtime.audit_gradients(self.index, self.unused_now())?;
+        let overflowed = self.overflowed(overflowed)?;
+        let factor = self.runtime.grad_scale(self.index)? * clip.factor.unwrap_or(1.0);
+        let scale = GradScale { factor, clip_value: clip.value }.into();
+        self.apply((overflowed != Some(true)).then_some(&scale))?;
+        if let Some(overflowed) = overflowed {
+            self.end_scaled_step(overflowed)?;
+        }
+        Ok(PendingStep::known(numbers))
+    }
+
+    /// As [`update`](Self::update), by loss and norm on the device.
+    fn update_on_device(&mut self, sums: &DeviceSums) -> Result<PendingStep> {
+        let Clip { factor, max_norm, value } = std::mem::take(&mut self.current).clip;
+        let scale =
+            sums.scale((factor.unwrap_or(1.0), value), max_norm, self.last_scale.as_ref())?;
+        let numbers = scale.numbers().expect("the scale was made on the device");
+        let read = read::later(numbers, "loss and gradient norm")?;
+        let scalars = self.scalars();
+        self.runtime.audit_gradients(self.index, self.unused_now())?;
+        self.apply(Some(&scale))?;
+        self.last_scale = Some(scale);
+        Ok(PendingStep(Numbers::Pending { read, count: sums.count, scalars }))
+    }
+
+    /// Counts the step, and updates values, state and averages. With `None` all of them stay as they are.
+    fn apply(&mut self, scale: Option<&StepScale>) -> Result<()> {
+        if let Some(scale) = scale {
+            let factor = self.schedule_factor()?;
+            self.inner.set_schedule_factor(factor);
+            self.inner.step_by(scale)?;
+        }
+        self.steps += 1;
+        match (&mut self.average, scale) {
+            (Some(average), Some(scale)) if average.follows_steps() => average.update_after(scale),
+            _ => Ok(()),
+        }
+    }
+
+    /// Ends a step in which nothing counts: values, state and averages stay as they are.
+    fn skip(&mut self) {
+        self.steps += 1;
+        self.skipped += 1;
+        if self.runtime.mesh().world().rank() == 0 {
+            tracing::warn!(
+                "step {} was skipped: nothing counts in its global batch, every target is ignored (`ignore_index`)",
+                self.steps
+            );
+        }
+    }
+
+    /// The second half of [`step`](Self::step): clears the gradients and makes the model ready for
+    /// the next forward. Collective.
+    pub(crate) fn finish_step(&self) -> Result<()> {
+        let phase = self.runtime.phase("zero grad");
+        self.runtime.finish_step(self.index)?;
+        drop(phase);
+        if let Some(profiler) = self.runtime.profiler() {
+            profiler.end_step();
+        }
+        Ok(())
+    }
+
+    /// Forgets the gradients since the last step, such as those that another optimizer's loss brought
+    /// outside of [its turn](super::Fabric::toggle_optimizer). A step forgets its own. Not collective.
+    ///
+    /// # Errors
+    /// If the last backward ran under `no_backward_sync`.
+    pub fn zero_grad(&mut self) -> Result<()> {
+        self.current = CurrentStep::default();
+        self.runtime.zero_grad(self.index)
+    }
+
+    /// As [`Fabric::step_totals`](super::Fabric::step_totals), for this optimizer's step.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
+        self.runtime.step_totals(self.index, flags).map_err(|error| self.during_step(error))
+    }
+
+    /// The mean loss of the step in progress; NaN if nothing counts in the step, which will be
+    /// [skipped](Self::skipped_steps).
+    ///
+    /// # Errors
+    /// On every rank: [`Error::NonFinite`] if the sum is not finite. Nothing is changed.
+    pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
+        if totals.loss_sum.is_finite() {
+            return Ok(totals.mean());
+        }
+        Err(self.non_finite("loss", totals.mean()))
+    }
+
+    /// As [`Fabric::gradient_norm`](super::Fabric::gradient_norm).
+    pub(crate) fn gradient_norm(&self) -> Result<f64> {
+        let norm = self.runtime.gradient_norm(self.index)?;
+        if self.runtime.loss_scale()?.is_none() {
+            self.check_norm(norm)?;
+        }
+        Ok(norm)
+    }
+
+    /// As [`gradient_norm`](Self::gradient_norm), and notes whether the gradients have overflowed in f16.
+    fn read_norm(&mut self) -> Result<f64> {
+        let norm = self.gradient_norm()?;
+        self.current.overflowed = Some(!norm.is_finite());
+        Ok(norm)
+    }
+
+    /// As [`Fabric::clip_gradients_norm`](super::Fabric::clip_gradients_norm).
+    pub(crate) fn clip_gradients_norm(&mut self, max_norm: f64) -> Result<f64> {
+        check_positive("max_norm", max_norm)?;
+        let norm = self.read_norm()?;
+        self.current.clip.factor = Some(clip_factor(norm, max_norm));
+        self.current.clip.max_norm = None;
+        Ok(norm)
+    }
+
+    /// As [`Fabric::clip_gradients_value`](super::Fabric::clip_gradients_value).
+    pub(crate) fn clip_gradients_value(&mut self, clip_value: f64) -> Result<f64> {
+        check_positive("clip_value", clip_value)?;
+        let norm = self.read_norm()?;
+        self.current.clip.value = Some(clip_value);
+        Ok(norm)
+    }
+
+    fn check_norm(&self, norm: f64) -> Result<()> {
+        if norm.is_finite() { Ok(()) } else { Err(self.non_finite("gradient norm", norm)) }
+    }
+
+    fn non_finite(&self, what: &'static str, value: f64) -> Error {
+        let of = self.name.as_ref().map(|name| format!(", of the optimizer `{name}`"));
+        let detail = format!("{}{NON_FINITE_HINT}", of.unwrap_or_default());
+        Error::NonFinite { what, value, step: self.current_step(), detail }
+    }
+
+    fn during_step(&self, error: Error) -> Error {
+        error.during(format_args!("in step {}", self.current_step()))
+    }
+
+    /// The number of the step in progress, counted from 1.
+    fn current_step(&self) -> u64 {
+        self.steps + 1
+    }
+
+    /// The policy for parameters without a gradient in this step. They are an error in the very first step only; a resumed
+    /// run has had it.
+    fn unused_now(&self) -> UnusedParameters {
+        match self.unused {
+            UnusedParameters::Error if self.steps > 0 => UnusedParameters::Ignore,
+            policy => policy,
+        }
+    }
+
+    /// Whether the gradients have overflowed in f16 on any rank; `None` in other dtypes. Collective if it is not `known`.
+    fn overflowed(&self, known: Option<bool>) -> Result<Option<bool>> {
+        if self.runtime.loss_scale()?.is_none() {
+            return Ok(None);
+        }
+        match known {
+            Some(overflowed) => Ok(Some(overflowed)),
+            None => Ok(Some(!self.gradient_norm()?.is_finite())),
+        }
+    }
+
+    /// Sets the next loss scale.
+    fn end_scaled_step(&self, overflowed: bool) -> Result<()> {
+        let Some(mut scale) = self.runtime.loss_scale()? else { return Ok(()) };
+        let before = scale.factor();
+        scale.end_step(overflowed)?;
+        if overflowed && self.runtime.mesh().world().rank() == 0 {
+            tracing::warn!(
+                "step {} was skipped: its gradients overflowed in f16 with a loss scale of {before}, which is {} now",
+                self.steps,
+                scale.factor()
+            );
+        }
+        self.runtime.set_loss_scale(scale)
+    }
+}
+
+fn check_positive(name: &str, value: f64) -> Result<()> {
+    if value > 0.0 {
+        return Ok(());
+    }
+    Err(Error::Config(format!("{name} = {value}: clipping needs a number greater than 0")))
+}

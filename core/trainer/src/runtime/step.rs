@@ -1,0 +1,269 @@
+//! The numbers of an optimizer's step: its loss, its gradient norm, and the end of the step.
+//!
+//! Loss and squared norm stay on their device until the host reads both at once
+//! ([`read_step`](StrategyRuntime::read_step)), or until ranks sum both there
+//! ([`sum_on_device`](StrategyRuntime::sum_on_device)).
+
+use std::collections::BTreeMap;
+
+use candle_core::{Device, Tensor};
+
+use super::runtime::{RuntimeState, StrategyRuntime};
+use crate::{Error, Result};
+use fulgurite_engine::collective::{Collective, ReduceOp};
+use fulgurite_engine::execution::read;
+use fulgurite_engine::mesh::{DP_CP, DP_SHARD_CP};
+use fulgurite_engine::optim::{GradScale, SquaredNorm, StepScale};
+use fulgurite_engine::parameter::ParameterSlot;
+use fulgurite_engine::strategy::{Loss, StepTotals, StrategyContext};
+
+/// The state of an optimizer's step.
+#[derive(Default)]
+pub(super) struct StepState {
+    /// Loss of the micro-batches so far, on its device.
+    pub(super) loss_sum: Option<Tensor>,
+    /// Loss and norm after [`read_step`](StrategyRuntime::read_step).
+    pub(super) read: Option<ReadAhead>,
+    pub(super) count: f64,
+    /// The first count of a micro-batch that is negative or not finite.
+    pub(super) wrong_count: Option<f64>,
+    pub(super) totals: Option<StepTotals>,
+    /// Whether the first step's gradients were audited.
+    pub(super) audited: bool,
+    /// Whether the latest backward did not reduce its gradients over ranks.
+    unsynchronised: bool,
+}
+
+/// This rank's loss and squared norm, read from the device together.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct ReadAhead {
+    pub(super) loss_sum: f64,
+    squared_norm: f64,
+}
+
+/// Sums of a step over all ranks, on the device of its gradients.
+#[derive(Debug)]
+pub(crate) struct DeviceSums {
+    /// The loss: one f64.
+    loss: Tensor,
+    /// The squared norm of the mean gradient: one f64.
+    squared_norm: Tensor,
+    /// The factor that makes this rank's gradients the mean.
+    factor: f64,
+    /// The loss's count, which the host knows.
+    pub(crate) count: f64,
+}
+
+impl DeviceSums {
+    /// The scale of the step: the mean gradient times `factor`, of at most the norm `max_norm`, and elements of at most
+    /// `clip_value`. If the scale of the step `before` skips, this one does too.
+    pub(crate) fn scale(
+        &self,
+        (factor, clip_value): (f64, Option<f64>),
+        max_norm: Option<f64>,
+        before: Option<&StepScale>,
+    ) -> Result<StepScale> {
+        let scale = GradScale { factor: self.factor * factor, clip_value };
+        StepScale::on_device((&self.loss, &self.squared_norm), &scale, max_norm, before)
+    }
+}
+
+impl StrategyRuntime {
+    /// Checks that the step's last backward reduced gradients over ranks.
+    ///
+    /// # Errors
+    /// If it did not: each rank would update its parameters with its own gradients.
+    pub(crate) fn check_synchronised(&self, optimizer: usize) -> Result<()> {
+        if !self.lock_state()?.steps[optimizer].unsynchronised {
+            return Ok(());
+        }
+        Err(Error::other(
+            "the optimizer cannot step: the step's last backward ran under `no_backward_sync`, so \
+             its gradients are on their own ranks only. Run the last micro-batch's backward with \
+             `no_backward_sync(false)`, or without a guard",
+        ))
+    }
+
+    /// Whether the host may read a step's numbers after the update. Not so with several optimizers, and not in f16, whose
+    /// loss scale follows from the norm.
+    pub(crate) fn can_defer_reads(&self) -> Result<bool> {
+        let state = self.lock_state()?;
+        let one = state.steps.len() == 1 && state.loss_scale.is_none();
+        Ok(one && state.strategy.capabilities().deferred_reads)
+    }
+
+    /// Reads the step's loss and this rank's part of the norm together, for the [totals](Self::step_totals) and the next
+    /// [norm](Self::gradient_norm): one wait for the device instead of two. Not collective.
+    pub(crate) fn read_step(&self, optimizer: usize) -> Result<()> {
+        let _phase = self.phase("gradient norm");
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        let Some(loss_sum) = state.steps[optimizer].loss_sum.clone() else { return Ok(()) };
+        let squares = state.squared_norm(context, optimizer)?;
+        let (squared_norm, loss_sum) = squares.read_with(&loss_sum, "loss and gradient norm")?;
+        state.steps[optimizer].read = Some(ReadAhead { loss_sum, squared_norm });
+        Ok(())
+    }
+
+    /// Sums the step's loss and squared norm over all ranks, on their device. The host exchanges the count alone.
+    /// Collective.
+    ///
+    /// # Errors
+    /// Before a backward. On every rank, if the count of a loss is negative or not finite on any.
+    pub(crate) fn sum_on_device(&self, optimizer: usize) -> Result<DeviceSums> {
+        let _phase = self.phase("gradient norm");
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        let local_count = state.steps[optimizer].count;
+        let Some(loss) = state.steps[optimizer].loss_sum.clone() else {
+            return Err(Error::other("there was no backward since the optimizer's last step"));
+        };
+        let (world, dp_cp) = (self.mesh().world(), self.mesh().group(DP_CP)?);
+        let count = self.total_count(state, optimizer)?;
+        let totals = StepTotals { loss_sum: f64::NAN, count, flags: Vec::new() };
+        let factor = state.strategy.grad_scale(&totals, local_count)?;
+        let squares = state.squared_norm(context, optimizer)?.on(loss.device())?;
+        // Two products, as the host computes it: the bits are the same.
+        let squares = ((squares * factor)? * factor)?;
+        // New memory: the loss may share the memory of its graph.
+        let both = Tensor::cat(&[loss.reshape(1)?, squares.reshape(1)?], 0)?;
+        let [loss, squared_norm] = if dp_cp.size() == world.size() {
+            world.run(Collective::all_reduce(&both, ReduceOp::Sum))?;
+            [both.narrow(0, 0, 1)?, both.narrow(0, 1, 1)?]
+        } else {
+            // Tensor-parallel ranks share the loss; each has its own part of the norm.
+            let [loss, squares] = [both.narrow(0, 0, 1)?.copy()?, both.narrow(0, 1, 1)?.copy()?];
+            dp_cp.run(Collective::all_reduce(&loss, ReduceOp::Sum))?;
+            world.run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
+            [loss, squares]
+        };
+        Ok(DeviceSums { loss, squared_norm, factor, count })
+    }
+
+    /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
+    pub(crate) fn gradient_norm(&self, optimizer: usize) -> Result<f64> {
+        let is_read = self.lock_state()?.steps[optimizer].read.is_some();
+        // `read_step` has begun the phase of a step that was read.
+        let _phase = (!is_read).then(|| self.phase("gradient norm"));
+        let scale = self.grad_scale(optimizer)?;
+        let context = self.context()?;
+        let squares = {
+            let state = &mut *self.lock_state()?;
+            // Used once: hooks may change the gradients afterwards.
+            match state.steps[optimizer].read.take() {
+                Some(read) => read.squared_norm,
+                None => state.squared_norm(context, optimizer)?.read()?,
+            }
+        };
+        let squares = Tensor::new(&[squares * scale * scale], &Device::Cpu)?;
+        self.mesh().world().run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
+        Ok(read::host::<f64>(&squares)?[0].sqrt())
+    }
+
+    /// The norm of the mean gradient of each group of an optimizer's parameters. Collective.
+    pub(crate) fn gradient_norms(
+        &self,
+        optimizer: usize,
+        group: &dyn Fn(&str) -> String,
+    ) -> Result<BTreeMap<String, f64>> {
+        let scale = self.grad_scale(optimizer)?;
+        let mut squares = BTreeMap::<String, SquaredNorm>::new();
+        for parameter in self.tree()?.trainable().filter(|p| p.optimizer() == optimizer) {
+            let own = std::slice::from_ref(parameter);
+            let square = SquaredNorm::of(own, &|dim| self.mesh().coordinate(dim))?;
+            let sum = squares.entry(group(parameter.fqn())).or_default();
+            *sum = std::mem::take(sum).plus(square)?;
+        }
+        let (groups, squares): (Vec<_>, Vec<_>) = squares.into_iter().unzip();
+        let squares = SquaredNorm::read_all(&squares)?;
+        let squares: Vec<_> = squares.into_iter().map(|square| square * scale * scale).collect();
+        let sums = Tensor::new(squares, &Device::Cpu)?;
+        self.mesh().world().run(Collective::all_reduce(&sums, ReduceOp::Sum))?;
+        let norms = read::host::<f64>(&sums)?.into_iter().map(f64::sqrt);
+        Ok(groups.into_iter().zip(norms).collect())
+    }
+
+    /// Clears an optimizer's gradients after its update, and makes the model ready for a forward. Collective.
+    pub(crate) fn finish_step(&self, optimizer: usize) -> Result<()> {
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        state.clear_gradients(context, optimizer);
+        state.strategy.finish_step(context)?;
+        // Replicas that train on their own keep their own buffers until they synchronise.
+        self.synchronise_buffers(if state.strategy.replicas_differ() { DP_SHARD_CP } else { DP_CP })
+    }
+
+    /// Forgets a step that failed anywhere before the optimizers' updates, so that the step can begin again. Collective,
+    /// once no collective of the step runs any more.
+    pub(crate) fn abandon_step(&self) -> Result<()> {
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        context.slots.iter().for_each(ParameterSlot::abandon_backward);
+        (0..state.steps.len()).for_each(|optimizer| state.clear_gradients(context, optimizer));
+        state.strategy.abandon_step(context)
+    }
+
+    /// Forgets the gradients of an optimizer's parameters since its last step. Not collective.
+    ///
+    /// # Errors
+    /// If they were not reduced over the ranks: the strategy still has them.
+    pub(crate) fn zero_grad(&self, optimizer: usize) -> Result<()> {
+        let context = self.context()?;
+        let state = &mut *self.lock_state()?;
+        if state.steps[optimizer].unsynchronised {
+            return Err(Error::other(
+                "gradients of a backward under `no_backward_sync` cannot be forgotten: the strategy keeps \
+                 them for the next backward. Run one without the guard first",
+            ));
+        }
+        state.clear_gradients(context, optimizer);
+        Ok(())
+    }
+}
+
+impl RuntimeState {
+    /// This rank's part of the squared norm of an optimizer's gradients.
+    fn squared_norm(&self, context: StrategyContext<'_>, optimizer: usize) -> Result<SquaredNorm> {
+        if self.steps.len() == 1 {
+            return self.strategy.squared_norm(context);
+        }
+        let is_own = |slot: &&ParameterSlot| slot.optimizer() == optimizer;
+        let slots: Vec<ParameterSlot> = context.slots.iter().filter(is_own).cloned().collect();
+        self.strategy.squared_norm(StrategyContext { slots: &slots, ..context })
+    }
+
+    /// Clears the gradients of an optimizer's parameters and the state of its step.
+    fn clear_gradients(&mut self, context: StrategyContext<'_>, optimizer: usize) {
+        for (slot, delivered) in context.slots.iter().zip(&mut self.delivered) {
+            if slot.optimizer() == optimizer {
+                slot.end_step();
+                *delivered = false;
+            }
+        }
+        let step = &mut self.steps[optimizer];
+        *step = StepState { audited: step.audited, ..StepState::default() };
+    }
+}
+
+impl StepState {
+    /// Adds a micro-batch, of whose loss `loss_sum` is the sum. `synchronised` says whether its backward reduces
+    /// gradients over ranks.
+    pub(super) fn add(&mut self, loss: &Loss, loss_sum: &Tensor, synchronised: bool) -> Result<()> {
+        self.loss_sum = Some(match self.loss_sum.take() {
+            Some(before) => (before + loss_sum)?,
+            None => loss_sum.clone(),
+        });
+        self.add_count(loss.count());
+        (self.totals, self.read) = (None, None);
+        self.unsynchronised = !synchronised;
+        Ok(())
+    }
+
+    /// Adds the count of a micro-batch's loss.
+    pub(super) fn add_count(&mut self, count: f64) {
+        if !(count >= 0.0 && count.is_finite()) {
+            self.wrong_count.get_or_insert(count);
+        }
+        self.count += count;
+    }
+}
