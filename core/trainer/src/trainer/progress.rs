@@ -1,131 +1,173 @@
-//! Progress that is shown without being asked for, and what it is told.
+//! Where a run stands: its position, its length, and how a step is divided.
 
-use std::path::PathBuf;
+use serde::{Deserialize, Serialize};
 
-use super::EventSink;
-use super::model_summary::ModelSummary;
+use super::Stage;
 
-/// Makes the sink that shows a run's progress on rank 0 while `trainer.enable_progress_bar` is set (it is by
-/// default), for trainers of the command line and of programs alike. A crate that is linked
-/// [registers](crate::register_progress) it; without one nothing is shown.
-pub struct ProgressDisplay {
-    /// Makes it for one run. The number says how many steps there are between two lines where lines are
-    /// written.
-    pub make: fn(log_every_n_steps: u64) -> Box<dyn EventSink>,
+/// The position of a run: optimizer steps and samples.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub(crate) struct Cursor {
+    /// Optimizer steps done.
+    pub(crate) step: u64,
+    /// Samples used by all ranks: the position in the endless stream of samples.
+    pub(crate) samples: u64,
 }
 
-inventory::collect!(ProgressDisplay);
+/// The length of a run as far as it is known: steps and epochs, as schedules see them.
+pub(crate) type RunLength = (Option<u64>, Option<u64>);
 
-/// The sink of one run; `None` if no crate that shows progress is linked. If several are, the first that the
-/// linker put there is used.
-pub(super) fn default_progress(log_every_n_steps: u64) -> Option<Box<dyn EventSink>> {
-    let display = inventory::iter::<ProgressDisplay>().next()?;
-    Some((display.make)(log_every_n_steps))
+/// The progress of a run. Equal on all ranks.
+#[derive(Debug)]
+pub(crate) struct Progress {
+    stage: Stage,
+    cursor: Cursor,
+    /// The epoch of the step that is being or was last computed, counted from 0.
+    epoch: u64,
+    /// The epoch whose start hook was called last; `None` before the first.
+    started_epoch: Option<u64>,
+    /// Whether the validation due after the last step has not been run yet.
+    validation_due: bool,
+    length: RunLength,
+    /// The length that a resumed run had before.
+    length_before: Option<RunLength>,
+    /// The count of the losses of the last step, over all ranks.
+    items: f64,
+    /// Batches of each rank in a step.
+    accumulate: u64,
+    /// Micro-batches that a batch is split into.
+    micro_batches_in_batch: usize,
 }
 
-/// Registers a [`ProgressDisplay`]: `register_progress!(|log_every_n_steps| Box::new(MySink::new()))`.
-#[macro_export]
-macro_rules! register_progress {
-    ($make:expr) => {
-        $crate::__private::inventory::submit! {
-            $crate::trainer::ProgressDisplay { make: $make }
-        }
-    };
-}
-
-/// What a training is, told to sinks before its first step.
-#[derive(Debug, Clone)]
-#[non_exhaustive]
-pub struct RunStart {
-    /// The number of the last step, if it is known.
-    pub max_steps: Option<u64>,
-    /// What the counts of losses count, in the plural:
-    /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
-    pub items: &'static str,
-    /// The model's parameters.
-    pub model: ModelSummary,
-    /// Its ranks, if they are several, or compute on another device than the CPU.
-    pub ranks: Option<RanksSummary>,
-    /// The run's directory.
-    pub run_dir: Option<PathBuf>,
-}
-
-/// How many ranks train, and how.
-#[derive(Debug, Clone, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct RanksSummary {
-    /// How many.
-    pub ranks: usize,
-    /// The name of the strategy.
-    pub strategy: String,
-    /// How they reach each other: [`ProcessGroup::transport`](fulgurite_engine::collective::ProcessGroup::transport).
-    pub transport: String,
-    /// What each computes on, such as `NVIDIA H200`; empty for the CPU.
-    pub device: String,
-}
-
-impl RanksSummary {
-    /// Several ranks of a strategy.
-    pub fn new(ranks: usize, strategy: impl Into<String>, transport: impl Into<String>) -> Self {
-        let (strategy, transport) = (strategy.into(), transport.into());
-        Self { ranks, strategy, transport, device: String::new() }
-    }
-
-    /// That compute on this device.
-    #[must_use]
-    pub fn on(self, device: impl Into<String>) -> Self {
-        Self { device: device.into(), ..self }
-    }
-}
-
-impl std::fmt::Display for RanksSummary {
-    /// `4 ranks, strategy fsdp, process group shm within hosts, tcp between them`.
-    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        let plural = if self.ranks == 1 { "" } else { "s" };
-        write!(f, "{} rank{plural}", self.ranks)?;
-        if !self.device.is_empty() {
-            write!(f, " on {}", self.device)?;
-        }
-        write!(f, ", strategy {}", self.strategy)?;
-        match self.transport.as_str() {
-            "" => Ok(()),
-            transport => write!(f, ", process group {transport}"),
+impl Progress {
+    /// A run that begins, with steps of `accumulate` batches, each split into `micro_batches_in_batch`.
+    pub(crate) fn new(stage: Stage, accumulate: u64, micro_batches_in_batch: usize) -> Self {
+        Self {
+            stage,
+            cursor: Cursor::default(),
+            epoch: 0,
+            started_epoch: None,
+            validation_due: false,
+            length: (None, None),
+            length_before: None,
+            items: 0.0,
+            accumulate,
+            micro_batches_in_batch,
         }
     }
-}
 
-impl RunStart {
-    /// What the trainer tells its sinks; for tests of a sink.
-    pub fn new(max_steps: Option<u64>, items: &'static str, model: ModelSummary) -> Self {
-        Self { max_steps, items, model, ranks: None, run_dir: None }
+    /// Goes to the position of a checkpoint.
+    pub(crate) fn resume(&mut self, cursor: Cursor) {
+        self.cursor = cursor;
     }
 
-    /// The same of a run with this directory.
-    pub fn with_run_dir(self, run_dir: impl Into<PathBuf>) -> Self {
-        Self { run_dir: Some(run_dir.into()), ..self }
+    /// Goes on as the training of a checkpoint, whose last step was in `epoch` (`None` before the first step).
+    pub(crate) fn resume_training(
+        &mut self,
+        epoch: Option<u64>,
+        validation_due: bool,
+        length: Option<RunLength>,
+    ) {
+        self.epoch = epoch.unwrap_or(0);
+        self.started_epoch = epoch;
+        self.validation_due = validation_due;
+        self.length_before = length;
     }
 
-    /// The same of several ranks.
-    pub fn with_ranks(self, ranks: RanksSummary) -> Self {
-        Self { ranks: Some(ranks), ..self }
+    pub(crate) fn stage(&self) -> Stage {
+        self.stage
     }
-}
 
-/// How far an evaluation or a prediction is, on rank 0.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct EvaluationProgress<'a> {
-    /// What is done: `validation`, `sanity check`, `test`, `predict`, or the name of a validation set.
-    pub what: &'a str,
-    /// Batches of this rank that are done.
-    pub done: u64,
-    /// Batches of this rank.
-    pub batches: u64,
-}
+    pub(crate) fn set_stage(&mut self, stage: Stage) {
+        self.stage = stage;
+    }
 
-impl<'a> EvaluationProgress<'a> {
-    /// `done` of `batches` batches.
-    pub fn new(what: &'a str, done: u64, batches: u64) -> Self {
-        Self { what, done, batches }
+    pub(crate) fn cursor(&self) -> Cursor {
+        self.cursor
+    }
+
+    /// Optimizer steps done.
+    pub(crate) fn step(&self) -> u64 {
+        self.cursor.step
+    }
+
+    pub(crate) fn samples(&self) -> u64 {
+        self.cursor.samples
+    }
+
+    /// Goes to the end of the step that ends before sample `samples`, whose losses count `items`. Returns the position
+    /// before the step.
+    pub(crate) fn end_step(&mut self, samples: u64, items: f64) -> Cursor {
+        let before = self.cursor;
+        self.cursor = Cursor { step: before.step + 1, samples };
+        self.items = items;
+        before
+    }
+
+    /// Goes back to the position before a step that changed nothing.
+    pub(crate) fn go_back(&mut self, before: Cursor) {
+        self.cursor = before;
+    }
+
+    /// The count of the losses of the last step, over all ranks.
+    pub(crate) fn items(&self) -> f64 {
+        self.items
+    }
+
+    pub(crate) fn epoch(&self) -> u64 {
+        self.epoch
+    }
+
+    /// Sets the epoch of the next step before the first epoch has started.
+    pub(crate) fn set_first_epoch(&mut self, epoch: u64) {
+        if self.started_epoch.is_none() {
+            self.epoch = epoch;
+        }
+    }
+
+    /// Goes to the epoch of the next step. Returns whether that epoch starts.
+    pub(crate) fn begin_epoch(&mut self, epoch: u64) -> bool {
+        self.epoch = epoch;
+        self.started_epoch.replace(epoch) != Some(epoch)
+    }
+
+    pub(crate) fn validation_due(&self) -> bool {
+        self.validation_due
+    }
+
+    pub(crate) fn set_validation_due(&mut self, due: bool) {
+        self.validation_due = due;
+    }
+
+    pub(crate) fn length(&self) -> RunLength {
+        self.length
+    }
+
+    pub(crate) fn set_length(&mut self, length: RunLength) {
+        self.length = length;
+    }
+
+    /// The length that a resumed run had before.
+    pub(crate) fn length_before(&self) -> Option<RunLength> {
+        self.length_before
+    }
+
+    /// Batches of each rank in a step.
+    pub(crate) fn accumulate(&self) -> u64 {
+        self.accumulate
+    }
+
+    /// Sets the number of batches in a step. Returns whether it changes.
+    pub(crate) fn set_accumulate(&mut self, accumulate: u64) -> bool {
+        std::mem::replace(&mut self.accumulate, accumulate) != accumulate
+    }
+
+    /// Micro-batches that a batch is split into.
+    pub(crate) fn micro_batches_in_batch(&self) -> usize {
+        self.micro_batches_in_batch
+    }
+
+    pub(crate) fn split_batches_into(&mut self, micro_batches: usize) {
+        self.micro_batches_in_batch = micro_batches;
     }
 }

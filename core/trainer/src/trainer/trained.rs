@@ -4,16 +4,14 @@ use std::fmt;
 use std::marker::PhantomData;
 use std::path::{Path, PathBuf};
 
-use super::callback::read_callback;
-use super::evaluation::{Evaluated, EvaluationStage, Predicted};
-use super::runner::TypedRunner;
+use super::evaluation::evaluate::{EvaluationStage, evaluate_once, predict_once};
+use super::module::callback::read_callback;
+use super::module::runner::TypedRunner;
 use super::session::Session;
-use super::{Callback, Evaluation, FitOutcome, LightningModule, Predictions, Stage};
+use super::{Callback, Evaluation, FitOutcome, LightningModule, Predictions};
+use crate::Result;
 use crate::fabric::Fabric;
-use crate::{Error, Result};
 use fulgurite_engine::autograd::no_grad;
-use fulgurite_engine::data::Split;
-use fulgurite_launch::Interruption;
 
 /// A module after training, with its data, on the ranks that trained it.
 ///
@@ -68,13 +66,13 @@ impl<M: LightningModule> Trained<M> {
     /// The strategy at work: parameters ([`module_tree`](Fabric::module_tree)), saving
     /// ([`save_full`](Fabric::save_full)), loading.
     pub fn fabric(&self) -> &Fabric {
-        &self.session.parts.fabric
+        &self.session.setup.fabric
     }
 
     /// Reads the first callback of this type of those that went through the training; `None` if there is
     /// none.
     pub fn read_callback<C: Callback, T>(&self, read: impl FnMut(&C) -> T) -> Option<T> {
-        read_callback(self.session.parts.callbacks.shared(), read)
+        read_callback(self.session.callbacks.shared(), read)
     }
 
     /// Computes with the module as in a validation: without a graph, without dropout. Collective.
@@ -111,7 +109,7 @@ impl<M: LightningModule> Trained<M> {
     /// # Errors
     /// If there is no validation data; [`Error::Interrupted`].
     pub fn validate(&mut self) -> Result<Evaluation> {
-        self.session.evaluate_once(EvaluationStage::Validation)
+        evaluate_once(&mut self.session, EvaluationStage::Validation)
     }
 
     /// Tests. Collective.
@@ -119,7 +117,7 @@ impl<M: LightningModule> Trained<M> {
     /// # Errors
     /// If there is no test data; [`Error::Interrupted`].
     pub fn test(&mut self) -> Result<Evaluation> {
-        self.session.evaluate_once(EvaluationStage::Test)
+        evaluate_once(&mut self.session, EvaluationStage::Test)
     }
 
     /// Predicts for the samples of [`Split::Predict`]; each rank for its share. Collective.
@@ -127,7 +125,7 @@ impl<M: LightningModule> Trained<M> {
     /// # Errors
     /// Those of [`predict_step`](LightningModule::predict_step); [`Error::Interrupted`].
     pub fn predict(&mut self) -> Result<Predictions> {
-        self.session.predict_once()
+        predict_once(&mut self.session)
     }
 
     fn runner(&self) -> &TypedRunner<M> {
@@ -139,48 +137,4 @@ impl<M: LightningModule> fmt::Debug for Trained<M> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Trained").field("outcome", &self.outcome).finish_non_exhaustive()
     }
-}
-
-impl Session {
-    /// Evaluates; without data this is an error. Collective.
-    pub(super) fn evaluate_once(&mut self, stage: EvaluationStage) -> Result<Evaluation> {
-        self.stage = match stage {
-            EvaluationStage::Validation => Stage::Validate,
-            EvaluationStage::Test => Stage::Test,
-        };
-        match self.evaluate(stage)? {
-            Evaluated::Done(evaluation) => Ok(evaluation),
-            Evaluated::Interrupted(why) => Err(interrupted(why)),
-            Evaluated::NoData => Err(no_data(stage.split())),
-        }
-    }
-
-    /// Predicts; without data this is an error. Collective.
-    pub(super) fn predict_once(&mut self) -> Result<Predictions> {
-        if self.runner.num_samples(Split::Predict) == 0 {
-            return Err(no_data(Split::Predict));
-        }
-        self.stage = Stage::Predict;
-        match self.predict()? {
-            Predicted::Done(predictions) => Ok(predictions),
-            Predicted::Interrupted(why) => Err(interrupted(why)),
-        }
-    }
-}
-
-fn interrupted(why: Interruption) -> Error {
-    fulgurite_launch::agree_on(why);
-    Error::Interrupted
-}
-
-fn no_data(split: Split) -> Error {
-    let limit = match split {
-        Split::Test => "limit_test_batches",
-        Split::Predict => "limit_predict_batches",
-        _ => "limit_val_batches",
-    };
-    Error::Data(format!(
-        "there are no {split} samples; give the data module some (for text: \
-         `data.validation_fraction` or `data.validation_path`), and leave `trainer.{limit}` above 0"
-    ))
 }

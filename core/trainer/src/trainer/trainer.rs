@@ -4,46 +4,47 @@ use std::io::Write as _;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use candle_core::DType;
 use toml::Table;
 
-use super::callback::{Callbacks, SharedCallback, read_callback};
-use super::context::{Requests, Stage};
-use super::evaluation::EvaluationStage;
-use super::event::SharedSink;
-use super::event_log::EventLog;
-use super::hooks::Hook;
-use super::log_table::LogTable;
-use super::meter::{Meter, seconds_since_epoch};
-use super::model_summary::ModelSummary;
-use super::optimizers;
-use super::preflight::check_async_save;
-use super::progress::{RanksSummary, RunStart, default_progress};
-use super::run_dir::{Job, RunDirGuard};
-use super::runner::{self, RunnerFactory, RunnerSetup};
-use super::saving::Saving;
-use super::schedule_warning::warn_of_schedules;
-use super::session::{Cursor, Session, SessionParts, training};
-use super::training_loop::FitEnd;
+use super::checkpoints::lookup::CheckpointLookup;
+use super::checkpoints::place::Saving;
+use super::end::{end_hooks, profile_on_exception, summarize, tear_down_saving};
+use super::evaluation::evaluate::{EvaluationStage, evaluate_once, predict_once};
+use super::fit::fit_run::fit;
+use super::fit::training_loop::FitEnd;
+use super::module::callback::{Callbacks, SharedCallback, read_callback};
+use super::module::context::{Requests, Stage};
+use super::module::hooks::Hook;
+use super::module::runner::{self, RunnerFactory, RunnerSetup};
+use super::preflight::checks::check_async_save;
+use super::progress::Progress;
+use super::record::display::default_progress;
+use super::record::event::SharedSink;
+use super::record::event_log::EventLog;
+use super::record::logger::LoggerSink;
+use super::record::meter::{Meter, seconds_since_epoch};
+use super::record::recorder::Recorder;
+use super::record::run_dir::{RunDir, RunDirGuard};
+use super::saving::resume::{load_trained, resume};
+use super::saving::save::save_on_exception;
+use super::session::{Session, SessionSetup};
 use super::{
-    Callback, CallbackConfig, Evaluation, Event, EventSink, LightningModule, LoggerConfig,
-    LoggerSink, Predictions, RunConfigOf, RunDir, RunStatus, Trained,
+    Callback, CallbackConfig, Evaluation, EventSink, LightningModule, LoggerConfig, Predictions,
+    RunConfigOf, RunStatus, Trained,
 };
 use crate::fabric::Fabric;
 use crate::profiler::LogExecutionTime;
-use crate::run::{CountOrFraction, Devices, Precision, RunConfig};
-use crate::{Error, Result, counted};
+use crate::run::{Devices, RunConfig};
+use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::{Agreement, ProcessGroup, Solo, broadcast_object};
 use fulgurite_engine::data::DataModule as _;
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
-use fulgurite_engine::optim::WeightAverage;
-use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::ParallelizeFn;
 use fulgurite_error::output;
-use fulgurite_launch::{Interruption, Starting, attempt};
+use fulgurite_launch::{Interruption, Starting};
 
 /// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
 /// [`Fabric`].
@@ -212,14 +213,14 @@ impl Trainer {
         let rank = self.world.rank();
         let starting = Starting::new();
         let mut session = self.set_up(Stage::Fit, &run, factory)?;
-        let result = session.run_fit(&run, starting);
-        let result = result.map_err(|error| session.catch_up_after(error));
-        let result = result.map_err(|error| session.parts.fabric.explain(error));
+        let result = fit(&mut session, &run, starting);
+        let result = result.map_err(|error| session.read_pending_step_after(error));
+        let result = result.map_err(|error| session.setup.fabric.explain(error));
         if result.is_err() {
-            session.save_on_exception();
-            session.profile_on_exception();
+            save_on_exception(&mut session);
+            profile_on_exception(&mut session);
         }
-        let result = session.tear_down_saving(result).and_then(|(outcome, end)| match end {
+        let result = tear_down_saving(&mut session, result).and_then(|(outcome, end)| match end {
             FitEnd::Finished => Ok(outcome),
             FitEnd::Interrupted(why) => {
                 tracing::info!(rank, "interrupted");
@@ -228,12 +229,10 @@ impl Trainer {
             }
         });
         let status = RunStatus::of(&result);
-        session.end_hooks(status, result.as_ref().err());
-        let finished = session.finish_sinks(status);
+        end_hooks(&mut session, status, result.as_ref().err());
+        let finished = session.recorder.finish(status);
         let outcome = result?;
         finished?;
-        // They have had their end.
-        session.parts.sinks.clear();
         Ok((outcome, session))
     }
 
@@ -250,7 +249,7 @@ impl Trainer {
     /// interrupted between two batches.
     pub fn validate<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Evaluation> {
         self.once::<M, _>(Stage::Validate, run, |session| {
-            session.evaluate_once(EvaluationStage::Validation)
+            evaluate_once(session, EvaluationStage::Validation)
         })
     }
 
@@ -260,7 +259,7 @@ impl Trainer {
     /// # Errors
     /// As [`validate`](Self::validate).
     pub fn test<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Evaluation> {
-        self.once::<M, _>(Stage::Test, run, |session| session.evaluate_once(EvaluationStage::Test))
+        self.once::<M, _>(Stage::Test, run, |session| evaluate_once(session, EvaluationStage::Test))
     }
 
     /// Predicts once, with weights as in [`validate`](Self::validate), for the samples of
@@ -270,7 +269,7 @@ impl Trainer {
     /// As [`validate`](Self::validate), and those of
     /// [`predict_step`](LightningModule::predict_step).
     pub fn predict<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Predictions> {
-        self.once::<M, _>(Stage::Predict, run, Session::predict_once)
+        self.once::<M, _>(Stage::Predict, run, predict_once)
     }
 
     /// Sets up, loads weights, and does one thing.
@@ -303,15 +302,15 @@ impl Trainer {
     ) -> Result<()> {
         let starting = Starting::new();
         let mut session = self.set_up(stage, &run, factory)?;
-        let result =
-            session.run_once(&run, starting, act).map_err(|e| session.parts.fabric.explain(e));
+        let result = act_once(&mut session, &run, starting, act)
+            .map_err(|e| session.setup.fabric.explain(e));
         if result.is_err() {
-            session.profile_on_exception();
+            profile_on_exception(&mut session);
         }
-        let result = session.tear_down_saving(result);
+        let result = tear_down_saving(&mut session, result);
         let status = RunStatus::of(&result);
-        session.end_hooks(status, result.as_ref().err());
-        let finished = session.finish_sinks(status);
+        end_hooks(&mut session, status, result.as_ref().err());
+        let finished = session.recorder.finish(status);
         result?;
         finished
     }
@@ -373,44 +372,28 @@ impl Trainer {
         config.accumulate_grad_batches = config.micro_batches(batch_size, ranks)?;
         let accumulate = config.accumulate_grad_batches;
         let micro_batches_in_batch = config.micro_batches_in_batch(batch_size)?;
+        let recorder =
+            Recorder::new(&config, sinks, Meter::new(self.program_start), (items, report), guard);
         Ok(Session {
-            parts: SessionParts {
-                saving,
+            saving,
+            setup: SessionSetup {
+                fabric,
                 config,
                 run_dir,
                 resolved,
-                callbacks,
-                print: self.print,
-                sinks,
-                meter: Meter::new(self.program_start),
                 strategy: strategy_name,
+                batch_size,
+                shuffle,
+                samples,
+                print: self.print,
                 interrupted: self.interrupted,
-                fabric,
-                guard,
             },
             runner,
             optimizers: None,
-            stage,
-            items: 0.0,
-            accumulate,
-            micro_batches_in_batch,
-            length: (None, None),
+            progress: Progress::new(stage, accumulate, micro_batches_in_batch),
+            callbacks,
             requests: Requests::default(),
-            batch_size,
-            shuffle,
-            samples,
-            length_before: None,
-            report,
-            items_name: items,
-            cursor: Cursor::default(),
-            epoch: 0,
-            unread: None,
-            metrics: std::collections::BTreeMap::new(),
-            metric_steps: std::collections::BTreeMap::new(),
-            epoch_table: LogTable::default(),
-            hook_table: LogTable::default(),
-            started_epoch: None,
-            validation_due: false,
+            recorder,
         })
     }
 }
@@ -433,6 +416,31 @@ fn agreement_of_callbacks(callbacks: &[SharedCallback]) -> Agreement {
 
 /// What is done once with a session.
 type Act<'a> = dyn FnOnce(&mut Session) -> Result<()> + 'a;
+
+/// Loads the weights, and does one thing. Collective.
+fn act_once(
+    session: &mut Session,
+    run: &UntypedRun,
+    starting: Starting,
+    act: Box<Act>,
+) -> Result<()> {
+    session.recorder.report_data(&session.setup.fabric)?;
+    session.hook(Hook::Setup)?;
+    match CheckpointLookup::of(session).checkpoint_to_resume()? {
+        Some((source, _)) => resume(session, &source)?,
+        None if run.trainer.ckpt_path.is_some() => {
+            return Err(Error::Config(
+                "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of one, \
+                 or leave the key out to take the weights that training would start from"
+                    .to_owned(),
+            ));
+        }
+        None => load_trained(session)?,
+    }
+    drop(starting);
+    act(session)?;
+    summarize(session)
+}
 
 /// A run's directory, and what its events go to.
 struct OpenRun {
@@ -478,210 +486,4 @@ fn open_run(
         guard = Some(unbuilt.with_present_files()?);
     }
     Ok(OpenRun { dir: broadcast_object(world, &path, 0)?, sinks, guard })
-}
-
-impl Session {
-    /// Loads the weights, and does one thing. Collective.
-    fn run_once(&mut self, run: &UntypedRun, starting: Starting, act: Box<Act>) -> Result<()> {
-        self.report_data()?;
-        self.hook(Hook::Setup)?;
-        match self.checkpoint_to_resume()? {
-            Some((source, _)) => self.resume(&source)?,
-            None if run.trainer.ckpt_path.is_some() => {
-                return Err(Error::Config(
-                    "`trainer.ckpt_path`: there is no checkpoint yet; name the directory of one, \
-                     or leave the key out to take the weights that training would start from"
-                        .to_owned(),
-                ));
-            }
-            None => self.load_trained()?,
-        }
-        drop(starting);
-        act(self)?;
-        self.summary()
-    }
-
-    /// Calls the hooks at the very end of a run. What goes wrong in them is only shown: the run has its
-    /// result.
-    fn end_hooks(&mut self, status: RunStatus, error: Option<&Error>) {
-        let exception = error.map(Hook::Exception);
-        for hook in exception.into_iter().chain([Hook::Teardown(&status)]) {
-            for deciding in [false, true] {
-                if let Err(error) = self.call_hook(hook, 0, deciding) {
-                    tracing::error!("a hook at the end of the run failed: {error}");
-                }
-            }
-        }
-        // Nothing that is logged here can be reduced any more.
-        self.hook_table = LogTable::default();
-    }
-
-    fn run_fit(&mut self, run: &UntypedRun, starting: Starting) -> Result<(FitOutcome, FitEnd)> {
-        self.report_data()?;
-        let configured = self.runner.configure_optimizers(run.optimizer_setup()?)?;
-        let fabric = &self.parts.fabric;
-        let automatic = self.runner.automatic_optimization();
-        configured.check(fabric.module_tree()?, automatic, &run.trainer)?;
-        let (optimizers, schedulers) = configured.build(fabric, run.trainer.unused_parameters)?;
-        self.optimizers = Some(optimizers);
-        self.hook(Hook::Setup)?;
-        self.hook(Hook::FitStart)?;
-        let rank = self.rank();
-        self.parts.saving.lock_for_run(rank)?;
-        let (mut source, is_own) = self.checkpoint_to_resume()?.unzip();
-        if is_own == Some(true) {
-            // It is of the checkpoint that the configuration names.
-            self.parts.saving.config.weights_only = false;
-        }
-        let resumes = source.clone();
-        if self.parts.saving.config.weights_only
-            && let Some(source) = source.take()
-        {
-            self.resume(&source)?;
-        }
-        if let Some(decay) = run.trainer.ema_decay {
-            for (_, optimizer) in training(&mut self.optimizers).iter_mut() {
-                if optimizer.average().is_some() {
-                    let message = "`trainer.ema_decay`: a callback keeps another average of the weights, and there \
-                                   can be one; leave out one of the two";
-                    return Err(Error::Config(message.to_owned()));
-                }
-                let average = WeightAverage::exponential(optimizer.parameters(), decay)?;
-                optimizer.set_average(average);
-            }
-        }
-        if let Some(source) = &source {
-            self.resume(source)?;
-        }
-        self.parts.saving.refuse_used_place(resumes.as_ref(), rank)?;
-        if let (0, Some(attempt)) = (rank, attempt()) {
-            let job = Job { id: attempt.restart_id.clone(), saved_before: self.last_saved_at()? };
-            RunDir::set_job(&self.parts.run_dir, &job)?;
-        }
-        let max_steps = self.max_steps()?;
-        self.warn_of_settings(max_steps)?;
-        if rank == 0 {
-            warn_of_schedules(&schedulers, max_steps)?;
-        }
-        let world = self.parts.fabric.world().clone();
-        if world.size() > 1 {
-            let _comparing = LogExecutionTime::begin(rank, "comparing the optimizers");
-            let optimizers = training(&mut self.optimizers);
-            let compared = optimizers::agreement(optimizers, &schedulers, max_steps)?;
-            Agreement::check(&*world, &[compared])?;
-        }
-        for ((_, optimizer), scheduler) in training(&mut self.optimizers).iter_mut().zip(schedulers)
-        {
-            optimizer.set_scheduler(scheduler, max_steps);
-        }
-        self.set_length(max_steps)?;
-        for (_, optimizer) in training(&mut self.optimizers).iter() {
-            // Fails before the first step for a schedule that needs the run's length.
-            optimizer.learning_rate()?;
-        }
-        self.warn_of_other_length()?;
-        if !self.parts.sinks.is_empty() {
-            let model = ModelSummary::new(self.parts.fabric.module_tree()?);
-            let world = self.parts.fabric.world();
-            let device = self.parts.fabric.device_description();
-            let several = (world.size() > 1 || device.is_some()).then(|| {
-                let strategy = self.parts.strategy.clone();
-                let summary = RanksSummary::new(world.size(), strategy, world.transport());
-                summary.on(device.unwrap_or_default())
-            });
-            let run_dir = Some(self.parts.run_dir.clone());
-            let start =
-                RunStart { max_steps, items: self.items_name, model, ranks: several, run_dir };
-            self.parts.sinks.iter().for_each(|sink| {
-                let mut sink = sink.lock();
-                sink.begin(&start);
-                sink.start(max_steps);
-            });
-        }
-        self.prepare_saving()?;
-        // From here on ranks agree on when to end.
-        drop(starting);
-        let end = self.fit()?;
-        self.finish_fit(end)?;
-        self.keep_run_dir();
-        let [best_checkpoint, last_checkpoint] = self.parts.saving.best_and_last();
-        let outcome = FitOutcome {
-            best_checkpoint,
-            last_checkpoint,
-            steps: self.cursor.step,
-            first_loss: self.parts.meter.first_loss(),
-            last_loss: self.parts.meter.last_loss(),
-            metrics: self.metrics.clone(),
-            run_dir: self.parts.run_dir.clone(),
-        };
-        Ok((outcome, end))
-    }
-
-    /// Tears the checkpoints' place down after the run, and returns the run's error if it has one.
-    fn tear_down_saving<T>(&mut self, result: Result<T>) -> Result<T> {
-        match (result, self.parts.saving.teardown()) {
-            (Ok(outcome), teardown_after) => teardown_after.map(|()| outcome),
-            (Err(error), teardown_after) => {
-                if let Err(second) = teardown_after {
-                    tracing::error!("completing what checkpoints are still under way: {second}");
-                }
-                Err(error)
-            }
-        }
-    }
-
-    /// Warns of settings that say something else than what will happen.
-    fn warn_of_settings(&self, max_steps: Option<u64>) -> Result<()> {
-        let config = &self.parts.config;
-        // A short run with the default may be meant so.
-        let is_asked_for = config.val_check_interval != CountOrFraction::Fraction(1.0)
-            || config.check_val_every_n_epoch > 1
-            || self.parts.saving.config.monitor.is_some()
-            || self.parts.callbacks.decide_by_metrics();
-        let wanted =
-            is_asked_for && config.limit_val_batches.of(1) > 0 && self.has_validation_data()?;
-        if let (true, 0, Some(max)) = (wanted, self.rank(), max_steps)
-            && !self.is_ever_validated(max)?
-        {
-            tracing::warn!(
-                "nothing is validated, as no validation is due within the {} of the run \
-                 (`trainer.val_check_interval`, `trainer.check_val_every_n_epoch`)",
-                counted(max, "step")
-            );
-        }
-        let is_half = |p: &Parameter| matches!(p.dtype(), DType::BF16 | DType::F16);
-        let tree = self.parts.fabric.module_tree()?;
-        if self.rank() == 0
-            && matches!(config.precision, Precision::Bf16True | Precision::F16True)
-            && tree.trainable().any(|p| is_half(p) && !p.is_adapter())
-        {
-            tracing::warn!(
-                "`trainer.precision`: weights are kept in half precision, in which an update of less than half of a \
-                 weight's last place is lost (in bf16 of less than 1/512 of it, as of norms at small learning \
-                 rates); \"bf16-mixed\" keeps them in f32"
-            );
-        }
-        Ok(())
-    }
-
-    /// Tells the sinks what was read of the data, and warns of what was left out by mistake.
-    fn report_data(&mut self) -> Result<()> {
-        let Some(report) = self.report.take() else { return Ok(()) };
-        if let (0, Some(faults)) = (self.rank(), report.faults()) {
-            tracing::warn!("some of the data cannot be used and was left out: {faults}");
-        }
-        self.emit(&Event::Data(report))
-    }
-
-    /// Finishes all sinks, and returns the first error.
-    fn finish_sinks(&mut self, status: RunStatus) -> Result<()> {
-        let results: Vec<Result<()>> =
-            self.parts.sinks.iter().map(|sink| sink.lock().finish(status)).collect();
-        // A program may end now.
-        match status {
-            RunStatus::Failed => output::flush_briefly(),
-            RunStatus::Success | RunStatus::Interrupted => output::flush(),
-        }
-        results.into_iter().collect()
-    }
 }

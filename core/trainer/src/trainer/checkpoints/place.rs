@@ -1,0 +1,300 @@
+//! Where and how a run saves checkpoints.
+
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use crate::run::CheckpointConfig;
+use crate::trainer::checkpoints::lookup::ResumeSource;
+use crate::trainer::checkpoints::retention::{RetainedCheckpoint, Retention};
+use crate::trainer::record::recorder::Recorder;
+use crate::{Error, Result};
+use fulgurite_checkpoint_format::{self as checkpoint, AsyncSaver, CheckpointIO, LAST, PlaceLock};
+use fulgurite_engine::collective::ProcessGroup;
+
+/// How and where a run saves checkpoints.
+pub(crate) struct Saving {
+    config: CheckpointConfig,
+    /// The root of the place, as in the configuration.
+    root: PathBuf,
+    io: Arc<dyn CheckpointIO>,
+    /// Held on rank 0 from before the first save until the end of the run.
+    lock: Option<PlaceLock>,
+    background: Option<AsyncSaver>,
+    retention: Retention,
+    /// The names of what this run has saved and not removed.
+    names: BTreeSet<String>,
+    /// The step after which the last checkpoint was saved, or is about to be.
+    saved: Option<u64>,
+    /// Whether a checkpoint has had a score.
+    has_scored: bool,
+    warned: bool,
+    warned_of_steps: bool,
+    is_torn_down: bool,
+}
+
+/// Tears down after a run that failed during its setup.
+impl Drop for Saving {
+    fn drop(&mut self) {
+        if let Err(error) = self.teardown() {
+            tracing::error!("completing what checkpoints are still under way: {error}");
+        }
+    }
+}
+
+impl Saving {
+    /// For saving to `config.dir`, by default to `default`. Collective.
+    pub(crate) fn new(
+        config: &CheckpointConfig,
+        default: PathBuf,
+        world: &dyn ProcessGroup,
+    ) -> Result<Self> {
+        let root = config.dir.clone().unwrap_or(default);
+        let io = config.open(&root)?;
+        let background =
+            config.async_save.then(|| AsyncSaver::new(io.clone(), world)).transpose()?;
+        let retention = Retention::new(config);
+        let config = config.clone();
+        Ok(Self {
+            config,
+            root,
+            io,
+            lock: None,
+            background,
+            retention,
+            names: BTreeSet::new(),
+            saved: None,
+            has_scored: false,
+            warned: false,
+            warned_of_steps: false,
+            is_torn_down: false,
+        })
+    }
+
+    pub(crate) fn config(&self) -> &CheckpointConfig {
+        &self.config
+    }
+
+    /// Loads the whole state of the checkpoint to resume from, whatever `checkpoint.weights_only` says: the run's own
+    /// checkpoint is another one than the configuration names.
+    pub(crate) fn resume_whole_state(&mut self) {
+        self.config.weights_only = false;
+    }
+
+    /// The root of the place, as in the configuration.
+    pub(crate) fn root(&self) -> &Path {
+        &self.root
+    }
+
+    pub(crate) fn io(&self) -> &Arc<dyn CheckpointIO> {
+        &self.io
+    }
+
+    /// Goes on from the checkpoint `name` of this place, with the checkpoints that its run has `kept`. `saved` is the step
+    /// of a checkpoint that need not be saved again.
+    pub(crate) fn resume(
+        &mut self,
+        name: &str,
+        kept: Vec<RetainedCheckpoint>,
+        saved: Option<u64>,
+        rank: usize,
+    ) {
+        self.retention.resume(name, kept);
+        // The earlier run ended before it removed these.
+        for name in self.retention.take_expired() {
+            if rank == 0
+                && let Err(error) = self.io.remove(&name)
+            {
+                tracing::warn!("an old checkpoint stays: {error}");
+            }
+        }
+        self.saved = saved;
+    }
+
+    /// Called at the end of a run: waits for the save under way on this rank, and tears the place
+    /// down. Does nothing the second time.
+    pub(crate) fn teardown(&mut self) -> Result<()> {
+        // Dropping the saver waits for its thread; an error of it has ended the run already.
+        drop(self.background.take());
+        let torn_down = if std::mem::replace(&mut self.is_torn_down, true) {
+            Ok(())
+        } else {
+            self.io.teardown()
+        };
+        drop(self.lock.take());
+        torn_down
+    }
+
+    /// Locks the place on rank 0, unless it is locked already: no other run saves there until this one
+    /// ends.
+    fn lock(&mut self, rank: usize) -> Result<()> {
+        if rank == 0 && self.lock.is_none() {
+            self.lock = self.io.lock("")?;
+        }
+        Ok(())
+    }
+
+    /// Locks the place of a run that will save, before anything is looked for in it.
+    pub(crate) fn lock_for_run(&mut self, rank: usize) -> Result<()> {
+        if self.will_save() { self.lock(rank) } else { Ok(()) }
+    }
+
+    /// Refuses to save to a place that has checkpoints of another run, for a run that starts anew: the names
+    /// would be the same, and which checkpoint is the best or the last would be a mixture. Looked at on rank
+    /// 0.
+    pub(crate) fn refuse_used_place(
+        &self,
+        source: Option<&ResumeSource>,
+        rank: usize,
+    ) -> Result<()> {
+        let goes_on = matches!(source, Some(ResumeSource::Named { dir, .. }) if *dir == self.root);
+        if rank > 0 || goes_on || self.config.overwrite || !self.will_save() {
+            return Ok(());
+        }
+        refuse_used(&*self.io)
+    }
+
+    /// Whether a run with this configuration saves anything.
+    fn will_save(&self) -> bool {
+        self.config.will_save()
+    }
+
+    /// Whether a save in the background is under way on this rank.
+    pub(crate) fn is_running(&self) -> bool {
+        self.background.as_ref().is_some_and(AsyncSaver::is_running)
+    }
+
+    /// Whether a checkpoint was saved after this step, or is about to be.
+    pub(crate) fn has_saved(&self, step: u64) -> bool {
+        self.saved == Some(step)
+    }
+
+    /// Whether a checkpoint is due after `step`, and perhaps a validation of it. With a metric and no interval
+    /// each validation is followed by one.
+    pub(crate) fn is_due(&self, step: u64, validated: bool) -> bool {
+        match self.config.every_n_steps {
+            Some(n) => step.is_multiple_of(n),
+            None => {
+                let keeps_best = self.config.save_top_k.is_some_and(|k| k != 0);
+                validated && keeps_best && self.config.monitor.is_some()
+            }
+        }
+    }
+
+    /// Counts the checkpoint `name` of `step` among those that the table `[checkpoint]` keeps. Returns the kept ones, and
+    /// the names that are removed once it is committed.
+    pub(crate) fn keep(
+        &mut self,
+        step: u64,
+        name: &str,
+        recorder: &Recorder,
+        rank: usize,
+    ) -> Result<(Vec<RetainedCheckpoint>, Vec<String>)> {
+        let score = self.score(step, recorder, rank)?;
+        self.retention.add(step, name, score);
+        self.saved = Some(step);
+        Ok((self.kept(), self.retention.take_expired()))
+    }
+
+    /// The checkpoints that the table `[checkpoint]` keeps.
+    pub(crate) fn kept(&self) -> Vec<RetainedCheckpoint> {
+        self.retention.kept().to_vec()
+    }
+
+    /// Takes a name for a checkpoint of this run, in whose place the names in `remove` become free. The checkpoint that
+    /// the run goes on from is never removed.
+    pub(crate) fn take_name(
+        &mut self,
+        name: &str,
+        remove: &mut Vec<String>,
+        rank: usize,
+    ) -> Result<()> {
+        self.lock(rank)?;
+        remove.retain(|old| self.resumed_from() != Some(old));
+        self.names.retain(|name| !remove.contains(name));
+        self.names.insert(name.to_owned());
+        Ok(())
+    }
+
+    /// Saves in the background, if the configuration says so.
+    pub(crate) fn background(&mut self) -> Option<&mut AsyncSaver> {
+        self.background.as_mut()
+    }
+
+    /// Whether the run saves every few steps or after validations.
+    pub(crate) fn is_periodic(&self) -> bool {
+        self.config.every_n_steps.is_some() || self.config.save_top_k.is_some()
+    }
+
+    /// The names that are taken in the place: see
+    /// [`HookContext::checkpoint_names`](crate::trainer::HookContext::checkpoint_names).
+    pub(crate) fn names(&self) -> Result<BTreeSet<String>> {
+        let there = self.io.list("")?.into_iter().map(|entry| entry.name);
+        // Also before anything is saved, the name of the pointer.
+        Ok(there.chain(self.names.iter().cloned()).chain([LAST.to_owned()]).collect())
+    }
+
+    /// The name of the checkpoint that the run goes on from, if it lies in this place.
+    pub(crate) fn resumed_from(&self) -> Option<&str> {
+        self.retention.resumed_from()
+    }
+
+    /// The best checkpoint so far by the monitored metric, and the newest.
+    pub(crate) fn best_and_last(&self) -> [Option<PathBuf>; 2] {
+        [self.retention.best_name(), self.retention.last_name()]
+            .map(|name| name.map(|name| self.io.location(name)))
+    }
+
+    /// The monitored metric, if it was logged of this step: the score of an earlier state says nothing of
+    /// this one.
+    fn score(&mut self, step: u64, recorder: &Recorder, rank: usize) -> Result<Option<f64>> {
+        let Some(monitor) = &self.config.monitor else { return Ok(None) };
+        let (metrics, scored_step) = (recorder.metrics(), recorder.metric_step(monitor));
+        if let Some(score) = metrics.get(monitor) {
+            let is_of_step = scored_step == Some(step);
+            self.has_scored |= is_of_step;
+            if let (false, Some(scored), 0) = (self.has_scored, scored_step, rank)
+                && !std::mem::replace(&mut self.warned_of_steps, true)
+            {
+                tracing::warn!(
+                    "`checkpoint.monitor`: the checkpoint after step {step} is not among the best, as the last \
+                     `{monitor}` is of step {scored}. Save where the metric is computed: with \
+                     `checkpoint.every_n_steps` a multiple of the steps between two validations, or without it, \
+                     for a checkpoint after each validation"
+                );
+            }
+            return Ok(is_of_step.then_some(*score));
+        }
+        // A module may log metrics on rank 0 alone.
+        if rank > 0 {
+            return Ok(None);
+        }
+        if metrics.contains_key("val_loss") {
+            let known = metrics.keys().map(String::as_str).collect::<Vec<_>>().join(", ");
+            return Err(Error::Config(format!(
+                "`checkpoint.monitor`: there is no metric `{monitor}`; there are: {known}"
+            )));
+        }
+        if !std::mem::replace(&mut self.warned, true) {
+            tracing::warn!(
+                "`checkpoint.monitor`: there is no metric `{monitor}` yet, as nothing was \
+                 validated; checkpoints until then are not among the best"
+            );
+        }
+        Ok(None)
+    }
+}
+
+/// Refuses a place that has a checkpoint.
+pub(crate) fn refuse_used(io: &dyn CheckpointIO) -> Result<()> {
+    match checkpoint::last(io)? {
+        None => Ok(()),
+        Some(last) => Err(Error::Config(format!(
+            "`checkpoint.dir`: {} has checkpoints of another run, the newest after step {}. Go on \
+             from it with `trainer.ckpt_path = \"last\"`, name another directory, remove them, or set \
+             `checkpoint.overwrite = true` to save among them",
+            io.location("").display(),
+            last.step
+        ))),
+    }
+}

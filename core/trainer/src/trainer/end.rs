@@ -1,0 +1,96 @@
+//! The end of a run: its summary, its profile, its last hooks, and the place of its checkpoints.
+
+use super::module::hooks::Hook;
+use super::record::meter::peak_rss_mib;
+use super::session::Session;
+use super::{Event, ItemRate, RunStatus};
+use crate::profiler::Profile;
+use crate::{Error, Result};
+use fulgurite_engine::collective::all_gather_object;
+
+/// Emits the summary, and where the time went if a profiler measured it. Collective.
+pub(super) fn summarize(session: &mut Session) -> Result<()> {
+    if let Some(profile) = session.setup.fabric.profile()? {
+        report_profile(session, profile)?;
+    }
+    let peak_rss_mib = all_gather_object(&**session.setup.fabric.world(), &peak_rss_mib())?
+        .into_iter()
+        .map(|mib| mib.unwrap_or(f64::NAN))
+        .collect();
+    let peak_device_mib = peak_device_mib(session)?;
+    let (recorder, meter) = (&session.recorder, session.recorder.meter());
+    let event = Event::Summary {
+        steps: session.progress.step(),
+        world_size: session.setup.world_size(),
+        strategy: session.setup.strategy.clone(),
+        first_loss: meter.first_loss(),
+        last_loss: meter.last_loss(),
+        step_s_median: meter.median_step_secs(),
+        rate: ItemRate::new(recorder.items_name(), meter.counts_per_sec()),
+        startup_s: meter.startup_secs(),
+        skipped_steps: session.skipped_steps(),
+        peak_rss_mib,
+        peak_device_mib,
+    };
+    session.emit(&event)
+}
+
+/// The peak memory of the devices of all ranks, in MiB; empty if they are the host's. Collective.
+fn peak_device_mib(session: &Session) -> Result<Vec<f64>> {
+    let fabric = &session.setup.fabric;
+    // All ranks have the same kind of device.
+    let Some(memory) = fabric.device_memory()? else { return Ok(Vec::new()) };
+    let peaks = all_gather_object(&**fabric.world(), &(memory.peak_bytes as f64))?;
+    Ok(peaks.into_iter().map(|peak| peak / f64::from(1 << 20)).collect())
+}
+
+/// Reports where the time went, and writes the trace.
+fn report_profile(
+    session: &mut Session,
+    (profile, trace): (Profile, Option<String>),
+) -> Result<()> {
+    if let (Some(trace), 0) = (trace, session.setup.rank()) {
+        let path = session.setup.run_dir.join("trace.json");
+        std::fs::write(&path, trace).map_err(Error::io("writing the trace", &path))?;
+    }
+    session.emit(&Event::Profile(profile))
+}
+
+/// Reports after an error where the time of rank 0 went until then; the other ranks may have failed.
+pub(super) fn profile_on_exception(session: &mut Session) {
+    let reported = match session.setup.fabric.own_profile() {
+        Ok(Some(profile)) if session.setup.rank() == 0 => report_profile(session, profile),
+        Ok(_) => Ok(()),
+        Err(error) => Err(error),
+    };
+    if let Err(error) = reported {
+        tracing::error!("reporting where the time went: {error}");
+    }
+}
+
+/// Calls the hooks at the very end of a run. Their errors are only shown: the run has its result.
+pub(super) fn end_hooks(session: &mut Session, status: RunStatus, error: Option<&Error>) {
+    let exception = error.map(Hook::Exception);
+    for hook in exception.into_iter().chain([Hook::Teardown(&status)]) {
+        for deciding in [false, true] {
+            if let Err(error) = session.call_hook(hook, 0, deciding) {
+                tracing::error!("a hook at the end of the run failed: {error}");
+            }
+        }
+    }
+    // Values that are logged here can no longer be reduced.
+    session.recorder.forget_hook();
+}
+
+/// Tears the checkpoints' place down after the run, and returns the run's error if it has one.
+pub(super) fn tear_down_saving<T>(session: &mut Session, result: Result<T>) -> Result<T> {
+    match (result, session.saving.teardown()) {
+        (Ok(outcome), torn_down) => torn_down.map(|()| outcome),
+        (Err(error), torn_down) => {
+            if let Err(second) = torn_down {
+                tracing::error!("completing what checkpoints are still under way: {second}");
+            }
+            Err(error)
+        }
+    }
+}

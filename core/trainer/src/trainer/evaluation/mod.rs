@@ -1,0 +1,4 @@
+//! Validation, test and prediction.
+
+pub(crate) mod evaluate;
+pub(crate) mod predictions;

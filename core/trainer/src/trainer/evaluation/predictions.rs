@@ -1,0 +1,236 @@
+//! [`Predictions`].
+
+use std::collections::HashMap;
+use std::fs::File;
+use std::io::Write as _;
+use std::os::unix::fs::FileExt as _;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use serde::{Deserialize, Serialize};
+
+use crate::{Error, Result};
+use fulgurite_engine::autograd::storage::with_bytes;
+use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
+
+/// What a module predicted for this rank's samples.
+#[derive(Debug, Clone, Default)]
+#[non_exhaustive]
+pub struct Predictions {
+    /// The samples of each batch, and what [`predict_step`](crate::trainer::LightningModule::predict_step) returned for
+    /// it. Over all ranks each sample comes once.
+    pub batches: Vec<(Vec<u64>, Tensor)>,
+}
+
+impl Predictions {
+    /// The samples (`[n]`, i64), and the outputs of all batches joined along their first dimension (`[n, ..]`);
+    /// `None` if this rank had no sample.
+    ///
+    /// # Errors
+    /// If an output does not have one row a sample, or outputs differ in their other dimensions.
+    pub fn joined(&self) -> Result<Option<(Tensor, Tensor)>> {
+        for (samples, output) in &self.batches {
+            if output.dims().first() != Some(&samples.len()) {
+                return Err(Error::other(format!(
+                    "predictions of {} samples have the shape {:?}; to be joined they need one row a \
+                     sample",
+                    samples.len(),
+                    output.dims()
+                )));
+            }
+        }
+        if self.batches.is_empty() {
+            return Ok(None);
+        }
+        let samples: Vec<i64> =
+            self.batches.iter().flat_map(|(samples, _)| samples).map(|&i| i as i64).collect();
+        let count = samples.len();
+        let outputs: Vec<&Tensor> = self.batches.iter().map(|(_, output)| output).collect();
+        let samples = Tensor::from_vec(samples, count, &Device::Cpu)?;
+        Ok(Some((samples, Tensor::cat(&outputs, 0)?)))
+    }
+
+    /// Writes [`joined`](Self::joined) as `samples` and `outputs` to a safetensors file.
+    ///
+    /// # Errors
+    /// As [`joined`](Self::joined), and if the file cannot be written.
+    pub fn save(&self, path: &Path) -> Result<()> {
+        let tensors = match self.joined()? {
+            Some((samples, outputs)) => HashMap::from([("samples", samples), ("outputs", outputs)]),
+            None => HashMap::new(),
+        };
+        let saved = candle_core::safetensors::save(&tensors, path);
+        saved.map_err(|e| Error::other(format!("writing predictions to {}: {e}", path.display())))
+    }
+
+    /// Writes the predictions of all ranks to one safetensors file, in the order of the samples: `samples`
+    /// (`[n]`, i64) and `outputs` (`[n, ..]`). Rank 0 writes it, and has one batch of another rank in memory at
+    /// a time. The file appears when it is whole. Returns the number of samples. Collective.
+    ///
+    /// # Errors
+    /// On all ranks: if an output does not have one row a sample, outputs differ in their dtypes or other
+    /// dimensions, or nobody has any; on rank 0 if the file cannot be written.
+    pub fn save_all(&self, world: &dyn ProcessGroup, path: &Path) -> Result<usize> {
+        let outlines: Vec<_> = self.batches.iter().map(Outline::of).collect();
+        let all: Vec<Vec<Outline>> = all_gather_object(world, &outlines)?;
+        let layout = Layout::of(&all)?;
+        let mut own = self.batches.iter().map(|(_, output)| -> Result<Tensor> {
+            Ok(output.to_device(&Device::Cpu)?.flatten_all()?.contiguous()?)
+        });
+        if world.rank() != 0 {
+            for output in own {
+                world.send(&output?, 0)?.wait()?;
+            }
+            return Ok(layout.rows.len());
+        }
+        let mut file = layout.create(path)?;
+        for (rank, outlines) in all.iter().enumerate() {
+            for outline in outlines {
+                let output = match rank {
+                    0 => own.next().expect("an outline is of a batch")?,
+                    _ => {
+                        let elements = outline.shape.iter().product::<usize>();
+                        let output = Tensor::zeros(elements, layout.dtype, &Device::Cpu)?;
+                        world.recv(&output, rank)?.wait()?;
+                        output
+                    }
+                };
+                layout.write(&mut file, &outline.samples, &output)?;
+            }
+        }
+        file.finish()?;
+        Ok(layout.rows.len())
+    }
+}
+
+/// A batch without its values.
+#[derive(Debug, Serialize, Deserialize)]
+struct Outline {
+    samples: Vec<u64>,
+    shape: Vec<usize>,
+    dtype: String,
+}
+
+impl Outline {
+    fn of((samples, output): &(Vec<u64>, Tensor)) -> Self {
+        let dtype = output.dtype().as_str().to_owned();
+        Self { samples: samples.clone(), shape: output.dims().to_vec(), dtype }
+    }
+}
+
+/// Where the rows of all samples are in a file.
+struct Layout {
+    /// By sample.
+    rows: HashMap<u64, usize>,
+    row_bytes: usize,
+    dtype: DType,
+    header: Vec<u8>,
+}
+
+impl Layout {
+    fn of(all: &[Vec<Outline>]) -> Result<Self> {
+        let mut outlines = all.iter().flatten();
+        let Some(first) = outlines.next() else {
+            return Err(Error::other("there are no predictions to write"));
+        };
+        for Outline { samples, shape, dtype } in all.iter().flatten() {
+            if shape.first() != Some(&samples.len()) {
+                return Err(Error::other(format!(
+                    "predictions of {} samples have the shape {shape:?}; to be written they need one row a \
+                     sample",
+                    samples.len()
+                )));
+            }
+            if (&shape[1..], dtype) != (&first.shape[1..], &first.dtype) {
+                return Err(Error::other(format!(
+                    "predictions of some samples are {:?} of {} and others {:?} of {dtype}; to be written in \
+                     one file they must be alike",
+                    &first.shape[1..],
+                    first.dtype,
+                    &shape[1..],
+                )));
+            }
+        }
+        let dtype: DType = first.dtype.parse().map_err(|_| Error::other("an unknown dtype"))?;
+        let mut samples: Vec<u64> =
+            all.iter().flatten().flat_map(|of| &of.samples).copied().collect();
+        samples.sort_unstable();
+        samples.dedup();
+        let row_bytes = first.shape[1..].iter().product::<usize>() * dtype.size_in_bytes();
+        let count = samples.len();
+        let mut shape = first.shape.clone();
+        shape[0] = count;
+        let name = match dtype {
+            DType::F8E4M3 => "F8_E4M3".to_owned(),
+            other => other.as_str().to_uppercase(),
+        };
+        let ends = [8 * count, 8 * count + count * row_bytes];
+        let json = serde_json::json!({
+            "samples": { "dtype": "I64", "shape": [count], "data_offsets": [0, ends[0]] },
+            "outputs": { "dtype": name, "shape": shape, "data_offsets": ends },
+        });
+        let mut json = json.to_string();
+        while !json.len().is_multiple_of(8) {
+            json.push(' ');
+        }
+        let mut header = (json.len() as u64).to_le_bytes().to_vec();
+        header.extend(json.into_bytes());
+        header.extend(samples.iter().flat_map(|sample| sample.to_le_bytes()));
+        let rows = samples.into_iter().enumerate().map(|(row, sample)| (sample, row)).collect();
+        Ok(Self { rows, row_bytes, dtype, header })
+    }
+
+    fn create<'a>(&self, path: &'a Path) -> Result<Writing<'a>> {
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        if let Some(directory) = directory {
+            std::fs::create_dir_all(directory).map_err(Error::io("creating", directory))?;
+        }
+        let mut staged = path.as_os_str().to_owned();
+        staged.push(format!(".tmp-{}", std::process::id()));
+        let staged = std::path::PathBuf::from(staged);
+        let file = File::create(&staged).map_err(Error::io("creating", &staged))?;
+        let mut writing = Writing { file, staged, path, done: false };
+        let written = writing.file.write_all(&self.header);
+        written.map_err(Error::io("writing", &writing.staged))?;
+        Ok(writing)
+    }
+
+    /// Writes the rows of some samples.
+    fn write(&self, to: &mut Writing, samples: &[u64], output: &Tensor) -> Result<()> {
+        let written = with_bytes(output, |bytes| {
+            // A sample without elements has nothing to be written.
+            for (i, sample) in samples.iter().enumerate().filter(|_| self.row_bytes > 0) {
+                let at = self.header.len() + self.rows[sample] * self.row_bytes;
+                let row = &bytes[i * self.row_bytes..(i + 1) * self.row_bytes];
+                to.file.write_all_at(row, at as u64)?;
+            }
+            std::io::Result::Ok(())
+        })?;
+        written.map_err(Error::io("writing", &to.staged))
+    }
+}
+
+/// A file under another name until it is whole.
+struct Writing<'a> {
+    file: File,
+    staged: std::path::PathBuf,
+    path: &'a Path,
+    done: bool,
+}
+
+impl Writing<'_> {
+    fn finish(mut self) -> Result<()> {
+        self.file.sync_all().map_err(Error::io("writing", &self.staged))?;
+        std::fs::rename(&self.staged, self.path).map_err(Error::io("writing", self.path))?;
+        self.done = true;
+        Ok(())
+    }
+}
+
+impl Drop for Writing<'_> {
+    fn drop(&mut self) {
+        if !self.done {
+            let _ = std::fs::remove_file(&self.staged);
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! The training loop.
+
+use std::time::Instant;
+
+use crate::Result;
+use crate::fabric::FabricOptimizers;
+use crate::run::TrainerConfig;
+use crate::trainer::Stage;
+use crate::trainer::evaluation::evaluate::{Evaluated, EvaluationStage, evaluate, validation_sets};
+use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
+use crate::trainer::fit::train_step::StepEnd;
+use crate::trainer::module::hooks::Hook;
+use crate::trainer::saving::save::{finish_saving, save, save_as_requested};
+use crate::trainer::session::Session;
+use fulgurite_launch::Interruption;
+
+/// Why the loop ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FitEnd {
+    /// A limit was reached, or a hook asked to stop.
+    Finished,
+    /// The run was interrupted.
+    Interrupted(Interruption),
+}
+
+impl Session {
+    /// The training loop. Collective.
+    pub(crate) fn fit(&mut self) -> Result<FitEnd> {
+        let planner = StepPlanner::of(self);
+        let accumulate = planner.accumulate_in(planner.epoch()?)?;
+        self.progress.set_accumulate(accumulate);
+        let mut plan = StepPlanner::of(self).plan()?;
+        let max_steps = StepPlanner::of(self).max_steps()?;
+        let max_time = self.setup.config.limits().max_time;
+        if let Some(why) = self.sanity_check()? {
+            return Ok(FitEnd::Interrupted(why));
+        }
+        self.load_training(&plan)?;
+        let started = Instant::now();
+        let mut end = FitEnd::Finished;
+        self.progress.set_first_epoch(plan.epoch(self.progress.cursor()));
+        self.hook(Hook::TrainStart)?;
+        let mut has_run = false;
+        // A run that was interrupted in a validation begins with that validation.
+        while self.progress.validation_due()
+            || max_steps.is_none_or(|max| self.progress.step() < max)
+        {
+            has_run = true;
+            if !self.progress.validation_due() {
+                if self.progress.begin_epoch(plan.epoch(self.progress.cursor())) {
+                    self.hook(Hook::TrainEpochStart)?;
+                }
+                let epoch = self.progress.epoch();
+                let accumulate = StepPlanner::of(self).accumulate_in(epoch)?;
+                if self.progress.set_accumulate(accumulate) {
+                    plan = StepPlanner::of(self).plan()?;
+                    self.load_training(&plan)?;
+                }
+                let before = self.progress.cursor();
+                while self.train_step(&plan)? == StepEnd::BeginAgain {
+                    plan = StepPlanner::of(self).plan()?;
+                    self.load_training(&plan)?;
+                }
+                let is_validated = StepPlanner::of(self).is_validated_in(epoch);
+                let due = is_validated && plan.validates(before, self.progress.cursor());
+                self.progress.set_validation_due(due);
+            }
+            let validated = self.progress.validation_due();
+            if validated && let Evaluated::Interrupted(why) = self.validate_training()? {
+                end = FitEnd::Interrupted(why);
+                break;
+            }
+            self.progress.set_validation_due(false);
+            if plan.epoch(self.progress.cursor()) != self.progress.epoch() {
+                self.end_epoch()?;
+            }
+            if self.saving.is_due(self.progress.step(), validated) {
+                save(self, false)?;
+            }
+            save_as_requested(self)?;
+            let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
+            let vote = self.vote_on_stop(out_of_time)?;
+            if vote.saved {
+                finish_saving(self)?;
+            }
+            if let Some(why) = vote.interruption {
+                end = FitEnd::Interrupted(why);
+                break;
+            }
+            if vote.stop && self.may_stop(&plan) {
+                break;
+            }
+        }
+        self.read_pending_step()?;
+        self.runner.stop_loading(true);
+        self.setup.fabric.runtime.unite_replicas()?;
+        self.save_at_end(end)?;
+        // An interrupted epoch is continued by the resumed run.
+        let in_epoch = plan.epoch(self.progress.cursor()) == self.progress.epoch();
+        if has_run && end == FitEnd::Finished && in_epoch {
+            self.end_epoch()?;
+        }
+        self.hook(Hook::TrainEnd)?;
+        // Requests from before an interruption of a validation, and from the last hooks.
+        save_as_requested(self)?;
+        finish_saving(self)?;
+        Ok(end)
+    }
+
+    /// Begins to make the batches of a plan, from the next step on.
+    fn load_training(&mut self, plan: &LoopPlan) -> Result<()> {
+        let workers = self.setup.config.workers(self.setup.fabric.device());
+        self.runner.load_training(plan.loading(self.progress.cursor(), workers))
+    }
+
+    /// Whether the least number of steps and epochs is done.
+    fn may_stop(&self, plan: &LoopPlan) -> bool {
+        let TrainerConfig { min_steps, min_epochs, .. } = self.setup.config;
+        let epochs = self.progress.samples() / plan.order.epoch_len();
+        min_steps.is_none_or(|min| self.progress.step() >= min)
+            && min_epochs.is_none_or(|min| epochs >= min)
+    }
+
+    /// The short validation before a training that starts anew. Collective.
+    fn sanity_check(&mut self) -> Result<Option<Interruption>> {
+        let has_data = !validation_sets(self)?.is_empty();
+        if self.progress.step() > 0 || self.setup.config.num_sanity_val_steps == 0 || !has_data {
+            return Ok(None);
+        }
+        self.progress.set_stage(Stage::SanityCheck);
+        self.hook(Hook::SanityCheckStart)?;
+        let metrics = self.recorder.metrics().clone();
+        let evaluated = self.validate_training()?;
+        self.recorder.set_metrics(metrics);
+        self.hook(Hook::SanityCheckEnd)?;
+        self.progress.set_stage(Stage::Fit);
+        Ok(match evaluated {
+            Evaluated::Interrupted(why) => Some(why),
+            Evaluated::Done(_) | Evaluated::NoData => None,
+        })
+    }
+
+    /// Validates during training, with the moving average of the weights if there is one.
+    /// Collective.
+    fn validate_training(&mut self) -> Result<Evaluated> {
+        self.read_pending_step()?;
+        let _phase = self.setup.fabric.phase("validation");
+        let swap = |optimizers: &mut FabricOptimizers| -> Result<()> {
+            let mut all = optimizers.iter_mut().map(|(_, optimizer)| optimizer);
+            all.try_for_each(|optimizer| match optimizer.average() {
+                Some(average) if average.follows_steps() => optimizer.swap_average(),
+                _ => Ok(()),
+            })
+        };
+        swap(self.optimizers_mut())?;
+        let validated = evaluate(self, EvaluationStage::Validation)?;
+        swap(self.optimizers_mut())?;
+        Ok(validated)
+    }
+
+    /// Reports what the epoch that ends has logged, and calls its hook. Collective.
+    fn end_epoch(&mut self) -> Result<()> {
+        self.read_pending_step()?;
+        self.recorder.log_epoch(&self.setup.fabric, self.progress.step())?;
+        self.hook(Hook::TrainEpochEnd)
+    }
+
+    /// Saves the last step, unless a checkpoint has it or it is not wanted. Before the hooks at the
+    /// end, which a resumed run calls again. Collective.
+    fn save_at_end(&mut self, end: FitEnd) -> Result<()> {
+        let wanted = match end {
+            FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
+                self.saving.config().save_last
+            }
+            // The run is resumed when the scheduler gives it a machine again.
+            FitEnd::Interrupted(_) => true,
+        };
+        if wanted && !self.saving.has_saved(self.progress.step()) {
+            save(self, end != FitEnd::Finished)?;
+        }
+        if wanted && self.setup.fabric.adapters().is_some() {
+            self.setup.fabric.save_adapter(self.setup.run_dir.join("adapter"))?;
+        }
+        // The machine may be taken soon, so the save is waited for at once.
+        if end == FitEnd::Finished { Ok(()) } else { finish_saving(self) }
+    }
+}

@@ -1,0 +1,329 @@
+//! A module with its data behind a trait object, so that the training loop is compiled once in this
+//! crate and not in each program.
+
+use std::any::Any;
+use std::path::Path;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use toml::Table;
+
+use crate::fabric::{Fabric, SampleIdentity};
+use crate::profiler::LogExecutionTime;
+use crate::trainer::checkpoints::saved_state::SavedState;
+use crate::trainer::module::hooks::Hook;
+use crate::trainer::{
+    BatchOf, Callback, HookContext, LightningModule, OptimizerSetup, Optimizers, RunConfigOf,
+    StepContext,
+};
+use crate::{Error, Result};
+use fulgurite_checkpoint_format as checkpoint;
+use fulgurite_config::to_table;
+use fulgurite_engine::collective::Agreement;
+use fulgurite_engine::data::{
+    DataModule, DataReport, Loader, SampleOrder, Samples, Split, Workers,
+};
+use fulgurite_engine::module::ModuleBuilder;
+use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_nn::Loss;
+
+/// Batches to be made.
+pub(crate) struct Loading {
+    /// The samples of each batch, all of one split.
+    pub(crate) plan: Box<dyn Iterator<Item = Samples> + Send>,
+    pub(crate) device: Device,
+    /// The ranks that share sequences with this one; `None` if sequences are whole.
+    pub(crate) context: Option<ContextParallel>,
+    pub(crate) workers: Workers,
+}
+
+/// Runs the forward of a training step that it is given.
+pub(crate) type RunForward<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Result<Loss> + 'a;
+
+/// A module with its data.
+pub(crate) trait ModuleRunner {
+    fn num_samples(&self, split: Split) -> u64;
+
+    /// [`DataModule::train_order`].
+    fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder>;
+
+    /// [`DataModule::validation_sets`].
+    fn validation_sets(&self) -> Vec<String>;
+
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<Optimizers>;
+
+    fn automatic_optimization(&self) -> bool;
+
+    /// What a checkpoint saves of the module besides weights.
+    fn save_state(&mut self) -> Result<SavedState>;
+
+    /// Loads what [`save_state`](Self::save_state) returned.
+    fn load_state(&mut self, state: &SavedState) -> Result<()>;
+
+    /// Begins to make batches for training.
+    fn load_training(&mut self, loading: Loading) -> Result<()>;
+
+    /// Begins to make batches for an evaluation.
+    fn load_evaluation(&mut self, loading: Loading) -> Result<()>;
+
+    /// Makes or waits for the next training batch, on which [`training_step`](Self::training_step) computes.
+    fn next_training_batch(&mut self) -> Result<Samples>;
+
+    /// Makes or waits for the next batch of an evaluation, on which the steps of evaluations compute.
+    fn next_evaluation_batch(&mut self) -> Result<Samples>;
+
+    /// Stops making batches for training, or for an evaluation.
+    fn stop_loading(&mut self, training: bool);
+
+    /// Computes the batch's loss, in the scope that `run` enters.
+    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunForward) -> Result<Loss>;
+
+    /// Computes the batch's validation loss.
+    fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss>;
+
+    /// Computes the batch's test loss.
+    fn test_step(&mut self, ctx: &mut StepContext) -> Result<Loss>;
+
+    /// Predicts for the batch.
+    fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor>;
+
+    /// A [`TypedRunner`].
+    fn as_any(&self) -> &dyn Any;
+
+    /// A [`TypedRunner`].
+    fn as_any_mut(&mut self) -> &mut dyn Any;
+
+    /// Calls one of the module's hooks.
+    fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()>;
+}
+
+/// Sets up a module of one type and its data.
+pub(crate) struct RunnerFactory<'a> {
+    /// [`DataModule::host_keys`].
+    pub(crate) data_keys: &'static [&'static str],
+    /// Is given what the ranks must have alike of the program's own code. Collective.
+    pub(crate) make: &'a mut dyn FnMut(&mut Fabric, Agreement) -> Result<RunnerSetup>,
+}
+
+/// The result of setting a module up.
+pub(crate) struct RunnerSetup {
+    pub(crate) runner: Box<dyn ModuleRunner>,
+    /// The callbacks that the module brings.
+    pub(crate) callbacks: Vec<Box<dyn Callback>>,
+    /// The `[model]` table after [`configure_from_data`](LightningModule::configure_from_data).
+    pub(crate) model: Table,
+    /// The `[data]` table.
+    pub(crate) data: Table,
+    pub(crate) batch_size: usize,
+    pub(crate) shuffle: bool,
+    pub(crate) samples: SampleIdentity,
+    /// [`DataModule::report`].
+    pub(crate) report: Option<DataReport>,
+    /// [`DataModule::items`].
+    pub(crate) items: &'static str,
+}
+
+/// Opens the data and sets up the module. Collective.
+pub(crate) fn set_up<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    fabric: &mut Fabric,
+    code: Agreement,
+) -> Result<RunnerSetup> {
+    let data = M::Data::setup(&run.data, &fabric.data_context()?)?;
+    let mut model = run.model.clone();
+    M::configure_from_data(&mut model, &data)?;
+    let build = &mut |b: &ModuleBuilder| M::configure_model(&model, b);
+    set_up_with::<M>(run, &model, (fabric, code), build, data)
+}
+
+/// Sets up the module that `build` makes, with this data. `code` is what the ranks must have alike of the
+/// program's own code, apart from the module's. Collective.
+pub(crate) fn set_up_with<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    model: &M::Config,
+    (fabric, mut code): (&mut Fabric, Agreement),
+    build: &mut dyn FnMut(&ModuleBuilder) -> Result<M>,
+    data: M::Data,
+) -> Result<RunnerSetup> {
+    let (shuffle, report) = (M::Data::shuffle(&run.data), data.report());
+    let samples = SampleIdentity::of(&data, shuffle && !run.trainer.in_order())?;
+    let (world, mut callbacks) = (fabric.world().clone(), Vec::new());
+    let module = fabric.setup_module(|b| {
+        let module = build(b)?;
+        callbacks = module.configure_callbacks();
+        // Before the models are compared, which may differ because the data does.
+        if world.size() > 1 {
+            let _comparing = LogExecutionTime::begin(world.rank(), "comparing the data");
+            for (i, callback) in callbacks.iter().enumerate() {
+                code.insert(format!("callback {i} of the module"), callback.state_key());
+            }
+            let mut compared = vec![samples.agreement(&data)?, code];
+            if let Some(path) = M::pretrained(model)
+                && !run.checkpoint.load.broadcast_from_rank0
+            {
+                compared.push(weights_agreement(&path)?);
+            }
+            Agreement::check(&*world, &compared)?;
+        }
+        Ok(module)
+    })?;
+    if let Some(path) = M::pretrained(model) {
+        fabric.load_raw(&path, run.checkpoint.load.options())?;
+        fabric.base_model = Some(path.display().to_string());
+    }
+    Ok(RunnerSetup {
+        runner: Box::new(TypedRunner::new(module, data)),
+        callbacks,
+        model: to_table(model)?,
+        data: to_table(&run.data)?,
+        batch_size: M::Data::batch_size(&run.data),
+        shuffle,
+        samples,
+        report,
+        items: M::Data::items(&run.data),
+    })
+}
+
+/// What all ranks must have alike of the weights that they start from.
+fn weights_agreement(path: &Path) -> Result<Agreement> {
+    let mut agreement = Agreement::on(
+        "the weights to start from",
+        "Give all hosts the same files, or set `checkpoint.load.broadcast_from_rank0` to read rank 0's alone",
+    );
+    agreement.extend(checkpoint::fingerprint(path)?);
+    Ok(agreement)
+}
+
+/// A module with its data, of certain types.
+pub(crate) struct TypedRunner<M: LightningModule> {
+    pub(crate) module: M,
+    pub(crate) data: Arc<M::Data>,
+    training: Batches<BatchOf<M>>,
+    evaluation: Batches<BatchOf<M>>,
+}
+
+/// Batches in the making, and the one that is computed on.
+struct Batches<B: Send + 'static> {
+    loader: Option<Loader<B>>,
+    batch: Option<B>,
+}
+
+impl<B: Send + 'static> Batches<B> {
+    const NONE: Self = Self { loader: None, batch: None };
+
+    fn load(&mut self) -> Result<Samples> {
+        self.batch = None;
+        let next = self.loader.as_mut().and_then(Iterator::next);
+        let (samples, batch) = next.ok_or_else(|| Error::other("there is no further batch"))??;
+        self.batch = Some(batch);
+        Ok(samples)
+    }
+
+    fn take(&mut self) -> Result<B> {
+        self.batch.take().ok_or_else(|| Error::other("no batch has been loaded"))
+    }
+}
+
+impl<M: LightningModule> TypedRunner<M> {
+    fn new(module: M, data: M::Data) -> Self {
+        let (training, evaluation) = (Batches::NONE, Batches::NONE);
+        Self { module, data: Arc::new(data), training, evaluation }
+    }
+
+    /// Makes batches; under context parallelism, this rank's part of each.
+    fn loader(&self, loading: Loading) -> Result<Loader<BatchOf<M>>> {
+        let Loading { plan, device, context, workers } = loading;
+        let data = self.data.clone();
+        let make = move |samples: &Samples| {
+            let batch = data.augmented_batch(samples, &device)?;
+            match &context {
+                Some(context) => M::Data::shard_sequence(batch, context),
+                None => Ok(batch),
+            }
+        };
+        Loader::new(plan, make, workers)
+    }
+}
+
+impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
+    fn num_samples(&self, split: Split) -> u64 {
+        self.data.len(split)
+    }
+
+    fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder> {
+        self.data.train_order(seed, shuffle)
+    }
+
+    fn validation_sets(&self) -> Vec<String> {
+        self.data.validation_sets()
+    }
+
+    fn configure_optimizers(&self, configured: OptimizerSetup) -> Result<Optimizers> {
+        self.module.configure_optimizers(configured)
+    }
+
+    fn automatic_optimization(&self) -> bool {
+        self.module.automatic_optimization()
+    }
+
+    fn save_state(&mut self) -> Result<SavedState> {
+        let mut state = SavedState::default();
+        self.module.on_save_checkpoint(&mut state)?;
+        Ok(state)
+    }
+
+    fn load_state(&mut self, state: &SavedState) -> Result<()> {
+        self.module.on_load_checkpoint(state)
+    }
+
+    fn load_training(&mut self, loading: Loading) -> Result<()> {
+        self.training = Batches { loader: Some(self.loader(loading)?), batch: None };
+        Ok(())
+    }
+
+    fn load_evaluation(&mut self, loading: Loading) -> Result<()> {
+        self.evaluation = Batches { loader: Some(self.loader(loading)?), batch: None };
+        Ok(())
+    }
+
+    fn next_training_batch(&mut self) -> Result<Samples> {
+        self.training.load()
+    }
+
+    fn next_evaluation_batch(&mut self) -> Result<Samples> {
+        self.evaluation.load()
+    }
+
+    fn stop_loading(&mut self, training: bool) {
+        *(if training { &mut self.training } else { &mut self.evaluation }) = Batches::NONE;
+    }
+
+    fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunForward) -> Result<Loss> {
+        let batch = self.training.take()?;
+        run(&mut || self.module.training_step(&batch, ctx))
+    }
+
+    fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
+        self.module.validation_step(&self.evaluation.take()?, ctx)
+    }
+
+    fn test_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
+        self.module.test_step(&self.evaluation.take()?, ctx)
+    }
+
+    fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor> {
+        self.module.predict_step(&self.evaluation.take()?, ctx)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+
+    fn as_any_mut(&mut self) -> &mut dyn Any {
+        self
+    }
+
+    fn call_hook(&mut self, hook: Hook, ctx: &mut HookContext) -> Result<()> {
+        hook.call(&mut self.module, &mut ctx.with_data(&*self.data))
+    }
+}

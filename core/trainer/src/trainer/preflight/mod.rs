@@ -1,0 +1,4 @@
+//! Checks before any rank starts.
+
+pub(crate) mod checks;
+pub(crate) mod memory_check;

@@ -1,0 +1,363 @@
+//! The events of a run.
+//!
+//! ```
+//! use fulgurite_core::trainer::Event;
+//!
+//! let event = Event::Checkpoint { step: 20, path: "run/step-20".into(), blocked_s: 0.5 };
+//! let line = serde_json::to_string(&event).unwrap();
+//! assert_eq!(line, r#"{"event":"checkpoint","step":20,"path":"run/step-20","blocked_s":0.5}"#);
+//! ```
+
+use std::collections::BTreeMap;
+use std::path::PathBuf;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use serde::{Deserialize, Deserializer, Serialize};
+
+use crate::profiler::Profile;
+use crate::trainer::record::display::{EvaluationProgress, RunStart};
+use crate::trainer::{Histogram, ItemRate};
+use crate::{Error, Result};
+use fulgurite_engine::data::DataReport;
+
+/// An event of a run. Steps are numbers of completed optimizer steps, so the first is 1.
+///
+/// As JSON, an event is an object with its kind under `event`. Numbers that are not finite are
+/// `null`, which is read as NaN.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(tag = "event", rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Event {
+    /// An optimizer step was completed.
+    Step {
+        /// Its number.
+        step: u64,
+        /// Passes over the training data so far, with the fraction of the current one.
+        #[serde(deserialize_with = "number")]
+        epoch: f64,
+        /// The mean loss over the whole global batch of the step; NaN if nothing counts in it, so
+        /// that it changed nothing.
+        #[serde(deserialize_with = "number")]
+        train_loss: f64,
+        /// The norm of all gradients together, before clipping.
+        #[serde(deserialize_with = "number")]
+        grad_norm: f64,
+        /// The learning rate of the step.
+        #[serde(deserialize_with = "number")]
+        lr: f64,
+        /// How many tokens, or other items that the module's loss counts, a second.
+        #[serde(flatten)]
+        rate: ItemRate,
+        /// What the module logged.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
+    /// The model was validated.
+    Validation {
+        /// The step after which it was validated.
+        step: u64,
+        /// The mean loss over the validation data.
+        #[serde(deserialize_with = "number")]
+        val_loss: f64,
+        /// Number of validation batches, of all ranks.
+        batches: u64,
+        /// What the module logged.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
+    /// The model was tested.
+    Test {
+        /// The step after which it was tested.
+        step: u64,
+        /// The mean loss over the test data.
+        #[serde(deserialize_with = "number")]
+        test_loss: f64,
+        /// Number of test batches, of all ranks.
+        batches: u64,
+        /// What the module logged.
+        #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
+    /// Hooks have logged something, or an epoch is over in which something was logged by the epoch.
+    Metrics {
+        /// Number of completed steps.
+        step: u64,
+        /// What was logged, by name.
+        #[serde(deserialize_with = "numbers")]
+        metrics: BTreeMap<String, f64>,
+    },
+    /// A step or a hook has logged a text.
+    Text {
+        /// Number of completed steps.
+        step: u64,
+        /// Its name.
+        name: String,
+        /// The text, which loggers may show as Markdown.
+        text: String,
+    },
+    /// A step or a hook has logged a histogram.
+    Histogram {
+        /// Number of completed steps.
+        step: u64,
+        /// Its name.
+        name: String,
+        /// The histogram of the values of all ranks.
+        histogram: Histogram,
+    },
+    /// The data was opened. Comes first.
+    Data(DataReport),
+    /// The run has resumed from a checkpoint.
+    Resume {
+        /// The step after which it was saved.
+        step: u64,
+        /// Its path.
+        path: PathBuf,
+    },
+    /// A checkpoint was committed. For one saved in the background the event comes some steps
+    /// later.
+    Checkpoint {
+        /// The step after which it was saved.
+        step: u64,
+        /// Its path.
+        path: PathBuf,
+        /// How long training waited for it, in seconds.
+        #[serde(default, deserialize_with = "number")]
+        blocked_s: f64,
+    },
+    /// Where the time of the run went, with `trainer.profiler`. Comes before the summary.
+    Profile(Profile),
+    /// The run has ended.
+    Summary {
+        /// Number of optimizer steps, including those before a resume.
+        steps: u64,
+        /// Number of ranks.
+        world_size: usize,
+        /// The strategy's name.
+        strategy: String,
+        /// The loss of the first step of this process; NaN without a step.
+        #[serde(deserialize_with = "number")]
+        first_loss: f64,
+        /// The loss of the last step.
+        #[serde(deserialize_with = "number")]
+        last_loss: f64,
+        /// The median time of a step, in seconds.
+        #[serde(deserialize_with = "number")]
+        step_s_median: f64,
+        /// How many tokens, or other items that the module's loss counts, a second over all steps.
+        #[serde(flatten)]
+        rate: ItemRate,
+        /// Seconds from the program's start to the end of the first step.
+        #[serde(deserialize_with = "number")]
+        startup_s: f64,
+        /// Steps in which nothing counted on any rank, so that they changed nothing.
+        #[serde(default, skip_serializing_if = "is_zero")]
+        skipped_steps: u64,
+        /// The peak memory of each rank's process, in MiB, by rank.
+        #[serde(deserialize_with = "list")]
+        peak_rss_mib: Vec<f64>,
+        /// The most that the tensors of each rank have held on its device, in MiB, by rank; empty if ranks compute on
+        /// the CPU.
+        #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list")]
+        peak_device_mib: Vec<f64>,
+    },
+}
+
+impl Event {
+    /// Whether loggers write it.
+    pub(crate) fn is_logged(&self) -> bool {
+        matches!(self, Self::Text { .. } | Self::Histogram { .. }) || self.scalars().is_some()
+    }
+
+    /// The step and the metrics by name, for loggers; `None` for events without metrics. A step in
+    /// which nothing counts has no loss.
+    pub fn scalars(&self) -> Option<(u64, BTreeMap<String, f64>)> {
+        let (step, own, logged): (_, &[(&str, f64)], _) = match self {
+            Self::Step { step, epoch, train_loss, grad_norm, lr, rate, metrics } => (
+                *step,
+                &[
+                    ("epoch", *epoch),
+                    ("train_loss", *train_loss),
+                    ("grad_norm", *grad_norm),
+                    ("lr", *lr),
+                    (&rate.name(), rate.per_s),
+                ],
+                metrics,
+            ),
+            Self::Validation { step, val_loss, metrics, .. } => {
+                (*step, &[("val_loss", *val_loss)], metrics)
+            }
+            Self::Test { step, test_loss, metrics, .. } => {
+                (*step, &[("test_loss", *test_loss)], metrics)
+            }
+            Self::Metrics { step, metrics } => (*step, &[], metrics),
+            Self::Text { .. }
+            | Self::Histogram { .. }
+            | Self::Data(_)
+            | Self::Resume { .. }
+            | Self::Profile(_)
+            | Self::Checkpoint { .. }
+            | Self::Summary { .. } => return None,
+        };
+        let mut scalars = logged.clone();
+        let own = own.iter().filter(|(name, value)| *name != "train_loss" || !value.is_nan());
+        scalars.extend(own.map(|&(name, value)| (name.to_owned(), value)));
+        Some((step, scalars))
+    }
+}
+
+/// How a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum RunStatus {
+    /// It was completed.
+    Success,
+    /// It was stopped (Ctrl-C, SIGTERM, SIGUSR1).
+    Interrupted,
+    /// An error ended it.
+    Failed,
+}
+
+impl RunStatus {
+    /// How a run ended that had this result.
+    pub(crate) fn of<T>(result: &Result<T>) -> Self {
+        match result {
+            Ok(_) => Self::Success,
+            Err(Error::Interrupted) => Self::Interrupted,
+            Err(_) => Self::Failed,
+        }
+    }
+}
+
+/// Receives the events of a run. Exists on rank 0 only. A sink of a trainer that is used several
+/// times gets the events of one run after the other.
+pub trait EventSink: Send {
+    /// Called when training begins, before the first event of a step. `max_steps` is the number of
+    /// the last step, if it is known.
+    fn start(&mut self, max_steps: Option<u64>) {
+        let _ = max_steps;
+    }
+
+    /// Called before [`start`](Self::start), with what the training is.
+    fn begin(&mut self, run: &RunStart) {
+        let _ = run;
+    }
+
+    /// Called before the first batch of an evaluation or a prediction and after each of its batches.
+    fn evaluating(&mut self, progress: EvaluationProgress<'_>) {
+        let _ = progress;
+    }
+
+    /// Receives one event.
+    ///
+    /// # Errors
+    /// If it cannot be written; this ends the run.
+    fn event(&mut self, event: &Event) -> Result<()>;
+
+    /// Called once at the end of the run, also after an error.
+    ///
+    /// # Errors
+    /// If what was buffered cannot be written.
+    fn finish(&mut self, status: RunStatus) -> Result<()>;
+}
+
+/// A sink of a trainer and of the runs of it.
+#[derive(Clone)]
+pub(crate) struct SharedSink(Arc<Mutex<Box<dyn EventSink>>>);
+
+impl SharedSink {
+    pub(crate) fn new(sink: Box<dyn EventSink>) -> Self {
+        Self(Arc::new(Mutex::new(sink)))
+    }
+
+    pub(crate) fn lock(&self) -> MutexGuard<'_, Box<dyn EventSink>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+fn is_zero(count: &u64) -> bool {
+    *count == 0
+}
+
+fn number<'de, D: Deserializer<'de>>(deserializer: D) -> Result<f64, D::Error> {
+    Ok(Option::deserialize(deserializer)?.unwrap_or(f64::NAN))
+}
+
+fn list<'de, D: Deserializer<'de>>(deserializer: D) -> Result<Vec<f64>, D::Error> {
+    let values = Vec::<Option<f64>>::deserialize(deserializer)?;
+    Ok(values.into_iter().map(|value| value.unwrap_or(f64::NAN)).collect())
+}
+
+fn numbers<'de, D: Deserializer<'de>>(deserializer: D) -> Result<BTreeMap<String, f64>, D::Error> {
+    let values = BTreeMap::<String, Option<f64>>::deserialize(deserializer)?;
+    Ok(values.into_iter().map(|(name, value)| (name, value.unwrap_or(f64::NAN))).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn events_are_flat_json_objects() {
+        let step = Event::Step {
+            step: 1,
+            epoch: 0.25,
+            train_loss: 3.5,
+            grad_norm: 1.0,
+            lr: 1e-3,
+            rate: ItemRate::new("tokens", 1024.0),
+            metrics: BTreeMap::new(),
+        };
+        insta::assert_snapshot!(serde_json::to_string(&step).unwrap(), @r#"{"event":"step","step":1,"epoch":0.25,"train_loss":3.5,"grad_norm":1.0,"lr":0.001,"tokens_per_s":1024.0}"#);
+        let summary = Event::Summary {
+            steps: 2,
+            world_size: 2,
+            strategy: "fsdp".to_owned(),
+            first_loss: 3.5,
+            last_loss: 3.25,
+            step_s_median: 0.5,
+            rate: ItemRate::new("images", 2048.0),
+            startup_s: 0.125,
+            skipped_steps: 0,
+            peak_rss_mib: vec![100.5, 99.5],
+            peak_device_mib: Vec::new(),
+        };
+        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5]}"#);
+        for event in [step, summary] {
+            let line = serde_json::to_string(&event).unwrap();
+            assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);
+        }
+    }
+
+    #[test]
+    fn numbers_that_are_not_finite_are_null() {
+        let event = Event::Validation {
+            step: 3,
+            val_loss: f64::INFINITY,
+            batches: 4,
+            metrics: BTreeMap::from([("perplexity".to_owned(), f64::NAN)]),
+        };
+        let line = serde_json::to_string(&event).unwrap();
+        insta::assert_snapshot!(line, @r#"{"event":"validation","step":3,"val_loss":null,"batches":4,"metrics":{"perplexity":null}}"#);
+        let Event::Validation { val_loss, metrics, .. } = serde_json::from_str(&line).unwrap()
+        else {
+            panic!("{line} is no validation event");
+        };
+        assert!(val_loss.is_nan() && metrics["perplexity"].is_nan());
+    }
+
+    #[test]
+    fn a_step_in_which_nothing_counts_has_no_loss() {
+        let event = Event::Step {
+            step: 3,
+            epoch: 0.5,
+            train_loss: f64::NAN,
+            grad_norm: 0.0,
+            lr: 1e-3,
+            rate: ItemRate::new("rows", 0.0),
+            metrics: BTreeMap::from([("skipped_steps".to_owned(), 1.0)]),
+        };
+        let (_, scalars) = event.scalars().unwrap();
+        let names: Vec<&str> = scalars.keys().map(String::as_str).collect();
+        assert_eq!(names, ["epoch", "grad_norm", "lr", "rows_per_s", "skipped_steps"]);
+    }
+}

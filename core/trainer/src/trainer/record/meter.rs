@@ -1,0 +1,96 @@
+//! Times, losses and memory of a run, for the step events and the summary.
+
+use std::time::Instant;
+
+/// The measurements of this rank.
+#[derive(Debug)]
+pub(crate) struct Meter {
+    /// When the program was started, in seconds since the epoch.
+    program_start: f64,
+    step_start: Instant,
+    step_secs: Vec<f64>,
+    counts: f64,
+    startup_secs: f64,
+    first_loss: Option<f64>,
+    last_loss: f64,
+}
+
+impl Meter {
+    pub(crate) fn new(program_start: f64) -> Self {
+        Self {
+            program_start,
+            step_start: Instant::now(),
+            step_secs: Vec::new(),
+            counts: 0.0,
+            startup_secs: f64::NAN,
+            first_loss: None,
+            last_loss: f64::NAN,
+        }
+    }
+
+    pub(crate) fn begin_step(&mut self) {
+        self.step_start = Instant::now();
+    }
+
+    /// Ends a step over `count` tokens; returns tokens per second.
+    pub(crate) fn end_step(&mut self, count: f64) -> f64 {
+        let secs = self.step_start.elapsed().as_secs_f64();
+        if self.step_secs.is_empty() {
+            self.startup_secs = seconds_since_epoch() - self.program_start;
+        }
+        self.step_secs.push(secs);
+        self.counts += count;
+        count / secs
+    }
+
+    /// Notes the mean loss of the next step that is known.
+    pub(crate) fn note_loss(&mut self, loss: f64) {
+        self.first_loss.get_or_insert(loss);
+        self.last_loss = loss;
+    }
+
+    pub(crate) fn first_loss(&self) -> f64 {
+        self.first_loss.unwrap_or(f64::NAN)
+    }
+
+    pub(crate) fn last_loss(&self) -> f64 {
+        self.last_loss
+    }
+
+    /// Seconds from the program's start to the end of the first step.
+    pub(crate) fn startup_secs(&self) -> f64 {
+        self.startup_secs
+    }
+
+    pub(crate) fn median_step_secs(&self) -> f64 {
+        let mut sorted = self.step_secs.clone();
+        sorted.sort_by(f64::total_cmp);
+        match sorted.len() {
+            0 => f64::NAN,
+            n if n % 2 == 1 => sorted[n / 2],
+            n => (sorted[n / 2 - 1] + sorted[n / 2]) / 2.0,
+        }
+    }
+
+    pub(crate) fn counts_per_sec(&self) -> f64 {
+        self.counts / self.step_secs.iter().sum::<f64>()
+    }
+}
+
+/// Wall-clock time.
+pub(crate) fn seconds_since_epoch() -> f64 {
+    std::time::SystemTime::now()
+        .duration_since(std::time::UNIX_EPOCH)
+        .map_or(0.0, |since| since.as_secs_f64())
+}
+
+/// The peak memory of this process in MiB (`VmHWM`); `None` where the system does not report it.
+pub fn peak_rss_mib() -> Option<f64> {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let kib = status
+        .lines()
+        .find_map(|line| line.strip_prefix("VmHWM:"))
+        .and_then(|rest| rest.split_whitespace().next())
+        .and_then(|kib| kib.parse::<f64>().ok());
+    kib.map(|kib| kib / 1024.0)
+}

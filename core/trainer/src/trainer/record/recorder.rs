@@ -1,0 +1,369 @@
+//! What a run reports: its metrics by name, and events to sinks. The last step may still wait to be read.
+
+use std::collections::BTreeMap;
+use std::ops::Deref;
+use std::sync::OnceLock;
+
+use crate::fabric::{Fabric, PendingStep, StepNumbers};
+use crate::run::TrainerConfig;
+use crate::trainer::progress::Cursor;
+use crate::trainer::record::display::{EvaluationProgress, RunStart};
+use crate::trainer::record::event::{Event, RunStatus, SharedSink};
+use crate::trainer::record::item_rate::ItemRate;
+use crate::trainer::record::log_table::{LogTable, SavedStates, Stage, taken};
+use crate::trainer::record::meter::Meter;
+use crate::trainer::record::run_dir::RunDirGuard;
+use crate::{Error, Result};
+use fulgurite_engine::data::DataReport;
+use fulgurite_engine::mesh::DP_CP;
+use fulgurite_error::output;
+
+const TRAIN_LOSS: &str = "train_loss";
+const GRAD_NORM: &str = "grad_norm";
+
+/// The metrics of a run, and the receivers of its events.
+pub(crate) struct Recorder {
+    sinks: Vec<SharedSink>,
+    meter: Meter,
+    /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
+    items_name: &'static str,
+    has_loggers: bool,
+    /// Whether the run is a trial, which keeps nothing (`trainer.fast_dev_run`).
+    is_trial: bool,
+    metrics: BTreeMap<String, f64>,
+    /// The step after which a metric was logged last.
+    metric_steps: BTreeMap<String, u64>,
+    /// [`DataModule::report`](fulgurite_engine::data::DataModule::report), until the sinks have it.
+    data: Option<DataReport>,
+    /// Logged by the present epoch.
+    epoch_table: LogTable,
+    /// Logged by the hook that runs.
+    hook_table: LogTable,
+    /// The last step, until it is reported.
+    pending: Option<DoneStep>,
+    /// The last field: removes the run's directory, if it has no results, when nothing is written there any more.
+    guard: Option<RunDirGuard>,
+}
+
+/// A step that was taken, and not reported yet.
+#[derive(Debug)]
+pub(crate) struct DoneStep {
+    pub(crate) report: StepReport,
+    pub(crate) numbers: PendingStep,
+    /// The run's position before the step.
+    pub(crate) before: Cursor,
+}
+
+/// The part of a step's report that the host knows without its device.
+#[derive(Debug)]
+pub(crate) struct StepReport {
+    pub(crate) step: u64,
+    /// Passes over the training data.
+    pub(crate) epoch: f64,
+    pub(crate) lr: f64,
+    pub(crate) rate: ItemRate,
+    pub(crate) metrics: BTreeMap<String, f64>,
+}
+
+impl Recorder {
+    /// For a run that reports to `sinks` on this rank.
+    pub(crate) fn new(
+        config: &TrainerConfig,
+        sinks: Vec<SharedSink>,
+        meter: Meter,
+        (items_name, data): (&'static str, Option<DataReport>),
+        guard: Option<RunDirGuard>,
+    ) -> Self {
+        Self {
+            sinks,
+            meter,
+            items_name,
+            has_loggers: !config.loggers.is_empty(),
+            is_trial: config.fast_dev_run.batches().is_some(),
+            metrics: BTreeMap::new(),
+            metric_steps: BTreeMap::new(),
+            data,
+            epoch_table: LogTable::default(),
+            hook_table: LogTable::default(),
+            pending: None,
+            guard,
+        }
+    }
+
+    /// Gives an event to the sinks.
+    pub(crate) fn emit(&mut self, fabric: &Fabric, event: &Event) -> Result<()> {
+        let _phase = fabric.phase("logging");
+        let is_logged = self.has_loggers && event.is_logged();
+        if is_logged || matches!(event, Event::Step { .. } | Event::Checkpoint { .. }) {
+            self.keep_run_dir();
+        }
+        self.sinks.iter().try_for_each(|sink| sink.lock().event(event))
+    }
+
+    /// Keeps the run's directory after the run, which has results, unless the run is a trial.
+    pub(crate) fn keep_run_dir(&mut self) {
+        if let Some(guard) = self.guard.as_mut().filter(|_| !self.is_trial) {
+            guard.keep();
+        }
+    }
+
+    /// Tells the sinks of the data that was read, and warns of data that was left out by mistake.
+    pub(crate) fn report_data(&mut self, fabric: &Fabric) -> Result<()> {
+        let Some(report) = self.data.take() else { return Ok(()) };
+        if let (true, Some(faults)) = (fabric.is_global_zero(), report.faults()) {
+            tracing::warn!("some of the data cannot be used and was left out: {faults}");
+        }
+        self.emit(fabric, &Event::Data(report))
+    }
+
+    /// Tells the sinks that the run begins; `start` is made if there are any.
+    pub(crate) fn begin(&self, start: impl FnOnce() -> Result<RunStart>) -> Result<()> {
+        if self.sinks.is_empty() {
+            return Ok(());
+        }
+        let start = start()?;
+        self.sinks.iter().for_each(|sink| {
+            let mut sink = sink.lock();
+            sink.begin(&start);
+            sink.start(start.max_steps);
+        });
+        Ok(())
+    }
+
+    /// Tells the sinks how far an evaluation is.
+    pub(crate) fn show_evaluation(&self, progress: EvaluationProgress) {
+        self.sinks.iter().for_each(|sink| sink.lock().evaluating(progress));
+    }
+
+    /// Finishes the sinks, and lets them go. Returns the first error.
+    pub(crate) fn finish(&mut self, status: RunStatus) -> Result<()> {
+        let sinks = std::mem::take(&mut self.sinks);
+        let results: Vec<Result<()>> =
+            sinks.iter().map(|sink| sink.lock().finish(status)).collect();
+        // A program may end now.
+        match status {
+            RunStatus::Failed => output::flush_briefly(),
+            RunStatus::Success | RunStatus::Interrupted => output::flush(),
+        }
+        results.into_iter().collect()
+    }
+
+    pub(crate) fn meter(&self) -> &Meter {
+        &self.meter
+    }
+
+    pub(crate) fn begin_step(&mut self) {
+        self.meter.begin_step();
+    }
+
+    /// Ends the time of a step whose losses count `items`.
+    pub(crate) fn end_step(&mut self, items: f64) -> ItemRate {
+        ItemRate::new(self.items_name, self.meter.end_step(items))
+    }
+
+    pub(crate) fn items_name(&self) -> &'static str {
+        self.items_name
+    }
+
+    /// The latest value of each metric; without those of a pending step.
+    pub(crate) fn metrics(&self) -> &BTreeMap<String, f64> {
+        &self.metrics
+    }
+
+    /// Sets the metrics of an earlier run or point of the run.
+    pub(crate) fn set_metrics(&mut self, metrics: BTreeMap<String, f64>) {
+        self.metrics = metrics;
+    }
+
+    /// The step after which a metric was logged last.
+    pub(crate) fn metric_step(&self, name: &str) -> Option<u64> {
+        self.metric_steps.get(name).copied()
+    }
+
+    /// Remembers metrics of a step.
+    pub(crate) fn record(&mut self, step: u64, values: &BTreeMap<String, f64>) {
+        for (name, value) in values {
+            self.record_one(step, name, *value);
+        }
+    }
+
+    /// Remembers a metric of a step.
+    pub(crate) fn record_one(&mut self, step: u64, name: &str, value: f64) {
+        self.metrics.insert(name.to_owned(), value);
+        self.metric_steps.insert(name.to_owned(), step);
+    }
+
+    /// The values of a table over all ranks. Collective as [`LogTable::reduce`].
+    pub(crate) fn reduce(
+        fabric: &Fabric,
+        table: &mut LogTable,
+        stage: Stage,
+    ) -> Result<BTreeMap<String, f64>> {
+        let (world, group) = (fabric.world(), fabric.device_mesh().group(DP_CP)?);
+        let counts = group.global_ranks().contains(&world.global_ranks()[0]);
+        table.reduce(stage, &**world, counts)
+    }
+
+    /// Reduces and reports the numbers of a table, if any. Collective.
+    pub(crate) fn log_table(
+        &mut self,
+        fabric: &Fabric,
+        step: u64,
+        table: &mut LogTable,
+        stage: Stage,
+    ) -> Result<()> {
+        let metrics = Self::reduce(fabric, table, stage)?;
+        if !metrics.is_empty() {
+            self.record(step, &metrics);
+            self.emit(fabric, &Event::Metrics { step, metrics })?;
+        }
+        self.log_media(fabric, step, table)
+    }
+
+    /// Reports the texts and histograms of a table, if any. Collective if there are histograms.
+    pub(crate) fn log_media(
+        &mut self,
+        fabric: &Fabric,
+        step: u64,
+        table: &mut LogTable,
+    ) -> Result<()> {
+        let mut media = std::mem::take(&mut table.media);
+        let histograms = media.reduce_histograms(&**fabric.world())?;
+        for (name, text) in media.texts {
+            self.emit(fabric, &Event::Text { step, name, text })?;
+        }
+        for (name, histogram) in histograms {
+            self.emit(fabric, &Event::Histogram { step, name, histogram })?;
+        }
+        Ok(())
+    }
+
+    /// Reports what the hook that ran has logged. Collective if that is synchronised.
+    pub(crate) fn log_hook(&mut self, fabric: &Fabric, step: u64) -> Result<()> {
+        let mut table = std::mem::take(&mut self.hook_table);
+        self.log_table(fabric, step, &mut table, Stage::Step)
+    }
+
+    /// Forgets what hooks have logged.
+    pub(crate) fn forget_hook(&mut self) {
+        self.hook_table = LogTable::default();
+    }
+
+    /// Reports what the epoch that ends has logged. Collective.
+    pub(crate) fn log_epoch(&mut self, fabric: &Fabric, step: u64) -> Result<()> {
+        let mut table = std::mem::take(&mut self.epoch_table);
+        self.log_table(fabric, step, &mut table, Stage::Epoch)
+    }
+
+    /// What a step has logged, over all ranks; adds its values to those of the epoch. Collective.
+    pub(crate) fn reduce_step(
+        &mut self,
+        fabric: &Fabric,
+        table: &mut LogTable,
+        is_logged: bool,
+        rate: &ItemRate,
+    ) -> Result<BTreeMap<String, f64>> {
+        table.add_to_epoch(&mut self.epoch_table, is_logged)?;
+        let mut metrics = Self::reduce(fabric, table, Stage::Step)?;
+        if let Some(scale) = fabric.loss_scale()? {
+            metrics.insert("loss_scale".to_owned(), scale.factor());
+        }
+        if metrics.contains_key(&rate.name()) {
+            let taken = taken("how many items a second there are");
+            return Err(Error::other(format!("logging `{}`: {taken}", rate.name())));
+        }
+        Ok(metrics)
+    }
+
+    /// What the present epoch has logged on this rank, for a checkpoint; `None` if nothing.
+    pub(crate) fn epoch_states(&self) -> Option<Result<SavedStates>> {
+        (!self.epoch_table.is_empty()).then(|| self.epoch_table.states())
+    }
+
+    /// Goes on with what the epoch of a checkpoint had logged.
+    pub(crate) fn load_epoch(&mut self, states: SavedStates) {
+        self.epoch_table.load(states);
+    }
+
+    /// The last step is taken, and to be reported when it is read.
+    pub(crate) fn set_pending(&mut self, step: DoneStep) {
+        self.pending = Some(step);
+    }
+
+    /// The last step, if it is not reported.
+    pub(crate) fn take_pending(&mut self) -> Option<DoneStep> {
+        self.pending.take()
+    }
+
+    /// Reports a step.
+    pub(crate) fn report_step(
+        &mut self,
+        fabric: &Fabric,
+        report: StepReport,
+        StepNumbers { loss, grad_norm }: StepNumbers,
+    ) -> Result<()> {
+        let StepReport { step, epoch, lr, rate, metrics } = report;
+        // A step in which nothing counts has no loss; the loss of the step before stays.
+        if !loss.is_nan() {
+            self.meter.note_loss(loss);
+            self.record_one(step, TRAIN_LOSS, loss);
+        }
+        self.record_one(step, GRAD_NORM, grad_norm);
+        let event = Event::Step { step, epoch, train_loss: loss, grad_norm, lr, rate, metrics };
+        self.emit(fabric, &event)
+    }
+
+    /// The gradient norm of the last step that was reported.
+    pub(crate) fn last_grad_norm(&self) -> f64 {
+        self.metrics.get(GRAD_NORM).copied().unwrap_or(0.0)
+    }
+
+    /// The view of a hook: the metrics, the steps that they are of, and the table that the hook logs to.
+    pub(crate) fn for_hook(&mut self) -> (Metrics<'_>, &BTreeMap<String, u64>, &mut LogTable) {
+        let metrics = Metrics {
+            known: &self.metrics,
+            pending: self.pending.as_ref(),
+            with_pending: OnceLock::new(),
+        };
+        (metrics, &self.metric_steps, &mut self.hook_table)
+    }
+}
+
+/// The latest metrics by name, as hooks see them: a map. Where `trainer.late_reads` has left the loss
+/// and norm of the last step on the device, looking at the map reads them.
+pub struct Metrics<'a> {
+    known: &'a BTreeMap<String, f64>,
+    pending: Option<&'a DoneStep>,
+    with_pending: OnceLock<BTreeMap<String, f64>>,
+}
+
+impl Metrics<'_> {
+    /// The step that a metric is of, if that step was not read yet.
+    pub(crate) fn pending_step(&self, name: &str) -> Option<u64> {
+        let is_of_step = [TRAIN_LOSS, GRAD_NORM].contains(&name);
+        self.pending.filter(|_| is_of_step).map(|step| step.report.step)
+    }
+}
+
+impl Deref for Metrics<'_> {
+    type Target = BTreeMap<String, f64>;
+
+    fn deref(&self) -> &BTreeMap<String, f64> {
+        let Some(step) = self.pending else { return self.known };
+        self.with_pending.get_or_init(|| {
+            // The end of the next step, at the latest, says what went wrong.
+            let unknown = StepNumbers { loss: f64::NAN, grad_norm: f64::NAN };
+            let StepNumbers { loss, grad_norm } = step.numbers.numbers().unwrap_or(unknown);
+            let mut all = self.known.clone();
+            let both = [(TRAIN_LOSS, loss), (GRAD_NORM, grad_norm)];
+            all.extend(both.map(|(name, value)| (name.to_owned(), value)));
+            all
+        })
+    }
+}
+
+impl std::fmt::Debug for Metrics<'_> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        self.known.fmt(f)
+    }
+}

@@ -1,0 +1,220 @@
+//! Saving checkpoints in a run.
+
+use std::io::ErrorKind;
+use std::time::Instant;
+
+use crate::fabric::OptimizerState;
+use crate::trainer::checkpoints::retention::RetainedCheckpoint;
+use crate::trainer::checkpoints::trainer_state::TrainerState;
+use crate::trainer::module::hooks::Hook;
+use crate::trainer::session::Session;
+use crate::trainer::{Event, SaveRequest};
+use crate::{Error, Result};
+use fulgurite_checkpoint_format::{self as checkpoint, SavedCheckpoint};
+use fulgurite_engine::checkpoint_io::invalid_name;
+use fulgurite_engine::collective::all_gather_object;
+
+/// A checkpoint to be written.
+struct Write {
+    name: String,
+    /// Those that the table `[checkpoint]` keeps.
+    kept: Vec<RetainedCheckpoint>,
+    /// What is removed when it is committed.
+    remove: Vec<String>,
+    weights_only: bool,
+    blocking: bool,
+}
+
+/// Saves a checkpoint of the present step, of the kind that the strategy supports: in the
+/// background if configured, unless `blocking`. Collective.
+pub(crate) fn save(session: &mut Session, blocking: bool) -> Result<()> {
+    session.read_pending_step()?;
+    let (step, rank) = (session.progress.step(), session.setup.rank());
+    let name = checkpoint::step_name(step);
+    let (kept, remove) = session.saving.keep(step, &name, &session.recorder, rank)?;
+    write(session, Write { name, kept, remove, weights_only: false, blocking })
+}
+
+/// Saves the checkpoints that hooks have asked for. Collective.
+pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
+    if !session.requests.saves.is_empty() {
+        session.read_pending_step()?;
+    }
+    for request in std::mem::take(&mut session.requests.saves) {
+        let SaveRequest { name, weights_only, remove } = request;
+        let step_name = checkpoint::step_name(session.progress.step());
+        let name = name.unwrap_or_else(|| step_name.clone());
+        if let Some(why) = invalid_name(&name) {
+            return Err(Error::other(format!(
+                "a hook has asked for a checkpoint with the name `{name}`, which {why}"
+            )));
+        }
+        // Saved in this step already.
+        if name == step_name && session.saving.has_saved(session.progress.step()) {
+            continue;
+        }
+        let kept = session.saving.kept();
+        write(session, Write { name, kept, remove, weights_only, blocking: false })?;
+    }
+    Ok(())
+}
+
+/// Saves after an error, if a hook has asked for it and there is a whole step to save. What goes wrong is only
+/// shown: the run has its error.
+pub(crate) fn save_on_exception(session: &mut Session) {
+    let Some(request) = session.requests.save_on_exception.take() else { return };
+    if let Err(error) = session.read_pending_step() {
+        tracing::warn!("no checkpoint is saved after the error: {error}");
+        return;
+    }
+    let (step, saving) = (session.progress.step(), &session.saving);
+    if step == 0 || saving.has_saved(step) || session.setup.world_size() > 1 {
+        return;
+    }
+    if !is_between_updates(session) {
+        tracing::warn!(
+            "no checkpoint is saved after the error, which came amid an update of the weights or a validation \
+             of their averages"
+        );
+        return;
+    }
+    let kept = saving.kept();
+    let name = request.name.unwrap_or_else(|| checkpoint::step_name(step));
+    let SaveRequest { weights_only, remove, .. } = request;
+    if let Err(error) = write(session, Write { name, kept, remove, weights_only, blocking: true }) {
+        tracing::error!("saving after the error failed: {error}");
+    }
+}
+
+/// Whether the weights are those after the last whole step.
+fn is_between_updates(session: &Session) -> bool {
+    let averages = session.progress.validation_due() && session.setup.config.ema_decay.is_some();
+    let mut optimizers = session.optimizers.iter().flat_map(|all| all.iter());
+    let done = session.progress.step();
+    session.runner.automatic_optimization()
+        && !averages
+        && optimizers.all(|(_, o)| o.steps() == done)
+}
+
+/// Writes a checkpoint of the present step. Collective.
+fn write(session: &mut Session, write: Write) -> Result<()> {
+    try_to_write(session, write).map_err(|error| unwritable(error, session.progress.step()))
+}
+
+fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
+    let _phase = session.setup.fabric.phase("checkpoint");
+    let Write { name, kept, mut remove, weights_only, blocking } = write;
+    let start = Instant::now();
+    if blocking {
+        finish_saving(session)?;
+    }
+    let (step, rank) = (session.progress.step(), session.setup.rank());
+    let epoch_metrics = match session.recorder.epoch_states() {
+        None => Vec::new(),
+        Some(states) => all_gather_object(&**session.setup.fabric.world(), &states?)?,
+    };
+    let saving = &mut session.saving;
+    saving.take_name(&name, &mut remove, rank)?;
+    // Callbacks before the module, as everywhere.
+    let callbacks = session.callbacks.states()?;
+    let state = TrainerState {
+        cursor: session.progress.cursor(),
+        seed: session.setup.fabric.seed(),
+        epoch: (step > 0).then_some(session.progress.epoch()),
+        validation_due: session.progress.validation_due(),
+        metrics: session.recorder.metrics().iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
+        epoch_metrics,
+        module: session.runner.save_state()?,
+        callbacks,
+        kept,
+        data: session.setup.samples.fingerprint.clone(),
+        samples: session.setup.samples.definition.clone(),
+        length: Some(session.progress.length()),
+    };
+    let config = serde_json::to_value(&session.setup.resolved)
+        .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
+    let (fabric, io) = (&session.setup.fabric, saving.io().clone());
+    let world = &**fabric.world();
+    let distributed = fabric.runtime.saves_distributed_checkpoints()?;
+    let optimizer = session.optimizers.as_mut().filter(|_| !weights_only);
+    let optimizer = optimizer.map(|optimizers| optimizers as &mut dyn OptimizerState);
+    let path = if distributed {
+        let mut request = fabric.save_request(&name, optimizer, &state, config)?;
+        (request.update_last, request.remove) = (!weights_only, remove);
+        if let (Some(background), false) = (saving.background(), blocking) {
+            let earlier = background.start(request)?;
+            return report_saved(session, earlier);
+        }
+        request.run(&*io, world)?
+    } else {
+        let path = fabric.save_full_with(&io, &name, optimizer, &state, config)?;
+        checkpoint::after_commit(&*io, world, &name, !weights_only, &remove)?;
+        path
+    };
+    report_saved(session, Some(SavedCheckpoint { step, path, blocked: start.elapsed() }))
+}
+
+/// Allocates memory for saving in the background, if the run will save so. Collective.
+pub(crate) fn prepare_saving(session: &mut Session) -> Result<()> {
+    let Session { setup, saving, optimizers, .. } = session;
+    let is_periodic = saving.is_periodic();
+    if let Some(background) = saving.background().filter(|_| is_periodic) {
+        let optimizers =
+            optimizers.as_mut().map(|optimizers| optimizers as &mut dyn OptimizerState);
+        let request = setup.fabric.save_request("", optimizers, &(), serde_json::Value::Null)?;
+        background.reserve(&request)?;
+    }
+    Ok(())
+}
+
+/// Waits for the save under way. Collective.
+pub(crate) fn finish_saving(session: &mut Session) -> Result<()> {
+    let _phase = session.setup.fabric.phase("checkpoint");
+    let step = session.progress.step();
+    let saved = match session.saving.background() {
+        Some(background) => background.wait().map_err(|error| unwritable(error, step))?,
+        None => None,
+    };
+    report_saved(session, saved)
+}
+
+/// Reports a committed checkpoint to sinks and callbacks.
+fn report_saved(session: &mut Session, saved: Option<SavedCheckpoint>) -> Result<()> {
+    let Some(SavedCheckpoint { step, path, blocked }) = saved else { return Ok(()) };
+    let blocked_s = blocked.as_secs_f64();
+    session.emit(&Event::Checkpoint { step, path: path.clone(), blocked_s })?;
+    session.hook(Hook::AfterSaveCheckpoint(&path))
+}
+
+/// Says what is left of a run whose place of checkpoints could be written at first and cannot any
+/// more.
+fn unwritable(error: Error, step: u64) -> Error {
+    match error {
+        Error::Io { action, path, source }
+            if matches!(
+                source.kind(),
+                ErrorKind::PermissionDenied | ErrorKind::ReadOnlyFilesystem
+            ) =>
+        {
+            let message = format!(
+                "{action} it after step {step}: {source}. Nothing can be written there any more, and the checkpoints \
+                 that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go \
+                 on from the last one with `trainer.ckpt_path`"
+            );
+            Error::checkpoint(path, message)
+        }
+        error => error,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_place_that_becomes_read_only_is_explained() {
+        let error = |kind: ErrorKind| Error::io("replacing", "kept/last")(kind.into());
+        insta::assert_snapshot!(unwritable(error(ErrorKind::ReadOnlyFilesystem), 5), @"checkpoint kept/last: replacing it after step 5: read-only filesystem or storage medium. Nothing can be written there any more, and the checkpoints that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go on from the last one with `trainer.ckpt_path`");
+        insta::assert_snapshot!(unwritable(error(ErrorKind::StorageFull), 5), @"replacing kept/last: no storage space");
+    }
+}
