@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::json;
 
 use super::ranks::{StrategyRanks, Times, at_least_one, median};
-use super::switch::{Control, Mode, Note, Switch};
+use super::switch::{Control, Mode, Note};
 use super::train::tokens;
 use super::{Decoder, DecoderSize, SizeOptions, Workload};
 use fulgurite::cli::print;
@@ -58,7 +58,7 @@ pub(crate) fn overlap(options: &OverlapBench) -> Result<()> {
     let Connection { launched: _launched, world } = run.trainer.connect()?;
     let control = Control::default();
     control.set(Mode::Run);
-    let world = Arc::new(Switch::new(world, control.clone()));
+    let world = control.watch(world);
     let mut fabric = Fabric::with_world(world, &run.trainer, run.seed, None)?;
     let (model, mut optimizer) =
         fabric.setup(|b| Decoder::new(b, &size), &AdamW { lr: 3e-4, ..AdamW::default() })?;

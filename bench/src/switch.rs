@@ -5,10 +5,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fulgurite::prelude::*;
 use fulgurite_core::collective::{
-    AllGather, Collective, End, ProcessGroup, ReduceOp, ReduceScatter, Work,
+    AllGather, Collective, End, Intercepted, Interceptor, ProcessGroup, ReduceOp, ReduceScatter,
+    Work,
 };
 
-/// What a [`Switch`] does with what it is asked for.
+/// What a [`Control`] does with the collectives of its groups.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Mode {
@@ -21,7 +22,7 @@ pub(super) enum Mode {
     LeaveOut,
 }
 
-/// The mode of a group and of all that are split from it, and what was noted.
+/// The mode of a group and of the groups that are split from it, and the notes.
 #[derive(Clone, Default)]
 pub(super) struct Control {
     mode: Arc<AtomicU8>,
@@ -142,98 +143,54 @@ impl Note {
     }
 }
 
-/// A process group that does what its [`Control`] says.
-pub(super) struct Switch {
-    inner: Arc<dyn ProcessGroup>,
-    control: Control,
-}
-
-impl Switch {
-    pub(super) fn new(inner: Arc<dyn ProcessGroup>, control: Control) -> Self {
-        Self { inner, control }
+impl Control {
+    /// The group, whose collectives do what this says, and so the groups that are split from it.
+    pub(super) fn watch(&self, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
+        Arc::new(Intercepted::new(group, self.clone()))
     }
 
-    /// The note of a collective, if it is to be noted.
-    fn note(&self, collective: &Collective) -> Option<Note> {
-        let noted = self.control.is(Mode::Note) && self.inner.size() > 1;
-        noted.then(|| Note::new(&self.inner, collective))
+    /// The note of a collective, if notes are taken.
+    fn note(&self, group: &Arc<dyn ProcessGroup>, collective: &Collective) -> Option<Note> {
+        let noted = self.is(Mode::Note) && group.size() > 1;
+        noted.then(|| Note::new(group, collective))
     }
 
     fn keep(&self, note: Option<Note>) {
-        self.control.notes.lock().unwrap_or_else(PoisonError::into_inner).extend(note);
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).extend(note);
     }
 }
 
-impl ProcessGroup for Switch {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn transport(&self) -> String {
-        self.inner.transport()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
-    }
-
-    fn connect(&self, device: &Device) -> Result<()> {
-        self.inner.connect(device)
-    }
-
-    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
-        if self.control.is(Mode::LeaveOut) {
+// Strategies send no messages in a step: they are passed on.
+impl Interceptor for Control {
+    fn start(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        collective: Collective,
+        overlap: bool,
+    ) -> Result<Work> {
+        if self.is(Mode::LeaveOut) {
             return Ok(Work::ready());
         }
-        self.keep(self.note(&collective));
-        self.inner.start(collective, overlap)
+        self.keep(self.note(group, &collective));
+        group.start(collective, overlap)
     }
 
-    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
-        if self.control.is(Mode::LeaveOut) {
+    fn start_after(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        end: &Arc<dyn End>,
+        collective: Collective,
+    ) -> Result<Option<Work>> {
+        if self.is(Mode::LeaveOut) {
             return Ok(Some(Work::ready()));
         }
-        let note = self.note(&collective);
-        let work = self.inner.start_after(end, collective)?;
+        let note = self.note(group, &collective);
+        let work = group.start_after(end, collective)?;
         self.keep(note.filter(|_| work.is_some()));
         Ok(work)
     }
 
-    // No strategy sends messages in a step: they are passed on.
-    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
-        self.inner.send(tensor, dst)
-    }
-
-    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        self.inner.recv(tensor, src)
-    }
-
-    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
-        let inner = self.inner.split(partition, name)?;
-        Ok(Arc::new(Self { inner, control: self.control.clone() }))
-    }
-
-    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.inner.empty(elements, dtype, device)
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn exact_reductions(&self) -> bool {
-        self.inner.exact_reductions()
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.inner.failure()
+    fn around(&self, part: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>> {
+        Ok(self.watch(part))
     }
 }

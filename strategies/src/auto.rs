@@ -1,13 +1,13 @@
 //! The strategy chosen by the number of ranks.
 
-use fulgurite_core::Result;
-use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::{Ddp, SingleDevice};
 
 /// `strategy = "auto"`: `single_device` on one rank, `ddp` on more.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Auto {}
 
@@ -22,7 +22,7 @@ impl StrategyConfig for Auto {
     }
 }
 
-fulgurite_core::register_strategy!(
+fulgurite_config::register_strategy!(
     "auto",
     Auto,
     "single_device on one rank, ddp on more",

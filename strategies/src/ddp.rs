@@ -1,15 +1,17 @@
 //! `strategy = "ddp"`: every rank holds the model, gradients are all-reduced in buckets while backward
 //! goes on.
 
-use fulgurite_core::config::plugin;
-use fulgurite_core::strategy::{BuildContext, GradientCompressionConfig, Strategy, StrategyConfig};
-use fulgurite_core::{Error, Result};
+use fulgurite_config::plugin;
+use fulgurite_engine::strategy::{
+    BuildContext, GradientCompressionConfig, Strategy, StrategyConfig,
+};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::mesh_strategy::{GradientSettings, MeshStrategy, Settings, Sharding};
 
 /// `strategy = "ddp"`.
-#[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Ddp {
     /// Size of a gradient bucket in MiB (as PyTorch DDP's option of this name).
@@ -72,7 +74,7 @@ impl StrategyConfig for Ddp {
     }
 }
 
-fulgurite_core::register_strategy!(
+fulgurite_config::register_strategy!(
     "ddp",
     Ddp,
     "every rank holds the model; gradients are all-reduced in buckets during backward",

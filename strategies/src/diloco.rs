@@ -1,9 +1,9 @@
 //! `strategy = "diloco"`: replicas train on their own, and an outer optimizer brings them together every so
 //! many steps.
 
-use fulgurite_core::mesh::DeviceMesh;
-use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::ReshardAfterForward;
@@ -18,7 +18,7 @@ use crate::schedule::fsdp::Prefetch;
 /// parameters since the last synchronisation, averaged over replicas, is the gradient of an outer SGD with
 /// momentum, from whose result all replicas go on. With `outer = { lr = 1.0, momentum = 0.0 }` parameters are
 /// averaged: local SGD, as PyTorch's `PostLocalSGDOptimizer` with `warmup_steps`.
-#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Diloco {
     /// Optimizer steps from one synchronisation of the replicas to the next; the paper's 500 unless given.
@@ -124,7 +124,7 @@ impl StrategyConfig for Diloco {
     }
 }
 
-fulgurite_core::register_strategy!(
+fulgurite_config::register_strategy!(
     "diloco",
     Diloco,
     "replicas train on their own; every few steps an outer optimizer brings them together",

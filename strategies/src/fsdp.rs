@@ -1,10 +1,10 @@
 //! `strategy = "fsdp"`: parameters, gradients and optimizer state are sharded, and units gathered to
 //! compute.
 
-use fulgurite_core::config::{Scalar, deserialize_scalar, plugin};
-use fulgurite_core::module::Reshard;
-use fulgurite_core::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
-use fulgurite_core::{Error, Result};
+use fulgurite_config::{Scalar, deserialize_scalar, plugin};
+use fulgurite_engine::module::Reshard;
+use fulgurite_engine::strategy::{BuildContext, ParallelizeConfig, Strategy, StrategyConfig};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::mesh_strategy::{AccumulationSync, GradientSettings, MeshStrategy, Settings, Sharding};
@@ -68,7 +68,7 @@ impl<'de> Deserialize<'de> for ReshardAfterForward {
 }
 
 /// `strategy = "fsdp"` (or `"fsdp2"`).
-#[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Fsdp {
     /// Whether a unit's parameters are freed between its forward and its backward: `true` (which is
@@ -168,10 +168,10 @@ impl StrategyConfig for Fsdp2 {
     }
 }
 
-fulgurite_core::register_strategy!(
+fulgurite_config::register_strategy!(
     "fsdp",
     Fsdp,
     "parameters, gradients and optimizer state are sharded; units are gathered to compute",
     "{ type = \"fsdp\", reshard_after_forward = true }"
 );
-fulgurite_core::register_strategy!("fsdp2", Fsdp2, "another name of fsdp", "\"fsdp2\"");
+fulgurite_config::register_strategy!("fsdp2", Fsdp2, "another name of fsdp", "\"fsdp2\"");

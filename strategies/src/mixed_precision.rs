@@ -1,8 +1,8 @@
 //! dtypes of parameters, gradients and activations.
 
 use candle_core::DType;
-use fulgurite_core::module::{ModuleDtype, innermost_match};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::module::{ModuleDtype, innermost_match};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// A floating-point dtype, as configuration files spell it.

@@ -2,12 +2,12 @@
 
 mod sizes;
 
-use fulgurite_core::config::plugin;
-use fulgurite_core::mesh::DeviceMesh;
-use fulgurite_core::strategy::{
+use fulgurite_config::plugin;
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::strategy::{
     BuildContext, GradientCompressionConfig, ParallelizeConfig, Strategy, StrategyConfig,
 };
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::ReshardAfterForward;
@@ -28,7 +28,7 @@ use sizes::Sizes;
 /// as many data-parallel ranks as hosts (`trainer.num_nodes`), and the ranks of a host share each layer. Otherwise
 /// `"auto"` is what the other sizes leave of the ranks, and `"rest"` is so always: if several are left open, the one
 /// that is `"rest"`, or the first of shard, replicate, context and tensor, takes it and the others are 1. Left out, the sizes of replicate and context are 1.
-#[derive(Debug, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelParallel {
     /// Number of ranks that see different data (Lightning's name): replicas times shards; `"auto"` or a number.
@@ -184,11 +184,11 @@ macro_rules! alias {
             }
         }
 
-        fulgurite_core::register_strategy!($name, $type, $doc, $example);
+        fulgurite_config::register_strategy!($name, $type, $doc, $example);
     };
 }
 
-fulgurite_core::register_strategy!(
+fulgurite_config::register_strategy!(
     "model_parallel",
     ModelParallel,
     "any mesh of replicas, shards, context and tensor parallelism",

@@ -1,13 +1,13 @@
 //! One process with the whole model.
 
-use fulgurite_core::Result;
-use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
+use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
 use crate::mesh_strategy::{MeshStrategy, Settings, Sharding};
 
 /// `strategy = "single_device"`: one process, no communication.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct SingleDevice {}
 
@@ -19,7 +19,7 @@ impl StrategyConfig for SingleDevice {
     }
 }
 
-fulgurite_core::register_strategy!(
+fulgurite_config::register_strategy!(
     "single_device",
     SingleDevice,
     "one process with the whole model",

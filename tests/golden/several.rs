@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use fulgurite_core::Result;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
+use fulgurite_core::collective::{Counter, ProcessGroup};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer, FabricOptimizers, StepNumbers};
 use fulgurite_core::optim::{AdamW, Sgd};
 use fulgurite_test_support::training::{gather_weights, init, micro_batch, strategy};
@@ -39,7 +39,7 @@ fn end_step(
 /// A case on one rank.
 fn run_rank(world: Arc<dyn ProcessGroup>, case: &Several) -> Result<Outcome> {
     let (counter, mut tally) = (Counter::default(), Tally::new());
-    let world = Arc::new(Counting::new(world, counter.clone()));
+    let world = counter.watch(world);
     let mut fabric = Fabric::new(world, strategy(&case.strategy)?, init(&case.strategy)?, 11)?;
     let pair = fabric.setup_module(Pair::new)?;
     let adamw = AdamW { lr: 0.02, ..AdamW::default() };

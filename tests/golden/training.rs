@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use fulgurite_checkpoint as _;
 use fulgurite_core::checkpoint::FullOptions;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
+use fulgurite_core::collective::{Counter, ProcessGroup};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer, PendingStep, StepNumbers, UnusedParameters};
 use fulgurite_core::nn::Loss;
 use fulgurite_core::optim::{AdamW, OptimizerConfig, SchedulerConfig, WeightAverage};
@@ -281,7 +281,7 @@ impl Steps {
 /// A case on one rank.
 fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Result<Outcome> {
     let (counter, mut tally) = (Counter::default(), Tally::new());
-    let world = Arc::new(Counting::new(world, counter.clone()));
+    let world = counter.watch(world);
     let mut training = set_up(world, case, &case.strategy, case.model)?;
     count(&mut tally, "setup", &counter);
     if let Some(resume) = &case.resume {

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite::prelude::*;
 use fulgurite_core::checkpoint::TensorSource;
 use fulgurite_core::checkpoint::tools::AnyCheckpoint;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
+use fulgurite_core::collective::{Counter, ProcessGroup};
 use fulgurite_core::config::ConfigLayers;
 use fulgurite_core::run::RunConfig;
 use fulgurite_core::shard::Region;
@@ -133,7 +133,7 @@ where
     let seen: Vec<Arc<Mutex<Seen>>> = (0..ranks).map(|_| Arc::default()).collect();
     let result = run_ranks(ranks, |world| {
         let (counter, seen) = (Counter::default(), seen[world.rank()].clone());
-        let world: Arc<dyn ProcessGroup> = Arc::new(Counting::new(world, counter.clone()));
+        let world: Arc<dyn ProcessGroup> = counter.watch(world);
         Trainer::new(world)
             .with_callback(Box::new(Watch { counter, reads_metrics, seen }))
             .with_sink(Box::new(events.clone()))

@@ -2,9 +2,8 @@
 //! steps are logged; and what it reads from its device.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use fulgurite::core::collective::{Counter, Counting};
+use fulgurite::core::collective::Counter;
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::execution::{read, transfer};
 use fulgurite::core::run::RunConfig;
@@ -105,7 +104,7 @@ fn counts<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>
         let layers = ConfigLayers::new().text("run.toml", &text)?;
         let run: RunConfig<NoKeys, NoKeys> = RunConfig::from_layers(layers)?;
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         Trainer::new(world).fit::<M>(&run)?;
         let calls = counter.snapshot().into_iter();
         let calls = calls.map(|((group, kind), record)| (format!("{group} {kind}"), record.calls));

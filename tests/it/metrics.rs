@@ -1,9 +1,8 @@
 //! What is logged is the truth, however samples are shared among ranks.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
-use fulgurite::core::collective::{Counter, Counting};
+use fulgurite::core::collective::Counter;
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::metric::{Average, ConfusionMatrix, F1Score};
 use fulgurite::core::run::RunConfig;
@@ -147,9 +146,9 @@ fn run_saving(ranks: usize, batch_size: usize, keys: &str, checkpoint: &str) -> 
         let layers = ConfigLayers::new().text("run.toml", &text)?;
         let config: RunConfig<NoKeys, SamplesConfig> = RunConfig::from_layers(layers)?;
         let counter = Counter::default();
-        let counting = Counting::new(world, counter.clone());
+        let counting = counter.watch(world);
         let events = Events::default();
-        let trainer = Trainer::new(Arc::new(counting)).with_sink(Box::new(events.clone()));
+        let trainer = Trainer::new(counting).with_sink(Box::new(events.clone()));
         trainer.fit::<Classifier>(&config)?;
         let events = events.0.lock().unwrap().clone();
         let calls = counter.snapshot().values().map(|record| record.calls).sum();

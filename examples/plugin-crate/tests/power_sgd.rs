@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use fulgurite as _; // `ddp`
 use fulgurite_core::Result;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
+use fulgurite_core::collective::{Counter, ProcessGroup};
 use fulgurite_core::config;
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Module, ModuleInit};
@@ -22,7 +22,7 @@ const OUT: usize = 16;
 /// Losses of steps that fit `y = x W` of full rank, and rank 0's bytes over the replicas in the last.
 fn train(world: Arc<dyn ProcessGroup>, compression: &str, steps: usize) -> Result<(Vec<f64>, u64)> {
     let counter = Counter::default();
-    let world: Arc<dyn ProcessGroup> = Arc::new(Counting::new(world, counter.clone()));
+    let world: Arc<dyn ProcessGroup> = counter.watch(world);
     let (rank, ranks) = (world.rank(), world.size());
     let table: toml::Table = toml::from_str(compression).expect("this is TOML");
     let strategy: Box<dyn StrategyConfig> = config::parse(table)?;

@@ -1,11 +1,12 @@
 //! The best there is.
 
-use fulgurite_core::accelerator::{Accelerator, AcceleratorConfig, Available, detect};
-use fulgurite_core::{Result, register_accelerator};
+use fulgurite_config::register_accelerator;
+use fulgurite_engine::accelerator::{Accelerator, AcceleratorConfig, Available, detect};
+use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
 /// Of the linked accelerators that have a device here, the one of highest priority.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Auto {}
 

@@ -1,12 +1,13 @@
 //! The cores of the host.
 
 use candle_core::Device;
-use fulgurite_core::accelerator::{Accelerator, AcceleratorConfig, Available};
-use fulgurite_core::{Result, register_accelerator};
+use fulgurite_config::register_accelerator;
+use fulgurite_engine::accelerator::{Accelerator, AcceleratorConfig, Available};
+use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
 /// The cores of the host, which its ranks share.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Cpu {}
 

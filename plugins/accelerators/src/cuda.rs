@@ -1,7 +1,8 @@
 //! GPUs of NVIDIA.
 
-use fulgurite_core::accelerator::{Accelerator, AcceleratorConfig, Available};
-use fulgurite_core::{Result, register_accelerator};
+use fulgurite_config::register_accelerator;
+use fulgurite_engine::accelerator::{Accelerator, AcceleratorConfig, Available};
+use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
 #[cfg(feature = "cuda")]
@@ -9,7 +10,7 @@ use crate::cuda_device as device;
 
 /// A GPU of NVIDIA for each rank, of those in `CUDA_VISIBLE_DEVICES`. Needs the cargo feature `cuda`. It has
 /// run on an emulated GPU, and never on one.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Cuda {
     /// Whether several ranks of a host may take one GPU, in turns: for tests, as it is slower than one rank.
@@ -56,7 +57,7 @@ impl AcceleratorConfig for Cuda {
 #[cfg(not(feature = "cuda"))]
 mod device {
     use super::Accelerator;
-    use fulgurite_core::{Error, Result};
+    use fulgurite_error::{Error, Result};
 
     fn not_built<T>() -> Result<T> {
         Err(Error::Config(
@@ -78,7 +79,7 @@ mod device {
 #[cfg(all(test, not(feature = "cuda")))]
 mod tests {
     use super::*;
-    use fulgurite_core::accelerator::detect;
+    use fulgurite_engine::accelerator::detect;
 
     #[test]
     fn without_the_feature_cuda_is_refused_and_the_cpu_is_the_best_there_is() {

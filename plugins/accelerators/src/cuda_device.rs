@@ -10,9 +10,9 @@ use std::sync::{Arc, Mutex, PoisonError};
 use candle_core::Device;
 use candle_core::cuda::set_gemm_reduced_precision_f32;
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
-use fulgurite_core::accelerator::{Accelerator, CudaTimeStamp, DeviceMemory, TimeStamp};
-use fulgurite_core::execution::transfer;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::accelerator::{Accelerator, CudaTimeStamp, DeviceMemory, TimeStamp};
+use fulgurite_engine::execution::transfer;
+use fulgurite_error::{Error, Result};
 use fulgurite_kernels::cuda::{check_attention_kernels, check_versions};
 
 use crate::cuda::Cuda;

@@ -17,8 +17,8 @@ use candle_core::cuda_backend::cudarc::driver::{
 use candle_core::cuda_backend::{CudaDType, WrapErr as _};
 use candle_core::op::BackpropOp;
 use candle_core::{CpuStorage, CudaDevice, CudaStorage, DType, Device, Storage, Tensor, WithDType};
-use fulgurite_core::execution::transfer::{Arriving, HostCopies, HostCopy};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::execution::transfer::{Arriving, HostCopies, HostCopy};
+use fulgurite_error::{Error, Result};
 use fulgurite_kernels::cuda::make_current;
 use half::{bf16, f16};
 

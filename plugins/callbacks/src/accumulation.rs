@@ -3,15 +3,15 @@
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 
-use fulgurite_core::trainer::{Callback, CallbackConfig, Hooks};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, Hooks};
 use serde::{Deserialize, Serialize};
 
 /// Changes `trainer.accumulate_grad_batches` from certain epochs on, counted from 0: `{ type =
 /// "gradient_accumulation_scheduler", scheduling = { 4 = 8 } }` has steps of eight micro-batches from
 /// the fifth epoch on. As Lightning's `GradientAccumulationScheduler`.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields)]
 pub struct GradientAccumulationScheduler {
@@ -44,8 +44,8 @@ impl CallbackConfig for GradientAccumulationScheduler {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "gradient_accumulation_scheduler",
     "Changes the number of micro-batches in a step from certain epochs on",
     "{ type = \"gradient_accumulation_scheduler\", scheduling = { 4 = 8 } }",

@@ -2,8 +2,8 @@
 
 use std::time::Instant;
 
-use fulgurite_core::Result;
-use fulgurite_core::trainer::{
+use fulgurite_error::Result;
+use fulgurite_trainer::trainer::{
     Callback, CallbackConfig, HookContext, Hooks, LogOptions, Reduce, peak_rss_mib,
 };
 use serde::{Deserialize, Serialize};
@@ -12,7 +12,14 @@ use serde::{Deserialize, Serialize};
 /// of `cpu/rss_mib`, their memory now, and `cpu/peak_rss_mib`, and the sum of `cpu/percent`, their
 /// processor time since the last logged step (100 is one core). As Lightning's `DeviceStatsMonitor`.
 #[derive(
-    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug,
+    Clone,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct DeviceStatsMonitorConfig {}
@@ -24,8 +31,8 @@ impl CallbackConfig for DeviceStatsMonitorConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "device_stats_monitor",
     "Logs memory and processor time of the ranks",
     "\"device_stats_monitor\"",

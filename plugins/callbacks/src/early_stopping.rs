@@ -1,13 +1,13 @@
 //! Ending a run whose metric no longer improves.
 
-use fulgurite_core::run::MonitorMode;
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState, Stage};
-use fulgurite_core::{Error, Result, counted};
+use fulgurite_error::{Error, Result, counted};
+use fulgurite_trainer::run::MonitorMode;
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState, Stage};
 use serde::{Deserialize, Serialize};
 
 /// Stops when a metric has not improved for some validations: `{ type = "early_stopping", monitor =
 /// "val_loss", patience = 3 }`. As Lightning's `EarlyStopping`.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct EarlyStoppingConfig {
     /// The metric.
@@ -77,8 +77,8 @@ impl CallbackConfig for EarlyStoppingConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "early_stopping",
     "Stops when a metric no longer improves",
     "{ type = \"early_stopping\", monitor = \"val_loss\", patience = 3 }",

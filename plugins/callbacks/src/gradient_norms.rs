@@ -1,13 +1,13 @@
 //! The gradient norm of each part of a model.
 
-use fulgurite_core::Result;
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
+use fulgurite_error::Result;
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
 use serde::{Deserialize, Serialize};
 
 /// Logs the norm of the gradient of each group of parameters, before clipping, as `grad_norm/{group}`:
 /// `{ type = "gradient_norms", depth = 3 }`. As `grad_norm` of Lightning's utilities.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct GradientNormsConfig {
@@ -29,8 +29,8 @@ impl CallbackConfig for GradientNormsConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "gradient_norms",
     "Logs the gradient norm of each part of the model",
     "{ type = \"gradient_norms\", depth = 3 }",

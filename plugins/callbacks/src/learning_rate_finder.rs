@@ -2,8 +2,8 @@
 
 use std::fmt::Write as _;
 
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, Stage};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, Stage};
 use serde::{Deserialize, Serialize};
 
 /// How much of the earlier losses is in a smoothed one.
@@ -19,7 +19,7 @@ const ROWS: usize = 20;
 /// at which they fall fastest, and ends the run: `{ type = "learning_rate_finder" }`. What Lightning's
 /// `Tuner.lr_find` does; it is a run of its own, to be started with `checkpoint.save_last = false`, so that
 /// nothing of it stays.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct LearningRateFinderConfig {
     /// The rate of the first step.
@@ -89,8 +89,8 @@ impl CallbackConfig for LearningRateFinderConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "learning_rate_finder",
     "Trains with a rising learning rate, suggests one, and ends the run",
     "{ type = \"learning_rate_finder\", min_lr = 1e-8, max_lr = 1.0, num_training_steps = 100 }",

@@ -5,11 +5,11 @@ use std::collections::BTreeMap;
 use std::num::NonZeroU64;
 use std::time::Instant;
 
-use fulgurite_core::run::MonitorMode;
-use fulgurite_core::trainer::{
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::run::MonitorMode;
+use fulgurite_trainer::trainer::{
     Callback, CallbackConfig, HookContext, Hooks, SaveRequest, SavedState, Stage,
 };
-use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::file_name::Template;
@@ -17,7 +17,7 @@ use crate::file_name::Template;
 /// Saves checkpoints besides those of the table `[checkpoint]`, to the same place: `{ type =
 /// "model_checkpoint", monitor = "val_loss", save_top_k = 3, filename = "best-{epoch}-{val_loss:.3}" }`.
 /// As Lightning's `ModelCheckpoint`; several can be used at once.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ModelCheckpointConfig {
     /// The metric that says which checkpoints are best; without one the newest are.
@@ -119,8 +119,8 @@ impl CallbackConfig for ModelCheckpointConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "model_checkpoint",
     "Saves more checkpoints than those of [checkpoint]",
     "{ type = \"model_checkpoint\", monitor = \"val_loss\", save_top_k = 3 }",

@@ -2,17 +2,17 @@
 
 use std::fmt::Write as _;
 
-use fulgurite_core::Result;
-use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parameter::Parameter;
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, Stage};
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_error::Result;
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, Stage};
 use serde::{Deserialize, Serialize};
 
 /// Prints, before training, how many parameters each unit has, how many of them are trained, and what rank 0 holds
 /// of them: `{ type = "model_summary", max_units = 40 }`. Below the table stand the parameters that every rank holds
 /// whole while others are cut, and the tied ones. As Lightning's `ModelSummary`.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelSummaryConfig {
@@ -33,8 +33,8 @@ impl CallbackConfig for ModelSummaryConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "model_summary",
     "Prints the units of the model and what a rank holds of them",
     "{ type = \"model_summary\", max_units = 40 }",

@@ -1,7 +1,9 @@
 //! A checkpoint where a run fails.
 
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SaveRequest, Stage};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{
+    Callback, CallbackConfig, HookContext, Hooks, SaveRequest, Stage,
+};
 use serde::{Deserialize, Serialize};
 
 /// Saves a checkpoint when an error ends the training, of the last whole step:
@@ -9,7 +11,7 @@ use serde::{Deserialize, Serialize};
 /// As Lightning's `OnExceptionCheckpoint`, for runs on one rank: what ranks save together cannot be saved when one
 /// of them has failed.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct OnExceptionCheckpointConfig {
@@ -38,8 +40,8 @@ impl CallbackConfig for OnExceptionCheckpointConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "on_exception_checkpoint",
     "Saves a checkpoint when an error ends a training on one rank",
     "{ type = \"on_exception_checkpoint\", filename = \"on_exception\" }",

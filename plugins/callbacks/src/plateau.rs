@@ -1,14 +1,14 @@
 //! A lower learning rate where a metric no longer improves.
 
-use fulgurite_core::run::MonitorMode;
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState, Stage};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::run::MonitorMode;
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState, Stage};
 use serde::{Deserialize, Serialize};
 
 /// Multiplies the learning rate with a factor when a metric has not improved for some validations: `{ type =
 /// "reduce_lr_on_plateau", monitor = "val_loss", factor = 0.5 }`. As PyTorch's `ReduceLROnPlateau`; on top of
 /// the schedule.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ReduceLrOnPlateauConfig {
     /// The metric.
@@ -69,8 +69,8 @@ impl CallbackConfig for ReduceLrOnPlateauConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "reduce_lr_on_plateau",
     "Lowers the learning rate when a metric no longer improves",
     "{ type = \"reduce_lr_on_plateau\", monitor = \"val_loss\", factor = 0.5, patience = 2 }",

@@ -2,10 +2,10 @@
 
 use std::f64::consts::PI;
 
-use fulgurite_core::optim::WeightAverage;
-use fulgurite_core::run::CountOrFraction;
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState};
-use fulgurite_core::{Error, Result, counted};
+use fulgurite_engine::optim::WeightAverage;
+use fulgurite_error::{Error, Result, counted};
+use fulgurite_trainer::run::CountOrFraction;
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState};
 use serde::{Deserialize, Serialize};
 
 /// From a certain epoch on goes over to a learning rate of its own, and at the end of each epoch takes the weights
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 ///
 /// The mean is kept beside the optimizer's state (`state.{parameter}.swa` in checkpoints, which hold the weights
 /// that training goes on from). Validations are of the weights.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct StochasticWeightAveragingConfig {
     /// The learning rate of the epochs that are averaged.
@@ -64,8 +64,8 @@ impl CallbackConfig for StochasticWeightAveragingConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "stochastic_weight_averaging",
     "Averages the weights of the last epochs, which have a learning rate of their own",
     "{ type = \"stochastic_weight_averaging\", swa_lrs = 1e-2, swa_epoch_start = 0.8 }",

@@ -4,15 +4,15 @@ use std::collections::VecDeque;
 use std::num::NonZeroUsize;
 use std::time::Instant;
 
-use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
 use serde::{Deserialize, Serialize};
 
 /// Logs rates over the last steps: `{ type = "throughput_monitor" }`. As Lightning's `ThroughputMonitor`,
 /// with its names: `device/batches_per_sec`, `device/items_per_sec` (tokens, or what else the losses
 /// count), `device/flops_per_sec` and `device/mfu` a rank, without `device/` over all of them, and
 /// `time`, the seconds of training.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ThroughputMonitorConfig {
     /// Over how many steps the rates are taken.
@@ -56,8 +56,8 @@ impl CallbackConfig for ThroughputMonitorConfig {
     }
 }
 
-fulgurite_core::register_plugin!(
-    fulgurite_core::registry::kind::CALLBACK,
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::CALLBACK,
     "throughput_monitor",
     "Logs batches, items and floating-point operations a second",
     "{ type = \"throughput_monitor\", peak_tflops = 312.0 }",

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::config::{ConfigType, Documented, Scalar, deserialize_scalar};
-use fulgurite_core::{Error, Result};
+use fulgurite_config::{ConfigType, Documented, Scalar, deserialize_scalar};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use crate::special_tokens::Wanted;

@@ -5,9 +5,9 @@ use std::fs::File;
 use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::data::SourceReport;
-use fulgurite_core::files::{check_len, open_regular};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::data::SourceReport;
+use fulgurite_error::files::{check_len, open_regular};
+use fulgurite_error::{Error, Result};
 
 use crate::config::{DataKind, OnError, TextDataConfig};
 use crate::lines::{JSON_LINES, LineReader, TEXT_LINES, text_of_json};

@@ -5,11 +5,11 @@ use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::data::{DataContext, DataModule, DataReport, Samples, SourceReport, Split};
-use fulgurite_core::execution::transfer;
-use fulgurite_core::files::read_regular;
-use fulgurite_core::random::{Purpose, Stream};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::data::{DataContext, DataModule, DataReport, Samples, SourceReport, Split};
+use fulgurite_engine::execution::transfer;
+use fulgurite_engine::random::{Purpose, Stream};
+use fulgurite_error::files::read_regular;
+use fulgurite_error::{Error, Result};
 use image::RgbImage;
 use image::imageops::FilterType;
 use serde::{Deserialize, Serialize};

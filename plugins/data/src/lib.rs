@@ -1,9 +1,9 @@
 //! Text and token data for language models.
 //!
-//! [`TextData`] is a [`DataModule`](fulgurite_core::data::DataModule) that reads text files and
+//! [`TextData`] is a [`DataModule`](fulgurite_engine::data::DataModule) that reads text files and
 //! folders, lines, JSON lines and, with the feature `parquet`, rows of Parquet files (with a byte-level
 //! tokenizer that is built in, or a Hugging Face `tokenizer.json`), or flat files of token ids. Its
-//! batches are [`TokenBatch`](fulgurite_core::data::TokenBatch)es. With the feature `images`,
+//! batches are [`TokenBatch`](fulgurite_engine::data::TokenBatch)es. With the feature `images`,
 //! `ImageFolder` reads pictures.
 //!
 //! ```

@@ -5,9 +5,9 @@ use std::io::{BufRead as _, BufReader, Read as _, Seek as _};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::data::SourceReport;
-use fulgurite_core::files::open_regular;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::data::SourceReport;
+use fulgurite_error::files::open_regular;
+use fulgurite_error::{Error, Result};
 use serde::de::DeserializeOwned;
 
 use crate::files::has_changed;

@@ -4,9 +4,9 @@ use std::collections::VecDeque;
 use std::fs::File;
 use std::path::Path;
 
-use fulgurite_core::Result;
-use fulgurite_core::files::open_regular;
-use fulgurite_core::launch::catch_panic;
+use fulgurite_error::Result;
+use fulgurite_error::files::open_regular;
+use fulgurite_launch::catch_panic;
 use parquet::basic::{Compression, ConvertedType, LogicalType, Repetition};
 use parquet::column::reader::{ColumnReaderImpl, get_typed_column_reader};
 use parquet::data_type::{ByteArray, ByteArrayType};

@@ -4,9 +4,9 @@ use std::fs;
 use std::io::Cursor;
 use std::path::Path;
 
-use fulgurite_core::data::SourceReport;
-use fulgurite_core::launch::catch_panic;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::data::SourceReport;
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::catch_panic;
 use image::{DynamicImage, ImageDecoder as _, ImageReader, Limits, RgbImage};
 
 use crate::images::Picture;

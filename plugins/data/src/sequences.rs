@@ -2,7 +2,7 @@
 
 use std::hash::Hasher as _;
 
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 use twox_hash::XxHash3_64;
 
 use crate::source::Source;

@@ -2,7 +2,7 @@
 
 use std::hash::Hasher as _;
 
-use fulgurite_core::Result;
+use fulgurite_error::Result;
 use twox_hash::XxHash3_64;
 
 use crate::token_files::TokenFile;

@@ -2,8 +2,8 @@
 
 use std::path::Path;
 
-use fulgurite_core::files::read_regular;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::files::read_regular;
+use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value};
 
 use crate::config::AddBosToken;

@@ -1,7 +1,7 @@
 //! Documents of one source, tokenized.
 
-use fulgurite_core::data::SourceReport;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::data::SourceReport;
+use fulgurite_error::{Error, Result};
 
 use crate::TokenDtype;
 use crate::files::{Documents, ReadTo};

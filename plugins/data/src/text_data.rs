@@ -4,12 +4,12 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::data::{
+use fulgurite_engine::data::{
     DataContext, DataModule, DataReport, Mixture, Sampler, SourceReport, Split, TokenBatch,
 };
-use fulgurite_core::execution::transfer;
-use fulgurite_core::parallel::ContextParallel;
-use fulgurite_core::{Error, Result, counted};
+use fulgurite_engine::execution::transfer;
+use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_error::{Error, Result, counted};
 
 use crate::TokenDtype;
 use crate::config::{DataKind, Paths, TextDataConfig};

@@ -7,9 +7,9 @@ use std::os::unix::fs::{MetadataExt as _, OpenOptionsExt as _};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use fulgurite_core::files::open_regular;
-use fulgurite_core::launch::interrupt_requested;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::files::open_regular;
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::interrupt_requested;
 use rustix::fs::{Access, OFlags, access};
 use twox_hash::{XxHash3_64, XxHash3_128};
 

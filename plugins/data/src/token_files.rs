@@ -5,8 +5,8 @@ use std::io::{Read as _, Seek as _, SeekFrom};
 use std::os::unix::fs::FileExt as _;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::files::open_regular;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::files::open_regular;
+use fulgurite_error::{Error, Result};
 
 use crate::TokenDtype;
 use crate::files::has_changed;

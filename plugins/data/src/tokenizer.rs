@@ -3,8 +3,8 @@
 use std::path::Path;
 use std::time::{Duration, Instant};
 
-use fulgurite_core::launch::catch_panic;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::catch_panic;
 use rayon::prelude::*;
 
 use crate::cuts::Cuts;

@@ -3,9 +3,9 @@
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::files::{foreign_content, read_regular};
-use fulgurite_core::launch::catch_panic;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::files::{foreign_content, read_regular};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::catch_panic;
 use serde::Deserialize;
 use serde_json::Value;
 use tokenizers::models::ModelWrapper;

@@ -10,9 +10,9 @@ use std::io::ErrorKind;
 use std::os::unix::fs::MetadataExt as _;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::data::SourceReport;
-use fulgurite_core::files::open_regular;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::data::SourceReport;
+use fulgurite_error::files::open_regular;
+use fulgurite_error::{Error, Result};
 use ignore::Match;
 use ignore::gitignore::Gitignore;
 

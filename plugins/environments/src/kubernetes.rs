@@ -1,7 +1,8 @@
 //! The environment of pods whose one process is a rank.
 
-use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
-use fulgurite_core::{Error, Result, register_environment};
+use fulgurite_config::register_environment;
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use serde::{Deserialize, Serialize};
 
 use crate::main_address::{PORT, master_port};
@@ -23,7 +24,7 @@ use crate::process::{Names, Process};
 /// `JOBSET_NAME` and `JOB_COMPLETION_INDEX`; but not with `LOCAL_RANK`, by which `torchrun` in a pod is told apart.
 /// `JOB_COMPLETION_INDEX` alone may be that of a job whose pods have nothing to do with each other: name the
 /// environment then. An MPIJob's ranks are those of `mpi`.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Kubernetes {}
 
@@ -145,7 +146,7 @@ fn main_address(variables: &Variables) -> Result<String> {
 
 #[cfg(test)]
 mod tests {
-    use fulgurite_core::environment::detect;
+    use fulgurite_launch::environment::detect;
 
     use super::*;
 

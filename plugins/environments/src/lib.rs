@@ -43,7 +43,7 @@ pub use torchelastic::TorchElastic;
 
 #[cfg(test)]
 mod tests {
-    use fulgurite_core::environment::{Variables, by_name, detect};
+    use fulgurite_launch::environment::{Variables, by_name, detect};
 
     #[test]
     fn the_more_specific_environment_is_asked_first() {

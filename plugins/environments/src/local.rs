@@ -1,13 +1,14 @@
 //! The environment of a process that no launcher has started.
 
-use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
-use fulgurite_core::{Error, Result, register_environment};
+use fulgurite_config::register_environment;
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use serde::{Deserialize, Serialize};
 
 /// `environment.type = "local"`: this process is alone, and the launcher starts the other ranks on
 /// this host. It is the default when no other environment is recognised; set it to use one node of
 /// an allocation without the allocation's launcher.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Local {}
 

@@ -2,8 +2,9 @@
 
 use std::path::Path;
 
-use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
-use fulgurite_core::{Error, Result, register_environment};
+use fulgurite_config::register_environment;
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use serde::{Deserialize, Serialize};
 
 use crate::main_address::master_port;
@@ -23,7 +24,7 @@ use crate::process::{Names, Process};
 ///
 /// Recognised by the variables of `jsrun`, which are set nowhere else. In a job of LSF that has `mpirun` start its
 /// ranks, they are those of the environment `mpi`.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Lsf {}
 

@@ -1,7 +1,7 @@
 //! Where rank 0 is: what every launcher has in common.
 
-use fulgurite_core::environment::Variables;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::Variables;
 
 /// What `MASTER_PORT` should be, for messages.
 pub(crate) const PORT: &str = "a free TCP port of rank 0's host, 1-65535";

@@ -1,7 +1,7 @@
 //! A rank that a launcher has started.
 
-use fulgurite_core::environment::{ClusterEnvironment, Requeue, Variables};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::{ClusterEnvironment, Requeue, Variables};
 
 /// A rank that a launcher has started; every environment but `local` reads one.
 #[derive(Debug, Clone, PartialEq)]

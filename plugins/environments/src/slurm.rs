@@ -1,8 +1,9 @@
 //! The environment of `srun`.
 
-use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Requeue, Variables};
-use fulgurite_core::launch::Interruption;
-use fulgurite_core::{Error, Result, register_environment};
+use fulgurite_config::register_environment;
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::Interruption;
+use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Requeue, Variables};
 use serde::{Deserialize, Serialize};
 
 use crate::main_address::master_port;
@@ -31,7 +32,7 @@ use crate::process::{Names, Process};
 /// up), the ranks finish their step, save and end; rank 0 calls `scontrol requeue` and all exit with 0. The requeued
 /// job goes on from that checkpoint. It must be allowed to be requeued (`sbatch --requeue`, or the cluster's
 /// default).
-#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Slurm {
     /// Whether the job is put back into the queue after `requeue_signal`.

@@ -1,7 +1,8 @@
 //! The environment of `torchrun`.
 
-use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
-use fulgurite_core::{Error, Result, register_environment};
+use fulgurite_config::register_environment;
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use serde::{Deserialize, Serialize};
 
 use crate::mpi;
@@ -24,7 +25,7 @@ use crate::starter::{start_time, starter};
 /// Recognised by `RANK` or `LOCAL_RANK`, or by `WORLD_SIZE` outside of Slurm and MPI (where scripts often
 /// set that one alone). In a step of Slurm that has as many tasks as `WORLD_SIZE` says, `RANK` must be
 /// `SLURM_PROCID`: else a script has set one `RANK` for all.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct TorchElastic {}
 

@@ -6,13 +6,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use ::csv::{ReaderBuilder, Writer};
-use fulgurite_core::trainer::{Logger, LoggerConfig};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Logger, LoggerConfig};
 use serde::{Deserialize, Serialize};
 
 /// `trainer.loggers = ["csv"]`: `metrics.csv` in the run's directory. The first column is `step`. A
 /// new metric adds a column, for which the file is rewritten.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct CsvConfig {}
 
@@ -23,7 +23,7 @@ impl LoggerConfig for CsvConfig {
     }
 }
 
-fulgurite_core::register_logger!(
+fulgurite_config::register_logger!(
     "csv",
     CsvConfig,
     "metrics.csv in the run's directory, a column for each name",
@@ -143,7 +143,7 @@ step,lr,train_loss,val_loss
         drop(logger);
         let mut again = CsvConfig {}.build(dir.path()).unwrap();
         again.log_metrics(&metrics(&[("a,b", 1.0)]), 3).unwrap();
-        again.finalize(fulgurite_core::trainer::RunStatus::Success).unwrap();
+        again.finalize(fulgurite_trainer::trainer::RunStatus::Success).unwrap();
         insta::assert_snapshot!(read(), @r#"
 step,lr,train_loss,val_loss,"a,b"
 1,0.001,3.5,,

@@ -2,9 +2,9 @@
 
 use std::io::{ErrorKind, Write};
 
-use fulgurite_core::output::{self, Outlet};
-use fulgurite_core::trainer::{Event, EventSink, RunStatus};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::output::{self, Outlet};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Event, EventSink, RunStatus};
 
 /// Writes each event as one JSON object on a line of its own, and flushes: `--output json`.
 ///

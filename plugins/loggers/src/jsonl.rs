@@ -5,14 +5,14 @@ use std::fs::{File, OpenOptions};
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
-use fulgurite_core::trainer::{Logger, LoggerConfig};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Logger, LoggerConfig};
 use serde::{Deserialize, Serialize};
 
 /// `trainer.loggers = ["jsonl"]`: `metrics.jsonl` in the run's directory, with lines such as
 /// `{"step":1,"lr":0.001,"train_loss":3.5}`. Numbers that are not finite are `null`; a text that was
 /// logged has a line of its own.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct JsonlConfig {}
 
@@ -29,7 +29,7 @@ impl LoggerConfig for JsonlConfig {
     }
 }
 
-fulgurite_core::register_logger!(
+fulgurite_config::register_logger!(
     "jsonl",
     JsonlConfig,
     "metrics.jsonl in the run's directory, a JSON object a line",

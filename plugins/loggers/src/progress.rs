@@ -5,12 +5,12 @@ use std::io::{self, ErrorKind, IsTerminal, Write};
 use std::path::PathBuf;
 use std::sync::{Mutex, PoisonError};
 
-use fulgurite_core::output::{self, Outlet};
-use fulgurite_core::trainer::{EvaluationProgress, Event, EventSink, RunStart, RunStatus};
-use fulgurite_core::{Error, Result, counted};
+use fulgurite_error::output::{self, Outlet};
+use fulgurite_error::{Error, Result, counted};
+use fulgurite_trainer::trainer::{EvaluationProgress, Event, EventSink, RunStart, RunStatus};
 use indicatif::{MultiProgress, ProgressDrawTarget, ProgressStyle, TermLike};
 
-fulgurite_core::register_progress!(|every_n_steps| Box::new(ProgressBar::stderr(
+fulgurite_trainer::register_progress!(|every_n_steps| Box::new(ProgressBar::stderr(
     None,
     every_n_steps
 )));
@@ -523,9 +523,9 @@ fn count(value: f64) -> String {
 mod tests {
     use std::sync::{Arc, Mutex};
 
-    use fulgurite_core::module::{ModuleBuilder, ModuleInit};
-    use fulgurite_core::parameter::Init;
-    use fulgurite_core::trainer::{ItemRate, ModelSummary, RanksSummary};
+    use fulgurite_engine::module::{ModuleBuilder, ModuleInit};
+    use fulgurite_engine::parameter::Init;
+    use fulgurite_trainer::trainer::{ItemRate, ModelSummary, RanksSummary};
 
     use super::*;
 

@@ -15,7 +15,7 @@
 use std::ffi::c_int;
 use std::sync::Arc;
 
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 use mpi_sys as ffi;
 
 use crate::library::Fault;

@@ -2,15 +2,16 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig};
-use fulgurite_core::{Error, Result, register_process_group};
+use fulgurite_config::register_process_group;
+use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// `process_group.type = "mpi"`: messages of the MPI library that the program was built with.
 ///
 /// The ranks must be started by a launcher of that library's family (`mpirun`, `mpiexec`, `srun --mpi=…`).
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Mpi {
@@ -71,7 +72,7 @@ impl ProcessGroupConfig for Mpi {
 
 #[cfg(feature = "mpi")]
 fn build(config: &Mpi, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
-    use fulgurite_core::collective::Solo;
+    use fulgurite_engine::collective::Solo;
     use fulgurite_transports::network::connect_world;
 
     if context.world_size == 1 {

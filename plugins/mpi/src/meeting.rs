@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use fulgurite_core::launch::{Patience, Store};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::{Patience, Store};
 use fulgurite_transports::network::POLL_INTERVAL;
 use serde::{Deserialize, Serialize};
 

@@ -3,9 +3,9 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fulgurite_core::Result;
-use fulgurite_core::collective::GroupContext;
-use fulgurite_core::launch::Store;
+use fulgurite_engine::collective::GroupContext;
+use fulgurite_error::Result;
+use fulgurite_launch::Store;
 use fulgurite_transports::network::{Network, Wire};
 
 use crate::Mpi;
@@ -27,7 +27,7 @@ impl MpiNetwork {
     /// If an option is out of range, MPI cannot be started, or its processes are not the ranks of the job: they
     /// were not started by a launcher of MPI, or by one of another family than the library's.
     pub fn new(config: &Mpi, context: &GroupContext) -> Result<Self> {
-        fulgurite_core::collective::ProcessGroupConfig::check(config)?;
+        fulgurite_engine::collective::ProcessGroupConfig::check(config)?;
         let process = MpiProcess::of_job(context, config.piece_bytes)?;
         Ok(Self { process, store: context.store.clone() })
     }

@@ -7,9 +7,9 @@ use std::sync::mpsc::{self, RecvTimeoutError};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::{Duration, Instant};
 
-use fulgurite_core::collective::GroupContext;
-use fulgurite_core::launch::{Patience, Store};
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_engine::collective::GroupContext;
+use fulgurite_error::{Error, Result, advice};
+use fulgurite_launch::{Patience, Store};
 use fulgurite_transports::network::POLL_INTERVAL;
 use serde::{Deserialize, Serialize};
 

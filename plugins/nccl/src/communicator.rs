@@ -6,7 +6,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use candle_core::Device;
-use fulgurite_core::launch::Patience;
+use fulgurite_launch::Patience;
 
 use crate::failure::Failure;
 use crate::library::{Call, Fault, Handle, Operands, Progress, UniqueId};

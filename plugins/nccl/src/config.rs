@@ -3,10 +3,11 @@
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use fulgurite_core::collective::{GroupContext, GroupMemory, ProcessGroup, ProcessGroupConfig};
-use fulgurite_core::config::PluginValue;
-use fulgurite_core::registry::kind;
-use fulgurite_core::{Error, Result, register_process_group};
+use fulgurite_config::PluginValue;
+use fulgurite_config::register_process_group;
+use fulgurite_config::registry::kind;
+use fulgurite_engine::collective::{GroupContext, GroupMemory, ProcessGroup, ProcessGroupConfig};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::library::Library;
@@ -15,7 +16,7 @@ use crate::library::Library;
 ///
 /// Needs the cargo feature `cuda`, and NCCL 2.18 or newer where the ranks run. It has run on emulated GPUs, with a library in
 /// NCCL's place, and never on a GPU.
-#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Nccl {
     /// The path of NCCL. By default `libnccl.so.2`, wherever the dynamic loader finds it (`LD_LIBRARY_PATH`).

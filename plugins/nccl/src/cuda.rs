@@ -10,8 +10,8 @@ use candle_core::cuda_backend::cudarc::driver::{
     CudaEvent, CudaSlice, CudaStream, DevicePtr as _, result,
 };
 use candle_core::{CudaDevice, Device, Storage, Tensor};
-use fulgurite_core::accelerator::{CudaTimeStamp, TimeStamp};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::accelerator::{CudaTimeStamp, TimeStamp};
+use fulgurite_error::{Error, Result};
 use fulgurite_kernels::cuda::{Queue, make_current};
 use fulgurite_kernels::plans::{self, Copied};
 

@@ -1,6 +1,6 @@
 //! Why a group is over.
 
-use fulgurite_core::Error;
+use fulgurite_error::Error;
 
 use crate::flight::Notice;
 

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use fulgurite_core::collective::Collective;
+use fulgurite_engine::collective::Collective;
 
 use crate::streams::{Event, Memory};
 

@@ -7,12 +7,12 @@ use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::collective::{
+use fulgurite_engine::collective::{
     AllGather, Collective, End, Label, ProcessGroup, ReduceOp, ReduceScatter, Store, Timing, Work,
     all_gather_object, broadcast_object, check,
 };
-use fulgurite_core::launch::Patience;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::Patience;
 
 use crate::communicator::{Communicator, call, settle};
 use crate::failure::Failure;

@@ -30,18 +30,18 @@
 //! **Two groups in one.** Each has a group of the host of the same ranks, which carries objects, votes and barriers, the
 //! ids by which ranks find each other in NCCL, and the news of a failure. A group of one rank is the host's alone.
 //! Communicators are made when a strategy
-//! [connects](fulgurite_core::collective::ProcessGroup::connect) the groups that it will use, else at the first
+//! [connects](fulgurite_engine::collective::ProcessGroup::connect) the groups that it will use, else at the first
 //! collective; those of messages, of two ranks each, at their first message.
 //!
 //! **Order.** A communicator has a stream of its own. It waits, on the device, for what the rank has queued so far;
-//! [`Work::wait`](fulgurite_core::collective::Work::wait) makes the rank's stream wait for it. The host never does. A
+//! [`Work::wait`](fulgurite_engine::collective::Work::wait) makes the rank's stream wait for it. The host never does. A
 //! work's tensors are held until then, or, if nobody waits, until it has run. A barrier runs on the host's group. It also makes
 //! the rank's stream wait for all earlier collectives, so that memory of dropped works can be freed.
 //!
 //! **Uneven parts**, of which NCCL knows nothing, go through a flat buffer with a slot of one length for each rank.
 //!
 //! **Reductions** are in an order that NCCL chooses, so that
-//! [`exact_reductions`](fulgurite_core::collective::ProcessGroup::exact_reductions) is false: sums of floating-point
+//! [`exact_reductions`](fulgurite_engine::collective::ProcessGroup::exact_reductions) is false: sums of floating-point
 //! numbers are rounded to their dtype after each addition, and minima and maxima may pass over NaN.
 //!
 //! # How waits end

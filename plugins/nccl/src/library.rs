@@ -8,8 +8,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::DType;
-use fulgurite_core::collective::ReduceOp;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::collective::ReduceOp;
+use fulgurite_error::{Error, Result};
 
 /// The oldest version that is taken, whose configuration of communicators ends with `splitShare`: `NCCL_VERSION(2, 18, 0)`.
 const OLDEST: c_int = 21_800;

@@ -9,9 +9,9 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{Timing, Work};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{Timing, Work};
+use fulgurite_error::Result;
 
 use crate::communicator::{Communicator, call, settle};
 use crate::failure::Failure;
@@ -172,12 +172,12 @@ impl Messages {
                     let _calls = shared.world.calls();
                     shared.world.library.unique_id()?
                 };
-                let id = Tensor::new(&id, &Device::Cpu).map_err(fulgurite_core::Error::from)?;
+                let id = Tensor::new(&id, &Device::Cpu).map_err(fulgurite_error::Error::from)?;
                 let work = shared.host.send(&id, peer)?;
                 (id, work)
             } else {
                 let id = Tensor::zeros(128, DType::U8, &Device::Cpu);
-                let id = id.map_err(fulgurite_core::Error::from)?;
+                let id = id.map_err(fulgurite_error::Error::from)?;
                 let work = shared.host.recv(&id, peer)?;
                 (id, work)
             };

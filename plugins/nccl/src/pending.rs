@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::Result;
-use fulgurite_core::collective::End;
+use fulgurite_engine::collective::End;
+use fulgurite_error::Result;
 
 use crate::failure::Failure;
 use crate::shared::Shared;

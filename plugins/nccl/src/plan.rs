@@ -3,8 +3,8 @@
 use std::ffi::c_void;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
+use fulgurite_engine::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
+use fulgurite_error::Result;
 
 use crate::flat::{Flat, is_even};
 use crate::library::{Call, Operands};

@@ -41,7 +41,7 @@ fn key(shared: &Shared, rank: usize) -> String {
 pub(crate) fn exchange(shared: &Shared, own: &Record) -> Vec<Option<Record>> {
     let keys: Vec<String> = (0..shared.global_ranks.len()).map(|rank| key(shared, rank)).collect();
     let (rank, value) = (shared.rank, serde_json::to_vec(own).unwrap_or_default());
-    let ask = move |store: &dyn fulgurite_core::collective::Store| -> Vec<Option<Record>> {
+    let ask = move |store: &dyn fulgurite_engine::collective::Store| -> Vec<Option<Record>> {
         // Without a store the message says less.
         let _ = store.set(&keys[rank], &value);
         let read =

@@ -1,8 +1,8 @@
 //! What of a collective goes over NCCL, and what over the host's group.
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::collective::{Collective, ProcessGroup};
+use fulgurite_engine::collective::{Collective, ProcessGroup};
+use fulgurite_error::Result;
 
 use crate::streams::Streams;
 

@@ -3,8 +3,8 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use fulgurite_core::Error;
-use fulgurite_core::collective::ProcessGroup;
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_error::Error;
 
 use crate::communicator::Communicator;
 use crate::failure::Failure;

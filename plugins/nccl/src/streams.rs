@@ -9,8 +9,8 @@ use std::ffi::c_void;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::accelerator::TimeStamp;
+use fulgurite_engine::accelerator::TimeStamp;
+use fulgurite_error::Result;
 
 /// Memory of a device, by its address, and whatever keeps it there.
 pub struct Memory {

@@ -2,8 +2,8 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::accelerator::TimeStamp;
-use fulgurite_core::collective::Timing;
+use fulgurite_engine::accelerator::TimeStamp;
+use fulgurite_engine::collective::Timing;
 
 use crate::failure::Failure;
 use crate::streams::Stream;

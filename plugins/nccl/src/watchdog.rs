@@ -6,7 +6,7 @@
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
 
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_error::{Error, Result, advice};
 
 use crate::failure::Failure;
 use crate::flight::Notice;

@@ -3,8 +3,8 @@
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use fulgurite_core::Result;
-use fulgurite_core::collective::Store;
+use fulgurite_engine::collective::Store;
+use fulgurite_error::Result;
 use fulgurite_transports::network::Messenger;
 
 use crate::library::Library;

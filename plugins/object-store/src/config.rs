@@ -4,8 +4,9 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use fulgurite_core::checkpoint::{CheckpointIO, CheckpointIOConfig};
-use fulgurite_core::{Error, Result, register_checkpoint_io};
+use fulgurite_checkpoint_format::{CheckpointIO, CheckpointIOConfig};
+use fulgurite_config::register_checkpoint_io;
+use fulgurite_error::{Error, Result};
 use object_store::parse_url_opts;
 use serde::{Deserialize, Serialize};
 use url::Url;
@@ -14,7 +15,7 @@ use crate::ObjectStoreIO;
 
 /// `checkpoint.io.type = "object_store"`: a bucket that all ranks reach.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(default, deny_unknown_fields)]
 pub struct ObjectStoreConfig {
@@ -112,8 +113,8 @@ mod tests {
 
     #[test]
     fn it_is_chosen_by_name_and_checked() {
-        fulgurite_core::registry::validate().unwrap();
-        fulgurite_core::registry::require("checkpoint_io", "object_store").unwrap();
+        fulgurite_config::registry::validate().unwrap();
+        fulgurite_config::registry::require("checkpoint_io", "object_store").unwrap();
         let errors = [
             error("io = { type = \"object_store\" }"),
             error("io = { type = \"object_store\", url = \"bucket/x\" }"),

@@ -7,7 +7,7 @@ use std::thread::JoinHandle;
 use tokio::runtime::{Builder, Handle};
 use tokio::sync::oneshot;
 
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 
 /// A tokio runtime of one thread, on which uploads continue while the caller computes.
 #[derive(Debug)]

@@ -4,11 +4,11 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use fulgurite_core::checkpoint::{
+use fulgurite_checkpoint_format::{
     CheckpointIO, CheckpointReader, CheckpointWriter, Entry, MANIFEST,
 };
-use fulgurite_core::files::check_len;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::files::check_len;
+use fulgurite_error::{Error, Result};
 use futures_util::{StreamExt, TryStreamExt};
 use object_store::path::Path;
 use object_store::{

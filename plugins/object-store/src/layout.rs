@@ -1,6 +1,6 @@
 //! The objects of a checkpoint.
 
-use fulgurite_core::checkpoint::is_temporary;
+use fulgurite_checkpoint_format::is_temporary;
 use serde::{Deserialize, Serialize};
 
 /// The object with the committed version of a checkpoint.
@@ -71,7 +71,7 @@ pub(crate) fn split(path: &str) -> (&str, &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fulgurite_core::checkpoint::staging_name;
+    use fulgurite_checkpoint_format::staging_name;
 
     #[test]
     fn names_of_saves_are_taken_apart() {

@@ -35,7 +35,7 @@
 //! through three buffers, also from one collective to the next.
 //!
 //! In programs whose allocator is a [`SharedMemory`], ranks can map each other's tensors from
-//! [`ProcessGroup::empty`](fulgurite_core::collective::ProcessGroup::empty), where strategies put
+//! [`ProcessGroup::empty`](fulgurite_engine::collective::ProcessGroup::empty), where strategies put
 //! buckets, shards and gradients. A collective of 16 KiB and more of such tensors is *direct*: the
 //! ranks write the offsets of their tensors to their slots, and between two barriers each reads its
 //! peers' tensors and writes its results, those of an all-reduce also into its peers' tensors. All

@@ -10,8 +10,9 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::collective::{GroupContext, GroupMemory, ProcessGroup, ProcessGroupConfig};
-use fulgurite_core::{Error, Result, register_process_group};
+use fulgurite_config::register_process_group;
+use fulgurite_engine::collective::{GroupContext, GroupMemory, ProcessGroup, ProcessGroupConfig};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::memory::RegionLayout;
@@ -23,7 +24,7 @@ use crate::memory::RegionLayout;
 /// under a mapping. It has no name in a file system, so it is freed however the processes end. Linux
 /// only.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Shm {
@@ -121,9 +122,9 @@ mod linux {
     use std::time::Duration;
 
     use candle_core::{DType, Tensor};
-    use fulgurite_core::collective::{GroupContext, ProcessGroup};
-    use fulgurite_core::launch::{Patience, Store};
-    use fulgurite_core::{Error, Result, advice};
+    use fulgurite_engine::collective::{GroupContext, ProcessGroup};
+    use fulgurite_error::{Error, Result, advice};
+    use fulgurite_launch::{Patience, Store};
     use memmap2::{MmapOptions, MmapRaw};
     use rustix::event::{PollFd, PollFlags, poll};
     use rustix::fs::{

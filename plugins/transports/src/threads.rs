@@ -7,8 +7,8 @@ use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
-use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_error::{Error, Result};
 
 use crate::engine::{Board, Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
 use crate::memory::{self, Region, RegionLayout, SharedMemoryHandle};

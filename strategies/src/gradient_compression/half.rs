@@ -3,17 +3,24 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{ProcessGroup, ReduceOp, Work};
-use fulgurite_core::strategy::{GradientBucket, GradientCompression, GradientCompressionConfig};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{ProcessGroup, ReduceOp, Work};
+use fulgurite_engine::strategy::{GradientBucket, GradientCompression, GradientCompressionConfig};
+use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
 /// `gradient_compression = "bf16"` (PyTorch's `bf16_compress_hook`): gradients are rounded to bfloat16, summed in f32
 /// by the transports of this repository, and the sum is rounded once more. They have the range of f32 and 8 bits of
 /// precision. Keeps no state.
 #[derive(
-    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug,
+    Clone,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Bf16Compression {}
@@ -24,7 +31,14 @@ pub struct Bf16Compression {}
 /// Gradients are divided before by about the root of the number of ranks, a power of two (PyTorch FSDP's
 /// `gradient_predivide_factor`), and multiplied after.
 #[derive(
-    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug,
+    Clone,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Fp16Compression {}
@@ -91,13 +105,13 @@ impl GradientCompressionConfig for Fp16Compression {
     }
 }
 
-fulgurite_core::register_gradient_compression!(
+fulgurite_config::register_gradient_compression!(
     "bf16",
     Bf16Compression,
     "replicas send gradients in bfloat16: half of the bytes",
     "\"bf16\""
 );
-fulgurite_core::register_gradient_compression!(
+fulgurite_config::register_gradient_compression!(
     "fp16",
     Fp16Compression,
     "replicas send gradients in half precision, divided before they are summed",

@@ -3,11 +3,11 @@
 use std::sync::Arc;
 
 use candle_core::Device;
-use fulgurite_core::Result;
-use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::mesh::{
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::mesh::{
     CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, DP_CP, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL,
 };
+use fulgurite_error::Result;
 
 /// Connects the groups whose collectives take tensors on `device` in a step: later, steps have filled its memory. `others`
 /// are those that the mesh does not have. Collective over the mesh.
@@ -43,7 +43,7 @@ mod tests {
     use std::sync::Mutex;
 
     use candle_core::Tensor;
-    use fulgurite_core::collective::{Collective, Solo, Work};
+    use fulgurite_engine::collective::{Collective, Solo, Work};
 
     use super::*;
 

@@ -4,13 +4,13 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Tensor};
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{Collective, ProcessGroup, ReduceOp};
-use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
-use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parameter::Parameter;
-use fulgurite_core::shard::Placement;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::mesh::{DeviceMesh, TENSOR_PARALLEL};
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::parameter::Parameter;
+use fulgurite_engine::shard::Placement;
+use fulgurite_error::{Error, Result};
 
 /// The error of a gradient that arrives after its parameter's reduction has begun: a loss joined
 /// forwards whose uses of `parameter` were not counted together.

@@ -2,13 +2,13 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::collective::{ProcessGroup, Solo};
-use fulgurite_core::mesh::{DP_CP, DP_SHARD_CP, DeviceMesh};
-use fulgurite_core::module::{ModuleTree, PATTERN_HELP, any_pattern_matches, idle_pattern};
-use fulgurite_core::parameter::ParameterSlot;
-use fulgurite_core::shard::{Cut, Placement};
-use fulgurite_core::strategy::materialize;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::collective::{ProcessGroup, Solo};
+use fulgurite_engine::mesh::{DP_CP, DP_SHARD_CP, DeviceMesh};
+use fulgurite_engine::module::{ModuleTree, PATTERN_HELP, any_pattern_matches, idle_pattern};
+use fulgurite_engine::parameter::ParameterSlot;
+use fulgurite_engine::shard::{Cut, Placement};
+use fulgurite_engine::strategy::materialize;
+use fulgurite_error::{Error, Result};
 
 use super::gradients::PartialGrads;
 use super::reduction::GradientReduction;

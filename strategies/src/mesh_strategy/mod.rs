@@ -3,7 +3,7 @@
 //! | file | subject |
 //! |---|---|
 //! | `settings` | what each configuration is translated to |
-//! | `strategy` | the [`Strategy`](fulgurite_core::strategy::Strategy): mesh, cuts, and the calls of a step |
+//! | `strategy` | the [`Strategy`](fulgurite_engine::strategy::Strategy): mesh, cuts, and the calls of a step |
 //! | `units` | which units are gathered on their own |
 //! | `replicated/` | ranks that hold whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | ranks that hold shards: units are gathered, gradients reduce-scattered |

@@ -5,14 +5,14 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{Collective, ProcessGroup, ReduceOp};
-use fulgurite_core::execution::read;
-use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
-use fulgurite_core::module::ModuleTree;
-use fulgurite_core::optim::{SquaredNorm, StateTensor};
-use fulgurite_core::parameter::{Parameter, accumulation_dtype};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::execution::read;
+use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::optim::{SquaredNorm, StateTensor};
+use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
+use fulgurite_error::{Error, Result};
 
 /// The name of the momentum in checkpoints.
 const MOMENTUM: &str = "strategy_outer_momentum";

@@ -1,11 +1,11 @@
 //! What a rank will hold, before there are ranks.
 
 use candle_core::DType;
-use fulgurite_core::Result;
-use fulgurite_core::mesh::{DP_SHARD_CP, DeviceMesh};
-use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parameter::{Parameter, accumulation_dtype};
-use fulgurite_core::strategy::RankMemory;
+use fulgurite_engine::mesh::{DP_SHARD_CP, DeviceMesh};
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
+use fulgurite_engine::strategy::RankMemory;
+use fulgurite_error::Result;
 
 use super::{MeshStrategy, ignored, units};
 

@@ -4,13 +4,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 
 use candle_core::Tensor;
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{Collective, End, ProcessGroup, ReduceOp, Work};
-use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
-use fulgurite_core::strategy::{
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{Collective, End, ProcessGroup, ReduceOp, Work};
+use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
+use fulgurite_engine::strategy::{
     GradientBucket, GradientCompression, GradientCompressionConfig, GradientPart,
 };
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 
 /// A compression, which one thread of the rank uses: the one that runs backwards.
 type Compression = Arc<Mutex<Box<dyn GradientCompression>>>;

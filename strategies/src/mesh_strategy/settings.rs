@@ -1,6 +1,6 @@
 //! The settings of the mesh strategy.
 
-use fulgurite_core::strategy::ParallelizeFn;
+use fulgurite_engine::strategy::ParallelizeFn;
 use serde::{Deserialize, Serialize};
 
 use super::outer::OuterSettings;
@@ -10,7 +10,7 @@ use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::{Prefetch, ReduceScope};
 
 /// What the backward of a micro-batch communicates under
-/// [`no_backward_sync`](fulgurite_core::fabric::Fabric::no_backward_sync), that is for all
+/// `Fabric::no_backward_sync`, that is for all
 /// micro-batches of a step but the last. Results differ in rounding only.
 ///
 /// For `P` bytes of gradients, `N` ranks that shard parameters and `R` replicas:

@@ -4,17 +4,17 @@ use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
-use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
-use fulgurite_core::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
-use fulgurite_core::optim::{SquaredNorm, StateTensor};
-use fulgurite_core::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
-use fulgurite_core::shard::{Cut, Placement, ShardSpec};
-use fulgurite_core::strategy::{
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
+use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
+use fulgurite_engine::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
+use fulgurite_engine::optim::{SquaredNorm, StateTensor};
+use fulgurite_engine::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
+use fulgurite_engine::shard::{Cut, Placement, ShardSpec};
+use fulgurite_engine::strategy::{
     Capabilities, ParallelizeFn, RankMemory, StepTotals, Strategy, StrategyContext, materialize,
 };
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 
 use super::connect::connect;
 use super::gradients::PartialGrads;

@@ -3,9 +3,9 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
 
-use fulgurite_core::collective::ProcessGroup;
-use fulgurite_core::module::{ModuleTree, Reshard};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::module::{ModuleTree, Reshard};
+use fulgurite_error::{Error, Result};
 
 use super::Settings;
 use super::sharded::PrefetchLists;

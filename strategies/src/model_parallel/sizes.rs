@@ -1,8 +1,8 @@
 //! The sizes of the mesh's dimensions, as a configuration gives them.
 
-use fulgurite_core::config::{Scalar, deserialize_scalar};
-use fulgurite_core::strategy::BuildContext;
-use fulgurite_core::{Error, Result, counted};
+use fulgurite_config::{Scalar, deserialize_scalar};
+use fulgurite_engine::strategy::BuildContext;
+use fulgurite_error::{Error, Result, counted};
 use serde::{Deserialize, Serialize};
 
 use super::ModelParallel;

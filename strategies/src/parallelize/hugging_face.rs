@@ -2,11 +2,11 @@
 
 use std::fmt;
 
-use fulgurite_core::Result;
-use fulgurite_core::mesh::DeviceMesh;
-use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parallel::{Layout, ParallelStyle, Plan, SequenceParallel};
-use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::parallel::{Layout, ParallelStyle, Plan, SequenceParallel};
+use fulgurite_engine::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_error::Result;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
@@ -15,7 +15,7 @@ use super::plan::{beside, inside, parallelize};
 /// `parallelize = "hf"`: a plan as the configurations of Hugging Face's models have it
 /// (`base_model_tp_plan`), patterns and names of styles.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct HuggingFacePlan {
@@ -143,7 +143,7 @@ impl ParallelizeConfig for HuggingFacePlan {
     }
 }
 
-fulgurite_core::register_parallelize!(
+fulgurite_config::register_parallelize!(
     "hf",
     HuggingFacePlan,
     "tensor parallelism by a plan in Hugging Face's words, by default that of Llama",

@@ -2,11 +2,11 @@
 
 use std::collections::BTreeSet;
 
-use fulgurite_core::mesh::DeviceMesh;
-use fulgurite_core::module::{ModuleTree, glob_match};
-use fulgurite_core::parallel::{Colwise, Layout, Plan, Rowwise, SequenceParallel};
-use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::module::{ModuleTree, glob_match};
+use fulgurite_engine::parallel::{Colwise, Layout, Plan, Rowwise, SequenceParallel};
+use fulgurite_engine::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::plan::{beside, inside, parallelize};
@@ -16,7 +16,7 @@ use super::plan::{beside, inside, parallelize};
 /// The vocabulary of embedding and head, the heads of attention and the inside of the MLPs are cut
 /// over the ranks. The head may share the embedding's weight.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaPlan {
@@ -113,7 +113,7 @@ impl ParallelizeConfig for LlamaPlan {
     }
 }
 
-fulgurite_core::register_parallelize!(
+fulgurite_config::register_parallelize!(
     "llama",
     LlamaPlan,
     "tensor (and sequence) parallelism for models with the names of Hugging Face's Llama",

@@ -1,14 +1,21 @@
 //! No tensor parallelism.
 
-use fulgurite_core::Result;
-use fulgurite_core::mesh::DeviceMesh;
-use fulgurite_core::module::ModuleTree;
-use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
 /// `parallelize = "none"`: layers stay whole, and the strategy chooses the units.
 #[derive(
-    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug,
+    Clone,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct NoPlan {}
@@ -20,7 +27,7 @@ impl ParallelizeConfig for NoPlan {
     }
 }
 
-fulgurite_core::register_parallelize!(
+fulgurite_config::register_parallelize!(
     "none",
     NoPlan,
     "layers stay whole: no tensor parallelism",

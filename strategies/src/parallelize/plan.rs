@@ -1,10 +1,10 @@
 //! A plan that the configuration writes out.
 
-use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
-use fulgurite_core::module::ModuleTree;
-use fulgurite_core::parallel::Plan;
-use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::mesh::{DeviceMesh, TENSOR_PARALLEL};
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::parallel::Plan;
+use fulgurite_engine::strategy::{ParallelizeConfig, ParallelizeFn};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// `parallelize = { type = "plan", plan = { … } }`.
@@ -23,7 +23,14 @@ use serde::{Deserialize, Serialize};
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 #[derive(
-    Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug,
+    Clone,
+    Default,
+    PartialEq,
+    Eq,
+    Serialize,
+    Deserialize,
+    fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct InlinePlan {
@@ -81,7 +88,7 @@ pub(super) fn beside(prefix: &str, name: &str) -> String {
     inside(prefix.rsplit_once('.').map_or("", |(parent, _)| parent), name)
 }
 
-fulgurite_core::register_parallelize!(
+fulgurite_config::register_parallelize!(
     "plan",
     InlinePlan,
     "layers are cut as a table of patterns and styles says",

@@ -9,7 +9,7 @@ use candle_nn::ModuleT as _;
 use fulgurite_checkpoint as _;
 use fulgurite_core::Result;
 use fulgurite_core::checkpoint::{FullOptions, gather_cpu_state_dict};
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup, all_gather_object};
+use fulgurite_core::collective::{Counter, ProcessGroup, all_gather_object};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer, SyncBuffers};
 use fulgurite_core::mesh::{DATA_PARALLEL, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{
@@ -279,7 +279,7 @@ fn the_buffers_of_a_step_are_one_collective_and_none_where_there_are_none() {
     let calls = |with_buffers: bool| {
         run_ranks(2, move |world| {
             let counter = Counter::default();
-            let counting = Arc::new(Counting::new(world, counter.clone()));
+            let counting = counter.watch(world);
             let mut fabric = Fabric::new(counting, strategy(DDP)?, ModuleInit::default(), 1)?;
             let (model, mut optimizer) = fabric.setup(
                 |b| {

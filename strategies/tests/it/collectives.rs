@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{Device, Tensor, Var};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup, Record, Solo};
+use fulgurite_core::collective::{Counter, ProcessGroup, Record, Solo};
 use fulgurite_core::parallel::collectives;
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_transports::run_ranks;
@@ -186,7 +186,7 @@ fn inputs(op: Op, shape: &[usize], n: usize) -> Vec<Tensor> {
 
 fn counting(world: Arc<dyn ProcessGroup>) -> (Arc<dyn ProcessGroup>, Counter) {
     let counter = Counter::default();
-    (Arc::new(Counting::new(world, counter.clone())), counter)
+    (counter.watch(world), counter)
 }
 
 fn assert_counted(counter: &Counter, want: Option<(&'static str, u64)>, what: &str) {

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::DType;
-use fulgurite_core::collective::{Counter, Counting, Record};
+use fulgurite_core::collective::{Counter, Record};
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::parameter::Parameter;
 use fulgurite_test_support::training::{Training, checkpointed};
@@ -16,7 +16,7 @@ type Tally = BTreeMap<(String, &'static str), Record>;
 fn third_step(ranks: usize, config: &str, accumulate: usize) -> (Tally, ModuleTree) {
     let mut tallies = run_ranks(ranks, |world| {
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let mut training = Training::new(world, config, DType::F32, accumulate)?;
         training.step()?;
         training.step()?;

@@ -4,7 +4,7 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use fulgurite_core::collective::{Counter, Counting};
+use fulgurite_core::collective::Counter;
 use fulgurite_core::execution::transfer::{self, Transferred};
 use fulgurite_test_support::training::{DecoderTraining, Run, Training, Variant, checkpointed};
 use fulgurite_transports::run_ranks;
@@ -51,7 +51,7 @@ fn training_is_the_same_wherever_the_shards_are() {
 fn third_step(ranks: usize, config: &str, accumulate: usize) -> ([Transferred; 2], [u64; 2]) {
     let of_ranks = run_ranks(ranks, |world| {
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let mut training = Training::new(world, config, DType::F32, accumulate)?;
         training.step()?;
         training.step()?;

@@ -11,9 +11,7 @@ use fulgurite_core::Result;
 use fulgurite_core::checkpoint::{
     DistributedCheckpoint, GatherOptions, TensorMap, TensorSource as _,
 };
-use fulgurite_core::collective::{
-    Counter, Counting, ProcessGroup, Record, Solo, all_gather_object,
-};
+use fulgurite_core::collective::{Counter, ProcessGroup, Record, Solo, all_gather_object};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD};
 use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
@@ -344,7 +342,7 @@ fn tallies(
 ) -> Vec<BTreeMap<(String, &'static str), Record>> {
     let mut all = run_ranks(ranks, |world| {
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let mut training = Training::new(world, config, &adamw())?;
         let mut tallies = Vec::new();
         for _ in 0..steps {

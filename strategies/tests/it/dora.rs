@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::{Arc, LazyLock};
 
-use fulgurite_core::collective::{Counter, Counting, Record};
+use fulgurite_core::collective::{Counter, Record};
 use fulgurite_core::module::Adapters;
 use fulgurite_test_support::training::{DecoderTraining, Run, Variant};
 use fulgurite_transports::run_ranks;
@@ -262,7 +262,7 @@ fn rowwise_layers_sum_their_squared_norms() {
     let reductions = |dora: bool| {
         let mut records = run_ranks(2, |world| {
             let counter = Counter::default();
-            let world = Arc::new(Counting::new(world, counter.clone()));
+            let world = counter.watch(world);
             let adapters = Adapters { dora, ..adapters() };
             let config = mesh([1, 1, 1, 2]);
             let mut training =

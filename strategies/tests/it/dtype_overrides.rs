@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::DType;
-use fulgurite_core::collective::{Counter, Counting};
+use fulgurite_core::collective::Counter;
 use fulgurite_core::module::{ModuleDtype, ModuleInit};
 use fulgurite_test_support::training::{DecoderTraining, Run, Variant, strategy};
 use fulgurite_transports::run_ranks;
@@ -75,7 +75,7 @@ fn what_is_gathered_and_reduced_has_the_dtype_of_its_module() {
     let config = config(r#""type": "fsdp""#, OVERRIDES);
     let tallies = run_ranks(2, |world| {
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let variant = Variant::default();
         let mut training =
             DecoderTraining::with_init(world, &config, variant, 1, ModuleInit::default())?;

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup, Record, ReduceOp, Work};
+use fulgurite_core::collective::{Counter, ProcessGroup, Record, ReduceOp, Work};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Module as _, ModuleInit};
 use fulgurite_core::nn::{Linear, Loss};
@@ -36,7 +36,7 @@ fn train(ranks: usize, config: &str, accumulate: usize) -> Run {
 fn third_step(ranks: usize, config: &str) -> BTreeMap<(String, &'static str), Record> {
     let tallies = run_ranks(ranks, |world| {
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let mut training = Training::new(world, config, DType::F32, 2)?;
         training.step()?;
         training.step()?;

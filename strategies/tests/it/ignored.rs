@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::DType;
 use fulgurite_checkpoint as _;
 use fulgurite_core::Result;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup, ReduceOp};
+use fulgurite_core::collective::{Counter, ProcessGroup, ReduceOp};
 use fulgurite_core::mesh::DP_CP;
 use fulgurite_core::parameter::Parameter;
 use fulgurite_test_support::training::{DecoderTraining, Training, Variant};
@@ -97,7 +97,7 @@ fn ignored_parameters_are_whole_and_not_communicated() {
         let config = format!(r#"{{{config}, "ignored": ["layers.1", ".norm.weight"]}}"#);
         let counted = run_ranks(3, |world| {
             let counter = Counter::default();
-            let world = Arc::new(Counting::new(world, counter.clone()));
+            let world = counter.watch(world);
             let mut training = Training::new(world, &config, DType::F32, 1)?;
             training.step()?;
             counter.reset();

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::{no_grad, storage};
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup, Record, Solo};
+use fulgurite_core::collective::{Counter, ProcessGroup, Record, Solo};
 use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::{CrossEntropy, Linear, Loss, Reduction, cross_entropy, force_portable};
@@ -54,7 +54,7 @@ impl Head {
     fn new(world: Arc<dyn ProcessGroup>) -> Result<Self> {
         let counter = Counter::default();
         let size = world.size();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let layout = DeviceMesh::layout_for(size, Some(1), Some(1), Some(1), Some(size))?;
         let mesh = DeviceMesh::new(layout, world)?;
         let b = ModuleBuilder::new(ModuleInit {

@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-use fulgurite_core::collective::{Counter, Counting, Record};
+use fulgurite_core::collective::{Counter, Record};
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::parameter::Parameter;
 use fulgurite_test_support::training::{DecoderTraining, LENGTH, Variant, checkpointed};
@@ -32,7 +32,7 @@ fn third_step(
 ) -> (Tally, ModuleTree) {
     let mut tallies = run_ranks(ranks, |world| {
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let mut training = DecoderTraining::new(world, config, variant, accumulate)?;
         training.step()?;
         training.step()?;

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
+use fulgurite_core::collective::{Counter, ProcessGroup};
 use fulgurite_core::data::{DataContext, DataModule, Split};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::fabric::UnusedParameters;
@@ -339,7 +339,7 @@ fn dropout_between_uneven_columns() {
 fn dropout_communicates_on_all_ranks_or_none() {
     run_ranks(2, |world| {
         let counter = Counter::default();
-        let world = Arc::new(Counting::new(world, counter.clone()));
+        let world = counter.watch(world);
         let mesh = mesh(world)?;
         let b = ModuleBuilder::new(ModuleInit::default());
         let up = Linear::new(&b.pp("up"), 4, 5)?;

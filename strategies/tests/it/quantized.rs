@@ -10,7 +10,7 @@ use fulgurite_core::Result;
 use fulgurite_core::checkpoint::{
     self, FullOptions, LoadOptions, TensorSource as _, UnpackedSource,
 };
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup};
+use fulgurite_core::collective::{Counter, ProcessGroup};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, ModuleTree, Quantization};
 use fulgurite_core::quantization::{Packed, PackedPart, WeightFormat};
@@ -396,7 +396,7 @@ fn a_rank_holds_and_sends_packed_bytes() {
     let gathered = |format: Option<WeightFormat>| {
         let mut tallies = run_ranks(ranks, |world| {
             let counter = Counter::default();
-            let world = Arc::new(Counting::new(world, counter.clone()));
+            let world = counter.watch(world);
             let init = init(format);
             let mut training =
                 DecoderTraining::with_init(world, FSDP, Variant::default(), 1, init)?;

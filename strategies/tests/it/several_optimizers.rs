@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
-use fulgurite_core::collective::{Counter, Counting, ProcessGroup, Record};
+use fulgurite_core::collective::{Counter, ProcessGroup, Record};
 use fulgurite_core::execution::read;
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::module::{CandleModule, Module, ModuleBuilder, ModuleInit, Unit};
@@ -221,7 +221,7 @@ fn a_turn_reduces_the_gradients_of_its_optimizer_alone() {
     for (config, operation) in [(DDP, "all_reduce"), (FSDP, "reduce_scatter")] {
         let tallies = run_ranks(2, |world| {
             let counter = Counter::default();
-            let world = Arc::new(Counting::new(world, counter.clone()));
+            let world = counter.watch(world);
             let mut training = Training::new(world, config, Way::Turns)?;
             training.step(0)?;
             training.step(1)?;

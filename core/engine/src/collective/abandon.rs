@@ -5,9 +5,9 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, Weak};
 use std::thread::JoinHandle;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::{Device, Tensor};
 
-use super::{Collective, Label, ProcessGroup, ReduceOp, Work};
+use super::{Collective, End, Intercepted, Interceptor, Label, ProcessGroup, ReduceOp, Work};
 use crate::execution::read;
 use crate::{Error, Result};
 
@@ -79,7 +79,9 @@ impl Abandonment {
             .spawn(move || at_work.work())
             .map_err(|error| line.group.error("watch", error))?;
         self.0.heard().lines.push(Arc::downgrade(&line));
-        Ok(Arc::new(Watched { line, abandonment: self.clone(), worker: Some(worker) }))
+        let group = line.group.clone();
+        let asking = Asking { line, abandonment: self.clone(), worker: Some(worker) };
+        Ok(Arc::new(Intercepted::new(group, asking)))
     }
 
     /// Abandons the step, unless another rank has. Not collective: the others hear of it at their next
@@ -259,47 +261,20 @@ impl Line {
     }
 }
 
-/// A group that asks before each collective.
-struct Watched {
+/// Asks before each collective.
+struct Asking {
     line: Arc<Line>,
     abandonment: Abandonment,
     worker: Option<JoinHandle<()>>,
 }
 
-impl ProcessGroup for Watched {
-    fn name(&self) -> &str {
-        self.line.group.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.line.group.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.line.group.size()
-    }
-
-    fn transport(&self) -> String {
-        self.line.group.transport()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.line.group.global_ranks()
-    }
-
-    fn exact_reductions(&self) -> bool {
-        self.line.group.exact_reductions()
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.line.group.failure()
-    }
-
-    fn connect(&self, device: &Device) -> Result<()> {
-        self.line.group.connect(device)
-    }
-
-    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+impl Interceptor for Asking {
+    fn start(
+        &self,
+        _: &Arc<dyn ProcessGroup>,
+        collective: Collective,
+        overlap: bool,
+    ) -> Result<Work> {
         {
             let mut state = self.line.state();
             if overlap || state.busy || !state.jobs.is_empty() {
@@ -317,28 +292,22 @@ impl ProcessGroup for Watched {
         work
     }
 
-    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
-        self.line.group.send(tensor, dst)
+    /// Starts nothing: the question must be answered before the group can say whether it can.
+    fn start_after(
+        &self,
+        _: &Arc<dyn ProcessGroup>,
+        _: &Arc<dyn End>,
+        _: Collective,
+    ) -> Result<Option<Work>> {
+        Ok(None)
     }
 
-    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        self.line.group.recv(tensor, src)
-    }
-
-    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
-        self.abandonment.watch(self.line.group.split(partition, name)?)
-    }
-
-    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.line.group.empty(elements, dtype, device)
-    }
-
-    fn abort(&self, reason: &str) {
-        self.line.group.abort(reason);
+    fn around(&self, part: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>> {
+        self.abandonment.watch(part)
     }
 }
 
-impl Drop for Watched {
+impl Drop for Asking {
     fn drop(&mut self) {
         let busy = {
             let mut state = self.line.state();

@@ -1,11 +1,10 @@
 //! Process groups and collectives.
 //!
-//! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
-//! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
-//! wraps any group and counts calls and bytes; [`Agreement`] compares what all ranks must have alike;
-//! [`Abandonment`] lets ranks leave a step together; [`Timing`]
-//! asks for the device's times. [`check`] has the argument checks that all transports share. Ranks find each other over a
-//! job's [`Store`].
+//! Transports implement [`ProcessGroup`]; a [`ProcessGroupConfig`] makes one from a configuration.
+//! [`Solo`] is the group of one rank, which communicates nothing. An [`Interceptor`] sees a group's
+//! calls first: [`Counter`] counts calls and bytes, and with [`Abandonment`] ranks leave a step together.
+//! [`Agreement`] compares values that all ranks must share. [`Timing`] asks for a device's times.
+//! [`check`] has the argument checks of all transports. Ranks find each other over a job's [`Store`].
 
 mod abandon;
 mod agreement;
@@ -13,7 +12,8 @@ pub mod check;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod collective;
 mod config;
-mod counting;
+mod counter;
+mod intercept;
 mod label;
 mod objects;
 mod planned;
@@ -27,8 +27,9 @@ pub use agreement::Agreement;
 pub use check::RANKS_DIFFER;
 pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 pub use config::{GroupContext, GroupMemory, ProcessGroupConfig};
-pub use counting::{Counter, Counting, Record};
+pub use counter::{Counter, Record};
 pub use fulgurite_store::Store;
+pub use intercept::{Intercepted, Interceptor};
 pub use label::Label;
 pub use objects::{Difference, all_gather_object, broadcast_object, first_difference};
 pub use planned::Planned;

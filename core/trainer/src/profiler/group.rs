@@ -2,44 +2,49 @@
 
 use std::sync::Arc;
 
-use candle_core::{DType, Device, Tensor};
+use candle_core::Tensor;
 
 use super::Profiler;
-use crate::{Error, Result};
-use fulgurite_engine::collective::{Collective, End, ProcessGroup, Timing, Work};
+use crate::Result;
+use fulgurite_engine::collective::{
+    Collective, End, Intercepted, Interceptor, ProcessGroup, Timing, Work,
+};
 use fulgurite_engine::execution::ContextGuard;
 
-/// Records how long calls block, and when they run on the device, and passes them on. Groups split from it record too.
-pub(super) struct Profiled {
-    inner: Arc<dyn ProcessGroup>,
-    profiler: Profiler,
-}
+/// Records how long calls block, and when they run on the device.
+struct Recording(Profiler);
 
 impl Profiler {
-    /// The group, with its collectives recorded.
-    pub(crate) fn watch_group(&self, inner: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
-        Arc::new(Profiled { inner, profiler: self.clone() })
+    /// The group, with its collectives recorded, and so the groups that are split from it.
+    pub(crate) fn watch_group(&self, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
+        Arc::new(Intercepted::new(group, Recording(self.clone())))
     }
 }
 
-impl Profiled {
+impl Recording {
     fn record(
         &self,
+        group: &Arc<dyn ProcessGroup>,
         op: &'static str,
         bytes: usize,
         start: impl FnOnce() -> Result<Work>,
     ) -> Result<Work> {
-        let from = self.profiler.now();
-        let timing = self.timing(op, bytes);
+        let from = self.0.now();
+        let timing = self.timing(group, op, bytes);
         let work = start()?;
         drop(timing);
-        Ok(self.recorded(op, bytes, from, work))
+        Ok(self.recorded(group, op, bytes, from, work))
     }
 
     /// Asks for the device's times of what is started until the guard is dropped, if that is traced.
-    fn timing(&self, op: &'static str, bytes: usize) -> Option<ContextGuard> {
-        self.profiler.times_the_device().then(|| {
-            let (profiler, name) = (self.profiler.clone(), format!("{op} {}", self.inner.name()));
+    fn timing(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        op: &'static str,
+        bytes: usize,
+    ) -> Option<ContextGuard> {
+        self.0.times_the_device().then(|| {
+            let (profiler, name) = (self.0.clone(), format!("{op} {}", group.name()));
             Timing::enter(move |stream, from, to| {
                 profiler.collective_on_device(stream, name.clone(), bytes as u64, from, to);
             })
@@ -47,9 +52,16 @@ impl Profiled {
     }
 
     /// A collective that was started from `from` to now.
-    fn recorded(&self, op: &'static str, bytes: usize, from: f64, work: Work) -> Work {
-        let started = (from, self.profiler.now());
-        let (profiler, group) = (self.profiler.clone(), self.inner.name().to_owned());
+    fn recorded(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        op: &'static str,
+        bytes: usize,
+        from: f64,
+        work: Work,
+    ) -> Work {
+        let started = (from, self.0.now());
+        let (profiler, group) = (self.0.clone(), group.name().to_owned());
         let end = work.end().cloned();
         let recorded = Work::pending(move || {
             let waited_from = profiler.now();
@@ -68,69 +80,39 @@ fn bytes(tensor: &Tensor) -> usize {
     tensor.elem_count() * tensor.dtype().size_in_bytes()
 }
 
-impl ProcessGroup for Profiled {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn transport(&self) -> String {
-        self.inner.transport()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
-    }
-
-    fn connect(&self, device: &Device) -> Result<()> {
-        self.inner.connect(device)
-    }
-
-    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+impl Interceptor for Recording {
+    fn start(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        collective: Collective,
+        overlap: bool,
+    ) -> Result<Work> {
         let (op, bytes) = (collective.name(), collective.bytes());
-        self.record(op, bytes, || self.inner.start(collective, overlap))
+        self.record(group, op, bytes, || group.start(collective, overlap))
     }
 
-    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
-        let (op, bytes, from) = (collective.name(), collective.bytes(), self.profiler.now());
-        let timing = self.timing(op, bytes);
-        let work = self.inner.start_after(end, collective)?;
+    fn start_after(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        end: &Arc<dyn End>,
+        collective: Collective,
+    ) -> Result<Option<Work>> {
+        let (op, bytes, from) = (collective.name(), collective.bytes(), self.0.now());
+        let timing = self.timing(group, op, bytes);
+        let work = group.start_after(end, collective)?;
         drop(timing);
-        Ok(work.map(|work| self.recorded(op, bytes, from, work)))
+        Ok(work.map(|work| self.recorded(group, op, bytes, from, work)))
     }
 
-    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
-        self.record("send", bytes(tensor), || self.inner.send(tensor, dst))
+    fn around(&self, part: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>> {
+        Ok(self.0.watch_group(part))
     }
 
-    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        self.record("recv", bytes(tensor), || self.inner.recv(tensor, src))
+    fn send(&self, group: &Arc<dyn ProcessGroup>, tensor: &Tensor, dst: usize) -> Result<Work> {
+        self.record(group, "send", bytes(tensor), || group.send(tensor, dst))
     }
 
-    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
-        Ok(self.profiler.watch_group(self.inner.split(partition, name)?))
-    }
-
-    fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
-        self.inner.empty(elements, dtype, device)
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn exact_reductions(&self) -> bool {
-        self.inner.exact_reductions()
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.inner.failure()
+    fn recv(&self, group: &Arc<dyn ProcessGroup>, tensor: &Tensor, src: usize) -> Result<Work> {
+        self.record(group, "recv", bytes(tensor), || group.recv(tensor, src))
     }
 }

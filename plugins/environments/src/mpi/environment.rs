@@ -1,7 +1,8 @@
 //! [`Mpi`].
 
-use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
-use fulgurite_core::{Result, register_environment};
+use fulgurite_config::register_environment;
+use fulgurite_error::Result;
+use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use serde::{Deserialize, Serialize};
 
 use super::launchers::{Launcher, has_started};
@@ -31,7 +32,7 @@ use crate::starter::starter;
 ///
 /// Recognised by a variable with the rank. Under Slurm, whose `srun` sets `PMI_RANK` or `PMIX_RANK` too, these count
 /// only if they differ from `SLURM_PROCID`, or outside of a step.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Mpi {}
 

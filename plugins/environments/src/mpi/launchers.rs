@@ -1,7 +1,7 @@
 //! The variables of MPI's launchers.
 
-use fulgurite_core::environment::Variables;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::Variables;
 
 use crate::process::Names;
 

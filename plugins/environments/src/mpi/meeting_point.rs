@@ -1,8 +1,8 @@
 //! Where the ranks of an MPI job meet. MPI's launchers do not say where rank 0 is, and each tells jobs apart in its
 //! own way.
 
-use fulgurite_core::environment::Variables;
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_launch::environment::Variables;
 
 use super::launchers::Launcher;
 use crate::main_address::{master_port, port_of};

@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
-use fulgurite_core::{Error, Result, quoted};
+use fulgurite_error::{Error, Result, quoted};
 use serde_json::{Value, json};
 use ureq::Agent;
 

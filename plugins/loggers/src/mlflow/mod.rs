@@ -9,8 +9,8 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-use fulgurite_core::trainer::{Logger, LoggerConfig, RunStatus};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Logger, LoggerConfig, RunStatus};
 use serde::{Deserialize, Serialize};
 use toml::{Table, Value};
 
@@ -31,7 +31,7 @@ pub enum OnError {
 /// `trainer.loggers = [{ type = "mlflow", tracking_uri = "http://127.0.0.1:5000" }]`: metrics, and the
 /// configuration as parameters, on an MLflow server. The newest checkpoint is a tag. Who asks is taken from
 /// the variables `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`.
-#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct MlflowConfig {
     /// The server; by default that of the variable `MLFLOW_TRACKING_URI`.
@@ -91,7 +91,7 @@ impl MlflowConfig {
     }
 }
 
-fulgurite_core::register_logger!(
+fulgurite_config::register_logger!(
     "mlflow",
     MlflowConfig,
     "a run on an MLflow server: metrics, and the configuration as parameters",

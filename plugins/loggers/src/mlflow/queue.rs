@@ -5,7 +5,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::{Duration, Instant};
 
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 use serde_json::{Value, json};
 
 use super::client::{Client, Failure};

@@ -1,7 +1,7 @@
 //! The messages of event files: `tensorflow.Event` and what it holds, and those of the plugins `text`
 //! and `hparams`.
 
-use fulgurite_core::trainer::{Histogram, RunStatus};
+use fulgurite_trainer::trainer::{Histogram, RunStatus};
 use toml::{Table, Value};
 
 use super::protobuf::Message;

@@ -13,8 +13,8 @@ use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
-use fulgurite_core::trainer::{Histogram, Logger, LoggerConfig, RunStatus};
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Histogram, Logger, LoggerConfig, RunStatus};
 use serde::{Deserialize, Serialize};
 
 use self::protobuf::Message;
@@ -22,7 +22,7 @@ use self::protobuf::Message;
 /// `trainer.loggers = ["tensorboard"]`: an event file in the run's directory, with scalars, texts,
 /// histograms, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs` shows
 /// every run below it, also while it goes on: each event is written at once and whole.
-#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct TensorboardConfig {
     /// The directory of the event file; by default the run's. A resumed run that writes to the
@@ -39,7 +39,7 @@ impl LoggerConfig for TensorboardConfig {
     }
 }
 
-fulgurite_core::register_logger!(
+fulgurite_config::register_logger!(
     "tensorboard",
     TensorboardConfig,
     "event files for TensorBoard: scalars, texts, histograms, hyper-parameters",

@@ -3,8 +3,10 @@
 use std::sync::{Arc, Mutex};
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::collective::{Collective, End, ProcessGroup, ReduceOp, ReduceScatter, Work};
-use fulgurite_core::{Error, Result};
+use fulgurite_core::Result;
+use fulgurite_core::collective::{
+    Collective, End, Intercepted, Interceptor, ProcessGroup, ReduceOp, ReduceScatter, Work,
+};
 use fulgurite_test_support::training::Training;
 use fulgurite_transports::run_ranks;
 
@@ -24,46 +26,28 @@ enum What {
 /// What a rank's computing thread does with shards and replicas, in order.
 type Seen = Arc<Mutex<Vec<What>>>;
 
-/// A group that notes what is done with it.
-struct Observed {
-    inner: Arc<dyn ProcessGroup>,
-    seen: Seen,
-}
+/// Notes what is done with a group.
+struct Observer(Seen);
 
-impl Observed {
+impl Observer {
     fn note(&self, what: What) {
-        self.seen.lock().unwrap().push(what);
+        self.0.lock().unwrap().push(what);
     }
 }
 
-impl ProcessGroup for Observed {
-    fn name(&self) -> &str {
-        self.inner.name()
-    }
-
-    fn rank(&self) -> usize {
-        self.inner.rank()
-    }
-
-    fn size(&self) -> usize {
-        self.inner.size()
-    }
-
-    fn global_ranks(&self) -> &[usize] {
-        self.inner.global_ranks()
-    }
-
-    fn exact_reductions(&self) -> bool {
-        self.inner.exact_reductions()
-    }
-
-    fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
+impl Interceptor for Observer {
+    fn start(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        collective: Collective,
+        overlap: bool,
+    ) -> Result<Work> {
         let op = collective.name();
-        let work = self.inner.start(collective, overlap)?;
-        match (op, self.name()) {
+        let work = group.start(collective, overlap)?;
+        match (op, group.name()) {
             ("reduce_scatter", _) => {
                 self.note(What::ReduceScatter);
-                let (seen, end) = (self.seen.clone(), work.end().cloned().expect("an end"));
+                let (seen, end) = (self.0.clone(), work.end().cloned().expect("an end"));
                 let wait = move || {
                     seen.lock().unwrap().push(What::WaitForIt);
                     work.wait()
@@ -77,39 +61,27 @@ impl ProcessGroup for Observed {
         Ok(work)
     }
 
-    fn start_after(&self, end: &Arc<dyn End>, collective: Collective) -> Result<Option<Work>> {
-        assert_eq!((collective.name(), self.name()), ("all_reduce", REPLICAS));
-        let work = self.inner.start_after(end, collective)?;
+    fn start_after(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        end: &Arc<dyn End>,
+        collective: Collective,
+    ) -> Result<Option<Work>> {
+        assert_eq!((collective.name(), group.name()), ("all_reduce", REPLICAS));
+        let work = group.start_after(end, collective)?;
         self.note(What::AllReduceBehind);
         Ok(work)
     }
 
-    fn send(&self, tensor: &Tensor, dst: usize) -> Result<Work> {
-        self.inner.send(tensor, dst)
-    }
-
-    fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work> {
-        self.inner.recv(tensor, src)
-    }
-
-    fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>> {
-        let inner = self.inner.split(partition, name)?;
-        Ok(Arc::new(Self { inner, seen: self.seen.clone() }))
-    }
-
-    fn abort(&self, reason: &str) {
-        self.inner.abort(reason);
-    }
-
-    fn failure(&self) -> Option<Error> {
-        self.inner.failure()
+    fn around(&self, part: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>> {
+        Ok(Arc::new(Intercepted::new(part, Self(self.0.clone()))))
     }
 }
 
 /// What this rank does in a training of some steps, of `micro_batches` each.
 fn train(world: Arc<dyn ProcessGroup>, keys: &str, micro_batches: usize) -> Result<Vec<What>> {
     let seen = Seen::default();
-    let world: Arc<dyn ProcessGroup> = Arc::new(Observed { inner: world, seen: seen.clone() });
+    let world: Arc<dyn ProcessGroup> = Arc::new(Intercepted::new(world, Observer(seen.clone())));
     let config = format!(
         r#"{{"type": "model_parallel", "data_parallel_replicate_size": 2, "data_parallel_shard_size": 2{keys}}}"#
     );

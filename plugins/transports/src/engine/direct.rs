@@ -4,9 +4,9 @@
 use std::ops::Range;
 
 use candle_core::{DType, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
-use fulgurite_core::collective::ReduceOp;
+use fulgurite_engine::autograd::storage::{with_bytes, with_bytes_mut};
+use fulgurite_engine::collective::ReduceOp;
+use fulgurite_error::Result;
 
 use super::plan::{Collective, bytes, is_at};
 use super::reduce::reduce;
@@ -29,7 +29,7 @@ const BLOCK_BYTES: usize = 4 << 10;
 /// a tensor is written by at most one rank, and then read by no other: a rank reads and writes its
 /// own part of an all-reduced tensor, and tensors that are gathered or scattered are only read. An
 /// owner does not access its tensors while the collective runs, as
-/// [`Work`](fulgurite_core::collective::Work) demands. The collective holds the tensors, so their
+/// [`Work`](fulgurite_engine::collective::Work) demands. The collective holds the tensors, so their
 /// memory stays; a rank whose collective fails may leave it before the others, and therefore never
 /// frees them.
 pub(crate) struct Direct {

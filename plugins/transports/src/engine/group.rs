@@ -6,9 +6,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{Collective, End, ProcessGroup, Solo, Work, check};
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{Collective, End, ProcessGroup, Solo, Work, check};
+use fulgurite_error::{Error, Result, advice};
 use twox_hash::XxHash3_64;
 
 use super::plan::Collective as EngineCollective;

@@ -8,8 +8,8 @@
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
-use fulgurite_core::collective::check;
+use fulgurite_engine::autograd::storage::{with_bytes, with_bytes_mut};
+use fulgurite_engine::collective::check;
 
 use super::plan::{Buffer, dtype_code};
 use super::queue::{Completion, P2pTask};

@@ -1,10 +1,10 @@
 //! The plan of a collective: its transfers through the slots, in chunks.
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective;
-use fulgurite_core::collective::{AllGather, ReduceOp, ReduceScatter, check};
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective;
+use fulgurite_engine::collective::{AllGather, ReduceOp, ReduceScatter, check};
+use fulgurite_error::Result;
 use twox_hash::XxHash3_64;
 
 use super::stream::Stream;

@@ -8,9 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::Tensor;
-use fulgurite_core::Error;
-use fulgurite_core::collective::{End, Work};
-use fulgurite_core::launch::Patience;
+use fulgurite_engine::collective::{End, Work};
+use fulgurite_error::Error;
+use fulgurite_launch::Patience;
 
 use super::plan::Collective;
 use super::wait::Failure;
@@ -52,7 +52,7 @@ struct Ended<F> {
 }
 
 impl<F: Fn(Failure) -> Error + Send + Sync + 'static> End for Ended<F> {
-    fn wait(&self) -> fulgurite_core::Result<()> {
+    fn wait(&self) -> fulgurite_error::Result<()> {
         self.done.wait().map_err(&self.error)
     }
 }

@@ -2,7 +2,7 @@
 
 use bytemuck::{Pod, cast_slice, cast_slice_mut};
 use candle_core::DType;
-use fulgurite_core::collective::ReduceOp;
+use fulgurite_engine::collective::ReduceOp;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 use pulp::{Arch, Simd, WithSimd};

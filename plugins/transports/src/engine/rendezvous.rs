@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use candle_core::{DType, Tensor};
-use fulgurite_core::Result;
+use fulgurite_error::Result;
 
 use super::blame::Board;
 use crate::memory::{Region, RegionLayout, SharedMemoryHandle};
@@ -61,7 +61,7 @@ pub(crate) trait Rendezvous: Send + Sync {
     fn failure(&self) -> Option<(usize, String)>;
 
     /// Whether this rank is to give up what it waits for, as
-    /// [`Store::give_up`](fulgurite_core::launch::Store::give_up) says.
+    /// [`Store::give_up`](fulgurite_launch::Store::give_up) says.
     fn gives_up(&self) -> bool;
 }
 

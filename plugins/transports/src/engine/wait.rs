@@ -5,8 +5,8 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use fulgurite_core::Error;
-use fulgurite_core::launch::Patience;
+use fulgurite_error::Error;
+use fulgurite_launch::Patience;
 
 use super::blame::{self, Board, LongWait};
 use super::plan::KINDS;
@@ -94,7 +94,7 @@ impl Shared {
         rank: usize,
         offset: u64,
         len: usize,
-    ) -> fulgurite_core::Result<*mut u8> {
+    ) -> fulgurite_error::Result<*mut u8> {
         let record = self.region.record(rank);
         let share = SharedMemoryHandle {
             fd: record.memory.fd.load(Ordering::Relaxed),

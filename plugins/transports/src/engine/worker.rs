@@ -5,8 +5,8 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
-use fulgurite_core::autograd::storage::{with_bytes, with_bytes_mut};
-use fulgurite_core::collective::RANKS_DIFFER;
+use fulgurite_engine::autograd::storage::{with_bytes, with_bytes_mut};
+use fulgurite_engine::collective::RANKS_DIFFER;
 
 use super::direct::Direct;
 use super::plan::{Collective, CollectivePlan, Fingerprint};

@@ -2,10 +2,11 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::collective::{GroupContext, GroupMemory, ProcessGroup, ProcessGroupConfig};
-use fulgurite_core::config::PluginValue;
-use fulgurite_core::registry::{self, kind};
-use fulgurite_core::{Error, Result, register_process_group};
+use fulgurite_config::PluginValue;
+use fulgurite_config::register_process_group;
+use fulgurite_config::registry::{self, kind};
+use fulgurite_engine::collective::{GroupContext, GroupMemory, ProcessGroup, ProcessGroupConfig};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::group::{Mixed, Parts};
@@ -15,7 +16,7 @@ use crate::Shm;
 ///
 /// Of a job on one host it is `shm`. Where every rank has a device of its own, such as a GPU of NVIDIA, and the program a
 /// process group for those, `nccl`, that carries the tensors on devices, and this one all others.
-#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
+#[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Auto {
     /// The process group between hosts: a name such as `"tcp"`, or a table with its options. `"auto"`: `mpi` if the

@@ -6,9 +6,9 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::collective::{Collective, End, ProcessGroup, Work, check};
-use fulgurite_core::launch::Patience;
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_engine::collective::{Collective, End, ProcessGroup, Work, check};
+use fulgurite_error::{Error, Result, advice};
+use fulgurite_launch::Patience;
 
 use super::levels::Levels;
 use super::placement::Placement;

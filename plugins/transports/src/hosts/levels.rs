@@ -5,11 +5,11 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::Result;
-use fulgurite_core::autograd::storage::{copy_from, with_bytes, with_bytes_mut};
-use fulgurite_core::collective::{
+use fulgurite_engine::autograd::storage::{copy_from, with_bytes, with_bytes_mut};
+use fulgurite_engine::collective::{
     AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, Work,
 };
+use fulgurite_error::Result;
 
 use super::placement::{Placement, pieces};
 use crate::engine::{self, reduce};
@@ -46,7 +46,7 @@ impl Levels {
             engine::Collective::Broadcast(tensor, src) => self.broadcast(tensor, *src),
             engine::Collective::AllReduce(tensor, op) => self.all_reduce(tensor, *op),
             engine::Collective::ReduceScatter(parts, op) => self.reduce_scatter(parts, *op),
-            other => Err(fulgurite_core::Error::other(format!("{} in levels", other.name()))),
+            other => Err(fulgurite_error::Error::other(format!("{} in levels", other.name()))),
         }
     }
 
@@ -125,7 +125,7 @@ impl Levels {
                     let copy = (host == self.host && !common.is_empty()).then(|| {
                         let to = output.narrow(0, common.start - mine.start, common.len())?;
                         let from = common.start - range.start..common.end - range.start;
-                        Ok::<_, fulgurite_core::Error>((from, to))
+                        Ok::<_, fulgurite_error::Error>((from, to))
                     });
                     all.push(Piece {
                         input,
@@ -206,7 +206,7 @@ impl Levels {
     /// Passes the result of a piece back, and gives it to this host's members.
     fn finish_piece(&self, flow: &mut Flow, piece: &Piece) -> Result<()> {
         let Some((work, result)) = flow.results.pop_front() else {
-            return Err(fulgurite_core::Error::other("a piece that was not reduced"));
+            return Err(fulgurite_error::Error::other("a piece that was not reduced"));
         };
         work.wait()?;
         if self.is_leader() && self.host > 0 && piece.result.reaches(self.host - 1) {

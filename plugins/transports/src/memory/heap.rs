@@ -215,7 +215,7 @@ pub(crate) fn keep_from_dumps(map: &memmap2::MmapRaw) {
 pub(crate) fn empty_tensor(
     elements: usize,
     dtype: DType,
-) -> fulgurite_core::Result<Option<Tensor>> {
+) -> fulgurite_error::Result<Option<Tensor>> {
     macro_rules! empty {
         ($($dtype:ident: $ty:ty),*) => { match dtype {
             $(DType::$dtype => empty::<$ty>(elements)

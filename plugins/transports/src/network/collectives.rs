@@ -1,6 +1,6 @@
 //! Collectives as rounds of messages.
 
-use fulgurite_core::collective::ReduceOp;
+use fulgurite_engine::collective::ReduceOp;
 
 use super::memory::{Memory, Scratch};
 use super::worker::Operation;

@@ -5,8 +5,10 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 
 use candle_core::Tensor;
-use fulgurite_core::collective::{Collective, End, GroupContext, ProcessGroup, Solo, Work, check};
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_engine::collective::{
+    Collective, End, GroupContext, ProcessGroup, Solo, Work, check,
+};
+use fulgurite_error::{Error, Result, advice};
 use twox_hash::XxHash3_64;
 
 use super::lanes::Lanes;

@@ -13,8 +13,8 @@ use std::thread::JoinHandle;
 
 use bytemuck::{Pod, Zeroable};
 use candle_core::Tensor;
-use fulgurite_core::collective::check;
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_engine::collective::check;
+use fulgurite_error::{Error, Result, advice};
 
 use super::memory::Memory;
 use super::shared::{Greeting, Shared, Waiting};

@@ -4,8 +4,8 @@
 use std::ops::Range;
 
 use candle_core::Tensor;
-use fulgurite_core::Result;
-use fulgurite_core::autograd::storage::with_bytes_mut;
+use fulgurite_engine::autograd::storage::with_bytes_mut;
+use fulgurite_error::Result;
 
 use super::wire::{Incoming, Outgoing};
 

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
 use std::time::Duration;
 
-use fulgurite_core::launch::Store;
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_error::{Error, Result, advice};
+use fulgurite_launch::Store;
 
 type Task = Box<dyn FnOnce(&dyn Store) + Send>;
 

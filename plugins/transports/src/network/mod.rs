@@ -1,7 +1,7 @@
 //! Process groups over a network: one engine over any [`Wire`].
 //!
 //! A transport brings a [`Network`], which connects the members of a group, and gets all of
-//! [`ProcessGroup`](fulgurite_core::collective::ProcessGroup) from [`connect_world`]. [`Tcp`] is one; the crate
+//! [`ProcessGroup`](fulgurite_engine::collective::ProcessGroup) from [`connect_world`]. [`Tcp`] is one; the crate
 //! `fulgurite-mpi` has another.
 //!
 //! # How it works
@@ -20,7 +20,7 @@
 //! So what a member sends and receives of `n` bytes is as little as in a ring (an all-reduce of `m` members:
 //! `2 n (m - 1) / m`), and the order of additions does not depend on who came first, nor on the network.
 //!
-//! Messages ([`ProcessGroup::send`](fulgurite_core::collective::ProcessGroup::send)) go over connections of
+//! Messages ([`ProcessGroup::send`](fulgurite_engine::collective::ProcessGroup::send)) go over connections of
 //! their own, one for each pair and direction that is used, each with a thread.
 //!
 //! # Invariants

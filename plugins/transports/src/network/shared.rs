@@ -6,8 +6,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-use fulgurite_core::Error;
-use fulgurite_core::launch::{Patience, Store};
+use fulgurite_error::Error;
+use fulgurite_launch::{Patience, Store};
 
 use super::memory::Memory;
 use super::messenger::Messenger;

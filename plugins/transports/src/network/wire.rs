@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use fulgurite_core::Result;
+use fulgurite_error::Result;
 
 /// A way to reach the other ranks of a job: TCP, MPI. One for each process.
 pub trait Network: Send + Sync {
@@ -16,7 +16,7 @@ pub trait Network: Send + Sync {
     /// While it waits for a member, it asks `wanted` now and again, at least every [`POLL_INTERVAL`].
     ///
     /// # Errors
-    /// Those of `wanted`; [`Error::Launch`](fulgurite_core::Error::Launch) if a member does not come within
+    /// Those of `wanted`; [`Error::Launch`](fulgurite_error::Error::Launch) if a member does not come within
     /// `timeout` or cannot be reached, naming it.
     fn connect(
         self: Arc<Self>,

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use bytemuck::{Pod, Zeroable};
 use candle_core::DType;
-use fulgurite_core::collective::{RANKS_DIFFER, ReduceOp};
+use fulgurite_engine::collective::{RANKS_DIFFER, ReduceOp};
 
 use super::collectives::{self, Round};
 use super::memory::{Memory, Scratch};

@@ -4,10 +4,10 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::Tensor;
-use fulgurite_core::collective::{Label, ProcessGroup, Work};
-use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot, accumulation_dtype};
-use fulgurite_core::strategy::GradientPart;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::collective::{Label, ProcessGroup, Work};
+use fulgurite_engine::parameter::{GradReducer, Parameter, ParameterSlot, accumulation_dtype};
+use fulgurite_engine::strategy::GradientPart;
+use fulgurite_error::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
 use super::super::reduction::GradientReduction;

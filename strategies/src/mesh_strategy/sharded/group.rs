@@ -5,16 +5,16 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_core::autograd::storage;
-use fulgurite_core::collective::{
+use fulgurite_engine::autograd::storage;
+use fulgurite_engine::collective::{
     AllGather, End, Label, ProcessGroup, ReduceOp, ReduceScatter, Work,
 };
-use fulgurite_core::execution::ContextGuard;
-use fulgurite_core::execution::transfer::{self, HostCopy};
-use fulgurite_core::module::Reshard;
-use fulgurite_core::parameter::{Parameter, ParameterSlot, accumulation_dtype};
-use fulgurite_core::strategy::GradientPart;
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::execution::ContextGuard;
+use fulgurite_engine::execution::transfer::{self, HostCopy};
+use fulgurite_engine::module::Reshard;
+use fulgurite_engine::parameter::{Parameter, ParameterSlot, accumulation_dtype};
+use fulgurite_engine::strategy::GradientPart;
+use fulgurite_error::{Error, Result};
 
 use super::super::reduction::{GradientReduction, scale};
 use crate::schedule::fsdp::Group;

@@ -4,12 +4,12 @@ use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::{DType, Tensor};
-use fulgurite_core::autograd::is_grad_enabled;
-use fulgurite_core::collective::{ProcessGroup, Work};
-use fulgurite_core::execution::transfer::HostCopy;
-use fulgurite_core::module::{UnitHandle, UnitHooks};
-use fulgurite_core::parameter::{GradReducer, Parameter, ParameterSlot};
-use fulgurite_core::{Error, Result};
+use fulgurite_engine::autograd::is_grad_enabled;
+use fulgurite_engine::collective::{ProcessGroup, Work};
+use fulgurite_engine::execution::transfer::HostCopy;
+use fulgurite_engine::module::{UnitHandle, UnitHooks};
+use fulgurite_engine::parameter::{GradReducer, Parameter, ParameterSlot};
+use fulgurite_error::{Error, Result};
 
 use super::super::gradients::{PartialGrads, gradient_after_reduction};
 use super::group::{GradShards, Member, ParamGroup, Reduction, Replication};
@@ -98,7 +98,7 @@ impl ShardedRuntime {
         Self { rank, groups, owners, units, casts, partial_grads, state }
     }
 
-    /// The groups that gather from the parts of [`Reshard::Ranks`](fulgurite_core::module::Reshard::Ranks).
+    /// The groups that gather from the parts of [`Reshard::Ranks`](fulgurite_engine::module::Reshard::Ranks).
     pub(in crate::mesh_strategy) fn part_groups(&self) -> Vec<Arc<dyn ProcessGroup>> {
         self.groups.iter().filter_map(|group| group.part_group().cloned()).collect()
     }

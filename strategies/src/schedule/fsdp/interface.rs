@@ -1,6 +1,6 @@
 //! What a schedule is told, and what it answers.
 
-use fulgurite_core::module::Reshard;
+use fulgurite_engine::module::Reshard;
 
 /// A group of parameters, as the schedule knows it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 
-use fulgurite_core::module::Reshard;
+use fulgurite_engine::module::Reshard;
 
 use super::{Action, Event, Group, Prefetch, ReduceScope};
 

@@ -2,8 +2,8 @@
 
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener};
 
-use fulgurite_core::collective::GroupContext;
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_engine::collective::GroupContext;
+use fulgurite_error::{Error, Result, advice};
 
 use super::config::Tcp;
 

@@ -2,8 +2,9 @@
 
 use std::sync::Arc;
 
-use fulgurite_core::collective::{GroupContext, ProcessGroup, ProcessGroupConfig};
-use fulgurite_core::{Error, Result, register_process_group};
+use fulgurite_config::register_process_group;
+use fulgurite_engine::collective::{GroupContext, ProcessGroup, ProcessGroupConfig};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use super::network::TcpNetwork;
@@ -11,7 +12,7 @@ use crate::network::connect_world;
 
 /// `process_group.type = "tcp"`: connections between the ranks, of one host or of several.
 #[derive(
-    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
+    Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Tcp {

@@ -4,7 +4,7 @@ use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::time::{Duration, Instant};
 
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// How long the beginning of a connection may take.

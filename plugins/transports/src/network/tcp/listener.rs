@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Condvar, Mutex};
 use std::time::Duration;
 
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_error::{Error, Result, advice};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::contact::Contact;

@@ -5,9 +5,9 @@ use std::net::{IpAddr, TcpStream};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use fulgurite_core::collective::GroupContext;
-use fulgurite_core::launch::{Patience, Store};
-use fulgurite_core::{Error, Result, advice};
+use fulgurite_engine::collective::GroupContext;
+use fulgurite_error::{Error, Result, advice};
+use fulgurite_launch::{Patience, Store};
 
 use super::address::listen;
 use super::config::Tcp;

@@ -6,7 +6,7 @@ use std::net::TcpStream;
 use std::sync::Arc;
 use std::time::Instant;
 
-use fulgurite_core::{Error, Result};
+use fulgurite_error::{Error, Result};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::network::TcpNetwork;
