@@ -1,7 +1,6 @@
 //! What crosses the wire in a step: calls and bytes, exactly.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use candle_core::DType;
 use fulgurite_core::collective::{Counter, Record};

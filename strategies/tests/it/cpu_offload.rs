@@ -1,8 +1,6 @@
 //! Shards, gradients and optimizer state in the host's memory. Here the device is the CPU too, so that nothing is copied;
 //! what would be is counted.
 
-use std::sync::Arc;
-
 use candle_core::DType;
 use fulgurite_core::collective::Counter;
 use fulgurite_core::execution::transfer::{self, Transferred};

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::path::Path;
-use std::sync::{Arc, LazyLock};
+use std::sync::LazyLock;
 
 use fulgurite_core::collective::{Counter, Record};
 use fulgurite_core::module::Adapters;

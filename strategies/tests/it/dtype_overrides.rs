@@ -1,7 +1,5 @@
 //! `mixed_precision.overrides`: units and layers in other dtypes than the model.
 
-use std::sync::Arc;
-
 use candle_core::DType;
 use fulgurite_core::collective::Counter;
 use fulgurite_core::module::{ModuleDtype, ModuleInit};

@@ -2,7 +2,6 @@
 //! exactly, as the book's formulas say.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 
 use fulgurite_core::collective::{Counter, Record};
 use fulgurite_core::module::ModuleTree;
