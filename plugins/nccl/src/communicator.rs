@@ -14,31 +14,31 @@ use crate::shared::Shared;
 use crate::streams::Stream;
 use crate::world::World;
 
-/// How long the end of a communicator may take before it is left as it is.
+/// Time limit for finalizing a communicator; after it the communicator is leaked.
 const ENDING: Duration = Duration::from_secs(2);
 
 /// A handle of NCCL.
 struct Live(Handle);
 
-// SAFETY: any thread may use it, one at a time, which `World::calls` sees to.
+// SAFETY: NCCL lets any thread use the handle, one at a time; `World::calls` ensures the latter.
 unsafe impl Send for Live {}
 
-/// A communicator. One that is neither [finished](Self::finish) nor aborted is leaked: to free it could wait for ranks
-/// that are gone.
+/// A communicator. It is leaked unless it is [finished](Self::finish) or aborted: freeing it could
+/// wait for dead ranks.
 pub(crate) struct Communicator {
     world: Arc<World>,
-    /// None once it has ended.
+    /// `None` after the communicator has ended.
     handle: Mutex<Option<Live>>,
     pub(crate) stream: Box<dyn Stream>,
-    /// NCCL has its address.
+    /// NCCL keeps a pointer to the name.
     _name: Arc<CString>,
 }
 
-/// Calls on a communicator.
+/// Calls on one communicator.
 pub(crate) type Calls<'a> = (&'a Communicator, Vec<(Call, Operands)>);
 
 impl Communicator {
-    /// Begins to connect the ranks that have `id`; [`settle`] waits until they are.
+    /// Begins to connect the ranks that share `id`; [`settle`] waits until they are connected.
     pub(crate) fn new(
         shared: &Shared,
         device: &Device,
@@ -54,7 +54,7 @@ impl Communicator {
             let _calls = world.calls();
             world.library.init(&name, id, rank, size)?
         };
-        // NCCL keeps the address as long as the communicator, which may be leaked.
+        // NCCL keeps the pointer as long as the communicator, which may be leaked.
         std::mem::forget(name.clone());
         let handle = Mutex::new(Some(Live(handle)));
         let this = Arc::new(Self { world, handle, stream, _name: name });
@@ -70,34 +70,35 @@ impl Communicator {
         self.handle.lock().unwrap_or_else(PoisonError::into_inner).take().map(|live| live.0)
     }
 
-    /// How it does; `None` once it has ended.
+    /// Returns the communicator's state, or `None` after it has ended.
     pub(crate) fn progress(&self) -> Result<Option<Progress>, Fault> {
         let _calls = self.world.calls();
         let Some(handle) = self.handle() else { return Ok(None) };
-        // SAFETY: it is there as long as the lock is held.
+        // SAFETY: the handle is valid while the lock is held.
         unsafe { self.world.library.progress(handle) }.map(Some)
     }
 
-    /// Ends what is under way on this rank.
+    /// Ends this rank's calls that are under way.
     pub(crate) fn abort(&self) {
         let handle = {
             let _calls = self.world.calls();
             self.take()
         };
         let Some(handle) = handle else { return };
-        // Without the lock, for it may take long; nobody else has the handle now.
-        // SAFETY: it has not ended before.
+        // The lock is not held, as the abort may take long. No other thread has the handle
+        // any more.
+        // SAFETY: the communicator has not ended before.
         if let Err(fault) = unsafe { self.world.library.abort(handle) } {
             tracing::warn!("ending a communicator that failed: {fault}");
         }
     }
 
-    /// Ends it, its calls having run.
+    /// Finalizes and destroys the communicator, once its calls have run.
     pub(crate) fn finish(&self) {
         let finish = || -> Result<bool, Fault> {
             let calls = self.world.calls();
             let Some(handle) = self.handle() else { return Ok(true) };
-            // SAFETY: it is there as long as the lock is held.
+            // SAFETY: the handle is valid while the lock is held.
             let mut progress = unsafe { self.world.library.finalize(handle) }?;
             drop(calls);
             let mut patience = Patience::new(ENDING);
@@ -110,7 +111,7 @@ impl Communicator {
             }
             let _calls = self.world.calls();
             let Some(handle) = self.take() else { return Ok(true) };
-            // SAFETY: it has not ended before, and nobody else has it now.
+            // SAFETY: the communicator has not ended before, and no other thread has the handle.
             unsafe { self.world.library.destroy(handle) }.map(|()| true)
         };
         match finish() {
@@ -121,7 +122,7 @@ impl Communicator {
     }
 }
 
-/// Begins calls on communicators as one, and waits until they are on their streams.
+/// Begins calls on communicators as one group, and waits until they are on their streams.
 pub(crate) fn call(shared: &Shared, calls: &[Calls<'_>]) -> Result<(), Failure> {
     let world = &shared.world;
     let begun = {
@@ -132,8 +133,8 @@ pub(crate) fn call(shared: &Shared, calls: &[Calls<'_>]) -> Result<(), Failure> 
             let stream = communicator.stream.handle();
             all.extend(calls.iter().map(|&(call, operands)| (handle, stream, call, operands)));
         }
-        // SAFETY: the handles are there as long as the lock is held; who plans the calls holds their memory until
-        // they have run.
+        // SAFETY: the handles are valid while the lock is held. The caller holds the calls' memory
+        // until they have run.
         unsafe { world.library.group(&all) }?
     };
     match begun {
@@ -142,7 +143,8 @@ pub(crate) fn call(shared: &Shared, calls: &[Calls<'_>]) -> Result<(), Failure> 
     }
 }
 
-/// Waits until communicators are ready, or have launched what was begun. The watchdog ends it.
+/// Waits until the communicators are ready or have launched their calls. The watchdog ends a wait
+/// that hangs.
 pub(crate) fn settle<'a>(
     shared: &Shared,
     communicators: impl IntoIterator<Item = &'a Communicator>,
@@ -158,8 +160,8 @@ pub(crate) fn settle<'a>(
                 Some(Progress::Done) => break,
                 Some(Progress::UnderWay) => {}
             }
-            // As a rule it takes some tens of microseconds, for NCCL has a thread for each group of calls, and a sleep would
-            // double them; the first time, when ranks connect, it takes seconds.
+            // NCCL uses a thread for each group of calls. That usually takes tens of microseconds,
+            // which a sleep would double. The first call, which connects the ranks, takes seconds.
             polls += 1;
             match polls {
                 0..512 => std::thread::yield_now(),
@@ -171,7 +173,7 @@ pub(crate) fn settle<'a>(
     Ok(())
 }
 
-/// Why a communicator has no handle any more.
+/// Returns the failure to report for a communicator that has ended.
 fn ended(shared: &Shared) -> Failure {
     shared.failure().unwrap_or_else(|| Failure::Group("the communicator has ended".to_owned()))
 }

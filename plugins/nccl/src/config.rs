@@ -11,16 +11,18 @@ use serde::{Deserialize, Serialize};
 
 use crate::library::Library;
 
-/// `process_group.type = "nccl"`: NCCL for tensors on GPUs of NVIDIA, another process group for those of the host.
+/// `process_group.type = "nccl"`: NCCL for NVIDIA GPU tensors, another process group for host ones.
 ///
-/// Needs the cargo feature `cuda`, and NCCL 2.18 or newer where the ranks run. It has run on emulated GPUs, with a library in
-/// NCCL's place, and never on a GPU.
+/// Needs the cargo feature `cuda`, and NCCL 2.18 or newer where the ranks run. It has run on
+/// emulated GPUs with a library in NCCL's place, and never on a GPU.
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Nccl {
-    /// The path of NCCL. By default `libnccl.so.2`, wherever the dynamic loader finds it (`LD_LIBRARY_PATH`).
+    /// The path of NCCL. By default `libnccl.so.2`, wherever the dynamic loader finds it
+    /// (`LD_LIBRARY_PATH`).
     pub library: Option<PathBuf>,
-    /// The process group for tensors of the host: a name such as `"tcp"`, or a table with its options.
+    /// The process group for tensors of the host: a name such as `"tcp"`, or a table with its
+    /// options.
     pub host: PluginValue,
 }
 
@@ -38,7 +40,7 @@ register_process_group!(
 );
 
 impl Nccl {
-    /// The process group for tensors of the host.
+    /// Builds the configuration of the host's process group.
     fn host(&self) -> Result<Box<dyn ProcessGroupConfig>> {
         if self.host.name == "nccl" {
             return Err(Error::Config(
@@ -135,7 +137,7 @@ mod tests {
 
     #[cfg(not(feature = "cuda"))]
     #[test]
-    fn without_the_feature_a_run_is_refused_before_it_starts() {
+    fn check_refuses_builds_without_cuda() {
         insta::assert_snapshot!(config("{}").check().unwrap_err(), @r#"trainer.process_group.type is "nccl", but this program was built without CUDA. Build it with the cargo feature `cuda` of `fulgurite` (or of `fulgurite-nccl`), or set trainer.process_group = "auto""#);
     }
 }

@@ -1,4 +1,4 @@
-//! GPUs of NVIDIA, over CUDA's driver. Run on emulated ones (`.ci/gpu`), never on one.
+//! NVIDIA GPUs, over CUDA's driver. Has run on emulated GPUs (`.ci/gpu`), never on a real one.
 #![allow(unsafe_code)] // Calls of the driver, and addresses of tensors.
 
 use std::any::Any;
@@ -17,11 +17,11 @@ use fulgurite_kernels::plans::{self, Copied};
 
 use crate::streams::{Copy, Event, Memory, Stream, Streams};
 
-/// The highest priority of streams, to which CUDA clamps what is beyond it: kernels of a collective get multiprocessors
-/// before further blocks of products that were launched earlier.
+/// Highest stream priority; CUDA clamps it to its range. A collective's kernels get multiprocessors
+/// before further blocks of matrix products that were launched earlier.
 const HIGHEST: i32 = -100;
 
-/// The GPU that tensors are on. Its compute stream is candle's; memory is of its stream-ordered pool.
+/// The GPU of the tensors. Computes on candle's stream; memory is from its stream-ordered pool.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct Cuda;
 
@@ -36,7 +36,7 @@ fn cuda(device: &Device) -> Result<&CudaDevice> {
     }
 }
 
-/// What a GPU has of a launch: the tensor, and the stream that later work on it is queued on.
+/// Keeps the memory of a launch alive, with the stream on which later work on it is queued.
 struct Held {
     tensor: Option<Tensor>,
     buffer: Option<CudaSlice<u8>>,
@@ -45,8 +45,9 @@ struct Held {
 
 impl Drop for Held {
     fn drop(&mut self) {
-        // It may be another thread than the one that computes, and memory is freed by the thread's context. An error
-        // is one of the context, which the next call has too.
+        // Another thread than the computing one may drop it, and memory is freed in the thread's
+        // current context. An error here is an error of the context, which the next call reports
+        // too.
         let _ = make_current(self.compute.context());
         drop((self.tensor.take(), self.buffer.take()));
     }
@@ -99,7 +100,8 @@ impl Streams for Cuda {
 
     fn allocate(&self, device: &Device, bytes: usize) -> Result<Memory> {
         let compute = cuda(device)?.cuda_stream();
-        // SAFETY: it is written before it is read, but for padding, which nobody reads.
+        // SAFETY: every byte is written before it is read, except padding, whose values are never
+        // used.
         let buffer = unsafe { compute.alloc::<u8>(bytes.max(1)) };
         let buffer = buffer.map_err(failed("allocating memory for a collective"))?;
         let address = buffer.device_ptr(&compute).0 as *mut c_void;
@@ -116,7 +118,7 @@ impl Streams for Cuda {
 struct GpuStream {
     own: Arc<CudaStream>,
     compute: Arc<CudaStream>,
-    /// What copies go to `own` by.
+    /// Launches copies on `own`.
     queue: Mutex<Queue>,
 }
 
@@ -164,7 +166,8 @@ fn gpu_event(event: &dyn Event) -> Result<&GpuEvent> {
 
 impl Event for GpuEvent {
     fn is_done(&self) -> Result<bool> {
-        // Not cudarc's way, which would hand the watchdog an error that another thread's `Drop` has left.
+        // Not cudarc's method, which would give the watchdog an error left behind by another
+        // thread's `Drop`.
         make_current(self.event.context()).map_err(failed("using a GPU"))?;
         self.event.try_is_complete().map_err(failed("asking a GPU for an event"))
     }

@@ -1,22 +1,22 @@
-//! Why a group is over.
+//! The reason why a group has ended.
 
 use fulgurite_core::Error;
 
 use crate::flight::Notice;
 
-/// The failure of a group. Unlike [`Error`] it is `Clone`.
+/// The failure of a group. Unlike [`Error`], it is `Clone`.
 #[derive(Debug, Clone)]
 pub(crate) enum Failure {
     /// A rank of the job failed: its global rank and its message.
     Peer { rank: usize, message: String },
-    /// Any other failure; its message.
+    /// Any other failure, by its message.
     Group(String),
-    /// This rank was asked to end while the job starts.
+    /// This rank was asked to end during the job's start.
     Interrupted,
 }
 
 impl Failure {
-    /// With what it happened in, where that is not in the message.
+    /// Adds the collective or message in which it happened, if the failure does not name it.
     pub(crate) fn within(self, notice: &Notice) -> Self {
         match self {
             Self::Group(message) => Self::Group(format!("{message}, in {}", notice.describe())),
@@ -24,7 +24,7 @@ impl Failure {
         }
     }
 
-    /// What the other ranks are told.
+    /// Returns the message for the other ranks.
     pub(crate) fn reason(&self) -> String {
         match self {
             Self::Peer { rank, message } => format!("rank {rank} failed: {message}"),

@@ -1,27 +1,28 @@
-//! Where uneven parts lie in a flat buffer that NCCL, which knows even parts alone, gathers or scatters.
+//! Layout of uneven parts in a flat buffer, because NCCL gathers and scatters only even parts.
 //!
-//! The buffer has a slot of one length for each rank. A tensor has one place in all slots, as long as the longest of
-//! its parts; what a rank has less is padding of arbitrary content.
+//! The buffer has a slot for each rank, all of one length. A tensor has the same place in all
+//! slots, as long as its longest part. A rank with a shorter part leaves padding of arbitrary
+//! content.
 
-/// A tensor of several parts, one for each rank, of these lengths in elements.
+/// Lengths in elements of a tensor's parts, one for each rank.
 pub(crate) type Counts<'a> = &'a [usize];
 
-/// Whether all parts are of one length.
+/// Whether all parts have one length.
 pub(crate) fn is_even(counts: Counts<'_>) -> bool {
     counts.windows(2).all(|pair| pair[0] == pair[1])
 }
 
-/// The places of some tensors of one dtype.
+/// The layout of several tensors of one dtype.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct Flat {
     /// Elements of a slot.
     pub(crate) slot: usize,
-    /// By tensor, where it begins in a slot.
+    /// Offsets of the tensors within a slot, in elements.
     pub(crate) places: Vec<usize>,
 }
 
 impl Flat {
-    /// Lays out tensors; each begins at a multiple of `align` elements.
+    /// Lays out tensors. Each begins at a multiple of `align` elements.
     pub(crate) fn new<'a>(tensors: impl IntoIterator<Item = Counts<'a>>, align: usize) -> Self {
         let (mut slot, mut places) = (0_usize, Vec::new());
         for counts in tensors {
@@ -31,7 +32,7 @@ impl Flat {
         Self { slot, places }
     }
 
-    /// Where tensor number `tensor` of `rank` begins in the buffer.
+    /// Returns the offset in the buffer, in elements, of `rank`'s part of tensor number `tensor`.
     pub(crate) fn at(&self, tensor: usize, rank: usize) -> usize {
         rank * self.slot + self.places[tensor]
     }

@@ -1,4 +1,4 @@
-//! What a group has begun and not ended.
+//! Collectives and messages that a group has begun and not finished.
 
 use std::sync::Arc;
 use std::time::Instant;
@@ -7,15 +7,15 @@ use fulgurite_core::collective::Collective;
 
 use crate::streams::{Event, Memory};
 
-/// What is said of a collective or message.
+/// Description of a collective or message, for error messages.
 pub(crate) struct Notice {
-    /// Which of the group's collectives it is, from 1 on; of messages none.
+    /// Position among the group's collectives, from 1 on; `None` for messages.
     pub(crate) number: Option<u64>,
     /// `all_reduce Sum of 4096 f32`
     pub(crate) what: String,
-    /// What it is for, such as the path of a unit.
+    /// The purpose, such as the path of a unit.
     pub(crate) label: Option<String>,
-    /// The group ranks that it waits for; of a collective all others.
+    /// Group ranks that it waits for. A collective waits for all other ranks.
     pub(crate) peers: Vec<usize>,
 }
 
@@ -37,23 +37,23 @@ impl Notice {
 pub(crate) struct Flight {
     pub(crate) notice: Arc<Notice>,
     pub(crate) since: Instant,
-    /// None until it is launched.
+    /// `None` until the launch.
     pub(crate) event: Option<Arc<dyn Event>>,
-    /// Of what nobody waits for.
+    /// Memory of a dropped work, held until it has run.
     pub(crate) memory: Vec<Memory>,
-    /// When the other ranks were last asked where they are.
+    /// Time of the last question to the other ranks about their collectives.
     pub(crate) asked: Option<Instant>,
 }
 
 impl Flight {
-    /// One that begins now.
+    /// A collective or message that begins now.
     pub(crate) fn new(notice: Notice) -> Self {
         let (notice, since) = (Arc::new(notice), Instant::now());
         Self { notice, since, event: None, memory: Vec::new(), asked: None }
     }
 }
 
-/// What a collective is, for people, and to be compared between ranks.
+/// Describes a collective, for people and for comparison between ranks.
 pub(crate) fn describe(collective: &Collective) -> String {
     let name = collective.name();
     match collective {

@@ -27,14 +27,15 @@ use crate::streams::{Event, Streams};
 use crate::timed::Timed;
 use crate::world::World;
 
-/// How long a group that is dropped lets what was started go on.
+/// Time limit for started collectives when their group is dropped.
 const CLOSING: Duration = Duration::from_secs(5);
 
-/// What a rank brings to its first group.
+/// A rank's inputs to its first group.
 pub struct Parts {
-    /// The job's ranks, for tensors of the host: a failure of it is one of the new group, and the other way round.
+    /// The job's ranks, for host tensors. If it fails the new group fails too, and the other way
+    /// round.
     pub host: Arc<dyn ProcessGroup>,
-    /// The path of NCCL; `None`: `libnccl.so.2`, wherever the dynamic loader finds it.
+    /// The path of NCCL. By default `libnccl.so.2`, found by the dynamic loader.
     pub library: Option<std::path::PathBuf>,
     /// The device.
     pub streams: Arc<dyn Streams>,
@@ -44,12 +45,14 @@ pub struct Parts {
     pub timeout: Duration,
 }
 
-/// The group of the ranks of `parts.host`: tensors that the device reaches go over NCCL, others over the host's group. A
-/// group of one rank is the host's. Every rank calls it, in the same order as other calls.
+/// Makes the group of the ranks of `parts.host`: device tensors use NCCL, others the host's group.
+///
+/// A group of one rank is the host's group. Collective: every rank calls it, in the same order as
+/// other calls.
 ///
 /// # Errors
-/// If NCCL cannot be loaded, or is older than 2.18; if ranks are threads of one process and NCCL is older than 2.24, unless
-/// `NCCL_P2P_DIRECT_DISABLE` is 1.
+/// If NCCL cannot be loaded or is older than 2.18. Also if ranks are threads of one process and
+/// NCCL is older than 2.24, unless `NCCL_P2P_DIRECT_DISABLE` is 1.
 pub fn connect(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
     match parts.host.size() {
         1 => Ok(parts.host),
@@ -57,7 +60,7 @@ pub fn connect(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
     }
 }
 
-/// As [`connect`], and over NCCL also if there is one rank: to find out on one GPU whether NCCL works there.
+/// Like [`connect`], but uses NCCL even for one rank, to test NCCL on a single GPU.
 ///
 /// # Errors
 /// As [`connect`].
@@ -66,7 +69,7 @@ pub fn connect_even_alone(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
     let library = Library::open(library.as_deref())?;
     tracing::debug!("process group `{}` over {}", host.name(), library.description());
     refuse_threads(&*host, &library)?;
-    // A job may build several world groups; every rank builds them in the same order.
+    // A job may build several world groups. Every rank builds them in the same order.
     let rank = host.global_ranks()[host.rank()];
     let build = store.add(&format!("process_group/nccl/builds/{rank}"), 1)?;
     let world = World::new(library, streams, store, timeout)?;
@@ -74,9 +77,10 @@ pub fn connect_even_alone(parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
     Ok(Group::of(Shared::new(world, host, format!("process_group/nccl/world{build}"), name)))
 }
 
-/// Refuses ranks that are threads of one process, if NCCL would write into each other's tensors. Collective.
+/// Refuses ranks that are threads of one process, if NCCL would write into other ranks' tensors.
+/// Collective.
 fn refuse_threads(host: &dyn ProcessGroup, library: &Library) -> Result<()> {
-    /// Differs between processes, also those of containers, whose ids may be the same.
+    /// Differs between processes, even in containers, where two processes may have the same id.
     static PROCESS: LazyLock<u64> = LazyLock::new(|| RandomState::new().hash_one(0));
     let disabled = std::env::var("NCCL_P2P_DIRECT_DISABLE").is_ok_and(|value| value == "1");
     let allowed = library.allows_threads() || disabled;
@@ -94,7 +98,7 @@ fn refuse_threads(host: &dyn ProcessGroup, library: &Library) -> Result<()> {
     }
 }
 
-/// What this thread's collectives are for.
+/// Returns the purpose of this thread's collectives.
 fn label() -> Option<String> {
     Label::current().map(|label| label.0.clone())
 }
@@ -102,12 +106,13 @@ fn label() -> Option<String> {
 /// A process group over NCCL.
 struct Group {
     shared: Arc<Shared>,
-    /// Of all members, made by `connect`, or at the first collective on the device.
+    /// Connects all members. Made by `connect`, or at the first collective on the device.
     communicator: Mutex<Option<Arc<Communicator>>>,
     messages: Arc<Messages>,
     collectives: AtomicU64,
     splits: AtomicU64,
-    /// The end of the collective that was launched last: no earlier one ends later, for all share a stream.
+    /// End of the last launched collective. All earlier ones have ended by then, as all share a
+    /// stream.
     last: Mutex<Option<Arc<Ended>>>,
 }
 
@@ -131,7 +136,7 @@ impl Group {
         }
     }
 
-    /// Where a collective goes, and its name.
+    /// Splits a collective between NCCL and the host's group. Also returns its name.
     fn routes(&self, collective: Collective) -> Result<(Routes, &'static str)> {
         collective.check(self)?;
         let op = collective.name();
@@ -139,7 +144,7 @@ impl Group {
         Ok((Routes::of(self, collective, &*self.shared.world.streams)?, op))
     }
 
-    /// Begins the messages so far, for what comes next may wait for them on another rank.
+    /// Begins the pending messages: a peer may need them before it joins the next collective.
     fn flush(&self, op: &'static str) -> Result<()> {
         self.messages.flush().map_err(|failure| self.shared.error(op, failure))
     }
@@ -172,7 +177,7 @@ impl Group {
             Err(failure) => {
                 let failure = failure.within(&notice);
                 shared.fail(failure.clone());
-                // The first failure, of which this one may be a consequence.
+                // Report the first failure, which may have caused this one.
                 Err(shared.error(op, shared.failure().unwrap_or(failure)))
             }
         }
@@ -200,7 +205,8 @@ impl Group {
                 stream.follow(&*ended.event)?;
             }
             let timed = Timed::begin(&**stream, Timing::current())?;
-            // SAFETY: of memory that the plan holds, within its bounds, between tensors and flat buffers, which are none.
+            // SAFETY: the plan holds the memory, the copies stay within its bounds, and each is
+            // between a tensor and a flat buffer, which never overlap.
             unsafe { stream.copy(&before)? };
             call(shared, &[(&communicator, calls)])?;
             // SAFETY: as above.
@@ -215,7 +221,7 @@ impl Group {
         match queue() {
             Ok(event) => Ok(Pending { shared: shared.clone(), ticket, event, memory }),
             Err(failure) => {
-                // Some of it may be under way.
+                // Some calls may be under way.
                 std::mem::forget(memory);
                 Err(failure)
             }
@@ -226,8 +232,8 @@ impl Group {
         self.last.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// A barrier of the host's group. It orders the device too: later work of the compute stream comes after the
-    /// collectives that were launched before, also those whose `Work` was dropped.
+    /// A barrier of the host's group, which also orders the device. Later work of the compute
+    /// stream runs after all earlier collectives, including those whose `Work` was dropped.
     fn barrier(&self, overlap: bool) -> Result<Work> {
         let on_host = self.shared.host.start(Collective::Barrier, overlap)?;
         let last = self.last().clone();
@@ -237,7 +243,7 @@ impl Group {
         }))
     }
 
-    /// The communicator of all members. Collective at first.
+    /// Returns the communicator of all members. The first call is collective.
     fn communicator(&self, device: &Device) -> Result<Arc<Communicator>, Failure> {
         let mut place = self.communicator.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(communicator) = &*place {
@@ -253,7 +259,7 @@ impl Group {
             }
             _ => Ok(vec![]),
         };
-        // What rank 0 has to say, also if it is an error.
+        // Rank 0 sends its id or its error.
         let id = broadcast_object(&*shared.host, &own, 0)?.map_err(Failure::Group)?;
         let id = id.try_into().map_err(|_| Failure::Group("the id of NCCL is none".to_owned()))?;
         let new = Communicator::new(shared, device, UniqueId(id), shared.rank, self.size())?;
@@ -307,7 +313,7 @@ impl ProcessGroup for Group {
         if let Some(Collective::Barrier) = on_host {
             return self.barrier(overlap);
         }
-        // In this order on all ranks.
+        // Host first, on all ranks.
         let on_host = on_host.map(|collective| self.shared.host.start(collective, overlap));
         let on_device =
             on_device.map(|(collective, device)| self.launch(&collective, &device, None));
@@ -355,7 +361,8 @@ impl ProcessGroup for Group {
         Ok(Self::of(Shared::new(shared.world.clone(), host, key, name.to_owned())))
     }
 
-    /// NCCL connects what an algorithm needs at its first call, so each kind of collective of a step is called once.
+    /// NCCL connects an algorithm at its first call, so this calls each kind of collective of a
+    /// step once.
     fn connect(&self, device: &Device) -> Result<()> {
         let one = Tensor::zeros(1, DType::F32, device)?;
         if !self.shared.world.streams.reaches(&one) {
@@ -384,10 +391,10 @@ impl ProcessGroup for Group {
 }
 
 impl Drop for Group {
-    /// Lets what was started run, and frees the communicators.
+    /// Waits for started work, then frees the communicators.
     fn drop(&mut self) {
         let shared = &self.shared;
-        // An error ends the group.
+        // An error here makes the group fail.
         let _ = self.messages.flush();
         let mut patience = Patience::new(CLOSING);
         while shared.failure().is_none() {

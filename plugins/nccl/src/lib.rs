@@ -1,4 +1,4 @@
-//! Process groups over NCCL: tensors on GPUs of NVIDIA go over NCCL, those of the host over another process group.
+//! NCCL process groups: NVIDIA GPU tensors use NCCL, host tensors use another process group.
 //!
 //! ```
 //! use fulgurite_core::collective::ProcessGroupConfig;
@@ -8,49 +8,57 @@
 //! # let _ = config;
 //! ```
 //!
-//! **It was never run on a GPU.** Its tests run all of it but `cuda` with a library that has NCCL's interface and streams that
-//! run in random order (`plugins/nccl/fake`); with that library and `cuda` trainings run on emulated GPUs (`.ci/gpu`).
+//! **It has never run on a GPU.** The tests replace NCCL with a library of the same interface, and
+//! CUDA streams with streams that run in random order (`plugins/nccl/fake`). They cover everything
+//! except `cuda`. Training runs with that library and `cuda` on emulated GPUs (`.ci/gpu`).
 //!
-//! NCCL is loaded when a group is made, so that one program runs with and without it. The cargo feature `cuda` has the
-//! device; without it the crate builds everywhere, and says so at the start of a run.
+//! NCCL is loaded when a group is made, so one program runs with and without it. The cargo feature
+//! `cuda` adds the device. Without the feature the crate builds everywhere, and a run with `nccl`
+//! is refused at its start.
 //!
 //! # How it works
 //! | file | subject |
 //! |---|---|
 //! | `library` | NCCL's functions, with errors as values |
-//! | [`streams`] | what is needed of a device; `cuda`, the one for GPUs |
-//! | `group`, `routes` | the process group; what goes over NCCL, and what over the host's group |
-//! | `communicator` | a communicator and its stream; calling it and ending it |
+//! | [`streams`] | the device interface; `cuda` implements it for GPUs |
+//! | `group`, `routes` | the process group; the split between NCCL and the host's group |
+//! | `communicator` | a communicator and its stream: calls and shutdown |
 //! | `plan`, `flat` | a collective as calls of NCCL; flat buffers for uneven parts |
 //! | `messages` | `send` and `recv`, begun together |
-//! | `flight`, `pending` | what is under way, for the watchdog and for whoever waits for it |
-//! | `watchdog`, `records` | how every wait ends, and what is said then |
-//! | `shared`, `world`, `failure` | what the parts of a group share, what all groups of a rank do, and why one is over |
+//! | `flight`, `pending` | collectives under way, for the watchdog and for their waiters |
+//! | `watchdog`, `records` | how every wait ends, and with which message |
+//! | `shared`, `world`, `failure` | state of a group, state of all groups of a rank, and failures |
 //!
-//! **Two groups in one.** Each has a group of the host of the same ranks, which carries objects, votes and barriers, the
-//! ids by which ranks find each other in NCCL, and the news of a failure. A group of one rank is the host's alone.
-//! Communicators are made when a strategy
-//! [connects](fulgurite_core::collective::ProcessGroup::connect) the groups that it will use, else at the first
-//! collective; those of messages, of two ranks each, at their first message.
+//! **Two groups in one.** Each group contains a host group of the same ranks. The host group
+//! carries objects, votes, barriers, the NCCL ids of new communicators, and the news of a failure.
+//! A group of one rank is only its host group. A strategy makes the communicators of its groups
+//! when it [connects](fulgurite_core::collective::ProcessGroup::connect) them; otherwise the first
+//! collective does. Messages use communicators of two ranks each, made at the first message.
 //!
-//! **Order.** A communicator has a stream of its own. It waits, on the device, for what the rank has queued so far;
-//! [`Work::wait`](fulgurite_core::collective::Work::wait) makes the rank's stream wait for it. The host never does. A
-//! work's tensors are held until then, or, if nobody waits, until it has run. A barrier runs on the host's group. It also makes
-//! the rank's stream wait for all earlier collectives, so that memory of dropped works can be freed.
+//! **Order.** A communicator has its own stream. On the device, that stream waits for the work that
+//! the rank has queued so far. [`Work::wait`](fulgurite_core::collective::Work::wait) makes the
+//! rank's compute stream wait for the collective; the host never waits for the device. A work holds
+//! its tensors until `wait`, or until it has run if it is dropped. A barrier runs on the host's
+//! group. It also makes the rank's compute stream wait for all earlier collectives, so that memory
+//! of dropped works can be freed.
 //!
-//! **Uneven parts**, of which NCCL knows nothing, go through a flat buffer with a slot of one length for each rank.
+//! **Uneven parts** do not exist in NCCL. They go through a flat buffer with slots of equal length,
+//! one for each rank.
 //!
-//! **Reductions** are in an order that NCCL chooses, so that
-//! [`exact_reductions`](fulgurite_core::collective::ProcessGroup::exact_reductions) is false: sums of floating-point
-//! numbers are rounded to their dtype after each addition, and minima and maxima may pass over NaN.
+//! **Reductions** run in an order that NCCL chooses, so
+//! [`exact_reductions`](fulgurite_core::collective::ProcessGroup::exact_reductions) is false.
+//! Floating-point sums are rounded to their dtype after each addition. Minima and maxima may ignore
+//! NaN.
 //!
 //! # How waits end
-//! Communicators do not block, so that the caller waits for connections itself, and can stop. A thread looks at each
-//! group about every 100 ms: at NCCL's errors, at what has not run within the timeout, and at failures that others have
-//! told of. Then the group is over: the others are told by the host's group, the communicators are aborted, which ends
-//! their kernels, and they and the memory of what was under way are never freed. A wait that lasts a second says in the
-//! job's store which collective it is in, and reads there what the others wait in; so a rank that is late, or in another
-//! collective, is named.
+//! Communicators are non-blocking: the caller polls while they connect or launch, and can stop. A
+//! watchdog thread checks each group about every 100 ms for errors of NCCL, for collectives that
+//! exceed the timeout, and for failures reported by other ranks. On any of them the group fails:
+//! the host's group tells the other ranks, and the communicators are aborted, which ends their
+//! kernels. Neither the communicators nor the memory of unfinished collectives are freed.
+//!
+//! A rank whose wait lasts a second writes its collective to the job's store, and reads the
+//! collectives of the other ranks. So the error names a rank that is late or in another collective.
 
 mod communicator;
 mod config;

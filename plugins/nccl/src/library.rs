@@ -11,26 +11,29 @@ use candle_core::DType;
 use fulgurite_core::collective::ReduceOp;
 use fulgurite_core::{Error, Result};
 
-/// The oldest version that is taken, whose configuration of communicators ends with `splitShare`: `NCCL_VERSION(2, 18, 0)`.
+/// The oldest supported version, whose `ncclConfig_t` ends with `splitShare`:
+/// `NCCL_VERSION(2, 18, 0)`.
 const OLDEST: c_int = 21_800;
-/// The version from which on communicators have names: `NCCL_VERSION(2, 27, 0)`.
+/// The first version with names of communicators: `NCCL_VERSION(2, 27, 0)`.
 const NAMES: c_int = 22_700;
-/// The version from which on ranks that are threads leave each other's tensors alone: `NCCL_VERSION(2, 24, 0)`. Older ones
-/// write into them, which memory of a pool does not allow (`prims_simple.h`, `NCCL_DIRECT_WRITE`).
+/// The first version in which ranks that are threads do not write into each other's tensors:
+/// `NCCL_VERSION(2, 24, 0)`. Older versions do, which memory of a pool does not allow
+/// (`prims_simple.h`, `NCCL_DIRECT_WRITE`).
 const THREADS: c_int = 22_400;
-/// Where NCCL is looked for, by the rules of the dynamic loader.
+/// The default library, found by the rules of the dynamic loader.
 const NAME: &str = "libnccl.so.2";
 
 /// A communicator of NCCL.
 pub(crate) type Handle = *mut c_void;
 
-/// `ncclUniqueId`: what the ranks of a communicator have in common.
+/// `ncclUniqueId`: the id that the ranks of a communicator share.
 #[repr(C)]
 #[derive(Clone, Copy)]
 pub(crate) struct UniqueId(pub(crate) [u8; 128]);
 
-/// `ncclConfig_t` of NCCL 2.27. Later versions append members; by `size` and `version` they know that these have their
-/// defaults. Those from 2.18 on begin with the same members, up to `split_share`, and know no more of it than `size` says.
+/// `ncclConfig_t` of NCCL 2.27. Later versions append members, and give them their defaults by
+/// `size` and `version`. Versions from 2.18 on begin with the same members, up to `split_share`,
+/// and read only `size` bytes.
 #[derive(Clone, Copy)]
 #[repr(C)]
 struct Config {
@@ -55,14 +58,16 @@ struct Config {
 const UNDEFINED: c_int = c_int::MIN;
 
 impl Config {
-    /// A communicator of NCCL `nccl` with this name, if that version has names, none of whose calls blocks.
+    /// A configuration for NCCL version `nccl`: all calls are non-blocking. Versions without names
+    /// ignore `name`.
     fn non_blocking(name: &CStr, nccl: c_int) -> Self {
         let (size, version) = match nccl {
             NAMES.. => (std::mem::size_of::<Self>(), NAMES),
-            // Up to `split_share`, with the padding behind it. 2.17 is the last version that gave members a meaning.
+            // Up to `split_share`, with its padding. 2.17 is the last version that gave
+            // members a meaning.
             _ => (std::mem::offset_of!(Self, comm_name), 21_700),
         };
-        // `traffic_class`, which came with 2.26, lies in what is padding before.
+        // `traffic_class`, new in 2.26, lies in the padding of earlier versions.
         Self {
             size,
             // NCCL_API_MAGIC
@@ -88,12 +93,12 @@ impl Config {
 pub(crate) const SUCCESS: c_int = 0;
 const IN_PROGRESS: c_int = 7;
 
-/// How a communicator does.
+/// The state of a communicator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Progress {
-    /// What was begun is on its way.
+    /// All calls are on their streams.
     Done,
-    /// What was begun has not been launched; nothing else may be called.
+    /// Some calls are not launched yet; no other call is allowed.
     UnderWay,
 }
 
@@ -115,12 +120,13 @@ type Reduce =
 
 macro_rules! functions {
     ($($field:ident: $symbol:literal as $type:ty;)*) => {
-        /// NCCL's functions. They are called by one thread at a time for the communicators of one rank.
+        /// NCCL's functions. For the communicators of one rank, only one thread may call them at a
+        /// time.
         pub(crate) struct Library {
             $($field: $type,)*
             version: c_int,
             path: String,
-            /// Never unloaded: NCCL has threads of its own, and communicators that failed are leaked.
+            /// Never unloaded: NCCL has its own threads, and failed communicators are leaked.
             _library: ManuallyDrop<libloading::Library>,
         }
 
@@ -160,7 +166,7 @@ functions! {
     last_error: b"ncclGetLastError\0" as unsafe extern "C" fn(Handle) -> *const c_char;
 }
 
-/// What is called on a communicator. Counts are NCCL's, in elements: of a part, where there are parts.
+/// A call on a communicator. Counts are NCCL's, in elements; with several parts, of one part.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Call {
     AllReduce { op: ReduceOp },
@@ -192,12 +198,12 @@ impl Library {
                  newer, set trainer.process_group.library to its `libnccl.so.2`, or set trainer.process_group = \"auto\""
             ))
         };
-        // SAFETY: NCCL's initialisers may run anywhere; that the file is NCCL is whoever's word who names it.
+        // SAFETY: NCCL's initialisers may run anywhere. The user vouches that the file is NCCL.
         let library = unsafe { libloading::Library::new(path) }.map_err(missing)?;
         // SAFETY: as above.
         let mut library = unsafe { Self::of(library, name.clone()) }.map_err(missing)?;
         let mut version = 0;
-        // SAFETY: a pointer to what is written.
+        // SAFETY: a valid pointer to the result.
         let code = unsafe { (library.get_version)(&mut version) };
         if code != SUCCESS || version < OLDEST {
             return Err(Error::Config(format!(
@@ -215,13 +221,14 @@ impl Library {
         format!("NCCL {} ({})", version_text(self.version), self.path)
     }
 
-    /// Whether several ranks may be threads of one process, where nothing else is said by `NCCL_P2P_DIRECT_DISABLE`.
+    /// Whether ranks may be threads of one process, if `NCCL_P2P_DIRECT_DISABLE` is not set.
     pub(crate) fn allows_threads(&self) -> bool {
         self.version >= THREADS
     }
 
     fn fault(&self, call: &str, code: c_int, comm: Handle) -> Fault {
-        // SAFETY: both give texts that live as long as the library, and take any argument.
+        // SAFETY: both functions take any argument, and return texts that live as long as the
+        // library.
         let text = |pointer: *const c_char| match pointer.is_null() {
             true => String::new(),
             // SAFETY: as above.
@@ -243,16 +250,16 @@ impl Library {
         }
     }
 
-    /// A new id, by which ranks become those of one communicator.
+    /// Makes a new id, which all ranks of a communicator share.
     pub(crate) fn unique_id(&self) -> Result<UniqueId, Fault> {
         let mut id = UniqueId([0; 128]);
-        // SAFETY: a pointer to what is written.
+        // SAFETY: a valid pointer to the result.
         let code = unsafe { (self.get_unique_id)(&mut id) };
         self.check("ncclGetUniqueId", code, std::ptr::null_mut()).map(|_| id)
     }
 
-    /// Begins to make a communicator, which is ready when its [`progress`](Self::progress) is `Done`. The name must
-    /// live as long as it.
+    /// Begins to make a communicator, which is ready when its [`progress`](Self::progress) is
+    /// `Done`. The name must outlive the communicator.
     pub(crate) fn init(
         &self,
         name: &CStr,
@@ -263,28 +270,30 @@ impl Library {
         let mut handle = std::ptr::null_mut();
         let mut config = Config::non_blocking(name, self.version);
         let (size, rank) = (size as c_int, rank as c_int);
-        // SAFETY: pointers to what is written; a configuration of the layout that its size and version say.
+        // SAFETY: valid pointers to the results, and a configuration laid out as its size and
+        // version say.
         let code = unsafe { (self.comm_init)(&mut handle, size, id, rank, &mut config) };
         self.check("ncclCommInitRankConfig", code, handle).map(|_| handle)
     }
 
-    /// How a communicator does.
+    /// Returns a communicator's state.
     ///
     /// # Safety
-    /// It has neither been destroyed nor aborted.
+    /// The communicator has been neither destroyed nor aborted.
     pub(crate) unsafe fn progress(&self, comm: Handle) -> Result<Progress, Fault> {
         let mut state = SUCCESS;
-        // SAFETY: as the caller promises; a pointer to what is written.
+        // SAFETY: as the caller promises; a valid pointer to the result.
         let code = unsafe { (self.comm_async_error)(comm, &mut state) };
         self.check("ncclCommGetAsyncError", code, comm)?;
         self.check("a communicator", state, comm)
     }
 
-    /// Begins calls as one; they are on their streams when the [`progress`](Self::progress) of all their
-    /// communicators is `Done`.
+    /// Begins calls as one group. They are on their streams when the [`progress`](Self::progress)
+    /// of all their communicators is `Done`.
     ///
     /// # Safety
-    /// The communicators live and are not under way, and the memory is valid on the streams until the calls have run.
+    /// The communicators are valid and have no calls under way. The memory is valid on the streams
+    /// until the calls have run.
     pub(crate) unsafe fn group(
         &self,
         calls: &[(Handle, Stream, Call, Operands)],
@@ -301,7 +310,7 @@ impl Library {
                 break;
             }
         }
-        // A group that was started must end.
+        // A started group must end.
         // SAFETY: no argument.
         let ended = unsafe { (self.group_end)() };
         let ended = self.check("ncclGroupEnd", ended, calls.first().map_or(none, |call| call.0));
@@ -350,7 +359,7 @@ impl Library {
         self.check(name, code, comm)
     }
 
-    /// Ends what a communicator has under way, on this rank; it must not be used after.
+    /// Aborts a communicator's calls on this rank. The communicator must not be used afterwards.
     ///
     /// # Safety
     /// As [`progress`](Self::progress).
@@ -360,7 +369,7 @@ impl Library {
         self.check("ncclCommAbort", code, std::ptr::null_mut()).map(drop)
     }
 
-    /// Begins to end a communicator whose calls have run.
+    /// Begins to finalize a communicator whose calls have run.
     ///
     /// # Safety
     /// As [`progress`](Self::progress).
@@ -370,10 +379,10 @@ impl Library {
         self.check("ncclCommFinalize", code, comm)
     }
 
-    /// Frees a communicator that is finalized.
+    /// Frees a finalized communicator.
     ///
     /// # Safety
-    /// As [`progress`](Self::progress); it must not be used after.
+    /// As [`progress`](Self::progress). The communicator must not be used afterwards.
     pub(crate) unsafe fn destroy(&self, comm: Handle) -> Result<(), Fault> {
         // SAFETY: as the caller promises.
         let code = unsafe { (self.comm_destroy)(comm) };
@@ -381,7 +390,7 @@ impl Library {
     }
 }
 
-/// `NCCL_VERSION`, as people write it.
+/// Formats `NCCL_VERSION`, such as `2.27.3`.
 fn version_text(version: c_int) -> String {
     match version {
         0..10_000 => format!("{}.{}.{}", version / 1000, version / 100 % 10, version % 100),
@@ -419,12 +428,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_are_written_as_people_do() {
+    fn versions_are_formatted() {
         let texts = [2_708, 22_703, 23_203].map(version_text);
         assert_eq!(texts, ["2.7.8", "2.27.3", "2.32.3"]);
     }
 
-    /// Of NCCL itself all is looked up, and what needs no GPU is called.
+    /// Looks up all functions in a real NCCL, and calls the ones that need no GPU.
     #[test]
     #[ignore = "needs NCCL: its path in NCCL_LIBRARY"]
     fn nccl_has_the_functions() {
@@ -433,7 +442,7 @@ mod tests {
         println!("{}", library.description());
         let fault = library.fault("ncclAllReduce", 6, std::ptr::null_mut());
         assert!(fault.to_string().starts_with("ncclAllReduce: remote process exited"), "{fault}");
-        // A communicator that is refused is refused for the lack of a GPU, not for its configuration.
+        // A refused communicator is refused for the lack of a GPU, not for its configuration.
         if let Err(fault) = library.init(c"world", UniqueId([0; 128]), 0, 1) {
             assert!(fault.to_string().to_lowercase().contains("cuda"), "{fault}");
         }
@@ -441,7 +450,7 @@ mod tests {
 
     #[cfg(target_pointer_width = "64")]
     #[test]
-    fn the_configuration_is_laid_out_as_that_of_nccl_2_27() {
+    fn config_layout_matches_nccl_2_27() {
         use std::mem::{offset_of, size_of};
         let offsets = [
             offset_of!(Config, magic),
@@ -453,7 +462,7 @@ mod tests {
             offset_of!(Config, collnet_enable),
             offset_of!(Config, nvls_ctas),
         ];
-        // Of `nccl.h` of 2.27.3, by a C compiler.
+        // From the `nccl.h` of 2.27.3, by a C compiler.
         assert_eq!((offsets, size_of::<Config>()), ([8, 12, 16, 32, 44, 48, 56, 68], 72));
     }
 

@@ -1,9 +1,9 @@
 //! Messages between two members of a group.
 //!
-//! They are begun together, in one group of calls of NCCL, when the first of them is waited for or a collective starts:
-//! ranks that each send first and then receive would otherwise wait for each other. Each pair of members has a
-//! communicator and a stream of its own, made at its first message, so that messages of different pairs, and
-//! collectives, do not wait for each other.
+//! Messages begin together, in one NCCL group of calls, at the first wait for a message or the next
+//! collective. Otherwise ranks that all send first and then receive would wait for each other. Each
+//! pair of members has its own communicator and stream, made at its first message. So messages of
+//! different pairs wait neither for each other nor for collectives.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -29,9 +29,9 @@ pub(crate) struct Messages {
 
 #[derive(Default)]
 struct State {
-    /// Those that are not begun.
+    /// Messages that have not begun.
     waiting: Vec<Message>,
-    /// By group rank of the other member.
+    /// Communicators by group rank of the other member.
     pairs: HashMap<usize, Arc<Communicator>>,
 }
 
@@ -43,7 +43,7 @@ struct Message {
     timing: Option<Arc<Timing>>,
 }
 
-/// Where a message is once it is begun.
+/// The launched message, once it has begun.
 type Place = Arc<Mutex<Option<Pending>>>;
 
 impl Messages {
@@ -51,7 +51,7 @@ impl Messages {
         Arc::new(Self { shared, state: Mutex::default() })
     }
 
-    /// Adds a message of a tensor that has elements.
+    /// Adds a message. The tensor must have elements.
     pub(crate) fn push(self: &Arc<Self>, tensor: &Tensor, peer: usize, sending: bool) -> Work {
         let place = Place::default();
         let (tensor, timing) = (tensor.clone(), Timing::current());
@@ -62,7 +62,7 @@ impl Messages {
         Work::pending(move || begun.wait(op))
     }
 
-    /// Begins what is not begun.
+    /// Begins all waiting messages.
     pub(crate) fn flush(&self) -> Result<(), Failure> {
         let mut state = self.state.lock().unwrap_or_else(PoisonError::into_inner);
         let waiting = std::mem::take(&mut state.waiting);
@@ -92,7 +92,7 @@ impl Messages {
             let (at, count, dtype) = (memory.address, tensor.elem_count(), tensor.dtype());
             memories.push(memory);
             let operands = Operands { input: at, output: at, count, dtype };
-            // The other one's rank among the two.
+            // The peer's rank within the pair.
             let other = usize::from(*peer > shared.rank);
             let call = match sending {
                 true => Call::Send { peer: other },
@@ -117,7 +117,7 @@ impl Messages {
         }
         let launched = call(shared, &calls);
         if let Err(failure) = launched {
-            // Some of them may be under way.
+            // Some messages may be under way.
             std::mem::forget(memories);
             return Err(failure);
         }
@@ -152,7 +152,8 @@ impl Messages {
         Notice { number: None, what, label: None, peers: vec![*peer] }
     }
 
-    /// Makes the communicators of pairs that have none, all at a time: in what order the other members do is not known.
+    /// Makes the missing communicators of pairs, all at once, as the other members may make theirs
+    /// in any order.
     fn connect(
         &self,
         state: &mut State,
@@ -221,7 +222,7 @@ impl Begun {
 }
 
 impl Drop for Begun {
-    /// What nobody waits for is begun too.
+    /// A dropped message still begins.
     fn drop(&mut self) {
         let _ = self.messages.flush();
     }

@@ -1,4 +1,4 @@
-//! What was launched and is to be waited for.
+//! Launched collectives and messages that can be waited for.
 
 use std::sync::Arc;
 
@@ -18,14 +18,14 @@ pub(crate) struct Pending {
 }
 
 impl Pending {
-    /// Puts what the compute stream does from now on after it.
+    /// Makes later work of the compute stream run after this collective or message.
     pub(crate) fn wait(mut self) -> Result<(), Failure> {
         let memory = std::mem::take(&mut self.memory);
         let waited = match self.shared.failure() {
             Some(failure) => Err(failure),
             None => self.shared.world.streams.wait(&*self.event, &memory).map_err(Failure::from),
         };
-        // A communicator that is ended lets its streams go on, with whatever is in memory.
+        // An aborted communicator releases its streams with arbitrary values in memory.
         match self.shared.failure().map_or(waited, Err) {
             Ok(()) => {
                 drop(memory);
@@ -40,7 +40,7 @@ impl Pending {
     }
 }
 
-/// The end of what was launched, for other streams.
+/// The end of a launched collective, which other streams can wait for.
 pub(crate) struct Ended {
     pub(crate) shared: Arc<Shared>,
     pub(crate) op: &'static str,

@@ -1,4 +1,4 @@
-//! What a collective is on a communicator: copies into flat buffers, calls of NCCL, copies out of them.
+//! Plans a collective: copies into flat buffers, NCCL calls, copies out of the buffers.
 
 use std::ffi::c_void;
 
@@ -10,7 +10,7 @@ use crate::flat::{Flat, is_even};
 use crate::library::{Call, Operands};
 use crate::streams::{Copy, Memory, Streams};
 
-/// A collective, ready to be queued: all its memory is there.
+/// A collective that is ready to be queued: all its memory is allocated.
 #[derive(Default)]
 pub(crate) struct Plan {
     pub(crate) before: Vec<Copy>,
@@ -19,7 +19,7 @@ pub(crate) struct Plan {
     pub(crate) memory: Vec<Memory>,
 }
 
-/// Who plans.
+/// Plans collectives for a rank.
 pub(crate) struct Planner<'a> {
     pub(crate) streams: &'a dyn Streams,
     pub(crate) device: &'a Device,
@@ -27,11 +27,11 @@ pub(crate) struct Planner<'a> {
     pub(crate) size: usize,
 }
 
-/// Bytes that parts in flat buffers are aligned to: what NCCL loads at once.
+/// Alignment of parts in flat buffers, in bytes: the size of NCCL's loads.
 const ALIGN: usize = 16;
 
 impl Planner<'_> {
-    /// The plan of a collective whose arguments are checked. It may have no calls.
+    /// Plans a collective with checked arguments. The plan may be empty.
     pub(crate) fn plan(&self, collective: &Collective) -> Result<Plan> {
         let mut plan = Plan::default();
         match collective {
@@ -54,7 +54,8 @@ impl Planner<'_> {
         Ok(plan)
     }
 
-    /// The address of a tensor, which the plan holds from now on; of one without elements, none.
+    /// Returns the address of a tensor, which the plan holds from now on. Null if the tensor is
+    /// empty.
     fn memory(&self, plan: &mut Plan, tensor: &Tensor, written: bool) -> Result<*mut c_void> {
         if tensor.elem_count() == 0 {
             return Ok(std::ptr::null_mut());
@@ -65,7 +66,7 @@ impl Planner<'_> {
         Ok(address)
     }
 
-    /// Memory for the slots of a flat buffer.
+    /// Allocates a flat buffer, with a slot for each rank.
     fn buffer(&self, plan: &mut Plan, flat: &Flat, dtype: DType) -> Result<*mut c_void> {
         let bytes = flat.slot * self.size * dtype.size_in_bytes();
         let memory = self.streams.allocate(self.device, bytes)?;
@@ -90,7 +91,7 @@ impl Planner<'_> {
     fn all_gather(&self, plan: &mut Plan, parts: &[AllGather]) -> Result<()> {
         let (even, uneven): (Vec<_>, Vec<_>) = parts.iter().partition(|part| is_even(&part.counts));
         for part in even {
-            // First what is written: the input may be a part of it.
+            // The output first: the input may be a part of it.
             let output = self.memory(plan, &part.output, true)?;
             let input = self.memory(plan, &part.input, false)?;
             let (count, dtype) = (part.input.elem_count(), part.input.dtype());
@@ -121,7 +122,7 @@ impl Planner<'_> {
         let call = Call::ReduceScatter { op };
         let (even, uneven): (Vec<_>, Vec<_>) = parts.iter().partition(|part| is_even(&part.counts));
         for part in even {
-            // First what is written: it may be a part of the input.
+            // The output first: it may be a part of the input.
             let output = self.memory(plan, &part.output, true)?;
             let input = self.memory(plan, &part.input, false)?;
             plan.call(call, input, output, part.output.elem_count(), part.output.dtype());
@@ -149,7 +150,7 @@ impl Planner<'_> {
 }
 
 impl Plan {
-    /// Adds a call, unless it is of nothing, which all ranks see alike.
+    /// Adds a call, unless its count is 0. All ranks have the same count.
     fn call(
         &mut self,
         call: Call,
@@ -164,12 +165,12 @@ impl Plan {
     }
 }
 
-/// Elements of [`ALIGN`] bytes.
+/// Number of elements in [`ALIGN`] bytes.
 fn align(dtype: DType) -> usize {
     ALIGN / dtype.size_in_bytes()
 }
 
-/// The address of an element.
+/// Returns the address of an element.
 fn at(start: *mut c_void, element: usize, dtype: DType) -> *mut c_void {
     start.wrapping_byte_add(element * dtype.size_in_bytes())
 }
@@ -178,8 +179,8 @@ fn copy(target: *mut c_void, source: *mut c_void, count: usize, dtype: DType) ->
     (count > 0).then(|| Copy { target, source, bytes: count * dtype.size_in_bytes() })
 }
 
-/// What is of one dtype, by dtype, in order of appearance, which is the same on all ranks. What has no elements on any
-/// rank has no uneven counts.
+/// Groups parts by dtype, in order of first appearance, which is the same on all ranks. No part
+/// here is empty on all ranks: its counts would be even.
 fn by_dtype<'a, T>(parts: &[&'a T], dtype: impl Fn(&T) -> DType) -> Vec<(DType, Vec<&'a T>)> {
     let mut groups: Vec<(DType, Vec<&'a T>)> = Vec::new();
     for &part in parts {

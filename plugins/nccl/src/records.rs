@@ -1,4 +1,5 @@
-//! Where the ranks of a group are: what each waits in is in the job's store, once the wait is long.
+//! Positions of a group's ranks: during a long wait, each rank writes its collective to the job's
+//! store.
 
 use std::time::Duration;
 
@@ -7,20 +8,20 @@ use serde::{Deserialize, Serialize};
 use crate::flight::Notice;
 use crate::shared::Shared;
 
-/// How long the store may take to answer.
+/// Time limit for an answer of the store.
 const ANSWER: Duration = Duration::from_secs(1);
 
-/// What a rank waits in.
+/// The collective that a rank waits in.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct Record {
     number: u64,
-    /// What the collective is, which must be the same on all ranks.
+    /// Description of the collective, equal on all ranks.
     what: String,
     label: Option<String>,
 }
 
 impl Record {
-    /// Of a collective; messages have none.
+    /// Makes the record of a collective. Messages have no record.
     pub(crate) fn of(notice: &Notice) -> Option<Self> {
         let (what, label) = (notice.what.clone(), notice.label.clone());
         notice.number.map(|number| Self { number, what, label })
@@ -36,13 +37,13 @@ fn key(shared: &Shared, rank: usize) -> String {
     format!("{}/waits/{rank}", shared.key)
 }
 
-/// Tells the others where this rank is, and finds out where they are: by group rank, if known. Waits for the store for
-/// a second at most.
+/// Tells the other ranks this rank's collective, and returns theirs by group rank, if known. Waits
+/// for the store for at most a second.
 pub(crate) fn exchange(shared: &Shared, own: &Record) -> Vec<Option<Record>> {
     let keys: Vec<String> = (0..shared.global_ranks.len()).map(|rank| key(shared, rank)).collect();
     let (rank, value) = (shared.rank, serde_json::to_vec(own).unwrap_or_default());
     let ask = move |store: &dyn fulgurite_core::collective::Store| -> Vec<Option<Record>> {
-        // Without a store the message says less.
+        // Without a store, the message just says less.
         let _ = store.set(&keys[rank], &value);
         let read =
             |key: &String| serde_json::from_slice(&store.get(key, Duration::ZERO).ok()?).ok();
@@ -52,13 +53,13 @@ pub(crate) fn exchange(shared: &Shared, own: &Record) -> Vec<Option<Record>> {
     shared.world.messenger.ask(ANSWER, ask).unwrap_or_else(unknown)
 }
 
-/// What is wrong if a rank is in another collective of this number.
+/// Returns an error message if a rank is in another collective of the same number.
 pub(crate) fn mismatch(shared: &Shared, own: &Record, all: &[Option<Record>]) -> Option<String> {
     let differs = |record: &Record| record.number == own.number && record.what != own.what;
     let (rank, other) = all.iter().enumerate().find_map(|(rank, record)| {
         record.as_ref().filter(|record| differs(record)).map(|record| (rank, record))
     })?;
-    // All ranks name the same two, the one of the lower rank first.
+    // All ranks name the same two, lower rank first.
     let mut both = [(shared.rank, own), (rank, other)];
     both.sort_by_key(|(rank, _)| *rank);
     let [first, second] = both.map(|(rank, record)| {
@@ -70,7 +71,8 @@ pub(crate) fn mismatch(shared: &Shared, own: &Record, all: &[Option<Record>]) ->
     ))
 }
 
-/// Who has not come to what this rank waits in, of its `peers`: `rank 2, which waits in collective 3 (…)`.
+/// Names the peers that have not reached this rank's collective:
+/// `rank 2, which waits in collective 3 (…)`.
 pub(crate) fn missing(shared: &Shared, notice: &Notice, all: &[Option<Record>]) -> String {
     let describe = |&peer: &usize| {
         let rank = shared.global_ranks[peer];

@@ -1,4 +1,4 @@
-//! What of a collective goes over NCCL, and what over the host's group.
+//! Splits a collective between NCCL and the host's group.
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
@@ -6,15 +6,16 @@ use fulgurite_core::collective::{Collective, ProcessGroup};
 
 use crate::streams::Streams;
 
-/// The parts of a collective, of which one is there at least. They are the same on all ranks if each tensor is of one
-/// kind of device on all.
+/// The parts of a collective; at least one is set. All ranks agree on them if each tensor is on the
+/// same kind of device on all ranks.
 pub(crate) struct Routes {
     pub(crate) on_host: Option<Collective>,
     pub(crate) on_device: Option<(Collective, Device)>,
 }
 
 impl Routes {
-    /// Sends what the device reaches over NCCL. Tensors of one call may be of both; of one tensor, the parts may not.
+    /// Routes device tensors over NCCL. One call may mix tensors of both kinds, but a tensor's
+    /// input and output must match.
     pub(crate) fn of(
         group: &dyn ProcessGroup,
         collective: Collective,

@@ -1,4 +1,4 @@
-//! What the handle of a group, its works and the watchdog share.
+//! State shared by a group's handle, its works and the watchdog.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -15,7 +15,7 @@ use crate::world::World;
 /// A group of this rank.
 pub(crate) struct Shared {
     pub(crate) world: Arc<World>,
-    /// The same ranks, for tensors of the host, ids of communicators, and telling each other of failures.
+    /// The same ranks, for host tensors, ids of communicators, and news of failures.
     pub(crate) host: Arc<dyn ProcessGroup>,
     /// Unique among all groups of the job.
     pub(crate) key: String,
@@ -55,12 +55,12 @@ impl Shared {
         self.global_ranks[self.rank]
     }
 
-    /// The failure of the group, if this rank knows of one.
+    /// Returns the group's failure, if this rank knows of one.
     pub(crate) fn failure(&self) -> Option<Failure> {
         self.state().failure.clone()
     }
 
-    /// `failure` as an error of the operation `op`.
+    /// Converts `failure` to an error of the operation `op`.
     pub(crate) fn error(&self, op: &'static str, failure: Failure) -> Error {
         match failure {
             Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
@@ -71,8 +71,8 @@ impl Shared {
         }
     }
 
-    /// Ends the group, unless it has ended: here, and on the other ranks by the host's group. What is under way may
-    /// still access its memory, which is never freed.
+    /// Ends the group, unless it has ended. The host's group tells the other ranks. Unfinished
+    /// collectives may still access their memory, so it is never freed.
     pub(crate) fn fail(&self, failure: Failure) {
         let mut state = self.state();
         if state.failure.is_some() {
@@ -87,12 +87,12 @@ impl Shared {
         self.host.abort(&reason);
         for communicator in communicators {
             communicator.abort();
-            // Its stream may still have what was queued on it.
+            // Its stream may still hold queued calls.
             std::mem::forget(communicator);
         }
     }
 
-    /// Notes a new communicator.
+    /// Registers a new communicator.
     pub(crate) fn add(&self, communicator: &Arc<Communicator>) {
         let mut state = self.state();
         if state.failure.is_none() {
@@ -102,12 +102,12 @@ impl Shared {
         communicator.abort();
     }
 
-    /// The communicators, unless the group has failed.
+    /// Returns the communicators, or none if the group has failed.
     pub(crate) fn communicators(&self) -> Vec<Arc<Communicator>> {
         self.state().communicators.clone()
     }
 
-    /// Notes that something begins. Returns its ticket.
+    /// Registers a collective or message that begins. Returns its ticket.
     pub(crate) fn begin(&self, flight: Flight) -> u64 {
         let mut state = self.state();
         let ticket = state.next;
@@ -116,7 +116,7 @@ impl Shared {
         ticket
     }
 
-    /// Notes that it is on its stream, and has run when `event` has come.
+    /// Notes that a collective or message is on its stream. It has run when `event` is done.
     ///
     /// # Errors
     /// If the group has failed.
@@ -131,7 +131,8 @@ impl Shared {
         Ok(())
     }
 
-    /// Holds memory of what nobody waits for until it has run; for ever, if the group has failed.
+    /// Holds the memory of a dropped work until the work has run, or for ever if the group has
+    /// failed.
     pub(crate) fn hold(&self, ticket: u64, memory: Vec<Memory>) {
         let mut state = self.state();
         if state.failure.is_some() {
@@ -142,7 +143,8 @@ impl Shared {
         }
     }
 
-    /// Calls `look` on what is under way, in order, and forgets that of which it returns false.
+    /// Calls `look` on all unfinished flights, in order, and removes the ones for which it returns
+    /// false.
     pub(crate) fn flights(&self, mut look: impl FnMut(&mut Flight) -> bool) {
         let mut ended = Vec::new();
         let mut state = self.state();
@@ -153,7 +155,7 @@ impl Shared {
             }
             keep
         });
-        // Memory is freed without the lock.
+        // Memory is freed outside the lock.
         drop(state);
         drop(ended);
     }

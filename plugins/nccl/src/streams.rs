@@ -1,7 +1,8 @@
-//! What a process group needs of a device: memory, streams and events.
+//! The device interface of a process group: memory, streams and events.
 //!
-//! A device has one *compute stream*, on which all that a rank computes is queued, and any number of others. Events
-//! order them. With the feature `cuda` there is one for GPUs; tests have another, for memory of the host.
+//! A device has one *compute stream*, on which a rank queues all its computation, and any number of
+//! other streams. Events order them. The feature `cuda` implements it for GPUs; tests implement it
+//! for host memory.
 #![allow(unsafe_code)] // Addresses of memory go from thread to thread.
 
 use std::any::Any;
@@ -12,115 +13,119 @@ use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::accelerator::TimeStamp;
 
-/// Memory of a device, by its address, and whatever keeps it there.
+/// Memory of a device by its address, and the value that keeps it alive.
 pub struct Memory {
-    /// Of its first byte.
+    /// Address of the first byte.
     pub address: *mut c_void,
-    /// Dropped once the streams are done with the memory, or the compute stream waits for those that are not.
+    /// Dropped when the streams are done with the memory, or when the compute stream waits for the
+    /// ones still using it.
     pub holder: Box<dyn Any + Send>,
 }
 
-// SAFETY: an address, which streams access and no thread does; what holds it is `Send`.
+// SAFETY: only streams access the address, no thread does; the holder is `Send`.
 unsafe impl Send for Memory {}
 
 /// A copy of bytes within a device.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Copy {
-    /// Where they go.
+    /// Address to copy to.
     pub target: *mut c_void,
-    /// Where they are.
+    /// Address to copy from.
     pub source: *const c_void,
-    /// Their number.
+    /// Number of bytes.
     pub bytes: usize,
 }
 
 /// The device of a rank.
 pub trait Streams: Send + Sync {
-    /// Whether the tensor is in memory that NCCL reaches. The others go over the host's process group.
+    /// Whether the tensor is in memory that NCCL reaches. Other tensors use the host's process
+    /// group.
     fn reaches(&self, tensor: &Tensor) -> bool;
 
-    /// Makes `device` the one that calls of this thread are about.
+    /// Makes `device` the current device of this thread.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn bind(&self, device: &Device) -> Result<()>;
 
-    /// A new stream.
+    /// Makes a new stream.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn stream(&self, device: &Device) -> Result<Box<dyn Stream>>;
 
-    /// The memory of a contiguous tensor that has elements. `written`: whether it is also written.
+    /// Returns the memory of a contiguous, non-empty tensor. `written` says whether it is also
+    /// written.
     ///
     /// # Errors
-    /// If the tensor has no memory.
+    /// If the tensor is without memory.
     fn memory(&self, tensor: &Tensor, written: bool) -> Result<Memory>;
 
-    /// Memory of arbitrary content, allocated and freed in the order of the compute stream.
+    /// Allocates memory of arbitrary content, allocated and freed in the order of the compute
+    /// stream.
     ///
     /// # Errors
-    /// If there is none left.
+    /// If the device is out of memory.
     fn allocate(&self, device: &Device, bytes: usize) -> Result<Memory>;
 
-    /// Puts what the compute stream does from now on after `event`, and what was written to `memory` before that into
-    /// the tensors that it is of.
+    /// Makes later work of the compute stream run after `event`. Results written to `memory` before
+    /// `event` are in its tensors from then on.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn wait(&self, event: &dyn Event, memory: &[Memory]) -> Result<()>;
 }
 
 /// A stream beside the compute stream. Work that was queued on it runs also after it is dropped.
 pub trait Stream: Send + Sync {
-    /// What NCCL takes: a `cudaStream_t`.
+    /// NCCL's stream argument: a `cudaStream_t`.
     fn handle(&self) -> *mut c_void;
 
-    /// Puts what this stream does from now on after what the compute stream has queued so far.
+    /// Makes later work of this stream run after the work queued so far on the compute stream.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn follow_compute(&self) -> Result<()>;
 
-    /// Puts what this stream does from now on after an event of another stream.
+    /// Makes later work of this stream run after an event of another stream.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn follow(&self, event: &dyn Event) -> Result<()>;
 
-    /// Queues copies within the device, all of them at once and in any order.
+    /// Queues copies within the device. They may run in any order or at once.
     ///
     /// # Safety
-    /// Targets and sources are memory of the device, of so many bytes, until the copies have run. No target overlaps
-    /// another one or a source.
+    /// Targets and sources are valid device memory of the given size until the copies have run. No
+    /// target overlaps another target or a source.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     unsafe fn copy(&self, copies: &[Copy]) -> Result<()>;
 
-    /// What is done when all that is queued so far has run.
+    /// Records an event that is done when all work queued so far has run.
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn record(&self) -> Result<Box<dyn Event>>;
 
-    /// The moment at which all that is queued so far has run, as [`Accelerator::time_stamp`] has it of the compute
-    /// stream; `None`: the device has no clock.
+    /// Records the time at which all work queued so far has run, like [`Accelerator::time_stamp`]
+    /// for the compute stream. Returns `None` if the device cannot measure time.
     ///
     /// [`Accelerator::time_stamp`]: fulgurite_core::accelerator::Accelerator::time_stamp
     ///
     /// # Errors
-    /// Those of the device.
+    /// Errors of the device.
     fn stamp(&self) -> Result<Option<Arc<dyn TimeStamp>>> {
         Ok(None)
     }
 }
 
-/// A moment of a stream.
+/// A point in the work of a stream.
 pub trait Event: Any + Send + Sync {
-    /// Whether it has come. Does not wait.
+    /// Whether the stream has reached it. Does not wait.
     ///
     /// # Errors
-    /// Those of the device, of whatever work.
+    /// Errors of the device, from any of its work.
     fn is_done(&self) -> Result<bool>;
 }

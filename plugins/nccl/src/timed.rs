@@ -1,4 +1,4 @@
-//! When what is launched runs, for those who want to know it.
+//! Measures when collectives and messages run on their streams.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use fulgurite_core::collective::Timing;
 use crate::failure::Failure;
 use crate::streams::Stream;
 
-/// What is being queued on a stream, and is timed.
+/// A timed span of work on a stream.
 pub(crate) struct Timed<'a> {
     stream: &'a dyn Stream,
     from: Arc<dyn TimeStamp>,
@@ -16,7 +16,8 @@ pub(crate) struct Timed<'a> {
 }
 
 impl<'a> Timed<'a> {
-    /// Begins with what is queued from now on; `None`: nobody wants to know, or the device has no clock.
+    /// Starts timing the work queued from now on. Returns `None` without `timings`, or if the
+    /// device cannot measure time.
     pub(crate) fn begin(
         stream: &'a dyn Stream,
         timings: impl IntoIterator<Item = Arc<Timing>>,
@@ -28,7 +29,7 @@ impl<'a> Timed<'a> {
         Ok(stream.stamp()?.map(|from| Self { stream, from, timings }))
     }
 
-    /// Ends with what is queued until now, and tells them. `name`: of the stream.
+    /// Ends the span with the work queued so far, and reports it. `name` is the stream's name.
     pub(crate) fn end(self, name: &str) -> Result<(), Failure> {
         if let Some(to) = self.stream.stamp()? {
             for timing in self.timings {

@@ -1,7 +1,7 @@
-//! The thread that sees to it that every wait ends.
+//! The watchdog thread, which makes sure that every wait ends.
 //!
-//! It asks NCCL for the errors of its communicators, the device for what has run, and the host's groups for failures of
-//! other ranks. Nothing of it waits for a device or a peer.
+//! It asks NCCL for errors of its communicators, the device for finished work, and the host's
+//! groups for failures of other ranks. It never waits for a device or a peer.
 
 use std::sync::{Arc, Weak};
 use std::time::{Duration, Instant};
@@ -14,12 +14,13 @@ use crate::records::{self, Record};
 use crate::shared::Shared;
 use crate::world::World;
 
-/// How often it looks.
+/// Interval between checks.
 const INTERVAL: Duration = Duration::from_millis(100);
-/// How long a wait lasts before ranks ask each other where they are, at most, and how often they do.
+/// Longest wait before ranks ask each other for their collectives, and the interval between such
+/// questions.
 const LONG: Duration = Duration::from_secs(1);
 
-/// Starts the watchdog of a rank. It ends some time after the world is dropped.
+/// Starts the watchdog of a rank. It ends some time after `world` is dropped.
 pub(crate) fn start(world: &Arc<World>) -> Result<()> {
     let world: Weak<World> = Arc::downgrade(world);
     let run = move || {
@@ -36,7 +37,7 @@ pub(crate) fn start(world: &Arc<World>) -> Result<()> {
         .map_err(|e| Error::Launch(format!("starting the watchdog of NCCL: {e}{}", advice(&e))))
 }
 
-/// Looks after a group once.
+/// Checks a group once.
 fn look(shared: &Arc<Shared>) {
     if shared.failure().is_some() {
         return;
@@ -69,11 +70,11 @@ fn look(shared: &Arc<Shared>) {
 struct Oldest {
     notice: Arc<Notice>,
     waited: Duration,
-    /// Whether it is time to ask the others where they are.
+    /// Whether to ask the other ranks for their collectives now.
     asks: bool,
 }
 
-/// Forgets what has run. Gives what is under way longest.
+/// Removes finished flights. Returns the oldest unfinished one.
 fn retire(shared: &Shared) -> Result<Option<Oldest>> {
     let long = LONG.min(shared.world.timeout / 4);
     let (mut oldest, mut error) = (None, None);
@@ -99,7 +100,7 @@ fn retire(shared: &Shared) -> Result<Option<Oldest>> {
     error.map_or(Ok(oldest), Err)
 }
 
-/// What to say of a wait that must end.
+/// Returns the error message of a wait that must end.
 fn overdue(shared: &Shared, oldest: &Oldest) -> Option<String> {
     let Oldest { notice, waited, asks } = oldest;
     let timeout = shared.world.timeout;

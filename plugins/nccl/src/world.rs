@@ -1,4 +1,4 @@
-//! What all groups of a rank share.
+//! State shared by all groups of a rank.
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
@@ -11,15 +11,15 @@ use crate::library::Library;
 use crate::shared::Shared;
 use crate::streams::Streams;
 
-/// NCCL and the device of a rank, and the groups that its watchdog looks after.
+/// NCCL, the device of a rank, and the groups that its watchdog checks.
 pub(crate) struct World {
     pub(crate) library: Arc<Library>,
     pub(crate) streams: Arc<dyn Streams>,
-    /// Where ranks that wait say in what, asked by a thread of its own.
+    /// Exchanges the ranks' current collectives through the store, on its own thread.
     pub(crate) messenger: Messenger,
     pub(crate) timeout: Duration,
     store: Arc<dyn Store>,
-    /// Held while NCCL is called: communicators that are called in one group share state of NCCL.
+    /// Held during calls of NCCL: communicators called in one group share state of NCCL.
     calls: Mutex<()>,
     groups: Mutex<Vec<Weak<Shared>>>,
 }
@@ -44,25 +44,25 @@ impl World {
         Ok(world)
     }
 
-    /// No other thread of this rank calls NCCL while it is held.
+    /// Locks NCCL: no other thread of this rank calls it meanwhile.
     pub(crate) fn calls(&self) -> MutexGuard<'_, ()> {
-        // It guards no data of ours.
+        // The lock guards no data of ours.
         self.calls.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether this rank is to give up what it waits for, for it was asked to end while the job starts.
+    /// Whether this rank must give up its waits, as it was asked to end during the job's start.
     pub(crate) fn gives_up(&self) -> bool {
         self.store.give_up().is_some()
     }
 
-    /// Lets the watchdog look after a group, until it is dropped.
+    /// Registers a group with the watchdog until it is dropped.
     pub(crate) fn watch(&self, group: &Arc<Shared>) {
         let mut groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups.retain(|group| group.strong_count() > 0);
         groups.push(Arc::downgrade(group));
     }
 
-    /// The groups that are not dropped.
+    /// Returns the groups that have not been dropped.
     pub(crate) fn groups(&self) -> Vec<Arc<Shared>> {
         let groups = self.groups.lock().unwrap_or_else(PoisonError::into_inner);
         groups.iter().filter_map(Weak::upgrade).collect()

@@ -1,4 +1,4 @@
-//! NCCL's functions, with its names, and those of this library alone, whose names begin with `fakeNccl`.
+//! NCCL's functions under their own names, and control functions for tests, named `fakeNccl…`.
 #![allow(non_camel_case_types, reason = "the names are NCCL's")]
 #![allow(non_snake_case, reason = "the names are NCCL's")]
 #![allow(missing_docs, reason = "NCCL's documentation has them")]
@@ -29,10 +29,12 @@ static VIOLATIONS: AtomicU64 = AtomicU64::new(0);
 static ABORTS: AtomicU64 = AtomicU64::new(0);
 static LIVE: AtomicU64 = AtomicU64::new(0);
 static CLIQUES: Mutex<Option<HashMap<u64, Arc<dyn Clique>>>> = Mutex::new(None);
-/// The rank whose communicators fail, how many collectives it begins before, and with what.
+/// Makes communicators of a rank fail: the rank, the number of collectives before, and the result
+/// code.
 static FAULT: Mutex<Option<(usize, u64, c_int)>> = Mutex::new(None);
 
-/// A violation of the contract, which a test ends with.
+/// Counts a violation of NCCL's contract, and returns the error for it. Tests fail on any
+/// violation.
 fn violation(what: impl std::fmt::Display) -> c_int {
     VIOLATIONS.fetch_add(1, Ordering::SeqCst);
     eprintln!("NCCL is used wrongly: {what}");
@@ -44,22 +46,23 @@ pub extern "C" fn fakeNcclViolations() -> u64 {
     VIOLATIONS.load(Ordering::SeqCst)
 }
 
-/// How many communicators were aborted.
+/// Number of aborted communicators.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeNcclAborts() -> u64 {
     ABORTS.load(Ordering::SeqCst)
 }
 
-/// How many communicators there are that were neither destroyed nor aborted.
+/// Number of communicators that were neither destroyed nor aborted.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeNcclLive() -> u64 {
     LIVE.load(Ordering::SeqCst)
 }
 
-/// The fewest ranks that a communicator may have.
+/// The smallest allowed number of ranks of a communicator.
 static FEWEST: AtomicI32 = AtomicI32::new(2);
 
-/// Lets communicators have one rank, as the variable `FAKE_NCCL_ALONE` does for programs that do not know of this library.
+/// Allows communicators of one rank. For programs without this library, the variable
+/// `FAKE_NCCL_ALONE` does the same.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeNcclAllowAlone() {
     FEWEST.store(1, Ordering::SeqCst);
@@ -70,7 +73,8 @@ pub extern "C" fn fakeNcclSetVersion(version: c_int) {
     VERSION.store(version, Ordering::SeqCst);
 }
 
-/// Lets communicators of group rank `rank` report `result` once they have begun `after` collectives.
+/// Makes communicators of group rank `rank` report `result` once they have begun `after`
+/// collectives.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeNcclFail(rank: c_int, after: u64, result: c_int) {
     *FAULT.lock().expect("no panic in it") = Some((rank as usize, after, result));
@@ -80,7 +84,7 @@ pub extern "C" fn fakeNcclFail(rank: c_int, after: u64, result: c_int) {
 #[derive(Clone, Copy)]
 pub struct ncclUniqueId([u8; 128]);
 
-/// The head of `ncclConfig_t`, and its first member.
+/// The head of `ncclConfig_t`.
 #[repr(C)]
 pub struct ncclConfig_t {
     size: usize,
@@ -89,22 +93,22 @@ pub struct ncclConfig_t {
     blocking: c_int,
 }
 
-/// The sizes of `ncclConfig_t` from NCCL 2.18 and from 2.27 on, with the oldest versions that may be said with them. Callers
-/// of later ones may use the same.
+/// Layouts of `ncclConfig_t`: the first NCCL version, the size, and the oldest version that the
+/// configuration may name. Callers of later versions may use the same layout.
 const CONFIGS: [(c_int, usize, u32); 2] = [(21_800, 48, 21_700), (22_700, 72, 22_700)];
 
-/// Whether a configuration is laid out as this version's.
+/// Whether a configuration has the layout of this version.
 fn fits(config: &ncclConfig_t) -> bool {
     let own = VERSION.load(Ordering::SeqCst);
     let layout = CONFIGS.into_iter().rev().find(|&(since, ..)| own >= since);
     layout.is_some_and(|(since, bytes, oldest)| {
-        // An older one must not be told of members that it does not know.
+        // An older version must not get members that it does not know.
         let size = if since == 22_700 { config.size >= bytes } else { config.size == bytes };
         size && (oldest..=own.cast_unsigned()).contains(&config.version)
     })
 }
 
-/// A call that was made within a group.
+/// A call within a group.
 #[derive(Clone, Copy)]
 enum Begun {
     Collective(Call),
@@ -113,14 +117,14 @@ enum Begun {
 
 #[derive(Default)]
 struct Pending {
-    /// Begun in a group that has ended, and not on its streams yet.
+    /// Calls of ended groups that are not on their streams yet.
     calls: Vec<(Begun, Address)>,
-    /// How often the communicator still says that it is under way.
+    /// Number of queries for which the communicator still reports that it is under way.
     polls: u32,
     collectives: u64,
 }
 
-/// A communicator. It is never freed, so that its use after its end is seen.
+/// A communicator. It is never freed, so that uses after its end are detected.
 pub struct Comm {
     clique: Arc<dyn Clique>,
     rank: usize,
@@ -137,7 +141,7 @@ impl Comm {
     }
 }
 
-/// The communicator, unless it must not be used.
+/// Returns the communicator, or an error if it has ended.
 unsafe fn comm<'a>(comm: ncclComm_t, call: &str) -> Result<&'a Comm, c_int> {
     let Some(comm) = comm.as_ref() else { return Err(INVALID_ARGUMENT) };
     match comm.over.load(Ordering::SeqCst) {
@@ -146,11 +150,11 @@ unsafe fn comm<'a>(comm: ncclComm_t, call: &str) -> Result<&'a Comm, c_int> {
     }
 }
 
-/// A call within a group: its communicator, and its stream.
+/// A call within a group, with its communicator and stream.
 type Called = (ncclComm_t, Begun, Address);
 
 thread_local! {
-    /// How many groups are open, and what was called in them.
+    /// Nesting depth of open groups, and the calls in them.
     static GROUP: RefCell<(u32, Vec<Called>)> = const { RefCell::new((0, Vec::new())) };
 }
 
@@ -169,7 +173,7 @@ pub unsafe extern "C" fn ncclGetUniqueId(id: *mut ncclUniqueId) -> c_int {
     SUCCESS
 }
 
-/// The variable with the folder in which ranks that are processes meet. Without it they are threads.
+/// The variable with the shared folder of ranks that are processes. Without it ranks are threads.
 const FOLDER: &str = "FAKE_NCCL_FOLDER";
 
 fn new_clique(ranks: usize, number: u64) -> std::io::Result<Arc<dyn Clique>> {
@@ -255,7 +259,7 @@ pub unsafe extern "C" fn ncclCommGetAsyncError(handle: ncclComm_t, result: *mut 
     SUCCESS
 }
 
-/// Brings calls onto their streams.
+/// Puts calls on their streams.
 unsafe fn launch(comm: &'static Comm, calls: Vec<(Begun, Address)>, collectives: &mut u64) {
     let mut messages: Vec<(Address, Vec<Message>)> = Vec::new();
     for (begun, stream) in calls {
@@ -360,7 +364,7 @@ pub unsafe extern "C" fn ncclGroupEnd() -> c_int {
     for (handle, begun, stream) in calls {
         let mut pending = (*handle).pending();
         pending.calls.push((begun, stream));
-        // In an order that no caller can rely on.
+        // A varying number of polls, so that no caller can rely on an order.
         pending.polls = (stream.0 as usize >> 4) as u32 % 3 + 1;
     }
     IN_PROGRESS

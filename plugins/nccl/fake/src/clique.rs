@@ -1,14 +1,14 @@
-//! The ranks of a communicator, where their calls meet, and what comes of them.
+//! The ranks of a communicator: their calls meet, and results are computed.
 
 use std::ffi::{c_int, c_void};
 
 use crate::reduce::{reduce, size};
 
-/// An address of memory, which the tasks of streams access.
+/// An address that tasks of streams access.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Address(pub(crate) *mut c_void);
 
-// SAFETY: who calls a collective has given its memory to the streams.
+// SAFETY: callers of a collective give its memory to the streams.
 unsafe impl Send for Address {}
 
 impl Address {
@@ -17,7 +17,7 @@ impl Address {
     }
 }
 
-/// What is called.
+/// The kind of a collective.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub(crate) enum Kind {
     AllReduce { op: c_int },
@@ -26,7 +26,8 @@ pub(crate) enum Kind {
     Broadcast { root: c_int },
 }
 
-/// A rank's call of a collective. `count` is NCCL's: of a part for all-gathers and reduce-scatters.
+/// A rank's call of a collective. `count` is NCCL's: for all-gathers and reduce-scatters, of one
+/// part.
 #[derive(Clone, Copy)]
 pub(crate) struct Call {
     pub(crate) kind: Kind,
@@ -36,7 +37,7 @@ pub(crate) struct Call {
     pub(crate) dtype: c_int,
 }
 
-/// A message, of a call of `ncclSend` or `ncclRecv`.
+/// A call of `ncclSend` or `ncclRecv`.
 #[derive(Clone, Copy)]
 pub(crate) struct Message {
     pub(crate) memory: Address,
@@ -50,20 +51,20 @@ pub(crate) struct Message {
 pub(crate) trait Clique: Send + Sync {
     fn size(&self) -> usize;
 
-    /// Notes that a rank has come; false if it had before.
+    /// Adds a rank. Returns false if the rank was there before.
     fn join(&self, rank: usize) -> bool;
 
-    /// Whether all have come.
+    /// Whether all ranks have joined.
     fn is_whole(&self) -> bool;
 
-    /// Ends this rank's part in whatever is under way.
+    /// Ends this rank's calls that are under way.
     fn abort(&self, rank: usize);
 
-    /// Takes part in collective `number`. Whether this rank's part in it has ended.
+    /// Takes part in collective `number`. Returns whether this rank's part has ended.
     fn meet(&self, rank: usize, number: u64, call: &Call, misfit: &dyn Fn(String)) -> bool;
 
-    /// Takes part in the messages of one group of calls. `begun` has, by message, its number once it is under way.
-    /// Whether all have ended.
+    /// Takes part in the messages of one group of calls. Returns whether all have ended. `begun`
+    /// holds the number of each message that is under way.
     fn exchange(
         &self,
         rank: usize,
@@ -75,7 +76,7 @@ pub(crate) trait Clique: Send + Sync {
 }
 
 impl Call {
-    /// Bytes that this rank gives.
+    /// Bytes of this rank's input.
     pub(crate) fn input_bytes(&self, rank: usize, ranks: usize) -> usize {
         let bytes = self.count * size(self.dtype).unwrap_or(1);
         match self.kind {
@@ -85,15 +86,17 @@ impl Call {
         }
     }
 
-    /// Whether both are the same collective.
+    /// Whether both calls are the same collective.
     pub(crate) fn fits(&self, other: &Self) -> bool {
         (self.kind, self.count, self.dtype) == (other.kind, other.count, other.dtype)
     }
 
-    /// What a rank gets, of the inputs of all. Reduced in an order that the seed says, the same for all ranks.
+    /// Computes a rank's result from the inputs of all ranks. The seed gives the order of
+    /// reductions, the same on all ranks.
     ///
     /// # Safety
-    /// The inputs are of [that many bytes](Self::input_bytes), which nobody writes meanwhile.
+    /// Each input has [`input_bytes`](Self::input_bytes) bytes, and no thread writes to it
+    /// meanwhile.
     pub(crate) unsafe fn result(
         &self,
         rank: usize,

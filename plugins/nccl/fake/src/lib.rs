@@ -1,18 +1,20 @@
-//! What stands in for GPUs in the tests of `fulgurite-nccl`: a library with NCCL's interface, whose ranks are
-//! threads of one process, or processes that meet in a folder (`FAKE_NCCL_FOLDER`), and a model of CUDA's streams.
+//! A stand-in for GPUs in tests of `fulgurite-nccl`: a library with NCCL's interface, and a model
+//! of CUDA streams.
+//!
+//! Ranks are threads of one process, or processes that share a folder (`FAKE_NCCL_FOLDER`).
 //!
 //! | file | subject |
 //! |---|---|
-//! | [`streams`] | queues of tasks that a thread runs in random order, which honours events and nothing else |
-//! | [`raw`] | how a stream is given to a library of C |
-//! | [`api`] | NCCL's functions, and those that tell the library to fail |
-//! | `clique` | the ranks of a communicator, where their calls meet, and what comes of them |
-//! | `threads`, `processes` | ranks that are threads of a process, and processes |
+//! | [`streams`] | queues of tasks that a thread runs in random order, constrained only by events |
+//! | [`raw`] | how a stream is passed to a C library |
+//! | [`api`] | NCCL's functions, and functions that inject failures |
+//! | `clique` | the ranks of a communicator: their calls meet, and results are computed |
+//! | `threads`, `processes` | ranks as threads of one process, and as processes |
 //! | `reduce` | reductions in an arbitrary order |
 //!
-//! The library is as strict as NCCL's documentation allows: a communicator that is under way may not be called, what
-//! a group of calls has begun is on its streams only once the communicator is asked and says so, and ranks that do
-//! not fit wait for ever. What a caller does that it must not do is counted ([`api::fakeNcclViolations`]).
+//! The library is as strict as NCCL's documentation allows. A communicator that is under way
+//! rejects calls. Calls of a group are on their streams only once a query of the communicator has
+//! said so. Mismatched ranks wait for ever. Wrong uses are counted ([`api::fakeNcclViolations`]).
 
 pub mod api;
 mod clique;

@@ -1,7 +1,8 @@
-//! Ranks that are processes of one host, which meet in a folder.
+//! Ranks that are processes of one host, and exchange data in a folder.
 //!
-//! A rank's part in collective 7 is the file `7.of.RANK`, and its message 3 to another rank `3.from.RANK.to.RANK`, which the
-//! receiver removes. Each begins with a line that says what it is.
+//! A rank's part in collective 7 is the file `7.of.RANK`. Its message 3 to another rank is
+//! `3.from.RANK.to.RANK`, which the receiver removes. Each file begins with a line that describes
+//! its content.
 
 use std::collections::HashMap;
 use std::ffi::c_void;
@@ -11,7 +12,7 @@ use std::sync::{Mutex, MutexGuard};
 use crate::clique::{Address, Call, Clique, Message};
 use crate::reduce::size;
 
-/// What this process knows of a communicator; it is one rank of it.
+/// A communicator in this process, which is one of its ranks.
 pub(crate) struct Processes {
     folder: PathBuf,
     size: usize,
@@ -22,11 +23,11 @@ pub(crate) struct Processes {
 #[derive(Default)]
 struct State {
     aborted: bool,
-    /// The last collective that this rank has given its part of.
+    /// The last collective for which this rank has written its part.
     given: Option<u64>,
-    /// The collective in which the ranks differ.
+    /// A collective in which the ranks differ.
     misfit: Option<u64>,
-    /// Messages so far, by the other rank.
+    /// Messages so far, by peer.
     sent: HashMap<usize, u64>,
     received: HashMap<usize, u64>,
 }
@@ -55,11 +56,11 @@ impl Processes {
     }
 }
 
-/// Writes a file that is there at once.
+/// Writes a file under another name, and renames it, so that readers only see it whole.
 fn give(path: &Path, what: &str, memory: Address, bytes: usize) {
     let mut content = format!("{what}\n").into_bytes();
     if bytes > 0 {
-        // SAFETY: memory of that many bytes, which the caller has given to its stream.
+        // SAFETY: valid memory of that many bytes, which the caller has given to its stream.
         content.extend_from_slice(unsafe { std::slice::from_raw_parts(memory.at(0), bytes) });
     }
     let mut begun = path.as_os_str().to_owned();
@@ -68,7 +69,7 @@ fn give(path: &Path, what: &str, memory: Address, bytes: usize) {
     given.unwrap_or_else(|error| panic!("{}: {error}", path.display()));
 }
 
-/// The file without its first line, if there is one and that is `what`.
+/// Reads the file without its first line, if the file exists. An error if the line is not `what`.
 fn take(path: &Path, what: &str) -> Option<Result<Vec<u8>, String>> {
     let content = std::fs::read(path).ok()?;
     let line = content.split(|&byte| byte == b'\n').next().unwrap_or_default();
@@ -124,12 +125,13 @@ impl Clique for Processes {
             }
         }
         let inputs: Vec<*const c_void> = parts.iter().map(|part| part.as_ptr().cast()).collect();
-        // SAFETY: the files are as long as what was given; the output is memory of that many bytes, by the caller's word.
+        // SAFETY: the files have the length of the inputs, and the caller vouches for the size of
+        // the output.
         unsafe {
             let result = call.result(rank, &inputs, self.seed ^ (number << 20));
             std::ptr::copy(result.as_ptr(), call.output.at(0), result.len());
         }
-        // All are here, so all have read what was given before.
+        // All ranks are in this collective, so all have read the previous parts.
         if let Some(before) = number.checked_sub(1) {
             let _ = std::fs::remove_file(self.part(before, rank));
         }
@@ -170,7 +172,8 @@ impl Clique for Processes {
                     None => {}
                     Some(Err(error)) => misfit(error),
                     Some(Ok(content)) => {
-                        // SAFETY: memory of that many bytes, which the caller has given to its stream.
+                        // SAFETY: valid memory of that many bytes, which the caller has given to
+                        // its stream.
                         unsafe {
                             std::ptr::copy(content.as_ptr(), memory.at(0), content.len());
                         }

@@ -1,10 +1,10 @@
-//! Reductions in an arbitrary order, rounded to the dtype after each step, as NCCL's.
+//! Reductions in an arbitrary order, rounded to the dtype after each step, like NCCL's.
 
 use std::ffi::{c_int, c_void};
 
 use half::{bf16, f16};
 
-/// Bytes of an element of a dtype of NCCL; `None` if there is no such dtype.
+/// Bytes of an element of an NCCL dtype, or `None` if the dtype does not exist.
 pub(crate) fn size(dtype: c_int) -> Option<usize> {
     match dtype {
         0 | 1 => Some(1),
@@ -37,7 +37,7 @@ macro_rules! floats {
     ($($ty:ty, $wide:ty, $widen:expr, $narrow:expr);*) => { $(impl Element for $ty {
         fn reduce(op: c_int, a: Self, b: Self) -> Self {
             let (a, b): ($wide, $wide) = ($widen(a), $widen(b));
-            // `max` and `min` pass over NaN, as NCCL's do.
+            // `max` and `min` ignore NaN, like NCCL's.
             $narrow(match op {
                 0 => a + b,
                 1 => a * b,
@@ -54,10 +54,10 @@ floats! {
     bf16, f32, |x: bf16| x.to_f32(), bf16::from_f32
 }
 
-/// Reduces `count` elements of each input, in the order given, to one vector of bytes.
+/// Reduces `count` elements of each input, in the given order, to one vector of bytes.
 ///
 /// # Safety
-/// The inputs are of that many elements, which nobody writes meanwhile.
+/// Each input has that many elements, and no thread writes to it meanwhile.
 pub(crate) unsafe fn reduce(
     inputs: &[*const c_void],
     count: usize,

@@ -1,7 +1,8 @@
-//! A model of CUDA's streams.
+//! A model of CUDA streams.
 //!
-//! A [`Machine`] has a thread that runs the tasks of its streams. Those of one stream run in order; which stream is
-//! next is random, by a seed, and now and again a stream does nothing for a while. Only events order the tasks of different streams.
+//! A [`Machine`] has a thread that runs the tasks of its streams. The tasks of one stream run in
+//! order. The next stream is chosen at random from a seed, and streams sometimes pause. Only events
+//! order tasks of different streams.
 
 use std::collections::VecDeque;
 use std::ffi::c_void;
@@ -11,12 +12,12 @@ use std::time::{Duration, Instant};
 
 use crate::raw::{Free, Poll, RawStream};
 
-/// Something that is done once all tasks before it have run.
+/// An event, done once all tasks before it have run.
 #[derive(Clone, Default)]
 pub struct Event(Arc<AtomicBool>);
 
 impl Event {
-    /// Whether it is done.
+    /// Whether the event is done.
     pub fn is_done(&self) -> bool {
         self.0.load(Ordering::SeqCst)
     }
@@ -29,7 +30,7 @@ enum Task {
     Foreign(Foreign),
 }
 
-/// A task of a library of C.
+/// A task of a C library.
 struct Foreign {
     poll: Poll,
     free: Free,
@@ -41,20 +42,20 @@ unsafe impl Send for Foreign {}
 
 impl Drop for Foreign {
     fn drop(&mut self) {
-        // SAFETY: it is freed once, here.
+        // SAFETY: freed only once, here.
         unsafe { (self.free)(self.data) };
     }
 }
 
 impl Task {
-    /// Runs it; gives it back if it has to wait.
+    /// Runs the task. Returns the task if it has to wait.
     fn step(self) -> Option<Self> {
         match self {
             Self::Run(run) => run(),
             Self::Record(event) => event.0.store(true, Ordering::SeqCst),
             Self::Wait(event) => return (!event.is_done()).then_some(Self::Wait(event)),
             Self::Foreign(task) => {
-                // SAFETY: it has not been freed.
+                // SAFETY: not freed yet.
                 let done = unsafe { (task.poll)(task.data) } != 0;
                 return (!done).then_some(Self::Foreign(task));
             }
@@ -66,16 +67,16 @@ impl Task {
 /// The tasks of a stream.
 struct Queue {
     tasks: VecDeque<Task>,
-    /// The change after which its first had to wait.
+    /// Value of `changes` when the first task last had to wait.
     waited: u64,
-    /// Until when it does nothing, to let others overtake it.
+    /// End of its pause, which lets other streams overtake it.
     sleeps: Instant,
 }
 
 #[derive(Default)]
 struct Queues {
     streams: Vec<Queue>,
-    /// Counts what may let a waiting task go on.
+    /// Number of changes that may let a waiting task continue.
     changes: u64,
 }
 
@@ -86,7 +87,7 @@ pub struct Machine {
 }
 
 impl Machine {
-    /// A machine that chooses streams by this seed.
+    /// Makes a machine that chooses streams by this seed.
     pub fn new(seed: u64) -> Arc<Self> {
         let machine = Arc::new(Self {
             queues: Mutex::new(Queues { changes: 1, ..Queues::default() }),
@@ -128,7 +129,8 @@ fn run(machine: &Weak<Machine>, mut random: fastrand::Rng) {
             (0..queues.streams.len()).filter(|&i| ready(&queues.streams[i])).collect();
         let Some(&stream) = (!choice.is_empty()).then(|| &choice[random.usize(..choice.len())])
         else {
-            // Streams sleep, and tasks of a library may wait for what is no stream, such as an abort.
+            // Streams may pause, and a library's tasks may wait for events outside of streams, such
+            // as an abort.
             let pause = Duration::from_micros(100);
             let (mut queues, _) = machine.changed.wait_timeout(queues, pause).expect("as above");
             queues.changes += 1;
@@ -155,26 +157,26 @@ fn run(machine: &Weak<Machine>, mut random: fastrand::Rng) {
 }
 
 struct Place {
-    /// First, so that its address is that of the whole.
+    /// First, so that its address equals the struct's.
     raw: RawStream,
     machine: Arc<Machine>,
     index: usize,
 }
 
-/// A queue of tasks that run in order. Tasks that were pushed run also after it is dropped.
+/// A queue of tasks that run in order. Pushed tasks run even after the stream is dropped.
 pub struct Stream(Box<Place>);
 
-// The field is first, as `push_raw` needs.
+// `push_raw` needs the field first.
 const _: () = assert!(std::mem::offset_of!(Place, raw) == 0);
 
 unsafe extern "C" fn push_raw(stream: *const RawStream, poll: Poll, free: Free, data: *mut c_void) {
-    // SAFETY: it is the address that `Stream::raw` gave, of a stream that the caller still has.
+    // SAFETY: the address came from `Stream::raw`, and the caller still holds the stream.
     let place = unsafe { &*stream.cast::<Place>() };
     place.machine.push(place.index, Task::Foreign(Foreign { poll, free, data }));
 }
 
 impl Stream {
-    /// Its address, for a library of C; valid until it is dropped.
+    /// The stream's address for a C library, valid until the stream is dropped.
     pub fn raw(&self) -> *mut c_void {
         (&raw const *self.0).cast_mut().cast()
     }
@@ -184,14 +186,14 @@ impl Stream {
         self.0.machine.push(self.0.index, Task::Run(Box::new(run)));
     }
 
-    /// An event that is done when all tasks so far have run.
+    /// Records an event that is done when all tasks so far have run.
     pub fn record(&self) -> Event {
         let event = Event::default();
         self.0.machine.push(self.0.index, Task::Record(event.clone()));
         event
     }
 
-    /// Lets tasks from now on run after `event`.
+    /// Makes later tasks run after `event`.
     pub fn wait(&self, event: &Event) {
         self.0.machine.push(self.0.index, Task::Wait(event.clone()));
     }

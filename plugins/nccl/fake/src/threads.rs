@@ -14,7 +14,7 @@ struct Meeting {
     left: usize,
 }
 
-/// A message that is sent, until its receiver has it.
+/// A sent message that its receiver does not have yet.
 struct Sent {
     memory: Address,
     count: usize,
@@ -28,12 +28,12 @@ struct State {
     meetings: HashMap<u64, Meeting>,
     /// By sender and receiver.
     sent: HashMap<(usize, usize), VecDeque<Sent>>,
-    /// How many messages of a sender and a receiver have been received.
+    /// Number of received messages, by sender and receiver.
     received: HashMap<(usize, usize), u64>,
     aborted: Vec<bool>,
 }
 
-/// Where the calls of threads meet.
+/// A communicator whose ranks are threads.
 pub(crate) struct Threads {
     size: usize,
     seed: u64,
@@ -55,10 +55,10 @@ impl Threads {
         let inputs: Vec<*const c_void> =
             calls.iter().map(|call| call.input.0.cast_const()).collect();
         let seed = self.seed ^ (number << 20);
-        // SAFETY: memory of that many bytes, by the caller's word; nobody else accesses it until all ranks have
-        // seen that the collective ran.
+        // SAFETY: the callers vouch for memory of that many bytes. No thread accesses it until all
+        // ranks have seen that the collective ran.
         let result = |rank| unsafe { calls[0].result(rank, &inputs, seed) };
-        // All inputs are read before an output is written, which may be the same memory.
+        // Reads all inputs before writing an output, which may be the same memory.
         let results: Vec<Vec<u8>> = match calls[0].kind {
             Kind::ReduceScatter { .. } => (0..self.size).map(result).collect(),
             _ => vec![result(0); self.size],
@@ -86,7 +86,7 @@ impl Clique for Threads {
     fn abort(&self, rank: usize) {
         let mut state = self.state();
         state.aborted[rank] = true;
-        // Its memory may be gone.
+        // The rank's memory may be gone.
         state.meetings.values_mut().filter(|m| !m.ran).for_each(|m| m.calls[rank] = None);
         for ((from, _), sent) in &mut state.sent {
             if *from == rank {
@@ -113,7 +113,7 @@ impl Clique for Threads {
                 self.run(&calls, number);
                 meeting.ran = true;
             } else {
-                // As NCCL's kernels may: they wait for data that does not come.
+                // Like NCCL's kernels, which may wait for data that never arrives.
                 misfit(format!("the ranks are in different collectives {number}"));
             }
         }
@@ -166,7 +166,8 @@ impl Clique for Threads {
                 continue;
             }
             let bytes = message.count * size(message.dtype).unwrap_or(1);
-            // SAFETY: memory of that many bytes, which both sides have given to their streams.
+            // SAFETY: valid memory of that many bytes, which both sides have given to their
+            // streams.
             unsafe { std::ptr::copy(first.memory.at(0), message.memory.at(0), bytes) };
             sent.get_mut(&pair).and_then(VecDeque::pop_front);
             *received.entry(pair).or_default() += 1;

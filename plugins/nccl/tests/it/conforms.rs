@@ -1,4 +1,4 @@
-//! The group keeps what the trait promises.
+//! The process group conforms to the trait.
 
 use std::sync::Arc;
 
@@ -18,21 +18,21 @@ fn groups_of_one_to_four_conform() {
 }
 
 #[test]
-fn a_rank_alone_conforms_over_nccl_too() {
+fn single_rank_over_nccl_conforms() {
     let job = Job::new(5);
     job.nccl.allow_alone();
     let host = Arc::new(Solo::new("world", 0));
     let group = fulgurite_nccl::connect_even_alone(job.parts(host)).unwrap();
     conformance::process_group(&*group).unwrap();
-    // Its communicator, which a group of one rank has not otherwise.
+    // A group of one rank normally lacks a communicator.
     assert_eq!(job.nccl.live(), 1);
     drop(group);
     job.check();
 }
 
-/// Integers go over the host's group, floating-point numbers over NCCL.
+/// Integers use the host's group, floating-point numbers NCCL.
 #[test]
-fn tensors_of_host_and_device_go_their_own_ways() {
+fn host_and_device_tensors_are_routed_apart() {
     let dtypes = Some(vec![DType::F32, DType::F64, DType::BF16, DType::F16]);
     let job = Job { dtypes, ..Job::new(7) };
     job.run(3, |group| conformance::process_group(&*group)).unwrap();

@@ -1,4 +1,4 @@
-//! How often copies into and out of flat buffers are queued.
+//! Number of queued copies into and out of flat buffers.
 
 use std::sync::atomic::Ordering;
 
@@ -10,7 +10,7 @@ use crate::ranks::Job;
 
 const RANKS: usize = 3;
 
-/// A unit's gradients or parameters of two dtypes, cut unevenly, with parts of none.
+/// Gradients or parameters of a unit: two dtypes, uneven parts, some of them empty.
 const COUNTS: [([usize; RANKS], DType); 5] = [
     ([3, 4, 5], DType::F32),
     ([0, 7, 1], DType::BF16),
@@ -62,7 +62,7 @@ fn scatter(group: &dyn ProcessGroup) -> Result<()> {
 }
 
 #[test]
-fn a_collective_of_many_uneven_tensors_copies_twice() {
+fn uneven_tensors_are_copied_in_two_batches() {
     for (seed, collective) in [gather, scatter].into_iter().enumerate() {
         let job = Job::new(seed as u64);
         job.run(RANKS, |group| collective(&*group)).unwrap();

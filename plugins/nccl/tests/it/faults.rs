@@ -1,4 +1,5 @@
-//! Ranks that are late, gone or elsewhere, and an NCCL that fails: every wait ends, and says why.
+//! Ranks that are late, dead or in another collective, and an NCCL that fails: every wait ends with
+//! a reason.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -26,7 +27,7 @@ fn sum(group: &dyn ProcessGroup, n: usize) -> Result<()> {
     group.run(Collective::all_reduce(&ones(n)?, ReduceOp::Sum))
 }
 
-/// Waits until the group has failed, on whatever rank.
+/// Waits until the group has failed on any rank.
 fn until_failed(group: &dyn ProcessGroup) -> Error {
     loop {
         match group.failure() {
@@ -36,7 +37,7 @@ fn until_failed(group: &dyn ProcessGroup) -> Error {
     }
 }
 
-/// The errors of the ranks, each of which runs `f`.
+/// Runs `f` on each rank, and returns the ranks' errors.
 fn errors(
     job: &Job,
     ranks: usize,
@@ -54,7 +55,7 @@ fn errors(
 }
 
 #[test]
-fn abort_and_timeouts_are_as_promised() {
+fn abort_and_timeout_conform() {
     for connected in [false, true] {
         let run = |f: fn(&dyn ProcessGroup) -> Result<()>| {
             let job = job();
@@ -74,7 +75,7 @@ fn abort_and_timeouts_are_as_promised() {
 }
 
 #[test]
-fn a_rank_that_is_late_is_named_and_fails_too() {
+fn late_rank_is_named_and_fails() {
     let job = job();
     let found = errors(&job, 2, |group| {
         sum(&*group, 10)?;
@@ -91,17 +92,17 @@ fn a_rank_that_is_late_is_named_and_fails_too() {
     assert_eq!((job.nccl.violations(), job.nccl.aborts(), job.nccl.live()), (0, 2, 0));
 }
 
-/// Of a strategy's collectives the unit or the bucket is named.
+/// The unit or bucket of a strategy's collective is named.
 #[test]
-fn what_a_training_waits_in_is_named() {
+fn stuck_training_names_its_collective() {
     let stuck = |config: &str| {
-        // Also where setting up is slow, that is in time.
+        // Long enough for a slow setup.
         let job = Job { timeout: 5 * SECOND, ..Job::new(5) };
         let over = AtomicBool::new(false);
         let found = errors(&job, 2, |group| {
             let mut training = Training::new(group.clone(), config, DType::F32, 1)?;
             if group.rank() == 1 {
-                // The group that fails is one of the mesh.
+                // The failing group is one of the mesh.
                 while !over.load(Ordering::SeqCst) {
                     std::thread::yield_now();
                 }
@@ -118,13 +119,13 @@ fn what_a_training_waits_in_is_named() {
 }
 
 #[test]
-fn a_rank_that_is_gone_without_a_word_is_named() {
+fn vanished_rank_is_named() {
     let job = job();
     let found = errors(&job, 3, |group| {
         sum(&*group, 10)?;
         match group.rank() {
             2 => Ok(()),
-            // The others' message comes from whoever is first.
+            // The message comes from the first rank that times out.
             _ => sum(&*group, 100).map_err(|error| Error::other(reason(&error))),
         }
     });
@@ -134,7 +135,7 @@ fn a_rank_that_is_gone_without_a_word_is_named() {
     ");
 }
 
-/// What was said first, by whatever rank.
+/// Returns the original message, without the names of the ranks that report it.
 fn reason(error: &Error) -> String {
     let text = error.to_string();
     let words = ["timed out", "rank 0 is in", "rank 1 is in"];
@@ -143,7 +144,7 @@ fn reason(error: &Error) -> String {
 }
 
 #[test]
-fn a_rank_that_fails_ends_the_others_waits_with_its_error() {
+fn failing_rank_ends_the_waits_of_others() {
     let job = job();
     let other = Mutex::new(None);
     let first = job.run(2, |group| {
@@ -159,7 +160,7 @@ fn a_rank_that_fails_ends_the_others_waits_with_its_error() {
 }
 
 #[test]
-fn ranks_in_different_collectives_are_told_apart_before_the_timeout() {
+fn mismatched_collectives_fail_before_timeout() {
     let job = Job { timeout: Duration::from_secs(600), ..Job::new(3) };
     let found = errors(&job, 2, |group| {
         sum(&*group, 10)?;
@@ -175,9 +176,9 @@ fn ranks_in_different_collectives_are_told_apart_before_the_timeout() {
 }
 
 #[test]
-fn an_error_of_nccl_says_in_what() {
+fn nccl_error_names_the_collective() {
     let job = job();
-    // The second rank's communicator fails in its second collective, to which the first does not come.
+    // Rank 1's communicator fails in its second collective, which rank 0 never joins.
     job.nccl.fail(1, 2, 6);
     let found = errors(&job, 2, |group| {
         sum(&*group, 10)?;
@@ -193,7 +194,7 @@ fn an_error_of_nccl_says_in_what() {
 }
 
 #[test]
-fn a_message_that_nobody_receives_times_out() {
+fn unreceived_message_times_out() {
     let job = job();
     let found = errors(&job, 2, |group| {
         let tensor = ones(5)?;
@@ -214,7 +215,7 @@ fn a_message_that_nobody_receives_times_out() {
 }
 
 #[test]
-fn nccl_that_is_missing_or_old_is_refused() {
+fn missing_or_old_nccl_is_refused() {
     let job = job();
     let refused = || job.run(2, |group| sum(&*group, 10)).unwrap_err().to_string();
     job.nccl.set_version(21_703);

@@ -1,8 +1,8 @@
-//! Memory of the host as that of a device.
+//! Host memory that plays a device.
 //!
-//! What NCCL is given is a copy of a tensor's storage, its *shadow*: filled when the compute stream gets to the tensor,
-//! and brought back when it has waited for the work. So work that is not ordered by events meets memory that is not yet
-//! filled, or has been freed, which is poisoned.
+//! NCCL gets a copy of a tensor's storage, its *shadow*. The shadow is filled when the compute
+//! stream reaches the tensor, and copied back when the compute stream has waited for the work. So
+//! work that events do not order meets unfilled or freed memory, which is poisoned.
 #![allow(unsafe_code)] // Memory that streams access.
 
 use std::any::Any;
@@ -22,13 +22,13 @@ use fulgurite_nccl_fake::streams::{self, Machine};
 
 const POISON: u8 = 0xA5;
 
-/// Bytes that streams access, by tasks whose order is theirs.
+/// Bytes that streams access, ordered only by the streams' tasks.
 struct Bytes {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: what accesses them is ordered by streams and events; if it is not, the tests that find out fail.
+// SAFETY: streams and events order all accesses. If they fail to, the tests detect it.
 unsafe impl Send for Bytes {}
 // SAFETY: as above.
 unsafe impl Sync for Bytes {}
@@ -46,33 +46,33 @@ impl Bytes {
 
     fn write(&self, start: usize, bytes: &[u8]) {
         assert!(start + bytes.len() <= self.len);
-        // SAFETY: within the bounds; ordered as said.
+        // SAFETY: within the bounds; ordered as above.
         unsafe { std::ptr::copy(bytes.as_ptr(), self.at(start), bytes.len()) };
     }
 
     fn read(&self, range: Range<usize>, target: &mut [u8]) {
         assert!(range.end <= self.len && range.len() == target.len());
-        // SAFETY: within the bounds; ordered as said.
+        // SAFETY: within the bounds; ordered as above.
         unsafe { std::ptr::copy(self.at(range.start), target.as_mut_ptr(), range.len()) };
     }
 
     fn poison(&self) {
-        // SAFETY: all of it.
+        // SAFETY: the whole allocation.
         unsafe { std::ptr::write_bytes(self.start, POISON, self.len) };
     }
 }
 
 impl Drop for Bytes {
     fn drop(&mut self) {
-        // SAFETY: as it was made, and nobody has it any more.
+        // SAFETY: allocated as a boxed slice of this length, and freed only here.
         drop(unsafe { Box::from_raw(std::ptr::slice_from_raw_parts_mut(self.start, self.len)) });
     }
 }
 
-/// The copy of a storage.
+/// The device copy of a storage.
 struct Shadow {
     bytes: Bytes,
-    /// What works write that have not been brought back, by their numbers.
+    /// Ranges that works write and that are not copied back yet, by number of the work.
     written: Mutex<HashMap<u64, Range<usize>>>,
 }
 
@@ -80,19 +80,19 @@ struct Shadow {
 pub(crate) struct HostMemory {
     machine: Arc<Machine>,
     compute: Arc<streams::Stream>,
-    /// Only these are on the device; the others go over the host's group.
+    /// Dtypes on the device. Other dtypes use the host's group.
     dtypes: Option<Vec<DType>>,
-    /// Batches of copies that streams were given.
+    /// Number of copy batches given to streams.
     batches: Arc<AtomicU64>,
-    /// What its streams were asked to record.
+    /// Events recorded by its streams.
     recorded: Recorded,
     state: Mutex<(HashMap<usize, Weak<Shadow>>, u64)>,
 }
 
-/// Moments of streams beside the compute stream.
+/// Events of streams other than the compute stream.
 type Recorded = Arc<Mutex<Vec<streams::Event>>>;
 
-/// What a [`Memory`] of a tensor holds.
+/// Keeps the [`Memory`] of a tensor.
 struct Held {
     tensor: Tensor,
     shadow: Arc<Shadow>,
@@ -108,7 +108,8 @@ impl Drop for Held {
     }
 }
 
-/// What a [`Memory`] of no tensor holds. It is poisoned when the compute stream gets there.
+/// Keeps [`Memory`] without a tensor. The memory is poisoned when the compute stream reaches the
+/// drop.
 struct Buffer {
     bytes: Arc<Bytes>,
     compute: Arc<streams::Stream>,
@@ -133,7 +134,7 @@ impl HostMemory {
         Arc::new(Self { machine, compute, dtypes, batches, recorded, state: Mutex::default() })
     }
 
-    /// How many collectives and messages were launched, and how many of these have not run.
+    /// Returns the number of launched collectives and messages, and how many of them have not run.
     pub(crate) fn launched(&self) -> (usize, usize) {
         let recorded = self.recorded.lock().unwrap();
         (recorded.len(), recorded.iter().filter(|event| !event.is_done()).count())
@@ -220,7 +221,7 @@ impl Streams for HostMemory {
             *numbers
         };
         let mut pending = shadow.written.lock().unwrap();
-        // What earlier works write is on the device alone so far.
+        // Results of earlier works are only on the device so far.
         for part in without(range.clone(), pending.values()) {
             let bytes = now[part.start - start..part.end - start].to_vec();
             let shadow = shadow.clone();
@@ -246,7 +247,7 @@ impl Streams for HostMemory {
     fn wait(&self, event: &dyn Event, memory: &[Memory]) -> Result<()> {
         self.compute.wait(host_event(event)?);
         let done = self.compute.record();
-        // What the host computes is what the compute stream does next.
+        // The host computes, so it must wait for the compute stream.
         while !done.is_done() {
             std::thread::sleep(Duration::from_micros(20));
         }
@@ -270,7 +271,7 @@ struct HostStream {
     recorded: Recorded,
 }
 
-/// That no target, the first of two ranges, overlaps another range.
+/// Asserts that no target, the first of two ranges, overlaps another range.
 fn assert_apart(copies: &[[Range<usize>; 2]]) {
     let overlap = |a: &Range<usize>, b: &Range<usize>| a.start < b.end && b.start < a.end;
     for (i, [target, _]) in copies.iter().enumerate() {
@@ -306,7 +307,7 @@ impl Stream for HostStream {
             .map(|copy| [range(copy.target, copy.bytes), range(copy.source, copy.bytes)])
             .collect();
         assert_apart(&copies);
-        // In another order than they were given in: a device has none.
+        // Reversed, as a device may copy in any order.
         self.own.push(move || {
             for [target, source] in copies.into_iter().rev() {
                 let (to, from) = (target.start as *mut u8, source.start as *const u8);

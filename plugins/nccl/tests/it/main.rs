@@ -1,5 +1,6 @@
-//! The process group over NCCL, with a library that has NCCL's interface, for ranks that are threads of this process or
-//! processes, and streams that run in random order.
+//! Tests with a library that has NCCL's interface, and streams that run in random order.
+//!
+//! Ranks are threads of this process, or processes.
 
 mod conforms;
 mod copies;

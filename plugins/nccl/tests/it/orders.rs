@@ -1,4 +1,4 @@
-//! Whatever order streams run in, the results are the same.
+//! Results do not depend on the order in which streams run.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
@@ -11,7 +11,7 @@ use fulgurite_transports::run_ranks_with;
 use crate::host_memory::HostMemory;
 use crate::ranks::Job;
 
-/// Seeds of a run: `NCCL_ORDERS`, else 50.
+/// Number of seeds: `NCCL_ORDERS`, or 50.
 pub(crate) fn orders() -> u64 {
     std::env::var("NCCL_ORDERS").ok().and_then(|n| n.parse().ok()).unwrap_or(50)
 }
@@ -20,15 +20,15 @@ fn range(start: usize, n: usize) -> Result<Tensor> {
     Ok(Tensor::from_vec((start..start + n).map(|i| i as f32).collect::<Vec<_>>(), n, &Device::Cpu)?)
 }
 
-/// The schedule of a step of FSDP with replicas, and a ring, all begun before any is waited for. Numbers are small
-/// integers, whose sums are exact in any order.
+/// The schedule of an FSDP step with replicas, and a ring, all begun before the first wait. Values
+/// are small integers, whose sums are exact in any order.
 fn step(group: &dyn ProcessGroup, round: usize) -> Result<()> {
     let (rank, size) = (group.rank(), group.size());
     let counts: Vec<usize> = (0..size).map(|r| (r * 5 + round) % 7).collect();
     let start = |rank: usize| counts[..rank].iter().sum::<usize>();
     let total = start(size);
 
-    // One that is waited for at once, before its streams have come to it.
+    // Waited for at once, before the streams reach it.
     for _ in 0..3 {
         let whole = Tensor::zeros(total, DType::F32, &Device::Cpu)?;
         let input = range(start(rank), counts[rank])?;
@@ -61,7 +61,7 @@ fn step(group: &dyn ProcessGroup, round: usize) -> Result<()> {
     let received = Tensor::zeros(17, DType::F32, &Device::Cpu)?;
     let send = group.send(&range(rank, 17)?, next)?;
     let recv = group.recv(&received, previous)?;
-    // Nobody waits for it.
+    // Never waited for.
     drop(group.all_reduce(&Tensor::ones(9, DType::F32, &Device::Cpu)?, ReduceOp::Max)?);
 
     recv.wait()?;
@@ -92,7 +92,7 @@ fn streams_may_run_in_any_order() {
             for round in 0..3 {
                 step(&*group, round)?;
             }
-            // A part of the ranks, beside all of them.
+            // A group of some of the ranks, beside the group of all.
             let child = group.split(&[vec![0], (1..ranks).rev().collect()], "part")?;
             step_of_part(&*child)?;
             assert_eq!(all_gather_object(&*group, &group.rank())?.len(), ranks);
@@ -110,7 +110,8 @@ fn step_of_part(group: &dyn ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Two ranks whose works are dropped, as in a step that is abandoned; what `end` ends, the compute stream has waited for.
+/// Two ranks drop works, as in an abandoned step. After `end` the compute stream has waited for all
+/// of them.
 fn dropped_works_have_run(
     seeds: std::ops::Range<u64>,
     end: impl Fn(&dyn ProcessGroup, &Abandonment) -> Result<()> + Sync,
@@ -118,7 +119,7 @@ fn dropped_works_have_run(
     for seed in seeds {
         let job = Job::new(seed);
         run_ranks_with(2, job.timeout, |host| {
-            // What ranks ask each other goes over the host.
+            // Agreement between ranks uses the host.
             let on_device = Some(vec![DType::F32]);
             let memory = HostMemory::new(&job.machine, on_device, &job.batches);
             let steps = Abandonment::new(host.rank());
@@ -149,7 +150,7 @@ fn barriers_order_dropped_collectives() {
 #[test]
 fn resumed_steps_follow_dropped_collectives() {
     dropped_works_have_run(0..orders(), |group, steps| {
-        // All are launched before a rank gives up, or some of them.
+        // All or some collectives are launched before a rank gives up.
         if group.rank() == 1 {
             steps.abandon();
         } else {

@@ -1,4 +1,4 @@
-//! Ranks that are processes: this program runs itself again, once a rank.
+//! Ranks that are processes: the test program starts itself once for each rank.
 
 use std::net::{Ipv4Addr, SocketAddr};
 use std::process::{Child, Command, Stdio};
@@ -20,7 +20,7 @@ use crate::ranks::built;
 
 const RANKS: usize = 3;
 const TIMEOUT: Duration = Duration::from_secs(60);
-/// What a rank of a test is told through its environment.
+/// Environment variables for a rank of a test.
 const RANK: &str = "NCCL_TEST_RANK";
 const PORT: &str = "NCCL_TEST_PORT";
 const SCENARIO: &str = "NCCL_TEST_SCENARIO";
@@ -30,7 +30,7 @@ fn key() -> JobKey {
     JobKey::new("a secret of this test", "nccl")
 }
 
-/// Starts the ranks, and returns what each printed: a result, or nothing.
+/// Starts the ranks, and returns the result that each printed, if any.
 fn results(scenario: &str) -> Vec<Option<String>> {
     let here = SocketAddr::from((Ipv4Addr::LOCALHOST, 0));
     let store = StoreServer::bind(here, key(), RANKS, LostRankPolicy::Failed).unwrap();
@@ -54,7 +54,7 @@ fn results(scenario: &str) -> Vec<Option<String>> {
     ranks.into_iter().map(result).collect()
 }
 
-/// One of them, in a process of its own.
+/// One rank, in its own process.
 #[test]
 fn rank() {
     let Ok(rank) = std::env::var(RANK) else { return };
@@ -86,7 +86,7 @@ fn rank() {
             other => panic!("{other}"),
         }
     };
-    // The harness prints the test's name without a line's end.
+    // The harness prints the test's name without a line break.
     println!();
     match run() {
         Ok(()) => println!("{RESULT}ok"),
@@ -113,9 +113,9 @@ fn groups_of_processes_conform() {
 }
 
 #[test]
-fn a_rank_that_is_killed_is_named_at_once() {
+fn killed_rank_is_named_at_once() {
     let results = results("killed");
-    // Not that it is late, which would be said after the timeout.
+    // Not reported as late, which would take until the timeout.
     let named = "rank 2 failed: the process ended without a word (killed?)";
     for result in &results[..RANKS - 1] {
         assert!(result.as_ref().is_some_and(|result| result.contains(named)), "{results:?}");

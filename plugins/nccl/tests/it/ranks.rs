@@ -1,4 +1,4 @@
-//! Ranks that are threads, with a library of their own.
+//! Ranks that are threads, with their own copy of the library.
 #![allow(unsafe_code)] // Functions of the library.
 
 use std::path::PathBuf;
@@ -16,7 +16,7 @@ use fulgurite_transports::run_ranks_with;
 
 use crate::host_memory::HostMemory;
 
-/// The library that stands in for NCCL: cargo puts it beside this program.
+/// The library in NCCL's place, which cargo puts beside this program.
 pub(crate) fn built() -> PathBuf {
     let program = std::env::current_exe().unwrap();
     let folder = program.parent().unwrap();
@@ -28,7 +28,7 @@ pub(crate) fn built() -> PathBuf {
     found.max_by_key(|path| path.metadata().unwrap().modified().unwrap()).expect("the library")
 }
 
-/// A copy of the library, which shares nothing with others.
+/// A copy of the library, which shares no state with other copies.
 pub(crate) struct Nccl {
     _folder: tempfile::TempDir,
     pub(crate) path: PathBuf,
@@ -40,17 +40,17 @@ impl Nccl {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("libnccl.so.2");
         std::fs::copy(built(), &path).unwrap();
-        // SAFETY: it has no initialisers of its own.
+        // SAFETY: the library runs no initialisers of its own.
         let library = unsafe { libloading::Library::new(&path) }.unwrap();
         Self { _folder: folder, path, library }
     }
 
     fn count(&self, name: &[u8]) -> u64 {
-        // SAFETY: of this type.
+        // SAFETY: the function has this type.
         unsafe { self.library.get::<extern "C" fn() -> u64>(name).unwrap()() }
     }
 
-    /// How often it was used as NCCL must not be.
+    /// Number of wrong uses of NCCL.
     pub(crate) fn violations(&self) -> u64 {
         self.count(b"fakeNcclViolations\0")
     }
@@ -64,12 +64,12 @@ impl Nccl {
     }
 
     pub(crate) fn allow_alone(&self) {
-        // SAFETY: of this type.
+        // SAFETY: the function has this type.
         unsafe { self.library.get::<extern "C" fn()>(b"fakeNcclAllowAlone\0").unwrap()() };
     }
 
     pub(crate) fn set_version(&self, version: i32) {
-        // SAFETY: of this type.
+        // SAFETY: the function has this type.
         unsafe {
             self.library.get::<extern "C" fn(i32)>(b"fakeNcclSetVersion\0").unwrap()(version)
         };
@@ -77,7 +77,7 @@ impl Nccl {
 
     pub(crate) fn fail(&self, rank: i32, after: u64, result: i32) {
         type Fail = extern "C" fn(i32, u64, i32);
-        // SAFETY: of this type.
+        // SAFETY: the function has this type.
         unsafe { self.library.get::<Fail>(b"fakeNcclFail\0").unwrap()(rank, after, result) };
     }
 }
@@ -88,9 +88,9 @@ pub(crate) struct Job {
     pub(crate) machine: Arc<Machine>,
     pub(crate) store: Arc<dyn Store>,
     pub(crate) timeout: Duration,
-    /// What is on the device; `None`: everything.
+    /// Dtypes on the device; all of them if `None`.
     pub(crate) dtypes: Option<Vec<DType>>,
-    /// Batches of copies that the streams of all ranks were given.
+    /// Number of copy batches given to the streams of all ranks.
     pub(crate) batches: Arc<AtomicU64>,
 }
 
@@ -121,9 +121,9 @@ impl Job {
         run_ranks_with(ranks, self.timeout, |host| f(connect(self.parts(host))?))
     }
 
-    /// That NCCL was used as it must be, and all communicators have ended.
+    /// Asserts that NCCL was used correctly, and that all communicators have ended.
     pub(crate) fn check(&self) {
-        // Threads that launched collectives for a rank may let go of them a moment after it.
+        // Threads that launched a rank's collectives may release them slightly later than the rank.
         let end = Instant::now() + Duration::from_secs(10);
         while self.nccl.live() > 0 && Instant::now() < end {
             std::thread::sleep(Duration::from_millis(1));

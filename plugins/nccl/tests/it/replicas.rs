@@ -1,4 +1,5 @@
-//! The all-reduce over replicas follows the reduce-scatter over shards by itself.
+//! The all-reduce over replicas follows the reduce-scatter over shards on the device, without a
+//! wait of the host.
 
 use std::sync::{Arc, Mutex};
 
@@ -21,10 +22,10 @@ enum What {
     AllReduceBehind,
 }
 
-/// What a rank's computing thread does with shards and replicas, in order.
+/// The operations on shards and replicas of a rank's computing thread, in order.
 type Seen = Arc<Mutex<Vec<What>>>;
 
-/// A group that notes what is done with it.
+/// A group that records its operations.
 struct Observed {
     inner: Arc<dyn ProcessGroup>,
     seen: Seen,
@@ -70,7 +71,7 @@ impl ProcessGroup for Observed {
                 };
                 return Ok(Work::pending(wait).with_end(end));
             }
-            // Others are of numbers that ranks agree on, and waited for at once.
+            // Other all-reduces agree on values between ranks, and are waited for at once.
             ("all_reduce", REPLICAS) if overlap => self.note(What::AllReduce),
             _ => {}
         }
@@ -106,7 +107,7 @@ impl ProcessGroup for Observed {
     }
 }
 
-/// What this rank does in a training of some steps, of `micro_batches` each.
+/// Returns this rank's operations in a training run of a few steps with `micro_batches` each.
 fn train(world: Arc<dyn ProcessGroup>, keys: &str, micro_batches: usize) -> Result<Vec<What>> {
     let seen = Seen::default();
     let world: Arc<dyn ProcessGroup> = Arc::new(Observed { inner: world, seen: seen.clone() });
@@ -118,7 +119,7 @@ fn train(world: Arc<dyn ProcessGroup>, keys: &str, micro_batches: usize) -> Resu
     Ok(seen.clone())
 }
 
-/// On shared memory and over NCCL.
+/// Trains on shared memory and over NCCL.
 fn everywhere(train: impl Fn(Arc<dyn ProcessGroup>) -> Result<Vec<What>> + Sync) -> Vec<Vec<What>> {
     let mut all = run_ranks(4, &train).unwrap();
     let job = Job::new(21);
@@ -128,7 +129,7 @@ fn everywhere(train: impl Fn(Arc<dyn ProcessGroup>) -> Result<Vec<What>> + Sync)
 }
 
 #[test]
-fn nobody_waits_between_a_reduce_scatter_and_the_all_reduce_of_its_sums() {
+fn all_reduce_directly_follows_reduce_scatter() {
     for seen in everywhere(|world| train(world, "", 1)) {
         assert!(seen.len() > 3 && seen.contains(&What::WaitForIt), "{seen:?}");
         for (i, what) in seen.iter().enumerate() {
@@ -142,9 +143,9 @@ fn nobody_waits_between_a_reduce_scatter_and_the_all_reduce_of_its_sums() {
     }
 }
 
-/// Gradients that an earlier backward left are added between the two.
+/// Gradients of an earlier backward are added between the two.
 #[test]
-fn sums_that_are_added_to_earlier_ones_are_waited_for() {
+fn accumulated_sums_are_waited_for() {
     let keys = r#", "accumulation_sync": "reduce_scatter""#;
     for seen in everywhere(|world| train(world, keys, 2)) {
         assert!(
@@ -154,10 +155,10 @@ fn sums_that_are_added_to_earlier_ones_are_waited_for() {
     }
 }
 
-/// Groups of shards and of replicas, with streams in any order: each all-reduce takes what the
-/// reduce-scatter before it has made, on a tensor that has other numbers until then.
+/// Groups of shards and replicas, with streams in any order. Each all-reduce takes the result of
+/// the reduce-scatter before it, in a tensor with other values until then.
 #[test]
-fn what_follows_takes_what_was_made() {
+fn chained_collectives_use_earlier_results() {
     for seed in 0..orders() {
         let job = Job::new(3000 + seed);
         job.run(4, |world| chains(&*world)).unwrap_or_else(|error| panic!("seed {seed}: {error}"));

@@ -1,4 +1,4 @@
-//! When collectives run on their streams.
+//! Times at which collectives run on their streams.
 
 use std::sync::{Arc, Mutex};
 
@@ -15,7 +15,8 @@ fn numbers() -> Result<Tensor> {
     Ok(Tensor::ones(100, DType::F32, &Device::Cpu)?)
 }
 
-/// What is told of collectives that begin while somebody asks, and of messages that are begun later, when they are waited for.
+/// Returns the reports of collectives that begin under a [`Timing`], and of messages begun at their
+/// later wait.
 fn told(group: &dyn ProcessGroup) -> Result<Vec<Told>> {
     let told = Arc::<Mutex<Vec<Told>>>::default();
     let number = || told.lock().unwrap().len();
@@ -44,7 +45,7 @@ fn told(group: &dyn ProcessGroup) -> Result<Vec<Told>> {
 }
 
 #[test]
-fn who_asks_is_told_when_collectives_and_messages_run() {
+fn timings_cover_collectives_and_messages() {
     for seed in 0..20 {
         let job = Job::new(seed);
         for (rank, told) in job.run(2, |group| told(&*group)).unwrap().into_iter().enumerate() {

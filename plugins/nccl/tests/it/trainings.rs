@@ -1,4 +1,4 @@
-//! Trainings over NCCL are those of one device, however they are cut.
+//! Training over NCCL matches training on one device, for every split of the model and data.
 
 use std::sync::LazyLock;
 
@@ -38,7 +38,7 @@ fn assert_close(what: &str, one: &[f64], other: &[f64]) {
     }
 }
 
-/// Losses and norms to 1e-5, weights to 1e-4.
+/// Compares losses and norms to 1e-5, and weights to 1e-4.
 fn assert_like(what: &str, runs: &[Run], single: &Run) {
     assert!(runs.iter().all(|run| *run == runs[0]), "{what}: ranks differ");
     let run = &runs[0];
@@ -53,7 +53,8 @@ fn assert_like(what: &str, runs: &[Run], single: &Run) {
 
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 
-/// With everything on the device, and with integers and f64, of which control messages are, on the host.
+/// One job with everything on the device, one with integers and f64 (such as control messages) on
+/// the host.
 fn jobs() -> [Job; 2] {
     let floats = vec![DType::F32, DType::BF16, DType::F16];
     [Job::new(11), Job { dtypes: Some(floats), ..Job::new(12) }]
@@ -82,7 +83,7 @@ static DECODER: LazyLock<Run> = LazyLock::new(|| {
     run_ranks(1, train).unwrap().swap_remove(0)
 });
 
-/// Sizes of replicate, shard, context and tensor.
+/// Trains with these sizes of replicate, shard, context and tensor parallelism.
 fn mesh(sizes: [usize; 4]) {
     jobs().into_iter().for_each(|job| train(&job, sizes));
 }
@@ -99,7 +100,8 @@ fn train(job: &Job, [replicate, shard, context, tensor]: [usize; 4]) {
     job.check();
 }
 
-/// Gathers ahead, reductions behind, replicas behind those: all of it in other orders of streams.
+/// Gathers ahead of time, delayed reductions, and replicas after them, in several orders of
+/// streams.
 #[test]
 fn shards_with_replicas_train_alike_in_any_order() {
     for seed in 0..orders().div_ceil(10) {
