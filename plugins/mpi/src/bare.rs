@@ -1,4 +1,4 @@
-//! MPI's own collectives, which the process group does not use: to measure it against them.
+//! MPI's own collectives, as a baseline for measurements. The process group does not use them.
 //!
 //! ```no_run
 //! use fulgurite_mpi::bare::BareMpi;
@@ -23,13 +23,14 @@ use crate::process::MpiProcess;
 
 /// MPI's own blocking collectives of f32, over all ranks of a job that uses MPI.
 ///
-/// For measurements: all ranks must call the same with the same lengths, which nobody checks, and some MPI libraries write
-/// behind memory that is too short. They are collective, and wait without end for a rank that does not come. Ranks are in the order in which MPI
-/// numbers them, which may be another than that of the job.
+/// They are for measurements only. All ranks must call the same collective with the same lengths.
+/// Lengths are not compared between ranks, and some MPI libraries write past the end of memory that
+/// is too short. The collectives wait for missing ranks without a timeout. Ranks are in MPI's
+/// order, which may differ from the job's.
 pub struct BareMpi(Arc<MpiProcess>);
 
 impl BareMpi {
-    /// That of this process; `None` if no process group has started MPI.
+    /// Returns this process's MPI, or `None` if no process group has started MPI.
     pub fn current() -> Option<Self> {
         MpiProcess::current().map(Self)
     }
@@ -37,7 +38,7 @@ impl BareMpi {
     /// `MPI_Allreduce`: `sum` becomes the sum of all ranks' `values`.
     ///
     /// # Errors
-    /// If the lengths differ here, and what MPI says.
+    /// If the two lengths differ, and errors of MPI.
     pub fn all_reduce(&self, values: &[f32], sum: &mut [f32]) -> Result<()> {
         let len = same("MPI_Allreduce", values.len(), sum.len())?;
         let (from, to) = (values.as_ptr().cast(), sum.as_mut_ptr().cast());
@@ -50,35 +51,38 @@ impl BareMpi {
     /// `MPI_Allgather`: `all` becomes all ranks' `values`, one after the other.
     ///
     /// # Errors
-    /// If `all` has not a place for each rank's, and what MPI says.
+    /// If the length of `all` does not match, and errors of MPI.
     pub fn all_gather(&self, values: &[f32], all: &mut [f32]) -> Result<()> {
         same("MPI_Allgather", values.len() * self.0.size(), all.len())?;
         let len = same("MPI_Allgather", values.len(), values.len())?;
         let (from, to) = (values.as_ptr().cast(), all.as_mut_ptr().cast());
-        // SAFETY: memory of `len` values, and of `len` for each rank, borrowed until the call returns.
+        // SAFETY: memory of `len` values, and of `len` for each rank, borrowed until the call
+        // returns.
         self.call("MPI_Allgather", |comm| unsafe {
             ffi::MPI_Allgather(from, len, ffi::RSMPI_FLOAT, to, len, ffi::RSMPI_FLOAT, comm)
         })
     }
 
-    /// `MPI_Reduce_scatter_block`: `sum` becomes this rank's part of the sum of all ranks' `values`.
+    /// `MPI_Reduce_scatter_block`: `sum` becomes this rank's part of the sum of all ranks'
+    /// `values`.
     ///
     /// # Errors
-    /// If `values` has not a part for each rank, and what MPI says.
+    /// If the length of `values` does not match, and errors of MPI.
     pub fn reduce_scatter(&self, values: &[f32], sum: &mut [f32]) -> Result<()> {
         same("MPI_Reduce_scatter_block", values.len(), sum.len() * self.0.size())?;
         let len = same("MPI_Reduce_scatter_block", sum.len(), sum.len())?;
         let (from, to) = (values.as_ptr().cast(), sum.as_mut_ptr().cast());
-        // SAFETY: memory of `len` values for each rank, and of `len`, borrowed until the call returns.
+        // SAFETY: memory of `len` values for each rank, and of `len`, borrowed until the call
+        // returns.
         self.call("MPI_Reduce_scatter_block", |comm| unsafe {
             ffi::MPI_Reduce_scatter_block(from, to, len, ffi::RSMPI_FLOAT, ffi::RSMPI_SUM, comm)
         })
     }
 
-    /// `MPI_Bcast`: `values` become those of the job's rank 0.
+    /// `MPI_Bcast`: copies the `values` of the job's rank 0 to all ranks.
     ///
     /// # Errors
-    /// What MPI says.
+    /// Errors of MPI.
     pub fn broadcast(&self, values: &mut [f32]) -> Result<()> {
         let len = same("MPI_Bcast", values.len(), values.len())?;
         let (root, memory) = (self.0.mpi_rank(0) as c_int, values.as_mut_ptr().cast());
@@ -91,9 +95,9 @@ impl BareMpi {
     /// `MPI_Barrier`.
     ///
     /// # Errors
-    /// What MPI says.
+    /// Errors of MPI.
     pub fn barrier(&self) -> Result<()> {
-        // SAFETY: a communicator.
+        // SAFETY: a valid communicator.
         self.call("MPI_Barrier", |comm| unsafe { ffi::MPI_Barrier(comm) })
     }
 
@@ -107,7 +111,7 @@ impl BareMpi {
     }
 }
 
-/// A number of values as MPI counts, if both are that many.
+/// Converts a length to MPI's type, if both lengths are equal.
 fn same(name: &str, one: usize, other: usize) -> Result<c_int> {
     if one != other {
         return Err(Error::other(format!("{name}: {one} values and {other} of the result")));
@@ -122,7 +126,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn lengths_that_do_not_fit_are_refused() {
+    fn mismatched_lengths_are_refused() {
         assert_eq!(same("MPI_Allreduce", 3, 3).unwrap(), 3);
         let error = |one, other| same("MPI_Allreduce", one, other).unwrap_err().to_string();
         insta::assert_snapshot!(error(3, 4), @"MPI_Allreduce: 3 values and 4 of the result");

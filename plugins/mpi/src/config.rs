@@ -8,17 +8,19 @@ use serde::{Deserialize, Serialize};
 
 /// `process_group.type = "mpi"`: messages of the MPI library that the program was built with.
 ///
-/// The ranks must be started by a launcher of that library's family (`mpirun`, `mpiexec`, `srun --mpi=…`).
+/// The ranks must be started by a launcher of that library's family (`mpirun`, `mpiexec`,
+/// `srun --mpi=…`).
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Mpi {
-    /// Bytes that a rank receives in one round of a reduction, 64 KiB to 1 GiB, which each group holds. The same
-    /// on all ranks.
+    /// Bytes that a rank receives in one round of a reduction, 64 KiB to 1 GiB, which each group
+    /// holds. The same on all ranks.
     pub chunk_bytes: usize,
-    /// Bytes of the longest message that MPI is given, 1 to 2147483647; longer ones are sent in pieces of that
-    /// many, one after the other. A wait lasts up to the timeout after each piece. The same on all ranks.
+    /// Bytes of the longest message for MPI, 1 to 2147483647. Longer messages are sent in pieces of
+    /// this size, one after the other. A wait lasts up to the timeout after each piece. The same on
+    /// all ranks.
     pub piece_bytes: usize,
 }
 
@@ -75,7 +77,7 @@ fn build(config: &Mpi, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> 
     use fulgurite_transports::network::connect_world;
 
     if context.world_size == 1 {
-        // Nobody to exchange messages with, and perhaps no launcher of MPI.
+        // A single rank exchanges no messages, and may run without an MPI launcher.
         return Ok(Arc::new(Solo::new("world", 0)));
     }
     let network = crate::MpiNetwork::new(config, context)?;
@@ -105,7 +107,7 @@ mod tests {
 
     #[cfg(not(feature = "mpi"))]
     #[test]
-    fn without_the_feature_a_run_is_refused_before_it_starts() {
+    fn check_refuses_builds_without_mpi() {
         insta::assert_snapshot!(error("{}"), @r#"trainer.process_group.type is "mpi", but this program was built without an MPI library. Build it with the cargo feature `mpi` of `fulgurite` (or of `fulgurite-mpi`), which needs the library's `mpicc` and libclang"#);
     }
 }

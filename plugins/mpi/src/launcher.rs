@@ -1,6 +1,6 @@
-//! Whether this process was started as one of an MPI job.
+//! Detects whether an MPI launcher started this process.
 
-/// Variables that launchers of MPI programs give each process, and whose they are.
+/// Variables that MPI launchers set for each process, and the launchers.
 const VARIABLES: [(&str, &str); 6] = [
     ("OMPI_COMM_WORLD_RANK", "Open MPI's mpirun"),
     ("PMIX_RANK", "a PMIx launcher, such as srun --mpi=pmix or Open MPI's mpirun"),
@@ -10,12 +10,12 @@ const VARIABLES: [(&str, &str); 6] = [
     ("MV2_COMM_WORLD_RANK", "MVAPICH's mpirun"),
 ];
 
-/// Who started this process, by the variables that `is_set`: the first of them, and its launcher.
+/// Returns the first variable that `is_set`, and its launcher.
 pub(crate) fn find(is_set: impl Fn(&str) -> bool) -> Option<(&'static str, &'static str)> {
     VARIABLES.into_iter().find(|(variable, _)| is_set(variable))
 }
 
-/// As [`find`], by the variables of this process.
+/// Like [`find`], with the environment of this process.
 pub(crate) fn current() -> Option<(&'static str, &'static str)> {
     find(|variable| std::env::var_os(variable).is_some())
 }
@@ -25,7 +25,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_launcher_is_known_by_its_variables() {
+    fn launcher_is_found_by_its_variables() {
         let found = |set: &[&str]| find(|variable| set.contains(&variable)).map(|(_, who)| who);
         assert_eq!(found(&["PMIX_RANK", "OMPI_COMM_WORLD_RANK"]), Some("Open MPI's mpirun"));
         assert_eq!(found(&["PALS_RANKID"]), Some("Cray's mpiexec"));

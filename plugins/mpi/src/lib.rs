@@ -1,4 +1,4 @@
-//! Process groups over MPI: the ranks of a job on one host or on many, connected by the MPI library of the site.
+//! Process groups over MPI: the ranks of a job, on one or more hosts, use the site's MPI library.
 //!
 //! ```
 //! use fulgurite_core::collective::ProcessGroupConfig;
@@ -8,56 +8,60 @@
 //! # let _ = config;
 //! ```
 //!
-//! The cargo feature `mpi` links the library. Without it all of the crate but [`Mpi`] is left out, and building a
-//! group says so.
+//! The cargo feature `mpi` links the library. Without it the crate contains only [`Mpi`], and
+//! building a group is an error.
 //!
 //! # How it works
-//! Of MPI, messages alone are used: nonblocking sends and receives of bytes, which the
-//! [engine](fulgurite_transports::network) of all networks makes into collectives. Reductions are our own code, in
-//! rank order, so that results have the bits of `shm` with any MPI library, and so for bf16 and f16, which MPI
-//! does not know.
+//! Fulgurite uses only MPI's messages: nonblocking sends and receives of bytes. The
+//! [engine](fulgurite_transports::network) of all networks turns them into collectives. Reductions
+//! are our own code, in rank order. So results are bitwise equal to those from `shm` with any MPI
+//! library, even for bf16 and f16, which MPI lacks.
 //!
 //! | file | subject |
 //! |---|---|
-//! | `launcher` | whether something started this process as one of MPI |
-//! | `meeting` | meeting in the job's store before MPI may block, and agreeing on what one member decides |
-//! | `library` | the calls of MPI that are used, with errors as values |
+//! | `launcher` | detection of an MPI launcher |
+//! | `meeting` | meetings in the job's store, before MPI may block and for decisions |
+//! | `library` | the MPI calls in use, with errors as values |
 //! | `process` | this process's MPI: its thread, its start and its end |
 //! | `network`, `wire` | connecting the members of a group; exchanging messages |
-//! | `pause` | how a wait spends its time |
-//! | `bare` | MPI's own collectives, to measure the process group against |
+//! | `pause` | pauses between tests in a wait |
+//! | `bare` | MPI's own collectives, as a baseline for measurements |
 //!
-//! **Groups are told apart by tags**, a number for each group that its first member takes from a counter in the
-//! job's store. All use one communicator, a duplicate of the world's. A communicator for each group would be made
-//! by a collective of MPI, which waits without end for a member that does not come, or that has failed.
+//! **Tags distinguish groups.** A group's tag is a number that its first member takes from a
+//! counter in the job's store. All groups use one communicator, a duplicate of the world's. Making
+//! a communicator for each group would need a collective of MPI, which waits without a timeout for
+//! a late or failed member.
 //!
-//! **Waits are ours.** MPI is initialised on a thread of its own, after all ranks have met in the store; the
-//! communicator is duplicated by `MPI_Comm_idup`; messages and the barrier at the end are tested. So each wait has
-//! a timeout and ends with the job's first failure. Errors of MPI are values too: the communicator has the handler
-//! `MPI_ERRORS_RETURN`.
+//! **Waits are ours.** A separate thread initialises MPI after all ranks have met in the store.
+//! `MPI_Comm_idup` duplicates the communicator. Messages and the final barrier are tested, never
+//! waited for. So each wait has a timeout, and ends with the job's first failure. Errors of MPI are
+//! values too: the communicator has the handler `MPI_ERRORS_RETURN`.
 //!
-//! **Long messages** are sent in pieces of [`Mpi::piece_bytes`], which arrive in order as they have one tag. So MPI 3
-//! is enough for messages of any length, and the progress of a long one shows.
+//! **Long messages** are sent in pieces of [`Mpi::piece_bytes`]. Pieces arrive in order, as they
+//! have one tag. So MPI 3 is enough for messages of any length, and a wait sees the progress of a
+//! long message.
 //!
-//! **Messages move while the rank computes**: exchanges run on the groups' communication threads, which test them
-//! until they are done. Between exchanges the thread of MPI tests it, since some libraries send what they have
-//! taken in later calls only.
+//! **Messages move while the rank computes.** Exchanges run on the groups' communication threads,
+//! which test them until they are done. Between exchanges the MPI thread calls the library, as some
+//! libraries only send accepted data in later calls.
 //!
-//! **Threads**: `MPI_THREAD_MULTIPLE` is asked for. A library that gives `MPI_THREAD_SERIALIZED` is called behind
-//! one lock, held for a call and never during a wait; one that gives less is refused.
+//! **Threads.** We ask for `MPI_THREAD_MULTIPLE`. With `MPI_THREAD_SERIALIZED`, a lock guards each
+//! call, but is never held during a wait. Lower levels are refused.
 //!
 //! # The end
-//! When the process ends with status 0, no exchange has failed and no rank has reported a failure, the ranks meet
-//! in a barrier (`MPI_Ibarrier`, tested), and then call `MPI_Finalize`. That is at the end of the process, not of
-//! the last group, for MPI cannot be initialised again. Otherwise MPI is left as it is: `MPI_Finalize` could wait
-//! for a rank that is gone. `mpirun` and `srun` take a process that ends so for failed, and end the others, which
-//! is what should happen; their message comes after the error of the rank.
+//! MPI is finalised if the process ends with status 0, no exchange has failed, and no rank has
+//! reported a failure. The ranks meet in a barrier (`MPI_Ibarrier`, tested), and then call
+//! `MPI_Finalize`. This happens at the end of the process, not of the last group, because MPI
+//! cannot be initialised again. Otherwise MPI is not finalised: `MPI_Finalize` could wait for a
+//! dead rank. `mpirun` and `srun` then treat the process as failed and end the others, which is
+//! correct. Their message comes after the rank's error.
 //!
 //! # Why mpi-sys
-//! Of the two bindings that are kept, `mpi` (rsmpi) ends the process when MPI has an error, and its requests borrow
-//! from a scope; those of `ferrompi` return errors, but a scope ends only when all of its requests have, so that a
-//! wait for a dead rank has no end. Both are right for programs that trust their peers. `mpi-sys` is the plain
-//! interface below rsmpi, generated from the headers of the MPI library at hand.
+//! There are two maintained bindings. `mpi` (rsmpi) ends the process on an error of MPI, and its
+//! requests borrow from a scope. `ferrompi` returns errors, but its scopes end only when all their
+//! requests have, so a wait for a dead rank never ends. Both suit programs that trust their peers.
+//! `mpi-sys` is the plain interface below rsmpi, generated from the headers of the installed MPI
+//! library.
 
 #[cfg(feature = "mpi")]
 #[doc(hidden)]

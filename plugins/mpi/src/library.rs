@@ -1,4 +1,4 @@
-//! The calls of MPI that are used, with errors as values.
+//! The MPI calls in use, with errors as values.
 #![allow(unsafe_code)] // A C library.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
@@ -18,17 +18,17 @@ pub(crate) struct Fault {
 /// MPI, initialised, with the communicator of this process.
 pub(crate) struct Library {
     pub(crate) comm: ffi::MPI_Comm,
-    /// Held during each call, where MPI allows only one thread at a time.
+    /// Held during each call if MPI allows only one thread at a time.
     lock: Option<Mutex<()>>,
 }
 
-// SAFETY: a communicator is a handle that any thread may use: of several at a time if MPI allows that, else behind
-// the lock.
+// SAFETY: any thread may use a communicator. Several may at a time if MPI allows it; otherwise the
+// lock serialises them.
 unsafe impl Send for Library {}
 // SAFETY: as above.
 unsafe impl Sync for Library {}
 
-/// What MPI says of this process and of itself.
+/// Facts from MPI about this process and the library.
 #[derive(Debug, Clone)]
 pub(crate) struct Facts {
     pub(crate) rank: usize,
@@ -39,47 +39,48 @@ pub(crate) struct Facts {
     pub(crate) version: String,
     /// The host's name.
     pub(crate) host: String,
-    /// Whether the program had initialised MPI, and so is to finalise it.
+    /// Whether the program has initialised MPI, and must finalise it.
     pub(crate) of_program: bool,
 }
 
-/// Something under way, or nothing.
+/// A request under way, or the null request.
 #[derive(Clone, Copy, PartialEq)]
 #[repr(transparent)]
 pub(crate) struct Request(ffi::MPI_Request);
 
-// SAFETY: a handle that any thread may use, one at a time.
+// SAFETY: any thread may use the handle, one at a time.
 unsafe impl Send for Request {}
 
 impl Request {
-    /// Nothing: what a request becomes when it is done.
+    /// The null request, which a request becomes when it is done.
     pub(crate) fn none() -> Self {
         // SAFETY: a constant of the library.
         Self(unsafe { ffi::RSMPI_REQUEST_NULL })
     }
 }
 
-/// Room for what a test says of requests.
+/// Output buffers for testing requests.
 #[derive(Default)]
 pub(crate) struct Tested {
     indices: Vec<c_int>,
     statuses: Vec<ffi::MPI_Status>,
 }
 
-/// A message that is done.
+/// A finished message.
 pub(crate) struct Done {
-    /// Which of the requests it was.
+    /// Index of its request.
     pub(crate) index: usize,
     pub(crate) fault: Option<Fault>,
-    /// Bytes that a receive got.
+    /// Number of received bytes.
     pub(crate) bytes: usize,
 }
 
 impl Library {
-    /// Initialises MPI, unless the program has. Blocks until all processes of the MPI job have come.
+    /// Initialises MPI, unless the program has. Blocks until all processes of the MPI job do the
+    /// same.
     pub(crate) fn start() -> Result<(Self, Facts), String> {
         let (mut before, mut after) = (0, 0);
-        // SAFETY: both may be called at any time; the pointers are to integers.
+        // SAFETY: both functions may be called at any time; the pointers are to integers.
         unsafe {
             ffi::MPI_Initialized(&mut before);
             ffi::MPI_Finalized(&mut after);
@@ -89,8 +90,8 @@ impl Library {
         }
         let of_program = before != 0;
         let mut level = 0;
-        // SAFETY: MPI is called by one thread until this returns, or by those of a program that has initialised
-        // it; null pointers are allowed instead of arguments.
+        // SAFETY: until this returns, only one thread calls MPI, unless the program has initialised
+        // MPI itself. Null pointers are allowed in place of the program's arguments.
         let code = unsafe {
             match of_program {
                 true => ffi::MPI_Query_thread(&mut level),
@@ -124,20 +125,22 @@ impl Library {
         let (mut rank, mut size, mut found) = (0, 0, 0);
         let mut last_tag: *mut c_int = std::ptr::null_mut();
         let out = (&raw mut last_tag).cast::<c_void>();
-        // SAFETY: a communicator, and pointers to what is written. The attribute is an address of an integer.
+        // SAFETY: a valid communicator and valid pointers to the results. The attribute is the
+        // address of an integer.
         self.call(|| unsafe { ffi::MPI_Comm_rank(self.comm, &mut rank) })?;
         // SAFETY: as above.
         self.call(|| unsafe { ffi::MPI_Comm_size(self.comm, &mut size) })?;
         let tag_bound = ffi::MPI_TAG_UB as c_int;
         // SAFETY: as above.
         self.call(|| unsafe { ffi::MPI_Comm_get_attr(self.comm, tag_bound, out, &mut found) })?;
-        // Every library has at least this many.
+        // Every library allows at least this tag.
         let mut last = 32767;
         if found != 0 && !last_tag.is_null() {
-            // SAFETY: MPI has set it to an integer that lives as long as the communicator.
+            // SAFETY: MPI has set the pointer to an integer that lives as long as the communicator.
             last = unsafe { *last_tag };
         }
-        // SAFETY: a function that writes no more bytes than the constants say.
+        // SAFETY: the function writes at most the number of bytes in its constant, which is below
+        // the buffer's size.
         let version = self.text(|text, len| unsafe { ffi::MPI_Get_library_version(text, len) })?;
         // SAFETY: as above.
         let host = self.text(|text, len| unsafe { ffi::MPI_Get_processor_name(text, len) })?;
@@ -151,7 +154,7 @@ impl Library {
         })
     }
 
-    /// What a function of MPI writes as text.
+    /// Returns the text that an MPI function writes.
     fn text(&self, call: impl FnOnce(*mut c_char, *mut c_int) -> c_int) -> Result<String, Fault> {
         // MPICH's longest is 8192.
         let mut text = vec![0u8; 16384];
@@ -161,7 +164,7 @@ impl Library {
         Ok(text.map(String::from).unwrap_or_default())
     }
 
-    /// Calls MPI, which no other thread does meanwhile if it cannot bear that.
+    /// Calls MPI. If MPI allows only one thread at a time, the lock is held meanwhile.
     pub(crate) fn call(&self, call: impl FnOnce() -> c_int) -> Result<(), Fault> {
         let guard = self.lock.as_ref();
         // The lock guards no data of ours.
@@ -169,8 +172,8 @@ impl Library {
         check(call())
     }
 
-    /// Makes errors of the communicator, and if `all` those of the world's, values. Until then they end the
-    /// process.
+    /// Makes the communicator return errors instead of ending the process. With `all`, also the
+    /// world and self communicators.
     pub(crate) fn return_errors(&self, all: bool) -> Result<(), Fault> {
         // SAFETY: constants of the library.
         let (handler, world, own) =
@@ -183,18 +186,19 @@ impl Library {
         Ok(())
     }
 
-    /// Begins to duplicate the communicator. The duplicate may be used when the request is done. Collective.
+    /// Begins to duplicate the communicator. The duplicate is usable when the request is done.
+    /// Collective.
     pub(crate) fn duplicate(&self) -> Result<(Box<Duplicate>, Request), Fault> {
         // SAFETY: a constant of the library. The box keeps the address until the request is done.
         let mut duplicate = Box::new(Duplicate(unsafe { ffi::RSMPI_COMM_NULL }));
         let mut request = Request::none();
-        // SAFETY: pointers to what is written: the first until the request is done, by the promise of whoever
-        // holds the box.
+        // SAFETY: valid pointers to the results. The caller keeps the box, and so the first result,
+        // until the request is done.
         self.call(|| unsafe { ffi::MPI_Comm_idup(self.comm, &mut duplicate.0, &mut request.0) })?;
         Ok((duplicate, request))
     }
 
-    /// This library with a duplicate that is done.
+    /// Returns this library with a finished duplicate as its communicator.
     pub(crate) fn with(self, duplicate: &Duplicate) -> Self {
         Self { comm: duplicate.0, lock: self.lock }
     }
@@ -202,25 +206,25 @@ impl Library {
     /// Begins a barrier. Collective.
     pub(crate) fn barrier(&self) -> Result<Request, Fault> {
         let mut request = Request::none();
-        // SAFETY: a communicator, and a pointer to what is written.
+        // SAFETY: a valid communicator and a valid pointer to the result.
         self.call(|| unsafe { ffi::MPI_Ibarrier(self.comm, &mut request.0) })?;
         Ok(request)
     }
 
-    /// Lets MPI move what it has taken.
+    /// Lets MPI continue accepted messages.
     pub(crate) fn progress(&self) -> Result<(), Fault> {
         let mut flag = 0;
         // SAFETY: constants of the library.
         let (any, tag, ignore) =
             unsafe { (ffi::RSMPI_ANY_SOURCE, ffi::RSMPI_ANY_TAG, ffi::RSMPI_STATUS_IGNORE) };
-        // SAFETY: a communicator, and a pointer to what is written. A probe receives nothing.
+        // SAFETY: a valid communicator and a valid pointer to the result. A probe receives no data.
         self.call(|| unsafe { ffi::MPI_Iprobe(any, tag, self.comm, &mut flag, ignore) })
     }
 
     /// Begins to send.
     ///
     /// # Safety
-    /// The memory is valid and is not written until the request is done.
+    /// The memory is valid, and is not written to until the request is done.
     pub(crate) unsafe fn send(
         &self,
         bytes: *const [u8],
@@ -228,7 +232,7 @@ impl Library {
         tag: usize,
     ) -> Result<Request, Fault> {
         let (mut request, len) = (Request::none(), bytes.len() as c_int);
-        // SAFETY: as the caller promises; a pointer to what is written.
+        // SAFETY: as the caller promises; a valid pointer to the result.
         self.call(|| unsafe {
             let (to, tag) = (to as c_int, tag as c_int);
             ffi::MPI_Isend(
@@ -247,7 +251,7 @@ impl Library {
     /// Begins to receive.
     ///
     /// # Safety
-    /// The memory is valid and nobody accesses it until the request is done.
+    /// The memory is valid, and no thread accesses it until the request is done.
     pub(crate) unsafe fn receive(
         &self,
         bytes: *mut [u8],
@@ -255,7 +259,7 @@ impl Library {
         tag: usize,
     ) -> Result<Request, Fault> {
         let (mut request, len) = (Request::none(), bytes.len() as c_int);
-        // SAFETY: as the caller promises; a pointer to what is written.
+        // SAFETY: as the caller promises; a valid pointer to the result.
         self.call(|| unsafe {
             let (from, tag) = (from as c_int, tag as c_int);
             let bytes = bytes.cast::<c_void>();
@@ -264,7 +268,7 @@ impl Library {
         Ok(request)
     }
 
-    /// Which of the requests are done since the last test. Those are none afterwards.
+    /// Returns the requests that are done since the last test. They become null requests.
     pub(crate) fn test<'a>(
         &'a self,
         requests: &mut [Request],
@@ -273,12 +277,13 @@ impl Library {
         let Tested { indices, statuses } = tested;
         if indices.len() < requests.len() {
             indices.resize(requests.len(), 0);
-            // SAFETY: integers, for which all bits may be zero.
+            // SAFETY: a struct of integers, for which all zero bits are valid.
             statuses.resize(requests.len(), unsafe { std::mem::zeroed() });
         }
         let mut count = 0;
         let result = self.call(|| {
-            // SAFETY: arrays of one length at least, all of whose requests are none or under way.
+            // SAFETY: the arrays are at least as long as `requests`, and each request is under way
+            // or null.
             unsafe {
                 ffi::MPI_Testsome(
                     requests.len() as c_int,
@@ -294,12 +299,12 @@ impl Library {
             Err(_) if count > 0 => true,
             Err(fault) => return Err(fault),
         };
-        // It is negative (MPI_UNDEFINED) if there was no request.
+        // Negative (MPI_UNDEFINED) if all requests were null.
         let count = usize::try_from(count).unwrap_or(0);
         Ok(indices[..count].iter().zip(&statuses[..count]).map(move |(&index, status)| {
             let fault = if each_says { self.call(|| status.MPI_ERROR).err() } else { None };
             let mut bytes = 0;
-            // SAFETY: a status that MPI has written, and a pointer to what is written.
+            // SAFETY: a status written by MPI, and a valid pointer to the result.
             let counted =
                 self.call(|| unsafe { ffi::MPI_Get_count(status, ffi::RSMPI_UINT8_T, &mut bytes) });
             let fault = fault.or(counted.err());
@@ -307,23 +312,23 @@ impl Library {
         }))
     }
 
-    /// Cancels a receive, if it can still be. Does not wait.
+    /// Cancels a receive if that is still possible. Does not wait.
     pub(crate) fn cancel(&self, request: &mut Request) {
-        // SAFETY: a request that is under way. An error changes nothing: the memory stays valid.
+        // SAFETY: the request is under way. An error is harmless, as the memory stays valid.
         let _ = self.call(|| unsafe { ffi::MPI_Cancel(&mut request.0) });
     }
 
-    /// Ends MPI. Collective, and blocks. By the thread that started it.
+    /// Finalises MPI, on the thread that started it. Collective, and blocks.
     pub(crate) fn finalize(&self) -> Result<(), Fault> {
-        // SAFETY: no thread is in a call of MPI or calls it again.
+        // SAFETY: no thread is in a call of MPI, or calls it again.
         self.call(|| unsafe { ffi::MPI_Finalize() })
     }
 }
 
-/// A communicator that MPI makes.
+/// A communicator that MPI is making.
 pub(crate) struct Duplicate(ffi::MPI_Comm);
 
-/// The error that a code stands for.
+/// Converts a result code to an error.
 fn check(code: c_int) -> Result<(), Fault> {
     if code == ffi::MPI_SUCCESS as c_int {
         return Ok(());
@@ -331,7 +336,8 @@ fn check(code: c_int) -> Result<(), Fault> {
     let mut class = 0;
     let mut text = vec![0u8; 2 * ffi::MPI_MAX_ERROR_STRING as usize];
     let mut len = 0;
-    // SAFETY: pointers to what is written, as long as the constant says. Both may be called by any thread.
+    // SAFETY: valid pointers to the results, with the length of the constant. Any thread may call
+    // both functions.
     unsafe {
         ffi::MPI_Error_class(code, &mut class);
         ffi::MPI_Error_string(code, text.as_mut_ptr().cast(), &mut len);

@@ -1,4 +1,4 @@
-//! Meeting in the job's store: before calls of MPI that block, and to agree on what one member decides.
+//! Meetings in the job's store: before MPI calls that block, and to agree on one member's decision.
 
 use std::time::Duration;
 
@@ -7,26 +7,26 @@ use fulgurite_core::{Error, Result};
 use fulgurite_transports::network::POLL_INTERVAL;
 use serde::{Deserialize, Serialize};
 
-/// How much longer than the first member, which says who is missing, the others wait for it.
+/// Extra time that the others wait for the first member, whose error names missing members.
 const GRACE: Duration = Duration::from_secs(2);
 
-/// Where ranks meet.
+/// A meeting of ranks in the store.
 pub(crate) struct Meeting<'a> {
     pub(crate) store: &'a dyn Store,
-    /// Where in the store; no other meeting of the job has it.
+    /// Prefix in the store, unique among the job's meetings.
     pub(crate) key: &'a str,
-    /// Why, for messages: `to start MPI`.
+    /// Purpose, for messages: `to start MPI`.
     pub(crate) purpose: &'a str,
-    /// The global ranks that come.
+    /// Global ranks of the members.
     pub(crate) members: &'a [usize],
-    /// Which of them this one is.
+    /// This member's index.
     pub(crate) own: usize,
     pub(crate) timeout: Duration,
-    /// Asked while others are waited for: an error ends the wait.
+    /// Called during waits. An error ends the wait.
     pub(crate) wanted: &'a dyn Fn() -> Result<()>,
 }
 
-/// What the first member tells the others.
+/// The first member's message to the others.
 #[derive(Serialize, Deserialize)]
 enum Decision<T> {
     Agreed(T),
@@ -34,11 +34,12 @@ enum Decision<T> {
 }
 
 impl Meeting<'_> {
-    /// Gives every member what `decide` makes of all members' `card`s on the first of them. Collective over the
-    /// members.
+    /// Collects all members' `card`s on the first member, and returns its result of `decide` on
+    /// every member. Collective over the members.
     ///
     /// # Errors
-    /// If a member does not come in time, naming it, and what `decide` says: on all members.
+    /// If a member is missing at the end of the timeout (the error names it), or if `decide` fails.
+    /// All members get the error.
     pub(crate) fn agree<C, T>(
         &self,
         card: &C,
@@ -76,7 +77,7 @@ impl Meeting<'_> {
         (0..self.members.len()).map(card).collect()
     }
 
-    /// The value of a key that a member sets.
+    /// Reads a key that a member sets.
     fn get(&self, key: &str, member: usize, timeout: Duration) -> Result<Vec<u8>> {
         let mut patience = Patience::new(timeout);
         loop {

@@ -13,19 +13,21 @@ use crate::meeting::Meeting;
 use crate::process::MpiProcess;
 use crate::wire::MpiWire;
 
-/// MPI as a network: for [`connect_world`](fulgurite_transports::network::connect_world), and for programs that
-/// exchange messages themselves.
+/// MPI as a network, for [`connect_world`](fulgurite_transports::network::connect_world) and for
+/// programs that exchange messages themselves.
 pub struct MpiNetwork {
     process: Arc<MpiProcess>,
     store: Arc<dyn Store>,
 }
 
 impl MpiNetwork {
-    /// Starts MPI, unless this process has it. Collective: every rank of the job calls it.
+    /// Starts MPI, unless this process has already started it. Collective: every rank of the job
+    /// calls it.
     ///
     /// # Errors
-    /// If an option is out of range, MPI cannot be started, or its processes are not the ranks of the job: they
-    /// were not started by a launcher of MPI, or by one of another family than the library's.
+    /// If an option is out of range, MPI cannot be started, or its processes are not the ranks of
+    /// the job. The last happens without an MPI launcher, or with a launcher of another family than
+    /// the library's.
     pub fn new(config: &Mpi, context: &GroupContext) -> Result<Self> {
         fulgurite_core::collective::ProcessGroupConfig::check(config)?;
         let process = MpiProcess::of_job(context, config.piece_bytes)?;

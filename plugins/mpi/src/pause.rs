@@ -1,19 +1,20 @@
-//! How a wait for messages spends its time.
+//! Pauses between tests in a wait for messages.
 
 use std::time::{Duration, Instant};
 
-/// For how long after the last message a wait tests again at once.
+/// Time after the last message in which a wait spins.
 const SPIN: Duration = Duration::from_micros(20);
-/// For how long it then lets other threads run between tests, and as much longer as the bytes under way take at
-/// [`SLOW`]: MPI does not say that a part of a message has come, and moves some of it in each test.
+/// Time after [`SPIN`] in which the wait yields to other threads between tests. The time that the
+/// bytes under way take at [`SLOW`] is added: MPI does not report parts of a message, and moves a
+/// part of it in each test.
 const YIELD: Duration = Duration::from_micros(200);
-/// Bytes in a microsecond.
+/// Bytes per microsecond.
 const SLOW: usize = 2000;
-/// How long it sleeps between tests after that: first, and at most.
+/// First and longest sleep between later tests.
 const FIRST_SLEEP: Duration = Duration::from_micros(20);
 const LAST_SLEEP: Duration = Duration::from_micros(200);
 
-/// Between two tests in which nothing came.
+/// The pause between two tests without any arrival.
 pub(crate) struct Pause {
     since: Instant,
     sleep: Duration,
@@ -24,12 +25,12 @@ impl Pause {
         Self { since: now, sleep: FIRST_SLEEP }
     }
 
-    /// Something has come.
+    /// Starts again after an arrival.
     pub(crate) fn reset(&mut self, now: Instant) {
         *self = Self::new(now);
     }
 
-    /// Pauses; `bytes` are under way.
+    /// Pauses while `bytes` are under way.
     pub(crate) fn pause(&mut self, now: Instant, bytes: usize) {
         let waited = now.saturating_duration_since(self.since);
         if waited < SPIN {

@@ -1,4 +1,4 @@
-//! This process's MPI: its start, the thread it lives on, and its end.
+//! This process's MPI: its start, its thread, and its end.
 #![allow(unsafe_code)] // Asks for a call at the end of the process.
 
 use std::ffi::c_int;
@@ -17,16 +17,16 @@ use crate::launcher;
 use crate::library::{Facts, Fault, Library, Tested};
 use crate::meeting::Meeting;
 
-/// How often the thread of MPI tests it while no exchange does: after one, and when there was none for a while.
+/// Interval between calls of MPI by its thread: shortly after an exchange, and later.
 const SOON: Duration = Duration::from_millis(1);
 const SELDOM: Duration = Duration::from_millis(20);
-/// How many times it does so soon.
+/// Number of calls at the short interval.
 const SOON_TIMES: u32 = 50;
 
 /// MPI in this process, as a rank of a job.
 pub(crate) struct MpiProcess {
     pub(crate) library: Library,
-    /// By global rank: its number in MPI, and its host.
+    /// MPI rank and host, by global rank.
     peers: Vec<(usize, String)>,
     pub(crate) last_tag: usize,
     rank: usize,
@@ -37,7 +37,7 @@ pub(crate) struct MpiProcess {
     exchanges: AtomicUsize,
     /// Exchanges so far.
     begun: AtomicUsize,
-    /// Whether one has failed: messages may be under way whose ends nobody waits for.
+    /// Whether an exchange has failed. Its messages may still be under way.
     failed: AtomicBool,
     phase: Mutex<Phase>,
     changed: Condvar,
@@ -46,13 +46,13 @@ pub(crate) struct MpiProcess {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Phase {
     InUse,
-    /// The process ends, and no exchange begins any more.
+    /// The process is ending, and no new exchange may begin.
     Ending,
     /// MPI is finalised, or will never be.
     Ended,
 }
 
-/// What each rank says of itself.
+/// A rank's description of itself for the others.
 #[derive(Clone, Serialize, Deserialize)]
 struct Card {
     rank: usize,
@@ -63,14 +63,15 @@ struct Card {
     piece_bytes: usize,
 }
 
-/// The one of this process, once asked for; what went wrong if it could not be started.
+/// This process's MPI once it was asked for, or the reason why it could not be started.
 static PROCESS: Mutex<Option<Result<Arc<MpiProcess>, String>>> = Mutex::new(None);
 
 impl MpiProcess {
-    /// This process's MPI, started by the first call. Collective: every rank of the job calls it.
+    /// Returns this process's MPI, and starts it at the first call. Collective: every rank of the
+    /// job calls it.
     ///
     /// # Errors
-    /// If MPI cannot be started, or has other processes than the job has ranks.
+    /// If MPI cannot be started, or its processes are not the ranks of the job.
     pub(crate) fn of_job(context: &GroupContext, piece_bytes: usize) -> Result<Arc<Self>> {
         let mut process = PROCESS.lock().unwrap_or_else(PoisonError::into_inner);
         match &*process {
@@ -88,7 +89,7 @@ impl MpiProcess {
         started
     }
 
-    /// This process's MPI, if it was started.
+    /// Returns this process's MPI, if it was started.
     pub(crate) fn current() -> Option<Arc<Self>> {
         match &*PROCESS.lock().unwrap_or_else(PoisonError::into_inner) {
             Some(Ok(process)) => Some(process.clone()),
@@ -114,17 +115,17 @@ impl MpiProcess {
         Ok(self.clone())
     }
 
-    /// The number in MPI of a global rank.
+    /// Returns the MPI rank of a global rank.
     pub(crate) fn mpi_rank(&self, rank: usize) -> usize {
         self.peers[rank].0
     }
 
-    /// The number of ranks of the job.
+    /// Returns the number of ranks of the job.
     pub(crate) fn size(&self) -> usize {
         self.peers.len()
     }
 
-    /// The host of a global rank.
+    /// Returns the host of a global rank.
     pub(crate) fn host(&self, rank: usize) -> Option<String> {
         self.peers.get(rank).map(|(_, host)| host.clone())
     }
@@ -133,7 +134,8 @@ impl MpiProcess {
         self.piece_bytes
     }
 
-    /// Lets an exchange use MPI until it is dropped; `None` at the end of the process.
+    /// Lets an exchange use MPI until the result is dropped. Returns `None` at the end of the
+    /// process.
     pub(crate) fn begin(&self) -> Option<Exchanging<'_>> {
         self.exchanges.fetch_add(1, Ordering::SeqCst);
         self.begun.fetch_add(1, Ordering::Relaxed);
@@ -141,7 +143,7 @@ impl MpiProcess {
         (self.phase() == Phase::InUse).then_some(exchanging)
     }
 
-    /// An exchange has failed.
+    /// Notes that an exchange has failed.
     pub(crate) fn fail(&self) {
         self.failed.store(true, Ordering::SeqCst);
     }
@@ -151,7 +153,7 @@ impl MpiProcess {
     }
 
     fn lock(&self) -> MutexGuard<'_, Phase> {
-        // A copy of a value is never half written.
+        // A copied value is never half written.
         self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -160,13 +162,13 @@ impl MpiProcess {
         self.changed.notify_all();
     }
 
-    /// Whether all went well, so far as is known here.
+    /// Whether this rank knows of no failure or running exchange.
     fn is_clean(&self) -> bool {
         let failed = self.failed.load(Ordering::SeqCst);
         !failed && self.exchanges.load(Ordering::SeqCst) == 0 && self.store.failure().is_none()
     }
 
-    /// On the thread of MPI: tests it now and again, until the process ends.
+    /// Calls MPI at intervals, on its thread, until the process ends.
     fn attend(&self) {
         let (mut known, mut times) = (0, 0);
         let mut phase = self.lock();
@@ -177,15 +179,15 @@ impl MpiProcess {
             let begun = self.begun.load(Ordering::Relaxed);
             times = if begun == known { times.saturating_add(1) } else { 0 };
             known = begun;
-            // An exchange that is under way tests MPI often enough.
+            // A running exchange tests MPI often enough.
             if *phase == Phase::InUse && self.exchanges.load(Ordering::Relaxed) == 0 {
-                // An error is that of the next exchange, too.
+                // The next exchange reports the error too.
                 let _ = self.library.progress();
             }
         }
     }
 
-    /// On the thread of MPI, at the end of the process: finalises MPI if all ranks come to their end.
+    /// Finalises MPI, on its thread at the end of the process, if all ranks reach their end.
     fn end(&self) {
         match self.agree_to_end() {
             Ok(true) => {
@@ -204,7 +206,7 @@ impl MpiProcess {
         let mut tested = Tested::default();
         let mut patience = Patience::new(self.timeout);
         loop {
-            // Others may still be busy.
+            // Other ranks may still be busy.
             let mut slice = Duration::ZERO;
             while slice < POLL_INTERVAL {
                 if let Some(done) = self.library.test(&mut requests, &mut tested)?.next() {
@@ -220,7 +222,7 @@ impl MpiProcess {
     }
 }
 
-/// That an exchange uses MPI.
+/// Marks an exchange that uses MPI.
 pub(crate) struct Exchanging<'a>(&'a MpiProcess);
 
 impl Drop for Exchanging<'_> {
@@ -229,7 +231,7 @@ impl Drop for Exchanging<'_> {
     }
 }
 
-/// Starts MPI on a thread of its own, when all ranks are about to.
+/// Starts MPI on its own thread, once all ranks are about to start it.
 fn start(context: &GroupContext, piece_bytes: usize) -> Result<Arc<MpiProcess>> {
     let GroupContext { rank, world_size, store, timeout, .. } = context;
     let store = &**store;
@@ -290,7 +292,7 @@ fn start(context: &GroupContext, piece_bytes: usize) -> Result<Arc<MpiProcess>> 
     library.return_errors(!of_program).map_err(failed)?;
     let (duplicate, request) = library.duplicate().map_err(failed)?;
     if let Err(error) = finish(&library, request, timeout, &wanted) {
-        // MPI may still write it.
+        // MPI may still write to it.
         std::mem::forget(duplicate);
         return Err(error);
     }
@@ -316,7 +318,7 @@ fn start(context: &GroupContext, piece_bytes: usize) -> Result<Arc<MpiProcess>> 
     Ok(process)
 }
 
-/// What rank 0 says when all are about to start MPI, given whether each was started by a launcher.
+/// Checks on rank 0, before MPI starts, that a launcher started every rank.
 fn check_launched(launched: Vec<bool>) -> Result<(), String> {
     let without: Vec<usize> = (0..launched.len()).filter(|&rank| !launched[rank]).collect();
     let Some(first) = without.first() else { return Ok(()) };
@@ -331,7 +333,7 @@ fn check_launched(launched: Vec<bool>) -> Result<(), String> {
     ))
 }
 
-/// What rank 0 says when all have started it.
+/// Checks on rank 0, after MPI has started, that its processes are the job's ranks.
 fn check_world(cards: Vec<Card>) -> Result<Vec<Card>, String> {
     let ranks = cards.len();
     for (rank, card) in cards.iter().enumerate() {
@@ -430,7 +432,7 @@ fn failed(fault: Fault) -> Error {
     Error::Launch(format!("starting MPI: {}", fault.text))
 }
 
-// glibc tells with which status a process ends.
+// glibc passes the exit status to the function.
 #[cfg(all(target_os = "linux", target_env = "gnu"))]
 fn end_with_process() {
     extern "C" fn at_exit(status: c_int, _: *mut std::ffi::c_void) {
@@ -442,7 +444,7 @@ fn end_with_process() {
             argument: *mut std::ffi::c_void,
         ) -> c_int;
     }
-    // SAFETY: a function that lives as long as the program, which does not unwind.
+    // SAFETY: the function lives as long as the program, and does not unwind.
     unsafe { on_exit(at_exit, std::ptr::null_mut()) };
 }
 
@@ -454,20 +456,20 @@ fn end_with_process() {
     unsafe extern "C" {
         fn atexit(function: extern "C" fn()) -> c_int;
     }
-    // SAFETY: a function that lives as long as the program, which does not unwind.
+    // SAFETY: the function lives as long as the program, and does not unwind.
     unsafe { atexit(at_exit) };
 }
 
-/// Called when the process ends by itself; `well`: with status 0, so far as is known.
+/// Called when the process exits by itself. `well` means with status 0, as far as known.
 fn end_process(well: bool) {
-    // If somebody holds it, MPI is being started.
+    // If the lock is held, MPI is being started.
     let Ok(guard) = PROCESS.try_lock() else { return };
     let Some(Ok(process)) = &*guard else { return };
     if !well || !process.is_clean() || process.phase() != Phase::InUse {
         return;
     }
     process.set(Phase::Ending);
-    // The thread gives up after that time in the barrier, and MPI_Finalize is left then.
+    // In the barrier the thread gives up after the timeout. The rest is for MPI_Finalize.
     let limit = process.timeout.saturating_mul(2);
     let waiting = |phase: &mut Phase| *phase != Phase::Ended;
     let phase = process.lock();
@@ -494,12 +496,12 @@ mod tests {
     }
 
     #[test]
-    fn a_world_has_the_ranks_of_the_job_in_any_order() {
+    fn world_ranks_may_be_in_any_order() {
         assert!(check_world(vec![card(1, 3), card(2, 3), card(0, 3)]).is_ok());
     }
 
     #[test]
-    fn a_world_that_is_not_the_job_is_refused() {
+    fn mismatched_world_is_refused() {
         insta::assert_snapshot!(refused(vec![card(0, 1), card(0, 1)]), @"process group `mpi`: the job has 2 ranks, but for MPI (Open MPI v4.1.4) rank 0 is one of 1: it was started by the launcher of another MPI family, or by none (PMI_RANK is set, as by a PMI launcher). Start the program with the `mpirun` that belongs to the MPI library it was built with, or with the `srun --mpi=…` that this library needs");
         insta::assert_snapshot!(refused(vec![card(0, 4), card(1, 4)]), @"process group `mpi`: the job has 2 ranks, but for MPI (Open MPI v4.1.4) rank 0 is one of 4: the launcher started another number of processes (PMI_RANK is set, as by a PMI launcher). Start the program with the `mpirun` that belongs to the MPI library it was built with, or with the `srun --mpi=…` that this library needs");
         insta::assert_snapshot!(refused(vec![card(0, 2), card(0, 2)]), @"process group `mpi`: rank 0 and rank 1 are both process 0 of MPI: they belong to different launches");

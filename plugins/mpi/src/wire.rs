@@ -10,13 +10,13 @@ use crate::library::{Done, Fault, Request, Tested};
 use crate::pause::Pause;
 use crate::process::MpiProcess;
 
-/// How often a wait lets the watch know.
+/// Interval between calls of the watch during a wait.
 const TELL: Duration = POLL_INTERVAL.checked_div(2).expect("two is not zero");
 
-/// The messages between the members of a group: those with its tag.
+/// Messages between the members of a group, told apart by its tag.
 pub(crate) struct MpiWire {
     process: Arc<MpiProcess>,
-    /// By member, its number in MPI.
+    /// MPI rank by member.
     peers: Vec<usize>,
     tag: usize,
     pieces: Pieces,
@@ -34,18 +34,18 @@ struct Pieces {
 struct Piece {
     member: usize,
     bytes: usize,
-    /// The receive that it is a part of, if it is received.
+    /// Index of the receive that the piece belongs to, or `None` for a send.
     receive: Option<usize>,
 }
 
-/// What is known of a receive.
+/// Progress of a receive.
 #[derive(Clone, Default)]
 struct Received {
-    /// Whether its memory was given to MPI.
+    /// Whether MPI has its memory.
     posted: bool,
-    /// Pieces that have not come.
+    /// Number of pieces that have not arrived.
     missing: usize,
-    /// What is wrong with what has come.
+    /// Error of a piece that has arrived.
     fault: Option<WireError>,
     told: bool,
 }
@@ -62,11 +62,11 @@ struct Exchange<'a> {
 
 #[derive(Clone, Default)]
 struct Member {
-    /// Pieces from and to it that are not done.
+    /// Number of unfinished pieces from and to the member.
     missing: usize,
-    /// Whether the watch knows of a message of its, so that it is in the same collective.
+    /// Whether the watch has seen a message from it, which shows that it is in the same collective.
     heard: bool,
-    /// In [`Exchange::tell`]: whether an earlier receive is not complete.
+    /// Used in [`Exchange::tell`]: whether an earlier receive is incomplete.
     blocked: bool,
 }
 
@@ -97,7 +97,7 @@ impl<'a> Exchange<'a> {
         pieces
     }
 
-    /// Takes a piece that is done.
+    /// Accounts for a piece that is done.
     fn take(&mut self, done: Done, piece: Piece) -> Result<(), WireError> {
         let Piece { member, bytes, receive } = piece;
         self.left -= 1;
@@ -115,7 +115,7 @@ impl<'a> Exchange<'a> {
         Ok(())
     }
 
-    /// Tells the watch of receives that are complete: of one member's in their order.
+    /// Tells the watch of complete receives, in order for each member.
     fn tell(&mut self, watch: &mut dyn Watch) -> Result<(), WireError> {
         self.members.iter_mut().for_each(|member| member.blocked = false);
         for (index, (incoming, received)) in
@@ -149,7 +149,7 @@ impl MpiWire {
         Self { process, peers, tag, pieces: Pieces::default(), tested: Tested::default() }
     }
 
-    /// Begins to send.
+    /// Begins the sends.
     ///
     /// # Safety
     /// As [`Wire::exchange`].
@@ -159,7 +159,8 @@ impl MpiWire {
             for (offset, len) in cuts(bytes.len(), process.piece_bytes()) {
                 let start = bytes.cast::<u8>().wrapping_add(offset);
                 let piece = std::ptr::slice_from_raw_parts(start, len);
-                // SAFETY: a part of memory that the caller promises to be valid, also after an error.
+                // SAFETY: a part of memory that the caller promises to be valid, even after an
+                // error.
                 let request = unsafe { process.library.send(piece, peers[*to], *tag) };
                 pieces.push(request, Piece { member: *to, bytes: len, receive: None })?;
             }
@@ -167,9 +168,12 @@ impl MpiWire {
         Ok(())
     }
 
-    /// Begins to receive from each member the first message, and when the watch knows that one, the others. For
-    /// Open MPI 4.1 writes a message that is longer than its memory behind it (those of other ranks of the host,
-    /// from 4 KiB on), and if the members are in different collectives the later ones may be.
+    /// Begins to receive the first message of each member, and the others once the watch has seen
+    /// the first.
+    ///
+    /// Open MPI 4.1 writes past the end of memory that is shorter than the message (between ranks
+    /// of a host, from 4 KiB on). If the members are in different collectives, later messages may
+    /// be longer than expected.
     ///
     /// # Safety
     /// As [`Wire::exchange`].
@@ -211,7 +215,7 @@ impl MpiWire {
         let limit = self.process.piece_bytes();
         let mut exchange = Exchange::new(sends, receives, self.peers.len(), limit);
         self.pieces.clear();
-        // Receives first: what comes has a place at once.
+        // Receives first, so that arriving messages have memory at once.
         // SAFETY: as the caller promises.
         unsafe { self.receive(&mut exchange) }?;
         // SAFETY: as the caller promises.
@@ -230,7 +234,7 @@ impl MpiWire {
             if exchange.left < before {
                 moved = true;
                 pause.reset(now);
-                // What has come may say more than that a send failed.
+                // A received message may explain more than a failed send.
                 exchange.tell(watch)?;
                 lost?;
                 // SAFETY: as the caller promises.
@@ -246,7 +250,7 @@ impl MpiWire {
         Ok(())
     }
 
-    /// Leaves what is under way. The memory stays valid.
+    /// Abandons the exchange. Its memory stays valid.
     fn give_up(&mut self) {
         self.process.fail();
         let Self { process, pieces, tested, .. } = self;
@@ -255,7 +259,7 @@ impl MpiWire {
                 process.library.cancel(request);
             }
         }
-        // Once, to let go of those that could be cancelled.
+        // One test, which releases the cancelled requests.
         let _ = process.library.test(&mut pieces.requests, tested).map(Iterator::count);
     }
 }
@@ -293,12 +297,12 @@ impl Pieces {
     }
 }
 
-/// Where pieces of at most `limit` bytes begin, and how long they are.
+/// Offsets and lengths of pieces of at most `limit` bytes.
 fn cuts(len: usize, limit: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..len).step_by(limit).map(move |start| (start, limit.min(len - start)))
 }
 
-/// The error of a message.
+/// Converts the error of a message.
 fn of_one(fault: Fault, member: usize) -> WireError {
     if fault.truncated {
         return WireError::Failed(format!("a message is longer than its memory ({})", fault.text));

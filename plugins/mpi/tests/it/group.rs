@@ -48,24 +48,24 @@ fn four_ranks_conform() {
 }
 
 #[test]
-fn ranks_conform_with_messages_in_pieces_and_numbered_otherwise() {
+fn flipped_ranks_with_small_pieces_conform() {
     Job::start(3, "small", 60, By::Flipped).expect_ok();
 }
 
 #[test]
-fn an_abort_ends_all_waits() {
+fn abort_ends_all_waits() {
     Job::start(2, "abort", 60, By::Mpirun).expect_ok_without_finalize();
     Job::start(4, "abort", 60, By::Mpirun).expect_ok_without_finalize();
 }
 
 #[test]
-fn a_wait_for_a_rank_that_does_not_come_times_out() {
+fn wait_for_absent_rank_times_out() {
     Job::start(2, "timeout", 1, By::Mpirun).expect_ok_without_finalize();
     Job::start(4, "timeout", 1, By::Mpirun).expect_ok_without_finalize();
 }
 
 #[test]
-fn ranks_in_different_collectives_find_out() {
+fn mismatched_collectives_are_detected() {
     let Ended { results, stderr, .. } = Job::start(2, "differ", 30, By::Mpirun).end();
     for result in results {
         let Some(result) = result else { continue };
@@ -75,7 +75,7 @@ fn ranks_in_different_collectives_find_out() {
 }
 
 #[test]
-fn a_killed_rank_is_named() {
+fn killed_rank_is_named() {
     let Ended { results, stderr, .. } = Job::start(3, "killed", 30, By::Lingering).end();
     for rank in [0, 2] {
         let result = results[rank].as_deref().unwrap_or_default();

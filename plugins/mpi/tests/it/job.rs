@@ -1,4 +1,4 @@
-//! Ranks of a test as processes that `mpirun` starts: this program runs itself again.
+//! Ranks as processes started by `mpirun`: the test program starts itself again.
 
 use std::fs;
 use std::path::PathBuf;
@@ -10,14 +10,14 @@ use fulgurite_core::launch::{LaunchOptions, launch, report_and_exit_code};
 use fulgurite_core::{Error, Result};
 use fulgurite_environments::TorchElastic;
 
-/// What a rank of a test is told through its environment.
+/// Environment variables for a rank of a test.
 const SIZE: &str = "WORLD_SIZE";
 const DIRECTORY: &str = "MPI_TEST_DIRECTORY";
 const SCENARIO: &str = "MPI_TEST_SCENARIO";
 const TIMEOUT: &str = "MPI_TEST_TIMEOUT_SECS";
 
-/// Makes a rank of the process that a launcher started. `$FLIP` turns the order of ranks around. With `$LINGER` the
-/// launcher sees the rank's end some seconds later, as it may on other hosts.
+/// Turns a process of a launcher into a rank. `$FLIP` reverses the order of ranks. `$LINGER` delays
+/// the end of the process that the launcher sees by some seconds, as may happen on other hosts.
 const BECOME_RANK: &str = r#"
 rank=${OMPI_COMM_WORLD_RANK:-${PMI_RANK:-$RANK}}
 [ -z "$FLIP" ] || rank=$((WORLD_SIZE - 1 - rank))
@@ -26,22 +26,22 @@ export RANK=$rank LOCAL_RANK=$rank
 "$@"
 sleep 5"#;
 
-/// Lets Open MPI start where tests are run by root.
+/// Allows Open MPI to start as root.
 const AS_ROOT: [(&str, &str); 2] =
     [("OMPI_ALLOW_RUN_AS_ROOT", "1"), ("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")];
 
 /// How ranks are started.
 #[derive(Clone, Copy, PartialEq)]
 pub(crate) enum By {
-    /// `mpirun`, or what FULGURITE_MPIRUN says.
+    /// `mpirun`, or the command in FULGURITE_MPIRUN.
     Mpirun,
-    /// The same, which learns of a rank's end later than the other ranks.
+    /// The same, but the launcher learns of a rank's end later than the other ranks.
     Lingering,
-    /// `mpirun`, whose ranks the job numbers the other way round.
+    /// `mpirun`, with the job's ranks in reverse order.
     Flipped,
-    /// The launcher of the other family: what FULGURITE_OTHER_MPIRUN says.
+    /// The launcher of the other MPI family, in FULGURITE_OTHER_MPIRUN.
     Other,
-    /// Nobody: processes side by side.
+    /// Without a launcher: processes side by side.
     Hand,
 }
 
@@ -52,12 +52,12 @@ pub(crate) struct Job {
     children: Vec<Child>,
 }
 
-/// How a job ended.
+/// The outcome of a job.
 #[derive(Debug)]
 pub(crate) struct Ended {
-    /// What each rank's result was: `ok`, or its error; none if it had no time to say.
+    /// Each rank's result, `ok` or its error; `None` if the rank died first.
     pub(crate) results: Vec<Option<String>>,
-    /// Whether the launcher said that all was well.
+    /// Whether the launcher succeeded.
     pub(crate) success: bool,
     pub(crate) stderr: String,
 }
@@ -66,7 +66,7 @@ fn mpirun() -> String {
     std::env::var("FULGURITE_MPIRUN").unwrap_or_else(|_| "mpirun".to_owned())
 }
 
-/// Whether that is Open MPI's.
+/// Whether `mpirun` is Open MPI's.
 fn is_open_mpi(mpirun: &str) -> bool {
     let output = Command::new(mpirun).arg("--version").output();
     let output = output.unwrap_or_else(|e| panic!("{mpirun} (FULGURITE_MPIRUN): {e}"));
@@ -74,7 +74,7 @@ fn is_open_mpi(mpirun: &str) -> bool {
     ["Open MPI", "OpenRTE"].iter().any(|name| text.contains(name))
 }
 
-/// A port that is free now.
+/// Returns a port that is free now.
 fn free_port() -> u16 {
     std::net::TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port()
 }
@@ -124,7 +124,7 @@ impl Job {
         }
     }
 
-    /// All ranks succeed, and MPI ends without a complaint.
+    /// Asserts that all ranks succeed and MPI ends without a complaint.
     pub(crate) fn expect_ok(self) {
         let Ended { results, success, stderr } = self.end();
         for (rank, result) in results.into_iter().enumerate() {
@@ -134,7 +134,8 @@ impl Job {
         assert!(!stderr.contains("mpirun") && !stderr.contains("MPI_Finalize"), "{stderr}");
     }
 
-    /// As [`expect_ok`](Self::expect_ok), but the process group has failed as it should, so that MPI is left.
+    /// Like [`expect_ok`](Self::expect_ok), for a process group that fails as expected, so MPI is
+    /// not finalised.
     pub(crate) fn expect_ok_without_finalize(self) {
         let Ended { results, stderr, .. } = self.end();
         for (rank, result) in results.into_iter().enumerate() {
@@ -160,7 +161,7 @@ fn a_rank() {
     let timeout = std::env::var(TIMEOUT).unwrap().parse().unwrap();
     let result = be_rank(&scenario, Duration::from_secs(timeout), &directory);
     let failed = result.is_err();
-    // It waits for the others where it should, and prints the error.
+    // Waits for the other ranks if necessary, and prints the error.
     report_and_exit_code(result);
     std::process::exit(failed.into());
 }
@@ -185,7 +186,7 @@ fn be_rank(scenario: &str, timeout: Duration, directory: &std::path::Path) -> Re
     let text = result.as_ref().map_or_else(ToString::to_string, |()| "ok".to_owned());
     fs::write(directory.join(context.rank.to_string()), text).unwrap();
     if result.is_ok() {
-        // Where MPI is not finalised, the launcher ends the others when the first one ends.
+        // Without MPI_Finalize, the launcher ends the other ranks when the first one ends.
         context.store.set(&format!("wrote/{}", context.rank), b"")?;
         for rank in 0..context.world_size {
             let _ = context.store.get(&format!("wrote/{rank}"), Duration::from_secs(20));

@@ -1,4 +1,6 @@
-//! Ranks that an MPI launcher starts. Built with the feature `mpi`, run by `.ci/mpi` under both families; by hand:
+//! Tests with ranks that an MPI launcher starts.
+//!
+//! They need the feature `mpi`. `.ci/mpi` runs them under both families. By hand:
 //! `MPICC=mpicc.mpich FULGURITE_MPIRUN=mpirun.mpich cargo test -p fulgurite-mpi --features mpi`.
 #![cfg(feature = "mpi")]
 

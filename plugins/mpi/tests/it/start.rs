@@ -1,4 +1,4 @@
-//! Starting MPI, and the end.
+//! Start and end of MPI.
 
 use std::time::Duration;
 
@@ -23,7 +23,7 @@ pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> 
             MpiNetwork::new(&Mpi { piece_bytes, ..Mpi::default() }, context).map(drop)
         }
         "late" => MpiNetwork::new(&Mpi::default(), context).map(|_| {
-            // The others come to their end long before.
+            // The other ranks finish long before.
             std::thread::sleep(Duration::from_millis(700 * context.rank as u64));
         }),
         "fails" => Mpi::default().build(context).and_then(|group| {
@@ -47,27 +47,27 @@ pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> 
     Some(result)
 }
 
-/// The error of rank 0, without what differs between libraries and runs.
+/// Returns rank 0's error.
 fn error_of_rank_0(ended: &Ended) -> String {
     let error = ended.results[0].clone();
     error.unwrap_or_else(|| panic!("rank 0 said nothing:\n{}", ended.stderr))
 }
 
 #[test]
-fn a_clean_end_waits_for_all_and_the_launcher_has_no_complaint() {
+fn clean_end_waits_for_all_ranks() {
     Job::start(3, "start", 30, By::Mpirun).expect_ok();
     Job::start(3, "late", 30, By::Mpirun).expect_ok();
 }
 
 #[test]
-fn groups_may_be_built_again_but_not_otherwise() {
+fn groups_are_rebuilt_only_with_equal_options() {
     Job::start(2, "again", 30, By::Mpirun).expect_ok();
     let ended = Job::start(2, "otherwise", 30, By::Mpirun).end();
     insta::assert_snapshot!(error_of_rank_0(&ended), @"trainer.process_group.piece_bytes is 1, but was 67108864 when this process started MPI; it must stay the same");
 }
 
 #[test]
-fn the_error_of_a_rank_comes_before_what_the_launcher_says() {
+fn rank_error_precedes_launcher_output() {
     let ended = Job::start(3, "fails", 30, By::Mpirun).end();
     assert!(!ended.success);
     let stderr = &ended.stderr;
@@ -79,13 +79,13 @@ fn the_error_of_a_rank_comes_before_what_the_launcher_says() {
 }
 
 #[test]
-fn ranks_that_no_launcher_of_mpi_started_are_told_how() {
+fn missing_launcher_is_reported() {
     let ended = Job::start(2, "start", 10, By::Hand).end();
     insta::assert_snapshot!(error_of_rank_0(&ended), @r#"launch: process group `mpi`: 2 of 2 ranks (the first is rank 0) were not started by a launcher of MPI, as no variable of one is set (OMPI_COMM_WORLD_RANK, PMIX_RANK, PMI_RANK). Start the program with `mpirun -n 2 PROGRAM`, or in SLURM with `srun --mpi=pmix` (`srun --mpi=list` says which there are); or use trainer.process_group.type = "shm" on one host, "tcp" on several"#);
 }
 
 #[test]
-fn ranks_of_another_family_s_launcher_are_told_so() {
+fn launcher_of_other_family_is_reported() {
     if std::env::var("FULGURITE_OTHER_MPIRUN").is_err() {
         eprintln!(
             "skipped: FULGURITE_OTHER_MPIRUN does not say where the other family's mpirun is"
@@ -99,13 +99,13 @@ fn ranks_of_another_family_s_launcher_are_told_so() {
 }
 
 #[test]
-fn options_that_differ_are_an_error_on_all() {
+fn differing_options_fail_on_all_ranks() {
     let ended = Job::start(2, "unequal", 10, By::Mpirun).end();
     insta::assert_snapshot!(error_of_rank_0(&ended), @"launch: process group `mpi`: piece_bytes is 1000 on rank 0 and 1001 on rank 1; it must be the same on all");
 }
 
 #[test]
-fn a_rank_that_does_not_come_is_named() {
+fn absent_rank_is_named() {
     let ended = Job::start(2, "absent", 1, By::Mpirun).end();
     insta::assert_snapshot!(error_of_rank_0(&ended), @"launch: rank 1 did not come to start MPI within 1 s: the ranks may have gone different ways, or it is stuck");
 }

@@ -1,4 +1,4 @@
-//! Messages, without the engine.
+//! Messages without the engine.
 #![allow(unsafe_code)] // Memory of messages.
 
 use std::sync::Arc;
@@ -11,14 +11,14 @@ use fulgurite_transports::network::{Incoming, Network, Outgoing, Watch, Wire, Wi
 
 use crate::job::{By, Job};
 
-/// Notes what a wire says.
+/// Records the calls of a wire.
 #[derive(Default)]
 struct Notes {
     received: Vec<usize>,
     missing: Vec<usize>,
-    /// Ends the exchange when something has come.
+    /// Ends the exchange at the first received message.
     refuses: bool,
-    /// Ends the exchange when it has waited that long.
+    /// Ends the exchange after this time.
     patience: Option<Duration>,
     since: Option<Instant>,
 }
@@ -51,11 +51,11 @@ fn exchange(
         .iter_mut()
         .map(|(from, bytes)| Incoming { from: *from, bytes: &raw mut bytes[..] })
         .collect();
-    // SAFETY: of vectors that outlive the call; a test that it fails in forgets them.
+    // SAFETY: the vectors outlive the call. A test with a failing exchange leaks them.
     unsafe { wire.exchange(&sends, &receives, notes) }
 }
 
-/// What member `from` sends as message `index` of round `round` to `to`.
+/// Message `index` of round `round` from member `from` to member `to`.
 fn message(from: usize, to: usize, round: usize, index: usize, limit: usize) -> Vec<u8> {
     let seed = (from * 31 + to) * 100_003 + round * 17 + index;
     let mut random = fastrand::Rng::with_seed(seed as u64);
@@ -69,7 +69,7 @@ fn message(from: usize, to: usize, round: usize, index: usize, limit: usize) -> 
     bytes
 }
 
-/// Rounds of several messages of all sizes between all members.
+/// Exchanges several messages of all sizes between all members, in several rounds.
 fn exchange_all(wire: &mut dyn Wire, own: usize, size: usize, rounds: usize, limit: usize) {
     for round in 0..rounds {
         let others = || (0..size).filter(|&other| other != own);
@@ -113,8 +113,8 @@ pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> 
             Ok(())
         })(),
         "groups" => (|| {
-            // Threads of a rank exchange at the same time, each in a group of its own; every second group has
-            // the members the other way round.
+            // Several threads of a rank exchange at once, each in its own group. Every second group
+            // has its members in reverse order.
             let network = network()?;
             let exchange = |number: usize| {
                 let mut members = everybody.clone();
@@ -151,7 +151,7 @@ pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> 
         "silent" => (|| {
             let mut wire = connect(&network()?, "all", &everybody, rank)?;
             if rank > 0 {
-                // It lives, and says nothing.
+                // The rank is alive, but sends no messages.
                 return context.store.get("rank 0 gave up", context.timeout).map(drop);
             }
             let mut notes =
@@ -165,8 +165,8 @@ pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> 
             context.store.set("rank 0 gave up", b"")
         })(),
         "lengths" => (|| {
-            // The second message is longer, or shorter, than what is received: the ranks are in different
-            // collectives, as the first one says.
+            // The second message is longer or shorter than the receive, as the ranks are in
+            // different collectives. The first message shows it.
             let network = network()?;
             for (number, (sent, received)) in [(50_000, 100), (100, 50_000)].into_iter().enumerate()
             {
@@ -175,12 +175,12 @@ pub(crate) fn run(scenario: &str, context: &GroupContext) -> Option<Result<()>> 
                 if rank == 0 {
                     let sends = vec![(1, vec![1; 8]), (1, vec![2; sent])];
                     let mut notes = Notes { patience, ..Notes::default() };
-                    // It may be sent before anybody knows.
+                    // The send may succeed before the ranks know.
                     let _ = exchange(&mut *wire, &sends, &mut [], &mut notes);
                     std::mem::forget(sends);
                 } else if rank == 1 {
                     let mut receives = vec![(0, vec![0; 8]), (0, vec![0; received])];
-                    // Memory behind that of the message.
+                    // Memory past the end of the message's.
                     receives[1].1.reserve(100_000);
                     let spare = receives[1].1.spare_capacity_mut();
                     spare.fill(std::mem::MaybeUninit::new(0));
@@ -215,28 +215,28 @@ fn messages_arrive_in_pieces() {
 }
 
 #[test]
-fn groups_exchange_at_once_from_several_threads() {
+fn groups_exchange_on_several_threads() {
     Job::start(4, "groups", 60, By::Mpirun).expect_ok();
 }
 
 #[test]
-fn a_job_may_number_its_ranks_otherwise() {
+fn job_and_mpi_rank_order_may_differ() {
     Job::start(3, "messages", 60, By::Flipped).expect_ok();
 }
 
 #[test]
-fn a_wait_for_a_silent_rank_ends_when_the_watch_says_so() {
+fn watch_ends_wait_for_silent_rank() {
     Job::start(2, "silent", 30, By::Mpirun).expect_ok_without_finalize();
     Job::start(3, "silent", 30, By::Mpirun).expect_ok_without_finalize();
 }
 
 #[test]
-fn a_message_is_received_when_the_one_before_was_the_right_one() {
+fn later_messages_wait_for_the_first() {
     Job::start(2, "lengths", 30, By::Mpirun).expect_ok_without_finalize();
 }
 
 #[test]
 #[ignore = "takes 5 GiB of memory"]
-fn a_message_may_be_longer_than_two_gibibytes() {
+fn message_longer_than_two_gibibytes() {
     Job::start(2, "large", 120, By::Mpirun).expect_ok();
 }
