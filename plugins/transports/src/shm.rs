@@ -18,10 +18,10 @@ use crate::memory::RegionLayout;
 
 /// `process_group.type = "shm"`: shared memory between the processes of one host.
 ///
-/// The memory is an anonymous file (memfd). One rank makes it, and the others open it through `/proc`,
-/// where the job's store says; it must belong to this user and be sealed, so that nobody can cut it
-/// under a mapping. It has no name in a file system, so it is freed however the processes end. Linux
-/// only.
+/// The memory is an anonymous file (memfd). One rank makes it, and the others open it through
+/// `/proc` by the path in the job's store. It must belong to this user and be sealed, so that it
+/// cannot shrink under a mapping. The file is without a name in a file system, so it is freed
+/// however the processes end. Linux only.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
 )]
@@ -29,7 +29,7 @@ use crate::memory::RegionLayout;
 pub struct Shm {
     /// Bytes that a rank transfers in one phase of a collective, 4 KiB to 1 GiB. The same on all
     /// ranks. A group takes up to three times as much memory for each rank. The default of 1 MiB
-    /// keeps the chunks in the caches; larger chunks are no faster.
+    /// keeps the chunks in the caches. Larger chunks are not faster.
     pub chunk_bytes: usize,
 }
 
@@ -64,7 +64,8 @@ impl ProcessGroupConfig for Shm {
             return GroupMemory::default();
         }
         let layout = RegionLayout::new(ranks, self.chunk_bytes);
-        // Chunks of messages take memory once ranks send to each other, which no strategy here does.
+        // Chunks of messages take memory once ranks send to each other, which no strategy here
+        // does.
         GroupMemory { used: layout.p2p_chunks as u64, mapped: layout.len as u64 }
     }
 
@@ -81,7 +82,7 @@ impl ProcessGroupConfig for Shm {
     }
 }
 
-/// The end of messages about jobs on several hosts.
+/// The last sentence of messages about jobs on several hosts.
 const ACROSS_HOSTS: &str = "Across hosts set trainer.process_group = \"auto\", which uses `shm` only within them, or \
                             \"tcp\"";
 
@@ -93,7 +94,7 @@ fn connect(_: &Shm, _: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
     )))
 }
 
-/// As on Linux, where there is such memory.
+/// Same signature as on Linux, where such memory exists.
 #[cfg(not(target_os = "linux"))]
 pub(crate) fn connect_ranks(
     shm: &Shm,
@@ -138,14 +139,14 @@ mod linux {
     use crate::memory::{self, Region, SEALS, SharedMemoryHandle, nonce};
     use crate::network::Messenger;
 
-    /// The group of all ranks, which are on one host.
+    /// Makes the group of all ranks, which are on one host.
     pub(super) fn connect(config: &Shm, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>> {
         let ranks = (0..context.world_size).collect();
         connect_ranks(config, context, "world", ranks, context.rank)
     }
 
-    /// The group of some of the job's ranks, given by their global ranks, which are all that are on this host;
-    /// this rank is number `own` of them. `key` tells it from the groups of other hosts.
+    /// Makes the group of some of the job's ranks, given by their global ranks: all ranks on this
+    /// host. This rank is number `own` of them. `key` distinguishes the groups of different hosts.
     pub(crate) fn connect_ranks(
         config: &Shm,
         context: &GroupContext,
@@ -154,7 +155,7 @@ mod linux {
         own: usize,
     ) -> Result<Arc<dyn ProcessGroup>> {
         memory::set_ranks(context.local_world_size);
-        // A job may build several world groups; every rank builds them in the same order.
+        // A job may build several world groups. Every rank builds them in the same order.
         let counter = format!("process_group/shm/builds/{}", context.rank);
         let build = context.store.add(&counter, 1)?;
         let host = ProcessRendezvous {
@@ -180,12 +181,12 @@ mod linux {
         Group::connect(Arc::new(host), member)
     }
 
-    /// What the leader of a group sends to the others through the store.
+    /// The leader's message to the other ranks of a group, through the store.
     #[derive(Serialize, Deserialize)]
     enum Announcement {
         /// The region is this file of this process, of this length, signed with this nonce.
         Region { pid: u32, fd: u32, len: usize, nonce: u64 },
-        /// The region could not be made; the message.
+        /// The region could not be made, with the error message.
         Failed(String),
     }
 
@@ -194,12 +195,12 @@ mod linux {
         store: Arc<dyn Store>,
         /// This process's global rank.
         own_rank: usize,
-        /// By global rank, the pidfd of the process.
+        /// The pidfd of each process, by global rank.
         processes: Mutex<HashMap<usize, OwnedFd>>,
-        /// By global rank, the rank's shared memory, mapped by this process.
+        /// The ranks' shared memory, mapped by this process, by global rank.
         memories: Mutex<HashMap<usize, Arc<MmapRaw>>>,
         board: OnceLock<Arc<Board>>,
-        /// To ranks on other hosts, if there are any.
+        /// For ranks on other hosts, if any.
         messenger: Option<Messenger>,
     }
 
@@ -262,8 +263,8 @@ mod linux {
             Ok(MappedRegion { region: Arc::new(region), file: None })
         }
 
-        /// The failure of the job, if one becomes known: a process that announced its memory may have been
-        /// killed meanwhile, and the store learns of it a moment later.
+        /// Returns the failure of the job, if one becomes known. A process that announced its
+        /// memory may have been killed meanwhile, and the store learns of it a moment later.
         fn late_failure(&self) -> Option<Error> {
             let mut patience = Patience::new(DEATH_KNOWN);
             while let Some(slice) = patience.slice() {
@@ -275,7 +276,7 @@ mod linux {
             None
         }
 
-        /// The shared memory of another rank, mapped by the first call.
+        /// Returns the shared memory of another rank, mapped by the first call.
         fn memory(&self, owner: &MemoryOwner) -> Result<Arc<MmapRaw>> {
             let mut memories = self.memories.lock().expect("no panic while mapping");
             if let Some(memory) = memories.get(&owner.global_rank) {
@@ -298,18 +299,18 @@ mod linux {
         }
     }
 
-    /// Where an open file of another process is.
+    /// Returns the path of another process's open file.
     fn path_of(pid: u32, fd: u32) -> String {
         format!("/proc/{pid}/fd/{fd}")
     }
 
     /// Opens shared memory of another process, of `len` bytes.
     ///
-    /// Something else may be at the path: the number of the process or of the file may be that of an unrelated
-    /// one meanwhile. A mapping of a file that somebody else can shorten ends this process at the next access,
-    /// so it must be memory of this user that is sealed.
+    /// The path may lead to an unrelated file by now, as process ids and file descriptors are
+    /// reused. If another process can shorten a mapped file, the next access ends this process. So
+    /// the file must be sealed memory of this user.
     fn open_file(path: &str, len: usize) -> Result<File, String> {
-        // Of a pipe or a terminal, opening could block.
+        // Opening a pipe or a terminal could block.
         let nonblocking = OFlags::NONBLOCK.bits().cast_signed();
         let file = OpenOptions::new().read(true).write(true).custom_flags(nonblocking).open(path);
         let file = file.map_err(|e| e.to_string())?;
@@ -327,7 +328,7 @@ mod linux {
         sealed.then_some(file).ok_or_else(|| "it is no sealed memory".to_owned())
     }
 
-    /// How long the store may take to know that a process has ended.
+    /// Time that the store may need to learn of the end of a process.
     const DEATH_KNOWN: Duration = Duration::from_secs(1);
 
     fn mapping_error(whose: &str, path: &str, why: &str) -> Error {
@@ -337,7 +338,7 @@ mod linux {
         ))
     }
 
-    /// A region in an anonymous file that cannot be shrunk.
+    /// Makes a region in an anonymous file that cannot be shrunk.
     fn make_region(layout: RegionLayout) -> std::io::Result<(Region, File, u64)> {
         let flags = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let file = File::from(memfd_create("fulgurite", flags)?);
@@ -395,7 +396,7 @@ mod linux {
                 && pid != std::process::id()
                 && let Some(pid) = Pid::from_raw(pid as i32)
             {
-                // Where a sandbox forbids pidfds, the store and the timeout end waits.
+                // If a sandbox forbids pidfds, the store and the timeout still end waits.
                 match pidfd_open(pid, PidfdFlags::empty()) {
                     Ok(fd) => drop(entry.insert(fd)),
                     Err(e) => tracing::debug!("no pidfd of rank {global_rank}: {e}"),

@@ -13,13 +13,13 @@ use fulgurite_core::{Error, Result};
 use crate::engine::{Board, Group, MappedRegion, Membership, MemoryOwner, Rendezvous};
 use crate::memory::{self, Region, RegionLayout, SharedMemoryHandle};
 
-/// Bytes of a rank's slot; small, since tests have many groups with little data.
+/// Bytes of a rank's slot. Small, since tests have many groups with little data.
 const CHUNK_BYTES: usize = 256 << 10;
 
 /// Stack of a rank's thread. The backward of deep models recurses.
 const STACK_BYTES: usize = 64 << 20;
 
-/// How long ranks of [`run_ranks`] wait for each other.
+/// Time that ranks of [`run_ranks`] wait for each other.
 const TIMEOUT: Duration = Duration::from_secs(60);
 
 /// Makes process groups whose ranks are threads of this process.
@@ -27,12 +27,12 @@ const TIMEOUT: Duration = Duration::from_secs(60);
 pub struct ThreadsGroup;
 
 impl ThreadsGroup {
-    /// The handles of a group named `world`, one for each rank, in rank order. `timeout` is how
-    /// long a collective waits for its peers.
+    /// Makes the handles of a group named `world`, one for each rank, in rank order. `timeout`
+    /// limits how long a collective waits for its peers.
     ///
-    /// As between processes, collectives access tensors made by [`ProcessGroup::empty`] directly in
-    /// programs whose allocator is a [`SharedMemory`](crate::SharedMemory), and copy others through
-    /// slots.
+    /// As between processes, collectives access tensors from [`ProcessGroup::empty`] directly in
+    /// programs whose allocator is a [`SharedMemory`](crate::SharedMemory). They copy other tensors
+    /// through slots.
     ///
     /// # Errors
     /// If memory or threads cannot be allocated.
@@ -40,10 +40,11 @@ impl ThreadsGroup {
         Self::create_with(world_size, timeout, CHUNK_BYTES)
     }
 
-    /// As [`create`](Self::create), with slots of `chunk_bytes` for each rank, rounded up to whole
-    /// cache lines.
+    /// Like [`create`](Self::create), with slots of `chunk_bytes` for each rank, rounded up to
+    /// whole cache lines.
     ///
     /// # Errors
+    /// As [`create`](Self::create).
     /// As [`create`](Self::create).
     pub fn create_with(
         world_size: usize,
@@ -80,8 +81,8 @@ fn create(
 /// and returns the results in rank order. Ranks wait a minute for each other.
 ///
 /// # Errors
-/// The error of the rank that failed first; a panic counts as one. It ends the waits of the others,
-/// in this group and all that were split from it.
+/// The error of the rank that failed first; a panic counts as an error. It ends the waits of the
+/// other ranks, in this group and all groups split from it.
 pub fn run_ranks<T: Send>(
     world_size: usize,
     f: impl Fn(Arc<dyn ProcessGroup>) -> Result<T> + Sync,
@@ -89,7 +90,7 @@ pub fn run_ranks<T: Send>(
     run_ranks_with(world_size, TIMEOUT, f)
 }
 
-/// As [`run_ranks`], with another timeout.
+/// Like [`run_ranks`], with another timeout.
 ///
 /// # Errors
 /// As [`run_ranks`].
@@ -112,8 +113,8 @@ pub fn run_ranks_with<T: Send>(
         let spawn = |(rank, group)| {
             let (f, fail) = (&f, &fail);
             let run = move || {
-                // `fail` before `f`'s handle of the group is dropped, also in a panic, so that the
-                // others get the reason and not only that this rank has left.
+                // Call `fail` before dropping `f`'s handle of the group, even after a panic.
+                // Otherwise the other ranks only learn that this rank has left, without the reason.
                 let result = catch_unwind(AssertUnwindSafe(|| f(Arc::clone(&group))));
                 let value = match result {
                     Ok(Ok(value)) => Some(value),
@@ -158,7 +159,7 @@ pub(crate) fn panic_message(panic: &(dyn Any + Send)) -> &str {
 /// The rendezvous of threads of this process.
 #[derive(Default)]
 struct ThreadRendezvous {
-    /// Regions that not all ranks have yet, each with the number of ranks that have it.
+    /// Regions that some ranks still lack, each with the number of ranks that have it.
     regions: Mutex<HashMap<String, (Arc<Region>, usize)>>,
     failure: Mutex<Option<(usize, String)>>,
     board: OnceLock<Arc<Board>>,

@@ -1,5 +1,7 @@
-//! Who is to blame for a wait that has timed out: the rank that is waited for may itself wait for another
-//! one, in another group. All ranks write to the region of all ranks whom they wait for.
+//! Finds the rank to blame for a timeout: the awaited rank may itself wait for another one, in
+//! another group.
+//!
+//! All ranks record which rank they wait for, in the region of all ranks.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -9,10 +11,10 @@ use rustix::time::{ClockId, clock_gettime};
 
 use crate::memory::{Region, WaitRecord};
 
-/// The region of all ranks that share memory, in which they write whom they wait for.
+/// The region of all ranks that share memory, in which each records the rank that it waits for.
 pub(crate) struct Board {
     region: Arc<Region>,
-    /// Their global ranks.
+    /// Global ranks of the region's members.
     ranks: Vec<usize>,
 }
 
@@ -21,20 +23,19 @@ impl Board {
         Arc::new(Self { region: region.clone(), ranks: ranks.to_vec() })
     }
 
-    /// The waits of a global rank.
+    /// Returns the waits of a global rank.
     fn waits(&self, rank: usize) -> &[WaitRecord] {
         let place = self.ranks.iter().position(|&one| one == rank);
         place.map_or(&[], |place| &self.region.record(place).waits)
     }
 }
 
-/// A wait whose thread has not looked for this long is over, or its process does not run: it is sent a
-/// stop signal, or is in a debugger.
+/// Age at which a wait is ignored: it has ended, or its process is stopped or in a debugger.
 const STALE: Duration = Duration::from_secs(1);
-/// How long a wait that timed out counts, after which its rank has ended.
+/// The same for a wait that timed out, whose rank has ended by then.
 const STALE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A wait of this process, on record as long as it goes on; one that timed out stays on record.
+/// A recorded wait of this process. The record is cleared at its end, unless it timed out.
 pub(super) struct LongWait<'a> {
     record: Option<&'a WaitRecord>,
 }
@@ -52,14 +53,14 @@ impl<'a> LongWait<'a> {
         wait
     }
 
-    /// Records that it goes on.
+    /// Records that the wait continues.
     pub(super) fn goes_on(&self, awaited: usize) {
         let Some(record) = self.record else { return };
         record.awaited.store(awaited as u32 + 1, Ordering::Relaxed);
         record.looked.store(now(), Ordering::Release);
     }
 
-    /// Records that it has timed out.
+    /// Records that the wait has timed out.
     pub(super) fn gives_up(mut self) {
         if let Some(record) = self.record.take() {
             record.gave_up.store(1, Ordering::Release);
@@ -75,13 +76,15 @@ impl Drop for LongWait<'_> {
     }
 }
 
-/// From a rank that is waited for to the rank to blame, which waits for nobody: each waits for the next. If
-/// they wait for each other, the last is among those before. The ranks are global.
+/// Returns the chain of global ranks from `awaited` on, in which each rank waits for the next.
+///
+/// The last one is the rank to blame, which waits for no rank. In a cycle, the last rank repeats an
+/// earlier one.
 pub(crate) fn chain(board: &Board, awaited: usize) -> Vec<usize> {
     let mut chain = vec![awaited];
     loop {
         let next = waits_for(board, chain[chain.len() - 1]);
-        // Of several waits, one that leads to somebody new.
+        // Prefers a wait for a rank outside the chain.
         let new = next.iter().find(|rank| !chain.contains(rank));
         match new.or(next.first()) {
             None => return chain,
@@ -96,7 +99,8 @@ pub(crate) fn chain(board: &Board, awaited: usize) -> Vec<usize> {
     }
 }
 
-/// `, which waits for rank 3, which waits for nobody`; nothing if the first rank waits for nobody.
+/// Formats a chain: `, which waits for rank 3, which waits for nobody`. Empty for a chain of one
+/// rank.
 pub(crate) fn describe(chain: &[usize]) -> String {
     let mut text: String =
         chain[1..].iter().map(|rank| format!(", which waits for rank {rank}")).collect();
@@ -109,7 +113,7 @@ pub(crate) fn describe(chain: &[usize]) -> String {
     text
 }
 
-/// Whom a rank waits for.
+/// Returns the ranks that a rank waits for.
 fn waits_for(board: &Board, rank: usize) -> Vec<usize> {
     let now = now();
     let goes_on = |record: &&WaitRecord| {
@@ -123,7 +127,7 @@ fn waits_for(board: &Board, rank: usize) -> Vec<usize> {
     awaited.filter(|rank| board.ranks.contains(rank)).collect()
 }
 
-/// Milliseconds of a clock that all processes of the host share.
+/// Returns milliseconds of a clock shared by all processes of the host.
 fn now() -> u64 {
     let now = clock_gettime(ClockId::Monotonic);
     now.tv_sec as u64 * 1000 + now.tv_nsec as u64 / 1_000_000
@@ -135,7 +139,7 @@ mod tests {
     use crate::memory::RegionLayout;
 
     #[test]
-    fn the_rank_that_waits_for_nobody_is_found() {
+    fn last_rank_of_wait_chain_is_found() {
         let region = Arc::new(Region::anonymous(RegionLayout::new(4, 4096)).unwrap());
         let board = Board::new(&region, &[0, 1, 2, 3]);
         let text = |awaited| describe(&chain(&board, awaited));
@@ -147,14 +151,14 @@ mod tests {
             text(1),
             ", which waits for rank 2, which waits for rank 3, which waits for nobody"
         );
-        // One that has given up still counts, one that ended well does not.
+        // A wait that timed out still counts. One that ended well does not.
         wait.gives_up();
         drop(first);
         assert_eq!(chain(&board, 1), [1]);
         assert_eq!(chain(&board, 2), [2, 3]);
         let _circle = LongWait::begin(&board, 3, 2);
         assert_eq!(text(2), ", which waits for rank 3, which waits for rank 2");
-        // It has not looked for long: its process does not run.
+        // Not looked for long: its process does not run.
         let _stopped = LongWait::begin(&board, 0, 1);
         assert_eq!(chain(&board, 0), [0, 1]);
         board.waits(0)[0].looked.store(now() - 1001, Ordering::Relaxed);

@@ -14,26 +14,28 @@ use super::rendezvous::Rendezvous;
 use super::wait::Failure;
 use crate::memory::LINE;
 
-/// Collectives of fewer bytes always go through the slots. That needs no look-ups, and one barrier
-/// less than a direct collective whose tensors turn out not to be reachable.
+/// Smaller collectives always go through the slots. This avoids look-ups, and saves a barrier if
+/// the tensors turn out to be unreachable.
 const DIRECT_BYTES: usize = 16 << 10;
 
-/// Bytes that are reduced at a time: with those of a few sources they stay in the first-level cache
-/// (16 KiB at a time took 1.4 times as long).
+/// Bytes reduced at a time. Blocks of a few sources stay in the L1 cache together (16 KiB at a time
+/// took 1.4 times as long).
 const BLOCK_BYTES: usize = 4 << 10;
 
 /// A collective as transfers between tensors.
 ///
-/// Ranks execute their transfers between two barriers. Before the first, the owners have written
-/// their tensors; after the second, no rank accesses another rank's tensors. In between, a byte of
-/// a tensor is written by at most one rank, and then read by no other: a rank reads and writes its
-/// own part of an all-reduced tensor, and tensors that are gathered or scattered are only read. An
-/// owner does not access its tensors while the collective runs, as
-/// [`Work`](fulgurite_core::collective::Work) demands. The collective holds the tensors, so their
-/// memory stays; a rank whose collective fails may leave it before the others, and therefore never
-/// frees them.
+/// Ranks execute their transfers between two barriers. Before the first barrier, the owners have
+/// written their tensors. After the second, no rank accesses another rank's tensors.
+///
+/// In between, at most one rank writes a byte of a tensor, and then no other rank reads it. A rank
+/// reads and writes its own part of an all-reduced tensor. Gathered or scattered tensors are only
+/// read. An owner does not access its tensors while the collective runs, as
+/// [`Work`](fulgurite_core::collective::Work) demands.
+///
+/// The collective holds the tensors, so their memory stays valid. A rank whose collective fails may
+/// leave it before the others, and therefore never frees the tensors.
 pub(crate) struct Direct {
-    /// Tensors that other ranks read or write; the order is the same on all ranks.
+    /// Tensors that other ranks read or write, in the same order on all ranks.
     exposed: Vec<Tensor>,
     transfers: Vec<Transfer>,
 }
@@ -47,7 +49,7 @@ enum Transfer {
 
 /// The target of a reduction.
 enum ReductionTarget {
-    /// The reduced tensors, of every rank.
+    /// The reduced tensors of every rank.
     InPlace,
     /// A tensor of this rank.
     Tensor(Tensor),
@@ -61,8 +63,8 @@ struct PeerMemory {
 }
 
 impl Direct {
-    /// The collective as transfers, if its kind and size make that faster: the same answer on all
-    /// ranks.
+    /// Plans the collective as transfers, if its kind and size make them faster. All ranks get the
+    /// same answer.
     pub(crate) fn of(collective: &Collective, rank: usize, size: usize) -> Result<Option<Self>> {
         let (mut exposed, mut transfers) = (Vec::new(), Vec::new());
         let total = match collective {
@@ -142,8 +144,8 @@ impl Direct {
         Ok((total >= DIRECT_BYTES).then_some(Self { exposed, transfers }))
     }
 
-    /// The offsets of the exposed tensors, for the other ranks; `None` if they cannot reach all of
-    /// them, or if this rank cannot execute its transfers in place.
+    /// Returns the offsets of the exposed tensors for the other ranks. Returns `None` if they
+    /// cannot reach all tensors, or if this rank cannot execute its transfers in place.
     pub(crate) fn exposed_offsets(&self, rendezvous: &dyn Rendezvous) -> Result<Option<Vec<u64>>> {
         let own = self.transfers.iter().filter_map(|m| match m {
             Transfer::Copy { to, .. }
@@ -163,7 +165,7 @@ impl Direct {
         self.exposed.iter().map(offset).collect()
     }
 
-    /// Whether a copy overwrites an exposed tensor, as an all-to-all in place does.
+    /// Whether a copy overwrites an exposed tensor, as in an in-place all-to-all.
     fn overwrites_exposed(&self) -> Result<bool> {
         let range = |tensor: &Tensor| match tensor.elem_count() {
             0 => Ok(0..0),
@@ -184,7 +186,7 @@ impl Direct {
     }
 
     /// Executes the transfers. `reach` returns the memory of a rank's exposed tensor, given the
-    /// rank, the tensor and the length that must be accessible.
+    /// rank, the tensor's index and the accessible length.
     pub(crate) fn execute(
         &self,
         size: usize,
@@ -213,8 +215,8 @@ impl Direct {
                     match into {
                         ReductionTarget::InPlace => reduce_into(dtype, *op, &ranks, &ranks),
                         ReductionTarget::Tensor(tensor) => {
-                            // The lock on the tensor is not kept: it may be a view of an exposed
-                            // one.
+                            // The lock on the tensor is not kept, as the tensor may be a view of an
+                            // exposed one.
                             let to = with_bytes_mut(tensor, |bytes| PeerMemory {
                                 start: bytes.as_mut_ptr(),
                                 len: bytes.len(),
@@ -248,7 +250,7 @@ fn reduce_into(dtype: DType, op: ReduceOp, sources: &[PeerMemory], targets: &[Pe
         reduce(dtype, op, &sources, block);
         for target in targets {
             assert_eq!(target.len, len, "targets are as long as sources");
-            // SAFETY: as above, and the slices of the sources are used no more.
+            // SAFETY: as above; the slices of the sources are no longer used.
             unsafe {
                 std::ptr::copy_nonoverlapping(block.as_ptr(), target.start.add(start), block.len());
             }

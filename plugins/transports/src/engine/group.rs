@@ -18,13 +18,15 @@ use super::wait::{Failure, Shared};
 use super::worker::Worker;
 use crate::memory::RegionLayout;
 
-/// How often the communication thread checks a flag before it sleeps: some tens of microseconds.
-/// More would take cycles from the threads that compute.
+/// Number of times that the communication thread checks a flag before it sleeps: some tens of
+/// microseconds. More would take cycles from the computing threads.
 const SPINS: u32 = 2000;
 
-/// How often a waiting caller checks a flag before it sleeps. It must take longer than waking
-/// another rank: otherwise a rank that has slept once comes so late to the next collective that the
-/// others sleep there, which makes it sleep in the one after, and so on.
+/// Number of times that a waiting caller checks a flag before it sleeps.
+///
+/// This must take longer than waking another rank. Otherwise a rank that has slept once is late for
+/// the next collective, so the others sleep there, and then the first rank sleeps again in the one
+/// after.
 const CALLERS_SPINS: u32 = 20_000;
 
 /// The identity of a group, and this process's rank in it.
@@ -36,13 +38,13 @@ pub(crate) struct Membership {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) chunk_bytes: usize,
-    /// Whether a waiting rank spins before it sleeps. `None`: if there is a core for each rank. A
-    /// split group inherits the setting.
+    /// Whether a waiting rank spins before it sleeps. `None` means if each rank has a core. A split
+    /// group inherits the setting.
     pub(crate) spins: Option<bool>,
 }
 
-/// A process group of this engine. Dropping it finishes the operations that were started (for some
-/// seconds at most) and joins the communication thread.
+/// A process group of this engine. Dropping it finishes started operations (for a few seconds at
+/// most) and joins the communication thread.
 pub(crate) struct Group {
     shared: Arc<Shared>,
     worker: Arc<Mutex<Worker>>,
@@ -120,7 +122,7 @@ impl Group {
         Ok(Arc::new(group))
     }
 
-    /// Queues a task; with `wake` wakes the communication thread.
+    /// Queues a task. With `wake`, wakes the communication thread.
     fn push(
         &self,
         op: &'static str,
@@ -241,8 +243,8 @@ impl ProcessGroup for Group {
     }
 }
 
-/// The body of the communication thread. Returns when the group is dropped and all operations that
-/// were started have ended.
+/// The body of the communication thread. Returns when the group is dropped and all started
+/// operations have ended.
 fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
     while let Some((turn, job)) = shared.queue.next() {
         run(worker, turn, job, SPINS);
@@ -251,7 +253,7 @@ fn communicate(shared: &Shared, worker: &Mutex<Worker>) {
     shared.region.notify_all();
 }
 
-/// Runs a job. Only the thread that has the turn uses the worker, so the lock is free.
+/// Runs a job. Only the thread with the turn uses the worker, so the lock is free.
 fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job, spins: u32) {
     worker.lock().expect("a worker catches panics").run(job, spins);
     drop(turn);

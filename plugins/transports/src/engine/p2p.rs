@@ -1,7 +1,7 @@
 //! Messages between two ranks.
 //!
-//! A rank's messages make progress concurrently, unless a collective is between them in its queue,
-//! so all ranks of a ring may start their send before their receive. Messages of one pair in one
+//! A rank's messages make progress concurrently, unless a collective is between them in its queue.
+//! So all ranks of a ring may start their send before their receive. Messages of one pair in one
 //! direction keep their order.
 #![allow(unsafe_code)] // Reads and writes chunks of messages; the channels' counters make it sound.
 
@@ -23,21 +23,21 @@ struct Message {
     peer: usize,
     buffer: Buffer,
     total: usize,
-    /// Bytes that were transferred.
+    /// Bytes transferred so far.
     offset: usize,
-    /// Whether all chunks were transferred. A message without bytes has one chunk.
+    /// Whether all chunks were transferred. An empty message has one chunk.
     complete: bool,
     done: Arc<Completion>,
 }
 
 impl Worker {
-    /// Runs this message and all that follow in the queue, up to the next collective.
+    /// Runs this message and all following ones in the queue, up to the next collective.
     pub(crate) fn run_p2p(&mut self, task: P2pTask, done: Arc<Completion>) {
         let mut messages = vec![];
         self.admit(&mut messages, task, done);
         while !messages.is_empty() {
             // Both lists are outside of `guarded`, so that every message gets a result even after a
-            // failure or panic in it.
+            // failure or panic.
             let mut admitted = vec![];
             let result = self.guarded(|worker| worker.progress(&mut messages, &mut admitted));
             if let Err(failure) = result {
@@ -69,8 +69,8 @@ impl Worker {
         }
     }
 
-    /// Transfers chunks of every message as far as possible. If there is no progress, waits until
-    /// there is or another message is started.
+    /// Transfers chunks of every message as far as possible. Without progress, waits for some, or
+    /// for another message to start.
     fn progress(
         &mut self,
         messages: &mut Vec<Message>,
@@ -107,7 +107,7 @@ impl Worker {
             if messages[i].complete {
                 let result = messages[i].buffer.finish().map_err(Failure::from);
                 let Message { buffer, done, .. } = messages.remove(i);
-                // The tensor is released before the caller is told of the end.
+                // Release the tensor before telling the caller of the end.
                 drop(buffer);
                 done.set(result);
             } else {
@@ -118,8 +118,8 @@ impl Worker {
     }
 }
 
-/// Transfers chunks of every message that is the first on its channel. Returns whether there was
-/// progress.
+/// Transfers chunks of every message that is the first on its channel. Returns whether any message
+/// made progress.
 fn step_all(shared: &Shared, messages: &mut [Message]) -> Result<bool, Failure> {
     let mut moved = false;
     let mut busy: Vec<(bool, usize)> = vec![];
@@ -141,14 +141,14 @@ fn step_all(shared: &Shared, messages: &mut [Message]) -> Result<bool, Failure> 
     Ok(moved)
 }
 
-/// Sends a chunk if there is room, or receives one if it has arrived.
+/// Sends a chunk if there is room, or receives a chunk if one has arrived.
 fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
     let (region, me, peer) = (&shared.region, shared.rank, message.peer);
     let (src, dst) = if message.sending { (me, peer) } else { (peer, me) };
     let channel = region.channel(src, dst);
     let sent = channel.sent.0.load(Ordering::Acquire);
     let received = channel.received.0.load(Ordering::Acquire);
-    // The other side writes one of the two.
+    // The other side writes one of the two counters.
     let under_way = sent.wrapping_sub(received);
     if under_way > P2P_CHUNKS as u64 {
         return Err(Failure::Group(format!(
@@ -170,8 +170,8 @@ fn step(shared: &Shared, message: &mut Message) -> Result<bool, Failure> {
         head.offset.store(message.offset as u64, Ordering::Relaxed);
         head.dtype.store(dtype_code(host.dtype()), Ordering::Relaxed);
         if len > 0 {
-            // SAFETY: this rank is the source, and fewer than P2P_CHUNKS chunks are unreceived, so
-            // that the chunk that was here has been received.
+            // SAFETY: this rank is the source. Fewer than P2P_CHUNKS chunks are unreceived, so the
+            // previous chunk in this place has been received.
             let chunk = unsafe { region.p2p_chunk_mut(src, dst, index, len) };
             with_bytes(host, |bytes| chunk.copy_from_slice(&bytes[range]))?;
         }

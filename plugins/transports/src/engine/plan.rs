@@ -10,7 +10,7 @@ use twox_hash::XxHash3_64;
 use super::stream::Stream;
 use crate::memory::{LINE, RegionLayout};
 
-/// A collective with its arguments, which have been checked.
+/// A collective with checked arguments.
 pub(crate) enum Collective {
     AllReduce(Tensor, ReduceOp),
     AllGather(Vec<AllGather>),
@@ -41,7 +41,7 @@ pub(crate) const KINDS: [&str; 7] = [
 pub(crate) struct Fingerprint {
     /// Index into [`KINDS`].
     pub(crate) kind: u32,
-    /// Index into [`check::DTYPES`] of the first tensor, plus one; 0 if there is none.
+    /// Index into [`check::DTYPES`] of the first tensor, plus one; 0 without tensors.
     pub(crate) dtype: u32,
     /// Bytes of all tensors.
     pub(crate) bytes: u64,
@@ -229,8 +229,7 @@ impl Collective {
     }
 }
 
-/// Whether `part` is the memory of `whole` from byte `start` on; false for tensors that are not on
-/// the CPU.
+/// Whether `part` is the memory of `whole` from byte `start` on. False for tensors outside the CPU.
 pub(super) fn is_at(part: &Tensor, whole: &Tensor, start: usize) -> Result<bool> {
     if !(part.device().is_cpu() && whole.device().is_cpu()) {
         return Ok(false);
@@ -271,8 +270,8 @@ pub(crate) struct Write {
     pub(crate) stream: Stream,
 }
 
-/// The reduction of this rank's portion of all slots, into the portion of its own slot. This rank's
-/// own contribution is read from its tensors.
+/// Reduces this rank's portion of all slots into the same portion of its own slot. This rank's own
+/// contribution is read from its tensors.
 pub(crate) struct Reduction {
     pub(crate) own: Stream,
     pub(crate) op: ReduceOp,
@@ -294,17 +293,17 @@ pub(crate) struct Buffer {
 }
 
 impl Buffer {
-    /// For a tensor that is only read.
+    /// Makes a buffer for a tensor that is only read.
     pub(crate) fn read(tensor: &Tensor) -> Result<Self> {
         let host = match tensor.device() {
             Device::Cpu => tensor.clone(),
-            // `to_device` of a view copies all that it is a view of, and so does `copy`.
+            // `to_device` and `copy` of a view would copy its whole storage.
             _ => tensor.force_contiguous()?.to_device(&Device::Cpu)?,
         };
         Ok(Self { host, target: None })
     }
 
-    /// For a tensor that is overwritten whole.
+    /// Makes a buffer for a tensor that is overwritten as a whole.
     pub(crate) fn written(tensor: &Tensor) -> Result<Self> {
         match tensor.device() {
             Device::Cpu => Self::read(tensor),
@@ -315,7 +314,7 @@ impl Buffer {
         }
     }
 
-    /// For a tensor that is read and written.
+    /// Makes a buffer for a tensor that is read and written.
     pub(crate) fn updated(tensor: &Tensor) -> Result<Self> {
         let target = (!tensor.device().is_cpu()).then(|| tensor.clone());
         Ok(Self { target, ..Self::read(tensor)? })

@@ -1,7 +1,8 @@
-//! The queue of a rank's collectives and messages under way, and which thread runs them.
+//! The queue of a rank's pending collectives and messages, and the choice of the thread that runs
+//! them.
 //!
 //! One thread at a time runs them: the communication thread, or a thread that waits for a
-//! collective. So a collective that is waited for at once needs no other thread.
+//! collective. So a caller that waits at once needs no other thread.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -16,7 +17,7 @@ use super::plan::Collective;
 use super::wait::Failure;
 use crate::sync::{Condvar, Mutex, MutexGuard};
 
-/// How long a dropped group tries to finish the collectives that were started.
+/// Time limit for started collectives of a dropped group.
 pub(crate) const CLOSING: Duration = Duration::from_secs(5);
 
 /// A collective or a message.
@@ -35,17 +36,18 @@ pub(crate) struct P2pTask {
 /// A task, and its result.
 pub(crate) struct Job {
     pub(crate) task: Task,
-    /// What ends before it begins.
+    /// An operation that must end before this job begins.
     pub(crate) after: Option<Arc<dyn End>>,
     pub(crate) done: Arc<Completion>,
 }
 
-/// Waits for what a job comes after. That ends by itself: its group has a timeout and a thread of its own.
+/// Waits for the end that a job follows. The wait ends by itself: the other group has its own
+/// timeout and thread.
 pub(crate) fn wait_for(after: Option<Arc<dyn End>>) -> Result<(), Failure> {
     after.map_or(Ok(()), |end| end.wait().map_err(Failure::from))
 }
 
-/// The end of a job that a communication thread runs without being waited for.
+/// The end of a job that a communication thread runs without a waiting caller.
 struct Ended<F> {
     done: Arc<Completion>,
     error: F,
@@ -57,7 +59,7 @@ impl<F: Fn(Failure) -> Error + Send + Sync + 'static> End for Ended<F> {
     }
 }
 
-/// A job's work: `finish` waits for it. That of a job that `overlaps` has an end.
+/// Makes the work of a job, which `finish` waits for. A job that `overlaps` also gets an end.
 pub(crate) fn work<F, E>(done: Arc<Completion>, overlaps: bool, finish: F, error: E) -> Work
 where
     F: FnOnce(&Completion) -> Result<(), Failure> + Send + 'static,
@@ -71,7 +73,7 @@ where
     }
 }
 
-/// The result of a job, when it has ended.
+/// The result of a job, once it has ended.
 #[derive(Default)]
 pub(crate) struct Completion {
     result: Mutex<Option<Result<(), Failure>>>,
@@ -88,7 +90,7 @@ impl Completion {
         self.result.lock().expect("no panic while completing").clone()
     }
 
-    /// Waits for the result. There always is one, since every job that was started is ended.
+    /// Waits for the result. Every started job gets a result.
     pub(crate) fn wait(&self) -> Result<(), Failure> {
         let mut result = self.result.lock().expect("no panic while completing");
         loop {
@@ -113,11 +115,11 @@ pub(crate) struct Queue {
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    /// Whether a thread runs a job.
+    /// Whether a thread is running a job.
     busy: bool,
-    /// Number of threads that wait for a job to end.
+    /// Number of threads waiting for a job to end.
     waiting: usize,
-    /// Since the group was dropped: how long its jobs may still take.
+    /// Time limit for the remaining jobs, once the group was dropped.
     closing: Option<Patience>,
 }
 
@@ -145,7 +147,7 @@ impl Queue {
         self.state.lock().expect("no panic while queueing")
     }
 
-    /// Adds a job at the end. With `now`, wakes the communication thread to run it.
+    /// Appends a job. With `now`, wakes the communication thread to run it.
     pub(crate) fn push(&self, job: Job, now: bool) {
         self.state().jobs.push_back(job);
         if now {
@@ -153,7 +155,7 @@ impl Queue {
         }
     }
 
-    /// Takes the next job if it is a message, for the thread that runs messages already.
+    /// Takes the next job if it is a message, for the thread that already runs messages.
     pub(crate) fn next_p2p(&self) -> Option<(P2pTask, Arc<Completion>)> {
         let mut state = self.state();
         let job = state.jobs.pop_front()?;
@@ -166,8 +168,8 @@ impl Queue {
         }
     }
 
-    /// Waits for the next job, for the communication thread; `None` when the group was dropped and
-    /// all jobs have ended.
+    /// Waits for the next job, on the communication thread. Returns `None` when the group was
+    /// dropped and all jobs have ended.
     pub(crate) fn next(&self) -> Option<(Turn<'_>, Job)> {
         let mut state = self.state();
         loop {
@@ -184,7 +186,7 @@ impl Queue {
         }
     }
 
-    /// Waits for a collective. As long as no other thread runs jobs, this one runs them with `run`,
+    /// Waits for a collective. While no other thread runs jobs, this thread runs them with `run`,
     /// up to the collective.
     pub(crate) fn finish(
         &self,
@@ -211,19 +213,20 @@ impl Queue {
         }
     }
 
-    /// Called when the group is dropped: no more jobs are queued, and those in the queue still run.
+    /// Closes the queue when the group is dropped. No more jobs are queued, and the queued ones
+    /// still run.
     pub(crate) fn close(&self) {
         self.state().closing = Some(Patience::new(CLOSING));
         self.work.notify_one();
     }
 
-    /// Whether the group was dropped so long ago that its jobs are given up.
+    /// Whether the time limit for the jobs of a dropped group has passed.
     pub(crate) fn is_over(&self) -> bool {
         self.state().closing.as_mut().is_some_and(|patience| patience.slice().is_none())
     }
 }
 
-/// Every order in which the threads of a rank can run (`--features interleavings`).
+/// Tests of all orders in which the threads of a rank can run (`--features interleavings`).
 #[cfg(all(test, feature = "interleavings"))]
 mod interleavings {
     use candle_core::Device;
@@ -231,7 +234,7 @@ mod interleavings {
 
     use super::*;
 
-    /// A job that is known by the rank it is for.
+    /// Makes a job, identified by its `number` as the peer.
     fn job(number: usize) -> (Job, Arc<Completion>) {
         let tensor = Tensor::zeros(1, candle_core::DType::U8, &Device::Cpu).unwrap();
         let done = Arc::new(Completion::default());
@@ -248,7 +251,8 @@ mod interleavings {
         drop(turn);
     }
 
-    /// Jobs run once, in the order they were started, whoever runs them, and both threads end.
+    /// Checks that jobs run once and in the order they were started, on any thread, and that both
+    /// threads end.
     fn check(now: [bool; 2], finish: bool) {
         loom::model(move || {
             let (queue, ran) = (Arc::new(Queue::default()), Ran::default());
@@ -278,21 +282,21 @@ mod interleavings {
     }
 
     #[test]
-    fn a_thread_that_waits_at_once_and_the_communication_thread_share_the_jobs() {
+    fn waiting_and_communication_thread_share_jobs() {
         check([true, false], true);
         check([false, false], true);
         check([true, true], true);
     }
 
     #[test]
-    fn what_was_started_is_run_when_the_group_is_dropped() {
+    fn started_jobs_run_after_group_is_dropped() {
         check([true, true], false);
         check([false, false], false);
     }
 
     /// The communication thread may have been woken for the second job while the first ran.
     #[test]
-    fn a_job_that_is_started_while_another_runs_is_run_after_it() {
+    fn job_started_during_another_runs_next() {
         loom::model(|| {
             let queue = Arc::new(Queue::default());
             let communication = {
@@ -326,7 +330,7 @@ mod interleavings {
     }
 
     #[test]
-    fn a_result_wakes_the_thread_that_waits_for_it() {
+    fn result_wakes_the_waiting_thread() {
         loom::model(|| {
             let done = Arc::new(Completion::default());
             let setter = {

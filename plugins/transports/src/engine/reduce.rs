@@ -10,11 +10,11 @@ use pulp::{Arch, Simd, WithSimd};
 /// Elements that are reduced over all ranks at a time, few enough for the L1 cache.
 const BLOCK: usize = 2048;
 
-/// Reduces `sources`, one of each rank in rank order, into `out`. All have the same length, which
-/// is a number of whole elements of `dtype`, and its alignment.
+/// Reduces `sources`, one of each rank in rank order, into `out`.
 ///
-/// Integers wrap around. bf16 and f16 are accumulated in f32 and rounded once. Does nothing for
-/// dtypes that collectives do not support, which `check::tensor` has refused.
+/// All have the same length, a whole number of elements of `dtype`, and its alignment. Integers
+/// wrap around. bf16 and f16 are accumulated in f32 and rounded once. Does nothing for unsupported
+/// dtypes, which `check::tensor` has refused.
 pub(crate) fn reduce(dtype: DType, op: ReduceOp, sources: &[&[u8]], out: &mut [u8]) {
     Arch::new().dispatch(Reduction { dtype, op, sources, out });
 }
@@ -136,8 +136,9 @@ impl Half for f16 {
     }
 }
 
-/// bf16 is the upper half of f32. Without branches, so that loops are vectorised; the conversions
-/// of the `half` crate are not, and took more than half of an all-reduce's time.
+/// bf16 is the upper half of f32. Branch-free, so that loops are vectorised. The
+/// conversions of the `half` crate are not vectorised, and took more than half of an all-reduce's
+/// time.
 impl Half for bf16 {
     #[inline(always)]
     fn to_f32(from: &[Self], to: &mut [f32]) {
@@ -193,7 +194,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// Blocks do not show: the result is the left fold of each column.
+        /// The result is the left fold of each column, regardless of blocks.
         #[test]
         fn is_a_left_fold(ranks in 1usize..6, n in 0usize..5000, seed in any::<u32>()) {
             let value = |r: usize, i: usize| ((i as u32 ^ seed).wrapping_mul(2654435761) >> (r % 7)) as f32;
@@ -211,7 +212,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn bf16_rounds_as_half_does(bits in any::<u32>()) {
+        fn bf16_rounds_like_half(bits in any::<u32>()) {
             let x = f32::from_bits(bits);
             let mut from_f32 = [bf16::ZERO];
             Half::from_f32(&[x], &mut from_f32);
@@ -223,7 +224,7 @@ mod tests {
     }
 
     #[test]
-    fn bf16_ties_and_extremes_round_as_half_does() {
+    fn bf16_ties_and_extremes_round_like_half() {
         for high in 0..=u32::from(u16::MAX) {
             for low in [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff] {
                 let x = f32::from_bits(high << 16 | low);

@@ -1,4 +1,4 @@
-//! How the ranks of a group map shared memory and learn of failures.
+//! The interface by which the ranks of a group map shared memory and learn of failures.
 
 use std::fs::File;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use fulgurite_core::Result;
 use super::blame::Board;
 use crate::memory::{Region, RegionLayout, SharedMemoryHandle};
 
-/// What differs between ranks that are threads and ranks that are processes.
+/// The differences between ranks that are threads and ranks that are processes.
 pub(crate) trait Rendezvous: Send + Sync {
-    /// What ranks are connected by, for people.
+    /// The transport's name, for people.
     fn name(&self) -> &'static str;
 
-    /// The region of the group `key`, the same for all its ranks. Its `leader`, a global rank, makes it;
-    /// none if that is this rank.
+    /// Returns the region of the group `key`, the same for all its ranks. Its `leader`, a global
+    /// rank, makes the region; `None` if this rank is the leader.
     fn region(
         &self,
         key: &str,
@@ -25,17 +25,17 @@ pub(crate) trait Rendezvous: Send + Sync {
         timeout: Duration,
     ) -> Result<MappedRegion>;
 
-    /// Where ranks write whom they wait for: the region of the first group, which has all of them, given in the
-    /// first call.
+    /// Returns the board on which ranks record their waits. It lies in the region of the first
+    /// group, which has all ranks and is passed to the first call.
     fn board(&self, first: &Arc<Region>, global_ranks: &[usize]) -> Arc<Board>;
 
-    /// Lets ranks that share no memory with this one know whom it waits for, by its global rank.
+    /// Tells ranks without shared memory which global rank this rank waits for.
     fn waits_for(&self, awaited: Option<usize>) {
         let _ = awaited;
     }
 
-    /// Whether ranks get the region at different times, so that they need a barrier by which the
-    /// leader knows that all have it.
+    /// Whether ranks get the region at different times. If so, a barrier tells the leader that all
+    /// have it.
     fn must_meet(&self) -> bool;
 
     /// Starts to watch the process of a global rank, for [`is_gone`](Rendezvous::is_gone).
@@ -44,24 +44,25 @@ pub(crate) trait Rendezvous: Send + Sync {
     /// Whether the process of a global rank is known to have ended.
     fn is_gone(&self, global_rank: usize) -> bool;
 
-    /// A flat CPU tensor of arbitrary values that all ranks can map, if there is memory for it.
+    /// Makes a flat CPU tensor of arbitrary values that all ranks can map, if memory is left.
     fn empty(&self, elements: usize, dtype: DType) -> Result<Option<Tensor>>;
 
-    /// The offset of `bytes` in this rank's shared memory, for [`reach`](Rendezvous::reach) of
-    /// another rank; `None` if other ranks cannot map them.
+    /// Returns the offset of `bytes` in this rank's shared memory, for [`reach`](Rendezvous::reach)
+    /// on another rank. Returns `None` if other ranks cannot map them.
     fn offset_of(&self, bytes: &[u8]) -> Option<u64>;
 
-    /// How other ranks map this rank's shared memory; `None` if they need not.
+    /// Returns the handle by which other ranks map this rank's shared memory, or `None` if they
+    /// need not.
     fn share(&self) -> Option<SharedMemoryHandle>;
 
-    /// The address of `len` bytes at `offset` in the shared memory of `owner`.
+    /// Returns the address of `len` bytes at `offset` in the shared memory of `owner`.
     fn reach(&self, owner: MemoryOwner, offset: u64, len: usize) -> Result<*mut u8>;
 
-    /// The job's first failure, if one is known: the global rank and its message.
+    /// Returns the job's first failure, if known: the global rank and its message.
     fn failure(&self) -> Option<(usize, String)>;
 
-    /// Whether this rank is to give up what it waits for, as
-    /// [`Store::give_up`](fulgurite_core::launch::Store::give_up) says.
+    /// Whether this rank must give up its waits, by
+    /// [`Store::give_up`](fulgurite_core::launch::Store::give_up).
     fn gives_up(&self) -> bool;
 }
 

@@ -16,9 +16,8 @@ pub(crate) struct StreamSegment {
     at: usize,
 }
 
-/// Consecutive segments. Each begins on a cache line, so that a cut at any line cuts no element,
-/// whatever the dtype. Offsets depend on the segments' lengths alone, so that reader and writer
-/// have the same.
+/// Consecutive segments. Each begins on a cache line, so cutting at any line cuts no element of any
+/// dtype. Offsets depend only on the segments' lengths, so reader and writer agree on them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Stream {
     segments: Vec<StreamSegment>,
@@ -44,8 +43,8 @@ impl Stream {
         self.len
     }
 
-    /// The segments in chunk `chunk` of the stream, which is cut every `stride` bytes (a multiple
-    /// of a line): buffer, byte range in its tensor, byte range in the chunk.
+    /// Returns the segments in chunk `chunk` of the stream, which is cut every `stride` bytes (a
+    /// multiple of a line): buffer, byte range in its tensor, byte range in the chunk.
     pub(crate) fn chunk(
         &self,
         chunk: usize,
@@ -67,7 +66,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// All chunks together are each segment, once, in order, and chunks begin on lines.
+        /// The chunks together contain each segment once, in order, and chunks begin on lines.
         #[test]
         fn chunks_cover_the_stream(lens in prop::collection::vec(0usize..500, 0..8), lines in 1usize..5) {
             let stride = lines * LINE;

@@ -1,4 +1,4 @@
-//! Waiting for other ranks, and all ways in which a wait can end.
+//! Waits for other ranks, and all ways in which a wait can end.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -14,24 +14,25 @@ use super::queue::Queue;
 use super::rendezvous::{MemoryOwner, Rendezvous};
 use crate::memory::{Region, SharedMemoryHandle, Waker, notify};
 
-/// How often a waiting rank asks the store for failures and checks the processes of missing ranks.
+/// Interval at which a waiting rank asks the store for failures and checks the processes of missing
+/// ranks.
 const POLL: Duration = Duration::from_millis(100);
 
-/// How long a wait lasts before ranks of other hosts may know of it.
+/// Duration of a wait after which it is announced to ranks of other hosts.
 const LONG: Duration = Duration::from_millis(500);
 
-/// How long a rank still waits after another's process has ended, for the error that the other may
+/// Time that a rank still waits after another's process has ended, for the error that the other may
 /// have reported.
 const GRACE: Duration = Duration::from_secs(1);
 
-/// The failure of a collective, and of the group with it. Unlike [`Error`] it is `Clone`.
+/// The failure of a collective, and so of its group. Unlike [`Error`], it is `Clone`.
 #[derive(Debug, Clone)]
 pub(crate) enum Failure {
     /// A rank of the job failed: its global rank and its message.
     Peer { rank: usize, message: String },
-    /// Any other failure; its message.
+    /// Any other failure, by its message.
     Group(String),
-    /// This rank was asked to end while the job starts.
+    /// This rank was asked to end during the job's start.
     Interrupted,
 }
 
@@ -51,20 +52,20 @@ impl From<candle_core::Error> for Failure {
     }
 }
 
-/// The state that a group's handle and its communication thread share.
+/// State shared by a group's handle and its communication thread.
 pub(crate) struct Shared {
     pub(crate) name: String,
     pub(crate) rank: usize,
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) region: Arc<Region>,
-    /// Where ranks say whom they wait for.
+    /// Records which rank each rank waits for.
     pub(crate) board: Arc<Board>,
     pub(crate) rendezvous: Arc<dyn Rendezvous>,
     pub(crate) queue: Queue,
     /// The failure of the group, if it has failed.
     pub(crate) failure: Mutex<Option<Failure>>,
-    /// Whether a waiting rank spins before it sleeps: there is a core for each rank.
+    /// Whether a waiting rank spins before it sleeps, as each rank has a core.
     pub(crate) spins: bool,
     /// Whether this rank can map the memory of the others' [`empty`](Rendezvous::empty) tensors.
     /// Set after the first barrier.
@@ -88,7 +89,7 @@ impl Shared {
         self.reaches_all.store(reaches, Ordering::Relaxed);
     }
 
-    /// The address of `len` bytes at an offset in the shared memory of a rank of the group.
+    /// Returns the address of `len` bytes at an offset in the shared memory of a rank of the group.
     pub(crate) fn reach(
         &self,
         rank: usize,
@@ -106,12 +107,12 @@ impl Shared {
         self.rendezvous.reach(owner, offset, len)
     }
 
-    /// Makes a waiting thread of this rank check again what it waits for.
+    /// Makes a waiting thread of this rank check its condition again.
     pub(crate) fn notify_self(&self) {
         notify(self.region.record(self.rank));
     }
 
-    /// The failure of the group, if it has failed.
+    /// Returns the failure of the group, if it has failed.
     pub(crate) fn broken(&self) -> Option<Failure> {
         let failure = self.failure.lock().expect("no panic while failing").clone();
         failure.or_else(|| self.aborted())
@@ -131,7 +132,7 @@ impl Shared {
         first.get_or_insert_with(|| failure.clone());
     }
 
-    /// `failure` as an error of the collective `op`.
+    /// Converts `failure` to an error of the collective `op`.
     pub(crate) fn error(&self, op: &'static str, failure: Failure) -> Error {
         match failure {
             Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
@@ -147,7 +148,7 @@ impl Shared {
 
     fn aborted(&self) -> Option<Failure> {
         let (rank, failed, reason) = self.region.aborted()?;
-        // The message of the failed rank says more than that of a rank which has noticed the
+        // The failed rank's own message says more than the message of a rank that has noticed the
         // failure.
         if let Some((rank, message)) = self.rendezvous.failure() {
             return Some(Failure::Peer { rank, message });
@@ -165,8 +166,8 @@ impl Shared {
     /// Waits until `ready` returns true. Calls it `spins` times before it sleeps, unless the group
     /// does not spin. `ready` is not called again after it has returned true.
     ///
-    /// `missing` lists the group ranks that are waited for, and `what` names the waiting operation;
-    /// both are called only if the wait takes long.
+    /// `missing` lists the missing group ranks, and `what` names the waiting operation. Both are
+    /// called only in a long wait.
     pub(crate) fn wait_until(
         &self,
         spins: u32,
@@ -246,7 +247,7 @@ impl Shared {
         }
     }
 
-    /// How a rank has left the group, if it has.
+    /// Describes how a rank has left the group, if it has.
     fn gone(&self, rank: usize) -> Option<String> {
         let record = self.region.record(rank);
         if record.left.load(Ordering::Acquire) != 0 {
@@ -259,7 +260,7 @@ impl Shared {
         None
     }
 
-    /// A rank, the collective that it was in last, and whom it waits for, for messages.
+    /// Describes a rank, its last collective and the rank that it waits for, for messages.
     fn last_seen(&self, rank: usize) -> String {
         let global = self.global_ranks[rank];
         let record = self.region.record(rank);

@@ -1,4 +1,4 @@
-//! Running a rank's collectives, in the order they were started.
+//! Runs a rank's collectives, in the order they were started.
 #![allow(unsafe_code)] // Reads and writes slots; the barriers of this file make it sound.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -15,17 +15,17 @@ use super::reduce::reduce;
 use super::wait::{Failure, Shared};
 use crate::memory::{BUFFERS, OpRecord, notify};
 
-/// Runs a rank's collectives and counts them. Used only by the thread that has the
-/// [`Turn`](super::queue::Turn).
+/// Runs a rank's collectives and counts them. Only the thread with the [`Turn`](super::queue::Turn)
+/// uses it.
 pub(crate) struct Worker {
     pub(crate) shared: Arc<Shared>,
     /// Collectives begun.
     sequence: u64,
     /// Barriers that this rank has arrived at.
     barriers: u64,
-    /// Chunks that went through the slots, from which the next buffer follows.
+    /// Number of chunks so far that went through the slots, which determines the next buffer.
     chunks: usize,
-    /// How often the thread that runs this job checks a flag before it sleeps.
+    /// Number of times that the thread running this job checks a flag before it sleeps.
     pub(super) spins: u32,
 }
 
@@ -45,7 +45,7 @@ impl Worker {
                     worker.collective(&collective)
                 });
                 match result {
-                    // The tensors are released before the caller is told of the end.
+                    // Release the tensors before telling the caller of the end.
                     Ok(()) => drop(collective),
                     // Another rank may still access the tensors, so their memory is never freed.
                     Err(_) => std::mem::forget(collective),
@@ -111,7 +111,7 @@ impl Worker {
         {
             return Ok(false);
         }
-        // SAFETY: as in `write`, of which this is chunk 0.
+        // SAFETY: as in `write`, where this would be chunk 0.
         let slot = unsafe { region.slot_mut(self.buffer(0), rank, 0..offsets.len()) };
         slot.copy_from_slice(offsets);
         Ok(true)
@@ -146,7 +146,7 @@ impl Worker {
         plan.buffers.iter().try_for_each(|buffer| Ok(buffer.finish()?))
     }
 
-    /// The buffer of a collective's chunk.
+    /// Returns the buffer of a collective's chunk.
     fn buffer(&self, chunk: usize) -> usize {
         (self.chunks + chunk) % BUFFERS
     }
@@ -157,9 +157,9 @@ impl Worker {
             let portion = write.portion * plan.stride;
             for (index, from, to) in write.stream.chunk(chunk, plan.stride) {
                 let to = portion + to.start..portion + to.end;
-                // SAFETY: this rank's own slot, of which it holds no other slice. Other ranks read
-                // this buffer last BUFFERS chunks ago, in a phase (at most two after the writing)
-                // that ended with a barrier before this phase began.
+                // SAFETY: this rank's own slot, without any other slice of it. Other ranks last
+                // read this buffer BUFFERS chunks ago, in a phase at most two after the write. That
+                // phase ended with a barrier before this phase began.
                 let slot = unsafe { region.slot_mut(buffer, rank, to) };
                 with_bytes(&plan.buffers[index].host, |bytes| slot.copy_from_slice(&bytes[from]))?;
             }
@@ -214,7 +214,7 @@ impl Worker {
         Ok(())
     }
 
-    /// Writes to this rank's record which collective it is about to run.
+    /// Writes this rank's next collective to its record.
     fn publish(&mut self, fingerprint: &Fingerprint, direct: bool) {
         let record = self.shared.region.record(self.shared.rank);
         let op = &record.ops[self.sequence as usize % 2];
@@ -228,7 +228,8 @@ impl Worker {
         record.begun.store(self.sequence, Ordering::Release);
     }
 
-    /// The first barrier of a collective, and the check that all ranks are in the same one.
+    /// Waits for the first barrier of a collective, and checks that all ranks are in the same
+    /// collective.
     fn barrier_and_compare(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
         let met = self.barrier(fingerprint);
         // If a faster rank has found a difference and aborted, this rank finds the difference too,
@@ -239,7 +240,7 @@ impl Worker {
         met
     }
 
-    /// Whether all ranks have arrived at the barrier that this rank is in or was in last.
+    /// Whether all ranks have arrived at this rank's current or last barrier.
     fn all_arrived(&self) -> bool {
         let arrivals = self.shared.region.header().arrivals.0.load(Ordering::SeqCst);
         arrivals >= self.barriers * self.shared.size() as u64
@@ -284,12 +285,12 @@ impl Worker {
         )))
     }
 
-    /// A rank's record of the collective that this rank is in.
+    /// Returns a rank's record of this rank's current collective.
     fn op(&self, rank: usize) -> &OpRecord {
         &self.shared.region.record(rank).ops[(self.sequence - 1) as usize % 2]
     }
 
-    /// Waits until all ranks have arrived. Their writes before are visible after.
+    /// Waits until all ranks have arrived. Their earlier writes are visible afterwards.
     fn barrier(&mut self, fingerprint: &Fingerprint) -> Result<(), Failure> {
         let shared = &*self.shared;
         let region = &shared.region;
@@ -297,8 +298,8 @@ impl Worker {
         self.barriers += 1;
         let all = self.barriers * size;
         let barriers = self.barriers;
-        // If the group has failed, the other ranks do not arrive. Not checked after arriving, since
-        // a faster rank may abort after this barrier, which has been passed all the same.
+        // If the group has failed, the other ranks do not arrive. This is not checked after
+        // arriving: a faster rank may abort after this barrier, which all ranks have still passed.
         if let Some(failure) = shared.broken() {
             return Err(failure);
         }

@@ -11,18 +11,21 @@ use serde::{Deserialize, Serialize};
 use super::group::{Mixed, Parts};
 use crate::Shm;
 
-/// `process_group.type = "auto"`: shared memory between the ranks of a host, and a network between hosts.
+/// `process_group.type = "auto"`: shared memory between the ranks of a host, and a network between
+/// hosts.
 ///
-/// Of a job on one host it is `shm`. Where every rank has a device of its own, such as a GPU of NVIDIA, and the program a
-/// process group for those, `nccl`, that carries the tensors on devices, and this one all others.
+/// For a job on one host it is the same as `shm`. If every rank has its own device, such as an
+/// NVIDIA GPU, and the program has a process group for such devices (`nccl`), that group carries
+/// device tensors. This group then carries all other tensors.
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Auto {
-    /// The process group between hosts: a name such as `"tcp"`, or a table with its options. `"auto"`: `mpi` if the
-    /// program has it and an MPI launcher started it, else `tcp`.
+    /// The process group between hosts: a name such as `"tcp"`, or a table with its options.
+    /// `"auto"`: `mpi` if the program has it and an MPI launcher started it, else `tcp`.
     pub across: PluginValue,
-    /// Whether groups with several ranks on each of several hosts communicate in levels: by shared memory within
-    /// a host, by one rank of each host between hosts. If not, they use the network alone. The results are the same.
+    /// Whether groups with several ranks on each of several hosts communicate in levels: by shared
+    /// memory within a host, and by one rank of each host between hosts. If false, they use only
+    /// the network. The results are the same.
     pub levels: bool,
     /// Bytes that a rank transfers in one phase of a collective within its host, as
     /// [of `shm`](crate::Shm::chunk_bytes).
@@ -43,7 +46,7 @@ register_process_group!(
     "{ type = \"auto\", across = { type = \"tcp\", interface = \"eth1\" } }"
 );
 
-/// Variables of which MPI launchers set one.
+/// Variables of MPI launchers; each launcher sets one.
 const MPI_VARIABLES: [&str; 3] = ["OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK"];
 
 impl Auto {
@@ -118,7 +121,7 @@ impl ProcessGroupConfig for Auto {
     }
 }
 
-/// The node of each rank. Collective.
+/// Returns the node of each rank. Collective.
 fn hosts(context: &GroupContext) -> Result<Vec<usize>> {
     let GroupContext { store, rank, world_size, .. } = context;
     let build = store.add(&format!("process_group/auto/builds/{rank}"), 1)?;
@@ -129,7 +132,8 @@ fn hosts(context: &GroupContext) -> Result<Vec<usize>> {
         let nodes = text.split(',').map(str::parse).collect::<Result<_, _>>();
         nodes.map_err(|e| Error::Launch(format!("the store's nodes of ranks are `{text}`: {e}")))
     };
-    // One rank reads all, so that the store has not to answer as many requests as there are pairs of ranks.
+    // One rank reads all nodes, so that the number of requests to the store is linear in the number
+    // of ranks.
     if *rank == 0 {
         let nodes = (0..*world_size).map(|rank| {
             let node = store.get(&key(&rank), context.timeout)?;

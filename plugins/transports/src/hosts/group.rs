@@ -1,4 +1,4 @@
-//! [`Mixed`], the group of members on several hosts, and how groups are split.
+//! [`Mixed`], the group of members on several hosts, and the splitting of groups.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::{Arc, Mutex};
@@ -14,23 +14,23 @@ use super::levels::Levels;
 use super::placement::Placement;
 use crate::engine::{CLOSING, Completion, Failure, Job, Queue, Task, Turn, wait_for, work};
 
-/// Collectives of no more bytes go over the network alone, in one round.
+/// Limit for collectives that use only the network, in one round.
 const SMALL: usize = 64 << 10;
 
-/// What a group of members on several hosts is made of.
+/// The components of a group with members on several hosts.
 #[derive(Clone)]
 pub(super) struct Parts {
-    /// All its members, over the network.
+    /// All members, over the network.
     pub(super) across: Arc<dyn ProcessGroup>,
-    /// Those on this host, in the order of the group.
+    /// The members on this host, in the order of the group.
     pub(super) local: Arc<dyn ProcessGroup>,
-    /// By global rank of the job, its host.
+    /// The host of each global rank of the job.
     pub(super) hosts: Arc<[usize]>,
-    /// Whether it communicates in levels where it can.
+    /// Whether the group communicates in levels if it can.
     pub(super) levels: bool,
 }
 
-/// A process group with members on several hosts, some of which have several.
+/// A process group of several hosts with several members on some of them.
 pub(super) struct Mixed {
     parts: Parts,
     placement: Placement,
@@ -39,17 +39,17 @@ pub(super) struct Mixed {
     thread: Option<JoinHandle<()>>,
 }
 
-/// The thread of the collectives that go in levels.
+/// The thread of the collectives in levels.
 struct LevelsThread {
     queue: Queue,
     levels: Mutex<Levels>,
-    /// The groups that it uses, and that of all members: they end together.
+    /// The two groups of the levels, and the group of all members. They fail together.
     groups: [Arc<dyn ProcessGroup>; 3],
     broken: Mutex<Option<Failure>>,
 }
 
 impl Mixed {
-    /// The group of all members of `parts.across`. Collective.
+    /// Makes the group of all members of `parts.across`. Collective.
     pub(super) fn of_all(name: &str, parts: Parts) -> Result<Arc<dyn ProcessGroup>> {
         let global_ranks = parts.across.global_ranks();
         let of_member: Vec<usize> = global_ranks.iter().map(|&rank| parts.hosts[rank]).collect();
@@ -68,7 +68,7 @@ impl Mixed {
                     .map(|place| hosts.iter().map(|members| members[place]).collect())
                     .collect();
                 let rail = parts.across.split(&rails, name)?;
-                // A group of its own, for its collectives come from another thread.
+                // A separate group, as its collectives come from another thread.
                 let local = parts.local.split(&[(0..per_host).collect()], name)?;
                 let groups = [local.clone(), rail.clone(), parts.across.clone()];
                 let levels = Levels::new(local, rail, placement.clone());
@@ -79,7 +79,7 @@ impl Mixed {
         Ok(Arc::new(Self { parts, placement, name: name.to_owned(), levels, thread }))
     }
 
-    /// Whether a collective goes in levels: the same on all members.
+    /// Returns the levels if a collective uses them. All members get the same answer.
     fn in_levels(&self, collective: &Collective) -> Option<&Arc<LevelsThread>> {
         let cpu = match collective {
             Collective::AllReduce { tensor, .. } | Collective::Broadcast { tensor, .. } => {
@@ -122,7 +122,7 @@ impl LevelsThread {
         Ok((this, thread))
     }
 
-    /// Runs a job. Only the thread that has the turn does, so the lock of the levels is free.
+    /// Runs a job. Only the thread with the turn does, so the lock of the levels is free.
     fn run(&self, job: Job) {
         let Job { task, after, done } = job;
         let result = match (&task, self.broken()) {
@@ -142,11 +142,11 @@ impl LevelsThread {
             }
         };
         match &result {
-            // The tensors are released before the caller is told of the end.
+            // Release the tensors before telling the caller of the end.
             Ok(()) => drop(task),
             Err(failure) => {
                 self.fail(failure);
-                // Parts of it may still be under way.
+                // Parts of the collective may still be under way.
                 std::mem::forget(task);
             }
         }
@@ -157,7 +157,7 @@ impl LevelsThread {
         self.broken.lock().expect("no panic while failing").clone()
     }
 
-    /// Ends all groups, so that members that wait in another one end too.
+    /// Ends all groups, so that waits of members in the other groups end too.
     fn fail(&self, failure: &Failure) {
         let mut broken = self.broken.lock().expect("no panic while failing");
         if broken.is_some() {
@@ -174,7 +174,7 @@ impl LevelsThread {
     }
 }
 
-/// The failure of a group of which a collective in levels made use.
+/// Converts the error of a group within the levels.
 fn failure(error: Error) -> Failure {
     match error {
         Error::Collective { message, .. } => Failure::Group(message),
@@ -270,7 +270,7 @@ impl ProcessGroup for Mixed {
         let hosts: Vec<usize> =
             self.global_ranks().iter().map(|&rank| self.parts.hosts[rank]).collect();
         let is_local = |set: &[usize]| set.iter().all(|&member| hosts[member] == hosts[set[0]]);
-        // Of the sets that are on one host no connections are made.
+        // Sets on one host get no network connections.
         let across: Vec<Vec<usize>> = partition
             .iter()
             .flat_map(|set| match is_local(set) {
@@ -310,7 +310,7 @@ impl ProcessGroup for Mixed {
     }
 
     fn failure(&self) -> Option<Error> {
-        // A failure in levels ends both.
+        // A failure in levels ends both groups.
         self.parts.across.failure().or_else(|| self.parts.local.failure())
     }
 }
@@ -321,7 +321,7 @@ impl Drop for Mixed {
             levels.queue.close();
         }
         if let Some(thread) = self.thread.take() {
-            // What peers will not start any more is not waited for longer than by any other group.
+            // Like any other group, limits the wait for operations that peers may never start.
             let mut patience = Patience::new(CLOSING);
             while !thread.is_finished() && patience.slice().is_some() {
                 std::thread::sleep(Duration::from_millis(1));

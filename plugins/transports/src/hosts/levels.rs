@@ -16,14 +16,14 @@ use crate::engine::{self, reduce};
 
 /// Bytes of a piece of a reduction.
 const PIECE_BYTES: usize = 1 << 20;
-/// How many pieces a leader may be ahead of the next host's.
+/// Number of pieces that a leader may be ahead of the next host.
 const AHEAD: usize = 2;
 
-/// A member's place among hosts that have equally many members each.
+/// A member's position among hosts with equally many members.
 pub(super) struct Levels {
     /// The members on this host.
     local: Arc<dyn ProcessGroup>,
-    /// The members with this one's place, by host.
+    /// The members at this member's place, by host.
     rail: Arc<dyn ProcessGroup>,
     placement: Placement,
     host: usize,
@@ -116,7 +116,7 @@ impl Levels {
             for host in 0..self.hosts {
                 let counts = &part.counts[host * per_host..(host + 1) * per_host];
                 let whole: usize = counts.iter().sum();
-                // This member's part, of what its host gets.
+                // This member's part, within its host's.
                 let before: usize = counts[..own].iter().sum();
                 let mine = before..before + counts[own];
                 for range in pieces(whole, len) {
@@ -138,8 +138,9 @@ impl Levels {
         self.reduce(all, op)
     }
 
-    /// Reduces the pieces, on all members the same: from the first host to the last, and back. At step `s` a host
-    /// reduces piece `s`, and gets the result of an earlier one, the earlier the more hosts are behind it.
+    /// Reduces the pieces, which are the same on all members, from the first host to the last and
+    /// back. At step `s` a host reduces piece `s`, and gets the result of an earlier piece. The
+    /// more hosts follow it, the earlier that piece is.
     fn reduce(&self, pieces: Vec<Piece>, op: ReduceOp) -> Result<()> {
         let delay = AHEAD * (self.hosts - 1 - self.host);
         let mut flow = Flow::default();
@@ -159,7 +160,7 @@ impl Levels {
         flow.sent.into_iter().try_for_each(|(work, _)| work.wait())
     }
 
-    /// Makes ready for what the host before has reduced of a piece.
+    /// Begins to receive the partial result of a piece from the previous host.
     fn expect_partial(&self, flow: &mut Flow, piece: &Piece) -> Result<()> {
         if self.host > 0 && self.is_leader() {
             let partial = piece.empty(accumulator(piece.input.dtype()))?;
@@ -168,7 +169,8 @@ impl Levels {
         Ok(())
     }
 
-    /// Reduces this host's values of a piece onto those of the hosts before, and passes it on.
+    /// Reduces this host's values of a piece onto the partial result of the previous host, and
+    /// passes it on.
     fn reduce_piece(&self, flow: &mut Flow, piece: &Piece, op: ReduceOp) -> Result<()> {
         let wide = accumulator(piece.input.dtype());
         let mut contribution = piece.input.to_dtype(wide)?;
@@ -203,7 +205,7 @@ impl Levels {
         Ok(())
     }
 
-    /// Passes the result of a piece back, and gives it to this host's members.
+    /// Passes the result of a piece back, and broadcasts it to this host's members.
     fn finish_piece(&self, flow: &mut Flow, piece: &Piece) -> Result<()> {
         let Some((work, result)) = flow.results.pop_front() else {
             return Err(fulgurite_core::Error::other("a piece that was not reduced"));
@@ -233,16 +235,17 @@ struct Piece {
     result: Target,
 }
 
-/// Where the result of a piece goes.
+/// The target of a piece's result.
 enum Target {
-    /// To all members, where their values are.
+    /// All members, in place of their values.
     InPlace,
-    /// To the members of one host; `copy`: which elements of the piece are this one's, and where they go.
+    /// The members of one host. `copy` holds this member's range of the piece, and the tensor to
+    /// copy it to.
     Host { host: usize, copy: Option<(Range<usize>, Tensor)> },
 }
 
 impl Target {
-    /// Whether the result goes to a host, or to one before it.
+    /// Whether the result goes to `host` or to an earlier host.
     fn reaches(&self, host: usize) -> bool {
         match self {
             Self::InPlace => true,
@@ -256,7 +259,8 @@ impl Piece {
         Ok(Tensor::zeros(self.input.elem_count(), dtype, &Device::Cpu)?)
     }
 
-    /// Where a member gets the result. If that is in place, after its values were reduced.
+    /// Returns the tensor for the result. An in-place result overwrites the member's values after
+    /// their reduction.
     fn result_tensor(&self) -> Result<Tensor> {
         match self.result {
             Target::InPlace => Ok(self.input.clone()),
@@ -265,17 +269,17 @@ impl Piece {
     }
 }
 
-/// Messages under way between leaders, and the results that are waited for.
+/// Messages under way between leaders, and pending results.
 #[derive(Default)]
 struct Flow {
     partials: VecDeque<(Work, Tensor)>,
     results: VecDeque<(Work, Tensor)>,
-    /// What was sent, with its memory.
+    /// Sent messages, with their memory.
     sent: VecDeque<(Work, Tensor)>,
 }
 
 impl Flow {
-    /// Messages that a member sends before it waits for the first of them.
+    /// Number of messages that a member sends before it waits for the first of them.
     const MAX_SENT: usize = 2 * (AHEAD + 1);
 
     fn send(&mut self, rail: &dyn ProcessGroup, tensor: Tensor, host: usize) -> Result<()> {
@@ -289,7 +293,7 @@ impl Flow {
     }
 }
 
-/// What values of a dtype are reduced in, until the last host rounds the result.
+/// Dtype in which values are reduced until the last host rounds the result.
 fn accumulator(dtype: DType) -> DType {
     match dtype {
         DType::BF16 | DType::F16 => DType::F32,
@@ -297,7 +301,7 @@ fn accumulator(dtype: DType) -> DType {
     }
 }
 
-/// `values` reduced onto `partial`, as a tensor of its own.
+/// Reduces `values` onto `partial`, into a new tensor.
 fn fold(partial: &Tensor, values: &Tensor, op: ReduceOp) -> Result<Tensor> {
     let dtype = values.dtype();
     let out = Tensor::zeros(values.elem_count(), dtype, &Device::Cpu)?;

@@ -1,16 +1,16 @@
-//! Where the members of a group are.
+//! The hosts of a group's members.
 
 use std::ops::Range;
 
-/// The members of a group by host. Members are numbers within the group, in its order.
+/// The members of a group by host. Members are numbered by their index in the group.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Placement {
-    /// The members of each host, in the order in which hosts come first in the group.
+    /// The members of each host. Hosts are in the order of their first member.
     hosts: Vec<Vec<usize>>,
 }
 
 impl Placement {
-    /// From the host of each member.
+    /// Makes the placement from the host of each member.
     pub(super) fn of(host_of_member: &[usize]) -> Self {
         let mut known: Vec<usize> = Vec::new();
         let mut hosts: Vec<Vec<usize>> = Vec::new();
@@ -30,17 +30,17 @@ impl Placement {
         &self.hosts
     }
 
-    /// Whether all are on one host.
+    /// Whether all members are on one host.
     pub(super) fn is_local(&self) -> bool {
         self.hosts.len() == 1
     }
 
-    /// Whether no two are on one host.
+    /// Whether no two members are on one host.
     pub(super) fn is_spread(&self) -> bool {
         self.hosts.iter().all(|members| members.len() == 1)
     }
 
-    /// Number of members of each host, if that is the same and the members of a host follow each other.
+    /// Number of members of each host, if all are equal and the members of a host are consecutive.
     pub(super) fn per_host(&self) -> Option<usize> {
         let per_host = self.hosts.first()?.len();
         let in_order = self.hosts.iter().flatten().copied().eq(0..per_host * self.hosts.len());
@@ -48,7 +48,7 @@ impl Placement {
         (in_order && even).then_some(per_host)
     }
 
-    /// The host of a member, and its place among those of the host.
+    /// Returns the host of a member, and its index among the host's members.
     pub(super) fn find(&self, member: usize) -> (usize, usize) {
         for (host, members) in self.hosts.iter().enumerate() {
             if let Some(place) = members.iter().position(|&one| one == member) {
@@ -59,7 +59,7 @@ impl Placement {
     }
 }
 
-/// `total` cut into pieces of `len` and a shorter last one.
+/// Cuts `total` into pieces of `len` and a shorter last one.
 pub(super) fn pieces(total: usize, len: usize) -> impl Iterator<Item = Range<usize>> {
     (0..total.div_ceil(len)).map(move |piece| piece * len..((piece + 1) * len).min(total))
 }

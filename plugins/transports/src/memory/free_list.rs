@@ -9,12 +9,12 @@ pub(crate) struct FreeList {
 }
 
 impl FreeList {
-    /// `pages` pages from `first` on, all free.
+    /// Makes a list of `pages` free pages, from `first` on.
     pub(crate) fn new(first: usize, pages: usize) -> Self {
         Self { runs: BTreeMap::from([(first, pages)]) }
     }
 
-    /// Takes the lowest free `pages` pages, so that pages which were used before are reused.
+    /// Takes the lowest run of `pages` free pages, so that used pages are reused.
     pub(crate) fn take(&mut self, pages: usize) -> Option<usize> {
         let (&first, &len) = self.runs.iter().find(|(_, len)| **len >= pages)?;
         self.runs.remove(&first);
@@ -24,7 +24,7 @@ impl FreeList {
         Some(first)
     }
 
-    /// Frees pages that were taken.
+    /// Frees taken pages.
     pub(crate) fn put(&mut self, first: usize, pages: usize) {
         let (mut first, mut pages) = (first, pages);
         if let Some((&before, &len)) = self.runs.range(..first).next_back()
@@ -46,7 +46,7 @@ mod tests {
     use proptest::prelude::*;
 
     proptest! {
-        /// No page is given twice, and when all came back they are one run again.
+        /// No page is handed out twice, and after all are freed the list is one run again.
         #[test]
         fn gives_each_page_once(moves in prop::collection::vec((1usize..40, any::<bool>(), any::<prop::sample::Index>()), 0..200)) {
             let mut list = FreeList::new(7, 100);
@@ -73,7 +73,7 @@ mod tests {
     }
 
     #[test]
-    fn what_does_not_fit_is_refused() {
+    fn too_long_runs_are_refused() {
         let mut list = FreeList::new(0, 4);
         assert_eq!(list.take(5), None);
         assert_eq!(list.take(3), Some(0));

@@ -1,10 +1,10 @@
-//! Memory of this process that the other processes of a job can map, for tensors that collectives
+//! Memory of this process that the job's other processes can map, for tensors that collectives
 //! access directly.
 //!
-//! It is one anonymous sparse file, as long as the machine's memory: a page takes memory from its
+//! It is one anonymous sparse file, as long as the machine's memory. A page takes memory from its
 //! first use. A tensor owns its elements as a `Vec`, which the program's allocator frees. So this
-//! memory is used only in programs whose allocator is a [`SharedMemory`], which recognises it by
-//! its address.
+//! memory is used only in programs whose allocator is a [`SharedMemory`], which recognises the
+//! memory by its address.
 #![allow(unsafe_code)] // an allocator, and memory that it hands out
 
 use std::alloc::{GlobalAlloc, Layout};
@@ -22,18 +22,18 @@ static INSTALLED: AtomicBool = AtomicBool::new(false);
 static BASE: AtomicPtr<u8> = AtomicPtr::new(std::ptr::null_mut());
 /// Bytes from [`BASE`] on; 0 before the memory is mapped.
 static LEN: AtomicUsize = AtomicUsize::new(0);
-/// Ranks of this host: each maps the memory of all.
+/// Number of ranks on this host. Each maps the memory of all.
 static RANKS: AtomicUsize = AtomicUsize::new(2);
 static FREE_PAGES: Mutex<Option<FreeList>> = Mutex::new(None);
 
-/// An allocator for programs that can also free memory which other ranks of a job have mapped. With
-/// it the collectives of [`Shm`](crate::Shm) access each other's gradients, buckets and shards
-/// directly; without it they copy through a region. Other allocations are left to `A`.
+/// An allocator that can also free memory which other ranks of the job have mapped.
 ///
-/// Programs with `fulgurite::use_mimalloc!();` have it. It must be the program's global allocator,
-/// since no other one can free its memory.
+/// With it the collectives of [`Shm`](crate::Shm) access each other's gradients, buckets and shards
+/// directly. Without it they copy through a region. `A` handles other allocations.
 ///
-/// Freed shared memory is kept for the next tensor of a group, and not returned to the system.
+/// `fulgurite::use_mimalloc!();` installs it. It must be the program's global allocator, as no
+/// other allocator can free its memory. Freed shared memory is kept for the next tensor of a group,
+/// and not returned to the system.
 ///
 /// ```
 /// use fulgurite_transports::SharedMemory;
@@ -45,7 +45,7 @@ static FREE_PAGES: Mutex<Option<FreeList>> = Mutex::new(None);
 #[derive(Debug)]
 pub struct SharedMemory<A>(pub A);
 
-/// The offset of `address` in the shared memory, if it is there.
+/// Returns the offset of `address` in the shared memory, if it lies there.
 fn offset(address: usize) -> Option<usize> {
     // The length first: when it is visible, the base is too.
     let len = LEN.load(Ordering::Acquire);
@@ -62,11 +62,11 @@ fn free(offset: usize, layout: Layout) {
 }
 
 // SAFETY: `A` is a global allocator. Shared memory is distinguished from the memory of `A` by its
-// address, is not handed out again before it is freed, and stays mapped as long as the process
+// address. It is not handed out again before it is freed, and stays mapped as long as the process
 // lives.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the caller's promises are those that `A` needs.
+        // SAFETY: `A` needs the same promises as this method.
         unsafe { self.0.alloc(layout) }
     }
 
@@ -91,7 +91,8 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
             // SAFETY: not in the shared memory, so from `A`; the rest as in `alloc`.
             return unsafe { self.0.realloc(ptr, layout, new_size) };
         };
-        // SAFETY: the caller promises that `new_size` and the alignment make a layout, not empty.
+        // SAFETY: the caller promises that `new_size` and the alignment make a valid, non-empty
+        // layout.
         let new =
             unsafe { self.0.alloc(Layout::from_size_align_unchecked(new_size, layout.align())) };
         if !new.is_null() {
@@ -103,17 +104,17 @@ unsafe impl<A: GlobalAlloc> GlobalAlloc for SharedMemory<A> {
     }
 }
 
-/// What another process needs to map this one's shared memory.
+/// A handle for other processes to map this one's shared memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct SharedMemoryHandle {
     /// File descriptor, in this process.
     pub(crate) fd: u32,
     pub(crate) len: usize,
-    /// The first word of the memory, by which it is recognised.
+    /// The first word of the memory, which identifies it.
     pub(crate) nonce: u64,
 }
 
-/// This process's shared memory, made by the first call; `None` where that is not possible.
+/// Returns this process's shared memory, made by the first call, or `None` if it cannot be made.
 pub(crate) fn share() -> Option<SharedMemoryHandle> {
     static SHARE: OnceLock<Option<SharedMemoryHandle>> = OnceLock::new();
     if !INSTALLED.load(Ordering::Relaxed) {
@@ -160,25 +161,25 @@ fn reserve() -> std::io::Result<SharedMemoryHandle> {
         Some(FreeList::new(1, len / PAGE - 1));
     BASE.store(map.as_mut_ptr(), Ordering::Relaxed);
     LEN.store(len, Ordering::Release);
-    // Stays mapped, and open for others, as long as the process lives.
+    // Stays mapped, and open for other processes, as long as the process lives.
     std::mem::forget(map);
     Ok(SharedMemoryHandle { fd: file.into_raw_fd() as u32, len, nonce })
 }
 
-/// Says how many ranks this host has, before any memory is shared.
+/// Sets the number of ranks on this host, before any memory is shared.
 #[cfg(target_os = "linux")]
 pub(crate) fn set_ranks(ranks: usize) {
     RANKS.store(ranks.max(2), Ordering::Relaxed);
 }
 
-/// The bytes to reserve: the machine's memory, as far as limits of the process allow.
+/// Returns the bytes to reserve: the machine's memory, within the limits of the process.
 #[cfg(target_os = "linux")]
 fn length() -> usize {
     use rustix::process::{Resource, getrlimit};
 
     let info = rustix::system::sysinfo();
     let memory = info.totalram as u64 * u64::from(info.mem_unit);
-    // A file beyond its limit ends the process; the address space is needed for other things too.
+    // Exceeding the file limit would end the process. Other code needs address space too.
     let file = getrlimit(Resource::Fsize).current.unwrap_or(u64::MAX);
     let ranks = RANKS.load(Ordering::Relaxed);
     let left = |limit: u64| limit.saturating_sub(addresses_in_use());
@@ -187,14 +188,14 @@ fn length() -> usize {
     memory.min(file).min(addresses) as usize / PAGE * PAGE
 }
 
-/// What each of `ranks` ranks may reserve of the address space that is left: every one maps the memory of
-/// all, and a quarter is for that.
+/// Returns each rank's share of the address space that is left. Every rank maps the memory of all
+/// ranks, within a quarter of the space.
 #[cfg(target_os = "linux")]
 fn share_of(left: u64, ranks: usize) -> u64 {
     left / 4 / ranks as u64
 }
 
-/// The address space that this process takes, in bytes.
+/// Returns the address space in use by this process, in bytes.
 #[cfg(target_os = "linux")]
 fn addresses_in_use() -> u64 {
     let statm = std::fs::read_to_string("/proc/self/statm").unwrap_or_default();
@@ -210,8 +211,8 @@ pub(crate) fn keep_from_dumps(map: &memmap2::MmapRaw) {
     }
 }
 
-/// A flat CPU tensor of arbitrary values in the shared memory, if there is room and its dtype can be
-/// there.
+/// Makes a flat CPU tensor of arbitrary values in the shared memory, if it has room and supports
+/// the dtype.
 pub(crate) fn empty_tensor(
     elements: usize,
     dtype: DType,
@@ -229,7 +230,7 @@ pub(crate) fn empty_tensor(
     Ok(tensor.transpose()?)
 }
 
-/// `len` elements of arbitrary values in the shared memory, if there is room.
+/// Allocates `len` elements of arbitrary values in the shared memory, if it has room.
 fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
     share()?;
     let bytes = len.checked_mul(size_of::<T>()).filter(|&bytes| bytes > 0)?;
@@ -237,27 +238,27 @@ fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
         let mut list = FREE_PAGES.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
         list.as_mut()?.take(bytes.div_ceil(PAGE))?
     };
-    // SAFETY: within the mapping, of which the list has all pages.
+    // SAFETY: within the mapping, which contains all pages of the list.
     let start = unsafe { BASE.load(Ordering::Relaxed).add(page * PAGE) };
-    // SAFETY: not in use until they are freed; aligned to a page; initialised, as pages of a file
-    // are, and any bytes are valid for `Pod`. The program's allocator, a `SharedMemory`, recognises
-    // the address when they are freed.
+    // SAFETY: not in use until they are freed, and aligned to a page. Pages of a file are
+    // initialised, and any bytes are valid for `Pod`. The program's allocator, a `SharedMemory`,
+    // recognises the address when they are freed.
     Some(unsafe { Vec::from_raw_parts(start.cast::<T>(), len, len) })
 }
 
-/// The offset of `bytes` in the shared memory, if they are there.
+/// Returns the offset of `bytes` in the shared memory, if they lie there.
 pub(crate) fn offset_of(bytes: &[u8]) -> Option<usize> {
     offset(bytes.as_ptr().addr())
 }
 
-/// The address of `len` bytes at an [offset](offset_of), if they are in the shared memory.
+/// Returns the address of `len` bytes at an [offset](offset_of), if they are in the shared memory.
 pub(crate) fn at(offset: usize, len: usize) -> Option<*mut u8> {
     let all = LEN.load(Ordering::Acquire);
     let end = offset.checked_add(len).filter(|&end| end <= all);
     end.map(|_| BASE.load(Ordering::Relaxed).wrapping_add(offset))
 }
 
-/// The nonce of a mapping of another process's shared memory.
+/// Returns the nonce of a mapping of another process's shared memory.
 #[cfg(target_os = "linux")]
 pub(crate) fn nonce_of(map: &memmap2::MmapRaw) -> Option<u64> {
     // SAFETY: aligned to a page and long enough; written once, before the mapping was shared.

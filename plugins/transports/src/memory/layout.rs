@@ -8,16 +8,16 @@ pub(crate) const MAGIC: u64 = 0x666c_6775_7269_0001;
 /// Buffers that slots rotate through: one being written, one reduced, one read.
 pub(crate) const BUFFERS: usize = 3;
 
-/// How many chunks a sender may be ahead of its receiver.
+/// Number of chunks that a sender may be ahead of its receiver.
 pub(crate) const P2P_CHUNKS: usize = 2;
 
-/// The longest abort reason; longer ones are cut.
+/// Limit for an abort reason, in bytes. Longer reasons are cut.
 pub(crate) const REASON_BYTES: usize = 2048;
 
 /// Granularity of offsets, a multiple of every element's size, so that no chunk cuts an element.
 pub(crate) const LINE: usize = 64;
 
-/// A value on cache lines of its own (two, as neighbours are prefetched in pairs).
+/// A value on its own cache lines (two, as neighbours are prefetched in pairs).
 #[derive(Debug)]
 #[repr(C, align(128))]
 pub(crate) struct CachePadded<T>(pub(crate) T);
@@ -26,7 +26,7 @@ pub(crate) struct CachePadded<T>(pub(crate) T);
 #[repr(C, align(128))]
 pub(crate) struct Header {
     pub(crate) magic: AtomicU64,
-    /// Random; distinguishes this region from another one that a stale path leads to.
+    /// Random; distinguishes this region from another one at a stale path.
     pub(crate) nonce: AtomicU64,
     pub(crate) size: AtomicU64,
     pub(crate) len: AtomicU64,
@@ -36,16 +36,16 @@ pub(crate) struct Header {
     pub(crate) abort_state: CachePadded<AtomicU32>,
     /// The group rank that aborted.
     pub(crate) abort_rank: AtomicU32,
-    /// The global rank whose failure is the reason, plus one; 0 if there is none.
+    /// The global rank whose failure is the reason, plus one; 0 without such a rank.
     pub(crate) abort_failed: AtomicU32,
     pub(crate) abort_len: AtomicU32,
     pub(crate) abort_reason: [AtomicU8; REASON_BYTES],
 }
 
-/// The state of one rank. Only that rank writes it, except for the waker, which others notify.
+/// The state of one rank. Only this rank writes it, except for the waker, which other ranks notify.
 #[repr(C, align(128))]
 pub(crate) struct RankRecord {
-    /// Futex word, changed whenever the rank should check what it waits for.
+    /// Futex word, changed whenever the rank should check its condition.
     pub(crate) waker: AtomicU32,
     /// 1 while the rank sleeps, or is about to.
     pub(crate) asleep: AtomicU32,
@@ -57,23 +57,24 @@ pub(crate) struct RankRecord {
     pub(crate) arrived: AtomicU64,
     /// Collectives this rank has begun.
     pub(crate) begun: AtomicU64,
-    /// Fingerprints of the last two collectives, by sequence number: while one rank still compares
-    /// those of a collective, another may have begun the next one, but not the one after.
+    /// Fingerprints of the last two collectives, by sequence number. While one rank still compares
+    /// the fingerprints of a collective, another may have begun the next collective, but not the
+    /// one after.
     pub(crate) ops: [OpRecord; 2],
     /// The rank's shared memory.
     pub(crate) memory: MemoryRecord,
-    /// What threads of the rank wait for, in any group. Only in the region of all ranks.
+    /// Waits of the rank's threads, in any group. Used only in the region of all ranks.
     pub(crate) waits: [WaitRecord; WAITS],
 }
 
-/// Waits of a rank that are on record at a time.
+/// Number of waits of a rank that can be recorded at a time.
 pub(crate) const WAITS: usize = 4;
 
-/// A wait that takes long.
+/// A long wait.
 #[derive(Debug, Default)]
 #[repr(C)]
 pub(crate) struct WaitRecord {
-    /// The global rank that is waited for, plus one; 0 if the record is free.
+    /// The awaited global rank, plus one; 0 if the record is free.
     pub(crate) awaited: AtomicU32,
     /// 1 if the wait has ended by its timeout.
     pub(crate) gave_up: AtomicU32,
@@ -81,7 +82,7 @@ pub(crate) struct WaitRecord {
     pub(crate) looked: AtomicU64,
 }
 
-/// How to map a rank's shared memory; zeros if it has none.
+/// The handle of a rank's shared memory; zeros without such memory.
 #[repr(C)]
 pub(crate) struct MemoryRecord {
     /// File descriptor, in the rank's process.

@@ -11,22 +11,22 @@ use super::layout::{
 };
 use super::waker::notify;
 
-/// The seals of memory that other processes map: an access beyond the end of a file ends a process, so it
-/// keeps its length.
+/// The seals of memory that other processes map. An access beyond the end of a file ends a process,
+/// so the file must keep its length.
 #[cfg(target_os = "linux")]
 pub(crate) const SEALS: rustix::fs::SealFlags = {
     use rustix::fs::SealFlags;
     SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL)
 };
 
-/// The memory that all ranks of a group map. Its parts are in the crate's documentation.
+/// The memory that all ranks of a group map. The crate's documentation lists its parts.
 pub(crate) struct Region {
     map: MmapRaw,
     layout: RegionLayout,
 }
 
 impl Region {
-    /// A region for ranks that are threads of this process.
+    /// Makes a region for ranks that are threads of this process.
     pub(crate) fn anonymous(layout: RegionLayout) -> std::io::Result<Self> {
         let map = MmapOptions::new().len(layout.len).map_anon()?.into();
         let region = Self { map, layout };
@@ -50,7 +50,7 @@ impl Region {
         header.magic.store(MAGIC, Ordering::SeqCst);
     }
 
-    /// Whether this is the region that was signed with `nonce`.
+    /// Whether this is the region signed with `nonce`.
     #[cfg(target_os = "linux")]
     pub(crate) fn is_signed(&self, nonce: u64) -> bool {
         let header = self.header();
@@ -79,8 +79,8 @@ impl Region {
         self.at(self.layout.channels + index * size_of::<Channel>())
     }
 
-    /// A control structure. Only for the three types above, which consist of atomics, so that any
-    /// bits are valid.
+    /// Returns a control structure. Used only for the three types above, which consist of atomics,
+    /// so any bits are valid.
     fn at<T>(&self, offset: usize) -> &T {
         assert!(
             offset + size_of::<T>() <= self.layout.slots && offset.is_multiple_of(align_of::<T>())
@@ -90,23 +90,22 @@ impl Region {
         unsafe { &*self.map.as_ptr().add(offset).cast::<T>() }
     }
 
-    /// Bytes of a rank's slot.
+    /// Returns bytes of a rank's slot.
     ///
     /// # Safety
-    /// No rank may write to these bytes while the slice lives: either they are the caller's own
-    /// slot, or there is a barrier between the owner's write and this read, and another one between
-    /// this read and the owner's next write.
+    /// No rank may write to these bytes while the slice lives. Either they are the caller's own
+    /// slot, or barriers separate this read from the owner's write before and its next write after.
     pub(crate) unsafe fn slot(&self, buffer: usize, rank: usize, range: Range<usize>) -> &[u8] {
         let start = self.slot_start(buffer, rank, &range);
         // SAFETY: in bounds (checked there); not written meanwhile, as the caller promises.
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), range.len()) }
     }
 
-    /// Bytes of the caller's own slot, for writing.
+    /// Returns bytes of the caller's own slot, for writing.
     ///
     /// # Safety
-    /// `rank` is the calling rank, no other slice of these bytes lives in this process, and no
-    /// other rank reads them: there is a barrier between the last read and this write.
+    /// `rank` is the calling rank, and no other slice of these bytes lives in this process. No
+    /// other rank reads the bytes: a barrier separates the last read from this write.
     #[allow(clippy::mut_from_ref)] // The exclusivity is the caller's promise.
     pub(crate) unsafe fn slot_mut(
         &self,
@@ -126,10 +125,10 @@ impl Region {
         layout.slots + (buffer * layout.size + rank) * layout.slot + range.start
     }
 
-    /// The first `len` bytes of a chunk of a message.
+    /// Returns the first `len` bytes of a chunk of a message.
     ///
     /// # Safety
-    /// The calling rank is `dst`, and the channel says that this chunk was sent and not yet
+    /// The calling rank is `dst`, and by the channel's counters this chunk was sent and not yet
     /// received.
     pub(crate) unsafe fn p2p_chunk(
         &self,
@@ -144,11 +143,11 @@ impl Region {
         unsafe { std::slice::from_raw_parts(self.map.as_ptr().add(start), len) }
     }
 
-    /// The first `len` bytes of a chunk of a message, for writing.
+    /// Returns the first `len` bytes of a chunk of a message, for writing.
     ///
     /// # Safety
-    /// The calling rank is `src`, no other slice of these bytes lives in this process, and the
-    /// channel says that the chunk has been received, or was never sent.
+    /// The calling rank is `src`, and no other slice of these bytes lives in this process. By the
+    /// channel's counters the chunk has been received, or was never sent.
     #[allow(clippy::mut_from_ref)] // The exclusivity is the caller's promise.
     pub(crate) unsafe fn p2p_chunk_mut(
         &self,
@@ -172,7 +171,7 @@ impl Region {
     }
 
     /// Marks the group as aborted, unless it is already, and wakes all ranks. `failed` is the
-    /// global rank whose failure is the reason, if there is one.
+    /// global rank whose failure is the reason, if any.
     pub(crate) fn abort(&self, rank: usize, failed: Option<usize>, reason: &str) {
         let header = self.header();
         let state = &header.abort_state.0;
@@ -192,7 +191,7 @@ impl Region {
         self.notify_all();
     }
 
-    /// The arguments of the first [`abort`](Self::abort), if there was one.
+    /// Returns the arguments of the first [`abort`](Self::abort), if any.
     pub(crate) fn aborted(&self) -> Option<(usize, Option<usize>, String)> {
         let header = self.header();
         if header.abort_state.0.load(Ordering::Acquire) != 2 {
@@ -206,7 +205,7 @@ impl Region {
         Some((rank, failed.map(|r| r as usize), String::from_utf8_lossy(&bytes).into_owned()))
     }
 
-    /// Makes every rank check what it waits for.
+    /// Makes every rank check its condition.
     pub(crate) fn notify_all(&self) {
         (0..self.layout.size).for_each(|rank| notify(self.record(rank)));
     }
@@ -215,6 +214,7 @@ impl Region {
 /// A random number, to distinguish memory of this program from other memory.
 pub(crate) fn nonce() -> u64 {
     use std::hash::{BuildHasher, Hasher, RandomState};
-    // std's hash maps have random keys; an empty hash under one is a random number.
+    // std's hash maps have random keys; the hash of empty input under such a key is a random
+    // number.
     RandomState::new().build_hasher().finish()
 }

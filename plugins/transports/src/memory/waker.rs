@@ -1,12 +1,11 @@
-//! Sleeping until another rank has changed something.
+//! Sleeping until another rank has made a change.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use super::RankRecord;
 
-/// Wakes a rank, or keeps it from falling asleep. To be called after the change that the rank waits
-/// for.
+/// Wakes a rank, or keeps it from falling asleep. Call it after the change that the rank waits for.
 pub(crate) fn notify(record: &RankRecord) {
     notify_at(&record.waker, &record.asleep);
 }
@@ -18,8 +17,8 @@ fn notify_at<W: Word>(waker: &W, asleep: &W) {
     }
 }
 
-/// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks what it
-/// waits for, and calls `sleep`. A [`notify`] after the check makes `sleep` return.
+/// The futex word of a rank that is about to sleep. The rank calls `Waker::new`, checks its
+/// condition, and calls `sleep`. A [`notify`] after the check makes `sleep` return.
 pub(crate) struct Waker<'a, W: Word = AtomicU32> {
     waker: &'a W,
     asleep: &'a W,
@@ -39,7 +38,7 @@ impl<'a, W: Word> Waker<'a, W> {
         Self { waker, asleep, seen }
     }
 
-    /// Sleeps until the rank is notified, for `timeout` at most. May return early.
+    /// Sleeps until the rank is notified, for at most `timeout`. May return early.
     pub(crate) fn sleep(self, timeout: Duration) {
         self.waker.wait(self.seen, timeout);
     }
@@ -51,12 +50,13 @@ impl<W: Word> Drop for Waker<'_, W> {
     }
 }
 
-/// A word in shared memory, and a thread that sleeps until it changes. All operations are in one order.
+/// A word in shared memory, and a thread that sleeps until it changes. All operations are in one
+/// order.
 pub(crate) trait Word {
     fn get(&self) -> u32;
     fn set(&self, value: u32);
     fn increment(&self);
-    /// Sleeps, unless the word is not `seen` any more; may return early.
+    /// Sleeps while the word is `seen`. May return early.
     fn wait(&self, seen: u32, timeout: Duration);
     /// Wakes a thread that sleeps on the word.
     fn wake(&self);
@@ -91,7 +91,7 @@ fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
         tv_sec: timeout.as_secs() as i64,
         tv_nsec: timeout.subsec_nanos().into(),
     };
-    // Not `PRIVATE`: the word may be shared between processes. After any error (the word has
+    // Not `PRIVATE`, as the word may be shared between processes. After any error (the word has
     // changed, a signal, the timeout) the caller checks again.
     let _ = futex::wait(word, futex::Flags::empty(), seen, Some(&timeout));
 }
@@ -102,7 +102,7 @@ fn wake(word: &AtomicU32) {
     let _ = futex::wake(word, futex::Flags::empty(), 1);
 }
 
-// Miri knows futexes, but not with the types by which rustix calls them.
+// Miri supports futexes, but not with the types that rustix uses.
 #[cfg(any(not(target_os = "linux"), miri))]
 fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
     let start = std::time::Instant::now();
@@ -114,7 +114,7 @@ fn wait(word: &AtomicU32, seen: u32, timeout: Duration) {
 #[cfg(any(not(target_os = "linux"), miri))]
 fn wake(_word: &AtomicU32) {}
 
-/// Every order in which a rank that falls asleep and one that notifies it can run
+/// Tests of all orders of a rank that falls asleep and a rank that notifies it
 /// (`--features interleavings`).
 #[cfg(all(test, feature = "interleavings"))]
 mod interleavings {
@@ -126,7 +126,7 @@ mod interleavings {
 
     use super::*;
 
-    /// A word with a futex as the kernel has it: it looks at the word under the lock that wakers take.
+    /// A word with a futex like the kernel's, which reads the word under the lock that wakers take.
     #[derive(Default)]
     struct Model {
         word: AtomicU32,
@@ -147,7 +147,7 @@ mod interleavings {
             self.word.fetch_add(1, Ordering::SeqCst);
         }
 
-        /// Without a time limit: a wake that is lost is a deadlock, which loom finds.
+        /// Without a time limit: a lost wake is a deadlock, which loom finds.
         fn wait(&self, seen: u32, _: Duration) {
             let guard = self.lock.lock().unwrap();
             if self.word.fetch_add(0, Ordering::SeqCst) == seen {
@@ -168,10 +168,10 @@ mod interleavings {
         arrived: AtomicU32,
     }
 
-    /// As in a barrier: a rank waits until `others` have arrived, each of which notifies it.
+    /// Models a barrier: a rank waits until `others` have arrived, each of which notifies it.
     fn check(others: u32) {
         let mut model = loom::model::Builder::new();
-        // Where a thread is preempted up to so many times: of all orders there are too many.
+        // Limits the number of preemptions, as there are too many orders.
         model.preemption_bound = Some(3);
         model.check(move || {
             let rank = Arc::new(Rank::default());

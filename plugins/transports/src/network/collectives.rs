@@ -6,17 +6,17 @@ use super::memory::{Memory, Scratch};
 use super::worker::Operation;
 use crate::engine::{Buffer, Collective, Failure, Stream, bytes};
 
-/// An all-reduce of at most this many bytes of all members together goes to all at once: one round instead of
-/// two.
+/// Limit for an all-reduce in one round instead of two: bytes of all members together, which all go
+/// to all members.
 const SMALL_REDUCTION: usize = 64 << 10;
-/// A broadcast of more bytes is cut into parts that the members send on.
+/// Limit for a broadcast in one round. A larger one is cut into parts that the members send on.
 const SMALL_BROADCAST: usize = 256 << 10;
-/// The least bytes that a member gets from another in one round of a reduction.
+/// Minimum bytes that a member gets from another in one round of a reduction.
 const MIN_CHUNK: usize = 16 << 10;
 /// Chunks are cut at cache lines.
 const LINE: usize = crate::memory::LINE;
 
-/// Messages of one round. To one member they are in the order in which it receives them.
+/// Messages of one round. Messages to one member are in the order in which it receives them.
 #[derive(Default)]
 pub(super) struct Round {
     pub(super) sends: Vec<(usize, Memory)>,
@@ -33,13 +33,13 @@ pub(super) fn run(
     let result = run_on(operation, collective, scratch, &mut buffers)
         .and_then(|()| buffers.iter().try_for_each(|buffer: &Buffer| Ok(buffer.finish()?)));
     if result.is_err() {
-        // A network may still access the host's copies of tensors.
+        // A network may still access the host copies of tensors.
         std::mem::forget(buffers);
     }
     result
 }
 
-/// Runs a collective whose tensors, or their copies on the host, become `buffers` before any exchange.
+/// Runs a collective. Its tensors, or their host copies, become `buffers` before any exchange.
 fn run_on(
     operation: &mut Operation<'_>,
     collective: &Collective,
@@ -201,11 +201,11 @@ fn reduce_at_once(
 
 /// A reduce-scatter, or an all-reduce, in chunks.
 struct Reduction {
-    /// By member, its part of what is reduced, in this rank's tensors.
+    /// Each member's part of the reduced data, in this rank's tensors.
     parts: Vec<Stream>,
-    /// Where this rank's part of the result goes; cut as its part of what is reduced.
+    /// This rank's part of the result, cut like its part of the reduced data.
     output: Stream,
-    /// What streams are of, by number.
+    /// Memory of the streams, by buffer number.
     memories: Vec<Memory>,
     dtypes: Vec<candle_core::DType>,
     op: ReduceOp,
@@ -223,7 +223,7 @@ impl Reduction {
         let all = scratch.take(stride * (size + 1));
         let slot = |peer: usize| all.part(peer * stride..(peer + 1) * stride);
         let peers = || (0..size).filter(|&peer| peer != rank);
-        // Also without any bytes the ranks meet.
+        // Ranks meet even without any bytes.
         for chunk in 0..(chunks + usize::from(self.gathers && chunks > 0)).max(1) {
             let mut round = Round::default();
             for peer in peers() {

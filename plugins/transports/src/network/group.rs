@@ -16,17 +16,19 @@ use super::wire::Network;
 use super::worker::Worker;
 use crate::engine::{Collective as EngineCollective, Completion, Failure, Job, Task, Turn, work};
 
-/// The group of all ranks of a job, over `network`. In a round of a reduction a rank holds up to `chunk_bytes`
-/// of what the others send. Collective: every rank of the job calls it, in the same order as other calls.
+/// Makes the group of all ranks of a job over `network`.
+///
+/// In a round of a reduction a rank holds up to `chunk_bytes` of the other ranks' data. Collective:
+/// every rank of the job calls it, in the same order as other calls.
 ///
 /// # Errors
-/// If a rank cannot be reached within `context.timeout`, naming it.
+/// If a rank cannot be reached within `context.timeout`. The error names the rank.
 pub fn connect_world(
     network: Arc<dyn Network>,
     context: &GroupContext,
     chunk_bytes: usize,
 ) -> Result<Arc<dyn ProcessGroup>> {
-    // A job may build several world groups; every rank builds them in the same order.
+    // A job may build several world groups. Every rank builds them in the same order.
     let counter = format!("network/{}/builds/{}", network.name(), context.rank);
     let build = context.store.add(&counter, 1)?;
     let key = format!("network/{}/world{build}", network.name());
@@ -37,8 +39,8 @@ pub fn connect_world(
     Group::connect(&world, key, "world".to_owned(), context.rank, ranks)
 }
 
-/// A process group over a network. Dropping it finishes the operations that were started (for some
-/// seconds at most) and joins its threads.
+/// A process group over a network. Dropping it finishes started operations (for a few seconds at
+/// most) and joins its threads.
 struct Group {
     shared: Arc<Shared>,
     worker: Arc<Mutex<Worker>>,
@@ -126,7 +128,7 @@ impl Group {
     }
 }
 
-/// Runs a job. Only the thread that has the turn uses the worker, so the lock is free.
+/// Runs a job. Only the thread with the turn uses the worker, so the lock is free.
 fn run(worker: &Mutex<Worker>, turn: Turn<'_>, job: Job) {
     worker.lock().expect("a worker catches panics").run(job);
     drop(turn);

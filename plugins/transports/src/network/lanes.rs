@@ -1,7 +1,7 @@
 //! Messages between two members of a group.
 //!
-//! Each pair and direction that is used has connections and a thread of its own, a *lane*, so that messages to and
-//! from several members, and collectives, make progress at once, and those of a lane keep their order.
+//! Each used pair and direction has its own connection and thread, a *lane*. So messages of
+//! different members, and collectives, make progress at once. Messages of a lane keep their order.
 #![allow(unsafe_code)] // Exchanges with memory of tensors that the lane holds.
 
 use std::collections::HashMap;
@@ -21,7 +21,7 @@ use super::shared::{Greeting, Shared, Waiting};
 use super::wire::Wire;
 use crate::engine::{Buffer, Completion, Failure, dtype_code};
 
-/// The lanes of a group, by member and whether this rank sends.
+/// The lanes of a group, by member and by whether this rank sends.
 pub(super) struct Lanes {
     shared: Arc<Shared>,
     lanes: Mutex<HashMap<(usize, bool), Lane>>,
@@ -50,7 +50,7 @@ impl Lanes {
             Entry::Vacant(place) => place.insert(self.open(peer, sending)?),
         };
         let done = Arc::new(Completion::default());
-        // The lane ends only after its sender.
+        // The lane outlives its sender.
         let _ = lane.messages.send((tensor.clone(), done.clone()));
         Ok(done)
     }
@@ -67,20 +67,20 @@ impl Lanes {
         Ok(Lane { messages, thread })
     }
 
-    /// Finishes the messages that were started, or gives them up when the group is over.
+    /// Finishes started messages, or abandons them when the group has failed.
     pub(super) fn close(&self) {
         let mut lanes = self.lanes.lock().expect("no panic while a lane is made");
         for (_, Lane { messages, thread }) in lanes.drain() {
             drop(messages);
-            // It catches panics.
+            // The thread catches panics.
             let _ = thread.join();
         }
     }
 }
 
-/// The thread of a lane.
+/// The body of a lane's thread.
 fn run(shared: &Shared, peer: usize, sending: bool, queue: &Receiver<(Tensor, Arc<Completion>)>) {
-    // In the order of the group; the wire numbers them so.
+    // In the order of the group, which is the wire's numbering.
     let members = [shared.rank.min(peer), shared.rank.max(peer)];
     let mut wire: Option<Box<dyn Wire>> = None;
     while let Ok((tensor, done)) = queue.recv() {
@@ -143,7 +143,7 @@ fn connect(
     })
 }
 
-/// What the sender says of a message before it.
+/// Description of a message, which the sender sends before it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 struct Label {
@@ -177,7 +177,8 @@ fn transfer(
     let mut waiting = Waiting::new(shared, members, &what, Some(&expected), greetings);
     let exchanged = if sending {
         let sends = [label_memory.to(member), memory.to(member)];
-        // SAFETY: the caller holds the tensor, and forgets it after an error; the others are forgotten below.
+        // SAFETY: the caller holds the tensor, and leaks it after an error. The labels are leaked
+        // below.
         unsafe { wire.exchange(&sends, &[], &mut waiting) }
     } else {
         let receives = [label_memory.from(member), memory.from(member)];
@@ -196,7 +197,7 @@ fn transfer(
     }
 }
 
-/// Compares what is received with what is sent.
+/// Compares an expected message with the sender's label.
 struct Expected {
     own: Label,
     rank: usize,

@@ -1,4 +1,4 @@
-//! Memory of tensors and buffers that messages are sent from and received into.
+//! Memory of tensors and buffers for sending and receiving messages.
 #![allow(unsafe_code)] // Addresses of tensors, whose locks are not held during an exchange.
 
 use std::ops::Range;
@@ -9,19 +9,19 @@ use fulgurite_core::autograd::storage::with_bytes_mut;
 
 use super::wire::{Incoming, Outgoing};
 
-/// Memory that a collective has to itself until it ends: of a tensor that was given to it, which the caller
-/// neither reads nor changes meanwhile (`Work`), or of a buffer of the worker.
+/// Memory that a collective owns exclusively until it ends. It is a tensor's, which the caller
+/// neither reads nor changes meanwhile (`Work`), or a buffer of the worker.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Memory {
     start: *mut u8,
     len: usize,
 }
 
-// SAFETY: an address; whoever uses it says why that is sound.
+// SAFETY: a plain address. Each use of it states why it is sound.
 unsafe impl Send for Memory {}
 
 impl Memory {
-    /// That of a contiguous tensor on the CPU, which must live as long as it is used.
+    /// Memory of a contiguous tensor on the CPU, which must outlive its use.
     pub(super) fn of(tensor: &Tensor) -> Result<Self> {
         with_bytes_mut(tensor, Self::of_bytes)
     }
@@ -34,10 +34,10 @@ impl Memory {
         self.len
     }
 
-    /// A part of it.
+    /// A part of the memory.
     pub(super) fn part(self, range: Range<usize>) -> Self {
         assert!(range.start <= range.end && range.end <= self.len, "{range:?} of {}", self.len);
-        // SAFETY: within the same memory, as was checked.
+        // SAFETY: within the same memory, as checked.
         Self { start: unsafe { self.start.add(range.start) }, len: range.len() }
     }
 
@@ -50,41 +50,42 @@ impl Memory {
         Incoming { from: member, bytes: std::ptr::slice_from_raw_parts_mut(self.start, self.len) }
     }
 
-    /// Copies another memory of the same length here, unless it is the same.
+    /// Copies another memory of the same length, unless both are the same.
     pub(super) fn copy_from(self, other: Self) {
         assert_eq!(self.len, other.len, "a copy between memories of one length");
         if self.start != other.start {
-            // SAFETY: both are valid for this length, and `copy` allows that they overlap. No exchange
-            // is under way, so that nobody else accesses them.
+            // SAFETY: both are valid for this length, and `copy` allows overlaps. No exchange is
+            // under way, so no other thread accesses them.
             unsafe { std::ptr::copy(other.start.cast_const(), self.start, self.len) }
         }
     }
 
-    /// Its bytes.
+    /// Returns the bytes.
     ///
     /// # Safety
-    /// While they are borrowed the memory lives, and nobody writes it.
+    /// While they are borrowed, the memory is valid and no thread writes to it.
     pub(super) unsafe fn bytes<'a>(self) -> &'a [u8] {
         // SAFETY: as the caller promises.
         unsafe { std::slice::from_raw_parts(self.start, self.len) }
     }
 
-    /// Its bytes, to be written.
+    /// Returns the bytes for writing.
     ///
     /// # Safety
-    /// While they are borrowed the memory lives, and nobody else reads or writes it.
+    /// While they are borrowed, the memory is valid and no other code accesses it.
     pub(super) unsafe fn bytes_mut<'a>(self) -> &'a mut [u8] {
         // SAFETY: as the caller promises.
         unsafe { std::slice::from_raw_parts_mut(self.start, self.len) }
     }
 }
 
-/// Buffers of a worker, aligned for every dtype and as long as was asked for once.
+/// Buffer of a worker, aligned for every dtype. It grows to the longest request.
 #[derive(Default)]
 pub(super) struct Scratch(Vec<u64>);
 
 impl Scratch {
-    /// Its first `len` bytes, with arbitrary content. What it gave before must not be used any more.
+    /// Returns the first `len` bytes, with arbitrary content. Earlier results must no longer be
+    /// used.
     pub(super) fn take(&mut self, len: usize) -> Memory {
         let words = len.div_ceil(size_of::<u64>());
         if self.0.len() < words {

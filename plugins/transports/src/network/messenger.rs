@@ -1,5 +1,5 @@
-//! What waits ask of the job's store, on a thread of its own: a store that cannot be reached any more must not
-//! hold up a wait beyond its timeout.
+//! Requests of waits to the job's store, on their own thread: an unreachable store must not delay a
+//! wait beyond its timeout.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Sender, channel};
@@ -10,15 +10,15 @@ use fulgurite_core::{Error, Result, advice};
 
 type Task = Box<dyn FnOnce(&dyn Store) + Send>;
 
-/// Sends requests to a store, one after another. The thread ends when it is dropped.
+/// Sends requests to a store, one after another. The thread ends when the messenger is dropped.
 #[derive(Clone)]
 pub struct Messenger(Sender<Task>);
 
 impl Messenger {
-    /// Starts its thread.
+    /// Starts the thread.
     ///
     /// # Errors
-    /// If there can be no more threads.
+    /// If the thread cannot be started.
     pub fn new(store: Arc<dyn Store>) -> Result<Self> {
         let (tasks, queue) = channel::<Task>();
         let run = move || queue.into_iter().for_each(|task| task(&*store));
@@ -28,13 +28,13 @@ impl Messenger {
         Ok(Self(tasks))
     }
 
-    /// Runs `task` soon.
+    /// Runs `task` soon, without waiting for it.
     pub fn post(&self, task: impl FnOnce(&dyn Store) + Send + 'static) {
         // The thread ends only after its sender.
         let _ = self.0.send(Box::new(task));
     }
 
-    /// What `task` gives, if it does so within `limit`.
+    /// Returns the result of `task`, if it takes at most `limit`.
     pub fn ask<T: Send + 'static>(
         &self,
         limit: Duration,
@@ -45,16 +45,17 @@ impl Messenger {
         answered.recv_timeout(limit).ok()
     }
 
-    /// Lets the ranks of other hosts know whom a rank waits for: both are global.
+    /// Tells the ranks of other hosts which rank `rank` waits for. Both are global.
     pub(crate) fn record_wait(&self, rank: usize, awaited: Option<usize>) {
         let value = awaited.map_or_else(String::new, |awaited| awaited.to_string());
         self.post(move |store| {
-            // A message that says less, if the store cannot be reached.
+            // If the store cannot be reached, a later message just says less.
             let _ = store.set(&waits_key(rank), value.as_bytes());
         });
     }
 
-    /// The ranks that wait for each other, from a rank on that `own` waits for; `most` of them.
+    /// Returns the chain of ranks that wait for each other, from the rank that `own` waits for; at
+    /// most `most`.
     pub(super) fn chain(
         &self,
         own: usize,
@@ -80,7 +81,7 @@ impl Messenger {
     }
 }
 
-/// The key under which a rank says whom it waits for; empty if for nobody.
+/// The key under which a rank records the rank that it waits for, or an empty value.
 fn waits_key(rank: usize) -> String {
     format!("network/waits/{rank}")
 }

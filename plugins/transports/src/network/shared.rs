@@ -1,5 +1,5 @@
-//! What the handle of a group, its worker and its lanes share: who is in it, whether it has failed, and all
-//! ways in which a wait can end.
+//! State shared by a group's handle, its worker and its lanes: members, failure, and the ways in
+//! which a wait ends.
 #![allow(unsafe_code)] // Reads fingerprints where a wire has put them.
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -14,21 +14,22 @@ use super::messenger::Messenger;
 use super::wire::{Network, Watch, WireError};
 use crate::engine::{Failure, Queue};
 
-/// How often a waiting rank asks the store whether the group was aborted: first, and at most.
+/// Interval at which a waiting rank asks the store whether the group was aborted: first, and at
+/// most.
 const FIRST_ASK: Duration = Duration::from_millis(100);
 const LAST_ASK: Duration = Duration::from_secs(1);
-/// How long a rank whose peer's connection ended waits for the reason.
+/// Time that a rank waits for the reason after a peer's connection has ended.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long a wait lasts before others may read in the store whom this rank waits for.
+/// Duration of a wait after which the awaited rank is written to the store.
 const LONG: Duration = Duration::from_millis(500);
-/// How many ranks that wait for each other a message lists.
+/// Maximum number of ranks in a message that lists a chain of waits.
 const CHAIN: usize = 8;
 
 pub(super) struct Shared {
     pub(super) network: Arc<dyn Network>,
     pub(super) store: Arc<dyn Store>,
     messenger: Messenger,
-    /// What another rank has told of the group's failure.
+    /// The group's failure as reported by another rank.
     told: Arc<Told>,
     /// Unique among all groups of the job.
     pub(super) key: String,
@@ -43,16 +44,16 @@ pub(super) struct Shared {
     failure: Mutex<Option<Failure>>,
 }
 
-/// What the store was asked about a group's failure.
+/// The store's answers about a group's failure.
 #[derive(Default)]
 struct Told {
     abort: Mutex<Option<Abort>>,
-    /// Whether it was asked and has not answered.
+    /// Whether a question is waiting for its answer.
     asked: AtomicBool,
 }
 
-/// What a group that has failed says to the others: which rank says it, which rank failed if it knows one, and
-/// the message.
+/// A failed group's message to other ranks: the reporting rank, the failed rank if known, and the
+/// text.
 type Abort = (usize, Option<usize>, String);
 
 impl Shared {
@@ -99,17 +100,17 @@ impl Shared {
         self.global_ranks[self.rank]
     }
 
-    /// The failure of the group, if this rank knows of one.
+    /// Returns the group's failure, if this rank knows of one.
     pub(super) fn broken(&self) -> Option<Failure> {
         self.failure.lock().expect("no panic while failing").clone()
     }
 
-    /// The failure of the group, also if only another rank knows of it so far.
+    /// Returns the group's failure, even if only another rank has reported it so far.
     pub(super) fn broken_anywhere(&self) -> Option<Failure> {
         self.broken().or_else(|| self.told(true))
     }
 
-    /// Sets the failure of the group, unless it has failed before, and tells the others.
+    /// Sets the failure of the group, unless it has failed before, and tells the other ranks.
     pub(super) fn fail(&self, failure: &Failure) {
         let mut first = self.failure.lock().expect("no panic while failing");
         if first.is_some() {
@@ -124,7 +125,8 @@ impl Shared {
         };
         if let Ok(abort) = serde_json::to_vec(&abort) {
             let key = self.abort_key();
-            // Without a store there is nobody to tell. This process may be about to end.
+            // Waits for the store, as this process may be about to end. Without a store, the other
+            // ranks are not told.
             self.messenger.ask(GRACE, move |store| drop(store.set(&key, &abort)));
         }
     }
@@ -133,8 +135,8 @@ impl Shared {
         format!("{}/aborted", self.key)
     }
 
-    /// The failure that another rank has told of, or the job's. With `ask_store` the store is asked, whose answer
-    /// a later call has.
+    /// Returns the failure that another rank has reported, or the job's. With `ask_store` the store
+    /// is asked, for the answer of a later call.
     fn told(&self, ask_store: bool) -> Option<Failure> {
         let job = || self.store.failure().map(|(rank, message)| Failure::Peer { rank, message });
         if let Some(failure) = job() {
@@ -159,7 +161,7 @@ impl Shared {
         })
     }
 
-    /// `failure` as an error of the operation `op`.
+    /// Converts `failure` to an error of the operation `op`.
     pub(super) fn error(&self, op: &'static str, failure: Failure) -> Error {
         match failure {
             Failure::Peer { rank, message } => Error::PeerFailed { rank, message },
@@ -170,7 +172,7 @@ impl Shared {
         }
     }
 
-    /// The failure that an exchange with `members` (indices in the group) ended with.
+    /// Returns the failure that ended an exchange with `members` (indices in the group).
     pub(super) fn failure_of(
         &self,
         error: WireError,
@@ -185,7 +187,8 @@ impl Shared {
                 return ended.unwrap_or_else(|| Failure::Group(format!("it was given up, {what}")));
             }
         };
-        // A rank that fails closes its connections, and others know of it sooner than of the reason.
+        // A failing rank closes its connections, and other ranks notice this before they learn the
+        // reason.
         let mut patience = Patience::new(GRACE);
         while let Some(slice) = patience.slice() {
             if let Some(failure) = self.broken_anywhere() {
@@ -199,12 +202,12 @@ impl Shared {
         Failure::Peer { rank, message }
     }
 
-    /// ` (10.0.0.2)`, where that is known.
+    /// Formats ` (10.0.0.2)`, if known.
     fn place(&self, rank: usize) -> String {
         self.network.place(rank).map_or_else(String::new, |place| format!(" ({place})"))
     }
 
-    /// `rank 3 (10.0.0.2), which waits for rank 5`.
+    /// Formats `rank 3 (10.0.0.2), which waits for rank 5`.
     pub(super) fn describe_missing(&self, rank: usize) -> String {
         let chain = self.messenger.chain(self.own_rank(), rank, CHAIN, GRACE);
         let mut text = format!("rank {rank}{}", self.place(rank));
@@ -213,7 +216,7 @@ impl Shared {
     }
 }
 
-/// What all groups of a world share.
+/// State shared by all groups of a world.
 #[derive(Clone)]
 pub(super) struct World {
     pub(super) network: Arc<dyn Network>,
@@ -223,27 +226,28 @@ pub(super) struct World {
     pub(super) chunk_bytes: usize,
 }
 
-/// Bytes by which members find that they are in the same operation; all of one length.
+/// First message of each member, which shows whether members are in the same operation. All have
+/// one length.
 pub(super) trait Greeting {
-    /// What to say if another member's bytes are `theirs`; `None` if they fit.
+    /// Returns an error message if another member's bytes, `theirs`, do not match.
     fn mismatch(&self, member: usize, theirs: &[u8]) -> Option<String>;
 }
 
-/// Watches one exchange: compares what the members greet with, and ends the wait when it must end.
+/// Watches one exchange: compares the members' greetings, and ends the wait when necessary.
 pub(super) struct Waiting<'a> {
     shared: &'a Shared,
-    /// The group's members that the wire connects, by its numbers.
+    /// The group's members by the wire's numbers.
     members: &'a [usize],
     what: &'a dyn Fn() -> String,
     greeting: Option<&'a dyn Greeting>,
-    /// Where the members' greetings go: those of the first receives, by number of the member.
+    /// Memory for the greetings: the first receives, by the wire's number of the member.
     greetings: &'a [(usize, Memory)],
     patience: Patience,
     since: Instant,
     next_ask: Instant,
     asks: Duration,
     on_record: Option<usize>,
-    /// Why it ended the exchange.
+    /// The reason why it ended the exchange.
     pub(super) ended: Option<Failure>,
 }
 
@@ -276,7 +280,7 @@ impl<'a> Waiting<'a> {
         Err(WireError::Ended)
     }
 
-    /// Lets others know whom this rank waits for.
+    /// Tells other ranks which rank this rank waits for.
     fn record(&mut self, missing: &[usize]) {
         let Some(&first) = missing.first() else { return };
         let awaited = self.shared.global_ranks[self.members[first]];
@@ -293,7 +297,8 @@ impl Watch for Waiting<'_> {
         else {
             return Ok(());
         };
-        // SAFETY: it lives as long as the exchange, which has received it and writes it no more.
+        // SAFETY: the memory lives as long as the exchange, which has received the message and no
+        // longer writes to it.
         let theirs = unsafe { memory.bytes() };
         match greeting.mismatch(self.members[member], theirs) {
             None => Ok(()),
@@ -336,7 +341,7 @@ impl Watch for Waiting<'_> {
                 (self.what)(),
                 missing.join(", ")
             ));
-            // It stays on record whom this rank waited for.
+            // The awaited rank stays on record.
             self.on_record = None;
             return self.end(failure);
         }

@@ -1,4 +1,4 @@
-//! Running a rank's collectives, in the order they were started.
+//! Runs a rank's collectives, in the order they were started.
 #![allow(unsafe_code)] // Exchanges with memory of tensors; the worker holds it, or never frees it.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -14,13 +14,13 @@ use super::shared::{Greeting, Shared, Waiting};
 use super::wire::{Incoming, Outgoing, Wire};
 use crate::engine::{Collective, Failure, Fingerprint, Job, Task, reduce, wait_for};
 
-/// Runs a rank's collectives and counts them. Used only by the thread that has the
-/// [`Turn`](crate::engine::Turn).
+/// Runs a rank's collectives and counts them. Only the thread with the
+/// [`Turn`](crate::engine::Turn) uses it.
 pub(super) struct Worker {
     shared: Arc<Shared>,
-    /// None once the group has failed, so that the others see its connections end.
+    /// `None` once the group has failed, so that other ranks see its connections end.
     wire: Option<Box<dyn Wire>>,
-    /// All members, as the wire numbers them.
+    /// All members, by the wire's numbers.
     members: Vec<usize>,
     sequence: u64,
     scratch: Scratch,
@@ -35,7 +35,7 @@ impl Worker {
     pub(super) fn run(&mut self, job: Job) {
         let Job { task, after, done } = job;
         let Task::Collective(collective) = task else {
-            // Messages have lanes of their own.
+            // Messages use their own lanes.
             return done.set(Err(Failure::Group("a message among the collectives".to_owned())));
         };
         let run = || {
@@ -47,11 +47,11 @@ impl Worker {
             Err(Failure::Group(format!("a collective panicked: {message}")))
         });
         match &result {
-            // The tensors are released before the caller is told of the end.
+            // Release the tensors before telling the caller of the end.
             Ok(()) => drop(collective),
             Err(failure) => {
                 self.shared.fail(failure);
-                // A network may still access all of it.
+                // A network may still access all of this memory.
                 std::mem::forget((collective, std::mem::take(&mut self.scratch)));
                 self.wire = None;
             }
@@ -88,14 +88,16 @@ pub(super) struct Operation<'a> {
     members: &'a [usize],
     fingerprint: Fingerprint,
     sequence: u64,
-    /// By member, whether it was greeted, and whether it has greeted: by the first message.
+    /// By member, whether this rank's greeting was sent, and whether the member's greeting was
+    /// received.
     said: Vec<bool>,
     heard: Vec<bool>,
-    /// Whether every member hears of every other in the first round; else those greet that exchange messages.
+    /// Whether every member greets every other in the first round. Otherwise only members that
+    /// exchange messages greet.
     all_meet: bool,
 }
 
-/// What a member sends first.
+/// The first message of a member.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Pod, Zeroable)]
 #[repr(C)]
 struct Hello {
@@ -119,15 +121,17 @@ impl Operation<'_> {
         self.shared.chunk_bytes
     }
 
-    /// Reduces `sources`, one of each member in rank order, into `out`, which is none of them.
+    /// Reduces `sources`, one of each member in rank order, into `out`, which must be separate
+    /// memory.
     pub(super) fn reduce(&self, dtype: DType, op: ReduceOp, sources: &[Memory], out: Memory) {
-        // SAFETY: no exchange is under way, and the worker holds all of it; `out` is memory of its own.
+        // SAFETY: no exchange is under way, and the worker holds all memory; `out` is separate.
         let sources: Vec<&[u8]> = sources.iter().map(|source| unsafe { source.bytes() }).collect();
         // SAFETY: as above.
         reduce(dtype, op, &sources, unsafe { out.bytes_mut() });
     }
 
-    /// Exchanges the messages of a round, after those by which members greet that have not.
+    /// Exchanges the messages of a round, after greetings between members that have not greeted
+    /// yet.
     pub(super) fn exchange(&mut self, round: Round) -> Result<(), Failure> {
         let (rank, size, all_meet) = (self.rank(), self.size(), self.all_meet);
         let new = |list: &[(usize, Memory)], known: &mut [bool]| -> Vec<usize> {
@@ -164,8 +168,8 @@ impl Operation<'_> {
         let what = || format!("in {fingerprint} (collective {sequence} of this group)");
         let compared = Compared { shared, own, fingerprint };
         let mut waiting = Waiting::new(shared, members, &what, Some(&compared), &greetings);
-        // SAFETY: all memory is of tensors that the worker holds, of its scratch buffers, and of `hello` and
-        // `hellos`; each of these is forgotten after an error, here or by the worker.
+        // SAFETY: all memory belongs to tensors that the worker holds, to its scratch buffers, or
+        // to `hello` and `hellos`. After an error each of them is leaked, here or by the worker.
         let exchanged = unsafe { self.wire.exchange(&sends, &receives, &mut waiting) };
         let ended = waiting.ended.take();
         drop(waiting);
@@ -177,7 +181,7 @@ impl Operation<'_> {
     }
 }
 
-/// Compares a collective with those that others greet with.
+/// Compares this rank's collective with the greetings of other members.
 struct Compared<'a> {
     shared: &'a Shared,
     own: Hello,

@@ -1,4 +1,4 @@
-//! Ranks that leave what they were doing together.
+//! Ranks that abandon a step together.
 
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_core::{Error, Result, conformance};
 use fulgurite_transports::run_ranks;
 
-/// The sum of the ranks' numbers, in a collective that may overlap.
+/// Sums the rank numbers, in a collective that may overlap.
 fn sum(
     group: &dyn ProcessGroup,
     overlap: bool,
@@ -24,7 +24,8 @@ fn check(group: &dyn ProcessGroup, summed: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Collectives in groups that cross each other, alike on all ranks; `at` is where this rank gives up.
+/// Runs collectives in groups that cross each other, equal on all ranks. `at` is the call at which
+/// this rank gives up.
 fn step(groups: &[Arc<dyn ProcessGroup>], plan: &Stream, at: Option<usize>) -> Result<()> {
     let mut under_way = Vec::new();
     for call in 0..24 {
@@ -46,11 +47,11 @@ fn step(groups: &[Arc<dyn ProcessGroup>], plan: &Stream, at: Option<usize>) -> R
         work.wait()?;
         check(&**group, &summed)?;
     }
-    // Whoever comes so far knows that all do.
+    // A rank that passes this barrier knows that all ranks do.
     groups[0].run(Collective::Barrier)
 }
 
-/// Four ranks give up at random points, three times, and go on together.
+/// Four ranks give up at random points, three times, and continue together.
 pub(crate) fn rounds(world: Arc<dyn ProcessGroup>, seed: u64) -> Result<()> {
     let steps = Abandonment::new(world.rank());
     let world = steps.watch(world)?;
@@ -60,7 +61,7 @@ pub(crate) fn rounds(world: Arc<dyn ProcessGroup>, seed: u64) -> Result<()> {
     let seen = |round: u64| Stream::new(seed, Purpose::Init, "plan").child(round);
     for round in 0..4 {
         let plan = seen(round);
-        // One rank or two, anywhere; in the last round none.
+        // One or two ranks, at any call; in the last round, no rank gives up.
         let gives_up = |nth: u64| {
             let rank = plan.word(100 + nth) as usize % 4;
             let at = plan.word(200 + nth) as usize % 24;
@@ -87,14 +88,14 @@ pub(crate) fn rounds(world: Arc<dyn ProcessGroup>, seed: u64) -> Result<()> {
 }
 
 #[test]
-fn whoever_gives_up_wherever_all_leave_and_go_on_together() {
+fn all_ranks_abandon_and_resume_together() {
     for seed in 0..150 {
         run_ranks(4, |world| rounds(world, seed)).unwrap();
     }
 }
 
 #[test]
-fn groups_that_ask_conform() {
+fn watched_groups_conform() {
     run_ranks(3, |world| {
         conformance::process_group(&*Abandonment::new(world.rank()).watch(world)?)
     })
@@ -102,7 +103,7 @@ fn groups_that_ask_conform() {
 }
 
 #[test]
-fn a_rank_that_ends_instead_is_an_error() {
+fn rank_that_ends_instead_is_an_error() {
     let error = run_ranks(2, |world| {
         let rank = world.rank();
         let steps = Abandonment::new(rank);

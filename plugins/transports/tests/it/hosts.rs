@@ -1,4 +1,4 @@
-//! Groups of processes that take themselves for those of several hosts.
+//! Groups of processes on one host that act as several hosts.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::collective::{
@@ -16,7 +16,7 @@ fn a_rank() {
     run_as_rank_on(nodes, timeout_secs, run_scenario);
 }
 
-/// The second word of a scenario is the node of each rank.
+/// Returns the node of each rank, from the second word of a scenario.
 fn nodes(scenario: &str, size: usize) -> Vec<usize> {
     let nodes = scenario.split(' ').nth(1).unwrap();
     let nodes: Vec<usize> = nodes.bytes().map(|digit| usize::from(digit - b'0')).collect();
@@ -35,7 +35,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
     match scenario {
         "conforms" | "flat" => {
             conformance::process_group(&*group)?;
-            // A second world on the same store.
+            // A second world group on the same store.
             all_reduce_once(&*config.build(context)?)
         }
         "abort" => conformance::process_group_abort(&*group),
@@ -57,7 +57,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
             Ok(())
         }
         "overlap" => {
-            // Many at once, and other groups meanwhile.
+            // Many collectives at once, with other groups meanwhile.
             let halves = (0..2)
                 .map(|half| (0..context.world_size).filter(|rank| rank % 2 == half).collect());
             let part = group.split(&halves.collect::<Vec<_>>(), "half")?;
@@ -87,7 +87,7 @@ fn all_reduce_once(group: &dyn ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Sums in levels have the bits of sums in rank order.
+/// Checks that sums in levels are bitwise equal to sums in rank order.
 fn same_bits(levels: &dyn ProcessGroup, flat: &dyn ProcessGroup, dtype: DType) -> Result<()> {
     let (n, rank, size) = (1_300_003, levels.rank(), levels.size());
     let values = (0..n).map(|i| {
@@ -128,7 +128,7 @@ fn hosts_of_different_sizes_conform() {
 }
 
 #[test]
-fn ranks_that_are_dealt_to_hosts_in_turns_conform() {
+fn ranks_interleaved_over_hosts_conform() {
     start("conforms", "0101").expect_ok();
 }
 
@@ -143,13 +143,13 @@ fn groups_without_levels_conform() {
 }
 
 #[test]
-fn sums_in_levels_have_the_bits_of_sums_in_rank_order() {
+fn sums_in_levels_equal_sums_in_rank_order() {
     start("bits", "0011").expect_ok();
     start("bits", "001122").expect_ok();
 }
 
 #[test]
-fn collectives_of_several_groups_are_under_way_at_once() {
+fn collectives_of_several_groups_overlap() {
     start("overlap", "0011").expect_ok();
 }
 
@@ -159,12 +159,12 @@ fn abort_reaches_all_hosts() {
 }
 
 #[test]
-fn a_missing_rank_is_named_on_all_hosts() {
+fn missing_rank_is_named_on_all_hosts() {
     start("timeout", "0011").expect_ok();
 }
 
 #[test]
-fn a_killed_rank_ends_those_of_all_hosts() {
+fn killed_rank_ends_ranks_of_all_hosts() {
     for killed in [0, 3] {
         let mut job = start("killed", "0011");
         (0..4).for_each(|rank| job.wait_for(&format!("running{rank}")));

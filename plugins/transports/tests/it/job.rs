@@ -1,4 +1,4 @@
-//! Ranks of a test as real processes: this program runs itself again, once a rank.
+//! Ranks of a test as real processes: the test program starts itself once for each rank.
 
 use std::fs::{self, File};
 use std::io::ErrorKind;
@@ -23,7 +23,7 @@ impl DirectoryStore {
         self.directory.join(key.replace('/', "+"))
     }
 
-    /// Writes a file that is there whole or not at all.
+    /// Writes a file that appears only as a whole.
     fn put(&self, path: &Path, value: &[u8]) -> std::io::Result<()> {
         let draft = path.with_extension(format!("draft{}", self.rank));
         fs::write(&draft, value)?;
@@ -70,7 +70,7 @@ impl Store for DirectoryStore {
         let draft = self.directory.join(format!("failure.draft{}", self.rank));
         fs::write(&draft, format!("{} {message}", self.rank))
             .map_err(Error::io("writing", &draft))?;
-        // A link is made by the first only.
+        // Only the first rank succeeds in making the link.
         match fs::hard_link(&draft, self.directory.join("failure")) {
             Err(e) if e.kind() != ErrorKind::AlreadyExists => Err(Error::io("linking", draft)(e)),
             _ => Ok(()),
@@ -90,13 +90,13 @@ impl Store for DirectoryStore {
     }
 }
 
-/// What a rank of a test is told through its environment.
+/// Environment variables for a rank of a test.
 const RANK: &str = "TRANSPORT_TEST_RANK";
 const SIZE: &str = "TRANSPORT_TEST_SIZE";
 const DIRECTORY: &str = "TRANSPORT_TEST_DIRECTORY";
 const SCENARIO: &str = "TRANSPORT_TEST_SCENARIO";
 
-/// What a rank prints before its result.
+/// The prefix of a rank's printed result.
 pub(crate) const RESULT: &str = "RESULT: ";
 
 /// Ranks of one scenario, as processes.
@@ -106,7 +106,7 @@ pub(crate) struct Job {
 }
 
 impl Job {
-    /// Runs this program again, once a rank; `test` is the test that calls [`run_as_rank`].
+    /// Starts this program once for each rank. `test` is the test that calls [`run_as_rank`].
     pub(crate) fn start(test: &str, size: usize, scenario: &str) -> Self {
         let directory = tempfile::tempdir().unwrap();
         let start = |rank: usize| {
@@ -126,19 +126,19 @@ impl Job {
     }
 
     pub(crate) fn store(&self) -> DirectoryStore {
-        // Not a rank of the job, but whoever launched it.
+        // The launcher, which is not a rank of the job.
         DirectoryStore {
             directory: self.directory.path().to_owned(),
             rank: self.children.len() - 1,
         }
     }
 
-    /// Waits until a rank has put a marker.
+    /// Waits until a rank has set a marker.
     pub(crate) fn wait_for(&self, key: &str) {
         self.store().get(key, Duration::from_secs(60)).unwrap();
     }
 
-    /// What each rank's result was: `ok`, or its error; none if it had no time to say.
+    /// Returns each rank's result, `ok` or its error; `None` if the rank died first.
     pub(crate) fn results(mut self) -> Vec<Option<String>> {
         let children = std::mem::take(&mut self.children);
         let outputs: Vec<Output> =
@@ -173,7 +173,8 @@ impl Drop for Job {
     }
 }
 
-/// Runs one rank of a scenario, if this process was started as one, all on one host; `timeout_secs` by scenario.
+/// Runs one rank of a scenario on one host, if this process was started as one. `timeout_secs` is
+/// by scenario.
 pub(crate) fn run_as_rank(
     timeout_secs: impl Fn(&str) -> u64,
     run: impl Fn(&str, &GroupContext) -> Result<()>,
@@ -181,7 +182,7 @@ pub(crate) fn run_as_rank(
     run_as_rank_on(|_, size| vec![0; size], timeout_secs, run);
 }
 
-/// As [`run_as_rank`], on what the ranks take for several hosts: `nodes` by scenario and world size.
+/// Like [`run_as_rank`], on several simulated hosts: `nodes` by scenario and world size.
 pub(crate) fn run_as_rank_on(
     nodes: impl Fn(&str, usize) -> Vec<usize>,
     timeout_secs: impl Fn(&str) -> u64,
@@ -204,7 +205,7 @@ pub(crate) fn run_as_rank_on(
         store: Arc::new(DirectoryStore { directory, rank }),
         timeout: Duration::from_secs(timeout_secs(&scenario)),
     };
-    // The harness prints the test's name without a line's end.
+    // The harness prints the test's name without a line break.
     println!();
     match run(&scenario, &context) {
         Ok(()) => println!("{RESULT}ok"),

@@ -13,6 +13,6 @@ mod threads;
 
 use fulgurite_transports::SharedMemory;
 
-/// Ranks reach tensors that a group made.
+/// Lets ranks reach the tensors that a group made.
 #[global_allocator]
 static ALLOCATOR: SharedMemory<std::alloc::System> = SharedMemory(std::alloc::System);

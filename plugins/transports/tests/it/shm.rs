@@ -37,7 +37,7 @@ fn start(size: usize, scenario: &str) -> Job {
 
 fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
     if scenario == "limits" && context.rank == 1 {
-        // Its own memory for tensors is small, and it cannot map the others'.
+        // Its own memory for tensors is small, and it cannot map the other ranks' memory.
         limit(Resource::Fsize, 1 << 20);
         limit(Resource::As, 4 << 30);
     }
@@ -52,7 +52,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
         "default" | "small" => {
             conformance::process_group(&*group)?;
             assert_eq!(mapped_memories(), context.world_size, "this rank's and its peers' memory");
-            // A second world on the same store.
+            // A second world group on the same store.
             let again = Shm { chunk_bytes }.build(context)?;
             all_reduce_once(&*again)?;
             all_reduce_once(&*group)
@@ -112,7 +112,7 @@ fn all_reduce_once(group: &dyn ProcessGroup) -> Result<()> {
     Ok(())
 }
 
-/// Descriptors of this process that are open on a group's memory.
+/// Number of this process's file descriptors that are open on a group's memory.
 fn open_shared_memory() -> usize {
     let links = fs::read_dir("/proc/self/fd").unwrap();
     links
@@ -121,13 +121,13 @@ fn open_shared_memory() -> usize {
         .count()
 }
 
-/// Memories for tensors that this process maps, its own and others'.
+/// Number of tensor memories that this process maps, its own and other ranks'.
 fn mapped_memories() -> usize {
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     maps.lines().filter(|line| line.contains("memfd:fulgurite-tensors")).count()
 }
 
-/// Files in shared memory that this crate could have made, had it made files.
+/// Files in `/dev/shm` that look like this crate's. It should make none.
 fn files_left() -> Vec<PathBuf> {
     let Ok(entries) = fs::read_dir("/dev/shm") else { return vec![] };
     let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
@@ -152,7 +152,7 @@ fn four_processes_conform() {
 }
 
 #[test]
-fn a_process_with_limits_copies_through_slots() {
+fn process_with_limits_copies_through_slots() {
     start(2, "limits").expect_ok();
 }
 
@@ -167,13 +167,13 @@ fn abort_reaches_all_processes() {
 }
 
 #[test]
-fn a_missing_process_is_named() {
+fn missing_process_is_named() {
     start(3, "timeout").expect_ok();
 }
 
 // checklist: composer: a rank out of memory must not hang the others
 #[test]
-fn a_killed_process_ends_the_others() {
+fn killed_process_ends_the_others() {
     let mut job = start(3, "killed");
     (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
     let pid = job.children[2].id();
@@ -189,7 +189,7 @@ fn a_killed_process_ends_the_others() {
 }
 
 #[test]
-fn a_leader_that_is_killed_leaves_nothing() {
+fn killed_leader_leaves_no_memory() {
     let mut job = start(2, "killed");
     (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.children[0].kill().unwrap();
@@ -198,9 +198,9 @@ fn a_leader_that_is_killed_leaves_nothing() {
     assert_eq!(files_left(), Vec::<PathBuf>::new());
 }
 
-/// Whoever launched the ranks sees how one ended, and says so in the store.
+/// The launcher sees how a rank ended, and reports it in the store.
 #[test]
-fn what_the_store_knows_of_a_killed_process_is_the_error() {
+fn error_of_killed_process_comes_from_store() {
     let mut job = start(3, "killed");
     (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.children[2].kill().unwrap();
@@ -213,7 +213,7 @@ fn what_the_store_knows_of_a_killed_process_is_the_error() {
 }
 
 #[test]
-fn a_reported_failure_is_every_ranks_error() {
+fn reported_failure_is_every_ranks_error() {
     let results = start(3, "fails").results();
     assert_eq!(results[1].as_deref(), Some("ok"));
     assert_eq!(results[0].as_deref(), Some("rank 1 failed: the disk is full"));
@@ -221,7 +221,7 @@ fn a_reported_failure_is_every_ranks_error() {
 }
 
 #[test]
-fn a_rank_that_was_asked_to_end_gives_up_and_the_others_end() {
+fn interrupted_rank_ends_all_ranks() {
     let job = start(2, "waits");
     (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.store().set("asked0", b"").unwrap();
@@ -231,7 +231,7 @@ fn a_rank_that_was_asked_to_end_gives_up_and_the_others_end() {
 }
 
 #[test]
-fn time_in_which_all_were_stopped_does_not_count() {
+fn stopped_time_does_not_count_as_waiting() {
     let job = start(2, "waits briefly");
     (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
     let all = |signal| {
@@ -249,7 +249,7 @@ fn time_in_which_all_were_stopped_does_not_count() {
 }
 
 #[test]
-fn a_process_that_exits_is_missed() {
+fn exited_process_is_reported() {
     let results = start(2, "exits").results();
     let result = results[0].as_deref().unwrap();
     assert!(result.starts_with("rank 1 failed: its process ("), "{result}");
@@ -257,7 +257,7 @@ fn a_process_that_exits_is_missed() {
 
 #[test]
 fn unequal_chunks_are_refused() {
-    // The first rank made the memory, and waits for the second until this test is over.
+    // The first rank made the memory, and waits for the second until this test ends.
     let mut first = start(2, "unequal");
     let children = vec![first.children.pop().unwrap()];
     let second = Job { directory: tempfile::tempdir().unwrap(), children };
@@ -266,12 +266,12 @@ fn unequal_chunks_are_refused() {
     assert!(message.contains("process_group.chunk_bytes must be the same on all"), "{message}");
 }
 
-/// A store with which rank 1 of 2 builds its group; `announcement` is what rank 0 has said.
+/// Returns the error of rank 1 of 2 as it builds its group; `announcement` is rank 0's message.
 fn build_second(announcement: &str) -> Error {
     build_second_after(announcement, |_| ())
 }
 
-/// As [`build_second`], after the first rank has done this to its store.
+/// Like [`build_second`], after `first` has acted as rank 0 on the store.
 fn build_second_after(announcement: &str, first: impl FnOnce(&DirectoryStore)) -> Error {
     let directory = tempfile::tempdir().unwrap();
     first(&DirectoryStore { directory: directory.path().to_owned(), rank: 0 });
@@ -290,7 +290,7 @@ fn build_second_after(announcement: &str, first: impl FnOnce(&DirectoryStore)) -
     Shm { chunk_bytes: 4096 }.build(&context).map(drop).unwrap_err()
 }
 
-/// The memory that rank 0 of a real group of these sizes announces.
+/// Returns the length of the memory that rank 0 of such a group really announces.
 fn announced_len() -> usize {
     let message = build_second(r#"{"Region":{"pid":1,"fd":1,"len":1,"nonce":1}}"#).to_string();
     let (_, rest) = message.split_once("(1 and ").unwrap();
@@ -298,7 +298,7 @@ fn announced_len() -> usize {
 }
 
 #[test]
-fn memory_that_cannot_be_opened_names_the_engines_that_can() {
+fn unopenable_memory_suggests_other_groups() {
     let error = announce(999999, announced_len()).replace(&std::process::id().to_string(), "PID");
     insta::assert_snapshot!(error, @r#"launch: the shared memory of the first rank cannot be opened at /proc/PID/fd/999999 (No such file or directory (os error 2)): the ranks are not on one host, not in one PID namespace (containers), or not of one user. Across hosts set trainer.process_group = "auto", which uses `shm` only within them, or "tcp""#);
     let error = build_second(r#"{"Failed":"no memory"}"#);
@@ -306,7 +306,7 @@ fn memory_that_cannot_be_opened_names_the_engines_that_can() {
 }
 
 #[test]
-fn a_first_rank_that_has_ended_is_named() {
+fn ended_first_rank_is_named() {
     let mut ended = Command::new("true").spawn().unwrap();
     ended.wait().unwrap();
     let (pid, len) = (ended.id(), announced_len());
@@ -317,7 +317,7 @@ fn a_first_rank_that_has_ended_is_named() {
     insta::assert_snapshot!(error, @"rank 0 failed: killed by signal 9");
 }
 
-/// The error of the second rank if the first one says that its memory is this file of this process.
+/// Returns the second rank's error if the first announces this file of this process as its memory.
 fn announce(fd: i32, len: usize) -> String {
     let pid = std::process::id();
     let region = format!(r#"{{"Region":{{"pid":{pid},"fd":{fd},"len":{len},"nonce":1}}}}"#);
@@ -325,7 +325,7 @@ fn announce(fd: i32, len: usize) -> String {
 }
 
 #[test]
-fn memory_that_others_could_cut_is_not_mapped() {
+fn unsealed_memory_is_not_mapped() {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, memfd_create};
     let len = announced_len();
     let of_length = |file: fs::File, len: usize| {
@@ -352,7 +352,7 @@ fn memory_that_others_could_cut_is_not_mapped() {
     let other = of_length(memory(), len);
     fcntl_add_seals(&other, all).unwrap();
     assert!(error(&other).contains("it is another file"), "{}", error(&other));
-    // Only root can give a file away, and so only root can see this.
+    // Only root can give a file away, so only root can run this check.
     let of_nobody = of_length(memory(), len);
     fcntl_add_seals(&of_nobody, all).unwrap();
     if std::os::unix::fs::fchown(&of_nobody, Some(65534), None).is_ok() {
@@ -395,7 +395,7 @@ fn configuration() {
     assert_eq!(format!("{config:?}"), format!("{:?}", Shm::default()));
     let error = parse(r#"{ "type": "shm", "chunk_byte": 1 }"#).unwrap_err();
     insta::assert_snapshot!(error, @"unknown field `chunk_byte`, expected `chunk_bytes` at line 1 column 29");
-    // Chunks of a rank in three buffers, and two of each rank for each.
+    // The chunks of a rank in three buffers, and two message chunks from each rank to each.
     let (one, many) = (Shm::default().memory(1), Shm::default().memory(50));
     assert_eq!((one.used, one.mapped), (0, 0));
     assert!((many.used >> 20, many.mapped >> 20) == (151, 151 + 1250), "{many:?}");

@@ -40,7 +40,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
     match scenario {
         "default" | "small" | "ports" => {
             conformance::process_group(&*group)?;
-            // A second world on the same store.
+            // A second world group on the same store.
             let again = config.build(context)?;
             all_reduce_once(&*again)?;
             all_reduce_once(&*group)
@@ -54,8 +54,9 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
             let address = contact["address"].as_str().unwrap().to_owned();
             let group: Arc<dyn ProcessGroup> = group;
             if context.rank == 0 {
-                // Some that say nothing, some that guess, and more than are greeted at once: ranks have given up
-                // waiting for an answer, and called again, before they are.
+                // Some say nothing, some guess, and there are more than the listener greets at
+                // once. So ranks give up waiting for an answer, and call again, before they are
+                // greeted.
                 let mut strangers = Vec::new();
                 for number in 0..100 {
                     let mut stranger = TcpStream::connect(&address).unwrap();
@@ -108,7 +109,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
             }
         }
         "chain" => {
-            // Rank 0 waits for rank 1, which waits for rank 2 in another group; that sleeps.
+            // Rank 0 waits for rank 1, which waits for rank 2 in another group. Rank 2 sleeps.
             let pairs = group.split(&[vec![0], vec![1, 2]], "pair")?;
             match context.rank {
                 0 => {
@@ -117,7 +118,7 @@ fn run_scenario(scenario: &str, context: &GroupContext) -> Result<()> {
                     result
                 }
                 1 => {
-                    // It may give up before rank 0 does, and stays until that has.
+                    // It may give up before rank 0 does, and stays until rank 0 has.
                     let result = pairs.barrier()?.wait();
                     context.store.get("end", Duration::from_secs(60))?;
                     result
@@ -165,17 +166,17 @@ fn abort_reaches_all_processes() {
 }
 
 #[test]
-fn a_missing_process_is_named() {
+fn missing_process_is_named() {
     start(3, "timeout").expect_ok();
 }
 
 #[test]
-fn strangers_neither_enter_nor_fill_a_group() {
+fn strangers_cannot_enter_or_block_a_group() {
     start(2, "strangers").expect_ok();
 }
 
 #[test]
-fn a_killed_process_ends_the_others() {
+fn killed_process_ends_the_others() {
     let mut job = start(3, "killed");
     (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.children[2].kill().unwrap();
@@ -191,9 +192,9 @@ fn a_killed_process_ends_the_others() {
     }
 }
 
-/// Whoever launched the ranks sees how one ended, and says so in the store.
+/// The launcher sees how a rank ended, and reports it in the store.
 #[test]
-fn what_the_store_knows_of_a_killed_process_is_the_error() {
+fn error_of_killed_process_comes_from_store() {
     let mut job = start(3, "killed");
     (0..3).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.children[2].kill().unwrap();
@@ -206,14 +207,14 @@ fn what_the_store_knows_of_a_killed_process_is_the_error() {
 }
 
 #[test]
-fn a_reported_failure_is_every_ranks_error() {
+fn reported_failure_is_every_ranks_error() {
     let results = start(3, "fails").results();
     assert_eq!(results[0].as_deref(), Some("rank 1 failed: the disk is full"));
     assert_eq!(results[2].as_deref(), Some("rank 1 failed: the disk is full"));
 }
 
 #[test]
-fn a_rank_that_was_asked_to_end_gives_up_and_the_others_end() {
+fn interrupted_rank_ends_all_ranks() {
     let job = start(2, "waits");
     (0..2).for_each(|rank| job.wait_for(&format!("running{rank}")));
     job.store().set("asked0", b"").unwrap();
@@ -223,7 +224,7 @@ fn a_rank_that_was_asked_to_end_gives_up_and_the_others_end() {
 }
 
 #[test]
-fn ranks_in_different_collectives_are_told() {
+fn mismatched_collectives_are_detected() {
     let results = start(2, "differ").results();
     let told = "the ranks differ in collective 1 of this group: rank ";
     for result in results {
@@ -251,7 +252,7 @@ fn messages_of_different_lengths_are_refused() {
 }
 
 #[test]
-fn whom_a_missing_rank_waits_for_is_said() {
+fn wait_chain_of_missing_rank_is_named() {
     let job = start(3, "chain");
     job.wait_for("given up");
     job.store().set("end", b"").unwrap();

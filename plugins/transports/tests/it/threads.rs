@@ -1,4 +1,4 @@
-//! Groups of threads: the conformance suites, and what only shows within one process.
+//! Groups of threads: the conformance suites, and behaviour that only shows within one process.
 
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,7 +12,7 @@ use fulgurite_transports::{ThreadsGroup, run_ranks, run_ranks_with};
 
 const LONG: Duration = Duration::from_secs(120);
 
-/// Runs `f` a rank on groups that exist already.
+/// Runs `f` for each rank of existing groups.
 fn on_threads<T: Send>(
     groups: Vec<Arc<dyn ProcessGroup>>,
     f: impl Fn(Arc<dyn ProcessGroup>) -> T + Sync,
@@ -57,7 +57,7 @@ fn eight_threads_conform() {
 
 #[test]
 fn tiny_chunks_conform() {
-    // A portion is one cache line: every collective takes many phases.
+    // A portion is one cache line, so every collective takes many phases.
     for size in [2, 3] {
         let groups = ThreadsGroup::create_with(size, LONG, 64).unwrap();
         let small = |group: Arc<dyn ProcessGroup>| -> Result<()> {
@@ -88,7 +88,7 @@ fn abort_ends_all_waits() {
 
 // checklist: Lightning: timeout
 #[test]
-fn a_missing_rank_is_named() {
+fn missing_rank_is_named() {
     let timeout = Duration::from_secs(1);
     for size in [2, 3] {
         let groups = ThreadsGroup::create(size, timeout).unwrap();
@@ -99,7 +99,7 @@ fn a_missing_rank_is_named() {
 }
 
 #[test]
-fn a_timeout_says_where_the_missing_were_seen() {
+fn timeout_names_last_collective_of_missing_rank() {
     let groups = ThreadsGroup::create(3, Duration::from_millis(300)).unwrap();
     let errors = Mutex::new(vec![]);
     let turn = std::sync::Barrier::new(3);
@@ -115,9 +115,10 @@ fn a_timeout_says_where_the_missing_were_seen() {
     insta::assert_snapshot!(errors.lock().unwrap()[0], @"rank 0, process group `world`, all_reduce: timed out after 300ms: in all_reduce of 16 bytes of bf16 (collective 2 of this group), waited for rank 1 (last seen in barrier, its collective 1), rank 2 (last seen in barrier, its collective 1)");
 }
 
-/// Ranks 0 and 1 wait for 2 and 3 in one dimension of a mesh, rank 2 for rank 3 in the other one.
+/// Ranks 0 and 1 wait for 2 and 3 in one dimension of a mesh, rank 2 for rank 3 in the other
+/// dimension.
 #[test]
-fn a_timeout_names_the_rank_that_waits_for_nobody() {
+fn timeout_names_the_rank_to_blame() {
     let groups = ThreadsGroup::create(4, Duration::from_secs(2)).unwrap();
     let turn = std::sync::Barrier::new(4);
     let errors = on_threads(groups, |world| {
@@ -140,7 +141,7 @@ fn a_timeout_names_the_rank_that_waits_for_nobody() {
 }
 
 #[test]
-fn different_collectives_are_told_apart() {
+fn mismatched_collectives_are_detected() {
     let errors = |call: fn(&dyn ProcessGroup) -> Result<()>| {
         let groups = ThreadsGroup::create(2, LONG).unwrap();
         on_threads(groups, |group| call(&*group).unwrap_err().to_string()).join("\n")
@@ -181,7 +182,7 @@ fn different_collectives_are_told_apart() {
 }
 
 #[test]
-fn messages_that_do_not_match_fail() {
+fn mismatched_messages_fail() {
     let groups = ThreadsGroup::create(2, LONG).unwrap();
     let results = on_threads(groups, |group| {
         let x = Tensor::zeros(10 + group.rank(), DType::F32, &Device::Cpu).unwrap();
@@ -224,20 +225,20 @@ fn misuse_is_explained() {
 
 // checklist: PyTorch: _assert_in_training_states
 #[test]
-fn the_first_error_ends_all_ranks() {
+fn first_error_ends_all_ranks() {
     let result = run_ranks(4, |group| {
         let half = group.split(&[vec![0, 1], vec![2, 3]], "half")?;
         if group.rank() == 2 {
             return Err(Error::other("out of coffee"));
         }
-        // The others wait, some in a group that the failed rank is not in.
+        // The other ranks wait, some in a group without the failed rank.
         if group.rank() < 2 { group.barrier()?.wait() } else { half.barrier()?.wait() }
     });
     assert_eq!(result.unwrap_err().to_string(), "out of coffee");
 }
 
 #[test]
-fn a_panic_ends_all_ranks() {
+fn panic_ends_all_ranks() {
     let seen = Mutex::new(vec![]);
     let result = run_ranks(3, |group| {
         if group.rank() == 1 {
@@ -256,7 +257,7 @@ fn a_panic_ends_all_ranks() {
 }
 
 #[test]
-fn a_rank_that_leaves_is_missed() {
+fn leaving_rank_is_reported() {
     let groups = ThreadsGroup::create(2, LONG).unwrap();
     let results = on_threads(groups, |group| {
         group.barrier().unwrap().wait().unwrap();
@@ -270,7 +271,7 @@ fn a_rank_that_leaves_is_missed() {
 
 // checklist: PyTorch: _no_dispatch_record_stream
 #[test]
-fn what_was_started_is_finished_when_the_group_is_dropped() {
+fn dropped_group_finishes_started_collectives() {
     let results = run_ranks(3, |group| {
         let x = Tensor::ones(100_000, DType::F32, &Device::Cpu)?;
         for _ in 0..3 {
@@ -279,8 +280,8 @@ fn what_was_started_is_finished_when_the_group_is_dropped() {
         drop(group);
         Ok(x.to_vec1::<f32>()?[99_999])
     });
-    // `run_ranks` holds a handle too, so the tensors are read while the collectives run; what
-    // counts is that nobody hangs. The values are checked with handles of our own:
+    // `run_ranks` holds a handle too, so the tensors are read while the collectives run. This only
+    // checks that no rank hangs. The values are checked with separate handles:
     assert_eq!(results.unwrap().len(), 3);
     let groups = ThreadsGroup::create(3, LONG).unwrap();
     let sums = on_threads(groups, |group| {
@@ -294,12 +295,12 @@ fn what_was_started_is_finished_when_the_group_is_dropped() {
 }
 
 #[test]
-fn an_error_nobody_waited_for_comes_with_the_next_call() {
+fn unread_error_comes_with_the_next_call() {
     let groups = ThreadsGroup::create(2, Duration::from_millis(200)).unwrap();
     let group = &groups[0];
     drop(group.barrier().unwrap());
     let error = loop {
-        // The timeout comes eventually; until then calls are accepted, and end with it too.
+        // Until the timeout, calls are accepted, and end with the timeout too.
         if let Err(error) = group.barrier().and_then(|work| work.wait()) {
             break error.to_string();
         }
@@ -311,14 +312,15 @@ fn an_error_nobody_waited_for_comes_with_the_next_call() {
 
 /// A tensor under way may be a view of a buffer that the rank computes with elsewhere.
 #[test]
-fn no_tensor_is_locked_while_a_peer_is_waited_for() {
+fn no_tensor_is_locked_during_a_wait() {
     let steps = AtomicUsize::new(0);
     run_ranks(2, |group| {
         let buffer = Tensor::ones(2000, DType::F32, &Device::Cpu)?;
         let (view, other) = (buffer.narrow(0, 0, 1000)?, buffer.narrow(0, 1000, 1000)?);
         if group.rank() == 0 {
             let work = group.all_reduce(&view, ReduceOp::Sum)?;
-            // Rank 1 starts its part only after this rank changed the buffer under the collective.
+            // Rank 1 starts its part only after this rank has changed the buffer under the
+            // collective.
             storage::with_host_mut(&other, |x: &mut [f32]| x.fill(5.0))?;
             steps.fetch_add(1, Ordering::SeqCst);
             work.wait()?;
@@ -336,10 +338,10 @@ fn no_tensor_is_locked_while_a_peer_is_waited_for() {
     .unwrap();
 }
 
-/// Another rank may still be at the tensors of a collective that failed on this one.
+/// Another rank may still access the tensors of a collective that failed on this rank.
 #[cfg(target_os = "linux")]
 #[test]
-fn the_memory_of_a_failed_collective_is_not_used_again() {
+fn memory_of_failed_collective_is_not_reused() {
     let groups = ThreadsGroup::create(2, LONG).unwrap();
     let place = |x: &Tensor| storage::with_host(x, |x: &[f32]| x.as_ptr().addr()).unwrap();
     let started = AtomicUsize::new(0);
@@ -362,9 +364,9 @@ fn the_memory_of_a_failed_collective_is_not_used_again() {
     });
 }
 
-/// From 16 KiB on tensors that a group made are not copied through slots.
+/// From 16 KiB on, tensors made by a group are not copied through slots.
 #[test]
-fn an_all_to_all_in_place_is_the_same_for_all_sizes() {
+fn in_place_all_to_all_works_for_all_sizes() {
     for n in [2, 1 << 16] {
         run_ranks(2, |group| {
             let x = group.empty(n, DType::F32, &Device::Cpu)?;
@@ -383,16 +385,16 @@ fn an_all_to_all_in_place_is_the_same_for_all_sizes() {
     }
 }
 
-/// The tensor's memory went away after the call: an error on all ranks, not a hang.
+/// The tensor's memory goes away after the call: an error on all ranks, not a hang.
 #[test]
-fn a_tensor_without_memory_fails_on_all_ranks() {
+fn tensor_without_memory_fails_on_all_ranks() {
     let groups = ThreadsGroup::create(2, LONG).unwrap();
     let errors = on_threads(groups, |group| {
         let x = group.empty(10_000, DType::F32, &Device::Cpu).unwrap();
         if group.rank() == 1 {
             storage::release(&x).unwrap();
         }
-        // Rank 0 may hear of it when it starts.
+        // Rank 0 may learn of the failure at the start of its call.
         let done = group.all_reduce(&x, ReduceOp::Sum).and_then(Work::wait);
         done.unwrap_err().to_string()
     });

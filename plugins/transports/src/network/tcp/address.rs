@@ -42,7 +42,8 @@ fn address(config: &Tcp, context: &GroupContext) -> Result<IpAddr> {
     })
 }
 
-/// The address of an interface of this host, by its name or as it is; IPv4 before IPv6.
+/// Returns the address of an interface of this host, given by name or address. Prefers IPv4 to
+/// IPv6.
 fn of_interface(interface: &str) -> Result<IpAddr> {
     if let Ok(ip) = interface.parse() {
         return Ok(ip);
@@ -69,7 +70,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn an_interface_is_found_by_name_or_address() {
+    fn interface_is_found_by_name_or_address() {
         assert_eq!(of_interface("lo").unwrap(), IpAddr::from(Ipv4Addr::LOCALHOST));
         assert_eq!(of_interface("::1").unwrap(), "::1".parse::<IpAddr>().unwrap());
         let error = of_interface("no0").unwrap_err().to_string();

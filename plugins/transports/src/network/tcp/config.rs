@@ -15,16 +15,17 @@ use crate::network::connect_world;
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Tcp {
-    /// The network interface that ranks listen on and connect from: its name (`eth1`), or an IP address of this
-    /// host. By default the one by which the host reaches rank 0's. Of several hosts a name fits all.
+    /// The network interface that ranks listen on and connect from: its name (`eth1`), or an IP
+    /// address of this host. By default, the interface through which the host reaches rank 0's.
+    /// With several hosts, give a name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub interface: Option<String>,
-    /// The first and the last of the ports that ranks listen on, for firewalls: one for each rank of a host. By
-    /// default any that is free.
+    /// The first and the last port that ranks listen on, for firewalls: one port for each rank of a
+    /// host. By default any free port.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub ports: Option<[u16; 2]>,
-    /// Bytes that a rank receives in one round of a reduction, 64 KiB to 1 GiB, which each group holds. The same
-    /// on all ranks.
+    /// Bytes that a rank receives in one round of a reduction, 64 KiB to 1 GiB, which each group
+    /// holds. The same on all ranks.
     pub chunk_bytes: usize,
 }
 

@@ -1,4 +1,4 @@
-//! How ranks find each other, and how a connection begins.
+//! Discovery of ranks, and the handshake of a connection.
 
 use std::io::{self, Read, Write};
 use std::net::{SocketAddr, TcpStream};
@@ -7,21 +7,21 @@ use std::time::{Duration, Instant};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// How long the beginning of a connection may take.
+/// Time limit of the handshake.
 const GREETING_TIMEOUT: Duration = Duration::from_secs(5);
-/// How long one read of it waits.
+/// Time limit of one read in the handshake.
 const READ_SLICE: Duration = Duration::from_millis(500);
-/// What who calls says last: it takes the answer for that of the rank that it wants, and the connection for its own.
+/// The caller's last message: it accepts the answer as the wanted rank's, and keeps the connection.
 const AGREED: [u8; 1] = [1];
 /// The first bytes of a connection.
 const MAGIC: [u8; 8] = *b"FulgTcp1";
-/// The longest key of a group that is read from a stranger.
+/// Limit for a group's key from an unknown caller.
 const MAX_KEY: usize = 4096;
 
 type Token = [u8; 16];
 
-/// What a rank puts into the store, which only ranks of the job can read: where it listens, what who connects
-/// must say, and what it answers.
+/// A rank's entry in the store, which only ranks of the job can read: its address, the caller's
+/// token and the token of the answer.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Contact {
     pub(super) address: SocketAddr,
@@ -42,8 +42,8 @@ impl Contact {
         Ok(Self { address, asked: random()?, answered: random()?, chunk_bytes })
     }
 
-    /// Connects to the rank as rank `from`, for the group `key`. `tick` is called at least once a second, from the end of
-    /// the connecting on.
+    /// Connects to the rank as rank `from`, for the group `key`. Once connected, `tick` is called
+    /// at least once a second.
     pub(super) fn call(
         &self,
         key: &str,
@@ -74,7 +74,7 @@ impl Contact {
         Ok(stream)
     }
 
-    /// Answers a connection that was accepted: the rank that calls, and the key of its group.
+    /// Answers an accepted connection. Returns the calling rank and the key of its group.
     pub(super) fn answer(&self, stream: &mut TcpStream) -> io::Result<(usize, String)> {
         stream.set_nonblocking(false)?;
         stream.set_nodelay(true)?;
@@ -99,7 +99,7 @@ impl Contact {
         read(stream, &mut key, until, &mut || {})?;
         let key = String::from_utf8(key).map_err(io::Error::other)?;
         stream.write_all(&self.answered)?;
-        // Who called may have given up before it was answered, and called again.
+        // The caller may have given up before the answer, and called again.
         let mut agreed = [0; AGREED.len()];
         read(stream, &mut agreed, until, &mut || {})?;
         if agreed != AGREED {
@@ -132,7 +132,7 @@ fn read(
     Ok(())
 }
 
-/// Compares without telling by the time it takes where they differ.
+/// Compares in constant time.
 fn same(a: &[u8], b: &[u8]) -> bool {
     a.len() == b.len() && a.iter().zip(b).fold(0, |different, (a, b)| different | (a ^ b)) == 0
 }

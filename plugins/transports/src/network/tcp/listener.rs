@@ -1,4 +1,4 @@
-//! The thread that takes connections of other ranks.
+//! The thread that accepts connections of other ranks.
 
 use std::collections::HashMap;
 use std::io::ErrorKind;
@@ -12,12 +12,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
 use super::contact::Contact;
 
-/// Connections that have not yet said who they are; more wait to be accepted.
+/// Limit for connections that have not identified themselves. More wait to be accepted.
 const MAX_STRANGERS: usize = 64;
-/// How often the thread looks whether it is still needed.
+/// Interval at which the thread checks whether it is still needed.
 const POLL: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
 
-/// Connections that were taken and that nobody has asked for, by group and rank.
+/// Accepted connections that are not in use yet, by group and rank.
 pub(super) struct Listener {
     state: Arc<State>,
 }
@@ -25,7 +25,7 @@ pub(super) struct Listener {
 #[derive(Default)]
 struct State {
     taken: Mutex<HashMap<(String, usize), TcpStream>>,
-    /// Signalled when one is taken.
+    /// Signalled when a connection is accepted.
     came: Condvar,
     strangers: AtomicUsize,
     over: AtomicBool,
@@ -47,7 +47,7 @@ impl Listener {
         Ok(Self { state })
     }
 
-    /// The connection of a rank for a group, if it comes within `wait`.
+    /// Returns a rank's connection for a group, if it arrives within `wait`.
     pub(super) fn take(&self, key: &str, rank: usize, wait: Duration) -> Option<TcpStream> {
         let wanted = (key.to_owned(), rank);
         let taken = self.state.taken.lock().expect("no panic while taking a connection");
@@ -77,7 +77,7 @@ fn accept(listener: &TcpListener, contact: &Contact, state: &Arc<State>) {
         let (mut stream, from) = match listener.accept() {
             Ok(accepted) => accepted,
             Err(error) => {
-                // It is ready again at once where the process has no file descriptor left.
+                // Without a free file descriptor, the listener is ready again at once.
                 if !matches!(error.kind(), ErrorKind::WouldBlock | ErrorKind::Interrupted) {
                     tracing::warn!("a connection cannot be accepted: {error}{}", advice(&error));
                     std::thread::sleep(Duration::from_millis(500));

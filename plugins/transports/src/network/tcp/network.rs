@@ -1,4 +1,4 @@
-//! Connecting the members of a group.
+//! Connects the members of a group.
 
 use std::collections::HashMap;
 use std::net::{IpAddr, TcpStream};
@@ -16,28 +16,28 @@ use super::listener::Listener;
 use super::wire::TcpWire;
 use crate::network::wire::{Network, POLL_INTERVAL, Wire};
 
-/// How long after a refused connection the next is tried: at first, and at most.
+/// Delay between attempts after a refused connection: first, and at most.
 const FIRST_RETRY: Duration = Duration::from_millis(20);
 const LAST_RETRY: Duration = Duration::from_millis(500);
-/// How much longer than its timeout a rank waits for one that is to connect.
+/// Extra time beyond the timeout for a rank that must connect to this one.
 const GRACE: Duration = Duration::from_secs(3);
 
 /// The connections of this process to other ranks.
 pub(super) struct TcpNetwork {
     store: Arc<dyn Store>,
     rank: usize,
-    /// Where the store has the ranks' contacts.
+    /// Prefix of the ranks' contacts in the store.
     keys: String,
     chunk_bytes: usize,
     listener: Listener,
-    /// Those of other ranks that were needed so far.
+    /// Contacts of other ranks so far.
     contacts: Mutex<HashMap<usize, Contact>>,
-    /// Addresses of ranks that there were connections with.
+    /// Addresses of ranks, from earlier connections.
     places: Mutex<HashMap<usize, IpAddr>>,
 }
 
 impl TcpNetwork {
-    /// Listens, and lets the others know. Every rank of the job calls it, in the same order.
+    /// Listens, and publishes the address. Every rank of the job calls it, in the same order.
     pub(super) fn new(config: &Tcp, context: &GroupContext) -> Result<Self> {
         let (store, rank) = (context.store.clone(), context.rank);
         let build = store.add(&format!("network/tcp/listeners/{rank}"), 1)?;
@@ -86,7 +86,7 @@ impl TcpNetwork {
         Ok(contact)
     }
 
-    /// Connects to a rank that listens.
+    /// Connects to a listening rank.
     fn call(
         &self,
         key: &str,
@@ -105,7 +105,7 @@ impl TcpNetwork {
                 Ok(stream) => return Ok(stream),
                 Err(error) => tracing::debug!("connecting to rank {rank}: {error}"),
             }
-            // It counts what took no longer than a second.
+            // The patience only counts steps of at most a second.
             tick();
             wanted()?;
             std::thread::sleep(retry.min(slice));
@@ -123,7 +123,7 @@ impl TcpNetwork {
         )))
     }
 
-    /// Waits for the connection of a rank that calls.
+    /// Waits for the connection of a calling rank.
     fn take(
         &self,
         key: &str,
@@ -163,7 +163,7 @@ impl Network for TcpNetwork {
         timeout: Duration,
         wanted: &dyn Fn() -> Result<()>,
     ) -> Result<Box<dyn Wire>> {
-        // Who calls knows more of what is wrong, and is to say it first.
+        // The caller knows more about an error, so it must report first.
         let mut patience = Patience::new(timeout);
         let mut longer = Patience::new(timeout.saturating_add(GRACE));
         let mut streams = Vec::with_capacity(members.len());

@@ -12,12 +12,12 @@ use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use super::network::TcpNetwork;
 use crate::network::wire::{Incoming, Outgoing, POLL_INTERVAL, Watch, Wire, WireError};
 
-/// Messages that are passed to the kernel at once.
+/// Number of messages passed to the kernel at once.
 const SLICES: usize = 32;
-/// What a member that closes its connection is said to have done.
+/// The error for a member that closes its connection.
 const CLOSED: &str = "it was closed";
 
-/// The connections of one group, by member; none to this one.
+/// The connections of one group, by member; `None` for this member.
 pub(super) struct TcpWire {
     streams: Vec<Option<TcpStream>>,
     /// Listens as long as there are groups.
@@ -41,7 +41,7 @@ struct Traffic {
     sends: Vec<*const [u8]>,
     /// With their numbers.
     receives: Vec<(usize, *mut [u8])>,
-    /// Messages that are through, and bytes of the next.
+    /// Number of finished messages, and bytes of the next one.
     sent: (usize, usize),
     received: (usize, usize),
 }
@@ -55,7 +55,7 @@ impl Traffic {
         self.received.0 < self.receives.len()
     }
 
-    /// Sends as much as the kernel takes at once; whether that was anything.
+    /// Sends as much as the kernel accepts at once. Returns whether it sent any byte.
     ///
     /// # Safety
     /// The memory of the messages is valid.
@@ -76,10 +76,10 @@ impl Traffic {
         Ok(true)
     }
 
-    /// Receives as much as there is; whether that was anything.
+    /// Receives as much as has arrived. Returns whether it received any byte.
     ///
     /// # Safety
-    /// The memory of the messages is valid, and nobody else accesses it.
+    /// The memory of the messages is valid, and no other code accesses it.
     unsafe fn receive(&mut self, mut stream: &TcpStream) -> io::Result<bool> {
         let (first, offset) = self.received;
         let mut slices: Vec<IoSliceMut<'_>> = self.receives[first..]
@@ -101,7 +101,7 @@ impl Traffic {
     }
 }
 
-/// `None` if the socket is not ready.
+/// Runs a transfer. Returns `None` if the socket is not ready.
 fn attempt(mut transfer: impl FnMut() -> io::Result<usize>) -> io::Result<Option<usize>> {
     loop {
         match transfer() {
@@ -183,7 +183,7 @@ impl Wire for TcpWire {
 }
 
 impl TcpWire {
-    /// Sleeps until a socket is ready, for [`POLL_INTERVAL`] at most.
+    /// Sleeps until a socket is ready, for at most [`POLL_INTERVAL`].
     fn sleep(&self, traffic: &[Traffic]) {
         let mut fds = Vec::with_capacity(traffic.len());
         for (stream, traffic) in self.streams.iter().zip(traffic) {
@@ -195,7 +195,7 @@ impl TcpWire {
             }
         }
         let nanos = POLL_INTERVAL.as_nanos() as i64;
-        // An error is found by the next transfer.
+        // The next transfer detects any error.
         let _ = poll(&mut fds, Some(&Timespec { tv_sec: 0, tv_nsec: nanos }));
     }
 }
