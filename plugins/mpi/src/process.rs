@@ -153,7 +153,7 @@ impl MpiProcess {
     }
 
     fn lock(&self) -> MutexGuard<'_, Phase> {
-        // A copied value is never half written.
+        // A panic cannot leave the phase half written.
         self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -76,7 +76,7 @@ pub trait Streams: Send + Sync {
     fn wait(&self, event: &dyn Event, memory: &[Memory]) -> Result<()>;
 }
 
-/// A stream beside the compute stream. Work that was queued on it runs also after it is dropped.
+/// A stream beside the compute stream. Queued work runs even after the stream is dropped.
 pub trait Stream: Send + Sync {
     /// NCCL's stream argument: a `cudaStream_t`.
     fn handle(&self) -> *mut c_void;

@@ -1,5 +1,4 @@
-//! Process groups without other software: threads of a process, processes of one host, or of
-//! several.
+//! Process groups without other software, for threads and for processes of one or more hosts.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

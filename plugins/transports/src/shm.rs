@@ -20,8 +20,8 @@ use crate::memory::RegionLayout;
 ///
 /// The memory is an anonymous file (memfd). One rank makes it, and the others open it through
 /// `/proc` by the path in the job's store. It must belong to this user and be sealed, so that it
-/// cannot shrink under a mapping. The file is without a name in a file system, so it is freed
-/// however the processes end. Linux only.
+/// cannot shrink under a mapping. The file has no name, so it is freed however the processes
+/// end. Linux only.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
 )]

@@ -1,6 +1,6 @@
 //! The locks of the queue: the standard library's, or loom's with the feature `interleavings`.
 //!
-//! Loom's tests try the orders in which threads can take them.
+//! Loom tries the orders in which threads can take them.
 
 #[cfg(not(feature = "interleavings"))]
 pub(crate) use std::sync::{Condvar, Mutex, MutexGuard};

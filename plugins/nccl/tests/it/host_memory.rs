@@ -92,7 +92,7 @@ pub(crate) struct HostMemory {
 /// Events of streams other than the compute stream.
 type Recorded = Arc<Mutex<Vec<streams::Event>>>;
 
-/// Keeps the [`Memory`] of a tensor.
+/// Holder of a tensor's [`Memory`].
 struct Held {
     tensor: Tensor,
     shadow: Arc<Shadow>,
@@ -108,8 +108,8 @@ impl Drop for Held {
     }
 }
 
-/// Keeps [`Memory`] without a tensor. The memory is poisoned when the compute stream reaches the
-/// drop.
+/// Holder of [`Memory`] without a tensor. The memory is poisoned when the compute stream reaches
+/// the drop.
 struct Buffer {
     bytes: Arc<Bytes>,
     compute: Arc<streams::Stream>,

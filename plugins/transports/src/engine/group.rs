@@ -38,8 +38,8 @@ pub(crate) struct Membership {
     pub(crate) global_ranks: Vec<usize>,
     pub(crate) timeout: Duration,
     pub(crate) chunk_bytes: usize,
-    /// Whether a waiting rank spins before it sleeps. `None` means if each rank has a core. A split
-    /// group inherits the setting.
+    /// Whether a waiting rank spins before it sleeps. By default it does if each rank has a core.
+    /// A split group inherits the setting.
     pub(crate) spins: Option<bool>,
 }
 

@@ -65,7 +65,7 @@ pub(crate) struct Shared {
     pub(crate) queue: Queue,
     /// The failure of the group, if it has failed.
     pub(crate) failure: Mutex<Option<Failure>>,
-    /// Whether a waiting rank spins before it sleeps, as each rank has a core.
+    /// Whether a waiting rank spins before it sleeps; by default, if each rank has a core.
     pub(crate) spins: bool,
     /// Whether this rank can map the memory of the others' [`empty`](Rendezvous::empty) tensors.
     /// Set after the first barrier.

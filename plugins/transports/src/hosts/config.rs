@@ -11,8 +11,7 @@ use serde::{Deserialize, Serialize};
 use super::group::{Mixed, Parts};
 use crate::Shm;
 
-/// `process_group.type = "auto"`: shared memory between the ranks of a host, and a network between
-/// hosts.
+/// `process_group.type = "auto"`: shared memory within a host, and a network between hosts.
 ///
 /// For a job on one host it is the same as `shm`. If every rank has its own device, such as an
 /// NVIDIA GPU, and the program has a process group for such devices (`nccl`), that group carries

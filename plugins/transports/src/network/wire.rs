@@ -53,7 +53,7 @@ pub trait Wire: Send {
     /// The memory of all messages is valid until this returns. Meanwhile no other code writes to
     /// sent memory or accesses received memory. After an error the memory must stay valid for the
     /// rest of the process, as a network may still access it.
-    #[allow(unsafe_code)] // The memory is that of tensors, no lock of which may be held during a wait.
+    #[allow(unsafe_code)] // Tensors must not be locked during a wait.
     unsafe fn exchange(
         &mut self,
         sends: &[Outgoing],
