@@ -13,7 +13,7 @@
 //! | collective | rounds |
 //! |---|---|
 //! | all-gather, all-to-all, barrier | one |
-//! | reduce-scatter | one per chunk: each gets others' values of its part and reduces in rank order |
+//! | reduce-scatter | one per chunk: each gets others' values of its part, reduced in rank order |
 //! | all-reduce | the same, and in the next round each sends its reduced chunk to all |
 //! | small all-reduce | one: each sends its values to all, and every member reduces them |
 //! | broadcast | one; if large, each member gets a part, and sends it on in a second round |
