@@ -1,4 +1,4 @@
-//! Device meshes: ranks in a grid with named dimensions.
+//! Device meshes: grids of ranks with named dimensions.
 //!
 //! ```
 //! use fulgurite_core::mesh::MeshLayout;
@@ -19,7 +19,7 @@ mod layout;
 pub use device_mesh::DeviceMesh;
 pub use layout::MeshLayout;
 
-/// The mesh dimension whose ranks hold the same shards and different data.
+/// The mesh dimension whose ranks hold the same shards and see different data.
 pub const DATA_PARALLEL_REPLICATE: &str = "data_parallel_replicate";
 /// The mesh dimension over which FSDP cuts parameters; its ranks see different data.
 pub const DATA_PARALLEL_SHARD: &str = "data_parallel_shard";

@@ -1,4 +1,4 @@
-//! Eight bits an element, a row at a time.
+//! Eight bits an element, with a scale for each row.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ const ZERO: f32 = 128.0;
 /// Steps from 0 to the largest magnitude.
 const STEPS: f32 = 127.0;
 
-/// What the row's codes are multiplied by.
+/// The factor of the row's codes.
 pub(super) fn scale(row: &[f32]) -> f32 {
     row.iter().fold(0_f32, |largest, x| largest.max(x.abs())) / STEPS
 }
