@@ -1,4 +1,4 @@
-//! A process group that counts what goes through it.
+//! A process group that counts collectives and their bytes.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -13,7 +13,7 @@ use crate::{Error, Result};
 pub struct Record {
     /// Number of calls.
     pub calls: u64,
-    /// Bytes of the full tensors: what is reduced, or the gathered whole.
+    /// Bytes of the full tensors: the operand of a reduction, or the gathered whole.
     pub bytes: u64,
 }
 
@@ -45,8 +45,7 @@ impl Counter {
     }
 }
 
-/// A process group that counts calls and bytes and passes the calls on. Groups split from it count into
-/// the same tally.
+/// Counts calls and bytes and passes the calls on. Groups split from it use the same tally.
 pub struct Counting {
     inner: Arc<dyn ProcessGroup>,
     counter: Counter,

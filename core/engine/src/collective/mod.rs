@@ -1,11 +1,11 @@
 //! Process groups and collectives.
 //!
-//! [`ProcessGroup`] is the trait that transports implement, and [`ProcessGroupConfig`] is what makes one
-//! from a configuration; [`Solo`] is the group of one rank, which communicates nothing; [`Counting`]
-//! wraps any group and counts calls and bytes; [`Agreement`] compares what all ranks must have alike;
-//! [`Abandonment`] lets ranks leave a step together; [`Timing`]
-//! asks for the device's times. [`check`] has the argument checks that all transports share. Ranks find each other over a
-//! job's [`Store`].
+//! Transports implement [`ProcessGroup`], and a [`ProcessGroupConfig`] makes one from a
+//! configuration. [`Solo`] is the group of one rank and communicates nothing. [`Counting`] wraps
+//! any group and counts calls and bytes. [`Agreement`] checks that values are equal on all ranks.
+//! [`Abandonment`] lets ranks abandon a step together. [`Timing`] records when collectives run on
+//! the device. [`check`] has the argument checks that all transports share. Ranks find each other
+//! over a job's [`Store`].
 
 mod abandon;
 mod agreement;
