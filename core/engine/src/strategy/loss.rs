@@ -56,7 +56,7 @@ impl Loss {
     /// The sum as a number, read from its device.
     ///
     /// # Errors
-    /// If the sum is not a scalar.
+    /// If the sum does not have exactly one element.
     pub fn sum_value(&self) -> Result<f64> {
         read::scalar(&self.sum_tensor()?, "loss")
     }
