@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// A float of 16 bits. Loops that convert bf16 are vectorised.
+/// A 16-bit float. Loops that convert bf16 are vectorised.
 pub trait Half: Copy {
     /// The same value in f32.
     fn widen(self) -> f32;
