@@ -1,9 +1,9 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
 //! 1, 2, 3", 2011).
 //!
-//! Every random number is a pure function of (seed, purpose, name, index). There is no state to
-//! save, reshard or seed per rank. A model starts with the same bits on any mesh, dropout is the
-//! same on any mesh, and a resumed run continues bit for bit.
+//! Every random number is a pure function of (seed, purpose, name, index). Nothing needs to be saved,
+//! resharded or seeded per rank. A model starts with the same bits on any mesh, dropout is the same
+//! on any mesh, and a resumed run continues bit for bit.
 //!
 //! ```
 //! use fulgurite_core::random::{Purpose, Stream};
@@ -128,8 +128,8 @@ impl Stream {
         }
     }
 
-    /// The element at `index` of a random permutation of `0..n`, computed without memory (a four-round
-    /// Feistel network with cycle walking).
+    /// The element at `index` of a random permutation of `0..n`, computed without memory (a
+    /// four-round Feistel network with cycle walking).
     pub fn permute(&self, n: u64, index: u64) -> u64 {
         assert!(index < n, "position {index} in an order of {n}");
         let half = (64 - (n - 1).leading_zeros()).div_ceil(2).max(1);
@@ -213,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn permute_is_a_bijection_that_depends_on_the_stream() {
+    fn permute_is_a_bijection_per_stream() {
         let stream = Stream::new(1, Purpose::Shuffle, "");
         for n in [1, 2, 3, 7, 64, 1000] {
             let mut order: Vec<u64> = (0..n).map(|i| stream.permute(n, i)).collect();
@@ -240,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn hashed_words_are_a_function_of_the_place() {
+    fn hashed_words_depend_only_on_position() {
         let stream = Stream::new(5, Purpose::Rounding, "w").child(2);
         let mut all = vec![0; 1 << 17];
         stream.fill_hashed(0, &mut all);
@@ -302,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_are_those_of_the_distributions() {
+    fn moments_match_the_distributions() {
         let stream = Stream::new(3, Purpose::Init, "w");
         let n = 200_000;
         let mut xs = vec![0.0; n];

@@ -63,7 +63,7 @@ pub trait Accelerator: Debug + Send + Sync {
     }
 
     /// Stamps the moment at which all work now queued on the device is done, without waiting for
-    /// it. `None` if the device works synchronously or has no clock.
+    /// it. `None` if the device works synchronously or lacks a clock.
     ///
     /// # Errors
     /// If the device does not answer.
@@ -71,7 +71,7 @@ pub trait Accelerator: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Whether an error says that the device has no memory left.
+    /// Whether an error says that the device ran out of memory.
     fn is_out_of_memory(&self, error: &Error) -> bool {
         let _ = error;
         false

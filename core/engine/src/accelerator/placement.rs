@@ -84,7 +84,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_a_host_take_its_devices_in_order() {
+    fn host_ranks_take_devices_in_order() {
         let (a, b) = (rank("a", &["0", "1"]), rank("b", &["0", "1"]));
         // The order of hosts does not matter.
         let ranks = [a.clone(), b.clone(), a.clone(), b];
@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_belongs_to_one_rank_unless_it_is_shared() {
+    fn unshared_device_has_one_rank() {
         let three = [(); 3].map(|()| rank("a", &["0", "1"]));
         assert_eq!(place(&three, true).unwrap(), [0, 1, 0]);
         insta::assert_snapshot!(place(&three, false).unwrap_err(), @r#"`trainer.accelerator`: 3 ranks on a, which has 2 cuda devices. Start as many ranks as there are devices; { type = "cuda", shared = true } lets several take one, which is slow"#);

@@ -8,7 +8,7 @@
 //! ```
 //! use fulgurite_core::accelerator::ranges;
 //!
-//! let range = ranges::begin("forward"); // `None`: nobody watches
+//! let range = ranges::begin("forward"); // `None`: no tool watches
 //! assert_eq!(range.is_some(), ranges::is_watched());
 //! ```
 #![allow(unsafe_code)] // a library of a tool, which calls back

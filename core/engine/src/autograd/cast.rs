@@ -91,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn conversions_are_those_of_candle() {
+    fn conversions_match_candle() {
         for n in [1, 7, 100_003] {
             let wide = Tensor::randn(0f32, 3., n, &Device::Cpu).unwrap();
             for dtype in [DType::BF16, DType::F16] {

@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn parts_by_functions_and_by_candle_add_up() {
+    fn gradient_parts_add_up() {
         let x = var();
         let y = times(&times(&x, 3.0), 5.0);
         assert_eq!(gradient(&y, &x), 15.0);
@@ -183,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_is_handed_on_as_it_is() {
+    fn gradient_is_handed_on_unchanged() {
         fn address(x: &Tensor) -> usize {
             std::ptr::from_ref(&*x.storage_and_layout().0).addr()
         }
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_of_another_shape_is_an_error() {
+    fn gradient_of_wrong_shape_is_an_error() {
         let x = var();
         let y = times(&x, 2.0);
         let z = function(&[&y], y.detach().copy().unwrap(), |_, grad| {
@@ -237,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn where_activations_are_offloaded_the_graph_has_the_outputs_themselves() {
+    fn offloading_graph_holds_outputs() {
         let x = var();
         let ids = |y: &Tensor| y.sorted_nodes().iter().map(|node| node.id()).collect::<Vec<_>>();
         let y = times(&x, 2.0);

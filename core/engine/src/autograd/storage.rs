@@ -297,7 +297,8 @@ pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
 /// use candle_core::{DType, Device, Tensor};
 /// use fulgurite_core::autograd::storage;
 ///
-/// let mut shards = [Tensor::ones(3, DType::F32, &Device::Cpu)?, Tensor::ones(0, DType::F32, &Device::Cpu)?];
+/// let shard = |elements| Tensor::ones(elements, DType::F32, &Device::Cpu);
+/// let mut shards = [shard(3)?, shard(0)?];
 /// storage::cast_all(shards.iter_mut().map(|shard| (shard, DType::BF16)))?;
 /// assert!(shards.iter().all(|shard| shard.dtype() == DType::BF16));
 /// # Ok::<(), fulgurite_core::Error>(())
@@ -332,7 +333,8 @@ pub fn cast_all<'a>(tensors: impl IntoIterator<Item = (&'a mut Tensor, DType)>) 
 /// use candle_core::{DType, Device, Tensor};
 /// use fulgurite_core::autograd::storage;
 ///
-/// let (target, source) = (Tensor::zeros(3, DType::F32, &Device::Cpu)?, Tensor::ones(3, DType::F32, &Device::Cpu)?);
+/// let target = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
+/// let source = Tensor::ones(3, DType::F32, &Device::Cpu)?;
 /// storage::copy_all(&[(&target, &source)])?;
 /// assert_eq!(target.to_vec1::<f32>()?, [1.0; 3]);
 /// # Ok::<(), fulgurite_core::Error>(())
@@ -473,7 +475,7 @@ mod tests {
 
     /// Runs on the CPU, where the same code runs as on devices that lack kernels.
     #[test]
-    fn a_whole_tensor_is_replaced_through_the_host() {
+    fn whole_tensor_is_replaced_through_host() {
         let target = Tensor::zeros((2, 3), DType::I32, &Device::Cpu).unwrap();
         let shared = target.detach();
         let source = Tensor::new(&[[1f32, -2.], [3., 4.], [5., 6.]], &Device::Cpu).unwrap();
@@ -491,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_there_is_said_in_bytes() {
+    fn failed_allocation_names_bytes() {
         let device = Device::Metal(candle_core::MetalDevice);
         let error = zeros((2, 3), DType::F32, &device).unwrap_err().to_string();
         assert!(error.ends_with("(24 bytes were asked for, [2, 3] in F32)"), "{error}");

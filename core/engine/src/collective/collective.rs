@@ -88,8 +88,8 @@ pub enum Collective {
         /// The sending group rank.
         src: usize,
     },
-    /// Sends part `i` of `input` (`size()` equal parts) to rank `i`, and receives part `i` of `output`
-    /// from rank `i`.
+    /// Sends part `i` of `input` (`size()` equal parts) to rank `i`, and receives part `i` of
+    /// `output` from rank `i`.
     AllToAll {
         /// Receives the parts.
         output: Tensor,

@@ -86,7 +86,7 @@ mod tests {
     use crate::mesh::{DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 
     #[test]
-    fn a_mesh_is_worked_out_on_it_and_nothing_is_communicated() {
+    fn planned_world_splits_without_communication() {
         let world = Arc::new(Planned::world(8));
         let layout = DeviceMesh::layout_for(8, Some(2), None, Some(1), Some(2)).unwrap();
         let mesh = DeviceMesh::new(layout, world.clone()).unwrap();

@@ -82,7 +82,8 @@ type Made<B> = Result<(Samples, B)>;
 /// let plan = (0..3).map(|i| Samples::new(Split::Train, 0, [(0, i)]));
 /// let workers = Workers { num_workers: 2, prefetch_factor: 2 };
 /// let loader = Loader::new(plan, |samples| Ok(10 * samples.indices()[0]), workers)?;
-/// let batches = loader.map(|batch| Ok(batch?.1)).collect::<Result<Vec<u64>, fulgurite_core::Error>>()?;
+/// let batches = loader.map(|batch| Ok(batch?.1));
+/// let batches = batches.collect::<Result<Vec<u64>, fulgurite_core::Error>>()?;
 /// assert_eq!(batches, [0, 10, 20]);
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
@@ -382,7 +383,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn batches_come_in_the_order_of_the_plan_whoever_makes_them(
+        fn batches_keep_plan_order_with_any_workers(
             n in 0u64..60, num_workers in 0usize..6, prefetch_factor in 1usize..4, delays: u64
         ) {
             let make = move |samples: &Samples| {
@@ -398,7 +399,7 @@ mod tests {
     }
 
     #[test]
-    fn workers_make_batches_at_once_and_stop_when_enough_wait() {
+    fn workers_run_concurrently_up_to_capacity() {
         let begun = Arc::new(AtomicUsize::new(0));
         let (count, all) = (begun.clone(), Arc::new(Barrier::new(3)));
         let make = move |_: &Samples| {
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_or_a_panic_comes_in_its_place_with_the_samples_and_ends_the_loader() {
+    fn failed_batch_keeps_its_place_and_ends_loader() {
         for count in COUNTS {
             let make = |samples: &Samples| match samples.indices()[0] {
                 3 => Err(Error::Data("no such file".to_owned())),
@@ -453,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_that_panics_is_an_error() {
+    fn panicking_order_is_an_error() {
         for count in COUNTS {
             let plan = plan(100).inspect(|samples| assert!(samples.indices()[0] < 2, "no order"));
             let made: Vec<_> = Loader::new(plan, |_| Ok(()), workers(count)).unwrap().collect();
@@ -464,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_force_where_batches_are_asked_for_is_not_in_force_where_they_are_made() {
+    fn caller_context_does_not_reach_batches() {
         struct Mark;
         for count in COUNTS {
             let make = |_: &Samples| Ok((is_grad_enabled(), execution::value::<Mark>().is_some()));
@@ -484,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_a_loader_ends_its_threads_and_frees_what_they_have() {
+    fn drop_ends_threads_and_frees_batches() {
         for count in COUNTS {
             let data = Arc::new(());
             let (has, taken) = (data.clone(), 3);
@@ -498,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_that_takes_for_ever_does_not_hold_the_end_up_for_ever() {
+    fn endless_batch_does_not_block_drop() {
         let (end, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(wait);
         let (entered, is_in) = mpsc::channel();
@@ -517,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_in_the_number_of_workers_are_explained() {
+    fn invalid_worker_counts_are_explained() {
         let error = |num_workers, prefetch_factor| {
             let config = Workers { num_workers, prefetch_factor };
             Loader::new(plan(1), |_| Ok(()), config).unwrap_err().to_string()

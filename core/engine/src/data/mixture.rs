@@ -48,7 +48,7 @@ impl Mixture {
     /// A mixture of sources, given as weight and number of samples.
     ///
     /// # Errors
-    /// If there are no sources, a source is empty, or a weight is not above 0.
+    /// If `sources` is empty, a source is empty, or a weight is not above 0.
     pub fn new(seed: u64, sources: &[(f64, u64)]) -> Result<Self> {
         if sources.is_empty() {
             return Err(Error::Data("a mixture needs at least one source".to_owned()));
@@ -141,7 +141,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counts_are_exact_after_every_block_and_rounds_see_every_sample_once(
+        fn block_counts_are_exact_and_rounds_complete(
             seed: u64, sources in prop::collection::vec((1u64..20, 1u64..30), 1..5), blocks in 1u64..20
         ) {
             let weighted: Vec<_> = sources.iter().map(|&(w, len)| (w as f64 / 100.0, len)).collect();
@@ -157,7 +157,7 @@ mod tests {
                 let of: Vec<_> = draws.iter().filter(|(_, index)| own(index)).collect();
                 let count = blocks * weight / divisor;
                 prop_assert_eq!(of.len() as u64, count);
-                // Whole rounds have each sample once; the last round has none twice.
+                // Whole rounds have each sample once, and the last round repeats none.
                 for round in 0..count.div_ceil(len) {
                     let mut seen: Vec<_> = of.iter().filter(|(r, _)| *r == round).map(|(_, i)| i).collect();
                     let expected = len.min(count - round * len);
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_have_orders_of_their_own_and_sources_are_shuffled() {
+    fn seeds_differ_and_sources_are_shuffled() {
         let draws = |seed| {
             let mixture = Mixture::new(seed, &[(0.5, 40), (0.5, 40)]).unwrap();
             (0..40).map(|i| mixture.sample(i).1).collect::<Vec<_>>()

@@ -167,7 +167,7 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// samples, shuffled or not.
     ///
     /// # Errors
-    /// If there are no training samples, or as [`sampler`](Self::sampler).
+    /// Without training samples, or as [`sampler`](Self::sampler).
     fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder> {
         match self.sampler(seed)? {
             Some(sampler) => SampleOrder::of_sampler(seed, sampler),

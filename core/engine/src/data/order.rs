@@ -11,7 +11,7 @@ use crate::{Error, Result};
 /// [`DataModule::sampler`](super::DataModule::sampler).
 ///
 /// It is a function of the position in an endless stream of samples, equal on all ranks. The
-/// trainer decides which positions a rank takes in a step. So there is no state to resume. Take
+/// trainer decides which positions a rank takes in a step. So a resume needs no state. Take
 /// random numbers from a [`Stream`].
 ///
 /// ```
@@ -74,7 +74,7 @@ impl SampleOrder {
     /// The order of `len` samples.
     ///
     /// # Errors
-    /// If there are no samples.
+    /// If `len` is 0.
     pub fn new(seed: u64, shuffle: bool, len: u64) -> Result<Self> {
         let kind = match shuffle {
             true => Kind::Shuffled(Stream::new(seed, Purpose::Shuffle, "train")),
@@ -86,7 +86,7 @@ impl SampleOrder {
     /// The order given by a sampler.
     ///
     /// # Errors
-    /// If its epochs have no samples.
+    /// If its epochs are empty.
     pub fn of_sampler(seed: u64, sampler: Arc<dyn Sampler>) -> Result<Self> {
         let len = sampler.epoch_len();
         Self { kind: Kind::Own(sampler), seed, len, epoch_len: len }.checked()
@@ -159,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limited_epoch_has_some_of_the_samples() {
+    fn limited_epoch_has_a_subset() {
         let order = SampleOrder::new(1, true, 50).unwrap();
         let limited = order.clone().limited(7);
         assert_eq!(limited.epoch_len(), 7);
@@ -172,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn epochs_and_seeds_have_orders_of_their_own() {
+    fn epochs_and_seeds_have_distinct_orders() {
         let epoch = |seed, epoch: u64| {
             let order = SampleOrder::new(seed, true, 50).unwrap();
             (0..50).map(|i| order.at(epoch * 50 + i).1).collect::<Vec<_>>()
@@ -184,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn no_samples_are_an_error() {
+    fn empty_order_is_an_error() {
         insta::assert_snapshot!(SampleOrder::new(0, true, 0).unwrap_err(), @"data: there are no training samples");
     }
 }

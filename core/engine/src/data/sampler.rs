@@ -141,7 +141,7 @@ impl TrainSampler {
         StepSamples { start, samples, micro_batches, end }
     }
 
-    /// Number of steps from `position` of the stream to `end`, where the last may be cut short.
+    /// Number of steps from `position` of the stream to `end`; the last may be cut short.
     pub fn steps_between(&self, position: u64, end: u64) -> u64 {
         let (epoch, full) = (self.order.epoch_len(), self.global_batch_size());
         let in_part = |samples: u64| match self.last_batch {
@@ -175,7 +175,7 @@ impl TrainSampler {
         self.share(step).start + micro_batch as u64 * self.batch_size
     }
 
-    /// Whether this rank has no samples left for a micro-batch that other ranks compute. It then
+    /// Whether this rank lacks samples for a micro-batch that other ranks compute. It then
     /// computes on the step's first sample, and its loss does not count.
     pub fn is_padding(&self, step: &StepSamples, micro_batch: usize) -> bool {
         self.first_sample(step, micro_batch) >= self.share(step).end
@@ -349,7 +349,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_last_step_of_an_epoch_has_what_is_left_or_leaves_it_out(
+        fn last_step_is_partial_or_dropped(
             seed: u64, len in 1u64..60, epochs in 1u64..4, first in 0u64..60, (dp, accumulate, batch) in shares()
         ) {
             let order = SampleOrder::new(seed, true, len).unwrap();
@@ -387,7 +387,7 @@ mod tests {
         }
 
         #[test]
-        fn a_step_takes_the_same_samples_however_they_are_shared(
+        fn step_samples_do_not_depend_on_sharing(
             seed: u64, shuffle: bool, len in 1u64..100, step in 0u64..20, share in shares()
         ) {
             let order = SampleOrder::new(seed, shuffle, len).unwrap();
@@ -396,7 +396,7 @@ mod tests {
         }
 
         #[test]
-        fn an_epoch_takes_every_sample_once_and_ranks_are_disjoint(
+        fn ranks_share_an_epoch_disjointly(
             seed: u64, steps in 1u64..6, share in shares()
         ) {
             let len = 24 * steps;
@@ -407,7 +407,7 @@ mod tests {
         }
 
         #[test]
-        fn an_epoch_begins_once_all_samples_of_the_last_were_taken(
+        fn epoch_begins_after_last_samples_of_previous(
             len in 1u64..100, epochs in 1u64..4, share in shares()
         ) {
             let order = SampleOrder::new(1, true, len).unwrap();
@@ -469,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_are_mistakes_are_refused() {
+    fn absurd_sizes_are_refused() {
         let order = SampleOrder::new(0, false, 1000).unwrap();
         let error = |batch, accumulate| {
             TrainSampler::new(order.clone(), batch, 4, 0, accumulate).unwrap_err().to_string()

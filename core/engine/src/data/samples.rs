@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn randomness_depends_on_seed_split_epoch_and_index_and_not_on_the_place_in_the_batch() {
+    fn random_stream_ignores_place_in_batch() {
         let word = |split, seed, sample| Samples::new(split, seed, [sample]).random(0).word(0);
         let one = word(Split::Train, 1, (2, 3));
         let others = [

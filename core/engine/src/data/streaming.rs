@@ -291,7 +291,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_sample_is_there_whatever_was_asked_for_before(
+        fn samples_do_not_depend_on_access_order(
             len in 1u64..60, window in 0usize..20, asked in prop::collection::vec(0u64..70, 0..40)
         ) {
             let (streaming, _) = numbers(len, window);
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_and_workers_that_begin_anywhere_open_it_once_an_epoch() {
+    fn stream_opens_once_an_epoch_from_any_start() {
         for rank in 0..3 {
             for num_workers in [0, 1, 4] {
                 for shuffled in [false, true] {
@@ -353,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_or_a_panic_is_not_the_end() {
+    fn stream_recovers_from_error_or_panic() {
         let tries = AtomicUsize::new(0);
         let streaming = Streaming::new(5, move || {
             let first = tries.fetch_add(1, Ordering::SeqCst) < 2;

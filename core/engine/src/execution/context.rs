@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_is_entered_on_another_thread_and_ends_there() {
+    fn context_moves_to_another_thread() {
         let guards = (no_grad(), enter(Step(1)));
         let context = ExecutionContext::current();
         let with_another = context.clone().with(Step(2));
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_value_is_the_same_in_nested_contexts_and_on_threads_that_enter_them() {
+    fn shared_value_spans_contexts_and_threads() {
         #[derive(Default)]
         struct Notes;
         let before = ExecutionContext::current();
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_ends_when_what_runs_in_it_panics() {
+    fn context_ends_on_panic() {
         let context = ExecutionContext::default().with(Step(1));
         let in_step = || context.run(|| panic!("in a step"));
         assert!(std::panic::catch_unwind(AssertUnwindSafe(in_step)).is_err());
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_may_read_the_context_when_it_is_dropped() {
+    fn value_drop_may_read_context() {
         struct Reads;
         impl Drop for Reads {
             fn drop(&mut self) {

@@ -14,7 +14,7 @@
 //! let on_device = transfer::to_device(&shard, &Device::Cpu, "parameters")?;
 //! transfer::to_host(&on_device.narrow(0, 2, 4)?, "gradients")?;
 //! assert_eq!(transfer::counts()["parameters"].to_device, 32);
-//! assert_eq!(transfer::counts()["gradients"].to_host, 16); // the view, and not the memory that it is of
+//! assert_eq!(transfer::counts()["gradients"].to_host, 16); // the view's bytes only
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 

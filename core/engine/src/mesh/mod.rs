@@ -8,7 +8,8 @@
 //! assert_eq!(layout.rank(&[2, 1])?, 5);
 //!
 //! // Sizes left open are inferred jointly from the world size.
-//! let layout = MeshLayout::infer(8, [("data_parallel_shard", None), ("tensor_parallel", Some(2))])?;
+//! let sizes = [("data_parallel_shard", None), ("tensor_parallel", Some(2))];
+//! let layout = MeshLayout::infer(8, sizes)?;
 //! assert_eq!(layout.sizes(), [4, 2]);
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```

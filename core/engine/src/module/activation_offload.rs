@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_of_the_last_calls_are_on_their_way() {
+    fn copies_of_last_calls_stay_in_flight() {
         let waited = Arc::<Mutex<Vec<usize>>>::default();
         let begin = |call: usize| {
             Offload::begin(ActivationOffload::Host).unwrap();

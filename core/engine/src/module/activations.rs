@@ -18,7 +18,11 @@ use crate::Result;
 ///
 /// impl Activations for State {
 ///     fn map_tensors(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-///         Ok(Self { hidden: self.hidden.map_tensors(f)?, cell: self.cell.map_tensors(f)?, depth: self.depth })
+///         Ok(Self {
+///             hidden: self.hidden.map_tensors(f)?,
+///             cell: self.cell.map_tensors(f)?,
+///             depth: self.depth,
+///         })
 ///     }
 /// }
 /// ```

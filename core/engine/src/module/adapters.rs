@@ -39,7 +39,8 @@ pub enum AdapterBias {
 /// SwiGluMlp::new(&b.pp("layers.0.mlp"), 16, 32)?;
 /// let tree = b.finish()?;
 /// let trained: Vec<&str> = tree.trainable().map(|p| p.fqn()).collect();
-/// assert_eq!(trained[..2], ["layers.0.mlp.up_proj.lora_A.weight", "layers.0.mlp.up_proj.lora_B.weight"]);
+/// let up_proj = ["layers.0.mlp.up_proj.lora_A.weight", "layers.0.mlp.up_proj.lora_B.weight"];
+/// assert_eq!(trained[..2], up_proj);
 /// assert_eq!(trained.len(), 4);
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```

@@ -381,7 +381,8 @@ impl ModuleBuilder {
     ///
     /// let b = ModuleBuilder::new(ModuleInit::default());
     /// let mean = b.buffer("running_mean", [8], Init::ZEROS, BufferOptions::default())?;
-    /// let batches = b.buffer("num_batches_tracked", [], Init::ZEROS, BufferOptions::dtype(DType::I64))?;
+    /// let integer = BufferOptions::dtype(DType::I64);
+    /// let batches = b.buffer("num_batches_tracked", [], Init::ZEROS, integer)?;
     /// let angles = candle_core::Tensor::arange(0f32, 4., b.device())?;
     /// b.buffer("angles", [4], angles, BufferOptions::default().not_persistent())?;
     /// # Ok::<(), fulgurite_core::Error>(())
@@ -535,7 +536,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_that_no_machine_has_are_refused_before_anything_is_made() {
+    fn impossible_sizes_are_refused() {
         let b = ModuleBuilder::new(ModuleInit::default());
         let error = |shape: &[usize], init| b.parameter("w", shape, init).unwrap_err();
         insta::assert_snapshot!(error(&[1 << 40, 1 << 40], Init::ONES), @"parameter `w`: has the shape [1099511627776, 1099511627776], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
@@ -553,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_no_pattern_can_mean_are_refused() {
+    fn unmatchable_names_are_refused() {
         let b = ModuleBuilder::new(ModuleInit::default());
         insta::assert_snapshot!(b.parameter("", [2], Init::ONES).unwrap_err(), @"parameter ``: a name has segments with a dot between them, each of at least one character, without spaces and `*`");
         for name in ["a..b", ".a", "a.", "a b", "a*", "a\n"] {
@@ -567,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_has_not_more_units_than_any_can_have() {
+    fn too_many_units_are_refused() {
         let b = ModuleBuilder::new(ModuleInit::default());
         let error = (0..).find_map(|i| b.unit(&format!("layers.{i}"), |_| Ok(())).err()).unwrap();
         insta::assert_snapshot!(error, @"module `layers.1048576`: the model has more than 1048576 units, which is taken for a mistake; make the numbers of layers in `[model]` smaller");

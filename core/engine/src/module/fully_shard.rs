@@ -332,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn meshes_that_do_not_hold_parameters_are_refused() {
+    fn unsuitable_meshes_are_refused() {
         let mut tree = model(&["blocks.0"]);
         let dp_cp = mesh().get(DP_CP).unwrap();
         for reshard in [Reshard::Always, Reshard::Ranks(2)] {

@@ -120,7 +120,9 @@ impl ModuleTree {
     /// let up = b.unit("up", |b| Linear::new(b, 4, 8))?;
     /// let blocks = [0, 1].map(|i| b.unit(&format!("blocks.{i}"), |b| SwiGluMlp::new(b, 8, 16)));
     /// let tree = b.finish()?;
-    /// tree.apply_activation_checkpointing(|unit| unit.kind() == "SwiGluMlp" && !unit.path().ends_with(".1"));
+    /// tree.apply_activation_checkpointing(|unit| {
+    ///     unit.kind() == "SwiGluMlp" && !unit.path().ends_with(".1")
+    /// });
     /// let [first, second] = blocks;
     /// assert!(first?.handle().activation_checkpointing());
     /// assert!(!second?.handle().activation_checkpointing());
@@ -280,7 +282,7 @@ mod tests {
     /// Two layers of one name would be merged in checkpoints. Shared weights must be tied.
     // checklist: composer: _check_duplicate_modules
     #[test]
-    fn a_layer_or_a_parameter_that_is_there_twice_is_an_error() {
+    fn duplicate_names_are_errors() {
         let b = builder();
         let weight = b.parameter("a.weight", [2], Init::ONES).unwrap();
         let error = b.pp("a").parameter("weight", [2], Init::ONES).unwrap_err();

@@ -358,7 +358,9 @@ impl<M> Unit<M> {
     ///     block.call(x, move |block, x| Ok((block.forward(x)? * &mask)?))
     /// }
     ///
-    /// fn with_memory(block: &Unit<Linear>, x: Tensor, memory: Tensor) -> Result<(Tensor, Tensor)> {
+    /// type Pair = (Tensor, Tensor);
+    ///
+    /// fn with_memory(block: &Unit<Linear>, x: Tensor, memory: Tensor) -> Result<Pair> {
     ///     block.call(&(x, memory), |block, (x, memory)| {
     ///         let y = block.forward(&(x + memory)?)?;
     ///         Ok((y.clone(), (memory + y)?))

@@ -56,7 +56,8 @@ struct SharedLayouts(Mutex<ActivationLayouts>);
 struct ActivationLayouts {
     known: HashMap<TensorId, Arc<Activation>>,
     order: VecDeque<TensorId>,
-    /// Shapes and layouts of the latest tensors outside of any graph, such as outputs of frozen layers.
+    /// Shapes and layouts of the latest tensors outside of any graph, such as outputs of frozen
+    /// layers.
     constants: VecDeque<(Vec<usize>, Arc<Activation>)>,
     plans: Vec<Weak<PlanRecord>>,
 }
@@ -346,7 +347,7 @@ mod tests {
 
     /// Small tensors, and tensors large enough that graphs bypass them ([`graph_id`]).
     #[test]
-    fn layouts_are_found_through_functions_that_note_none() {
+    fn layouts_pass_through_unrecorded_functions() {
         for elements in [4, 1 << 16] {
             let twice = |x: &Tensor| {
                 let y = (x.detach() * 2.0).unwrap();

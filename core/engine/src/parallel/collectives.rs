@@ -4,15 +4,15 @@
 //! backward. So all ranks of the group must call them in the same order. Groups of one rank
 //! communicate nothing.
 //!
-//! | | forward | backward | for |
+//! | | forward | backward | use |
 //! |---|---|---|---|
-//! | [`copy_to`] | identity | all-reduce | a replicated input, before ranks compute different parts |
-//! | [`reduce_from`] | all-reduce | identity | the sum of the ranks' partial results |
-//! | [`all_gather`] | all-gather | reduce-scatter | a sharded input, before ranks compute different parts |
-//! | [`reduce_scatter`] | reduce-scatter | all-gather | the sharded sum of the ranks' partial results |
-//! | [`gather`] | all-gather | split | before all ranks compute the same |
-//! | [`split`] | split | all-gather | after all ranks computed the same |
-//! | [`all_to_all`] | all-to-all | all-to-all | sharding another dimension instead |
+//! | [`copy_to`] | identity | all-reduce | replicated input of different parts |
+//! | [`reduce_from`] | all-reduce | identity | sum of partial results |
+//! | [`all_gather`] | all-gather | reduce-scatter | sharded input of different parts |
+//! | [`reduce_scatter`] | reduce-scatter | all-gather | sum of partial results, sharded |
+//! | [`gather`] | all-gather | split | input of the same computation |
+//! | [`split`] | split | all-gather | output of the same computation |
+//! | [`all_to_all`] | all-to-all | all-to-all | change of the sharded dimension |
 //!
 //! ```
 //! use std::sync::Arc;

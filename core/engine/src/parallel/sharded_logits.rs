@@ -8,7 +8,7 @@ use super::{Layout, activations};
 use crate::collective::ProcessGroup;
 use crate::{Error, Result};
 
-/// Logits of which each rank has some classes: the output of a head with
+/// Logits whose classes are sharded: the output of a head with
 /// [`loss_parallel`](super::Colwise::loss_parallel) in its plan, or results of candle's operations
 /// on it.
 #[derive(Clone)]

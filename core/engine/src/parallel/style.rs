@@ -82,7 +82,8 @@ pub struct PrepareModuleInput {
     pub desired: Layout,
 }
 
-/// A layer whose output is redistributed from one layout to another (PyTorch's `PrepareModuleOutput`).
+/// A layer whose output is redistributed from one layout to another (PyTorch's
+/// `PrepareModuleOutput`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrepareModuleOutput {
@@ -336,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_are_read_as_they_are_written() {
+    fn layouts_round_trip() {
         for (layout, text) in [
             (Layout::Replicate, "\"replicate\""),
             (Layout::SEQUENCE, "\"shard(1)\""),
@@ -353,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn names_and_tables_are_the_same_styles() {
+    fn names_and_tables_give_equal_styles() {
         let same = |name: &str, table: &str| {
             let style = read::<ParallelStyle>(&format!("{name:?}")).unwrap();
             assert_eq!(read(table), Ok(style), "{table}");
@@ -375,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_keep_what_they_say() {
+    fn tables_round_trip() {
         for style in [
             Colwise { input: Layout::SEQUENCE, loss_parallel: true, ..Colwise::default() }.into(),
             Rowwise { output: Layout::SEQUENCE, ..Rowwise::default() }.into(),
@@ -392,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn invalid_styles_are_explained() {
         let wrong = |json: &str| read::<ParallelStyle>(json).unwrap_err();
         let messages = [
             wrong("\"columnwise\""),

@@ -415,7 +415,7 @@ mod tests {
     /// The counterpart of a torch parameter on the meta device.
     // checklist: torchtune: validate_no_params_on_meta_device
     #[test]
-    fn a_parameter_that_was_not_set_up_is_an_error_that_names_it() {
+    fn parameter_without_setup_is_named() {
         let b = ModuleBuilder::new(ModuleInit::default());
         let parameter = b.parameter("layers.0.weight", [2], Init::ONES).unwrap();
         assert!(!parameter.has_value());

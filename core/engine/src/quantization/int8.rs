@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_are_off_by_half_a_step_at_most() {
+    fn error_is_at_most_half_a_step() {
         let row: Vec<f32> = (0..101).map(|i| (i as f32 * 0.37).sin() * 2.5).collect();
         let mut codes = vec![0; 101];
         pack(&row, 0..101, &mut codes);

@@ -10,8 +10,8 @@ pub fn checked_elem_count(shape: &[usize]) -> Option<usize> {
     Some(shape.iter().product())
 }
 
-/// A hyper-rectangle: offsets and sizes, one of each a tensor dimension. A scalar has no
-/// dimensions and one element.
+/// A hyper-rectangle: offsets and sizes, one of each a tensor dimension. A scalar has
+/// zero dimensions and one element.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Region {
     /// Offset of the region in the global tensor.

@@ -9,7 +9,8 @@ use super::{Placement, Region};
 ///
 /// ```
 /// use fulgurite_core::shard::chunk;
-/// assert_eq!((0..4).map(|i| chunk(5, 4, i)).collect::<Vec<_>>(), [(0, 2), (2, 2), (4, 1), (5, 0)]);
+/// let chunks: Vec<_> = (0..4).map(|i| chunk(5, 4, i)).collect();
+/// assert_eq!(chunks, [(0, 2), (2, 2), (4, 1), (5, 0)]);
 /// ```
 pub fn chunk(n: usize, parts: usize, index: usize) -> (usize, usize) {
     let size = n.div_ceil(parts);
@@ -17,7 +18,7 @@ pub fn chunk(n: usize, parts: usize, index: usize) -> (usize, usize) {
     (start, size.min(n - start))
 }
 
-/// One cut: how a mesh dimension divides the region left by earlier cuts.
+/// A division, by one mesh dimension, of the region left by earlier cuts.
 ///
 /// A mesh dimension may make two cuts, one across groups of neighbouring ranks and one within them.
 /// Example: two key and value heads on four tensor-parallel ranks. `Shard(0)` of size 2 and stride
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_with_a_stride_is_across_groups_of_ranks() {
+    fn strided_cut_spans_rank_groups() {
         let spec = ShardSpec::new(vec![6])
             .with_cut(Cut::new("m0", 2, Placement::Shard(0)).with_stride(3))
             .with_cut(Cut::new("m0", 3, Placement::Replicate));
@@ -250,13 +251,13 @@ mod tests {
     proptest! {
         // checklist: torchtune: DTensor, distribute_tensor
         #[test]
-        fn the_parts_of_all_ranks_make_up_the_whole((spec, sizes) in specs()) {
+        fn rank_parts_form_the_whole((spec, sizes) in specs()) {
             check(&spec, &sizes)?;
         }
 
         /// FSDP over tensor parallelism and the reverse, with up to three cuts of one dimension.
         #[test]
-        fn a_dimension_may_be_cut_again_in_any_order(
+        fn dimension_is_cut_repeatedly_in_any_order(
             (n, other) in (0usize..40, 1usize..3),
             first in any::<bool>(),
             (sizes, stride) in (prop::collection::vec(1usize..5, 2..4), 1usize..3),
@@ -307,7 +308,7 @@ mod tests {
         }
 
         #[test]
-        fn intersection_is_what_both_contain(
+        fn intersection_is_contained_in_both(
             a in (0usize..6, 0usize..6, 0usize..6, 0usize..6),
             b in (0usize..6, 0usize..6, 0usize..6, 0usize..6),
         ) {

@@ -6,8 +6,9 @@ mod map;
 /// Defines functions that run with the widest vector instructions of the CPU at run time,
 /// regardless of the build target.
 ///
-/// Functions that they call use these instructions only if inlined: mark helpers `#[inline(always)]`.
-/// Floating-point operations are neither contracted nor reordered, so results are the same on every CPU.
+/// Functions that they call use these instructions only if inlined: mark helpers
+/// `#[inline(always)]`. Floating-point operations are neither contracted nor reordered, so results
+/// are the same on every CPU.
 ///
 /// Generic parameters are written in brackets and must all appear in the arguments' types. The
 /// result must not borrow.

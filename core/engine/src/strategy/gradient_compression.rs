@@ -76,7 +76,9 @@ impl GradientPart {
 ///         Ok(Box::new(Self {}))
 ///     }
 /// }
-/// fulgurite_core::register_gradient_compression!("whole", Whole, "compresses nothing", "\"whole\"");
+/// fulgurite_core::register_gradient_compression!(
+///     "whole", Whole, "compresses nothing", "\"whole\""
+/// );
 /// ```
 pub trait GradientCompression: Send {
     /// Starts to replace `bucket.values`, in place, by an approximation of the sum over the group.
@@ -100,8 +102,8 @@ pub trait GradientCompression: Send {
     }
 }
 
-/// A gradient compression's configuration: `trainer.strategy.gradient_compression = "name"`, or a table with a
-/// `type`.
+/// A gradient compression's configuration: `trainer.strategy.gradient_compression = "name"`, or a
+/// table with a `type`.
 #[typetag::serde(tag = "type")]
 pub trait GradientCompressionConfig: std::fmt::Debug + Send + Sync {
     /// Builds the compression, once on each rank. Not collective.

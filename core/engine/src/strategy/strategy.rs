@@ -117,13 +117,16 @@ pub struct StrategyContext<'a> {
 /// losses, audits gradients, keeps the mesh and the model, and saves and loads.
 ///
 /// # Lifecycle
-/// [`device_mesh`](Strategy::device_mesh) → the model is built in
-/// [`module_init_context`](Strategy::module_init_context) → [`setup_module`](Strategy::setup_module)
-/// → [`prepare_forward`](Strategy::prepare_forward) → optimizers are built on the parameters' local
-/// shards → for each step: forwards, and for each backward
-/// [`begin_backward`](Strategy::begin_backward), then [`reduce_gradients`](Strategy::reduce_gradients) if
-/// it synchronises and [`keep_gradients`](Strategy::keep_gradients) if not; the optimizer;
-/// [`finish_step`](Strategy::finish_step).
+/// 1. [`device_mesh`](Strategy::device_mesh) makes the mesh.
+/// 2. The model is built in [`module_init_context`](Strategy::module_init_context).
+/// 3. [`setup_module`](Strategy::setup_module) distributes it, and
+///    [`prepare_forward`](Strategy::prepare_forward) readies it for a forward.
+/// 4. Optimizers are built on the parameters' local shards.
+/// 5. Each step runs forwards and backwards. A backward starts with
+///    [`begin_backward`](Strategy::begin_backward). It ends with
+///    [`reduce_gradients`](Strategy::reduce_gradients) if it synchronises, otherwise with
+///    [`keep_gradients`](Strategy::keep_gradients).
+/// 6. The optimizer steps, and [`finish_step`](Strategy::finish_step) ends the step.
 ///
 /// # Contract
 /// - Every rank calls every method, in the same order. Methods marked as collective communicate.
@@ -272,8 +275,8 @@ pub trait Strategy: Send {
         false
     }
 
-    /// Called after the optimizer's step, when its gradients are cleared: makes the new values ready for
-    /// the next forward. Collective.
+    /// Called after the optimizer's step, when its gradients are cleared: makes the new values
+    /// ready for the next forward. Collective.
     ///
     /// # Errors
     /// If a peer fails.
