@@ -1,9 +1,9 @@
 //! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
 //! 1, 2, 3", 2011).
 //!
-//! Every random number is a pure function of (seed, purpose, name, index). Nothing needs to be saved,
-//! resharded or seeded per rank. A model starts with the same bits on any mesh, dropout is the same
-//! on any mesh, and a resumed run continues bit for bit.
+//! Every random number is a pure function of (seed, purpose, name, index). Nothing needs to be
+//! saved, resharded or seeded per rank. A model starts with the same bits on any mesh, dropout is
+//! the same on any mesh, and a resumed run continues bit for bit.
 //!
 //! ```
 //! use fulgurite_core::random::{Purpose, Stream};
