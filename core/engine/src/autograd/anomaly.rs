@@ -18,7 +18,7 @@ use crate::{Result, counted};
 /// # use fulgurite_core::nn::Linear;
 /// # fn forward(block: &Unit<Linear>, x: &Tensor) -> fulgurite_core::Result<Tensor> {
 /// let _detecting = detect_anomaly();
-/// block.forward(x) // an error if `x`, or what is computed from it, is not finite
+/// block.forward(x) // an error if `x` or a result is not finite
 /// # }
 /// ```
 #[must_use = "values are checked until the guard is dropped"]

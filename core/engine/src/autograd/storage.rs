@@ -1,8 +1,8 @@
 //! Replacing, freeing and changing a tensor's storage in place.
 //!
 //! A tensor of candle is a reference to storage plus a layout; a graph holds such references. These
-//! functions change what is behind the reference, so a graph keeps its tensors while their memory
-//! comes and goes.
+//! functions change the storage behind the reference, so a graph keeps its tensors while their
+//! memory comes and goes.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

@@ -37,7 +37,7 @@ impl DeviceMesh {
         context: Option<usize>,
         tensor: Option<usize>,
     ) -> Result<MeshLayout> {
-        // `infer` gives what is left to the first open size, so the shard dimension comes first.
+        // The first open size takes the remaining ranks, so the shard dimension comes first.
         let inferred = MeshLayout::infer(
             world_size,
             [

@@ -12,7 +12,7 @@ use crate::shard::{Cut, Placement, Region};
 use crate::{Error, Result};
 
 /// Gives this rank every parameter whole (under tensor parallelism, its whole part), with initial
-/// values. Parameters whose compute dtype is their own are updated in place. Others keep a copy
+/// values. Parameters that compute in their own dtype are updated in place. Others keep a copy
 /// that [`refresh_compute`] casts. Not collective.
 pub fn replicate(slots: &[ParameterSlot], seed: u64) -> Result<()> {
     for slot in slots {
