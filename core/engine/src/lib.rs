@@ -1,6 +1,6 @@
 //! Parameters, modules, shards, meshes, collectives, optimizers, and the traits
-//! [`Strategy`](strategy::Strategy) and [`CheckpointIO`](checkpoint_io::CheckpointIO). This crate names
-//! no layer, no strategy, no transport and no checkpoint format.
+//! [`Strategy`](strategy::Strategy) and [`CheckpointIO`](checkpoint_io::CheckpointIO). This crate
+//! contains no concrete layer, strategy, transport or checkpoint format.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 

@@ -1,9 +1,9 @@
-//! Counter-based randomness: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
+//! Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as
 //! 1, 2, 3", 2011).
 //!
-//! Every random number is a pure function of (seed, purpose, what, index). There is no state to
-//! save, to reshard or to seed a rank with: a model starts with the same bits on any mesh, dropout
-//! is the same on any mesh, and a resumed run continues bit for bit.
+//! Every random number is a pure function of (seed, purpose, name, index). Nothing needs to be
+//! saved, resharded or seeded per rank. A model starts with the same bits on any mesh, dropout is
+//! the same on any mesh, and a resumed run continues bit for bit.
 //!
 //! ```
 //! use fulgurite_core::random::{Purpose, Stream};
@@ -12,7 +12,7 @@
 //! assert_eq!(stream.uniform(1_000_000), stream.uniform(1_000_000)); // any element, in any order
 //! ```
 
-/// What random numbers are for. Streams of different purposes are independent.
+/// The use of a random stream. Streams of different purposes are independent.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Purpose {
     /// Initial parameter values; keyed by FQN.
@@ -48,7 +48,8 @@ impl Stream {
         self.key
     }
 
-    /// The upper two words of Philox's counter; the lower two are those of [`block`](Self::block)'s argument.
+    /// The upper two words of Philox's counter. The argument of [`block`](Self::block) gives the
+    /// lower two.
     pub fn high(&self) -> [u32; 2] {
         self.high
     }
@@ -107,11 +108,11 @@ impl Stream {
         }
     }
 
-    /// Fills `out` with the words at `start ..` of a sequence that is cheaper than
-    /// [`word`](Self::word)'s: one Philox block is the key of 2^16 words, each a hash of key and
-    /// position, which takes a few vector instructions. Each word is uniform over all keys, words of two
-    /// streams are independent, and those of one key are distinct: good enough for stochastic rounding,
-    /// not for sampling from a distribution.
+    /// Fills `out` with the words at `start ..` of a sequence that is cheaper to compute than
+    /// [`word`](Self::word)'s. One Philox block is the key of 2^16 words, each a hash of key and
+    /// position that takes a few vector instructions. Each word is uniform over all keys. Words of
+    /// two streams are independent. Words of one key are distinct, so the sequence suits stochastic
+    /// rounding but not sampling from a distribution.
     #[inline(always)]
     pub(crate) fn fill_hashed(&self, start: u64, out: &mut [u32]) {
         let (mut start, mut rest) = (start, out);
@@ -127,8 +128,8 @@ impl Stream {
         }
     }
 
-    /// The element at `index` of a random permutation of `0..n`, computed without memory (a four-round
-    /// Feistel network with cycle walking).
+    /// The element at `index` of a random permutation of `0..n`, computed without memory (a
+    /// four-round Feistel network with cycle walking).
     pub fn permute(&self, n: u64, index: u64) -> u64 {
         assert!(index < n, "position {index} in an order of {n}");
         let half = (64 - (n - 1).leading_zeros()).div_ceil(2).max(1);
@@ -148,7 +149,7 @@ impl Stream {
     }
 }
 
-/// A bijection of 32-bit words for each key: two rounds, with the multipliers of least bias that
+/// A bijection of 32-bit words for each key: two rounds with the least-bias multipliers that
 /// Wellons' search found.
 #[inline(always)]
 fn hash(position: u32, key: [u32; 4]) -> u32 {
@@ -212,7 +213,7 @@ mod tests {
     }
 
     #[test]
-    fn permute_is_a_bijection_that_depends_on_the_stream() {
+    fn permute_is_a_bijection_per_stream() {
         let stream = Stream::new(1, Purpose::Shuffle, "");
         for n in [1, 2, 3, 7, 64, 1000] {
             let mut order: Vec<u64> = (0..n).map(|i| stream.permute(n, i)).collect();
@@ -239,7 +240,7 @@ mod tests {
     }
 
     #[test]
-    fn hashed_words_are_a_function_of_the_place() {
+    fn hashed_words_depend_only_on_position() {
         let stream = Stream::new(5, Purpose::Rounding, "w").child(2);
         let mut all = vec![0; 1 << 17];
         stream.fill_hashed(0, &mut all);
@@ -278,7 +279,7 @@ mod tests {
                     counts.iter_mut().enumerate().for_each(|(k, c)| *c += equal >> k & 1);
                 }
                 for (bit, count) in counts.into_iter().enumerate() {
-                    // Six standard deviations of a fair coin's.
+                    // Six standard deviations of a fair coin.
                     let off = (f64::from(count) - (n - 64) as f64 / 2.0).abs();
                     assert!(
                         off < 6.0 * 0.5 * (n as f64).sqrt(),
@@ -292,7 +293,7 @@ mod tests {
             agreements("neighbours", &|i| now[i], &|i| now[i + distance]);
         }
         agreements("the next step", &|i| now[i], &|i| next_step[i]);
-        // A bit with the others of its word.
+        // Each bit against the others of its word.
         for bits in 1..32 {
             let equal = (0..n).map(|i| !(now[i] ^ now[i].rotate_left(bits)) & 1).sum::<u32>();
             let off = (f64::from(equal) - n as f64 / 2.0).abs();
@@ -301,7 +302,7 @@ mod tests {
     }
 
     #[test]
-    fn moments_are_those_of_the_distributions() {
+    fn moments_match_the_distributions() {
         let stream = Stream::new(3, Purpose::Init, "w");
         let n = 200_000;
         let mut xs = vec![0.0; n];

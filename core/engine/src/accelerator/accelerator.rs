@@ -7,53 +7,54 @@ use candle_core::Device;
 
 use crate::{Error, Result};
 
-/// What this process may compute on, of one kind.
+/// The devices of one kind that this process may use.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Available {
-    /// The host, which any number of ranks share: candle's CPU. Nothing is opened.
+    /// The host, which any number of ranks share: candle's CPU device. There is nothing to open.
     Host,
-    /// These devices, by identifiers that no other device has, such as UUIDs; there may be none.
+    /// Devices by identifiers unique to each, such as UUIDs. The list may be empty.
     Devices(Vec<String>),
 }
 
 /// The memory of a device, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DeviceMemory {
-    /// What this process's tensors hold.
+    /// Held by this process's tensors.
     pub held_bytes: u64,
-    /// The most that they have held.
+    /// The largest `held_bytes` so far.
     pub peak_bytes: u64,
-    /// What no process has taken.
+    /// Not taken by any process.
     pub free_bytes: u64,
-    /// What the device has.
+    /// The device's capacity.
     pub total_bytes: u64,
 }
 
-/// A moment on a device: of [`Accelerator::time_stamp`].
+/// A moment on a device, made by [`Accelerator::time_stamp`].
 pub trait TimeStamp: Any + Send + Sync {
-    /// Whether the device has come to it. Does not wait.
+    /// Whether the device has reached this moment. Does not wait.
     ///
     /// # Errors
     /// If the device has failed.
     fn is_past(&self) -> Result<bool>;
 
-    /// Microseconds from `earlier`, a stamp of the same device, to this one. Waits until the device has come to both.
+    /// Microseconds from `earlier`, a stamp of the same device, to this one. Waits until the device
+    /// has reached both.
     ///
     /// # Errors
-    /// If the device has failed, or `earlier` is of another one.
+    /// If the device has failed, or `earlier` belongs to another device.
     fn micros_since(&self, earlier: &dyn TimeStamp) -> Result<f64>;
 }
 
 /// The device that a rank computes on. No method communicates.
 pub trait Accelerator: Debug + Send + Sync {
-    /// Where tensors are made. All tensors of a rank are of this one device: candle takes a device that is
-    /// opened a second time for another one.
+    /// The candle device on which tensors are made. All tensors of a rank must use this one handle:
+    /// candle treats a device that is opened twice as two devices.
     fn device(&self) -> &Device;
 
-    /// What it is, for people: `NVIDIA H200`.
+    /// A description for people, such as `NVIDIA H200`.
     fn description(&self) -> String;
 
-    /// Its memory; `None` if that is the host's.
+    /// The device's own memory; `None` if it uses the host's.
     ///
     /// # Errors
     /// If the device does not answer.
@@ -61,8 +62,8 @@ pub trait Accelerator: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Stamps the moment at which all that was queued on the device until now has run. Nothing waits for it. `None`: the
-    /// device does what it is told before the call returns, or has no clock.
+    /// Stamps the moment at which all work now queued on the device is done, without waiting for
+    /// it. `None` if the device works synchronously or lacks a clock.
     ///
     /// # Errors
     /// If the device does not answer.
@@ -70,54 +71,55 @@ pub trait Accelerator: Debug + Send + Sync {
         Ok(None)
     }
 
-    /// Whether an error says that the device has no memory left.
+    /// Whether an error says that the device ran out of memory.
     fn is_out_of_memory(&self, error: &Error) -> bool {
         let _ = error;
         false
     }
 }
 
-/// A kind of device, and the options it is used with: `trainer.accelerator = "cuda"`.
+/// A kind of device and its options: `trainer.accelerator = "cuda"`.
 ///
 /// Registered with `#[typetag::serde(name = "…")]` and
-/// [`register_accelerator!`](fulgurite_config::register_accelerator). It must deserialise from its `type` tag
-/// alone, since that is how [`detect`](super::detect()) makes the candidates.
+/// [`register_accelerator!`](fulgurite_config::register_accelerator). It must deserialise from its
+/// `type` tag alone, because [`detect`](super::detect()) makes its candidates from names.
 #[typetag::serde(tag = "type")]
 pub trait AcceleratorConfig: Debug + Send + Sync {
-    /// Of those that can be used here, [`detect`](super::detect()) takes the one with the highest priority.
-    /// `None`: it is only used if its name is given.
+    /// Priority in [`detect`](super::detect()), which takes the highest among usable accelerators.
+    /// `None`: used only if named.
     fn priority(&self) -> Option<i32> {
         None
     }
 
-    /// Whether this program can use it at all, on a machine that has it.
+    /// Whether this program was built with support for it.
     fn is_built(&self) -> bool {
         true
     }
 
-    /// What takes its place; `None`: nothing does. `"auto"` chooses so.
+    /// The accelerator to use instead, as `"auto"` chooses one; `None`: this one.
     ///
     /// # Errors
-    /// If there is nothing to choose.
+    /// If no accelerator can be chosen.
     fn chosen(&self) -> Result<Option<Box<dyn AcceleratorConfig>>> {
         Ok(None)
     }
 
-    /// What this process may use. Opens nothing: the process that starts the ranks asks too.
+    /// The devices this process may use. Opens none, since the process that starts the ranks asks
+    /// too.
     ///
     /// # Errors
-    /// [`Error::Config`], if this program or this machine cannot use it, with the reason.
+    /// [`Error::Config`] with the reason, if this program or machine cannot use it.
     fn available(&self) -> Result<Available>;
 
-    /// Whether several ranks of a host may take one device.
+    /// Whether several ranks of a host may share a device.
     fn is_shared(&self) -> bool {
         false
     }
 
-    /// Opens the device of this index in [`Available::Devices`], once in a rank.
+    /// Opens the device with this index in [`Available::Devices`], once in a rank.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    /// If the device cannot be opened.
     fn open(&self, index: usize) -> Result<Box<dyn Accelerator>>;
 }
 

@@ -1,4 +1,4 @@
-//! [`CudaTimeStamp`].
+//! The [`CudaTimeStamp`] of NVIDIA GPUs.
 
 use std::any::Any;
 
@@ -7,16 +7,16 @@ use candle_core::cuda_backend::cudarc::driver::{CudaEvent, CudaStream, DriverErr
 use super::TimeStamp;
 use crate::{Error, Result};
 
-/// A moment of a stream of a GPU of NVIDIA. Those of all streams of a GPU can be compared.
+/// A moment on a stream of an NVIDIA GPU. Stamps of all streams of a GPU are comparable.
 pub struct CudaTimeStamp(CudaEvent);
 
 impl CudaTimeStamp {
-    /// The moment at which all that was queued on `stream` until now has run.
+    /// Stamps the moment at which all work now queued on `stream` is done.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// If the driver fails.
     pub fn record(stream: &CudaStream) -> Result<Self> {
-        // Those that cudarc makes by default have no time.
+        // cudarc's default events do not record the time.
         let with_time = Some(sys::CUevent_flags::CU_EVENT_DEFAULT);
         stream.record_event(with_time).map(Self).map_err(failed("stamping a GPU's time"))
     }

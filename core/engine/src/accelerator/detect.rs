@@ -1,13 +1,13 @@
-//! The best accelerator that there is.
+//! Detection of the best accelerator.
 
 use super::{AcceleratorConfig, Available};
 use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
 
-/// Of the linked plugins that have a device here, the one of highest priority.
+/// The linked plugin of highest priority that has a device on this machine.
 ///
 /// # Errors
-/// If two plugins share a name, one cannot be made from its name alone, or none has a device.
+/// If two plugins share a name, one cannot be made from its name alone, or no plugin has a device.
 pub fn detect() -> Result<Box<dyn AcceleratorConfig>> {
     registry::validate()?;
     let mut found: Option<Box<dyn AcceleratorConfig>> = None;

@@ -1,7 +1,8 @@
-//! What a rank computes on: the host's cores, or a device of its own. `trainer.accelerator`.
+//! The device a rank computes on: the host's cores or its own GPU. `trainer.accelerator`.
 //!
-//! An [`AcceleratorConfig`] says which devices this process may use and opens one; the opened one is an
-//! [`Accelerator`]. Which rank takes which device follows from what all ranks of a host see ([`place`]).
+//! An [`AcceleratorConfig`] says which devices this process may use and opens one as an
+//! [`Accelerator`]. [`place`] assigns devices to ranks from the devices that all ranks of a host
+//! see.
 
 #[expect(clippy::module_inception, reason = "the traits are the module's subject")]
 mod accelerator;

@@ -1,4 +1,4 @@
-//! Which device each rank takes.
+//! Assignment of devices to ranks.
 
 use std::collections::BTreeMap;
 
@@ -6,24 +6,25 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result, counted};
 
-/// What a rank sees.
+/// The host and devices a rank sees.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct RankDevices {
-    /// The host that it is on.
+    /// The rank's host.
     pub host: String,
-    /// The kind of device that it would take.
+    /// The kind of device it would take.
     pub kind: String,
-    /// The devices of that kind that it may use, by identifiers; `None`: the host, which all share.
+    /// Identifiers of the devices of this kind it may use; `None`: the host, which all ranks share.
     pub devices: Option<Vec<String>>,
 }
 
-/// The index of the device that each rank takes, among those that it sees. Ranks of a host that see the same
-/// devices take them in the order of their ranks; a rank that its launcher has bound to devices of its own takes
-/// the first.
+/// The index of each rank's device, among the devices it sees.
+///
+/// Ranks of a host that see the same devices take them in rank order. A rank that its launcher
+/// bound to its own devices takes the first.
 ///
 /// # Errors
-/// The same on all ranks: if their kinds differ, or there are more ranks on a host than devices and they may not
-/// be `shared`.
+/// The same on all ranks: if kinds differ between ranks, or if a host has more ranks than devices
+/// and devices are not `shared`.
 pub fn place(ranks: &[RankDevices], shared: bool) -> Result<Vec<usize>> {
     let error = |message: String| Err(Error::Config(format!("`trainer.accelerator`: {message}")));
     if let Some(rank) = ranks.iter().position(|one| one.kind != ranks[0].kind) {
@@ -83,21 +84,21 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_a_host_take_its_devices_in_order() {
+    fn host_ranks_take_devices_in_order() {
         let (a, b) = (rank("a", &["0", "1"]), rank("b", &["0", "1"]));
-        // Whatever the order of the hosts is.
+        // The order of hosts does not matter.
         let ranks = [a.clone(), b.clone(), a.clone(), b];
         assert_eq!(place(&ranks, false).unwrap(), [0, 0, 1, 1]);
         // Bound by a launcher.
         let bound = [rank("a", &["0"]), rank("a", &["1"]), rank("b", &["0"])];
         assert_eq!(place(&bound, false).unwrap(), [0, 0, 0]);
-        // The host's cores belong to all.
+        // Host cores are shared by all ranks.
         let host = RankDevices { devices: None, ..a };
         assert_eq!(place(&[host.clone(), host], false).unwrap(), [0, 0]);
     }
 
     #[test]
-    fn a_device_belongs_to_one_rank_unless_it_is_shared() {
+    fn unshared_device_has_one_rank() {
         let three = [(); 3].map(|()| rank("a", &["0", "1"]));
         assert_eq!(place(&three, true).unwrap(), [0, 1, 0]);
         insta::assert_snapshot!(place(&three, false).unwrap_err(), @r#"`trainer.accelerator`: 3 ranks on a, which has 2 cuda devices. Start as many ranks as there are devices; { type = "cuda", shared = true } lets several take one, which is slow"#);

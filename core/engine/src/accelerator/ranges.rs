@@ -1,13 +1,14 @@
-//! Ranges of the host's time that NVIDIA's tools show, such as `nsys profile`: NVTX.
+//! Named ranges on the host's timeline, shown by NVIDIA tools such as `nsys profile` (NVTX).
 //!
-//! NVTX is headers without a library. A program finds the tool itself: the variable `NVTX_INJECTION64_PATH`, which tools set,
-//! names a library, whose `InitializeInjectionNvtx2` writes the tool's functions into tables of the program. Without the
-//! variable nothing is loaded, and a range costs one read.
+//! NVTX consists of headers, without a library. The program itself loads the tool: the variable
+//! `NVTX_INJECTION64_PATH`, set by the tool, names a library whose `InitializeInjectionNvtx2`
+//! writes the tool's functions into the program's tables. Without the variable nothing is loaded,
+//! and a range costs one read.
 //!
 //! ```
 //! use fulgurite_core::accelerator::ranges;
 //!
-//! let range = ranges::begin("forward"); // `None`: nobody watches
+//! let range = ranges::begin("forward"); // `None`: no tool watches
 //! assert_eq!(range.is_some(), ranges::is_watched());
 //! ```
 #![allow(unsafe_code)] // a library of a tool, which calls back
@@ -17,22 +18,22 @@ use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
 use std::marker::PhantomData;
 use std::sync::OnceLock;
 
-/// Functions of each module of NVTX (none, core, CUDA, OpenCL, CUDA's runtime, core 2, synchronisation), with the one that is not
-/// valid: the sizes of the tables that tools write to.
+/// Table sizes: the number of functions in each NVTX module (none, core, CUDA, OpenCL, CUDA's
+/// runtime, core 2, synchronisation), including the invalid function at index 0.
 const SIZES: [usize; 7] = [0, 16, 9, 15, 7, 16, 7];
 
-/// The places of functions in the table of `core`.
+/// Index of the module `core`, and of functions in its table.
 const CORE: usize = 1;
 const RANGE_PUSH_A: usize = 9;
 const RANGE_POP: usize = 11;
 
-/// A table that a tool asks for.
+/// The id of the export table that a tool requests.
 const CALLBACKS: u32 = 1;
 
-/// A function of a tool, or null.
+/// A pointer to a tool's function, or null.
 type Slot = *mut c_void;
 
-/// What `CALLBACKS` asks for, as C has it.
+/// The export table `CALLBACKS`, in C layout.
 #[repr(C)]
 struct Callbacks {
     size: usize,
@@ -42,19 +43,20 @@ struct Callbacks {
 static CALLBACK_TABLE: Callbacks =
     Callbacks { size: size_of::<Callbacks>(), table_of: table_of_module };
 
-/// The tables of all modules: addresses of the slots that a tool writes to.
+/// The tables of all modules: addresses of the slots that a tool fills.
 struct Tables([&'static mut [*mut Slot]; 7]);
 
-// SAFETY: the addresses are of memory that is never freed; a tool writes to it while it is attached, before others read it.
+// SAFETY: the addresses point to memory that is never freed. A tool writes to it only while it is
+// attached, before anything reads it.
 unsafe impl Sync for Tables {}
-// SAFETY: as above.
+// SAFETY: as for `Sync`.
 unsafe impl Send for Tables {}
 
 fn tables() -> &'static Tables {
     static TABLES: OnceLock<Tables> = OnceLock::new();
     TABLES.get_or_init(|| {
         Tables(SIZES.map(|size| {
-            // One more, which is null: who reads on is stopped.
+            // A null terminator follows the last slot.
             let slot = |i| match i {
                 i if i < size => std::ptr::from_mut(Box::leak(Box::new(std::ptr::null_mut()))),
                 _ => std::ptr::null_mut(),
@@ -72,7 +74,7 @@ extern "C" fn table_of_module(
     let Some(index) = usize::try_from(module).ok().filter(|i| (1..SIZES.len()).contains(i)) else {
         return 0;
     };
-    // SAFETY: a tool gives addresses of its variables, or null for what it does not want.
+    // SAFETY: a tool passes addresses of its variables, or null for values it does not want.
     unsafe {
         if !table.is_null() {
             *table = tables().0[index].as_ptr().cast_mut();
@@ -91,7 +93,7 @@ extern "C" fn export_table(id: u32) -> *const c_void {
     }
 }
 
-/// The functions of the tool that is attached.
+/// The functions of the attached tool.
 #[derive(Debug, Clone, Copy)]
 struct Tool {
     push: Push,
@@ -102,32 +104,32 @@ type Push = unsafe extern "C" fn(*const c_char) -> c_int;
 type Pop = unsafe extern "C" fn() -> c_int;
 
 impl Tool {
-    /// Loads a tool's library, which stays. `None` if it is none, or does not want ranges.
+    /// Loads a tool's library for good. `None` if it is not an NVTX tool or does not want ranges.
     #[cfg(unix)]
     fn attach(library: &CStr) -> Option<Self> {
         type Initialize = extern "C" fn(extern "C" fn(u32) -> *const c_void) -> c_int;
-        // SAFETY: the user's tool, whose path the variable is; its initialisers are its own affair.
+        // SAFETY: the user set the variable to the tool's path and answers for its initialisers.
         let handle = unsafe { libc::dlopen(library.as_ptr(), libc::RTLD_LAZY) };
         if handle.is_null() {
             return None;
         }
-        // SAFETY: a library that is loaded, and a name that ends with a zero.
+        // SAFETY: the library is loaded, and the name is zero-terminated.
         let symbol = unsafe { libc::dlsym(handle, c"InitializeInjectionNvtx2".as_ptr()) };
         if symbol.is_null() {
             return None;
         }
-        // SAFETY: this name has this type, by NVTX's headers.
+        // SAFETY: NVTX's headers give this symbol this type.
         let initialize = unsafe { std::mem::transmute::<*mut c_void, Initialize>(symbol) };
         if initialize(export_table) == 0 {
             return None;
         }
         let function = |index: usize| {
-            // SAFETY: a slot of ours, which is never freed; the tool has written it.
+            // SAFETY: the slot is ours and never freed; the tool has written it.
             let function = unsafe { *tables().0[CORE][index] };
             (!function.is_null()).then_some(function)
         };
         let (push, pop) = (function(RANGE_PUSH_A)?, function(RANGE_POP)?);
-        // SAFETY: a tool writes functions of these types to these places, by NVTX's headers.
+        // SAFETY: NVTX's headers give the functions in these slots these types.
         unsafe {
             let push = std::mem::transmute::<Slot, Push>(push);
             Some(Self { push, pop: std::mem::transmute::<Slot, Pop>(pop) })
@@ -136,7 +138,7 @@ impl Tool {
 
     fn begin(self, name: &str) -> Range {
         let name = CString::new(name).unwrap_or_default();
-        // SAFETY: a text that ends with a zero, which the tool copies.
+        // SAFETY: the text is zero-terminated, and the tool copies it.
         unsafe { (self.push)(name.as_ptr()) };
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
@@ -145,7 +147,7 @@ impl Tool {
 }
 
 thread_local! {
-    /// Ranges of this thread that are under way.
+    /// Number of open ranges of this thread.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -169,7 +171,7 @@ fn tool() -> Option<Tool> {
     })
 }
 
-/// A range under way. It ends when it is dropped, and ends later ranges of its thread, too.
+/// An open range. Dropping it ends it and all later ranges of its thread.
 #[derive(Debug)]
 #[must_use = "a range ends when it is dropped"]
 pub struct Range {
@@ -181,7 +183,7 @@ pub struct Range {
 impl Drop for Range {
     fn drop(&mut self) {
         while DEPTH.get() > self.depth {
-            // SAFETY: the tool's function, which takes nothing.
+            // SAFETY: the tool's function takes no arguments.
             unsafe { (self.tool.pop)() };
             DEPTH.set(DEPTH.get() - 1);
         }
@@ -204,7 +206,7 @@ mod tests {
 
     use super::*;
 
-    /// A tool that writes down which ranges begin and end.
+    /// A tool that records which ranges begin and end.
     const FAKE: &str = r#"
         #include <stddef.h>
         #include <string.h>
@@ -242,7 +244,7 @@ mod tests {
         let tool = Tool::attach(&path).expect("a tool");
         let step = tool.begin("step");
         drop(tool.begin("forward"));
-        // One whose end is never told, as of a unit that failed.
+        // A range whose end is not reported, as when a unit fails.
         std::mem::forget(tool.begin("backward"));
         drop(step);
         drop(tool.begin("data"));

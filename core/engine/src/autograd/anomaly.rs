@@ -1,4 +1,4 @@
-//! Where a value that is not finite appeared first, as `torch.autograd.set_detect_anomaly`.
+//! Finds the first value that is not finite, as `torch.autograd.set_detect_anomaly`.
 
 use candle_core::{DType, Tensor};
 
@@ -6,9 +6,10 @@ use crate::execution::read;
 use crate::execution::{self, ContextGuard};
 use crate::{Result, counted};
 
-/// Checks, on this thread and until the guard is dropped, what every layer and unit takes and gives in forward
-/// and backward, and each parameter's gradient. The first value that is NaN or infinite is an error that names
-/// the layer. Each check reads from the device, so this is for finding a mistake.
+/// Checks the inputs, outputs and gradients of every layer and unit on this thread, and each
+/// parameter's gradient, until the guard is dropped. The first NaN or infinite value is an error
+/// that names the layer. Each check reads from the device and slows the step, so use it only to
+/// find a mistake.
 ///
 /// ```
 /// # use candle_core::{DType, Device, Tensor};
@@ -17,7 +18,7 @@ use crate::{Result, counted};
 /// # use fulgurite_core::nn::Linear;
 /// # fn forward(block: &Unit<Linear>, x: &Tensor) -> fulgurite_core::Result<Tensor> {
 /// let _detecting = detect_anomaly();
-/// block.forward(x) // an error if `x`, or what is computed from it, is not finite
+/// block.forward(x) // an error if `x` or a result is not finite
 /// # }
 /// ```
 #[must_use = "values are checked until the guard is dropped"]
@@ -25,17 +26,17 @@ pub fn detect_anomaly() -> ContextGuard {
     execution::detect_anomalies()
 }
 
-/// Whether values are checked on this thread: under [`detect_anomaly`].
+/// Whether [`detect_anomaly`] is in force on this thread.
 pub fn is_on() -> bool {
     execution::detects_anomalies()
 }
 
-/// What is not finite in a tensor, in words; `None` if everything is.
+/// Describes the values that are not finite; `None` if all are finite.
 pub(crate) fn anomaly(tensor: &Tensor) -> Result<Option<String>> {
     if !tensor.dtype().is_float() || tensor.elem_count() == 0 {
         return Ok(None);
     }
-    // 0 for a finite element, else NaN.
+    // 0 for a finite element, NaN otherwise.
     let zeros = (tensor.detach() * 0.0)?.to_dtype(DType::F32)?;
     if read::scalar::<f32>(&zeros.sum_all()?, "detect_anomaly")? == 0.0 {
         return Ok(None);

@@ -1,7 +1,7 @@
-//! Conversion between f32 and the floats of 16 bits on the CPU, by all threads; of bf16 also in vector
-//! instructions. candle's runs on one thread, an element at a time.
+//! Multi-threaded conversion between f32 and 16-bit floats on the CPU, vectorised for bf16. candle
+//! converts on one thread, one element at a time.
 //!
-//! Values are rounded to nearest even, as in candle.
+//! Rounds to nearest even, as candle does.
 
 use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
@@ -10,8 +10,8 @@ use super::storage::{with_host, with_host_mut};
 use crate::Result;
 use crate::simd::{Half, map, map_into};
 
-/// Evaluates `$widen` or `$round` for the pair of dtypes, with `$T` as the 16-bit float's type; `$other`
-/// for other pairs.
+/// Evaluates `$widen` or `$round` for the pair of dtypes, with `$T` as the 16-bit float's type.
+/// Evaluates `$other` for other pairs.
 macro_rules! with_half {
     ($from:expr, $to:expr, $T:ident => $widen:expr, $round:expr, $other:expr) => {
         match ($from, $to) {
@@ -40,7 +40,7 @@ fn is_contiguous_on_cpu(tensor: &Tensor) -> bool {
     tensor.device().is_cpu() && tensor.is_contiguous()
 }
 
-/// Converts a contiguous CPU tensor between f32 and a 16-bit float. `None` for all others.
+/// Converts a contiguous CPU tensor between f32 and a 16-bit float. `None` for other tensors.
 pub(super) fn converted(tensor: &Tensor, dtype: DType) -> Result<Option<Tensor>> {
     if tensor.elem_count() == 0 || !is_contiguous_on_cpu(tensor) {
         return Ok(None);
@@ -59,8 +59,7 @@ pub(super) fn converted(tensor: &Tensor, dtype: DType) -> Result<Option<Tensor>>
     )
 }
 
-/// Converts `source` into `target`. Returns false, and writes nothing, for tensors that candle must
-/// convert.
+/// Converts `source` into `target`. Returns false, and writes nothing, if candle must convert.
 pub(super) fn convert_into(target: &Tensor, source: &Tensor) -> Result<bool> {
     let size = target.elem_count();
     if size == 0
@@ -69,7 +68,7 @@ pub(super) fn convert_into(target: &Tensor, source: &Tensor) -> Result<bool> {
     {
         return Ok(false);
     }
-    // Tensors of two dtypes share no storage, so both locks can be held.
+    // Tensors of different dtypes share no storage, so both locks can be held.
     with_half!(source.dtype(), target.dtype(), T =>
         {
             with_host(source, |values: &[T]| {
@@ -92,7 +91,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn conversions_are_those_of_candle() {
+    fn conversions_match_candle() {
         for n in [1, 7, 100_003] {
             let wide = Tensor::randn(0f32, 3., n, &Device::Cpu).unwrap();
             for dtype in [DType::BF16, DType::F16] {

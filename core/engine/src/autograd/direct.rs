@@ -1,11 +1,13 @@
-//! Gradients that one function's backward hands to another's, past candle.
+//! Gradients that pass between functions without candle's accumulation.
 //!
-//! candle adds each gradient of a tensor to zeros that it makes first: it writes these, reads both and writes the sum, none of
-//! which there need be for a tensor that one function makes and another takes. So what a function makes is two nodes. The *source* has
-//! one element and the backward; the output is made from it, and does nothing but hand its gradient on. A function that
-//! takes the output depends on the source instead, and leaves its gradient there; what candle computes from
-//! the output hands its gradient on through the output. When all of them have, candle comes to the source. (A backward that
-//! fails leaves what was handed on; parameters have parts of their gradients then too, and nobody repeats it.)
+//! candle accumulates every gradient into zeros: it writes the zeros, reads both tensors and writes
+//! the sum. A tensor that one function makes and another takes needs none of this work. So a
+//! function's result is two nodes. The *source* has one element and the backward. The output is
+//! made from the source, and its own backward only hands its gradient on. A function that takes the
+//! output depends on the source instead, and leaves its gradient there. Gradients from candle's
+//! operations reach the source through the output. candle visits the source last, when all parts of
+//! the gradient have arrived. (A failed backward leaves the parts handed on so far. Parameters then
+//! hold partial gradients too, and the backward is not repeated.)
 
 use std::collections::HashMap;
 use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
@@ -15,44 +17,45 @@ use candle_core::{DType, Shape, Tensor, TensorId};
 use super::{GradMode, storage};
 use crate::{Error, Result};
 
-/// Elements from which it is worth the second node.
+/// Smallest number of elements for which the second node pays off.
 const FROM_ELEMENTS: usize = 1 << 15;
 
-/// The sources of outputs that there are. Ids are unique in the process.
+/// The sources of all live outputs. Ids are unique in the process.
 static SOURCES: LazyLock<Mutex<HashMap<TensorId, Weak<Source>>>> = LazyLock::new(Mutex::default);
 
 fn sources() -> MutexGuard<'static, HashMap<TensorId, Weak<Source>>> {
     SOURCES.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// The node of one element that an output is made from. The output holds it.
+/// The one-element node from which an output is made. The output owns it.
 pub(super) struct Source {
     node: Tensor,
     gradient: Arc<Gradient>,
-    /// The output.
+    /// The output's id.
     id: Mutex<Option<TensorId>>,
 }
 
-/// The gradient of an output, as far as it is there.
+/// The gradient of an output, as far as its parts have arrived.
 pub(super) struct Gradient {
     shape: Shape,
     dtype: DType,
     sum: Mutex<Option<Tensor>>,
 }
 
-/// Whether outputs of this shape have sources. Images have them whatever their size is: what has one is known to be no
-/// operation of candle's ([`refuse_wrong_gradients`](super::refuse_wrong_gradients)).
+/// Whether outputs of this shape have sources. Images have them at any size, so that
+/// [`refuse_wrong_gradients`](super::refuse_wrong_gradients) can tell a function's output from the
+/// output of a candle operation.
 fn may_have_source(x: &Tensor) -> bool {
     x.elem_count() >= FROM_ELEMENTS || x.rank() == 4
 }
 
-/// Whether an output has a source. Those of units whose activations are offloaded have none: their graph says which
-/// memory is moved.
+/// Whether an output gets a source. Units with activation offload make outputs without sources,
+/// because their graph must hold the tensors whose memory is moved.
 pub(super) fn is_for(output: &Tensor) -> bool {
     may_have_source(output) && !matches!(GradMode::current(), GradMode::Offloading(_))
 }
 
-/// The source of a tensor, if it is an output that has one.
+/// The source of a tensor, if the tensor is an output with a source.
 pub(super) fn source(x: &Tensor) -> Option<Arc<Source>> {
     if !may_have_source(x) {
         return None;
@@ -60,7 +63,7 @@ pub(super) fn source(x: &Tensor) -> Option<Arc<Source>> {
     sources().get(&x.id()).and_then(Weak::upgrade)
 }
 
-/// The node that graphs have in the place of a tensor, if it is an output that has a source.
+/// The graph node that stands for an output with a source.
 pub(crate) fn graph_id(x: &Tensor) -> Option<TensorId> {
     source(x).map(|source| source.node.id())
 }
@@ -75,7 +78,7 @@ impl Gradient {
         self.sum.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Adds a part.
+    /// Adds a part of the gradient.
     fn add(&self, part: Tensor) -> Result<()> {
         if part.shape() != &self.shape || part.dtype() != self.dtype {
             return Err(Error::other(format!(
@@ -89,13 +92,13 @@ impl Gradient {
         let sum = &mut *self.sum();
         *sum = Some(match sum.take() {
             Some(sum) => (sum + part)?,
-            // As of what candle adds up.
+            // candle's accumulated gradients are contiguous too.
             None => part.contiguous()?,
         });
         Ok(())
     }
 
-    /// All of it, which is here no longer.
+    /// Takes the whole gradient out.
     pub(super) fn take(&self) -> Result<Tensor> {
         let none = || Error::other("a backward was called without a gradient of its output");
         self.sum().take().ok_or_else(none)
@@ -107,18 +110,18 @@ impl Source {
         Arc::new(Self { node, gradient, id: Mutex::default() })
     }
 
-    /// What a function that takes the output depends on.
+    /// The node on which functions of the output depend.
     pub(super) fn node(&self) -> &Tensor {
         &self.node
     }
 
-    /// Leaves a part of the output's gradient. Returns what candle is given in its place.
+    /// Adds a part of the output's gradient. Returns the tensor that candle gets instead.
     pub(super) fn hand(&self, part: Tensor) -> Result<Tensor> {
         self.gradient.add(part.detach())?;
         Ok(self.node.detach())
     }
 
-    /// Says which output is made from it.
+    /// Registers the output made from this source.
     pub(super) fn is_of(self: &Arc<Self>, output: &Tensor) {
         *self.id.lock().unwrap_or_else(PoisonError::into_inner) = Some(output.id());
         sources().insert(output.id(), Arc::downgrade(self));
@@ -133,7 +136,7 @@ impl Drop for Source {
     }
 }
 
-/// One element that nobody reads but candle, which adds it up.
+/// A one-element gradient for candle to accumulate. Its value is never used.
 pub(super) fn element(like: &Tensor) -> Result<Tensor> {
     storage::unset((), DType::F32, like.device())
 }
@@ -151,7 +154,7 @@ mod tests {
         Var::ones((ROWS, 64), DType::F64, &Device::Cpu).unwrap()
     }
 
-    /// `x` times a number.
+    /// `x` times a constant.
     fn times(x: &Tensor, factor: f64) -> Tensor {
         let y = (x.detach() * factor).unwrap();
         function(&[x], y, move |_, grad| Ok(vec![Some((grad * factor)?)])).unwrap()
@@ -166,11 +169,11 @@ mod tests {
     }
 
     #[test]
-    fn parts_by_functions_and_by_candle_add_up() {
+    fn gradient_parts_add_up() {
         let x = var();
         let y = times(&times(&x, 3.0), 5.0);
         assert_eq!(gradient(&y, &x), 15.0);
-        // By two functions, by candle, and by a function of what candle computed.
+        // By two functions, by candle, and by a function of a candle result.
         let all = (times(&y, 2.0) + times(&y, 7.0)).unwrap();
         assert_eq!(gradient(&all, &x), 15.0 * 9.0);
         let all = ((all + &y).unwrap() + times(&(&y * 10.0).unwrap(), 4.0)).unwrap();
@@ -180,7 +183,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_is_handed_on_as_it_is() {
+    fn gradient_is_handed_on_unchanged() {
         fn address(x: &Tensor) -> usize {
             std::ptr::from_ref(&*x.storage_and_layout().0).addr()
         }
@@ -205,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_of_another_shape_is_an_error() {
+    fn gradient_of_wrong_shape_is_an_error() {
         let x = var();
         let y = times(&x, 2.0);
         let z = function(&[&y], y.detach().copy().unwrap(), |_, grad| {
@@ -226,7 +229,7 @@ mod tests {
         assert!(ids.into_iter().all(known));
         drop(y);
         assert_eq!(gradient(&z, &x), 6.0);
-        // The last that was computed from them.
+        // The last tensor computed from them.
         drop(z);
         assert!(!ids.into_iter().any(known));
         let small = Var::ones(9, DType::F64, &Device::Cpu).unwrap();
@@ -234,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn where_activations_are_offloaded_the_graph_has_the_outputs_themselves() {
+    fn offloading_graph_holds_outputs() {
         let x = var();
         let ids = |y: &Tensor| y.sorted_nodes().iter().map(|node| node.id()).collect::<Vec<_>>();
         let y = times(&x, 2.0);

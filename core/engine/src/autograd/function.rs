@@ -13,17 +13,17 @@ use crate::{Error, Result};
 
 /// The backward of a [`function`]: from the output and its gradient to one gradient an input.
 ///
-/// `None` says that an input gets no gradient from here. candle allows it for an input that is a
-/// `Var` (a parameter's token) or that no gradient flows to, and panics for any other.
+/// `None`: the function gives this input no gradient. candle allows `None` for a `Var` (a
+/// parameter's token) and for inputs that need no gradient, and panics for other inputs.
 pub type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
 
-/// Enters `output`, already computed from `inputs` (one to three), into the graph with a
-/// hand-written `backward`.
+/// Enters `output`, already computed from one to three `inputs`, into the graph with a hand-written
+/// `backward`.
 ///
-/// The forward has run before the call, in any way and on any device; its tensors should be detached.
-/// The storage of `output` moves into the returned tensor, nothing is copied; `output` itself is left
-/// released. A view of a larger tensor is copied. If no input takes part in a graph, or inside
-/// [`no_grad`](super::no_grad), `output` comes back as it is.
+/// The forward has run before the call, in any way and on any device; its tensors should be
+/// detached. The storage of `output` moves into the returned tensor without a copy, and `output`
+/// itself is left released. A view of a larger tensor is copied. If no input takes part in a graph,
+/// or inside [`no_grad`](super::no_grad), `output` comes back unchanged.
 ///
 /// ```
 /// use candle_core::{Device, Tensor, Var};
@@ -47,7 +47,7 @@ pub fn function(
     if !is_grad_enabled() || !inputs.iter().any(|input| input.track_op()) {
         return Ok(output);
     }
-    // What another function made is depended on by its source, to which the gradient goes.
+    // If another function made an input, depend on its source, which collects the gradient.
     let sources: Vec<_> = inputs.iter().map(|input| direct::source(input)).collect();
     let nodes = inputs.iter().zip(&sources);
     let nodes: Vec<Tensor> = nodes
@@ -72,7 +72,7 @@ pub fn function(
         hands_on(output_of.get().ok_or_else(none)?, &of_output.take()?)
     })?;
     let source = Source::new(source, gradient);
-    // The output holds its source, also for those who look for it.
+    // The output owns its source. `direct::source` holds only a weak reference.
     let held = source.clone();
     let y = node(std::slice::from_ref(source.node()), output, move |_, grad| {
         Ok(vec![Some(held.hand(grad.clone())?)])
@@ -82,7 +82,7 @@ pub fn function(
     Ok(y)
 }
 
-/// Enters `output` into the graph as what depends on these nodes, and has this backward.
+/// Enters `output` into the graph as a result of `nodes`, with this backward.
 fn node(
     nodes: &[Tensor],
     output: Tensor,
@@ -103,8 +103,9 @@ fn node(
     }
 }
 
-/// `output` as the leaf of a new graph through which no gradient flows: [`Tensor::sorted_nodes`] finds
-/// it from whatever is computed from it. Its storage moves into the returned tensor, as in [`function`].
+/// Makes `output` the leaf of a new graph through which no gradient flows. [`Tensor::sorted_nodes`]
+/// finds the leaf from any tensor computed from it. Its storage moves into the returned tensor, as
+/// in [`function`].
 pub(crate) fn leaf(output: Tensor) -> Result<Tensor> {
     let shape = output.shape().clone();
     let output = if storage::is_whole(&output) { output } else { output.force_contiguous()? };
@@ -120,7 +121,7 @@ pub(crate) fn leaf(output: Tensor) -> Result<Tensor> {
 struct Function {
     output: Mutex<Option<(Storage, Shape)>>,
     backward: Box<Backward>,
-    /// The unit's own graph that it belongs to, if there is one.
+    /// The unit's own graph, if the function was recorded in one.
     graph: Option<u64>,
 }
 

@@ -7,7 +7,7 @@ use candle_core::{DType, Tensor};
 use super::function;
 use crate::Result;
 
-/// Gradients on their way between the nodes of one call.
+/// Gradients in transit between the nodes of one call.
 struct Grads(Mutex<Vec<Option<Tensor>>>);
 
 impl Grads {
@@ -20,13 +20,14 @@ impl Grads {
     }
 }
 
-/// Enters `outputs` (at least one), computed from `inputs` (at least one), into the graph. `backward` is
-/// called once, when the gradients of all outputs that get one are there, and gives one for each input, as
-/// that of [`function`] does. Every input takes part in the graph.
+/// Enters `outputs`, computed from `inputs`, into the graph. Both have at least one tensor, and
+/// every input takes part in the graph. `backward` is called once, when the gradients of all used
+/// outputs have arrived. It returns one gradient for each input, as the backward of [`function`]
+/// does.
 ///
-/// candle's operations have one output and at most three inputs. So the outputs depend on a node of one element
-/// in the middle, where their gradients wait for its backward. More than three inputs have a node of one
-/// element each in front of it, for which their gradients wait.
+/// candle's operations have one output and at most three inputs. So the outputs depend on a middle
+/// node of one element, where their gradients wait for its backward. With more than three inputs,
+/// each input also gets a node of one element, whose backward takes the input's gradient.
 pub(crate) fn functions(
     inputs: &[&Tensor],
     mut outputs: Vec<Tensor>,
@@ -68,7 +69,7 @@ pub(crate) fn functions(
     enter(&middle, outputs, &of_outputs)
 }
 
-/// Enters outputs that depend on the node in the `middle`, and leave their gradients in `of_outputs`.
+/// Enters outputs that depend on the `middle` node and leave their gradients in `of_outputs`.
 fn enter(middle: &Tensor, outputs: Vec<Tensor>, of_outputs: &Arc<Grads>) -> Result<Vec<Tensor>> {
     let enter = |(i, output): (usize, Tensor)| {
         let (grads, element) = (of_outputs.clone(), middle.detach());
@@ -90,7 +91,7 @@ mod tests {
         Var::new(value, &Device::Cpu).unwrap()
     }
 
-    /// The products of each input with the sum of all.
+    /// Multiplies each input by the sum of all inputs.
     fn products(inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let values: Vec<f64> = inputs.iter().map(|x| x.to_scalar().unwrap()).collect();
         let sum: f64 = values.iter().sum();
@@ -112,7 +113,7 @@ mod tests {
             let vars: Vec<Var> = (1..=n).map(|x| var(f64::from(x))).collect();
             let inputs: Vec<Tensor> = vars.iter().map(|x| (x.as_tensor() * 2.0).unwrap()).collect();
             let outputs = products(&inputs.iter().collect::<Vec<_>>()).unwrap();
-            // All outputs but the first, which is used if it is alone.
+            // Uses all outputs except the first; the only output if there is one.
             let used = if n == 1 { &outputs[..] } else { &outputs[1..] };
             let loss = used.iter().enumerate().fold(None::<Tensor>, |sum, (i, y)| {
                 let term = (y * (i + 1) as f64).unwrap();

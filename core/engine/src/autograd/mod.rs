@@ -1,6 +1,6 @@
-//! What candle's autograd lacks, built from its custom ops: functions with a hand-written backward
-//! ([`function`]), tensors whose storage is freed and refilled ([`storage`]), [`no_grad`] and
-//! [`detect_anomaly`].
+//! Extensions of candle's autograd, built from its custom ops: functions with a hand-written
+//! backward ([`function`]), tensors whose storage is freed and refilled ([`storage`]), [`no_grad`]
+//! and [`detect_anomaly`].
 
 mod anomaly;
 mod cast;

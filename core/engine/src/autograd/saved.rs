@@ -1,4 +1,4 @@
-//! What backwards keep besides the tensors of the graph.
+//! Tensors that backwards keep besides the tensors of the graph.
 
 use std::sync::Mutex;
 
@@ -7,14 +7,15 @@ use candle_core::Tensor;
 use super::GradMode;
 use crate::execution;
 
-/// What the layers of a unit keep: a value of the execution context.
+/// Tensors saved by the layers of a unit: a value of the execution context.
 #[derive(Default)]
 struct Saved(Mutex<Vec<Tensor>>);
 
-/// Tells that a backward keeps these tensors, as `ctx.save_for_backward` of PyTorch does: a unit whose
-/// activations are offloaded moves their memory, and that of everything that shares it, away until then. For
-/// large tensors that are no inputs of the operation and not its output, which the graph has anyway; never for
-/// values of parameters.
+/// Declares that a backward keeps these tensors, as PyTorch's `ctx.save_for_backward`. A unit with
+/// activation offload moves their memory, and all memory shared with them, away until the backward.
+///
+/// Call it for large tensors other than the operation's inputs and output, which the graph has
+/// anyway. Never call it for values of parameters.
 pub fn save_for_backward(tensors: &[&Tensor]) {
     if let GradMode::Offloading(_) = GradMode::current()
         && let Some(saved) = execution::value::<Saved>()
@@ -24,7 +25,7 @@ pub fn save_for_backward(tensors: &[&Tensor]) {
     }
 }
 
-/// Runs `f` and collects what is saved in it.
+/// Runs `f` and collects the tensors saved during the call.
 pub(crate) fn collect_saved<R>(f: impl FnOnce() -> R) -> (R, Vec<Tensor>) {
     let _collecting = execution::enter(Saved::default());
     let collected = execution::value::<Saved>();

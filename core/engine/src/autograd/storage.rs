@@ -1,8 +1,8 @@
 //! Replacing, freeing and changing a tensor's storage in place.
 //!
 //! A tensor of candle is a reference to storage plus a layout; a graph holds such references. These
-//! functions change what is behind the reference, so a graph keeps its tensors while their memory
-//! comes and goes.
+//! functions change the storage behind the reference, so a graph keeps its tensors while their
+//! memory comes and goes.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -29,7 +29,7 @@ use candle_core::{
 
 use crate::{Error, Result};
 
-/// An empty storage: what a released tensor holds.
+/// An empty storage, as released tensors have.
 pub fn empty(dtype: DType, device: &Device) -> Result<Storage> {
     Ok(match device {
         Device::Cpu => Storage::Cpu(empty_cpu(dtype)?),
@@ -58,7 +58,7 @@ fn empty_cpu(dtype: DType) -> candle_core::Result<CpuStorage> {
     })
 }
 
-/// Exchanges a tensor's storage for another one.
+/// Swaps a tensor's storage for another one.
 struct Swap(Mutex<Storage>);
 
 impl InplaceOp1 for Swap {
@@ -83,11 +83,12 @@ impl InplaceOp1 for Swap {
     }
 }
 
-/// Replaces the storage of `tensor`, and so of every clone and view of it, and returns the old one. The
-/// caller ensures that size and dtype fit.
+/// Replaces the storage of `tensor`, and so of every clone and view of it, and returns the old
+/// storage. The caller ensures that size and dtype fit.
 pub fn replace(tensor: &Tensor, storage: Storage) -> Result<Storage> {
     if tensor.elem_count() == 0 {
-        // candle writes in place to no tensor with a stride of 0, which one of shape [2, 0] has.
+        // candle refuses in-place writes to tensors with a stride of 0, such as a tensor of shape
+        // [2, 0].
         return empty(tensor.dtype(), tensor.device());
     }
     let swap = Swap(Mutex::new(storage));
@@ -126,7 +127,7 @@ pub fn allocate(tensor: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// [`allocate`] for whoever writes every element: on a GPU of NVIDIA the memory holds what it held before.
+/// Like [`allocate`], but uninitialised on NVIDIA GPUs. The caller must write every element.
 pub fn allocate_unset(tensor: &Tensor) -> Result<()> {
     #[cfg(feature = "cuda")]
     if let (true, Device::Cuda(device)) = (is_released(tensor), tensor.device()) {
@@ -138,7 +139,7 @@ pub fn allocate_unset(tensor: &Tensor) -> Result<()> {
     allocate(tensor)
 }
 
-/// `Tensor::zeros`, whose error says how much memory was asked for, which that of a device does not.
+/// `Tensor::zeros`, but its error names the bytes requested, which a device's own error does not.
 ///
 /// # Errors
 /// If the device has no memory for it.
@@ -151,7 +152,8 @@ pub fn zeros(shape: impl Into<Shape>, dtype: DType, device: &Device) -> Result<T
     })
 }
 
-/// [`zeros`] for whoever writes every element before it is read: on a GPU of NVIDIA the memory holds what it held before.
+/// Like [`zeros`], but uninitialised on NVIDIA GPUs. The caller must write every element before it
+/// is read.
 ///
 /// # Errors
 /// As [`zeros`].
@@ -177,7 +179,7 @@ pub fn is_whole(tensor: &Tensor) -> bool {
     layout.is_contiguous() && layout.start_offset() == 0 && len(&storage) == tensor.elem_count()
 }
 
-/// Number of elements of a storage; `usize::MAX` for kinds that are not known here.
+/// Number of elements of a storage; `usize::MAX` for unknown kinds.
 fn len(storage: &Storage) -> usize {
     match storage {
         Storage::Cpu(storage) => cpu_len(storage),
@@ -220,8 +222,8 @@ fn cuda_len(storage: &CudaStorage) -> usize {
 }
 
 /// Copies the elements of `source` (same element count and dtype, any layout) into the memory of
-/// `target`, a contiguous tensor or view. Integers of 16 and 32 bits on a device, for which candle lacks kernels, go through
-/// the host, and into whole tensors alone.
+/// `target`, a contiguous tensor or view. 16-bit and 32-bit integers on a device go through the
+/// host, because candle lacks kernels for them. Their target must be a whole tensor.
 pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
     if lacks_kernels(target.device(), target.dtype()) {
         return replace_through_host(target, source);
@@ -236,12 +238,12 @@ pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Whether candle has no kernels that write a part of such a tensor or convert to its dtype.
+/// Whether candle lacks kernels that write parts of such a tensor or convert to its dtype.
 fn lacks_kernels(device: &Device, dtype: DType) -> bool {
     !device.is_cpu() && matches!(dtype, DType::I16 | DType::I32)
 }
 
-/// [`copy_from`] for a whole tensor, whose memory is exchanged.
+/// [`copy_from`] for a whole tensor: replaces its storage.
 fn replace_through_host(target: &Tensor, source: &Tensor) -> Result<()> {
     let dtype = target.dtype();
     if target.elem_count() != source.elem_count() {
@@ -257,8 +259,8 @@ fn replace_through_host(target: &Tensor, source: &Tensor) -> Result<()> {
     replace(target, take(&values.to_device(target.device())?)?).map(drop)
 }
 
-/// `to_dtype`, also of a tensor without elements, as empty shards are: candle would ask CUDA for a kernel of no threads,
-/// which is an error there. Outside of graphs.
+/// `to_dtype` outside of graphs, also for tensors without elements, such as empty shards. For those
+/// candle would launch a CUDA kernel without threads, which is an error.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -288,13 +290,15 @@ pub fn cast(tensor: &Tensor, dtype: DType) -> Result<Tensor> {
     Ok(Tensor::from_storage(storage, tensor.shape().clone(), BackpropOp::none(), false))
 }
 
-/// [`cast`] of each in its place: on a GPU one launch for all those in f32, bf16 and f16 and contiguous.
+/// [`cast`] of each tensor in its place. On a GPU, one launch casts all contiguous tensors in f32,
+/// bf16 and f16.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use fulgurite_core::autograd::storage;
 ///
-/// let mut shards = [Tensor::ones(3, DType::F32, &Device::Cpu)?, Tensor::ones(0, DType::F32, &Device::Cpu)?];
+/// let shard = |elements| Tensor::ones(elements, DType::F32, &Device::Cpu);
+/// let mut shards = [shard(3)?, shard(0)?];
 /// storage::cast_all(shards.iter_mut().map(|shard| (shard, DType::BF16)))?;
 /// assert!(shards.iter().all(|shard| shard.dtype() == DType::BF16));
 /// # Ok::<(), fulgurite_core::Error>(())
@@ -322,14 +326,15 @@ pub fn cast_all<'a>(tensors: impl IntoIterator<Item = (&'a mut Tensor, DType)>) 
     Ok(())
 }
 
-/// [`copy_from`] of pairs of a target and a source: on a GPU one launch for all that are contiguous and in f32, bf16 or f16,
-/// which also casts. No target overlaps another one or a source.
+/// [`copy_from`] for pairs of a target and a source. On a GPU, one launch copies and casts all
+/// contiguous tensors in f32, bf16 and f16. No target may overlap another target or a source.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use fulgurite_core::autograd::storage;
 ///
-/// let (target, source) = (Tensor::zeros(3, DType::F32, &Device::Cpu)?, Tensor::ones(3, DType::F32, &Device::Cpu)?);
+/// let target = Tensor::zeros(3, DType::F32, &Device::Cpu)?;
+/// let source = Tensor::ones(3, DType::F32, &Device::Cpu)?;
 /// storage::copy_all(&[(&target, &source)])?;
 /// assert_eq!(target.to_vec1::<f32>()?, [1.0; 3]);
 /// # Ok::<(), fulgurite_core::Error>(())
@@ -350,7 +355,7 @@ pub fn copy_all(copied: &[(&Tensor, &Tensor)]) -> Result<()> {
     Ok(())
 }
 
-/// An element type that CPU tensors hold and that has a plain byte representation.
+/// An element type of CPU tensors with a plain byte representation.
 pub trait HostElement: WithDType + bytemuck::Pod {
     /// The elements, if `storage` holds this type.
     fn slice_mut(storage: &mut CpuStorage) -> Option<&mut [Self]>;
@@ -396,7 +401,7 @@ host_elements!(
     half::bf16 => BF16, half::f16 => F16, f32 => F32, f64 => F64
 );
 
-/// Runs a closure on the elements, once, inside an in-place op.
+/// Runs a closure once on the elements, inside an in-place op.
 struct HostAccess<T, R, F>(Mutex<HostCall<R, F>>, PhantomData<fn(T)>);
 
 enum HostCall<R, F> {
@@ -428,9 +433,9 @@ impl<T: HostElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for HostAccess<T, R
     }
 }
 
-/// Calls `f` with the elements of a contiguous CPU tensor or view, which it may change in place.
+/// Calls `f` with the elements of a contiguous CPU tensor or view, to be changed in place.
 ///
-/// `f` must not use `tensor` or another tensor that shares its storage: it is locked meanwhile.
+/// `f` must not use `tensor` or another tensor that shares its storage, which is locked meanwhile.
 ///
 /// # Errors
 /// If the tensor is not on the CPU, not contiguous, released, or of another dtype than `T`.
@@ -468,9 +473,9 @@ pub fn with_host<T: HostElement, R>(tensor: &Tensor, f: impl FnOnce(&[T]) -> R) 
 mod tests {
     use super::*;
 
-    /// On the CPU, which does the same as devices that lack kernels.
+    /// Runs on the CPU, where the same code runs as on devices that lack kernels.
     #[test]
-    fn a_whole_tensor_is_replaced_through_the_host() {
+    fn whole_tensor_is_replaced_through_host() {
         let target = Tensor::zeros((2, 3), DType::I32, &Device::Cpu).unwrap();
         let shared = target.detach();
         let source = Tensor::new(&[[1f32, -2.], [3., 4.], [5., 6.]], &Device::Cpu).unwrap();
@@ -488,7 +493,7 @@ mod tests {
     }
 
     #[test]
-    fn memory_that_is_not_there_is_said_in_bytes() {
+    fn failed_allocation_names_bytes() {
         let device = Device::Metal(candle_core::MetalDevice);
         let error = zeros((2, 3), DType::F32, &device).unwrap_err().to_string();
         assert!(error.ends_with("(24 bytes were asked for, [2, 3] in F32)"), "{error}");

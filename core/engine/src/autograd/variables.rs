@@ -1,13 +1,14 @@
-//! candle variables that are no parameters.
+//! candle variables that are not parameters.
 
 use candle_core::Tensor;
 use candle_core::backprop::GradStore;
 
 use crate::{Error, Result, counted};
 
-/// Checks that the backward of `root` gave no gradient to a variable of candle's own. Parameters take
-/// theirs before candle stores it, so a variable with one is none of the model's: a `Var`, or a tensor from
-/// a `VarMap`, which no optimizer updates, no strategy distributes and no checkpoint has.
+/// Checks that the backward of `root` gave no gradient to a candle variable. Parameters take their
+/// gradients before candle stores them, so a variable with a gradient is not a parameter. It is a
+/// `Var`, or a tensor from a `VarMap`: no optimizer updates it, no strategy distributes it, and no
+/// checkpoint has it.
 ///
 /// # Errors
 /// If there are such variables; the message has their shapes.

@@ -1,7 +1,7 @@
-//! candle's operations whose backward gives wrong gradients.
+//! Detects candle operations whose backward gives wrong gradients.
 //!
-//! candle does not say which operation made a tensor. But its graph has the tensors, so the operation can
-//! be computed again and compared.
+//! candle does not say which operation made a tensor. But its graph holds the tensors, so the
+//! operation can be computed again and compared.
 
 use candle_core::Tensor;
 
@@ -9,22 +9,23 @@ use super::storage;
 use crate::execution::read;
 use crate::{Error, Result};
 
-/// Searches the graph of `root` for operations of candle with a wrong backward: `max_pool2d`,
-/// `avg_pool2d` of an input that its windows do not divide, and `upsample_nearest2d` of a tensor that
-/// another operation takes too. Others cannot be told from the graph. The graph's tensors must have their
-/// values still.
+/// Searches the graph of `root` for candle operations with a wrong backward: `max_pool2d`,
+/// `avg_pool2d` of an input that its windows do not divide, and `upsample_nearest2d` of a tensor
+/// that another operation takes too. Other operations cannot be recognised in the graph. The
+/// graph's tensors must still have their values.
 ///
-/// The search reads values from the device where shapes are suspicious, so it is for the first step alone.
-/// An input with one value everywhere tells nothing. Functions with a [backward of their
-/// own](super::function()) are told from candle's, except in units whose activations are offloaded: do not
-/// call it for their graphs.
+/// The search reads values from the device where shapes are suspicious, so use it only in the first
+/// step. Pooling of an input with all elements equal is not detected.
+///
+/// Do not call it for the graphs of units with activation offload. There, functions with a
+/// [hand-written backward](super::function()) look like candle's operations.
 ///
 /// # Errors
 /// If there is such an operation; the message names it.
 pub fn refuse_wrong_gradients(root: &Tensor) -> Result<()> {
     let nodes = root.sorted_nodes();
     for node in nodes.iter().filter(|node| node.rank() == 4 && node.elem_count() > 0) {
-        // What a tensor of one input was computed from comes next.
+        // A node's only input follows it in the sorted nodes.
         let Some(&input) = node.sorted_nodes().get(1) else { continue };
         if input.dtype() != node.dtype() || input.dims().get(..2) != Some(&node.dims()[..2]) {
             continue;
@@ -54,19 +55,19 @@ pub fn refuse_wrong_gradients(root: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Whether `other` was computed from `input` and not from `node`.
+/// Whether `other` was computed from `input` without `node`.
 fn uses_apart_from(other: &Tensor, input: &Tensor, node: &Tensor) -> bool {
     let behind = other.sorted_nodes();
     let has = |tensor: &Tensor| behind.iter().any(|other| other.id() == tensor.id());
     has(input) && !has(node)
 }
 
-/// Checks that `y` is no pooling of `x`, with windows that do not overlap, whose gradient is wrong.
+/// Checks that `y` is not a pooling of `x` with a wrong gradient. Windows do not overlap.
 fn refuse_pooling(x: &Tensor, y: &Tensor) -> Result<()> {
     let (_, _, height, width) = x.dims4()?;
     let (rows, columns) = (y.dims()[2], y.dims()[3]);
     let largest = (height / rows, width / columns);
-    // Square windows that give as many outputs, and the largest ones.
+    // The largest windows, and square windows that give as many outputs.
     let square = (1..=largest.0.min(largest.1))
         .filter(|&size| height / size == rows && width / size == columns)
         .map(|size| (size, size));
@@ -127,7 +128,7 @@ mod tests {
         Var::from_tensor(&x).unwrap()
     }
 
-    /// The message about the loss that `f` makes of an image, if there is one.
+    /// The error for the loss that `f` computes from an image, if any.
     fn refused(size: [usize; 2], f: impl Fn(&Tensor) -> Result<Tensor>) -> Option<String> {
         let x = image(size[0], size[1]);
         let y = f(&(x.as_tensor() * 2.0).unwrap()).unwrap();
@@ -160,9 +161,9 @@ mod tests {
         });
         assert_eq!(apart, None);
         assert_eq!(refused([4, 4], |x| Ok(x.narrow(2, 0, 2)?.narrow(3, 0, 2)?)), None);
-        // Constant, so that nothing tells it from a part.
+        // A constant result looks like a part of a constant input.
         assert_eq!(refused([4, 4], |x| Ok(x.affine(0.0, 1.0)?.narrow(2, 0, 2)?)), None);
-        // Somebody's own, with a backward that is right.
+        // A user's function with a correct backward.
         let own = refused([4, 4], |x| {
             let y = x.detach().max_pool2d(2)?;
             function(&[x], y, |_, grad| Ok(vec![Some(grad.upsample_nearest2d(4, 4)?)]))

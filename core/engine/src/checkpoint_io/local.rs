@@ -1,4 +1,4 @@
-//! Files of the local file system.
+//! Files in the local file system.
 
 use std::fs::File;
 use std::path::Path;
@@ -18,8 +18,8 @@ impl LocalFile {
     /// Opens the regular file `path` for reading.
     ///
     /// # Errors
-    /// [`Error::Io`](crate::Error::Io), of kind `NotFound` if there is no such file; if it is a pipe, a
-    /// device or another thing that may be read without an end.
+    /// [`Error::Io`](crate::Error::Io), of kind `NotFound` if the file does not exist. Also if it
+    /// is a pipe, a device or another endless source.
     pub fn open(path: &Path) -> Result<Self> {
         Ok(Self(open_regular(path)?))
     }

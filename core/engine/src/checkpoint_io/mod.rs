@@ -1,4 +1,4 @@
-//! Where checkpoints are kept: bytes to and from a place, and the names used there.
+//! Checkpoint storage: bytes to and from a place, and the names used there.
 
 mod io;
 mod local;

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use twox_hash::XxHash3_64;
 
-/// The name of the checkpoint of an optimizer step.
+/// The name of an optimizer step's checkpoint.
 ///
 /// ```
 /// assert_eq!(fulgurite_core::checkpoint::step_name(10), "step-00000010");
@@ -17,29 +17,29 @@ pub fn step_name(step: u64) -> String {
 const STAGED: &str = ".tmp-";
 const REPLACED: &str = ".old-";
 
-/// A fresh name for the directory that `name` is written in before it is committed.
+/// A new name for the directory in which `name` is written before it is committed.
 pub fn staging_name(name: &str) -> String {
     format!("{name}{STAGED}{}", id())
 }
 
-/// A fresh name for the old checkpoint `name` while it is replaced, on file systems that cannot exchange
-/// two directories atomically. It stays a valid checkpoint until the new one is there.
+/// A new name for the old checkpoint `name` during its replacement, on file systems without an
+/// atomic exchange of directories. It stays a valid checkpoint until the new one exists.
 pub fn replaced_name(name: &str) -> String {
     format!("{name}{REPLACED}{}", id())
 }
 
-/// Whether this is a name that [`staging_name`] made: not a checkpoint, and stale if no save is
-/// under way.
+/// Whether [`staging_name`] made this name. Such a directory is not a checkpoint, and is stale
+/// unless a save is running.
 pub fn is_temporary(name: &str) -> bool {
     base(name, STAGED).is_some()
 }
 
-/// Whether this is a name that [`staging_name`] made of `name`.
+/// Whether [`staging_name`] made this name from `name`.
 pub fn is_temporary_of(staged: &str, name: &str) -> bool {
     base(staged, STAGED) == Some(name)
 }
 
-/// The name that a checkpoint had before it was to be replaced.
+/// The name of a checkpoint before its replacement began.
 pub fn replaced_base(name: &str) -> Option<&str> {
     base(name, REPLACED)
 }
@@ -61,7 +61,7 @@ fn id() -> String {
     )
 }
 
-/// Why `name` cannot be the name of a checkpoint; `None` if it can.
+/// The reason why `name` cannot name a checkpoint; `None` if it can.
 pub fn invalid_name(name: &str) -> Option<&'static str> {
     if name.is_empty() || name.starts_with('.') || name.contains(['/', '\\', '\0']) {
         Some("a checkpoint's name is one path segment that does not start with a dot")

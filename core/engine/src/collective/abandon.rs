@@ -1,4 +1,4 @@
-//! Process groups whose ranks can leave a step together.
+//! Process groups whose ranks can abandon a step together.
 
 use std::collections::VecDeque;
 use std::sync::mpsc::{Sender, channel};
@@ -11,16 +11,17 @@ use super::{Collective, End, Intercepted, Interceptor, Label, ProcessGroup, Redu
 use crate::execution::read;
 use crate::{Error, Result};
 
-/// Lets the ranks of a job leave a step that one of them cannot finish, and try it again.
+/// Lets the ranks of a job abandon a step that one of them cannot finish, and try it again.
 ///
-/// A rank that runs out of memory within a step must not just begin the step anew: others wait for it in
-/// collectives that it will not start. In the groups that [`watch`](Self::watch) returns, each collective of
-/// several ranks is therefore preceded by a question: goes everybody on? A rank that
-/// [abandons](Self::abandon) the step answers once in each of its groups that it does not, which every rank hears
-/// at its next collective; that fails, and the rank answers the same in its other groups. So in each group all ranks
-/// have started the same collectives when they [`resume`](Self::resume).
+/// A rank that runs out of memory within a step must not simply begin the step again: other ranks
+/// wait for it in collectives that it will not start. So in the groups returned by
+/// [`watch`](Self::watch), the ranks vote before each collective of several ranks whether to go on.
+/// A rank that [abandons](Self::abandon) the step votes no, once in each of its groups. Every other
+/// rank learns this at its next collective, which fails, and then votes no in its other groups.
+/// When the ranks [`resume`](Self::resume), all ranks of each group have started the same
+/// collectives.
 ///
-/// (Composer's automatic micro-batches put such a question before the collectives of FSDP.)
+/// (Composer's automatic micro-batches vote in the same way before FSDP's collectives.)
 ///
 /// ```
 /// use std::sync::Arc;
@@ -45,24 +46,24 @@ struct Shared {
 
 #[derive(Default)]
 struct Heard {
-    /// The rank that has abandoned the step; of several, the last.
+    /// The rank that abandoned the step; of several known, the highest.
     by: Option<usize>,
-    /// In the order in which they were made, which is that of all their ranks.
+    /// In order of creation, which is the same on all their ranks.
     lines: Vec<Weak<Line>>,
 }
 
 impl Abandonment {
-    /// For the groups of this rank.
+    /// Makes the handle for all groups of this rank.
     pub fn new(rank: usize) -> Self {
         Self(Arc::new(Shared { rank, heard: Mutex::default() }))
     }
 
-    /// The group, with the question before each collective; and so the groups that are split from it. Those of one
-    /// rank stay as they are. `send` and `recv` are not asked about: a step that uses them cannot be
+    /// Returns the group with a vote before each collective. Groups split from it vote too. Groups
+    /// of one rank stay as they are. `send` and `recv` do not vote: a step that uses them cannot be
     /// abandoned. All ranks of a group must watch it. Not collective.
     ///
     /// # Errors
-    /// If the system has no thread for it.
+    /// If the system cannot start a thread.
     pub fn watch(&self, group: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>> {
         if group.size() == 1 {
             return Ok(group);
@@ -84,20 +85,20 @@ impl Abandonment {
         Ok(Arc::new(Intercepted::new(group, asking)))
     }
 
-    /// Abandons the step, unless another rank has. Not collective: the others hear of it at their next
-    /// collective. Every rank must then [`resume`](Self::resume).
+    /// Abandons the step, unless another rank already has. Not collective: other ranks learn of it
+    /// at their next collective. Every rank must then call [`resume`](Self::resume).
     pub fn abandon(&self) {
         self.0.hear(self.0.rank);
     }
 
-    /// Whether this rank knows that the step is abandoned.
+    /// Whether this rank knows that the step was abandoned.
     pub fn is_abandoned(&self) -> bool {
         self.0.heard().by.is_some()
     }
 
-    /// Waits until collectives may be started again, and returns the global rank that abandoned the step; of several,
-    /// one. What was started before is over by then. Collective over all groups, after
-    /// [`is_abandoned`](Self::is_abandoned).
+    /// Waits until collectives may start again, and returns the global rank that abandoned the
+    /// step; of several, one. All earlier collectives are over by then. Collective over all groups,
+    /// after [`is_abandoned`](Self::is_abandoned).
     ///
     /// # Errors
     /// If a peer fails, or does not abandon the step within a group's timeout.
@@ -105,8 +106,9 @@ impl Abandonment {
         let lines: Vec<_> = self.0.heard().lines.iter().filter_map(Weak::upgrade).collect();
         for line in &lines {
             line.until_over()?;
-            // Groups run collectives in order. So after the barrier the collectives that the step dropped are complete: on
-            // a device, for all work queued from now on. Only then may the memory that they write be freed.
+            // A group runs its collectives in order. So after the barrier the step's dropped
+            // collectives are complete: on a device, for all work queued from now on. Only then may
+            // the memory they write be freed.
             line.group.run(Collective::Barrier)?;
         }
         let by = {
@@ -124,7 +126,7 @@ impl Shared {
         self.heard.lock().expect("no panic while noting")
     }
 
-    /// Notes which rank abandons the step, and says so in all groups.
+    /// Records which rank abandons the step, and tells all groups.
     fn hear(&self, by: usize) {
         let lines = {
             let mut heard = self.heard();
@@ -139,7 +141,7 @@ impl Shared {
     }
 }
 
-/// The collectives of one group, which start one after the other.
+/// One group's collectives and votes, which run one after the other.
 struct Line {
     group: Arc<dyn ProcessGroup>,
     shared: Arc<Shared>,
@@ -150,19 +152,19 @@ struct Line {
 #[derive(Default)]
 struct State {
     jobs: VecDeque<Job>,
-    /// Whether a thread asks, or starts a collective.
+    /// Whether a thread is voting or starting a collective.
     busy: bool,
     /// Whether the ranks of the group have agreed to abandon the step.
     over: bool,
-    /// Whether a question got no answer.
+    /// Whether a vote failed.
     failed: bool,
     closed: bool,
 }
 
 enum Job {
-    /// A collective that overlaps, what it is for, and who waits for it.
+    /// An overlapping collective, its label, and the channel for its `Work`.
     Start(Collective, Option<Arc<Label>>, Sender<Result<Work>>),
-    /// The step is abandoned: the others must hear it.
+    /// Tells the other ranks that the step is abandoned.
     Ask,
 }
 
@@ -171,7 +173,7 @@ impl Line {
         self.state.lock().expect("no panic while it is held")
     }
 
-    /// What the group's thread does.
+    /// The loop of the group's thread.
     fn work(&self) {
         loop {
             let job = {
@@ -186,11 +188,11 @@ impl Line {
             match job {
                 Job::Start(collective, label, waiting) => {
                     let _label = label.map(|label| Label::enter(label.0.clone()));
-                    // Nobody waits for a `Work` that was dropped.
+                    // The send fails if the caller dropped its `Work`.
                     let _ = waiting.send(self.start(collective, true));
                 }
                 Job::Ask => {
-                    // The rank that asks has an error already.
+                    // This rank has already returned an error.
                     let _ = self.ask();
                 }
             }
@@ -203,13 +205,13 @@ impl Line {
         self.changed.notify_all();
     }
 
-    /// Starts a collective, if every rank goes on.
+    /// Starts a collective, if every rank votes to go on.
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work> {
         self.ask()?;
         self.group.start(collective, overlap)
     }
 
-    /// Asks the ranks of the group whether all go on.
+    /// Votes with the ranks of the group whether all go on.
     ///
     /// # Errors
     /// If one does not, or the group fails.
@@ -231,7 +233,7 @@ impl Line {
         }
     }
 
-    /// The rank that abandons the step, if any does.
+    /// Votes, and returns the rank that abandons the step, if any.
     fn exchange(&self) -> Result<Option<usize>> {
         let own = self.shared.heard().by.map_or(0, |rank| rank as i64 + 1);
         let answers = Tensor::new(&[own], &Device::Cpu)?;
@@ -245,7 +247,7 @@ impl Line {
         self.group.error("start", format!("rank {by} has abandoned the step"))
     }
 
-    /// Waits until the group's ranks have agreed to abandon the step, and nothing is left to do.
+    /// Waits until the group's ranks have agreed to abandon the step and all jobs are done.
     fn until_over(&self) -> Result<()> {
         let wait = |state: &mut State| {
             !state.failed && (!state.over || state.busy || !state.jobs.is_empty())
@@ -261,7 +263,7 @@ impl Line {
     }
 }
 
-/// Asks before each collective.
+/// Votes before each collective.
 struct Asking {
     line: Arc<Line>,
     abandonment: Abandonment,
@@ -286,7 +288,7 @@ impl Interceptor for Asking {
             }
             state.busy = true;
         }
-        // Without another thread, since the caller waits at once.
+        // Runs on this thread, since the caller waits at once.
         let work = self.line.start(collective, false);
         self.line.end_turn();
         work
@@ -315,7 +317,7 @@ impl Drop for Asking {
             state.busy
         };
         self.line.changed.notify_all();
-        // One that waits for a peer ends with the group's timeout.
+        // A worker waiting for a peer ends with the group's timeout.
         if let (false, Some(worker)) = (busy, self.worker.take())
             && worker.join().is_err()
         {

@@ -1,4 +1,4 @@
-//! [`Agreement`]: values that all ranks must have alike.
+//! Checks that all ranks have equal values: [`Agreement`].
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};
@@ -10,14 +10,14 @@ use super::{Collective, ProcessGroup, ReduceOp, all_gather_object};
 use crate::execution::read;
 use crate::{Error, Result};
 
-/// Differing names that a message lists; it counts the others.
+/// Limit of differing names listed in a message. Further names are counted.
 const MAX_NAMES: usize = 8;
-/// Values of one name that a message lists.
+/// Limit of values listed for one name.
 const MAX_VALUES: usize = 4;
-/// Characters of a value in a message.
+/// Limit of characters of a value in a message.
 const MAX_CHARS: usize = 160;
 
-/// Named values that all ranks of a group must have alike, such as the keys of a configuration.
+/// Named values that must be equal on all ranks of a group, such as the keys of a configuration.
 ///
 /// ```
 /// use fulgurite_core::collective::{Agreement, Solo};
@@ -35,13 +35,13 @@ pub struct Agreement {
 }
 
 impl Agreement {
-    /// No values yet. `subject` names what they describe, and `advice` says what to do where ranks
-    /// differ; both are for the message.
+    /// No values yet. For the message, `subject` names the values and `advice` says how to fix a
+    /// difference.
     pub fn on(subject: impl Into<String>, advice: impl Into<String>) -> Self {
         Self { subject: subject.into(), advice: advice.into(), values: BTreeMap::new() }
     }
 
-    /// Adds a value, or replaces the one of this name.
+    /// Adds a value, replacing any value of this name.
     pub fn insert(&mut self, name: impl Into<String>, value: impl fmt::Display) {
         self.values.insert(name.into(), value.to_string());
     }
@@ -61,11 +61,11 @@ impl Agreement {
         self.values
     }
 
-    /// Compares with rank 0's values, which this rank, `rank`, has got in another way than by a collective:
-    /// before there is a process group. Local.
+    /// Compares with rank 0's values without a collective, before a process group exists. `rank` is
+    /// this rank, which has received rank 0's values in another way. Local.
     ///
     /// # Errors
-    /// Naming each value that differs.
+    /// If values differ; the message names each.
     pub fn compare(&self, rank: usize, of_rank_zero: &BTreeMap<String, String>) -> Result<()> {
         let differing = differences(&[Some(of_rank_zero), Some(&self.values)], &[0, rank]);
         if differing.is_empty() {
@@ -77,11 +77,11 @@ impl Agreement {
     }
 
     /// Compares the values of all ranks. Every rank passes the same subjects in the same order.
-    /// Collective: one all-reduce of 32 bytes where the ranks agree. Only if they differ are the
-    /// values exchanged.
+    /// Collective: one all-reduce of 32 bytes if the ranks agree. Values are exchanged only if they
+    /// differ.
     ///
     /// # Errors
-    /// On every rank, naming each value that differs, and which ranks have which.
+    /// On every rank if values differ; the message names each differing value and its ranks.
     pub fn check(group: &dyn ProcessGroup, agreements: &[Self]) -> Result<()> {
         if group.size() == 1 || same_on_all(group, &hashes(agreements))? {
             return Ok(());
@@ -104,7 +104,7 @@ impl Agreement {
         Err(Error::Config(text))
     }
 
-    /// Adds a sentence on what differs, and the advice, to `text`.
+    /// Adds a sentence about the differences, and the advice, to `text`.
     fn describe(&self, differing: &[String], text: &mut String) {
         let listed = differing.len().min(MAX_NAMES);
         let separator = if text.is_empty() { "" } else { " " };
@@ -117,7 +117,7 @@ impl Agreement {
     }
 }
 
-/// Two hashes of all values, each of 63 bits.
+/// Two hashes of all values, of 63 bits each.
 fn hashes(agreements: &[Agreement]) -> [i64; 2] {
     let mut bytes = Vec::new();
     for agreement in agreements {
@@ -130,7 +130,7 @@ fn hashes(agreements: &[Agreement]) -> [i64; 2] {
     [0, 1].map(|seed| (XxHash3_64::oneshot_with_seed(seed, &bytes) >> 1) as i64)
 }
 
-/// Whether all ranks have these numbers. Collective: one all-reduce.
+/// Whether all ranks have these two integers. Collective: one all-reduce.
 fn same_on_all(group: &dyn ProcessGroup, [a, b]: &[i64; 2]) -> Result<bool> {
     let largest = Tensor::new(&[*a, *b, -a, -b], &Device::Cpu)?;
     group.run(Collective::all_reduce(&largest, ReduceOp::Max))?;
@@ -138,7 +138,7 @@ fn same_on_all(group: &dyn ProcessGroup, [a, b]: &[i64; 2]) -> Result<bool> {
     Ok(largest[..2].iter().zip(&largest[2..]).all(|(max, negated_min)| *max == -negated_min))
 }
 
-/// A phrase on each name whose values differ: `seed is 1 on rank 0 and 2 on ranks 1 and 2`.
+/// A phrase for each name whose values differ: `seed is 1 on rank 0 and 2 on ranks 1 and 2`.
 fn differences(
     of_ranks: &[Option<&BTreeMap<String, String>>],
     global_ranks: &[usize],
@@ -153,7 +153,7 @@ fn differences(
         .into_iter()
         .filter(|(_, values)| values.iter().any(|value| *value != values[0]))
         .collect();
-    // An option that only some ranks have follows from a choice that all of them have made.
+    // Names that some ranks lack come last: they result from another differing choice.
     differing.sort_by_key(|(_, values)| values.contains(&None));
     differing
         .into_iter()

@@ -1,15 +1,14 @@
-//! The checks of arguments that a transport makes before it starts a collective.
+//! Argument checks that transports make before they start a collective.
 //!
-//! A wrong argument is found on the rank that passes it, before anything is sent: the call returns an
-//! error, nothing is started, and the group stays usable. Every transport calls these, so their messages
-//! are the same.
+//! A rank that passes a wrong argument gets an error before anything is sent. Nothing is started,
+//! and the group stays usable. Every transport calls these checks, so their messages are the same.
 
 use candle_core::{DType, Tensor};
 
 use super::{AllGather, ProcessGroup, ReduceScatter};
 use crate::Result;
 
-/// What the error of a transport that finds ranks in different collectives begins with.
+/// The beginning of a transport's error about ranks in different collectives.
 pub const RANKS_DIFFER: &str = "the ranks differ in";
 
 /// The dtypes that every transport carries.
@@ -64,7 +63,7 @@ pub fn root(group: &dyn ProcessGroup, op: &'static str, rank: usize) -> Result<(
     Ok(())
 }
 
-/// Checks that `rank` is a rank of the group and another one than this.
+/// Checks that `rank` is a rank of the group other than this one.
 pub fn peer(group: &dyn ProcessGroup, op: &'static str, rank: usize) -> Result<()> {
     root(group, op, rank)?;
     if rank == group.rank() {
@@ -112,8 +111,8 @@ pub fn all_to_all(group: &dyn ProcessGroup, output: &Tensor, input: &Tensor) -> 
     Ok(())
 }
 
-/// Checks the partition given to [`ProcessGroup::split`]. Returns the index of the set that this rank is
-/// in, and this rank's index in that set.
+/// Checks the partition given to [`ProcessGroup::split`]. Returns the index of this rank's set, and
+/// this rank's index in the set.
 pub fn partition(group: &dyn ProcessGroup, partition: &[Vec<usize>]) -> Result<(usize, usize)> {
     const OP: &str = "split";
     let mut times = vec![0usize; group.size()];
@@ -157,7 +156,7 @@ fn same_dtype(
     Ok(())
 }
 
-/// The tensors of this rank's part and of the whole, and the parts' sizes.
+/// This rank's part, the whole tensor, and the sizes of all parts.
 struct Sizes<'a> {
     part: &'a Tensor,
     whole: &'a Tensor,

@@ -1,4 +1,4 @@
-//! A collective and its arguments.
+//! Collectives and their arguments.
 
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
@@ -7,7 +7,7 @@ use super::ProcessGroup;
 use super::check;
 use crate::Result;
 
-/// How the ranks' elements are reduced to one.
+/// Reductions over ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ReduceOp {
@@ -15,21 +15,21 @@ pub enum ReduceOp {
     Sum,
     /// The product, in rank order.
     Product,
-    /// The smallest; NaN if any rank has NaN.
+    /// The minimum; NaN if any rank has NaN.
     Min,
-    /// The largest; NaN if any rank has NaN.
+    /// The maximum; NaN if any rank has NaN.
     Max,
 }
 
 /// One tensor of an all-gather: every rank's `input` lands in every rank's `output`, in rank order.
 #[derive(Debug, Clone)]
 pub struct AllGather {
-    /// This rank's part, contiguous, `counts[rank]` elements. It may be the view of `output` where
-    /// this rank's part goes.
+    /// This rank's part: contiguous, `counts[rank]` elements. May be the view of `output` that
+    /// receives this part.
     pub input: Tensor,
-    /// Where the whole goes: contiguous, `counts.iter().sum()` elements, same dtype.
+    /// The whole: contiguous, `counts.iter().sum()` elements, same dtype.
     pub output: Tensor,
-    /// Elements a rank contributes, by group rank. Equal on all ranks; may contain zeros.
+    /// Elements of each rank's part, by group rank. Equal on all ranks; may contain zeros.
     pub counts: Vec<usize>,
 }
 
@@ -46,10 +46,10 @@ impl AllGather {
 pub struct ReduceScatter {
     /// This rank's whole contribution: contiguous, `counts.iter().sum()` elements.
     pub input: Tensor,
-    /// Where this rank's part of the result goes: contiguous, `counts[rank]` elements, same dtype.
-    /// It may be the view of `input` that is this rank's part.
+    /// This rank's part of the result: contiguous, `counts[rank]` elements, same dtype. May be the
+    /// view of `input` with this rank's part.
     pub output: Tensor,
-    /// Elements a rank receives, by group rank. Equal on all ranks; may contain zeros.
+    /// Elements of each rank's part, by group rank. Equal on all ranks; may contain zeros.
     pub counts: Vec<usize>,
 }
 
@@ -61,38 +61,39 @@ impl ReduceScatter {
     }
 }
 
-/// A collective and its arguments: what [`ProcessGroup::start`] starts.
+/// A collective and its arguments, to be started by [`ProcessGroup::start`].
 #[derive(Debug, Clone)]
 pub enum Collective {
-    /// Reduces `tensor` over the ranks, in place: afterwards all ranks hold the same values.
+    /// Reduces `tensor` over the ranks in place. Afterwards all ranks hold the same values.
     AllReduce {
-        /// What is reduced, and where the result goes.
+        /// The operand and the result.
         tensor: Tensor,
         /// The reduction.
         op: ReduceOp,
     },
-    /// Gathers every rank's part of each tensor; one collective for all of them.
+    /// Gathers every rank's part of each tensor, in one collective for all tensors.
     AllGatherInto(Vec<AllGather>),
-    /// Reduces each tensor over the ranks and leaves each rank its part; one collective for all of them.
+    /// Reduces each tensor over the ranks and leaves each rank its part, in one collective for all
+    /// tensors.
     ReduceScatter {
         /// The tensors.
         parts: Vec<ReduceScatter>,
-        /// How they are reduced.
+        /// The reduction.
         op: ReduceOp,
     },
     /// Copies `tensor` of group rank `src` into `tensor` of all others.
     Broadcast {
-        /// On `src` the tensor that is sent, on the others where it goes.
+        /// The source tensor on `src`, the destination on other ranks.
         tensor: Tensor,
-        /// The group rank that sends.
+        /// The sending group rank.
         src: usize,
     },
-    /// Sends part `i` of `input` (`size()` equal parts) to rank `i`, and receives part `i` of `output`
-    /// from rank `i`.
+    /// Sends part `i` of `input` (`size()` equal parts) to rank `i`, and receives part `i` of
+    /// `output` from rank `i`.
     AllToAll {
-        /// Where the received parts go.
+        /// Receives the parts.
         output: Tensor,
-        /// The parts that are sent.
+        /// The parts to send.
         input: Tensor,
     },
     /// Completes when every rank has started it.
@@ -137,7 +138,7 @@ impl Collective {
         }
     }
 
-    /// Bytes of the whole tensors: what is reduced, or the gathered whole.
+    /// Bytes of the full tensors: the operand of a reduction, or the gathered whole.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
         match self {
@@ -149,10 +150,10 @@ impl Collective {
         }
     }
 
-    /// Checks the arguments; every transport does so before it starts anything.
+    /// Checks the arguments. Every transport does so before it starts anything.
     ///
     /// # Errors
-    /// If an argument is wrong; the message is the same for all transports.
+    /// If an argument is wrong. The message is the same for all transports.
     pub fn check(&self, group: &dyn ProcessGroup) -> Result<()> {
         match self {
             Self::AllReduce { tensor, .. } => check::tensor(group, self.name(), "tensor", tensor),

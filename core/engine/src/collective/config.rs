@@ -1,4 +1,4 @@
-//! How a transport is configured, and what it needs to connect the ranks.
+//! Configuration of transports, and the context in which they connect the ranks.
 
 use std::net::IpAddr;
 use std::sync::Arc;
@@ -9,7 +9,7 @@ use fulgurite_store::Store;
 use super::ProcessGroup;
 use crate::{Error, Result};
 
-/// What a transport needs to build its world group.
+/// Context in which a transport builds its world group.
 #[derive(Clone)]
 pub struct GroupContext {
     /// This process's global rank.
@@ -22,21 +22,21 @@ pub struct GroupContext {
     pub local_world_size: usize,
     /// This host's number among the job's hosts.
     pub node_rank: usize,
-    /// The address at which the ranks of other hosts reach this one; `None` if it is not known, or there are
-    /// no others.
+    /// The address at which other hosts reach this one. `None` if unknown, or if there are no other
+    /// hosts.
     pub address: Option<IpAddr>,
     /// The job's store.
     pub store: Arc<dyn Store>,
-    /// How long a collective may wait for its peers.
+    /// Time limit of a collective's wait for its peers.
     pub timeout: Duration,
 }
 
 /// Memory that the ranks of a host share for one process group, in bytes.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct GroupMemory {
-    /// What all of them together come to use.
+    /// Used by all ranks together.
     pub used: u64,
-    /// What each of them maps: it counts against the limit on a process's address space.
+    /// Mapped by each rank. Counts against the limit on a process's address space.
     pub mapped: u64,
 }
 
@@ -46,16 +46,17 @@ pub struct GroupMemory {
 /// [`register_process_group!`](fulgurite_config::register_process_group).
 #[typetag::serde(tag = "type")]
 pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
-    /// Checks the options, before any process is started.
+    /// Checks the options before any process is started.
     ///
     /// # Errors
-    /// If one is out of range. By default none: [`build`](Self::build) finds it.
+    /// If an option is out of range. The default checks nothing and leaves errors to
+    /// [`build`](Self::build).
     fn check(&self) -> Result<()> {
         Ok(())
     }
 
-    /// The memory that the ranks of one host share for a group, `ranks` of them in it: what is compared,
-    /// group by group, with the host's memory before any rank is started. By default none.
+    /// Memory that `ranks` ranks of one host share for a group. Before any rank is started, it is
+    /// compared with the host's memory, group by group. By default zero.
     fn memory(&self, ranks: usize) -> GroupMemory {
         let _ = ranks;
         GroupMemory::default()
@@ -64,35 +65,36 @@ pub trait ProcessGroupConfig: std::fmt::Debug + Send + Sync {
     /// Builds the group of all ranks. Collective: every rank of the job calls it once.
     ///
     /// # Errors
-    /// If the transport cannot connect these ranks (shared memory across hosts, no such library),
-    /// saying which transport can.
+    /// If the transport cannot connect these ranks, for example shared memory across hosts or a
+    /// missing library. The message names a transport that can.
     fn build(&self, context: &GroupContext) -> Result<Arc<dyn ProcessGroup>>;
 
-    /// Whether a process group for the ranks' devices may be built over this one, if they have devices: one that
-    /// chooses a way for them, as `"auto"` does, says so. By default no.
+    /// Whether a process group for the ranks' devices, if they have any, may be built over this
+    /// one. True for a transport that chooses one for them, such as `"auto"`. By default false.
     fn leaves_devices_open(&self) -> bool {
         false
     }
 
-    /// The kind of devices, as `trainer.accelerator` names it, between which it carries tensors, in programs that are
-    /// built for them. By default none.
+    /// The kind of devices, as in `trainer.accelerator`, between which it carries tensors in
+    /// programs built for them. By default `None`.
     fn device_kind(&self) -> Option<&'static str> {
         None
     }
 
-    /// Whether this process can use it: for what is looked for at run time, such as libraries. By default it can.
+    /// Whether this process can use the transport. Checks things found at run time, such as
+    /// libraries. By default it can.
     ///
     /// # Errors
-    /// If not, with the reason.
+    /// If it cannot, with the reason.
     fn available(&self) -> Result<()> {
         Ok(())
     }
 
-    /// Builds it over a group of the host that all ranks have, of one with a [`device_kind`](Self::device_kind), by the
-    /// options of its name alone. Collective.
+    /// Builds the device group of a transport with a [`device_kind`](Self::device_kind) over a host
+    /// group of all ranks, with default options. Collective.
     ///
     /// # Errors
-    /// As [`build`](Self::build). By default it cannot be built so.
+    /// As [`build`](Self::build). The default is an error.
     fn over(
         &self,
         host: Arc<dyn ProcessGroup>,

@@ -1,11 +1,11 @@
-//! What collectives are for.
+//! Labels that say which work collectives belong to.
 
 use std::sync::Arc;
 
 use crate::execution::{self, ContextGuard};
 
-/// What the collectives that a thread starts are for, such as a unit. A transport may say it when one of
-/// them fails; it changes nothing else.
+/// The purpose of the collectives that a thread starts, such as a unit. A transport may name it
+/// when a collective fails; it has no other effect.
 ///
 /// ```
 /// use fulgurite_core::collective::Label;
@@ -19,12 +19,12 @@ use crate::execution::{self, ContextGuard};
 pub struct Label(pub String);
 
 impl Label {
-    /// Makes it the thread's until the guard is dropped.
+    /// Sets the thread's label until the guard is dropped.
     pub fn enter(label: impl Into<String>) -> ContextGuard {
         execution::enter(Self(label.into()))
     }
 
-    /// The thread's.
+    /// The thread's label.
     pub fn current() -> Option<Arc<Self>> {
         execution::value()
     }

@@ -1,4 +1,4 @@
-//! Collectives on values that serialise, for control messages. Not for bulk data.
+//! Collectives on serialisable values, for control messages. Not for bulk data.
 
 use candle_core::{DType, Device, Tensor};
 use serde::Serialize;
@@ -9,7 +9,7 @@ use super::{AllGather, Collective, ProcessGroup, ReduceOp};
 use crate::execution::read;
 use crate::{Error, Result};
 
-/// Group rank `src`'s value, on every rank. Collective; `value` is ignored on the others.
+/// Sends group rank `src`'s value to every rank. Collective; other ranks' `value` is ignored.
 pub fn broadcast_object<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: &T,
@@ -28,7 +28,7 @@ pub fn broadcast_object<T: Serialize + DeserializeOwned>(
     from_bytes(&read::host::<u8>(&buffer)?)
 }
 
-/// Every rank's value, in rank order. Collective.
+/// Gathers every rank's value, in rank order. Collective.
 pub fn all_gather_object<T: Serialize + DeserializeOwned>(
     group: &dyn ProcessGroup,
     value: &T,
@@ -55,11 +55,11 @@ pub fn all_gather_object<T: Serialize + DeserializeOwned>(
         .collect()
 }
 
-/// The first difference between the ranks' lists: the first rank whose list differs from rank 0's, and
-/// its first line that differs.
+/// The first difference between the ranks' lists: the first rank whose list differs from rank 0's,
+/// and its first differing line.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Difference {
-    /// The rank, in the group.
+    /// The group rank.
     pub rank: usize,
     /// The line's index.
     pub index: usize,

@@ -1,4 +1,4 @@
-//! A group of ranks that are not there yet.
+//! Groups of ranks that are not started yet.
 
 use std::sync::{Arc, Mutex};
 
@@ -7,13 +7,13 @@ use candle_core::Tensor;
 use super::{Collective, ProcessGroup, Work, check};
 use crate::Result;
 
-/// A group as its first rank will see it, before any rank is started: it has a size, and can be split,
-/// but cannot communicate. On it a strategy's mesh and cuts are worked out in advance.
+/// A group as its first rank will see it, before any rank is started. It has a size and can be
+/// split, but cannot communicate. Strategies plan their mesh and cuts on it.
 #[derive(Debug, Clone)]
 pub struct Planned {
     name: String,
     global_ranks: Vec<usize>,
-    /// The groups so far, of any rank, by their global ranks.
+    /// Global ranks of all groups made so far, also of those without rank 0.
     groups: Arc<Mutex<Vec<Vec<usize>>>>,
 }
 
@@ -25,8 +25,8 @@ impl Planned {
         Self { name: "world".to_owned(), global_ranks, groups }
     }
 
-    /// The groups that there will be by what was split so far, the world and those of other ranks among
-    /// them, each by its global ranks.
+    /// Global ranks of all groups that the splits so far will make, including the world and groups
+    /// of other ranks.
     pub fn groups(&self) -> Vec<Vec<usize>> {
         self.groups.lock().expect("no panic while groups are noted").clone()
     }
@@ -86,7 +86,7 @@ mod tests {
     use crate::mesh::{DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 
     #[test]
-    fn a_mesh_is_worked_out_on_it_and_nothing_is_communicated() {
+    fn planned_world_splits_without_communication() {
         let world = Arc::new(Planned::world(8));
         let layout = DeviceMesh::layout_for(8, Some(2), None, Some(1), Some(2)).unwrap();
         let mesh = DeviceMesh::new(layout, world.clone()).unwrap();

@@ -12,25 +12,27 @@ use crate::{Error, Result};
 /// An ordered set of ranks that communicate.
 ///
 /// # Contract
-/// - Every method but the accessors and [`abort`](ProcessGroup::abort) is **collective**: all ranks
-///   of the group call the same methods in the same order with matching shapes and dtypes
+/// - Every method except the accessors and [`abort`](ProcessGroup::abort) is **collective**: all
+///   ranks of the group call the same methods in the same order with matching shapes and dtypes
 ///   (`send` / `recv` are matched in pairs, in order).
-/// - [`start`](ProcessGroup::start) starts the collective and returns; the result is there after
-///   [`Work::wait`]: of tensors on the CPU, in their memory; of tensors on a device, in whatever is queued on it
-///   from then on, so that a failure may surface later, at the group's next call. Collectives of one group run in
-///   the order they were started, so that after the wait for one of them, a barrier included, the earlier ones are
-///   complete too, also those whose [`Work`] was dropped. The methods named after collectives call `start`; transports
-///   do not implement them.
-/// - Tensors are contiguous (views of a larger one included) and are written in place. A transport
-///   takes tensors of any device; one that cannot reach a device's memory stages through the host.
-/// - Every rank gets the same bits of a reduction. Where [`exact_reductions`](ProcessGroup::exact_reductions) is
-///   true, reductions are deterministic: they combine in rank order, and `reduce_scatter` gives the same bits as the
-///   matching part of `all_reduce`.
+/// - [`start`](ProcessGroup::start) starts the collective and returns. After [`Work::wait`], CPU
+///   tensors hold the result. Tensors on a device hold it for all work queued from then on, so a
+///   failure may surface later, at the group's next call.
+/// - Collectives of one group run in the order they were started. After the wait for one of them, a
+///   barrier included, the earlier ones are complete too, even if their [`Work`] was dropped.
+/// - The methods named after collectives call `start`; transports do not implement them.
+/// - Tensors are contiguous, views of a larger tensor included, and are written in place. A
+///   transport takes tensors of any device. If it cannot reach a device's memory, it stages through
+///   the host.
+/// - Every rank gets the same bits of a reduction. If
+///   [`exact_reductions`](ProcessGroup::exact_reductions) is true, reductions are deterministic:
+///   they combine in rank order, and `reduce_scatter` gives the same bits as the matching part of
+///   `all_reduce`.
 /// - Every wait ends: with the result, when a peer fails, when the group is aborted, or after the
-///   group's timeout, the last three with an error that names the ranks that are missing.
+///   group's timeout. In the last three cases the error names the missing ranks.
 /// - Dtypes: f32, f64, bf16, f16, u8, u32, i32 and i64.
 ///
-/// `fulgurite_core::conformance::process_group` checks all of this for any implementation.
+/// `fulgurite_core::conformance::process_group` checks this contract for any implementation.
 pub trait ProcessGroup: Send + Sync {
     /// The group's name, for messages: a mesh dimension, or `world`.
     fn name(&self) -> &str;
@@ -41,15 +43,15 @@ pub trait ProcessGroup: Send + Sync {
     /// Number of ranks in the group.
     fn size(&self) -> usize;
 
-    /// How the ranks of the group reach each other, for people: `shm`, or `shm within hosts, tcp between them`.
-    /// Empty where there is nothing to say.
+    /// The connections between the group's ranks, for people: `shm`, or
+    /// `shm within hosts, tcp between them`. May be empty.
     fn transport(&self) -> String {
         String::new()
     }
 
-    /// Whether reductions combine in rank order, so that their bits do not depend on the transport. If not, as with
-    /// NCCL, floating-point sums and products are of an order that the transport chooses, rounded to the dtype after
-    /// each addition, and minima and maxima may pass over NaN. Integers are exact everywhere.
+    /// Whether reductions combine in rank order, so that their bits do not depend on the transport.
+    /// NCCL, for one, chooses the order of floating-point sums and products, rounds to the dtype
+    /// after each operation, and may pass over NaN in minima and maxima. Integers are always exact.
     fn exact_reductions(&self) -> bool {
         true
     }
@@ -57,11 +59,11 @@ pub trait ProcessGroup: Send + Sync {
     /// The global ranks of the group's members, in group order.
     fn global_ranks(&self) -> &[usize];
 
-    /// Connects the ranks for collectives of tensors on `device`, so that the memory and time this takes are not wanted
-    /// in the middle of a step. Without it a transport connects when it first must. Collective.
+    /// Connects the ranks for collectives of tensors on `device`, so that no step pays for it in
+    /// time and memory. Without this call a transport connects at first use. Collective.
     ///
     /// # Errors
-    /// If a peer fails, or the device has no memory for it.
+    /// If a peer fails, or the device runs out of memory.
     fn connect(&self, device: &Device) -> Result<()> {
         let _ = device;
         Ok(())
@@ -69,17 +71,18 @@ pub trait ProcessGroup: Send + Sync {
 
     /// Starts a collective.
     ///
-    /// With `overlap` it runs while the caller computes. Without, the caller waits at once, so a
-    /// transport may run it on the waiting thread, in [`Work::wait`] or before the group's next
-    /// collective, which saves waking another thread. The result is the same.
+    /// With `overlap` the collective runs while the caller computes. Without, the caller waits at
+    /// once, so a transport may run it on the waiting thread, in [`Work::wait`] or before the
+    /// group's next collective. This saves waking another thread. The result is the same.
     fn start(&self, collective: Collective, overlap: bool) -> Result<Work>;
 
-    /// Starts a collective that overlaps with what the caller does, and runs after the end of another one, of this group
-    /// or any, whose results it takes: nobody waits for that before. If the other one fails, so does this, and the group with
-    /// it. Counts as [`start`](Self::start) in the order of the group's calls.
+    /// Starts an overlapping collective that runs after the end of another one, of this group or
+    /// any other, and takes its results without a wait in between. If the other collective fails,
+    /// so do this one and its group. Counts as a call of [`start`](Self::start) in the order of the
+    /// group's calls.
     ///
-    /// `None`: the transport cannot, and has started nothing; the caller waits for the other one and starts this. A group
-    /// answers the same on all its ranks.
+    /// `None`: the transport cannot do this and has started nothing. The caller then waits for the
+    /// other collective and starts this one. A group answers the same on all its ranks.
     ///
     /// # Errors
     /// As [`start`](Self::start).
@@ -88,7 +91,7 @@ pub trait ProcessGroup: Send + Sync {
         Ok(None)
     }
 
-    /// Runs a collective and waits for it: for small ones that nothing overlaps.
+    /// Runs a collective and waits for it. For small collectives without overlap.
     ///
     /// ```
     /// use candle_core::{Device, Tensor};
@@ -138,30 +141,30 @@ pub trait ProcessGroup: Send + Sync {
     /// Receives into `tensor` from group rank `src`.
     fn recv(&self, tensor: &Tensor, src: usize) -> Result<Work>;
 
-    /// Makes smaller groups. `partition` lists disjoint sets of this group's ranks, the same list on
-    /// every rank, and every rank is in exactly one of them; the returned group is this rank's set, in
-    /// the set's order. Collective over the whole group.
+    /// Splits the group into smaller groups. `partition` lists disjoint sets of this group's ranks,
+    /// equal on every rank, with every rank in exactly one set. Returns the group of this rank's
+    /// set, in the set's order. Collective over the whole group.
     fn split(&self, partition: &[Vec<usize>], name: &str) -> Result<Arc<dyn ProcessGroup>>;
 
-    /// A flat tensor of arbitrary content (as `torch.empty`) in memory that this transport's collectives
-    /// reach with the fewest copies (as PyTorch's symmetric memory and `ncclMemAlloc`): for what is
-    /// communicated step after step, such as buckets and shards. Not collective. Collectives take
+    /// A flat uninitialised tensor, as `torch.empty`, in memory that this transport's collectives
+    /// reach with the fewest copies, as PyTorch's symmetric memory and `ncclMemAlloc`. For tensors
+    /// communicated in every step, such as buckets and shards. Not collective. Collectives take
     /// tensors in other memory too.
     ///
     /// # Errors
-    /// If there is no memory for it.
+    /// If the device runs out of memory.
     fn empty(&self, elements: usize, dtype: DType, device: &Device) -> Result<Tensor> {
         storage::unset(elements, dtype, device)
     }
 
-    /// Makes every pending and future call on this group fail with `reason`, on all its ranks.
-    /// Not collective; callable from any thread.
+    /// Makes every pending and future call on this group fail with `reason`, on all its ranks. Not
+    /// collective; callable from any thread.
     fn abort(&self, reason: &str);
 
-    /// The error that the group's next call would fail with, if this rank knows of one: of a failure here, of an
-    /// abort by another rank, of a rank of the job that has failed. Not collective; does not wait, so that what
-    /// another rank knows may come with a later call; callable from any thread. `None`: the group works, or its
-    /// transport cannot tell.
+    /// The error with which the group's next call would fail, as far as this rank knows: a failure
+    /// here, an abort by another rank, or a failed rank of the job. Not collective; callable from
+    /// any thread. Does not wait, so failures known to other ranks may show only in a later call.
+    /// `None`: the group works, or its transport cannot tell.
     fn failure(&self) -> Option<Error> {
         None
     }

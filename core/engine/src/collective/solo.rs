@@ -33,8 +33,8 @@ impl Solo {
     }
 }
 
-/// Copies the elements of each second tensor to the first, also between views of one storage. Does nothing if both are the
-/// same view.
+/// Copies each second tensor to the first, also between views of one storage. Does nothing if both
+/// are the same view.
 fn copy<'a>(copied: impl IntoIterator<Item = (&'a Tensor, &'a Tensor)>) -> Result<()> {
     let is_apart =
         |(output, input): &(&Tensor, &Tensor)| storage_address(output) != storage_address(input);
@@ -51,7 +51,7 @@ fn copy_within(output: &Tensor, input: &Tensor) -> Result<()> {
     storage::copy_from(output, &input.copy()?)
 }
 
-/// Identifies a tensor's storage, and holds its lock only within this call.
+/// Identifies a tensor's storage. The storage is locked only within this call.
 fn storage_address(tensor: &Tensor) -> *const Storage {
     let (storage, _) = tensor.storage_and_layout();
     &*storage

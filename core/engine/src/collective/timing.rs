@@ -1,13 +1,13 @@
-//! Who wants to know when collectives run.
+//! Device times of collectives.
 
 use std::sync::Arc;
 
 use crate::accelerator::TimeStamp;
 use crate::execution::{self, ContextGuard};
 
-/// Who is told when the collectives and messages that a thread starts run on the device. A transport that queues them
-/// there stamps the stream before and after each, and [tells](Self::tell) it; others, whose collectives run on the host,
-/// do not. Nothing waits for the stamps.
+/// Receives the device times of the collectives and messages that a thread starts. A transport that
+/// queues them on the device stamps the stream before and after each, and [tells](Self::tell) the
+/// times. Transports that run collectives on the host do not. Nothing waits for the stamps.
 ///
 /// ```
 /// use fulgurite_core::collective::Timing;
@@ -22,21 +22,22 @@ pub struct Timing(Box<Told>);
 type Told = dyn Fn(&str, Arc<dyn TimeStamp>, Arc<dyn TimeStamp>) + Send + Sync;
 
 impl Timing {
-    /// Makes it the thread's until the guard is dropped. `told` is called once for each collective or message that is queued
-    /// on the device, at the latest when that is waited for, with the name of a stream, on which one thing runs at a time,
-    /// and the moments of the device at which it begins and ends.
+    /// Installs `told` on this thread until the guard is dropped. `told` is called once for each
+    /// collective or message queued on the device, at the latest when it is waited for. The
+    /// arguments are a stream's name, and the device moments of begin and end. A stream runs one
+    /// collective at a time.
     pub fn enter(
         told: impl Fn(&str, Arc<dyn TimeStamp>, Arc<dyn TimeStamp>) + Send + Sync + 'static,
     ) -> ContextGuard {
         execution::enter(Self(Box::new(told)))
     }
 
-    /// The thread's.
+    /// The thread's receiver.
     pub fn current() -> Option<Arc<Self>> {
         execution::value()
     }
 
-    /// Says that it runs on `stream`, between these moments.
+    /// Reports a collective that runs on `stream` between two moments.
     pub fn tell(&self, stream: &str, from: Arc<dyn TimeStamp>, to: Arc<dyn TimeStamp>) {
         self.0(stream, from, to);
     }

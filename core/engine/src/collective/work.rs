@@ -1,26 +1,26 @@
-//! A collective that is under way.
+//! Running collectives.
 
 use std::any::Any;
 use std::sync::Arc;
 
 use crate::Result;
 
-/// The end of a collective, for another one that comes after it: [`ProcessGroup::start_after`].
+/// The end of a collective, on which another can depend: [`ProcessGroup::start_after`].
 ///
 /// [`ProcessGroup::start_after`]: super::ProcessGroup::start_after
 pub trait End: Any + Send + Sync {
-    /// As [`Work::wait`], any number of times and on any thread.
+    /// Like [`Work::wait`], but callable any number of times and on any thread.
     ///
     /// # Errors
     /// As [`Work::wait`].
     fn wait(&self) -> Result<()>;
 }
 
-/// A collective that was started. The tensors it was given must not be read or changed before
-/// [`wait`](Work::wait) returns.
+/// A started collective. Its tensors must not be read or changed before [`wait`](Work::wait)
+/// returns.
 ///
-/// Dropping it without waiting does not cancel the collective; its error, if any, then surfaces at
-/// the next call on the group.
+/// Dropping it without waiting does not cancel the collective. Its error, if any, then surfaces at
+/// the group's next call.
 #[must_use = "a collective is complete only after `wait`"]
 #[derive(Default)]
 pub struct Work {
@@ -29,7 +29,7 @@ pub struct Work {
 }
 
 impl Work {
-    /// A collective that is complete already.
+    /// A completed collective.
     pub fn ready() -> Self {
         Self::default()
     }
@@ -39,21 +39,21 @@ impl Work {
         Self { wait: Some(Box::new(wait)), end: None }
     }
 
-    /// The same, whose end others can wait for too.
+    /// Adds an end that others can wait for.
     pub fn with_end(self, end: Arc<dyn End>) -> Self {
         Self { end: Some(end), ..self }
     }
 
-    /// Its end; `None` if it is complete already, or the transport knows of no end before somebody waits.
+    /// The collective's end. `None` if it is complete, or if the transport has no such end.
     pub fn end(&self) -> Option<&Arc<dyn End>> {
         self.end.as_ref()
     }
 
-    /// Blocks until the collective is complete. Of tensors on a device it need not block: what is queued on the
-    /// device from then on comes after the collective.
+    /// Blocks until the collective is complete. For tensors on a device it need not block: work
+    /// queued on the device from then on runs after the collective.
     ///
     /// # Errors
-    /// Whatever went wrong: a peer that failed, a timeout, an aborted group.
+    /// If a peer failed, the wait timed out, or the group was aborted.
     pub fn wait(self) -> Result<()> {
         match self.wait {
             Some(wait) => wait(),

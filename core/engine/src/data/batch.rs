@@ -5,13 +5,13 @@ use candle_core::Tensor;
 use crate::Result;
 use crate::parallel::ContextParallel;
 
-/// Token sequences and the token that follows each position: a batch for a language model.
+/// Token sequences with the next token at each position: a batch for a language model.
 #[derive(Debug, Clone)]
 pub struct TokenBatch {
     /// Token ids, u32, of shape (samples, sequence length).
     pub inputs: Tensor,
-    /// The id that follows each input, i64 (so that an ignored target can be negative), of the same
-    /// shape.
+    /// The token id after each input, in the same shape. i64, so that an ignored target can be
+    /// negative.
     pub targets: Tensor,
 }
 

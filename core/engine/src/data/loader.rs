@@ -1,4 +1,4 @@
-//! Batches that are made beside the step.
+//! Loaders: batches made ahead of the training step.
 
 use std::any::Any;
 use std::collections::VecDeque;
@@ -13,32 +13,32 @@ use super::Samples;
 use crate::execution::ExecutionContext;
 use crate::{Error, Result, counted};
 
-/// Threads of one loader, at most.
+/// Limit of threads of a loader.
 const MAX_WORKERS: usize = 256;
-/// Batches that each worker may be ahead, at most.
+/// Limit of batches that each worker makes ahead.
 const MAX_PREFETCH: usize = 1 << 16;
-/// The time that the end of a loader waits for batches in the making.
+/// Time limit for unfinished batches when a loader ends.
 const LAST_BATCHES: Duration = Duration::from_secs(5);
 
-/// How many threads make batches, and how far ahead.
+/// Number of worker threads, and of batches they make ahead.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Workers {
-    /// Threads that make batches; with 0 the thread that asks for a batch makes it.
+    /// Threads that make batches. With 0, the thread that asks for a batch makes it.
     pub num_workers: usize,
-    /// Batches that may be finished or in the making for each worker, at least 1.
+    /// Finished and unfinished batches allowed for each worker, at least 1.
     pub prefetch_factor: usize,
 }
 
 impl Default for Workers {
-    /// None.
+    /// No workers.
     fn default() -> Self {
         Self { num_workers: 0, prefetch_factor: 2 }
     }
 }
 
 impl Workers {
-    /// What batches for this device are made by unless something else is said: no thread on the CPU; elsewhere one, so that
-    /// batches are made and sent while the device computes.
+    /// The default for this device: no thread on the CPU, one on other devices. With one, batches
+    /// are made and sent while the device computes.
     pub fn for_device(device: &Device) -> Self {
         Self { num_workers: usize::from(!device.is_cpu()), ..Self::default() }
     }
@@ -46,7 +46,7 @@ impl Workers {
     /// Checks ranges.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the key of `[trainer]`.
+    /// [`Error::Config`] that names the key of `[trainer]`.
     pub fn validate(self) -> Result<()> {
         let Self { num_workers, prefetch_factor } = self;
         if num_workers > MAX_WORKERS {
@@ -68,13 +68,13 @@ type Plan = Box<dyn Iterator<Item = Samples> + Send>;
 type Make<B> = dyn Fn(&Samples) -> Result<B> + Send + Sync;
 type Made<B> = Result<(Samples, B)>;
 
-/// Batches in the order of a plan, made by worker threads ahead of time, or one by one where they are asked
-/// for. Which, changes no batch: each is made from its [`Samples`] alone, in an
-/// [execution context](ExecutionContext) of its own, and they come in the plan's order.
+/// Batches in the order of a plan, made by worker threads ahead of time, or on request by the
+/// calling thread. The batches are the same in both cases: each depends only on its [`Samples`], is
+/// made in its own [execution context](ExecutionContext), and arrives in the plan's order.
 ///
-/// Workers stop when as many batches as [`Workers`] allow wait to be taken. An error, or a panic, comes in its
-/// batch's place, with the samples, and is the last item. Dropping a loader stops its workers; those that are
-/// making a batch are waited for a few seconds.
+/// Workers pause when as many batches as [`Workers`] allow are waiting. An error or panic takes its
+/// batch's place, names the samples, and is the last item. Dropping a loader stops its workers,
+/// after waiting a few seconds for batches in progress.
 ///
 /// ```
 /// use fulgurite_core::data::{Loader, Samples, Split, Workers};
@@ -82,7 +82,8 @@ type Made<B> = Result<(Samples, B)>;
 /// let plan = (0..3).map(|i| Samples::new(Split::Train, 0, [(0, i)]));
 /// let workers = Workers { num_workers: 2, prefetch_factor: 2 };
 /// let loader = Loader::new(plan, |samples| Ok(10 * samples.indices()[0]), workers)?;
-/// let batches = loader.map(|batch| Ok(batch?.1)).collect::<Result<Vec<u64>, fulgurite_core::Error>>()?;
+/// let batches = loader.map(|batch| Ok(batch?.1));
+/// let batches = batches.collect::<Result<Vec<u64>, fulgurite_core::Error>>()?;
 /// assert_eq!(batches, [0, 10, 20]);
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
@@ -94,7 +95,7 @@ enum Kind<B: Send + 'static> {
 }
 
 impl<B: Send + 'static> Loader<B> {
-    /// A loader of the batches that `make` makes of the plan's samples.
+    /// Makes a loader that calls `make` on each of the plan's samples.
     ///
     /// # Errors
     /// If `workers` are out of range, or a thread cannot be started.
@@ -141,7 +142,7 @@ impl<B: Send + 'static> std::fmt::Debug for Loader<B> {
     }
 }
 
-/// The next samples of a plan, which a user's sampler may have a part in.
+/// The next samples of a plan, which may run a user's sampler.
 fn next_of(plan: &mut Plan) -> Result<Option<Samples>> {
     catch_unwind(AssertUnwindSafe(|| plan.next())).map_err(|panic| {
         Error::Data(format!("the order of samples panicked: {}", panic_message(&*panic)))
@@ -149,7 +150,7 @@ fn next_of(plan: &mut Plan) -> Result<Option<Samples>> {
 }
 
 fn make_batch<B>(make: &Make<B>, samples: Samples) -> Made<B> {
-    // What is in force where the batch is asked for must not change it: a worker does not know it.
+    // The caller's context must not affect the batch, because workers do not have it.
     let context = ExecutionContext::default();
     let explain = |what: String| Error::Data(format!("{}: {what}", samples.describe()));
     let made = catch_unwind(AssertUnwindSafe(|| context.run(|| make(&samples))));
@@ -177,28 +178,28 @@ struct Ahead<B> {
 
 struct Shared<B> {
     make: Arc<Make<B>>,
-    /// Batches that may be finished or in the making.
+    /// Limit of finished and unfinished batches.
     capacity: usize,
     queue: Mutex<Queue<B>>,
-    /// A batch was taken, or the loader ends.
+    /// Signals that a batch was taken or the loader ends.
     room: Condvar,
-    /// The next batch is there, or there is none.
+    /// Signals that the next batch is ready or the plan has ended.
     ready: Condvar,
-    /// A worker has ended.
+    /// Signals that a worker has ended.
     left: Condvar,
 }
 
 struct Queue<B> {
     plan: Plan,
-    /// The batches from the next to be taken on: `None` while it is in the making.
+    /// The batches not yet taken, in order. `None` marks a batch in progress.
     batches: VecDeque<Option<Made<B>>>,
-    /// Batches taken, which is the number of the queue's first.
+    /// Number of batches taken, which is the index of the queue's first batch.
     taken: u64,
-    /// No more batches are begun.
+    /// Whether no further batches are begun.
     ended: bool,
-    /// Nobody will take a batch any more.
+    /// Whether the consumer has stopped taking batches.
     closed: bool,
-    /// Workers at work.
+    /// Number of running workers.
     workers: usize,
 }
 
@@ -264,7 +265,7 @@ impl<B: Send + 'static> Ahead<B> {
 }
 
 impl<B> Queue<B> {
-    /// Nothing comes any more.
+    /// Ends the queue: no further batches come.
     fn end(&mut self) {
         self.ended = true;
         self.closed = true;
@@ -288,7 +289,7 @@ impl<B: Send + 'static> Shared<B> {
         }
     }
 
-    /// The next batch to be made, once there is room for it, and its number.
+    /// The next batch to make and its index, once the queue has room.
     fn begin(&self) -> Option<(u64, Result<Samples>)> {
         let mut queue = self.lock();
         while !queue.ended && queue.batches.len() >= self.capacity {
@@ -319,7 +320,7 @@ fn wait<'a, B>(event: &Condvar, queue: MutexGuard<'a, Queue<B>>) -> MutexGuard<'
     event.wait(queue).expect("no code of a user runs unguarded while it is held")
 }
 
-/// Counts a worker until it ends, however it does.
+/// Counts a worker as running until it returns or panics.
 struct AtWork<'a, B>(&'a Shared<B>);
 
 impl<B> Drop for AtWork<'_, B> {
@@ -343,7 +344,7 @@ impl<B> Drop for Ahead<B> {
         let waited = self.shared.left.wait_timeout_while(queue, LAST_BATCHES, |q| q.workers > 0);
         let busy = waited.map_or(0, |(queue, _)| queue.workers);
         if busy > 0 {
-            // They end with their batch; nobody hears of it.
+            // They end after their batch, and the result is dropped.
             tracing::warn!(
                 "left alone, as they are still making a batch: {}",
                 counted(busy, "data worker")
@@ -382,11 +383,11 @@ mod tests {
 
     proptest! {
         #[test]
-        fn batches_come_in_the_order_of_the_plan_whoever_makes_them(
+        fn batches_keep_plan_order_with_any_workers(
             n in 0u64..60, num_workers in 0usize..6, prefetch_factor in 1usize..4, delays: u64
         ) {
             let make = move |samples: &Samples| {
-                // Some batches take longer than the next ones.
+                // Some batches take longer than later ones.
                 (0..delays >> (samples.indices()[0] % 60) & 0x3ff).for_each(|_| std::thread::yield_now());
                 Ok(samples.random(1).word(0))
             };
@@ -398,11 +399,11 @@ mod tests {
     }
 
     #[test]
-    fn workers_make_batches_at_once_and_stop_when_enough_wait() {
+    fn workers_run_concurrently_up_to_capacity() {
         let begun = Arc::new(AtomicUsize::new(0));
         let (count, all) = (begun.clone(), Arc::new(Barrier::new(3)));
         let make = move |_: &Samples| {
-            // Three batches at once, or this waits for ever.
+            // Blocks forever unless three batches are made at once.
             all.wait();
             Ok(count.fetch_add(1, Ordering::SeqCst))
         };
@@ -414,7 +415,7 @@ mod tests {
         }
         let Kind::Ahead(ahead) = &loader.0 else { panic!("has workers") };
         assert!(ahead.shared.lock().batches.len() <= 6);
-        // Those at the barrier find each other, or are helped by the batches of others.
+        // Batches at the barrier meet each other, or batches of other workers.
         let is_full = || {
             let shared = ahead.shared.lock();
             shared.batches.len() == 6 && shared.batches.iter().all(Option::is_some)
@@ -426,7 +427,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_or_a_panic_comes_in_its_place_with_the_samples_and_ends_the_loader() {
+    fn failed_batch_keeps_its_place_and_ends_loader() {
         for count in COUNTS {
             let make = |samples: &Samples| match samples.indices()[0] {
                 3 => Err(Error::Data("no such file".to_owned())),
@@ -453,7 +454,7 @@ mod tests {
     }
 
     #[test]
-    fn an_order_that_panics_is_an_error() {
+    fn panicking_order_is_an_error() {
         for count in COUNTS {
             let plan = plan(100).inspect(|samples| assert!(samples.indices()[0] < 2, "no order"));
             let made: Vec<_> = Loader::new(plan, |_| Ok(()), workers(count)).unwrap().collect();
@@ -464,7 +465,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_in_force_where_batches_are_asked_for_is_not_in_force_where_they_are_made() {
+    fn caller_context_does_not_reach_batches() {
         struct Mark;
         for count in COUNTS {
             let make = |_: &Samples| Ok((is_grad_enabled(), execution::value::<Mark>().is_some()));
@@ -473,7 +474,7 @@ mod tests {
             assert!(loader.map(|made| made.unwrap().1).all(|seen| seen == (true, false)));
             assert!(!is_grad_enabled() && execution::value::<Mark>().is_some());
         }
-        // What a batch's code forgets to leave is left for it.
+        // A guard leaked by one batch does not affect others.
         let make = |samples: &Samples| {
             let grad = is_grad_enabled();
             std::mem::forget(samples.indices()[0].is_multiple_of(2).then(no_grad));
@@ -484,7 +485,7 @@ mod tests {
     }
 
     #[test]
-    fn dropping_a_loader_ends_its_threads_and_frees_what_they_have() {
+    fn drop_ends_threads_and_frees_batches() {
         for count in COUNTS {
             let data = Arc::new(());
             let (has, taken) = (data.clone(), 3);
@@ -498,7 +499,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_that_takes_for_ever_does_not_hold_the_end_up_for_ever() {
+    fn endless_batch_does_not_block_drop() {
         let (end, wait) = mpsc::channel::<()>();
         let wait = Mutex::new(wait);
         let (entered, is_in) = mpsc::channel();
@@ -517,7 +518,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_in_the_number_of_workers_are_explained() {
+    fn invalid_worker_counts_are_explained() {
         let error = |num_workers, prefetch_factor| {
             let config = Workers { num_workers, prefetch_factor };
             Loader::new(plan(1), |_| Ok(()), config).unwrap_err().to_string()

@@ -1,20 +1,21 @@
-//! [`Mixture`]: several sources, each as often as its weight says.
+//! Orders that mix several sources by weight: [`Mixture`].
 
 use super::order::Sampler;
 use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
 
-/// Draws in a block, at most.
+/// Limit of draws in a block.
 const MAX_BLOCK: u64 = 1 << 20;
 
-/// An order of samples that mixes sources by weight, whatever their lengths: a short one with a large weight is
-/// repeated, each time in another order.
+/// An order of samples that mixes sources by weight, regardless of their lengths. A short source
+/// with a large weight is repeated, each time in another order.
 ///
-/// Draws come in blocks, in each of which a source has its share of places, in random order: for weights
-/// 0.7, 0.2 and 0.1 blocks of ten. So counts are exact after every block. Weights that are no multiples of a
-/// millionth are rounded to multiples of 2^-20 of their sum.
+/// Draws come in blocks. In each block a source has its share of places, in random order: weights
+/// 0.7, 0.2 and 0.1 give blocks of ten. So counts are exact after every block. Weights with more
+/// than six decimals are rounded to multiples of 2^-20 of their sum.
 ///
-/// Indices go through the sources in order: those of the second one begin at the length of the first.
+/// Indices run through the sources in order. Indices of the second source begin at the length of
+/// the first.
 ///
 /// ```
 /// use fulgurite_core::data::{Mixture, Sampler};
@@ -35,10 +36,10 @@ pub struct Mixture {
 
 #[derive(Debug, Clone)]
 struct Source {
-    /// The index of its first sample.
+    /// The index of the source's first sample.
     first: u64,
     len: u64,
-    /// The first of its places in a block before they are shuffled, and their number.
+    /// The source's first place in a block before shuffling, and its number of places.
     first_place: u64,
     places: u64,
 }
@@ -47,7 +48,7 @@ impl Mixture {
     /// A mixture of sources, given as weight and number of samples.
     ///
     /// # Errors
-    /// If there is no source, one is empty, or a weight is not above 0.
+    /// If `sources` is empty, a source is empty, or a weight is not above 0.
     pub fn new(seed: u64, sources: &[(f64, u64)]) -> Result<Self> {
         if sources.is_empty() {
             return Err(Error::Data("a mixture needs at least one source".to_owned()));
@@ -76,7 +77,7 @@ impl Mixture {
 }
 
 impl Sampler for Mixture {
-    /// As many draws as there are samples.
+    /// The number of samples in all sources.
     fn epoch_len(&self) -> u64 {
         self.sources.iter().map(|source| source.len).sum()
     }
@@ -93,7 +94,7 @@ impl Sampler for Mixture {
     }
 }
 
-/// Whole numbers in the ratio of the weights, the smallest ones.
+/// The smallest whole numbers in the ratio of the weights.
 fn shares(weights: &[f64]) -> Result<Vec<u64>> {
     let exact = (0..=6).map(|digits| 10_f64.powi(digits)).find_map(|scale| {
         let scaled: Vec<f64> = weights.iter().map(|weight| weight * scale).collect();
@@ -110,7 +111,7 @@ fn shares(weights: &[f64]) -> Result<Vec<u64>> {
     Ok(shares)
 }
 
-/// Shares of a largest block: rounded down, and one more for those that lost most.
+/// Shares of a block of maximum size, rounded down. Sources that lost most get one more.
 fn rounded(weights: &[f64]) -> Result<Vec<u64>> {
     let sum: f64 = weights.iter().sum();
     let exact: Vec<f64> = weights.iter().map(|w| w / sum * MAX_BLOCK as f64).collect();
@@ -140,7 +141,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn counts_are_exact_after_every_block_and_rounds_see_every_sample_once(
+        fn block_counts_are_exact_and_rounds_complete(
             seed: u64, sources in prop::collection::vec((1u64..20, 1u64..30), 1..5), blocks in 1u64..20
         ) {
             let weighted: Vec<_> = sources.iter().map(|&(w, len)| (w as f64 / 100.0, len)).collect();
@@ -156,7 +157,7 @@ mod tests {
                 let of: Vec<_> = draws.iter().filter(|(_, index)| own(index)).collect();
                 let count = blocks * weight / divisor;
                 prop_assert_eq!(of.len() as u64, count);
-                // Whole rounds have each sample, and the last one none twice.
+                // Whole rounds have each sample once, and the last round repeats none.
                 for round in 0..count.div_ceil(len) {
                     let mut seen: Vec<_> = of.iter().filter(|(r, _)| *r == round).map(|(_, i)| i).collect();
                     let expected = len.min(count - round * len);
@@ -180,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn seeds_have_orders_of_their_own_and_sources_are_shuffled() {
+    fn seeds_differ_and_sources_are_shuffled() {
         let draws = |seed| {
             let mixture = Mixture::new(seed, &[(0.5, 40), (0.5, 40)]).unwrap();
             (0..40).map(|i| mixture.sample(i).1).collect::<Vec<_>>()

@@ -1,8 +1,9 @@
-//! Data modules and the order of samples.
+//! Data modules and sample orders.
 //!
-//! A [`DataModule`] is random access: how many samples there are, and the batch of these samples.
-//! Which samples a rank takes in a step is a pure function ([`TrainSampler`], [`EvalSampler`]), so
-//! the order is the same on any number of ranks and a resumed run needs the step number alone.
+//! A [`DataModule`] has random access: it knows the number of samples and makes batches of given
+//! samples. The samples of a rank in a step are a pure function ([`TrainSampler`],
+//! [`EvalSampler`]). So the order is the same on any number of ranks, and a resumed run needs only
+//! the step number.
 //!
 //! ```
 //! use fulgurite_core::data::{SampleOrder, TrainSampler};

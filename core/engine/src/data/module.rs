@@ -10,15 +10,14 @@ use super::{DataReport, SampleOrder, Sampler, Samples};
 use crate::parallel::ContextParallel;
 use crate::{Error, Result};
 
-/// What samples are used for.
+/// The use of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Split {
     /// Training.
     Train,
     /// Validation while training.
     Validation,
-    /// Validation while training, if there are several [sets](DataModule::validation_sets): the one of this
-    /// index.
+    /// One of several [validation sets](DataModule::validation_sets), by index.
     ValidationSet(usize),
     /// The test after training.
     Test,
@@ -38,7 +37,7 @@ impl std::fmt::Display for Split {
     }
 }
 
-/// The rank that sets a data module up, and the run's seed.
+/// The rank that sets up a data module, and the run's seed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DataContext {
     /// The run's seed.
@@ -47,24 +46,24 @@ pub struct DataContext {
     pub rank: usize,
     /// Number of processes.
     pub world_size: usize,
-    /// This rank's index among the ranks that take different samples.
+    /// This rank's index among the ranks with different samples.
     pub data_parallel_rank: usize,
-    /// Number of ranks that take different samples.
+    /// Number of ranks with different samples.
     pub data_parallel_size: usize,
 }
 
 impl Default for DataContext {
-    /// The only process of a run.
+    /// The single process of a run.
     fn default() -> Self {
         Self { seed: 0, rank: 0, world_size: 1, data_parallel_rank: 0, data_parallel_size: 1 }
     }
 }
 
-/// Where samples come from (LightningDataModule). Random access: the trainer decides which samples
-/// a rank takes, the module makes batches of them.
+/// A source of samples (LightningDataModule) with random access: the trainer chooses the samples of
+/// each rank, and the module makes batches of them.
 ///
-/// Every rank sets up its own, and must see the same samples under the same indices. No method is
-/// collective.
+/// Every rank sets up its own module, and must see the same samples under the same indices. No
+/// method is collective.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -114,9 +113,9 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// The input of a step.
     type Batch: Send + 'static;
 
-    /// Groups of keys of the `[data]` table that exclude each other. A file or an override that
-    /// sets one of a group removes the others from earlier layers of the configuration, such as a
-    /// program's defaults. None by default.
+    /// Groups of mutually exclusive keys of the `[data]` table. A file or override that sets one
+    /// key of a group removes the others from earlier configuration layers, such as a program's
+    /// defaults. Empty by default.
     fn exclusive_keys() -> &'static [&'static [&'static str]] {
         &[]
     }
@@ -124,13 +123,13 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// Opens the data.
     ///
     /// # Errors
-    /// If it is missing, unreadable or too little.
+    /// If the data is missing, unreadable or too small.
     fn setup(config: &Self::Config, context: &DataContext) -> Result<Self>;
 
-    /// Opens the data to check a configuration, in the process that starts the ranks, before it does:
-    /// whatever depends on the data, such as a vocabulary's size, is known then. By default
-    /// [`setup`](Self::setup); a data module for which that takes long opens less of its data here, as
-    /// long as the same errors are found.
+    /// Opens the data to check a configuration, in the process that starts the ranks, before it
+    /// starts them. Values that depend on the data, such as a vocabulary's size, are known from
+    /// then on. The default is [`setup`](Self::setup). If setup is slow, open less data here, but
+    /// find the same errors.
     ///
     /// # Errors
     /// As [`setup`](Self::setup).
@@ -138,37 +137,37 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         Self::setup(config, context)
     }
 
-    /// Samples of one micro-batch of one data-parallel rank.
+    /// Samples in a micro-batch of a data-parallel rank.
     fn batch_size(config: &Self::Config) -> usize;
 
-    /// What the counts of a module's losses on this data count, in the plural, as progress says it: "1.2k
+    /// The unit of the counts in losses on this data, in the plural, as progress shows it: "1.2k
     /// images/s". By default `samples`; `tokens` for text.
     fn items(config: &Self::Config) -> &'static str {
         let _ = config;
         "samples"
     }
 
-    /// Whether training samples come in a random order, another one each epoch.
+    /// Whether training samples come in random order, a new one in each epoch.
     fn shuffle(config: &Self::Config) -> bool {
         let _ = config;
         true
     }
 
-    /// An order of training samples of one's own, such as a [`Mixture`](super::Mixture); by default none, and
-    /// samples come in order or shuffled, as [`shuffle`](Self::shuffle) says. The same on every rank.
+    /// A custom order of training samples, such as a [`Mixture`](super::Mixture); the same on every
+    /// rank. `None`, the default, takes them in order or shuffled ([`shuffle`](Self::shuffle)).
     ///
     /// # Errors
-    /// If there is none for this data.
+    /// If the data does not support the order.
     fn sampler(&self, seed: u64) -> Result<Option<Arc<dyn Sampler>>> {
         let _ = seed;
         Ok(None)
     }
 
-    /// The order of training samples: that of the [`sampler`](Self::sampler) or, without one, of all samples,
-    /// shuffled or not.
+    /// The order of training samples: the [`sampler`](Self::sampler)'s or, without one, all
+    /// samples, shuffled or not.
     ///
     /// # Errors
-    /// If there are no training samples, or as [`sampler`](Self::sampler).
+    /// Without training samples, or as [`sampler`](Self::sampler).
     fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder> {
         match self.sampler(seed)? {
             Some(sampler) => SampleOrder::of_sampler(seed, sampler),
@@ -176,9 +175,9 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         }
     }
 
-    /// The names of several validation sets, the same on every rank; none, the default, if there is one
-    /// set or no validation. With names a validation goes through [`Split::ValidationSet`] of each, and
-    /// what it logs has the set's name behind it: `val_loss/books`. Without, through [`Split::Validation`].
+    /// Names of several validation sets, the same on every rank. With names, validation runs on the
+    /// [`Split::ValidationSet`] of each, and logged names end in the set's name: `val_loss/books`.
+    /// Empty, the default, means one set or no validation; it runs on [`Split::Validation`].
     fn validation_sets(&self) -> Vec<String> {
         Vec::new()
     }
@@ -186,17 +185,18 @@ pub trait DataModule: Send + Sync + Sized + 'static {
     /// Number of samples; the same on every rank.
     fn len(&self, split: Split) -> u64;
 
-    /// The samples of these indices, each less than [`len`](Self::len), as one batch on `device`.
-    /// `indices` is never empty: a rank without a part of a short validation batch computes on some
-    /// sample, and its result is not used.
+    /// Makes a batch of the samples at `indices`, each less than [`len`](Self::len), on `device`.
+    /// `indices` is never empty: a rank without samples in a short validation batch computes on
+    /// another sample, and its result is not used.
     ///
-    /// With `trainer.num_workers` several threads make batches at once, beside the step, in any order; on an
-    /// accelerator the copy to it is made there too. The batch must follow from the arguments alone.
+    /// With `trainer.num_workers`, several threads make batches concurrently and in any order. On
+    /// an accelerator they also copy them to the device. The batch must depend only on the
+    /// arguments.
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<Self::Batch>;
 
-    /// What the trainer calls: by default [`batch`](Self::batch). Data with random augmentation takes its
-    /// random numbers from [`Samples::random`], which are those of seed, epoch and sample, so that neither
-    /// a resume nor the number of workers or ranks changes them.
+    /// Makes a batch for the trainer. The default calls [`batch`](Self::batch). Random augmentation
+    /// takes its random numbers from [`Samples::random`]. They depend on seed, epoch and sample, so
+    /// a resume or another number of workers or ranks does not change them.
     ///
     /// # Errors
     /// As [`batch`](Self::batch).
@@ -204,10 +204,10 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         self.batch(samples.split(), samples.indices(), device)
     }
 
-    /// What tells this data from other data, in a few words: how much there is, and a hash of it or of
-    /// parts of it. Equal on every rank, and cheap. A checkpoint has it, and a run does not go on from a
-    /// checkpoint with another one unless `checkpoint.allow_other_data` is set. `None`, the default, is
-    /// not compared.
+    /// A short text that identifies the data, such as its size and a hash of it or of parts of it.
+    /// Equal on every rank, and cheap to compute. Checkpoints record it. A run does not resume from
+    /// a checkpoint with another fingerprint unless `checkpoint.allow_other_data` is set. `None`,
+    /// the default, is not compared.
     ///
     /// # Errors
     /// If the data cannot be read.
@@ -215,23 +215,24 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         Ok(None)
     }
 
-    /// Counts of what was read and left out. Rank 0 shows and logs them at the start of a run.
+    /// Counts of entries read and left out. Rank 0 shows and logs them at the start of a run.
     /// `None` by default.
     fn report(&self) -> Option<DataReport> {
         None
     }
 
-    /// Bytes of the host's memory that a rank's data takes for good once it is [set up](Self::setup). What is
-    /// [previewed](Self::preview) answers for all of the data, by an estimate if need be. The trainer compares
-    /// it with the host's memory before ranks start. By default 0, which is right for data that stays in files.
+    /// Host memory in bytes that a rank's data permanently takes after [`setup`](Self::setup). A
+    /// [preview](Self::preview) answers for the whole data, with an estimate if necessary. The
+    /// trainer compares it with the host's memory before ranks start. By default 0, which is right
+    /// for data that stays in files.
     fn memory(&self) -> u64 {
         0
     }
 
-    /// What defines sample `n` besides the data: names and values, such as the length of a sample. A
-    /// checkpoint records them, and a run goes on from it as after the same
-    /// [`fingerprint`](Self::fingerprint). The numbers of samples and their order (shuffled or not) need
-    /// no entry. Equal on every rank, and cheap.
+    /// Names and values that define the samples besides the data, such as the length of a sample.
+    /// Checkpoints record them and compare them like the [`fingerprint`](Self::fingerprint). The
+    /// numbers of samples and their order (shuffled or not) need no entry. Equal on every rank, and
+    /// cheap to compute.
     ///
     /// # Errors
     /// If the data cannot be read.
@@ -239,8 +240,8 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         Ok(Vec::new())
     }
 
-    /// As [`fingerprint`](Self::fingerprint), of data that is only evaluated on. It is compared between
-    /// ranks and not with a checkpoint's.
+    /// Like [`fingerprint`](Self::fingerprint), for data used only in evaluation. It is compared
+    /// between ranks, not with checkpoints.
     ///
     /// # Errors
     /// If the data cannot be read.
@@ -248,20 +249,20 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         Ok(None)
     }
 
-    /// Keys of the configuration that may differ between ranks: paths, since hosts may keep the same data
-    /// in different places. A key stands for all keys under it, and for each element of a list
-    /// (`mixture.path`). All other keys must be equal on all ranks. By default none.
+    /// Configuration keys that may differ between ranks: paths, since hosts may keep the same data
+    /// in different places. A key covers all keys under it and each element of a list
+    /// (`mixture.path`). All other keys must be equal on all ranks. Empty by default.
     fn host_keys() -> &'static [&'static str] {
         &[]
     }
 
-    /// This rank's part of a batch under context parallelism: every tensor that has the sequence as a
-    /// dimension, cut with [`ContextParallel::shard`]. Ranks of one context-parallel group get the
-    /// same batch.
+    /// This rank's part of a batch under context parallelism. Cuts every tensor with a sequence
+    /// dimension by [`ContextParallel::shard`]. Ranks of a context-parallel group get the same
+    /// batch.
     ///
     /// # Errors
-    /// Always by default: a data module of sequences implements it to support `context_parallel_size`
-    /// above 1.
+    /// Always by default. Data modules of sequences implement it to support a
+    /// `context_parallel_size` above 1.
     fn shard_sequence(batch: Self::Batch, context: &ContextParallel) -> Result<Self::Batch> {
         drop(batch);
         Err(Error::Data(format!(

@@ -6,18 +6,19 @@ use std::sync::Arc;
 use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
 
-/// An order of training samples of one's own: for samples that come more often than others, for a curriculum,
-/// for batches of like lengths. A data module gives it by [`DataModule::sampler`](super::DataModule::sampler).
+/// A custom order of training samples, for example for oversampling, a curriculum, or batches of
+/// similar lengths. A data module returns it from
+/// [`DataModule::sampler`](super::DataModule::sampler).
 ///
-/// It is a function of the position in an endless stream of samples, equal on all ranks: the trainer says which
-/// positions a rank takes in a step. So it needs no state to be resumed. Random numbers are those of a
-/// [`Stream`].
+/// It is a function of the position in an endless stream of samples, equal on all ranks. The
+/// trainer decides which positions a rank takes in a step. So a resume needs no state. Take
+/// random numbers from a [`Stream`].
 ///
 /// ```
 /// use fulgurite_core::data::Sampler;
 /// use fulgurite_core::random::{Purpose, Stream};
 ///
-/// /// Every second sample is of the first ten.
+/// Every second sample is one of the first ten.
 /// struct OftenFirst { stream: Stream, samples: u64 }
 ///
 /// impl Sampler for OftenFirst {
@@ -33,17 +34,17 @@ use crate::{Error, Result};
 /// assert!(sampler.sample(6).1 < 10);
 /// ```
 pub trait Sampler: Send + Sync {
-    /// Number of samples after which an epoch is over, at least 1.
+    /// Number of samples in an epoch, at least 1.
     fn epoch_len(&self) -> u64;
 
-    /// How often the sample at a position was taken before, or something like it, and its index, less than the
-    /// number of training samples. The first is what random augmentation depends on besides the index.
+    /// The round and the index of the sample at a position. The round counts how often the sample
+    /// was taken before, exactly or roughly. The index is less than the number of training samples.
+    /// Random augmentation depends on both.
     fn sample(&self, position: u64) -> (u64, u64);
 }
 
-/// The order in which training samples come: epoch after epoch without end, each epoch every
-/// sample once, in its own random order if shuffled; or as a [`Sampler`] says. A pure function of the
-/// position.
+/// The order of training samples, a pure function of the position. Epochs follow each other without
+/// end, each with every sample once, in its own random order if shuffled. Or a [`Sampler`] decides.
 #[derive(Debug, Clone)]
 pub struct SampleOrder {
     kind: Kind,
@@ -73,7 +74,7 @@ impl SampleOrder {
     /// The order of `len` samples.
     ///
     /// # Errors
-    /// If there are no samples.
+    /// If `len` is 0.
     pub fn new(seed: u64, shuffle: bool, len: u64) -> Result<Self> {
         let kind = match shuffle {
             true => Kind::Shuffled(Stream::new(seed, Purpose::Shuffle, "train")),
@@ -82,10 +83,10 @@ impl SampleOrder {
         Self { kind, seed, len, epoch_len: len }.checked()
     }
 
-    /// The order that a sampler gives.
+    /// The order given by a sampler.
     ///
     /// # Errors
-    /// If its epochs have no samples.
+    /// If its epochs are empty.
     pub fn of_sampler(seed: u64, sampler: Arc<dyn Sampler>) -> Result<Self> {
         let len = sampler.epoch_len();
         Self { kind: Kind::Own(sampler), seed, len, epoch_len: len }.checked()
@@ -103,8 +104,8 @@ impl SampleOrder {
         self.seed
     }
 
-    /// The order whose epochs end after `epoch_len` samples, each epoch with other ones if shuffled.
-    /// All samples are an epoch if there are no more than that.
+    /// Limits epochs to `epoch_len` samples; if shuffled, each epoch has other ones. If there are
+    /// fewer samples, an epoch is all of them.
     #[must_use]
     pub fn limited(self, epoch_len: u64) -> Self {
         Self { epoch_len: epoch_len.clamp(1, self.len), ..self }
@@ -115,12 +116,12 @@ impl SampleOrder {
         self.epoch_len
     }
 
-    /// The epoch that a position of the stream is in.
+    /// The epoch of a position in the stream.
     pub fn epoch(&self, position: u64) -> u64 {
         position / self.epoch_len
     }
 
-    /// How often the sample at a position of the stream came before (the epoch, without a sampler), and its
+    /// How often the sample at a position came before (without a sampler, the epoch), and its
     /// index.
     pub fn at(&self, position: u64) -> (u64, u64) {
         match &self.kind {
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn a_limited_epoch_has_some_of_the_samples() {
+    fn limited_epoch_has_a_subset() {
         let order = SampleOrder::new(1, true, 50).unwrap();
         let limited = order.clone().limited(7);
         assert_eq!(limited.epoch_len(), 7);
@@ -171,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn epochs_and_seeds_have_orders_of_their_own() {
+    fn epochs_and_seeds_have_distinct_orders() {
         let epoch = |seed, epoch: u64| {
             let order = SampleOrder::new(seed, true, 50).unwrap();
             (0..50).map(|i| order.at(epoch * 50 + i).1).collect::<Vec<_>>()
@@ -183,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn no_samples_are_an_error() {
+    fn empty_order_is_an_error() {
         insta::assert_snapshot!(SampleOrder::new(0, true, 0).unwrap_err(), @"data: there are no training samples");
     }
 }

@@ -1,14 +1,14 @@
-//! The data report: counts of what a data module has read and left out.
+//! Data reports: counts of entries that a data module has read and left out.
 
 use std::collections::BTreeMap;
 use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-/// Names that are kept of what was left out for one reason.
+/// Limit of names kept for each reason.
 const EXAMPLES: usize = 3;
 
-/// Counts of what a data module has read and left out, by source. As text, a line a source.
+/// Counts of entries read and left out, by source. As text, one line for each source.
 ///
 /// ```
 /// use fulgurite_core::data::{DataReport, SourceReport};
@@ -26,7 +26,7 @@ const EXAMPLES: usize = 3;
 /// ```
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct DataReport {
-    /// The sources, in the order in which the configuration names them.
+    /// The sources, in the order of the configuration.
     pub sources: Vec<SourceReport>,
 }
 
@@ -35,29 +35,28 @@ pub struct DataReport {
 pub struct SourceReport {
     /// The key of the configuration that names the source, such as `data.path`.
     pub source: String,
-    /// How much was read, by its unit in the plural: `files`, `documents`, `tokens`, `bytes`,
-    /// `images`, ….
+    /// Amounts read, by unit in the plural: `files`, `documents`, `tokens`, `bytes`, `images`, ….
     pub counts: BTreeMap<String, u64>,
-    /// Files, lines and rows that were left out, by reason, in the order of the first ones.
+    /// Files, lines and rows left out, by reason, in order of first occurrence.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub left_out: Vec<LeftOut>,
 }
 
-/// Files, lines or rows that were left out for one reason.
+/// Files, lines or rows left out for one reason.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct LeftOut {
     /// The reason, in a few words that follow a number: `hidden`, `not UTF-8`.
     pub reason: String,
-    /// How many.
+    /// The number of entries.
     pub count: u64,
-    /// The names of the first ones.
+    /// The names of the first entries.
     pub examples: Vec<String>,
-    /// Whether they were probably meant to be data, so that the trainer warns of them.
+    /// Whether the entries were probably meant to be data. The trainer then warns.
     pub fault: bool,
 }
 
 impl DataReport {
-    /// The sources' faults, as text; `None` if there are none.
+    /// The sources' faults as text; `None` without faults.
     pub fn faults(&self) -> Option<String> {
         let sources = self.sources.iter().filter_map(|source| {
             let faults = source.left_out.iter().filter(|left_out| left_out.fault);
@@ -70,7 +69,7 @@ impl DataReport {
 }
 
 impl SourceReport {
-    /// The report of a source that is named by a key of the configuration, with nothing read yet.
+    /// An empty report of the source named by a configuration key.
     pub fn new(source: impl Into<String>) -> Self {
         Self { source: source.into(), ..Self::default() }
     }
@@ -83,18 +82,17 @@ impl SourceReport {
         }
     }
 
-    /// Counts an entry that is no data, such as a hidden file or a blank line.
+    /// Counts an entry other than data, such as a hidden file or a blank line.
     pub fn leave_out(&mut self, reason: &str, name: impl fmt::Display) {
         self.add(reason, &name, false);
     }
 
-    /// Counts an entry that was probably meant to be data and cannot be used.
+    /// Counts an unusable entry that was probably meant to be data.
     pub fn fault(&mut self, reason: &str, name: impl fmt::Display) {
         self.add(reason, &name, true);
     }
 
-    /// The counts of `left_out` as the end of a sentence: `; left out: 1 hidden (.x)`. May be
-    /// empty.
+    /// The counts of `left_out` as the end of a sentence, `; left out: 1 hidden (.x)`, or empty.
     pub fn left_out_in_words(&self) -> String {
         let left_out: Vec<String> = self.left_out.iter().map(LeftOut::to_string).collect();
         match &*left_out {
@@ -128,7 +126,7 @@ impl fmt::Display for DataReport {
 
 impl fmt::Display for SourceReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // From the smallest to the largest: files, documents, tokens.
+        // In ascending order: files, documents, tokens.
         let mut counts: Vec<_> = self.counts.iter().collect();
         counts.sort_by_key(|(_, count)| **count);
         let counts: Vec<String> =
@@ -168,7 +166,7 @@ fn with_commas(number: u64) -> String {
     text
 }
 
-/// A name without control characters, which could pass for a line of the program's own.
+/// Escapes control characters, so that a name cannot look like a line of the program's output.
 fn one_line(name: &str) -> String {
     name.chars()
         .flat_map(|c| {

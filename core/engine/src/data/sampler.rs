@@ -1,4 +1,4 @@
-//! Which samples a rank takes.
+//! Samplers: the samples of a rank in each step.
 
 use std::ops::Range;
 
@@ -8,21 +8,21 @@ use serde::{Deserialize, Serialize};
 use super::{SampleOrder, Samples, Split};
 use crate::{Error, Result, counted};
 
-/// Samples that a micro-batch may have: far more than any has.
+/// Limit of samples in a micro-batch, far above real ones.
 const MAX_BATCH: usize = 1 << 30;
-/// Samples that a step may take, so that positions in the stream do not overflow.
+/// Limit of samples in a step, so that positions in the stream do not overflow.
 const MAX_STEP: u64 = 1 << 48;
 
-/// What becomes of the samples at the end of an epoch that do not fill a step: `trainer.last_batch`.
+/// Treatment of an epoch's last samples if they do not fill a step: `trainer.last_batch`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum LastBatch {
-    /// The step goes on into the next epoch, so that all steps are of one size.
+    /// The step continues in the next epoch, so all steps have the same size.
     #[default]
     Wrap,
-    /// The epoch's last step has fewer samples, and its mean is over those.
+    /// The epoch's last step has fewer samples, and its mean is over these.
     Partial,
-    /// They are left out in this epoch.
+    /// The epoch leaves them out.
     Drop,
 }
 
@@ -35,11 +35,11 @@ impl ConfigType for LastBatch {
 /// The samples of one optimizer step, over all ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct StepSamples {
-    /// The position of the first one in the stream.
+    /// The position of the first sample in the stream.
     start: u64,
-    /// How many there are.
+    /// Number of samples.
     pub samples: u64,
-    /// Micro-batches of each rank, the same number on all.
+    /// Micro-batches of each rank, equal on all ranks.
     pub micro_batches: usize,
     /// The position at which the next step begins.
     pub end: u64,
@@ -47,9 +47,10 @@ pub struct StepSamples {
 
 /// The training samples of one data-parallel rank, by step and micro-batch.
 ///
-/// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream (at the end of an
-/// epoch perhaps [fewer](LastBatch)), rank `r` the `r`-th contiguous part of them. So the samples of a step
-/// depend on their number alone, not on how ranks and micro-batches share it.
+/// A step takes the next `batch_size * data_parallel_size * accumulate` samples of the stream, or
+/// [fewer](LastBatch) at the end of an epoch. Rank `r` takes their `r`-th contiguous part. So the
+/// samples of a step depend only on their number, not on their distribution over ranks and
+/// micro-batches.
 #[derive(Debug, Clone)]
 pub struct TrainSampler {
     last_batch: LastBatch,
@@ -62,11 +63,11 @@ pub struct TrainSampler {
 
 impl TrainSampler {
     /// The samples of rank `data_parallel_rank` of `data_parallel_size`, in micro-batches of
-    /// `batch_size`, of which a step takes `accumulate`.
+    /// `batch_size`. A step takes `accumulate` micro-batches.
     ///
     /// # Errors
-    /// If a size is zero or taken for a mistake (a micro-batch of more than 2^30 samples, a step of more
-    /// than 2^48), or the rank is not less than `data_parallel_size`.
+    /// If a size is zero or probably a mistake (a micro-batch of more than 2^30 samples, a step of
+    /// more than 2^48), or the rank is not less than `data_parallel_size`.
     pub fn new(
         order: SampleOrder,
         batch_size: usize,
@@ -100,10 +101,10 @@ impl TrainSampler {
         })
     }
 
-    /// Sets what becomes of the samples at the end of an epoch that do not fill a step.
+    /// Sets the treatment of an epoch's last samples if they do not fill a step.
     ///
     /// # Errors
-    /// If none would be left.
+    /// If every sample would be left out.
     pub fn with_last_batch(mut self, last_batch: LastBatch) -> Result<Self> {
         let (epoch, step) = (self.order.epoch_len(), self.global_batch_size());
         if last_batch == LastBatch::Drop && epoch < step {
@@ -117,7 +118,7 @@ impl TrainSampler {
         Ok(self)
     }
 
-    /// The step that begins at `position` of the stream, or after the samples there that are left out.
+    /// The step that begins at `position` of the stream, or after the samples left out there.
     pub fn step_at(&self, position: u64) -> StepSamples {
         let (epoch, full) = (self.order.epoch_len(), self.global_batch_size());
         let left = |position: u64| epoch - position % epoch;
@@ -140,7 +141,7 @@ impl TrainSampler {
         StepSamples { start, samples, micro_batches, end }
     }
 
-    /// Number of steps from `position` of the stream to `end`, where the last may be cut short.
+    /// Number of steps from `position` of the stream to `end`; the last may be cut short.
     pub fn steps_between(&self, position: u64, end: u64) -> u64 {
         let (epoch, full) = (self.order.epoch_len(), self.global_batch_size());
         let in_part = |samples: u64| match self.last_batch {
@@ -160,7 +161,7 @@ impl TrainSampler {
             .saturating_add(in_part(rest % epoch))
     }
 
-    /// The part of a step's samples that this rank takes, counted from the step's first.
+    /// This rank's part of a step's samples, as offsets from the step's first.
     fn share(&self, step: &StepSamples) -> Range<u64> {
         let bound = |rank: u64| {
             (u128::from(step.samples) * u128::from(rank) / u128::from(self.data_parallel_size))
@@ -169,13 +170,13 @@ impl TrainSampler {
         bound(self.data_parallel_rank)..bound(self.data_parallel_rank + 1)
     }
 
-    /// The index of the first sample of this rank's micro-batch in the step.
+    /// The offset in the step of the first sample of this rank's micro-batch.
     pub fn first_sample(&self, step: &StepSamples, micro_batch: usize) -> u64 {
         self.share(step).start + micro_batch as u64 * self.batch_size
     }
 
-    /// Whether this rank has no sample left for a micro-batch that others compute: it takes the step's
-    /// first, and its loss does not count.
+    /// Whether this rank lacks samples for a micro-batch that other ranks compute. It then
+    /// computes on the step's first sample, and its loss does not count.
     pub fn is_padding(&self, step: &StepSamples, micro_batch: usize) -> bool {
         self.first_sample(step, micro_batch) >= self.share(step).end
     }
@@ -190,12 +191,12 @@ impl TrainSampler {
         Samples::new(Split::Train, order.seed(), samples)
     }
 
-    /// Samples a step takes over all ranks, but for one at the end of an epoch.
+    /// Samples of a full step over all ranks.
     pub fn global_batch_size(&self) -> u64 {
         self.batch_size * self.data_parallel_size * self.accumulate
     }
 
-    /// The epoch that step `step`, counted from 0, begins in.
+    /// The epoch in which step `step`, counted from 0, begins.
     pub fn epoch(&self, step: u64) -> u64 {
         self.order.epoch(step * self.global_batch_size())
     }
@@ -206,13 +207,14 @@ impl TrainSampler {
         samples.indices().to_vec()
     }
 
-    /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins at
-    /// `position` of the stream: for a run that resumes with another global batch size.
+    /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins
+    /// at `position` of the stream. For runs that resume with another global batch size.
     pub fn samples_from(&self, position: u64, micro_batch: usize) -> Samples {
         self.micro_batch(&self.step_at(position), micro_batch)
     }
 
-    /// This rank's micro-batches from `position` of the stream on, where a step begins, without end.
+    /// This rank's micro-batches without end, from the step that begins at `position` of the
+    /// stream.
     pub fn batches_from(&self, position: u64) -> impl Iterator<Item = Samples> + Send + use<> {
         let sampler = self.clone();
         let mut step = sampler.step_at(position);
@@ -228,8 +230,8 @@ impl TrainSampler {
 }
 
 /// The samples of one data-parallel rank in validation, test and prediction: every sample once, in
-/// order, none repeated to fill a batch. All ranks see the same number of batches; the last one may
-/// be short and a rank's part of it empty.
+/// order, without repeats to fill a batch. All ranks see the same number of batches. The last may
+/// be short, and a rank's part of it empty.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct EvalSampler {
     len: u64,
@@ -239,7 +241,7 @@ pub struct EvalSampler {
 }
 
 impl EvalSampler {
-    /// `len` samples (perhaps none), cut into batches of `batch_size` a rank.
+    /// `len` samples (may be 0), in batches of `batch_size` for each rank.
     ///
     /// # Errors
     /// If a size is zero, or the rank is not less than `data_parallel_size`.
@@ -263,8 +265,8 @@ impl EvalSampler {
         self.len.div_ceil(self.batch_size * self.data_parallel_size)
     }
 
-    /// The samples of this rank's part of batch `batch`; the ranks' parts are contiguous, in rank
-    /// order, and of equal size to within one.
+    /// The samples of this rank's part of batch `batch`. Parts are contiguous, in rank order, and
+    /// equal in size to within one sample.
     pub fn indices(&self, batch: u64) -> Range<u64> {
         let global = self.batch_size * self.data_parallel_size;
         let start = (batch * global).min(self.len);
@@ -273,8 +275,8 @@ impl EvalSampler {
         part(self.data_parallel_rank)..part(self.data_parallel_rank + 1)
     }
 
-    /// This rank's first `batches` batches of a split. One without samples gets the first sample of
-    /// the split: its result is not used.
+    /// This rank's first `batches` batches of a split. An empty batch gets the first sample of the
+    /// split, and its result is not used.
     pub fn batches(
         &self,
         split: Split,
@@ -311,7 +313,7 @@ mod tests {
 
     use super::*;
 
-    /// All samples of a step, in the order of the stream: rank by rank, micro-batch by micro-batch.
+    /// All samples of a step in stream order: rank by rank, micro-batch by micro-batch.
     fn step_samples(
         order: &SampleOrder,
         step: u64,
@@ -322,7 +324,7 @@ mod tests {
         samplers.flat_map(|s| (0..accumulate).flat_map(move |m| s.indices(step, m))).collect()
     }
 
-    /// A way to share 24 samples.
+    /// A distribution of 24 samples over ranks and micro-batches.
     fn shares() -> impl Strategy<Value = (usize, usize, usize)> {
         let all: Vec<_> = (1..=24)
             .flat_map(|dp| (1..=24).map(move |accumulate| (dp, accumulate)))
@@ -332,7 +334,7 @@ mod tests {
         prop::sample::select(all)
     }
 
-    /// The samples of this rank in the steps from `position` up to `end` of the stream, step by step.
+    /// This rank's samples in the steps from `position` to `end` of the stream, step by step.
     fn of_steps(sampler: &TrainSampler, mut position: u64, end: u64) -> Vec<Vec<u64>> {
         let mut steps = Vec::new();
         while position < end {
@@ -347,7 +349,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_last_step_of_an_epoch_has_what_is_left_or_leaves_it_out(
+        fn last_step_is_partial_or_dropped(
             seed: u64, len in 1u64..60, epochs in 1u64..4, first in 0u64..60, (dp, accumulate, batch) in shares()
         ) {
             let order = SampleOrder::new(seed, true, len).unwrap();
@@ -364,7 +366,7 @@ mod tests {
                 }
                 let by_rank: Vec<_> =
                     (0..dp).map(|rank| of_steps(&sampler(rank).unwrap(), 0, end)).collect();
-                // Step by step the ranks' parts, in their order, are the stream.
+                // In each step the ranks' parts, in rank order, form the stream.
                 let steps = by_rank[0].len();
                 let joined: Vec<Vec<u64>> = (0..steps)
                     .map(|step| by_rank.iter().flat_map(|rank| rank[step].clone()).collect())
@@ -375,7 +377,7 @@ mod tests {
                     .map(|position| order.at(position).1);
                 prop_assert_eq!(joined.concat(), expected.collect::<Vec<_>>());
                 prop_assert!(joined.iter().all(|step| !step.is_empty() && step.len() <= 24));
-                // All ranks see as many micro-batches, also those that `batches_from` gives.
+                // All ranks, and `batches_from`, see the same number of micro-batches.
                 let sampler = sampler(dp - 1).unwrap();
                 prop_assert_eq!(sampler.steps_between(0, end), steps as u64);
                 let from_first = of_steps(&sampler, first, end).len() as u64;
@@ -385,7 +387,7 @@ mod tests {
         }
 
         #[test]
-        fn a_step_takes_the_same_samples_however_they_are_shared(
+        fn step_samples_do_not_depend_on_sharing(
             seed: u64, shuffle: bool, len in 1u64..100, step in 0u64..20, share in shares()
         ) {
             let order = SampleOrder::new(seed, shuffle, len).unwrap();
@@ -394,7 +396,7 @@ mod tests {
         }
 
         #[test]
-        fn an_epoch_takes_every_sample_once_and_ranks_are_disjoint(
+        fn ranks_share_an_epoch_disjointly(
             seed: u64, steps in 1u64..6, share in shares()
         ) {
             let len = 24 * steps;
@@ -405,7 +407,7 @@ mod tests {
         }
 
         #[test]
-        fn an_epoch_begins_once_all_samples_of_the_last_were_taken(
+        fn epoch_begins_after_last_samples_of_previous(
             len in 1u64..100, epochs in 1u64..4, share in shares()
         ) {
             let order = SampleOrder::new(1, true, len).unwrap();
@@ -467,7 +469,7 @@ mod tests {
     }
 
     #[test]
-    fn sizes_that_are_mistakes_are_refused() {
+    fn absurd_sizes_are_refused() {
         let order = SampleOrder::new(0, false, 1000).unwrap();
         let error = |batch, accumulate| {
             TrainSampler::new(order.clone(), batch, 4, 0, accumulate).unwrap_err().to_string()

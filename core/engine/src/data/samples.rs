@@ -1,12 +1,12 @@
-//! [`Samples`]: which samples a batch has.
+//! The samples of a batch: [`Samples`].
 
 use super::Split;
 use crate::random::{Purpose, Stream};
 
-/// The samples of one batch, with the random numbers of each.
+/// The samples of one batch, with a random stream for each.
 ///
-/// What is random about a sample follows from the run's seed, the epoch and the sample's index alone. So
-/// a resumed run, another number of workers and another number of ranks see the same bits.
+/// A sample's random numbers depend only on the run's seed, the epoch and the sample's index. So a
+/// resumed run sees the same bits, with any number of workers and ranks.
 ///
 /// ```
 /// use fulgurite_core::data::{Samples, Split};
@@ -27,13 +27,13 @@ pub struct Samples {
 }
 
 impl Samples {
-    /// Samples of a split, as pairs of the epoch in which they are taken and their index.
+    /// Samples of a split, as pairs of epoch and index.
     pub fn new(split: Split, seed: u64, samples: impl IntoIterator<Item = (u64, u64)>) -> Self {
         let (epochs, indices) = samples.into_iter().unzip();
         Self { split, seed, indices, epochs }
     }
 
-    /// What the samples are used for.
+    /// The split of the samples.
     pub fn split(&self) -> Split {
         self.split
     }
@@ -43,14 +43,14 @@ impl Samples {
         &self.indices
     }
 
-    /// The epoch in which each sample is taken, counted from 0: in a batch at the end of one epoch there are
-    /// samples of the next.
+    /// The epoch of each sample, counted from 0. A batch at the end of an epoch also has samples of
+    /// the next.
     pub fn epochs(&self) -> &[u64] {
         &self.epochs
     }
 
-    /// The random numbers of the batch's `nth` sample, for augmentation. For several independent ones take
-    /// [`child`](Stream::child)ren.
+    /// The random numbers of the batch's `nth` sample, for augmentation. Take
+    /// [`child`](Stream::child)ren for several independent streams.
     ///
     /// # Panics
     /// If the batch has fewer samples.
@@ -59,7 +59,7 @@ impl Samples {
         stream.child(self.epochs[nth]).child(self.indices[nth])
     }
 
-    /// What a message calls the samples.
+    /// The samples in messages.
     pub(super) fn describe(&self) -> String {
         const SHOWN: usize = 8;
         let split = self.split;
@@ -78,7 +78,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn randomness_depends_on_seed_split_epoch_and_index_and_not_on_the_place_in_the_batch() {
+    fn random_stream_ignores_place_in_batch() {
         let word = |split, seed, sample| Samples::new(split, seed, [sample]).random(0).word(0);
         let one = word(Split::Train, 1, (2, 3));
         let others = [

@@ -1,4 +1,4 @@
-//! Samples that are read from front to back.
+//! Samples that are read sequentially.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -8,11 +8,11 @@ use super::order::Sampler;
 use crate::random::{Purpose, Stream};
 use crate::{Error, Result};
 
-/// A source of samples that can be read from its beginning only: compressed files, a generator, an archive over a
-/// network. It gives the same samples each time it is opened.
+/// A source of samples that can only be read from its beginning, such as compressed files, a
+/// generator or a network archive. It gives the same samples each time it is opened.
 pub trait SampleStream: Send + 'static {
-    /// A sample, as cheap as it can be read: what takes time, such as decoding, is best left to the data
-    /// module, which does it on all workers.
+    /// A sample, as cheap to read as possible. Leave slow work, such as decoding, to the data
+    /// module, which runs on all workers.
     type Sample: Send + 'static;
 
     /// The next sample; `None` at the end.
@@ -21,10 +21,10 @@ pub trait SampleStream: Send + 'static {
     /// If it cannot be read.
     fn next(&mut self) -> Result<Option<Self::Sample>>;
 
-    /// Goes over the next `count` samples. By default reads them.
+    /// Skips the next `count` samples. The default reads them.
     ///
     /// # Errors
-    /// If there are not as many, or they cannot be read.
+    /// If there are fewer samples, or they cannot be read.
     fn skip(&mut self, count: u64) -> Result<()> {
         for done in 0..count {
             if self.next()?.is_none() {
@@ -46,17 +46,18 @@ impl<S: Send + 'static, I: Iterator<Item = Result<S>> + Send + 'static> SampleSt
     }
 }
 
-/// A stream as a source of samples by index, for a [`DataModule`](super::DataModule) (an iterable data set).
+/// Access by index to a stream, for a [`DataModule`](super::DataModule) (an iterable data set).
 ///
-/// Indices are positions in the stream, and any may be asked for; what makes it fast is that workers and ranks
-/// ask for nearly increasing ones. What is passed on the way is kept, up to a number of samples; for an earlier
-/// one the stream is opened again. So its position needs no place in a checkpoint: a resumed run goes on at
-/// the sample that the trainer asks for, on any number of ranks, of which each reads the stream and keeps its
-/// own samples.
+/// Indices are positions in the stream, in any order. Access is fast because workers and ranks ask
+/// for nearly increasing positions. Samples passed on the way are kept, up to a limit. For an
+/// earlier sample, the stream is opened again. So checkpoints need not save the position: a resumed
+/// run continues at the sample that the trainer asks for, on any number of ranks. Each rank reads
+/// the whole stream and keeps its own samples.
 ///
-/// Return `false` from [`DataModule::shuffle`](super::DataModule::shuffle), or shuffle nearby samples by a
-/// [`BlockShuffle`]. The data module's `len` is the stream's length, which [`count`](Self::count) finds where nobody
-/// knows it. A stream without an end comes in the order of [`Endless`], which says what an epoch of it is.
+/// Return `false` from [`DataModule::shuffle`](super::DataModule::shuffle), or shuffle nearby
+/// samples by a [`BlockShuffle`]. The data module's `len` is the stream's length;
+/// [`count`](Self::count) finds it if it is unknown. For endless streams use the order [`Endless`],
+/// which defines their epochs.
 ///
 /// ```
 /// use fulgurite_core::data::Streaming;
@@ -75,20 +76,22 @@ struct State<S: SampleStream> {
     stream: Option<S>,
     /// The position of the stream's next sample.
     next: u64,
-    /// Samples that were passed and not asked for.
+    /// Samples that were passed but not yet asked for.
     passed: BTreeMap<u64, S::Sample>,
 }
 
 impl<S: SampleStream> Streaming<S> {
-    /// The stream that `open` opens. Up to `window` samples that were not asked for are kept: at least
-    /// a step's samples times the batches that workers may be ahead, or the stream is opened again and again.
+    /// The stream opened by `open`. Up to `window` passed samples are kept. The window should hold
+    /// a step's samples times the batches that workers make ahead; otherwise the stream is reopened
+    /// often.
     pub fn new(window: usize, open: impl Fn() -> Result<S> + Send + Sync + 'static) -> Self {
         let state = State { stream: None, next: 0, passed: BTreeMap::new() };
         Self { open: Box::new(open), window, state: Mutex::new(state) }
     }
 
-    /// How many samples the stream has: opens it once more and reads it to its end, for
-    /// [`setup`](super::DataModule::setup). Every rank counts for itself. Does not return if there is no end.
+    /// Counts the samples by opening the stream once more and reading it to its end, for
+    /// [`setup`](super::DataModule::setup). Every rank counts for itself. Does not return for
+    /// endless streams.
     ///
     /// # Errors
     /// If it cannot be opened or read.
@@ -170,12 +173,13 @@ impl<S: SampleStream> fmt::Debug for Streaming<S> {
     }
 }
 
-/// The order of a [`Streaming`] source without an end: each sample once, in order, and another epoch every
-/// `epoch_len` samples, which are other ones. Return it from [`DataModule::sampler`](super::DataModule::sampler); `len`
-/// of the training split is then not asked for what an epoch is, and may be `u64::MAX`.
+/// The order of an endless [`Streaming`] source: each sample once, in order. Every `epoch_len`
+/// samples begin an epoch, with new samples. Return it from
+/// [`DataModule::sampler`](super::DataModule::sampler). The training split's `len` then does not
+/// define an epoch, and may be `u64::MAX`.
 ///
-/// The run ends by `trainer.max_steps`, `max_epochs` or `max_time`, as any does. A resumed run opens the stream again
-/// and skips what it has had.
+/// The run ends as usual by `trainer.max_steps`, `max_epochs` or `max_time`. A resumed run opens
+/// the stream again and skips the samples it has had.
 ///
 /// ```
 /// use fulgurite_core::data::{Endless, Sampler};
@@ -190,7 +194,7 @@ pub struct Endless {
 }
 
 impl Endless {
-    /// Epochs of so many samples, over all ranks.
+    /// Epochs of this number of samples, over all ranks.
     ///
     /// # Errors
     /// If it is 0.
@@ -214,8 +218,8 @@ impl Sampler for Endless {
     }
 }
 
-/// An order that shuffles samples within blocks of consecutive ones, otherwise in each epoch, for
-/// [`Streaming`] sources whose window holds a block.
+/// An order that shuffles samples within blocks of consecutive samples, differently in each epoch.
+/// For [`Streaming`] sources whose window holds a block.
 ///
 /// ```
 /// use fulgurite_core::data::{BlockShuffle, Sampler};
@@ -271,7 +275,7 @@ mod tests {
     use super::*;
     use crate::data::{Loader, SampleOrder, TrainSampler, Workers};
 
-    /// The numbers below `len`, and how often they were opened.
+    /// A stream of the numbers below `len`, and a count of how often it was opened.
     fn numbers(
         len: u64,
         window: usize,
@@ -287,7 +291,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn any_sample_is_there_whatever_was_asked_for_before(
+        fn samples_do_not_depend_on_access_order(
             len in 1u64..60, window in 0usize..20, asked in prop::collection::vec(0u64..70, 0..40)
         ) {
             let (streaming, _) = numbers(len, window);
@@ -312,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_and_workers_that_begin_anywhere_open_it_once_an_epoch() {
+    fn stream_opens_once_an_epoch_from_any_start() {
         for rank in 0..3 {
             for num_workers in [0, 1, 4] {
                 for shuffled in [false, true] {
@@ -338,7 +342,8 @@ mod tests {
                         let (samples, batch) = made.unwrap();
                         assert_eq!(samples.indices(), batch);
                     }
-                    // From amid the first epoch to the end of the second. Two workers may be in two epochs.
+                    // From the middle of the first epoch to the end of the second. Two workers may
+                    // be in two epochs.
                     let opened = opened.load(Ordering::SeqCst);
                     let expected = if num_workers < 2 { 2..=2 } else { 2..=20 };
                     assert!(expected.contains(&opened), "{num_workers} workers: {opened}");
@@ -348,7 +353,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_or_a_panic_is_not_the_end() {
+    fn stream_recovers_from_error_or_panic() {
         let tries = AtomicUsize::new(0);
         let streaming = Streaming::new(5, move || {
             let first = tries.fetch_add(1, Ordering::SeqCst) < 2;

@@ -40,10 +40,10 @@ impl TypeMap {
 }
 
 /// A thread's gradient mode and at most one value of each type, such as the
-/// [forward scope](crate::module::ForwardScope), for the code that runs there.
+/// [forward scope](crate::module::ForwardScope).
 ///
-/// Clones are cheap and share the values: what a layer records in one on another thread, for instance
-/// that a checkpointed unit used a parameter, is seen on all threads in the same context.
+/// Clones are cheap and share the values. For example, if a layer on another thread records that a
+/// checkpointed unit used a parameter, all threads in the same context see the record.
 #[derive(Clone, Default)]
 pub struct ExecutionContext {
     grad_mode: GradMode,
@@ -52,7 +52,7 @@ pub struct ExecutionContext {
 }
 
 impl ExecutionContext {
-    /// This thread's context, to be entered later or on another thread.
+    /// This thread's context, for use later or on another thread.
     pub fn current() -> Self {
         THREAD.with_borrow(|thread| thread.current.clone())
     }
@@ -62,7 +62,7 @@ impl ExecutionContext {
         self.values.get()
     }
 
-    /// Adds a value, in place of the one of its type if there is one.
+    /// Adds a value, replacing any value of the same type.
     #[must_use]
     pub fn with<T: Any + Send + Sync>(mut self, value: T) -> Self {
         self.values.insert(Arc::new(value));
@@ -95,9 +95,9 @@ pub fn value<T: Any + Send + Sync>() -> Option<Arc<T>> {
     THREAD.with_borrow(|thread| thread.current.get())
 }
 
-/// The thread's value of type `T`. If there is none, a new one is made, which from now on is also in
-/// every context of this thread that has none of its own: for state shared by all code in one context,
-/// on any thread.
+/// The thread's value of type `T`. If there is none, makes one and also adds it to every context of
+/// this thread that has no value of this type. For state shared by all code in one context, on any
+/// thread.
 pub fn shared<T: Any + Default + Send + Sync>() -> Arc<T> {
     value().unwrap_or_else(|| {
         let new = Arc::new(T::default());
@@ -114,8 +114,8 @@ pub fn enter<T: Any + Send + Sync>(value: T) -> ContextGuard {
     push(Change::Value(TypeId::of::<T>(), Arc::new(value)))
 }
 
-/// Undoes one change of a thread's context when dropped. Guards may be dropped in any order; the changes
-/// of the others stay.
+/// Undoes one change of a thread's context when dropped. Guards may be dropped in any order;
+/// changes of other guards stay.
 #[must_use = "what was entered is in force until the guard is dropped"]
 #[derive(Debug)]
 pub struct ContextGuard {
@@ -151,9 +151,9 @@ impl Change {
 struct Thread {
     /// `base` with all `changes` applied in order.
     current: ExecutionContext,
-    /// Values of [`shared`], used where no change sets one of their type.
+    /// Values of [`shared`], in force where no change sets a value of their type.
     base: TypeMap,
-    /// The changes whose guards live, by the guards' ids.
+    /// Changes whose guards are alive, by the guards' ids.
     changes: Vec<(u64, Change)>,
     next_id: u64,
 }
@@ -178,12 +178,12 @@ pub(super) fn grad_mode() -> GradMode {
     THREAD.with_borrow(|thread| thread.current.grad_mode)
 }
 
-/// Whether layers on this thread check what they compute.
+/// Whether layers on this thread check their values for anomalies.
 pub(crate) fn detects_anomalies() -> bool {
     THREAD.with_borrow(|thread| thread.current.detects_anomalies)
 }
 
-/// Lets layers on this thread check what they compute until the guard is dropped.
+/// Turns anomaly checks on for this thread until the guard is dropped.
 pub(crate) fn detect_anomalies() -> ContextGuard {
     push(Change::DetectAnomalies)
 }
@@ -246,7 +246,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_is_entered_on_another_thread_and_ends_there() {
+    fn context_moves_to_another_thread() {
         let guards = (no_grad(), enter(Step(1)));
         let context = ExecutionContext::current();
         let with_another = context.clone().with(Step(2));
@@ -264,7 +264,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shared_value_is_the_same_in_nested_contexts_and_on_threads_that_enter_them() {
+    fn shared_value_spans_contexts_and_threads() {
         #[derive(Default)]
         struct Notes;
         let before = ExecutionContext::current();
@@ -281,7 +281,7 @@ mod tests {
     }
 
     #[test]
-    fn a_context_ends_when_what_runs_in_it_panics() {
+    fn context_ends_on_panic() {
         let context = ExecutionContext::default().with(Step(1));
         let in_step = || context.run(|| panic!("in a step"));
         assert!(std::panic::catch_unwind(AssertUnwindSafe(in_step)).is_err());
@@ -289,7 +289,7 @@ mod tests {
     }
 
     #[test]
-    fn a_value_may_read_the_context_when_it_is_dropped() {
+    fn value_drop_may_read_context() {
         struct Reads;
         impl Drop for Reads {
             fn drop(&mut self) {

@@ -12,14 +12,14 @@ pub(crate) enum GradMode {
     Enabled,
     /// Layers record no graph and count nothing: there will be no backward.
     Disabled,
-    /// The forward of a checkpointed unit: layers count uses and record no graph, for backward computes
-    /// the unit again.
+    /// The forward of a checkpointed unit: layers count uses and record no graph, because backward
+    /// computes the unit again.
     Deferred,
-    /// A checkpointed unit is computed again in backward: layers record a graph, and its deferred
-    /// forward has counted the uses. The number identifies the recomputation in this process.
+    /// Backward computes a checkpointed unit again: layers record a graph. Its deferred forward has
+    /// already counted the uses. The number identifies the recomputation in this process.
     Recomputing(u64),
-    /// The forward or the backward of a unit whose activations are offloaded: layers record a graph that is
-    /// the unit's own, and count uses. The number identifies it, as that of a recomputation.
+    /// The forward or backward of a unit with activation offload: layers count uses and record a
+    /// graph of the unit's own. The number identifies the graph, as in a recomputation.
     Offloading(u64),
 }
 
@@ -34,17 +34,17 @@ impl GradMode {
         context::push(Change::GradMode(self))
     }
 
-    /// A new recomputation.
+    /// A mode for a new recomputation.
     pub(crate) fn recomputing() -> Self {
         Self::Recomputing(new_graph())
     }
 
-    /// A new graph of a unit whose activations are offloaded.
+    /// A mode for a new graph of a unit with activation offload.
     pub(crate) fn offloading() -> Self {
         Self::Offloading(new_graph())
     }
 
-    /// The number of the unit's own graph that is recorded or run backward, if there is one.
+    /// The id of the unit's own graph being recorded or run backward, if any.
     pub(crate) fn own_graph(self) -> Option<u64> {
         match self {
             Self::Recomputing(number) | Self::Offloading(number) => Some(number),
@@ -52,12 +52,12 @@ impl GradMode {
         }
     }
 
-    /// Whether a unit is computed again.
+    /// Whether a unit is being recomputed.
     pub(crate) fn recomputes(self) -> bool {
         matches!(self, Self::Recomputing(_))
     }
 
-    /// Whether uses in a unit are collected, for its backward ends them itself.
+    /// Whether uses in a unit are collected, for its own backward to end.
     pub(crate) fn collects_uses(self) -> bool {
         matches!(self, Self::Deferred | Self::Offloading(_))
     }
@@ -67,13 +67,13 @@ impl GradMode {
         matches!(self, Self::Enabled | Self::Recomputing(_) | Self::Offloading(_))
     }
 
-    /// Whether what is computed now will have a backward.
+    /// Whether values computed now will have a backward.
     pub(crate) fn expects_backward(self) -> bool {
         self != Self::Disabled
     }
 }
 
-/// A number for a unit's own graph in this process.
+/// A new id, unique in this process, for a unit's own graph.
 fn new_graph() -> u64 {
     static GRAPHS: AtomicU64 = AtomicU64::new(0);
     GRAPHS.fetch_add(1, Ordering::Relaxed)

@@ -1,10 +1,10 @@
-//! The context that code computes in: whether a graph is recorded, which step and samples a forward
+//! The execution context of code: whether a graph is recorded, which step and samples a forward
 //! computes, and records that layers share.
 //!
 //! Each thread has one [`ExecutionContext`]. [`no_grad`](crate::autograd::no_grad) and
-//! [`ForwardScope::enter`](crate::module::ForwardScope::enter) change it for as long as their guard
-//! lives. A thread starts with gradients enabled and outside of any forward, so work for another thread
-//! must take the context along.
+//! [`ForwardScope::enter`](crate::module::ForwardScope::enter) change it until their guard is
+//! dropped. A new thread starts with gradients enabled and outside of any forward, so work for
+//! another thread must take the context along.
 //!
 //! ```
 //! use fulgurite_core::autograd::{is_grad_enabled, no_grad};
@@ -20,8 +20,8 @@
 //! });
 //! ```
 //!
-//! Each rayon task must enter it too: a thread that waits inside of rayon may run another's task, which
-//! would otherwise see that thread's context.
+//! Each rayon task must enter the context too. A thread that waits inside rayon may run another
+//! thread's task, which would otherwise see the waiting thread's context.
 //!
 //! ```
 //! # use candle_core::{Device, Tensor};

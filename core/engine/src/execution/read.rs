@@ -1,9 +1,10 @@
-//! Values of tensors on the host.
+//! Reads values of tensors to the host.
 //!
-//! Who asks a GPU for a value waits until all that was asked of it before is computed, so a step reads few, and
-//! each read says what it is for: [`counts`] tells how many there were on this thread. What is on the CPU counts
-//! as well, for the same code reads it from a GPU. The numbers that ranks exchange on the host, such as votes, are
-//! no such reads: [`host`] is for them, and refuses a tensor that is elsewhere.
+//! Reading a value from a GPU waits for all work queued there before. So a step reads few values,
+//! and each read states its purpose. [`counts`] returns the number of reads on this thread for each
+//! purpose. Reads of CPU tensors count as well, because the same code would read a GPU. [`host`] is
+//! for values that ranks exchange on the host, such as votes. It counts nothing and refuses tensors
+//! on other devices.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -19,11 +20,11 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 //!
-//! What need not be known at once is read [`later`]: the copy is a part of the device's work, and nobody waits for what was
-//! asked of the device after it.
+//! Use [`later`] for values that are not needed at once: the copy joins the device's queue, and the
+//! host does not wait for work queued after it.
 //!
-//! The crates in `core`, the strategies and the callbacks read nothing past this module: `core/clippy.toml` forbids
-//! candle's methods to them.
+//! The crates in `core`, the strategies and the callbacks read only through this module:
+//! `core/clippy.toml` forbids them candle's own methods.
 
 #![expect(clippy::disallowed_methods, reason = "the one place that reads")]
 
@@ -37,25 +38,25 @@ use super::transfer::{self, Arriving};
 use crate::{Error, Result};
 
 thread_local! {
-    /// Few purposes, each a name in the program: found faster than in a map.
+    /// Purposes are few, each a literal in the program, so searching a list is faster than a map.
     static COUNTS: RefCell<Vec<(&'static str, u64)>> = const { RefCell::new(Vec::new()) };
-    /// Those that were begun by [`later`].
+    /// Reads begun by [`later`].
     static LATER: RefCell<Vec<(&'static str, u64)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// The number of a scalar, read for `what`. Waits for the tensor's device.
+/// Reads a scalar for `what`. Waits for the tensor's device.
 ///
 /// # Errors
-/// If it is no scalar of that dtype, or its device cannot be read.
+/// If the tensor is not a scalar of that dtype, or its device cannot be read.
 pub fn scalar<T: WithDType>(tensor: &Tensor, what: &'static str) -> Result<T> {
     count(what);
     Ok(tensor.to_scalar()?)
 }
 
-/// The numbers of scalars of f64 on one device, read at once for `what`. Waits for the device.
+/// Reads f64 scalars of one device in one read for `what`. Waits for the device.
 ///
 /// # Errors
-/// If one is no such scalar, or their devices differ or cannot be read.
+/// If a tensor is not an f64 scalar, or their devices differ or cannot be read.
 pub fn scalars(tensors: &[&Tensor], what: &'static str) -> Result<Vec<f64>> {
     count(what);
     match tensors {
@@ -65,19 +66,20 @@ pub fn scalars(tensors: &[&Tensor], what: &'static str) -> Result<Vec<f64>> {
     }
 }
 
-/// The numbers of a list (one dimension), read for `what`. Waits for the tensor's device.
+/// Reads a one-dimensional tensor for `what`. Waits for the tensor's device.
 ///
 /// # Errors
-/// If it is no list of that dtype, or its device cannot be read.
+/// If the tensor is not one-dimensional of that dtype, or its device cannot be read.
 pub fn vec1<T: WithDType>(tensor: &Tensor, what: &'static str) -> Result<Vec<T>> {
     count(what);
     Ok(tensor.to_vec1()?)
 }
 
-/// The numbers of lists of f64, read at once for `what`: what is on a device is joined there first. Waits for it.
+/// Reads one-dimensional f64 tensors in one read for `what`. Tensors on a device are joined there
+/// first. Waits for the device.
 ///
 /// # Errors
-/// If one is no such list, or those that are not on the CPU are on different devices.
+/// If a tensor is not a list of f64, or the tensors outside the CPU are on different devices.
 pub fn lists(tensors: &[&Tensor], what: &'static str) -> Result<Vec<Vec<f64>>> {
     if tensors.is_empty() {
         return Ok(Vec::new());
@@ -99,10 +101,10 @@ pub fn lists(tensors: &[&Tensor], what: &'static str) -> Result<Vec<Vec<f64>>> {
         .collect()
 }
 
-/// The numbers of a list that is on the CPU wherever the model is. Nothing waits, and nothing is counted.
+/// Reads a one-dimensional tensor that is always on the CPU. Neither waits nor counts.
 ///
 /// # Errors
-/// If it is no list of that dtype, or not on the CPU.
+/// If the tensor is not one-dimensional of that dtype, or not on the CPU.
 pub fn host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     if !tensor.device().is_cpu() {
         return Err(Error::other(format!(
@@ -114,8 +116,8 @@ pub fn host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     Ok(tensor.to_vec1()?)
 }
 
-/// Counts a read for `what` that is done in another way: by a kernel for the CPU in the place of which another
-/// device is read.
+/// Counts a read for `what` that happens elsewhere. A CPU kernel counts one where other devices
+/// have to be read.
 pub(crate) fn count(what: &'static str) {
     COUNTS.with_borrow_mut(|counts| add(counts, what));
 }
@@ -127,13 +129,14 @@ fn add(counts: &mut Vec<(&'static str, u64)>, what: &'static str) {
     }
 }
 
-/// How often this thread has read values, by what for, since it began.
+/// Number of reads on this thread since it began, by purpose.
 pub fn counts() -> BTreeMap<&'static str, u64> {
     COUNTS.with_borrow(|counts| counts.iter().copied().collect())
 }
 
-/// Begins to read the numbers of a list of f64 for `what`: nothing waits, and [`later_counts`] counts it instead of
-/// [`counts`]. The tensor must not be changed in place until they are there.
+/// Begins to read a one-dimensional f64 tensor for `what`, without waiting. [`later_counts`] counts
+/// the read instead of [`counts`]. The tensor must not be changed in place until the values have
+/// arrived.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -147,7 +150,7 @@ pub fn counts() -> BTreeMap<&'static str, u64> {
 /// ```
 ///
 /// # Errors
-/// If it is no such list, or its device has failed.
+/// If the tensor is not a list of f64, or its device has failed.
 pub fn later(numbers: &Tensor, what: &'static str) -> Result<Later> {
     LATER.with_borrow_mut(|counts| add(counts, what));
     let arriving = match transfer::copies(numbers.device(), numbers) {
@@ -157,16 +160,16 @@ pub fn later(numbers: &Tensor, what: &'static str) -> Result<Later> {
     Ok(Later { what, tensor: numbers.clone(), arriving, read: OnceLock::new() })
 }
 
-/// How many reads this thread has begun by [`later`], by what for, since it began.
+/// Number of reads that this thread has begun by [`later`] since it began, by purpose.
 pub fn later_counts() -> BTreeMap<&'static str, u64> {
     LATER.with_borrow(|counts| counts.iter().copied().collect())
 }
 
-/// Numbers that are read [`later`].
+/// Values being read by [`later`].
 pub struct Later {
     what: &'static str,
     tensor: Tensor,
-    /// Where there is a copy that the device makes by itself.
+    /// The device's asynchronous copy, if it makes one.
     arriving: Option<Box<dyn Arriving>>,
     read: OnceLock<Vec<f64>>,
 }
@@ -178,8 +181,8 @@ impl std::fmt::Debug for Later {
 }
 
 impl Later {
-    /// The numbers. Waits for what was asked of the device before the read was begun, or for all of it where the device
-    /// makes no such copies.
+    /// The values. Waits for the work queued before the read began. On devices without asynchronous
+    /// copies, waits for all queued work.
     ///
     /// # Errors
     /// If the device has failed.
@@ -194,8 +197,8 @@ impl Later {
         Ok(self.read.get_or_init(|| numbers))
     }
 
-    /// The numbers for somebody who cannot go on without them: the first time this is one of the reads that
-    /// [`counts`] counts.
+    /// The values, for a caller that cannot go on without them. [`counts`] counts the first call as
+    /// a read, unless the values were read before.
     ///
     /// # Errors
     /// As [`numbers`](Self::numbers).

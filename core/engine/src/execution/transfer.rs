@@ -1,9 +1,10 @@
-//! Values that go between the host's memory and that of a device.
+//! Copies between the host's memory and a device's.
 //!
-//! What stays in the host's memory between steps, as shards and optimizer state do under `cpu_offload`, goes to the
-//! device to be computed with, and comes back. All such copies of a step go through this module, and each says what it
-//! is for: [`counts`] tells how many bytes went each way on this thread. Where the device is the CPU nothing is copied, and the bytes count
-//! as well, for the same code copies them elsewhere.
+//! Values kept on the host between steps, such as shards and optimizer state under `cpu_offload`,
+//! go to the device for computation and come back. All such copies of a step go through this
+//! module, and each states its purpose. [`counts`] returns the bytes moved each way on this thread
+//! for each purpose. If the device is the CPU nothing is copied. The bytes still count, because the
+//! same code copies them on other devices.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -13,7 +14,7 @@
 //! let on_device = transfer::to_device(&shard, &Device::Cpu, "parameters")?;
 //! transfer::to_host(&on_device.narrow(0, 2, 4)?, "gradients")?;
 //! assert_eq!(transfer::counts()["parameters"].to_device, 32);
-//! assert_eq!(transfer::counts()["gradients"].to_host, 16); // the view, and not the memory that it is of
+//! assert_eq!(transfer::counts()["gradients"].to_host, 16); // the view's bytes only
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
@@ -25,7 +26,7 @@ use candle_core::{Device, DeviceLocation, Tensor};
 
 use crate::Result;
 
-/// Bytes that went each way.
+/// Bytes moved each way.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Transferred {
     /// From the host to the device.
@@ -38,23 +39,23 @@ thread_local! {
     static COUNTS: RefCell<BTreeMap<&'static str, Transferred>> = const { RefCell::new(BTreeMap::new()) };
 }
 
-/// A way between the host's memory and a device's that is faster than candle's, which copies from memory that may be
-/// paged out, and so waits. Tensors are contiguous, and not empty.
+/// A faster path between host and device memory than candle's. candle copies from pageable memory,
+/// and so waits. Tensors are contiguous and not empty.
 pub trait HostCopies: Send + Sync {
-    /// The values of a tensor of the host on the device, in new memory. The host need not wait.
+    /// Copies a host tensor to new memory on the device. The host need not wait.
     ///
     /// # Errors
-    /// If the device has no memory for them.
+    /// If the device has no memory for the copy.
     fn to_device(&self, tensor: &Tensor) -> Result<Tensor>;
 
-    /// The values of a tensor of the device on the host, in new memory.
+    /// Copies a device tensor to new memory on the host.
     ///
     /// # Errors
     /// If the device cannot be read.
     fn to_host(&self, tensor: &Tensor) -> Result<Tensor>;
 
-    /// Begins to copy a few numbers of f64 to the host, in the order of the device's work, for [`read::later`]; `None` if
-    /// there is no such way, as by default.
+    /// Begins to copy a few f64 values to the host, in the order of the device's work, for
+    /// [`read::later`]. `None`, the default, if there is no such path.
     ///
     /// [`read::later`]: crate::execution::read::later
     ///
@@ -65,9 +66,9 @@ pub trait HostCopies: Send + Sync {
         Ok(None)
     }
 
-    /// Begins [`to_host`](Self::to_host) of the values that the tensor has once the work that was given to the device
-    /// so far is done. Work that is given to it later may go on beside the copy, but must not write the tensor until
-    /// that was waited for. By default waits for the device.
+    /// Begins [`to_host`](Self::to_host) of the values that the tensor will have when the work
+    /// queued so far is done. Later work may run beside the copy, but must not write the tensor
+    /// until the copy has been waited for. The default waits for the device.
     ///
     /// # Errors
     /// If the device cannot be read.
@@ -76,7 +77,7 @@ pub trait HostCopies: Send + Sync {
     }
 }
 
-/// A copy to the host that was begun. One that is dropped ends on its own.
+/// A copy to the host in progress. If dropped, it ends on its own.
 #[must_use = "the values are there once the copy was waited for"]
 pub struct HostCopy(Progress);
 
@@ -86,17 +87,17 @@ enum Progress {
 }
 
 impl HostCopy {
-    /// A copy that `wait` waits for, and gives the values of.
+    /// A copy that is completed by `wait`, which returns the host tensor.
     pub fn new(wait: impl FnOnce() -> Result<Tensor> + Send + 'static) -> Self {
         Self(Progress::Begun(Box::new(wait)))
     }
 
-    /// A copy that is done.
+    /// A finished copy.
     pub fn done(tensor: Tensor) -> Self {
         Self(Progress::Done(tensor))
     }
 
-    /// Waits for the copy: the values, in the host's memory.
+    /// Waits for the copy and returns the tensor in host memory.
     ///
     /// # Errors
     /// If the device could not be read.
@@ -114,19 +115,20 @@ impl std::fmt::Debug for HostCopy {
     }
 }
 
-/// Numbers on their way to the host.
+/// A few values on their way to the host.
 pub trait Arriving: Send + Sync {
-    /// The numbers. Waits until the device has done what was asked of it before they were.
+    /// The values. Waits for the device's work queued before the copy.
     ///
     /// # Errors
     /// If the device has failed.
     fn numbers(&self) -> Result<Vec<f64>>;
 }
 
-/// By device: few.
+/// A short list, by device.
 static COPIES: RwLock<Vec<(DeviceLocation, Arc<dyn HostCopies>)>> = RwLock::new(Vec::new());
 
-/// Lets `copies` move all tensors to and from `device` from now on. For whoever opens devices.
+/// Makes `copies` move all tensors to and from `device` from now on. Called by the code that opens
+/// devices.
 pub fn set_host_copies(device: &Device, copies: Arc<dyn HostCopies>) {
     let mut all = COPIES.write().unwrap_or_else(PoisonError::into_inner);
     all.retain(|(location, _)| *location != device.location());
@@ -141,13 +143,15 @@ pub(super) fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCop
     all.iter().find(|(location, _)| *location == device.location()).map(|(_, own)| own.clone())
 }
 
-/// The values of a tensor of the host on `device`, for `what`: in new memory, or the same tensor if the device is the CPU.
+/// Copies a host tensor to `device` for `what`, into new memory. If the device is the CPU, returns
+/// the same tensor.
 ///
-/// Of integers the host remembers the last few, so that layers need not [read](crate::execution::read) ids and targets from
-/// the device: [`sent`]. They must not be changed in place afterwards.
+/// The host remembers the last few integer tensors in [`sent`], so that layers need not
+/// [read](crate::execution::read) ids and targets from the device. The tensors must not be changed
+/// in place afterwards.
 ///
 /// # Errors
-/// If the device has no memory for them.
+/// If the device has no memory for the copy.
 pub fn to_device(tensor: &Tensor, device: &Device, what: &'static str) -> Result<Tensor> {
     count(what, |bytes| &mut bytes.to_device, tensor);
     let on_device = if device.is_cpu() {
@@ -163,14 +167,14 @@ pub fn to_device(tensor: &Tensor, device: &Device, what: &'static str) -> Result
     Ok(on_device)
 }
 
-/// The tensor of the host whose values were sent to make this one by [`to_device`], if those are integers and the host
-/// remembers them. A view of such a tensor is another one, and not known.
+/// The host tensor from which [`to_device`] made this tensor, if it holds integers and is
+/// remembered. Views of such a tensor are not recognised.
 pub fn sent(tensor: &Tensor) -> Option<Tensor> {
     super::sent::of(tensor)
 }
 
-/// The values of a tensor of a device in the host's memory, for `what`: in new memory, or the same tensor if it is there.
-/// Of a view its own values alone are copied. Waits for the device.
+/// Copies a device tensor to new host memory for `what`. A tensor on the CPU is returned as it is.
+/// Of a view, only its own elements are copied. Waits for the device.
 ///
 /// # Errors
 /// If the device cannot be read.
@@ -182,18 +186,18 @@ pub fn to_host(tensor: &Tensor, what: &'static str) -> Result<Tensor> {
     let tensor = tensor.contiguous()?;
     match copies(tensor.device(), &tensor) {
         Some(copies) => copies.to_host(&tensor),
-        // candle's `to_device` of a view copies all that it is a view of.
+        // candle's `to_device` of a view copies the whole tensor behind it.
         None => Ok(tensor.force_contiguous()?.to_device(&Device::Cpu)?),
     }
 }
 
-/// Begins [`to_host`], and does not wait for the device where its [`HostCopies`] can do without. The tensor must not be
-/// written until the copy was waited for.
+/// Begins [`to_host`] without waiting for the device, if the device's [`HostCopies`] can. The
+/// tensor must not be written until the copy has been waited for.
 ///
 /// # Errors
 /// As [`to_host`].
 pub fn begin_to_host(tensor: &Tensor, what: &'static str) -> Result<HostCopy> {
-    // The CPU has such copies in tests.
+    // In tests, the CPU has such copies too.
     match copies(tensor.device(), tensor) {
         Some(copies) => {
             count(what, |bytes| &mut bytes.to_host, tensor);
@@ -208,7 +212,7 @@ fn count(what: &'static str, way: impl FnOnce(&mut Transferred) -> &mut u64, ten
     COUNTS.with_borrow_mut(|counts| *way(counts.entry(what).or_default()) += bytes);
 }
 
-/// How many bytes this thread has moved, by what for, since it began.
+/// Bytes that this thread has moved since it began, by purpose.
 pub fn counts() -> BTreeMap<&'static str, Transferred> {
     COUNTS.with_borrow(Clone::clone)
 }

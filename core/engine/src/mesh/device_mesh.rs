@@ -12,10 +12,10 @@ use crate::{Error, Result};
 
 /// The ranks of a job in a grid, with a process group along each dimension.
 ///
-/// Dimensions, slowest first: `data_parallel_replicate`, `data_parallel_shard`,
-/// `context_parallel`, `tensor_parallel`. The flattened views `data_parallel` (replicate × shard),
-/// `dp_cp` (replicate × shard × context) and `dp_shard_cp` (shard × context) always exist, also at
-/// size 1. A dimension of size 1 has a group that communicates nothing.
+/// Dimensions, slowest first: `data_parallel_replicate`, `data_parallel_shard`, `context_parallel`,
+/// `tensor_parallel`. The flattened views `data_parallel` (replicate × shard), `dp_cp`
+/// (replicate × shard × context) and `dp_shard_cp` (shard × context) always exist, also at size 1.
+/// A dimension of size 1 has a group that communicates nothing.
 #[derive(Clone)]
 pub struct DeviceMesh {
     layout: MeshLayout,
@@ -37,7 +37,7 @@ impl DeviceMesh {
         context: Option<usize>,
         tensor: Option<usize>,
     ) -> Result<MeshLayout> {
-        // `infer` gives what is left to the first open size, so the shard dimension comes first.
+        // The first open size takes the remaining ranks, so the shard dimension comes first.
         let inferred = MeshLayout::infer(
             world_size,
             [
@@ -84,8 +84,8 @@ impl DeviceMesh {
         Ok(mesh)
     }
 
-    /// Adds the flattened view `name` of several dimensions, in mesh order, which can then be used like
-    /// a dimension. Collective over the mesh.
+    /// Adds the flattened view `name` of several dimensions, in mesh order, which can then be used
+    /// like a dimension. Collective over the mesh.
     ///
     /// # Errors
     /// If a dimension does not exist, or the name is taken.
@@ -94,8 +94,8 @@ impl DeviceMesh {
             return Err(Error::Mesh(format!("there is a dimension or view `{name}` already")));
         }
         dims.iter().try_for_each(|dim| self.layout.dim(dim).map(drop))?;
-        // A view with one dimension above size 1 shares that dimension's group, unless it is the context
-        // dimension.
+        // A view with one dimension above size 1 shares that dimension's group, unless it is the
+        // context dimension.
         let wide: Vec<&str> = dims.iter().copied().filter(|dim| self.size_of(dim) > 1).collect();
         match wide.as_slice() {
             // Attention communicates along the context dimension while units are reduced.
@@ -176,7 +176,7 @@ impl DeviceMesh {
     /// The process group along a dimension or flattened view.
     ///
     /// # Errors
-    /// If there is none of this name; the message lists those there are.
+    /// If the name is unknown. The message lists the known names.
     pub fn group(&self, name: &str) -> Result<&Arc<dyn ProcessGroup>> {
         self.groups.get(name).ok_or_else(|| {
             let names: Vec<_> = self.groups.keys().map(String::as_str).collect();

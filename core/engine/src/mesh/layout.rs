@@ -13,7 +13,7 @@ impl MeshLayout {
     /// A layout from dimension names and sizes.
     ///
     /// # Errors
-    /// If a name repeats, a size is zero, or the ranks are more than can be counted.
+    /// If a name repeats, a size is zero, or the number of ranks overflows.
     pub fn new<N: Into<String>>(dims: impl IntoIterator<Item = (N, usize)>) -> Result<Self> {
         let (names, sizes): (Vec<String>, Vec<usize>) =
             dims.into_iter().map(|(name, size)| (name.into(), size)).unzip();
@@ -33,8 +33,8 @@ impl MeshLayout {
         Ok(Self { names, sizes })
     }
 
-    /// A layout in which sizes that are `None` follow from the world size: the first one takes all
-    /// ranks that the given sizes leave, the others are 1.
+    /// A layout that infers sizes of `None` from the world size. The first takes all ranks left by
+    /// the given sizes, the others are 1.
     ///
     /// # Errors
     /// If the given sizes do not divide, or do not multiply to, the world size.
@@ -97,7 +97,7 @@ impl MeshLayout {
     /// The index of a dimension.
     ///
     /// # Errors
-    /// If there is none of this name; the message lists those there are.
+    /// If the name is unknown. The message lists the known names.
     pub fn dim(&self, name: &str) -> Result<usize> {
         self.names.iter().position(|n| n == name).ok_or_else(|| {
             Error::Mesh(format!("no dimension `{name}`; there are {}", self.names.join(", ")))
@@ -142,8 +142,8 @@ impl MeshLayout {
         Ok(coordinate.iter().zip(&self.sizes).fold(0, |rank, (index, size)| rank * size + index))
     }
 
-    /// The sets of ranks along `dims` (flattened in mesh order): two ranks are in one set if they differ
-    /// only in these dimensions.
+    /// The sets of ranks along `dims` (flattened in mesh order): two ranks are in one set if they
+    /// differ only in these dimensions.
     ///
     /// # Errors
     /// If a dimension does not exist.

@@ -1,4 +1,4 @@
-//! Device meshes: ranks in a grid with named dimensions.
+//! Device meshes: grids of ranks with named dimensions.
 //!
 //! ```
 //! use fulgurite_core::mesh::MeshLayout;
@@ -8,7 +8,8 @@
 //! assert_eq!(layout.rank(&[2, 1])?, 5);
 //!
 //! // Sizes left open are inferred jointly from the world size.
-//! let layout = MeshLayout::infer(8, [("data_parallel_shard", None), ("tensor_parallel", Some(2))])?;
+//! let sizes = [("data_parallel_shard", None), ("tensor_parallel", Some(2))];
+//! let layout = MeshLayout::infer(8, sizes)?;
 //! assert_eq!(layout.sizes(), [4, 2]);
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
@@ -19,7 +20,7 @@ mod layout;
 pub use device_mesh::DeviceMesh;
 pub use layout::MeshLayout;
 
-/// The mesh dimension whose ranks hold the same shards and different data.
+/// The mesh dimension whose ranks hold the same shards and see different data.
 pub const DATA_PARALLEL_REPLICATE: &str = "data_parallel_replicate";
 /// The mesh dimension over which FSDP cuts parameters; its ranks see different data.
 pub const DATA_PARALLEL_SHARD: &str = "data_parallel_shard";

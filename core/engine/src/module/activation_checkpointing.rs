@@ -1,5 +1,5 @@
-//! Activation checkpointing: which units drop their activations after forward and are computed again
-//! in backward.
+//! Activation checkpointing: chosen units drop their activations after forward, and backward
+//! computes them again.
 //!
 //! ```
 //! use fulgurite_core::module::{ActivationCheckpointing, ModuleBuilder, ModuleInit};
@@ -33,14 +33,14 @@ use super::unit::UnitHandle;
 use crate::{Error, Result};
 use fulgurite_config::ConfigType;
 
-/// How many units are checkpointed: the values of `trainer.activation_checkpointing`.
+/// The number of checkpointed units: the values of `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum CheckpointMode {
     /// No unit: all keep their activations from forward to backward.
     #[default]
     None,
-    /// Every unit: only units' inputs are kept.
+    /// Every unit keeps only its inputs.
     Full,
     /// Every n-th unit.
     Selective,
@@ -54,40 +54,41 @@ impl CheckpointMode {
     }
 }
 
-/// Which units are computed again in backward: `trainer.activation_checkpointing`, a [`CheckpointMode`]
+/// The units that backward computes again: `trainer.activation_checkpointing`, a [`CheckpointMode`]
 /// or a table.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ActivationCheckpointing {
-    /// How many of the units.
+    /// The number of units to checkpoint.
     pub mode: CheckpointMode,
-    /// For [`Selective`](CheckpointMode::Selective): `n` takes every n-th unit, in the order in which
-    /// they are built (2: the second, the fourth, …). 2 if it is `None`.
+    /// For [`Selective`](CheckpointMode::Selective): `n` takes every n-th unit, in build order (2:
+    /// the second, the fourth, …). `None` means 2.
     pub every: Option<usize>,
-    /// Patterns of units: those that match none are neither checkpointed nor counted. Empty: every
-    /// unit matches.
+    /// Patterns of units. Units that match none of them are neither checkpointed nor counted.
+    /// Empty: every unit matches.
     pub units: Vec<String>,
-    /// Where activations are stored from forward to backward. `None`: on their device. For
-    /// [`Full`](CheckpointMode::Full) these are the inputs of the units: one that gets a gradient and is not
-    /// the output of another checkpointed unit is never offloaded. For [`None`](CheckpointMode::None)
-    /// everything that the units' graphs keep.
+    /// Storage of activations from forward to backward. `None`: their device.
+    ///
+    /// With [`Full`](CheckpointMode::Full), the units' inputs are offloaded. An input that gets a
+    /// gradient is offloaded only if it is the output of another checkpointed unit. With
+    /// [`None`](CheckpointMode::None), all activations in the units' graphs are offloaded.
     pub offload: Option<ActivationOffload>,
 }
 
 impl ActivationCheckpointing {
-    /// Every unit.
+    /// Checkpoints every unit.
     pub fn full() -> Self {
         Self { mode: CheckpointMode::Full, ..Self::default() }
     }
 
-    /// Every `every`-th unit.
+    /// Checkpoints every `every`-th unit.
     pub fn selective(every: usize) -> Self {
         Self { mode: CheckpointMode::Selective, every: Some(every), ..Self::default() }
     }
 
-    /// Checks that the fields go together.
+    /// Checks that the fields are consistent.
     ///
     /// # Errors
-    /// If they do not; the message does not name the key.
+    /// If they are not. The message does not name the key.
     pub fn check(&self) -> Result<(), String> {
         match (self.mode, self.every) {
             (CheckpointMode::Selective, Some(0)) => Err("`every` must be at least 1, found 0; \
@@ -111,7 +112,7 @@ impl ActivationCheckpointing {
         }
     }
 
-    /// Checks that activations of a model on `device` can be moved.
+    /// Checks that activations of a model on `device` can be offloaded.
     ///
     /// # Errors
     /// If they cannot.

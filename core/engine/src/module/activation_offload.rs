@@ -1,4 +1,4 @@
-//! Where activations of units are stored from forward to backward.
+//! Storage of offloaded activations from forward to backward.
 
 use std::cell::RefCell;
 use std::collections::VecDeque;
@@ -13,23 +13,23 @@ use crate::autograd::storage::{with_bytes, with_bytes_mut};
 use crate::execution::transfer::{self, HostCopy};
 use crate::{Error, Result};
 
-/// Where activations of units are offloaded to: `offload` in `trainer.activation_checkpointing`.
+/// Storage of units' offloaded activations: `offload` in `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ActivationOffload {
     /// The host's memory, for a model on a GPU.
     Host,
-    /// Files without a name in the directory for temporary files (`TMPDIR`).
+    /// Unnamed files in the directory for temporary files (`TMPDIR`).
     Disk,
 }
 
-/// A tensor that is saved for backward.
+/// A tensor saved for backward.
 pub(super) enum SavedActivation {
     /// The tensor itself.
     InPlace(Tensor),
-    /// A copy on the host, and the device that the tensor was on.
+    /// A copy on the host, and the tensor's device.
     Host { copy: Arc<OnItsWay>, device: Device },
-    /// The tensor's bytes in a file without a name, which the system removes when it is closed.
+    /// The tensor's bytes in an unnamed file, which the system removes when it is closed.
     Disk { file: Arc<File>, offset: u64, shape: Shape, dtype: DType, device: Device },
 }
 
@@ -51,7 +51,7 @@ impl SavedActivation {
     }
 }
 
-/// A tensor that is being copied to the host.
+/// A tensor being copied to the host.
 pub(super) struct OnItsWay(Mutex<Copy>);
 
 enum Copy {
@@ -61,7 +61,7 @@ enum Copy {
 }
 
 impl OnItsWay {
-    /// The copy. Its device's memory is free then, unless others hold it.
+    /// Waits for the host copy. Afterwards the device memory is free, unless other tensors hold it.
     fn wait(&self) -> Result<Tensor> {
         let mut copy: MutexGuard<'_, Copy> = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if let Copy::There(there) = &*copy {
@@ -78,16 +78,16 @@ impl OnItsWay {
     }
 }
 
-/// Calls whose copies may be on their way to the host while later ones are computed. What is on its way is on the device
-/// too, so more of them would take the memory that is to be saved.
+/// Number of calls whose copies may be in progress while later calls are computed. Tensors being
+/// copied still occupy the device, so a larger limit would use the memory that offloading saves.
 const CALLS_ON_THEIR_WAY: usize = 2;
 
 thread_local! {
-    /// The copies of the last calls, the oldest first.
+    /// Copies of the last calls, oldest first.
     static ON_THEIR_WAY: RefCell<VecDeque<Vec<Weak<OnItsWay>>>> = const { RefCell::new(VecDeque::new()) };
 }
 
-/// Begins a call, and waits for the copies of those before the last ones.
+/// Begins a call, and waits for the copies of calls beyond the limit.
 fn begin_call() -> Result<()> {
     let over = ON_THEIR_WAY.with_borrow_mut(|calls| {
         calls.push_back(Vec::new());
@@ -97,7 +97,7 @@ fn begin_call() -> Result<()> {
     over.iter().filter_map(Weak::upgrade).try_for_each(|copy| copy.wait().map(drop))
 }
 
-/// Notes a copy of this call.
+/// Records a copy of this call.
 fn on_its_way(begun: HostCopy) -> Arc<OnItsWay> {
     let copy = Arc::new(OnItsWay(Mutex::new(Copy::Begun(begun))));
     ON_THEIR_WAY.with_borrow_mut(|calls| {
@@ -106,7 +106,7 @@ fn on_its_way(begun: HostCopy) -> Arc<OnItsWay> {
     copy
 }
 
-/// Saves the tensors of one call; on disk, in one file.
+/// Saves the tensors of one call. On disk, they share one file.
 pub(super) struct Offload {
     to: ActivationOffload,
     file: Option<Arc<File>>,
@@ -117,7 +117,7 @@ impl Offload {
     /// Begins a call of a unit.
     ///
     /// # Errors
-    /// If what earlier calls have begun fails.
+    /// If a copy that an earlier call began fails.
     pub(super) fn begin(to: ActivationOffload) -> Result<Self> {
         if to == ActivationOffload::Host {
             begin_call()?;
@@ -125,7 +125,7 @@ impl Offload {
         Ok(Self { to, file: None, offset: 0 })
     }
 
-    /// Copies a detached tensor, to the host while what comes next is computed.
+    /// Copies a detached tensor. Copies to the host run while later work is computed.
     pub(super) fn save(&mut self, x: Tensor) -> Result<SavedActivation> {
         let device = x.device().clone();
         if self.to == ActivationOffload::Host {
@@ -159,7 +159,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn copies_of_the_last_calls_are_on_their_way() {
+    fn copies_of_last_calls_stay_in_flight() {
         let waited = Arc::<Mutex<Vec<usize>>>::default();
         let begin = |call: usize| {
             Offload::begin(ActivationOffload::Host).unwrap();
@@ -173,12 +173,12 @@ mod tests {
         assert!(waited.lock().unwrap().is_empty());
         let third = begin(2);
         assert_eq!(*waited.lock().unwrap(), [0]);
-        // Backward takes them, in another order; each is waited for once.
+        // Backward takes the copies in another order, and waits once for each.
         for (i, copy) in [(2, &third), (1, &copies[1]), (0, &copies[0]), (1, &copies[1])] {
             assert_eq!(copy.wait().unwrap().to_scalar::<f64>().unwrap(), i as f64);
         }
         assert_eq!(*waited.lock().unwrap(), [0, 2, 1]);
-        // What a step that was given up has left is not waited for.
+        // Copies of an abandoned step are not waited for.
         drop((copies, third));
         let kept: Vec<_> = (3..7).map(begin).collect();
         assert_eq!(*waited.lock().unwrap(), [0, 2, 1, 3, 4]);

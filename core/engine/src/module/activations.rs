@@ -1,13 +1,13 @@
-//! [`Activations`]: what units take and give.
+//! Inputs and outputs of units: [`Activations`].
 
 use candle_core::Tensor;
 
 use crate::Result;
 
-/// What a [`Unit`](super::Unit) takes or gives: a tensor, or several in a tuple, an array, a `Vec`, an
-/// `Option` or a struct, next to numbers and texts, which are constants.
+/// Inputs or outputs of a [`Unit`](super::Unit): a tensor, or several in a tuple, an array, a
+/// `Vec`, an `Option` or a struct. Numbers and texts beside them are constants.
 ///
-/// A struct of one's own implements it field by field:
+/// A user's struct implements it field by field:
 ///
 /// ```
 /// use candle_core::Tensor;
@@ -18,20 +18,24 @@ use crate::Result;
 ///
 /// impl Activations for State {
 ///     fn map_tensors(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self> {
-///         Ok(Self { hidden: self.hidden.map_tensors(f)?, cell: self.cell.map_tensors(f)?, depth: self.depth })
+///         Ok(Self {
+///             hidden: self.hidden.map_tensors(f)?,
+///             cell: self.cell.map_tensors(f)?,
+///             depth: self.depth,
+///         })
 ///     }
 /// }
 /// ```
 pub trait Activations: Sized {
-    /// The same with each tensor replaced by what `f` makes of it. Calls `f` once for each tensor, always
-    /// in the same order.
+    /// Maps each tensor through `f` and keeps the rest. Calls `f` once for each tensor, always in
+    /// the same order.
     ///
     /// # Errors
-    /// Those of `f`.
+    /// If `f` fails.
     fn map_tensors(&self, f: &mut dyn FnMut(&Tensor) -> Result<Tensor>) -> Result<Self>;
 }
 
-/// The tensors, in order; they share their memory.
+/// The tensors, in order. They share memory with `activations`.
 pub(super) fn tensors(activations: &impl Activations) -> Result<Vec<Tensor>> {
     let mut tensors = Vec::new();
     activations.map_tensors(&mut |tensor| {
@@ -41,7 +45,7 @@ pub(super) fn tensors(activations: &impl Activations) -> Result<Vec<Tensor>> {
     Ok(tensors)
 }
 
-/// `like` with these tensors, of which there is one for each of its own.
+/// `like` with its tensors replaced by `tensors`, in order.
 pub(super) fn with_tensors<A: Activations>(like: &A, tensors: Vec<Tensor>) -> Result<A> {
     let mut tensors = tensors.into_iter();
     like.map_tensors(&mut |tensor| Ok(tensors.next().unwrap_or_else(|| tensor.clone())))

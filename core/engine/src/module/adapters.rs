@@ -1,4 +1,4 @@
-//! Adapters: small trainable parameters beside the frozen ones of a model's layers.
+//! Adapters: small trainable parameters beside a layer's frozen ones.
 
 use std::collections::BTreeSet;
 
@@ -8,27 +8,27 @@ use super::pattern::{
 use super::tree::ModuleTree;
 use crate::{Error, Result};
 
-/// Which biases of a model with adapters are trained.
+/// The trained biases of a model with adapters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AdapterBias {
-    /// None.
+    /// No biases.
     #[default]
     None,
-    /// All.
+    /// All biases.
     All,
-    /// Those of the layers that have an adapter.
+    /// Biases of layers with an adapter.
     AdapterOnly,
 }
 
-/// The request for low-rank adapters (LoRA) that a model is built with: layers that one of the targets
-/// names compute `y = W x + scale B A dropout(x)`, where `A` (`[rank, inputs]`) and `B` (`[outputs, rank]`)
-/// are trained and everything else is frozen.
+/// Low-rank adapters (LoRA) requested for a model. Layers named by a target compute
+/// `y = W x + scale B A dropout(x)`, where `A` (`[rank, inputs]`) and `B` (`[outputs, rank]`) are
+/// trained and everything else is frozen.
 ///
-/// Layers of `nn` ask for it when they are built
-/// ([`ModuleBuilder::adapter`](super::ModuleBuilder::adapter)), so a model that is made of them
-/// needs no code for it. Patterns are read as [`pattern_matches`](super::pattern_matches) does:
-/// `q_proj` is every layer of that name, `mlp` every layer in an `mlp` that takes an adapter,
-/// `layers.3.self_attn.q_proj` that of one layer.
+/// Layers of `nn` check for adapters when they are built
+/// ([`ModuleBuilder::adapter`](super::ModuleBuilder::adapter)), so models made of them need no code
+/// for it. [`pattern_matches`](super::pattern_matches) defines patterns: `q_proj` is every layer of
+/// that name, `mlp` every layer in an `mlp` that takes an adapter, and `layers.3.self_attn.q_proj`
+/// is one layer.
 ///
 /// ```
 /// use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit};
@@ -39,31 +39,33 @@ pub enum AdapterBias {
 /// SwiGluMlp::new(&b.pp("layers.0.mlp"), 16, 32)?;
 /// let tree = b.finish()?;
 /// let trained: Vec<&str> = tree.trainable().map(|p| p.fqn()).collect();
-/// assert_eq!(trained[..2], ["layers.0.mlp.up_proj.lora_A.weight", "layers.0.mlp.up_proj.lora_B.weight"]);
+/// let up_proj = ["layers.0.mlp.up_proj.lora_A.weight", "layers.0.mlp.up_proj.lora_B.weight"];
+/// assert_eq!(trained[..2], up_proj);
 /// assert_eq!(trained.len(), 4);
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Adapters {
-    /// The inner dimension of each adapter, PEFT's `r`.
+    /// The inner dimension of each adapter. PEFT's `r`.
     pub rank: usize,
-    /// What the adapters' output is multiplied by, times the rank: PEFT's `lora_alpha`.
+    /// The factor of the adapters' output, times the rank. PEFT's `lora_alpha`.
     pub alpha: f64,
-    /// Whether `alpha` is divided by the root of the rank, not by the rank (PEFT's `use_rslora`).
+    /// Divides `alpha` by the root of the rank instead of the rank. PEFT's `use_rslora`.
     pub rslora: bool,
-    /// The probability with which elements of the adapters' input are zeroed in training. Embeddings have none.
+    /// The probability of zeroing an element of the adapters' input in training. Not for
+    /// embeddings.
     pub dropout: f64,
-    /// Whether the norms of the adapted weight's rows are trained apart from their directions (DoRA, PEFT's
-    /// `use_dora`): a layer computes `y = magnitude / norm(W + scale B A) * (W x + scale B A x)`, with the norm of
-    /// each row as a constant in backward. Linear layers alone.
+    /// Trains the norms of the adapted weight's rows separately from their directions (DoRA, PEFT's
+    /// `use_dora`). A layer computes `y = magnitude / norm(W + scale B A) * (W x + scale B A x)`,
+    /// with each row's norm as a constant in backward. Only for linear layers.
     pub dora: bool,
-    /// Patterns of the layers that get an adapter.
+    /// Patterns of layers to adapt.
     pub targets: Vec<String>,
-    /// Patterns of layers that get none all the same.
+    /// Patterns of layers not to adapt, even if a target names them.
     pub exclude: Vec<String>,
-    /// Patterns of modules that are trained whole beside the adapters, such as a new head.
+    /// Patterns of modules that are fully trained beside the adapters, such as a new head.
     pub modules_to_save: Vec<String>,
-    /// Which biases are trained.
+    /// The trained biases.
     pub bias: AdapterBias,
 }
 
@@ -89,12 +91,12 @@ impl Adapters {
         self.alpha / if self.rslora { rank.sqrt() } else { rank }
     }
 
-    /// Whether the layer at this path is to have an adapter.
+    /// Whether the layer at this path should have an adapter.
     pub fn targets(&self, path: &str) -> bool {
         any_pattern_matches(&self.targets, path) && !any_pattern_matches(&self.exclude, path)
     }
 
-    /// Whether a parameter of the model itself is trained.
+    /// Whether a parameter of the base model is trained.
     pub(super) fn trains(&self, fqn: &str) -> bool {
         let (path, name) = fqn.rsplit_once('.').unwrap_or(("", fqn));
         let bias = match self.bias {
@@ -105,10 +107,10 @@ impl Adapters {
         (bias && name == "bias") || any_pattern_matches(&self.modules_to_save, path)
     }
 
-    /// Checks the numbers and patterns themselves.
+    /// Checks numbers and patterns without a model.
     ///
     /// # Errors
-    /// [`Error::Config`], which names the field.
+    /// [`Error::Config`] that names the field.
     pub fn validate(&self) -> Result<()> {
         let wrong = |key: &str, message: String| {
             Err(Error::Config(format!("`trainer.adapters.{key}`: {message}")))
@@ -138,7 +140,7 @@ impl Adapters {
         Ok(())
     }
 
-    /// Checks that the model has what the patterns name, and that every layer that is named has got its
+    /// Checks that the patterns name layers of the model, and that every named layer has its
     /// adapter.
     pub(super) fn check(&self, tree: &ModuleTree, adapted: &BTreeSet<String>) -> Result<()> {
         let kinds = || {
@@ -165,8 +167,8 @@ impl Adapters {
                 )));
             }
         }
-        // A module around layers that have an adapter is what the pattern means, and takes none
-        // itself.
+        // A pattern that names a module around adapted layers means those layers. The module itself
+        // takes no adapter.
         let is_without = |path: &str, pattern: &str| {
             let own = |layer: &String| layer == path || is_under(path, layer);
             pattern_names(pattern, path) && self.targets(path) && !adapted.iter().any(own)
@@ -187,7 +189,7 @@ impl Adapters {
                 ),
             ));
         }
-        // The path of a list of modules, which is none itself.
+        // A list of modules has a path but is not itself a module.
         let idle = self.targets.iter().find(|pattern| {
             paths.clone().any(|path| pattern_matches(pattern, path) && self.targets(path))
                 && !adapted.iter().any(|path| pattern_matches(pattern, path))
@@ -206,7 +208,7 @@ impl Adapters {
                 continue;
             }
             let wrong = match tree.aliases().find(|(alias, _)| saves(pattern, alias)) {
-                // Trained under the name of the module that has the weight.
+                // Trained under the name of the module that owns the weight.
                 Some((_, fqn)) if self.modules_to_save.iter().any(|other| saves(other, fqn)) => {
                     continue;
                 }

@@ -1,4 +1,4 @@
-//! The builder that a model's constructors take.
+//! The builder passed to the constructors of models.
 
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -18,25 +18,25 @@ use crate::quantization::{Packed, PackedPart, SCALE_SUFFIX, WeightFormat};
 use crate::shard::checked_elem_count;
 use crate::{Error, Result};
 
-/// Parameters that a model may have, and units: far more than any has, and few enough that a number
-/// mistyped in a configuration is found at once.
+/// Limits of parameters and of units. Far above real models, but low enough to catch a mistyped
+/// number in a configuration at once.
 const MAX_PARTS: usize = 1 << 20;
 
-/// Elements that a model may have: what an address space holds in the widest dtype.
+/// Limit of elements: an address space filled with the widest dtype.
 const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
 
-/// Who declares a parameter.
+/// The kind of code that declares a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Origin {
-    /// A layer of its own.
+    /// A layer's own parameter.
     Layer,
-    /// A layer for its adapter.
+    /// A parameter of the layer's adapter.
     Adapter,
-    /// A layer of candle_nn, which holds the compute tensor.
+    /// A candle_nn layer, which holds the compute tensor.
     VarBuilder,
 }
 
-/// Device, dtypes and options that a model is built with; a strategy may change them.
+/// Device, dtypes and options for building a model. A strategy may change them.
 #[derive(Debug, Clone)]
 pub struct ModuleInit {
     /// Device of the parameters.
@@ -45,20 +45,20 @@ pub struct ModuleInit {
     pub dtype: DType,
     /// dtype that layers compute with.
     pub compute_dtype: DType,
-    /// Patterns of layers that compute in f32 where the others compute in half precision.
+    /// Patterns of layers that compute in f32 in a half-precision model.
     pub keep_in_fp32: Vec<String>,
-    /// Units and layers that compute in another dtype than the model.
+    /// Units and layers whose compute dtype differs from the model's.
     pub module_dtypes: Vec<ModuleDtype>,
-    /// Patterns of parameters that get no gradient, as
-    /// [`pattern_matches`](super::pattern_matches) reads them.
+    /// Patterns of parameters that get no gradient, as defined by
+    /// [`pattern_matches`](super::pattern_matches).
     pub frozen: Vec<String>,
-    /// Adapters, beside which everything else is frozen.
+    /// Adapters. With them, all other parameters are frozen.
     pub adapters: Option<Adapters>,
-    /// Which of the frozen weights are held in fewer bits.
+    /// Quantisation of frozen weights.
     pub quantization: Option<Quantization>,
-    /// Which units are computed again in backward.
+    /// The units that backward computes again.
     pub activation_checkpointing: ActivationCheckpointing,
-    /// Whether batch norms that do not say otherwise compute with the batches of all data-parallel ranks.
+    /// Whether batch norms by default compute with the batches of all data-parallel ranks.
     pub sync_batchnorm: bool,
 }
 
@@ -79,7 +79,7 @@ impl Default for ModuleInit {
     }
 }
 
-/// Declares modules and parameters under a path, and allocates nothing.
+/// Declares modules and parameters under a path, without allocating memory.
 ///
 /// ```
 /// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
@@ -97,7 +97,7 @@ pub struct ModuleBuilder {
     init: Arc<ModuleInit>,
     path: String,
     unit: Option<usize>,
-    /// What the unit around computes in; outside of units, the model.
+    /// Compute dtype of the surrounding unit, or of the model outside of units.
     compute_dtype: DType,
     frozen: bool,
 }
@@ -115,13 +115,13 @@ impl ModuleBuilder {
         }
     }
 
-    /// The builder for the submodule `name` (one segment or several, separated by dots).
+    /// The builder for submodule `name` (one or more segments, separated by dots).
     #[must_use]
     pub fn pp(&self, name: impl std::fmt::Display) -> Self {
         Self { path: self.join(&name.to_string()), ..self.clone() }
     }
 
-    /// This builder, for parameters that get no gradient.
+    /// A copy of this builder whose parameters get no gradient.
     #[must_use]
     pub fn frozen(&self) -> Self {
         Self { frozen: true, ..self.clone() }
@@ -132,13 +132,13 @@ impl ModuleBuilder {
         &self.path
     }
 
-    /// The device that parameters will live on.
+    /// The parameters' device.
     pub fn device(&self) -> &Device {
         &self.init.device
     }
 
-    /// The dtype that a layer at this path computes with: that of the unit around it, or f32 if it is
-    /// [kept](ModuleInit::keep_in_fp32) in that.
+    /// The compute dtype of a layer at this path: the surrounding unit's, or f32 if the layer is
+    /// [kept](ModuleInit::keep_in_fp32) in f32.
     pub fn compute_dtype(&self) -> DType {
         match dtypes::is_half(self.compute_dtype) && self.is_in_fp32() {
             true => DType::F32,
@@ -146,14 +146,15 @@ impl ModuleBuilder {
         }
     }
 
-    /// Whether what is at this path is asked to compute in f32.
+    /// Whether a pattern requests f32 for the module at this path.
     fn is_in_fp32(&self) -> bool {
         keep_in_fp32::keeps(&self.init.keep_in_fp32, &self.path)
             || dtypes::of(&self.init.module_dtypes, &self.path) == Some(DType::F32)
     }
 
-    /// To be called by a layer that can compute in f32 among others in half precision, with its handle: one that is
-    /// [asked](ModuleInit::keep_in_fp32) [for that](ModuleInit::module_dtypes) casts its inputs and outputs then
+    /// Called with its handle by a layer that can compute in f32 in a half-precision model. If the
+    /// layer is requested in f32 ([`keep_in_fp32`](ModuleInit::keep_in_fp32),
+    /// [`module_dtypes`](ModuleInit::module_dtypes)), it then casts its inputs and outputs
     /// ([`LayerHandle::in_own_dtype`]).
     pub fn keep_in_fp32(&self, layer: &LayerHandle) {
         if self.is_in_fp32() {
@@ -167,7 +168,8 @@ impl ModuleBuilder {
     /// Builds the submodule at `name` as a unit.
     ///
     /// # Errors
-    /// Inside another unit: units do not nest. If the name is empty or has a space or `*`. If the model has more units than any can have.
+    /// Inside another unit, since units do not nest. If the name is empty or has a space or `*`. If
+    /// the model exceeds the limit of units.
     pub fn unit<M>(&self, name: &str, build: impl FnOnce(&Self) -> Result<M>) -> Result<Unit<M>> {
         let path = self.join(name);
         if self.unit.is_some() {
@@ -191,11 +193,11 @@ impl ModuleBuilder {
         Ok(Unit::new(build(&builder)?, handle))
     }
 
-    /// Records the kind of the layer at this path and what tensor-parallel plans may do to it, and
-    /// returns the layer's handle. Layers of `nn` call it themselves.
+    /// Records the kind of the layer at this path and the tensor-parallel plans it supports, and
+    /// returns its handle. Layers of `nn` call it themselves.
     ///
     /// # Errors
-    /// If there is a layer at this path already.
+    /// If this path already has a layer.
     pub fn declare(&self, parallel: impl ParallelLayer) -> Result<LayerHandle> {
         let layer = LayerHandle::new(self.path.clone());
         let (kind, parallel) = (parallel.kind(), Arc::new(parallel));
@@ -204,7 +206,7 @@ impl ModuleBuilder {
         Ok(layer)
     }
 
-    /// Declares the parameter `name` of this module, which computes with
+    /// Declares the parameter `name` of this module. The module computes with
     /// [`Parameter::tensor`].
     ///
     /// ```
@@ -229,8 +231,9 @@ impl ModuleBuilder {
     /// ```
     ///
     /// # Errors
-    /// If the name is taken, is empty or has a space or `*`, the initial values are no numbers, or the model becomes larger than any
-    /// can be: more than 1,048,576 parameters, or more elements than can be addressed.
+    /// If the name is taken, empty, or has a space or `*`, or the initial values are invalid. If
+    /// the model would exceed 1,048,576 parameters, or the number of elements that can be
+    /// addressed.
     pub fn parameter(
         &self,
         name: &str,
@@ -240,8 +243,8 @@ impl ModuleBuilder {
         self.add_parameter(name, shape.into(), init, Origin::Layer)
     }
 
-    /// The adapter that the layer at this path is to have, if it is a target of the model's
-    /// [`Adapters`]. A layer that asks declares the adapter's parameters, with
+    /// The adapter requested for the layer at this path, if it is a target of the model's
+    /// [`Adapters`]. A layer that calls this declares the adapter's parameters with
     /// [`adapter_parameter`](Self::adapter_parameter), and computes with them.
     pub fn adapter(&self) -> Option<&Adapters> {
         let adapters = self.init.adapters.as_ref().filter(|all| all.targets(&self.path))?;
@@ -249,7 +252,7 @@ impl ModuleBuilder {
         Some(adapters)
     }
 
-    /// Declares a parameter of the adapter of the layer at this path, which is trained though the layer is
+    /// Declares a parameter of this layer's adapter, which is trained even though the layer is
     /// frozen.
     ///
     /// # Errors
@@ -263,9 +266,9 @@ impl ModuleBuilder {
         self.add_parameter(name, shape.into(), init, Origin::Adapter)
     }
 
-    /// Declares the magnitudes of the rows of `weight` (`[out, in]`) as a parameter `[out]` of the adapter of the
-    /// layer at this path. They are ones until whoever sets the model up has values for the weight, and makes them
-    /// the norms of its rows: Fabric and the trainer, from [`ModuleTree::magnitudes`].
+    /// Declares the magnitudes of the rows of `weight` (`[out, in]`) as a parameter `[out]` of this
+    /// layer's adapter. They start as ones. When the weight has values, Fabric or the trainer sets
+    /// them to the norms of its rows, from [`ModuleTree::magnitudes`].
     ///
     /// # Errors
     /// As [`parameter`](Self::parameter).
@@ -288,7 +291,7 @@ impl ModuleBuilder {
         }
         let requires_grad = !self.freezes(&fqn, origin);
         let compute_dtype = match origin {
-            // Its layer casts nothing.
+            // candle_nn layers do not cast.
             Origin::VarBuilder => self.compute_dtype,
             Origin::Layer | Origin::Adapter => self.compute_dtype(),
         };
@@ -317,9 +320,9 @@ impl ModuleBuilder {
         any_pattern_matches(&self.init.frozen, fqn) || (origin != Origin::Adapter && of_base())
     }
 
-    /// The format in which the layer at this path is to hold its weight, the frozen parameter `name`, if the
-    /// model's [`Quantization`] says so. A layer that asks declares
-    /// [packed parameters](Self::packed_parameters) then.
+    /// The format requested for the layer's weight, the frozen parameter `name`, by the model's
+    /// [`Quantization`]. If `Some`, the layer declares
+    /// [packed parameters](Self::packed_parameters).
     pub fn quantization(&self, name: &str) -> Option<WeightFormat> {
         let quantization = self.init.quantization.as_ref().filter(|all| all.targets(&self.path))?;
         if !self.freezes(&self.join(name), Origin::Layer) {
@@ -329,8 +332,8 @@ impl ModuleBuilder {
         Some(quantization.format)
     }
 
-    /// Declares codes (`name`) and scales (`name_scale`) of a frozen weight `[rows, columns]` that is held in
-    /// fewer bits. Their initial values are those of `init`, packed.
+    /// Declares codes (`name`) and scales (`name_scale`) of a quantised frozen weight
+    /// `[rows, columns]`. Their initial values are the values of `init`, packed.
     ///
     /// # Errors
     /// As [`parameter`](Self::parameter), and if weights of this shape cannot be packed.
@@ -369,7 +372,7 @@ impl ModuleBuilder {
         Ok([codes, declare(format!("{weight}{SCALE_SUFFIX}"), PackedPart::Scales)?])
     }
 
-    /// Declares the buffer `name` of this module: values that are not trained, which every rank has whole.
+    /// Declares the buffer `name` of this module: untrained values, whole on every rank.
     ///
     /// ```
     /// use candle_core::DType;
@@ -378,15 +381,16 @@ impl ModuleBuilder {
     ///
     /// let b = ModuleBuilder::new(ModuleInit::default());
     /// let mean = b.buffer("running_mean", [8], Init::ZEROS, BufferOptions::default())?;
-    /// let batches = b.buffer("num_batches_tracked", [], Init::ZEROS, BufferOptions::dtype(DType::I64))?;
+    /// let integer = BufferOptions::dtype(DType::I64);
+    /// let batches = b.buffer("num_batches_tracked", [], Init::ZEROS, integer)?;
     /// let angles = candle_core::Tensor::arange(0f32, 4., b.device())?;
     /// b.buffer("angles", [4], angles, BufferOptions::default().not_persistent())?;
     /// # Ok::<(), fulgurite_core::Error>(())
     /// ```
     ///
     /// # Errors
-    /// If the name is taken, the values have another shape, the dtype is none that can be communicated, or it
-    /// is larger than any can be.
+    /// If the name is taken, the values have another shape, the dtype cannot be communicated, or
+    /// the buffer is too large.
     pub fn buffer(
         &self,
         name: &str,
@@ -412,24 +416,24 @@ impl ModuleBuilder {
         Ok(buffer)
     }
 
-    /// Whether batch norms that do not say otherwise compute with the batches of all data-parallel ranks
+    /// Whether batch norms by default compute with the batches of all data-parallel ranks
     /// (`trainer.sync_batchnorm`).
     pub fn sync_batchnorm(&self) -> bool {
         self.init.sync_batchnorm
     }
 
-    /// Says that a layer computes with the batches of all data-parallel ranks, so that the
+    /// Declares that a layer computes with the batches of all data-parallel ranks, so that the
     /// [`ForwardScope`](super::ForwardScope) gets a process group for it.
     pub fn synchronise_batches(&self) {
         self.tree().synchronise_batches();
     }
 
-    /// Records that a layer here holds the buffer's tensor itself, and changes it.
+    /// Records that a layer here holds the buffer's tensor directly and changes it.
     pub(super) fn expose_buffer(&self, buffer: &Buffer) {
         self.tree().expose_buffer(buffer, self.unit);
     }
 
-    /// The number of elements of another parameter, which the model may have.
+    /// Number of elements of a new parameter. Checks the model's limits.
     fn check_size(&self, fqn: &str, shape: &[usize]) -> Result<usize> {
         let tree = self.tree();
         if tree.parameters().len() >= MAX_PARTS {
@@ -450,7 +454,7 @@ impl ModuleBuilder {
     }
 
     /// Declares `name` of this module as another name of `parameter` (tied weights). A parameter
-    /// that is tied across units belongs to the root unit.
+    /// tied across units belongs to the root unit.
     ///
     /// # Errors
     /// If the name is taken.
@@ -458,8 +462,8 @@ impl ModuleBuilder {
         self.tree().tie(&self.join(name), parameter, self.unit)
     }
 
-    /// A `candle_nn::VarBuilder` at this path: unmodified layers and models of candle_nn and
-    /// candle-transformers take their parameters from it. Asking twice for one name ties.
+    /// A `candle_nn::VarBuilder` at this path. Unmodified layers and models of candle_nn and
+    /// candle-transformers take their parameters from it. Requests for the same name are tied.
     pub fn var_builder(&self) -> candle_nn::VarBuilder<'static> {
         let recorder: Box<dyn candle_nn::var_builder::SimpleBackend> =
             Box::new(Recorder(Self { path: String::new(), ..self.clone() }));
@@ -474,8 +478,7 @@ impl ModuleBuilder {
     /// Returns the recorded tree. Later declarations through clones of this builder are lost.
     ///
     /// # Errors
-    /// If no parameter was declared, or the units whose activations are to be checkpointed are not
-    /// there.
+    /// If no parameter was declared, or the units to checkpoint do not exist.
     pub fn finish(&self) -> Result<ModuleTree> {
         let tree = std::mem::take(&mut *self.tree());
         if tree.parameters().is_empty() {
@@ -499,7 +502,7 @@ impl ModuleBuilder {
         Ok(tree)
     }
 
-    /// Records that a layer here holds the parameter's compute tensor itself.
+    /// Records that a layer here holds the parameter's compute tensor directly.
     pub(super) fn expose_tensor(&self, parameter: &Parameter) {
         self.tree().expose_tensor(parameter, self.unit);
     }
@@ -533,7 +536,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn sizes_that_no_machine_has_are_refused_before_anything_is_made() {
+    fn impossible_sizes_are_refused() {
         let b = ModuleBuilder::new(ModuleInit::default());
         let error = |shape: &[usize], init| b.parameter("w", shape, init).unwrap_err();
         insta::assert_snapshot!(error(&[1 << 40, 1 << 40], Init::ONES), @"parameter `w`: has the shape [1099511627776, 1099511627776], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
@@ -551,7 +554,7 @@ mod tests {
     }
 
     #[test]
-    fn names_that_no_pattern_can_mean_are_refused() {
+    fn unmatchable_names_are_refused() {
         let b = ModuleBuilder::new(ModuleInit::default());
         insta::assert_snapshot!(b.parameter("", [2], Init::ONES).unwrap_err(), @"parameter ``: a name has segments with a dot between them, each of at least one character, without spaces and `*`");
         for name in ["a..b", ".a", "a.", "a b", "a*", "a\n"] {
@@ -565,7 +568,7 @@ mod tests {
     }
 
     #[test]
-    fn a_model_has_not_more_units_than_any_can_have() {
+    fn too_many_units_are_refused() {
         let b = ModuleBuilder::new(ModuleInit::default());
         let error = (0..).find_map(|i| b.unit(&format!("layers.{i}"), |_| Ok(())).err()).unwrap();
         insta::assert_snapshot!(error, @"module `layers.1048576`: the model has more than 1048576 units, which is taken for a mistake; make the numbers of layers in `[model]` smaller");

@@ -1,4 +1,4 @@
-//! Units and layers that compute in another dtype than the model.
+//! Units and layers with their own compute dtype.
 
 use std::collections::BTreeSet;
 
@@ -10,22 +10,23 @@ use super::tree::ModuleTree;
 use super::unit::UnitHandle;
 use crate::{Error, Result};
 
-/// What some modules compute in, where it is not the dtype of the others
+/// The compute dtype of some modules, where it differs from the model's
 /// ([`ModuleInit::module_dtypes`](super::ModuleInit::module_dtypes)).
 ///
-/// A unit computes in any dtype: it casts its input to that, and its output to the model's. A layer within a unit, or
-/// outside of all, computes in f32 where those around it compute in half precision, if it is of a kind that casts.
+/// A unit computes in any dtype: it casts its input to its dtype, and its output to the model's.
+/// Other layers, in or outside of a unit, may compute in f32 where the surrounding ones compute in
+/// half precision. Only some kinds of layers cast.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ModuleDtype {
-    /// Pattern of units and layers, as [`pattern_names`] reads it. Of several that name a module,
-    /// or modules around it, the one for the innermost counts, and of those the last.
+    /// Pattern of units and layers, as in [`pattern_names`]. If several patterns name a module or
+    /// modules around it, the innermost takes precedence, and of equals the last.
     pub modules: String,
-    /// `None`: as without, but the pattern must match.
+    /// `None`: no dtype is set, but the pattern must match.
     pub compute_dtype: Option<DType>,
 }
 
-/// Which of the patterns counts for what is at this path in the tree: of those that name the path
-/// or something around it, the last of those that name the innermost.
+/// The index of the pattern in force for a path in the tree: of the patterns that name the path or
+/// a module around it, the innermost, and of equals the last.
 ///
 /// ```
 /// use fulgurite_core::module::innermost_match;
@@ -49,14 +50,14 @@ pub fn innermost_match<'a>(
     })
 }
 
-/// The dtype that is asked for what is at this path.
+/// The dtype requested for the module at this path.
 pub(super) fn of(dtypes: &[ModuleDtype], path: &str) -> Option<DType> {
     let asked = || dtypes.iter().filter(|of| of.compute_dtype.is_some());
     let found = innermost_match(asked().map(|of| of.modules.as_str()), path)?;
     asked().nth(found)?.compute_dtype
 }
 
-/// The dtype that is asked for a unit at this path, whatever is asked for what is around it.
+/// The dtype requested for the unit at this path, ignoring requests for modules around it.
 pub(super) fn of_unit(dtypes: &[ModuleDtype], path: &str) -> Option<DType> {
     let of_unit = dtypes.iter().rev().filter(|of| pattern_names(&of.modules, path));
     of_unit.filter_map(|of| of.compute_dtype).next()
@@ -66,8 +67,8 @@ pub(super) fn is_half(dtype: DType) -> bool {
     matches!(dtype, DType::BF16 | DType::F16)
 }
 
-/// Checks that each pattern names units or layers, and that these can compute in what is asked for: `in_fp32` has the
-/// paths of layers that cast.
+/// Checks that each pattern names units or layers, and that they can compute in the requested
+/// dtype. `in_fp32` has the paths of layers that cast.
 pub(super) fn check(
     dtypes: &[ModuleDtype],
     model: DType,
@@ -103,7 +104,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// The error about a pattern that names nothing; numbers in paths are `*` in the list of what there is.
+/// The error about a pattern that names nothing. In its list of paths, numbers become `*`.
 fn no_module(pattern: &str, tree: &ModuleTree) -> Error {
     let general = |path: &str| -> String {
         let number = |segment: &str| segment.bytes().all(|byte| byte.is_ascii_digit());

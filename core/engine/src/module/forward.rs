@@ -1,4 +1,4 @@
-//! What layers need to know of the step they run in.
+//! The step and batch position that layers run in.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -10,13 +10,13 @@ use crate::execution::ContextGuard;
 use crate::parallel::ContextParallel;
 use crate::{Error, Result};
 
-/// Which step, and which part of its batch, a forward computes. Dropout reads it: its mask is a
-/// function of the seed, the layer, the step and the element's place in the global batch, so it is the
-/// same on any mesh. Attention reads whether sequences are shared by ranks, and output heads whether
-/// the loss can work on a part of the logits.
+/// The step and batch position that a forward computes. Dropout reads them: its mask is a function
+/// of the seed, the layer, the step and the element's index in the global batch, and so is the same
+/// on any mesh. Attention reads whether ranks share sequences. Output heads read whether the loss
+/// can work on a part of the logits.
 ///
-/// It is part of a thread's [execution context](crate::execution). The default is that of evaluation on
-/// whole sequences: nothing is dropped.
+/// It is part of a thread's [execution context](crate::execution). The default is evaluation on
+/// whole sequences, without dropout.
 ///
 /// ```
 /// use fulgurite_core::module::ForwardScope;
@@ -27,37 +27,37 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Default)]
 pub struct ForwardScope {
-    /// Whether this is training; dropout passes everything otherwise.
+    /// Whether this is training. Dropout is the identity otherwise.
     pub training: bool,
     /// The run's seed.
     pub seed: u64,
-    /// The optimizer step that is being computed.
+    /// The optimizer step being computed.
     pub step: u64,
-    /// Index, in the step's global batch, of the first sample that this rank is forwarding.
+    /// Index, in the step's global batch, of this rank's first sample.
     pub first_sample: u64,
-    /// The ranks that share each sequence, if several do: ids and activations (`[batch, time]`,
-    /// `[batch, time, width]`) then have this rank's part of the sequence in dimension 1.
+    /// The ranks that share each sequence, if several do. Ids and activations (`[batch, time]`,
+    /// `[batch, time, width]`) then hold this rank's part of the sequence in dimension 1.
     pub context: Option<ContextParallel>,
-    /// Whether heads that a plan made [`loss_parallel`](crate::parallel::Colwise::loss_parallel)
-    /// leave the logits cut.
+    /// Whether heads with [`loss_parallel`](crate::parallel::Colwise::loss_parallel) in their plan
+    /// leave the logits sharded.
     pub loss_parallel: bool,
-    /// Whether the batch is there only to keep ranks in step, and nothing of it counts.
+    /// Whether the batch only keeps ranks in step, and does not count.
     pub is_padding: bool,
-    /// The ranks whose batches make up the batch that this one has a part of, if several do and a layer of
-    /// the model computes with all of it.
+    /// The ranks whose batches form the whole batch. Set if several ranks do and a layer of the
+    /// model computes with the whole batch.
     pub batch_ranks: Option<BatchRanks>,
 }
 
-/// The data- and context-parallel ranks, for layers that compute with the whole batch (a synchronised
-/// [batch norm][`ModuleBuilder::synchronise_batches`]): a process group for nothing else. Every rank's
-/// forward and backward must communicate in it alike.
+/// The data- and context-parallel ranks, for layers that compute with the whole batch, such as a
+/// synchronised [batch norm][`ModuleBuilder::synchronise_batches`]. The process group serves only
+/// this purpose. Every rank's forward and backward must communicate in it alike.
 ///
 /// [`ModuleBuilder::synchronise_batches`]: super::ModuleBuilder::synchronise_batches
 #[derive(Clone)]
 pub struct BatchRanks(Arc<dyn ProcessGroup>);
 
 impl BatchRanks {
-    /// The ranks of `group`; `None` if that is one rank.
+    /// The ranks of `group`; `None` for a single rank.
     pub fn new(group: Arc<dyn ProcessGroup>) -> Option<Self> {
         (group.size() > 1).then_some(Self(group))
     }
@@ -75,17 +75,17 @@ impl std::fmt::Debug for BatchRanks {
 }
 
 impl ForwardScope {
-    /// This thread's scope; outside of any, the default.
+    /// This thread's scope, or the default outside of any scope.
     pub fn current() -> Self {
         execution::value::<Self>().map(|scope| (*scope).clone()).unwrap_or_default()
     }
 
-    /// The scope for the random numbers of the layer at `path`; `None` if it must draw none: in
-    /// evaluation, and under `no_grad` outside of any scope.
+    /// The scope for random numbers of the layer at `path`. `None` if the layer must not draw any:
+    /// in evaluation, and under `no_grad` outside of any scope.
     ///
     /// # Errors
-    /// With gradients enabled outside of any scope: the step is unknown, and all steps would draw the
-    /// same numbers.
+    /// With gradients enabled outside of any scope. The step is unknown there, and all steps would
+    /// draw the same numbers.
     pub fn of_random_layer(path: &str) -> Result<Option<Self>> {
         match execution::value::<Self>() {
             Some(scope) => Ok(scope.training.then(|| (*scope).clone())),
@@ -103,8 +103,8 @@ impl ForwardScope {
         }
     }
 
-    /// The positions, in their whole sequences, of the `n` positions that this rank computes: two
-    /// ranges under context parallelism, one otherwise. For embeddings of positions.
+    /// The positions, in their whole sequences, of this rank's `n` positions: two ranges under
+    /// context parallelism, one otherwise. For position embeddings.
     pub fn positions(&self, n: usize) -> Vec<Range<usize>> {
         match &self.context {
             Some(context) => context.positions(n).to_vec(),

@@ -1,4 +1,4 @@
-//! Which units are gathered on their own: PyTorch's `fully_shard`.
+//! Units that are gathered separately: PyTorch's `fully_shard`.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -33,7 +33,7 @@ use crate::mesh::{
 };
 use crate::{Error, Result};
 
-/// What is kept of a unit's gathered parameters between its forward and its backward (PyTorch's
+/// The part of a unit's gathered parameters that stays between forward and backward (PyTorch's
 /// `reshard_after_forward`).
 ///
 /// ```
@@ -42,13 +42,14 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reshard {
-    /// Nothing (`true`): they are freed, and gathered again from all ranks.
+    /// Nothing (`true`): the parameters are freed, and gathered again from all ranks.
     Always,
     /// Everything (`false`): nothing is gathered for backward.
     Never,
-    /// A part, over so many neighbouring ranks of those that share the parameters: those of a host,
-    /// for instance, so that backward gathers within it. A divisor of the number of ranks; 1 is as
-    /// [`Never`](Self::Never), that number as [`Always`](Self::Always).
+    /// A part, over this number of neighbouring ranks of the ranks that share the parameters. For
+    /// example the ranks of a host, so that backward gathers within the host. The value must divide
+    /// the number of sharing ranks. 1 equals [`Never`](Self::Never), and the full number equals
+    /// [`Always`](Self::Always).
     Ranks(usize),
 }
 
@@ -64,20 +65,20 @@ impl From<usize> for Reshard {
     }
 }
 
-/// How a unit is sharded: the options of PyTorch's `fully_shard` that are a unit's own.
+/// Options of PyTorch's `fully_shard` for a single unit.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct FullyShard {
-    /// What is kept of the unit's parameters between its forward and its backward; `None` leaves
-    /// it to the strategy.
+    /// The part of the unit's parameters that stays between forward and backward. `None` leaves the
+    /// choice to the strategy.
     pub reshard_after_forward: Option<Reshard>,
 }
 
 /// The mesh dimensions and views over which parameters can be sharded.
 const VIEWS: [&str; 4] = [DP_CP, DATA_PARALLEL, DATA_PARALLEL_SHARD, DP_SHARD_CP];
-/// PyTorch's mesh for replicas of shards.
+/// PyTorch's mesh for replicated shards (hybrid sharding).
 const HYBRID: [&str; 2] = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD];
 
-/// Checks that `mesh` is one that parameters can be sharded over.
+/// Checks that parameters can be sharded over `mesh`.
 fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
     match mesh.layout().names() {
         [name] if VIEWS.contains(&name.as_str()) => Ok(()),
@@ -93,10 +94,10 @@ fn check_mesh(mesh: &DeviceMesh) -> Result<()> {
 }
 
 impl UnitHandle {
-    /// Chooses the unit to be gathered on its own; a later call replaces the options. `mesh` is
-    /// `mesh.get("dp_cp")`, or the same of `data_parallel`, `data_parallel_shard` or `dp_shard_cp`:
-    /// which ranks share parameters follows from the strategy's mesh, whichever of them is named. Call
-    /// it before any value exists, alike on every rank; it communicates nothing.
+    /// Gathers this unit separately. A later call replaces the options. `mesh` is
+    /// `mesh.get("dp_cp")`, or the same with `data_parallel`, `data_parallel_shard` or
+    /// `dp_shard_cp`. All are equivalent: the strategy's own mesh decides which ranks share
+    /// parameters. Call it before any values exist, alike on every rank; it communicates nothing.
     ///
     /// # Errors
     /// If `mesh` is another mesh.
@@ -108,19 +109,20 @@ impl UnitHandle {
 }
 
 impl ModuleTree {
-    /// The units that `pattern` [names](pattern_names), or those under the modules that it names if
-    /// none of these is a unit, in the order they were built.
+    /// The units that `pattern` [names](pattern_names), in build order. If it names no unit, the
+    /// units under the modules it names.
     pub fn units_matching(&self, pattern: &str) -> impl Iterator<Item = UnitHandle> {
         let names_units = self.units().iter().any(|unit| pattern_names(pattern, unit.path()));
         let matches = if names_units { pattern_names } else { pattern_matches };
         self.units().iter().filter(move |unit| matches(pattern, unit.path())).cloned()
     }
 
-    /// Shards the root unit, which has the parameters of no chosen unit. It stays gathered throughout a
-    /// step. `mesh` is as for [`UnitHandle::fully_shard`].
+    /// Shards the root unit, which has the parameters outside of all chosen units. It stays
+    /// gathered throughout a step. `mesh` is as for [`UnitHandle::fully_shard`].
     ///
     /// # Errors
-    /// If `mesh` is not one of those, or the options ask to free it, or a part of it, after forward.
+    /// If `mesh` is not one of those meshes, or the options ask to free all or part of the root
+    /// after forward.
     pub fn fully_shard(&mut self, mesh: &DeviceMesh, options: FullyShard) -> Result<()> {
         check_mesh(mesh)?;
         if matches!(options.reshard_after_forward, Some(Reshard::Always | Reshard::Ranks(_))) {
@@ -133,11 +135,11 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Chooses the units that `pattern` names, as [`units_matching`](Self::units_matching), to be
-    /// gathered on their own, with the strategy's options; the others belong to the root unit.
+    /// Gathers the units of [`units_matching`](Self::units_matching) separately, with the
+    /// strategy's options. Other units belong to the root unit.
     ///
     /// # Errors
-    /// If no unit matches; the message lists the units.
+    /// If no unit matches. The message lists the units.
     pub fn fully_shard_matching(&mut self, pattern: &str) -> Result<()> {
         let mut matching = self.units_matching(pattern).peekable();
         if matching.peek().is_none() {
@@ -156,12 +158,12 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Chooses, from the last unit to the first, every unit whose path some condition accepts; the
-    /// root unit takes the rest (torchtune's `shard_model`).
-    /// [`layers_or_names`] makes a condition.
+    /// Chooses, from the last unit to the first, every unit whose path satisfies a condition
+    /// (torchtune's `shard_model`). The root unit takes the rest. [`layers_or_names`] makes a
+    /// condition.
     ///
     /// # Errors
-    /// If no unit is accepted.
+    /// If no unit satisfies a condition.
     pub fn shard_model(
         &mut self,
         conditions: &[&dyn Fn(&str) -> bool],
@@ -188,13 +190,13 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Whether the unit at `path` was chosen to be gathered on its own.
+    /// Whether the unit at `path` is gathered separately.
     pub fn is_fully_sharded(&self, path: &str) -> bool {
         self.fully_shard_options(path).is_some()
     }
 
-    /// The options with which the unit at `path` was chosen, or, for the path `""`, those of the
-    /// root unit; `None` if there was no such choice. For strategies.
+    /// The options chosen for the unit at `path`, or for the root unit at path `""`. `None` if it
+    /// was not chosen. For strategies.
     pub fn fully_shard_options(&self, path: &str) -> Option<FullyShard> {
         match path {
             "" => self.root,
@@ -202,7 +204,7 @@ impl ModuleTree {
         }
     }
 
-    /// Whether any unit or the root was chosen. If none was, the strategy chooses, for instance every
+    /// Whether any unit or the root was chosen. If not, the strategy chooses, for instance every
     /// unit. For strategies.
     pub fn has_fully_shard_choice(&self) -> bool {
         self.root.is_some() || self.units().iter().any(|u| u.fully_shard_options().is_some())
@@ -213,7 +215,7 @@ fn paths(units: &[UnitHandle]) -> String {
     units.iter().map(UnitHandle::path).collect::<Vec<_>>().join(", ")
 }
 
-/// A condition for [`ModuleTree::shard_model`]: accepts the given paths, and layers, paths that end in
+/// A condition for [`ModuleTree::shard_model`]: accepts the given paths, and paths that end in
 /// `layers` and a number (torchtune's `get_shard_conditions`).
 ///
 /// ```
@@ -297,7 +299,7 @@ mod tests {
         assert_eq!(tree.fully_shard_options(""), None);
         tree.fully_shard(&mesh().get(DP_CP).unwrap(), OPTIONS).unwrap();
         assert_eq!(tree.fully_shard_options(""), Some(OPTIONS));
-        // A root alone is a choice too.
+        // The root alone is a choice too.
         let mut tree = model(&["layers.0"]);
         tree.fully_shard(&mesh().get(DP_CP).unwrap(), OPTIONS).unwrap();
         assert!(tree.has_fully_shard_choice() && !tree.is_fully_sharded("layers.0"));
@@ -330,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn meshes_that_do_not_hold_parameters_are_refused() {
+    fn unsuitable_meshes_are_refused() {
         let mut tree = model(&["blocks.0"]);
         let dp_cp = mesh().get(DP_CP).unwrap();
         for reshard in [Reshard::Always, Reshard::Ranks(2)] {

@@ -1,10 +1,10 @@
-//! Aliases: tensors that a graph holds in place of others, without their memory.
+//! Aliases: tensors in a graph that stand for other tensors, without their memory.
 //!
-//! A graph of candle holds every tensor that something was computed from. Where inputs of units are
-//! offloaded, the model gets a unit's output as a tensor of its own, and the graph holds an alias of it
-//! that has no memory. The next unit, whose input it is, continues the graph from the alias, so the
-//! output's memory is free once the model drops the output. What else is computed from the output
-//! continues the graph from the output itself, and both gradients add up.
+//! A candle graph holds the inputs of every operation. With offloaded unit inputs, the model gets a
+//! unit's output as a separate tensor, and the graph holds an alias of the output without memory.
+//! The next unit takes the output as input and continues the graph from the alias. So the output's
+//! memory is free once the model drops it. Other operations on the output continue the graph from
+//! the output itself. Both gradients add up.
 
 use std::sync::{Arc, Mutex, MutexGuard, Weak};
 
@@ -13,15 +13,15 @@ use candle_core::{Tensor, TensorId};
 use crate::Result;
 use crate::autograd::function;
 
-/// The outputs that the model still has, and their aliases. Ids are unique in the process.
+/// The outputs still held by the model, and their aliases. Ids are unique in the process.
 static ALIASES: Mutex<Vec<(TensorId, Weak<Tensor>)>> = Mutex::new(Vec::new());
 
 fn aliases() -> MutexGuard<'static, Vec<(TensorId, Weak<Tensor>)>> {
     ALIASES.lock().expect("no panic while looking up")
 }
 
-/// Moves the storage of `y`, which is in a graph, to a new tensor. `y` stays in the graph as its alias,
-/// for as long as the new tensor's graph lives.
+/// Moves the storage of `y`, a tensor in a graph, to a new tensor. `y` stays in the graph as the
+/// alias, for as long as the new tensor's graph lives.
 pub(super) fn detach_storage(y: Tensor) -> Result<Tensor> {
     let alias = Arc::new(y);
     let held = alias.clone();
@@ -35,7 +35,7 @@ pub(super) fn detach_storage(y: Tensor) -> Result<Tensor> {
     Ok(y)
 }
 
-/// The alias of `x` in its graph, if it has one.
+/// The alias of `x` in its graph, if there is one.
 pub(super) fn lookup(x: &Tensor) -> Option<Arc<Tensor>> {
     aliases().iter().find(|(id, _)| *id == x.id()).and_then(|(_, alias)| alias.upgrade())
 }

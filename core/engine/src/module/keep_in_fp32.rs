@@ -1,4 +1,4 @@
-//! Which layers compute in f32 where the others compute in half precision.
+//! Layers that compute in f32 in a half-precision model.
 
 use std::collections::BTreeSet;
 
@@ -12,8 +12,8 @@ pub(super) fn keeps(patterns: &[String], path: &str) -> bool {
     any_pattern_matches(patterns, path)
 }
 
-/// Checks that each pattern matches layers that can cast: `in_fp32` has the paths of those that do.
-/// A layer that a pattern names itself must.
+/// Checks that each pattern matches layers that can cast. `in_fp32` has their paths. A layer named
+/// directly by a pattern must be one of them.
 pub(super) fn check(
     patterns: &[String],
     tree: &ModuleTree,
@@ -28,7 +28,8 @@ pub(super) fn check(
         if !tree.modules().keys().any(|path| pattern_matches(pattern, path)) {
             return wrong("matches");
         }
-        // A module around layers that cast is what the pattern means, and casts nothing itself.
+        // A pattern that names a module around such layers means the layers; the module casts
+        // nothing.
         let named = tree.modules().iter().filter(|(path, _)| {
             pattern_names(pattern, path) && !in_fp32.iter().any(|layer| is_under(path, layer))
         });
@@ -42,7 +43,7 @@ pub(super) fn check(
     Ok(())
 }
 
-/// Checks that a layer that `key` names can cast what it gets.
+/// Checks that a layer named by `key` can cast its inputs.
 pub(super) fn check_casts(
     path: &str,
     info: &ModuleInfo,

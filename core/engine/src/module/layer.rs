@@ -1,4 +1,4 @@
-//! The trait [`Module`].
+//! The [`Module`] trait.
 
 use candle_core::Tensor;
 
@@ -7,7 +7,8 @@ use crate::Result;
 /// A layer or block that maps one tensor to one tensor.
 ///
 /// No type implements both this trait and candle's `Module`, so a program can import both.
-/// [`CandleModule`] makes a type with candle's trait (every layer of candle_nn) a module of this one.
+/// [`CandleModule`] turns a type with candle's trait, such as every candle_nn layer, into this
+/// trait.
 #[diagnostic::on_unimplemented(
     note = "a layer with candle's trait `Module` has this one in a `fulgurite::core::module::CandleModule`"
 )]
@@ -16,7 +17,7 @@ pub trait Module {
     fn forward(&self, x: &Tensor) -> Result<Tensor>;
 }
 
-/// A candle layer as a [`Module`], in a [`Unit`](super::Unit) for instance.
+/// Wraps a candle layer as a [`Module`], for example for a [`Unit`](super::Unit).
 ///
 /// ```
 /// use fulgurite_core::Result;

@@ -2,7 +2,7 @@
 //!
 //! A [`ModuleBuilder`] goes through the model's constructors and records a [`ModuleTree`]: paths,
 //! layer kinds, parameters, units. Strategies, plans and checkpoints work on the tree. A [`Unit`]
-//! marks a module that is worth gathering as one.
+//! is a module that is gathered together, such as a transformer block.
 
 mod activation_checkpointing;
 mod activation_offload;

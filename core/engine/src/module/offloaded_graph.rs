@@ -1,5 +1,5 @@
-//! The call of a unit whose activations are offloaded and not computed again: what its graph keeps is
-//! elsewhere from forward to backward.
+//! Calls of units with offloaded activations and without recomputation. The tensors of the unit's
+//! graph are stored elsewhere from forward to backward.
 
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
@@ -17,8 +17,9 @@ use crate::parallel::activations;
 use crate::parameter::Uses;
 use crate::{Error, Result};
 
-/// Calls a unit with a graph of its own, takes the memory of that graph's tensors away, and enters the outputs
-/// into the caller's graph with a backward that brings it back and runs that of the unit's graph.
+/// Calls a unit with its own graph and offloads the memory of the graph's tensors. Enters the
+/// outputs into the caller's graph. Their backward restores the memory and runs the backward of the
+/// unit's graph.
 pub(super) fn call<A: Activations, B: Activations>(
     unit: &UnitHandle,
     hooks: Option<Arc<dyn UnitHooks>>,
@@ -40,7 +41,7 @@ pub(super) fn call<A: Activations, B: Activations>(
             let own = tensors(&y)?;
             let output = |y: &Tensor| {
                 let activation = activations::lookup(y, unit.path())?;
-                // A copy, because the memory of the unit's own graph goes.
+                // A copy, because the memory of the unit's own graph is released.
                 Ok((y.detach().force_contiguous()?, activation))
             };
             let outputs = own.iter().map(output).collect::<Result<Vec<Output>>>()?;
@@ -53,12 +54,12 @@ pub(super) fn call<A: Activations, B: Activations>(
         hooks.post_forward(unit)?;
     }
     let aliases: Vec<_> = given.iter().map(graph_alias::lookup).collect();
-    // The token stands for the parameters, as in a call that is computed again.
+    // The token stands for the parameters, as in a recomputed call.
     let token = uses.any().then(|| unit.token(unit_device(&given, &outputs))).transpose()?;
     let in_graph = given.iter().zip(&aliases).filter(|(x, _)| x.track_op());
     let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x));
     let graph_inputs: Vec<&Tensor> = in_graph.chain(&token).collect();
-    // Only what is continuous has a gradient.
+    // Only floating-point outputs have gradients.
     let has_grad: Vec<bool> = outputs.iter().map(|(y, _)| y.dtype().is_float()).collect();
     if graph_inputs.is_empty() || !has_grad.contains(&true) {
         for (output, activation) in &outputs {
@@ -109,7 +110,7 @@ pub(super) fn call<A: Activations, B: Activations>(
     with_tensors(&form, give(outputs, of_graph, &has_grad, true)?)
 }
 
-/// An input as a leaf of the unit's own graph.
+/// Makes an input a leaf of the unit's own graph.
 fn own_input(unit: &UnitHandle, x: &Tensor) -> Result<Tensor> {
     let activation = activations::lookup(x, unit.path())?;
     let own = match x.track_op() {
@@ -120,17 +121,17 @@ fn own_input(unit: &UnitHandle, x: &Tensor) -> Result<Tensor> {
     Ok(own)
 }
 
-/// The graph of a call, from its inputs to its outputs.
+/// The graph of a call, from inputs to outputs.
 struct OwnGraph {
-    /// What it keeps, one tensor for each piece of memory, and what they hold.
+    /// The offloaded tensors, one for each memory block, and their saved contents.
     elsewhere: Vec<(Tensor, SavedActivation)>,
-    /// The inputs that gradients flow to.
+    /// Inputs that get gradients.
     inputs: Vec<Tensor>,
     outputs: Vec<Tensor>,
 }
 
 impl OwnGraph {
-    /// Brings the memory back and runs the backward; what is left of the graph goes with it.
+    /// Restores the memory and runs the backward. Drops the graph.
     fn backward(
         self,
         unit: &UnitHandle,
@@ -144,8 +145,8 @@ impl OwnGraph {
     }
 }
 
-/// Takes away the memory of what `outputs` were computed from and of what layers have `saved`, but for that of
-/// tokens and of `keep`.
+/// Offloads the memory of all tensors from which `outputs` were computed and of tensors that layers
+/// have `saved`. Tokens and the memory in `keep` stay.
 fn offload(
     outputs: &[Tensor],
     saved: &[Tensor],
@@ -155,7 +156,7 @@ fn offload(
     let mut offload = Offload::begin(to)?;
     let mut elsewhere = Vec::new();
     for tensor in outputs.iter().flat_map(Tensor::sorted_nodes).chain(saved) {
-        // A tensor that repeats elements is a view of another one.
+        // A tensor with repeated elements is a view of another tensor.
         let repeats = tensor.stride().iter().zip(tensor.dims()).any(|(&s, &n)| s == 0 && n > 1);
         let is_empty = tensor.elem_count() == 0;
         if repeats || is_empty || is_token(tensor) || !keep.insert(memory_of(tensor)) {
@@ -168,12 +169,12 @@ fn offload(
     Ok(elsewhere)
 }
 
-/// Whether a node is a variable of one element, as the tokens are that stand for parameters.
+/// Whether a node is a scalar variable, like the tokens that stand for parameters.
 fn is_token(node: &Tensor) -> bool {
     node.is_variable() && node.rank() == 0
 }
 
-/// What tells one memory from another.
+/// Identifies a memory block by address.
 fn memory_of(tensor: &Tensor) -> usize {
     std::ptr::from_ref(&*tensor.storage_and_layout().0).addr()
 }

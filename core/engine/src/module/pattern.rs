@@ -1,9 +1,8 @@
-//! The one language of patterns for names of parameters, layers and units, in configurations and in
-//! code.
+//! The pattern language for names of parameters, layers and units, in configurations and code.
 //!
-//! A pattern is segments with dots between them. It names segments of a path that follow each
-//! other, anywhere in the path, and `*` stands for any part of one segment, also for all of it or
-//! none, but never for a dot. With a dot in front a pattern begins at the root of the model.
+//! A pattern consists of segments separated by dots. It names consecutive segments anywhere in a
+//! path. `*` stands for any part of one segment, including all of it or an empty part, but never
+//! for a dot. With a leading dot, a pattern begins at the root of the model.
 //!
 //! | pattern | names |
 //! |---|---|
@@ -11,24 +10,27 @@
 //! | `bert.encoder` | every `encoder` in a `bert` |
 //! | `*norm*` | everything with `norm` in its own name |
 //! | `layers.*.mlp` | the `mlp` of every layer |
-//! | `.norm` | the `norm` of the model itself, and not that of a layer |
+//! | `.norm` | the `norm` of the model itself, not a layer's |
 //!
-//! Which paths a pattern chooses:
+//! Functions choose paths by a pattern in four ways:
 //!
-//! | | | used by |
-//! |---|---|---|
-//! | [`pattern_matches`] | the named path and everything under it | `trainer.freeze`, `optimizer.no_decay`, `optimizer.groups`, optimizers of a part of the model, `trainer.adapters`, `trainer.quantization`, `trainer.keep_in_fp32`, `ignored`, `checkpoint.load.include` and `exclude` |
-//! | [`pattern_names`] | the named path itself | units and layers in `mixed_precision.overrides`; units in `activation_checkpointing` and `shard_conditions`, where a pattern that names none means those under it |
-//! | [`find_pattern`] | the first segments that it names | `checkpoint.load.rename` |
-//! | [`glob_match`] | a layer by its whole path | plans, in which a layer has one style |
+//! - [`pattern_matches`]: the named path and everything under it. For `trainer.freeze`,
+//!   `optimizer.no_decay`, `optimizer.groups`, optimizers of a part of the model,
+//!   `trainer.adapters`, `trainer.quantization`, `trainer.keep_in_fp32`, `ignored`, and
+//!   `checkpoint.load.include` and `exclude`.
+//! - [`pattern_names`]: the named path itself. For units and layers in `mixed_precision.overrides`,
+//!   and for units in `activation_checkpointing` and `shard_conditions`. In the latter two, a
+//!   pattern that names no unit means the units under it.
+//! - [`find_pattern`]: the first segments it names. For `checkpoint.load.rename`.
+//! - [`glob_match`]: a layer by its whole path. For plans, in which a layer has one style.
 
 use crate::{Error, Result};
 
-/// How messages explain patterns.
+/// The explanation of patterns in messages.
 pub const PATTERN_HELP: &str = "A pattern names segments that follow each other anywhere in a path, and means \
     everything under them too; `*` stands for any part of a segment, and a dot in front for the root";
 
-/// Whether a pattern names this path, or something around it.
+/// Whether a pattern names this path or a module around it.
 ///
 /// ```
 /// use fulgurite_core::module::pattern_matches;
@@ -37,13 +39,14 @@ pub const PATTERN_HELP: &str = "A pattern names segments that follow each other 
 /// assert!(pattern_matches("bias", "layers.0.mlp.up.bias"));
 /// assert!(pattern_matches("layers.*.mlp", "model.layers.0.mlp.up.bias"));
 /// assert!(!pattern_matches("layers.*.up", "layers.0.mlp.up.bias")); // `*` is one segment
-/// assert!(pattern_matches(".norm", "norm.weight") && !pattern_matches(".norm", "layers.0.norm.weight"));
+/// assert!(pattern_matches(".norm", "norm.weight"));
+/// assert!(!pattern_matches(".norm", "layers.0.norm.weight"));
 /// ```
 pub fn pattern_matches(pattern: &str, path: &str) -> bool {
     find_pattern(pattern, path).is_some()
 }
 
-/// Whether a pattern names this path itself, not only something around it.
+/// Whether a pattern names this path itself.
 ///
 /// ```
 /// use fulgurite_core::module::pattern_names;
@@ -63,7 +66,7 @@ pub fn any_pattern_matches<P: AsRef<str>>(patterns: &[P], path: &str) -> bool {
     patterns.iter().any(|pattern| pattern_matches(pattern.as_ref(), path))
 }
 
-/// The first of the patterns that [matches](pattern_matches) none of the paths.
+/// The first pattern that [matches](pattern_matches) none of the paths.
 pub fn idle_pattern<'p, 'n>(
     patterns: &'p [String],
     paths: impl Iterator<Item = &'n str> + Clone,
@@ -72,7 +75,7 @@ pub fn idle_pattern<'p, 'n>(
     patterns.iter().find(is_idle).map(String::as_str)
 }
 
-/// Whether a pattern is this whole path: keys of plans.
+/// Whether a pattern matches the whole path, as in plans.
 ///
 /// ```
 /// use fulgurite_core::module::glob_match;
@@ -85,18 +88,18 @@ pub fn glob_match(pattern: &str, name: &str) -> bool {
     match_at(pattern, name, 0).is_some_and(|found| found.rest.is_empty())
 }
 
-/// What [`find_pattern`] found.
+/// The result of [`find_pattern`].
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PatternMatch<'n> {
-    /// What comes before it in the path: nothing, or segments with a dot behind them.
+    /// The path before the match: empty, or segments with a trailing dot.
     pub before: &'n str,
-    /// What each `*` of the pattern stands for.
+    /// The text that each `*` of the pattern stands for.
     pub captures: Vec<&'n str>,
-    /// What comes after it in the path: nothing, or a dot and more segments.
+    /// The path after the match: empty, or a dot and more segments.
     pub rest: &'n str,
 }
 
-/// The first segments of a path that a pattern names.
+/// Finds the first segments of a path that a pattern names.
 ///
 /// ```
 /// use fulgurite_core::module::find_pattern;
@@ -109,10 +112,10 @@ pub fn find_pattern<'n>(pattern: &str, path: &'n str) -> Option<PatternMatch<'n>
     starts(pattern, path).find_map(|(pattern, start)| match_at(pattern, path, start))
 }
 
-/// Checks that a pattern can name anything.
+/// Checks that a pattern is well-formed.
 ///
 /// # Errors
-/// Words about a pattern with an empty segment.
+/// A message, if the pattern has an empty segment.
 pub fn check_pattern(pattern: &str) -> std::result::Result<(), String> {
     let from_root = pattern.strip_prefix('.').unwrap_or(pattern);
     match from_root.split('.').any(str::is_empty) {
@@ -121,16 +124,16 @@ pub fn check_pattern(pattern: &str) -> std::result::Result<(), String> {
     }
 }
 
-/// Checks the patterns of a key of the configuration, as [`check_pattern`].
+/// Checks the patterns of a configuration key, as [`check_pattern`].
 ///
 /// # Errors
-/// [`Error::Config`], which names the key.
+/// [`Error::Config`] that names the key.
 pub fn check_patterns(key: &str, patterns: &[String]) -> Result<()> {
     let result = patterns.iter().try_for_each(|pattern| check_pattern(pattern));
     result.map_err(|message| Error::Config(format!("`{key}`: {message}. {PATTERN_HELP}")))
 }
 
-/// The places in a path where a pattern may begin, and the pattern without a dot in front.
+/// The offsets in a path where a pattern may begin, and the pattern without its leading dot.
 fn starts<'p>(pattern: &'p str, path: &str) -> impl Iterator<Item = (&'p str, usize)> {
     let from_root = pattern.strip_prefix('.');
     let later = path.match_indices('.').map(|(at, _)| at + 1);
@@ -140,7 +143,7 @@ fn starts<'p>(pattern: &'p str, path: &str) -> impl Iterator<Item = (&'p str, us
     places.take(count).map(move |place| (pattern, place))
 }
 
-/// Matches a pattern with the whole segments that begin at `start`.
+/// Matches a pattern against whole segments from `start`.
 fn match_at<'n>(pattern: &str, path: &'n str, start: usize) -> Option<PatternMatch<'n>> {
     let mut captures = Vec::new();
     let mut rest = &path[start..];
@@ -157,8 +160,8 @@ fn match_at<'n>(pattern: &str, path: &'n str, start: usize) -> Option<PatternMat
     Some(PatternMatch { before: &path[..start], captures, rest })
 }
 
-/// Matches one segment, adding what each `*` stands for: the shortest text that lets the rest
-/// match. Each literal part is looked for once, from left to right, so the time is linear.
+/// Matches one segment and captures the text of each `*`: the shortest text with which the rest
+/// matches. Searches once for each literal part, from left to right, so the time is linear.
 fn capture<'n>(pattern: &str, segment: &'n str, captures: &mut Vec<&'n str>) -> bool {
     let Some((head, tail)) = pattern.split_once('*') else { return pattern == segment };
     let Some(mut rest) = segment.strip_prefix(head) else { return false };
@@ -201,7 +204,7 @@ mod tests {
     }
 
     #[test]
-    fn a_path_means_everything_under_it() {
+    fn pattern_matches_everything_under_a_path() {
         let yes = [
             ("bert.encoder", "bert.encoder.layer.0.weight"),
             ("bert.encoder", "model.bert.encoder.bias"),
@@ -240,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_place_is_found_with_its_surroundings() {
+    fn find_pattern_returns_first_match() {
         let find = |pattern, name| {
             find_pattern(pattern, name).map(|found| (found.before, found.captures, found.rest))
         };
@@ -253,7 +256,7 @@ mod tests {
         }
     }
 
-    /// With backtracking, this would not end.
+    /// With backtracking, this would take exponential time.
     #[test]
     fn many_stars_take_linear_time() {
         let pattern = format!("{}b", "a*".repeat(500));
@@ -272,7 +275,7 @@ mod tests {
         assert_eq!(find("x*y*y", "xy"), None);
     }
 
-    /// Backtracking, as a model of one segment.
+    /// A model of one segment that uses backtracking.
     fn naive(pattern: &[u8], segment: &[u8]) -> bool {
         match (pattern.first(), segment.first()) {
             (None, _) => segment.is_empty(),

@@ -1,4 +1,4 @@
-//! Which weights of a model are quantised.
+//! Selection of a model's quantised weights.
 
 use std::collections::BTreeSet;
 
@@ -10,11 +10,12 @@ use super::tree::ModuleTree;
 use crate::quantization::WeightFormat;
 use crate::{Error, Result};
 
-/// The request to hold frozen weights of linear layers in fewer bits, which a model is built with: the base of
-/// QLoRA, with [`Adapters`](super::Adapters).
+/// Quantisation requested for frozen weights of a model's linear layers. With
+/// [`Adapters`](super::Adapters), it makes the base of QLoRA.
 ///
-/// Layers of `nn` ask for it when they are built ([`ModuleBuilder::quantization`](super::ModuleBuilder::quantization)).
-/// A weight that is trained is never quantised. Patterns are read as those of adapters.
+/// Layers of `nn` check for it when they are built
+/// ([`ModuleBuilder::quantization`](super::ModuleBuilder::quantization)). Trained weights are never
+/// quantised. Patterns work as in adapters.
 ///
 /// ```
 /// use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, Quantization};
@@ -34,31 +35,31 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone, PartialEq)]
 pub struct Quantization {
-    /// How weights are packed.
+    /// The packed format.
     pub format: WeightFormat,
-    /// Patterns of the layers whose weights are quantised; all linear layers with frozen weights if there are
-    /// none.
+    /// Patterns of layers to quantise. Empty: all linear layers with frozen weights.
     pub targets: Vec<String>,
-    /// Patterns of layers whose weights are not quantised all the same.
+    /// Patterns of layers not to quantise, even if a target names them.
     pub exclude: Vec<String>,
 }
 
 impl Quantization {
-    /// For every frozen linear layer but the output head (`lm_head`), which Hugging Face leaves as it is, too.
+    /// Quantises every frozen linear layer except the output head (`lm_head`), as Hugging Face
+    /// does.
     pub fn new(format: WeightFormat) -> Self {
         Self { format, targets: Vec::new(), exclude: vec!["lm_head".to_owned()] }
     }
 
-    /// Whether the layer at this path is to have a quantised weight, if it is frozen.
+    /// Whether the layer at this path should have a quantised weight, if it is frozen.
     pub fn targets(&self, path: &str) -> bool {
         (self.targets.is_empty() || any_pattern_matches(&self.targets, path))
             && !any_pattern_matches(&self.exclude, path)
     }
 
-    /// Checks the numbers and patterns themselves.
+    /// Checks numbers and patterns without a model.
     ///
     /// # Errors
-    /// [`Error::Config`], which names the field.
+    /// [`Error::Config`] that names the field.
     pub fn validate(&self) -> Result<()> {
         let wrong = |key: &str, message: String| {
             Err(Error::Config(format!("`trainer.quantization.{key}`: {message}")))
@@ -70,7 +71,7 @@ impl Quantization {
         Ok(())
     }
 
-    /// Checks that the model has what the targets name, and that every layer that is named is quantised.
+    /// Checks that the targets name layers of the model, and that every named layer is quantised.
     pub(super) fn check(&self, tree: &ModuleTree, quantized: &BTreeSet<String>) -> Result<()> {
         let config = |message: String| Err(Error::Config(message));
         let linear = |path: &str| tree.modules().get(path).is_some_and(|m| m.kind == "Linear");
@@ -80,7 +81,7 @@ impl Quantization {
                 "`trainer.quantization.targets`: no layer of the model matches `{pattern}`. {PATTERN_HELP}"
             ));
         }
-        // A module around layers that are quantised is what the pattern means.
+        // A pattern that names a module around quantised layers means those layers.
         let named = |path: &&String| {
             let own = |layer: &String| layer == *path || is_under(path, layer);
             self.targets.iter().any(|pattern| pattern_names(pattern, path))

@@ -1,5 +1,5 @@
-//! The call of a unit whose activations are checkpointed: they are dropped after forward and computed
-//! again in backward.
+//! Calls of units with checkpointed activations: forward drops them, and backward computes them
+//! again.
 
 use std::sync::Arc;
 
@@ -15,8 +15,8 @@ use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
 use crate::{Error, Result, counted};
 
-/// Calls a unit without recording a graph, and enters its outputs into the caller's graph with a backward
-/// that computes the unit again, with a graph of its own, and runs that graph's backward.
+/// Calls a unit without recording a graph, and enters its outputs into the caller's graph. Their
+/// backward computes the unit again with its own graph, and runs that graph's backward.
 pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     unit: &UnitHandle,
     hooks: Option<Arc<dyn UnitHooks>>,
@@ -55,13 +55,13 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     let offload = unit.activation_offload();
     let aliases: Vec<Option<Arc<Tensor>>> =
         given.iter().map(|x| offload.and_then(|_| graph_alias::lookup(x))).collect();
-    // The token stands for the parameters. It goes in even if an input is tracked: candle tracks a cast
-    // from an integer, but its backward does not follow it.
+    // The token stands for the parameters. It is needed even if an input is tracked: candle tracks
+    // casts from integers, but its backward does not follow them.
     let token = uses.any().then(|| unit.token(unit_device(&given, &outputs))).transpose()?;
     let in_graph = given.iter().zip(&aliases).filter(|(x, _)| x.track_op());
     let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x));
     let graph_inputs: Vec<&Tensor> = in_graph.chain(&token).collect();
-    // Only what is continuous has a gradient.
+    // Only floating-point outputs have gradients.
     let has_grad: Vec<bool> = outputs.iter().map(|(y, _)| y.dtype().is_float()).collect();
     if graph_inputs.is_empty() || !has_grad.contains(&true) {
         for (output, activation) in &outputs {
@@ -73,7 +73,7 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     let mut elsewhere = offload.map(Offload::begin).transpose()?;
     for (((saved, activation), x), alias) in saved.into_iter().zip(&given).zip(&aliases) {
         let saved = match &mut elsewhere {
-            // If the graph holds the input itself, a copy elsewhere frees no memory.
+            // If the graph holds the input itself, offloading a copy frees no memory.
             Some(elsewhere) if alias.is_some() || !x.track_op() => elsewhere.save(saved)?,
             _ => SavedActivation::InPlace(saved),
         };
@@ -81,7 +81,7 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     }
     let x = match offload {
         None => x,
-        // The inputs' memory goes, so what keeps the form of the input must not hold them.
+        // The inputs' memory is released, so the input's structure must not hold them.
         Some(_) => {
             let element = Tensor::zeros((), DType::F32, graph_inputs[0].device())?;
             with_tensors(&x, vec![element; inputs.len()])?
@@ -110,11 +110,11 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     with_tensors(&y, give(outputs, of_graph, &has_grad, offload.is_some())?)
 }
 
-/// A tensor that a unit gives, and how tensor-parallel ranks hold it.
+/// An output of a unit, and its layout over tensor-parallel ranks.
 pub(super) type Output = (Tensor, Option<Arc<Activation>>);
 
-/// The outputs of a unit with those that have a gradient replaced by the ones in the graph, whose memory the
-/// graph does not hold if they are `offloaded`.
+/// The outputs of a unit. Outputs with gradients are replaced by the tensors in the graph, whose
+/// memory the graph does not hold if they are `offloaded`.
 pub(super) fn give(
     outputs: Vec<Output>,
     of_graph: Vec<Tensor>,
@@ -134,8 +134,8 @@ pub(super) fn give(
     outputs.into_iter().zip(has_grad).map(give).collect()
 }
 
-/// Runs the backward of a unit's own graph, with the gradients of some of its outputs by index, and gives
-/// that of each of `inputs`, its variables: zeros where none flows to one.
+/// Runs the backward of a unit's own graph, given gradients of some outputs by index. Returns the
+/// gradient of each of `inputs`, its variables, with zeros for inputs that get none.
 pub(super) fn backward_of(
     unit: &UnitHandle,
     outputs: Vec<Tensor>,
@@ -174,7 +174,7 @@ pub(super) fn backward_of(
     of_inputs.into_iter().zip(inputs).map(or_zeros).collect()
 }
 
-/// The device of the first tensor that a unit was given, or else gave.
+/// The device of the unit's first input tensor, or else of its first output.
 pub(super) fn unit_device<'a>(
     given: &'a [Tensor],
     outputs: &'a [Output],
@@ -183,33 +183,33 @@ pub(super) fn unit_device<'a>(
     given.iter().chain(outputs).next().map_or(&candle_core::Device::Cpu, Tensor::device)
 }
 
-/// An input of a call, as its backward needs it.
+/// An input saved for a call's backward.
 struct SavedInput {
-    /// The input, detached. If it was not offloaded it shares the memory of the tensor in the graph.
+    /// The detached input. Unless offloaded, it shares the memory of the tensor in the graph.
     saved: SavedActivation,
-    /// How tensor-parallel ranks hold it.
+    /// The input's layout over tensor-parallel ranks.
     activation: Option<Arc<Activation>>,
-    /// Whether a gradient flows to it.
+    /// Whether the input gets a gradient.
     tracked: bool,
 }
 
-/// The state that the backward of a call needs.
+/// State for the backward of a call.
 struct RecomputeState<A> {
     unit: UnitHandle,
-    /// The form of the input, whose tensors are replaced by the saved ones.
+    /// The structure of the input. Saved tensors replace its tensors.
     x: A,
     inputs: Vec<SavedInput>,
     /// Shapes and dtypes of the outputs.
     forms: Vec<(Shape, DType)>,
-    /// The forward's context, on whose scope dropout masks depend.
+    /// The forward's context. Dropout masks depend on its scope.
     context: ExecutionContext,
-    /// The uses that the forward counted.
+    /// The parameter uses counted in forward.
     uses: Uses,
 }
 
 impl<A: Activations> RecomputeState<A> {
-    /// Computes the unit again and runs its backward, with the gradients of some of the outputs by index.
-    /// Returns the gradient of each input that one flows to.
+    /// Computes the unit again and runs its backward, given gradients of some outputs by index.
+    /// Returns the gradient of each input that gets one.
     fn backward<B: Activations>(
         &self,
         grads: Vec<(usize, Tensor)>,
@@ -231,14 +231,14 @@ impl<A: Activations> RecomputeState<A> {
             let recomputed = tensors(&self.unit.keeping_buffers(|| compute(&x))?)?;
             self.check_forms(&recomputed)?;
             for y in &recomputed {
-                // Checks candle's operations with parameters, which had no graph in the forward.
+                // Detects candle operations that use parameters; forward had no graph to check.
                 activations::lookup(y, self.unit.path())?;
             }
             backward_of(&self.unit, recomputed, grads, &tracked)
         })
     }
 
-    /// Checks that what was computed again looks as what was computed first.
+    /// Checks that the recomputed outputs have the same shapes and dtypes as the first.
     fn check_forms(&self, recomputed: &[Tensor]) -> Result<()> {
         const HINT: &str =
             "what it computes must depend on its input and on what its closure captured alone";

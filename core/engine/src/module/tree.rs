@@ -1,4 +1,4 @@
-//! The record of a model: what strategies, plans and checkpoints work on.
+//! The record of a model for strategies, plans and checkpoints.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
@@ -14,16 +14,16 @@ use crate::{Error, Result};
 pub struct ModuleInfo {
     /// The layer's kind: `Linear`, `Embedding`, `RmsNorm`, …
     pub kind: &'static str,
-    /// The index of the unit it is in.
+    /// The index of the layer's unit.
     pub unit: Option<usize>,
-    /// The handle through which plans tell the layer how to compute.
+    /// The handle through which plans configure the layer.
     pub(crate) layer: LayerHandle,
-    /// Which styles it takes from plans.
+    /// The styles that the layer supports in plans.
     pub(crate) parallel: Arc<dyn ParallelLayer>,
 }
 
-/// A model's modules, parameters and units, in the order they were declared, which is the same on
-/// every rank.
+/// A model's modules, parameters and units, in declaration order. The order is the same on every
+/// rank.
 #[derive(Debug, Clone, Default)]
 pub struct ModuleTree {
     modules: BTreeMap<String, ModuleInfo>,
@@ -35,11 +35,11 @@ pub struct ModuleTree {
     buffers: Vec<Buffer>,
     /// Whether a layer computes with the batches of all data-parallel ranks.
     synchronises_batches: bool,
-    /// The layers that have an adapter.
+    /// Layers with an adapter.
     pub(super) adapted: BTreeSet<String>,
-    /// Paths of the layers that are asked for f32 and can cast.
+    /// Paths of layers that should compute in f32 and can cast.
     pub(super) in_fp32: BTreeSet<String>,
-    /// Paths of the layers whose weights are quantised.
+    /// Paths of layers with quantised weights.
     pub(super) quantized: BTreeSet<String>,
     /// See [`magnitudes`](Self::magnitudes).
     pub(super) magnitudes: Vec<(Parameter, Parameter)>,
@@ -51,7 +51,7 @@ pub struct ModuleTree {
 }
 
 impl ModuleTree {
-    /// All parameters, in the order they were declared. Tied ones appear once.
+    /// All parameters, in declaration order. Tied parameters appear once.
     pub fn parameters(&self) -> &[Parameter] {
         &self.parameters
     }
@@ -61,7 +61,7 @@ impl ModuleTree {
         self.parameters.iter().filter(|p| p.requires_grad())
     }
 
-    /// All buffers, in the order they were declared.
+    /// All buffers, in declaration order.
     pub fn buffers(&self) -> &[Buffer] {
         &self.buffers
     }
@@ -71,7 +71,7 @@ impl ModuleTree {
         self.buffers.iter().find(|buffer| buffer.fqn() == fqn)
     }
 
-    /// The buffers that checkpoints have, in order.
+    /// The buffers saved in checkpoints, in order.
     pub fn persistent_buffers(&self) -> impl Iterator<Item = &Buffer> {
         self.buffers.iter().filter(|buffer| buffer.is_persistent())
     }
@@ -82,35 +82,36 @@ impl ModuleTree {
         self.synchronises_batches
     }
 
-    /// The parameters that start as the norms of the rows of another one
-    /// ([`ModuleBuilder::adapter_magnitude`](super::ModuleBuilder::adapter_magnitude)), each with that one.
+    /// Parameters that start as the row norms of a weight
+    /// ([`ModuleBuilder::adapter_magnitude`](super::ModuleBuilder::adapter_magnitude)), each with
+    /// its weight.
     pub fn magnitudes(&self) -> &[(Parameter, Parameter)] {
         &self.magnitudes
     }
 
-    /// The slots of all parameters, in order: for the strategy that sets the model up.
+    /// The slots of all parameters, in order, for the strategy that sets up the model.
     pub fn slots(&mut self) -> Vec<ParameterSlot> {
         self.parameters.iter().cloned().map(ParameterSlot::new).collect()
     }
 
-    /// The parameter of this name; tied parameters are found by all their names.
+    /// The parameter of this name. Tied parameters have several names.
     pub fn parameter(&self, fqn: &str) -> Option<&Parameter> {
         self.names.get(fqn).map(|&i| &self.parameters[i])
     }
 
-    /// The other names of tied parameters: alias and first name.
+    /// The other names of tied parameters, each with the first name.
     pub fn aliases(&self) -> impl Iterator<Item = (&str, &str)> {
         self.aliases.iter().map(|(alias, &i)| (alias.as_str(), self.parameters[i].fqn()))
     }
 
-    /// All units, in the order they were built.
+    /// All units, in build order.
     pub fn units(&self) -> &[UnitHandle] {
         &self.units
     }
 
-    /// Checkpoints the activations of the units that the closure chooses, and keeps those of the others, as
-    /// PyTorch's `apply_activation_checkpointing` does with its `check_fn`; overrides
-    /// `trainer.activation_checkpointing`. Before the first forward, on every rank alike.
+    /// Checkpoints the activations of the units that the closure chooses, and no others, like the
+    /// `check_fn` of PyTorch's `apply_activation_checkpointing`. Overrides
+    /// `trainer.activation_checkpointing`. Call it before the first forward, alike on every rank.
     ///
     /// ```
     /// # use fulgurite_core::module::{ModuleBuilder, ModuleInit};
@@ -119,7 +120,9 @@ impl ModuleTree {
     /// let up = b.unit("up", |b| Linear::new(b, 4, 8))?;
     /// let blocks = [0, 1].map(|i| b.unit(&format!("blocks.{i}"), |b| SwiGluMlp::new(b, 8, 16)));
     /// let tree = b.finish()?;
-    /// tree.apply_activation_checkpointing(|unit| unit.kind() == "SwiGluMlp" && !unit.path().ends_with(".1"));
+    /// tree.apply_activation_checkpointing(|unit| {
+    ///     unit.kind() == "SwiGluMlp" && !unit.path().ends_with(".1")
+    /// });
     /// let [first, second] = blocks;
     /// assert!(first?.handle().activation_checkpointing());
     /// assert!(!second?.handle().activation_checkpointing());
@@ -130,14 +133,14 @@ impl ModuleTree {
         self.units.iter().for_each(|unit| unit.set_activation_checkpointing(chooses(unit)));
     }
 
-    /// The parameters that belong to a unit, or, for `None`, to no unit: the root's.
+    /// The parameters of a unit, or of the root for `None`.
     pub fn unit_parameters(&self, unit: Option<usize>) -> Vec<Parameter> {
         let owned = self.owners.iter().zip(&self.parameters).filter(|(owner, _)| **owner == unit);
         owned.map(|(_, parameter)| parameter.clone()).collect()
     }
 
-    /// The index of the unit that each parameter belongs to, parallel to
-    /// [`parameters`](Self::parameters); `None` is the root.
+    /// The unit index of each parameter, parallel to [`parameters`](Self::parameters). `None` is
+    /// the root.
     pub fn owners(&self) -> &[Option<usize>] {
         &self.owners
     }
@@ -152,7 +155,7 @@ impl ModuleTree {
         &self.modules
     }
 
-    /// Number of elements of all parameters, tied ones once.
+    /// Number of elements of all parameters, with tied parameters counted once.
     pub fn elem_count(&self) -> usize {
         self.elements
     }
@@ -193,7 +196,7 @@ impl ModuleTree {
         self.synchronises_batches = true;
     }
 
-    /// Records that a layer in `unit` holds the buffer's tensor itself, and changes it.
+    /// Records that a layer in `unit` holds the buffer's tensor directly and changes it.
     pub(super) fn expose_buffer(&self, buffer: &Buffer, unit: Option<usize>) {
         if let Some(unit) = unit.and_then(|unit| self.units.get(unit)) {
             unit.expose_buffer(buffer);
@@ -215,7 +218,7 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Records that a unit uses the parameter too: shared between units, it belongs to the root.
+    /// Records another unit that uses the parameter. Shared parameters belong to the root.
     pub(super) fn share(&mut self, parameter: &Parameter, unit: Option<usize>) {
         if let Some(&index) = self.names.get(parameter.fqn())
             && self.owners[index] != unit
@@ -224,7 +227,8 @@ impl ModuleTree {
         }
     }
 
-    /// Records that a layer in `unit` holds the parameter's compute tensor itself, not its handle.
+    /// Records that a layer in `unit` holds the parameter's compute tensor directly, not its
+    /// handle.
     pub(super) fn expose_tensor(&mut self, parameter: &Parameter, unit: Option<usize>) {
         self.share(parameter, unit);
         match unit.and_then(|unit| self.units.get(unit)) {
@@ -243,7 +247,7 @@ impl ModuleTree {
     }
 }
 
-/// Checks that patterns and checkpoints can name what is at this path.
+/// Checks that patterns and checkpoints can refer to this path.
 pub(super) fn check_name(path: &str) -> std::result::Result<(), String> {
     let wrong = |segment: &str| {
         segment.is_empty()
@@ -275,10 +279,10 @@ mod tests {
         ModuleBuilder::new(ModuleInit::default())
     }
 
-    /// Two layers of one name would be one in checkpoints; a weight that is shared is tied.
+    /// Two layers of one name would be merged in checkpoints. Shared weights must be tied.
     // checklist: composer: _check_duplicate_modules
     #[test]
-    fn a_layer_or_a_parameter_that_is_there_twice_is_an_error() {
+    fn duplicate_names_are_errors() {
         let b = builder();
         let weight = b.parameter("a.weight", [2], Init::ONES).unwrap();
         let error = b.pp("a").parameter("weight", [2], Init::ONES).unwrap_err();

@@ -1,4 +1,4 @@
-//! Units: modules that are gathered, computed and freed as one.
+//! Units: modules that are gathered, computed and freed together.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
@@ -14,22 +14,22 @@ use crate::{Error, Result};
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
 pub trait UnitHooks: Send + Sync {
-    /// Before the unit computes: its parameters must have values when this returns.
+    /// Runs before forward. The unit's parameters must have values when it returns.
     fn pre_forward(&self, unit: &UnitHandle) -> Result<()>;
 
-    /// After the unit has computed.
+    /// Runs after forward.
     fn post_forward(&self, unit: &UnitHandle) -> Result<()>;
 
-    /// Before the unit's backward: its parameters must have values when this returns.
+    /// Runs before the unit's backward. Its parameters must have values when it returns.
     fn pre_backward(&self, unit: &UnitHandle) -> Result<()>;
 
-    /// Whether floating-point inputs are cast to the dtype that the unit computes in. Layers in a unit
-    /// whose inputs are left cast what they get themselves.
+    /// Whether floating-point inputs are cast to the unit's compute dtype. If not, layers in the
+    /// unit cast their inputs themselves.
     fn casts_inputs(&self) -> bool {
         true
     }
 
-    /// dtype that the output is cast to; `None` leaves it.
+    /// dtype of the output; `None` keeps it.
     fn output_dtype(&self) -> Option<DType> {
         None
     }
@@ -43,27 +43,28 @@ struct UnitInner {
     index: usize,
     path: String,
     kind: &'static str,
-    /// The dtype that it computes in.
+    /// The unit's compute dtype.
     compute_dtype: DType,
-    /// The model's compute dtype, if that is another one.
+    /// The model's compute dtype, if it differs.
     model_dtype: Option<DType>,
     hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
-    /// Whether and how it is gathered on its own.
+    /// The options, if the unit is gathered separately.
     fully_shard: RwLock<Option<FullyShard>>,
-    /// Paths of the units that are gathered while it computes forward, and backward; empty: as the
-    /// strategy's `prefetch` says.
+    /// Paths of the units to gather during this unit's forward and backward. Empty: the strategy's
+    /// `prefetch` decides.
     prefetch: [RwLock<Vec<String>>; 2],
-    /// Whether it is computed again in backward.
+    /// Whether backward computes the unit again.
     activation_checkpointing: AtomicBool,
-    /// Where its activations are offloaded to, if they are.
+    /// Storage of offloaded activations, if they are offloaded.
     activation_offload: RwLock<Option<ActivationOffload>>,
-    /// Trainable parameters whose compute tensors layers in it hold, so that uses cannot be counted.
+    /// Trainable parameters whose compute tensors the unit's layers hold. Their uses cannot be
+    /// counted.
     exposed: Mutex<Vec<Parameter>>,
-    /// Buffers whose tensors layers in it hold and change.
+    /// Buffers whose tensors the unit's layers hold and change.
     exposed_buffers: Mutex<Vec<Buffer>>,
-    /// Stands for its parameters in the graph of a checkpointed call.
+    /// The token of the parameters in the graph of a checkpointed call.
     token: OnceLock<Tensor>,
-    /// Whether a checkpointed backward was searched for variables that are no parameters.
+    /// Whether a checkpointed backward was searched for variables other than parameters.
     checked_variables: AtomicBool,
 }
 
@@ -92,7 +93,7 @@ impl UnitHandle {
         }))
     }
 
-    /// The unit's index in the order in which units were built.
+    /// The unit's index in build order.
     pub fn index(&self) -> usize {
         self.0.index
     }
@@ -102,7 +103,7 @@ impl UnitHandle {
         &self.0.path
     }
 
-    /// The name of the module's type, without its path and parameters: `LlamaBlock`.
+    /// The module's type name, without path and type parameters: `LlamaBlock`.
     pub fn kind(&self) -> &'static str {
         self.0.kind
     }
@@ -112,29 +113,29 @@ impl UnitHandle {
         *self.0.hooks.write().expect("no panic while writing") = Some(hooks);
     }
 
-    /// Sets which units are gathered while this one computes forward, in place of as many of the next
-    /// ones as the strategy's `prefetch` says (PyTorch's `set_modules_to_forward_prefetch`). All of them
-    /// are, however many there are: each takes the memory of a gathered unit until it has computed. An
-    /// empty list takes an earlier one back. For
-    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn)s; every rank calls it alike. The units must be
-    /// gathered on their own, which the strategy checks.
+    /// Sets the units to gather during this unit's forward (PyTorch's
+    /// `set_modules_to_forward_prefetch`). By default the strategy gathers the next `prefetch`
+    /// units. All listed units are gathered, and each takes the memory of a gathered unit until it
+    /// has computed. An empty list restores the default. For
+    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn)s; every rank calls it alike. The units
+    /// must be gathered separately, which the strategy checks.
     pub fn set_units_to_forward_prefetch(&self, units: &[Self]) {
         self.set_prefetch(0, units);
     }
 
-    /// As [`set_units_to_forward_prefetch`](Self::set_units_to_forward_prefetch) for the unit's
-    /// backward (PyTorch's `set_modules_to_backward_prefetch`): those of the units whose backward is
-    /// still to come are gathered when it begins.
+    /// Like [`set_units_to_forward_prefetch`](Self::set_units_to_forward_prefetch), for the unit's
+    /// backward (PyTorch's `set_modules_to_backward_prefetch`). When it begins, the listed units
+    /// whose backward is still to come are gathered.
     pub fn set_units_to_backward_prefetch(&self, units: &[Self]) {
         self.set_prefetch(1, units);
     }
 
-    /// Paths of the units that are gathered while this one computes forward; empty if none were set.
+    /// Paths of the units to gather during this unit's forward; empty if none were set.
     pub fn units_to_forward_prefetch(&self) -> Vec<String> {
         self.0.prefetch[0].read().expect("no panic while reading").clone()
     }
 
-    /// Paths of the units that are gathered while this one computes backward; empty if none were set.
+    /// Paths of the units to gather during this unit's backward; empty if none were set.
     pub fn units_to_backward_prefetch(&self) -> Vec<String> {
         self.0.prefetch[1].read().expect("no panic while reading").clone()
     }
@@ -144,33 +145,34 @@ impl UnitHandle {
         *self.0.prefetch[direction].write().expect("no panic while writing") = paths;
     }
 
-    /// Sets whether the unit's activations are kept from forward to backward (`false`, the default) or
-    /// computed again in backward; overrides `trainer.activation_checkpointing`. For
-    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn)s and programs, before the first forward; every
-    /// rank calls it alike.
+    /// Sets whether backward computes the unit again. By default (`false`) its activations are
+    /// kept. Overrides `trainer.activation_checkpointing`. For
+    /// [`ParallelizeFn`](crate::strategy::ParallelizeFn)s and programs, before the first forward;
+    /// every rank calls it alike.
     pub fn set_activation_checkpointing(&self, on: bool) {
         self.0.activation_checkpointing.store(on, Ordering::Relaxed);
         self.set_exposed();
     }
 
-    /// Whether the unit is computed again in backward.
+    /// Whether backward computes the unit again.
     pub fn activation_checkpointing(&self) -> bool {
         self.0.activation_checkpointing.load(Ordering::Relaxed)
     }
 
-    /// Sets where the activations of the unit are stored from forward to backward: on their device (`None`,
-    /// the default) or offloaded. Of a checkpointed unit that is its input, and only one that needs no
-    /// gradient, or is the output of another unit with offloading, is offloaded; its memory is free once the
-    /// model drops it. Of another unit it is every tensor of its graph, and its backward can run once.
-    /// [`Host`](ActivationOffload::Host) frees nothing of a model on the CPU. Called as
-    /// [`set_activation_checkpointing`](Self::set_activation_checkpointing).
+    /// Sets the storage of the unit's activations from forward to backward: their device (`None`,
+    /// the default) or offloaded. [`Host`](ActivationOffload::Host) frees no memory for a model on
+    /// the CPU. Call it like [`set_activation_checkpointing`](Self::set_activation_checkpointing).
+    ///
+    /// For a checkpointed unit, only its input is offloaded, and only if it needs no gradient or
+    /// comes from another offloaded unit. The input's memory is free once the model drops it. For
+    /// other units, every tensor of the graph is offloaded, and the backward can run only once.
     pub fn set_activation_offload(&self, to: Option<ActivationOffload>) {
         *self.0.activation_offload.write().expect("no panic while writing") = to;
         self.set_exposed();
     }
 
-    /// Whether what its layers record is part of the model's graph: a unit whose activations are dropped or
-    /// offloaded has graphs of its own.
+    /// Whether the unit's layers record in the model's graph. Units whose activations are dropped
+    /// or offloaded have their own graphs.
     fn is_in_graph(&self) -> bool {
         !self.activation_checkpointing() && self.activation_offload().is_none()
     }
@@ -181,7 +183,7 @@ impl UnitHandle {
         }
     }
 
-    /// Where the activations of the unit are offloaded to, if they are.
+    /// Storage of the unit's offloaded activations, if they are offloaded.
     pub fn activation_offload(&self) -> Option<ActivationOffload> {
         *self.0.activation_offload.read().expect("no panic while reading")
     }
@@ -194,13 +196,13 @@ impl UnitHandle {
         }
     }
 
-    /// Records that a layer in the unit holds the buffer's tensor, and changes it.
+    /// Records that a layer in the unit holds the buffer's tensor and changes it.
     pub(super) fn expose_buffer(&self, buffer: &Buffer) {
         self.0.exposed_buffers.lock().expect("no panic while noting").push(buffer.clone());
     }
 
-    /// Calls `compute`, after which buffers whose tensors layers hold have the values from before it: for
-    /// a unit that is computed again, whose forward has changed them already.
+    /// Calls `compute` and then restores the buffers whose tensors layers hold. For a recomputed
+    /// unit, whose forward has already changed them.
     pub(super) fn keeping_buffers<R>(&self, compute: impl FnOnce() -> Result<R>) -> Result<R> {
         let buffers = self.0.exposed_buffers.lock().expect("no panic while noting").clone();
         let before = buffers.iter().map(|buffer| Ok(buffer.value()?.copy()?));
@@ -212,7 +214,8 @@ impl UnitHandle {
         result
     }
 
-    /// In a forward that collects uses, records those of parameters whose compute tensors layers hold.
+    /// In a forward that collects uses, records uses of parameters whose compute tensors layers
+    /// hold.
     pub(super) fn note_exposed(&self) {
         self.exposed().iter().for_each(note_tensor_use);
     }
@@ -243,8 +246,8 @@ impl UnitHandle {
         *self.0.fully_shard.read().expect("no panic while reading")
     }
 
-    /// Names the unit in errors of its computation that name no place in the model, and under
-    /// `detect_anomaly` in that of an output that is not finite.
+    /// Names the unit in errors without a location, and under `detect_anomaly` in the error of an
+    /// output that is not finite.
     fn locate<A: Activations>(&self, result: Result<A>) -> Result<A> {
         let y =
             result.map_err(|error| activations::explain_mismatch(error).in_module(self.path()))?;
@@ -275,7 +278,7 @@ impl std::fmt::Debug for UnitHandle {
     }
 }
 
-/// dtypes that a unit's input and output are cast to.
+/// dtypes to which a unit's input and output are cast.
 #[derive(Clone, Copy)]
 struct Casts {
     input: Option<DType>,
@@ -283,8 +286,8 @@ struct Casts {
 }
 
 impl Casts {
-    /// A unit that computes in another dtype than the model casts its inputs whatever the strategy says;
-    /// the strategy's output dtype comes before the model's.
+    /// A unit with its own compute dtype always casts its inputs. The strategy's output dtype takes
+    /// precedence over the model's.
     fn of(unit: &UnitHandle, hooks: Option<&dyn UnitHooks>) -> Self {
         let UnitInner { compute_dtype, model_dtype, .. } = &*unit.0;
         let casts = model_dtype.is_some() || hooks.is_none_or(UnitHooks::casts_inputs);
@@ -294,7 +297,7 @@ impl Casts {
         }
     }
 
-    /// Calls `f` with the input as the unit takes it.
+    /// Calls `f` with the input cast for the unit.
     fn with_input<A: Activations, R>(self, x: &A, f: impl FnOnce(&A) -> Result<R>) -> Result<R> {
         match self.input {
             None => f(x),
@@ -310,11 +313,12 @@ impl Casts {
     }
 }
 
-/// A module that is worth gathering as one, a transformer block for instance. Made by
-/// [`ModuleBuilder::unit`](super::ModuleBuilder::unit). Without a strategy's hooks it costs nothing.
+/// A module that is gathered together, such as a transformer block. Made by
+/// [`ModuleBuilder::unit`](super::ModuleBuilder::unit). Without a strategy's hooks it has no
+/// overhead.
 #[derive(Debug)]
 pub struct Unit<M> {
-    /// Shared with the graphs that will compute it again.
+    /// Shared with the graphs that compute it again.
     module: Arc<M>,
     handle: UnitHandle,
 }
@@ -335,16 +339,16 @@ impl<M> Unit<M> {
         &self.module
     }
 
-    /// Computes with the module through any of its methods, with the strategy's hooks around it: from one
-    /// tensor to another, or from and to several in a tuple, a struct or the like ([`Activations`]).
-    /// Floating-point tensors of `x` are cast to the dtype that the unit computes in, unless the
-    /// [strategy](UnitHooks::casts_inputs) leaves them; captured tensors stay as they are.
+    /// Computes with the module through any of its methods, with the strategy's hooks around the
+    /// call. Input and output are tensors, or several in a tuple, a struct or another type with
+    /// [`Activations`]. Floating-point tensors of `x` are cast to the unit's compute dtype, unless
+    /// the [strategy](UnitHooks::casts_inputs) leaves them. Captured tensors stay as they are.
     ///
-    /// Where the unit's [activations are checkpointed](UnitHandle::set_activation_checkpointing) `f` is
-    /// called again in backward, after this call has returned; that is why it owns what it captures
-    /// ([`call_scoped`](Self::call_scoped) takes one that borrows), and what it computes must depend on
-    /// nothing else. Gradients flow to the tensors of `x` and to parameters. A captured tensor takes part
-    /// as a constant:
+    /// If the unit's [activations are checkpointed](UnitHandle::set_activation_checkpointing),
+    /// backward calls `f` again after this call has returned. So `f` owns its captures
+    /// ([`call_scoped`](Self::call_scoped) takes a closure that borrows), and its result must
+    /// depend only on them and on `x`. Gradients flow to the tensors of `x` and to parameters.
+    /// Captured tensors are constants:
     ///
     /// ```
     /// # use candle_core::Tensor;
@@ -354,7 +358,9 @@ impl<M> Unit<M> {
     ///     block.call(x, move |block, x| Ok((block.forward(x)? * &mask)?))
     /// }
     ///
-    /// fn with_memory(block: &Unit<Linear>, x: Tensor, memory: Tensor) -> Result<(Tensor, Tensor)> {
+    /// type Pair = (Tensor, Tensor);
+    ///
+    /// fn with_memory(block: &Unit<Linear>, x: Tensor, memory: Tensor) -> Result<Pair> {
     ///     block.call(&(x, memory), |block, (x, memory)| {
     ///         let y = block.forward(&(x + memory)?)?;
     ///         Ok((y.clone(), (memory + y)?))
@@ -363,7 +369,7 @@ impl<M> Unit<M> {
     /// ```
     ///
     /// # Errors
-    /// If `f` or the strategy fails. In the backward of a unit with checkpointed activations also if `f`
+    /// If `f` or the strategy fails. With checkpointed activations, backward also fails if `f`
     /// captured a tensor that gets a gradient.
     pub fn call<A, B>(
         &self,
@@ -386,11 +392,12 @@ impl<M> Unit<M> {
         recompute::call(&self.handle, hooks, x, compute)
     }
 
-    /// [`call`](Self::call) with a closure that may borrow, and is called once. For units whose activations
-    /// are not checkpointed: what is borrowed may be gone when such a unit is computed again.
+    /// Like [`call`](Self::call), with a closure that may borrow and is called once. Only for units
+    /// without checkpointed activations, because the borrowed values may be gone when backward
+    /// computes a unit again.
     ///
     /// # Errors
-    /// As those of [`call`](Self::call), and if the unit's activations are checkpointed.
+    /// As [`call`](Self::call), and if the unit's activations are checkpointed.
     pub fn call_scoped<A: Activations, B: Activations>(
         &self,
         x: &A,
@@ -400,7 +407,7 @@ impl<M> Unit<M> {
             return Err(Error::module(self.handle.path(), BORROWS));
         }
         if GradMode::current().collects_uses() {
-            // Within another unit, which is computed again, or offloaded, as a whole.
+            // Inside another unit that is recomputed or offloaded as a whole.
             self.handle.note_exposed();
         }
         let hooks = self.handle.hooks();
@@ -418,7 +425,8 @@ impl<M> Unit<M> {
         let Some(hooks) = hooks else { return compute() };
         hooks.pre_forward(&self.handle)?;
         let y = compute()?;
-        // Copies, because an output may share memory with the input or with a parameter, which is freed now.
+        // Copies, because outputs may share memory with the input or a parameter, which is freed
+        // now.
         let mut copies = Vec::new();
         y.map_tensors(&mut |y| {
             let activation = activations::lookup(y, self.handle.path())?;

@@ -14,7 +14,7 @@ impl Recorder {
         self.0.tree().parameter(name).cloned()
     }
 
-    /// The compute tensor of a parameter that exists already.
+    /// The compute tensor of an existing parameter.
     fn share(&self, parameter: &Parameter) -> candle_core::Result<Tensor> {
         self.0.expose_tensor(parameter);
         Ok(parameter.compute()?.clone())
@@ -38,7 +38,8 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
         }
         let last = name.rsplit_once('.').map_or(name, |(_, last)| last);
         if last == "running_mean" || last == "running_var" {
-            // `batch_norm` makes a `Var` of it, which shares the memory of a tensor that is one already.
+            // `batch_norm` makes a `Var` from the tensor. If the tensor is a variable already, both
+            // share memory.
             let init = BufferInit::Init(init::from_candle(hint, &shape));
             let options = BufferOptions::dtype(dtype);
             let buffer = self.0.add_buffer(name, shape.into_dims(), init, options, true)?;

@@ -1,10 +1,10 @@
-//! The layouts of activations between layers, tracked by tensor id.
+//! Layouts of activations between layers, tracked by tensor id.
 //!
-//! Under a plan, a layer records the layout of its output under the tensor's id, and checks the layout
-//! of its input. candle's own operations in between make tensors without a record; the graph
-//! ([`Tensor::sorted_nodes`]) tells from which recorded tensors they were computed, and with which
-//! parameters. Where no graph is recorded (the forward of a checkpointed unit), outputs that are parts
-//! become leaves of small graphs of their own, so that they can be traced too.
+//! Under a plan, a layer records the layout of its output under the tensor's id, and checks the
+//! layout of its input. candle's operations in between make tensors without a record. The graph
+//! ([`Tensor::sorted_nodes`]) tells from which recorded tensors and parameters they were computed.
+//! The forward of a checkpointed unit records no graph. There, sharded outputs become leaves of
+//! small graphs of their own, so that they can be traced too.
 
 use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, Weak};
@@ -19,16 +19,16 @@ use crate::execution;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
-/// How the ranks hold an activation.
+/// The layout of an activation over ranks.
 #[derive(Clone)]
 pub(crate) struct Activation {
-    /// `None`: the ranks' tensors differ in a way that only the code that computes them knows.
+    /// `None`: the ranks' tensors differ in a way known only to the code that computes them.
     pub(super) layout: Option<Layout>,
-    /// Size of the whole's last dimension, where that is cut; 0 if unknown.
+    /// Size of the whole last dimension, if it is cut; 0 if unknown.
     pub(super) width: usize,
     /// For logits: this rank's first class, and its number of classes.
     pub(super) classes: Option<(usize, usize)>,
-    /// The layer that computed it, with its style, for messages.
+    /// The layer that computed the activation, with its style, for messages.
     pub(super) source: Arc<str>,
     pub(super) plan: Weak<PlanRecord>,
 }
@@ -47,7 +47,7 @@ impl Activation {
     }
 }
 
-/// The layouts that an execution context shares.
+/// The layouts shared in an execution context.
 #[derive(Default)]
 struct SharedLayouts(Mutex<ActivationLayouts>);
 
@@ -56,7 +56,8 @@ struct SharedLayouts(Mutex<ActivationLayouts>);
 struct ActivationLayouts {
     known: HashMap<TensorId, Arc<Activation>>,
     order: VecDeque<TensorId>,
-    /// Shapes and layouts of the latest tensors outside of any graph, such as outputs of frozen layers.
+    /// Shapes and layouts of the latest tensors outside of any graph, such as outputs of frozen
+    /// layers.
     constants: VecDeque<(Vec<usize>, Arc<Activation>)>,
     plans: Vec<Weak<PlanRecord>>,
 }
@@ -86,17 +87,17 @@ impl ActivationLayouts {
         self.constants.truncate(CONSTANTS);
     }
 
-    /// The activation that `x` was computed from where no graph tells, because nothing before it is
-    /// trained: the latest of its shape. In training, ranks have the same shapes of whole activations
-    /// and of parts of the sequence, so all of them find the same one.
+    /// The activation from which `x` was computed outside of any graph, because nothing before it
+    /// is trained: the latest of its shape. In training, all ranks have the same shapes of whole
+    /// activations and of parts of the sequence, so they find the same one.
     fn constant(&self, x: &Tensor) -> Option<Arc<Activation>> {
         let mut constants = self.constants.iter();
         let found = constants.find(|(dims, _)| dims == x.dims() && x.dtype().is_float());
         found.map(|(_, activation)| activation.clone())
     }
 
-    /// The recorded tensors that candle's operations computed `x` from, latest first, without those
-    /// behind another of them; and the ids of the tensors in between.
+    /// The recorded tensors from which candle's operations computed `x`, latest first, without
+    /// recorded tensors behind them. Also the ids of the tensors in between.
     fn origins(&self, x: &Tensor) -> (Vec<Arc<Activation>>, Vec<TensorId>) {
         let (mut origins, mut between, mut behind) = (Vec::new(), Vec::new(), HashSet::new());
         for node in x.sorted_nodes() {
@@ -123,7 +124,7 @@ pub(super) fn add_plan(plan: &Arc<PlanRecord>) {
     });
 }
 
-/// The plan that cuts layers over the ranks of `group`, if there is one.
+/// The plan that cuts layers over the ranks of `group`, if any.
 pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> {
     with_layouts(|layouts| {
         let plans = layouts.plans.iter().filter_map(Weak::upgrade);
@@ -145,14 +146,15 @@ pub(crate) fn note(x: &Tensor, activation: Arc<Activation>) {
     });
 }
 
-/// Records that `to`, a copy of a tensor, has that tensor's layout.
+/// Records that `to`, a copy of a tensor, has the same layout.
 pub(crate) fn propagate(activation: &Option<Arc<Activation>>, to: &Tensor) {
     if let Some(activation) = activation {
         note(to, activation.clone());
     }
 }
 
-/// `x` in `dtype`, in the graph and with its layout. Integers stay as they are. `user` is for messages.
+/// Casts `x` to `dtype`, in the graph, and keeps its layout. Integers stay as they are. `user` is
+/// for messages.
 ///
 /// # Errors
 /// As [`lookup`], and if candle cannot cast it.
@@ -165,10 +167,10 @@ pub(crate) fn cast(x: &Tensor, dtype: DType, user: &str) -> Result<Tensor> {
     Ok(y)
 }
 
-/// Makes `y`, if it is a part and no graph is recorded, the leaf of a graph of its own, so that what
-/// candle's operations compute from it can be traced. `y` must not share its memory. If there will be no
-/// backward, only parts of the last dimension (logits) become leaves: with parts of the sequence the
-/// graph would hold every term of the residual stream.
+/// If `y` is sharded and no graph is recorded, makes it the leaf of its own graph, so that results
+/// of candle's operations on it can be traced. `y` must not share its memory. Without a later
+/// backward only logits (shards of the last dimension) become leaves: for shards of the sequence,
+/// the graph would hold every term of the residual stream.
 pub(crate) fn make_traceable(y: Tensor, activation: &Option<Arc<Activation>>) -> Result<Tensor> {
     let expects_backward = GradMode::current().expects_backward();
     let part = activation.as_ref().is_some_and(|activation| match activation.layout {
@@ -179,12 +181,12 @@ pub(crate) fn make_traceable(y: Tensor, activation: &Option<Arc<Activation>>) ->
     if part && !is_grad_enabled() { leaf(y) } else { Ok(y) }
 }
 
-/// The layout of `x`, the input of `user` (for messages); `None` if no layer of a plan took part in
-/// computing it.
+/// The layout of `x`, the input of `user` (for messages). `None` if it was computed without any
+/// layer of a plan.
 ///
 /// # Errors
-/// If `x` was computed from activations of different layouts, or with parameters whose gradients the
-/// plan does not know to be partial, or wrongly takes for partial.
+/// If `x` was computed from activations of different layouts, or with parameters whose partial
+/// gradients do not match the plan.
 pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
     let found = with_layouts(|layouts| {
         if layouts.known.is_empty() {
@@ -211,7 +213,7 @@ pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> 
     Ok(Some(activation))
 }
 
-/// The layout of the sum of these tensors, as [`lookup`] of each.
+/// The layout of the sum of these tensors, with [`lookup`] of each.
 ///
 /// # Errors
 /// As [`lookup`], and if they have different layouts.
@@ -220,7 +222,7 @@ pub(super) fn lookup_sum(terms: [&Tensor; 2], user: &str) -> Result<Option<Arc<A
     join(&origins.into_iter().flatten().collect::<Vec<_>>(), user)
 }
 
-/// The layout of what is computed from `origins`.
+/// The layout of a result computed from `origins`.
 fn join(origins: &[Arc<Activation>], user: &str) -> Result<Option<Arc<Activation>>> {
     let Some(first) = origins.first() else { return Ok(None) };
     let mut joined = first;
@@ -244,7 +246,8 @@ fn join(origins: &[Arc<Activation>], user: &str) -> Result<Option<Arc<Activation
     Ok(Some(joined.clone()))
 }
 
-/// Checks the parameters that candle's operations used on the way to an activation.
+/// Checks the parameters that candle's operations used between the recorded tensors and an
+/// activation.
 fn check_parameters(activation: &Activation, between: &[TensorId]) -> Result<()> {
     let Some(plan) = activation.plan.upgrade() else { return Ok(()) };
     for parameter in between.iter().filter_map(|id| plan.parameters.get(id)) {
@@ -280,12 +283,13 @@ fn check_parameter(activation: &Activation, parameter: &Parameter) -> Result<()>
     }
 }
 
-/// The layout of `x` and the layer that computed it, for messages, if a layer of a plan took part in it.
+/// The layout of `x` and the layer that computed it, for messages. `None` if it was computed
+/// without any layer of a plan.
 pub fn describe_layout(x: &Tensor) -> Option<String> {
     lookup(x, "this").ok().flatten().map(|activation| activation.describe())
 }
 
-/// Checks that a loss was not computed from a part of an activation.
+/// Checks that a loss was not computed from a sharded activation.
 pub fn check_loss(loss: &Tensor) -> Result<()> {
     match lookup(loss, "the loss")? {
         Some(activation) if !activation.is_whole() => Err(Error::other(format!(
@@ -298,9 +302,9 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
     }
 }
 
-/// Adds advice to candle's errors about operands that do not fit: the last layouts of a tensor-parallel
-/// plan's layers if shapes differ (a part of an activation differs from a whole one), the origin of the
-/// dtypes if those differ. Returns other errors unchanged.
+/// Adds advice to candle's errors about mismatched operands. If shapes differ, names the last
+/// layouts of a tensor-parallel plan's layers, because one operand may be sharded. If dtypes
+/// differ, explains their origin. Returns other errors unchanged.
 pub fn explain_mismatch(error: Error) -> Error {
     let Error::Candle(candle, at) = &error else { return error };
     let text = candle.to_string();
@@ -341,9 +345,9 @@ mod tests {
     use super::*;
     use crate::autograd::function;
 
-    /// Small ones, and those past which graphs go ([`graph_id`]).
+    /// Small tensors, and tensors large enough that graphs bypass them ([`graph_id`]).
     #[test]
-    fn layouts_are_found_through_functions_that_note_none() {
+    fn layouts_pass_through_unrecorded_functions() {
         for elements in [4, 1 << 16] {
             let twice = |x: &Tensor| {
                 let y = (x.detach() * 2.0).unwrap();

@@ -1,18 +1,18 @@
-//! Differentiable collectives, for layers of one's own.
+//! Differentiable collectives, for custom layers.
 //!
-//! Each takes a tensor in the graph and a process group, communicates when it is called and again in
-//! backward, so all ranks of the group call them in the same order. Groups of one rank communicate
-//! nothing.
+//! Each takes a tensor in the graph and a process group, and communicates both when called and in
+//! backward. So all ranks of the group must call them in the same order. Groups of one rank
+//! communicate nothing.
 //!
-//! | | forward | backward | for |
+//! | | forward | backward | use |
 //! |---|---|---|---|
-//! | [`copy_to`] | identity | all-reduce | an input that is replicated, before ranks compute different parts |
-//! | [`reduce_from`] | all-reduce | identity | the sum of what ranks computed, after |
-//! | [`all_gather`] | all-gather | reduce-scatter | an input that is cut, before ranks compute different parts |
-//! | [`reduce_scatter`] | reduce-scatter | all-gather | the sum of what ranks computed, to be cut |
-//! | [`gather`] | all-gather | split | before ranks all compute the same |
-//! | [`split`] | split | all-gather | after ranks all computed the same |
-//! | [`all_to_all`] | all-to-all | all-to-all | cut another dimension instead |
+//! | [`copy_to`] | identity | all-reduce | replicated input of different parts |
+//! | [`reduce_from`] | all-reduce | identity | sum of partial results |
+//! | [`all_gather`] | all-gather | reduce-scatter | sharded input of different parts |
+//! | [`reduce_scatter`] | reduce-scatter | all-gather | sum of partial results, sharded |
+//! | [`gather`] | all-gather | split | input of the same computation |
+//! | [`split`] | split | all-gather | output of the same computation |
+//! | [`all_to_all`] | all-to-all | all-to-all | change of the sharded dimension |
 //!
 //! ```
 //! use std::sync::Arc;
@@ -62,7 +62,7 @@ fn apply(
     if group.size() == 1 {
         return Ok(x.clone());
     }
-    // The graph takes over the output's memory, and all-reduces are in place.
+    // The graph takes over the output's memory, and all-reduces work in place.
     let own = move |x: &Tensor| match how {
         Redistribute::Copy | Redistribute::AllReduce => x.force_contiguous(),
         _ => x.contiguous(),
@@ -85,7 +85,7 @@ fn none() -> Result<usize> {
     Ok(0)
 }
 
-/// Forward: identity. Backward: the gradient's sum over the ranks.
+/// Forward: identity. Backward: sums the gradient over the ranks.
 ///
 /// # Errors
 /// If a peer fails.
@@ -93,7 +93,7 @@ pub fn copy_to(x: &Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
     apply(x, Redistribute::Copy, none, group)
 }
 
-/// Forward: the sum over the ranks. Backward: identity.
+/// Forward: sums over the ranks. Backward: identity.
 ///
 /// # Errors
 /// If a peer fails.
@@ -101,8 +101,8 @@ pub fn reduce_from(x: &Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> 
     apply(x, Redistribute::AllReduce, none, group)
 }
 
-/// Forward: the ranks' equal parts, put together along `dim` in rank order. Backward: this rank's
-/// part of the gradient's sum over the ranks.
+/// Forward: concatenates the ranks' equal parts along `dim` in rank order. Backward: this rank's
+/// part of the gradient summed over the ranks.
 ///
 /// # Errors
 /// If there is no such dimension, or a peer fails.
@@ -110,8 +110,8 @@ pub fn all_gather(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Resu
     apply(x, Redistribute::AllGather(dim), || whole(x, dim, group), group)
 }
 
-/// Forward: this rank's part, along `dim`, of the sum over the ranks. Backward: the gradient's parts
-/// put together.
+/// Forward: this rank's part, along `dim`, of the sum over the ranks. Backward: concatenates the
+/// gradient's parts.
 ///
 /// # Errors
 /// If there is no such dimension or the ranks do not divide it, or a peer fails.
@@ -120,8 +120,8 @@ pub fn reduce_scatter(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> 
     apply(x, Redistribute::ReduceScatter(dim), none, group)
 }
 
-/// Forward: the ranks' equal parts, put together along `dim` in rank order. Backward: this rank's
-/// part of the gradient, which all ranks have whole.
+/// Forward: concatenates the ranks' equal parts along `dim` in rank order. Backward: this rank's
+/// part of the gradient, which every rank has whole.
 ///
 /// # Errors
 /// If there is no such dimension, or a peer fails.
@@ -129,7 +129,7 @@ pub fn gather(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<T
     apply(x, Redistribute::Gather(dim), || whole(x, dim, group), group)
 }
 
-/// Forward: this rank's part of `x` along `dim`. Backward: the gradient's parts put together.
+/// Forward: this rank's part of `x` along `dim`. Backward: concatenates the gradient's parts.
 ///
 /// # Errors
 /// If there is no such dimension or the ranks do not divide it, or a peer fails.
@@ -138,8 +138,8 @@ pub fn split(x: &Tensor, dim: isize, group: &Arc<dyn ProcessGroup>) -> Result<Te
     apply(x, Redistribute::Split(dim), none, group)
 }
 
-/// Forward: cuts `x` along `split_dim`, sends part `i` to rank `i`, and puts what arrives together along
-/// `concat_dim` in rank order. Backward: the reverse.
+/// Forward: cuts `x` along `split_dim`, sends part `i` to rank `i`, and concatenates the received
+/// parts along `concat_dim` in rank order. Backward: the reverse.
 ///
 /// # Errors
 /// If there are no such dimensions or the ranks do not divide `split_dim`, or a peer fails.

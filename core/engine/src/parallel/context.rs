@@ -1,4 +1,4 @@
-//! Context parallelism: sequences cut over ranks.
+//! Context parallelism: sequences sharded over ranks.
 
 use std::ops::Range;
 use std::sync::Arc;
@@ -9,26 +9,26 @@ use super::redistribute::dimension;
 use crate::collective::{AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter};
 use crate::{Error, Result};
 
-/// The ranks of a context-parallel group and how they share a sequence.
+/// The ranks of a context-parallel group, which share each sequence.
 ///
-/// A sequence is cut into `2 C` chunks for `C` ranks; rank `r` holds chunks `r` and `2 C - 1 - r`, so
-/// that under causal attention, where late positions see more than early ones, every rank has as much
-/// work (head-tail balance, as PyTorch's context parallelism).
+/// A sequence is cut into `2 C` chunks for `C` ranks, and rank `r` holds chunks `r` and
+/// `2 C - 1 - r`. Under causal attention late positions see more than early ones; with this
+/// assignment every rank has as much work (head-tail balance, as in PyTorch's context parallelism).
 ///
 /// Attention needs the keys and values of the whole sequence. They are **all-gathered**, not passed
-/// around a ring: with grouped key and value heads they are small, one collective a layer costs one
-/// rendezvous where a ring costs `C - 1`, and each chunk of queries then sees its keys in one piece,
-/// in one product without rescaling partial results. Both move the same bytes. A ring would hold
-/// `2 / C` of the keys and values at a time and could overlap with products, which is worth it where
-/// the network has processors of its own. Backward gathers them again instead of keeping them, and
-/// reduce-scatters their gradients.
+/// around a ring. With grouped key and value heads they are small. One collective per layer costs
+/// one rendezvous, where a ring costs `C - 1`. Each chunk of queries sees its keys in one piece, in
+/// one product without rescaling partial results. Both ways move the same bytes. A ring would hold
+/// `2 / C` of the keys and values at a time and could overlap with products, which pays off on
+/// networks with their own processors. Backward gathers keys and values again instead of keeping
+/// them, and reduce-scatters their gradients.
 #[derive(Clone)]
 pub struct ContextParallel {
     group: Arc<dyn ProcessGroup>,
 }
 
 impl ContextParallel {
-    /// Context parallelism over the ranks of `group`; `None` if that is one rank.
+    /// Context parallelism over the ranks of `group`; `None` for a single rank.
     pub fn new(group: Arc<dyn ProcessGroup>) -> Option<Self> {
         (group.size() > 1).then_some(Self { group })
     }
@@ -43,7 +43,7 @@ impl ContextParallel {
         self.group.rank()
     }
 
-    /// The positions of a sequence of `length` that `rank` holds: two ranges, in order.
+    /// The positions of a sequence of `length` held by `rank`: two ranges, in order.
     fn chunks(&self, rank: usize, length: usize) -> [Range<usize>; 2] {
         let n = length / (2 * self.size());
         [rank, 2 * self.size() - 1 - rank].map(|i| i * n..(i + 1) * n)
@@ -54,8 +54,8 @@ impl ContextParallel {
         self.chunks(self.rank(), local * self.size())
     }
 
-    /// This rank's part of `x` along `dim`, its sequence: input ids, targets, position ids. Not
-    /// collective.
+    /// This rank's part of `x` along the sequence dimension `dim`, for input ids, targets and
+    /// position ids. Not collective.
     ///
     /// # Errors
     /// If `2 C` does not divide the sequence.
@@ -79,8 +79,8 @@ impl ContextParallel {
         Ok(Tensor::cat(&parts, dim)?)
     }
 
-    /// Gathers each of `parts` along dimension 1, in the order of positions. Collective; outside the
-    /// graph.
+    /// Gathers each of `parts` along dimension 1, in the order of positions. Collective; outside
+    /// the graph.
     pub fn gather(&self, parts: &[&Tensor]) -> Result<Vec<Tensor>> {
         let gathers = parts
             .iter()
@@ -94,8 +94,7 @@ impl ContextParallel {
         gathers.iter().zip(parts).map(|(gather, x)| self.in_order(&gather.output, x)).collect()
     }
 
-    /// Puts `flat`, the ranks' tensors of the shape of `x` one after the other, in the order of
-    /// positions.
+    /// Reorders `flat`, the ranks' tensors in the shape of `x` one after the other, by position.
     fn in_order(&self, flat: &Tensor, x: &Tensor) -> Result<Tensor> {
         let half = x.dim(1)? / 2;
         let ranks = flat
@@ -108,7 +107,7 @@ impl ContextParallel {
         Ok(Tensor::cat(&heads.chain(tails).collect::<candle_core::Result<Vec<_>>>()?, 1)?)
     }
 
-    /// This rank's part, along dimension 1, of each whole tensor's sum over the ranks. Collective;
+    /// This rank's part, along dimension 1, of each whole tensor summed over the ranks. Collective;
     /// outside the graph.
     pub fn reduce_scatter(&self, wholes: &[&Tensor]) -> Result<Vec<Tensor>> {
         let size = self.size();

@@ -1,4 +1,4 @@
-//! How a layer computes under a plan.
+//! The computation of a layer under a plan.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -14,14 +14,14 @@ use crate::parameter::{Parameter, record, record_outputs};
 use crate::shard::chunk;
 use crate::{Error, Result};
 
-/// A layer's record in the [`ModuleTree`](crate::module::ModuleTree), which plans write to and the
-/// layer reads when it computes. Clones are the same record.
+/// A layer's record in the [`ModuleTree`](crate::module::ModuleTree). Plans write to it, and the
+/// layer reads it when it computes. Clones share the record.
 ///
-/// A layer of one's own gets it from [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare)
+/// A custom layer gets it from [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare)
 /// and computes between [`redistribute_input`](Self::redistribute_input) and
-/// [`redistribute_output`](Self::redistribute_output); the [`Redistributed`] that these return
-/// redistribute the gradients back, in the opposite order. [`record`](Self::record) enters the output
-/// into the graph.
+/// [`redistribute_output`](Self::redistribute_output). Both return a [`Redistributed`], which
+/// redistributes the gradient back, in the opposite order. [`record`](Self::record) enters the
+/// output into the graph.
 #[derive(Clone)]
 pub struct LayerHandle(Arc<Inner>);
 
@@ -33,9 +33,9 @@ struct Inner {
     parallel: RwLock<Option<Arc<LayerParallel>>>,
 }
 
-/// What the layers of a plan share.
+/// The state shared by the layers of a plan.
 pub(crate) struct PlanRecord {
-    /// The ranks that the layers are cut over.
+    /// The ranks that share the layers.
     pub(super) group: Arc<dyn ProcessGroup>,
     /// The trainable parameters, by the ids of their tokens.
     pub(super) parameters: HashMap<TensorId, Parameter>,
@@ -57,7 +57,7 @@ impl PlanRecord {
         plan
     }
 
-    /// An activation that the ranks hold in this layout.
+    /// An activation with this layout over the ranks.
     pub(super) fn activation(
         self: &Arc<Self>,
         layout: Option<Layout>,
@@ -68,24 +68,24 @@ impl PlanRecord {
     }
 }
 
-/// The length of the sequence that a plan's layers have cut, for the layers that gather it.
+/// The length of the sequence that a plan's layers have cut, for layers that gather it.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SequenceLength(Arc<AtomicUsize>);
 
-/// How a plan has a layer compute.
+/// The plan's instructions for a layer.
 pub(crate) struct LayerParallel {
     plan: Arc<PlanRecord>,
     /// The layer's path and style, for messages.
     name: Arc<str>,
-    /// Whether the plan names it.
+    /// Whether the plan names the layer.
     in_plan: bool,
-    /// Whether it computes with whatever part it gets.
+    /// Whether the layer accepts any part of an activation.
     on_parts: bool,
-    /// How the input is redistributed, and its layouts before and after.
+    /// Redistribution of the input, with the layouts before and after.
     input: Redistribute,
     takes: Layout,
     computes_with: Layout,
-    /// How the output is redistributed, and its layouts before and after.
+    /// Redistribution of the output, with the layouts before and after.
     output: Redistribute,
     computes: Layout,
     gives: Layout,
@@ -122,7 +122,7 @@ impl LayerParallel {
         })
     }
 
-    /// A layer that another one computes, which redistributes activations for it.
+    /// A layer computed by another one, which redistributes activations for it.
     pub(crate) fn of_part(plan: Arc<PlanRecord>, path: &str, sharding: &LayerSharding) -> Self {
         Self { in_plan: true, computes: sharding.output[0], ..Self::not_in_plan(plan, path) }
     }
@@ -160,7 +160,7 @@ impl LayerHandle {
         &self.0.path
     }
 
-    /// Whether the layer computes in f32 though activations have half precision
+    /// Whether the layer computes in f32 despite half-precision activations
     /// ([`ModuleInit::keep_in_fp32`](crate::module::ModuleInit::keep_in_fp32)).
     pub fn keeps_fp32(&self) -> bool {
         self.0.keeps_fp32.load(Ordering::Relaxed)
@@ -170,8 +170,8 @@ impl LayerHandle {
         self.0.keeps_fp32.store(true, Ordering::Relaxed);
     }
 
-    /// The layer's input in `dtype`, which the layer computes in: an input of another floating-point
-    /// dtype is cast, in the graph, so that its gradient is cast back. Integers stay as they are.
+    /// Casts the layer's input to `dtype`, in which the layer computes. The cast is in the graph,
+    /// so the gradient is cast back. Integers stay as they are.
     ///
     /// # Errors
     /// If candle cannot cast it.
@@ -182,8 +182,8 @@ impl LayerHandle {
         }
     }
 
-    /// The dtype of the layer's output, if it computes in `dtype` and gets an input in `given`: `dtype`,
-    /// or the half precision of the input if the layer [keeps f32](Self::keeps_fp32).
+    /// The dtype of the layer's output if it computes in `dtype` on an input in `given`: `dtype`,
+    /// or the input's half precision if the layer [keeps f32](Self::keeps_fp32).
     pub fn output_dtype(&self, given: DType, dtype: DType) -> DType {
         match self.keeps_fp32() && matches!(given, DType::BF16 | DType::F16) {
             true => given,
@@ -191,12 +191,12 @@ impl LayerHandle {
         }
     }
 
-    /// The output of the layer's `forward`, which computes in `dtype`: the input is
-    /// [cast](Self::cast_input) to that, and the output to the [dtype](Self::output_dtype) of the layers
-    /// around. In the graph.
+    /// Calls the layer's `forward`, which computes in `dtype`. Casts the input
+    /// [to `dtype`](Self::cast_input), and the output to the [dtype](Self::output_dtype) of the
+    /// surrounding layers. In the graph.
     ///
     /// # Errors
-    /// Those of `forward`.
+    /// If `forward` or a cast fails.
     pub fn in_own_dtype(
         &self,
         x: &Tensor,
@@ -210,10 +210,10 @@ impl LayerHandle {
         }
     }
 
-    /// Runs a part of the layer's computation. Errors that name no place in the model get its path.
+    /// Runs a part of the layer's computation. Errors without a location get its path.
     ///
     /// # Errors
-    /// Those of `compute`.
+    /// If `compute` fails.
     pub fn run<R>(&self, compute: impl FnOnce() -> Result<R>) -> Result<R> {
         compute().map_err(|error| error.in_module(self.path()))
     }
@@ -226,20 +226,20 @@ impl LayerHandle {
         *self.0.parallel.write().expect("no panic while writing") = Some(Arc::new(parallel));
     }
 
-    /// Whether a plan that cuts layers over several ranks names this one.
+    /// Whether a plan over several ranks names this layer.
     pub fn is_in_plan(&self) -> bool {
         self.parallel().is_some_and(|parallel| parallel.in_plan)
     }
 
-    /// Whether each rank computes a partial sum, so that a bias is added after
+    /// Whether each rank computes a partial sum. If so, a bias is added after
     /// [`redistribute_output`](Self::redistribute_output).
     pub fn output_is_partial(&self) -> bool {
         self.parallel().is_some_and(|parallel| parallel.computes == Layout::Partial)
     }
 
-    /// Sums over the ranks what each has of its part of the layer's inputs, as the squares in the norm of a weight's
-    /// rows; `x`, which may be overwritten, where [the output is no partial sum](Self::output_is_partial). Collective
-    /// if it is one.
+    /// Sums `x`, a value computed from this rank's part of the layer's inputs, over the ranks. An
+    /// example is the squared norm of a weight's rows. `x` may be overwritten. Collective if
+    /// [the output is a partial sum](Self::output_is_partial); otherwise returns `x`.
     ///
     /// # Errors
     /// If a peer fails.
@@ -252,7 +252,7 @@ impl LayerHandle {
         }
     }
 
-    /// The layout that the layer computes with, for layers whose result depends on it (dropout).
+    /// The layout in which the layer computes, for layers whose result depends on it (dropout).
     pub fn computes_with(&self) -> Layout {
         self.parallel().map_or(Layout::Replicate, |parallel| parallel.computes_with)
     }
@@ -262,16 +262,17 @@ impl LayerHandle {
         self.parallel().is_some_and(|parallel| parallel.input != Redistribute::Keep)
     }
 
-    /// This rank's index among the ranks that the layer is cut over, and their number.
+    /// This rank's index among the ranks that share the layer, and their number.
     pub fn rank_and_size(&self) -> (usize, usize) {
         self.parallel()
             .map_or((0, 1), |parallel| (parallel.group().rank(), parallel.group().size()))
     }
 
-    /// Checks that `x`, the layer's input, has the layout that the layer takes.
+    /// Checks that `x`, the layer's input, has the layout that the layer expects.
     ///
     /// # Errors
-    /// If not; the message names the layer that computed `x`, and how to make both ends agree.
+    /// If it does not. The message names the layer that computed `x`, and how to make both ends
+    /// agree.
     pub fn check_input(&self, x: &Tensor) -> Result<()> {
         let Some(parallel) = self.parallel() else { return Ok(()) };
         let at = |message: String| Error::Module { path: self.0.path.clone(), message };
@@ -319,7 +320,7 @@ impl LayerHandle {
         }))
     }
 
-    /// Checks the input and returns it in the layout that the layer computes with, outside the graph.
+    /// Checks the input and converts it to the layer's internal layout, outside the graph.
     /// Collective if the plan redistributes it.
     ///
     /// # Errors
@@ -340,11 +341,11 @@ impl LayerHandle {
         Ok(whole)
     }
 
-    /// The output in its layout between layers, outside the graph. Collective if the plan redistributes
-    /// it.
+    /// Converts the output to its layout between layers, outside the graph. Collective if the plan
+    /// redistributes it.
     ///
     /// # Errors
-    /// If a peer fails, or the dimension that is cut does not divide.
+    /// If a peer fails, or the ranks do not divide the dimension to cut.
     pub fn redistribute_output(&self, y: Tensor) -> Result<(Tensor, Redistributed)> {
         match self.parallel() {
             None => Ok((y, Redistributed::none())),
@@ -378,13 +379,13 @@ impl LayerHandle {
         }
     }
 
-    /// For a layer that computes with an input cut along the last dimension (`shard(-1)`): where this
-    /// rank's part begins, and the size of the whole. `x` is the input before it was redistributed,
-    /// `input` after. Collective if the layer that computed `x` is unknown, which is the same on all
-    /// ranks.
+    /// For a layer that computes on an input sharded along the last dimension (`shard(-1)`): the
+    /// offset of this rank's part, and the size of the whole. `x` is the input before
+    /// redistribution, `input` after. Collective if the layer that computed `x` is unknown, which
+    /// is the same on all ranks.
     ///
     /// # Errors
-    /// If a peer fails, or `input` has not the size of this rank's part.
+    /// If a peer fails, or `input` does not have the size of this rank's part.
     pub fn last_dimension(&self, x: &Tensor, input: &Tensor) -> Result<(usize, usize)> {
         let width = input.dim(D::Minus1)?;
         let Some(parallel) = self.parallel() else { return Ok((0, width)) };
@@ -410,24 +411,24 @@ impl LayerHandle {
         }
     }
 
-    /// Whether the layer leaves its output cut where the loss works on parts of the classes
+    /// Whether the layer leaves its output sharded if the loss works on parts of the classes
     /// ([`ForwardScope::loss_parallel`](crate::module::ForwardScope::loss_parallel)).
     pub fn loss_parallel(&self) -> bool {
         self.parallel().is_some_and(|parallel| parallel.loss_parallel)
     }
 
-    /// Enters `output`, which the layer computed from `inputs` and `parameters`, into the graph, and
-    /// records its layout. `inputs` are the tensors that the layer was given, of which the first is its
-    /// input; at most three, or two where there are parameters.
+    /// Enters `output`, which the layer computed from `inputs` and `parameters`, into the graph,
+    /// and records its layout. The first of `inputs` is the layer's input. At most three inputs, or
+    /// two with parameters.
     ///
     /// `backward` gets the output and its gradient (contiguous). It must
     /// [accumulate](Parameter::accumulate) into each of `parameters` and then
-    /// [end its use](Parameter::end_use), which may free the parameter's memory, so its value must not
-    /// be read after that. It returns a gradient for each input; those of inputs outside the graph are
-    /// dropped. Its errors that name no place in the model get the layer's path.
+    /// [end its use](Parameter::end_use). This may free the parameter's memory, so the value must
+    /// not be read afterwards. It returns a gradient for each input; gradients of inputs outside
+    /// the graph are dropped. Its errors without a location get the layer's path.
     ///
     /// # Errors
-    /// None but candle's.
+    /// If candle fails.
     pub fn record(
         &self,
         inputs: &[&Tensor],
@@ -443,7 +444,8 @@ impl LayerHandle {
         }
     }
 
-    /// As [`record`](Self::record), for logits that stay cut: `first` is this rank's first class.
+    /// As [`record`](Self::record), for logits that stay sharded: `first` is this rank's first
+    /// class.
     pub fn record_logits(
         &self,
         inputs: &[&Tensor],
@@ -461,13 +463,13 @@ impl LayerHandle {
         mark(y, Arc::new(Activation { layout, classes, ..(*activation).clone() }))
     }
 
-    /// As [`record`](Self::record), for a layer that adds its two `inputs`, computes `output` of the sum, and gives
-    /// both. They are in memory of their own, and the sum is held as the inputs are, which
-    /// [`check_sum`](Self::check_sum) has checked. `backward` is called once, with the gradients (contiguous) of output
-    /// and sum, or of the one that gets a gradient.
+    /// As [`record`](Self::record), for a layer that adds its two `inputs`, computes `output` from
+    /// the sum, and returns both. Both have their own memory. The sum has the layout of the inputs,
+    /// as checked by [`check_sum`](Self::check_sum). `backward` is called once, with the gradients
+    /// (contiguous) of output and sum; one may be `None`.
     ///
     /// # Errors
-    /// None but candle's.
+    /// If candle fails.
     pub fn record_with_sum(
         &self,
         inputs: [&Tensor; 2],
@@ -490,10 +492,10 @@ impl LayerHandle {
         outputs.try_into().map_err(|_| Error::other("an output and a sum are two tensors"))
     }
 
-    /// Checks the layouts of two tensors that the layer adds as they are, to compute with the sum.
+    /// Checks the layouts of two tensors that the layer adds without redistribution.
     ///
     /// # Errors
-    /// As [`check_input`](Self::check_input), and if the ranks hold them in two ways.
+    /// As [`check_input`](Self::check_input), and if their layouts differ.
     pub fn check_sum(&self, inputs: [&Tensor; 2]) -> Result<()> {
         let Some(parallel) = self.parallel() else { return Ok(()) };
         for input in inputs {
@@ -505,7 +507,7 @@ impl LayerHandle {
         self.sum_activation(inputs).map(drop)
     }
 
-    /// How the ranks hold the sum of these tensors.
+    /// The layout of the sum of these tensors.
     fn sum_activation(&self, inputs: [&Tensor; 2]) -> Result<Option<Arc<Activation>>> {
         match self.parallel() {
             Some(_) => activations::lookup_sum(inputs, &format!("`{}`", self.0.path)),
@@ -569,11 +571,11 @@ fn same(a: Layout, b: Layout, rank: usize) -> bool {
     a == b || place(a) == place(b)
 }
 
-/// Enters `output`, computed from `inputs` (at most three) by a function without parameters that
-/// changes no layout, into the graph.
+/// Enters `output`, computed from at most three `inputs`, into the graph. The function must have no
+/// parameters and keep the layout.
 ///
 /// # Errors
-/// None but candle's.
+/// If candle fails.
 pub fn record_function(
     inputs: &[&Tensor],
     output: Tensor,
@@ -591,10 +593,10 @@ pub fn record_function(
 }
 
 impl SequenceLength {
-    /// Records the length of a sequence that is about to be cut.
+    /// Records the length of a sequence before it is cut.
     fn note(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<()> {
         let (length, ranks) = (x.dims().get(1).copied().unwrap_or(0), group.size());
-        // In generation, without a backward, any length will do.
+        // In generation, without a backward, any length is allowed.
         if GradMode::current().expects_backward() && !length.is_multiple_of(ranks) {
             return Err(Error::Module {
                 path: path.to_owned(),
@@ -609,10 +611,10 @@ impl SequenceLength {
         Ok(())
     }
 
-    /// The length of the sequence that `x` is a part of.
+    /// The length of the whole sequence of `x`.
     fn check(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<usize> {
         if GradMode::current().recomputes() {
-            // Its forward has checked it; another sequence may have been cut since.
+            // The forward has checked the length; another sequence may have been cut since.
             return Ok(x.dim(1)? * group.size());
         }
         let length = self.0.load(Ordering::Relaxed);

@@ -1,4 +1,4 @@
-//! How tensor-parallel ranks hold an activation.
+//! Layouts of activations over tensor-parallel ranks.
 
 use std::str::FromStr;
 
@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 
-/// How the ranks of a group hold an activation and its gradient (DTensor's placements).
+/// The layout of an activation and its gradient over the ranks of a group (DTensor's placements).
 ///
 /// In configuration files `"replicate"` or `"shard(1)"`; negative dimensions count from the end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
@@ -14,17 +14,18 @@ use crate::{Error, Result};
 pub enum Layout {
     /// Every rank holds the whole.
     Replicate,
-    /// The dimension is cut into one chunk a rank.
+    /// Each rank holds one chunk of the dimension.
     Shard(isize),
-    /// Each rank holds a partial sum; the whole is the sum over the ranks. Within a layer only:
-    /// between layers neither an activation nor its gradient is partial, and no plan can say so.
+    /// Each rank holds a partial sum, and the whole is the sum over the ranks. Only within a layer:
+    /// between layers neither activations nor gradients are partial, and plans cannot name this
+    /// layout.
     Partial,
 }
 
 impl Layout {
-    /// Cut along the sequence, dimension 1 of `[batch, time, ..]`.
+    /// Sharded along the sequence, dimension 1 of `[batch, time, ..]`.
     pub const SEQUENCE: Self = Self::Shard(1);
-    /// Cut along the last dimension.
+    /// Sharded along the last dimension.
     pub const LAST: Self = Self::Shard(-1);
 }
 

@@ -1,11 +1,11 @@
 //! Tensor, sequence and context parallelism: plans, styles, and differentiable collectives.
 //!
-//! A [`Plan`] maps patterns of module paths to [`ParallelStyle`]s, with PyTorch's names and meaning;
-//! [`ModuleTree::parallelize_module`](crate::module::ModuleTree::parallelize_module) applies it before
-//! any value exists: it cuts the parameters' specs and tells the layers what to communicate at their
-//! edges. A [`ParallelLayer`] says which styles a kind of layer takes and what they do to it; the layers
-//! of `nn` implement it, and others can. [`ContextParallel`] cuts sequences. [`collectives`] are for
-//! layers outside of plans.
+//! A [`Plan`] maps patterns of module paths to [`ParallelStyle`]s, with PyTorch's names and
+//! meaning. [`ModuleTree::parallelize_module`](crate::module::ModuleTree::parallelize_module)
+//! applies it before any values exist: it cuts the parameters' specs and tells the layers which
+//! collectives to run at their edges. A [`ParallelLayer`] defines which styles a kind of layer
+//! supports, and how they shard it. The layers of `nn` implement it, and others can.
+//! [`ContextParallel`] shards sequences. [`collectives`] are for layers outside of plans.
 //!
 //! ```
 //! use fulgurite_core::parallel::{Colwise, Rowwise};
@@ -19,12 +19,14 @@
 //! ```
 //!
 //! # Layouts
-//! Between layers an activation is replicated over the tensor-parallel ranks or cut along a dimension,
-//! and **its gradient has the same layout**. A style says which layouts a layer takes and gives, and a
-//! plan must make neighbours agree. Each layer checks that in the forward, before it communicates: it
-//! knows which layer computed its input, directly or through candle's operations, and the error names
-//! both ends. A layer that is not in the plan takes whole activations, a loss whole ones or
-//! [`ShardedLogits`], and a parameter whose gradient the plan sums must be used on parts.
+//! Between layers an activation is replicated over the tensor-parallel ranks or sharded along a
+//! dimension, and **its gradient has the same layout**. A style sets the layouts of a layer's input
+//! and output, and a plan must make neighbours agree. Each layer checks its input in forward,
+//! before it communicates. It knows which layer computed the input, directly or through candle's
+//! operations, and the error names both ends.
+//!
+//! A layer outside of the plan takes whole activations. A loss takes whole activations or
+//! [`ShardedLogits`]. A parameter whose gradient the plan sums must be used on sharded activations.
 
 pub(crate) mod activations;
 pub mod collectives;

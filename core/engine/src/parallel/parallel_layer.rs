@@ -1,4 +1,4 @@
-//! How a layer supports tensor-parallel plans.
+//! Support of layers for tensor-parallel plans.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,10 +6,11 @@ use std::fmt;
 use super::{LayerSharding, Layout, ParallelStyle};
 use crate::{Error, Result};
 
-/// Which styles a kind of layer takes from tensor-parallel plans
-/// ([`parallelize_module`](crate::module::ModuleTree::parallelize_module)), and how they shard it. A
-/// layer passes it to [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare) when it is
-/// built, and gets the [`LayerHandle`](super::LayerHandle) with which it computes as the plan says.
+/// The styles of tensor-parallel plans
+/// ([`parallelize_module`](crate::module::ModuleTree::parallelize_module)) that a kind of layer
+/// supports, and how they shard it. A layer passes it to
+/// [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare) when it is built. It gets a
+/// [`LayerHandle`](super::LayerHandle), with which it computes as the plan says.
 ///
 /// ```
 /// use fulgurite_core::Result;
@@ -34,8 +35,8 @@ use crate::{Error, Result};
 ///         match styles.own() {
 ///             Some(ParallelStyle::Colwise(style)) => Ok(LayerSharding::default()
 ///                 .cut("weight", 0)
-///                 // Each rank computes other outputs from the whole input, so it has a partial sum
-///                 // of the input's gradient.
+///             // Each rank computes different outputs from the whole input, so it has a
+///             // partial sum of the input's gradient.
 ///                 .input(style.input, Layout::Partial)
 ///                 .output(Layout::LAST, style.output)),
 ///             _ => Err(styles.cannot_take(self)),
@@ -47,23 +48,23 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
     /// The name of the kind of layer, for messages: `Linear`.
     fn kind(&self) -> &'static str;
 
-    /// Which styles the layer takes, for messages: "it takes colwise and rowwise".
+    /// The supported styles, for messages: "it takes colwise and rowwise".
     fn takes(&self) -> &'static str {
         "it takes replicated_with_grad_allreduce"
     }
 
-    /// Names of the layers inside of this one that it computes itself as one operation, such as
-    /// attention's projections. Plans give them styles, and this layer says how these shard them.
+    /// Names of inner layers that this layer computes itself as one operation, such as attention's
+    /// projections. Plans give them styles, and this layer decides their sharding.
     fn parts(&self) -> &'static [&'static str] {
         &[]
     }
 
-    /// How the styles that a plan gives the layer and its parts cut the parameters and redistribute
-    /// input and output. Called when a plan with such styles is applied; returns the same on every rank
-    /// and communicates nothing.
+    /// Decides how the styles that a plan gives the layer and its parts cut the parameters and
+    /// redistribute input and output. Called when a plan with such styles is applied. Returns the
+    /// same on every rank and communicates nothing.
     ///
     /// # Errors
-    /// If the layer does not take the style ([`LayerStyles::cannot_take`]) or one of its layouts
+    /// If the layer does not support the style ([`LayerStyles::cannot_take`]) or one of its layouts
     /// ([`LayerStyles::expect`]), or its sizes do not divide ([`LayerStyles::error`]).
     fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
         match styles.own() {
@@ -73,7 +74,7 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
     }
 }
 
-/// The style of each path that a plan names.
+/// The style of each path named by a plan.
 pub(crate) type Styles = BTreeMap<String, ParallelStyle>;
 
 /// The styles that a plan gives a layer and its parts.
@@ -103,7 +104,7 @@ impl<'a> LayerStyles<'a> {
         self.styles.get(&format!("{}.{name}", self.path)).copied()
     }
 
-    /// Number of ranks that the plan cuts layers over.
+    /// Number of ranks that share the layers.
     pub fn ranks(&self) -> usize {
         self.ranks
     }
@@ -113,16 +114,16 @@ impl<'a> LayerStyles<'a> {
         Error::Module { path: self.path.to_owned(), message: message.into() }
     }
 
-    /// The error that the layer does not take its own style.
+    /// The error that the layer does not support its own style.
     pub fn cannot_take(&self, layer: &(impl ParallelLayer + ?Sized)) -> Error {
         let style = self.own().map_or("cut", |style| style.name());
         self.error(format!("a layer of kind {} cannot be {style}; {}", layer.kind(), layer.takes()))
     }
 
-    /// Checks a layout of the layer's own style; `what` is the key's name.
+    /// Checks a layout of the layer's own style. `what` is the key's name.
     ///
     /// # Errors
-    /// If it is not one of `allowed`, which the message lists.
+    /// If it is not one of `allowed`. The message lists them.
     pub fn expect(
         &self,
         layer: &(impl ParallelLayer + ?Sized),

@@ -1,4 +1,4 @@
-//! Plans: which style each layer gets.
+//! Plans: the style of each layer.
 
 use serde::de::{Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
@@ -11,12 +11,12 @@ pub struct PlanEntry {
     /// A pattern of module paths; `*` is one segment, or a part of one (see
     /// [`glob_match`](crate::module::glob_match)).
     pub pattern: String,
-    /// The style of the layers that match.
+    /// The style of matching layers.
     pub style: ParallelStyle,
 }
 
-/// An ordered list of patterns and styles. Every pattern must match a layer, and no layer more than
-/// one pattern: the order does not matter to a model.
+/// An ordered list of patterns and styles. Every pattern must match a layer, and no layer may match
+/// two patterns, so the order has no effect on a model.
 ///
 /// In configuration files a table:
 ///
@@ -39,12 +39,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// A plan that does nothing.
+    /// An empty plan.
     pub fn new() -> Self {
         Self::default()
     }
 
-    /// The plan with one more entry.
+    /// Adds an entry.
     #[must_use]
     pub fn with(mut self, pattern: impl Into<String>, style: impl Into<ParallelStyle>) -> Self {
         self.entries.push(PlanEntry { pattern: pattern.into(), style: style.into() });
@@ -102,7 +102,7 @@ impl<'de> Deserialize<'de> for Plan {
     }
 }
 
-/// A [`Plan`](crate::parallel::Plan) written down: `plan! { "blocks.*.up" => Colwise::default() }`.
+/// Makes a [`Plan`](crate::parallel::Plan): `plan! { "blocks.*.up" => Colwise::default() }`.
 #[macro_export]
 macro_rules! plan {
     ($($pattern:expr => $style:expr),* $(,)?) => {

@@ -9,27 +9,27 @@ use crate::collective::{AllGather, Collective, ProcessGroup, ReduceOp, ReduceSca
 use crate::shard::chunk;
 use crate::{Error, Result};
 
-/// How an activation is redistributed at the edge of a layer, and its gradient in backward.
+/// A redistribution of an activation at the edge of a layer, and of its gradient in backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Redistribute {
     /// Identity. Backward: identity.
     Keep,
-    /// Identity, for ranks that each compute a part. Backward: all-reduce.
+    /// Identity, before each rank computes a part. Backward: all-reduce.
     Copy,
     /// All-reduce of partial sums. Backward: identity.
     AllReduce,
-    /// All-gather along a dimension, for ranks that each compute a part. Backward: reduce-scatter.
+    /// All-gather along a dimension, before each rank computes a part. Backward: reduce-scatter.
     AllGather(isize),
     /// Reduce-scatter of partial sums along a dimension. Backward: all-gather.
     ReduceScatter(isize),
-    /// All-gather along a dimension, for ranks that all compute the same. Backward: this rank's
+    /// All-gather along a dimension, before all ranks compute the same. Backward: this rank's
     /// chunk.
     Gather(isize),
     /// This rank's chunk of a dimension. Backward: all-gather.
     Split(isize),
 }
 
-/// A redistribution that was done, kept to redistribute the gradient back.
+/// A finished redistribution, kept to redistribute the gradient back.
 #[derive(Clone)]
 pub struct Redistributed {
     /// `None` if nothing is communicated.
@@ -39,7 +39,7 @@ pub struct Redistributed {
     total: usize,
 }
 
-/// The dimension of `x` that `dim` means, which may count from the end.
+/// The dimension index of `dim`, which may count from the end.
 pub(super) fn dimension(x: &Tensor, dim: isize) -> Result<usize> {
     let place = if dim < 0 { x.rank().checked_add_signed(dim) } else { Some(dim.unsigned_abs()) };
     place.filter(|&d| d < x.rank()).ok_or_else(|| {
@@ -48,9 +48,9 @@ pub(super) fn dimension(x: &Tensor, dim: isize) -> Result<usize> {
 }
 
 impl Redistribute {
-    /// How a layer's input is redistributed from its layout between layers to the one that the layer
-    /// computes with, if one collective does it. `Partial` inside means that the values are whole and
-    /// each rank computes a partial sum of their gradient.
+    /// The redistribution of a layer's input from its layout between layers to the layer's internal
+    /// layout. `None` if one collective is not enough. `Partial` inside means that the values are
+    /// whole, and each rank computes a partial sum of their gradient.
     pub(crate) fn input(outside: Layout, inside: Layout) -> Option<Self> {
         Some(match (outside, inside) {
             (Layout::Replicate, Layout::Partial) => Self::Copy,
@@ -59,8 +59,9 @@ impl Redistribute {
         })
     }
 
-    /// How a layer's output is redistributed from the layout that the layer computes to the one between
-    /// layers, if one collective does it. `Partial` inside means that each rank computes a partial sum.
+    /// The redistribution of a layer's output from the layer's internal layout to the layout
+    /// between layers. `None` if one collective is not enough. `Partial` inside means that each
+    /// rank computes a partial sum.
     pub(crate) fn output(inside: Layout, outside: Layout) -> Option<Self> {
         Some(match (inside, outside) {
             (Layout::Partial, Layout::Replicate) => Self::AllReduce,
@@ -69,7 +70,7 @@ impl Redistribute {
         })
     }
 
-    /// How an activation is redistributed between two layouts that its gradient has too.
+    /// The redistribution between two layouts that the gradient has too.
     fn between(from: Layout, to: Layout) -> Option<Self> {
         match (from, to) {
             _ if from == to => Some(Self::Keep),
@@ -79,8 +80,8 @@ impl Redistribute {
         }
     }
 
-    /// Redistributes `x`, which is outside the graph and may be overwritten. `total` is the size of the
-    /// whole along the dimension that is gathered. Collective.
+    /// Redistributes `x`, which is outside the graph and may be overwritten. `total` is the whole
+    /// size of the gathered dimension. Collective.
     pub(crate) fn forward(
         self,
         x: &Tensor,
@@ -111,7 +112,7 @@ impl Redistributed {
     }
 
     /// Redistributes the gradient back; `grad` may be overwritten. Collective if the gradient is
-    /// communicated, which it may be where the activation was not.
+    /// communicated, which may be the case even if the activation was not.
     ///
     /// # Errors
     /// If a peer fails.
@@ -129,14 +130,14 @@ impl Redistributed {
     }
 }
 
-/// The sum over the ranks, in place if `x` is contiguous.
+/// Sums over the ranks, in place if `x` is contiguous.
 fn all_reduce(x: &Tensor, group: &dyn ProcessGroup) -> Result<Tensor> {
     let sum = x.detach().contiguous()?;
     group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
     Ok(sum)
 }
 
-/// The ranks' chunks (cut as `torch.chunk`), concatenated.
+/// Concatenates the ranks' chunks (cut as by `torch.chunk`).
 fn all_gather(x: &Tensor, dim: isize, total: usize, group: &dyn ProcessGroup) -> Result<Tensor> {
     let dim = dimension(x, dim)?;
     let sizes: Vec<usize> = (0..group.size()).map(|r| chunk(total, group.size(), r).1).collect();
@@ -201,7 +202,7 @@ fn reduce_scatter(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Te
     Ok(mine.reshape(dims)?)
 }
 
-/// A copy of this rank's chunk: a graph takes over its storage, and `x` keeps its own.
+/// Copies this rank's chunk. A graph takes over the copy's storage, and `x` keeps its own.
 fn split(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
     let dim = dimension(x, dim)?;
     let (start, size) = chunk(x.dim(dim)?, group.size(), group.rank());
@@ -210,7 +211,7 @@ fn split(x: &Tensor, dim: isize, group: &dyn ProcessGroup) -> Result<Tensor> {
     if part.elem_count() == 0 { Ok(part.zeros_like()?) } else { Ok(part.force_contiguous()?) }
 }
 
-/// Number of entries before and behind a dimension.
+/// Number of entries before and after a dimension.
 fn around(x: &Tensor, dim: usize) -> (usize, usize) {
     let dims = x.dims();
     (dims[..dim].iter().product(), dims[dim + 1..].iter().product())

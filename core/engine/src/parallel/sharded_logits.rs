@@ -1,4 +1,4 @@
-//! Logits whose classes are cut over ranks.
+//! Logits whose classes are sharded over ranks.
 
 use std::sync::Arc;
 
@@ -8,8 +8,9 @@ use super::{Layout, activations};
 use crate::collective::ProcessGroup;
 use crate::{Error, Result};
 
-/// Logits of which each rank has some classes: the output of a head that a plan made
-/// [`loss_parallel`](super::Colwise::loss_parallel), or what candle's operations computed from it.
+/// Logits whose classes are sharded: the output of a head with
+/// [`loss_parallel`](super::Colwise::loss_parallel) in its plan, or results of candle's operations
+/// on it.
 #[derive(Clone)]
 pub struct ShardedLogits {
     /// The ranks that share the classes.
@@ -21,12 +22,12 @@ pub struct ShardedLogits {
 }
 
 impl ShardedLogits {
-    /// How the classes of `logits` are cut, if they are. This follows from the layer that computed them,
-    /// not from their shape. For losses.
+    /// The sharding of the classes of `logits`; `None` if they are whole. It comes from the layer
+    /// that computed them, not from their shape. For losses.
     ///
     /// # Errors
-    /// If the logits are a part of an activation but not of the classes, or have another number of
-    /// classes than the head gave.
+    /// If the logits are sharded along another dimension than the classes, or have another number
+    /// of classes than the head's output.
     pub fn of(logits: &Tensor) -> Result<Option<Self>> {
         let Some(activation) = activations::lookup(logits, "the loss")? else { return Ok(None) };
         if activation.is_whole() {
@@ -54,8 +55,8 @@ impl ShardedLogits {
         Ok(Some(Self { group, first_class, classes }))
     }
 
-    /// Records that `loss`, computed from these logits, is whole on every rank. For losses of which
-    /// every rank computes the gradient for its own classes.
+    /// Records that `loss`, computed from these logits, is whole on every rank. For losses where
+    /// each rank computes the gradient of its own classes.
     pub fn note_loss(&self, loss: &Tensor) {
         if let Some(plan) = activations::plan_of(&self.group) {
             activations::note(loss, plan.activation(Some(Layout::Replicate), "the loss"));

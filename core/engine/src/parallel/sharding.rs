@@ -1,13 +1,13 @@
-//! How styles shard a layer.
+//! The sharding of layers by styles.
 
 use super::{Layout, Redistribute};
 use crate::{Error, Result};
 
-/// How the styles of a plan shard a layer: how its parameters are cut, and its input and output
-/// redistributed. Returned by [`ParallelLayer::shard`](super::ParallelLayer::shard).
+/// The sharding of a layer by the styles of a plan: cuts of its parameters, and redistributions of
+/// its input and output. Returned by [`ParallelLayer::shard`](super::ParallelLayer::shard).
 ///
-/// The default leaves everything whole. Parameters that it does not name are whole on every rank, and
-/// so are their gradients.
+/// The default leaves everything whole. Unnamed parameters and their gradients are whole on every
+/// rank.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LayerSharding {
     pub(crate) input: [Layout; 2],
@@ -19,10 +19,10 @@ pub struct LayerSharding {
     pub(crate) parts: Vec<(&'static str, LayerSharding)>,
 }
 
-/// How a style shards a parameter.
+/// The sharding of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ParameterSharding {
-    /// Cut along a dimension, each part on `replicas` neighbouring ranks.
+    /// Sharded along a dimension, with each part on `replicas` neighbouring ranks.
     Cut { dim: usize, replicas: usize },
     /// Whole on every rank.
     Replicated { partial_grad: bool },
@@ -46,15 +46,15 @@ impl Default for LayerSharding {
 }
 
 impl LayerSharding {
-    /// For [`ReplicatedWithGradAllreduce`](super::ParallelStyle::ReplicatedWithGradAllreduce): input and
-    /// output are the same part of an activation, whichever it is, and the parameters are whole with
-    /// partial gradients.
+    /// For [`ReplicatedWithGradAllreduce`](super::ParallelStyle::ReplicatedWithGradAllreduce).
+    /// Input and output are the same part of an activation, whichever part. Parameters are whole
+    /// and have partial gradients.
     pub fn on_parts() -> Self {
         Self { on_parts: true, ..Self::default() }.replicate_all(true)
     }
 
-    /// Sets the input's layout between layers, and the one that the layer computes with. As the latter,
-    /// `Partial` means whole values from which each rank computes another part of the output, so that
+    /// Sets the input's layout between layers, and the layer's internal layout. `Partial` inside
+    /// means whole values from which each rank computes a different part of the output, so that
     /// their gradient is partial.
     #[must_use]
     pub fn input(mut self, between_layers: Layout, computed_with: Layout) -> Self {
@@ -62,16 +62,16 @@ impl LayerSharding {
         self
     }
 
-    /// Sets the layout of the output that the layer computes, and the one between layers. As the former,
-    /// `Partial` means that each rank computes a partial sum.
+    /// Sets the layout in which the layer computes the output, and the layout between layers.
+    /// `Partial` inside means that each rank computes a partial sum.
     #[must_use]
     pub fn output(mut self, computed: Layout, between_layers: Layout) -> Self {
         self.output = [computed, between_layers];
         self
     }
 
-    /// Sets the sizes of the last dimension of the whole input and the whole output. Needed where that
-    /// dimension is gathered.
+    /// Sets the sizes of the last dimension of the whole input and the whole output. Needed if the
+    /// last dimension is gathered.
     #[must_use]
     pub fn widths(mut self, input: usize, output: usize) -> Self {
         self.widths = [input, output];
@@ -85,44 +85,44 @@ impl LayerSharding {
     }
 
     /// As [`cut`](Self::cut), into fewer chunks, each held by `replicas` neighbouring ranks. These
-    /// compute different things with it, so its gradient is partial.
+    /// ranks compute different things with it, so its gradient is partial.
     #[must_use]
     pub fn cut_shared(mut self, name: impl Into<String>, dim: usize, replicas: usize) -> Self {
         self.parameters.push((name.into(), ParameterSharding::Cut { dim, replicas }));
         self
     }
 
-    /// Keeps the parameter `name`, if the layer has it, whole on every rank. `partial_grad` says whether
-    /// its gradient is partial, because the ranks compute with it on different parts of an activation.
+    /// Keeps the parameter `name`, if the layer has it, whole on every rank. `partial_grad`: its
+    /// gradient is partial, because the ranks use it on different parts of an activation.
     #[must_use]
     pub fn replicate(mut self, name: impl Into<String>, partial_grad: bool) -> Self {
         self.parameters.push((name.into(), ParameterSharding::Replicated { partial_grad }));
         self
     }
 
-    /// As [`replicate`](Self::replicate), for all parameters of the layer itself.
+    /// As [`replicate`](Self::replicate), for all of the layer's own parameters.
     #[must_use]
     pub fn replicate_all(self, partial_grad: bool) -> Self {
         self.replicate(ALL, partial_grad)
     }
 
-    /// Sets how one of the layer's [parts](super::ParallelLayer::parts) is sharded. The layer
-    /// redistributes input and output for its parts, which do not.
+    /// Sets the sharding of one of the layer's [parts](super::ParallelLayer::parts). The layer
+    /// redistributes input and output for its parts.
     #[must_use]
     pub fn part(mut self, name: &'static str, sharding: Self) -> Self {
         self.parts.push((name, sharding));
         self
     }
 
-    /// Marks the output's last dimension as classes: where the loss can work on parts, it stays cut and
-    /// is known to be [logits](super::ShardedLogits).
+    /// Marks the output's last dimension as classes. If the loss can work on parts, the output
+    /// stays sharded and is recognised as [logits](super::ShardedLogits).
     #[must_use]
     pub fn loss_parallel(mut self, on: bool) -> Self {
         self.loss_parallel = on;
         self
     }
 
-    /// How input and output are redistributed.
+    /// The redistributions of input and output.
     pub(crate) fn redistributions(&self, path: &str) -> Result<[Redistribute; 2]> {
         let wrong = |message: String| Error::Module { path: path.to_owned(), message };
         let two = |from: Layout, to: Layout| {

@@ -1,4 +1,4 @@
-//! What a plan may do to a layer, under PyTorch's names.
+//! Parallel styles of layers, under PyTorch's names.
 
 use std::str::FromStr;
 
@@ -9,19 +9,19 @@ use serde::{Deserialize, Serialize};
 use super::Layout;
 use crate::{Error, Result};
 
-/// A linear layer whose outputs, or an embedding whose columns, are cut over the ranks (PyTorch's
-/// `ColwiseParallel`).
+/// A linear layer whose outputs, or an embedding whose columns, are sharded over the ranks
+/// (PyTorch's `ColwiseParallel`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Colwise {
     /// Layout of the input: `replicate`, or `shard(1)` for a part of the sequence, which is then
     /// gathered.
     pub input: Layout,
-    /// Layout of the output: `shard(-1)`, or `replicate`, to which it is then gathered.
+    /// Layout of the output: `shard(-1)`, or `replicate`, for which it is gathered.
     pub output: Layout,
     /// For an output head with `output = "replicate"`: under a trainer's or Fabric's
-    /// [forward scope](crate::module::ForwardScope) the logits stay cut, and the cross entropy works on
-    /// the parts. It recognises them also if rows were selected or reshaped in between
+    /// [forward scope](crate::module::ForwardScope) the logits stay sharded, and the cross entropy
+    /// works on the parts. It recognises them even if rows were selected or reshaped in between
     /// ([`ShardedLogits`](super::ShardedLogits)). Other code gets this rank's part of the logits;
     /// [`gather`](crate::parallel::collectives::gather) returns the whole.
     pub loss_parallel: bool,
@@ -33,16 +33,16 @@ impl Default for Colwise {
     }
 }
 
-/// A linear layer whose inputs, or an embedding whose rows, are cut over the ranks (PyTorch's
+/// A linear layer whose inputs, or an embedding whose rows, are sharded over the ranks (PyTorch's
 /// `RowwiseParallel`). A bias is added once, after the reduction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct Rowwise {
-    /// Layout of the input: `shard(-1)`, or `replicate`, of which each rank then takes its part. An
-    /// embedding takes ids, which are replicated; it ignores this.
+    /// Layout of the input: `shard(-1)`, or `replicate`, from which each rank takes its part.
+    /// Ignored for embeddings, whose ids are replicated.
     pub input: Layout,
-    /// Layout of the output: `replicate` by an all-reduce, or `shard(1)`, a part of the sequence, by a
-    /// reduce-scatter.
+    /// Layout of the output: `replicate` by an all-reduce, or `shard(1)`, a part of the sequence,
+    /// by a reduce-scatter.
     pub output: Layout,
 }
 
@@ -53,13 +53,14 @@ impl Default for Rowwise {
 }
 
 /// A norm or dropout that computes on this rank's part of the sequence (PyTorch's
-/// `SequenceParallel`). Its parameters are replicated, and their gradients summed over the ranks.
+/// `SequenceParallel`). Its parameters are replicated, and their gradients are summed over the
+/// ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct SequenceParallel {
-    /// Layout of the input: `shard(1)`, or `replicate`, of which each rank then takes its part.
+    /// Layout of the input: `shard(1)`, or `replicate`, from which each rank takes its part.
     pub input: Layout,
-    /// Layout of the output: `shard(1)`, or `replicate`, to which it is then gathered (norms only).
+    /// Layout of the output: `shard(1)`, or `replicate`, for which it is gathered (norms only).
     pub output: Layout,
 }
 
@@ -69,33 +70,35 @@ impl Default for SequenceParallel {
     }
 }
 
-/// A layer whose input is redistributed from one layout to another (PyTorch's `PrepareModuleInput`). On
-/// an attention or MLP block it saves a gather for each projection.
+/// A layer whose input is redistributed from one layout to another (PyTorch's
+/// `PrepareModuleInput`). On an attention or MLP block it replaces a gather for each projection by
+/// one.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrepareModuleInput {
     /// Layout of the input.
     pub input: Layout,
-    /// Layout that the layer computes in.
+    /// Layout in which the layer computes.
     pub desired: Layout,
 }
 
-/// A layer whose output is redistributed from one layout to another (PyTorch's `PrepareModuleOutput`).
+/// A layer whose output is redistributed from one layout to another (PyTorch's
+/// `PrepareModuleOutput`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PrepareModuleOutput {
-    /// Layout of what the layer computes.
+    /// Layout that the layer computes.
     pub output: Layout,
     /// Layout of the output.
     pub desired: Layout,
 }
 
-/// What a plan does to a layer.
+/// The parallel style of a layer in a plan.
 ///
-/// In configuration files a name that Hugging Face's plans have (`"colwise"`, `"rowwise"`,
-/// `"colwise_rep"`, `"rowwise_rep"`, `"sequence_parallel"`, `"replicated_with_grad_allreduce"`), or a
-/// table, whose `type` is one of these, `"prepare_module_input"` or `"prepare_module_output"`:
-/// `{ type = "rowwise", output = "shard(1)" }`.
+/// In configuration files a name from Hugging Face's plans (`"colwise"`, `"rowwise"`,
+/// `"colwise_rep"`, `"rowwise_rep"`, `"sequence_parallel"`, `"replicated_with_grad_allreduce"`) or
+/// a table. A table's `type` is one of these, `"prepare_module_input"` or
+/// `"prepare_module_output"`: `{ type = "rowwise", output = "shard(1)" }`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ParallelStyle {
@@ -109,13 +112,13 @@ pub enum ParallelStyle {
     PrepareModuleInput(PrepareModuleInput),
     /// See [`PrepareModuleOutput`].
     PrepareModuleOutput(PrepareModuleOutput),
-    /// Parameters that are replicated and have partial gradients, because the ranks use them on
-    /// different parts of an activation. It is an error if the layer gets whole activations.
+    /// Replicated parameters with partial gradients, because the ranks use them on different parts
+    /// of an activation. Whole activations are an error.
     ReplicatedWithGradAllreduce,
 }
 
 impl ParallelStyle {
-    /// The names that [`FromStr`] knows.
+    /// The names accepted by [`FromStr`].
     pub const NAMES: [&'static str; 6] = [
         "colwise",
         "rowwise",
@@ -196,7 +199,7 @@ impl From<PrepareModuleOutput> for ParallelStyle {
     }
 }
 
-/// The options of a style that has none.
+/// The options of a style without options.
 #[derive(Deserialize)]
 #[serde(deny_unknown_fields)]
 struct NoKeys {}
@@ -263,7 +266,7 @@ impl<'de> Visitor<'de> for NameOrTable {
                 table(name, map)
             }
             None => Err(untyped()),
-            // The configuration's deserializer puts the type first; others keep the order of the
+            // The configuration's deserializer puts the type first. Others keep the order of the
             // text.
             Some(first) => {
                 let mut rest = toml::Table::from_iter([(first.to_owned(), map.next_value()?)]);
@@ -271,7 +274,7 @@ impl<'de> Visitor<'de> for NameOrTable {
                     rest.insert(key, value);
                 }
                 let name = rest.remove("type").ok_or_else(untyped)?;
-                // The message alone: a position in this intermediate table says nothing.
+                // Only the message: a position in this intermediate table is meaningless.
                 let outside = |error: toml::de::Error| A::Error::custom(error.message());
                 let name = TypeName::deserialize(name).map_err(outside)?.0;
                 table(name, MapDeserializer::new(rest.into_iter())).map_err(outside)
@@ -280,8 +283,8 @@ impl<'de> Visitor<'de> for NameOrTable {
     }
 }
 
-/// The error of a table without a `type`: perhaps a pattern without quotes, which is read as nested
-/// tables.
+/// The error of a table without a `type`. It may be a pattern without quotes, which is read as
+/// nested tables.
 fn untyped<E: serde::de::Error>() -> E {
     E::custom(
         "a style that is a table needs a `type`; if this is the first part of a pattern, put the \
@@ -301,7 +304,7 @@ impl<'de> Deserialize<'de> for TypeName {
     }
 }
 
-/// The style of this type, from the table's other keys.
+/// Makes the style of this type from the table's other keys.
 fn table<'de, A: MapAccess<'de>>(name: &str, keys: A) -> Result<ParallelStyle, A::Error> {
     let keys = MapAccessDeserializer::new(keys);
     Ok(match name {
@@ -334,7 +337,7 @@ mod tests {
     }
 
     #[test]
-    fn layouts_are_read_as_they_are_written() {
+    fn layouts_round_trip() {
         for (layout, text) in [
             (Layout::Replicate, "\"replicate\""),
             (Layout::SEQUENCE, "\"shard(1)\""),
@@ -351,14 +354,14 @@ mod tests {
     }
 
     #[test]
-    fn names_and_tables_are_the_same_styles() {
+    fn names_and_tables_give_equal_styles() {
         let same = |name: &str, table: &str| {
             let style = read::<ParallelStyle>(&format!("{name:?}")).unwrap();
             assert_eq!(read(table), Ok(style), "{table}");
             assert_eq!(name.parse::<ParallelStyle>().unwrap(), style);
             assert!(name.starts_with(style.name()));
             assert_eq!(read(&serde_json::to_string(&style).unwrap()), Ok(style));
-            // As other formats than TOML may have it.
+            // As formats other than TOML may write it.
             let plain = format!("{{\"type\": {name:?}}}");
             assert_eq!(read(&plain), Ok(style));
         };
@@ -373,7 +376,7 @@ mod tests {
     }
 
     #[test]
-    fn tables_keep_what_they_say() {
+    fn tables_round_trip() {
         for style in [
             Colwise { input: Layout::SEQUENCE, loss_parallel: true, ..Colwise::default() }.into(),
             Rowwise { output: Layout::SEQUENCE, ..Rowwise::default() }.into(),
@@ -390,7 +393,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_wrong_is_named() {
+    fn invalid_styles_are_explained() {
         let wrong = |json: &str| read::<ParallelStyle>(json).unwrap_err();
         let messages = [
             wrong("\"columnwise\""),

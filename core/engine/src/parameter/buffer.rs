@@ -1,4 +1,4 @@
-//! Buffers: values of a module that no optimizer updates.
+//! Buffers: values of a module outside of the optimizer.
 
 use std::sync::{Arc, RwLock};
 
@@ -11,12 +11,12 @@ use crate::execution::GradMode;
 use crate::shard::Region;
 use crate::{Error, Result};
 
-/// What a buffer starts with.
+/// A buffer's initial values.
 #[derive(Debug, Clone)]
 pub enum BufferInit {
-    /// A function of the element, as of a parameter; the same on every rank.
+    /// A function of the element, as for parameters. The same on every rank.
     Init(Init),
-    /// These values, which must be the same on every rank.
+    /// These values. Must be the same on every rank.
     Values(Tensor),
 }
 
@@ -32,12 +32,12 @@ impl From<Tensor> for BufferInit {
     }
 }
 
-/// How a buffer is kept: by default in f32, and saved with the model.
+/// Options of a buffer. By default in f32 and saved with the model.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct BufferOptions {
-    /// Its dtype, which may be one of integers. Precision settings do not change it.
+    /// The dtype; may be an integer type. Precision settings do not change it.
     pub dtype: DType,
-    /// Whether checkpoints have it (`persistent` of torch's `register_buffer`).
+    /// Whether checkpoints save it (`persistent` of torch's `register_buffer`).
     pub persistent: bool,
 }
 
@@ -48,23 +48,24 @@ impl Default for BufferOptions {
 }
 
 impl BufferOptions {
-    /// A buffer of this dtype that is saved.
+    /// Options for a saved buffer of this dtype.
     pub fn dtype(dtype: DType) -> Self {
         Self { dtype, ..Self::default() }
     }
 
-    /// The same, not saved: what can be computed again, such as a table of angles.
+    /// Excludes the buffer from checkpoints. For values that can be computed again, such as a table
+    /// of angles.
     #[must_use]
     pub fn not_persistent(self) -> Self {
         Self { persistent: false, ..self }
     }
 }
 
-/// A module's value that is not trained: a running statistic, a counter, a mask. Declared with
-/// [`ModuleBuilder::buffer`](crate::module::ModuleBuilder::buffer); clones are the same buffer.
+/// An untrained value of a module: a running statistic, a counter, a mask. Declared with
+/// [`ModuleBuilder::buffer`](crate::module::ModuleBuilder::buffer). Clones are the same buffer.
 ///
 /// Every rank has it whole, under every strategy. It has values once the model is set up. Layers
-/// [set](Self::set) it in training forwards; after each step the data-parallel ranks are made equal
+/// [set](Self::set) it in training forwards. After each step the data-parallel ranks are made equal
 /// (`trainer.sync_buffers`).
 #[derive(Clone)]
 pub struct Buffer(Arc<Inner>);
@@ -73,7 +74,7 @@ struct Inner {
     fqn: String,
     shape: Vec<usize>,
     options: BufferOptions,
-    /// Taken once the buffer has values.
+    /// `None` once the buffer has values.
     init: RwLock<Option<BufferInit>>,
     /// For messages and comparisons of models.
     starts_with: String,
@@ -81,7 +82,7 @@ struct Inner {
 }
 
 impl Buffer {
-    /// A buffer without memory. If `is_variable`, its tensor is a variable of candle's, which
+    /// A buffer without memory. With `is_variable`, its tensor is a candle variable, which
     /// `Var::from_tensor` does not copy.
     pub(crate) fn new(
         fqn: String,
@@ -132,7 +133,7 @@ impl Buffer {
         self.0.options.dtype
     }
 
-    /// Whether checkpoints have it.
+    /// Whether checkpoints save it.
     pub fn is_persistent(&self) -> bool {
         self.0.options.persistent
     }
@@ -147,17 +148,17 @@ impl Buffer {
         (self.elem_count() as u64).saturating_mul(self.dtype().size_in_bytes() as u64)
     }
 
-    /// What it starts with, for comparisons between ranks.
+    /// A description of the initial values, for comparisons between ranks.
     pub(crate) fn starts_with(&self) -> &str {
         &self.0.starts_with
     }
 
-    /// Its tensor, which has no memory before the model is set up.
+    /// The buffer's tensor, without memory before the model is set up.
     pub(crate) fn tensor(&self) -> &Tensor {
         &self.0.tensor
     }
 
-    /// Gives it its initial values, if it has none yet.
+    /// Fills in the initial values, if it has none yet.
     pub(crate) fn materialize(&self, seed: u64) -> Result<()> {
         let Some(init) = self.0.init.write().expect("no panic while writing").take() else {
             return Ok(());
@@ -174,8 +175,8 @@ impl Buffer {
         storage::copy_from(&self.0.tensor.detach(), &values)
     }
 
-    /// The values, detached. They share the buffer's memory, so they change when it is
-    /// [set](Self::set): a backward that needs them as they are keeps a copy.
+    /// The detached values. They share the buffer's memory, so they change when the buffer is
+    /// [set](Self::set). A backward that needs the current values must keep a copy.
     ///
     /// # Errors
     /// Before the model was set up.
@@ -187,10 +188,10 @@ impl Buffer {
         Ok(self.0.tensor.detach())
     }
 
-    /// Replaces the values in place, converting their dtype. A forward calls it on this rank, in
-    /// training only ([`ForwardScope`](crate::module::ForwardScope)). While a checkpointed unit is
-    /// computed again it does nothing: its forward has set the buffer already. So what such a unit
-    /// gives must not depend on a buffer that it sets.
+    /// Replaces the values in place, converting their dtype. Called on this rank by a forward, only
+    /// in training ([`ForwardScope`](crate::module::ForwardScope)). Does nothing while a
+    /// checkpointed unit is recomputed, because its forward has already set the buffer. So the
+    /// output of such a unit must not depend on a buffer that it sets.
     ///
     /// # Errors
     /// If the values have another shape, or the model was not set up.

@@ -1,4 +1,4 @@
-//! How strategies take gradients.
+//! Delivery of gradients to strategies.
 
 use std::collections::HashMap;
 use std::sync::Mutex;
@@ -9,8 +9,8 @@ use super::ParameterSlot;
 use crate::Result;
 use crate::autograd::storage;
 
-/// The dtype in which gradients, sums within layers and optimizer updates are computed for values of
-/// `dtype`, so that small terms are not lost: f64 for f64, f32 for all others.
+/// The dtype for gradients, sums within layers and optimizer updates of values in `dtype`, so that
+/// small terms are not lost: f64 for f64, f32 for all others.
 pub fn accumulation_dtype(dtype: DType) -> DType {
     match dtype {
         DType::F64 => DType::F64,
@@ -18,41 +18,41 @@ pub fn accumulation_dtype(dtype: DType) -> DType {
     }
 }
 
-/// Takes parameters' gradients for a strategy. Called on the thread that runs backward.
+/// Receives parameters' gradients for a strategy. Called on the thread that runs backward.
 ///
 /// # Contract
-/// For each parameter that takes part in a backward, [`buffer`](GradReducer::buffer) is called
-/// before its first gradient arrives (and again for later ones), and
-/// [`ready`](GradReducer::ready) once, when every use of the parameter has delivered: in backward
-/// order, or, for parameters that some use never delivered to, when backward ends. `ready` must not
-/// block on other ranks longer than it needs to start a collective.
+/// For each parameter in a backward, [`buffer`](GradReducer::buffer) is called before its first
+/// gradient arrives, and again for later ones. [`ready`](GradReducer::ready) is called once, when
+/// every use of the parameter has delivered its gradient. Calls of `ready` come in backward order;
+/// parameters with a use that never delivers come when backward ends. `ready` must not block on
+/// other ranks longer than it takes to start a collective.
 pub trait GradReducer: Send + Sync {
-    /// The memory this parameter's gradient is accumulated in: a flat contiguous tensor or view with one
-    /// element for each of the compute tensor's. Its content is not read before the first gradient is
-    /// written.
+    /// The memory in which this parameter's gradient is accumulated: a flat contiguous tensor or
+    /// view with as many elements as the compute tensor. Its content is not read before the first
+    /// gradient is written.
     ///
     /// # Errors
-    /// If there is no memory for it, or it can take no more gradients.
+    /// If memory runs out, or the parameter can take no more gradients.
     fn buffer(&self, slot: &ParameterSlot) -> Result<Tensor>;
 
-    /// The parameter's gradient of this backward is complete.
+    /// Reports that the parameter's gradient of this backward is complete.
     ///
     /// # Errors
     /// If a reduction cannot be started.
     fn ready(&self, slot: &ParameterSlot) -> Result<()>;
 }
 
-/// A reducer that keeps each gradient in a tensor of its own and communicates nothing: for one process,
-/// and for strategies that communicate after backward.
+/// A reducer that keeps each gradient in a separate tensor and communicates nothing. For one
+/// process, and for strategies that communicate after backward.
 #[derive(Debug, Default)]
 pub struct LocalGrads(Mutex<HashMap<String, Tensor>>);
 
 impl LocalGrads {
-    /// Makes the sum over the step's backwards each parameter's local gradient, or zeros if no gradient
-    /// arrived. For parameters that this rank holds whole.
+    /// Sets each parameter's local gradient to the sum over the step's backwards, or to zeros if no
+    /// gradient arrived. For parameters that this rank holds whole.
     ///
     /// # Errors
-    /// If memory cannot be had.
+    /// If memory runs out.
     pub fn deliver(&self, slots: &[ParameterSlot]) -> Result<()> {
         for slot in slots.iter().filter(|slot| slot.requires_grad()) {
             slot.set_local_grad(Some(self.complete(slot)?));
@@ -60,11 +60,11 @@ impl LocalGrads {
         Ok(())
     }
 
-    /// Takes a parameter's gradient out: the sum over this rank's backwards since it was last taken, or
-    /// zeros if none arrived.
+    /// Takes a parameter's gradient: the sum over this rank's backwards since the last call, or
+    /// zeros if no gradient arrived.
     ///
     /// # Errors
-    /// If memory cannot be had.
+    /// If memory runs out.
     pub fn take(&self, slot: &ParameterSlot) -> Result<Tensor> {
         let grad = self.complete(slot)?;
         self.0.lock().expect("no panic while looking up").remove(slot.fqn());

@@ -1,4 +1,4 @@
-//! A parameter's gradient within a step: the uses that will deliver one, and what they delivered.
+//! A parameter's gradient within a step: pending uses, and gradients delivered by them.
 
 use std::collections::BTreeSet;
 use std::sync::{Arc, MutexGuard};
@@ -12,34 +12,34 @@ use crate::{Error, Result};
 /// The state of a parameter's gradient within a step.
 #[derive(Debug, Default)]
 pub(super) struct GradFlow {
-    /// Uses by layers with a backward of their own that have not delivered yet.
+    /// Uses, by layers with a hand-written backward, that have not delivered yet.
     pub(super) pending_uses: usize,
     /// Whether candle's graph has yet to deliver to the hook.
     pub(super) pending_hook: bool,
-    /// The units (`None`: outside of units) whose layers hold the compute tensor itself and record a
-    /// graph. Their uses cannot be counted, so every backward is expected to deliver.
+    /// The units (`None`: outside of units) whose layers hold the compute tensor directly and
+    /// record a graph. Their uses cannot be counted, so every backward is expected to deliver.
     pub(super) exposed_in: BTreeSet<Option<usize>>,
-    /// Whether the buffer holds a gradient already, so that the next one is added.
+    /// Whether the buffer already holds a gradient, to which the next one is added.
     pub(super) accumulated: bool,
-    /// Whether anything was delivered in the backward that is running.
+    /// Whether the running backward has delivered a gradient.
     pub(super) delivered_now: bool,
-    /// Whether `ready` was called in the backward that is running.
+    /// Whether the running backward has called `ready`.
     pub(super) ready: bool,
-    /// This rank's reduced gradient, flat, as the optimizer takes it.
+    /// This rank's reduced gradient, flat, for the optimizer.
     pub(super) local_grad: Option<Tensor>,
 }
 
 impl GradFlow {
-    /// Whether all counted uses have delivered and `ready` was not called yet.
+    /// Whether all counted uses have delivered and `ready` has not been called yet.
     pub(super) fn complete(&self) -> bool {
         self.pending_uses == 0 && !self.pending_hook && !self.ready
     }
 }
 
-/// For layers that compute their own backward.
+/// For layers with a hand-written backward.
 impl Parameter {
-    /// Counts one use, whose backward will call [`end_use`](Self::end_use). Counts nothing if there will
-    /// be no backward, and nothing again when a checkpointed unit is recomputed.
+    /// Counts one use, whose backward will call [`end_use`](Self::end_use). Counts nothing without
+    /// a later backward, and nothing again when a checkpointed unit is recomputed.
     pub(crate) fn begin_use(&self) {
         if !self.takes_grad() {
             return;
@@ -55,8 +55,8 @@ impl Parameter {
         }
     }
 
-    /// Sets whether layers of a unit (`None`: outside of units) hold the compute tensor itself and
-    /// record a graph, which those of a checkpointed unit do not.
+    /// Sets whether layers of a unit (`None`: outside of units) hold the compute tensor directly
+    /// and record a graph. Layers of a checkpointed unit do not.
     pub(crate) fn set_exposed(&self, unit: Option<usize>, in_graph: bool) {
         let mut flow = self.flow();
         match in_graph {
@@ -66,7 +66,7 @@ impl Parameter {
         flow.pending_hook = self.requires_grad() && !flow.exposed_in.is_empty();
     }
 
-    /// Lets `write` add a gradient to the parameter's buffer: it gets the flat buffer, and whether
+    /// Lets `write` add a gradient to the parameter's buffer. It gets the flat buffer, and whether
     /// to add to its content (`true`) or to overwrite it. Does nothing for a frozen or paused
     /// parameter.
     pub fn accumulate_with(&self, write: impl FnOnce(&Tensor, bool) -> Result<()>) -> Result<()> {
@@ -99,7 +99,7 @@ impl Parameter {
         Ok(())
     }
 
-    /// Adds a gradient of the parameter's shape, any layout and float dtype.
+    /// Adds a gradient of the parameter's shape, in any layout and float dtype.
     pub fn accumulate(&self, grad: &Tensor) -> Result<()> {
         let shape = self.compute_shape();
         if grad.dims() != shape {
@@ -113,16 +113,16 @@ impl Parameter {
         })
     }
 
-    /// Ends one counted use, whose gradient was delivered. After the last one the reducer is told that
-    /// the gradient is [ready](GradReducer::ready).
+    /// Ends one counted use whose gradient was delivered. After the last one, the reducer is told
+    /// that the gradient is [ready](GradReducer::ready).
     pub fn end_use(&self) -> Result<()> {
         if !self.takes_grad() {
             return Ok(());
         }
         let complete = {
             let mut flow = self.flow();
-            // An uncounted use (its forward was before the end of the last backward) does not say how
-            // many are left.
+            // An uncounted use, whose forward ran before the last backward ended, says nothing
+            // about the remaining ones.
             let counted = flow.pending_uses > 0;
             flow.pending_uses = flow.pending_uses.saturating_sub(1);
             counted && flow.complete()
@@ -135,7 +135,7 @@ impl Parameter {
         self.flow().accumulated
     }
 
-    /// Takes the gradient that candle's graph has summed.
+    /// Takes the gradient summed by candle's graph.
     pub(super) fn deliver_from_graph(&self, grad: &Tensor) -> Result<()> {
         if !self.takes_grad() {
             return Ok(());

@@ -8,8 +8,8 @@ use super::Parameter;
 use super::parameter::Inner;
 use crate::autograd::storage;
 
-/// Makes a tensor of the parameter's full shape with empty storage; in backward it receives the
-/// parameter's summed gradient once and hands it on.
+/// Makes a tensor of the parameter's full shape with empty storage. In backward it receives the
+/// parameter's summed gradient once and passes it on.
 pub(super) struct GradHook {
     pub(super) parameter: Weak<Inner>,
     pub(super) shape: Shape,

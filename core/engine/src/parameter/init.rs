@@ -35,17 +35,17 @@ impl Init {
     /// All ones.
     pub const ONES: Self = Self::Const(1.0);
 
-    /// Checks that all values are numbers that parameters can hold.
+    /// Checks that all values are finite and fit in f32.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A message, if a value is invalid.
     pub(crate) fn check(self) -> std::result::Result<(), String> {
         let (numbers, fits) = match self {
             Self::Const(value) => (vec![value], true),
             Self::Normal { mean, std } => (vec![mean, std], std >= 0.0),
             Self::Uniform { low, high } => (vec![low, high], low <= high),
         };
-        // Values are computed in f32, whatever their dtype.
+        // Values are computed in f32 for every dtype.
         if fits && numbers.iter().all(|x| x.abs() <= f64::from(f32::MAX)) {
             return Ok(());
         }
@@ -56,14 +56,14 @@ impl Init {
         ))
     }
 
-    /// What `torch.nn.Linear` starts with: uniform within `1 / sqrt(fan_in)`.
+    /// The initial values of `torch.nn.Linear`: uniform within `1 / sqrt(fan_in)`.
     pub fn kaiming_uniform(fan_in: usize) -> Self {
         let bound = 1.0 / (fan_in.max(1) as f64).sqrt();
         Self::Uniform { low: -bound, high: bound }
     }
 
     /// The values of `region` of the parameter `fqn` with global shape `shape`, flat in the
-    /// region's row-major order. Equal for every way of cutting the parameter.
+    /// region's row-major order. They do not depend on how the parameter is cut.
     pub fn values(
         self,
         seed: u64,
@@ -105,7 +105,7 @@ impl Init {
     }
 }
 
-/// What candle_nn's initialiser does for a parameter of this shape.
+/// Converts candle_nn's initialiser for a parameter of this shape.
 pub(crate) fn from_candle(init: candle_nn::Init, shape: &candle_core::Shape) -> Init {
     match init {
         candle_nn::Init::Kaiming { dist, fan, non_linearity } => {

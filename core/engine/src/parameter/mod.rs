@@ -1,11 +1,12 @@
-//! Deferred parameters: declared without memory; a strategy fills and frees their values while graphs
-//! hold them, and is told when a gradient is complete.
+//! Deferred parameters, declared without memory. A strategy fills and frees their values while
+//! graphs hold them, and is told when a gradient is complete.
 //!
-//! A [`Parameter`] is a handle. Its *compute tensor* is made once, as the output of a custom op on a
-//! one-element token, with empty storage of the full shape; layers and graphs hold that tensor. A
+//! A [`Parameter`] is a handle. Its *compute tensor* is made once, as the output of a custom op on
+//! a one-element token, with empty storage of the full shape. Layers and graphs hold this tensor. A
 //! strategy fills and frees it through the parameter's [`ParameterSlot`]
-//! ([`compute`](ParameterSlot::compute) and [`storage`](crate::autograd::storage)), and sets the
-//! [`GradReducer`] that takes every gradient in backward; candle's `GradStore` never holds one.
+//! ([`compute`](ParameterSlot::compute) and [`storage`](crate::autograd::storage)). It also sets
+//! the [`GradReducer`], which takes every gradient in backward; candle's `GradStore` never holds
+//! one.
 
 mod buffer;
 mod grad;

@@ -28,46 +28,45 @@ pub(crate) struct ParameterSpec {
     pub(crate) device: Device,
     /// The initial values.
     pub(crate) init: Init,
-    /// Whether a gradient is computed for it.
+    /// Whether the parameter is trained.
     pub(crate) requires_grad: bool,
-    /// Whether the layer that declared it holds its compute tensor (`VarBuilder`), so that its shape is
-    /// fixed and its gradient comes out of candle's graph.
+    /// Whether the declaring layer holds its compute tensor (`VarBuilder`). Its shape is then
+    /// fixed, and its gradient comes from candle's graph.
     pub(crate) external: bool,
-    /// Whether it is of an adapter of a layer.
+    /// Whether the parameter belongs to a layer's adapter.
     pub(crate) adapter: bool,
-    /// What it is a packed part of, if it is one.
+    /// The quantised weight, if the parameter is a packed part of one.
     pub(crate) packed: Option<Packed>,
 }
 
 /// The part of a parameter that this rank's optimizer updates.
 #[derive(Debug, Clone)]
 pub struct LocalShard {
-    /// The values, flat. For a parameter that is not sharded this shares the compute tensor's
-    /// memory.
+    /// The values, flat. For an unsharded parameter they share the compute tensor's memory.
     pub values: Tensor,
-    /// Where they lie in the global tensor.
+    /// The shard's region in the global tensor.
     pub region: Region,
 }
 
-/// A handle to a parameter; clones refer to the same one.
+/// A handle to a parameter. Clones refer to the same parameter.
 ///
-/// Models hold it and compute with [`tensor`](Self::tensor). A layer with a backward of its own takes
-/// the detached [`value`](Self::value), [records](super::record) its output in the graph, and
+/// Models hold it and compute with [`tensor`](Self::tensor). A layer with a hand-written backward
+/// takes the detached [`value`](Self::value), [records](super::record) its output in the graph, and
 /// [accumulates](Self::accumulate) the gradient.
 ///
-/// Like PyTorch's `DTensor` it tells how the parameter is distributed: how the mesh cuts it
+/// Like PyTorch's `DTensor`, it describes the parameter's distribution: the mesh's cuts
 /// ([`spec`](Self::spec)), this rank's part ([`local`](Self::local)) and its gradient
-/// ([`local_grad`](Self::local_grad)), which optimizers and checkpoints work on. Strategies change it
-/// through the parameter's [slot](super::ParameterSlot).
+/// ([`local_grad`](Self::local_grad)). Optimizers and checkpoints work on these. Strategies change
+/// it through the parameter's [slot](super::ParameterSlot).
 #[derive(Clone)]
 pub struct Parameter(pub(super) Arc<Inner>);
 
-/// How tensor parallelism cuts a parameter, before strategies cut it further.
+/// A parameter's cut by tensor parallelism, before strategies cut it further.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct LayerCut {
-    /// The part of the global tensor that this rank's layer computes with.
+    /// The region of the global tensor that this rank's layer computes with.
     pub(crate) region: Region,
-    /// Whether the ranks of the cuts that replicate have partial gradients, whose sum is the gradient.
+    /// Whether replicating ranks have partial gradients, whose sum is the gradient.
     pub(crate) partial_grad: bool,
 }
 
@@ -80,24 +79,24 @@ pub(super) struct Inner {
     pub(super) local: RwLock<Option<LocalShard>>,
     pub(super) reducer: RwLock<Option<Arc<dyn GradReducer>>>,
     pub(super) flow: Mutex<GradFlow>,
-    /// Whether no gradient is computed for it at the moment, though it is trainable.
+    /// Whether a trainable parameter currently takes no gradient.
     paused: AtomicBool,
     /// See [`Parameter::optimizer`].
     optimizer: AtomicUsize,
     /// Whether its detached values were read where a backward was expected.
     was_read: AtomicBool,
-    /// Whether a forward entered it into a graph.
+    /// Whether a forward recorded it in a graph.
     was_recorded: AtomicBool,
 }
 
-/// Why a parameter has no gradient: [`Parameter::unused_because`].
+/// The reason why a parameter has no gradient: [`Parameter::unused_because`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum UnusedBecause {
     /// No forward used it.
     NotUsed,
-    /// Its values were read with [`Parameter::value`] alone, which are detached.
+    /// Its values were only read with [`Parameter::value`], which are detached.
     Detached,
-    /// A forward used it, or a layer of candle_nn holds it, and no gradient came back.
+    /// A forward used it, or a candle_nn layer holds it, but no gradient arrived.
     Cut,
 }
 
@@ -130,7 +129,7 @@ impl Parameter {
         Ok(parameter)
     }
 
-    /// The fully qualified name. A tied parameter keeps the name it was first declared with.
+    /// The fully qualified name. A tied parameter has the name of its first declaration.
     pub fn fqn(&self) -> &str {
         &self.0.declared.fqn
     }
@@ -160,31 +159,33 @@ impl Parameter {
         self.0.declared.init
     }
 
-    /// Whether it is trained: not if it was declared frozen.
+    /// Whether the parameter is trained, i.e. was not declared frozen.
     pub fn requires_grad(&self) -> bool {
         self.0.declared.requires_grad
     }
 
-    /// Whether it belongs to an [adapter](crate::module::Adapters), which a checkpoint of the model alone has not.
+    /// Whether it belongs to an [adapter](crate::module::Adapters). Checkpoints of the model alone
+    /// do not have it.
     pub fn is_adapter(&self) -> bool {
         self.0.declared.adapter
     }
 
-    /// The quantised weight that this is a part of, if it is one. Its values follow from those of that weight,
-    /// and so do its initial ones.
+    /// The quantised weight, if this is a packed part of one. Its values and initial values are
+    /// computed from the weight's.
     pub fn packed(&self) -> Option<&Packed> {
         self.0.declared.packed.as_ref()
     }
 
-    /// Whether a gradient is computed for it at the moment: it is [trained](Self::requires_grad), and not
-    /// [paused](super::PausedGradients) because another optimizer has its turn. Layers with a backward of
-    /// their own need not compute a gradient otherwise.
+    /// Whether the parameter currently takes a gradient. It must be [trained](Self::requires_grad),
+    /// and not [paused](super::PausedGradients) for another optimizer's turn. Otherwise layers with
+    /// a hand-written backward need not compute its gradient.
     pub fn takes_grad(&self) -> bool {
         self.requires_grad() && !self.0.paused.load(Ordering::Relaxed)
     }
 
-    /// The optimizer that updates it, where a model has several: 0 for the first one. They step, and are
-    /// [paused](super::PausedGradients), by themselves, so strategies reduce their gradients apart.
+    /// The index of the optimizer that updates it, if a model has several; 0 for the first.
+    /// Optimizers step and are [paused](super::PausedGradients) separately, so strategies reduce
+    /// their gradients separately.
     pub fn optimizer(&self) -> usize {
         self.0.optimizer.load(Ordering::Relaxed)
     }
@@ -203,8 +204,8 @@ impl Parameter {
         self.0.declared.external
     }
 
-    /// Elements of the model that it stands for: its own, but those of a quantised weight for the weight's codes,
-    /// and none for their scales.
+    /// Number of model elements it represents. Codes of a quantised weight count as the weight;
+    /// scales count as zero.
     pub fn model_elem_count(&self) -> usize {
         match self.packed() {
             None => self.elem_count(),
@@ -217,17 +218,17 @@ impl Parameter {
         self.global_shape().iter().product()
     }
 
-    /// How the mesh cuts the parameter.
+    /// The mesh's cuts of the parameter.
     pub fn spec(&self) -> ShardSpec {
         self.0.spec.read().expect("no panic while reading").clone()
     }
 
-    /// Sets how the mesh cuts the parameter, before values exist.
+    /// Sets the mesh's cuts of the parameter, before values exist.
     pub(super) fn set_spec(&self, spec: ShardSpec) {
         *self.0.spec.write().expect("no panic while writing") = spec;
     }
 
-    /// Cuts the tensor that this rank's layer computes with. The cuts of data parallelism come after.
+    /// Cuts the tensor that this rank's layer computes with. Cuts by data parallelism come later.
     ///
     /// # Errors
     /// If the compute tensor exists already.
@@ -244,21 +245,21 @@ impl Parameter {
         Ok(())
     }
 
-    /// The part of the global tensor that this rank's layer computes with: all of it, unless
+    /// The region of the global tensor that this rank's layer computes with: all of it, unless
     /// tensor parallelism cuts it.
     pub fn compute_region(&self) -> Region {
         let cut = self.0.layer_cut.read().expect("no panic while reading");
         cut.as_ref().map_or_else(|| Region::full(self.global_shape()), |cut| cut.region.clone())
     }
 
-    /// The shape of [`compute_region`](Self::compute_region): that of the tensor that layers compute with.
+    /// The shape of [`compute_region`](Self::compute_region) and of the compute tensor.
     pub fn compute_shape(&self) -> Vec<usize> {
         self.compute_region().sizes
     }
 
-    /// Whether tensor-parallel ranks hold the same values and partial gradients, as of a norm that
-    /// computes on parts of the sequence. Strategies sum these over the ranks of the
-    /// [spec](Self::spec)'s `tensor_parallel` cut that replicates.
+    /// Whether tensor-parallel ranks hold the same values and partial gradients, as in a norm that
+    /// computes on parts of the sequence. Strategies sum the gradients over the ranks of the
+    /// replicating `tensor_parallel` cut in the [spec](Self::spec).
     pub fn has_partial_grad(&self) -> bool {
         let cut = self.0.layer_cut.read().expect("no panic while reading");
         cut.as_ref().is_some_and(|cut| cut.partial_grad)
@@ -285,17 +286,17 @@ impl Parameter {
         self.compute_region().elem_count()
     }
 
-    /// The one-element tensor that stands for the parameter in a graph: pass it to
-    /// [`function`](crate::autograd::function) as an input and return `None` as its gradient.
+    /// The one-element tensor that stands for the parameter in a graph. Pass it to
+    /// [`function`](crate::autograd::function) as an input, and return `None` as its gradient.
     pub fn token(&self) -> &Tensor {
         &self.0.token
     }
 
-    /// The parameter as a tensor for plain candle operations. Their backward delivers the gradient.
+    /// The parameter as a tensor for plain candle operations, whose backward delivers the gradient.
     /// Under [`no_grad`](crate::autograd::no_grad) it is detached.
     ///
     /// # Errors
-    /// If the parameter has no values at the moment.
+    /// If the parameter currently has no values.
     pub fn tensor(&self) -> Result<Tensor> {
         let value = self.detached()?;
         if !self.takes_grad() {
@@ -320,19 +321,19 @@ impl Parameter {
         }
     }
 
-    /// Whether the parameter has values at the moment: not before a strategy has set it up, and under
-    /// FSDP not outside of its unit's forward and backward.
+    /// Whether the parameter currently has values. Not before a strategy has set it up, and under
+    /// FSDP only inside its unit's forward and backward.
     pub fn has_value(&self) -> bool {
         self.0.compute.get().is_some_and(|tensor| !storage::is_released(tensor))
     }
 
-    /// The parameter's values, **detached**: what is computed from them gives the parameter no gradient.
-    /// For layers that deliver the gradient themselves, and to look at; models compute with
+    /// The parameter's **detached** values: results computed from them give it no gradient. For
+    /// inspection, and for layers that deliver the gradient themselves. Models compute with
     /// [`tensor`](Self::tensor).
     ///
     /// # Errors
-    /// If the parameter has no values at the moment: it was used outside its unit's forward, or
-    /// before the strategy set it up.
+    /// If the parameter currently has no values, because it is used outside its unit's forward or
+    /// before the strategy has set it up.
     pub fn value(&self) -> Result<Tensor> {
         if self.takes_grad() && GradMode::current().expects_backward() {
             self.0.was_read.store(true, Ordering::Relaxed);
@@ -340,7 +341,7 @@ impl Parameter {
         self.detached()
     }
 
-    /// Why the parameter has no gradient, as far as its uses tell.
+    /// The reason why the parameter has no gradient, as far as its uses tell.
     pub fn unused_because(&self) -> UnusedBecause {
         let is_set = |flag: &AtomicBool| flag.load(Ordering::Relaxed);
         match (self.is_external() || is_set(&self.0.was_recorded), is_set(&self.0.was_read)) {
@@ -350,7 +351,7 @@ impl Parameter {
         }
     }
 
-    /// Notes that a forward entered it into a graph.
+    /// Marks the parameter as recorded in a graph by a forward.
     pub(super) fn note_recorded(&self) {
         self.0.was_recorded.store(true, Ordering::Relaxed);
     }
@@ -375,15 +376,15 @@ impl Parameter {
         local.clone().ok_or_else(|| Error::parameter(self.fqn(), "no strategy has set it up"))
     }
 
-    /// This rank's reduced gradient, flat and parallel to [`local`](Self::local)'s values; `None`
-    /// if there is none in this step.
+    /// This rank's reduced gradient, flat and parallel to [`local`](Self::local)'s values. `None`
+    /// without a gradient in this step.
     pub fn local_grad(&self) -> Option<Tensor> {
         self.flow().local_grad.clone()
     }
 
-    /// Replaces [`local_grad`](Self::local_grad), as assigning `p.grad` does in PyTorch. Call it before
-    /// the optimizer's step, on every rank for its own part; with `None` the step does not update the
-    /// parameter.
+    /// Replaces [`local_grad`](Self::local_grad), like assigning `p.grad` in PyTorch. Call it
+    /// before the optimizer's step, on every rank for its own part. With `None`, the step does not
+    /// update the parameter.
     pub fn set_local_grad(&self, grad: Option<Tensor>) {
         self.flow().local_grad = grad;
     }
@@ -411,10 +412,10 @@ mod tests {
     use super::super::Init;
     use crate::module::{ModuleBuilder, ModuleInit};
 
-    /// What torch calls a parameter on the meta device.
+    /// The counterpart of a torch parameter on the meta device.
     // checklist: torchtune: validate_no_params_on_meta_device
     #[test]
-    fn a_parameter_that_was_not_set_up_is_an_error_that_names_it() {
+    fn parameter_without_setup_is_named() {
         let b = ModuleBuilder::new(ModuleInit::default());
         let parameter = b.parameter("layers.0.weight", [2], Init::ONES).unwrap();
         assert!(!parameter.has_value());

@@ -1,19 +1,19 @@
-//! Parameters that are trained by another optimizer than the one whose turn it is.
+//! Parameters that are paused while another optimizer trains.
 
 use super::Parameter;
 
-/// While it lives, no gradient is computed for the parameters it was made of, and forwards record none:
-/// they take part as constants, as after `toggle_optimizer` in PyTorch Lightning. Its drop restores what was
-/// before. All ranks pause the same parameters, before the forward and until after the backward.
+/// While it lives, forwards treat its parameters as constants and no gradient is computed for them,
+/// as after `toggle_optimizer` in PyTorch Lightning. Dropping it restores the previous state. All
+/// ranks must pause the same parameters, from before the forward until after the backward.
 ///
-/// What a candle layer computes with a parameter's tensor that it holds itself (`var_builder`) is recorded
-/// all the same, and its gradient dropped if it arrives while the parameter is paused.
+/// candle layers that hold a parameter's tensor (`var_builder`) still record it. A gradient that
+/// arrives while the parameter is paused is dropped.
 #[must_use = "gradients are computed again as soon as it is dropped"]
 #[derive(Debug)]
 pub struct PausedGradients(Vec<Parameter>);
 
 impl PausedGradients {
-    /// Pauses the parameters; those that are paused already stay so when it is dropped.
+    /// Pauses the parameters. Already paused parameters stay paused when it is dropped.
     pub fn of<'a>(parameters: impl IntoIterator<Item = &'a Parameter>) -> Self {
         let fresh = parameters.into_iter().filter(|parameter| !parameter.set_paused(true));
         Self(fresh.cloned().collect())

@@ -1,4 +1,4 @@
-//! Recording a layer's computation in the graph.
+//! Records a layer's computation in the graph.
 
 use candle_core::Tensor;
 
@@ -6,22 +6,22 @@ use super::{Parameter, PausedGradients};
 use crate::autograd::{anomaly, detects_anomalies, function, functions, is_grad_enabled};
 use crate::{Error, Result};
 
-/// Enters `output`, computed from `inputs` and `parameters`, into the graph: at most three
-/// inputs, or two where there are parameters.
+/// Enters `output`, computed from `inputs` and `parameters`, into the graph. At most three inputs,
+/// or two with parameters.
 ///
-/// If anything is recorded, this counts one use of each parameter that [takes a
-/// gradient](Parameter::takes_grad). `backward` gets the output
-/// and its gradient (contiguous). It must [accumulate](Parameter::accumulate) into each of `parameters`
-/// and then [end its use](Parameter::end_use), which may free the parameter's memory, so its value must
-/// not be read after that. It returns a gradient for each input; those of inputs outside the graph are
-/// dropped.
+/// If a graph is recorded, counts one use of each parameter that
+/// [takes a gradient](Parameter::takes_grad). `backward` gets the output and its gradient
+/// (contiguous). It must [accumulate](Parameter::accumulate) into each of `parameters` and then
+/// [end its use](Parameter::end_use). This may free the parameter's memory, so the value must not
+/// be read afterwards. It returns a gradient for each input; gradients of inputs outside the graph
+/// are dropped.
 ///
-/// A layer that a tensor-parallel plan may name uses
+/// Layers that support tensor-parallel plans use
 /// [`LayerHandle::record`](crate::parallel::LayerHandle::record), which also records the output's
 /// layout.
 ///
 /// # Errors
-/// None but candle's.
+/// If candle fails.
 pub fn record(
     inputs: &[&Tensor],
     parameters: &[&Parameter],
@@ -42,11 +42,11 @@ pub fn record(
     })
 }
 
-/// [`record`] for several outputs, in memory of their own. `backward` is called once, with the gradients (contiguous) of
-/// those that get one.
+/// [`record`] for several outputs, each with its own memory. `backward` is called once, with the
+/// gradients (contiguous) of the outputs that get one.
 ///
 /// # Errors
-/// None but candle's.
+/// If candle fails.
 pub(crate) fn record_outputs(
     inputs: &[&Tensor],
     parameters: &[&Parameter],
@@ -59,20 +59,21 @@ pub(crate) fn record_outputs(
     functions(&arguments, outputs, move |grads| recorded.backward(grads, &backward))
 }
 
-/// What a backward knows of its record.
+/// A record's state for its backward.
 struct Recorded {
-    /// Which inputs are in the graph.
+    /// The inputs in the graph.
     tracked: Vec<bool>,
-    /// Whether the token of a parameter is.
+    /// Whether the graph has a parameter's token.
     with_token: bool,
-    /// Parameters that get no gradient of this forward, whenever its backward comes.
+    /// Parameters that get no gradient from this forward, whenever its backward runs.
     paused: Vec<Parameter>,
     /// All parameters, for messages.
     of: Vec<Parameter>,
 }
 
 impl Recorded {
-    /// Checks values if asked to, and counts the uses of the parameters. `None` if nothing is recorded.
+    /// Checks values under `detect_anomaly`, and counts uses of the parameters. `None` if no graph
+    /// is recorded.
     fn begin(
         inputs: &[&Tensor],
         parameters: &[&Parameter],
@@ -90,7 +91,7 @@ impl Recorded {
             }
         }
         if !is_grad_enabled() {
-            // Counts a use if a later backward computes this again.
+            // Counts a use if a later backward recomputes this layer.
             parameters.iter().for_each(|p| p.begin_use());
             return Ok(None);
         }
@@ -107,8 +108,9 @@ impl Recorded {
         Ok(Some(Self { tracked, with_token, paused, of: those(&|_| detects) }))
     }
 
-    /// What the graph has as inputs. Those outside the graph stay out of it. The token goes in even if an input is
-    /// tracked: candle tracks a cast from an integer, but its backward does not follow it.
+    /// The inputs of the graph node. Inputs outside the graph are left out. The token is included
+    /// even if an input is tracked: candle tracks casts from integers, but its backward does not
+    /// follow them.
     fn arguments<'a>(
         &self,
         inputs: &[&'a Tensor],
@@ -119,7 +121,7 @@ impl Recorded {
         tracked.map(|(x, _)| *x).chain(token).collect()
     }
 
-    /// Runs `backward` with the gradients of the outputs, and gives one for each of the
+    /// Runs `backward` with the gradients of the outputs, and returns one for each of the
     /// [arguments](Self::arguments).
     fn backward(
         &self,
@@ -148,14 +150,14 @@ impl Recorded {
     }
 }
 
-/// Checks a value of the layer that has these parameters; `what` has `{}` for what is wrong.
+/// Checks a value of the layer that has these parameters. `{}` in `what` stands for the finding.
 fn check_anomaly(parameters: &[&Parameter], tensor: &Tensor, what: &str) -> Result<()> {
     let Some(found) = anomaly(tensor)? else { return Ok(()) };
     let what = what.replace("{}", &found);
     let layer = parameters.first().and_then(|parameter| parameter.fqn().rsplit_once('.'));
     Err(match layer {
         Some((layer, _)) => Error::module(layer, format!("detect_anomaly: {what}")),
-        // The unit around it adds its name.
+        // The surrounding unit adds its name.
         None => Error::other(format!("detect_anomaly: in a layer without parameters: {what}")),
     })
 }

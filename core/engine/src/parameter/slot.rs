@@ -10,11 +10,11 @@ use super::{GradReducer, LocalShard, Parameter};
 use crate::shard::ShardSpec;
 use crate::{Error, Result};
 
-/// A strategy's access to a parameter: sets how the mesh cuts it, which part this rank holds, when it
-/// has values, and where its gradient goes. Dereferences to the [`Parameter`].
+/// A strategy's access to a parameter: sets its cuts, this rank's part, the time when it has
+/// values, and the target of its gradient. Dereferences to the [`Parameter`].
 ///
 /// A strategy gets the slots from the tree that it sets up ([`ModuleTree::slots`]).
-/// [`Strategy`](crate::strategy::Strategy) says what it may do in which call.
+/// [`Strategy`](crate::strategy::Strategy) defines what each call may do.
 ///
 /// [`ModuleTree::slots`]: crate::module::ModuleTree::slots
 #[derive(Debug, Clone, PartialEq)]
@@ -38,7 +38,7 @@ impl ParameterSlot {
         &self.0
     }
 
-    /// Sets how the mesh cuts the parameter. Call it before values exist.
+    /// Sets the mesh's cuts of the parameter. Call it before values exist.
     pub fn set_spec(&self, spec: ShardSpec) {
         self.0.set_spec(spec);
     }
@@ -48,12 +48,12 @@ impl ParameterSlot {
         *self.inner().local.write().expect("no panic while writing") = Some(local);
     }
 
-    /// The compute tensor, which layers and graphs refer to. It may have no memory at the moment
-    /// ([`storage`](crate::autograd::storage) allocates and releases it). Its shape is the global shape,
-    /// or under tensor parallelism that of this rank's part.
+    /// The compute tensor, to which layers and graphs refer. It may have no memory at the moment
+    /// ([`storage`](crate::autograd::storage) allocates and releases it). Its shape is the global
+    /// shape, or this rank's part under tensor parallelism.
     ///
     /// # Errors
-    /// If candle cannot make it.
+    /// If candle fails.
     pub fn compute(&self) -> Result<&Tensor> {
         self.0.compute()
     }
@@ -63,18 +63,21 @@ impl ParameterSlot {
         *self.inner().reducer.write().expect("no panic while writing") = Some(reducer);
     }
 
-    /// Sets which [optimizer](Parameter::optimizer) updates the parameter, before the first backward.
+    /// Sets the [optimizer](Parameter::optimizer) that updates the parameter, before the first
+    /// backward.
     pub fn set_optimizer(&self, index: usize) {
         self.0.set_optimizer(index);
     }
 
-    /// Removes the reducer. A reducer that holds slots is a reference cycle, which only this ends.
+    /// Removes the reducer. A reducer that holds slots is a reference cycle, which only this call
+    /// breaks.
     pub fn clear_reducer(&self) {
         *self.inner().reducer.write().expect("no panic while writing") = None;
     }
 
-    /// Ends a backward for this parameter: declares its gradient ready if it is not yet, whether or not
-    /// all uses delivered, and resets the counts. Returns whether any gradient arrived in this backward.
+    /// Ends a backward for this parameter: declares its gradient ready unless it was, even if some
+    /// uses did not deliver, and resets the counts. Returns whether any gradient arrived in this
+    /// backward.
     ///
     /// # Errors
     /// If the reducer fails.
@@ -97,9 +100,9 @@ impl ParameterSlot {
         Ok(delivered)
     }
 
-    /// Declares the gradient ready if no use of the parameter is pending, because this rank's forward
-    /// did not use it. Call it when the backward of the parameter's unit begins, if every graph that may
-    /// deliver is of a forward since the last backward.
+    /// Declares the gradient ready if the parameter has no pending uses, because this rank's
+    /// forward did not use it. Call it when the backward of the parameter's unit begins, provided
+    /// that all graphs that may still deliver come from forwards after the last backward.
     ///
     /// # Errors
     /// If the reducer fails.
@@ -108,15 +111,15 @@ impl ParameterSlot {
         if unused { self.0.ready() } else { Ok(()) }
     }
 
-    /// Whether any gradient has arrived in the backward that is running, before
-    /// [`finish_backward`](Self::finish_backward) ends it.
+    /// Whether the running backward has delivered a gradient.
+    /// [`finish_backward`](Self::finish_backward) resets it.
     pub fn has_delivered(&self) -> bool {
         self.0.flow().delivered_now
     }
 
-    /// Whether counted uses have not delivered. At the end of a backward, before
-    /// [`finish_backward`](Self::finish_backward) resets the count, these are uses whose gradients
-    /// another backward may bring.
+    /// Whether some counted uses have not delivered. At the end of a backward, before
+    /// [`finish_backward`](Self::finish_backward) resets the count, another backward may bring
+    /// their gradients.
     pub fn has_pending_uses(&self) -> bool {
         self.0.flow().pending_uses > 0
     }
@@ -126,8 +129,8 @@ impl ParameterSlot {
         self.0.flow().accumulated = false;
     }
 
-    /// Declares that the buffer holds a gradient, which the next one is added to: for a strategy that
-    /// wrote it.
+    /// Declares that the buffer holds a gradient, to which the next one is added. For a strategy
+    /// that has written it.
     pub fn mark_accumulated(&self) {
         self.0.flow().accumulated = true;
     }
@@ -161,8 +164,8 @@ impl ParameterSlot {
         flow.local_grad = None;
     }
 
-    /// Forgets the step's gradient, and a forward and backward that failed at any point: the uses that have not
-    /// delivered.
+    /// Forgets the step's gradient, and the pending uses of a forward and backward that failed at
+    /// any point.
     pub fn abandon_backward(&self) {
         self.end_step();
         let mut flow = self.0.flow();

@@ -1,5 +1,5 @@
-//! Which parameters the forward of a unit with checkpointed or offloaded activations used: its backward ends
-//! their uses, and that of a unit that is computed again counts the same ones.
+//! Uses of parameters in the forward of a unit with checkpointed or offloaded activations. The
+//! unit's backward ends the uses, and a recomputation must use the same parameters.
 
 use std::sync::Arc;
 use std::sync::Mutex;
@@ -12,12 +12,12 @@ use crate::{Error, Result};
 #[derive(Debug, Default, Clone)]
 pub(crate) struct Uses {
     any: bool,
-    /// Trainable parameters used as plain tensors: the call's backward delivers each one's gradient
-    /// once.
+    /// Trainable parameters used as plain tensors. The call's backward delivers the gradient of
+    /// each once.
     as_tensors: Vec<Parameter>,
 }
 
-/// The uses of the unit that is being computed or recomputed: a value of the execution context.
+/// The uses of the unit being computed or recomputed: a value of the execution context.
 #[derive(Default)]
 struct UnitUses(Mutex<Uses>);
 
@@ -32,7 +32,7 @@ impl UnitUses {
 }
 
 impl Uses {
-    /// Runs `f` and collects the uses in it.
+    /// Runs `f` and collects its uses.
     pub(crate) fn collect<R>(f: impl FnOnce() -> R) -> (R, Self) {
         let _collecting = execution::enter(UnitUses::default());
         let collected = UnitUses::current();
@@ -46,7 +46,7 @@ impl Uses {
         f()
     }
 
-    /// Parameters that were used as plain tensors.
+    /// Parameters used as plain tensors.
     pub(crate) fn as_tensors(&self) -> &[Parameter] {
         &self.as_tensors
     }
@@ -56,7 +56,7 @@ impl Uses {
         self.any
     }
 
-    /// Counts a use of each parameter that was used as a plain tensor.
+    /// Counts a use of each parameter used as a plain tensor.
     pub(crate) fn begin_tensor_uses(&self) {
         self.as_tensors.iter().for_each(Parameter::begin_use);
     }
@@ -89,7 +89,7 @@ pub(crate) fn note_tensor_use(parameter: &Parameter) {
 /// Checks that the forward used the parameter as a plain tensor.
 ///
 /// # Errors
-/// If it did not: its gradient may have been declared ready already.
+/// If it did not. Its gradient may already have been declared ready.
 pub(super) fn check_tensor_use(parameter: &Parameter) -> Result<()> {
     let uses = UnitUses::current();
     if uses.is_some_and(|uses| uses.with(|uses| uses.as_tensors.contains(parameter))) {

@@ -1,4 +1,4 @@
-//! The formats.
+//! Formats of quantised weights.
 
 use std::ops::Range;
 
@@ -9,33 +9,34 @@ use super::{int8, nf4};
 use crate::autograd::storage;
 use crate::{Error, Result};
 
-/// How a weight is held in fewer bits.
+/// How a weight is quantised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum WeightFormat {
-    /// Four bits an element, with the levels of "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al.,
-    /// 2023), each the nearest to the element divided by the largest magnitude of its block. That scale is held
-    /// in 8 bits, relative to the mean of the row's scales (double quantisation).
+    /// Four bits an element: the NF4 level nearest to the element divided by its block's scale.
+    /// Levels are as in "QLoRA: Efficient Finetuning of Quantized LLMs" (Dettmers et al., 2023).
+    /// The scale is the block's largest magnitude, stored in 8 bits relative to the mean of the
+    /// row's scales (double quantisation).
     Nf4 {
-        /// Elements of a block, which lies in one row: 64 in QLoRA. Even.
+        /// Elements of a block, which lies in one row. QLoRA uses 64. Must be even.
         block_size: usize,
     },
-    /// Eight bits an element, relative to the largest magnitude of its row, as the weights of LLM.int8 are.
+    /// Eight bits an element, relative to the largest magnitude of its row, as in LLM.int8.
     Int8,
 }
 
 /// One of the two tensors of a packed weight.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum PackedPart {
-    /// Bytes. `Nf4`: `[rows, blocks, 1 + block_size / 2]`, the block's scale and its elements, two a byte, the
-    /// first in the upper half. `Int8`: `[rows, columns]`, the value plus 128.
+    /// Bytes. `Nf4`: `[rows, blocks, 1 + block_size / 2]`, the block's scale and then its elements,
+    /// two a byte, the first in the upper half. `Int8`: `[rows, columns]`, the value plus 128.
     Codes,
-    /// In f32. `Nf4`: `[rows, 2]`, the mean of the row's scales and the largest distance from it. `Int8`:
-    /// `[rows, 1]`, what codes are multiplied by.
+    /// In f32. `Nf4`: `[rows, 2]`, the mean of the row's scales and the largest distance from it.
+    /// `Int8`: `[rows, 1]`, the factor of the codes.
     Scales,
 }
 
 impl WeightFormat {
-    /// Its name in configurations.
+    /// The format's name in configurations.
     pub fn name(self) -> &'static str {
         match self {
             Self::Nf4 { .. } => "nf4",
@@ -43,10 +44,10 @@ impl WeightFormat {
         }
     }
 
-    /// Checks that blocks are whole bytes.
+    /// Checks that blocks fill whole bytes.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A message, if the block size is zero or odd.
     pub(crate) fn check_block_size(self) -> std::result::Result<(), String> {
         match self {
             Self::Nf4 { block_size } if block_size == 0 || !block_size.is_multiple_of(2) => {
@@ -59,7 +60,7 @@ impl WeightFormat {
     /// Checks that weights with rows of this length can be packed.
     ///
     /// # Errors
-    /// What is wrong.
+    /// A message, if the row is not a multiple of the block size, or the block size is invalid.
     pub fn check(self, columns: usize) -> std::result::Result<(), String> {
         self.check_block_size().map_err(|message| format!("nf4's block size {message}"))?;
         match self {
@@ -70,8 +71,8 @@ impl WeightFormat {
         }
     }
 
-    /// Elements of a row that the second dimension of the codes counts as one: what a cut of the columns must
-    /// be a multiple of.
+    /// Weight columns per entry of the codes' second dimension. Cuts of the columns must be a
+    /// multiple of it.
     pub fn columns_a_code(self) -> usize {
         match self {
             Self::Nf4 { block_size } => block_size,
@@ -91,7 +92,7 @@ impl WeightFormat {
         }
     }
 
-    /// The dtype of a part.
+    /// The dtype of a part, the same in all formats.
     pub fn dtype(part: PackedPart) -> DType {
         match part {
             PackedPart::Codes => DType::U8,
@@ -99,7 +100,8 @@ impl WeightFormat {
         }
     }
 
-    /// The format whose codes and scales have these shapes, and the weight's columns; `None` if there is none.
+    /// The format with codes and scales of these shapes, and the weight's columns. `None` if no
+    /// format fits.
     pub fn of_shapes(codes: &[usize], scales: &[usize]) -> Option<(Self, usize)> {
         match (codes, scales) {
             ([rows, blocks, record], [scales, 2]) if rows == scales && *record > 1 => {
@@ -120,12 +122,13 @@ impl WeightFormat {
         bytes(PackedPart::Codes) + bytes(PackedPart::Scales)
     }
 
-    /// One part of packed rows, flat and on the host: of the codes those at `range` of their second dimension.
+    /// Packs whole rows and returns one part, flat and on the host.
     ///
-    /// `values` are whole rows of `columns` elements.
+    /// `values` holds rows of `columns` elements. For codes, `range` selects entries of their
+    /// second dimension.
     ///
     /// # Errors
-    /// What is wrong with a value that cannot be packed: it is not finite.
+    /// A message that names the value, if one is not finite.
     pub(super) fn pack(
         self,
         part: PackedPart,
@@ -173,13 +176,14 @@ impl WeightFormat {
         })
     }
 
-    /// The weight of these codes, `[rows, ..]`, and scales, `[rows, ..]`: `[rows, columns]` of the codes' columns,
-    /// in `dtype` and where the codes are.
+    /// Unpacks codes `[rows, ..]` and scales `[rows, ..]` into a weight `[rows, columns]` in
+    /// `dtype`, on the codes' device. The codes may be a part of the weight's columns.
     ///
-    /// It is computed on the host. The same codes give the same bits, whichever part of the weight they are.
+    /// The computation runs on the host. The same codes give the same bits in every part of the
+    /// weight.
     ///
     /// # Errors
-    /// If the tensors are not of this format, or the dtype is none that layers compute in.
+    /// If the shapes do not fit this format, or `dtype` is not a float that layers compute in.
     pub fn unpack(self, codes: &Tensor, scales: &Tensor, dtype: DType) -> Result<Tensor> {
         let rows = codes.dims().first().copied().unwrap_or(0);
         let codes_a_row = codes.elem_count().checked_div(rows).unwrap_or(0);

@@ -1,4 +1,4 @@
-//! Eight bits an element, a row at a time.
+//! Eight bits an element, with a scale for each row.
 
 use std::ops::Range;
 
@@ -9,7 +9,7 @@ const ZERO: f32 = 128.0;
 /// Steps from 0 to the largest magnitude.
 const STEPS: f32 = 127.0;
 
-/// What the row's codes are multiplied by.
+/// The factor of the row's codes.
 pub(super) fn scale(row: &[f32]) -> f32 {
     row.iter().fold(0_f32, |largest, x| largest.max(x.abs())) / STEPS
 }
@@ -35,7 +35,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn elements_are_off_by_half_a_step_at_most() {
+    fn error_is_at_most_half_a_step() {
         let row: Vec<f32> = (0..101).map(|i| (i as f32 * 0.37).sin() * 2.5).collect();
         let mut codes = vec![0; 101];
         pack(&row, 0..101, &mut codes);

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use candle_core::WithDType;
 
-/// The levels: quantiles of a normal distribution, with 0 and ±1, as QLoRA's authors publish them.
+/// The levels published by QLoRA's authors: quantiles of a normal distribution, with 0 and ±1.
 pub(super) const LEVELS: [f32; 16] = [
     -1.0,
     -0.696_192_8,
@@ -24,12 +24,12 @@ pub(super) const LEVELS: [f32; 16] = [
     1.0,
 ];
 
-/// The code of a scale that is the mean.
+/// The code of a scale equal to the mean.
 const MEAN: f32 = 128.0;
 /// Steps from the mean to the farthest scale.
 const STEPS: f32 = 127.0;
 
-/// Bytes of a block.
+/// Bytes of a packed block: its scale and its elements.
 pub(super) const fn record_bytes(block_size: usize) -> usize {
     1 + block_size / 2
 }
@@ -38,7 +38,7 @@ fn largest(block: &[f32]) -> f32 {
     block.iter().fold(0.0, |largest, x| largest.max(x.abs()))
 }
 
-/// The mean of the blocks' scales, and the largest distance from it.
+/// The mean of the blocks' scales and the largest distance from it.
 pub(super) fn scales(row: &[f32], block_size: usize) -> [f32; 2] {
     let scales = || row.chunks_exact(block_size).map(largest);
     let blocks = row.len() / block_size;
@@ -64,7 +64,7 @@ pub(super) fn pack(row: &[f32], block_size: usize, range: Range<usize>, out: &mu
     }
 }
 
-/// The index of the level that is nearest to `x`, the lower one of two.
+/// The index of the level nearest to `x`; of two equally near, the lower.
 fn nearest(x: f32) -> u8 {
     LEVELS.windows(2).filter(|pair| (pair[1] - x).abs() < (x - pair[0]).abs()).count() as u8
 }
@@ -78,7 +78,7 @@ pub(super) fn unpack<T: WithDType>(
 ) {
     let records = records.chunks_exact(record_bytes(block_size));
     for (record, block) in records.zip(out.chunks_exact_mut(block_size)) {
-        // A scale of nearly 0 may be rounded to less.
+        // Rounding may take a scale of nearly 0 below 0.
         let scale = (mean + (f32::from(record[0]) - MEAN) / STEPS * far).max(0.0);
         let values = LEVELS.map(|level| T::from_f64(f64::from(level * scale)));
         for (byte, pair) in record[1..].iter().zip(block.chunks_exact_mut(2)) {
@@ -105,7 +105,7 @@ mod tests {
         }
     }
 
-    /// A row whose scales are all alike loses nothing but what the levels lose.
+    /// If all scales of a row are equal, only the rounding to levels loses precision.
     #[test]
     fn levels_of_one_scale_come_back() {
         let row: Vec<f32> = LEVELS.iter().chain(LEVELS.iter().rev()).map(|x| 3.0 * x).collect();

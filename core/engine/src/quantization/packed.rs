@@ -1,4 +1,4 @@
-//! What a parameter is a packed part of.
+//! Packed parts of quantised weights.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -8,24 +8,24 @@ use crate::autograd::storage;
 use crate::shard::Region;
 use crate::{Error, Result};
 
-/// What the name of the codes (that of the weight) ends with in the name of the scales.
+/// The suffix that turns the name of the codes, which is the weight's, into the name of the scales.
 pub const SCALE_SUFFIX: &str = "_scale";
 
-/// What a parameter is a packed part of: a weight that exists nowhere else.
+/// Marks a parameter as a packed part of a weight. The weight itself is stored nowhere.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Packed {
     /// The weight's FQN.
     pub weight: String,
     /// The weight's shape, rows and columns.
     pub shape: [usize; 2],
-    /// How it is packed.
+    /// The weight's format.
     pub format: WeightFormat,
-    /// Which part this is.
+    /// The part that the parameter holds.
     pub part: PackedPart,
 }
 
 impl Packed {
-    /// Elements of the weight, counted for its codes alone.
+    /// Elements that count towards the model's size: the weight's for its codes, 0 for its scales.
     pub(crate) fn model_elem_count(&self) -> usize {
         match self.part {
             PackedPart::Codes => self.shape.iter().product(),
@@ -33,13 +33,13 @@ impl Packed {
         }
     }
 
-    /// The region of the weight that this region of the part follows from: the whole of its rows.
+    /// The region of the weight from which a region of this part is computed: its whole rows.
     pub fn rows(&self, region: &Region) -> Region {
         Region { offsets: vec![region.offsets[0], 0], sizes: vec![region.sizes[0], self.shape[1]] }
     }
 
-    /// This region of the part, flat and on the host. `rows` are the weight's values of
-    /// [`rows`](Self::rows), flat, in any dtype and on any device.
+    /// Packs a region of the part, flat and on the host. `rows` holds the weight's values in the
+    /// region [`rows`](Self::rows), flat, in any dtype and on any device.
     ///
     /// # Errors
     /// If a value is not finite.

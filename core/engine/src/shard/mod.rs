@@ -1,9 +1,9 @@
-//! Shards: which region of a parameter a rank holds.
+//! Shards: the region of a parameter that each rank holds.
 //!
 //! Every parameter has a global shape and a [`ShardSpec`]: the ordered cuts that mesh dimensions
-//! make. From it and a rank's mesh coordinate follows one hyper-rectangle, a [`Region`].
+//! make. The spec and a rank's mesh coordinate determine one hyper-rectangle, a [`Region`].
 //! Initialisation, FSDP, tensor parallelism, gradient norms, optimizers and checkpoints all use
-//! this and nothing else.
+//! this layout and no other.
 //!
 //! ```
 //! use fulgurite_core::shard::{Cut, Placement, ShardSpec};

@@ -2,21 +2,21 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Number of elements of a tensor of this shape; `None` if they, or those of a part of its dimensions,
-/// are more than can be counted.
+/// Number of elements of a tensor of this shape. `None` if the product of its nonzero sizes
+/// overflows.
 pub fn checked_elem_count(shape: &[usize]) -> Option<usize> {
     let nonzero = |&size: &usize| size.max(1);
     shape.iter().map(nonzero).try_fold(1_usize, usize::checked_mul)?;
     Some(shape.iter().product())
 }
 
-/// A hyper-rectangle: offsets and sizes, one of each a tensor dimension. A scalar has no
-/// dimensions and one element.
+/// A hyper-rectangle: offsets and sizes, one of each a tensor dimension. A scalar has
+/// zero dimensions and one element.
 #[derive(Debug, Clone, PartialEq, Eq, Hash, Serialize, Deserialize)]
 pub struct Region {
-    /// Where the region begins in the global tensor.
+    /// Offset of the region in the global tensor.
     pub offsets: Vec<usize>,
-    /// How far it extends; zero in any dimension makes it empty.
+    /// Size of the region. A zero in any dimension makes it empty.
     pub sizes: Vec<usize>,
 }
 
@@ -42,7 +42,7 @@ impl Region {
         self.sizes.iter().product()
     }
 
-    /// Whether there are no elements.
+    /// Whether the region is empty.
     pub fn is_empty(&self) -> bool {
         self.elem_count() == 0
     }
@@ -87,7 +87,7 @@ impl Region {
     }
 }
 
-/// A region's runs by index, without a list. All have one length.
+/// A list-free view of a region's runs, by index. All runs have one length.
 #[derive(Debug, Clone)]
 pub(crate) struct Runs {
     /// Number of elements of each run.
@@ -130,14 +130,13 @@ impl Runs {
         self.base
     }
 
-    /// Size in the region and stride in the tensor of each dimension outside of the runs, innermost first, but for
-    /// those of one element.
+    /// As in `dims`, without dimensions of size 1: region size and tensor stride, innermost first.
     #[cfg(any(test, feature = "cuda"))]
     pub(crate) fn dims(&self) -> impl Iterator<Item = [usize; 2]> {
         self.dims.iter().copied().filter(|[size, _]| *size != 1)
     }
 
-    /// Run number `index`.
+    /// The run with index `index`.
     pub(crate) fn get(&self, index: usize) -> Run {
         let (mut outer, mut rest) = (self.base, index);
         for [size, stride] in &self.dims {

@@ -4,12 +4,13 @@ use serde::{Deserialize, Serialize};
 
 use super::{Placement, Region};
 
-/// Offset and size of chunk `index` when `n` entries are cut into `parts`, as `torch.chunk`: every
-/// chunk has `ceil(n / parts)` entries but the last ones, which may be short or empty.
+/// Offset and size of chunk `index` when `n` entries are cut into `parts`, as by `torch.chunk`.
+/// Every chunk has `ceil(n / parts)` entries, except the last ones, which may be shorter or empty.
 ///
 /// ```
 /// use fulgurite_core::shard::chunk;
-/// assert_eq!((0..4).map(|i| chunk(5, 4, i)).collect::<Vec<_>>(), [(0, 2), (2, 2), (4, 1), (5, 0)]);
+/// let chunks: Vec<_> = (0..4).map(|i| chunk(5, 4, i)).collect();
+/// assert_eq!(chunks, [(0, 2), (2, 2), (4, 1), (5, 0)]);
 /// ```
 pub fn chunk(n: usize, parts: usize, index: usize) -> (usize, usize) {
     let size = n.div_ceil(parts);
@@ -17,21 +18,22 @@ pub fn chunk(n: usize, parts: usize, index: usize) -> (usize, usize) {
     (start, size.min(n - start))
 }
 
-/// One cut: a mesh dimension and what it does to the part of the tensor that earlier cuts left.
+/// A division, by one mesh dimension, of the region left by earlier cuts.
 ///
-/// A mesh dimension may make two cuts, one across groups of neighbouring ranks and one within them:
-/// with two key and value heads on four tensor-parallel ranks, `Shard(0)` of size 2 and stride 2
-/// gives a head to each pair, and `Replicate` of size 2 says that the pair holds the same.
+/// A mesh dimension may make two cuts, one across groups of neighbouring ranks and one within them.
+/// Example: two key and value heads on four tensor-parallel ranks. `Shard(0)` of size 2 and stride
+/// 2 gives a head to each pair, and `Replicate` of size 2 makes both ranks of a pair hold the same
+/// head.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Cut {
     /// The mesh dimension's name.
     pub mesh_dim: String,
     /// Number of parts, or of replicas.
     pub size: usize,
-    /// How they hold the tensor.
+    /// Shard or replicate.
     pub placement: Placement,
-    /// How many neighbouring ranks along the dimension are in one part of this cut: the rank at
-    /// coordinate `c` is in part `c / stride % size`.
+    /// Number of neighbouring ranks along the dimension that share a part. The rank at coordinate
+    /// `c` is in part `c / stride % size`.
     #[serde(default = "one", skip_serializing_if = "is_one")]
     pub stride: usize,
 }
@@ -50,21 +52,21 @@ impl Cut {
         Self { mesh_dim: mesh_dim.into(), size, placement, stride: 1 }
     }
 
-    /// Makes it a cut across groups of `stride` neighbouring ranks.
+    /// Sets the number of neighbouring ranks that share a part.
     #[must_use]
     pub fn with_stride(mut self, stride: usize) -> Self {
         self.stride = stride;
         self
     }
 
-    /// Which part the rank at `coordinate` along the mesh dimension is in.
+    /// The part that the rank at `coordinate` along the mesh dimension is in.
     pub fn index(&self, coordinate: usize) -> usize {
         coordinate / self.stride % self.size
     }
 }
 
-/// A parameter's global shape and the cuts in it, outermost first: under FSDP over tensor
-/// parallelism the tensor-parallel cut comes first, and FSDP cuts what is left.
+/// A parameter's global shape and its cuts, outermost first. Under FSDP over tensor parallelism the
+/// tensor-parallel cut comes first, and FSDP cuts the remaining region.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct ShardSpec {
     /// The parameter's shape before any cut.
@@ -86,7 +88,7 @@ impl ShardSpec {
         self
     }
 
-    /// The region of a rank; `coordinate` returns its coordinate along a mesh dimension.
+    /// A rank's region; `coordinate` returns its coordinate along a mesh dimension.
     pub fn region(&self, coordinate: impl Fn(&str) -> usize) -> Region {
         self.cuts.iter().fold(Region::full(&self.shape), |region, cut| match cut.placement {
             Placement::Shard(dim) => {
@@ -96,9 +98,9 @@ impl ShardSpec {
         })
     }
 
-    /// The part of [`region`](Self::region) that a rank owns. Replicas divide their region into chunks
-    /// of its first dimension, so that over all ranks every element is owned exactly once. Gradient
-    /// norms and checkpoints use it.
+    /// The part of [`region`](Self::region) that a rank owns. Replicas divide their region into
+    /// chunks of its first dimension, so that all ranks together own every element exactly once.
+    /// Gradient norms and checkpoints use it.
     pub fn owned_region(&self, coordinate: impl Fn(&str) -> usize) -> Region {
         let (mut index, mut parts) = (0, 1);
         for cut in self.cuts.iter().filter(|cut| !matches!(cut.placement, Placement::Shard(_))) {
@@ -109,8 +111,8 @@ impl ShardSpec {
         if parts == 1 {
             region
         } else if region.sizes.is_empty() {
-            // A scalar cannot be chunked: the first replica owns it. The others own an empty region of
-            // one dimension, for a region without dimensions has one element.
+            // A scalar cannot be chunked, so the first replica owns it. The others own an empty
+            // region of one dimension, because a region without dimensions has one element.
             if index == 0 { region } else { Region { offsets: vec![0], sizes: vec![0] } }
         } else {
             region.chunked(0, parts, index)
@@ -128,8 +130,8 @@ mod tests {
         prop::collection::vec(prop_oneof![20 => 1usize..7, 1 => Just(0)], 0..5)
     }
 
-    /// A mesh dimension's cuts, from the slowest on: sizes and placements. One cut, or two, one across
-    /// groups of ranks and one within them.
+    /// One or two cuts per mesh dimension, slowest first: sizes and placements. With two cuts, one
+    /// is across groups of ranks and one within them.
     fn mesh_dims() -> impl Strategy<Value = Vec<Vec<(usize, usize)>>> {
         let placement = 0usize..5;
         let one = (1usize..5, placement.clone()).prop_map(|cut| vec![cut]);
@@ -178,7 +180,7 @@ mod tests {
         region.runs(shape).iter().flat_map(|run| run.outer..run.outer + run.len).collect()
     }
 
-    /// Row-major indices of a rank's elements by a naive model: a list of indices for each tensor dimension is
+    /// Row-major indices of a rank's elements by a naive model: index lists per tensor dimension,
     /// cut into chunks.
     fn naive(spec: &ShardSpec, coordinates: &[usize]) -> Vec<usize> {
         let mut kept: Vec<Vec<usize>> = spec.shape.iter().map(|&n| (0..n).collect()).collect();
@@ -215,7 +217,7 @@ mod tests {
             let region = spec.region(|dim| at(&rank, dim));
             let part = naive(spec, &rank);
             prop_assert_eq!(&indices(&region, &spec.shape), &part);
-            // Puts the rank's values where its runs are.
+            // Writes the rank's values at its runs.
             let values: Vec<usize> = part.iter().map(|i| i * i).collect();
             prop_assert_eq!(values.len(), region.elem_count());
             for run in region.runs(&spec.shape) {
@@ -235,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_cut_with_a_stride_is_across_groups_of_ranks() {
+    fn strided_cut_spans_rank_groups() {
         let spec = ShardSpec::new(vec![6])
             .with_cut(Cut::new("m0", 2, Placement::Shard(0)).with_stride(3))
             .with_cut(Cut::new("m0", 3, Placement::Replicate));
@@ -249,19 +251,19 @@ mod tests {
     proptest! {
         // checklist: torchtune: DTensor, distribute_tensor
         #[test]
-        fn the_parts_of_all_ranks_make_up_the_whole((spec, sizes) in specs()) {
+        fn rank_parts_form_the_whole((spec, sizes) in specs()) {
             check(&spec, &sizes)?;
         }
 
-        /// FSDP over tensor parallelism, and the other way round, also more than twice.
+        /// FSDP over tensor parallelism and the reverse, with up to three cuts of one dimension.
         #[test]
-        fn a_dimension_may_be_cut_again_in_any_order(
+        fn dimension_is_cut_repeatedly_in_any_order(
             (n, other) in (0usize..40, 1usize..3),
             first in any::<bool>(),
             (sizes, stride) in (prop::collection::vec(1usize..5, 2..4), 1usize..3),
         ) {
             let (shape, dim) = if first { (vec![n, other], 0) } else { (vec![other, n], 1) };
-            // The first mesh dimension's parts are held by `stride` ranks each.
+            // Each part of the first mesh dimension is on `stride` ranks.
             let mut cuts = vec![
                 Cut::new("m0", sizes[0], Placement::Shard(dim)).with_stride(stride),
                 Cut::new("m0", stride, Placement::Replicate),
@@ -306,7 +308,7 @@ mod tests {
         }
 
         #[test]
-        fn intersection_is_what_both_contain(
+        fn intersection_is_contained_in_both(
             a in (0usize..6, 0usize..6, 0usize..6, 0usize..6),
             b in (0usize..6, 0usize..6, 0usize..6, 0usize..6),
         ) {

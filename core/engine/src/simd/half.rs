@@ -2,7 +2,7 @@
 
 use half::{bf16, f16};
 
-/// A float of 16 bits. Loops that convert bf16 are vectorised.
+/// A 16-bit float. Loops that convert bf16 are vectorised.
 pub trait Half: Copy {
     /// The same value in f32.
     fn widen(self) -> f32;
@@ -46,7 +46,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn bf16_conversions_have_the_bits_of_half() {
+    fn bf16_conversions_match_half() {
         let ends = [0, 1, 0x7fff, 0x8000, 0x8001, 0xffff];
         for high in 0..=u32::from(u16::MAX) {
             for low in ends {

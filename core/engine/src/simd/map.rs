@@ -10,7 +10,7 @@ use super::vectorized;
 /// Elements that a thread computes at a time.
 const PIECE: usize = 16 * 1024;
 
-/// `f` of each element, in parallel.
+/// Applies `f` to each element, in parallel.
 pub fn map<A, B>(values: &[A], f: impl Fn(A) -> B + Copy + Sync) -> Vec<B>
 where
     A: Copy + Sync,
@@ -20,7 +20,7 @@ where
     let room = &mut out.spare_capacity_mut()[..values.len()];
     let pieces = room.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE));
     pieces.for_each(|(out, values)| write(out, values, f));
-    // SAFETY: the pieces make up `room`, and `write` writes all of a piece.
+    // SAFETY: the pieces cover `room`, and `write` writes every element of a piece.
     unsafe { out.set_len(values.len()) };
     out
 }

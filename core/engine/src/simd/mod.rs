@@ -1,16 +1,17 @@
-//! Loops compiled for the widest vector instructions of the CPU at run time.
+//! Loops that run with the widest vector instructions of the CPU at run time.
 
 mod half;
 mod map;
 
-/// Defines functions that run with the widest vector instructions of the CPU at run time, whatever
-/// target the program was built for.
+/// Defines functions that run with the widest vector instructions of the CPU at run time,
+/// regardless of the build target.
 ///
-/// Functions that they call use these instructions only if inlined: mark helpers `#[inline(always)]`.
-/// Floating-point operations are neither contracted nor reordered, so results are the same on every CPU.
+/// Functions that they call use these instructions only if inlined: mark helpers
+/// `#[inline(always)]`. Floating-point operations are neither contracted nor reordered, so results
+/// are the same on every CPU.
 ///
-/// Generic parameters are written in brackets and must all appear in the arguments' types; the result
-/// must not borrow.
+/// Generic parameters are written in brackets and must all appear in the arguments' types. The
+/// result must not borrow.
 ///
 /// ```ignore
 /// vectorized! {
@@ -20,7 +21,7 @@ mod map;
 ///     }
 /// }
 /// ```
-// A macro rather than a function that takes a closure: closures cannot be marked `#[inline(always)]`.
+// A macro, not a function that takes a closure: closures cannot be marked `#[inline(always)]`.
 #[macro_export]
 macro_rules! vectorized {
     ($(

@@ -1,4 +1,4 @@
-//! What is sent of gradients when they are summed over replicas.
+//! Compression of gradients summed over replicas.
 
 use std::sync::Arc;
 
@@ -8,26 +8,26 @@ use crate::Result;
 use crate::collective::{ProcessGroup, Work};
 use crate::parameter::Parameter;
 
-/// Gradients that are summed over replicas as one: a bucket, or what a unit's gradients of this rank's shards
-/// are.
+/// Gradients that are summed over replicas together: a bucket, or a unit's gradients of this rank's
+/// shards.
 #[derive(Debug, Clone)]
 pub struct GradientBucket {
-    /// The gradients of [`parts`](Self::parts) one after the other: flat and contiguous, in the dtype that
-    /// gradients are reduced in. They are the **sum** over this rank's items, divided by
+    /// The gradients of [`parts`](Self::parts) one after the other: flat and contiguous, in the
+    /// dtype of the reduction. They are the **sum** over this rank's items, divided by
     /// [`predivide_factor`](GradientCompression::predivide_factor).
     pub values: Tensor,
-    /// Whose gradients they are, in the order of `values`; the same on every rank of the group.
+    /// The parameters, in the order of `values`. Equal on every rank of the group.
     pub parts: Vec<GradientPart>,
 }
 
 /// One parameter's part of a [`GradientBucket`].
 #[derive(Debug, Clone)]
 pub struct GradientPart {
-    /// The parameter. Its FQN is what to keep state by: which bucket it is in may change after the first
+    /// The parameter. Key state by its FQN, because parameters may change buckets after the first
     /// step.
     pub parameter: Parameter,
-    /// The shape of its gradient on this rank: of the whole parameter, of its tensor-parallel part, or of this
-    /// rank's shard. It may have no elements.
+    /// The shape of the gradient on this rank: of the whole parameter, its tensor-parallel part, or
+    /// this rank's shard. May be empty.
     pub shape: Vec<usize>,
 }
 
@@ -38,11 +38,12 @@ impl GradientPart {
     }
 }
 
-/// Sums gradients over replicas with less communication (PyTorch's DDP communication hooks). Each rank has one,
-/// which lives as long as the strategy and may keep state: what it left out of a sum, to add it to the next.
+/// Sums gradients over replicas with less communication (PyTorch's DDP communication hooks). Each
+/// rank has one, which lives as long as the strategy. It may keep state, such as the part left out
+/// of a sum, to be added to the next sum.
 ///
-/// A strategy calls it where it would all-reduce, once for each bucket in each backward that synchronises, and not
-/// on a rank that has no replicas. What it does is no part of a checkpoint.
+/// A strategy calls it in place of an all-reduce, once for each bucket in each synchronising
+/// backward. Ranks without replicas do not call it. Checkpoints do not save its state.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -75,34 +76,37 @@ impl GradientPart {
 ///         Ok(Box::new(Self {}))
 ///     }
 /// }
-/// fulgurite_core::register_gradient_compression!("whole", Whole, "compresses nothing", "\"whole\"");
+/// fulgurite_core::register_gradient_compression!(
+///     "whole", Whole, "compresses nothing", "\"whole\""
+/// );
 /// ```
 pub trait GradientCompression: Send {
-    /// Starts to replace `bucket.values`, in place, by what stands for their sum over the group, the same bits on
-    /// every rank; they are there after [`Work::wait`]. Collective over `group`, which all ranks call in the same
-    /// order; the waits come later, in that order too, and other collectives of the group may be started between.
+    /// Starts to replace `bucket.values`, in place, by an approximation of the sum over the group.
+    /// Every rank gets the same bits, complete after [`Work::wait`]. Collective over `group`. All
+    /// ranks call it, and later wait, in the same order; other collectives of the group may start
+    /// in between.
     ///
-    /// A value that is not finite must not become one that is: the trainer ends a run by the gradient's norm.
+    /// Non-finite values must stay non-finite: the trainer stops a run by the gradient norm.
     ///
     /// # Errors
     /// If a peer fails.
     fn all_reduce(&mut self, bucket: GradientBucket, group: &Arc<dyn ProcessGroup>)
     -> Result<Work>;
 
-    /// What gradients are divided by before they are summed over `ranks` data-parallel ranks, and multiplied with
-    /// after, unless the configuration says (`gradient_predivide_factor`). 1 by default; a positive number, and a
-    /// power of two to round nothing.
+    /// The divisor of gradients before they are summed over `ranks` data-parallel ranks. The sum is
+    /// multiplied by it afterwards. `gradient_predivide_factor` in the configuration overrides it.
+    /// Positive, by default 1; a power of two avoids rounding.
     fn predivide_factor(&self, ranks: usize) -> f64 {
         let _ = ranks;
         1.0
     }
 }
 
-/// A gradient compression's configuration: `trainer.strategy.gradient_compression = "name"`, or a table with a
-/// `type`.
+/// A gradient compression's configuration: `trainer.strategy.gradient_compression = "name"`, or a
+/// table with a `type`.
 #[typetag::serde(tag = "type")]
 pub trait GradientCompressionConfig: std::fmt::Debug + Send + Sync {
-    /// Builds it, once on each rank. Not collective.
+    /// Builds the compression, once on each rank. Not collective.
     ///
     /// # Errors
     /// If an option is out of range.

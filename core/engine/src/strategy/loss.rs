@@ -6,12 +6,12 @@ use crate::execution::read;
 use crate::module::ForwardScope;
 use crate::{Error, Result};
 
-/// The sum of a loss over its items, and their number.
+/// The sum of a loss over its items, and the number of items.
 ///
 /// A step's loss is the mean over its whole global batch. Ranks and micro-batches may hold unequal
-/// numbers of items (padded tokens, a short last batch), and a mean of their means is not that
-/// mean: sums and counts add up. Backward runs from the sum; gradients are divided by the global
-/// count once.
+/// numbers of items (padded tokens, a short last batch), so the mean of their means would be wrong.
+/// Sums and counts add up exactly. Backward runs from the sum, and gradients are divided once by
+/// the global count.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -37,8 +37,8 @@ impl Loss {
         Self { sum, count, sequence_ranks }
     }
 
-    /// A loss that is a mean already (a scalar, in the graph); it counts as one item, so batches
-    /// are weighted alike.
+    /// A loss that is already a mean (a scalar, in the graph). It counts as one item, so all
+    /// batches have equal weight.
     pub fn from_mean(mean: Tensor) -> Self {
         Self::new(mean, 1.0)
     }
@@ -48,7 +48,7 @@ impl Loss {
         &self.sum
     }
 
-    /// How many items the sum is over.
+    /// Number of items of the sum.
     pub fn count(&self) -> f64 {
         self.count
     }
@@ -56,15 +56,15 @@ impl Loss {
     /// The sum as a number, read from its device.
     ///
     /// # Errors
-    /// If it is not one number.
+    /// If the sum does not have exactly one element.
     pub fn sum_value(&self) -> Result<f64> {
         read::scalar(&self.sum_tensor()?, "loss")
     }
 
-    /// The sum as a scalar of f64 outside the graph, on its device: nothing is read.
+    /// The sum as an f64 scalar outside the graph. Stays on its device, without a read.
     ///
     /// # Errors
-    /// If it is not one number.
+    /// If the sum does not have exactly one element.
     pub fn sum_tensor(&self) -> Result<Tensor> {
         if self.sum.elem_count() != 1 {
             return Err(Error::other(format!(
@@ -75,20 +75,21 @@ impl Loss {
         Ok(self.sum.detach().flatten_all()?.get(0)?.to_dtype(DType::F64)?)
     }
 
-    /// The mean over the items, read from its device; NaN if there are none.
+    /// The mean over the items, read from its device. NaN without items.
     ///
     /// # Errors
-    /// If the sum is not one number.
+    /// If the sum does not have exactly one element.
     pub fn mean(&self) -> Result<f64> {
         Ok(self.sum_value()? / self.count)
     }
 
-    /// This loss as one of no items: its gradients are 0.
+    /// This loss with zero items: its gradients are 0.
     ///
     /// # Errors
     /// If candle cannot multiply it.
     pub fn ignored(&self) -> Result<Self> {
-        // Not times a number: candle's backward ends at a factor of 0, and other ranks' goes on.
+        // Multiply by a zero *tensor*. candle prunes the backward at a constant 0, while other
+        // ranks' backwards go on.
         let zero = self.sum.detach().zeros_like()?;
         Ok(Self { sum: self.sum.mul(&zero)?, count: 0.0, ..self.clone() })
     }
@@ -99,11 +100,10 @@ impl Loss {
         Self { sum: self.sum.detach(), ..self.clone() }
     }
 
-    /// Checks that the loss was computed in the scope of a run whose sequences are each shared by this
-    /// many ranks.
+    /// Checks that the loss was computed in a scope where this many ranks share each sequence.
     ///
     /// # Errors
-    /// If it was not: attention took this rank's part of a sequence for the whole.
+    /// If not: attention then saw only this rank's part of each sequence.
     pub fn check_sequence_ranks(&self, ranks: usize) -> Result<()> {
         if self.sequence_ranks == ranks {
             return Ok(());
@@ -127,7 +127,7 @@ impl From<Tensor> for Loss {
     }
 }
 
-/// The loss of both sets of items together.
+/// The loss over both sets of items.
 impl std::ops::Add for &Loss {
     type Output = Result<Loss>;
 
@@ -142,7 +142,7 @@ impl std::ops::Add for &Loss {
 pub struct StepTotals {
     /// Sum of the losses.
     pub loss_sum: f64,
-    /// Number of items that the sum is over: tokens, samples.
+    /// Number of items in the sum, such as tokens or samples.
     pub count: f64,
     /// The sums over the ranks of the flags given to `step_totals`.
     pub flags: Vec<f64>,
@@ -154,8 +154,8 @@ impl StepTotals {
         self.loss_sum / self.count
     }
 
-    /// The factor that makes gradients of the summed loss those of the mean. A batch with nothing to
-    /// count has a gradient of zero.
+    /// The factor that turns gradients of the summed loss into gradients of the mean. 0 for a batch
+    /// without items.
     pub fn grad_scale(&self) -> f64 {
         if self.count > 0.0 { 1.0 / self.count } else { 0.0 }
     }

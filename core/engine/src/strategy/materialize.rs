@@ -1,4 +1,4 @@
-//! Initial values and replication of parameters, for strategies.
+//! Initial values, replication and checks of parameters, for strategies.
 
 use candle_core::{DType, Device, Tensor};
 use twox_hash::XxHash3_64;
@@ -11,9 +11,9 @@ use crate::parameter::{LocalShard, Parameter, ParameterSlot, about_buffer};
 use crate::shard::{Cut, Placement, Region};
 use crate::{Error, Result};
 
-/// Gives this rank every parameter whole (under tensor parallelism, its whole part), with its initial
-/// values. Parameters that compute in their own dtype are updated in place; others keep a copy that
-/// [`refresh_compute`] casts. Not collective.
+/// Gives this rank every parameter whole (under tensor parallelism, its whole part), with initial
+/// values. Parameters that compute in their own dtype are updated in place. Others keep a copy
+/// that [`refresh_compute`] casts. Not collective.
 pub fn replicate(slots: &[ParameterSlot], seed: u64) -> Result<()> {
     for slot in slots {
         let region = slot.compute_region();
@@ -31,8 +31,8 @@ pub fn replicate(slots: &[ParameterSlot], seed: u64) -> Result<()> {
     Ok(())
 }
 
-/// [`replicate`], which also records in each parameter's spec that the ranks along `dim` are replicas.
-/// Not collective.
+/// Like [`replicate`], and records in each parameter's spec that the ranks along `dim` are
+/// replicas. Not collective.
 pub fn replicate_along(
     slots: &[ParameterSlot],
     seed: u64,
@@ -46,8 +46,8 @@ pub fn replicate_along(
     replicate(slots, seed)
 }
 
-/// The initial values of a region of a parameter, flat. Those of a part of a quantised weight are the weight's,
-/// packed.
+/// The initial values of a region of a parameter, flat. For a part of a quantised weight, packs the
+/// weight's initial values.
 pub fn initial_values(parameter: &Parameter, seed: u64, region: &Region) -> Result<Tensor> {
     if let Some(packed) = parameter.packed() {
         let (init, rows) = (parameter.init(), packed.rows(region));
@@ -65,8 +65,8 @@ pub fn initial_values(parameter: &Parameter, seed: u64, region: &Region) -> Resu
     )
 }
 
-/// Gives this rank the model's buffers, with their initial values. The runtime that owns a strategy calls
-/// it. Not collective.
+/// Gives this rank the model's buffers, with initial values. Called by the runtime that owns the
+/// strategy. Not collective.
 ///
 /// # Errors
 /// If values cannot be copied to the buffers' device.
@@ -77,7 +77,8 @@ pub fn buffers(tree: &ModuleTree, seed: u64) -> Result<()> {
 /// Checks that buffers have the same bits on all ranks. Collective if the model has any.
 ///
 /// # Errors
-/// On every rank, naming the first rank and buffer that differ from rank 0's.
+/// On every rank if buffers differ; the message names the first rank and buffer that differ from
+/// rank 0's.
 pub fn verify_same_buffers(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<()> {
     if tree.buffers().is_empty() || group.size() == 1 {
         return Ok(());
@@ -98,7 +99,7 @@ fn digest(values: &Tensor) -> Result<u64> {
     storage::with_bytes(&values, XxHash3_64::oneshot)
 }
 
-/// The first rank whose digests are not those of rank 0, and the index of the first that differs.
+/// The first rank whose digests differ from rank 0's, and the index of its first differing digest.
 fn first_other(group: &dyn ProcessGroup, digests: &Vec<u64>) -> Result<Option<(usize, usize)>> {
     let all = all_gather_object(group, digests)?;
     let first = |(rank, other): (usize, &Vec<u64>)| {
@@ -107,8 +108,8 @@ fn first_other(group: &dyn ProcessGroup, digests: &Vec<u64>) -> Result<Option<(u
     Ok(all.iter().enumerate().find_map(first))
 }
 
-/// Casts the local values of replicated parameters into compute tensors of another dtype: in their place, and on a GPU in one
-/// launch for all.
+/// Casts the local values of replicated parameters into their compute tensors of another dtype, in
+/// place. On a GPU, one launch casts all.
 pub fn refresh_compute(slots: &[ParameterSlot]) -> Result<()> {
     let cast = |slot: &ParameterSlot| Ok((slot.compute()?.detach(), slot.local()?.values));
     let apart = slots.iter().filter(|slot| slot.dtype() != slot.compute_dtype());
@@ -117,11 +118,12 @@ pub fn refresh_compute(slots: &[ParameterSlot]) -> Result<()> {
     storage::copy_all(&pairs)
 }
 
-/// Checks that all ranks built the same model: names, shapes, dtypes, initial values, what is frozen, buffers.
-/// Collective.
+/// Checks that all ranks built the same model: names, shapes, dtypes, initial values, frozen
+/// parameters and buffers. Collective.
 ///
 /// # Errors
-/// On every rank, naming the first rank and parameter that differ from rank 0's.
+/// On every rank if models differ; the message names the first rank and parameter that differ from
+/// rank 0's.
 pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<()> {
     let describe = |p: &Parameter| {
         let frozen = if p.requires_grad() { "" } else { ", frozen" };
@@ -139,7 +141,7 @@ pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<
     }));
     lines.extend(tree.aliases().map(|(alias, first)| format!("`{alias}`, tied to `{first}`")));
     lines.extend(tree.units().iter().map(|unit| format!("the unit `{}`", unit.path())));
-    // Last, so that another difference is named first.
+    // Initial values come last, so that any other difference is named first.
     let start = |fqn: &str, init: &str| format!("`{fqn}` starting as {init}");
     lines.extend(tree.parameters().iter().map(|p| start(p.fqn(), &format!("{:?}", p.init()))));
     lines.extend(tree.buffers().iter().map(|buffer| start(buffer.fqn(), buffer.starts_with())));
@@ -155,7 +157,8 @@ pub fn verify_same_model(tree: &ModuleTree, group: &dyn ProcessGroup) -> Result<
 /// Checks that parameters have the same bits on all ranks. Collective.
 ///
 /// # Errors
-/// On every rank, naming the first rank and parameter that differ from rank 0's.
+/// On every rank if values differ; the message names the first rank and parameter that differ from
+/// rank 0's.
 pub fn verify_same_values(parameters: &[Parameter], group: &dyn ProcessGroup) -> Result<()> {
     let mut digests = Vec::with_capacity(parameters.len());
     for parameter in parameters {

@@ -1,8 +1,8 @@
-//! Strategies: how a model is distributed over ranks, and what its steps communicate.
+//! Strategies distribute a model over ranks and run the communication of its steps.
 //!
-//! [`Strategy`] is the run-time trait; [`StrategyConfig`] is what a configuration file names. A small
-//! strategy has little to write: [`materialize::replicate`] gives every rank the whole model, and what all
-//! strategies do alike (losses, norms, checks, checkpoints) is done by the runtime that owns it.
+//! [`Strategy`] is the run-time trait, and a [`StrategyConfig`] is named in a configuration file.
+//! Small strategies stay short: [`materialize::replicate`] gives every rank the whole model, and
+//! the runtime that owns a strategy handles the common work (losses, norms, checks, checkpoints).
 
 mod gradient_compression;
 mod loss;

@@ -1,18 +1,18 @@
-//! User-chosen parallelism: functions from a module tree and a mesh to cuts.
+//! User-defined parallelism: functions that cut a model for a mesh.
 
 use crate::Result;
 use crate::mesh::DeviceMesh;
 use crate::module::ModuleTree;
 
-/// Decides how a model is distributed over a mesh, before any value exists. Every rank calls it once,
-/// alike; it communicates nothing. Closures implement it.
+/// Decides how a model is distributed over a mesh, before any values exist. Every rank calls it
+/// once with the same result; it communicates nothing. Closures implement it.
 pub trait ParallelizeFn: Send + Sync {
-    /// Records decisions in the tree: how layers are cut
-    /// ([`parallelize_module`](ModuleTree::parallelize_module)), which units are gathered on their
-    /// own ([`fully_shard`](ModuleTree::fully_shard), [`shard_model`](ModuleTree::shard_model)).
+    /// Records decisions in the tree: cuts of layers
+    /// ([`parallelize_module`](ModuleTree::parallelize_module)) and units to gather separately
+    /// ([`fully_shard`](ModuleTree::fully_shard), [`shard_model`](ModuleTree::shard_model)).
     ///
     /// # Errors
-    /// If the model and the mesh do not allow it, naming the module.
+    /// If the model and the mesh do not allow it. The message names the module.
     fn parallelize(&self, model: &mut ModuleTree, mesh: &DeviceMesh) -> Result<()>;
 }
 

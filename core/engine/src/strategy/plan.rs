@@ -1,18 +1,18 @@
-//! What a rank will hold of a model, worked out before there are ranks.
+//! Memory plans: bytes that a rank will hold, estimated before ranks start.
 
 use std::fmt::{self, Display};
 
-/// Bytes that a rank will hold between steps and within them, whatever the batch: activations come on
-/// top. From [`Strategy::plan_module`](super::Strategy::plan_module).
+/// Bytes that a rank will hold between and within steps for any batch, without activations. From
+/// [`Strategy::plan_module`](super::Strategy::plan_module).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RankMemory {
-    /// The values that the optimizer updates and, in another dtype, the copy that layers compute with.
+    /// Values updated by the optimizer and, in another dtype, the copy that layers compute with.
     pub parameters: u64,
-    /// The model's buffers, which every rank has whole.
+    /// The model's buffers, whole on every rank.
     pub buffers: u64,
-    /// The gradients of what this rank's optimizer updates.
+    /// Gradients of the elements that this rank's optimizer updates.
     pub gradients: u64,
-    /// The largest unit, gathered to compute, where parameters are sharded.
+    /// The largest gathered unit, where parameters are sharded.
     pub gathered_unit: u64,
     /// The optimizer's state.
     pub optimizer_state: u64,
@@ -23,7 +23,7 @@ pub struct RankMemory {
 }
 
 impl RankMemory {
-    /// All of it, in bytes.
+    /// The total, in bytes.
     pub fn total(&self) -> u64 {
         self.parts().iter().fold(0, |sum, (_, bytes)| sum.saturating_add(*bytes))
     }
@@ -40,7 +40,7 @@ impl RankMemory {
     }
 }
 
-/// The parts, without empty ones: `parameters 1.5 GiB, gradients 1.5 GiB`.
+/// Lists the nonzero parts: `parameters 1.5 GiB, gradients 1.5 GiB`.
 impl Display for RankMemory {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let parts = self.parts().into_iter().filter(|(_, bytes)| *bytes > 0);
@@ -49,7 +49,7 @@ impl Display for RankMemory {
     }
 }
 
-/// A number of bytes for people: `1.5 GiB`.
+/// Formats a number of bytes for people: `1.5 GiB`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Bytes(pub u64);
 

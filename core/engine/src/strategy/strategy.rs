@@ -13,10 +13,10 @@ use crate::optim::{SquaredNorm, StateTensor};
 use crate::parameter::ParameterSlot;
 use crate::{Error, Result};
 
-/// What the names of a strategy's own [state tensors](Strategy::state_tensors) begin with.
+/// Name prefix of a strategy's own [state tensors](Strategy::state_tensors).
 pub const STRATEGY_STATE: &str = "strategy_";
 
-/// What a strategy can do. The trainer asks here instead of comparing types.
+/// Features of a strategy. The trainer checks these instead of types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 pub struct Capabilities {
     /// Runs on more than one rank.
@@ -24,7 +24,7 @@ pub struct Capabilities {
     /// Parameters are sharded: a rank holds less than the model.
     pub sharded: bool,
     /// Backwards may leave their gradients on their rank
-    /// ([`keep_gradients`](Strategy::keep_gradients)); otherwise each ends with
+    /// ([`keep_gradients`](Strategy::keep_gradients)). Otherwise each ends with
     /// [`reduce_gradients`](Strategy::reduce_gradients).
     pub no_sync: bool,
     /// The host may read a step's loss and norm after the update, which the device skips by itself
@@ -38,14 +38,14 @@ pub struct Capabilities {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct BuildContext {
-    /// Number of ranks; 0 if it is not known.
+    /// Number of ranks; 0 if unknown.
     pub world_size: usize,
-    /// Number of hosts, each with as many ranks.
+    /// Number of hosts, each with the same number of ranks.
     pub num_nodes: usize,
 }
 
 impl Default for BuildContext {
-    /// A run of which nothing is known.
+    /// A run of unknown size.
     fn default() -> Self {
         Self::new(0)
     }
@@ -57,7 +57,7 @@ impl BuildContext {
         Self { world_size, num_nodes: 1 }
     }
 
-    /// On this number of hosts.
+    /// Sets the number of hosts.
     #[must_use]
     pub fn on_nodes(self, num_nodes: usize) -> Self {
         Self { num_nodes, ..self }
@@ -92,8 +92,7 @@ pub trait StrategyConfig: std::fmt::Debug + Send + Sync {
     /// If an option is out of range or does not fit the world size.
     fn build(&self, context: &BuildContext) -> Result<Box<dyn Strategy>>;
 
-    /// How long ranks wait for each other in a collective, in seconds, if the strategy's
-    /// configuration says so instead of `trainer.timeout_secs`.
+    /// Seconds that ranks wait for each other in a collective. `None`: `trainer.timeout_secs`.
     fn timeout_secs(&self) -> Option<u64> {
         None
     }
@@ -112,41 +111,44 @@ pub struct StrategyContext<'a> {
     pub mesh: &'a DeviceMesh,
     /// The model that [`Strategy::setup_module`] distributed.
     pub tree: &'a ModuleTree,
-    /// The slots of the model's parameters ([`ModuleTree::slots`]), in the order of
-    /// [`ModuleTree::parameters`]; in [`Strategy::squared_norm`] perhaps some of them.
+    /// Slots of the model's parameters ([`ModuleTree::slots`]), in the order of
+    /// [`ModuleTree::parameters`]. [`Strategy::squared_norm`] may get only some of them.
     pub slots: &'a [ParameterSlot],
 }
 
-/// How a model is distributed over ranks, and what its steps communicate.
+/// Distributes a model over ranks and runs the communication of its steps.
 ///
-/// The runtime that owns a strategy does what all strategies do alike: it runs candle's backward, counts
+/// The runtime that owns a strategy handles the common work: it runs candle's backward, counts
 /// losses, audits gradients, keeps the mesh and the model, and saves and loads.
 ///
 /// # Lifecycle
-/// [`device_mesh`](Strategy::device_mesh) → the model is built in
-/// [`module_init_context`](Strategy::module_init_context) → [`setup_module`](Strategy::setup_module)
-/// → [`prepare_forward`](Strategy::prepare_forward) → optimizers are built on the parameters' local
-/// shards → for each step: forwards, and for each backward
-/// [`begin_backward`](Strategy::begin_backward), then [`reduce_gradients`](Strategy::reduce_gradients) if
-/// it synchronises and [`keep_gradients`](Strategy::keep_gradients) if not; the optimizer;
-/// [`finish_step`](Strategy::finish_step).
+/// 1. [`device_mesh`](Strategy::device_mesh) makes the mesh.
+/// 2. The model is built in [`module_init_context`](Strategy::module_init_context).
+/// 3. [`setup_module`](Strategy::setup_module) distributes it, and
+///    [`prepare_forward`](Strategy::prepare_forward) readies it for a forward.
+/// 4. Optimizers are built on the parameters' local shards.
+/// 5. Each step runs forwards and backwards. A backward starts with
+///    [`begin_backward`](Strategy::begin_backward). It ends with
+///    [`reduce_gradients`](Strategy::reduce_gradients) if it synchronises, otherwise with
+///    [`keep_gradients`](Strategy::keep_gradients).
+/// 6. The optimizer steps, and [`finish_step`](Strategy::finish_step) ends the step.
 ///
 /// # Contract
-/// - Every rank calls every method, in the same order; those that say so are collective.
+/// - Every rank calls every method, in the same order. Methods marked as collective communicate.
 /// - Gradients are of the **sum** of the loss over ranks and micro-batches. The mean is taken once,
-///   when the optimizer multiplies by [`grad_scale`](Strategy::grad_scale); so means are exact over
-///   ranks and micro-batches with unequal counts.
-/// - A step may have several backwards. Those that do not synchronise leave their gradients on their
-///   rank; the next that does reduces them too.
-/// - A model may have several optimizers ([`Parameter::optimizer`]), which step by themselves. A backward has
-///   gradients of the parameters that [take one][`Parameter::takes_grad`] when it begins; the others keep
-///   what they have. After a step [`Parameter::local_grad`] is none for the parameters of that optimizer, and
-///   [`finish_step`](Strategy::finish_step) is called.
-/// - After a backward with synchronisation, [`Parameter::local_grad`] of every trainable parameter
-///   is parallel to [`Parameter::local`]'s values and holds the gradient of all backwards of the step,
+///   when the optimizer multiplies by [`grad_scale`](Strategy::grad_scale). So means are exact even
+///   if ranks and micro-batches have unequal counts.
+/// - A step may have several backwards. Backwards without synchronisation leave their gradients on
+///   their rank, and the next synchronising backward reduces them too.
+/// - A model may have several optimizers ([`Parameter::optimizer`]), which step separately. A
+///   backward computes gradients of the parameters that [take one][`Parameter::takes_grad`] when it
+///   begins; other parameters keep theirs. After a step, [`Parameter::local_grad`] is `None` for
+///   the parameters of that optimizer, and [`finish_step`](Strategy::finish_step) is called.
+/// - After a synchronising backward, [`Parameter::local_grad`] of every trainable parameter is
+///   parallel to [`Parameter::local`]'s values. It holds the gradient of all backwards of the step,
 ///   reduced over `dp_cp`.
-/// - Between [`prepare_forward`](Strategy::prepare_forward) and the next optimizer step the
-///   parameters outside of units have values; those of a unit have them inside the unit's hooks.
+/// - Between [`prepare_forward`](Strategy::prepare_forward) and the next optimizer step, parameters
+///   outside of units have values. A unit's parameters have values inside the unit's hooks.
 ///
 /// Implementors write the methods without a default, and override others as needed.
 ///
@@ -155,10 +157,10 @@ pub struct StrategyContext<'a> {
 /// [`Parameter::takes_grad`]: crate::parameter::Parameter::takes_grad
 /// [`Parameter::local`]: crate::parameter::Parameter::local
 pub trait Strategy: Send {
-    /// The name it is chosen by.
+    /// The name in configurations.
     fn name(&self) -> &str;
 
-    /// What it can do.
+    /// The strategy's features.
     fn capabilities(&self) -> Capabilities;
 
     /// Makes the device mesh over the ranks of `world`. Collective.
@@ -167,8 +169,8 @@ pub trait Strategy: Send {
     /// If the configured sizes do not fit the world size.
     fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh>;
 
-    /// Lets a function decide how the model is distributed, instead of the configuration. Called before
-    /// [`setup_module`](Strategy::setup_module).
+    /// Lets a function, instead of the configuration, decide how the model is distributed. Called
+    /// before [`setup_module`](Strategy::setup_module).
     ///
     /// # Errors
     /// If the strategy takes no such function.
@@ -178,24 +180,24 @@ pub trait Strategy: Send {
         Err(Error::other(format!("strategy `{name}` takes no parallelize function")))
     }
 
-    /// Device, dtypes and options that the model is built with; a strategy may change dtypes.
+    /// Device, dtypes and options for building the model. A strategy may change dtypes.
     fn module_init_context(&self, init: ModuleInit) -> ModuleInit {
         init
     }
 
-    /// Cuts the model's parameters, gives this rank's shards their initial values (a function of
-    /// `seed`, the FQN and the element's index), and sets reducers ([`ModuleTree::slots`]) and hooks
-    /// ([`ModuleTree::units`]). Collective.
+    /// Cuts the model's parameters, and sets reducers ([`ModuleTree::slots`]) and hooks
+    /// ([`ModuleTree::units`]). Gives this rank's shards their initial values, a function of
+    /// `seed`, the FQN and the element's index. Collective.
     ///
     /// # Errors
     /// If the ranks' models differ, or the strategy cannot distribute this model.
     fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()>;
 
-    /// Works out what rank 0 will hold of the model, in the process that starts the ranks, before it
-    /// does: cuts `tree` as [`setup_module`](Strategy::setup_module) would, on a mesh over a
-    /// [`Planned`](crate::collective::Planned) world, and allocates nothing. Of the result, the
-    /// optimizer's state and the moving average are left 0. `None`, the default, if the strategy cannot
-    /// tell; the model's size is then not compared with the machine's memory. Not collective.
+    /// Plans rank 0's memory in the process that starts the ranks, before it starts them. Cuts
+    /// `tree` as [`setup_module`](Strategy::setup_module) would, on a mesh over a
+    /// [`Planned`](crate::collective::Planned) world, and allocates nothing. Leaves the optimizer's
+    /// state and the moving average 0. `None`, the default, if the strategy cannot tell; the
+    /// model's size is then not compared with the machine's memory. Not collective.
     ///
     /// # Errors
     /// If the strategy cannot distribute this model.
@@ -213,8 +215,8 @@ pub trait Strategy: Send {
         super::materialize::refresh_compute(context.slots)
     }
 
-    /// Called before a backward's first gradient arrives. `synchronise` says whether its gradients will
-    /// be reduced: whether [`reduce_gradients`](Strategy::reduce_gradients) ends it, or
+    /// Called before a backward's first gradient arrives. The backward ends with
+    /// [`reduce_gradients`](Strategy::reduce_gradients) if `synchronise`, else with
     /// [`keep_gradients`](Strategy::keep_gradients). Not collective.
     ///
     /// # Errors
@@ -224,16 +226,15 @@ pub trait Strategy: Send {
         Ok(())
     }
 
-    /// Ends a backward that synchronises: reduces this rank's gradients that were not reduced yet
-    /// (those of earlier backwards of the step that ended with
-    /// [`keep_gradients`](Strategy::keep_gradients) too) over the ranks, and adds them to the parameters'
-    /// local gradients. Collective.
+    /// Ends a synchronising backward: reduces this rank's unreduced gradients over the ranks, and
+    /// adds them to the parameters' local gradients. Includes gradients of the step's earlier
+    /// backwards that ended with [`keep_gradients`](Strategy::keep_gradients). Collective.
     ///
     /// # Errors
     /// If a peer fails.
     fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()>;
 
-    /// Ends a backward that does not synchronise (all micro-batches of a step but the last): its
+    /// Ends a backward that does not synchronise (all micro-batches of a step except the last). Its
     /// gradients stay in the reducer's memory on this rank. Collective only for strategies that
     /// communicate here.
     ///
@@ -244,10 +245,10 @@ pub trait Strategy: Send {
         Ok(())
     }
 
-    /// The factor by which the optimizer multiplies this rank's gradients: by default one over the
-    /// global count, since they are of the sum over all ranks. A strategy whose ranks step on gradients
-    /// of their own overrides it; `local_count` is the number of items of this rank's losses in the
-    /// step. Collective.
+    /// The factor by which the optimizer multiplies this rank's gradients. By default one over the
+    /// global count, since gradients are of the sum over all ranks. A strategy whose ranks step on
+    /// their own gradients overrides it. `local_count` is the number of items of this rank's losses
+    /// in the step. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -256,13 +257,14 @@ pub trait Strategy: Send {
         Ok(totals.grad_scale())
     }
 
-    /// This rank's part of the square of the gradient's Euclidean norm, over the parameters of `context.slots` (those
-    /// of one optimizer, where a model has several): the sum of all ranks' parts is the square, in which every element
-    /// counts once whatever is replicated or sharded. Where replicas have gradients of their own, each contributes the
-    /// part that it owns. Not collective, and nothing waits for a device.
+    /// This rank's part of the squared Euclidean norm of the gradient, over the parameters of
+    /// `context.slots` (one optimizer's, if the model has several). The parts of all ranks sum to
+    /// the square, with every element counted once, replicated or sharded. If replicas have their
+    /// own gradients, each contributes the part that it owns. Not collective, and does not wait for
+    /// a device.
     ///
     /// # Errors
-    /// If a shard is not what its spec says.
+    /// If a shard does not fit its spec.
     fn squared_norm(&self, context: StrategyContext<'_>) -> Result<SquaredNorm> {
         let StrategyContext { mesh, slots, .. } = context;
         let trainable = slots.iter().filter(|slot| slot.requires_grad());
@@ -270,8 +272,8 @@ pub trait Strategy: Send {
         SquaredNorm::of(&parameters, &|dim| mesh.coordinate(dim))
     }
 
-    /// Called after the optimizer's step, when its gradients are cleared: makes the new values ready for
-    /// the next forward. Collective.
+    /// Called after the optimizer's step, when its gradients are cleared: makes the new values
+    /// ready for the next forward. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -279,13 +281,15 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
-    /// Called when a step failed on some rank anywhere between [`prepare_forward`](Strategy::prepare_forward) and the
-    /// optimizer's update, and is begun again: drops the step's gradients and pending collectives, and makes the
-    /// parameters ready for a forward. Every collective that the step started is complete: on a device, before all work
-    /// that is queued from now on, though it may still run there. The caller resets the slots. Collective.
+    /// Called when a step failed on some rank between
+    /// [`prepare_forward`](Strategy::prepare_forward) and the optimizer's update, before it is
+    /// tried again. Drops the step's gradients and pending collectives, and makes the parameters
+    /// ready for a forward. Every collective that the step started is complete: on a device, for
+    /// all work queued from now on, though it may still run. The caller resets the slots.
+    /// Collective.
     ///
     /// # Errors
-    /// If the strategy cannot, as by default.
+    /// If the strategy cannot do this, as by default.
     fn abandon_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let _ = context;
         Err(Error::other(format!(
@@ -304,14 +308,15 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
-    /// Whether replicas train on their own and have taken steps since they were last made the same; equal on all
-    /// ranks. Buffers are then equal within each replica only, and a training ends with
+    /// Whether replicas train separately and have stepped since they were last made equal; the same
+    /// on all ranks. If true, buffers are equal only within each replica, and training ends with
     /// [`prepare_save`](Strategy::prepare_save). Not collective.
     fn replicas_differ(&self) -> bool {
         false
     }
 
-    /// Called before the parameters are saved: makes replicas the same, if they may differ. Collective.
+    /// Called before the parameters are saved: makes replicas equal, if they may differ.
+    /// Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -320,8 +325,9 @@ pub trait Strategy: Send {
         Ok(())
     }
 
-    /// Called before the optimizers' `states` are saved, after [`prepare_save`](Strategy::prepare_save): makes
-    /// those of replicas the same in place, if they may differ. Collective.
+    /// Called before the optimizers' `states` are saved, after
+    /// [`prepare_save`](Strategy::prepare_save). Makes the states of replicas equal in place, if
+    /// they may differ. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -330,9 +336,10 @@ pub trait Strategy: Send {
         Ok(())
     }
 
-    /// State tensors of its own, which a checkpoint has beside those of the optimizers: cut as the parameters
-    /// are, in place, with names that begin with [`STRATEGY_STATE`]. A run under another strategy leaves them out, and
-    /// where a checkpoint has none they stay as they are. Not collective.
+    /// The strategy's own state tensors, which checkpoints save beside the optimizers'. They are
+    /// cut like the parameters and loaded in place, and their names begin with [`STRATEGY_STATE`].
+    /// A run under another strategy ignores them. Tensors missing from a checkpoint keep their
+    /// values. Not collective.
     ///
     /// # Errors
     /// If a parameter has no local values.
@@ -340,24 +347,25 @@ pub trait Strategy: Send {
         Ok(Vec::new())
     }
 
-    /// The numbers of its own state that are no tensors, for checkpoints; equal on all ranks. Not collective.
+    /// The strategy's own scalar state, for checkpoints. Equal on all ranks. Not collective.
     fn scalars(&self) -> BTreeMap<String, f64> {
         BTreeMap::new()
     }
 
-    /// Restores what [`scalars`](Strategy::scalars) returned when the checkpoint was saved, perhaps by another
-    /// strategy. Called after [`finish_load`](Strategy::finish_load), when the optimizers' states and
-    /// [`state_tensors`](Strategy::state_tensors) were loaded too. Not collective.
+    /// Restores the values that [`scalars`](Strategy::scalars) returned when the checkpoint was
+    /// saved, perhaps by another strategy. Called after [`finish_load`](Strategy::finish_load),
+    /// when the optimizers' states and [`state_tensors`](Strategy::state_tensors) have been loaded
+    /// too. Not collective.
     ///
     /// # Errors
-    /// If a number is out of range.
+    /// If a value is out of range.
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
         let _ = scalars;
         Ok(())
     }
 
-    /// Whether the trainer saves distributed checkpoints, in which each rank writes what it owns;
-    /// otherwise full ones, gathered on rank 0.
+    /// Whether the trainer saves distributed checkpoints, for which each rank writes the regions it
+    /// owns. Otherwise it saves full ones, gathered on rank 0.
     fn saves_distributed_checkpoints(&self) -> bool {
         true
     }

@@ -1,4 +1,4 @@
-//! Checks of a plan before any parameter is cut, also on one rank.
+//! Checks a plan before any parameter is cut, also on a single rank.
 
 use super::{PlanApplication, Shardings};
 use crate::parallel::{ALL, LayerSharding, LayerStyles, ParallelStyle, ParameterSharding};
@@ -35,7 +35,7 @@ impl PlanApplication<'_> {
         Ok(shardings)
     }
 
-    /// Whether the layer around this one computes it.
+    /// Whether the surrounding layer computes this one.
     fn is_part(&self, path: &str) -> bool {
         path.rsplit_once('.').is_some_and(|(around, name)| {
             let info = self.tree.modules().get(around);
@@ -43,8 +43,8 @@ impl PlanApplication<'_> {
         })
     }
 
-    /// Checks the style of a module that declared no layer: one with parameters of its own, or of
-    /// candle_nn.
+    /// Checks the style of a module without a declared layer: a module with its own parameters, or
+    /// a candle_nn layer.
     fn check_foreign(&self, path: &str, style: &ParallelStyle) -> Result<()> {
         if *style == ParallelStyle::ReplicatedWithGradAllreduce {
             return Ok(());
@@ -69,7 +69,7 @@ impl PlanApplication<'_> {
         )
     }
 
-    /// Layers that share a weight must cut it alike: each computes with the part that is there.
+    /// Layers that share a weight must cut it alike, because each computes with the local part.
     fn check_tied(&self, shardings: &Shardings) -> Result<()> {
         for (alias, first) in self.tree.aliases() {
             let (Some((a, a_name)), Some((b, b_name))) =
@@ -99,7 +99,7 @@ impl PlanApplication<'_> {
         Ok(())
     }
 
-    /// How the plan shards the parameter `name` of the layer `path`; `None` if it does not.
+    /// The plan's sharding of parameter `name` of layer `path`; `None` if it has none.
     fn sharding_of(
         &self,
         shardings: &Shardings,

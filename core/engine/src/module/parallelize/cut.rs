@@ -1,4 +1,4 @@
-//! Cutting the parameters of a plan's layers, and configuring the layers.
+//! Cuts the parameters of a plan's layers and configures the layers.
 
 use super::{PlanApplication, Shardings};
 use crate::parallel::{ALL, LayerParallel, LayerSharding, ParameterSharding, PlanRecord};
@@ -7,7 +7,7 @@ use crate::shard::{Cut, Placement, ShardSpec, chunk};
 use crate::{Error, Result};
 
 impl PlanApplication<'_> {
-    /// Applies a plan that was checked.
+    /// Applies a checked plan.
     pub(super) fn cut_layers(&self, shardings: &Shardings) -> Result<()> {
         for path in self.styles.keys() {
             if !self.tree.modules().contains_key(path) {
@@ -31,7 +31,7 @@ impl PlanApplication<'_> {
                 self.tell(&path, LayerParallel::of_part(plan.clone(), &path, part));
             }
         }
-        // Layers that are not in the plan take whole activations; it is an error if they get a part.
+        // Layers outside of the plan take whole activations. A sharded activation is an error.
         for (path, info) in self.tree.modules() {
             if info.layer.parallel().is_none() {
                 info.layer.set_parallel(LayerParallel::not_in_plan(plan.clone(), path));
@@ -66,7 +66,7 @@ impl PlanApplication<'_> {
         }
     }
 
-    /// Cuts a parameter along `dim`, with each part on `replicas` neighbouring ranks. These compute
+    /// Cuts a parameter along `dim`, with each part on `replicas` neighbouring ranks. They compute
     /// different things with it, so its gradient is partial.
     fn cut(&self, path: &str, parameter: &Parameter, dim: usize, replicas: usize) -> Result<()> {
         let parts = self.group.size() / replicas;
@@ -105,7 +105,7 @@ impl PlanApplication<'_> {
         self.set(parameter, spec, replicas > 1)
     }
 
-    /// Records that the ranks hold the same values of a parameter.
+    /// Records that all ranks hold the same values of a parameter.
     fn replicate(&self, parameter: &Parameter, partial_grad: bool) -> Result<()> {
         let spec = ShardSpec::new(parameter.global_shape().to_vec()).with_cut(Cut::new(
             self.dim,

@@ -1,4 +1,4 @@
-//! Which layers the patterns of a plan match.
+//! Matches the patterns of a plan with layers.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -9,7 +9,7 @@ use crate::{Error, Result};
 use fulgurite_config::nearest;
 
 impl ModuleTree {
-    /// The style of each path that the plan names.
+    /// The style of each path named by the plan.
     pub(super) fn styles(&self, plan: &Plan) -> Result<Styles> {
         let paths = self.layer_paths();
         let mut styles: BTreeMap<&str, (usize, ParallelStyle)> = BTreeMap::new();
@@ -38,9 +38,9 @@ impl ModuleTree {
         Ok(styles.into_iter().map(|(path, (_, style))| (path.to_owned(), style)).collect())
     }
 
-    /// The paths of layers, and of other modules that have parameters of their own.
+    /// The paths of layers, and of other modules with their own parameters.
     fn layer_paths(&self) -> BTreeSet<&str> {
-        // A parameter of no module is named by its own name.
+        // A parameter outside of modules has its name as path.
         let owner = |p| Parameter::fqn(p).rsplit_once('.').map_or(p.fqn(), |(path, _)| path);
         let owners = self.parameters().iter().map(owner);
         self.modules().keys().map(String::as_str).chain(owners).collect()
@@ -48,7 +48,7 @@ impl ModuleTree {
 }
 
 fn no_match(pattern: &str, paths: &BTreeSet<&str>) -> Error {
-    // Patterns for another model mostly differ in a prefix, which the list of paths shows.
+    // Patterns for other models mostly differ in a prefix, which the list of paths shows.
     let kinds: BTreeSet<String> = paths.iter().map(|path| kind(path)).collect();
     let kinds: Vec<String> = kinds.into_iter().collect();
     let suffix = format!(".{pattern}");
@@ -77,7 +77,7 @@ fn no_match(pattern: &str, paths: &BTreeSet<&str>) -> Error {
     }
 }
 
-/// The path with its numbers replaced by `*`.
+/// The path with numbers replaced by `*`.
 fn kind(path: &str) -> String {
     let number = |s: &str| !s.is_empty() && s.bytes().all(|b| b.is_ascii_digit());
     path.split('.').map(|s| if number(s) { "*" } else { s }).collect::<Vec<_>>().join(".")

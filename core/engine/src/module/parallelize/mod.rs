@@ -24,8 +24,8 @@ pub(crate) struct AppliedPlans {
     pub(super) sequence: SequenceLength,
 }
 
-/// How a plan shards the layers that it names, by path. Layers that another layer computes are in that
-/// layer's sharding.
+/// A plan's sharding of the layers it names, by path. The sharding of a layer includes the layers
+/// that it computes.
 pub(super) type Shardings = BTreeMap<String, LayerSharding>;
 
 /// A plan that is being applied.
@@ -40,8 +40,8 @@ pub(super) struct PlanApplication<'a> {
 
 impl ModuleTree {
     /// Applies a tensor-parallel plan along `mesh`, a mesh of one dimension
-    /// (`mesh.get("tensor_parallel")`), as PyTorch's function of this name. Call it before
-    /// [`fully_shard`](Self::fully_shard) and before any value exists, alike on every rank; it
+    /// (`mesh.get("tensor_parallel")`), like PyTorch's function of this name. Call it before
+    /// [`fully_shard`](Self::fully_shard) and before any values exist, alike on every rank. It
     /// communicates nothing.
     ///
     /// ```
@@ -68,10 +68,10 @@ impl ModuleTree {
     /// ```
     ///
     /// # Errors
-    /// If a pattern matches no layer or a layer matches two patterns, a layer cannot take its style,
-    /// the projections of an attention or MLP block do not fit together, layers that share a weight
-    /// do not cut it alike, or heads or a parameter cannot be cut into as many parts. The message
-    /// names the layer.
+    /// If a pattern matches no layer, a layer matches two patterns, or a layer does not support its
+    /// style. If the projections of an attention or MLP block do not fit together, or layers that
+    /// share a weight cut it differently. If heads or a parameter cannot be cut into as many parts
+    /// as there are ranks. The message names the layer.
     pub fn parallelize_module(&mut self, mesh: &DeviceMesh, plan: &Plan) -> Result<()> {
         let dim = dimension(mesh)?;
         let styles = self.styles(plan)?;
@@ -98,7 +98,7 @@ impl ModuleTree {
         Ok(())
     }
 
-    /// Whether the layer at `path` takes a style, on any number of ranks.
+    /// Whether the layer at `path` supports a style, on any number of ranks.
     pub fn takes_style(&self, path: &str, style: impl Into<ParallelStyle>) -> bool {
         self.modules().get(path).is_some_and(|info| {
             let styles = Styles::from([(path.to_owned(), style.into())]);
@@ -107,7 +107,7 @@ impl ModuleTree {
     }
 }
 
-/// The one dimension of a mesh that layers can be cut along.
+/// The mesh's single dimension, along which layers are cut.
 fn dimension(mesh: &DeviceMesh) -> Result<&str> {
     const OTHERS: [&str; 6] = [
         DATA_PARALLEL_REPLICATE,
@@ -133,11 +133,10 @@ fn dimension(mesh: &DeviceMesh) -> Result<&str> {
 }
 
 impl<'a> PlanApplication<'a> {
-    /// The parameters of the module at `path` itself, or the parameter of this name that is in no
-    /// module.
+    /// The module's own parameters. For a parameter outside of modules, `path` is its name.
     pub(super) fn parameters_of(&self, path: &str) -> impl Iterator<Item = &'a Parameter> {
         self.tree.parameters().iter().filter(move |p| {
-            // An adapter's parameters are the layer's, `q_proj.lora_A.weight`.
+            // Adapter parameters belong to the layer: `q_proj.lora_A.weight`.
             let name = if p.is_adapter() { p.fqn().rfind(".lora_") } else { p.fqn().rfind('.') };
             name.map_or(p.fqn(), |name| &p.fqn()[..name]) == path
         })
