@@ -12,7 +12,7 @@ fn purge_delay() -> i64 {
 }
 
 #[test]
-fn freed_memory_is_kept_unless_the_environment_says_otherwise() {
+fn freed_memory_is_kept_by_default() {
     const SET: &str = "MIMALLOC_PURGE_DELAY";
     match std::env::var(SET) {
         // In the process that is started below.

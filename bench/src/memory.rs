@@ -41,7 +41,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_came_and_went_is_in_the_peak_until_it_is_forgotten() {
+    fn peak_includes_freed_memory_until_reset() {
         const BYTES: u64 = 64 << 20;
         let before = resident().unwrap();
         drop(std::hint::black_box(vec![1_u8; BYTES as usize]));

@@ -324,7 +324,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn batches_are_those_that_the_peers_draw() {
+    fn batches_equal_the_peers_batches() {
         let size = DecoderSize { vocab: 1 << 16, dim: 2, layers: 1, heads: 1, kv_heads: 1, ffn: 1 };
         let (ids, targets) = tokens(&size, [1, 2], 0).unwrap();
         // splitmix64 from 0, modulo the vocabulary, in order; as `decoder_tokens` in benches/peer has it.

@@ -527,7 +527,7 @@ mod tests {
     }
 
     #[test]
-    fn overrides_win_over_files_and_files_over_defaults() {
+    fn overrides_beat_files_beat_defaults() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str, text: &str| {
             let path = dir.path().join(name);
@@ -578,7 +578,7 @@ For more information, try '--help'.
     }
 
     #[test]
-    fn the_help_has_examples_and_all_keys() {
+    fn help_has_examples_and_all_keys() {
         insta::assert_snapshot!(refusal(&["fit", "-h"]), @r#"
     Train the model, and validate it on the way
     

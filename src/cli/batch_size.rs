@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_batch_that_fits_is_found() {
+    fn finds_the_largest_batch_that_fits() {
         let (tried, found) = sizes(200.0, 3.0, 1e9);
         assert_eq!(tried, [1, 2, 4, 8, 16, 32, 33][..6], "33 is hardly more");
         assert_eq!((found.largest().unwrap().size, found.end), (32, End::Memory));
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_takes_no_more_than_the_data() {
+    fn step_is_bounded_by_the_data() {
         let (tried, found) = sizes(1e9, 1.0, 20.0);
         assert_eq!(tried, [1, 2, 4, 8, 16, 32]);
         assert_eq!((found.largest().unwrap().size, found.end), (16, End::Data));
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_fails_bounds_it() {
+    fn failed_run_bounds_the_size() {
         let run = |from: u64| {
             search(1e9, &mut |size| {
                 let failed = (size >= from).then(|| "failed (1)".to_owned());

@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_written_is_an_error() {
+    fn unwritable_directory_is_an_error() {
         let mut report = Report::default();
         let config = toml::toml! { trainer = { default_root_dir = "/proc/runs" } };
         directories(&mut report, &config);

@@ -292,7 +292,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_of_runs_have_safe_names() {
+    fn run_directories_have_safe_names() {
         let sweeps = ["o.lr=1e-3,+2", "d.path='a b/c',\"a b:c\",[\"x\", 'é']"].map(str::to_owned);
         insta::assert_snapshot!(names(&combinations(&sweeps).unwrap()).join("\n"), @r"
     o.lr=1e-3,d.path=a_b_c

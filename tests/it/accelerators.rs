@@ -122,7 +122,7 @@ const SHARED: &str = "trainer.accelerator={ type = 'pretended', shared = true }"
 
 // checklist: Lightning: root_device
 #[test]
-fn every_rank_has_a_device_of_its_own() {
+fn every_rank_has_its_own_device() {
     let dir = tempfile::tempdir().unwrap();
     let trainer_config = |keys: &[&str]| config(dir.path(), keys).trainer;
     let opened = |ranks: usize, config: &TrainerConfig| {
@@ -219,7 +219,7 @@ impl ProcessGroupConfig for BetweenPretended {
 }
 
 #[test]
-fn ranks_with_devices_of_their_own_communicate_by_the_process_group_for_those() {
+fn process_group_matches_the_devices() {
     let dir = tempfile::tempdir().unwrap();
     let store = Arc::new(LocalStore::new());
     let built = |keys: &[&str]| {

@@ -63,7 +63,7 @@ fn rank_of(agent: &Running, rank: usize) -> Pid {
 }
 
 #[test]
-fn agents_train_as_the_program_alone_does() {
+fn agents_train_like_a_single_program() {
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=4"]).succeed();
     let job = training(&scratch).env("FULGURITE_JOB_KEY", KEY);
@@ -75,7 +75,7 @@ fn agents_train_as_the_program_alone_does() {
 }
 
 #[test]
-fn a_job_that_lost_a_rank_goes_on_with_the_losses_of_one_that_did_not() {
+fn losses_survive_a_lost_rank() {
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=4"]).succeed();
     let agents = two_agents(&training(&scratch), &["--max-restarts", "2"]);
@@ -97,7 +97,7 @@ fn a_job_that_lost_a_rank_goes_on_with_the_losses_of_one_that_did_not() {
 }
 
 #[test]
-fn an_elastic_job_trains_on_fewer_ranks_as_before() {
+fn elastic_job_trains_on_fewer_ranks() {
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=2"]).succeed();
     let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
@@ -118,7 +118,7 @@ fn an_elastic_job_trains_on_fewer_ranks_as_before() {
 }
 
 #[test]
-fn two_hosts_are_started_by_their_agents_and_go_on_without_a_host() {
+fn two_hosts_continue_after_losing_one() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=4"]).succeed();

@@ -154,7 +154,7 @@ fn names(root: &Path) -> Vec<String> {
 }
 
 #[test]
-fn training_goes_on_and_does_not_get_into_the_checkpoint() {
+fn training_continues_during_a_save() {
     let dir = tempfile::tempdir().unwrap();
     let ios = [Gated::new(dir.path()), Gated::new(dir.path())];
     run_ranks(2, |world| {
@@ -189,7 +189,7 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
 }
 
 #[test]
-fn what_follows_a_save_is_rank_0s_to_say() {
+fn rank_0_decides_about_finished_saves() {
     let dir = tempfile::tempdir().unwrap();
     let io = LocalDirectory::new(dir.path()).with_sync(false);
     run_ranks(2, |world| {
@@ -212,7 +212,7 @@ fn what_follows_a_save_is_rank_0s_to_say() {
 }
 
 #[test]
-fn old_checkpoints_go_when_the_new_one_is_there() {
+fn old_checkpoints_are_removed_after_commit() {
     let dir = tempfile::tempdir().unwrap();
     let io = Gated::new(dir.path());
     let world = Solo::new("world", 0);
@@ -281,7 +281,7 @@ fn an_error_of_one_rank_reaches_all() {
 }
 
 #[test]
-fn a_saver_that_is_dropped_completes_what_it_began() {
+fn dropped_saver_completes_its_save() {
     for panics in [false, true] {
         let dir = tempfile::tempdir().unwrap();
         let io = Gated::new(dir.path());
@@ -308,7 +308,7 @@ fn a_saver_that_is_dropped_completes_what_it_began() {
 }
 
 #[test]
-fn a_pointer_that_leads_nowhere_is_passed_over() {
+fn dangling_pointer_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let io = Gated::new(dir.path());
     let world = Solo::new("world", 0);

@@ -140,7 +140,7 @@ fn logged(events: &[Event], name: &str) -> Vec<(u64, f64)> {
 }
 
 #[test]
-fn a_run_stops_when_its_metric_no_longer_improves() {
+fn early_stopping_without_improvement() {
     let stopping = |options: &str| {
         let callbacks = format!(
             "trainer.callbacks=[{{ type = 'early_stopping', monitor = 'score', {options} }}]"
@@ -164,7 +164,7 @@ fn a_run_stops_when_its_metric_no_longer_improves() {
 }
 
 #[test]
-fn what_has_been_waited_counts_in_a_resumed_run() {
+fn patience_survives_a_resume() {
     let callbacks =
         "trainer.callbacks=[{ type = 'early_stopping', monitor = 'score', patience = 2 }]";
     let dir = tempfile::tempdir().unwrap();
@@ -214,7 +214,7 @@ fn the_best_checkpoints_are_named_and_kept() {
 }
 
 #[test]
-fn the_table_saves_what_is_monitored_after_each_validation() {
+fn checkpoints_follow_the_monitored_metric() {
     let keys = [
         "trainer.max_steps=6",
         "trainer.val_check_interval=2",
@@ -256,7 +256,7 @@ fn the_table_saves_what_is_monitored_after_each_validation() {
 }
 
 #[test]
-fn a_place_with_checkpoints_of_another_run_is_not_saved_to() {
+fn directory_of_another_run_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let keys = ["trainer.max_steps=2", "checkpoint.save_last=true"];
     fit_in(dir.path(), &keys).1.unwrap();
@@ -279,7 +279,7 @@ fn a_place_with_checkpoints_of_another_run_is_not_saved_to() {
 }
 
 #[test]
-fn steps_have_more_micro_batches_from_an_epoch_on() {
+fn micro_batches_grow_from_an_epoch_on() {
     // Six batches an epoch.
     let callbacks = "trainer.callbacks=[{ type = 'gradient_accumulation_scheduler', \
                      scheduling = { 1 = 2, 3 = 3 } }]";
@@ -316,7 +316,7 @@ fn steps_have_more_micro_batches_from_an_epoch_on() {
 }
 
 #[test]
-fn a_run_may_have_more_steps_than_can_be_counted() {
+fn step_limit_beyond_any_counter() {
     for limit in ["trainer.max_epochs", "trainer.max_steps"] {
         for last_batch in ["wrap", "partial", "drop"] {
             let last_batch = format!("trainer.last_batch={last_batch}");
@@ -328,7 +328,7 @@ fn a_run_may_have_more_steps_than_can_be_counted() {
 }
 
 #[test]
-fn checkpoints_with_names_of_their_own_have_states_of_their_own() {
+fn named_checkpoints_have_own_state() {
     let one =
         "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'one-{step}' }";
     let two = "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'two-{step}', \
@@ -346,7 +346,7 @@ fn checkpoints_with_names_of_their_own_have_states_of_their_own() {
 }
 
 #[test]
-fn the_learning_rate_falls_when_a_metric_does_not_improve() {
+fn learning_rate_falls_on_plateau() {
     let callbacks = "trainer.callbacks=[{ type = 'reduce_lr_on_plateau', monitor = 'score', \
                      factor = 0.5, patience = 0 }]";
     let keys = ["checkpoint.save_last=true", "trainer.ckpt_path=last", callbacks];
@@ -363,7 +363,7 @@ fn the_learning_rate_falls_when_a_metric_does_not_improve() {
 }
 
 #[test]
-fn rates_and_statistics_are_logged_when_steps_are() {
+fn rates_are_logged_with_steps() {
     let callbacks = "trainer.callbacks=['device_stats_monitor', \
                      { type = 'throughput_monitor', peak_tflops = 1.0 }]";
     let keys = ["trainer.max_steps=5", "trainer.log_every_n_steps=2", callbacks];
@@ -439,7 +439,7 @@ impl LightningModule for Other {
 impl Hooks<Numbers> for Other {}
 
 #[test]
-fn a_callback_sees_module_optimizer_and_gradients_on_every_rank() {
+fn callback_sees_module_and_gradients() {
     let dir = tempfile::tempdir().unwrap();
     let callbacks = "trainer.callbacks=[{ type = 'gradient_norms', depth = 2 }]";
     let norms = |ranks: usize, strategy: &str, place: &str| {
@@ -482,7 +482,7 @@ fn a_callback_sees_module_optimizer_and_gradients_on_every_rank() {
 }
 
 #[test]
-fn a_module_comes_from_values_and_out_of_a_checkpoint() {
+fn module_from_values_and_from_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let run = config(dir.path(), &["trainer.max_steps=3", "checkpoint.save_last=true"]);
     let whole = Trainer::default().fit::<Net>(&run).unwrap();
@@ -523,7 +523,7 @@ fn a_module_comes_from_values_and_out_of_a_checkpoint() {
 }
 
 #[test]
-fn a_trainer_is_used_again_with_its_callbacks_and_sinks() {
+fn trainer_is_reusable() {
     let dir = tempfile::tempdir().unwrap();
     let events = Events::default();
     let trainer = Trainer::default()

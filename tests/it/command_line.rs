@@ -23,7 +23,7 @@ fn files(scratch: &Scratch) -> Vec<String> {
 }
 
 #[test]
-fn variables_of_the_environment_are_above_files_and_below_overrides() {
+fn environment_between_files_and_overrides() {
     let scratch = Scratch::with_tokens();
     scratch.file("run.toml", "seed = 1\n[trainer]\nmax_steps = 1\nlog_every_n_steps = 1");
     let printed =
@@ -91,7 +91,7 @@ fn a_configuration_is_checked_without_a_run() {
 }
 
 #[test]
-fn the_configuration_is_printed_with_what_its_keys_mean() {
+fn config_is_printed_with_documentation() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["trainer.strategy={ type = 'fsdp', prefetch = 2 }"]);
     let plain = job.clone().args(&["--print-config"]).succeed().stdout;
@@ -205,7 +205,7 @@ fn shells_complete_arguments() {
 }
 
 #[test]
-fn predictions_of_all_ranks_are_in_one_file_in_order() {
+fn predictions_of_all_ranks_in_order() {
     let scratch = Scratch::with_tokens();
     let keep = ["checkpoint.dir=kept", "checkpoint.save_last=true", "data.validation_fraction=0.4"];
     scratch.small().set(&keep).succeed();
@@ -236,7 +236,7 @@ fn predictions_of_all_ranks_are_in_one_file_in_order() {
 }
 
 #[test]
-fn a_sweep_runs_each_combination_and_compares_them() {
+fn sweep_runs_and_compares_combinations() {
     let scratch = Scratch::with_tokens();
     let sweep =
         ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "trainer.accumulate_grad_batches=1,2"];
@@ -274,7 +274,7 @@ fn a_sweep_runs_each_combination_and_compares_them() {
 }
 
 #[test]
-fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
+fn stopped_sweep_ends_its_run_cleanly() {
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
         let scratch = Scratch::with_tokens();
         let keys =
@@ -297,7 +297,7 @@ fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
 
 // checklist: composer: automatic micro-batches
 #[test]
-fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
+fn batch_size_search_leaves_nothing() {
     let scratch = Scratch::with_tokens();
     let keys = [
         "trainer.devices=2",
@@ -367,7 +367,7 @@ fn a_sweep_with_a_mistake_starts_no_run() {
 }
 
 #[test]
-fn the_doctor_says_what_a_run_would_find() {
+fn doctor_predicts_the_findings_of_a_run() {
     let scratch = Scratch::with_tokens();
     let mut job = scratch.small();
     job.replace("fit", "doctor");

@@ -143,7 +143,7 @@ fn of_each_step_of<M: LightningModule<Config = NoKeys, Data: DataModule<Config =
 }
 
 #[test]
-fn a_step_communicates_what_it_needs_and_what_is_logged() {
+fn communication_of_a_step() {
     // A bucket and the loss, what is logged and its extremes; the norm and the vote.
     let [ddp, _] = of_each_step("ddp", 1, 1);
     insta::assert_debug_snapshot!(ddp, @r#"
@@ -181,7 +181,7 @@ fn a_step_communicates_what_it_needs_and_what_is_logged() {
 }
 
 #[test]
-fn a_step_reads_once_and_what_is_logged_when_it_is_logged() {
+fn step_reads_the_device_once() {
     for strategy in ["ddp", "fsdp"] {
         for accumulate in [1, 3] {
             let [_, reads] = of_each_step(strategy, 1, accumulate);
@@ -193,7 +193,7 @@ fn a_step_reads_once_and_what_is_logged_when_it_is_logged() {
 }
 
 #[test]
-fn with_late_reads_only_a_step_that_is_logged_waits_for_its_device() {
+fn late_reads_wait_only_when_logging() {
     for strategy in ["ddp", "fsdp"] {
         for accumulate in [1, 3] {
             let of = |log_every| of_each_step_of::<Double>(strategy, log_every, (accumulate, true));
@@ -210,7 +210,7 @@ fn with_late_reads_only_a_step_that_is_logged_waits_for_its_device() {
 }
 
 #[test]
-fn ids_and_targets_that_the_host_has_sent_are_not_read() {
+fn ids_sent_by_the_host_are_not_read() {
     for strategy in ["ddp", "fsdp"] {
         let [_, reads, _] = of_each_step_of::<Classes<true>>(strategy, 50, (3, false));
         assert_eq!(reads, ["loss and gradient norm 1"], "{strategy}");

@@ -5,7 +5,7 @@ use std::fs;
 use crate::program::Scratch;
 
 #[test]
-fn a_run_says_what_it_has_read() {
+fn run_reports_its_data() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.path().join("books")).unwrap();
     scratch.file("books/a.txt", "all that is read of it, ".repeat(20));
@@ -36,7 +36,7 @@ fn a_run_says_what_it_has_read() {
 }
 
 #[test]
-fn a_mixture_takes_the_place_of_a_default_path() {
+fn mixture_replaces_the_default_path() {
     let scratch = Scratch::new();
     for name in ["a", "b", "val"] {
         scratch.file(&format!("{name}.txt"), name.repeat(300));

@@ -31,7 +31,7 @@ fn after(step: u64, run: &Run) -> [BTreeMap<u64, f64>; 2] {
 }
 
 #[test]
-fn a_run_of_replicas_apart_goes_on_to_the_bit() {
+fn diverged_replicas_resume_bitwise() {
     // Saves are at synchronisations, and between them; the first is in the warm-up.
     let strategies = [
         ("{ type = \"diloco\", sync_every = 2, warmup_steps = 4 }", 2),

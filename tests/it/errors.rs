@@ -11,7 +11,7 @@ fn any_rank(text: &str) -> String {
 
 // checklist: torchtune: _get_sharding_strategy
 #[test]
-fn names_that_nobody_registered() {
+fn unregistered_names() {
     let scratch = Scratch::with_tokens();
     let error = |assignment| scratch.small().set(&[assignment]).fail();
     assert_snapshot!(error("trainer.strategy=fsdpp"), @"error: unknown strategy `fsdpp`; did you mean `fsdp`? Available: auto, ddp, diloco, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp. If a plugin crate provides `fsdpp`, link it with `use that_crate as _;` in the program");
@@ -61,7 +61,7 @@ fn ranks_that_do_not_fit() {
 }
 
 #[test]
-fn options_of_plugins_are_refused_before_ranks_start() {
+fn bad_plugin_options_are_refused_at_start() {
     let scratch = Scratch::with_tokens();
     let small = scratch.small().on("ddp", 2, 1);
     let error = |assignment| small.clone().set(&[assignment]).fail();
@@ -95,7 +95,7 @@ fn shared_memory_does_not_reach_another_host() {
 }
 
 #[test]
-fn what_trains_nothing_is_a_warning() {
+fn no_trained_parameters_is_a_warning() {
     let scratch = Scratch::with_tokens();
     let keys = ["data.validation_fraction=0.001", "trainer.precision=bf16-true"];
     let run = scratch.small().set(&keys).start().wait();
@@ -226,7 +226,7 @@ fn checkpoints_that_do_not_fit() {
 }
 
 #[test]
-fn losses_that_are_no_numbers() {
+fn non_finite_losses() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["scheduler=constant", "optimizer.lr=1e30"]);
     let without_steps = |stderr: String| {

@@ -111,13 +111,13 @@ fn fit(wrong_in: &str) -> (Result<()>, Vec<String>) {
 }
 
 #[test]
-fn a_shape_that_does_not_fit_names_module_and_step() {
+fn shape_error_names_module_and_step() {
     insta::assert_snapshot!(fit("training").0.unwrap_err(), @"module `layers.1.misfit`: expected a last dimension of 3, got [2, 2] (in training_step of step 1)");
     insta::assert_snapshot!(fit("validation").0.unwrap_err(), @"module `layers.1.misfit`: expected a last dimension of 3, got [2, 2] (in validation_step of batch 0)");
 }
 
 #[test]
-fn sinks_are_told_of_the_model_and_of_every_batch_of_an_evaluation() {
+fn sinks_see_model_and_evaluation_batches() {
     let (result, shown) = fit("");
     result.unwrap();
     insta::assert_snapshot!(shown.join("\n"), @r#"

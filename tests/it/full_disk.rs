@@ -37,7 +37,7 @@ fn resumes(job: Job, place: &str, step: u64) {
 }
 
 #[test]
-fn a_full_disk_is_named_and_what_was_saved_before_stays() {
+fn full_disk_keeps_earlier_saves() {
     if !can_mount() {
         return;
     }
@@ -71,7 +71,7 @@ fn a_full_disk_is_named_and_what_was_saved_before_stays() {
 }
 
 #[test]
-fn a_read_only_place_is_named_and_what_was_saved_before_stays() {
+fn read_only_place_keeps_earlier_saves() {
     if !can_mount() {
         return;
     }

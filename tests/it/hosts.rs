@@ -33,7 +33,7 @@ pub(crate) fn wide(scratch: &Scratch) -> Job<'_> {
 }
 
 #[test]
-fn two_hosts_have_the_losses_of_one_to_the_bit() {
+fn two_hosts_match_one_bitwise() {
     let scratch = Scratch::with_tokens();
     let one_device = wide(&scratch).on("single_device", 1, 12).succeed();
     for (strategy, transport) in [
@@ -64,7 +64,7 @@ fn two_hosts_have_the_losses_of_one_to_the_bit() {
 
 // checklist: torchtune: get_distributed_backend
 #[test]
-fn how_ranks_reach_each_other_is_said_when_a_run_starts() {
+fn transport_is_reported_at_start() {
     let scratch = Scratch::with_tokens();
     let text = || {
         let mut job = scratch.small().set(&["trainer.max_steps=1"]);

@@ -38,7 +38,7 @@ fn assert_same(name: &str, found: &Tensor, expected: &Tensor) {
 }
 
 #[test]
-fn logits_loss_and_gradients_are_those_of_transformers() {
+fn logits_and_gradients_match_transformers() {
     for case in CASES {
         let expected = expected(case);
         let mut config = LlamaConfig::default();
@@ -75,7 +75,7 @@ fn logits_loss_and_gradients_are_those_of_transformers() {
 }
 
 #[test]
-fn ten_steps_of_adamw_are_those_of_transformers() {
+fn ten_adamw_steps_match_transformers() {
     for case in CASES {
         let expected = expected(case);
         let series = |key: &str| -> BTreeMap<u64, f64> {

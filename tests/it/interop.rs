@@ -40,7 +40,7 @@ pub(crate) fn python(script: &str, args: &[&Path]) {
 
 #[test]
 #[ignore = "needs a Python with torch"]
-fn torch_reads_what_four_ranks_of_fsdp_and_tp_saved() {
+fn torch_reads_fsdp_and_tp_saves() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "c", [1, 2, 2], 1, SEED);
     let tree = checkpoints::model([1, 1, 1], 0, Some(SEED), DType::F32);
@@ -81,7 +81,7 @@ fn assert_part(expected: &dyn TensorSource, name: &str, region: &Region, found: 
 
 #[test]
 #[ignore = "needs a Python with torch"]
-fn what_fsdp2_saved_on_two_ranks_loads_on_any_mesh() {
+fn fsdp2_saves_load_on_any_mesh() {
     let temp = tempfile::tempdir().unwrap();
     python("write_fsdp2.py", &[temp.path()]);
     let whole = |name: &str| {
@@ -111,7 +111,7 @@ fn what_fsdp2_saved_on_two_ranks_loads_on_any_mesh() {
 
 #[test]
 #[ignore = "needs a Python with torch"]
-fn state_dicts_that_torch_saved_load_on_any_mesh() {
+fn torch_state_dicts_load_on_any_mesh() {
     let temp = tempfile::tempdir().unwrap();
     python("write_torch.py", &[temp.path()]);
     let expected = SafetensorsSource::open(temp.path().join("expected.safetensors")).unwrap();
@@ -145,7 +145,7 @@ fn transformers_reads_the_fixture_that_it_wrote() {
 /// A full checkpoint that two ranks of `fsdp` save, with the fixture's weights.
 #[test]
 #[ignore = "needs a Python with transformers"]
-fn transformers_reads_what_two_ranks_of_fsdp_saved_as_a_full_checkpoint() {
+fn transformers_reads_full_fsdp_checkpoint() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf_llama");
     let temp = tempfile::tempdir().unwrap();
     let full = temp.path().join("full");

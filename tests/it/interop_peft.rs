@@ -132,7 +132,7 @@ pub(crate) fn merged(base: &Path, adapter: &Path, into: &Path, name: &str) -> Re
 }
 
 #[test]
-fn merged_weights_compute_what_base_and_adapter_compute() {
+fn merged_weights_match_base_and_adapter() {
     for dora in [false, true] {
         let temp = tempfile::tempdir().unwrap();
         let adapter = temp.path().join("adapter");
@@ -148,7 +148,7 @@ fn merged_weights_compute_what_base_and_adapter_compute() {
 
 /// `from_pretrained` comes after the model has got its initial values: the magnitudes are those of what was loaded.
 #[test]
-fn an_untrained_adapter_with_magnitudes_changes_nothing() {
+fn untrained_dora_changes_nothing() {
     let targets = vec!["*_proj".to_owned()];
     let dora = AdapterConfig { targets, dora: true, ..AdapterConfig::default() };
     assert_close(&logits(&base(), Some(dora)), &logits(&base(), None), 1e-6);
@@ -156,7 +156,7 @@ fn an_untrained_adapter_with_magnitudes_changes_nothing() {
 
 /// A base that is loaded after an adapter has the head, too, that was trained beside the adapter.
 #[test]
-fn a_base_leaves_what_was_trained_beside_an_adapter() {
+fn base_keeps_weights_trained_with_adapter() {
     let temp = tempfile::tempdir().unwrap();
     let adapter = temp.path().join("adapter");
     let head = Tensor::ones((67, 32), DType::F32, &Device::Cpu).unwrap();
@@ -222,7 +222,7 @@ fn magnitudes_of_an_embedding_are_refused() {
 }
 
 #[test]
-fn an_adapter_that_asks_for_more_is_refused() {
+fn adapter_with_unsupported_options_is_refused() {
     let temp = tempfile::tempdir().unwrap();
     let write = |json: &str| std::fs::write(temp.path().join("adapter_config.json"), json).unwrap();
     let check = |json: &str, expected: &str| {
@@ -267,7 +267,7 @@ fn an_adapter_that_asks_for_more_is_refused() {
 
 #[test]
 #[ignore = "needs a Python with transformers and peft"]
-fn peft_reads_an_adapter_that_two_ranks_of_fsdp_trained() {
+fn peft_reads_adapter_trained_by_fsdp() {
     for dora in [false, true] {
         peft_reads(dora);
     }
@@ -291,7 +291,7 @@ fn peft_reads(dora: bool) {
 
 #[test]
 #[ignore = "needs a Python with transformers and peft"]
-fn an_adapter_that_peft_made_computes_the_same() {
+fn peft_adapter_computes_the_same() {
     for kind in ["lora", "dora"] {
         let temp = tempfile::tempdir().unwrap();
         python("write_peft.py", &[&base(), temp.path(), Path::new(kind)]);
@@ -307,7 +307,7 @@ fn an_adapter_that_peft_made_computes_the_same() {
 /// the base that the four bits stand for, and nearly the same beside the one that bitsandbytes quantises.
 #[test]
 #[ignore = "needs a Python with transformers, peft and bitsandbytes"]
-fn peft_computes_what_adapters_beside_a_quantised_base_compute() {
+fn peft_matches_adapters_on_quantised_base() {
     let temp = tempfile::tempdir().unwrap();
     let (base, adapter) = (temp.path().join("base"), temp.path().join("adapter"));
     python("write_base.py", &[&base]);

@@ -60,7 +60,7 @@ fn train(ranks: usize, accumulate: u64, keys: &str) -> (Vec<[f64; 3]>, Vec<u64>)
 }
 
 #[test]
-fn the_mean_of_a_short_step_is_over_its_samples_on_any_number_of_ranks() {
+fn short_step_is_averaged_over_its_samples() {
     // Seven samples, six in a full step.
     let keys = "trainer.last_batch = 'partial'\ntrainer.max_epochs = 3\noptimizer.lr = 0.1";
     let (one, _) = train(1, 3, keys);
@@ -78,7 +78,7 @@ fn the_mean_of_a_short_step_is_over_its_samples_on_any_number_of_ranks() {
 }
 
 #[test]
-fn samples_that_do_not_fill_a_step_are_left_out() {
+fn incomplete_step_is_dropped() {
     let keys =
         "trainer.last_batch = 'drop'\ntrainer.max_epochs = 3\ntrainer.val_check_interval = 1.0";
     let (steps, validations) = train(1, 3, keys);
@@ -87,7 +87,7 @@ fn samples_that_do_not_fill_a_step_are_left_out() {
 }
 
 #[test]
-fn a_schedule_by_epoch_changes_the_rate_between_epochs() {
+fn epoch_schedule_changes_between_epochs() {
     let keys = "trainer.last_batch = 'partial'\ntrainer.max_epochs = 3\noptimizer.lr = 0.1\n\
                 scheduler = { type = 'by_epoch', schedule = { type = 'step', step_size = 1, gamma = 0.5 } }";
     let rates = |keys: &str| train(1, 3, keys).0.iter().map(|step| step[2]).collect::<Vec<_>>();

@@ -307,7 +307,7 @@ const OPTIONS: [&[&str]; 6] = [
 ];
 
 #[test]
-fn the_training_is_the_same_to_the_bit() {
+fn late_reads_train_identically() {
     for (ranks, strategy) in STRATEGIES {
         for options in OPTIONS {
             let keys = [&[strategy, "trainer.log_every_n_steps=3"], options].concat();
@@ -324,7 +324,7 @@ fn the_training_is_the_same_to_the_bit() {
 }
 
 #[test]
-fn a_step_that_is_not_finite_changes_nothing_and_is_an_error() {
+fn non_finite_step_is_an_error() {
     for (ranks, strategy) in STRATEGIES {
         // Found at the end of the next step; by the next one, which is logged; at a validation and at a checkpoint, of which
         // there is none then; at the end of the run; in a step that is logged.
@@ -444,7 +444,7 @@ fn runs_without_items_fail() {
 }
 
 #[test]
-fn a_run_goes_on_from_a_checkpoint() {
+fn run_resumes_from_a_checkpoint() {
     for (ranks, strategy) in [(1, "trainer.strategy=\"single_device\""), (2, TP)] {
         let keys = [strategy, ON, "trainer.log_every_n_steps=100", "trainer.ema_decay=0.5"];
         let whole = train(ranks, &keys);
@@ -465,7 +465,7 @@ fn a_run_goes_on_from_a_checkpoint() {
 }
 
 #[test]
-fn a_hook_that_looks_at_the_loss_gets_that_of_its_step() {
+fn hook_gets_the_loss_of_its_step() {
     let keys = ["trainer.strategy=\"ddp\"", ON, "trainer.log_every_n_steps=4"];
     let run = train_in(tempfile::tempdir().unwrap().path(), 2, &keys, true, false);
     run.result.as_ref().unwrap();
@@ -480,7 +480,7 @@ fn a_hook_that_looks_at_the_loss_gets_that_of_its_step() {
 }
 
 #[test]
-fn where_the_host_needs_the_numbers_at_once_it_reads_them_at_once() {
+fn immediate_reads_where_required() {
     let one = "trainer.strategy=\"single_device\"";
     for keys in [
         &["trainer.strategy={ type = \"diloco\", sync_every = 2 }"][..],
@@ -553,7 +553,7 @@ fn own_loop(late: bool, strategy: &str, config: &DeepConfig) -> (Vec<(f64, f64)>
 }
 
 #[test]
-fn a_loop_of_ones_own_may_be_late_too() {
+fn custom_loop_with_late_reads() {
     for strategy in ["ddp", "fsdp"] {
         let config = DeepConfig::default();
         let (late, ordinary) =
@@ -570,7 +570,7 @@ fn a_loop_of_ones_own_may_be_late_too() {
 }
 
 #[test]
-fn a_limit_that_is_none_is_refused_in_a_late_step_too() {
+fn impossible_clip_limit_is_refused() {
     let layers = ConfigLayers::new().set("trainer.strategy=single_device").unwrap();
     let run = RunConfig::<DeepConfig, NoKeys>::from_layers(layers).unwrap();
     let errors = run_ranks(1, |world| {
@@ -589,7 +589,7 @@ fn a_limit_that_is_none_is_refused_in_a_late_step_too() {
 }
 
 #[test]
-fn in_f16_a_late_loop_reads_as_others_do() {
+fn f16_late_loop_reads_at_once() {
     let config = DeepConfig { dtype: Some(Half::F16), ..DeepConfig::default() };
     let strategy = r#"{ type = "fsdp", mixed_precision = { param_dtype = "f16" } }"#;
     let (late, ordinary) = (own_loop(true, strategy, &config), own_loop(false, strategy, &config));

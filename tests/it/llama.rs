@@ -124,7 +124,7 @@ fn every_gradient_equals_finite_differences() {
 }
 
 #[test]
-fn a_later_token_changes_no_earlier_logits() {
+fn attention_is_causal() {
     let t = build(&small(false), DType::F64);
     let (a, _) = ids(&[[1, 5, 0, 10, 2, 3]]);
     let (b, _) = ids(&[[1, 5, 0, 10, 8, 3]]);

@@ -152,7 +152,7 @@ fn run(logs: &Path, ranks: usize, keys: &str) -> (Vec<u64>, Vec<u32>) {
 }
 
 #[test]
-fn a_run_is_the_same_with_any_number_of_workers_and_resumed_amid_an_epoch() {
+fn worker_count_does_not_change_a_run() {
     for ranks in [1, 2, 3] {
         let logs = tempfile::tempdir().unwrap();
         let (expected, predictions) = run(logs.path(), ranks, "max_steps = 20");
@@ -174,7 +174,7 @@ fn a_run_is_the_same_with_any_number_of_workers_and_resumed_amid_an_epoch() {
 }
 
 #[test]
-fn a_sample_that_cannot_be_made_ends_the_run_with_its_number() {
+fn failing_sample_is_named() {
     let logs = tempfile::tempdir().unwrap();
     for (ranks, workers, panics) in [(1, 0, false), (1, 2, false), (2, 3, true), (1, 0, true)] {
         let keys = format!(
@@ -197,7 +197,7 @@ fn a_sample_that_cannot_be_made_ends_the_run_with_its_number() {
 }
 
 #[test]
-fn several_validation_sets_are_told_apart_by_name() {
+fn several_validation_sets_have_names() {
     let logs = tempfile::tempdir().unwrap();
     let mut first: Option<Vec<(String, f64)>> = None;
     for ranks in [1, 2, 3] {

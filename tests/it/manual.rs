@@ -147,7 +147,7 @@ fn train(ranks: usize, strategy: &str, keys: &str) -> (Vec<f64>, Vec<(String, f6
 }
 
 #[test]
-fn several_optimizers_train_alike_under_every_strategy() {
+fn several_optimizers_under_every_strategy() {
     for keys in ["", "model.more_critic_steps = 2", "model.accumulates = true"] {
         let (losses, logged) = train(1, "single_device", keys);
         assert!(losses[39] < 0.5 * losses[0], "{keys}: {losses:?}");
@@ -167,7 +167,7 @@ fn several_optimizers_train_alike_under_every_strategy() {
 }
 
 #[test]
-fn a_run_with_several_optimizers_goes_on_to_the_bit() {
+fn several_optimizers_resume_bitwise() {
     for (ranks, strategy) in [(1, "single_device"), (2, "fsdp")] {
         let dir = tempfile::tempdir().unwrap();
         let run = |ranks: usize, name: &str, keys: &str| {
@@ -223,7 +223,7 @@ fn mistakes_in_manual_optimization_are_explained() {
 }
 
 #[test]
-fn gradients_are_clipped_and_norms_are_those_before() {
+fn clipping_reports_the_norm_before() {
     let norm = |(_, logged): &(Vec<f64>, Vec<(String, f64)>)| {
         logged.iter().find(|(name, _)| name == "grad_norm/critic").unwrap().1
     };

@@ -191,7 +191,7 @@ fn mean(numbers: impl Iterator<Item = f64>) -> f64 {
 }
 
 #[test]
-fn a_validation_has_the_same_metrics_on_any_number_of_ranks() {
+fn validation_metrics_on_any_rank_count() {
     let class = |i| (0..3).max_by(|&a, &b| number(i, a).total_cmp(&number(i, b))).unwrap();
     let hit = |i| f64::from(u8::from(class(i) == (number(i, 9) * 3.0) as u64));
     let truth = mean((0..VALIDATION).map(hit));
@@ -219,7 +219,7 @@ fn a_validation_has_the_same_metrics_on_any_number_of_ranks() {
 }
 
 #[test]
-fn texts_are_rank_0s_and_histograms_of_all_samples() {
+fn texts_of_rank_0_histograms_of_all() {
     let expected = Histogram::of_values(
         (0..VALIDATION).flat_map(|i| (0..3).map(move |j| f64::from(number(i, j) as f32))),
     );
@@ -241,7 +241,7 @@ fn texts_are_rank_0s_and_histograms_of_all_samples() {
 }
 
 #[test]
-fn training_logs_the_mean_of_the_global_batch_and_of_the_epoch() {
+fn step_and_epoch_means_are_logged() {
     let range = |from: u64, to: u64| mean((from..to).map(|i| number(i % TRAINING, 5)));
     // 12 samples, in global batches of 6: two steps an epoch.
     for (ranks, batch_size, accumulate) in [(1, 6, 1), (2, 3, 1), (3, 1, 2), (1, 2, 3)] {
@@ -275,7 +275,7 @@ fn training_logs_the_mean_of_the_global_batch_and_of_the_epoch() {
 }
 
 #[test]
-fn a_run_that_resumes_within_an_epoch_logs_all_of_it() {
+fn resume_within_epoch_logs_whole_epoch() {
     // Two steps an epoch; the second ends it.
     let whole = run(2, 3, "max_steps = 2\nlimit_val_batches = 0").0;
     let whole = logged(&whole, of_others);
@@ -297,7 +297,7 @@ fn a_run_that_resumes_within_an_epoch_logs_all_of_it() {
 }
 
 #[test]
-fn what_is_not_wanted_is_not_communicated() {
+fn unused_metrics_are_not_communicated() {
     // The second run logs the first step and the last, the first one all of ten.
     let calls = |keys: &str| run(2, 6, &format!("limit_val_batches = 0\n{keys}")).1;
     let all = calls("max_epochs = 10\nlog_every_n_steps = 1");

@@ -212,7 +212,7 @@ const STRATEGIES: [(usize, &str); 9] = [
 
 // checklist: composer: automatic micro-batches
 #[test]
-fn a_step_that_does_not_fit_is_taken_again_in_smaller_micro_batches() {
+fn out_of_memory_step_is_split_and_retried() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (ranks, strategy) in STRATEGIES {
         let halves = train(ranks, &[strategy, "trainer.micro_batch_size=2"], &[]).unwrap();
@@ -249,7 +249,7 @@ fn a_step_that_does_not_fit_is_taken_again_in_smaller_micro_batches() {
 }
 
 #[test]
-fn what_a_step_did_to_buffers_before_it_was_left_is_undone() {
+fn abandoned_step_restores_buffers() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (ranks, strategy) in
         [(1, "trainer.strategy=\"single_device\""), (2, "trainer.strategy=\"fsdp\"")]
@@ -267,7 +267,7 @@ fn what_a_step_did_to_buffers_before_it_was_left_is_undone() {
 }
 
 #[test]
-fn what_cannot_be_split_is_explained() {
+fn unsplittable_batch_is_explained() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let strategy = "trainer.strategy=\"fsdp\"";
     let error = |keys: &[&str], faults: &[Fault]| {

@@ -165,7 +165,7 @@ fn callbacks(options: &str) -> String {
 }
 
 #[test]
-fn every_option_keeps_what_it_says() {
+fn retention_options() {
     for Row { what, callback, keys, kept: expected } in ROWS {
         let dir = tempfile::tempdir().unwrap();
         let run = config(dir.path(), &[keys, &[&*callbacks(callback)][..]].concat());
@@ -178,7 +178,7 @@ fn every_option_keeps_what_it_says() {
 }
 
 #[test]
-fn a_metric_that_no_validation_has_logged_is_an_error() {
+fn unlogged_metric_is_an_error() {
     for options in ["monitor = 'scores'", "monitor = 'scores', every_n_steps = 1"] {
         let keys = ["trainer.max_steps=8", "trainer.val_check_interval=2", &callbacks(options)];
         let (_dir, events, result) = fit(&keys);
@@ -191,7 +191,7 @@ fn a_metric_that_no_validation_has_logged_is_an_error() {
 }
 
 #[test]
-fn what_the_run_goes_on_from_is_never_removed() {
+fn resumed_checkpoint_is_never_removed() {
     let dir = tempfile::tempdir().unwrap();
     for (options, first, second) in [
         ("filename = '{step}'", &["last", "step=6"][..], &["last", "step=12", "step=6"][..]),
@@ -228,7 +228,7 @@ impl Hooks for Careless {
 }
 
 #[test]
-fn nor_by_a_callback_that_asks_for_it() {
+fn resumed_checkpoint_survives_a_callback() {
     let dir = tempfile::tempdir().unwrap();
     let fit = |steps: &str| {
         let run = config(dir.path(), &[steps, "trainer.ckpt_path=last"]);
@@ -240,7 +240,7 @@ fn nor_by_a_callback_that_asks_for_it() {
 }
 
 #[test]
-fn in_another_place_a_callback_begins_anew() {
+fn callback_state_is_per_directory() {
     let dir = tempfile::tempdir().unwrap();
     let callbacks = callbacks("monitor = 'score', filename = '{step}'");
     // The best of all is that of step 8, the best of the first 5 that of step 4.
@@ -300,7 +300,7 @@ impl Hooks for Impatient {
 }
 
 #[test]
-fn what_was_due_before_an_interrupted_validation_is_saved() {
+fn due_save_survives_interrupted_validation() {
     let dir = tempfile::tempdir().unwrap();
     let options = callbacks("every_n_steps = 3, filename = '{step}'");
     let run = config(dir.path(), &["trainer.max_steps=8", &options]);

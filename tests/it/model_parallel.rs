@@ -44,7 +44,7 @@ fn job(scratch: &Scratch) -> Job<'_> {
 // checklist: NeMo: dp_size, tp_size, cp_size
 // checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
-fn every_mesh_has_the_losses_of_one_device() {
+fn every_mesh_matches_one_device() {
     let scratch = Scratch::with_tokens();
     let expected = job(&scratch).on("single_device", 1, 8).succeed();
     for (strategy, devices, replicas) in MESHES {
@@ -153,7 +153,7 @@ type = "plan"
 }
 
 #[test]
-fn a_run_goes_on_on_another_mesh() {
+fn run_resumes_on_another_mesh() {
     let scratch = Scratch::with_tokens();
     let job = job(&scratch).set(&["checkpoint.every_n_steps=4", "checkpoint.dir=kept"]);
     let whole = job.clone().on(&table(MESHES[5].0), 4, 4).succeed();
@@ -171,7 +171,7 @@ fn a_run_goes_on_on_another_mesh() {
 
 // checklist: Lightning: save_distributed_checkpoint=False
 #[test]
-fn full_checkpoints_are_resumed_from_too() {
+fn full_checkpoints_resume() {
     let scratch = Scratch::with_tokens();
     let job = job(&scratch).set(&["checkpoint.every_n_steps=4", "checkpoint.dir=kept"]);
     let mesh = table("fsdp_tp.save_distributed_checkpoint=false");
@@ -258,7 +258,7 @@ fn sizes_that_do_not_fit() {
 }
 
 #[test]
-fn ranks_that_compute_the_same_are_a_warning() {
+fn redundant_ranks_are_a_warning() {
     let scratch = Scratch::with_tokens();
     let warning = "the 2 tensor-parallel ranks compute the same";
     let uncut = job(&scratch).on(&table("model_parallel.parallelize=\"none\""), 2, 2).succeed();

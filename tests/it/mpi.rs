@@ -113,22 +113,22 @@ fn compare(devices: usize, over: impl for<'a> Fn(Job<'a>) -> Job<'a>) {
 }
 
 #[test]
-fn ranks_over_mpi_have_the_losses_of_shared_memory_to_the_bit() {
+fn mpi_matches_shared_memory_bitwise() {
     compare(4, |job| by_mpirun(job.set(&["trainer.process_group=mpi"]), None));
 }
 
 #[test]
-fn two_hosts_in_levels_over_mpi_have_the_losses_of_one_to_the_bit() {
+fn hierarchical_mpi_matches_one_host_bitwise() {
     compare(2, |job| on_two_hosts(job, r#"{ type = "auto", across = "mpi" }"#));
 }
 
 #[test]
-fn two_hosts_over_mpi_without_levels_have_them_too() {
+fn flat_mpi_matches_one_host_bitwise() {
     compare(2, |job| on_two_hosts(job, r#"{ type = "auto", across = "mpi", levels = false }"#));
 }
 
 #[test]
-fn between_hosts_ranks_that_mpirun_has_started_use_mpi() {
+fn mpirun_ranks_use_mpi_between_hosts() {
     let scratch = Scratch::with_tokens();
     let mut job = wide(&scratch).on("fsdp", 2, 3);
     job.replace("json", "human");
@@ -140,7 +140,7 @@ fn between_hosts_ranks_that_mpirun_has_started_use_mpi() {
 /// On two hosts with addresses and names of their own, where root can make them. Open MPI's messages go over the
 /// cable; those of MPICH through the memory of the machine, as UCX sees that it is one.
 #[test]
-fn two_hosts_that_mpirun_reaches_train_as_one() {
+fn mpirun_trains_on_two_hosts() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();
     let agent = agent(&scratch, &hosts);

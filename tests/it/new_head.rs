@@ -97,7 +97,7 @@ fn error(dir: &Path, sets: &[&str]) -> String {
 const RENAME: &str = "checkpoint.load.rename=[{ from = 'model', to = '' }]";
 
 #[test]
-fn a_new_head_on_pretrained_weights_of_any_format_and_on_any_ranks() {
+fn new_head_on_any_format_and_ranks() {
     let temp = tempfile::tempdir().unwrap();
     let initial = losses(temp.path(), 1, &[]).unwrap()[0];
     let mut expected = None;
@@ -126,7 +126,7 @@ fn a_new_head_on_pretrained_weights_of_any_format_and_on_any_ranks() {
 }
 
 #[test]
-fn what_is_fine_tuned_with_a_new_head_goes_on_whole() {
+fn fine_tuned_new_head_resumes() {
     let temp = tempfile::tempdir().unwrap();
     let from = format!("model.from={:?}", pretrained(temp.path())[1]);
     let dir = format!("checkpoint.dir={:?}", temp.path().join("saved"));
@@ -141,7 +141,7 @@ fn what_is_fine_tuned_with_a_new_head_goes_on_whole() {
 }
 
 #[test]
-fn weights_that_do_not_fit_are_refused_with_the_keys_to_set() {
+fn misfit_weights_error_names_keys_to_set() {
     let temp = tempfile::tempdir().unwrap();
     let paths = pretrained(temp.path());
     let from = format!("model.from={:?}", paths[2]);

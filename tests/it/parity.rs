@@ -31,14 +31,14 @@ fn compare(job: &Job, accumulate: usize) {
 }
 
 #[test]
-fn all_strategies_have_the_losses_of_one_device() {
+fn all_strategies_match_one_device() {
     let scratch = Scratch::with_tokens();
     // 57 samples: the run wraps around.
     compare(&scratch.small().set(&["trainer.max_steps=20", "optimizer.lr=1e-2"]), 1);
 }
 
 #[test]
-fn ties_frozen_parameters_dropout_and_shuffling_change_nothing_about_that() {
+fn strategies_match_with_ties_and_dropout() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&[
         "model.tie_word_embeddings=true",
@@ -51,13 +51,13 @@ fn ties_frozen_parameters_dropout_and_shuffling_change_nothing_about_that() {
 }
 
 #[test]
-fn three_micro_batches_are_as_good_as_one() {
+fn three_micro_batches_match_one() {
     let scratch = Scratch::with_tokens();
     compare(&scratch.small().set(&["model.dropout=0.1"]), 3);
 }
 
 #[test]
-fn two_runs_are_equal_to_the_bit_and_so_are_ddp_and_fsdp_on_two_ranks() {
+fn repeated_runs_are_bitwise_equal() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["model.dropout=0.1", "data.shuffle=true"]);
     let run = |strategy| {
@@ -72,7 +72,7 @@ fn two_runs_are_equal_to_the_bit_and_so_are_ddp_and_fsdp_on_two_ranks() {
 }
 
 #[test]
-fn ranks_that_somebody_else_started_find_each_other() {
+fn externally_started_ranks_connect() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 3);
     let expected = job.succeed();
@@ -99,7 +99,7 @@ fn ranks_that_somebody_else_started_find_each_other() {
 /// Two ranks with a disk each, as two hosts have: the weights to start from are on that of rank 0.
 // checklist: torchtune: broadcast_from_rank0
 #[test]
-fn weights_that_rank_0_alone_has_are_sent_to_the_others() {
+fn weights_of_rank_0_are_broadcast() {
     let (first, second) = (Scratch::with_tokens(), Scratch::with_tokens());
     let saving = ["checkpoint.dir=kept", "checkpoint.every_n_steps=8"];
     first.small().set(&saving).succeed();
@@ -157,7 +157,7 @@ fn samples_of_tokens_come_in_order() {
 }
 
 #[test]
-fn a_rank_takes_its_contiguous_part_of_the_step() {
+fn rank_takes_contiguous_samples_of_a_step() {
     let scratch = Scratch::new();
     // Samples 0, 1, … have nothing but their number in them, and a model of 10 tokens knows the
     // first ten: the rank that meets sample 10 first is the one that fails.
@@ -180,7 +180,7 @@ fn a_rank_takes_its_contiguous_part_of_the_step() {
 }
 
 #[test]
-fn json_lines_have_what_programs_rely_on() {
+fn json_lines_fields_are_stable() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 2).set(&[
         "data.validation_fraction=0.2",

@@ -32,7 +32,7 @@ fn changed(name: &str, into: &Path, key: &str, value: serde_json::Value) -> Path
 }
 
 #[test]
-fn adapters_of_peft_compute_what_peft_computes() {
+fn adapters_of_peft_match_peft() {
     let temp = tempfile::tempdir().unwrap();
     for (name, base) in
         [("head_emb", "hf_llama"), ("all_norms", "hf_llama"), ("tied", "hf_llama_tied")]
@@ -84,7 +84,7 @@ fn a_shared_weight_is_saved_for_all_its_modules() {
 
 /// `norm` of `trainer.adapters` is one module, and in PEFT's comparison the end of all norms' names.
 #[test]
-fn saved_modules_are_named_so_that_peft_finds_no_others() {
+fn saved_module_names_are_unambiguous() {
     let temp = tempfile::tempdir().unwrap();
     let saved = |patterns: &[&str]| {
         let adapters = AdapterConfig {
@@ -107,7 +107,7 @@ fn saved_modules_are_named_so_that_peft_finds_no_others() {
 }
 
 #[test]
-fn modules_that_share_a_weight_are_not_trained_apart() {
+fn tied_modules_are_not_trained_apart() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama_tied");
     let solo = || Arc::new(Solo::new("world", 0));
@@ -174,7 +174,7 @@ fn a_tied_weight_is_merged_under_all_names() {
 }
 
 #[test]
-fn a_shared_weight_is_trained_for_all_its_modules_or_none() {
+fn shared_weight_trains_for_all_or_none() {
     let adapters = AdapterConfig {
         targets: vec!["q_proj".to_owned()],
         modules_to_save: vec!["lm_head".to_owned()],
@@ -189,7 +189,7 @@ fn a_shared_weight_is_trained_for_all_its_modules_or_none() {
 
 /// The base of a training need not be loaded before the adapter, and its head is not that of the adapter's.
 #[test]
-fn weights_that_an_adapter_brings_along_stay() {
+fn weights_from_the_adapter_are_kept() {
     let temp = tempfile::tempdir().unwrap();
     let copy = changed("head_emb", temp.path(), "revision", serde_json::Value::Null);
     let file = copy.join("adapter_model.safetensors");
@@ -207,7 +207,7 @@ fn weights_that_an_adapter_brings_along_stay() {
 
 /// PEFT writes the parts of a saved module of a resized model, too.
 #[test]
-fn parts_of_a_saved_module_are_no_tensors_of_their_own() {
+fn saved_module_parts_are_not_listed_again() {
     let temp = tempfile::tempdir().unwrap();
     let write = |names: &[&str]| {
         let copy = changed("all_norms", temp.path(), "revision", serde_json::Value::Null);
@@ -259,7 +259,7 @@ fn adapters_of_another_step_are_refused() {
 }
 
 #[test]
-fn an_adapter_that_does_not_fit_its_base_is_refused() {
+fn adapter_for_another_base_is_refused() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama");
     let write = |tensors: &HashMap<String, Tensor>| {

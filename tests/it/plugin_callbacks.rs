@@ -67,7 +67,7 @@ const SAVES: &str = "trainer.callbacks=['on_exception_checkpoint']";
 const ENDS: [&str; 2] = ["trainer.max_steps=7", "checkpoint.save_last=false"];
 
 #[test]
-fn a_run_that_fails_saves_its_last_whole_step_and_goes_on_from_it() {
+fn failing_run_saves_its_last_whole_step() {
     let dir = tempfile::tempdir().unwrap();
     let whole = Trainer::default().fit::<Net>(&config(dir.path(), &ENDS)).unwrap();
     for (at, after_update) in [(5, false), (5, true), (1, false)] {
@@ -103,7 +103,7 @@ fn print(text: &str) {
 }
 
 #[test]
-fn a_summary_says_what_a_rank_holds_of_each_unit() {
+fn summary_lists_the_shards_of_a_rank() {
     let dir = tempfile::tempdir().unwrap();
     let printed = |strategy: &str, ranks: usize| {
         let of_run = [
@@ -176,7 +176,7 @@ fn a_learning_rate_is_found_and_trains() {
 }
 
 #[test]
-fn a_run_that_goes_on_after_the_search_has_its_own_rate_and_can_be_searched_again() {
+fn resume_after_rate_search_keeps_own_rate() {
     let dir = tempfile::tempdir().unwrap();
     let keys = [
         "trainer.max_steps=25",
@@ -209,7 +209,7 @@ fn a_run_that_goes_on_after_the_search_has_its_own_rate_and_can_be_searched_agai
 }
 
 #[test]
-fn a_rate_that_makes_the_loss_no_number_is_no_reason_to_say_nothing() {
+fn rate_search_survives_non_finite_losses() {
     static PRINTED: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let dir = tempfile::tempdir().unwrap();
     let finder = LearningRateFinderConfig {

@@ -94,7 +94,7 @@ fn summary(output: &Output) -> serde_json::Value {
 }
 
 #[test]
-fn a_linked_strategy_and_logger_train_on_two_processes() {
+fn linked_strategy_and_logger_train() {
     let dir = workplace();
     assert_eq!(summary(&fit(&dir, &[]))["strategy"], "local_sgd");
     let table = dir.path().join("fulgurite_logs/version_0/metrics.md");
@@ -107,7 +107,7 @@ fn a_linked_strategy_and_logger_train_on_two_processes() {
 
 // checklist: Lightning: parallelize_fn
 #[test]
-fn a_linked_parallelize_function_shards_by_its_own_choice() {
+fn linked_parallelize_chooses_shards() {
     let dir = workplace();
     let strategy = "trainer.strategy={ type = \"fsdp\", parallelize = { type = \"every_other\" } }";
     let long = summary(&fit(&dir, &[strategy]));
@@ -118,7 +118,7 @@ fn a_linked_parallelize_function_shards_by_its_own_choice() {
 }
 
 #[test]
-fn a_linked_checkpoint_io_is_told_of_commits_and_of_the_end() {
+fn linked_checkpoint_io_sees_commits_and_end() {
     let dir = workplace();
     let io = "checkpoint.io={ type = \"journal\", io = \"local\" }";
     summary(&fit(&dir, &[io, "checkpoint.dir=kept", "checkpoint.every_n_steps=4"]));

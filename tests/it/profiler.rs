@@ -26,7 +26,7 @@ fn number(event: &Value, key: &str) -> f64 {
 }
 
 #[test]
-fn a_table_has_phases_units_and_collectives_and_changes_nothing() {
+fn profile_table_changes_no_results() {
     let scratch = Scratch::with_tokens();
     let run = job(&scratch, "\"simple\"").succeed();
     let [profile] = &run.events_of("profile")[..] else { panic!("one profile") };
@@ -76,7 +76,7 @@ fn a_table_has_phases_units_and_collectives_and_changes_nothing() {
 }
 
 #[test]
-fn a_trace_is_one_that_viewers_open() {
+fn trace_opens_in_viewers() {
     let scratch = Scratch::with_tokens();
     job(&scratch, "{ type = \"trace\", skip_steps = 2, steps = 3 }").succeed();
     let file = scratch.path().join("fulgurite_logs/version_0/trace.json");
@@ -139,7 +139,7 @@ fn a_trace_is_one_that_viewers_open() {
 }
 
 #[test]
-fn a_run_that_fails_tells_where_the_time_went_until_then() {
+fn failing_run_still_writes_its_profile() {
     let scratch = Scratch::with_tokens();
     let profiler = "{ type = \"trace\", skip_steps = 0, steps = 3 }";
     let failing = ["optimizer.lr=1e30", "checkpoint.every_n_steps=100"];

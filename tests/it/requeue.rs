@@ -40,7 +40,7 @@ fn run(tasks: &[Job<'_>; 2]) -> [Run; 2] {
 
 // checklist: Lightning: SLURMEnvironment: auto_requeue, requeue_signal
 #[test]
-fn a_requeued_job_goes_on_as_if_nothing_had_been() {
+fn requeued_job_resumes() {
     for place in [&[][..], &["checkpoint.dir=kept"]] {
         let scratch = with_scontrol();
         let job = scratch.small().on("ddp", 2, 3).set(place).set(&[

@@ -30,7 +30,7 @@ fn after(step: u64, numbers: &[BTreeMap<u64, f64>; 3]) -> [BTreeMap<u64, f64>; 3
 }
 
 #[test]
-fn losses_are_those_of_an_uninterrupted_run_to_the_bit() {
+fn resumed_losses_match_bitwise() {
     for (strategy, devices) in STRATEGIES {
         let scratch = Scratch::with_tokens();
         let job = job(&scratch).on(strategy, devices, 3);
@@ -62,7 +62,7 @@ fn another_mesh_may_go_on() {
 }
 
 #[test]
-fn a_killed_run_goes_on_from_its_last_checkpoint() {
+fn killed_run_resumes_from_last_checkpoint() {
     let scratch = Scratch::with_tokens();
     let job =
         job(&scratch).on("fsdp", 2, 3).set(&["scheduler=constant", "checkpoint.every_n_steps=20"]);
@@ -91,7 +91,7 @@ fn a_killed_run_goes_on_from_its_last_checkpoint() {
 }
 
 #[test]
-fn last_without_a_directory_is_the_newest_of_all_runs() {
+fn last_is_the_newest_of_all_runs() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("ddp", 2, 3).set(&["trainer.ckpt_path=last"]);
     // None yet: it starts afresh, and leaves one.
@@ -117,7 +117,7 @@ fn last_without_a_directory_is_the_newest_of_all_runs() {
 }
 
 #[test]
-fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
+fn background_saves_resume_bitwise() {
     for (strategy, devices) in STRATEGIES {
         let scratch = Scratch::with_tokens();
         let job = job(&scratch).on(strategy, devices, 3).set(&[
@@ -162,7 +162,7 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
 }
 
 #[test]
-fn a_signal_that_takes_the_machine_away_saves_first() {
+fn preemption_signal_saves_first() {
     for (signals, codes, strategy, devices) in [
         (&[Signal::TERM][..], &[143][..], "fsdp", 2),
         (&[Signal::USR1], &[138], "ddp", 2),
@@ -206,7 +206,7 @@ fn a_signal_that_takes_the_machine_away_saves_first() {
 }
 
 #[test]
-fn old_checkpoints_go_on_every_mesh() {
+fn old_checkpoints_resume_on_every_mesh() {
     let scratch = Scratch::with_tokens();
     let job = job(&scratch).set(&["checkpoint.every_n_steps=1", "checkpoint.async_save=true"]);
     let kept = || {

@@ -17,7 +17,7 @@ fn refused(scratch: &Scratch, job: &Job) -> String {
 }
 
 #[test]
-fn absurd_sizes_are_refused_by_their_keys() {
+fn absurd_sizes_are_refused_by_key() {
     let scratch = Scratch::with_tokens();
     let error = |assignment: &str| refused(&scratch, &scratch.small().set(&[assignment]));
     assert_snapshot!(error("data.batch_size=1000000000000000000"), @"error: data.batch_size = 1000000000000000000 times data.seq_len = 7 are the tokens of a micro-batch, which must be at most 134217728");
@@ -30,7 +30,7 @@ fn absurd_sizes_are_refused_by_their_keys() {
 }
 
 #[test]
-fn numbers_that_cannot_train_are_refused_by_their_keys() {
+fn untrainable_values_are_refused_by_key() {
     let scratch = Scratch::with_tokens();
     let error = |assignment: &str| {
         let ranks = scratch.small().on("ddp", 2, 1).set(&[assignment]);
@@ -50,7 +50,7 @@ fn numbers_that_cannot_train_are_refused_by_their_keys() {
 }
 
 #[test]
-fn a_model_that_is_larger_than_the_machine_is_refused() {
+fn model_larger_than_machine_is_refused() {
     let scratch = Scratch::with_tokens();
     // 16 TiB of parameters.
     let huge = scratch.small().set(&["model.vocab_size=134217728", "model.hidden_size=16384"]);
@@ -66,7 +66,7 @@ fn a_model_that_is_larger_than_the_machine_is_refused() {
 }
 
 #[test]
-fn a_model_that_is_larger_than_a_process_may_be_is_refused() {
+fn model_over_process_limit_is_refused() {
     let scratch = Scratch::with_tokens();
     let limited = scratch.small().limited("-v 4194304");
     let message = refused(&scratch, &limited.clone().set(&["model.vocab_size=40000000"]));
@@ -75,7 +75,7 @@ fn a_model_that_is_larger_than_a_process_may_be_is_refused() {
 }
 
 #[test]
-fn ranks_that_share_more_than_a_process_may_have_are_refused() {
+fn shared_memory_over_limit_is_refused() {
     let scratch = Scratch::with_tokens();
     let many = scratch.small().on("ddp", 50, 1).set(&["trainer.max_steps=1"]);
     let message = refused(&scratch, &many.clone().limited("-v 4194304"));
@@ -90,7 +90,7 @@ fn ranks_that_share_more_than_a_process_may_have_are_refused() {
 }
 
 #[test]
-fn data_that_is_larger_than_the_machine_is_refused() {
+fn data_larger_than_machine_is_refused() {
     let scratch = Scratch::with_tokens();
     let mut lines = fs::File::create(scratch.path().join("lines.txt")).unwrap();
     for _ in 0..100_000 {

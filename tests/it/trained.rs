@@ -66,7 +66,7 @@ fn config(logs: &Path, ranks: usize, keys: &str) -> Result<RunConfig<NoKeys, NoK
 }
 
 #[test]
-fn the_trained_module_is_evaluated_predicted_with_and_saved() {
+fn trained_module_evaluates_predicts_and_saves() {
     for ranks in [1, 3] {
         let logs = tempfile::tempdir().unwrap();
         let saved = logs.path().join("weights");
@@ -143,7 +143,7 @@ fn the_trained_module_is_evaluated_predicted_with_and_saved() {
 }
 
 #[test]
-fn predictions_of_any_number_of_ranks_are_one_file() {
+fn predictions_are_one_file_on_any_ranks() {
     let logs = tempfile::tempdir().unwrap();
     let file = |ranks: usize| {
         let path = logs.path().join(format!("{ranks}/predictions.safetensors"));

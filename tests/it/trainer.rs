@@ -326,7 +326,7 @@ fn hooks_come_in_order() {
 
 /// Like [`hooks_come_in_order`], for a run that resumes and for one that fails.
 #[test]
-fn hooks_of_a_resumed_run_and_of_one_that_fails() {
+fn hooks_of_resumed_and_failing_runs() {
     let dir = tempfile::tempdir().unwrap();
     let run = |max_epochs: u64, ckpt_path: bool| {
         let kept = dir.path().join("kept");
@@ -383,7 +383,7 @@ fn hooks_of_a_resumed_run_and_of_one_that_fails() {
 }
 
 #[test]
-fn epochs_can_be_limited_and_validations_be_rarer() {
+fn epoch_limits_and_rarer_validations() {
     // 20 samples in batches of 4.
     let (_, events) = fit(&["trainer.max_epochs=4", "trainer.limit_train_batches=2"], None);
     assert_eq!(validations(&events), [2, 4, 6, 8]);
@@ -394,7 +394,7 @@ fn epochs_can_be_limited_and_validations_be_rarer() {
 }
 
 #[test]
-fn a_run_does_not_stop_before_its_minimum() {
+fn run_reaches_its_minimum() {
     let stopped =
         |keys: &[&str]| steps(&fit(&[&["trainer.max_epochs=9"], keys].concat(), Some(2)).1);
     assert_eq!(stopped(&[]).len(), 2);
@@ -403,7 +403,7 @@ fn a_run_does_not_stop_before_its_minimum() {
 }
 
 #[test]
-fn trials_are_short_and_leave_nothing() {
+fn trial_runs_leave_nothing() {
     let (notes, events) = fit(&["trainer.fast_dev_run=2", "trainer.max_steps=100"], None);
     assert_eq!((steps(&events), validations(&events)), (vec![1, 2], vec![2]));
     assert!(!notes.iter().any(|note| note.contains("sanity") || note.contains("checkpoint")));
@@ -424,7 +424,7 @@ fn trials_are_short_and_leave_nothing() {
 }
 
 #[test]
-fn limits_end_a_run_whichever_comes_first() {
+fn first_limit_ends_the_run() {
     // 20 samples in steps of 4.
     assert_eq!(steps(&fit(&[], None).1).len(), 5, "one epoch if nothing is said");
     assert_eq!(steps(&fit(&["trainer.max_steps=7"], None).1), (1..=7).collect::<Vec<_>>());
@@ -440,7 +440,7 @@ fn limits_end_a_run_whichever_comes_first() {
 }
 
 #[test]
-fn validation_comes_when_it_is_due_and_counts_every_sample_once() {
+fn validation_counts_every_sample_once() {
     let at = |interval: &str| {
         let interval = format!("trainer.val_check_interval={interval}");
         validations(&fit(&["trainer.max_epochs=2", &interval], None).1)
@@ -505,7 +505,7 @@ fn steps_tell_what_happened() {
 }
 
 #[test]
-fn a_trainer_that_is_alone_refuses_to_train_for_several() {
+fn single_rank_trainer_refuses_several_ranks() {
     let refusal = |set: &str| {
         let layers = ConfigLayers::new().set(set).unwrap();
         let run = RunConfig::<DoubleConfig, NumbersConfig>::from_layers(layers).unwrap();

@@ -112,7 +112,7 @@ fn two_hosts_train_as_one() {
 }
 
 #[test]
-fn a_cable_that_is_cut_ends_both_sides_and_names_the_lost_host() {
+fn lost_host_is_named_and_both_sides_end() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 3);
@@ -132,7 +132,7 @@ fn a_cable_that_is_cut_ends_both_sides_and_names_the_lost_host() {
 }
 
 #[test]
-fn a_host_that_cannot_be_reached_is_named() {
+fn unreachable_host_is_named() {
     let Some(hosts) = Hosts::new() else { return };
     hosts.cut();
     let scratch = Scratch::with_tokens();

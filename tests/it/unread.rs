@@ -30,7 +30,7 @@ fn logged(running: &Running, scratch: &Scratch, steps: usize) {
 }
 
 #[test]
-fn a_run_without_a_reader_comes_to_its_end() {
+fn run_without_a_reader_completes() {
     for (devices, stream) in [(1, Stream::Stderr), (2, Stream::Stderr)] {
         let scratch = Scratch::with_tokens();
         let strategy = if devices == 1 { "single_device" } else { "ddp" };

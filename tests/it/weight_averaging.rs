@@ -128,7 +128,7 @@ fn published(dir: &Path) -> Vec<f32> {
 }
 
 #[test]
-fn the_trained_weights_are_the_mean_of_those_after_the_last_epochs() {
+fn weights_are_the_mean_of_last_epochs() {
     // Seven samples in batches of two: four steps an epoch.
     let keys = format!("{SWA}trainer.max_epochs = 5\ntrainer.last_batch = 'partial'");
     let dir = tempfile::tempdir().unwrap();
@@ -180,7 +180,7 @@ fn it_goes_on_to_the_bit() {
 }
 
 #[test]
-fn a_longer_run_averages_its_own_last_epochs() {
+fn longer_run_averages_its_last_epochs() {
     let dir = tempfile::tempdir().unwrap();
     let half = SWA.replace("swa_epoch_start = 2", "swa_epoch_start = 0.5");
     let fit = |epochs: usize| {
@@ -197,7 +197,7 @@ fn a_longer_run_averages_its_own_last_epochs() {
 }
 
 #[test]
-fn a_trainer_that_has_trained_and_a_trial_of_everything_average_anew_or_nothing() {
+fn reused_trainer_averages_anew() {
     let dir = tempfile::tempdir().unwrap();
     let run = |keys: &str| -> RunConfig<NoKeys, NoKeys> {
         let text = format!(

@@ -25,7 +25,7 @@ A key whose type is *plugin* takes a name, or a table with `type` and the plugin
 ";
 
 #[test]
-fn the_configuration_reference_is_up_to_date() {
+fn configuration_reference_is_up_to_date() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/src/reference/configuration.md");
     let keys = reference::markdown(&reference_sections().unwrap());
     let plugins = reference::plugins_markdown(&registry::plugins());
@@ -65,7 +65,7 @@ fn code() -> String {
 
 /// The last column of these pages' tables names tests.
 #[test]
-fn the_tests_that_pages_name_are_there() {
+fn tests_named_by_pages_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let code = code();
     for page in ["checklist.md", "src/concepts/checkpoint-failures.md"] {
@@ -177,7 +177,7 @@ fn checklist() -> Vec<Row> {
 /// What a test shows of the checklist stands above it, `// checklist: torchtune: is_distributed`, so that whoever
 /// changes the test knows what depends on it, and no row names a test that shows something else.
 #[test]
-fn tests_and_rows_of_the_checklist_name_each_other() {
+fn checklist_rows_and_tests_name_each_other() {
     const MARK: &str = "// checklist: ";
     let (rows, code) = (checklist(), code());
     assert!(rows.len() > 80, "{}", rows.len());
@@ -216,7 +216,7 @@ fn tests_and_rows_of_the_checklist_name_each_other() {
 }
 
 #[test]
-fn the_list_of_forbidden_methods_in_core_has_all_of_the_workspace() {
+fn core_forbids_all_workspace_methods() {
     let forbidden = |path: &str| -> Vec<String> {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
         let table: toml::Table = std::fs::read_to_string(path).unwrap().parse().unwrap();

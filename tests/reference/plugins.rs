@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 #[test]
-fn the_built_in_plugins_are_listed() {
+fn built_in_plugins_are_listed() {
     let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for plugin in registry::plugins() {
         names.entry(plugin.kind).or_default().push(plugin.name);
@@ -73,7 +73,7 @@ fn check<T: DeserializeOwned>(kind: &'static str) {
 }
 
 #[test]
-fn what_can_be_built_is_what_is_registered() {
+fn buildable_plugins_are_registered() {
     check::<Box<dyn StrategyConfig>>(kind::STRATEGY);
     check::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP);
     check::<Box<dyn AcceleratorConfig>>(kind::ACCELERATOR);

@@ -158,7 +158,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_told_by_their_first_bytes() {
+    fn formats_by_first_bytes() {
         let utf16 = |text: &str| text.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>();
         let swapped =
             |text: &str| text.encode_utf16().flat_map(u16::to_be_bytes).collect::<Vec<_>>();

@@ -328,7 +328,7 @@ mod tests {
     use super::LIBRARY;
 
     #[test]
-    fn the_library_has_its_version() {
+    fn library_version_is_recorded() {
         let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock"));
         let (_, rest) = lock.split_once("name = \"tokenizers\"\nversion = \"").unwrap();
         assert_eq!(rest.split('"').next(), Some(LIBRARY));

@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_left_that_html_reads() {
+    fn html_is_escaped() {
         let text = Escaped("</script><img src=x onerror='a(\"b\")'>&amp;\0").to_string();
         assert_eq!(
             text,

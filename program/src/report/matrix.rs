@@ -101,7 +101,7 @@ mod tests {
     use crate::report::run::Curve;
 
     #[test]
-    fn the_cells_of_a_matrix_are_one_table() {
+    fn matrix_cells_make_one_table() {
         let mut run = Run::default();
         for (metric, value) in
             [("m/0_0", 3.0), ("m/0_1", 1.0), ("m/1_0", 0.0), ("m/1_1", 2.0), ("half/0_1", 1.0)]

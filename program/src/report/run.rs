@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_metric_is_named_with_its_line() {
+    fn bad_metric_line_is_named() {
         let error = |name, text| {
             let error = run_of(&[(name, text)]).unwrap_err().to_string();
             error.rsplit_once('/').unwrap().1.to_owned()

@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_that_one_run_lacks_is_a_difference() {
+    fn missing_key_is_a_difference() {
         let first: Table = "seed = 1\n[a]\nx = 1\ny = 'p'".parse().unwrap();
         let second: Table = "seed = 1\n[a]\nx = 2".parse().unwrap();
         let all = settings([&first, &second].into_iter());

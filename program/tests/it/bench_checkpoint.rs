@@ -36,7 +36,7 @@ fn assert_rises_are_bounded(measured: &Value) {
 }
 
 #[test]
-fn it_compares_saves_and_loads_with_what_the_machine_can_do() {
+fn saves_and_loads_against_machine_limits() {
     let temp = tempfile::tempdir().unwrap();
     let measured = measured("tiny", temp.path(), &["--json"]);
     assert_eq!(measured["bench"], "checkpoint");
@@ -79,7 +79,7 @@ fn it_compares_saves_and_loads_with_what_the_machine_can_do() {
 
 #[test]
 #[ignore = "writes 1 GiB twenty times over; with --release a minute, else several"]
-fn a_gibibyte_takes_a_share_a_tensor_and_64_mib_at_most() {
+fn checkpoint_memory_stays_within_its_bound() {
     let temp = tempfile::tempdir().unwrap();
     let measured = measured("ckpt", temp.path(), &["--json"]);
     assert!(measured["state_gib"].as_f64().unwrap() > 1.0);

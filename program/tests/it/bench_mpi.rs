@@ -6,7 +6,7 @@ use std::process::Command;
 use serde_json::Value;
 
 #[test]
-fn over_mpi_its_own_collectives_are_measured_too() {
+fn mpi_collectives_are_measured_too() {
     let mpirun = std::env::var("FULGURITE_MPIRUN").unwrap_or_else(|_| "mpirun".to_owned());
     let output = Command::new(mpirun)
         .args(["-n", "2", env!("CARGO_BIN_EXE_fulgurite"), "bench", "collectives", "--json"])

@@ -22,7 +22,7 @@ fn measured(args: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn steps_are_measured_against_their_matrix_products() {
+fn steps_against_their_matrix_products() {
     let size = ["--workload", "tiny", "--layers", "2", "--kv-heads", "2", "--seq", "32"];
     let steps = ["train", "--json", "--warmup", "2", "--steps", "3", "--accumulate", "2"];
     let mut losses = Vec::new();
@@ -104,7 +104,7 @@ fn products_are_measured_alone() {
 }
 
 #[test]
-fn activations_that_cannot_be_written_end_the_run() {
+fn unwritable_activations_end_the_run() {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
         .args(["bench", "train", "--workload", "tiny", "--ranks", "1"])
         .args(["--strategy", "single_device"])
@@ -136,7 +136,7 @@ fn collectives_are_measured_at_each_size() {
 }
 
 #[test]
-fn steps_are_measured_with_and_without_communication_and_that_alone() {
+fn overlap_of_communication_is_measured() {
     let few = ["overlap", "--json", "--workload", "tiny", "--seq", "16", "--steps", "2"];
     for (strategy, ranks) in [("single_device", 1), ("ddp", 2), ("fsdp", 2)] {
         let place = ["--strategy", strategy, "--ranks", &ranks.to_string()];
@@ -167,7 +167,7 @@ fn steps_are_measured_with_and_without_communication_and_that_alone() {
 }
 
 #[test]
-fn the_frameworks_own_time_is_measured_by_three_loops() {
+fn three_loops_measure_framework_overhead() {
     let few = ["overhead", "--json", "--warmup", "2", "--steps", "3", "--rounds", "2"];
     for (ranks, models) in [(1, "one,small"), (2, "tiny,small,one")] {
         let place = ["--ranks", &ranks.to_string(), "--models", models];

@@ -98,7 +98,7 @@ impl Scratch {
 }
 
 #[test]
-fn inspect_says_what_is_there() {
+fn inspect_lists_the_contents() {
     let scratch = Scratch::new();
     scratch.checkpoint("step-00000000", 1);
     insta::assert_snapshot!(scratch.ok("inspect step-00000000"), @r#"
@@ -131,7 +131,7 @@ model: 29 tensors (29 F32), 27,712 elements, 108.25 KiB
 }
 
 #[test]
-fn what_is_no_checkpoint_is_said_to_be_none() {
+fn not_a_checkpoint_is_refused() {
     let scratch = Scratch::new();
     insta::assert_snapshot!(scratch.fails("inspect nothing"), @"error: checkpoint nothing: there is no such file or directory");
     fs::create_dir(scratch.path("empty")).unwrap();
@@ -153,7 +153,7 @@ For more information, try '--help'.
 }
 
 #[test]
-fn verify_names_what_is_damaged() {
+fn verify_names_damaged_files() {
     let scratch = Scratch::new();
     scratch.checkpoint("c", 1);
     insta::assert_snapshot!(scratch.ok("verify c"), @"c: 9 tensors, 696 B, all as written");
@@ -352,7 +352,7 @@ fn nothing_is_overwritten_unasked() {
 }
 
 #[test]
-fn the_help_says_what_there_is() {
+fn help_lists_the_commands() {
     let scratch = Scratch::new();
     insta::assert_snapshot!(scratch.ok("--help"), @r#"
 Checkpoints on disk: look into, verify, compare and convert them
@@ -398,7 +398,7 @@ Options:
 }
 
 #[test]
-fn results_are_json_if_wanted() {
+fn results_as_json() {
     let scratch = Scratch::new();
     scratch.checkpoint("c", 1);
     insta::assert_snapshot!(scratch.ok("consolidate c full --json --quiet"), @r#"

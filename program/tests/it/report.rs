@@ -52,7 +52,7 @@ fn two_runs(dir: &Path) {
 }
 
 #[test]
-fn a_page_shows_runs_side_by_side_and_loads_nothing() {
+fn page_compares_runs_and_is_self_contained() {
     let dir = tempfile::tempdir().unwrap();
     two_runs(dir.path());
     let (said, ok) = report(dir.path(), &["logs"]);
@@ -164,7 +164,7 @@ fn runs_without_a_step_have_no_column() {
 }
 
 #[test]
-fn only_the_folder_of_a_run_is_searched() {
+fn only_run_folders_are_searched() {
     let events = "{\"event\":\"checkpoint\",\"step\":1,\"path\":\"/\"}\n\
                   {\"event\":\"checkpoint\",\"step\":2,\"path\":\"logs/version_0/..\"}\n\
                   {\"event\":\"checkpoint\",\"step\":3,\"path\":\"logs/version_0/checkpoints/step-3\"}\n";

@@ -117,7 +117,7 @@ fn lives(word: &str) -> bool {
 }
 
 #[test]
-fn ranks_are_told_by_the_variables_of_torchrun() {
+fn ranks_get_torchrun_variables() {
     let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE \
                   $TORCHELASTIC_RUN_ID $TORCHELASTIC_RESTART_COUNT $MASTER_ADDR $RAYON_NUM_THREADS";
     let output = run(&["--nproc-per-node", "2", "--rdzv-id", "me"], script);
@@ -139,7 +139,7 @@ fn agents_of_two_nodes_make_one_job() {
 }
 
 #[test]
-fn the_first_failure_is_said_on_all_nodes_and_no_rank_is_left() {
+fn first_failure_is_reported_on_all_nodes() {
     let marker = marker(line!());
     let script = format!(
         "if [ $RANK = 3 ]; then exit 7; fi; sleep 1000 & : {marker}; trap '' TERM; while true; do sleep 1; done"
@@ -167,7 +167,7 @@ fn the_first_failure_is_said_on_all_nodes_and_no_rank_is_left() {
 }
 
 #[test]
-fn a_job_starts_again_as_often_as_it_may() {
+fn restarts_up_to_the_limit() {
     let directory = tempfile::tempdir().unwrap();
     let script = format!(
         "touch {}/$RANK.$TORCHELASTIC_RESTART_COUNT.$TORCHELASTIC_MAX_RESTARTS; \
@@ -188,7 +188,7 @@ fn a_job_starts_again_as_often_as_it_may() {
 }
 
 #[test]
-fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
+fn rank_logs_and_line_prefixes() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display().to_string();
     let script = "echo out $RANK; echo err $RANK >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))";
@@ -228,7 +228,7 @@ fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
 }
 
 #[test]
-fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
+fn elastic_job_continues_on_fewer_nodes() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
     // A killed agent leaves a rank behind that is no program of Fulgurite: not for long.
@@ -257,7 +257,7 @@ fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
 }
 
 #[test]
-fn a_node_that_comes_back_is_taken_in_at_the_next_restart() {
+fn returning_node_rejoins_at_next_restart() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
     let script = format!(
@@ -284,7 +284,7 @@ fn a_node_that_comes_back_is_taken_in_at_the_next_restart() {
 }
 
 #[test]
-fn a_signal_ends_the_ranks_of_the_job_and_no_restart_follows() {
+fn signal_ends_ranks_without_restart() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let args = ["--nproc-per-node", "2", "--max-restarts", "3"];
     let child = agent(&args, &traps(&directory, &marker)).spawn().unwrap();
@@ -297,7 +297,7 @@ fn a_signal_ends_the_ranks_of_the_job_and_no_restart_follows() {
 }
 
 #[test]
-fn a_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
+fn signal_to_one_agent_ends_all_nodes() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let args = ["--nproc-per-node", "2", "--max-restarts", "3"];
     let children = agents("2", 2, &args, &traps(&directory, &marker));
@@ -314,7 +314,7 @@ fn a_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
 }
 
 #[test]
-fn a_rank_that_fails_after_a_signal_ends_the_ranks_of_all_nodes() {
+fn failure_after_signal_ends_all_nodes() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let dir = directory.path().display();
     let script = |on_term: &str| {
@@ -339,7 +339,7 @@ fn a_rank_that_fails_after_a_signal_ends_the_ranks_of_all_nodes() {
 }
 
 #[test]
-fn a_second_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
+fn second_signal_ends_all_nodes() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let dir = directory.path().display();
     let script = format!(
@@ -358,7 +358,7 @@ fn a_second_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
 }
 
 #[test]
-fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
+fn hangup_ends_the_job_unless_ignored() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
     let script = format!(
@@ -387,7 +387,7 @@ fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
 }
 
 #[test]
-fn a_process_in_a_session_of_its_own_ends_with_its_rank() {
+fn process_in_own_session_ends_with_rank() {
     // No other process sleeps as long.
     let sleep = format!("sleep 9{}.{}", std::process::id(), line!());
     let script = format!(
@@ -401,7 +401,7 @@ fn a_process_in_a_session_of_its_own_ends_with_its_rank() {
 }
 
 #[test]
-fn a_terminal_that_takes_nothing_holds_up_no_rank() {
+fn blocked_terminal_does_not_block_ranks() {
     let directory = tempfile::tempdir().unwrap();
     let done = directory.path().join("done");
     // Far more than a pipe and the queue hold.
@@ -416,7 +416,7 @@ fn a_terminal_that_takes_nothing_holds_up_no_rank() {
 }
 
 #[test]
-fn lines_that_are_left_out_are_counted() {
+fn dropped_lines_are_counted() {
     let directory = tempfile::tempdir().unwrap();
     let done = directory.path().join("done");
     let dir = directory.path().display();
@@ -437,7 +437,7 @@ fn lines_that_are_left_out_are_counted() {
 }
 
 #[test]
-fn a_node_rank_belongs_to_one_agent_as_long_as_that_lives() {
+fn node_rank_belongs_to_one_live_agent() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
     // As above, the killed agent's rank stays for a minute.
@@ -512,7 +512,7 @@ fn wrong_input_is_named() {
 }
 
 #[test]
-fn agents_that_were_told_otherwise_are_refused() {
+fn agents_with_other_options_are_refused() {
     let endpoint = endpoint();
     let start = |args: &[&str]| {
         let args = [args, &["--rdzv-endpoint", &endpoint, "--join-timeout-secs", "3"]].concat();

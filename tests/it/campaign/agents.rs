@@ -109,7 +109,7 @@ fn kill_at_random(scratch: &Scratch, trial: &mut Trial) {
 }
 
 #[test]
-fn a_job_whose_rank_or_agent_is_killed_leaves_nothing() {
+fn killed_rank_or_agent_leaves_nothing() {
     let scratch = Scratch::with_tokens();
     trials(3, |trial| kill_at_random(&scratch, trial));
 }
@@ -199,7 +199,7 @@ fn parent(pid: Pid) -> Option<Pid> {
 }
 
 #[test]
-fn a_frozen_agent_is_given_up_and_ends_when_it_goes_on() {
+fn frozen_agent_ends_when_it_wakes() {
     let scratch = Scratch::with_tokens();
     trials(1, |trial| freeze_an_agent(&scratch, trial));
 }

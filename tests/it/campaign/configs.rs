@@ -166,7 +166,7 @@ const OTHERS: [&str; 6] = [
 const DIVERGED: &str = "non-finite";
 
 #[test]
-fn a_configuration_runs_or_is_refused_before_a_rank_starts() {
+fn config_runs_or_is_refused_at_start() {
     let keys = keys();
     let mut counts = BTreeMap::<&str, u64>::new();
     let mut wrong_ones = Vec::new();

@@ -289,7 +289,7 @@ fn mutate(place: &Place, rng: &mut Rng) -> String {
 }
 
 #[test]
-fn files_that_are_cut_swapped_or_gone_are_found_or_harmless() {
+fn damaged_files_are_found_or_harmless() {
     let (places, _directories) = places();
     let mut counts = Counts::default();
     trials(150, |trial| {

@@ -293,7 +293,7 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole, hits: &mut Hits) {
 }
 
 #[test]
-fn nothing_that_ends_a_job_leaves_anything_behind() {
+fn ended_job_leaves_nothing_behind() {
     let mut whole = Whole::new();
     let mut hits = Hits::new();
     trials(6, |trial| kill_once(trial, &mut whole, &mut hits));

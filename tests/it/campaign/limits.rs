@@ -48,7 +48,7 @@ fn check(run: &Run, what: &str) {
 }
 
 #[test]
-fn a_full_disk_is_the_first_that_is_said() {
+fn full_disk_is_reported_first() {
     if !can_mount() {
         return;
     }
@@ -66,7 +66,7 @@ fn a_full_disk_is_the_first_that_is_said() {
 }
 
 #[test]
-fn a_limit_that_is_too_low_is_the_first_that_is_said() {
+fn low_limit_is_reported_first() {
     trials(4, |trial| {
         let scratch = Scratch::with_tokens();
         let job = saving(&scratch, trial);

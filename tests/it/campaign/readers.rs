@@ -82,6 +82,6 @@ fn strike_at_random(trial: &mut Trial) {
 }
 
 #[test]
-fn a_job_without_a_reader_ends_as_any_other() {
+fn job_without_a_reader_ends_normally() {
     trials(3, strike_at_random);
 }

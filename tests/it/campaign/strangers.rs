@@ -290,7 +290,7 @@ fn resident_kib(process: Pid) -> u64 {
 }
 
 #[test]
-fn strangers_do_not_end_enter_read_or_fill_a_job() {
+fn strangers_do_not_disturb_a_job() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 2).set(&[
         "trainer.max_steps=100000000",
@@ -347,7 +347,7 @@ fn listens_on(running: &Running) -> u16 {
 }
 
 #[test]
-fn strangers_from_the_first_moment_on_do_not_keep_ranks_out() {
+fn early_strangers_do_not_keep_ranks_out() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("ddp", 4, 1);
     let expected = job.succeed().losses();

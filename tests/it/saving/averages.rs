@@ -7,7 +7,7 @@ use fulgurite_checkpoint::LocalDirectory;
 use super::harness::{Scratch, course};
 
 #[test]
-fn averages_of_the_weights_are_validated_and_not_trained() {
+fn averages_are_validated_not_trained() {
     let keys =
         ["trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=2"];
     let run = |decay: &str, dir: &str| {

@@ -10,7 +10,7 @@ use fulgurite::core::trainer::Event;
 use super::harness::{COUNTED, PATIENCE, Scratch, course, resumed, saved};
 
 #[test]
-fn a_run_interrupted_anywhere_goes_on_as_if_it_had_never_stopped() {
+fn run_interrupted_anywhere_resumes() {
     let keys = [
         "scheduler.type=cosine",
         "trainer.max_epochs=2",
@@ -92,7 +92,7 @@ fn the_file_last_names_a_checkpoint_to_resume() {
 }
 
 #[test]
-fn weights_alone_may_be_what_a_run_starts_from() {
+fn run_starts_from_weights_only() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=5", "trainer.val_check_interval=5"];
     let first = scratch.succeed(&keys);
@@ -118,7 +118,7 @@ fn weights_alone_may_be_what_a_run_starts_from() {
 }
 
 #[test]
-fn an_optimizer_without_state_is_resumed_and_one_without_its_state_is_not() {
+fn missing_optimizer_state_is_refused() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=4", "checkpoint.every_n_steps=2"];
     let fit = |more: &[&str]| scratch.fit(&[&keys[..], more].concat());
@@ -148,7 +148,7 @@ fn an_optimizer_without_state_is_resumed_and_one_without_its_state_is_not() {
 }
 
 #[test]
-fn a_run_does_not_go_on_with_other_data_unless_it_is_told_to() {
+fn other_data_needs_explicit_permission() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=2"];
     scratch.succeed(&[&keys[..], &["data.from=3"]].concat());

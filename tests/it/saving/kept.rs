@@ -7,7 +7,7 @@ use fulgurite_checkpoint::LocalDirectory;
 use super::harness::{Scratch, course, names, resumed, saved};
 
 #[test]
-fn checkpoints_of_the_background_are_those_of_the_foreground() {
+fn background_and_foreground_saves_match() {
     let keys = ["trainer.max_steps=6", "checkpoint.every_n_steps=2", "checkpoint.save_last=true"];
     let scratch = Scratch::new();
     let whole = scratch.succeed(&keys);
@@ -33,7 +33,7 @@ fn checkpoints_of_the_background_are_those_of_the_foreground() {
 }
 
 #[test]
-fn checkpoints_of_one_kind_make_way_for_the_other() {
+fn full_and_sharded_saves_replace_each_other() {
     let scratch = Scratch::new();
     let strategy = |distributed: bool| {
         format!("trainer.strategy={{type = \"tp\", save_distributed_checkpoint = {distributed}}}")
@@ -72,7 +72,7 @@ fn checkpoints_of_one_kind_make_way_for_the_other() {
 }
 
 #[test]
-fn full_checkpoints_are_not_saved_in_the_background() {
+fn full_checkpoints_save_in_the_foreground() {
     let scratch = Scratch::new();
     let strategy = "trainer.strategy={type = \"tp\", save_distributed_checkpoint = false}";
     let (events, result) = scratch.fit(&[strategy, "checkpoint.async_save=true"]);
@@ -81,7 +81,7 @@ fn full_checkpoints_are_not_saved_in_the_background() {
 }
 
 #[test]
-fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
+fn resumed_run_keeps_newest_and_best() {
     let run = |keys: &[&str], from: Option<&str>| {
         let scratch = Scratch::new();
         let always = ["checkpoint.every_n_steps=1", "trainer.val_check_interval=1"];
@@ -136,7 +136,7 @@ fn a_checkpoint_has_no_value_of_another_step() {
 }
 
 #[test]
-fn a_metric_that_does_not_exist_is_found_when_it_should() {
+fn missing_metric_is_found_in_time() {
     let keys = [
         "checkpoint.every_n_steps=1",
         "checkpoint.save_top_k=1",
@@ -150,7 +150,7 @@ fn a_metric_that_does_not_exist_is_found_when_it_should() {
 }
 
 #[test]
-fn what_cannot_be_saved_ends_the_run() {
+fn failing_save_ends_the_run() {
     for background in [false, true] {
         let scratch = Scratch::new();
         std::fs::write(scratch.path("file"), "").unwrap();
@@ -165,7 +165,7 @@ fn what_cannot_be_saved_ends_the_run() {
 }
 
 #[test]
-fn a_run_that_was_killed_after_a_commit_goes_on_from_that() {
+fn run_killed_after_commit_resumes() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=6", "checkpoint.every_n_steps=2"];
     let whole = scratch.succeed(&keys);

@@ -205,7 +205,7 @@ fn written(scratch: &Scratch) -> (Vec<String>, usize) {
 }
 
 #[test]
-fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
+fn held_back_saves_are_written_at_the_end() {
     let fit = |more: &[&str]| {
         let scratch = Scratch::new();
         let keys = [

@@ -257,7 +257,7 @@ fn ids_of_pieces(file: &TokenizerFile, text: &str) -> (Vec<u32>, usize) {
 }
 
 #[test]
-fn published_kinds_of_tokenizers_are_cut() {
+fn published_tokenizers_are_cut() {
     for (name, file, cut) in tokenizers() {
         let (of_pieces, pieces) = ids_of_pieces(&file, &"the 12th abe ab.\nthe end ".repeat(20));
         assert_eq!(of_pieces, ids(&file, &"the 12th abe ab.\nthe end ".repeat(20)), "{name}");
@@ -269,7 +269,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn pieces_have_the_ids_of_the_whole(
+    fn pieces_give_the_ids_of_the_whole(
         parts in proptest::collection::vec(proptest::sample::select(vec![
             " ", " ", " ", "\n", "\n", "\r\n", "\t", "a", "b", "th", "e", "s", "'s", "'", ".", "!", "12",
             "1", "é", "e\u{301}", "\u{301}", "中", "。", "\u{a0}", "\u{3000}", "¨", "▁", "</s>", "<t h>",

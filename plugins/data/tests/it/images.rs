@@ -26,7 +26,7 @@ fn values(x: &Tensor) -> Vec<f32> {
 }
 
 #[test]
-fn folders_are_classes_and_pictures_are_planes() {
+fn folders_are_classes() {
     let dir = tempfile::tempdir().unwrap();
     save(&dir.path().join("dog/b.png"), 4, 3, 0);
     save(&dir.path().join("dog/a.PNG"), 4, 3, 51);
@@ -49,7 +49,7 @@ fn folders_are_classes_and_pictures_are_planes() {
 }
 
 #[test]
-fn augmentation_follows_from_epoch_and_sample_and_spares_validation() {
+fn augmentation_depends_on_epoch_and_sample() {
     let dir = tempfile::tempdir().unwrap();
     for i in 0..40 {
         save(&dir.path().join(format!("a/{i:02}.png")), 4, 3, 5);
@@ -87,7 +87,7 @@ fn colours(data: &ImageFolder, index: u64) -> [u8; 3] {
 }
 
 #[test]
-fn pictures_of_all_extensions_are_found_in_sub_folders() {
+fn all_extensions_in_subfolders_are_found() {
     let dir = tempfile::tempdir().unwrap();
     let extensions = ["bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"];
     for (i, extension) in extensions.iter().enumerate() {
@@ -137,7 +137,7 @@ fn classes_without_pictures_are_refused() {
 }
 
 #[test]
-fn pictures_are_upright_and_in_red_green_and_blue() {
+fn pictures_are_upright_rgb() {
     let dir = tempfile::tempdir().unwrap();
     let put = |name: &str, bytes: &[u8]| {
         std::fs::create_dir_all(dir.path().join("a")).unwrap();
@@ -164,7 +164,7 @@ fn pictures_are_upright_and_in_red_green_and_blue() {
 }
 
 #[test]
-fn pictures_without_end_marker_are_whole_and_huge_ones_are_refused() {
+fn missing_end_marker_and_huge_pictures() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a/1.jpg");
     save(&path, 40, 30, 200);
@@ -189,7 +189,7 @@ fn pictures_without_end_marker_are_whole_and_huge_ones_are_refused() {
 }
 
 #[test]
-fn pictures_that_are_cut_off_are_errors_or_replaced() {
+fn truncated_pictures_are_errors_or_replaced() {
     let dir = tempfile::tempdir().unwrap();
     for (i, name) in ["1.jpg", "2.png", "3.webp", "4.png"].iter().enumerate() {
         let path = dir.path().join("a").join(name);

@@ -96,7 +96,7 @@ fn path_of(name: &str) -> String {
 }
 
 #[test]
-fn texts_of_all_encodings_are_read() {
+fn parquet_encodings_are_read() {
     for name in ["bss", "delta", "dict", "large", "v2", "view", "zstd"] {
         let data = of_pyarrow(name).unwrap();
         let batch = data.batch(Split::Train, &[0], &Device::Cpu).unwrap();
@@ -108,7 +108,7 @@ fn texts_of_all_encodings_are_read() {
 }
 
 #[test]
-fn columns_without_texts_and_broken_files_are_explained() {
+fn bad_columns_and_files_are_explained() {
     let error = |name: &str| of_pyarrow(name).unwrap_err().to_string();
     let is_no_text = "(data.path) has a column \"text\" (data.text_key), but not of texts;";
     for (name, expected) in [

@@ -72,7 +72,7 @@ fn byte_order_marks_are_not_text() {
 }
 
 #[test]
-fn what_is_left_out_is_counted_and_named() {
+fn skipped_files_are_counted_and_named() {
     let dir = folder(&[
         ("a.txt", b"hello world"),
         ("b.txt", b"caf\xe9"),
@@ -110,7 +110,7 @@ fn only_ignore_files_within_the_folder_count() {
 }
 
 #[test]
-fn a_named_file_that_is_no_text_is_refused() {
+fn named_file_that_is_not_text_is_refused() {
     let dir = folder(&[
         ("latin.txt", b"caf\xe9 au lait"),
         ("utf16.txt", &utf16("\u{feff}hello")),
@@ -151,7 +151,7 @@ data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetc
 }
 
 #[test]
-fn links_are_followed_and_their_circles_found() {
+fn links_are_followed_and_cycles_found() {
     let dir =
         folder(&[("data/a.txt", b"aa\n"), ("data/sub/b.txt", b"bb\n"), ("far/c.txt", b"cc\n")]);
     let data = dir.path().join("data");
@@ -170,7 +170,7 @@ fn links_are_followed_and_their_circles_found() {
 }
 
 #[test]
-fn sub_folders_and_other_cases_of_extensions_are_read() {
+fn subfolders_and_uppercase_extensions() {
     let json = b"{\"text\": \"ab\"}\n";
     let dir = folder(&[
         ("a.JSONL", json),
@@ -232,13 +232,13 @@ data: DIR/a.jsonl, line 3 (data.path) does not parse: EOF while parsing a string
 }
 
 #[test]
-fn of_two_equal_keys_the_last_counts() {
+fn last_of_two_equal_keys_wins() {
     let dir = folder(&[("a.jsonl", b"{\"text\": \"first\", \"text\": \"second\"}\n")]);
     assert_eq!(text(&setup(dir.path(), KINDS[2]).unwrap()), "second");
 }
 
 #[test]
-fn a_preview_of_a_long_text_reads_its_beginning() {
+fn preview_reads_only_the_beginning() {
     let text = "ä".repeat(3 << 20);
     // What comes later is not looked at: it is no UTF-8.
     let dir = folder(&[("a.txt", &[text.as_bytes(), b"\xff"].concat())]);

@@ -59,7 +59,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn ids_are_kept_and_read_again() {
+fn ids_are_cached_and_read_again() {
     let dir = folder();
     let expected = setup(dir.path(), "cache_dir = false");
     let kept = setup_kept(dir.path(), "");
@@ -78,7 +78,7 @@ fn ids_are_kept_and_read_again() {
 }
 
 #[test]
-fn other_text_tokenizers_and_settings_are_kept_apart() {
+fn cache_key_covers_text_tokenizer_and_settings() {
     let dir = folder();
     let check = |keys: &str, number: usize| {
         let kept = ids(&setup_kept(dir.path(), keys));
@@ -152,7 +152,7 @@ fn ranks_tokenize_a_text_once() {
 }
 
 #[test]
-fn ids_stay_in_memory_without_a_folder_to_write() {
+fn unwritable_cache_keeps_ids_in_memory() {
     let dir = folder();
     fs::write(dir.path().join("cache"), "no folder").unwrap();
     let data = setup_kept(dir.path(), "");

@@ -51,7 +51,7 @@ fn read(path: &Path, keys: &str) -> Vec<u32> {
 }
 
 #[test]
-fn wider_ids_are_not_read_as_u16() {
+fn wide_ids_are_not_read_as_u16() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str, bytes: &[u8]| {
         let path = dir.path().join(name);
@@ -111,7 +111,7 @@ fn ids_below_zero_are_refused() {
 }
 
 #[test]
-fn arrays_of_numpy_are_read_behind_their_header() {
+fn numpy_header_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.npy");
     for (descr, values) in [("<u2", u16s()), ("<u4", u32s()), ("<i4", u32s()), ("<i8", i64s())] {
@@ -145,7 +145,7 @@ data: DIR/a.npy has ids of type u16, as its header says, and data.token_dtype is
 }
 
 #[test]
-fn headers_of_llm_c_are_no_ids() {
+fn llm_c_header_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.bin");
     let write = |kind: u32, version: u32, values: &[u8]| {
@@ -166,7 +166,7 @@ fn headers_of_llm_c_are_no_ids() {
 }
 
 #[test]
-fn the_index_of_megatron_says_the_type() {
+fn megatron_index_gives_the_id_type() {
     let dir = tempfile::tempdir().unwrap();
     let (path, index) = (dir.path().join("a.bin"), dir.path().join("a.idx"));
     let head = |code: u8| [b"MMIDIDX\0\0", &1u64.to_le_bytes()[..], &[code], &[0; 16]].concat();
@@ -181,7 +181,7 @@ fn the_index_of_megatron_says_the_type() {
 }
 
 #[test]
-fn files_of_other_formats_are_no_ids() {
+fn files_of_other_formats_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.bin");
     let error = |bytes: &[u8]| {

@@ -78,7 +78,7 @@ fn error(dir: &TempDir, tokenizer: &str, keys: &str) -> String {
 }
 
 #[test]
-fn truncation_and_padding_of_the_file_are_ignored() {
+fn truncation_and_padding_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 1, 2000);
     fs::write(dir.path().join("docs/short.txt"), ["w1"; 20].join(" ")).unwrap();
@@ -111,7 +111,7 @@ fn truncation_and_padding_of_the_file_are_ignored() {
 }
 
 #[test]
-fn the_end_token_is_the_one_named_beside_the_tokenizer() {
+fn end_token_from_tokenizer_config() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 50, 9);
     let specials = ["<unk>", "<|endoftext|>", "</s>", "<｜end▁of▁sentence｜>"];
@@ -162,7 +162,7 @@ fn the_end_token_is_the_one_named_beside_the_tokenizer() {
 }
 
 #[test]
-fn a_post_processor_names_the_end_token() {
+fn end_token_from_post_processor() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 2, 3);
     let bert = json!({"type": "BertProcessing", "sep": ["[SEP]", 2], "cls": ["[CLS]", 1]});
@@ -260,7 +260,7 @@ invalid value: string "yes", expected `true`, `false` or `"auto"`
 }
 
 #[test]
-fn folders_of_other_tokenizers_are_explained() {
+fn unsupported_tokenizer_folders_are_explained() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 2, 2);
     for (folder, files) in [
