@@ -1,4 +1,4 @@
-//! What a run says of its data, and how its keys meet a program's defaults.
+//! The data report of a run, and keys that meet a program's defaults.
 
 use std::fs;
 
@@ -57,6 +57,6 @@ fn mixture_replaces_the_default_path() {
                     data.mixture[1].path: 1 document, 1 file, 300 bytes, 301 tokens\n\
                     data.validation_path: 1 document, 1 file, 900 bytes, 901 tokens\n";
     assert!(run.stderr.contains(expected), "{}", run.stderr);
-    // Both in one layer are a contradiction.
+    // Both keys in one layer contradict each other.
     insta::assert_snapshot!(job.set(&["data.path=a.txt"]).fail(), @"error: data.path and data.mixture exclude each other; make the path one of the mixture's sources");
 }

@@ -1,10 +1,10 @@
-//! What a person reads who got something wrong.
+//! Error messages for user mistakes.
 
 use crate::program::Scratch;
 use fulgurite::core::counted;
 use insta::assert_snapshot;
 
-/// Which rank is the first to notice is chance.
+/// Any rank may be the first to fail.
 fn any_rank(text: &str) -> String {
     text.replace("rank 1 failed", "rank 0 failed")
 }
@@ -106,7 +106,7 @@ fn no_trained_parameters_is_a_warning() {
     ] {
         assert!(run.stderr.contains(says), "{}", run.stderr);
     }
-    // Four epochs of two steps: the fifth is never reached.
+    // Four epochs of two steps: the fifth epoch is never reached.
     let keys = [
         "trainer.limit_train_batches=2",
         "trainer.check_val_every_n_epoch=5",
@@ -168,7 +168,7 @@ fn files_that_are_missing_or_too_short() {
     assert_snapshot!(error("data={ type = 'text', path = 'empty.txt' }"), @"error: data: empty.txt (data.path): there is no text; left out: 1 empty (empty.txt)");
     assert_snapshot!(error("data.tokenizer=none.json"), @r#"error: data: there is no file none.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
     assert_snapshot!(error("model.from_pretrained=none"), @"error: none/config.json: No such file or directory (os error 2); `model.from_pretrained` is to name a folder with it");
-    // The ranks find out one by one, the person reads it once.
+    // The ranks find the error one by one; the user reads it once.
     let of_two = scratch.small().on("fsdp", 2, 1).set(&["data.path=none.u16"]).fail();
     assert_snapshot!(any_rank(&of_two), @"error: data: there is no file or folder none.u16 (data.path)");
 }
@@ -212,7 +212,7 @@ fn checkpoints_that_do_not_fit() {
           model.norm.weight: [24] in the model, [20] in the checkpoint
           lm_head.weight: [53, 24] in the model, [53, 20] in the checkpoint
     "#);
-    // Two moments of each of 21 parameters, of which the first ten are named.
+    // Two moments for each of 21 parameters; the message names the first ten.
     let other_optimizer = resume(&["optimizer.type=sgd"]);
     assert_eq!(other_optimizer.lines().count(), 2 + 20 + 2, "{other_optimizer}");
     let first: Vec<_> = other_optimizer.lines().take(3).collect();

@@ -5,12 +5,12 @@ use std::fs;
 use crate::program::{Job, Running, Scratch};
 use rustix::process::{Signal, kill_process};
 
-/// Trains until somebody ends it.
+/// Trains until it is ended from outside.
 fn endless(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&["trainer.max_steps=100000000", "scheduler=constant"])
 }
 
-/// No temporary file is left, and no shared memory is held or has a name.
+/// Asserts that no temporary file and no shared memory remain.
 fn assert_nothing_is_left(scratch: &Scratch) {
     let left: Vec<_> = fs::read_dir(scratch.temporary()).unwrap().flatten().collect();
     assert!(left.is_empty(), "{left:?}");
@@ -112,7 +112,7 @@ fn a_signal_ends_a_validation() {
 #[test]
 fn failing_rank_is_reported_first() {
     let scratch = Scratch::new();
-    // 40 samples of one step each; the last is out of range, and comes to the last rank.
+    // 40 steps of one sample each; the last sample is out of range and falls to the last rank.
     let ids = (0..320).map(|i| if i == 319 { 60 } else { i % 50 });
     scratch.token_files(ids);
     let job = scratch.small().set(&["data.path=tokens", "trainer.max_steps=100"]);

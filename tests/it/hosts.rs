@@ -1,10 +1,10 @@
-//! Runs on several hosts, which here are processes of one that take themselves for those of two.
+//! Runs on several hosts, simulated by processes of one host.
 
 use std::net::TcpListener;
 
 use crate::program::{Job, Run, Running, Scratch};
 
-/// Starts the ranks of `nodes` nodes with `devices` ranks each, as `torchrun` does, and waits for them.
+/// Starts `devices` ranks on each of `nodes` nodes, as `torchrun` does, and waits for them.
 fn run_on(job: &Job<'_>, nodes: usize, devices: usize) -> Vec<Run> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let start = |rank: usize| {
@@ -22,7 +22,7 @@ fn run_on(job: &Job<'_>, nodes: usize, devices: usize) -> Vec<Run> {
     ranks.into_iter().map(Running::wait).collect()
 }
 
-/// A model whose tensors are large enough to go in levels.
+/// A model with tensors large enough for hierarchical collectives.
 pub(crate) fn wide(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&[
         "model.hidden_size=128",

@@ -1,4 +1,4 @@
-//! Checkpoints that go from and to PyTorch. Needs a Python with torch:
+//! Checkpoints from and to PyTorch. Requires a Python with torch:
 //!
 //! ```sh
 //! python3 -m venv /tmp/interop && /tmp/interop/bin/pip install torch transformers safetensors numpy
@@ -60,7 +60,7 @@ fn torch_reads_fsdp_and_tp_saves() {
     }
 }
 
-/// A tree with the tensors of `expected`, empty, on a rank of a mesh.
+/// A tree with the tensors of `expected`, without values, for one rank of a mesh.
 fn tree_of(expected: &dyn TensorSource, mesh: Mesh, rank: usize, dtype: DType) -> ModuleTree {
     let b = ModuleBuilder::new(ModuleInit { dtype, ..ModuleInit::default() });
     for name in expected.names() {
@@ -73,7 +73,7 @@ fn tree_of(expected: &dyn TensorSource, mesh: Mesh, rank: usize, dtype: DType) -
     set_up(b.finish().unwrap(), mesh, rank, None)
 }
 
-/// Asserts that this rank's part is that of the whole tensor.
+/// Asserts that this rank's shard matches its region of the whole tensor.
 fn assert_part(expected: &dyn TensorSource, name: &str, region: &Region, found: &Tensor) {
     let expected = expected.read(name, region, found.dtype(), &Device::Cpu).unwrap();
     assert_eq!(bytes(found), bytes(&expected), "{name} {region:?}");
@@ -142,7 +142,7 @@ fn transformers_reads_the_fixture_that_it_wrote() {
     python("transformers_logits.py", &[&fixture, &fixture.join("expected.safetensors")]);
 }
 
-/// A full checkpoint that two ranks of `fsdp` save, with the fixture's weights.
+/// A full checkpoint saved by two ranks of `fsdp`, with the fixture's weights.
 #[test]
 #[ignore = "needs a Python with transformers"]
 fn transformers_reads_full_fsdp_checkpoint() {

@@ -1,5 +1,4 @@
-//! A hostile day: random trials of what must survive anything. `cargo test` makes a few; by hand there may be
-//! many:
+//! Random trials of robustness. `cargo test` runs a few; many can be run by hand:
 //!
 //! ```sh
 //! CAMPAIGN_TRIALS=1000 cargo test --release --test it campaign::kills -- --nocapture
