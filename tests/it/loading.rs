@@ -1,4 +1,4 @@
-//! Batches made by worker threads: the same as without them, in everything that a run does.
+//! Batches made by worker threads: everything in a run is the same as without workers.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ struct Line(Unit<Linear>);
 #[serde(deny_unknown_fields, default)]
 struct NoKeys {}
 
-/// Points that are moved at random, otherwise in each epoch.
+/// Points with random noise that differs in each epoch.
 struct Points {
     wrong: Option<(u64, Wrong)>,
     sets: Vec<String>,
@@ -28,11 +28,11 @@ struct Points {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct PointsConfig {
-    /// A training sample that cannot be made.
+    /// A training sample that fails.
     wrong: Option<u64>,
-    /// How.
+    /// Whether the sample panics instead of returning an error.
     panics: bool,
-    /// Names of validation sets, of which one has a sample less than the one before.
+    /// Names of validation sets; each set has one sample less than the previous one.
     sets: Vec<String>,
 }
 

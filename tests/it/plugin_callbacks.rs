@@ -1,4 +1,4 @@
-//! Callbacks that save where a run fails, print the model and look for a learning rate.
+//! Callbacks that save on failure, print the model, and search for a learning rate.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -12,7 +12,7 @@ use fulgurite_transports::run_ranks;
 
 use crate::toy::{Events, NoKeys, Numbers};
 
-/// A line in a unit, and one outside of units.
+/// One line in a unit, and one outside units.
 struct Net {
     up: Unit<Linear>,
     down: Linear,
@@ -77,7 +77,7 @@ fn failing_run_saves_its_last_whole_step() {
         let error = trainer.fit::<Net>(&run).err().unwrap().to_string();
         assert_eq!(error, "out of luck");
         let saved = dir.path().join("kept/on_exception");
-        // Neither amid an update nor before the first step.
+        // Not saved within an update, nor before the first step.
         assert_eq!(saved.is_dir(), at == 5 && !after_update);
         if saved.is_dir() {
             let from = format!("trainer.ckpt_path={saved:?}");
@@ -87,7 +87,7 @@ fn failing_run_saves_its_last_whole_step() {
             assert_eq!(rest.outcome().steps, 7);
         }
     }
-    // Several ranks could not save together.
+    // Several ranks cannot save together after a failure.
     let dir = tempfile::tempdir().unwrap();
     let on_two = ["trainer.devices=2", "trainer.strategy=ddp"];
     let run = config(dir.path(), &[&ENDS[..], &[SAVES], &on_two].concat());
@@ -95,7 +95,7 @@ fn failing_run_saves_its_last_whole_step() {
     insta::assert_snapshot!(error, @"a checkpoint on an error needs a run on one rank, and this has 2: ranks save together, and those that have failed cannot. Save on the way, with `checkpoint.every_n_steps`");
 }
 
-/// What the runs of this program's tests have printed.
+/// Output of all runs in this test program.
 static PRINTED: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn print(text: &str) {

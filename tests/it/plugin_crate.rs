@@ -1,4 +1,4 @@
-//! A crate outside of this workspace adds a strategy, a logger, a checkpoint IO and a parallelize
+//! A crate outside this workspace adds a strategy, a logger, a checkpoint IO and a parallelize
 //! function.
 
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ loggers = [{ type = "markdown", columns = ["train_loss", "grad_norm"] }]
 strategy = { type = "local_sgd", sync_every = 4 }
 "#;
 
-/// Builds the crate's program once, in the directory that this test was built in, where all that
-/// both need from elsewhere is built already.
+/// Builds the crate's program once, in this test's target directory, where shared dependencies are
+/// built already.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
@@ -82,7 +82,7 @@ fn fit(dir: &TempDir, set: &[&str]) -> Output {
         .unwrap()
 }
 
-/// The summary of a run that must have succeeded and learned.
+/// The summary of a run; asserts that the run succeeded and learned.
 fn summary(output: &Output) -> serde_json::Value {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let last = text(&output.stdout).lines().last().unwrap();
@@ -124,7 +124,8 @@ fn linked_checkpoint_io_sees_commits_and_end() {
     summary(&fit(&dir, &[io, "checkpoint.dir=kept", "checkpoint.every_n_steps=4"]));
     let journal = std::fs::read_to_string(dir.path().join("kept/journal.txt")).unwrap();
     assert_eq!(journal, "step-00000004\nstep-00000008\n");
-    // The journal is not taken for a checkpoint, and what is around another IO reads what that reads.
+    // The journal is not mistaken for a checkpoint, and the wrapping IO reads through the inner
+    // one.
     let resumed =
         fit(&dir, &[io, "checkpoint.dir=kept", "trainer.ckpt_path=last", "trainer.max_steps=9"]);
     assert!(resumed.status.success(), "{}", text(&resumed.stderr));

@@ -1,4 +1,4 @@
-//! Training on streams without an end, or with one that nobody knows.
+//! Training on streams that are endless or of unknown length.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,9 +20,9 @@ type Numbers = Box<dyn Iterator<Item = Result<u64>> + Send>;
 struct StreamConfig {
     /// Samples of a micro-batch.
     batch: usize,
-    /// Samples of the stream; endless without it.
+    /// Samples in the stream; `None` for an endless stream.
     samples: Option<u64>,
-    /// Instead of what is counted.
+    /// A declared length that differs from the real one.
     said: Option<u64>,
 }
 
@@ -97,7 +97,7 @@ impl LightningModule for Model {
 
 impl Hooks<Streamed> for Model {}
 
-/// The mean of the samples of each step, and how many epochs were done after it.
+/// The mean of the samples of each step, and the epochs completed after it.
 fn train(ranks: usize, keys: &str, root: &Path) -> Result<Vec<(f64, f64)>> {
     let runs = run_ranks(ranks, |world| {
         let batch = 6 / ranks;

@@ -1,4 +1,4 @@
-//! What comes back from training, and what can be done with it.
+//! Results of training, and their use.
 
 use std::path::Path;
 
@@ -80,7 +80,8 @@ fn trained_module_evaluates_predicts_and_saves() {
             assert!(outcome.last_loss < 0.01 * outcome.first_loss, "{outcome:?}");
             assert_eq!(trained.data().len(Split::Train), SAMPLES);
 
-            // The last validation came after the last whole epoch; the same weights give the same again.
+            // The last validation followed the last whole epoch; validating again gives the same
+            // result.
             let validated = trained.validate()?;
             assert_eq!(trained.validate()?, validated);
             let tested = trained.test()?;
@@ -96,7 +97,7 @@ fn trained_module_evaluates_predicts_and_saves() {
             trained.fabric().save_full(&saved, None, &state, &FullOptions::default())?;
             let predicted = trained.predict()?;
 
-            // From the checkpoint, another trainer computes the same.
+            // Another trainer computes the same from the checkpoint.
             let keys = format!("ckpt_path = {saved:?}");
             let run = config(logs.path(), ranks, &keys)?;
             let again = Trainer::new(world.clone()).with_sink(Box::new(events.clone()));

@@ -1,4 +1,4 @@
-//! The trainer's loop: hooks in order, limits, validation, learning rates.
+//! The trainer's loop: order of hooks, limits, validation, learning rates.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -95,7 +95,7 @@ impl Double {
 
 note_all!(Double, Numbers);
 
-/// The numbers 0 to 19 for training, 3 more for validation.
+/// The values 0 to 19 for training, 3 more for validation.
 struct Numbers;
 
 type Notes = Arc<Mutex<Vec<String>>>;
@@ -143,7 +143,8 @@ impl DataModule for Numbers {
     }
 }
 
-/// Notes each hook with how far the run is; asks to stop after a step, or fails when an epoch starts.
+/// Notes each hook with the run's progress; can stop after a step, or fail at the start of an
+/// epoch.
 struct Recorder {
     notes: Notes,
     stop_after: Option<u64>,
@@ -172,7 +173,7 @@ impl Callback for Recorder {}
 
 note_all!(Recorder, ());
 
-/// Runs with these keys of `[trainer]` and others, and returns what happened.
+/// Runs with these overrides, and returns the notes and events.
 fn fit(overrides: &[&str], stop_after: Option<u64>) -> (Vec<String>, Vec<Event>) {
     let dir = tempfile::tempdir().unwrap();
     let root = format!("trainer.default_root_dir={:?}", dir.path());
@@ -432,7 +433,7 @@ fn first_limit_ends_the_run() {
     assert_eq!(steps(&fit(&both, None).1).len(), 5);
     let accumulated = ["trainer.max_epochs=3", "trainer.accumulate_grad_batches=5"];
     assert_eq!(steps(&fit(&accumulated, None).1).len(), 3);
-    // An epoch that is no whole number of steps ends within one.
+    // An epoch may end within a step.
     assert_eq!(steps(&fit(&["trainer.max_epochs=2", "data.batch_size=3"], None).1).len(), 14);
     let no_time = ["trainer.max_time=0", "trainer.max_steps=100"];
     assert_eq!(steps(&fit(&no_time, None).1), [1], "the time is up in the first step");
@@ -448,14 +449,14 @@ fn validation_counts_every_sample_once() {
     assert_eq!(at("1.0"), [5, 10]);
     assert_eq!(at("0.4"), [2, 4, 6, 8, 10]);
     assert_eq!(at("3"), [3, 6, 9]);
-    // Epochs that are no whole number of steps: 20 samples in steps of 3.
+    // Epochs that end within a step: 20 samples in steps of 3.
     let (_, events) =
         fit(&["trainer.max_epochs=3", "trainer.val_check_interval=1.0", "data.batch_size=3"], None);
     assert_eq!(validations(&events), [7, 14, 20]);
     let (_, events) = fit(&["trainer.max_steps=5", "trainer.limit_val_batches=0"], None);
     assert!(validations(&events).is_empty());
 
-    // The mean over the three samples, of batches of two and of one.
+    // The mean over the three samples, in batches of two and one.
     let loss = |overrides: &[&str]| {
         let (_, events) = fit(overrides, None);
         let loss = events.iter().find_map(|event| match event {

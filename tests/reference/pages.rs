@@ -1,4 +1,4 @@
-//! The generated pages of the book are what the code says.
+//! The book's generated pages match the code.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -80,7 +80,7 @@ fn tests_named_by_pages_exist() {
     }
 }
 
-/// Whether a page names a plugin: in backticks, with quotes or without, or as the value of `type`.
+/// Whether a page names a plugin: in backticks or in quotes.
 fn names(page: &str, plugin: &str) -> bool {
     [format!("`{plugin}`"), format!("\"{plugin}\"")].iter().any(|name| page.contains(name))
 }
@@ -109,7 +109,7 @@ fn lists_of_the_book_have_every_plugin() {
     }
 }
 
-/// Variables other than keys are in the table of a page, and in the list that tells wrong ones from them.
+/// Variables other than keys must be in a page's table, and in the list of known variables.
 #[test]
 fn every_variable_is_documented() {
     fn variables(folder: &Path, found: &mut BTreeSet<String>) {
@@ -142,7 +142,7 @@ fn every_variable_is_documented() {
     }
 }
 
-/// A row of the checklist: how a test refers to it, its state, and the tests that show it.
+/// A row of the checklist: its name in marks, its state, and its tests.
 #[derive(Debug)]
 struct Row {
     /// The software's name and the first column: `torchtune: is_distributed`.
@@ -174,14 +174,14 @@ fn checklist() -> Vec<Row> {
     rows
 }
 
-/// What a test shows of the checklist stands above it, `// checklist: torchtune: is_distributed`, so that whoever
-/// changes the test knows what depends on it, and no row names a test that shows something else.
+/// Marks above a test, `// checklist: torchtune: is_distributed`, name the rows that the test
+/// supports. Authors of changes see the marks, and each row names only tests with its mark.
 #[test]
 fn checklist_rows_and_tests_name_each_other() {
     const MARK: &str = "// checklist: ";
     let (rows, code) = (checklist(), code());
     assert!(rows.len() > 80, "{}", rows.len());
-    // Rows by the test that has a mark of them.
+    // Pairs of a marked row and its test.
     let mut marked: Vec<(String, String)> = Vec::new();
     let mut above: Vec<&str> = Vec::new();
     for line in code.lines().map(str::trim) {

@@ -1,4 +1,4 @@
-//! What the registry says of the built-in plugins is true.
+//! The registry describes the built-in plugins correctly.
 
 use std::collections::BTreeMap;
 
@@ -43,7 +43,7 @@ fn built_in_plugins_are_listed() {
     registry::validate().unwrap();
 }
 
-/// Builds a plugin's configuration from its example, and from its name where that is enough.
+/// Builds a plugin's configuration from its example, and from its name alone if that suffices.
 fn build<T: DeserializeOwned>(plugin: &PluginDescriptor) {
     #[derive(Deserialize)]
     struct Example {
@@ -57,7 +57,7 @@ fn build<T: DeserializeOwned>(plugin: &PluginDescriptor) {
     }
 }
 
-/// The names that typetag knows for `T`, from its own error.
+/// The names that typetag knows for `T`, taken from its own error message.
 fn tags<T: DeserializeOwned>() -> Vec<String> {
     let none = toml::toml! { type = "there is no such plugin" };
     let error = T::deserialize(none).err().unwrap().to_string();

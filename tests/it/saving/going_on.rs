@@ -1,4 +1,4 @@
-//! What a run goes on from, and how.
+//! Resuming runs from checkpoints.
 
 use std::path::Path;
 
@@ -28,7 +28,7 @@ fn run_interrupted_anywhere_resumes() {
         let scratch = Scratch::new();
         let background = format!("checkpoint.async_save={}", patience % 2 == 0);
         let keys = [&keys[..], &["trainer.ckpt_path=last", &background]].concat();
-        // Interrupted twice, the second time soon after.
+        // Interrupted twice, the second time soon after the first.
         PATIENCE.set(Some((patience, Interruption::Termination)));
         let (mut events, result) = scratch.fit(&keys);
         PATIENCE.set(Some((patience % 3, Interruption::Preemption)));
@@ -83,7 +83,7 @@ fn the_file_last_names_a_checkpoint_to_resume() {
     let events = scratch.succeed(&[&keys[..], &["trainer.max_steps=6", &from]].concat());
     let (step, path) = resumed(&events).unwrap();
     assert!(step == 4 && path.ends_with("kept/step-00000004"), "{step} {path:?}");
-    // Also for its weights alone.
+    // The same for its weights only.
     let other = format!("checkpoint.dir={:?}", scratch.path("other"));
     let only = ["trainer.max_steps=1", "checkpoint.weights_only=true", &other, &from];
     let events = scratch.succeed(&[&keys[..], &only].concat());
@@ -111,7 +111,7 @@ fn run_starts_from_weights_only() {
         let steps = course(&events);
         assert!(steps[0].starts_with("1 "), "{steps:?}");
         assert_eq!(steps.len(), 6);
-        // The weights are those of the end, and do not change.
+        // The weights are from the end of the first run, and do not change.
         let validation = |events: &[Event]| course(events).pop().unwrap();
         assert_eq!(validation(&events), validation(&first));
     }
@@ -124,7 +124,7 @@ fn missing_optimizer_state_is_refused() {
     let fit = |more: &[&str]| scratch.fit(&[&keys[..], more].concat());
     let from = |path: &Path| format!("trainer.ckpt_path={path:?}");
     let second = scratch.path("kept/step-00000002");
-    // Without momentum there is none.
+    // Without momentum there is no optimizer state.
     let whole = course(&scratch.succeed(&[&keys[..], &["optimizer=sgd"]].concat()));
     let (events, result) = fit(&["optimizer=sgd", &from(&second)]);
     result.unwrap();
@@ -159,7 +159,7 @@ fn other_data_needs_explicit_permission() {
     let error = resumed_with("data.from=4", &[]).unwrap_err().to_string();
     let error = error.replace(scratch.path("kept").to_str().unwrap(), "KEPT");
     insta::assert_snapshot!(error, @"checkpoint KEPT/step-00000002: it was trained on other samples: the data was 20 numbers from 3 and is 20 numbers from 4. The position in the data would be one in other samples. Give the run the data and the keys of `[data]` of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with these");
-    // Weights alone may be trained on other data.
+    // Weights only may be trained on other data.
     resumed_with("data.from=4", &["checkpoint.weights_only=true", "checkpoint.save_last=false"])
         .unwrap();
     resumed_with(
