@@ -1,10 +1,10 @@
-//! The settings of runs, and where they differ.
+//! Settings of runs, and their differences.
 
 use std::collections::BTreeMap;
 
 use toml::{Table, Value};
 
-/// A key, with its value in each run; `None` where it has none.
+/// A key and its value in each run; `None` where the key is missing.
 pub(super) struct Setting {
     pub(super) key: String,
     pub(super) values: Vec<Option<String>>,

@@ -13,7 +13,7 @@ fn bench(args: &[&str]) -> Output {
         .unwrap()
 }
 
-/// The JSON objects that it prints, one a line.
+/// The printed JSON objects, one per line.
 fn measured(args: &[&str]) -> Vec<Value> {
     let output = bench(args);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -46,7 +46,7 @@ fn steps_against_their_matrix_products() {
             losses.push((number("loss_first"), number("loss_last")));
         }
     }
-    // With units that are computed again, the same bits.
+    // Recomputed units give the same bits.
     let one = ["--strategy", "single_device", "--ranks", "1", "--no-floor"];
     let again = ["--activation-checkpointing", "full"];
     let rows = measured(&[&steps[..], &size, &one, &again].concat());
@@ -56,7 +56,7 @@ fn steps_against_their_matrix_products() {
     let again = ["--activation-checkpointing", r#"{ type = "full", offload = "disk" }"#];
     let offloaded = [&steps[..], &size, &one, &again].concat();
     assert_eq!(measured(&offloaded)[0]["loss_last"], rows[0]["loss_last"]);
-    // In bf16, without the floor, which is one of f32; and on GPUs only if the program can.
+    // In bf16 without the floor, which is in f32. On a GPU only if the program supports it.
     let half =
         [&steps[..], &size, &one[..4], &["--precision", "bf16-mixed", "--accelerator", "cpu"]]
             .concat();
@@ -130,7 +130,7 @@ fn collectives_are_measured_at_each_size() {
     for row in &rows {
         let secs = |key: &str| row[key].as_f64().unwrap();
         assert!(0.0 < secs("latency_min_s") && secs("latency_min_s") <= secs("latency_s"), "{row}");
-        // The ranks are connected by shared memory.
+        // The ranks use shared memory.
         assert!(row.get("mpi_latency_s").is_none(), "{row}");
     }
 }
@@ -147,7 +147,7 @@ fn overlap_of_communication_is_measured() {
         let (step, compute) = (number("step_s"), number("compute_s"));
         let (parameters, bytes) = (4.0 * number("parameters"), number("collective_bytes"));
         assert!(0.0 < step && 0.0 < compute, "{row}");
-        // The loss and the number of targets are summed too.
+        // The loss and the item count are summed too.
         let totals = 16.0;
         match strategy {
             "single_device" => {
@@ -156,7 +156,7 @@ fn overlap_of_communication_is_measured() {
                 continue;
             }
             "ddp" => assert_eq!(bytes, parameters + totals),
-            // Gathered once, but for the units twice, and reduced once.
+            // FSDP gathers once, units twice, and reduces once.
             _ => assert!(2.0 * parameters < bytes && bytes < 3.0 * parameters, "{row}"),
         }
         assert_eq!(row["transport"], "tcp");
@@ -235,7 +235,7 @@ fn sizes_that_do_not_fit_are_explained() {
         let args: Vec<&str> = args.split(' ').collect();
         let output = bench(&args);
         assert!(!output.status.success());
-        // All ranks fail alike; one of them is first.
+        // All ranks fail alike; any of them may be first.
         let errors =
             String::from_utf8_lossy(&output.stderr).replace("error: rank 1", "error: rank 0");
         errors.lines().next().unwrap().to_owned()

@@ -1,4 +1,4 @@
-//! `fulgurite checkpoint`, as a program.
+//! Runs `fulgurite checkpoint` as a program.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use fulgurite::strategies::SingleDevice;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A folder that commands run in.
+/// A working folder for commands.
 struct Scratch(TempDir);
 
-/// What a command did.
+/// The result of a command.
 struct Ran {
     code: i32,
     stdout: String,
@@ -42,7 +42,7 @@ impl Scratch {
         Ran { code, stdout: text(output.stdout), stderr: text(output.stderr) }
     }
 
-    /// What a command that succeeds says.
+    /// The output of a command, which must succeed.
     #[track_caller]
     fn ok(&self, line: &str) -> String {
         let Ran { code, stdout, stderr } = self.run(line);
@@ -50,7 +50,7 @@ impl Scratch {
         stdout
     }
 
-    /// What a command that finds something says.
+    /// The output of a command, which must report findings.
     #[track_caller]
     fn finds(&self, line: &str) -> String {
         let Ran { code, stdout, stderr } = self.run(line);
@@ -58,7 +58,7 @@ impl Scratch {
         stdout
     }
 
-    /// The error of one that fails.
+    /// The error of a command, which must fail.
     #[track_caller]
     fn fails(&self, line: &str) -> String {
         let Ran { code, stdout, stderr } = self.run(line);
@@ -78,7 +78,7 @@ impl Scratch {
         names
     }
 
-    /// A distributed checkpoint with an optimizer's state, of a model whose embedding is tied.
+    /// Saves a distributed checkpoint with optimizer state, of a model with a tied embedding.
     fn checkpoint(&self, name: &str, seed: u64) {
         let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
         let mut fabric = Fabric::single(strategy, seed).unwrap();
@@ -178,7 +178,7 @@ c is damaged in 2 places
     assert!(scratch.json("verify c --json")["error"].as_str().unwrap().contains("truncated"));
     fs::remove_file(scratch.path(shard)).unwrap();
     assert!(scratch.fails("verify c").contains("is missing"));
-    // What is damaged is not made into something that looks whole.
+    // Damaged input is not converted.
     fs::write(scratch.path(shard), &damaged).unwrap();
     for to in ["consolidate c out", "reshard c out --shards 2"] {
         let error = scratch.fails(to);
@@ -257,7 +257,7 @@ fn formats_go_round_without_loss() {
     for key in ["step", "state", "config"] {
         assert_eq!(before[key], after[key], "{key}");
     }
-    // Resuming from it gives the same.
+    // Resuming from the output gives the same result.
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
     let mut fabric = Fabric::single(strategy, 3).unwrap();
     let build = |b: &ModuleBuilder| {
@@ -345,7 +345,7 @@ fn nothing_is_overwritten_unasked() {
     insta::assert_snapshot!(scratch.fails("consolidate c c/full"), @"error: checkpoint c/full: the output would be inside of the input; name another place");
     insta::assert_snapshot!(scratch.fails("reshard c x --shards 0"), @"error: a distributed checkpoint has at least one shard");
     insta::assert_snapshot!(scratch.fails("convert c x --to full --shards 2"), @"error: --shards means nothing for this format; leave it out");
-    // In place, also what it replaces is read to the end first.
+    // In-place output: the replaced checkpoint is read completely first.
     scratch.ok("reshard c c --shards 2 --overwrite");
     scratch.ok("diff c other");
     assert_eq!(scratch.list("."), ["c", "other", "thesis"]);
