@@ -37,7 +37,7 @@ pub struct OverlapBench {
     /// How often each of the three is timed
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
-    /// How often before the timed rounds
+    /// Untimed rounds before the timed ones
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     warmup: u64,
     /// As JSON on standard output

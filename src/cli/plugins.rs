@@ -79,10 +79,10 @@ pub fn list_json(plugins: &[PluginDescriptor]) -> String {
     format!("{:#}\n", serde_json::Value::Array(all))
 }
 
-/// The description of all plugins, of any kind, with this name.
+/// Describes all plugins with this name, of any kind.
 ///
 /// # Errors
-/// [`Error::Config`] if there is none.
+/// [`Error::Config`] if no plugin has this name.
 pub fn show(plugins: &[PluginDescriptor], name: &str) -> Result<String> {
     let mut text = String::new();
     for plugin in plugins.iter().filter(|plugin| plugin.name == name) {
