@@ -1,4 +1,4 @@
-//! What defines a sample, for other ranks and for a resumed run.
+//! The definition of a sample, for other ranks and for resumed runs.
 
 use fulgurite_core::data::{DataContext, DataModule};
 #[cfg(feature = "images")]

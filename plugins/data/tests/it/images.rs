@@ -7,7 +7,7 @@ use fulgurite_core::data::{DataContext, DataModule as _, Samples, Split};
 use fulgurite_data::{ImageFolder, ImageFolderConfig};
 use image::{Rgb, RgbImage};
 
-/// A picture whose pixels say where they are.
+/// Saves a picture whose pixels encode their position.
 fn save(path: &Path, width: u32, height: u32, blue: u8) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     let picture =
@@ -43,7 +43,7 @@ fn folders_are_classes() {
     let row = |i: usize| (i / 4) as f32 * 10.0 / 255.0;
     let expected: Vec<f32> = (0..12).map(column).chain((0..12).map(row)).chain([0.2; 12]).collect();
     assert_eq!(first, expected);
-    // The other one is larger and was resized; its blue is 1 all over, but for JPEG's loss.
+    // The other picture is larger and was resized; its blue is 1 everywhere, up to JPEG's loss.
     let blue = values(&batch.images.get(2).unwrap().get(2).unwrap());
     assert!(blue.iter().all(|&x| x > 0.9), "{blue:?}");
 }
@@ -79,7 +79,7 @@ fn augmentation_depends_on_epoch_and_sample() {
     }
 }
 
-/// The mean red, green and blue of a picture of a batch, from 0 to 255.
+/// The mean red, green and blue of a picture in a batch, from 0 to 255.
 fn colours(data: &ImageFolder, index: u64) -> [u8; 3] {
     let batch = data.batch(Split::Train, &[index], &Device::Cpu).unwrap();
     let means = batch.images.squeeze(0).unwrap().mean((1, 2)).unwrap().to_vec1::<f32>().unwrap();
@@ -131,7 +131,7 @@ fn classes_without_pictures_are_refused() {
     let expected = "data.path: 1 image, 2 classes; left out: 1 without pictures (dog)\n\
                     data.validation_path: 1 class, 1 image; left out: 1 without pictures (dog)";
     assert_eq!(data.report().unwrap().to_string(), expected);
-    // The indices of its classes would be others.
+    // Other classes would get other indices.
     save(&val.join("bird/1.png"), 4, 3, 0);
     insta::assert_snapshot!(error(&keys), @r#"data: DIR/val (data.validation_path) has the class "bird", and data.path has not"#);
 }
@@ -153,7 +153,7 @@ fn pictures_are_upright_rgb() {
     // As Pillow converts it: (207, 137, 49).
     let [red, green, blue] = colours(&data, 0);
     assert!(red.abs_diff(207) <= 3 && green.abs_diff(137) <= 3 && blue.abs_diff(49) <= 3);
-    // Eight columns and sixteen rows, the upper half red, the lower one blue, to be turned to the right.
+    // Eight columns and sixteen rows: red above, blue below, to be turned clockwise.
     let turned = data.batch(Split::Train, &[1], &Device::Cpu).unwrap().images.squeeze(0).unwrap();
     let turned = turned.to_vec3::<f32>().unwrap();
     for (red, blue) in turned[0].iter().zip(&turned[2]) {
@@ -179,7 +179,7 @@ fn missing_end_marker_and_huge_pictures() {
     std::fs::write(&path, &whole[..whole.len() - 40]).unwrap();
     assert!(read().unwrap_err().to_string().contains("1.jpg cannot be decoded: "));
 
-    // The header of a PNG of 60,000 by 60,000 pixels, and nothing behind it.
+    // The header of a PNG of 60,000 by 60,000 pixels, without data.
     let mut png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\xea\x60\0\0\xea\x60\x08\x02\0\0\0".to_vec();
     png.extend(0x0fb0e215_u32.to_be_bytes());
     png.extend(b"\0\0\0\0IDAT\x35\xaf\x06\x1e");

@@ -86,7 +86,8 @@ fn wrong_files_are_explained() {
     insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet (data.path) cannot be read: Parquet error: Invalid Parquet file. Corrupt footer; or set data.on_error = "skip", which leaves out what cannot be used"#);
 }
 
-/// A file that pyarrow wrote: the rows `hello`, `world` and `abc` of a column `text` of some type and encoding.
+/// A file written by pyarrow, with rows `hello`, `world` and `abc` in a `text` column; type and
+/// encoding vary.
 fn of_pyarrow(name: &str) -> fulgurite_core::Result<TextData> {
     setup(Path::new(&path_of(name)), "seq_len = 15")
 }

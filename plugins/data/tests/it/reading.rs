@@ -1,4 +1,4 @@
-//! Which files and lines are read, which are left out, and what is said of them.
+//! Files and lines that are read or skipped, and the report about them.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -10,7 +10,7 @@ use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::{JsonLines, Lines, TextData, TextDataConfig};
 use tempfile::TempDir;
 
-/// A folder with these files.
+/// Creates a folder with these files.
 fn folder(files: &[(&str, &[u8])]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, content) in files {
@@ -26,7 +26,7 @@ fn setup(path: &Path, keys: &str) -> Result<TextData> {
     TextData::setup(&toml::from_str::<TextDataConfig>(&text).unwrap(), &DataContext::default())
 }
 
-/// The text of the training samples, with `|` for the end of a document but the last.
+/// The text of the training samples, with `|` for each end of a document except the last.
 fn text(data: &TextData) -> String {
     let indices: Vec<u64> = (0..data.len(Split::Train)).collect();
     let batch = data.batch(Split::Train, &indices, &Device::Cpu).unwrap();
@@ -66,7 +66,7 @@ fn byte_order_marks_are_not_text() {
     assert_eq!(values.get::<serde_json::Value>(0).unwrap()["text"], "ab");
     let error = values.get::<u32>(0).unwrap_err().to_string();
     assert!(error.contains("a.jsonl, line 1 does not parse: "), "{error}");
-    // As `cat` joins files.
+    // As concatenated by `cat`.
     let joined = folder(&[("a.txt", b"\xef\xbb\xbfab\n\xef\xbb\xbfcd\n")]);
     assert_eq!(text(&setup(joined.path(), KINDS[1]).unwrap()), "ab|cd");
 }
@@ -104,7 +104,7 @@ fn only_ignore_files_within_the_folder_count() {
         ("data/.gitignore", b"*l"),
     ]);
     assert_eq!(text(&setup(&dir.path().join("data"), KINDS[0]).unwrap()), "ab");
-    // Data that an extension names is data, although it is not in the repository.
+    // Files chosen by extension are read even if git ignores them.
     let json = folder(&[(".gitignore", b"*"), ("a.jsonl", b"{\"text\": \"ab\"}")]);
     assert_eq!(text(&setup(json.path(), KINDS[2]).unwrap()), "ab");
 }
@@ -240,7 +240,7 @@ fn last_of_two_equal_keys_wins() {
 #[test]
 fn preview_reads_only_the_beginning() {
     let text = "ä".repeat(3 << 20);
-    // What comes later is not looked at: it is no UTF-8.
+    // Later text is not checked: here it is not UTF-8.
     let dir = folder(&[("a.txt", &[text.as_bytes(), b"\xff"].concat())]);
     let config = toml::from_str(&format!("path = {:?}", dir.path().join("a.txt"))).unwrap();
     let preview = TextData::preview(&config, &DataContext::default()).unwrap();

@@ -10,7 +10,7 @@ use fulgurite_data::{DataKind, Paths, TextData, TextDataConfig, TokenDtype};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-/// A folder with these files.
+/// Creates a folder with these files.
 fn folder(files: &[(&str, &[u8])]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, content) in files {
@@ -124,7 +124,7 @@ proptest! {
         prop_assert_eq!(&validation, &samples(&split, Split::Test));
         if let (Some(last), Some(first)) = (train.last(), validation.first()) {
             prop_assert!(last.1.last() < first.1.first());
-            // and training is no shorter than that needs
+            // and training is as long as possible
             if train.len() + validation.len() < all.len() {
                 prop_assert!(all[train.len()].1.last() >= first.1.first());
             }
@@ -141,7 +141,7 @@ fn steps_take_the_samples_in_order() {
     let order = SampleOrder::new(0, TextData::shuffle(&config), data.len(Split::Train)).unwrap();
     let sampler = TrainSampler::new(order, TextData::batch_size(&config), 2, 1, 1).unwrap();
     let batch = data.batch(Split::Train, &sampler.indices(3, 0), &Device::Cpu).unwrap();
-    // Step 3 has samples 12 to 15, rank 1 the last two.
+    // Step 3 has samples 12 to 15; rank 1 has the last two.
     assert_eq!(inputs(&batch), [[56, 57, 58, 59], [60, 61, 62, 63]]);
 }
 
@@ -335,7 +335,7 @@ fn preview_has_the_same_errors() {
     let (some, all) = (preview(&config).unwrap(), setup(&config));
     assert!(some.len(Split::Train) * 10 < all.len(Split::Train) * 7);
     assert_eq!((some.vocab_size(), some.seq_len()), (all.vocab_size(), all.seq_len()));
-    // As much as is there, if that much is needed.
+    // Reads everything if that much is needed.
     preview(&TextDataConfig { seq_len: 7 << 20, batch_size: 1, ..config.clone() }).unwrap();
     let tokens = plain(DataKind::Tokens, dir.path().join("x.bin"), 8);
     assert_eq!(preview(&tokens).unwrap().largest_first_id(), 99);
@@ -407,7 +407,7 @@ fn different_data_changes_the_fingerprint() {
     let ids = |n: u16| u16s((0..n).map(|i| i.wrapping_mul(31) % 1000));
     let long = ids(60_000).repeat(4);
     let mut other = long.clone();
-    // In the middle of a long file some tokens are looked at.
+    // In the middle of a long file only some tokens are hashed.
     other[240_000..480_000].fill(7);
     let (mut first, mut last) = (long.clone(), long.clone());
     first[0] ^= 1;

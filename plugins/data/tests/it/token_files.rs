@@ -1,4 +1,4 @@
-//! Files of token ids, and telling their type.
+//! Files of token ids, and detection of their type.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use fulgurite_core::Result;
 use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::{TextData, TextDataConfig};
 
-/// 200 ids, of which the first is 1, and the largest 60,000 or more.
+/// 200 ids: the first is 1, the largest is 60,000 or more.
 fn ids() -> Vec<u32> {
     (0..200).map(|i| 1 + i * 303).collect()
 }
@@ -29,7 +29,7 @@ fn i64s() -> Vec<u8> {
     bytes(|id| i64::from(id).to_le_bytes())
 }
 
-/// An array of NumPy, as `numpy.save` writes it.
+/// A NumPy array in the format of `numpy.save`.
 fn numpy(descr: &str, shape: &str, values: &[u8]) -> Vec<u8> {
     let mut header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}");
     while (header.len() + 11) % 64 != 0 {
@@ -85,7 +85,7 @@ data: DIR/e.u32 looks like i64: as u32, which its name says, every second id wou
     assert_eq!(read(&path("u32.bin", &u32s()), "token_dtype = 'u32'"), expected);
     assert_eq!(read(&path("i32.bin", &u32s()), "token_dtype = 'i32'"), expected);
     assert_eq!(read(&path("i64.bin", &i64s()), "token_dtype = 'i64'"), expected);
-    // Somebody who says so knows it.
+    // An explicit type is accepted.
     let zeros = read(&path("u16.bin", &u32s()), "token_dtype = 'u16'");
     assert_eq!(zeros[..4], [1, 0, 304, 0]);
 }
