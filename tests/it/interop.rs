@@ -1,7 +1,8 @@
 //! Checkpoints from and to PyTorch. Requires a Python with torch:
 //!
 //! ```sh
-//! python3 -m venv /tmp/interop && /tmp/interop/bin/pip install torch transformers safetensors numpy
+//! python3 -m venv /tmp/interop
+//! /tmp/interop/bin/pip install torch transformers safetensors numpy
 //! FULGURITE_PYTHON=/tmp/interop/bin/python cargo test --test it interop:: -- --ignored
 //! ```
 

@@ -2,7 +2,8 @@
 //!
 //! ```sh
 //! CAMPAIGN_TRIALS=1000 cargo test --release --test it campaign::kills -- --nocapture
-//! CAMPAIGN_SEED=17 CAMPAIGN_TRIALS=1 cargo test --test it campaign::kills -- --nocapture   # trial 17 again
+//! # trial 17 again
+//! CAMPAIGN_SEED=17 CAMPAIGN_TRIALS=1 cargo test --test it campaign::kills -- --nocapture
 //! ```
 
 mod agents;
