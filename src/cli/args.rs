@@ -549,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_file_is_named() {
+    fn missing_file_is_named() {
         let error = request(&["fit", "--config", "none.toml"]).layers(Table::new()).unwrap_err();
         insta::assert_snapshot!(error, @"reading the configuration file none.toml: No such file or directory (os error 2)");
     }

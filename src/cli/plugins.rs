@@ -161,7 +161,7 @@ strategy  local_sgd  their-crate        2.0.0
     }
 
     #[test]
-    fn a_plugin_is_shown_with_an_example() {
+    fn plugin_is_shown_with_an_example() {
         insta::assert_snapshot!(show(PLUGINS, "csv").unwrap(), @r#"
 logger `csv`
   metrics.csv

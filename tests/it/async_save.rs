@@ -245,7 +245,7 @@ fn old_checkpoints_are_removed_after_commit() {
 }
 
 #[test]
-fn an_error_of_one_rank_reaches_all() {
+fn error_of_one_rank_reaches_all() {
     let dir = tempfile::tempdir().unwrap();
     let ios = [Gated::new(dir.path()), Gated::new(dir.path())];
     let errors = run_ranks(2, |world| {

@@ -177,7 +177,7 @@ fn patience_survives_a_resume() {
 }
 
 #[test]
-fn the_best_checkpoints_are_named_and_kept() {
+fn best_checkpoints_are_named_and_kept() {
     let callbacks = "trainer.callbacks=[\
         { type = 'model_checkpoint', monitor = 'score', save_top_k = 2, \
           filename = 'best-{step}-{score:.1}' },\
@@ -328,7 +328,7 @@ fn step_limit_beyond_any_counter() {
 }
 
 #[test]
-fn named_checkpoints_have_own_state() {
+fn model_checkpoints_have_separate_state() {
     let one =
         "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'one-{step}' }";
     let two = "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'two-{step}', \

@@ -71,7 +71,7 @@ fn variables_with_mistakes_are_named() {
 }
 
 #[test]
-fn a_configuration_is_checked_without_a_run() {
+fn configuration_is_checked_without_a_run() {
     let scratch = Scratch::with_tokens();
     let check = |more: &[&str]| {
         let mut job = scratch.small().on("ddp", 2, 1).set(more);
@@ -126,7 +126,7 @@ fn at<'a>(schema: &'a Value, path: &[&str]) -> &'a Value {
 }
 
 #[test]
-fn the_schema_has_every_key_and_every_plugin() {
+fn schema_has_every_key_and_plugin() {
     let scratch = Scratch::with_tokens();
     let schema = scratch.job(&["config", "schema"]).succeed().stdout;
     let schema: Value = serde_json::from_str(&schema).unwrap();
@@ -164,7 +164,7 @@ fn the_schema_has_every_key_and_every_plugin() {
 }
 
 #[test]
-fn the_example_of_every_plugin_can_be_run() {
+fn every_plugin_example_runs() {
     let scratch = Scratch::with_tokens();
     scratch.file(
         "base.toml",
@@ -348,7 +348,7 @@ fn batch_size_search_leaves_nothing() {
 }
 
 #[test]
-fn a_sweep_with_a_mistake_starts_no_run() {
+fn invalid_sweep_starts_no_run() {
     let scratch = Scratch::with_tokens();
     let error = |sweep: &str| scratch.small().args(&["--sweep", sweep]).fail();
     assert_snapshot!(error("optimizer.eps=1e-8,3.5e38"), @"error: --sweep, optimizer.eps=3.5e38: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
@@ -403,7 +403,7 @@ fn doctor_predicts_the_findings_of_a_run() {
 /// The program's log follows the filters of `env_logger` and `tracing`.
 // checklist: torchtune: loggers
 #[test]
-fn a_variable_says_how_much_is_logged() {
+fn log_filter_from_environment() {
     let scratch = Scratch::with_tokens();
     let first =
         ["--set", "checkpoint.dir=out", "--set", "checkpoint.every_n_steps=4", "--set", "seed=1"];
@@ -427,7 +427,7 @@ fn a_variable_says_how_much_is_logged() {
 
 // checklist: composer: log_execution_time
 #[test]
-fn what_takes_time_is_logged() {
+fn durations_are_logged() {
     let scratch = Scratch::with_tokens();
     let run = |more: &[&str]| {
         let job = scratch

@@ -52,7 +52,7 @@ fn diverged_replicas_resume_bitwise() {
 }
 
 #[test]
-fn a_run_goes_on_under_another_strategy() {
+fn diloco_run_resumes_under_another_strategy() {
     let scratch = Scratch::with_tokens();
     let diloco = "{ type = \"diloco\", sync_every = 2 }";
     let whole = job(&scratch).on(diloco, 2, 6).succeed().losses();
@@ -93,7 +93,7 @@ impl LightningModule for Double {
 impl Hooks<Numbers> for Double {}
 
 #[test]
-fn a_training_ends_with_one_model() {
+fn replicas_end_with_one_model() {
     let logs = tempfile::tempdir().unwrap();
     let text = format!(
         "[optimizer]\ntype = 'sgd'\nlr = 0.01\n[trainer]\ndefault_root_dir = {:?}\n\

@@ -26,7 +26,7 @@ fn unregistered_names() {
 }
 
 #[test]
-fn values_that_make_no_sense() {
+fn nonsensical_values() {
     let scratch = Scratch::with_tokens();
     let error = |assignment| scratch.small().set(&[assignment]).fail();
     assert_snapshot!(error("trainer.max_time=soon"), @r#"error: --set trainer.max_time=soon: `trainer.max_time`: expected "DD:HH:MM:SS" or a number of seconds, found the string "soon""#);
@@ -40,7 +40,7 @@ fn values_that_make_no_sense() {
 }
 
 #[test]
-fn ranks_that_do_not_fit() {
+fn misfit_rank_counts() {
     let scratch = Scratch::with_tokens();
     let small = scratch.small();
     assert_snapshot!(any_rank(&small.clone().on("single_device", 2, 1).fail()), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
@@ -143,7 +143,7 @@ fn more_ranks_than_cores_are_a_warning() {
 }
 
 #[test]
-fn files_that_are_missing_or_too_short() {
+fn missing_or_short_files() {
     let scratch = Scratch::with_tokens();
     scratch.tokens("short.u16", [1, 2, 3]);
     scratch.file("odd.u16", [1, 2, 3]);
@@ -174,7 +174,7 @@ fn files_that_are_missing_or_too_short() {
 }
 
 #[test]
-fn checkpoints_that_do_not_fit() {
+fn misfit_checkpoints() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["checkpoint.dir=kept", "checkpoint.save_last=true"]);
     job.clone().set(&["trainer.max_steps=1"]).succeed();

@@ -92,7 +92,7 @@ fn signal_to_one_rank_ends_all() {
 }
 
 #[test]
-fn a_signal_ends_a_validation() {
+fn signal_ends_a_validation() {
     let scratch = Scratch::with_tokens();
     let tokens = (0..8_000_000_u32).map(|i| (i % 50) as u16);
     scratch.tokens("tokens.u16", tokens);

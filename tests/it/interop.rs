@@ -138,7 +138,7 @@ fn torch_state_dicts_load_on_any_mesh() {
 
 #[test]
 #[ignore = "needs a Python with transformers"]
-fn transformers_reads_the_fixture_that_it_wrote() {
+fn transformers_reads_its_own_fixture() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf_llama");
     python("transformers_logits.py", &[&fixture, &fixture.join("expected.safetensors")]);
 }

@@ -59,7 +59,7 @@ fn too_little_memory_is_named() {
 }
 
 #[test]
-fn a_limit_on_the_size_of_files_is_named() {
+fn file_size_limit_is_named() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["checkpoint.dir=kept", "checkpoint.every_n_steps=1"]);
     let error = first_error(&job, "-f 8").expect("checkpoints are larger");

@@ -136,7 +136,7 @@ fn attention_is_causal() {
 }
 
 #[test]
-fn it_learns_a_sentence() {
+fn llama_learns_a_sentence() {
     let t = build(&LlamaConfig { dropout: 0.02, ..small(true) }, DType::F32);
     let (inputs, targets) = ids(&[[1, 5, 0, 10, 2, 3], [7, 3, 8, 4, 9, 1]]);
     let mut losses = vec![];

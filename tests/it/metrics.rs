@@ -307,7 +307,7 @@ fn unused_metrics_are_not_communicated() {
 }
 
 #[test]
-fn the_example_predicts_alike_on_any_mesh() {
+fn example_predicts_the_same_on_any_mesh() {
     let scratch = Scratch::with_tokens();
     let small = scratch.small().set(&[
         "data.validation_fraction=0.2",

@@ -270,7 +270,7 @@ impl Hooks for Own {
 }
 
 #[test]
-fn ranks_that_disagree_follow_rank_0() {
+fn disagreeing_ranks_follow_rank_0() {
     let dir = tempfile::tempdir().unwrap();
     let callbacks = callbacks("monitor = 'own', filename = '{own}'");
     let run = config(

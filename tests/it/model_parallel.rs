@@ -116,7 +116,7 @@ fn ranks_share_key_and_value_heads() {
 
 // checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
-fn a_plan_in_a_configuration_file() {
+fn plan_from_configuration_file() {
     let scratch = Scratch::with_tokens();
     scratch.file(
         "plan.toml",

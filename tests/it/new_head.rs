@@ -207,7 +207,7 @@ fn misfit_weights_error_names_keys_to_set() {
 }
 
 #[test]
-fn a_fabric_loop_gets_the_report() {
+fn fabric_loop_gets_the_load_report() {
     let temp = tempfile::tempdir().unwrap();
     let paths = pretrained(temp.path());
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();

@@ -47,7 +47,7 @@ fn adapters_of_peft_match_peft() {
 }
 
 #[test]
-fn a_resaved_adapter_of_peft_is_the_same() {
+fn resaved_peft_adapter_is_the_same() {
     let temp = tempfile::tempdir().unwrap();
     for (name, base) in [("all_norms", "hf_llama"), ("tied", "hf_llama_tied")] {
         let base = fixture(base);
@@ -62,7 +62,7 @@ fn a_resaved_adapter_of_peft_is_the_same() {
 
 /// PEFT trains modules with a shared weight separately, so the file must contain all of them.
 #[test]
-fn a_shared_weight_is_saved_for_all_its_modules() {
+fn shared_weight_is_saved_for_all_modules() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama_tied");
     let adapters = AdapterConfig {
@@ -139,7 +139,7 @@ fn tied_modules_are_not_trained_apart() {
 
 /// The adapter has one of the two names, independent of the name that its base stores.
 #[test]
-fn a_tied_weight_is_merged_under_all_names() {
+fn tied_weight_is_merged_under_all_names() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama_tied");
     let (embedding, head) = ("model.embed_tokens.weight", "lm_head.weight");

@@ -144,7 +144,7 @@ fn summary_lists_the_shards_of_a_rank() {
 }
 
 #[test]
-fn a_learning_rate_is_found_and_trains() {
+fn found_learning_rate_trains() {
     let dir = tempfile::tempdir().unwrap();
     for ranks in [1, 2] {
         let devices = format!("trainer.devices={ranks}");

@@ -134,7 +134,7 @@ fn linked_checkpoint_io_sees_commits_and_end() {
 }
 
 #[test]
-fn the_program_lists_what_it_links() {
+fn program_lists_linked_plugins() {
     let say = |args: &[&str]| {
         let output = Command::new(program()).arg("plugins").args(args).output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -153,7 +153,7 @@ fn the_program_lists_what_it_links() {
 }
 
 #[test]
-fn an_option_out_of_range_is_named() {
+fn out_of_range_option_is_named() {
     let dir = workplace();
     let output = fit(&dir, &["trainer.strategy.sync_every=0"]);
     assert!(!output.status.success());
@@ -178,7 +178,7 @@ fn without_the_link_the_error_says_how_to_link() {
 }
 
 #[test]
-fn the_guide_shows_the_crate_as_it_is() {
+fn guide_matches_the_plugin_crate() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
     let code: String = [

@@ -55,7 +55,7 @@ fn loss(from: &Path, scratch: &Path) -> Result<f64> {
 }
 
 #[test]
-fn a_run_starts_from_weights_of_any_format() {
+fn run_starts_from_weights_of_any_format() {
     let temp = tempfile::tempdir().unwrap();
     let at = |name: &str| temp.path().join(name);
     // 3 x, saved by Lightning.

@@ -26,7 +26,7 @@ fn number(event: &Value, key: &str) -> f64 {
 }
 
 #[test]
-fn profile_table_changes_no_results() {
+fn profile_table_covers_phases_and_units() {
     let scratch = Scratch::with_tokens();
     let run = job(&scratch, "\"simple\"").succeed();
     let [profile] = &run.events_of("profile")[..] else { panic!("one profile") };

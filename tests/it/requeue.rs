@@ -106,7 +106,7 @@ fn requeued_job_resumes() {
 }
 
 #[test]
-fn an_option_says_that_a_job_is_not_requeued() {
+fn option_disables_requeue() {
     let scratch = with_scontrol();
     let job = scratch.small().on("ddp", 2, 3).set(&[
         "trainer.max_steps=1000000",

@@ -267,7 +267,7 @@ fn another_model_of_the_same_shapes_is_a_warning() {
 }
 
 #[test]
-fn a_jump_of_the_learning_rate_is_a_warning() {
+fn learning_rate_jump_is_a_warning() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["checkpoint.dir=kept", "scheduler.type=linear"]);
     let short = ["trainer.max_steps=6", "checkpoint.save_last=true"];

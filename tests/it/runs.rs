@@ -241,7 +241,7 @@ fn evaluations_take_trained_weights() {
 }
 
 #[test]
-fn a_subtree_is_frozen_by_its_path() {
+fn subtree_is_frozen_by_its_path() {
     for (frozen, path) in [("model", "model.encoder"), ("model.encoder", "model.encoder")] {
         let dir = tempfile::tempdir().unwrap();
         let freeze = format!("trainer.freeze=[{frozen:?}]");

@@ -472,7 +472,7 @@ fn validation_counts_every_sample_once() {
 }
 
 #[test]
-fn steps_tell_what_happened() {
+fn step_events_report_progress() {
     let (_, events) = fit(
         &[
             "trainer.max_steps=4",

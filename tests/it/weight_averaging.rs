@@ -154,7 +154,7 @@ fn weights_are_the_mean_of_last_epochs() {
 }
 
 #[test]
-fn it_goes_on_to_the_bit() {
+fn weight_averaging_resumes_bitwise() {
     let keys = format!("{SWA}trainer.last_batch = 'partial'\n");
     let whole = fit(1, &format!("{keys}trainer.max_epochs = 5"));
     // Within the epoch in which the rate falls, after an averaged epoch.

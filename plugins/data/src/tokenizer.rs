@@ -329,7 +329,7 @@ mod tests {
     use super::LIBRARY;
 
     #[test]
-    fn library_version_is_recorded() {
+    fn library_version_matches_the_lock_file() {
         let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock"));
         let (_, rest) = lock.split_once("name = \"tokenizers\"\nversion = \"").unwrap();
         assert_eq!(rest.split('"').next(), Some(LIBRARY));

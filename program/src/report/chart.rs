@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_curve_keeps_its_spikes() {
+    fn long_curves_keep_their_spikes() {
         let mut points: Vec<(f64, f64)> = (0..100_000).map(|i| (f64::from(i), 1.0)).collect();
         points[77_777].1 = 50.0;
         points[12_345].1 = -3.0;

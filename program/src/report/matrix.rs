@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_validation_set_is_part_of_the_name() {
+    fn validation_set_is_part_of_the_name() {
         assert_eq!(cell("val_c/2_10/books"), Some(("val_c/books".to_owned(), (2, 10))));
         assert_eq!(cell("1_2"), None);
         assert_eq!(cell("val_loss/books"), None);

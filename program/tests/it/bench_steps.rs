@@ -230,7 +230,7 @@ fn three_loops_measure_framework_overhead() {
 }
 
 #[test]
-fn sizes_that_do_not_fit_are_explained() {
+fn misfit_sizes_are_explained() {
     let message = |args: &str| {
         let args: Vec<&str> = args.split(' ').collect();
         let output = bench(&args);

@@ -152,7 +152,7 @@ fn signal_with_a_frozen_rank(scratch: &Scratch, trial: &mut Trial) {
 }
 
 #[test]
-fn a_signal_ends_a_job_with_a_frozen_rank() {
+fn signal_ends_job_with_frozen_rank() {
     let scratch = Scratch::with_tokens();
     trials(2, |trial| signal_with_a_frozen_rank(&scratch, trial));
 }

@@ -41,7 +41,7 @@ fn averages_are_validated_not_trained() {
 }
 
 #[test]
-fn a_checkpoint_is_validated_as_training_did() {
+fn checkpoint_validates_as_in_training() {
     let keys = ["trainer.max_steps=6", "trainer.val_check_interval=6"];
     let (last, decay) = ("trainer.ckpt_path=last", "trainer.ema_decay=0.9");
     let full = ["trainer.strategy.type=tp", "trainer.strategy.save_distributed_checkpoint=false"];

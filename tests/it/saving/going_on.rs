@@ -75,7 +75,7 @@ fn ctrl_c_saves_if_the_end_of_training_does() {
 }
 
 #[test]
-fn the_file_last_names_a_checkpoint_to_resume() {
+fn last_file_names_the_checkpoint_to_resume() {
     let scratch = Scratch::new();
     let keys = ["checkpoint.every_n_steps=2"];
     scratch.succeed(&[&keys[..], &["trainer.max_steps=4"]].concat());

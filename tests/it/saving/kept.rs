@@ -72,7 +72,7 @@ fn full_and_sharded_saves_replace_each_other() {
 }
 
 #[test]
-fn full_checkpoints_save_in_the_foreground() {
+fn async_full_checkpoints_are_refused() {
     let scratch = Scratch::new();
     let strategy = "trainer.strategy={type = \"tp\", save_distributed_checkpoint = false}";
     let (events, result) = scratch.fit(&[strategy, "checkpoint.async_save=true"]);
@@ -118,7 +118,7 @@ fn resumed_run_keeps_newest_and_best() {
 }
 
 #[test]
-fn a_checkpoint_has_no_value_of_another_step() {
+fn checkpoint_has_no_value_of_another_step() {
     // Validated after steps 3 and 6. Step 3 has the best value; step 4 must not get that value.
     let keys = [
         "checkpoint.every_n_steps=2",

@@ -110,7 +110,7 @@ fn only_ignore_files_within_the_folder_count() {
 }
 
 #[test]
-fn named_file_that_is_not_text_is_refused() {
+fn named_file_must_be_text() {
     let dir = folder(&[
         ("latin.txt", b"caf\xe9 au lait"),
         ("utf16.txt", &utf16("\u{feff}hello")),

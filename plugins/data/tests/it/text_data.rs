@@ -215,7 +215,7 @@ const TOKENIZER: &str = r#"{
 }"#;
 
 #[test]
-fn a_hugging_face_tokenizer_is_used() {
+fn hugging_face_tokenizer_is_used() {
     let dir = folder(&[
         ("tokenizer.json", TOKENIZER.as_bytes()),
         ("text/1.txt", b"sand and glass"),

@@ -183,7 +183,7 @@ fn end_token_from_post_processor() {
 }
 
 #[test]
-fn a_start_token_is_added_on_demand() {
+fn start_token_on_demand() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 2, 2);
     let specials = ["<unk>", "<s>", "</s>", "<bos>"];
