@@ -12,7 +12,8 @@ CELLS = {
     "llama1b fsdp 1": ("fsdp2", "fsdp"),
 }
 SIDES = {"torch": "PyTorch", "compiled": "PyTorch, compiled", "fulgurite": "Fulgurite"}
-# Dense TFLOPS in bf16 by their makers' data sheets, at the full clock; the first whose words a name has.
+# Dense TFLOPS in bf16 by the makers' data sheets, at full clock; the first entry whose words a name
+# contains.
 PEAK_TFLOPS = (
     ("B200", 2250), ("H200 NVL", 835), ("H200", 989), ("H100 NVL", 835), ("H100 PCIe", 756), ("H100", 989),
     ("A100", 312), ("L40S", 362), ("A10", 125), ("L4", 121), ("RTX 4090", 165),
@@ -27,7 +28,7 @@ def gpu(python):
 
 
 def peak_tflops(name):
-    """The card's peak, or None if it is not known; those of parts of cards and of laptops are not."""
+    """The card's peak, or None if unknown, as for partitions of cards and laptop GPUs."""
     words = f" {name.replace('-', ' ')} "  # an A100 is called "A100-SXM4-80GB"
     if " MIG " in words or " Laptop " in words:
         return None
@@ -35,14 +36,14 @@ def peak_tflops(name):
 
 
 def flops(row):
-    """Floating-point operations of a step's products, those of recomputation left out: 6 a token and weight that is
-    multiplied (all but the embedding, which is looked up), and those of causal attention, which sees half of the pairs."""
+    """Floating-point operations of a step's products, without recomputation: 6 per token and multiplied weight (all
+    except the embedding, which is looked up), plus causal attention, which covers half of the pairs."""
     products = 6 * (row["parameters"] - row["vocab"] * row["dim"])
     return row["tokens_per_step"] * (products + 6 * row["layers"] * row["seq"] * row["dim"])
 
 
 def commands(a, name, device):
-    """Each side's command."""
+    """The command of each side."""
     peer, ours = CELLS[name]
     common = ["--steps", str(a.steps or 20), "--warmup", "5", *a.sizes.split()]
     torch = [a.python, f"{HERE}/peer/train_gpu_peer.py", "--strategy", peer, "--device", device, *common]
@@ -52,7 +53,7 @@ def commands(a, name, device):
 
 
 def run(command):
-    """The row that a command prints; None if it fails."""
+    """The row that a command prints; None on failure."""
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not rows:
@@ -62,7 +63,7 @@ def run(command):
 
 
 def report(rows, peak):
-    """The lines of a cell's table, of each side's rows, and what makes the sides incomparable."""
+    """The lines of a cell's table from each side's rows, and the reasons why the sides are incomparable."""
     median = lambda side, key: statistics.median(row[key] for row in rows[side])
     ours = rows.get("fulgurite")
     lines, wrong = [], []
@@ -86,7 +87,7 @@ def report(rows, peak):
 
 
 def train(a, record, cells, device, name):
-    """Runs the cells and prints their tables. Returns what went wrong, a line each."""
+    """Runs the cells and prints their tables. Returns the failures, one line each."""
     peak = a.peak_tflops or peak_tflops(name)
     known = f"{peak:g} TFLOPS in bf16" if peak else "its peak in bf16 is unknown: --peak-tflops gives it, for the MFU"
     print(f"\non {name} ({known})")

@@ -1,19 +1,20 @@
-"""Whether the machine is quiet enough for a comparison: who uses its cores, what the host takes away, how rounds differ."""
+"""Checks that the machine is quiet enough for a comparison: use of cores, time stolen by the host, spread of rounds."""
 import os
 import resource
 import sys
 import time
 
-# Shares of the cores' time that others may take while a side runs: programs of this machine, and its host (steal).
+# Shares of core time that others may use while a side runs: programs of this machine, and its host
+# (steal).
 OTHERS, STEAL = 0.03, 0.02
-# The greatest speed of a side's rounds over the least.
+# Maximum ratio of the speeds of a side's rounds.
 SPREAD = 1.25
-# How often a round is repeated that others disturbed.
+# Maximum repeats of a disturbed round.
 ATTEMPTS = 3
 
 
 def busy_and_stolen(stat):
-    """Seconds that all cores worked, and that the host took from them, by the text of /proc/stat."""
+    """Seconds of work on all cores, and seconds that the host took from them, by the text of /proc/stat."""
     fields = [int(field) for field in stat.split("\n", 1)[0].split()[1:9]]
     user, nice, system, _idle, _iowait, irq, softirq, steal = fields
     hertz = os.sysconf("SC_CLK_TCK")
@@ -21,7 +22,7 @@ def busy_and_stolen(stat):
 
 
 class Watch:
-    """Watches the machine from its making until `disturbance`. Without /proc/stat it sees nothing."""
+    """Watches the machine from construction until `disturbance`. Without /proc/stat it sees nothing."""
 
     def __init__(self):
         self.start = time.monotonic()
@@ -38,7 +39,7 @@ class Watch:
         return busy, stolen, sum(u.ru_utime + u.ru_stime for u in used)
 
     def disturbance(self):
-        """What disturbed the time since, in words, or None. Children must have been waited for."""
+        """Describes the disturbance since construction, or returns None. Children must have been waited for."""
         now = self._now()
         if now is None or self.before is None:
             return None
@@ -48,7 +49,7 @@ class Watch:
 
 
 def disturbance(others_secs, stolen_secs, all_secs):
-    """What disturbed `all_secs` of core time, in words, or None."""
+    """Describes the disturbance within `all_secs` of core time, or returns None."""
     others, stolen = others_secs / all_secs, stolen_secs / all_secs
     if others > OTHERS:
         return f"other programs took {others:.0%} of the cores ({OTHERS:.0%} is allowed)"
@@ -58,12 +59,12 @@ def disturbance(others_secs, stolen_secs, all_secs):
 
 
 def spread(speeds):
-    """The greatest speed over the least."""
+    """The highest speed divided by the lowest."""
     return max(speeds) / min(speeds)
 
 
 def await_quiet(allow_busy, secs=2.0):
-    """Looks at the idle machine for a while. Ends the program if it is not idle, unless that is allowed."""
+    """Watches the machine for a while. Ends the program if it is not idle, unless a busy machine is allowed."""
     watch = Watch()
     time.sleep(secs)
     found = watch.disturbance()
@@ -73,8 +74,8 @@ def await_quiet(allow_busy, secs=2.0):
 
 
 def undisturbed(measure, allow_busy):
-    """What `measure` returns, in a time in which nothing else ran: it is called again if something did. Ends the program if
-    something always did, unless that is allowed."""
+    """Returns the result of `measure` from an undisturbed run, repeating disturbed ones. Ends the program if every run is
+    disturbed, unless that is allowed."""
     for attempt in range(ATTEMPTS):
         watch = Watch()
         result = measure()

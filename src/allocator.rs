@@ -15,16 +15,17 @@ use mimalloc::MiMalloc;
 /// # fn main() {}
 /// ```
 ///
-/// - Freed memory is kept for the next tensor and not returned to the system. A step allocates what the
-///   step before has freed, and faulting those pages in again took an eighth of a step of a
-///   30-million-parameter decoder. `MIMALLOC_PURGE_DELAY` (milliseconds) in the environment
-///   overrides it.
-/// - Collectives between processes of one host access each other's gradients, buckets and shards directly
-///   ([`SharedMemory`]); in programs with another allocator they copy through a region. The results are
-///   the same.
+/// - Freed memory is kept for the next tensor instead of returned to the system. A step allocates
+///   the memory that the previous step freed. Page faults on returned memory took an eighth of a
+///   step of a 30-million-parameter decoder. `MIMALLOC_PURGE_DELAY` (milliseconds) in the
+///   environment overrides this.
+/// - Collectives between processes of one host access each other's gradients, buckets and shards
+///   directly ([`SharedMemory`]). Programs with another allocator copy through a region, with the
+///   same results.
 ///
-/// A program has one global allocator. One with its own leaves this line out, and may wrap its own
-/// in [`SharedMemory`] for the second advantage. Needs the feature `mimalloc` (a default).
+/// A program has one global allocator. Programs with their own allocator leave this line out; they
+/// may wrap their own in [`SharedMemory`] for the second advantage. Needs the feature `mimalloc` (a
+/// default).
 #[macro_export]
 macro_rules! use_mimalloc {
     () => {
@@ -63,7 +64,7 @@ unsafe impl GlobalAlloc for KeepFreed {
         if !CONFIGURED.load(Ordering::Relaxed) {
             configure();
         }
-        // SAFETY: the caller's promises are those that mimalloc needs.
+        // SAFETY: mimalloc requires exactly the caller's promises.
         unsafe { MiMalloc.alloc(layout) }
     }
 

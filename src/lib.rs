@@ -23,8 +23,10 @@
 //!     type Config = NetConfig;
 //!     type Data = TextData;
 //!
-//!     fn configure_model(cfg: &NetConfig, b: &ModuleBuilder) -> Result<Self> { // allocates nothing
-//!         let block = |i| b.unit(&format!("blocks.{i}"), |b| GeluMlp::new(b, cfg.dim, 4 * cfg.dim));
+//!     // Allocates nothing.
+//!     fn configure_model(cfg: &NetConfig, b: &ModuleBuilder) -> Result<Self> {
+//!         let block =
+//!             |i| b.unit(&format!("blocks.{i}"), |b| GeluMlp::new(b, cfg.dim, 4 * cfg.dim));
 //!         Ok(Self {
 //!             embed: Embedding::new(&b.pp("embed"), cfg.vocab, cfg.dim)?,
 //!             blocks: (0..cfg.layers).map(block).collect::<Result<_>>()?,
@@ -77,7 +79,7 @@ use fulgurite_nccl as _;
 use fulgurite_object_store as _;
 use fulgurite_transports as _;
 
-/// The code in the README and in the book, which is run as documentation tests.
+/// Code in the README and the book, run as documentation tests.
 #[cfg(doctest)]
 mod book {
     #[doc = include_str!("../README.md")]

@@ -47,7 +47,7 @@ pub use fulgurite_core::metric::{Accuracy, Metric, Perplexity};
 pub use fulgurite_core::module::{
     Activations, CandleModule, ForwardScope, FullyShard, Module, ModuleBuilder, ModuleTree, Unit,
 };
-// Also without a name, since a program may have imported candle's trait under this one.
+// Also without a name: a program may import candle's trait under this name.
 pub use fulgurite_core::module::Module as _;
 pub use fulgurite_core::nn::{
     AttentionConfig, AvgPool2d, AvgPool2dConfig, BatchNorm, BatchNormConfig, CausalSelfAttention,

@@ -1,5 +1,5 @@
-//! What a program gives its command line by code: a callback, and a function that distributes the model. This
-//! test is that program, and starts itself.
+//! A program that passes a callback and a parallelize function to its command line in code. The
+//! test starts itself as that program.
 
 use std::process::{Command, ExitCode, Output};
 
@@ -65,10 +65,10 @@ impl Hooks for SaysTheEnd {
 
 impl Callback for SaysTheEnd {}
 
-/// Set where this is the program, not the test.
+/// Set in the process that acts as the program.
 const AS_PROGRAM: &str = "FULGURITE_TEST_CODE_IN_CLI";
 
-/// This program with these arguments.
+/// Runs the program with these arguments.
 fn run(directory: &std::path::Path, args: &[&str]) -> Output {
     let mut command = Command::new(std::env::current_exe().unwrap());
     let common = ["--set", "trainer.max_steps=1", "--set", "trainer.devices=2"];
@@ -82,7 +82,7 @@ fn tests() {
     let stdout = text(&fit.stdout);
     assert!(fit.status.success(), "{}", text(&fit.stderr));
     assert!(stdout.contains("the callback was there, on 2 ranks"), "{stdout}");
-    // The function is called before ranks start: it is refused where it cannot be.
+    // The function is called, and may be refused, before ranks start.
     let checked = |strategy: &str| {
         let set = format!("trainer.strategy={strategy}");
         run(directory.path(), &["config", "check", "--set", &set])

@@ -1,19 +1,19 @@
-//! MPI's own collectives, measured in turns with those of a process group that uses MPI.
+//! MPI's own collectives, measured alternately with a process group that uses MPI.
 
 use fulgurite::prelude::*;
 
-/// A call of one.
+/// Runs one collective of MPI.
 pub(super) type Call = Box<dyn FnMut() -> Result<()>>;
 
-/// None: the program was built without MPI.
+/// Returns `None`: the program was built without MPI.
 #[cfg(not(feature = "mpi"))]
 #[expect(clippy::unnecessary_wraps, reason = "with MPI it can fail")]
 pub(super) fn call(_: &str, _: usize, _: usize) -> Result<Option<Call>> {
     Ok(None)
 }
 
-/// A call of MPI's collective like `op`, for `ranks` ranks with parts of `part` f32; none if the ranks do not use
-/// MPI. Collective: the first call is made, and its result looked at.
+/// Returns a call of MPI's collective like `op`, for `ranks` ranks with shards of `part` f32.
+/// `None` if the ranks do not use MPI. Collective: runs the call once and checks its result.
 #[cfg(feature = "mpi")]
 pub(super) fn call(op: &str, part: usize, ranks: usize) -> Result<Option<Call>> {
     let Some(mpi) = fulgurite_mpi::bare::BareMpi::current() else { return Ok(None) };

@@ -43,7 +43,7 @@ pub struct CheckpointBench {
 /// Bytes of one raw write or read call.
 const CHUNK: usize = 16 << 20;
 
-/// The time that each time is compared with.
+/// The limit that each time is compared with.
 const LIMITS: [(&str, &str); 9] = [
     ("save", "raw_write"),
     ("load_warm", "raw_read_warm"),
@@ -79,7 +79,7 @@ pub(crate) fn checkpoint(options: &CheckpointBench) -> Result<()> {
     let sizes = Sizes::of(&fabric)?;
     let mut meter = Meter { fabric: &fabric, times: Times::default(), increases: BTreeMap::new() };
     let measured = measure(&mut meter, options.repeat, &mut optimizer, &here, &sizes);
-    // After a failure the other ranks are in another collective, so there is no barrier.
+    // After a failure the other ranks run another collective, so skip the barrier.
     let met = measured.as_ref().map_or(Ok(()), |()| fabric.barrier());
     let removed = match fabric.is_global_zero() {
         true => fs::remove_dir_all(&here).map_err(Error::io("removing", &here)),
@@ -95,7 +95,7 @@ pub(crate) fn checkpoint(options: &CheckpointBench) -> Result<()> {
 
 /// Sizes in bytes.
 struct Sizes {
-    /// Weights and AdamW's state, of all ranks.
+    /// Weights and AdamW's state of all ranks.
     state: usize,
     /// The share of each rank.
     share: usize,
@@ -183,7 +183,7 @@ fn measure(
     let raw = here.join(format!("raw-{}", fabric.global_rank()));
     let saved = here.join("saved");
     let remove = || fs::remove_dir_all(&saved).map_err(Error::io("removing", &saved));
-    // Pages with different content.
+    // Bytes that differ from page to page.
     let noise =
         (0..sizes.share as u64).map(|i| (i.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 56) as u8);
     let (from, mut to) = (noise.collect::<Vec<_>>(), vec![2_u8; sizes.share]);
@@ -193,7 +193,7 @@ fn measure(
         let mut reserved = new_saver()?;
         let nothing = serde_json::Value::Null;
         reserved.reserve(&fabric.save_request("saved", Some(optimizer), &(), nothing)?)?;
-        // Once before, since the first use of pages of the cache takes longer.
+        // Once before measuring: the first use of cache pages takes longer.
         raw_write(&raw, &from)?;
 
         meter.measure("raw_write", || raw_write(&raw, &from))?;

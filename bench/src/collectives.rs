@@ -19,7 +19,8 @@ use fulgurite::prelude::*;
 pub struct CollectivesBench {
     #[command(flatten)]
     ranks: Ranks,
-    /// The process group: a name such as `tcp`, or a TOML table such as '{ type = "auto", levels = false }'
+    /// The process group: a name such as `tcp`, or a TOML table such as '{ type = "auto", levels =
+    /// false }'
     #[arg(long, default_value = "auto")]
     process_group: String,
     /// Bytes of the whole buffer, an all-gather's output, a reduce-scatter's input; separated by
@@ -61,11 +62,11 @@ pub(crate) fn collectives(options: &CollectivesBench) -> Result<()> {
 struct Measured {
     bytes: usize,
     times: Times,
-    /// Those of MPI's own, if the ranks are connected by MPI.
+    /// Times of MPI's own collective, if the ranks use MPI.
     mpi: Option<Times>,
 }
 
-/// The times of calls, of the slowest rank.
+/// Call times of the slowest rank.
 #[derive(Clone, Copy)]
 struct Times {
     /// The median of single calls, each after a barrier.
@@ -133,7 +134,7 @@ impl Measured {
         {
             return Err(Error::other(format!("{op} of {bytes} bytes gave a wrong result")));
         }
-        // Zeros, whose sums stay finite.
+        // Zeros, so that repeated sums stay finite.
         for tensor in [&whole, &own] {
             fill(tensor, 0.0)?;
         }
@@ -184,13 +185,14 @@ impl Measured {
 fn fill(tensor: &Tensor, value: f32) -> Result<()> {
     match tensor.device() {
         Device::Cpu => with_host_mut(tensor, |x: &mut [f32]| x.fill(value)),
-        // A barrier's.
+        // The empty tensor of a barrier.
         _ if tensor.elem_count() == 0 => Ok(()),
         device => copy_from(tensor, &Tensor::full(value, tensor.elem_count(), device)?),
     }
 }
 
-/// Times `calls` of all ranks, in turns, `times` of each, until their devices have done them. Collective.
+/// Times each of `calls` on all ranks, alternately, `times` times each, including device work.
+/// Collective.
 fn time(
     fabric: &Fabric,
     calls: &mut [&mut dyn FnMut() -> Result<()>],

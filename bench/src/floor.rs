@@ -1,4 +1,4 @@
-//! The matrix products of a training step alone: a lower bound of the step's time with this library
+//! Only the matrix products of a training step: a lower bound of the step's time with this library
 //! for matrix products.
 
 use fulgurite_core::nn::gemm::{Mat, Threads, gemm};
@@ -6,16 +6,16 @@ use rayon::prelude::*;
 
 use super::DecoderSize;
 
-/// Queries of a block in attention; causal attention multiplies a block with the keys up to its
-/// end.
+/// Query block size of attention. Causal attention multiplies a block with the keys up to the
+/// block's end.
 const BLOCK: usize = 128;
 
 /// The products of one rank's micro-batch, with memory to run them on.
 pub(super) struct Floor {
     tokens: usize,
-    /// The numbers of inputs and outputs of each linear layer.
+    /// Input and output width of each linear layer.
     linears: Vec<[usize; 2]>,
-    /// The number of (sequence, head) pairs in all layers.
+    /// Number of (sequence, head) pairs in all layers.
     heads: usize,
     head_dim: usize,
     seq: usize,
@@ -64,7 +64,7 @@ impl Floor {
         }
     }
 
-    /// Computes all products once, with the threads that layers use.
+    /// Computes all products once, with the layers' threads.
     pub(super) fn run(&mut self) {
         let n = self.tokens;
         for &[inputs, outputs] in &self.linears {

@@ -1,4 +1,4 @@
-//! Matrix products alone, in floating-point operations a second and core.
+//! Only matrix products, in floating-point operations per second and core.
 
 use std::str::FromStr;
 use std::time::Instant;
@@ -17,8 +17,8 @@ use fulgurite::prelude::*;
 /// The options of `fulgurite bench gemm`.
 #[derive(Debug, Clone, Args)]
 pub struct GemmBench {
-    /// Rows of the input, its width and the width of the output, such as 1024,512,1408; may be repeated
-    /// [default: the layers of the workloads 30m and tiny, and squares]
+    /// Rows of the input, its width and the width of the output, such as 1024,512,1408; may be
+    /// repeated [default: the layers of the workloads 30m and tiny, and squares]
     #[arg(long, value_name = "TOKENS,IN,OUT")]
     size: Vec<Size>,
     /// The dtype of the matrices; sums are f32
@@ -75,7 +75,7 @@ const SIZES: [[usize; 3]; 9] = [
     [2048, 2048, 2048],
 ];
 
-/// The least time of one measurement: short products are repeated within it.
+/// Least duration of one measurement: short products are repeated to fill it.
 const MEASURED_SECS: f64 = 0.02;
 
 /// One product's figures.
@@ -140,7 +140,7 @@ pub(crate) fn run(options: &GemmBench) -> Result<()> {
     Ok(())
 }
 
-/// A linear layer's three products, in turns, by `multiply`.
+/// Runs a linear layer's three products alternately by `multiply`.
 fn measure<T: Copy>(
     options: &GemmBench,
     size: Size,

@@ -1,8 +1,8 @@
 //! The benchmarks of `fulgurite bench`.
 //!
-//! Every time is that of the slowest rank and the median over the repeats, which begin at a
-//! barrier. The limit that it is compared with (raw writes and reads of the same bytes, the matrix
-//! products alone) is measured in the same run.
+//! Every time is taken on the slowest rank, as the median over the repeats, which begin at a
+//! barrier. Its limit (raw writes and reads of the same bytes, or only the matrix products) is
+//! measured in the same run.
 
 mod bare_mpi;
 mod checkpoint;
@@ -31,13 +31,13 @@ pub enum Command {
     Train(train::TrainBench),
     /// Collectives between processes, of this host or of several
     Collectives(collectives::CollectivesBench),
-    /// What of a step's communication is hidden by computing
+    /// The share of a step's communication that computing hides
     Overlap(overlap::OverlapBench),
     /// Saving and loading checkpoints, against raw writes and reads of the same bytes
     Checkpoint(checkpoint::CheckpointBench),
     /// Matrix products alone, in operations a second and core
     Gemm(gemm::GemmBench),
-    /// What trainer and Fabric add to loops written by hand, and what a start takes
+    /// The time that trainer and Fabric add to hand-written loops, and the time of a start
     Overhead(overhead::OverheadBench),
 }
 

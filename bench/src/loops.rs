@@ -40,15 +40,16 @@ impl Loop {
 /// The gradient clipping of all loops.
 const CLIP: f64 = 1.0;
 
-/// A training to be measured.
+/// A training run to measure.
 pub(super) struct Job<'a> {
     pub(super) model: TinyModel,
     pub(super) strategy: &'a str,
     pub(super) warmup: u64,
     pub(super) steps: u64,
-    /// Threads that make the trainer's batches (`trainer.num_workers`); the other loops make their own.
+    /// Threads that make the trainer's batches (`trainer.num_workers`); other loops make batches
+    /// inline.
     pub(super) workers: usize,
-    /// Where the trainer's loggers write.
+    /// Directory of the trainer's logs.
     pub(super) dir: &'a Path,
 }
 

@@ -11,10 +11,10 @@ pub(super) struct Resident {
     pub(super) peak: u64,
 }
 
-/// Reads it from `/proc`.
+/// Reads the resident memory from `/proc`.
 ///
 /// # Errors
-/// On systems without it.
+/// On systems without `/proc/self/status`.
 pub(super) fn resident() -> Result<Resident> {
     const STATUS: &str = "/proc/self/status";
     let status = std::fs::read_to_string(STATUS).map_err(Error::io("reading", STATUS))?;
@@ -41,14 +41,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_came_and_went_is_in_the_peak_until_it_is_forgotten() {
+    fn peak_includes_freed_memory_until_reset() {
         const BYTES: u64 = 64 << 20;
         let before = resident().unwrap();
         drop(std::hint::black_box(vec![1_u8; BYTES as usize]));
-        // Linux counts pages per processor first: the sum is not exact.
+        // Linux counts pages per processor first, so the sum is not exact.
         assert!(resident().unwrap().peak >= before.now + BYTES / 2);
         reset_peak().unwrap();
-        // The allocator may keep what was dropped.
+        // The allocator may keep dropped memory.
         let after = resident().unwrap();
         assert!(after.peak < after.now + BYTES / 2, "{after:?}");
     }

@@ -13,7 +13,7 @@ use fulgurite::prelude::*;
 /// A named size.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Workload {
-    /// 0.98 M parameters, 4 layers of 128, 4 sequences of 64 tokens: what is measured is overhead
+    /// 0.98 M parameters, 4 layers of 128, 4 sequences of 64 tokens: measures overhead
     Tiny,
     /// 29.9 M parameters, 8 layers of 512, 4 sequences of 256 tokens
     #[value(name = "30m")]
@@ -21,8 +21,8 @@ pub(crate) enum Workload {
     /// 93 M parameters, 12 layers of 768, 1 sequence of 16 tokens: weights and AdamW's state are
     /// 1.04 GiB
     Ckpt,
-    /// 1.24 billion parameters, 16 layers of 2048, 8 sequences of 2048 tokens: the layers of Llama 3.2 1B, with a
-    /// vocabulary of 65536 as its head has weights of its own. For GPUs
+    /// 1.24 billion parameters, 16 layers of 2048, 8 sequences of 2048 tokens: the layers of Llama
+    /// 3.2 1B. The vocabulary is 65536, because the head has its own weights. For GPUs
     #[value(name = "llama1b")]
     Llama1b,
 }
@@ -71,7 +71,7 @@ impl SizeOptions {
         self.workload.unwrap_or(default)
     }
 
-    /// The sizes: those given as options, else those of the workload.
+    /// The given sizes, completed from the workload.
     ///
     /// # Errors
     /// If the heads do not divide the width.

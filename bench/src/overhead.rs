@@ -28,7 +28,7 @@ pub struct OverheadBench {
     /// alone
     #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     ranks: usize,
-    /// What is trained, separated by commas
+    /// Models to train, separated by commas
     #[arg(long, value_enum, value_delimiter = ',', default_values_t = [TinyModel::Tiny, TinyModel::Small, TinyModel::One])]
     models: Vec<TinyModel>,
     /// Steps that are timed, each time
@@ -67,7 +67,7 @@ pub(crate) fn overhead(options: &OverheadBench) -> Result<()> {
     let dir = std::env::temp_dir().join(format!("fulgurite-bench-{}", std::process::id()));
     let dir: PathBuf = broadcast_object(&*world, &dir, 0)?;
     let measured = measure(options, &world, &dir);
-    // After a failure the other ranks are in another collective, so there is no barrier.
+    // After a failure the other ranks run another collective, so skip the barrier.
     let met = measured.as_ref().map_or(Ok(()), |_| world.run(Collective::Barrier));
     let removed = match world.rank() {
         0 => std::fs::remove_dir_all(&dir).map_err(Error::io("removing", &dir)),
@@ -178,7 +178,7 @@ struct Report {
     startup: Startup,
 }
 
-/// The times of one loop: those of the slowest rank, over all rounds.
+/// Times of one loop on the slowest rank, over all rounds.
 #[derive(Serialize)]
 struct Row {
     /// `tiny`, `small` or `one`.
@@ -188,15 +188,14 @@ struct Row {
     /// `trainer`, `fabric` or `bare`.
     #[serde(rename = "loop")]
     by: &'static str,
-    /// The median time of a step, from the end of the one before to its own.
+    /// The median time of a step, from the end of the previous one to its own.
     step_us: f64,
     step_us_min: f64,
-    /// The mean time of a step in the median round, with work that is not done in every step, such
-    /// as logging.
+    /// The mean time of a step in the median round, including occasional work such as logging.
     mean_us: f64,
-    /// The median as a multiple of that of the loop with Fabric.
+    /// The median relative to the loop with Fabric.
     of_fabric: Option<f64>,
-    /// The median as a multiple of that of the loop without a framework, on one device.
+    /// The median relative to the loop without a framework on one device.
     of_bare: Option<f64>,
     /// The loss of the last step, equal in all loops of a model and a strategy.
     loss: f64,

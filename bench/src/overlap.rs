@@ -1,5 +1,5 @@
-//! What of a step's communication is hidden by computing: the step, the same step without communication, and its
-//! communication alone, in turns.
+//! The share of a step's communication that computing hides: the step, the same step without
+//! communication, and only its communication, measured alternately.
 
 use std::sync::Arc;
 
@@ -37,7 +37,7 @@ pub struct OverlapBench {
     /// How often each of the three is timed
     #[arg(long, default_value_t = 20, value_parser = clap::value_parser!(u64).range(1..))]
     steps: u64,
-    /// How often before
+    /// Untimed rounds before the timed ones
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(1..))]
     warmup: u64,
     /// As JSON on standard output
@@ -54,7 +54,7 @@ pub(crate) fn overlap(options: &OverlapBench) -> Result<()> {
     let process_group = format!("trainer.process_group={}", options.process_group);
     let run = options.ranks.config(&[process_group])?;
     run.check_plugins()?;
-    // To be held until the end.
+    // Held until the end.
     let Connection { launched: _launched, world } = run.trainer.connect()?;
     let control = Control::default();
     control.set(Mode::Run);
@@ -98,11 +98,11 @@ pub(crate) fn overlap(options: &OverlapBench) -> Result<()> {
             control.set(Mode::Run);
             stepped
         })?;
-        // Those of a rank alone, or of nothing.
+        // Discards gradients of the local step: they are this rank's only, or leftovers.
         optimizer.zero_grad()?;
         let communication = match &mut communication {
             Some(communication) if communication.is_like(&noted) => communication,
-            // The first step may have to gather what later ones keep.
+            // The first step may gather tensors that later steps keep.
             other if i < options.warmup => other.insert(Communication::of(&noted)?),
             _ => return Err(Error::other("steps differ in what they communicate")),
         };
@@ -136,7 +136,7 @@ pub(crate) fn overlap(options: &OverlapBench) -> Result<()> {
     )
 }
 
-/// The collectives of a step, with tensors of their own.
+/// The collectives of a step, with separate tensors.
 struct Communication {
     calls: Vec<(Arc<dyn ProcessGroup>, Collective)>,
     bytes: usize,
@@ -148,12 +148,12 @@ impl Communication {
         Ok(Self { calls, bytes: bytes(notes) })
     }
 
-    /// Whether these are as many, of as many bytes.
+    /// Whether the notes have the same number of collectives and bytes.
     fn is_like(&self, notes: &[Note]) -> bool {
         self.calls.len() == notes.len() && self.bytes == bytes(notes)
     }
 
-    /// One after the other. Collective.
+    /// Runs the collectives one after the other. Collective.
     fn run(&self) -> Result<()> {
         self.calls.iter().try_for_each(|(group, collective)| group.run(collective.clone()))
     }
@@ -163,7 +163,7 @@ fn bytes(notes: &[Note]) -> usize {
     notes.iter().map(|note| note.bytes).sum()
 }
 
-/// The result. Times are medians of those of the slowest rank, in seconds.
+/// The result. Times are medians of the slowest rank, in seconds.
 #[derive(Serialize)]
 struct Report<'a> {
     strategy: &'a str,
@@ -180,14 +180,14 @@ struct Report<'a> {
     /// Collectives of a step, and the bytes of their whole tensors.
     collectives: usize,
     collective_bytes: usize,
-    /// Forward, backward and the step's totals; without the optimizer.
+    /// Forward, backward and the step's totals, without the optimizer.
     step_s: f64,
-    /// The same, without communication.
+    /// The same step without communication.
     compute_s: f64,
-    /// The step's collectives, one after the other, while nothing is computed.
+    /// The step's collectives one after the other, without computing.
     communication_s: f64,
-    /// The part of `communication_s` by which the step is shorter than both one after the other: 1 if it costs nothing, 0 if
-    /// nothing is gained, less if the two hold each other up. None without communication.
+    /// The hidden share of `communication_s`: 1 if communication costs nothing, 0 if nothing
+    /// overlaps, less if they slow each other down. `None` without communication.
     hidden: Option<f64>,
 }
 

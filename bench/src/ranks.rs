@@ -1,4 +1,4 @@
-//! The ranks of a benchmark, and times of the slowest.
+//! Ranks of a benchmark, and times of the slowest rank.
 
 use std::collections::BTreeMap;
 use std::time::Instant;
@@ -15,11 +15,12 @@ use fulgurite::prelude::*;
 /// The ranks of a benchmark.
 #[derive(Debug, Clone, Args)]
 pub(super) struct Ranks {
-    /// Number of processes, unless a launcher (`fulgurite run`, `mpirun`) has started them. Each computes on as
-    /// many threads as RAYON_NUM_THREADS says, without it on its share of this machine's cores
+    /// Number of processes, unless a launcher (`fulgurite run`, `mpirun`) has started them. Each
+    /// computes on RAYON_NUM_THREADS threads, by default on its share of this machine's cores
     #[arg(long, default_value_t = 2, value_parser = at_least_one)]
     pub(super) ranks: usize,
-    /// What the ranks compute on: cpu, cuda, auto, or a TOML table such as '{ type = "cuda", tf32 = true }'
+    /// The device of the ranks: cpu, cuda, auto, or a TOML table such as '{ type = "cuda", tf32 =
+    /// true }'
     #[arg(long, default_value = "cpu")]
     pub(super) accelerator: String,
 }
@@ -93,14 +94,15 @@ pub(super) struct Times {
 }
 
 impl Times {
-    /// Runs `f` on all ranks between barriers, until their devices have done it, and notes the time of the slowest. Collective.
+    /// Runs `f` on all ranks between barriers, until their devices are done. Notes the time of the
+    /// slowest. Collective.
     pub(super) fn measure<T>(
         &mut self,
         fabric: &Fabric,
         name: &'static str,
         f: impl FnOnce() -> Result<T>,
     ) -> Result<T> {
-        // What was queued before is not of this.
+        // Exclude work that was queued before.
         fabric.device().synchronize()?;
         fabric.barrier()?;
         let started = Instant::now();

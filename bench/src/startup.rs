@@ -12,8 +12,8 @@ use super::tiny_models::{Net, TinyModel, TinyModelConfig, Tokens};
 use super::train::now;
 use fulgurite::prelude::*;
 
-/// The parts of the time from the start of the program to the end of the first step of `tiny`, in
-/// seconds, each of the slowest rank.
+/// The times from the start of the program to the end of `tiny`'s first step, in seconds, each on
+/// the slowest rank.
 #[derive(Debug, Clone, Copy, Serialize)]
 pub(super) struct Startup {
     /// From the start of the program to the start of the rank's process.
@@ -24,7 +24,7 @@ pub(super) struct Startup {
     strategy_s: f64,
     /// Describing the model.
     build_s: f64,
-    /// Comparing the ranks' models, cutting the parameters, giving them values.
+    /// Comparing the ranks' models, sharding the parameters, initialising values.
     materialize_s: f64,
     optimizer_s: f64,
     /// Opening the data.
@@ -34,8 +34,8 @@ pub(super) struct Startup {
     total_s: f64,
 }
 
-/// Makes a Fabric over `world` and runs a step. `program` is when the program was started and
-/// `entered` when this rank's process was, in seconds since 1970. Collective.
+/// Builds a Fabric over `world` and runs a step. `program` and `entered` are the start times of the
+/// program and of this rank's process, in seconds since 1970. Collective.
 ///
 /// # Errors
 /// If the step fails.

@@ -1,4 +1,4 @@
-//! A process group whose collectives can be noted, or left out.
+//! A process group whose collectives can be recorded or skipped.
 
 use std::sync::atomic::{AtomicU8, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -9,20 +9,20 @@ use fulgurite_core::collective::{
     Work,
 };
 
-/// What a [`Control`] does with the collectives of its groups.
+/// Treatment of collectives by a [`Control`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u8)]
 pub(super) enum Mode {
-    /// Passes it on.
+    /// Runs the collective.
     Run,
-    /// Passes it on, and notes it.
+    /// Runs the collective and notes it.
     Note,
-    /// Does nothing, and says at once that it is done: what a rank computes with is its own, or whatever is in
-    /// memory.
+    /// Skips the collective and reports it as done at once. The rank continues with its own values,
+    /// or with the buffer's old contents.
     LeaveOut,
 }
 
-/// The mode of a group and of the groups that are split from it, and the notes.
+/// The shared mode of a group and its subgroups, and the notes.
 #[derive(Clone, Default)]
 pub(super) struct Control {
     mode: Arc<AtomicU8>,
@@ -38,13 +38,13 @@ impl Control {
         self.mode.load(Ordering::SeqCst) == mode as u8
     }
 
-    /// What was noted so far, in its order.
+    /// Returns and clears the notes, in order.
     pub(super) fn take_notes(&self) -> Vec<Note> {
         std::mem::take(&mut self.notes.lock().unwrap_or_else(PoisonError::into_inner))
     }
 }
 
-/// A collective that was started, without its tensors.
+/// A started collective, without its tensors.
 pub(super) struct Note {
     group: Arc<dyn ProcessGroup>,
     device: Device,
@@ -53,7 +53,7 @@ pub(super) struct Note {
     pub(super) bytes: usize,
 }
 
-/// Elements and their dtypes; of parts, those of each rank.
+/// Element counts and dtypes; for sharded collectives, the counts of each rank.
 enum Shape {
     AllReduce(usize, DType, ReduceOp),
     AllGather(Vec<(Vec<usize>, DType)>),
@@ -100,12 +100,12 @@ impl Note {
         Self { group: group.clone(), device, shape, bytes: collective.bytes() }
     }
 
-    /// The collective with tensors of its own, where the transport reaches them best, and the group that runs it.
+    /// Returns the collective with new tensors in the transport's preferred memory, and its group.
     pub(super) fn again(&self) -> Result<(Arc<dyn ProcessGroup>, Collective)> {
         let group = &self.group;
         let tensor = |elements: usize, dtype: DType| -> Result<Tensor> {
             let tensor = group.empty(elements, dtype, &self.device)?;
-            // Zeros, whose sums stay finite.
+            // Zeros, so that repeated sums stay finite.
             tensor.zero_set()?;
             Ok(tensor)
         };

@@ -14,7 +14,7 @@ pub(crate) enum TinyModel {
     Tiny,
     /// A decoder of one layer and 5 thousand parameters, 8 tokens a rank
     Small,
-    /// One number: a step has no work of its own
+    /// One number: a step does almost nothing
     #[default]
     One,
 }
@@ -57,7 +57,7 @@ pub(super) struct TinyModelConfig {
     pub(super) name: TinyModel,
 }
 
-/// A module with one parameter, whose square it returns for any input.
+/// A module with one parameter; returns the parameter's square for any input.
 pub(super) struct Number(Parameter);
 
 impl Module for Number {
@@ -109,7 +109,7 @@ impl LightningModule for Net {
 
 impl Hooks<Tokens> for Net {}
 
-/// Random tokens, without end.
+/// An endless stream of random tokens.
 pub(super) struct Tokens {
     vocab: u32,
     length: usize,
@@ -134,7 +134,7 @@ impl DataModule for Tokens {
     }
 
     fn len(&self, split: Split) -> u64 {
-        // So many that no epoch ends.
+        // Large enough that no epoch ends.
         if matches!(split, Split::Train) { 1 << 40 } else { 0 }
     }
 

@@ -1,4 +1,4 @@
-//! Training steps with [`Fabric`], compared with their matrix products alone.
+//! Training steps with [`Fabric`], compared with only their matrix products.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -51,8 +51,8 @@ pub struct TrainBench {
     /// Steps before those, two at least: from the second on the optimizer's state is in memory
     #[arg(long, default_value_t = 3, value_parser = clap::value_parser!(u64).range(2..))]
     warmup: u64,
-    /// Do not measure the floor: the step's matrix products and nothing else. It is measured in f32 on the host's
-    /// cores only
+    /// Do not measure the floor, the time of the step's matrix products alone. It is in f32 on the
+    /// host's cores
     #[arg(long)]
     no_floor: bool,
     /// As JSON on standard output
@@ -60,10 +60,10 @@ pub struct TrainBench {
     json: bool,
 }
 
-/// Number of batches, which are used cyclically.
+/// Number of batches, used cyclically.
 const POOL: u64 = 4;
 
-/// How often the floor is measured before the timed steps, and again after.
+/// How often the floor is measured before the timed steps, and again after them.
 const FLOORS: usize = 3;
 
 fn state_dtypes() -> impl TypedValueParser<Value = StateDtype> {
@@ -118,7 +118,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
                 [batch, seq],
                 i * data_parallel.size() as u64 + data_parallel.rank() as u64,
             )?;
-            // As data modules do, so that layers need not read them.
+            // As in data modules, so that layers need not read the ids back.
             Ok((
                 transfer::to_device(&ids, &device, "batch")?,
                 transfer::to_device(&targets, &device, "batch")?,
@@ -160,8 +160,8 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
             })
         })
     };
-    // Before and after the steps, since the machine's speed changes; not between them, so that
-    // steps follow each other as in training.
+    // Before and after the steps, because the machine's speed changes. Not between them: the steps
+    // must follow each other as in training.
     if let Some(floor) = &mut floor {
         floor.run();
         measure_floor(floor, &mut times)?;
@@ -170,7 +170,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
     for i in options.warmup..options.warmup + options.steps {
         loss_last = times.measure(&fabric, "step", || step(i))?;
     }
-    // Without the floor's memory.
+    // Excludes the floor's memory.
     let peak_rss_mib = if floor.is_some() { peak_before_floor } else { peak_rss_mib() };
     if let Some(floor) = &mut floor {
         measure_floor(floor, &mut times)?;
@@ -220,7 +220,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
     )
 }
 
-/// The result. Times are those of the slowest rank; `step_s` and `gemm_floor_s` are medians.
+/// The result, from the slowest rank; `step_s` and `gemm_floor_s` are medians.
 #[derive(Serialize)]
 struct Report<'a> {
     strategy: &'a str,
@@ -248,7 +248,7 @@ struct Report<'a> {
     of_floor: Option<f64>,
     startup_s: f64,
     peak_rss_mib: Vec<Option<f64>>,
-    /// Of tensors on each rank's device; none where that is the host.
+    /// Peak of tensors on each rank's device; `None` if the device is the host.
     peak_device_mib: Vec<Option<f64>>,
     loss_first: f64,
     loss_last: f64,
@@ -295,7 +295,7 @@ fn report(options: &TrainBench, report: &Report) -> Result<()> {
     print(&text)
 }
 
-/// A batch of random ids, and of the ids that follow them.
+/// A batch of random ids, and the ids that follow them.
 pub(super) fn tokens(
     size: &DecoderSize,
     [batch, seq]: [usize; 2],
@@ -324,10 +324,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn batches_are_those_that_the_peers_draw() {
+    fn batches_equal_the_peers_batches() {
         let size = DecoderSize { vocab: 1 << 16, dim: 2, layers: 1, heads: 1, kv_heads: 1, ffn: 1 };
         let (ids, targets) = tokens(&size, [1, 2], 0).unwrap();
-        // splitmix64 from 0, modulo the vocabulary, in order; as `decoder_tokens` in benches/peer has it.
+        // splitmix64 from 0, modulo the vocabulary, in order: like `decoder_tokens` in
+        // benches/peer.
         let [first, second, third] =
             [0xe220_a839_7b1d_cdaf_u64, 0x6e78_9e6a_a1b9_65f4, 0x06c4_5d18_8009_454f]
                 .map(|number| (number % (1 << 16)) as u32);

@@ -44,7 +44,7 @@ def worker(a):
     if on_gpu:
         torch.cuda.set_device(0)
 
-    # --- model: parameters and gradients in f32, everything between in bf16 (but what autocast does in f32)
+    # --- model: parameters and gradients in f32, everything between in bf16 (except what autocast does in f32)
     with torch.device("meta"):
         model = pc.build_model(cfg, stream_dtype=torch.bfloat16)
     layers = model.model.layers
@@ -56,7 +56,7 @@ def worker(a):
         dist.init_process_group("nccl" if on_gpu else "gloo")
         mesh = init_device_mesh(a.device, (1,))
         policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-        if a.compile:  # unit by unit, and in a module around each, so that FSDP2's hooks are not part of what is compiled
+        if a.compile:  # unit by unit, each inside a wrapper module, so that FSDP2's hooks are not compiled
             for i, layer in enumerate(layers):
                 layers[i] = torch.compile(layer)
             loss_of_logits = torch.compile(loss_of_logits)

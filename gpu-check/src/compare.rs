@@ -1,25 +1,25 @@
-//! Numbers to check with, and how far two lists of them are from each other.
+//! Test values, and the difference between two lists of values.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite::core::execution::transfer;
 use fulgurite::core::random::{Purpose, Stream};
 use fulgurite_error::Result;
 
-/// Normally distributed numbers on the host, the same for the same name.
+/// Normally distributed values on the host; the name is the seed.
 pub(crate) fn randn(name: &str, shape: &[usize]) -> Result<Tensor> {
     let mut values = vec![0f64; shape.iter().product()];
     Stream::new(11, Purpose::Sample, name).fill_normal(0, &mut values);
     Ok(Tensor::from_vec(values, shape, &Device::Cpu)?)
 }
 
-/// The elements of a tensor, wherever it is.
+/// The elements of a tensor on any device.
 pub(crate) fn numbers(tensor: &Tensor) -> Result<Vec<f64>> {
     let tensor = transfer::to_host(&tensor.detach(), "comparison")?;
     Ok(tensor.flatten_all()?.to_dtype(DType::F64)?.to_vec1()?)
 }
 
-/// The largest difference between two lists, relative to the largest number that is expected; NaN and infinite if
-/// only one of them is.
+/// The largest difference between two lists, relative to the largest finite expected value.
+/// Infinite if the lengths differ, or if unequal elements include a NaN or an infinity.
 pub(crate) fn difference(got: &[f64], want: &[f64]) -> f64 {
     if got.len() != want.len() {
         return f64::INFINITY;
@@ -38,7 +38,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn differences_are_relative_to_the_largest_number() {
+    fn difference_is_relative_to_the_largest() {
         assert_eq!(difference(&[1.0, -4.5], &[1.0, -4.0]), 0.125);
         assert_eq!(difference(&[f64::NAN, f64::INFINITY], &[f64::NAN, f64::INFINITY]), 0.0);
         assert_eq!(difference(&[f64::NAN], &[1.0]), f64::INFINITY);

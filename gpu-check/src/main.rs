@@ -1,17 +1,18 @@
-//! Whether Fulgurite computes on this GPU what it computes on a CPU, and how fast: all that a first run on a GPU must show.
+//! Whether Fulgurite computes on this GPU what it computes on a CPU, and how fast.
 //!
 //! ```text
 //! cargo run --release --features cuda --bin gpu-check -- --json gpu-check.json
 //! ```
 //!
-//! Each step is a process of its own, which is ended after `--timeout-secs`, so that neither a hang nor a crash
-//! keeps the others from being run. The CPU is the reference: of functions and layers, in every dtype, output and
-//! gradients are compared, on contiguous inputs and on views; then optimizers, and whole trainings. One step needs no CPU: it
-//! compares gradients with differences of outputs that the device itself computes in f64. The report has the largest difference
-//! of each comparison beside what is allowed, and the speeds that were measured.
+//! Each step runs in its own process, which is ended after `--timeout-secs`: neither a hang nor a
+//! crash keeps the other steps from running. The CPU is the reference. For functions and layers,
+//! output and gradients are compared in every dtype, on contiguous inputs and on views; optimizers
+//! and whole training runs follow. One step needs no CPU: it compares gradients with differences of
+//! outputs that the device itself computes in f64. The report has the largest difference of each
+//! comparison beside its tolerance, and the measured speeds.
 //!
-//! With `--device cpu` it checks a CPU against itself: what that shows is that this program works. **It has never run on a
-//! GPU**, and the differences that it allows in bf16 and f16 are guesses until it has.
+//! With `--device cpu` a CPU is checked against itself, which only shows that this program works.
+//! **It has never run on a GPU**, and until then the tolerances for bf16 and f16 are guesses.
 
 mod checks;
 mod compare;
@@ -56,7 +57,7 @@ struct Options {
     command: Option<Command>,
 }
 
-/// What this program starts itself with.
+/// Subcommands with which the program starts itself.
 #[derive(Debug, Subcommand)]
 enum Command {
     /// One step
@@ -67,7 +68,7 @@ enum Command {
     Bench(Box<Bench>),
 }
 
-/// What is measured.
+/// Benchmarks.
 #[derive(Debug, Parser)]
 struct Bench {
     #[command(subcommand)]
@@ -93,7 +94,7 @@ fn main() -> ExitCode {
     })
 }
 
-/// This program, to run one step.
+/// The command that runs one step in this program.
 fn step_command(step: &Step, target: &Target) -> Result<std::process::Command> {
     let program = std::env::current_exe().map_err(Error::io("finding", "this program"))?;
     let mut command = std::process::Command::new(program);
@@ -102,7 +103,7 @@ fn step_command(step: &Step, target: &Target) -> Result<std::process::Command> {
     Ok(command)
 }
 
-/// Runs one step in this process, and prints what it found.
+/// Runs one step in this process and prints its findings.
 fn step(name: &str, target: &Target) -> Result<ExitCode> {
     let step = STEPS.iter().find(|step| step.name == name);
     let step = step.ok_or_else(|| Error::other(format!("there is no step `{name}`")))?;
@@ -111,10 +112,10 @@ fn step(name: &str, target: &Target) -> Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The steps that the options choose.
+/// The steps that the options select.
 ///
 /// # Errors
-/// If no step has a text in its name, or none is left.
+/// If a text matches no step, or no step remains.
 fn chosen(only: &[String], skip: &[String]) -> Result<Vec<&'static Step>> {
     let has =
         |step: &Step, texts: &[String]| texts.iter().any(|it| step.name.contains(it.as_str()));
@@ -140,7 +141,7 @@ fn chosen(only: &[String], skip: &[String]) -> Result<Vec<&'static Step>> {
     Ok(steps)
 }
 
-/// Runs the steps, each in a process, and reports.
+/// Runs the steps, each in its own process, and reports.
 fn check(options: &Options) -> Result<ExitCode> {
     let steps = chosen(&options.only, &options.skip)?;
     if options.list {
@@ -156,7 +157,7 @@ fn check(options: &Options) -> Result<ExitCode> {
             let limit = Duration::from_secs(options.timeout_secs);
             report.add(step, process::run(step_command(step, &options.target)?, limit)?);
         }
-        // What is known is kept, should this process be ended.
+        // Write after each step, so that results survive if this process is ended.
         if let Some(path) = &options.json {
             report.write(path)?;
         }

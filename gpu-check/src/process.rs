@@ -1,4 +1,4 @@
-//! A step as a process of its own, with a time limit.
+//! Runs a step in its own process, with a time limit.
 
 use std::io::Read;
 use std::os::unix::process::CommandExt as _;
@@ -12,7 +12,7 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::findings::Findings;
 
-/// How a step ended.
+/// Outcome of a step.
 #[derive(Debug)]
 pub(crate) struct Ended {
     pub(crate) secs: f64,
@@ -21,23 +21,23 @@ pub(crate) struct Ended {
 
 #[derive(Debug)]
 pub(crate) enum Outcome {
-    /// It ran to its end.
+    /// The step completed.
     Found(Findings),
-    /// It failed, or crashed: how, and the end of what it said.
+    /// The step failed or crashed: how, and the end of its output.
     Failed(String),
-    /// It was ended, with what it had said.
+    /// The step was ended at its time limit; holds its output.
     TimedOut(String),
 }
 
-/// Bytes of what a failed step said that are kept.
+/// Bytes of a failed step's output that are kept.
 const KEPT: usize = 4000;
-/// How often the process is looked at.
+/// Poll interval for the process.
 const POLL: Duration = Duration::from_millis(20);
 
-/// Runs a step, whose last line on standard output is [`Findings`] as JSON.
+/// Runs a step whose last line on standard output is [`Findings`] as JSON.
 ///
 /// # Errors
-/// If it cannot be started.
+/// If the process cannot be started.
 pub(crate) fn run(mut command: Command, limit: Duration) -> Result<Ended> {
     let program = PathBuf::from(command.get_program());
     let started = Instant::now();
@@ -45,7 +45,7 @@ pub(crate) fn run(mut command: Command, limit: Duration) -> Result<Ended> {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
-        // Ended with the ranks that it starts.
+        // A process group, so that the step's ranks are ended too.
         .process_group(0)
         .spawn()
         .map_err(Error::io("starting", &program))?;
@@ -75,9 +75,9 @@ pub(crate) fn run(mut command: Command, limit: Duration) -> Result<Ended> {
     Ok(Ended { secs: started.elapsed().as_secs_f64(), outcome })
 }
 
-/// Ends it with all that it has started; some may outlive it.
+/// Kills the step and its process group; processes outside the group may survive.
 fn end(child: &mut Child) {
-    // There may be nothing left to end.
+    // The group may already be gone.
     let _ = kill_process_group(Pid::from_child(child), Signal::KILL);
     let _ = child.wait();
 }
@@ -86,7 +86,7 @@ fn read(from: Option<impl Read + Send + 'static>) -> Option<JoinHandle<Vec<u8>>>
     let mut from = from?;
     Some(std::thread::spawn(move || {
         let mut bytes = Vec::new();
-        // What was read before an error is what there is.
+        // After a read error, keep the bytes read so far.
         let _ = from.read_to_end(&mut bytes);
         bytes
     }))
@@ -116,7 +116,7 @@ mod tests {
     const LONG: Duration = Duration::from_secs(60);
 
     #[test]
-    fn the_last_line_is_what_was_found() {
+    fn last_line_holds_the_findings() {
         let found =
             sh(r#"echo hello; echo '{"wrong":["x"],"figures":{"a":1.5},"facts":{}}'"#, LONG);
         let Outcome::Found(found) = found else { panic!("{found:?}") };
@@ -125,7 +125,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_and_crashes_are_told_with_what_was_said() {
+    fn errors_and_crashes_include_output() {
         let failed = |script| match sh(script, LONG) {
             Outcome::Failed(why) => why,
             other => panic!("{other:?}"),
@@ -136,8 +136,9 @@ mod tests {
     }
 
     #[test]
-    fn a_hang_is_ended_with_all_that_it_started() {
-        // Its child holds the other end of both pipes: without its end this would wait for it.
+    fn hung_step_ends_with_its_children() {
+        // The shell's child holds the other end of both pipes: unless it is ended too, this would
+        // hang.
         let outcome = sh("echo waiting >&2; sleep 1000 & wait", Duration::from_millis(200));
         assert!(matches!(&outcome, Outcome::TimedOut(said) if said == "waiting"), "{outcome:?}");
     }

@@ -1,4 +1,4 @@
-//! The report: as JSON, and for people.
+//! The report, as JSON and as text.
 
 use std::path::Path;
 
@@ -10,14 +10,14 @@ use crate::findings::Findings;
 use crate::process::{Ended, Outcome};
 use crate::target::Target;
 
-/// How a step ended.
+/// Outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
 #[serde(rename_all = "snake_case")]
 enum Status {
     Passed,
-    /// Something is not as it should be.
+    /// A requirement failed.
     Wrong,
-    /// It ended with an error, or crashed.
+    /// The step returned an error, or crashed.
     Failed,
     TimedOut,
     Skipped,
@@ -55,13 +55,13 @@ pub(crate) struct Report {
 }
 
 impl Report {
-    /// One without steps.
+    /// A report without steps.
     pub(crate) fn new(target: &Target) -> Self {
         let version = env!("CARGO_PKG_VERSION");
         Self { version, device: target.device.name(), steps: Vec::new() }
     }
 
-    /// Adds a step that was run, and says so.
+    /// Adds a completed step and prints its outcome.
     pub(crate) fn add(&mut self, step: &Step, ended: Ended) {
         let (status, findings, message) = match ended.outcome {
             Outcome::Found(Findings { skipped: Some(why), .. }) => {
@@ -77,7 +77,7 @@ impl Report {
         self.push(Row { step: step.name, status, secs: ended.secs, findings, message });
     }
 
-    /// Adds a step that was not run, and says why.
+    /// Adds a skipped step and prints the reason.
     pub(crate) fn skip(&mut self, step: &Step, why: &str) {
         let (findings, message) = (Findings::default(), Some(why.to_owned()));
         self.push(Row { step: step.name, status: Status::Skipped, secs: 0.0, findings, message });
@@ -90,12 +90,12 @@ impl Report {
         self.steps.push(row);
     }
 
-    /// Whether no step found anything wrong or failed.
+    /// Whether every step passed or was skipped.
     pub(crate) fn passed(&self) -> bool {
         self.steps.iter().all(|row| matches!(row.status, Status::Passed | Status::Skipped))
     }
 
-    /// One line.
+    /// A one-line summary.
     pub(crate) fn summary(&self) -> String {
         let all =
             [Status::Passed, Status::Wrong, Status::Failed, Status::TimedOut, Status::Skipped];
@@ -106,7 +106,7 @@ impl Report {
         format!("{} steps on {}: {}", self.steps.len(), self.device, counts.join(", "))
     }
 
-    /// Writes it as JSON.
+    /// Writes the report as JSON.
     ///
     /// # Errors
     /// If the file cannot be written.

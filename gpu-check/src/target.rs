@@ -1,4 +1,4 @@
-//! The device that is checked.
+//! The device to check.
 
 use candle_core::Device;
 use clap::{Args, ValueEnum};
@@ -16,7 +16,7 @@ pub(crate) enum Kind {
 }
 
 impl Kind {
-    /// As `trainer.accelerator` and this program's options have it.
+    /// The name in `trainer.accelerator` and in this program's options.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Cuda => "cuda",
@@ -25,10 +25,10 @@ impl Kind {
     }
 }
 
-/// The device that is checked.
+/// The device to check.
 #[derive(Debug, Clone, Copy, Args)]
 pub(crate) struct Target {
-    /// What is checked; of several GPUs the first in CUDA_VISIBLE_DEVICES
+    /// Device to check; of several GPUs the first in CUDA_VISIBLE_DEVICES
     #[arg(long, value_enum, default_value = "cuda")]
     pub(crate) device: Kind,
 }
@@ -44,7 +44,7 @@ impl Target {
         serde_json::from_value(config).map_err(Error::other)
     }
 
-    /// Checks that there is such a device; opens none.
+    /// Checks that the device exists, without opening it.
     pub(crate) fn check(self) -> Result<()> {
         match self.config(json!({}))?.available()? {
             Available::Devices(devices) if devices.is_empty() => Err(Error::other(
@@ -55,12 +55,12 @@ impl Target {
         }
     }
 
-    /// Opens it, as a rank does.
+    /// Opens the device as a rank does.
     pub(crate) fn open(self) -> Result<Box<dyn Accelerator>> {
         self.open_with(json!({}))
     }
 
-    /// How many of these there are that this process may use; of CPUs, one.
+    /// Number of such devices that this process may use; 1 for CPUs.
     #[cfg(feature = "cuda")]
     pub(crate) fn count(self) -> Result<usize> {
         match self.config(json!({}))?.available()? {
@@ -69,18 +69,18 @@ impl Target {
         }
     }
 
-    /// Opens one of several.
+    /// Opens one of several devices.
     #[cfg(feature = "cuda")]
     pub(crate) fn open_at(self, index: usize) -> Result<Box<dyn Accelerator>> {
         self.config(json!({}))?.open(index)
     }
 
-    /// Opens it with options of the accelerator `cuda`.
+    /// Opens the device with options for the accelerator `cuda`.
     pub(crate) fn open_with(self, options: serde_json::Value) -> Result<Box<dyn Accelerator>> {
         self.config(options)?.open(0)
     }
 
-    /// Its device, for steps that need no more.
+    /// Opens the device and returns only its candle device.
     pub(crate) fn device(self) -> Result<Device> {
         Ok(self.open()?.device().clone())
     }

@@ -49,7 +49,7 @@ fn main() -> ExitCode {
     code
 }
 
-/// Shows what libraries warn of.
+/// Shows warnings of libraries.
 fn log_to_stderr() {
     let filter = tracing_subscriber::EnvFilter::builder()
         .with_default_directive(tracing_subscriber::filter::LevelFilter::WARN.into())
@@ -76,7 +76,7 @@ fn run() -> ExitCode {
         }
         Command::Report(command) => exit_code(command.run()),
         Command::Run(command) => exit_code(command.run()),
-        // Reports the failure of any of its processes.
+        // The benchmark reports failures of all its processes itself.
         #[cfg(feature = "bench")]
         Command::Bench(command) => {
             fulgurite::core::launch::report_and_exit_code(fulgurite_bench::run(&command))

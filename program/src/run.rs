@@ -1,4 +1,4 @@
-//! `fulgurite run`: starts the ranks of a job on this node, together with the agents of other nodes.
+//! `fulgurite run`: starts a job's ranks on this node, together with the agents of other nodes.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -23,7 +23,7 @@ Two to four hosts: it goes on with those that are left, and takes one that comes
 
 Ranks are told by the variables of torchrun. A restart goes on from the last checkpoint of the job.";
 
-/// The port of `--master-addr` where none is given, as `torchrun` has it.
+/// Default port of `--master-addr`, as in `torchrun`.
 const MASTER_PORT: u16 = 29500;
 
 #[derive(Args)]
@@ -62,7 +62,8 @@ pub(crate) struct Run {
     /// How often the job is started again, on all nodes, after a failure
     #[arg(long, alias = "max_restarts", value_name = "K", default_value_t = 0)]
     max_restarts: u64,
-    /// Writes each rank's output to DIR/JOB/attempt_N/RANK/{stdout,stderr}.log, where JOB is the id and some letters
+    /// Writes each rank's output to DIR/JOB/attempt_N/RANK/{stdout,stderr}.log, where JOB is the id
+    /// and some letters
     #[arg(long, alias = "log_dir", value_name = "DIR")]
     log_dir: Option<PathBuf>,
     /// Shows each line of output with its rank in front, also with --log-dir

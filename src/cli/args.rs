@@ -19,7 +19,7 @@ use super::plugins;
 /// The name, description and tables of a training program, for its help.
 #[derive(Debug, Clone)]
 pub struct Program {
-    /// The program's name.
+    /// Name of the program.
     pub name: &'static str,
     /// One line about it.
     pub about: &'static str,
@@ -30,7 +30,7 @@ pub struct Program {
 }
 
 impl Program {
-    /// A program without tables of its own. The version is this crate's.
+    /// A program without its own tables, with this crate's version.
     pub fn new(name: &'static str, about: &'static str) -> Self {
         let version = env!("CARGO_PKG_VERSION");
         Self { name, about, version, sections: Vec::new() }
@@ -63,28 +63,28 @@ pub struct RunRequest {
     pub config: Vec<PathBuf>,
     /// Overrides `a.b.c=value` of the files, in order.
     pub set: Vec<String>,
-    /// How to print the resolved configuration, if it is to be printed and nothing else done.
+    /// How to print the resolved configuration instead of running.
     pub print_config: Option<PrintConfig>,
     /// The format of standard output.
     pub output: Output,
     /// Keys with several values, `KEY=VALUE,VALUE`: a run for each combination.
     pub sweep: Vec<String>,
-    /// The key whose largest value is looked for, in place of a run.
+    /// The key whose largest value to find, instead of a run.
     pub find_batch_size: Option<String>,
     /// The file that predictions are written to.
     pub output_file: Option<PathBuf>,
 }
 
-/// How a configuration is printed.
+/// Format of a printed configuration.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
 pub enum PrintConfig {
     /// As TOML.
     Plain,
-    /// As TOML with what each key means, and with the keys that are not set.
+    /// As TOML with documentation of each key, including keys that are not set.
     Comments,
 }
 
-/// What a run does.
+/// Purpose of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Train, and validate on the way.
@@ -120,8 +120,8 @@ pub enum Output {
 }
 
 impl RunRequest {
-    /// The configuration in layers: the program's defaults, the files, the variables of this process's
-    /// environment, the overrides.
+    /// The configuration in layers: the program's defaults, the files, the variables of this
+    /// process's environment, the overrides.
     ///
     /// # Errors
     /// If a file is missing or not TOML, or a variable or an override is malformed.
@@ -158,10 +158,11 @@ impl RunRequest {
     }
 }
 
-/// What the environment variables of keys begin with.
+/// Prefix of environment variables for keys.
 const PREFIX: &str = "FULGURITE_";
 
-/// Other variables with that prefix. Users set those up to `BF16_PRODUCTS`, processes of a job set the rest for each other.
+/// Other variables with the prefix. Users set the ones up to `BF16_PRODUCTS`; a job's processes set
+/// the rest for each other.
 const VARIABLES: &[&str] = &[
     "LOG",
     "JOB_KEY",
@@ -177,7 +178,7 @@ const VARIABLES: &[&str] = &[
 
 /// Warns of variables that resemble neither a key nor a known variable, once a job.
 pub(super) fn warn_of_variables(layers: &ConfigLayers) -> Result<()> {
-    // A sweep checks each of its runs.
+    // A sweep checks each of its runs, so warn only once.
     static WARNED: AtomicBool = AtomicBool::new(false);
     let names = layers.check_variables()?;
     if is_first_process() && !WARNED.swap(true, Ordering::Relaxed) {
@@ -242,7 +243,7 @@ struct CheckArgs {
     #[command(flatten)]
     run: RunArgs,
 
-    /// What the configuration is for
+    /// Purpose of the configuration
     #[arg(long, value_enum, default_value_t = Purpose::Fit)]
     purpose: Purpose,
 }
@@ -260,18 +261,18 @@ struct FitArgs {
     #[command(flatten)]
     run: RunArgs,
 
-    /// Train once with each of several values, one run after the other, and compare them at the end:
-    /// optimizer.lr=1e-3,3e-3
+    /// Train once with each of several values, one run after the other, and compare them at the
+    /// end: optimizer.lr=1e-3,3e-3
     ///
-    /// May be given several times: then each combination is a run. Commas within brackets and quotes belong to a
-    /// value. A `checkpoint.dir` gets a directory for each run.
+    /// May be given several times: then each combination is a run. Commas within brackets and
+    /// quotes belong to a value. A `checkpoint.dir` gets a directory for each run.
     #[arg(long, value_name = "KEY=VALUE,…")]
     sweep: Vec<String>,
 
     /// Run a few steps with larger and larger batches, and print the largest that fits into memory
     ///
-    /// A run takes as much of the free memory as is expected from the runs before, at most 80 %. KEY is the number
-    /// of samples in a batch.
+    /// A run may take as much of the free memory as the previous runs predict, at most 80 %. KEY is
+    /// the number of samples in a batch.
     #[arg(
         long,
         value_name = "KEY",
@@ -288,7 +289,8 @@ struct PredictArgs {
     #[command(flatten)]
     run: RunArgs,
 
-    /// Where to write the predictions of all ranks: `samples` and `outputs`, in the order of the samples
+    /// Where to write the predictions of all ranks: `samples` and `outputs`, in the order of the
+    /// samples
     #[arg(long, value_name = "FILE", default_value = "predictions.safetensors")]
     output_file: PathBuf,
 }
@@ -322,11 +324,11 @@ struct RunArgs {
     output: Output,
 }
 
-/// Reads a command line; the first of `args` is the program itself.
+/// Parses a command line; the first of `args` is the program itself.
 ///
 /// # Errors
-/// A [`clap::Error`] for wrong arguments, and also for `--help` and `--version`: its
-/// [`exit`](clap::Error::exit) prints what is to be printed, with the right exit status.
+/// A [`clap::Error`] for wrong arguments, and also for `--help` and `--version`. Its
+/// [`exit`](clap::Error::exit) prints the message or help, with the right exit status.
 pub fn parse<I>(program: &Program, args: I) -> Result<CliCommand, clap::Error>
 where
     I: IntoIterator,
@@ -374,7 +376,7 @@ where
     })
 }
 
-/// Adds a tip to the error for a key or a file as an argument, which LightningCLI and Hydra accept.
+/// Adds a tip to the error for a bare key or file, which LightningCLI and Hydra accept.
 fn suggest_set(program: &Program, mut error: clap::Error) -> clap::Error {
     let Some(ContextValue::String(argument)) = error.get(ContextKind::InvalidArg) else {
         return error;
@@ -408,7 +410,7 @@ fn suggest_set(program: &Program, mut error: clap::Error) -> clap::Error {
 /// The script by which a shell completes the program's arguments.
 pub fn completion(program: &Program, shell: Shell) -> String {
     let mut script = Vec::new();
-    // The keys in the help's end are no arguments.
+    // Without the list of keys at the end of the help: keys are not arguments.
     let mut command = Cli::command().name(program.name).bin_name(program.name).about(program.about);
     clap_complete::generate(shell, &mut command, program.name, &mut script);
     String::from_utf8_lossy(&script).into_owned()
@@ -527,7 +529,7 @@ mod tests {
     }
 
     #[test]
-    fn overrides_win_over_files_and_files_over_defaults() {
+    fn overrides_beat_files_beat_defaults() {
         let dir = tempfile::tempdir().unwrap();
         let file = |name: &str, text: &str| {
             let path = dir.path().join(name);
@@ -547,7 +549,7 @@ mod tests {
     }
 
     #[test]
-    fn a_missing_file_is_named() {
+    fn missing_file_is_named() {
         let error = request(&["fit", "--config", "none.toml"]).layers(Table::new()).unwrap_err();
         insta::assert_snapshot!(error, @"reading the configuration file none.toml: No such file or directory (os error 2)");
     }
@@ -578,7 +580,7 @@ For more information, try '--help'.
     }
 
     #[test]
-    fn the_help_has_examples_and_all_keys() {
+    fn help_has_examples_and_all_keys() {
         insta::assert_snapshot!(refusal(&["fit", "-h"]), @r#"
     Train the model, and validate it on the way
     

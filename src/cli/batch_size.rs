@@ -1,4 +1,4 @@
-//! `fit --find-batch-size`: runs of a few steps with larger and larger batches, and the largest that fits.
+//! `fit --find-batch-size`: short runs with growing batches, to find the largest batch that fits.
 
 use std::fmt::Write as _;
 use std::time::Instant;
@@ -13,27 +13,26 @@ use toml::Table;
 use super::args::{Output, RunRequest};
 use super::{child_run, say, say_json};
 
-/// The part of the memory that is free before the first run which a run may take: what is free then is not
-/// all free later.
+/// Share of the initially free memory that a run may take: some of that memory may be used later.
 const SHARE: f64 = 0.8;
 
-/// The steps of a run.
+/// Steps of a run.
 const STEPS: u64 = 3;
 
-/// A batch is doubled so often at most.
+/// Maximum number of doublings.
 const MAX_DOUBLINGS: u32 = 25;
 
-/// A run that took longer than this is the last.
+/// A run that took longer than this is the last one.
 const PATIENCE_SECS: f64 = 120.0;
 
 const MIB: f64 = 1_048_576.0;
 
-/// Runs a few steps with batches of 1, 2, 4, … samples on each rank, as long as the next one is expected to fit
-/// into the host's memory by what the last two took, then with the largest that should fit; prints the numbers
-/// of each and the largest.
+/// Runs a few steps with batches of 1, 2, 4, … samples on each rank, as long as the next batch
+/// should fit into the host's memory, judged by the last two runs. Then runs the largest batch that
+/// should fit. Prints the figures of each run and the largest batch.
 ///
 /// # Errors
-/// If this is a rank of a job, or the run with one sample fails, or the key is none.
+/// If this is a rank of a job, the run with one sample fails, or the key does not exist.
 pub(super) fn run(
     request: &RunRequest,
     key: &str,
@@ -44,7 +43,7 @@ pub(super) fn run(
     let logs = tempfile::tempdir().map_err(|error| {
         Error::other(format!("--find-batch-size: a directory for the logs of its runs: {error}"))
     })?;
-    // A run that went on from a checkpoint might have no step left.
+    // A resumed run might have no steps left, so start fresh.
     let resolved = request.layers(defaults.clone())?.resolve();
     let ckpt_path = resolved.get("trainer").and_then(|trainer| trainer.get("ckpt_path")?.as_str());
     let anew = match ckpt_path {
@@ -55,7 +54,7 @@ pub(super) fn run(
         ],
         Some(_) => vec!["checkpoint.weights_only=true".to_owned()],
     };
-    // A step takes several batches, and a trial has so many of these.
+    // A step may take several batches; a trial run is limited in batches.
     let trainer = |name: &str| {
         let value = resolved.get("trainer").and_then(|trainer| trainer.get(name)?.as_integer());
         value.and_then(|value| u64::try_from(value).ok())
@@ -106,19 +105,19 @@ pub(super) fn run(
     Ok(())
 }
 
-/// A run with batches of a certain size.
+/// A run with one batch size.
 #[derive(Debug, Clone, Default)]
 struct Trial {
     size: u64,
-    /// How it failed.
+    /// How the run failed, if it did.
     failed: Option<String>,
-    /// What the ranks took at most, together.
+    /// Peak memory of all ranks together.
     peak_mib: f64,
     step_secs: f64,
     /// From the start of the process to its end.
     run_secs: f64,
     items_per_sec: f64,
-    /// The part of the data that a step takes.
+    /// Share of the data that one step takes.
     epochs_a_step: f64,
 }
 
@@ -126,7 +125,8 @@ impl Trial {
     const HEADER: &str = "batch size   peak MiB   s a step    items/s";
 
     /// # Errors
-    /// [`Error::Interrupted`] if this process was asked to end, which was passed on to the run.
+    /// [`Error::Interrupted`] if this process was asked to end; the request was passed on to the
+    /// run.
     fn run(run: &RunRequest, size: u64) -> Result<Self> {
         let mut trial = Self { size, ..Self::default() };
         let started = Instant::now();
@@ -167,10 +167,10 @@ impl Trial {
     }
 }
 
-/// Why there is no larger batch.
+/// The reason for ending the search.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum End {
-    /// It would not fit.
+    /// A larger batch would not fit.
     Memory,
     /// A step would take more than all of the data.
     Data,
@@ -178,19 +178,19 @@ enum End {
     Time,
     /// The last run failed.
     Failure,
-    /// There were enough runs.
+    /// The maximum number of runs was reached.
     Trials,
 }
 
-/// What came of a search.
+/// The result of a search.
 #[derive(Debug)]
 struct Search {
-    /// Those that ran through, by size.
+    /// The successful runs, by size.
     trials: Vec<Trial>,
     end: End,
 }
 
-/// Tries sizes, where `try_size` runs one.
+/// Searches sizes; `try_size` runs one.
 fn search(limit_mib: f64, try_size: &mut dyn FnMut(u64) -> Result<Trial>) -> Result<Search> {
     let mut trials: Vec<Trial> = Vec::new();
     let end = loop {
@@ -226,14 +226,14 @@ fn search(limit_mib: f64, try_size: &mut dyn FnMut(u64) -> Result<Trial>) -> Res
             trials.push(trial);
         }
     }
-    // A step of more than the data would have some samples twice.
+    // A step larger than the data would repeat samples.
     trials.retain(|trial| {
         trial.peak_mib <= limit_mib && (trial.size == 1 || trial.epochs_a_step <= 1.0)
     });
     Ok(Search { trials, end })
 }
 
-/// MiB by the line through the last two sizes.
+/// Expected MiB, extrapolated linearly from the last two sizes.
 fn expected(trials: &[Trial], size: u64) -> f64 {
     match trials {
         [.., a, b] => b.peak_mib + mib_a_sample(a, b) * (size - b.size) as f64,
@@ -246,7 +246,7 @@ fn mib_a_sample(a: &Trial, b: &Trial) -> f64 {
     ((b.peak_mib - a.peak_mib) / (b.size - a.size) as f64).max(0.0)
 }
 
-/// The largest size that should fit, if it is a tenth more than the last and below its double.
+/// The largest size that should fit, if it is at least a tenth above the last and below its double.
 fn largest_below(trials: &[Trial], limit_mib: f64) -> Option<u64> {
     let [.., a, b] = trials else { return None };
     let more = ((limit_mib - b.peak_mib) / mib_a_sample(a, b)).floor();
@@ -310,7 +310,7 @@ impl Search {
 mod tests {
     use super::*;
 
-    /// Searches where a run takes 100 MiB and so many for each sample, and data of so many samples.
+    /// Searches with runs that take 100 MiB plus `mib_a_sample` per sample, on `samples` samples.
     fn sizes(limit_mib: f64, mib_a_sample: f64, samples: f64) -> (Vec<u64>, Search) {
         let mut tried = Vec::new();
         let search = search(limit_mib, &mut |size| {
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_largest_batch_that_fits_is_found() {
+    fn finds_the_largest_batch_that_fits() {
         let (tried, found) = sizes(200.0, 3.0, 1e9);
         assert_eq!(tried, [1, 2, 4, 8, 16, 32, 33][..6], "33 is hardly more");
         assert_eq!((found.largest().unwrap().size, found.end), (32, End::Memory));
@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_takes_no_more_than_the_data() {
+    fn step_is_bounded_by_the_data() {
         let (tried, found) = sizes(1e9, 1.0, 20.0);
         assert_eq!(tried, [1, 2, 4, 8, 16, 32]);
         assert_eq!((found.largest().unwrap().size, found.end), (16, End::Data));
@@ -350,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_fails_bounds_it() {
+    fn failed_run_bounds_the_size() {
         let run = |from: u64| {
             search(1e9, &mut |size| {
                 let failed = (size >= from).then(|| "failed (1)".to_owned());

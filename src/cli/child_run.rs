@@ -1,4 +1,4 @@
-//! A run of this program that it starts itself, for a sweep or a search.
+//! A run of this program as a child process, for a sweep or a search.
 
 use std::io::{BufRead as _, BufReader};
 use std::os::unix::process::CommandExt as _;
@@ -14,29 +14,29 @@ use serde_json::Value;
 
 use super::args::RunRequest;
 
-/// Set for such runs, to the process that started them.
+/// Set for child runs: the process id of the parent.
 const PARENT: &str = "FULGURITE_SWEEP_PROCESS";
 
-/// If this process is such a run: asks the system to end it, as a user would, when its parent is killed.
+/// In a child run, asks the system to end this process as a user would, once its parent is killed.
 pub(super) fn end_with_parent() {
     let parent = std::env::var(PARENT).ok().and_then(|pid| pid.parse::<i32>().ok());
     let Some(parent) = parent else { return };
-    // A rank of the run is a child of the run.
+    // A rank of the run is not a direct child of the parent.
     if getppid().is_some_and(|pid| pid.as_raw_nonzero().get() == parent) {
-        // Where that is not possible, a parent that is killed leaves its run.
+        // On other systems, a killed parent leaves its run behind.
         #[cfg(target_os = "linux")]
         let _ = rustix::process::set_parent_process_death_signal(Some(Signal::TERM));
     }
-    // It may have ended before the call above.
+    // The parent may have ended before the call above.
     if !is_running(parent) {
         let _ = kill_process(getpid(), Signal::TERM);
     }
 }
 
-/// Refuses an option that starts runs in a process that was started as a rank of a job.
+/// Refuses an option that starts runs if this process is a rank of a job.
 ///
 /// # Errors
-/// If this is such a process.
+/// If this process is a rank of a job.
 pub(super) fn refuse_in_job(option: &str) -> Result<()> {
     let variables = Variables::current();
     let found = environment::detect(&variables)?;
@@ -51,12 +51,12 @@ pub(super) fn refuse_in_job(option: &str) -> Result<()> {
     }
 }
 
-/// How often a run that says nothing is looked after.
+/// Poll interval for signals and a silent run.
 const LOOK: Duration = Duration::from_millis(50);
 
-/// Runs `run` in a process of its own, and gives each line of its events, and the event, to `on_event`. What asks
-/// this process to end, once [signals are noticed](fulgurite_core::launch::notice_signals), is passed on to the
-/// run, and noted.
+/// Runs `run` in its own process, and passes each line of its events, raw and parsed, to
+/// `on_event`. Once [signals are noticed](fulgurite_core::launch::notice_signals), a signal that
+/// asks this process to end is passed on to the run and stored in `interrupted`.
 ///
 /// # Errors
 /// If the process cannot be started.
@@ -77,7 +77,8 @@ pub(super) fn run(
     command.args(["--output", "json"]);
     command.env(PARENT, std::process::id().to_string());
     command.stdin(Stdio::null()).stdout(Stdio::piped());
-    // Else Ctrl-C would reach it twice, from the terminal and from here, and the second time ends it at once.
+    // Its own group: Ctrl-C would otherwise arrive twice, from the terminal and from here, and the
+    // second signal ends the run at once.
     command.process_group(0);
     let mut child = command.spawn().map_err(Error::io("starting", &program))?;
     let status = attend(&mut child, interrupted, |line| {
@@ -103,7 +104,7 @@ fn attend(
             (take_interruption(), Pid::from_raw(child.id().cast_signed()))
         {
             *interrupted = (*interrupted).max(Some(why));
-            // It may have ended by now.
+            // The run may have ended by now.
             let _ = kill_process(
                 pid,
                 match why {
@@ -125,7 +126,7 @@ fn attend(
     }
 }
 
-/// How a run ended, in words.
+/// Describes the end of a run.
 pub(super) fn status_text(status: ExitStatus) -> String {
     match status.code() {
         Some(0) => "success".to_owned(),

@@ -1,4 +1,4 @@
-//! `doctor`: the machine as a run would find it.
+//! `doctor`: checks the machine for a run.
 
 use std::fs::{self, OpenOptions};
 use std::path::{Path, PathBuf};
@@ -14,7 +14,7 @@ use toml::Table;
 use super::args::Program;
 use super::print;
 
-/// What was found, by how bad it is.
+/// Severity of a finding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Grade {
     Good,
@@ -59,10 +59,11 @@ impl Report {
     }
 }
 
-/// Prints what was found. `checked` is the configuration, and on how many ranks it can be run.
+/// Prints the findings. `checked` has the configuration, and the number of ranks that it can run
+/// on.
 ///
 /// # Errors
-/// If something was found that no run can go on with.
+/// If a finding prevents any run.
 pub(super) fn run(program: &Program, checked: Result<(Table, Result<usize>)>) -> Result<()> {
     let mut report = Report::default();
     report.good("program", format!("{} {}", program.name, program.version));
@@ -130,7 +131,7 @@ fn machine(report: &mut Report) {
             let found = format!("{}, {} available", Bytes(memory.total), Bytes(memory.available));
             let short = memory.available < memory.total / 10;
             report.add("memory", if short { Grade::Warning } else { Grade::Good }, found);
-            // It has no name, and counts as memory.
+            // Shared memory is anonymous and counts as memory.
             let found = format!("up to {}, which counts as memory", Bytes(memory.total));
             match shared_memory() {
                 Ok(()) => report.good("shared memory", found),
@@ -145,7 +146,7 @@ fn machine(report: &mut Report) {
     }
 }
 
-/// Makes shared memory as ranks do.
+/// Creates shared memory in the way of ranks.
 #[cfg(target_os = "linux")]
 fn shared_memory() -> rustix::io::Result<()> {
     use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
@@ -155,13 +156,13 @@ fn shared_memory() -> rustix::io::Result<()> {
     fcntl_add_seals(&file, SealFlags::SHRINK | SealFlags::GROW)
 }
 
-/// There is none that ranks could use.
+/// Ranks cannot use shared memory on this system.
 #[cfg(not(target_os = "linux"))]
 fn shared_memory() -> rustix::io::Result<()> {
     Err(rustix::io::Errno::NOSYS)
 }
 
-/// Limits, by `ulimit`'s letters, with what is enough and what needs it.
+/// Checks limits, by `ulimit`'s letters, with the required value and its reason.
 fn limits(report: &mut Report) {
     let limits = [
         ("open files", "-n", Resource::Nofile, 1024, "checkpoints of many shards, many ranks"),
@@ -219,7 +220,7 @@ fn plugins(report: &mut Report) {
     }
 }
 
-/// Whether files can be made where a run makes them, and how much room there is.
+/// Checks that a run can create its files, and how much space is left.
 fn directories(report: &mut Report, resolved: &Table) {
     let configured =
         |table: &str, key: &str| Some(PathBuf::from(resolved.get(table)?.get(key)?.as_str()?));
@@ -272,7 +273,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_that_cannot_be_written_is_an_error() {
+    fn unwritable_directory_is_an_error() {
         let mut report = Report::default();
         let config = toml::toml! { trainer = { default_root_dir = "/proc/runs" } };
         directories(&mut report, &config);

@@ -26,14 +26,14 @@ pub use fulgurite_error::print;
 use fulgurite_loggers::JsonLines;
 pub use run::{Cli, cli};
 
-/// Writes to standard output without waiting for its reader: for what comes while a run goes on, which must hear of
+/// Writes to standard output without waiting for its reader, because a run must still react to
 /// signals.
 fn say(text: &str) {
-    // An error means that nobody reads any more.
+    // An error means that the reader is gone.
     let _ = fulgurite_error::output::stdout().write_all(text.as_bytes());
 }
 
-/// Writes a line of JSON as [`say`] writes a text: what has no room is an event too.
+/// Writes a line of JSON like [`say`]; an event reports lines that were dropped for lack of room.
 fn say_json(line: impl std::fmt::Display) {
     let _ = JsonLines::outlet().write_all(format!("{line}\n").as_bytes());
 }

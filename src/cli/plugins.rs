@@ -79,10 +79,10 @@ pub fn list_json(plugins: &[PluginDescriptor]) -> String {
     format!("{:#}\n", serde_json::Value::Array(all))
 }
 
-/// The description of all plugins, of any kind, with this name.
+/// Describes all plugins with this name, of any kind.
 ///
 /// # Errors
-/// [`Error::Config`] if there is none.
+/// [`Error::Config`] if no plugin has this name.
 pub fn show(plugins: &[PluginDescriptor], name: &str) -> Result<String> {
     let mut text = String::new();
     for plugin in plugins.iter().filter(|plugin| plugin.name == name) {
@@ -161,7 +161,7 @@ strategy  local_sgd  their-crate        2.0.0
     }
 
     #[test]
-    fn a_plugin_is_shown_with_an_example() {
+    fn plugin_is_shown_with_an_example() {
         insta::assert_snapshot!(show(PLUGINS, "csv").unwrap(), @r#"
 logger `csv`
   metrics.csv

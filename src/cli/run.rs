@@ -24,8 +24,9 @@ use toml::Table;
 use super::args::{self, Action, CliCommand, Output, PrintConfig, Program, RunRequest};
 use super::{batch_size, child_run, doctor, plugins, print, say, say_json, sweep};
 
-/// The command line of a training program for module `M` on its data: `fit`, `validate`, `test`, `predict`,
-/// `config check`, `config schema`, `doctor`, `plugins` and `completion`. The whole of a program's `main`:
+/// The command line of a training program for module `M` on its data: `fit`, `validate`, `test`,
+/// `predict`, `config check`, `config schema`, `doctor`, `plugins` and `completion`. The whole of a
+/// program's `main`:
 ///
 /// ```no_run
 /// # mod my { use fulgurite::prelude::*;
@@ -51,8 +52,8 @@ pub fn cli<M: LightningModule>() -> ExitCode {
     Cli::new(program_name(), "Trains and validates a model").run::<M>()
 }
 
-/// The command line of a training program with its own name, defaults and callbacks; [`cli`] is the short
-/// form.
+/// The command line of a training program with its own name, defaults and callbacks; [`cli`] is the
+/// short form.
 ///
 /// ```no_run
 /// # mod my { use fulgurite::prelude::*;
@@ -87,7 +88,10 @@ pub fn cli<M: LightningModule>() -> ExitCode {
 ///         .with_defaults("[trainer]\nmax_steps = 100")
 ///         .with_callback(SaysEpochs::default)
 ///         .parallelize(|model: &mut ModuleTree, _: &DeviceMesh| {
-///             model.shard_model(&[&|unit: &str| unit.starts_with("blocks.")], FullyShard::default())
+///             model.shard_model(
+///                 &[&|unit: &str| unit.starts_with("blocks.")],
+///                 FullyShard::default(),
+///             )
 ///         })
 ///         .run::<Net>()
 /// }
@@ -98,7 +102,7 @@ pub struct Cli {
     extras: Extras,
 }
 
-/// What a program adds to a run by code.
+/// Additions of a program to its runs, made in code.
 #[derive(Default)]
 struct Extras {
     callbacks: Vec<Box<dyn Fn() -> Box<dyn Callback> + Send>>,
@@ -118,7 +122,7 @@ impl Cli {
         Self { program, defaults: Ok(Table::new()), extras: Extras::default() }
     }
 
-    /// Adds a callback to every run, on all ranks: what `make` makes, once a run.
+    /// Adds a callback to every run, on all ranks; `make` is called once per run.
     #[must_use]
     pub fn with_callback<C: Callback + 'static>(
         mut self,
@@ -250,7 +254,7 @@ impl Cli {
     }
 }
 
-/// Address space, not memory: a page takes memory from its first use.
+/// Address space, not memory: a page takes memory at its first use.
 const STACK_BYTES: usize = 256 << 20;
 
 /// The keys of `[model]` and `[data]`, for the help.
@@ -261,8 +265,8 @@ fn sections<M: LightningModule>() -> Result<[Section; 2]> {
     ])
 }
 
-/// What is done with a certain module. The rest does not depend on the module's type, so that it is compiled
-/// once and not in each program.
+/// The functions that depend on the module's type. The rest does not, so it is compiled only once,
+/// not in each program.
 #[derive(Clone, Copy)]
 struct Module {
     execute: fn(&RunRequest, Table, &Extras, &Program) -> Result<()>,
@@ -340,8 +344,8 @@ fn execute<M: LightningModule>(
     }
 }
 
-/// The trainer of a rank, which reports in the format of the request. The rank takes part in the job
-/// as long as the [`LaunchedRank`] lives.
+/// The trainer of a rank, which reports in the requested format. The rank belongs to the job as
+/// long as the [`LaunchedRank`] lives.
 fn trainer(
     request: &RunRequest,
     Connection { launched, world }: Connection,
@@ -363,7 +367,7 @@ fn log_to_stderr() {
         .with_default_directive(tracing_subscriber::filter::LevelFilter::WARN.into())
         .with_env_var("FULGURITE_LOG")
         .from_env_lossy();
-    // A program that has set up its own logging keeps it.
+    // Keeps a logger that the program has set up itself.
     let _ = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_writer(|| Record(stderr()))
@@ -373,8 +377,8 @@ fn log_to_stderr() {
         .try_init();
 }
 
-/// Standard error, for one record of the log at a time: its later lines are indented, so that text of others in it
-/// does not pass for a message.
+/// Standard error, for one log record at a time. Later lines of a record are indented, so that
+/// foreign text in a record cannot pass for a message.
 struct Record(Outlet);
 
 impl Write for Record {

@@ -1,4 +1,5 @@
-//! `fit --sweep optimizer.lr=1e-3,3e-3`: a run for each value, one after the other, and a table of them.
+//! `fit --sweep optimizer.lr=1e-3,3e-3`: one run per value, one after the other, and a table of
+//! them.
 
 use std::collections::BTreeMap;
 use std::fmt::Write as _;
@@ -13,12 +14,12 @@ use toml::Table;
 use super::args::{Output, RunRequest};
 use super::{child_run, say, say_json};
 
-/// Trains once for each combination, and prints a table. What asks this process to end is passed on to the run, and is the
-/// end of the sweep.
+/// Trains once for each combination and prints a table. A signal that asks this process to end is
+/// passed on to the run, and ends the sweep.
 ///
 /// # Errors
-/// Before any run, if a sweep is malformed or a combination cannot be run; after all runs, if one failed;
-/// [`Error::Interrupted`].
+/// Before any run, if a sweep is malformed or a combination cannot be run; after all runs, if one
+/// failed; [`Error::Interrupted`].
 pub(super) fn run(
     request: &RunRequest,
     defaults: &Table,
@@ -98,8 +99,8 @@ fn assigns(assignment: &str, key: &str) -> bool {
     assignment.split_once('=').is_some_and(|(other, _)| other.trim() == key.trim())
 }
 
-/// The values between commas that are not within brackets, braces or quotes, without the spaces around them;
-/// `None` if one of these is not closed. A quote within a word is a part of it.
+/// Splits at commas outside brackets, braces and quotes, and trims the values. `None` if a bracket
+/// or quote is not closed. A quote within a word belongs to the word.
 fn split(text: &str) -> Option<Vec<&str>> {
     let (mut values, mut start, mut depth, mut quote) = (Vec::new(), 0, 0_i32, None);
     for (at, c) in text.char_indices() {
@@ -120,8 +121,8 @@ fn split(text: &str) -> Option<Vec<&str>> {
     (quote.is_none() && depth == 0).then_some(values)
 }
 
-/// A name for the directory of each combination: its assignments, with `_` for whatever a shell or a file
-/// system could read as something else. Names that would be one have a number behind them.
+/// A directory name for each combination: its assignments, with `_` for characters that are special
+/// to shells or file systems. Equal names get a number appended.
 fn names(combinations: &[Vec<String>]) -> Vec<String> {
     const LONGEST: usize = 150;
     let is_plain = |c: char| c.is_ascii_alphanumeric() || "._=+-".contains(c);
@@ -148,7 +149,7 @@ fn with_values(
 ) -> Result<RunRequest> {
     let mut run = RunRequest { sweep: Vec::new(), ..request.clone() };
     run.set.extend(combination.iter().cloned());
-    // Each has checkpoints of its own.
+    // Each run has its own checkpoints.
     let resolved = run.layers(defaults.clone())?.resolve();
     let dir = resolved.get("checkpoint").and_then(|checkpoint| checkpoint.get("dir")?.as_str());
     if let Some(dir) = dir {
@@ -158,12 +159,12 @@ fn with_values(
     Ok(run)
 }
 
-/// How a run ended, and its numbers.
+/// The end of a run, and its figures.
 #[derive(Debug, Default)]
 struct Row {
     status: String,
     steps: Option<u64>,
-    /// In the order of the table.
+    /// Sorted like the table's columns.
     numbers: BTreeMap<String, f64>,
     seconds: f64,
 }
@@ -176,7 +177,7 @@ impl Row {
         })
     }
 
-    /// Takes the numbers of an event of the run.
+    /// Reads the figures of a run's event.
     fn read(&mut self, event: &Value) {
         let number = |value: &Value| value.as_f64();
         match event["event"].as_str() {
@@ -292,7 +293,7 @@ mod tests {
     }
 
     #[test]
-    fn directories_of_runs_have_safe_names() {
+    fn run_directories_have_safe_names() {
         let sweeps = ["o.lr=1e-3,+2", "d.path='a b/c',\"a b:c\",[\"x\", 'é']"].map(str::to_owned);
         insta::assert_snapshot!(names(&combinations(&sweeps).unwrap()).join("\n"), @r"
     o.lr=1e-3,d.path=a_b_c

@@ -1,4 +1,5 @@
-//! An allocator that counts what the process holds, and what each thread does. A test binary installs it:
+//! An allocator that counts the memory of the process and of each thread. A test binary installs
+//! it:
 //!
 //! ```ignore
 //! #[global_allocator]
@@ -34,14 +35,14 @@ pub fn peak() -> isize {
     PEAK.load(Ordering::SeqCst)
 }
 
-/// Starts [`peak`] from what is held now, and returns that.
+/// Restarts [`peak`] from the bytes held now, which are returned.
 pub fn reset_peak() -> isize {
     let live = live();
     PEAK.store(live, Ordering::SeqCst);
     live
 }
 
-/// What `f` returned, and how many bytes more than before this thread held at most while it ran.
+/// Runs `f`. Returns its result, and the maximum increase of this thread's bytes while it ran.
 pub fn thread_peak<T>(f: impl FnOnce() -> T) -> (T, usize) {
     let before = HELD.get();
     MOST_HELD.set(before);
@@ -52,14 +53,14 @@ pub fn thread_peak<T>(f: impl FnOnce() -> T) -> (T, usize) {
 fn count(bytes: isize) {
     let live = LIVE.fetch_add(bytes, Ordering::SeqCst) + bytes;
     PEAK.fetch_max(live, Ordering::SeqCst);
-    // A thread that is ending counts no more.
+    // An ending thread is no longer counted.
     let _ = HELD.try_with(|held| {
         held.set(held.get() + bytes);
         let _ = MOST_HELD.try_with(|most| most.set(most.get().max(held.get())));
     });
 }
 
-// SAFETY: every call goes to the system's allocator as it came; counting allocates nothing.
+// SAFETY: every call is passed to the system's allocator unchanged; counting allocates nothing.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         count(layout.size() as isize);

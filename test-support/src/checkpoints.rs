@@ -1,4 +1,4 @@
-//! A small model on any mesh, and what its values must be.
+//! A small model on any mesh, and its expected values.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -18,7 +18,7 @@ use fulgurite_core::parameter::{Init, LocalShard};
 use fulgurite_core::shard::{Cut, Placement, Region};
 use fulgurite_transports::run_ranks;
 
-/// Runs `f` on `n` ranks and returns what each returned.
+/// Runs `f` on `n` ranks and returns their results.
 pub fn ranks<T: Send>(n: usize, f: impl Fn(&dyn ProcessGroup) -> T + Sync) -> Vec<T> {
     run_ranks(n, |group| Ok(f(&*group))).expect("no rank panics")
 }
@@ -32,7 +32,7 @@ pub fn world_size(mesh: Mesh) -> usize {
     mesh.iter().product()
 }
 
-/// This rank's place along a mesh dimension, the last one fastest.
+/// This rank's coordinate along a mesh dimension, the last dimension fastest.
 pub fn coordinate(mesh: Mesh, rank: usize) -> impl Fn(&str) -> usize + Copy {
     move |dim| match DIMS.iter().position(|d| *d == dim).unwrap() {
         0 => rank / (mesh[1] * mesh[2]),
@@ -44,8 +44,8 @@ pub fn coordinate(mesh: Mesh, rank: usize) -> impl Fn(&str) -> usize + Copy {
 pub const SEED: u64 = 7;
 const INIT: Init = Init::Normal { mean: 0.0, std: 1.0 };
 
-/// A model with uneven, one-row, scalar and tied parameters, on this rank of the mesh. Its local
-/// values are those of `seed`, or zeros.
+/// A model with uneven, one-row, scalar and tied parameters, on this rank of the mesh. Local values
+/// follow from `seed`; without a seed they are zero.
 pub fn model(mesh: Mesh, rank: usize, seed: Option<u64>, dtype: DType) -> ModuleTree {
     let b = ModuleBuilder::new(ModuleInit { dtype, ..ModuleInit::default() });
     let embed = b.pp("embed").parameter("weight", [7, 6], INIT).unwrap();
@@ -58,7 +58,7 @@ pub fn model(mesh: Mesh, rank: usize, seed: Option<u64>, dtype: DType) -> Module
     set_up(b.finish().unwrap(), mesh, rank, seed)
 }
 
-/// Cuts a model's parameters for the mesh and gives this rank its local values.
+/// Shards a model's parameters for the mesh and sets this rank's local values.
 pub fn set_up(mut tree: ModuleTree, mesh: Mesh, rank: usize, seed: Option<u64>) -> ModuleTree {
     for parameter in tree.slots() {
         let mut spec = parameter.spec();
@@ -75,7 +75,7 @@ pub fn set_up(mut tree: ModuleTree, mesh: Mesh, rank: usize, seed: Option<u64>) 
     tree
 }
 
-/// What a parameter's values are in a region.
+/// Values of a parameter within a region.
 pub fn values(
     seed: Option<u64>,
     fqn: &str,
@@ -87,7 +87,7 @@ pub fn values(
     init.values(seed.unwrap_or(0), fqn, shape, region, dtype, &Device::Cpu).unwrap()
 }
 
-/// Optimizer state for every parameter, as local as it is.
+/// Optimizer state for every parameter, sharded like the parameter.
 pub fn states(tree: &ModuleTree, seed: Option<u64>) -> Vec<StateTensor> {
     tree.trainable()
         .flat_map(|parameter| {
@@ -120,7 +120,7 @@ pub fn meta(step: u64, mesh: Mesh, tree: &ModuleTree) -> SaveMeta {
     }
 }
 
-/// A manifest as it was before manifests had a digest, which may be edited.
+/// An editable manifest in the older format without a digest.
 pub fn without_digest(manifest: &str) -> String {
     let (before, _) = manifest.rsplit_once(",\n  \"digest\": \"").expect("it has a digest");
     let version = format!("\"format_version\": {FORMAT_VERSION}");
@@ -162,7 +162,7 @@ pub fn save_all(root: &Path, name: &str, mesh: Mesh, step: u64, seed: u64) {
     }
 }
 
-/// An error's text, with the temporary directory called `ROOT` and temporary names `ID`.
+/// An error's text, with the temporary directory replaced by `ROOT` and temporary names by `ID`.
 pub fn shown(error: impl std::fmt::Display, root: &Path) -> String {
     let text = error.to_string().replace(root.to_str().unwrap(), "ROOT");
     let mut parts = text.split(".tmp-");

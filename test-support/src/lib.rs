@@ -1,6 +1,6 @@
-//! What tests of several crates share: models and trainings of them ([`training`]), a model in checkpoints
-//! ([`checkpoints`]), the example's model ([`llama`], [`hugging_face`]), and an allocator that counts
-//! ([`allocator`]).
+//! Shared code for tests of several crates: models with training loops ([`training`]), a model in
+//! checkpoints ([`checkpoints`]), the example's model ([`llama`], [`hugging_face`]), and a counting
+//! allocator ([`allocator`]).
 
 pub mod allocator;
 pub mod checkpoints;
@@ -10,7 +10,7 @@ pub mod hugging_face;
 pub mod llama;
 pub mod training;
 
-/// What the example's files import.
+/// Imports of the example's files.
 mod prelude {
     pub(crate) use candle_core::Tensor;
     pub(crate) use fulgurite_core::checkpoint;

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 base, adapter, expected_path = sys.argv[1:]
-# peft only warns of keys that do not fit. What a later version will not have any more is nothing to us.
+# peft only warns of keys that do not fit, so warnings are errors; deprecation warnings are ignored.
 warnings.simplefilter("error", UserWarning)
 expected = load_file(expected_path)
 model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)

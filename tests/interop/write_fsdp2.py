@@ -35,7 +35,7 @@ def tensors(state):
 def train(rank, port):
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     torch.manual_seed(1)
-    # Dimensions that do not divide by two.
+    # Dimensions that are not divisible by two.
     model = torch.nn.Sequential(
         torch.nn.Embedding(7, 6),
         torch.nn.Linear(6, 5),

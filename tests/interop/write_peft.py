@@ -23,7 +23,7 @@ config = LoraConfig(
     use_rslora=True,
     use_dora=dora,
     lora_dropout=0.1,
-    # Magnitudes of embeddings are not known here.
+    # Fulgurite does not support magnitudes of embeddings.
     target_modules=["q_proj", "v_proj", "down_proj"] + ([] if dora else ["embed_tokens"]),
     modules_to_save=["lm_head"],
     task_type="CAUSAL_LM",

@@ -1,4 +1,4 @@
-//! The device of each rank, of a kind whose devices are the CPU.
+//! An accelerator whose devices are the CPU: assignment of devices to ranks.
 
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -22,11 +22,11 @@ use serde::{Deserialize, Serialize};
 use crate::callbacks::{Net, all, config};
 use crate::toy::{Events, NoKeys, Numbers};
 
-/// Two devices a host.
+/// Two devices per host.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Pretended {
-    /// Whether several ranks may take one.
+    /// Whether several ranks may share one device.
     #[serde(default)]
     shared: bool,
 }
@@ -49,7 +49,7 @@ impl AcceleratorConfig for Pretended {
     }
 }
 
-/// The indices of the devices that were opened.
+/// Indices of the opened devices.
 static OPENED: Mutex<Vec<usize>> = Mutex::new(Vec::new());
 
 #[derive(Debug)]
@@ -80,7 +80,7 @@ impl Accelerator for Opened {
     }
 }
 
-/// A second after the one before.
+/// Each stamp is a second after the previous one.
 struct Stamp(usize);
 
 impl TimeStamp for Stamp {
@@ -95,7 +95,7 @@ impl TimeStamp for Stamp {
     }
 }
 
-/// Has no memory left in its second step.
+/// Runs out of memory in its second step.
 struct Hungry(Unit<Linear>, u32);
 
 impl LightningModule for Hungry {
@@ -122,7 +122,7 @@ const SHARED: &str = "trainer.accelerator={ type = 'pretended', shared = true }"
 
 // checklist: Lightning: root_device
 #[test]
-fn every_rank_has_a_device_of_its_own() {
+fn every_rank_has_its_own_device() {
     let dir = tempfile::tempdir().unwrap();
     let trainer_config = |keys: &[&str]| config(dir.path(), keys).trainer;
     let opened = |ranks: usize, config: &TrainerConfig| {
@@ -137,14 +137,14 @@ fn every_rank_has_a_device_of_its_own() {
     };
     assert_eq!(opened(2, &trainer_config(&[PRETENDED])).unwrap(), [Some(1), Some(2)]);
     assert_eq!(opened(3, &trainer_config(&[SHARED])).unwrap(), [Some(1), Some(2), Some(1)]);
-    // Nothing is opened for the host.
+    // No device is opened for the host.
     assert_eq!(opened(2, &trainer_config(&[])).unwrap(), [None, None]);
     assert!(OPENED.lock().unwrap().is_empty());
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let error = opened(3, &trainer_config(&[PRETENDED])).unwrap_err().to_string();
     assert_snapshot!(error.replace(&host, "HOST"), @r#"`trainer.accelerator`: 3 ranks on HOST, which has 2 pretended devices. Start as many ranks as there are devices; { type = "pretended", shared = true } lets several take one, which is slow"#);
 
-    // A training: what it computes on, and how much of it.
+    // A training run reports its device and memory.
     let run = config(dir.path(), &[PRETENDED, "trainer.max_steps=2", "trainer.strategy=ddp"]);
     let events = Events::default();
     run_ranks(2, |world| {
@@ -156,7 +156,7 @@ fn every_rank_has_a_device_of_its_own() {
     let Some(Event::Summary { peak_device_mib, .. }) = all.last() else { panic!("{all:?}") };
     assert_eq!(*peak_device_mib, [2048.0, 4096.0]);
 
-    // A trace, with its times.
+    // A trace contains the device's times.
     let run = config(
         dir.path(),
         &[PRETENDED, "trainer.profiler={ type = 'trace', skip_steps = 0, steps = 1 }"],
@@ -173,20 +173,20 @@ fn every_rank_has_a_device_of_its_own() {
     let longest = spans.map(|span| span["dur"].as_f64().unwrap()).fold(0.0, f64::max);
     assert_eq!(longest.round(), 1e6, "{trace}");
 
-    // It ends for want of memory.
+    // Training ends when memory runs out.
     let run = config(dir.path(), &[PRETENDED, "trainer.max_steps=2", "checkpoint.overwrite=true"]);
     let result = Trainer::default().fit::<Hungry>(&run);
     assert_snapshot!(result.map(drop).unwrap_err(), @"module `net`: CUDA_ERROR_OUT_OF_MEMORY (in validation_step of batch 1) (out of memory on pretended device: of 8.00 GiB, tensors of this rank hold 1.00 GiB and have held at most 2.00; 1.00 GiB are free. Make `data.batch_size` smaller and `trainer.accumulate_grad_batches` larger, set `trainer.activation_checkpointing`, or shard over more ranks)");
 }
 
-/// Connects pretended devices: the host's group, counted.
+/// A process group for the pretended devices: the host's group, counted.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct BetweenPretended {}
 
 register_process_group!("between_pretended", BetweenPretended);
 
-/// Whether a rank misses what it takes, and how many groups were built over one of the host.
+/// Whether the next rank lacks the library, and the number of groups built over a host group.
 static MISSING: AtomicBool = AtomicBool::new(false);
 static BUILT: AtomicUsize = AtomicUsize::new(0);
 
@@ -219,7 +219,7 @@ impl ProcessGroupConfig for BetweenPretended {
 }
 
 #[test]
-fn ranks_with_devices_of_their_own_communicate_by_the_process_group_for_those() {
+fn process_group_matches_the_devices() {
     let dir = tempfile::tempdir().unwrap();
     let store = Arc::new(LocalStore::new());
     let built = |keys: &[&str]| {
@@ -242,11 +242,11 @@ fn ranks_with_devices_of_their_own_communicate_by_the_process_group_for_those() 
         BUILT.load(Ordering::Relaxed)
     };
     assert_eq!(built(&[PRETENDED]), 2);
-    // Two ranks of one device, ranks of the host, and a process group that was asked for.
+    // Not built for two ranks on one device, ranks on the host, or an explicit process group.
     assert_eq!(built(&[SHARED]), 0);
     assert_eq!(built(&["trainer.accelerator=cpu"]), 0);
     assert_eq!(built(&[PRETENDED, "trainer.process_group=shm"]), 0);
-    // If one rank cannot, none does.
+    // If one rank cannot build it, no rank does.
     MISSING.store(true, Ordering::Relaxed);
     assert_eq!(built(&[PRETENDED]), 0);
     assert!(!MISSING.load(Ordering::Relaxed));

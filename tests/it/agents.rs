@@ -1,4 +1,4 @@
-//! Trainings that `fulgurite run` starts, on one host and on two.
+//! Training runs that `fulgurite run` starts, on one host and on two.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -11,7 +11,7 @@ use crate::two_hosts::Hosts;
 
 const KEY: &str = "a key of sixteen characters or more";
 
-/// A training that saves, over many steps.
+/// A training run with many steps that saves.
 fn training(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&[
         "trainer.strategy=fsdp",
@@ -24,7 +24,7 @@ fn training(scratch: &Scratch) -> Job<'_> {
     ])
 }
 
-/// The agents of two nodes, which are on this host, with two ranks each.
+/// The agents of two nodes on this host, with two ranks each.
 fn two_agents(job: &Job<'_>, args: &[&str]) -> [Running; 2] {
     let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
     let common = ["--nnodes", "2", "--nproc-per-node", "2", "--rdzv-endpoint", &endpoint];
@@ -39,14 +39,14 @@ fn two_agents(job: &Job<'_>, args: &[&str]) -> [Running; 2] {
     ["0", "1"].map(start)
 }
 
-/// The losses of all steps, of which one node's rank tells; of steps that were done again, those of the last time.
+/// The losses of all steps, as reported by one node. A repeated step has its last loss.
 fn losses(runs: &[Run]) -> BTreeMap<u64, f64> {
     let losses: BTreeMap<u64, f64> = runs.iter().flat_map(Run::losses).collect();
     assert_eq!(losses.len(), 120, "no step is missing");
     losses
 }
 
-/// The process of a rank that an agent has started.
+/// The process of a rank that the agent started.
 fn rank_of(agent: &Running, rank: usize) -> Pid {
     let wanted =
         [format!("FULGURITE_AGENT={}", agent.pid().as_raw_nonzero()), format!("RANK={rank}")];
@@ -63,7 +63,7 @@ fn rank_of(agent: &Running, rank: usize) -> Pid {
 }
 
 #[test]
-fn agents_train_as_the_program_alone_does() {
+fn agents_train_like_a_single_program() {
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=4"]).succeed();
     let job = training(&scratch).env("FULGURITE_JOB_KEY", KEY);
@@ -75,11 +75,11 @@ fn agents_train_as_the_program_alone_does() {
 }
 
 #[test]
-fn a_job_that_lost_a_rank_goes_on_with_the_losses_of_one_that_did_not() {
+fn losses_survive_a_lost_rank() {
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=4"]).succeed();
     let agents = two_agents(&training(&scratch), &["--max-restarts", "2"]);
-    // Looked for first: the steps that are left take less than a second.
+    // Find the process first: the remaining steps take less than a second.
     let rank = rank_of(&agents[1], 3);
     agents[0].reach(25);
     kill_process(rank, Signal::KILL).unwrap();
@@ -97,7 +97,7 @@ fn a_job_that_lost_a_rank_goes_on_with_the_losses_of_one_that_did_not() {
 }
 
 #[test]
-fn an_elastic_job_trains_on_fewer_ranks_as_before() {
+fn elastic_job_trains_on_fewer_ranks() {
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=2"]).succeed();
     let endpoint = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string();
@@ -109,7 +109,7 @@ fn an_elastic_job_trains_on_fewer_ranks_as_before() {
     };
     let [first, second] = ["0", "1"].map(start);
     first.reach(25);
-    // As a host that is switched off.
+    // Like a host that is switched off.
     kill_process(second.pid(), Signal::KILL).unwrap();
     let run = first.wait();
     assert!(run.status.success(), "{}", run.stderr);
@@ -118,7 +118,7 @@ fn an_elastic_job_trains_on_fewer_ranks_as_before() {
 }
 
 #[test]
-fn two_hosts_are_started_by_their_agents_and_go_on_without_a_host() {
+fn two_hosts_continue_after_losing_one() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();
     let expected = training(&scratch).set(&["trainer.devices=4"]).succeed();
@@ -134,7 +134,7 @@ fn two_hosts_are_started_by_their_agents_and_go_on_without_a_host() {
 
     let waits = ["--last-call-timeout-secs", "4", "--keep-alive-timeout-secs", "4"];
     let args = [&waits[..], &["--max-restarts", "1"]].concat();
-    // The first is there first, so that rank 0 is its.
+    // The first agent starts first, so it gets rank 0.
     let first = start("1:2", 0, &[&args[..], &["--node-rank", "0"]].concat());
     let second = start("1:2", 1, &[&args[..], &["--node-rank", "1"]].concat());
     first.reach(25);

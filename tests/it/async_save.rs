@@ -1,4 +1,4 @@
-//! Saving in the background: ranks as threads, and places that are slow or broken.
+//! Saves in the background: ranks as threads, with slow or broken storage.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -15,7 +15,7 @@ use fulgurite::prelude::*;
 use fulgurite_checkpoint::LocalDirectory;
 use fulgurite_transports::run_ranks;
 
-/// A directory whose writes wait for a gate, and fail if they are told to. It notes what is done.
+/// A directory whose writes wait for a gate, and fail on demand. It notes its operations.
 #[derive(Debug)]
 struct Gated {
     inner: LocalDirectory,
@@ -36,8 +36,8 @@ impl Gated {
         })
     }
 
-    /// Lets writes wait until the guard is dropped: by an assertion that fails, too, or the saver
-    /// would wait for its thread for ever.
+    /// Blocks writes until the guard is dropped. The guard also opens the gate after a failed
+    /// assertion; otherwise the saver would wait for its thread forever.
     fn close(self: &Arc<Self>) -> Closed {
         self.set_open(false);
         Closed(self.clone())
@@ -57,7 +57,7 @@ impl Gated {
     }
 }
 
-/// Opens the gate again. To be made after the saver, so that it goes before it.
+/// Opens the gate when dropped. Create it after the saver, so that it is dropped first.
 struct Closed(Arc<Gated>);
 
 impl Drop for Closed {
@@ -104,7 +104,7 @@ impl CheckpointIO for Gated {
     }
 }
 
-/// Eight numbers, of which this rank holds its part.
+/// Eight values, of which this rank holds its shard.
 struct Weights {
     values: Tensor,
     rank: usize,
@@ -118,7 +118,7 @@ impl Weights {
         Self { values, rank, size }
     }
 
-    /// What a step does to them.
+    /// Stands for a step: sets all values.
     fn set(&self, value: f32) {
         storage::with_host_mut(&self.values, |x: &mut [f32]| x.fill(value)).unwrap();
     }
@@ -154,7 +154,7 @@ fn names(root: &Path) -> Vec<String> {
 }
 
 #[test]
-fn training_goes_on_and_does_not_get_into_the_checkpoint() {
+fn training_continues_during_a_save() {
     let dir = tempfile::tempdir().unwrap();
     let ios = [Gated::new(dir.path()), Gated::new(dir.path())];
     run_ranks(2, |world| {
@@ -165,7 +165,7 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
         let gate = io.close();
         weights.set(1.0);
         assert_eq!(saver.start(weights.request(1, &[]))?, None);
-        // Later steps, with collectives of their own, while nothing can be written.
+        // Later steps run their own collectives while nothing can be written.
         for step in 2..5u8 {
             weights.set(step.into());
             world.barrier()?.wait()?;
@@ -174,7 +174,7 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
         assert!(!dir.path().join(step_name(1)).exists());
         drop(gate);
         let path = dir.path().join(step_name(1));
-        // The next one waits for it.
+        // The next save waits for this one.
         let earlier = saver.start(weights.request(4, &[]))?.expect("the first one");
         assert_eq!((earlier.step, &earlier.path), (1, &path));
         weights.set(9.0);
@@ -189,7 +189,7 @@ fn training_goes_on_and_does_not_get_into_the_checkpoint() {
 }
 
 #[test]
-fn what_follows_a_save_is_rank_0s_to_say() {
+fn rank_0_decides_about_finished_saves() {
     let dir = tempfile::tempdir().unwrap();
     let io = LocalDirectory::new(dir.path()).with_sync(false);
     run_ranks(2, |world| {
@@ -202,7 +202,7 @@ fn what_follows_a_save_is_rank_0s_to_say() {
                 (request.update_last, request.remove) = (false, Vec::new());
             }
             request.run(&io, &*world)?;
-            // Whatever the others were told, all are done at the same time.
+            // All ranks finish together, whatever their requests were.
             world.barrier()?.wait()?;
         }
         Ok(())
@@ -212,7 +212,7 @@ fn what_follows_a_save_is_rank_0s_to_say() {
 }
 
 #[test]
-fn old_checkpoints_go_when_the_new_one_is_there() {
+fn old_checkpoints_are_removed_after_commit() {
     let dir = tempfile::tempdir().unwrap();
     let io = Gated::new(dir.path());
     let world = Solo::new("world", 0);
@@ -221,7 +221,7 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
     saver.start(weights.request(1, &[])).unwrap();
     saver.wait().unwrap();
     io.notes.lock().unwrap().clear();
-    // It is removed with the second, not before, and what is being saved is never removed.
+    // The old checkpoint is removed by the second save, not earlier; the one being saved is kept.
     let gate = io.close();
     saver.start(weights.request(2, &["step-00000001", "step-00000002"])).unwrap();
     assert!(io.notes.lock().unwrap().is_empty());
@@ -236,7 +236,7 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
     assert_eq!(names(dir.path()), [LAST, "step-00000002"]);
     assert_eq!(last(&*io).unwrap().unwrap().step, 2);
 
-    // One that cannot be saved removes nothing.
+    // A failed save removes nothing.
     io.set_fail(true);
     saver.start(weights.request(3, &["step-00000002"])).unwrap();
     saver.wait().unwrap_err();
@@ -245,7 +245,7 @@ fn old_checkpoints_go_when_the_new_one_is_there() {
 }
 
 #[test]
-fn an_error_of_one_rank_reaches_all() {
+fn error_of_one_rank_reaches_all() {
     let dir = tempfile::tempdir().unwrap();
     let ios = [Gated::new(dir.path()), Gated::new(dir.path())];
     let errors = run_ranks(2, |world| {
@@ -254,12 +254,12 @@ fn an_error_of_one_rank_reaches_all() {
         let mut saver = AsyncSaver::new(io.clone(), &*world)?;
         io.set_fail(world.rank() == 1);
         saver.start(weights.request(1, &[]))?;
-        // By the next save, which is not begun then.
+        // The next save reports the error and does not start.
         let first = saver.start(weights.request(2, &[])).unwrap_err();
         assert!(!saver.is_running());
         saver.start(weights.request(3, &[]))?;
         let second = saver.wait().unwrap_err();
-        // A rank that cannot even copy its part does not leave the others waiting.
+        // A rank that cannot copy its shard does not leave the others waiting.
         io.set_fail(false);
         if world.rank() == 1 {
             storage::release(&weights.values)?;
@@ -281,7 +281,7 @@ fn an_error_of_one_rank_reaches_all() {
 }
 
 #[test]
-fn a_saver_that_is_dropped_completes_what_it_began() {
+fn dropped_saver_completes_its_save() {
     for panics in [false, true] {
         let dir = tempfile::tempdir().unwrap();
         let io = Gated::new(dir.path());
@@ -308,7 +308,7 @@ fn a_saver_that_is_dropped_completes_what_it_began() {
 }
 
 #[test]
-fn a_pointer_that_leads_nowhere_is_passed_over() {
+fn dangling_pointer_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let io = Gated::new(dir.path());
     let world = Solo::new("world", 0);
@@ -330,7 +330,7 @@ fn a_pointer_that_leads_nowhere_is_passed_over() {
     io.save("last/file", b"").unwrap();
     assert_eq!(found(), 7);
     io.remove(LAST).unwrap();
-    // A checkpoint whose manifest is not there was never one.
+    // A checkpoint without a manifest does not count.
     io.save(LAST, b"step-00000005\n").unwrap();
     assert_eq!(found(), 5);
     io.remove("step-00000005/manifest.json").unwrap();

@@ -1,4 +1,4 @@
-//! Callbacks by name, and what a callback has access to.
+//! Callbacks by name, and the state that a callback can access.
 
 #![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
 
@@ -15,7 +15,7 @@ use tempfile::TempDir;
 
 use crate::toy::{Events, NoKeys};
 
-/// What the validations of a run log as `score`, one after the other.
+/// Values of `score` in consecutive validations.
 const SCORES: [f64; 8] = [5.0, 3.0, 4.0, 2.0, 2.5, 6.0, 7.0, 1.0];
 
 pub struct Net {
@@ -44,7 +44,7 @@ impl LightningModule for Net {
 
 impl Hooks<Numbers> for Net {}
 
-/// Logs [`SCORES`]: a validation after step n the n-th.
+/// Logs [`SCORES`]: the n-th score in the validation after step n.
 struct Scores;
 
 impl Callback for Scores {}
@@ -58,7 +58,7 @@ impl Hooks for Scores {
     }
 }
 
-/// Twelve numbers, in batches of 2.
+/// Twelve samples in batches of 2.
 pub struct Numbers;
 
 impl DataModule for Numbers {
@@ -102,7 +102,7 @@ pub fn config(dir: &Path, keys: &[&str]) -> RunConfig<NoKeys, NoKeys> {
     RunConfig::from_layers(layers.fold(ConfigLayers::new(), |l, set| l.set(set).unwrap())).unwrap()
 }
 
-/// Trains alone in a directory of its own.
+/// Trains on one rank in a temporary directory.
 pub fn fit(keys: &[&str]) -> (TempDir, Vec<Event>, fulgurite::core::Result<Trained>) {
     let dir = tempfile::tempdir().unwrap();
     let (events, result) = fit_in(dir.path(), keys);
@@ -130,7 +130,7 @@ pub fn kept(dir: &Path) -> Vec<String> {
     names
 }
 
-/// The values that were logged under a name, with their steps.
+/// The values logged under a name, with their steps.
 fn logged(events: &[Event], name: &str) -> Vec<(u64, f64)> {
     let value = |event: &Event| {
         let (step, scalars) = event.scalars()?;
@@ -140,7 +140,7 @@ fn logged(events: &[Event], name: &str) -> Vec<(u64, f64)> {
 }
 
 #[test]
-fn a_run_stops_when_its_metric_no_longer_improves() {
+fn early_stopping_without_improvement() {
     let stopping = |options: &str| {
         let callbacks = format!(
             "trainer.callbacks=[{{ type = 'early_stopping', monitor = 'score', {options} }}]"
@@ -164,12 +164,12 @@ fn a_run_stops_when_its_metric_no_longer_improves() {
 }
 
 #[test]
-fn what_has_been_waited_counts_in_a_resumed_run() {
+fn patience_survives_a_resume() {
     let callbacks =
         "trainer.callbacks=[{ type = 'early_stopping', monitor = 'score', patience = 2 }]";
     let dir = tempfile::tempdir().unwrap();
     let keys = ["checkpoint.save_last=true", callbacks, "trainer.ckpt_path=last"];
-    // The fifth validation was the first in vain.
+    // The fifth validation is the first without improvement.
     fit_in(dir.path(), &[&keys[..], &["trainer.max_steps=5"]].concat()).1.unwrap();
     let (events, result) = fit_in(dir.path(), &[&keys[..], &["trainer.max_steps=8"]].concat());
     result.unwrap();
@@ -177,7 +177,7 @@ fn what_has_been_waited_counts_in_a_resumed_run() {
 }
 
 #[test]
-fn the_best_checkpoints_are_named_and_kept() {
+fn best_checkpoints_are_named_and_kept() {
     let callbacks = "trainer.callbacks=[\
         { type = 'model_checkpoint', monitor = 'score', save_top_k = 2, \
           filename = 'best-{step}-{score:.1}' },\
@@ -192,8 +192,8 @@ fn the_best_checkpoints_are_named_and_kept() {
     let all = ["best-step=4-score=2.0", "best-step=5-score=2.5", "last", "weights-004"];
     assert_eq!(kept(dir.path()), all);
 
-    // The one saved last is the last whole one, and the kept ones are known to the resumed run, which never
-    // removes the one that it goes on from.
+    // `last` is the newest complete checkpoint. The resumed run knows the kept checkpoints and
+    // never removes the one that it resumed from.
     let keys = ["trainer.max_steps=8", callbacks, "trainer.ckpt_path=last"];
     let (events, result) = fit_in(dir.path(), &keys);
     result.unwrap();
@@ -203,7 +203,7 @@ fn the_best_checkpoints_are_named_and_kept() {
     let all = [best, from, new, "last", "weights-008"];
     assert_eq!(kept(dir.path()), all);
 
-    // Weights alone can be validated, and trained from, but not gone on from.
+    // Weights alone can be validated or start a training run, but cannot resume one.
     let weights = format!("trainer.ckpt_path={:?}", dir.path().join("kept/weights-008"));
     Trainer::default().validate::<Net>(&config(dir.path(), &[&weights])).unwrap();
     let keys = ["trainer.max_steps=9", &weights];
@@ -214,7 +214,7 @@ fn the_best_checkpoints_are_named_and_kept() {
 }
 
 #[test]
-fn the_table_saves_what_is_monitored_after_each_validation() {
+fn checkpoints_follow_the_monitored_metric() {
     let keys = [
         "trainer.max_steps=6",
         "trainer.val_check_interval=2",
@@ -227,7 +227,7 @@ fn the_table_saves_what_is_monitored_after_each_validation() {
     let path = |step: &str| Some(dir.path().join("kept").join(step));
     assert_eq!(trained.outcome().best_checkpoint, path("step-00000004"));
     assert_eq!(trained.outcome().last_checkpoint, path("step-00000006"));
-    // What is validated afterwards is no part of the training.
+    // A validation after training is not part of the training run.
     let mut trained = trained;
     assert!(!trained.validate().unwrap().metrics.contains_key("score"));
 
@@ -241,7 +241,7 @@ fn the_table_saves_what_is_monitored_after_each_validation() {
     });
     assert_eq!(resumed, path("step-00000004"));
 
-    // Between validations a score is that of an earlier step, and counts for nothing.
+    // Between validations the score belongs to an earlier step and is ignored.
     let keys = ["checkpoint.every_n_steps=1", "checkpoint.save_top_k=5"];
     let (dir, _, result) = fit(&[
         &["trainer.max_steps=6", "trainer.val_check_interval=3", "checkpoint.monitor=score"],
@@ -256,14 +256,14 @@ fn the_table_saves_what_is_monitored_after_each_validation() {
 }
 
 #[test]
-fn a_place_with_checkpoints_of_another_run_is_not_saved_to() {
+fn directory_of_another_run_is_refused() {
     let dir = tempfile::tempdir().unwrap();
     let keys = ["trainer.max_steps=2", "checkpoint.save_last=true"];
     fit_in(dir.path(), &keys).1.unwrap();
     let error = fit_in(dir.path(), &keys).1.unwrap_err().to_string();
     insta::assert_snapshot!(error.replace(dir.path().to_str().unwrap(), "DIR"), @r#"`checkpoint.dir`: DIR/kept has checkpoints of another run, the newest after step 2. Go on from it with `trainer.ckpt_path = "last"`, name another directory, remove them, or set `checkpoint.overwrite = true` to save among them"#);
     assert_eq!(kept(dir.path()), ["last", "step-00000002"]);
-    // Before any rank is started, too.
+    // Also refused before any rank starts.
     let early = |more: &[&str]| {
         let run = config(dir.path(), &[&keys[..], more].concat());
         Trainer::check::<Net>(&run, RunPurpose::Fit, &|| None)
@@ -279,8 +279,8 @@ fn a_place_with_checkpoints_of_another_run_is_not_saved_to() {
 }
 
 #[test]
-fn steps_have_more_micro_batches_from_an_epoch_on() {
-    // Six batches an epoch.
+fn micro_batches_grow_from_an_epoch_on() {
+    // Six batches per epoch.
     let callbacks = "trainer.callbacks=[{ type = 'gradient_accumulation_scheduler', \
                      scheduling = { 1 = 2, 3 = 3 } }]";
     let keys = ["trainer.max_epochs=4", "trainer.limit_val_batches=0", callbacks];
@@ -288,7 +288,7 @@ fn steps_have_more_micro_batches_from_an_epoch_on() {
     result.unwrap();
     assert_eq!(steps(&events), 6 + 3 + 3 + 2);
 
-    // A run that goes on within an epoch has as many as before.
+    // A run resumed within an epoch keeps the number of micro-batches.
     let dir = tempfile::tempdir().unwrap();
     let go_on = ["trainer.ckpt_path=last", "checkpoint.save_last=true"];
     let first = [&keys[1..], &go_on, &["trainer.max_steps=8"]].concat();
@@ -297,26 +297,26 @@ fn steps_have_more_micro_batches_from_an_epoch_on() {
     resumed.extend(fit_in(dir.path(), &second).0);
     assert_eq!(logged(&resumed, "train_loss"), logged(&events, "train_loss"));
 
-    // One without the callback has as many as its configuration says.
+    // Without the callback, the configured number applies.
     let dir = tempfile::tempdir().unwrap();
     fit_in(dir.path(), &first).1.unwrap();
     let plain = fit_in(dir.path(), &[&keys[..2], &go_on].concat()).0;
     assert_eq!(steps(&plain), (4 * 6) - (6 + 2 * 2));
 
-    // A schedule knows from the start how many steps there will be.
+    // A schedule knows the number of steps from the start.
     let (_dir, events, result) = fit(&[&keys[..], &["scheduler={ type = 'linear' }"]].concat());
     result.unwrap();
     let rates = logged(&events, "lr");
     let falls = rates.windows(2).map(|pair| pair[0].1 - pair[1].1);
     assert!(falls.clone().all(|fall| (fall - 0.01 / 14.0).abs() < 1e-9), "{rates:?}");
 
-    // Where their number follows from something else.
+    // Refused if the number of micro-batches is derived from the global batch size.
     let (_dir, _, result) = fit(&[&keys[..], &["trainer.global_batch_size=4"]].concat());
     insta::assert_snapshot!(result.unwrap_err(), @"a callback asks for 2 micro-batches in a step, but their number follows from `trainer.global_batch_size`: leave one of the two out");
 }
 
 #[test]
-fn a_run_may_have_more_steps_than_can_be_counted() {
+fn step_limit_beyond_any_counter() {
     for limit in ["trainer.max_epochs", "trainer.max_steps"] {
         for last_batch in ["wrap", "partial", "drop"] {
             let last_batch = format!("trainer.last_batch={last_batch}");
@@ -328,7 +328,7 @@ fn a_run_may_have_more_steps_than_can_be_counted() {
 }
 
 #[test]
-fn checkpoints_with_names_of_their_own_have_states_of_their_own() {
+fn model_checkpoints_have_separate_state() {
     let one =
         "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'one-{step}' }";
     let two = "{ type = 'model_checkpoint', monitor = 'score', mode = 'max', filename = 'two-{step}', \
@@ -346,24 +346,24 @@ fn checkpoints_with_names_of_their_own_have_states_of_their_own() {
 }
 
 #[test]
-fn the_learning_rate_falls_when_a_metric_does_not_improve() {
+fn learning_rate_falls_on_plateau() {
     let callbacks = "trainer.callbacks=[{ type = 'reduce_lr_on_plateau', monitor = 'score', \
                      factor = 0.5, patience = 0 }]";
     let keys = ["checkpoint.save_last=true", "trainer.ckpt_path=last", callbacks];
     let dir = tempfile::tempdir().unwrap();
     let mut lr = Vec::new();
-    // Also in a run that goes on.
+    // Also in a resumed run.
     for max_steps in ["trainer.max_steps=5", "trainer.max_steps=8"] {
         let (events, result) = fit_in(dir.path(), &[&keys[..], &[max_steps]].concat());
         result.unwrap();
         lr.extend(logged(&events, "lr").into_iter().map(|(_, lr)| lr * 100.0));
     }
-    // 4 is no better than 3, nor 2.5, 6 and 7 than 2.
+    // 4 is no better than 3; 2.5, 6 and 7 are no better than 2.
     assert_eq!(lr, [1.0, 1.0, 1.0, 0.5, 0.5, 0.25, 0.125, 0.0625]);
 }
 
 #[test]
-fn rates_and_statistics_are_logged_when_steps_are() {
+fn rates_are_logged_with_steps() {
     let callbacks = "trainer.callbacks=['device_stats_monitor', \
                      { type = 'throughput_monitor', peak_tflops = 1.0 }]";
     let keys = ["trainer.max_steps=5", "trainer.log_every_n_steps=2", callbacks];
@@ -380,7 +380,7 @@ fn rates_and_statistics_are_logged_when_steps_are() {
     }
 }
 
-/// Looks at what a callback has access to.
+/// Inspects everything that a callback can access.
 #[derive(Default)]
 struct Curious {
     weights_before: f64,
@@ -406,7 +406,7 @@ impl Hooks for Curious {
     fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         let fabric = ctx.fabric();
         assert!(fabric.module_tree()?.trainable().all(|p| p.local_grad().is_none()));
-        // The module, on all ranks, in a scope of evaluation.
+        // The module on all ranks, in evaluation scope.
         let _no_grad = no_grad();
         let _scope = fabric.forward_scope(false, ctx.step, 0);
         let net = ctx.module::<Net>().unwrap();
@@ -439,7 +439,7 @@ impl LightningModule for Other {
 impl Hooks<Numbers> for Other {}
 
 #[test]
-fn a_callback_sees_module_optimizer_and_gradients_on_every_rank() {
+fn callback_sees_module_and_gradients() {
     let dir = tempfile::tempdir().unwrap();
     let callbacks = "trainer.callbacks=[{ type = 'gradient_norms', depth = 2 }]";
     let norms = |ranks: usize, strategy: &str, place: &str| {
@@ -476,13 +476,13 @@ fn a_callback_sees_module_optimizer_and_gradients_on_every_rank() {
     };
     let alone = norms(1, "single_device", "one");
     for (ranks, strategy) in [(2, "ddp"), (3, "fsdp")] {
-        // Another number of ranks has other global batches.
+        // Another number of ranks changes the global batches.
         assert_ne!(norms(ranks, strategy, strategy), alone);
     }
 }
 
 #[test]
-fn a_module_comes_from_values_and_out_of_a_checkpoint() {
+fn module_from_values_and_from_checkpoint() {
     let dir = tempfile::tempdir().unwrap();
     let run = config(dir.path(), &["trainer.max_steps=3", "checkpoint.save_last=true"]);
     let whole = Trainer::default().fit::<Net>(&run).unwrap();
@@ -500,7 +500,7 @@ fn a_module_comes_from_values_and_out_of_a_checkpoint() {
     let loaded = Net::load_from_checkpoint(&kept).unwrap();
     assert_eq!(loaded.forward(outputs).unwrap(), whole.forward(outputs).unwrap());
 
-    // A part of it, as a run takes one.
+    // Load part of the checkpoint, as a run does.
     let part = LoadConfig { exclude: vec!["net.up".to_owned()], ..LoadConfig::default() };
     let part = Net::load_from_checkpoint_with(&kept, &part).unwrap();
     let values = |tree: &ModuleTree, i: usize| {
@@ -523,7 +523,7 @@ fn a_module_comes_from_values_and_out_of_a_checkpoint() {
 }
 
 #[test]
-fn a_trainer_is_used_again_with_its_callbacks_and_sinks() {
+fn trainer_is_reusable() {
     let dir = tempfile::tempdir().unwrap();
     let events = Events::default();
     let trainer = Trainer::default()

@@ -1,4 +1,4 @@
-//! The command line: what sets a key, what is checked and printed without a run, predictions, sweeps.
+//! The command line: sources of keys, checks and printing without a run, predictions, sweeps.
 
 use std::fs;
 use std::path::Path;
@@ -23,7 +23,7 @@ fn files(scratch: &Scratch) -> Vec<String> {
 }
 
 #[test]
-fn variables_of_the_environment_are_above_files_and_below_overrides() {
+fn environment_between_files_and_overrides() {
     let scratch = Scratch::with_tokens();
     scratch.file("run.toml", "seed = 1\n[trainer]\nmax_steps = 1\nlog_every_n_steps = 1");
     let printed =
@@ -35,7 +35,7 @@ fn variables_of_the_environment_are_above_files_and_below_overrides() {
         .env("FULGURITE_TRAINER__DEVICES", 2)
         .env("FULGURITE_TRAINER__STRATEGY__TYPE", "ddp")
         .env("FULGURITE_TRAINER__STRATEGY__BUCKET_CAP_MB", 1.5)
-        // Not a key: there are other variables with this prefix.
+        // Not a configuration key: some variables share the prefix.
         .env("FULGURITE_LOG", "error");
     let config = printed(job);
     let trainer = &config["trainer"];
@@ -44,7 +44,7 @@ fn variables_of_the_environment_are_above_files_and_below_overrides() {
     assert_eq!(trainer["devices"].as_integer(), Some(3));
     assert_eq!(trainer["log_every_n_steps"].as_integer(), Some(1));
     assert_eq!(trainer["strategy"]["bucket_cap_mb"].as_float(), Some(1.5));
-    // They reach the ranks.
+    // The variables reach the ranks.
     let run = scratch.small().on("ddp", 2, 1).env("FULGURITE_MODEL__DROPOUT", "0.1").succeed();
     let plain = scratch.small().on("ddp", 2, 1).succeed();
     assert_ne!(events(&run, "step").last(), events(&plain, "step").last());
@@ -63,7 +63,7 @@ fn variables_with_mistakes_are_named() {
     assert_snapshot!(error("FULGURITE_TRAINER__LOGGERS", "[csv]"), @"error: FULGURITE_TRAINER__LOGGERS: string values must be quoted, expected literal string; strings inside lists and tables need quotes");
     assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEPS", "5"), @"error: the variable FULGURITE_TRAINER_MAX_STEPS has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
     assert_snapshot!(error("FULGURITE_DATA_SEQ_LEN", "5"), @"error: the variable FULGURITE_DATA_SEQ_LEN has no effect; did you mean FULGURITE_DATA__SEQ_LEN? (In a variable two underscores stand for the point of a key.)");
-    // Another program may own this one: a warning, from one process of the job.
+    // The variable may belong to another program: one process of the job warns.
     let run = scratch.small().on("ddp", 2, 1).env("FULGURITE_HOME_PAGE", "x").succeed();
     let warned = run.stderr.lines().filter(|line| line.contains("FULGURITE_HOME_PAGE"));
     assert_eq!(warned.count(), 1, "{}", run.stderr);
@@ -71,7 +71,7 @@ fn variables_with_mistakes_are_named() {
 }
 
 #[test]
-fn a_configuration_is_checked_without_a_run() {
+fn configuration_is_checked_without_a_run() {
     let scratch = Scratch::with_tokens();
     let check = |more: &[&str]| {
         let mut job = scratch.small().on("ddp", 2, 1).set(more);
@@ -85,13 +85,13 @@ fn a_configuration_is_checked_without_a_run() {
     assert_snapshot!(check(&["trainer.strategy=single_device"]).fail(), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
     assert_snapshot!(check(&["trainer.process_group={ type = 'shm', chunk_bytes = 1 }"]).fail(), @"error: trainer.process_group.chunk_bytes is 1; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");
     assert_snapshot!(check(&["optimizer.eps=3.5e38"]).fail(), @"error: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
-    // What training alone needs does not matter to an evaluation.
+    // Settings that only training needs do not matter to an evaluation.
     check(&["optimizer.eps=3.5e38"]).args(&["--purpose", "evaluate"]).succeed();
     assert_eq!(files(&scratch), ["tokens.u16"]);
 }
 
 #[test]
-fn the_configuration_is_printed_with_what_its_keys_mean() {
+fn config_is_printed_with_documentation() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["trainer.strategy={ type = 'fsdp', prefetch = 2 }"]);
     let plain = job.clone().args(&["--print-config"]).succeed().stdout;
@@ -120,20 +120,20 @@ fn the_configuration_is_printed_with_what_its_keys_mean() {
     assert!(twice.stderr.contains("[possible values: plain, comments]"), "{}", twice.stderr);
 }
 
-/// The schema of a key, at a path of properties.
+/// The schema of a key at a path of properties.
 fn at<'a>(schema: &'a Value, path: &[&str]) -> &'a Value {
     path.iter().fold(schema, |schema, key| &schema["properties"][*key])
 }
 
 #[test]
-fn the_schema_has_every_key_and_every_plugin() {
+fn schema_has_every_key_and_plugin() {
     let scratch = Scratch::with_tokens();
     let schema = scratch.job(&["config", "schema"]).succeed().stdout;
     let schema: Value = serde_json::from_str(&schema).unwrap();
     let config =
         scratch.small().args(&["--print-config"]).succeed().stdout.parse::<Table>().unwrap();
     for (table, keys) in config.iter().filter_map(|(name, value)| Some((name, value.as_table()?))) {
-        // Optimizer and schedule are plugins.
+        // Optimizer and scheduler are plugins.
         for key in keys.keys().filter(|_| at(&schema, &[table]).get("properties").is_some()) {
             assert!(at(&schema, &[table, key]).is_object(), "{table}.{key}");
         }
@@ -146,7 +146,7 @@ fn the_schema_has_every_key_and_every_plugin() {
     }
     let choices = at(&schema, &["optimizer"])["anyOf"].as_array().unwrap();
     assert_snapshot!(choices[0]["enum"], @r#"["adamw","sgd"]"#);
-    // A table without `type` has options of the default.
+    // A table without `type` has the default's options.
     assert_eq!((&choices[1]["required"], &choices[2]["required"]), (&json!([]), &json!(["type"])));
     assert_snapshot!(choices[2]["properties"]["momentum"], @r#"{"default":0.0,"description":"The factor of the previous update in the momentum; 0 for no momentum.","type":"number"}"#);
     assert_eq!(choices[2]["additionalProperties"], false);
@@ -155,7 +155,7 @@ fn the_schema_has_every_key_and_every_plugin() {
         strategies.iter().find(|choice| choice["title"] == "model_parallel").unwrap();
     let parallelize = &at(model_parallel, &["parallelize"])["anyOf"][0];
     assert_snapshot!(parallelize["enum"], @r#"["hf","llama","none","plan"]"#);
-    // Options have what their documentation says.
+    // Options carry their documentation.
     let callbacks = &at(&schema, &["trainer", "callbacks"])["items"]["anyOf"];
     let callbacks = callbacks.as_array().unwrap();
     let stopping = callbacks.iter().find(|choice| choice["title"] == "early_stopping").unwrap();
@@ -164,7 +164,7 @@ fn the_schema_has_every_key_and_every_plugin() {
 }
 
 #[test]
-fn the_example_of_every_plugin_can_be_run() {
+fn every_plugin_example_runs() {
     let scratch = Scratch::with_tokens();
     scratch.file(
         "base.toml",
@@ -181,13 +181,13 @@ fn the_example_of_every_plugin_can_be_run() {
         let of_kind = shown.split("\n\n").find(|text| text.starts_with(kind)).unwrap();
         let example = of_kind.lines().find_map(|line| line.strip_prefix("  example: ")).unwrap();
         scratch.file("example.toml", example);
-        // The program's default is two ranks.
+        // The program trains on two ranks by default.
         let devices = if name == "single_device" { "1" } else { "2" };
         let run = scratch
             .job(&["config", "check", "--config", "base.toml", "--config", "example.toml"])
             .set(&[&format!("trainer.devices={devices}")])
             .run();
-        // The one that needs another build of the program says so.
+        // The `cuda` plugin needs another build of the program, and says so.
         let needs_cuda = name == "cuda" && run.stderr.contains("built without CUDA");
         assert!(run.code() == Some(0) || needs_cuda, "{kind} {name}: {example}: {}", run.stderr);
     }
@@ -205,7 +205,7 @@ fn shells_complete_arguments() {
 }
 
 #[test]
-fn predictions_of_all_ranks_are_in_one_file_in_order() {
+fn predictions_of_all_ranks_in_order() {
     let scratch = Scratch::with_tokens();
     let keep = ["checkpoint.dir=kept", "checkpoint.save_last=true", "data.validation_fraction=0.4"];
     scratch.small().set(&keep).succeed();
@@ -230,13 +230,13 @@ fn predictions_of_all_ranks_are_in_one_file_in_order() {
         .collect();
     assert!(samples.is_sorted_by(|a, b| a < b) && samples.len() == event["samples"], "{samples:?}");
     assert_eq!(tensors.tensor("outputs").unwrap().shape(), [samples.len(), 7]);
-    // A file that cannot be written leaves nothing, and no rank waits.
+    // An unwritable file leaves nothing behind and blocks no rank.
     let error = predict(2, "tokens.u16/out.safetensors").fail();
     assert!(error.contains("creating tokens.u16"), "{error}");
 }
 
 #[test]
-fn a_sweep_runs_each_combination_and_compares_them() {
+fn sweep_runs_and_compares_combinations() {
     let scratch = Scratch::with_tokens();
     let sweep =
         ["--sweep", "optimizer.lr=1e-3,1e-2", "--sweep", "trainer.accumulate_grad_batches=1,2"];
@@ -259,7 +259,7 @@ fn a_sweep_runs_each_combination_and_compares_them() {
     assert_eq!(runs[2]["metrics"]["train_loss"], events(&alone, "summary")[0]["last_loss"]);
     let kept = scratch.path().join("kept/optimizer.lr=1e-2,trainer.accumulate_grad_batches=1");
     assert!(Path::new(&kept).join("last").exists());
-    // For people there is a table; each run goes to stderr.
+    // Human output has a table; the output of each run goes to stderr.
     let mut human = scratch.small().set(&["trainer.max_steps=1"]).args(&sweep[..2]);
     human.replace("json", "human");
     let run = human.succeed();
@@ -274,7 +274,7 @@ fn a_sweep_runs_each_combination_and_compares_them() {
 }
 
 #[test]
-fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
+fn stopped_sweep_ends_its_run_cleanly() {
     for (signal, code) in [(Signal::TERM, 143), (Signal::INT, 130)] {
         let scratch = Scratch::with_tokens();
         let keys =
@@ -288,7 +288,7 @@ fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
         let [event] = &events(&run, "sweep")[..] else { panic!("{}", run.stdout) };
         let [row] = &event["runs"].as_array().unwrap()[..] else { panic!("{event}") };
         assert_eq!(row["status"], "interrupted");
-        // It has saved, as a single run does.
+        // The run has saved, as a single run does.
         assert!(row["steps"].as_u64().unwrap() >= 2, "{row}");
         assert!(scratch.path().join("kept/optimizer.lr=1e-3/last").exists());
         assert!(!scratch.path().join("kept/optimizer.lr=1e-2").exists(), "no further one");
@@ -297,7 +297,7 @@ fn a_sweep_that_is_asked_to_end_ends_its_run_in_order() {
 
 // checklist: composer: automatic micro-batches
 #[test]
-fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
+fn batch_size_search_leaves_nothing() {
     let scratch = Scratch::with_tokens();
     let keys = [
         "trainer.devices=2",
@@ -307,7 +307,7 @@ fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
     ];
     let run = scratch.small().set(&keys).args(&["--find-batch-size"]).succeed();
     let [event] = &events(&run, "batch_size")[..] else { panic!("{}", run.stdout) };
-    // 57 samples: a step of two ranks takes 32 of them with the last size.
+    // 57 samples: with the last size, a step of two ranks takes 32 of them.
     let sizes: Vec<_> =
         event["runs"].as_array().unwrap().iter().map(|run| &run["batch_size"]).collect();
     assert_snapshot!(json!(sizes), @"[1,2,4,8,16]");
@@ -320,7 +320,7 @@ fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
         assert!(number("peak_rss_mib") > 2.0 && number("items_per_s") > 0.0, "{event}");
     }
     assert_eq!(files(&scratch), ["tokens.u16"]);
-    // Nor does it go on from a checkpoint.
+    // The search does not resume from a checkpoint either.
     let saving = ["checkpoint.dir=kept", "checkpoint.save_last=true", "trainer.ckpt_path=last"];
     scratch.small().set(&saving).succeed();
     let resuming = |path: &str| {
@@ -331,7 +331,7 @@ fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
         let events = events(&resuming(path), "batch_size");
         assert_eq!(events[0]["largest"], 32, "{path}");
     }
-    // A step of several micro-batches takes as many times the samples.
+    // A step of several micro-batches takes several times the samples.
     for keys in ["trainer.accumulate_grad_batches=4", "trainer.global_batch_size=8"] {
         let run = scratch.small().set(&[keys]).args(&["--find-batch-size"]).succeed();
         assert_eq!(events(&run, "batch_size")[0]["largest"], 8, "{keys}: {}", run.stderr);
@@ -348,7 +348,7 @@ fn the_largest_batch_is_looked_for_in_runs_that_leave_nothing() {
 }
 
 #[test]
-fn a_sweep_with_a_mistake_starts_no_run() {
+fn invalid_sweep_starts_no_run() {
     let scratch = Scratch::with_tokens();
     let error = |sweep: &str| scratch.small().args(&["--sweep", sweep]).fail();
     assert_snapshot!(error("optimizer.eps=1e-8,3.5e38"), @"error: --sweep, optimizer.eps=3.5e38: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
@@ -356,7 +356,7 @@ fn a_sweep_with_a_mistake_starts_no_run() {
     assert_snapshot!(error("optimizer.lr=1e-3,"), @"error: --sweep optimizer.lr=1e-3,: a value is missing; expected KEY=VALUE,VALUE, such as optimizer.lr=1e-3,3e-3");
     assert_snapshot!(error("optimizer.rate=1e-3"), @"error: --sweep, optimizer.rate=1e-3: unknown key `optimizer.rate` (the keys of `optimizer` are lr, betas, eps, weight_decay, no_decay, groups, state_dtype)");
     assert_eq!(files(&scratch), ["tokens.u16"]);
-    // A run that fails does not keep the others from theirs.
+    // A failing run does not stop the other runs.
     let diverging = scratch.small().args(&["--sweep", "optimizer.lr=1e30,1e-3"]).run();
     assert_eq!(diverging.code(), Some(1));
     let event = &events(&diverging, "sweep")[0];
@@ -367,7 +367,7 @@ fn a_sweep_with_a_mistake_starts_no_run() {
 }
 
 #[test]
-fn the_doctor_says_what_a_run_would_find() {
+fn doctor_predicts_the_findings_of_a_run() {
     let scratch = Scratch::with_tokens();
     let mut job = scratch.small();
     job.replace("fit", "doctor");
@@ -400,10 +400,10 @@ fn the_doctor_says_what_a_run_would_find() {
     assert!(errors.len() == 2 && errors[0].contains("`model.hidden_size`"), "{errors:#?}");
 }
 
-/// What the program tells of itself beside its output is filtered as `env_logger` and `tracing` do it.
+/// The program's log follows the filters of `env_logger` and `tracing`.
 // checklist: torchtune: loggers
 #[test]
-fn a_variable_says_how_much_is_logged() {
+fn log_filter_from_environment() {
     let scratch = Scratch::with_tokens();
     let first =
         ["--set", "checkpoint.dir=out", "--set", "checkpoint.every_n_steps=4", "--set", "seed=1"];
@@ -427,7 +427,7 @@ fn a_variable_says_how_much_is_logged() {
 
 // checklist: composer: log_execution_time
 #[test]
-fn what_takes_time_is_logged() {
+fn durations_are_logged() {
     let scratch = Scratch::with_tokens();
     let run = |more: &[&str]| {
         let job = scratch

@@ -1,5 +1,5 @@
-//! What the trainer's step communicates: what the strategy needs, the loss, the norm and one vote, however often
-//! steps are logged; and what it reads from its device.
+//! The trainer's step: its collectives (strategy, loss, norm and one vote, at any logging interval)
+//! and its reads of the device.
 
 use std::collections::BTreeMap;
 
@@ -12,7 +12,7 @@ use fulgurite_transports::run_ranks;
 
 use crate::toy::{NoKeys, Numbers};
 
-/// Learns to double, and logs two numbers of its device.
+/// Learns to double; logs two values from its device.
 struct Double(Unit<Linear>);
 
 impl LightningModule for Double {
@@ -33,7 +33,7 @@ impl LightningModule for Double {
 
 impl Hooks<Numbers> for Double {}
 
-/// Ids and classes, on the device by `SENT` or otherwise.
+/// Ids and classes, moved to the device by `transfer::to_device` if `SENT`, else by candle.
 struct Ids<const SENT: bool>;
 
 impl<const SENT: bool> DataModule for Ids<SENT> {
@@ -83,8 +83,8 @@ impl<const SENT: bool> LightningModule for Classes<SENT> {
 
 impl<const SENT: bool> Hooks<Ids<SENT>> for Classes<SENT> {}
 
-/// What a whole run on two ranks did, on rank 0: calls of collectives, by group and kind, and reads of the device, by
-/// what for: those that waited, and those that were begun for later.
+/// Counts of a whole run on two ranks, from rank 0: collectives by group and kind, reads of the
+/// device that waited, and deferred reads, both by purpose.
 fn counts<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>>(
     strategy: &str,
     steps: u64,
@@ -116,7 +116,7 @@ fn counts<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>
     counts.unwrap_or_else(|error| panic!("{strategy}: {error}")).swap_remove(0)
 }
 
-/// The collectives and the reads of each step: those of a run over those of a shorter one.
+/// Collectives and reads per step: the difference between a long run and a short one.
 fn of_each_step(strategy: &str, log_every_n_steps: u64, accumulate: usize) -> [Vec<String>; 2] {
     let [calls, reads, later] =
         of_each_step_of::<Double>(strategy, log_every_n_steps, (accumulate, false));
@@ -124,7 +124,7 @@ fn of_each_step(strategy: &str, log_every_n_steps: u64, accumulate: usize) -> [V
     [calls, reads]
 }
 
-/// As [`of_each_step`], of another module.
+/// Like [`of_each_step`], for another module.
 fn of_each_step_of<M: LightningModule<Config = NoKeys, Data: DataModule<Config = NoKeys>>>(
     strategy: &str,
     log_every_n_steps: u64,
@@ -142,8 +142,9 @@ fn of_each_step_of<M: LightningModule<Config = NoKeys, Data: DataModule<Config =
 }
 
 #[test]
-fn a_step_communicates_what_it_needs_and_what_is_logged() {
-    // A bucket and the loss, what is logged and its extremes; the norm and the vote.
+fn communication_of_a_step() {
+    // Two for a bucket and the loss; the world group has the logged values, their extremes, norm
+    // and vote.
     let [ddp, _] = of_each_step("ddp", 1, 1);
     insta::assert_debug_snapshot!(ddp, @r#"
     [
@@ -158,7 +159,7 @@ fn a_step_communicates_what_it_needs_and_what_is_logged() {
         "world all_reduce 2.04",
     ]
     "#);
-    // The unit is gathered in forward and backward.
+    // The unit is gathered in forward and in backward.
     let [fsdp, _] = of_each_step("fsdp", 1, 1);
     insta::assert_debug_snapshot!(fsdp, @r#"
     [
@@ -180,7 +181,7 @@ fn a_step_communicates_what_it_needs_and_what_is_logged() {
 }
 
 #[test]
-fn a_step_reads_once_and_what_is_logged_when_it_is_logged() {
+fn step_reads_the_device_once() {
     for strategy in ["ddp", "fsdp"] {
         for accumulate in [1, 3] {
             let [_, reads] = of_each_step(strategy, 1, accumulate);
@@ -192,14 +193,14 @@ fn a_step_reads_once_and_what_is_logged_when_it_is_logged() {
 }
 
 #[test]
-fn with_late_reads_only_a_step_that_is_logged_waits_for_its_device() {
+fn late_reads_wait_only_when_logging() {
     for strategy in ["ddp", "fsdp"] {
         for accumulate in [1, 3] {
             let of = |log_every| of_each_step_of::<Double>(strategy, log_every, (accumulate, true));
             let [calls, reads, later] = of(50);
             assert_eq!(reads, ["logged values 0.02", "loss and gradient norm 0.02"], "{strategy}");
             assert_eq!(later, ["loss and gradient norm 0.98"], "{strategy}");
-            // No more collectives than without.
+            // Late reads add no collectives.
             assert_eq!(calls, of_each_step(strategy, 50, accumulate)[0], "{strategy}");
             let [_, reads, later] = of(1);
             assert_eq!(reads, ["logged values 1", "loss and gradient norm 1"], "{strategy}");
@@ -209,12 +210,12 @@ fn with_late_reads_only_a_step_that_is_logged_waits_for_its_device() {
 }
 
 #[test]
-fn ids_and_targets_that_the_host_has_sent_are_not_read() {
+fn ids_sent_by_the_host_are_not_read() {
     for strategy in ["ddp", "fsdp"] {
         let [_, reads, _] = of_each_step_of::<Classes<true>>(strategy, 50, (3, false));
         assert_eq!(reads, ["loss and gradient norm 1"], "{strategy}");
     }
-    // Once for each of three micro-batches.
+    // One read per micro-batch.
     let [_, reads, _] = of_each_step_of::<Classes<false>>("ddp", 50, (3, false));
     assert_eq!(reads, ["ids 3", "loss and gradient norm 1", "targets 3"]);
 }

@@ -1,6 +1,6 @@
-//! Programs that are killed while they save, again and again.
+//! Programs that are killed repeatedly while they save.
 //!
-//! `FULGURITE_CRASH_ROUNDS` says how often (20), `FULGURITE_CRASH_SEED` at which moments.
+//! `FULGURITE_CRASH_ROUNDS` sets the number of rounds (20), `FULGURITE_CRASH_SEED` the moments.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -18,7 +18,7 @@ struct Dice(u64);
 
 impl Dice {
     fn roll(&mut self, sides: u64) -> u64 {
-        // Knuth's multiplier; the upper bits are the good ones.
+        // Knuth's multiplier; the upper bits are the best ones.
         self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
         (self.0 >> 33) % sides
     }
@@ -28,8 +28,8 @@ fn number(variable: &str, default: u64) -> u64 {
     std::env::var(variable).map_or(default, |text| text.parse().expect("a number"))
 }
 
-/// Checks that everything in the place that looks like a checkpoint is one, and returns the step of
-/// the last one and how many there are.
+/// Checks that everything in the directory that looks like a checkpoint is complete. Returns the
+/// step of the last one, and their number.
 fn verify(place: &Path) -> (u64, usize) {
     let io = LocalDirectory::new(place);
     let mut steps = Vec::new();
@@ -44,7 +44,7 @@ fn verify(place: &Path) -> (u64, usize) {
     let newest = steps.iter().copied().max();
     assert_eq!(latest(&io).unwrap().map(|c| c.step), newest);
     let last = last(&io).unwrap().expect("a checkpoint").step;
-    // It may have been killed between the commit and the pointer.
+    // The kill may have come between the commit and the pointer.
     assert!(Some(last) == newest || Some(last + 1) == newest, "{last} of {steps:?}");
     (last, steps.len())
 }
@@ -74,13 +74,13 @@ fn no_crash_tears_a_checkpoint() {
         let background = format!("checkpoint.async_save={}", round % 2 == 0);
         let endless = saving.clone().set(&[&background, "trainer.max_steps=1000000"]);
         let running = endless.start();
-        // Some moment of a step, or of the save after it.
+        // A moment within a step, or within the save after it.
         running.reach(at + 1 + dice.roll(3));
         let moment = Instant::now() + Duration::from_micros(dice.roll(40_000));
         while Instant::now() < moment {
             std::hint::spin_loop();
         }
-        // One rank, or the supervisor and with it all.
+        // Kill one rank, or the supervisor and with it all ranks.
         match dice.roll(3) {
             2 => running.signal(Signal::KILL),
             rank => kill_process(running.rank(rank as usize), Signal::KILL).unwrap(),
@@ -92,7 +92,7 @@ fn no_crash_tears_a_checkpoint() {
             assert!(before.is_none_or(|before| before == loss), "step {step} in round {round}");
         }
         let (last, count) = verify(&place);
-        // Two, the one that it resumed from, and one that was about to go.
+        // Two kept, the one that the run resumed from, and one about to be removed.
         assert!(count <= 4, "{count} checkpoints after round {round}");
         at = last;
     }
@@ -101,7 +101,7 @@ fn no_crash_tears_a_checkpoint() {
     let run = saving.set(&[&end]).succeed();
     losses.extend(run.losses());
     assert_eq!(run.losses().into_keys().next(), Some(at + 1));
-    // Nothing that was torn is left.
+    // No torn file remains.
     let left = LocalDirectory::new(&place).list("").unwrap();
     assert!(left.iter().all(|entry| !is_temporary(&entry.name)), "{left:?}");
     assert_eq!(verify(&place).1, 3, "two and the one that it resumed from");

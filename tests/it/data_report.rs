@@ -1,11 +1,11 @@
-//! What a run says of its data, and how its keys meet a program's defaults.
+//! The data report of a run, and keys that meet a program's defaults.
 
 use std::fs;
 
 use crate::program::Scratch;
 
 #[test]
-fn a_run_says_what_it_has_read() {
+fn run_reports_its_data() {
     let scratch = Scratch::new();
     fs::create_dir(scratch.path().join("books")).unwrap();
     scratch.file("books/a.txt", "all that is read of it, ".repeat(20));
@@ -36,7 +36,7 @@ fn a_run_says_what_it_has_read() {
 }
 
 #[test]
-fn a_mixture_takes_the_place_of_a_default_path() {
+fn mixture_replaces_the_default_path() {
     let scratch = Scratch::new();
     for name in ["a", "b", "val"] {
         scratch.file(&format!("{name}.txt"), name.repeat(300));
@@ -57,6 +57,6 @@ fn a_mixture_takes_the_place_of_a_default_path() {
                     data.mixture[1].path: 1 document, 1 file, 300 bytes, 301 tokens\n\
                     data.validation_path: 1 document, 1 file, 900 bytes, 901 tokens\n";
     assert!(run.stderr.contains(expected), "{}", run.stderr);
-    // Both in one layer are a contradiction.
+    // Both keys in one layer contradict each other.
     insta::assert_snapshot!(job.set(&["data.path=a.txt"]).fail(), @"error: data.path and data.mixture exclude each other; make the path one of the mixture's sources");
 }

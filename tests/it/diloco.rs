@@ -1,4 +1,4 @@
-//! Replicas that train on their own, under the trainer: where they are brought together, and how runs go on.
+//! DiLoCo under the trainer: synchronisation of replicas, and resumed runs.
 
 use std::collections::BTreeMap;
 
@@ -31,8 +31,8 @@ fn after(step: u64, run: &Run) -> [BTreeMap<u64, f64>; 2] {
 }
 
 #[test]
-fn a_run_of_replicas_apart_goes_on_to_the_bit() {
-    // Saves are at synchronisations, and between them; the first is in the warm-up.
+fn diverged_replicas_resume_bitwise() {
+    // Saves at synchronisations and between them; the first one is in the warm-up.
     let strategies = [
         ("{ type = \"diloco\", sync_every = 2, warmup_steps = 4 }", 2),
         ("{ type = \"diloco\", sync_every = 4, data_parallel_shard_size = 2 }", 4),
@@ -52,7 +52,7 @@ fn a_run_of_replicas_apart_goes_on_to_the_bit() {
 }
 
 #[test]
-fn a_run_goes_on_under_another_strategy() {
+fn diloco_run_resumes_under_another_strategy() {
     let scratch = Scratch::with_tokens();
     let diloco = "{ type = \"diloco\", sync_every = 2 }";
     let whole = job(&scratch).on(diloco, 2, 6).succeed().losses();
@@ -60,7 +60,7 @@ fn a_run_goes_on_under_another_strategy() {
         job(&scratch).set(&["trainer.ckpt_path=kept/step-00000006", "checkpoint.dir=others"]);
     let others = resume.on("fsdp", 2, 6).succeed().losses();
     assert_eq!(others.len(), 3);
-    // Of the weights that were saved, before any update.
+    // The loss of the saved weights, before any update.
     assert!((others[&7] - whole[&7]).abs() <= 1e-5 * whole[&7], "{others:?} {whole:?}");
     let resume = job(&scratch).set(&[
         "trainer.ckpt_path=others/step-00000009",
@@ -93,7 +93,7 @@ impl LightningModule for Double {
 impl Hooks<Numbers> for Double {}
 
 #[test]
-fn a_training_ends_with_one_model() {
+fn replicas_end_with_one_model() {
     let logs = tempfile::tempdir().unwrap();
     let text = format!(
         "[optimizer]\ntype = 'sgd'\nlr = 0.01\n[trainer]\ndefault_root_dir = {:?}\n\

@@ -1,17 +1,17 @@
-//! What a person reads who got something wrong.
+//! Error messages for user mistakes.
 
 use crate::program::Scratch;
 use fulgurite::core::counted;
 use insta::assert_snapshot;
 
-/// Which rank is the first to notice is chance.
+/// Any rank may be the first to fail.
 fn any_rank(text: &str) -> String {
     text.replace("rank 1 failed", "rank 0 failed")
 }
 
 // checklist: torchtune: _get_sharding_strategy
 #[test]
-fn names_that_nobody_registered() {
+fn unregistered_names() {
     let scratch = Scratch::with_tokens();
     let error = |assignment| scratch.small().set(&[assignment]).fail();
     assert_snapshot!(error("trainer.strategy=fsdpp"), @"error: unknown strategy `fsdpp`; did you mean `fsdp`? Available: auto, ddp, diloco, fsdp, fsdp2, fsdp_tp, hsdp, model_parallel, single_device, tp. If a plugin crate provides `fsdpp`, link it with `use that_crate as _;` in the program");
@@ -26,7 +26,7 @@ fn names_that_nobody_registered() {
 }
 
 #[test]
-fn values_that_make_no_sense() {
+fn nonsensical_values() {
     let scratch = Scratch::with_tokens();
     let error = |assignment| scratch.small().set(&[assignment]).fail();
     assert_snapshot!(error("trainer.max_time=soon"), @r#"error: --set trainer.max_time=soon: `trainer.max_time`: expected "DD:HH:MM:SS" or a number of seconds, found the string "soon""#);
@@ -40,7 +40,7 @@ fn values_that_make_no_sense() {
 }
 
 #[test]
-fn ranks_that_do_not_fit() {
+fn misfit_rank_counts() {
     let scratch = Scratch::with_tokens();
     let small = scratch.small();
     assert_snapshot!(any_rank(&small.clone().on("single_device", 2, 1).fail()), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
@@ -61,7 +61,7 @@ fn ranks_that_do_not_fit() {
 }
 
 #[test]
-fn options_of_plugins_are_refused_before_ranks_start() {
+fn bad_plugin_options_are_refused_at_start() {
     let scratch = Scratch::with_tokens();
     let small = scratch.small().on("ddp", 2, 1);
     let error = |assignment| small.clone().set(&[assignment]).fail();
@@ -95,7 +95,7 @@ fn shared_memory_does_not_reach_another_host() {
 }
 
 #[test]
-fn what_trains_nothing_is_a_warning() {
+fn no_trained_parameters_is_a_warning() {
     let scratch = Scratch::with_tokens();
     let keys = ["data.validation_fraction=0.001", "trainer.precision=bf16-true"];
     let run = scratch.small().set(&keys).start().wait();
@@ -106,7 +106,7 @@ fn what_trains_nothing_is_a_warning() {
     ] {
         assert!(run.stderr.contains(says), "{}", run.stderr);
     }
-    // Four epochs of two steps: the fifth is never reached.
+    // Four epochs of two steps: the fifth epoch is never reached.
     let keys = [
         "trainer.limit_train_batches=2",
         "trainer.check_val_every_n_epoch=5",
@@ -143,7 +143,7 @@ fn more_ranks_than_cores_are_a_warning() {
 }
 
 #[test]
-fn files_that_are_missing_or_too_short() {
+fn missing_or_short_files() {
     let scratch = Scratch::with_tokens();
     scratch.tokens("short.u16", [1, 2, 3]);
     scratch.file("odd.u16", [1, 2, 3]);
@@ -168,13 +168,13 @@ fn files_that_are_missing_or_too_short() {
     assert_snapshot!(error("data={ type = 'text', path = 'empty.txt' }"), @"error: data: empty.txt (data.path): there is no text; left out: 1 empty (empty.txt)");
     assert_snapshot!(error("data.tokenizer=none.json"), @r#"error: data: there is no file none.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
     assert_snapshot!(error("model.from_pretrained=none"), @"error: none/config.json: No such file or directory (os error 2); `model.from_pretrained` is to name a folder with it");
-    // The ranks find out one by one, the person reads it once.
+    // The ranks find the error one by one; the user reads it once.
     let of_two = scratch.small().on("fsdp", 2, 1).set(&["data.path=none.u16"]).fail();
     assert_snapshot!(any_rank(&of_two), @"error: data: there is no file or folder none.u16 (data.path)");
 }
 
 #[test]
-fn checkpoints_that_do_not_fit() {
+fn misfit_checkpoints() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["checkpoint.dir=kept", "checkpoint.save_last=true"]);
     job.clone().set(&["trainer.max_steps=1"]).succeed();
@@ -212,7 +212,7 @@ fn checkpoints_that_do_not_fit() {
           model.norm.weight: [24] in the model, [20] in the checkpoint
           lm_head.weight: [53, 24] in the model, [53, 20] in the checkpoint
     "#);
-    // Two moments of each of 21 parameters, of which the first ten are named.
+    // Two moments for each of 21 parameters; the message names the first ten.
     let other_optimizer = resume(&["optimizer.type=sgd"]);
     assert_eq!(other_optimizer.lines().count(), 2 + 20 + 2, "{other_optimizer}");
     let first: Vec<_> = other_optimizer.lines().take(3).collect();
@@ -226,7 +226,7 @@ fn checkpoints_that_do_not_fit() {
 }
 
 #[test]
-fn losses_that_are_no_numbers() {
+fn non_finite_losses() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["scheduler=constant", "optimizer.lr=1e30"]);
     let without_steps = |stderr: String| {

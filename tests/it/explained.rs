@@ -1,4 +1,5 @@
-//! What a person sees of a run from code: errors that say where, the model, and how far evaluations are.
+//! Messages to the user of a run from code: error locations, the model, and progress of
+//! evaluations.
 
 use std::sync::{Arc, Mutex};
 
@@ -10,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::toy::{NoKeys, Numbers};
 
-/// A layer for numbers, and one that they do not fit.
+/// A layer that fits the input, and one that does not.
 struct Misfit {
     fits: Unit<Linear>,
     misfit: Unit<Linear>,
@@ -20,7 +21,7 @@ struct Misfit {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct MisfitConfig {
-    /// Where the layer is used that does not fit.
+    /// The place that uses the misfit layer.
     wrong_in: String,
 }
 
@@ -58,7 +59,7 @@ impl LightningModule for Misfit {
 
 impl Hooks<Numbers> for Misfit {}
 
-/// What a display of progress is told.
+/// Events that a progress display receives.
 #[derive(Clone, Default)]
 struct Shown(Arc<Mutex<Vec<String>>>);
 
@@ -111,13 +112,13 @@ fn fit(wrong_in: &str) -> (Result<()>, Vec<String>) {
 }
 
 #[test]
-fn a_shape_that_does_not_fit_names_module_and_step() {
+fn shape_error_names_module_and_step() {
     insta::assert_snapshot!(fit("training").0.unwrap_err(), @"module `layers.1.misfit`: expected a last dimension of 3, got [2, 2] (in training_step of step 1)");
     insta::assert_snapshot!(fit("validation").0.unwrap_err(), @"module `layers.1.misfit`: expected a last dimension of 3, got [2, 2] (in validation_step of batch 0)");
 }
 
 #[test]
-fn sinks_are_told_of_the_model_and_of_every_batch_of_an_evaluation() {
+fn sinks_see_model_and_evaluation_batches() {
     let (result, shown) = fit("");
     result.unwrap();
     insta::assert_snapshot!(shown.join("\n"), @r#"

@@ -5,12 +5,12 @@ use std::fs;
 use crate::program::{Job, Running, Scratch};
 use rustix::process::{Signal, kill_process};
 
-/// Trains until somebody ends it.
+/// Trains until it is ended from outside.
 fn endless(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&["trainer.max_steps=100000000", "scheduler=constant"])
 }
 
-/// No temporary file is left, and no shared memory is held or has a name.
+/// Asserts that no temporary file and no shared memory remain.
 fn assert_nothing_is_left(scratch: &Scratch) {
     let left: Vec<_> = fs::read_dir(scratch.temporary()).unwrap().flatten().collect();
     assert!(left.is_empty(), "{left:?}");
@@ -27,7 +27,7 @@ fn training(job: &Job) -> Running {
 }
 
 #[test]
-fn a_killed_rank_takes_the_others_along_and_is_named_first() {
+fn killed_rank_ends_the_others() {
     for (strategy, devices, rank) in [("fsdp", 2, 1), ("ddp", 3, 0)] {
         let scratch = Scratch::with_tokens();
         let running = training(&endless(&scratch).on(strategy, devices, 2));
@@ -53,7 +53,7 @@ fn ranks_end_with_their_supervisor() {
 }
 
 #[test]
-fn ctrl_c_saves_sums_up_and_ends() {
+fn ctrl_c_saves_and_ends() {
     for (strategy, devices) in [("single_device", 1), ("fsdp", 2)] {
         let scratch = Scratch::with_tokens();
         let job = endless(&scratch)
@@ -79,7 +79,7 @@ fn ctrl_c_saves_sums_up_and_ends() {
 }
 
 #[test]
-fn a_signal_to_one_rank_ends_all_with_its_code() {
+fn signal_to_one_rank_ends_all() {
     for (signal, code, rank) in [(Signal::TERM, 143, 1), (Signal::USR1, 138, 0)] {
         let scratch = Scratch::with_tokens();
         let running = training(&endless(&scratch).on("fsdp", 3, 2));
@@ -92,7 +92,7 @@ fn a_signal_to_one_rank_ends_all_with_its_code() {
 }
 
 #[test]
-fn a_signal_ends_a_validation() {
+fn signal_ends_a_validation() {
     let scratch = Scratch::with_tokens();
     let tokens = (0..8_000_000_u32).map(|i| (i % 50) as u16);
     scratch.tokens("tokens.u16", tokens);
@@ -110,9 +110,9 @@ fn a_signal_ends_a_validation() {
 }
 
 #[test]
-fn a_rank_that_fails_is_heard_first() {
+fn failing_rank_is_reported_first() {
     let scratch = Scratch::new();
-    // 40 samples of one step each; the last is out of range, and comes to the last rank.
+    // 40 steps of one sample each; the last sample is out of range and falls to the last rank.
     let ids = (0..320).map(|i| if i == 319 { 60 } else { i % 50 });
     scratch.token_files(ids);
     let job = scratch.small().set(&["data.path=tokens", "trainer.max_steps=100"]);

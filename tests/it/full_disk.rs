@@ -1,5 +1,5 @@
-//! Places that take no more: a file system that is full, one that is read-only. They are mounted for
-//! the program alone; where the system does not allow that, these tests say so and pass.
+//! File systems that are full or read-only. They are mounted for the program alone; where the
+//! system does not allow such mounts, the tests say so and pass.
 
 use std::fs;
 use std::path::Path;
@@ -16,7 +16,7 @@ fn saving<'a>(scratch: &'a Scratch, strategy: &str) -> Job<'a> {
     scratch.small().on(strategy, 2, 3).set(&endless).set(&["checkpoint.every_n_steps=1"])
 }
 
-/// The step of the newest checkpoint in `place`, where everything is whole.
+/// The step of the newest checkpoint in `place`; all checkpoints must be complete.
 fn newest(place: &Path) -> u64 {
     let entries =
         fs::read_dir(place).unwrap().map(|e| e.unwrap().file_name().into_string().unwrap());
@@ -28,7 +28,7 @@ fn newest(place: &Path) -> u64 {
     names.iter().map(|name| name["step-".len()..].parse().unwrap()).max().unwrap()
 }
 
-/// Asserts that a run goes on from what is in the place.
+/// Asserts that a run resumes from the directory's checkpoint.
 fn resumes(job: Job, place: &str, step: u64) {
     let path = format!("trainer.ckpt_path={place}/step-{step:08}");
     let until = format!("trainer.max_steps={}", step + 1);
@@ -37,7 +37,7 @@ fn resumes(job: Job, place: &str, step: u64) {
 }
 
 #[test]
-fn a_full_disk_is_named_and_what_was_saved_before_stays() {
+fn full_disk_keeps_earlier_saves() {
     if !can_mount() {
         return;
     }
@@ -71,7 +71,7 @@ fn a_full_disk_is_named_and_what_was_saved_before_stays() {
 }
 
 #[test]
-fn a_read_only_place_is_named_and_what_was_saved_before_stays() {
+fn read_only_place_keeps_earlier_saves() {
     if !can_mount() {
         return;
     }

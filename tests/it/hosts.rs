@@ -1,10 +1,10 @@
-//! Runs on several hosts, which here are processes of one that take themselves for those of two.
+//! Runs on several hosts, simulated by processes of one host.
 
 use std::net::TcpListener;
 
 use crate::program::{Job, Run, Running, Scratch};
 
-/// Starts the ranks of `nodes` nodes with `devices` ranks each, as `torchrun` does, and waits for them.
+/// Starts `devices` ranks on each of `nodes` nodes, as `torchrun` does, and waits for them.
 fn run_on(job: &Job<'_>, nodes: usize, devices: usize) -> Vec<Run> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let start = |rank: usize| {
@@ -22,7 +22,7 @@ fn run_on(job: &Job<'_>, nodes: usize, devices: usize) -> Vec<Run> {
     ranks.into_iter().map(Running::wait).collect()
 }
 
-/// A model whose tensors are large enough to go in levels.
+/// A model with tensors large enough for hierarchical collectives.
 pub(crate) fn wide(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&[
         "model.hidden_size=128",
@@ -33,7 +33,7 @@ pub(crate) fn wide(scratch: &Scratch) -> Job<'_> {
 }
 
 #[test]
-fn two_hosts_have_the_losses_of_one_to_the_bit() {
+fn two_hosts_match_one_bitwise() {
     let scratch = Scratch::with_tokens();
     let one_device = wide(&scratch).on("single_device", 1, 12).succeed();
     for (strategy, transport) in [
@@ -64,7 +64,7 @@ fn two_hosts_have_the_losses_of_one_to_the_bit() {
 
 // checklist: torchtune: get_distributed_backend
 #[test]
-fn how_ranks_reach_each_other_is_said_when_a_run_starts() {
+fn transport_is_reported_at_start() {
     let scratch = Scratch::with_tokens();
     let text = || {
         let mut job = scratch.small().set(&["trainer.max_steps=1"]);

@@ -1,5 +1,5 @@
-//! The example's Llama beside that of Hugging Face's transformers; `fixtures/make_hf_llama.py` says
-//! how the expected numbers were made.
+//! The example's Llama against Hugging Face transformers. `fixtures/make_hf_llama.py` documents how
+//! the expected values were made.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -18,7 +18,7 @@ fn expected(case: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(path, &Device::Cpu).unwrap()
 }
 
-/// Asserts that no element is further off than [`TOLERANCE`] of the largest expected one.
+/// Asserts that each element differs by at most [`TOLERANCE`] of the largest expected one.
 #[track_caller]
 fn assert_same(name: &str, found: &Tensor, expected: &Tensor) {
     assert_eq!(found.dims(), expected.dims(), "{name}");
@@ -38,7 +38,7 @@ fn assert_same(name: &str, found: &Tensor, expected: &Tensor) {
 }
 
 #[test]
-fn logits_loss_and_gradients_are_those_of_transformers() {
+fn logits_and_gradients_match_transformers() {
     for case in CASES {
         let expected = expected(case);
         let mut config = LlamaConfig::default();
@@ -75,7 +75,7 @@ fn logits_loss_and_gradients_are_those_of_transformers() {
 }
 
 #[test]
-fn ten_steps_of_adamw_are_those_of_transformers() {
+fn ten_adamw_steps_match_transformers() {
     for case in CASES {
         let expected = expected(case);
         let series = |key: &str| -> BTreeMap<u64, f64> {
@@ -104,8 +104,8 @@ fn ten_steps_of_adamw_are_those_of_transformers() {
     }
 }
 
-/// QLoRA by configuration: a directory of Hugging Face is packed as it is read, adapters train beside it alike on every
-/// mesh, go on to the bit, and are written alone at the end, to start from.
+/// QLoRA by configuration. A Hugging Face directory is quantised while it is read. Adapters train
+/// alike on every mesh, resume bit by bit, and are saved alone at the end as a new starting point.
 #[test]
 fn adapters_train_beside_a_quantised_directory() {
     let scratch = Scratch::new();

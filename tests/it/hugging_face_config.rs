@@ -1,5 +1,5 @@
-//! `config.json` as transformers 5 reads it. The losses are those of transformers 5.24.0 with the weights of
-//! `fixtures/hf_llama` and each configuration.
+//! `config.json` as transformers 5 reads it. The expected losses come from transformers 5.24.0 with
+//! the weights of `fixtures/hf_llama` and each configuration.
 
 use std::path::{Path, PathBuf};
 
@@ -15,14 +15,14 @@ use serde_json::{Value, json};
 use crate::interop_peft::expected;
 use crate::program::fixture;
 
-/// The loss with the epsilon that is the default.
+/// The loss with the default epsilon.
 const DEFAULT_EPS: f64 = 5.050391674041748;
-/// The loss of the configuration as it is.
+/// The loss with the unchanged configuration.
 const PLAIN: f64 = 5.050405979156494;
 /// The loss with a theta of 500,000.
 const THETA: f64 = 5.026169300079346;
 
-/// A copy of the fixture with this configuration.
+/// Makes a copy of the fixture with this configuration.
 fn model(into: &Path, config: &str) -> PathBuf {
     let file = |name: &str| into.join(name);
     std::fs::copy(fixture("hf_llama").join("model.safetensors"), file("model.safetensors"))
@@ -31,8 +31,7 @@ fn model(into: &Path, config: &str) -> PathBuf {
     into.to_owned()
 }
 
-/// The fixture's configuration with other values; `null` in `changes` stands for a key that is left out, and
-/// `"NULL"` for `null`.
+/// The fixture's configuration with changes: `null` removes a key, and `"NULL"` sets it to `null`.
 fn changed(changes: &Value) -> String {
     let config = std::fs::read(fixture("hf_llama").join("config.json")).unwrap();
     let mut config: Value = serde_json::from_slice(&config).unwrap();
@@ -87,15 +86,15 @@ fn configurations_are_read_as_by_transformers() {
             }),
             THETA,
         ),
-        // Without a type nothing is scaled.
+        // Without a type, nothing is scaled.
         (json!({ "rope_parameters": { "rope_theta": 10000.0, "factor": 2.0 } }), PLAIN),
         (json!({ "rope_parameters": { "rope_type": "default", "type": "linear" } }), PLAIN),
-        // Of no effect on this model.
+        // Keys without effect on this model.
         (
             json!({ "pretraining_tp": 2, "logits_scaling": 8.0, "partial_rotary_factor": 0.5 }),
             PLAIN,
         ),
-        // Not tied, for the weights have a head of their own.
+        // Not tied, because the weights have their own head.
         (json!({ "tie_word_embeddings": true }), PLAIN),
     ] {
         check(&changed(&changes), expected);

@@ -1,7 +1,8 @@
-//! Checkpoints that go from and to PyTorch. Needs a Python with torch:
+//! Checkpoints from and to PyTorch. Requires a Python with torch:
 //!
 //! ```sh
-//! python3 -m venv /tmp/interop && /tmp/interop/bin/pip install torch transformers safetensors numpy
+//! python3 -m venv /tmp/interop
+//! /tmp/interop/bin/pip install torch transformers safetensors numpy
 //! FULGURITE_PYTHON=/tmp/interop/bin/python cargo test --test it interop:: -- --ignored
 //! ```
 
@@ -40,7 +41,7 @@ pub(crate) fn python(script: &str, args: &[&Path]) {
 
 #[test]
 #[ignore = "needs a Python with torch"]
-fn torch_reads_what_four_ranks_of_fsdp_and_tp_saved() {
+fn torch_reads_fsdp_and_tp_saves() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "c", [1, 2, 2], 1, SEED);
     let tree = checkpoints::model([1, 1, 1], 0, Some(SEED), DType::F32);
@@ -60,7 +61,7 @@ fn torch_reads_what_four_ranks_of_fsdp_and_tp_saved() {
     }
 }
 
-/// A tree with the tensors of `expected`, empty, on a rank of a mesh.
+/// A tree with the tensors of `expected`, without values, for one rank of a mesh.
 fn tree_of(expected: &dyn TensorSource, mesh: Mesh, rank: usize, dtype: DType) -> ModuleTree {
     let b = ModuleBuilder::new(ModuleInit { dtype, ..ModuleInit::default() });
     for name in expected.names() {
@@ -73,7 +74,7 @@ fn tree_of(expected: &dyn TensorSource, mesh: Mesh, rank: usize, dtype: DType) -
     set_up(b.finish().unwrap(), mesh, rank, None)
 }
 
-/// Asserts that this rank's part is that of the whole tensor.
+/// Asserts that this rank's shard matches its region of the whole tensor.
 fn assert_part(expected: &dyn TensorSource, name: &str, region: &Region, found: &Tensor) {
     let expected = expected.read(name, region, found.dtype(), &Device::Cpu).unwrap();
     assert_eq!(bytes(found), bytes(&expected), "{name} {region:?}");
@@ -81,7 +82,7 @@ fn assert_part(expected: &dyn TensorSource, name: &str, region: &Region, found: 
 
 #[test]
 #[ignore = "needs a Python with torch"]
-fn what_fsdp2_saved_on_two_ranks_loads_on_any_mesh() {
+fn fsdp2_saves_load_on_any_mesh() {
     let temp = tempfile::tempdir().unwrap();
     python("write_fsdp2.py", &[temp.path()]);
     let whole = |name: &str| {
@@ -111,7 +112,7 @@ fn what_fsdp2_saved_on_two_ranks_loads_on_any_mesh() {
 
 #[test]
 #[ignore = "needs a Python with torch"]
-fn state_dicts_that_torch_saved_load_on_any_mesh() {
+fn torch_state_dicts_load_on_any_mesh() {
     let temp = tempfile::tempdir().unwrap();
     python("write_torch.py", &[temp.path()]);
     let expected = SafetensorsSource::open(temp.path().join("expected.safetensors")).unwrap();
@@ -137,15 +138,15 @@ fn state_dicts_that_torch_saved_load_on_any_mesh() {
 
 #[test]
 #[ignore = "needs a Python with transformers"]
-fn transformers_reads_the_fixture_that_it_wrote() {
+fn transformers_reads_its_own_fixture() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf_llama");
     python("transformers_logits.py", &[&fixture, &fixture.join("expected.safetensors")]);
 }
 
-/// A full checkpoint that two ranks of `fsdp` save, with the fixture's weights.
+/// A full checkpoint saved by two ranks of `fsdp`, with the fixture's weights.
 #[test]
 #[ignore = "needs a Python with transformers"]
-fn transformers_reads_what_two_ranks_of_fsdp_saved_as_a_full_checkpoint() {
+fn transformers_reads_full_fsdp_checkpoint() {
     let fixture = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/hf_llama");
     let temp = tempfile::tempdir().unwrap();
     let full = temp.path().join("full");

@@ -1,5 +1,5 @@
-//! Adapters on a Llama of Hugging Face, merged, and to and from PEFT. Those that are ignored need a Python with
-//! torch, transformers, peft and bitsandbytes: see `interop.rs`.
+//! Adapters on a Hugging Face Llama: merged, and exchanged with PEFT. The ignored tests require a
+//! Python with torch, transformers, peft and bitsandbytes: see `interop.rs`.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ fn base() -> PathBuf {
     fixture("hf_llama")
 }
 
-/// The fixture's model, with these adapters.
+/// The fixture's model with these adapters.
 pub(crate) fn model(
     world: Arc<dyn ProcessGroup>,
     strategy: &str,
@@ -34,7 +34,7 @@ pub(crate) fn model(
     configured(world, strategy, directory, config)
 }
 
-/// The same with these settings.
+/// Like [`model`], with more settings.
 fn configured(
     world: Arc<dyn ProcessGroup>,
     strategy: &str,
@@ -74,7 +74,7 @@ pub(crate) fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) {
     }
 }
 
-/// Trains adapters on two ranks of fsdp and writes them to the directory.
+/// Trains adapters on two ranks of fsdp and saves them to the directory.
 fn train(directory: &Path, dora: bool) {
     let targets: &[&str] = if dora { &["*_proj"] } else { &["*_proj", "embed_tokens"] };
     let adapters = AdapterConfig {
@@ -89,7 +89,7 @@ fn train(directory: &Path, dora: bool) {
     train_with(&base(), &config, directory);
 }
 
-/// The same with this base and these settings.
+/// Like [`train`], with this base and these settings.
 fn train_with(base: &Path, config: &TrainerConfig, directory: &Path) {
     let losses = run_ranks(2, |world| {
         let (fabric, model) = configured(world, "fsdp", base, config.clone())?;
@@ -116,12 +116,12 @@ pub(crate) fn from(adapter: &Path) -> Option<AdapterConfig> {
     Some(AdapterConfig { from: Some(adapter.to_owned()), ..AdapterConfig::default() })
 }
 
-/// The base with the adapter merged, as a directory of Hugging Face.
+/// The base with the adapter merged, as a Hugging Face directory.
 fn merge(adapter: &Path, into: &Path, name: &str) -> PathBuf {
     merged(&base(), adapter, into, name).unwrap()
 }
 
-/// The same with this base.
+/// Like [`merge`], with this base.
 pub(crate) fn merged(base: &Path, adapter: &Path, into: &Path, name: &str) -> Result<PathBuf> {
     let options = ConvertOptions {
         adapter: Some(adapter.to_owned()),
@@ -132,7 +132,7 @@ pub(crate) fn merged(base: &Path, adapter: &Path, into: &Path, name: &str) -> Re
 }
 
 #[test]
-fn merged_weights_compute_what_base_and_adapter_compute() {
+fn merged_weights_match_base_and_adapter() {
     for dora in [false, true] {
         let temp = tempfile::tempdir().unwrap();
         let adapter = temp.path().join("adapter");
@@ -146,17 +146,17 @@ fn merged_weights_compute_what_base_and_adapter_compute() {
     }
 }
 
-/// `from_pretrained` comes after the model has got its initial values: the magnitudes are those of what was loaded.
+/// `from_pretrained` loads after initialisation: DoRA magnitudes must match the loaded weights.
 #[test]
-fn an_untrained_adapter_with_magnitudes_changes_nothing() {
+fn untrained_dora_changes_nothing() {
     let targets = vec!["*_proj".to_owned()];
     let dora = AdapterConfig { targets, dora: true, ..AdapterConfig::default() };
     assert_close(&logits(&base(), Some(dora)), &logits(&base(), None), 1e-6);
 }
 
-/// A base that is loaded after an adapter has the head, too, that was trained beside the adapter.
+/// A base loaded after an adapter keeps the head that was trained with the adapter.
 #[test]
-fn a_base_leaves_what_was_trained_beside_an_adapter() {
+fn base_keeps_weights_trained_with_adapter() {
     let temp = tempfile::tempdir().unwrap();
     let adapter = temp.path().join("adapter");
     let head = Tensor::ones((67, 32), DType::F32, &Device::Cpu).unwrap();
@@ -182,7 +182,7 @@ fn a_base_leaves_what_was_trained_beside_an_adapter() {
     fabric.load_adapter(&adapter).unwrap();
     fabric.load_raw(base(), true).unwrap();
     assert_close(&weight(&fabric), &head, 0.0);
-    // Also what was trained since.
+    // The same for a head trained since then.
     let trained = (&head * 2.0).unwrap();
     let parameter = fabric.module_tree().unwrap().parameter("lm_head.weight").unwrap().clone();
     let local = parameter.local().unwrap().values;
@@ -222,7 +222,7 @@ fn magnitudes_of_an_embedding_are_refused() {
 }
 
 #[test]
-fn an_adapter_that_asks_for_more_is_refused() {
+fn adapter_with_unsupported_options_is_refused() {
     let temp = tempfile::tempdir().unwrap();
     let write = |json: &str| std::fs::write(temp.path().join("adapter_config.json"), json).unwrap();
     let check = |json: &str, expected: &str| {
@@ -267,7 +267,7 @@ fn an_adapter_that_asks_for_more_is_refused() {
 
 #[test]
 #[ignore = "needs a Python with transformers and peft"]
-fn peft_reads_an_adapter_that_two_ranks_of_fsdp_trained() {
+fn peft_reads_adapter_trained_by_fsdp() {
     for dora in [false, true] {
         peft_reads(dora);
     }
@@ -291,7 +291,7 @@ fn peft_reads(dora: bool) {
 
 #[test]
 #[ignore = "needs a Python with transformers and peft"]
-fn an_adapter_that_peft_made_computes_the_same() {
+fn peft_adapter_computes_the_same() {
     for kind in ["lora", "dora"] {
         let temp = tempfile::tempdir().unwrap();
         python("write_peft.py", &[&base(), temp.path(), Path::new(kind)]);
@@ -303,11 +303,11 @@ fn an_adapter_that_peft_made_computes_the_same() {
     }
 }
 
-/// QLoRA from end to end: the base in four bits, adapters trained on two ranks, and PEFT computes the same beside
-/// the base that the four bits stand for, and nearly the same beside the one that bitsandbytes quantises.
+/// QLoRA from end to end: base in four bits, adapters trained on two ranks. PEFT computes the same
+/// on the dequantised base, and nearly the same on the base that bitsandbytes quantises.
 #[test]
 #[ignore = "needs a Python with transformers, peft and bitsandbytes"]
-fn peft_computes_what_adapters_beside_a_quantised_base_compute() {
+fn peft_matches_adapters_on_quantised_base() {
     let temp = tempfile::tempdir().unwrap();
     let (base, adapter) = (temp.path().join("base"), temp.path().join("adapter"));
     python("write_base.py", &[&base]);
@@ -335,7 +335,7 @@ fn peft_computes_what_adapters_beside_a_quantised_base_compute() {
     let tensors = HashMap::from([("input_ids".to_owned(), ids), ("logits".to_owned(), logits)]);
     candle_core::safetensors::save(&tensors, &ours).unwrap();
 
-    // The base in four bits, as a directory of Hugging Face.
+    // Save the four-bit base, dequantised, as a Hugging Face directory.
     let freeze = vec!["weight".to_owned()];
     let config = TrainerConfig { freeze, ..quantized() };
     let (fabric, _model) = configured(solo(), "single_device", &base, config).unwrap();

@@ -1,4 +1,4 @@
-//! Losses near the largest number of f32.
+//! Losses near the largest f32.
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::nn::Linear;
@@ -8,7 +8,7 @@ use fulgurite_transports::run_ranks;
 
 use crate::toy::{NoKeys, Numbers};
 
-/// Of each batch of each rank. Two of them are more than f32 holds.
+/// The loss of each batch on each rank; the sum of two exceeds f32.
 const LOSS: f64 = 3e38;
 
 struct Large(Linear);

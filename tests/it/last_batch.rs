@@ -1,4 +1,4 @@
-//! The samples at the end of an epoch that do not fill a step.
+//! Samples at the end of an epoch that do not fill a step.
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
@@ -60,8 +60,8 @@ fn train(ranks: usize, accumulate: u64, keys: &str) -> (Vec<[f64; 3]>, Vec<u64>)
 }
 
 #[test]
-fn the_mean_of_a_short_step_is_over_its_samples_on_any_number_of_ranks() {
-    // Seven samples, six in a full step.
+fn short_step_is_averaged_over_its_samples() {
+    // Seven samples per epoch, six per full step.
     let keys = "trainer.last_batch = 'partial'\ntrainer.max_epochs = 3\noptimizer.lr = 0.1";
     let (one, _) = train(1, 3, keys);
     assert_eq!(one.len(), 6);
@@ -71,14 +71,14 @@ fn the_mean_of_a_short_step_is_over_its_samples_on_any_number_of_ranks() {
         let close = |i: usize| (step[i] - expected[i]).abs() < 1e-6;
         assert!(close(0) && close(1), "{three:?} {one:?}");
     }
-    // All samples of an epoch: 0 to 0.6.
+    // The sum over all samples of an epoch, 0 to 0.6.
     for epoch in one.chunks(2) {
         assert!((6.0 * epoch[0][1] + epoch[1][1] - 2.1).abs() < 1e-5, "{epoch:?}");
     }
 }
 
 #[test]
-fn samples_that_do_not_fill_a_step_are_left_out() {
+fn incomplete_step_is_dropped() {
     let keys =
         "trainer.last_batch = 'drop'\ntrainer.max_epochs = 3\ntrainer.val_check_interval = 1.0";
     let (steps, validations) = train(1, 3, keys);
@@ -87,12 +87,12 @@ fn samples_that_do_not_fill_a_step_are_left_out() {
 }
 
 #[test]
-fn a_schedule_by_epoch_changes_the_rate_between_epochs() {
+fn epoch_schedule_changes_between_epochs() {
     let keys = "trainer.last_batch = 'partial'\ntrainer.max_epochs = 3\noptimizer.lr = 0.1\n\
                 scheduler = { type = 'by_epoch', schedule = { type = 'step', step_size = 1, gamma = 0.5 } }";
     let rates = |keys: &str| train(1, 3, keys).0.iter().map(|step| step[2]).collect::<Vec<_>>();
     assert_eq!(rates(keys), [0.1, 0.1, 0.05, 0.05, 0.025, 0.025]);
-    // The run's length is that in epochs, also where it is given in steps.
+    // The length of the schedule is in epochs even if the run's length is given in steps.
     let linear = keys.replace("'step', step_size = 1, gamma = 0.5", "'linear'");
     let expected = rates(&linear);
     assert!(expected[1] == expected[0] && expected[2] < expected[1], "{expected:?}");

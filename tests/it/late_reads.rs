@@ -1,4 +1,5 @@
-//! Steps whose loss and norm stay on the device (`trainer.late_reads`): the same training, to the bit.
+//! Late reads (`trainer.late_reads`): loss and norm stay on the device; training is identical, bit
+//! by bit.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,7 +21,7 @@ const WIDTH: usize = 8;
 const ON: &str = "trainer.late_reads=true";
 const OFF: &str = "trainer.late_reads=false";
 
-/// Two dozen rows, in batches of 4.
+/// 24 rows in batches of 4.
 struct Rows;
 
 impl DataModule for Rows {
@@ -46,7 +47,7 @@ impl DataModule for Rows {
     }
 }
 
-/// What goes wrong in a step, on the last two ranks: tensor-parallel ones have one loss.
+/// A fault in one step, on the last two ranks, because tensor-parallel ranks share one loss.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 enum Fault {
@@ -54,9 +55,9 @@ enum Fault {
     Loss,
     /// The loss is finite, its gradient is not.
     Gradient,
-    /// What the loss counts is no number.
+    /// The item count of the loss is NaN.
     Count,
-    /// Nothing counts, on all ranks.
+    /// The item count is zero on all ranks.
     Ignored,
 }
 
@@ -65,7 +66,7 @@ enum Fault {
 struct DeepConfig {
     fault: Fault,
     fails_at: Option<u64>,
-    /// What layers compute in.
+    /// The compute dtype of layers.
     dtype: Option<Half>,
 }
 
@@ -76,7 +77,7 @@ enum Half {
     F16,
 }
 
-/// Layers that each learn their input.
+/// Layers that each learn their own input.
 struct Deep {
     layers: Vec<Unit<SwiGluMlp>>,
     config: DeepConfig,
@@ -102,7 +103,7 @@ impl LightningModule for Deep {
         let nothing = (loss.sum() - loss.sum().detach())?;
         let sum = match self.config.fault {
             Fault::Loss => (loss.sum() * f64::NAN)?,
-            // The root of 0 has no derivative.
+            // The square root has no derivative at 0.
             Fault::Gradient => (loss.sum() + nothing.sqr()?.sqrt()?)?,
             Fault::Count => return Ok(Loss::new(loss.sum().clone(), f64::NAN)),
             Fault::Ignored => return Ok(loss),
@@ -132,7 +133,7 @@ impl Deep {
 
 impl Hooks<Rows> for Deep {}
 
-/// What a rank has: its shards, the state of its optimizer and averages, and their numbers.
+/// State of a rank: its shards, optimizer state, averages and scalars.
 #[derive(Debug, Clone, PartialEq)]
 struct State {
     tensors: BTreeMap<String, Vec<f64>>,
@@ -153,7 +154,7 @@ fn state(ctx: &mut HookContext) -> Result<State> {
     Ok(State { tensors, scalars: optimizer.scalars() })
 }
 
-/// The states of a rank after each step, and where an error ended the run; how it read its device.
+/// The states of a rank after each step, and the state at which an error ended the run.
 #[derive(Debug, Clone, Default, PartialEq)]
 struct Seen {
     steps: Vec<State>,
@@ -164,7 +165,7 @@ struct Seen {
 struct Watch {
     seen: Arc<Mutex<Vec<Seen>>>,
     hooks: WatchHooks,
-    /// The norm that it asked for before the update.
+    /// The norm that the callback read before the update.
     norm: f64,
     losses: Arc<Mutex<Vec<f64>>>,
 }
@@ -222,7 +223,8 @@ impl Hooks for Watch {
     }
 }
 
-/// A training: what its events tell, in order, what each rank had, and how often rank 0 read: at once, and later.
+/// A training run: its events in order, the states of each rank, and rank 0's reads (immediate,
+/// late).
 struct Run {
     result: Result<()>,
     events: Vec<Event>,
@@ -318,7 +320,7 @@ const OPTIONS: [&[&str]; 6] = [
 ];
 
 #[test]
-fn the_training_is_the_same_to_the_bit() {
+fn late_reads_train_identically() {
     for (ranks, strategy) in STRATEGIES {
         for options in OPTIONS {
             let keys = [&[strategy, "trainer.log_every_n_steps=3"], options].concat();
@@ -328,17 +330,17 @@ fn the_training_is_the_same_to_the_bit() {
             assert!(at_once.curve().len() >= 8);
             assert_eq!(late.curve(), at_once.curve(), "{keys:?}");
             assert!(late.seen == at_once.seen, "{keys:?}: other weights or state");
-            // Of eight steps the first, the third, the sixth and the last are logged.
+            // Of eight steps, the first, third, sixth and last are logged.
             assert_eq!((at_once.reads, late.reads), ([8, 0], [4, 4]), "{keys:?}");
         }
     }
 }
 
 #[test]
-fn a_step_that_is_not_finite_changes_nothing_and_is_an_error() {
+fn non_finite_step_is_an_error() {
     for (ranks, strategy) in STRATEGIES {
-        // Found at the end of the next step; by the next one, which is logged; at a validation and at a checkpoint, of which
-        // there is none then; at the end of the run; in a step that is logged.
+        // The error is found: at the end of the next step; by the next, logged step; at a
+        // validation; at a checkpoint, which is not saved; at the end of the run; in a logged step.
         for (fails_at, options) in [
             (4, &["trainer.ema_decay=0.5", "trainer.gradient_clip_val=0.05"][..]),
             (5, &["trainer.log_every_n_steps=3", SGD]),
@@ -391,7 +393,7 @@ fn impossible_counts_are_found_at_once() {
             let at_once = train(ranks, &[&keys[..], &[OFF]].concat());
             let (error, expected) =
                 (late.result.as_ref().unwrap_err(), at_once.result.as_ref().unwrap_err());
-            // Ranks that share samples have the same count, and any of them may be named.
+            // Ranks that share samples have the same count; the error may name any of them.
             let any_rank = |error: &fulgurite::core::Error| {
                 error
                     .to_string()
@@ -405,7 +407,7 @@ fn impossible_counts_are_found_at_once() {
                 error.to_string().contains(&format!("in step {fails_at}")),
                 "{keys:?}: {error}"
             );
-            // The steps before are told of, and their state is left.
+            // Earlier steps are reported, and their state remains.
             assert_eq!(late.curve(), at_once.curve(), "{keys:?}");
             assert_eq!(late.curve().last().map_or(0, |last| last.0), fails_at - 1, "{keys:?}");
             for (late, at_once) in late.seen.iter().zip(&at_once.seen) {
@@ -460,7 +462,7 @@ fn runs_without_items_fail() {
 }
 
 #[test]
-fn a_run_goes_on_from_a_checkpoint() {
+fn run_resumes_from_a_checkpoint() {
     for (ranks, strategy) in [(1, "trainer.strategy=\"single_device\""), (2, TP)] {
         let keys = [strategy, ON, "trainer.log_every_n_steps=100", "trainer.ema_decay=0.5"];
         let whole = train(ranks, &keys);
@@ -475,14 +477,14 @@ fn a_run_goes_on_from_a_checkpoint() {
             let both = [&first.seen[rank].steps[..], &second.seen[rank].steps].concat();
             assert!(both == whole.steps, "{strategy}: other weights or state");
         }
-        // The first step of a run is logged, that of a run that goes on is not; the last one always
-        // is.
+        // The first step of a run is logged, but not the first step after a resume. The last step
+        // always is.
         assert_eq!((first.reads, second.reads), ([2, 2], [1, 3]));
     }
 }
 
 #[test]
-fn a_hook_that_looks_at_the_loss_gets_that_of_its_step() {
+fn hook_gets_the_loss_of_its_step() {
     let keys = ["trainer.strategy=\"ddp\"", ON, "trainer.log_every_n_steps=4"];
     let run = train_in(
         tempfile::tempdir().unwrap().path(),
@@ -497,7 +499,7 @@ fn a_hook_that_looks_at_the_loss_gets_that_of_its_step() {
     };
     let losses: Vec<f64> = run.events.iter().filter_map(of_step).collect();
     assert_eq!((losses.len(), &run.losses), (8, &losses));
-    // Three steps are logged; the numbers of the others are waited for, and read once.
+    // Three steps are logged; the values of the other five are read late, once each.
     assert_eq!(run.reads, [8, 5]);
 }
 
@@ -520,7 +522,7 @@ fn a_hook_clips_a_late_step_too() {
 }
 
 #[test]
-fn where_the_host_needs_the_numbers_at_once_it_reads_them_at_once() {
+fn immediate_reads_where_required() {
     let one = "trainer.strategy=\"single_device\"";
     for keys in [
         &["trainer.strategy={ type = \"diloco\", sync_every = 2 }"][..],
@@ -533,7 +535,7 @@ fn where_the_host_needs_the_numbers_at_once_it_reads_them_at_once() {
         run.result.unwrap_or_else(|error| panic!("{keys:?}: {error}"));
         assert_eq!(run.reads[1], 0, "{keys:?}");
     }
-    // A checkpoint of the state before an error is saved as ever.
+    // The state before an error is still saved as a checkpoint.
     let dir = tempfile::tempdir().unwrap();
     let keys = [one, ON, "trainer.log_every_n_steps=100", "model.fails_at=5"];
     let run =
@@ -543,8 +545,8 @@ fn where_the_host_needs_the_numbers_at_once_it_reads_them_at_once() {
     assert!(dir.path().join("kept/step-00000004").exists());
 }
 
-/// A loop of one's own on two ranks, which is late or not: the losses and norms of 8 steps, or those before an error; then
-/// the weights; and how often rank 0 waited for its device.
+/// A custom loop on two ranks, with late or immediate reads. Returns losses and norms of 8 steps,
+/// or of those before an error; then the weights, and how often rank 0 waited for its device.
 fn own_loop(late: bool, strategy: &str, config: &DeepConfig) -> (Vec<(f64, f64)>, State, u64) {
     let clip = Some((0.5, ClipAlgorithm::Norm));
     let layers = ConfigLayers::new().set(&format!("trainer.strategy={strategy}")).unwrap();
@@ -594,7 +596,7 @@ fn own_loop(late: bool, strategy: &str, config: &DeepConfig) -> (Vec<(f64, f64)>
 }
 
 #[test]
-fn a_loop_of_ones_own_may_be_late_too() {
+fn custom_loop_with_late_reads() {
     for strategy in ["ddp", "fsdp"] {
         let config = DeepConfig::default();
         let (late, ordinary) =
@@ -611,7 +613,7 @@ fn a_loop_of_ones_own_may_be_late_too() {
 }
 
 #[test]
-fn a_limit_that_is_none_is_refused_in_a_late_step_too() {
+fn impossible_clip_limit_is_refused() {
     let layers = ConfigLayers::new().set("trainer.strategy=single_device").unwrap();
     let run = RunConfig::<DeepConfig, NoKeys>::from_layers(layers).unwrap();
     let errors = run_ranks(1, |world| {
@@ -631,7 +633,7 @@ fn a_limit_that_is_none_is_refused_in_a_late_step_too() {
 }
 
 #[test]
-fn in_f16_a_late_loop_reads_as_others_do() {
+fn f16_late_loop_reads_at_once() {
     let config = DeepConfig { dtype: Some(Half::F16), ..DeepConfig::default() };
     let strategy = r#"{ type = "fsdp", mixed_precision = { param_dtype = "f16" } }"#;
     let (late, ordinary) = (own_loop(true, strategy, &config), own_loop(false, strategy, &config));

@@ -1,9 +1,9 @@
-//! Programs under limits of the system that are too low: the first line of their errors names the limit.
+//! Programs under system limits that are too low: the first line of the error names the limit.
 
 use crate::program::{Job, Scratch};
 
-/// The first error of a run under a limit of `ulimit`, without what differs from run to run; none if the
-/// limit is high enough.
+/// The first error of a run under a limit of `ulimit`, with variable parts removed; `None` if the
+/// run succeeds.
 fn first_error(job: &Job, limit: &str) -> Option<String> {
     let run = job.clone().limited(limit).run();
     if run.code() == Some(0) {
@@ -33,7 +33,7 @@ fn too_few_open_files_are_named() {
 #[test]
 fn too_few_threads_are_named() {
     let mut scratch = Scratch::with_tokens();
-    // Nobody else's processes count.
+    // A user without other processes.
     let uid = 400_000 + std::process::id() % 100_000;
     if !scratch.give_to(uid) {
         eprintln!("not tested: only root can run the program as somebody else, if all can read it");
@@ -59,7 +59,7 @@ fn too_little_memory_is_named() {
 }
 
 #[test]
-fn a_limit_on_the_size_of_files_is_named() {
+fn file_size_limit_is_named() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["checkpoint.dir=kept", "checkpoint.every_n_steps=1"]);
     let error = first_error(&job, "-f 8").expect("checkpoints are larger");

@@ -124,7 +124,7 @@ fn every_gradient_equals_finite_differences() {
 }
 
 #[test]
-fn a_later_token_changes_no_earlier_logits() {
+fn attention_is_causal() {
     let t = build(&small(false), DType::F64);
     let (a, _) = ids(&[[1, 5, 0, 10, 2, 3]]);
     let (b, _) = ids(&[[1, 5, 0, 10, 8, 3]]);
@@ -136,7 +136,7 @@ fn a_later_token_changes_no_earlier_logits() {
 }
 
 #[test]
-fn it_learns_a_sentence() {
+fn llama_learns_a_sentence() {
     let t = build(&LlamaConfig { dropout: 0.02, ..small(true) }, DType::F32);
     let (inputs, targets) = ids(&[[1, 5, 0, 10, 2, 3], [7, 3, 8, 4, 9, 1]]);
     let mut losses = vec![];

@@ -1,4 +1,4 @@
-//! Batches made by worker threads: the same as without them, in everything that a run does.
+//! Batches made by worker threads: everything in a run is the same as without workers.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -19,7 +19,7 @@ struct Line(Unit<Linear>);
 #[serde(deny_unknown_fields, default)]
 struct NoKeys {}
 
-/// Points that are moved at random, otherwise in each epoch.
+/// Points with random noise that differs in each epoch.
 struct Points {
     wrong: Option<(u64, Wrong)>,
     sets: Vec<String>,
@@ -28,11 +28,11 @@ struct Points {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct PointsConfig {
-    /// A training sample that cannot be made.
+    /// A training sample that fails.
     wrong: Option<u64>,
-    /// How.
+    /// Whether the sample panics instead of returning an error.
     panics: bool,
-    /// Names of validation sets, of which one has a sample less than the one before.
+    /// Names of validation sets; each set has one sample less than the previous one.
     sets: Vec<String>,
 }
 
@@ -152,7 +152,7 @@ fn run(logs: &Path, ranks: usize, keys: &str) -> (Vec<u64>, Vec<u32>) {
 }
 
 #[test]
-fn a_run_is_the_same_with_any_number_of_workers_and_resumed_amid_an_epoch() {
+fn worker_count_does_not_change_a_run() {
     for ranks in [1, 2, 3] {
         let logs = tempfile::tempdir().unwrap();
         let (expected, predictions) = run(logs.path(), ranks, "max_steps = 20");
@@ -174,7 +174,7 @@ fn a_run_is_the_same_with_any_number_of_workers_and_resumed_amid_an_epoch() {
 }
 
 #[test]
-fn a_sample_that_cannot_be_made_ends_the_run_with_its_number() {
+fn failing_sample_is_named() {
     let logs = tempfile::tempdir().unwrap();
     for (ranks, workers, panics) in [(1, 0, false), (1, 2, false), (2, 3, true), (1, 0, true)] {
         let keys = format!(
@@ -197,7 +197,7 @@ fn a_sample_that_cannot_be_made_ends_the_run_with_its_number() {
 }
 
 #[test]
-fn several_validation_sets_are_told_apart_by_name() {
+fn several_validation_sets_have_names() {
     let logs = tempfile::tempdir().unwrap();
     let mut first: Option<Vec<(String, f64)>> = None;
     for ranks in [1, 2, 3] {

@@ -1,4 +1,4 @@
-//! What takes several crates, and whole programs.
+//! Tests across several crates, and tests of whole programs.
 
 mod accelerators;
 mod agents;

@@ -1,4 +1,4 @@
-//! Modules that optimize by themselves, with several optimizers.
+//! Modules with manual optimization and several optimizers.
 
 use std::path::Path;
 
@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::toy::{Events, NoKeys, Numbers};
 
-/// A generator that learns to double, by the judgement of a critic that learns how far off it is.
+/// A generator that learns to double, judged by a critic that learns its error.
 struct Pair {
     generator: Unit<Linear>,
     critic: Linear,
@@ -21,11 +21,11 @@ struct Pair {
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct PairConfig {
-    /// Updates of the critic in a step, less one.
+    /// Updates of the critic in a step, minus one.
     more_critic_steps: usize,
-    /// What is wrong with the module.
+    /// The mistake in the module.
     mistake: String,
-    /// Gradients are accumulated over two steps.
+    /// Whether gradients are accumulated over two steps.
     accumulates: bool,
 }
 
@@ -125,7 +125,7 @@ fn config(dir: &Path, ranks: usize, keys: &str) -> Result<RunConfig<PairConfig, 
     RunConfig::from_layers(layers)
 }
 
-/// The losses of all steps, and what the last one logged.
+/// The losses of all steps, and the logged values of the last one.
 fn train(ranks: usize, strategy: &str, keys: &str) -> (Vec<f64>, Vec<(String, f64)>) {
     let dir = tempfile::tempdir().unwrap();
     let runs = run_ranks(ranks, |world| {
@@ -147,14 +147,15 @@ fn train(ranks: usize, strategy: &str, keys: &str) -> (Vec<f64>, Vec<(String, f6
 }
 
 #[test]
-fn several_optimizers_train_alike_under_every_strategy() {
+fn several_optimizers_under_every_strategy() {
     for keys in ["", "model.more_critic_steps = 2", "model.accumulates = true"] {
         let (losses, logged) = train(1, "single_device", keys);
         assert!(losses[39] < 0.5 * losses[0], "{keys}: {losses:?}");
         let names: Vec<&str> = logged.iter().map(|(name, _)| name.as_str()).collect();
         let steps = ["grad_norm/critic", "grad_norm/generator", "lr/critic", "lr/generator"];
         assert!(steps.iter().all(|name| names.contains(name)), "{names:?}");
-        // Both follow the trainer's steps, however often they step: 36 steps from the end of the warm-up.
+        // Both rates follow the trainer's steps, not the optimizers' updates: 36 steps after the
+        // warm-up.
         let lr = |name: &str| logged.iter().find(|(other, _)| other == name).unwrap().1;
         assert!((lr("lr/critic") - 0.05 / 36.0).abs() < 1e-9, "{logged:?}");
         assert!((lr("lr/critic") - lr("lr/generator")).abs() < 1e-12);
@@ -167,7 +168,7 @@ fn several_optimizers_train_alike_under_every_strategy() {
 }
 
 #[test]
-fn a_run_with_several_optimizers_goes_on_to_the_bit() {
+fn several_optimizers_resume_bitwise() {
     for (ranks, strategy) in [(1, "single_device"), (2, "fsdp")] {
         let dir = tempfile::tempdir().unwrap();
         let run = |ranks: usize, name: &str, keys: &str| {
@@ -223,7 +224,7 @@ fn mistakes_in_manual_optimization_are_explained() {
 }
 
 #[test]
-fn gradients_are_clipped_and_norms_are_those_before() {
+fn clipping_reports_the_norm_before() {
     let norm = |(_, logged): &(Vec<f64>, Vec<(String, f64)>)| {
         logged.iter().find(|(name, _)| name == "grad_norm/critic").unwrap().1
     };

@@ -1,4 +1,4 @@
-//! What is logged is the truth, however samples are shared among ranks.
+//! Logged values are exact, however samples are distributed over ranks.
 
 use std::collections::BTreeMap;
 
@@ -15,11 +15,11 @@ use serde_json::Value;
 use crate::program::{Job, Scratch};
 use crate::toy::{Events, NoKeys};
 
-/// Samples of validation: an uneven number.
+/// Number of validation samples: odd.
 const VALIDATION: u64 = 13;
 const TRAINING: u64 = 12;
 
-/// One of three classes, by a head that does not learn.
+/// A fixed head that predicts one of three classes.
 struct Classifier(Linear);
 
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -36,7 +36,7 @@ impl Default for SamplesConfig {
 
 struct Samples;
 
-/// Any number between 0 and 1, the same for the same sample.
+/// A value in 0..1 that only depends on the sample.
 fn number(sample: u64, of: u64) -> f64 {
     let bits = (sample * 31 + of * 17 + 7).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40;
     bits as f64 / (1u64 << 24) as f64
@@ -44,7 +44,7 @@ fn number(sample: u64, of: u64) -> f64 {
 
 impl DataModule for Samples {
     type Config = SamplesConfig;
-    /// Inputs, targets, and the numbers of the samples.
+    /// Inputs, targets and sample indices.
     type Batch = (Tensor, Tensor, Vec<u64>);
 
     fn setup(_: &SamplesConfig, _: &DataContext) -> Result<Self> {
@@ -101,10 +101,10 @@ impl LightningModule for Classifier {
         (x, targets, _): &(Tensor, Tensor, Vec<u64>),
         ctx: &mut StepContext,
     ) -> Result<Loss> {
-        // Inputs are scores themselves.
+        // The inputs are the scores themselves.
         let hits = predicted_classes(x)?.0.eq(targets)?.to_vec1::<u8>()?;
         let hits: u32 = hits.into_iter().map(u32::from).sum();
-        // As a user of Lightning writes it.
+        // In the style of a Lightning user.
         ctx.log("val_acc", f64::from(hits) / targets.dim(0)? as f64);
         ctx.log("val_accuracy", Accuracy::of(x, targets)?);
         ctx.log("val_f1", F1Score::of(x, targets, Average::Macro)?);
@@ -128,12 +128,12 @@ impl Hooks<Samples> for Classifier {
     }
 }
 
-/// The events of a run on so many ranks, and rank 0's number of collectives.
+/// The events of a run on `ranks` ranks, and rank 0's number of collectives.
 fn run(ranks: usize, batch_size: usize, keys: &str) -> (Vec<Event>, u64) {
     run_saving(ranks, batch_size, keys, "save_last = false")
 }
 
-/// As [`run`], with these keys of `[checkpoint]`.
+/// Like [`run`], with these keys of `[checkpoint]`.
 fn run_saving(ranks: usize, batch_size: usize, keys: &str, checkpoint: &str) -> (Vec<Event>, u64) {
     let logs = tempfile::tempdir().unwrap();
     let text = format!(
@@ -157,7 +157,7 @@ fn run_saving(ranks: usize, batch_size: usize, keys: &str, checkpoint: &str) -> 
     results.unwrap().swap_remove(0)
 }
 
-/// The metrics of the events of a kind, in order.
+/// The metrics of one kind of event, in order.
 fn logged(
     events: &[Event],
     kind: fn(&Event) -> Option<&BTreeMap<String, f64>>,
@@ -190,12 +190,12 @@ fn mean(numbers: impl Iterator<Item = f64>) -> f64 {
 }
 
 #[test]
-fn a_validation_has_the_same_metrics_on_any_number_of_ranks() {
+fn validation_metrics_on_any_rank_count() {
     let class = |i| (0..3).max_by(|&a, &b| number(i, a).total_cmp(&number(i, b))).unwrap();
     let hit = |i| f64::from(u8::from(class(i) == (number(i, 9) * 3.0) as u64));
     let truth = mean((0..VALIDATION).map(hit));
     let mut all = Vec::new();
-    // 13 samples in batches of 6: a last batch of one sample, which some ranks do not have.
+    // 13 samples in batches of 6: the last batch has one sample, so some ranks have none.
     for (ranks, batch_size) in [(1, 6), (2, 3), (3, 2)] {
         let (events, _) = run(ranks, batch_size, "max_steps = 1\nval_check_interval = 1");
         let found = logged(&events, of_validations).swap_remove(0);
@@ -208,7 +208,7 @@ fn a_validation_has_the_same_metrics_on_any_number_of_ranks() {
             panic!("no validation")
         };
         close(found["val_perplexity"].ln(), *val_loss);
-        // Ranks without a sample compute, and do not count.
+        // Ranks without a sample compute a step, but do not count.
         assert_eq!(found["batches"], [3.0, 5.0, 7.0][ranks - 1]);
         all.push(found);
     }
@@ -218,7 +218,7 @@ fn a_validation_has_the_same_metrics_on_any_number_of_ranks() {
 }
 
 #[test]
-fn texts_are_rank_0s_and_histograms_of_all_samples() {
+fn texts_of_rank_0_histograms_of_all() {
     let expected = Histogram::of_values(
         (0..VALIDATION).flat_map(|i| (0..3).map(move |j| f64::from(number(i, j) as f32))),
     );
@@ -240,9 +240,9 @@ fn texts_are_rank_0s_and_histograms_of_all_samples() {
 }
 
 #[test]
-fn training_logs_the_mean_of_the_global_batch_and_of_the_epoch() {
+fn step_and_epoch_means_are_logged() {
     let range = |from: u64, to: u64| mean((from..to).map(|i| number(i % TRAINING, 5)));
-    // 12 samples, in global batches of 6: two steps an epoch.
+    // 12 samples in global batches of 6: two steps per epoch.
     for (ranks, batch_size, accumulate) in [(1, 6, 1), (2, 3, 1), (3, 1, 2), (1, 2, 3)] {
         let keys = format!(
             "max_epochs = 2\nlog_every_n_steps = 3\nlimit_val_batches = 0\n\
@@ -251,7 +251,7 @@ fn training_logs_the_mean_of_the_global_batch_and_of_the_epoch() {
         let (events, _) = run(ranks, batch_size, &keys);
         let steps = logged(&events, of_steps);
         assert_eq!(steps.len(), 4);
-        // The first, the third and the last are logged.
+        // The first, third and last steps are logged.
         assert!(steps[1].is_empty());
         for (step, first) in [(0, 0), (2, 12), (3, 18)] {
             let names: Vec<&str> = steps[step].keys().map(String::as_str).collect();
@@ -274,8 +274,8 @@ fn training_logs_the_mean_of_the_global_batch_and_of_the_epoch() {
 }
 
 #[test]
-fn a_run_that_resumes_within_an_epoch_logs_all_of_it() {
-    // Two steps an epoch; the second ends it.
+fn resume_within_epoch_logs_whole_epoch() {
+    // Two steps per epoch; the second step ends it.
     let whole = run(2, 3, "max_steps = 2\nlimit_val_batches = 0").0;
     let whole = logged(&whole, of_others);
     for ranks in [2, 3] {
@@ -296,17 +296,17 @@ fn a_run_that_resumes_within_an_epoch_logs_all_of_it() {
 }
 
 #[test]
-fn what_is_not_wanted_is_not_communicated() {
-    // The second run logs the first step and the last, the first one all of ten.
+fn unused_metrics_are_not_communicated() {
+    // One run logs all ten steps; the other logs only the first and the last.
     let calls = |keys: &str| run(2, 6, &format!("limit_val_batches = 0\n{keys}")).1;
     let all = calls("max_epochs = 10\nlog_every_n_steps = 1");
     let first = calls("max_epochs = 10\nlog_every_n_steps = 50");
-    // What adds up is one all-reduce, extremes another.
+    // Sums take one all-reduce, extremes another.
     assert_eq!(all - first, 2 * 8);
 }
 
 #[test]
-fn the_example_predicts_alike_on_any_mesh() {
+fn example_predicts_the_same_on_any_mesh() {
     let scratch = Scratch::with_tokens();
     let small = scratch.small().set(&[
         "data.validation_fraction=0.2",

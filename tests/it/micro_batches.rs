@@ -1,4 +1,4 @@
-//! Batches that are computed in parts: as many as are asked for, or as memory requires.
+//! Batches in micro-batches: as many as configured, or as memory requires.
 
 use std::sync::Mutex;
 
@@ -14,10 +14,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::toy::{Events, NoKeys};
 
-/// Features of a sample.
+/// Features per sample.
 const WIDTH: usize = 8;
 
-/// A rank whose memory a step does not fit into.
+/// Simulates a rank that runs out of memory in a step.
 #[derive(Debug, Clone, Copy)]
 struct Fault {
     rank: usize,
@@ -26,15 +26,15 @@ struct Fault {
     batch: u64,
     layer: usize,
     in_backward: bool,
-    /// Micro-batches of more samples do not fit.
+    /// Micro-batches with more samples do not fit.
     fits: usize,
 }
 
-/// Of the training that runs: tests that set them take turns.
+/// Faults of the current training run; tests that set them take turns.
 static FAULTS: Mutex<Vec<Fault>> = Mutex::new(Vec::new());
 static TURN: Mutex<()> = Mutex::new(());
 
-/// The identity, which takes a lot of memory.
+/// The identity, with a large use of memory.
 struct Hungry {
     rank: usize,
     step: u64,
@@ -76,7 +76,7 @@ impl CustomOp1 for Hungry {
     }
 }
 
-/// Two dozen rows, in batches of 4.
+/// 24 rows in batches of 4.
 struct Rows;
 
 impl DataModule for Rows {
@@ -102,7 +102,7 @@ impl DataModule for Rows {
     }
 }
 
-/// Three layers that each learn their input, in turn hungry.
+/// Three layers that each learn their own input; each can run out of memory.
 struct Deep {
     layers: Vec<Unit<SwiGluMlp>>,
     dropout: Dropout,
@@ -159,7 +159,7 @@ impl LightningModule for Deep {
 
 impl Hooks<Rows> for Deep {}
 
-/// Loss and norm of every step, and the losses of validations, to the bit.
+/// Loss and norm of every step, and the losses of validations, compared bit by bit.
 type Curve = Vec<(f64, f64)>;
 
 fn train(ranks: usize, keys: &[&str], faults: &[Fault]) -> Result<Curve> {
@@ -212,7 +212,7 @@ const STRATEGIES: [(usize, &str); 9] = [
 
 // checklist: composer: automatic micro-batches
 #[test]
-fn a_step_that_does_not_fit_is_taken_again_in_smaller_micro_batches() {
+fn out_of_memory_step_is_split_and_retried() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (ranks, strategy) in STRATEGIES {
         let halves = train(ranks, &[strategy, "trainer.micro_batch_size=2"], &[]).unwrap();
@@ -231,10 +231,11 @@ fn a_step_that_does_not_fit_is_taken_again_in_smaller_micro_batches() {
             for in_backward in [false, true] {
                 let rank = (layer + usize::from(in_backward)) % ranks;
                 let fault = Fault { rank, step: 1, batch: 0, layer, in_backward, fits: 2 };
-                // From the first step on, as if the size had been given.
+                // From the first step on, as if the size had been configured.
                 let found = train(ranks, &[strategy, AUTO], &[fault]).unwrap();
                 assert_eq!(found, halves, "{strategy}: {fault:?}");
-                // Later, with gradients of another micro-batch at hand; twice; and on another rank.
+                // Later, with gradients of an earlier micro-batch present; twice; and on another
+                // rank.
                 let twice = [
                     Fault { step: 2, batch: 1, ..fault },
                     Fault { step: 3, batch: 2, fits: 1, rank: ranks - 1, ..fault },
@@ -249,7 +250,7 @@ fn a_step_that_does_not_fit_is_taken_again_in_smaller_micro_batches() {
 }
 
 #[test]
-fn what_a_step_did_to_buffers_before_it_was_left_is_undone() {
+fn abandoned_step_restores_buffers() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     for (ranks, strategy) in
         [(1, "trainer.strategy=\"single_device\""), (2, "trainer.strategy=\"fsdp\"")]
@@ -257,7 +258,7 @@ fn what_a_step_did_to_buffers_before_it_was_left_is_undone() {
         let keys = [strategy, "model.batch_norm=true", "trainer.val_check_interval=1"];
         let halves = [&keys[..], &["trainer.micro_batch_size=2"]].concat();
         let halves = train(ranks, &halves, &[]).unwrap();
-        // In the backward: the forward has changed the statistics.
+        // In the backward pass, after the forward pass has changed the statistics.
         let fault =
             Fault { rank: ranks - 1, step: 1, batch: 0, layer: 0, in_backward: true, fits: 2 };
         let found = train(ranks, &[&keys[..], &[AUTO]].concat(), &[fault]).unwrap();
@@ -267,14 +268,14 @@ fn what_a_step_did_to_buffers_before_it_was_left_is_undone() {
 }
 
 #[test]
-fn what_cannot_be_split_is_explained() {
+fn unsplittable_batch_is_explained() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
     let strategy = "trainer.strategy=\"fsdp\"";
     let error = |keys: &[&str], faults: &[Fault]| {
         let keys = [&[strategy][..], keys].concat();
         train(2, &keys, faults).unwrap_err().to_string()
     };
-    // One sample does not fit: every rank says so.
+    // One sample does not fit: every rank reports it.
     let fault = Fault { rank: 1, step: 2, batch: 0, layer: 1, in_backward: true, fits: 0 };
     let message = error(&[AUTO], &[fault]);
     let why = "rank 1 has no memory left in step 2, and a micro-batch of one sample cannot be smaller: shard the \

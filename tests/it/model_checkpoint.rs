@@ -1,4 +1,4 @@
-//! The options of `model_checkpoint`, one by one, as Lightning's `ModelCheckpoint` has them.
+//! Each option of `model_checkpoint`, as in Lightning's `ModelCheckpoint`.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -11,8 +11,8 @@ use fulgurite_transports::run_ranks;
 
 use crate::callbacks::{Net, config, fit, fit_in, kept};
 
-/// A run with these callbacks keeps these checkpoints. Its epochs have six steps, and what its validations log as
-/// `score` is, after step n, the n-th of 5, 3, 4, 2, 2.5, 6, 7, 1.
+/// A run with these callbacks and the checkpoints that it keeps. Epochs have six steps. The
+/// validation after step n logs as `score` the n-th of 5, 3, 4, 2, 2.5, 6, 7, 1.
 struct Row {
     what: &'static str,
     callback: &'static str,
@@ -147,7 +147,7 @@ const ROWS: &[Row] = &[
     },
 ];
 
-/// Logs `shaky`: no number in the first validation, then one.
+/// Logs `shaky`: NaN in the first validation, then 1.
 struct Shaky;
 
 impl Callback for Shaky {}
@@ -165,7 +165,7 @@ fn callbacks(options: &str) -> String {
 }
 
 #[test]
-fn every_option_keeps_what_it_says() {
+fn retention_options() {
     for Row { what, callback, keys, kept: expected } in ROWS {
         let dir = tempfile::tempdir().unwrap();
         let run = config(dir.path(), &[keys, &[&*callbacks(callback)][..]].concat());
@@ -178,7 +178,7 @@ fn every_option_keeps_what_it_says() {
 }
 
 #[test]
-fn a_metric_that_no_validation_has_logged_is_an_error() {
+fn unlogged_metric_is_an_error() {
     for options in ["monitor = 'scores'", "monitor = 'scores', every_n_steps = 1"] {
         let keys = ["trainer.max_steps=8", "trainer.val_check_interval=2", &callbacks(options)];
         let (_dir, events, result) = fit(&keys);
@@ -191,11 +191,11 @@ fn a_metric_that_no_validation_has_logged_is_an_error() {
 }
 
 #[test]
-fn what_the_run_goes_on_from_is_never_removed() {
+fn resumed_checkpoint_is_never_removed() {
     let dir = tempfile::tempdir().unwrap();
     for (options, first, second) in [
         ("filename = '{step}'", &["last", "step=6"][..], &["last", "step=12", "step=6"][..]),
-        // Nor replaced.
+        // The checkpoint is not replaced either.
         ("filename = 'same'", &["last", "same"], &["last", "same", "same-v1"]),
     ] {
         let dir = dir.path().join(second.len().to_string() + second[1]);
@@ -205,13 +205,13 @@ fn what_the_run_goes_on_from_is_never_removed() {
         assert_eq!(kept(&dir), first);
         fit_in(&dir, &keys("trainer.max_epochs=2")).1.unwrap();
         assert_eq!(kept(&dir), second);
-        // From the second on the first is nobody's any more.
+        // From the second resume on, the first checkpoint belongs to no run.
         fit_in(&dir, &keys("trainer.max_epochs=3")).1.unwrap();
         assert!(kept(&dir).contains(&first[1].to_owned()));
     }
 }
 
-/// Asks to remove what the run goes on from.
+/// Asks to remove the checkpoint that the run resumed from.
 struct Careless;
 
 impl Callback for Careless {}
@@ -228,7 +228,7 @@ impl Hooks for Careless {
 }
 
 #[test]
-fn nor_by_a_callback_that_asks_for_it() {
+fn resumed_checkpoint_survives_a_callback() {
     let dir = tempfile::tempdir().unwrap();
     let fit = |steps: &str| {
         let run = config(dir.path(), &[steps, "trainer.ckpt_path=last"]);
@@ -240,10 +240,10 @@ fn nor_by_a_callback_that_asks_for_it() {
 }
 
 #[test]
-fn in_another_place_a_callback_begins_anew() {
+fn callback_state_is_per_directory() {
     let dir = tempfile::tempdir().unwrap();
     let callbacks = callbacks("monitor = 'score', filename = '{step}'");
-    // The best of all is that of step 8, the best of the first 5 that of step 4.
+    // Step 8 has the best score of all, step 4 the best of the first 5.
     fit_in(dir.path(), &["trainer.max_steps=5", &callbacks, "checkpoint.save_last=true"])
         .1
         .unwrap();
@@ -256,7 +256,7 @@ fn in_another_place_a_callback_begins_anew() {
     assert_eq!(kept(other.path()), ["last", "step=6"]);
 }
 
-/// Logs on each rank what is its own.
+/// Logs a different value on each rank.
 struct Own;
 
 impl Callback for Own {}
@@ -270,7 +270,7 @@ impl Hooks for Own {
 }
 
 #[test]
-fn ranks_that_disagree_follow_rank_0() {
+fn disagreeing_ranks_follow_rank_0() {
     let dir = tempfile::tempdir().unwrap();
     let callbacks = callbacks("monitor = 'own', filename = '{own}'");
     let run = config(
@@ -285,7 +285,7 @@ fn ranks_that_disagree_follow_rank_0() {
     assert_eq!(kept(dir.path()), ["last", "own=1"]);
 }
 
-/// Asks the run to end within the validation after step 3.
+/// Asks the run to stop within the validation after step 3.
 struct Impatient;
 
 static INTERRUPTED: AtomicBool = AtomicBool::new(false);
@@ -300,7 +300,7 @@ impl Hooks for Impatient {
 }
 
 #[test]
-fn what_was_due_before_an_interrupted_validation_is_saved() {
+fn due_save_survives_interrupted_validation() {
     let dir = tempfile::tempdir().unwrap();
     let options = callbacks("every_n_steps = 3, filename = '{step}'");
     let run = config(dir.path(), &["trainer.max_steps=8", &options]);

@@ -1,9 +1,9 @@
-//! Meshes of real processes: the losses of one device, checkpoints that go from mesh to mesh, plans
-//! from configuration files, and what is said when sizes do not fit.
+//! Meshes of real processes: the losses of one device, checkpoints between meshes, plans from
+//! configuration files, and errors for misfit sizes.
 
 use crate::program::{Job, Scratch, assert_close};
 
-/// Strategy, ranks, and ranks that see different data.
+/// Strategy, number of ranks, and number of ranks with different data.
 const MESHES: [(&str, usize, usize); 9] = [
     ("tp", 2, 1),
     ("hsdp.data_parallel_replicate_size=2", 4, 4),
@@ -16,7 +16,7 @@ const MESHES: [(&str, usize, usize); 9] = [
     ("fsdp_tp.parallelize=\"hf\"", 4, 2),
 ];
 
-/// `name.key=value,key=value` as a table.
+/// Parses `name.key=value,key=value` as a table.
 fn table(strategy: &str) -> String {
     let (name, options) = strategy.split_once('.').unwrap_or((strategy, ""));
     let comma = if options.is_empty() { "" } else { ", " };
@@ -27,7 +27,7 @@ fn table(strategy: &str) -> String {
     format!("{{ type = \"{name}\"{comma}{options} }}")
 }
 
-/// A model whose sizes 2 ranks divide, and what they leave another 2 do not.
+/// A model whose vocabulary and MLP width are divisible by 2, but not by 4.
 fn job(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&[
         "model.vocab_size=54",
@@ -44,7 +44,7 @@ fn job(scratch: &Scratch) -> Job<'_> {
 // checklist: NeMo: dp_size, tp_size, cp_size
 // checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
-fn every_mesh_has_the_losses_of_one_device() {
+fn every_mesh_matches_one_device() {
     let scratch = Scratch::with_tokens();
     let expected = job(&scratch).on("single_device", 1, 8).succeed();
     for (strategy, devices, replicas) in MESHES {
@@ -66,18 +66,18 @@ fn odd_sizes_are_cut_unevenly() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["data.seq_len=8"]);
     let expected = job.clone().on("single_device", 1, 4).succeed();
-    // 53 tokens and an MLP of 37 over 2 ranks.
+    // 53 tokens and an MLP width of 37 over 2 ranks.
     for options in ["", ".parallelize={ type = \"llama\", loss_parallel = true }"] {
         let run = job.clone().on(&table(&format!("tp{options}")), 2, 4).succeed();
         assert_close(&run.losses(), &expected.losses(), 1e-5);
-        // FSDP cuts what is left: 27 and 26 rows, 19 and 18.
+        // FSDP shards the remainder: 27 and 26 rows, 19 and 18.
         let run = job.clone().on(&table(&format!("fsdp_tp{options}")), 4, 2).succeed();
         assert_close(&run.losses(), &expected.losses(), 1e-5);
         assert_close(&run.steps("grad_norm"), &expected.steps("grad_norm"), 1e-4);
     }
 }
 
-/// What two dimensions cut unevenly is put together again, on the same mesh and on others.
+/// Parameters cut unevenly in two dimensions load on the same mesh and on other meshes.
 #[test]
 fn odd_sizes_go_from_mesh_to_mesh() {
     let scratch = Scratch::with_tokens();
@@ -116,7 +116,7 @@ fn ranks_share_key_and_value_heads() {
 
 // checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
-fn a_plan_in_a_configuration_file() {
+fn plan_from_configuration_file() {
     let scratch = Scratch::with_tokens();
     scratch.file(
         "plan.toml",
@@ -153,7 +153,7 @@ type = "plan"
 }
 
 #[test]
-fn a_run_goes_on_on_another_mesh() {
+fn run_resumes_on_another_mesh() {
     let scratch = Scratch::with_tokens();
     let job = job(&scratch).set(&["checkpoint.every_n_steps=4", "checkpoint.dir=kept"]);
     let whole = job.clone().on(&table(MESHES[5].0), 4, 4).succeed();
@@ -171,7 +171,7 @@ fn a_run_goes_on_on_another_mesh() {
 
 // checklist: Lightning: save_distributed_checkpoint=False
 #[test]
-fn full_checkpoints_are_resumed_from_too() {
+fn full_checkpoints_resume() {
     let scratch = Scratch::with_tokens();
     let job = job(&scratch).set(&["checkpoint.every_n_steps=4", "checkpoint.dir=kept"]);
     let mesh = table("fsdp_tp.save_distributed_checkpoint=false");
@@ -183,7 +183,7 @@ fn full_checkpoints_are_resumed_from_too() {
     assert_eq!(again.losses(), rest, "on the same mesh, to the bit");
     let resumed = from("kept/step-00000004").on("ddp", 2, 4).succeed();
     assert_close(&resumed.losses(), &rest, 1e-5);
-    // The one of the other kind makes way again; then the one that was resumed from is kept.
+    // The checkpoint of the other kind is replaced again; then the resumed one is kept.
     let kept = || {
         let entries = std::fs::read_dir(scratch.path().join("kept")).unwrap().flatten();
         let name = |entry: std::fs::DirEntry| entry.file_name().into_string().unwrap();
@@ -239,7 +239,7 @@ fn sizes_that_do_not_fit() {
     let error = |strategy: &str, devices, more: &[&str]| {
         let error = job(&scratch).on(&table(strategy), devices, 2).set(more).fail();
         let line = error.lines().find_map(|line| line.strip_prefix("error: ")).unwrap();
-        // Which of the ranks that have the error was the first to tell does not matter.
+        // Any of the failing ranks may be reported first.
         match line.strip_prefix("rank ").and_then(|rest| rest.split_once(" failed: ")) {
             Some((_, message)) => format!("a rank failed: {message}"),
             None => line.to_owned(),
@@ -258,7 +258,7 @@ fn sizes_that_do_not_fit() {
 }
 
 #[test]
-fn ranks_that_compute_the_same_are_a_warning() {
+fn redundant_ranks_are_a_warning() {
     let scratch = Scratch::with_tokens();
     let warning = "the 2 tensor-parallel ranks compute the same";
     let uncut = job(&scratch).on(&table("model_parallel.parallelize=\"none\""), 2, 2).succeed();

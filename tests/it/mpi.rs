@@ -1,5 +1,5 @@
-//! Training over MPI: ranks that `mpirun` starts, or what FULGURITE_MPIRUN says. Built with the feature `mpi`, run by
-//! `.ci/mpi` under both families.
+//! Training over MPI: ranks are started by `mpirun`, or by the command in FULGURITE_MPIRUN. Built
+//! with the feature `mpi`; `.ci/mpi` runs the tests under both MPI families.
 
 use std::fs;
 use std::net::TcpListener;
@@ -10,22 +10,22 @@ use crate::hosts::wide;
 use crate::program::{Job, Scratch, assert_close};
 use crate::two_hosts::Hosts;
 
-/// Makes ranks of two hosts of the processes that `mpirun` has started on one.
+/// Makes the processes that `mpirun` started on one host look like ranks of two hosts.
 const TWO_HOSTS: &str = r#"
 export RANK=${OMPI_COMM_WORLD_RANK:-$PMI_RANK} WORLD_SIZE=4 LOCAL_WORLD_SIZE=2
 export LOCAL_RANK=$((RANK % 2)) GROUP_RANK=$((RANK / 2))
 exec "$@""#;
 
-/// Strategies for four ranks, and samples of a rank's micro-batch.
+/// Strategies for four ranks, and the micro-batch size of a rank.
 const STRATEGIES: [(&str, usize); 4] = [
     ("ddp", 3),
     ("fsdp", 3),
     ("{ type = \"hsdp\", data_parallel_replicate_size = 2 }", 3),
-    // Tensor-parallel ranks are next to each other: on one host.
+    // Tensor-parallel ranks are adjacent, so on one host.
     ("{ type = \"fsdp_tp\", tensor_parallel_size = 2 }", 6),
 ];
 
-/// What starts processes of MPI, and whether it is Open MPI's.
+/// The command that starts MPI processes, and whether it belongs to Open MPI.
 fn mpirun() -> (String, bool) {
     let mpirun = std::env::var("FULGURITE_MPIRUN").unwrap_or_else(|_| "mpirun".to_owned());
     let version = Command::new(&mpirun).arg("--version").output();
@@ -35,12 +35,12 @@ fn mpirun() -> (String, bool) {
     (mpirun, is_open)
 }
 
-/// Tests may be run by root.
+/// Allows root to run the tests.
 fn as_root(job: Job<'_>) -> Job<'_> {
     job.env("OMPI_ALLOW_RUN_AS_ROOT", 1).env("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", 1)
 }
 
-/// Starts four processes of `job` by MPI, as `script`, or as they are.
+/// Starts four processes of `job` by MPI, through `script` if given.
 fn by_mpirun<'a>(job: Job<'a>, script: Option<&str>) -> Job<'a> {
     let (mpirun, is_open) = mpirun();
     let mut command = vec![&*mpirun, "-n", "4"];
@@ -53,7 +53,8 @@ fn by_mpirun<'a>(job: Job<'a>, script: Option<&str>) -> Job<'a> {
     as_root(job).started_by(&command)
 }
 
-/// Starts two processes of `job` on each of `hosts` by MPI, which reaches the other one by `agent`, as it would by ssh.
+/// Starts two processes of `job` on each of `hosts` by MPI. `agent` replaces ssh for the other
+/// host.
 fn by_mpirun_on<'a>(job: Job<'a>, hosts: &Hosts, agent: &str) -> Job<'a> {
     let (mpirun, is_open) = mpirun();
     let [a, b] = [0, 1].map(|host| hosts.address(host));
@@ -72,7 +73,7 @@ fn by_mpirun_on<'a>(job: Job<'a>, hosts: &Hosts, agent: &str) -> Job<'a> {
         .env("FULGURITE_JOB_KEY", "a key of sixteen characters or more")
 }
 
-/// A program that runs a command on one of `hosts`, in place of ssh: `agent ADDRESS COMMAND…`.
+/// A replacement for ssh that runs a command on one of `hosts`: `agent ADDRESS COMMAND…`.
 fn agent(scratch: &Scratch, hosts: &Hosts) -> String {
     let host = |host| format!("{}) host={} ;;\n", hosts.address(host), hosts.name(host));
     let script = format!(
@@ -87,7 +88,7 @@ fn agent(scratch: &Scratch, hosts: &Hosts) -> String {
     path.to_str().expect("a folder with a plain name").to_owned()
 }
 
-/// `job`, of two ranks on each of two hosts.
+/// Sets up `job` for two ranks on each of two hosts.
 fn on_two_hosts<'a>(job: Job<'a>, process_group: &str) -> Job<'a> {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let process_group = format!("trainer.process_group={process_group}");
@@ -96,8 +97,8 @@ fn on_two_hosts<'a>(job: Job<'a>, process_group: &str) -> Job<'a> {
         .env("MASTER_PORT", port)
 }
 
-/// Runs every strategy by shared memory, and as `over` says for a job and its number of ranks on each host; all must
-/// have the same bits, which are nearly those of one device.
+/// Runs every strategy over shared memory, and as `over` sets up the job for a number of ranks per
+/// host. All runs must agree bit by bit, and be close to one device.
 fn compare(devices: usize, over: impl for<'a> Fn(Job<'a>) -> Job<'a>) {
     let scratch = Scratch::with_tokens();
     let one_device = wide(&scratch).on("single_device", 1, 12).succeed();
@@ -113,22 +114,22 @@ fn compare(devices: usize, over: impl for<'a> Fn(Job<'a>) -> Job<'a>) {
 }
 
 #[test]
-fn ranks_over_mpi_have_the_losses_of_shared_memory_to_the_bit() {
+fn mpi_matches_shared_memory_bitwise() {
     compare(4, |job| by_mpirun(job.set(&["trainer.process_group=mpi"]), None));
 }
 
 #[test]
-fn two_hosts_in_levels_over_mpi_have_the_losses_of_one_to_the_bit() {
+fn hierarchical_mpi_matches_one_host_bitwise() {
     compare(2, |job| on_two_hosts(job, r#"{ type = "auto", across = "mpi" }"#));
 }
 
 #[test]
-fn two_hosts_over_mpi_without_levels_have_them_too() {
+fn flat_mpi_matches_one_host_bitwise() {
     compare(2, |job| on_two_hosts(job, r#"{ type = "auto", across = "mpi", levels = false }"#));
 }
 
 #[test]
-fn between_hosts_ranks_that_mpirun_has_started_use_mpi() {
+fn mpirun_ranks_use_mpi_between_hosts() {
     let scratch = Scratch::with_tokens();
     let mut job = wide(&scratch).on("fsdp", 2, 3);
     job.replace("json", "human");
@@ -137,10 +138,11 @@ fn between_hosts_ranks_that_mpirun_has_started_use_mpi() {
     assert!(run.stderr.contains(told), "{}", run.stderr);
 }
 
-/// On two hosts with addresses and names of their own, where root can make them. Open MPI's messages go over the
-/// cable; those of MPICH through the memory of the machine, as UCX sees that it is one.
+/// Two hosts with their own addresses and names, which only root can create. Open MPI's messages
+/// use the cable. MPICH's messages use shared memory, because UCX detects that both hosts are one
+/// machine.
 #[test]
-fn two_hosts_that_mpirun_reaches_train_as_one() {
+fn mpirun_trains_on_two_hosts() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();
     let agent = agent(&scratch, &hosts);

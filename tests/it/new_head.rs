@@ -1,4 +1,4 @@
-//! A model that takes a part of another's weights: under other names, with a head of its own.
+//! A model that takes some of another model's weights: other names, and a new head.
 
 use std::path::{Path, PathBuf};
 
@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::toy::{NoKeys, Numbers};
 
-/// A backbone, and a head for some classes.
+/// A backbone with a classification head.
 struct Classifier {
     backbone: Unit<Linear>,
     head: Unit<Linear>,
@@ -58,7 +58,7 @@ impl LightningModule for Classifier {
 
 impl Hooks<Numbers> for Classifier {}
 
-/// Pretrained weights of `model.backbone` and `lm_head` with two classes, in each format.
+/// Pretrained weights of `model.backbone` and of `lm_head` for two classes, in each format.
 fn pretrained(dir: &Path) -> Vec<PathBuf> {
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
     let mut fabric = Fabric::single(strategy, 7).unwrap();
@@ -83,7 +83,7 @@ fn config(dir: &Path, ranks: usize, sets: &[&str]) -> Result<RunConfig<Classifie
     RunConfig::from_layers(sets.into_iter().try_fold(ConfigLayers::new(), ConfigLayers::set)?)
 }
 
-/// The loss of the validation with which each rank starts.
+/// The loss of each rank's first validation.
 fn losses(dir: &Path, ranks: usize, sets: &[&str]) -> Result<Vec<f64>> {
     let run = config(dir, ranks, sets)?;
     run_ranks(ranks, |world| Ok(Trainer::new(world).validate::<Classifier>(&run)?.loss))
@@ -97,7 +97,7 @@ fn error(dir: &Path, sets: &[&str]) -> String {
 const RENAME: &str = "checkpoint.load.rename=[{ from = 'model', to = '' }]";
 
 #[test]
-fn a_new_head_on_pretrained_weights_of_any_format_and_on_any_ranks() {
+fn new_head_on_any_format_and_ranks() {
     let temp = tempfile::tempdir().unwrap();
     let initial = losses(temp.path(), 1, &[]).unwrap()[0];
     let mut expected = None;
@@ -126,14 +126,14 @@ fn a_new_head_on_pretrained_weights_of_any_format_and_on_any_ranks() {
 }
 
 #[test]
-fn what_is_fine_tuned_with_a_new_head_goes_on_whole() {
+fn fine_tuned_new_head_resumes() {
     let temp = tempfile::tempdir().unwrap();
     let from = format!("model.from={:?}", pretrained(temp.path())[1]);
     let dir = format!("checkpoint.dir={:?}", temp.path().join("saved"));
     let begin = [&*from, RENAME, "checkpoint.load.exclude=['lm_head', 'head']", &dir];
     let run = config(temp.path(), 2, &[&begin[..], &["trainer.max_steps=3"]].concat()).unwrap();
     run_ranks(2, |world| Trainer::new(world).fit::<Classifier>(&run).map(drop)).unwrap();
-    // The head that was trained comes back, though the keys still leave it out of the pretrained weights.
+    // The trained head is restored, although the keys still exclude it from the pretrained weights.
     let resumed = losses(temp.path(), 1, &[&begin[..], &["trainer.ckpt_path=last"]].concat());
     let fresh = losses(temp.path(), 1, &begin).unwrap();
     let resumed = resumed.unwrap();
@@ -141,7 +141,7 @@ fn what_is_fine_tuned_with_a_new_head_goes_on_whole() {
 }
 
 #[test]
-fn weights_that_do_not_fit_are_refused_with_the_keys_to_set() {
+fn misfit_weights_error_names_keys_to_set() {
     let temp = tempfile::tempdir().unwrap();
     let paths = pretrained(temp.path());
     let from = format!("model.from={:?}", paths[2]);
@@ -174,7 +174,7 @@ fn weights_that_do_not_fit_are_refused_with_the_keys_to_set() {
     insta::assert_snapshot!(error(&["checkpoint.load.rename=[{ from = 'modle', to = '' }]"]), @"checkpoint DIR/full/model.safetensors: the pattern `modle` matches no tensor of the checkpoint: `lm_head.bias`, `lm_head.weight`, `model.backbone.bias`, `model.backbone.weight`. A pattern is the path of a module or parameter from its beginning, with `*` for a segment or a part of one");
     let one = "checkpoint.load.rename=[{ from = '*.backbone.bias', to = 'x' }, { from = 'lm_head.bias', to = 'x' }]";
     insta::assert_snapshot!(error(&[one]), @"checkpoint DIR/full/model.safetensors: `lm_head.bias` and `model.backbone.bias` would both be called `x`");
-    // A head of the same name and another shape, and the same before any rank is started.
+    // A head with the same name and another shape; reported before any rank starts, too.
     let head =
         "checkpoint.load.rename=[{ from = 'model', to = '' }, { from = 'lm_head', to = 'head' }]";
     let shapes = error(&[head]);
@@ -188,7 +188,7 @@ fn weights_that_do_not_fit_are_refused_with_the_keys_to_set() {
     let run = config(temp.path(), 1, &[&from, head]).unwrap();
     let early = Trainer::check::<Classifier>(&run, RunPurpose::Fit, &|| None).unwrap_err();
     assert_eq!(early.to_string().replace(&temp.path().display().to_string(), "DIR"), shapes);
-    // Going on needs all of it.
+    // Resuming needs all weights.
     let whole = format!("trainer.ckpt_path={:?}", paths[0]);
     insta::assert_snapshot!(self::error(temp.path(), &[&whole]), @r#"
     checkpoint DIR/distributed: does not fit this model:
@@ -207,7 +207,7 @@ fn weights_that_do_not_fit_are_refused_with_the_keys_to_set() {
 }
 
 #[test]
-fn a_fabric_loop_gets_the_report() {
+fn fabric_loop_gets_the_load_report() {
     let temp = tempfile::tempdir().unwrap();
     let paths = pretrained(temp.path());
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();

@@ -1,5 +1,5 @@
-//! The same losses whatever the strategy and however many processes, and what a program that reads
-//! the output may rely on.
+//! Equal losses for all strategies and numbers of processes, and the output format that other
+//! programs rely on.
 
 use crate::program::{Job, Run, Scratch, assert_close};
 
@@ -17,7 +17,7 @@ const STRATEGIES: [(&str, usize); 11] = [
     ("{ type = \"fsdp2\", reshard_after_forward = true }", 3),
 ];
 
-/// Runs `job` in all ways with 12 samples a step for each micro-batch of a rank.
+/// Runs `job` in all ways, with 12 samples per step for each micro-batch of a rank.
 fn compare(job: &Job, accumulate: usize) {
     let expected = job.clone().on("single_device", 1, 12 * accumulate).succeed();
     let job = job.clone().set(&[&format!("trainer.accumulate_grad_batches={accumulate}")]);
@@ -31,14 +31,14 @@ fn compare(job: &Job, accumulate: usize) {
 }
 
 #[test]
-fn all_strategies_have_the_losses_of_one_device() {
+fn all_strategies_match_one_device() {
     let scratch = Scratch::with_tokens();
-    // 57 samples: the run wraps around.
+    // 57 samples: the run passes the end of the data.
     compare(&scratch.small().set(&["trainer.max_steps=20", "optimizer.lr=1e-2"]), 1);
 }
 
 #[test]
-fn ties_frozen_parameters_dropout_and_shuffling_change_nothing_about_that() {
+fn strategies_match_with_ties_and_dropout() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&[
         "model.tie_word_embeddings=true",
@@ -51,13 +51,13 @@ fn ties_frozen_parameters_dropout_and_shuffling_change_nothing_about_that() {
 }
 
 #[test]
-fn three_micro_batches_are_as_good_as_one() {
+fn three_micro_batches_match_one() {
     let scratch = Scratch::with_tokens();
     compare(&scratch.small().set(&["model.dropout=0.1"]), 3);
 }
 
 #[test]
-fn two_runs_are_equal_to_the_bit_and_so_are_ddp_and_fsdp_on_two_ranks() {
+fn repeated_runs_are_bitwise_equal() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["model.dropout=0.1", "data.shuffle=true"]);
     let run = |strategy| {
@@ -72,7 +72,7 @@ fn two_runs_are_equal_to_the_bit_and_so_are_ddp_and_fsdp_on_two_ranks() {
 }
 
 #[test]
-fn ranks_that_somebody_else_started_find_each_other() {
+fn externally_started_ranks_connect() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 3);
     let expected = job.succeed();
@@ -96,10 +96,10 @@ fn ranks_that_somebody_else_started_find_each_other() {
     assert_eq!(runs[1].stdout, "");
 }
 
-/// Two ranks with a disk each, as two hosts have: the weights to start from are on that of rank 0.
+/// Two ranks with separate disks, as on two hosts: only rank 0's disk has the initial weights.
 // checklist: torchtune: broadcast_from_rank0
 #[test]
-fn weights_that_rank_0_alone_has_are_sent_to_the_others() {
+fn weights_of_rank_0_are_broadcast() {
     let (first, second) = (Scratch::with_tokens(), Scratch::with_tokens());
     let saving = ["checkpoint.dir=kept", "checkpoint.every_n_steps=8"];
     first.small().set(&saving).succeed();
@@ -134,10 +134,10 @@ fn samples_of_tokens_come_in_order() {
     let scratch = Scratch::with_tokens();
     let bytes = std::fs::read(scratch.path().join("tokens.u16")).unwrap();
     let ids: Vec<u16> = bytes.chunks(2).map(|id| u16::from_le_bytes([id[0], id[1]])).collect();
-    // With nothing learned a step's loss tells which samples it had.
+    // Without learning, the loss of a step identifies its samples.
     let job = scratch.small().set(&["scheduler=constant", "optimizer.lr=0", "data.seq_len=7"]);
 
-    // Sample i is tokens[7 i .. 7 i + 8], here laid out one after the other.
+    // Sample i is tokens[7 i .. 7 i + 8]; here the samples are laid out in sequence.
     scratch.tokens("samples.u16", (0..24).flat_map(|i| ids[7 * i..7 * i + 8].to_vec()));
     let one_by_one = job.clone().on("single_device", 1, 1).set(&[
         "trainer.max_steps=24",
@@ -157,10 +157,10 @@ fn samples_of_tokens_come_in_order() {
 }
 
 #[test]
-fn a_rank_takes_its_contiguous_part_of_the_step() {
+fn rank_takes_contiguous_samples_of_a_step() {
     let scratch = Scratch::new();
-    // Samples 0, 1, … have nothing but their number in them, and a model of 10 tokens knows the
-    // first ten: the rank that meets sample 10 first is the one that fails.
+    // Sample i contains only the token i. The vocabulary of 10 tokens covers samples 0 to 9, so the
+    // rank that gets sample 10 fails first.
     scratch.token_files((0..20).flat_map(|i| [i; 8]));
     let job = scratch.small().set(&["model.vocab_size=10", "data.path=tokens"]);
     let error = |accumulate: usize, batch_size| {
@@ -172,15 +172,15 @@ fn a_rank_takes_its_contiguous_part_of_the_step() {
         let error = error(accumulate, batch_size);
         assert!(error.lines().any(|line| line.starts_with("error: rank 1 failed: ")), "{error}");
     }
-    // Steps of 8: the second has 8 to 11 on rank 0 and 12 to 15 on rank 1; with sample 9 alone
-    // wrong, it is rank 0.
+    // Steps of 8: the second has 8 to 11 on rank 0 and 12 to 15 on rank 1. Only sample 9 is wrong,
+    // so rank 0 fails.
     scratch.token_files((0..20).flat_map(|i| [if i == 9 { 10 } else { 1 }; 8]));
     let error = error(2, 2);
     assert!(error.lines().any(|line| line.starts_with("error: rank 0 failed: ")), "{error}");
 }
 
 #[test]
-fn json_lines_have_what_programs_rely_on() {
+fn json_lines_fields_are_stable() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 2).set(&[
         "data.validation_fraction=0.2",
@@ -240,7 +240,7 @@ fn json_lines_have_what_programs_rely_on() {
     let rss = summary["peak_rss_mib"].as_array().unwrap();
     assert!(rss.len() == 2 && rss.iter().all(|mib| mib.as_f64().unwrap() > 1.0), "{summary}");
 
-    // People read stderr.
+    // Human-readable output goes to stderr.
     assert!(run.stderr.contains("step 4/4"), "{}", run.stderr);
     assert!(run.stderr.contains("4 steps on 2 ranks with fsdp"), "{}", run.stderr);
     let quiet = job.set(&["trainer.enable_progress_bar=false"]).succeed();

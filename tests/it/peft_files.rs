@@ -1,4 +1,4 @@
-//! Adapters that PEFT wrote, and that PEFT reads; `fixtures/make_peft.py` says how the files were made.
+//! Adapters written and read by PEFT. `fixtures/make_peft.py` documents how the files were made.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -15,7 +15,7 @@ fn adapter(name: &str) -> PathBuf {
     fixture("peft").join(name)
 }
 
-/// A copy of an adapter with a value of its configuration replaced.
+/// A copy of an adapter with one changed value in its configuration.
 fn changed(name: &str, into: &Path, key: &str, value: serde_json::Value) -> PathBuf {
     let copy = into.join(name);
     std::fs::create_dir_all(&copy).unwrap();
@@ -32,7 +32,7 @@ fn changed(name: &str, into: &Path, key: &str, value: serde_json::Value) -> Path
 }
 
 #[test]
-fn adapters_of_peft_compute_what_peft_computes() {
+fn adapters_of_peft_match_peft() {
     let temp = tempfile::tempdir().unwrap();
     for (name, base) in
         [("head_emb", "hf_llama"), ("all_norms", "hf_llama"), ("tied", "hf_llama_tied")]
@@ -47,7 +47,7 @@ fn adapters_of_peft_compute_what_peft_computes() {
 }
 
 #[test]
-fn a_resaved_adapter_of_peft_is_the_same() {
+fn resaved_peft_adapter_is_the_same() {
     let temp = tempfile::tempdir().unwrap();
     for (name, base) in [("all_norms", "hf_llama"), ("tied", "hf_llama_tied")] {
         let base = fixture(base);
@@ -60,9 +60,9 @@ fn a_resaved_adapter_of_peft_is_the_same() {
     }
 }
 
-/// PEFT trains modules that share a weight one by one, so that its file has to have all of them.
+/// PEFT trains modules with a shared weight separately, so the file must contain all of them.
 #[test]
-fn a_shared_weight_is_saved_for_all_its_modules() {
+fn shared_weight_is_saved_for_all_modules() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama_tied");
     let adapters = AdapterConfig {
@@ -82,9 +82,10 @@ fn a_shared_weight_is_saved_for_all_its_modules() {
     assert_eq!(config["ensure_weight_tying"], true);
 }
 
-/// `norm` of `trainer.adapters` is one module, and in PEFT's comparison the end of all norms' names.
+/// `norm` in `trainer.adapters` means one module; PEFT matches name suffixes, so all norms would
+/// match.
 #[test]
-fn saved_modules_are_named_so_that_peft_finds_no_others() {
+fn saved_module_names_are_unambiguous() {
     let temp = tempfile::tempdir().unwrap();
     let saved = |patterns: &[&str]| {
         let adapters = AdapterConfig {
@@ -100,14 +101,14 @@ fn saved_modules_are_named_so_that_peft_finds_no_others() {
         let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
         config["modules_to_save"].clone()
     };
-    // `model.norm` alone.
+    // Only `model.norm`.
     assert_eq!(saved(&["norm"]), serde_json::json!(["model.norm"]));
     assert_eq!(saved(&["lm_head"]), serde_json::json!(["lm_head"]));
     assert_eq!(saved(&[]), serde_json::Value::Null);
 }
 
 #[test]
-fn modules_that_share_a_weight_are_not_trained_apart() {
+fn tied_modules_are_not_trained_apart() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama_tied");
     let solo = || Arc::new(Solo::new("world", 0));
@@ -117,7 +118,7 @@ fn modules_that_share_a_weight_are_not_trained_apart() {
     assert!(error.contains(message), "{error}");
     let error = model(solo(), "single_device", &base, from(&apart)).err().unwrap().to_string();
     assert!(error.contains(message), "{error}");
-    // The two in a file, but other values.
+    // Both weights are in the file, with different values.
     let differ = changed("tied", temp.path(), "revision", serde_json::Value::Null);
     let file = differ.join("adapter_model.safetensors");
     let mut tensors = expected(&file);
@@ -136,9 +137,9 @@ fn modules_that_share_a_weight_are_not_trained_apart() {
     );
 }
 
-/// Such an adapter has one of the two names, whichever of them its base stores.
+/// The adapter has one of the two names, independent of the name that its base stores.
 #[test]
-fn a_tied_weight_is_merged_under_all_names() {
+fn tied_weight_is_merged_under_all_names() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama_tied");
     let (embedding, head) = ("model.embed_tokens.weight", "lm_head.weight");
@@ -148,7 +149,7 @@ fn a_tied_weight_is_merged_under_all_names() {
     let trained = tensors[&format!("base_model.model.{embedding}")].clone();
     let weights = |merged: &Path| expected(&merged.join("model.safetensors"));
 
-    // The base stores both names, and the adapter the embedding.
+    // The base stores both names; the adapter has the embedding.
     let both = merged(&base, &adapter, temp.path(), "both").unwrap();
     let mut stored = weights(&both);
     stored.insert(embedding.to_owned(), trained.zeros_like().unwrap());
@@ -158,14 +159,14 @@ fn a_tied_weight_is_merged_under_all_names() {
     assert_close(&of_both[embedding], &trained, 0.0);
     assert_close(&of_both[head], &trained, 0.0);
 
-    // The base stores the embedding, and the adapter the head.
+    // The base stores the embedding; the adapter has the head.
     tensors.remove(&format!("base_model.model.{embedding}"));
     tensors.insert(format!("base_model.model.{head}"), trained.clone());
     candle_core::safetensors::save(&tensors, &file).unwrap();
     let of_one = weights(&merged(&base, &adapter, temp.path(), "of_one").unwrap());
     assert_close(&of_one[embedding], &trained, 0.0);
     assert!(!of_one.contains_key(head));
-    // Of another shape it does not fit the embedding.
+    // A head of another shape does not fit the embedding.
     let wide = Tensor::zeros((70, 32), DType::F32, &Device::Cpu).unwrap();
     tensors.insert(format!("base_model.model.{head}"), wide);
     candle_core::safetensors::save(&tensors, &file).unwrap();
@@ -174,7 +175,7 @@ fn a_tied_weight_is_merged_under_all_names() {
 }
 
 #[test]
-fn a_shared_weight_is_trained_for_all_its_modules_or_none() {
+fn shared_weight_trains_for_all_or_none() {
     let adapters = AdapterConfig {
         targets: vec!["q_proj".to_owned()],
         modules_to_save: vec!["lm_head".to_owned()],
@@ -187,9 +188,9 @@ fn a_shared_weight_is_trained_for_all_its_modules_or_none() {
     assert!(error.contains(expected), "{error}");
 }
 
-/// The base of a training need not be loaded before the adapter, and its head is not that of the adapter's.
+/// The adapter's own base weights win over the base, whose head differs.
 #[test]
-fn weights_that_an_adapter_brings_along_stay() {
+fn weights_from_the_adapter_are_kept() {
     let temp = tempfile::tempdir().unwrap();
     let copy = changed("head_emb", temp.path(), "revision", serde_json::Value::Null);
     let file = copy.join("adapter_model.safetensors");
@@ -205,9 +206,9 @@ fn weights_that_an_adapter_brings_along_stay() {
     assert!(difference.max_all().unwrap().to_scalar::<f32>().unwrap() > 0.1);
 }
 
-/// PEFT writes the parts of a saved module of a resized model, too.
+/// For a resized model PEFT also writes the parts of a saved module.
 #[test]
-fn parts_of_a_saved_module_are_no_tensors_of_their_own() {
+fn saved_module_parts_are_not_listed_again() {
     let temp = tempfile::tempdir().unwrap();
     let write = |names: &[&str]| {
         let copy = changed("all_norms", temp.path(), "revision", serde_json::Value::Null);
@@ -232,7 +233,7 @@ fn parts_of_a_saved_module_are_no_tensors_of_their_own() {
     assert_close(&write(&[second, untrained]), &of_peft["logits"], 1e-5);
 }
 
-/// A checkpoint of a run with adapters has them beside the base.
+/// A checkpoint of a run with adapters contains them beside the base.
 #[test]
 fn adapters_of_another_step_are_refused() {
     let temp = tempfile::tempdir().unwrap();
@@ -259,7 +260,7 @@ fn adapters_of_another_step_are_refused() {
 }
 
 #[test]
-fn an_adapter_that_does_not_fit_its_base_is_refused() {
+fn adapter_for_another_base_is_refused() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama");
     let write = |tensors: &HashMap<String, Tensor>| {

@@ -1,4 +1,4 @@
-//! Callbacks that save where a run fails, print the model and look for a learning rate.
+//! Callbacks that save on failure, print the model, and search for a learning rate.
 
 use std::path::Path;
 use std::sync::Mutex;
@@ -12,7 +12,7 @@ use fulgurite_transports::run_ranks;
 
 use crate::toy::{Events, NoKeys, Numbers};
 
-/// A line in a unit, and one outside of units.
+/// One line in a unit, and one outside units.
 struct Net {
     up: Unit<Linear>,
     down: Linear,
@@ -67,7 +67,7 @@ const SAVES: &str = "trainer.callbacks=['on_exception_checkpoint']";
 const ENDS: [&str; 2] = ["trainer.max_steps=7", "checkpoint.save_last=false"];
 
 #[test]
-fn a_run_that_fails_saves_its_last_whole_step_and_goes_on_from_it() {
+fn failing_run_saves_its_last_whole_step() {
     let dir = tempfile::tempdir().unwrap();
     let whole = Trainer::default().fit::<Net>(&config(dir.path(), &ENDS)).unwrap();
     for (at, after_update) in [(5, false), (5, true), (1, false)] {
@@ -77,7 +77,7 @@ fn a_run_that_fails_saves_its_last_whole_step_and_goes_on_from_it() {
         let error = trainer.fit::<Net>(&run).err().unwrap().to_string();
         assert_eq!(error, "out of luck");
         let saved = dir.path().join("kept/on_exception");
-        // Neither amid an update nor before the first step.
+        // Not saved within an update, nor before the first step.
         assert_eq!(saved.is_dir(), at == 5 && !after_update);
         if saved.is_dir() {
             let from = format!("trainer.ckpt_path={saved:?}");
@@ -87,7 +87,7 @@ fn a_run_that_fails_saves_its_last_whole_step_and_goes_on_from_it() {
             assert_eq!(rest.outcome().steps, 7);
         }
     }
-    // Several ranks could not save together.
+    // Several ranks cannot save together after a failure.
     let dir = tempfile::tempdir().unwrap();
     let on_two = ["trainer.devices=2", "trainer.strategy=ddp"];
     let run = config(dir.path(), &[&ENDS[..], &[SAVES], &on_two].concat());
@@ -95,7 +95,7 @@ fn a_run_that_fails_saves_its_last_whole_step_and_goes_on_from_it() {
     insta::assert_snapshot!(error, @"a checkpoint on an error needs a run on one rank, and this has 2: ranks save together, and those that have failed cannot. Save on the way, with `checkpoint.every_n_steps`");
 }
 
-/// What the runs of this program's tests have printed.
+/// Output of all runs in this test program.
 static PRINTED: Mutex<Vec<String>> = Mutex::new(Vec::new());
 
 fn print(text: &str) {
@@ -103,7 +103,7 @@ fn print(text: &str) {
 }
 
 #[test]
-fn a_summary_says_what_a_rank_holds_of_each_unit() {
+fn summary_lists_the_shards_of_a_rank() {
     let dir = tempfile::tempdir().unwrap();
     let printed = |strategy: &str, ranks: usize| {
         let of_run = [
@@ -144,7 +144,7 @@ fn a_summary_says_what_a_rank_holds_of_each_unit() {
 }
 
 #[test]
-fn a_learning_rate_is_found_and_trains() {
+fn found_learning_rate_trains() {
     let dir = tempfile::tempdir().unwrap();
     for ranks in [1, 2] {
         let devices = format!("trainer.devices={ranks}");
@@ -176,7 +176,7 @@ fn a_learning_rate_is_found_and_trains() {
 }
 
 #[test]
-fn a_run_that_goes_on_after_the_search_has_its_own_rate_and_can_be_searched_again() {
+fn resume_after_rate_search_keeps_own_rate() {
     let dir = tempfile::tempdir().unwrap();
     let keys = [
         "trainer.max_steps=25",
@@ -209,7 +209,7 @@ fn a_run_that_goes_on_after_the_search_has_its_own_rate_and_can_be_searched_agai
 }
 
 #[test]
-fn a_rate_that_makes_the_loss_no_number_is_no_reason_to_say_nothing() {
+fn rate_search_survives_non_finite_losses() {
     static PRINTED: Mutex<Vec<String>> = Mutex::new(Vec::new());
     let dir = tempfile::tempdir().unwrap();
     let finder = LearningRateFinderConfig {

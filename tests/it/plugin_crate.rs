@@ -1,4 +1,4 @@
-//! A crate outside of this workspace adds a strategy, a logger, a checkpoint IO and a parallelize
+//! A crate outside this workspace adds a strategy, a logger, a checkpoint IO and a parallelize
 //! function.
 
 use std::path::{Path, PathBuf};
@@ -29,8 +29,8 @@ loggers = [{ type = "markdown", columns = ["train_loss", "grad_norm"] }]
 strategy = { type = "local_sgd", sync_every = 4 }
 "#;
 
-/// Builds the crate's program once, in the directory that this test was built in, where all that
-/// both need from elsewhere is built already.
+/// Builds the crate's program once, in this test's target directory, where shared dependencies are
+/// built already.
 fn program() -> &'static Path {
     static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
     PROGRAM.get_or_init(|| {
@@ -82,7 +82,7 @@ fn fit(dir: &TempDir, set: &[&str]) -> Output {
         .unwrap()
 }
 
-/// The summary of a run that must have succeeded and learned.
+/// The summary of a run; asserts that the run succeeded and learned.
 fn summary(output: &Output) -> serde_json::Value {
     assert!(output.status.success(), "{}", text(&output.stderr));
     let last = text(&output.stdout).lines().last().unwrap();
@@ -94,7 +94,7 @@ fn summary(output: &Output) -> serde_json::Value {
 }
 
 #[test]
-fn a_linked_strategy_and_logger_train_on_two_processes() {
+fn linked_strategy_and_logger_train() {
     let dir = workplace();
     assert_eq!(summary(&fit(&dir, &[]))["strategy"], "local_sgd");
     let table = dir.path().join("fulgurite_logs/version_0/metrics.md");
@@ -107,7 +107,7 @@ fn a_linked_strategy_and_logger_train_on_two_processes() {
 
 // checklist: Lightning: parallelize_fn
 #[test]
-fn a_linked_parallelize_function_shards_by_its_own_choice() {
+fn linked_parallelize_chooses_shards() {
     let dir = workplace();
     let strategy = "trainer.strategy={ type = \"fsdp\", parallelize = { type = \"every_other\" } }";
     let long = summary(&fit(&dir, &[strategy]));
@@ -118,13 +118,14 @@ fn a_linked_parallelize_function_shards_by_its_own_choice() {
 }
 
 #[test]
-fn a_linked_checkpoint_io_is_told_of_commits_and_of_the_end() {
+fn linked_checkpoint_io_sees_commits_and_end() {
     let dir = workplace();
     let io = "checkpoint.io={ type = \"journal\", io = \"local\" }";
     summary(&fit(&dir, &[io, "checkpoint.dir=kept", "checkpoint.every_n_steps=4"]));
     let journal = std::fs::read_to_string(dir.path().join("kept/journal.txt")).unwrap();
     assert_eq!(journal, "step-00000004\nstep-00000008\n");
-    // The journal is not taken for a checkpoint, and what is around another IO reads what that reads.
+    // The journal is not mistaken for a checkpoint, and the wrapping IO reads through the inner
+    // one.
     let resumed =
         fit(&dir, &[io, "checkpoint.dir=kept", "trainer.ckpt_path=last", "trainer.max_steps=9"]);
     assert!(resumed.status.success(), "{}", text(&resumed.stderr));
@@ -133,7 +134,7 @@ fn a_linked_checkpoint_io_is_told_of_commits_and_of_the_end() {
 }
 
 #[test]
-fn the_program_lists_what_it_links() {
+fn program_lists_linked_plugins() {
     let say = |args: &[&str]| {
         let output = Command::new(program()).arg("plugins").args(args).output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
@@ -152,7 +153,7 @@ fn the_program_lists_what_it_links() {
 }
 
 #[test]
-fn an_option_out_of_range_is_named() {
+fn out_of_range_option_is_named() {
     let dir = workplace();
     let output = fit(&dir, &["trainer.strategy.sync_every=0"]);
     assert!(!output.status.success());
@@ -177,7 +178,7 @@ fn without_the_link_the_error_says_how_to_link() {
 }
 
 #[test]
-fn the_guide_shows_the_crate_as_it_is() {
+fn guide_matches_the_plugin_crate() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let read = |path: &str| std::fs::read_to_string(root.join(path)).unwrap();
     let code: String = [

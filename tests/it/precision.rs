@@ -1,4 +1,4 @@
-//! Pictures through convolutions in every `trainer.precision`.
+//! Images through convolutions in every `trainer.precision`.
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
@@ -6,7 +6,7 @@ use fulgurite::prelude::*;
 
 use crate::toy::NoKeys;
 
-/// Dark and bright pictures, in f32 as those of `ImageFolder`, and their mean brightness in f64.
+/// Dark and bright images in f32, as from `ImageFolder`, and their mean brightness in f64.
 struct Pictures;
 
 struct PictureBatch {
@@ -62,7 +62,7 @@ impl LightningModule for Net {
         })
     }
 
-    /// Data goes into a unit, and into layers outside of units.
+    /// The data passes through a unit and through layers outside units.
     fn training_step(&mut self, batch: &PictureBatch, _: &mut StepContext) -> Result<Loss> {
         let pool = MaxPool2d::new([2, 2], MaxPool2dConfig::default())?;
         let x = pool.forward(&self.stem.forward(&batch.images)?.relu()?)?.flatten_from(1)?;
@@ -95,7 +95,7 @@ fn pictures_train_in_every_precision() {
     }
 }
 
-/// A loss of candle's operations, with targets in the dtype of the data.
+/// A loss from candle's operations, with targets in the dtype of the data.
 struct Regression(Linear);
 
 impl LightningModule for Regression {

@@ -1,4 +1,4 @@
-//! Weights that a run starts from, in every format that can be opened.
+//! Initial weights of a run in every format that can be opened.
 
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
@@ -41,7 +41,7 @@ impl LightningModule for Line {
 
 impl Hooks<Numbers> for Line {}
 
-/// The loss of what a run starts from.
+/// The loss of the initial weights.
 fn loss(from: &Path, scratch: &Path) -> Result<f64> {
     let sets = [
         format!("model.from={from:?}"),
@@ -55,10 +55,10 @@ fn loss(from: &Path, scratch: &Path) -> Result<f64> {
 }
 
 #[test]
-fn a_run_starts_from_weights_of_any_format() {
+fn run_starts_from_weights_of_any_format() {
     let temp = tempfile::tempdir().unwrap();
     let at = |name: &str| temp.path().join(name);
-    // 3 x, as Lightning saved it.
+    // 3 x, saved by Lightning.
     let lightning = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/line.ckpt");
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
     let mut fabric = Fabric::single(strategy, 1).unwrap();
@@ -78,7 +78,7 @@ fn a_run_starts_from_weights_of_any_format() {
         at("directory/model.safetensors"),
     ];
     for source in sources {
-        // 9 times 0 + 0.01 + 0.04 + … + 0.36, of seven.
+        // 9 times the mean of 0, 0.01, 0.04, …, 0.36 (seven values).
         let loss = loss(&source, temp.path()).unwrap();
         assert!((loss - 1.17).abs() < 1e-6, "{}: {loss}", source.display());
     }

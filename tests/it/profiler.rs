@@ -1,4 +1,4 @@
-//! Where the time of a run goes, by the program itself.
+//! Profiles of runs of the `pretrain` program.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -26,7 +26,7 @@ fn number(event: &Value, key: &str) -> f64 {
 }
 
 #[test]
-fn a_table_has_phases_units_and_collectives_and_changes_nothing() {
+fn profile_table_covers_phases_and_units() {
     let scratch = Scratch::with_tokens();
     let run = job(&scratch, "\"simple\"").succeed();
     let [profile] = &run.events_of("profile")[..] else { panic!("one profile") };
@@ -43,19 +43,19 @@ fn a_table_has_phases_units_and_collectives_and_changes_nothing() {
         ("backward", 8),
         ("gradient norm", 8),
         ("optimizer", 8),
-        // That of the sanity check is one.
+        // Includes the sanity check.
         ("validation", 3),
     ] {
         assert_eq!(phases[name]["calls"], calls, "{name}");
     }
     assert!(number(phases["checkpoint"], "calls") >= 2.0 && phases.contains_key("logging"));
     assert!(phases.values().all(|span| number(span, "resident_mib") > 1.0), "{profile}");
-    // Phases do not overlap, so they are no more than the whole.
+    // Phases do not overlap, so their sum is at most the total.
     let sum: f64 = phases.values().map(|span| number(span, "mean_s")).sum();
     assert!(sum > 0.0 && sum <= number(profile, "wall_s") * 1.000_001, "{profile}");
     let units = of("unit");
     assert_eq!(units["backward model.layers.0"]["calls"], 8);
-    // Validations have forwards, too.
+    // Validations add forward passes.
     assert!(number(units["forward model.layers.1"], "calls") > 8.0);
     let collectives = of("collective");
     assert!(collectives.keys().any(|name| name.starts_with("all_gather_into")), "{collectives:?}");
@@ -76,7 +76,7 @@ fn a_table_has_phases_units_and_collectives_and_changes_nothing() {
 }
 
 #[test]
-fn a_trace_is_one_that_viewers_open() {
+fn trace_opens_in_viewers() {
     let scratch = Scratch::with_tokens();
     job(&scratch, "{ type = \"trace\", skip_steps = 2, steps = 3 }").succeed();
     let file = scratch.path().join("fulgurite_logs/version_0/trace.json");
@@ -102,7 +102,7 @@ fn a_trace_is_one_that_viewers_open() {
                 assert!(from >= 0.0 && length >= 0.0, "{event}");
                 complete.entry((pid, tid)).or_default().push((from, from + length));
             }
-            // The end of an asynchronous span has the category, the number and the name of its begin.
+            // The end of an asynchronous span has the category, id and name of its start.
             "b" => {
                 let key = (text(event, "cat").to_owned(), event["id"].as_u64().unwrap());
                 let before = open.insert(key, (text(event, "name"), number(event, "ts")));
@@ -117,7 +117,7 @@ fn a_trace_is_one_that_viewers_open() {
         }
     }
     assert!(open.is_empty(), "{open:?}");
-    // Spans of a thread lie within one another or apart, to the nanosecond that they are rounded to.
+    // Spans of a thread are nested or disjoint, up to rounding to nanoseconds.
     for spans in complete.values_mut() {
         spans.sort_by(|a, b| a.0.total_cmp(&b.0).then(b.1.total_cmp(&a.1)));
         let mut around: Vec<f64> = Vec::new();
@@ -139,7 +139,7 @@ fn a_trace_is_one_that_viewers_open() {
 }
 
 #[test]
-fn a_run_that_fails_tells_where_the_time_went_until_then() {
+fn failing_run_still_writes_its_profile() {
     let scratch = Scratch::with_tokens();
     let profiler = "{ type = \"trace\", skip_steps = 0, steps = 3 }";
     let failing = ["optimizer.lr=1e30", "checkpoint.every_n_steps=100"];

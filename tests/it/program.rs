@@ -1,4 +1,4 @@
-//! Runs the example `pretrain` as a user would: as a program of its own, in a folder of its own.
+//! Runs the example `pretrain` as a user would: as a separate program in its own folder.
 
 #![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
 
@@ -16,12 +16,12 @@ use rustix::process::{Pid, Signal, kill_process, kill_process_group};
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// What a run may take before its whole process tree is killed and the test fails: far more than any
-/// takes, far less than the time after which a collective gives up by itself.
+/// Time limit of a run, after which its whole process tree is killed and the test fails. It is far
+/// above any run's time, and far below the timeout of a collective.
 const LIMIT: Duration = Duration::from_secs(60);
 const LOOK: Duration = Duration::from_millis(5);
 
-/// Variables that would tell the program that somebody started it as a rank.
+/// Variables that would make the program believe that a launcher started it as a rank.
 const LAUNCHERS: [&str; 12] = [
     "RANK",
     "WORLD_SIZE",
@@ -37,13 +37,13 @@ const LAUNCHERS: [&str; 12] = [
     "FULGURITE_SUPERVISOR",
 ];
 
-/// The program, which `cargo test` builds beside the tests; `cargo test --test NAME` does not.
+/// The example program. `cargo test` builds it beside the tests; `cargo test --test NAME` does not.
 pub fn program() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let path = test.parent().unwrap().with_file_name("examples").join("pretrain");
     let build = "build it: cargo build --example pretrain, with the profile of the test";
     assert!(path.is_file(), "{} is missing; {build}", path.display());
-    // What it was made of, as cargo wrote it down: `program: source source …`.
+    // Its sources, from cargo's dep-info file: `program: source source …`.
     let sources = fs::read_to_string(path.with_extension("d")).unwrap_or_default();
     let changed = |path: &Path| fs::metadata(path).and_then(|file| file.modified()).ok();
     let newer =
@@ -52,7 +52,7 @@ pub fn program() -> PathBuf {
     path
 }
 
-/// The program `fulgurite`, which `cargo test --workspace` builds; `cargo build -p fulgurite-cli` does too.
+/// The program `fulgurite`, built by `cargo test --workspace` or `cargo build -p fulgurite-cli`.
 pub fn fulgurite() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     let path = test.parent().unwrap().with_file_name("fulgurite");
@@ -60,14 +60,14 @@ pub fn fulgurite() -> PathBuf {
     path
 }
 
-/// A script to which arguments can be added, in namespaces of its own.
+/// A script in its own namespaces, to which arguments can be added.
 fn unshared(script: &str) -> Command {
     let mut command = Command::new("unshare");
     command.args(["--map-root-user", "--mount", "sh", "-euc", script, "sh"]);
     command
 }
 
-/// Whether this machine lets a test mount something where only the test sees it; if not, says so.
+/// Whether this machine allows private mounts for a test; prints a message if not.
 pub fn can_mount() -> bool {
     let temp = tempfile::tempdir().unwrap();
     let output = unshared("mount -t tmpfs none .").current_dir(temp.path()).output();
@@ -84,10 +84,10 @@ pub fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures").join(name)
 }
 
-/// A folder that the program runs in; removed with all that it left there.
+/// The program's folder; removed with all contents on drop.
 pub struct Scratch {
     root: TempDir,
-    /// Another user, as whom the program runs under limits.
+    /// The user who runs the program under limits, if not the current one.
     owner: Option<u32>,
 }
 
@@ -107,15 +107,15 @@ impl Scratch {
         scratch
     }
 
-    /// Gives the folder to another user, as whom the program runs from now on. False where that is not
-    /// possible.
+    /// Gives the folder to another user, as whom the program runs from now on. Returns false if
+    /// that is not possible.
     pub fn give_to(&mut self, uid: u32) -> bool {
         let own = |path: &Path| std::os::unix::fs::chown(path, Some(uid), None).is_ok();
         let open = fs::set_permissions(self.root.path(), fs::Permissions::from_mode(0o755)).is_ok();
         self.owner = Some(uid);
         let given =
             own(&self.path()) && own(&self.path().join("tokens.u16")) && own(&self.temporary());
-        // The program may be where nobody else can read.
+        // The program may be in a folder that other users cannot read.
         open && given && self.job(&["--help"]).limited("-n 64").run().code() == Some(0)
     }
 
@@ -139,7 +139,8 @@ impl Scratch {
         self.file(name, ids.into_iter().flat_map(u16::to_le_bytes).collect::<Vec<_>>())
     }
 
-    /// The folder `tokens` of files of 8 ids each: what is wrong with a later one is found in training.
+    /// Writes the folder `tokens` with files of 8 ids each. Errors in later files only show in
+    /// training.
     pub fn token_files(&self, ids: impl IntoIterator<Item = u16>) {
         fs::create_dir_all(self.path().join("tokens")).unwrap();
         for (i, ids) in ids.into_iter().collect::<Vec<_>>().chunks(8).enumerate() {
@@ -163,7 +164,7 @@ impl Scratch {
     }
 
     /// `pretrain fit` of a tiny model on tokens.u16, in order, with JSON on stdout. Its dimensions
-    /// divide by few numbers of ranks.
+    /// are not divisible by most numbers of ranks.
     pub fn small(&self) -> Job<'_> {
         self.job(&["fit", "--output", "json"]).set(&[
             "model.vocab_size=53",
@@ -192,10 +193,10 @@ pub struct Job<'a> {
     scratch: &'a Scratch,
     args: Vec<String>,
     envs: Vec<(String, String)>,
-    /// A script that runs the program, as `"$@"`.
+    /// A script that runs the program as `"$@"`.
     shell: Option<&'static str>,
     namespace: Option<String>,
-    /// What starts the program: a command before it.
+    /// A command that starts the program.
     starter: Vec<String>,
     limit: Option<String>,
     unread: Option<Stream>,
@@ -208,7 +209,7 @@ pub enum Stream {
     Stderr,
 }
 
-/// A pipe that takes no more.
+/// A full pipe: further writes block.
 fn full_pipe() -> (PipeReader, PipeWriter) {
     let (reader, writer) = pipe().unwrap();
     rustix::io::ioctl_fionbio(&writer, true).unwrap();
@@ -218,7 +219,7 @@ fn full_pipe() -> (PipeReader, PipeWriter) {
 }
 
 impl Job<'_> {
-    /// Gives the program a stream that nobody reads.
+    /// Gives the program an output stream without a reader.
     #[must_use]
     pub fn unread(self, stream: Stream) -> Self {
         Self { unread: Some(stream), ..self }
@@ -232,14 +233,14 @@ impl Job<'_> {
         self
     }
 
-    /// With more arguments.
+    /// Adds arguments.
     #[must_use]
     pub fn args(mut self, args: &[&str]) -> Self {
         self.args.extend(args.iter().map(|&arg| arg.to_owned()));
         self
     }
 
-    /// Strategy, ranks, and samples of a rank's micro-batch.
+    /// Sets strategy, number of ranks, and micro-batch size of a rank.
     #[must_use]
     pub fn on(self, strategy: &str, devices: usize, batch_size: usize) -> Self {
         self.set(&[
@@ -249,7 +250,7 @@ impl Job<'_> {
         ])
     }
 
-    /// Takes one argument in place of another.
+    /// Replaces one argument.
     pub fn replace(&mut self, argument: &str, by: &str) {
         let found = self.args.iter_mut().find(|found| *found == argument);
         by.clone_into(found.expect("the argument is there"));
@@ -260,7 +261,7 @@ impl Job<'_> {
         &self.args
     }
 
-    /// What was set so far, but for the keys that begin so.
+    /// All assignments so far, except keys with these two prefixes.
     pub fn assignments(&self, but: &str, and: &str) -> Vec<&str> {
         let set = self.args.iter().filter(|arg| arg.contains('='));
         set.map(String::as_str)
@@ -282,20 +283,20 @@ impl Job<'_> {
         self.started_by(&[&[agent, "run"], args, &["--"]].concat())
     }
 
-    /// Runs the program by this command, to which it and its arguments are added.
+    /// Runs the program by this command, which gets the program and its arguments appended.
     #[must_use]
     pub fn started_by(self, command: &[&str]) -> Self {
         Self { starter: command.iter().map(|&arg| arg.to_owned()).collect(), ..self }
     }
 
-    /// Runs the program in a network namespace: on a host of its own, as far as addresses go.
+    /// Runs the program in a network namespace, so with its own network addresses.
     #[must_use]
     pub fn within(self, namespace: &str) -> Self {
         Self { namespace: Some(namespace.to_owned()), ..self }
     }
 
-    /// Runs the program from this script, as `"$@"`, as root of a namespace of its own, where it can
-    /// mount what nobody else sees. See [`can_mount`].
+    /// Runs the program from this script, as `"$@"`, as root of its own namespace. The script can
+    /// mount file systems that other processes do not see; see [`can_mount`].
     #[must_use]
     pub fn mounting(self, script: &'static str) -> Self {
         Self { shell: Some(script), ..self }
@@ -315,7 +316,7 @@ impl Job<'_> {
         let mut command = match (self.shell, &self.limit) {
             (Some(script), _) => unshared(script),
             (None, Some(limit)) => {
-                // Not every shell's `ulimit` knows `-u`.
+                // Some shells' `ulimit` lacks `-u`.
                 let script = match limit.strip_prefix("-u ") {
                     Some(processes) => format!("exec prlimit --nproc={processes} \"$@\""),
                     None => format!("ulimit {limit}; exec \"$@\""),
@@ -369,14 +370,14 @@ impl Job<'_> {
         self.start().wait()
     }
 
-    /// Runs what must succeed.
+    /// Runs the program and asserts success.
     pub fn succeed(&self) -> Run {
         let run = self.run();
         assert!(run.status.success(), "{:?} ended with {}:\n{}", self.args, run.status, run.stderr);
         run
     }
 
-    /// Runs what must fail, and returns its stderr, without what differs from run to run.
+    /// Runs the program, asserts failure, and returns its stderr with variable parts removed.
     pub fn fail(&self) -> String {
         let run = self.run();
         assert_eq!(run.code(), Some(1), "{:?}:\n{}{}", self.args, run.stdout, run.stderr);
@@ -385,8 +386,8 @@ impl Job<'_> {
     }
 }
 
-/// The lines without the table of the model's parameters, and those about data, ranks and the run's
-/// directory.
+/// The lines without the table of the model's parameters, and without those about data, ranks and
+/// the run's directory.
 fn without_model(stderr: &str) -> String {
     let mut in_table = false;
     let lines = stderr.lines().filter(|line| {
@@ -400,14 +401,14 @@ fn without_model(stderr: &str) -> String {
     lines.map(|line| format!("{line}\n")).collect()
 }
 
-/// A program that runs. Dropped, it is killed with all that it started.
+/// A running program. Dropping it kills the program's whole process tree.
 pub struct Running {
     child: Child,
     stdout: PathBuf,
     stderr: PathBuf,
     started: Instant,
     ended: bool,
-    /// The end of a pipe that nobody reads from, while the program runs.
+    /// The read end of a pipe without a reader, kept open while the program runs.
     _unread: Option<PipeReader>,
 }
 
@@ -416,12 +417,12 @@ impl Running {
         Pid::from_child(&self.child)
     }
 
-    /// The process of rank `rank`, once it is there.
+    /// The process of rank `rank`; waits until it exists.
     pub fn rank(&self, rank: usize) -> Pid {
         self.until("the rank to start", |this| this.find_rank(rank))
     }
 
-    /// The process of rank `rank`, once it is there; none if the program is over before.
+    /// The process of rank `rank`; waits until it exists. `None` if the program ends first.
     pub fn rank_if_any(&self, rank: usize) -> Option<Pid> {
         self.until("the rank to start or the program to end", |this| {
             let found = this.find_rank(rank);
@@ -432,7 +433,7 @@ impl Running {
     fn find_rank(&self, rank: usize) -> Option<Pid> {
         let wanted = format!("RANK={rank}");
         self.members().into_iter().filter(|&pid| pid != self.pid()).find(|pid| {
-            // Before its exec a child still has the test's environment.
+            // Before its exec, a child still has the test's environment.
             let path = format!("/proc/{}/environ", pid.as_raw_nonzero());
             let variables = fs::read(path).unwrap_or_default();
             variables.split(|&byte| byte == 0).any(|v| v == wanted.as_bytes())
@@ -447,12 +448,12 @@ impl Running {
         pairs.find(|(found, _)| *found == name).expect("the rank has the variable").1.to_owned()
     }
 
-    /// The address of the store that the ranks meet at.
+    /// The address of the ranks' store.
     pub fn store(&self) -> SocketAddr {
         SocketAddr::from(([127, 0, 0, 1], self.variable("MASTER_PORT").parse().unwrap()))
     }
 
-    /// All processes of the program that have not ended, its first one included.
+    /// All live processes of the program, including the first one.
     pub fn members(&self) -> Vec<Pid> {
         let group = self.pid().as_raw_nonzero().to_string();
         let entries = fs::read_dir("/proc").unwrap().flatten();
@@ -469,7 +470,7 @@ impl Running {
             .collect()
     }
 
-    /// Waits until the step `step` was reported.
+    /// Waits until step `step` is reported.
     pub fn reach(&self, step: u64) {
         let wanted = format!("{{\"event\":\"step\",\"step\":{step},");
         self.until("the step", |this| {
@@ -479,12 +480,12 @@ impl Running {
         });
     }
 
-    /// How many steps were reported so far.
+    /// Number of steps reported so far.
     pub fn steps(&self) -> usize {
         fs::read_to_string(&self.stdout).unwrap().matches("{\"event\":\"step\",").count()
     }
 
-    /// Waits until one more step is reported than there are.
+    /// Waits until another step is reported.
     pub fn reach_next(&self) {
         let steps = self.steps();
         self.until("another step", |this| (this.steps() > steps).then_some(()));
@@ -510,7 +511,7 @@ impl Running {
         });
     }
 
-    /// Waits until no process of the program is left.
+    /// Waits until no process of the program remains.
     pub fn until_gone(&self) {
         self.until("all processes to end", |this| this.members().is_empty().then_some(()));
     }
@@ -552,7 +553,7 @@ impl Drop for Running {
     }
 }
 
-/// What a program came to.
+/// The result of a program.
 pub struct Run {
     pub status: ExitStatus,
     pub stdout: String,
@@ -578,7 +579,7 @@ impl Run {
         self.events().into_iter().filter(|event| event["event"] == kind).collect()
     }
 
-    /// A number of each step event.
+    /// One value of each step event.
     pub fn steps(&self, key: &str) -> BTreeMap<u64, f64> {
         let steps = self.events_of("step");
         steps.iter().map(|e| (e["step"].as_u64().unwrap(), e[key].as_f64().unwrap())).collect()
@@ -588,7 +589,7 @@ impl Run {
         self.steps("train_loss")
     }
 
-    /// The losses of a run that was killed, perhaps within a line.
+    /// The losses of a killed run, whose output may end within a line.
     pub fn losses_so_far(&self) -> BTreeMap<u64, f64> {
         let (whole, _) = self.stdout.rsplit_once('\n').unwrap_or_default();
         let run = Self { stdout: whole.to_owned(), stderr: String::new(), status: self.status };
@@ -601,13 +602,13 @@ impl Run {
         last
     }
 
-    /// The first line of stderr that tells of an error.
+    /// The first line of stderr that reports an error.
     pub fn first_error(&self) -> &str {
         self.stderr.lines().find(|line| line.contains("error")).unwrap_or("no error was shown")
     }
 }
 
-/// Asserts that two series have the same steps and are equal to a relative `tolerance`.
+/// Asserts that two series have the same steps, and values equal within a relative `tolerance`.
 #[track_caller]
 pub fn assert_close(found: &BTreeMap<u64, f64>, expected: &BTreeMap<u64, f64>, tolerance: f64) {
     let steps = |of: &BTreeMap<u64, f64>| of.keys().copied().collect::<Vec<_>>();

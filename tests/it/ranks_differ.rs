@@ -1,4 +1,4 @@
-//! Ranks that were not started alike end before the first step, and say what differs.
+//! Ranks that were started differently end before the first step and report the differences.
 
 use std::net::TcpListener;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -14,7 +14,7 @@ use crate::toy::{NoKeys, Numbers};
 
 const KEY: &str = "a key of sixteen characters or more";
 
-/// Two processes that a launcher such as torchrun has started, each with assignments of its own.
+/// Two processes as a launcher such as torchrun starts them, each with its own assignments.
 fn as_torchrun(scratch: &Scratch, of_ranks: [&[&str]; 2]) -> [Run; 2] {
     let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
     let start = |rank: usize| {
@@ -35,7 +35,7 @@ fn as_torchrun(scratch: &Scratch, of_ranks: [&[&str]; 2]) -> [Run; 2] {
     [0, 1].map(start).map(Running::wait)
 }
 
-/// Asserts that no rank trained, and that each says so.
+/// Asserts that no rank trained, and that each one reports it.
 #[track_caller]
 fn assert_refused(runs: &[Run], says: &str) {
     for run in runs {
@@ -126,7 +126,7 @@ fn agents_with_other_configurations_are_refused() {
     assert!(all.contains(says), "{all}");
 }
 
-/// One weight. Rank 0 alone logs a metric.
+/// One weight. Only rank 0 logs a metric.
 struct Weight(fulgurite::core::nn::Linear);
 
 impl LightningModule for Weight {
@@ -147,13 +147,13 @@ impl LightningModule for Weight {
 
 impl Hooks<Numbers> for Weight {}
 
-/// A callback of one rank.
+/// A callback that only one rank has.
 struct Lonely;
 
 impl Hooks for Lonely {}
 impl Callback for Lonely {}
 
-/// The error of each of two ranks that are threads, and train [`Weight`].
+/// The errors of two ranks, run as threads, that train [`Weight`].
 fn errors(trainer: impl Fn(usize, Trainer) -> Trainer + Sync, keys: [&str; 2]) -> Vec<String> {
     errors_of::<Weight>(trainer, keys)
 }
@@ -198,7 +198,7 @@ fn callbacks_of_one_rank_are_named() {
     assert!(errors[0].contains("Lonely on rank 0 and absent on rank 1"), "{}", errors[0]);
 }
 
-/// As [`Weight`], with an optimizer that is another one wherever it is made.
+/// Like [`Weight`], with an optimizer that differs at every construction.
 struct OwnOptimizer(Weight);
 
 impl LightningModule for OwnOptimizer {
@@ -233,7 +233,7 @@ fn optimizers_made_by_code_are_compared() {
 
 #[test]
 fn metrics_of_one_rank_are_named_at_once() {
-    // In training, and in the validation before it, which computes a training step by default.
+    // In training, and in the validation before it, which runs a training step by default.
     for sanity_steps in [0, 2] {
         let steps = format!("trainer.num_sanity_val_steps={sanity_steps}");
         let all = errors(|_, trainer| trainer, [&steps, &steps]).join("\n");

@@ -1,4 +1,4 @@
-//! Jobs of Slurm that are put back into the queue, and go on.
+//! Slurm jobs that are requeued and resume.
 
 use std::fs;
 use std::net::TcpListener;
@@ -8,7 +8,7 @@ use rustix::process::Signal;
 
 use crate::program::{Job, Run, Scratch};
 
-/// A `scontrol` that notes what it is asked for, in the folder `bin`.
+/// A `scontrol` in the folder `bin` that notes its arguments.
 fn with_scontrol() -> Scratch {
     let scratch = Scratch::with_tokens();
     fs::create_dir(scratch.path().join("bin")).unwrap();
@@ -40,7 +40,7 @@ fn run(tasks: &[Job<'_>; 2]) -> [Run; 2] {
 
 // checklist: Lightning: SLURMEnvironment: auto_requeue, requeue_signal
 #[test]
-fn a_requeued_job_goes_on_as_if_nothing_had_been() {
+fn requeued_job_resumes() {
     for place in [&[][..], &["checkpoint.dir=kept"]] {
         let scratch = with_scontrol();
         let job = scratch.small().on("ddp", 2, 3).set(place).set(&[
@@ -49,7 +49,7 @@ fn a_requeued_job_goes_on_as_if_nothing_had_been() {
             "model.dropout=0.1",
             "checkpoint.save_last=true",
         ]);
-        // What another job has saved under the same root is not gone on from.
+        // Checkpoints of another job under the same root are not resumed.
         if place.is_empty() {
             job.clone().set(&["trainer.max_steps=4"]).succeed();
         }
@@ -75,7 +75,7 @@ fn a_requeued_job_goes_on_as_if_nothing_had_been() {
         let whole = job.clone().set(&["checkpoint.dir=whole"]).succeed();
         assert_eq!(both, whole.losses());
 
-        // A job that was started again before it had saved has nothing to go on from.
+        // A job restarted before its first save has nothing to resume from.
         let [early, _] = run(&tasks(&job, &scratch, 78, 1));
         if place.is_empty() {
             assert_eq!(early.code(), Some(0), "{}", early.stderr);
@@ -85,14 +85,15 @@ fn a_requeued_job_goes_on_as_if_nothing_had_been() {
             assert_eq!(early.code(), Some(1));
             assert!(early.stderr.contains("has checkpoints of another run"), "{}", early.stderr);
 
-            // Nor has one that has begun, and saved nothing yet.
+            // A restarted job that began training but never saved has nothing to resume from
+            // either.
             let over = job.clone().set(&["checkpoint.overwrite=true"]);
             run(&tasks(&over.clone().set(&["checkpoint.save_last=false"]), &scratch, 79, 0));
             let [over, _] = run(&tasks(&over, &scratch, 79, 1));
             assert!(over.events_of("resume").is_empty(), "{}", over.stderr);
             assert!(over.stderr.contains("the job slurm-79.0 was started again, but"));
 
-            // Its own checkpoints come before the one that it began with.
+            // Its own checkpoints take precedence over the one that it started from.
             let from = format!("trainer.ckpt_path=whole/step-{:08}", step + 3);
             let until = |more: u64| format!("trainer.max_steps={}", step + 3 + more);
             let keys = [from.as_str(), "checkpoint.dir=branch"];
@@ -105,7 +106,7 @@ fn a_requeued_job_goes_on_as_if_nothing_had_been() {
 }
 
 #[test]
-fn an_option_says_that_a_job_is_not_requeued() {
+fn option_disables_requeue() {
     let scratch = with_scontrol();
     let job = scratch.small().on("ddp", 2, 3).set(&[
         "trainer.max_steps=1000000",

@@ -1,4 +1,4 @@
-//! A run that goes on from a checkpoint goes on as if it had never stopped.
+//! A run resumed from a checkpoint continues as if it had never stopped.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -8,7 +8,7 @@ use rustix::process::Signal;
 
 const STRATEGIES: [(&str, usize); 2] = [("ddp", 2), ("fsdp", 2)];
 
-/// A job whose every part must be taken up again: momentum, schedule, data order, dropout.
+/// A job with all kinds of state to restore: momentum, schedule, data order, dropout.
 fn job(scratch: &Scratch) -> Job<'_> {
     scratch.small().set(&[
         "trainer.max_steps=9",
@@ -24,13 +24,13 @@ fn numbers(run: &Run) -> [BTreeMap<u64, f64>; 3] {
     ["train_loss", "grad_norm", "lr"].map(|key| run.steps(key))
 }
 
-/// What comes after step `step`.
+/// The values after step `step`.
 fn after(step: u64, numbers: &[BTreeMap<u64, f64>; 3]) -> [BTreeMap<u64, f64>; 3] {
     numbers.clone().map(|mut steps| steps.split_off(&(step + 1)))
 }
 
 #[test]
-fn losses_are_those_of_an_uninterrupted_run_to_the_bit() {
+fn resumed_losses_match_bitwise() {
     for (strategy, devices) in STRATEGIES {
         let scratch = Scratch::with_tokens();
         let job = job(&scratch).on(strategy, devices, 3);
@@ -62,7 +62,7 @@ fn another_mesh_may_go_on() {
 }
 
 #[test]
-fn a_killed_run_goes_on_from_its_last_checkpoint() {
+fn killed_run_resumes_from_last_checkpoint() {
     let scratch = Scratch::with_tokens();
     let job =
         job(&scratch).on("fsdp", 2, 3).set(&["scheduler=constant", "checkpoint.every_n_steps=20"]);
@@ -73,7 +73,7 @@ fn a_killed_run_goes_on_from_its_last_checkpoint() {
     drop(running);
 
     let resume = job.clone().set(&["trainer.ckpt_path=last"]);
-    // It has passed step 40 for sure, and may have come further.
+    // The run has passed step 40, perhaps by more.
     let first = |run: &Run| *run.losses().keys().next().expect("steps");
     let last = {
         let entries = fs::read_dir(scratch.path().join("kept")).unwrap();
@@ -91,10 +91,10 @@ fn a_killed_run_goes_on_from_its_last_checkpoint() {
 }
 
 #[test]
-fn last_without_a_directory_is_the_newest_of_all_runs() {
+fn last_is_the_newest_of_all_runs() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("ddp", 2, 3).set(&["trainer.ckpt_path=last"]);
-    // None yet: it starts afresh, and leaves one.
+    // No checkpoint yet: the run starts fresh and saves one.
     let to = |steps: u64| {
         let steps = format!("trainer.max_steps={steps}");
         job.clone().set(&[&steps, "scheduler=constant", "checkpoint.save_last=true"]).succeed()
@@ -110,14 +110,14 @@ fn last_without_a_directory_is_the_newest_of_all_runs() {
     // The newest run has no checkpoint.
     fs::remove_dir_all(scratch.path().join("fulgurite_logs/version_1/checkpoints")).unwrap();
     assert_eq!(keys(&to(5)), [3, 4, 5]);
-    // A run that is done has nothing left to do.
+    // A completed run has no steps left.
     let done = to(5);
     assert_eq!(keys(&done), [0_u64; 0]);
     assert_eq!(done.summary()["steps"], 5);
 }
 
 #[test]
-fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
+fn background_saves_resume_bitwise() {
     for (strategy, devices) in STRATEGIES {
         let scratch = Scratch::with_tokens();
         let job = job(&scratch).on(strategy, devices, 3).set(&[
@@ -142,7 +142,7 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
             assert!(!validations(&whole).is_empty());
             assert_eq!(validations(&resumed), validations(&whole), "{strategy}");
         }
-        // A checkpoint is validated as training did it then: with the averages of the weights.
+        // Validation of a checkpoint uses the averages of the weights, as in training.
         let validate = scratch
             .job(&["validate", "--output", "json"])
             .set(&job.assignments("trainer.ckpt_path", "checkpoint.every"))
@@ -152,7 +152,7 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
             .map(|run| run.events_of("validation").pop().expect("a validation")["val_loss"].clone())
             .into();
         assert_eq!(losses[0], losses[1], "{strategy}");
-        // What was saved last, not what is of the latest step.
+        // `last` is the checkpoint saved last, not the one of the highest step.
         let back = ["trainer.ckpt_path=kept/step-00000002", "trainer.max_steps=4"];
         job.clone().set(&back).set(&["checkpoint.save_last=true"]).succeed();
         let resumed = job.clone().set(&["trainer.ckpt_path=last"]).succeed();
@@ -162,19 +162,19 @@ fn a_run_that_saves_in_the_background_goes_on_to_the_bit() {
 }
 
 #[test]
-fn a_signal_that_takes_the_machine_away_saves_first() {
+fn preemption_signal_saves_first() {
     for (signals, codes, strategy, devices) in [
         (&[Signal::TERM][..], &[143][..], "fsdp", 2),
         (&[Signal::USR1], &[138], "ddp", 2),
         (&[Signal::USR1], &[138], "single_device", 1),
-        // A notice, and the end that it told of: no second request. The ranks may have agreed to end for the notice
-        // before the other comes.
+        // A notice, then the announced end: not a second request. The ranks may have agreed to end
+        // for the notice before the second signal arrives.
         (&[Signal::USR1, Signal::TERM], &[138, 143], "single_device", 1),
         (&[Signal::USR1, Signal::TERM], &[138, 143], "ddp", 2),
     ] {
         let scratch = Scratch::with_tokens();
-        // It saves even if nobody asked for checkpoints, and at once where others are saved in the
-        // background.
+        // The run saves even without configured checkpoints, and in the foreground despite
+        // `async_save`.
         let job = scratch.small().on(strategy, devices, 6 / devices).set(&[
             "scheduler=constant",
             "data.shuffle=true",
@@ -206,7 +206,7 @@ fn a_signal_that_takes_the_machine_away_saves_first() {
 }
 
 #[test]
-fn old_checkpoints_go_on_every_mesh() {
+fn old_checkpoints_resume_on_every_mesh() {
     let scratch = Scratch::with_tokens();
     let job = job(&scratch).set(&["checkpoint.every_n_steps=1", "checkpoint.async_save=true"]);
     let kept = || {
@@ -248,7 +248,7 @@ fn other_samples_are_refused_and_named() {
         assert!(allowed.stderr.contains(says), "{}", allowed.stderr);
         assert_eq!(allowed.losses().len(), 1);
     }
-    // What does not change the samples may change.
+    // Keys that do not affect the samples may change.
     resume.set(&["data.batch_size=4", "trainer.limit_val_batches=0"]).succeed();
 }
 
@@ -267,7 +267,7 @@ fn another_model_of_the_same_shapes_is_a_warning() {
 }
 
 #[test]
-fn a_jump_of_the_learning_rate_is_a_warning() {
+fn learning_rate_jump_is_a_warning() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().set(&["checkpoint.dir=kept", "scheduler.type=linear"]);
     let short = ["trainer.max_steps=6", "checkpoint.save_last=true"];
@@ -282,6 +282,6 @@ fn a_jump_of_the_learning_rate_is_a_warning() {
     assert!(line.contains(&format!("{lr:e}")), "{line}");
     let as_before = ["trainer.max_steps=12", "scheduler.decay_steps=6"];
     let as_before = resume.set(&as_before).succeed();
-    // The decay's length was the run's.
+    // The length of the decay came from the run.
     assert!(!as_before.stderr.contains(warning), "{}", as_before.stderr);
 }

@@ -1,5 +1,4 @@
-//! What a run leaves behind: what it logs, its directory, and the weights that later evaluations
-//! take.
+//! Results of a run: logs, its directory, and the weights that later evaluations use.
 
 use std::path::Path;
 
@@ -17,18 +16,18 @@ use crate::toy::{Events, Numbers};
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct Keys {
-    /// What a training step logs, and a validation step.
+    /// Name of a metric that each training step logs; likewise for validation.
     logs: Option<String>,
     validation_logs: Option<String>,
     /// The step in which training fails.
     fails_at: Option<u64>,
     /// The step after which training stops.
     stops_at: Option<u64>,
-    /// What a validation counts for each sample.
+    /// Item count per sample in a validation.
     counts: Option<f64>,
 }
 
-/// Learns twice its input, by two layers.
+/// Learns to double its input with two layers.
 struct Double {
     encoder: Linear,
     head: Linear,
@@ -120,7 +119,7 @@ fn directories(dir: &Path) -> Vec<String> {
     names
 }
 
-/// The steps that a column of a run's CSV file has a value for.
+/// The steps with a value in a column of a run's CSV file.
 fn logged(dir: &Path, run: &str, column: &str) -> Vec<u64> {
     let text = std::fs::read_to_string(dir.join("runs").join(run).join("metrics.csv")).unwrap();
     let mut lines = text.lines();
@@ -141,7 +140,7 @@ fn the_last_step_is_logged() {
     assert_eq!(logged(dir.path(), "version_0", "train_loss"), [1, 10, 20, 25]);
     assert_eq!(logged(dir.path(), "version_0", "own"), [1, 10, 20, 25]);
     assert_eq!(logged(dir.path(), "version_0", "samples_per_s"), [1, 10, 20, 25]);
-    // Nobody knew before that step 13 is the last one.
+    // The run stops unexpectedly after step 13, which is still logged.
     fit(dir.path(), &[&keys[..], &["model.stops_at=13"]].concat()).unwrap();
     assert_eq!(logged(dir.path(), "version_1", "train_loss"), [1, 10, 13]);
     fit(dir.path(), &[&keys[..], &["model.fails_at=14"]].concat()).unwrap_err();
@@ -203,7 +202,7 @@ fn evaluations_keep_only_logs() {
     assert_eq!(directories(dir.path())[2..], ["validate_0", "version_0"]);
 }
 
-/// Not the initial ones, which nobody can have meant.
+/// Evaluations never use initial weights.
 #[test]
 fn evaluations_take_trained_weights() {
     let dir = tempfile::tempdir().unwrap();
@@ -222,7 +221,7 @@ fn evaluations_take_trained_weights() {
     };
     let (initial, from) = evaluate(&[]);
     assert_eq!(from, None);
-    // With this rate the loss grows from step to step.
+    // At this rate the loss grows from step to step.
     let training = ["checkpoint.every_n_steps=1", "optimizer={ type = \"sgd\", lr = 2.0 }"];
     let best = ["checkpoint.monitor=\"val_loss\"", "checkpoint.save_top_k=-1"];
     let validated = ["trainer.val_check_interval=1", &kept];
@@ -234,7 +233,7 @@ fn evaluations_take_trained_weights() {
     assert_eq!(of_best, evaluate(&[&best[..], &["trainer.ckpt_path=best"]].concat()).0);
     assert!(from.is_some_and(|from| from != "step-00000004"));
     assert!(initial != last && of_best != last);
-    // Without a directory, that of the newest run.
+    // Without a directory, the newest run's checkpoint.
     let dir = tempfile::tempdir().unwrap();
     fit(dir.path(), &["checkpoint.save_last=true"]).unwrap();
     let run = config(dir.path(), &["trainer.loggers=[]"]);
@@ -242,7 +241,7 @@ fn evaluations_take_trained_weights() {
 }
 
 #[test]
-fn a_subtree_is_frozen_by_its_path() {
+fn subtree_is_frozen_by_its_path() {
     for (frozen, path) in [("model", "model.encoder"), ("model.encoder", "model.encoder")] {
         let dir = tempfile::tempdir().unwrap();
         let freeze = format!("trainer.freeze=[{frozen:?}]");
@@ -255,7 +254,7 @@ fn a_subtree_is_frozen_by_its_path() {
     insta::assert_snapshot!(fit_error(&["trainer.freeze=[\"encoders\"]"]), @"`trainer.freeze`: no parameter matches `encoders`; there is model.encoder.weight, and so on. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
 }
 
-/// 22 stars and a letter that is not there: with backtracking this would not end.
+/// 22 stars and a letter that never occurs: backtracking would not terminate.
 #[test]
 fn many_stars_take_linear_time() {
     let stars = "*e".repeat(22);
@@ -263,7 +262,7 @@ fn many_stars_take_linear_time() {
     assert!(error.starts_with("`trainer.freeze`: no parameter matches"), "{error}");
 }
 
-/// The run that goes on saves to a directory of its own.
+/// The resumed run saves to its own directory.
 #[test]
 fn killed_runs_leave_no_lock() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! Sizes and numbers that no run can have are refused before a rank starts.
+//! Impossible sizes and values are refused before a rank starts.
 
 use std::fs;
 use std::io::Write as _;
@@ -7,7 +7,7 @@ use insta::assert_snapshot;
 
 use crate::program::{Job, Scratch};
 
-/// What `job` fails with, having made nothing.
+/// The error of `job`, which must have created nothing.
 fn refused(scratch: &Scratch, job: &Job) -> String {
     let message = job.fail();
     let files: Vec<_> =
@@ -17,7 +17,7 @@ fn refused(scratch: &Scratch, job: &Job) -> String {
 }
 
 #[test]
-fn absurd_sizes_are_refused_by_their_keys() {
+fn absurd_sizes_are_refused_by_key() {
     let scratch = Scratch::with_tokens();
     let error = |assignment: &str| refused(&scratch, &scratch.small().set(&[assignment]));
     assert_snapshot!(error("data.batch_size=1000000000000000000"), @"error: data.batch_size = 1000000000000000000 times data.seq_len = 7 are the tokens of a micro-batch, which must be at most 134217728");
@@ -30,7 +30,7 @@ fn absurd_sizes_are_refused_by_their_keys() {
 }
 
 #[test]
-fn numbers_that_cannot_train_are_refused_by_their_keys() {
+fn untrainable_values_are_refused_by_key() {
     let scratch = Scratch::with_tokens();
     let error = |assignment: &str| {
         let ranks = scratch.small().on("ddp", 2, 1).set(&[assignment]);
@@ -50,7 +50,7 @@ fn numbers_that_cannot_train_are_refused_by_their_keys() {
 }
 
 #[test]
-fn a_model_that_is_larger_than_the_machine_is_refused() {
+fn model_larger_than_machine_is_refused() {
     let scratch = Scratch::with_tokens();
     // 16 TiB of parameters.
     let huge = scratch.small().set(&["model.vocab_size=134217728", "model.hidden_size=16384"]);
@@ -66,7 +66,7 @@ fn a_model_that_is_larger_than_the_machine_is_refused() {
 }
 
 #[test]
-fn a_model_that_is_larger_than_a_process_may_be_is_refused() {
+fn model_over_process_limit_is_refused() {
     let scratch = Scratch::with_tokens();
     let limited = scratch.small().limited("-v 4194304");
     let message = refused(&scratch, &limited.clone().set(&["model.vocab_size=40000000"]));
@@ -75,7 +75,7 @@ fn a_model_that_is_larger_than_a_process_may_be_is_refused() {
 }
 
 #[test]
-fn ranks_that_share_more_than_a_process_may_have_are_refused() {
+fn shared_memory_over_limit_is_refused() {
     let scratch = Scratch::with_tokens();
     let many = scratch.small().on("ddp", 50, 1).set(&["trainer.max_steps=1"]);
     let message = refused(&scratch, &many.clone().limited("-v 4194304"));
@@ -83,25 +83,25 @@ fn ranks_that_share_more_than_a_process_may_have_are_refused() {
     assert_snapshot!(shared, @"error: `trainer.devices`: the process groups of this host's 50 ranks share 302.2 MiB, and each rank maps 2.7 GiB");
     let (_, advice) = message.split_once(". ").unwrap();
     assert_snapshot!(advice, @r#"Start fewer ranks on a host, let the options of `trainer.process_group` make it share less, or set `trainer.memory_check = "warn"`"#);
-    // With chunks of a quarter each maps less. And what ranks can map of each other's tensors leaves
-    // enough for their process groups.
+    // With chunks of a quarter of the size each rank maps less. The address space that ranks use
+    // for each other's tensors leaves enough for their process groups.
     many.clone().set(&["trainer.process_group.chunk_bytes=65536"]).limited("-v 4194304").succeed();
     many.limited("-v 16777216").succeed();
 }
 
 #[test]
-fn data_that_is_larger_than_the_machine_is_refused() {
+fn data_larger_than_machine_is_refused() {
     let scratch = Scratch::with_tokens();
     let mut lines = fs::File::create(scratch.path().join("lines.txt")).unwrap();
     for _ in 0..100_000 {
         lines.write_all(b"A line of the beginning, which is read before ranks start.\n").unwrap();
     }
-    // The rest has no place on the disk.
+    // The rest of the file is sparse: it takes no disk space.
     lines.set_len(4 << 40).unwrap();
     let keys = ["data.type=lines", "data.path=lines.txt", "model.vocab_size=257"];
     let message = scratch.small().set(&keys).fail();
     let (needs, rest) = message.split_once("; the model of ").unwrap();
-    // Two bytes for each byte, of which each is a token.
+    // Two bytes per byte of text, because each byte is a token.
     assert_snapshot!(needs, @"error: `data`: the data takes about 8.1 TiB on each of this host's 1 rank, 8.1 TiB together");
     let (_, advice) = rest.split_once(" are available. ").unwrap();
     assert_snapshot!(advice, @r#"Keep the ids of text in files (`data.cache_dir`, or token files), start fewer ranks on a host, or set `trainer.memory_check = "warn"`"#);

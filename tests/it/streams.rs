@@ -1,4 +1,4 @@
-//! Training on streams without an end, or with one that nobody knows.
+//! Training on streams that are endless or of unknown length.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -20,9 +20,9 @@ type Numbers = Box<dyn Iterator<Item = Result<u64>> + Send>;
 struct StreamConfig {
     /// Samples of a micro-batch.
     batch: usize,
-    /// Samples of the stream; endless without it.
+    /// Samples in the stream; `None` for an endless stream.
     samples: Option<u64>,
-    /// Instead of what is counted.
+    /// A declared length that differs from the real one.
     said: Option<u64>,
 }
 
@@ -97,7 +97,7 @@ impl LightningModule for Model {
 
 impl Hooks<Streamed> for Model {}
 
-/// The mean of the samples of each step, and how many epochs were done after it.
+/// The mean of the samples of each step, and the epochs completed after it.
 fn train(ranks: usize, keys: &str, root: &Path) -> Result<Vec<(f64, f64)>> {
     let runs = run_ranks(ranks, |world| {
         let batch = 6 / ranks;
@@ -122,7 +122,7 @@ fn train(ranks: usize, keys: &str, root: &Path) -> Result<Vec<(f64, f64)>> {
 }
 
 #[test]
-fn a_stream_without_an_end_goes_on_through_epochs_and_a_resume() {
+fn endless_stream_across_epochs_and_resume() {
     // Steps of six samples, epochs of two steps.
     let expected = |steps: std::ops::Range<u64>| -> Vec<(f64, f64)> {
         steps.map(|step| (6.0 * step as f64 + 2.5, (step + 1) as f64 / 2.0)).collect()
@@ -148,7 +148,7 @@ fn a_stream_without_an_end_goes_on_through_epochs_and_a_resume() {
 }
 
 #[test]
-fn a_stream_that_is_counted_has_epochs_of_its_samples() {
+fn counted_stream_has_epochs() {
     let root = tempfile::tempdir().unwrap();
     for ranks in [1, 2, 3] {
         let steps = train(ranks, "data.samples = 12\ntrainer.max_epochs = 2", root.path()).unwrap();
@@ -157,7 +157,7 @@ fn a_stream_that_is_counted_has_epochs_of_its_samples() {
 }
 
 #[test]
-fn a_stream_that_is_shorter_than_said_ends_the_run() {
+fn stream_shorter_than_declared_ends_run() {
     let root = tempfile::tempdir().unwrap();
     for workers in [0, 2] {
         let keys = format!(

@@ -1,4 +1,4 @@
-//! A small data set, and a sink that keeps what it is told.
+//! A small data set, and a sink that records events.
 
 #![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
 
@@ -8,7 +8,7 @@ use fulgurite::core::trainer::{Event, EventSink, RunStatus};
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
 
-/// Samples of each split of [`Numbers`].
+/// Samples in each split of [`Numbers`].
 pub const SAMPLES: u64 = 7;
 
 /// A table without keys.
@@ -16,7 +16,7 @@ pub const SAMPLES: u64 = 7;
 #[serde(deny_unknown_fields, default)]
 pub struct NoKeys {}
 
-/// The numbers 0 to 6, divided by 10; for tests plus 1, for predictions plus 2.
+/// The values 0 to 6, divided by 10; plus 1 for tests, plus 2 for predictions.
 pub struct Numbers;
 
 impl DataModule for Numbers {

@@ -1,4 +1,4 @@
-//! What comes back from training, and what can be done with it.
+//! Results of training, and their use.
 
 use std::path::Path;
 
@@ -66,7 +66,7 @@ fn config(logs: &Path, ranks: usize, keys: &str) -> Result<RunConfig<NoKeys, NoK
 }
 
 #[test]
-fn the_trained_module_is_evaluated_predicted_with_and_saved() {
+fn trained_module_evaluates_predicts_and_saves() {
     for ranks in [1, 3] {
         let logs = tempfile::tempdir().unwrap();
         let saved = logs.path().join("weights");
@@ -80,7 +80,8 @@ fn the_trained_module_is_evaluated_predicted_with_and_saved() {
             assert!(outcome.last_loss < 0.01 * outcome.first_loss, "{outcome:?}");
             assert_eq!(trained.data().len(Split::Train), SAMPLES);
 
-            // The last validation came after the last whole epoch; the same weights give the same again.
+            // The last validation followed the last whole epoch; validating again gives the same
+            // result.
             let validated = trained.validate()?;
             assert_eq!(trained.validate()?, validated);
             let tested = trained.test()?;
@@ -96,7 +97,7 @@ fn the_trained_module_is_evaluated_predicted_with_and_saved() {
             trained.fabric().save_full(&saved, None, &state, &FullOptions::default())?;
             let predicted = trained.predict()?;
 
-            // From the checkpoint, another trainer computes the same.
+            // Another trainer computes the same from the checkpoint.
             let keys = format!("ckpt_path = {saved:?}");
             let run = config(logs.path(), ranks, &keys)?;
             let again = Trainer::new(world.clone()).with_sink(Box::new(events.clone()));
@@ -143,7 +144,7 @@ fn the_trained_module_is_evaluated_predicted_with_and_saved() {
 }
 
 #[test]
-fn predictions_of_any_number_of_ranks_are_one_file() {
+fn predictions_are_one_file_on_any_ranks() {
     let logs = tempfile::tempdir().unwrap();
     let file = |ranks: usize| {
         let path = logs.path().join(format!("{ranks}/predictions.safetensors"));

@@ -1,4 +1,4 @@
-//! The trainer's loop: hooks in order, limits, validation, learning rates.
+//! The trainer's loop: order of hooks, limits, validation, learning rates.
 
 use std::path::Path;
 use std::sync::{Arc, Mutex};
@@ -95,7 +95,7 @@ impl Double {
 
 note_all!(Double, Numbers);
 
-/// The numbers 0 to 19 for training, 3 more for validation.
+/// The values 0 to 19 for training, 3 more for validation.
 struct Numbers;
 
 type Notes = Arc<Mutex<Vec<String>>>;
@@ -143,7 +143,8 @@ impl DataModule for Numbers {
     }
 }
 
-/// Notes each hook with how far the run is; asks to stop after a step, or fails when an epoch starts.
+/// Notes each hook with the run's progress; can stop after a step, or fail at the start of an
+/// epoch.
 struct Recorder {
     notes: Notes,
     stop_after: Option<u64>,
@@ -172,7 +173,7 @@ impl Callback for Recorder {}
 
 note_all!(Recorder, ());
 
-/// Runs with these keys of `[trainer]` and others, and returns what happened.
+/// Runs with these overrides, and returns the notes and events.
 fn fit(overrides: &[&str], stop_after: Option<u64>) -> (Vec<String>, Vec<Event>) {
     let dir = tempfile::tempdir().unwrap();
     let root = format!("trainer.default_root_dir={:?}", dir.path());
@@ -326,7 +327,7 @@ fn hooks_come_in_order() {
 
 /// Like [`hooks_come_in_order`], for a run that resumes and for one that fails.
 #[test]
-fn hooks_of_a_resumed_run_and_of_one_that_fails() {
+fn hooks_of_resumed_and_failing_runs() {
     let dir = tempfile::tempdir().unwrap();
     let run = |max_epochs: u64, ckpt_path: bool| {
         let kept = dir.path().join("kept");
@@ -383,7 +384,7 @@ fn hooks_of_a_resumed_run_and_of_one_that_fails() {
 }
 
 #[test]
-fn epochs_can_be_limited_and_validations_be_rarer() {
+fn epoch_limits_and_rarer_validations() {
     // 20 samples in batches of 4.
     let (_, events) = fit(&["trainer.max_epochs=4", "trainer.limit_train_batches=2"], None);
     assert_eq!(validations(&events), [2, 4, 6, 8]);
@@ -394,7 +395,7 @@ fn epochs_can_be_limited_and_validations_be_rarer() {
 }
 
 #[test]
-fn a_run_does_not_stop_before_its_minimum() {
+fn run_reaches_its_minimum() {
     let stopped =
         |keys: &[&str]| steps(&fit(&[&["trainer.max_epochs=9"], keys].concat(), Some(2)).1);
     assert_eq!(stopped(&[]).len(), 2);
@@ -403,7 +404,7 @@ fn a_run_does_not_stop_before_its_minimum() {
 }
 
 #[test]
-fn trials_are_short_and_leave_nothing() {
+fn trial_runs_leave_nothing() {
     let (notes, events) = fit(&["trainer.fast_dev_run=2", "trainer.max_steps=100"], None);
     assert_eq!((steps(&events), validations(&events)), (vec![1, 2], vec![2]));
     assert!(!notes.iter().any(|note| note.contains("sanity") || note.contains("checkpoint")));
@@ -424,7 +425,7 @@ fn trials_are_short_and_leave_nothing() {
 }
 
 #[test]
-fn limits_end_a_run_whichever_comes_first() {
+fn first_limit_ends_the_run() {
     // 20 samples in steps of 4.
     assert_eq!(steps(&fit(&[], None).1).len(), 5, "one epoch if nothing is said");
     assert_eq!(steps(&fit(&["trainer.max_steps=7"], None).1), (1..=7).collect::<Vec<_>>());
@@ -432,7 +433,7 @@ fn limits_end_a_run_whichever_comes_first() {
     assert_eq!(steps(&fit(&both, None).1).len(), 5);
     let accumulated = ["trainer.max_epochs=3", "trainer.accumulate_grad_batches=5"];
     assert_eq!(steps(&fit(&accumulated, None).1).len(), 3);
-    // An epoch that is no whole number of steps ends within one.
+    // An epoch may end within a step.
     assert_eq!(steps(&fit(&["trainer.max_epochs=2", "data.batch_size=3"], None).1).len(), 14);
     let no_time = ["trainer.max_time=0", "trainer.max_steps=100"];
     assert_eq!(steps(&fit(&no_time, None).1), [1], "the time is up in the first step");
@@ -440,7 +441,7 @@ fn limits_end_a_run_whichever_comes_first() {
 }
 
 #[test]
-fn validation_comes_when_it_is_due_and_counts_every_sample_once() {
+fn validation_counts_every_sample_once() {
     let at = |interval: &str| {
         let interval = format!("trainer.val_check_interval={interval}");
         validations(&fit(&["trainer.max_epochs=2", &interval], None).1)
@@ -448,14 +449,14 @@ fn validation_comes_when_it_is_due_and_counts_every_sample_once() {
     assert_eq!(at("1.0"), [5, 10]);
     assert_eq!(at("0.4"), [2, 4, 6, 8, 10]);
     assert_eq!(at("3"), [3, 6, 9]);
-    // Epochs that are no whole number of steps: 20 samples in steps of 3.
+    // Epochs that end within a step: 20 samples in steps of 3.
     let (_, events) =
         fit(&["trainer.max_epochs=3", "trainer.val_check_interval=1.0", "data.batch_size=3"], None);
     assert_eq!(validations(&events), [7, 14, 20]);
     let (_, events) = fit(&["trainer.max_steps=5", "trainer.limit_val_batches=0"], None);
     assert!(validations(&events).is_empty());
 
-    // The mean over the three samples, of batches of two and of one.
+    // The mean over the three samples, in batches of two and one.
     let loss = |overrides: &[&str]| {
         let (_, events) = fit(overrides, None);
         let loss = events.iter().find_map(|event| match event {
@@ -471,7 +472,7 @@ fn validation_comes_when_it_is_due_and_counts_every_sample_once() {
 }
 
 #[test]
-fn steps_tell_what_happened() {
+fn step_events_report_progress() {
     let (_, events) = fit(
         &[
             "trainer.max_steps=4",
@@ -505,7 +506,7 @@ fn steps_tell_what_happened() {
 }
 
 #[test]
-fn a_trainer_that_is_alone_refuses_to_train_for_several() {
+fn single_rank_trainer_refuses_several_ranks() {
     let refusal = |set: &str| {
         let layers = ConfigLayers::new().set(set).unwrap();
         let run = RunConfig::<DoubleConfig, NumbersConfig>::from_layers(layers).unwrap();

@@ -1,5 +1,5 @@
-//! Runs on two hosts with addresses of their own and a cable between them: network namespaces, which only root
-//! can make. Without that the tests say so and test nothing.
+//! Runs on two hosts with their own addresses and a cable between them: network namespaces, which
+//! only root can create. Without root the tests print a message and test nothing.
 
 use std::process::Command;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -14,7 +14,7 @@ pub(crate) struct Hosts {
 }
 
 impl Hosts {
-    /// `None`, with a message, where namespaces cannot be made.
+    /// `None`, with a message, if namespaces cannot be created.
     pub(crate) fn new() -> Option<Self> {
         static MADE: AtomicU8 = AtomicU8::new(0);
         let net = MADE.fetch_add(1, Ordering::Relaxed);
@@ -52,7 +52,7 @@ impl Hosts {
         format!("10.77.{}.{}", self.net, host + 1)
     }
 
-    /// Pulls the cable out at both ends.
+    /// Cuts the cable at both ends.
     pub(crate) fn cut(&self) {
         for name in &self.names {
             ip(&["-n", name, "link", "set", "eth0", "down"]).unwrap();
@@ -112,7 +112,7 @@ fn two_hosts_train_as_one() {
 }
 
 #[test]
-fn a_cable_that_is_cut_ends_both_sides_and_names_the_lost_host() {
+fn lost_host_is_named_and_both_sides_end() {
     let Some(hosts) = Hosts::new() else { return };
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 3);
@@ -132,7 +132,7 @@ fn a_cable_that_is_cut_ends_both_sides_and_names_the_lost_host() {
 }
 
 #[test]
-fn a_host_that_cannot_be_reached_is_named() {
+fn unreachable_host_is_named() {
     let Some(hosts) = Hosts::new() else { return };
     hosts.cut();
     let scratch = Scratch::with_tokens();

@@ -1,4 +1,4 @@
-//! Output that nobody reads: a stopped pager, a terminal after Ctrl-S, a log collector that stalls.
+//! Blocked output: a stopped pager, a terminal after Ctrl-S, a stalled log collector.
 
 use std::fs;
 
@@ -6,7 +6,7 @@ use rustix::process::{Signal, kill_process};
 
 use crate::program::{Job, Running, Scratch, Stream};
 
-/// A run that shows its progress, and ends after so many steps. Its loss is in `runs/version_0/metrics.csv`.
+/// A run with progress output and `steps` steps. It logs its loss to `runs/version_0/metrics.csv`.
 fn shown<'a>(scratch: &'a Scratch, steps: u64) -> Job<'a> {
     let mut job = scratch.small().set(&[
         &format!("trainer.max_steps={steps}"),
@@ -20,7 +20,7 @@ fn shown<'a>(scratch: &'a Scratch, steps: u64) -> Job<'a> {
     job
 }
 
-/// Waits until so many steps were logged.
+/// Waits until `steps` steps are logged.
 fn logged(running: &Running, scratch: &Scratch, steps: usize) {
     let metrics = scratch.path().join("runs/version_0/metrics.csv");
     running.until("the steps to be logged", |_| {
@@ -30,7 +30,7 @@ fn logged(running: &Running, scratch: &Scratch, steps: usize) {
 }
 
 #[test]
-fn a_run_without_a_reader_comes_to_its_end() {
+fn run_without_a_reader_completes() {
     for (devices, stream) in [(1, Stream::Stderr), (2, Stream::Stderr)] {
         let scratch = Scratch::with_tokens();
         let strategy = if devices == 1 { "single_device" } else { "ddp" };
@@ -40,7 +40,7 @@ fn a_run_without_a_reader_comes_to_its_end() {
         let metrics = fs::read_to_string(scratch.path().join("runs/version_0/metrics.csv"));
         assert_eq!(metrics.unwrap().lines().count(), 31);
     }
-    // Events for a program.
+    // JSON events on stdout.
     let scratch = Scratch::with_tokens();
     let run = scratch.small().on("ddp", 2, 2).unread(Stream::Stdout).run();
     assert!(run.status.success(), "{}", run.stderr);
@@ -62,7 +62,7 @@ fn signals_and_timeouts_do_not_wait_for_a_reader() {
         let scratch = Scratch::with_tokens();
         let running = shown(&scratch, endless).on("ddp", 2, 2).unread(Stream::Stderr).start();
         logged(&running, &scratch, 2);
-        // One that is stopped is waited for until the timeout.
+        // A stopped rank is waited for until the timeout.
         kill_process(running.rank(1), signal).unwrap();
         assert_eq!(running.wait().code(), Some(code), "{signal:?}");
     }

@@ -35,7 +35,7 @@ impl LightningModule for Double {
 
 impl Hooks<Numbers> for Double {}
 
-/// Keeps the weights at the end of each epoch.
+/// Records the weights at the end of each epoch.
 #[derive(Clone, Default)]
 struct Weights(Arc<Mutex<Vec<Vec<f32>>>>);
 
@@ -48,7 +48,7 @@ impl Hooks for Weights {
     }
 }
 
-/// This rank's part of the weights.
+/// This rank's shard of the weights.
 fn weights(fabric: &Fabric) -> Result<Vec<f32>> {
     let mut all = Vec::new();
     for parameter in fabric.module_tree()?.parameters() {
@@ -57,7 +57,7 @@ fn weights(fabric: &Fabric) -> Result<Vec<f32>> {
     Ok(all)
 }
 
-/// The learning rates of the steps since this was called last, rounded.
+/// The learning rates of the steps since the last call, rounded.
 fn rates(events: &Events) -> Vec<f64> {
     let events = std::mem::take(&mut *events.0.lock().unwrap());
     let lr = |event: &Event| match event {
@@ -67,8 +67,8 @@ fn rates(events: &Events) -> Vec<f64> {
     events.iter().filter_map(lr).collect()
 }
 
-/// A training: the weights at the end of its epochs and of itself, the learning rates of its steps, and what
-/// the trained module computes.
+/// A training run: the weights at the end of each epoch and of the run, the learning rates of its
+/// steps, and an output of the trained module.
 struct Training {
     epochs: Vec<Vec<f32>>,
     end: Vec<f32>,
@@ -111,7 +111,7 @@ fn fit(ranks: usize, keys: &str) -> Training {
     fit_in(dir.path(), ranks, keys).unwrap_or_else(|error| panic!("{keys}: {error}"))
 }
 
-/// The average in the last checkpoint, as a full checkpoint has it.
+/// The average in the last checkpoint, converted to a full checkpoint.
 fn published(dir: &Path) -> Vec<f32> {
     let io = LocalDirectory::new(dir);
     let kept = AnyCheckpoint::open(dir.join("kept/step-00000020")).unwrap();
@@ -128,8 +128,8 @@ fn published(dir: &Path) -> Vec<f32> {
 }
 
 #[test]
-fn the_trained_weights_are_the_mean_of_those_after_the_last_epochs() {
-    // Seven samples in batches of two: four steps an epoch.
+fn weights_are_the_mean_of_last_epochs() {
+    // Seven samples in batches of two: four steps per epoch.
     let keys = format!("{SWA}trainer.max_epochs = 5\ntrainer.last_batch = 'partial'");
     let dir = tempfile::tempdir().unwrap();
     let training = fit_in(dir.path(), 1, &keys).unwrap();
@@ -143,7 +143,8 @@ fn the_trained_weights_are_the_mean_of_those_after_the_last_epochs() {
     let by_epoch = [0.1, 0.1, 0.1, 0.06, 0.02];
     assert_eq!(training.rates, by_epoch.map(|lr| [lr; 4]).concat());
 
-    // One step of four batches an epoch is the same on two ranks and two micro-batches.
+    // With one step of four batches per epoch, two ranks with two micro-batches give the same
+    // result.
     let large = |ranks, accumulate: usize| {
         fit(ranks, &format!("{keys}\ntrainer.accumulate_grad_batches = {accumulate}"))
     };
@@ -153,17 +154,17 @@ fn the_trained_weights_are_the_mean_of_those_after_the_last_epochs() {
 }
 
 #[test]
-fn it_goes_on_to_the_bit() {
+fn weight_averaging_resumes_bitwise() {
     let keys = format!("{SWA}trainer.last_batch = 'partial'\n");
     let whole = fit(1, &format!("{keys}trainer.max_epochs = 5"));
-    // Within the epoch in which the rate falls, after one that was averaged.
+    // Within the epoch in which the rate falls, after an averaged epoch.
     for stop in [10, 12, 14] {
         let dir = tempfile::tempdir().unwrap();
         let until = |limit: String| fit_in(dir.path(), 1, &format!("{keys}{limit}")).unwrap();
         let saving = format!("checkpoint.every_n_steps = {stop}\n");
         let first = until(format!("{saving}trainer.max_epochs = 5"));
         assert_eq!(first.end, whole.end);
-        // As if it had been killed after that checkpoint.
+        // As if the run had been killed after this checkpoint.
         let kept = dir.path().join("kept");
         for entry in std::fs::read_dir(&kept).unwrap() {
             let path = entry.unwrap().path();
@@ -180,7 +181,7 @@ fn it_goes_on_to_the_bit() {
 }
 
 #[test]
-fn a_longer_run_averages_its_own_last_epochs() {
+fn longer_run_averages_its_last_epochs() {
     let dir = tempfile::tempdir().unwrap();
     let half = SWA.replace("swa_epoch_start = 2", "swa_epoch_start = 0.5");
     let fit = |epochs: usize| {
@@ -197,7 +198,7 @@ fn a_longer_run_averages_its_own_last_epochs() {
 }
 
 #[test]
-fn a_trainer_that_has_trained_and_a_trial_of_everything_average_anew_or_nothing() {
+fn reused_trainer_averages_anew() {
     let dir = tempfile::tempdir().unwrap();
     let run = |keys: &str| -> RunConfig<NoKeys, NoKeys> {
         let text = format!(
@@ -232,7 +233,7 @@ fn mistakes_with_averages_are_explained() {
     let twice = SWA.replace("}]", "}, { type = 'stochastic_weight_averaging', swa_lrs = 0.1 }]");
     let twice = fit_in(dir.path(), 1, &format!("{twice}trainer.max_epochs = 4"));
     insta::assert_snapshot!(twice.err().unwrap(), @"`trainer.callbacks`, stochastic_weight_averaging: another callback keeps an average of the weights, and there can be one");
-    // Nothing of the first two epochs is in a mean.
+    // The first two epochs do not count for the average.
     let saving = format!("{SWA}trainer.max_epochs = 3\ncheckpoint.every_n_steps = 4");
     fit_in(dir.path(), 1, &saving).unwrap();
     let kept = AnyCheckpoint::open(dir.path().join("kept/step-00000004")).unwrap();

@@ -1,6 +1,6 @@
-//! The built-in plugins and the pages that are generated from them, in a program that registers none of
-//! its own. Nor is its allocator ours, beside the facade's default features: two allocators in one
-//! program do not compile.
+//! The built-in plugins and the generated pages, in a program that registers no plugins. It sets
+//! its own allocator beside the facade's default features: a second global allocator would not
+//! compile.
 
 mod pages;
 mod plugins;

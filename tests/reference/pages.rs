@@ -1,4 +1,4 @@
-//! The generated pages of the book are what the code says.
+//! The book's generated pages match the code.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -25,7 +25,7 @@ A key whose type is *plugin* takes a name, or a table with `type` and the plugin
 ";
 
 #[test]
-fn the_configuration_reference_is_up_to_date() {
+fn configuration_reference_is_up_to_date() {
     let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/src/reference/configuration.md");
     let keys = reference::markdown(&reference_sections().unwrap());
     let plugins = reference::plugins_markdown(&registry::plugins());
@@ -65,7 +65,7 @@ fn code() -> String {
 
 /// The last column of these pages' tables names tests.
 #[test]
-fn the_tests_that_pages_name_are_there() {
+fn tests_named_by_pages_exist() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let code = code();
     for page in ["checklist.md", "src/concepts/checkpoint-failures.md"] {
@@ -80,7 +80,7 @@ fn the_tests_that_pages_name_are_there() {
     }
 }
 
-/// Whether a page names a plugin: in backticks, with quotes or without, or as the value of `type`.
+/// Whether a page names a plugin: in backticks or in quotes.
 fn names(page: &str, plugin: &str) -> bool {
     [format!("`{plugin}`"), format!("\"{plugin}\"")].iter().any(|name| page.contains(name))
 }
@@ -109,7 +109,7 @@ fn lists_of_the_book_have_every_plugin() {
     }
 }
 
-/// Variables other than keys are in the table of a page, and in the list that tells wrong ones from them.
+/// Variables other than keys must be in a page's table, and in the list of known variables.
 #[test]
 fn every_variable_is_documented() {
     fn variables(folder: &Path, found: &mut BTreeSet<String>) {
@@ -142,7 +142,7 @@ fn every_variable_is_documented() {
     }
 }
 
-/// A row of the checklist: how a test refers to it, its state, and the tests that show it.
+/// A row of the checklist: its name in marks, its state, and its tests.
 #[derive(Debug)]
 struct Row {
     /// The software's name and the first column: `torchtune: is_distributed`.
@@ -174,14 +174,14 @@ fn checklist() -> Vec<Row> {
     rows
 }
 
-/// What a test shows of the checklist stands above it, `// checklist: torchtune: is_distributed`, so that whoever
-/// changes the test knows what depends on it, and no row names a test that shows something else.
+/// Marks above a test, `// checklist: torchtune: is_distributed`, name the rows that the test
+/// supports. Authors of changes see the marks, and each row names only tests with its mark.
 #[test]
-fn tests_and_rows_of_the_checklist_name_each_other() {
+fn checklist_rows_and_tests_name_each_other() {
     const MARK: &str = "// checklist: ";
     let (rows, code) = (checklist(), code());
     assert!(rows.len() > 80, "{}", rows.len());
-    // Rows by the test that has a mark of them.
+    // Pairs of a marked row and its test.
     let mut marked: Vec<(String, String)> = Vec::new();
     let mut above: Vec<&str> = Vec::new();
     for line in code.lines().map(str::trim) {
@@ -216,7 +216,7 @@ fn tests_and_rows_of_the_checklist_name_each_other() {
 }
 
 #[test]
-fn the_list_of_forbidden_methods_in_core_has_all_of_the_workspace() {
+fn core_forbids_all_workspace_methods() {
     let forbidden = |path: &str| -> Vec<String> {
         let path = Path::new(env!("CARGO_MANIFEST_DIR")).join(path);
         let table: toml::Table = std::fs::read_to_string(path).unwrap().parse().unwrap();

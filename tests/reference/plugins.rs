@@ -1,4 +1,4 @@
-//! What the registry says of the built-in plugins is true.
+//! The registry describes the built-in plugins correctly.
 
 use std::collections::BTreeMap;
 
@@ -16,7 +16,7 @@ use serde::Deserialize;
 use serde::de::DeserializeOwned;
 
 #[test]
-fn the_built_in_plugins_are_listed() {
+fn built_in_plugins_are_listed() {
     let mut names: BTreeMap<&str, Vec<&str>> = BTreeMap::new();
     for plugin in registry::plugins() {
         names.entry(plugin.kind).or_default().push(plugin.name);
@@ -43,7 +43,7 @@ fn the_built_in_plugins_are_listed() {
     registry::validate().unwrap();
 }
 
-/// Builds a plugin's configuration from its example, and from its name where that is enough.
+/// Builds a plugin's configuration from its example, and from its name alone if that suffices.
 fn build<T: DeserializeOwned>(plugin: &PluginDescriptor) {
     #[derive(Deserialize)]
     struct Example {
@@ -57,7 +57,7 @@ fn build<T: DeserializeOwned>(plugin: &PluginDescriptor) {
     }
 }
 
-/// The names that typetag knows for `T`, from its own error.
+/// The names that typetag knows for `T`, taken from its own error message.
 fn tags<T: DeserializeOwned>() -> Vec<String> {
     let none = toml::toml! { type = "there is no such plugin" };
     let error = T::deserialize(none).err().unwrap().to_string();
@@ -73,7 +73,7 @@ fn check<T: DeserializeOwned>(kind: &'static str) {
 }
 
 #[test]
-fn what_can_be_built_is_what_is_registered() {
+fn buildable_plugins_are_registered() {
     check::<Box<dyn StrategyConfig>>(kind::STRATEGY);
     check::<Box<dyn ProcessGroupConfig>>(kind::PROCESS_GROUP);
     check::<Box<dyn AcceleratorConfig>>(kind::ACCELERATOR);

@@ -1,4 +1,5 @@
-// What kernels find of their device: fibers, shared memory, and the end of a program whose kernel does what a GPU refuses.
+// Runtime for kernels: fibers, shared memory, and an end of the program at accesses that a GPU
+// refuses.
 #include <csignal>
 #include <unistd.h>
 
@@ -27,7 +28,7 @@ void on_signal(int signal, siginfo_t *info, void *context) {
         said("memory that is not allocated, or freed", (uint64_t)(uintptr_t)info->si_addr);
         _exit(97);
     }
-    // Not ours.
+    // Not a fault of a kernel.
     if (before.sa_flags & SA_SIGINFO && before.sa_sigaction) before.sa_sigaction(signal, info, context);
     else sigaction(signal, &before, nullptr);
 }
@@ -38,7 +39,7 @@ void on_signal(int signal, siginfo_t *info, void *context) {
     _exit(97);
 }
 
-// From now on until `fulgurite_end`, what is accessed is what this kernel accesses.
+// From now on until `fulgurite_end`, accesses belong to this kernel.
 extern "C" void fulgurite_begin(const char *kernel, uint64_t device_start, uint64_t device_end) {
     static bool installed = [] {
         struct sigaction action = {};
@@ -55,7 +56,7 @@ extern "C" void fulgurite_begin(const char *kernel, uint64_t device_start, uint6
 
 extern "C" void fulgurite_end() { running = nullptr; }
 
-// Blocks of threads that meet each other.
+// Blocks of threads that depend on each other.
 extern "C" void fulgurite_launch(const char *kernel, const unsigned *grid, const unsigned *block, unsigned shared_bytes,
                                  void (*run)(const uint8_t *), const uint8_t *arguments, uint64_t seed) {
     shim::launch({kernel, grid[0], block[0], shared_bytes, run, arguments, grid[1], grid[2], block[1], block[2]}, seed);

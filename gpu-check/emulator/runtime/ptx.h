@@ -1,6 +1,6 @@
-// PTX's instructions for a host compiler: what `translate.rs` writes a kernel with. Registers are unsigned words; an
-// instruction's type says how their bits are read. Threads that meet, and shared memory, are those of the shim of
-// `core/kernels`.
+// PTX instructions for a host compiler, for kernels that `translate.rs` writes. Registers are
+// unsigned words; an instruction's type determines how their bits are read. Barriers and shared
+// memory come from the shim of `core/kernels`.
 #pragma once
 #include "shim.h"
 #undef KERNEL
@@ -38,7 +38,7 @@ template <class T> using Word = typename WordOf<sizeof(T)>::type;
 template <class T> constexpr bool is_half = std::is_same_v<T, f16> || std::is_same_v<T, bf16>;
 template <class T> constexpr bool is_float = std::is_floating_point_v<T> || is_half<T>;
 
-// What a register holds, as this type.
+// A register's contents as this type.
 template <class T, class R> inline T get(R bits) {
     if constexpr (std::is_same_v<R, bool>) return (T)bits;
     else {
@@ -54,7 +54,7 @@ template <class T, class R> inline void set(R &bits, T value) {
     else bits = (R)std::bit_cast<Word<T>>(value);
 }
 
-// Numbers as they are computed with: half precision in f64, which holds their products and sums.
+// Types for computing: half precision uses f64, which holds its products and sums exactly.
 template <class T> inline auto wide(T x) {
     if constexpr (is_half<T>) return (double)load(x);
     else return x;
@@ -62,7 +62,8 @@ template <class T> inline auto wide(T x) {
 
 template <class T, class W> inline T narrow(W x) {
     if constexpr (is_half<T>) {
-        // Through f32 with the last bit set if it is not exact, so that rounding twice is rounding once.
+        // Through f32 with the last bit set if it is inexact, so that rounding twice equals
+        // rounding once.
         f32 once = (f32)x;
         if ((double)x != (double)once && x == x && std::isfinite(once)) {
             u32 bits = std::bit_cast<u32>(once);
@@ -90,7 +91,7 @@ template <Rounding R, class F> inline auto rounded(F f) {
     else return in_mode<R>(f);
 }
 
-// So that a compiler does not compute before the mode is set.
+// Keeps a compiler from computing before the mode is set.
 template <class T> inline T held(T x) {
     volatile T y = x;
     return y;
@@ -150,7 +151,7 @@ template <class T> inline T abs(T a) {
     if constexpr (is_float<T>) return std::bit_cast<T>((Word<T>)(std::bit_cast<Word<T>>(a) & ~((Word<T>)1 << (sizeof(T) * 8 - 1))));
     else return a < 0 ? (T)(0 - (Word<T>)a) : a;
 }
-// With NAN_WINS a NaN is the result, else the other number.
+// With NAN_WINS the result is a NaN if either operand is; otherwise the other operand.
 template <class T, bool NAN_WINS> inline T min(T a, T b) {
     auto x = wide(a), y = wide(b);
     if constexpr (is_float<T>) {
@@ -227,7 +228,8 @@ template <class T> inline T brev(T a) {
     return result;
 }
 
-// From one type to another. INTEGRAL: to a whole number in this direction, also of the same type.
+// Conversion between types. INTEGRAL: to a whole number in this direction, also within the same
+// type.
 enum Whole { NOT_WHOLE, RNI, RZI, RMI, RPI };
 template <Whole W, class F> inline F whole(F x) {
     if constexpr (W == RNI) return std::nearbyint(x);
@@ -268,7 +270,7 @@ template <class T> inline u32 cvt_pair(f32 high, f32 low) {
     return (u32)a.bits << 16 | b.bits;
 }
 
-// What is done with each half of words that hold two numbers.
+// Applied to each half of words that hold two numbers.
 template <class T, class F, class... A> inline u32 halves(F f, A... words) {
     T low = f(get<T>((u16)words)...), high = f(get<T>((u16)(words >> 16))...);
     return (u32)high.bits << 16 | low.bits;
@@ -322,8 +324,8 @@ template <class T> inline T truth(bool is_true) {
     else return is_true ? (T)-1 : 0;
 }
 
-// Memory. A device refuses an address that is not a multiple of what is read or written there, and its kernels do not
-// reach the host's memory. Memory that is not allocated is not mapped.
+// Memory. A device refuses misaligned addresses, and its kernels cannot reach the host's memory.
+// Unallocated memory is not mapped.
 extern u64 device_start, device_end;
 [[noreturn]] void fault(const char *what, u64 address);
 inline u64 of_device(u64 address) {
@@ -334,7 +336,7 @@ inline void aligned(u64 address, u64 bytes) {
     if (address % bytes != 0) fault("a misaligned address", address);
     if (address < 4096) fault("an illegal address", address);
 }
-// The address of shared memory, of which PTX has the lower half.
+// The address of shared memory, from the lower half that PTX has.
 extern u64 shared_window;
 inline u64 window(u32 address) { return shared_window | address; }
 template <class T> inline T read(u64 address) {
@@ -344,7 +346,7 @@ template <class T> inline T read(u64 address) {
 }
 template <class T> inline void write(u64 address, T value) { memcpy((void *)address, &value, sizeof value); }
 
-// What several threads change: one goes on at a time.
+// Atomic operations: threads take turns.
 template <class T, class F> inline T change(u64 address, F f) {
     aligned(address, sizeof(T));
     T old = read<T>(address);
@@ -370,7 +372,7 @@ inline u32 ballot(bool is_true) {
     for (u32 i = 0; i < 32; i++) all |= *shim::published(i) << i;
     return all;
 }
-// Of a copy to shared memory, the first bytes are there, and the others are zeros.
+// Copies to shared memory: the first `there` bytes are copied, the others are zeros.
 inline void copy_some(u64 to, u64 from, u32 bytes, u32 there) {
     aligned(to, bytes);
     if (there != 0 && there != bytes) fault("a copy of a part", from);

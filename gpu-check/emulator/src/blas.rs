@@ -1,4 +1,4 @@
-//! cuBLAS: products of matrices, with the conditions that its documentation puts on arguments.
+//! cuBLAS matrix products, with the argument checks that its documentation requires.
 
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_longlong, c_void};
@@ -14,7 +14,7 @@ const NOT_INITIALIZED: c_int = 1;
 const INVALID_VALUE: c_int = 7;
 const NOT_SUPPORTED: c_int = 15;
 
-/// By handle, its stream.
+/// The stream of each handle.
 static HANDLES: Mutex<BTreeMap<usize, Handle>> = Mutex::new(BTreeMap::new());
 
 #[unsafe(no_mangle)]
@@ -54,7 +54,7 @@ enum Kind {
 }
 
 impl Kind {
-    /// Of `cudaDataType_t`.
+    /// The kind of a `cudaDataType_t`.
     fn of(number: c_int) -> Option<Self> {
         match number {
             0 => Some(Self::F32),
@@ -74,7 +74,7 @@ impl Kind {
     }
 }
 
-/// One matrix in column-major order, or several.
+/// One or several matrices in column-major order.
 #[derive(Debug, Clone, Copy)]
 struct Matrix {
     start: usize,
@@ -84,16 +84,17 @@ struct Matrix {
 }
 
 impl Matrix {
-    /// Bytes from the first element to the last of `count` matrices of `rows` and `columns`.
+    /// Number of bytes from the first element to the last of `count` matrices of `rows` ×
+    /// `columns`.
     fn bytes(&self, rows: usize, columns: usize, count: usize) -> usize {
         ((count - 1) * self.stride + (columns - 1) * self.leading + rows) * self.kind.size()
     }
 
     /// # Safety
-    /// There is such an element.
+    /// Element `at` must be allocated.
     unsafe fn read(&self, at: usize) -> f64 {
         let address = self.start + at * self.kind.size();
-        // SAFETY: the caller's; candle's tensors are aligned to their elements.
+        // SAFETY: by this function's contract; candle aligns tensors to their elements.
         unsafe {
             match self.kind {
                 Kind::F32 => f64::from(*(address as *const f32)),
@@ -108,7 +109,7 @@ impl Matrix {
     /// As [`read`](Self::read).
     unsafe fn write(&self, at: usize, value: f64) {
         let address = self.start + at * self.kind.size();
-        // SAFETY: as above. From a sum in f32 to half precision it is rounded once.
+        // SAFETY: as above. A sum in f32 is rounded to half precision once.
         unsafe {
             match self.kind {
                 Kind::F32 => *(address as *mut f32) = value as f32,
@@ -160,7 +161,7 @@ impl Product {
                 ));
             }
         }
-        // SAFETY: all elements are allocated, as was just seen.
+        // SAFETY: the check above found all elements allocated.
         unsafe {
             match self.c.kind {
                 Kind::F64 => self.sums::<f64>(|x| x, |x| x),
@@ -170,7 +171,7 @@ impl Product {
     }
 
     /// # Safety
-    /// All elements are allocated.
+    /// All elements of the three matrices must be allocated.
     unsafe fn sums<T: 'static + Copy>(&self, to: fn(f64) -> T, from: fn(T) -> f64) {
         let [(a_rows, a_columns), (b_rows, b_columns), _] = self.sides();
         // SAFETY: the caller's.
@@ -192,7 +193,7 @@ impl Product {
             let mut out = vec![to(0.0); self.m * self.n];
             let ((a_row, a_column), (b_row, b_column)) =
                 (steps(self.transposed[0], a_rows), steps(self.transposed[1], b_rows));
-            // SAFETY: three matrices of these sides and steps.
+            // SAFETY: the three matrices have these sizes and strides.
             unsafe {
                 gemm::gemm(
                     self.m,
@@ -220,7 +221,8 @@ impl Product {
                 for row in 0..self.m {
                     let at = index * self.c.stride + column * self.c.leading + row;
                     let sum = self.alpha * from(out[column * self.m + row]);
-                    // SAFETY: the caller's. With a factor of 0 the old value is not read: it may be NaN.
+                    // SAFETY: the caller's. If `beta` is 0, the old value is not read: it may be
+                    // NaN.
                     unsafe {
                         let old = if self.beta == 0.0 { 0.0 } else { self.beta * self.c.read(at) };
                         self.c.write(at, sum + old);
@@ -283,7 +285,8 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
 ) -> c_int {
     let kinds = (Kind::of(a_kind), Kind::of(b_kind), Kind::of(c_kind));
     let (Some(a_kind), Some(b_kind), Some(c_kind)) = kinds else { return NOT_SUPPORTED };
-    // Which sums go with which matrices: those in f32 with all of one dtype, or half precision to f32.
+    // Known combinations: the sum in f32 and all matrices of one dtype, or f32 output of half
+    // inputs.
     let is_known = match compute {
         64 => [a_kind, b_kind, c_kind] == [Kind::F16; 3],
         68 | 77 => {
@@ -295,7 +298,7 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
     if !is_known {
         return NOT_SUPPORTED;
     }
-    // SAFETY: the caller's; factors are of the type that sums are in.
+    // SAFETY: the caller's; the factors have the dtype of the sum.
     let factor = |at: *const c_void| unsafe {
         match compute {
             64 => f64::from(*at.cast::<f16>()),

@@ -1,4 +1,4 @@
-//! What a program has asked of its device, counted.
+//! Counts of driver calls.
 
 use std::backtrace::Backtrace;
 use std::collections::BTreeMap;
@@ -6,11 +6,11 @@ use std::path::PathBuf;
 
 use serde_json::json;
 
-/// Counts by what was asked.
+/// Counts by kind of call.
 #[derive(Debug, Default)]
 pub(crate) struct Calls {
     counts: BTreeMap<String, Count>,
-    /// Where they are written; `None`: nobody wants them.
+    /// The folder for the counts; `None` discards them.
     folder: Option<PathBuf>,
 }
 
@@ -21,13 +21,13 @@ struct Count {
 }
 
 impl Calls {
-    /// Written to the folder that `FULGURITE_GPU_EMULATOR_CALLS` names.
+    /// Counts to be written to the folder in `FULGURITE_GPU_EMULATOR_CALLS`.
     pub(crate) fn of_environment() -> Self {
         let folder = std::env::var_os("FULGURITE_GPU_EMULATOR_CALLS").map(PathBuf::from);
         Self { counts: BTreeMap::new(), folder }
     }
 
-    /// Counts a call that a training should do without, with the place in the program that it comes from.
+    /// Counts a call that a training run should avoid, with the calling line of the program.
     pub(crate) fn count_at_its_place(&mut self, what: &str, bytes: usize) {
         match self.folder {
             Some(_) => self.count(format!("{what}, at {}", place()), bytes),
@@ -35,14 +35,14 @@ impl Calls {
         }
     }
 
-    /// Counts one call, of that many bytes.
+    /// Counts one call that moves `bytes` bytes.
     pub(crate) fn count(&mut self, what: impl Into<String>, bytes: usize) {
         let count = self.counts.entry(what.into()).or_default();
         count.calls += 1;
         count.bytes += bytes as u64;
     }
 
-    /// Writes `PID.json`: for each kind of call how many there were, and of how many bytes.
+    /// Writes `PID.json`: number of calls and of bytes for each kind of call.
     pub(crate) fn write(&self) {
         let Some(folder) = &self.folder else { return };
         if self.counts.is_empty() {
@@ -62,7 +62,7 @@ impl Calls {
     }
 }
 
-/// The innermost place in the sources of the program, which begin with `./` in a workspace.
+/// The innermost line of the program's own sources, whose paths begin with `./` in a workspace.
 fn place() -> String {
     let trace = Backtrace::force_capture().to_string();
     let places = trace.lines().filter_map(|line| line.trim().strip_prefix("at ./"));

@@ -1,4 +1,4 @@
-//! Kernels as shared libraries of the host: translated, compiled by g++, and kept.
+//! Kernels as shared libraries of the host: translated to C++, compiled by g++ and cached.
 
 use std::ffi::{CString, c_char, c_uint};
 use std::fs;
@@ -12,7 +12,7 @@ use twox_hash::XxHash3_64;
 use crate::ptx::Module;
 use crate::translate::{Translated, translate};
 
-/// A number in each of three dimensions.
+/// A size or position in three dimensions.
 #[repr(C)]
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Dim {
@@ -26,14 +26,14 @@ impl Dim {
         u64::from(self.x) * u64::from(self.y) * u64::from(self.z)
     }
 
-    /// All places, x first.
+    /// All positions within this size, x fastest.
     fn all(self) -> impl Iterator<Item = Self> {
         let rows = (0..self.z).flat_map(move |z| (0..self.y).map(move |y| (y, z)));
         rows.flat_map(move |(y, z)| (0..self.x).map(move |x| Self { x, y, z }))
     }
 }
 
-/// As `shim::Thread`.
+/// Same layout as `shim::Thread`.
 #[repr(C)]
 struct Thread {
     thread: Dim,
@@ -49,7 +49,7 @@ type End = unsafe extern "C" fn();
 type Launch =
     unsafe extern "C" fn(*const c_char, *const Dim, *const Dim, c_uint, Fiber, *const u8, u64);
 
-/// A kernel of a module, compiled.
+/// A compiled kernel of a module.
 pub(crate) struct Kernel {
     name: CString,
     pub(crate) parameters: Vec<(usize, usize)>,
@@ -60,27 +60,27 @@ pub(crate) struct Kernel {
     _library: Library,
 }
 
-/// A launch.
+/// The parameters of a launch.
 #[derive(Debug, Clone)]
 pub(crate) struct Grid {
     pub(crate) grid: Dim,
     pub(crate) block: Dim,
     pub(crate) shared_bytes: u32,
-    /// By which the order of threads is drawn.
+    /// Seed for the order of threads.
     pub(crate) seed: u64,
-    /// The addresses of the device.
+    /// Start and end of the device's addresses.
     pub(crate) addresses: (usize, usize),
 }
 
 impl Kernel {
     /// Runs all threads.
     pub(crate) fn run(&self, grid: &Grid, arguments: &[u8]) {
-        // The fibers are there once.
+        // All launches share one set of fibers.
         static RUNNING: Mutex<()> = Mutex::new(());
         let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
         let device = device();
         let (start, end) = grid.addresses;
-        // Aligned as a device's parameters are.
+        // A device's parameters are aligned to 8 bytes.
         let mut aligned = vec![0_u64; arguments.len().div_ceil(8) + 1];
         for (word, bytes) in aligned.iter_mut().zip(arguments.chunks(8)) {
             let mut whole = [0; 8];
@@ -88,9 +88,10 @@ impl Kernel {
             *word = u64::from_ne_bytes(whole);
         }
         let arguments = aligned.as_ptr().cast::<u8>();
-        // SAFETY: functions with these signatures (`runtime/device.cpp`, `translate.rs`); a kernel reads no more of
-        // its arguments than the parameters that `arguments` was made from, and what it does with memory is checked by
-        // it, by pages that are not mapped, or its program's own fault.
+        // SAFETY: the functions have these signatures (`runtime/device.cpp`, `translate.rs`). A
+        // kernel reads no more arguments than the parameters that `arguments` was made from.
+        // `ptx.h` checks its memory accesses, and unmapped pages fault; any other misuse of memory
+        // is the tested program's own fault.
         unsafe {
             (device.begin)(self.name.as_ptr(), start as u64, end as u64);
             if self.needs_fibers {
@@ -118,7 +119,7 @@ impl Kernel {
     }
 }
 
-/// What all kernels share.
+/// The runtime that all kernels share.
 struct Device {
     begin: Symbol<Begin>,
     end: Symbol<End>,
@@ -139,7 +140,7 @@ const FLAGS: [&str; 9] = [
     "-I.",
 ];
 
-/// The texts that kernels are compiled with.
+/// Sources of the runtime.
 const RUNTIME: [(&str, &str); 6] = [
     ("shim.h", include_str!("../../../core/kernels/shim/shim.h")),
     ("fibers.h", include_str!("../../../core/kernels/shim/fibers.h")),
@@ -154,7 +155,7 @@ fn device() -> &'static Device {
     DEVICE.get_or_init(|| load_device().unwrap_or_else(|why| crate::refuse(&why)))
 }
 
-/// `FULGURITE_GPU_EMULATOR_CACHE`, or a folder of the user's cache directory.
+/// `FULGURITE_GPU_EMULATOR_CACHE`, or a folder in the user's cache directory.
 fn cache() -> PathBuf {
     let own = std::env::var_os("FULGURITE_GPU_EMULATOR_CACHE").map(PathBuf::from);
     let xdg = || std::env::var_os("XDG_CACHE_HOME").map(PathBuf::from);
@@ -172,14 +173,14 @@ fn load_device() -> Result<Device, String> {
         for (name, text) in RUNTIME {
             put(&folder, name, text.as_bytes())?;
         }
-        // What each kernel begins with, read once.
+        // Precompile the header that every kernel includes.
         compile(&folder, &["-x", "c++-header", "ptx.h"], "ptx.h.gch")?;
         compile(&folder, &["-shared", "device.cpp"], "device.so")?;
     }
-    // SAFETY: a library of our own, whose start runs nothing.
+    // SAFETY: our own library, which has no initialisers.
     let library = unsafe { Library::open(Some(&path), RTLD_NOW | RTLD_GLOBAL) };
     let library = library.map_err(|e| format!("{}: {e}", path.display()))?;
-    // SAFETY: the signatures are those of `runtime/device.cpp`; the library is held as long as they are.
+    // SAFETY: `runtime/device.cpp` has these signatures; `Device` keeps the library open.
     unsafe {
         let missing = |e: libloading::Error| e.to_string();
         Ok(Device {
@@ -192,7 +193,7 @@ fn load_device() -> Result<Device, String> {
     }
 }
 
-/// Writes a file as a whole, for others may do the same.
+/// Writes a file atomically: other processes may write the same one.
 fn put(folder: &Path, name: &str, bytes: &[u8]) -> Result<(), String> {
     let part = folder.join(format!("{name}.{}", std::process::id()));
     fs::write(&part, bytes)
@@ -221,7 +222,7 @@ fn compile(folder: &Path, what: &[&str], to: &str) -> Result<(), String> {
 /// Translates, compiles and loads one kernel of a module.
 ///
 /// # Errors
-/// If an instruction is not known, or the compiler fails.
+/// If an instruction is unknown, or the compiler fails.
 pub(crate) fn kernel(module: &Module, name: &str) -> Result<Kernel, String> {
     let Translated { source, parameters, needs_fibers, shared_bytes } = translate(module, name)?;
     let folder = &device().folder;
@@ -235,7 +236,7 @@ pub(crate) fn kernel(module: &Module, name: &str) -> Result<Kernel, String> {
     // SAFETY: as above.
     let library = unsafe { Library::open(Some(&path), RTLD_NOW) };
     let library = library.map_err(|e| format!("{}: {e}", path.display()))?;
-    // SAFETY: what `translate` writes.
+    // SAFETY: `translate` writes functions with these signatures.
     let (alone, fiber) = unsafe {
         let missing = |e: libloading::Error| e.to_string();
         (
@@ -255,13 +256,14 @@ mod tests {
 
     const HEAD: &str = ".version 9.0\n.target sm_90\n.address_size 64\n";
 
-    /// Runs a kernel whose one parameter is the address of `values`, and returns them.
+    /// Runs a kernel with the address of `values` as its only parameter, and returns the values
+    /// after it.
     fn run(text: &str, grid: u32, block: u32, values: &[u32]) -> Vec<u32> {
         let module = parse(&format!("{HEAD}{text}"));
         let kernel = kernel(&module, "test").unwrap();
         let mut memory = Memory::new(1 << 20);
         let start = memory.allocate(size_of_val(values)).unwrap();
-        // SAFETY: allocated, of that size.
+        // SAFETY: the memory was allocated with this size.
         unsafe { std::ptr::copy_nonoverlapping(values.as_ptr(), start as *mut u32, values.len()) };
         let grid = Grid {
             grid: Dim { x: grid, y: 1, z: 1 },
@@ -276,7 +278,7 @@ mod tests {
     }
 
     #[test]
-    fn threads_know_who_they_are_and_branch() {
+    fn thread_indices_and_branches() {
         let text = r"
 .visible .entry test(.param .u64 test_param_0)
 {
@@ -306,8 +308,8 @@ $L__BB0_2:
     }
 
     #[test]
-    fn threads_of_a_block_meet_and_share_memory() {
-        // The sum over a block of 64: in each warp by shuffles, then through shared memory.
+    fn barriers_and_shared_memory_in_a_block() {
+        // Sums over a block of 64: in each warp by shuffles, then through shared memory.
         let text = r"
 .visible .entry test(.param .u64 test_param_0)
 {
@@ -344,7 +346,7 @@ $L__LOOP:
     }
 
     #[test]
-    fn functions_are_called_and_words_are_taken_apart() {
+    fn calls_and_split_words() {
         let text = r"
 .func (.param .b64 func_retval0) twice(.param .b64 twice_param_0)
 {
@@ -379,7 +381,7 @@ $L__LOOP:
         assert_eq!(out, [0x8000_0002, 11, 0x8000_0002, 11]);
     }
 
-    /// A kernel that stores a word at its argument plus what follows.
+    /// A kernel that stores a word at its argument plus `offset`.
     fn store(offset: &str) -> String {
         format!(
             r"
@@ -395,7 +397,7 @@ $L__LOOP:
         )
     }
 
-    /// What a GPU does not tell, or not where it is.
+    /// A kernel with a fault that a GPU does not report, or reports without its location.
     fn planted(name: &str) -> String {
         match name {
             "past its end" => store("4096"),
@@ -420,9 +422,9 @@ $L__END:
 
     const FAULT: &str = "FULGURITE_GPU_EMULATOR_TEST_FAULT";
 
-    /// Each ends the process: this test starts itself for it.
+    /// Each fault ends the process, so this test starts itself once per fault.
     #[test]
-    fn what_a_gpu_hides_ends_the_program_and_names_the_kernel() {
+    fn hidden_faults_end_the_program() {
         if let Ok(name) = std::env::var(FAULT) {
             run(&planted(&name), 1, 32, &[0; 4]);
             return;
@@ -436,7 +438,7 @@ $L__END:
                 "test: threads wait at a barrier that the others do not reach",
             ),
         ] {
-            let test = "what_a_gpu_hides_ends_the_program_and_names_the_kernel";
+            let test = "hidden_faults_end_the_program";
             let output = Command::new(std::env::current_exe().unwrap())
                 .args(["--exact", &format!("compile::tests::{test}"), "--nocapture"])
                 .env(FAULT, name)
@@ -449,7 +451,7 @@ $L__END:
     }
 
     #[test]
-    fn what_is_not_known_is_said() {
+    fn unknown_instructions_and_kernels_are_errors() {
         let text =
             ".visible .entry test() { .reg .b32 %r<2>; dp4a.u32.u32 %r1, %r1, %r1, %r1; ret; }";
         let why = kernel(&parse(&format!("{HEAD}{text}")), "test").err().unwrap();

@@ -1,36 +1,45 @@
-//! A GPU for machines that have none: CUDA's driver, cuBLAS and cuRAND, as far as Fulgurite and candle call them, with
-//! kernels in PTX that are translated to C++, compiled by g++ and run on the CPU.
+//! An emulated GPU for machines without one: the parts of CUDA's driver, cuBLAS and cuRAND that
+//! Fulgurite and candle call. PTX kernels are translated to C++, compiled by g++ and run on the
+//! CPU.
 //!
-//! It is loaded before a program that is built with the feature `cuda`:
+//! The library is preloaded into a program that is built with the feature `cuda`:
 //!
 //! ```text
 //! LD_PRELOAD=libfulgurite_gpu_emulator.so gpu-check
 //! ```
 //!
-//! `.ci/gpu` builds both and does that. NVIDIA's own compilers make the PTX, as for a GPU. What it is for is to find what is
-//! wrong with launches, copies, streams and memory before a GPU is at hand:
+//! `.ci/gpu` builds and runs both. NVIDIA's own compilers make the PTX, as for a GPU. The emulator
+//! finds mistakes in launches, copies, streams and memory before a GPU is at hand:
 //!
-//! - memory that is not allocated, or freed, faults, with the kernel's name; what is written past an allocation's end is
-//!   found when it is freed; new memory is full of NaN; a misaligned access, or one of the host's memory, ends the program;
-//! - streams are ordered by events alone, in an order that is drawn, and so are the threads of a block;
-//! - copies between a stream and pinned memory happen when the stream gets to them, not when they are asked for;
-//! - launches and products that CUDA or cuBLAS would refuse are refused;
-//! - every call that matters is counted, with the place in the program that it comes from: launches, copies of memory that may be paged out, waits.
+//! - An access to memory that is freed or was never allocated faults, with the kernel's name. A
+//!   write past the end of an allocation is found when the allocation is freed. New memory is full
+//!   of NaN. A misaligned access, or a kernel's access to host memory, ends the program.
+//! - Only events order streams. The order of streams, and of threads in a block, is otherwise
+//!   random.
+//! - Copies between a stream and pinned memory happen when the stream reaches them, not at the
+//!   call.
+//! - Launches and matrix products that CUDA or cuBLAS would refuse are refused.
+//! - Launches, copies of pageable memory, waits and other costly calls are counted, with the
+//!   calling line of the program.
 //!
-//! | variable | |
-//! |---|---|
-//! | `FULGURITE_GPU_EMULATOR_DEVICES` | how many GPUs there are; 1 |
-//! | `FULGURITE_GPU_EMULATOR_BYTES` | the memory of each; 8 GiB |
-//! | `FULGURITE_GPU_EMULATOR_ORDER` | `eager`: work is done when it is queued; `lazy`: when it is waited for; a number: in an order drawn from it; 1 |
-//! | `FULGURITE_GPU_EMULATOR_FAILS` | `DEVICE:COUNT:BYTES`: the allocation of a process on this GPU that is the `COUNT`th, from 1 on, of at least `BYTES` bytes finds no memory left; none |
-//! | `FULGURITE_GPU_EMULATOR_CALLS` | a folder, where each process writes its counts as `PID.json` |
-//! | `FULGURITE_GPU_EMULATOR_CACHE` | where compiled kernels are kept; `fulgurite/gpu-emulator` of the user's cache directory |
+//! Environment variables:
 //!
-//! It reads PTX alone, so kernels of Fulgurite must be compiled to that: `FULGURITE_KERNELS=ptx`.
+//! - `FULGURITE_GPU_EMULATOR_DEVICES`: number of GPUs; default 1.
+//! - `FULGURITE_GPU_EMULATOR_BYTES`: memory of each GPU; default 8 GiB.
+//! - `FULGURITE_GPU_EMULATOR_ORDER`: `eager` runs work when it is queued, `lazy` when it is waited
+//!   for, and a number in a random order with this seed. Default 1.
+//! - `FULGURITE_GPU_EMULATOR_FAILS`: `DEVICE:COUNT:BYTES`: the `COUNT`th allocation (from 1) of at
+//!   least `BYTES` bytes on this GPU fails, in each process. Default: none fails.
+//! - `FULGURITE_GPU_EMULATOR_CALLS`: a folder for the counts; each process writes `PID.json`.
+//! - `FULGURITE_GPU_EMULATOR_CACHE`: a folder for compiled kernels; `fulgurite/gpu-emulator` in the
+//!   user's cache directory by default.
 //!
-//! What it does not show: how fast anything is, what `ptxas` makes of the PTX, memory order between threads beyond
-//! barriers, rounding of approximate instructions (it computes them exactly), denormals that a GPU flushes. Kernels of one
-//! process run one after the other.
+//! The emulator reads only PTX, so Fulgurite's kernels must be compiled to PTX:
+//! `FULGURITE_KERNELS=ptx`.
+//!
+//! The emulator shows nothing about speed, `ptxas`, memory order between threads beyond barriers,
+//! rounding of approximate instructions (computed exactly here), or denormals that a GPU flushes.
+//! Kernels of one process run one after the other.
 
 mod blas;
 mod calls;
@@ -43,7 +52,7 @@ mod random;
 mod streams;
 mod translate;
 
-/// Ends the process: this is a tool for tests, and going on would hide what is wrong.
+/// Ends the process: in a test tool, going on would hide the mistake.
 fn refuse(why: &str) -> ! {
     eprintln!("gpu emulator: {why}");
     machine::end();

@@ -1,4 +1,4 @@
-//! The devices of this process, and what it has queued on them.
+//! The devices of this process and their queued work.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex, MutexGuard, Once, PoisonError};
@@ -10,38 +10,38 @@ use crate::memory::{Fails, Memory};
 use crate::ptx::Module;
 use crate::streams::{Handle, Order, Streams};
 
-/// What work changes.
+/// State that queued work changes.
 pub(crate) struct State {
-    /// By device.
+    /// Memory by device.
     pub(crate) memory: Vec<Memory>,
     pub(crate) calls: Calls,
 }
 
-/// A kernel that was asked for by its name; compiled when it is first launched.
+/// A kernel requested by name, compiled at its first launch.
 pub(crate) struct Function {
     pub(crate) module: Arc<Module>,
     pub(crate) name: String,
     pub(crate) kernel: Option<Arc<Kernel>>,
-    /// Bytes of shared memory that a launch may ask for.
+    /// Bytes of shared memory that a launch may request.
     pub(crate) most_shared_bytes: u32,
 }
 
-/// All that this process knows of CUDA.
+/// The process-wide state of the emulator.
 pub(crate) struct Machine {
     pub(crate) state: State,
     pub(crate) streams: Streams<State>,
-    /// By stream, its device.
+    /// The device of each stream.
     pub(crate) device_of: BTreeMap<Handle, usize>,
     pub(crate) modules: Vec<Arc<Module>>,
     pub(crate) functions: Vec<Function>,
-    /// Memory of the host that is never paged out: where it begins, and its bytes.
+    /// Pinned host memory: start address to bytes.
     pub(crate) pinned: BTreeMap<usize, usize>,
-    /// Launches so far.
+    /// Number of launches so far.
     pub(crate) launches: u64,
     pub(crate) seed: u64,
 }
 
-/// What the streams of CUDA that nobody made are called.
+/// Handles of CUDA's predefined streams.
 pub(crate) const DEFAULT_STREAMS: [Handle; 3] = [0, 1, 2];
 
 fn number(name: &str, default: usize) -> usize {
@@ -56,7 +56,7 @@ impl Machine {
     fn new() -> Self {
         let devices = number("FULGURITE_GPU_EMULATOR_DEVICES", 1);
         let visible = std::env::var("CUDA_VISIBLE_DEVICES").ok();
-        // In their order; of one that there is not, and of those after it, nothing is seen, as with CUDA.
+        // In this order. An index without a device hides itself and all later ones, as in CUDA.
         let visible: Vec<usize> = match visible {
             None => (0..devices).collect(),
             Some(list) => list
@@ -99,18 +99,18 @@ impl Machine {
         }
     }
 
-    /// Whether all of these bytes of the host are never paged out.
+    /// Whether all of these host bytes are pinned.
     pub(crate) fn is_pinned(&self, start: usize, bytes: usize) -> bool {
         let block = self.pinned.range(..=start).next_back();
         block.is_some_and(|(&first, &length)| start + bytes <= first + length)
     }
 
-    /// The device whose memory all of these bytes are.
+    /// The device that holds all of these bytes.
     pub(crate) fn device_that_holds(&self, start: usize, bytes: usize) -> Option<usize> {
         self.state.memory.iter().position(|memory| memory.holds(start, bytes))
     }
 
-    /// The stream, if there is such a one. A default stream waits for all, and is counted.
+    /// The stream, if it exists. Use of a default stream waits for all streams, and is counted.
     pub(crate) fn stream(&mut self, stream: Handle, what: &str) -> Option<Handle> {
         if DEFAULT_STREAMS.contains(&stream) {
             self.state.calls.count_at_its_place(&format!("on a default stream: {what}"), 0);
@@ -123,21 +123,23 @@ impl Machine {
 
 static MACHINE: Mutex<Option<Machine>> = Mutex::new(None);
 
-/// The machine, to one thread at a time.
+/// Calls `act` with the machine, one thread at a time.
 pub(crate) fn with<R>(act: impl FnOnce(&mut Machine) -> R) -> R {
     let mut machine: MutexGuard<'_, Option<Machine>> =
         MACHINE.lock().unwrap_or_else(PoisonError::into_inner);
     act(machine.get_or_insert_with(Machine::new))
 }
 
-/// The machine again and again, until `act` is done: it may have to wait for what other threads ask of it.
+/// Calls `act` with the machine until `act` returns true. Other threads may use the machine in
+/// between.
 pub(crate) fn until(mut act: impl FnMut(&mut Machine) -> bool) {
     while !with(&mut act) {
         std::thread::sleep(Duration::from_micros(50));
     }
 }
 
-/// Has what waits for other processes go on while this one is not at the driver, as on a GPU: they may wait for it.
+/// Starts a thread that advances polled work while this process is outside the driver, as a GPU
+/// does: other processes may wait for that work.
 pub(crate) fn polls_by_itself() {
     static STARTED: Once = Once::new();
     STARTED.call_once(|| {
@@ -154,9 +156,9 @@ pub(crate) fn polls_by_itself() {
     });
 }
 
-/// What is written when the process ends.
+/// Writes the counts when the process ends.
 pub(crate) fn end() {
-    // Another thread may still be at work, and hold it for ever.
+    // Another thread may hold the machine forever.
     if let Ok(machine) = MACHINE.try_lock()
         && let Some(machine) = &*machine
     {

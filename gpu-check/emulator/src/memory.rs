@@ -1,18 +1,18 @@
-//! The memory of a device: pages of the host, each allocation with an end that faults.
+//! Device memory: host pages, with a page behind each allocation that faults.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
 
 use rustix::mm::{Advice, MapFlags, MprotectFlags, ProtFlags, madvise, mmap_anonymous, mprotect};
 
-/// Addresses of a device. None is used twice, so whoever uses freed memory is found.
+/// Size of a device's address space. No address is used twice, so a use after free faults.
 const ADDRESSES: usize = 1 << 44;
 const PAGE: usize = 4096;
-/// What CUDA aligns allocations to.
+/// CUDA's alignment of allocations.
 const ALIGN: usize = 256;
-/// What lies between the end of an allocation and its last page's.
+/// Fill byte between the end of an allocation and the end of its last page.
 const PADDING: u8 = 0xa5;
-/// What new memory holds: a NaN in every dtype.
+/// Fill byte of new memory: a NaN in every dtype.
 const GARBAGE: u8 = 0xff;
 
 /// The memory of one device.
@@ -21,27 +21,27 @@ pub(crate) struct Memory {
     start: usize,
     next: usize,
     blocks: BTreeMap<usize, Block>,
-    /// Bytes that are allocated.
+    /// Bytes allocated.
     pub(crate) used: usize,
-    /// The most that were.
+    /// Most bytes allocated at once.
     pub(crate) peak: usize,
-    /// Bytes that there are.
+    /// Size of the memory in bytes.
     pub(crate) total: usize,
     fails: Option<Fails>,
 }
 
-/// The allocation that finds no memory left, whatever there is.
+/// An allocation that fails as if no memory were left.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Fails {
     pub(crate) device: usize,
-    /// How many allocations of this size there are until then, that one included; 0 once it was.
+    /// Number of counted allocations up to and including the failing one; 0 afterwards.
     left: usize,
-    /// The fewest bytes that count.
+    /// Smallest allocation in bytes that counts.
     bytes: usize,
 }
 
 impl Fails {
-    /// Of `DEVICE:COUNT:BYTES`.
+    /// Parses `DEVICE:COUNT:BYTES`.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         let numbers = text.split(':').map(|number| number.parse().ok());
         match *numbers.collect::<Option<Vec<usize>>>()? {
@@ -50,7 +50,7 @@ impl Fails {
         }
     }
 
-    /// Whether the next allocation, of so many bytes, is the one.
+    /// Counts an allocation; returns whether this one fails.
     fn is_now(&mut self, bytes: usize) -> bool {
         if bytes < self.bytes || self.left == 0 {
             return false;
@@ -69,7 +69,7 @@ struct Block {
 
 impl Memory {
     pub(crate) fn new(total: usize) -> Self {
-        // SAFETY: new addresses, which nobody has.
+        // SAFETY: a new mapping, whose addresses are unused.
         let start = unsafe {
             let flags = MapFlags::PRIVATE | MapFlags::NORESERVE;
             mmap_anonymous(std::ptr::null_mut(), ADDRESSES, ProtFlags::empty(), flags)
@@ -78,7 +78,7 @@ impl Memory {
         Self { start, next: start, blocks: BTreeMap::new(), used: 0, peak: 0, total, fails: None }
     }
 
-    /// The same, with an allocation that fails.
+    /// Sets the allocation that fails.
     pub(crate) fn with_fails(self, fails: Option<Fails>) -> Self {
         Self { fails, ..self }
     }
@@ -88,7 +88,7 @@ impl Memory {
         (self.start, self.start + ADDRESSES)
     }
 
-    /// New memory; `None` if there is not enough.
+    /// Allocates memory; `None` if there is not enough.
     pub(crate) fn allocate(&mut self, bytes: usize) -> Option<usize> {
         let fails = self.fails.as_mut().is_some_and(|fails| fails.is_now(bytes));
         if fails || bytes > self.total - self.used {
@@ -100,7 +100,7 @@ impl Memory {
         if self.next > self.start + ADDRESSES {
             return None;
         }
-        // SAFETY: pages of this mapping that were never given away.
+        // SAFETY: pages of this mapping that were never handed out.
         unsafe {
             mprotect(first as *mut c_void, pages, MprotectFlags::READ | MprotectFlags::WRITE)
                 .ok()?;
@@ -115,11 +115,11 @@ impl Memory {
         Some(start)
     }
 
-    /// From now on its bytes are there for others: what is allocated on the same stream may have them before the stream
-    /// has got to where they are [freed](Self::free).
+    /// Makes the bytes available again. Later allocations on the same stream may count on them
+    /// before the stream reaches the [free](Self::free).
     ///
     /// # Errors
-    /// If nothing begins there, or that is given back already.
+    /// If no allocation begins at `start`, or it was given back already.
     pub(crate) fn give_back(&mut self, start: usize) -> Result<(), String> {
         let block = self.blocks.get_mut(&start).filter(|block| !block.is_given_back);
         let block = block.ok_or_else(|| format!("nothing is allocated at {start:#x}"))?;
@@ -128,10 +128,10 @@ impl Memory {
         Ok(())
     }
 
-    /// Frees what was given back.
+    /// Frees an allocation that was given back.
     ///
     /// # Errors
-    /// If it was written past its end.
+    /// If the allocation was written past its end.
     pub(crate) fn free(&mut self, start: usize) -> Result<(), String> {
         let block = self.blocks.remove(&start);
         let block = block.ok_or_else(|| format!("nothing is allocated at {start:#x}"))?;
@@ -147,14 +147,14 @@ impl Memory {
             return Err(format!("{} bytes at {start:#x} were written past their end", block.bytes));
         }
         let first = (end - block.pages) as *mut c_void;
-        // SAFETY: pages of this mapping, which nobody may use any more.
+        // SAFETY: pages of this mapping, which are no longer in use.
         unsafe {
             madvise(first, block.pages, Advice::LinuxDontNeed).map_err(|e| e.to_string())?;
             mprotect(first, block.pages, MprotectFlags::empty()).map_err(|e| e.to_string())
         }
     }
 
-    /// Whether all of these bytes are allocated, as one.
+    /// Whether one allocation holds all of these bytes.
     pub(crate) fn holds(&self, start: usize, bytes: usize) -> bool {
         let block = self.blocks.range(..=start).next_back();
         block.is_some_and(|(&first, block)| start + bytes <= first + block.bytes)
@@ -166,7 +166,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn memory_is_counted_and_what_is_wrong_is_found() {
+    fn memory_counts_and_misuse() {
         let mut memory = Memory::new(10_000);
         let a = memory.allocate(1000).unwrap();
         let b = memory.allocate(5000).unwrap();
@@ -178,7 +178,7 @@ mod tests {
         memory.free(a).unwrap();
         assert!(!memory.holds(a, 1) && memory.give_back(a).is_err());
         assert_eq!((memory.used, memory.peak), (5000, 6000));
-        // SAFETY: the padding of an allocation that there is.
+        // SAFETY: the padding of a live allocation.
         unsafe { *((b + 5000) as *mut u8) = 0 };
         assert!(memory.free(b).unwrap_err().contains("past their end"));
         let none = memory.allocate(0).unwrap();
@@ -186,7 +186,7 @@ mod tests {
     }
 
     #[test]
-    fn one_allocation_fails_as_planned() {
+    fn planned_allocation_fails() {
         let fails = Fails::parse("1:2:100");
         assert_eq!(fails.unwrap().device, 1);
         let mut memory = Memory::new(10_000).with_fails(fails);

@@ -1,6 +1,6 @@
 //! PTX as text: the functions of a module, and their statements.
 
-/// A module: what one file of PTX holds.
+/// A module: the contents of one PTX file.
 #[derive(Debug, Default)]
 pub(crate) struct Module {
     pub(crate) functions: Vec<Function>,
@@ -8,39 +8,39 @@ pub(crate) struct Module {
     pub(crate) variables: Vec<Variable>,
 }
 
-/// A kernel, or a function that one calls.
+/// A kernel, or a function that a kernel calls.
 #[derive(Debug)]
 pub(crate) struct Function {
     pub(crate) name: String,
     pub(crate) is_entry: bool,
     pub(crate) returns: Vec<Variable>,
     pub(crate) parameters: Vec<Variable>,
-    /// `None` for one that is declared alone.
+    /// `None` for a mere declaration.
     pub(crate) body: Option<Vec<Statement>>,
 }
 
-/// What is declared: a parameter, or memory.
+/// A declared parameter or memory object.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Variable {
     pub(crate) name: String,
     /// `param`, `shared`, `global`, `const` or `local`.
     pub(crate) space: String,
     pub(crate) align: usize,
-    /// Bytes; 0 for memory whose size the launch says.
+    /// Bytes; 0 if the launch sets the size.
     pub(crate) bytes: usize,
-    /// What it begins with: bytes, if it is initialised.
+    /// Values of the elements, if initialised.
     pub(crate) values: Option<Vec<u64>>,
-    /// Bytes of one of its elements.
+    /// Bytes of one element.
     pub(crate) element: usize,
 }
 
-/// A statement of a body.
+/// A statement of a function body.
 #[derive(Debug, PartialEq)]
 pub(crate) enum Statement {
     Label(String),
     Open,
     Close,
-    /// Registers: their type, and their names.
+    /// Type and names of registers.
     Registers(String, Vec<String>),
     Variable(Variable),
     Instruction(Instruction),
@@ -49,22 +49,22 @@ pub(crate) enum Statement {
 /// `@predicate name operands`
 #[derive(Debug, PartialEq)]
 pub(crate) struct Instruction {
-    /// The register, and whether it has to be false.
+    /// The register, and whether it must be false.
     pub(crate) predicate: Option<(String, bool)>,
-    /// The name's parts between points.
+    /// Parts of the name between dots.
     pub(crate) name: Vec<String>,
     pub(crate) operands: Vec<String>,
 }
 
 impl Module {
-    /// The function of this name that has a body.
+    /// The function of this name with a body.
     pub(crate) fn function(&self, name: &str) -> Option<&Function> {
         self.functions.iter().find(|function| function.name == name && function.body.is_some())
     }
 }
 
 impl Instruction {
-    /// The name of the function that it calls, if it is a `call`.
+    /// The name of the called function, if the instruction is a `call`.
     pub(crate) fn callee(&self) -> Option<&str> {
         let is_call = self.name.first().is_some_and(|name| name == "call");
         let mut names = self.operands.iter().filter(|operand| !operand.starts_with('('));
@@ -100,7 +100,7 @@ fn without_comments(text: &str) -> String {
     out
 }
 
-/// Splits at commas that are not in brackets.
+/// Splits at commas outside brackets.
 pub(crate) fn split(list: &str) -> Vec<String> {
     let (mut depth, mut part, mut parts) = (0, String::new(), Vec::new());
     for c in list.chars() {
@@ -120,7 +120,7 @@ pub(crate) fn split(list: &str) -> Vec<String> {
     parts
 }
 
-/// `.param .align 4 .b8 name[16]`, and with values `= {1, 2}` or `= 3`.
+/// Parses `.param .align 4 .b8 name[16]`, also with values: `= {1, 2}` or `= 3`.
 fn variable(text: &str) -> Variable {
     let (declared, values) = match text.split_once('=') {
         Some((declared, values)) => (declared, Some(values)),
@@ -153,7 +153,7 @@ fn variable(text: &str) -> Variable {
     Variable { name, space, align: align.max(element), bytes, values, element }
 }
 
-/// A whole number, as PTX writes it.
+/// Parses an integer in PTX notation.
 pub(crate) fn integer(text: &str) -> Option<u64> {
     let (negative, digits) = match text.strip_prefix('-') {
         Some(rest) => (true, rest),
@@ -167,7 +167,7 @@ pub(crate) fn integer(text: &str) -> Option<u64> {
     Some(if negative { value.wrapping_neg() } else { value })
 }
 
-/// The variables of `(.., ..)`, and what follows.
+/// Parses the variables of `(.., ..)`; also returns the rest of the text.
 fn parameters(text: &str) -> (Vec<Variable>, &str) {
     let Some(text) = text.trim_start().strip_prefix('(') else { return (Vec::new(), text) };
     let end = text.find(')').unwrap_or(text.len());
@@ -175,7 +175,7 @@ fn parameters(text: &str) -> (Vec<Variable>, &str) {
     (list, text.get(end + 1..).unwrap_or(""))
 }
 
-/// A declaration before `{` or `;`: `.visible .entry name(..)` or `.func (..) name(..)`.
+/// Parses a declaration before `{` or `;`: `.visible .entry name(..)` or `.func (..) name(..)`.
 fn function(text: &str) -> Option<Function> {
     let is_entry = text.contains(".entry");
     let at = text.find(if is_entry { ".entry" } else { ".func" })?;
@@ -188,7 +188,7 @@ fn function(text: &str) -> Option<Function> {
     Some(Function { name, is_entry, returns, parameters, body: None })
 }
 
-/// The end of a block that begins after `{`.
+/// The end of a block; `text` begins after its `{`.
 fn block_end(text: &str) -> usize {
     let mut depth = 1;
     for (at, c) in text.char_indices() {
@@ -204,14 +204,14 @@ fn block_end(text: &str) -> usize {
     text.len()
 }
 
-/// Reads a module.
+/// Parses a module.
 pub(crate) fn parse(text: &str) -> Module {
     let text = without_comments(text);
     let mut module = Module::default();
     let mut rest = text.as_str();
     loop {
         rest = rest.trim_start();
-        // Lines without an end.
+        // Directives that end with the line, without `;`.
         if [".version", ".target", ".address_size", ".file"].iter().any(|d| rest.starts_with(d)) {
             rest = rest.find('\n').map_or("", |end| &rest[end..]);
             continue;

@@ -1,4 +1,4 @@
-//! cuRAND: other numbers than NVIDIA's, of the same distributions.
+//! cuRAND: other values than NVIDIA's, from the same distributions.
 
 use std::collections::BTreeMap;
 use std::ffi::c_int;
@@ -17,7 +17,7 @@ struct Generator {
 }
 
 impl Generator {
-    /// In `0..1`.
+    /// Draws from `0..1`.
     fn draw(&mut self) -> f64 {
         self.state = self.state.wrapping_add(0x9e37_79b9_7f4a_7c15);
         let mut z = self.state;
@@ -92,7 +92,7 @@ fn fill<T: Send + 'static>(
                 if !state.memory.iter().any(|memory| memory.holds(to, bytes)) {
                     crate::refuse("random numbers for memory that is not allocated");
                 }
-                // SAFETY: allocated memory of a device, and of the type that the caller says.
+                // SAFETY: allocated device memory; the caller states its type.
                 unsafe { std::ptr::copy(values.as_ptr(), to as *mut T, values.len()) };
             };
             machine.streams.push(stream, Box::new(work), &mut machine.state);
@@ -102,7 +102,7 @@ fn fill<T: Send + 'static>(
 
 #[unsafe(no_mangle)]
 extern "C" fn curandGenerateUniform(generator: usize, to: *mut f32, count: usize) -> c_int {
-    // Without 0, as cuRAND's.
+    // In `0 < x <= 1`, as cuRAND's.
     fill(generator, to, count, |generator| 1.0 - generator.draw() as f32)
 }
 

@@ -1,7 +1,7 @@
-//! Streams and events: work in queues, and in which order it is carried out.
+//! Streams and events: queues of work, and the order in which it runs.
 //!
-//! What is queued on one stream runs in order; streams are ordered by events alone. Which stream goes on when is up to
-//! [`Order`], so what a program must wait for and does not is found.
+//! Work on one stream runs in order. Only events order streams among each other; apart from events,
+//! [`Order`] decides which stream advances when. So a missing wait is found.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::time::Instant;
@@ -11,7 +11,7 @@ pub(crate) type Handle = usize;
 
 /// Work on a stream.
 pub(crate) type Work<T> = Box<dyn FnOnce(&mut T) + Send>;
-/// Work that may have to wait for what is no stream: done once it returns true.
+/// Work that may depend on other processes; done once it returns true.
 pub(crate) type Poll = Box<dyn FnMut() -> bool + Send>;
 
 enum Queued<T> {
@@ -21,19 +21,19 @@ enum Queued<T> {
     Wait(Handle, u64),
 }
 
-/// When work is carried out.
+/// When queued work runs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Order {
-    /// When it is queued.
+    /// As soon as it is queued.
     Eager,
-    /// When somebody waits for it.
+    /// Only when a caller waits for it.
     Lazy,
-    /// Between the two, drawn from a seed.
+    /// In random order with this seed.
     Random(u64),
 }
 
 impl Order {
-    /// `eager`, `lazy`, or a seed.
+    /// Parses `eager`, `lazy`, or a seed.
     pub(crate) fn parse(text: &str) -> Option<Self> {
         match text {
             "eager" => Some(Self::Eager),
@@ -45,17 +45,17 @@ impl Order {
 
 #[derive(Default)]
 struct Event {
-    /// How often it was recorded, and how far that has been carried out.
+    /// How often the event was recorded, and the last record that has run.
     recorded: u64,
     done: u64,
     at: Option<Instant>,
     has_times: bool,
 }
 
-/// All streams of a process. What work changes is given to each call.
+/// All streams of a process. Each call passes the state that the work changes.
 pub(crate) struct Streams<T> {
     queues: BTreeMap<Handle, VecDeque<Queued<T>>>,
-    /// Those that were not destroyed; what was queued on the others goes on.
+    /// Streams that are not destroyed. Work on destroyed streams still runs.
     live: BTreeSet<Handle>,
     events: BTreeMap<Handle, Event>,
     next: Handle,
@@ -79,7 +79,7 @@ impl<T> Streams<T> {
         }
     }
 
-    /// Takes a new stream.
+    /// Adds a new stream.
     pub(crate) fn add_stream(&mut self, stream: Handle) {
         self.live.insert(stream);
     }
@@ -108,12 +108,12 @@ impl<T> Streams<T> {
         self.queue(stream, Queued::Work(work), state);
     }
 
-    /// Queues what may have to wait for what is no stream.
+    /// Queues work that may depend on other processes.
     pub(crate) fn push_poll(&mut self, stream: Handle, poll: Poll, state: &mut T) {
         self.queue(stream, Queued::Poll(poll), state);
     }
 
-    /// Queues the event.
+    /// Queues a record of the event.
     pub(crate) fn record(&mut self, event: Handle, stream: Handle, state: &mut T) {
         let Some(known) = self.events.get_mut(&event) else { return };
         known.recorded += 1;
@@ -121,7 +121,7 @@ impl<T> Streams<T> {
         self.queue(stream, Queued::Record(event, version), state);
     }
 
-    /// Lets what is queued on the stream from now on wait for the event's last record.
+    /// Makes later work on the stream wait for the event's last record.
     pub(crate) fn wait(&mut self, event: Handle, stream: Handle, state: &mut T) {
         let version = self.events.get(&event).map_or(0, |event| event.recorded);
         if version > 0 {
@@ -152,7 +152,7 @@ impl<T> Streams<T> {
         (self.random >> 33) % n
     }
 
-    /// Carries out one thing of a random stream that can go on, if there is one.
+    /// Runs one item of a random stream that is not blocked, if there is one.
     fn step(&mut self, state: &mut T) {
         let ready: Vec<Handle> = self
             .queues
@@ -173,7 +173,8 @@ impl<T> Streams<T> {
         self.events.get(&event).is_none_or(|event| event.done >= version)
     }
 
-    /// Carries out the first thing on a stream, and what it waits for. False if it has to wait for what is no stream.
+    /// Runs the first item of a stream, and everything the item waits for. Returns false if a poll
+    /// is not done yet.
     fn carry_out_first(&mut self, stream: Handle, state: &mut T) -> bool {
         let queue = self.queues.get_mut(&stream);
         let Some(first) = queue.and_then(VecDeque::pop_front) else { return true };
@@ -206,7 +207,7 @@ impl<T> Streams<T> {
         false
     }
 
-    /// Carries out all that is on a stream; false if not all of it can be now.
+    /// Runs everything on a stream; returns false if a poll is not done yet.
     pub(crate) fn finish(&mut self, stream: Handle, state: &mut T) -> bool {
         while !self.is_idle(stream) {
             if !self.carry_out_first(stream, state) {
@@ -216,7 +217,7 @@ impl<T> Streams<T> {
         true
     }
 
-    /// Carries out what may have to wait for what is no stream, and all before it, as far as it can be now.
+    /// Runs pending polls and all work before them, as far as possible now.
     pub(crate) fn finish_polls(&mut self, state: &mut T) {
         let streams: Vec<Handle> = self.queues.keys().copied().collect();
         for stream in streams {
@@ -233,7 +234,7 @@ impl<T> Streams<T> {
         self.queues.get(&stream).is_none_or(VecDeque::is_empty)
     }
 
-    /// Carries out all that there is; false if not all of it can be now.
+    /// Runs everything on all streams; returns false if a poll is not done yet.
     pub(crate) fn finish_all(&mut self, state: &mut T) -> bool {
         let streams: Vec<Handle> = self.queues.keys().copied().collect();
         let mut all = true;
@@ -243,7 +244,7 @@ impl<T> Streams<T> {
         all
     }
 
-    /// Carries out what the event's last record waits for; false if not all of it can be now.
+    /// Runs everything up to the event's last record; returns false if a poll is not done yet.
     pub(crate) fn synchronize(&mut self, event: Handle, state: &mut T) -> bool {
         let version = self.events.get(&event).map_or(0, |event| event.recorded);
         self.finish_event(event, version, state)
@@ -253,8 +254,8 @@ impl<T> Streams<T> {
         while !self.is_done(event, version) {
             let is_it = |queued: &Queued<T>| matches!(queued, Queued::Record(e, v) if *e == event && *v <= version);
             let on = self.queues.iter().find(|(_, queue)| queue.iter().any(is_it));
-            // A stream that is being carried out right now has it behind what waits for it: a wait of a stream for
-            // itself, which is over.
+            // No queue holds the record: the stream that waits is the one that recorded the event,
+            // so the wait is over.
             let Some((&stream, _)) = on else { return true };
             if !self.carry_out_first(stream, state) {
                 return false;
@@ -263,12 +264,12 @@ impl<T> Streams<T> {
         true
     }
 
-    /// Whether the event's last record has been carried out, as it is now.
+    /// Whether the event's last record has run; runs nothing.
     pub(crate) fn is_done_now(&self, event: Handle) -> bool {
         self.events.get(&event).is_none_or(|event| event.done == event.recorded)
     }
 
-    /// Whether the event's last record has been carried out. Who asks again and again gets it in the end.
+    /// Whether the event's last record has run. Repeated queries advance the streams until it has.
     pub(crate) fn query(&mut self, event: Handle, state: &mut T) -> bool {
         let version = self.events.get(&event).map_or(0, |event| event.recorded);
         if !self.is_done(event, version) {
@@ -282,7 +283,7 @@ impl<T> Streams<T> {
         self.is_done(event, version)
     }
 
-    /// Milliseconds from one event to another; `None` if one of them has no times, or is not done.
+    /// Milliseconds from one event to another; `None` if one of them has no times or is not done.
     pub(crate) fn elapsed(&self, from: Handle, to: Handle) -> Option<f32> {
         let at = |event: Handle| {
             let event = self.events.get(&event).filter(|event| event.has_times)?;
@@ -304,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn polls_go_on_by_themselves_and_what_is_behind_them_does_not() {
+    fn polls_advance_alone_but_not_later_work() {
         use std::sync::Arc;
         use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -325,7 +326,7 @@ mod tests {
     }
 
     #[test]
-    fn streams_are_in_order_and_events_order_streams() {
+    fn events_order_streams() {
         let orders = [Order::Eager, Order::Lazy].into_iter().chain((0..100).map(Order::Random));
         let mut seen = std::collections::BTreeSet::new();
         for order in orders {

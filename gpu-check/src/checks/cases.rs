@@ -1,4 +1,4 @@
-//! A function or layer on two devices: output and gradients.
+//! Functions and layers to compare on two devices: output and gradients.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use fulgurite_error::{Error, Result};
 use crate::compare::{difference, numbers, randn};
 use crate::findings::Findings;
 
-/// What is computed, of the inputs.
+/// A computation on the inputs of a case.
 pub(super) type Function = Box<dyn Fn(&[Tensor]) -> Result<Tensor>>;
 
 /// A function or layer, and the shapes of its inputs.
@@ -23,24 +23,24 @@ pub(super) struct Case {
     pub(super) of: Of,
 }
 
-/// What a case is of.
+/// The computation of a case.
 pub(super) enum Of {
-    /// A function of the inputs alone.
+    /// A function of the inputs only.
     Function(fn(&[Tensor]) -> Result<Tensor>),
-    /// A layer: makes it, with its parameters.
+    /// A layer: builds it with its parameters.
     Layer(fn(&ModuleBuilder) -> Result<Function>),
 }
 
-/// How inputs lie in memory.
+/// Memory layout of inputs.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Form {
     Contiguous,
-    /// Views after an offset, whose last two dimensions are transposed.
+    /// Views with an offset, whose last two dimensions are transposed.
     Strided,
 }
 
-/// Differences that are allowed from what f64 gives of the same numbers, relative to the largest. Half precision is computed in
-/// f32 and rounded at the edges of an operation.
+/// Allowed difference from the f64 result on the same values, relative to the largest value. Half
+/// precision is computed in f32 and rounded at the edges of an operation.
 fn allowed(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-10,
@@ -57,7 +57,7 @@ fn largest(values: &[f64]) -> f64 {
     values.iter().fold(0.0, |most, x| most.max(x.abs()))
 }
 
-/// The dtype that inputs and parameters are rounded to, and the one that is computed in.
+/// The dtype that inputs and parameters are rounded to, and the dtype of the computation.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Precision {
     pub(super) numbers: DType,
@@ -74,10 +74,11 @@ impl Precision {
     }
 }
 
-/// What a case gives, by f64 on the CPU with the same numbers.
+/// Results of a case in f64 on the CPU, from the same values.
 struct Reference {
     exact: Vec<Named>,
-    /// What a gradient is measured by that is 0 but for rounding: the largest of all.
+    /// The largest gradient element. Gradients that are zero up to rounding are compared relative
+    /// to it.
     largest_gradient: f64,
 }
 
@@ -90,7 +91,7 @@ impl Reference {
         Ok(Self { exact, largest_gradient })
     }
 
-    /// How far each result is from the reference.
+    /// Difference of each result from the reference.
     fn apart(&self, results: &[Named]) -> Vec<f64> {
         let apart = |((_, got), (_, want)): (&Named, &Named)| {
             let (apart, own) = (difference(got, want), largest(want));
@@ -108,7 +109,7 @@ pub(super) fn compare(cases: &[Case], device: &Device) -> Result<Findings> {
     compare_in(&[DType::F32, DType::BF16, DType::F16, DType::F64], cases, device)
 }
 
-/// The same in these dtypes.
+/// Like [`compare`], in the given dtypes.
 pub(super) fn compare_in(dtypes: &[DType], cases: &[Case], device: &Device) -> Result<Findings> {
     let mut findings = Findings::default();
     for case in cases {
@@ -116,7 +117,7 @@ pub(super) fn compare_in(dtypes: &[DType], cases: &[Case], device: &Device) -> R
             for form in [Form::Contiguous, Form::Strided] {
                 let name = format!("{} {dtype:?} {form:?}", case.name);
                 let reference = Reference::of(case, dtype, form)?;
-                // What fails is told with what it is, and the others are looked at.
+                // Report a failure with the case's name, and go on with the others.
                 match run(case, Precision::of(dtype), form, device) {
                     Err(error) => findings.wrong.push(format!("{name}: {error}")),
                     Ok(got) => {
@@ -135,7 +136,7 @@ pub(super) fn compare_in(dtypes: &[DType], cases: &[Case], device: &Device) -> R
 /// A case in one dtype, on one device.
 pub(super) struct Instance {
     function: Function,
-    /// Its parameters, with values.
+    /// Parameters of the layer, with values.
     pub(super) slots: Vec<ParameterSlot>,
     grads: Arc<LocalGrads>,
 }
@@ -160,13 +161,13 @@ impl Instance {
         }
     }
 
-    /// The output, the same each time.
+    /// Computes the output; repeated calls give the same output.
     pub(super) fn forward(&self, inputs: &[Tensor]) -> Result<Tensor> {
         let scope = ForwardScope { training: true, seed: 7, step: 3, ..ForwardScope::default() };
         scope.run(|| (self.function)(inputs))
     }
 
-    /// The gradients of the sum of output times weights, by name: of inputs, then of parameters.
+    /// Gradients of `sum(output * weights)` by name: inputs first, then parameters.
     pub(super) fn backward(
         &self,
         output: &Tensor,
@@ -193,13 +194,13 @@ impl Instance {
     }
 }
 
-/// What outputs are multiplied with before they are summed up.
+/// Weights for the sum over an output.
 pub(super) fn cotangent(output: &Tensor, precision: Precision) -> Result<Tensor> {
     let weights = precision.round(&randn("cotangent", output.dims())?)?;
     Ok(weights.to_dtype(output.dtype())?.to_device(output.device())?)
 }
 
-/// The output and all gradients, by name.
+/// Output and all gradients, by name.
 fn run(case: &Case, precision: Precision, form: Form, device: &Device) -> Result<Vec<Named>> {
     let instance = Instance::new(case, precision, device)?;
     let mut vars = Vec::new();
@@ -237,7 +238,7 @@ fn turned(x: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Gives all parameters values, the same on every device, and a place for their gradients.
+/// Gives each parameter values, the same on every device, and a gradient buffer.
 fn with_values(
     b: &ModuleBuilder,
     precision: Precision,
@@ -263,14 +264,14 @@ mod tests {
 
     use super::*;
 
-    /// Another function each second time, as that of a device with a fault.
+    /// Doubles its output at every second call, like a faulty device.
     fn faulty(x: &[Tensor]) -> Result<Tensor> {
         static CALLS: AtomicUsize = AtomicUsize::new(0);
         let factor = 1.0 + (CALLS.fetch_add(1, Ordering::Relaxed) % 2) as f64;
         Ok((&x[0] * factor)?)
     }
 
-    /// A gradient of zero but for rounding, and another one.
+    /// Gives the second input a gradient of rounding size, a different one at every second call.
     fn cancels(x: &[Tensor]) -> Result<Tensor> {
         static CALLS: AtomicUsize = AtomicUsize::new(0);
         let rounding = [1e-20, 3e-8][CALLS.fetch_add(1, Ordering::Relaxed) % 2];
@@ -278,7 +279,7 @@ mod tests {
     }
 
     #[test]
-    fn a_device_that_computes_something_else_is_found_out_in_output_and_gradients() {
+    fn faulty_device_is_found() {
         let case = |f| Case { name: "f", inputs: &[&[3, 4]], of: Of::Function(f) };
         let found = compare(&[case(faulty)], &Device::Cpu).unwrap();
         // Four dtypes, two forms, output and gradient.
@@ -293,7 +294,7 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_of_zero_is_measured_by_the_largest() {
+    fn zero_gradient_is_compared_to_the_largest() {
         let case = Case { name: "f", inputs: &[&[3, 4], &[3, 4]], of: Of::Function(cancels) };
         let found = compare(&[case], &Device::Cpu).unwrap();
         let apart = found.figures["f F32 Contiguous gradient of input 1"];

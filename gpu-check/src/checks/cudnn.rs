@@ -1,4 +1,4 @@
-//! Attention by cuDNN, in processes in which `FULGURITE_ATTENTION` is `cudnn`.
+//! Attention by cuDNN, in processes with `FULGURITE_ATTENTION=cudnn`.
 
 use fulgurite_error::Result;
 
@@ -6,7 +6,7 @@ use super::{functions, speed, training};
 use crate::findings::Findings;
 use crate::target::Target;
 
-/// What `step` finds, if there is cuDNN.
+/// Runs `step` if cuDNN is available; otherwise reports the step as skipped.
 fn if_there(target: &Target, step: fn(&Target) -> Result<Findings>) -> Result<Findings> {
     match missing() {
         Some(why) => Ok(Findings { skipped: Some(why), ..Findings::default() }),
@@ -29,7 +29,7 @@ pub(super) fn llama(target: &Target) -> Result<Findings> {
     if_there(target, training::llama)
 }
 
-/// Why there is no cuDNN, if there is none.
+/// The reason why cuDNN is not available, or `None`.
 #[cfg(feature = "cuda")]
 fn missing() -> Option<String> {
     fulgurite_kernels::cudnn::Library::get().err().map(str::to_owned)
@@ -41,13 +41,13 @@ fn missing() -> Option<String> {
     Some("this program is built without CUDA".to_owned())
 }
 
-/// How often this process has run cuDNN's attention: forward, and backward.
+/// How often this process has run cuDNN's attention: forward and backward.
 #[cfg(feature = "cuda")]
 pub(super) fn runs() -> [u64; 2] {
     fulgurite_kernels::cuda::cudnn_runs()
 }
 
-/// Never, in programs without CUDA.
+/// Always zero in programs without CUDA.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn runs() -> [u64; 2] {
     [0; 2]

@@ -1,4 +1,5 @@
-//! Differentiable functions and layers: against the CPU, and their gradients against differences of their outputs.
+//! Differentiable functions and layers: compared with the CPU, and gradients with output
+//! differences.
 
 use candle_core::{D, DType, Device, Tensor};
 use fulgurite::core::module::{Module, ModuleBuilder};
@@ -35,8 +36,8 @@ pub(super) fn attention(target: &Target) -> Result<Findings> {
     compare(&attention_cases(), &target.device()?)
 }
 
-/// Attention in the dtypes and shapes that cuDNN is asked for. cuDNN must compute it, except for the
-/// gradients of heads of 256 elements, for which it has no kernel on most GPUs.
+/// Attention in the dtypes and shapes that cuDNN supports. cuDNN must compute it, except for
+/// gradients of heads with 256 elements: most GPUs have no kernel for them.
 pub(super) fn attention_by_cudnn(target: &Target) -> Result<Findings> {
     let (device, mut findings) = (target.device()?, Findings::default());
     for case in cudnn_cases() {
@@ -73,12 +74,12 @@ fn layer(module: impl Module + 'static) -> Result<Function> {
     Ok(Box::new(move |x| module.forward(&x[0])))
 }
 
-/// Two outputs as one.
+/// Joins two outputs into one.
 fn joined((y, sum): (Tensor, Tensor)) -> Result<Tensor> {
     Ok(Tensor::cat(&[y, sum], D::Minus1)?)
 }
 
-/// Ids below `below`, `-100` at every seventh place if `ignore`.
+/// Ids below `below`; `-100` at every seventh position if `ignore`.
 fn ids(shape: &[usize], below: usize, ignore: bool, device: &Device) -> Result<Tensor> {
     let n: usize = shape.iter().product();
     let id = |i: usize| match ignore && i % 7 == 3 {
@@ -227,13 +228,13 @@ fn attention_cases() -> Vec<Case> {
                 functional::sliding_window_attention(&x[0], &x[1], &x[2], 0.125, 100)
             }),
         },
-        // In no dtype one that tensor cores take without copies of single elements.
+        // In every dtype a length that tensor cores only take after copying single elements.
         Case {
             name: "causal attention of 7 elements",
             inputs: &[&[2, 4, 70, 7], &[2, 2, 70, 7], &[2, 2, 70, 7]],
             of: Of::Function(|x| functional::attention(&x[0], &x[1], &x[2], 0.3, true)),
         },
-        // More scores than are in memory at once, in dtypes that have them there.
+        // More scores than fit in memory at once, in the dtypes that materialise scores.
         Case {
             name: "causal attention of 4200 positions",
             inputs: &[&[1, 4, 4200, 8], &[1, 2, 4200, 8], &[1, 2, 4200, 8]],
@@ -285,7 +286,7 @@ fn attention_cases() -> Vec<Case> {
     ]
 }
 
-/// Each width, causal and not, with fewer key heads, to earlier keys, and in windows.
+/// Each width, causal and not, with fewer key heads, with earlier keys, and with windows.
 fn cudnn_cases() -> Vec<Case> {
     vec![
         Case {
@@ -330,7 +331,8 @@ fn cudnn_cases() -> Vec<Case> {
     ]
 }
 
-/// Inputs of which no softmax is saturated: there gradients are what is left of larger numbers, which devices round differently.
+/// Scales inputs down so that no softmax saturates. A saturated softmax leaves gradients that are
+/// small differences of larger values, and devices round those differently.
 fn mild(x: &Tensor) -> Result<Tensor> {
     Ok((x * 0.25)?)
 }
@@ -406,7 +408,7 @@ fn layer_cases() -> Vec<Case> {
             of: Of::Layer(|b| {
                 let embedding = Embedding::new(&b.pp("embedding"), 11, 12)?;
                 Ok(Box::new(move |x| {
-                    // Ids that come several times.
+                    // Some ids occur several times.
                     let ids = ids(&[4, 9], 11, false, x[0].device())?.to_dtype(DType::U32)?;
                     Ok((embedding.forward(&ids)? * &x[0])?)
                 }))
@@ -440,7 +442,7 @@ fn layer_cases() -> Vec<Case> {
             name: "Dropout",
             inputs: &[&[3, 7, 129]],
             of: Of::Layer(|b| {
-                // A model has parameters.
+                // A layer needs at least one parameter.
                 let norm = RmsNorm::new(&b.pp("norm"), 129, 1e-5)?;
                 let dropout = Dropout::new(&b.pp("dropout"), 0.3)?;
                 Ok(Box::new(move |x| dropout.forward(&norm.forward(&x[0])?)))

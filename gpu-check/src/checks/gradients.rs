@@ -1,13 +1,17 @@
-//! Gradients against differences of outputs, without another device: what a gradient has to be is told by the function itself.
+//! Gradients against differences of outputs, without another device: the function itself is the
+//! reference.
 //!
-//! For each input and parameter `x` of a case, with weights `w` of its output `f` and a direction `d`, all of them random:
-//! the central difference `⟨w, f(x + h·d) − f(x − h·d)⟩ / 2h`, in f64 on the device, is compared with `⟨g, d⟩`, where `g` is
-//! the gradient of `⟨w, f⟩` that the device computes in f64, and that which it computes in f32.
+//! Each input and parameter `x` of a case gets a random direction `d`; the output `f` gets random
+//! weights `w`. The central difference `⟨w, f(x + h·d) − f(x − h·d)⟩ / 2h`, in f64 on the device,
+//! is compared with `⟨g, d⟩`. Here `g` is the gradient of `⟨w, f⟩` that the device computes, once
+//! in f64 and once in f32.
 //!
-//! `⟨g, d⟩` of a random direction is about as large as the norm of `g`, and an error `e` of the gradient changes it
-//! by about the norm of `e`. So the difference is given relative to the norm of `g`, which does not vanish where `⟨g, d⟩`
-//! happens to. Some gradients are nothing but rounding of terms that cancel, as that of a key's bias, which no softmax sees;
-//! their terms are as large as those of other gradients of the case: [`FLOOR`] times the largest norm of these is added.
+//! For a random direction, `⟨g, d⟩` is about as large as the norm of `g`, and an error `e` of the
+//! gradient changes it by about the norm of `e`. The difference is therefore given relative to the
+//! norm of `g`, which does not vanish where `⟨g, d⟩` happens to. Some gradients are only rounding
+//! of terms that cancel: for example a key bias has no effect on a softmax. Their terms are as
+//! large as in other gradients of the case, so [`FLOOR`] times the largest gradient norm of the
+//! case is added.
 
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite::core::autograd::storage;
@@ -17,15 +21,17 @@ use super::cases::{Case, Instance, Precision, cotangent, input};
 use crate::compare::{numbers, randn};
 use crate::findings::Findings;
 
-/// The step `h`. Differences are wrong by `h²·f‴/6`, and by the rounding of outputs, about 50 · 2⁻⁵³ of them, over `h`: here by
-/// 2e-11 and 6e-10 where functions and their derivatives are about 1.
+/// The step `h`. Differences have an error of `h²·f‴/6`, plus the rounding of outputs (about 50 ·
+/// 2⁻⁵³ of their size) over `h`. Where functions and derivatives are about 1, this is 2e-11 plus
+/// 6e-10.
 const STEP: f64 = 1e-5;
-/// How much of the largest norm of a case's gradients counts as norm of each. With what is allowed in f32 it is 1e-6 of
-/// it, some tens of roundings.
+/// Share of the case's largest gradient norm that is added to each norm. With the tolerance of f32
+/// the floor is 1e-6 of the largest norm, some tens of roundings.
 const FLOOR: f64 = 1e-2;
 
-/// Differences that are allowed, relative to the gradient's norm. In f64 those above, with room for third derivatives of tens
-/// of thousands (sharp attention has thousands). In f32 sums of some thousand roundings of 6e-8 each.
+/// Allowed difference, relative to the gradient's norm. In f64 it covers the errors of [`STEP`],
+/// with room for third derivatives of tens of thousands (sharp attention has thousands). In f32 it
+/// covers sums of some thousand roundings of 6e-8 each.
 fn allowed(dtype: DType) -> f64 {
     match dtype {
         DType::F64 => 1e-6,
@@ -38,7 +44,7 @@ pub(super) fn check(cases: &[Case], device: &Device) -> Result<Findings> {
     let mut findings = Findings::default();
     for case in cases {
         match differences(case, device) {
-            // What fails is told with what it is, and the others are looked at.
+            // Report a failure with the case's name, and go on with the others.
             Err(error) => findings.wrong.push(format!("{}: {error}", case.name)),
             Ok(all) => {
                 for (name, dtype, apart) in all {
@@ -51,7 +57,7 @@ pub(super) fn check(cases: &[Case], device: &Device) -> Result<Findings> {
     Ok(findings)
 }
 
-/// For each gradient and dtype how far it is from the differences of outputs.
+/// The difference of each gradient from output differences, in each dtype.
 fn differences(case: &Case, device: &Device) -> Result<Vec<(String, DType, f64)>> {
     let (instance, vars, output, gradients) = with_gradients(case, DType::F64, device)?;
     let (_, _, _, in_f32) = with_gradients(case, DType::F32, device)?;
@@ -67,7 +73,7 @@ fn differences(case: &Case, device: &Device) -> Result<Vec<(String, DType, f64)>
             Some(parameter) => parameter.copy()?.detach(),
             None => inputs[i].clone(),
         };
-        // Gradients of parameters are flat.
+        // Parameter gradients are flat.
         let direction = randn(&format!("direction {i}"), values.dims())?.to_device(device)?;
         let moved_by = |by: f64| -> Result<Tensor> {
             let moved = (&values + (&direction * by)?)?;
@@ -93,12 +99,12 @@ fn differences(case: &Case, device: &Device) -> Result<Vec<(String, DType, f64)>
     Ok(all)
 }
 
-/// The same numbers in both dtypes.
+/// The same f32 values in both dtypes.
 fn numbers_of_f32(computes: DType) -> Precision {
     Precision { numbers: DType::F32, computes }
 }
 
-/// A case with its inputs, its output and all its gradients, by name.
+/// A case with its inputs, output and all gradients by name.
 type WithGradients = (Instance, Vec<Var>, Tensor, Vec<(String, Tensor)>);
 
 fn with_gradients(case: &Case, dtype: DType, device: &Device) -> Result<WithGradients> {
@@ -115,7 +121,7 @@ fn with_gradients(case: &Case, dtype: DType, device: &Device) -> Result<WithGrad
     Ok((instance, vars, output, gradients))
 }
 
-/// The sum of all elements, by the device.
+/// The sum of all elements, computed on the device.
 fn sum(x: &Tensor) -> Result<f64> {
     Ok(numbers(&x.sum_all()?)?[0])
 }
@@ -141,13 +147,13 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_that_is_right_passes() {
+    fn right_gradient_passes() {
         assert_eq!(wrong(product), Vec::<String>::new());
     }
 
     #[test]
-    fn a_gradient_that_lacks_a_term_is_found_in_both_dtypes() {
-        // Backward does not see one two-thousandth of the second input.
+    fn missing_term_is_found_in_both_dtypes() {
+        // Backward misses 1/2000 of the second input.
         let found = wrong(|x| {
             let seen = (&x[1] * 0.9995)?;
             product(&[x[0].clone(), (seen + (x[1].detach() * 0.0005)?)?])
@@ -158,17 +164,17 @@ mod tests {
     }
 
     #[test]
-    fn a_gradient_that_is_wrong_in_f32_alone_is_found() {
+    fn gradient_wrong_only_in_f32_is_found() {
         let found = wrong(|x| match x[0].dtype() {
             DType::F64 => product(x),
-            // As if an operand were rounded to half precision.
+            // As if one operand were rounded to half precision.
             dtype => product(&[x[0].to_dtype(DType::BF16)?.to_dtype(dtype)?, x[1].clone()]),
         });
         assert!(!found.is_empty() && found.iter().all(|it| it.starts_with("f F32")), "{found:?}");
     }
 
     #[test]
-    fn an_error_is_told_and_the_other_cases_are_looked_at() {
+    fn failing_case_does_not_stop_the_others() {
         let case = |f| Case { name: "f", inputs: &[&[4]], of: Of::Function(f) };
         let cases =
             [case(|_| Err(fulgurite_error::Error::other("no kernel"))), case(|x| Ok(x[0].sqr()?))];

@@ -1,4 +1,4 @@
-//! Tensors without elements, copies, and the memory that is kept.
+//! Empty tensors, copies, and memory that the allocator keeps.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite::core::autograd::storage;
@@ -14,7 +14,7 @@ type View = fn(&Tensor) -> candle_core::Result<Tensor>;
 
 const FLOATS: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
 
-/// What shards of no elements and units that come and go ask of the device.
+/// Requests of empty shards, and of units that are freed and allocated again.
 pub(super) fn empty(target: &Target) -> Result<Findings> {
     let (device, mut findings) = (target.device()?, Findings::default());
     for dtype in FLOATS {
@@ -29,7 +29,7 @@ pub(super) fn empty(target: &Target) -> Result<Findings> {
             format!("nothing in {dtype:?} was read as something")
         });
 
-        // The memory of a unit: given back, taken again, written.
+        // Memory of a unit: freed, allocated again, written.
         let tensor = randn("unit", &[3, 5])?.to_dtype(dtype)?.to_device(&device)?;
         let expected = numbers(&tensor)?;
         let copy = tensor.copy()?;
@@ -49,7 +49,7 @@ pub(super) fn empty(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
-/// Copies to the device and back, of many sizes and dtypes, and of views: the same bits.
+/// Copies to the device and back, of many sizes, dtypes and views; every bit must survive.
 pub(super) fn copies(target: &Target) -> Result<Findings> {
     let (device, mut findings) = (target.device()?, Findings::default());
     for n in [1, 3, 4097, (1 << 20) + 1, (1 << 24) + 5] {
@@ -64,7 +64,7 @@ pub(super) fn copies(target: &Target) -> Result<Findings> {
             findings.difference(&format!("{n} elements of {dtype:?}"), apart, 0.0);
         }
     }
-    // Begun one after the other, and waited for when their sources are gone and the memory is used for others.
+    // Start all copies first; wait after their sources are dropped and the memory is reused.
     let begin = |n: usize| -> Result<_> {
         let values = randn("begun", &[n])?;
         let computed = (transfer::to_device(&values, &device, "check")? * 2.)?;
@@ -83,7 +83,7 @@ pub(super) fn copies(target: &Target) -> Result<Findings> {
         let apart = difference(&numbers(&transfer::to_host(&whole, "check")?)?, &[1., -2., 3.]);
         findings.difference(&format!("copied into {dtype:?}"), apart, 0.0);
     }
-    // Many small ones, which share pinned memory, before the first is looked at.
+    // Many small copies, which share pinned memory, before the first result is read.
     let small = (0..300).map(|i| -> Result<_> {
         let values = randn(&format!("small {i}"), &[1 + i % 37])?;
         Ok((transfer::to_device(&values, &device, "check")?, values))
@@ -117,8 +117,9 @@ pub(super) fn copies(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
-/// Copies parts of odd lengths, one of them empty and one with gaps, from odd places to odd places. How far the target is from
-/// what it should be, also where nothing was copied.
+/// Copies slices of odd lengths between odd offsets, one of them empty and one with gaps. Returns
+/// the difference of the whole target from its expected contents, including elements outside the
+/// slices.
 fn together(dtype: DType, device: &Device) -> Result<f64> {
     const LENGTHS: [usize; 6] = [1, 7, 0, 1021, 70_001, 64];
     let whole: usize = LENGTHS.iter().map(|length| length + 3).sum();
@@ -129,7 +130,7 @@ fn together(dtype: DType, device: &Device) -> Result<f64> {
     let all = numbers(&source)?;
     for (i, length) in LENGTHS.into_iter().enumerate() {
         let from = 2 * at + i;
-        // The last takes every second element.
+        // The last slice takes every second element.
         let step = 1 + i / (LENGTHS.len() - 1);
         let part = source_there.narrow(0, from, step * length)?;
         let part = part.reshape((length, step))?.narrow(1, 0, 1)?.squeeze(1)?;
@@ -142,7 +143,7 @@ fn together(dtype: DType, device: &Device) -> Result<f64> {
     Ok(difference(&numbers(&target)?, &expected))
 }
 
-/// Takes and frees memory again and again.
+/// Allocates and frees memory repeatedly.
 pub(super) fn pool(target: &Target) -> Result<Findings> {
     const BYTES: usize = 64 << 20;
     let (accelerator, mut findings) = (target.open()?, Findings::default());
@@ -163,12 +164,12 @@ pub(super) fn pool(target: &Target) -> Result<Findings> {
     findings.require(after.peak_bytes >= before.held_bytes + BYTES as u64, || {
         format!("the peak does not have the tensors that there were: {before:?}, {after:?}")
     });
-    // Two tensors are there at once, and their memory is used again.
+    // Two tensors are live at once; their memory must be reused.
     findings.require(after.peak_bytes < before.peak_bytes + 4 * BYTES as u64, || {
         format!("freed memory was not used again: {before:?}, {after:?}")
     });
 
-    // More than there is: an error that is known as such, after which the device goes on.
+    // More than the device has: the error must be recognised, and the device must keep working.
     let too_much = usize::try_from(after.total_bytes / 4).unwrap_or(usize::MAX) + 1;
     match Tensor::zeros(too_much, DType::F32, device) {
         Ok(_) => {

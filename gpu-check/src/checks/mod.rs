@@ -23,11 +23,11 @@ pub(crate) struct Step {
     pub(crate) name: &'static str,
     /// What it shows.
     pub(crate) what: &'static str,
-    /// Whether there is nothing to run on a CPU.
+    /// Whether the step has nothing to run on a CPU.
     pub(crate) needs_gpu: bool,
-    /// Environment variables of its process.
+    /// Environment variables of the step's process.
     pub(crate) environment: &'static [(&'static str, &'static str)],
-    /// Runs it, in a process of its own.
+    /// Runs the step, in its own process.
     pub(crate) run: fn(&Target) -> Result<Findings>,
 }
 
@@ -47,7 +47,7 @@ const fn on_gpu(
     Step { name, what, needs_gpu: true, environment: &[], run }
 }
 
-/// A step on a GPU in which attention is by cuDNN.
+/// A step on a GPU with attention by cuDNN.
 const fn with_cudnn(
     name: &'static str,
     what: &'static str,
@@ -56,7 +56,7 @@ const fn with_cudnn(
     Step { environment: &[("FULGURITE_ATTENTION", "cudnn")], ..on_gpu(name, what, run) }
 }
 
-/// All steps, those first without which the others mean little.
+/// All steps, the most basic first.
 pub(crate) const STEPS: &[Step] = &[
     step("platform", "what there is: the device, its memory", platform::device),
     on_gpu("kernels.compile", "NVRTC compiles every kernel for this GPU", platform::kernels),

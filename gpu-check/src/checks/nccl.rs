@@ -1,11 +1,11 @@
-//! NCCL: with one rank, all that one GPU can show of it, and with a rank on each GPU, where there are several.
+//! NCCL: all that one GPU can show with one rank, and, with several GPUs, one rank on each.
 
 use fulgurite_error::Result;
 
 use crate::findings::Findings;
 use crate::target::Target;
 
-/// Every collective, of one rank.
+/// Every collective with a single rank.
 #[cfg(feature = "cuda")]
 pub(super) fn alone(target: &Target) -> Result<Findings> {
     use std::sync::Arc;
@@ -65,7 +65,8 @@ pub(super) fn alone(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
-/// Collectives and messages of ranks that are threads, on a GPU each: sums of whole numbers, which no order changes.
+/// Collectives and messages of ranks as threads, one GPU each. They sum integers, exact in any
+/// order.
 #[cfg(feature = "cuda")]
 pub(super) fn ranks(target: &Target) -> Result<Findings> {
     use std::sync::Arc;
@@ -99,7 +100,7 @@ pub(super) fn ranks(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
-/// What each rank does.
+/// The work of each rank.
 #[cfg(feature = "cuda")]
 mod ranks {
     use std::sync::{Arc, Mutex};
@@ -115,13 +116,13 @@ mod ranks {
 
     const DTYPES: [DType; 5] = [DType::F32, DType::BF16, DType::F16, DType::F64, DType::I64];
 
-    /// What is not as it should be, on this rank.
+    /// Returns the failures on this rank.
     pub(super) fn check(group: &dyn ProcessGroup, device: &Device) -> Result<Vec<String>> {
         let (rank, size) = (group.rank(), group.size());
         let mut wrong = Vec::new();
         for dtype in DTYPES {
             for n in [1_usize, 7, 1021, 20_000] {
-                // Element i of a rank's tensor; small, so that sums are exact in every dtype.
+                // Element i of a rank's tensor; small enough for exact sums in every dtype.
                 let value = |rank: usize, i: usize| ((i * 7 + rank * 3) % 16) as f64;
                 let of = |rank: usize, from: usize, n: usize| -> Vec<f64> {
                     (from..from + n).map(|i| value(rank, i)).collect()
@@ -149,7 +150,8 @@ mod ranks {
                 group.run(Collective::broadcast(&values, size - 1))?;
                 expect("broadcast", &values, of(size - 1, 0, n))?;
 
-                // Even parts, and parts of other lengths, one of them of none: through a flat buffer.
+                // Even shards, and shards of different lengths, one of them empty: the latter use a
+                // flat buffer.
                 let even = vec![n; size];
                 let uneven: Vec<usize> = (0..size).map(|rank| rank * n / 2 + rank).collect();
                 for (name, counts) in [("even", even), ("uneven", uneven)] {
@@ -175,7 +177,7 @@ mod ranks {
                 let parts = (0..size).flat_map(|from| of(from, rank * n, n));
                 expect("all_to_all", &output, parts.collect())?;
 
-                // To the next rank, from the one before.
+                // Send to the next rank, receive from the previous one.
                 let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);
                 let output = put(vec![0.0; n])?;
                 let sent = group.send(&put(of(rank, 0, n))?, next)?;
@@ -189,7 +191,7 @@ mod ranks {
         Ok(wrong)
     }
 
-    /// Whether two collectives and a message are timed, the one collective after the other.
+    /// Returns a failure unless two collectives and a message are timed, the collectives in order.
     fn timed(group: &dyn ProcessGroup, device: &Device) -> Result<Option<String>> {
         type Told = (String, Arc<dyn TimeStamp>, Arc<dyn TimeStamp>);
         let told = Arc::<Mutex<Vec<Told>>>::default();

@@ -1,4 +1,4 @@
-//! Optimizers, averages of weights and the gradient's norm against the CPU.
+//! Optimizers, weight averages and the gradient norm against the CPU.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite::core::execution::read;
@@ -15,16 +15,16 @@ use crate::compare::{difference, numbers, randn};
 use crate::findings::Findings;
 use crate::target::Target;
 
-/// More than one block of a kernel, and less; more parameters than a launch could have arguments.
+/// Lengths below and above one block of a kernel, and more parameters than a launch has arguments.
 const LENGTHS: [usize; 40] = {
     let mut lengths = [17; 40];
     (lengths[0], lengths[1], lengths[2], lengths[3]) = (1, 70_001, 4096, 1 << 20);
     lengths
 };
 const STEPS: u64 = 4;
-/// Of values after some steps, relative to the largest: the arithmetic is the same, its order too.
+/// Allowed relative difference of values after some steps: same arithmetic in the same order.
 const ALLOWED: f64 = 2e-7;
-/// One that is rounded to bf16 the other way.
+/// Allowed difference where one value may be rounded to the neighbouring bf16.
 const ALLOWED_BF16: f64 = 8e-3;
 
 /// Parameters with values on this device.
@@ -46,7 +46,7 @@ fn parameters(dtype: DType, device: &Device) -> Result<Vec<Parameter>> {
     Ok(tree.parameters().to_vec())
 }
 
-/// Gives the parameters the gradients of a step.
+/// Sets the gradients of a step.
 fn set_grads(parameters: &[Parameter], step: u64) -> Result<()> {
     for p in parameters {
         let grad = randn(&format!("{} {step}", p.fqn()), p.global_shape())?;
@@ -167,7 +167,7 @@ fn all(
     Ok([values(parameters)?, of(optimizer.state_tensors()?)?, of(average.state()?)?])
 }
 
-/// What there is after some steps that are clipped by a norm which the host knows.
+/// Values, state and averages after some steps that are clipped by a norm on the host.
 fn clipped(config: &dyn OptimizerConfig, dtype: DType) -> Result<[Vec<f64>; 3]> {
     let parameters = parameters(dtype, &Device::Cpu)?;
     let mut optimizer = config.build(&parameters)?;
@@ -182,7 +182,8 @@ fn clipped(config: &dyn OptimizerConfig, dtype: DType) -> Result<[Vec<f64>; 3]> 
     all(&parameters, &mut *optimizer, &average)
 }
 
-/// The same with a scale on the device; then two more steps, which it skips: the loss of the first is no number.
+/// Like [`clipped`], with a scale on the device. Two more steps must change nothing: the loss of
+/// the first is NaN.
 pub(super) fn late(target: &Target) -> Result<Findings> {
     let (device, mut findings) = (target.device()?, Findings::default());
     let bf16 = AdamW { state_dtype: StateDtype::Bf16, ..AdamW::default() };
@@ -246,7 +247,7 @@ pub(super) fn norm(target: &Target) -> Result<Findings> {
         let (got, want) = (squared(&device)?, squared(&Device::Cpu)?);
         findings.difference(&format!("{dtype:?}"), difference(&[got], &[want]), 1e-12);
     }
-    // What is not finite must show.
+    // A NaN in one gradient must make the norm NaN.
     let parameters = parameters(DType::F32, &device)?;
     set_grads(&parameters, 1)?;
     let grad = Tensor::full(f32::NAN, LENGTHS[1], &device)?;

@@ -1,4 +1,4 @@
-//! What there is.
+//! Device, libraries and kernels.
 
 use fulgurite_error::Result;
 
@@ -21,13 +21,13 @@ pub(super) fn device(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
-/// Compiles every kernel, and says how long it takes: the first time, or from the user's cache.
+/// Compiles every kernel and reports the time: a first compilation, or a read of the user's cache.
 #[cfg(feature = "cuda")]
 pub(super) fn kernels(target: &Target) -> Result<Findings> {
     cuda::kernels(&target.device()?)
 }
 
-/// There is nothing to compile in programs without CUDA.
+/// Programs without CUDA compile no kernels.
 #[cfg(not(feature = "cuda"))]
 pub(super) fn kernels(_: &Target) -> Result<Findings> {
     Ok(Findings::default())

@@ -1,4 +1,4 @@
-//! How fast the device is, alone and with the framework's functions. Nothing here is wrong or right.
+//! Speed of the device, alone and with the framework's functions; these steps judge nothing.
 
 use std::time::Instant;
 
@@ -11,7 +11,7 @@ use crate::compare::randn;
 use crate::findings::Findings;
 use crate::target::Target;
 
-/// The shortest time of `f` in seconds, of several rounds of `calls`.
+/// The shortest time of one call of `f` in seconds, over several rounds of `calls` calls.
 fn time<T>(device: &Device, calls: usize, mut f: impl FnMut() -> Result<T>) -> Result<f64> {
     f()?;
     let mut best = f64::INFINITY;
@@ -27,7 +27,7 @@ fn time<T>(device: &Device, calls: usize, mut f: impl FnMut() -> Result<T>) -> R
     Ok(best)
 }
 
-/// Less on a CPU, which is there to try this program.
+/// The size for the device: smaller on a CPU, which only tries out this program.
 fn size(device: &Device, on_gpu: usize, on_cpu: usize) -> usize {
     if device.is_cpu() { on_cpu } else { on_gpu }
 }
@@ -61,10 +61,10 @@ pub(super) fn device(target: &Target) -> Result<Findings> {
     Ok(findings)
 }
 
-/// A function that is measured.
+/// A function to measure.
 type Function<'a> = dyn Fn(&[Tensor]) -> Result<Tensor> + 'a;
 
-/// Measures a function in bf16, forward and with backward.
+/// Measures a function in bf16: forward, and forward with backward.
 fn measure(
     device: &Device,
     findings: &mut Findings,
@@ -88,7 +88,7 @@ fn measure(
     Ok(())
 }
 
-/// The names of attentions that are measured, and the shapes of queries, and of keys and values.
+/// Measured attentions: name, shape of queries, and shape of keys and values.
 fn attention_shapes(device: &Device) -> [(&'static str, [usize; 4], [usize; 4]); 3] {
     let (batch, time) = (size(device, 8, 2), size(device, 2048, 64));
     let shapes =

@@ -1,4 +1,4 @@
-//! Threads that use one device.
+//! Several threads on one device.
 
 use std::sync::mpsc::sync_channel;
 
@@ -10,7 +10,7 @@ use crate::compare::numbers;
 use crate::findings::Findings;
 use crate::target::Target;
 
-/// As a rank opens it: with one stream, and without event tracking.
+/// With one stream and no event tracking, as a rank opens the device.
 pub(super) fn untracked(target: &Target) -> Result<Findings> {
     hand_over(target.open()?.device())
 }
@@ -20,7 +20,8 @@ pub(super) fn tracked(target: &Target) -> Result<Findings> {
     hand_over(target.open_with(json!({ "event_tracking": true }))?.device())
 }
 
-/// A thread computes tensors, hands them over and frees its own; another one computes with them, and reads.
+/// One thread computes tensors, hands them over and frees its own; another computes with them and
+/// reads.
 fn hand_over(device: &Device) -> Result<Findings> {
     const ROUNDS: usize = 300;
     const N: usize = 512;
@@ -29,7 +30,8 @@ fn hand_over(device: &Device) -> Result<Findings> {
     let its_device = device.clone();
     let thread = std::thread::spawn(move || -> Result<()> {
         for round in 0..ROUNDS {
-            // N products of 1 and round: long enough to be under way when it is handed over.
+            // A product whose elements are all N * round: large enough to still run at the
+            // hand-over.
             let a = Tensor::ones((N, N), DType::F32, &its_device)?;
             let b = a.affine(round as f64, 0.0)?;
             let product = a.matmul(&b)?;
@@ -42,7 +44,7 @@ fn hand_over(device: &Device) -> Result<Findings> {
     });
     let mut wrong = 0;
     for (round, product) in receiver.iter().enumerate() {
-        // Memory that may have been the other thread's.
+        // A new tensor, perhaps in memory that the other thread freed.
         let more = Tensor::ones((N, N), DType::F32, device)?;
         let sum = numbers(&(product + more)?)?;
         let expected = (round * N + 1) as f64;

@@ -1,4 +1,4 @@
-//! Whole trainings, by the benchmark of steps: their losses, and their speed.
+//! Whole training runs through `fulgurite bench`: their losses and their speed.
 
 use std::process::{Command, Stdio};
 
@@ -8,11 +8,11 @@ use serde_json::Value;
 use crate::findings::Findings;
 use crate::target::{Kind, Target};
 
-/// The decoder and its steps.
+/// A small decoder and the number of its steps.
 const SMALL: [&str; 10] =
     ["--workload", "tiny", "--kv-heads", "2", "--seq", "48", "--steps", "18", "--warmup", "2"];
 
-/// Trains on a device, in a process of its own and with its ranks, and returns what it measured.
+/// Trains on a device in its own process, with its ranks, and returns the measurements.
 fn train(accelerator: &str, options: &[&str]) -> Result<Value> {
     let program = std::env::current_exe().map_err(Error::io("finding", "this program"))?;
     let output = Command::new(&program)
@@ -33,7 +33,7 @@ fn train(accelerator: &str, options: &[&str]) -> Result<Value> {
     }
 }
 
-/// On this device, shared by all ranks.
+/// The device of the target, for all ranks.
 fn shared(target: &Target) -> &'static str {
     match target.device {
         Kind::Cuda => "{ type = \"cuda\", shared = true }",

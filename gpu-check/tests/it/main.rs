@@ -1,4 +1,4 @@
-//! `gpu-check` as a program, on a CPU.
+//! Runs `gpu-check` as a program, on a CPU.
 
 use std::process::{Command, Output};
 
@@ -13,7 +13,7 @@ fn gpu_check(args: &[&str]) -> Output {
 }
 
 #[test]
-fn a_cpu_computes_what_a_cpu_computes() {
+fn cpu_passes_against_itself() {
     let dir = tempfile::tempdir().unwrap();
     let json = dir.path().join("report.json");
     let output = gpu_check(&["--device", "cpu", "--json", json.to_str().unwrap()]);
@@ -32,7 +32,7 @@ fn a_cpu_computes_what_a_cpu_computes() {
     }
     let of = |name: &str| steps.iter().find(|step| step["step"] == name).unwrap();
     assert_eq!(of("kernels.compile")["status"], "skipped");
-    // The CPU's kernels against themselves in f64: the same bits in that, and roundings in others.
+    // The CPU against itself in f64: no difference in f64, and rounding in other dtypes.
     let norms = of("functions.norms")["figures"].as_object().unwrap();
     let is_right = |(name, apart): (&String, &Value)| match apart.as_f64().unwrap() {
         apart if name.contains("F64") => apart == 0.0,
@@ -40,14 +40,14 @@ fn a_cpu_computes_what_a_cpu_computes() {
     };
     assert!(norms.len() > 200 && norms.iter().all(is_right), "{norms:?}");
     assert!(norms.values().any(|apart| *apart != 0.0), "{norms:?}");
-    // Each gradient of each case in two dtypes; from the device alone, so not zero.
+    // Each gradient of each case in two dtypes; against output differences, so not all zero.
     let gradients = of("functions.gradients")["figures"].as_object().unwrap();
     assert!(gradients.len() > 150 && gradients.values().any(|it| *it != 0.0), "{gradients:?}");
     assert!(of("training.ranks")["figures"]["fsdp loss_last"].as_f64().unwrap() > 1.0);
 }
 
 #[test]
-fn what_cannot_be_checked_is_said() {
+fn impossible_selections_are_refused() {
     let error = |args: &[&str]| {
         let output = gpu_check(args);
         assert!(!output.status.success());
@@ -58,7 +58,7 @@ fn what_cannot_be_checked_is_said() {
         unknown.contains("--only functoins") && unknown.contains("functions.norms"),
         "{unknown}"
     );
-    // Each text is looked at, not only all of them.
+    // Every text must match a step, not only one of them.
     let unknown = error(&["--list", "--skip", "speed", "--skip", "sped"]);
     assert!(
         unknown.contains("--skip sped: no step") && unknown.contains("speed.llama"),
@@ -73,7 +73,7 @@ fn what_cannot_be_checked_is_said() {
 }
 
 #[test]
-fn steps_are_chosen_and_left_out_by_parts_of_their_names() {
+fn only_and_skip_match_parts_of_names() {
     let listed = |args: &[&str]| {
         let output = gpu_check(&[&["--list"], args].concat());
         assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));

@@ -11,10 +11,10 @@ use crate::special_tokens::Wanted;
 
 /// The default fraction of text samples for validation.
 const VALIDATION_FRACTION: f64 = 0.05;
-/// Tokens that a micro-batch of one rank may have: far more than any has.
+/// Maximum tokens in a micro-batch of one rank: far above any real one.
 const MAX_TOKENS: usize = 1 << 27;
 
-/// The configuration of [`TextData`](crate::TextData): which data, and how it is cut into samples.
+/// The configuration of [`TextData`](crate::TextData): the data, and how samples are cut from it.
 ///
 /// ```toml
 /// [data]
@@ -27,47 +27,50 @@ const MAX_TOKENS: usize = 1 << 27;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented)]
 #[serde(default, deny_unknown_fields)]
 pub struct TextDataConfig {
-    /// What `path` holds: `"text"`, of which every file is a document, `"lines"` or `"jsonl"`, of which every
-    /// line is one, `"tokens"` or, in programs with the feature `parquet`, `"parquet"`.
+    /// The content of `path`: `"text"` (each file is a document), `"lines"` or `"jsonl"` (each line
+    /// is one), `"tokens"` or, in programs with the feature `parquet`, `"parquet"`.
     #[serde(rename = "type")]
     pub kind: DataKind,
     /// Files and folders. Folders are walked with their sub-folders, in order of their paths. Links
-    /// are followed. Hidden files are left out, and in a folder of text what a `.gitignore` in it
-    /// excludes, and files that are not UTF-8 text. For the other types the extension decides:
-    /// `.txt` (lines), `.jsonl` and `.ndjson`, `.parquet`, or `.u16`, `.u32`, `.bin` and `.npy`
-    /// (tokens).
+    /// are followed. Hidden files are left out. A folder of text also leaves out files that a
+    /// `.gitignore` in it excludes, and files that are not UTF-8 text. For the other types the
+    /// extension decides: `.txt` (lines), `.jsonl` and `.ndjson`, `.parquet`, or `.u16`, `.u32`,
+    /// `.bin` and `.npy` (tokens).
     pub path: Paths,
-    /// Sources that training mixes by weight, in place of `path`: `[{ path = "books", weight = 0.7 }, { path =
-    /// "code", weight = 0.3 }]`. A source that is short for its weight is repeated, in another order each
-    /// time; one that is long is not all used in an epoch, which is as many samples as there are.
+    /// Sources that training mixes by weight, in place of `path`:
+    /// `[{ path = "books", weight = 0.7 }, { path = "code", weight = 0.3 }]`. A source too short
+    /// for its weight is repeated, in a different order each time. A long source is not used up in
+    /// an epoch, which has as many samples as all sources together.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub mixture: Vec<MixtureSource>,
-    /// The key of the text in an object of JSON, or its column of a Parquet file; by default `"text"`.
+    /// The key of the text in a JSON object, or its column in a Parquet file; by default `"text"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub text_key: Option<String>,
-    /// What happens with a file, line or row that cannot be used (not UTF-8, no JSON, no text under
-    /// `text_key`): `"error"` ends the run, `"skip"` leaves it out. The start of a run says how many
-    /// were left out. Files in a folder of text are always skipped.
+    /// The treatment of unusable files, lines and rows (not UTF-8, not JSON, or without text under
+    /// `text_key`): `"error"` ends the run, `"skip"` leaves them out. The start of a run reports
+    /// how many were left out. Files in a folder of text are always skipped.
     pub on_error: OnError,
-    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default none with type
-    /// `"tokens"`, and `"bytes"` with every other type.
+    /// `"bytes"`, or a Hugging Face `tokenizer.json` or a folder with one. By default no tokenizer
+    /// for type `"tokens"`, and `"bytes"` for every other type.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
-    /// The token that ends each document, by its name in `tokenizer`. By default the one that
-    /// `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` or `config.json` beside
-    /// `tokenizer.json` names, or the one that its post-processor puts behind a text.
+    /// The token that ends each document, by its name in `tokenizer`. By default the token that
+    /// `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json` or
+    /// `config.json` beside `tokenizer.json` names, or the token that the post-processor puts
+    /// behind a text.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub eos_token: Option<String>,
-    /// Whether each document begins with the token that begins a text: `true`, `false`, or `"auto"`, as
-    /// transformers does it with this tokenizer (its post-processor decides; without one, `add_bos_token` of
-    /// `tokenizer_config.json`).
+    /// Whether each document begins with the start token: `true`, `false`, or `"auto"`, as
+    /// transformers does it with this tokenizer (its post-processor decides; without one,
+    /// `add_bos_token` of `tokenizer_config.json`).
     pub add_bos_token: AddBosToken,
-    /// The token that begins a document, by its name in `tokenizer`; found as `eos_token` by default.
+    /// The start token of documents, by its name in `tokenizer`; found like `eos_token` by default.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub bos_token: Option<String>,
-    /// The folder in which ids of text are kept, so that other ranks of the host and later runs do not tokenize
-    /// the same text again; `false` keeps them in memory. By default (`true`) `fulgurite/tokens` in `$XDG_CACHE_HOME` or
-    /// `~/.cache`, for 4 MiB of text or more with a Hugging Face tokenizer.
+    /// The folder that caches token ids of text, so that other ranks of the host and later runs do
+    /// not tokenize the same text again; `false` keeps ids in memory. By default (`true`)
+    /// `fulgurite/tokens` in `$XDG_CACHE_HOME` or `~/.cache`, for 4 MiB of text or more with a
+    /// Hugging Face tokenizer.
     #[serde(skip_serializing_if = "CacheDir::is_default")]
     pub cache_dir: CacheDir,
     /// Tokens in a sample.
@@ -79,20 +82,22 @@ pub struct TextDataConfig {
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
     pub shuffle: bool,
-    /// The fraction of the samples, from the end, for validation, at least 0 and less than 1. By
-    /// default 0 with type `"tokens"`, `validation_path` or `validation_sets`, and 0.05 otherwise.
+    /// The fraction of the samples for validation, taken from the end; at least 0 and less than 1.
+    /// By default 0 with type `"tokens"`, `validation_path` or `validation_sets`, and 0.05
+    /// otherwise.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
     /// Files and folders of the same type for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<Paths>,
-    /// Several validation sets, by name, each files and folders of the same type; then all of `path` is for
-    /// training. What a validation logs has the set's name behind it, as in `val_loss/books`.
+    /// Several validation sets by name, each with files and folders of the same type; then all of
+    /// `path` is for training. The names of logged metrics end with the set's name, as in
+    /// `val_loss/books`.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub validation_sets: BTreeMap<String, Paths>,
-    /// The type of ids in token files. By default the header of a `.npy` file or of llm.c, or the
-    /// `.idx` file of Megatron-LM beside a `.bin` file says it, and then the extension: u32 for
-    /// `.u32`, u16 for `.u16` and `.bin`.
+    /// The type of ids in token files. By default the header of a `.npy` or llm.c file decides, or
+    /// the Megatron-LM `.idx` file beside a `.bin` file, and then the extension: u32 for `.u32`,
+    /// u16 for `.u16` and `.bin`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub token_dtype: Option<TokenDtype>,
     /// Ids must be less than this; by default the tokenizer's number of ids.
@@ -130,9 +135,9 @@ impl Default for TextDataConfig {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct MixtureSource {
-    /// Files and folders, as `data.path`.
+    /// Files and folders, like `data.path`.
     pub path: Paths,
-    /// How many samples are from this source, in relation to the weights of the others.
+    /// The share of samples from this source, relative to the other weights.
     pub weight: f64,
 }
 
@@ -144,15 +149,16 @@ pub enum DataKind {
     Text,
     /// Token ids, flat, little-endian.
     Tokens,
-    /// Text, of which every line is a document.
+    /// Text with one document per line.
     Lines,
-    /// A JSON object a line, each with a document under `text_key`.
+    /// One JSON object per line, with a document under `text_key`.
     Jsonl,
-    /// Parquet files, with a document a row in the column `text_key`. An error without the feature `parquet`.
+    /// Parquet files with one document per row in the column `text_key`. An error without the
+    /// feature `parquet`.
     Parquet,
 }
 
-/// Whether documents begin with the token that begins a text: `data.add_bos_token`.
+/// Whether documents begin with the start token: `data.add_bos_token`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AddBosToken {
     /// `false`.
@@ -185,24 +191,24 @@ impl<'de> Deserialize<'de> for AddBosToken {
     }
 }
 
-/// What happens with data that cannot be used: `data.on_error`.
+/// The treatment of unusable data: `data.on_error`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum OnError {
-    /// The run ends with an error that names it.
+    /// The run ends with an error that names the data.
     #[default]
     Error,
-    /// It is left out and counted.
+    /// The data is left out and counted.
     Skip,
 }
 
-/// Where ids of text are kept: `data.cache_dir`.
+/// The cache of token ids: `data.cache_dir`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub enum CacheDir {
     /// In the user's cache.
     #[default]
     Default,
-    /// `false`: in memory alone.
+    /// `false`: only in memory.
     Off,
     /// In this folder.
     At(PathBuf),
@@ -313,7 +319,7 @@ impl<P: AsRef<Path> + ?Sized> From<&P> for Paths {
 }
 
 impl TextDataConfig {
-    /// What is trained on: keys of the configuration, paths and weights.
+    /// The training sources: keys of the configuration, paths and weights.
     pub(crate) fn sources(&self) -> Vec<(String, &Paths, f64)> {
         match &*self.mixture {
             [] => vec![("data.path".to_owned(), &self.path, 1.0)],

@@ -183,7 +183,7 @@ impl Search {
             "NFC" | "NFD" | "NFKC" | "NFKD" | "Lowercase" | "StripAccents" => {}
             "Precompiled" if self.next == ' ' => {}
             "BertNormalizer" if self.next == ' ' => {}
-            // It adds the space that the piece drops.
+            // The normalizer adds the space that the piece drops.
             "Prepend" if self.next == ' ' && part.get("prepend")?.as_str()? == "▁" => {
                 self.drops_next = true;
             }
@@ -241,7 +241,7 @@ impl Search {
                 self.split = true;
             }
             "ByteLevel" if flag("use_regex").unwrap_or(true) => {
-                // It puts a space before a text that has none.
+                // Adds a space before a text without one.
                 if flag("add_prefix_space")? && self.images != [' '] {
                     return None;
                 }
@@ -255,7 +255,7 @@ impl Search {
                     return (self.no_spaces && string.contains(' ')).then_some(());
                 }
             },
-            // They split at other characters.
+            // These split at other characters.
             "Digits" => {}
             "Punctuation" => {
                 let behavior = text("behavior").unwrap_or("Isolated");
@@ -287,7 +287,7 @@ impl Search {
         self.split = self.images.iter().all(|image| pattern.matches_alone(*image));
     }
 
-    /// Takes away characters after which a token of the vocabulary can cross the cut.
+    /// Removes characters after which a token of the vocabulary can cross the cut.
     fn look_up(&mut self, tokenizer: &Tokenizer) -> Option<()> {
         let ModelWrapper::BPE(model) = tokenizer.get_model() else { return None };
         let affix = model.continuing_subword_prefix.is_some() || model.end_of_word_suffix.is_some();

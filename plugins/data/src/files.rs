@@ -14,7 +14,7 @@ use crate::lines::{JSON_LINES, LineReader, TEXT_LINES, text_of_json};
 use crate::sniff::{BOM, Flaw, HEAD, flaw_of_nul, flaw_of_text, flaw_of_utf8};
 use crate::walk::{Found, Wanted, find, nothing_in};
 
-/// The longest text file that is read: it is kept in memory. Files of token ids may be of any length.
+/// Maximum length of a text file, which is kept in memory. Token files may be longer.
 const MAX_TEXT: u64 = 16 << 30;
 
 /// A source of documents, and the report that counts them.
@@ -33,17 +33,17 @@ pub(crate) struct Documents<'a> {
 /// Whether a source was read to its end.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ReadTo {
-    /// All of it was.
+    /// All documents were read.
     End,
-    /// There was enough.
+    /// Enough text was read.
     Enough,
 }
 
-/// Takes a document.
+/// Receives a document.
 pub(crate) type Push<'a> = dyn FnMut(String) -> Result<()> + 'a;
 
 impl<'a> Documents<'a> {
-    /// The same documents, to be read once more.
+    /// The same documents, for another read.
     pub(crate) fn again<'b>(&self, report: &'b mut SourceReport) -> Documents<'b>
     where
         'a: 'b,
@@ -57,11 +57,11 @@ impl<'a> Documents<'a> {
         self.report.counts.get("bytes").copied().unwrap_or(0)
     }
 
-    /// Gives the documents to `push`, in order, one at a time.
+    /// Passes the documents to `push`, in order, one at a time.
     ///
     /// # Errors
-    /// If a path is missing, there is no document, or `push` fails. With `data.on_error = "error"`,
-    /// if a file, line or row cannot be used.
+    /// If a path or all documents are missing, or `push` fails. With `data.on_error = "error"`, if
+    /// a file, line or row cannot be used.
     pub(crate) fn read(&mut self, push: &mut Push) -> Result<ReadTo> {
         let wanted = match self.config.kind {
             DataKind::Lines => Wanted::Extensions(TEXT_LINES),
@@ -74,7 +74,7 @@ impl<'a> Documents<'a> {
         self.file_bytes = bytes.sum();
         let (mut folder, mut before) = (None, 0);
         for file in &files {
-            // A folder may have no text although it has files.
+            // A folder may contain files but no text.
             if file.folder != folder {
                 self.check_folder(folder.as_deref(), before)?;
                 (folder, before) = (file.folder.clone(), self.documents());
@@ -116,12 +116,12 @@ impl<'a> Documents<'a> {
         }
     }
 
-    /// Number of bytes that are still wanted.
+    /// Number of bytes still wanted.
     fn left(&self) -> usize {
         self.enough.saturating_sub(self.bytes() as usize)
     }
 
-    /// Gives a document to `push`, unless it is empty.
+    /// Passes a document to `push`, unless it is empty.
     fn document(&mut self, place: Place, text: String, push: &mut Push) -> Result<ReadTo> {
         if text.is_empty() {
             self.report.leave_out("empty", place.in_folder());
@@ -133,7 +133,7 @@ impl<'a> Documents<'a> {
         Ok(if self.left() == 0 { ReadTo::Enough } else { ReadTo::End })
     }
 
-    /// Counts a file, line or row that cannot be used, or returns its error.
+    /// Counts an unusable file, line or row, or returns its error.
     fn fault(&mut self, place: Place, flaw: &Flaw) -> Result<ReadTo> {
         match self.config.on_error {
             OnError::Skip => {
@@ -153,7 +153,7 @@ impl<'a> Documents<'a> {
         let text = match text_of(&file.path, self.left())? {
             Ok(text) => text,
             Err(flaw) if file.folder.is_none() => return self.fault(place, &flaw),
-            // A folder may have files of any kind.
+            // A folder may contain files of any kind.
             Err(flaw) => {
                 match flaw.expected {
                     true => self.report.leave_out(flaw.reason, place.in_folder()),
@@ -166,7 +166,7 @@ impl<'a> Documents<'a> {
         self.document(place, text, push)
     }
 
-    /// Reads a file with a document a line, as it is or in JSON.
+    /// Reads a file with one document per line, plain or in JSON.
     fn read_lines(&mut self, file: &Found, push: &mut Push) -> Result<ReadTo> {
         let mut reader = match LineReader::open(&file.path)? {
             Ok(reader) => reader,
@@ -217,7 +217,7 @@ impl<'a> Documents<'a> {
     }
 }
 
-/// A file, or a line or row of one, for messages. As text, with the file's whole path.
+/// A file, line or row, for messages. As text, with the file's full path.
 #[derive(Clone, Copy)]
 struct Place<'a> {
     file: &'a Found,
@@ -262,7 +262,7 @@ fn text_of(path: &Path, enough: usize) -> Result<Result<String, Flaw>> {
         if let Some(flaw) = flaw_of_text(&bytes) {
             return Ok(Some(flaw));
         }
-        // With room for the mark and the rest of a character.
+        // With room for the byte-order mark and the rest of a character.
         let wanted = file.metadata()?.len().min(enough.saturating_add(8) as u64);
         check_len(wanted, MAX_TEXT)?;
         let more = wanted.saturating_sub(bytes.len() as u64);
@@ -290,7 +290,7 @@ fn text_of(path: &Path, enough: usize) -> Result<Result<String, Flaw>> {
     }))
 }
 
-/// The error of a read within what had been the length of a file when it was opened.
+/// The error of a read that ended before the length that the file had when it was opened.
 pub(crate) fn has_changed(path: &Path, file: &File, had: u64, error: io::Error) -> Error {
     if error.kind() != io::ErrorKind::UnexpectedEof {
         return Error::io("reading", path)(error);

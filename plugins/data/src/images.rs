@@ -19,9 +19,9 @@ use crate::config::OnError;
 use crate::picture_files::{classes, decode, pictures};
 use crate::text_data::nothing_to_validate;
 
-/// The longest file that is read.
+/// Maximum length of a file.
 const MAX_FILE: u64 = 256 << 20;
-/// Pixels of a side that pictures are brought to, at most.
+/// Maximum pixels per side after resizing.
 const MAX_SIDE: usize = 1 << 14;
 
 /// The configuration of [`ImageFolder`].
@@ -41,11 +41,11 @@ pub struct ImageFolderConfig {
     /// are followed. Hidden files and folders are left out.
     pub path: PathBuf,
     /// A folder of the same kind for validation; then all of `path` is for training. Its classes
-    /// must be among those of `path`.
+    /// must be among the classes of `path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<PathBuf>,
-    /// The fraction of the pictures for validation, chosen at random, the same ones in every run. By default
-    /// 0.1, and 0 with a `validation_path`.
+    /// The fraction of the pictures for validation, chosen at random, the same in every run. By
+    /// default 0.1, and 0 with a `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
     /// Rows of pixels that pictures are resized to.
@@ -56,15 +56,15 @@ pub struct ImageFolderConfig {
     pub batch_size: usize,
     /// Whether training pictures are shuffled, differently in each epoch.
     pub shuffle: bool,
-    /// What happens with a picture that cannot be decoded, such as one that is cut off: `"error"`
-    /// ends the run; `"skip"` takes the next picture of the split in its place and warns.
+    /// The treatment of pictures that cannot be decoded, for example truncated ones: `"error"` ends
+    /// the run; `"skip"` takes the next picture of the split instead and warns.
     pub on_error: OnError,
-    /// Whether a class may have no pictures. By default that is an error.
+    /// Whether a class may be empty. By default an empty class is an error.
     pub allow_empty: bool,
-    /// Whether half of the training pictures are mirrored, others in each epoch.
+    /// Whether half of the training pictures are mirrored, a different half in each epoch.
     pub flip: bool,
-    /// Training pictures are moved by up to so many pixels in both directions, otherwise in each epoch; what
-    /// comes in is black.
+    /// Maximum random shift of training pictures in pixels, in both directions, different in each
+    /// epoch. Uncovered pixels are black.
     pub shift: usize,
 }
 
@@ -133,9 +133,9 @@ pub struct ImageBatch {
 }
 
 /// Pictures in folders whose names are their classes (torchvision's `ImageFolder`): PNG, JPEG,
-/// WebP, BMP, TIFF, PPM and PGM. A picture is read when it is asked for. It is turned as its Exif
-/// orientation says. Transparency is dropped, 16 bits become 8, and grey, palettes and CMYK become
-/// red, green and blue.
+/// WebP, BMP, TIFF, PPM and PGM. Each picture is read on demand and turned by its Exif orientation.
+/// Transparency is dropped, 16 bits become 8, and grey, palettes and CMYK become red, green and
+/// blue.
 ///
 /// [`Split::Test`] and [`Split::Predict`] have the pictures for validation.
 #[derive(Debug)]
@@ -145,7 +145,7 @@ pub struct ImageFolder {
     train: Vec<Picture>,
     validation: Vec<Picture>,
     report: DataReport,
-    /// Number of pictures that were replaced by another.
+    /// Number of pictures replaced by others.
     replaced: AtomicU64,
 }
 
@@ -169,8 +169,8 @@ impl ImageFolder {
         }
     }
 
-    /// Decodes a picture of a split, or the next one that can be decoded where `data.on_error` is
-    /// "skip".
+    /// Decodes a picture of a split. With `data.on_error = "skip"`, takes the next picture that can
+    /// be decoded.
     fn decode(&self, split: Split, index: u64) -> Result<(RgbImage, usize)> {
         let pictures = self.pictures(split);
         let missing = || {
@@ -200,7 +200,7 @@ impl ImageFolder {
         Err(first.unwrap_or_else(missing))
     }
 
-    /// Adds red, green and blue of a picture, plane by plane.
+    /// Appends red, green and blue of a picture, plane by plane.
     fn add(&self, decoded: RgbImage, random: Option<Stream>, out: &mut Vec<f32>) {
         let (height, width) = (self.config.height, self.config.width);
         let (columns, rows) = (width as u32, height as u32);
@@ -361,13 +361,13 @@ impl DataModule for ImageFolder {
     }
 }
 
-/// Pictures whose content is part of a [`digest`].
+/// Number of pictures whose content enters a [`digest`].
 const SAMPLED: usize = 64;
 
 /// A hash of the names and classes of pictures, in order, and of the content of some.
 ///
 /// # Errors
-/// If one of these cannot be read.
+/// If one of the sampled pictures cannot be read.
 fn digest(pictures: &[Picture]) -> Result<String> {
     let mut hasher = XxHash3_64::default();
     for picture in pictures {

@@ -1,10 +1,10 @@
 //! Text and token data for language models.
 //!
-//! [`TextData`] is a [`DataModule`](fulgurite_engine::data::DataModule) that reads text files and
-//! folders, lines, JSON lines and, with the feature `parquet`, rows of Parquet files (with a byte-level
-//! tokenizer that is built in, or a Hugging Face `tokenizer.json`), or flat files of token ids. Its
-//! batches are [`TokenBatch`](fulgurite_engine::data::TokenBatch)es. With the feature `images`,
-//! `ImageFolder` reads pictures.
+//! [`TextData`] is a [`DataModule`](fulgurite_engine::data::DataModule) for text files and folders,
+//! lines, JSON lines, token files and, with the feature `parquet`, rows of Parquet files. Text is
+//! tokenized by a built-in byte-level tokenizer or a Hugging Face `tokenizer.json`. Batches are
+//! [`TokenBatch`](fulgurite_engine::data::TokenBatch)es. With the feature `images`, `ImageFolder`
+//! reads pictures.
 //!
 //! ```
 //! use candle_core::Device;

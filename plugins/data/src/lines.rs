@@ -14,19 +14,19 @@ use crate::files::has_changed;
 use crate::sniff::{BOM, Flaw, HEAD, flaw_of_text, flaw_of_utf8};
 use crate::walk::{Wanted, find};
 
-/// Bytes that are read at a time when lines are counted.
+/// Bytes per read while counting lines.
 const READ: usize = 1 << 20;
-/// The longest line that is read: it is kept in memory.
+/// Maximum length of a line, which is kept in memory.
 const MAX_LINE: u64 = 1 << 30;
 
 /// The extensions of files of lines, and of files of JSON lines.
 pub(crate) const TEXT_LINES: &[&str] = &["txt"];
 pub(crate) const JSON_LINES: &[&str] = &["jsonl", "ndjson"];
 
-/// The lines of text files, each read when it is asked for: samples for a data module of one's own. Lines
-/// without anything but spaces do not count.
+/// The lines of text files, each read on demand: samples for a custom data module. Blank lines do
+/// not count.
 ///
-/// Opening goes through the files once, to find where lines begin, and keeps sixteen bytes a line.
+/// Opening reads the files once to find the lines, and keeps sixteen bytes per line.
 ///
 /// ```
 /// # let dir = tempfile::tempdir().unwrap();
@@ -59,8 +59,8 @@ impl Lines {
     /// Opens files, and the `.txt` files in folders and their sub-folders, in order.
     ///
     /// # Errors
-    /// If one is missing, cannot be read or is no text (compressed, UTF-16), or there is no line at
-    /// all.
+    /// If a path is missing or cannot be read, is not text (compressed, UTF-16), or if the files
+    /// are without lines.
     pub fn open(paths: &[impl AsRef<Path>]) -> Result<Self> {
         Self::open_with(paths, TEXT_LINES)
     }
@@ -88,15 +88,15 @@ impl Lines {
         self.len
     }
 
-    /// Whether there are no lines; never, since that is an error when they are opened.
+    /// Whether there are zero lines; always false, because opening an empty set is an error.
     pub fn is_empty(&self) -> bool {
         self.len == 0
     }
 
-    /// A line, without its end.
+    /// Returns a line without its end.
     ///
     /// # Errors
-    /// If there is no such line, it cannot be read, or is not UTF-8.
+    /// If the line does not exist, cannot be read, or is not UTF-8.
     pub fn get(&self, index: u64) -> Result<String> {
         let (file, (start, len)) = self.find(index)?;
         let mut bytes = vec![0; len as usize];
@@ -118,7 +118,7 @@ impl Lines {
         Ok((file, file.lines[(index - self.firsts[which]) as usize]))
     }
 
-    /// What a message calls a line: its file and number there.
+    /// The name of a line in messages: its file and number.
     fn name(&self, index: u64) -> String {
         match self.find(index) {
             Ok((file, (start, _))) => file.name(start),
@@ -163,33 +163,33 @@ impl LineFile {
     }
 }
 
-/// Reads the lines of one file in order, without byte-order marks.
+/// Reads the lines of a file in order, without byte-order marks.
 pub(crate) struct LineReader {
     path: PathBuf,
     reader: BufReader<File>,
-    /// Bytes that were read.
+    /// Bytes read so far.
     at: u64,
-    /// Lines that were read.
+    /// Lines read so far.
     lines: u64,
     line: Vec<u8>,
 }
 
 /// A line of a file.
 pub(crate) struct Line<'a> {
-    /// Its number, from 1.
+    /// The line's number, from 1.
     pub(crate) number: u64,
     /// The position of its first byte.
     pub(crate) start: u64,
-    /// Its bytes, without its end.
+    /// The bytes without the line end.
     pub(crate) text: &'a [u8],
     is_last: bool,
 }
 
 impl LineReader {
-    /// Opens a file. A file that is no text is a flaw.
+    /// Opens a file. A file that is not text is a flaw.
     ///
     /// # Errors
-    /// If it cannot be read.
+    /// If the file cannot be read.
     pub(crate) fn open(path: &Path) -> Result<Result<Self, Flaw>> {
         let mut file = open_regular(path)?;
         let mut head = Vec::new();
@@ -205,10 +205,10 @@ impl LineReader {
         Ok(Ok(Self { path: path.to_owned(), reader, at: 0, lines: 0, line: Vec::new() }))
     }
 
-    /// The next line; `None` at the file's end.
+    /// Returns the next line; `None` at the end of the file.
     ///
     /// # Errors
-    /// If it cannot be read or is too long.
+    /// If the line cannot be read or is too long.
     pub(crate) fn next(&mut self) -> Result<Option<Line<'_>>> {
         self.line.clear();
         let mut limited = self.reader.by_ref().take(MAX_LINE + 1);
@@ -231,7 +231,7 @@ impl LineReader {
             Some(text) => (text.strip_suffix(b"\r").unwrap_or(text), false),
             None => (&*self.line, true),
         };
-        // Files that were joined have marks within.
+        // Concatenated files have marks inside.
         let (text, start) = match text.strip_prefix(BOM) {
             Some(text) => (text, start + BOM.len() as u64),
             None => (text, start),
@@ -241,17 +241,17 @@ impl LineReader {
 }
 
 impl Line<'_> {
-    /// Whether it has nothing but spaces.
+    /// Whether the line has only white space.
     pub(crate) fn is_blank(&self) -> bool {
         self.text.trim_ascii().is_empty()
     }
 
-    /// Its text.
+    /// The line as text.
     pub(crate) fn as_str(&self) -> Result<&str, Flaw> {
         str::from_utf8(self.text).map_err(|error| flaw_of_utf8(error, self.text, self.start))
     }
 
-    /// Refuses a file that is one line because its lines end as on old Macs.
+    /// Refuses a file that is a single line because of old Mac line ends.
     pub(crate) fn check_end(&self) -> Result<(), Flaw> {
         if self.number == 1 && self.is_last && self.text.trim_ascii().contains(&b'\r') {
             let message = "ends the file, whose lines end with a carriage return alone; convert it with `tr \
@@ -262,12 +262,13 @@ impl Line<'_> {
     }
 }
 
-/// JSON values, one a line, each read and parsed when it is asked for.
+/// JSON values, one per line, each read and parsed on demand.
 ///
 /// ```
 /// # let dir = tempfile::tempdir().unwrap();
 /// # let path = dir.path().join("reviews.jsonl");
-/// # std::fs::write(&path, "{\"text\": \"good\", \"stars\": 5}\n{\"text\": \"bad\", \"stars\": 1}\n").unwrap();
+/// # let text = "{\"text\": \"good\", \"stars\": 5}\n{\"text\": \"bad\", \"stars\": 1}\n";
+/// # std::fs::write(&path, text).unwrap();
 /// use fulgurite_data::JsonLines;
 ///
 /// #[derive(serde::Deserialize)]
@@ -296,15 +297,16 @@ impl JsonLines {
         self.0.len()
     }
 
-    /// Whether there are no values; never, since that is an error when they are opened.
+    /// Whether there are zero values; always false, because opening an empty set is an error.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }
 
-    /// A value.
+    /// Returns a value.
     ///
     /// # Errors
-    /// If there is no such line, it cannot be read, or is no JSON of this type; the message names file and line.
+    /// If the line does not exist, cannot be read, or is not JSON of this type. The message names
+    /// file and line.
     pub fn get<T: DeserializeOwned>(&self, index: u64) -> Result<T> {
         let line = self.0.get(index)?;
         serde_json::from_str(&line).map_err(|error| {
@@ -314,7 +316,7 @@ impl JsonLines {
     }
 }
 
-/// The text under a key of a JSON object. `is_first` says that it is the file's first line.
+/// The text under a key of a JSON object. `is_first` marks the first line of a file.
 pub(crate) fn text_of_json(line: &str, key: &str, is_first: bool) -> Result<String, Flaw> {
     if is_first && line.trim_start().starts_with('[') {
         let message = "begins a list of JSON, where every line should be an object; convert the file with `jq -c \
@@ -358,7 +360,7 @@ fn flaw_of_json(error: &serde_json::Error, line: &str) -> Flaw {
     Flaw::new("broken JSON", format!("does not parse: {what} at column {column}{advice}"))
 }
 
-/// Whether a text begins with a number that is not finite, as Python writes them.
+/// Whether a text begins with a non-finite number in Python's notation.
 fn names_no_number(text: &str) -> bool {
     ["NaN", "Infinity", "-Infinity"].iter().any(|name| text.starts_with(name))
 }

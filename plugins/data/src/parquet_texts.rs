@@ -1,4 +1,4 @@
-//! Texts in a column of Parquet files.
+//! Texts from a column of Parquet files.
 
 use std::collections::VecDeque;
 use std::fs::File;
@@ -15,10 +15,10 @@ use parquet::file::reader::{FileReader as _, SerializedFileReader};
 
 use crate::sniff::{Flaw, flaw_of_utf8};
 
-/// Rows that are decoded at a time.
+/// Rows decoded at a time.
 const ROWS: usize = 1024;
 
-/// The texts in a column of a Parquet file, one a row.
+/// The texts in a column of a Parquet file, one per row.
 pub(crate) struct Texts {
     reader: SerializedFileReader<File>,
     column: String,
@@ -26,17 +26,17 @@ pub(crate) struct Texts {
     index: usize,
     /// The next row group.
     group: usize,
-    /// The column in the present row group.
+    /// The column in the current row group.
     rows: Option<ColumnReaderImpl<ByteArrayType>>,
-    /// Rows that were decoded; `None` for a row without a text.
+    /// Decoded rows; `None` for a row without text.
     decoded: VecDeque<Option<ByteArray>>,
 }
 
 impl Texts {
-    /// Opens a file. A broken file and a missing column are flaws.
+    /// Opens a file. A broken file or a missing column is a flaw.
     ///
     /// # Errors
-    /// If it cannot be opened.
+    /// If the file cannot be opened.
     pub(crate) fn open(path: &Path, column: &str) -> Result<Result<Self, Flaw>> {
         let file = open_regular(path)?;
         let opened = catch_panic(|| Self::of(file, column));
@@ -77,7 +77,7 @@ impl Texts {
         Ok(Self { reader, column, index, group: 0, rows: None, decoded })
     }
 
-    /// Decodes more rows; false at the end of the file.
+    /// Decodes more rows; returns false at the end of the file.
     fn decode(&mut self) -> Result<bool, ParquetError> {
         while self.decoded.is_empty() {
             let rows = match &mut self.rows {
@@ -93,7 +93,7 @@ impl Texts {
             let (mut levels, mut values) = (Vec::new(), Vec::new());
             let (count, ..) = rows.read_records(ROWS, Some(&mut levels), None, &mut values)?;
             let mut values = values.into_iter();
-            // A column without empty rows has no levels.
+            // Columns without empty rows come without levels.
             let is_there = |row: usize| levels.get(row).is_none_or(|&level| level > 0);
             let texts = (0..count).map(|row| is_there(row).then(|| values.next()).flatten());
             self.decoded.extend(texts);

@@ -1,8 +1,8 @@
-//! Regular expressions, taken apart into the characters that follow each other in a match.
+//! Regular expressions, reduced to the characters that follow each other in a match.
 
 use regex_syntax::hir::{Class, ClassUnicode, ClassUnicodeRange, Hir, HirKind};
 
-/// The most pairs of places that are analysed. Published tokenizers have less than a thousand.
+/// Maximum number of analysed pairs of places. Published tokenizers have less than a thousand.
 const MAX_FOLLOWS: usize = 1 << 16;
 
 /// Bytes of the shortest match; 0 if the expression cannot be analysed.
@@ -11,14 +11,14 @@ pub(crate) fn shortest_match(regex: &str) -> usize {
     hir.and_then(|hir| hir.properties().minimum_len()).unwrap_or(0)
 }
 
-/// A regular expression, taken apart into the characters that follow each other in its matches.
+/// A regular expression, reduced to the characters that follow each other in its matches.
 #[derive(Debug)]
 pub(crate) struct Pattern {
     /// The characters that each place in the expression matches.
     places: Vec<ClassUnicode>,
     /// Places that follow each other in some match.
     follows: Vec<(usize, usize)>,
-    /// Characters that are a match alone.
+    /// Characters that are a match on their own.
     alone: ClassUnicode,
 }
 
@@ -26,22 +26,22 @@ pub(crate) struct Pattern {
 struct Ends {
     first: Vec<usize>,
     last: Vec<usize>,
-    /// Whether it matches the empty text.
+    /// Whether this part matches the empty text.
     empty: bool,
 }
 
 impl Pattern {
-    /// Takes an expression apart. Returns `None` if its matches depend on the text around them, other
-    /// than by `(?!\S)` (white space or the end follows).
+    /// Analyses an expression. Returns `None` if its matches depend on the surrounding text in
+    /// another way than by `(?!\S)` (white space or the end follows).
     pub(crate) fn new(regex: &str) -> Option<Self> {
-        // The parser reads possessive quantifiers as something else.
+        // The parser misreads possessive quantifiers.
         let counts = |part: &str| part.bytes().all(|byte| byte.is_ascii_digit() || byte == b',');
         let counted =
             regex.split("}+").any(|part| part.rsplit_once('{').is_some_and(|(_, n)| counts(n)));
         if counted || ["++", "*+", "?+"].iter().any(|quantifier| regex.contains(quantifier)) {
             return None;
         }
-        // Without `(?!\S)` there are more matches, so no crossing is missed.
+        // Dropping `(?!\S)` only adds matches, so no crossing is missed.
         let mut pattern =
             Self { places: Vec::new(), follows: Vec::new(), alone: ClassUnicode::empty() };
         let ends = pattern.add(&regex_syntax::parse(&regex.replace(r"(?!\S)", "")).ok()?)?;
@@ -49,7 +49,7 @@ impl Pattern {
         if ends.empty || pattern.follows.len() > MAX_FOLLOWS {
             return None;
         }
-        // With `(?!\S)` a character is not always a match.
+        // With `(?!\S)` a single character may fail to match.
         let mut certain =
             Self { places: Vec::new(), follows: Vec::new(), alone: ClassUnicode::empty() };
         let without = regex_syntax::parse(&regex.replace(r"\s+(?!\S)|", "")).ok();
@@ -66,7 +66,7 @@ impl Pattern {
         Self::new(&regex_syntax::escape(string))
     }
 
-    /// The characters that some match has directly before `next`.
+    /// The characters directly before `next` in some match.
     pub(crate) fn before(&self, next: char) -> ClassUnicode {
         let mut before = ClassUnicode::empty();
         for &(place, follower) in &self.follows {
@@ -77,12 +77,12 @@ impl Pattern {
         before
     }
 
-    /// Whether some match has this character.
+    /// Whether some match contains this character.
     pub(crate) fn has(&self, character: char) -> bool {
         self.places.iter().any(|place| contains(place, character))
     }
 
-    /// Whether this character alone is a match.
+    /// Whether this character is a match on its own.
     pub(crate) fn matches_alone(&self, character: char) -> bool {
         contains(&self.alone, character)
     }
@@ -159,7 +159,7 @@ impl Pattern {
     }
 }
 
-/// Whether a class has a character.
+/// Whether a class contains a character.
 pub(crate) fn contains(class: &ClassUnicode, character: char) -> bool {
     class.iter().any(|range| (range.start()..=range.end()).contains(&character))
 }

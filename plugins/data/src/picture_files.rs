@@ -13,14 +13,14 @@ use crate::images::Picture;
 use crate::sniff::foreign;
 use crate::walk::{Wanted, find_in};
 
-/// The extensions of pictures, those of torchvision.
+/// Extensions of pictures, as in torchvision.
 const PICTURES: &[&str] = &["jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"];
 
-/// The names of the classes: the folders directly in `folder`, in order. The report counts other
+/// Returns the class names: the folders directly in `folder`, in order. The report counts other
 /// entries.
 ///
 /// # Errors
-/// If there are none, or the folder cannot be read.
+/// If the folder is without classes, or cannot be read.
 pub(crate) fn classes(key: &str, folder: &Path, report: &mut SourceReport) -> Result<Vec<String>> {
     let entries = fs::read_dir(folder).map_err(Error::io("reading", folder))?;
     let names = entries.map(|entry| Ok(entry.map_err(Error::io("reading", folder))?.file_name()));
@@ -53,10 +53,10 @@ pub(crate) fn classes(key: &str, folder: &Path, report: &mut SourceReport) -> Re
     Ok(classes)
 }
 
-/// The pictures in the folders of the classes and their sub-folders, in order.
+/// Returns the pictures in the classes' folders and their sub-folders, in order.
 ///
 /// # Errors
-/// If there are none, a folder cannot be read, or, unless `allow_empty`, a class has none.
+/// If all classes are empty, a folder cannot be read, or, unless `allow_empty`, a class is empty.
 pub(crate) fn pictures(
     key: &str,
     folder: &Path,
@@ -97,7 +97,7 @@ pub(crate) fn pictures(
     Ok(all)
 }
 
-/// Red, green and blue of a picture, turned as its Exif orientation says.
+/// Returns red, green and blue of a picture, turned by its Exif orientation.
 ///
 /// # Errors
 /// The fault, in words that follow the picture's name.
@@ -128,16 +128,16 @@ fn decode_raw(bytes: &[u8]) -> Result<RgbImage, String> {
     catch_panic(decode)?.map_err(|error| error.to_string())
 }
 
-/// Whether a JPEG ends within its picture, of which the decoder would make up the rest. A picture
-/// that lacks its end marker alone is whole.
+/// Whether a JPEG is cut off within its image data, so that the decoder would make up the rest. A
+/// JPEG that only lacks its end marker is complete.
 fn is_cut_jpeg(bytes: &[u8]) -> bool {
     let last = |marker: [u8; 2]| bytes.windows(2).rposition(|window| window == marker);
-    // In the picture's data 0xff is never followed by one of these.
+    // In image data, neither of these follows 0xff.
     let (begin, end) = (last([0xff, 0xda]), last([0xff, 0xd9]));
     if !bytes.starts_with(&[0xff, 0xd8]) || end.is_some_and(|end| Some(end) > begin) {
         return false;
     }
-    // Only a picture that is not whole depends on the bytes behind it.
+    // Only an incomplete picture depends on the bytes behind it.
     let with = |fill: u8| decode_raw(&[bytes, &[fill; 256], &[0xff, 0xd9]].concat());
     match (with(0x55), with(0xaa)) {
         (Ok(one), Ok(other)) => one != other,

@@ -7,7 +7,7 @@ use twox_hash::XxHash3_64;
 
 use crate::source::Source;
 
-/// Sources, cut into samples of equal length. Each sample is within one source.
+/// Sources, cut into samples of equal length. Samples do not cross sources.
 #[derive(Debug)]
 pub(crate) struct Sequences {
     sources: Vec<Source>,
@@ -19,8 +19,8 @@ pub(crate) struct Sequences {
 }
 
 impl Sequences {
-    /// Samples of `seq_len` tokens and the one after them, `stride` tokens apart. `key` names the sources in the
-    /// configuration.
+    /// Cuts samples of `seq_len` tokens plus the following token, `stride` tokens apart. `key`
+    /// names the sources in the configuration.
     ///
     /// # Errors
     /// If a source is too short for one sample.
@@ -47,7 +47,7 @@ impl Sequences {
         Ok(Self { sources, firsts, len, seq_len, stride })
     }
 
-    /// What the samples are cut from.
+    /// The sources of the samples.
     pub(crate) fn sources(&self) -> &[Source] {
         &self.sources
     }
@@ -73,7 +73,7 @@ impl Sequences {
         Ok(format!("{what} of {tokens} tokens ({:016x})", hasher.finish()))
     }
 
-    /// Targets at the ends of sources that are in no sample.
+    /// Targets at the ends of sources that belong to no sample.
     pub(crate) fn unused_targets(&self) -> u64 {
         let left = |source: &Source| {
             let spare = source.len() - 1 - self.seq_len as u64;
@@ -87,8 +87,8 @@ impl Sequences {
         self.len
     }
 
-    /// The number of samples, from the start, that share no target with the samples from `first`
-    /// on.
+    /// The number of samples, from the start, without targets in common with the samples from
+    /// `first` on.
     pub(crate) fn disjoint_from(&self, first: u64) -> u64 {
         let overlapping = self.seq_len.div_ceil(self.stride) as u64 - 1;
         first.saturating_sub(overlapping)
@@ -97,7 +97,7 @@ impl Sequences {
     /// Fills `out`, of `seq_len + 1` ids, with sample `index`, and returns its source.
     ///
     /// # Errors
-    /// If there is no such sample, or the file cannot be read.
+    /// If the sample does not exist, or the file cannot be read.
     pub(crate) fn read(&self, index: u64, out: &mut [u32]) -> Result<&Source> {
         let which = self.firsts.partition_point(|&first| first <= index);
         if index >= self.len || which == 0 {

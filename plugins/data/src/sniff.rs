@@ -1,19 +1,19 @@
-//! Recognising file formats by their first bytes.
+//! Recognises file formats by their first bytes.
 
-/// Bytes at a file's beginning that are looked at.
+/// Number of inspected bytes at the beginning of a file.
 pub(crate) const HEAD: usize = 8192;
 
-/// The byte-order mark of UTF-8, which is no text.
+/// UTF-8's byte-order mark; it is not part of the text.
 pub(crate) const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// Why a file, or something in it, cannot be used.
+/// The reason why a file or its content cannot be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Flaw {
     /// A few words for the data report, which counts flaws of one kind: `not UTF-8`.
     pub(crate) reason: &'static str,
     /// The fault and its remedy, in words that follow the name in an error.
     pub(crate) message: String,
-    /// Whether a folder of texts may well have such files, as pictures.
+    /// Whether folders of text commonly contain such files, for example pictures.
     pub(crate) expected: bool,
 }
 
@@ -30,7 +30,8 @@ impl Flaw {
 const COMPRESSED: &str = "compressed";
 const BINARY: &str = "binary";
 
-/// First bytes of file formats, which no text begins with, each with the reason for the report, the format and a remedy.
+/// First bytes of file formats that never begin a text: bytes, reason for the report, format,
+/// remedy.
 const FORMATS: &[(&[u8], &str, &str, &str)] = &[
     (b"\x1f\x8b\x08", COMPRESSED, "compressed with gzip", "unpack it with `gunzip`"),
     (b"\x28\xb5\x2f\xfd", COMPRESSED, "compressed with Zstandard", "unpack it with `unzstd`"),
@@ -74,7 +75,7 @@ const FORMATS: &[(&[u8], &str, &str, &str)] = &[
 
 const LFS_POINTER: &[u8] = b"version https://git-lfs.github.com/spec/";
 
-/// The flaw of a file whose first bytes show a format other than text or ids.
+/// The flaw of a file with the first bytes of a format other than text or ids.
 pub(crate) fn foreign(head: &[u8]) -> Option<Flaw> {
     if head.starts_with(LFS_POINTER) {
         let message =
@@ -88,14 +89,14 @@ pub(crate) fn foreign(head: &[u8]) -> Option<Flaw> {
     Some(Flaw::expected(reason, format!("is {what}; {advice}")))
 }
 
-/// A length of eight bytes, and a JSON object.
+/// safetensors: a length of eight bytes, then a JSON object.
 fn is_safetensors(head: &[u8]) -> bool {
     let Some((len, header)) = head.split_first_chunk::<8>() else { return false };
     let len = u64::from_le_bytes(*len);
     (2..100 << 20).contains(&len) && header.starts_with(b"{\"")
 }
 
-/// The flaw that the first bytes of a text file show. Invalid UTF-8 is not looked for.
+/// The flaw of a text file by its first bytes. Invalid UTF-8 is not checked.
 pub(crate) fn flaw_of_text(head: &[u8]) -> Option<Flaw> {
     let utf16 = |which: &str, name: &str| {
         let how = format!("convert it with `iconv -f {name} -t UTF-8`");
@@ -109,7 +110,7 @@ pub(crate) fn flaw_of_text(head: &[u8]) -> Option<Flaw> {
     if let Some(flaw) = foreign(head) {
         return Some(flaw);
     }
-    // In UTF-16 every second byte of Latin letters is 0, and hardly any other byte.
+    // In UTF-16, every second byte of Latin letters is 0, and hardly any other byte is.
     if head.len() >= 16 {
         let zeros = |first: usize| head.iter().skip(first).step_by(2).filter(|&&b| b == 0).count();
         let (even, odd) = (zeros(0), zeros(1));
@@ -120,7 +121,7 @@ pub(crate) fn flaw_of_text(head: &[u8]) -> Option<Flaw> {
             () => None,
         };
         if let Some(name) = name {
-            // Small numbers look alike, so that a folder may have such files.
+            // Small binary numbers look alike, so a folder may have such files.
             let how = format!("convert it with `iconv -f {name} -t UTF-8`");
             let message = format!("is UTF-16 without a byte-order mark, not UTF-8 text; {how}");
             return Some(Flaw::expected(BINARY, message));
@@ -158,7 +159,7 @@ mod tests {
     }
 
     #[test]
-    fn formats_are_told_by_their_first_bytes() {
+    fn formats_by_first_bytes() {
         let utf16 = |text: &str| text.encode_utf16().flat_map(u16::to_le_bytes).collect::<Vec<_>>();
         let swapped =
             |text: &str| text.encode_utf16().flat_map(u16::to_be_bytes).collect::<Vec<_>>();

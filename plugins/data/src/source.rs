@@ -7,10 +7,10 @@ use twox_hash::XxHash3_64;
 
 use crate::token_files::TokenFile;
 
-/// Of a file at most this many blocks are hashed, evenly apart, each of so many tokens.
+/// Of a file at most this many evenly spaced blocks are hashed, each with `HASHED_BLOCK` tokens.
 const HASHED_BLOCKS: u64 = 64;
 const HASHED_BLOCK: u64 = 2048;
-/// Tokens of a file of the cache that are read at a time to be hashed.
+/// Tokens of a cache file that are read at a time for hashing.
 const READ_AT_ONCE: usize = 1 << 18;
 
 fn hash_ids(hasher: &mut XxHash3_64, ids: impl Iterator<Item = u32>) {
@@ -28,11 +28,11 @@ fn hash_ids(hasher: &mut XxHash3_64, ids: impl Iterator<Item = u32>) {
 /// A sequence of token ids with random access.
 #[derive(Debug)]
 pub(crate) enum Source {
-    /// Tokenized text whose ids fit into u16.
+    /// Tokenized text with ids that fit into u16.
     U16(Vec<u16>),
     /// Tokenized text with larger ids.
     U32(Vec<u32>),
-    /// Tokenized text whose ids are in a file of the cache.
+    /// Tokenized text with ids in a cache file.
     Kept(TokenFile),
     /// A token file.
     File(TokenFile),
@@ -65,7 +65,7 @@ impl Source {
         }
     }
 
-    /// Bytes of memory that the ids take.
+    /// Bytes of memory for the ids.
     pub(crate) fn memory(&self) -> u64 {
         match self {
             Self::U16(ids) => 2 * ids.len() as u64,
@@ -74,9 +74,9 @@ impl Source {
         }
     }
 
-    /// Hashes the tokens, of a long file some of them.
+    /// Hashes the tokens; of a long file only some.
     pub(crate) fn hash(&self, hasher: &mut XxHash3_64) -> Result<()> {
-        // Equal for equal tokens, in whichever type they are kept.
+        // Equal tokens give equal hashes, independent of their type in memory.
         match self {
             Self::U16(ids) => hash_ids(hasher, ids.iter().map(|&id| id.into())),
             Self::U32(ids) => hash_ids(hasher, ids.iter().copied()),
@@ -93,7 +93,7 @@ impl Source {
                 let blocks = file.len().div_ceil(HASHED_BLOCK).min(HASHED_BLOCKS);
                 let mut ids = vec![0; block as usize];
                 for i in 0..blocks {
-                    // The first block begins with the file, and the last one ends with it.
+                    // The first block starts at the beginning, and the last one ends at the end.
                     let last = u128::from(file.len() - block);
                     let start = last * u128::from(i) / u128::from(blocks.max(2) - 1);
                     file.read(start as u64, &mut ids)?;
@@ -104,7 +104,7 @@ impl Source {
         Ok(())
     }
 
-    /// What it is, for messages.
+    /// The name in messages.
     pub(crate) fn name(&self) -> String {
         match self {
             Self::U16(_) | Self::U32(_) | Self::Kept(_) => "the text".to_owned(),

@@ -1,4 +1,4 @@
-//! The tokens that begin and end a text, as the files beside a `tokenizer.json` name them.
+//! The start and end tokens of a text, as the files beside a `tokenizer.json` name them.
 
 use std::path::Path;
 
@@ -8,7 +8,7 @@ use serde_json::{Map, Value};
 
 use crate::config::AddBosToken;
 
-/// The longest `tokenizer_config.json` (or file of its kind) that is read.
+/// Maximum length of `tokenizer_config.json` and similar files.
 const MAX_FILE: u64 = 64 << 20;
 /// End-of-text tokens of published tokenizers, for a `tokenizer.json` without other files.
 const END_OF_TEXT_TOKENS: [&str; 5] =
@@ -28,9 +28,9 @@ pub(crate) struct Wanted<'a> {
 /// The ids around a text.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct SpecialTokens {
-    /// Goes before each text.
+    /// Precedes each text.
     pub start: Option<u32>,
-    /// Goes behind each text.
+    /// Follows each text.
     pub end: Option<u32>,
     /// A warning: the end token is unknown, or a guess.
     pub warning: Option<String>,
@@ -44,9 +44,10 @@ struct Template {
 }
 
 impl SpecialTokens {
-    /// Finds the tokens of `tokenizer`, which was read from `file`. The first of these names the end token:
-    /// the configuration, `tokenizer_config.json`, `special_tokens_map.json`, `generation_config.json`,
-    /// `config.json`, the post-processor, a list of five well-known names.
+    /// Finds the special tokens of `tokenizer`, which was read from `file`. The first of these that
+    /// names an end token counts: the configuration, `tokenizer_config.json`,
+    /// `special_tokens_map.json`, `generation_config.json`, `config.json`, the post-processor, a
+    /// list of five well-known names.
     ///
     /// # Errors
     /// If one of these files cannot be read, or names a token that the tokenizer lacks.
@@ -106,7 +107,8 @@ impl SpecialTokens {
         let start = match wanted.add_bos_token {
             AddBosToken::Never => false,
             AddBosToken::Always => true,
-            // transformers 5 asks the post-processor alone. Version 4 falls back to the configuration.
+            // transformers 5 only asks the post-processor. Version 4 falls back to the
+            // configuration.
             AddBosToken::Auto if template.before.is_some() || template.behind.is_some() => {
                 template.before.is_some()
             }
@@ -127,7 +129,7 @@ impl SpecialTokens {
     }
 }
 
-/// Files beside a `tokenizer.json`, by name; a missing one is empty.
+/// Files beside a `tokenizer.json` by name; a missing file is empty.
 struct Siblings(Vec<(&'static str, Map<String, Value>)>);
 
 impl Siblings {
@@ -146,7 +148,7 @@ impl Siblings {
             let bytes = bytes.strip_prefix(b"\xef\xbb\xbf").unwrap_or(&bytes);
             let values = match serde_json::from_slice(bytes) {
                 Ok(values) => values,
-                // Programs of all kinds have files of this name.
+                // Many programs have a file of this name.
                 Err(_) if Self::IDS.contains(&name) => continue,
                 Err(error) => {
                     return Err(Error::Data(format!(
@@ -160,13 +162,14 @@ impl Siblings {
         Ok(Self(files))
     }
 
-    /// A token by its key: a text, or an `AddedToken` with its `content`. `null` is no token.
+    /// A token by its key: a text, or an `AddedToken` with its `content`. `null` means that it is
+    /// not set.
     fn token(&self, key: &str) -> Option<(&'static str, String)> {
         let files = self.0.iter().filter(|(name, _)| Self::TOKENS.contains(name));
         files.filter_map(|(name, values)| Some((*name, content(values.get(key)?)?))).next()
     }
 
-    /// The ids under `eos_token_id` or `bos_token_id`, one or several.
+    /// One or several ids under `eos_token_id` or `bos_token_id`.
     fn ids(&self, key: &str) -> impl Iterator<Item = u32> {
         let key = format!("{key}_id");
         let files = self.0.iter().filter(|(name, _)| Self::IDS.contains(name));

@@ -1,4 +1,4 @@
-//! Documents of one source, tokenized.
+//! Tokenized documents of one source.
 
 use fulgurite_engine::data::SourceReport;
 use fulgurite_error::{Error, Result};
@@ -13,7 +13,7 @@ use crate::unknown::Unknown;
 /// The share of unknown tokens above which the start of a run warns.
 const MANY_UNKNOWN: f64 = 0.01;
 
-/// Documents of one source, and what tokenizes them.
+/// Documents of one source with their tokenizer.
 pub(crate) struct Text<'a> {
     pub(crate) documents: Documents<'a>,
     pub(crate) tokenizer: &'a Tokenizer,
@@ -24,11 +24,11 @@ pub(crate) struct Text<'a> {
 pub(crate) struct Tokens {
     pub(crate) ids: Source,
     pub(crate) to: ReadTo,
-    /// Bytes of memory for the ids of the whole source; an estimate if only a part was read.
+    /// Bytes of memory for the ids of the whole source; an estimate after a partial read.
     pub(crate) memory: u64,
-    /// The parts of the text that the tokenizer does not know.
+    /// Parts of the text unknown to the tokenizer.
     pub(crate) unknown: Unknown,
-    /// The reason if the ids are not in the cache.
+    /// The reason for not caching the ids.
     not_kept: Option<String>,
 }
 
@@ -62,10 +62,10 @@ impl Tokens {
 }
 
 impl Text<'_> {
-    /// Reads and tokenizes the documents, or takes the ids of all documents from the cache.
+    /// Reads and tokenizes the documents, or reads the ids of all documents from the cache.
     ///
     /// # Errors
-    /// Those of the documents and of the tokenizer.
+    /// The errors of the documents and of the tokenizer.
     pub(crate) fn tokenize(mut self) -> Result<Tokens> {
         let identity = self.tokenizer.identity();
         let cache = self.cache.zip(identity.as_deref());
@@ -91,14 +91,14 @@ impl Text<'_> {
             Some(Cached::Not(why)) => Some(why),
             None => None,
         };
-        // The report already counts them.
+        // The report already counts these documents.
         let mut report = SourceReport::default();
         let mut documents = self.documents.again(&mut report);
         let (ids, to, unknown) = in_memory(&mut documents, self.tokenizer)?;
         Ok(Tokens { memory: ids.memory(), ids, to, unknown, not_kept })
     }
 
-    /// Returns the ids in the cache, and puts them there first if need be; `None` for little text.
+    /// Returns the cached ids, after writing them if needed; `None` for little text.
     fn read_cached(&mut self, cache: &TokenCache, identity: &str) -> Result<Option<Cached>> {
         let key = CacheKey::new(identity);
         let mut wanted = key.clone();
@@ -158,7 +158,7 @@ fn in_memory(
     }
 }
 
-/// The type that has room for all ids.
+/// The smallest type for all ids.
 fn dtype(tokenizer: &Tokenizer) -> TokenDtype {
     if tokenizer.vocab_size() <= 1 << 16 { TokenDtype::U16 } else { TokenDtype::U32 }
 }

@@ -24,28 +24,28 @@ use crate::walk::{Wanted, find};
 
 /// Bytes of text that a preview tokenizes.
 const PREVIEW_BYTES: usize = 4 << 20;
-/// Token files whose beginnings a preview reads.
+/// Maximum number of token files that a preview reads.
 const PREVIEW_FILES: usize = 8;
 
-/// Text, lines, JSON lines, or files of token ids, cut into samples for a language model.
+/// Text, lines, JSON lines, or token files, cut into samples for a language model.
 ///
-/// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`: all but the last
+/// Sample `i` of a source is its tokens `i * stride .. i * stride + seq_len + 1`. All but the last
 /// are the inputs, all but the first the targets. All text is one source. Its documents are files,
 /// lines or texts of JSON values. The end-of-text token follows each document, and with
-/// `add_bos_token` the start token precedes it. Setup tokenizes the text; the ids are in a file of
-/// `cache_dir`, or in memory with two bytes a token for vocabularies of up to 65,536. Each token file
-/// is a source of its own, read when needed.
+/// `add_bos_token` the start token precedes it. Setup tokenizes the text. The ids are in a file of
+/// `cache_dir`, or in memory with two bytes per token for vocabularies of up to 65,536. Each token
+/// file is a separate source, read on demand.
 ///
-/// The last `validation_fraction` of the samples is for validation. Training has the samples before
-/// that share no target with them. [`Split::Test`] and [`Split::Predict`] have the validation
-/// samples. With `validation_sets` these are validated on instead, and tests and predictions have no
-/// samples.
+/// The last `validation_fraction` of the samples is for validation. Training has the earlier
+/// samples that share no target with them. [`Split::Test`] and [`Split::Predict`] have the
+/// validation samples. With `validation_sets`, validation uses these sets instead, and tests and
+/// predictions are empty.
 #[derive(Debug)]
 pub struct TextData {
     train: Parts,
     validation: Parts,
     validation_sets: Vec<(String, Parts)>,
-    /// The weight of each part of the training samples; empty if they are not mixed.
+    /// The weight of each source of the training samples; empty without a mixture.
     weights: Vec<f64>,
     tokenizer: Option<Tokenizer>,
     vocab_size: Option<usize>,
@@ -58,7 +58,7 @@ pub struct TextData {
     warnings: Vec<String>,
 }
 
-/// The samples of a split, from one source after the other.
+/// The samples of a split, source by source.
 #[derive(Debug)]
 struct Parts(Vec<SampleRange>);
 
@@ -70,19 +70,20 @@ struct SampleRange {
 }
 
 impl TextData {
-    /// The tokenizer; none for token files unless `data.tokenizer` names one.
+    /// The tokenizer; `None` for token files unless `data.tokenizer` names one.
     pub fn tokenizer(&self) -> Option<&Tokenizer> {
         self.tokenizer.as_ref()
     }
 
-    /// All ids are less than this: `data.vocab_size`, or the tokenizer's number of ids. `None` for
-    /// token files without either.
+    /// Exclusive upper bound of all ids: `data.vocab_size`, or the tokenizer's number of ids.
+    /// `None` for token files without either.
     pub fn vocab_size(&self) -> Option<usize> {
         self.vocab_size
     }
 
-    /// The largest of the first ids of the token files; 0 for text, or if it has not been
-    /// [previewed](DataModule::preview). So a vocabulary that is too small is mostly found early.
+    /// The largest of the first ids of the token files; 0 for text, or without a
+    /// [preview](DataModule::preview). A vocabulary that is too small is mostly found early this
+    /// way.
     pub fn largest_first_id(&self) -> u32 {
         self.first_ids
     }
@@ -92,8 +93,8 @@ impl TextData {
         self.seq_len
     }
 
-    /// Opens the data: all token files, or at least `enough` bytes of text. Sets `read_to` to whether there is
-    /// more text.
+    /// Opens the data: all token files, or at least `enough` bytes of text. `read_to` reports
+    /// whether more text remains.
     fn open(config: &TextDataConfig, enough: usize, read_to: &mut ReadTo) -> Result<Self> {
         config.validate()?;
         let tokenizer = match (config.tokenizer.as_deref(), config.kind) {
@@ -163,7 +164,7 @@ impl TextData {
                 ));
             }
             let sequences = Sequences::new(key, sources, config.seq_len, config.stride())?;
-            // The tail of one text is short. Many short files may consist of tails.
+            // The tail of one text is short, but many short files may consist of tails.
             let unused = sequences.unused_targets();
             if sequences.sources().len() > 1 && unused > tokens / 10 {
                 source.count("tokens in no sample", unused);
@@ -215,10 +216,10 @@ impl TextData {
         Ok(data)
     }
 
-    /// [`largest_first_id`](Self::largest_first_id).
+    /// Computes [`largest_first_id`](Self::largest_first_id).
     ///
     /// # Errors
-    /// If an id is outside of the vocabulary.
+    /// If an id is outside the vocabulary.
     fn read_first_ids(&self) -> Result<u32> {
         let sets = self.validation_sets.iter().map(|(_, set)| set);
         let splits = [&self.train, &self.validation].into_iter().chain(sets);
@@ -240,7 +241,7 @@ impl TextData {
         Ok(largest)
     }
 
-    /// The samples of a split; `None` if there is no such validation set.
+    /// The samples of a split; `None` if the validation set does not exist.
     fn part(&self, split: Split) -> Option<&Parts> {
         match split {
             Split::Train => Some(&self.train),
@@ -260,7 +261,7 @@ impl DataModule for TextData {
 
     fn setup(config: &TextDataConfig, context: &DataContext) -> Result<Self> {
         let data = Self::open(config, usize::MAX, &mut ReadTo::End)?;
-        // The other ranks have the same data and the same tokenizer.
+        // Only rank 0 warns: the other ranks have the same data and tokenizer.
         for warning in data.warnings.iter().filter(|_| context.rank == 0) {
             tracing::warn!("{warning}");
         }
@@ -271,7 +272,7 @@ impl DataModule for TextData {
         let mut read_to = ReadTo::End;
         let beginning = Self::open(config, PREVIEW_BYTES, &mut read_to);
         let mut data = match read_to {
-            // Too little text may be what is wrong with its beginning alone.
+            // The error may only be due to reading too little text.
             ReadTo::Enough if beginning.is_err() => {
                 Self::open(config, usize::MAX, &mut ReadTo::End)?
             }
@@ -335,7 +336,7 @@ impl DataModule for TextData {
 
     fn evaluation_fingerprint(&self) -> Result<Option<String>> {
         let sets = self.validation_sets.iter().map(|(_, set)| set);
-        // Of a part of the training data, the training data's fingerprint is enough.
+        // Parts of the training data are covered by the training data's fingerprint.
         let own = std::iter::once(&self.validation).chain(sets).flat_map(|parts| &parts.0);
         let own = own.filter(|part| {
             let is_same = |other: &SampleRange| Arc::ptr_eq(&other.sequences, &part.sequences);
@@ -396,7 +397,7 @@ impl Parts {
         self.0.iter().map(SampleRange::len).sum()
     }
 
-    /// Where a sample is.
+    /// The sequences of a sample, and its index there.
     fn find(&self, mut index: u64) -> Option<(&Sequences, u64)> {
         for SampleRange { sequences, range } in &self.0 {
             let len = range.end - range.start;
@@ -434,7 +435,7 @@ fn split(sequences: Arc<Sequences>, fraction: f64) -> Result<(SampleRange, Sampl
     Ok((part(0..train), part(first..len)))
 }
 
-/// The warning of a fraction that rounds to no sample.
+/// The warning for a fraction that rounds to zero samples.
 pub(crate) fn nothing_to_validate(fraction: f64, samples: u64) -> String {
     format!(
         "data.validation_fraction = {fraction} of {} is none, so nothing is validated; raise it, or give data of \

@@ -1,4 +1,4 @@
-//! Ids of texts, kept in files for the other ranks of a host and for later runs.
+//! Token ids of text, cached in files for other ranks of the host and for later runs.
 
 use std::fs::{self, File, OpenOptions};
 use std::hash::Hasher as _;
@@ -18,22 +18,22 @@ use crate::config::{CacheDir, TextDataConfig};
 use crate::token_files::TokenFile;
 use crate::unknown::Unknown;
 
-/// The beginning of a file; its last byte is the format's version.
+/// Magic bytes of a file; the last one is the format version.
 const MAGIC: &[u8; 8] = b"FULGIDS\x01";
 /// Bytes before the ids: magic, key, number and size of ids, their hash, unknown tokens and
 /// characters, the first unknown character, a hash of the header.
 const HEADER: usize = 80;
-/// Bytes of text for which the default folder is used. Less text is tokenized in two seconds.
+/// Minimum text in bytes for the default folder. Less text is tokenized in two seconds.
 const WORTH_KEEPING: u64 = 4 << 20;
-/// The wait for another process after which a warning says so.
+/// Wait for another process before a warning.
 const PATIENCE: Duration = Duration::from_secs(60);
 const POLL: Duration = Duration::from_millis(50);
 
-/// A folder of files of ids. A file's name is a hash of the documents and the tokenizer.
+/// A folder of id files. A file's name is a hash of the documents and the tokenizer.
 #[derive(Debug)]
 pub(crate) struct TokenCache {
     folder: PathBuf,
-    /// The least bytes of text whose ids are kept.
+    /// Minimum text in bytes whose ids are cached.
     from: u64,
 }
 
@@ -46,7 +46,7 @@ pub(crate) struct CacheKey {
 }
 
 impl CacheKey {
-    /// The key of no documents yet, for a tokenizer.
+    /// The key of zero documents, for a tokenizer.
     pub(crate) fn new(tokenizer: &str) -> Self {
         let mut key = Self { hasher: XxHash3_128::new(), bytes: 0 };
         key.add_document(tokenizer);
@@ -65,16 +65,16 @@ impl CacheKey {
     }
 }
 
-/// Whether ids are in a file.
+/// The result of a cache lookup.
 pub(crate) enum Cached {
-    /// They are.
+    /// Cached ids.
     Ids(TokenFile, Unknown),
-    /// They cannot be, for a reason.
+    /// The reason why the ids cannot be cached.
     Not(String),
 }
 
 impl TokenCache {
-    /// The cache that the configuration asks for; `None` without one.
+    /// The configured cache; `None` without one.
     pub(crate) fn of(config: &TextDataConfig) -> Option<Self> {
         let (folder, from) = match &config.cache_dir {
             CacheDir::Off => return None,
@@ -89,21 +89,21 @@ impl TokenCache {
         Some(Self { folder, from })
     }
 
-    /// Whether ids of this much text are kept.
+    /// Whether ids of this much text are cached.
     pub(crate) fn keeps(&self, bytes: u64) -> bool {
         bytes >= self.from
     }
 
-    /// Whether the folder can be written. Creates it if it is missing.
+    /// Whether the folder is writable. Creates it if needed.
     pub(crate) fn can_write(&self) -> bool {
         fs::create_dir_all(&self.folder).is_ok() && access(&self.folder, Access::WRITE_OK).is_ok()
     }
 
-    /// Opens the file of `key`. If it is missing or damaged, one rank calls `write` for it, and the
-    /// others wait.
+    /// Opens the file of `key`. If the file is missing or damaged, one rank calls `write` for it,
+    /// and the others wait.
     ///
     /// # Errors
-    /// The errors of `write`, without those of the writer.
+    /// The errors of `write`. Errors of writing the file give [`Cached::Not`] instead.
     pub(crate) fn get(
         &self,
         key: &CacheKey,
@@ -123,7 +123,7 @@ impl TokenCache {
             Err(error) if error.kind() == ErrorKind::Interrupted => return Err(Error::Interrupted),
             Err(error) => return failed(error),
         };
-        // Another rank may have written it during the wait.
+        // Another rank may have written the file during the wait.
         if let Some(ids) = read(&path, key, dtype) {
             let _ = fs::remove_file(&partial);
             return Ok(ids);
@@ -139,7 +139,7 @@ impl TokenCache {
                 let _ = fs::remove_file(&partial);
                 return Err(error);
             }
-            // The lock is held until the file has its name.
+            // The lock is held until the file has its final name.
             (None, Ok(())) => {
                 let file = writer.finish(key);
                 file.and_then(|_locked| fs::rename(&partial, &path))
@@ -153,7 +153,7 @@ impl TokenCache {
         read(&path, key, dtype).map_or_else(|| failed(not_written()), Ok)
     }
 
-    /// Opens a file for writing once no other process writes it. The lock ends with its process.
+    /// Opens a file for writing once no other process writes it. The lock ends with this process.
     fn lock_or_wait(&self, partial: &Path) -> io::Result<File> {
         fs::create_dir_all(&self.folder)?;
         let since = Instant::now();
@@ -175,7 +175,7 @@ impl TokenCache {
 
 /// Opens and locks a file for writing; `None` while another process has the lock.
 fn lock(path: &Path) -> io::Result<Option<File>> {
-    // A link, or a pipe without a reader, may have been put there by somebody else.
+    // Another user may have put a link, or a pipe without a reader, here.
     let flags = OFlags::NOFOLLOW | OFlags::NONBLOCK | OFlags::NOCTTY;
     loop {
         let file = OpenOptions::new()
@@ -194,7 +194,7 @@ fn lock(path: &Path) -> io::Result<Option<File>> {
             Err(fs::TryLockError::WouldBlock) => return Ok(None),
             Err(fs::TryLockError::Error(error)) => return Err(error),
         }
-        // The last process may have renamed or removed the file after it was opened here.
+        // The previous process may have renamed or removed the file after it was opened here.
         match fs::symlink_metadata(path) {
             Ok(now) if (now.dev(), now.ino()) == (then.dev(), then.ino()) => return Ok(Some(file)),
             Ok(_) => {}
@@ -204,7 +204,7 @@ fn lock(path: &Path) -> io::Result<Option<File>> {
     }
 }
 
-/// Opens a file of ids if it exists and is whole.
+/// Opens an id file if it exists and is complete.
 fn read(path: &Path, key: u128, dtype: TokenDtype) -> Option<Cached> {
     let mut file = open_regular(path).ok()?;
     let mut header = [0; HEADER];
@@ -260,10 +260,10 @@ impl IdWriter {
         Ok(Self { file, dtype, hasher, len: 0, bytes, unknown, failed: None })
     }
 
-    /// Writes ids behind the others.
+    /// Appends ids.
     ///
     /// # Errors
-    /// If they cannot be written.
+    /// If the ids cannot be written.
     pub(crate) fn push(&mut self, ids: &[u32]) -> Result<()> {
         self.bytes.clear();
         for id in ids {

@@ -1,4 +1,4 @@
-//! [`TokenFile`]: token ids in a file, and recognising their type.
+//! [`TokenFile`]: token ids in a file, and detection of their type.
 
 use std::fs::File;
 use std::io::{Read as _, Seek as _, SeekFrom};
@@ -16,10 +16,10 @@ use crate::walk::has_extension;
 /// The extensions of token files.
 pub(crate) const TOKEN_FILES: &[&str] = &["u16", "u32", "bin", "npy"];
 
-/// Ids at a file's beginning that are looked at.
+/// Number of inspected ids at the beginning of a file.
 const FIRST_IDS: u64 = 1 << 16;
 
-/// Ids of a file that are looked at for their type, at the least.
+/// Minimum number of ids inspected for the type.
 const SAMPLE: usize = 64;
 
 /// The first bytes of a NumPy array.
@@ -27,7 +27,7 @@ const NUMPY: &[u8] = b"\x93NUMPY";
 
 /// The first bytes of a Megatron-LM index.
 const MEGATRON: &[u8] = b"MMIDIDX\0\0";
-/// Bytes of an index that say the type of ids.
+/// Bytes of an index up to the type of ids.
 const MEGATRON_HEAD: usize = 18;
 
 /// A file of little-endian ids, read by position through the operating system's page cache, which
@@ -43,11 +43,11 @@ pub(crate) struct TokenFile {
 }
 
 impl TokenFile {
-    /// Opens a file. Without a `dtype` the header (of a NumPy array or of llm.c), the Megatron-LM
-    /// index beside the file, or the extension says the type of ids.
+    /// Opens a file. Without a `dtype`, the type of ids follows from the header (NumPy or llm.c),
+    /// the Megatron-LM index beside the file, or the extension.
     ///
     /// # Errors
-    /// If it cannot be read or does not look like ids of the type.
+    /// If the file cannot be read, or does not look like ids of the type.
     pub(crate) fn open(path: &Path, dtype: Option<TokenDtype>) -> Result<Self> {
         let mut file = open_regular(path)?;
         let failed = Error::io("reading", path);
@@ -122,7 +122,7 @@ impl TokenFile {
         Ok(Self { path: path.to_owned(), file, dtype: kind, start, len })
     }
 
-    /// A file of which the type, the first and the number of ids are known.
+    /// A file with known type, offset and number of ids.
     pub(crate) fn of_ids(
         path: PathBuf,
         file: File,
@@ -143,7 +143,7 @@ impl TokenFile {
         self.len
     }
 
-    /// What it is, for messages.
+    /// The name in messages.
     pub(crate) fn name(&self) -> String {
         self.path.display().to_string()
     }
@@ -151,7 +151,7 @@ impl TokenFile {
     /// The largest of the first ids.
     ///
     /// # Errors
-    /// If they cannot be read.
+    /// If the ids cannot be read.
     pub(crate) fn largest_first_id(&self) -> Result<u32> {
         let mut ids = vec![0; self.len.min(FIRST_IDS) as usize];
         self.read(0, &mut ids)?;
@@ -161,7 +161,7 @@ impl TokenFile {
     /// Fills `out` with the ids from `start` on, which must exist.
     ///
     /// # Errors
-    /// If they cannot be read, or one is negative or needs more than 32 bits.
+    /// If the ids cannot be read, or one is negative or needs more than 32 bits.
     pub(crate) fn read(&self, start: u64, out: &mut [u32]) -> Result<()> {
         let size = self.dtype.size();
         let mut bytes = vec![0; out.len() * size];
@@ -223,7 +223,7 @@ impl TokenDtype {
     }
 }
 
-/// The wider type that a file's ids seem to have. Read as `dtype`, every second id would be
+/// The wider type that a file's ids seem to have: read as `dtype`, every second id would be
 /// (nearly) 0.
 fn looks_wider(head: &[u8], dtype: TokenDtype) -> Option<TokenDtype> {
     let (values, _) = head.as_chunks::<2>();
@@ -236,8 +236,8 @@ fn looks_wider(head: &[u8], dtype: TokenDtype) -> Option<TokenDtype> {
         let largest = &mut largest[i % 4];
         *largest = u16::from_le_bytes(value).max(*largest);
     }
-    // The upper half of an id below a million is less than 16. No text has such an id at every
-    // second place.
+    // The upper half of an id below a million is less than 16. Text never has such an id at every
+    // second position.
     let halves = |lower: u16, upper: u16| lower > 0 && upper == 0 || lower > 255 && upper < 16;
     let wide = halves(largest[0], largest[1]) && largest[2..] == [0, 0];
     match dtype {
@@ -259,7 +259,7 @@ struct Header {
 }
 
 impl Header {
-    /// The header that llm.c writes: 256 numbers of four bytes, of which the first three are the kind, the
+    /// Parses the header of llm.c: 256 numbers of four bytes. The first three are the kind, the
     /// version, and the number of ids. `None` for other files.
     fn of_llm_c(head: &[u8]) -> Option<Self> {
         const KINDS: [(u32, u32, TokenDtype); 2] =
@@ -270,7 +270,8 @@ impl Header {
         known.map(|(.., dtype)| Self { dtype: *dtype, start: 1024, len: len.into() })
     }
 
-    /// Parses the header of a one-dimensional NumPy array. An error has words that follow the file's name.
+    /// Parses the header of a one-dimensional NumPy array. Errors are words that follow the file's
+    /// name.
     fn of_numpy(head: &[u8]) -> Result<Self, String> {
         let broken = || "has a broken NumPy header".to_owned();
         let version = *head.get(NUMPY.len()).ok_or_else(broken)?;
@@ -314,10 +315,10 @@ impl Header {
     }
 }
 
-/// The type of ids that the Megatron-LM index beside a file says; `None` without an index.
+/// The type of ids by the Megatron-LM index beside a file; `None` without an index.
 ///
 /// # Errors
-/// If the index cannot be read, or ids have another type than can be read.
+/// If the index cannot be read, or the type of ids is not supported.
 fn megatron_dtype(path: &Path) -> Result<Option<TokenDtype>> {
     let index = path.with_extension("idx");
     if !has_extension(path, &["bin"]) || !index.is_file() {

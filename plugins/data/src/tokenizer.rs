@@ -1,4 +1,4 @@
-//! Text to token ids and back.
+//! Conversion between text and token ids.
 
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -14,16 +14,16 @@ use crate::unknown::{Gaps, Unknown};
 
 /// The version of the tokenizers library. Another version may give other ids.
 const LIBRARY: &str = "0.23.2";
-/// A number that is raised when this crate gives other ids, such as by cutting texts elsewhere.
+/// Raise this number whenever this crate gives other ids, for example by other cuts.
 const ALGORITHM: u32 = 1;
 /// Bytes of a piece of a text; a longer text is tokenized in pieces.
 const PIECE: usize = 16 << 10;
-/// Bytes of text that are tokenized at once. The library takes 160 bytes of memory for each.
+/// Bytes of text tokenized at once. The library uses 160 bytes of memory for each.
 const BATCH: usize = 512 << 10;
-/// The least bytes a second, and the time after which a slower tokenizer is an error.
+/// Minimum speed in bytes per second, and the time after which a slower tokenizer is an error.
 const SLOWEST: (f64, Duration) = (512.0, Duration::from_secs(120));
 
-/// Turns text into token ids and back.
+/// Converts text to token ids and back.
 ///
 /// ```
 /// use fulgurite_data::Tokenizer;
@@ -67,19 +67,19 @@ impl Tokenizer {
         Self(Kind::Bytes)
     }
 
-    /// Reads a Hugging Face tokenizer: a `tokenizer.json`, or a folder with one. Its truncation, padding
-    /// and dropout do not count: they are settings of the last call before the file was saved. The files
-    /// beside it name the end token: `tokenizer_config.json`, `special_tokens_map.json`,
-    /// `generation_config.json` or `config.json`.
+    /// Reads a Hugging Face tokenizer: a `tokenizer.json`, or a folder with one. Truncation,
+    /// padding and dropout are ignored: they are settings of the last call before the file was
+    /// saved. The files beside it name the end token: `tokenizer_config.json`,
+    /// `special_tokens_map.json`, `generation_config.json` or `config.json`.
     ///
     /// # Errors
-    /// If the file is missing or cannot be parsed, or if `tokenizer_config.json` or
-    /// `special_tokens_map.json` cannot be parsed or names an end token that the tokenizer lacks.
+    /// If the file is missing or cannot be parsed. Also if `tokenizer_config.json` or
+    /// `special_tokens_map.json` cannot be parsed, or names an end token that the tokenizer lacks.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         Self::open(path.as_ref(), Wanted::default())
     }
 
-    /// [`from_file`](Self::from_file), with what the configuration says of special tokens.
+    /// [`from_file`](Self::from_file), with the configured special tokens.
     pub(crate) fn open(path: &Path, wanted: Wanted<'_>) -> Result<Self> {
         let file = TokenizerFile::read(path)?;
         // The largest id, since ids may have gaps.
@@ -100,11 +100,11 @@ impl Tokenizer {
         }))))
     }
 
-    /// The ids of a text, without the tokens around it. Names of special tokens in the text become these
-    /// tokens, as in transformers.
+    /// Returns the ids of a text, without the tokens around it. Names of special tokens in the text
+    /// become these tokens, as in transformers.
     ///
     /// # Errors
-    /// If the tokenizer has no ids for it.
+    /// If the tokenizer cannot encode the text.
     pub fn encode(&self, text: &str) -> Result<Vec<u32>> {
         match &self.0 {
             Kind::Bytes => Ok(text.bytes().map(u32::from).collect()),
@@ -122,11 +122,11 @@ impl Tokenizer {
         }
     }
 
-    /// The text of these ids. Special tokens, and bytes that are not UTF-8, are left out or
+    /// Returns the text of these ids. Special tokens and bytes that are not UTF-8 are left out or
     /// replaced.
     ///
     /// # Errors
-    /// If the tokenizer has no text for them.
+    /// If the tokenizer cannot decode the ids.
     pub fn decode(&self, ids: &[u32]) -> Result<String> {
         match &self.0 {
             Kind::Bytes => {
@@ -137,7 +137,7 @@ impl Tokenizer {
         }
     }
 
-    /// All ids are less than this.
+    /// Exclusive upper bound of all ids.
     pub fn vocab_size(&self) -> usize {
         match &self.0 {
             Kind::Bytes => Self::END_OF_BYTES as usize + 1,
@@ -153,7 +153,7 @@ impl Tokenizer {
         }
     }
 
-    /// The id before each document: none, unless `data.add_bos_token` asks for one.
+    /// The id before each document; `None` unless `data.add_bos_token` asks for it.
     pub fn start_of_text(&self) -> Option<u32> {
         match &self.0 {
             Kind::Bytes => None,
@@ -161,7 +161,8 @@ impl Tokenizer {
         }
     }
 
-    /// A name that changes with the ids of documents; `None` for bytes, which are not cached.
+    /// A name that changes whenever ids of documents change; `None` for bytes, which are not
+    /// cached.
     pub(crate) fn identity(&self) -> Option<String> {
         let Kind::HuggingFace(tokenizer) = &self.0 else { return None };
         let HuggingFace { hash, special, .. } = &**tokenizer;
@@ -183,11 +184,11 @@ impl Tokenizer {
         warnings
     }
 
-    /// Calls `push` with the ids of the documents of `read`, in order, each between the ids that begin
-    /// and end a text. Returns the result of `read` and the unknown parts of the text.
+    /// Calls `push` with the ids of `read`'s documents, in order, each between the start and end
+    /// ids. Returns the result of `read`, and the unknown parts of the text.
     ///
     /// # Errors
-    /// If the tokenizer has no ids for a text, or `read` or `push` fails.
+    /// If the tokenizer cannot encode a text, or `read` or `push` fails.
     pub(crate) fn encode_documents<R>(
         &self,
         read: impl FnOnce(&mut dyn FnMut(String) -> Result<()>) -> Result<R>,
@@ -212,14 +213,14 @@ impl Tokenizer {
 }
 
 impl HuggingFace {
-    /// The ids and the unknown parts of each piece, computed on all threads.
+    /// The ids and unknown parts of each piece, computed on all threads.
     fn encode(&self, pieces: &[Piece]) -> Result<Vec<(Vec<u32>, Unknown)>> {
         let encode = |piece: &Piece| {
             let text = piece.text.as_str();
             self.growth.check(text).map_err(|what| self.failed(&what))?;
             let encoded = catch_panic(|| match self.gaps.leaves_out {
                 true => self.tokenizer.encode(text, false),
-                // Faster, without positions in the text.
+                // Faster, because it omits positions in the text.
                 false => self.tokenizer.encode_fast(text, false),
             });
             let encoding = encoded
@@ -251,7 +252,7 @@ struct Encoder<'a> {
     pieces: Vec<Piece>,
     /// Bytes of `pieces`.
     waiting: usize,
-    /// Bytes that were tokenized, in this time.
+    /// Bytes tokenized so far, and the time spent on them.
     done: usize,
     busy: Duration,
     unknown: Unknown,
@@ -283,7 +284,7 @@ impl<'a> Encoder<'a> {
             let ends = pieces.peek().is_none();
             self.pieces.push(Piece { text: piece.to_owned(), begins, ends });
             begins = false;
-            // Empty texts have up to two ids, too.
+            // Empty texts have up to two ids as well.
             if self.waiting >= BATCH || self.pieces.len() >= BATCH / 16 {
                 self.flush()?;
             }
@@ -328,7 +329,7 @@ mod tests {
     use super::LIBRARY;
 
     #[test]
-    fn the_library_has_its_version() {
+    fn library_version_matches_the_lock_file() {
         let lock = include_str!(concat!(env!("CARGO_MANIFEST_DIR"), "/../../Cargo.lock"));
         let (_, rest) = lock.split_once("name = \"tokenizers\"\nversion = \"").unwrap();
         assert_eq!(rest.split('"').next(), Some(LIBRARY));

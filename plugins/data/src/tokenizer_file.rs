@@ -1,4 +1,4 @@
-//! Reading a `tokenizer.json`: its limits, and the settings that are left out.
+//! Reads a `tokenizer.json`: its limits, and the ignored settings.
 
 use std::borrow::Cow;
 use std::path::{Path, PathBuf};
@@ -13,11 +13,11 @@ use twox_hash::XxHash3_128;
 
 use crate::pattern;
 
-/// The longest `tokenizer.json` that is read; the largest published ones have a tenth of it.
+/// Maximum length of a `tokenizer.json`; the largest published ones have a tenth of it.
 const MAX_FILE: u64 = 256 << 20;
-/// How many times as long as a text its normalized form may be.
+/// Maximum growth of a text by normalization.
 const MAX_GROWTH: f64 = 64.0;
-/// Files of other tokenizers, from which transformers can write a `tokenizer.json`.
+/// Files of other tokenizers that transformers can convert to a `tokenizer.json`.
 const OTHER_FILES: [&str; 7] = [
     "tokenizer.model",
     "spiece.model",
@@ -53,7 +53,7 @@ pub(crate) struct Parts {
     added_tokens: Vec<AddedToken>,
 }
 
-/// The token for what a model does not know, of the models that have one.
+/// A model's token for unknown text, if the model has one.
 #[derive(Debug, Default, Deserialize)]
 #[serde(default)]
 pub(crate) struct ModelPart {
@@ -67,8 +67,8 @@ struct AddedToken {
 }
 
 impl TokenizerFile {
-    /// Reads a `tokenizer.json`, or the one in a folder. Leaves out truncation, padding and the
-    /// post-processor, which are for the input of a model, and dropout, which differs by rank.
+    /// Reads a `tokenizer.json`, or the one in a folder. Ignores truncation, padding and the
+    /// post-processor, which prepare a model's input, and dropout, which differs by rank.
     ///
     /// # Errors
     /// If the file is missing, cannot be parsed, or makes texts far longer.
@@ -146,10 +146,10 @@ fn clear_dropout(tokenizer: &mut tokenizers::Tokenizer) -> bool {
     }
 }
 
-/// How much longer a chain of replacements can make a text.
+/// The growth of a text by a chain of replacements.
 #[derive(Debug, Clone)]
 pub(crate) struct Growth {
-    /// The most times as long.
+    /// Upper bound of the factor.
     at_most: f64,
     /// The replacements in order; `None` if a regular expression makes texts longer.
     replacements: Option<Vec<(String, String)>>,
@@ -159,7 +159,7 @@ impl Growth {
     /// The growth by a normalizer or decoder.
     ///
     /// # Errors
-    /// If it cannot be bounded for a text.
+    /// If the growth cannot be bounded.
     fn of(chain: &Value) -> Result<Self, String> {
         let mut growth = Self { at_most: 1.0, replacements: Some(Vec::new()) };
         growth.add(chain);
@@ -200,10 +200,10 @@ impl Growth {
         }
     }
 
-    /// Checks that a text stays short enough, before it is normalized.
+    /// Checks before normalization that a text stays short enough.
     ///
     /// # Errors
-    /// If it does not.
+    /// If the text would become too long.
     pub(crate) fn check(&self, text: &str) -> Result<(), String> {
         let Some(replacements) = self.replacements.as_ref().filter(|_| self.at_most > MAX_GROWTH)
         else {

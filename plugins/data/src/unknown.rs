@@ -1,4 +1,4 @@
-//! Text that a tokenizer does not know.
+//! Text unknown to a tokenizer.
 
 use std::ops::AddAssign;
 
@@ -8,14 +8,14 @@ use tokenizers::{Encoding, Tokenizer};
 
 use crate::tokenizer_file::TokenizerFile;
 
-/// How much of a text a tokenizer did not know.
+/// The amount of unknown text.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Unknown {
-    /// Tokens that stand for something unknown.
+    /// Unknown tokens.
     pub tokens: u64,
-    /// Characters that have no token.
+    /// Characters without a token.
     pub characters: u64,
-    /// The first of them.
+    /// The first such character.
     pub first: Option<char>,
 }
 
@@ -30,9 +30,9 @@ impl AddAssign for Unknown {
 /// The unknown token, and whether the tokenizer drops characters.
 #[derive(Debug, Clone)]
 pub(crate) struct Gaps {
-    /// The token for something unknown.
+    /// The token for unknown text.
     unknown: Option<u32>,
-    /// Whether characters can vanish: a BPE without an unknown token.
+    /// Whether characters can vanish: a BPE model without an unknown token.
     pub leaves_out: bool,
 }
 
@@ -67,7 +67,7 @@ impl Gaps {
             covered[start..end.min(text.len())].fill(true);
         }
         for (at, character) in text.char_indices() {
-            // White space between words is no loss.
+            // White space between words does not count.
             if !covered[at] && !character.is_whitespace() && is_kept(tokenizer, character) {
                 unknown += Unknown { tokens: 0, characters: 1, first: Some(character) };
             }
@@ -76,7 +76,7 @@ impl Gaps {
     }
 }
 
-/// Whether the normalizer leaves something of a character.
+/// Whether any part of a character survives the normalizer.
 fn is_kept(tokenizer: &Tokenizer, character: char) -> bool {
     use tokenizers::{NormalizedString, Normalizer as _};
     let mut text = NormalizedString::from(character.to_string());

@@ -1,8 +1,8 @@
-//! Finding the files that a path of the configuration names or contains.
+//! Finds the files that a path of the configuration names or contains.
 //!
-//! All types of data have one rule. Folders are walked with their sub-folders, in order of the paths.
-//! Links are followed, unless they lead to a folder above, or to a file or folder that was taken
-//! already. Hidden files and folders are left out.
+//! One rule holds for all types of data. Folders are walked with their sub-folders, in order of the
+//! paths. Links are followed, except to an ancestor folder, or to a file or folder that was already
+//! taken. Hidden files and folders are left out.
 
 use std::collections::HashSet;
 use std::fs::{self, Metadata};
@@ -19,28 +19,28 @@ use ignore::gitignore::Gitignore;
 /// Extensions of compressed files, which cannot be read.
 const COMPRESSED: &[&str] = &["gz", "zst", "bz2", "xz", "lz4", "zip"];
 
-/// Which files of a folder are taken.
+/// The files of a folder to take.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Wanted<'a> {
-    /// All but those that a `.gitignore` in the folder excludes.
+    /// All files except the ones that a `.gitignore` in the folder excludes.
     Any,
-    /// Those with one of these extensions, in lower or upper case.
+    /// Files with one of these extensions, in lower or upper case.
     Extensions(&'a [&'a str]),
 }
 
-/// A file to be read.
+/// A file to read.
 #[derive(Debug)]
 pub(crate) struct Found {
     pub(crate) path: PathBuf,
-    /// The folder that was named; `None` if the file itself was.
+    /// The named folder; `None` if the file itself was named.
     pub(crate) folder: Option<PathBuf>,
 }
 
-/// The files that `paths` name, and the wanted ones in the folders among them, in order. `key` is
-/// the key of the configuration, for messages. The report counts the files that are left out.
+/// Finds the files in `paths`, and the wanted files in the folders among them, in order. `key` is
+/// the key of the configuration, for messages. The report counts skipped files.
 ///
 /// # Errors
-/// If a path is missing or cannot be read, or a folder has no such files.
+/// If a path is missing or cannot be read, or a folder is without such files.
 pub(crate) fn find(
     key: &str,
     paths: &[PathBuf],
@@ -101,11 +101,11 @@ pub(crate) fn nothing_in(folder: &Path, key: &str, what: &str, report: &SourceRe
 struct Walk<'a> {
     root: &'a Path,
     wanted: Wanted<'a>,
-    /// The `.gitignore` files of the present folder and its ancestors.
+    /// The `.gitignore` files of the current folder and its ancestors.
     ignores: Vec<Gitignore>,
-    /// Device and inode of the present folder and its ancestors.
+    /// Device and inode of the current folder and its ancestors.
     above: Vec<(u64, u64)>,
-    /// Device and inode of the folders and files that were taken.
+    /// Device and inode of taken folders and files.
     taken: HashSet<(u64, u64)>,
     found: Vec<PathBuf>,
     report: &'a mut SourceReport,
@@ -121,7 +121,7 @@ impl Walk<'_> {
         let ignores = matches!(self.wanted, Wanted::Any) && file.is_file();
         if ignores {
             let (patterns, error) = Gitignore::new(&file);
-            // As git, which skips patterns that it cannot read.
+            // Like git, which skips patterns that it cannot parse.
             if let Some(error) = error.filter(ignore::Error::is_io) {
                 return Err(Error::Data(error.to_string()));
             }
@@ -147,7 +147,7 @@ impl Walk<'_> {
         }
         let metadata = match fs::metadata(path) {
             Ok(metadata) => metadata,
-            // Also of a link to itself.
+            // Also a link to itself.
             Err(error) if path.is_symlink() && error.kind() != ErrorKind::PermissionDenied => {
                 self.report.fault("linked to nothing", name());
                 return Ok(());
@@ -204,7 +204,7 @@ pub(crate) fn has_extension(path: &Path, extensions: &[&str]) -> bool {
     extension.is_some_and(|found| extensions.iter().any(|e| e.eq_ignore_ascii_case(found)))
 }
 
-/// Checks that a path is of a folder or a regular file: reading a device or a pipe may never end.
+/// Checks that a path is a folder or a regular file: reading a device or a pipe may never end.
 fn check_kind(key: &str, path: &Path) -> Result<Metadata> {
     match fs::metadata(path) {
         Ok(found) if found.is_dir() || found.is_file() => Ok(found),

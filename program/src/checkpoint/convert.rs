@@ -26,7 +26,7 @@ struct Paths {
     verbosity: Verbosity,
 }
 
-/// Changes of the tensors.
+/// Changes to the tensors.
 #[derive(Debug, Args)]
 struct Changes {
     /// Convert the model's floating-point tensors
@@ -131,7 +131,7 @@ impl Convert {
 }
 
 impl Convert {
-    /// An option that was given but belongs to another format.
+    /// An option that belongs to another format.
     fn misplaced(&self) -> Option<&'static str> {
         let distributed = self.to == Format::Distributed;
         [
@@ -203,7 +203,7 @@ fn split(output: &Path) -> Result<(&Path, &str)> {
     }
 }
 
-/// Checks that the output is not inside of the input.
+/// Checks that the output is not inside the input.
 fn check_apart(input: &Path, output: &Path, parent: &Path) -> Result<()> {
     let whole = |path: &Path| path.canonicalize().ok();
     match (whole(input), whole(parent)) {

@@ -36,7 +36,7 @@ pub(crate) enum Command {
 /// Runs the command, prints the result, and returns the program's exit code.
 ///
 /// # Errors
-/// If the input is no checkpoint or incomplete, or the output cannot be written.
+/// If the input is incomplete or not a checkpoint, or the output cannot be written.
 pub(crate) fn run(command: Command) -> Result<ExitCode> {
     match command {
         Command::Inspect(command) => command.run(),

@@ -8,7 +8,7 @@ use fulgurite_error::{Error, Result, print};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;
 
-/// What a command prints.
+/// Options for the output of a command.
 #[derive(Debug, Clone, Copy, Args)]
 pub(super) struct Verbosity {
     /// Write the result as JSON
@@ -19,7 +19,7 @@ pub(super) struct Verbosity {
     pub(super) quiet: bool,
 }
 
-/// Opens the checkpoint at `path`, and says on stderr what its user should know.
+/// Opens the checkpoint at `path`, and prints its warnings to stderr.
 pub(super) fn open(path: &Path) -> Result<AnyCheckpoint> {
     let checkpoint = AnyCheckpoint::open(path)?;
     if let Some(warning) = checkpoint.warning() {

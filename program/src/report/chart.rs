@@ -1,21 +1,21 @@
-//! Curves as SVG, which the page's script lets its reader zoom.
+//! Curves as SVG, zoomable by the page's script.
 
 use std::fmt::Write as _;
 
 use super::escape::Escaped;
 
-/// What the curves are drawn in, in units of the drawing.
+/// Size of the plot area, in units of the drawing.
 const WIDTH: f64 = 576.0;
 const HEIGHT: f64 = 210.0;
 const LEFT: f64 = 58.0;
 const TOP: f64 = 8.0;
-/// The most points of a curve; a longer one keeps the extremes of its parts.
+/// Maximum number of points of a curve; a longer curve keeps the extremes of each section.
 const MAX_POINTS: usize = 1200;
 
 /// A curve in a chart.
 pub(super) struct Series<'a> {
     pub(super) name: &'a str,
-    /// Which of the page's colours it has.
+    /// Index of the curve's colour on the page.
     pub(super) colour: usize,
     pub(super) points: &'a [(f64, f64)],
 }
@@ -34,8 +34,8 @@ impl Range {
         if from > to {
             return Self { from: 0.0, to: 1.0 };
         }
-        // Of a single value something is seen on both sides. What is larger is cut, so that differences
-        // stay finite.
+        // A single value gets room on both sides. Huge values are clamped, so that differences stay
+        // finite.
         let [from, to] = [from, to].map(|end| end.clamp(-1e300, 1e300));
         let room = if from == to { from.abs().max(1.0) * 0.5 } else { (to - from) * margin };
         Self { from: from - room, to: to + room }
@@ -45,7 +45,7 @@ impl Range {
         (value.clamp(-1e300, 1e300) - self.from) / (self.to - self.from)
     }
 
-    /// Round numbers in the range, about `wanted` of them.
+    /// About `wanted` round numbers in the range.
     fn ticks(self, wanted: f64) -> Vec<f64> {
         let rough = (self.to - self.from) / wanted;
         let power = 10f64.powf(rough.log10().floor());
@@ -59,7 +59,7 @@ impl Range {
     }
 }
 
-/// A chart of these curves, which have a point at least. `note` is shown below.
+/// A chart of these curves, each with at least one point. `note` is shown below.
 pub(super) fn chart(title: &str, series: &[Series], note: &str) -> String {
     let all = || series.iter().flat_map(|series| series.points);
     let x = Range::of(all().map(|point| point.0), 0.02);
@@ -117,7 +117,7 @@ pub(super) fn chart(title: &str, series: &[Series], note: &str) -> String {
         }
         let dot = match points.len() {
             1 => {
-                // As wide as its stroke.
+                // A dot as wide as the stroke.
                 path += "h0.01";
                 " dot"
             }
@@ -136,7 +136,7 @@ pub(super) fn chart(title: &str, series: &[Series], note: &str) -> String {
     html
 }
 
-/// At most [`MAX_POINTS`] points: of each part of a longer curve the lowest and the highest.
+/// At most [`MAX_POINTS`] points: the lowest and the highest of each section of a longer curve.
 fn thin(points: &[(f64, f64)]) -> Vec<(f64, f64)> {
     if points.len() <= MAX_POINTS {
         return points.to_vec();
@@ -193,7 +193,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_curve_keeps_its_spikes() {
+    fn long_curves_keep_their_spikes() {
         let mut points: Vec<(f64, f64)> = (0..100_000).map(|i| (f64::from(i), 1.0)).collect();
         points[77_777].1 = 50.0;
         points[12_345].1 = -3.0;

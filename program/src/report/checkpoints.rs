@@ -6,13 +6,13 @@ use serde_json::Value;
 
 use super::run::Run;
 
-/// A checkpoint that a run has saved.
+/// A saved checkpoint.
 pub(super) struct Checkpoint {
     pub(super) step: Option<u64>,
     pub(super) path: PathBuf,
-    /// Seconds for which training waited.
+    /// Seconds for which the save blocked training.
     pub(super) blocked_s: Option<f64>,
-    /// What of it is on disk.
+    /// The checkpoint's state on disk.
     pub(super) on_disk: OnDisk,
 }
 
@@ -20,14 +20,13 @@ pub(super) struct Checkpoint {
 pub(super) enum OnDisk {
     /// In the run's directory, with this many bytes.
     Bytes(u64),
-    /// In another directory, which is not searched: its name comes from a file that anybody may have written.
+    /// In another directory, which is not searched: anyone may have written the file with its name.
     Elsewhere,
-    /// Not there any more.
+    /// Removed.
     Gone,
 }
 
-/// The checkpoints of a run in the order in which they were saved; without `events.jsonl`, those that are
-/// there.
+/// The checkpoints of a run in the order of saving. Without `events.jsonl`, the existing ones.
 pub(super) fn checkpoints(run: &Run) -> Vec<Checkpoint> {
     let own = run.path.join("checkpoints");
     let mut all: Vec<Checkpoint> = run
@@ -78,7 +77,7 @@ fn size(dir: &Path) -> u64 {
     sizes.sum()
 }
 
-/// The checkpoint that a run went on from: its step and path.
+/// The checkpoint that the run resumed from: its step and path.
 pub(super) fn resumed_from(run: &Run) -> Option<(u64, String)> {
     let event: &Value = run.event("resume")?;
     Some((event["step"].as_u64()?, event["path"].as_str()?.to_owned()))

@@ -1,8 +1,8 @@
-//! Text in HTML.
+//! Escaping of text for HTML.
 
 use std::fmt;
 
-/// A text that is shown as it is, in elements and in quoted attributes.
+/// Displays a text verbatim, in elements and in quoted attributes.
 pub(super) struct Escaped<T>(pub(super) T);
 
 impl<T: fmt::Display> fmt::Display for Escaped<T> {
@@ -14,7 +14,7 @@ impl<T: fmt::Display> fmt::Display for Escaped<T> {
                 '>' => f.write_str("&gt;")?,
                 '"' => f.write_str("&quot;")?,
                 '\'' => f.write_str("&#39;")?,
-                // Not allowed in HTML, and nothing to see.
+                // Control characters are invisible, and not allowed in HTML.
                 c if c.is_control() && !matches!(c, '\n' | '\t') => f.write_str("\u{fffd}")?,
                 c => write!(f, "{c}")?,
             }
@@ -28,7 +28,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn nothing_is_left_that_html_reads() {
+    fn html_is_escaped() {
         let text = Escaped("</script><img src=x onerror='a(\"b\")'>&amp;\0").to_string();
         assert_eq!(
             text,

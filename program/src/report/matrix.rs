@@ -1,4 +1,4 @@
-//! Confusion matrices: metrics `name/target_prediction`, for each pair of classes.
+//! Confusion matrices: metrics `name/target_prediction` for each pair of classes.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write as _;
@@ -7,15 +7,15 @@ use super::chart::short;
 use super::escape::Escaped;
 use super::run::Run;
 
-/// The most classes that a table shows.
+/// Maximum number of classes in a table.
 const MAX_CLASSES: usize = 40;
 
-/// A matrix that some run has logged.
+/// A matrix that at least one run has logged.
 pub(super) struct Matrix {
-    /// The metric's name, without the cells': with the name of a validation set behind it.
+    /// The metric's name without the cell, with the name of a validation set appended.
     pub(super) name: String,
     classes: usize,
-    /// The name of the metric of each cell, row by row.
+    /// The metric's name for each cell, row by row.
     cells: Vec<String>,
 }
 
@@ -25,7 +25,7 @@ impl Matrix {
         self.cells.iter().any(|cell| cell == metric)
     }
 
-    /// The last values of a run, row by row, and their step; `None` if it has not all of them.
+    /// The last values of a run, row by row, and their step; `None` if a cell is missing.
     fn last(&self, run: &Run) -> Option<(f64, Vec<f64>)> {
         let points = |cell: &String| run.curves.get(cell)?.points.last().copied();
         let points: Vec<(f64, f64)> = self.cells.iter().map(points).collect::<Option<_>>()?;
@@ -33,7 +33,7 @@ impl Matrix {
         Some((step, points.into_iter().map(|point| point.1).collect()))
     }
 
-    /// The matrix of a run as a table, each row shaded by its shares; `None` if the run has none.
+    /// The matrix of a run as a table with shaded rows; `None` if the run did not log it.
     pub(super) fn table(&self, run: &Run, label: &str) -> Option<String> {
         let (step, values) = self.last(run)?;
         let mut html = format!(
@@ -66,7 +66,7 @@ impl Matrix {
     }
 }
 
-/// The matrices among metrics of these names.
+/// Finds the matrices among these metric names.
 pub(super) fn matrices(names: &BTreeSet<&str>) -> Vec<Matrix> {
     let mut cells: BTreeMap<String, BTreeMap<(usize, usize), String>> = BTreeMap::new();
     for metric in names {
@@ -82,7 +82,7 @@ pub(super) fn matrices(names: &BTreeSet<&str>) -> Vec<Matrix> {
     cells.into_iter().filter_map(matrix).collect()
 }
 
-/// `name/1_2` or, of a validation set, `name/1_2/set`, as the name and the cell.
+/// Splits `name/1_2`, or `name/1_2/set` for a validation set, into name and cell.
 fn cell(metric: &str) -> Option<(String, (usize, usize))> {
     let mut parts: Vec<&str> = metric.split('/').collect();
     let place = parts.iter().skip(1).position(|part| pair(part).is_some())? + 1;
@@ -101,7 +101,7 @@ mod tests {
     use crate::report::run::Curve;
 
     #[test]
-    fn the_cells_of_a_matrix_are_one_table() {
+    fn matrix_cells_make_one_table() {
         let mut run = Run::default();
         for (metric, value) in
             [("m/0_0", 3.0), ("m/0_1", 1.0), ("m/1_0", 0.0), ("m/1_1", 2.0), ("half/0_1", 1.0)]
@@ -122,7 +122,7 @@ mod tests {
     }
 
     #[test]
-    fn a_validation_set_is_part_of_the_name() {
+    fn validation_set_is_part_of_the_name() {
         assert_eq!(cell("val_c/2_10/books"), Some(("val_c/books".to_owned(), (2, 10))));
         assert_eq!(cell("1_2"), None);
         assert_eq!(cell("val_loss/books"), None);

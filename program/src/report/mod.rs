@@ -1,4 +1,4 @@
-//! `fulgurite report`: one page about runs, from what they have written.
+//! `fulgurite report`: one page about runs, from the files that they wrote.
 
 mod chart;
 mod checkpoints;
@@ -32,7 +32,7 @@ impl Report {
     /// Writes the page.
     ///
     /// # Errors
-    /// If a path is no run or cannot be read, or the page cannot be written.
+    /// If a path is not a run or cannot be read, or the page cannot be written.
     pub(crate) fn run(&self) -> Result<ExitCode> {
         check_output(&self.output)?;
         let runs = run::open_all(&self.runs)?;
@@ -47,7 +47,7 @@ impl Report {
     }
 }
 
-/// Refuses to write over a file that is no report.
+/// Refuses to overwrite a file that is not a report.
 fn check_output(path: &Path) -> Result<()> {
     if !path.exists() {
         return Ok(());
@@ -66,7 +66,7 @@ fn check_output(path: &Path) -> Result<()> {
     )))
 }
 
-/// Writes the page whole or not at all.
+/// Writes the page atomically.
 fn write(path: &Path, html: &str) -> Result<()> {
     let failed = || Error::io("writing the report", path);
     let dir = path.parent().filter(|dir| !dir.as_os_str().is_empty()).unwrap_or(Path::new("."));

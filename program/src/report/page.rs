@@ -1,4 +1,4 @@
-//! The page: everything in one file, that loads nothing.
+//! The page: everything in one file, which loads no others.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -13,10 +13,10 @@ use super::matrix::matrices;
 use super::run::Run;
 use super::settings::settings;
 
-/// By which a report is known.
+/// Marks a file as a report.
 pub(super) const GENERATOR: &str = "<meta name=\"generator\" content=\"fulgurite report\">";
 
-/// The last texts of a name that are shown.
+/// Maximum number of texts shown for each name.
 const TEXTS: usize = 5;
 
 /// The page about these runs.
@@ -129,13 +129,13 @@ fn overview(html: &mut String, runs: &[Run]) {
     }
 }
 
-/// The items a second of a summary, whatever the items are.
+/// The summary's items per second, whatever the items are.
 fn rate(summary: &Value) -> Option<f64> {
     let mut keys = summary.as_object()?.iter();
     keys.find(|(key, _)| key.ends_with("_per_s"))?.1.as_f64()
 }
 
-/// How a run ended, as far as it has said.
+/// The end of a run, as far as its events show.
 fn state(run: &Run) -> &'static str {
     match run.event("end").and_then(|event| event["status"].as_str()) {
         Some("success") => "completed",
@@ -189,7 +189,7 @@ fn curves(html: &mut String, runs: &[Run]) {
     *html += "</div>\n";
 }
 
-/// A table of metrics with at most one value a run.
+/// A table of metrics with at most one value per run.
 fn single_values(html: &mut String, runs: &[Run], names: &[&str]) {
     let curve = |run: usize, name: &str| runs[run].curves.get(name);
     let shown: Vec<usize> = (0..runs.len())
@@ -216,7 +216,7 @@ fn single_values(html: &mut String, runs: &[Run], names: &[&str]) {
     table(html, &head, rows);
 }
 
-/// The charts of the metrics of these names.
+/// The charts of these metrics.
 fn charts(html: &mut String, runs: &[Run], names: &[&str]) {
     if names.is_empty() {
         return;
@@ -260,7 +260,7 @@ fn charts(html: &mut String, runs: &[Run], names: &[&str]) {
 
 fn differences(html: &mut String, runs: &[Run]) {
     *html += "<h2>Settings</h2>\n";
-    // Evaluations and failed starts would have a column each.
+    // Evaluations and failed starts get no column.
     let mut shown: Vec<usize> =
         (0..runs.len()).filter(|&index| runs[index].has_trained()).collect();
     if shown.is_empty() {
@@ -338,7 +338,7 @@ fn memory_and_time(html: &mut String, runs: &[Run]) {
     }
 }
 
-/// The spans of a profile: a bar of its phases, and tables of each kind.
+/// The spans of a profile: a bar of its phases, and a table for each kind.
 fn phases(html: &mut String, profile: &Value) {
     let wall = profile["wall_s"].as_f64().unwrap_or(f64::NAN);
     let spans = || profile["spans"].as_array().into_iter().flatten();

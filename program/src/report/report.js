@@ -38,7 +38,7 @@ for (const figure of document.querySelectorAll("figure.chart[data-view]")) {
 
   function draw() {
     const [x0, x1, y0, y1] = view;
-    // From the drawing of the whole to that of the view.
+    // From the drawing of the whole to the drawing of the view.
     const sx = (all[1] - all[0]) / (x1 - x0), sy = (all[3] - all[2]) / (y1 - y0);
     const dx = (all[0] - x0) / (x1 - x0) * WIDTH, dy = (y1 - all[3]) / (y1 - y0) * HEIGHT;
     curves.setAttribute("transform", `matrix(${sx} 0 0 ${sy} ${dx} ${dy})`);
@@ -55,7 +55,7 @@ for (const figure of document.querySelectorAll("figure.chart[data-view]")) {
     }
   }
 
-  // Where the pointer is in the plot.
+  // Position of the pointer in the plot.
   function at(event) {
     const point = new DOMPoint(event.clientX, event.clientY).matrixTransform(plot.getScreenCTM().inverse());
     return [Math.min(Math.max(point.x, 0), WIDTH), Math.min(Math.max(point.y, 0), HEIGHT)];

@@ -1,4 +1,4 @@
-//! What a run has written: `config.toml`, its metrics, `events.jsonl`.
+//! The files of a run: `config.toml`, its metrics, `events.jsonl`.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -7,7 +7,7 @@ use fulgurite_error::{Error, Result, files};
 use serde_json::Value;
 use toml::Table;
 
-/// The largest file that is read: far more than the metrics of a long run.
+/// Maximum file size: far above the metrics of a long run.
 const MAX_FILE: u64 = 4 << 30;
 
 /// A run.
@@ -17,7 +17,7 @@ pub(super) struct Run {
     pub(super) path: PathBuf,
     pub(super) config: Table,
     pub(super) curves: BTreeMap<String, Curve>,
-    /// Name, step and text, in the order in which they were logged.
+    /// Name, step and text, in the order of logging.
     pub(super) texts: Vec<(String, u64, String)>,
     /// The lines of `events.jsonl`.
     pub(super) events: Vec<Value>,
@@ -26,9 +26,9 @@ pub(super) struct Run {
 /// The values of a metric.
 #[derive(Debug, Default, Clone, PartialEq)]
 pub(super) struct Curve {
-    /// Step and value, those that are finite.
+    /// Steps and finite values.
     pub(super) points: Vec<(f64, f64)>,
-    /// The steps whose values are not.
+    /// Steps with values that are not finite.
     pub(super) non_finite: Vec<u64>,
 }
 
@@ -48,7 +48,7 @@ impl Run {
         self.curves.get(metric)?.points.last().map(|point| point.1)
     }
 
-    /// Whether the run has trained: it has logged a step, or its summary has one.
+    /// Whether the run has trained: a step was logged, or the summary has a step time.
     pub(super) fn has_trained(&self) -> bool {
         let stepped = self.event("summary").is_some_and(|end| end["step_s_median"].is_number());
         stepped || self.curves.contains_key("train_loss") || self.event("checkpoint").is_some()
@@ -64,7 +64,7 @@ impl Run {
     }
 }
 
-/// The runs at these paths: directories of runs, or of directories of runs.
+/// The runs at these paths: run directories, or directories that contain some.
 ///
 /// # Errors
 /// If a path is neither, or a file of a run cannot be read.
@@ -83,7 +83,7 @@ pub(super) fn open_all(paths: &[PathBuf]) -> Result<Vec<Run>> {
     dirs.iter().zip(names).map(|(dir, name)| open(dir, name)).collect()
 }
 
-/// The directories of runs at a path, the oldest first.
+/// The run directories at a path, oldest first.
 fn run_dirs(path: &Path) -> Result<Vec<PathBuf>> {
     let refused = |what: &str| {
         Err(Error::other(format!(
@@ -119,7 +119,7 @@ fn run_dirs(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(versions.into_iter().map(|(_, dir)| dir).collect())
 }
 
-/// A name for each run: as much of the end of its path as tells it from the others.
+/// A name for each run: the shortest end of its path that is unique.
 fn names(dirs: &[PathBuf]) -> Vec<String> {
     let parts: Vec<Vec<String>> = dirs
         .iter()
@@ -159,8 +159,8 @@ fn open(dir: &Path, name: String) -> Result<Run> {
     Ok(run)
 }
 
-/// The values of a file of JSON lines, with their lines' numbers. The end of the file may be missing, for
-/// runs are killed.
+/// The values in a file of JSON lines, with line numbers. The last line may be incomplete, because
+/// runs may be killed.
 fn json_lines(path: &Path) -> Result<Vec<(usize, Value)>> {
     let bytes = files::read_regular(path, MAX_FILE)?;
     let text = String::from_utf8_lossy(&bytes);
@@ -207,7 +207,7 @@ fn read_csv(run: &mut Run, path: &Path) -> Result<()> {
     };
     let rows: Vec<_> = reader.records().collect();
     let last = rows.len().saturating_sub(1);
-    // A killed run may have written a part of a row.
+    // A killed run may have written part of a row.
     let torn = !bytes.ends_with(b"\n");
     for (index, row) in rows.into_iter().enumerate() {
         if index == last && torn {
@@ -254,7 +254,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_metric_is_named_with_its_line() {
+    fn bad_metric_line_is_named() {
         let error = |name, text| {
             let error = run_of(&[(name, text)]).unwrap_err().to_string();
             error.rsplit_once('/').unwrap().1.to_owned()

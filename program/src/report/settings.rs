@@ -1,10 +1,10 @@
-//! The settings of runs, and where they differ.
+//! Settings of runs, and their differences.
 
 use std::collections::BTreeMap;
 
 use toml::{Table, Value};
 
-/// A key, with its value in each run; `None` where it has none.
+/// A key and its value in each run; `None` where the key is missing.
 pub(super) struct Setting {
     pub(super) key: String,
     pub(super) values: Vec<Option<String>>,
@@ -44,7 +44,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_key_that_one_run_lacks_is_a_difference() {
+    fn missing_key_is_a_difference() {
         let first: Table = "seed = 1\n[a]\nx = 1\ny = 'p'".parse().unwrap();
         let second: Table = "seed = 1\n[a]\nx = 2".parse().unwrap();
         let all = settings([&first, &second].into_iter());

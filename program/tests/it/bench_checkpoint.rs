@@ -5,7 +5,7 @@ use std::process::Command;
 
 use serde_json::Value;
 
-/// What the command measured of this workload on two ranks that share it.
+/// The measurements of this workload on two ranks that share it.
 fn measured(workload: &str, dir: &Path, extra: &[&str]) -> Value {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
         .args(["bench", "checkpoint", "--ranks", "2", "--strategy", "fsdp", "--repeat", "2"])
@@ -17,13 +17,13 @@ fn measured(workload: &str, dir: &Path, extra: &[&str]) -> Value {
         .unwrap();
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
     assert!(output.status.success(), "{}{}", text(&output.stdout), text(&output.stderr));
-    // It leaves nothing.
+    // The benchmark leaves no files.
     assert_eq!(std::fs::read_dir(dir).unwrap().count(), 0);
     serde_json::from_slice(&output.stdout).unwrap()
 }
 
-/// Asserts that no save and no load took more memory, on any rank, than a rank's share of the state,
-/// the largest tensor and 64 MiB.
+/// Asserts that each save and load used at most this much more memory on any rank: the rank's share
+/// of the state, the largest tensor, and 64 MiB.
 fn assert_rises_are_bounded(measured: &Value) {
     let mib = |key: &str| measured[key].as_f64().unwrap();
     let most = mib("share_mib") + mib("largest_tensor_mib") + 64.0;
@@ -36,7 +36,7 @@ fn assert_rises_are_bounded(measured: &Value) {
 }
 
 #[test]
-fn it_compares_saves_and_loads_with_what_the_machine_can_do() {
+fn saves_and_loads_against_machine_limits() {
     let temp = tempfile::tempdir().unwrap();
     let measured = measured("tiny", temp.path(), &["--json"]);
     assert_eq!(measured["bench"], "checkpoint");
@@ -79,7 +79,7 @@ fn it_compares_saves_and_loads_with_what_the_machine_can_do() {
 
 #[test]
 #[ignore = "writes 1 GiB twenty times over; with --release a minute, else several"]
-fn a_gibibyte_takes_a_share_a_tensor_and_64_mib_at_most() {
+fn checkpoint_memory_stays_within_its_bound() {
     let temp = tempfile::tempdir().unwrap();
     let measured = measured("ckpt", temp.path(), &["--json"]);
     assert!(measured["state_gib"].as_f64().unwrap() > 1.0);

@@ -1,17 +1,17 @@
-//! `fulgurite bench collectives` by ranks that `mpirun` starts, or what FULGURITE_MPIRUN says. Built with the feature
-//! `mpi`, run by `.ci/mpi`.
+//! `fulgurite bench collectives` with ranks started by `mpirun`, or by the command in
+//! FULGURITE_MPIRUN. Built with the feature `mpi`; run by `.ci/mpi`.
 
 use std::process::Command;
 
 use serde_json::Value;
 
 #[test]
-fn over_mpi_its_own_collectives_are_measured_too() {
+fn mpi_collectives_are_measured_too() {
     let mpirun = std::env::var("FULGURITE_MPIRUN").unwrap_or_else(|_| "mpirun".to_owned());
     let output = Command::new(mpirun)
         .args(["-n", "2", env!("CARGO_BIN_EXE_fulgurite"), "bench", "collectives", "--json"])
         .args(["--process-group", "mpi", "--sizes", "4096,100000"])
-        // Tests may be run by root.
+        // Allow root to run the tests.
         .envs(["OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"].map(|name| (name, "1")))
         .envs([("RAYON_NUM_THREADS", "1"), ("OMPI_MCA_rmaps_base_oversubscribe", "1")])
         .output()

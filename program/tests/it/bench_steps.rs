@@ -13,7 +13,7 @@ fn bench(args: &[&str]) -> Output {
         .unwrap()
 }
 
-/// The JSON objects that it prints, one a line.
+/// The printed JSON objects, one per line.
 fn measured(args: &[&str]) -> Vec<Value> {
     let output = bench(args);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
@@ -22,7 +22,7 @@ fn measured(args: &[&str]) -> Vec<Value> {
 }
 
 #[test]
-fn steps_are_measured_against_their_matrix_products() {
+fn steps_against_their_matrix_products() {
     let size = ["--workload", "tiny", "--layers", "2", "--kv-heads", "2", "--seq", "32"];
     let steps = ["train", "--json", "--warmup", "2", "--steps", "3", "--accumulate", "2"];
     let mut losses = Vec::new();
@@ -46,7 +46,7 @@ fn steps_are_measured_against_their_matrix_products() {
             losses.push((number("loss_first"), number("loss_last")));
         }
     }
-    // With units that are computed again, the same bits.
+    // Recomputed units give the same bits.
     let one = ["--strategy", "single_device", "--ranks", "1", "--no-floor"];
     let again = ["--activation-checkpointing", "full"];
     let rows = measured(&[&steps[..], &size, &one, &again].concat());
@@ -56,7 +56,7 @@ fn steps_are_measured_against_their_matrix_products() {
     let again = ["--activation-checkpointing", r#"{ type = "full", offload = "disk" }"#];
     let offloaded = [&steps[..], &size, &one, &again].concat();
     assert_eq!(measured(&offloaded)[0]["loss_last"], rows[0]["loss_last"]);
-    // In bf16, without the floor, which is one of f32; and on GPUs only if the program can.
+    // In bf16 without the floor, which is in f32. On a GPU only if the program supports it.
     let half =
         [&steps[..], &size, &one[..4], &["--precision", "bf16-mixed", "--accelerator", "cpu"]]
             .concat();
@@ -104,7 +104,7 @@ fn products_are_measured_alone() {
 }
 
 #[test]
-fn activations_that_cannot_be_written_end_the_run() {
+fn unwritable_activations_end_the_run() {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
         .args(["bench", "train", "--workload", "tiny", "--ranks", "1"])
         .args(["--strategy", "single_device"])
@@ -130,13 +130,13 @@ fn collectives_are_measured_at_each_size() {
     for row in &rows {
         let secs = |key: &str| row[key].as_f64().unwrap();
         assert!(0.0 < secs("latency_min_s") && secs("latency_min_s") <= secs("latency_s"), "{row}");
-        // The ranks are connected by shared memory.
+        // The ranks use shared memory.
         assert!(row.get("mpi_latency_s").is_none(), "{row}");
     }
 }
 
 #[test]
-fn steps_are_measured_with_and_without_communication_and_that_alone() {
+fn overlap_of_communication_is_measured() {
     let few = ["overlap", "--json", "--workload", "tiny", "--seq", "16", "--steps", "2"];
     for (strategy, ranks) in [("single_device", 1), ("ddp", 2), ("fsdp", 2)] {
         let place = ["--strategy", strategy, "--ranks", &ranks.to_string()];
@@ -147,7 +147,7 @@ fn steps_are_measured_with_and_without_communication_and_that_alone() {
         let (step, compute) = (number("step_s"), number("compute_s"));
         let (parameters, bytes) = (4.0 * number("parameters"), number("collective_bytes"));
         assert!(0.0 < step && 0.0 < compute, "{row}");
-        // The loss and the number of targets are summed too.
+        // The loss and the item count are summed too.
         let totals = 16.0;
         match strategy {
             "single_device" => {
@@ -156,7 +156,7 @@ fn steps_are_measured_with_and_without_communication_and_that_alone() {
                 continue;
             }
             "ddp" => assert_eq!(bytes, parameters + totals),
-            // Gathered once, but for the units twice, and reduced once.
+            // FSDP gathers once, units twice, and reduces once.
             _ => assert!(2.0 * parameters < bytes && bytes < 3.0 * parameters, "{row}"),
         }
         assert_eq!(row["transport"], "tcp");
@@ -167,7 +167,7 @@ fn steps_are_measured_with_and_without_communication_and_that_alone() {
 }
 
 #[test]
-fn the_frameworks_own_time_is_measured_by_three_loops() {
+fn three_loops_measure_framework_overhead() {
     let few = ["overhead", "--json", "--warmup", "2", "--steps", "3", "--rounds", "2"];
     for (ranks, models) in [(1, "one,small"), (2, "tiny,small,one")] {
         let place = ["--ranks", &ranks.to_string(), "--models", models];
@@ -230,12 +230,12 @@ fn the_frameworks_own_time_is_measured_by_three_loops() {
 }
 
 #[test]
-fn sizes_that_do_not_fit_are_explained() {
+fn misfit_sizes_are_explained() {
     let message = |args: &str| {
         let args: Vec<&str> = args.split(' ').collect();
         let output = bench(&args);
         assert!(!output.status.success());
-        // All ranks fail alike; one of them is first.
+        // All ranks fail alike; any of them may be first.
         let errors =
             String::from_utf8_lossy(&output.stderr).replace("error: rank 1", "error: rank 0");
         errors.lines().next().unwrap().to_owned()

@@ -1,4 +1,4 @@
-//! `fulgurite checkpoint`, as a program.
+//! Runs `fulgurite checkpoint` as a program.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,10 +10,10 @@ use fulgurite::strategies::SingleDevice;
 use serde_json::Value;
 use tempfile::TempDir;
 
-/// A folder that commands run in.
+/// A working folder for commands.
 struct Scratch(TempDir);
 
-/// What a command did.
+/// The result of a command.
 struct Ran {
     code: i32,
     stdout: String,
@@ -42,7 +42,7 @@ impl Scratch {
         Ran { code, stdout: text(output.stdout), stderr: text(output.stderr) }
     }
 
-    /// What a command that succeeds says.
+    /// The output of a command, which must succeed.
     #[track_caller]
     fn ok(&self, line: &str) -> String {
         let Ran { code, stdout, stderr } = self.run(line);
@@ -50,7 +50,7 @@ impl Scratch {
         stdout
     }
 
-    /// What a command that finds something says.
+    /// The output of a command, which must report findings.
     #[track_caller]
     fn finds(&self, line: &str) -> String {
         let Ran { code, stdout, stderr } = self.run(line);
@@ -58,7 +58,7 @@ impl Scratch {
         stdout
     }
 
-    /// The error of one that fails.
+    /// The error of a command, which must fail.
     #[track_caller]
     fn fails(&self, line: &str) -> String {
         let Ran { code, stdout, stderr } = self.run(line);
@@ -78,7 +78,7 @@ impl Scratch {
         names
     }
 
-    /// A distributed checkpoint with an optimizer's state, of a model whose embedding is tied.
+    /// Saves a distributed checkpoint with optimizer state, of a model with a tied embedding.
     fn checkpoint(&self, name: &str, seed: u64) {
         let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
         let mut fabric = Fabric::single(strategy, seed).unwrap();
@@ -98,7 +98,7 @@ impl Scratch {
 }
 
 #[test]
-fn inspect_says_what_is_there() {
+fn inspect_lists_the_contents() {
     let scratch = Scratch::new();
     scratch.checkpoint("step-00000000", 1);
     insta::assert_snapshot!(scratch.ok("inspect step-00000000"), @r#"
@@ -131,7 +131,7 @@ model: 29 tensors (29 F32), 27,712 elements, 108.25 KiB
 }
 
 #[test]
-fn what_is_no_checkpoint_is_said_to_be_none() {
+fn not_a_checkpoint_is_refused() {
     let scratch = Scratch::new();
     insta::assert_snapshot!(scratch.fails("inspect nothing"), @"error: checkpoint nothing: there is no such file or directory");
     fs::create_dir(scratch.path("empty")).unwrap();
@@ -153,7 +153,7 @@ For more information, try '--help'.
 }
 
 #[test]
-fn verify_names_what_is_damaged() {
+fn verify_names_damaged_files() {
     let scratch = Scratch::new();
     scratch.checkpoint("c", 1);
     insta::assert_snapshot!(scratch.ok("verify c"), @"c: 9 tensors, 696 B, all as written");
@@ -178,7 +178,7 @@ c is damaged in 2 places
     assert!(scratch.json("verify c --json")["error"].as_str().unwrap().contains("truncated"));
     fs::remove_file(scratch.path(shard)).unwrap();
     assert!(scratch.fails("verify c").contains("is missing"));
-    // What is damaged is not made into something that looks whole.
+    // Damaged input is not converted.
     fs::write(scratch.path(shard), &damaged).unwrap();
     for to in ["consolidate c out", "reshard c out --shards 2"] {
         let error = scratch.fails(to);
@@ -257,7 +257,7 @@ fn formats_go_round_without_loss() {
     for key in ["step", "state", "config"] {
         assert_eq!(before[key], after[key], "{key}");
     }
-    // Resuming from it gives the same.
+    // Resuming from the output gives the same result.
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
     let mut fabric = Fabric::single(strategy, 3).unwrap();
     let build = |b: &ModuleBuilder| {
@@ -345,14 +345,14 @@ fn nothing_is_overwritten_unasked() {
     insta::assert_snapshot!(scratch.fails("consolidate c c/full"), @"error: checkpoint c/full: the output would be inside of the input; name another place");
     insta::assert_snapshot!(scratch.fails("reshard c x --shards 0"), @"error: a distributed checkpoint has at least one shard");
     insta::assert_snapshot!(scratch.fails("convert c x --to full --shards 2"), @"error: --shards means nothing for this format; leave it out");
-    // In place, also what it replaces is read to the end first.
+    // In-place output: the replaced checkpoint is read completely first.
     scratch.ok("reshard c c --shards 2 --overwrite");
     scratch.ok("diff c other");
     assert_eq!(scratch.list("."), ["c", "other", "thesis"]);
 }
 
 #[test]
-fn the_help_says_what_there_is() {
+fn help_lists_the_commands() {
     let scratch = Scratch::new();
     insta::assert_snapshot!(scratch.ok("--help"), @r#"
 Checkpoints on disk: look into, verify, compare and convert them
@@ -398,7 +398,7 @@ Options:
 }
 
 #[test]
-fn results_are_json_if_wanted() {
+fn results_as_json() {
     let scratch = Scratch::new();
     scratch.checkpoint("c", 1);
     insta::assert_snapshot!(scratch.ok("consolidate c full --json --quiet"), @r#"

@@ -1,9 +1,9 @@
-//! `fulgurite report`, as a program.
+//! Runs `fulgurite report` as a program.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Runs `fulgurite report` with these words; its output, and whether it succeeded.
+/// Runs `fulgurite report` with these words; returns the output and whether it succeeded.
 fn report(dir: &Path, words: &[&str]) -> (String, bool) {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
         .arg("report")
@@ -25,7 +25,7 @@ fn write(dir: &Path, files: &[(&str, &str)]) {
 
 const EVIL: &str = "</script><b>\\\"'";
 
-/// Two runs, whose names, settings and texts would break a page that does not escape them.
+/// Two runs with names, settings and texts that break a page without escaping.
 fn two_runs(dir: &Path) {
     let config = |lr: &str| format!("seed = 1\n[optimizer]\nlr = {lr}\nname = \"{EVIL}\"\n");
     let metrics = format!(
@@ -52,7 +52,7 @@ fn two_runs(dir: &Path) {
 }
 
 #[test]
-fn a_page_shows_runs_side_by_side_and_loads_nothing() {
+fn page_compares_runs_and_is_self_contained() {
     let dir = tempfile::tempdir().unwrap();
     two_runs(dir.path());
     let (said, ok) = report(dir.path(), &["logs"]);
@@ -78,10 +78,10 @@ fn a_page_shows_runs_side_by_side_and_loads_nothing() {
     for outside in ["<b>", "<i>", "src=", "href=", "@import", "url("] {
         assert!(!html.contains(outside), "{outside}");
     }
-    // The shared settings are not among the differences.
+    // Shared settings are not listed as differences.
     let differences = html.split("The runs differ in:").nth(1).unwrap();
     assert!(!differences.split("<details>").next().unwrap().contains("seed"));
-    // It may be made again, by any of the paths that lead to its runs.
+    // The report can be made again, through any path to the runs.
     let (said, ok) = report(dir.path(), &["logs/version_0", "logs/../logs", "-o", "report.html"]);
     assert!(ok, "{said}");
     assert_eq!(said, "report.html: 2 runs\n");
@@ -116,7 +116,7 @@ fn wrong_input_is_named() {
     );
 }
 
-/// The page about these files of one run after another, `version_N/FILE`.
+/// The page for runs with these files, `version_N/FILE`.
 fn page(files: &[(&str, &str)]) -> String {
     let dir = tempfile::tempdir().unwrap();
     write(&dir.path().join("logs"), files);
@@ -136,7 +136,7 @@ fn single_values_and_matrices_are_tables() {
         ("version_1/config.toml", "seed = 2"),
         ("version_1/metrics.jsonl", one_point),
     ]);
-    // One chart: of the loss, in which a run with one value is a dot.
+    // One chart, of the loss; a run with one value is a dot.
     assert_eq!(html.matches("data-view=").count(), 1, "{html}");
     assert!(html.contains("<path class=\"c1 dot\" data-name=\"version_1\""), "{html}");
     assert!(html.contains("<td>test_acc</td><td>0.5 (step 2)</td>"), "{html}");
@@ -159,12 +159,12 @@ fn runs_without_a_step_have_no_column() {
     let settings = settings.split("<h2>").next().unwrap();
     assert!(settings.contains("version_0"), "{settings}");
     assert!(!settings.contains("version_1") && !settings.contains("version_2"), "{settings}");
-    // A test's result is shown all the same.
+    // The result of a test is shown nevertheless.
     assert!(html.contains("<td>test_loss</td><td>–</td><td>2.5 (step 1)</td>"), "{html}");
 }
 
 #[test]
-fn only_the_folder_of_a_run_is_searched() {
+fn only_run_folders_are_searched() {
     let events = "{\"event\":\"checkpoint\",\"step\":1,\"path\":\"/\"}\n\
                   {\"event\":\"checkpoint\",\"step\":2,\"path\":\"logs/version_0/..\"}\n\
                   {\"event\":\"checkpoint\",\"step\":3,\"path\":\"logs/version_0/checkpoints/step-3\"}\n";

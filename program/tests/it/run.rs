@@ -1,4 +1,4 @@
-//! `fulgurite run`, with ranks that are small scripts.
+//! `fulgurite run` with small scripts as ranks.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader};
@@ -13,7 +13,7 @@ use rustix::process::{Pid, Signal, kill_process};
 const KEY: &str = "a key of sixteen characters or more";
 
 fn agent(args: &[&str], script: &str) -> Command {
-    // Tests that are run under `nohup` ignore SIGHUP, and so would their children.
+    // Reset SIGHUP: tests under `nohup` ignore it, and children would inherit that.
     let mut command = Command::new("env");
     command.args(["--default-signal=HUP", env!("CARGO_BIN_EXE_fulgurite"), "run"]);
     command.args(args).args(["--", "sh", "-c", script]);
@@ -33,7 +33,7 @@ fn stdout(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
 }
 
-/// Stderr, without the name of this host.
+/// Stderr with this host's name replaced.
 fn stderr(output: &Output) -> String {
     let host = rustix::system::uname().nodename().to_string_lossy().into_owned();
     let text = String::from_utf8_lossy(&output.stderr).replace(&format!("({host})"), "(HOST)");
@@ -51,7 +51,7 @@ fn endpoint() -> String {
     TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().to_string()
 }
 
-/// The agents of several nodes, which are all on this host.
+/// Starts the agents of several nodes, all on this host.
 fn agents(nodes: &str, count: usize, args: &[&str], script: &str) -> Vec<Child> {
     let endpoint = endpoint();
     let start = |_| {
@@ -73,12 +73,12 @@ fn until(what: &str, holds: impl Fn() -> bool) {
     }
 }
 
-/// A word that no other process has in its command line.
+/// A word that occurs in no other process's command line.
 fn marker(line: u32) -> String {
     format!("marker-{}-{line}", std::process::id())
 }
 
-/// A script of ranks that end as asked to, and have a file in the directory once they do.
+/// A script for ranks that end on SIGTERM; each creates a file in the directory once it is ready.
 fn traps(directory: &tempfile::TempDir, marker: &str) -> String {
     let dir = directory.path().display();
     format!(
@@ -94,7 +94,7 @@ fn signal(child: &Child, signal: Signal) {
     kill_process(Pid::from_child(child), signal).unwrap();
 }
 
-/// Two agents with these node ranks and one rank each, on which the scripts run.
+/// Two agents with node ranks 0 and 1, and one rank each that runs the given script.
 fn two_agents(scripts: [&str; 2]) -> Vec<Child> {
     let endpoint = endpoint();
     let start = |rank: usize| {
@@ -105,7 +105,7 @@ fn two_agents(scripts: [&str; 2]) -> Vec<Child> {
     vec![start(0), start(1)]
 }
 
-/// Whether a process with this word in its command line lives.
+/// Whether a process with this word in its command line is alive.
 fn lives(word: &str) -> bool {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     entries.filter(|entry| entry.path().join("cmdline").is_file()).any(|entry| {
@@ -117,7 +117,7 @@ fn lives(word: &str) -> bool {
 }
 
 #[test]
-fn ranks_are_told_by_the_variables_of_torchrun() {
+fn ranks_get_torchrun_variables() {
     let script = "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK/$GROUP_WORLD_SIZE \
                   $TORCHELASTIC_RUN_ID $TORCHELASTIC_RESTART_COUNT $MASTER_ADDR $RAYON_NUM_THREADS";
     let output = run(&["--nproc-per-node", "2", "--rdzv-id", "me"], script);
@@ -139,7 +139,7 @@ fn agents_of_two_nodes_make_one_job() {
 }
 
 #[test]
-fn the_first_failure_is_said_on_all_nodes_and_no_rank_is_left() {
+fn first_failure_is_reported_on_all_nodes() {
     let marker = marker(line!());
     let script = format!(
         "if [ $RANK = 3 ]; then exit 7; fi; sleep 1000 & : {marker}; trap '' TERM; while true; do sleep 1; done"
@@ -167,7 +167,7 @@ fn the_first_failure_is_said_on_all_nodes_and_no_rank_is_left() {
 }
 
 #[test]
-fn a_job_starts_again_as_often_as_it_may() {
+fn restarts_up_to_the_limit() {
     let directory = tempfile::tempdir().unwrap();
     let script = format!(
         "touch {}/$RANK.$TORCHELASTIC_RESTART_COUNT.$TORCHELASTIC_MAX_RESTARTS; \
@@ -188,7 +188,7 @@ fn a_job_starts_again_as_often_as_it_may() {
 }
 
 #[test]
-fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
+fn rank_logs_and_line_prefixes() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display().to_string();
     let script = "echo out $RANK; echo err $RANK >&2; exit $((1 - TORCHELASTIC_RESTART_COUNT))";
@@ -208,7 +208,7 @@ fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
     };
     let stdout_and_stderr = (log(first, 0, 1, "stdout"), log(first, 1, 0, "stderr"));
     assert_eq!(stdout_and_stderr, ("out 1\n".into(), "err 0\n".into()));
-    // Where they are is said, also when a rank fails; which of the two is first is open.
+    // The location of logs is printed even if a rank fails. Either rank may be first.
     let said = stderr(&output).replace(&first.display().to_string(), "JOB");
     let said = said.replace("rank 1 ", "rank 0 ").replace("/1/", "/0/");
     assert_snapshot!(said, @"
@@ -222,16 +222,16 @@ fn every_rank_has_its_logs_and_lines_their_rank_in_front() {
     let expected = ["[rank0]: out 0", "[rank0]: out 0", "[rank1]: out 1", "[rank1]: out 1"];
     assert_eq!(sorted(&stdout(&output)), expected);
     assert!(stderr(&output).contains("[rank1]: err 1\n"));
-    // An earlier job of the same id keeps its own.
+    // An earlier job with the same id keeps its own folder.
     let second = jobs().into_iter().find(|job| job != first).expect("a folder of its own");
     assert_eq!(log(&second, 1, 1, "stdout"), "out 1\n");
 }
 
 #[test]
-fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
+fn elastic_job_continues_on_fewer_nodes() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
-    // A killed agent leaves a rank behind that is no program of Fulgurite: not for long.
+    // The killed agent's rank is not a Fulgurite program and may outlive it briefly.
     let script =
         format!("touch {dir}/$RANK.of.$WORLD_SIZE; if [ $WORLD_SIZE = 2 ]; then exec sleep 60; fi");
     let args =
@@ -244,7 +244,7 @@ fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
     let (first, mut second) = (start("0"), start("1"));
     let is_there = |name: &str| directory.path().join(name).exists();
     until("both ranks", || is_there("0.of.2") && is_there("1.of.2"));
-    // As a host that is switched off.
+    // Like a host that is switched off.
     second.kill().unwrap();
     second.wait().unwrap();
     let outputs = wait(vec![first]);
@@ -257,7 +257,7 @@ fn an_elastic_job_goes_on_with_the_nodes_that_are_left() {
 }
 
 #[test]
-fn a_node_that_comes_back_is_taken_in_at_the_next_restart() {
+fn returning_node_rejoins_at_next_restart() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
     let script = format!(
@@ -273,7 +273,7 @@ fn a_node_that_comes_back_is_taken_in_at_the_next_restart() {
     let first = start();
     until("the first rank", || directory.path().join("0.of.1").exists());
     let mut second = start();
-    // It has come once it says that it waits.
+    // The agent has joined once it reports that it waits.
     let mut said = String::new();
     BufReader::new(second.stderr.as_mut().unwrap()).read_line(&mut said).unwrap();
     assert_snapshot!(said.trim_end(), @"the job runs on other nodes; this one is taken in when it starts again");
@@ -284,7 +284,7 @@ fn a_node_that_comes_back_is_taken_in_at_the_next_restart() {
 }
 
 #[test]
-fn a_signal_ends_the_ranks_of_the_job_and_no_restart_follows() {
+fn signal_ends_ranks_without_restart() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let args = ["--nproc-per-node", "2", "--max-restarts", "3"];
     let child = agent(&args, &traps(&directory, &marker)).spawn().unwrap();
@@ -297,7 +297,7 @@ fn a_signal_ends_the_ranks_of_the_job_and_no_restart_follows() {
 }
 
 #[test]
-fn a_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
+fn signal_to_one_agent_ends_all_nodes() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let args = ["--nproc-per-node", "2", "--max-restarts", "3"];
     let children = agents("2", 2, &args, &traps(&directory, &marker));
@@ -314,7 +314,7 @@ fn a_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
 }
 
 #[test]
-fn a_rank_that_fails_after_a_signal_ends_the_ranks_of_all_nodes() {
+fn failure_after_signal_ends_all_nodes() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let dir = directory.path().display();
     let script = |on_term: &str| {
@@ -323,7 +323,7 @@ fn a_rank_that_fails_after_a_signal_ends_the_ranks_of_all_nodes() {
              while true; do sleep 0.1; done"
         )
     };
-    // Rank 0 is stuck, and rank 1 finds that out.
+    // Rank 0 is stuck, and rank 1 notices it.
     let children = two_agents([&script(""), &script("exit 5")]);
     until("the ranks", || fs::read_dir(directory.path()).unwrap().count() == 2);
     terminate(&children[0]);
@@ -339,7 +339,7 @@ fn a_rank_that_fails_after_a_signal_ends_the_ranks_of_all_nodes() {
 }
 
 #[test]
-fn a_second_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
+fn second_signal_ends_all_nodes() {
     let (directory, marker) = (tempfile::tempdir().unwrap(), marker(line!()));
     let dir = directory.path().display();
     let script = format!(
@@ -347,7 +347,7 @@ fn a_second_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
     );
     let mut children = two_agents([&script, &script]);
     until("the ranks", || fs::read_dir(directory.path()).unwrap().count() == 2);
-    // A second signal within a look counts as one.
+    // Two signals within one poll count as one.
     while children[1].try_wait().unwrap().is_none() {
         terminate(&children[1]);
         std::thread::sleep(Duration::from_millis(200));
@@ -358,7 +358,7 @@ fn a_second_signal_to_one_agent_ends_the_ranks_of_all_nodes() {
 }
 
 #[test]
-fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
+fn hangup_ends_the_job_unless_ignored() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
     let script = format!(
@@ -368,7 +368,7 @@ fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
     let children = two_agents([&script, &script]);
     let there = || fs::read_dir(directory.path()).unwrap().count();
     until("the ranks", || there() == 2);
-    // A terminal that closes sends it twice.
+    // A closing terminal sends SIGHUP twice.
     signal(&children[1], Signal::HUP);
     signal(&children[1], Signal::HUP);
     let codes: Vec<_> = wait(children).iter().map(|output| output.status.code()).collect();
@@ -376,7 +376,7 @@ fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
 
     let inner = agent(&["--rdzv-id", "job"], &format!("touch {dir}/nohup; sleep 1000"));
     let mut ignoring = Command::new("sh");
-    // But for the option of `env` that takes the signal's default back.
+    // Drop `env`'s option, which would restore the signal's default.
     ignoring.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]).args(inner.get_args().skip(1));
     ignoring.stdout(Stdio::piped()).stderr(Stdio::piped());
     let ignoring = ignoring.spawn().unwrap();
@@ -387,8 +387,8 @@ fn a_hang_up_ends_the_job_unless_it_is_to_be_ignored() {
 }
 
 #[test]
-fn a_process_in_a_session_of_its_own_ends_with_its_rank() {
-    // No other process sleeps as long.
+fn process_in_own_session_ends_with_rank() {
+    // No other process sleeps for this duration.
     let sleep = format!("sleep 9{}.{}", std::process::id(), line!());
     let script = format!(
         "setsid {sleep} & session() {{ cut -d' ' -f6 /proc/$1/stat; }}; \
@@ -401,7 +401,7 @@ fn a_process_in_a_session_of_its_own_ends_with_its_rank() {
 }
 
 #[test]
-fn a_terminal_that_takes_nothing_holds_up_no_rank() {
+fn blocked_terminal_does_not_block_ranks() {
     let directory = tempfile::tempdir().unwrap();
     let done = directory.path().join("done");
     // Far more than a pipe and the queue hold.
@@ -410,13 +410,13 @@ fn a_terminal_that_takes_nothing_holds_up_no_rank() {
         let mut child = agent(args, &script).spawn().unwrap();
         until("the rank to end", || done.exists());
         fs::remove_file(&done).unwrap();
-        // Nobody has read any of it.
+        // The output was never read.
         assert_eq!(child.wait().unwrap().code(), Some(3));
     }
 }
 
 #[test]
-fn lines_that_are_left_out_are_counted() {
+fn dropped_lines_are_counted() {
     let directory = tempfile::tempdir().unwrap();
     let done = directory.path().join("done");
     let dir = directory.path().display();
@@ -437,10 +437,10 @@ fn lines_that_are_left_out_are_counted() {
 }
 
 #[test]
-fn a_node_rank_belongs_to_one_agent_as_long_as_that_lives() {
+fn node_rank_belongs_to_one_live_agent() {
     let directory = tempfile::tempdir().unwrap();
     let dir = directory.path().display();
-    // As above, the killed agent's rank stays for a minute.
+    // As above, the killed agent's rank stays for up to a minute.
     let script = format!(
         "touch {dir}/$RANK.$TORCHELASTIC_RESTART_COUNT; [ $TORCHELASTIC_RESTART_COUNT = 1 ] || exec sleep 60"
     );
@@ -456,7 +456,7 @@ fn a_node_rank_belongs_to_one_agent_as_long_as_that_lives() {
     the job runs on other nodes; this one is taken in when it starts again
     error: launch: this agent was told --node-rank 1, which another one on HOST has
     ");
-    // As a host that starts anew, long before it would be missed.
+    // Like a host that restarts long before it is considered lost.
     second.kill().unwrap();
     second.wait().unwrap();
     let outputs = wait(vec![first, start("1")]);
@@ -502,7 +502,7 @@ fn wrong_input_is_named() {
         "1",
     ];
     assert_snapshot!(error(&unreachable), @"error: launch: the rendezvous at 127.0.0.1:9 cannot be joined: store at 127.0.0.1:9: no store answered within 1s (Connection refused (os error 111)). The agent on that host hosts it: check that it runs, and that other hosts may reach the port");
-    // Somebody else is there, who is no store.
+    // Another listener, not a store, holds the port.
     let taken = TcpListener::bind("127.0.0.1:0").unwrap();
     let at = taken.local_addr().unwrap().to_string();
     let taken_by_another = ["--nnodes", "2", "--rdzv-endpoint", &at, "--join-timeout-secs", "1"];
@@ -512,7 +512,7 @@ fn wrong_input_is_named() {
 }
 
 #[test]
-fn agents_that_were_told_otherwise_are_refused() {
+fn agents_with_other_options_are_refused() {
     let endpoint = endpoint();
     let start = |args: &[&str]| {
         let args = [args, &["--rdzv-endpoint", &endpoint, "--join-timeout-secs", "3"]].concat();

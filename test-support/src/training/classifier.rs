@@ -1,4 +1,4 @@
-//! A model of unmodified layers of candle_nn, and its data.
+//! A model of unmodified candle_nn layers, and its data.
 
 use candle_core::{D, Device, Module as _, Tensor};
 use candle_nn::{Conv2d, Conv2dConfig, Embedding, LayerNorm, Linear, VarBuilder};
@@ -6,7 +6,7 @@ use fulgurite_core::Result;
 use fulgurite_core::module::{ModuleBuilder, Unit};
 use fulgurite_core::nn::{Loss, cross_entropy};
 
-/// As one finds it in candle's examples: built from a `VarBuilder`, forwards with candle's trait.
+/// In the style of candle's examples: built from a `VarBuilder`, forward by candle's trait.
 struct Patches {
     convolution: Conv2d,
     norm: LayerNorm,
@@ -17,7 +17,7 @@ impl Patches {
         let config = Conv2dConfig { stride: 2, ..Default::default() };
         Ok(Self {
             convolution: candle_nn::conv2d(1, 5, 2, config, vb.pp("convolution"))?,
-            // Without a bias candle_nn takes differentiable operations.
+            // Without a bias, candle_nn uses differentiable operations.
             norm: candle_nn::layer_norm_no_bias(5, 1e-5, vb.pp("norm"))?,
         })
     }
@@ -51,7 +51,7 @@ impl Mixer {
     }
 }
 
-/// Two units and a head, all of candle_nn.
+/// Two units and a head, all from candle_nn.
 pub struct Classifier {
     patches: Unit<Patches>,
     mixer: Unit<Mixer>,
@@ -75,7 +75,7 @@ impl Classifier {
     }
 }
 
-/// Part `index` of `parts` of a step's global batch: images, and their classes.
+/// Shard `index` of `parts` of a step's global batch: images and their classes.
 pub fn images(step: usize, index: usize, parts: usize) -> Result<(Tensor, Tensor)> {
     const BATCH: usize = 12;
     let samples = index * BATCH / parts..(index + 1) * BATCH / parts;

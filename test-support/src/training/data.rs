@@ -1,4 +1,4 @@
-//! Batches that depend on the step and the sample's place in the global batch alone.
+//! Batches that only depend on the step and the sample's place in the global batch.
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
@@ -6,7 +6,7 @@ use fulgurite_core::random::{Purpose, Stream};
 
 use super::VOCABULARY;
 
-/// Samples of a global batch; 12 goes unevenly into most numbers of ranks and micro-batches.
+/// Samples of a global batch; 12 is uneven for most numbers of ranks and micro-batches.
 pub const GLOBAL_BATCH: usize = 12;
 const TIME: usize = 5;
 
@@ -14,13 +14,13 @@ const TIME: usize = 5;
 pub struct Sample {
     /// Token ids, `[samples, time]`.
     pub ids: Tensor,
-    /// The next tokens; some are ignored, more in some samples than in others.
+    /// The next tokens; some are ignored, at a rate that differs by sample.
     pub targets: Tensor,
     /// Index of the first sample in the global batch.
     pub first: usize,
 }
 
-/// Part `index` of `parts` of a step's global batch.
+/// Shard `index` of `parts` of a step's global batch.
 pub fn micro_batch(step: u64, index: usize, parts: usize) -> Result<Sample> {
     let bounds = (index * GLOBAL_BATCH / parts, (index + 1) * GLOBAL_BATCH / parts);
     let stream = Stream::new(9, Purpose::Sample, "tokens").child(step);
@@ -30,7 +30,7 @@ pub fn micro_batch(step: u64, index: usize, parts: usize) -> Result<Sample> {
             let number = stream.word((sample * TIME + t) as u64);
             let id = number % VOCABULARY as u32;
             ids.push(id);
-            // Learnable: the next token follows from this one.
+            // Learnable: the current token determines the next one.
             let next = i64::from((id * 3 + 1) % VOCABULARY as u32);
             targets.push(if t > 0 && (number >> 8) % 12 < sample as u32 { -100 } else { next });
         }

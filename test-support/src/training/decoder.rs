@@ -1,4 +1,4 @@
-//! A decoder that every mesh can cut, its plan, its data, and a training of it.
+//! A decoder that every mesh can shard, its plan, its data, and its training.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -29,19 +29,19 @@ use super::{Run, gather_weights, init, strategy};
 
 const VOCABULARY: usize = 12;
 const WIDTH: usize = 8;
-/// Divides by 2 and 4 tensor-parallel ranks; what they leave does not divide by 2 and 4 shards.
+/// Divisible by 2 and 4 tensor-parallel ranks. The remaining 6 or 3 are uneven for 4 or 2 shards.
 const HIDDEN: usize = 12;
 const HEADS: usize = 4;
 const KV_HEADS: usize = 2;
-/// Positions of a sequence.
+/// Positions per sequence.
 pub const LENGTH: usize = 16;
-/// Sequences of a step.
+/// Sequences per step.
 const BATCH: usize = 8;
 
 enum Mlp {
     SwiGlu(SwiGluMlp),
     Gelu(GeluMlp),
-    /// Of single layers, with a dropout between the cut ones.
+    /// Single layers, with a dropout between the sharded ones.
     Own {
         up: Linear,
         dropout: Dropout,
@@ -147,7 +147,7 @@ impl Module for Decoder {
     }
 }
 
-/// What of the plan varies.
+/// The variable parts of the plan.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Variant {
     pub sequence_parallel: bool,
@@ -198,7 +198,7 @@ impl Variant {
     }
 }
 
-/// Ids and targets of all sequences of a step. Targets are unevenly left out.
+/// Ids and targets of all sequences of a step. The number of ignored targets is uneven.
 fn global_batch(step: u64) -> Result<(Tensor, Tensor)> {
     let stream = Stream::new(3, Purpose::Sample, "decoder").child(step);
     let mut numbers = vec![0f64; 2 * BATCH * LENGTH];
@@ -208,7 +208,7 @@ fn global_batch(step: u64) -> Result<(Tensor, Tensor)> {
     let ids: Vec<u32> = ids.iter().map(|&x| id(x * x)).collect();
     let targets: Vec<i64> = (0..ids.len())
         .map(|i| match rest[i] {
-            // Later sequences count less.
+            // Later sequences have more ignored targets.
             x if x < i as f64 / (2 * ids.len()) as f64 => -100,
             x if x < 0.6 => i64::from((ids[i] * 5 + 3) % VOCABULARY as u32),
             x => i64::from(id(x)),
@@ -242,7 +242,7 @@ impl DecoderTraining {
         Self::with_frozen(world, config, variant, accumulate, &[])
     }
 
-    /// The same without gradients of the parameters that these patterns match.
+    /// Like [`new`](Self::new), without gradients for parameters that match these patterns.
     pub fn with_frozen(
         world: Arc<dyn ProcessGroup>,
         config: &str,
@@ -253,7 +253,7 @@ impl DecoderTraining {
         Self::with_optimizer(world, config, variant, accumulate, frozen, &Self::adamw())
     }
 
-    /// The optimizer that is used unless another is given.
+    /// The default optimizer.
     pub fn adamw() -> AdamW {
         AdamW {
             lr: 3e-3,
@@ -263,7 +263,7 @@ impl DecoderTraining {
         }
     }
 
-    /// The same with this optimizer.
+    /// Like [`new`](Self::new), with this optimizer.
     pub fn with_optimizer(
         world: Arc<dyn ProcessGroup>,
         config: &str,
@@ -277,7 +277,7 @@ impl DecoderTraining {
         Self::build(world, config, variant, accumulate, init, optimizer)
     }
 
-    /// The same with adapters.
+    /// Like [`new`](Self::new), with adapters.
     pub fn with_adapters(
         world: Arc<dyn ProcessGroup>,
         config: &str,
@@ -289,7 +289,7 @@ impl DecoderTraining {
         Self::build(world, config, variant, accumulate, init, &Self::adamw())
     }
 
-    /// The same with what a model is built with; activation checkpointing is what `config` says.
+    /// Like [`new`](Self::new), with this initialisation; `config` sets activation checkpointing.
     pub fn with_init(
         world: Arc<dyn ProcessGroup>,
         config: &str,
@@ -323,7 +323,7 @@ impl DecoderTraining {
         Ok(Self { fabric, model, optimizer, accumulate, always: false, step: 0 })
     }
 
-    /// Lets every micro-batch synchronise gradients.
+    /// Makes every micro-batch synchronise gradients.
     pub fn synchronising_always(self, always: bool) -> Self {
         Self { always, ..self }
     }
@@ -333,7 +333,7 @@ impl DecoderTraining {
         self.micro_step_with(micro, last, &Ok)
     }
 
-    /// As [`micro_step`](Self::micro_step), with the backward of what `change` makes of the loss.
+    /// Like [`micro_step`](Self::micro_step), with backward from `change` applied to the loss.
     pub fn micro_step_with(
         &self,
         micro: usize,
@@ -354,7 +354,7 @@ impl DecoderTraining {
         self.fabric.backward(&loss)
     }
 
-    /// One optimizer step: its loss and gradient norm.
+    /// One optimizer step; returns its loss and gradient norm.
     pub fn step(&mut self) -> Result<(f64, f64)> {
         for micro in 0..self.accumulate {
             self.micro_step(micro, self.always || micro + 1 == self.accumulate)?;
@@ -366,24 +366,24 @@ impl DecoderTraining {
         Ok((loss, norm))
     }
 
-    /// Saves everything.
+    /// Saves a checkpoint.
     pub fn save(&mut self, path: &Path) -> Result<()> {
         self.fabric.save(path, &mut self.optimizer, &self.step).map(drop)
     }
 
-    /// Goes on from what was saved.
+    /// Resumes from a checkpoint.
     pub fn load(&mut self, path: &Path) -> Result<()> {
         self.step = self.fabric.load(path, Some(&mut self.optimizer))?;
         Ok(())
     }
 
-    /// The optimizer's state, whole, by parameter and name.
+    /// The full optimizer state, by parameter and name.
     pub fn optimizer_state(&mut self) -> Result<BTreeMap<String, Vec<f32>>> {
         let states = self.optimizer.state_tensors()?;
         self.gather(states)
     }
 
-    /// These tensors, whole.
+    /// Gathers these tensors to full size.
     pub fn gather(&self, states: Vec<StateTensor>) -> Result<BTreeMap<String, Vec<f32>>> {
         let world = self.fabric.world().clone();
         states
@@ -397,12 +397,12 @@ impl DecoderTraining {
             .collect()
     }
 
-    /// Every parameter, whole.
+    /// Gathers every parameter to full size.
     pub fn weights(&self) -> Result<BTreeMap<String, Vec<f32>>> {
         gather_weights(self.fabric.module_tree()?, &**self.fabric.world())
     }
 
-    /// All steps.
+    /// Runs all steps.
     pub fn run(mut self) -> Result<Run> {
         let mut average = WeightAverage::exponential(self.fabric.module_tree()?.parameters(), 0.8)?;
         let steps: Vec<(f64, f64)> = (0..Self::STEPS)

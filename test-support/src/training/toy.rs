@@ -1,4 +1,4 @@
-//! A model of which each input uses other parameters.
+//! A model whose inputs use different parameters.
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
@@ -7,10 +7,10 @@ use fulgurite_core::nn::{Linear, Loss};
 use fulgurite_core::parameter::{Init, Parameter};
 
 const WIDTH: usize = 4;
-/// Every unit, once.
+/// Every unit once.
 pub const ROUTE: &[usize] = &[0, 1, 2];
 
-/// A unit of two layers of equal shape, and a plain parameter, of which inputs choose.
+/// A unit with two layers of equal shape and a plain parameter; some inputs skip parts.
 struct Pair {
     always: Linear,
     sometimes: Linear,
@@ -35,7 +35,7 @@ impl Toy {
         Ok(Self { units, head: Linear::new(&b.pp("head"), WIDTH, 1)? })
     }
 
-    /// The loss of part `part` of the global batch through the units at `route`.
+    /// The loss of shard `part` of the global batch through the units at `route`.
     pub fn loss(&self, part: usize, route: &[usize]) -> Result<Loss> {
         let x: Vec<f32> = (0..2 * WIDTH).map(|i| ((part * 5 + i * 3) % 7) as f32 * 0.2).collect();
         let mut x = Tensor::from_vec(x, (2, WIDTH), &Device::Cpu)?;

@@ -1,4 +1,4 @@
-//! Training, as a person who owns the loop writes it.
+//! Training with a hand-written loop.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -16,7 +16,8 @@ use fulgurite_strategies as _;
 
 use super::{Transformer, micro_batch};
 
-/// A strategy's table (as JSON), and `trainer.activation_checkpointing`, which tests write into it.
+/// Parses a strategy's table (as JSON), and `trainer.activation_checkpointing`, a key that tests
+/// add to it.
 fn parse(config: &str) -> Result<(Box<dyn StrategyConfig>, ActivationCheckpointing)> {
     const KEY: &str = "activation_checkpointing";
     let parsed = || -> serde_json::Result<_> {
@@ -32,7 +33,7 @@ pub fn strategy(config: &str) -> Result<Box<dyn Strategy>> {
     parse(config)?.0.build(&BuildContext::default())
 }
 
-/// The circumstances that a configuration builds models in.
+/// The model initialisation for a configuration.
 pub fn init(config: &str) -> Result<ModuleInit> {
     Ok(ModuleInit { activation_checkpointing: parse(config)?.1, ..ModuleInit::default() })
 }
@@ -46,17 +47,17 @@ pub fn checkpointed(config: &str, mode: &str) -> String {
 /// Activation checkpointing with inputs in files.
 pub const OFFLOADED: &str = r#"{"type": "full", "offload": "disk"}"#;
 
-/// Nothing is computed again, and all that units keep is in files.
+/// Nothing is recomputed; all kept activations are in files.
 pub const ALL_OFFLOADED: &str = r#"{"type": "none", "offload": "disk"}"#;
 
-/// What came of a training.
+/// The result of a training run.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Run {
     pub losses: Vec<f64>,
     pub norms: Vec<f64>,
-    /// FQN → the whole parameter, gathered.
+    /// Full parameters by FQN.
     pub weights: BTreeMap<String, Vec<f32>>,
-    /// Their exponential moving averages, where they were kept.
+    /// Exponential moving averages, if kept.
     pub averages: BTreeMap<String, Vec<f32>>,
 }
 
@@ -65,7 +66,7 @@ pub struct Training {
     pub fabric: Fabric,
     pub model: Transformer,
     pub optimizer: FabricOptimizer,
-    /// Micro-batches a step.
+    /// Micro-batches per step.
     pub accumulate: usize,
     pub step: u64,
 }
@@ -73,7 +74,7 @@ pub struct Training {
 impl Training {
     pub const STEPS: u64 = 20;
 
-    /// Sets up. One projection is frozen.
+    /// Sets up training, with one frozen projection.
     pub fn new(
         world: Arc<dyn ProcessGroup>,
         config: &str,
@@ -89,7 +90,7 @@ impl Training {
         Self::with_optimizer(world, config, compute_dtype, accumulate, &optimizer)
     }
 
-    /// The same with this optimizer.
+    /// Like [`new`](Self::new), with this optimizer.
     pub fn with_optimizer(
         world: Arc<dyn ProcessGroup>,
         config: &str,
@@ -111,7 +112,7 @@ impl Training {
         self.micro_step_with(micro, last, &Ok)
     }
 
-    /// As [`micro_step`](Self::micro_step), with the backward of what `change` makes of the loss.
+    /// Like [`micro_step`](Self::micro_step), with backward from `change` applied to the loss.
     pub fn micro_step_with(
         &self,
         micro: usize,
@@ -127,7 +128,7 @@ impl Training {
         self.fabric.backward(&loss)
     }
 
-    /// Ends a step: its loss and gradient norm.
+    /// Ends a step; returns its loss and gradient norm.
     pub fn finish_step(&mut self) -> Result<(f64, f64)> {
         let loss = self.fabric.step_totals(&[])?.mean();
         let norm = self.fabric.clip_gradients_norm(&mut self.optimizer, 0.5)?;
@@ -136,7 +137,7 @@ impl Training {
         Ok((loss, norm))
     }
 
-    /// One optimizer step: its loss and gradient norm.
+    /// One optimizer step; returns its loss and gradient norm.
     pub fn step(&mut self) -> Result<(f64, f64)> {
         for micro in 0..self.accumulate {
             self.micro_step(micro, micro + 1 == self.accumulate)?;
@@ -144,7 +145,7 @@ impl Training {
         self.finish_step()
     }
 
-    /// All steps.
+    /// Runs all steps.
     pub fn run(mut self) -> Result<Run> {
         let steps: Vec<(f64, f64)> =
             (0..Self::STEPS).map(|_| self.step()).collect::<Result<_>>()?;
@@ -154,7 +155,7 @@ impl Training {
     }
 }
 
-/// Every parameter, whole, on every rank.
+/// Gathers every parameter to full size on every rank.
 pub fn gather_weights(
     tree: &ModuleTree,
     world: &dyn ProcessGroup,
@@ -169,7 +170,8 @@ pub fn gather_weights(
         .collect()
 }
 
-/// A tensor of `shape` from the ranks' parts of it. Where they overlap, they must agree to the bit.
+/// Assembles a tensor of `shape` from the ranks' regions. Overlapping regions must agree bit by
+/// bit.
 pub(crate) fn gather_whole(
     name: &str,
     values: &Tensor,

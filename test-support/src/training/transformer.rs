@@ -9,7 +9,7 @@ use fulgurite_core::nn::{
 };
 use fulgurite_core::parameter::{Init, Parameter};
 
-/// Token ids. Neither it nor the width divides by the numbers of ranks.
+/// Number of token ids. Neither it nor the width is divisible by the numbers of ranks.
 pub const VOCABULARY: usize = 10;
 const WIDTH: usize = 7;
 
@@ -20,7 +20,7 @@ pub struct Block {
     dropout: Dropout,
     post_norm: LayerNorm,
     mlp: SwiGluMlp,
-    /// Of one element, so that all ranks but one hold none of it; used as a plain tensor.
+    /// One element, so that all ranks except one hold none of it; used as a plain tensor.
     scale: Parameter,
 }
 

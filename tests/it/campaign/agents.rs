@@ -1,4 +1,4 @@
-//! Ranks and agents of `fulgurite run` killed at random moments, and many ranks on few cores.
+//! Ranks and agents of `fulgurite run` killed at random moments; many ranks on few cores.
 
 use std::fs;
 use std::net::TcpListener;
@@ -10,11 +10,11 @@ use super::trials::{Trial, trials};
 use crate::program::{Job, Run, Running, Scratch};
 
 const KEY: &str = "a key of sixteen characters or more";
-/// When a job whose rank was killed must be over; one of whose agents was, after its keep-alive too.
+/// Time limit for a job after a kill; the keep-alive is added if an agent was killed.
 const OVER: Duration = Duration::from_secs(20);
 const KEEP_ALIVE: u64 = 4;
 
-/// Processes with this variable in their environment, and the ranks that they are.
+/// Processes with this variable in their environment, with their ranks.
 fn marked(mark: &str) -> Vec<(Pid, Option<usize>)> {
     let entries = fs::read_dir("/proc").unwrap().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
@@ -28,9 +28,9 @@ fn marked(mark: &str) -> Vec<(Pid, Option<usize>)> {
     found.collect()
 }
 
-/// Asserts that no process with this variable is left.
+/// Asserts that no process with this variable remains.
 fn assert_nothing_is_left(mark: &str) {
-    // The kernel ends ranks with their agent, a moment later.
+    // The kernel ends ranks shortly after their agent.
     let end = Instant::now() + Duration::from_secs(5);
     while !marked(mark).is_empty() && Instant::now() < end {
         std::thread::sleep(Duration::from_millis(20));
@@ -97,7 +97,7 @@ fn kill_at_random(scratch: &Scratch, trial: &mut Trial) {
     if let Some((_, Some(rank))) = killed {
         let errors: Vec<&str> =
             runs[rank / ranks].stderr.lines().filter(|line| line.starts_with("error: ")).collect();
-        // A rank may have ended just before.
+        // A rank may have ended just before the kill.
         if let Some(first) = errors.first() {
             let cause = format!("error: rank {rank} on node {}", rank / ranks);
             assert!(first.starts_with(&cause), "{}", said());
@@ -109,7 +109,7 @@ fn kill_at_random(scratch: &Scratch, trial: &mut Trial) {
 }
 
 #[test]
-fn a_job_whose_rank_or_agent_is_killed_leaves_nothing() {
+fn killed_rank_or_agent_leaves_nothing() {
     let scratch = Scratch::with_tokens();
     trials(3, |trial| kill_at_random(&scratch, trial));
 }
@@ -152,7 +152,7 @@ fn signal_with_a_frozen_rank(scratch: &Scratch, trial: &mut Trial) {
 }
 
 #[test]
-fn a_signal_ends_a_job_with_a_frozen_rank() {
+fn signal_ends_job_with_frozen_rank() {
     let scratch = Scratch::with_tokens();
     trials(2, |trial| signal_with_a_frozen_rank(&scratch, trial));
 }
@@ -177,7 +177,7 @@ fn freeze_an_agent(scratch: &Scratch, trial: &mut Trial) {
     let (frozen, other) = if frozen == 0 { (first, second) } else { (second, first) };
     frozen.signal(Signal::STOP);
     if rng.bool() {
-        // Its rank too: a host that stands still.
+        // Stop the agent's ranks too, like a host that hangs.
         for (pid, rank) in marked(&mark) {
             if rank.is_some() && parent(pid) == Some(frozen.pid()) {
                 let _ = kill_process(pid, Signal::STOP);
@@ -199,7 +199,7 @@ fn parent(pid: Pid) -> Option<Pid> {
 }
 
 #[test]
-fn a_frozen_agent_is_given_up_and_ends_when_it_goes_on() {
+fn frozen_agent_ends_when_it_wakes() {
     let scratch = Scratch::with_tokens();
     trials(1, |trial| freeze_an_agent(&scratch, trial));
 }

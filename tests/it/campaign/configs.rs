@@ -1,5 +1,5 @@
-//! Configurations with mistakes: each runs to its end, or is refused before a rank starts by a message
-//! that names a key that was changed.
+//! Configurations with mistakes: each run completes, or is refused before a rank starts. The
+//! message of a refusal names a changed key.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -10,11 +10,13 @@ use toml::{Table, Value};
 use super::trials::trials;
 use crate::program::{Job, Run, Scratch};
 
-/// Address space of each process, for `ulimit`: what a run takes, and not what a mistake makes it take.
+/// Address space of each process, for `ulimit`: enough for a valid run, too little for absurd
+/// sizes.
 const ADDRESS_SPACE: &str = "-v 16777216";
 
-/// Keys that have no default, so that no resolved configuration has them, with their types and what has
-/// to be set for a run to have them; those of `[trainer]` and `[checkpoint]` are read from the reference.
+/// Keys without a default, which no resolved configuration shows. Each has its type and the
+/// settings that make the key valid. Keys of `[trainer]` and `[checkpoint]` are read from the
+/// reference instead.
 const OPTIONAL: [(&str, &str, &str); 41] = [
     ("model.head_dim", "integer", ""),
     ("model.from_pretrained", "string", ""),
@@ -161,12 +163,11 @@ const OTHERS: [&str; 6] = [
     "{ type = 'full', every = 0 }",
 ];
 
-/// Words in the error of a run whose numbers became too large: what a configuration asks for may be
-/// possible and still not train.
+/// Part of the error of a run that diverged: a valid configuration may still fail to train.
 const DIVERGED: &str = "non-finite";
 
 #[test]
-fn a_configuration_runs_or_is_refused_before_a_rank_starts() {
+fn config_runs_or_is_refused_at_start() {
     let keys = keys();
     let mut counts = BTreeMap::<&str, u64>::new();
     let mut wrong_ones = Vec::new();
@@ -188,10 +189,10 @@ fn a_configuration_runs_or_is_refused_before_a_rank_starts() {
     assert!(wrong_ones.is_empty(), "{} trials:\n{}", wrong_ones.len(), wrong_ones.join("\n"));
 }
 
-/// Values to set a key to.
+/// Values to assign to a key.
 type Pool = &'static [&'static str];
 
-/// Values of a type, which the reference names at the beginning.
+/// Values of a type; the reference states a key's type first.
 fn pool(of_type: &str) -> Pool {
     match of_type {
         of if of.starts_with("integer") => &INTEGERS,
@@ -241,7 +242,7 @@ fn leaves(path: &str, table: &Table, keys: &mut BTreeMap<String, Pool>) {
     }
 }
 
-/// One to three keys, and what they are set to: mostly of the type that they have.
+/// Changes of one to three keys, mostly to values of the right type.
 fn changes(keys: &[(String, Pool)], rng: &mut Rng) -> BTreeMap<String, String> {
     let mut changes = BTreeMap::new();
     for _ in 0..[1, 1, 1, 2, 3][rng.usize(0..5)] {
@@ -257,7 +258,7 @@ fn changes(keys: &[(String, Pool)], rng: &mut Rng) -> BTreeMap<String, String> {
         };
         changes.insert(key, (*value).to_owned());
     }
-    // Without an end in steps and without one in time a run would have none.
+    // If `trainer.max_time` changes, keep the step limit: a run needs one of the two to end.
     if changes.contains_key("trainer.max_time") {
         changes.remove("trainer.max_steps");
     }
@@ -275,7 +276,7 @@ fn misspelt(key: &str, rng: &mut Rng) -> String {
     letters.into_iter().collect()
 }
 
-/// A run of a few steps, on one rank or two, with the changes.
+/// A run of a few steps on one or two ranks, with the changes.
 fn job<'a>(scratch: &'a Scratch, rng: &mut Rng, changes: &BTreeMap<String, String>) -> Job<'a> {
     let mut job = scratch.small().limited(ADDRESS_SPACE).set(&[
         "trainer.max_steps=4",
@@ -299,17 +300,17 @@ fn job<'a>(scratch: &'a Scratch, rng: &mut Rng, changes: &BTreeMap<String, Strin
     job
 }
 
-/// Whether a rank has begun to train or to set up what training needs.
+/// Whether a rank has begun to train or to set up training.
 fn has_started(scratch: &Scratch, run: &Run) -> bool {
     let made = fs::read_dir(scratch.path()).unwrap().flatten();
     let made = made.filter(|entry| entry.file_name() != "tokens.u16").count();
     made > 0 || run.stdout.contains("\"event\"") || run.stderr.contains("failed:")
 }
 
-/// What became of a run.
+/// Classifies the result of a run.
 ///
 /// # Errors
-/// What is not as it must be.
+/// If the run ended in any other way.
 fn outcome(
     run: &Run,
     started: bool,
@@ -317,9 +318,10 @@ fn outcome(
 ) -> Result<&'static str, String> {
     match run.code() {
         Some(0) if run.stdout.contains("\"event\":\"summary\"") => Ok("ran"),
-        // A shell or a terminal may have been meant: `--set` itself refuses it.
+        // `--set` itself refuses some values with exit code 2.
         Some(1 | 2) if !started => {
-            // `optimizer.type` chooses the optimizer, and a key within one that is none is not read.
+            // `optimizer.type` chooses the optimizer. The keys inside an invalid optimizer are not
+            // read.
             let named = |key: &String| {
                 let key = key.strip_suffix(".inside").unwrap_or(key);
                 let key = key.strip_suffix(".type").unwrap_or(key);

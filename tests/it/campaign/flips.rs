@@ -1,5 +1,5 @@
-//! Flipped bits and other damage of checkpoints: everything is found by `verify`, or a load is equal to the
-//! bit.
+//! Flipped bits and other damage of checkpoints: either `verify` finds the damage, or a load gives
+//! identical values.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -23,7 +23,7 @@ use fulgurite_transports::run_ranks;
 use super::trials::trials;
 use crate::saving::harness::Scratch;
 
-/// Everything that a load takes from a checkpoint.
+/// Everything that a load reads from a checkpoint.
 #[derive(PartialEq)]
 struct Content {
     manifest: Manifest,
@@ -45,7 +45,7 @@ fn load(directory: &Path) -> Result<Content> {
     Ok(Content { manifest: checkpoint.manifest().clone(), tensors })
 }
 
-/// Whether `verify` finds anything wrong.
+/// The problem that `verify` finds, if any.
 fn verify(directory: &Path) -> Option<String> {
     match AnyCheckpoint::open(directory) {
         Err(error) => Some(error.to_string()),
@@ -56,7 +56,7 @@ fn verify(directory: &Path) -> Option<String> {
     }
 }
 
-/// A place with checkpoints of a small training, and what is in them.
+/// A directory with checkpoints of a small training run, and their contents.
 struct Place {
     kind: &'static str,
     root: PathBuf,
@@ -80,7 +80,7 @@ impl Place {
         Self { kind, root, files, contents, last }
     }
 
-    /// What became of damage, which must be found or do none: who found it, or why nothing came of it.
+    /// Describes the effect of some damage: how it was found, or why it is harmless.
     fn judge(&self, what: &str) -> String {
         let mut outcomes = Vec::new();
         for (directory, content) in &self.contents {
@@ -97,7 +97,7 @@ impl Place {
                 }
             }
         }
-        // Whoever resumes gets a checkpoint that was saved, and the last one unless that is damaged.
+        // A resume must pick a saved checkpoint; without damage it picks the last one.
         let resumed = last(&LocalDirectory::new(&self.root)).unwrap().map(|found| found.name);
         if outcomes.is_empty() {
             assert_eq!(resumed.as_ref(), Some(&self.last), "{what}");
@@ -120,9 +120,9 @@ fn find_files(root: &Path, folder: &Path, files: &mut Vec<PathBuf>) {
     }
 }
 
-/// A distributed and a full checkpoint of a run with validation, callbacks and retention, two of each, a
-/// full one in several files, and shards of several ranks: of three that cut unevenly, and of a mesh with a
-/// tensor-parallel dimension.
+/// Distributed and full checkpoints of a run with validation, callbacks and retention (two of
+/// each), a full checkpoint in several files, and shards of several ranks. The shards come from
+/// three ranks with uneven cuts, and from a mesh with a tensor-parallel dimension.
 fn places() -> (Vec<Place>, impl Sized) {
     let keys = ["trainer.max_steps=4", "checkpoint.every_n_steps=2", "checkpoint.keep_last=2"];
     let full = "trainer.strategy={type = 'model_parallel', tensor_parallel_size = 1, \
@@ -145,7 +145,7 @@ fn places() -> (Vec<Place>, impl Sized) {
     (places, (distributed, whole, [files, uneven, mesh]))
 }
 
-/// A full checkpoint with everything that may be in one.
+/// Saves a full checkpoint with every optional content.
 fn save_files(root: &Path) {
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
     let mut fabric = Fabric::single(strategy, 1).unwrap();
@@ -170,7 +170,7 @@ fn save_files(root: &Path) {
     LocalDirectory::new(root).save("last", b"full\n").unwrap();
 }
 
-/// Two distributed checkpoints of a training on several ranks.
+/// Saves two distributed checkpoints of a training run on several ranks.
 fn save_shards(root: &Path, ranks: usize, strategy: &str, variant: Variant) {
     run_ranks(ranks, |world| {
         let mut training = DecoderTraining::new(world, strategy, variant, 1)?;
@@ -184,7 +184,7 @@ fn save_shards(root: &Path, ranks: usize, strategy: &str, variant: Variant) {
     LocalDirectory::new(root).save("last", b"step-2\n").unwrap();
 }
 
-/// The kind of a file, as the counts name it.
+/// The file's kind, as used in the counts.
 fn kind_of(file: &Path) -> &'static str {
     let name = file.file_name().unwrap().to_str().unwrap();
     match name {
@@ -229,7 +229,7 @@ fn every_flipped_bit_is_found_or_harmless() {
         fs::write(&path, bytes).unwrap();
         let what = format!("{}, {}: bit {bit} of byte {at}", place.kind, file.display());
         let outcome = place.judge(&what);
-        // Of the files of a checkpoint all are found.
+        // Damage to files of a checkpoint is always found; only damage to `last` may be harmless.
         let harmless = outcome.starts_with("not found");
         assert!(!harmless || kind_of(file) == "last", "{what}: {outcome}");
         counts.add(format!("{}, {}: {outcome}", place.kind, kind_of(file)));
@@ -237,7 +237,7 @@ fn every_flipped_bit_is_found_or_harmless() {
     });
 }
 
-/// Damages one file, and returns what was done.
+/// Damages one file, and returns a description of the damage.
 fn mutate(place: &Place, rng: &mut Rng) -> String {
     let mut any = || place.files[rng.usize(..place.files.len())].clone();
     let (file, other) = (any(), any());
@@ -289,7 +289,7 @@ fn mutate(place: &Place, rng: &mut Rng) -> String {
 }
 
 #[test]
-fn files_that_are_cut_swapped_or_gone_are_found_or_harmless() {
+fn damaged_files_are_found_or_harmless() {
     let (places, _directories) = places();
     let mut counts = Counts::default();
     trials(150, |trial| {

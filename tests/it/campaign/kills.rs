@@ -1,5 +1,5 @@
-//! Kills, signals and frozen ranks at random moments, from the program's `exec` to its end: while it starts,
-//! trains, saves, validates, shuts down, and while it resumes from what an earlier kill has left.
+//! Kills, signals and frozen ranks at random moments, from the program's `exec` to its end: during
+//! start, training, saves, validation, shutdown, and resumes after an earlier kill.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -14,29 +14,29 @@ use rustix::process::{Signal, kill_process, kill_process_group};
 use super::trials::{Trial, trials};
 use crate::program::{Job, Run, Running, Scratch};
 
-/// Steps of a run that nothing ends.
+/// Steps of an undisturbed run.
 const STEPS: u64 = 24;
 /// Steps of the longest resumed run.
 const LONGEST: u64 = 60;
 /// `trainer.timeout_secs` of a job with a frozen rank.
 const FROZEN_TIMEOUT: u64 = 2;
-/// When a job must be over: a limit on a hang.
+/// Time limit for a job, to detect hangs.
 const OVER: Duration = Duration::from_secs(10);
 
-/// What happens to a job.
+/// A disturbance of a job.
 #[derive(Debug, Clone, Copy)]
 enum Strike {
     KillRank(usize),
     KillSupervisor,
     Signal(Signal, To),
-    /// Two signals to the supervisor, one after the other.
+    /// Two signals to the supervisor in a row.
     Twice(Signal, Signal),
     Freeze(usize),
-    /// The whole job is stopped for longer than its timeout, and goes on.
+    /// The whole job is stopped for longer than its timeout, then continued.
     Suspend,
 }
 
-/// Who gets a signal.
+/// The receiver of a signal.
 #[derive(Debug, Clone, Copy)]
 enum To {
     Supervisor,
@@ -51,7 +51,7 @@ impl Strike {
         let mut signal = || [Signal::INT, Signal::TERM, Signal::USR1][rng.usize(..3)];
         let (first, second) = (signal(), signal());
         if devices == 1 {
-            // There is no supervisor.
+            // A job on one device has no supervisor.
             return match rng.u32(..3) {
                 0 => Self::KillSupervisor,
                 1 => Self::Signal(first, To::Supervisor),
@@ -71,7 +71,7 @@ impl Strike {
         }
     }
 
-    /// Strikes, unless there is nobody left to strike.
+    /// Carries out the strike; reports whether a target process existed.
     fn strike(self, running: &Running) -> Struck {
         let rank = |rank, signal| match running.rank_if_any(rank) {
             Some(pid) => kill_process(pid, signal).is_ok(),
@@ -103,7 +103,7 @@ impl Strike {
         Struck { alive, at: Instant::now() }
     }
 
-    /// Checks how the job ended. Whatever happens to it too late leaves a run that is done.
+    /// Checks how the job ended. A strike that came too late leaves a completed run.
     fn check(self, run: &Run, struck: Struck) {
         let errors: Vec<_> = run.stderr.lines().filter(|line| line.contains("error")).collect();
         let text = format!("{self:?}: {}\n{}{}", run.status, run.stdout, run.stderr);
@@ -121,7 +121,7 @@ impl Strike {
             Self::KillSupervisor => assert_eq!(run.signal(), Some(9), "{text}"),
             Self::Suspend => panic!("{text}"),
             Self::Signal(signal, _) => {
-                // The program may not have been so far as to set its handlers.
+                // The program may not have installed its handlers yet.
                 let code = run.code().or(run.signal().map(|signal| 128 + signal));
                 assert_eq!((code, errors), (Some(128 + signal.as_raw()), vec![]), "{text}");
             }
@@ -132,7 +132,7 @@ impl Strike {
             }
             Self::Freeze(rank) => {
                 assert_eq!(run.code(), Some(1), "{text}");
-                // Another rank may give up in the same moment.
+                // Another rank may fail at the same moment.
                 assert!(errors[1..].iter().all(|error| error.contains("failed too")), "{text}");
                 let (rank, error) = (rank.to_string(), errors[0]);
                 let (_, missing) = error
@@ -150,21 +150,21 @@ impl Strike {
     }
 }
 
-/// That a strike has happened.
+/// Record of a strike.
 #[derive(Clone, Copy)]
 struct Struck {
-    /// Whether there was a process that it could hit.
+    /// Whether a target process existed.
     alive: bool,
     at: Instant,
 }
 
-/// A moment after the program was started: in half of the trials while it starts.
+/// A delay after the program's start; half of the delays hit the start-up.
 fn moment(rng: &mut Rng) -> Duration {
     let limit = if rng.bool() { 60_000 } else { 450_000 };
     Duration::from_micros(rng.u64(..limit))
 }
 
-/// Starts the job, strikes, and waits until it is over, with nothing left behind.
+/// Starts the job, strikes, waits for its end, and checks that nothing remains.
 fn struck(job: &Job, scratch: &Scratch, strike: Strike, moment: Duration, hits: &mut Hits) -> Run {
     let running = job.start();
     let until = Instant::now() + moment;
@@ -204,10 +204,10 @@ fn struck(job: &Job, scratch: &Scratch, strike: Strike, moment: Duration, hits: 
     run
 }
 
-/// How many strikes of a kind hit a job in which phase.
+/// Number of strikes by kind and by phase of the job.
 type Hits = BTreeMap<(&'static str, &'static str), u32>;
 
-/// Verifies all checkpoints, and returns the step of the newest.
+/// Verifies all checkpoints, and returns the step of the newest one.
 fn newest(scratch: &Scratch) -> u64 {
     let place = scratch.path().join("kept");
     if !place.exists() {
@@ -224,14 +224,14 @@ fn newest(scratch: &Scratch) -> u64 {
     kept.map(|entry| step(&entry.name)).max().unwrap_or(0)
 }
 
-/// Asserts that the losses are those of a run that nothing has ended.
+/// Asserts that the losses equal the losses of an undisturbed run, bit by bit.
 fn assert_equal_to_the_bit(found: &BTreeMap<u64, f64>, whole: &BTreeMap<u64, f64>) {
     for (step, loss) in found {
         assert_eq!(loss.to_bits(), whole[step].to_bits(), "step {step}");
     }
 }
 
-/// The losses of runs that nothing has ended, by strategy and number of ranks.
+/// The losses of undisturbed runs by strategy and number of ranks.
 type Whole = BTreeMap<(&'static str, usize), BTreeMap<u64, f64>>;
 
 fn training<'a>(scratch: &'a Scratch, strategy: &str, devices: usize) -> Job<'a> {
@@ -268,7 +268,7 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole, hits: &mut Hits) {
         &format!("checkpoint.every_n_steps={}", 1 + rng.u32(..3)),
         &format!("checkpoint.async_save={}", rng.bool()),
     ]);
-    // The second one strikes while the run resumes.
+    // The second strike hits the resume.
     for _ in 0..1 + rng.u32(..2) {
         let strike = Strike::random(rng, devices);
         let timeout = match strike {
@@ -293,7 +293,7 @@ fn kill_once(trial: &mut Trial, whole: &mut Whole, hits: &mut Hits) {
 }
 
 #[test]
-fn nothing_that_ends_a_job_leaves_anything_behind() {
+fn ended_job_leaves_nothing_behind() {
     let mut whole = Whole::new();
     let mut hits = Hits::new();
     trials(6, |trial| kill_once(trial, &mut whole, &mut hits));

@@ -1,12 +1,12 @@
-//! Disks that are full, and limits of the system that are too low, at random: what a job says first is the
-//! cause, whatever else its ranks find.
+//! Full disks and low system limits at random: the job's first error is the cause, whatever else
+//! its ranks report.
 
 use std::fs;
 
 use super::trials::{Trial, trials};
 use crate::program::{Job, Run, Scratch, can_mount};
 
-/// Words of causes.
+/// Texts of the causes.
 const CAUSES: [&str; 6] = [
     "No space left on device",
     "Too many open files",
@@ -30,15 +30,15 @@ fn saving<'a>(scratch: &'a Scratch, trial: &mut Trial) -> Job<'a> {
     ])
 }
 
-/// Checks that the run was done, or says what it lacked.
+/// Checks that the run succeeded, or that its first error names the cause.
 fn check(run: &Run, what: &str) {
     let text = format!("{what}: {}\n{}", run.status, run.stderr);
     if run.code() == Some(0) {
         return;
     }
-    // An allocation that fails aborts.
+    // A failed allocation aborts the process.
     assert!(matches!(run.code(), Some(1 | 134)), "{text}");
-    // A rank that is not so far as to have joined says it itself.
+    // A rank that has not joined yet reports its own error.
     let first = run.first_error();
     assert!(CAUSES.iter().any(|cause| first.contains(cause)), "{text}");
     assert!(!run.stderr.contains("panicked") && !first.contains("exit code 79"), "{text}");
@@ -48,7 +48,7 @@ fn check(run: &Run, what: &str) {
 }
 
 #[test]
-fn a_full_disk_is_the_first_that_is_said() {
+fn full_disk_is_reported_first() {
     if !can_mount() {
         return;
     }
@@ -66,7 +66,7 @@ fn a_full_disk_is_the_first_that_is_said() {
 }
 
 #[test]
-fn a_limit_that_is_too_low_is_the_first_that_is_said() {
+fn low_limit_is_reported_first() {
     trials(4, |trial| {
         let scratch = Scratch::with_tokens();
         let job = saving(&scratch, trial);

@@ -1,9 +1,9 @@
-//! A hostile day: random trials of what must survive anything. `cargo test` makes a few; by hand there may be
-//! many:
+//! Random trials of robustness. `cargo test` runs a few; many can be run by hand:
 //!
 //! ```sh
 //! CAMPAIGN_TRIALS=1000 cargo test --release --test it campaign::kills -- --nocapture
-//! CAMPAIGN_SEED=17 CAMPAIGN_TRIALS=1 cargo test --test it campaign::kills -- --nocapture   # trial 17 again
+//! # trial 17 again
+//! CAMPAIGN_SEED=17 CAMPAIGN_TRIALS=1 cargo test --test it campaign::kills -- --nocapture
 //! ```
 
 mod agents;

@@ -1,4 +1,4 @@
-//! Readers that do not read, while ranks are killed, frozen and signalled at random moments.
+//! Blocked readers, while ranks are killed, frozen and signalled at random moments.
 
 use std::time::{Duration, Instant};
 
@@ -9,7 +9,7 @@ use crate::program::{Scratch, Stream};
 
 /// `trainer.timeout_secs` of the jobs.
 const TIMEOUT: u64 = 2;
-/// When a job must be over: its timeout, what ranks have to end by themselves, and what is waited for the reader.
+/// Time limit for a job: its timeout, the ranks' own shutdown, and the wait for the reader.
 const OVER: Duration = Duration::from_secs(20);
 
 #[derive(Debug, Clone, Copy)]
@@ -48,7 +48,7 @@ fn strike_at_random(trial: &mut Trial) {
         job.replace("json", "human");
     }
     let running = job.unread(stream).start();
-    // Before, a signal ends a process by itself.
+    // Wait for the handlers; before them, a signal ends a process by default.
     match devices {
         1 => running.until_handles(running.pid(), Signal::TERM),
         _ => (0..2).for_each(|rank| running.until_rank_handles(rank, Signal::TERM)),
@@ -61,7 +61,7 @@ fn strike_at_random(trial: &mut Trial) {
         Strike::Twice(signal) => {
             running.signal(signal);
             std::thread::sleep(Duration::from_millis(100));
-            // It may have ended.
+            // The process may have ended already.
             let _ = kill_process(running.pid(), signal);
         }
         Strike::Kill(rank) => ranks(rank, Signal::KILL),
@@ -82,6 +82,6 @@ fn strike_at_random(trial: &mut Trial) {
 }
 
 #[test]
-fn a_job_without_a_reader_ends_as_any_other() {
+fn job_without_a_reader_ends_normally() {
     trials(3, strike_at_random);
 }

@@ -1,5 +1,5 @@
-//! Strangers on the host: they connect to a job's store and say anything, and try to read and signal its
-//! processes. The job trains on as if they were not there.
+//! Strangers on the host connect to a job's store and send anything, and try to read and signal its
+//! processes. The job must train on undisturbed.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -15,15 +15,15 @@ use rustix::process::{Pid, Signal, geteuid};
 use super::trials::{Trial, trials};
 use crate::program::{Running, Scratch};
 
-/// A user that has nothing to do with the job.
+/// A user unrelated to the job.
 const NOBODY: u32 = 65534;
-/// More than the process that hosts the store needs for its ranks, far less than strangers send.
+/// More memory than the store needs for its ranks, far less than strangers send.
 const MORE_MEMORY_KIB: u64 = 64 << 10;
 
-/// What a stranger does: its name, and the act.
+/// An attack: its name and function.
 type Scenario = (&'static str, fn(&Job, &mut Rng));
 
-/// A job that trains, as a stranger sees it.
+/// A running job from a stranger's point of view.
 struct Job<'a> {
     running: &'a Running,
     store: SocketAddr,
@@ -36,10 +36,10 @@ impl Job<'_> {
         stream
     }
 
-    /// Says `bytes`, and reads until the server has closed the connection.
+    /// Sends `bytes`, and reads until the server closes the connection.
     fn say(&self, bytes: &[u8]) -> Vec<u8> {
         let mut stream = self.connect();
-        // The server may have closed the connection before it has read everything.
+        // The server may close the connection before it has read everything.
         let _ = stream.write_all(bytes);
         let _ = stream.shutdown(Shutdown::Write);
         let mut answer = Vec::new();
@@ -47,7 +47,7 @@ impl Job<'_> {
         answer
     }
 
-    /// Runs a command as another user, who must be denied what it does. Only root can.
+    /// Runs a command as another user and asserts that it is denied. Requires root.
     fn denied(&self, command: &str, path: &str) {
         if let Some(output) = as_nobody(command, &[path]) {
             assert!(!output.status.success(), "{command} {path}: {output:?}");
@@ -75,7 +75,7 @@ fn hello(version: u16, nonce: [u8; 16]) -> Vec<u8> {
     frame(&[&b"FULGSTOR"[..], &version.to_le_bytes(), &nonce].concat())
 }
 
-/// The second frame: a proof, and who the client says it is (rank, world size, purpose).
+/// The second frame: a proof, and the client's claims (rank, world size, purpose).
 fn greeting(proof: &[u8], rank: u8, purpose: u8) -> Vec<u8> {
     frame(&[proof, &[rank, 2, purpose]].concat())
 }
@@ -84,11 +84,11 @@ fn random(rng: &mut Rng, len: usize) -> Vec<u8> {
     (0..len).map(|_| rng.u8(..)).collect()
 }
 
-/// The version of the protocol, and the length of a proof.
+/// Protocol version, and length of a proof.
 const VERSION: u16 = 3;
 const PROOF: usize = 32;
 
-/// Shakes hands with a wrong proof: told nothing but the server's own hello and that it is not let in.
+/// Shakes hands with a wrong proof. The server must send only its hello and a refusal.
 fn enter(job: &Job, proof: &[u8], rank: u8, purpose: u8, then: &[u8]) {
     let bytes = [hello(VERSION, [7; 16]), greeting(proof, rank, purpose), then.to_vec()].concat();
     let answer = job.say(&bytes);
@@ -97,7 +97,7 @@ fn enter(job: &Job, proof: &[u8], rank: u8, purpose: u8, then: &[u8]) {
     assert_eq!(answer[own_hello..], [0; 4], "an empty frame");
 }
 
-/// A request in the protocol's form: its number, and its fields.
+/// A request in the protocol's format: its number and its fields.
 fn request(number: u8, fields: &[&[u8]]) -> Vec<u8> {
     let mut body = vec![number];
     for field in fields {
@@ -220,7 +220,7 @@ const SCENARIOS: &[Scenario] = &[
         for _ in 0..50 {
             let mut stream = job.connect();
             let _ = stream.write_all(&hello(VERSION, [8; 16]));
-            // Unread bytes make the end a reset.
+            // Closing a socket with unread bytes resets the connection.
             std::thread::yield_now();
         }
     }),
@@ -282,7 +282,7 @@ fn proc(process: Pid, file: &str) -> String {
     format!("/proc/{}/{file}", process.as_raw_nonzero())
 }
 
-/// Resident memory of a process, in KiB.
+/// Resident memory of a process in KiB.
 fn resident_kib(process: Pid) -> u64 {
     let status = fs::read_to_string(proc(process, "status")).unwrap();
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:")).unwrap();
@@ -290,7 +290,7 @@ fn resident_kib(process: Pid) -> u64 {
 }
 
 #[test]
-fn strangers_do_not_end_enter_read_or_fill_a_job() {
+fn strangers_do_not_disturb_a_job() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 2).set(&[
         "trainer.max_steps=100000000",
@@ -321,14 +321,14 @@ fn strangers_do_not_end_enter_read_or_fill_a_job() {
         assert_eq!(run.code(), Some(143), "{}", run.stderr);
         assert!(!run.stderr.contains("error"), "{}", run.stderr);
         let attacked = run.losses();
-        // As many steps without strangers have the same losses.
+        // The same number of steps without strangers has the same losses.
         let steps = format!("trainer.max_steps={}", attacked.len());
         assert_eq!(job.clone().set(&[&steps]).succeed().losses(), attacked);
     });
     eprintln!("{} scenarios", SCENARIOS.len());
 }
 
-/// The port that a process listens on, once it does.
+/// The port on which a process listens; waits until it does.
 fn listens_on(running: &Running) -> u16 {
     running.until("the store", |running| {
         let held = fs::read_dir(proc(running.pid(), "fd")).ok()?.flatten();
@@ -347,7 +347,7 @@ fn listens_on(running: &Running) -> u16 {
 }
 
 #[test]
-fn strangers_from_the_first_moment_on_do_not_keep_ranks_out() {
+fn early_strangers_do_not_keep_ranks_out() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("ddp", 4, 1);
     let expected = job.succeed().losses();

@@ -1,4 +1,4 @@
-//! [`trials`].
+//! Runs random trials: [`trials`].
 
 #![allow(unreachable_pub, reason = "what other modules use reads best with plain `pub`")]
 
@@ -6,14 +6,14 @@ use std::str::FromStr;
 
 use fastrand::Rng;
 
-/// One trial, whose random choices follow from its seed.
+/// One trial; its seed determines its random choices.
 pub struct Trial {
     pub seed: u64,
     pub rng: Rng,
 }
 
-/// As many trials as `CAMPAIGN_TRIALS` says, else `count`, with the seeds from `CAMPAIGN_SEED` (else 0) on.
-/// A trial that panics says its seed.
+/// Runs `CAMPAIGN_TRIALS` trials, or `count` by default, with seeds from `CAMPAIGN_SEED` (default
+/// 0) on. A trial that panics prints its seed.
 pub fn trials(count: u64, mut trial: impl FnMut(&mut Trial)) {
     let first: u64 = variable("CAMPAIGN_SEED").unwrap_or(0);
     let count = variable("CAMPAIGN_TRIALS").unwrap_or(count);
@@ -25,7 +25,7 @@ pub fn trials(count: u64, mut trial: impl FnMut(&mut Trial)) {
     eprintln!("{count} trials from CAMPAIGN_SEED={first} on");
 }
 
-/// Prints its seed if it is dropped by a panic.
+/// Prints the seed if a panic drops it.
 struct SaysSeed(u64);
 
 impl Drop for SaysSeed {

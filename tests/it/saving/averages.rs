@@ -7,7 +7,7 @@ use fulgurite_checkpoint::LocalDirectory;
 use super::harness::{Scratch, course};
 
 #[test]
-fn averages_of_the_weights_are_validated_and_not_trained() {
+fn averages_are_validated_not_trained() {
     let keys =
         ["trainer.max_steps=6", "trainer.val_check_interval=2", "checkpoint.every_n_steps=2"];
     let run = |decay: &str, dir: &str| {
@@ -27,10 +27,10 @@ fn averages_of_the_weights_are_validated_and_not_trained() {
     assert_eq!(averaged.2, plain.2, "the weights themselves are the model's in a checkpoint");
     let held = |bytes: &[u8]| String::from_utf8_lossy(bytes).contains("state.double.weight.ema");
     assert!(held(&run("trainer.ema_decay=0.9", "optimizer").2));
-    // An average over the last step alone is the weights.
+    // An average with decay 0 equals the weights.
     assert_eq!(run("trainer.ema_decay=0.0", "model"), plain);
 
-    // It goes on only from where it was kept.
+    // The average resumes only from a checkpoint that contains it.
     let scratch = Scratch::new();
     scratch.succeed(&keys);
     let more = ["trainer.ckpt_path=last", "trainer.max_steps=8", "trainer.ema_decay=0.9"];
@@ -41,7 +41,7 @@ fn averages_of_the_weights_are_validated_and_not_trained() {
 }
 
 #[test]
-fn a_checkpoint_is_validated_as_training_did() {
+fn checkpoint_validates_as_in_training() {
     let keys = ["trainer.max_steps=6", "trainer.val_check_interval=6"];
     let (last, decay) = ("trainer.ckpt_path=last", "trainer.ema_decay=0.9");
     let full = ["trainer.strategy.type=tp", "trainer.strategy.save_distributed_checkpoint=false"];
@@ -57,11 +57,11 @@ fn a_checkpoint_is_validated_as_training_did() {
         assert_eq!(Some(validated), trained);
         let plain = *plain.get_or_insert(validated);
         assert_eq!(validated == plain, ema.is_empty(), "averages are not the weights");
-        // Without the key the weights themselves, whatever else is there; or if they are asked for.
+        // Without the key, or with `weights_only`, the raw weights are validated.
         assert_eq!(scratch.validate(&[kind, &[last]].concat()).unwrap(), plain);
         let weights = [ema, kind, &[last, "checkpoint.weights_only=true"]].concat();
         assert_eq!(scratch.validate(&weights).unwrap(), plain);
-        // What is published are the averages, if they are asked for.
+        // A conversion publishes the averages on request.
         let kept = AnyCheckpoint::open(scratch.path("kept/step-00000006")).unwrap();
         let published = scratch.path("published");
         let options = ConvertOptions { average: true, ..ConvertOptions::new(ConvertTarget::Full) };

@@ -1,4 +1,4 @@
-//! What a run goes on from, and how.
+//! Resuming runs from checkpoints.
 
 use std::path::Path;
 
@@ -10,7 +10,7 @@ use fulgurite::core::trainer::Event;
 use super::harness::{COUNTED, PATIENCE, Scratch, course, resumed, saved};
 
 #[test]
-fn a_run_interrupted_anywhere_goes_on_as_if_it_had_never_stopped() {
+fn run_interrupted_anywhere_resumes() {
     let keys = [
         "scheduler.type=cosine",
         "trainer.max_epochs=2",
@@ -28,7 +28,7 @@ fn a_run_interrupted_anywhere_goes_on_as_if_it_had_never_stopped() {
         let scratch = Scratch::new();
         let background = format!("checkpoint.async_save={}", patience % 2 == 0);
         let keys = [&keys[..], &["trainer.ckpt_path=last", &background]].concat();
-        // Interrupted twice, the second time soon after.
+        // Interrupted twice, the second time soon after the first.
         PATIENCE.set(Some((patience, Interruption::Termination)));
         let (mut events, result) = scratch.fit(&keys);
         PATIENCE.set(Some((patience % 3, Interruption::Preemption)));
@@ -75,7 +75,7 @@ fn ctrl_c_saves_if_the_end_of_training_does() {
 }
 
 #[test]
-fn the_file_last_names_a_checkpoint_to_resume() {
+fn last_file_names_the_checkpoint_to_resume() {
     let scratch = Scratch::new();
     let keys = ["checkpoint.every_n_steps=2"];
     scratch.succeed(&[&keys[..], &["trainer.max_steps=4"]].concat());
@@ -83,7 +83,7 @@ fn the_file_last_names_a_checkpoint_to_resume() {
     let events = scratch.succeed(&[&keys[..], &["trainer.max_steps=6", &from]].concat());
     let (step, path) = resumed(&events).unwrap();
     assert!(step == 4 && path.ends_with("kept/step-00000004"), "{step} {path:?}");
-    // Also for its weights alone.
+    // The same for its weights only.
     let other = format!("checkpoint.dir={:?}", scratch.path("other"));
     let only = ["trainer.max_steps=1", "checkpoint.weights_only=true", &other, &from];
     let events = scratch.succeed(&[&keys[..], &only].concat());
@@ -92,7 +92,7 @@ fn the_file_last_names_a_checkpoint_to_resume() {
 }
 
 #[test]
-fn weights_alone_may_be_what_a_run_starts_from() {
+fn run_starts_from_weights_only() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=5", "trainer.val_check_interval=5"];
     let first = scratch.succeed(&keys);
@@ -111,20 +111,20 @@ fn weights_alone_may_be_what_a_run_starts_from() {
         let steps = course(&events);
         assert!(steps[0].starts_with("1 "), "{steps:?}");
         assert_eq!(steps.len(), 6);
-        // The weights are those of the end, and do not change.
+        // The weights are from the end of the first run, and do not change.
         let validation = |events: &[Event]| course(events).pop().unwrap();
         assert_eq!(validation(&events), validation(&first));
     }
 }
 
 #[test]
-fn an_optimizer_without_state_is_resumed_and_one_without_its_state_is_not() {
+fn missing_optimizer_state_is_refused() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=4", "checkpoint.every_n_steps=2"];
     let fit = |more: &[&str]| scratch.fit(&[&keys[..], more].concat());
     let from = |path: &Path| format!("trainer.ckpt_path={path:?}");
     let second = scratch.path("kept/step-00000002");
-    // Without momentum there is none.
+    // Without momentum there is no optimizer state.
     let whole = course(&scratch.succeed(&[&keys[..], &["optimizer=sgd"]].concat()));
     let (events, result) = fit(&["optimizer=sgd", &from(&second)]);
     result.unwrap();
@@ -148,7 +148,7 @@ fn an_optimizer_without_state_is_resumed_and_one_without_its_state_is_not() {
 }
 
 #[test]
-fn a_run_does_not_go_on_with_other_data_unless_it_is_told_to() {
+fn other_data_needs_explicit_permission() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=2"];
     scratch.succeed(&[&keys[..], &["data.from=3"]].concat());
@@ -159,7 +159,7 @@ fn a_run_does_not_go_on_with_other_data_unless_it_is_told_to() {
     let error = resumed_with("data.from=4", &[]).unwrap_err().to_string();
     let error = error.replace(scratch.path("kept").to_str().unwrap(), "KEPT");
     insta::assert_snapshot!(error, @"checkpoint KEPT/step-00000002: it was trained on other samples: the data was 20 numbers from 3 and is 20 numbers from 4. The position in the data would be one in other samples. Give the run the data and the keys of `[data]` of that checkpoint, or set `checkpoint.allow_other_data = true` to go on with these");
-    // Weights alone may be trained on other data.
+    // Weights only may be trained on other data.
     resumed_with("data.from=4", &["checkpoint.weights_only=true", "checkpoint.save_last=false"])
         .unwrap();
     resumed_with(

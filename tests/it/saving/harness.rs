@@ -1,4 +1,4 @@
-//! A model of one weight, in training, and what is told of it.
+//! Training of a model with one weight, and a record of its events.
 
 use std::cell::{Cell, RefCell};
 use std::collections::BTreeMap;
@@ -40,13 +40,13 @@ impl LightningModule for Double {
 
 impl Hooks<Numbers> for Double {}
 
-/// The numbers 0 to 19 for training, 7 more for validation, by threes and shuffled.
+/// The values 0 to 19 for training and 7 more for validation, in shuffled batches of three.
 struct Numbers(NumbersConfig);
 
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 struct NumbersConfig {
-    /// Added to each.
+    /// Added to each value.
     from: u64,
 }
 
@@ -86,9 +86,9 @@ impl DataModule for Numbers {
 }
 
 thread_local! {
-    /// How often the trainer may ask before somebody interrupts it, and why.
+    /// Polls of the trainer before an interruption, and its reason.
     pub(crate) static PATIENCE: Cell<Option<(u32, Interruption)>> = const { Cell::new(None) };
-    /// What the callback of the last run had counted in the end.
+    /// Final counts of the last run's callback.
     pub(crate) static COUNTED: RefCell<BTreeMap<String, u64>> = const { RefCell::new(BTreeMap::new()) };
 }
 
@@ -98,7 +98,7 @@ fn interrupted() -> Option<Interruption> {
     (left == 0).then_some(why)
 }
 
-/// Counts hooks, and goes on counting in a resumed run.
+/// Counts hooks, and continues counting in a resumed run.
 #[derive(Default)]
 struct Counter(BTreeMap<String, u64>);
 
@@ -129,7 +129,7 @@ impl Hooks for Counter {
         self.count("epoch end")
     }
     fn on_validation_end(&mut self, ctx: &mut HookContext) -> Result<()> {
-        // Metrics of earlier steps are there, also right after a resume.
+        // Metrics of earlier steps are available, also right after a resume.
         assert!(ctx.metrics.contains_key("train_loss"));
         self.count("validation")
     }
@@ -144,7 +144,7 @@ struct Events(Arc<Mutex<Vec<Event>>>);
 
 impl EventSink for Events {
     fn event(&mut self, event: &Event) -> Result<()> {
-        // A checkpoint that is told of is there, whole, and the last one.
+        // A reported checkpoint exists, is complete, and is the last one.
         if let Event::Checkpoint { path, step, .. } = event
             && path.is_absolute()
         {
@@ -187,7 +187,7 @@ impl Scratch {
         RunConfig::from_layers(layers).unwrap()
     }
 
-    /// Trains, and returns what happened until the end or an error.
+    /// Trains, and returns the events up to the end or an error.
     pub(crate) fn fit(&self, overrides: &[&str]) -> (Vec<Event>, Result<()>) {
         let run = self.run_config(overrides);
         let events = Events::default();
@@ -206,7 +206,7 @@ impl Scratch {
         events
     }
 
-    /// Validates, and returns the loss.
+    /// Validates and returns the loss.
     pub(crate) fn validate(&self, overrides: &[&str]) -> Result<f64> {
         Ok(Trainer::default().validate::<Double>(&self.run_config(overrides))?.loss)
     }
@@ -224,7 +224,7 @@ pub(crate) fn names(dir: &Path) -> Vec<String> {
     names
 }
 
-/// All that steps and validations say, but for how fast they were.
+/// All step and validation events, without speeds.
 pub(crate) fn course(events: &[Event]) -> Vec<String> {
     let told = events.iter().filter_map(|event| match event {
         Event::Step { step, epoch, train_loss, grad_norm, lr, metrics, .. } => {

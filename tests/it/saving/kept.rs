@@ -1,4 +1,4 @@
-//! What is saved, of which kind, and what of it stays.
+//! Saved checkpoints, their kinds, and retention.
 
 use fulgurite::core::checkpoint::CheckpointIO as _;
 use fulgurite::core::trainer::Event;
@@ -7,7 +7,7 @@ use fulgurite_checkpoint::LocalDirectory;
 use super::harness::{Scratch, course, names, resumed, saved};
 
 #[test]
-fn checkpoints_of_the_background_are_those_of_the_foreground() {
+fn background_and_foreground_saves_match() {
     let keys = ["trainer.max_steps=6", "checkpoint.every_n_steps=2", "checkpoint.save_last=true"];
     let scratch = Scratch::new();
     let whole = scratch.succeed(&keys);
@@ -15,7 +15,7 @@ fn checkpoints_of_the_background_are_those_of_the_foreground() {
     let background = Scratch::new();
     let keys = [&keys[..], &["checkpoint.async_save=true"]].concat();
     let events = background.succeed(&keys);
-    // Whenever it is told of them.
+    // Reported late, but with the same steps.
     assert_eq!(saved(&events), [2, 4, 6]);
     assert!(matches!(events.last(), Some(Event::Summary { .. })));
     assert_eq!(course(&events), course(&whole));
@@ -33,7 +33,7 @@ fn checkpoints_of_the_background_are_those_of_the_foreground() {
 }
 
 #[test]
-fn checkpoints_of_one_kind_make_way_for_the_other() {
+fn full_and_sharded_saves_replace_each_other() {
     let scratch = Scratch::new();
     let strategy = |distributed: bool| {
         format!("trainer.strategy={{type = \"tp\", save_distributed_checkpoint = {distributed}}}")
@@ -58,13 +58,13 @@ fn checkpoints_of_one_kind_make_way_for_the_other() {
     let whole = course(&fit(true, &["trainer.max_steps=4"]));
     assert_eq!(manifests(), kinds(&[("2", "distributed"), ("4", "distributed")]));
     let second = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000002"));
-    // Saved again under the same name, of the other kind.
+    // Save again under the same name, as the other kind.
     for (distributed, kind) in [(false, "full"), (true, "distributed"), (false, "full")] {
         let events = fit(distributed, &["trainer.max_steps=4", &second]);
         assert_eq!(course(&events), whole[2..]);
         assert_eq!(manifests(), kinds(&[("2", "distributed"), ("4", kind)]));
     }
-    // A full one by its path is one of those that the run keeps: it stays, and older ones go.
+    // A run that resumes from a full checkpoint by path keeps it, and removes older ones.
     let fourth = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000004"));
     let more = ["trainer.max_steps=8", "checkpoint.keep_last=1", &fourth];
     assert_eq!(saved(&fit(false, &more)), [6, 8]);
@@ -72,7 +72,7 @@ fn checkpoints_of_one_kind_make_way_for_the_other() {
 }
 
 #[test]
-fn full_checkpoints_are_not_saved_in_the_background() {
+fn async_full_checkpoints_are_refused() {
     let scratch = Scratch::new();
     let strategy = "trainer.strategy={type = \"tp\", save_distributed_checkpoint = false}";
     let (events, result) = scratch.fit(&[strategy, "checkpoint.async_save=true"]);
@@ -81,7 +81,7 @@ fn full_checkpoints_are_not_saved_in_the_background() {
 }
 
 #[test]
-fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
+fn resumed_run_keeps_newest_and_best() {
     let run = |keys: &[&str], from: Option<&str>| {
         let scratch = Scratch::new();
         let always = ["checkpoint.every_n_steps=1", "trainer.val_check_interval=1"];
@@ -102,15 +102,15 @@ fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
     let kept = |first: &str, then: &str| (first.to_owned(), then.to_owned());
     assert_eq!(run(&[], None), kept("1234", "1234567"));
     assert_eq!(run(&["checkpoint.async_save=true"], None), kept("1234", "1234567"));
-    // The one that it resumed from stays.
+    // The resumed checkpoint is kept.
     for background in ["checkpoint.async_save=true", "checkpoint.async_save=false"] {
         let keys = ["checkpoint.keep_last=2", background];
         assert_eq!(run(&keys, None), kept("34", "467"));
     }
-    // It did not know of the fourth, which its own replaces.
+    // The run does not know the checkpoint of step 4, and replaces it with its own.
     assert_eq!(run(&["checkpoint.keep_last=2"], Some("step-00000003")), kept("34", "367"));
     assert_eq!(run(&["checkpoint.save_top_k=0"], None), kept("4", "47"));
-    // The loss falls from step to step: the worst are the oldest.
+    // The loss falls with each step: the oldest checkpoints are the worst.
     let worst = ["checkpoint.save_top_k=2", "checkpoint.monitor=val_loss", "checkpoint.mode=max"];
     assert_eq!(run(&worst, None), kept("124", "1247"));
     let best = ["checkpoint.save_top_k=2", "checkpoint.monitor=val_loss"];
@@ -118,8 +118,8 @@ fn the_newest_and_the_best_are_kept_also_by_a_resumed_run() {
 }
 
 #[test]
-fn a_checkpoint_has_no_value_of_another_step() {
-    // Validated after steps 3 and 6. The value of step 3 is the best, and step 4 must not have it.
+fn checkpoint_has_no_value_of_another_step() {
+    // Validated after steps 3 and 6. Step 3 has the best value; step 4 must not get that value.
     let keys = [
         "checkpoint.every_n_steps=2",
         "checkpoint.save_top_k=1",
@@ -136,7 +136,7 @@ fn a_checkpoint_has_no_value_of_another_step() {
 }
 
 #[test]
-fn a_metric_that_does_not_exist_is_found_when_it_should() {
+fn missing_metric_is_found_in_time() {
     let keys = [
         "checkpoint.every_n_steps=1",
         "checkpoint.save_top_k=1",
@@ -150,7 +150,7 @@ fn a_metric_that_does_not_exist_is_found_when_it_should() {
 }
 
 #[test]
-fn what_cannot_be_saved_ends_the_run() {
+fn failing_save_ends_the_run() {
     for background in [false, true] {
         let scratch = Scratch::new();
         std::fs::write(scratch.path("file"), "").unwrap();
@@ -165,16 +165,16 @@ fn what_cannot_be_saved_ends_the_run() {
 }
 
 #[test]
-fn a_run_that_was_killed_after_a_commit_goes_on_from_that() {
+fn run_killed_after_commit_resumes() {
     let scratch = Scratch::new();
     let keys = ["trainer.max_steps=6", "checkpoint.every_n_steps=2"];
     let whole = scratch.succeed(&keys);
-    // As a kill between the commit and the writing of `last` leaves it.
+    // The state after a kill between the commit and the update of `last`.
     std::fs::write(scratch.path("kept/last"), "step-00000004\n").unwrap();
     let longer = ["trainer.max_steps=8", "checkpoint.every_n_steps=2", "trainer.ckpt_path=last"];
     let events = scratch.succeed(&longer);
     assert_eq!(resumed(&events).unwrap().0, 6);
-    // What goes on from an earlier one is newer than what was saved later in the other run.
+    // A run resumed from an earlier checkpoint is newer than later steps of the other run.
     let from = format!("trainer.ckpt_path={:?}", scratch.path("kept/step-00000002"));
     let other = ["trainer.max_steps=3", "checkpoint.every_n_steps=3", &from];
     scratch.succeed(&other);
@@ -194,7 +194,7 @@ fn one_run_at_a_time_saves_to_a_directory() {
     let error = result.unwrap_err().to_string();
     assert!(error.contains("another run saves here: process "), "{error}");
     assert_eq!(events, [], "it is found before a step");
-    // Who saves nothing there disturbs nobody.
+    // Runs that do not save there are not affected.
     scratch.validate(&["trainer.ckpt_path=last"]).unwrap();
     scratch.succeed(&[&keys[..], &["checkpoint.save_last=false"]].concat());
     drop(lock);

@@ -1,4 +1,4 @@
-//! What the trainer saves and keeps, and how it goes on from it.
+//! Saving, retention and resuming with the trainer.
 
 mod averages;
 mod going_on;

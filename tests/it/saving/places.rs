@@ -1,4 +1,4 @@
-//! Another place than a directory.
+//! Checkpoint storage other than a directory.
 
 use std::collections::BTreeMap;
 use std::io::{ErrorKind, Write};
@@ -15,7 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::harness::{PATIENCE, Scratch, course, resumed};
 
-/// Checkpoints in memory, by the place's root.
+/// Checkpoints in memory, by root.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct MemoryConfig {}
@@ -139,7 +139,7 @@ impl CheckpointIO for Memory {
     }
 }
 
-/// Files that reach the place when the run ends.
+/// Storage that holds files back until the run ends.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct WriteBehindConfig {}
@@ -195,7 +195,7 @@ impl CheckpointIO for WriteBehind {
 
 static TEARDOWNS: Mutex<BTreeMap<PathBuf, usize>> = Mutex::new(BTreeMap::new());
 
-/// The checkpoints that reached the place, and how often it was asked to complete them.
+/// The checkpoints written to storage, and the number of completion requests.
 fn written(scratch: &Scratch) -> (Vec<String>, usize) {
     let root = scratch.path("kept");
     let files = PLACES.lock().unwrap()[&root].clone();
@@ -205,7 +205,7 @@ fn written(scratch: &Scratch) -> (Vec<String>, usize) {
 }
 
 #[test]
-fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
+fn held_back_saves_are_written_at_the_end() {
     let fit = |more: &[&str]| {
         let scratch = Scratch::new();
         let keys = [
@@ -224,7 +224,7 @@ fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
         result.unwrap();
         assert_eq!(written, (names(&[2, 4, 5]), 1));
 
-        // One that fails when it saves after step 4.
+        // A run that fails when it saves after step 4.
         let monitor = ["trainer.val_check_interval=3", "checkpoint.monitor=none_such", background];
         let (written, result) = fit(&monitor);
         let error = result.unwrap_err().to_string();
@@ -238,7 +238,7 @@ fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
         assert_eq!(written, (names(&[2, 3]), 1));
     }
 
-    // What goes wrong then is the run's error, unless there is one already.
+    // A failure then becomes the run's error, unless the run has one already.
     let scratch = Scratch::new();
     let dir = format!("checkpoint.dir={:?}", scratch.path("refuses"));
     let keys = ["checkpoint.io=test_write_behind", "trainer.max_steps=2", &dir];
@@ -254,7 +254,7 @@ fn what_a_place_holds_back_is_written_at_the_end_of_any_run() {
 #[test]
 fn any_place_is_resumed_from() {
     let scratch = Scratch::new();
-    // All steps: the last one of a run is logged, wherever that ends.
+    // Log all steps, because a run always logs its last step.
     let logged = "trainer.log_every_n_steps=1";
     let keys = ["checkpoint.io=test_memory", "checkpoint.every_n_steps=2", logged];
     let fit = |more: &[&str]| scratch.succeed(&[&keys[..], more].concat());
@@ -269,7 +269,7 @@ fn any_place_is_resumed_from() {
     assert!(location.starts_with("memory:") && location.ends_with("step-00000004"));
     assert!(!scratch.path("kept").exists());
 
-    // By its name, and by what messages call it.
+    // By its name, and by its path in messages.
     let second = location.with_file_name("step-00000002");
     for path in [Path::new("step-00000002"), &second] {
         let path = format!("trainer.ckpt_path={path:?}");
@@ -283,7 +283,7 @@ fn any_place_is_resumed_from() {
     let missing = missing.1.unwrap_err().to_string();
     assert!(missing.contains("memory:"), "{missing}");
 
-    // A local one, of a run that keeps its own in memory.
+    // A local checkpoint, in a run that keeps its own in memory.
     let local = Scratch::new();
     local.succeed(&["trainer.max_steps=3"]);
     let path = format!("trainer.ckpt_path={:?}", local.path("kept/step-00000003"));

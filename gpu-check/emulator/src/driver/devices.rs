@@ -1,4 +1,4 @@
-//! Devices and contexts. A device has its primary context alone, whose handle is its number and one.
+//! Devices and their primary contexts. A context's handle is the device's index plus one.
 
 use std::cell::Cell;
 use std::ffi::{c_char, c_int, c_uint};
@@ -12,7 +12,7 @@ thread_local! {
     static CURRENT: Cell<Context> = const { Cell::new(0) };
 }
 
-/// The device of this thread's context.
+/// The device of this thread's current context.
 pub(super) fn current() -> Option<usize> {
     CURRENT.get().checked_sub(1)
 }
@@ -21,7 +21,7 @@ fn count() -> usize {
     machine::with(|machine| machine.state.memory.len())
 }
 
-/// Writes a result, if there is such a device.
+/// Writes a result if the device exists.
 unsafe fn give<T>(device: c_int, to: *mut T, value: impl FnOnce(usize) -> T) -> Status {
     match usize::try_from(device).ok().filter(|&device| device < count()) {
         Some(device) => {
@@ -74,7 +74,7 @@ unsafe extern "C" fn cuDeviceGetName(to: *mut c_char, length: c_int, device: c_i
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetUuid_v2(to: *mut [u8; 16], device: c_int) -> Status {
     let uuid = |device: usize| {
-        // Of a device that is visible under another number it would be the same; those here have no other.
+        // The UUID never depends on visibility: devices keep their index here.
         let mut uuid = *b"emulated GPU ...";
         uuid[15] = device as u8;
         uuid
@@ -89,7 +89,7 @@ unsafe extern "C" fn cuDeviceTotalMem_v2(to: *mut usize, device: c_int) -> Statu
     unsafe { give(device, to, |device| machine::with(|m| m.state.memory[device].total)) }
 }
 
-/// Those of an H100, as far as anybody asks.
+/// Attributes of an H100, as far as candle and Fulgurite read them.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetAttribute(
     to: *mut c_int,

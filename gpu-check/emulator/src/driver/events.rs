@@ -11,13 +11,13 @@ const DISABLE_TIMING: c_uint = 2;
 type Call = unsafe extern "C" fn(*mut c_void) -> c_int;
 type Free = unsafe extern "C" fn(*mut c_void);
 
-/// What a stream's handle points to, so that a library in NCCL's place (`plugins/nccl/fake`) can queue its collectives.
+/// The target of a stream handle: lets a stand-in for NCCL (`plugins/nccl/fake`) queue collectives.
 #[repr(C)]
 struct RawStream {
     push: unsafe extern "C" fn(*const RawStream, Call, Free, *mut c_void),
 }
 
-/// Work of a library of C.
+/// Work queued by a C library.
 struct Foreign {
     call: Call,
     free: Free,
@@ -29,14 +29,14 @@ unsafe impl Send for Foreign {}
 
 impl Foreign {
     fn call(&mut self) -> bool {
-        // SAFETY: it has not been freed.
+        // SAFETY: the data has not been freed.
         unsafe { (self.call)(self.data) != 0 }
     }
 }
 
 impl Drop for Foreign {
     fn drop(&mut self) {
-        // SAFETY: it is freed once, here.
+        // SAFETY: freed once, here.
         unsafe { (self.free)(self.data) };
     }
 }
@@ -53,7 +53,7 @@ unsafe extern "C" fn push(stream: *const RawStream, call: Call, free: Free, data
 #[unsafe(no_mangle)]
 pub(super) unsafe extern "C" fn cuStreamCreate(to: *mut Handle, _flags: c_uint) -> Status {
     let Some(device) = devices::current() else { return Status::INVALID_CONTEXT };
-    // Never freed: what was queued on it may still run when it is destroyed.
+    // Leaked: work on the stream may still run after the stream is destroyed.
     let raw: &'static RawStream = Box::leak(Box::new(RawStream { push }));
     let stream = std::ptr::from_ref(raw) as Handle;
     machine::with(|machine| {
@@ -135,7 +135,7 @@ unsafe extern "C" fn cuEventCreate(to: *mut Handle, flags: c_uint) -> Status {
     Status::SUCCESS
 }
 
-/// What waits for it goes on waiting.
+/// Streams that wait for the event keep waiting.
 #[unsafe(no_mangle)]
 extern "C" fn cuEventDestroy_v2(event: Handle) -> Status {
     match machine::with(|machine| machine.streams.has_event(event)) {

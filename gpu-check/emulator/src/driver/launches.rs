@@ -9,11 +9,11 @@ use crate::machine::{self, Function, Machine};
 use crate::ptx;
 use crate::streams::Handle;
 
-/// Bytes of shared memory that a launch may have without asking before, and that it may ask for.
+/// Bytes of shared memory that a launch gets by default, and the most that it may request.
 const SHARED_BYTES: u32 = 48 << 10;
 const MOST_SHARED_BYTES: u32 = 227 << 10;
 
-/// The image is PTX.
+/// Loads a module; the image must be PTX.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuModuleLoadData(to: *mut usize, image: *const c_char) -> Status {
     // SAFETY: the caller's.
@@ -33,7 +33,7 @@ unsafe extern "C" fn cuModuleLoadData(to: *mut usize, image: *const c_char) -> S
     Status::SUCCESS
 }
 
-/// Its functions stay.
+/// Does nothing: functions of the module stay usable.
 #[unsafe(no_mangle)]
 extern "C" fn cuModuleUnload(_module: usize) -> Status {
     Status::SUCCESS
@@ -65,7 +65,7 @@ unsafe extern "C" fn cuModuleGetFunction(
     })
 }
 
-/// Attributes that nobody needs are 0.
+/// Unused attributes are 0.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuFuncGetAttribute(
     to: *mut c_int,
@@ -98,7 +98,7 @@ extern "C" fn cuFuncSetAttribute(function: usize, attribute: c_int, value: c_int
     })
 }
 
-/// The kernel, compiled if it has not been.
+/// The kernel, compiled at its first use.
 fn kernel(machine: &mut Machine, index: usize) -> Option<Arc<compile::Kernel>> {
     let function = machine.functions.get_mut(index)?;
     if function.kernel.is_none() {
@@ -152,7 +152,7 @@ unsafe extern "C" fn cuLaunchKernel(
         let length = kernel.parameters.last().map_or(0, |(start, bytes)| start + bytes);
         let mut arguments = vec![0_u8; length];
         for (index, &(start, bytes)) in kernel.parameters.iter().enumerate() {
-            // SAFETY: the caller has an argument for each parameter.
+            // SAFETY: the caller passes one argument for each parameter.
             unsafe {
                 let argument = (*parameters.add(index)).cast::<u8>();
                 arguments[start..start + bytes]

@@ -1,4 +1,4 @@
-//! Memory of devices, pinned memory, and copies.
+//! Device memory, pinned host memory, and copies.
 
 use std::alloc::{Layout, alloc, dealloc};
 use std::ffi::{c_int, c_uchar, c_uint, c_void};
@@ -10,7 +10,7 @@ use crate::streams::Handle;
 
 type Address = usize;
 
-/// What pinned memory is aligned to.
+/// Alignment of pinned memory.
 const PAGE: usize = 4096;
 
 fn of_address(state: &mut State, address: Address) -> Result<&mut Memory, String> {
@@ -52,7 +52,7 @@ unsafe extern "C" fn cuMemAllocAsync(to: *mut Address, bytes: usize, stream: Han
     })
 }
 
-/// It stays until the stream has got there.
+/// The memory stays mapped until the stream reaches this call.
 #[unsafe(no_mangle)]
 extern "C" fn cuMemFreeAsync(address: Address, stream: Handle) -> Status {
     machine::with(|machine| {
@@ -109,7 +109,7 @@ fn pinned(bytes: usize) -> Layout {
 unsafe extern "C" fn cuMemHostAlloc(to: *mut *mut c_void, bytes: usize, _flags: c_uint) -> Status {
     machine::with(|machine| {
         machine.state.calls.count("pinned memory", bytes);
-        // SAFETY: a layout of more than no bytes; the caller's.
+        // SAFETY: the layout is not empty; `to` is the caller's.
         unsafe {
             let memory = alloc(pinned(bytes));
             *to = memory.cast();
@@ -126,13 +126,13 @@ unsafe extern "C" fn cuMemFreeHost(memory: *mut c_void) -> Status {
         let Some(bytes) = machine.pinned.remove(&(memory as usize)) else {
             return Status::INVALID_VALUE;
         };
-        // SAFETY: it was allocated above, with this layout, and nothing that is queued uses it.
+        // SAFETY: allocated above with this layout, and no queued work uses it.
         unsafe { dealloc(memory.cast(), pinned(bytes)) };
         Status::SUCCESS
     })
 }
 
-/// Copies bytes, when the stream gets there.
+/// Copies bytes when the stream reaches the copy.
 fn copy(state: &State, to: Address, from: Address, bytes: usize) {
     for (address, what) in [(to, "to"), (from, "from")] {
         let of_device = state.memory.iter().find(|memory| {
@@ -145,7 +145,7 @@ fn copy(state: &State, to: Address, from: Address, bytes: usize) {
             ));
         }
     }
-    // SAFETY: allocated memory of a device, or what the caller promised of the host's.
+    // SAFETY: allocated device memory, or host memory that the caller promised.
     unsafe { std::ptr::copy(from as *const u8, to as *mut u8, bytes) };
 }
 
@@ -170,7 +170,7 @@ unsafe extern "C" fn cuMemcpyHtoDAsync_v2(
             machine.streams.push(stream, Box::new(work), &mut machine.state);
             return Status::SUCCESS;
         }
-        // The driver takes what is there now; the stream need not have got there.
+        // The driver reads pageable memory at once, even if the stream has not reached the copy.
         machine.state.calls.count_at_its_place("copy of pageable memory to the device", bytes);
         // SAFETY: the caller's.
         let values = unsafe { std::slice::from_raw_parts(from as *const u8, bytes) }.to_vec();
@@ -213,7 +213,7 @@ unsafe extern "C" fn cuMemcpyDtoHAsync_v2(
     });
     match queued {
         Ok(true) => Status::SUCCESS,
-        // The driver waits for the stream.
+        // A copy to pageable memory waits for the stream, as the driver's does.
         Ok(false) => {
             machine::until(|machine| machine.streams.finish(stream, &mut machine.state));
             Status::SUCCESS
@@ -266,7 +266,7 @@ extern "C" fn cuMemsetD8Async(to: Address, value: c_uchar, bytes: usize, stream:
             if bytes > 0 && !state.memory.iter().any(|memory| memory.holds(to, bytes)) {
                 crate::refuse(&format!("{bytes} bytes at {to:#x} are set, which are freed"));
             }
-            // SAFETY: allocated memory of a device.
+            // SAFETY: allocated device memory.
             unsafe { std::ptr::write_bytes(to as *mut u8, value, bytes) };
         };
         machine.streams.push(stream, Box::new(work), &mut machine.state);
@@ -274,7 +274,7 @@ extern "C" fn cuMemsetD8Async(to: Address, value: c_uchar, bytes: usize, stream:
     })
 }
 
-/// A device has its default pool alone, whose handle is that of its context.
+/// Each device has only its default pool, with the same handle as its context.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn cuDeviceGetDefaultMemPool(to: *mut usize, device: c_int) -> Status {
     // SAFETY: the caller's.
@@ -284,7 +284,7 @@ unsafe extern "C" fn cuDeviceGetDefaultMemPool(to: *mut usize, device: c_int) ->
 
 #[unsafe(no_mangle)]
 extern "C" fn cuMemPoolSetAttribute(_pool: usize, attribute: c_int, _value: *mut c_void) -> Status {
-    // The release threshold, which has no meaning here.
+    // Attribute 4 is the release threshold, which the emulator ignores.
     if attribute == 4 { Status::SUCCESS } else { Status::INVALID_VALUE }
 }
 
@@ -314,12 +314,12 @@ unsafe extern "C" fn cuMemPoolGetAttribute(
 mod tests {
     use super::*;
 
-    /// As the pool of a device: what is freed is there for others before the stream has got there.
+    /// Freed memory counts as available before the stream reaches the free, as in a device's pool.
     #[test]
-    fn freed_memory_counts_no_longer() {
+    fn freed_memory_is_not_counted() {
         let (mut stream, mut address) = (0, 0);
         assert_eq!(devices::cuCtxSetCurrent(1), Status::SUCCESS);
-        // SAFETY: places for a handle and an address.
+        // SAFETY: valid places for a handle and an address.
         unsafe {
             assert_eq!(super::super::events::cuStreamCreate(&raw mut stream, 1), Status::SUCCESS);
             assert_eq!(cuMemAllocAsync(&raw mut address, 1000, stream), Status::SUCCESS);

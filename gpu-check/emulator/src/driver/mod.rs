@@ -1,7 +1,7 @@
-//! The functions of CUDA's driver, by their names.
+//! The functions of CUDA's driver, under their C names.
 //!
-//! The documentation of each is NVIDIA's; what is said here is what differs. All are called from C, with arguments that
-//! the caller promises to be what that documentation asks for.
+//! NVIDIA documents each of them; comments here state only the differences. All are called from C.
+//! The caller promises arguments that satisfy that documentation.
 
 mod devices;
 mod events;

@@ -1,4 +1,4 @@
-//! What the driver's functions return.
+//! Return values of driver functions.
 
 use std::ffi::{CStr, c_char, c_int};
 

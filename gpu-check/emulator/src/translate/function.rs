@@ -1,4 +1,4 @@
-//! The statements of a function: what its names are, and the values and addresses of operands.
+//! Statements of a function: meaning of its names, values and addresses of operands.
 
 use std::collections::HashMap;
 use std::fmt::Write as _;
@@ -6,11 +6,11 @@ use std::fmt::Write as _;
 use super::types::{cpp, identifier, word};
 use crate::ptx::{Module, Statement, Variable, integer};
 
-/// What all functions of a kernel have together.
+/// State shared by all functions of a kernel.
 pub(super) struct All<'a> {
     pub(super) module: &'a Module,
     pub(super) needs_fibers: bool,
-    /// Names and bytes of shared memory; a place's number is what the shim knows it by.
+    /// Names and bytes of shared memory; the index identifies it to the shim.
     pub(super) shared: Vec<(String, usize)>,
 }
 
@@ -28,12 +28,12 @@ impl<'a> All<'a> {
     }
 }
 
-/// What a name in a function is.
+/// Meaning of a name in a function.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Name {
-    /// A register, and its type.
+    /// A register with its type.
     Register(String),
-    /// Memory of the thread, or of the module.
+    /// Memory of the thread or of the module.
     Memory,
     /// Shared memory: the expression of its address.
     Shared(String),
@@ -116,7 +116,7 @@ impl<'a, 'b> Scopes<'a, 'b> {
         }
     }
 
-    /// The address of memory with a name; of shared memory, its lower half.
+    /// The address of named memory; for shared memory, the lower half of the address.
     fn address_of(&mut self, name: &str) -> Option<String> {
         match self.name(name).cloned() {
             Some(Name::Memory) => Some(format!("(u64)(uintptr_t)V_{}", identifier(name))),
@@ -133,7 +133,7 @@ impl<'a, 'b> Scopes<'a, 'b> {
         }
     }
 
-    /// An operand's value, of type `kind`.
+    /// The expression of an operand's value, of type `kind`.
     pub(super) fn value(&mut self, operand: &str, kind: &str) -> Result<String, String> {
         let ty = cpp(kind);
         if let Some(operand) = operand.strip_prefix('!') {
@@ -190,7 +190,7 @@ impl<'a, 'b> Scopes<'a, 'b> {
         Some(fixed.to_owned())
     }
 
-    /// `R_register = value`, as a statement; nothing for `_`.
+    /// The statement `R_register = value`; empty for `_`.
     pub(super) fn set(
         &mut self,
         register: &str,
@@ -206,7 +206,7 @@ impl<'a, 'b> Scopes<'a, 'b> {
         }
     }
 
-    /// The address that `[..]` says, in a space.
+    /// The expression of the address `[..]` in a memory space.
     pub(super) fn address(&mut self, operand: &str, space: &str) -> Result<String, String> {
         let inner = operand.trim_start_matches('[').trim_end_matches(']').trim();
         let (base, offset) = match inner.split_once('+') {

@@ -1,4 +1,4 @@
-//! A kernel with all that it calls.
+//! Translation of a kernel and all functions that it calls.
 
 use std::collections::BTreeSet;
 use std::fmt::Write as _;
@@ -10,21 +10,21 @@ use crate::ptx::{Function, Instruction, Module, Statement, Variable};
 /// A kernel, ready for a host compiler.
 #[derive(Debug)]
 pub(crate) struct Translated {
-    /// The text of a file of C++, with `fulgurite_alone`, which runs one thread, and `fulgurite_fiber`, which runs the one
-    /// that the shim's fibers are at.
+    /// C++ source with two entry points: `fulgurite_alone` runs one thread, and `fulgurite_fiber`
+    /// runs the thread of the current fiber.
     pub(crate) source: String,
     /// Offset and size in bytes of each parameter.
     pub(crate) parameters: Vec<(usize, usize)>,
-    /// Whether its threads meet each other, or share memory.
+    /// Whether its threads depend on each other: barriers, lanes of a warp or shared memory.
     pub(crate) needs_fibers: bool,
-    /// Bytes of shared memory that it declares.
+    /// Bytes of shared memory that the kernel declares.
     pub(crate) shared_bytes: usize,
 }
 
-/// Translates one kernel with all that it calls.
+/// Translates one kernel and all functions that it calls.
 ///
 /// # Errors
-/// If there is no such kernel, or an instruction is not known.
+/// If the kernel does not exist, or an instruction is unknown.
 pub(crate) fn translate(module: &Module, kernel: &str) -> Result<Translated, String> {
     let entry = module.function(kernel).filter(|function| function.is_entry);
     let entry = entry.ok_or_else(|| format!("there is no kernel `{kernel}`"))?;
@@ -87,7 +87,7 @@ fn is_used(functions: &[&Function], name: &str) -> bool {
     })
 }
 
-/// A constant of the module. Each kernel has its own, so none may be written.
+/// Writes a constant of the module. Each kernel has its own copy, so none may be written to.
 fn global(source: &mut String, variable: &Variable) -> Result<(), String> {
     let values = variable.values.as_ref();
     let values = values.ok_or_else(|| format!("{} is memory without values", variable.name))?;

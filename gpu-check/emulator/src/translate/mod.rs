@@ -1,7 +1,8 @@
-//! A kernel in PTX as a function in C++, for `runtime/ptx.h`.
+//! Translates a PTX kernel to a C++ function for `runtime/ptx.h`.
 //!
-//! Registers are words without a type, as in PTX: each instruction says how it reads their bits. Addresses of global
-//! memory are those of the host; addresses of shared memory are the lower half of one, as they may be in 32 bits.
+//! Registers are untyped words, as in PTX: each instruction interprets their bits. Addresses of
+//! global memory are host addresses. Addresses of shared memory are the lower half of a host
+//! address, because PTX allows 32 bits for them.
 
 mod function;
 mod instructions;

@@ -1,12 +1,12 @@
-//! Types of PTX and their words, and how names, lists and comparisons are written.
+//! PTX types, and the C++ spelling of names, lists and comparisons.
 
-/// All types that an instruction's name can have.
+/// All types that an instruction's name can contain.
 pub(super) const TYPES: [&str; 19] = [
     "u8", "u16", "u32", "u64", "s8", "s16", "s32", "s64", "b8", "b16", "b32", "b64", "f16", "f32",
     "f64", "bf16", "bf16x2", "f16x2", "pred",
 ];
 
-/// The type in C++ that an instruction's type is.
+/// The C++ type for an instruction's type.
 pub(super) fn cpp(kind: &str) -> String {
     match kind.strip_prefix('b').filter(|bits| bits.parse::<u32>().is_ok()) {
         Some(bits) => format!("u{bits}"),
@@ -15,7 +15,7 @@ pub(super) fn cpp(kind: &str) -> String {
     }
 }
 
-/// Its bytes.
+/// Size of a type in bytes.
 pub(super) fn size(kind: &str) -> usize {
     match kind.trim_start_matches(|c: char| c.is_ascii_alphabetic()) {
         "8" => 1,
@@ -25,12 +25,12 @@ pub(super) fn size(kind: &str) -> usize {
     }
 }
 
-/// The word of that type's size.
+/// The C++ word of the type's size.
 pub(super) fn word(kind: &str) -> String {
     if kind == "pred" { "bool".to_owned() } else { format!("u{}", size(kind) * 8) }
 }
 
-/// The direction that an instruction rounds to.
+/// The instruction's rounding direction.
 pub(super) fn rounding(modifiers: &[&str]) -> &'static str {
     match modifiers.iter().find(|m| ["rz", "rm", "rp"].contains(m)) {
         Some(&"rz") => "RZ",
@@ -40,12 +40,12 @@ pub(super) fn rounding(modifiers: &[&str]) -> &'static str {
     }
 }
 
-/// The type of twice as many bits.
+/// The type with twice as many bits.
 pub(super) fn twice(kind: &str) -> String {
     format!("{}{}", &kind[..1].replace('b', "u"), size(kind) * 16)
 }
 
-/// `{a, b}` or `(a, b)`, or one alone.
+/// Splits `{a, b}` or `(a, b)`; a single operand gives one element.
 pub(super) fn list(operand: &str) -> Vec<&str> {
     let inner = operand.trim_matches(['{', '}', '(', ')']);
     inner.split(',').map(str::trim).filter(|part| !part.is_empty()).collect()
@@ -62,7 +62,7 @@ pub(super) fn compare<'a>(name: &'a &str) -> &'a str {
     }
 }
 
-/// A name of PTX as one of C++.
+/// A PTX name as a C++ identifier.
 pub(super) fn identifier(name: &str) -> String {
     name.chars().map(|c| if c.is_ascii_alphanumeric() { c } else { '_' }).collect()
 }

@@ -1,4 +1,4 @@
-//! Pieces of texts have the ids of the whole.
+//! Pieces of a text give the ids of the whole text.
 
 use std::path::Path;
 
@@ -27,7 +27,7 @@ fn byte_level_model() -> Value {
            "merges": merges})
 }
 
-/// Tokens of sentencepiece's kind, of which none has a space behind another character.
+/// Tokens like sentencepiece's; no token has a space after another character.
 fn sentencepiece_model(more: &[&str]) -> Value {
     let merges = ["t h", "▁ t", "▁t h", "a b", "▁ ▁", "1 2", "▁▁ a", "ab e"];
     let mut vocab = serde_json::Map::new();
@@ -62,7 +62,7 @@ fn tokenizer(
     TokenizerFile::read(Path::new(&path)).unwrap()
 }
 
-/// Tokenizers of the published kinds, by name, and whether they have cuts.
+/// Tokenizers of the published kinds, by name, and whether they allow cuts.
 fn tokenizers() -> Vec<(&'static str, TokenizerFile, bool)> {
     let null = || Value::Null;
     let byte_level = |regex: bool, prefix: bool| {
@@ -202,7 +202,7 @@ fn tokenizers() -> Vec<(&'static str, TokenizerFile, bool)> {
             tokenizer(bert(), json!({"type": "BertPreTokenizer"}), wordpiece(), strips()),
             true,
         ),
-        // Without cuts.
+        // Tokenizers without cuts.
         (
             "first word",
             tokenizer(
@@ -249,7 +249,7 @@ fn ids(file: &TokenizerFile, text: &str) -> Vec<u32> {
     file.tokenizer.encode_fast(text, false).unwrap().get_ids().to_vec()
 }
 
-/// The ids of a text in the smallest pieces, and how many there are.
+/// The ids of a text in the smallest pieces, and the number of pieces.
 fn ids_of_pieces(file: &TokenizerFile, text: &str) -> (Vec<u32>, usize) {
     let cuts = Cuts::of(file);
     let pieces: Vec<&str> = cuts.pieces(&file.tokenizer, text, 1).collect();
@@ -257,7 +257,7 @@ fn ids_of_pieces(file: &TokenizerFile, text: &str) -> (Vec<u32>, usize) {
 }
 
 #[test]
-fn published_kinds_of_tokenizers_are_cut() {
+fn published_tokenizers_are_cut() {
     for (name, file, cut) in tokenizers() {
         let (of_pieces, pieces) = ids_of_pieces(&file, &"the 12th abe ab.\nthe end ".repeat(20));
         assert_eq!(of_pieces, ids(&file, &"the 12th abe ab.\nthe end ".repeat(20)), "{name}");
@@ -269,7 +269,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(300))]
 
     #[test]
-    fn pieces_have_the_ids_of_the_whole(
+    fn pieces_give_the_ids_of_the_whole(
         parts in proptest::collection::vec(proptest::sample::select(vec![
             " ", " ", " ", "\n", "\n", "\r\n", "\t", "a", "b", "th", "e", "s", "'s", "'", ".", "!", "12",
             "1", "é", "e\u{301}", "\u{301}", "中", "。", "\u{a0}", "\u{3000}", "¨", "▁", "</s>", "<t h>",

@@ -1,4 +1,4 @@
-//! What defines a sample, for other ranks and for a resumed run.
+//! The definition of a sample, for other ranks and for resumed runs.
 
 use fulgurite_core::data::{DataContext, DataModule};
 #[cfg(feature = "images")]
@@ -6,7 +6,7 @@ use fulgurite_data::{ImageFolder, ImageFolderConfig};
 use fulgurite_data::{TextData, TextDataConfig};
 
 #[test]
-fn the_cut_defines_a_sample_of_text() {
+fn cut_defines_a_text_sample() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.txt");
     std::fs::write(&path, "a text of enough letters for several samples").unwrap();
@@ -25,7 +25,7 @@ fn the_cut_defines_a_sample_of_text() {
 
 #[cfg(feature = "images")]
 #[test]
-fn pictures_are_told_by_name_and_content() {
+fn pictures_by_name_and_content() {
     let dir = tempfile::tempdir().unwrap();
     let class = dir.path().join("cat");
     std::fs::create_dir(&class).unwrap();

@@ -7,7 +7,7 @@ use fulgurite_core::data::{DataContext, DataModule as _, Samples, Split};
 use fulgurite_data::{ImageFolder, ImageFolderConfig};
 use image::{Rgb, RgbImage};
 
-/// A picture whose pixels say where they are.
+/// Saves a picture whose pixels encode their position.
 fn save(path: &Path, width: u32, height: u32, blue: u8) {
     std::fs::create_dir_all(path.parent().unwrap()).unwrap();
     let picture =
@@ -26,7 +26,7 @@ fn values(x: &Tensor) -> Vec<f32> {
 }
 
 #[test]
-fn folders_are_classes_and_pictures_are_planes() {
+fn folders_are_classes() {
     let dir = tempfile::tempdir().unwrap();
     save(&dir.path().join("dog/b.png"), 4, 3, 0);
     save(&dir.path().join("dog/a.PNG"), 4, 3, 51);
@@ -43,13 +43,13 @@ fn folders_are_classes_and_pictures_are_planes() {
     let row = |i: usize| (i / 4) as f32 * 10.0 / 255.0;
     let expected: Vec<f32> = (0..12).map(column).chain((0..12).map(row)).chain([0.2; 12]).collect();
     assert_eq!(first, expected);
-    // The other one is larger and was resized; its blue is 1 all over, but for JPEG's loss.
+    // The other picture is larger and was resized; its blue is 1 everywhere, up to JPEG's loss.
     let blue = values(&batch.images.get(2).unwrap().get(2).unwrap());
     assert!(blue.iter().all(|&x| x > 0.9), "{blue:?}");
 }
 
 #[test]
-fn augmentation_follows_from_epoch_and_sample_and_spares_validation() {
+fn augmentation_depends_on_epoch_and_sample() {
     let dir = tempfile::tempdir().unwrap();
     for i in 0..40 {
         save(&dir.path().join(format!("a/{i:02}.png")), 4, 3, 5);
@@ -79,7 +79,7 @@ fn augmentation_follows_from_epoch_and_sample_and_spares_validation() {
     }
 }
 
-/// The mean red, green and blue of a picture of a batch, from 0 to 255.
+/// The mean red, green and blue of a picture in a batch, from 0 to 255.
 fn colours(data: &ImageFolder, index: u64) -> [u8; 3] {
     let batch = data.batch(Split::Train, &[index], &Device::Cpu).unwrap();
     let means = batch.images.squeeze(0).unwrap().mean((1, 2)).unwrap().to_vec1::<f32>().unwrap();
@@ -87,7 +87,7 @@ fn colours(data: &ImageFolder, index: u64) -> [u8; 3] {
 }
 
 #[test]
-fn pictures_of_all_extensions_are_found_in_sub_folders() {
+fn all_extensions_in_subfolders_are_found() {
     let dir = tempfile::tempdir().unwrap();
     let extensions = ["bmp", "jpeg", "jpg", "pgm", "png", "ppm", "tif", "tiff", "webp"];
     for (i, extension) in extensions.iter().enumerate() {
@@ -131,13 +131,13 @@ fn classes_without_pictures_are_refused() {
     let expected = "data.path: 1 image, 2 classes; left out: 1 without pictures (dog)\n\
                     data.validation_path: 1 class, 1 image; left out: 1 without pictures (dog)";
     assert_eq!(data.report().unwrap().to_string(), expected);
-    // The indices of its classes would be others.
+    // Other classes would get other indices.
     save(&val.join("bird/1.png"), 4, 3, 0);
     insta::assert_snapshot!(error(&keys), @r#"data: DIR/val (data.validation_path) has the class "bird", and data.path has not"#);
 }
 
 #[test]
-fn pictures_are_upright_and_in_red_green_and_blue() {
+fn pictures_are_upright_rgb() {
     let dir = tempfile::tempdir().unwrap();
     let put = |name: &str, bytes: &[u8]| {
         std::fs::create_dir_all(dir.path().join("a")).unwrap();
@@ -153,7 +153,7 @@ fn pictures_are_upright_and_in_red_green_and_blue() {
     // As Pillow converts it: (207, 137, 49).
     let [red, green, blue] = colours(&data, 0);
     assert!(red.abs_diff(207) <= 3 && green.abs_diff(137) <= 3 && blue.abs_diff(49) <= 3);
-    // Eight columns and sixteen rows, the upper half red, the lower one blue, to be turned to the right.
+    // Eight columns and sixteen rows: red above, blue below, to be turned clockwise.
     let turned = data.batch(Split::Train, &[1], &Device::Cpu).unwrap().images.squeeze(0).unwrap();
     let turned = turned.to_vec3::<f32>().unwrap();
     for (red, blue) in turned[0].iter().zip(&turned[2]) {
@@ -164,7 +164,7 @@ fn pictures_are_upright_and_in_red_green_and_blue() {
 }
 
 #[test]
-fn pictures_without_end_marker_are_whole_and_huge_ones_are_refused() {
+fn missing_end_marker_and_huge_pictures() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a/1.jpg");
     save(&path, 40, 30, 200);
@@ -179,7 +179,7 @@ fn pictures_without_end_marker_are_whole_and_huge_ones_are_refused() {
     std::fs::write(&path, &whole[..whole.len() - 40]).unwrap();
     assert!(read().unwrap_err().to_string().contains("1.jpg cannot be decoded: "));
 
-    // The header of a PNG of 60,000 by 60,000 pixels, and nothing behind it.
+    // The header of a PNG of 60,000 by 60,000 pixels, without data.
     let mut png = b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR\0\0\xea\x60\0\0\xea\x60\x08\x02\0\0\0".to_vec();
     png.extend(0x0fb0e215_u32.to_be_bytes());
     png.extend(b"\0\0\0\0IDAT\x35\xaf\x06\x1e");
@@ -189,7 +189,7 @@ fn pictures_without_end_marker_are_whole_and_huge_ones_are_refused() {
 }
 
 #[test]
-fn pictures_that_are_cut_off_are_errors_or_replaced() {
+fn truncated_pictures_are_errors_or_replaced() {
     let dir = tempfile::tempdir().unwrap();
     for (i, name) in ["1.jpg", "2.png", "3.webp", "4.png"].iter().enumerate() {
         let path = dir.path().join("a").join(name);

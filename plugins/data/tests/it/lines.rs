@@ -20,7 +20,7 @@ fn named(dir: &TempDir, error: fulgurite_core::Error) -> String {
 
 proptest! {
     #[test]
-    fn lines_are_those_of_the_text(texts in prop::collection::vec("([a-zé]{0,9} ?\r?\n?){0,8}", 1..4)) {
+    fn lines_equal_the_text(texts in prop::collection::vec("([a-zé]{0,9} ?\r?\n?){0,8}", 1..4)) {
         let names = ["a.txt", "b.txt", "c.txt"];
         let files: Vec<_> = names.into_iter().zip(texts.iter().map(String::as_str)).collect();
         let dir = folder(&files);
@@ -41,7 +41,7 @@ proptest! {
 }
 
 #[test]
-fn wrong_lines_are_named_by_file_and_number() {
+fn bad_line_is_named_by_file_and_number() {
     let dir = folder(&[
         ("a.jsonl", "{\"text\": \"one\", \"n\": 1}\n\n{\"text\": 2}\n[3]\n{\"text\": \"four\"\n"),
         ("b.jsonl", "{\"n\": 5, \"content\": \"x\"}\n"),
@@ -74,7 +74,7 @@ fn wrong_lines_are_named_by_file_and_number() {
 }
 
 #[test]
-fn documents_of_lines_and_json_are_ended_each() {
+fn every_document_gets_an_end_token() {
     let dir =
         folder(&[("a.txt", "ab\ncd\n"), ("a.jsonl", "{\"body\": \"ab\"}\n{\"body\": \"cd\"}\n")]);
     for keys in ["type = 'lines'", "type = 'jsonl'\ntext_key = 'body'"] {

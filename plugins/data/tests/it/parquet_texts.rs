@@ -86,7 +86,8 @@ fn wrong_files_are_explained() {
     insta::assert_snapshot!(error(""), @r#"data: DIR/a.parquet (data.path) cannot be read: Parquet error: Invalid Parquet file. Corrupt footer; or set data.on_error = "skip", which leaves out what cannot be used"#);
 }
 
-/// A file that pyarrow wrote: the rows `hello`, `world` and `abc` of a column `text` of some type and encoding.
+/// A file written by pyarrow, with rows `hello`, `world` and `abc` in a `text` column; type and
+/// encoding vary.
 fn of_pyarrow(name: &str) -> fulgurite_core::Result<TextData> {
     setup(Path::new(&path_of(name)), "seq_len = 15")
 }
@@ -96,7 +97,7 @@ fn path_of(name: &str) -> String {
 }
 
 #[test]
-fn texts_of_all_encodings_are_read() {
+fn parquet_encodings_are_read() {
     for name in ["bss", "delta", "dict", "large", "v2", "view", "zstd"] {
         let data = of_pyarrow(name).unwrap();
         let batch = data.batch(Split::Train, &[0], &Device::Cpu).unwrap();
@@ -108,7 +109,7 @@ fn texts_of_all_encodings_are_read() {
 }
 
 #[test]
-fn columns_without_texts_and_broken_files_are_explained() {
+fn bad_columns_and_files_are_explained() {
     let error = |name: &str| of_pyarrow(name).unwrap_err().to_string();
     let is_no_text = "(data.path) has a column \"text\" (data.text_key), but not of texts;";
     for (name, expected) in [

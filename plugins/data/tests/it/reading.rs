@@ -1,4 +1,4 @@
-//! Which files and lines are read, which are left out, and what is said of them.
+//! Files and lines that are read or skipped, and the report about them.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -10,7 +10,7 @@ use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::{JsonLines, Lines, TextData, TextDataConfig};
 use tempfile::TempDir;
 
-/// A folder with these files.
+/// Creates a folder with these files.
 fn folder(files: &[(&str, &[u8])]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, content) in files {
@@ -26,7 +26,7 @@ fn setup(path: &Path, keys: &str) -> Result<TextData> {
     TextData::setup(&toml::from_str::<TextDataConfig>(&text).unwrap(), &DataContext::default())
 }
 
-/// The text of the training samples, with `|` for the end of a document but the last.
+/// The text of the training samples, with `|` for each end of a document except the last.
 fn text(data: &TextData) -> String {
     let indices: Vec<u64> = (0..data.len(Split::Train)).collect();
     let batch = data.batch(Split::Train, &indices, &Device::Cpu).unwrap();
@@ -66,13 +66,13 @@ fn byte_order_marks_are_not_text() {
     assert_eq!(values.get::<serde_json::Value>(0).unwrap()["text"], "ab");
     let error = values.get::<u32>(0).unwrap_err().to_string();
     assert!(error.contains("a.jsonl, line 1 does not parse: "), "{error}");
-    // As `cat` joins files.
+    // As concatenated by `cat`.
     let joined = folder(&[("a.txt", b"\xef\xbb\xbfab\n\xef\xbb\xbfcd\n")]);
     assert_eq!(text(&setup(joined.path(), KINDS[1]).unwrap()), "ab|cd");
 }
 
 #[test]
-fn what_is_left_out_is_counted_and_named() {
+fn skipped_files_are_counted_and_named() {
     let dir = folder(&[
         ("a.txt", b"hello world"),
         ("b.txt", b"caf\xe9"),
@@ -104,13 +104,13 @@ fn only_ignore_files_within_the_folder_count() {
         ("data/.gitignore", b"*l"),
     ]);
     assert_eq!(text(&setup(&dir.path().join("data"), KINDS[0]).unwrap()), "ab");
-    // Data that an extension names is data, although it is not in the repository.
+    // Files chosen by extension are read even if git ignores them.
     let json = folder(&[(".gitignore", b"*"), ("a.jsonl", b"{\"text\": \"ab\"}")]);
     assert_eq!(text(&setup(json.path(), KINDS[2]).unwrap()), "ab");
 }
 
 #[test]
-fn a_named_file_that_is_no_text_is_refused() {
+fn named_file_must_be_text() {
     let dir = folder(&[
         ("latin.txt", b"caf\xe9 au lait"),
         ("utf16.txt", &utf16("\u{feff}hello")),
@@ -151,7 +151,7 @@ data: DIR/lfs.txt (data.path) is a pointer of git-lfs in place of the file; fetc
 }
 
 #[test]
-fn links_are_followed_and_their_circles_found() {
+fn links_are_followed_and_cycles_found() {
     let dir =
         folder(&[("data/a.txt", b"aa\n"), ("data/sub/b.txt", b"bb\n"), ("far/c.txt", b"cc\n")]);
     let data = dir.path().join("data");
@@ -170,7 +170,7 @@ fn links_are_followed_and_their_circles_found() {
 }
 
 #[test]
-fn sub_folders_and_other_cases_of_extensions_are_read() {
+fn subfolders_and_uppercase_extensions() {
     let json = b"{\"text\": \"ab\"}\n";
     let dir = folder(&[
         ("a.JSONL", json),
@@ -232,15 +232,15 @@ data: DIR/a.jsonl, line 3 (data.path) does not parse: EOF while parsing a string
 }
 
 #[test]
-fn of_two_equal_keys_the_last_counts() {
+fn last_of_two_equal_keys_wins() {
     let dir = folder(&[("a.jsonl", b"{\"text\": \"first\", \"text\": \"second\"}\n")]);
     assert_eq!(text(&setup(dir.path(), KINDS[2]).unwrap()), "second");
 }
 
 #[test]
-fn a_preview_of_a_long_text_reads_its_beginning() {
+fn preview_reads_only_the_beginning() {
     let text = "ä".repeat(3 << 20);
-    // What comes later is not looked at: it is no UTF-8.
+    // Later text is not checked: here it is not UTF-8.
     let dir = folder(&[("a.txt", &[text.as_bytes(), b"\xff"].concat())]);
     let config = toml::from_str(&format!("path = {:?}", dir.path().join("a.txt"))).unwrap();
     let preview = TextData::preview(&config, &DataContext::default()).unwrap();

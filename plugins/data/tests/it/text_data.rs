@@ -10,7 +10,7 @@ use fulgurite_data::{DataKind, Paths, TextData, TextDataConfig, TokenDtype};
 use proptest::prelude::*;
 use tempfile::TempDir;
 
-/// A folder with these files.
+/// Creates a folder with these files.
 fn folder(files: &[(&str, &[u8])]) -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     for (name, content) in files {
@@ -59,7 +59,7 @@ fn samples(data: &TextData, split: Split) -> Vec<(Vec<u32>, Vec<i64>)> {
 }
 
 #[test]
-fn samples_of_token_files_are_windows_shifted_by_one() {
+fn token_samples_are_shifted_windows() {
     let dir = folder(&[
         ("a.u16", &u16s(0..11)),
         ("b.bin", &u16s([65_535, 7, 8, 9, 10])),
@@ -105,7 +105,7 @@ proptest! {
     }
 
     #[test]
-    fn validation_is_the_end_and_shares_no_target_with_training(
+    fn validation_shares_no_target_with_training(
         len in 30u16..200, seq_len in 1usize..8, stride in 1usize..10, percent in 0u32..60
     ) {
         let dir = folder(&[("x.u16", &u16s(0..len))]);
@@ -124,7 +124,7 @@ proptest! {
         prop_assert_eq!(&validation, &samples(&split, Split::Test));
         if let (Some(last), Some(first)) = (train.last(), validation.first()) {
             prop_assert!(last.1.last() < first.1.first());
-            // and training is no shorter than that needs
+            // and training is as long as possible
             if train.len() + validation.len() < all.len() {
                 prop_assert!(all[train.len()].1.last() >= first.1.first());
             }
@@ -141,12 +141,12 @@ fn steps_take_the_samples_in_order() {
     let order = SampleOrder::new(0, TextData::shuffle(&config), data.len(Split::Train)).unwrap();
     let sampler = TrainSampler::new(order, TextData::batch_size(&config), 2, 1, 1).unwrap();
     let batch = data.batch(Split::Train, &sampler.indices(3, 0), &Device::Cpu).unwrap();
-    // Step 3 has samples 12 to 15, rank 1 the last two.
+    // Step 3 has samples 12 to 15; rank 1 has the last two.
     assert_eq!(inputs(&batch), [[56, 57, 58, 59], [60, 61, 62, 63]]);
 }
 
 #[test]
-fn a_rank_without_a_part_of_a_batch_gets_an_empty_one() {
+fn rank_without_samples_gets_an_empty_batch() {
     let dir = folder(&[("x.bin", &u16s(0..9))]);
     let data = setup(&plain(DataKind::Tokens, dir.path().join("x.bin"), 4));
     let sampler = EvalSampler::new(1, 4, 2, 0).unwrap();
@@ -156,7 +156,7 @@ fn a_rank_without_a_part_of_a_batch_gets_an_empty_one() {
 }
 
 #[test]
-fn folders_of_text_are_walked_in_order_without_what_is_not_text() {
+fn text_folders_are_walked_in_order() {
     let dir = folder(&[
         ("b.txt", b"B"),
         ("a/z.md", b"AZ"),
@@ -215,7 +215,7 @@ const TOKENIZER: &str = r#"{
 }"#;
 
 #[test]
-fn a_hugging_face_tokenizer_is_used() {
+fn hugging_face_tokenizer_is_used() {
     let dir = folder(&[
         ("tokenizer.json", TOKENIZER.as_bytes()),
         ("text/1.txt", b"sand and glass"),
@@ -266,7 +266,7 @@ fn configured_by_toml() {
 }
 
 #[test]
-fn missing_and_unfit_files_are_explained() {
+fn missing_and_unusable_files_are_explained() {
     let dir = folder(&[
         ("short.txt", b"too short"),
         ("short.bin", &u16s(0..8)),
@@ -322,7 +322,7 @@ fn options_out_of_range_are_explained() {
 }
 
 #[test]
-fn a_preview_has_the_same_errors_and_reads_less() {
+fn preview_has_the_same_errors() {
     let preview = |config: &TextDataConfig| TextData::preview(config, &DataContext::default());
     let text = "x".repeat(3 << 20);
     let dir = folder(&[
@@ -335,7 +335,7 @@ fn a_preview_has_the_same_errors_and_reads_less() {
     let (some, all) = (preview(&config).unwrap(), setup(&config));
     assert!(some.len(Split::Train) * 10 < all.len(Split::Train) * 7);
     assert_eq!((some.vocab_size(), some.seq_len()), (all.vocab_size(), all.seq_len()));
-    // As much as is there, if that much is needed.
+    // Reads everything if that much is needed.
     preview(&TextDataConfig { seq_len: 7 << 20, batch_size: 1, ..config.clone() }).unwrap();
     let tokens = plain(DataKind::Tokens, dir.path().join("x.bin"), 8);
     assert_eq!(preview(&tokens).unwrap().largest_first_id(), 99);
@@ -347,7 +347,7 @@ fn a_preview_has_the_same_errors_and_reads_less() {
 }
 
 #[test]
-fn ids_outside_the_vocabulary_and_samples_outside_the_data_are_explained() {
+fn out_of_range_ids_and_samples_are_explained() {
     let dir = folder(&[("x.bin", &u16s(0..40))]);
     let config = TextDataConfig {
         vocab_size: Some(30),
@@ -403,11 +403,11 @@ data: opening DIR/tokenizer.json: it is a named pipe; only regular files are rea
 }
 
 #[test]
-fn other_data_has_another_fingerprint() {
+fn different_data_changes_the_fingerprint() {
     let ids = |n: u16| u16s((0..n).map(|i| i.wrapping_mul(31) % 1000));
     let long = ids(60_000).repeat(4);
     let mut other = long.clone();
-    // In the middle of a long file some tokens are looked at.
+    // In the middle of a long file only some tokens are hashed.
     other[240_000..480_000].fill(7);
     let (mut first, mut last) = (long.clone(), long.clone());
     first[0] ^= 1;
@@ -449,7 +449,7 @@ a text of 10 tokens (84638aa302dbe335)
 }
 
 #[test]
-fn a_file_that_shrinks_is_an_error() {
+fn shrinking_file_is_an_error() {
     let dir = folder(&[("a.u16", &u16s(0..1000))]);
     let path = dir.path().join("a.u16");
     let data = setup(&plain(DataKind::Tokens, &path, 9));

@@ -1,4 +1,4 @@
-//! Ids that are kept in files.
+//! Cached token ids.
 
 use std::fs;
 use std::os::unix::fs::MetadataExt as _;
@@ -40,7 +40,7 @@ fn setup(dir: &Path, keys: &str) -> TextData {
     TextData::setup(&config(dir, keys), &DataContext::default()).unwrap()
 }
 
-/// What is kept in `dir/cache`.
+/// Sets up the data with `dir/cache` as its cache.
 fn setup_kept(dir: &Path, keys: &str) -> TextData {
     setup(dir, &format!("cache_dir = {:?}\n{keys}", dir.join("cache")))
 }
@@ -59,7 +59,7 @@ fn files(dir: &Path) -> Vec<PathBuf> {
 }
 
 #[test]
-fn ids_are_kept_and_read_again() {
+fn ids_are_cached_and_read_again() {
     let dir = folder();
     let expected = setup(dir.path(), "cache_dir = false");
     let kept = setup_kept(dir.path(), "");
@@ -67,18 +67,18 @@ fn ids_are_kept_and_read_again() {
     assert_eq!(kept.fingerprint().unwrap(), expected.fingerprint().unwrap());
     let [file] = &*files(dir.path()) else { panic!("{:?}", files(dir.path())) };
     let inode = fs::metadata(file).unwrap().ino();
-    // 5000 words, their end, three words and an end, in two bytes each, behind the header.
+    // 5000 words and their end, three words and an end, two bytes each, behind the header.
     assert_eq!(fs::metadata(file).unwrap().len(), 80 + 2 * 5005);
     let again = setup_kept(dir.path(), "");
     assert_eq!(ids(&again), ids(&expected));
     assert_eq!(fs::metadata(file).unwrap().ino(), inode, "it was written again");
-    // The whole file is the data: it may go while it is read.
+    // The file is read from an open handle: it may be removed meanwhile.
     fs::remove_dir_all(dir.path().join("cache")).unwrap();
     assert_eq!(ids(&again), ids(&expected));
 }
 
 #[test]
-fn other_text_tokenizers_and_settings_are_kept_apart() {
+fn cache_key_covers_text_tokenizer_and_settings() {
     let dir = folder();
     let check = |keys: &str, number: usize| {
         let kept = ids(&setup_kept(dir.path(), keys));
@@ -90,14 +90,14 @@ fn other_text_tokenizers_and_settings_are_kept_apart() {
     check("add_bos_token = true\nbos_token = 'and'", 3);
     fs::write(dir.path().join("docs/b.txt"), "glass and sand").unwrap();
     check("", 4);
-    // The same text in other documents.
+    // The same text in different documents.
     fs::write(dir.path().join("docs/b.txt"), "glass and").unwrap();
     fs::write(dir.path().join("docs/c.txt"), " sand").unwrap();
     check("", 5);
     let other = TOKENIZER.replace("\"sand\": 2, \"glass\": 3", "\"sand\": 3, \"glass\": 2");
     fs::write(dir.path().join("tokenizer.json"), other).unwrap();
     check("", 6);
-    // How samples are cut is not in the files.
+    // The cut of samples is not in the files.
     check("stride = 2", 6);
 }
 
@@ -152,7 +152,7 @@ fn ranks_tokenize_a_text_once() {
 }
 
 #[test]
-fn ids_stay_in_memory_without_a_folder_to_write() {
+fn unwritable_cache_keeps_ids_in_memory() {
     let dir = folder();
     fs::write(dir.path().join("cache"), "no folder").unwrap();
     let data = setup_kept(dir.path(), "");

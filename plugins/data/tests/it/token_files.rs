@@ -1,4 +1,4 @@
-//! Files of token ids, and telling their type.
+//! Files of token ids, and detection of their type.
 
 use std::fs;
 use std::path::Path;
@@ -8,7 +8,7 @@ use fulgurite_core::Result;
 use fulgurite_core::data::{DataContext, DataModule as _, Split};
 use fulgurite_data::{TextData, TextDataConfig};
 
-/// 200 ids, of which the first is 1, and the largest 60,000 or more.
+/// 200 ids: the first is 1, the largest is 60,000 or more.
 fn ids() -> Vec<u32> {
     (0..200).map(|i| 1 + i * 303).collect()
 }
@@ -29,7 +29,7 @@ fn i64s() -> Vec<u8> {
     bytes(|id| i64::from(id).to_le_bytes())
 }
 
-/// An array of NumPy, as `numpy.save` writes it.
+/// A NumPy array in the format of `numpy.save`.
 fn numpy(descr: &str, shape: &str, values: &[u8]) -> Vec<u8> {
     let mut header = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': {shape}, }}");
     while (header.len() + 11) % 64 != 0 {
@@ -51,7 +51,7 @@ fn read(path: &Path, keys: &str) -> Vec<u32> {
 }
 
 #[test]
-fn wider_ids_are_not_read_as_u16() {
+fn wide_ids_are_not_read_as_u16() {
     let dir = tempfile::tempdir().unwrap();
     let path = |name: &str, bytes: &[u8]| {
         let path = dir.path().join(name);
@@ -85,7 +85,7 @@ data: DIR/e.u32 looks like i64: as u32, which its name says, every second id wou
     assert_eq!(read(&path("u32.bin", &u32s()), "token_dtype = 'u32'"), expected);
     assert_eq!(read(&path("i32.bin", &u32s()), "token_dtype = 'i32'"), expected);
     assert_eq!(read(&path("i64.bin", &i64s()), "token_dtype = 'i64'"), expected);
-    // Somebody who says so knows it.
+    // An explicit type is accepted.
     let zeros = read(&path("u16.bin", &u32s()), "token_dtype = 'u16'");
     assert_eq!(zeros[..4], [1, 0, 304, 0]);
 }
@@ -111,7 +111,7 @@ fn ids_below_zero_are_refused() {
 }
 
 #[test]
-fn arrays_of_numpy_are_read_behind_their_header() {
+fn numpy_header_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.npy");
     for (descr, values) in [("<u2", u16s()), ("<u4", u32s()), ("<i4", u32s()), ("<i8", i64s())] {
@@ -145,7 +145,7 @@ data: DIR/a.npy has ids of type u16, as its header says, and data.token_dtype is
 }
 
 #[test]
-fn headers_of_llm_c_are_no_ids() {
+fn llm_c_header_is_skipped() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.bin");
     let write = |kind: u32, version: u32, values: &[u8]| {
@@ -166,7 +166,7 @@ fn headers_of_llm_c_are_no_ids() {
 }
 
 #[test]
-fn the_index_of_megatron_says_the_type() {
+fn megatron_index_gives_the_id_type() {
     let dir = tempfile::tempdir().unwrap();
     let (path, index) = (dir.path().join("a.bin"), dir.path().join("a.idx"));
     let head = |code: u8| [b"MMIDIDX\0\0", &1u64.to_le_bytes()[..], &[code], &[0; 16]].concat();
@@ -181,7 +181,7 @@ fn the_index_of_megatron_says_the_type() {
 }
 
 #[test]
-fn files_of_other_formats_are_no_ids() {
+fn files_of_other_formats_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("a.bin");
     let error = |bytes: &[u8]| {

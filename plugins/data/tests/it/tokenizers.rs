@@ -9,7 +9,7 @@ use fulgurite_data::{TextData, TextDataConfig, Tokenizer};
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-/// A tokenizer of the special tokens and of w0, w1, …
+/// A tokenizer with these special tokens and w0, w1, …
 fn words(specials: &[&str]) -> Value {
     let added = specials.iter().enumerate().map(|(id, content)| {
         json!({"id": id, "content": content, "special": true, "single_word": false,
@@ -39,7 +39,7 @@ fn write(folder: &Path, name: &str, content: &Value) {
     fs::write(folder.join(name), content.to_string()).unwrap();
 }
 
-/// `documents` files of `words` words each.
+/// Writes `documents` files of `words` words each.
 fn documents(folder: &Path, documents: usize, words: usize) {
     fs::create_dir_all(folder).unwrap();
     for k in 0..documents {
@@ -62,7 +62,7 @@ fn setup(dir: &Path, tokenizer: &str, keys: &str) -> fulgurite_core::Result<Text
     TextData::setup(&config(dir, tokenizer, keys), &DataContext::default())
 }
 
-/// All ids: samples of one token, and the target of the last one.
+/// All ids: the samples of one token, and the target of the last one.
 fn ids(data: &TextData) -> Vec<u32> {
     let indices: Vec<u64> = (0..data.len(Split::Train)).collect();
     let batch = data.batch(Split::Train, &indices, &Device::Cpu).unwrap();
@@ -78,7 +78,7 @@ fn error(dir: &TempDir, tokenizer: &str, keys: &str) -> String {
 }
 
 #[test]
-fn truncation_and_padding_of_the_file_are_ignored() {
+fn truncation_and_padding_are_ignored() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 1, 2000);
     fs::write(dir.path().join("docs/short.txt"), ["w1"; 20].join(" ")).unwrap();
@@ -111,7 +111,7 @@ fn truncation_and_padding_of_the_file_are_ignored() {
 }
 
 #[test]
-fn the_end_token_is_the_one_named_beside_the_tokenizer() {
+fn end_token_from_tokenizer_config() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 50, 9);
     let specials = ["<unk>", "<|endoftext|>", "</s>", "<｜end▁of▁sentence｜>"];
@@ -123,9 +123,9 @@ fn the_end_token_is_the_one_named_beside_the_tokenizer() {
         (&[("special_tokens_map.json", json!({"eos_token": content}))], 2),
         (&[("config.json", json!({"eos_token_id": 3}))], 3),
         (&[("generation_config.json", json!({"eos_token_id": [900, 2, 1]}))], 2),
-        // Of another vocabulary.
+        // From another vocabulary.
         (&[("config.json", json!({"eos_token_id": 50256}))], 1),
-        // Of another program.
+        // From another program.
         (&[("config.json", json!(["no", "keys"]))], 1),
         (
             &[
@@ -150,7 +150,7 @@ fn the_end_token_is_the_one_named_beside_the_tokenizer() {
         for (name, content) in files {
             write(&dir.path().join(&folder), name, content);
         }
-        // The file finds what is beside it, as the folder does.
+        // The files beside it are found by a file path as by a folder path.
         for tokenizer in [folder.clone(), format!("{folder}/tokenizer.json")] {
             let ids = ids(&setup(dir.path(), &tokenizer, "").unwrap());
             assert_eq!(ids.len(), 500, "{files:?}");
@@ -162,7 +162,7 @@ fn the_end_token_is_the_one_named_beside_the_tokenizer() {
 }
 
 #[test]
-fn a_post_processor_names_the_end_token() {
+fn end_token_from_post_processor() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 2, 3);
     let bert = json!({"type": "BertProcessing", "sep": ["[SEP]", 2], "cls": ["[CLS]", 1]});
@@ -183,7 +183,7 @@ fn a_post_processor_names_the_end_token() {
 }
 
 #[test]
-fn a_start_token_is_added_on_demand() {
+fn start_token_on_demand() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 2, 2);
     let specials = ["<unk>", "<s>", "</s>", "<bos>"];
@@ -208,7 +208,7 @@ fn a_start_token_is_added_on_demand() {
         assert_eq!(ids(folder, "add_bos_token = true"), with(1));
         assert_eq!(ids(folder, "add_bos_token = true\nbos_token = '<bos>'"), with(3));
     }
-    // The post-processor decides, and tokenizer_config.json only without one.
+    // The post-processor decides; without one, tokenizer_config.json does.
     assert_eq!(ids("template", "add_bos_token = 'auto'"), with(1));
     assert_eq!(ids("plain", "add_bos_token = 'auto'"), with(1));
     assert_eq!(ids("none", "add_bos_token = 'auto'"), without);
@@ -260,7 +260,7 @@ invalid value: string "yes", expected `true`, `false` or `"auto"`
 }
 
 #[test]
-fn folders_of_other_tokenizers_are_explained() {
+fn unsupported_tokenizer_folders_are_explained() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 2, 2);
     for (folder, files) in [
@@ -348,7 +348,7 @@ fn hostile_tokenizers_are_errors() {
         json!({"type": "Unigram", "unk_id": 7, "vocab": [["<unk>", 0.0], ["w", 0.0]]});
     write(dir.path(), "tokenizer.json", &tokenizer);
     errors.push(error(&dir, "tokenizer.json", ""));
-    // The library takes the prefix away from a token that is shorter, and panics.
+    // The library removes the prefix from a shorter token, and panics.
     tokenizer["model"] = json!({"type": "BPE", "continuing_subword_prefix": "####",
         "vocab": {"a": 0, "b": 1, "ab": 2}, "merges": ["a b"]});
     write(dir.path(), "tokenizer.json", &tokenizer);

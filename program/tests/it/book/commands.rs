@@ -1,4 +1,4 @@
-//! Command lines: programs, subcommands, flags, and what they set.
+//! Command lines in pages: programs, subcommands, flags and keys.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::process::Command;
@@ -11,14 +11,14 @@ use super::page::Page;
 use super::shell::commands;
 use super::sources::Sources;
 
-/// What pages call a training program.
+/// Names of training programs in pages.
 const TRAINING: [&str; 5] = ["gan", "mine", "my-program", "pretrain", "train"];
 const TRAINING_COMMANDS: [&str; 8] =
     ["completion", "config", "doctor", "fit", "plugins", "predict", "test", "validate"];
-/// Programs that start others.
+/// Programs that start other programs.
 const STARTERS: &[&str] =
     &["docker", "jsrun", "mpiexec", "mpirun", "nice", "nsys", "source", "srun", "torchrun"];
-/// Programs whose flags are in their text.
+/// Programs whose flags are found in their source text.
 const SCRIPTS: [(&str, &str); 5] = [
     (".ci/gpu", ".ci/gpu"),
     (".ci/mpi", ".ci/mpi"),
@@ -27,7 +27,7 @@ const SCRIPTS: [(&str, &str); 5] = [
     ("gpu-check", "gpu-check/src"),
 ];
 
-/// Flags of other programs, and ours that the help does not show.
+/// Flags of other programs, and our flags that the help hides.
 const OTHER_FLAGS: &[(&str, &[&str])] = &[
     ("fulgurite run, hidden", &["--rdzv-backend"]),
     ("Lightning", &["--trainer"]),
@@ -36,16 +36,16 @@ const OTHER_FLAGS: &[(&str, &[&str])] = &[
 
 /// The programs of the repository.
 pub(super) struct Programs {
-    /// The help of `fulgurite` and its subcommands, by their words: `checkpoint diff`.
+    /// The help of `fulgurite` and its subcommands by their words, such as `checkpoint diff`.
     helps: BTreeMap<String, Help>,
     training: Program,
     /// The configuration of the example.
     defaults: Table,
-    /// The flags of all.
+    /// The flags of all programs.
     flags: BTreeSet<String>,
     /// The flags of scripts.
     scripts: BTreeMap<&'static str, BTreeSet<String>>,
-    /// The names of packages, and of their features.
+    /// Package names and their features.
     packages: BTreeMap<String, BTreeSet<String>>,
 }
 
@@ -98,7 +98,7 @@ impl Programs {
     }
 }
 
-/// Reads the help of a subcommand of `fulgurite`, and of its own subcommands.
+/// Reads the help of a subcommand of `fulgurite`, recursively.
 fn help(words: &[String], helps: &mut BTreeMap<String, Help>) {
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite")).args(words).arg("--help").output();
     let text = String::from_utf8(output.unwrap().stdout).unwrap();
@@ -113,13 +113,13 @@ fn help(words: &[String], helps: &mut BTreeMap<String, Help>) {
     helps.insert(words.join(" "), Help { commands, flags: flags_of(&text) });
 }
 
-/// The flags that a text has.
+/// The flags in a text.
 fn flags_of(text: &str) -> BTreeSet<String> {
     let starts = text.match_indices("--").map(|(at, _)| &text[at..]);
     starts.filter_map(flag).map(str::to_owned).collect()
 }
 
-/// The flags of a program by its source: `--only`, or the field `only` of what clap derives.
+/// The flags in a program's source: `--only`, or the field `only` of a clap struct.
 fn flags_of_source(text: &str) -> BTreeSet<String> {
     let mut flags = flags_of(text);
     for (at, _) in text.match_indices("#[arg(") {
@@ -131,7 +131,7 @@ fn flags_of_source(text: &str) -> BTreeSet<String> {
     flags
 }
 
-/// The flag that a word begins with, `--max-restarts` of `--max-restarts=3`.
+/// The flag at the start of a word: `--max-restarts` for `--max-restarts=3`.
 fn flag(word: &str) -> Option<&str> {
     let name = word.strip_prefix("--")?;
     let end = name.find(|c: char| !c.is_ascii_lowercase() && !c.is_ascii_digit() && c != '-');
@@ -139,16 +139,16 @@ fn flag(word: &str) -> Option<&str> {
     name.starts_with(|c: char| c.is_ascii_lowercase()).then(|| &word[..name.len() + 2])
 }
 
-/// The lines and complaints of a page.
+/// Complaints about a page, with their lines.
 pub(super) fn wrong(page: &Page, programs: &Programs, keys: &Keys) -> Vec<(usize, String)> {
     let mut wrong = Vec::new();
-    // A crate of its own has examples beside its page.
+    // A separate crate has its examples beside its page.
     let folder = page.name.rsplit_once('/').map_or("", |(folder, _)| folder);
     let checker = Checker { programs, keys, folder };
     for block in &page.blocks {
         let text = match block.language.as_str() {
             "sh" | "bash" => block.text.clone(),
-            // Of a session what was typed; the line numbers stay.
+            // For a session, keep only the typed commands; line numbers stay.
             "console" => block.text.lines().fold(String::new(), |text, line| {
                 text + line.strip_prefix("$ ").unwrap_or_default() + "\n"
             }),
@@ -175,12 +175,12 @@ struct Checker<'a> {
 }
 
 impl Checker<'_> {
-    /// Inline code, which may be a part of a command.
+    /// Inline code that may be part of a command.
     fn span(&self, words: &[String]) -> Option<String> {
         let first = words[0].as_str();
         let starts = [STARTERS, &TRAINING, &["cargo", "fulgurite"]].concat();
         let is_script = SCRIPTS.iter().any(|(script, _)| *script == first);
-        // Flags alone.
+        // Only flags.
         if let Some(flag) = flag(first) {
             let known = |word: &String| self::flag(word).is_none_or(|flag| self.knows(flag));
             let others = ["--mca", "--bind-to", "--map-by", "--mpi"];
@@ -200,7 +200,7 @@ impl Checker<'_> {
         } else if !starts.contains(&first) && !is_script {
             return None;
         }
-        // A list of commands has some without what they need.
+        // Lists of commands may leave out required arguments.
         self.command(&whole).filter(|complaint| !complaint.contains("required arguments"))
     }
 
@@ -287,7 +287,7 @@ impl Checker<'_> {
             ) => request,
             Ok(_) => return None,
             Err(error) if !error.use_stderr() => return None,
-            // A name of a group of commands.
+            // The name of a command group.
             Err(error) if error.to_string().contains("Commands:") => return None,
             Err(error) => {
                 let text = error.to_string();
@@ -297,7 +297,7 @@ impl Checker<'_> {
         };
         let sweeps = request.sweep.iter().filter_map(|sweep| sweep.split('=').next());
         let found = request.find_batch_size.iter().map(String::as_str);
-        // The guide has one of another program.
+        // The guide sweeps a key of another program.
         let mut keys = sweeps.chain(found).filter(|key| *key != "data.rows");
         keys.find_map(|key| self.keys.complaint(key))
             .or_else(|| self.keys.assignments(&request.set, &self.programs.defaults))
@@ -313,7 +313,7 @@ impl Checker<'_> {
             own.get(at + 1).map(String::as_str)
         };
         let package = value(&["-p", "--package"]).unwrap_or("fulgurite");
-        // `cargo clean -p mpi-sys` is of a dependency.
+        // `cargo clean -p mpi-sys` names a dependency.
         let features = self.programs.packages.get(package);
         let is_clean = own.first().is_some_and(|word| word == "clean");
         if features.is_none() && !is_clean {
@@ -337,7 +337,7 @@ impl Checker<'_> {
         }
         match (own.first().map(String::as_str), example, value(&["--bin"])) {
             (Some("run"), _, Some("gpu-check")) => self.script("gpu-check", inner),
-            // Its arguments are keys.
+            // The program's arguments are keys.
             (Some("run"), Some("fabric"), _) => {
                 self.keys.assignments(inner, &self.programs.defaults)
             }
@@ -347,7 +347,7 @@ impl Checker<'_> {
     }
 }
 
-/// Whether it is a flag of `torchrun`, `srun` or `mpirun`.
+/// Whether this is a flag of `torchrun`, `srun` or `mpirun`.
 fn is_flag_of_launchers(flag: &str) -> bool {
     const FLAGS: [&str; 12] = [
         "--allow-run-as-root",

@@ -1,4 +1,4 @@
-//! Keys of the configuration, and configurations in TOML.
+//! Configuration keys, and configurations in TOML.
 
 use std::collections::BTreeSet;
 
@@ -13,14 +13,14 @@ use toml::{Table, Value};
 use super::page::Page;
 use super::sources::Sources;
 
-/// Plugins that features link, with the types of their options: kind, name, type.
+/// Plugins behind features, with the types of their options: kind, name, type.
 const FEATURES: [(&str, &str, &str); 3] = [
     ("checkpoint.io", "object_store", "ObjectStoreConfig"),
     ("trainer.process_group", "mpi", "Mpi"),
     ("trainer.process_group", "nccl", "Nccl"),
 ];
 
-/// Plugins of the guides' examples and of the plugin crate; `name` stands for any.
+/// Plugins in the guides' examples and in the plugin crate; `name` stands for any.
 const OF_GUIDES: [&str; 10] = [
     "every_other",
     "journal",
@@ -34,7 +34,7 @@ const OF_GUIDES: [&str; 10] = [
     "sum_gradients",
 ];
 
-/// Keys whose values are tables that the reference does not list, with their types.
+/// Keys of tables that the reference does not list, with their types.
 const TABLES: [(&str, &str); 5] = [
     ("trainer.strategy.mixed_precision", "MixedPrecisionPolicy"),
     ("trainer.strategy.outer", "OuterSgd"),
@@ -48,7 +48,7 @@ const TOP: [&str; 7] = ["checkpoint", "data", "model", "optimizer", "scheduler",
 
 /// The keys of the configuration.
 pub(super) struct Keys {
-    /// Whole paths. The keys of `[model]` are the example's.
+    /// Full paths. The keys of `[model]` come from the example.
     paths: BTreeSet<String>,
 }
 
@@ -76,7 +76,7 @@ impl Keys {
             assert!(members.len() > 1, "{of}: {members:?}");
             members.into_iter().for_each(|key| add(table, key));
         }
-        // Process groups in process groups.
+        // Process groups inside process groups.
         for inner in ["trainer.process_group.across", "trainer.process_group.host"] {
             for key in ["across", "interface", "ports", "across.interface"] {
                 add(inner, key);
@@ -85,7 +85,7 @@ impl Keys {
         Self { paths }
     }
 
-    /// Whether this is a key, or the end of one's path.
+    /// Whether this is a key, or the end of a key's path.
     fn has(&self, key: &str) -> bool {
         let end = format!(".{key}");
         self.paths.contains(key) || self.paths.iter().any(|path| path.ends_with(&end))
@@ -123,7 +123,7 @@ impl Keys {
     /// The first mistake in a configuration.
     fn check(&self, table: &Table) -> Option<String> {
         let mut table = table.clone();
-        // Any model and any data may come with it, and some need a tokenizer or files.
+        // Any model and data are accepted; some need a tokenizer or files.
         for (name, keys) in [("model", "model"), ("data", "data")] {
             let inner = table.remove(name).and_then(|inner| inner.as_table().cloned());
             for (key, _) in inner.unwrap_or_default() {
@@ -143,14 +143,14 @@ impl Keys {
     }
 }
 
-/// Keys that a user names: of maps.
+/// Keys of maps, which users name freely.
 fn is_free(key: &str) -> bool {
     ["trainer.strategy.parallelize.plan.", "checkpoint.io.options.", "data.validation_sets."]
         .iter()
         .any(|table| key.starts_with(table))
 }
 
-/// Takes away values that choose plugins which are not linked into this program.
+/// Removes choices of plugins that this program does not link.
 fn replace_unlinked(table: &mut Table, path: &str) {
     let unlinked = |path: &str, name: &str| {
         OF_GUIDES.contains(&name)
@@ -181,7 +181,7 @@ fn replace_unlinked(table: &mut Table, path: &str) {
     });
 }
 
-/// The lines and complaints of a page.
+/// Complaints about a page, with their lines.
 pub(super) fn wrong(page: &Page, keys: &Keys) -> Vec<(usize, String)> {
     let mut wrong = Vec::new();
     for span in &page.spans {
@@ -238,7 +238,7 @@ fn of_span(text: &str, keys: &Keys) -> Option<String> {
     let (table, _) = key.rsplit_once('.').unwrap_or(("", key));
     let first = key.split('.').next().unwrap_or_default();
     let is_key = TOP.contains(&first) || (!table.is_empty() && keys.is_table(table));
-    // Names of parameters begin with `model.` too.
+    // Parameter names begin with `model.` too.
     if table.is_empty() || !is_key || first == "model" {
         return None;
     }
@@ -246,7 +246,7 @@ fn of_span(text: &str, keys: &Keys) -> Option<String> {
         return Some(complaint);
     }
     let table = format!("{key} = {}", value?).parse::<Table>().ok()?;
-    // Options of a strategy need its name, too.
+    // Options of a strategy need the strategy's name, too.
     let is_whole = TOP.contains(&first) && !key.starts_with("trainer.strategy.");
     match is_whole && !text.contains('…') {
         true => keys.check(&table),
@@ -254,14 +254,14 @@ fn of_span(text: &str, keys: &Keys) -> Option<String> {
     }
 }
 
-/// Whether it is the name of a file.
+/// Whether this is a file name.
 fn is_file(key: &str) -> bool {
     ["json", "jsonl", "lock", "safetensors", "toml"]
         .iter()
         .any(|end| key.strip_suffix(end).is_some_and(|start| start.ends_with('.')))
 }
 
-/// A table that chooses a plugin of any kind.
+/// Checks a table that chooses a plugin of any kind.
 fn of_plugin(text: &str) -> Option<String> {
     let table = format!("plugin = {text}").parse::<Table>().ok()?;
     let table = table["plugin"].as_table()?;
@@ -272,7 +272,7 @@ fn of_plugin(text: &str) -> Option<String> {
     }
     let plugins = registry::plugins();
     let named: Vec<_> = plugins.iter().filter(|plugin| plugin.name == name).collect();
-    // A way to look at activations, or a profiler, is chosen by `type` too.
+    // Activation checkpointing and profilers are also chosen by `type`.
     if named.is_empty() {
         let others = ["full", "none", "rowwise", "selective", "trace"];
         return (!others.contains(&name)).then(|| format!("there is no plugin `{name}`"));

@@ -1,7 +1,7 @@
-//! Names in the README, the book and the other pages exist: links and files, commands and their
-//! flags, keys of the configuration, types and methods.
+//! Checks that names in the README, the book and other pages exist: links and files, commands and
+//! flags, configuration keys, types and methods.
 //!
-//! A complaint has the page, the line and the name. Names of other projects are in [`others`].
+//! A complaint contains the page, the line and the name. Names of other projects are in [`others`].
 
 mod commands;
 mod keys;
@@ -22,7 +22,7 @@ fn root() -> PathBuf {
     PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/.."))
 }
 
-/// All that is wrong with these pages.
+/// All complaints about these pages.
 fn complaints(pages: &[Page]) -> Vec<String> {
     let sources = Sources::read();
     let keys = keys::Keys::of(&sources);
@@ -48,7 +48,7 @@ fn names_in_pages_exist() {
     assert!(complaints.is_empty(), "\n{}\n", complaints.join("\n"));
 }
 
-/// One of each kind.
+/// One wrong name of each kind.
 const WRONG: &str = r#"# A page
 
 [Nowhere](docs/src/nowhere.md), [no heading](README.md#no-such-heading), `core/engine/src/nothing.rs`.

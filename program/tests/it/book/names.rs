@@ -1,10 +1,10 @@
-//! Types, functions and other names of code.
+//! Types, functions and other names in code.
 
 use super::others;
 use super::page::Page;
 use super::sources::{Names, Sources};
 
-/// What pages call values of these types.
+/// Names of values in pages, with their possible types.
 const VALUES: [(&str, &[&str]); 9] = [
     ("b", &["ModuleBuilder"]),
     ("context", &["HookContext", "ExecutionContext"]),
@@ -17,7 +17,7 @@ const VALUES: [(&str, &[&str]); 9] = [
     ("unit", &["UnitHandle"]),
 ];
 
-/// Pages about traits: a name with `_` is a member of one of these types, or has its type in front.
+/// Pages about traits: a name with `_` belongs to one of these types unless a type precedes it.
 const SUBJECTS: [(&str, &[&str]); 2] = [
     ("docs/src/guides/data-module.md", &["DataModule", "LightningModule"]),
     (
@@ -26,7 +26,7 @@ const SUBJECTS: [(&str, &[&str]); 2] = [
     ),
 ];
 
-/// The lines and complaints of a page.
+/// Complaints about a page, with their lines.
 pub(super) fn wrong(page: &Page, sources: &Sources) -> Vec<(usize, String)> {
     let code = page.blocks.iter().filter(|block| block.language.starts_with("rust"));
     let code: String = code.map(|block| block.text.as_str()).collect();
@@ -41,7 +41,7 @@ pub(super) fn wrong(page: &Page, sources: &Sources) -> Vec<(usize, String)> {
         for complaint in checker.complaints(&span.text) {
             wrong.push((span.line, complaint));
         }
-        // A name alone.
+        // A single name.
         let text = span.text.trim_end_matches('!');
         let is_word = text.chars().all(|c| c.is_ascii_alphanumeric() || c == '_');
         let is_name = text.contains('_') || is_camel(text);
@@ -61,7 +61,7 @@ pub(super) fn wrong(page: &Page, sources: &Sources) -> Vec<(usize, String)> {
     wrong
 }
 
-/// Whether it has capitals within, as the name of a type.
+/// Whether the name is in camel case, as for a type.
 fn is_camel(text: &str) -> bool {
     let mut last = ' ';
     text.chars().any(|c| std::mem::replace(&mut last, c).is_ascii_lowercase() && c.is_uppercase())
@@ -88,7 +88,7 @@ impl Checker<'_> {
         let [name] = path[..] else { return self.path(path) };
         let is_call = after.starts_with('(');
         let of = VALUES.iter().find(|(value, _)| before.strip_suffix('.') == Some(value));
-        // `trainer` and `optimizer` are tables of the configuration, too.
+        // `trainer` and `optimizer` are also tables of the configuration.
         let is_table = |value: &str| ["optimizer", "trainer"].contains(&value) && is_key(text);
         match of {
             Some((value, types)) if is_call || !is_table(value) => {
@@ -137,7 +137,7 @@ impl Checker<'_> {
 struct Mention<'a> {
     /// `["Fabric", "save"]` of `Fabric::save`.
     path: Vec<&'a str>,
-    /// Where it stands.
+    /// Position in the text.
     start: usize,
     end: usize,
 }
@@ -177,7 +177,7 @@ fn mentions(text: &str) -> Vec<Mention<'_>> {
     mentions
 }
 
-/// Whether it is for a shell; [`commands`](super::commands) looks at those.
+/// Whether the text is a shell command, which [`commands`](super::commands) checks.
 fn is_command(text: &str) -> bool {
     text.starts_with('-') || text.contains(" --")
 }
@@ -185,7 +185,7 @@ fn is_command(text: &str) -> bool {
 /// Functions and macros of the standard library, and attributes.
 const STANDARD: [&str; 5] = ["Ok", "Some", "derive", "serde", "todo"];
 
-/// Whether it looks like a key of the configuration, perhaps with a value.
+/// Whether this looks like a configuration key, perhaps with a value.
 fn is_key(text: &str) -> bool {
     let key = text.split(['=', ' ']).next().unwrap_or_default();
     key.chars().all(|c| c.is_ascii_lowercase() || c.is_ascii_digit() || "._".contains(c))

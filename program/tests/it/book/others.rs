@@ -1,4 +1,4 @@
-//! Names in pages that are not ours, by whose they are.
+//! Names of other projects in pages, by project.
 
 const OTHERS: &[(&str, &[&str])] = &[
     ("Amazon", &["AWS_ACCESS_KEY_ID"]),
@@ -84,12 +84,12 @@ const OTHERS: &[(&str, &[&str])] = &[
     ("serde", &["serde_json", "typetag"]),
 ];
 
-/// Whether a name, or the beginning of a path, is of another project.
+/// Whether a name, or the start of a path, belongs to another project.
 pub(super) fn is_of_others(name: &str) -> bool {
     names().any(|other| other == name)
 }
 
-/// All of them.
+/// All names of other projects.
 pub(super) fn names() -> impl Iterator<Item = &'static str> {
     OTHERS.iter().flat_map(|(_, names)| names.iter().copied())
 }

@@ -1,4 +1,4 @@
-//! [`Page`]: what of a Markdown file is checked.
+//! [`Page`]: the checked parts of a Markdown file.
 
 use super::root;
 
@@ -16,7 +16,7 @@ pub(super) struct Page {
     pub anchors: Vec<String>,
 }
 
-/// A piece of a page.
+/// Code or a link, with its line.
 pub(super) struct Code {
     /// Counted from 1.
     pub line: usize,
@@ -24,9 +24,9 @@ pub(super) struct Code {
 }
 
 pub(super) struct Block {
-    /// The line of its first line.
+    /// The number of its first line.
     pub line: usize,
-    /// The word behind the fence.
+    /// The language after the fence.
     pub language: String,
     pub text: String,
 }
@@ -103,7 +103,7 @@ impl Page {
 
     fn paragraph(&mut self, start: usize, text: &str) {
         let line_at = |at: usize| start + text[..at].matches('\n').count();
-        // The text with its inline code blotted out, in which links are looked for.
+        // The text with inline code blotted out, for finding links.
         let mut plain = text.to_owned();
         let mut at = 0;
         while let Some(open) = text[at..].find('`').map(|found| at + found) {
@@ -130,7 +130,7 @@ impl Page {
 fn anchor(heading: &str) -> String {
     let mut text = String::new();
     let mut rest = heading.trim();
-    // Of a link its text.
+    // For a link, use its text.
     while let Some((before, link)) = rest.split_once('[') {
         let Some((inner, after)) = link.split_once("](") else { break };
         text += before;

@@ -7,7 +7,7 @@ use std::sync::LazyLock;
 use super::page::Page;
 use super::root;
 
-/// The files of the repository, without what builds and runs leave.
+/// The files of the repository, without build and run outputs.
 static FILES: LazyLock<Vec<String>> = LazyLock::new(|| {
     let mut files = Vec::new();
     let mut folders = vec![String::new()];
@@ -28,13 +28,13 @@ static FILES: LazyLock<Vec<String>> = LazyLock::new(|| {
 const LEFT_OUT: [&str; 5] =
     [".git", "target", "examples/plugin-crate/target", "fulgurite_logs", "checkpoints"];
 
-/// Files of a project of the reader's own.
+/// Files of a reader's own project.
 const OF_READERS: [&str; 1] = ["src/main.rs"];
 
-/// Endings of files of the repository.
+/// Extensions of files in the repository.
 const ENDINGS: [&str; 6] = [".rs", ".md", ".toml", ".py", ".cu", ".Dockerfile"];
 
-/// The lines and complaints of a page.
+/// Complaints about a page, with their lines.
 pub(super) fn wrong(page: &Page) -> Vec<(usize, String)> {
     let mut wrong = Vec::new();
     for link in &page.links {
@@ -95,14 +95,14 @@ fn normal(path: &Path) -> PathBuf {
     normal
 }
 
-/// The paths that `a/{b,c}.rs` stands for.
+/// The paths that `a/{b,c}.rs` expands to.
 fn alternatives(path: &str) -> Vec<String> {
     let Some((before, rest)) = path.split_once('{') else { return vec![path.to_owned()] };
     let Some((inner, after)) = rest.split_once('}') else { return vec![path.to_owned()] };
     inner.split(',').map(|inner| format!("{before}{inner}{after}")).collect()
 }
 
-/// Whether a file or folder has this path, or a path that ends so. `*` is any part of a name.
+/// Whether a file or folder has this path or a path that ends with it; `*` matches part of a name.
 fn exists(path: &str) -> bool {
     if let Some((before, after)) = path.split_once('*') {
         let matches = |file: &&String| {

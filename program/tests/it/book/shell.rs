@@ -1,7 +1,7 @@
-//! Command lines, as a shell cuts them into words.
+//! Splits command lines into words like a shell.
 
-/// The commands of a text: the line (counted from 0), and the words without quotes. Assignments of
-/// variables before a command are left out.
+/// The commands of a text: line (from 0) and words without quotes. Variable assignments before a
+/// command are dropped.
 pub(super) fn commands(text: &str) -> Vec<(usize, Vec<String>)> {
     let mut commands = Vec::new();
     let (mut words, mut word): (Vec<String>, Option<String>) = (Vec::new(), None);

@@ -1,4 +1,4 @@
-//! [`Sources`]: the names in the workspace's code, which rustfmt has laid out.
+//! [`Sources`]: the names in the workspace's code, as rustfmt formats it.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
@@ -6,7 +6,7 @@ use std::path::Path;
 
 use super::root;
 
-/// Folders with code. This test is left out: it has wrong names, and names of other projects.
+/// Folders with code. This test is excluded: it contains wrong names, and names of other projects.
 const FOLDERS: [&str; 13] = [
     ".ci",
     "bench",
@@ -24,7 +24,7 @@ const FOLDERS: [&str; 13] = [
 ];
 const ENDINGS: [&str; 7] = ["", "cpp", "cu", "h", "py", "rs", "toml"];
 
-/// What derives and the language give every type.
+/// Members that every type gets from derives and the language.
 const DERIVED: [&str; 7] = ["clone", "default", "eq", "fmt", "from", "into", "to_string"];
 
 /// The names in Rust code.
@@ -34,7 +34,7 @@ pub(super) struct Names {
     members: BTreeMap<String, BTreeSet<String>>,
     /// The traits that a type implements.
     traits: BTreeMap<String, BTreeSet<String>>,
-    /// Functions, macros, and what is built by a call.
+    /// Functions, macros, and types that are built by a call.
     callable: BTreeSet<String>,
     /// Modules, and the names of folders and files.
     modules: BTreeSet<String>,
@@ -44,7 +44,7 @@ pub(super) struct Sources {
     pub names: Names,
     /// Every word in code, scripts and configuration.
     words: BTreeSet<String>,
-    /// The texts of files that are programs or parts of one.
+    /// Contents of files that are programs or parts of programs.
     pub files: BTreeMap<String, String>,
 }
 
@@ -116,11 +116,11 @@ impl Names {
     }
 
     fn read(&mut self, code: &str) {
-        // The blocks around a line: how far each is indented, and the type that it is of.
+        // The enclosing blocks of a line: indentation and type of each.
         let mut blocks: Vec<(usize, String)> = Vec::new();
         for line in code.lines() {
             let text = line.trim_start();
-            // Lines of a hidden part of an example.
+            // Hidden lines of an example.
             let text = text.strip_prefix("# ").map_or(text, str::trim_start);
             let indent = line.len() - text.len();
             if text.is_empty() || text.starts_with("//") || text.starts_with('#') {
@@ -215,7 +215,7 @@ impl Names {
         if !text.ends_with('}') {
             blocks.push((indent, of_type.clone()));
         } else if let Some((_, body)) = text.split_once('{') {
-            // In one line.
+            // An implementation on one line.
             for function in body.split("fn ").skip(1) {
                 let name = first_word(function);
                 self.callable.insert(name.to_owned());
@@ -240,7 +240,7 @@ impl Names {
                 .any(|of| self.members.get(of).is_some_and(|members| members.contains(name)))
     }
 
-    /// The members of a type, as keys of a configuration.
+    /// The members of a type as configuration keys.
     pub(super) fn members(&self, of: &str) -> impl Iterator<Item = &String> {
         self.members.get(of).into_iter().flatten()
     }
@@ -254,7 +254,7 @@ impl Names {
     }
 }
 
-/// A line without what stands before the keyword.
+/// A line without everything before the keyword.
 fn item(mut text: &str) -> &str {
     loop {
         let rest = ["pub ", "unsafe ", "async ", "extern \"C\" ", "default "]
@@ -279,7 +279,7 @@ fn first_word(text: &str) -> &str {
     &text[..end]
 }
 
-/// What follows `<…>`.
+/// The text after `<…>`.
 fn after_generics(text: &str) -> &str {
     let mut depth = 0;
     for (at, c) in text.char_indices() {
