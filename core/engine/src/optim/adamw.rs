@@ -31,7 +31,7 @@ pub struct AdamW {
     pub betas: (f64, f64),
     /// Added to the denominator.
     pub eps: f64,
-    /// Decoupled weight decay: each step multiplies the values by `1 - lr * weight_decay`.
+    /// Values shrink by this times the learning rate in each step.
     pub weight_decay: f64,
     /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
     pub no_decay: Vec<String>,
