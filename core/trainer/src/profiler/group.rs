@@ -1,4 +1,4 @@
-//! A process group whose collectives are recorded.
+//! A process group that records its collectives.
 
 use std::sync::Arc;
 
@@ -9,14 +9,15 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, End, ProcessGroup, Timing, Work};
 use fulgurite_engine::execution::ContextGuard;
 
-/// Records how long calls block, and when they run on the device, and passes them on. Groups split from it record too.
+/// Records how long calls block and when they run on the device, and forwards them. Groups split
+/// from this group record too.
 pub(super) struct Profiled {
     inner: Arc<dyn ProcessGroup>,
     profiler: Profiler,
 }
 
 impl Profiler {
-    /// The group, with its collectives recorded.
+    /// Wraps the group, to record its collectives.
     pub(crate) fn watch_group(&self, inner: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
         Arc::new(Profiled { inner, profiler: self.clone() })
     }
@@ -36,7 +37,7 @@ impl Profiled {
         Ok(self.recorded(op, bytes, from, work))
     }
 
-    /// Asks for the device's times of what is started until the guard is dropped, if that is traced.
+    /// Requests device times of collectives started while the guard lives, if the step is traced.
     fn timing(&self, op: &'static str, bytes: usize) -> Option<ContextGuard> {
         self.profiler.times_the_device().then(|| {
             let (profiler, name) = (self.profiler.clone(), format!("{op} {}", self.inner.name()));
@@ -46,7 +47,7 @@ impl Profiled {
         })
     }
 
-    /// A collective that was started from `from` to now.
+    /// Wraps the work of a collective whose call lasted from `from` to now.
     fn recorded(&self, op: &'static str, bytes: usize, from: f64, work: Work) -> Work {
         let started = (from, self.profiler.now());
         let (profiler, group) = (self.profiler.clone(), self.inner.name().to_owned());
