@@ -198,7 +198,8 @@ impl Session {
             });
         }
         self.hook(Hook::TrainBatchEnd)?;
-        // A step that only accumulates reports the last update's gradient norm and the next update's learning rate.
+        // A step that only accumulates reports the last update's gradient norm and the next
+        // update's learning rate.
         let (grad_norm, lr) = match ctx.last_step {
             Some(update) => update,
             None => (self.recorder.last_grad_norm(), self.sole_optimizer().learning_rate()?),

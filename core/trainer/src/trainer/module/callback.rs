@@ -130,7 +130,7 @@ pub(crate) struct Callbacks {
 }
 
 impl Callbacks {
-    /// Joins `callbacks` and the module's own, which replace those with the same key.
+    /// Joins `callbacks` and the module's own. A module's callback replaces one with the same key.
     pub(crate) fn new(
         mut callbacks: Vec<SharedCallback>,
         of_module: Vec<Box<dyn Callback>>,

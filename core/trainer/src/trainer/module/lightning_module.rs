@@ -49,14 +49,16 @@ pub type RunConfigOf<M> =
 ///     }
 ///
 ///     fn training_step(
-///         &mut self, (x, y): &(Tensor, Tensor), _: &mut StepContext,
+///         &mut self,
+///         (x, y): &(Tensor, Tensor),
+///         _: &mut StepContext,
 ///     ) -> Result<Loss> {
 ///         let error = (self.layer.forward(x)? - y)?;
 ///         Ok(Loss::new(error.sqr()?.sum_all()?, y.elem_count() as f64))
 ///     }
 /// }
 ///
-/// impl<D> Hooks<D> for Line<D> {} // without any
+/// impl<D> Hooks<D> for Line<D> {} // no hooks
 /// ```
 ///
 /// Only [`configure_model`](LightningModule::configure_model) and
@@ -152,7 +154,7 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     ///
     /// With `false` (Lightning's manual optimization) `training_step` does so by
     /// [`StepContext::optimize`] or its parts. The loss that it returns is reported as `train_loss`
-    /// and has no backward. A step of the trainer is one call of `training_step`, however often
+    /// without a backward. A step of the trainer is one call of `training_step`, however often
     /// optimizers step in it, and schedules follow the trainer's steps.
     ///
     /// The hooks around backward and update are not called, because `training_step` already borrows

@@ -58,9 +58,9 @@ impl Trainer {
     /// [`TrainerConfig::connect`](crate::run::TrainerConfig::connect).
     ///
     /// Before any rank is started, it describes the model once, opens the data
-    /// ([`DataModule::preview`]), and checks everything that does not need ranks: the strategy's
-    /// sharding, the options of optimizer and schedule, patterns, directories, and whether the
-    /// model fits into this host's memory. Returns only in ranks. Collective.
+    /// ([`DataModule::preview`]), and checks everything that does not need ranks. These are the
+    /// strategy's sharding, the options of optimizer and schedule, patterns, directories, and
+    /// whether the model fits into this host's memory. Returns only in ranks. Collective.
     ///
     /// Use [`connect_parallelized`](Self::connect_parallelized) for a trainer with a
     /// [`parallelize`](Trainer::parallelize) function.
@@ -79,7 +79,7 @@ impl Trainer {
     /// strategy's configuration.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect), and those of the function.
+    /// As [`connect`](Self::connect), and the function's errors.
     pub fn connect_parallelized<M: LightningModule>(
         run: &RunConfigOf<M>,
         purpose: RunPurpose,
