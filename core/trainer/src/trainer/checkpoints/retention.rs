@@ -20,8 +20,8 @@ pub(crate) struct RetainedCheckpoint {
 /// They are the newest `checkpoint.keep_last` and the best `checkpoint.save_top_k`, and always the
 /// newest and the one that the run resumed from. If neither key is set, all are kept.
 ///
-/// The list holds the checkpoints that this run saved, and the earlier run's, if it resumed from
-/// the same location. Other checkpoints are never removed.
+/// The list holds the checkpoints that this run saved. It also holds those of the run that it
+/// resumed from, if both use the same location. Other checkpoints are never removed.
 #[derive(Debug, Clone)]
 pub(crate) struct Retention {
     keep_last: Option<u64>,
