@@ -1,5 +1,5 @@
-//! Training under a strategy: [`fabric`] for loops of one's own, [`trainer`] with the loop, and
-//! [`run`], the configuration of a run.
+//! Training under a strategy: [`fabric`] for custom loops, [`trainer`] for the built-in loop, and
+//! [`run`] for the configuration of a run.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 

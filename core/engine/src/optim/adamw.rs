@@ -20,7 +20,8 @@ use crate::parameter::Parameter;
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), computed in the order of
 /// `torch.optim.AdamW`: `optimizer.type = "adamw"`.
 ///
-/// One step count serves all parameters. State: `exp_avg`, `exp_avg_sq`.
+/// Steps are counted per parameter, as in torch: steps without a gradient do not count. State:
+/// `exp_avg`, `exp_avg_sq`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct AdamW {
@@ -34,7 +35,7 @@ pub struct AdamW {
     pub weight_decay: f64,
     /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
     pub no_decay: Vec<String>,
-    /// Parameters with options of their own.
+    /// Parameters with their own options.
     pub groups: Vec<ParamGroupConfig>,
     /// dtype of the two moments: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
@@ -101,10 +102,10 @@ struct AdamWOptimizer {
     schedule: f64,
 }
 
-/// The numbers of one update that are the same for all of a parameter's elements.
+/// The coefficients of one update, equal for all elements of a parameter.
 #[derive(Clone, Copy)]
 struct Coefficients {
-    /// The factor of the values, for weight decay.
+    /// The factor of the values that makes the weight decay.
     keep: f64,
     beta1: f64,
     beta2: f64,
@@ -202,7 +203,7 @@ impl AdamWOptimizer {
         Ok(())
     }
 
-    /// Those that are the same for all parameters that have done so many steps.
+    /// The coefficients that all parameters with `steps` steps share.
     #[cfg(feature = "cuda")]
     fn common_coefficients(&self, steps: u64) -> fulgurite_kernels::plans::AdamW {
         let (beta1, beta2) = self.config.betas;
@@ -244,7 +245,7 @@ fn fused<P: Element<C>, B: StateElement<C>, C: Real>(
     update::<2, P, C, B, C>(values, grad, state.each_ref(), Some(noise), move |p, g, [m, v]| {
         let g = scale.apply(g);
         let p = p * keep;
-        // As torch.lerp: from the nearer end.
+        // As torch.lerp: interpolate from the nearer end.
         let m = if small { m + weight1 * (g - m) } else { g - (g - m) * rest1 };
         let v = v * beta2 + weight2 * g * g;
         let denominator = v.sqrt() / correction2_sqrt + eps;
@@ -284,7 +285,7 @@ mod tests {
     const NAMES: [(&str, usize); 3] =
         [("layers.0.up.weight", 40_000), ("layers.0.up.bias", 7), ("norm.weight", 33)];
 
-    /// The formulas of the paper, in f64: the values after `steps` steps.
+    /// The paper's formulas in f64: the values after `steps` steps.
     fn reference(config: &AdamW, hyper: Hyper, name: (&str, usize), steps: u64) -> Vec<f64> {
         reference_scaled(config, hyper, name, steps, &GradScale::default())
     }
@@ -319,7 +320,7 @@ mod tests {
     }
 
     #[test]
-    fn follows_the_formulas_with_groups_and_no_decay() {
+    fn follows_the_formulas_with_groups() {
         let config = AdamW {
             lr: 0.02,
             weight_decay: 0.3,
@@ -344,7 +345,7 @@ mod tests {
     }
 
     #[test]
-    fn gradients_are_scaled_and_clipped_in_passing() {
+    fn gradients_are_scaled_and_clipped() {
         let config = AdamW::default();
         let hyper = Hyper { lr: 1e-3, weight_decay: 0.01 };
         let scale = GradScale { factor: 0.5, clip_value: Some(0.25) };
@@ -353,7 +354,7 @@ mod tests {
         for (p, name) in parameters.iter().zip(NAMES) {
             assert_close(&values(p), &reference_scaled(&config, hyper, name, 10, &scale), 1e-6);
         }
-        // Adam hardly depends on the factor, but on the clipping.
+        // Adam depends little on the factor, but much on the clipping.
         let unclipped = reference(&config, hyper, NAMES[0], 10);
         assert!(values(&parameters[0]).iter().zip(&unclipped).any(|(a, b)| (a - b).abs() > 1e-4));
     }
@@ -368,14 +369,14 @@ mod tests {
         train(&mut *optimizer, 1, &GradScale::default());
         let grads = numbers(NAMES[0].0, 1, NAMES[0].1);
         for ((before, after), g) in start.iter().zip(values(&parameters[0])).zip(grads) {
-            // The first step is the learning rate in the gradient's direction.
+            // The first step moves by the learning rate in the gradient's direction.
             let expected = before * (1.0 - 0.001) - 0.1 * g.signum();
             assert!((after - expected).abs() <= 0.005 * expected.abs().max(0.1) + 1e-3);
         }
     }
 
     #[test]
-    fn the_bits_do_not_depend_on_the_number_of_threads() {
+    fn the_bits_ignore_the_number_of_threads() {
         let with = |threads| {
             let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
             let parameters = parameters(&NAMES, DType::F32);
@@ -386,7 +387,7 @@ mod tests {
         assert_eq!(with(1), with(5));
     }
 
-    /// What devices without a fused pass compute is what the CPU's fused pass computes.
+    /// The operations of devices without a fused pass agree with the CPU's fused pass.
     #[test]
     fn composed_and_fused_agree() {
         let scale = GradScale { factor: 0.7, clip_value: Some(0.6) };
@@ -437,7 +438,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parameter_without_a_gradient_or_elements_is_left_alone() {
+    fn no_gradient_or_elements_means_no_update() {
         let parameters = parameters(&[("a", 3), ("b", 0), ("c", 2)], DType::F32);
         let mut optimizer = AdamW::default().build(&parameters).unwrap();
         let before = values(&parameters[0]);
@@ -463,7 +464,7 @@ mod tests {
     }
 
     #[test]
-    fn state_that_is_saved_and_loaded_continues_bit_for_bit() {
+    fn restored_state_continues_bit_for_bit() {
         let (one, other) = (parameters(&NAMES, DType::F32), parameters(&NAMES, DType::F32));
         let mut first = AdamW::default().build(&one).unwrap();
         train(&mut *first, 4, &GradScale::default());
@@ -534,7 +535,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_gradients_and_state_are_explained() {
+    fn mismatched_gradients_and_state_are_explained() {
         let parameters = parameters(&NAMES[1..2], DType::F32);
         let mut optimizer = AdamW::default().build(&parameters).unwrap();
         let short = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();

@@ -16,13 +16,13 @@ use super::optimizer::{Interval, SchedulerConfig};
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 
-/// Another schedule, which counts epochs where it says steps, and changes the rate between epochs only:
-/// `scheduler = { type = "by_epoch", schedule = { type = "step", step_size = 1, gamma = 0.5 } }`. As a
-/// schedule with `interval: "epoch"` in PyTorch Lightning. The run's length is that in epochs.
+/// Another schedule, in epochs instead of steps. The rate changes only between epochs:
+/// `scheduler = { type = "by_epoch", schedule = { type = "step", step_size = 1, gamma = 0.5 } }`.
+/// As a schedule with `interval: "epoch"` in PyTorch Lightning. The run's length is in epochs too.
 #[derive(Debug, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ByEpoch {
-    /// The schedule. A `step` in its options is an epoch.
+    /// The schedule. Each `step` in its options means an epoch.
     pub schedule: Box<dyn SchedulerConfig>,
 }
 

@@ -32,24 +32,25 @@ fn length(name: &str, own: Option<u64>, max_steps: Option<u64>) -> Result<u64> {
     })
 }
 
-/// From 1 to 0 in half a wave, for `progress` from 0 to 1.
+/// Falls from 1 to 0 in half a cosine wave, for `progress` from 0 to 1.
 fn half_wave(progress: f64) -> f64 {
     0.5 * (1.0 + (PI * progress.clamp(0.0, 1.0)).cos())
 }
 
-/// One cycle: up from `1 / div_factor` to 1 over `pct_start` of the run, then down to `1 / (div_factor *
-/// final_div_factor)`, both in half a wave: `scheduler.type = "one_cycle"`. As PyTorch's `OneCycleLR`
-/// without momentum, where `optimizer.lr` is its `max_lr`.
+/// One cycle up and down, each in half a cosine wave: `scheduler.type = "one_cycle"`. The factor
+/// rises from `1 / div_factor` to 1 over `pct_start` of the run, then falls to
+/// `1 / (div_factor * final_div_factor)`. As PyTorch's `OneCycleLR` without momentum, with
+/// `optimizer.lr` as its `max_lr`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct OneCycle {
-    /// The part of the cycle in which the rate rises, between 0 and 1.
+    /// The fraction of the cycle in which the rate rises, between 0 and 1.
     pub pct_start: f64,
     /// The first rate is the largest divided by this.
     pub div_factor: f64,
     /// The last rate is the first divided by this.
     pub final_div_factor: f64,
-    /// The steps of the cycle; by default the run's length.
+    /// The cycle's length in steps; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_steps: Option<u64>,
 }
@@ -79,7 +80,7 @@ impl SchedulerConfig for OneCycle {
         let last = length("one_cycle", self.total_steps, max_steps)?.saturating_sub(1) as f64;
         let first = 1.0 / self.div_factor;
         let end = first / self.final_div_factor;
-        // Where PyTorch has the peak.
+        // PyTorch's position of the peak.
         let peak = self.pct_start * (last + 1.0) - 1.0;
         let at = step as f64;
         Ok(if at <= peak {
@@ -91,14 +92,14 @@ impl SchedulerConfig for OneCycle {
     }
 }
 
-/// Cosine decays one after the other, each from the full rate: `scheduler.type =
-/// "cosine_warm_restarts"`. As PyTorch's `CosineAnnealingWarmRestarts`.
+/// Repeated cosine decays, each from the full rate: `scheduler.type = "cosine_warm_restarts"`. As
+/// PyTorch's `CosineAnnealingWarmRestarts`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct CosineWarmRestarts {
-    /// The steps of the first decay.
+    /// Number of steps of the first decay.
     pub first_steps: u64,
-    /// How many times as long each decay is as the one before.
+    /// The length of each decay over the length of the one before.
     pub multiplier: u64,
     /// The factor at the end of each decay, in `[0, 1]`.
     pub min_factor: f64,
@@ -137,8 +138,9 @@ impl SchedulerConfig for CosineWarmRestarts {
     }
 }
 
-/// A warm-up, the full rate, and a linear decay over the last steps: `scheduler.type =
-/// "warmup_stable_decay"`. The run can be made longer later on from a checkpoint before the decay.
+/// A warm-up, the full rate, and a linear decay over the last steps:
+/// `scheduler.type = "warmup_stable_decay"`. A checkpoint from before the decay can continue as a
+/// longer run.
 #[derive(
     Debug, Clone, Default, PartialEq, Serialize, Deserialize, fulgurite_config::Documented,
 )]
@@ -146,11 +148,11 @@ impl SchedulerConfig for CosineWarmRestarts {
 pub struct WarmupStableDecay {
     /// Number of steps over which the rate rises.
     pub warmup_steps: u64,
-    /// Number of steps at the end over which it falls.
+    /// Number of steps at the end over which the rate falls.
     pub decay_steps: u64,
     /// The factor at the end, in `[0, 1]`.
     pub min_factor: f64,
-    /// The steps of all phases; by default the run's length.
+    /// Number of steps of all phases; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub total_steps: Option<u64>,
 }
@@ -170,12 +172,12 @@ impl SchedulerConfig for WarmupStableDecay {
     }
 }
 
-/// A decay as a power of what is left of the run, after the warm-up: `scheduler.type = "polynomial"`. As
-/// PyTorch's `PolynomialLR`.
+/// A polynomial decay to zero after the warm-up: `scheduler.type = "polynomial"`. The factor is the
+/// remaining fraction of the run to the power `power`. As PyTorch's `PolynomialLR`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Polynomial {
-    /// The power.
+    /// The exponent.
     pub power: f64,
     /// Number of steps over which the rate rises.
     pub warmup_steps: u64,
@@ -204,12 +206,12 @@ impl SchedulerConfig for Polynomial {
     }
 }
 
-/// A rate that is multiplied with `gamma` after each step that follows the warm-up: `scheduler.type =
-/// "exponential"`. As PyTorch's `ExponentialLR`.
+/// A rate that is multiplied by `gamma` after each step that follows the warm-up:
+/// `scheduler.type = "exponential"`. As PyTorch's `ExponentialLR`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Exponential {
-    /// What the rate is multiplied with; zero or more.
+    /// The factor of each decay; zero or more.
     pub gamma: f64,
     /// Number of steps over which the rate rises.
     pub warmup_steps: u64,
@@ -230,9 +232,11 @@ impl SchedulerConfig for Exponential {
     }
 }
 
-/// One schedule after the other: `scheduler = { type = "sequential", milestones = [100], schedules = [{
-/// type = "constant", warmup_steps = 100 }, { type = "cosine" }] }`. Each counts its steps from its
-/// milestone on, and its length is up to the next one. As PyTorch's `SequentialLR`.
+/// Several schedules in sequence:
+/// `scheduler = { type = "sequential", milestones = [100], schedules = [{ type = "constant",
+/// warmup_steps = 100 }, { type = "cosine" }] }`.
+/// Each counts its steps from its milestone, and its length ends at the next milestone. As
+/// PyTorch's `SequentialLR`.
 #[derive(Debug, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Sequential {
@@ -331,7 +335,7 @@ mod tests {
         (0..steps).map(|step| (factor(step) * 1e6).round() / 1e6).collect()
     }
 
-    /// As the formulas of PyTorch have it for a rate of 1: `OneCycleLR(total_steps=10)`,
+    /// The factors by PyTorch's formulas for a rate of 1: `OneCycleLR(total_steps=10)`,
     /// `CosineAnnealingWarmRestarts(T_0=3, T_mult=2)`, `PolynomialLR(total_iters=4, power=2)`.
     #[test]
     fn rates_follow_the_formulas_of_pytorch() {
@@ -350,7 +354,7 @@ mod tests {
     }
 
     #[test]
-    fn the_rate_is_stable_between_warm_up_and_decay() {
+    fn rate_is_stable_between_warmup_and_decay() {
         let schedule = WarmupStableDecay {
             warmup_steps: 1,
             decay_steps: 4,
@@ -368,7 +372,7 @@ mod tests {
              warmup_steps = 1 }, { type = 'linear' }, { type = 'step', step_size = 1, gamma = 0.5 }]",
         )
         .unwrap();
-        // The linear decay ends where the next begins.
+        // The linear decay ends where the next schedule begins.
         assert_eq!(factors(&*schedule, 7, None), [0.5, 1.0, 1.0, 0.5, 1.0, 0.5, 0.25]);
     }
 

@@ -1,6 +1,6 @@
 //! Element-wise updates on the CPU in one pass over memory.
 //!
-//! Work is cut into chunks of a fixed size and every element is a function of its own inputs, so
+//! Work is cut into chunks of a fixed size, and every element is a function of its own inputs. So
 //! the bits do not depend on the number of threads.
 
 use candle_core::{DType, Tensor};
@@ -14,7 +14,7 @@ use crate::autograd::storage::{HostElement, with_host, with_host_mut};
 use crate::parameter::accumulation_dtype;
 use crate::simd::vectorized;
 
-/// Elements a task handles: small enough that its slices stay in the second-level cache.
+/// Elements per task: few enough that the slices stay in the second-level cache.
 const CHUNK: usize = 1 << 14;
 
 /// Elements whose random words are made at once: few enough to stay in the first-level cache.
@@ -29,10 +29,10 @@ pub(super) trait Real: HostElement + StateElement<Self> + Element<Self> {
 
 /// An element type of optimizer state.
 pub(super) trait StateElement<C>: HostElement {
-    /// Whether it is rounded stochastically.
+    /// Whether values of this type are rounded stochastically.
     const ROUNDED: bool;
     fn load(self) -> C;
-    /// Rounds by the low 16 bits of `word`, if [`ROUNDED`](Self::ROUNDED).
+    /// Rounds `value` by the low 16 bits of `word`, if [`ROUNDED`](Self::ROUNDED).
     fn store(value: C, word: u32) -> Self;
 }
 
@@ -102,15 +102,16 @@ macro_rules! stored_as_half {
 stored_as_half!(bf16);
 stored_as_half!(f16);
 
-/// The dtype of the arithmetic for parameters of dtype `values`, and of state that is not rounded;
+/// Returns the dtype of the arithmetic, and of unrounded state, for parameters of dtype `values`.
+///
 /// `None` for dtypes that no optimizer updates.
 pub(super) fn arithmetic_dtype(values: DType) -> Option<DType> {
     let is_updated = matches!(values, DType::F64 | DType::F32 | DType::F16 | DType::BF16);
     is_updated.then(|| accumulation_dtype(values))
 }
 
-/// Calls the generic function `$f::<P, C>` for the values' dtype, or `$f::<P, B, C>` (written `$f[N]`,
-/// `$f::<N, P, B, C>`) for those of values and state.
+/// Calls `$f::<P, C>` for the dtype of the values, or `$f::<P, B, C>` for the dtypes of values and
+/// state. Written `$f[N]`, the latter is `$f::<N, P, B, C>`.
 macro_rules! dispatch {
     ($values:expr, $f:ident($($arg:expr),* $(,)?)) => {
         match $values {
@@ -139,7 +140,7 @@ macro_rules! dispatch {
 }
 pub(super) use dispatch;
 
-/// [`GradScale`] in the arithmetic's type.
+/// A [`GradScale`] in the arithmetic's type.
 #[derive(Clone, Copy)]
 pub(super) struct Scale<C> {
     factor: C,
@@ -159,9 +160,11 @@ impl<C: Real> Scale<C> {
     }
 }
 
-/// `(values, states) = f(values, inputs, states)`, element by element, for `N` states of one
-/// parameter. All tensors have one length. `noise` rounds the states, the `k`-th by bits `16 k` to
-/// `16 k + 15` of each word; it is not used where states are not rounded or there are none.
+/// Computes `(values, states) = f(values, inputs, states)` by element, for `N` states of one
+/// parameter.
+///
+/// All tensors have one length. `noise` rounds the states: the `k`-th by bits `16 k` to `16 k + 15`
+/// of each word. It is not used if `N` is 0 or the states are not rounded.
 pub(super) fn update<const N: usize, P: Element<C>, G: Element<C>, B: StateElement<C>, C: Real>(
     values: &Tensor,
     inputs: &Tensor,
@@ -194,7 +197,7 @@ pub(super) fn update<const N: usize, P: Element<C>, G: Element<C>, B: StateEleme
     .flatten()
 }
 
-/// Calls `f` with the elements of all tensors, to be changed in place.
+/// Calls `f` with the mutable elements of all tensors.
 fn with_all_mut<T: HostElement, R>(
     tensors: &[&Tensor],
     slices: Vec<&mut [T]>,
@@ -234,7 +237,8 @@ vectorized! {
         const { assert!(N <= 2, "an optimizer has two states at most") };
         let mut states = states.into_iter();
         let [first, second] = [states.next().unwrap_or_default(), states.next().unwrap_or_default()];
-        // Slices of one known length, each in a variable: the compiler drops the bounds checks and vectorizes.
+        // Slices of one known length, each in a variable: the compiler drops bounds checks and
+        // vectorizes.
         let n = p.len();
         let (p, g, words) = (&mut p[..n], &g[..n], &words[..n]);
         let first = if N > 0 { &mut first[..n] } else { first };

@@ -1,6 +1,8 @@
-//! Norms, updates and averages on GPUs: a launch for many tensors. What the kernels do not take is computed in candle's
-//! operations, as on devices of other kinds. **Run on an emulated GPU (`.ci/gpu`), and never on one.** The plans that
-//! are made here are carried out in the tests of `fulgurite-kernels`.
+//! Norms, updates and averages on GPUs: one launch for many tensors.
+//!
+//! Tensors that the kernels do not support are computed in candle's operations, as on other
+//! devices. **Run on an emulated GPU (`.ci/gpu`), and never on a real one.** The tests of
+//! `fulgurite-kernels` execute the plans that this module makes.
 #![allow(unsafe_code)] // the launches
 
 use std::collections::BTreeMap;
@@ -15,7 +17,8 @@ use super::step_scale::StepScale;
 use crate::Result;
 use crate::shard::Region;
 
-/// Runs of one parameter's owned part that are rows of the table; a part of more is summed in tensor operations.
+/// Maximum number of table rows (runs of the owned part) per parameter. A part of more runs is
+/// summed in tensor operations.
 const MOST_RUNS: usize = 4096;
 
 fn cuda(tensor: &Tensor) -> Option<&CudaDevice> {
@@ -39,16 +42,16 @@ fn values(tensor: &Tensor, dtype: Float) -> Result<Values> {
     Ok(Values { address: address(tensor)?, length: tensor.elem_count() as u64, dtype })
 }
 
-/// Gradients whose squared norm is taken together.
+/// Gradients whose squared norm is computed in one launch.
 #[derive(Default)]
 pub(super) struct SquaredNorm {
     parts: Vec<Values>,
-    /// Keeps their memory until it is read.
+    /// Keeps the gradients' memory alive until the launch.
     grads: Vec<Tensor>,
 }
 
 impl SquaredNorm {
-    /// Takes the owned part of a gradient, or says that it must be summed otherwise.
+    /// Takes the owned part of a gradient. Returns `false` if the kernel cannot sum it.
     pub(super) fn take(&mut self, grad: &Tensor, owned: &Region, outer: &[usize]) -> Result<bool> {
         let Some(dtype) = float(grad.dtype()).filter(|_| cuda(grad).is_some()) else {
             return Ok(false);
@@ -70,12 +73,13 @@ impl SquaredNorm {
         Ok(true)
     }
 
-    /// The sum of squares, an f64 on the device; `None` if nothing was taken.
+    /// Returns the sum of squares, an f64 on the device; `None` if nothing was taken.
     pub(super) fn sum(self) -> Result<Option<Tensor>> {
         let Some(first) = self.grads.first() else { return Ok(None) };
         let total = Tensor::zeros((), DType::F64, first.device())?;
         let plan = plans::squared_norm(&self.parts, address(&total)?);
-        // SAFETY: the parts lie in the gradients, which are held until this returns, and `total` has one element.
+        // SAFETY: the parts lie in the gradients, which are held until this call returns, and
+        // `total` has one element.
         unsafe { carry_out(&plan, first) }?;
         Ok(Some(total))
     }
@@ -87,11 +91,11 @@ unsafe fn carry_out(plan: &Plan, tensor: &Tensor) -> Result<()> {
     match tensor.device() {
         // SAFETY: the caller's promise.
         Device::Cuda(device) => unsafe { run(plan, device) },
-        _ => Ok(()), // there are plans for GPUs alone
+        _ => Ok(()), // plans exist only for GPUs
     }
 }
 
-/// Updates of parameters by how many steps they have done, which kernels take one number of.
+/// Updates of parameters by step count, because a launch takes one step count.
 pub(super) struct UpdatesBySteps<const N: usize>(BTreeMap<u64, Updates<N>>);
 
 impl<const N: usize> Default for UpdatesBySteps<N> {
@@ -101,18 +105,18 @@ impl<const N: usize> Default for UpdatesBySteps<N> {
 }
 
 impl<const N: usize> UpdatesBySteps<N> {
-    /// Those of parameters that have done so many steps.
+    /// The updates of parameters that have taken `steps` steps.
     pub(super) fn of(&mut self, steps: u64) -> &mut Updates<N> {
         self.0.entry(steps).or_insert_with(Updates::new)
     }
 
-    /// Each number of steps, and the updates of it.
+    /// Returns each step count with its updates.
     pub(super) fn into_parts(self) -> impl Iterator<Item = (u64, Updates<N>)> {
         self.0.into_iter()
     }
 }
 
-/// Updates that are made together, and the numbers of each.
+/// Updates of one launch, each with its coefficients.
 pub(super) struct Updates<const N: usize>(Vec<Taken<N>>);
 
 struct Taken<const N: usize> {
@@ -129,7 +133,8 @@ impl<const N: usize> Updates<N> {
         Self(Vec::new())
     }
 
-    /// Takes an update, or gives it back if it must be made otherwise. `step_size` and `decay` are as in [`Update`].
+    /// Takes an update, or returns it if the kernel does not support it. `step_size` and `decay`
+    /// are as in [`Update`].
     pub(super) fn take(
         &mut self,
         update: ParamUpdate<N>,
@@ -158,7 +163,7 @@ impl<const N: usize> Updates<N> {
         Ok(None)
     }
 
-    /// Makes the updates by the plan that `plan` makes of them: one launch.
+    /// Executes the plan that `plan` makes of the updates, in one launch.
     fn make(self, plan: impl FnOnce(Vec<Update<'_, N>>) -> Plan) -> Result<()> {
         let Some(first) = self.0.first() else { return Ok(()) };
         let mut updates = Vec::with_capacity(self.0.len());
@@ -178,13 +183,14 @@ impl<const N: usize> Updates<N> {
                 decay: taken.decay as f32,
             });
         }
-        // SAFETY: values, gradients and state are tensors of one length (`OptimizerState::update_of`) that are held
-        // until this returns; each parameter's memory is its own.
+        // SAFETY: values, gradients and state are tensors of one length
+        // (`OptimizerState::update_of`) that are held until this call returns; each parameter has
+        // its own memory.
         unsafe { carry_out(&plan(updates), &first.update.values) }
     }
 }
 
-/// The scale for a kernel. One on the device is held by its giver until the launch is made.
+/// The scale for a kernel. The caller keeps a scale on the device alive until the launch.
 fn for_kernel(scale: &StepScale) -> Result<Scale> {
     if let Some(words) = scale.in_kernels() {
         return Ok(Scale::At(address(words)?));
@@ -200,7 +206,7 @@ pub(super) fn adamw(updates: Updates<2>, adamw: plans::AdamW, scale: &StepScale)
     updates.make(|updates| plans::adamw(updates, adamw, scale))
 }
 
-/// One step of stochastic gradient descent without momentum, or with it.
+/// One step of stochastic gradient descent, with or without momentum.
 pub(super) fn sgd<const N: usize>(
     updates: Updates<N>,
     momentum: Sgd,
@@ -221,7 +227,7 @@ pub(super) fn sgd<const N: usize>(
     })
 }
 
-/// Averages that are updated together.
+/// Averages that are updated in one launch.
 #[derive(Default)]
 pub(super) struct Averages {
     averages: Vec<Average>,
@@ -229,7 +235,8 @@ pub(super) struct Averages {
 }
 
 impl Averages {
-    /// Takes an average and the values that it follows, or says that it must be updated otherwise.
+    /// Takes an average and the values that it follows. Returns `false` if the kernel does not
+    /// support them.
     pub(super) fn take(&mut self, average: &Tensor, tensor: &Tensor) -> Result<bool> {
         let dtype = float(tensor.dtype()).filter(|dtype| *dtype != Float::F64);
         let Some(dtype) = dtype.filter(|_| cuda(average).is_some() && cuda(tensor).is_some())
@@ -249,8 +256,8 @@ impl Averages {
     pub(super) fn update(self, gain: f64, scale: Option<&StepScale>) -> Result<()> {
         let Some(first) = self.tensors.first() else { return Ok(()) };
         let scale = scale.and_then(StepScale::in_kernels).map(address).transpose()?;
-        // SAFETY: averages and values are tensors of one length (`WeightAverage::shards`) that are held until this
-        // returns; an average is in f32 where values are not in f64.
+        // SAFETY: averages and values are tensors of one length (`WeightAverage::shards`) that
+        // are held until this call returns; an average is in f32 unless its values are in f64.
         unsafe { carry_out(&plans::average(&self.averages, gain, scale), first) }
     }
 }

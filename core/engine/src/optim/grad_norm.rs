@@ -1,8 +1,9 @@
-//! The norm of a model's gradient, every element counted once whatever is replicated or sharded.
+//! The norm of a model's gradient, with every element counted once under replication and sharding.
 //!
 //! ```no_run
 //! # fn all_reduce_sum(x: f64) -> f64 { x }
-//! # fn example(parameters: &[fulgurite_core::parameter::Parameter]) -> fulgurite_core::Result<()> {
+//! # use fulgurite_core::parameter::Parameter;
+//! # fn example(parameters: &[Parameter]) -> fulgurite_core::Result<()> {
 //! use fulgurite_core::optim::{GradScale, SquaredNorm, clip_factor};
 //!
 //! let coordinate = |_mesh_dim: &str| 0; // this rank's
@@ -23,32 +24,36 @@ use crate::shard::Region;
 use crate::simd::vectorized;
 use crate::{Error, Result};
 
-/// Elements that are summed as one block; sums depend on it, so it is fixed.
+/// Elements that are summed as one block. Fixed, because sums depend on it.
 const BLOCK: usize = 1 << 14;
 /// Independent sums within a block.
 const LANES: usize = 8;
 
-/// A rank's part of the square of the gradient's 2-norm: what is on a device stays there until it is
-/// [read](Self::read), so that a step can read it with other numbers.
+/// A rank's part of the square of the gradient's 2-norm.
+///
+/// Sums on a device stay there until [`read`](Self::read), so that a step can read them together
+/// with other values.
 #[derive(Debug, Clone, Default)]
 pub struct SquaredNorm {
     on_host: f64,
-    /// A scalar of f64.
+    /// An f64 scalar.
     on_device: Option<Tensor>,
 }
 
 impl SquaredNorm {
-    /// The sum of squares of the gradient elements that this rank
-    /// [owns](crate::shard::ShardSpec::owned_region). Summed over all ranks it is the square of the global
-    /// gradient's 2-norm.
+    /// Sums the squares of the gradient elements that this rank
+    /// [owns](crate::shard::ShardSpec::owned_region).
     ///
+    /// The sum of the results over all ranks is the square of the global gradient's 2-norm.
     /// `coordinate` returns this rank's coordinate along a mesh dimension. Parameters without a
-    /// [`local_grad`](Parameter::local_grad) contribute nothing. No [`GradScale`](super::GradScale) is
-    /// applied. The order of summation is fixed, so that the result does not depend on the number of
+    /// [`local_grad`](Parameter::local_grad) contribute nothing. No [`GradScale`](super::GradScale)
+    /// is applied.
+    ///
+    /// The order of summation is fixed, so that the result does not depend on the number of
     /// threads. Every rank calls it; it is not collective.
     ///
     /// # Errors
-    /// If a parameter's local shard does not contain what its spec says the rank owns.
+    /// If a parameter's local shard does not contain the region that its spec says the rank owns.
     pub fn of(parameters: &[Parameter], coordinate: &dyn Fn(&str) -> usize) -> Result<Self> {
         let mut squares = Self::default();
         #[cfg(feature = "cuda")]
@@ -95,10 +100,10 @@ impl SquaredNorm {
         Ok(squares)
     }
 
-    /// The sum of both.
+    /// Adds two sums.
     ///
     /// # Errors
-    /// If they are on different devices.
+    /// If the sums are on different devices.
     pub fn plus(self, other: Self) -> Result<Self> {
         let on_device = match (self.on_device, other.on_device) {
             (Some(a), Some(b)) => Some((a + b)?),
@@ -107,7 +112,7 @@ impl SquaredNorm {
         Ok(Self { on_host: self.on_host + other.on_host, on_device })
     }
 
-    /// This part of it: of ranks that count the same elements, for instance.
+    /// Divides the sum, for instance by the number of ranks that count the same elements.
     ///
     /// # Errors
     /// If the device fails.
@@ -116,7 +121,8 @@ impl SquaredNorm {
         Ok(Self { on_host: self.on_host / divisor, on_device })
     }
 
-    /// The number as a scalar of f64 on `device`, where the part of it that is on a device must be. Nothing waits.
+    /// Returns the sum as an f64 scalar on `device`, without waiting. A sum that is already on a
+    /// device must be on `device`.
     ///
     /// # Errors
     /// If the device fails.
@@ -128,7 +134,7 @@ impl SquaredNorm {
         }
     }
 
-    /// The number. Waits for the device.
+    /// Reads the sum. Waits for the device.
     ///
     /// # Errors
     /// If the device cannot be read.
@@ -136,10 +142,10 @@ impl SquaredNorm {
         Ok(Self::read_all(&[self])?[0])
     }
 
-    /// The numbers, in one read. Waits for the device.
+    /// Reads several sums at once. Waits for the device.
     ///
     /// # Errors
-    /// If the device cannot be read, or they are on different ones.
+    /// If the device cannot be read, or the sums are on different devices.
     pub fn read_all(norms: &[Self]) -> Result<Vec<f64>> {
         let values: Vec<&Tensor> =
             norms.iter().filter_map(|norm| norm.on_device.as_ref()).collect();
@@ -150,10 +156,10 @@ impl SquaredNorm {
         Ok(both.map(|(norm, on_device)| norm.on_host + on_device.unwrap_or(0.0)).collect())
     }
 
-    /// The number, and that of another scalar of f64, in one read.
+    /// Reads the sum and another f64 scalar at once. Returns the sum first.
     ///
     /// # Errors
-    /// If the device cannot be read, or the scalar is on another one.
+    /// If the device cannot be read, or the scalar is on another device.
     pub fn read_with(self, scalar: &Tensor, what: &'static str) -> Result<(f64, f64)> {
         let values: Vec<&Tensor> = std::iter::once(scalar).chain(&self.on_device).collect();
         let read = read::scalars(&values, what)?;
@@ -161,8 +167,9 @@ impl SquaredNorm {
     }
 }
 
-/// The factor that brings gradients of norm `norm` to a norm of at most `max_norm`, as
-/// `torch.nn.utils.clip_grad_norm_`.
+/// Returns the factor that scales gradients of norm `norm` down to at most `max_norm`.
+///
+/// As `torch.nn.utils.clip_grad_norm_`.
 pub fn clip_factor(norm: f64, max_norm: f64) -> f64 {
     (max_norm / (norm + 1e-6)).min(1.0)
 }
@@ -234,7 +241,7 @@ mod tests {
         (0..spec.shape.iter().product::<usize>() as u64).map(|i| stream.normal(i) as f32).collect()
     }
 
-    /// The parameters as the rank at `coordinate` holds them.
+    /// The parameters with the shards of the rank at `coordinate`.
     fn on_rank(specs: &[ShardSpec], coordinate: &dyn Fn(&str) -> usize) -> Vec<Parameter> {
         let b = ModuleBuilder::new(ModuleInit::default());
         let parameters = specs.iter().enumerate().map(|(i, spec)| {
@@ -254,7 +261,7 @@ mod tests {
         parameters.collect()
     }
 
-    /// On one rank alone.
+    /// The norm on a single rank.
     fn norm(parameters: &[Parameter]) -> f64 {
         SquaredNorm::of(parameters, &|_| 0).unwrap().read().unwrap()
     }
@@ -282,7 +289,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn all_ranks_together_count_every_element_once((sizes, specs) in mesh_specs()) {
+        fn ranks_together_count_every_element_once((sizes, specs) in mesh_specs()) {
             let naive: f64 = specs
                 .iter()
                 .enumerate()
@@ -314,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sum_does_not_depend_on_the_number_of_threads() {
+    fn the_sum_ignores_the_number_of_threads() {
         let specs = [ShardSpec::new(vec![301, 1007]), ShardSpec::new(vec![13])];
         let parameters = on_rank(&specs, &|_| 0);
         let with = |threads| {
@@ -325,7 +332,7 @@ mod tests {
     }
 
     #[test]
-    fn a_parameter_without_a_gradient_counts_nothing() {
+    fn parameters_without_gradients_are_skipped() {
         let specs = [ShardSpec::new(vec![3]), ShardSpec::new(vec![2])];
         let parameters = on_rank(&specs, &|_| 0);
         parameters[0].set_local_grad(None);
@@ -343,7 +350,7 @@ mod tests {
     }
 
     #[test]
-    fn a_shard_that_is_not_the_specs_is_an_error() {
+    fn mismatched_shards_are_errors() {
         let spec = ShardSpec::new(vec![4]);
         let parameters = on_rank(std::slice::from_ref(&spec), &|_| 0);
         let cut = Cut::new("data_parallel_shard", 2, Placement::Shard(0));

@@ -8,11 +8,11 @@ use crate::module::{PATTERN_HELP, any_pattern_matches, idle_pattern};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 
-/// How many FQNs an error about a pattern shows.
+/// Maximum number of FQNs in an error about a pattern.
 const SHOWN: usize = 6;
 
-/// Options of the parameters that match any of the patterns; what is not set is taken from the
-/// optimizer. In a configuration file:
+/// Options of the parameters that match any of the patterns. Unset options are the optimizer's. In
+/// a configuration file:
 ///
 /// ```toml
 /// [optimizer]
@@ -21,8 +21,8 @@ const SHOWN: usize = 6;
 /// groups = [{ patterns = ["model.embed_tokens.weight"], lr = 1e-4 }]
 /// ```
 ///
-/// A parameter is in the first group that matches it. What `no_decay` matches is never decayed, whatever
-/// its group.
+/// A parameter is in the first group that matches it. Parameters that match `no_decay` are never
+/// decayed, whatever their group.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParamGroupConfig {
@@ -42,8 +42,8 @@ pub struct ParamGroupConfig {
 pub struct ParamGroup {
     /// The FQNs of the group's parameters, in declaration order.
     pub params: Vec<String>,
-    /// The options by name: `lr` (before the schedule, torch's `initial_lr`), `weight_decay`, and those of
-    /// the optimizer, such as `beta1`, `beta2` and `eps`. A flag is 0 or 1.
+    /// The options by name: `lr` (before the schedule, torch's `initial_lr`), `weight_decay`, and
+    /// the optimizer's own, such as `beta1`, `beta2` and `eps`. A flag is 0 or 1.
     pub options: BTreeMap<String, f64>,
 }
 
@@ -55,16 +55,17 @@ pub(super) struct Hyper {
 }
 
 impl Hyper {
-    /// The options of a group; `common` are those that all groups of the optimizer have.
+    /// Returns the options of a group. `common` holds the options that all groups of the optimizer
+    /// share.
     fn options(self, common: &[(&str, f64)]) -> BTreeMap<String, f64> {
         let own = [("lr", self.lr), ("weight_decay", self.weight_decay)];
         own.iter().chain(common).map(|&(name, value)| (name.to_owned(), value)).collect()
     }
 
-    /// The options of the group `index` that was saved.
+    /// Reads the options of saved group number `index`.
     ///
     /// # Errors
-    /// If one of them is missing or out of range.
+    /// If an option is missing or out of range.
     fn from_group(group: &ParamGroup, index: usize) -> Result<Self> {
         let option = |name: &str| {
             let value = option(group, index, name)?;
@@ -75,10 +76,10 @@ impl Hyper {
     }
 }
 
-/// An option of the group `index` that was saved.
+/// Reads one option of saved group number `index`.
 ///
 /// # Errors
-/// If it is missing.
+/// If the option is missing.
 pub(super) fn option(group: &ParamGroup, index: usize, name: &str) -> Result<f64> {
     group.options.get(name).copied().ok_or_else(|| {
         let has: Vec<&str> = group.options.keys().map(String::as_str).collect();
@@ -89,8 +90,10 @@ pub(super) fn option(group: &ParamGroup, index: usize, name: &str) -> Result<f64
     })
 }
 
-/// The groups of parameters whose options are `hypers`: first those with the optimizer's own options, `base`
-/// (perhaps none), then the others in the order in which they come.
+/// Groups the parameters by their options, `hypers`.
+///
+/// The first group has the optimizer's own options, `base`, and may be empty. The others follow in
+/// order of appearance.
 pub(super) fn param_groups(
     parameters: &[Parameter],
     hypers: &[Hyper],
@@ -109,12 +112,13 @@ pub(super) fn param_groups(
     found.into_iter().map(group).collect()
 }
 
-/// The options of `parameters` in groups that were saved, and those of the optimizer. A parameter that no
-/// group names keeps those that it has.
+/// Returns the optimizer's options and the options of each parameter, from saved groups.
+///
+/// A parameter that no group names keeps its options. `common` names the options that all groups
+/// share.
 ///
 /// # Errors
-/// If there is no group, or options are missing, out of range, or unknown; `common` are the names of those
-/// that all groups have.
+/// If the list of groups is empty, or an option is missing, out of range, or unknown.
 pub(super) fn load_param_groups(
     groups: &[ParamGroup],
     parameters: &[Parameter],
@@ -145,7 +149,8 @@ pub(super) fn load_param_groups(
     Ok((base, parameters.iter().zip(hypers).map(of).collect()))
 }
 
-/// The trainable parameters and the options of each, in order. Patterns may name frozen ones too.
+/// Returns the trainable parameters and the options of each, in order. Patterns may name frozen
+/// parameters too.
 ///
 /// # Errors
 /// If an option is out of range, or a pattern matches no parameter.
@@ -200,7 +205,7 @@ fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> R
 }
 
 /// # Errors
-/// If the option is negative, or no number that f32 can hold, in which most updates are computed.
+/// If the option is negative or too large for f32, the dtype of most updates.
 pub(super) fn at_least_zero(key: &str, value: f64) -> Result<()> {
     if value >= 0.0 && value <= f64::from(f32::MAX) {
         return Ok(());

@@ -4,16 +4,18 @@ use std::collections::BTreeMap;
 
 use crate::{Error, Result};
 
-/// Steps in a row whose gradients may overflow: at 2⁻³² of the first scale nothing does that is finite.
+/// Maximum number of skipped steps in a row: at 2⁻³² of the first scale no finite gradient
+/// overflows.
 const MOST_SKIPPED_IN_A_ROW: u64 = 32;
 
-/// The factor of the loss in a backward that is computed in f16, whose smallest number is 6e-8 and whose largest
-/// 65504: gradients are kept between the two, and optimizers divide by it. As PyTorch's `GradScaler`: a step whose
-/// gradients overflow is skipped and makes the factor smaller; after many that did not it grows.
+/// The factor of the loss in an f16 backward, which keeps gradients in f16's range, 6e-8 to 65504.
 ///
-/// The loss is a sum, and PyTorch's a mean. So the first factor is
-/// 65536 divided by what a micro-batch's loss counts, rounded up to a power of two. With powers of
-/// two the factor changes no bit of a gradient that f16 can hold.
+/// Optimizers divide gradients by the factor. As in PyTorch's `GradScaler`, a step whose gradients
+/// overflow is skipped and makes the factor smaller; after many steps without an overflow it grows.
+///
+/// The loss here is a sum, but PyTorch's is a mean. So the first factor is 65536 divided by the
+/// count of a micro-batch's loss, rounded up to a power of two. A power of two changes no bit of a
+/// gradient that f16 can hold.
 ///
 /// ```
 /// use fulgurite_core::optim::LossScale;
@@ -31,16 +33,16 @@ pub struct LossScale {
     growth_factor: f64,
     backoff_factor: f64,
     growth_interval: u64,
-    /// Unknown before the first backward.
+    /// `None` before the first backward.
     factor: Option<f64>,
-    /// Steps without an overflow since it changed last.
+    /// Steps without an overflow since the factor last changed.
     good_steps: u64,
     skipped: u64,
     skipped_in_a_row: u64,
 }
 
 impl Default for LossScale {
-    /// As PyTorch's.
+    /// The defaults of PyTorch's `GradScaler`.
     fn default() -> Self {
         Self {
             init_scale: 65536.0,
@@ -56,41 +58,42 @@ impl Default for LossScale {
 }
 
 impl LossScale {
-    /// With this first factor, for the mean of a micro-batch, instead of 65536.
+    /// Sets the first factor, for the mean of a micro-batch (default 65536).
     #[must_use]
     pub fn with_init_scale(self, init_scale: f64) -> Self {
         Self { init_scale, ..self }
     }
 
-    /// That grows after so many steps in a row without an overflow, instead of 2000.
+    /// Sets after how many steps in a row without an overflow the factor grows (default 2000).
     #[must_use]
     pub fn with_growth_interval(self, growth_interval: u64) -> Self {
         Self { growth_interval, ..self }
     }
 
-    /// That is multiplied by these when it grows and after an overflow, instead of by 2 and 0.5.
+    /// Sets the multipliers for growth and after an overflow (default 2 and 0.5).
     #[must_use]
     pub fn with_factors(self, growth_factor: f64, backoff_factor: f64) -> Self {
         Self { growth_factor, backoff_factor, ..self }
     }
 
-    /// Whether the factor is known.
+    /// Returns whether the factor is known.
     pub fn has_begun(&self) -> bool {
         self.factor.is_some()
     }
 
-    /// Sets the first factor, for micro-batches whose losses count at most `count`, the same on all ranks.
+    /// Sets the first factor, for micro-batches whose losses count at most `count`, the same on all
+    /// ranks.
     pub fn begin(&mut self, count: f64) {
         let parts = (count.max(1.0) as u64).next_power_of_two() as f64;
         self.factor = Some(self.init_scale / parts);
     }
 
-    /// The factor of the next backward; 1 before the [first](Self::begin).
+    /// Returns the factor of the next backward; 1 before [`begin`](Self::begin).
     pub fn factor(&self) -> f64 {
         self.factor.unwrap_or(1.0)
     }
 
-    /// How many steps were skipped.
+    /// Returns the number of skipped steps.
     pub fn skipped(&self) -> u64 {
         self.skipped
     }
@@ -98,7 +101,7 @@ impl LossScale {
     /// Sets the next factor, after a step whose gradients did or did not overflow on any rank.
     ///
     /// # Errors
-    /// If they do again and again: they are not finite at any factor.
+    /// If gradients overflow in too many steps in a row: they are not finite at any factor.
     pub fn end_step(&mut self, overflowed: bool) -> Result<()> {
         let Some(factor) = self.factor else { return Ok(()) };
         if overflowed {
@@ -121,7 +124,7 @@ impl LossScale {
         Ok(())
     }
 
-    /// Its state, for checkpoints.
+    /// Returns the state for checkpoints.
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         let Some(factor) = self.factor else { return BTreeMap::new() };
         let counts = [
@@ -133,7 +136,7 @@ impl LossScale {
         counts.into_iter().chain([("factor".to_owned(), factor)]).collect()
     }
 
-    /// Restores what [`scalars`](Self::scalars) returned.
+    /// Restores the state that [`scalars`](Self::scalars) returned.
     pub fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) {
         let count = |name: &str| scalars.get(name).map_or(0, |&count| count as u64);
         self.factor = scalars.get("factor").copied();
@@ -148,7 +151,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_halves_after_an_overflow_and_grows_after_many_steps_without() {
+    fn halves_on_overflow_and_grows_later() {
         let mut scale = LossScale::default().with_growth_interval(3);
         scale.begin(1.0);
         let mut factors = Vec::new();
@@ -164,7 +167,7 @@ mod tests {
     }
 
     #[test]
-    fn what_overflows_at_any_factor_is_an_error() {
+    fn persistent_overflow_is_an_error() {
         let mut scale = LossScale::default();
         scale.begin(3.0);
         assert_eq!(scale.factor(), 16384.0);

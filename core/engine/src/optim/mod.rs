@@ -1,9 +1,9 @@
-//! Optimizers on this rank's shards, parameter groups, learning-rate schedules, gradient norms,
-//! averages of weights.
+//! Optimizers, parameter groups, learning-rate schedules, gradient norms, and averages of weights.
 //!
-//! A configuration ([`AdamW`], [`Sgd`], a plugin's) builds an [`Optimizer`] for a list of parameters. State
-//! is keyed by FQN, sharded as the parameters are, in f32 (f64 for f64 parameters) or in bf16
-//! ([`StateDtype`]), and allocated at the first step. Schedules are pure functions of the step.
+//! Optimizers work on this rank's shards. A configuration ([`AdamW`], [`Sgd`], a plugin's) builds
+//! an [`Optimizer`] for a list of parameters. State is keyed by FQN, sharded as the parameters are,
+//! and allocated at the first step. Its dtype is f32 (f64 for f64 parameters) or bf16
+//! ([`StateDtype`]). Schedules are pure functions of the step.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -16,7 +16,7 @@
 //! b.pp("up").parameter("weight", [2, 2], Init::ONES)?;
 //! b.pp("norm").parameter("weight", [2], Init::ONES)?;
 //! let mut tree = b.finish()?;
-//! // A strategy sets values and gradients:
+//! // A strategy sets values and gradients.
 //! for slot in tree.slots() {
 //!     let values = Tensor::ones(slot.elem_count(), slot.dtype(), &Device::Cpu)?;
 //!     slot.set_local_grad(Some(values.copy()?));

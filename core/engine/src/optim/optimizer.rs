@@ -9,7 +9,7 @@ use crate::parameter::Parameter;
 use crate::shard::Region;
 use crate::{Error, Result};
 
-/// One tensor of an optimizer's state, as a checkpoint takes it.
+/// One tensor of an optimizer's state, as a checkpoint stores it.
 #[derive(Debug, Clone)]
 pub struct StateTensor {
     /// The parameter's FQN.
@@ -18,30 +18,31 @@ pub struct StateTensor {
     pub name: &'static str,
     /// This rank's values, flat; shared with the optimizer, not a copy.
     pub values: Tensor,
-    /// Where they lie in a tensor of the parameter's global shape.
+    /// The position of `values` in a tensor of the parameter's global shape.
     pub region: Region,
     /// The parameter's global shape.
     pub shape: Vec<usize>,
 }
 
-/// Updates this rank's shards of parameters. Object-safe; state is keyed by FQN and sharded as the
-/// parameters are.
+/// Updates this rank's shards of parameters.
 ///
-/// Every rank calls every method alike; none is collective.
+/// Object-safe. State is keyed by FQN and sharded as the parameters are. Every rank calls every
+/// method alike; no method is collective.
 pub trait Optimizer: Send {
-    /// The parameters it updates, in declaration order.
+    /// Returns the parameters that this optimizer updates, in declaration order.
     fn parameters(&self) -> &[Parameter];
 
-    /// One update of every parameter that has a [`local_grad`](Parameter::local_grad), in place on
-    /// [`local`](Parameter::local)'s values; a parameter without one does not change.
+    /// Updates every parameter that has a [`local_grad`](Parameter::local_grad), in place on
+    /// [`local`](Parameter::local)'s values. A parameter without a gradient does not change.
     fn step(&mut self, scale: &GradScale) -> Result<()>;
 
-    /// Like [`step`](Self::step), with a scale that may still be on the device. By default waits for it. Training calls this
-    /// one.
+    /// Like [`step`](Self::step), with a scale that may still be on the device.
     ///
-    /// An optimizer that leaves the scale on the device overrides it, so that the host does not wait. A step that the scale
-    /// skips changes neither values nor state. Whether it counts makes no difference: [`load_scalars`](Self::load_scalars)
-    /// sets the numbers back to those before it.
+    /// Training calls this method. By default it waits for the scale; an optimizer that leaves the
+    /// scale on the device overrides it, so that the host does not wait.
+    ///
+    /// A step that the scale skips changes neither values nor state. The optimizer may count a
+    /// skipped step: [`load_scalars`](Self::load_scalars) then restores the counts from before it.
     ///
     /// # Errors
     /// As [`step`](Self::step), and if the device cannot be read.
@@ -49,8 +50,9 @@ pub trait Optimizer: Send {
         scale.read()?.map_or(Ok(()), |scale| self.step(&scale))
     }
 
-    /// Sets the run's seed, for optimizers whose updates use random numbers. `Fabric` calls it before
-    /// the first step.
+    /// Sets the run's seed, for optimizers whose updates use random numbers.
+    ///
+    /// `Fabric` calls it before the first step.
     fn set_seed(&mut self, seed: u64) {
         let _ = seed;
     }
@@ -61,27 +63,30 @@ pub trait Optimizer: Send {
     /// Sets the factor that the schedule multiplies every group's learning rate with.
     fn set_schedule_factor(&mut self, factor: f64);
 
-    /// All state tensors, allocated (zero-filled) if no step was taken yet, so that they can be
-    /// loaded into.
+    /// Returns all state tensors. Before the first step they are allocated and zero, ready for
+    /// loading.
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>>;
 
-    /// State that is not a tensor, by name: `step`.
+    /// Returns the state that is not a tensor, by name, such as `step`.
     fn scalars(&self) -> BTreeMap<String, f64>;
 
-    /// Restores what [`scalars`](Self::scalars) returned.
+    /// Restores the state that [`scalars`](Self::scalars) returned.
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()>;
 
-    /// The options that parameters are updated with, as torch's `param_groups`; the first group has the
-    /// optimizer's own. By default none are told.
+    /// Returns the options of the parameters by group, as torch's `param_groups`.
+    ///
+    /// The first group has the optimizer's own options. By default the list is empty.
     fn param_groups(&self) -> Vec<ParamGroup> {
         Vec::new()
     }
 
-    /// Sets the options to what [`param_groups`](Self::param_groups) returned, as torch's
-    /// `load_state_dict` does. Groups are matched by name; a parameter that none names keeps its options.
+    /// Sets the options that [`param_groups`](Self::param_groups) returned, as torch's
+    /// `load_state_dict`.
+    ///
+    /// Groups are matched by parameter name. A parameter that no group names keeps its options.
     ///
     /// # Errors
-    /// If they are of another kind of optimizer, or out of range.
+    /// If the groups belong to another kind of optimizer, or an option is out of range.
     fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
         match groups {
             [] => Ok(()),
@@ -95,25 +100,31 @@ pub trait Optimizer: Send {
 /// An optimizer's configuration: `optimizer.type = "adamw"`.
 #[typetag::serde(tag = "type")]
 pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
-    /// Checks the options, before any process is started: `parameters` are those of the whole model,
-    /// which no strategy has set up, so they have no values.
+    /// Checks the options before any process is started.
+    ///
+    /// `parameters` is the whole model. No strategy has set it up, so the parameters have no
+    /// values.
     ///
     /// # Errors
-    /// Those of [`build`](Self::build). By default none: they are found when the optimizer is built.
+    /// As [`build`](Self::build). The default checks nothing: errors appear when the optimizer is
+    /// built.
     fn check(&self, parameters: &[Parameter]) -> Result<()> {
         let _ = parameters;
         Ok(())
     }
 
-    /// Bytes of state for each element that a rank updates, of a parameter of `dtype`: for the estimate
-    /// of a rank's memory. By default 0, for an unknown number.
+    /// Returns the bytes of state per updated element of a parameter of `dtype`.
+    ///
+    /// Used to estimate a rank's memory. The default, 0, means unknown.
     fn state_bytes(&self, dtype: DType) -> usize {
         let _ = dtype;
         0
     }
 
-    /// Builds the optimizer for the parameters of a model that a strategy has set up. Patterns may name
-    /// frozen ones too; those are not updated and have no state.
+    /// Builds the optimizer for the parameters of a model that a strategy has set up.
+    ///
+    /// Patterns may name frozen parameters too; frozen parameters are not updated and have no
+    /// state.
     ///
     /// # Errors
     /// If an option is out of range or a pattern matches no parameter.
@@ -129,20 +140,22 @@ fulgurite_config::plugin_kind!(
 /// A learning-rate schedule's configuration: `scheduler.type = "cosine"`.
 #[typetag::serde(tag = "type")]
 pub trait SchedulerConfig: std::fmt::Debug + Send + Sync {
-    /// The factor on the learning rate for optimizer step `step` (counted from 0), a pure function,
-    /// so that nothing need be saved. `max_steps` is the run's length, if it is known.
+    /// Returns the factor on the learning rate for optimizer step `step`, counted from 0.
+    ///
+    /// A pure function, so that nothing has to be saved. `max_steps` is the run's length, if known.
     ///
     /// # Errors
-    /// If the schedule needs a length and there is none.
+    /// If the schedule needs the run's length and `max_steps` is `None`.
     fn factor(&self, step: u64, max_steps: Option<u64>) -> Result<f64>;
 
-    /// What [`factor`](Self::factor) counts; [`ByEpoch`](super::ByEpoch) makes any schedule count epochs.
+    /// Returns the unit that [`factor`](Self::factor) counts. [`ByEpoch`](super::ByEpoch) makes any
+    /// schedule count epochs.
     fn interval(&self) -> Interval {
         Interval::Step
     }
 }
 
-/// What a schedule counts.
+/// The unit that a schedule counts.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Interval {
     /// Optimizer steps.

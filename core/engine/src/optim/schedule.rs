@@ -1,8 +1,8 @@
 //! Learning-rate schedules.
 //!
-//! A schedule is a pure function of the step, so there is nothing to save. All of them can warm up: over
-//! the first `warmup_steps` steps the factor rises linearly, from above zero, and step `warmup_steps`
-//! (counted from 0) is the first with the full rate.
+//! A schedule is a pure function of the step, so there is nothing to save. Every schedule can warm
+//! up: the factor rises linearly, from above zero, over the first `warmup_steps` steps. Step
+//! `warmup_steps`, counted from 0, is the first with the full rate.
 //!
 //! ```
 //! use fulgurite_core::optim::{Cosine, SchedulerConfig};
@@ -25,8 +25,8 @@ use crate::{Error, Result};
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Constant {
-    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
-    /// + 1) / (warmup_steps + 1)`.
+    /// Number of steps of the linear warm-up: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
 }
 
@@ -43,10 +43,10 @@ impl SchedulerConfig for Constant {
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Linear {
-    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
-    /// + 1) / (warmup_steps + 1)`.
+    /// Number of steps of the linear warm-up: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
-    /// The factor at the end of the decay and after it, in `[0, 1]`.
+    /// The factor at the end of the decay and afterwards, in `[0, 1]`.
     pub min_factor: f64,
     /// The step at which the decay ends, warm-up included; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -68,10 +68,10 @@ impl SchedulerConfig for Linear {
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct Cosine {
-    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
-    /// + 1) / (warmup_steps + 1)`.
+    /// Number of steps of the linear warm-up: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
-    /// The factor at the end of the decay and after it, in `[0, 1]`.
+    /// The factor at the end of the decay and afterwards, in `[0, 1]`.
     pub min_factor: f64,
     /// The step at which the decay ends, warm-up included; by default the run's length.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -88,17 +88,17 @@ impl SchedulerConfig for Cosine {
     }
 }
 
-/// A rate that is multiplied with `gamma` every `step_size` steps, counted from the end of the
-/// warm-up: `scheduler.type = "step"`.
+/// A rate that is multiplied by `gamma` every `step_size` steps after the warm-up:
+/// `scheduler.type = "step"`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Step {
     /// Steps between two decays; at least one.
     pub step_size: u64,
-    /// What the rate is multiplied with; zero or more.
+    /// The factor of each decay; zero or more.
     pub gamma: f64,
-    /// Number of steps over which the rate rises linearly: step `s`, counted from 0, has the factor `(s
-    /// + 1) / (warmup_steps + 1)`.
+    /// Number of steps of the linear warm-up: step `s`, counted from 0, has the factor
+    /// `(s + 1) / (warmup_steps + 1)`.
     pub warmup_steps: u64,
 }
 
@@ -153,7 +153,7 @@ pub(super) fn warmup(step: u64, warmup_steps: u64) -> f64 {
     if step < warmup_steps { (step + 1) as f64 / (warmup_steps as f64 + 1.0) } else { 1.0 }
 }
 
-/// A warm-up, then a decay with an end.
+/// A warm-up, then a decay of limited length.
 struct Decay {
     warmup_steps: u64,
     min_factor: f64,
@@ -188,7 +188,7 @@ impl Decay {
         Ok(Self { warmup_steps, min_factor, end })
     }
 
-    /// `shape` decays from 1 at 0 to 0 at 1.
+    /// Returns the factor at `step`. `shape` decays from 1 at 0 to 0 at 1.
     fn factor(&self, step: u64, shape: impl Fn(f64) -> f64) -> f64 {
         if step < self.warmup_steps {
             return warmup(step, self.warmup_steps);
@@ -255,7 +255,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_ends_in_its_warm_up_is_no_error() {
+    fn run_may_end_during_warmup() {
         let schedule = Cosine { warmup_steps: 10, ..Cosine::default() };
         assert_table(&schedule, Some(4), &[(0, 1.0 / 11.0), (9, 10.0 / 11.0), (10, 0.0)]);
     }

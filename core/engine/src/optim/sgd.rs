@@ -18,8 +18,8 @@ use crate::{Error, Result};
 /// Stochastic gradient descent with optional momentum, computed in the order of
 /// `torch.optim.SGD`: `optimizer.type = "sgd"`.
 ///
-/// State: `momentum_buffer`, if there is momentum. The optimizer's first step fills it with the
-/// gradient undampened; a parameter whose first gradient comes later starts from zero.
+/// State: `momentum_buffer`, if there is momentum. The first gradient of a parameter fills its
+/// buffer undampened.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Sgd {
@@ -31,11 +31,11 @@ pub struct Sgd {
     pub dampening: f64,
     /// Whether to use Nesterov momentum. Needs momentum, and no dampening.
     pub nesterov: bool,
-    /// This times the values is added to the gradient.
+    /// Factor of the values that are added to the gradient.
     pub weight_decay: f64,
     /// FQN patterns of parameters that are not decayed: `["*norm*", "bias"]`.
     pub no_decay: Vec<String>,
-    /// Parameters with options of their own.
+    /// Parameters with their own options.
     pub groups: Vec<ParamGroupConfig>,
     /// dtype of the momentum: `"f32"`, or `"bf16"` for half of the memory.
     pub state_dtype: StateDtype,
@@ -113,7 +113,7 @@ fulgurite_config::register_plugin!(
     Sgd
 );
 
-/// `N` is 1 with momentum, whose buffer is the state, and 0 without.
+/// `N` is 1 with momentum, whose buffer is the state, and 0 without momentum.
 struct SgdOptimizer<const N: usize> {
     config: Sgd,
     state: OptimizerState<N>,
@@ -121,7 +121,7 @@ struct SgdOptimizer<const N: usize> {
     schedule: f64,
 }
 
-/// The numbers of one update that are the same for all of a parameter's elements.
+/// The coefficients of one update, equal for all elements of a parameter.
 #[derive(Clone, Copy)]
 struct Coefficients {
     step_size: f64,
@@ -351,7 +351,7 @@ mod tests {
         }
     }
 
-    /// What devices without a fused pass compute is what the CPU's fused pass computes.
+    /// The operations of devices without a fused pass agree with the CPU's fused pass.
     #[test]
     fn composed_and_fused_agree() {
         let scale = GradScale { factor: 0.7, clip_value: Some(0.6) };

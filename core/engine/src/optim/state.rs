@@ -12,12 +12,12 @@ use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
 
-/// Parameters, their groups' options, and `N` state tensors each, allocated when first needed.
+/// Parameters, their options, and `N` state tensors each, allocated when first needed.
 pub(super) struct OptimizerState<const N: usize> {
     parameters: Vec<Parameter>,
     hypers: Vec<Hyper>,
     states: Vec<Option<[Tensor; N]>>,
-    /// The steps in which each parameter had no gradient: torch counts steps by parameter.
+    /// Number of steps in which each parameter had no gradient: torch counts steps per parameter.
     missed: Vec<u64>,
     names: [&'static str; N],
     dtype: StateDtype,
@@ -33,7 +33,7 @@ pub(super) struct ParamUpdate<const N: usize> {
     pub(super) grad: Tensor,
     /// The state to change in place.
     pub(super) state: [Tensor; N],
-    /// The random words for rounding the state, if it is rounded.
+    /// The random words that round the state, if it is rounded.
     pub(super) noise: Noise,
 }
 
@@ -65,18 +65,18 @@ impl<const N: usize> OptimizerState<N> {
         &self.parameters
     }
 
-    /// Whether values of a parameter are in the host's memory.
+    /// Returns whether any parameter's values are in host memory.
     pub(super) fn has_values_on_host(&self) -> bool {
         let on_host = |p: &Parameter| p.local().is_ok_and(|local| local.values.device().is_cpu());
         self.parameters.iter().any(on_host)
     }
 
-    /// The groups, as [`Optimizer::param_groups`](super::Optimizer::param_groups).
+    /// Returns the groups, as [`Optimizer::param_groups`](super::Optimizer::param_groups).
     pub(super) fn param_groups(&self, base: Hyper, common: &[(&str, f64)]) -> Vec<ParamGroup> {
         groups::param_groups(&self.parameters, &self.hypers, base, common)
     }
 
-    /// Sets the parameters' options to those of the groups, and returns the optimizer's own.
+    /// Sets the parameters' options from the groups, and returns the optimizer's own options.
     ///
     /// # Errors
     /// As [`Optimizer::load_param_groups`](super::Optimizer::load_param_groups).
@@ -91,22 +91,23 @@ impl<const N: usize> OptimizerState<N> {
         Ok(base)
     }
 
-    /// Those of the optimizer's `steps` in which parameter `index` had a gradient.
+    /// Of the optimizer's `steps`, returns how many had a gradient of parameter `index`.
     pub(super) fn steps_of(&self, index: usize, steps: u64) -> u64 {
         steps.saturating_sub(self.missed[index])
     }
 
-    /// What an optimizer that has done so many steps saves of its numbers.
+    /// Returns the scalars to save after `steps` steps.
     pub(super) fn scalars(&self, steps: u64) -> BTreeMap<String, f64> {
         let missed = self.parameters.iter().zip(&self.missed).filter(|(_, missed)| **missed > 0);
         let missed = missed.map(|(parameter, missed)| (missed_key(parameter), *missed as f64));
         missed.chain([("step".to_owned(), steps as f64)]).collect()
     }
 
-    /// Loads what [`scalars`](Self::scalars) returned, and returns the number of steps.
+    /// Restores the state that [`scalars`](Self::scalars) returned, and returns the number of
+    /// steps.
     ///
     /// # Errors
-    /// If it is missing, or no number of steps.
+    /// If the number of steps is missing or invalid.
     pub(super) fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<u64> {
         let steps = load_step(scalars)?;
         for (parameter, missed) in self.parameters.iter().zip(&mut self.missed) {
@@ -115,8 +116,9 @@ impl<const N: usize> OptimizerState<N> {
         Ok(steps)
     }
 
-    /// The operands of the update of parameter `index` in optimizer step `step`; `None` if it has no
-    /// gradient or no elements on this rank.
+    /// Returns the operands of the update of parameter `index` in optimizer step `step`.
+    ///
+    /// `None` if the parameter has no gradient, or no elements on this rank.
     pub(super) fn update_of(&mut self, index: usize, step: u64) -> Result<Option<ParamUpdate<N>>> {
         let parameter = &self.parameters[index];
         let Some(grad) = parameter.local_grad() else {
@@ -173,7 +175,7 @@ impl<const N: usize> OptimizerState<N> {
         state.as_ref().ok_or_else(|| Error::other("optimizer state was not allocated"))
     }
 
-    /// All state tensors, as [`Optimizer::state_tensors`](super::Optimizer::state_tensors).
+    /// Returns all state tensors, as [`Optimizer::state_tensors`](super::Optimizer::state_tensors).
     pub(super) fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
         let mut all = Vec::with_capacity(N * self.parameters.len());
         for index in 0..self.parameters.len() {
@@ -194,7 +196,7 @@ impl<const N: usize> OptimizerState<N> {
     }
 }
 
-/// Bytes that one state tensor takes for each element of a parameter of `dtype`.
+/// Bytes of one state tensor per element of a parameter of `dtype`.
 pub(super) fn state_bytes(state: StateDtype, dtype: DType) -> usize {
     arithmetic_dtype(dtype).map_or(0, |arithmetic| state.of(arithmetic).size_in_bytes())
 }
@@ -208,12 +210,12 @@ fn arithmetic_dtype_of(parameter: &Parameter) -> Result<DType> {
     })
 }
 
-/// The name of the number of steps in which a parameter had no gradient.
+/// The scalar's name for the number of steps in which a parameter had no gradient.
 fn missed_key(parameter: &Parameter) -> String {
     format!("missed.{}", parameter.fqn())
 }
 
-/// Reads the step count that every optimizer here keeps.
+/// Reads the number of steps.
 fn load_step(scalars: &BTreeMap<String, f64>) -> Result<u64> {
     match scalars.get("step") {
         Some(&step) if step >= 0.0 && step.fract() == 0.0 => Ok(step as u64),

@@ -1,8 +1,8 @@
-//! State in bf16, with stochastic rounding.
+//! Optimizer state in bf16, with stochastic rounding.
 //!
-//! Rounding to nearest would lose every change of less than half a unit in the last place: with eight
-//! significant bits, of less than 1/512. With `betas = [0.9, 0.999]`, `exp_avg_sq` would get stuck far
-//! from its value. Stochastic rounding is right on average, over any number of steps.
+//! Rounding to nearest would lose every change of less than half a unit in the last place. With
+//! eight significant bits that is 1/512: with `betas = [0.9, 0.999]`, `exp_avg_sq` would get stuck
+//! far from its value. Stochastic rounding is right on average, over any number of steps.
 
 use candle_core::{DType, Tensor};
 use half::bf16;
@@ -14,19 +14,20 @@ use crate::random::{Purpose, Stream};
 use crate::shard::{Region, Runs};
 use crate::simd::vectorized;
 
-/// The dtype that an optimizer keeps its state in: `optimizer.state_dtype = "bf16"`.
+/// The dtype of an optimizer's state: `optimizer.state_dtype = "bf16"`.
 ///
-/// In `"bf16"` the state takes half the memory. An update is computed as with `"f32"`: the state is
-/// widened, and the result is rounded to one of its two neighbours in bf16, with probabilities that make
-/// it right on average. The choice is a function of the run's seed, the parameter's FQN, the step, and
-/// the element's index in the whole parameter: the bits are the same on any mesh and after a resume.
+/// `"bf16"` halves the state's memory. The update is computed as with `"f32"`: the state is
+/// widened, and the result is rounded to one of its two neighbours in bf16, with probabilities that
+/// make it right on average. The choice depends on the run's seed, the parameter's FQN, the step,
+/// and the element's index in the whole parameter. So the bits are the same on any mesh and after a
+/// resume.
 ///
-/// A checkpoint holds the state as it is kept. Loading one that was kept in the other dtype converts
-/// it: exactly to f32, to the nearest to bf16.
+/// A checkpoint holds the state in its own dtype. Loading converts state of the other dtype:
+/// exactly to f32, to the nearest value to bf16.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum StateDtype {
-    /// f32, for f64 parameters f64.
+    /// f32; f64 for f64 parameters.
     #[default]
     F32,
     /// bf16, rounded stochastically.
@@ -34,7 +35,7 @@ pub enum StateDtype {
 }
 
 impl StateDtype {
-    /// The dtype of state for updates that are computed in `arithmetic`.
+    /// Returns the dtype of the state for updates that are computed in `arithmetic`.
     pub(super) fn of(self, arithmetic: DType) -> DType {
         match self {
             Self::F32 => arithmetic,
@@ -43,7 +44,7 @@ impl StateDtype {
     }
 }
 
-/// The random words, one for each element, by which one parameter's state is rounded in one step.
+/// Random words, one per element, that round one parameter's state in one step.
 #[derive(Debug, Clone)]
 pub(super) struct Noise {
     stream: Stream,
@@ -51,13 +52,15 @@ pub(super) struct Noise {
 }
 
 impl Noise {
-    /// The words for `region` of a parameter of this global shape.
+    /// Creates the words for `region` of a parameter of global shape `shape`.
     pub(super) fn new(seed: u64, fqn: &str, step: u64, region: &Region, shape: &[usize]) -> Self {
         let stream = Stream::new(seed, Purpose::Rounding, fqn).child(step);
         Self { stream, runs: Runs::new(region, shape) }
     }
 
-    /// What kernels for GPUs compute the words from; `None` for a region of more dimensions than they take.
+    /// Returns the input from which GPU kernels compute the words.
+    ///
+    /// `None` for a region of more dimensions than the kernels support.
     #[cfg(any(test, feature = "cuda"))]
     pub(super) fn for_kernels(&self) -> Option<fulgurite_kernels::plans::Noise> {
         use fulgurite_kernels::plans::Noise as Kernels;
@@ -71,7 +74,7 @@ impl Noise {
         })
     }
 
-    /// The words of the local elements from `start` on.
+    /// Writes the words of the local elements from `start` on.
     pub(super) fn fill(&self, start: usize, out: &mut [u32]) {
         fill(self, start, out);
     }
@@ -90,8 +93,10 @@ vectorized! {
     }
 }
 
-/// Rounds `value` to one of its two neighbours in bf16, by the low 16 bits of `word`: away from zero
-/// with the probability of its position between them. A value that bf16 holds exactly stays.
+/// Rounds `value` to one of its two neighbours in bf16, by the low 16 bits of `word`.
+///
+/// The probability of rounding away from zero is the value's relative position between the
+/// neighbours. A value that bf16 holds exactly stays.
 #[inline(always)]
 pub(super) fn round(value: f32, word: u32) -> bf16 {
     let up = value.to_bits().wrapping_add(word & 0xffff) >> 16;
@@ -99,8 +104,9 @@ pub(super) fn round(value: f32, word: u32) -> bf16 {
     if value.is_nan() { bf16::NAN } else { bf16::from_bits(up as u16) }
 }
 
-/// Writes `new` to the state `target`; in bf16 as [`round`] does, with the words' bits from `shift`
-/// on. In candle operations, for any device.
+/// Writes `new` to the state `target`, in candle operations, for any device.
+///
+/// In bf16 it rounds as [`round`] does, with the words' bits from `shift` on.
 pub(super) fn store(target: &Tensor, new: &Tensor, noise: &Noise, shift: u32) -> Result<()> {
     if target.dtype() != DType::BF16 {
         return storage::copy_from(target, new);
@@ -109,12 +115,12 @@ pub(super) fn store(target: &Tensor, new: &Tensor, noise: &Noise, shift: u32) ->
     noise.fill(0, &mut words);
     words.iter_mut().for_each(|word| *word = *word >> shift & 0xffff);
     let words = Tensor::from_vec(words, target.elem_count(), target.device())?;
-    // candle has no bit operations. In f64 all of this is exact except the logarithm.
+    // candle lacks bit operations. In f64 all operations here are exact except the logarithm.
     let new = new.to_dtype(DType::F32)?.to_dtype(DType::F64)?;
     let size = new.abs()?;
     let normal = size.maximum(f64::from(f32::MIN_POSITIVE))?;
     let power = ((normal.log()? / std::f64::consts::LN_2)?.floor()? * std::f64::consts::LN_2)?;
-    // `exp` gives a power of two to sixteen digits, bf16 the exact one.
+    // `exp` gives a power of two to sixteen digits; bf16 rounds it to the exact power.
     let power = power.exp()?.to_dtype(DType::BF16)?.to_dtype(DType::F64)?;
     let power = normal.lt(&power)?.where_cond(&(&power * 0.5)?, &power)?;
     let twice = (&power * 2.0)?;
@@ -148,10 +154,10 @@ mod tests {
     }
 
     #[test]
-    fn rounds_to_neighbours_with_the_probability_of_the_distance() {
+    fn rounding_probability_follows_the_distance() {
         for value in edge_cases() {
             let (down, up) = (round(value, 0), round(value, 0xffff));
-            // Of all 2^16 words, those that round up are as many as the low bits say.
+            // The low bits of `value` are the number of the 2^16 words that round up.
             let low = value.to_bits() & 0xffff;
             assert_eq!(down.to_bits(), (value.to_bits() >> 16) as u16);
             assert_eq!(up.to_bits() - down.to_bits(), u16::from(low > 0), "{value}");
@@ -166,7 +172,7 @@ mod tests {
     }
 
     #[test]
-    fn rounding_in_tensor_operations_is_the_same() {
+    fn tensor_operations_round_alike() {
         let mut values = edge_cases();
         let stream = Stream::new(3, Purpose::Sample, "values");
         values.extend((0..20_000).map(|i| stream.normal(i) as f32 * 1e-3));
@@ -191,9 +197,9 @@ mod tests {
         assert!(target.to_vec1::<bf16>().unwrap()[0].is_nan());
     }
 
-    /// The formula of the kernels for GPUs, `index_in_whole` in `kernels/optimizer.cu`, on what they are given.
+    /// The kernels' formula, `index_in_whole` in `kernels/optimizer.cu`, on the kernels' input.
     #[test]
-    fn kernels_find_the_place_of_each_element_in_the_whole() {
+    fn kernels_index_elements_in_the_whole() {
         let shape = [3, 5, 1, 6, 7];
         let regions = [
             ([0, 0, 0, 0, 0], [3, 5, 1, 6, 7]),
@@ -225,7 +231,7 @@ mod tests {
     }
 
     #[test]
-    fn words_go_by_the_place_in_the_whole_parameter() {
+    fn words_depend_on_the_index_in_the_whole() {
         let shape = [5, 6, 7];
         let words = |region: &Region, start: usize| {
             let mut words = vec![0; region.elem_count() - start];

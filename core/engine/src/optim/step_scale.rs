@@ -1,16 +1,16 @@
-//! The scale of gradients in a step, whose loss and norm the host may not know yet.
+//! The scale of gradients in a step whose loss and norm the host may not know yet.
 
 use candle_core::{Device, Tensor};
 
 use crate::execution::read;
 use crate::{Error, Result};
 
-/// Scaling and clipping of gradients, within the optimizer's one pass over memory.
+/// Scaling and clipping of gradients, applied in the optimizer's one pass over memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct GradScale {
-    /// Gradients are multiplied by this first (one over the token count, times the clip factor).
+    /// Factor of the gradients, applied first: one over the token count, times the clip factor.
     pub factor: f64,
-    /// Then each element is clamped to plus or minus this.
+    /// Bound of each scaled element: it is clamped to plus or minus this value.
     pub clip_value: Option<f64>,
 }
 
@@ -22,7 +22,7 @@ impl Default for GradScale {
 
 impl GradScale {
     /// # Errors
-    /// If `clip_value` cannot be a bound.
+    /// If `clip_value` is negative or NaN.
     fn check(&self) -> Result<()> {
         match self.clip_value {
             Some(bound) if bound.is_nan() || bound < 0.0 => Err(Error::Config(format!(
@@ -33,8 +33,10 @@ impl GradScale {
     }
 }
 
-/// The scale that an optimizer steps by: a [`GradScale`], which the host knows or the device will have
-/// computed by then, or nothing at all, for a step that changes nothing.
+/// The scale of one optimizer step: a [`GradScale`] on the host or on the device, or a skipped
+/// step.
+///
+/// The device may not have computed its scale yet. A skipped step changes nothing.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -45,7 +47,8 @@ impl GradScale {
 ///
 /// // A loss whose sum is 3, and gradients of norm 4 that are clipped to norm 1:
 /// let of = |loss_sum: f64, squared_norm: f64| -> fulgurite_core::Result<StepScale> {
-///     let [loss_sum, squared_norm] = [loss_sum, squared_norm].map(|x| Tensor::new(x, &Device::Cpu));
+///     let [loss_sum, squared_norm] =
+///         [loss_sum, squared_norm].map(|x| Tensor::new(x, &Device::Cpu));
 ///     StepScale::on_device((&loss_sum?, &squared_norm?), &GradScale::default(), Some(1.0), None)
 /// };
 /// assert!((of(3.0, 16.0)?.read()?.unwrap().factor - 0.25).abs() < 1e-6);
@@ -61,20 +64,22 @@ enum Place {
     Device(OnDevice),
 }
 
-/// A scale in the memory of the gradients' device. The factor follows from the norm, and the step changes nothing if its
-/// loss or norm is not finite, all without the host.
+/// A scale in the memory of the gradients' device.
+///
+/// The device computes the factor from the norm, and skips the step if the loss or the norm is not
+/// finite, without the host.
 #[derive(Debug, Clone)]
 struct OnDevice {
-    /// The sum of the loss and the norm of the mean gradient: two of f64.
+    /// The sum of the loss and the norm of the mean gradient: two f64.
     numbers: Tensor,
     /// One f64.
     factor: Tensor,
-    /// One f64: NaN since a loss or a norm was not finite, 0 before.
+    /// One f64: NaN once a loss or a norm was not finite, else 0.
     spoilt: Tensor,
-    /// One u8: whether it is NaN.
+    /// One u8: whether `spoilt` is NaN.
     skips: Tensor,
     clip_value: Option<f64>,
-    /// The same for kernels: factor, bound, whether to skip, and nothing, in f32.
+    /// The words that kernels read, in f32: factor, bound, whether to skip, and an unused word.
     #[cfg(feature = "cuda")]
     for_kernels: Tensor,
 }
@@ -86,15 +91,18 @@ impl From<GradScale> for StepScale {
 }
 
 impl StepScale {
-    /// The scale of a step by the sum of its loss and the square of its mean gradient's norm, over all ranks: scalars of
-    /// f64 on the device of its gradients.
+    /// Computes the scale of a step on the device of its gradients.
     ///
-    /// `scale` is what the host knows: the factor that makes the mean, and the bound of elements. Gradients are brought to a
-    /// norm of at most `max_norm`, as by [`clip_factor`](super::clip_factor). If the scale of the step `before` made it
-    /// skip, this one does too: the host finds out later.
+    /// The inputs are the sum of the step's loss and the square of its mean gradient's norm, over
+    /// all ranks, as f64 scalars. `scale` is known to the host: the factor that makes the mean, and
+    /// the bound of elements. Gradients are scaled down to a norm of at most `max_norm`, as by
+    /// [`clip_factor`](super::clip_factor).
+    ///
+    /// If the scale of the step `before` skipped that step, this one is skipped too, because the
+    /// host learns of it later.
     ///
     /// # Errors
-    /// If the device fails, or they are on different ones.
+    /// If the device fails, or the tensors are on different devices.
     pub fn on_device(
         (loss_sum, squared_norm): (&Tensor, &Tensor),
         scale: &GradScale,
@@ -105,7 +113,7 @@ impl StepScale {
         let device = loss_sum.device();
         let norm = squared_norm.reshape(1)?.sqrt()?;
         let numbers = Tensor::cat(&[&loss_sum.reshape(1)?, &norm], 0)?;
-        // 0 of finite numbers, NaN of others, which stays.
+        // `x * 0` is 0 if `x` is finite, else NaN, and NaN persists.
         let zeros = (&numbers * 0.0)?;
         let mut spoilt = (zeros.narrow(0, 0, 1)? + zeros.narrow(0, 1, 1)?)?;
         if let Some(Self(Place::Device(before))) = before {
@@ -114,7 +122,7 @@ impl StepScale {
         let factor = match max_norm.filter(|max| max.is_finite()) {
             Some(max) => {
                 let limit = Tensor::full(max, 1, device)?;
-                // The quotient is 1 up to the limit.
+                // The quotient is 1 while the norm is at most the limit.
                 let norm = (norm + 1e-6)?.maximum(&limit)?;
                 ((limit / norm)? * scale.factor)?
             }
@@ -132,10 +140,10 @@ impl StepScale {
         })))
     }
 
-    /// The scale, or `None` if the step changes nothing. Waits for the device if it has yet to compute it.
+    /// Returns the scale, or `None` if the step is skipped. Waits for the device if necessary.
     ///
     /// # Errors
-    /// If `clip_value` is no bound, and if the device fails.
+    /// If `clip_value` is negative or NaN, or the device fails.
     pub fn read(&self) -> Result<Option<GradScale>> {
         let on_device = match &self.0 {
             Place::Host(scale) => {
@@ -153,8 +161,11 @@ impl StepScale {
         Ok((!both[0].is_nan()).then_some(scale))
     }
 
-    /// The sum of the loss and the norm of the mean gradient before clipping, over all ranks: a list of two of f64 on the
-    /// device, to be [read later](read::later). `None` if the host gave the scale.
+    /// Returns the sum of the loss and the norm of the mean gradient before clipping, over all
+    /// ranks.
+    ///
+    /// A tensor of two f64 on the device, to be [read later](read::later). `None` if the host gave
+    /// the scale.
     pub fn numbers(&self) -> Option<&Tensor> {
         match &self.0 {
             Place::Host(_) => None,
@@ -162,7 +173,8 @@ impl StepScale {
         }
     }
 
-    /// The scale for values of which some are in the host's memory, or all on devices; `None` if the step changes nothing.
+    /// Returns the scale for the values to update, or `None` if the step is skipped. `on_host` says
+    /// whether any values are in host memory.
     pub(super) fn for_values(&self, on_host: bool) -> Result<Option<Self>> {
         match &self.0 {
             Place::Device(on_device) if !on_host && !on_device.numbers.device().is_cpu() => {
@@ -172,7 +184,8 @@ impl StepScale {
         }
     }
 
-    /// The scale that the host knows, for values in its memory: [`for_values`](Self::for_values) has read it.
+    /// Returns the scale on the host, for values in host memory: [`for_values`](Self::for_values)
+    /// has read it.
     pub(super) fn known(&self) -> Result<&GradScale> {
         match &self.0 {
             Place::Host(scale) => Ok(scale),
@@ -183,7 +196,7 @@ impl StepScale {
         }
     }
 
-    /// A gradient times the factor, clamped, in candle operations.
+    /// Multiplies a gradient by the factor and clamps it, in candle operations.
     pub(super) fn scaled(&self, grad: &Tensor) -> Result<Tensor> {
         let (grad, bound) = match &self.0 {
             Place::Host(scale) => ((grad.detach() * scale.factor)?, scale.clip_value),
@@ -198,7 +211,7 @@ impl StepScale {
         })
     }
 
-    /// `new`, or `old` if the step changes nothing: tensors of one shape and dtype.
+    /// Returns `new`, or `old` if the step is skipped. Both tensors have one shape and dtype.
     pub(super) fn unless_skipped(&self, old: &Tensor, new: Tensor) -> Result<Tensor> {
         match &self.0 {
             Place::Host(_) => Ok(new),
@@ -206,7 +219,7 @@ impl StepScale {
         }
     }
 
-    /// What kernels read, if the host does not know the scale.
+    /// Returns the words that kernels read, if the scale is on the device.
     #[cfg(feature = "cuda")]
     pub(super) fn in_kernels(&self) -> Option<&Tensor> {
         match &self.0 {
@@ -216,7 +229,8 @@ impl StepScale {
     }
 }
 
-/// Four words, as [`StepScale`](fulgurite_kernels::plans::StepScale) has them; one that is not zero skips.
+/// Builds the four words of [`StepScale`](fulgurite_kernels::plans::StepScale). A third word other
+/// than zero skips the step.
 #[cfg(feature = "cuda")]
 fn for_kernels(factor: &Tensor, bound: Option<f64>, skips: &Tensor) -> Result<Tensor> {
     let f32 = candle_core::DType::F32;
@@ -242,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn factors_are_those_of_the_host_to_the_bit() {
+    fn device_factors_equal_the_hosts() {
         for norm in [0.0, 1e-9, 0.1, 0.999_999, 1.0, 1.000_001, 3.7, 1e20] {
             for max in [1e-3, 0.7, 1.0, 2.5, 1e30, f64::INFINITY] {
                 let square: f64 = norm * norm;
@@ -255,7 +269,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_is_skipped_if_loss_or_norm_is_not_finite_and_so_are_those_after_it() {
+    fn non_finite_loss_or_norm_skips_later_steps() {
         for bad in [f64::NAN, f64::INFINITY] {
             for (loss, norm) in [(bad, 1.0), (-bad, 1.0), (1.0, bad), (bad, bad)] {
                 let first = late(loss, norm, Some(1.0), None);

@@ -8,7 +8,7 @@ use crate::parameter::{Init, LocalShard, Parameter, ParameterSlot, accumulation_
 use crate::random::{Purpose, Stream};
 use crate::shard::Region;
 
-/// Parameters of these names and lengths, set up on the CPU with random values.
+/// Builds parameters of these names and lengths on the CPU, with random values.
 pub(super) fn parameters(declared: &[(&str, usize)], dtype: DType) -> Vec<Parameter> {
     let b = ModuleBuilder::new(ModuleInit { dtype, ..ModuleInit::default() });
     let make = |&(fqn, n): &(&str, usize)| {
@@ -52,7 +52,7 @@ pub(super) fn schedule(step: u64) -> f64 {
     1.0 - 0.1 * (step - 1) as f64
 }
 
-/// `scale` on the device, in a step with this loss.
+/// `scale` on the device, for a step with this loss.
 pub(super) fn late_scale(scale: &GradScale, loss: f64) -> StepScale {
     let [loss, norm] = [loss, 1.0].map(|x| Tensor::new(x, &Device::Cpu).unwrap());
     StepScale::on_device((&loss, &norm), scale, None, None).unwrap()

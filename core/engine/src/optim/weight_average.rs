@@ -1,4 +1,4 @@
-//! Averages of weights over a training.
+//! Averages of weights over training.
 
 use std::collections::BTreeMap;
 
@@ -11,16 +11,17 @@ use crate::autograd::storage;
 use crate::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
 
-/// An average of the weights over a training, to evaluate or to publish in their place: as
-/// `torch.optim.swa_utils.AveragedModel`.
+/// An average of the weights over training, to evaluate or publish instead of the weights.
 ///
-/// [`update`](Self::update) makes `average = decay * average + (1 - decay) * weight`. For an
-/// [exponential](Self::exponential) average, updated after each optimizer step, `decay` is a constant; for a
-/// [mean](Self::mean) of `n` updates so far it is `n / (n + 1)`. Averages are kept for trainable parameters
-/// (a frozen one is its own), parallel to the shard that this rank's optimizer updates, in f32 (f64
-/// for f64 parameters), so that small differences are not lost to half-precision weights. As an
-/// element's average depends on that element alone, each rank averages what it holds and nothing is
-/// communicated: the averages are the same on any mesh.
+/// As `torch.optim.swa_utils.AveragedModel`. [`update`](Self::update) computes
+/// `average = decay * average + (1 - decay) * weight`. For an [exponential](Self::exponential)
+/// average, updated after each optimizer step, `decay` is a constant. For a [mean](Self::mean) of
+/// `n` updates so far it is `n / (n + 1)`.
+///
+/// Only trainable parameters have an average; it covers the shard that this rank's optimizer
+/// updates. Averages are in f32 (f64 for f64 parameters), so that small differences are not lost to
+/// half-precision weights. An element's average depends on that element alone: nothing is
+/// communicated, and the averages are the same on any mesh.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -46,7 +47,7 @@ use crate::{Error, Result};
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 ///
-/// Every rank calls every method alike; none is collective.
+/// Every rank calls every method alike; no method is collective.
 #[derive(Debug)]
 pub struct WeightAverage {
     rule: Rule,
@@ -65,17 +66,18 @@ enum Rule {
 struct Entry {
     parameter: Parameter,
     average: Tensor,
-    /// The weights, while the averages are in their place.
+    /// The weights, while the average is in their place.
     weights: Option<Tensor>,
 }
 
 impl WeightAverage {
-    /// An exponential moving average of the trainable ones of `parameters`, starting from their present
-    /// values: a strategy must have set them up. `decay` is in `[0, 1)`: 0.999 averages over about the last
-    /// thousand steps.
+    /// Starts an exponential moving average of the trainable parameters from their present values.
+    ///
+    /// A strategy must have set up the values. `decay` is in `[0, 1)`: 0.999 averages over about
+    /// the last thousand steps.
     ///
     /// # Errors
-    /// If `decay` is out of range, or a parameter has no values yet or is not of a float dtype.
+    /// If `decay` is out of range, or a parameter lacks values or is not of a float dtype.
     pub fn exponential(parameters: &[Parameter], decay: f64) -> Result<Self> {
         if !(0.0..1.0).contains(&decay) {
             return Err(Error::Config(format!(
@@ -85,11 +87,13 @@ impl WeightAverage {
         Self::new(parameters, Rule::Exponential { decay, warmup: false })
     }
 
-    /// The mean of what the trainable ones of `parameters` are at each [`update`](Self::update), all with the
-    /// same weight (stochastic weight averaging). Before the first update it is what they are now.
+    /// Starts a mean of the trainable parameters' values at each [`update`](Self::update).
+    ///
+    /// All updates have equal weight (stochastic weight averaging). Before the first update the
+    /// mean is the present values.
     ///
     /// # Errors
-    /// If a parameter has no values yet or is not of a float dtype.
+    /// If a parameter lacks values or is not of a float dtype.
     pub fn mean(parameters: &[Parameter]) -> Result<Self> {
         Self::new(parameters, Rule::Mean)
     }
@@ -102,7 +106,7 @@ impl WeightAverage {
                     format!("is of dtype {:?}; only floats have an average", values.dtype());
                 Error::parameter(parameter.fqn(), message)
             })?;
-            // A copy: `to_dtype` to the weights' own dtype would share their memory.
+            // Copied: `to_dtype` to the weights' own dtype would share their memory.
             let average = storage::zeros(values.elem_count(), dtype, values.device())?;
             storage::copy_from(&average, &values)?;
             Ok(Entry { parameter: parameter.clone(), average, weights: None })
@@ -112,8 +116,10 @@ impl WeightAverage {
         Ok(Self { rule, updates: 0, swapped: false, entries })
     }
 
-    /// Uses a smaller decay in the beginning of an exponential average, so that the initial values are soon
-    /// forgotten: update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`. A mean needs none, and stays what it is.
+    /// Makes the decay of an exponential average smaller at first, to forget the initial values
+    /// soon.
+    ///
+    /// Update `n` (from 0) uses `min(decay, (1 + n) / (10 + n))`. A mean does not change.
     #[must_use]
     pub fn with_warmup(mut self) -> Self {
         if let Rule::Exponential { warmup, .. } = &mut self.rule {
@@ -122,22 +128,23 @@ impl WeightAverage {
         self
     }
 
-    /// Its name in checkpoints: `ema` for an exponential average, `swa` for a mean.
+    /// Returns the average's name in checkpoints: `ema` if exponential, `swa` for a mean.
     pub fn name(&self) -> &'static str {
         if self.follows_steps() { "ema" } else { "swa" }
     }
 
-    /// Whether it is updated after each optimizer step, as an exponential average is.
+    /// Returns whether the average is updated after each optimizer step, as an exponential average
+    /// is.
     pub fn follows_steps(&self) -> bool {
         matches!(self.rule, Rule::Exponential { .. })
     }
 
-    /// How many updates there were.
+    /// Returns the number of updates.
     pub fn updates(&self) -> u64 {
         self.updates
     }
 
-    /// The decay that the next update uses.
+    /// Returns the decay of the next update.
     pub fn next_decay(&self) -> f64 {
         let n = self.updates as f64;
         match self.rule {
@@ -147,17 +154,19 @@ impl WeightAverage {
         }
     }
 
-    /// Updates the averages with the weights. One pass over memory on the CPU.
+    /// Updates the averages from the weights, in one pass over memory on the CPU.
     ///
     /// # Errors
-    /// While the averages are in the weights' place, and if the size of a parameter's shard has changed.
+    /// If the averages are in the weights' place, or the size of a parameter's shard has changed.
     pub fn update(&mut self) -> Result<()> {
         self.update_unless_skipped(None)
     }
 
-    /// As [`update`](Self::update), after an optimizer's [`step_by`](super::Optimizer::step_by) this scale: the averages do
-    /// not change if the step changed nothing. It counts as an update all the same, until
-    /// [`load_scalars`](Self::load_scalars) sets the number back.
+    /// Updates the averages after an optimizer's [`step_by`](super::Optimizer::step_by) with this
+    /// scale.
+    ///
+    /// The averages do not change if the step was skipped. A skipped step still counts as an
+    /// update, until [`load_scalars`](Self::load_scalars) restores the count.
     ///
     /// # Errors
     /// As [`update`](Self::update), and if the device cannot be read.
@@ -172,7 +181,7 @@ impl WeightAverage {
         }
     }
 
-    /// `scale` may be on the device, and skip the update there.
+    /// Updates the averages, unless a `scale` on the device skips the step.
     fn update_unless_skipped(&mut self, scale: Option<&StepScale>) -> Result<()> {
         if self.swapped {
             return Err(Error::other(
@@ -208,12 +217,13 @@ impl WeightAverage {
         Ok(())
     }
 
-    /// Puts the averages, rounded to the weights' dtype, in the weights' place; called again, puts the
-    /// weights back, to the bit. Between the two it holds a copy of this rank's weights, and no
-    /// optimizer must step.
+    /// Swaps the weights and the averages, which are rounded to the weights' dtype.
+    ///
+    /// A second call restores the weights to the bit. Between the two calls a copy of this rank's
+    /// weights is kept, and no optimizer may step.
     ///
     /// [`Strategy::prepare_forward`](crate::strategy::Strategy::prepare_forward) must be called
-    /// after it: what layers compute with may be a copy of the shards.
+    /// after each swap: layers may compute with a copy of the shards.
     ///
     /// # Errors
     /// If the size of a parameter's shard has changed.
@@ -232,14 +242,16 @@ impl WeightAverage {
         Ok(())
     }
 
-    /// Whether the averages are in the weights' place.
+    /// Returns whether the averages are in the weights' place.
     pub fn is_swapped(&self) -> bool {
         self.swapped
     }
 
-    /// The averages under their [name](Self::name), for checkpoints to save and to load into. If they are loaded while
-    /// they are in the weights' place, the weights change at the next [`swap`](Self::swap) to the
-    /// averages.
+    /// Returns the averages under their [name](Self::name), for checkpoints to save and to load
+    /// into.
+    ///
+    /// If a checkpoint is loaded while the averages are swapped in, the loaded averages reach the
+    /// weights at the next [`swap`](Self::swap).
     ///
     /// # Errors
     /// If the size of a parameter's shard has changed.
@@ -258,15 +270,15 @@ impl WeightAverage {
         self.entries.iter().map(state).collect()
     }
 
-    /// State that is not a tensor, by name: `updates`.
+    /// Returns the state that is not a tensor, by name: `updates`.
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         BTreeMap::from([("updates".to_owned(), self.updates as f64)])
     }
 
-    /// Restores what [`scalars`](Self::scalars) returned.
+    /// Restores the state that [`scalars`](Self::scalars) returned.
     ///
     /// # Errors
-    /// If there is no count of updates in it.
+    /// If the count of updates is missing or invalid.
     pub fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
         match scalars.get("updates") {
             Some(&updates) if updates >= 0.0 && updates.fract() == 0.0 => {
@@ -284,7 +296,7 @@ impl WeightAverage {
         }
     }
 
-    /// The weights of each entry, all checked before any is changed.
+    /// Returns the weights of each entry, all checked before any is changed.
     fn shards(&self) -> Result<Vec<Tensor>> {
         let shard = |entry: &Entry| {
             let LocalShard { values, .. } = entry.parameter.local()?;
@@ -380,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn after_a_step_that_was_skipped_averages_stay() {
+    fn skipped_steps_leave_averages_alone() {
         let parameters = parameters(&LENGTHS, DType::F32);
         let [mut late, mut known] =
             [(); 2].map(|()| WeightAverage::exponential(&parameters, 0.5).unwrap());
@@ -392,7 +404,7 @@ mod tests {
         set_values(&parameters, 2);
         late.update_after(&late_scale(&scale, f64::NAN)).unwrap();
         assert_eq!((averages(&late), late.updates()), (averages(&known), 2));
-        // What devices without a fused pass compute.
+        // As computed by devices without a fused pass.
         let average = late.entries[0].average.copy().unwrap();
         let values = parameters[0].local().unwrap().values;
         let of = |loss| composed(&average, &values, 0.5, Some(&late_scale(&scale, loss))).unwrap();
@@ -433,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_run_that_is_resumed_goes_on_alike() {
+    fn resumed_average_continues_alike() {
         let parameters = parameters(&LENGTHS, DType::F32);
         let mut first = WeightAverage::exponential(&parameters, 0.9).unwrap().with_warmup();
         for step in 1..4 {
@@ -458,8 +470,8 @@ mod tests {
     }
 
     #[test]
-    fn parts_average_as_the_whole_does() {
-        // Each "rank" has a stretch of one tensor; frozen parameters have no average.
+    fn shards_average_as_the_whole() {
+        // Each "rank" has a range of one tensor; frozen parameters are not averaged.
         use crate::module::{ModuleBuilder, ModuleInit};
         use crate::parameter::Init;
         use crate::shard::Region;

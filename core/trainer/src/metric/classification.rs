@@ -1,4 +1,4 @@
-//! Metrics of classes that are predicted.
+//! Metrics of predicted classes.
 
 use candle_core::{Device, Tensor};
 
@@ -7,7 +7,7 @@ use crate::{Error, Result};
 use fulgurite_engine::execution::read;
 use fulgurite_nn::{CrossEntropy, predicted_classes};
 
-/// Predictions and targets that are not ignored, on the host.
+/// Reads the predictions and the targets that are not ignored.
 fn pairs(logits: &Tensor, targets: &Tensor, options: CrossEntropy) -> Result<Vec<(u32, u32)>> {
     let (predictions, classes) = predicted_classes(logits)?;
     pairs_of(&predictions, targets, classes, options)
@@ -33,7 +33,7 @@ fn pairs_of(
     Ok(pairs.filter_map(|(prediction, target)| Some((prediction, target?))).collect())
 }
 
-/// The share of targets that are the class of the largest logit.
+/// The fraction of targets that equal the class of the largest logit.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Accuracy {
     hits: f64,
@@ -41,19 +41,23 @@ pub struct Accuracy {
 }
 
 impl Accuracy {
-    /// That of `logits` (`[.., classes]`) and `targets` (u32 or i64, of the same shape without the last
-    /// dimension). Targets of -100 (or `u32::MAX`) are left out, as in
-    /// [`cross_entropy`](fulgurite_nn::cross_entropy()). The lowest class of several with the largest logit
-    /// is the prediction. Collective over ranks that hold parts of the classes (loss parallel).
+    /// Counts hits of `logits` (`[.., classes]`) against `targets`.
+    ///
+    /// Targets are u32 or i64, of the logits' shape without the last dimension. Targets of -100 (or
+    /// `u32::MAX`) are left out, as in [`cross_entropy`](fulgurite_nn::cross_entropy()). If several
+    /// classes share the largest logit, the lowest is the prediction. Collective over ranks that
+    /// hold shards of the classes (loss parallel).
     ///
     /// # Errors
-    /// If shapes do not fit, or a target is no class.
+    /// If shapes do not match, or a target is not a class.
     pub fn of(logits: &Tensor, targets: &Tensor) -> Result<Self> {
         Ok(Self::count(&pairs(logits, targets, CrossEntropy::default())?))
     }
 
-    /// That of classes that were predicted (u32, of the shape of `targets`), such as those of
-    /// [`linear_predicted_classes`](fulgurite_nn::linear_predicted_classes).
+    /// Counts hits of predicted classes (u32, of the shape of `targets`).
+    ///
+    /// [`linear_predicted_classes`](fulgurite_nn::linear_predicted_classes) returns such
+    /// predictions.
     ///
     /// # Errors
     /// If shapes differ.
@@ -78,7 +82,7 @@ impl Metric for Accuracy {
     }
 }
 
-/// How often class `p` was predicted where class `t` was right, for all `t` and `p`.
+/// Counts how often class `p` was predicted for target class `t`, for all `t` and `p`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConfusionMatrix {
     classes: usize,
@@ -87,7 +91,9 @@ pub struct ConfusionMatrix {
 }
 
 impl ConfusionMatrix {
-    /// That of logits and targets, as [`Accuracy::of`]. Its state has the square of the number of classes.
+    /// Counts the predictions for logits and targets, as [`Accuracy::of`].
+    ///
+    /// The state's size is the square of the number of classes.
     ///
     /// # Errors
     /// As [`Accuracy::of`].
@@ -106,7 +112,7 @@ impl Metric for ConfusionMatrix {
         Ok(Tensor::new(self.counts.as_slice(), &Device::Cpu)?)
     }
 
-    /// The share of right predictions.
+    /// Returns the accuracy.
     fn compute(&self, state: &[f64]) -> f64 {
         let right: f64 = (0..self.classes).map(|class| state[class * (self.classes + 1)]).sum();
         right / state.iter().sum::<f64>()
@@ -121,14 +127,14 @@ impl Metric for ConfusionMatrix {
     }
 }
 
-/// How numbers of classes become one.
+/// The averaging of several classes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Average {
-    /// Of the counts of all classes together.
+    /// The value of the summed counts of all classes.
     Micro,
-    /// The mean over the classes that were predicted or are a target; each counts alike.
+    /// The unweighted mean over the classes that were predicted or are a target.
     Macro,
-    /// The number of one class alone, such as 1 of two.
+    /// The value of one class, such as 1 of two.
     Class(usize),
 }
 
@@ -165,7 +171,9 @@ impl ClassCounts {
         Ok(Tensor::new(self.counts.as_slice(), &Device::Cpu)?)
     }
 
-    /// `number` of the counts, averaged; 0 where it has nothing to divide by, as in scikit-learn.
+    /// Computes the average of `number`, which returns numerator and denominator.
+    ///
+    /// A denominator of 0 gives 0, as in scikit-learn.
     fn compute(&self, state: &[f64], number: fn([f64; 3]) -> (f64, f64)) -> f64 {
         let divide = |counts: [f64; 3]| match number(counts) {
             (_, 0.0) => 0.0,
@@ -197,7 +205,7 @@ macro_rules! class_metric {
         pub struct $name(ClassCounts);
 
         impl $name {
-            /// That of logits and targets, as [`Accuracy::of`].
+            /// Counts predictions for logits and targets, as [`Accuracy::of`].
             ///
             /// # Errors
             /// As [`Accuracy::of`], and if `average` names a class that does not exist.
@@ -219,11 +227,11 @@ macro_rules! class_metric {
 }
 
 class_metric! {
-    /// The share of a class's predictions that are right.
+    /// The fraction of a class's predictions that are right.
     Precision, |[right, wrong, _]| (right, right + wrong)
 }
 class_metric! {
-    /// The share of a class's targets that are predicted.
+    /// The fraction of a class's targets that are predicted.
     Recall, |[right, _, missed]| (right, right + missed)
 }
 class_metric! {
@@ -239,7 +247,7 @@ mod tests {
         metric.compute(&metric.state().unwrap().to_vec1::<f64>().unwrap())
     }
 
-    /// Logits whose largest is that of these classes.
+    /// Logits with the largest value at these classes.
     fn logits(predictions: &[usize], classes: usize) -> Tensor {
         let one = |(i, class): (usize, &usize)| {
             (0..classes)
@@ -255,8 +263,8 @@ mod tests {
     }
 
     #[test]
-    fn counts_are_those_of_a_hand_count() {
-        // Targets 0 0 0 1 1 2, one more ignored; right are 0, 0, 1.
+    fn counts_equal_a_hand_count() {
+        // Targets 0 0 0 1 1 2 and an ignored one; predictions 0, 0 and 1 are right.
         let (logits, targets) =
             (logits(&[0, 0, 1, 1, 0, 1, 2], 4), targets(&[0, 0, 0, 1, 1, 2, -100]));
         let accuracy = Accuracy::of(&logits, &targets).unwrap();
@@ -270,7 +278,7 @@ mod tests {
         };
         assert_eq!(of(Average::Class(0)), [2.0 / 3.0, 2.0 / 3.0, 4.0 / 6.0]);
         assert_eq!(of(Average::Class(1)), [1.0 / 3.0, 1.0 / 2.0, 2.0 / 5.0]);
-        // Never predicted, and no such target.
+        // Class 2 is never predicted, class 3 is not a target either.
         assert_eq!(of(Average::Class(2)), [0.0; 3]);
         assert_eq!(of(Average::Class(3)), [0.0; 3]);
         assert_eq!(of(Average::Micro), [0.5; 3]);

@@ -7,15 +7,16 @@ use serde::{Deserialize, Serialize};
 
 use crate::Result;
 
-/// What is known of a metric from some samples: numbers that are merged with those of other samples, and what
-/// they come to.
+/// The state of a metric over some samples: values that merge with the states of other samples.
+///
+/// The metric's value is computed from the merged state.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use fulgurite_core::Result;
 /// use fulgurite_core::metric::Metric;
 ///
-/// /// The share of predictions that are at most `0.1` from the truth.
+/// /// The fraction of predictions that are at most `0.1` from the truth.
 /// #[derive(Debug)]
 /// struct Close { hits: f64, samples: f64 }
 ///
@@ -29,32 +30,35 @@ use crate::Result;
 /// }
 /// ```
 pub trait Metric: Debug + Send + Sync {
-    /// The numbers: f64, of one dimension, on any device. All that are logged under one name have the same
-    /// length. They are read on the host when the metric is logged, not in each step.
+    /// Returns the state: f64 values of one dimension, on any device.
+    ///
+    /// All states that are logged under one name have the same length. The host reads them when the
+    /// metric is logged, not in each step.
     ///
     /// # Errors
-    /// If they cannot be computed.
+    /// If the state cannot be computed.
     fn state(&self) -> Result<Tensor>;
 
-    /// How states are merged, element by element.
+    /// Returns how states are merged, element by element.
     fn merge(&self) -> Merge {
         Merge::Sum
     }
 
-    /// The metric of merged states; NaN if there were no samples.
+    /// Computes the metric from a merged state; NaN without samples.
     fn compute(&self, state: &[f64]) -> f64;
 
-    /// The metric's numbers by name; by default one under the `name` that it was logged with.
+    /// Computes the metric's values by name; by default one, under the `name` that it was logged
+    /// with.
     fn compute_all(&self, name: &str, state: &[f64]) -> Vec<(String, f64)> {
         vec![(name.to_owned(), self.compute(state))]
     }
 }
 
-/// How the states of two sets of samples make that of both.
+/// The element-wise operation that merges two states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Merge {
-    /// They are added.
+    /// The sum of the elements.
     Sum,
     /// The smaller of each two elements.
     Min,
@@ -63,7 +67,7 @@ pub enum Merge {
 }
 
 impl Merge {
-    /// The state of no samples.
+    /// Returns the state of an empty set of samples.
     pub(crate) fn neutral(self) -> f64 {
         match self {
             Self::Sum => 0.0,
@@ -72,7 +76,7 @@ impl Merge {
         }
     }
 
-    /// The state of both sets of samples.
+    /// Merges the states of two sets of samples.
     pub(crate) fn apply(self, a: &Tensor, b: &Tensor) -> Result<Tensor> {
         Ok(match self {
             Self::Sum => (a + b)?,

@@ -1,9 +1,9 @@
-//! Metrics: numbers that describe how good a model is, exact however samples are shared among ranks.
+//! Metrics that measure a model exactly, however samples are sharded over ranks.
 //!
-//! A mean of ranks' means is not the mean if ranks have unequal numbers of samples, and a precision cannot be
-//! averaged at all. A [`Metric`] is therefore not a number but what adds up: hits and samples, counts by
-//! class. A step makes one of its batch and logs it; the trainer adds those of all batches and ranks, and
-//! computes the number once.
+//! A mean of ranks' means is wrong if ranks have unequal numbers of samples, and precisions cannot
+//! be averaged at all. So a [`Metric`] is a state that adds up: hits and samples, or counts by
+//! class. A step makes a metric of its batch and logs it. The trainer adds the states of all
+//! batches and ranks, and computes the value once.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

@@ -1,4 +1,4 @@
-//! Metrics of scores by which samples are ranked.
+//! Metrics of scores that rank samples.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -6,22 +6,24 @@ use super::Metric;
 use crate::{Error, Result};
 use fulgurite_engine::execution::read;
 
-/// The area under the receiver operating characteristic: the probability that a positive sample has a higher
-/// score than a negative one, ties counted half.
+/// The area under the receiver operating characteristic curve.
 ///
-/// Scores are put into bins of equal width (as torchmetrics does with `thresholds`), so that states add up: it is
-/// that of scores rounded to a bin, the same however samples are shared.
+/// It is the probability that a positive sample has a higher score than a negative one, with ties
+/// counted half. Scores are put into bins of equal width (as torchmetrics does with `thresholds`),
+/// so that states add up. The result is exact for the binned scores, however samples are sharded.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Auroc {
-    /// Negative samples by bin, then positive ones.
+    /// Negative samples by bin, then positive samples by bin.
     counts: Vec<f64>,
 }
 
 impl Auroc {
-    /// The bins of [`of`](Self::of).
+    /// The number of bins in [`of`](Self::of).
     pub const BINS: usize = 1000;
 
-    /// That of `scores` between 0 and 1 and `targets` (u8, u32 or i64: 0 is negative, 1 positive) of one shape.
+    /// Counts `scores` between 0 and 1 by `targets` of the same shape.
+    ///
+    /// Targets are u8, u32 or i64: 0 is negative, 1 positive.
     ///
     /// # Errors
     /// If shapes differ, a score is not between 0 and 1, or a target is neither 0 nor 1.
@@ -29,10 +31,10 @@ impl Auroc {
         Self::with_bins(scores, targets, Self::BINS)
     }
 
-    /// [`of`](Self::of), with so many bins.
+    /// Like [`of`](Self::of), with this number of bins.
     ///
     /// # Errors
-    /// As [`of`](Self::of), and without a bin.
+    /// As [`of`](Self::of), and if `bins` is 0.
     pub fn with_bins(scores: &Tensor, targets: &Tensor, bins: usize) -> Result<Self> {
         if bins == 0 || scores.dims() != targets.dims() {
             return Err(Error::other(format!(
@@ -97,7 +99,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn it_is_the_share_of_pairs_in_order(
+        fn equals_the_share_of_ordered_pairs(
             samples in prop::collection::vec((0u32..=100, any::<bool>()), 2..40),
         ) {
             let of = |positive: bool| samples.iter().filter(move |s| s.1 == positive).map(|s| s.0);
@@ -118,7 +120,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_no_score_is_refused() {
+    fn invalid_scores_are_refused() {
         let at = |values: &[f64]| Tensor::new(values, &Device::Cpu).unwrap();
         insta::assert_snapshot!(Auroc::of(&at(&[0.5, 1.5]), &at(&[0.0, 1.0])).unwrap_err(), @"an AUROC takes scores between 0 and 1 (`sigmoid` of a logit) and targets of 0 or 1, got 1.5 and 1");
         insta::assert_snapshot!(Auroc::of(&at(&[0.5]), &at(&[0.0, 1.0])).unwrap_err(), @"an AUROC takes scores and targets of one shape and at least one bin, got [1], [2] and 1000");

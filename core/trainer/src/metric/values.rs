@@ -10,7 +10,7 @@ fn state(numbers: &[f64]) -> Result<Tensor> {
     Ok(Tensor::new(numbers, &Device::Cpu)?)
 }
 
-/// A mean, weighted.
+/// A weighted mean.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Mean {
     /// The sum of values times weights.
@@ -20,9 +20,9 @@ pub struct Mean {
 }
 
 impl Mean {
-    /// A value that stands for `weight` samples.
+    /// Creates the mean of a value that stands for `weight` samples.
     pub fn of(value: f64, weight: f64) -> Self {
-        // A value of no samples counts for nothing, whatever it is.
+        // A value without samples does not count, not even if it is NaN.
         Self { sum: if weight == 0.0 { 0.0 } else { value * weight }, weight }
     }
 }
@@ -37,7 +37,7 @@ impl Metric for Mean {
     }
 }
 
-/// Metrics of one number, by what becomes of those of batches and ranks.
+/// Metrics of one value. `$merge` says how the values of batches and ranks are merged.
 macro_rules! numbers {
     ($($(#[$doc:meta])+ $name:ident: $merge:ident),+) => { $(
         $(#[$doc])+
@@ -69,15 +69,15 @@ numbers! {
     Max: Max
 }
 
-/// `exp` of the mean cross entropy of a token.
+/// `exp` of the mean cross entropy per token.
 #[derive(Debug, Clone)]
 pub struct Perplexity(Tensor);
 
 impl Perplexity {
-    /// That of a loss whose items are tokens. The loss is not read from its device yet.
+    /// Counts a loss whose items are tokens, without reading the loss from its device.
     ///
     /// # Errors
-    /// If the loss is not one number.
+    /// If the loss is not a single number.
     pub fn of(loss: &Loss) -> Result<Self> {
         let sum = loss.detach().sum().flatten_all()?.to_dtype(DType::F64)?;
         if sum.elem_count() != 1 {
@@ -106,7 +106,7 @@ impl Metric for Perplexity {
 pub struct MeanSquaredError(Tensor);
 
 impl MeanSquaredError {
-    /// That of predictions and targets of one shape.
+    /// Sums the squared differences of predictions and targets of one shape.
     ///
     /// # Errors
     /// If their shapes differ.

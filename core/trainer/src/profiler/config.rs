@@ -7,33 +7,33 @@ use serde::de::value::MapAccessDeserializer;
 use serde::de::{Deserializer, MapAccess, Visitor};
 use serde::{Deserialize, Serialize, Serializer};
 
-/// What is measured: `trainer.profiler`.
+/// The kind of profile: `trainer.profiler`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ProfilerConfig {
-    /// How long spans take in all: a table at the end.
+    /// A table of total times at the end of the run.
     Simple,
-    /// The table, and each span of some steps with its beginning and end on every rank, in a file for
-    /// Perfetto and `chrome://tracing`.
+    /// The table, and each span of some steps on every rank, in a file for Perfetto and
+    /// `chrome://tracing`.
     Trace {
-        /// Steps before the first one in the file.
+        /// Number of steps before the first traced step.
         skip_steps: u64,
-        /// Steps in the file.
+        /// Number of traced steps.
         steps: u64,
     },
 }
 
 const NAMES: [&str; 2] = ["simple", "trace"];
-/// The first steps have caches to fill and memory to find.
+/// By default the first steps are skipped: they fill caches and allocate memory.
 const SKIP_STEPS: u64 = 3;
 const STEPS: u64 = 5;
-/// More would make files that no viewer opens.
+/// Viewers cannot open larger files.
 const MAX_STEPS: u64 = 10_000;
 
 impl ProfilerConfig {
-    /// Checks ranges.
+    /// Checks ranges. Error messages do not name the key.
     ///
     /// # Errors
-    /// If a number is out of its; the message does not name the key.
+    /// If a value is out of range.
     pub(crate) fn check(&self) -> Result<(), String> {
         match *self {
             Self::Trace { steps, .. } if !(1..=MAX_STEPS).contains(&steps) => Err(format!(
@@ -45,7 +45,7 @@ impl ProfilerConfig {
     }
 }
 
-/// As it is written.
+/// The configuration's form in TOML.
 #[derive(Serialize, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case", deny_unknown_fields)]
 enum Table {

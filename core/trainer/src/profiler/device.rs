@@ -1,4 +1,4 @@
-//! When spans begin and end on the device, whose work the host only queues.
+//! The times of spans on the device, for work that the host only queues.
 
 use std::collections::{BTreeMap, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -8,11 +8,12 @@ use super::recorder::TraceSpan;
 use crate::Result;
 use fulgurite_engine::accelerator::{Accelerator, TimeStamp};
 
-/// The stream of phases and units. Others have the names of process groups.
+/// The stream of phases and units. Other streams have the names of process groups.
 pub(super) const COMPUTE: &str = "";
 
-/// Stamps spans, and knows the times of those that the device has come past. Nothing waits for the device but
-/// [`stamp`](Self::stamp), once, and [`take`](Self::take).
+/// Stamps spans on the device, and reads the times of finished spans.
+///
+/// Only the first [`stamp`](Self::stamp) and [`take`](Self::take) wait for the device.
 pub(super) struct DeviceClock {
     accelerator: Arc<dyn Accelerator>,
     state: Mutex<State>,
@@ -20,13 +21,13 @@ pub(super) struct DeviceClock {
 
 #[derive(Default)]
 struct State {
-    /// A stamp, and its time on the host's clock in microseconds.
+    /// A stamp with its time on the host's clock, in microseconds.
     known: Option<(Arc<dyn TimeStamp>, f64)>,
-    /// With their streams. In the order in which they were recorded: phases and units at their ends, collectives when
-    /// they are queued.
+    /// Spans with their streams, in the order of recording: phases and units at their ends,
+    /// collectives when queued.
     pending: VecDeque<(String, OnDevice)>,
     done: BTreeMap<String, Vec<TraceSpan>>,
-    /// Whether an error has ended all that.
+    /// Whether an error has ended the recording.
     failed: bool,
 }
 
@@ -34,7 +35,7 @@ struct State {
 pub(super) struct OnDevice {
     pub(super) kind: SpanKind,
     pub(super) name: String,
-    /// What a collective transfers.
+    /// Bytes that a collective transfers.
     pub(super) bytes: Option<u64>,
     pub(super) from: Arc<dyn TimeStamp>,
     pub(super) to: Arc<dyn TimeStamp>,
@@ -49,8 +50,9 @@ impl DeviceClock {
         self.state.lock().expect("no panic while recording")
     }
 
-    /// Stamps what is queued until now; `None` on a device that has no time of its own. The first time it waits for the
-    /// device, to find out which time on the host's clock, `now`, the stamp is.
+    /// Stamps the work queued so far; `None` on a device without timing.
+    ///
+    /// The first call waits for the device, to map its stamp to `now` on the host's clock.
     pub(super) fn stamp(&self, now: impl FnOnce() -> f64) -> Option<Arc<dyn TimeStamp>> {
         let mut state = self.state();
         if state.failed {
@@ -77,7 +79,7 @@ impl DeviceClock {
         Ok(Some(stamp))
     }
 
-    /// Whether something was stamped, and nothing has failed: then it is known what time it is there.
+    /// Returns whether the device's clock is known and nothing has failed.
     pub(super) fn is_going(&self) -> bool {
         let state = self.state();
         state.known.is_some() && !state.failed
@@ -88,22 +90,22 @@ impl DeviceClock {
         self.state().pending.push_back((stream.to_owned(), span));
     }
 
-    /// Reads the times of spans whose ends the device has come past.
+    /// Reads the times of spans that the device has finished.
     pub(super) fn read(&self) {
         self.state().read_while(|stamp| stamp.is_past());
     }
 
-    /// All spans so far, by stream, which are recorded no longer. Waits for the device, if there are any.
+    /// Takes all spans so far, by stream. Waits for the device if spans are pending.
     pub(super) fn take(&self) -> BTreeMap<String, Vec<TraceSpan>> {
         let mut state = self.state();
         state.read_while(|_| Ok(true));
         std::mem::take(&mut state.done)
     }
 
-    /// The same, without those whose ends the device has not come past.
+    /// Like [`take`](Self::take), but drops spans that the device has not finished.
     pub(super) fn take_past(&self) -> BTreeMap<String, Vec<TraceSpan>> {
         let mut state = self.state();
-        // What comes after a collective that hangs may have run.
+        // Spans recorded after a hanging collective may have finished.
         state.pending.retain(|(_, span)| span.to.is_past().unwrap_or(false));
         state.read_while(|_| Ok(true));
         std::mem::take(&mut state.done)
@@ -130,15 +132,15 @@ impl State {
         }
     }
 
-    /// Beginning and end of a span.
+    /// Returns the start and end of a span.
     fn times(&mut self, span: &OnDevice) -> Result<(f64, f64)> {
-        /// Devices measure from one stamp to another, the longer the less exactly.
+        /// Timing between two stamps becomes less exact after this interval.
         const LONG_US: f64 = 1e6;
         let Some((known, at)) = &self.known else { return Ok((0.0, 0.0)) };
         let from = at + span.from.micros_since(&**known)?;
         let to = from + span.to.micros_since(&*span.from)?;
-        // What is recorded after a phase began there: phases do not overlap, and streams of collectives follow the one
-        // that computes.
+        // Later spans start after this phase: phases do not overlap, and streams of collectives
+        // follow the compute stream.
         if span.kind == SpanKind::Phase && from - at > LONG_US {
             self.known = Some((span.from.clone(), from));
         }
@@ -161,13 +163,13 @@ mod tests {
     use candle_core::{Device, Tensor};
     use fulgurite_engine::collective::{self, Collective, ProcessGroup, ReduceOp, Solo, Timing};
 
-    /// A device whose work the test queues, and which does it when it is told or waited for.
+    /// A fake device: the test queues its work, and the work is done on request or when waited for.
     #[derive(Debug, Default)]
     struct Pretended(Arc<Mutex<Work>>);
 
     #[derive(Debug, Default)]
     struct Work {
-        /// Microseconds of work that were queued so far, and that were done.
+        /// Microseconds of queued work, and of finished work.
         queued: f64,
         done: f64,
         stamps: usize,
@@ -212,7 +214,7 @@ mod tests {
         }
     }
 
-    /// Step 1 of three is traced.
+    /// A profiler that traces step 1 of three.
     fn profiler() -> (Profiler, Arc<Mutex<Work>>) {
         let (device, profiler) = (
             Pretended::default(),
@@ -241,7 +243,7 @@ mod tests {
         profiler.end_step();
     }
 
-    /// Names, beginnings from the first one on, and lengths.
+    /// Returns names, starts relative to the first span, and lengths.
     fn spans(spans: &[TraceSpan]) -> Vec<(&str, f64, f64)> {
         let start = spans.iter().map(|span| span.from_us).fold(f64::INFINITY, f64::min);
         let round = |us: f64| us.round();
@@ -260,7 +262,7 @@ mod tests {
     ];
 
     #[test]
-    fn spans_of_traced_steps_have_the_devices_times_and_no_step_waits_for_them() {
+    fn traced_steps_get_device_times_without_waits() {
         let (profiler, work) = profiler();
         step(&profiler, &work);
         assert_eq!(work.lock().unwrap().stamps, 0, "a step that is not traced");
@@ -277,11 +279,11 @@ mod tests {
         }
         step(&profiler, &work);
         assert_eq!(counts(&work), (stamps, 1));
-        // The device has done all of the traced step, and not all of the last.
+        // The device has finished the traced step, but not the last step.
         let recorded = profiler.take();
         assert_eq!(spans(&recorded.on_device[COMPUTE]), TIMES);
         assert_eq!(work.lock().unwrap().waits, 1);
-        // On the host's clock.
+        // The times are on the host's clock.
         let host = &recorded.spans[0];
         assert!(
             (recorded.on_device[COMPUTE][0].from_us - host.from_us).abs() < 1e6,
@@ -301,7 +303,7 @@ mod tests {
     }
 
     #[test]
-    fn what_the_device_has_not_come_to_is_waited_for_at_the_end() {
+    fn unfinished_spans_are_waited_for_at_the_end() {
         let (profiler, work) = profiler();
         step(&profiler, &work);
         step(&profiler, &work);
@@ -312,7 +314,7 @@ mod tests {
     }
 
     #[test]
-    fn what_a_run_that_fails_has_left_on_the_device_is_not_waited_for() {
+    fn failed_run_does_not_wait_for_the_device() {
         let (profiler, work) = profiler();
         step(&profiler, &work);
         step(&profiler, &work);
@@ -322,7 +324,8 @@ mod tests {
         assert_eq!(work.lock().unwrap().waits, 1);
     }
 
-    /// A rank whose collectives run on a stream of the device, each for 800 us, from 100 us before what was queued ends.
+    /// A rank with collectives on a device stream. Each takes 800 us and starts 100 us before the
+    /// queued work ends.
     struct Streamed(Solo, Arc<Mutex<Work>>);
 
     impl ProcessGroup for Streamed {
@@ -369,7 +372,7 @@ mod tests {
     }
 
     #[test]
-    fn collectives_of_traced_steps_are_on_the_tracks_of_their_streams() {
+    fn traced_collectives_are_on_their_streams() {
         let (profiler, work) = profiler();
         let group = profiler.watch_group(Arc::new(Streamed(Solo::new("world", 0), work.clone())));
         let numbers = Tensor::zeros(10, candle_core::DType::F32, &Device::Cpu).unwrap();
@@ -408,7 +411,7 @@ mod tests {
     }
 
     #[test]
-    fn a_failing_device_ends_its_track_and_nothing_else() {
+    fn failing_device_ends_only_its_track() {
         let (profiler, work) = profiler();
         step(&profiler, &work);
         work.lock().unwrap().broken = true;
@@ -418,7 +421,7 @@ mod tests {
     }
 
     #[test]
-    fn the_host_has_no_such_track() {
+    fn host_gets_no_device_track() {
         let profiler = Profiler::new(ProfilerConfig::Trace { skip_steps: 0, steps: 1 });
         step(&profiler, &Mutex::default());
         let recorded = profiler.take();

@@ -1,4 +1,4 @@
-//! A process group whose collectives are recorded.
+//! A process group that records its collectives.
 
 use std::sync::Arc;
 
@@ -11,11 +11,11 @@ use fulgurite_engine::collective::{
 };
 use fulgurite_engine::execution::ContextGuard;
 
-/// Records how long calls block, and when they run on the device.
+/// Records how long calls block and when they run on the device.
 struct Recording(Profiler);
 
 impl Profiler {
-    /// The group, with its collectives recorded, and so the groups that are split from it.
+    /// Wraps the group, to record its collectives and those of groups split from it.
     pub(crate) fn watch_group(&self, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
         Arc::new(Intercepted::new(group, Recording(self.clone())))
     }
@@ -36,7 +36,7 @@ impl Recording {
         Ok(self.recorded(group, op, bytes, from, work))
     }
 
-    /// Asks for the device's times of what is started until the guard is dropped, if that is traced.
+    /// Requests device times of collectives started while the guard lives, if the step is traced.
     fn timing(
         &self,
         group: &Arc<dyn ProcessGroup>,
@@ -51,7 +51,7 @@ impl Recording {
         })
     }
 
-    /// A collective that was started from `from` to now.
+    /// Wraps the work of a collective whose call lasted from `from` to now.
     fn recorded(
         &self,
         group: &Arc<dyn ProcessGroup>,

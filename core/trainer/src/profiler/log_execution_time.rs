@@ -5,9 +5,10 @@ use std::time::Instant;
 
 use tracing::Level;
 
-/// Logs, when it is dropped, how long it has lived, in the target `fulgurite::time` at level `debug`. Looks at no
-/// clock unless that is wanted. Made by
-/// [`Fabric::log_execution_time`](crate::fabric::Fabric::log_execution_time).
+/// Logs its lifetime when dropped, in the target `fulgurite::time` at level `debug`.
+///
+/// Reads the clock only if that target is enabled.
+/// [`Fabric::log_execution_time`](crate::fabric::Fabric::log_execution_time) creates it.
 #[derive(Debug)]
 #[must_use = "the time that is logged is that until the guard is dropped"]
 pub struct LogExecutionTime {

@@ -1,4 +1,4 @@
-//! Where the time of a run goes: phases of steps, units, collectives, on every rank.
+//! Measures the time of a run on every rank: phases of steps, units, collectives.
 //!
 //! ```
 //! use fulgurite_core::config::ConfigLayers;
@@ -12,9 +12,10 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 //!
-//! Without `trainer.profiler` there is no profiler: process groups are not wrapped, and a phase is two looks at an empty option.
-//! Units are wrapped if a tool of NVIDIA watches ([`ranges`](fulgurite_engine::accelerator::ranges)), which is shown phases and
-//! units too, with a profiler and without one.
+//! Without `trainer.profiler` nothing is recorded: process groups are not wrapped, and a phase only
+//! checks two empty options. Phases and units are also shown to NVIDIA's tools
+//! ([`ranges`](fulgurite_engine::accelerator::ranges)), with or without a profiler. Units are
+//! wrapped if such a tool is attached.
 
 mod config;
 mod device;

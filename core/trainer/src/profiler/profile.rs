@@ -1,4 +1,4 @@
-//! What the ranks have recorded, put together.
+//! Merges the ranks' recordings.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -10,68 +10,68 @@ use super::{Profiler, trace};
 use crate::Result;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 
-/// What a span is of.
+/// The kind of a span.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
 pub enum SpanKind {
     /// A phase of the loop. Phases do not overlap.
     Phase,
-    /// The forward or backward of a unit, a part of the phase of that name. The backward of a unit lasts
-    /// until that of the next one begins.
+    /// The forward or backward of a unit, part of the phase of the same name. A unit's backward
+    /// lasts until the next unit's backward begins.
     Unit,
-    /// A collective: the time for which its thread was kept from other work.
+    /// A collective: the time that it blocks its thread.
     Collective,
 }
 
-/// The spans of one name, on all ranks.
+/// All spans of one name, on all ranks.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ProfiledSpan {
-    /// What it is of.
+    /// The kind of the spans.
     pub kind: SpanKind,
-    /// Its name.
+    /// The name of the spans.
     pub name: String,
-    /// How often it occurred, on the rank where it did most often.
+    /// Number of spans, on the rank with most.
     pub calls: u64,
-    /// Seconds in all: the mean over the ranks.
+    /// Total seconds: the mean over the ranks.
     pub mean_s: f64,
-    /// Seconds in all on the rank that took longest.
+    /// Total seconds on the slowest rank.
     pub max_s: f64,
-    /// The most memory that a rank's process had at the end of such a phase, in MiB; `None` for what is no
-    /// phase, and where the system does not say.
+    /// Peak memory of a rank's process at the end of the phase, in MiB.
+    ///
+    /// `None` for other kinds of spans, and if the system does not report it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub resident_mib: Option<f64>,
 }
 
-/// Where the time of a run went. Equal on all ranks.
-///
-/// Shown as text it is a table.
+/// The time of a run by span, equal on all ranks. Displayed as a table.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Profile {
-    /// Optimizer steps that were measured.
+    /// Number of optimizer steps measured.
     pub steps: u64,
-    /// Seconds from the beginning of the first phase to the end of the last, the mean over the ranks.
+    /// Seconds from the start of the first phase to the end of the last, the mean over the ranks.
     pub wall_s: f64,
-    /// The spans, by kind; those that took longest come first.
+    /// The spans, by kind; within a kind the longest first.
     pub spans: Vec<ProfiledSpan>,
 }
 
 impl Profiler {
-    /// Puts together what the ranks have recorded, and starts anew: the table and, where spans were
-    /// traced, the text of a trace file. Collective.
+    /// Merges the recordings of all ranks, and resets the profiler. Collective.
+    ///
+    /// Returns the table and, if spans were traced, the text of a trace file.
     ///
     /// # Errors
     /// If a peer fails.
     pub(crate) fn finish(&self, group: &dyn ProcessGroup) -> Result<(Profile, Option<String>)> {
         let ranks = all_gather_object(group, &self.take())?;
-        // What was recorded meanwhile is of no run.
+        // Drops the spans of this function's own collective.
         drop(self.take());
         Ok((Profile::of(&ranks), trace::text(&ranks)?))
     }
 
-    /// As [`finish`](Self::finish), of this rank alone; `None` if nothing was recorded.
+    /// Like [`finish`](Self::finish) on this rank alone; `None` if nothing was recorded.
     pub(crate) fn finish_alone(&self) -> Result<Option<(Profile, Option<String>)>> {
         let own = [self.take_past()];
         let profile = Profile::of(&own);
@@ -117,7 +117,7 @@ impl Profile {
         }
     }
 
-    /// The spans of a kind.
+    /// Returns the spans of a kind.
     pub fn of_kind(&self, kind: SpanKind) -> impl Iterator<Item = &ProfiledSpan> {
         self.spans.iter().filter(move |span| span.kind == kind)
     }

@@ -1,4 +1,4 @@
-//! What a rank records.
+//! The recording of one rank.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -13,71 +13,71 @@ use super::{ProfilerConfig, SpanKind};
 use fulgurite_engine::accelerator::ranges::{self, Range};
 use fulgurite_engine::accelerator::{Accelerator, TimeStamp};
 
-/// The profiler of this rank. Clones record into the same.
+/// The profiler of this rank. Clones share one recording.
 #[derive(Clone)]
 pub(crate) struct Profiler(Arc<Recorder>);
 
 struct Recorder {
     config: ProfilerConfig,
     start: Instant,
-    /// The start in microseconds since 1970, which makes the clocks of ranks one.
+    /// The start in microseconds since 1970, so that ranks share one clock.
     start_us: f64,
     recorded: Mutex<Recorded>,
-    /// The device's times, unless the host computes.
+    /// The device's clock, unless the host computes.
     device: OnceLock<DeviceClock>,
 }
 
-/// When a span begins or ends.
+/// The start or end of a span.
 #[derive(Clone)]
 pub(super) struct Moment {
-    /// On the host, in microseconds since 1970.
+    /// The time on the host, in microseconds since 1970.
     us: f64,
-    /// On the device, where that has a time of its own and the step is traced.
+    /// The time on the device, if it has timing and the step is traced.
     on_device: Option<Arc<dyn TimeStamp>>,
 }
 
-/// Time of spans of one name.
+/// Total time of all spans of one name.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 pub(super) struct Total {
     pub(super) calls: u64,
     pub(super) secs: f64,
-    /// The most memory that the process had when such a phase ended, in MiB; 0 if it is unknown.
+    /// Peak memory of the process at the ends of such phases, in MiB; 0 if unknown.
     #[serde(default)]
     pub(super) resident_mib: f64,
 }
 
-/// All that a rank has recorded.
+/// All data recorded on a rank.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 pub(super) struct Recorded {
-    /// Optimizer steps that are done.
+    /// Number of finished optimizer steps.
     pub(super) steps: u64,
-    /// Beginning and end of all phases, in microseconds since 1970.
+    /// Start of the first phase and end of the last, in microseconds since 1970.
     pub(super) from_us: Option<f64>,
     pub(super) to_us: f64,
     pub(super) totals: BTreeMap<SpanKind, BTreeMap<String, Total>>,
-    /// The spans of the steps that are traced.
+    /// The spans of traced steps.
     pub(super) spans: Vec<TraceSpan>,
-    /// The same on the device, where that has a time of its own, by stream: what computes is on [`COMPUTE`].
+    /// The device's spans of traced steps, by stream. Compute is on [`COMPUTE`].
     pub(super) on_device: BTreeMap<String, Vec<TraceSpan>>,
-    /// The names of the threads that have recorded, by number.
+    /// The names of the threads that have recorded, by index.
     pub(super) threads: Vec<String>,
-    /// Phases that are under way: those within another one are a part of it.
+    /// Number of open phases. Only the outermost phase is recorded.
     open_phases: u64,
-    /// The unit whose backward is under way, and since when.
+    /// The unit whose backward is running, and its start.
     #[serde(skip)]
     backward_of: Option<(String, Moment)>,
 }
 
-/// A span with its beginning and end.
+/// A span with its start and end.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct TraceSpan {
     pub(super) kind: SpanKind,
     pub(super) name: String,
-    /// The thread, by number; `None` for a collective that overlaps with what threads do, and on the device.
+    /// The thread's index; `None` on the device, and for the whole time of a collective.
     pub(super) thread: Option<usize>,
     pub(super) from_us: f64,
     pub(super) to_us: f64,
-    /// What a collective transfers.
+    /// Bytes that a collective transfers.
     pub(super) bytes: Option<u64>,
 }
 
@@ -99,17 +99,17 @@ impl Profiler {
         }))
     }
 
-    /// Has a trace also have the times of the device that this rank computes on.
+    /// Adds the device's times to traces.
     pub(crate) fn set_accelerator(&self, accelerator: Arc<dyn Accelerator>) {
         self.0.device.get_or_init(|| DeviceClock::new(accelerator));
     }
 
-    /// Microseconds since 1970, by a clock that never goes back.
+    /// Returns microseconds since 1970, by a monotonic clock.
     pub(super) fn now(&self) -> f64 {
         self.0.start_us + self.0.start.elapsed().as_secs_f64() * 1e6
     }
 
-    /// This moment of the thread that computes.
+    /// Returns the present moment of the compute thread.
     pub(super) fn moment(&self) -> Moment {
         let device = self.0.device.get().filter(|_| self.traces(&self.recorded()));
         let on_device = device.and_then(|device| device.stamp(|| self.now()));
@@ -120,12 +120,13 @@ impl Profiler {
         self.0.recorded.lock().expect("no panic while recording")
     }
 
-    /// What was recorded so far, which is recorded no longer. Waits for the device, if that has times.
+    /// Takes the recording so far. Waits for the device if it has timing.
     pub(super) fn take(&self) -> Recorded {
         self.take_with(DeviceClock::take)
     }
 
-    /// The same, without what the device has not come to: it may never do.
+    /// Like [`take`](Self::take), but does not wait: spans that the device has not reached are
+    /// dropped (it may hang).
     pub(super) fn take_past(&self) -> Recorded {
         self.take_with(DeviceClock::take_past)
     }
@@ -138,7 +139,7 @@ impl Profiler {
         Recorded { on_device, ..std::mem::take(&mut *self.recorded()) }
     }
 
-    /// Begins a phase, and says when.
+    /// Begins a phase, and returns its start.
     fn begin_phase(&self) -> Moment {
         let from = self.moment();
         let mut recorded = self.recorded();
@@ -167,7 +168,7 @@ impl Profiler {
         }
     }
 
-    /// To be called after each optimizer step.
+    /// Counts an optimizer step. Called after each.
     pub(crate) fn end_step(&self) {
         self.recorded().steps += 1;
         if let Some(device) = self.0.device.get() {
@@ -204,7 +205,7 @@ impl Profiler {
         total.secs += (to_us - from_us) * 1e-6;
     }
 
-    /// Whether spans of the present step are traced.
+    /// Returns whether the present step is traced.
     fn traces(&self, recorded: &Recorded) -> bool {
         match self.0.config {
             ProfilerConfig::Simple => false,
@@ -215,8 +216,10 @@ impl Profiler {
         }
     }
 
-    /// Records a collective that was started from `started.0` to `started.1` on this thread and waited
-    /// for from `waited_from` to now.
+    /// Records a collective.
+    ///
+    /// This thread started it from `started.0` to `started.1`, and waited for it from `waited_from`
+    /// to now.
     pub(super) fn collective(
         &self,
         (op, group): (&'static str, &str),
@@ -248,7 +251,7 @@ impl Profiler {
         total.secs += blocked_us * 1e-6;
     }
 
-    /// Whether the times of collectives on the device are wanted.
+    /// Returns whether the device times of collectives are recorded.
     pub(super) fn times_the_device(&self) -> bool {
         self.0.device.get().is_some_and(DeviceClock::is_going) && self.traces(&self.recorded())
     }
@@ -268,7 +271,7 @@ impl Profiler {
         }
     }
 
-    /// Says that the backward of a unit begins, which ends that of the one before it; `None` ends it.
+    /// Begins the backward of a unit, which ends the previous unit's. `None` only ends it.
     pub(super) fn begin_backward(&self, unit: Option<&str>) {
         if unit.is_none() && self.recorded().backward_of.is_none() {
             return;
@@ -283,7 +286,7 @@ impl Profiler {
 }
 
 impl Recorded {
-    /// The number of this thread.
+    /// Returns the index of this thread.
     fn thread(&mut self) -> usize {
         let thread = std::thread::current();
         let name = thread.name().unwrap_or("unnamed");
@@ -297,8 +300,7 @@ impl Recorded {
     }
 }
 
-/// A phase under way, which ends when this is dropped: made by
-/// [`Fabric::phase`](crate::fabric::Fabric::phase).
+/// A running phase, which ends on drop. [`Fabric::phase`](crate::fabric::Fabric::phase) creates it.
 #[must_use = "a phase ends when its guard is dropped"]
 pub struct Phase {
     name: &'static str,
@@ -307,7 +309,7 @@ pub struct Phase {
 }
 
 impl Phase {
-    /// Begins a phase for a profiler and for a tool that watches; `None` without any.
+    /// Begins a phase for a profiler and for an attached tool; `None` without either.
     pub(crate) fn begin(profiler: Option<&Profiler>, name: &'static str) -> Option<Self> {
         let range = ranges::begin(name);
         let recorded = profiler.map(|profiler| (profiler.clone(), profiler.begin_phase()));
@@ -324,7 +326,7 @@ impl Drop for Phase {
     }
 }
 
-/// The memory of this process in MiB (`VmRSS`); 0 where the system does not report it.
+/// Returns the memory of this process in MiB (`VmRSS`); 0 if the system does not report it.
 fn resident_mib() -> f64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let kib = status
@@ -340,7 +342,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_phase_within_another_is_a_part_of_it() {
+    fn nested_phase_belongs_to_the_outer() {
         let profiler = Profiler::new(ProfilerConfig::Simple);
         {
             let _outer = profiler.phase("validation");
@@ -354,7 +356,7 @@ mod tests {
     }
 
     #[test]
-    fn the_backward_of_a_unit_lasts_until_that_of_the_next() {
+    fn unit_backward_lasts_until_the_next() {
         let profiler = Profiler::new(ProfilerConfig::Trace { skip_steps: 1, steps: 1 });
         for _ in 0..3 {
             let _backward = profiler.phase("backward");
@@ -367,7 +369,7 @@ mod tests {
         let calls = |kind, name: &str| recorded.totals[&kind][name].calls;
         assert_eq!(calls(SpanKind::Unit, "backward a"), 3);
         assert_eq!(calls(SpanKind::Phase, "backward"), 3);
-        // The second step alone is traced, and its spans are one within the other.
+        // Only the second step is traced, and its spans nest.
         let [b, a, phase] = &recorded.spans[..] else { panic!("{:?}", recorded.spans) };
         assert_eq!((b.name.as_str(), a.name.as_str()), ("backward b", "backward a"));
         assert!(phase.from_us <= b.from_us && b.to_us <= a.from_us && a.to_us <= phase.to_us);

@@ -1,4 +1,4 @@
-//! A trace in the format of Chrome, which Perfetto opens too: a process for each rank.
+//! A trace in Chrome's format, which Perfetto also opens: one process per rank.
 
 use serde_json::{Value, json};
 
@@ -7,16 +7,16 @@ use super::device::COMPUTE;
 use super::recorder::{Recorded, TraceSpan};
 use crate::{Error, Result};
 
-/// The trace of these ranks; `None` if nothing was traced.
+/// Returns the trace of these ranks; `None` if nothing was traced.
 pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
     let all =
         || ranks.iter().flat_map(|rank| rank.spans.iter().chain(rank.on_device.values().flatten()));
     if all().next().is_none() {
         return Ok(None);
     }
-    // Viewers count from the first event on.
+    // Times are relative to the first event.
     let start = all().map(|span| span.from_us).fold(f64::INFINITY, f64::min);
-    // To the nanosecond.
+    // Rounded to the nanosecond.
     let at = |us: f64| ((us - start) * 1e3).round() / 1e3;
     let mut events = Vec::new();
     let mut collectives = 0;
@@ -45,7 +45,7 @@ pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
             event["dur"] = json!(at(span.to_us) - at(span.from_us));
             event
         };
-        // One thing at a time runs on a stream.
+        // A stream runs one operation at a time.
         for (stream, (name, spans)) in recorded.on_device.iter().enumerate() {
             let track = recorded.threads.len() + stream;
             let name = match name.as_str() {
@@ -59,7 +59,7 @@ pub(super) fn text(ranks: &[Recorded]) -> Result<Option<String>> {
             if let Some(thread) = span.thread {
                 events.push(whole(span, thread));
             } else {
-                // Several go on at a time, on a track of their own.
+                // Collectives may overlap: asynchronous events, on their own track.
                 collectives += 1;
                 let mut event = event(span, 0);
                 event["ph"] = json!("b");

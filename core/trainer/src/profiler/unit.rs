@@ -1,4 +1,4 @@
-//! Units whose forward and backward are recorded, and shown by NVIDIA's tools.
+//! Units that record their forward and backward, and show them to NVIDIA's tools.
 
 use std::cell::RefCell;
 use std::sync::{Arc, Mutex};
@@ -11,29 +11,31 @@ use crate::Result;
 use fulgurite_engine::accelerator::ranges::{self, Range};
 use fulgurite_engine::module::{UnitHandle, UnitHooks};
 
-/// Hooks around those of the strategy.
+/// Hooks that wrap the strategy's hooks.
 struct ProfiledUnit {
     inner: Option<Arc<dyn UnitHooks>>,
     profiler: Option<Profiler>,
     name: String,
-    /// When the forwards under way began: a unit may call itself.
+    /// Starts of the running forwards, a stack because a unit may call itself.
     begun: Mutex<Vec<Moment>>,
 }
 
 thread_local! {
-    /// The ranges of the forwards under way.
+    /// The ranges of the running forwards.
     static FORWARD: RefCell<Vec<Option<Range>>> = const { RefCell::new(Vec::new()) };
-    /// That of the backward of a unit, which ends when that of the next one begins, or with its phase.
+    /// The range of the running unit backward. The next unit's backward or the end of the phase
+    /// ends it.
     static BACKWARD: RefCell<Option<Range>> = const { RefCell::new(None) };
 }
 
-/// Ends the range of a unit's backward, if one is under way.
+/// Ends the range of a unit's backward, if one is open.
 pub(super) fn end_backward_range() {
     BACKWARD.with_borrow_mut(|range| *range = None);
 }
 
-/// Records the forward and backward of these units from now on, for a profiler and for a tool that watches. Called when the
-/// strategy has set its hooks.
+/// Records the forward and backward of these units, for a profiler and for an attached tool.
+///
+/// Called after the strategy has set its hooks.
 pub(crate) fn watch_units(profiler: Option<&Profiler>, units: &[UnitHandle]) {
     if profiler.is_none() && !ranges::is_watched() {
         return;

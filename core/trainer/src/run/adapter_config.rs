@@ -10,49 +10,50 @@ use fulgurite_config::ConfigType;
 use fulgurite_engine::module::{AdapterBias, Adapters};
 
 fulgurite_config::config_struct! {
-    /// Low-rank adapters (LoRA) that are trained while the model is frozen: the table `[trainer.adapters]`.
-    /// Layers are chosen by patterns: `q_proj` is every layer of that name,
-    /// `mlp` those in an `mlp`, `layers.3.self_attn.q_proj` that of one layer.
+    /// Low-rank adapters (LoRA) that are trained while the model is frozen: the table
+    /// `[trainer.adapters]`. Layers are chosen by patterns: `q_proj` is every layer of that name,
+    /// `mlp` every layer in an `mlp`, `layers.3.self_attn.q_proj` that one layer.
     #[derive(Debug, Clone, PartialEq)]
     pub struct AdapterConfig {
-        /// The layers that get an adapter, such as `["q_proj", "v_proj"]`: linear layers and embeddings.
+        /// The layers that get an adapter, such as `["q_proj", "v_proj"]`: linear layers and
+        /// embeddings.
         pub targets: Vec<String> = Vec::new(),
-        /// The inner dimension of each adapter (PEFT's `r`); 8 if it is left out.
+        /// The inner dimension of each adapter (PEFT's `r`); by default 8.
         pub rank: Option<usize> = None,
-        /// The factor of the adapters' output, times the rank (PEFT's `lora_alpha`); by default the rank, for
-        /// a factor of 1.
+        /// The factor of the adapters' output, times the rank (PEFT's `lora_alpha`); by default the
+        /// rank, for a factor of 1.
         pub alpha: Option<f64> = None,
-        /// The probability with which elements of the adapters' input are zeroed in training; 0 if it is left
-        /// out.
+        /// The probability of zeroing an element of the adapters' input in training; by default 0.
         pub dropout: Option<f64> = None,
-        /// Whether `alpha` is divided by the root of the rank, not by the rank (PEFT's `use_rslora`).
+        /// Whether `alpha` is divided by the root of the rank, instead of the rank (PEFT's
+        /// `use_rslora`).
         pub rslora: bool = false,
-        /// Whether the norms of the weights' rows are trained apart from their directions (DoRA, PEFT's
-        /// `use_dora`): in linear layers.
+        /// Whether the norms of the weights' rows are trained separately from their directions
+        /// (DoRA, PEFT's `use_dora`). Only for linear layers.
         pub dora: bool = false,
-        /// Layers that get none all the same.
+        /// Layers without an adapter, even if `targets` matches them.
         pub exclude: Vec<String> = Vec::new(),
         /// Modules that are trained whole beside the adapters, such as `["lm_head"]`.
         pub modules_to_save: Vec<String> = Vec::new(),
-        /// Which biases are trained beside them: `"none"`, `"all"`, or `"lora_only"`, those of layers with an
-        /// adapter.
+        /// The biases that are trained beside the adapters: `"none"`, `"all"`, or `"lora_only"`,
+        /// the biases of layers with an adapter.
         pub bias: BiasMode = BiasMode::None,
-        /// The directory of an adapter in PEFT's format to start from. What it is follows from its
-        /// `adapter_config.json`, so that all other keys are left out.
+        /// The directory of an adapter in PEFT's format to start from. Its `adapter_config.json`
+        /// determines the adapter, so all other keys must be left out.
         pub from: Option<PathBuf> = None,
     }
 }
 
-/// Which biases are trained beside adapters: `trainer.adapters.bias`.
+/// The biases that are trained beside adapters: `trainer.adapters.bias`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum BiasMode {
-    /// None.
+    /// No biases.
     #[default]
     None,
-    /// All.
+    /// All biases.
     All,
-    /// Those of layers with an adapter.
+    /// The biases of layers with an adapter.
     LoraOnly,
 }
 
@@ -69,11 +70,10 @@ impl ConfigType for AdapterConfig {
 }
 
 impl AdapterConfig {
-    /// The adapters that a model is built with.
+    /// Returns the adapters to build a model with.
     ///
     /// # Errors
-    /// [`Error::Config`] for a number that no adapter can have, and if there is no adapter where it is to start
-    /// from.
+    /// [`Error::Config`] if a value is out of range, or `from` holds no adapter.
     pub fn adapters(&self) -> Result<Adapters> {
         let adapters = match &self.from {
             None => {

@@ -1,4 +1,4 @@
-//! The configuration that all ranks must have alike.
+//! The configuration that must be equal on all ranks.
 
 use toml::{Table, Value};
 
@@ -9,8 +9,10 @@ use fulgurite_config::registry::{self, PluginDescriptor, kind};
 use fulgurite_config::{PluginValue, to_table};
 use fulgurite_engine::collective::Agreement;
 
-/// The keys of a run's configuration that may differ between ranks: they belong to a host, or rank 0 alone
-/// uses them. The book lists them on the page "What is checked, and what is not".
+/// The configuration keys that may differ between ranks.
+///
+/// They belong to a host, or only rank 0 uses them. The book lists them on the page "What is
+/// checked, and what is not".
 pub(crate) const HOST_KEYS: [&str; 16] = [
     "trainer.accelerator",
     "trainer.default_root_dir",
@@ -33,7 +35,7 @@ pub(crate) const HOST_KEYS: [&str; 16] = [
 const ADVICE: &str = "Start all ranks with the same configuration and the same program; keys that may differ between \
      hosts are in the book, under \"What is checked, and what is not\"";
 
-/// Plugins whose options are compared with their defaults filled in, by key and kind.
+/// Plugins whose options are compared with defaults filled in, by key and kind.
 const PLUGINS: [(&str, &str); 8] = [
     ("optimizer", kind::OPTIMIZER),
     ("scheduler", kind::SCHEDULER),
@@ -46,14 +48,15 @@ const PLUGINS: [(&str, &str); 8] = [
 ];
 
 impl RunConfig<Table, Table> {
-    /// What all ranks must have alike of this configuration and of the program that reads it.
+    /// Returns the part of this configuration and program that must be equal on all ranks.
+    ///
     /// `data_keys` are the keys of `[data]` that may differ.
     ///
     /// # Errors
-    /// If TOML cannot hold a number of it.
+    /// If TOML cannot hold one of the numbers.
     pub(crate) fn agreement(&self, data_keys: &[&str]) -> Result<Agreement> {
         let mut agreement = Agreement::on("the configuration", ADVICE);
-        // TOML holds no seed above `i64::MAX`, which a program may give by code.
+        // TOML holds integers up to `i64::MAX`, but a program may set a larger seed in code.
         agreement.insert("`seed`", self.seed);
         let mut table = Value::Table(to_table(&Self { seed: 0, ..self.clone() })?);
         table.as_table_mut().and_then(|table| table.remove("seed"));
@@ -86,7 +89,8 @@ impl RunConfig<Table, Table> {
 }
 
 impl TrainerConfig {
-    /// What all ranks must have alike to connect: the process group with its options.
+    /// Returns the part that must be equal on all ranks to connect: the process group with its
+    /// options.
     ///
     /// # Errors
     /// As [`RunConfig::agreement`].
@@ -102,7 +106,8 @@ impl TrainerConfig {
     }
 }
 
-/// The values that choose plugins at a key: itself, or the elements of its list, each with its path.
+/// Returns the plugin values at a key: the value itself, or the elements of its list, each with its
+/// path.
 fn plugins_at<'a>(table: &'a mut Value, key: &str) -> Vec<(String, &'a mut Value)> {
     let found = key.split('.').try_fold(table, |table, segment| table.get_mut(segment));
     match found {
@@ -115,14 +120,14 @@ fn plugins_at<'a>(table: &'a mut Value, key: &str) -> Vec<(String, &'a mut Value
     }
 }
 
-/// A plugin's `type` with all of its options, whether they were written or are defaults.
+/// Returns a plugin's `type` with all of its options, written or default.
 fn resolved(plugin: &PluginValue, kind: &str, path: &str) -> Value {
     let all = kind_descriptor(kind).and_then(|kind| (kind.options)(plugin, path).ok());
     let options = all.unwrap_or_else(|| plugin.options.clone());
     PluginValue { name: plugin.name.clone(), options }.to_table().into()
 }
 
-/// Whether a flattened key is `parent`, or of a table or list under it.
+/// Returns whether a flattened key is `parent`, or lies in a table or list under it.
 fn is_within(key: &str, parent: &str) -> bool {
     let key: String = key
         .split('.')
@@ -132,7 +137,7 @@ fn is_within(key: &str, parent: &str) -> bool {
     key.strip_prefix(parent).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
-/// The values in a table by dotted path: `trainer.callbacks[0].patience`.
+/// Flattens a table to values by dotted path, such as `trainer.callbacks[0].patience`.
 fn flattened(value: &Value) -> Vec<(String, String)> {
     fn add(path: String, value: &Value, all: &mut Vec<(String, String)>) {
         match value {
@@ -170,7 +175,7 @@ mod tests {
     }
 
     #[test]
-    fn a_key_covers_what_is_under_it() {
+    fn a_key_covers_nested_keys() {
         assert!(is_within("data.mixture[1].path", "data.mixture.path"));
         assert!(is_within("data.path[2]", "data.path"));
         assert!(is_within("trainer.loggers[0].type", "trainer.loggers"));

@@ -14,48 +14,48 @@ use fulgurite_config::{ConfigType, PluginValue};
 use fulgurite_engine::module::check_pattern;
 
 fulgurite_config::config_struct! {
-    /// When and where checkpoints are saved, and which are kept: the table `[checkpoint]`.
+    /// When and where checkpoints are saved, and how many are kept: the table `[checkpoint]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct CheckpointConfig {
-        /// The interval of checkpoints, in optimizer steps; without it none is saved before the
-        /// end.
+        /// The interval of checkpoints, in optimizer steps. Without this key checkpoints are saved
+        /// at the end, and after each validation if `save_top_k` and `monitor` are set.
         pub every_n_steps: Option<u64> = None,
         /// The directory of checkpoints; by default `checkpoints` in the run's directory.
         pub dir: Option<PathBuf> = None,
         /// Whether a checkpoint is saved when training ends, also by Ctrl-C. After SIGTERM or
-        /// SIGUSR1 one is always saved.
+        /// SIGUSR1 a checkpoint is always saved.
         pub save_last: bool = true,
-        /// Whether checkpoints are saved in the background, during training; distributed ones only.
-        /// Takes additional memory of the size of this rank's parts of the model and the
-        /// optimizer's state.
+        /// Whether checkpoints are saved in the background, during training; distributed
+        /// checkpoints only. This takes additional memory: the size of this rank's shards of the
+        /// model and the optimizer's state.
         pub async_save: bool = false,
-        /// How many of the newest checkpoints are kept. Without this key and `save_top_k`, all are.
+        /// Number of the newest checkpoints that are kept. Without this key and `save_top_k`, all
+        /// are kept.
         pub keep_last: Option<u64> = None,
-        /// How many checkpoints are kept because they are the best by `monitor`: `-1` is all, `0`
-        /// none. The newest is always kept, and the one that the run resumed from.
+        /// Number of checkpoints that are kept as the best by `monitor`: `-1` is all, `0` none. The
+        /// newest checkpoint and the one that the run resumed from are always kept.
         pub save_top_k: Option<i64> = None,
-        /// The metric that says which checkpoints are best, such as `"val_loss"`.
+        /// The metric that ranks checkpoints, such as `"val_loss"`.
         pub monitor: Option<String> = None,
         /// Whether a smaller or a larger value of `monitor` is better.
         pub mode: MonitorMode = MonitorMode::Min,
-        /// Whether only the weights of `trainer.ckpt_path` are loaded, and training starts at step 0.
-        /// Then any format of weights will do, such as a Hugging Face directory.
+        /// Whether to load only the weights of `trainer.ckpt_path`, and start training at step 0.
+        /// Any format of weights is accepted then, such as a Hugging Face directory.
         pub weights_only: bool = false,
-        /// Which of the weights that a run starts from are loaded, and under which names: see
-        /// `[checkpoint.load]` below.
+        /// Selects and renames the weights that a run starts from: see `[checkpoint.load]` below.
         pub load: LoadConfig = LoadConfig::default(),
-        /// Whether a run may go on from a checkpoint that was trained on other data. The position in the
-        /// data is then one in the new data.
+        /// Whether a run may resume from a checkpoint that was trained on other data. Its position
+        /// then counts in the new data.
         pub allow_other_data: bool = false,
-        /// Whether a run that starts anew may save to a `dir` with checkpoints of another run. Those of the
-        /// same step are replaced; the others stay.
+        /// Whether a new run may save to a `dir` that has checkpoints of another run. Checkpoints
+        /// of the same step are replaced; the others stay.
         pub overwrite: bool = false,
         /// The plugin that writes and reads checkpoints.
         pub io: PluginValue = PluginValue::new("local"),
     }
 }
 
-/// Whether a metric is better if it is smaller or larger: `checkpoint.mode`.
+/// Whether smaller or larger values of a metric are better: `checkpoint.mode`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MonitorMode {
@@ -79,26 +79,26 @@ impl ConfigType for LoadConfig {
 }
 
 fulgurite_config::config_struct! {
-    /// Which weights of others a run starts from: the table `[checkpoint.load]`. It is for weights that the
-    /// model is filled with and nothing else: those of `trainer.ckpt_path` with `checkpoint.weights_only`, those
-    /// that the module names as pretrained, and weights without a training state that are evaluated. A run that
-    /// goes on loads all of its checkpoint.
+    /// Selects the weights that a run starts from: the table `[checkpoint.load]`. It applies to
+    /// `trainer.ckpt_path` with `checkpoint.weights_only`, to the module's pretrained weights, and
+    /// to evaluated weights without a training state. A resumed run loads its whole checkpoint.
     #[derive(Debug, Clone, PartialEq)]
     pub struct LoadConfig {
-        /// Whether weights that do not fit the model are an error. Otherwise what fits is loaded, the other
-        /// parameters keep their initial values, and a warning lists them.
+        /// Whether weights that do not fit the model are an error. Otherwise fitting weights are
+        /// loaded, the other parameters keep their initial values, and a warning lists them.
         pub strict: bool = true,
         /// Patterns of the parameters that are loaded, by their names in the model; empty for all.
         pub include: Vec<String> = Vec::new(),
-        /// Patterns of the parameters that are not loaded and keep their initial values, and of tensors that are
-        /// not missed.
+        /// Patterns of the parameters that are not loaded and keep their initial values, and of
+        /// tensors that may be missing.
         pub exclude: Vec<String> = Vec::new(),
-        /// Whether rank 0 alone reads the weights, and sends them to the others tensor by tensor: for weights on
-        /// a disk that the other hosts do not have. Where all ranks can read, they are faster without.
+        /// Whether only rank 0 reads the weights, and sends them to the other ranks by tensor: for
+        /// weights on a disk that other hosts lack. If all ranks can read the weights, loading is
+        /// faster without this key.
         pub broadcast_from_rank0: bool = false,
-        /// New names of tensors: a list of `{ from = "pattern", to = "name" }`, of which the first
-        /// that matches counts. `to` replaces the segments that `from` names, `*` in it stands for
-        /// what that in `from` is, and an empty `to` takes them away.
+        /// New names of tensors: a list of `{ from = "pattern", to = "name" }`. The first matching
+        /// rule counts. `to` replaces the segments that `from` matches, a `*` in `to` stands for
+        /// the text matched by the `*` in `from`, and an empty `to` removes the segments.
         pub rename: Vec<RenameRule> = Vec::new(),
     }
 }
@@ -109,7 +109,7 @@ fulgurite_config::config_struct! {
 pub struct RenameRule {
     /// A pattern of tensors, or modules, in the checkpoint.
     pub from: String,
-    /// What they are called in the model.
+    /// The new name in the model.
     pub to: String,
 }
 
@@ -120,7 +120,7 @@ impl ConfigType for RenameRule {
 }
 
 impl LoadConfig {
-    /// The options of loading that it stands for.
+    /// Returns the options of loading.
     pub fn options(&self) -> LoadOptions {
         let rename = self.rename.iter().map(|rule| (rule.from.clone(), rule.to.clone())).collect();
         let chooses = !self.include.is_empty() || !self.exclude.is_empty();
@@ -138,7 +138,7 @@ impl LoadConfig {
         }
     }
 
-    /// Checks the patterns themselves.
+    /// Checks the patterns.
     pub(crate) fn validate(&self) -> Result<()> {
         let froms = self.rename.iter().map(|rule| &rule.from);
         let keys = [("include", &self.include), ("exclude", &self.exclude)];
@@ -168,14 +168,14 @@ impl CheckpointConfig {
     /// Opens `dir` with the configured `io`.
     ///
     /// # Errors
-    /// If that plugin is not linked or its options are wrong.
+    /// If the plugin is not linked or its options are wrong.
     pub fn open(&self, dir: &Path) -> Result<Arc<dyn CheckpointIO>> {
         self.io
             .build::<Box<dyn CheckpointIOConfig>>(kind::CHECKPOINT_IO, "checkpoint.io")?
             .build(dir)
     }
 
-    /// Whether a run with this configuration saves anything of itself.
+    /// Returns whether a run with this configuration saves checkpoints by itself.
     pub(crate) fn will_save(&self) -> bool {
         self.save_last || self.every_n_steps.is_some() || self.save_top_k.is_some()
     }
@@ -183,7 +183,7 @@ impl CheckpointConfig {
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the key.
+    /// [`Error::Config`] that names the key.
     pub fn validate(&self) -> Result<()> {
         let wrong = |key: &str, message: String| {
             Err(Error::Config(format!("`checkpoint.{key}`: {message}")))

@@ -8,32 +8,32 @@ use fulgurite_engine::module::Quantization;
 use fulgurite_engine::quantization::WeightFormat;
 
 fulgurite_config::config_struct! {
-    /// Frozen weights of linear layers that are held in fewer bits, beside which adapters are trained (QLoRA): the
-    /// table `[trainer.quantization]`. Weights that are trained, embeddings and shared weights are never quantised.
-    /// Layers are chosen by patterns.
+    /// Frozen weights of linear layers in fewer bits, beside which adapters are trained (QLoRA):
+    /// the table `[trainer.quantization]`. Trained weights, embeddings and shared weights are never
+    /// quantised. Layers are chosen by patterns.
     #[derive(Debug, Clone, PartialEq)]
     pub struct QuantizationConfig {
-        /// `"nf4"`: four bits, with double quantisation, as QLoRA and bitsandbytes do it. `"int8"`: eight bits,
-        /// relative to the largest of the row.
+        /// `"nf4"`: four bits, with double quantisation, as in QLoRA and bitsandbytes. `"int8"`:
+        /// eight bits, relative to the largest value of the row.
         pub format: FormatName = FormatName::Nf4,
-        /// Elements that share a scale in `"nf4"`, an even number that divides the inputs of every layer; 64 if it
-        /// is left out.
+        /// Number of elements that share a scale in `"nf4"`; by default 64. Must be even and divide
+        /// the inputs of every layer.
         pub block_size: Option<usize> = None,
-        /// The layers that are quantised, such as `["*_proj"]`: without it every linear layer.
+        /// The layers that are quantised, such as `["*_proj"]`; by default every linear layer.
         pub targets: Vec<String> = Vec::new(),
-        /// Layers that are not quantised all the same.
+        /// Layers that are not quantised, even if `targets` matches them.
         pub exclude: Vec<String> = vec!["lm_head".to_owned()],
     }
 }
 
-/// How weights are held: `trainer.quantization.format`.
+/// The format of quantised weights: `trainer.quantization.format`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FormatName {
-    /// In four bits.
+    /// Four bits.
     #[default]
     Nf4,
-    /// In eight bits.
+    /// Eight bits.
     Int8,
 }
 
@@ -50,10 +50,10 @@ impl ConfigType for QuantizationConfig {
 }
 
 impl QuantizationConfig {
-    /// What a model is built with.
+    /// Returns the quantisation to build a model with.
     ///
     /// # Errors
-    /// [`Error::Config`], naming the key, for a block size that cannot be and an empty pattern.
+    /// [`Error::Config`] that names the key, for a wrong block size or an empty pattern.
     pub fn quantization(&self) -> Result<Quantization> {
         let format = match (self.format, self.block_size) {
             (FormatName::Nf4, block_size) => {

@@ -51,12 +51,13 @@ fn default_scheduler() -> PluginValue {
 }
 
 impl<M, D> RunConfig<M, D> {
-    /// Reads and checks a run. Tables that no layer has are empty, which a model or data type
-    /// accepts if all its keys have defaults.
+    /// Reads and checks a run. Tables that no layer has are empty.
+    ///
+    /// An empty table is accepted if all keys of the model or data type have defaults.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) naming the key, and the file or override that it is
-    /// from.
+    /// [`Error::Config`](crate::Error::Config) that names the key, and the file or override that
+    /// set it.
     pub fn from_layers(layers: ConfigLayers) -> Result<Self>
     where
         M: DeserializeOwned + 'static,
@@ -74,13 +75,13 @@ impl<M, D> RunConfig<M, D> {
         Ok(run)
     }
 
-    /// The run with other `[model]` and `[data]` tables.
+    /// Returns the run with other `[model]` and `[data]` tables.
     pub(crate) fn with<N, E>(self, model: N, data: E) -> RunConfig<N, E> {
         let Self { seed, optimizer, scheduler, trainer, checkpoint, .. } = self;
         RunConfig { seed, model, data, optimizer, scheduler, trainer, checkpoint }
     }
 
-    /// The run with the tables `[model]` and `[data]` left empty.
+    /// Returns the run with empty `[model]` and `[data]` tables.
     pub(crate) fn untyped(&self) -> RunConfig<Table, Table> {
         RunConfig {
             seed: self.seed,
@@ -93,10 +94,10 @@ impl<M, D> RunConfig<M, D> {
         }
     }
 
-    /// The run with the tables `[model]` and `[data]` as TOML.
+    /// Returns the run with the tables `[model]` and `[data]` as TOML.
     ///
     /// # Errors
-    /// If TOML cannot hold a number of it.
+    /// If TOML cannot hold one of the numbers.
     pub(crate) fn tables(&self) -> Result<RunConfig<Table, Table>>
     where
         M: Serialize,
@@ -105,7 +106,7 @@ impl<M, D> RunConfig<M, D> {
         Ok(self.untyped().with(to_table(&self.model)?, to_table(&self.data)?))
     }
 
-    /// The run after `trainer.fast_dev_run` and `trainer.overfit_batches`.
+    /// Applies `trainer.fast_dev_run` and `trainer.overfit_batches`.
     pub(crate) fn effective(&self) -> Self
     where
         Self: Clone,
@@ -118,10 +119,10 @@ impl<M, D> RunConfig<M, D> {
         run
     }
 
-    /// The run as TOML.
+    /// Returns the run as TOML.
     ///
     /// # Errors
-    /// If TOML cannot hold a number of it.
+    /// If TOML cannot hold one of the numbers.
     pub fn to_table(&self) -> Result<Table>
     where
         M: Serialize,
@@ -133,14 +134,15 @@ impl<M, D> RunConfig<M, D> {
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
-    /// [`Error::Config`](crate::Error::Config) naming the key.
+    /// [`Error::Config`](crate::Error::Config) that names the key.
     pub fn validate(&self) -> Result<()> {
         self.trainer.validate()?;
         self.checkpoint.validate()
     }
 
-    /// Checks that everything chosen by name is linked into the program and takes its options,
-    /// before any process is started or any tensor made.
+    /// Checks that all plugins are linked into the program and accept their options.
+    ///
+    /// Called before any process is started or any tensor made.
     ///
     /// # Errors
     /// [`Error::UnknownPlugin`](crate::Error::UnknownPlugin),
@@ -177,7 +179,8 @@ fulgurite_config::register_table!("trainer.quantization", QuantizationConfig::ke
 fulgurite_config::register_table!("checkpoint", CheckpointConfig::keys);
 fulgurite_config::register_table!("checkpoint.load", LoadConfig::keys);
 
-/// The sections of the [reference](fulgurite_config::reference) for the tables of this module.
+/// Returns the sections of the [reference](fulgurite_config::reference) for the tables of this
+/// module.
 ///
 /// # Errors
 /// As [`Section::new`].
@@ -192,7 +195,7 @@ pub fn reference_sections() -> Result<Vec<Section>> {
     ])
 }
 
-/// The reference's rows for the top level; the macro that writes the others does not support
+/// The reference's rows for the top level. The macro that writes the other rows does not support
 /// generics.
 fn top_level() -> Vec<KeyDoc> {
     let key = |name: &'static str, ty, doc| KeyDoc { name: name.into(), ty, doc };

@@ -21,11 +21,11 @@ fulgurite_config::config_struct! {
     /// How a model is trained: the table `[trainer]`.
     #[derive(Debug, Clone, PartialEq)]
     pub struct TrainerConfig {
-        /// What ranks compute on: `"auto"` is CUDA, where the program is built with it and finds a GPU, else the
-        /// CPU.
+        /// The device of each rank. `"auto"` is CUDA if the program is built with it and finds a
+        /// GPU, else the CPU.
         pub accelerator: PluginValue = PluginValue::new("auto"),
-        /// Number of ranks on each node. `"auto"` is as many as a launcher has started, else one per core, or one per
-        /// GPU.
+        /// Number of ranks on each node. `"auto"` is as many as a launcher has started, else one
+        /// per core, or one per GPU.
         pub devices: Devices = Devices::Count(1),
         /// Number of nodes. More than one needs a launcher that starts the ranks, such as
         /// `torchrun` or `srun`.
@@ -35,31 +35,35 @@ fulgurite_config::config_struct! {
         /// Stop after this many passes over the training data. If nothing else limits the run,
         /// it makes one pass.
         pub max_epochs: Option<u64> = None,
-        /// Do not stop before this many optimizer steps because a callback asks to, or the time is up.
+        /// Do not stop before this many optimizer steps, even if a callback asks to stop or the
+        /// time is up.
         pub min_steps: Option<u64> = None,
         /// Do not stop before this many passes over the training data, as `min_steps`.
         pub min_epochs: Option<u64> = None,
         /// Stop after this time, counted from the first step of this process.
         pub max_time: Option<TimeLimit> = None,
-        /// Threads of each rank that make batches beside the step; with 0 the thread that trains makes
-        /// them. By default 0 on the CPU, and 1 on other devices, so that batches are made and sent there ahead. Batches,
-        /// and their order, are the same with any number.
+        /// Number of threads per rank that make batches during the step; with 0 the training thread
+        /// makes them. By default 0 on the CPU, and 1 on other devices, so that batches are made
+        /// and copied ahead. The batches and their order do not depend on this number.
         pub num_workers: Option<usize> = None,
-        /// Batches that each of the `num_workers` threads may be ahead.
+        /// Number of batches that each of the `num_workers` threads may be ahead.
         pub prefetch_factor: usize = 2,
-        /// What becomes of the samples at the end of an epoch that do not fill a step: `"wrap"`, the step goes on
-        /// into the next epoch; `"partial"`, the epoch's last step has fewer; `"drop"`, they are left out.
+        /// How an epoch ends whose last samples do not fill a step: with `"wrap"` the step
+        /// continues into the next epoch, with `"partial"` the last step has fewer samples, with
+        /// `"drop"` the samples are left out.
         pub last_batch: LastBatch = LastBatch::Wrap,
         /// Number of micro-batches in an optimizer step.
         pub accumulate_grad_batches: u64 = 1,
-        /// Samples of an optimizer step, over all ranks: the number of micro-batches in a step follows from it,
-        /// the size of a batch and the number of data-parallel ranks, which must divide it. So a job that
-        /// goes on with more or fewer ranks trains as before. In place of `accumulate_grad_batches`.
+        /// Number of samples in an optimizer step, over all ranks, in place of
+        /// `accumulate_grad_batches`. The number of micro-batches follows from the batch size and
+        /// the number of data-parallel ranks, whose product must divide it. So a job that resumes
+        /// on more or fewer ranks trains as before.
         pub global_batch_size: Option<u64> = None,
-        /// How many samples of a rank's batch are computed on at a time, in training; they must divide it. The step is the
-        /// same with any number. `"auto"`, on devices with memory of their own: the whole batch at first; when a rank
-        /// runs out of memory within a step, all ranks begin the step again with half as many (Composer's
-        /// `device_train_microbatch_size`). Without this key the whole batch.
+        /// Number of samples of a rank's batch that are computed at a time in training; must divide
+        /// the batch. The step does not depend on it. `"auto"`, on devices with their own memory,
+        /// starts with the whole batch; when a rank runs out of memory in a step, all ranks restart
+        /// the step with half as many samples (Composer's `device_train_microbatch_size`). Without
+        /// this key the whole batch.
         pub micro_batch_size: Option<MicroBatchSize> = None,
         /// The limit of gradient clipping; without it gradients are not clipped.
         pub gradient_clip_val: Option<f64> = None,
@@ -67,140 +71,143 @@ fulgurite_config::config_struct! {
         pub gradient_clip_algorithm: ClipAlgorithm = ClipAlgorithm::Norm,
         /// The decay of an exponential moving average of the weights, such as `0.999`. The average
         /// is updated after each step, used instead of the weights in validations, and saved with
-        /// the optimizer's state (`state.{parameter}.ema`). Without this key there is none.
+        /// the optimizer's state (`state.{parameter}.ema`). Without this key no average is kept.
         pub ema_decay: Option<f64> = None,
         /// The interval of validations: an integer is optimizer steps, a float is a fraction of an
         /// epoch (`1.0` is the end of each).
         pub val_check_interval: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// Only the epochs whose number, counted from 1, is a multiple of this have validations.
+        /// Only epochs with a multiple of this number, counted from 1, have validations.
         pub check_val_every_n_epoch: u64 = 1,
-        /// Validation batches of each rank before the training of a run that starts anew, so that mistakes
-        /// in the validation come out at once; `0` for none. What they log is dropped.
+        /// Number of validation batches per rank before a new run trains, so that mistakes in the
+        /// validation show at once; `0` for none. Values logged there are dropped.
         pub num_sanity_val_steps: u64 = 2,
-        /// How much of the training data an epoch has: an integer is batches of each rank, a float is a
-        /// fraction. If samples are shuffled, each epoch has others.
+        /// The part of the training data in an epoch: an integer is batches of each rank, a float
+        /// is a fraction. If samples are shuffled, each epoch has others.
         pub limit_train_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// How much of the validation data is used: an integer is batches of each rank, a float is
-        /// a fraction; `0` turns validation off.
+        /// The part of the validation data that is used: an integer is batches of each rank, a
+        /// float is a fraction; `0` turns validation off.
         pub limit_val_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// How much of the test data is used, as `limit_val_batches`.
+        /// The part of the test data that is used, as `limit_val_batches`.
         pub limit_test_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// How much of the data for prediction is used, as `limit_val_batches`.
+        /// The part of the data for prediction that is used, as `limit_val_batches`.
         pub limit_predict_batches: CountOrFraction = CountOrFraction::Fraction(1.0),
-        /// Trains on this part of the training data again and again, in order, to see whether the model can
-        /// learn it: an integer is batches of each rank, a float is a fraction; `0` for normal training. As
-        /// much of the validation data is used.
+        /// Trains on this part of the training data again and again, in order, to see whether the
+        /// model can learn it. An integer is batches of each rank, a float is a fraction; `0` for
+        /// normal training. As much of the validation data is used.
         pub overfit_batches: CountOrFraction = CountOrFraction::Count(0),
-        /// A trial of everything: trains on this many batches of each rank and validates on as many,
-        /// without loggers and checkpoints. `true` is one batch.
+        /// A trial of everything: trains on this many batches of each rank and validates on as
+        /// many, without loggers and checkpoints. `true` is one batch.
         pub fast_dev_run: FastDevRun = FastDevRun::Off,
-        /// Check what every layer and unit gives in forward and backward, and end with an error that names the
-        /// first one that is NaN or infinite. It is slow.
+        /// Checks the results of every layer and unit in forward and backward, and ends with an
+        /// error that names the first NaN or infinite one. Slow.
         pub detect_anomaly: bool = false,
-        /// How buffers (running statistics) of data-parallel ranks are made equal after each step: all get
-        /// rank 0's (`"broadcast"`), their mean (`"mean"`), or they stay apart (`"none"`; checkpoints have rank 0's).
+        /// How buffers (running statistics) of data-parallel ranks are made equal after each step:
+        /// all ranks get rank 0's (`"broadcast"`) or the mean (`"mean"`), or keep their own
+        /// (`"none"`; checkpoints have rank 0's).
         pub sync_buffers: SyncBuffers = SyncBuffers::Broadcast,
-        /// Whether batch norms (`nn::BatchNorm`) that do not say otherwise compute with the batches of all
-        /// data-parallel ranks.
+        /// Whether batch norms (`nn::BatchNorm`) compute over the batches of all data-parallel
+        /// ranks, unless a batch norm says otherwise.
         pub sync_batchnorm: bool = false,
         /// The interval of logged steps, in optimizer steps.
         pub log_every_n_steps: u64 = 10,
-        /// Whether a step that is not logged leaves its loss and the norm of its gradient on the device, where the update
-        /// uses them, and the host reads them a step later instead of waiting for them: `"auto"` on devices other than the
-        /// CPU, `true` on every one, `false` on none. A loss or norm that is not finite is an error a step later then, and
-        /// changes nothing all the same. Steps in f16, of several optimizers, with `detect_anomaly` or `cpu_offload`, or
-        /// that a module makes by itself are read at once in any case.
+        /// Whether the loss and gradient norm of unlogged steps stay on the device, where the
+        /// update uses them. The host then reads them one step later, without waiting. `"auto"`: on
+        /// devices other than the CPU, `true`: on every device, `false`: on none. A non-finite loss
+        /// or norm is then an error one step later, but still changes nothing. Steps in f16, of
+        /// several optimizers, with `detect_anomaly` or `cpu_offload`, or with manual optimization
+        /// are always read at once.
         pub late_reads: LateReads = LateReads::Auto,
         /// The dtypes of parameters and computation. `16`, `32`, `64` and `"bf16"` are short for
-        /// `"16-mixed"`, `"32-true"`, `"64-true"` and `"bf16-mixed"`. In f16 the loss has a scale that follows the
-        /// gradients, as PyTorch's `GradScaler`: it is logged as `loss_scale`, and a step whose gradients overflow is skipped.
+        /// `"16-mixed"`, `"32-true"`, `"64-true"` and `"bf16-mixed"`. In f16 the loss scale follows
+        /// the gradients, as PyTorch's `GradScaler`: it is logged as `loss_scale`, and a step whose
+        /// gradients overflow is skipped.
         pub precision: Precision = Precision::F32True,
-        /// Layers that compute in f32 where the others compute in half precision, such as
-        /// `["*norm*", "lm_head"]`: patterns. They cast what they get, and what they give.
+        /// Patterns of layers that compute in f32 while others compute in half precision, such as
+        /// `["*norm*", "lm_head"]`. The layers cast their inputs and outputs.
         pub keep_in_fp32: Vec<String> = Vec::new(),
-        /// The directory of runs, each of which writes to a `version_N` of its own.
+        /// The directory of runs. Each run writes to its own `version_N`.
         pub default_root_dir: PathBuf = PathBuf::from("fulgurite_logs"),
         /// The checkpoint to resume from: a path, or a name in `checkpoint.dir`. `"last"` is the
-        /// one that was saved last to `checkpoint.dir` or, without that key, by the runs in
-        /// `default_root_dir`; if there is none yet, training starts at step 0. Without this key a
-        /// training whose job was started again by its launcher goes on from what that job saved last.
+        /// checkpoint that was saved last to `checkpoint.dir` or, without that key, by the runs in
+        /// `default_root_dir`; without any checkpoint yet, training starts at step 0. Without this
+        /// key, a job that its launcher has restarted resumes from its own last checkpoint.
         pub ckpt_path: Option<CkptPath> = None,
-        /// Whether rank 0 shows the model and its progress on stderr, from the command line and from code
-        /// alike: bars on a terminal, lines elsewhere.
+        /// Whether rank 0 shows the model and its progress on stderr, both from the command line
+        /// and from code: bars on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
-        /// What happens if a trainable parameter gets no gradient in the first step. In later steps
-        /// the optimizer leaves it alone, unless this is `"zero"`.
+        /// The reaction to a trainable parameter without a gradient in the first step. In later
+        /// steps the optimizer leaves such a parameter alone, unless this is `"zero"`.
         pub unused_parameters: UnusedParameters = UnusedParameters::Error,
         /// Patterns of parameters that are not trained:
         /// `["bert.encoder"]`, `["model.embed_tokens"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
-        /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without this key the
-        /// whole model is trained.
+        /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without
+        /// this key the whole model is trained.
         pub adapters: Option<AdapterConfig> = None,
-        /// Frozen weights in fewer bits, beside which adapters are trained (QLoRA): see `[trainer.quantization]`
-        /// below. Without this key no weight is quantised.
+        /// Frozen weights in fewer bits, beside which adapters are trained (QLoRA): see
+        /// `[trainer.quantization]` below. Without this key no weight is quantised.
         pub quantization: Option<QuantizationConfig> = None,
         /// The units whose activations are recomputed in backward instead of saved: `"none"`,
-        /// `"full"` (every unit) or `"selective"` (every second one), or a table such as `{ type =
-        /// "selective", every = 3, units = ["model.layers.*"] }`: every third unit whose path
-        /// matches one of the patterns (`*` is one segment). `offload = "host"` or `"disk"` moves
-        /// what units keep until backward to the host's memory or to temporary files: their inputs
-        /// with type `"full"`, all of their activations with type `"none"`.
+        /// `"full"` (every unit), `"selective"` (every second unit), or a table.
+        /// `{ type = "selective", every = 3, units = ["model.layers.*"] }` is every third unit
+        /// whose path matches a pattern (`*` is one segment). `offload = "host"` or `"disk"` moves
+        /// the tensors that units keep until backward to host memory or to temporary files: their
+        /// inputs with type `"full"`, all of their activations with type `"none"`.
         pub activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing::default(),
-        /// Seconds that a rank waits for others before it fails.
+        /// Number of seconds that a rank waits for others before it fails.
         pub timeout_secs: u64 = 600,
-        /// What happens if the model is too large for the machine, before any process is started:
-        /// `"error"` refuses a run whose parameters, gradients, optimizer state and memory that ranks
-        /// share take more than one and a half times the host's memory, or more than a process may
-        /// have (`ulimit -v`), and warns if they take more than is available;
-        /// `"warn"` only warns; `"off"` does neither.
+        /// The reaction to a model that is too large for the machine, before any process is
+        /// started. `"error"` counts parameters, gradients, optimizer state and memory that ranks
+        /// share. It refuses a run that needs more than one and a half times the host's memory, or
+        /// more than a process may have (`ulimit -v`), and warns if the run needs more than is
+        /// available. `"warn"` only warns; `"off"` does neither.
         pub memory_check: MemoryCheck = MemoryCheck::Error,
-        /// How the model is distributed over the ranks. `"auto"` is a single device for one rank
+        /// The distribution of the model over the ranks. `"auto"` is a single device for one rank
         /// and data parallelism for more.
         pub strategy: PluginValue = PluginValue::new("auto"),
-        /// The process group, which transfers data between ranks. `"auto"`: shared memory between those of
-        /// a host, and a network between hosts.
+        /// The process group, which transfers data between ranks. `"auto"`: shared memory between
+        /// the ranks of a host, and a network between hosts.
         pub process_group: PluginValue = PluginValue::new("auto"),
         /// The cluster environment, which tells each process its rank; by default detected.
         pub environment: Option<PluginValue> = None,
-        /// A file with the secret that the ranks of a job share, readable by its owner alone, the same on
-        /// all nodes. For ranks that a launcher such as `torchrun` starts; the variable
-        /// `FULGURITE_JOB_KEY` comes before it. Without either strangers can join the job.
+        /// A file with the secret that the ranks of a job share, readable only by its owner, the
+        /// same on all nodes. For ranks that a launcher such as `torchrun` starts; the variable
+        /// `FULGURITE_JOB_KEY` has precedence. Without either, strangers can join the job.
         pub job_key_file: Option<PathBuf> = None,
-        /// What is measured of where time goes. `"simple"`: how long the phases of steps, units and
-        /// collectives take, in a table at the end. `"trace"`: also each of them on every rank, in `trace.json`
-        /// in the run's directory, for Perfetto; a table such as `{ type = "trace", skip_steps = 3, steps = 5 }`
-        /// says of which steps.
+        /// The profile of the run. `"simple"`: total times of the phases of steps, units and
+        /// collectives, in a table at the end. `"trace"`: also each span on every rank, in
+        /// `trace.json` in the run's directory, for Perfetto. A table such as
+        /// `{ type = "trace", skip_steps = 3, steps = 5 }` chooses the steps.
         pub profiler: Option<ProfilerConfig> = None,
         /// Callbacks by name, such as `[{ type = "early_stopping", monitor = "val_loss" }]`.
         pub callbacks: Vec<PluginValue> = Vec::new(),
-        /// The loggers that metrics are written with.
+        /// The loggers that write metrics.
         pub loggers: Vec<PluginValue> = vec![PluginValue::new("csv"), PluginValue::new("jsonl")],
     }
 }
 
-/// Ranks on one node, at least: with more cores there may be more.
+/// Limit of ranks on one node. With more cores the limit is higher.
 const MAX_DEVICES: usize = 256;
-/// Ranks on one node for each of its cores.
+/// Limit of ranks on one node, per core.
 const MAX_DEVICES_PER_CORE: usize = 16;
 const MAX_NODES: usize = 1 << 20;
 const MAX_MICRO_BATCHES: u64 = 1 << 20;
 /// A year.
 pub(crate) const MAX_TIMEOUT_SECS: u64 = 365 * 24 * 60 * 60;
 
-/// The limits of a run; it ends at the first one it reaches.
+/// The limits of a run. It ends at the first limit that it reaches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Limits {
-    /// Optimizer steps.
+    /// Number of optimizer steps.
     pub max_steps: Option<u64>,
-    /// Passes over the training data.
+    /// Number of passes over the training data.
     pub max_epochs: Option<u64>,
     /// Time from the first step.
     pub max_time: Option<Duration>,
 }
 
 impl TrainerConfig {
-    /// The limits of the run: one epoch, if the configuration has none.
+    /// Returns the limits of the run: one epoch if the configuration sets no limit.
     pub fn limits(&self) -> Limits {
         let unlimited =
             self.max_steps.is_none() && self.max_epochs.is_none() && self.max_time.is_none();
@@ -211,12 +218,12 @@ impl TrainerConfig {
         }
     }
 
-    /// How gradients are clipped, if they are.
+    /// Returns the limit and algorithm of gradient clipping, if gradients are clipped.
     pub(crate) fn clipping(&self) -> Option<(f64, ClipAlgorithm)> {
         Some((self.gradient_clip_val?, self.gradient_clip_algorithm))
     }
 
-    /// The configuration after `fast_dev_run` and `overfit_batches`.
+    /// Applies `fast_dev_run` and `overfit_batches`.
     pub(crate) fn effective(&self) -> Self {
         let mut config = self.clone();
         if self.overfit_batches != CountOrFraction::Count(0) {
@@ -244,29 +251,31 @@ impl TrainerConfig {
         config
     }
 
-    /// Whether training samples come in order, whatever the data module says.
+    /// Returns whether training samples come in order, regardless of the data module.
     pub(crate) fn in_order(&self) -> bool {
         self.overfit_batches != CountOrFraction::Count(0)
     }
 
-    /// Whether what step `step` logs is wanted: the first, and every
+    /// Returns whether step `step` is logged: the first, and every
     /// [`log_every_n_steps`](Self::log_every_n_steps).
     pub(crate) fn logs_step(&self, step: u64) -> bool {
         step == 1 || step.is_multiple_of(self.log_every_n_steps)
     }
 
-    /// How batches for this device are made.
+    /// Returns the workers that make batches for this device.
     pub fn workers(&self, device: &Device) -> Workers {
         let by_default = Workers::for_device(device).num_workers;
         let num_workers = self.num_workers.unwrap_or(by_default);
         Workers { num_workers, prefetch_factor: self.prefetch_factor }
     }
 
-    /// Micro-batches in an optimizer step, of `batch_size` samples on each of `ranks` data-parallel ranks.
+    /// Returns the number of micro-batches in an optimizer step.
+    ///
+    /// Each of `ranks` data-parallel ranks has `batch_size` samples in a micro-batch.
     ///
     /// # Errors
-    /// [`Error::Config`] if [`global_batch_size`](Self::global_batch_size) is no multiple of what all ranks take at a
-    /// time.
+    /// [`Error::Config`] if [`global_batch_size`](Self::global_batch_size) is not a multiple of
+    /// `batch_size * ranks`.
     pub fn micro_batches(&self, batch_size: usize, ranks: usize) -> Result<u64> {
         let Some(samples) = self.global_batch_size else { return Ok(self.accumulate_grad_batches) };
         let at_a_time = (batch_size as u64).saturating_mul(ranks as u64).max(1);
@@ -284,10 +293,11 @@ impl TrainerConfig {
         }
     }
 
-    /// Into how many micro-batches a rank's batch of `batch_size` samples is split at first.
+    /// Returns the initial number of micro-batches in a rank's batch of `batch_size` samples.
     ///
     /// # Errors
-    /// [`Error::Config`] if [`micro_batch_size`](Self::micro_batch_size) does not divide it.
+    /// [`Error::Config`] if [`micro_batch_size`](Self::micro_batch_size) does not divide
+    /// `batch_size`.
     pub(crate) fn micro_batches_in_batch(&self, batch_size: usize) -> Result<usize> {
         match self.micro_batch_size {
             None | Some(MicroBatchSize::Auto) => Ok(1),
@@ -307,7 +317,7 @@ impl TrainerConfig {
     /// Checks ranges, and keys that depend on each other.
     ///
     /// # Errors
-    /// [`Error::Config`] naming the key.
+    /// [`Error::Config`] that names the key.
     pub fn validate(&self) -> Result<()> {
         if let Some(adapters) = self.adapters.as_ref().filter(|adapters| adapters.from.is_none()) {
             adapters.adapters()?;
@@ -416,7 +426,7 @@ impl TrainerConfig {
         }
     }
 
-    /// Checks that everything chosen by name is linked into the program and takes its options.
+    /// Checks that all plugins are linked into the program and accept their options.
     ///
     /// # Errors
     /// [`Error::UnknownPlugin`], or [`Error::Config`] for an option.
@@ -439,7 +449,7 @@ impl TrainerConfig {
     }
 }
 
-/// Cores that this process may use.
+/// Number of cores that this process may use.
 pub(crate) fn available_cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
 }
@@ -473,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn batches_are_sent_ahead_to_devices_other_than_the_cpu() {
+    fn batches_are_sent_ahead_to_other_devices() {
         let device = Device::Metal(candle_core::MetalDevice);
         let of = |keys, device: &Device| {
             let Workers { num_workers, prefetch_factor } = trainer(keys).unwrap().workers(device);

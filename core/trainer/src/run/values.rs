@@ -1,4 +1,4 @@
-//! Types of configuration values that are a number or a word.
+//! Types of configuration values that are numbers or words.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use fulgurite_config::{ConfigType, Scalar, deserialize_scalar};
 
-/// How many ranks a node runs: `trainer.devices`.
+/// The number of ranks per node: `trainer.devices`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Devices {
     /// This many.
@@ -46,12 +46,12 @@ impl ConfigType for Devices {
     }
 }
 
-/// How many samples of a batch are computed on at a time: `trainer.micro_batch_size`.
+/// The number of samples that are computed at a time: `trainer.micro_batch_size`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum MicroBatchSize {
-    /// This many, which divide the batch.
+    /// This many, which must divide the batch.
     Samples(usize),
-    /// `"auto"`: the whole batch, and when a rank runs out of memory half as many, and so on.
+    /// `"auto"`: the whole batch; each time a rank runs out of memory, half as many samples.
     Auto,
 }
 
@@ -84,7 +84,7 @@ impl ConfigType for MicroBatchSize {
     }
 }
 
-/// Where the loss and norm of a step are read a step later: `trainer.late_reads`.
+/// The devices on which a step's loss and norm are read one step later: `trainer.late_reads`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum LateReads {
     /// `"auto"`: on devices other than the CPU.
@@ -97,7 +97,7 @@ pub enum LateReads {
 }
 
 impl LateReads {
-    /// Whether they are on this device.
+    /// Returns whether loss and norm are read later on this device.
     pub(crate) fn on(self, device: &Device) -> bool {
         match self {
             Self::Auto => !device.is_cpu(),
@@ -134,19 +134,20 @@ impl ConfigType for LateReads {
     }
 }
 
-/// A count, or a fraction of all. In TOML an integer is a count and a float is a fraction: `1` is
-/// one, `1.0` is all.
+/// A count or a fraction. In TOML an integer is a count and a float is a fraction: `1` is one,
+/// `1.0` is all.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum CountOrFraction {
-    /// An integer: steps, or batches.
+    /// An integer: a number of steps or batches.
     Count(u64),
-    /// A float between 0 and 1: this part of an epoch, or of the data.
+    /// A float between 0 and 1: a fraction of an epoch, or of the data.
     Fraction(f64),
 }
 
 impl CountOrFraction {
-    /// The number of items, of `whole` in all. A fraction is rounded down, but to at least one
-    /// unless it is zero.
+    /// Returns the number of items out of `whole`.
+    ///
+    /// A fraction is rounded down, but to at least one unless it is zero.
     pub fn of(self, whole: u64) -> u64 {
         match self {
             Self::Count(count) => count,
@@ -190,12 +191,12 @@ pub enum FastDevRun {
     /// `false`: a run as configured.
     #[default]
     Off,
-    /// An integer: so many batches; `true` is one.
+    /// An integer: this many batches; `true` is one.
     Batches(u64),
 }
 
 impl FastDevRun {
-    /// The number of batches, if it is a trial.
+    /// Returns the number of batches, if the run is a trial.
     pub fn batches(self) -> Option<u64> {
         match self {
             Self::Off => None,
@@ -252,7 +253,7 @@ pub enum Precision {
 }
 
 impl Precision {
-    /// Its name in a configuration.
+    /// Returns its name in a configuration.
     pub fn as_str(self) -> &'static str {
         match self {
             Self::F32True => "32-true",
@@ -264,7 +265,7 @@ impl Precision {
         }
     }
 
-    /// The dtype that parameters are kept in and the optimizer works on.
+    /// Returns the dtype of the parameters, which the optimizer updates.
     pub fn param_dtype(self) -> DType {
         match self {
             Self::F32True | Self::Bf16Mixed | Self::F16Mixed => DType::F32,
@@ -274,7 +275,7 @@ impl Precision {
         }
     }
 
-    /// The dtype that forward and backward compute in.
+    /// Returns the dtype of forward and backward.
     pub fn compute_dtype(self) -> DType {
         match self {
             Self::F32True => DType::F32,
@@ -372,12 +373,13 @@ impl ConfigType for TimeLimit {
     }
 }
 
-/// The checkpoint a run starts from: `trainer.ckpt_path`.
+/// The checkpoint that a run starts from: `trainer.ckpt_path`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum CkptPath {
-    /// `"last"`: the one that was saved last, or none if there is none yet.
+    /// `"last"`: the checkpoint that was saved last, if any.
     Last,
-    /// `"best"`: of those that the run which saved last keeps, the best by its `checkpoint.monitor`.
+    /// `"best"`: the best checkpoint by `checkpoint.monitor` that the most recently saving run
+    /// keeps.
     Best,
     /// This path or name.
     Path(PathBuf),
@@ -410,7 +412,7 @@ impl ConfigType for CkptPath {
     }
 }
 
-/// How gradients are clipped: `trainer.gradient_clip_algorithm`.
+/// The algorithm of gradient clipping: `trainer.gradient_clip_algorithm`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ClipAlgorithm {
@@ -427,17 +429,16 @@ impl ConfigType for ClipAlgorithm {
     }
 }
 
-/// What happens if the model is too large for the machine: `trainer.memory_check`.
+/// The reaction to a model that is too large for the machine: `trainer.memory_check`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum MemoryCheck {
-    /// The run is refused if the model is far too large; a warning is shown if it is too large for
-    /// what is available.
+    /// Refuses the run if the model is far too large, and warns if it exceeds the available memory.
     #[default]
     Error,
-    /// A warning is shown.
+    /// Only warns.
     Warn,
-    /// Nothing.
+    /// Does nothing.
     Off,
 }
 
@@ -475,7 +476,7 @@ mod tests {
 
     // checklist: composer: mixed-precision presets
     #[test]
-    fn a_precision_is_the_dtypes_of_parameters_and_of_computation() {
+    fn precision_sets_parameter_and_compute_dtypes() {
         let dtypes = |name: &str| {
             let precision: Precision = read(name).unwrap();
             (precision.param_dtype(), precision.compute_dtype())
@@ -525,7 +526,7 @@ mod tests {
     }
 
     #[test]
-    fn wrong_values_are_told_what_is_expected() {
+    fn errors_name_the_expected_values() {
         insta::assert_snapshot!(read::<Devices>("0").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found `0`"#);
         insta::assert_snapshot!(read::<Devices>("'all'").unwrap_err(), @r#"`key`: expected a number of ranks, at least 1, or "auto", found the string "all""#);
         insta::assert_snapshot!(read::<FastDevRun>("0").unwrap_err(), @"`key`: expected true, false or a number of batches, at least 1, found `0`");
@@ -544,7 +545,7 @@ mod tests {
     }
 
     #[test]
-    fn a_fraction_of_something_is_something() {
+    fn positive_fractions_give_at_least_one() {
         assert_eq!(CountOrFraction::Fraction(0.5).of(7), 3);
         assert_eq!(CountOrFraction::Fraction(0.01).of(7), 1);
         assert_eq!(CountOrFraction::Fraction(0.0).of(7), 0);

@@ -1,4 +1,4 @@
-//! The end of a run: its summary, its profile, its last hooks, and the place of its checkpoints.
+//! The end of a run: its summary, its profile, its last hooks, and the teardown of saving.
 
 use super::module::hooks::Hook;
 use super::record::meter::peak_rss_mib;
@@ -8,7 +8,7 @@ use crate::profiler::Profile;
 use crate::{Error, Result};
 use fulgurite_engine::collective::all_gather_object;
 
-/// Emits the summary, and where the time went if a profiler measured it. Collective.
+/// Emits the summary, and the profile if there is one. Collective.
 pub(super) fn summarize(session: &mut Session) -> Result<()> {
     if let Some(profile) = session.setup.fabric.profile()? {
         report_profile(session, profile)?;
@@ -35,7 +35,8 @@ pub(super) fn summarize(session: &mut Session) -> Result<()> {
     session.emit(&event)
 }
 
-/// The peak memory of the devices of all ranks, in MiB; empty if they are the host's. Collective.
+/// Returns the peak memory of all ranks' devices, in MiB; empty if ranks compute on the host.
+/// Collective.
 fn peak_device_mib(session: &Session) -> Result<Vec<f64>> {
     let fabric = &session.setup.fabric;
     // All ranks have the same kind of device.
@@ -44,7 +45,7 @@ fn peak_device_mib(session: &Session) -> Result<Vec<f64>> {
     Ok(peaks.into_iter().map(|peak| peak / f64::from(1 << 20)).collect())
 }
 
-/// Reports where the time went, and writes the trace.
+/// Reports the profile, and writes the trace.
 fn report_profile(
     session: &mut Session,
     (profile, trace): (Profile, Option<String>),
@@ -56,7 +57,7 @@ fn report_profile(
     session.emit(&Event::Profile(profile))
 }
 
-/// Reports after an error where the time of rank 0 went until then; the other ranks may have failed.
+/// Reports the profile of rank 0 after an error. The other ranks may have failed.
 pub(super) fn profile_on_exception(session: &mut Session) {
     let reported = match session.setup.fabric.own_profile() {
         Ok(Some(profile)) if session.setup.rank() == 0 => report_profile(session, profile),
@@ -68,7 +69,8 @@ pub(super) fn profile_on_exception(session: &mut Session) {
     }
 }
 
-/// Calls the hooks at the very end of a run. Their errors are only shown: the run has its result.
+/// Calls the last hooks of a run. Their errors are only shown, because the run already has its
+/// result.
 pub(super) fn end_hooks(session: &mut Session, status: RunStatus, error: Option<&Error>) {
     let exception = error.map(Hook::Exception);
     for hook in exception.into_iter().chain([Hook::Teardown(&status)]) {
@@ -78,11 +80,11 @@ pub(super) fn end_hooks(session: &mut Session, status: RunStatus, error: Option<
             }
         }
     }
-    // Values that are logged here can no longer be reduced.
+    // Values logged here can no longer be reduced.
     session.recorder.forget_hook();
 }
 
-/// Tears the checkpoints' place down after the run, and returns the run's error if it has one.
+/// Tears down the checkpoints' location after the run, and returns the run's own error first.
 pub(super) fn tear_down_saving<T>(session: &mut Session, result: Result<T>) -> Result<T> {
     match (result, session.saving.teardown()) {
         (Ok(outcome), torn_down) => torn_down.map(|()| outcome),

@@ -1,6 +1,6 @@
 //! The trainer: loop, events, loggers, callbacks.
 //!
-//! A user implements [`LightningModule`]; [`Trainer`] runs it on the data of its
+//! A user implements [`LightningModule`]. [`Trainer`] runs it on the data of its
 //! [`DataModule`](fulgurite_engine::data::DataModule), by a [`RunConfig`](crate::run::RunConfig),
 //! and reports [`Event`]s to [`EventSink`]s and metrics to [`Logger`]s.
 

@@ -1,4 +1,4 @@
-//! Where a run stands: its position, its length, and how a step is divided.
+//! The progress of a run: its position, its length, and the division of steps.
 
 use serde::{Deserialize, Serialize};
 
@@ -8,13 +8,13 @@ use super::Stage;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct Cursor {
-    /// Optimizer steps done.
+    /// Number of finished optimizer steps.
     pub(crate) step: u64,
     /// Samples used by all ranks: the position in the endless stream of samples.
     pub(crate) samples: u64,
 }
 
-/// The length of a run as far as it is known: steps and epochs, as schedules see them.
+/// The length of a run as far as known: steps and epochs, as schedules see them.
 pub(crate) type RunLength = (Option<u64>, Option<u64>);
 
 /// The progress of a run. Equal on all ranks.
@@ -22,25 +22,26 @@ pub(crate) type RunLength = (Option<u64>, Option<u64>);
 pub(crate) struct Progress {
     stage: Stage,
     cursor: Cursor,
-    /// The epoch of the step that is being or was last computed, counted from 0.
+    /// The epoch of the current or last step, counted from 0.
     epoch: u64,
     /// The epoch whose start hook was called last; `None` before the first.
     started_epoch: Option<u64>,
-    /// Whether the validation due after the last step has not been run yet.
+    /// Whether the validation due after the last step has not run yet.
     validation_due: bool,
     length: RunLength,
-    /// The length that a resumed run had before.
+    /// The run's length before a resume.
     length_before: Option<RunLength>,
     /// The count of the losses of the last step, over all ranks.
     items: f64,
-    /// Batches of each rank in a step.
+    /// Number of batches per rank in a step.
     accumulate: u64,
-    /// Micro-batches that a batch is split into.
+    /// Number of micro-batches in a batch.
     micro_batches_in_batch: usize,
 }
 
 impl Progress {
-    /// A run that begins, with steps of `accumulate` batches, each split into `micro_batches_in_batch`.
+    /// Creates the progress of a run that begins. A step has `accumulate` batches, each split into
+    /// `micro_batches_in_batch`.
     pub(crate) fn new(stage: Stage, accumulate: u64, micro_batches_in_batch: usize) -> Self {
         Self {
             stage,
@@ -56,12 +57,13 @@ impl Progress {
         }
     }
 
-    /// Goes to the position of a checkpoint.
+    /// Moves to the position of a checkpoint.
     pub(crate) fn resume(&mut self, cursor: Cursor) {
         self.cursor = cursor;
     }
 
-    /// Goes on as the training of a checkpoint, whose last step was in `epoch` (`None` before the first step).
+    /// Continues the training of a checkpoint, whose last step was in `epoch` (`None` before the
+    /// first step).
     pub(crate) fn resume_training(
         &mut self,
         epoch: Option<u64>,
@@ -86,7 +88,7 @@ impl Progress {
         self.cursor
     }
 
-    /// Optimizer steps done.
+    /// Returns the number of finished optimizer steps.
     pub(crate) fn step(&self) -> u64 {
         self.cursor.step
     }
@@ -95,8 +97,9 @@ impl Progress {
         self.cursor.samples
     }
 
-    /// Goes to the end of the step that ends before sample `samples`, whose losses count `items`. Returns the position
-    /// before the step.
+    /// Completes a step that ends before sample `samples` and whose losses count `items`.
+    ///
+    /// Returns the position before the step.
     pub(crate) fn end_step(&mut self, samples: u64, items: f64) -> Cursor {
         let before = self.cursor;
         self.cursor = Cursor { step: before.step + 1, samples };
@@ -104,12 +107,12 @@ impl Progress {
         before
     }
 
-    /// Goes back to the position before a step that changed nothing.
+    /// Returns to the position before a step that changed nothing.
     pub(crate) fn go_back(&mut self, before: Cursor) {
         self.cursor = before;
     }
 
-    /// The count of the losses of the last step, over all ranks.
+    /// Returns the count of the losses of the last step, over all ranks.
     pub(crate) fn items(&self) -> f64 {
         self.items
     }
@@ -125,7 +128,7 @@ impl Progress {
         }
     }
 
-    /// Goes to the epoch of the next step. Returns whether that epoch starts.
+    /// Moves to the epoch of the next step. Returns whether that epoch starts.
     pub(crate) fn begin_epoch(&mut self, epoch: u64) -> bool {
         self.epoch = epoch;
         self.started_epoch.replace(epoch) != Some(epoch)
@@ -147,12 +150,12 @@ impl Progress {
         self.length = length;
     }
 
-    /// The length that a resumed run had before.
+    /// Returns the run's length before a resume.
     pub(crate) fn length_before(&self) -> Option<RunLength> {
         self.length_before
     }
 
-    /// Batches of each rank in a step.
+    /// Returns the number of batches per rank in a step.
     pub(crate) fn accumulate(&self) -> u64 {
         self.accumulate
     }
@@ -162,7 +165,7 @@ impl Progress {
         std::mem::replace(&mut self.accumulate, accumulate) != accumulate
     }
 
-    /// Micro-batches that a batch is split into.
+    /// Returns the number of micro-batches in a batch.
     pub(crate) fn micro_batches_in_batch(&self) -> usize {
         self.micro_batches_in_batch
     }

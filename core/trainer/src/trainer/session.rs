@@ -21,11 +21,11 @@ use fulgurite_launch::Interruption;
 
 /// A run in progress.
 pub(super) struct Session {
-    /// The first field, so that it is dropped first: a save under way needs the other ranks.
+    /// The first field, so that it is dropped first: a running save needs the other ranks.
     pub(super) saving: Saving,
     pub(super) setup: SessionSetup,
     pub(super) runner: Box<dyn ModuleRunner>,
-    /// Set while and after training.
+    /// Set during and after training.
     pub(super) optimizers: Option<FabricOptimizers>,
     pub(super) progress: Progress,
     pub(super) callbacks: Callbacks,
@@ -35,7 +35,7 @@ pub(super) struct Session {
     pub(super) recorder: Recorder,
 }
 
-/// What a run is set up with; nothing here changes afterwards.
+/// The setup of a run, which never changes.
 pub(super) struct SessionSetup {
     pub(super) fabric: Fabric,
     pub(super) config: TrainerConfig,
@@ -45,7 +45,7 @@ pub(super) struct SessionSetup {
     pub(super) resolved: toml::Table,
     /// The strategy's name.
     pub(super) strategy: String,
-    /// Samples of a rank's batch.
+    /// Number of samples in a rank's batch.
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
     pub(super) samples: SampleIdentity,
@@ -69,26 +69,26 @@ impl SessionSetup {
 
 /// The result of a [vote](Session::vote_on_stop), equal on all ranks.
 pub(super) struct StopVote {
-    /// On some rank the time is up or a hook asked to stop.
+    /// Whether on some rank the time is up or a hook asked to stop.
     pub(super) stop: bool,
     /// The most urgent interruption on any rank.
     pub(super) interruption: Option<Interruption>,
-    /// No rank has a save under way.
+    /// Whether no rank has a running save.
     pub(super) saved: bool,
 }
 
 impl Session {
-    /// Gives an event to the sinks.
+    /// Sends an event to the sinks.
     pub(super) fn emit(&mut self, event: &Event) -> Result<()> {
         self.recorder.emit(&self.setup.fabric, event)
     }
 
-    /// Calls a hook, and logs what it has logged. Collective if that is to be synchronised.
+    /// Calls a hook, and logs its values. Collective if any are synchronised.
     pub(super) fn hook(&mut self, hook: Hook) -> Result<()> {
         self.batch_hook(hook, 0)
     }
 
-    /// As [`hook`](Self::hook), in a batch.
+    /// Like [`hook`](Self::hook), in a batch.
     pub(super) fn batch_hook(&mut self, hook: Hook, batch_index: u64) -> Result<()> {
         let _phase = self.setup.fabric.phase("hooks");
         self.call_hook(hook, batch_index, false)?;
@@ -155,29 +155,29 @@ impl Session {
         result
     }
 
-    /// Whether the values that step `step` logs are wanted: of the first, of every `trainer.log_every_n_steps`, and of the
-    /// last if its number is known.
+    /// Returns whether values of step `step` are logged: the first, every
+    /// `trainer.log_every_n_steps`, and the last if known.
     pub(super) fn logs_step(&self, step: u64) -> bool {
         self.setup.config.logs_step(step) || Some(step) == self.progress.length().0
     }
 
-    /// The optimizers of a session that trains.
+    /// Returns the optimizers of a training session.
     pub(super) fn optimizers_mut(&mut self) -> &mut FabricOptimizers {
         self.optimizers.as_mut().expect("set up before the loop")
     }
 
-    /// The only optimizer of a session whose trainer optimizes; otherwise the first one.
+    /// Returns the only optimizer under automatic optimization; otherwise the first one.
     pub(super) fn sole_optimizer(&mut self) -> &mut FabricOptimizer {
         self.optimizers_mut().first_mut().expect("there is one: it was checked")
     }
 
-    /// Optimizer steps that changed nothing because nothing counted in them, of all optimizers.
+    /// Returns the number of steps of all optimizers that changed nothing, because nothing counted.
     pub(super) fn skipped_steps(&self) -> u64 {
         let optimizers = self.optimizers.iter().flat_map(FabricOptimizers::iter);
         optimizers.map(|(_, own)| own.skipped_steps()).sum()
     }
 
-    /// Exchanges whether the run ends: if it does on one rank, it does on all. Collective.
+    /// Exchanges whether the run ends: if any rank ends, all do. Collective.
     pub(super) fn vote_on_stop(&self, out_of_time: bool) -> Result<StopVote> {
         let stop = out_of_time || self.requests.stop;
         let saving = self.saving.is_running();

@@ -15,8 +15,8 @@ use fulgurite_engine::autograd::no_grad;
 
 /// A module after training, with its data, on the ranks that trained it.
 ///
-/// Under a strategy that shards the model every rank has a part of it, so all ranks call the same methods: what
-/// computes with the module is collective.
+/// Under a sharding strategy every rank has shards of the module. So computing with the module is
+/// collective, and all ranks must call the same methods.
 ///
 /// ```no_run
 /// # use fulgurite_core::Result;
@@ -37,40 +37,39 @@ pub struct Trained<M: LightningModule> {
 }
 
 impl<M: LightningModule> Trained<M> {
-    /// `session`, whose runner is one of `M`.
+    /// Wraps `session`, whose runner must be of `M`.
     pub(super) fn new(outcome: FitOutcome, session: Session) -> Self {
         Self { outcome, session, module: PhantomData }
     }
 
-    /// How the training ended.
+    /// Returns the outcome of the training.
     pub fn outcome(&self) -> &FitOutcome {
         &self.outcome
     }
 
-    /// The module. To compute with it use [`forward`](Self::forward).
+    /// Returns the module. To compute with it use [`forward`](Self::forward).
     pub fn module(&self) -> &M {
         &self.runner().module
     }
 
-    /// The module, to be changed.
+    /// Like [`module`](Self::module), but mutable.
     pub fn module_mut(&mut self) -> &mut M {
         let runner = self.session.runner.as_any_mut();
         &mut runner.downcast_mut::<TypedRunner<M>>().expect("made for this module").module
     }
 
-    /// The data.
+    /// Returns the data.
     pub fn data(&self) -> &M::Data {
         &self.runner().data
     }
 
-    /// The strategy at work: parameters ([`module_tree`](Fabric::module_tree)), saving
+    /// Returns the strategy in use: parameters ([`module_tree`](Fabric::module_tree)), saving
     /// ([`save_full`](Fabric::save_full)), loading.
     pub fn fabric(&self) -> &Fabric {
         &self.session.setup.fabric
     }
 
-    /// Reads the first callback of this type of those that went through the training; `None` if there is
-    /// none.
+    /// Reads the training's first callback of type `C`; `None` if it had none.
     pub fn read_callback<C: Callback, T>(&self, read: impl FnMut(&C) -> T) -> Option<T> {
         read_callback(self.session.callbacks.shared(), read)
     }
@@ -78,16 +77,18 @@ impl<M: LightningModule> Trained<M> {
     /// Computes with the module as in a validation: without a graph, without dropout. Collective.
     ///
     /// # Errors
-    /// Those of `compute`.
+    /// As `compute`.
     pub fn forward<T>(&self, compute: impl FnOnce(&M) -> Result<T>) -> Result<T> {
         let _no_grad = no_grad();
         let _scope = self.fabric().forward_scope(false, self.outcome.steps, 0);
         compute(self.module())
     }
 
-    /// Exchanges the weights and the average of them that the training kept (`trainer.ema_decay`), if any: to
-    /// predict with it, or to save it. Called again it puts the weights back. After a training with
-    /// `stochastic_weight_averaging` the average is in their place already. Collective.
+    /// Swaps the weights and their average (`trainer.ema_decay`), if any, to predict with it or to
+    /// save it.
+    ///
+    /// A second call restores the weights. After a training with `stochastic_weight_averaging` the
+    /// average is in their place already. Collective.
     ///
     /// # Errors
     /// If a peer fails.
@@ -96,15 +97,16 @@ impl<M: LightningModule> Trained<M> {
         optimizers.try_for_each(|(_, optimizer)| optimizer.swap_average())
     }
 
-    /// Writes the model's adapters to a directory as PEFT does: [`Fabric::save_adapter`]. Collective.
+    /// Writes the model's adapters to a directory in PEFT's format: [`Fabric::save_adapter`].
+    /// Collective.
     ///
     /// # Errors
-    /// As that.
+    /// As [`Fabric::save_adapter`].
     pub fn save_adapter(&self, dir: impl AsRef<Path>) -> Result<PathBuf> {
         self.fabric().save_adapter(dir)
     }
 
-    /// Validates. Collective.
+    /// Validates the module. Collective.
     ///
     /// # Errors
     /// If there is no validation data; [`Error::Interrupted`].
@@ -112,7 +114,7 @@ impl<M: LightningModule> Trained<M> {
         evaluate_once(&mut self.session, EvaluationStage::Validation)
     }
 
-    /// Tests. Collective.
+    /// Tests the module. Collective.
     ///
     /// # Errors
     /// If there is no test data; [`Error::Interrupted`].
@@ -120,10 +122,10 @@ impl<M: LightningModule> Trained<M> {
         evaluate_once(&mut self.session, EvaluationStage::Test)
     }
 
-    /// Predicts for the samples of [`Split::Predict`]; each rank for its share. Collective.
+    /// Predicts for this rank's samples of [`Split::Predict`]. Collective.
     ///
     /// # Errors
-    /// Those of [`predict_step`](LightningModule::predict_step); [`Error::Interrupted`].
+    /// As [`predict_step`](LightningModule::predict_step); [`Error::Interrupted`].
     pub fn predict(&mut self) -> Result<Predictions> {
         predict_once(&mut self.session)
     }

@@ -49,8 +49,8 @@ use fulgurite_launch::{Interruption, Starting};
 /// Runs a [`LightningModule`] on its data, by a [`RunConfig`] (Lightning's `Trainer`). Built on
 /// [`Fabric`].
 ///
-/// Every rank makes a trainer and calls the same methods. It can be used again: its callbacks and sinks
-/// go through all of its runs.
+/// Every rank creates a trainer and calls the same methods. A trainer can be used again: its
+/// callbacks and sinks take part in all of its runs.
 pub struct Trainer {
     world: Arc<dyn ProcessGroup>,
     program_start: f64,
@@ -59,12 +59,12 @@ pub struct Trainer {
     parallelize: Option<Arc<dyn ParallelizeFn>>,
     print: fn(&str),
     interrupted: fn() -> Option<Interruption>,
-    /// Whether this trainer has no process group, so that the configuration may ask for one rank
-    /// only.
+    /// Whether this trainer has no process group, so that the configuration may only ask for one
+    /// rank.
     alone: bool,
 }
 
-/// How a run ended.
+/// The outcome of a training.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct FitOutcome {
@@ -76,25 +76,26 @@ pub struct FitOutcome {
     pub last_loss: f64,
     /// The latest metrics by name.
     pub metrics: std::collections::BTreeMap<String, f64>,
-    /// The best of the checkpoints that the table `[checkpoint]` keeps, by `checkpoint.monitor`, in words of
-    /// its place: a path, for a directory.
+    /// The best of the checkpoints that the table `[checkpoint]` keeps, by `checkpoint.monitor`.
+    ///
+    /// In the form of its location: a path, for a directory.
     pub best_checkpoint: Option<PathBuf>,
-    /// The newest of them.
+    /// The newest of these checkpoints.
     pub last_checkpoint: Option<PathBuf>,
     /// The run's directory: `version_N` under `trainer.default_root_dir`. A trial
-    /// (`trainer.fast_dev_run`) removes it at its end, unless there is anything else in it.
+    /// (`trainer.fast_dev_run`) removes it at its end, unless it contains anything else.
     pub run_dir: PathBuf,
 }
 
 impl Default for Trainer {
-    /// A trainer for a configuration of one rank.
+    /// Creates a trainer for a configuration of one rank.
     fn default() -> Self {
         Self { alone: true, ..Self::new(Arc::new(Solo::new("world", 0))) }
     }
 }
 
 impl Trainer {
-    /// A trainer over the ranks of `world`.
+    /// Creates a trainer over the ranks of `world`.
     pub fn new(world: Arc<dyn ProcessGroup>) -> Self {
         Self {
             world,
@@ -103,7 +104,7 @@ impl Trainer {
             sinks: Vec::new(),
             parallelize: None,
             print: |text| {
-                // An error means that nobody reads any more.
+                // An error means that stderr has no reader any more.
                 let _ = output::stderr().write_all(format!("{text}\n").as_bytes());
             },
             interrupted: || None,
@@ -111,45 +112,48 @@ impl Trainer {
         }
     }
 
-    /// Adds a callback. All ranks must add the same ones.
+    /// Adds a callback. All ranks must add the same callbacks.
     #[must_use]
     pub fn with_callback(mut self, callback: Box<dyn Callback>) -> Self {
         self.callbacks.push(SharedCallback::new(callback));
         self
     }
 
-    /// Reads the first callback of this type that was [added](Self::with_callback); `None` if there is
-    /// none. Those of the configuration are a run's own:
+    /// Reads the first callback of type `C` that was [added](Self::with_callback); `None` if there
+    /// is none.
+    ///
+    /// Callbacks of the configuration belong to a run:
     /// [`Trained::read_callback`](super::Trained::read_callback).
     pub fn read_callback<C: Callback, T>(&self, read: impl FnMut(&C) -> T) -> Option<T> {
         read_callback(&self.callbacks, read)
     }
 
-    /// Adds a receiver of events; those of rank 0 are used.
+    /// Adds a receiver of events. Only rank 0's receivers are used.
     #[must_use]
     pub fn with_sink(mut self, sink: Box<dyn EventSink>) -> Self {
         self.sinks.push(SharedSink::new(sink));
         self
     }
 
-    /// Sets when the program was started, in seconds since 1970, from which `startup_s` counts.
+    /// Sets the program's start in seconds since 1970, from which `startup_s` counts.
     #[must_use]
     pub fn with_program_start(mut self, secs: f64) -> Self {
         self.program_start = secs;
         self
     }
 
-    /// Sets how texts that hooks print are shown (on rank 0); by default on stderr.
+    /// Sets the function that prints hooks' texts on rank 0; by default to stderr.
     #[must_use]
     pub fn with_print(mut self, print: fn(&str)) -> Self {
         self.print = print;
         self
     }
 
-    /// Sets a function that is called after each step, and each batch of a validation, and returns
-    /// why the run is interrupted: [`launch::interruption`](fulgurite_launch::interruption()). If
-    /// it is on one rank, all finish the step, save (after Ctrl-C only with
-    /// `checkpoint.save_last`), and stop.
+    /// Sets a function that returns why the run is interrupted:
+    /// [`launch::interruption`](fulgurite_launch::interruption()).
+    ///
+    /// Called after each step, and after each batch of a validation. If any rank is interrupted,
+    /// all ranks finish the step, save (after Ctrl-C only with `checkpoint.save_last`), and stop.
     #[must_use]
     pub fn with_interrupt(mut self, interrupted: fn() -> Option<Interruption>) -> Self {
         self.interrupted = interrupted;
@@ -167,7 +171,7 @@ impl Trainer {
     /// Trains, from the checkpoint that `trainer.ckpt_path` names or from the start. Collective.
     ///
     /// # Errors
-    /// The error of this rank; [`Error::PeerFailed`] if another one failed; [`Error::Interrupted`]
+    /// The error of this rank; [`Error::PeerFailed`] if another rank failed; [`Error::Interrupted`]
     /// after an interrupted run has ended in order.
     pub fn fit<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
         let make = &mut |fabric: &mut Fabric, code| runner::set_up::<M>(run, fabric, code);
@@ -176,9 +180,11 @@ impl Trainer {
         Ok(Trained::new(outcome, session))
     }
 
-    /// As [`fit`](Self::fit), with a module and data that the program makes itself, from whatever it has:
-    /// `build` describes the model as [`configure_model`](LightningModule::configure_model) does. The table
-    /// `[data]` of `run` says how large batches are and whether they are shuffled. Collective.
+    /// Like [`fit`](Self::fit), with a module and data that the program creates in code.
+    /// Collective.
+    ///
+    /// `build` describes the model as [`configure_model`](LightningModule::configure_model) does.
+    /// The table `[data]` of `run` sets the batch size and whether samples are shuffled.
     ///
     /// ```no_run
     /// # use fulgurite_core::Result;
@@ -236,13 +242,16 @@ impl Trainer {
         Ok((outcome, session))
     }
 
-    /// Validates once: the checkpoint that `trainer.ckpt_path` names (with `trainer.ema_decay` the
-    /// averages in it, as [`fit`](Self::fit) does). Without that key the best checkpoint in
-    /// `checkpoint.dir` if `checkpoint.monitor` is set, otherwise the last, and a warning says
-    /// which; without `checkpoint.dir`, that of the newest run. Weights that the module
-    /// ([`pretrained`](LightningModule::pretrained)) or `trainer.adapters.from` names stay. If there
-    /// is none, the weights are those that the model was set up with, and a warning says so.
-    /// Collective.
+    /// Validates the weights of a checkpoint once. Collective.
+    ///
+    /// The checkpoint is the one that `trainer.ckpt_path` names. With `trainer.ema_decay` its
+    /// averages are used, as in [`fit`](Self::fit).
+    ///
+    /// Without `trainer.ckpt_path`, it is the best checkpoint in `checkpoint.dir` if
+    /// `checkpoint.monitor` is set, otherwise the last, and a warning names it. Without
+    /// `checkpoint.dir` the newest run's checkpoint is used. Weights of the module
+    /// ([`pretrained`](LightningModule::pretrained)) or of `trainer.adapters.from` stay. If no
+    /// checkpoint is found, the model keeps its initial weights, and a warning says so.
     ///
     /// # Errors
     /// As [`fit`](Self::fit), and if there is no validation data; [`Error::Interrupted`] if it was
@@ -262,17 +271,16 @@ impl Trainer {
         self.once::<M, _>(Stage::Test, run, |session| evaluate_once(session, EvaluationStage::Test))
     }
 
-    /// Predicts once, with weights as in [`validate`](Self::validate), for the samples of
-    /// [`Split::Predict`](fulgurite_engine::data::Split::Predict); each rank for its share. Collective.
+    /// Predicts once, with weights as in [`validate`](Self::validate), for this rank's samples of
+    /// [`Split::Predict`](fulgurite_engine::data::Split::Predict). Collective.
     ///
     /// # Errors
-    /// As [`validate`](Self::validate), and those of
-    /// [`predict_step`](LightningModule::predict_step).
+    /// As [`validate`](Self::validate) and [`predict_step`](LightningModule::predict_step).
     pub fn predict<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Predictions> {
         self.once::<M, _>(Stage::Predict, run, predict_once)
     }
 
-    /// Sets up, loads weights, and does one thing.
+    /// Sets up, loads weights, and runs an evaluation or prediction once.
     fn once<M: LightningModule, T>(
         &self,
         stage: Stage,
@@ -334,7 +342,7 @@ impl Trainer {
             }
         }
         run.check_plugins()?;
-        // Before anything that depends on the configuration is communicated.
+        // Compared before anything that depends on the configuration is communicated.
         if self.world.size() > 1 {
             let _comparing =
                 LogExecutionTime::begin(self.world.rank(), "comparing the configurations");
@@ -401,7 +409,7 @@ impl Trainer {
 /// A run whose `[model]` and `[data]` tables only the [runner](runner::set_up) can parse.
 type UntypedRun = RunConfig<Table, Table>;
 
-/// What all ranks must have alike of the callbacks of a program and its configuration.
+/// Returns the agreement between ranks on the callbacks of a program and its configuration.
 fn agreement_of_callbacks(callbacks: &[SharedCallback]) -> Agreement {
     let mut agreement = Agreement::on(
         "the program",
@@ -414,10 +422,10 @@ fn agreement_of_callbacks(callbacks: &[SharedCallback]) -> Agreement {
     agreement
 }
 
-/// What is done once with a session.
+/// The action of a one-time session.
 type Act<'a> = dyn FnOnce(&mut Session) -> Result<()> + 'a;
 
-/// Loads the weights, and does one thing. Collective.
+/// Loads the weights, and runs an action once. Collective.
 fn act_once(
     session: &mut Session,
     run: &UntypedRun,
@@ -442,15 +450,16 @@ fn act_once(
     summarize(session)
 }
 
-/// A run's directory, and what its events go to.
+/// A run's directory, and the receivers of its events.
 struct OpenRun {
     dir: PathBuf,
     sinks: Vec<SharedSink>,
-    /// On rank 0.
+    /// Set on rank 0.
     guard: Option<RunDirGuard>,
 }
 
-/// Makes the run's directory and its loggers on rank 0, and returns it on all ranks. Collective.
+/// Creates the run's directory and its loggers on rank 0, and returns them on all ranks.
+/// Collective.
 fn open_run(
     world: &dyn ProcessGroup,
     stage: Stage,
@@ -462,7 +471,7 @@ fn open_run(
     if world.rank() == 0 {
         let dir = RunDir::create(&run.trainer.default_root_dir, stage, resolved)?;
         path = dir.path().to_owned();
-        // Also if a logger cannot be built.
+        // Guards the directory even if a logger cannot be built.
         let unbuilt = RunDirGuard::new(&path)?;
         let loggers = run
             .trainer

@@ -1,4 +1,4 @@
-//! The messages a wrong configuration gets, and how layers come together.
+//! Error messages for wrong configurations, and the merging of layers.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -112,7 +112,7 @@ fn wrong_values_name_the_full_path() {
 }
 
 #[test]
-fn a_plugin_s_errors_name_the_full_path() {
+fn plugin_errors_name_the_full_path() {
     let error = |text| tee(text).unwrap_err();
     insta::assert_snapshot!(error("{ type = 'tee', every = 'x' }"), @r#"`trainer.loggers[1].every`: expected an integer, at least 0, found the string "x""#);
     insta::assert_snapshot!(error("{ type = 'tee', evry = 3 }"), @"unknown key `trainer.loggers[1].evry`; did you mean `every`? (the keys of `trainer.loggers[1]` are every, names, limits, inner)");
@@ -180,7 +180,7 @@ fn a_plugin_field_reads_other_formats_too() {
 }
 
 #[test]
-fn a_configuration_file_that_is_not_there_or_not_toml_is_named() {
+fn missing_or_malformed_files_are_named() {
     let dir = tempfile::tempdir().unwrap();
     let missing = dir.path().join("none.toml");
     let error = ConfigLayers::new().file(&missing).unwrap_err().to_string();
@@ -224,7 +224,7 @@ fn overrides_are_toml_or_else_strings() {
 }
 
 #[test]
-fn malformed_overrides_say_what_is_expected() {
+fn malformed_overrides_name_the_expected_form() {
     let error = |assignment| set(assignment).unwrap_err();
     insta::assert_snapshot!(error("trainer.max_steps"), @"--set trainer.max_steps: there is no `=`; expected key=value, such as trainer.max_steps=100");
     insta::assert_snapshot!(error("trainer..max_steps=3"), @"--set trainer..max_steps=3: the key is malformed; expected key=value, such as trainer.max_steps=100");
@@ -247,7 +247,7 @@ fn merged(layers: &[&str]) -> String {
 }
 
 #[test]
-fn among_overrides_a_type_may_come_after_the_keys_beside_it() {
+fn a_type_may_follow_its_keys_in_overrides() {
     let base = "optimizer = { type = 'adamw', lr = 1, betas = [0, 0] }\ndata.type = 'text'";
     let config = |assignments: &[&str]| {
         let layers = ConfigLayers::new().text("base.toml", base).unwrap();
@@ -260,7 +260,7 @@ fn among_overrides_a_type_may_come_after_the_keys_beside_it() {
     assert_eq!(config(&["optimizer.lr=2", "optimizer=sgd"]), expected);
     let data = config(&["data.path=a.u16", "seed=1", "data.type=tokens"]);
     assert_eq!(data["data"], toml::toml! { type = "tokens" path = "a.u16" }.into());
-    // Two types: the later one, and nothing that belongs to the other.
+    // Two types: the later one wins, without the other's options.
     let last = config(&["optimizer.type=lion", "optimizer.beta=2", "optimizer.type=sgd"]);
     assert_eq!(last["optimizer"], toml::toml! { type = "sgd" }.into());
 }
@@ -336,7 +336,7 @@ type = "fsdp"
 }
 
 #[test]
-fn the_resolved_configuration_is_written_and_read_back() {
+fn resolved_configuration_round_trips() {
     let layers = ConfigLayers::new()
         .text("base.toml", BASE)
         .and_then(|layers| layers.set("optimizer.lr=1e-3"))
@@ -432,7 +432,7 @@ fn the_reference_knows_every_key() {
 }
 
 #[test]
-fn an_excluded_key_goes_and_a_map_keeps_its_entries() {
+fn an_excluded_key_is_removed() {
     let base = "data = { path = 'a', validation_sets = { books = 'b', code = 'c' } }";
     let merged = |assignment: &str| {
         let layers = ConfigLayers::new()
@@ -473,7 +473,7 @@ proptest::proptest! {
     }
 
     #[test]
-    fn any_value_can_be_set_and_is_one_value(text in "\\PC*") {
+    fn any_value_can_be_set(text in "\\PC*") {
         match set(&format!("a.b={text}")) {
             Ok(table) => {
                 let inner = table["a"].as_table().expect("`a` is a table");

@@ -1,5 +1,4 @@
-//! What messages suggest for names of other libraries, keys of other tables, and values as Python and YAML
-//! write them.
+//! Suggestions in messages: names of other libraries, keys of other tables, Python and YAML values.
 
 use fulgurite_core::Result;
 use fulgurite_core::config::{ConfigLayers, Documented};
@@ -34,7 +33,7 @@ fn error(text: &str) -> String {
     error.strip_prefix("run.toml: ").unwrap_or(&error).to_owned()
 }
 
-/// The error without the list of keys behind it.
+/// The error without the trailing list of keys.
 fn start(text: &str) -> String {
     error(text).split(" (the keys").next().unwrap_or_default().to_owned()
 }
@@ -50,12 +49,12 @@ fn names_of_other_libraries_are_translated() {
     insta::assert_snapshot!(error("trainer.deterministic = true"), @"unknown key `trainer.deterministic`; runs are deterministic without a key");
     insta::assert_snapshot!(start("epochs = 3"), @"unknown key `epochs`; did you mean `trainer.max_epochs`?");
     insta::assert_snapshot!(error("trainer.maxEpochs = 3"), @"unknown key `trainer.maxEpochs`; did you mean `max_epochs`?");
-    // This program has no key for a tokenizer.
+    // This program does not have a key for a tokenizer.
     insta::assert_snapshot!(start("tokenizer_name = 'x'"), @"unknown key `tokenizer_name`");
 }
 
 #[test]
-fn a_key_of_another_table_is_named_with_its_table() {
+fn keys_of_other_tables_are_suggested() {
     insta::assert_snapshot!(start("batch_size = 4"), @"unknown key `batch_size`; did you mean `data.batch_size`?");
     insta::assert_snapshot!(error("trainer.batch_size = 4"), @"unknown key `trainer.batch_size`; did you mean `data.batch_size`?");
     insta::assert_snapshot!(error("trainer.every_n_steps = 4"), @"unknown key `trainer.every_n_steps`; did you mean `checkpoint.every_n_steps`?");
@@ -75,7 +74,7 @@ fn a_long_table_lists_similar_keys_alone() {
 }
 
 #[test]
-fn values_of_python_and_yaml_are_told_what_to_write() {
+fn python_and_yaml_values_get_suggestions() {
     insta::assert_snapshot!(error("trainer.max_steps = '100'"), @r#"`trainer.max_steps`: expected an integer, at least 0, found the string "100"; write 100"#);
     insta::assert_snapshot!(error("trainer.max_steps = 1e3"), @"`trainer.max_steps`: expected an integer, at least 0, found `1000.0`; write 1000");
     insta::assert_snapshot!(error("trainer.max_steps = '1,000'"), @r#"`trainer.max_steps`: expected an integer, at least 0, found the string "1,000"; write 1000"#);
@@ -111,7 +110,7 @@ fn null_takes_a_value_away() {
     insta::assert_snapshot!(trainer(&["trainer.max_steps=null"]), @r#"{ strategy = { prefetch = 2, type = "fsdp" } }"#);
     insta::assert_snapshot!(trainer(&["trainer.max_steps=null", "trainer.max_steps=7", "trainer.strategy=null"]), @"{ max_steps = 7 }");
     insta::assert_snapshot!(trainer(&["trainer.max_steps=7", "trainer.max_steps=null", "trainer.strategy.prefetch=null"]), @r#"{ strategy = { type = "fsdp" } }"#);
-    // A key that is not there, and a text in quotes.
+    // A missing key, and a quoted text.
     insta::assert_snapshot!(trainer(&["trainer.ckpt_path=null", "trainer.max_steps='null'"]), @r#"{ max_steps = "null", strategy = { prefetch = 2, type = "fsdp" } }"#);
     let layers = ConfigLayers::new().text("base.toml", "trainer.max_steps = 5").unwrap();
     let run = Run::from_layers(layers.set("trainer.max_steps=null").unwrap()).unwrap();
@@ -126,7 +125,7 @@ fn a_path_in_the_home_directory_is_expanded() {
     assert_eq!(dir(run("checkpoint.dir = '~/runs/a'").unwrap()), wanted);
     let layers = ConfigLayers::new().set("checkpoint.dir=~/runs/a").unwrap();
     assert_eq!(dir(Run::from_layers(layers).unwrap()), wanted);
-    // Only at the start of a path.
+    // Expanded only at the start of a path.
     assert_eq!(dir(run("checkpoint.dir = 'a~/b'").unwrap()), std::path::Path::new("a~/b"));
 }
 
@@ -197,13 +196,13 @@ fn variable(name: &str) -> Result<Vec<String>> {
 }
 
 #[test]
-fn a_variable_that_is_nearly_a_key_is_an_error() {
+fn misspelled_variables_are_errors() {
     let error = |name: &str| variable(name).unwrap_err().to_string();
     insta::assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEPS"), @"the variable FULGURITE_TRAINER_MAX_STEPS has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
     insta::assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEP"), @"the variable FULGURITE_TRAINER_MAX_STEP has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
     insta::assert_snapshot!(error("FULGURITE_OPTIMIZER_LR"), @"the variable FULGURITE_OPTIMIZER_LR has no effect; did you mean FULGURITE_OPTIMIZER__LR? (In a variable two underscores stand for the point of a key.)");
     insta::assert_snapshot!(error("FULGURITE_JOBKEY"), @"the variable FULGURITE_JOBKEY has no effect; did you mean FULGURITE_JOB_KEY? (In a variable two underscores stand for the point of a key.)");
-    // Another program may own this one.
+    // Another program may own this variable.
     assert_eq!(variable("FULGURITE_HOME_PAGE").unwrap(), ["FULGURITE_HOME_PAGE"]);
     for known in ["FULGURITE_LOG", "FULGURITE_SEED", "FULGURITE_TRAINER__MAX_STEPS", "OTHER_LOG"] {
         assert!(variable(known).unwrap().is_empty(), "{known}");

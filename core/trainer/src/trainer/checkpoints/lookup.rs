@@ -1,4 +1,4 @@
-//! Looking for the checkpoint that a run goes on from, or whose weights an evaluation takes.
+//! Finds the checkpoint that a run resumes from, or that an evaluation loads its weights from.
 
 use std::path::{Path, PathBuf};
 
@@ -22,14 +22,14 @@ use fulgurite_engine::collective::broadcast_object;
 /// The checkpoint that a run resumes from.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) enum ResumeSource {
-    /// At this local path.
+    /// A local path.
     Local(PathBuf),
-    /// The checkpoint `name` of the place that `checkpoint.io` opens at `dir`.
+    /// The checkpoint `name` in the location that `checkpoint.io` opens at `dir`.
     Named { dir: PathBuf, name: String },
 }
 
 impl ResumeSource {
-    /// Its path, for messages.
+    /// Returns its path, for messages.
     pub(crate) fn path(&self) -> PathBuf {
         match self {
             Self::Local(path) => path.clone(),
@@ -38,7 +38,7 @@ impl ResumeSource {
     }
 }
 
-/// Looks for checkpoints of a session's configuration.
+/// Finds checkpoints by a session's configuration.
 pub(crate) struct CheckpointLookup<'a> {
     setup: &'a SessionSetup,
     saving: &'a Saving,
@@ -51,8 +51,10 @@ impl<'a> CheckpointLookup<'a> {
         Self { setup, saving, stage: progress.stage() }
     }
 
-    /// The checkpoint that `trainer.ckpt_path` names. A training whose job was started again takes the job's last
-    /// one instead, if there is one. Says whether it is of the job. Collective: rank 0 looks it up.
+    /// Finds the checkpoint that `trainer.ckpt_path` names, on rank 0. Collective.
+    ///
+    /// The training of a restarted job takes the job's own last checkpoint instead, if there is
+    /// one. The flag is true in that case.
     pub(crate) fn checkpoint_to_resume(&self) -> Result<Option<(ResumeSource, bool)>> {
         let config = &self.setup.config;
         let restarted = restarted_job(config).filter(|_| self.stage == Stage::Fit);
@@ -75,7 +77,7 @@ impl<'a> CheckpointLookup<'a> {
             },
             None => named()?.map(|source| (source, false)),
         };
-        // In a restarted job without the key, the look-up has said so itself.
+        // For a restarted job without the key, `last_checkpoint_of_job` has warned already.
         let fits = self.stage == Stage::Fit;
         if fits && self.setup.rank() == 0 && found.is_none() && config.ckpt_path.is_some() {
             let dir = self.saving.config().dir.as_ref();
@@ -88,8 +90,9 @@ impl<'a> CheckpointLookup<'a> {
         broadcast_object(&**self.setup.fabric.world(), &found, 0)
     }
 
-    /// What an evaluation takes by itself: the best checkpoint, if there are scores, or else the
-    /// last.
+    /// Finds the checkpoint for an evaluation without `trainer.ckpt_path`.
+    ///
+    /// It is the best checkpoint if `checkpoint.monitor` is set and any has a score, else the last.
     pub(crate) fn trained_checkpoint(&self) -> Result<Option<(ResumeSource, String)>> {
         let config = self.saving.config();
         if config.dir.is_none() && !self.setup.config.default_root_dir.is_dir() {
@@ -106,7 +109,8 @@ impl<'a> CheckpointLookup<'a> {
         }))
     }
 
-    /// The checkpoint `path`: on this machine if it exists there, else in the configured place.
+    /// Returns the checkpoint `path`: on this machine if it exists there, else in the configured
+    /// location.
     fn resume_source(&self, path: &Path) -> ResumeSource {
         let saving = &self.saving;
         let named = |name: &str| ResumeSource::Named {
@@ -114,7 +118,7 @@ impl<'a> CheckpointLookup<'a> {
             name: name.to_owned(),
         };
         if path.exists() {
-            // However the path is written, it may be a checkpoint in this run's place.
+            // However the path is written, it may be a checkpoint in this run's location.
             let same = |a: &Path, b: &Path| {
                 let real = |path: &Path| path.canonicalize().ok();
                 real(a).is_some() && real(a) == real(b)
@@ -126,7 +130,7 @@ impl<'a> CheckpointLookup<'a> {
                 _ => ResumeSource::Local(path.to_owned()),
             };
         }
-        // Its location, as in messages and events, or its name alone.
+        // `path` is either the full location, as in messages and events, or just the name.
         let inside = path.strip_prefix(saving.io().location("")).unwrap_or(path).to_str();
         match inside {
             Some(name) if saving.config().dir.is_some() && !name.contains('/') => named(name),
@@ -134,8 +138,8 @@ impl<'a> CheckpointLookup<'a> {
         }
     }
 
-    /// The checkpoint saved last in the configured directory; without one, that of the newest run
-    /// that has any.
+    /// Finds the last checkpoint in `checkpoint.dir`, or without that key in the newest run that
+    /// has a checkpoint.
     fn last_checkpoint(&self) -> Result<Option<ResumeSource>> {
         match &self.saving.config().dir {
             Some(dir) => self.last_checkpoint_in([dir.clone()]),
@@ -143,12 +147,12 @@ impl<'a> CheckpointLookup<'a> {
         }
     }
 
-    /// As [`last_checkpoint`](Self::last_checkpoint), of what earlier attempts of this job have saved.
+    /// Like [`last_checkpoint`](Self::last_checkpoint), for earlier attempts of this job.
     fn last_checkpoint_of_job(&self, job: &str) -> Result<Option<ResumeSource>> {
         let root = &self.setup.config.default_root_dir;
         let runs = runs_of_job(root, job)?;
         let found = match (&self.saving.config().dir, runs.last().and_then(RunDir::job)) {
-            // Another run saved the checkpoints from before the first attempt.
+            // Checkpoints from before the first attempt belong to another run.
             (Some(dir), Some(first)) => {
                 let found = self.last_checkpoint_in([dir.clone()])?;
                 match (&found, first.saved_before) {
@@ -173,7 +177,7 @@ impl<'a> CheckpointLookup<'a> {
         Ok(found)
     }
 
-    /// When a checkpoint was saved, if it is known.
+    /// Returns the time when a checkpoint was saved, if known.
     fn saved_at(&self, source: &ResumeSource) -> Result<Option<u64>> {
         let (ResumeSource::Named { dir, .. } | ResumeSource::Local(dir)) = source;
         let checkpoint = match source {
@@ -185,7 +189,7 @@ impl<'a> CheckpointLookup<'a> {
         Ok(checkpoint.manifest().saved_at)
     }
 
-    /// When the last checkpoint in `checkpoint.dir` was saved, if there is one.
+    /// Returns the time when the last checkpoint in `checkpoint.dir` was saved, if any.
     pub(crate) fn last_saved_at(&self) -> Result<Option<u64>> {
         match &self.saving.config().dir {
             Some(_) => self.last_checkpoint()?.map_or(Ok(None), |last| self.saved_at(&last)),
@@ -193,12 +197,12 @@ impl<'a> CheckpointLookup<'a> {
         }
     }
 
-    /// The last checkpoint of the newest of these runs that has any.
+    /// Finds the last checkpoint of the newest of these runs that has any.
     fn last_checkpoint_of(&self, runs: &[RunDir]) -> Result<Option<ResumeSource>> {
         self.last_checkpoint_in(runs.iter().map(RunDir::checkpoints))
     }
 
-    /// The last checkpoint of the first of these directories that has any.
+    /// Finds the last checkpoint of the first of these directories that has any.
     fn last_checkpoint_in(
         &self,
         dirs: impl IntoIterator<Item = PathBuf>,
@@ -211,7 +215,7 @@ impl<'a> CheckpointLookup<'a> {
         Ok(None)
     }
 
-    /// The best of the checkpoints that the one saved last knows.
+    /// Finds the best of the checkpoints that the last checkpoint lists.
     fn best_checkpoint(&self) -> Result<Option<ResumeSource>> {
         let Some(last) = self.last_checkpoint()? else { return Ok(None) };
         if let Some(best) = self.best_of(&last)? {
@@ -225,7 +229,7 @@ impl<'a> CheckpointLookup<'a> {
         )))
     }
 
-    /// The best of the checkpoints that `last` knows, if any has a score.
+    /// Finds the best of the checkpoints that `last` lists, if any has a score.
     fn best_of(&self, last: &ResumeSource) -> Result<Option<ResumeSource>> {
         let ResumeSource::Named { dir, name } = last else { return Ok(None) };
         let io = self.saving.config().open(dir)?;

@@ -1,4 +1,4 @@
-//! The checkpoints of a run: their place, which ones are kept, and which one a run goes on from.
+//! The checkpoints of a run: their location, retention, and the choice of one to resume from.
 
 pub(crate) mod lookup;
 pub(crate) mod place;

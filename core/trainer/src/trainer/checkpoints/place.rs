@@ -1,4 +1,4 @@
-//! Where and how a run saves checkpoints.
+//! The location and schedule of a run's checkpoints.
 
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
@@ -12,19 +12,19 @@ use crate::{Error, Result};
 use fulgurite_checkpoint_format::{self as checkpoint, AsyncSaver, CheckpointIO, LAST, PlaceLock};
 use fulgurite_engine::collective::ProcessGroup;
 
-/// How and where a run saves checkpoints.
+/// The state of a run's saving: location, schedule, and retention.
 pub(crate) struct Saving {
     config: CheckpointConfig,
-    /// The root of the place, as in the configuration.
+    /// The root of the location, as in the configuration.
     root: PathBuf,
     io: Arc<dyn CheckpointIO>,
     /// Held on rank 0 from before the first save until the end of the run.
     lock: Option<PlaceLock>,
     background: Option<AsyncSaver>,
     retention: Retention,
-    /// The names of what this run has saved and not removed.
+    /// The names of the checkpoints that this run has saved and not removed.
     names: BTreeSet<String>,
-    /// The step after which the last checkpoint was saved, or is about to be.
+    /// The step of the last checkpoint that was saved, or is about to be.
     saved: Option<u64>,
     /// Whether a checkpoint has had a score.
     has_scored: bool,
@@ -33,7 +33,7 @@ pub(crate) struct Saving {
     is_torn_down: bool,
 }
 
-/// Tears down after a run that failed during its setup.
+/// Tears the location down after a run that failed during its setup.
 impl Drop for Saving {
     fn drop(&mut self) {
         if let Err(error) = self.teardown() {
@@ -43,7 +43,7 @@ impl Drop for Saving {
 }
 
 impl Saving {
-    /// For saving to `config.dir`, by default to `default`. Collective.
+    /// Prepares saving to `config.dir`, by default to `default`. Collective.
     pub(crate) fn new(
         config: &CheckpointConfig,
         default: PathBuf,
@@ -75,13 +75,15 @@ impl Saving {
         &self.config
     }
 
-    /// Loads the whole state of the checkpoint to resume from, whatever `checkpoint.weights_only` says: the run's own
-    /// checkpoint is another one than the configuration names.
+    /// Makes a resume load the whole state, even with `checkpoint.weights_only`.
+    ///
+    /// Used if a restarted run resumes from its own checkpoint: the configuration names another
+    /// one.
     pub(crate) fn resume_whole_state(&mut self) {
         self.config.weights_only = false;
     }
 
-    /// The root of the place, as in the configuration.
+    /// Returns the root of the location, as in the configuration.
     pub(crate) fn root(&self) -> &Path {
         &self.root
     }
@@ -90,8 +92,10 @@ impl Saving {
         &self.io
     }
 
-    /// Goes on from the checkpoint `name` of this place, with the checkpoints that its run has `kept`. `saved` is the step
-    /// of a checkpoint that need not be saved again.
+    /// Continues after the checkpoint `name` of this location, whose run has `kept` these
+    /// checkpoints.
+    ///
+    /// `saved` is the step of a checkpoint that need not be saved again.
     pub(crate) fn resume(
         &mut self,
         name: &str,
@@ -100,7 +104,7 @@ impl Saving {
         rank: usize,
     ) {
         self.retention.resume(name, kept);
-        // The earlier run ended before it removed these.
+        // The earlier run ended before it removed these checkpoints.
         for name in self.retention.take_expired() {
             if rank == 0
                 && let Err(error) = self.io.remove(&name)
@@ -111,10 +115,12 @@ impl Saving {
         self.saved = saved;
     }
 
-    /// Called at the end of a run: waits for the save under way on this rank, and tears the place
-    /// down. Does nothing the second time.
+    /// Waits for the running save of this rank, and tears the location down, at the end of a run.
+    ///
+    /// A second call does nothing.
     pub(crate) fn teardown(&mut self) -> Result<()> {
-        // Dropping the saver waits for its thread; an error of it has ended the run already.
+        // Dropping the saver waits for its thread. An error of the thread has already ended the
+        // run.
         drop(self.background.take());
         let torn_down = if std::mem::replace(&mut self.is_torn_down, true) {
             Ok(())
@@ -125,8 +131,9 @@ impl Saving {
         torn_down
     }
 
-    /// Locks the place on rank 0, unless it is locked already: no other run saves there until this one
-    /// ends.
+    /// Locks the location on rank 0 until the run ends, so that no other run saves there.
+    ///
+    /// Does nothing if it is locked already.
     fn lock(&mut self, rank: usize) -> Result<()> {
         if rank == 0 && self.lock.is_none() {
             self.lock = self.io.lock("")?;
@@ -134,14 +141,16 @@ impl Saving {
         Ok(())
     }
 
-    /// Locks the place of a run that will save, before anything is looked for in it.
+    /// Locks the location of a run that will save, before any look-up in it.
     pub(crate) fn lock_for_run(&mut self, rank: usize) -> Result<()> {
         if self.will_save() { self.lock(rank) } else { Ok(()) }
     }
 
-    /// Refuses to save to a place that has checkpoints of another run, for a run that starts anew: the names
-    /// would be the same, and which checkpoint is the best or the last would be a mixture. Looked at on rank
-    /// 0.
+    /// Refuses to start a new run in a location that has checkpoints of another run. Checked on
+    /// rank 0.
+    ///
+    /// The checkpoints would have the same names, and the best and the last could belong to either
+    /// run.
     pub(crate) fn refuse_used_place(
         &self,
         source: Option<&ResumeSource>,
@@ -154,23 +163,25 @@ impl Saving {
         refuse_used(&*self.io)
     }
 
-    /// Whether a run with this configuration saves anything.
+    /// Returns whether a run with this configuration saves anything.
     fn will_save(&self) -> bool {
         self.config.will_save()
     }
 
-    /// Whether a save in the background is under way on this rank.
+    /// Returns whether a background save is running on this rank.
     pub(crate) fn is_running(&self) -> bool {
         self.background.as_ref().is_some_and(AsyncSaver::is_running)
     }
 
-    /// Whether a checkpoint was saved after this step, or is about to be.
+    /// Returns whether a checkpoint was saved after this step, or is about to be.
     pub(crate) fn has_saved(&self, step: u64) -> bool {
         self.saved == Some(step)
     }
 
-    /// Whether a checkpoint is due after `step`, and perhaps a validation of it. With a metric and no interval
-    /// each validation is followed by one.
+    /// Returns whether a checkpoint is due after `step`, and after its validation if it has one.
+    ///
+    /// With `checkpoint.monitor` and `save_top_k` but without an interval, each validation is
+    /// followed by a checkpoint.
     pub(crate) fn is_due(&self, step: u64, validated: bool) -> bool {
         match self.config.every_n_steps {
             Some(n) => step.is_multiple_of(n),
@@ -181,8 +192,9 @@ impl Saving {
         }
     }
 
-    /// Counts the checkpoint `name` of `step` among those that the table `[checkpoint]` keeps. Returns the kept ones, and
-    /// the names that are removed once it is committed.
+    /// Adds the checkpoint `name` of `step` to the kept checkpoints.
+    ///
+    /// Returns the kept checkpoints, and the names to remove after the commit.
     pub(crate) fn keep(
         &mut self,
         step: u64,
@@ -196,13 +208,15 @@ impl Saving {
         Ok((self.kept(), self.retention.take_expired()))
     }
 
-    /// The checkpoints that the table `[checkpoint]` keeps.
+    /// Returns the checkpoints that the table `[checkpoint]` keeps.
     pub(crate) fn kept(&self) -> Vec<RetainedCheckpoint> {
         self.retention.kept().to_vec()
     }
 
-    /// Takes a name for a checkpoint of this run, in whose place the names in `remove` become free. The checkpoint that
-    /// the run goes on from is never removed.
+    /// Takes a name for a checkpoint of this run, and frees the names in `remove`.
+    ///
+    /// The checkpoint that the run resumed from is never removed: its name is dropped from
+    /// `remove`.
     pub(crate) fn take_name(
         &mut self,
         name: &str,
@@ -216,37 +230,37 @@ impl Saving {
         Ok(())
     }
 
-    /// Saves in the background, if the configuration says so.
+    /// Returns the saver for background saves, if configured.
     pub(crate) fn background(&mut self) -> Option<&mut AsyncSaver> {
         self.background.as_mut()
     }
 
-    /// Whether the run saves every few steps or after validations.
+    /// Returns whether the run saves every few steps or after validations.
     pub(crate) fn is_periodic(&self) -> bool {
         self.config.every_n_steps.is_some() || self.config.save_top_k.is_some()
     }
 
-    /// The names that are taken in the place: see
+    /// Returns the names that are taken: see
     /// [`HookContext::checkpoint_names`](crate::trainer::HookContext::checkpoint_names).
     pub(crate) fn names(&self) -> Result<BTreeSet<String>> {
         let there = self.io.list("")?.into_iter().map(|entry| entry.name);
-        // Also before anything is saved, the name of the pointer.
+        // The pointer's name is taken even before anything is saved.
         Ok(there.chain(self.names.iter().cloned()).chain([LAST.to_owned()]).collect())
     }
 
-    /// The name of the checkpoint that the run goes on from, if it lies in this place.
+    /// Returns the name of the checkpoint that the run resumed from, if it lies in this location.
     pub(crate) fn resumed_from(&self) -> Option<&str> {
         self.retention.resumed_from()
     }
 
-    /// The best checkpoint so far by the monitored metric, and the newest.
+    /// Returns the best checkpoint so far by the monitored metric, and the newest.
     pub(crate) fn best_and_last(&self) -> [Option<PathBuf>; 2] {
         [self.retention.best_name(), self.retention.last_name()]
             .map(|name| name.map(|name| self.io.location(name)))
     }
 
-    /// The monitored metric, if it was logged of this step: the score of an earlier state says nothing of
-    /// this one.
+    /// Returns the monitored metric, if it was logged in this step. A score of an earlier step does
+    /// not count.
     fn score(&mut self, step: u64, recorder: &Recorder, rank: usize) -> Result<Option<f64>> {
         let Some(monitor) = &self.config.monitor else { return Ok(None) };
         let (metrics, scored_step) = (recorder.metrics(), recorder.metric_step(monitor));
@@ -265,7 +279,7 @@ impl Saving {
             }
             return Ok(is_of_step.then_some(*score));
         }
-        // A module may log metrics on rank 0 alone.
+        // A module may log metrics only on rank 0.
         if rank > 0 {
             return Ok(None);
         }
@@ -285,7 +299,7 @@ impl Saving {
     }
 }
 
-/// Refuses a place that has a checkpoint.
+/// Refuses a location that has a checkpoint.
 pub(crate) fn refuse_used(io: &dyn CheckpointIO) -> Result<()> {
     match checkpoint::last(io)? {
         None => Ok(()),

@@ -1,4 +1,4 @@
-//! Going on after the job was started again, from what the job itself has saved.
+//! Resumes a restarted job from its own checkpoints.
 
 use std::path::Path;
 
@@ -7,9 +7,10 @@ use crate::run::{CkptPath, TrainerConfig};
 use crate::trainer::record::run_dir::RunDir;
 use fulgurite_launch::attempt;
 
-/// The id that marks the runs of this job, if its launcher or scheduler has started it again. `None` also where the
-/// configuration asks for the last or best checkpoint. Whether it is `None` is the same on all ranks; the id counts on
-/// rank 0.
+/// Returns the id that marks the runs of this job, if its launcher or scheduler has restarted it.
+///
+/// `None` if the configuration asks for the last or best checkpoint. All ranks agree on whether it
+/// is `None`; the id itself matters only on rank 0.
 pub(crate) fn restarted_job(config: &TrainerConfig) -> Option<&'static str> {
     let attempt = attempt().filter(|attempt| attempt.restart_count > 0)?;
     match config.ckpt_path {
@@ -18,8 +19,9 @@ pub(crate) fn restarted_job(config: &TrainerConfig) -> Option<&'static str> {
     }
 }
 
-/// The runs under `root` that earlier attempts of `job` have begun to train, the newest first. Directories of other
-/// jobs are not looked at, whatever checkpoints they have.
+/// Lists the trainings under `root` by earlier attempts of `job`, newest first.
+///
+/// Directories of other jobs are ignored, whatever checkpoints they have.
 ///
 /// # Errors
 /// If `root` cannot be listed.
@@ -41,7 +43,7 @@ mod tests {
     use crate::trainer::record::run_dir::Job;
 
     #[test]
-    fn runs_of_other_jobs_are_not_gone_on_with() {
+    fn runs_of_other_jobs_are_not_resumed() {
         let root = tempfile::tempdir().unwrap();
         let absent = root.path().join("absent");
         assert_eq!(runs_of_job(&absent, "slurm-7.0").unwrap(), []);

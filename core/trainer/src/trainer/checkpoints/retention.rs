@@ -7,20 +7,21 @@ use crate::run::{CheckpointConfig, MonitorMode};
 /// A checkpoint that a run keeps.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct RetainedCheckpoint {
-    /// The optimizer step after which it was saved.
+    /// The optimizer step after which the checkpoint was saved.
     pub(crate) step: u64,
-    /// Its name in its place.
+    /// The checkpoint's name in its location.
     pub(crate) name: String,
-    /// The monitored metric when it was saved; `None` if there was none or it was not finite.
+    /// The monitored metric when the checkpoint was saved; `None` if missing or not finite.
     pub(crate) score: Option<f64>,
 }
 
-/// The checkpoints that a run keeps: the newest `checkpoint.keep_last`, the best
-/// `checkpoint.save_top_k`, always the newest one and the one that the run resumed from. If neither
-/// key is set, all.
+/// The checkpoints that a run keeps.
 ///
-/// It has the checkpoints that this run saved, and those of the run that it resumed from if they
-/// are in the same place. Others are never removed.
+/// They are the newest `checkpoint.keep_last` and the best `checkpoint.save_top_k`, and always the
+/// newest and the one that the run resumed from. If neither key is set, all are kept.
+///
+/// The list holds the checkpoints that this run saved. It also holds those of the run that it
+/// resumed from, if both use the same location. Other checkpoints are never removed.
 #[derive(Debug, Clone)]
 pub(crate) struct Retention {
     keep_last: Option<u64>,
@@ -32,38 +33,40 @@ pub(crate) struct Retention {
 }
 
 impl Retention {
-    /// The rules of a configuration, for a run that has saved nothing.
+    /// Creates the retention of a configuration, for a run that has saved nothing.
     pub(crate) fn new(config: &CheckpointConfig) -> Self {
         let CheckpointConfig { keep_last, save_top_k, mode, .. } = *config;
         Self { keep_last, save_top_k, mode, kept: Vec::new(), resumed_from: None }
     }
 
-    /// Takes over the checkpoints of the earlier run, which are in the checkpoint `name` that this
-    /// run resumes from.
+    /// Takes over the earlier run's list from the checkpoint `name` that this run resumes from.
     pub(crate) fn resume(&mut self, name: &str, kept: Vec<RetainedCheckpoint>) {
         self.kept = kept;
         self.resumed_from = Some(name.to_owned());
     }
 
-    /// The name of the checkpoint that this run resumed from, if it lies in the same place.
+    /// Returns the name of the checkpoint that this run resumed from, if it lies in the same
+    /// location.
     pub(crate) fn resumed_from(&self) -> Option<&str> {
         self.resumed_from.as_deref()
     }
 
-    /// Adds a checkpoint that is about to be saved, the newest one.
+    /// Adds a checkpoint that is about to be saved, as the newest.
     pub(crate) fn add(&mut self, step: u64, name: &str, score: Option<f64>) {
         self.kept.retain(|kept| kept.name != name);
         let score = score.filter(|score| score.is_finite());
         self.kept.push(RetainedCheckpoint { step, name: name.to_owned(), score });
     }
 
-    /// The checkpoints that are kept, oldest first. Saved in every checkpoint, for a resumed run.
+    /// Returns the kept checkpoints, oldest first. Every checkpoint saves this list for a resumed
+    /// run.
     pub(crate) fn kept(&self) -> &[RetainedCheckpoint] {
         &self.kept
     }
 
-    /// Drops the checkpoints that no rule keeps, and returns their names, to be removed after the
-    /// commit of the newest.
+    /// Drops the checkpoints that no rule keeps, and returns their names.
+    ///
+    /// The caller removes them after the commit of the newest.
     pub(crate) fn take_expired(&mut self) -> Vec<String> {
         let all = match (self.keep_last, self.save_top_k) {
             (None, None) => true,
@@ -86,17 +89,18 @@ impl Retention {
         go
     }
 
-    /// The name of the best checkpoint with a score.
+    /// Returns the name of the best checkpoint with a score.
     pub(crate) fn best_name(&self) -> Option<&str> {
         self.best(1).first().map(|&i| self.kept[i].name.as_str())
     }
 
-    /// The name of the newest checkpoint.
+    /// Returns the name of the newest checkpoint.
     pub(crate) fn last_name(&self) -> Option<&str> {
         self.kept.last().map(|kept| kept.name.as_str())
     }
 
-    /// The indices of the best `k` checkpoints with a score; of equal ones the older.
+    /// Returns the indices of the best `k` checkpoints with a score. Among equal scores the older
+    /// is better.
     fn best(&self, k: usize) -> Vec<usize> {
         let mut scored: Vec<(f64, usize)> = self
             .kept
@@ -116,7 +120,7 @@ impl Retention {
 mod tests {
     use super::*;
 
-    /// Saves after steps 1, 2, … with these scores; returns what is kept after each.
+    /// Saves after steps 1, 2, … with these scores, and returns the kept steps after each save.
     fn run(config: &CheckpointConfig, scores: &[f64]) -> Vec<Vec<u64>> {
         let mut retention = Retention::new(config);
         let steps = scores.iter().zip(1u64..);
@@ -137,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn the_newest_the_best_and_no_others_stay() {
+    fn only_the_newest_and_the_best_stay() {
         let scores = [3.0, 1.0, 2.0, 2.0, 5.0];
         let end = |config: &CheckpointConfig| run(config, &scores).pop().unwrap();
         assert_eq!(end(&config(None, None)), [1, 2, 3, 4, 5]);
@@ -145,7 +149,7 @@ mod tests {
         assert_eq!(end(&config(None, Some(-1))), [1, 2, 3, 4, 5]);
         assert_eq!(end(&config(Some(2), Some(-1))), [1, 2, 3, 4, 5]);
         assert_eq!(end(&config(None, Some(0))), [5]);
-        // Of equal ones the older.
+        // Among equal scores the older is better.
         assert_eq!(end(&config(None, Some(2))), [2, 3, 5]);
         assert_eq!(end(&config(Some(2), Some(1))), [2, 4, 5]);
         let max = CheckpointConfig { mode: MonitorMode::Max, ..config(None, Some(2)) };
@@ -153,13 +157,13 @@ mod tests {
     }
 
     #[test]
-    fn a_score_that_is_none_is_the_worst() {
+    fn missing_scores_are_the_worst() {
         let scores = [f64::NAN, f64::NEG_INFINITY, 7.0, 8.0];
         assert_eq!(run(&config(None, Some(1)), &scores), [vec![1], vec![2], vec![3], vec![3, 4]]);
     }
 
     #[test]
-    fn a_resumed_run_knows_what_was_kept_and_keeps_where_it_began() {
+    fn resumed_run_keeps_its_starting_checkpoint() {
         let config = config(Some(1), None);
         let kept = |step: u64| RetainedCheckpoint { step, name: format!("s{step}"), score: None };
         let mut retention = Retention::new(&config);
@@ -169,7 +173,7 @@ mod tests {
         retention.add(4, "s4", None);
         assert_eq!(retention.take_expired(), ["s3"]);
         assert_eq!(retention.kept(), [kept(2), kept(4)]);
-        // Saved again, it is the newest.
+        // Saved again, step 2 is the newest.
         retention.add(2, "s2", None);
         assert_eq!(retention.take_expired(), ["s4"]);
     }

@@ -13,7 +13,7 @@ pub(crate) struct CallbackState {
     pub(crate) state: SavedState,
 }
 
-/// What a checkpoint saves of a module or a callback besides weights: values by name.
+/// The state that a module or a callback saves in a checkpoint besides weights: values by name.
 ///
 /// ```
 /// use fulgurite_core::trainer::SavedState;
@@ -29,10 +29,10 @@ pub(crate) struct CallbackState {
 pub struct SavedState(Map<String, Value>);
 
 impl SavedState {
-    /// Sets a value. Numbers that are not finite are saved as none.
+    /// Sets a value. Numbers that are not finite are saved as null.
     ///
     /// # Errors
-    /// If it cannot be written as JSON.
+    /// If the value cannot be written as JSON.
     pub fn set(&mut self, name: &str, value: &(impl Serialize + ?Sized)) -> Result<()> {
         let value = serde_json::to_value(value)
             .map_err(|error| Error::other(format!("saving the state `{name}`: {error}")))?;
@@ -40,17 +40,17 @@ impl SavedState {
         Ok(())
     }
 
-    /// A value; `None` if there is none of this name.
+    /// Returns a value, or `None` if the name is unknown.
     ///
     /// # Errors
-    /// If it is of another type.
+    /// If the value is of another type.
     pub fn get<T: DeserializeOwned>(&self, name: &str) -> Result<Option<T>> {
         let Some(value) = self.0.get(name) else { return Ok(None) };
         let value = T::deserialize(value);
         value.map(Some).map_err(|error| Error::other(format!("the saved state `{name}`: {error}")))
     }
 
-    /// Whether nothing is saved.
+    /// Returns whether nothing is saved.
     pub fn is_empty(&self) -> bool {
         self.0.is_empty()
     }

@@ -19,19 +19,20 @@ use fulgurite_engine::execution::read;
 use fulgurite_engine::parallel::explain_mismatch;
 use fulgurite_launch::Interruption;
 
-/// What a validation or a test came to, equal on all ranks.
+/// The result of a validation or a test, equal on all ranks.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct Evaluation {
-    /// The mean loss over the data, with several validation sets over all of them.
+    /// The mean loss over the data of all validation sets.
     pub loss: f64,
-    /// What the steps logged, by name, and with several validation sets the loss of each (`val_loss/books`).
+    /// Values that the steps logged, by name. With several validation sets also the loss of each
+    /// (`val_loss/books`).
     pub metrics: BTreeMap<String, f64>,
-    /// Number of batches, of all ranks.
+    /// Number of batches on all ranks.
     pub batches: u64,
 }
 
-/// What is evaluated.
+/// The kind of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum EvaluationStage {
     Validation,
@@ -57,18 +58,18 @@ const PREDICT_HOOKS: EvaluationHooks = EvaluationHooks {
     end: Hook::PredictEnd,
 };
 
-/// How an evaluation ended.
+/// The outcome of an evaluation.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) enum Evaluated {
-    /// There is no data for it.
+    /// The evaluation has no data.
     NoData,
-    /// It was completed.
+    /// The evaluation was completed.
     Done(Evaluation),
-    /// It was interrupted.
+    /// The evaluation was interrupted.
     Interrupted(Interruption),
 }
 
-/// How a prediction ended.
+/// The outcome of a prediction.
 pub(crate) enum Predicted {
     Done(Predictions),
     Interrupted(Interruption),
@@ -119,7 +120,7 @@ impl EvaluationStage {
     }
 }
 
-/// Evaluates; without data this is an error. Collective.
+/// Evaluates; missing data is an error. Collective.
 pub(crate) fn evaluate_once(session: &mut Session, stage: EvaluationStage) -> Result<Evaluation> {
     let stage_of_run = match stage {
         EvaluationStage::Validation => Stage::Validate,
@@ -133,7 +134,7 @@ pub(crate) fn evaluate_once(session: &mut Session, stage: EvaluationStage) -> Re
     }
 }
 
-/// Predicts; without data this is an error. Collective.
+/// Predicts; missing data is an error. Collective.
 pub(crate) fn predict_once(session: &mut Session) -> Result<Predictions> {
     if session.runner.num_samples(Split::Predict) == 0 {
         return Err(no_data(Split::Predict));
@@ -162,8 +163,10 @@ fn no_data(split: Split) -> Error {
     ))
 }
 
-/// Evaluates, if there is data for it. It can be interrupted between two batches; a resumed training
-/// starts its validation again. Collective.
+/// Evaluates if there is data. Collective.
+///
+/// The evaluation can be interrupted between two batches. A resumed training then restarts its
+/// validation.
 pub(crate) fn evaluate(session: &mut Session, stage: EvaluationStage) -> Result<Evaluated> {
     let sets = evaluation_sets(session, stage)?;
     if sets.is_empty() {
@@ -210,7 +213,7 @@ pub(crate) fn evaluate(session: &mut Session, stage: EvaluationStage) -> Result<
     Ok(Evaluated::Done(evaluation))
 }
 
-/// Goes through one set of an evaluation. Collective.
+/// Evaluates one set. Collective.
 fn evaluate_set(
     session: &mut Session,
     stage: EvaluationStage,
@@ -223,7 +226,7 @@ fn evaluate_set(
     if let Split::ValidationSet(index) = set.split {
         ctx.validation_set = Some(index);
     }
-    // On its device: read once.
+    // The sum stays on its device and is read once.
     let (mut sum, mut counts) = (None::<Tensor>, Vec::new());
     let sized = (set.sampler, set.batches);
     let interrupted =
@@ -262,12 +265,12 @@ fn evaluate_set(
     Ok(ControlFlow::Continue(SetTotals { sum, count, table: ctx.table }))
 }
 
-/// The sets of a validation that have batches.
+/// Returns the sets of a validation that have batches.
 pub(crate) fn validation_sets(session: &Session) -> Result<Vec<EvaluationSet>> {
     evaluation_sets(session, EvaluationStage::Validation)
 }
 
-/// The sets of an evaluation that have batches.
+/// Returns the sets of an evaluation that have batches.
 fn evaluation_sets(session: &Session, stage: EvaluationStage) -> Result<Vec<EvaluationSet>> {
     let names = match stage {
         EvaluationStage::Validation => session.runner.validation_sets(),
@@ -328,7 +331,7 @@ pub(crate) fn predict(session: &mut Session) -> Result<Predicted> {
     Ok(Predicted::Done(predictions))
 }
 
-/// How the samples of a split are shared, and how many batches of each rank are used.
+/// Returns the sampler of a split, and the number of batches that each rank uses.
 fn batches(session: &Session, split: Split) -> Result<(EvalSampler, u64)> {
     let share = session.setup.fabric.sampler_share()?;
     let len = session.runner.num_samples(split);
@@ -347,8 +350,10 @@ fn batches(session: &Session, split: Split) -> Result<(EvalSampler, u64)> {
     Ok((sampler, batches))
 }
 
-/// Calls `step` for each batch of this rank, and with whether the batch is padding: a rank without samples
-/// computes too, since forwards gather parameters. Ends early if the run is interrupted. Collective.
+/// Calls `step` for each batch of this rank, with a flag for padding. Collective.
+///
+/// A rank without samples computes padding batches, because forwards gather parameters. Ends early
+/// if the run is interrupted.
 fn each_batch(
     session: &mut Session,
     split: Split,
@@ -404,22 +409,22 @@ fn each_batch(
     Ok(None)
 }
 
-/// A set of samples that is evaluated.
+/// A set of samples to evaluate.
 pub(crate) struct EvaluationSet {
     split: Split,
-    /// What comes behind the names of its metrics.
+    /// The suffix of the set's metric names.
     suffix: String,
     sampler: EvalSampler,
-    /// Number of batches of each rank.
+    /// Number of batches on each rank.
     batches: u64,
 }
 
-/// What one set came to.
+/// The result of one set.
 struct SetTotals {
-    /// The loss, over all ranks.
+    /// The sum of the loss over all ranks.
     sum: f64,
     count: f64,
-    /// What this rank's steps logged.
+    /// Values logged by this rank's steps.
     table: LogTable,
 }
 

@@ -13,21 +13,25 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::with_bytes;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 
-/// What a module predicted for this rank's samples.
+/// The predictions of a module for this rank's samples.
 #[derive(Debug, Clone, Default)]
 #[non_exhaustive]
 pub struct Predictions {
-    /// The samples of each batch, and what [`predict_step`](crate::trainer::LightningModule::predict_step) returned for
-    /// it. Over all ranks each sample comes once.
+    /// The samples of each batch with the output of
+    /// [`predict_step`](crate::trainer::LightningModule::predict_step).
+    ///
+    /// Over all ranks each sample occurs once.
     pub batches: Vec<(Vec<u64>, Tensor)>,
 }
 
 impl Predictions {
-    /// The samples (`[n]`, i64), and the outputs of all batches joined along their first dimension (`[n, ..]`);
+    /// Joins the samples (`[n]`, i64) and the outputs of all batches along the first dimension
+    /// (`[n, ..]`).
+    ///
     /// `None` if this rank had no sample.
     ///
     /// # Errors
-    /// If an output does not have one row a sample, or outputs differ in their other dimensions.
+    /// If an output does not have one row per sample, or outputs differ in their other dimensions.
     pub fn joined(&self) -> Result<Option<(Tensor, Tensor)>> {
         for (samples, output) in &self.batches {
             if output.dims().first() != Some(&samples.len()) {
@@ -63,13 +67,16 @@ impl Predictions {
         saved.map_err(|e| Error::other(format!("writing predictions to {}: {e}", path.display())))
     }
 
-    /// Writes the predictions of all ranks to one safetensors file, in the order of the samples: `samples`
-    /// (`[n]`, i64) and `outputs` (`[n, ..]`). Rank 0 writes it, and has one batch of another rank in memory at
-    /// a time. The file appears when it is whole. Returns the number of samples. Collective.
+    /// Writes the predictions of all ranks to one safetensors file, sorted by sample. Collective.
+    ///
+    /// The file has `samples` (`[n]`, i64) and `outputs` (`[n, ..]`). Rank 0 writes it, with one
+    /// batch of another rank in memory at a time. The file appears only when complete. Returns the
+    /// number of samples.
     ///
     /// # Errors
-    /// On all ranks: if an output does not have one row a sample, outputs differ in their dtypes or other
-    /// dimensions, or nobody has any; on rank 0 if the file cannot be written.
+    /// On all ranks: if an output does not have one row per sample, outputs differ in their dtypes
+    /// or other dimensions, or all ranks are without outputs. On rank 0: if the file cannot be
+    /// written.
     pub fn save_all(&self, world: &dyn ProcessGroup, path: &Path) -> Result<usize> {
         let outlines: Vec<_> = self.batches.iter().map(Outline::of).collect();
         let all: Vec<Vec<Outline>> = all_gather_object(world, &outlines)?;
@@ -118,9 +125,9 @@ impl Outline {
     }
 }
 
-/// Where the rows of all samples are in a file.
+/// The positions of all samples' rows in a file.
 struct Layout {
-    /// By sample.
+    /// Row by sample.
     rows: HashMap<u64, usize>,
     row_bytes: usize,
     dtype: DType,
@@ -198,7 +205,7 @@ impl Layout {
     /// Writes the rows of some samples.
     fn write(&self, to: &mut Writing, samples: &[u64], output: &Tensor) -> Result<()> {
         let written = with_bytes(output, |bytes| {
-            // A sample without elements has nothing to be written.
+            // Samples without elements write nothing.
             for (i, sample) in samples.iter().enumerate().filter(|_| self.row_bytes > 0) {
                 let at = self.header.len() + self.rows[sample] * self.row_bytes;
                 let row = &bytes[i * self.row_bytes..(i + 1) * self.row_bytes];
@@ -210,7 +217,7 @@ impl Layout {
     }
 }
 
-/// A file under another name until it is whole.
+/// A file that gets its final name when complete.
 struct Writing<'a> {
     file: File,
     staged: std::path::PathBuf,

@@ -1,4 +1,4 @@
-//! A training from its configuration to its summary: optimizers, the checkpoint to go on from, the loop.
+//! A training from its configuration to its summary: optimizers, resume, and the loop.
 
 use candle_core::DType;
 use toml::Table;
@@ -94,7 +94,7 @@ fn set_up_optimizers(
     Ok(schedulers)
 }
 
-/// Loads the checkpoint to go on from, if there is one, and adds the average of the weights. Collective.
+/// Resumes from a checkpoint if there is one, and adds the average of the weights. Collective.
 fn go_on_from_checkpoint(session: &mut Session, run: &RunConfig<Table, Table>) -> Result<()> {
     let rank = session.setup.rank();
     session.saving.lock_for_run(rank)?;
@@ -131,10 +131,12 @@ fn go_on_from_checkpoint(session: &mut Session, run: &RunConfig<Table, Table>) -
     Ok(())
 }
 
-/// Gives the optimizers their schedules for a run of `max_steps` steps, and compares both over the ranks. Collective.
+/// Sets the optimizers' schedules for a run of `max_steps` steps, and compares both over the ranks.
+///
+/// Collective.
 ///
 /// # Errors
-/// If ranks differ, and if a schedule needs the run's length and there is none.
+/// If ranks differ, or a schedule needs an unknown run length.
 fn set_schedules(
     session: &mut Session,
     schedulers: Vec<Box<dyn SchedulerConfig>>,
@@ -162,16 +164,16 @@ fn set_schedules(
             Interval::Step => max_steps,
             Interval::Epoch => max_epochs,
         });
-        // Fails before the first step for a schedule that needs the run's length.
+        // If a schedule needs an unknown run length, fail before the first step.
         optimizer.learning_rate()?;
     }
     Ok(())
 }
 
-/// Warns of settings that say something else than what will happen.
+/// Warns of settings that will not have the stated effect.
 fn warn_of_settings(session: &Session, max_steps: Option<u64>) -> Result<()> {
     let config = &session.setup.config;
-    // A short run with the default may be intended.
+    // The default in a short run may be intended.
     let is_asked_for = config.val_check_interval != CountOrFraction::Fraction(1.0)
         || config.check_val_every_n_epoch > 1
         || session.saving.config().monitor.is_some()
@@ -205,7 +207,7 @@ fn warn_of_settings(session: &Session, max_steps: Option<u64>) -> Result<()> {
 /// Checks that the steps have changed something.
 ///
 /// # Errors
-/// If nothing counted in any step of a run that has finished.
+/// If no step of a finished run counted anything.
 fn check_steps(session: &mut Session, end: FitEnd) -> Result<()> {
     let steps = session.progress.step();
     let is_first = session.setup.rank() == 0;

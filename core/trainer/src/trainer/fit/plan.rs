@@ -1,4 +1,4 @@
-//! The plan of a training: its order of samples, how steps divide them, when validation is due, and how long the run is.
+//! The plan of a training: sample order, division into steps, validations, and length.
 
 use candle_core::Device;
 
@@ -11,7 +11,7 @@ use crate::{Error, Result, counted};
 use fulgurite_engine::data::{LastBatch, SampleOrder, TrainSampler, Workers};
 use fulgurite_engine::parallel::ContextParallel;
 
-/// What does not change from step to step.
+/// The part of a training that stays the same from step to step.
 pub(crate) struct LoopPlan {
     pub(crate) order: SampleOrder,
     pub(crate) sampler: TrainSampler,
@@ -22,17 +22,17 @@ pub(crate) struct LoopPlan {
 }
 
 impl LoopPlan {
-    /// The epoch of the next sample.
+    /// Returns the epoch of the next sample.
     pub(crate) fn epoch(&self, cursor: Cursor) -> u64 {
         self.order.epoch(cursor.samples)
     }
 
-    /// Whether validation is due after a step from `before` to `after`.
+    /// Returns whether validation is due after a step from `before` to `after`.
     pub(crate) fn validates(&self, before: Cursor, after: Cursor) -> bool {
         self.validation.is_due(before, after)
     }
 
-    /// The micro-batches of this rank from here on.
+    /// Returns the micro-batches of this rank from `cursor` on.
     pub(crate) fn loading(&self, cursor: Cursor, workers: Workers) -> Loading {
         Loading {
             plan: Box::new(self.sampler.batches_from(cursor.samples)),
@@ -47,17 +47,17 @@ impl LoopPlan {
 #[derive(Debug, Clone, Copy)]
 enum ValidationTimes {
     EverySteps(u64),
-    /// Whenever the number of samples passes a multiple of this.
+    /// Whenever the number of samples passes a multiple of this value.
     EverySamples(f64),
 }
 
 impl ValidationTimes {
-    /// Whether validation is due after a step from `before` to `after`.
+    /// Returns whether validation is due after a step from `before` to `after`.
     fn is_due(self, before: Cursor, after: Cursor) -> bool {
         match self {
             Self::EverySteps(n) => after.step.is_multiple_of(n),
             Self::EverySamples(n) => {
-                // Against rounding, where the boundary is met exactly.
+                // Guards against rounding where the boundary is met exactly.
                 let passed = |cursor: Cursor| (cursor.samples as f64 / n + 1e-9).floor();
                 passed(after) > passed(before)
             }
@@ -79,7 +79,7 @@ impl<'a> StepPlanner<'a> {
         Self { setup, runner: &**runner, callbacks, progress }
     }
 
-    /// The plan of the next steps.
+    /// Returns the plan of the next steps.
     pub(crate) fn plan(&self) -> Result<LoopPlan> {
         let (order, sampler) = self.train_sampler()?;
         let validation = self.validation_times(&order);
@@ -100,15 +100,15 @@ impl<'a> StepPlanner<'a> {
         Ok(LoopPlan { order, sampler, validation, device, context })
     }
 
-    /// The epoch of the next sample.
+    /// Returns the epoch of the next sample.
     pub(crate) fn epoch(&self) -> Result<u64> {
         Ok(self.train_sampler()?.0.epoch(self.progress.samples()))
     }
 
-    /// Batches of each rank in a step of this epoch.
+    /// Returns the number of batches per rank in a step of this epoch.
     ///
     /// # Errors
-    /// If a callback and the configuration both say it.
+    /// If both a callback and the configuration set it.
     pub(crate) fn accumulate_in(&self, epoch: u64) -> Result<u64> {
         let config = &self.setup.config;
         let by_epoch = self.callbacks.accumulate_by_epoch();
@@ -122,12 +122,14 @@ impl<'a> StepPlanner<'a> {
         Ok(latest.map_or(config.accumulate_grad_batches, |(_, count)| count.get()))
     }
 
-    /// Whether this epoch, counted from 0, has validations.
+    /// Returns whether this epoch, counted from 0, has validations.
     pub(crate) fn is_validated_in(&self, epoch: u64) -> bool {
         (epoch + 1).is_multiple_of(self.setup.config.check_val_every_n_epoch)
     }
 
-    /// Whether a validation is due after one of the first `max_steps` steps, as far as that can be computed soon.
+    /// Returns whether any of the first `max_steps` steps has a validation.
+    ///
+    /// Only a limited number of steps is checked.
     pub(crate) fn is_ever_validated(&self, max_steps: u64) -> Result<bool> {
         const LOOKED_AT: u64 = 100_000;
         let (order, mut sampler) = self.train_sampler()?;
@@ -148,7 +150,7 @@ impl<'a> StepPlanner<'a> {
         Ok(max_steps > LOOKED_AT)
     }
 
-    /// The number of steps at the end of the run, if it is known.
+    /// Returns the number of steps at the end of the run, if known.
     pub(crate) fn max_steps(&self) -> Result<Option<u64>> {
         let Limits { max_steps, max_epochs, .. } = self.setup.config.limits();
         let by_epochs = self.end_of_run(max_epochs, None)?.map(|end| end.step);
@@ -158,7 +160,7 @@ impl<'a> StepPlanner<'a> {
         })
     }
 
-    /// The length of a run of `max_steps` steps.
+    /// Returns the length of a run of `max_steps` steps.
     pub(crate) fn length(&self, max_steps: Option<u64>) -> Result<RunLength> {
         let epoch = self.train_sampler()?.0.epoch_len();
         let of_steps = self.end_of_run(None, max_steps)?.map(|end| end.samples.div_ceil(epoch));
@@ -178,12 +180,12 @@ impl<'a> StepPlanner<'a> {
         }
     }
 
-    /// The order of training samples of this rank, and its micro-batches of steps as they are now.
+    /// Returns this rank's order of training samples, and its division into steps as they are now.
     fn train_sampler(&self) -> Result<(SampleOrder, TrainSampler)> {
         self.train_sampler_of(self.progress.accumulate())
     }
 
-    /// As [`train_sampler`](Self::train_sampler), with steps of `accumulate` batches.
+    /// Like [`train_sampler`](Self::train_sampler), for steps of `accumulate` batches.
     fn train_sampler_of(&self, accumulate: u64) -> Result<(SampleOrder, TrainSampler)> {
         let SessionSetup { fabric, config, batch_size, shuffle, .. } = self.setup;
         let share = fabric.sampler_share()?;
@@ -203,8 +205,11 @@ impl<'a> StepPlanner<'a> {
         Ok((order, sampler))
     }
 
-    /// The position after the last step before `max_epochs`, and of at most `max_steps`. Its samples are counted
-    /// to the end of its epoch, unless steps go on into the next epoch. `None` if neither limit is set.
+    /// Returns the position at the end of the run: after `max_epochs` or `max_steps`, whichever is
+    /// first.
+    ///
+    /// Its samples are counted to the end of its epoch, unless steps continue into the next epoch.
+    /// `None` if neither limit is set.
     fn end_of_run(
         &self,
         max_epochs: Option<u64>,
@@ -216,7 +221,7 @@ impl<'a> StepPlanner<'a> {
         let (max_epochs, max_steps) =
             (max_epochs.unwrap_or(u64::MAX), max_steps.unwrap_or(u64::MAX));
         let by_epoch = self.callbacks.accumulate_by_epoch();
-        // From samples, since a run may resume with another global batch size.
+        // Counted from samples, because a run may resume with another global batch size.
         let mut cursor = self.progress.cursor();
         loop {
             let (order, _) = self.train_sampler()?;
@@ -243,7 +248,7 @@ impl<'a> StepPlanner<'a> {
                     rest.saturating_add(epochs.saturating_mul(len))
                 }
             };
-            // More samples than can be counted: the run has no end.
+            // The number of samples overflows: the run is endless.
             if cursor.samples == before {
                 return Ok(Some(cursor));
             }

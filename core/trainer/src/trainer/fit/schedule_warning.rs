@@ -1,19 +1,20 @@
-//! Warnings of schedules whose learning rate is never reached.
+//! Warnings about schedules whose learning rate is never reached.
 
 use crate::Result;
 use fulgurite_engine::optim::{Interval, SchedulerConfig};
 
-/// Runs of fewer steps are trials, whose schedules need not come to an end.
+/// Shorter runs are trials, whose schedules need not complete.
 const MIN_STEPS: u64 = 4;
 
-/// Steps of a run that are looked at.
+/// Maximum number of steps that are checked.
 const LOOKED_AT: u64 = 100_000;
 
-/// Warns of schedules whose warm-up is longer than the run, or than their decay leaves it: the learning rate is
-/// never reached.
+/// Warns of schedules that never reach the learning rate.
+///
+/// Their warm-up is longer than the run, or their decay begins before the warm-up ends.
 ///
 /// # Errors
-/// If a schedule needs the run's length and there is none.
+/// If a schedule needs an unknown run length.
 pub(crate) fn warn_of_schedules(
     schedulers: &[Box<dyn SchedulerConfig>],
     max_steps: Option<u64>,
@@ -40,13 +41,13 @@ pub(crate) fn warn_of_schedules(
 #[derive(Debug, PartialEq)]
 struct Peak {
     factor: f64,
-    /// Its last step, counted from 0.
+    /// The last step with this factor, counted from 0.
     step: u64,
-    /// Whether the factor rises from first to last.
+    /// Whether the last step of the run has this factor.
     at_end: bool,
 }
 
-/// The peak of a factor that rises and stays below 1.
+/// Finds the peak of a factor that rises and stays below 1.
 fn peak_below_rate(scheduler: &dyn SchedulerConfig, steps: u64) -> Result<Option<Peak>> {
     let factor = |step| scheduler.factor(step, Some(steps));
     let (first, last) = (factor(0)?, factor(steps - 1)?);
@@ -60,7 +61,7 @@ fn peak_below_rate(scheduler: &dyn SchedulerConfig, steps: u64) -> Result<Option
     }
     let (factor, step) = peak;
     let at_end = step == steps - 1;
-    // Between two steps that were looked at it may come nearer.
+    // Between two checked steps the factor may come nearer to 1.
     let is_low = if at_end { last < 1.0 } else { factor < 0.95 };
     Ok((first < factor && is_low).then_some(Peak { factor, step, at_end }))
 }
@@ -76,21 +77,21 @@ mod tests {
     }
 
     #[test]
-    fn warm_up_longer_than_the_run_rises_to_its_end() {
+    fn too_long_warmup_peaks_at_the_end() {
         let rises = |schedule: &str, steps| peak(schedule, steps).is_some_and(|peak| peak.at_end);
         assert!(rises(r#"{ "type": "constant", "warmup_steps": 100 }"#, 50));
         assert!(rises(r#"{ "type": "cosine", "warmup_steps": 100 }"#, 4));
         assert_eq!(peak(r#"{ "type": "cosine", "warmup_steps": 10 }"#, 50), None);
         assert_eq!(peak(r#"{ "type": "constant" }"#, 50), None);
-        // A warm-up that ends with the run has reached the rate.
+        // A warm-up that ends with the run reaches the rate.
         assert_eq!(peak(r#"{ "type": "constant", "warmup_steps": 49 }"#, 50), None);
-        // The last step begins a cycle anew.
+        // The last step begins a new cycle.
         let restarts = r#"{ "type": "cosine_warm_restarts", "first_steps": 49 }"#;
         assert_eq!(peak(restarts, 50), None);
     }
 
     #[test]
-    fn decay_may_begin_before_the_warm_up_ends() {
+    fn decay_may_begin_before_warmup_ends() {
         let schedule = |warmup| {
             format!(
                 r#"{{ "type": "warmup_stable_decay", "warmup_steps": {warmup}, "decay_steps": 80 }}"#

@@ -1,5 +1,4 @@
-//! One training step, from its batches to the updated parameters: forwards and backwards, reduction over ranks, clipping,
-//! update, report.
+//! One training step: forwards, backwards, reduction over ranks, clipping, update, report.
 
 use std::mem;
 
@@ -18,12 +17,12 @@ use fulgurite_engine::optim::Interval;
 use fulgurite_engine::parallel::explain_mismatch;
 use fulgurite_engine::strategy::Loss;
 
-/// How a step ended.
+/// The outcome of a step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum StepEnd {
     /// The parameters are updated.
     Done,
-    /// It was left, and is to begin again with smaller micro-batches.
+    /// The step was abandoned, and must restart with smaller micro-batches.
     BeginAgain,
 }
 
@@ -36,7 +35,7 @@ struct Update {
 }
 
 impl Session {
-    /// One optimizer step: micro-batches, reduction, clipping, update. Collective.
+    /// Runs one optimizer step: micro-batches, reduction, clipping, update. Collective.
     pub(crate) fn train_step(&mut self, plan: &LoopPlan) -> Result<StepEnd> {
         self.recorder.begin_step();
         let step = self.progress.step() + 1;
@@ -59,7 +58,7 @@ impl Session {
         };
         let Update { numbers, items, lr } = update;
 
-        // The step before, while the device is at this one.
+        // Read the step before while the device computes this one.
         self.read_pending_step()?;
         let before = self.progress.end_step(of_step.end, items);
         let rate = self.recorder.end_step(items);
@@ -83,8 +82,9 @@ impl Session {
         Ok(StepEnd::Done)
     }
 
-    /// The part of a step that can be done again: everything before the update. Returns the count of the losses, over all
-    /// ranks. Collective.
+    /// Runs the repeatable part of a step, which is everything before the update. Collective.
+    ///
+    /// Returns the count of the losses, over all ranks.
     fn accumulate_gradients(
         &mut self,
         plan: &LoopPlan,
@@ -105,7 +105,7 @@ impl Session {
         Ok(items)
     }
 
-    /// Forward and backward of one micro-batch. Collective.
+    /// Runs forward and backward of one micro-batch. Collective.
     fn micro_batch(
         &mut self,
         plan: &LoopPlan,
@@ -131,7 +131,7 @@ impl Session {
         self.batch_hook(Hook::TrainBatchEnd, index)
     }
 
-    /// Waits for the next batch, and returns the number of its first sample in the step.
+    /// Waits for the next batch, and returns the index of its first sample in the step.
     fn load_batch(
         &mut self,
         plan: &LoopPlan,
@@ -145,7 +145,8 @@ impl Session {
         Ok(plan.sampler.first_sample(of_step, micro_batch))
     }
 
-    /// The loss by the module's `training_step`; a padding batch counts as nothing. Collective.
+    /// Computes the loss by the module's `training_step`. A padding batch does not count.
+    /// Collective.
     fn forward(&mut self, first_sample: u64, ctx: &mut StepContext) -> Result<Loss> {
         let (fabric, step, is_padding) = (&self.setup.fabric, ctx.step, ctx.is_padding);
         let loss = self.runner.training_step(ctx, &mut |forward| {
@@ -170,7 +171,7 @@ impl Session {
         Ok(Update { numbers, items, lr })
     }
 
-    /// A step of a module that optimizes by itself. Collective.
+    /// Runs a step of a module with manual optimization. Collective.
     fn manual_step(
         &mut self,
         plan: &LoopPlan,
@@ -185,7 +186,7 @@ impl Session {
         let clip = self.setup.config.clipping();
         ctx.manual = Some(Manual { optimizers, runtime: runtime.clone(), clip });
         let loss = self.forward(first_sample, ctx);
-        // Also after an error: hooks at the end of a run may save.
+        // Restore the optimizers even after an error: hooks at the end of a run may save.
         self.optimizers = ctx.manual.take().map(|manual| manual.optimizers);
         let totals = runtime.totals_of(&loss?)?;
         if !totals.loss_sum.is_finite() {
@@ -197,7 +198,8 @@ impl Session {
             });
         }
         self.hook(Hook::TrainBatchEnd)?;
-        // A step that only accumulates reports the last update's gradient norm and the next update's learning rate.
+        // A step that only accumulates reports the last update's gradient norm and the next
+        // update's learning rate.
         let (grad_norm, lr) = match ctx.last_step {
             Some(update) => update,
             None => (self.recorder.last_grad_norm(), self.sole_optimizer().learning_rate()?),
@@ -206,8 +208,10 @@ impl Session {
         Ok(Update { numbers, items: totals.count, lr })
     }
 
-    /// Whether the next step may leave its numbers on the device: the step is not logged, and no hook has asked for a
-    /// checkpoint after an error, which would be known too late. The same on all ranks.
+    /// Returns whether the next step may leave its loss and norm on the device.
+    ///
+    /// The step must not be logged. And a hook must not have asked for a checkpoint after an error,
+    /// which would be noticed too late. Equal on all ranks.
     fn defers_reads(&self, is_logged: bool) -> bool {
         let config = &self.setup.config;
         config.late_reads.on(self.setup.fabric.device())
@@ -216,11 +220,14 @@ impl Session {
             && self.requests.save_on_exception.is_none()
     }
 
-    /// Reads and reports the last step, unless that is done. Called before anything lasting is made of the state after the
-    /// step: a checkpoint, a validation, the end of the run.
+    /// Reads and reports the last step, unless done already.
+    ///
+    /// Must be called before the state after the step is used for a checkpoint, a validation, or
+    /// the end of the run.
     ///
     /// # Errors
-    /// On every rank, if the step's loss or norm is not finite: the state is that before the step.
+    /// On every rank, if the step's loss or norm is not finite. The state is then that before the
+    /// step.
     pub(crate) fn read_pending_step(&mut self) -> Result<()> {
         let Some(DoneStep { report, numbers, before }) = self.recorder.take_pending() else {
             return Ok(());
@@ -234,8 +241,9 @@ impl Session {
         }
     }
 
-    /// Reads the last step after an error, and returns the first error. After an error of a peer or a device nothing is
-    /// read: the device may never finish.
+    /// Reads the last step after an error, and returns the first error.
+    ///
+    /// After an error of a peer or a device nothing is read, because the device may never finish.
     pub(crate) fn read_pending_step_after(&mut self, error: Error) -> Error {
         if matches!(error, Error::PeerFailed { .. } | Error::Collective { .. } | Error::Candle(..))
         {
@@ -247,11 +255,13 @@ impl Session {
         }
     }
 
-    /// Leaves a step that failed with `error` on this rank, if that was because a rank has no memory left and smaller
-    /// micro-batches are possible: the step begins again with them. Collective in that case.
+    /// Abandons a step that failed because a rank ran out of memory, if smaller micro-batches are
+    /// possible.
+    ///
+    /// The step then restarts with smaller micro-batches. Collective in that case.
     ///
     /// # Errors
-    /// `error` otherwise, and if the ranks cannot leave the step together.
+    /// `error` in all other cases, or if the ranks cannot abandon the step together.
     fn leave_step(&mut self, error: Error) -> Result<()> {
         let fabric = &self.setup.fabric;
         let Some(rank) = fabric.abandon_step(&error)? else { return Err(error) };
@@ -262,7 +272,7 @@ impl Session {
                 "rank {rank} has no memory left in step {step}, and a micro-batch of one sample cannot be smaller: \
                  shard the model over more ranks, or set `trainer.activation_checkpointing`"
             );
-            // The error of the other ranks says only that this rank has left the step.
+            // The error of the other ranks only tells that this rank has abandoned the step.
             let is_own = rank == self.setup.rank();
             return Err(if is_own { error.during(why) } else { Error::other(why) });
         };
@@ -278,7 +288,8 @@ impl Session {
         Ok(())
     }
 
-    /// Tells schedules where the next step is, unless they count the steps of an optimizer that steps each time.
+    /// Sets the position of schedules, unless they count the steps of an optimizer that steps each
+    /// time.
     pub(crate) fn set_schedules_position(&mut self) {
         let (epoch, step) = (self.progress.epoch(), self.progress.step());
         let automatic = self.runner.automatic_optimization();
@@ -293,7 +304,7 @@ impl Session {
     }
 }
 
-/// The largest number that divides `samples` and is at most half of it.
+/// Returns the largest number that divides `samples` and is at most half of it.
 fn next_smaller(samples: usize) -> Option<usize> {
     (1..=samples / 2).rev().find(|smaller| samples.is_multiple_of(*smaller))
 }

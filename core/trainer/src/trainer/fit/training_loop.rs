@@ -14,7 +14,7 @@ use crate::trainer::saving::save::{finish_saving, save, save_as_requested};
 use crate::trainer::session::Session;
 use fulgurite_launch::Interruption;
 
-/// Why the loop ended.
+/// The reason why the loop ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FitEnd {
     /// A limit was reached, or a hook asked to stop.
@@ -95,13 +95,13 @@ impl Session {
         self.runner.stop_loading(true);
         self.setup.fabric.runtime.unite_replicas()?;
         self.save_at_end(end)?;
-        // An interrupted epoch is continued by the resumed run.
+        // A resumed run continues an interrupted epoch.
         let in_epoch = plan.epoch(self.progress.cursor()) == self.progress.epoch();
         if has_run && end == FitEnd::Finished && in_epoch {
             self.end_epoch()?;
         }
         self.hook(Hook::TrainEnd)?;
-        // Requests from before an interruption of a validation, and from the last hooks.
+        // Requests from before an interrupted validation, and from the last hooks.
         save_as_requested(self)?;
         finish_saving(self)?;
         Ok(end)
@@ -113,7 +113,7 @@ impl Session {
         self.runner.load_training(plan.loading(self.progress.cursor(), workers))
     }
 
-    /// Whether the least number of steps and epochs is done.
+    /// Returns whether the minimum of steps and epochs is reached.
     fn may_stop(&self, plan: &LoopPlan) -> bool {
         let TrainerConfig { min_steps, min_epochs, .. } = self.setup.config;
         let epochs = self.progress.samples() / plan.order.epoch_len();
@@ -121,7 +121,7 @@ impl Session {
             && min_epochs.is_none_or(|min| epochs >= min)
     }
 
-    /// The short validation before a training that starts anew. Collective.
+    /// Runs the short validation before a new training. Collective.
     fn sanity_check(&mut self) -> Result<Option<Interruption>> {
         let has_data = !validation_sets(self)?.is_empty();
         if self.progress.step() > 0 || self.setup.config.num_sanity_val_steps == 0 || !has_data {
@@ -158,21 +158,22 @@ impl Session {
         Ok(validated)
     }
 
-    /// Reports what the epoch that ends has logged, and calls its hook. Collective.
+    /// Reports the values logged in the ending epoch, and calls its hook. Collective.
     fn end_epoch(&mut self) -> Result<()> {
         self.read_pending_step()?;
         self.recorder.log_epoch(&self.setup.fabric, self.progress.step())?;
         self.hook(Hook::TrainEpochEnd)
     }
 
-    /// Saves the last step, unless a checkpoint has it or it is not wanted. Before the hooks at the
-    /// end, which a resumed run calls again. Collective.
+    /// Saves the last step, unless it is saved already or saving is disabled. Collective.
+    ///
+    /// Called before the hooks at the end, which a resumed run calls again.
     fn save_at_end(&mut self, end: FitEnd) -> Result<()> {
         let wanted = match end {
             FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
                 self.saving.config().save_last
             }
-            // The run is resumed when the scheduler gives it a machine again.
+            // The run resumes when the scheduler gives it a machine again.
             FitEnd::Interrupted(_) => true,
         };
         if wanted && !self.saving.has_saved(self.progress.step()) {

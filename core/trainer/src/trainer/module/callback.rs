@@ -10,10 +10,11 @@ use crate::trainer::checkpoints::saved_state::{CallbackState, SavedState};
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::{HookContext, Hooks};
 
-/// [`Hooks`] that are added to a run from outside of the module (Lightning's `Callback`), by
-/// [`Trainer::with_callback`](crate::trainer::Trainer::with_callback),
-/// [`LightningModule::configure_callbacks`](crate::trainer::LightningModule::configure_callbacks) or
-/// `trainer.callbacks` in the configuration.
+/// [`Hooks`] that are added to a run from outside of the module (Lightning's `Callback`).
+///
+/// They are added by [`Trainer::with_callback`](crate::trainer::Trainer::with_callback),
+/// [`LightningModule::configure_callbacks`](crate::trainer::LightningModule::configure_callbacks)
+/// or `trainer.callbacks` in the configuration.
 ///
 /// ```
 /// use fulgurite_core::Result;
@@ -35,25 +36,29 @@ use crate::trainer::{HookContext, Hooks};
 /// let trainer = Trainer::default().with_callback(Box::new(StopBelow(0.1)));
 /// ```
 ///
-/// A run that resumes within an epoch does not start it again, so what a callback remembers from
-/// the beginning of an epoch must be part of what it
-/// [saves](Hooks::on_save_checkpoint).
+/// A run that resumes within an epoch does not start that epoch again. So a callback must
+/// [save](Hooks::on_save_checkpoint) everything that it remembers from the beginning of an epoch.
 pub trait Callback: Hooks + Send + Any {
-    /// The key of the callback's state in checkpoints. Callbacks with the same key get their states
-    /// in the order in which they were added.
+    /// Returns the key of the callback's state in checkpoints.
+    ///
+    /// Callbacks with the same key get their states in the order in which they were added.
     fn state_key(&self) -> String {
         std::any::type_name::<Self>().to_owned()
     }
 
-    /// The number of micro-batches in a step, in place of `trainer.accumulate_grad_batches`, by the epoch from
-    /// which on it holds, counted from 0. The first callback with any decides. They are the same on all
-    /// ranks and during the whole run: its length, which schedules follow, is computed from them.
+    /// Returns numbers of micro-batches per step, in place of `trainer.accumulate_grad_batches`.
+    ///
+    /// The key is the epoch, counted from 0, from which on a number holds. The first callback with
+    /// any numbers decides. The numbers must be the same on all ranks and during the whole run,
+    /// because the run's length, which schedules follow, is computed from them.
     fn accumulate_grad_batches(&self) -> BTreeMap<u64, NonZeroU64> {
         BTreeMap::new()
     }
 
-    /// Whether the callback's hooks are called after all others, when what those have logged is among
-    /// [`HookContext::metrics`]: for callbacks that stop or save by a metric.
+    /// Returns whether the callback's hooks are called after all others, for callbacks that stop or
+    /// save by a metric.
+    ///
+    /// Values that the other hooks have logged are in [`HookContext::metrics`] then.
     fn decides_by_metrics(&self) -> bool {
         false
     }
@@ -62,15 +67,18 @@ pub trait Callback: Hooks + Send + Any {
 /// A callback's configuration: an element of `trainer.callbacks`.
 #[typetag::serde(tag = "type")]
 pub trait CallbackConfig: std::fmt::Debug + Send + Sync {
-    /// Builds the callback. Called on every rank, and once before any rank is started, where the
-    /// result is dropped.
+    /// Builds the callback.
+    ///
+    /// Called on every rank. Before any rank is started it is called once, and the result is
+    /// dropped.
     ///
     /// # Errors
     /// If an option is wrong.
     fn build(&self) -> Result<Box<dyn Callback>>;
 
-    /// The metric that the callback decides by, if any. A run that can never log it is refused before it
-    /// starts.
+    /// Returns the metric that the callback decides by, if any.
+    ///
+    /// A run that can never log the metric is refused before it starts.
     fn monitor(&self) -> Option<&str> {
         None
     }
@@ -82,7 +90,7 @@ fulgurite_config::plugin_kind!(
     "trainer.callbacks"
 );
 
-/// A callback of a trainer and of the runs of it.
+/// A callback that a trainer shares with its runs.
 #[derive(Clone)]
 pub(crate) struct SharedCallback(Arc<Mutex<Box<dyn Callback>>>);
 
@@ -97,12 +105,12 @@ impl SharedCallback {
     }
 
     fn lock(&self) -> MutexGuard<'_, Box<dyn Callback>> {
-        // Whatever a hook that panicked has left is the callback's own.
+        // A hook that panicked can only have broken the callback's own state.
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Reads the first callback that is a `C`.
+/// Reads the first callback of type `C`.
 pub(crate) fn read_callback<C: Callback, T>(
     callbacks: &[SharedCallback],
     mut read: impl FnMut(&C) -> T,
@@ -122,7 +130,7 @@ pub(crate) struct Callbacks {
 }
 
 impl Callbacks {
-    /// `callbacks`, with the module's own in place of those with the same key.
+    /// Joins `callbacks` and the module's own. A module's callback replaces one with the same key.
     pub(crate) fn new(
         mut callbacks: Vec<SharedCallback>,
         of_module: Vec<Box<dyn Callback>>,
@@ -137,12 +145,11 @@ impl Callbacks {
         Self { callbacks, decide_by_metrics, is_global_zero }
     }
 
-    /// The callbacks.
     pub(crate) fn shared(&self) -> &[SharedCallback] {
         &self.callbacks
     }
 
-    /// The states of the callbacks, for a checkpoint.
+    /// Returns the states of the callbacks, for a checkpoint.
     pub(crate) fn states(&self) -> Result<Vec<CallbackState>> {
         let mut states = Vec::new();
         for callback in &self.callbacks {
@@ -170,18 +177,18 @@ impl Callbacks {
         Ok(())
     }
 
-    /// [`Callback::accumulate_grad_batches`] of the first callback that has any.
+    /// Returns [`Callback::accumulate_grad_batches`] of the first callback that sets any.
     pub(crate) fn accumulate_by_epoch(&self) -> BTreeMap<u64, NonZeroU64> {
         let all = self.callbacks.iter().map(|callback| callback.lock().accumulate_grad_batches());
         all.into_iter().find(|by_epoch| !by_epoch.is_empty()).unwrap_or_default()
     }
 
-    /// Whether there are callbacks that [decide by metrics](Callback::decides_by_metrics).
+    /// Returns whether any callback [decides by metrics](Callback::decides_by_metrics).
     pub(crate) fn decide_by_metrics(&self) -> bool {
         self.decide_by_metrics
     }
 
-    /// Calls a hook of the callbacks that do not decide by metrics, or of those that do.
+    /// Calls a hook of the callbacks that decide by metrics if `deciding`, otherwise of the others.
     pub(crate) fn call(&self, hook: Hook, deciding: bool, ctx: &mut HookContext) -> Result<()> {
         for callback in &self.callbacks {
             let mut callback = callback.lock();

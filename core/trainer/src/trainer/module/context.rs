@@ -13,37 +13,38 @@ use crate::trainer::record::recorder::Metrics;
 use crate::trainer::{Histogram, LightningModule};
 use crate::{Error, Result};
 
-/// The context of a step: its position in the run, and what it logs.
+/// The context of a step: its position in the run, and the table for logging.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StepContext {
     /// The optimizer step that is being computed, counted from 1.
     pub step: u64,
-    /// The epoch of its first sample, counted from 0.
+    /// The epoch of the step's first sample, counted from 0.
     pub epoch: u64,
-    /// The micro-batch within the step, or the batch within a validation, counted from 0.
+    /// The index of the micro-batch in the step, or of the batch in a validation.
     pub batch_index: u64,
     /// This process's global rank.
     pub rank: usize,
     /// Number of ranks.
     pub world_size: usize,
-    /// Whether the batch counts for nothing. Where samples are not enough for all ranks, those that have none
-    /// compute with some sample all the same, since forwards are collective; neither the loss nor what is
-    /// logged counts.
+    /// Whether the batch is padding: neither its loss nor its logged values count.
+    ///
+    /// If there are too few samples for all ranks, ranks without a sample compute some other
+    /// sample, because forwards are collective.
     pub is_padding: bool,
     /// In a validation on several sets, the index of the batch's set in
     /// [`validation_sets`](fulgurite_engine::data::DataModule::validation_sets).
     pub validation_set: Option<usize>,
     pub(crate) source: Source,
     pub(crate) table: LogTable,
-    /// What a step that optimizes by itself works with.
+    /// The optimizers of a step with manual optimization.
     pub(crate) manual: Option<Manual>,
-    /// Gradient norm and learning rate of the last optimizer step in such a step.
+    /// Gradient norm and learning rate of the last optimizer step under manual optimization.
     pub(crate) last_step: Option<(f64, f64)>,
 }
 
 impl StepContext {
-    /// The context of training step `step`, of whose values are logged if `wanted`.
+    /// The context of a training step. Values are logged only if `wanted` is true.
     pub(crate) fn training(
         (step, epoch): (u64, u64),
         (rank, world_size): (usize, usize),
@@ -66,7 +67,7 @@ impl StepContext {
         }
     }
 
-    /// The context of batches of a validation after step `step`.
+    /// The context of the batches of a validation after step `step`.
     pub(crate) fn evaluation(
         (step, epoch): (u64, u64),
         (rank, world_size): (usize, usize),
@@ -76,7 +77,7 @@ impl StepContext {
         ctx
     }
 
-    /// Goes to a batch of so many samples.
+    /// Moves to a batch of `samples` samples.
     pub(crate) fn begin_batch(&mut self, index: u64, samples: usize, is_padding: bool) {
         self.batch_index = index;
         self.is_padding = is_padding;
@@ -84,12 +85,13 @@ impl StepContext {
         self.source.padding = is_padding;
     }
 
-    /// Logs a number or a [`Metric`](crate::metric::Metric) of this batch. All ranks log the same names.
+    /// Logs a number or a [`Metric`](crate::metric::Metric) of this batch. All ranks log the same
+    /// names.
     ///
-    /// A number stands for each sample of the batch: several batches and all ranks become the mean over their
-    /// samples. In training the value of a step over its whole global batch is logged, every
-    /// `trainer.log_every_n_steps`; in a validation the value over all of its samples. What is not a mean of
-    /// samples (an accuracy of tokens, a precision) is exact as a metric.
+    /// A number counts for each sample of the batch: batches and ranks are averaged over their
+    /// samples. In training the mean over a step's global batch is logged, every
+    /// `trainer.log_every_n_steps`; in a validation the mean over all samples. Values that are not
+    /// means of samples (an accuracy of tokens, a precision) are exact as metrics.
     ///
     /// ```
     /// use fulgurite_core::metric::Accuracy;
@@ -107,18 +109,20 @@ impl StepContext {
         self.log_with(name, value, LogOptions::default());
     }
 
-    /// As [`log`](Self::log), with options.
+    /// Like [`log`](Self::log), with options.
     pub fn log_with(&mut self, name: &str, value: impl Into<Logged>, options: LogOptions) {
         self.table.log(name, value.into(), options, self.source);
     }
 
-    /// Logs a text of this batch, such as a generated sample; that of rank 0 is logged.
+    /// Logs a text of this batch, such as a generated sample. Only rank 0's text is logged.
     pub fn log_text(&mut self, name: &str, text: impl Into<String>) {
         self.table.log_text(name, text.into(), self.source);
     }
 
-    /// Logs how the values of a tensor are distributed: over all batches of a step or a validation, and all
-    /// ranks, which all log the same names. In training every `trainer.log_every_n_steps`.
+    /// Logs a histogram of a tensor's values, over all batches of a step or a validation and all
+    /// ranks.
+    ///
+    /// All ranks log the same names. In training only every `trainer.log_every_n_steps`.
     ///
     /// # Errors
     /// If the tensor cannot be read.
@@ -129,14 +133,15 @@ impl StepContext {
         Ok(())
     }
 
-    /// Whether what this step logs is wanted. What is dear to compute and logged by the step alone need
-    /// not be computed otherwise; the answer is the same on all ranks.
+    /// Returns whether values of this step are logged, equal on all ranks.
+    ///
+    /// If not, the step can omit expensive values that it only logs.
     pub fn is_logged(&self) -> bool {
         self.source.wanted
     }
 }
 
-/// What the trainer is at.
+/// The trainer's task.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Stage {
@@ -144,7 +149,7 @@ pub enum Stage {
     Fit,
     /// The short validation before training.
     SanityCheck,
-    /// A validation by itself.
+    /// A separate validation.
     Validate,
     /// A test.
     Test,
@@ -152,24 +157,25 @@ pub enum Stage {
     Predict,
 }
 
-/// The context of a hook. `D` is the type of the data module that the hook has access to.
+/// The context of a hook. `D` is the type of the data module that the hook can access.
 pub struct HookContext<'a, D: ?Sized = ()> {
-    /// Optimizer steps done.
+    /// Number of finished optimizer steps.
     pub step: u64,
-    /// The epoch of the step that is being or was last computed, counted from 0.
+    /// The epoch of the current or last step, counted from 0.
     pub epoch: u64,
-    /// In hooks of batches the micro-batch within the step, or the batch within a validation,
-    /// counted from 0.
+    /// In hooks of batches, the index of the micro-batch in the step, or of the batch in a
+    /// validation.
     pub batch_index: u64,
-    /// What the trainer is at.
+    /// The trainer's task.
     pub stage: Stage,
-    /// Micro-batches in a step.
+    /// Number of micro-batches in a step.
     pub accumulate_grad_batches: u64,
-    /// The number of the run's last step, if that is known: from `on_train_start` on.
+    /// The number of the run's last step, if known. Set from `on_train_start` on.
     pub max_steps: Option<u64>,
-    /// How many epochs the run has, the last one perhaps in part, if that is known: from `on_train_start` on.
+    /// Number of epochs in the run, if known. The last may be partial. Set from `on_train_start`
+    /// on.
     pub max_epochs: Option<u64>,
-    /// What the losses of the last step counted, of all ranks: tokens, or other items.
+    /// The count of the last step's losses over all ranks: tokens, or other items.
     pub items: f64,
     /// This process's global rank.
     pub rank: usize,
@@ -177,58 +183,62 @@ pub struct HookContext<'a, D: ?Sized = ()> {
     pub world_size: usize,
     /// The run's seed.
     pub seed: u64,
-    /// Whether the run is a trial of everything (`trainer.fast_dev_run`), in which nothing is kept.
+    /// Whether the run is a trial (`trainer.fast_dev_run`), which keeps nothing.
     pub fast_dev_run: bool,
-    /// The latest metrics, a map by name: `train_loss`, `grad_norm`, `lr`, `val_loss` and what steps logged. Whoever looks
-    /// at it in each step waits for the device in each step (`trainer.late_reads`).
+    /// The latest metrics by name: `train_loss`, `grad_norm`, `lr`, `val_loss` and values that
+    /// steps logged.
+    ///
+    /// Reading the map in each step waits for the device in each step (`trainer.late_reads`).
     pub metrics: &'a Metrics<'a>,
     pub(crate) data: &'a D,
     pub(crate) parts: HookParts<'a>,
 }
 
-/// What a hook has access to.
+/// The objects that a hook can access.
 pub(crate) struct HookParts<'a> {
     pub(crate) fabric: &'a Fabric,
     pub(crate) optimizers: Option<&'a mut FabricOptimizers>,
-    /// Not in the module's own hooks.
+    /// `None` in the module's own hooks.
     pub(crate) runner: Option<&'a mut dyn ModuleRunner>,
     pub(crate) requests: &'a mut Requests,
     pub(crate) saving: &'a Saving,
-    /// The step after which a metric was logged last.
+    /// The step in which each metric was logged last.
     pub(crate) metric_steps: &'a BTreeMap<String, u64>,
-    /// Whether what is logged is wanted.
+    /// Whether logged values are kept.
     pub(crate) wanted: bool,
     pub(crate) table: &'a mut LogTable,
 }
 
-/// What hooks ask of the trainer.
+/// Requests of hooks to the trainer.
 #[derive(Debug, Default)]
 pub(crate) struct Requests {
-    /// To stop after the present step.
+    /// Stop after the present step.
     pub(crate) stop: bool,
-    /// To save after it.
+    /// Save these checkpoints after the present step.
     pub(crate) saves: Vec<SaveRequest>,
-    /// To save where an error ends the run.
+    /// Save this checkpoint if an error ends the run.
     pub(crate) save_on_exception: Option<SaveRequest>,
     pub(crate) printed: Vec<String>,
 }
 
-/// A checkpoint that a hook [asks for](HookContext::save_checkpoint).
+/// A checkpoint that a hook [requests](HookContext::save_checkpoint).
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveRequest {
-    /// Its name in the place of the run's checkpoints, without `/`; by default that of its step.
+    /// The checkpoint's name in the run's checkpoint location, without `/`; by default named after
+    /// its step.
     pub name: Option<String>,
     /// Whether only the weights are saved.
     pub weights_only: bool,
-    /// The names of checkpoints that are removed when it is committed, but for
-    /// [the one that the run goes on from](HookContext::resumed_from).
+    /// The names of checkpoints to remove after the commit.
+    /// [The one that the run resumed from](HookContext::resumed_from) is never removed.
     pub remove: Vec<String>,
 }
 
 impl<'a, D: ?Sized> HookContext<'a, D> {
-    /// The run's data module, in hooks of a module; `()` in callbacks, which work with any data
-    /// module.
+    /// Returns the run's data module, in hooks of a module.
+    ///
+    /// `()` in callbacks, which work with any data module.
     pub fn data(&self) -> &'a D {
         self.data
     }
@@ -263,67 +273,71 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         }
     }
 
-    /// The strategy at work: the parameters with their gradients
+    /// Returns the strategy in use: parameters and gradients
     /// ([`module_tree`](Fabric::module_tree)), collectives, forward scopes.
     pub fn fabric(&self) -> &'a Fabric {
         self.parts.fabric
     }
 
-    /// The optimizer, the first one where there are several; `None` outside of a training.
+    /// Returns the optimizer, or the first of several; `None` outside of training.
     pub fn optimizer(&self) -> Option<&FabricOptimizer> {
         self.optimizers()?.first()
     }
 
-    /// As [`optimizer`](Self::optimizer), to be changed alike on all ranks.
+    /// Like [`optimizer`](Self::optimizer), but mutable. Changes must be equal on all ranks.
     pub fn optimizer_mut(&mut self) -> Option<&mut FabricOptimizer> {
         self.optimizers_mut()?.first_mut()
     }
 
-    /// The optimizers by name; the only one is called `""`. `None` outside of a training.
+    /// Returns the optimizers by name. A single optimizer is called `""`. `None` outside of
+    /// training.
     pub fn optimizers(&self) -> Option<&FabricOptimizers> {
         self.parts.optimizers.as_deref()
     }
 
-    /// As [`optimizers`](Self::optimizers), to be changed alike on all ranks.
+    /// Like [`optimizers`](Self::optimizers), but mutable. Changes must be equal on all ranks.
     pub fn optimizers_mut(&mut self) -> Option<&mut FabricOptimizers> {
         self.parts.optimizers.as_deref_mut()
     }
 
-    /// The module, in callbacks; `None` if it is no `M`. A forward with it is collective, and belongs
-    /// into a [scope](Fabric::forward_scope).
+    /// Returns the module, in callbacks; `None` if its type is not `M`.
+    ///
+    /// A forward with the module is collective, and needs a [scope](Fabric::forward_scope).
     pub fn module<M: LightningModule>(&self) -> Option<&M> {
         let runner = self.parts.runner.as_deref()?.as_any();
         runner.downcast_ref::<TypedRunner<M>>().map(|runner| &runner.module)
     }
 
-    /// The module, to be changed; see [`module`](Self::module).
+    /// Like [`module`](Self::module), but mutable.
     pub fn module_mut<M: LightningModule>(&mut self) -> Option<&mut M> {
         let runner = self.parts.runner.as_deref_mut()?.as_any_mut();
         runner.downcast_mut::<TypedRunner<M>>().map(|runner| &mut runner.module)
     }
 
-    /// Logs a number, of which the mean over the ranks is taken, or a [`Metric`](crate::metric::Metric). All
-    /// ranks log the same names. In the hooks of a training step only every `trainer.log_every_n_steps`
-    /// ([`is_logged`](Self::is_logged)).
+    /// Logs a number, averaged over the ranks, or a [`Metric`](crate::metric::Metric).
+    ///
+    /// All ranks log the same names. In the hooks of a training step only every
+    /// `trainer.log_every_n_steps` ([`is_logged`](Self::is_logged)).
     pub fn log(&mut self, name: &str, value: impl Into<Logged>) {
         self.log_with(name, value, LogOptions::default());
     }
 
-    /// As [`log`](Self::log), with options. What is logged by the epoch is logged at once here.
+    /// Like [`log`](Self::log), with options. In hooks, values for the epoch are logged at once.
     pub fn log_with(&mut self, name: &str, value: impl Into<Logged>, options: LogOptions) {
         let options = options.on_step(true).on_epoch(false);
         let source = self.source();
         self.parts.table.log(name, value.into(), options, source);
     }
 
-    /// Logs a text, such as a generated sample; that of rank 0 is logged.
+    /// Logs a text, such as a generated sample. Only rank 0's text is logged.
     pub fn log_text(&mut self, name: &str, text: impl Into<String>) {
         let source = self.source();
         self.parts.table.log_text(name, text.into(), source);
     }
 
-    /// Logs how the values of a tensor are distributed, such as a gradient's. Those of all ranks are one
-    /// histogram, and all ranks log the same names. In the hooks of a training step only every
+    /// Logs a histogram of a tensor's values, such as a gradient's, over all ranks.
+    ///
+    /// All ranks log the same names. In the hooks of a training step only every
     /// `trainer.log_every_n_steps`; otherwise the tensor is not read.
     ///
     /// # Errors
@@ -336,8 +350,10 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         Ok(())
     }
 
-    /// The step after which this run logged a metric last, be it by a validation; `None` if it has not. A value of
-    /// [`metrics`](Self::metrics) is one of the present state if this is [`step`](Self::step).
+    /// Returns the step in which this run logged a metric last; `None` if never.
+    ///
+    /// A value of [`metrics`](Self::metrics) belongs to the present state if this is
+    /// [`step`](Self::step). Validations count too.
     pub fn metric_step(&self, name: &str) -> Option<u64> {
         self.metrics.pending_step(name).or_else(|| self.parts.metric_steps.get(name).copied())
     }
@@ -346,49 +362,56 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         Source { samples: 1.0, training: true, wanted: self.parts.wanted, padding: false }
     }
 
-    /// Whether what this hook logs is wanted.
+    /// Returns whether values of this hook are logged.
     pub fn is_logged(&self) -> bool {
         self.parts.wanted
     }
 
-    /// Whether this is rank 0.
+    /// Returns whether this is rank 0.
     pub fn is_global_zero(&self) -> bool {
         self.rank == 0
     }
 
-    /// Asks the trainer to stop after this step, on all ranks. Before `trainer.min_steps` and
-    /// `trainer.min_epochs` it goes on until then.
+    /// Asks the trainer to stop after this step, on all ranks.
+    ///
+    /// The trainer continues at least to `trainer.min_steps` and `trainer.min_epochs`.
     pub fn stop(&mut self) {
         self.parts.requests.stop = true;
     }
 
-    /// Asks the trainer for a checkpoint after this step (and its validation). All ranks must ask for the
-    /// same ones.
+    /// Requests a checkpoint after this step (and its validation). All ranks must request the same
+    /// checkpoints.
     pub fn save_checkpoint(&mut self, request: SaveRequest) {
         self.parts.requests.saves.push(request);
     }
 
-    /// The names that are taken in the place of the run's checkpoints: by what lies there, and by what this run has
-    /// asked for. Looks into that place, which rank 0 does for all.
+    /// Returns the taken names in the run's checkpoint location: of existing checkpoints and of
+    /// this run's requests.
+    ///
+    /// Reads the location; rank 0 does so for all ranks.
     ///
     /// # Errors
-    /// If the place cannot be read.
+    /// If the location cannot be read.
     pub fn checkpoint_names(&self) -> Result<BTreeSet<String>> {
         let mut names = self.parts.saving.names()?;
         names.extend(self.parts.requests.saves.iter().filter_map(|request| request.name.clone()));
         Ok(names)
     }
 
-    /// The name of the checkpoint that this run goes on from, if it lies in the place of the run's own. It is never
-    /// removed.
+    /// Returns the name of the checkpoint that this run resumed from, if it lies in the run's
+    /// checkpoint location.
+    ///
+    /// It is never removed.
     pub fn resumed_from(&self) -> Option<&str> {
         self.parts.saving.resumed_from()
     }
 
-    /// Asks the trainer for a checkpoint if an error ends this run, in place of an earlier one that was asked for
-    /// so: of the last whole step, from which a run can go on. For runs on one rank: where there are several, the
-    /// others may have failed or not, and what is saved by all of them cannot be. Nothing is saved if the error
-    /// comes amid an update of the weights, or amid a module's own optimization.
+    /// Requests a checkpoint of the last whole step in case an error ends this run. Replaces an
+    /// earlier request.
+    ///
+    /// Only for runs on one rank: after an error, the others of several ranks may have failed, and
+    /// a checkpoint needs all of them. Nothing is saved if the error occurs during an update of the
+    /// weights, or during manual optimization.
     ///
     /// # Errors
     /// If there are several ranks.
@@ -404,7 +427,7 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         Ok(())
     }
 
-    /// Prints a text on the terminal; only that of rank 0 is printed.
+    /// Prints a text on the terminal, on rank 0 only.
     pub fn print(&mut self, text: impl Into<String>) {
         if self.rank == 0 {
             self.parts.requests.printed.push(text.into());

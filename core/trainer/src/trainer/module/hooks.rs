@@ -11,13 +11,14 @@ use fulgurite_nn::Loss;
 /// every callback.
 macro_rules! hooks {
     ($($(#[$doc:meta])* $name:ident $(($arg:ident: &$ty:ty))? => $variant:ident;)*) => {
-        /// The hooks that callbacks and modules can implement. By default each does nothing.
+        /// The hooks that callbacks and modules can implement. The defaults do nothing.
         ///
         /// `D` is the type of [`HookContext::data`]: the module's data module for a
-        /// [`LightningModule`](crate::trainer::LightningModule), `()` for a [`Callback`](crate::trainer::Callback).
+        /// [`LightningModule`](crate::trainer::LightningModule), `()` for a
+        /// [`Callback`](crate::trainer::Callback).
         ///
-        /// The names are Lightning's, and so is the order in `fit`, but that gradients are cleared with the
-        /// update:
+        /// Names and order in `fit` are as in Lightning, except that gradients are cleared after
+        /// the update:
         ///
         /// 1. [`setup`](Self::setup), [`on_fit_start`](Self::on_fit_start), with a checkpoint
         ///    [`on_load_checkpoint`](Self::on_load_checkpoint), then the sanity check:
@@ -46,9 +47,9 @@ macro_rules! hooks {
         /// [`on_validation_epoch_end`](Self::on_validation_epoch_end) and
         /// [`on_validation_end`](Self::on_validation_end). A test and a prediction have the like.
         ///
-        /// At each of these points every rank calls the callbacks' hooks, in the order in which the
-        /// callbacks were added, then the module's, and last those of callbacks that
-        /// [decide by metrics](crate::trainer::Callback::decides_by_metrics).
+        /// At each of these points every rank calls the callbacks' hooks in the order in which they
+        /// were added, then the module's. Hooks of callbacks that
+        /// [decide by metrics](crate::trainer::Callback::decides_by_metrics) come last.
         ///
         /// A run that resumes within an epoch does not start that epoch again.
         #[diagnostic::on_unimplemented(
@@ -65,28 +66,30 @@ macro_rules! hooks {
                 }
             )*
 
-            /// Before a checkpoint is saved: adds to what it saves of this module or callback. Called
-            /// on every rank; that of rank 0 is saved.
+            /// Before a checkpoint is saved: adds state of this module or callback to it.
+            ///
+            /// Called on every rank; rank 0's state is saved.
             ///
             /// # Errors
-            /// If something cannot be saved; this ends the run.
+            /// If the state cannot be saved; this ends the run.
             fn on_save_checkpoint(&mut self, state: &mut SavedState) -> Result<()> {
                 let _ = state;
                 Ok(())
             }
 
-            /// Loads what [`on_save_checkpoint`](Self::on_save_checkpoint) has saved. Called on every
-            /// rank of a resumed run, if anything was saved.
+            /// Loads the state that [`on_save_checkpoint`](Self::on_save_checkpoint) saved.
+            ///
+            /// Called on every rank of a resumed run, if any state was saved.
             ///
             /// # Errors
-            /// If it is no state of this module or callback.
+            /// If the state does not belong to this module or callback.
             fn on_load_checkpoint(&mut self, state: &SavedState) -> Result<()> {
                 let _ = state;
                 Ok(())
             }
         }
 
-        /// One of the [`Hooks`] as a value, to be called on the module and every callback.
+        /// One of the [`Hooks`] as a value, which is called on the module and every callback.
         #[derive(Debug, Clone, Copy)]
         pub(crate) enum Hook<'a> {
             $($variant $((&'a $ty))?,)*
@@ -107,17 +110,17 @@ macro_rules! hooks {
 }
 
 hooks! {
-    /// First of all, when the model is set up and nothing is loaded into it yet;
-    /// [`HookContext::stage`] says for what.
+    /// First, when the model is set up but before anything is loaded into it.
+    /// [`HookContext::stage`] is the trainer's task.
     setup => Setup;
 
     /// Once before training, after `setup`.
     on_fit_start => FitStart;
 
-    /// Before the short validation of a run that starts anew (`trainer.num_sanity_val_steps`).
+    /// Before the short validation of a new run (`trainer.num_sanity_val_steps`).
     on_sanity_check_start => SanityCheckStart;
 
-    /// After it.
+    /// After the short validation of a new run.
     on_sanity_check_end => SanityCheckEnd;
 
     /// Before the first step.
@@ -126,14 +129,14 @@ hooks! {
     /// Before the first step of each epoch.
     on_train_epoch_start => TrainEpochStart;
 
-    /// Before each micro-batch; [`HookContext::batch_index`] is its number within the step.
+    /// Before each micro-batch; [`HookContext::batch_index`] is its index in the step.
     on_train_batch_start => TrainBatchStart;
 
-    /// Before the backward of a micro-batch's loss, which is of this rank alone.
+    /// Before the backward of a micro-batch's loss, which is this rank's own.
     on_before_backward(loss: &Loss) => BeforeBackward;
 
-    /// After a micro-batch's backward. The gradients are sums over what was computed so far; those
-    /// over all ranks after the step's last.
+    /// After a micro-batch's backward. The gradients are sums over the micro-batches so far; after
+    /// the last one they are sums over all ranks.
     on_after_backward => AfterBackward;
 
     /// After each micro-batch.
@@ -154,7 +157,7 @@ hooks! {
     /// Before a validation.
     on_validation_start => ValidationStart;
 
-    /// Before its first batch.
+    /// Before the first batch of a validation.
     on_validation_epoch_start => ValidationEpochStart;
 
     /// Before each batch of a validation.
@@ -163,7 +166,7 @@ hooks! {
     /// After each batch of a validation.
     on_validation_batch_end => ValidationBatchEnd;
 
-    /// After the last batch, when what the steps logged is among [`HookContext::metrics`].
+    /// After the last batch, when [`HookContext::metrics`] has the values that the steps logged.
     on_validation_epoch_end => ValidationEpochEnd;
 
     /// After a validation.
@@ -172,7 +175,7 @@ hooks! {
     /// Before a test.
     on_test_start => TestStart;
 
-    /// Before its first batch.
+    /// Before the first batch of a test.
     on_test_epoch_start => TestEpochStart;
 
     /// Before each batch of a test.
@@ -181,7 +184,7 @@ hooks! {
     /// After each batch of a test.
     on_test_batch_end => TestBatchEnd;
 
-    /// After the last batch, when what the steps logged is among [`HookContext::metrics`].
+    /// After the last batch, when [`HookContext::metrics`] has the values that the steps logged.
     on_test_epoch_end => TestEpochEnd;
 
     /// After a test.
@@ -190,7 +193,7 @@ hooks! {
     /// Before a prediction.
     on_predict_start => PredictStart;
 
-    /// Before its first batch.
+    /// Before the first batch of a prediction.
     on_predict_epoch_start => PredictEpochStart;
 
     /// Before each batch of a prediction.
@@ -205,20 +208,21 @@ hooks! {
     /// After a prediction.
     on_predict_end => PredictEnd;
 
-    /// After a checkpoint was committed at `path`: with `checkpoint.async_save` some steps after
-    /// the step of the checkpoint.
+    /// After a checkpoint was committed at `path`. With `checkpoint.async_save` this is some steps
+    /// after the checkpoint's step.
     after_save_checkpoint(path: &Path) => AfterSaveCheckpoint;
 
     /// After the last step.
     on_train_end => TrainEnd;
 
-    /// When everything is saved.
+    /// After everything is saved.
     on_fit_end => FitEnd;
 
-    /// An error ends the run, or an interruption ([`Error::Interrupted`]). Other ranks may have failed
-    /// or not, so nothing collective may be called here.
+    /// When an error or an interruption ([`Error::Interrupted`]) ends the run.
+    ///
+    /// Other ranks may have failed or not, so the hook must not call collectives.
     on_exception(error: &Error) => Exception;
 
-    /// At the very end, also after an error. Nothing collective may be called here.
+    /// At the very end, also after an error. The hook must not call collectives.
     teardown(status: &RunStatus) => Teardown;
 }

@@ -14,7 +14,7 @@ use fulgurite_engine::data::DataModule;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_nn::Loss;
 
-/// The batches of a module's data module.
+/// The batch type of a module's data module.
 pub type BatchOf<M> = <<M as LightningModule>::Data as DataModule>::Batch;
 
 /// The configuration of a run of a module, with the types of its `[model]` table and its data
@@ -48,35 +48,41 @@ pub type RunConfigOf<M> =
 ///         Ok(Self { layer: Linear::new(&b.pp("line"), 1, 1)?, data: PhantomData })
 ///     }
 ///
-///     fn training_step(&mut self, (x, y): &(Tensor, Tensor), _: &mut StepContext) -> Result<Loss> {
+///     fn training_step(
+///         &mut self,
+///         (x, y): &(Tensor, Tensor),
+///         _: &mut StepContext,
+///     ) -> Result<Loss> {
 ///         let error = (self.layer.forward(x)? - y)?;
 ///         Ok(Loss::new(error.sqr()?.sum_all()?, y.elem_count() as f64))
 ///     }
 /// }
 ///
-/// impl<D> Hooks<D> for Line<D> {} // has none
+/// impl<D> Hooks<D> for Line<D> {} // no hooks
 /// ```
 ///
 /// Only [`configure_model`](LightningModule::configure_model) and
-/// [`training_step`](LightningModule::training_step) have no default. All ranks call the same
-/// methods in the same order, and a method must cause the same collectives on every rank: under
-/// FSDP a forward gathers parameters, so it must not run on some ranks only.
+/// [`training_step`](LightningModule::training_step) are required. All ranks call the same methods
+/// in the same order, and a method must cause the same collectives on every rank. For example, a
+/// forward under FSDP gathers parameters, so it must run on all ranks or none.
 pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'static {
     /// The `[model]` table of a configuration file. Use `#[serde(deny_unknown_fields, default)]`.
     type Config: Serialize + DeserializeOwned + Default + Clone;
 
-    /// The data module. A module that works with several is generic over them.
+    /// The data module. Modules that work with several data modules are generic over them.
     type Data: DataModule;
 
-    /// Describes the model; allocates nothing. Parameters get values later, when the strategy has
-    /// decided which part of them this rank holds.
+    /// Describes the model without allocating memory.
+    ///
+    /// Parameters get values later, when the strategy has decided which shards this rank holds.
     ///
     /// # Errors
-    /// If the configuration does not make sense; the message is shown to the user.
+    /// If the configuration is inconsistent; the message is shown to the user.
     fn configure_model(config: &Self::Config, builder: &ModuleBuilder) -> Result<Self>;
 
-    /// Sets what depends on the data in the configuration, such as a vocabulary size. Called before
-    /// [`configure_model`](Self::configure_model).
+    /// Sets configuration values that depend on the data, such as a vocabulary size.
+    ///
+    /// Called before [`configure_model`](Self::configure_model).
     ///
     /// # Errors
     /// If data and configuration contradict each other.
@@ -85,26 +91,29 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Ok(())
     }
 
-    /// The path of weights to start from, in any format that
-    /// [`open`](fulgurite_checkpoint_format::open) takes: a Hugging Face directory, a checkpoint of
-    /// this crate, a file of `torch.save`, …. Names and shapes of the tensors must be those of the
-    /// model.
+    /// Returns the path of weights to start from, in any format that
+    /// [`open`](fulgurite_checkpoint_format::open) supports.
+    ///
+    /// For example a Hugging Face directory, a checkpoint of this crate, or a file of `torch.save`.
+    /// Names and shapes of the tensors must match the model.
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {
         let _ = config;
         None
     }
 
-    /// The module with the weights of the checkpoint at `path`, built by the configuration that a run saved in
-    /// it, in this process alone: to compute with it elsewhere than in a [`Trainer`](crate::trainer::Trainer).
+    /// Loads the module with the weights of the checkpoint at `path`, in this process alone.
+    ///
+    /// For computation outside of a [`Trainer`](crate::trainer::Trainer). The module is built by
+    /// the configuration that the checkpoint contains.
     ///
     /// # Errors
-    /// If there is no checkpoint of a run of this module.
+    /// If `path` holds no checkpoint of a run of this module.
     fn load_from_checkpoint(path: impl AsRef<Path>) -> Result<Loaded<Self>> {
         Loaded::from_checkpoint(path.as_ref(), &LoadOptions::default())
     }
 
-    /// As [`load_from_checkpoint`](Self::load_from_checkpoint), with a part of the weights or under other names, as
-    /// `[checkpoint.load]` has it for a run.
+    /// Like [`load_from_checkpoint`](Self::load_from_checkpoint), but selects and renames weights,
+    /// as `[checkpoint.load]` does for a run.
     ///
     /// ```
     /// # use fulgurite_core::Result;
@@ -119,7 +128,8 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// ```
     ///
     /// # Errors
-    /// Also if a pattern is malformed, or a strict load does not fit the model.
+    /// As [`load_from_checkpoint`](Self::load_from_checkpoint), and if a pattern is malformed or a
+    /// strict load does not fit the model.
     fn load_from_checkpoint_with(
         path: impl AsRef<Path>,
         load: &LoadConfig,
@@ -128,8 +138,10 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Loaded::from_checkpoint(path.as_ref(), &load.options())
     }
 
-    /// The optimizer and the schedule; by default those of `[optimizer]` and `[scheduler]`. Several
-    /// [`Optimizers`] need manual optimization.
+    /// Returns optimizers and schedules, by default those configured in `[optimizer]` and
+    /// `[scheduler]`.
+    ///
+    /// Several [`Optimizers`] need manual optimization.
     ///
     /// # Errors
     /// If the module cannot be trained with them.
@@ -137,34 +149,40 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         Ok(configured.into())
     }
 
-    /// Whether the trainer runs the backward of [`training_step`](Self::training_step)'s loss and steps the
-    /// optimizer. With `false` (Lightning's manual optimization) `training_step` does it, with
-    /// [`StepContext::optimize`] or its parts; the loss that it returns is reported as `train_loss` and has no
-    /// backward. A step of the trainer is a call of `training_step`, however often optimizers step in it, and
-    /// schedules follow the trainer's steps. The hooks around backward and update are not called, neither the
-    /// module's, which is borrowed by its own step then, nor those of callbacks, which could not be given it: what
-    /// they would do belongs into `training_step`.
+    /// Returns whether the trainer runs the backward of [`training_step`](Self::training_step)'s
+    /// loss and steps the optimizer.
+    ///
+    /// With `false` (Lightning's manual optimization) `training_step` does so by
+    /// [`StepContext::optimize`] or its parts. The loss that it returns is reported as `train_loss`
+    /// without a backward. A step of the trainer is one call of `training_step`, however often
+    /// optimizers step in it, and schedules follow the trainer's steps.
+    ///
+    /// The hooks around backward and update are not called, because `training_step` already borrows
+    /// the module. Put their work into `training_step`.
     fn automatic_optimization(&self) -> bool {
         true
     }
 
-    /// Callbacks that the module brings. They take the places of the run's callbacks with the same
+    /// Returns the module's own callbacks. They replace the run's callbacks with the same
     /// [key](Callback::state_key).
     fn configure_callbacks(&self) -> Vec<Box<dyn Callback>> {
         Vec::new()
     }
 
-    /// Computes the loss of one micro-batch. [`Loss`] has sum and count; the trainer computes the
-    /// mean over the global batch and runs the backward.
+    /// Computes the loss of one micro-batch.
+    ///
+    /// [`Loss`] has sum and count; the trainer computes the mean over the global batch and runs the
+    /// backward.
     fn training_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss>;
 
-    /// Computes the loss of one validation batch, without a graph and without dropout. By default
-    /// that of [`training_step`](Self::training_step).
+    /// Computes the loss of one validation batch, without a graph and without dropout.
+    ///
+    /// By default calls [`training_step`](Self::training_step).
     fn validation_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss> {
         self.training_step(batch, ctx)
     }
 
-    /// Computes the loss of one test batch; by default that of
+    /// Computes the loss of one test batch. By default calls
     /// [`validation_step`](Self::validation_step).
     fn test_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Loss> {
         self.validation_step(batch, ctx)
@@ -173,7 +191,7 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// Computes predictions for one batch.
     ///
     /// # Errors
-    /// By default, always.
+    /// The default always fails.
     fn predict_step(&mut self, batch: &BatchOf<Self>, ctx: &mut StepContext) -> Result<Tensor> {
         let _ = (batch, ctx);
         Err(Error::other("this module has no `predict_step`; implement it to predict"))

@@ -16,8 +16,9 @@ use fulgurite_config::ConfigLayers;
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::Solo;
 
-/// A module with the weights of a checkpoint, in this process alone:
-/// [`LightningModule::load_from_checkpoint`].
+/// A module with the weights of a checkpoint, in this process alone.
+///
+/// Created by [`LightningModule::load_from_checkpoint`].
 pub struct Loaded<M> {
     module: M,
     /// Holds the parameters.
@@ -25,7 +26,7 @@ pub struct Loaded<M> {
 }
 
 impl<M: LightningModule> Loaded<M> {
-    /// Builds the module by the configuration that is in the checkpoint.
+    /// Builds the module by the configuration in the checkpoint.
     pub(crate) fn from_checkpoint(path: &Path, options: &LoadOptions) -> Result<Self> {
         let source = DistributedCheckpoint::open(path)?;
         let saved = &source.manifest().config;
@@ -38,7 +39,7 @@ impl<M: LightningModule> Loaded<M> {
                     .to_owned(),
             ));
         };
-        // Where and on what it was trained does not matter here.
+        // Device, strategy and data of the training do not matter here.
         saved.retain(|table, _| table == "model" || table == "seed" || table == "trainer");
         let mut trainer = Table::new();
         for key in ["precision", "keep_in_fp32", "adapters", "quantization"] {
@@ -68,15 +69,15 @@ impl<M: LightningModule> Loaded<M> {
     /// Computes with the module as in a validation: without a graph, without dropout.
     ///
     /// # Errors
-    /// Those of `compute`.
+    /// As `compute`.
     pub fn forward<T>(&self, compute: impl FnOnce(&M) -> Result<T>) -> Result<T> {
         let _no_grad = no_grad();
         let _scope = self.fabric.forward_scope(false, 0, 0);
         compute(&self.module)
     }
 
-    /// The parameters ([`module_tree`](Fabric::module_tree)), and saving them
-    /// ([`save_full`](Fabric::save_full)).
+    /// Returns the fabric with the parameters ([`module_tree`](Fabric::module_tree)), which can
+    /// save them ([`save_full`](Fabric::save_full)).
     pub fn fabric(&self) -> &Fabric {
         &self.fabric
     }

@@ -10,7 +10,7 @@ use crate::{Error, Result};
 use fulgurite_engine::parameter::PausedGradients;
 use fulgurite_nn::Loss;
 
-/// What a `training_step` that optimizes by itself works with.
+/// The state of a `training_step` with manual optimization.
 pub(crate) struct Manual {
     pub(crate) optimizers: FabricOptimizers,
     pub(crate) runtime: Arc<StrategyRuntime>,
@@ -24,7 +24,7 @@ impl std::fmt::Debug for Manual {
     }
 }
 
-/// An update that [`StepContext::optimizer_step`] made.
+/// The result of an update by [`StepContext::optimizer_step`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct OptimizerStep {
@@ -36,9 +36,9 @@ pub struct OptimizerStep {
     pub lr: f64,
 }
 
-/// For modules that optimize by themselves
-/// ([`automatic_optimization`](crate::trainer::LightningModule::automatic_optimization) returns `false`). In other steps
-/// these methods are errors.
+/// Methods for manual optimization
+/// ([`automatic_optimization`](crate::trainer::LightningModule::automatic_optimization) is
+/// `false`). They fail in other steps.
 impl StepContext {
     fn manual(&mut self) -> Result<&mut Manual> {
         self.manual.as_mut().ok_or_else(|| {
@@ -50,16 +50,20 @@ impl StepContext {
         })
     }
 
-    /// Gives an optimizer its turn: computes a loss with `forward`, in which the parameters of the other
-    /// optimizers are constants, runs its backward, clips (`trainer.gradient_clip_val`) and updates. All
-    /// ranks do it in the same order. Collective.
+    /// Computes a loss with `forward`, runs its backward, clips (`trainer.gradient_clip_val`), and
+    /// updates an optimizer's parameters.
+    ///
+    /// The parameters of the other optimizers are constants in `forward`. All ranks must call it in
+    /// the same order. Collective.
     ///
     /// ```
     /// # use candle_core::Tensor;
     /// # use fulgurite_core::Result;
     /// # use fulgurite_core::nn::Loss;
     /// # use fulgurite_core::trainer::StepContext;
-    /// # fn loss_of(x: &Tensor) -> Result<Loss> { Ok(Loss::new(x.sqr()?.sum_all()?, x.dim(0)? as f64)) }
+    /// # fn loss_of(x: &Tensor) -> Result<Loss> {
+    /// #     Ok(Loss::new(x.sqr()?.sum_all()?, x.dim(0)? as f64))
+    /// # }
     /// # fn step(real: &Tensor, ctx: &mut StepContext) -> Result<()> {
     /// // in `training_step`:
     /// let critic = ctx.optimize("critic", |_| loss_of(real))?;
@@ -69,7 +73,7 @@ impl StepContext {
     /// ```
     ///
     /// # Errors
-    /// If there is no optimizer of that name, and as [`manual_backward`](Self::manual_backward) and
+    /// If the optimizer's name is unknown, and as [`manual_backward`](Self::manual_backward) and
     /// [`optimizer_step`](Self::optimizer_step).
     pub fn optimize(
         &mut self,
@@ -86,13 +90,13 @@ impl StepContext {
     /// As [`Fabric::toggle_optimizer`](crate::fabric::Fabric::toggle_optimizer).
     ///
     /// # Errors
-    /// If there is no optimizer of that name.
+    /// If the optimizer's name is unknown.
     pub fn toggle_optimizer(&mut self, optimizer: &str) -> Result<PausedGradients> {
         let manual = self.manual()?;
         manual.optimizers.get(optimizer)?.toggle()
     }
 
-    /// Runs the backward of a loss. Collective, unless under
+    /// Runs the backward of a loss. Collective, except under
     /// [`no_backward_sync`](Self::no_backward_sync).
     ///
     /// # Errors
@@ -106,21 +110,21 @@ impl StepContext {
         }
     }
 
-    /// As [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync), to accumulate gradients over
-    /// batches.
+    /// As [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync), to accumulate
+    /// gradients over batches.
     ///
     /// # Errors
-    /// Where the trainer optimizes.
+    /// If the trainer optimizes.
     pub fn no_backward_sync(&mut self, enabled: bool) -> Result<NoSyncGuard> {
         Ok(self.manual()?.runtime.no_backward_sync(enabled))
     }
 
-    /// Clips the gradients as configured, updates the optimizer's parameters, and clears their gradients.
-    /// Collective.
+    /// Clips the gradients as configured, updates the optimizer's parameters, and clears their
+    /// gradients. Collective.
     ///
     /// # Errors
-    /// If there is no optimizer of that name. [`Error::NonFinite`] on every rank if loss or gradient norm is not
-    /// finite; as [`FabricOptimizer::step`].
+    /// If the optimizer's name is unknown. [`Error::NonFinite`] on every rank if loss or gradient
+    /// norm is not finite. As [`FabricOptimizer::step`].
     pub fn optimizer_step(&mut self, optimizer: &str) -> Result<OptimizerStep> {
         let manual = self.manual()?;
         let clip = manual.clip;
@@ -141,15 +145,17 @@ impl StepContext {
     /// As [`FabricOptimizer::zero_grad`].
     ///
     /// # Errors
-    /// If there is no optimizer of that name, and as there.
+    /// If the optimizer's name is unknown, and as [`FabricOptimizer::zero_grad`].
     pub fn zero_grad(&mut self, optimizer: &str) -> Result<()> {
         self.manual()?.optimizers.get_mut(optimizer)?.zero_grad()
     }
 
-    /// An optimizer, to be asked or changed alike on all ranks. The only one is called `""`.
+    /// Returns an optimizer by name, to read or change it. Changes must be equal on all ranks.
+    ///
+    /// A single optimizer is called `""`.
     ///
     /// # Errors
-    /// If there is none of that name.
+    /// If the optimizer's name is unknown.
     pub fn optimizer_mut(&mut self, name: &str) -> Result<&mut FabricOptimizer> {
         self.manual()?.optimizers.get_mut(name)
     }

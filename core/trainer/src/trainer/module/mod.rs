@@ -1,4 +1,4 @@
-//! The user's code in a run: modules, callbacks, their hooks, and the contexts that they get.
+//! The user's code in a run: modules, callbacks, their hooks, and their contexts.
 
 pub(crate) mod callback;
 pub(crate) mod context;

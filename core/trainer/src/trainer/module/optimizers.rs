@@ -1,4 +1,4 @@
-//! What a module is trained with.
+//! The optimizers and schedules of a module.
 
 use crate::fabric::{Fabric, FabricOptimizers, UnusedParameters};
 use crate::run::TrainerConfig;
@@ -18,7 +18,7 @@ pub struct OptimizerSetup {
 }
 
 impl OptimizerSetup {
-    /// The same once more, for another optimizer.
+    /// Copies the setup, for another optimizer.
     ///
     /// # Errors
     /// If its configuration cannot be written and read.
@@ -33,7 +33,7 @@ impl OptimizerSetup {
     }
 }
 
-/// What a module is trained with: one optimizer, or several of parts of it.
+/// The optimizers of a module: a single one, or several with separate parameters.
 ///
 /// ```
 /// # use fulgurite_core::Result;
@@ -53,7 +53,7 @@ pub struct Optimizers {
 
 #[derive(Debug)]
 struct Named {
-    /// Empty for the only optimizer.
+    /// Empty for a single optimizer.
     name: String,
     patterns: Vec<String>,
     setup: OptimizerSetup,
@@ -66,13 +66,15 @@ impl From<OptimizerSetup> for Optimizers {
 }
 
 impl Optimizers {
-    /// None yet: [`with`](Self::with) adds them.
+    /// Creates an empty list. [`with`](Self::with) adds optimizers.
     pub fn several() -> Self {
         Self { named: Vec::new() }
     }
 
-    /// Adds an optimizer for the trainable parameters whose names one of the patterns matches, as
-    /// [`pattern_matches`] reads them. Every trainable parameter belongs to one optimizer.
+    /// Adds an optimizer for the trainable parameters whose names match one of the patterns.
+    ///
+    /// [`pattern_matches`] defines the patterns. Every trainable parameter belongs to one
+    /// optimizer.
     #[must_use]
     pub fn with(mut self, name: &str, patterns: &[&str], setup: OptimizerSetup) -> Self {
         let patterns = patterns.iter().map(|&pattern| pattern.to_owned()).collect();
@@ -80,11 +82,11 @@ impl Optimizers {
         self
     }
 
-    /// Checks that each trainable parameter belongs to one optimizer, the number of optimizers, and that a module
-    /// that optimizes by itself (not `automatic`) does so in each of its steps.
+    /// Checks the number of optimizers, that each trainable parameter belongs to one, and keys that
+    /// contradict manual optimization.
     ///
     /// # Errors
-    /// If it does not.
+    /// If a check fails.
     pub(crate) fn check(
         &self,
         tree: &ModuleTree,
@@ -162,13 +164,14 @@ impl Optimizers {
         Ok(())
     }
 
-    /// Whether there is one optimizer, for everything.
+    /// Returns whether there is a single optimizer for all parameters.
     fn is_one(&self) -> bool {
         matches!(&self.named[..], [Named { patterns, .. }] if patterns.is_empty())
     }
 
-    /// The parameters of each optimizer, and its setup; with the frozen parameters, which patterns of its
-    /// options may name.
+    /// Returns the parameters and setup of each optimizer.
+    ///
+    /// Frozen parameters are included, because patterns in the options may name them.
     pub(crate) fn with_parameters(
         &self,
         tree: &ModuleTree,
@@ -179,7 +182,7 @@ impl Optimizers {
         })
     }
 
-    /// Builds the optimizers; their schedules are set when the run's length is known. Local.
+    /// Builds the optimizers. Their schedules are set when the run's length is known. Local.
     ///
     /// # Errors
     /// As [`Fabric::setup_optimizer_for`].
@@ -209,11 +212,13 @@ impl Named {
     }
 }
 
-/// What all ranks must have alike of the optimizers and schedules, which a program may make by itself: the
-/// options of each group of parameters, and factors of the learning rate.
+/// Returns the data of optimizers and schedules that must be equal on all ranks.
+///
+/// A program may create optimizers and schedules in code. So the options of each parameter group
+/// are compared, and factors of the learning rate.
 ///
 /// # Errors
-/// If a schedule needs the run's length and there is none.
+/// If a schedule needs an unknown run length.
 pub(crate) fn agreement(
     optimizers: &FabricOptimizers,
     schedulers: &[Box<dyn SchedulerConfig>],
@@ -236,7 +241,7 @@ pub(crate) fn agreement(
             }
         }
         for step in [0, 1, 10, 100, 1000, end / 2, end.saturating_sub(1)] {
-            // Rounded, since libraries of other hosts may compute another last digit.
+            // Rounded, since other hosts' libraries may compute another last digit.
             let factor = format!("{:.6}", scheduler.factor(step, max_steps)?);
             agreement.insert(format!("the schedule's factor for {of} at step {step}"), factor);
         }

@@ -1,5 +1,6 @@
-//! A module with its data behind a trait object, so that the training loop is compiled once in this
-//! crate and not in each program.
+//! A module with its data behind a trait object.
+//!
+//! The training loop is compiled once in this crate, instead of in each program.
 
 use std::any::Any;
 use std::path::Path;
@@ -27,7 +28,7 @@ use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_nn::Loss;
 
-/// Batches to be made.
+/// The batches to make.
 pub(crate) struct Loading {
     /// The samples of each batch, all of one split.
     pub(crate) plan: Box<dyn Iterator<Item = Samples> + Send>,
@@ -37,7 +38,7 @@ pub(crate) struct Loading {
     pub(crate) workers: Workers,
 }
 
-/// Runs the forward of a training step that it is given.
+/// Runs the forward that it is passed, in the scope of a training step.
 pub(crate) type RunForward<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> Result<Loss> + 'a;
 
 /// A module with its data.
@@ -54,10 +55,10 @@ pub(crate) trait ModuleRunner {
 
     fn automatic_optimization(&self) -> bool;
 
-    /// What a checkpoint saves of the module besides weights.
+    /// Returns the state that a checkpoint saves of the module besides weights.
     fn save_state(&mut self) -> Result<SavedState>;
 
-    /// Loads what [`save_state`](Self::save_state) returned.
+    /// Loads the state that [`save_state`](Self::save_state) returned.
     fn load_state(&mut self, state: &SavedState) -> Result<()>;
 
     /// Begins to make batches for training.
@@ -66,10 +67,11 @@ pub(crate) trait ModuleRunner {
     /// Begins to make batches for an evaluation.
     fn load_evaluation(&mut self, loading: Loading) -> Result<()>;
 
-    /// Makes or waits for the next training batch, on which [`training_step`](Self::training_step) computes.
+    /// Makes or waits for the next training batch, the input of
+    /// [`training_step`](Self::training_step).
     fn next_training_batch(&mut self) -> Result<Samples>;
 
-    /// Makes or waits for the next batch of an evaluation, on which the steps of evaluations compute.
+    /// Makes or waits for the next batch of an evaluation, the input of its steps.
     fn next_evaluation_batch(&mut self) -> Result<Samples>;
 
     /// Stops making batches for training, or for an evaluation.
@@ -101,14 +103,14 @@ pub(crate) trait ModuleRunner {
 pub(crate) struct RunnerFactory<'a> {
     /// [`DataModule::host_keys`].
     pub(crate) data_keys: &'static [&'static str],
-    /// Is given what the ranks must have alike of the program's own code. Collective.
+    /// Sets the module up, given the program's part of the agreement between ranks. Collective.
     pub(crate) make: &'a mut dyn FnMut(&mut Fabric, Agreement) -> Result<RunnerSetup>,
 }
 
 /// The result of setting a module up.
 pub(crate) struct RunnerSetup {
     pub(crate) runner: Box<dyn ModuleRunner>,
-    /// The callbacks that the module brings.
+    /// The module's own callbacks.
     pub(crate) callbacks: Vec<Box<dyn Callback>>,
     /// The `[model]` table after [`configure_from_data`](LightningModule::configure_from_data).
     pub(crate) model: Table,
@@ -136,8 +138,9 @@ pub(crate) fn set_up<M: LightningModule>(
     set_up_with::<M>(run, &model, (fabric, code), build, data)
 }
 
-/// Sets up the module that `build` makes, with this data. `code` is what the ranks must have alike of the
-/// program's own code, apart from the module's. Collective.
+/// Sets up the module that `build` creates, with this data. Collective.
+///
+/// `code` is the agreement between ranks on the program's code, without the module's.
 pub(crate) fn set_up_with<M: LightningModule>(
     run: &RunConfigOf<M>,
     model: &M::Config,
@@ -151,7 +154,7 @@ pub(crate) fn set_up_with<M: LightningModule>(
     let module = fabric.setup_module(|b| {
         let module = build(b)?;
         callbacks = module.configure_callbacks();
-        // Before the models are compared, which may differ because the data does.
+        // Compared before the models, which may differ because the data does.
         if world.size() > 1 {
             let _comparing = LogExecutionTime::begin(world.rank(), "comparing the data");
             for (i, callback) in callbacks.iter().enumerate() {
@@ -184,7 +187,7 @@ pub(crate) fn set_up_with<M: LightningModule>(
     })
 }
 
-/// What all ranks must have alike of the weights that they start from.
+/// Returns the properties of the initial weights that must be equal on all ranks.
 fn weights_agreement(path: &Path) -> Result<Agreement> {
     let mut agreement = Agreement::on(
         "the weights to start from",
@@ -194,7 +197,7 @@ fn weights_agreement(path: &Path) -> Result<Agreement> {
     Ok(agreement)
 }
 
-/// A module with its data, of certain types.
+/// A module of a concrete type, with its data.
 pub(crate) struct TypedRunner<M: LightningModule> {
     pub(crate) module: M,
     pub(crate) data: Arc<M::Data>,
@@ -202,7 +205,7 @@ pub(crate) struct TypedRunner<M: LightningModule> {
     evaluation: Batches<BatchOf<M>>,
 }
 
-/// Batches in the making, and the one that is computed on.
+/// The batches being made, and the current batch.
 struct Batches<B: Send + 'static> {
     loader: Option<Loader<B>>,
     batch: Option<B>,
@@ -230,7 +233,7 @@ impl<M: LightningModule> TypedRunner<M> {
         Self { module, data: Arc::new(data), training, evaluation }
     }
 
-    /// Makes batches; under context parallelism, this rank's part of each.
+    /// Makes batches; under context parallelism, this rank's shard of each.
     fn loader(&self, loading: Loading) -> Result<Loader<BatchOf<M>>> {
         let Loading { plan, device, context, workers } = loading;
         let data = self.data.clone();

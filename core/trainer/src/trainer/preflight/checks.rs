@@ -1,4 +1,4 @@
-//! What is checked before any rank is started.
+//! Checks of a run before any rank is started.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -27,7 +27,7 @@ use fulgurite_engine::parameter::Buffer;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::{BuildContext, ParallelizeFn, RankMemory, StrategyConfig};
 
-/// What the ranks of a run are started for.
+/// The purpose of a run's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RunPurpose {
     /// [`Trainer::fit`].
@@ -36,12 +36,12 @@ pub enum RunPurpose {
     Evaluate,
 }
 
-/// The model of a run, described and not set up.
+/// The model of a run, described but not set up.
 struct Described {
     optimizers: Box<dyn Fn(OptimizerSetup) -> Result<Optimizers>>,
     automatic_optimization: bool,
     train_samples: u64,
-    /// Whether there is anything to validate on.
+    /// Whether there is validation data.
     has_validation_data: bool,
     /// [`DataModule::memory`].
     data_memory: u64,
@@ -54,19 +54,20 @@ struct Described {
 type Describe<'a> = dyn Fn(&DataContext, &ModuleBuilder) -> Result<Described> + 'a;
 
 impl Trainer {
-    /// Launches the ranks that a run asks for and connects them, as
-    /// [`TrainerConfig::connect`](crate::run::TrainerConfig::connect). Before any rank is started, it
-    /// describes the model once, opens the data ([`DataModule::preview`]), and checks what can be
-    /// checked without ranks: the strategy's cuts, the options of optimizer and schedule, patterns,
-    /// directories, and whether the model fits into this host's memory. Returns in ranks only.
-    /// Collective.
+    /// Starts the ranks of a run and connects them, as
+    /// [`TrainerConfig::connect`](crate::run::TrainerConfig::connect).
     ///
-    /// A trainer that is given a [`parallelize`](Trainer::parallelize) function is connected with
-    /// [`connect_parallelized`](Self::connect_parallelized) instead.
+    /// Before any rank is started, it describes the model once, opens the data
+    /// ([`DataModule::preview`]), and checks everything that does not need ranks. These are the
+    /// strategy's sharding, the options of optimizer and schedule, patterns, directories, and
+    /// whether the model fits into this host's memory. Returns only in ranks. Collective.
+    ///
+    /// Use [`connect_parallelized`](Self::connect_parallelized) for a trainer with a
+    /// [`parallelize`](Trainer::parallelize) function.
     ///
     /// # Errors
-    /// As [`TrainerConfig::connect`](crate::run::TrainerConfig::connect), and what is wrong with the
-    /// configuration.
+    /// As [`TrainerConfig::connect`](crate::run::TrainerConfig::connect), and if the configuration
+    /// is wrong.
     pub fn connect<M: LightningModule>(
         run: &RunConfigOf<M>,
         purpose: RunPurpose,
@@ -74,10 +75,11 @@ impl Trainer {
         Self::connect_parallelized::<M>(run, purpose, &|| None)
     }
 
-    /// As [`connect`](Self::connect), for a model that a function distributes, not the strategy's configuration.
+    /// Like [`connect`](Self::connect), for a model that a function distributes, instead of the
+    /// strategy's configuration.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect), and those of the function.
+    /// As [`connect`](Self::connect), and the function's errors.
     pub fn connect_parallelized<M: LightningModule>(
         run: &RunConfigOf<M>,
         purpose: RunPurpose,
@@ -90,11 +92,13 @@ impl Trainer {
         run.trainer.connect_checked(&checked)
     }
 
-    /// Does what [`connect_parallelized`](Self::connect_parallelized) does before it starts ranks, and starts
-    /// none. Returns how many there would be.
+    /// Runs the checks of [`connect_parallelized`](Self::connect_parallelized) without starting
+    /// ranks.
+    ///
+    /// Returns the number of ranks that the run would have.
     ///
     /// # Errors
-    /// What is wrong with the configuration.
+    /// If the configuration is wrong.
     pub fn check<M: LightningModule>(
         run: &RunConfigOf<M>,
         purpose: RunPurpose,
@@ -114,10 +118,10 @@ impl Trainer {
     }
 }
 
-/// Makes the function that distributes a model; `None` for that of the strategy's configuration.
+/// Returns the function that distributes a model; `None` to follow the strategy's configuration.
 pub type MakeParallelize<'a> = dyn Fn() -> Option<Box<dyn ParallelizeFn>> + 'a;
 
-/// The configuration without the module's types, once it is whole.
+/// Completes the configuration, without the module's types, and checks it.
 fn prepare<M: LightningModule>(run: &RunConfigOf<M>) -> Result<RunConfig<Table, Table>> {
     let untyped = run.untyped();
     untyped.validate()?;
@@ -238,7 +242,8 @@ fn callback_config(value: &PluginValue) -> Result<Box<dyn CallbackConfig>> {
     value.build(kind::CALLBACK, "trainer.callbacks")
 }
 
-/// Checks that what is monitored can be logged: metrics of validations only if there are any.
+/// Checks that monitored metrics can be logged: metrics of validations only if there are
+/// validations.
 fn check_monitors(run: &RunConfig<Table, Table>, model: &Described) -> Result<()> {
     let limit = run.trainer.effective().limit_val_batches;
     if model.has_validation_data && limit.of(1) > 0 {
@@ -289,7 +294,7 @@ fn check_optimizers(
     }
     if let Some(memory) = memory {
         let dtype = tree.trainable().next().map_or(DType::F32, Parameter::dtype);
-        // As if this rank updated the same share of every parameter.
+        // Assumes that this rank updates the same fraction of every parameter.
         let own = u128::from(memory.updated_elements) * state_bytes / elements.max(1);
         memory.optimizer_state = u64::try_from(own).unwrap_or(u64::MAX);
         let elements = memory.updated_elements;
@@ -302,7 +307,7 @@ fn check_optimizers(
 }
 
 impl<M, D> RunConfig<M, D> {
-    /// Optimizer and schedule as they are configured.
+    /// Returns the configured optimizer and schedule.
     pub(crate) fn optimizer_setup(&self) -> Result<OptimizerSetup> {
         Ok(OptimizerSetup {
             optimizer: self
@@ -315,7 +320,8 @@ impl<M, D> RunConfig<M, D> {
     }
 }
 
-/// Checks that a strategy that gathers checkpoints on one rank does not save them in the background.
+/// Checks that a strategy that gathers checkpoints on one rank does not save them in the
+/// background.
 pub(crate) fn check_async_save(
     run: &RunConfig<Table, Table>,
     saves_distributed: bool,
@@ -332,7 +338,7 @@ pub(crate) fn check_async_save(
     Ok(())
 }
 
-/// Checks that what is to be a directory is one, or can become one.
+/// Checks that configured directories are directories, or can be created.
 fn check_directories(run: &RunConfig<Table, Table>) -> Result<()> {
     let wrong = |key: &str, message: String| Err(Error::Config(format!("`{key}`: {message}")));
     let directories = [
@@ -352,8 +358,9 @@ fn check_directories(run: &RunConfig<Table, Table>) -> Result<()> {
     Ok(())
 }
 
-/// Refuses a directory with checkpoints of another run, where this machine can see it. A run that may go on
-/// from one of them is left to its rank 0, which looks it up.
+/// Refuses a directory with checkpoints of another run, if this machine can see it.
+///
+/// A run that may resume from one of them is left to its rank 0, which looks it up.
 fn check_place_is_unused(run: &RunConfig<Table, Table>) -> Result<()> {
     let run = run.effective();
     let Some(dir) = run.checkpoint.dir.as_deref().filter(|dir| dir.is_dir()) else { return Ok(()) };
@@ -379,14 +386,14 @@ fn check_place_is_unused(run: &RunConfig<Table, Table>) -> Result<()> {
     refused.and(io.teardown())
 }
 
-/// Checks that the weights that a run starts from fit the model, as far as `[checkpoint.load]` asks for it.
+/// Checks that the weights that a run starts from fit the model, as `[checkpoint.load]` requires.
 fn check_weights(
     run: &RunConfig<Table, Table>,
     pretrained: Option<&Path>,
     tree: &ModuleTree,
 ) -> Result<()> {
     let options = run.checkpoint.load.options();
-    // Where only rank 0 can read, this may be a host that has nothing to look at.
+    // If only rank 0 can read the weights, they may be missing on this host.
     let elsewhere = |path: &Path| options.broadcast_from_rank0 && !path.exists();
     if let Some(path) = pretrained.filter(|path| !elsewhere(path)) {
         checkpoint::check_compatible_with(&*checkpoint::open(path)?, tree, &options)?;
@@ -401,7 +408,7 @@ fn check_weights(
     }
 }
 
-/// Checks that `trainer.ckpt_path`, if it names a checkpoint, names one that can be opened.
+/// Checks that the checkpoint that `trainer.ckpt_path` names can be opened.
 fn check_resume(run: &RunConfig<Table, Table>) -> Result<()> {
     let Some(CkptPath::Path(path)) = &run.trainer.ckpt_path else { return Ok(()) };
     let wrong = |error: Error| Error::Config(format!("`trainer.ckpt_path`: {error}"));

@@ -1,4 +1,4 @@
-//! Whether a run fits into the machine's memory, before any rank is started.
+//! Checks whether a run fits into the machine's memory, before any rank is started.
 
 use toml::Table;
 
@@ -10,15 +10,17 @@ use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::strategy::{Bytes, RankMemory};
 use fulgurite_launch::HostMemory;
 
-/// How many times the host's memory a run must need to be refused: what is counted is needed in
-/// full only once every parameter was updated.
+/// Runs that need more than this multiple of the host's memory are refused. The full estimate is
+/// reached only after every parameter was updated.
 const REFUSED_ABOVE: f64 = 1.5;
 
-/// Compares what the ranks of a host need, for the model, for their data and for their process groups, with
-/// what the host has. `groups` has split what the ranks will split.
+/// Compares the memory that a host's ranks need with the memory that the host has.
+///
+/// Counts the model, its data, and the process groups; `groups` has made the splits that the ranks
+/// will make.
 ///
 /// # Errors
-/// [`Error::Config`], with the key, if it is far too much.
+/// [`Error::Config`] that names the key, if the run needs far too much.
 pub(crate) fn check_memory(
     run: &RunConfig<Table, Table>,
     tree: &ModuleTree,
@@ -27,7 +29,7 @@ pub(crate) fn check_memory(
     groups: &Planned,
 ) -> Result<()> {
     let check = run.trainer.memory_check;
-    // The model is in the memory of devices, of which nothing is known before they are opened.
+    // The model is in device memory, whose size is unknown before the devices are opened.
     if run.trainer.visible_devices()?.is_some() {
         return Ok(());
     }
@@ -37,7 +39,7 @@ pub(crate) fn check_memory(
     let model = memory.total().saturating_mul(on_host as u64);
     let all_data = data.saturating_mul(on_host as u64);
     let needed = model.saturating_add(all_data).saturating_add(shared.used);
-    // The model goes where the allocator has reserved addresses already, if there are enough of them.
+    // The model uses addresses that the allocator has already reserved, as far as they suffice.
     let own = memory.total().saturating_add(data);
     let addresses = own.max(host.addresses_in_use).saturating_add(shared.mapped);
     let beyond_limit = host.address_space.is_some_and(|limit| addresses > limit);
@@ -104,7 +106,7 @@ pub(crate) fn check_memory(
     Ok(())
 }
 
-/// What the ranks of a host share for the process groups, and what one of them maps.
+/// Returns the memory that the process groups share on a host, and the part that one rank maps.
 fn shared_memory(
     run: &RunConfig<Table, Table>,
     planned: &Planned,
@@ -112,7 +114,7 @@ fn shared_memory(
 ) -> Result<GroupMemory> {
     let mut groups = planned.groups();
     if run.checkpoint.async_save {
-        // Saving in the background has a group of its own.
+        // Background saves have their own group.
         groups.push(planned.global_ranks().to_vec());
     }
     let transport = run

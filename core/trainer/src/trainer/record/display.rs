@@ -1,29 +1,33 @@
-//! Progress that is shown without being asked for, and what it is told.
+//! The default progress display, and the data that sinks receive at the start of a run.
 
 use std::path::PathBuf;
 
 use crate::trainer::EventSink;
 use crate::trainer::record::model_summary::ModelSummary;
 
-/// Makes the sink that shows a run's progress on rank 0 while `trainer.enable_progress_bar` is set (it is by
-/// default), for trainers of the command line and of programs alike. A crate that is linked
-/// [registers](crate::register_progress) it; without one nothing is shown.
+/// Creates the sink that shows a run's progress on rank 0, if `trainer.enable_progress_bar` is set
+/// (the default).
+///
+/// Used by the command line and by programs alike. A linked crate
+/// [registers](crate::register_progress) it; otherwise nothing is shown.
 pub struct ProgressDisplay {
-    /// Makes it for one run. The number says how many steps there are between two lines where lines are
-    /// written.
+    /// Creates the sink of one run. Where the display writes lines, `log_every_n_steps` is the
+    /// number of steps per line.
     pub make: fn(log_every_n_steps: u64) -> Box<dyn EventSink>,
 }
 
 inventory::collect!(ProgressDisplay);
 
-/// The sink of one run; `None` if no crate that shows progress is linked. If several are, the first that the
-/// linker put there is used.
+/// Creates the progress sink of one run; `None` if no linked crate registers one.
+///
+/// Of several, the linker's first is used.
 pub(crate) fn default_progress(log_every_n_steps: u64) -> Option<Box<dyn EventSink>> {
     let display = inventory::iter::<ProgressDisplay>().next()?;
     Some((display.make)(log_every_n_steps))
 }
 
-/// Registers a [`ProgressDisplay`]: `register_progress!(|log_every_n_steps| Box::new(MySink::new()))`.
+/// Registers a [`ProgressDisplay`]:
+/// `register_progress!(|log_every_n_steps| Box::new(MySink::new()))`.
 #[macro_export]
 macro_rules! register_progress {
     ($make:expr) => {
@@ -33,45 +37,46 @@ macro_rules! register_progress {
     };
 }
 
-/// What a training is, told to sinks before its first step.
+/// A description of a training, which sinks receive before its first step.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct RunStart {
-    /// The number of the last step, if it is known.
+    /// The number of the last step, if known.
     pub max_steps: Option<u64>,
-    /// What the counts of losses count, in the plural:
+    /// The items that losses count, in the plural:
     /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
     pub items: &'static str,
     /// The model's parameters.
     pub model: ModelSummary,
-    /// Its ranks, if they are several, or compute on another device than the CPU.
+    /// The ranks, if there are several or they compute on a device other than the CPU.
     pub ranks: Option<RanksSummary>,
     /// The run's directory.
     pub run_dir: Option<PathBuf>,
 }
 
-/// How many ranks train, and how.
+/// The ranks of a training.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RanksSummary {
-    /// How many.
+    /// Number of ranks.
     pub ranks: usize,
     /// The name of the strategy.
     pub strategy: String,
-    /// How they reach each other: [`ProcessGroup::transport`](fulgurite_engine::collective::ProcessGroup::transport).
+    /// The transport between ranks:
+    /// [`ProcessGroup::transport`](fulgurite_engine::collective::ProcessGroup::transport).
     pub transport: String,
-    /// What each computes on, such as `NVIDIA H200`; empty for the CPU.
+    /// Each rank's device, such as `NVIDIA H200`; empty for the CPU.
     pub device: String,
 }
 
 impl RanksSummary {
-    /// Several ranks of a strategy.
+    /// Describes ranks of a strategy on the CPU.
     pub fn new(ranks: usize, strategy: impl Into<String>, transport: impl Into<String>) -> Self {
         let (strategy, transport) = (strategy.into(), transport.into());
         Self { ranks, strategy, transport, device: String::new() }
     }
 
-    /// That compute on this device.
+    /// Sets the device.
     #[must_use]
     pub fn on(self, device: impl Into<String>) -> Self {
         Self { device: device.into(), ..self }
@@ -79,6 +84,7 @@ impl RanksSummary {
 }
 
 impl std::fmt::Display for RanksSummary {
+    /// Writes, for instance,
     /// `4 ranks, strategy fsdp, process group shm within hosts, tcp between them`.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         let plural = if self.ranks == 1 { "" } else { "s" };
@@ -95,31 +101,31 @@ impl std::fmt::Display for RanksSummary {
 }
 
 impl RunStart {
-    /// What the trainer tells its sinks; for tests of a sink.
+    /// Creates a description, for tests of a sink.
     pub fn new(max_steps: Option<u64>, items: &'static str, model: ModelSummary) -> Self {
         Self { max_steps, items, model, ranks: None, run_dir: None }
     }
 
-    /// The same of a run with this directory.
+    /// Sets the run's directory.
     pub fn with_run_dir(self, run_dir: impl Into<PathBuf>) -> Self {
         Self { run_dir: Some(run_dir.into()), ..self }
     }
 
-    /// The same of several ranks.
+    /// Sets the ranks.
     pub fn with_ranks(self, ranks: RanksSummary) -> Self {
         Self { ranks: Some(ranks), ..self }
     }
 }
 
-/// How far an evaluation or a prediction is, on rank 0.
+/// The progress of an evaluation or a prediction on rank 0.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct EvaluationProgress<'a> {
-    /// What is done: `validation`, `sanity check`, `test`, `predict`, or the name of a validation set.
+    /// The task: `validation`, `sanity check`, `test`, `predict`, or the name of a validation set.
     pub what: &'a str,
-    /// Batches of this rank that are done.
+    /// Number of finished batches of this rank.
     pub done: u64,
-    /// Batches of this rank.
+    /// Number of batches of this rank.
     pub batches: u64,
 }
 

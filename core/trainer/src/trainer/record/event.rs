@@ -30,13 +30,13 @@ use fulgurite_engine::data::DataReport;
 pub enum Event {
     /// An optimizer step was completed.
     Step {
-        /// Its number.
+        /// The step's number.
         step: u64,
-        /// Passes over the training data so far, with the fraction of the current one.
+        /// Passes over the training data so far, including the fraction of the current one.
         #[serde(deserialize_with = "number")]
         epoch: f64,
-        /// The mean loss over the whole global batch of the step; NaN if nothing counts in it, so
-        /// that it changed nothing.
+        /// The mean loss over the step's global batch; NaN if nothing in it counts, so that the
+        /// step changed nothing.
         #[serde(deserialize_with = "number")]
         train_loss: f64,
         /// The norm of all gradients together, before clipping.
@@ -45,10 +45,10 @@ pub enum Event {
         /// The learning rate of the step.
         #[serde(deserialize_with = "number")]
         lr: f64,
-        /// How many tokens, or other items that the module's loss counts, a second.
+        /// Tokens per second, or other items that the module's loss counts.
         #[serde(flatten)]
         rate: ItemRate,
-        /// What the module logged.
+        /// Values that the module logged.
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
@@ -59,9 +59,9 @@ pub enum Event {
         /// The mean loss over the validation data.
         #[serde(deserialize_with = "number")]
         val_loss: f64,
-        /// Number of validation batches, of all ranks.
+        /// Number of validation batches on all ranks.
         batches: u64,
-        /// What the module logged.
+        /// Values that the module logged.
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
@@ -72,17 +72,17 @@ pub enum Event {
         /// The mean loss over the test data.
         #[serde(deserialize_with = "number")]
         test_loss: f64,
-        /// Number of test batches, of all ranks.
+        /// Number of test batches on all ranks.
         batches: u64,
-        /// What the module logged.
+        /// Values that the module logged.
         #[serde(default, skip_serializing_if = "BTreeMap::is_empty", deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
-    /// Hooks have logged something, or an epoch is over in which something was logged by the epoch.
+    /// Hooks have logged values, or an epoch with values for the epoch has ended.
     Metrics {
         /// Number of completed steps.
         step: u64,
-        /// What was logged, by name.
+        /// The logged values by name.
         #[serde(deserialize_with = "numbers")]
         metrics: BTreeMap<String, f64>,
     },
@@ -90,7 +90,7 @@ pub enum Event {
     Text {
         /// Number of completed steps.
         step: u64,
-        /// Its name.
+        /// The text's name.
         name: String,
         /// The text, which loggers may show as Markdown.
         text: String,
@@ -99,32 +99,31 @@ pub enum Event {
     Histogram {
         /// Number of completed steps.
         step: u64,
-        /// Its name.
+        /// The histogram's name.
         name: String,
         /// The histogram of the values of all ranks.
         histogram: Histogram,
     },
-    /// The data was opened. Comes first.
+    /// The data was opened. The first event.
     Data(DataReport),
     /// The run has resumed from a checkpoint.
     Resume {
-        /// The step after which it was saved.
+        /// The step after which the checkpoint was saved.
         step: u64,
-        /// Its path.
+        /// The checkpoint's path.
         path: PathBuf,
     },
-    /// A checkpoint was committed. For one saved in the background the event comes some steps
-    /// later.
+    /// A checkpoint was committed. For a background save the event comes some steps later.
     Checkpoint {
-        /// The step after which it was saved.
+        /// The step after which the checkpoint was saved.
         step: u64,
-        /// Its path.
+        /// The checkpoint's path.
         path: PathBuf,
-        /// How long training waited for it, in seconds.
+        /// Number of seconds for which training waited.
         #[serde(default, deserialize_with = "number")]
         blocked_s: f64,
     },
-    /// Where the time of the run went, with `trainer.profiler`. Comes before the summary.
+    /// The run's profile, with `trainer.profiler`. Comes before the summary.
     Profile(Profile),
     /// The run has ended.
     Summary {
@@ -143,33 +142,34 @@ pub enum Event {
         /// The median time of a step, in seconds.
         #[serde(deserialize_with = "number")]
         step_s_median: f64,
-        /// How many tokens, or other items that the module's loss counts, a second over all steps.
+        /// Tokens per second over all steps, or other items that the module's loss counts.
         #[serde(flatten)]
         rate: ItemRate,
         /// Seconds from the program's start to the end of the first step.
         #[serde(deserialize_with = "number")]
         startup_s: f64,
-        /// Steps in which nothing counted on any rank, so that they changed nothing.
+        /// Number of steps that changed nothing, because nothing counted on any rank.
         #[serde(default, skip_serializing_if = "is_zero")]
         skipped_steps: u64,
         /// The peak memory of each rank's process, in MiB, by rank.
         #[serde(deserialize_with = "list")]
         peak_rss_mib: Vec<f64>,
-        /// The most that the tensors of each rank have held on its device, in MiB, by rank; empty if ranks compute on
-        /// the CPU.
+        /// The peak memory of each rank's tensors on its device, in MiB, by rank; empty if ranks
+        /// compute on the CPU.
         #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list")]
         peak_device_mib: Vec<f64>,
     },
 }
 
 impl Event {
-    /// Whether loggers write it.
+    /// Returns whether loggers write the event.
     pub(crate) fn is_logged(&self) -> bool {
         matches!(self, Self::Text { .. } | Self::Histogram { .. }) || self.scalars().is_some()
     }
 
-    /// The step and the metrics by name, for loggers; `None` for events without metrics. A step in
-    /// which nothing counts has no loss.
+    /// Returns the step and the metrics by name, for loggers; `None` for events without metrics.
+    ///
+    /// A step in which nothing counts has no loss.
     pub fn scalars(&self) -> Option<(u64, BTreeMap<String, f64>)> {
         let (step, own, logged): (_, &[(&str, f64)], _) = match self {
             Self::Step { step, epoch, train_loss, grad_norm, lr, rate, metrics } => (
@@ -205,20 +205,20 @@ impl Event {
     }
 }
 
-/// How a run ended.
+/// The outcome of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RunStatus {
-    /// It was completed.
+    /// The run was completed.
     Success,
-    /// It was stopped (Ctrl-C, SIGTERM, SIGUSR1).
+    /// The run was stopped (Ctrl-C, SIGTERM, SIGUSR1).
     Interrupted,
-    /// An error ended it.
+    /// An error ended the run.
     Failed,
 }
 
 impl RunStatus {
-    /// How a run ended that had this result.
+    /// Returns the outcome of a run with this result.
     pub(crate) fn of<T>(result: &Result<T>) -> Self {
         match result {
             Ok(_) => Self::Success,
@@ -228,21 +228,23 @@ impl RunStatus {
     }
 }
 
-/// Receives the events of a run. Exists on rank 0 only. A sink of a trainer that is used several
-/// times gets the events of one run after the other.
+/// Receives the events of a run. Exists only on rank 0.
+///
+/// If a trainer is used several times, its sinks get the events of one run after the other.
 pub trait EventSink: Send {
     /// Called when training begins, before the first event of a step. `max_steps` is the number of
-    /// the last step, if it is known.
+    /// the last step, if known.
     fn start(&mut self, max_steps: Option<u64>) {
         let _ = max_steps;
     }
 
-    /// Called before [`start`](Self::start), with what the training is.
+    /// Called before [`start`](Self::start), with a description of the training.
     fn begin(&mut self, run: &RunStart) {
         let _ = run;
     }
 
-    /// Called before the first batch of an evaluation or a prediction and after each of its batches.
+    /// Called before the first batch of an evaluation or a prediction and after each of its
+    /// batches.
     fn evaluating(&mut self, progress: EvaluationProgress<'_>) {
         let _ = progress;
     }
@@ -250,17 +252,17 @@ pub trait EventSink: Send {
     /// Receives one event.
     ///
     /// # Errors
-    /// If it cannot be written; this ends the run.
+    /// If the event cannot be written; this ends the run.
     fn event(&mut self, event: &Event) -> Result<()>;
 
     /// Called once at the end of the run, also after an error.
     ///
     /// # Errors
-    /// If what was buffered cannot be written.
+    /// If buffered data cannot be written.
     fn finish(&mut self, status: RunStatus) -> Result<()>;
 }
 
-/// A sink of a trainer and of the runs of it.
+/// A sink that a trainer shares with its runs.
 #[derive(Clone)]
 pub(crate) struct SharedSink(Arc<Mutex<Box<dyn EventSink>>>);
 
@@ -329,7 +331,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_that_are_not_finite_are_null() {
+    fn non_finite_numbers_are_null() {
         let event = Event::Validation {
             step: 3,
             val_loss: f64::INFINITY,
@@ -346,7 +348,7 @@ mod tests {
     }
 
     #[test]
-    fn a_step_in_which_nothing_counts_has_no_loss() {
+    fn step_without_counts_has_no_loss() {
         let event = Event::Step {
             step: 3,
             epoch: 0.5,

@@ -1,4 +1,4 @@
-//! `events.jsonl` in a run's directory: what has happened but for steps.
+//! `events.jsonl` in a run's directory: all events except steps.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
@@ -9,14 +9,16 @@ use serde::Serialize;
 use crate::trainer::{Event, EventSink, RunStatus};
 use crate::{Error, Result};
 
-/// Writes the data report, resumes, checkpoints, the profile and the summary of a run, and how it ended: a JSON object a line, in
-/// the form of `--output json`. Reports read it.
+/// Writes the data report, resumes, checkpoints, the profile, the summary, and the outcome of a
+/// run.
+///
+/// One JSON object per line, in the form of `--output json`. Reports read the file.
 pub(crate) struct EventLog {
     path: PathBuf,
     file: File,
 }
 
-/// The last line of a run that was not killed.
+/// The last line, missing if the run was killed.
 #[derive(Serialize)]
 #[serde(tag = "event", rename_all = "snake_case")]
 enum Last {
@@ -24,7 +26,7 @@ enum Last {
 }
 
 impl EventLog {
-    /// Begins the log of the run with this directory.
+    /// Creates the log of the run with this directory.
     pub(crate) fn create(dir: &Path) -> Result<Self> {
         let path = dir.join("events.jsonl");
         let file = OpenOptions::new()

@@ -1,4 +1,4 @@
-//! [`Histogram`], and what else is logged that is no number.
+//! [`Histogram`], and other logged data than numbers.
 
 use std::collections::BTreeMap;
 
@@ -9,11 +9,11 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 use fulgurite_engine::execution::read;
 
-/// How values are distributed: what [`HookContext::log_histogram`](crate::trainer::HookContext::log_histogram)
-/// logs.
+/// A distribution of values, logged by
+/// [`HookContext::log_histogram`](crate::trainer::HookContext::log_histogram).
 ///
-/// The buckets are the same for all histograms, so that those of several tensors or ranks add up
-/// exactly. Each is a tenth wider than the one before it.
+/// The buckets are the same for all histograms, so that histograms of several tensors or ranks add
+/// up exactly. Each bucket is a tenth wider than the one before it.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -34,38 +34,40 @@ pub struct Histogram {
     max: f64,
     sum: f64,
     sum_of_squares: f64,
-    /// The buckets that are not empty, by their index: 0 is of values that are at most 1e-12 from zero,
-    /// `i > 0` of those above `1e-12 * 1.1^(i - 1)` and up to `1e-12 * 1.1^i`, `-i` of their negatives.
+    /// The non-empty buckets with their counts, by index.
+    ///
+    /// Bucket 0 has the values that are at most 1e-12 from zero. Bucket `i > 0` has the values
+    /// above `1e-12 * 1.1^(i - 1)` and up to `1e-12 * 1.1^i`, and bucket `-i` their negatives.
     buckets: Vec<(i32, u64)>,
 }
 
 /// A bucket of a [`Histogram`].
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Bucket {
-    /// Its lower end.
+    /// The lower end.
     pub left: f64,
-    /// Its upper end.
+    /// The upper end.
     pub right: f64,
-    /// The number of values in it.
+    /// Number of values in the bucket.
     pub count: u64,
 }
 
-/// The index of the last bucket, which has everything that is larger.
+/// The index of the last bucket, which has all larger values.
 const LAST: i32 = 1300;
 const FIRST_LIMIT: f64 = 1e-12;
 const GROWTH: f64 = 1.1;
 
-/// The end of bucket `index` that is farther from zero, without its sign.
+/// Returns the absolute value of the end of bucket `index` that is farther from zero.
 fn limit(index: i32) -> f64 {
     FIRST_LIMIT * GROWTH.powi(index)
 }
 
-/// The bucket of a value.
+/// Returns the index of a value's bucket.
 fn bucket(value: f64) -> i32 {
     let size = value.abs();
     let near = (size / FIRST_LIMIT).ln() / GROWTH.ln();
     let mut index = near.ceil().clamp(0.0, f64::from(LAST)) as i32;
-    // The logarithm is not exact.
+    // Correct rounding errors of the logarithm.
     while index > 0 && size <= limit(index - 1) {
         index -= 1;
     }
@@ -76,7 +78,7 @@ fn bucket(value: f64) -> i32 {
 }
 
 impl Histogram {
-    /// The histogram of all elements of a tensor, which are read from its device.
+    /// Counts all elements of a tensor, which are read from its device.
     ///
     /// # Errors
     /// If the tensor cannot be read.
@@ -86,7 +88,7 @@ impl Histogram {
         Ok(Self::of_values(values))
     }
 
-    /// The histogram of numbers.
+    /// Counts numbers.
     pub fn of_values(values: impl IntoIterator<Item = f64>) -> Self {
         let mut histogram = Self::default();
         let mut buckets = BTreeMap::new();
@@ -125,43 +127,43 @@ impl Histogram {
         self.add_to_sums(other.sum, other.sum_of_squares);
     }
 
-    /// Sums stay finite, so that they can be written.
+    /// Adds to the sums, which stay finite so that they can be written.
     fn add_to_sums(&mut self, sum: f64, sum_of_squares: f64) {
         self.sum = (self.sum + sum).clamp(f64::MIN, f64::MAX);
         self.sum_of_squares = (self.sum_of_squares + sum_of_squares).min(f64::MAX);
     }
 
-    /// The number of values, without those that are not finite.
+    /// Returns the number of finite values.
     pub fn count(&self) -> u64 {
         self.count
     }
 
-    /// The number of values that are NaN or infinite, which are in no bucket.
+    /// Returns the number of values that are NaN or infinite, which are not in any bucket.
     pub fn non_finite(&self) -> u64 {
         self.non_finite
     }
 
-    /// The smallest finite value; 0 without one.
+    /// Returns the smallest finite value; 0 if there is none.
     pub fn min(&self) -> f64 {
         self.min
     }
 
-    /// The largest finite value; 0 without one.
+    /// Returns the largest finite value; 0 if there is none.
     pub fn max(&self) -> f64 {
         self.max
     }
 
-    /// The sum of the finite values.
+    /// Returns the sum of the finite values.
     pub fn sum(&self) -> f64 {
         self.sum
     }
 
-    /// The sum of the squares of the finite values.
+    /// Returns the sum of the squares of the finite values.
     pub fn sum_of_squares(&self) -> f64 {
         self.sum_of_squares
     }
 
-    /// The buckets that are not empty, in rising order.
+    /// Returns the non-empty buckets, in rising order.
     pub fn buckets(&self) -> impl Iterator<Item = Bucket> + '_ {
         self.buckets.iter().map(|&(index, count)| {
             let (near, far) = (limit(index.abs() - 1), limit(index.abs()));
@@ -183,15 +185,15 @@ pub(crate) struct Media {
 }
 
 impl Media {
-    /// Adds a histogram to what was logged under its name.
+    /// Merges a histogram with the values logged under its name.
     pub(crate) fn add_histogram(&mut self, name: &str, histogram: &Histogram) {
         self.histograms.entry(name.to_owned()).or_default().merge(histogram);
     }
 
-    /// The histograms over all ranks of `group`. Collective if there are any.
+    /// Merges the histograms over all ranks of `group`. Collective if there are any.
     ///
     /// # Errors
-    /// If the ranks have not logged the same names.
+    /// If the ranks have logged different names.
     pub(crate) fn reduce_histograms(
         &mut self,
         group: &dyn ProcessGroup,
@@ -226,7 +228,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_not_finite_is_counted_apart() {
+    fn non_finite_values_are_counted_separately() {
         let histogram = Histogram::of_values([f64::NAN, 1.0, f64::NEG_INFINITY, -2.0]);
         assert_eq!((histogram.count(), histogram.non_finite()), (2, 2));
         assert_eq!((histogram.min(), histogram.max(), histogram.sum()), (-2.0, 1.0, -1.0));
@@ -235,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn the_ends_of_numbers_have_a_bucket() {
+    fn extreme_numbers_have_a_bucket() {
         let values = [f64::MIN_POSITIVE, 5e-324, f64::MAX, -f64::MAX, f64::from(f32::MAX), 1e-12];
         let histogram = Histogram::of_values(values);
         assert_eq!(histogram.buckets().map(|bucket| bucket.count).sum::<u64>(), 6);
@@ -250,7 +252,7 @@ mod tests {
             for bucket in histogram.buckets() {
                 prop_assert!(bucket.left >= edge && bucket.right >= bucket.left);
                 edge = bucket.right;
-                // Of positive values the right end is in the bucket, of negative ones the left.
+                // A bucket includes its end that is farther from zero.
                 let inside = |value: &&f64| match bucket.right < 0.0 {
                     true => (bucket.left..bucket.right).contains(*value),
                     false => **value > bucket.left && **value <= bucket.right,

@@ -1,12 +1,12 @@
-//! How many items a second a run trains on, by the name of the items.
+//! The training rate in items per second, named after the items.
 
 use std::borrow::Cow;
 
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 use serde::ser::{Serialize, SerializeMap as _, Serializer};
 
-/// The items of all ranks per second, whatever the module's loss counts: tokens, images, samples.
-/// As JSON it is one key with the name of the items, such as `"images_per_s": 1024.0`.
+/// The items of all ranks per second, in the unit that the module's loss counts: tokens, images,
+/// samples. As JSON it is one key with the name of the items, such as `"images_per_s": 1024.0`.
 ///
 /// ```
 /// use fulgurite_core::trainer::ItemRate;
@@ -15,25 +15,25 @@ use serde::ser::{Serialize, SerializeMap as _, Serializer};
 #[derive(Debug, Clone, PartialEq)]
 pub struct ItemRate {
     items: Cow<'static, str>,
-    /// How many a second.
+    /// Number of items per second.
     pub per_s: f64,
 }
 
-/// What the names of rates end in.
+/// The suffix of rates' names.
 const SUFFIX: &str = "_per_s";
 
 impl ItemRate {
-    /// So many of these items, which are named in the plural, a second.
+    /// Creates a rate of items, which are named in the plural.
     pub fn new(items: impl Into<Cow<'static, str>>, per_s: f64) -> Self {
         Self { items: items.into(), per_s }
     }
 
-    /// What the items are, in the plural.
+    /// Returns the name of the items, in the plural.
     pub fn items(&self) -> &str {
         &self.items
     }
 
-    /// The name of the rate: `tokens_per_s`.
+    /// Returns the name of the rate, such as `tokens_per_s`.
     pub fn name(&self) -> String {
         format!("{}{SUFFIX}", self.items.replace(' ', "_"))
     }

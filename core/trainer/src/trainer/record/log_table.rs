@@ -1,4 +1,4 @@
-//! What steps and hooks log, until it is reduced over the ranks.
+//! Values that steps and hooks log, before the reduction over the ranks.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher as _;
@@ -16,7 +16,7 @@ use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
 
-/// A number, a tensor of one number, or a [`Metric`] to be logged.
+/// A number, a tensor of one number, or a [`Metric`] to log.
 #[derive(Debug)]
 pub struct Logged(Kind);
 
@@ -34,7 +34,7 @@ impl From<f64> for Logged {
     }
 }
 
-/// Of one number, which stays on its device until it is wanted.
+/// A tensor of one number stays on its device until it is read.
 impl From<&Tensor> for Logged {
     fn from(number: &Tensor) -> Self {
         Self(Kind::Tensor(number.detach()))
@@ -59,21 +59,21 @@ impl<M: Metric + 'static> From<M> for Logged {
     }
 }
 
-/// How numbers of batches and ranks become one. A [`Metric`] knows by itself.
+/// The reduction of numbers over batches and ranks. A [`Metric`] has its own.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Reduce {
-    /// The mean, in which a batch counts as many times as it has samples.
+    /// The mean, in which a batch is weighted by its samples.
     #[default]
     Mean,
     /// The sum.
     Sum,
-    /// The smallest.
+    /// The smallest value.
     Min,
-    /// The largest.
+    /// The largest value.
     Max,
 }
 
-/// How something is logged (the arguments of Lightning's `self.log`).
+/// Options of logging (the arguments of Lightning's `self.log`).
 ///
 /// ```
 /// use fulgurite_core::trainer::{LogOptions, Reduce};
@@ -91,7 +91,7 @@ pub struct LogOptions {
 }
 
 impl Default for LogOptions {
-    /// The mean over samples and ranks; of each logged step in training, of all batches elsewhere.
+    /// The mean over samples and ranks: of each logged step in training, of all batches elsewhere.
     fn default() -> Self {
         Self { reduce: Reduce::Mean, weight: None, on_step: None, on_epoch: None, sync: true }
     }
@@ -104,34 +104,38 @@ impl LogOptions {
         Self { reduce, ..self }
     }
 
-    /// Sets how many samples a number stands for in a mean; by default those of the batch.
+    /// Sets the number of samples that a number stands for in a mean; by default the batch's
+    /// samples.
     #[must_use]
     pub fn weight(self, weight: f64) -> Self {
         Self { weight: Some(weight), ..self }
     }
 
-    /// Sets whether the value of each logged step is logged. By default in training.
+    /// Sets whether the value of each logged step is logged. The default is true in training.
     #[must_use]
     pub fn on_step(self, on_step: bool) -> Self {
         Self { on_step: Some(on_step), ..self }
     }
 
-    /// Sets whether the value over the whole epoch is logged, at its end. By default not in training. With
-    /// [`on_step`](Self::on_step) too, the names end in `_step` and `_epoch`.
+    /// Sets whether the value over the whole epoch is logged, at its end. The default is false in
+    /// training.
+    ///
+    /// With [`on_step`](Self::on_step) too, the names end in `_step` and `_epoch`.
     #[must_use]
     pub fn on_epoch(self, on_epoch: bool) -> Self {
         Self { on_epoch: Some(on_epoch), ..self }
     }
 
-    /// Sets whether it is reduced over the ranks, which then must all log it. By default it is; otherwise rank
-    /// 0's own is logged.
+    /// Sets whether the value is reduced over the ranks, which must then all log it (the default).
+    ///
+    /// Otherwise rank 0's own value is logged.
     #[must_use]
     pub fn sync(self, sync: bool) -> Self {
         Self { sync, ..self }
     }
 }
 
-/// What was logged, by name.
+/// Logged values by name.
 #[derive(Debug, Default)]
 pub(crate) struct LogTable {
     entries: BTreeMap<String, Entry>,
@@ -139,13 +143,13 @@ pub(crate) struct LogTable {
     loaded: SavedStates,
     /// The first mistake in a call that cannot return it.
     error: Option<Error>,
-    /// What is logged at once, by the step or at an evaluation's end.
+    /// Texts and histograms, logged at once by the step or at an evaluation's end.
     pub(crate) media: Media,
 }
 
 #[derive(Debug, Clone)]
 struct Entry {
-    /// One of those that were logged: they differ in their states alone.
+    /// Any of the logged metrics of this name: they differ only in their states.
     metric: Arc<dyn Metric>,
     state: Tensor,
     on_step: bool,
@@ -165,8 +169,9 @@ struct SavedState {
 }
 
 impl SavedStates {
-    /// Those that rank `rank` of `world_size` goes on with, of those that each rank has saved. As many ranks
-    /// as before have their own; otherwise rank 0 has all.
+    /// Returns the states with which rank `rank` of `world_size` continues, of all saved states.
+    ///
+    /// If the number of ranks is unchanged, each gets its own. Otherwise rank 0 gets all, merged.
     pub(crate) fn of_rank(mut all: Vec<Self>, rank: usize, world_size: usize) -> Self {
         if all.len() == world_size {
             return all.swap_remove(rank);
@@ -187,20 +192,20 @@ impl SavedStates {
     }
 }
 
-/// Where something is logged.
+/// The context in which a value is logged.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Source {
-    /// Samples of the batch.
+    /// Number of samples in the batch.
     pub(crate) samples: f64,
-    /// Whether steps are logged by default, and not epochs.
+    /// Whether values are logged by step by default, instead of by epoch.
     pub(crate) training: bool,
-    /// Whether this step's values are wanted.
+    /// Whether this step's values are logged.
     pub(crate) wanted: bool,
-    /// Whether the batch is there for its collectives alone, and counts for nothing.
+    /// Whether the batch exists only for its collectives and does not count.
     pub(crate) padding: bool,
 }
 
-/// What the trainer itself logs under a name, in words; `None` for a name that is free.
+/// Describes the trainer's own value of this name; `None` if the name is free.
 fn own_name(name: &str) -> Option<&'static str> {
     Some(match name {
         "step" => "the number of the step",
@@ -225,7 +230,7 @@ pub(crate) fn taken(what: &str) -> Error {
 }
 
 impl LogTable {
-    /// Logs what the trainer itself logs, under its own name.
+    /// Logs one of the trainer's own values, under its own name.
     pub(crate) fn log_own(&mut self, name: &str, number: f64, source: Source) {
         if source.wanted {
             let added = self.add(name, number.into(), LogOptions::default(), (true, false), source);
@@ -327,11 +332,10 @@ impl LogTable {
         Ok(())
     }
 
-    /// Adds what is logged by the epoch to `epoch`, and keeps what is logged by the step, if this one is
-    /// `wanted`.
+    /// Adds values for the epoch to `epoch`, and keeps values for the step if it is `wanted`.
     ///
     /// # Errors
-    /// A mistake in what was logged.
+    /// If a call to log was wrong.
     pub(crate) fn add_to_epoch(&mut self, epoch: &mut Self, wanted: bool) -> Result<()> {
         self.check()?;
         for (name, entry) in self.entries.iter().filter(|(_, entry)| entry.on_epoch) {
@@ -342,23 +346,25 @@ impl LogTable {
         Ok(())
     }
 
-    /// Fails with the first mistake in what was logged.
+    /// Fails with the first mistake in a call to log.
     fn check(&mut self) -> Result<()> {
         self.error.take().map_or(Ok(()), Err)
     }
 
-    /// Whether there is nothing that a resumed run would need.
+    /// Returns whether a resumed run would need nothing of this table.
     pub(crate) fn is_empty(&self) -> bool {
         self.entries.is_empty() && self.loaded.0.is_empty()
     }
 
-    /// The values over all ranks of `world`; empties the table. `counts` is false on ranks with the same
-    /// samples as another one that counts, as tensor-parallel ranks have. Collective in an evaluation, and
-    /// elsewhere if anything is to be synchronised: one all-reduce, and one more if there are extremes. After
-    /// a training step the vote of all ranks finds a rank that has logged nothing.
+    /// Reduces the values over all ranks of `world`, and empties the table.
+    ///
+    /// `counts` is false on ranks with the same samples as another rank that counts, such as
+    /// tensor-parallel ranks. Collective in an evaluation, and elsewhere if any value is
+    /// synchronised: one all-reduce, and one more if there are extremes. After a training step the
+    /// vote of all ranks finds a rank that has logged nothing.
     ///
     /// # Errors
-    /// A mistake in what was logged; if the ranks have not logged the same.
+    /// If a call to log was wrong, or the ranks have logged different names.
     pub(crate) fn reduce(
         &mut self,
         stage: Stage,
@@ -392,7 +398,7 @@ impl LogTable {
         Ok(values)
     }
 
-    /// The states of this rank, to be [loaded](Self::load) by a resumed run.
+    /// Returns the states of this rank, which a resumed run [loads](Self::load).
     ///
     /// # Errors
     /// If a device cannot be read.
@@ -406,37 +412,37 @@ impl LogTable {
         Ok(all)
     }
 
-    /// Begins with these states, which count as soon as something is logged under their names.
+    /// Starts with these states. A state counts as soon as a value is logged under its name.
     pub(crate) fn load(&mut self, states: SavedStates) {
         *self = Self { loaded: states, ..Self::default() };
     }
 }
 
-/// What a table's values are of.
+/// The scope of a table's values.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Stage {
-    /// Of one step.
+    /// One step.
     Step,
-    /// Of an epoch of the training, or of hooks.
+    /// An epoch of the training, or a hook.
     Epoch,
-    /// Of a set of an evaluation.
+    /// A set of an evaluation.
     Evaluation,
 }
 
-/// Merges the states of all ranks, equal to the bit on all of them.
+/// Merges the states of all ranks, with equal bits on all of them.
 fn synchronize(
     entries: &BTreeMap<String, Entry>,
     states: &mut [Vec<f64>],
     (group, counts): (&dyn ProcessGroup, bool),
 ) -> Result<()> {
-    // Ranks that have logged other names would add up other things.
+    // If ranks logged different names, the all-reduce would add unrelated values.
     let mut names = XxHash3_64::with_seed(0);
     for ((name, entry), state) in entries.iter().zip(&*states).filter(|((_, e), _)| e.sync) {
         names.write(name.as_bytes());
         names.write_u64(state.len() as u64);
         names.write_u8(entry.metric.merge() as u8);
     }
-    // Small enough for its square, summed over the ranks, to be exact.
+    // Small enough that the sum of its squares over the ranks is exact.
     let hash = (names.finish() % (1 << 20)) as f64;
     let (mut sums, mut maxima) = (vec![hash, hash * hash], vec![]);
     for ((_, entry), state) in entries.iter().zip(&*states).filter(|((_, e), _)| e.sync) {
@@ -461,7 +467,7 @@ fn synchronize(
     let all_reduce = |numbers: Vec<f64>, op| -> Result<Vec<f64>> {
         let numbers = Tensor::new(numbers, &Device::Cpu)?;
         group.run(Collective::all_reduce(&numbers, op)).map_err(|error| match error {
-            // Other lengths on other ranks, or another collective.
+            // Other ranks have other lengths, or are in another collective.
             Error::Collective { rank, group, op, message } => {
                 Error::Collective { rank, group, op, message: format!("{message} ({})", own()) }
             }
@@ -531,7 +537,7 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_that_pads_counts_for_nothing() {
+    fn padding_batches_do_not_count() {
         let mut table = LogTable::default();
         let padding = Source { padding: true, ..EVALUATION };
         for (value, source) in [(f64::NAN, padding), (0.5, EVALUATION), (f64::INFINITY, padding)] {
@@ -544,7 +550,7 @@ mod tests {
     }
 
     #[test]
-    fn steps_and_epochs_have_names_of_their_own() {
+    fn steps_and_epochs_have_own_names() {
         let (mut step, mut epoch) = (LogTable::default(), LogTable::default());
         let both = LogOptions::default().on_epoch(true);
         for (i, value) in [1.0, 3.0].into_iter().enumerate() {
@@ -561,7 +567,7 @@ mod tests {
     }
 
     #[test]
-    fn states_that_are_saved_and_loaded_go_on() {
+    fn restored_states_continue() {
         let log = |table: &mut LogTable, value: f64| {
             table.log("mean", value.into(), LogOptions::default(), EVALUATION);
         };
@@ -596,7 +602,7 @@ mod tests {
     }
 
     #[test]
-    fn mistakes_come_out_when_it_is_reduced() {
+    fn mistakes_surface_in_the_reduction() {
         let solo = Solo::new("world", 0);
         let mut table = LogTable::default();
         table.log("x", 0.5.into(), LogOptions::default(), EVALUATION);

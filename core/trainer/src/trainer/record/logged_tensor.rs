@@ -1,4 +1,4 @@
-//! A logged number that stays on its device until it is wanted.
+//! A logged number that stays on its device until it is read.
 
 use candle_core::{DType, Tensor};
 
@@ -6,7 +6,7 @@ use crate::metric::{Merge, Metric};
 use crate::trainer::Reduce;
 use crate::{Error, Result};
 
-/// The number and how those of batches and ranks become one.
+/// The number and its reduction over batches and ranks.
 #[derive(Debug)]
 pub(crate) struct LoggedTensor {
     state: Tensor,
@@ -14,10 +14,10 @@ pub(crate) struct LoggedTensor {
 }
 
 impl LoggedTensor {
-    /// That of a tensor of one number, which stands for `weight` samples in a mean.
+    /// Creates the metric of a tensor of one number, which stands for `weight` samples in a mean.
     ///
     /// # Errors
-    /// If it is not one number.
+    /// If the tensor does not have one element.
     pub(crate) fn new(number: &Tensor, reduce: Reduce, weight: f64) -> Result<Self> {
         if number.elem_count() != 1 {
             return Err(Error::other(format!(
@@ -27,7 +27,7 @@ impl LoggedTensor {
         }
         let number = number.flatten_all()?.to_dtype(DType::F64)?;
         let state = match reduce {
-            // A value of no samples counts for nothing, whatever it is.
+            // A value without samples does not count, not even if it is NaN.
             Reduce::Mean if weight == 0.0 => Tensor::zeros(2, DType::F64, number.device())?,
             Reduce::Mean => {
                 let weights = Tensor::new(&[weight], number.device())?;

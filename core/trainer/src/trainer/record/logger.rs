@@ -1,4 +1,4 @@
-//! Loggers, and the sink that gives them events.
+//! Loggers, and the sink that passes events to them.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
@@ -8,13 +8,14 @@ use toml::Table;
 use crate::trainer::{Event, EventSink, Histogram, RunStatus};
 use crate::{Error, Result};
 
-/// Writes a run's metrics. Exists on rank 0 only.
+/// Writes a run's metrics. Exists only on rank 0.
 pub trait Logger: Send {
     /// The logger's name: its `type` in the configuration.
     fn name(&self) -> &str;
 
-    /// Logs the resolved configuration. Called once, before the first metrics. The default leaves it
-    /// out: `config.toml` in the run's directory has it.
+    /// Logs the resolved configuration. Called once, before the first metrics.
+    ///
+    /// The default does nothing: the run's directory contains `config.toml`.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -23,27 +24,31 @@ pub trait Logger: Send {
         Ok(())
     }
 
-    /// Logs metrics of one optimizer step (counted from 1). Called once with the metrics of
-    /// training, and once with those of validation if the step has one.
+    /// Logs metrics of one optimizer step (counted from 1).
+    ///
+    /// Called once with the metrics of training, and once with those of validation if the step has
+    /// one.
     ///
     /// # Errors
     /// If they cannot be written.
     fn log_metrics(&mut self, metrics: &BTreeMap<String, f64>, step: u64) -> Result<()>;
 
-    /// Whether [`log_text`](Self::log_text) writes texts. If no logger of a run does, a warning
-    /// says that they are left out. By default not.
+    /// Returns whether [`log_text`](Self::log_text) writes texts. The default is false.
+    ///
+    /// If no logger of a run writes texts, a warning says that they are dropped.
     fn writes_texts(&self) -> bool {
         false
     }
 
-    /// Whether [`log_histogram`](Self::log_histogram) writes histograms, as
+    /// Returns whether [`log_histogram`](Self::log_histogram) writes histograms, as
     /// [`writes_texts`](Self::writes_texts).
     fn writes_histograms(&self) -> bool {
         false
     }
 
-    /// Logs a text, such as a generated sample, which may be Markdown. The text `data` of step 0 is
-    /// the data report. The default leaves texts out.
+    /// Logs a text, such as a generated sample, which may be Markdown.
+    ///
+    /// The text `data` of step 0 is the data report. The default drops texts.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -52,7 +57,7 @@ pub trait Logger: Send {
         Ok(())
     }
 
-    /// Logs how values are distributed. The default leaves it out.
+    /// Logs a histogram. The default drops it.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -61,9 +66,10 @@ pub trait Logger: Send {
         Ok(())
     }
 
-    /// Called when a training begins after step `step`: 0, or that of the checkpoint it goes on from.
-    /// Whatever an earlier training has logged of later steps is void. Not called for a validation or a
-    /// test. The default does nothing, for each run writes to a directory of its own.
+    /// Called when a training begins after step `step`: 0, or the step of the resumed checkpoint.
+    ///
+    /// Values of later steps from an earlier training are void. Not called for a validation or a
+    /// test. The default does nothing, because each run writes to its own directory.
     ///
     /// # Errors
     /// If it cannot be written.
@@ -73,10 +79,12 @@ pub trait Logger: Send {
     }
 
     /// Called after a checkpoint of step `step` was committed at `path`, after
-    /// [`save`](Self::save): all of it is there, and may be uploaded. The default does nothing.
+    /// [`save`](Self::save).
+    ///
+    /// The checkpoint is complete and may be uploaded. The default does nothing.
     ///
     /// # Errors
-    /// If it cannot be used; this ends the run.
+    /// If the checkpoint cannot be used; this ends the run.
     fn after_save_checkpoint(&mut self, path: &Path, step: u64) -> Result<()> {
         let _ = (path, step);
         Ok(())
@@ -91,7 +99,7 @@ pub trait Logger: Send {
     /// Called once at the end of the run, also after an error.
     ///
     /// # Errors
-    /// If what was buffered cannot be written.
+    /// If buffered data cannot be written.
     fn finalize(&mut self, status: RunStatus) -> Result<()> {
         let _ = status;
         self.save()
@@ -101,14 +109,15 @@ pub trait Logger: Send {
 /// A logger's configuration: `trainer.loggers = ["csv", { type = "jsonl" }]`.
 #[typetag::serde(tag = "type")]
 pub trait LoggerConfig: std::fmt::Debug + Send + Sync {
-    /// Builds the logger. `dir` is the run's directory, which exists. Called on rank 0 only.
+    /// Builds the logger. `dir` is the run's directory, which exists. Called only on rank 0.
     ///
     /// # Errors
     /// If an option is wrong or a file cannot be created.
     fn build(&self, dir: &Path) -> Result<Box<dyn Logger>>;
 
-    /// Checks the options without writing or connecting, before any rank is started. By default any are
-    /// fine.
+    /// Checks the options without writing or connecting, before any rank is started.
+    ///
+    /// The default accepts all options.
     ///
     /// # Errors
     /// If an option is wrong.
@@ -123,25 +132,25 @@ fulgurite_config::plugin_kind!(
     "trainer.loggers"
 );
 
-/// Sends events to loggers: every validation, the steps 1, n, 2n, …, and the last one, however the
+/// Sends events to loggers: every validation, the steps 1, n, 2n, …, and the last step, however the
 /// run ends.
 pub(crate) struct LoggerSink {
     loggers: Vec<Box<dyn Logger>>,
     every_n_steps: u64,
-    /// The number of the last step, if it is known.
+    /// The number of the last step, if known.
     max_steps: Option<u64>,
-    /// The last step, if it was left out.
+    /// The last step, if it was skipped.
     left_out: Option<Event>,
-    /// The step that the run goes on from.
+    /// The step that the run resumed from.
     resumed: u64,
-    /// What went wrong in a call that cannot return it.
+    /// The first error of a call that cannot return it.
     error: Option<Error>,
-    /// Of what it was said that no logger writes it.
+    /// The kinds of data that were reported as not written by any logger.
     told: BTreeSet<&'static str>,
 }
 
 impl LoggerSink {
-    /// A sink for these loggers, to which it logs `params`. `every_n_steps` is at least 1.
+    /// Creates a sink for these loggers, and logs `params`. `every_n_steps` is at least 1.
     ///
     /// # Errors
     /// If a logger cannot write.
@@ -164,7 +173,7 @@ impl LoggerSink {
         })
     }
 
-    /// The first time that an event is left out by all loggers, what to say of it.
+    /// Returns a warning the first time that all loggers drop an event.
     fn left_out_by_all(&mut self, event: &Event) -> Option<String> {
         let (what, name, is_written) = match event {
             Event::Text { name, .. } => {
@@ -217,7 +226,7 @@ impl EventSink for LoggerSink {
                     return Ok(());
                 }
             }
-            // The run has ended before the step that was expected to be the last.
+            // The run has ended before the expected last step.
             Event::Summary { .. } => {
                 if let Some(last) = self.left_out.take() {
                     self.log(&last)?;
@@ -322,7 +331,7 @@ mod tests {
         }
     }
 
-    /// However the run ends, and once.
+    /// However the run ends, the last step is logged once.
     #[test]
     fn the_last_step_is_logged() {
         let logged = |max_steps, steps: u64, end: &dyn Fn(&mut LoggerSink)| {
@@ -343,7 +352,7 @@ mod tests {
     }
 
     #[test]
-    fn what_no_logger_writes_is_said_once() {
+    fn dropped_data_is_reported_once() {
         let text = Event::Text { step: 1, name: "sample".to_owned(), text: "once".to_owned() };
         let recorders = || -> Vec<Box<dyn Logger>> { vec![Box::new(Recorder::default())] };
         let mut sink = LoggerSink::new(recorders(), 1, &Table::new()).unwrap();
@@ -355,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sink_thins_out_steps_and_finishes_all_loggers() {
+    fn sink_skips_steps_and_finishes_all_loggers() {
         let (first, second) = (Recorder::default(), Recorder::default());
         let loggers: Vec<Box<dyn Logger>> = vec![Box::new(first.clone()), Box::new(second.clone())];
         let mut sink = LoggerSink::new(loggers, 3, &Table::new()).unwrap();

@@ -5,7 +5,7 @@ use std::time::Instant;
 /// The measurements of this rank.
 #[derive(Debug)]
 pub(crate) struct Meter {
-    /// When the program was started, in seconds since the epoch.
+    /// The program's start, in seconds since the epoch.
     program_start: f64,
     step_start: Instant,
     step_secs: Vec<f64>,
@@ -32,7 +32,7 @@ impl Meter {
         self.step_start = Instant::now();
     }
 
-    /// Ends a step over `count` tokens; returns tokens per second.
+    /// Ends a step over `count` tokens, and returns tokens per second.
     pub(crate) fn end_step(&mut self, count: f64) -> f64 {
         let secs = self.step_start.elapsed().as_secs_f64();
         if self.step_secs.is_empty() {
@@ -43,7 +43,7 @@ impl Meter {
         count / secs
     }
 
-    /// Notes the mean loss of the next step that is known.
+    /// Notes the next known mean loss of a step.
     pub(crate) fn note_loss(&mut self, loss: f64) {
         self.first_loss.get_or_insert(loss);
         self.last_loss = loss;
@@ -57,7 +57,7 @@ impl Meter {
         self.last_loss
     }
 
-    /// Seconds from the program's start to the end of the first step.
+    /// Returns the seconds from the program's start to the end of the first step.
     pub(crate) fn startup_secs(&self) -> f64 {
         self.startup_secs
     }
@@ -77,14 +77,15 @@ impl Meter {
     }
 }
 
-/// Wall-clock time.
+/// Returns the wall-clock time.
 pub(crate) fn seconds_since_epoch() -> f64 {
     std::time::SystemTime::now()
         .duration_since(std::time::UNIX_EPOCH)
         .map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// The peak memory of this process in MiB (`VmHWM`); `None` where the system does not report it.
+/// Returns the peak memory of this process in MiB (`VmHWM`); `None` if the system does not report
+/// it.
 pub fn peak_rss_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let kib = status

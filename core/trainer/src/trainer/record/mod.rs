@@ -1,4 +1,4 @@
-//! What a run reports: logged values, events, and their receivers.
+//! The reports of a run: logged values, events, and their receivers.
 
 pub(crate) mod display;
 pub(crate) mod event;

@@ -1,4 +1,4 @@
-//! A model's parameters, in a table.
+//! A table of a model's parameters.
 
 use std::fmt;
 
@@ -6,20 +6,21 @@ use crate::counted;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::parameter::Buffer;
 
-/// How many parameters a model has, and where: Lightning's model summary. Displayed as a table.
+/// Numbers of parameters by module: Lightning's model summary. Displayed as a table.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModelSummary {
-    /// The modules at the top of the model, or one level deeper where those are few, in the order of their
-    /// first parameters, each with the parameters in it.
+    /// The model's top modules, or one level deeper if those are few, with their parameters.
+    ///
+    /// In the order of their first parameters.
     pub modules: Vec<ModuleParameters>,
-    /// All parameters. One with several names counts once.
+    /// Elements of all parameters. A parameter with several names counts once.
     pub parameters: usize,
-    /// Those that are trained.
+    /// Elements of the trainable parameters.
     pub trainable: usize,
-    /// Elements of the buffers: values that are not trained, such as running statistics.
+    /// Elements of the buffers, which are not trained, such as running statistics.
     pub buffers: usize,
-    /// Units, which are gathered or computed again as one.
+    /// Number of units. A unit is gathered or recomputed as a whole.
     pub units: usize,
 }
 
@@ -27,20 +28,20 @@ pub struct ModelSummary {
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct ModuleParameters {
-    /// Its path.
+    /// The module's path.
     pub path: String,
-    /// All.
+    /// Elements of all its parameters.
     pub parameters: usize,
-    /// Those that are trained.
+    /// Elements of its trainable parameters.
     pub trainable: usize,
 }
 
 impl ModelSummary {
-    /// The summary of a model. Whole sizes, however the ranks share them. Local.
+    /// Creates the summary of a model, with whole sizes regardless of sharding. Local.
     pub fn new(tree: &ModuleTree) -> Self {
         let segments = |fqn: &str, n: usize| {
             let all: Vec<&str> = fqn.split('.').collect();
-            // The last one is the parameter's own name.
+            // The last segment is the parameter's own name.
             all[..n.min(all.len().saturating_sub(1)).max(1)].join(".")
         };
         let group = |depth: usize| {
@@ -75,7 +76,7 @@ impl ModelSummary {
     }
 }
 
-/// A number of elements as people say it: `1.2M`.
+/// Formats a number of elements for people, such as `1.2M`.
 fn short(n: usize) -> String {
     let n = n as f64;
     match n {
@@ -86,7 +87,7 @@ fn short(n: usize) -> String {
     }
 }
 
-/// Modules that are listed; more are summed up in one line.
+/// Maximum number of listed modules. The others share one line.
 const LISTED: usize = 12;
 
 impl fmt::Display for ModelSummary {

@@ -1,4 +1,4 @@
-//! What a run reports: its metrics by name, and events to sinks. The last step may still wait to be read.
+//! The reports of a run: metrics by name, and events for sinks. The last step may not be read yet.
 
 use std::collections::BTreeMap;
 use std::ops::Deref;
@@ -31,21 +31,23 @@ pub(crate) struct Recorder {
     /// Whether the run is a trial, which keeps nothing (`trainer.fast_dev_run`).
     is_trial: bool,
     metrics: BTreeMap<String, f64>,
-    /// The step after which a metric was logged last.
+    /// The step in which each metric was logged last.
     metric_steps: BTreeMap<String, u64>,
-    /// [`DataModule::report`](fulgurite_engine::data::DataModule::report), until the sinks have it.
+    /// [`DataModule::report`](fulgurite_engine::data::DataModule::report), until it is sent to the
+    /// sinks.
     data: Option<DataReport>,
-    /// Logged by the present epoch.
+    /// Values logged in the present epoch.
     epoch_table: LogTable,
-    /// Logged by the hook that runs.
+    /// Values logged by the running hook.
     hook_table: LogTable,
     /// The last step, until it is reported.
     pending: Option<DoneStep>,
-    /// The last field: removes the run's directory, if it has no results, when nothing is written there any more.
+    /// The last field, so that it is dropped last: removes the run's directory if it has no
+    /// results.
     guard: Option<RunDirGuard>,
 }
 
-/// A step that was taken, and not reported yet.
+/// A finished step that is not reported yet.
 #[derive(Debug)]
 pub(crate) struct DoneStep {
     pub(crate) report: StepReport,
@@ -58,7 +60,7 @@ pub(crate) struct DoneStep {
 #[derive(Debug)]
 pub(crate) struct StepReport {
     pub(crate) step: u64,
-    /// Passes over the training data.
+    /// Number of passes over the training data.
     pub(crate) epoch: f64,
     pub(crate) lr: f64,
     pub(crate) rate: ItemRate,
@@ -66,7 +68,7 @@ pub(crate) struct StepReport {
 }
 
 impl Recorder {
-    /// For a run that reports to `sinks` on this rank.
+    /// Creates a recorder that reports to `sinks` on this rank.
     pub(crate) fn new(
         config: &TrainerConfig,
         sinks: Vec<SharedSink>,
@@ -90,7 +92,7 @@ impl Recorder {
         }
     }
 
-    /// Gives an event to the sinks.
+    /// Sends an event to the sinks.
     pub(crate) fn emit(&mut self, fabric: &Fabric, event: &Event) -> Result<()> {
         let _phase = fabric.phase("logging");
         let is_logged = self.has_loggers && event.is_logged();
@@ -100,14 +102,14 @@ impl Recorder {
         self.sinks.iter().try_for_each(|sink| sink.lock().event(event))
     }
 
-    /// Keeps the run's directory after the run, which has results, unless the run is a trial.
+    /// Keeps the directory of a run with results, unless the run is a trial.
     pub(crate) fn keep_run_dir(&mut self) {
         if let Some(guard) = self.guard.as_mut().filter(|_| !self.is_trial) {
             guard.keep();
         }
     }
 
-    /// Tells the sinks of the data that was read, and warns of data that was left out by mistake.
+    /// Sends the data report to the sinks, and warns of data that was left out by mistake.
     pub(crate) fn report_data(&mut self, fabric: &Fabric) -> Result<()> {
         let Some(report) = self.data.take() else { return Ok(()) };
         if let (true, Some(faults)) = (fabric.is_global_zero(), report.faults()) {
@@ -116,7 +118,7 @@ impl Recorder {
         self.emit(fabric, &Event::Data(report))
     }
 
-    /// Tells the sinks that the run begins; `start` is made if there are any.
+    /// Tells the sinks that the run begins. `start` is called only if there are sinks.
     pub(crate) fn begin(&self, start: impl FnOnce() -> Result<RunStart>) -> Result<()> {
         if self.sinks.is_empty() {
             return Ok(());
@@ -130,17 +132,17 @@ impl Recorder {
         Ok(())
     }
 
-    /// Tells the sinks how far an evaluation is.
+    /// Sends the progress of an evaluation to the sinks.
     pub(crate) fn show_evaluation(&self, progress: EvaluationProgress) {
         self.sinks.iter().for_each(|sink| sink.lock().evaluating(progress));
     }
 
-    /// Finishes the sinks, and lets them go. Returns the first error.
+    /// Finishes the sinks, and drops them. Returns the first error.
     pub(crate) fn finish(&mut self, status: RunStatus) -> Result<()> {
         let sinks = std::mem::take(&mut self.sinks);
         let results: Vec<Result<()>> =
             sinks.iter().map(|sink| sink.lock().finish(status)).collect();
-        // A program may end now.
+        // The program may end now.
         match status {
             RunStatus::Failed => output::flush_briefly(),
             RunStatus::Success | RunStatus::Interrupted => output::flush(),
@@ -156,7 +158,7 @@ impl Recorder {
         self.meter.begin_step();
     }
 
-    /// Ends the time of a step whose losses count `items`.
+    /// Ends the timing of a step whose losses count `items`.
     pub(crate) fn end_step(&mut self, items: f64) -> ItemRate {
         ItemRate::new(self.items_name, self.meter.end_step(items))
     }
@@ -165,35 +167,35 @@ impl Recorder {
         self.items_name
     }
 
-    /// The latest value of each metric; without those of a pending step.
+    /// Returns the latest value of each metric, without the values of a pending step.
     pub(crate) fn metrics(&self) -> &BTreeMap<String, f64> {
         &self.metrics
     }
 
-    /// Sets the metrics of an earlier run or point of the run.
+    /// Restores the metrics of an earlier run, or of an earlier point of this run.
     pub(crate) fn set_metrics(&mut self, metrics: BTreeMap<String, f64>) {
         self.metrics = metrics;
     }
 
-    /// The step after which a metric was logged last.
+    /// Returns the step in which a metric was logged last.
     pub(crate) fn metric_step(&self, name: &str) -> Option<u64> {
         self.metric_steps.get(name).copied()
     }
 
-    /// Remembers metrics of a step.
+    /// Records metrics of a step.
     pub(crate) fn record(&mut self, step: u64, values: &BTreeMap<String, f64>) {
         for (name, value) in values {
             self.record_one(step, name, *value);
         }
     }
 
-    /// Remembers a metric of a step.
+    /// Records a metric of a step.
     pub(crate) fn record_one(&mut self, step: u64, name: &str, value: f64) {
         self.metrics.insert(name.to_owned(), value);
         self.metric_steps.insert(name.to_owned(), step);
     }
 
-    /// The values of a table over all ranks. Collective as [`LogTable::reduce`].
+    /// Reduces a table over all ranks. Collective as [`LogTable::reduce`].
     pub(crate) fn reduce(
         fabric: &Fabric,
         table: &mut LogTable,
@@ -204,7 +206,7 @@ impl Recorder {
         table.reduce(stage, &**world, counts)
     }
 
-    /// Reduces and reports the numbers of a table, if any. Collective.
+    /// Reduces and reports the values of a table, if any. Collective.
     pub(crate) fn log_table(
         &mut self,
         fabric: &Fabric,
@@ -238,24 +240,24 @@ impl Recorder {
         Ok(())
     }
 
-    /// Reports what the hook that ran has logged. Collective if that is synchronised.
+    /// Reports the values of the last hook. Collective if any are synchronised.
     pub(crate) fn log_hook(&mut self, fabric: &Fabric, step: u64) -> Result<()> {
         let mut table = std::mem::take(&mut self.hook_table);
         self.log_table(fabric, step, &mut table, Stage::Step)
     }
 
-    /// Forgets what hooks have logged.
+    /// Drops values that hooks have logged.
     pub(crate) fn forget_hook(&mut self) {
         self.hook_table = LogTable::default();
     }
 
-    /// Reports what the epoch that ends has logged. Collective.
+    /// Reports the values of the ending epoch. Collective.
     pub(crate) fn log_epoch(&mut self, fabric: &Fabric, step: u64) -> Result<()> {
         let mut table = std::mem::take(&mut self.epoch_table);
         self.log_table(fabric, step, &mut table, Stage::Epoch)
     }
 
-    /// What a step has logged, over all ranks; adds its values to those of the epoch. Collective.
+    /// Reduces the values of a step over all ranks, and adds them to the epoch. Collective.
     pub(crate) fn reduce_step(
         &mut self,
         fabric: &Fabric,
@@ -275,22 +277,22 @@ impl Recorder {
         Ok(metrics)
     }
 
-    /// What the present epoch has logged on this rank, for a checkpoint; `None` if nothing.
+    /// Returns this rank's values of the present epoch, for a checkpoint; `None` if there are none.
     pub(crate) fn epoch_states(&self) -> Option<Result<SavedStates>> {
         (!self.epoch_table.is_empty()).then(|| self.epoch_table.states())
     }
 
-    /// Goes on with what the epoch of a checkpoint had logged.
+    /// Restores the values of a checkpoint's epoch.
     pub(crate) fn load_epoch(&mut self, states: SavedStates) {
         self.epoch_table.load(states);
     }
 
-    /// The last step is taken, and to be reported when it is read.
+    /// Sets the last step, which is reported when it is read.
     pub(crate) fn set_pending(&mut self, step: DoneStep) {
         self.pending = Some(step);
     }
 
-    /// The last step, if it is not reported.
+    /// Takes the last step if it is not reported.
     pub(crate) fn take_pending(&mut self) -> Option<DoneStep> {
         self.pending.take()
     }
@@ -303,7 +305,7 @@ impl Recorder {
         StepNumbers { loss, grad_norm }: StepNumbers,
     ) -> Result<()> {
         let StepReport { step, epoch, lr, rate, metrics } = report;
-        // A step in which nothing counts has no loss; the loss of the step before stays.
+        // A step in which nothing counts has no loss: keep the loss of the step before.
         if !loss.is_nan() {
             self.meter.note_loss(loss);
             self.record_one(step, TRAIN_LOSS, loss);
@@ -313,12 +315,12 @@ impl Recorder {
         self.emit(fabric, &event)
     }
 
-    /// The gradient norm of the last step that was reported.
+    /// Returns the gradient norm of the last reported step.
     pub(crate) fn last_grad_norm(&self) -> f64 {
         self.metrics.get(GRAD_NORM).copied().unwrap_or(0.0)
     }
 
-    /// The view of a hook: the metrics, the steps that they are of, and the table that the hook logs to.
+    /// Returns a hook's view: the metrics, the step of each, and the table that the hook logs to.
     pub(crate) fn for_hook(&mut self) -> (Metrics<'_>, &BTreeMap<String, u64>, &mut LogTable) {
         let metrics = Metrics {
             known: &self.metrics,
@@ -329,8 +331,10 @@ impl Recorder {
     }
 }
 
-/// The latest metrics by name, as hooks see them: a map. Where `trainer.late_reads` has left the loss
-/// and norm of the last step on the device, looking at the map reads them.
+/// The latest metrics by name, as a map for hooks.
+///
+/// With `trainer.late_reads`, the last step's loss and norm may still be on the device. Access to
+/// the map then reads them.
 pub struct Metrics<'a> {
     known: &'a BTreeMap<String, f64>,
     pending: Option<&'a DoneStep>,
@@ -338,7 +342,7 @@ pub struct Metrics<'a> {
 }
 
 impl Metrics<'_> {
-    /// The step that a metric is of, if that step was not read yet.
+    /// Returns the step of a metric, if that step is not read yet.
     pub(crate) fn pending_step(&self, name: &str) -> Option<u64> {
         let is_of_step = [TRAIN_LOSS, GRAD_NORM].contains(&name);
         self.pending.filter(|_| is_of_step).map(|step| step.report.step)
@@ -351,7 +355,7 @@ impl Deref for Metrics<'_> {
     fn deref(&self) -> &BTreeMap<String, f64> {
         let Some(step) = self.pending else { return self.known };
         self.with_pending.get_or_init(|| {
-            // The end of the next step, at the latest, says what went wrong.
+            // The end of the next step, at the latest, reports the error.
             let unknown = StepNumbers { loss: f64::NAN, grad_norm: f64::NAN };
             let StepNumbers { loss, grad_norm } = step.numbers.numbers().unwrap_or(unknown);
             let mut all = self.known.clone();

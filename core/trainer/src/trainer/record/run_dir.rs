@@ -10,15 +10,16 @@ use crate::trainer::Stage;
 use crate::{Error, Result};
 use fulgurite_config::to_toml;
 
-/// What the names of the directories of trainings begin with.
+/// Prefix of the names of trainings' directories.
 const TRAINING: &str = "version_";
 
-/// The job that a training is a part of.
+/// The job that a training belongs to.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Job {
     pub(crate) id: String,
-    /// When the last checkpoint was saved in `checkpoint.dir` before this training began, by
-    /// [`Manifest::saved_at`](fulgurite_checkpoint_format::Manifest::saved_at): it is of another run.
+    /// The time of the last save in `checkpoint.dir` before this training began, by
+    /// [`Manifest::saved_at`](fulgurite_checkpoint_format::Manifest::saved_at). That checkpoint
+    /// belongs to another run.
     pub(crate) saved_before: Option<u64>,
 }
 
@@ -30,10 +31,11 @@ pub(crate) struct RunDir {
 }
 
 impl RunDir {
-    /// Makes the next free directory under `root` for what a trainer does, with the resolved
-    /// configuration in `config.toml`: `version_N` for a training, `test_N` and the like for what
-    /// is no training. Called on rank 0 only. Programs that call it at the same time get different
-    /// directories.
+    /// Creates the next free directory under `root`, with the resolved configuration in
+    /// `config.toml`.
+    ///
+    /// Called only on rank 0. The name is `version_N` for a training, and `test_N` and the like for
+    /// other stages. Programs that call it at the same time get different directories.
     ///
     /// # Errors
     /// [`Error::Io`] if something cannot be created.
@@ -62,11 +64,12 @@ impl RunDir {
         }
     }
 
-    /// The name of the file with the id of the job that a run belongs to.
+    /// The file with the id of the job that a run belongs to.
     const JOB_FILE: &'static str = "job";
 
-    /// Notes that the run in this directory trains as a part of a job that a launcher has started. Called on
-    /// rank 0 only.
+    /// Notes that the run in this directory trains as part of a job that a launcher has started.
+    ///
+    /// Called only on rank 0.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be written.
@@ -77,14 +80,14 @@ impl RunDir {
             .map_err(Error::io("writing the id of the job", file))
     }
 
-    /// The job that this run [is a part of](Self::set_job).
+    /// Returns the job that this run [belongs to](Self::set_job).
     pub(crate) fn job(&self) -> Option<Job> {
         let text = std::fs::read_to_string(self.path.join(Self::JOB_FILE)).ok()?;
         let (id, before) = text.split_once('\n').unwrap_or((&text, ""));
         Some(Job { id: id.to_owned(), saved_before: before.trim().parse().ok() })
     }
 
-    /// The trainings under `root`, the newest first.
+    /// Lists the trainings under `root`, newest first.
     ///
     /// # Errors
     /// [`Error::Io`] if `root` cannot be listed.
@@ -107,34 +110,34 @@ impl RunDir {
         Ok(runs)
     }
 
-    /// The default directory of its checkpoints.
+    /// Returns the default directory of the run's checkpoints.
     pub(crate) fn checkpoints(&self) -> PathBuf {
         Self::checkpoints_in(&self.path)
     }
 
-    /// As [`checkpoints`](Self::checkpoints), of the run with this directory.
+    /// Like [`checkpoints`](Self::checkpoints), for the run with this directory.
     pub(crate) fn checkpoints_in(path: &Path) -> PathBuf {
         path.join("checkpoints")
     }
 
-    /// The directory.
     pub(crate) fn path(&self) -> &Path {
         &self.path
     }
 }
 
-/// Removes a run's directory at the end of a run that has left nothing in it but what every run
-/// begins with: a training that did not get as far as its first step, an evaluation of which
-/// nothing was logged. On rank 0.
+/// On rank 0, removes a run's directory at the end of the run if it has only the initial files.
+///
+/// For example after a training that did not finish its first step, or an evaluation that logged
+/// nothing.
 pub(crate) struct RunDirGuard {
     path: PathBuf,
-    /// What there was before the run did anything.
+    /// The initial files, which exist before the run does anything.
     beginning: BTreeSet<PathBuf>,
     keeps: bool,
 }
 
 impl RunDirGuard {
-    /// For a directory with what every run begins with.
+    /// Guards a directory, whose present files count as initial.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be listed.
@@ -144,7 +147,7 @@ impl RunDirGuard {
         Ok(Self { path: path.to_owned(), beginning, keeps: false })
     }
 
-    /// The same, with the files that there are by now among those that every run begins with.
+    /// Adds all files that exist now to the initial files.
     ///
     /// # Errors
     /// [`Error::Io`] if the directory cannot be listed.
@@ -177,7 +180,7 @@ impl Drop for RunDirGuard {
     }
 }
 
-/// The files in a directory and below it, links among them.
+/// Lists the files, including links, in and below a directory.
 fn files(dir: &Path) -> io::Result<BTreeSet<PathBuf>> {
     let mut all = BTreeSet::new();
     for entry in std::fs::read_dir(dir)? {
@@ -195,7 +198,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_follow_one_another_and_hold_the_configuration() {
+    fn versions_count_up_and_contain_the_config() {
         let root = tempfile::tempdir().unwrap();
         let root = root.path().join("logs");
         let config = toml::toml! { seed = 7 };
@@ -220,7 +223,7 @@ mod tests {
     }
 
     #[test]
-    fn a_directory_without_results_is_removed() {
+    fn directory_without_results_is_removed() {
         let root = tempfile::tempdir().unwrap();
         let make = |stage| RunDir::create(root.path(), stage, &Table::new()).unwrap();
         let idle = make(Stage::Fit);
@@ -230,7 +233,7 @@ mod tests {
         std::fs::create_dir(idle.checkpoints()).unwrap();
         drop(guard);
         assert!(!idle.path().exists());
-        // A file of somebody, and a run that has results.
+        // A user's own file, and a run with results.
         let (foreign, kept) = (make(Stage::Fit), make(Stage::Test));
         let guard = RunDirGuard::new(foreign.path()).unwrap();
         std::fs::write(foreign.path().join("notes"), "mine").unwrap();

@@ -1,4 +1,4 @@
-//! Saving a run, and going on from what was saved.
+//! Saving a run, and resuming from a checkpoint.
 
 pub(crate) mod resume;
 pub(crate) mod save;

@@ -17,8 +17,9 @@ use fulgurite_checkpoint_format::{
 use fulgurite_engine::collective::broadcast_object;
 use fulgurite_engine::optim::{Interval, WeightAverage};
 
-/// Removes the unfinished saves and the lock of a run that was killed from its place, which nobody
-/// saves to any more: its successor saves elsewhere.
+/// Removes the unfinished saves and the lock of a killed run from its location.
+///
+/// No other run saves there any more: the successor uses another location.
 fn clear_place(io: &dyn CheckpointIO) -> Result<()> {
     if !io.is_abandoned("")? {
         return Ok(());
@@ -29,9 +30,10 @@ fn clear_place(io: &dyn CheckpointIO) -> Result<()> {
     removed.map(drop)
 }
 
-/// Resumes from a checkpoint; with `checkpoint.weights_only` loads its weights only. In a session
-/// without an optimizer, to validate only, loads the moving average of the weights if `trainer.ema_decay`
-/// is set. Collective.
+/// Resumes from a checkpoint. Collective.
+///
+/// With `checkpoint.weights_only` loads only the weights. A session without an optimizer, for an
+/// evaluation, loads the moving average of the weights if `trainer.ema_decay` is set.
 pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
     let training = session.optimizers.is_some();
     let (saving, rank) = (&session.saving, session.setup.rank());
@@ -40,8 +42,7 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
         ResumeSource::Named { dir, .. } if *dir == saving.root() => Some(saving.io().clone()),
         ResumeSource::Named { dir, .. } => Some(saving.config().open(dir)?),
     };
-    // A run that only validates must not remove unfinished saves: a training run may be saving
-    // there.
+    // An evaluation must not remove unfinished saves: a training run may be saving there.
     let saves_there =
         training && matches!(from, ResumeSource::Named { dir, .. } if *dir == saving.root());
     if let (Some(io), 0, true) = (&io, rank, saves_there)
@@ -60,7 +61,7 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
             DistributedCheckpoint::open(path)
         }
     };
-    // Weights of anybody can be evaluated.
+    // Weights from any source can be evaluated.
     let is_foreign =
         |path: &Path| ![MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
     let foreign = matches!(from, ResumeSource::Local(path) if is_foreign(path));
@@ -97,7 +98,7 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
         session.setup.fabric.load_with(&source, optimizer, &options)?;
     let state: TrainerState = match serde_json::from_value(state) {
         Ok(state) => state,
-        // Saved by a program with a loop of its own, or after the training.
+        // Saved by a program with its own loop, or after the training.
         Err(_) if !training => {
             return session.emit(&Event::Resume { step: 0, path: source.location().to_owned() });
         }
@@ -139,7 +140,7 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
         }
         session.callbacks.load_states(state.callbacks)?;
         if let (ResumeSource::Named { name, .. }, true) = (from, saves_there) {
-            // A validation that is still due may change the state that is saved.
+            // A validation that is still due may change the saved state.
             let saved = (!state.validation_due).then_some(state.cursor.step);
             session.saving.resume(name, state.kept, saved, rank);
         }
@@ -148,8 +149,9 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
     session.emit(&Event::Resume { step: session.progress.step(), path })
 }
 
-/// Warns if the model or its adapters were configured in another way where the checkpoint was saved: the
-/// weights may fit and compute something else.
+/// Warns if the checkpoint was saved with another configuration of the model or its adapters.
+///
+/// The weights may fit and still compute something else.
 fn warn_of_other_model(session: &Session, saved: &serde_json::Value) {
     let Ok(now) = serde_json::to_value(&session.setup.resolved) else { return };
     let differing: Vec<String> = ["/model", "/trainer/adapters"]
@@ -166,7 +168,7 @@ fn warn_of_other_model(session: &Session, saved: &serde_json::Value) {
     }
 }
 
-/// Checks that the checkpoint was trained on the samples that this run has.
+/// Checks that the checkpoint was trained on the samples of this run.
 fn check_data(
     session: &Session,
     source: &DistributedCheckpoint,
@@ -196,8 +198,8 @@ fn check_data(
     Err(Error::checkpoint(source.location(), message))
 }
 
-/// Warns if a schedule depends on the run's length, which is another one than before, so that the
-/// learning rate jumps.
+/// Warns if a schedule depends on the run's length and the length has changed: the learning rate
+/// jumps.
 pub(crate) fn warn_of_other_length(session: &mut Session) -> Result<()> {
     let progress = &session.progress;
     let (Some(before), now) = (progress.length_before(), progress.length()) else { return Ok(()) };
@@ -232,7 +234,7 @@ fn load_ema_weights(session: &Session, source: &DistributedCheckpoint, decay: f6
     let tree = session.setup.fabric.module_tree()?;
     let mut averages = WeightAverage::exponential(tree.parameters(), decay)?;
     let states = averages.state()?;
-    // Not strictly, since the rest of the optimizer's state is not loaded.
+    // Not strict, since the rest of the optimizer's state is not loaded.
     let report = checkpoint::load_optimizer(source.optimizer(), tree, &states, false)?;
     let unfit = report.mismatched.iter().map(|mismatch| &mismatch.name);
     if let Some(name) = report.missing.iter().chain(unfit).next() {
@@ -246,10 +248,11 @@ fn load_ema_weights(session: &Session, source: &DistributedCheckpoint, decay: f6
     session.setup.fabric.runtime.prepare_forward()
 }
 
-/// Loads the weights for an evaluation whose configuration names none: those that the newest run
-/// has saved, which a warning names. Weights that the module or `trainer.adapters.from` names
-/// stay; without any, a warning says that the model has those that it was set up with.
-/// Collective.
+/// Loads the weights for an evaluation without `trainer.ckpt_path`. Collective.
+///
+/// The best or last checkpoint of the newest run is used, and a warning names it. Weights of the
+/// module or of `trainer.adapters.from` stay. If no checkpoint is found, a warning says that the
+/// model keeps its initial weights.
 pub(crate) fn load_trained(session: &mut Session) -> Result<()> {
     let adapters = session.setup.config.adapters.as_ref();
     if session.setup.fabric.base_model.is_some() || adapters.is_some_and(|a| a.from.is_some()) {
@@ -303,7 +306,7 @@ pub(crate) fn load_trained(session: &mut Session) -> Result<()> {
     })
 }
 
-/// The keys under a path whose values differ, with both.
+/// Returns the keys under a path whose values differ, with both values.
 fn differing_keys(at: &str, saved: &serde_json::Value, now: &serde_json::Value) -> Vec<String> {
     use serde_json::Value;
     match (saved, now) {
@@ -312,7 +315,7 @@ fn differing_keys(at: &str, saved: &serde_json::Value, now: &serde_json::Value) 
             both.flat_map(|(key, a, b)| differing_keys(&format!("{at}.{key}"), a, b)).collect()
         }
         (saved, now) if saved == now => Vec::new(),
-        // A folder may have been moved.
+        // The folder may have been moved.
         _ if at == "model.from_pretrained" || at == "trainer.adapters.from" => Vec::new(),
         (saved, now) => vec![format!("`{at}` was {saved} and is {now}")],
     }

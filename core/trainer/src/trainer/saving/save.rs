@@ -14,19 +14,20 @@ use fulgurite_checkpoint_format::{self as checkpoint, SavedCheckpoint};
 use fulgurite_engine::checkpoint_io::invalid_name;
 use fulgurite_engine::collective::all_gather_object;
 
-/// A checkpoint to be written.
+/// A checkpoint to write.
 struct Write {
     name: String,
-    /// Those that the table `[checkpoint]` keeps.
+    /// The checkpoints that the table `[checkpoint]` keeps.
     kept: Vec<RetainedCheckpoint>,
-    /// What is removed when it is committed.
+    /// The names to remove after the commit.
     remove: Vec<String>,
     weights_only: bool,
     blocking: bool,
 }
 
-/// Saves a checkpoint of the present step, of the kind that the strategy supports: in the
-/// background if configured, unless `blocking`. Collective.
+/// Saves a checkpoint of the present step, of the kind that the strategy supports. Collective.
+///
+/// Saves in the background if configured, unless `blocking`.
 pub(crate) fn save(session: &mut Session, blocking: bool) -> Result<()> {
     session.read_pending_step()?;
     let (step, rank) = (session.progress.step(), session.setup.rank());
@@ -35,7 +36,7 @@ pub(crate) fn save(session: &mut Session, blocking: bool) -> Result<()> {
     write(session, Write { name, kept, remove, weights_only: false, blocking })
 }
 
-/// Saves the checkpoints that hooks have asked for. Collective.
+/// Saves the checkpoints that hooks have requested. Collective.
 pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
     if !session.requests.saves.is_empty() {
         session.read_pending_step()?;
@@ -49,7 +50,7 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
                 "a hook has asked for a checkpoint with the name `{name}`, which {why}"
             )));
         }
-        // Saved in this step already.
+        // This step's checkpoint is saved already.
         if name == step_name && session.saving.has_saved(session.progress.step()) {
             continue;
         }
@@ -59,8 +60,9 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
     Ok(())
 }
 
-/// Saves after an error, if a hook has asked for it and there is a whole step to save. What goes wrong is only
-/// shown: the run has its error.
+/// Saves after an error, if a hook has requested it and there is a whole step to save.
+///
+/// Errors of the save are only shown, because the run has its own error.
 pub(crate) fn save_on_exception(session: &mut Session) {
     let Some(request) = session.requests.save_on_exception.take() else { return };
     if let Err(error) = session.read_pending_step() {
@@ -86,7 +88,7 @@ pub(crate) fn save_on_exception(session: &mut Session) {
     }
 }
 
-/// Whether the weights are those after the last whole step.
+/// Returns whether the weights are those after the last whole step.
 fn is_between_updates(session: &Session) -> bool {
     let averages = session.progress.validation_due() && session.setup.config.ema_decay.is_some();
     let mut optimizers = session.optimizers.iter().flat_map(|all| all.iter());
@@ -115,7 +117,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
     };
     let saving = &mut session.saving;
     saving.take_name(&name, &mut remove, rank)?;
-    // Callbacks before the module, as everywhere.
+    // Callbacks come before the module, as everywhere.
     let callbacks = session.callbacks.states()?;
     let state = TrainerState {
         cursor: session.progress.cursor(),
@@ -154,7 +156,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
     report_saved(session, Some(SavedCheckpoint { step, path, blocked: start.elapsed() }))
 }
 
-/// Allocates memory for saving in the background, if the run will save so. Collective.
+/// Allocates memory for background saves, if the run will use them. Collective.
 pub(crate) fn prepare_saving(session: &mut Session) -> Result<()> {
     let Session { setup, saving, optimizers, .. } = session;
     let is_periodic = saving.is_periodic();
@@ -167,7 +169,7 @@ pub(crate) fn prepare_saving(session: &mut Session) -> Result<()> {
     Ok(())
 }
 
-/// Waits for the save under way. Collective.
+/// Waits for the running save. Collective.
 pub(crate) fn finish_saving(session: &mut Session) -> Result<()> {
     let _phase = session.setup.fabric.phase("checkpoint");
     let step = session.progress.step();
@@ -186,8 +188,7 @@ fn report_saved(session: &mut Session, saved: Option<SavedCheckpoint>) -> Result
     session.hook(Hook::AfterSaveCheckpoint(&path))
 }
 
-/// Says what is left of a run whose place of checkpoints could be written at first and cannot any
-/// more.
+/// Explains an error after which the location of checkpoints can no longer be written.
 fn unwritable(error: Error, step: u64) -> Error {
     match error {
         Error::Io { action, path, source }
@@ -212,7 +213,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_place_that_becomes_read_only_is_explained() {
+    fn location_that_becomes_read_only_is_explained() {
         let error = |kind: ErrorKind| Error::io("replacing", "kept/last")(kind.into());
         insta::assert_snapshot!(unwritable(error(ErrorKind::ReadOnlyFilesystem), 5), @"checkpoint kept/last: replacing it after step 5: read-only filesystem or storage medium. Nothing can be written there any more, and the checkpoints that were saved before are whole: make the place writable, or set another `checkpoint.dir`, and go on from the last one with `trainer.ckpt_path`");
         insta::assert_snapshot!(unwritable(error(ErrorKind::StorageFull), 5), @"replacing kept/last: no storage space");
