@@ -235,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cublas_cannot_count_is_left_to_others() {
+    fn sizes_beyond_cublas_are_refused() {
         assert_eq!(Product::weight_grad(Float::F32, [0; 3], [1 << 31, 1, 1], false), None);
     }
 }

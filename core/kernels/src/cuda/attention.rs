@@ -238,7 +238,7 @@ fn check_lse(q: &Tensor, lse: &Tensor, shape: [usize; 3]) -> Result<()> {
 /// key heads. Returns `None` if no kernel supports the tensors.
 ///
 /// # Errors
-/// If shapes do not fit, there is no memory left, or a launch fails.
+/// If shapes do not fit, memory runs out, or a launch fails.
 pub fn attention(of: Attend<'_>, [q, k, v]: [&Tensor; 3]) -> Result<Option<(Tensor, Tensor)>> {
     let (Some((device, _)), Some((plan, at_once))) = (taken(q), of.in_blocks([q, k, v])?) else {
         return Ok(None);

@@ -17,7 +17,7 @@ use crate::plans::{Copied, copies};
 /// or from a dtype other than f32, bf16 and f16.
 ///
 /// # Errors
-/// If there is no memory left, or the launch fails. Also if candle would have to cast 2^32 elements
+/// If memory runs out, or the launch fails. Also if candle would have to cast 2^32 elements
 /// or more; its kernels would never finish.
 pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
     let mut copied = Vec::new();
@@ -57,9 +57,9 @@ pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
 }
 
 /// Copies each second tensor into the memory of the first, cast to its dtype: one launch for all.
-/// Both are contiguous and equally large, and no target may overlap another target or a source. The
-/// result is false for pairs that need another way: on another device, empty, or in dtypes other
-/// than f32, bf16 and f16.
+/// No target may overlap another target or a source. The result is false for pairs that need
+/// another way: on another device, empty, with gaps, of different sizes, or in dtypes other than
+/// f32, bf16 and f16.
 ///
 /// # Errors
 /// If the launch fails.

@@ -11,7 +11,7 @@ use crate::plans::{self, Dropout};
 /// `None` if no kernel supports the tensor.
 ///
 /// # Errors
-/// If the rows do not match `x`, there is no memory left, or a launch fails.
+/// If the rows do not match `x`, memory runs out, or a launch fails.
 pub fn dropout(x: &Tensor, of: Dropout<'_>) -> Result<Option<Tensor>> {
     let Some((device, dtype)) = taken(x) else { return Ok(None) };
     let n = x.elem_count() as u64;

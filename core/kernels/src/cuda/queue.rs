@@ -94,7 +94,7 @@ impl Queue {
     /// Nothing else may use the memory that a launch writes.
     ///
     /// # Errors
-    /// If a kernel cannot be compiled or launched, or there is no memory left. Also if the plan has
+    /// If a kernel cannot be compiled or launched, or memory runs out. Also if the plan has
     /// products and this is not the stream of the device's tensors, where cuBLAS computes.
     pub unsafe fn run(&mut self, plan: &Plan) -> Result<()> {
         if plan.work().is_empty() {

@@ -15,7 +15,7 @@ use crate::plans::{self, View};
 /// all of it. Unlike candle's zeros, it launches nothing.
 ///
 /// # Errors
-/// If there is no memory left.
+/// If memory runs out.
 pub fn unset_storage(shape: &Shape, dtype: DType, device: &CudaDevice) -> Result<CudaStorage> {
     let bytes = shape.elem_count() * dtype.size_in_bytes();
     // SAFETY: any bits are valid values of these dtypes.
@@ -35,7 +35,7 @@ pub(super) fn unset(shape: &Shape, dtype: DType, device: &CudaDevice) -> Result<
 /// dtypes without a kernel.
 ///
 /// # Errors
-/// If there is no memory left, or the launch fails.
+/// If memory runs out, or the launch fails.
 pub fn dense(tensor: &Tensor) -> Result<Option<Tensor>> {
     let Device::Cuda(device) = tensor.device() else { return Ok(None) };
     let known = [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32];
@@ -103,7 +103,7 @@ pub(super) fn fits_candle(tensor: &Tensor, what: &str) -> Result<()> {
 /// elements, or in other dtypes.
 ///
 /// # Errors
-/// If shapes or devices do not fit, there is no memory left, or the launch fails.
+/// If shapes or devices do not fit, memory runs out, or the launch fails.
 pub fn pick_rows(table: &Tensor, ids: &Tensor) -> Result<Option<Tensor>> {
     let Device::Cuda(device) = table.device() else { return Ok(None) };
     let known = [DType::F32, DType::F64, DType::BF16, DType::F16];
