@@ -21,7 +21,7 @@
 //! assert_eq!(unsupported(&of), None);
 //! assert!(matches!(forward(&of).operations(), [Operation::Sdpa(_)]));
 //! assert_eq!(backward(&of).operations().len(), 21);
-//! Other kernels compute heads of other widths.
+//! // Other kernels compute heads of other widths.
 //! assert!(unsupported(&Attention { width: 80, ..of }).is_some());
 //! ```
 //!
