@@ -88,7 +88,7 @@ impl<T> Out<T> {
         self.0
     }
 
-    /// Returns a pointer for kernels that read what this one's kernel has written.
+    /// Returns a read pointer to the same memory, for a later kernel.
     pub fn read(self) -> In<T> {
         In(self.0, PhantomData)
     }

@@ -333,14 +333,14 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "matrix in a slice of 4 elements")]
-    fn a_shape_whose_size_overflows_is_refused() {
+    fn overflowing_shapes_are_refused() {
         // With wrapping multiplication, the size would be 0.
         Mat::new(&[0f32; 4], 1 << (usize::BITS - 1), 2);
     }
 
     #[test]
     #[should_panic(expected = "no more elements than memory")]
-    fn a_product_whose_size_overflows_is_refused() {
+    fn overflowing_products_are_refused() {
         let (a, b) = (Mat::new(&[], 1 << (usize::BITS - 1), 0), Mat::new(&[], 0, 2));
         gemm::<f32>(&mut [], a, b, false, Threads::One);
     }

@@ -40,7 +40,7 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
 }
 
 /// Returns `sum + x`, of one shape and dtype. On the CPU the memory of `sum` is reused, so `sum`
-/// must have no other user, and `x` must have other memory.
+/// must not have another user, and `x` must use other memory.
 pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     let alike = sum.dims() == x.dims() && sum.dtype() == x.dtype();
     if !uses_cpu_kernels(&sum) || !sum.is_contiguous() || sum.elem_count() == 0 || !alike {

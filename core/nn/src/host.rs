@@ -139,7 +139,8 @@ pub(crate) trait Element: HostElement {
     /// The type of the arithmetic.
     type Wide: Float;
     fn widen(self) -> Self::Wide;
-    /// Rounds to nearest even. Not called `round`, which is a method of f32 that rounds to integers.
+    /// Rounds to nearest even. Not called `round`, which is a method of f32 that rounds to
+    /// integers.
     fn narrow(x: Self::Wide) -> Self;
 }
 

@@ -59,8 +59,8 @@ pub struct LinearCrossEntropy {
     pub cross_entropy: CrossEntropy,
     /// The largest size of a piece of logits, in bytes (at least one row). By default (`None`) it
     /// is 64 MiB, and on an NVIDIA GPU 1/32 of the total memory, from 256 MiB to 4 GiB. (Free
-    /// memory differs from run to run.) In bf16 and f16, and on GPUs without kernels of this
-    /// project, f32 copies of the piece add to that. Few pieces are better in bf16 and f16: each
+    /// memory differs from run to run.) In bf16 and f16, and on GPUs without hand-written
+    /// kernels, f32 copies of the piece add to that. Few pieces are better in bf16 and f16: each
     /// piece rounds the head's gradient if the gradient has such a dtype (`reduce_dtype`). On the
     /// CPU each piece also makes a copy of the head, in f32 or in the layout of
     /// [`bf16_products`](super::bf16_products).

@@ -16,7 +16,8 @@ use fulgurite_engine::parameter::Init;
 /// ```
 /// use fulgurite_core::nn::MultiHeadAttentionConfig;
 ///
-/// let config = MultiHeadAttentionConfig { context_size: 768, ..MultiHeadAttentionConfig::new(256, 8) };
+/// let config =
+///     MultiHeadAttentionConfig { context_size: 768, ..MultiHeadAttentionConfig::new(256, 8) };
 /// assert_eq!((config.num_kv_heads, config.bias), (8, true));
 /// ```
 #[derive(Debug, Clone)]
@@ -100,8 +101,8 @@ impl MultiHeadAttention {
     ///
     /// # Errors
     /// If a size is 0, the heads do not divide the hidden size, or the key and value heads do not
-    /// divide the heads. Also if `rope` is for another head size or the context is another
-    /// sequence, or if the path of a projection has a layer already.
+    /// divide the heads. Also if `rope` is for another head size or the context has
+    /// another width, or if the path of a projection has a layer already.
     pub fn new(b: &ModuleBuilder, config: &MultiHeadAttentionConfig) -> Result<Self> {
         let MultiHeadAttentionConfig { hidden_size, num_heads, num_kv_heads, context_size, .. } =
             *config;

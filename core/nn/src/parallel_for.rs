@@ -141,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_part_is_waited_for_and_a_panic_passed_on() {
+    fn waits_for_long_parts_and_passes_on_panics() {
         let pool = pool(2);
         let done = AtomicBool::new(false);
         pool.install(|| {

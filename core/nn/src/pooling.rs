@@ -59,7 +59,8 @@ pub struct MaxPool2d(Windows);
 /// use fulgurite_core::module::Module;
 /// use fulgurite_core::nn::{AvgPool2d, AvgPool2dConfig};
 ///
-/// let config = AvgPool2dConfig { stride: Some([2, 2]), padding: [1, 1], ..AvgPool2dConfig::default() };
+/// let options = AvgPool2dConfig::default();
+/// let config = AvgPool2dConfig { stride: Some([2, 2]), padding: [1, 1], ..options };
 /// let pool = AvgPool2d::new([3, 3], config)?;
 /// let x = Tensor::ones((8, 16, 32, 32), DType::F32, &Device::Cpu)?;
 /// assert_eq!(pool.forward(&x)?.dims(), [8, 16, 16, 16]);

@@ -102,7 +102,7 @@ pub(crate) fn expected<T: Dtype>(case: &Case, [q, k, v, grad]: [&[T]; 4]) -> [Ve
     all
 }
 
-/// Compares with a tolerance: so many roundings, in the dtype, of the tensor's largest elements.
+/// Compares with a tolerance of `roundings` roundings, in the dtype, of the largest elements.
 pub(crate) fn close<T: Dtype>(what: &str, got: &[f64], expected: &[f64], roundings: f64) {
     let rounding = match T::FLOAT.name() {
         "bf16" => 1.0 / 256.0,
