@@ -57,7 +57,7 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
 }
 
 // Replaces the logits by their gradient. The columns are the classes from `first` on. `uniform` is
-// the smoothing of each class, spread over all classes.
+// the smoothing divided by the number of all classes.
 template <bool WHOLE, class T>
 DEVICE void cross_entropy_backward_row(T *logits, const u32 *targets, const float *lse, const float *grad, u32 first,
                                        u32 classes, float smoothing, float uniform) {

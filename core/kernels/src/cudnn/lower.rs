@@ -22,7 +22,8 @@ pub(super) struct Lowered {
 }
 
 /// Makes the descriptors of a graph, for the device of a handle or for a device that is given
-/// later. Attributes with default values are not set, such as pointwise factors of 1.
+/// later. Attributes with default values are not set, such as pointwise factors of 1 and view-only
+/// reshapes.
 pub(super) fn lower(
     library: &'static Library,
     graph: &Graph,
