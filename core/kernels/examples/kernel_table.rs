@@ -1,5 +1,6 @@
-//! Writes what `.ci/kernels` compiles, and compares with what comes out: a file for each source, and `table`, whose lines
-//! are a source, a kernel and the types of its parameters in PTX. `options` has NVRTC's.
+//! Writes the input of `.ci/kernels`: a file for each source, and `table`, for comparison with the
+//! compiler's output. Each line of `table` has a source, a kernel and its parameter types in PTX.
+//! `options` has NVRTC's options.
 //!
 //! `cargo run -p fulgurite-kernels --example kernel_table -- FOLDER`
 

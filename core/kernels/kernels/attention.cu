@@ -1,15 +1,17 @@
-// The softmax between the two products of attention, over a block of the queries: scores are `[heads, queries, keys]` in
-// f32, where heads are those of all sequences, a thread block for each row. Tensors of all queries have `total` of them
-// for each head; the block's begin at `start`. With `causal` its first query sees `visible` keys, and each further one
-// one more, of which it sees the last `window`; without, `window` is at least all keys. If there are `firsts`
-// (`[sequences, total]`), a query sees no key before its own; the scores' first key is `base`. What is not seen has the
-// probability zero.
+// The softmax between the two products of attention, over a block of the queries: one thread block
+// per row. Scores are `[heads, queries, keys]` in f32; the heads of all sequences count. Tensors of
+// all queries have `total` queries per head, and the block's queries begin at `start`.
+//
+// With `causal` the first query of the block sees `visible` keys, and each further query one more.
+// Of these it sees the last `window`. Without `causal`, `window` is at least the number of keys.
+// With `firsts` (`[sequences, total]`), a query sees no key before its own first key. `base` is the
+// key of the first score. Keys that are not seen have probability zero.
 
 struct Range {
     u32 begin, end;
 };
 
-// The keys that a row sees, and where the row is among all queries.
+// The keys that a row sees, and the row's place among all queries.
 DEVICE Range seen_keys(const u32 *firsts, u32 heads, u32 queries, u32 total, u32 start, u32 keys, u32 causal, u32 visible,
                        u32 base, u32 window, u64 &place) {
     u32 head = blockIdx.x / queries, query = blockIdx.x % queries;
@@ -41,7 +43,8 @@ DEVICE void attention_softmax_row(const float *scores, T *probabilities, float *
     if (threadIdx.x == 0) lse[place] = most + logf(sum);
 }
 
-// The probabilities again, and the gradient of the product of queries and keys from that of the probabilities.
+// Recomputes the probabilities, and computes the gradient of the products `q k^T` from the gradient
+// of the probabilities.
 template <class T>
 DEVICE void attention_softmax_backward_row(const float *scores, const float *grad, const float *lse, T *probabilities,
                                            T *dscores, u32 keys, float scale, Range seen, u64 place) {

@@ -1,7 +1,7 @@
-// What all kernels share. It is put before each of them as text, for NVRTC has no headers.
+// Code for all kernels. It is prepended to each source as text, because NVRTC has no headers.
 //
-// Under `shim/` a host compiler takes the same text: what is not C++ has a name there. Nothing here may
-// depend on a library.
+// Under `shim/` a host compiler compiles the same text, so every construct that is not C++ has a
+// macro here. Nothing here may depend on a library.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -12,7 +12,7 @@ typedef unsigned long long u64;
 #define KERNEL extern "C" __global__ void
 #define DEVICE __device__ __forceinline__
 #define SHARED(type, name, count) __shared__ type name[count]
-// Shared memory of as many bytes as the launch says, 16 at least.
+// Dynamic shared memory, at least 16 bytes. The launch sets its size.
 #define DYNAMIC_SHARED(type, name) extern __shared__ type name[]
 #endif
 
@@ -50,7 +50,7 @@ DEVICE float load(f16 x) {
 
 DEVICE void store(float &to, float x) { to = x; }
 
-// To the nearest, ties to even.
+// Rounds to nearest, ties to even.
 DEVICE void store(bf16 &to, float x) {
     u32 bits = __float_as_uint(x);
     bool nan = (bits & 0x7fffffffu) > 0x7f800000u;
@@ -77,7 +77,7 @@ DEVICE void store(f16 &to, float x) {
 
 DEVICE bool is_nan(float x) { return x != x; }
 
-// The sum over a warp's lanes, for each of them.
+// The sum over the lanes of a warp, returned to every lane.
 DEVICE float lane_sum(float x) {
     for (int offset = WARP / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(ALL_LANES, x, offset);
     return x;
@@ -88,10 +88,10 @@ DEVICE double lane_sum(double x) {
     return x;
 }
 
-// The sum over the block's threads, for each of them. `scratch` has WARPS elements.
+// The sum over the threads of the block, returned to every thread. `scratch` has WARPS elements.
 template <class T> DEVICE T block_sum(T x, T *scratch) {
     x = lane_sum(x);
-    __syncthreads(); // who still reads what an earlier sum left
+    __syncthreads(); // threads may still read the result of an earlier sum
     if (threadIdx.x % WARP == 0) scratch[threadIdx.x / WARP] = x;
     __syncthreads();
     T sum = scratch[0];
@@ -99,7 +99,7 @@ template <class T> DEVICE T block_sum(T x, T *scratch) {
     return sum;
 }
 
-// The largest over the block's threads, for each of them; a NaN is ignored.
+// The maximum over the threads of the block, returned to every thread. NaNs are ignored.
 DEVICE float block_max(float x, float *scratch) {
     for (int offset = WARP / 2; offset > 0; offset /= 2) {
         float other = __shfl_xor_sync(ALL_LANES, x, offset);
@@ -113,7 +113,7 @@ DEVICE float block_max(float x, float *scratch) {
     return most;
 }
 
-// Which tensor of a table, sorted by `first_block`, this block works on.
+// Returns this block's tensor from a table sorted by `first_block`.
 template <class Tensor> DEVICE const Tensor &tensor_of_block(const Tensor *tensors, u32 count) {
     u32 low = 0, high = count;
     while (high - low > 1) {
@@ -124,7 +124,7 @@ template <class Tensor> DEVICE const Tensor &tensor_of_block(const Tensor *tenso
     return tensors[low];
 }
 
-// Elements of a tensor that one block works on.
+// Elements of a tensor per block.
 #define CHUNK (THREADS * 32)
 
 struct Words {
@@ -143,5 +143,5 @@ DEVICE Words philox(Words counter, u32 key0, u32 key1) {
     return counter;
 }
 
-// A kernel for each dtype: its name ends in that of the dtype.
+// Defines a kernel for each dtype. The dtype ends its name.
 #define FOR_EACH_FLOAT(DEFINE) DEFINE(float, f32) DEFINE(bf16, bf16) DEFINE(f16, f16)

@@ -1,4 +1,4 @@
-// Copies of many parts of memory in one launch: bytes as they are, or numbers from one dtype to another.
+// Copies of many parts of memory in one launch: bytes, or numbers cast to another dtype.
 
 struct CopiedPart {
     void *target;
@@ -13,7 +13,7 @@ struct CopiedPart {
 // Bytes of a part that one block copies: `BYTES` in `src/plans/copies.rs`.
 #define COPIED_BYTES (CHUNK * 4)
 
-// What a thread loads at once.
+// The word of one load.
 struct alignas(16) CopiedWord {
     u32 parts[4];
 };
@@ -22,7 +22,8 @@ template <class T> struct alignas(4 * sizeof(T)) Four {
     T x[4];
 };
 
-// The words from `start` on, which is at the beginning of one. Returns where the bytes begin that are no whole word.
+// Copies the whole words from `start` on, which is aligned to a word. Returns where the remaining
+// bytes begin.
 template <class Word> DEVICE u64 copy_words(const CopiedPart &part, u64 start, u64 end) {
     Word *target = (Word *)part.target;
     const Word *source = (const Word *)part.source;

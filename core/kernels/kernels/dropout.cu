@@ -1,10 +1,11 @@
-// Dropout with the mask of the CPU: an element goes by the random word of its place in the whole batch, whose rows of
-// `width` elements begin at `starts` there. What is below `threshold` is dropped.
+// Dropout with the same mask as on the CPU. The random word of an element depends on its position
+// in the whole batch, where the rows of `width` elements begin at `starts`. Elements with a word
+// below `threshold` are dropped.
 template <class T>
 DEVICE void dropout_chunk(const T *x, T *y, u64 n, const u64 *starts, u64 width, u32 key0, u32 key1, u32 high0,
                           u32 high1, u64 threshold, float scale) {
     u64 first = (u64)blockIdx.x * CHUNK, end = first + CHUNK < n ? first + CHUNK : n;
-    // Four elements at a time, for a block of Philox has four words.
+    // Four elements at a time, because a block of Philox has four words.
     for (u64 group = first + 4 * threadIdx.x; group < end; group += 4 * THREADS) {
         u64 known = ~0ull;
         Words words = {0, 0, 0, 0};

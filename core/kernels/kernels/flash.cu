@@ -1,20 +1,24 @@
-// Attention without scores in memory, in bf16 and f16 on tensor cores, as FlashAttention-2: a block keeps some queries
-// (or keys, for the gradients of keys and values) and goes over the others in tiles, with the softmax of what it has
-// seen so far. Backward computes probabilities again from the log-sum-exp; the gradient of queries has a kernel of its
-// own, so nothing is added by several blocks and results have the same bits each time.
+// Attention without scores in memory, in bf16 and f16 on tensor cores, like FlashAttention-2. A
+// block keeps some queries (or keys, for the gradients of keys and values) and loops over the
+// others in tiles, with a running softmax. Backward recomputes probabilities from the log-sum-exp.
+// The gradient of queries has its own kernel, so blocks never add to the same memory, and results
+// have the same bits each time.
 //
-// Tensors are `[batch, time, heads, width]`; `lse` and `level` are f32, `[batch, heads, queries]`. Elements of a query
-// are a multiple of 8, at most WIDTH, which is 64, 128 or 256; the rest of a tile is zero. Scale is positive.
+// Tensors are `[batch, time, heads, width]`; `lse` and `level` are f32, `[batch, heads, queries]`.
+// The width is a multiple of 8 and at most WIDTH, which is 64, 128 or 256. The rest of a tile is
+// zero. The scale is positive.
 //
-// With `causal` the last query is at the last key, and a query sees the last `window` keys up to its own; without,
-// `window` is at least `keys`. If there are `firsts` (`[batch, queries]`), a query sees no key before its own, and a
-// later query's first is not before it. A query that sees no key has the output zero. A block leaves out tiles at
-// either end of which it sees nothing.
+// With `causal` the last query is at the last key, and a query sees the last `window` keys up to
+// its own. Without `causal`, `window` is at least `keys`. With `firsts` (`[batch, queries]`), a
+// query sees no key before its own first key, and first keys never decrease from query to query. A
+// query that sees no key has output zero. At either end, a block skips the tiles in which it sees
+// nothing.
 //
-// In backward a block has 16 WARPS / PARTS rows. PARTS warps share 16 rows: each computes all their scores, and its
-// part of the gradients' columns, as one warp's registers do not hold all.
+// In backward a block has 16 WARPS / PARTS rows, and PARTS warps share 16 rows. Each of them
+// computes all scores of these rows, and a share of the gradients' columns, because the registers
+// of one warp do not hold all columns.
 
-// Rows that a block keeps in forward: each warp has 16 of them.
+// Rows that a block keeps in forward, 16 per warp.
 #define ROWS (WARPS * 16)
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
@@ -25,7 +29,7 @@ struct Span {
     DEVICE bool has(u32 key) const { return key >= begin && key < end; }
 };
 
-// What the kernels are told of the tensors, and this block's place in them.
+// The arguments of a kernel, and this block's sequence and head.
 struct Heads {
     u32 sequence, head, heads, group, queries, keys, width, causal, window;
     const u32 *firsts;
@@ -39,16 +43,16 @@ struct Heads {
         return {begin > first ? begin : first, end};
     }
     DEVICE u32 kv_heads() const { return heads / group; }
-    // From a query, or key, to that at the next position.
+    // The distance from one position to the next.
     DEVICE u32 query_stride() const { return heads * width; }
     DEVICE u32 key_stride() const { return kv_heads() * width; }
     DEVICE u64 query_head() const { return ((u64)sequence * queries * heads + head) * width; }
     DEVICE u64 key_head() const { return ((u64)sequence * keys * kv_heads() + head / group) * width; }
-    // Where `lse` and `level` have this head's queries.
+    // The offset of this head's queries in `lse` and `level`.
     DEVICE u64 row() const { return (u64)(sequence * heads + head) * queries; }
 };
 
-// The largest, and the sum, over the four lanes that have a row.
+// The maximum and the sum over the four lanes that share a row.
 DEVICE float row_max(float x) {
     for (int offset = 1; offset < 4; offset *= 2) {
         float other = __shfl_xor_sync(ALL_LANES, x, offset);
@@ -83,7 +87,7 @@ DEVICE void forward_tile(const Heads &of, u32 first_row, const T *q, const T *k,
     copy_rows<WIDTH, KEYS>(key_tile, keys, of.key_stride(), base, of.keys, of.width);
     for (; base < last.end; base += KEYS) {
         copies_done();
-        __syncthreads(); // keys are there, and the values before are not needed any more
+        __syncthreads(); // the keys have arrived, and the last values are no longer needed
         copy_rows<WIDTH, KEYS>(value_tile, values, of.key_stride(), base, of.keys, of.width);
         float scores[KEYS / 8][4] = {};
 #pragma unroll 1
@@ -93,7 +97,7 @@ DEVICE void forward_tile(const Heads &of, u32 first_row, const T *q, const T *k,
             add_scores<T, WIDTH, KEYS>(scores, a, key_tile, 0, step);
         }
         copies_done();
-        __syncthreads(); // the other way round
+        __syncthreads(); // the values have arrived, and the keys are no longer needed
         if (base + KEYS < last.end) {
             copy_rows<WIDTH, KEYS>(key_tile, keys, of.key_stride(), base + KEYS, of.keys, of.width);
         }
@@ -129,7 +133,7 @@ DEVICE void forward_tile(const Heads &of, u32 first_row, const T *q, const T *k,
         }
         add_weighted<T, WIDTH, KEYS, WIDTH>(sums, scores, value_tile, 0, 0);
     }
-    copies_done(); // if there was no tile
+    copies_done(); // in case there was no tile
 
     float factors[2];
 #pragma unroll
@@ -144,7 +148,8 @@ DEVICE void forward_tile(const Heads &of, u32 first_row, const T *q, const T *k,
                          factors[1], 0);
 }
 
-// The sum of each output times its gradient: what the softmax's backward subtracts. A warp for each.
+// The dot product of each output row with its gradient, which the softmax's backward subtracts. One
+// warp per row.
 template <class T>
 DEVICE void level_rows(const T *y, const T *grad, float *level, u32 rows, u32 heads, u32 queries, u32 width) {
     u32 row = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
@@ -156,7 +161,8 @@ DEVICE void level_rows(const T *y, const T *grad, float *level, u32 rows, u32 he
     if (lane == 0) level[((u64)(position / queries) * heads + head) * queries + position % queries] = sum;
 }
 
-// The gradient of queries. Their fragments are in registers, or in shared memory if several warps have a row.
+// The gradient of queries. The queries' fragments are in registers, or in shared memory if several
+// warps share a row.
 template <class T, int WIDTH, int KEYS, int PARTS>
 DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k, const T *v, const T *grad,
                          const float *lse, const float *level, T *dq, float scale) {
@@ -182,7 +188,7 @@ DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k,
             left<WIDTH>(queries[step], query_rows, row, step);
             left<WIDTH>(grads[step], grad_rows, row, step);
         }
-        __syncthreads(); // tiles come in their place
+        __syncthreads(); // tiles reuse this memory
     }
 
     u32 end_row = first_row + KEPT_ROWS < of.queries ? first_row + KEPT_ROWS : of.queries;
@@ -200,7 +206,7 @@ DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k,
     }
     float sums[COLUMNS / 8][4] = {};
     u32 base = first.begin / KEYS * KEYS;
-    // Keys and values of two tiles: one is copied while the other is used.
+    // Two tiles of keys and values: one is copied while the other is used.
     auto copy_tile = [&](u32 from) {
         Chunk *to = tiles + from / KEYS % 2 * (TILE * 2);
         copy_rows<WIDTH, KEYS>(to, keys, of.key_stride(), from, of.keys, of.width);
@@ -250,13 +256,14 @@ DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k,
                            first_column);
 }
 
-// What a query tile's columns need besides queries and gradients.
+// Statistics for the columns of a query tile.
 template <int COUNT> struct Columns {
     float lse[COUNT], level[COUNT];
     Span seen[COUNT];
 };
 
-// The gradients of keys and values, over all heads of queries that attend to them. Scores are transposed: a row for each key.
+// The gradients of keys and values, over all query heads of the group. Scores are transposed: one
+// row per key.
 template <class T, int WIDTH, int QUERIES, int PARTS>
 DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *v, const T *grad, const float *lse,
                       const float *level, T *dk, T *dv, float scale) {
@@ -273,7 +280,7 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
     copy_rows<WIDTH, KEPT_ROWS>(pool, k + key_head, of.key_stride(), first_row, of.keys, of.width);
     copy_rows<WIDTH, KEPT_ROWS>(pool + KEPT, v + key_head, of.key_stride(), first_row, of.keys, of.width);
 
-    // The tiles with queries that see any of these keys.
+    // The range of tiles with queries that see any of these keys.
     u32 hidden = of.keys - of.queries; // queries before the first, if causal
     u32 begin = of.causal && first_row > hidden ? (first_row - hidden) / QUERIES : 0;
     u32 end = (of.queries + QUERIES - 1) / QUERIES;
@@ -288,7 +295,7 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
     begin *= QUERIES;
     end *= QUERIES;
     u32 next = begin, turns = end > begin ? (end - begin) / QUERIES * of.group : 0;
-    // The queries from `next` on, and after the last ones those of the next head.
+    // Copies the queries from `next` on. After the last queries of a head, the next head follows.
     auto copy_tile = [&](u32 turn) {
         Chunk *to = tiles + turn % 2 * (TILE * 2);
         copy_rows<WIDTH, QUERIES>(to, q + of.query_head(), of.query_stride(), next, of.queries, of.width);
@@ -354,15 +361,16 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
     write_rows<T, COLUMNS>(dv + key_head, of.key_stride(), row, of.keys, of.width, dvalues, 1, 1, first_column);
 }
 
-// This block's rows of `tiles`, and its head, of `all_heads` in each sequence, every `step`-th of the queries'.
+// This block's tile of rows and its head. Each sequence has `all_heads` heads, which are every
+// `step`-th query head.
 #define HEADS(all_heads, rows, at_once, step)                                                                          \
     u32 tiles = (rows + (at_once) - 1) / (at_once), tile = blockIdx.x % tiles, index = blockIdx.x / tiles;             \
     Heads of = {index / (all_heads), index % (all_heads) * (step), heads, group, queries, keys, width, causal,         \
                 window, firsts}
 
-// For each dtype and width, with so many blocks at once on a multiprocessor. A tile has KEYS keys in forward, and in
-// backward DQ_KEYS keys or DK_QUERIES queries. The last queries of causal attention see the most keys, so their blocks
-// come first.
+// Defines the kernels of a dtype and a width, with BLOCKS resident blocks per multiprocessor. A
+// tile has KEYS keys in forward, and in backward DQ_KEYS keys or DK_QUERIES queries. The last
+// queries of causal attention see the most keys, so their blocks come first.
 #define DEFINE(T, NAME, WIDTH, BLOCKS, KEYS, DQ_KEYS, DK_QUERIES, PARTS)                                               \
     KERNEL __launch_bounds__(THREADS, BLOCKS)                                                                          \
         flash_forward_##WIDTH##_##NAME(const T *q, const T *k, const T *v, T *y, float *lse, const u32 *firsts,        \
@@ -386,7 +394,7 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
         HEADS(heads / group, keys, ROWS / PARTS, group);                                                               \
         keys_tile<T, WIDTH, DK_QUERIES, PARTS>(of, tile * (ROWS / PARTS), q, k, v, grad, lse, level, dk, dv, scale);   \
     }
-#ifdef WIDE // compiled as a source of its own, so that the others are there sooner
+#ifdef WIDE // a source of its own, so that the other kernels compile sooner
 DEFINE(bf16, bf16, 256, 1, 32, 16, 16, 2)
 DEFINE(f16, f16, 256, 1, 32, 16, 16, 2)
 #undef DEFINE

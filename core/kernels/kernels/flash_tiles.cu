@@ -1,7 +1,8 @@
-// Tiles of rows in shared memory, and their products on tensor cores, for the kernels of `flash.cu`. A
-// warp computes 16 rows of a product, whose elements its lanes hold as PTX says of `mma.m16n8k16`.
+// Tiles of rows in shared memory, and their products on tensor cores, for the kernels of
+// `flash.cu`. A warp computes 16 rows of a product. Its lanes hold the elements in PTX's layout of
+// `mma.m16n8k16`.
 
-// Eight elements: what one copy to shared memory takes.
+// Eight elements: the unit of copies to shared memory.
 struct __align__(16) Chunk {
     u32 words[4];
 };
@@ -9,7 +10,7 @@ struct __align__(16) Chunk {
 #ifndef FULGURITE_SHIM
 DEVICE u32 shared_address(const void *at) { return (u32)__cvta_generic_to_shared(at); }
 
-// Begins to copy a chunk to shared memory, or zeros if it is not there.
+// Begins to copy a chunk to shared memory; writes zeros if `is_there` is false.
 DEVICE void copy_async(Chunk *to, const void *from, bool is_there) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
                  "r"(is_there ? 16 : 0)
@@ -19,8 +20,8 @@ DEVICE void copy_async(Chunk *to, const void *from, bool is_there) {
 // Waits for this thread's copies.
 DEVICE void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Four matrices of 8 x 8; lane `l` gives the address of row `l % 8` of matrix `l / 8`. It is given, of each, elements
-// `l % 4 * 2` and the next one of row `l / 4`.
+// Loads four 8 x 8 matrices. Lane `l` passes the address of row `l % 8` of matrix `l / 8`. It
+// receives two elements of each matrix: row `l / 4`, columns `l % 4 * 2` and the next.
 DEVICE void load_matrices(u32 (&m)[4], const Chunk *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -28,7 +29,7 @@ DEVICE void load_matrices(u32 (&m)[4], const Chunk *row) {
                  : "memory");
 }
 
-// The same of their transposes.
+// Loads the transposed matrices instead.
 DEVICE void load_matrices_turned(u32 (&m)[4], const Chunk *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                  : "=r"(m[0]), "=r"(m[1]), "=r"(m[2]), "=r"(m[3])
@@ -36,7 +37,7 @@ DEVICE void load_matrices_turned(u32 (&m)[4], const Chunk *row) {
                  : "memory");
 }
 
-// `c += a b`, of 16 x 16 and 16 x 8 elements that the warp's lanes hold as PTX says of `mma.m16n8k16`.
+// `c += a b`, of 16 x 16 and 16 x 8 elements in PTX's layout of `mma.m16n8k16`.
 DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, bf16) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
         "{%0, %1, %2, %3};"
@@ -51,7 +52,7 @@ DEVICE void multiply_add(float (&c)[4], const u32 (&a)[4], u32 b0, u32 b1, f16) 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Two numbers, each rounded to the nearest.
+// Rounds two numbers to nearest, and packs them.
 DEVICE u32 pair(float low, float high, bf16) {
     u32 both;
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
@@ -64,7 +65,7 @@ DEVICE u32 pair(float low, float high, f16) {
     return both;
 }
 
-// 2^x, to two roundings of f32.
+// 2^x, within two roundings of f32.
 DEVICE float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -72,10 +73,12 @@ DEVICE float power_of_2(float x) {
 }
 #endif
 
-// Where a chunk of a row is in a tile: such that eight rows' chunks at one column are in different banks.
+// The index of a row's chunk in a tile. In eight consecutive rows, the chunks of one column are in
+// different banks.
 template <int WIDTH> DEVICE u32 place(u32 row, u32 chunk) { return row * (WIDTH / 8) + (chunk ^ (row % 8)); }
 
-// Begins to copy rows from `begin` on of one head to a tile; rows from `end` on are zero. `stride` is from a row to the next.
+// Begins to copy rows from `begin` on of one head to a tile; rows from `end` on are zero. `stride`
+// is the distance of rows.
 template <int WIDTH, int COUNT, class T>
 DEVICE void copy_rows(Chunk *tile, const T *head, u32 stride, u32 begin, u32 end, u32 width) {
     constexpr u32 CHUNKS = WIDTH / 8;
@@ -87,25 +90,25 @@ DEVICE void copy_rows(Chunk *tile, const T *head, u32 stride, u32 begin, u32 end
     }
 }
 
-// 16 rows from `row` on and the 16 columns of a step, as the first matrix of a product.
+// The 16 rows from `row` on, in the 16 columns of a step, as the left factor of a product.
 template <int WIDTH> DEVICE void left(u32 (&a)[4], const Chunk *tile, u32 row, u32 step) {
     u32 lane = threadIdx.x % WARP;
     load_matrices(a, &tile[place<WIDTH>(row + lane % 16, step * 2 + lane / 16)]);
 }
 
-// The same rows and columns, transposed, as two second matrices, each of eight of the rows.
+// The same rows and columns, transposed, as two right factors of eight rows each.
 template <int WIDTH> DEVICE void right_transposed(u32 (&b)[4], const Chunk *tile, u32 row, u32 step) {
     u32 lane = threadIdx.x % WARP;
     load_matrices(b, &tile[place<WIDTH>(row + lane / 16 * 8 + lane % 8, step * 2 + lane / 8 % 2)]);
 }
 
-// The same rows and columns as two second matrices, each of eight of the columns.
+// The same rows and columns as two right factors of eight columns each.
 template <int WIDTH> DEVICE void right(u32 (&b)[4], const Chunk *tile, u32 row, u32 step) {
     u32 lane = threadIdx.x % WARP;
     load_matrices_turned(b, &tile[place<WIDTH>(row + lane % 16, step * 2 + lane / 16)]);
 }
 
-// 16 columns of a product, from on `step`, as the first matrix of the next one.
+// 16 columns of a product, at `step`, as the left factor of the next product.
 template <class T> DEVICE void as_left(u32 (&a)[4], const float (*product)[4], u32 step) {
     const float(&low)[4] = product[step * 2];
     const float(&high)[4] = product[step * 2 + 1];
@@ -115,7 +118,8 @@ template <class T> DEVICE void as_left(u32 (&a)[4], const float (*product)[4], u
     a[3] = pair(high[2], high[3], T());
 }
 
-// `product += a b^T` of 16 rows, whose fragment for the step is `a`, and COUNT rows of a tile from `row` on.
+// `product += a b^T`. `a` is the fragment of 16 rows for this step; `b` has COUNT rows of a tile
+// from `row` on.
 template <class T, int WIDTH, int COUNT>
 DEVICE void add_scores(float (*product)[4], const u32 (&a)[4], const Chunk *tile, u32 row, u32 step) {
 #pragma unroll
@@ -127,8 +131,8 @@ DEVICE void add_scores(float (*product)[4], const u32 (&a)[4], const Chunk *tile
     }
 }
 
-// `sums += scores rows` for COUNT rows of a tile from `row` on and COLUMNS of their columns, from 16 `first` on: 16 x
-// COUNT and COUNT x COLUMNS elements.
+// `sums += scores rows`, of 16 x COUNT and COUNT x COLUMNS elements. `rows` are COUNT rows of a
+// tile from `row` on, in COLUMNS columns from 16 `first` on.
 template <class T, int WIDTH, int COUNT, int COLUMNS>
 DEVICE void add_weighted(float (*sums)[4], const float (*scores)[4], const Chunk *tile, u32 row, u32 first) {
 #pragma unroll
@@ -145,8 +149,8 @@ DEVICE void add_weighted(float (*sums)[4], const float (*scores)[4], const Chunk
     }
 }
 
-// Writes 16 rows of COLUMNS columns, each half of them times its factor, that begin at row `row` and column 16 `first`
-// of a head.
+// Writes 16 rows of COLUMNS columns to a head, from row `row` and column 16 `first` on. `low`
+// scales the first eight rows, `high` the others.
 template <class T, int COLUMNS>
 DEVICE void write_rows(T *head, u32 stride, u32 row, u32 end, u32 width, const float (*sums)[4], float low, float high,
                        u32 first) {

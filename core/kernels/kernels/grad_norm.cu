@@ -1,4 +1,5 @@
-// The squared norm of many tensors: partial sums of chunks, then their sum. All in f64 and in a fixed order.
+// The squared norm of many tensors: the sums of chunks, then their sum. All sums are in f64 and in
+// a fixed order.
 
 struct NormTensor {
     const void *values;
@@ -14,7 +15,7 @@ template <class T> DEVICE double square(T x) {
 DEVICE double square(double x) { return x * x; }
 
 template <class T> DEVICE double chunk_sum(const T *values, u64 start, u64 end) {
-    // Four sums, so that loads need not wait for additions.
+    // Four sums, so that loads do not wait for additions.
     double a = 0, b = 0, c = 0, d = 0;
     u64 i = start + threadIdx.x;
     for (; i + 3 * THREADS < end; i += 4 * THREADS) {

@@ -1,9 +1,9 @@
-// Cross entropy of rows of logits, in f32, and the gradient of an embedding.
+// Cross entropy of rows of logits, and the gradient of an embedding. Arithmetic is in f32.
 
-// The target of a row that has none.
+// The target of a row without a target.
 #define IGNORED 0xffffffffu
 
-// The log-sum-exp of each row, in one pass over it, and its loss: a block for each row.
+// The log-sum-exp and the loss of each row, in one pass: one block per row.
 template <bool WHOLE, class T>
 DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losses, float *lse, u32 classes,
                               float smoothing) {
@@ -30,7 +30,7 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
                 level += z[k];
             }
         }
-        // Logits of minus infinity have no weight; all so far may be.
+        // Logits of minus infinity have no weight. So far, all logits may be minus infinity.
         float base = peak == none ? 0.0f : peak;
         if (peak != most) {
             sum *= exponential(most - base, T());
@@ -47,7 +47,7 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
     if (smoothing != 0) level = block_sum(level, scratch);
     if (threadIdx.x == 0) {
         float log_sum = all + logf(sum);
-        // Not a number for a class that there is not, instead of what is behind the row.
+        // NaN for a target beyond the classes; reading its logit would be out of bounds.
         double zero = 0.0, hit = target < classes ? (double)load(logits[target]) : zero / zero;
         double loss = (double)log_sum - (1.0 - (double)smoothing) * hit;
         if (smoothing != 0) loss -= (double)smoothing * (double)level / (double)classes;
@@ -56,8 +56,8 @@ DEVICE void cross_entropy_row(const T *logits, const u32 *targets, double *losse
     }
 }
 
-// Replaces the logits by their gradient. The columns are those of the classes from `first` on; `uniform` is the
-// smoothing for each of all classes.
+// Replaces the logits by their gradient. The columns are the classes from `first` on. `uniform` is
+// the smoothing divided by the number of all classes.
 template <bool WHOLE, class T>
 DEVICE void cross_entropy_backward_row(T *logits, const u32 *targets, const float *lse, const float *grad, u32 first,
                                        u32 classes, float smoothing, float uniform) {
@@ -71,7 +71,7 @@ DEVICE void cross_entropy_backward_row(T *logits, const u32 *targets, const floa
     FOR_EACH_PACK(T, at, classes) {
         float d[LANES_OF(T)];
         take_wide<WHOLE>(logits, at, classes, d);
-        // Where the target is in this pack, if it is.
+        // The target's position in this pack, if less than `LANES_OF(T)`.
         u32 hit = target - first - at;
 #pragma unroll
         for (u32 k = 0; k < LANES_OF(T); k++) d[k] = exponential(d[k] - of_row, T()) - uniform;
@@ -85,8 +85,9 @@ DEVICE void cross_entropy_backward_row(T *logits, const u32 *targets, const floa
     }
 }
 
-// Adds the gradients of the rows that have one id, in their order, to that id's: a block for each id and THREADS
-// columns. `order` has the rows by their ids, and those of id `ids[k]` are from `starts[k]` to `starts[k + 1]`.
+// Adds the gradients of the rows of one id, in their order, to the row of that id: one block per id
+// and THREADS columns. `order` lists the rows, sorted by id. The rows of `ids[k]` are at
+// `starts[k]` to `starts[k + 1]`.
 template <class T>
 DEVICE void embedding_grad_columns(const T *grad, const u32 *ids, const u32 *starts, const u32 *order, u32 width,
                                    float *out) {

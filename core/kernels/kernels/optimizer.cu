@@ -1,11 +1,12 @@
-// Updates of many tensors in one launch, element by element, with the bits of the CPU's (`engine/src/optim`): the same
-// operations in the same order in f32, none of them contracted, and the same random words for rounding state to bf16.
+// Updates of many tensors in one launch, element by element, with the same bits as on the CPU
+// (`engine/src/optim`). The operations in f32 and their order are the same, none is contracted, and
+// state is rounded to bf16 by the same random words.
 
-// What all tensors of a step share, in memory of the device.
+// The state of a step that all tensors share, in device memory.
 struct StepScale {
     float factor;
-    float bound; // of each element of a scaled gradient
-    u32 skip;    // not zero: this step changes nothing
+    float bound; // bound on each element of a scaled gradient
+    u32 skip;    // if not zero, this step changes nothing
     u32 unused;
 };
 
@@ -16,14 +17,15 @@ struct AdamWTensor {
     void *exp_avg_sq;
     u64 length;
     u64 run;  // elements of a run, which is contiguous in the whole parameter
-    u64 base; // where the first run begins there
-    // Sizes in this part, and strides in the whole, of the dimensions outside of runs, innermost first.
+    u64 base; // where the first run begins in the whole parameter
+    // Sizes in this shard, and strides in the whole parameter, of the dimensions outside the runs,
+    // innermost first.
     u64 size0, stride0, size1, stride1, size2, stride2, size3, stride3;
-    u32 key0, key1, high0, high1; // of the random words
+    u32 key0, key1, high0, high1; // for the random words
     float keep;
     float step_size;
     u32 first_block;
-    u32 dtype;       // of values
+    u32 dtype;       // dtype of the values
     u32 state_dtype;
     u32 unused;
 };
@@ -50,10 +52,11 @@ struct AverageTensor {
     void *values;
     u64 length;
     u32 first_block;
-    u32 dtype; // of values
+    u32 dtype; // dtype of the values
 };
 
-// The random words of a tensor's elements (`Stream::fill_hashed`). The key of 2^16 words is kept from one to the next.
+// The random words of a tensor's elements (`Stream::fill_hashed`). It caches the key of the current
+// 2^16 words.
 struct Noise {
     u64 block;
     Words key;
@@ -84,7 +87,7 @@ template <class Tensor> DEVICE u32 random_word(const Tensor &t, u64 i, Noise &no
 
 DEVICE void store_state(float &to, float x, u32) { to = x; }
 
-// To one of the two neighbours, by the low 16 bits of the word.
+// Rounds to one of the two neighbours, chosen by the low 16 bits of the word.
 DEVICE void store_state(bf16 &to, float x, u32 word) {
     to.bits = is_nan(x) ? (u16)0x7fc0 : (u16)((__float_as_uint(x) + (word & 0xffffu)) >> 16);
 }
@@ -103,7 +106,7 @@ DEVICE float scaled(float grad, const StepScale &scale) {
 }
 
 struct AdamW {
-    bool from_old; // the first moment is computed from the old one, which is nearer than the gradient
+    bool from_old; // interpolate the first moment from the old one, the nearer end
     float weight1, rest1, beta2, weight2, correction2_sqrt, eps;
 };
 
@@ -117,7 +120,7 @@ DEVICE void adamw_chunk(const AdamWTensor &t, const StepScale &scale, const Adam
         float g = scaled(grad[i], scale);
         float p = load(values[i]) * t.keep;
         float m = load(exp_avg[i]), v = load(exp_avg_sq[i]);
-        // As torch.lerp: from the nearer end.
+        // Like torch.lerp, from the nearer end.
         m = c.from_old ? m + c.weight1 * (g - m) : g - (g - m) * c.rest1;
         v = v * c.beta2 + c.weight2 * g * g;
         float denominator = sqrtf(v) / c.correction2_sqrt + c.eps;
@@ -154,7 +157,7 @@ struct Sgd {
     bool nesterov;
 };
 
-// Without state.
+// SGD without momentum.
 template <class P> DEVICE void sgd_chunk(const SgdTensor &t, const StepScale &scale, u64 start, u64 end) {
     P *values = (P *)t.values;
     const float *grad = (const float *)t.grad;

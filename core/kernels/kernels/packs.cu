@@ -1,7 +1,9 @@
-// Sixteen bytes of a tensor at a time, for kernels that wait for memory. It is put between `common.cu` and their files.
+// Loads and stores of 16 bytes, for kernels that are bound by memory. This text comes between
+// `common.cu` and a file of kernels.
 //
-// A thread loads its elements at once (`WHOLE`), or one by one if the tensor is not aligned or a row is not a whole number of
-// packs. Both take the same elements in the same order, so results have the same bits.
+// A thread loads a pack at once (`WHOLE`), or its elements one by one if the tensor is not aligned
+// or the row is not a whole number of packs. Both ways take the same elements in the same order, so
+// results have the same bits.
 
 struct alignas(16) Pack {
     u32 words[4];
@@ -16,11 +18,11 @@ struct alignas(8) HalfPack {
 
 #define LOG2_OF_E 1.4426950408889634f
 
-// Whether packs of memory at these addresses, combined by `|`, can be loaded at once.
+// Whether packs at these addresses, combined by `|`, can be loaded at once.
 DEVICE bool is_packed(u64 places) { return places % sizeof(Pack) == 0; }
 
 #ifndef FULGURITE_SHIM
-// As `store`, but for which NaN.
+// Like `store`, except for the payload of NaNs.
 DEVICE u32 pair(float low, float high, bf16) {
     u32 both;
 #if __CUDA_ARCH__ >= 800
@@ -53,7 +55,7 @@ DEVICE float widened(f16 x) {
     return y;
 }
 
-// 2^x and 1 / x, to two roundings of f32. Results below the normal numbers are 0.
+// 2^x and 1 / x, within two roundings of f32. Subnormal results are 0.
 DEVICE float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -70,7 +72,8 @@ DEVICE float widened(f16 x) { return load(x); }
 DEVICE float reciprocal(float x) { return 1.0f / x; }
 #endif
 
-// e^x and 1 / (1 + e^-x). For tensors in bf16 and f16 they are off by some roundings of f32, far below their own rounding.
+// e^x and 1 / (1 + e^-x). For bf16 and f16 tensors they are off by a few roundings of f32, far
+// below the dtype's own rounding.
 DEVICE float exponential(float x, float) { return expf(x); }
 template <class T> DEVICE float exponential(float x, T) { return power_of_2(x * LOG2_OF_E); }
 
@@ -85,7 +88,7 @@ DEVICE void set_bits(float &to, u32 bits) { to = __uint_as_float(bits); }
 DEVICE void set_bits(bf16 &to, u32 bits) { to.bits = (u16)bits; }
 DEVICE void set_bits(f16 &to, u32 bits) { to.bits = (u16)bits; }
 
-// Elements of a word, and their bits.
+// Elements of a 32-bit word, and their bits.
 #define OF_WORD(T) (4 / (u32)sizeof(T))
 #define ELEMENT_SHIFT(T, k) ((k) % OF_WORD(T) * 8 * (u32)sizeof(T))
 
@@ -102,13 +105,13 @@ DEVICE void unpack_word(u32 word, float *x, f16) {
 DEVICE u32 pack_word(const float *x, float) { return __float_as_uint(x[0]); }
 template <class T> DEVICE u32 pack_word(const float *x, T) { return pair(x[0], x[1], T()); }
 
-// The elements of `pack`, of dtype `T`.
+// Unpacks the elements of `pack`, of dtype `T`.
 template <class T> DEVICE void unpack(const Pack &pack, float (&x)[LANES_OF(T)], T) {
 #pragma unroll
     for (u32 i = 0; i < 4; i++) unpack_word(pack.words[i], &x[i * OF_WORD(T)], T());
 }
 
-// Rounded as by `store`.
+// Packs elements, rounded like `store`.
 template <class T> DEVICE Pack packed(const float (&x)[LANES_OF(T)], T) {
     Pack pack;
 #pragma unroll
@@ -116,7 +119,7 @@ template <class T> DEVICE Pack packed(const float (&x)[LANES_OF(T)], T) {
     return pack;
 }
 
-// The elements from `at` on, of `n`: zeros behind those.
+// Loads the elements from `at` on, of `n`. Beyond `n` they are zeros.
 template <bool WHOLE, class T> DEVICE Pack take(const T *from, u32 at, u32 n) {
     if constexpr (WHOLE) {
         return *(const Pack *)(from + at);
@@ -141,7 +144,7 @@ template <bool WHOLE, class T> DEVICE void put(T *to, u32 at, u32 n, const Pack 
     }
 }
 
-// `take` in f32, and `put` of what is rounded.
+// `take` that widens to f32, and `put` that rounds.
 template <bool WHOLE, class T> DEVICE void take_wide(const T *from, u32 at, u32 n, float (&x)[LANES_OF(T)]) {
     unpack(take<WHOLE>(from, at, n), x, T());
 }
@@ -150,7 +153,7 @@ template <bool WHOLE, class T> DEVICE void put_rounded(T *to, u32 at, u32 n, con
     put<WHOLE>(to, at, n, packed(x, T()));
 }
 
-// As many numbers as a pack of another dtype has elements.
+// Loads as many floats as a pack of another dtype has elements.
 template <bool WHOLE, u32 N> DEVICE void take_floats(const float *from, u32 at, u32 n, float (&x)[N]) {
 #pragma unroll
     for (u32 i = 0; i < N; i += 4) {
@@ -160,7 +163,7 @@ template <bool WHOLE, u32 N> DEVICE void take_floats(const float *from, u32 at, 
     }
 }
 
-// Four elements, of a column for each thread.
+// Loads four elements, one for each column of a thread.
 template <bool WHOLE> DEVICE void take_four(const float *from, u32 count, float (&x)[4]) {
     take_wide<WHOLE>(from, 0, count, x);
 }
@@ -179,11 +182,12 @@ template <bool WHOLE, class T> DEVICE void take_four(const T *from, u32 count, f
     unpack_word(pack.words[1], &x[2], T());
 }
 
-// `at` of each pack of this thread, of `n` elements that the block shares.
+// Loops over the packs of this thread, of `n` elements that the block shares. `at` is the pack's
+// first element.
 #define FOR_EACH_PACK(T, at, n) for (u32 at = threadIdx.x * LANES_OF(T); at < (n); at += THREADS * LANES_OF(T))
 
-// Packs of a row that a thread keeps in registers between two passes. Those beyond are read again, and all that are not
-// loaded at once.
+// Packs of a row that a thread keeps in registers between two passes. Further packs are read again.
+// So are all packs that cannot be loaded at once.
 #define KEPT_PACKS 4
 
 template <bool WHOLE, class T> DEVICE void keep(const T *from, u32 n, Pack (&kept)[KEPT_PACKS]) {
@@ -196,14 +200,14 @@ template <bool WHOLE, class T> DEVICE void keep(const T *from, u32 n, Pack (&kep
     }
 }
 
-// The pack at `at`, which is the thread's `k`th.
+// Returns the pack at `at`, the thread's `k`th pack.
 template <bool WHOLE, class T>
 DEVICE Pack kept_or_read(const Pack (&kept)[KEPT_PACKS], const T *from, u32 at, u32 k, u32 n) {
     return k < KEPT_PACKS ? kept[k < KEPT_PACKS ? k : 0] : take<WHOLE>(from, at, n);
 }
 
-// Calls `f(at, k)` for each pack of this thread in a row of `n` elements of `T`. `k` counts those that are kept, and is
-// `KEPT_PACKS` for the others.
+// Calls `f(at, k)` for each pack of this thread in a row of `n` elements of `T`. `k` counts the
+// packs that are kept, and is `KEPT_PACKS` for the others.
 template <bool WHOLE, class T, class F> DEVICE void for_each_pack(u32 n, T, F f) {
     u32 rest = threadIdx.x;
     if constexpr (WHOLE) {
@@ -217,7 +221,7 @@ template <bool WHOLE, class T, class F> DEVICE void for_each_pack(u32 n, T, F f)
     for (u32 at = rest * LANES_OF(T); at < n; at += THREADS * LANES_OF(T)) f(at, (u32)KEPT_PACKS);
 }
 
-// The elements of this block, of `n`, which begin at its `CHUNK`.
+// Returns the number of elements, of `n`, in this block's chunk.
 DEVICE u32 size_of_chunk(u64 n) {
     u64 start = (u64)blockIdx.x * CHUNK;
     return n - start < CHUNK ? (u32)(n - start) : CHUNK;

@@ -1,8 +1,8 @@
-// RMS norm, layer norm, activation functions, SwiGLU and rotary position embedding. All compute in f32, whatever the dtype
-// of the tensors is.
+// RMS norm, layer norm, activation functions, SwiGLU and rotary position embedding. All compute in
+// f32, for every dtype.
 
-// The pack at `at` of a row of `x`, or of its sum with `residual`, which is written to `sum`. The sum is rounded to its
-// dtype, as the backward will read it.
+// Returns the pack at `at` of a row of `x`, or of `x + residual`, which is written to `sum`. The
+// sum is rounded to its dtype, because the backward reads it rounded.
 template <bool WHOLE, class T>
 DEVICE Pack first_read(const Pack (&kept)[KEPT_PACKS], const T *x, const T *residual, T *sum, u32 at, u32 k, u32 n) {
     Pack pack = kept_or_read<WHOLE>(kept, x, at, k, n);
@@ -18,7 +18,7 @@ DEVICE Pack first_read(const Pack (&kept)[KEPT_PACKS], const T *x, const T *resi
     return pack;
 }
 
-// Sums `x` and `residual`, if there is one, into `sum`, and normalises that. A block for each row of `n` elements.
+// Normalises `x`, or `x + residual`, which is written to `sum`. One block per row of `n` elements.
 template <bool WHOLE, class T>
 DEVICE void rms_norm_row(const T *x, const T *residual, const float *weight, T *sum, T *y, float *rstd, u32 n,
                          float eps) {
@@ -50,7 +50,7 @@ DEVICE void rms_norm_row(const T *x, const T *residual, const float *weight, T *
     if (threadIdx.x == 0) rstd[blockIdx.x] = scale;
 }
 
-// Writes `values`, plus the pack of `more` if there is one.
+// Writes `values`, plus the pack of `more`, if any.
 template <bool WHOLE, class T>
 DEVICE void put_with_more(T *dx, const T *more, u32 at, u32 n, float (&values)[LANES_OF(T)]) {
     if (more) {
@@ -62,7 +62,7 @@ DEVICE void put_with_more(T *dx, const T *more, u32 at, u32 n, float (&values)[L
     put_rounded<WHOLE>(dx, at, n, values);
 }
 
-// The gradient of what was normalised, plus `more` of it from elsewhere, if there is any.
+// The gradient of the normalised tensor, plus `more`, another gradient of it, if any.
 template <bool WHOLE, class T>
 DEVICE void rms_norm_backward_row(const T *x, const float *weight, const float *rstd, const T *grad, const T *more,
                                   T *dx, u32 n) {
@@ -74,7 +74,7 @@ DEVICE void rms_norm_backward_row(const T *x, const float *weight, const float *
     keep<WHOLE>(x, n, kept_x);
     keep<WHOLE>(grad, n, kept_grad);
     float scale = rstd[blockIdx.x], along = 0;
-    // `grad * weight`, and `x * scale`.
+    // Reads `grad * weight`, and `x * scale`.
     auto read = [&](u32 at, u32 k, float (&g)[LANES_OF(T)], float (&xhat)[LANES_OF(T)]) {
         float weights[LANES_OF(T)];
         unpack(kept_or_read<WHOLE>(kept_x, x, at, k, n), xhat, T());
@@ -99,10 +99,11 @@ DEVICE void rms_norm_backward_row(const T *x, const float *weight, const float *
     });
 }
 
-// Columns of a block, of four for each thread: `WEIGHT_COLUMNS` in `src/plans/rows.rs`.
+// Columns per block, four per thread: `WEIGHT_COLUMNS` in `src/plans/rows.rs`.
 #define WEIGHT_COLUMNS (THREADS * 4)
 
-// The weight's gradient from `part` rows: a thread for each four columns. Blocks go along the columns first.
+// The weight's gradient from `part` rows, four columns per thread. Consecutive blocks go along the
+// columns.
 template <bool WHOLE, class T>
 DEVICE void rms_norm_weight_columns(const T *x, const float *rstd, const T *grad, float *sums, u32 rows, u32 n,
                                     u32 part) {
@@ -133,7 +134,7 @@ KERNEL add_rows(const float *__restrict__ sums, u32 rows, u32 n, float *out) {
     out[column] += sum;
 }
 
-// Layer norm of `x`, or of its sum with `residual`: a block for each row of `n` elements. `bias` may be null.
+// Layer norm of `x`, or of `x + residual`: one block per row of `n` elements. `bias` may be null.
 template <bool WHOLE, class T>
 DEVICE void layer_norm_row(const T *x, const T *residual, const float *weight, const float *bias, T *sum, T *y,
                            float *mean, float *rstd, u32 n, float eps) {
@@ -180,7 +181,7 @@ DEVICE void layer_norm_row(const T *x, const T *residual, const float *weight, c
     if (threadIdx.x == 0) mean[blockIdx.x] = middle, rstd[blockIdx.x] = scale;
 }
 
-// As `rms_norm_backward_row`.
+// Like `rms_norm_backward_row`.
 template <bool WHOLE, class T>
 DEVICE void layer_norm_backward_row(const T *x, const float *weight, const float *mean, const float *rstd, const T *grad,
                                     const T *more, T *dx, u32 n) {
@@ -217,7 +218,7 @@ DEVICE void layer_norm_backward_row(const T *x, const float *weight, const float
     });
 }
 
-// As `rms_norm_weight_columns`, and the bias's gradient beside the weight's.
+// Like `rms_norm_weight_columns`, with the bias's gradient besides the weight's.
 template <bool WHOLE, class T>
 DEVICE void layer_norm_weight_columns(const T *x, const float *mean, const float *rstd, const T *grad, float *sums,
                                       float *bias_sums, u32 rows, u32 n, u32 part) {
@@ -318,9 +319,9 @@ DEVICE void swiglu_backward_chunk(const T *gate, const T *up, const T *grad, T *
     }
 }
 
-// Rotates pairs of an element of the first and one of the second half of rows of `width`: by the angle of their
-// position, which `inner` consecutive rows share. `y` may be `x`. `Index` holds twice the number of pairs. Pairs that are
-// loaded together are of one row.
+// Rotates rows of `width` by the angle of their position, which `inner` consecutive rows share. A
+// pair has an element of the row's first half and one of its second half. `y` may be `x`. `Index`
+// must hold twice the number of pairs. Pairs that are loaded together belong to one row.
 template <bool WHOLE, class Index, class T>
 DEVICE void rope_chunk(const T *x, const float *cosine, const float *sine, T *y, Index pairs, u32 width, u32 positions,
                        u32 inner, float sign) {
@@ -357,21 +358,21 @@ DEVICE void rope_chunk(const T *x, const float *cosine, const float *sine, T *y,
 template <bool WHOLE, class T>
 DEVICE void rope_pairs(const T *x, const float *cosine, const float *sine, T *y, u64 pairs, u32 width, u32 positions,
                        u32 inner, float sign) {
-    // Divisions of 32 bits take a quarter of the instructions.
+    // 32-bit divisions take a quarter of the instructions.
     if (pairs < 1u << 31) rope_chunk<WHOLE>(x, cosine, sine, y, (u32)pairs, width, positions, inner, sign);
     else rope_chunk<WHOLE>(x, cosine, sine, y, pairs, width, positions, inner, sign);
 }
 
 #define AT(pointer) (u64)(pointer)
 
-// Calls a function with `WHOLE`, or without it.
+// Calls a function with or without `WHOLE`.
 #define WHOLE_IF(is_whole, function, ...)                                                                              \
     do {                                                                                                               \
         if (is_whole) function<true>(__VA_ARGS__);                                                                     \
         else function<false>(__VA_ARGS__);                                                                             \
     } while (0)
 
-// What a block of `n` elements in all begins with: its own ones, from where the pointers are moved to.
+// Moves a pointer to this block's chunk.
 #define MOVE(pointer) ((pointer) + (u64)blockIdx.x * CHUNK)
 
 #define DEFINE(T, NAME)                                                                                                \

@@ -1,4 +1,4 @@
-// What a view shows, in one piece. What is copied at once is a word of 2 to 16 bytes, whatever numbers it holds.
+// Contiguous copies of views, in words of 2 to 16 bytes of any dtype.
 
 struct alignas(8) Word8 {
     u32 parts[2];
@@ -8,7 +8,8 @@ struct alignas(16) Word16 {
     u32 parts[4];
 };
 
-// Sizes of the last three dimensions, and how many words lie between the neighbours in each of the four.
+// `size1` to `size3` are the sizes of the last three dimensions; strides are in words, for all
+// four.
 template <class Word>
 DEVICE void dense_words(const Word *x, Word *y, u32 n, u32 size1, u32 size2, u32 size3, u64 stride0, u64 stride1,
                         u64 stride2, u64 stride3) {
@@ -30,7 +31,7 @@ DENSE(4, u32)
 DENSE(8, Word8)
 DENSE(16, Word16)
 
-// Rows of a table by their numbers, zeros for ~0.
+// Rows of a table by their ids; the id ~0 gives zeros.
 template <class Word> DEVICE void pick_words(const u32 *ids, const void *table, void *out, u64 rows, u64 width) {
     u64 words = width / sizeof(Word), n = rows * words, start = (u64)blockIdx.x * CHUNK;
     for (u64 i = start + threadIdx.x; i < n && i - start < CHUNK; i += THREADS) {
@@ -41,7 +42,7 @@ template <class Word> DEVICE void pick_words(const u32 *ids, const void *table, 
     }
 }
 
-// `width` is that of a row in bytes. A block for each chunk of words of `word` bytes.
+// `width` is the length of a row in bytes. One block per chunk of words of `word` bytes.
 KERNEL pick_rows(const u32 *ids, const void *table, void *out, u64 rows, u64 width, u32 word) {
     switch (word) {
     case 16: pick_words<Word16>(ids, table, out, rows, width); break;

@@ -1,5 +1,6 @@
-// Reads memory and launches from a file, runs them, and writes the memory back. `tests/it/shim` writes the file, and
-// `entries.inc`, from the table of kernels in Rust: a kernel whose parameters are not those of the table does not compile.
+// Reads memory and launches from a file, runs them, and writes the memory back. `tests/it/shim`
+// writes the file, and generates `entries.inc` from the table of kernels in Rust. A kernel whose
+// parameters differ from the table does not compile.
 #include "shim.h"
 
 #include <cstddef>
@@ -41,7 +42,7 @@ struct Memory {
 
 std::vector<Memory> memory;
 
-// Addresses in a request: the number of the memory, from one, and the offset.
+// Addresses in a request hold the index of the memory, from one, and the offset.
 uint64_t real_address(uint64_t address) {
     if (address == 0) return 0;
     size_t index = (address >> 40) - 1;
@@ -62,7 +63,8 @@ void set_value(uint8_t *start, uint64_t at, uint64_t dtype, float x) {
     return dtype == BF16 ? store(((bf16 *)start)[at], x) : store(((f16 *)start)[at], x);
 }
 
-// What cuBLAS's documentation says of a product, and the conditions that it puts on its arguments. False if they are not met.
+// Computes a product as cuBLAS documents it, and checks cuBLAS's conditions on the arguments. False
+// if they are not met.
 bool product() {
     uint64_t dtype = number(), out = number();
     const uint8_t *a = (const uint8_t *)real_address(number()), *b = (const uint8_t *)real_address(number());
@@ -109,7 +111,7 @@ int main(int, char **argv) {
     uint64_t seed = number();
     for (uint64_t n = number(); n > 0; n--) {
         size_t bytes = number();
-        // As CUDA aligns it, and with its end where the elements end. One byte more, if there is none.
+        // Aligned as by CUDA; it ends exactly where the elements end. At least one byte.
         void *start;
         if (posix_memalign(&start, 256, bytes ? bytes : 1) != 0) return 96;
         memcpy(start, take(bytes), bytes);
@@ -127,7 +129,7 @@ int main(int, char **argv) {
     }
     for (uint64_t n = number(); n > 0; n--) {
         size_t length = number();
-        if (length == 0) { // a kernel has a name
+        if (length == 0) { // kernels have names; products do not
             if (product()) continue;
             fprintf(stderr, "shim: a product that cuBLAS refuses\n");
             return 96;

@@ -1,4 +1,4 @@
-// A kernel by its name, called with arguments of eight bytes each.
+// A kernel by name, called with arguments of eight bytes each.
 #pragma once
 #include <cstring>
 #include <tuple>

@@ -1,5 +1,5 @@
-// The fibers of a block, and the barriers that they wait at. Nothing here is instrumented for ThreadSanitizer but
-// what says so: it would see the scheduler, which orders all.
+// The fibers of a block, and the barriers that they wait at. ThreadSanitizer instruments nothing
+// here except where stated; otherwise it would see the scheduler, which orders everything.
 #include "shim.h"
 
 #include <sys/mman.h>
@@ -23,7 +23,8 @@
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define UNWATCHED
 #endif
-// Where nobody looks on, fibers change by a few instructions; `swapcontext` asks the system for signals each time.
+// Without sanitizers, fibers switch by a few instructions; `swapcontext` makes a system call for
+// signals each time.
 #if defined(UNWATCHED) && defined(__x86_64__)
 #define FAST_SWITCH
 extern "C" void shim_switch(void **from, void *to);
@@ -56,7 +57,7 @@ namespace {
 
 constexpr unsigned MOST_THREADS = 1024, LANES = 32;
 constexpr size_t STACK = 64 << 10;
-// Of one block: as much as every GPU has for it that has tensor cores for bf16.
+// Shared memory per block: the least of any GPU with bf16 tensor cores.
 constexpr size_t SHARED_BYTES = 99 << 10;
 constexpr unsigned MOST_WORDS = 6, MOST_COPIES = 64;
 
@@ -68,13 +69,13 @@ struct Copy {
 
 struct Fiber {
     Thread thread;
-    uint64_t slot;                 // what it gives in a shuffle
-    uint32_t words[2][MOST_WORDS]; // what it gives its warp, and gave it before
-    unsigned turn;                 // which of the two it gives
-    Copy copies[MOST_COPIES];      // which it has begun and not waited for
+    uint64_t slot;                 // its value in a shuffle
+    uint32_t words[2][MOST_WORDS]; // the words for its warp, current and previous
+    unsigned turn;                 // the index of the current words
+    Copy copies[MOST_COPIES];      // copies that it has begun and not waited for
     unsigned copy_count;
 #if defined(FAST_SWITCH)
-    void *context; // where it left its stack
+    void *context; // its saved stack pointer
 #else
     ucontext_t context;
 #endif
@@ -114,9 +115,10 @@ char *shared_memory;
 char block_order, warp_order[MOST_THREADS / LANES], start_order, end_order;
 #if defined(__SANITIZE_THREAD__)
 void *scheduler_detector;
-// The race detector's threads. It takes an access of a thread whose number is used again for one of the new thread, so
-// a few blocks in turn have threads of their own, and races between those are found: making one is slow. Each has a
-// stack of its own, and each block shared memory, or there would be races in those.
+// ThreadSanitizer's fibers. If a fiber is reused, its old accesses count as the new thread's. So a
+// few consecutive blocks get fibers of their own, and races between these blocks are found; making
+// a fiber is slow. Each fiber has its own stack, and each block its own shared memory, since reuse
+// would be reported as a race.
 constexpr unsigned MOST_BLOCKS = 6, MOST_STACKS = MOST_BLOCKS * 256;
 void *detectors[MOST_STACKS];
 unsigned detector_count, block_count;
@@ -157,7 +159,7 @@ UNSEEN void acquire(void *order) {
     _exit(97);
 }
 
-// From a fiber to the scheduler.
+// Switches from a fiber to the scheduler.
 UNSEEN void leave(bool ended) {
     Fiber &fiber = fibers[current];
 #if defined(__SANITIZE_ADDRESS__)
@@ -177,7 +179,7 @@ UNSEEN void leave(bool ended) {
     (void)ended;
 }
 
-// The calls of sanitized code. A function of its own, which ThreadSanitizer sees.
+// Calls sanitized code. A separate function, so that ThreadSanitizer instruments it.
 __attribute__((noinline)) void run_kernel() { launched->run(launched->arguments); }
 
 UNSEEN void enter() {
@@ -192,7 +194,7 @@ UNSEEN void enter() {
     leave(true);
 }
 
-// From the scheduler to a fiber.
+// Switches from the scheduler to a fiber.
 UNSEEN void go_on(unsigned index) {
     current = index;
     Fiber &fiber = fibers[index];
@@ -217,7 +219,8 @@ UNSEEN void make_ready(unsigned first, unsigned end) {
     for (unsigned i = first; i < end; i++) ready[ready_count++] = i;
 }
 
-// Memory that ThreadSanitizer is not told of: it would take its whole length for written, again and again.
+// Maps memory without ThreadSanitizer noticing. It would treat the whole length as written, again
+// and again.
 UNSEEN void *map(size_t bytes) {
     long address = syscall(SYS_mmap, nullptr, bytes, PROT_READ | PROT_WRITE,
                            MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0L);
@@ -225,7 +228,7 @@ UNSEEN void *map(size_t bytes) {
     return (void *)address;
 }
 
-// All that was done in blocks is over: what begins later comes after it.
+// Orders everything done in earlier blocks before what begins later.
 UNSEEN void end_blocks() {
     acquire(&end_order);
     release(&start_order);
@@ -248,7 +251,8 @@ UNSEEN void start_fiber(unsigned index, unsigned block) {
     fiber.stack = stacks + STACK * index;
 #endif
 #if defined(FAST_SWITCH)
-    // As if it had called `shim_switch` at the beginning of `enter`: six registers, and where to return to.
+    // A stack as if `enter` had called `shim_switch` at its beginning: six registers and the return
+    // address.
     void **top = (void **)((char *)fiber.stack + STACK) - 1;
     *--top = (void *)enter;
     for (int i = 0; i < 6; i++) *--top = nullptr;
@@ -299,7 +303,8 @@ UNSEEN unsigned lane() { return current % LANES; }
 UNSEEN const Thread &self() { return fibers[current].thread; }
 
 #if defined(UNWATCHED)
-// Of the block that runs: its addresses have one upper half, for whoever keeps the lower one.
+// Shared memory of the running block. Its addresses share one upper half, for code that keeps the
+// lower half only.
 char *shared_memory_start() {
     static char *const memory = [] {
         char *start = (char *)map(2 * SHARED_BYTES);
@@ -316,7 +321,7 @@ UNSEEN void *shared(int site, size_t bytes) {
     if (array_count == sizeof arrays / sizeof *arrays) fail("too many shared arrays");
     shared_used += (bytes + 15) / 16 * 16;
     if (shared_used > SHARED_BYTES) fail("more than 99 KiB of shared memory");
-    // Memory of its own for each block, which holds garbage, and past whose end AddressSanitizer looks.
+    // Each block has fresh memory with garbage; AddressSanitizer checks accesses past its end.
 #if defined(__SANITIZE_THREAD__)
     void *memory = shared_memory + shared_used - (bytes + 15) / 16 * 16;
 #elif defined(UNWATCHED)
@@ -345,7 +350,7 @@ UNSEEN void block_barrier() {
     acquire(&block_order);
 }
 
-// All lanes come here before one goes on: no order of memory.
+// Waits until all lanes are here, without ordering memory.
 UNSEEN static void meet() {
     unsigned warp = current / LANES, first = warp * LANES, end = first + LANES < count ? first + LANES : count;
     if (++at_warp_barrier[warp] == end - first) {
@@ -382,7 +387,7 @@ UNSEEN const uint32_t *published(unsigned lane) {
     return fibers[current / LANES * LANES + lane].words[fibers[current].turn];
 }
 
-// What the sanitizers see of a copy, as the fiber's own accesses.
+// A copy's accesses, which the sanitizers attribute to the fiber.
 __attribute__((noinline)) static void write_garbage(void *to, unsigned bytes) { memset(to, 0xff, bytes); }
 
 __attribute__((noinline)) static void carry_out(void *to, const void *from, unsigned bytes) {
@@ -417,7 +422,7 @@ UNSEEN void launch(const Launch &what, uint64_t seed) {
                 (unsigned long)threads);
         _exit(97);
     }
-    // Blocks in an order of their own, too: any that has no common divisor with their number.
+    // Blocks also run in a random order: the step has no common divisor with their number.
     unsigned step = 1 + draw((unsigned)blocks);
     auto divisor = [](unsigned a, unsigned b) {
         while (b != 0) {

@@ -9,7 +9,7 @@ struct Launch {
     unsigned grid, block, shared_bytes;
     void (*run)(const uint8_t *arguments);
     const uint8_t *arguments;
-    // In the other two dimensions.
+    // The other two dimensions.
     unsigned grid_y = 1, grid_z = 1, block_y = 1, block_z = 1;
 };
 void launch(const Launch &what, uint64_t seed);

@@ -1,7 +1,7 @@
-// CUDA's words for a host compiler. A block's threads are fibers of one thread of the system, so a run is the same
-// each time; which fiber goes on is drawn from a seed. Barriers and shuffles are what orders them, and
-// ThreadSanitizer is told of nothing else: two fibers that touch one place without a barrier between them are a race
-// for it, in shared memory and in global memory.
+// CUDA's keywords and functions for a host compiler. A block's threads are fibers of one system
+// thread, so a run is reproducible; a seed determines the next fiber. Only barriers and shuffles
+// order fibers, and ThreadSanitizer knows of no other order. It reports a race if two fibers access
+// the same memory without a barrier between them, in shared and global memory.
 #pragma once
 
 #include <cmath>
@@ -25,27 +25,28 @@ namespace shim {
 struct Dim {
     unsigned x, y, z;
 };
-// What a thread of a block reads of itself.
+// A thread's built-in variables.
 struct Thread {
     Dim thread, block, block_size, grid_size;
 };
 const Thread &self();
-// The thread's place in its warp.
+// The thread's index in its warp.
 unsigned lane();
 void *shared(int site, size_t bytes);
-// That which the launch says, of this block.
+// The dynamic shared memory of this block, of the launch's size.
 void *dynamic_shared();
 void block_barrier();
 void warp_barrier();
-// The bits that lane `lane ^ mask` gave in the same call.
+// Returns the bits that lane `lane ^ mask` passed to the same call.
 uint64_t exchange(uint64_t bits, unsigned mask);
 
-// What each lane of a warp gives the others: some words, to be looked at until it gives the next ones. It orders no memory.
+// Each lane publishes some words for its warp, valid until it publishes the next ones. This does
+// not order memory.
 void publish(const uint32_t *words, unsigned count);
 const uint32_t *published(unsigned lane);
 
-// A copy writes garbage when it begins and what it copies, or zeros, when it is waited for: who does not wait, or whose
-// place others still read, finds out.
+// A copy writes garbage when it begins. When it is waited for, it writes the copied bytes, or
+// zeros. So a missing wait, or an overwrite of memory that is still read, shows up.
 void begin_copy(void *to, const void *from, unsigned bytes);
 void end_copies();
 
@@ -93,7 +94,8 @@ template <class Chunk> void copy_async(Chunk *to, const void *from, bool is_ther
 
 static inline void copies_done() { shim::end_copies(); }
 
-// Element `column` of row `row` of the matrix whose rows' addresses lanes `8 matrix ..` have given.
+// Element `column` of row `row` of a matrix. Lanes `8 matrix ..` have published the addresses of
+// its rows.
 static inline uint16_t matrix_element(unsigned matrix, unsigned row, unsigned column) {
     uint64_t address;
     memcpy(&address, shim::published(matrix * 8 + row), 8);
@@ -126,7 +128,7 @@ template <class T> void multiply_add(float (&c)[4], const uint32_t (&a)[4], uint
     shim::publish(words, 6);
     auto half = [](uint32_t word, unsigned i) { return load(T{(uint16_t)(word >> 16 * i)}); };
     unsigned lane = shim::lane();
-    // Two rows and two columns of 16, of which four lanes have pieces.
+    // Two rows and two columns of 16 elements, gathered from four lanes.
     float rows[2][16], columns[2][16];
     for (unsigned piece = 0; piece < 4; piece++) {
         const uint32_t *left = shim::published(lane / 4 * 4 + piece);

@@ -1,4 +1,4 @@
-//! Compiled kernels, which take long to make, kept in files.
+//! A cache of compiled kernels in files.
 
 use std::env;
 use std::fs;
@@ -11,18 +11,19 @@ use fulgurite_error::Result;
 use fulgurite_error::files::read_regular;
 use twox_hash::XxHash3_64;
 
-/// A folder of compiled kernels. What cannot be kept is made again: a cache is no reason for an error.
+/// A folder of compiled kernels. Failures to read or write it are ignored; the kernel is compiled
+/// again.
 #[derive(Debug, Clone)]
 pub struct Cache {
     folder: Option<PathBuf>,
 }
 
-/// The longest that are read back.
+/// The largest file that is read back.
 const MOST_BYTES: u64 = 64 << 20;
 
 impl Cache {
-    /// In `fulgurite/kernels` of the user's cache directory: `XDG_CACHE_HOME`, or `.cache` in the home directory. Keeps
-    /// nothing if there is neither.
+    /// The cache in `fulgurite/kernels` of the user's cache directory: `XDG_CACHE_HOME`, or
+    /// `.cache` in the home directory. Without either, nothing is cached.
     pub fn of_user() -> Self {
         let set = |name| env::var_os(name).filter(|value| !value.is_empty()).map(PathBuf::from);
         let cache = set("XDG_CACHE_HOME").filter(|path| path.is_absolute());
@@ -30,16 +31,16 @@ impl Cache {
         Self { folder: cache.map(|cache| cache.join("fulgurite").join("kernels")) }
     }
 
-    /// In a folder, which is made when it is needed.
+    /// A cache in a folder, which is created when needed.
     pub fn new(folder: impl Into<PathBuf>) -> Self {
         Self { folder: Some(folder.into()) }
     }
 
-    /// Returns the bytes that `make` makes, which follow from `key` alone: from the cache, if they are there whole.
-    /// Processes may use one cache at the same time.
+    /// Returns the bytes of `make`, from the cache if a complete file is there. They must depend on
+    /// `key` alone. Several processes may use one cache at the same time.
     ///
     /// # Errors
-    /// Those of `make`.
+    /// The errors of `make`.
     pub fn bytes(
         &self,
         name: &str,
@@ -63,18 +64,18 @@ impl Cache {
     }
 }
 
-/// 128 bits: those of two hashes.
+/// A 128-bit hash, from two 64-bit hashes.
 fn hash(bytes: &[u8]) -> u128 {
     let [low, high] = [0, 1].map(|seed| XxHash3_64::oneshot_with_seed(seed, bytes));
     u128::from(high) << 64 | u128::from(low)
 }
 
-/// What a file begins with, so that one that is cut off or changed is not taken.
+/// The first line of a file: a hash that detects truncated or changed files.
 fn first_line(bytes: &[u8]) -> String {
     format!("// fulgurite {:032x}", hash(bytes))
 }
 
-/// Writes a file of its own and renames it, so that others see all of it or nothing.
+/// Writes a temporary file and renames it, so other processes never see a partial file.
 fn keep(path: &std::path::Path, bytes: &[u8]) -> std::io::Result<()> {
     static COUNT: AtomicU64 = AtomicU64::new(0);
     if let Some(folder) = path.parent() {

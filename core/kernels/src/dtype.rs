@@ -1,21 +1,21 @@
-//! The dtypes that kernels take.
+//! The dtypes of kernels.
 
-/// A floating-point dtype, with the number that it has in tables (`kernels/common.cu`).
+/// A floating-point dtype, with its number in tables (`kernels/common.cu`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Float {
-    /// IEEE, 32 bits.
+    /// IEEE binary32.
     F32 = 0,
     /// The upper half of [`F32`](Self::F32).
     Bf16 = 1,
-    /// IEEE, 16 bits.
+    /// IEEE binary16.
     F16 = 2,
-    /// IEEE, 64 bits. Few kernels take it.
+    /// IEEE binary64. Few kernels take it.
     F64 = 3,
 }
 
 impl Float {
-    /// Bytes of an element.
+    /// Returns the size of an element in bytes.
     pub fn size(self) -> usize {
         match self {
             Self::F64 => 8,
@@ -24,7 +24,8 @@ impl Float {
         }
     }
 
-    /// Its name in C, and at the end of the names of kernels that are compiled for each dtype.
+    /// Returns the name in C, which also ends the names of kernels that are compiled for each
+    /// dtype.
     pub fn name(self) -> &'static str {
         match self {
             Self::F32 => "f32",

@@ -1,18 +1,24 @@
 //! CUDA kernels in C without headers, the table of their parameters, and plans of launches.
 //!
-//! A kernel is compiled in three ways: by NVRTC when a program first needs it (feature `cuda`), by NVRTC and `ptxas`
-//! in `.ci/kernels`, which compares the parameters in what comes out with [`table::all`], and by a host compiler under
-//! `shim/`, where the tests run it with AddressSanitizer, UndefinedBehaviorSanitizer and ThreadSanitizer against what
-//! the CPU computes. **None of them has run on a GPU yet.**
+//! A kernel is compiled in three ways:
 //!
-//! What is launched is a [`Plan`]: which kernels, over how many blocks, with which arguments, which products of matrices
-//! (cuBLAS computes those) between them, what small tables they read and what memory they need besides. A plan is made from
-//! addresses and sizes alone, so that the tests carry out the very plans that a GPU would.
+//! - NVRTC compiles it when a program first needs it (feature `cuda`).
+//! - `.ci/kernels` compiles it with NVRTC and `ptxas`, and compares the parameters in the output
+//!   with [`table::all`].
+//! - A host compiler compiles it with `shim/`. The tests run it with AddressSanitizer,
+//!   UndefinedBehaviorSanitizer and ThreadSanitizer, and compare the results with the CPU's.
+//!
+//! **No kernel has run on a GPU yet.**
+//!
+//! A [`Plan`] lists the kernels to launch, with their numbers of blocks and their arguments. It
+//! also lists the matrix products between them (computed by cuBLAS), the small tables that kernels
+//! read, and the scratch memory. A plan is made from addresses and sizes alone, so the tests run
+//! the same plans as a GPU.
 //!
 //! ```
 //! use fulgurite_kernels::{Float, plans::{Values, squared_norm}};
 //!
-//! // Two gradients, whose memory is at these addresses, and where the sum of their squares shall be.
+//! // Two gradients at these addresses, and the address for the sum of their squares.
 //! let grads = [Values { address: 0x1000, length: 70_000, dtype: Float::F32 },
 //!              Values { address: 0x9000, length: 3, dtype: Float::Bf16 }];
 //! let plan = squared_norm(&grads, 0x100);
@@ -20,12 +26,12 @@
 //! assert_eq!(names, ["squared_norm_chunks", "sum_f64"]);
 //! ```
 //!
-//! NVRTC makes the code of the GPU itself (a cubin), which the driver need not compile. The environment variable
-//! `FULGURITE_KERNELS=ptx` has it make PTX instead, for tools that read that, such as `gpu-check/emulator`.
+//! NVRTC compiles to machine code (a cubin), so the driver compiles nothing. With the environment
+//! variable `FULGURITE_KERNELS=ptx` it emits PTX, for tools such as `gpu-check/emulator`.
 //!
 //! With `FULGURITE_ATTENTION=cudnn`, cuDNN computes attention instead ([`cudnn`]).
 //!
-//! This crate knows tensors only as addresses, lengths and dtypes; `engine` and `nn` have the plans carried out.
+//! This crate knows tensors only as addresses, lengths and dtypes; `engine` and `nn` run the plans.
 
 pub mod cache;
 #[cfg(feature = "cuda")]

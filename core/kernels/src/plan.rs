@@ -1,17 +1,17 @@
-//! Launches, as data: arguments with types, tables, and memory that is needed besides.
+//! Launches as data: typed arguments, tables and scratch memory.
 
 use std::marker::PhantomData;
 
 use crate::{Float, Product, Source};
 
-/// Where an argument points.
+/// The target of a pointer argument.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Target {
     /// An address on the device; 0 for none.
     Address(u64),
-    /// A table of the plan, by its number.
+    /// A table of the plan, by its index.
     Table(usize),
-    /// Memory that the plan asks for, by its number.
+    /// Scratch memory of the plan, by its index.
     Scratch(usize),
 }
 
@@ -20,17 +20,17 @@ pub enum Target {
 pub enum Argument {
     /// A pointer.
     Pointer(Target),
-    /// A number, as its bits. Those of one with 32 bits are the lower ones.
+    /// A number, as its bits. A 32-bit number is in the lower half.
     Number(u64),
 }
 
-/// A parameter's type: what the table of kernels is written with.
+/// A type of kernel parameters, as in the table of kernels.
 pub trait Parameter {
-    /// As the kernel in C declares it.
+    /// The type in the kernel's C declaration.
     fn c_type() -> String;
-    /// As PTX declares it.
+    /// The type in PTX.
     const PTX: &'static str;
-    /// The value, as it is given to a kernel.
+    /// Converts the value to a launch argument.
     fn argument(self) -> Argument;
 }
 
@@ -40,11 +40,11 @@ pub trait Pointee {
     const C_NAME: &'static str;
 }
 
-/// A pointer to what a kernel reads.
+/// A pointer that a kernel reads from.
 #[derive(Debug, PartialEq)]
 pub struct In<T>(Target, PhantomData<fn(T)>);
 
-/// A pointer to what a kernel writes, or changes.
+/// A pointer that a kernel writes to.
 #[derive(Debug, PartialEq)]
 pub struct Out<T>(Target, PhantomData<fn(T)>);
 
@@ -58,7 +58,7 @@ macro_rules! pointers {
         impl<T> Copy for $name<T> {}
 
         impl<T> $name<T> {
-            /// A pointer to an address on the device. The caller knows what is there.
+            /// A pointer to an address on the device. The element type is not checked.
             pub fn at(address: u64) -> Self {
                 Self(Target::Address(address), PhantomData)
             }
@@ -83,12 +83,12 @@ macro_rules! pointers {
 pointers!(In => "const {} *", Out => "{} *");
 
 impl<T> Out<T> {
-    /// Where it points.
+    /// Returns the pointer's target.
     pub fn target(self) -> Target {
         self.0
     }
 
-    /// To read what another kernel has written.
+    /// Returns a read pointer to the same memory, for a later kernel.
     pub fn read(self) -> In<T> {
         In(self.0, PhantomData)
     }
@@ -105,7 +105,7 @@ pub struct F16 {
     _bits: u16,
 }
 
-/// What a pointer that says nothing of its elements points to.
+/// The target of a `void` pointer.
 #[derive(Debug, Clone, Copy)]
 pub struct Unknown;
 
@@ -118,7 +118,7 @@ pointees!(
     f32 => "float", f64 => "double", u32 => "u32", u64 => "u64", Bf16 => "bf16", F16 => "f16", Unknown => "void"
 );
 
-/// An element type that kernels are compiled for.
+/// An element type with compiled kernels.
 pub trait Element: Pointee {
     /// Its dtype.
     const FLOAT: Float;
@@ -131,7 +131,7 @@ macro_rules! elements {
 }
 elements!(f32 => F32, Bf16 => Bf16, F16 => F16);
 
-/// An element type that tensor cores multiply without rounding it first.
+/// A 16-bit element type that tensor cores multiply without rounding.
 pub trait Half: Element {}
 impl Half for Bf16 {}
 impl Half for F16 {}
@@ -159,11 +159,11 @@ numbers! {
 
 /// The type of a row's field.
 pub trait FieldType {
-    /// Its name in C.
+    /// The type's name in C.
     const C_NAME: &'static str;
-    /// Whether it is an address on the device.
+    /// Whether the type is an address on the device.
     const IS_ADDRESS: bool = false;
-    /// Appends its bytes.
+    /// Appends the field's bytes.
     fn write(&self, bytes: &mut Vec<u8>);
 }
 
@@ -189,24 +189,24 @@ macro_rules! field_types {
 }
 field_types!(u32 => "u32", u64 => "u64", f32 => "float");
 
-/// A field of a row, to compare with the struct in C.
+/// A field of a row, for comparison with the struct in C.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Field {
     /// Its name.
     pub name: &'static str,
-    /// Bytes from the row's start.
+    /// Offset from the row's start, in bytes.
     pub offset: usize,
-    /// Bytes that it takes.
+    /// Size in bytes.
     pub size: usize,
-    /// Whether it is an address on the device.
+    /// Whether the field is an address on the device.
     pub is_address: bool,
 }
 
-/// A row of a table that a kernel reads; a struct in C with the same name and fields.
+/// A row of a table that a kernel reads. A struct in C has the same name and fields.
 pub trait Row: Pointee {
-    /// Its fields, in order.
+    /// Returns the fields, in order.
     fn fields() -> Vec<Field>;
-    /// Appends its bytes.
+    /// Appends the row's bytes.
     fn write(&self, bytes: &mut Vec<u8>);
 }
 
@@ -250,22 +250,22 @@ macro_rules! rows {
 }
 pub(crate) use rows;
 
-/// A launch.
+/// A launch of a kernel.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Call {
     /// The kernel's name.
     pub kernel: &'static str,
-    /// The file that it is in.
+    /// The file of the kernel.
     pub source: Source,
-    /// Blocks, each of [`THREADS`](crate::THREADS) threads.
+    /// Number of blocks. Each has [`THREADS`](crate::THREADS) threads.
     pub blocks: u32,
-    /// Bytes of shared memory for each block, besides what the kernel declares.
+    /// Dynamic shared memory of each block, in bytes.
     pub shared_bytes: u32,
-    /// Its arguments, in order.
+    /// The arguments, in order.
     pub arguments: Vec<Argument>,
 }
 
-/// A piece of a plan's work.
+/// A step of a plan.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Work {
     /// A launch of a kernel.
@@ -274,7 +274,7 @@ pub enum Work {
     Product(Product),
 }
 
-/// A table: its bytes, and where there are addresses in them.
+/// A table: its bytes, and the offsets of the addresses in them.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Table {
     pub(crate) bytes: Vec<u8>,
@@ -282,18 +282,18 @@ pub struct Table {
 }
 
 impl Table {
-    /// What is copied to the device.
+    /// Returns the bytes to copy to the device.
     pub fn bytes(&self) -> &[u8] {
         &self.bytes
     }
 
-    /// Offsets of the addresses in it.
+    /// Returns the offsets of the addresses in the bytes.
     pub fn addresses(&self) -> &[usize] {
         &self.addresses
     }
 }
 
-/// Launches and products in order, and what they need. A plan without any has nothing to do.
+/// Launches and products in order, with their tables and scratch memory. It may be empty.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Plan {
     work: Vec<Work>,
@@ -302,12 +302,12 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// What is done, in order.
+    /// Returns the launches and products, in order.
     pub fn work(&self) -> &[Work] {
         &self.work
     }
 
-    /// The launches among it.
+    /// Returns the launches only.
     pub fn calls(&self) -> Vec<&Call> {
         self.work
             .iter()
@@ -318,12 +318,13 @@ impl Plan {
             .collect()
     }
 
-    /// The tables, by number.
+    /// Returns the tables, by index.
     pub fn tables(&self) -> &[Table] {
         &self.tables
     }
 
-    /// Bytes of each memory that is needed while the plan is carried out, by number.
+    /// Returns the size of each scratch buffer in bytes, by index. They are needed while the plan
+    /// runs.
     pub fn scratch_bytes(&self) -> &[usize] {
         &self.scratch
     }
@@ -350,20 +351,20 @@ impl Plan {
         In(Target::Table(self.tables.len() - 1), PhantomData)
     }
 
-    /// Asks for memory for `count` elements, which holds garbage.
+    /// Asks for uninitialised scratch memory for `count` elements.
     pub fn scratch<T>(&mut self, count: usize) -> Out<T> {
         self.scratch.push(count * size_of::<T>());
         Out(Target::Scratch(self.scratch.len() - 1), PhantomData)
     }
 
-    /// Adds a launch, unless it has no blocks: CUDA refuses those.
+    /// Adds a launch, unless its number of blocks is 0, which CUDA refuses.
     pub fn call(&mut self, call: Call) {
         if call.blocks > 0 {
             self.work.push(Work::Launch(call));
         }
     }
 
-    /// Adds a product, unless it has no elements.
+    /// Adds a product, unless its result is empty.
     pub fn product(&mut self, product: Product) {
         if product.m > 0 && product.n > 0 && product.batch > 0 {
             self.work.push(Work::Product(product));

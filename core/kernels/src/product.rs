@@ -1,13 +1,13 @@
-//! The products that cuBLAS computes and candle does not: those whose results have another dtype, or are added.
+//! Matrix products that candle does not offer: results in another dtype, and accumulation.
 
 use crate::{Float, Target};
 
-/// Where a matrix begins.
+/// The beginning of a matrix.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Start {
-    /// The memory that it is in.
+    /// The memory that holds the matrix.
     pub target: Target,
-    /// Bytes from where that points.
+    /// Offset from the target, in bytes.
     pub offset: u64,
 }
 
@@ -17,21 +17,21 @@ impl Start {
         Self { target: Target::Address(address), offset: 0 }
     }
 
-    /// So many elements later.
+    /// Advances by a number of elements.
     pub fn plus(self, elements: usize, dtype: Float) -> Self {
         Self { offset: self.offset + (elements * dtype.size()) as u64, ..self }
     }
 }
 
-/// `C = alpha op(A) op(B) + beta C`, as cuBLAS's `GemmEx` and `GemmStridedBatchedEx` take it: matrices are stored column by
-/// column, and sums are in f32.
+/// `C = alpha op(A) op(B) + beta C`, for cuBLAS's `GemmEx` and `GemmStridedBatchedEx`. Matrices are
+/// column-major, and sums are in f32.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Product {
     /// dtype of A and B; not f64.
     pub dtype: Float,
-    /// dtype of C: that one, or f32.
+    /// dtype of C: the dtype of A and B, or f32.
     pub out: Float,
-    /// Where A, B and C begin.
+    /// The beginnings of A, B and C.
     pub starts: [Start; 3],
     /// Whether A and B are transposed.
     pub transposed: [bool; 2],
@@ -41,32 +41,33 @@ pub struct Product {
     pub n: i32,
     /// Columns of `op(A)`, rows of `op(B)`.
     pub k: i32,
-    /// Elements from a column of A, B and C to the next.
+    /// Elements between neighbouring columns of A, B and C.
     pub leading: [i32; 3],
-    /// How many such products there are.
+    /// Number of products in the batch.
     pub batch: i32,
-    /// Elements from a matrix to the next one, of A, B and C.
+    /// Elements between neighbouring matrices of A, B and C.
     pub strides: [i64; 3],
     /// The factor of the product.
     pub alpha: f32,
-    /// 0 or 1; with 0 what is in C is not read.
+    /// 0 or 1; with 0, C is not read.
     pub beta: f32,
 }
 
-/// A matrix that is stored row by row, and those after it.
+/// A row-major matrix, or the first of a batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Matrix {
-    /// Where the first one begins.
+    /// The beginning of the first matrix.
     pub start: Start,
-    /// Elements from a row to the next.
+    /// Elements between neighbouring rows.
     pub row: usize,
-    /// Elements from a matrix to the next one.
+    /// Elements between neighbouring matrices.
     pub stride: usize,
 }
 
 impl Product {
-    /// `C = op(A) op(B)`, or with `add` its sum with what is in C, of matrices that are stored row by row; `sizes` are the rows
-    /// and columns of C, and the columns of `op(A)`. `None` if it is larger than cuBLAS takes.
+    /// The product `C = op(A) op(B)` of row-major matrices, or with `add` `C += op(A) op(B)`.
+    /// `sizes` are the rows and columns of C, and the columns of `op(A)`. Returns `None` if the
+    /// matrices are too large for cuBLAS.
     pub fn of_rows(
         [dtype, out]: [Float; 2],
         [a, b, c]: [Matrix; 3],
@@ -77,7 +78,7 @@ impl Product {
     ) -> Option<Self> {
         let size = |n: usize| i32::try_from(n).ok();
         let stride = |matrix: Matrix| i64::try_from(matrix.stride).ok();
-        // Row by row, a matrix is its transpose column by column, and C^T = op(B)^T op(A)^T.
+        // A row-major matrix is its transpose in column-major order, and C^T = op(B)^T op(A)^T.
         Some(Self {
             dtype,
             out,
@@ -94,9 +95,10 @@ impl Product {
         })
     }
 
-    /// Writes the gradient of a linear layer's weight (`[outputs, inputs]`, row by row, in f32) to `weight`, or adds it to what
-    /// is there: `grad^T x`, with `x` of `[rows, inputs]` and `grad` of `[rows, outputs]`, row by row. `None` if it is larger
-    /// than cuBLAS takes.
+    /// The gradient of a linear layer's weight, `grad^T x`, written to `weight` or added with
+    /// `add`. `x` is `[rows, inputs]`, `grad` is `[rows, outputs]`, and `weight` is
+    /// `[outputs, inputs]` in f32; all are row-major. Returns `None` if the matrices are too large
+    /// for cuBLAS.
     pub fn weight_grad(
         dtype: Float,
         [x, grad, weight]: [u64; 3],
@@ -109,9 +111,10 @@ impl Product {
         Self::of_rows([dtype, Float::F32], matrices, [true, false], sizes, 1, add)
     }
 
-    /// Adds the gradient of a linear layer's input to `sum` (`[rows, inputs]`): `grad weight`, with `grad` of `[rows, outputs]`
-    /// and `weight` of `[outputs, inputs]`, all row by row and of one dtype. What is added is not rounded to it before.
-    /// `None` if it is larger than cuBLAS takes.
+    /// The gradient of a linear layer's input, `grad weight`, added to `sum`. `grad` is
+    /// `[rows, outputs]`, `weight` is `[outputs, inputs]` and `sum` is `[rows, inputs]`; all are
+    /// row-major and have one dtype. The gradient is not rounded to that dtype before the addition.
+    /// Returns `None` if the matrices are too large for cuBLAS.
     pub fn add_input_grad(
         dtype: Float,
         [grad, weight, sum]: [u64; 3],
@@ -127,7 +130,7 @@ impl Product {
 mod tests {
     use super::*;
 
-    /// What cuBLAS's documentation says that `GemmEx` does; the addresses are the matrices' starts in `memory`.
+    /// Does what cuBLAS documents for `GemmEx`. The addresses are indices into `memory`.
     fn carry_out(product: &Product, memory: &mut [f64]) {
         let [a, b, c] = product.starts.map(|start| match start.target {
             Target::Address(at) => at as usize,
@@ -167,7 +170,8 @@ mod tests {
                 let (x, grad) = (10, 10 + rows * inputs + 3);
                 let weight = grad + rows * outputs + 2;
                 let end = weight + outputs * inputs;
-                // NaN where nothing may be read, which are also the old values that are not added to.
+                // NaN marks memory that must not be read, including old values that are
+                // overwritten.
                 let mut memory = vec![f64::NAN; end + 10];
                 for (i, value) in memory[..weight].iter_mut().enumerate() {
                     let is_between = i < x
@@ -231,7 +235,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cublas_cannot_count_is_left_to_others() {
+    fn sizes_beyond_cublas_are_refused() {
         assert_eq!(Product::weight_grad(Float::F32, [0; 3], [1 << 31, 1, 1], false), None);
     }
 }

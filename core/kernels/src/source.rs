@@ -1,6 +1,6 @@
-//! The text of the kernels.
+//! The source code of the kernels.
 
-/// A file of kernels, which is compiled as one.
+/// A file of kernels; each is one NVRTC program.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Source {
     /// The squared norm of many tensors.
@@ -13,11 +13,11 @@ pub enum Source {
     Views,
     /// Norms, SwiGLU and rotary position embedding.
     Rows,
-    /// Softmax of scores.
+    /// Softmax of attention scores.
     Attention,
-    /// Attention without scores in memory, of heads of up to 128 elements.
+    /// Attention without scores in memory, for heads of up to 128 elements.
     Flash,
-    /// The same, of heads of up to 256 elements.
+    /// Attention without scores in memory, for heads of up to 256 elements.
     FlashWide,
     /// Dropout.
     Dropout,
@@ -26,7 +26,7 @@ pub enum Source {
 }
 
 impl Source {
-    /// All of them.
+    /// All files.
     pub const ALL: [Self; 10] = [
         Self::GradNorm,
         Self::Optimizer,
@@ -40,7 +40,7 @@ impl Source {
         Self::Loss,
     ];
 
-    /// The file's name, without its end.
+    /// Returns the file's name without its extension.
     pub fn name(self) -> &'static str {
         match self {
             Self::GradNorm => "grad_norm",
@@ -56,7 +56,8 @@ impl Source {
         }
     }
 
-    /// What is compiled: what all kernels share, and the file; before that, what those share that load packs.
+    /// Returns the code to compile: the common code, the code for packs if the file uses them, and
+    /// the file.
     pub fn text(self) -> String {
         macro_rules! flash {
             () => {
@@ -86,6 +87,6 @@ impl Source {
     }
 }
 
-/// The options that NVRTC is given, besides the architecture. Multiplications and additions stay apart, as they do on
-/// the CPU: optimizers have its bits, and what they do waits for memory, not for arithmetic.
+/// Options of NVRTC besides the architecture. Multiplications and additions are not fused, so
+/// optimizers give the same bits as on the CPU. Optimizers wait for memory, not for arithmetic.
 pub const NVRTC_OPTIONS: [&str; 2] = ["--fmad=false", "--std=c++17"];

@@ -1,8 +1,9 @@
-//! The table of kernels: the one place in Rust that says what each is called, where it is and what it takes.
+//! The table of kernels: the only place in Rust with their names, files and parameters.
 //!
-//! Launches are made by functions of the kernels' names, so the Rust compiler checks their arguments. That the
-//! parameters are those of the kernels is checked by a host compiler in the tests (a `static_assert` for each
-//! kernel, and for each field of a row) and against the compiled PTX in `.ci/kernels`.
+//! Each kernel has a function of the same name that makes a launch, so the Rust compiler checks the
+//! arguments. In the tests, a host compiler compares the parameters with the kernels (a
+//! `static_assert` for each kernel and for each field of a row). `.ci/kernels` compares them with
+//! the compiled PTX.
 //!
 //! ```
 //! use fulgurite_kernels::{In, Out, table};
@@ -10,7 +11,7 @@
 //! # assert_eq!(call.arguments.len(), 3);
 //! ```
 //!
-//! What it reads and what it writes exchanged is no program:
+//! Inputs and outputs cannot be exchanged:
 //!
 //! ```compile_fail,E0308
 //! use fulgurite_kernels::{In, Out, table};
@@ -24,22 +25,22 @@ use crate::{Bf16, Call, Element, F16, Field, Float, Half, In, Out, Source, Unkno
 /// A kernel's name and parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Signature {
-    /// Its name.
+    /// The kernel's name.
     pub name: &'static str,
-    /// The file that it is in.
+    /// The file of the kernel.
     pub source: Source,
-    /// Its parameters, in order.
+    /// The parameters, in order.
     pub parameters: Vec<Declared>,
 }
 
 /// A parameter as it is declared.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Declared {
-    /// Its name, in the table alone.
+    /// The parameter's name, used in this table only.
     pub name: &'static str,
-    /// Its type in C.
+    /// The type in C.
     pub c_type: String,
-    /// Its type in PTX.
+    /// The type in PTX.
     pub ptx_type: &'static str,
 }
 
@@ -62,7 +63,7 @@ macro_rules! kernels {
             }
         )*)*
 
-        /// Those that are compiled once.
+        /// Signatures of the kernels that are compiled once.
         fn plain() -> Vec<Signature> {
             vec![$($(Signature {
                 name: stringify!($name),
@@ -77,7 +78,7 @@ macro_rules! kernels {
     };
 }
 
-/// The same, for kernels that are compiled for each dtype, which ends their names.
+/// Like `kernels`, for kernels that are compiled for each dtype. The dtype ends their names.
 macro_rules! kernels_of_floats {
     ($($source:ident { $(
         $(#[$attribute:meta])*
@@ -101,7 +102,7 @@ macro_rules! kernels_of_floats {
             }
         )*)*
 
-        /// Those that are compiled for each dtype.
+        /// Signatures of the kernels that are compiled for each dtype.
         fn of_floats() -> Vec<Signature> {
             let mut all = Vec::new();
             $($({
@@ -134,7 +135,7 @@ macro_rules! kernels_of_floats {
     };
 }
 
-/// Elements of a row that a kernel is compiled for: those of smaller rows are padded.
+/// The row length that a kernel is compiled for. Shorter rows are padded.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Width {
     /// Up to 64.
@@ -145,8 +146,8 @@ pub enum Width {
     To256,
 }
 
-/// The same, for kernels that are compiled for each dtype of half a word and each width, which end their names. Those of the
-/// largest width have a source of their own.
+/// Like `kernels`, for kernels that are compiled for each 16-bit dtype and each width. Both end
+/// their names. The largest width has a source of its own.
 macro_rules! kernels_of_halves {
     ($($source:ident, $wide_source:ident { $(
         $(#[$attribute:meta])*
@@ -181,7 +182,7 @@ macro_rules! kernels_of_halves {
             }
         )*)*
 
-        /// Those that are compiled for each dtype of half a word and each width.
+        /// Signatures of the kernels that are compiled for each 16-bit dtype and each width.
         fn of_halves() -> Vec<Signature> {
             let mut all = Vec::new();
             $($({
@@ -209,7 +210,7 @@ macro_rules! kernels_of_halves {
     };
 }
 
-/// All kernels.
+/// Returns the signatures of all kernels.
 pub fn all() -> Vec<Signature> {
     let mut all = plain();
     all.extend(of_floats());
@@ -219,7 +220,7 @@ pub fn all() -> Vec<Signature> {
 
 macro_rules! all_rows {
     ($($ty:ty),*) => {
-        /// All structs of tables, by their names in C.
+        /// Returns the structs of all tables, by their names in C.
         pub fn rows() -> Vec<(&'static str, Vec<Field>)> {
             use crate::plan::Pointee;
             vec![$((<$ty>::C_NAME, <$ty>::fields())),*]
@@ -230,13 +231,13 @@ all_rows!(NormTensor, AdamWTensor, SgdTensor, AverageTensor, StepScale, CopiedPa
 
 kernels! {
     GradNorm {
-        /// The sums of squares of the tensors' chunks, a block each.
+        /// The sum of squares of each chunk of the tensors, one block per chunk.
         fn squared_norm_chunks(tensors: In<NormTensor>, count: u32, sums: Out<f64>);
         /// The sum of numbers, by one block.
         fn sum_f64(sums: In<f64>, count: u32, total: Out<f64>);
     }
     Optimizer {
-        /// AdamW, a block for each chunk.
+        /// AdamW, one block per chunk.
         fn adamw(
             tensors: In<AdamWTensor>,
             count: u32,
@@ -249,7 +250,7 @@ kernels! {
             correction2_sqrt: f32,
             eps: f32,
         );
-        /// Stochastic gradient descent, a block for each chunk.
+        /// Stochastic gradient descent, one block per chunk.
         fn sgd(
             tensors: In<SgdTensor>,
             count: u32,
@@ -259,15 +260,15 @@ kernels! {
             keep: f32,
             nesterov: u32,
         );
-        /// Exponential averages of weights, a block for each chunk.
+        /// Exponential averages of weights, one block per chunk.
         fn average(tensors: In<AverageTensor>, count: u32, gain: f32, scale: In<StepScale>);
     }
     Copies {
-        /// Copies of parts of memory, a block for each chunk.
+        /// Copies of parts of memory, one block per chunk.
         fn copy_parts(parts: In<CopiedPart>, count: u32);
     }
     Views {
-        /// The elements of a view, as words of 2 bytes, a block for each chunk.
+        /// The elements of a view, as 2-byte words, one block per chunk.
         fn dense_2(
             x: In<Unknown>,
             y: Out<Unknown>,
@@ -280,7 +281,7 @@ kernels! {
             stride2: u64,
             stride3: u64,
         );
-        /// The elements of a view, as words of 4 bytes, a block for each chunk.
+        /// The elements of a view, as 4-byte words, one block per chunk.
         fn dense_4(
             x: In<Unknown>,
             y: Out<Unknown>,
@@ -293,7 +294,7 @@ kernels! {
             stride2: u64,
             stride3: u64,
         );
-        /// The elements of a view, as words of 8 bytes, a block for each chunk.
+        /// The elements of a view, as 8-byte words, one block per chunk.
         fn dense_8(
             x: In<Unknown>,
             y: Out<Unknown>,
@@ -306,7 +307,7 @@ kernels! {
             stride2: u64,
             stride3: u64,
         );
-        /// The elements of a view, as words of 16 bytes, a block for each chunk.
+        /// The elements of a view, as 16-byte words, one block per chunk.
         fn dense_16(
             x: In<Unknown>,
             y: Out<Unknown>,
@@ -319,7 +320,7 @@ kernels! {
             stride2: u64,
             stride3: u64,
         );
-        /// Rows of a table by their numbers, zeros for `u32::MAX`, a block for each chunk of words.
+        /// Rows of a table by their ids, zeros for `u32::MAX`, one block per chunk of words.
         fn pick_rows(
             ids: In<u32>,
             table: In<Unknown>,
@@ -330,14 +331,14 @@ kernels! {
         );
     }
     Rows {
-        /// `out +=` the sum of rows, a block for 256 columns.
+        /// `out +=` the sum of rows, one block per 256 columns.
         fn add_rows(sums: In<f32>, rows: u32, n: u32, out: Out<f32>);
     }
 }
 
 kernels_of_floats! {
     Rows {
-        /// RMS norm of `x`, or of the sum with `residual`, a block for each row.
+        /// RMS norm of `x`, or of `x + residual`, one block per row.
         fn rms_norm<T>(
             x: In<T>,
             residual: In<T>,
@@ -348,7 +349,7 @@ kernels_of_floats! {
             n: u32,
             eps: f32,
         );
-        /// The gradient of what was normalised, a block for each row.
+        /// The gradient of the normalised input, one block per row.
         fn rms_norm_backward<T>(
             x: In<T>,
             weight: In<f32>,
@@ -358,7 +359,7 @@ kernels_of_floats! {
             dx: Out<T>,
             n: u32,
         );
-        /// The gradient of the weight from parts of the rows, a block for each part and 256 columns.
+        /// Partial sums of the weight's gradient, one block per group of rows and 256 columns.
         fn rms_norm_weight<T>(
             x: In<T>,
             rstd: In<f32>,
@@ -368,7 +369,7 @@ kernels_of_floats! {
             n: u32,
             part: u32,
         );
-        /// Layer norm of `x`, or of the sum with `residual`, a block for each row.
+        /// Layer norm of `x`, or of `x + residual`, one block per row.
         fn layer_norm<T>(
             x: In<T>,
             residual: In<T>,
@@ -381,7 +382,7 @@ kernels_of_floats! {
             n: u32,
             eps: f32,
         );
-        /// The gradient of what was normalised, a block for each row.
+        /// The gradient of the normalised input, one block per row.
         fn layer_norm_backward<T>(
             x: In<T>,
             weight: In<f32>,
@@ -392,7 +393,8 @@ kernels_of_floats! {
             dx: Out<T>,
             n: u32,
         );
-        /// The gradients of weight and bias from parts of the rows, a block for each part and 256 columns.
+        /// Partial sums of the gradients of weight and bias, one block per group of rows and 256
+        /// columns.
         fn layer_norm_weight<T>(
             x: In<T>,
             mean: In<f32>,
@@ -404,13 +406,13 @@ kernels_of_floats! {
             n: u32,
             part: u32,
         );
-        /// An activation function, a block for each chunk.
+        /// An activation function, one block per chunk.
         fn activation<T>(x: In<T>, y: Out<T>, n: u64, kind: u32);
-        /// The gradient of its input, a block for each chunk.
+        /// The gradient of the activation's input, one block per chunk.
         fn activation_backward<T>(x: In<T>, grad: In<T>, dx: Out<T>, n: u64, kind: u32);
-        /// `silu(gate) * up`, a block for each chunk.
+        /// `silu(gate) * up`, one block per chunk.
         fn swiglu<T>(gate: In<T>, up: In<T>, y: Out<T>, n: u64);
-        /// The gradients of `gate` and `up`, a block for each chunk.
+        /// The gradients of `gate` and `up`, one block per chunk.
         fn swiglu_backward<T>(
             gate: In<T>,
             up: In<T>,
@@ -419,7 +421,7 @@ kernels_of_floats! {
             dup: Out<T>,
             n: u64,
         );
-        /// Rotary position embedding, a block for each chunk of pairs.
+        /// Rotary position embedding, one block per chunk of pairs.
         fn rope<T>(
             x: In<T>,
             cosine: In<f32>,
@@ -433,7 +435,7 @@ kernels_of_floats! {
         );
     }
     Attention {
-        /// Softmax of the scores of some queries, a block for each row.
+        /// Softmax of the scores of some queries, one block per row.
         fn attention_softmax<T>(
             scores: In<f32>,
             probabilities: Out<T>,
@@ -449,7 +451,7 @@ kernels_of_floats! {
             base: u32,
             window: u32,
         );
-        /// The probabilities and the gradient of scores, a block for each row.
+        /// The probabilities and the gradient of scores, one block per row.
         fn attention_softmax_backward<T>(
             scores: In<f32>,
             grad: In<f32>,
@@ -470,7 +472,7 @@ kernels_of_floats! {
         );
     }
     Flash {
-        /// The sum of each output times its gradient, a warp for each row.
+        /// The dot product of each output row with its gradient, one warp per row.
         fn flash_level<T>(
             y: In<T>,
             grad: In<T>,
@@ -482,7 +484,7 @@ kernels_of_floats! {
         );
     }
     Dropout {
-        /// Dropout, a block for each chunk.
+        /// Dropout, one block per chunk.
         fn dropout<T>(
             x: In<T>,
             y: Out<T>,
@@ -498,7 +500,7 @@ kernels_of_floats! {
         );
     }
     Loss {
-        /// Cross entropy, a block for each row.
+        /// Cross entropy, one block per row.
         fn cross_entropy<T>(
             logits: In<T>,
             targets: In<u32>,
@@ -507,7 +509,7 @@ kernels_of_floats! {
             classes: u32,
             smoothing: f32,
         );
-        /// The gradient of the logits in their place, a block for each row.
+        /// The gradient of the logits, written over the logits, one block per row.
         fn cross_entropy_backward<T>(
             logits: Out<T>,
             targets: In<u32>,
@@ -518,7 +520,7 @@ kernels_of_floats! {
             smoothing: f32,
             uniform: f32,
         );
-        /// The gradient of an embedding, a block for each id and 256 columns.
+        /// The gradient of an embedding, one block per id and 256 columns.
         fn embedding_grad<T>(
             grad: In<T>,
             ids: In<u32>,
@@ -532,7 +534,7 @@ kernels_of_floats! {
 
 kernels_of_halves! {
     Flash, FlashWide {
-        /// Attention, a block for 128 queries of a head.
+        /// Attention, one block per 128 queries of a head.
         fn flash_forward<T>(
             q: In<T>,
             k: In<T>,
@@ -549,7 +551,8 @@ kernels_of_halves! {
             window: u32,
             scale: f32,
         );
-        /// The gradient of queries, a block for 128 of a head, or for 64 of the largest width.
+        /// The gradient of queries, one block per 128 queries of a head, or 64 for the largest
+        /// width.
         fn flash_queries<T>(
             q: In<T>,
             k: In<T>,
@@ -568,7 +571,8 @@ kernels_of_halves! {
             window: u32,
             scale: f32,
         );
-        /// The gradients of keys and values, a block for 128 of a head, or for 64 of the largest width.
+        /// The gradients of keys and values, one block per 128 keys of a head, or 64 for the
+        /// largest width.
         fn flash_keys<T>(
             q: In<T>,
             k: In<T>,

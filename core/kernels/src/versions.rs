@@ -1,25 +1,26 @@
-//! Which versions of CUDA run together, and what kernels are compiled to.
+//! Compatible versions of CUDA, and the targets of compilation.
 
 use fulgurite_error::{Error, Result};
 
-/// A version of CUDA: major and minor.
+/// A CUDA version: major and minor.
 pub type Version = (i32, i32);
 
-/// What NVRTC compiles a kernel to.
+/// The compilation target of NVRTC.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Image {
-    /// Code of the GPU itself: the driver compiles nothing, and may be older than NVRTC.
+    /// Machine code of the GPU. The driver compiles nothing, and may be older than NVRTC.
     Cubin(i32),
-    /// The language that the driver compiles, for a GPU that this NVRTC does not know.
+    /// PTX, which the driver compiles, for a GPU that this NVRTC does not know.
     Ptx(i32),
 }
 
 impl Image {
-    /// Chooses for a GPU of this compute capability and an NVRTC with these architectures (such as 90): code of the GPU if
-    /// NVRTC makes it, else PTX of the newest architecture up to the GPU's.
+    /// Chooses a target for a GPU of this compute capability. `architectures` are the ones of
+    /// NVRTC, such as 90. The target is machine code if NVRTC knows the GPU, else PTX of the newest
+    /// architecture that the GPU supports.
     ///
     /// # Errors
-    /// If the GPU is older than all of them.
+    /// If the GPU is older than all architectures.
     pub fn choose(architectures: &[i32], (major, minor): (i32, i32)) -> Result<Self> {
         let gpu = 10 * major + minor;
         match architectures.iter().copied().filter(|&one| one <= gpu).max() {
@@ -37,7 +38,7 @@ impl Image {
         }
     }
 
-    /// NVRTC's option for it.
+    /// Returns NVRTC's option for this target.
     pub fn option(self) -> String {
         match self {
             Self::Cubin(architecture) => format!("--gpu-architecture=sm_{architecture}"),
@@ -46,18 +47,18 @@ impl Image {
     }
 }
 
-/// What a driver says that it supports, `1000 * major + 10 * minor`, as major and minor.
+/// Converts the driver's version number, `1000 * major + 10 * minor`, to major and minor.
 pub fn version(number: i32) -> Version {
     (number / 1000, number % 1000 / 10)
 }
 
-/// Checks that a driver for CUDA `driver` runs a program that was built with the toolkit `toolkit`, whose kernels in
-/// candle are PTX, and that has loaded `nvrtc`.
+/// Checks that a driver for CUDA `driver` runs candle's kernels, which are PTX of the toolkit
+/// `toolkit`, and the kernels that this `nvrtc` compiles.
 ///
 /// # Errors
-/// If it does not, with the versions and what to do.
+/// If it does not. The message names the versions and the remedy.
 pub fn check(driver: Version, toolkit: Version, nvrtc: Version) -> Result<()> {
-    // The version of PTX is the same in 12.5 and 12.6; apart from that each toolkit has a newer one.
+    // 12.5 and 12.6 have the same version of PTX; otherwise each toolkit has a newer one.
     let ptx = |version: Version| if version == (12, 6) { (12, 5) } else { version };
     let text = |(major, minor): Version| format!("{major}.{minor}");
     let (what, version) = if ptx(toolkit) > ptx(driver) {
@@ -87,7 +88,7 @@ mod tests {
         let choose = |gpu| Image::choose(&architectures, gpu);
         assert_eq!(choose((9, 0)).unwrap(), Image::Cubin(90));
         assert_eq!(choose((12, 0)).unwrap().option(), "--gpu-architecture=sm_120");
-        // Newer than NVRTC, and between two that it knows.
+        // A GPU newer than NVRTC, and one between two known architectures.
         assert_eq!(choose((13, 0)).unwrap(), Image::Ptx(120));
         assert_eq!(choose((10, 3)).unwrap().option(), "--gpu-architecture=compute_100");
         insta::assert_snapshot!(choose((7, 0)).unwrap_err(), @"the GPU has compute capability 7.0, and this NVRTC compiles for 7.5 and newer only; use an older CUDA toolkit");

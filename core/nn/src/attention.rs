@@ -30,25 +30,26 @@ pub struct AttentionConfig {
     pub num_kv_heads: usize,
     /// Width of one head.
     pub head_dim: usize,
-    /// Whether the projections of queries, keys and values have a bias.
+    /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
     /// The position embedding; shared between layers.
     pub rope: Option<Rope>,
-    /// Initial values of the projections' weights; `None` for those of [`Linear::new`]. Biases
-    /// start at zero.
+    /// Initial values of the projections' weights; `None` for the default of [`Linear::new`].
+    /// Biases start at zero.
     pub init: Option<Init>,
-    /// How many keys a query attends to at most, the one at its own position and those before it, as Mistral's
-    /// `sliding_window` in `transformers`; `None` for all of them. A window of the sequence's length or more is the
-    /// same as none. Time and memory for scores grow with the window then, not with the square of the sequence.
+    /// The most keys that a query attends to, including its own: Mistral's `sliding_window` in
+    /// `transformers`. `None` is no limit, like a window of at least the sequence's length. With a
+    /// window, time and memory for scores grow with the window, not with the square of the
+    /// sequence.
     pub window: Option<usize>,
 }
 
 /// Causal self-attention as in Llama: projections `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary
 /// position embedding and grouped query attention. One operation in the graph.
 ///
-/// Input and output are `[batch, time, hidden_size]`. Where [`Documents`] are in force, attention stays within
-/// each. With a [`window`](AttentionConfig::window) a query attends to the last keys only, with documents and under
-/// context parallelism too.
+/// Input and output are `[batch, time, hidden_size]`. With [`Documents`] in force, attention stays
+/// within each document. With a [`window`](AttentionConfig::window), a query attends to the last
+/// keys only, also with documents and under context parallelism.
 #[derive(Debug, Clone)]
 pub struct CausalSelfAttention {
     q_proj: Linear,
@@ -65,8 +66,8 @@ impl CausalSelfAttention {
     /// A layer of this shape.
     ///
     /// # Errors
-    /// If a size is 0, if the heads do not divide into groups, if `rope` is for another head size, or if there is a
-    /// layer at the builder's path already.
+    /// If a size is 0, if the heads do not divide into groups, if `rope` is for another head size,
+    /// or if the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, config: &AttentionConfig) -> Result<Self> {
         let AttentionConfig { hidden_size, num_heads, num_kv_heads, head_dim, .. } = *config;
         let wrong = |message: String| Err(Error::module(b.path(), message));
@@ -119,7 +120,8 @@ impl CausalSelfAttention {
         })
     }
 
-    /// A projection's output, outside the graph: `[batch, time, heads of this rank, head_dim]`.
+    /// Returns a projection's output, outside the graph:
+    /// `[batch, time, heads of this rank, head_dim]`.
     fn project(&self, projection: &Linear, x: &Tensor) -> Result<(Tensor, LoraCall)> {
         let (y, call) = projection.compute(x)?;
         Ok((split_heads(&y, projection.outputs() / self.head_dim)?, call))

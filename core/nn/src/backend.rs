@@ -9,11 +9,11 @@ use fulgurite_engine::execution;
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::parameter::accumulation_dtype;
 
-/// Set in a thread's execution context by [`force_portable`].
+/// Marks an execution context in which [`force_portable`] is active.
 struct ForcePortable;
 
-/// Makes layers on this thread compute with tensor operations on the CPU too, as on every other
-/// device, until the guard is dropped. For comparing the two implementations.
+/// Makes layers on this thread use tensor operations on the CPU too, as on every other device,
+/// until the guard is dropped. Meant for comparing the two implementations.
 #[must_use = "the hand-written kernels are back as soon as the guard is dropped"]
 pub fn force_portable() -> ContextGuard {
     execution::enter(ForcePortable)
@@ -24,7 +24,8 @@ pub(super) fn uses_cpu_kernels(x: &Tensor) -> bool {
     x.device().is_cpu() && execution::value::<ForcePortable>().is_none()
 }
 
-/// The tensor, detached, contiguous and in its accumulation dtype. Copied only where it must be.
+/// Returns the tensor detached, contiguous and in its accumulation dtype, copying only if
+/// necessary.
 pub(super) fn to_accumulation_dtype(x: &Tensor) -> Result<Tensor> {
     Ok(storage::cast(&x.detach(), accumulation_dtype(x.dtype()))?.contiguous()?)
 }

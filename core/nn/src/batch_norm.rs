@@ -13,17 +13,18 @@ use fulgurite_engine::module::{BatchRanks, ForwardScope, Module, ModuleBuilder};
 use fulgurite_engine::parallel::{LayerHandle, LayerSharding, LayerStyles, ParallelLayer};
 use fulgurite_engine::parameter::{Buffer, BufferOptions, Init, Parameter, accumulation_dtype};
 
-/// The options of a [`BatchNorm`]; by default PyTorch's.
+/// The options of a [`BatchNorm`], with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BatchNormConfig {
     /// Added to the variance.
     pub eps: f64,
-    /// The weight of a batch in the running statistics; with `None` they are the mean of all batches.
+    /// The weight of a batch in the running statistics. With `None` they are the mean of all
+    /// batches.
     pub momentum: Option<f64>,
-    /// Whether channels are scaled by a `weight` and moved by a `bias`.
+    /// Whether channels are scaled by a `weight` and shifted by a `bias`.
     pub affine: bool,
-    /// Whether the statistics are those of the batches of all data-parallel ranks, as of PyTorch's
-    /// `SyncBatchNorm`; with `None`, as `trainer.sync_batchnorm` says.
+    /// Whether statistics cover the batches of all data-parallel ranks, like PyTorch's
+    /// `SyncBatchNorm`. `None` follows `trainer.sync_batchnorm`.
     pub synchronised: Option<bool>,
 }
 
@@ -33,20 +34,23 @@ impl Default for BatchNormConfig {
     }
 }
 
-/// Batch norm, as PyTorch's `BatchNorm1d`, `BatchNorm2d` and `BatchNorm3d`: each channel is normalised over
-/// the batch and all positions, scaled by its `weight` and moved by its `bias`. In training (as the
-/// [`ForwardScope`] says) the statistics are the batch's, and the buffers `running_mean`, `running_var` and
-/// `num_batches_tracked` follow them; in evaluation they are the running ones.
+/// Batch norm, like PyTorch's `BatchNorm1d`, `BatchNorm2d` and `BatchNorm3d`. Each channel is
+/// normalised over the batch and all positions, scaled by its `weight` and shifted by its `bias`.
+/// In training (according to the [`ForwardScope`]), the statistics are the batch's, and they update
+/// the buffers `running_mean`, `running_var` and `num_batches_tracked`. Evaluation uses the running
+/// statistics.
 ///
-/// Input and output are `[batch, channels, ..]`. Computed in f32 at least.
+/// Input and output are `[batch, channels, ..]`. Arithmetic is at least in f32.
 ///
-/// Each rank normalises its own micro-batch, unless it is [synchronised](BatchNormConfig::synchronised): then
-/// all ranks have the mean and variance of all their elements together, whatever each has of them, in one
-/// collective in forward (two under activation checkpointing, which computes again) and one in backward;
-/// several ranks train as one device does. Every rank calls the layer then, also those without samples. A
-/// micro-batch that is [padding](ForwardScope::is_padding) counts nowhere.
+/// Each rank normalises its own micro-batch, unless the layer is
+/// [synchronised](BatchNormConfig::synchronised). Synchronised ranks share the mean and variance of
+/// all their elements, however many elements each rank has, so several ranks train like one device.
+/// This takes one collective in forward (two with activation checkpointing, which recomputes) and
+/// one in backward. Every rank must call the layer then, even a rank without samples. A micro-batch
+/// of [padding](ForwardScope::is_padding) does not count.
 ///
-/// Tensor-parallel plans leave it whole: all ranks have the whole batch, and compute the same.
+/// Tensor-parallel plans leave the layer whole: all ranks have the whole batch, and compute the
+/// same.
 #[derive(Debug, Clone)]
 pub struct BatchNorm {
     channels: usize,
@@ -62,7 +66,7 @@ pub struct BatchNorm {
     layer: LayerHandle,
 }
 
-/// It takes no style: a part of a sequence has other statistics.
+/// The layer accepts no style, because the statistics of a part of a sequence differ.
 #[derive(Debug)]
 struct Whole;
 
@@ -80,25 +84,25 @@ impl ParallelLayer for Whole {
     }
 }
 
-/// What a micro-batch is normalised with.
+/// The statistics that normalise a micro-batch.
 #[derive(Debug, Clone)]
 struct Statistics {
     /// `[channels]`, in the accumulation dtype.
     mean: Tensor,
-    /// One over the standard deviation, as the mean.
+    /// The reciprocal of the standard deviation, like `mean`.
     rstd: Tensor,
-    /// If they are the batch's.
+    /// The batch, if the statistics are the batch's.
     batch: Option<Batch>,
 }
 
-/// The batch whose statistics they are.
+/// The batch of the statistics.
 #[derive(Debug, Clone)]
 struct Batch {
-    /// Elements a channel, of all ranks; a scalar of f64.
+    /// Elements per channel on all ranks, an f64 scalar.
     count: Tensor,
-    /// The ranks that have parts of it.
+    /// The ranks that share the batch.
     ranks: Option<BatchRanks>,
-    /// Whether this rank's part does not count.
+    /// Whether this rank's share is padding, which does not count.
     is_padding: bool,
 }
 
@@ -114,8 +118,8 @@ impl BatchNorm {
     /// A norm of `channels`. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If there are no channels, `eps` is negative or not finite, the momentum is not between 0 and 1, or there is a layer at the
-    /// builder's path already.
+    /// If `channels` is 0, `eps` is negative or not finite, the momentum is not between 0 and 1, or
+    /// the builder's path has a layer already.
     pub fn with(b: &ModuleBuilder, channels: usize, config: BatchNormConfig) -> Result<Self> {
         let BatchNormConfig { eps, momentum, affine, synchronised } = config;
         super::norm::check_eps(b, eps)?;
@@ -171,22 +175,22 @@ impl BatchNorm {
         &self.running_mean
     }
 
-    /// The running variance, `[channels]`: not biased.
+    /// The running variance, `[channels]`, unbiased.
     pub fn running_var(&self) -> &Buffer {
         &self.running_var
     }
 
-    /// The number of batches that the running statistics have followed, a scalar of i64.
+    /// The number of batches in the running statistics, an i64 scalar.
     pub fn num_batches_tracked(&self) -> &Buffer {
         &self.num_batches_tracked
     }
 
-    /// The statistics to normalise with; those of the batch also update the running ones. Collective if the
-    /// layer is synchronised.
+    /// Returns the statistics for normalisation. Batch statistics also update the running ones.
+    /// Collective if the layer is synchronised.
     fn statistics(&self, x: &Tensor, scope: Option<&ForwardScope>) -> Result<Statistics> {
         let dtype = x.dtype();
         let Some(scope) = scope else {
-            // Copies: a later training forward changes the buffers.
+            // Copies, because a later training forward changes the buffers.
             let mean = self.running_mean.value()?.to_dtype(dtype)?.copy()?;
             let var = self.running_var.value()?.to_dtype(dtype)?;
             return Ok(Statistics { mean, rstd: self.rstd(&var)?, batch: None });
@@ -230,7 +234,7 @@ impl BatchNorm {
         Ok((var + self.eps)?.sqrt()?.recip()?)
     }
 
-    /// Lets the running statistics follow a batch.
+    /// Updates the running statistics with a batch.
     fn track(&self, mean: &Tensor, var: &Tensor) -> Result<()> {
         let batches = (self.num_batches_tracked.value()?.to_dtype(DType::F64)? + 1.0)?;
         let weight = match self.momentum {
@@ -249,7 +253,7 @@ impl BatchNorm {
         Ok(x.broadcast_sub(&mean)?.broadcast_mul(&of_channels(&statistics.rstd, x.rank())?)?)
     }
 
-    /// The gradient of the input. Collective if the statistics are those of several ranks.
+    /// Computes the gradient of the input. Collective if several ranks share the statistics.
     fn backward(&self, saved: &Tensor, statistics: &Statistics, grad: &Tensor) -> Result<Tensor> {
         let rank = saved.rank();
         let grad = to_accumulation_dtype(grad)?;
@@ -284,14 +288,15 @@ impl BatchNorm {
     }
 }
 
-/// A value of each channel, for a tensor of this rank.
+/// Reshapes one value per channel for a tensor of this number of dimensions.
 fn of_channels(values: &Tensor, rank: usize) -> Result<Tensor> {
     let mut shape = vec![1; rank];
     shape[1] = values.elem_count();
     Ok(values.contiguous()?.reshape(shape)?)
 }
 
-/// Count, means and squared deviations of the elements of all ranks, of each rank's. Collective.
+/// Combines each rank's count, means and squared deviations into the values for all elements.
+/// Collective.
 fn combine(
     ranks: &BatchRanks,
     count: &Tensor,

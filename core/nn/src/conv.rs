@@ -12,16 +12,16 @@ use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// The options of a [`Conv2d`], with PyTorch's defaults. Each pair is of height and width.
+/// The options of a [`Conv2d`], with PyTorch's defaults. Pairs are height and width.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Conv2dConfig {
-    /// Steps between windows. By default 1.
+    /// Step between windows. By default 1.
     pub stride: [usize; 2],
     /// Zeros on both sides. By default 0.
     pub padding: [usize; 2],
-    /// Steps between the elements of a window. By default 1.
+    /// Step between the elements of a window. By default 1.
     pub dilation: [usize; 2],
-    /// Groups of channels that are computed apart; they divide inputs and outputs. By default 1.
+    /// Number of independent groups of channels; it divides inputs and outputs. By default 1.
     pub groups: usize,
     /// Whether there is a bias. By default yes.
     pub bias: bool,
@@ -36,13 +36,13 @@ impl Default for Conv2dConfig {
 /// The options of a [`Conv1d`], with PyTorch's defaults.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Conv1dConfig {
-    /// Steps between windows. By default 1.
+    /// Step between windows. By default 1.
     pub stride: usize,
     /// Zeros on both sides. By default 0.
     pub padding: usize,
-    /// Steps between the elements of a window. By default 1.
+    /// Step between the elements of a window. By default 1.
     pub dilation: usize,
-    /// Groups of channels that are computed apart; they divide inputs and outputs. By default 1.
+    /// Number of independent groups of channels; it divides inputs and outputs. By default 1.
     pub groups: usize,
     /// Whether there is a bias. By default yes.
     pub bias: bool,
@@ -54,11 +54,12 @@ impl Default for Conv1dConfig {
     }
 }
 
-/// A convolution over images, from `[batch, inputs, height, width]` to `[batch, outputs, rows, columns]`,
-/// with `rows = (height + 2 padding - dilation (kernel - 1) - 1) / stride + 1`.
+/// A convolution over images, from `[batch, inputs, height, width]` to
+/// `[batch, outputs, rows, columns]`, with
+/// `rows = (height + 2 padding - dilation (kernel - 1) - 1) / stride + 1`.
 ///
-/// `weight` is `[outputs, inputs / groups, kernel height, kernel width]`, `bias` `[outputs]`, as PyTorch's.
-/// bf16 and f16 are computed in f32. Tensor-parallel plans leave it whole.
+/// `weight` is `[outputs, inputs / groups, kernel height, kernel width]` and `bias` is `[outputs]`,
+/// as in PyTorch. bf16 and f16 are computed in f32. Tensor-parallel plans leave the layer whole.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -80,11 +81,12 @@ pub struct Conv2d(ConvLayer);
 /// A convolution over sequences, from `[batch, inputs, time]` to `[batch, outputs, steps]`, with
 /// `steps = (time + 2 padding - dilation (kernel - 1) - 1) / stride + 1`.
 ///
-/// `weight` is `[outputs, inputs / groups, kernel]`, `bias` `[outputs]`, as PyTorch's. See [`Conv2d`].
+/// `weight` is `[outputs, inputs / groups, kernel]` and `bias` is `[outputs]`, as in PyTorch. See
+/// [`Conv2d`].
 #[derive(Debug, Clone)]
 pub struct Conv1d(ConvLayer);
 
-/// The layer of both.
+/// The shared implementation of both layers.
 #[derive(Debug, Clone)]
 struct ConvLayer {
     weight: Parameter,
@@ -95,12 +97,12 @@ struct ConvLayer {
 }
 
 impl Conv2d {
-    /// A convolution with windows of `kernel` (height and width). Initial weight and bias are uniform
-    /// within `1 / sqrt(inputs / groups * kernel elements)`.
+    /// A convolution with windows of `kernel` (height and width). Initial weight and bias are
+    /// uniform within `1 / sqrt(inputs / groups * kernel elements)`.
     ///
     /// # Errors
-    /// If channels, kernel, stride, dilation or groups are 0, or too large to count, or groups do not divide inputs and outputs, or if there
-    /// is a layer at the builder's path already.
+    /// If channels, kernel, stride, dilation or groups are 0, sizes overflow, groups do not divide
+    /// inputs and outputs, or the builder's path has a layer already.
     pub fn new(
         b: &ModuleBuilder,
         inputs: usize,
@@ -129,7 +131,7 @@ impl Conv1d {
     /// `1 / sqrt(inputs / groups * kernel)`.
     ///
     /// # Errors
-    /// As those of [`Conv2d::new`].
+    /// As [`Conv2d::new`].
     pub fn new(
         b: &ModuleBuilder,
         inputs: usize,
@@ -196,7 +198,7 @@ impl ConvLayer {
         Ok(Self { weight, bias, convolution, inputs, layer })
     }
 
-    /// The weight as one over two dimensions.
+    /// Returns the weight with two dimensions in the kernel.
     fn kernel(&self) -> Result<Tensor> {
         let weight = self.weight.value()?;
         let [outputs, inputs] = [weight.dim(0)?, weight.dim(1)?];
@@ -204,7 +206,7 @@ impl ConvLayer {
         Ok(weight.reshape((outputs, inputs, height, width))?)
     }
 
-    /// The input in the dtype that the layer computes in.
+    /// Returns the input in the layer's compute dtype.
     fn input(&self, x: &Tensor, dims: &[Dim]) -> Result<Tensor> {
         let dtype = self.weight.compute_dtype();
         check_dims(&self.layer, x, dims)?;
@@ -214,7 +216,7 @@ impl ConvLayer {
         Ok(x)
     }
 
-    /// `x` is the input over two dimensions.
+    /// Computes the forward. `x` has two spatial dimensions.
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let saved = x.detach();
         let y = self.layer.run(|| {
@@ -237,7 +239,7 @@ impl ConvLayer {
     }
 }
 
-/// The sum of each channel, dimension 1, in the dtype that sums are taken in.
+/// Returns the sum of each channel (dimension 1), in the accumulation dtype.
 pub(super) fn channel_sums(x: &Tensor) -> Result<Tensor> {
     let x = super::backend::to_accumulation_dtype(&x.transpose(0, 1)?)?;
     Ok(x.flatten_from(1)?.sum(1)?)

@@ -11,9 +11,9 @@ use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::parallel::ShardedLogits;
 use fulgurite_engine::parameter::record;
 
-/// The cross entropy of `logits` (`[.., classes]`) and `targets` (u32 or i64, of the same shape
-/// without the last dimension): the sum over the targets that are not ignored, and their number.
-/// Targets of -100 are ignored, and of `u32::MAX` in a u32 tensor.
+/// Computes the cross entropy of `logits` (`[.., classes]`) and `targets` (u32 or i64, with the
+/// shape of `logits` without the last dimension). The [`Loss`] has the sum over the targets that
+/// are not ignored, and their number. Targets of -100 are ignored, and `u32::MAX` in a u32 tensor.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -28,53 +28,53 @@ use fulgurite_engine::parameter::record;
 /// ```
 ///
 /// # Loss parallel
-/// Logits that an output head left cut over tensor-parallel ranks
-/// ([`loss_parallel`](fulgurite_engine::parallel::Colwise::loss_parallel)) are not gathered.
-/// Targets are numbers of all classes, and every rank gets the loss over all classes, equal to the
-/// bit. Forward is **collective** over those ranks then: it all-reduces each row's largest logit
-/// and two sums a row (three with label smoothing). Backward communicates nothing.
+/// If the output head leaves logits sharded over tensor-parallel ranks
+/// ([`loss_parallel`](fulgurite_engine::parallel::Colwise::loss_parallel)), they are not gathered.
+/// Targets are class numbers out of all classes, and every rank gets the loss over all classes,
+/// equal to the bit. Forward is then **collective** over those ranks: it all-reduces each row's
+/// largest logit and two sums per row (three with label smoothing). Backward does not communicate.
 ///
 /// # Errors
-/// If the shapes do not fit, or a target is not a class (the message names it); if logits are cut
-/// and a peer fails.
+/// If the shapes do not fit, or a target is not a class (the message names it). With sharded
+/// logits, also if a peer fails.
 pub fn cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Loss> {
     CrossEntropy::default().loss(logits, targets)
 }
 
-/// Cross entropy with options.
+/// Cross entropy, with options.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct CrossEntropy {
     /// The target that is ignored; `None` ignores -100, and `u32::MAX` in u32 targets.
     pub ignore_index: Option<i64>,
-    /// How much of the target's probability is spread evenly over all classes; 0 to 1.
+    /// The share of the target's probability that is spread evenly over all classes; 0 to 1.
     pub label_smoothing: f64,
 }
 
-/// How the losses of the targets are reduced to one number.
+/// The reduction of the targets' losses to one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
-    /// Their sum.
+    /// The sum.
     Sum,
-    /// Their mean over the targets that are not ignored, on this rank alone. NaN if all are.
+    /// The mean over this rank's targets that are not ignored. NaN if all are ignored.
     Mean,
 }
 
 impl CrossEntropy {
-    /// Sets the target that is ignored.
+    /// Sets the ignored target.
     #[must_use]
     pub fn ignore_index(mut self, index: i64) -> Self {
         self.ignore_index = Some(index);
         self
     }
 
-    /// Sets how much of the target's probability is spread evenly over all classes.
+    /// Sets the share of the target's probability that is spread evenly over all classes.
     #[must_use]
     pub fn label_smoothing(mut self, smoothing: f64) -> Self {
         self.label_smoothing = smoothing;
         self
     }
 
-    /// The loss; see [`cross_entropy`]. The sum is in f32, for f64 logits in f64.
+    /// Computes the loss; see [`cross_entropy`]. The sum is in f32, or in f64 for f64 logits.
     ///
     /// # Errors
     /// As [`cross_entropy`], and if the smoothing is not in `[0, 1]`.
@@ -104,7 +104,7 @@ impl CrossEntropy {
         Ok(Loss::new(sum, count as f64))
     }
 
-    /// The loss as a plain scalar in the graph.
+    /// Computes the loss as a plain scalar in the graph.
     ///
     /// # Errors
     /// As [`loss`](Self::loss).
@@ -121,7 +121,7 @@ impl CrossEntropy {
         })
     }
 
-    /// The label smoothing, checked.
+    /// Returns the label smoothing, after a check.
     pub(super) fn smoothing(&self) -> Result<f64> {
         let smoothing = self.label_smoothing;
         if !(0.0..=1.0).contains(&smoothing) {
@@ -130,7 +130,7 @@ impl CrossEntropy {
         Ok(smoothing)
     }
 
-    /// The targets of logits of this shape, on the host: `None` where ignored.
+    /// Returns the targets of logits of this shape, on the host; `None` marks ignored targets.
     pub(super) fn targets(
         &self,
         logits: &[usize],
@@ -151,10 +151,10 @@ impl CrossEntropy {
         self.known_targets(targets, classes)
     }
 
-    /// The targets on the host, in order: `None` where ignored.
+    /// Returns the targets on the host, in order; `None` marks ignored targets.
     ///
     /// # Errors
-    /// If they are neither u32 nor i64, or one is not a class.
+    /// If the targets are neither u32 nor i64, or one is not a class.
     pub fn known_targets(&self, targets: &Tensor, classes: usize) -> Result<Vec<Option<u32>>> {
         let unsigned = targets.dtype() == DType::U32;
         let ignored = |target: i64| match self.ignore_index {
@@ -174,9 +174,9 @@ impl CrossEntropy {
     }
 }
 
-/// The sum of the losses and the log-sum-exp of each row, equal to the bit on all ranks, from this
-/// rank's `logits` (`[rows, local classes]`). Collective: an all-reduce of each row's largest
-/// logit, and one of two sums over the classes of each row, three with smoothing.
+/// Returns the sum of the losses and each row's log-sum-exp, equal to the bit on all ranks, from
+/// this rank's `logits` (`[rows, local classes]`). Collective: it all-reduces each row's largest
+/// logit, then two sums over the classes of each row, three with smoothing.
 fn forward_loss_parallel(
     sharded: &ShardedLogits,
     logits: &Tensor,

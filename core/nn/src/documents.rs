@@ -1,4 +1,4 @@
-//! [`Documents`]: where documents begin in packed sequences.
+//! [`Documents`]: the beginnings of documents in packed sequences.
 
 use std::sync::Arc;
 
@@ -13,23 +13,24 @@ use fulgurite_engine::execution::{self, ContextGuard};
 /// Targets that a loss ignores.
 const IGNORED: i64 = -100;
 
-/// Where documents begin in the sequences of a batch, when several are packed into one. While it is in force
-/// ([`run`](Self::run)), [`CausalSelfAttention`](crate::CausalSelfAttention) attends within documents only, so
-/// that each is computed as if it were alone. Rotary embeddings need no more for that: attention depends on
-/// distances alone. Other position embeddings take [`positions`](Self::positions).
+/// The beginnings of documents in the sequences of a batch, if several documents are packed into
+/// one sequence. While they are in force ([`run`](Self::run)),
+/// [`CausalSelfAttention`](crate::CausalSelfAttention) attends within documents only, so each
+/// document is computed as if it were alone. Rotary embeddings need no change, because attention
+/// depends on distances only. Other position embeddings use [`positions`](Self::positions).
 ///
-/// Not for sequences that are shared by ranks (`context_parallel_size` above 1).
+/// Not supported for sequences that ranks share (`context_parallel_size` above 1).
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use fulgurite_core::nn::Documents;
 ///
-/// // 0 ends a document.
+/// // The id 0 ends a document.
 /// let inputs = Tensor::new(&[[5u32, 6, 0, 7, 0, 8]], &Device::Cpu)?;
 /// let documents = Documents::ended_by(&inputs, 0)?;
 /// assert_eq!(documents.positions(&Device::Cpu)?.to_vec2::<u32>()?, [[0, 1, 2, 0, 1, 0]]);
 ///
-/// // After its end a document predicts nothing: such targets are ignored.
+/// // Targets after the end of a document are ignored: it does not predict the next document.
 /// let targets = Tensor::new(&[[6i64, 0, 7, 0, 8, 9]], &Device::Cpu)?;
 /// let targets = documents.ignore_ends(&inputs, &targets, 0)?;
 /// assert_eq!(targets.to_vec2::<i64>()?, [[6, 0, -100, 0, -100, 9]]);
@@ -37,11 +38,11 @@ const IGNORED: i64 = -100;
 /// ```
 #[derive(Debug, Clone)]
 pub struct Documents {
-    /// For each position of each sequence the first one of its document.
+    /// For each position of each sequence, the first position of its document.
     first: Arc<[u32]>,
     batch: usize,
     time: usize,
-    /// The same on the device that layers have asked for first.
+    /// A copy of `first` on the device of the first layer that needed it.
     #[cfg(feature = "cuda")]
     on_device: Arc<std::sync::OnceLock<Tensor>>,
 }
@@ -57,11 +58,12 @@ impl Documents {
         }
     }
 
-    /// The documents of sequences `[batch, time]` of u32 or i64 ids, each ended by this id: the next one begins after
-    /// it. The first of a sequence may have begun before.
+    /// Returns the documents of sequences `[batch, time]` of u32 or i64 ids. The id `end` ends a
+    /// document, and the next one begins after it. The first document of a sequence may have begun
+    /// before the sequence.
     ///
     /// # Errors
-    /// If `inputs` is not of that shape and dtype.
+    /// If `inputs` has another shape or dtype.
     pub fn ended_by(inputs: &Tensor, end: u32) -> Result<Self> {
         let (batch, time) = inputs.dims2()?;
         let mut first = Vec::with_capacity(batch * time);
@@ -78,10 +80,11 @@ impl Documents {
         Ok(Self::new(first, batch, time))
     }
 
-    /// Documents of these lengths, those of each sequence one after the other.
+    /// Returns documents with these lengths, in order, for each sequence.
     ///
     /// # Errors
-    /// If a document is empty, or the lengths of two sequences have different sums, or sums that no u32 holds.
+    /// If a document is empty, the lengths of two sequences have different sums, or a sum exceeds
+    /// u32.
     pub fn of_lengths<L: AsRef<[usize]>>(lengths: &[L]) -> Result<Self> {
         let sum = |lengths: &[usize]| lengths.iter().try_fold(0usize, |sum, n| sum.checked_add(*n));
         let time = lengths.first().map_or(Some(0), |lengths| sum(lengths.as_ref()));
@@ -104,10 +107,10 @@ impl Documents {
         Ok(Self::new(first, lengths.len(), time))
     }
 
-    /// The place of each token in its document, u32 `[batch, time]`.
+    /// Returns the position of each token in its document, u32 `[batch, time]`.
     ///
     /// # Errors
-    /// If there is no memory on the device.
+    /// If the device is out of memory.
     pub fn positions(&self, device: &Device) -> Result<Tensor> {
         let positions: Vec<u32> = self
             .first
@@ -118,11 +121,11 @@ impl Documents {
         Ok(Tensor::from_vec(positions, (self.batch, self.time), device)?)
     }
 
-    /// The targets (i64 `[batch, time]`), with -100, which losses ignore, where the input is the end of a
-    /// document: what follows it is another one.
+    /// Sets the targets (i64 `[batch, time]`) of document ends to -100, which losses ignore,
+    /// because another document follows.
     ///
     /// # Errors
-    /// If shapes or dtypes differ from those.
+    /// If `inputs` or `targets` has another shape or dtype.
     pub fn ignore_ends(&self, inputs: &Tensor, targets: &Tensor, end: u32) -> Result<Tensor> {
         let ends = inputs.eq(end)?;
         let ignored = Tensor::new(IGNORED, targets.device())?.broadcast_as(targets.shape())?;
@@ -140,12 +143,13 @@ impl Documents {
         execution::enter(self.clone())
     }
 
-    /// Whether there are documents in force.
+    /// Whether documents are in force.
     pub(crate) fn any() -> bool {
         execution::value::<Self>().is_some()
     }
 
-    /// The documents in force, for `batch` sequences of `time` positions that are all on this rank.
+    /// Returns the documents in force, for `batch` sequences of `time` positions that are all on
+    /// this rank.
     pub(crate) fn current(batch: usize, time: usize, shared: bool) -> Result<Option<Arc<Self>>> {
         let Some(documents) = execution::value::<Self>() else { return Ok(None) };
         if shared {
@@ -163,12 +167,13 @@ impl Documents {
         Ok(Some(documents))
     }
 
-    /// The first key that the query at `position` attends to.
+    /// Returns the first key that the query at `position` attends to.
     pub(crate) fn first(&self, sequence: usize, position: usize) -> usize {
         self.first[sequence * self.time + position] as usize
     }
 
-    /// The first key of each query, u32 `[batch, time]`, on `device`: sent there once for all layers.
+    /// Returns the first key of each query, u32 `[batch, time]`, on `device`; sent once for all
+    /// layers.
     #[cfg(feature = "cuda")]
     pub(crate) fn first_on(&self, device: &Device) -> Result<Tensor> {
         let there = self.on_device.get().filter(|sent| sent.device().same_device(device));
@@ -177,12 +182,12 @@ impl Documents {
         }
         let first = Tensor::from_slice(&self.first, (self.batch, self.time), &Device::Cpu)?;
         let sent = transfer::to_device(&first, device, "documents")?;
-        // Another thread may have been first, with the same.
+        // Another thread may have set the same value already.
         let _ = self.on_device.set(sent.clone());
         Ok(sent)
     }
 
-    /// The first key that any sequence's query at `position` attends to.
+    /// Returns the first key that any sequence's query at `position` attends to.
     pub(crate) fn first_of_all(&self, position: usize) -> usize {
         (0..self.batch).map(|sequence| self.first(sequence, position)).min().unwrap_or(0)
     }

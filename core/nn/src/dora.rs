@@ -1,4 +1,4 @@
-//! The adapter with magnitudes (DoRA, Liu et al. 2024) of a linear layer, as PEFT computes it
+//! DoRA, the adapter with magnitudes (Liu et al. 2024), for linear layers, computed like PEFT
 //! (`tuners/lora/dora.py`).
 
 use candle_core::Tensor;
@@ -12,32 +12,33 @@ use fulgurite_engine::autograd::save_for_backward;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
 
-/// The parameter of the magnitudes, relative to the layer: PEFT's name of it in a file.
+/// The name of the magnitudes' parameter, relative to the layer; PEFT's name in files.
 pub(super) const MAGNITUDE: &str = "lora_magnitude_vector";
 
-/// Elements of the adapted weight that exist at a time while norms are computed.
+/// Elements of the adapted weight that are in memory at a time while norms are computed.
 const PIECE: usize = 1 << 22;
 
-/// The magnitudes of an adapter: with `V = W + scale B A`, the layer computes
-/// `magnitude / norm(V) * (V x)`, row by row of `V`, and the norm is a constant in backward.
+/// The magnitudes of an adapter. With `V = W + scale B A`, the layer computes
+/// `magnitude / norm(V) * (V x)`, row by row of `V`. The norm is a constant in backward.
 #[derive(Debug, Clone)]
 pub(super) struct Dora {
     pub(super) magnitude: Parameter,
 }
 
-/// What the backward of one call needs to know of its forward.
+/// The state that one call's forward keeps for its backward.
 #[derive(Debug, Clone)]
 pub(super) struct DoraCall {
     /// `magnitude / norm(V)`, `[out]`, in the compute dtype.
     factor: Tensor,
     /// `1 / norm(V)`, `[out]`, in the accumulation dtype.
     inverse: Tensor,
-    /// `V x` of the input after dropout: this rank's partial sum in a rowwise layer.
+    /// `V x` for the input after dropout; in a rowwise layer, this rank's partial sum.
     product: Tensor,
 }
 
 impl Dora {
-    /// The magnitudes of the linear layer at the builder's path, if its adapter is to have some.
+    /// Declares the magnitudes of the linear layer at the builder's path, if its adapter has
+    /// magnitudes.
     pub(super) fn of_linear(b: &ModuleBuilder, weight: &Parameter) -> Result<Option<Self>> {
         match b.adapter().is_some_and(|adapters| adapters.dora) {
             true => Ok(Some(Self { magnitude: b.adapter_magnitude(MAGNITUDE, weight)? })),
@@ -45,10 +46,9 @@ impl Dora {
         }
     }
 
-    /// The layer's output for `x`, with this bias.
+    /// Computes the layer's output for `x`, with this bias.
     ///
-    /// Where elements of `x` are dropped it is PEFT's
-    /// `W x + (factor - 1) W dropout(x) + factor scale B A dropout(x)`.
+    /// With dropout it is PEFT's `W x + (factor - 1) W dropout(x) + factor scale B A dropout(x)`.
     pub(super) fn compute(
         &self,
         lora: &Lora,
@@ -74,8 +74,8 @@ impl Dora {
         Ok((y, LoraCall { dora, ..call }))
     }
 
-    /// The backward of [`compute`](Self::compute), but for the bias: computes the gradient of `x` and adds those of
-    /// the parameters, without ending their uses.
+    /// The backward of [`compute`](Self::compute), except for the bias. Returns the gradient of
+    /// `x`, and adds the parameters' gradients without ending their uses.
     pub(super) fn backward(
         &self,
         lora: &Lora,
@@ -117,9 +117,10 @@ impl Dora {
     }
 }
 
-/// `1 / norm(V)` of each row that this rank computes, `[out]`, in the accumulation dtype; 0 for a row of zeros, whose
-/// output is 0. The norms are computed in the accumulation dtype and rounded to that of the weight, as PEFT's: so are
-/// the magnitudes, and their quotient is 1 where nothing was trained. Collective in a rowwise layer.
+/// Returns `1 / norm(V)` of each row that this rank computes, `[out]`, in the accumulation dtype.
+/// It is 0 for a row of zeros, whose output is 0. Like PEFT's, norms are computed in the
+/// accumulation dtype and rounded to the weight's dtype. The magnitudes are rounded the same way,
+/// so the quotient is 1 before training. Collective in a rowwise layer.
 fn inverse_norms(lora: &Lora, weight: &Tensor) -> Result<Tensor> {
     let (outputs, inputs) = weight.dims2()?;
     let dtype = accumulation_dtype(weight.dtype());

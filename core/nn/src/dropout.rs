@@ -1,4 +1,4 @@
-//! Dropout with a mask that does not depend on the mesh.
+//! Dropout whose mask does not depend on the mesh.
 
 use candle_core::Tensor;
 use rayon::prelude::*;
@@ -15,20 +15,20 @@ use fulgurite_engine::random::{Purpose, Stream};
 
 /// Zeroes each element with probability `p` in training and scales the others by `1 / (1 - p)`.
 ///
-/// The mask is a function of the run's seed, the layer's path, the step and the element's place in
-/// the global batch (dimension 0 is the batch, dimension 1 of three the sequence), so it does not
-/// depend on how the batch, the sequence or the last dimension is cut over ranks and micro-batches;
-/// see [`ForwardScope`]. Where tensor parallelism cuts the input, the plan must name the layer:
-/// [`SequenceParallel`](fulgurite_engine::parallel::SequenceParallel), or
-/// [`PrepareModuleInput`](fulgurite_engine::parallel::PrepareModuleInput) with `desired =
-/// "shard(-1)"` between a colwise and a rowwise layer. No mask is saved for backward. A layer that
-/// is called twice in a forward uses the same mask twice, so each call should have a layer of its
-/// own.
+/// The mask depends only on the run's seed, the layer's path, the step and the element's position
+/// in the global batch. Dimension 0 is the batch, and dimension 1 of three is the sequence. So the
+/// mask is the same however the batch, the sequence or the last dimension is sharded over ranks and
+/// micro-batches; see [`ForwardScope`]. If tensor parallelism shards the input, the plan must name
+/// the layer: [`SequenceParallel`](fulgurite_engine::parallel::SequenceParallel), or
+/// [`PrepareModuleInput`](fulgurite_engine::parallel::PrepareModuleInput) with
+/// `desired = "shard(-1)"` between a colwise and a rowwise layer. No mask is saved for backward. A
+/// layer that is called twice in a forward uses the same mask twice, so each call should have its
+/// own layer.
 ///
-/// It returns its input in a scope of evaluation, and outside of any scope under
+/// The layer returns its input in a scope of evaluation, and outside of any scope under
 /// [`no_grad`](fulgurite_engine::autograd::no_grad). Outside of any scope with gradients enabled it
-/// fails, since the step is unknown: the loop did not enter the scope, or a thread was not given
-/// its [`ExecutionContext`](fulgurite_engine::execution::ExecutionContext).
+/// fails, because the step is unknown: the loop did not enter the scope, or a thread lacks its
+/// [`ExecutionContext`](fulgurite_engine::execution::ExecutionContext).
 #[derive(Debug, Clone)]
 pub struct Dropout {
     layer: LayerHandle,
@@ -39,7 +39,7 @@ impl Dropout {
     /// A layer that zeroes elements with probability `p`.
     ///
     /// # Errors
-    /// If `p` is not in `[0, 1)`, or if there is a layer at the builder's path already.
+    /// If `p` is not in `[0, 1)`, or if the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, p: f64) -> Result<Self> {
         if !(0.0..1.0).contains(&p) {
             let message = format!("dropout probability {p} is not in [0, 1)");
@@ -49,18 +49,18 @@ impl Dropout {
     }
 }
 
-/// Offsets of this rank's elements in the tensor of the whole global batch.
+/// Offsets of this rank's elements in the tensor of the global batch.
 #[derive(Debug)]
 struct ElementOffsets {
-    /// Elements of a row, which is contiguous in both tensors.
+    /// Elements of a row. A row is contiguous in both tensors.
     row: usize,
-    /// The offset in the global tensor of each row's first element.
+    /// The offset of each row's first element in the global tensor.
     starts: Vec<u64>,
 }
 
 impl ElementOffsets {
-    /// The offsets of the elements of `x`, the tensor that the layer computes with, in the global
-    /// form of its input `given`.
+    /// Computes the offsets of the elements of `x`, the layer's compute tensor, in the global form
+    /// of its input `given`.
     fn new(given: &Tensor, x: &Tensor, scope: &ForwardScope, layer: &LayerHandle) -> Result<Self> {
         match layer.computes_with() {
             Layout::LAST => {
@@ -71,8 +71,8 @@ impl ElementOffsets {
         }
     }
 
-    /// The offsets for an `x` of this layout; in `shard(-1)` it is the part of the last dimension that begins at
-    /// the first of `last`, of as many elements as the second.
+    /// Computes the offsets for an `x` of this layout. In `shard(-1)`, `last` is the offset of this
+    /// shard in the last dimension, and the whole size of that dimension.
     fn of_layout(
         layout: Layout,
         last: (usize, usize),
@@ -84,7 +84,7 @@ impl ElementOffsets {
         let cut_sequence = scope.context.is_some() || layout == Layout::SEQUENCE;
         let width = dims[dims.len() - 1];
         if layout == Layout::LAST {
-            // Rows are all dimensions but the last.
+            // Rows span the last dimension.
             let (offset, whole) = last;
             let rows = x.elem_count() / width;
             let positions = match (&scope.context, dims) {
@@ -114,7 +114,7 @@ impl ElementOffsets {
                     Layout::SEQUENCE => layer.rank_and_size(),
                     _ => (0, 1),
                 };
-                // Sequence parallelism cuts the positions that context parallelism gives this rank.
+                // Sequence parallelism shards this rank's positions under context parallelism.
                 let local = time * ranks;
                 let positions = &global_positions(scope, local)[rank * time..][..time];
                 let length = local * scope.context.as_ref().map_or(1, |context| context.size());
@@ -132,7 +132,7 @@ impl ElementOffsets {
         })
     }
 
-    /// Fills `numbers` with uniform random numbers of the elements from `start` on.
+    /// Fills `numbers` with the uniform random numbers of the elements from `start` on.
     fn fill(&self, stream: &Stream, mut start: usize, numbers: &mut [f64]) {
         let mut rest = numbers;
         while !rest.is_empty() {
@@ -146,12 +146,12 @@ impl ElementOffsets {
     }
 }
 
-/// This rank's `n` positions, in numbers of the whole sequence.
+/// Returns this rank's `n` positions in the whole sequence.
 fn global_positions(scope: &ForwardScope, n: usize) -> Vec<u64> {
     scope.positions(n).into_iter().flatten().map(|position| position as u64).collect()
 }
 
-/// The elements of `x` times 0 or `1 / (1 - p)`.
+/// Multiplies each element of `x` by 0 or `1 / (1 - p)`.
 fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     {
@@ -192,7 +192,7 @@ fn masked(x: &Tensor, stream: &Stream, offsets: &ElementOffsets, p: f64) -> Resu
     Ok((wide * mask)?.to_dtype(dtype)?)
 }
 
-/// The mask of one call of a layer that drops elements of its input itself.
+/// The mask of one call of a layer with dropout of its own input.
 #[derive(Debug)]
 pub(super) struct Mask {
     stream: Stream,
@@ -201,12 +201,12 @@ pub(super) struct Mask {
 }
 
 impl Mask {
-    /// The mask for the input of a layer; `None` where nothing is dropped. `columns` are the first element of the
-    /// last dimension of `x`, their number, and that of the whole: less than the whole if tensor parallelism
-    /// cuts the layer's input.
+    /// Returns the mask for the input of a layer, or `None` without dropout. `columns` are the
+    /// offset of `x` in the last dimension, its number of elements there, and the whole size. The
+    /// number is less than the whole size if tensor parallelism shards the layer's input.
     ///
     /// # Errors
-    /// Outside of any scope with gradients enabled, as [`Dropout`].
+    /// Outside of any scope with gradients enabled, as for [`Dropout`].
     pub(super) fn of_columns(
         layer: &LayerHandle,
         name: &str,
@@ -228,7 +228,7 @@ impl Mask {
         Ok(Some(Self { stream, offsets, p }))
     }
 
-    /// The elements of `x` times 0 or `1 / (1 - p)`.
+    /// Multiplies each element of `x` by 0 or `1 / (1 - p)`.
     pub(super) fn apply(&self, x: &Tensor) -> Result<Tensor> {
         masked(x, &self.stream, &self.offsets, self.p)
     }

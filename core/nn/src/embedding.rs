@@ -13,11 +13,11 @@ use fulgurite_engine::parameter::{Init, Parameter};
 
 /// An embedding table of `[rows, width]`.
 ///
-/// `ids` are u32 or i64 of any shape; the output has `width` as one more dimension.
+/// `ids` are u32 or i64 of any shape; the output appends the dimension `width`.
 ///
-/// A plan may make it [`Rowwise`](fulgurite_engine::parallel::Rowwise), which cuts the rows (a
-/// vocabulary), or [`Colwise`](fulgurite_engine::parallel::Colwise). It may be a target of
-/// [`Adapters`](fulgurite_engine::module::Adapters).
+/// A plan may make it [`Rowwise`](fulgurite_engine::parallel::Rowwise), which shards the rows (the
+/// vocabulary), or [`Colwise`](fulgurite_engine::parallel::Colwise).
+/// [`Adapters`](fulgurite_engine::module::Adapters) may target it.
 #[derive(Debug, Clone)]
 pub struct Embedding {
     weight: Parameter,
@@ -29,7 +29,7 @@ impl Embedding {
     /// A table with normally distributed initial values of standard deviation 1.
     ///
     /// # Errors
-    /// If a size is 0, or there is a layer at the builder's path already.
+    /// If a size is 0, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, rows: usize, width: usize) -> Result<Self> {
         Self::with_init(b, rows, width, Init::Normal { mean: 0.0, std: 1.0 })
     }
@@ -54,7 +54,7 @@ impl Embedding {
 
 impl Module for Embedding {
     /// # Errors
-    /// Besides those of candle, if an id is not below the number of rows.
+    /// If an id is not below the number of rows, or candle reports an error.
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         let weight = self.weight.value()?;
         let (rows, width) = weight.dims2()?;

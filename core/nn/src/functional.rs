@@ -1,4 +1,4 @@
-//! Differentiable functions of tensors, among them those whose counterparts in candle_nn have no
+//! Differentiable functions of tensors, including some whose counterparts in candle_nn lack a
 //! backward.
 //!
 //! ```
@@ -42,12 +42,12 @@ pub fn silu(x: &Tensor) -> Result<Tensor> {
     activate(x, Activation::Silu)
 }
 
-/// GELU with the exact error function, as `torch.nn.functional.gelu`.
+/// GELU with the exact error function, like `torch.nn.functional.gelu`.
 pub fn gelu(x: &Tensor) -> Result<Tensor> {
     activate(x, Activation::Gelu)
 }
 
-/// GELU's tanh approximation, `gelu_new` of transformers, as in GPT-2.
+/// GELU's tanh approximation, as in GPT-2: `gelu_new` of transformers.
 pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     activate(x, Activation::GeluTanh)
 }
@@ -120,9 +120,9 @@ fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Resul
     })
 }
 
-/// Rotates the pairs (i, i + head_dim / 2) of `x` (`[.., time, head_dim]`) by the angles with these
-/// cosines and sines, `[time, head_dim / 2]`, which get no gradient. Same as `rotary_emb::rope` of
-/// candle_nn.
+/// Rotates the pairs (i, i + head_dim / 2) of `x` (`[.., time, head_dim]`) by angles, given as
+/// cosines and sines (`[time, head_dim / 2]`). The angles receive no gradient. Same as
+/// `rotary_emb::rope` of candle_nn.
 ///
 /// # Errors
 /// If the shapes do not fit.
@@ -146,33 +146,33 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
     super::rope::apply(x, Angles { cos: cos.detach(), sin: sin.detach() })
 }
 
-/// `softmax(scale q k^T) v` with `q` of shape `[batch, heads, queries, head_dim]` and `k` and `v`
-/// of `[batch, kv_heads, keys, head_dim]`; each group of `heads / kv_heads` query heads shares a
-/// key and value head. With `causal`, the last query is at the position of the last key, and each
-/// query attends to the keys up to its own position. The output has the shape of `q`.
+/// `softmax(scale q k^T) v`, with `q` of shape `[batch, heads, queries, head_dim]`, and `k` and `v`
+/// of shape `[batch, kv_heads, keys, head_dim]`. Each group of `heads / kv_heads` query heads
+/// shares a key and value head. With `causal`, the last query is at the position of the last key,
+/// and each query attends to the keys up to its own position. The output has the shape of `q`.
 ///
-/// One number a query is saved for backward, besides inputs and output. On the CPU, heads are
-/// computed in parallel; each running head has a copy of its keys and values and the scores of 128
-/// queries, in backward twice that and the gradients of keys and values.
+/// Backward needs one saved number per query, besides inputs and output. On the CPU, heads are
+/// computed in parallel. Each running head has a copy of its keys and values, and the scores of 128
+/// queries. In backward it has twice that, and the gradients of keys and values.
 ///
 /// # Errors
-/// If shapes or dtypes do not fit, or under context parallelism, where the keys of a sequence are
-/// on several ranks: [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
+/// If shapes or dtypes do not fit. Also under context parallelism, which spreads the keys of a
+/// sequence over ranks; [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
     check_whole_sequences("attention")?;
     let attend = DotProductAttention { scale, causal, window: None, angles: None, documents: None };
     attend_to(attend, q, k, v)
 }
 
-/// Causal [`attention`] in which a query attends to `window` keys at most: the one at its own position and those before
-/// it, as with Mistral's `sliding_window` in `transformers`. A window of the number of keys or more is the same as causal
-/// attention without.
+/// Causal [`attention`] with a limit: a query attends to `window` keys at most, including its own,
+/// like Mistral's `sliding_window` in `transformers`. A window of at least the number of keys is
+/// the same as causal attention.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
 /// use fulgurite_core::nn::functional::sliding_window_attention;
 ///
-/// // All scores are 0: the output is the mean of the values that are attended to.
+/// // All scores are 0, so the output is the mean of the visible values.
 /// let zeros = Tensor::zeros((1, 1, 4, 1), candle_core::DType::F32, &Device::Cpu)?;
 /// let v = Tensor::new(&[[[[0f32], [2.], [4.], [6.]]]], &Device::Cpu)?;
 /// let y = sliding_window_attention(&zeros, &zeros, &v, 1.0, 2)?;
@@ -181,7 +181,7 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -
 /// ```
 ///
 /// # Errors
-/// As those of [`attention`], and if the window is 0.
+/// As [`attention`], and if the window is 0.
 pub fn sliding_window_attention(
     q: &Tensor,
     k: &Tensor,
@@ -221,15 +221,15 @@ fn check_whole_sequences(name: &str) -> Result<()> {
     )))
 }
 
-/// [`attention`] of each query to the keys that `mask` allows: u8, 1 where a query attends to a key and 0
-/// where not, of shape `[batch, keys]` for all queries alike, `[batch or 1, queries, keys]` or
-/// `[batch or 1, heads or 1, queries, keys]`. The mask gets no gradient. A query without any key gets
-/// zeros.
+/// [`attention`] of each query to the keys that `mask` allows. The mask is u8, with 1 where a query
+/// attends to a key and 0 elsewhere. Its shape is `[batch, keys]` for all queries alike,
+/// `[batch or 1, queries, keys]` or `[batch or 1, heads or 1, queries, keys]`. The mask receives no
+/// gradient. A query without any key gives zeros.
 ///
 /// All probabilities are saved for backward, `batch * heads * queries * keys` numbers.
 ///
 /// # Errors
-/// As those of [`attention`], and if the mask has another shape or dtype.
+/// As [`attention`], and if the mask has another shape or dtype.
 pub fn masked_attention(
     q: &Tensor,
     k: &Tensor,
@@ -238,7 +238,7 @@ pub fn masked_attention(
     mask: &Tensor,
 ) -> Result<Tensor> {
     check_whole_sequences("masked_attention")?;
-    // As that of the other kernel, whose heads come after the positions.
+    // The check of the other kernel, in which heads follow positions.
     let [tq, tk, tv] = [q.transpose(1, 2)?, k.transpose(1, 2)?, v.transpose(1, 2)?];
     attention_sizes(&tq, &tk, &tv)?;
     let (batch, heads, queries, _) = q.dims4()?;
@@ -253,7 +253,7 @@ pub fn masked_attention(
     })
 }
 
-/// The mask with a dimension for each of `[batch, heads, queries, keys]`, of that size or 1.
+/// Returns the mask with dimensions `[batch, heads, queries, keys]`, each of that size or 1.
 fn attention_mask(mask: &Tensor, sizes: [usize; 4]) -> Result<Tensor> {
     let [batch, heads, queries, keys] = sizes;
     let wrong = || {

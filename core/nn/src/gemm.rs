@@ -1,4 +1,4 @@
-//! Matrix products on slices, through the `gemm` crate that candle itself multiplies with.
+//! Matrix products on slices, by the `gemm` crate, which candle uses too.
 //!
 //! ```
 //! use fulgurite_core::nn::gemm::{Mat, Threads, gemm};
@@ -30,7 +30,7 @@ pub struct Mat<'a, T> {
 }
 
 impl<'a, T> Mat<'a, T> {
-    /// A row-major matrix of the first elements of `data`.
+    /// A row-major matrix over the first elements of `data`.
     ///
     /// # Panics
     /// If `data` has fewer than `rows * cols` elements.
@@ -40,7 +40,7 @@ impl<'a, T> Mat<'a, T> {
         Self { data, rows, cols, row_stride: cols, col_stride: 1 }
     }
 
-    /// A matrix of the same shape and layout with these elements.
+    /// Returns a matrix of the same shape and layout over other elements.
     fn with_data<U>(self, data: &[U]) -> Mat<'_, U> {
         let Self { rows, cols, row_stride, col_stride, .. } = self;
         Mat { data, rows, cols, row_stride, col_stride }
@@ -84,8 +84,8 @@ pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: T
     }
 }
 
-/// [`gemm()`] of matrices in bf16, with sums in f32: by the CPU's instructions for it, if it
-/// [has them](super::bf16_products), else of their values in f32.
+/// [`gemm()`] of bf16 matrices, with sums in f32. It uses the CPU's bf16 instructions if
+/// [available](super::bf16_products); otherwise it converts the operands to f32.
 ///
 /// # Panics
 /// As [`gemm()`].
@@ -98,7 +98,7 @@ pub fn gemm_bf16(out: &mut [f32], a: Mat<bf16>, b: Mat<bf16>, add: bool, threads
     gemm(out, a.with_data(&a_values), b.with_data(&b_values), add, threads);
 }
 
-/// `a b`, row-major, in new memory that is not zeroed first.
+/// Returns `a b`, row-major, in new memory that is not zeroed first.
 ///
 /// # Panics
 /// As [`gemm()`].
@@ -108,8 +108,7 @@ pub fn product<T: Float>(a: Mat<T>, b: Mat<T>, threads: Threads) -> Vec<T> {
         return vec![T::ZERO; size];
     }
     let mut out = Vec::with_capacity(size);
-    // SAFETY: there is room for that many elements; without `add` all are written and none is
-    // read.
+    // SAFETY: there is room for that many elements; without `add` all are written and none is read.
     unsafe {
         multiply(out.as_mut_ptr(), a, b, false, threads);
         out.set_len(size);
@@ -117,15 +116,15 @@ pub fn product<T: Float>(a: Mat<T>, b: Mat<T>, threads: Threads) -> Vec<T> {
     out
 }
 
-/// The number of elements of `a b`. Panics unless the inner dimensions are equal.
+/// Returns the number of elements of `a b`. Panics unless the inner dimensions are equal.
 fn checked_size<T>(a: Mat<T>, b: Mat<T>) -> usize {
     assert_eq!(a.cols, b.rows, "inner dimensions");
     a.rows.checked_mul(b.cols).expect("a product has no more elements than memory")
 }
 
 /// # Safety
-/// `out` is valid for writing `a.rows * b.cols` elements, nobody else uses them, and with `add`
-/// they are initialised. [`checked_size`] has passed, and no dimension is 0.
+/// `out` must be valid for writing `a.rows * b.cols` elements, initialised if `add`, and nothing
+/// else may use them. [`checked_size`] must have passed, and no dimension may be 0.
 unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threads: Threads) {
     let (m, k, n) = (a.rows, a.cols, b.cols);
     let [across, along] = match threads {
@@ -145,7 +144,7 @@ unsafe fn multiply<T: Float>(out: *mut T, a: Mat<T>, b: Mat<T>, add: bool, threa
     });
 }
 
-/// The elements of a product, of which each thread writes others.
+/// The elements of a product. Threads write disjoint elements.
 struct Out<T>(*mut T);
 // SAFETY: threads that share it write disjoint elements.
 unsafe impl<T: Float> Sync for Out<T> {}
@@ -159,8 +158,8 @@ impl<T> Out<T> {
 /// Rows of a part are multiples of this: the `gemm` crate's kernels compute six at a time.
 const ROWS: usize = 12;
 
-/// Columns of a part are multiples of this many bytes, so that the `gemm` crate's kernels fill their tiles: four vectors
-/// of AVX-512, or two of AVX.
+/// Columns of a part are a multiple of this many bytes, so that the `gemm` crate's kernels fill
+/// their tiles: four vectors of AVX-512, or two of AVX.
 fn tile_bytes() -> usize {
     match instructions() {
         "AVX-512" => 256,
@@ -168,12 +167,12 @@ fn tile_bytes() -> usize {
     }
 }
 
-/// The vector instructions that products of f32 and f64 use on this CPU. Their bits depend on it: each set sums in an
-/// order of its own.
+/// Returns the vector instructions for f32 and f64 products on this CPU. The bits of products
+/// depend on them, because each instruction set sums in its own order.
 pub fn instructions() -> &'static str {
     #[cfg(target_arch = "x86_64")]
     {
-        // As the `gemm` crate chooses.
+        // The order of the `gemm` crate's choice.
         if is_x86_feature_detected!("avx512f") {
             "AVX-512"
         } else if is_x86_feature_detected!("fma") {
@@ -195,18 +194,19 @@ const WORTH_A_THREAD: usize = 1 << 18;
 /// ones.
 const SMALL: usize = 64;
 
-/// So it does for products of up to this many elements.
+/// The crate also sums products of up to this many elements in another order.
 const FEW: usize = 256;
 
-/// What reading one element costs, in multiplications: a measured order of magnitude.
+/// The cost of reading one element, in multiplications: a measured order of magnitude.
 const READ_COST: usize = 16;
 
-/// Into how many parts to cut the rows and the columns of an `m` x `k` by `k` x `n` product for at
-/// most `threads` threads: the grid whose largest part multiplies and reads least. Parts have multiples of `unit` columns.
+/// Splits the rows and the columns of an `m` x `k` by `k` x `n` product into parts, for at most
+/// `threads` threads. Returns the grid whose largest part multiplies and reads least. Parts have
+/// multiples of `unit` columns.
 ///
 /// Results do not depend on the number of threads, because each part is summed in the order of the
-/// whole product: products that the `gemm` crate sums in another order ([`SMALL`], [`FEW`]) are
-/// neither cut nor made by a cut.
+/// whole product. Products that the `gemm` crate sums in another order ([`SMALL`], [`FEW`]) are
+/// neither split nor the result of a split.
 fn grid([m, k, n]: [usize; 3], unit: usize, threads: usize) -> [usize; 2] {
     let most = threads.min(m.saturating_mul(n).saturating_mul(k) / WORTH_A_THREAD);
     let takes = |rows: usize, cols: usize| rows.saturating_mul(cols) + READ_COST * (rows + cols);
@@ -229,12 +229,12 @@ fn grid([m, k, n]: [usize; 3], unit: usize, threads: usize) -> [usize; 2] {
     best.0
 }
 
-/// The columns in [`tile_bytes`].
+/// The number of columns in [`tile_bytes`].
 fn cols_unit<T>() -> usize {
     tile_bytes() / size_of::<T>()
 }
 
-/// The `i`-th of `parts` shares of `0..len`; shares begin at multiples of `unit`.
+/// Returns the `i`-th of `parts` shares of `0..len`. Shares begin at multiples of `unit`.
 fn share(len: usize, unit: usize, parts: usize, i: usize) -> Range<usize> {
     let units = len.div_ceil(unit);
     let at = |i: usize| (units * i / parts * unit).min(len);
@@ -251,7 +251,7 @@ fn largest_share(len: usize, unit: usize, parts: usize) -> usize {
     len.min(len.div_ceil(unit).div_ceil(parts) * unit)
 }
 
-/// Computes the part of `out` with these rows and columns, on this thread.
+/// Computes the part of `out` in these rows and columns, on this thread.
 ///
 /// # Safety
 /// As [`multiply`], for the elements of the part.
@@ -264,10 +264,10 @@ unsafe fn multiply_part<T: Float>(
     add: bool,
 ) {
     let ld = b.cols;
-    // SAFETY: the part lies within `out`, `a` and `b`, whose strides reach no element outside:
-    // `out` is row-major, `a` and `b` are dense, row-major or transposed, and their slices are long
-    // enough. `out` overlaps neither, as nobody else uses it. `T` is f32 or f64, which the crate
-    // supports.
+    // SAFETY: the part lies within `out`, `a` and `b`, whose strides reach no element outside.
+    // `out` is row-major; `a` and `b` are dense, row-major or transposed, and their slices are long
+    // enough. `out` overlaps neither, because nothing else uses it. `T` is f32 or f64, which the
+    // crate supports.
     unsafe {
         gemm::gemm(
             rows.len(),
@@ -333,14 +333,14 @@ mod tests {
 
     #[test]
     #[should_panic(expected = "matrix in a slice of 4 elements")]
-    fn a_shape_whose_size_overflows_is_refused() {
-        // The size is 0 where overflow wraps.
+    fn overflowing_shapes_are_refused() {
+        // With wrapping multiplication, the size would be 0.
         Mat::new(&[0f32; 4], 1 << (usize::BITS - 1), 2);
     }
 
     #[test]
     #[should_panic(expected = "no more elements than memory")]
-    fn a_product_whose_size_overflows_is_refused() {
+    fn overflowing_products_are_refused() {
         let (a, b) = (Mat::new(&[], 1 << (usize::BITS - 1), 0), Mat::new(&[], 0, 2));
         gemm::<f32>(&mut [], a, b, false, Threads::One);
     }

@@ -10,9 +10,9 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::simd::vectorized;
 
-/// Calls `write` with the parameter's gradient buffer as a slice of `T`, to write (`false`) a
-/// gradient into it or add (`true`) one. For a buffer of another dtype the slice is a temporary.
-/// For CPU parameters.
+/// Calls `write` with the parameter's gradient buffer as a slice of `T`. `write` stores a gradient
+/// there (`false`) or adds one (`true`). If the buffer has another dtype, the slice is a temporary.
+/// For CPU parameters only.
 pub(super) fn accumulate_host<T: Float>(
     parameter: &Parameter,
     write: impl FnOnce(&mut [T], bool) -> Result<()>,
@@ -39,8 +39,8 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
     parameter.end_use()
 }
 
-/// `sum + x`, of one shape and dtype. Computed in the memory of `sum` if that is on the CPU: `sum` must have no other
-/// user, and `x` other memory.
+/// Returns `sum + x`, of one shape and dtype. On the CPU the memory of `sum` is reused, so `sum`
+/// must not have another user, and `x` must use other memory.
 pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     let alike = sum.dims() == x.dims() && sum.dtype() == x.dtype();
     if !uses_cpu_kernels(&sum) || !sum.is_contiguous() || sum.elem_count() == 0 || !alike {

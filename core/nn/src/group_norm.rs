@@ -14,13 +14,13 @@ use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// Group norm, as PyTorch's: each sample's channels are normalised in groups, over all their positions,
-/// and each channel is scaled by its `weight` and moved by its `bias`. It does not depend on the other
-/// samples of a batch, so it needs no running statistics and is the same on any number of ranks; with one
-/// group for each channel it is an instance norm.
+/// Group norm, like PyTorch's. The channels of each sample are normalised in groups, over all
+/// positions, and each channel is scaled by its `weight` and shifted by its `bias`. It does not
+/// depend on the other samples of a batch, so it needs no running statistics and is the same on any
+/// number of ranks. With one group per channel it is an instance norm.
 ///
-/// Input and output are `[batch, channels, ..]`. Computed in f32 at least. Tensor-parallel plans leave it
-/// whole.
+/// Input and output are `[batch, channels, ..]`. Arithmetic is at least in f32. Tensor-parallel
+/// plans leave the layer whole.
 #[derive(Debug, Clone)]
 pub struct GroupNorm {
     norm: Norm,
@@ -34,8 +34,8 @@ impl GroupNorm {
     /// A norm of `channels` in `groups`. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If a size is 0, the groups do not divide the channels, `eps` is negative or not finite, or there is a layer at
-    /// the builder's path already.
+    /// If a size is 0, the groups do not divide the channels, `eps` is negative or not finite, or
+    /// the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, groups: usize, channels: usize, eps: f64) -> Result<Self> {
         let norm = Norm { center: true, eps };
         super::norm::check_eps(b, eps)?;
@@ -61,14 +61,14 @@ impl GroupNorm {
         &self.bias
     }
 
-    /// A value of each channel, for a tensor of this rank.
+    /// Reshapes one value per channel for a tensor of this number of dimensions.
     fn of_channels(&self, parameter: &Parameter, rank: usize) -> Result<Tensor> {
         let mut shape = vec![1; rank];
         shape[1] = parameter.elem_count();
         Ok(to_accumulation_dtype(&parameter.value()?)?.reshape(shape)?)
     }
 
-    /// Ones in place of a weight of the elements of a group, and those elements in rows.
+    /// Returns a weight of ones, and the elements of `x` with one group per row.
     fn rows(&self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let rows = x.dim(0)? * self.groups;
         let x = to_accumulation_dtype(x)?.reshape((rows, x.elem_count() / rows.max(1)))?;

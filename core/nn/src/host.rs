@@ -1,4 +1,4 @@
-//! CPU tensors as slices, and the arithmetic that kernels do on them.
+//! CPU tensors as slices, and the arithmetic of CPU kernels.
 
 use std::ops::Deref;
 
@@ -10,7 +10,7 @@ use fulgurite_engine::autograd::storage::HostElement;
 use fulgurite_engine::execution::{read, transfer};
 use fulgurite_engine::simd::{Half, vectorized};
 
-/// Evaluates `$body` with `$T` as the Rust type of a dtype that kernels compute in.
+/// Evaluates `$body` with `$T` as the Rust type of a dtype for kernel arithmetic.
 macro_rules! with_float {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
@@ -54,13 +54,14 @@ pub trait Float: HostElement + Default + std::iter::Sum {
     const ZERO: Self;
     const ONE: Self;
     const INFINITY: Self;
-    /// The exponential. Not called `exp`, which is the standard library's for a known type.
+    /// The exponential. Not called `exp`, because the standard library's method would win for a
+    /// known type.
     fn fast_exp(self) -> Self;
     fn ln(self) -> Self;
     fn sqrt(self) -> Self;
     fn erf(self) -> Self;
-    /// The maximum. Unlike the standard library's `max` it returns a NaN in `self`; one in `other`
-    /// is ignored.
+    /// The maximum. Unlike the standard library's `max`, it returns a NaN in `self` and ignores one
+    /// in `other`.
     #[inline(always)]
     fn max(self, other: Self) -> Self {
         if other > self { other } else { self }
@@ -80,8 +81,8 @@ impl Float for f32 {
     const ONE: Self = 1.0;
     const INFINITY: Self = f32::INFINITY;
 
-    /// Within 2 units in the last place, zero below -87.3 and infinite above 88.3. Has no branch
-    /// and no call, so that loops over it are vectorised, unlike with the standard library's `exp`.
+    /// Within 2 units in the last place, zero below -87.3 and infinite above 88.3. Without branches
+    /// and calls, so loops over it are vectorised, unlike loops over the standard library's `exp`.
     #[inline(always)]
     fn fast_exp(self) -> Self {
         const MAGIC: f32 = 12_582_912.0; // 1.5 * 2^23: adding it rounds to an integer
@@ -133,12 +134,13 @@ impl Float for f64 {
     }
 }
 
-/// A float that CPU kernels read and write, computing in [`Wide`](Self::Wide).
+/// A float that CPU kernels read and write; arithmetic is in [`Wide`](Self::Wide).
 pub(crate) trait Element: HostElement {
-    /// What it is computed in.
+    /// The type of the arithmetic.
     type Wide: Float;
     fn widen(self) -> Self::Wide;
-    /// Rounds to nearest even. Not called `round`, which is a method of f32 that rounds to integers.
+    /// Rounds to nearest even. Not called `round`, which is a method of f32 that rounds to
+    /// integers.
     fn narrow(x: Self::Wide) -> Self;
 }
 
@@ -171,7 +173,7 @@ const LANES: usize = 8;
 /// The sum of `f` over two slices of one length, in eight independent lanes.
 #[inline(always)]
 pub(super) fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
-    // The values are computed in a loop of their own, since a loop with `f` and the lanes is not
+    // Values are computed in a separate loop, because a loop with both `f` and the lanes is not
     // vectorised.
     const BLOCK: usize = 8 * LANES;
     let mut values = [T::ZERO; BLOCK];
@@ -183,7 +185,7 @@ pub(super) fn sum2<T: Float>(a: &[T], b: &[T], f: impl Fn(T, T) -> T) -> T {
             *value = f(a, b);
         }
         let whole = values.chunks_exact(LANES);
-        // The remainder of a block that is no multiple of the lanes: only the last has one.
+        // Only the last block can have a remainder.
         whole.remainder().iter().for_each(|&value| tail += value);
         for chunk in whole {
             for i in 0..LANES {
@@ -237,8 +239,8 @@ vectorized! {
     }
 }
 
-/// The number of rows that a row-wise kernel computes at a time. It depends on the shape alone, so
-/// that sums over rows do not depend on the number of threads.
+/// Returns the number of rows per piece of a row-wise kernel. It depends on the shape alone, so
+/// sums over rows do not depend on the number of threads.
 pub(super) fn rows_per_piece(rows: usize) -> usize {
     rows.div_ceil(32).max(1)
 }
@@ -259,7 +261,7 @@ pub(super) fn host(tensor: &Tensor) -> Result<Host<impl Deref<Target = Storage>>
     }
 }
 
-/// Read access to a tensor of any layout: its storage from its first element on.
+/// Read access to a tensor of any layout: its storage, starting at its first element.
 pub(super) fn strided_host(tensor: &Tensor) -> Host<impl Deref<Target = Storage>> {
     let (guard, layout) = tensor.storage_and_layout();
     Host { guard, start: layout.start_offset(), end: None }
@@ -277,7 +279,7 @@ impl<G: Deref<Target = Storage>> Host<G> {
     }
 }
 
-/// The ids or indices of a `u32` or `i64` tensor, on the host.
+/// Returns the ids or indices of a `u32` or `i64` tensor, on the host.
 pub(super) fn indices(ids: &Tensor, what: &'static str) -> Result<Vec<i64>> {
     match ids.dtype() {
         DType::U32 | DType::I64 => {
@@ -291,7 +293,7 @@ pub(super) fn indices(ids: &Tensor, what: &'static str) -> Result<Vec<i64>> {
     }
 }
 
-/// A CPU tensor of these elements, which are not copied.
+/// Makes a CPU tensor of these elements without copying them.
 pub(super) fn tensor<T: HostElement>(
     values: Vec<T>,
     shape: impl Into<candle_core::Shape>,

@@ -1,4 +1,4 @@
-//! What layers check of their inputs.
+//! Checks of layers' inputs.
 
 use candle_core::{DType, Tensor};
 
@@ -16,7 +16,7 @@ pub(super) fn check_width(layer: &LayerHandle, x: &Tensor, width: usize) -> Resu
     ))
 }
 
-/// Checks that a layer's input is what `dims` says: the size of each dimension, or its name.
+/// Checks that a layer's input has the dimensions `dims`.
 pub(super) fn check_dims(layer: &LayerHandle, x: &Tensor, dims: &[Dim]) -> Result<()> {
     let fits = |(dim, size): (&Dim, &usize)| match dim {
         Dim::Any(_) => true,
@@ -36,16 +36,16 @@ pub(super) fn check_dims(layer: &LayerHandle, x: &Tensor, dims: &[Dim]) -> Resul
     Err(Error::module(layer.path(), message))
 }
 
-/// A dimension of an input.
+/// An expected dimension of an input.
 pub(super) enum Dim {
-    /// Of any size, with its name.
+    /// Any size; the name is for messages.
     Any(&'static str),
-    /// Of this size.
+    /// Exactly this size.
     Size(usize),
 }
 
-/// Checks that an input has the dtype that the layer computes in, to which it was cast unless it has
-/// integers.
+/// Checks that an input has the layer's compute dtype. Floats were cast to it before; integers were
+/// not.
 pub(super) fn check_dtype(layer: &LayerHandle, x: &Tensor, want: DType) -> Result<()> {
     let got = x.dtype();
     if got == want {

@@ -1,11 +1,11 @@
 //! Layers with hand-written gradients.
 //!
 //! A layer computes outside the graph and enters it as one operation. It holds its parameters by
-//! handle: their memory may go after forward and come back for backward, and their gradients are
-//! written straight into the strategy's buffers. On the CPU layers use kernels written by hand, on
-//! every other device tensor operations. bf16 and f16 are computed in f32 on the CPU and rounded
-//! at the edge of each operation. Linear layers in bf16 use the instructions that some CPUs have for it
-//! ([`bf16_products`]).
+//! handle: their memory may be released after forward and return for backward, and their gradients
+//! are written directly into the strategy's buffers. On the CPU, layers use hand-written kernels;
+//! on every other device, tensor operations. bf16 and f16 are computed in f32 on the CPU and
+//! rounded at the edge of each operation. Linear layers in bf16 use the bf16 instructions of some
+//! CPUs ([`bf16_products`]).
 //!
 //! ```
 //! use candle_core::Tensor;

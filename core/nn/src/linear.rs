@@ -19,10 +19,10 @@ use fulgurite_engine::parameter::{Init, Parameter};
 /// `x` is `[.., in]`, `y` is `[.., out]`.
 ///
 /// A plan may make it [`Colwise`](fulgurite_engine::parallel::Colwise) or
-/// [`Rowwise`](fulgurite_engine::parallel::Rowwise). It may be a target of
-/// [`Adapters`](fulgurite_engine::module::Adapters), unless its weight is [tied](Self::tied); and its weight, if it
-/// is frozen, one of [`Quantization`](fulgurite_engine::module::Quantization): it is then unpacked in each forward
-/// and backward.
+/// [`Rowwise`](fulgurite_engine::parallel::Rowwise).
+/// [`Adapters`](fulgurite_engine::module::Adapters) may target it, unless its weight is
+/// [tied](Self::tied). [`Quantization`](fulgurite_engine::module::Quantization) may target its
+/// weight if frozen; the weight is then unpacked in each forward and backward.
 #[derive(Debug, Clone)]
 pub struct Linear {
     weight: Weight,
@@ -35,7 +35,7 @@ impl Linear {
     /// A layer without a bias. The initial weight is uniform within `1 / sqrt(inputs)`.
     ///
     /// # Errors
-    /// If a size is 0, or there is a layer at the builder's path already.
+    /// If a size is 0, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, inputs: usize, outputs: usize) -> Result<Self> {
         Self::with_init(b, inputs, outputs, Init::kaiming_uniform(inputs))
     }
@@ -64,7 +64,7 @@ impl Linear {
     /// Adds a bias with these initial values. `b` is the builder that the layer was made with.
     ///
     /// # Errors
-    /// If there is a bias at the builder's path already.
+    /// If the builder's path has a bias already.
     pub fn add_bias(mut self, b: &ModuleBuilder, init: Init) -> Result<Self> {
         self.bias = Some(b.parameter("bias", [self.weight.parameter().global_shape()[0]], init)?);
         Ok(self)
@@ -74,7 +74,8 @@ impl Linear {
     /// output head with the embedding.
     ///
     /// # Errors
-    /// If `weight` is of another model or does not have two dimensions, and as [`new`](Self::new).
+    /// As [`new`](Self::new), and if `weight` belongs to another model or does not have two
+    /// dimensions.
     pub fn tied(b: &ModuleBuilder, weight: &Parameter) -> Result<Self> {
         let [outputs, inputs] = *weight.global_shape() else {
             let message = format!(
@@ -88,7 +89,7 @@ impl Linear {
         Ok(Self { weight: Weight::Plain(weight.clone()), bias: None, lora: None, layer })
     }
 
-    /// The weight, `[out, in]`; one that is quantised, its
+    /// The weight, `[out, in]`. For a quantised weight, its
     /// [codes](fulgurite_engine::quantization::PackedPart::Codes).
     pub fn weight(&self) -> &Parameter {
         self.weight.parameter()
@@ -115,13 +116,14 @@ impl Linear {
         self.weight.parameters().chain(&self.bias).chain(lora)
     }
 
-    /// Whether rows of the input can be computed apart, whatever their place in the batch is.
+    /// Whether rows of the input can be computed separately, independent of their position in the
+    /// batch.
     pub(super) fn computes_rows_apart(&self) -> bool {
         !self.lora.as_ref().is_some_and(Lora::takes_rows_together)
     }
 
-    /// The bias that [`compute`](Self::compute) adds, and the bias that is added after the ranks'
-    /// partial outputs are summed; at most one of them.
+    /// Returns the bias that [`compute`](Self::compute) adds, and the bias that is added after the
+    /// ranks' partial outputs are summed. At most one of them is set.
     fn split_bias(&self) -> (Option<&Parameter>, Option<&Parameter>) {
         let bias = self.bias.as_ref();
         if self.layer.output_is_partial() { (None, bias) } else { (bias, None) }
@@ -152,7 +154,7 @@ impl Linear {
         self.weight.compute_dtype()
     }
 
-    /// The input in that dtype.
+    /// Returns the input in the compute dtype.
     pub(super) fn cast_input(&self, x: &Tensor) -> Result<Tensor> {
         self.layer.cast_input(x, self.compute_dtype())
     }
@@ -162,7 +164,7 @@ impl Linear {
         input::check_width(&self.layer, x, self.weight.inputs())
     }
 
-    /// This rank's output, outside the graph, and what its backward takes.
+    /// Computes this rank's output, outside the graph, and the state for its backward.
     pub(super) fn compute(&self, x: &Tensor) -> Result<(Tensor, LoraCall)> {
         self.check_width(x)?;
         input::check_dtype(&self.layer, x, self.compute_dtype())?;
@@ -180,12 +182,12 @@ impl Linear {
         })
     }
 
-    /// The adapter, if it has magnitudes.
+    /// Returns the adapter if it has magnitudes.
     fn dora(&self) -> Option<(&Lora, &Dora)> {
         self.lora.as_ref().and_then(|lora| Some((lora, lora.dora.as_ref()?)))
     }
 
-    /// The layer's record, which a plan may have changed.
+    /// Returns the layer's record, which a plan may have changed.
     pub(super) fn layer(&self) -> &LayerHandle {
         &self.layer
     }
@@ -203,7 +205,7 @@ impl Linear {
         Ok(dx)
     }
 
-    /// [`backward`](Self::backward) without ending the uses: for some rows of the input, if other
+    /// [`backward`](Self::backward) without ending the uses, for some rows of the input, if other
     /// rows follow.
     pub(super) fn backward_rows(
         &self,
@@ -243,7 +245,7 @@ impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let sharded_logits = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
         match sharded_logits {
-            // The loss knows these by the tensor.
+            // The loss identifies sharded logits by their tensor.
             true => self.forward_in_own_dtype(&self.cast_input(x)?, true),
             false => {
                 let dtype = self.compute_dtype();

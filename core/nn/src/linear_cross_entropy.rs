@@ -15,9 +15,9 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::is_grad_enabled;
 use fulgurite_engine::module::Module;
 
-/// The [`cross_entropy`](super::cross_entropy) of the logits that `head` computes of `hidden`
-/// (`[.., inputs]`). There is one copy of the logits at most, and their gradient is computed in its
-/// memory; head and loss as two operations need several copies. See [`LinearCrossEntropy`].
+/// Computes the [`cross_entropy`](super::cross_entropy) of the logits `head(hidden)`, with `hidden`
+/// of `[.., inputs]`. At most one copy of the logits exists, and their gradient reuses its memory.
+/// Head and loss as two operations need several copies. See [`LinearCrossEntropy`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -36,38 +36,38 @@ use fulgurite_engine::module::Module;
 /// ```
 ///
 /// # Errors
-/// Those of the head's forward and of [`cross_entropy`](super::cross_entropy).
+/// As the head's forward and [`cross_entropy`](super::cross_entropy).
 pub fn linear_cross_entropy(head: &Linear, hidden: &Tensor, targets: &Tensor) -> Result<Loss> {
     LinearCrossEntropy::default().loss(head, hidden, targets)
 }
 
 /// [`linear_cross_entropy`] with options.
 ///
-/// Up to [`logits_bytes`](Self::logits_bytes) of logits are saved for backward. More logits than
-/// that are computed in pieces of that size, and once more in backward. This costs a third more
-/// matrix products of the head, and the memory no longer grows with batch and vocabulary (the
-/// logits of long sequences over 128 thousand classes take gigabytes).
+/// Up to [`logits_bytes`](Self::logits_bytes) of logits are saved for backward. More logits are
+/// computed in pieces of that size, and recomputed in backward. This costs a third more matrix
+/// products of the head, but memory no longer grows with batch and vocabulary (the logits of long
+/// sequences over 128 thousand classes take gigabytes).
 ///
-/// The number of pieces changes roundings: the loss and the gradients of the head's parameters are
-/// sums over the pieces, and a GPU's library may multiply pieces of other sizes in another order.
-/// The number follows from the sizes and from the kind of device alone, so the same configuration
-/// on the same kind of GPU gives the same bits. Ranks may have different numbers, as no collective
-/// depends on pieces.
+/// The number of pieces changes roundings. The loss and the gradients of the head's parameters are
+/// sums over the pieces, and a GPU's library may sum pieces of other sizes in another order. The
+/// number depends only on the sizes and the kind of device, so the same configuration on the same
+/// kind of GPU gives the same bits. Ranks may have different numbers of pieces, because no
+/// collective depends on pieces.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
 pub struct LinearCrossEntropy {
     /// Ignored targets and label smoothing.
     pub cross_entropy: CrossEntropy,
-    /// The largest size of a piece of logits, in bytes (at least one row). `None`, the default, is 64
-    /// MiB, and on a GPU of NVIDIA 1/32 of its total memory, from 256 MiB to 4 GiB. (Free memory
-    /// differs from run to run.) In bf16 and f16, and on GPUs without
-    /// kernels of their own, copies of the piece in f32 add to that. Few pieces are better in bf16
-    /// and f16: each piece rounds the head's gradient if that is kept in such a dtype
-    /// (`reduce_dtype`), and on the CPU makes a copy of the head, in f32 or as
-    /// [`bf16_products`](super::bf16_products) read it.
+    /// The largest size of a piece of logits, in bytes (at least one row). By default (`None`) it
+    /// is 64 MiB, and on an NVIDIA GPU 1/32 of the total memory, from 256 MiB to 4 GiB. (Free
+    /// memory differs from run to run.) In bf16 and f16, and on GPUs without hand-written
+    /// kernels, f32 copies of the piece add to that. Few pieces are better in bf16 and f16: each
+    /// piece rounds the head's gradient if the gradient has such a dtype (`reduce_dtype`). On the
+    /// CPU each piece also makes a copy of the head, in f32 or in the layout of
+    /// [`bf16_products`](super::bf16_products).
     pub logits_bytes: Option<usize>,
 }
 
-/// Bytes of a piece of logits on this device, if nobody says otherwise.
+/// Returns the default size of a piece of logits on this device, in bytes.
 fn default_logits_bytes(device: &Device) -> Result<usize> {
     #[cfg(feature = "cuda")]
     if let Device::Cuda(device) = device {
@@ -78,22 +78,22 @@ fn default_logits_bytes(device: &Device) -> Result<usize> {
     Ok(64 << 20)
 }
 
-/// The bytes of a piece of logits on a GPU with so much memory.
+/// Returns the size of a piece of logits on a GPU with `total` bytes of memory.
 #[cfg(any(feature = "cuda", test))]
 fn share_of_memory(total: usize) -> usize {
     (total / 32).clamp(256 << 20, 4 << 30)
 }
 
-/// Rows of products that a GPU computes without waste: a multiple of the tiles of its kernels.
+/// Rows of products that a GPU computes without waste: a multiple of its kernels' tiles.
 const GPU_ROWS: usize = 256;
 
-/// The rows of a piece: of `rows`, at most `most`.
+/// Returns the rows of a piece, for `rows` rows with at most `most` in a piece.
 fn rows_of_piece(rows: usize, most: usize, on_gpu: bool) -> usize {
     let most = match on_gpu && most >= GPU_ROWS && most < rows {
         true => most - most % GPU_ROWS,
         false => most.max(1),
     };
-    // Pieces of equal size: a last piece of a single row would read the whole head for it.
+    // Pieces of equal size, because a last piece of one row would read the whole head.
     let pieces = rows.div_ceil(most).max(1);
     let equal = rows.div_ceil(pieces).max(1);
     match on_gpu && pieces > 1 && most >= GPU_ROWS {
@@ -117,8 +117,8 @@ impl LinearCrossEntropy {
         self
     }
 
-    /// The loss; see [`linear_cross_entropy`]. A head that a plan has cut over tensor-parallel
-    /// ranks computes all its logits at once, as head and loss apart do.
+    /// Computes the loss; see [`linear_cross_entropy`]. A head that a plan shards over
+    /// tensor-parallel ranks computes all its logits at once, like a separate head and loss.
     ///
     /// # Errors
     /// As [`linear_cross_entropy`].
@@ -164,7 +164,7 @@ impl LinearCrossEntropy {
         }
         let sum = sum.ok_or_else(|| Error::other("a loss of no piece"))?;
 
-        // A second backward over the graph finds no saved logits and computes them again.
+        // A second backward over the graph finds no saved logits and recomputes them.
         let (saved_logits, layer, shape) =
             (Mutex::new(saved_logits), head.clone(), hidden.shape().clone());
         let tracked = hidden.track_op();
@@ -212,10 +212,10 @@ mod tests {
 
     #[test]
     fn gpu_pieces_are_multiples_of_tiles() {
-        // One piece if it fits, whatever its rows; pieces of fewer rows than a tile stay equal.
+        // One piece if all rows fit; pieces with fewer rows than a tile stay equal.
         assert_eq!(rows_of_piece(16_000, 16_000, true), 16_000);
         assert_eq!(rows_of_piece(1000, 100, true), 100);
-        // Llama 3's vocabulary, in bf16: 63 pieces of 261 rows with 64 MiB.
+        // Llama 3's vocabulary, in bf16; 64 MiB allow 261 rows per piece.
         let row = 2 * 128_256;
         assert_eq!(rows_of_piece(16_384, (64 << 20) / row, true), 256);
         assert_eq!(rows_of_piece(16_384, share_of_memory(80 << 30) / row, true), 8192);

@@ -1,4 +1,4 @@
-//! The low-rank adapter (LoRA) of a layer; `dora` is the one with magnitudes.
+//! LoRA, the low-rank adapter of a layer; `dora` adds magnitudes.
 
 use candle_core::{D, Tensor};
 use std::sync::Arc;
@@ -12,13 +12,13 @@ use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// The parameters of the adapter of a linear layer, relative to the layer, as PEFT names them.
+/// The names of a linear layer's adapter parameters, relative to the layer, as in PEFT.
 pub(super) const LINEAR: [&str; 2] = ["lora_A.weight", "lora_B.weight"];
-/// Those of an embedding.
+/// The names of an embedding's adapter parameters.
 pub(super) const EMBEDDING: [&str; 2] = ["lora_embedding_A", "lora_embedding_B"];
 
-/// The adapter of a layer: `A`, `[rank, inputs]`, and `B`, `[outputs, rank]`. It adds `scale B A x` to the
-/// layer's output.
+/// The adapter of a layer: `A`, `[rank, inputs]`, and `B`, `[outputs, rank]`. It adds `scale B A x`
+/// to the layer's output.
 #[derive(Debug, Clone)]
 pub(super) struct Lora {
     pub(super) a: Parameter,
@@ -26,11 +26,11 @@ pub(super) struct Lora {
     pub(super) scale: f64,
     dropout: f64,
     pub(super) layer: LayerHandle,
-    /// What makes it a DoRA.
+    /// The magnitudes, for DoRA.
     pub(super) dora: Option<Dora>,
 }
 
-/// What the backward of one call of a layer needs to know of its forward.
+/// The state that one call's forward keeps for its backward.
 #[derive(Debug, Clone, Default)]
 pub(super) struct LoraCall {
     pub(super) mask: Option<Arc<Mask>>,
@@ -38,15 +38,15 @@ pub(super) struct LoraCall {
 }
 
 impl LoraCall {
-    /// `x` with the elements zeroed that the forward zeroed.
+    /// Returns `x` with the same elements zeroed as in forward.
     pub(super) fn drop(&self, x: &Tensor) -> Result<Tensor> {
         self.mask.as_ref().map_or_else(|| Ok(x.clone()), |mask| mask.apply(x))
     }
 }
 
 impl Lora {
-    /// The adapter of the linear layer at the builder's path, if it is to have one. It starts as PEFT's: `A`
-    /// uniform within `1 / sqrt(inputs)`, `B` zero.
+    /// Declares the adapter of the linear layer at the builder's path, if it is a target. As in
+    /// PEFT, `A` starts uniform within `1 / sqrt(inputs)`, and `B` starts at zero.
     pub(super) fn of_linear(
         b: &ModuleBuilder,
         layer: &LayerHandle,
@@ -60,8 +60,8 @@ impl Lora {
         Ok(Some(Self { dora: Dora::of_linear(b, weight)?, ..lora }))
     }
 
-    /// The adapter of the embedding at the builder's path, if it is to have one: `A` starts as zeros, `B`
-    /// normally distributed.
+    /// Declares the adapter of the embedding at the builder's path, if it is a target. `A` starts
+    /// at zero, `B` normally distributed.
     pub(super) fn of_embedding(
         b: &ModuleBuilder,
         layer: &LayerHandle,
@@ -102,8 +102,8 @@ impl Lora {
         [&self.a, &self.b].into_iter().chain(self.dora.as_ref().map(|dora| &dora.magnitude))
     }
 
-    /// Whether it has to have all rows of an input at once: where what it drops depends on the place of each in
-    /// the batch, and where each call has to compute norms.
+    /// Whether it needs all rows of an input at once: dropout depends on each row's position in the
+    /// batch, and magnitudes need norms in each call.
     pub(super) fn takes_rows_together(&self) -> bool {
         self.dropout > 0.0 || self.dora.is_some()
     }
@@ -115,7 +115,7 @@ impl Lora {
         Ok(((y + matmul::linear(&u, &self.b.value()?, None)?)?, call))
     }
 
-    /// A call with this input, before it has computed anything.
+    /// Starts a call with this input, before any computation.
     pub(super) fn call(&self, x: &Tensor) -> Result<LoraCall> {
         Ok(LoraCall { mask: self.mask(x)?.map(Arc::new), dora: None })
     }
@@ -134,8 +134,8 @@ impl Lora {
         Ok((matmul::linear(x, &self.a.value()?, None)? * self.scale)?)
     }
 
-    /// Adds the gradients of the parameters, without ending their uses, and that of `x` to `dx`, if there
-    /// is one.
+    /// Adds the gradients of the parameters, without ending their uses. Adds the gradient of `x` to
+    /// `dx`, if any.
     pub(super) fn backward(
         &self,
         call: &LoraCall,
@@ -164,7 +164,8 @@ impl Lora {
         })
     }
 
-    /// Adds the adapter's output for these rows of an embedding, which are local ids, to `y` (`[ids, width]`).
+    /// Adds the adapter's output for these rows of an embedding (local ids) to `y`
+    /// (`[ids, width]`).
     pub(super) fn look_up(&self, ids: &[u32], y: Tensor) -> Result<Tensor> {
         let u = (column_lookup(ids, &self.a.value()?)? * self.scale)?;
         Ok((y + matmul::linear(&u, &self.b.value()?, None)?)?)

@@ -22,14 +22,14 @@ pub(super) fn map2<A: Copy + Sync, B: Copy + Send>(
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
     let room = &mut out.spare_capacity_mut()[..a.len()];
     room.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| write2(out, a, b, f));
-    // SAFETY: the pieces make up `room`, each is as long as those of `a` and `b`, and `write2`
+    // SAFETY: the pieces make up `room`, each is as long as its piece of `a` and `b`, and `write2`
     // writes all of a piece.
     unsafe { out.set_len(a.len()) };
     out
 }
 
-/// Two elements from three. A trait rather than a closure, which the compiler may leave as a call for
-/// each element if it is long: mark the method `#[inline(always)]`.
+/// Two elements from three. A trait rather than a closure, because the compiler may not inline a
+/// long closure, and call it for each element. Mark the method `#[inline(always)]`.
 pub(super) trait TwoOfThree<T>: Copy + Sync {
     fn of(self, a: T, b: T, c: T) -> (T, T);
 }
@@ -57,10 +57,10 @@ pub(super) fn map3_2<T: Copy + Send + Sync>(
     (left, right)
 }
 
-/// A vector of `len` elements in rows of `width`, written by `write` in parallel.
+/// Returns a vector of `len` elements in rows of `width`, written by `write` in parallel.
 ///
 /// # Safety
-/// `write` is given the number of the first row of some rows, and must write all their elements.
+/// `write` gets the index of the first row of some rows, and must write all elements of these rows.
 pub(super) unsafe fn rows<T: Float>(
     len: usize,
     width: usize,

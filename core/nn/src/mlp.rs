@@ -30,7 +30,7 @@ impl SwiGluMlp {
     /// A block without biases, with the initial weights of [`Linear::new`].
     ///
     /// # Errors
-    /// If a size is 0, or there is a layer at the builder's path already.
+    /// If a size is 0, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, hidden: usize, intermediate: usize) -> Result<Self> {
         Self::build(b, hidden, intermediate, None)
     }
@@ -70,7 +70,7 @@ impl SwiGluMlp {
     }
 }
 
-/// Unwraps the input gradient of a projection that was asked for it.
+/// Unwraps the input gradient of a projection that was asked for one.
 fn require_input_grad(d: Option<Tensor>) -> Result<Tensor> {
     d.ok_or_else(|| Error::other("a projection gave no gradient"))
 }
@@ -105,7 +105,7 @@ impl SwiGluMlp {
         Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
             layer.down_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
-            // Computing the product again is cheaper than saving it.
+            // Recomputing the product is cheaper than saving it.
             let hidden = swiglu(&gate, &up)?;
             let d = require_input_grad(layer.down_proj.backward(
                 &down_call,
@@ -149,7 +149,7 @@ impl GeluMlp {
     /// A block with the exact GELU.
     ///
     /// # Errors
-    /// If a size is 0, or there is a layer at the builder's path already.
+    /// If a size is 0, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, hidden: usize, intermediate: usize) -> Result<Self> {
         Self::build(b, hidden, intermediate, Activation::Gelu)
     }

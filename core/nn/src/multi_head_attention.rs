@@ -1,4 +1,4 @@
-//! Attention that is not causal: of a sequence to itself, or to another one.
+//! Attention that is not causal, of a sequence to itself or to another one.
 
 use candle_core::Tensor;
 
@@ -16,32 +16,33 @@ use fulgurite_engine::parameter::Init;
 /// ```
 /// use fulgurite_core::nn::MultiHeadAttentionConfig;
 ///
-/// let config = MultiHeadAttentionConfig { context_size: 768, ..MultiHeadAttentionConfig::new(256, 8) };
+/// let config =
+///     MultiHeadAttentionConfig { context_size: 768, ..MultiHeadAttentionConfig::new(256, 8) };
 /// assert_eq!((config.num_kv_heads, config.bias), (8, true));
 /// ```
 #[derive(Debug, Clone)]
 pub struct MultiHeadAttentionConfig {
-    /// Width of queries, that is of input and output.
+    /// Width of queries, input and output.
     pub hidden_size: usize,
     /// Number of heads; it divides `hidden_size`.
     pub num_heads: usize,
     /// Number of key and value heads; it divides `num_heads`.
     pub num_kv_heads: usize,
-    /// Width of what keys and values are made of.
+    /// Width of the context, which keys and values are computed from.
     pub context_size: usize,
-    /// Whether the projections have a bias.
+    /// Whether the projections have biases.
     pub bias: bool,
-    /// A rotary position embedding of queries and keys, whose first position is 0; for attention of a
+    /// A rotary position embedding of queries and keys, with positions from 0. For attention of a
     /// sequence to itself.
     pub rope: Option<Rope>,
-    /// Initial values of the projections' weights; `None` for those of [`Linear::new`]. Biases start at
-    /// zero.
+    /// Initial values of the projections' weights; `None` for the default of [`Linear::new`].
+    /// Biases start at zero.
     pub init: Option<Init>,
 }
 
 impl MultiHeadAttentionConfig {
-    /// Attention of a sequence to itself, or to one of the same width, with biases and as many key and
-    /// value heads as heads: PyTorch's `nn.MultiheadAttention(hidden_size, num_heads)`.
+    /// Attention of a sequence to itself, or to one of the same width, with biases and one key and
+    /// value head per head: PyTorch's `nn.MultiheadAttention(hidden_size, num_heads)`.
     pub fn new(hidden_size: usize, num_heads: usize) -> Self {
         Self {
             hidden_size,
@@ -55,17 +56,18 @@ impl MultiHeadAttentionConfig {
     }
 }
 
-/// Attention in which every query attends to every key, or to those that a mask allows: the attention of
-/// encoders, and from a decoder to an encoder. Projections `q_proj`, `k_proj`, `v_proj` and `o_proj`.
+/// Attention in which every query attends to every key, or to the keys that a mask allows: the
+/// attention of encoders, and from a decoder to an encoder. Projections `q_proj`, `k_proj`,
+/// `v_proj` and `o_proj`.
 ///
-/// [`forward`](Module::forward) is attention of a sequence to itself, [`attend`](Self::attend) to another
-/// one, either with a mask. For causal attention there is the faster
-/// [`CausalSelfAttention`](super::CausalSelfAttention), which context parallelism knows,
-/// [`Documents`] and sliding windows: windows that look both ways are a mask here.
+/// [`forward`](Module::forward) is attention of a sequence to itself without a mask;
+/// [`attend`](Self::attend) takes another sequence and a mask. For causal attention,
+/// [`CausalSelfAttention`](super::CausalSelfAttention) is faster, and supports context parallelism,
+/// [`Documents`] and sliding windows. Windows in both directions need a mask here.
 ///
-/// Its projections are layers of their own: a tensor-parallel plan gives `q_proj`, `k_proj` and `v_proj`
-/// the style colwise with output `shard(-1)`, and `o_proj` rowwise, where the ranks divide both numbers of
-/// heads.
+/// The projections are separate layers. In a tensor-parallel plan, `q_proj`, `k_proj` and `v_proj`
+/// are colwise with output `shard(-1)`, and `o_proj` is rowwise. The number of ranks must divide
+/// both numbers of heads.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -98,8 +100,9 @@ impl MultiHeadAttention {
     /// A layer of this shape.
     ///
     /// # Errors
-    /// If a size is 0, if the heads do not divide the hidden size, or the key and value heads the heads, if `rope` is for
-    /// another head size or for another sequence, or if there is a layer at the path of a projection.
+    /// If a size is 0, the heads do not divide the hidden size, or the key and value heads do not
+    /// divide the heads. Also if `rope` is for another head size or the context has
+    /// another width, or if the path of a projection has a layer already.
     pub fn new(b: &ModuleBuilder, config: &MultiHeadAttentionConfig) -> Result<Self> {
         let MultiHeadAttentionConfig { hidden_size, num_heads, num_kv_heads, context_size, .. } =
             *config;
@@ -157,23 +160,26 @@ impl MultiHeadAttention {
         })
     }
 
-    /// Attends from `x`, `[batch, queries, hidden_size]`, to `context`, `[batch, keys, context_size]`; the
-    /// same tensor twice is attention of a sequence to itself. The output has the shape of `x`.
+    /// Attends from `x`, `[batch, queries, hidden_size]`, to `context`,
+    /// `[batch, keys, context_size]`. The same tensor twice is attention of a sequence to itself.
+    /// The output has the shape of `x`.
     ///
-    /// `mask`, in u8, is 1 where a query attends to a key and 0 where not: `[batch, keys]` for all queries
-    /// alike (0 at padding), `[batch or 1, queries, keys]`, or `[batch or 1, heads or 1, queries, keys]`. It
-    /// gets no gradient. A query without any key gets zeros before `o_proj`. With a mask all
-    /// probabilities are kept for backward, `batch * heads * queries * keys` numbers.
+    /// `mask`, in u8, is 1 where a query attends to a key and 0 elsewhere. Its shape is
+    /// `[batch, keys]` for all queries alike (0 at padding), `[batch or 1, queries, keys]`, or
+    /// `[batch or 1, heads or 1, queries, keys]`. The mask receives no gradient. A query without
+    /// any key gives zeros before `o_proj`. With a mask all probabilities are kept for backward,
+    /// `batch * heads * queries * keys` numbers.
     ///
     /// # Errors
-    /// If shapes or dtypes do not fit, where [`Documents`] are in force, which it does not know (a mask can
-    /// say what they say), or under context parallelism, which has other keys on other ranks.
+    /// If shapes or dtypes do not fit. Also with [`Documents`] in force, which are not supported (a
+    /// mask can express them), and under context parallelism, which keeps other keys on other
+    /// ranks.
     pub fn attend(&self, x: &Tensor, context: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
         self.compute(x, context, mask).map_err(|error| error.in_module(&self.path))
     }
 
     fn compute(&self, x: &Tensor, context: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
-        // Once for all projections, so that the gradient is cast back once.
+        // One cast for all projections, so the gradient is cast back once.
         let cast = |projection: &Linear, x: &Tensor| {
             let dtype = projection.layer().output_dtype(x.dtype(), projection.compute_dtype());
             projection.layer().cast_input(x, dtype)

@@ -16,17 +16,17 @@ use fulgurite_engine::module::{Module, ModuleBuilder};
 use fulgurite_engine::parallel::{LayerHandle, describe_layout};
 use fulgurite_engine::parameter::{Init, Parameter};
 
-/// RMS norm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * weight`. Computed in f32 at
-/// least.
+/// RMS norm over the last dimension: `y = x / sqrt(mean(x^2) + eps) * weight`. Arithmetic is at
+/// least in f32.
 #[derive(Debug, Clone)]
 pub struct RmsNorm(NormLayer);
 
 /// Layer norm over the last dimension: `y = (x - mean) / sqrt(variance + eps) * weight (+ bias)`.
-/// Computed in f32 at least.
+/// Arithmetic is at least in f32.
 #[derive(Debug, Clone)]
 pub struct LayerNorm(NormLayer);
 
-/// The layer of both norms.
+/// The shared implementation of both norms.
 #[derive(Debug, Clone)]
 struct NormLayer {
     norm: Norm,
@@ -35,12 +35,12 @@ struct NormLayer {
     layer: LayerHandle,
 }
 
-/// Whether a norm's epsilon is a number that can be added to a variance.
+/// Whether a norm's epsilon can be added to a variance.
 pub(super) fn is_eps(eps: f64) -> bool {
     eps >= 0.0 && eps <= f64::from(f32::MAX)
 }
 
-/// Checks that a norm's epsilon is a number that can be added to a variance.
+/// Checks that a norm's epsilon can be added to a variance.
 pub(super) fn check_eps(b: &ModuleBuilder, eps: f64) -> Result<()> {
     if is_eps(eps) {
         return Ok(());
@@ -48,7 +48,7 @@ pub(super) fn check_eps(b: &ModuleBuilder, eps: f64) -> Result<()> {
     Err(Error::module(b.path(), eps_message(eps)))
 }
 
-/// The message about an epsilon that cannot be added to a variance.
+/// Returns the error message for an epsilon that cannot be added to a variance.
 pub(super) fn eps_message(eps: f64) -> String {
     format!(
         "the norm's epsilon must be a number of 0 or more that f32 can hold, such as 1e-5; got {eps:?}"
@@ -59,7 +59,7 @@ impl RmsNorm {
     /// A norm over `width` elements. The weight starts at one.
     ///
     /// # Errors
-    /// If `width` is 0, `eps` is negative or not finite, or there is a layer at the builder's path already.
+    /// If `width` is 0, `eps` is negative or not finite, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
         Ok(Self(NormLayer::new(b, "RmsNorm", width, Norm { center: false, eps }, false)?))
     }
@@ -69,8 +69,9 @@ impl RmsNorm {
         &self.0.weight
     }
 
-    /// The norm of `x + residual`, and that sum, which goes on as the residual stream: as one operation. On the CPU they
-    /// and their gradients have the bits of two operations; on GPUs, forward and backward pass over memory once less.
+    /// Returns the norm of `x + residual`, and the sum, which continues the residual stream, as one
+    /// operation. On the CPU, the outputs and the gradients have the same bits as two operations.
+    /// On GPUs, forward and backward save one pass over memory each.
     ///
     /// ```
     /// use candle_core::{DType, Device, Tensor};
@@ -92,10 +93,11 @@ impl RmsNorm {
     /// # Ok::<(), fulgurite_core::Error>(())
     /// ```
     ///
-    /// Under a tensor-parallel plan both inputs have the layout that the norm takes, and the sum keeps it.
+    /// Under a tensor-parallel plan, both inputs have the norm's input layout, and the sum keeps
+    /// it.
     ///
     /// # Errors
-    /// Those of `forward`, and if `x` and `residual` differ in shape, dtype or layout.
+    /// As `forward`, and if `x` and `residual` differ in shape, dtype or layout.
     pub fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
         self.0.forward_residual(x, residual)
     }
@@ -105,7 +107,7 @@ impl LayerNorm {
     /// A norm over `width` elements. The weight starts at one, the bias at zero.
     ///
     /// # Errors
-    /// If `width` is 0, `eps` is negative or not finite, or there is a layer at the builder's path already.
+    /// If `width` is 0, `eps` is negative or not finite, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
         Ok(Self(NormLayer::new(b, "LayerNorm", width, Norm { center: true, eps }, true)?))
     }
@@ -128,7 +130,7 @@ impl LayerNorm {
         self.0.bias.as_ref()
     }
 
-    /// The norm of `x + residual`, and that sum, as [`RmsNorm::forward_residual`].
+    /// Returns the norm of `x + residual`, and the sum, like [`RmsNorm::forward_residual`].
     ///
     /// # Errors
     /// As [`RmsNorm::forward_residual`].
@@ -206,7 +208,7 @@ impl NormLayer {
         let (x, residual) = (&x?, &residual?);
         self.check_residual(x, residual)?;
         if self.layer.redistributes_input() {
-            // The sum stays as its terms are, and what is normalised is redistributed.
+            // The sum keeps the layout of its terms; the norm's input is redistributed.
             let sum = (x + residual)?;
             return Ok((self.compute(&sum)?.record(&sum)?, sum));
         }
@@ -219,7 +221,8 @@ impl NormLayer {
         drop((weight, bias));
         let (y, output) = self.layer.redistribute_output(y)?;
         let parameters: Vec<_> = std::iter::once(&self.weight).chain(&self.bias).collect();
-        // What was normalised: known once the sum has its place in the graph, for its memory moves there.
+        // The normalised sum. It is known once the sum is in the graph, because its memory moves
+        // there.
         let saved = Arc::new(OnceLock::<Tensor>::new());
         let (layer, normalized) = (self.clone(), saved.clone());
         let backward = move |[grad, of_sum]: [Option<&Tensor>; 2]| {

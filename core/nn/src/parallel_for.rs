@@ -6,22 +6,22 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::yield_now;
 use std::time::{Duration, Instant};
 
-/// How long a thread without work spins before it sleeps. Chosen by measurement: a step of the
-/// benchmark `tiny` on two threads took 21.9 ms without spinning, 21.6 with 30 µs of it, and 20.6
-/// with this.
+/// The time that a thread without work spins before it sleeps. Chosen by measurement: a step of the
+/// benchmark `tiny` on two threads took 21.9 ms without spinning, 21.6 with 30 µs, and 20.6 with
+/// this value.
 const SPIN_FOR: Duration = Duration::from_millis(1);
 
-/// How long a spinning thread keeps its core; after that it yields the core to other threads each
-/// time it has found no work.
+/// The time that a spinning thread keeps its core. After that it yields the core to other threads
+/// each time it finds no work.
 const KEEP_CORE_FOR: Duration = Duration::from_micros(100);
 
 /// Calls `part` with every number below `parts` on the threads of rayon's current pool, and returns
-/// when all calls have returned. Part 0 runs on the calling thread, which also takes other parts if
-/// it is one of the pool's and no other thread is free.
+/// when all calls have returned. Part 0 runs on the calling thread. That thread also takes other
+/// parts if it belongs to the pool and no other thread is free.
 ///
-/// Unlike in rayon's own loops, threads do not sleep some microseconds after their work is done.
+/// Unlike in rayon's own loops, threads do not sleep within microseconds after their work.
 pub(super) fn parallel_for(parts: usize, part: impl Fn(usize) + Sync) {
-    // While this thread runs a part that it took from the queue, it must not `linger` afterwards.
+    // While this thread runs a part from the queue, it must not `linger` afterwards.
     let _spinning = Spinning::begin();
     let left = AtomicUsize::new(parts.saturating_sub(1));
     let (part, left) = (&part, &left);
@@ -37,13 +37,13 @@ pub(super) fn parallel_for(parts: usize, part: impl Fn(usize) + Sync) {
             part(0);
         }
         spin_for_work(|| left.load(Ordering::Acquire) == 0);
-        // The end of the scope waits, asleep, for parts that are not done yet.
+        // The end of the scope waits, asleep, for the remaining parts.
     });
 }
 
 thread_local! {
-    /// Whether [`spin_for_work`] runs on this thread, or will when the thread's present work is
-    /// done. A property of the thread, not of the execution context.
+    /// Whether [`spin_for_work`] runs on this thread, or will run after the thread's present work.
+    /// A property of the thread, not of the execution context.
     static SPINS: Cell<bool> = const { Cell::new(false) };
 }
 
@@ -64,8 +64,7 @@ impl Drop for Spinning {
     }
 }
 
-/// Makes this thread of a pool spin for more work once its present work is done, unless it will
-/// anyway.
+/// Makes this pool thread spin for more work after its present work, unless it will do so anyway.
 fn linger() {
     let thread = rayon::current_thread_index();
     if SPINS.get() {
@@ -80,7 +79,7 @@ fn linger() {
     });
 }
 
-/// Runs work of the pool until `done` or until there has been none for [`SPIN_FOR`].
+/// Runs the pool's work until `done`, or until no work has come for [`SPIN_FOR`].
 fn spin_for_work(done: impl Fn() -> bool) {
     let mut idle_since = Instant::now();
     while !done() {
@@ -142,7 +141,7 @@ mod tests {
     }
 
     #[test]
-    fn a_long_part_is_waited_for_and_a_panic_passed_on() {
+    fn waits_for_long_parts_and_passes_on_panics() {
         let pool = pool(2);
         let done = AtomicBool::new(false);
         pool.install(|| {

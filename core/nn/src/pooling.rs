@@ -7,19 +7,19 @@ use crate::{Error, Result};
 use fulgurite_engine::module::Module;
 use fulgurite_engine::parallel::record_function;
 
-/// The options of a [`MaxPool2d`], with PyTorch's defaults. Each pair is of height and width.
+/// The options of a [`MaxPool2d`], with PyTorch's defaults. Pairs are height and width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MaxPool2dConfig {
-    /// Steps between windows. By default the kernel, so that windows do not overlap.
+    /// Step between windows. By default the kernel, so windows do not overlap.
     pub stride: Option<[usize; 2]>,
-    /// Elements on both sides that no window picks, at most half of the kernel. By default 0.
+    /// Elements on both sides that are never the maximum, at most half of the kernel. By default 0.
     pub padding: [usize; 2],
 }
 
-/// The options of an [`AvgPool2d`], with PyTorch's defaults. Each pair is of height and width.
+/// The options of an [`AvgPool2d`], with PyTorch's defaults. Pairs are height and width.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct AvgPool2dConfig {
-    /// Steps between windows. By default the kernel, so that windows do not overlap.
+    /// Step between windows. By default the kernel, so windows do not overlap.
     pub stride: Option<[usize; 2]>,
     /// Zeros on both sides, at most half of the kernel. By default 0.
     pub padding: [usize; 2],
@@ -36,8 +36,8 @@ impl Default for AvgPool2dConfig {
 /// The largest element of each window, from `[batch, channels, height, width]` to
 /// `[batch, channels, rows, columns]`, with `rows = (height + 2 padding - kernel) / stride + 1`.
 ///
-/// The gradient goes to the element that was picked, the first of several. (candle's own `max_pool2d` has
-/// a gradient that is too small by the number of a window's elements.)
+/// The gradient goes to the largest element, the first of equals. (The gradient of candle's own
+/// `max_pool2d` is too small, by a factor of the window's size.)
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -52,14 +52,15 @@ impl Default for AvgPool2dConfig {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MaxPool2d(Windows);
 
-/// The mean of each window. Shapes are those of [`MaxPool2d`].
+/// The mean of each window. Shapes are as for [`MaxPool2d`].
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
 /// use fulgurite_core::module::Module;
 /// use fulgurite_core::nn::{AvgPool2d, AvgPool2dConfig};
 ///
-/// let config = AvgPool2dConfig { stride: Some([2, 2]), padding: [1, 1], ..AvgPool2dConfig::default() };
+/// let options = AvgPool2dConfig::default();
+/// let config = AvgPool2dConfig { stride: Some([2, 2]), padding: [1, 1], ..options };
 /// let pool = AvgPool2d::new([3, 3], config)?;
 /// let x = Tensor::ones((8, 16, 32, 32), DType::F32, &Device::Cpu)?;
 /// assert_eq!(pool.forward(&x)?.dims(), [8, 16, 16, 16]);
@@ -75,7 +76,7 @@ impl MaxPool2d {
     /// A pooling with windows of `kernel` (height and width).
     ///
     /// # Errors
-    /// If kernel or stride are 0, or the padding is more than half of the kernel.
+    /// If a kernel or stride size is 0, or the padding is more than half of the kernel.
     pub fn new(kernel: [usize; 2], config: MaxPool2dConfig) -> Result<Self> {
         windows("MaxPool2d", kernel, config.stride, config.padding).map(Self)
     }
@@ -85,7 +86,7 @@ impl AvgPool2d {
     /// A pooling with windows of `kernel` (height and width).
     ///
     /// # Errors
-    /// If kernel or stride are 0, or the padding is more than half of the kernel.
+    /// If a kernel or stride size is 0, or the padding is more than half of the kernel.
     pub fn new(kernel: [usize; 2], config: AvgPool2dConfig) -> Result<Self> {
         let AvgPool2dConfig { stride, padding, count_include_pad } = config;
         let windows = windows("AvgPool2d", kernel, stride, padding)?;
@@ -93,7 +94,7 @@ impl AvgPool2d {
     }
 }
 
-/// The windows, checked.
+/// Returns the windows, after checks.
 fn windows(
     kind: &str,
     kernel: [usize; 2],
@@ -101,7 +102,7 @@ fn windows(
     padding: [usize; 2],
 ) -> Result<Windows> {
     let stride = stride.unwrap_or(kernel);
-    // Larger than any image, and small enough to be added to its sides.
+    // Larger than any image, but small enough that adding paddings does not overflow.
     const MAX: usize = u32::MAX as usize;
     if [kernel, stride].as_flattened().iter().any(|size| !(1..=MAX).contains(size)) {
         return Err(Error::other(format!(

@@ -9,14 +9,16 @@ use fulgurite_engine::collective::{Collective, ReduceOp};
 use fulgurite_engine::module::Module as _;
 use fulgurite_engine::parallel::ShardedLogits;
 
-/// The largest size of a piece of logits that [`linear_predicted_classes`] computes at a time.
+/// The largest piece of logits that [`linear_predicted_classes`] computes at a time, in bytes.
 const LOGITS_BYTES: usize = 64 << 20;
 
-/// The class of the largest of `logits` (`[.., classes]`) as u32 of their shape without the last dimension,
-/// the lowest of several; and the number of classes. Without a gradient.
+/// Returns the class of the largest logit in each row of `logits` (`[.., classes]`), and the number
+/// of classes. Of equal logits, the lowest class wins. The classes are u32, with the shape of
+/// `logits` without the last dimension. Without a gradient.
 ///
-/// Logits that an output head left cut over tensor-parallel ranks give the class among all classes, on every
-/// rank. This is **collective** over those ranks then: two numbers a row are all-reduced.
+/// If the output head leaves logits sharded over tensor-parallel ranks, the class is out of all
+/// classes, on every rank. The call is then **collective** over those ranks: it all-reduces two
+/// numbers per row.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -29,7 +31,7 @@ const LOGITS_BYTES: usize = 64 << 20;
 /// ```
 ///
 /// # Errors
-/// If the logits are a scalar or have no class; if they are cut and a peer fails.
+/// If the logits are a scalar or have no class. With sharded logits, also if a peer fails.
 pub fn predicted_classes(logits: &Tensor) -> Result<(Tensor, usize)> {
     let sharded = ShardedLogits::of(logits)?;
     let Some((&columns @ 1.., leading)) = logits.dims().split_last() else {
@@ -46,11 +48,12 @@ pub fn predicted_classes(logits: &Tensor) -> Result<(Tensor, usize)> {
     Ok((classes.reshape(leading)?, total))
 }
 
-/// The [`predicted_classes`] of the logits that `head` computes of `hidden` (`[.., inputs]`), piece by piece,
-/// so that the logits of long sequences over many classes need not be in memory together.
+/// Returns the [`predicted_classes`] of the logits `head(hidden)`, with `hidden` of `[.., inputs]`.
+/// Logits are computed piece by piece, so the logits of long sequences over many classes are never
+/// in memory together.
 ///
 /// # Errors
-/// Those of the head's forward, and as [`predicted_classes`].
+/// As the head's forward and [`predicted_classes`].
 pub fn linear_predicted_classes(head: &Linear, hidden: &Tensor) -> Result<Tensor> {
     let _no_grad = no_grad();
     if head.layer().is_in_plan() {
@@ -74,14 +77,14 @@ pub fn linear_predicted_classes(head: &Linear, hidden: &Tensor) -> Result<Tensor
     }
 }
 
-/// The first column with the largest value of each row, and that value in f32 or f64.
+/// Returns the first column with the largest value of each row, and the value in f32 or f64.
 fn largest(rows: &Tensor) -> Result<(Tensor, Tensor)> {
     let rows = match rows.dtype() {
         DType::F64 => rows.clone(),
         _ => rows.to_dtype(DType::F32)?,
     };
     let max = rows.max_keepdim(D::Minus1)?;
-    // candle does not say which of several equal ones its argmax takes; this is the first.
+    // candle's argmax does not document which of equal elements it returns; this returns the first.
     let columns = rows.dim(1)? as u32;
     let number =
         Tensor::arange(0, columns, rows.device())?.unsqueeze(0)?.broadcast_as(rows.shape())?;
@@ -91,12 +94,12 @@ fn largest(rows: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((first, max.squeeze(1)?))
 }
 
-/// The class of each row among those of all ranks.
+/// Returns each row's class out of the classes of all ranks.
 fn largest_of_all(sharded: &ShardedLogits, rows: &Tensor) -> Result<Tensor> {
     let (local, own_max) = largest(rows)?;
     let max = own_max.copy()?;
     sharded.group.run(Collective::all_reduce(&max, ReduceOp::Max))?;
-    // The lowest of the classes that have the largest value.
+    // The lowest class with the largest value.
     let class = (local.to_dtype(DType::I64)? + sharded.first_class as f64)?;
     let none = class.ones_like()?.affine(sharded.classes as f64, 0.0)?;
     let candidate = own_max.ge(&max)?.where_cond(&class, &none)?;

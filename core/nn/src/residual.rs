@@ -1,4 +1,4 @@
-//! [`residual`]: a residual branch as one operation, and the layers it can be made of.
+//! [`residual`]: a residual branch as one operation, and the layers that it fuses.
 
 use candle_core::{DType, Tensor};
 
@@ -23,8 +23,9 @@ pub trait FusedLayer {
     fn compute_dtype(&self) -> DType;
 }
 
-/// The backward of a layer: takes the output's gradient, whether the input's is wanted, and what is added to that (in the
-/// input's shape and dtype), and returns the input's. Adds the parameters' gradients and ends their uses.
+/// The backward of a layer. It takes the output's gradient, whether the input's gradient is needed,
+/// and another gradient to add to it (in the input's shape and dtype). It returns the input's
+/// gradient, adds the parameters' gradients and ends their uses.
 type Backward = dyn Fn(&Tensor, bool, Option<&Tensor>) -> Result<Option<Tensor>> + Send + Sync;
 
 /// A layer's output outside the graph, and its backward.
@@ -47,7 +48,7 @@ impl FusedOutput {
         })
     }
 
-    /// The same of a layer that adds another gradient of its input to the one that it computes.
+    /// Like `new`, for a layer that adds the other gradient of its input itself.
     pub(super) fn adding<'a>(
         layer: &LayerHandle,
         output: Tensor,
@@ -61,7 +62,7 @@ impl FusedOutput {
         Self { layer: layer.clone(), output, parameters, backward: Box::new(backward) }
     }
 
-    /// The output of a layer's `compute`, as [`LayerHandle::in_own_dtype`].
+    /// The output of a layer's `compute`, through [`LayerHandle::in_own_dtype`].
     pub(super) fn in_own_dtype<L: FusedLayer + ?Sized>(
         layer: &L,
         x: &Tensor,
@@ -82,7 +83,7 @@ impl FusedOutput {
         Ok(Self { layer, output, parameters, backward: Box::new(backward) })
     }
 
-    /// The output as a node of the graph, computed from `x`.
+    /// Records the output as a node of the graph, computed from `x`.
     pub(super) fn record(self, x: &Tensor) -> Result<Tensor> {
         let Self { layer, output, parameters, backward } = self;
         let (parameters, tracked): (Vec<_>, _) = (parameters.iter().collect(), x.track_op());
@@ -92,7 +93,7 @@ impl FusedOutput {
     }
 }
 
-/// `dx` plus `more`, if both are there.
+/// Returns `dx` plus `more`, if both are given.
 pub(super) fn add_more(dx: Option<Tensor>, more: Option<&Tensor>) -> Result<Option<Tensor>> {
     match (dx, more) {
         (Some(dx), Some(more)) => add_to(dx, more).map(Some),
@@ -100,9 +101,9 @@ pub(super) fn add_more(dx: Option<Tensor>, more: Option<&Tensor>) -> Result<Opti
     }
 }
 
-/// `x + branch(norm(x))`, half of a transformer block, as one operation. The result is equal to the
-/// bit to that of three operations, but saves the passes over memory in which candle adds the
-/// gradient of each to zeros.
+/// Computes `x + branch(norm(x))`, half of a transformer block, as one operation. The result has
+/// the same bits as three operations. It saves the passes over memory in which candle adds each
+/// operation's gradient to zeros.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -121,7 +122,7 @@ pub(super) fn add_more(dx: Option<Tensor>, more: Option<&Tensor>) -> Result<Opti
 /// ```
 ///
 /// # Errors
-/// Those of the two layers, and if the branch's output has another shape than `x`.
+/// As the two layers, and if the branch's output has another shape than `x`.
 pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> Result<Tensor> {
     let output_dtype =
         |of: &dyn FusedLayer, given| of.layer().output_dtype(given, of.compute_dtype());

@@ -13,8 +13,8 @@ use fulgurite_engine::parameter::accumulation_dtype;
 /// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
 /// element i + head_dim / 2.
 ///
-/// Clones share the tables of cosines and sines, which are computed when first needed, so all
-/// layers of a model should have clones of one.
+/// Clones share the tables of cosines and sines, which are computed on first use. So all layers of
+/// a model should use clones of one `Rope`.
 #[derive(Debug, Clone)]
 pub struct Rope(Arc<Inner>);
 
@@ -26,7 +26,8 @@ struct Inner {
 }
 
 impl Rope {
-    /// For heads of width `head_dim`, with the base `theta` (10000 in Llama, 500000 in Llama 3).
+    /// A rotation for heads of width `head_dim`, with the base `theta` (10000 in Llama, 500000 in
+    /// Llama 3).
     ///
     /// # Errors
     /// If `head_dim` is odd or zero, or `theta` is not positive.
@@ -42,16 +43,16 @@ impl Rope {
         Ok(Self(Arc::new(Inner { head_dim, theta, tables: Mutex::new(None) })))
     }
 
-    /// The width of the heads that it rotates.
+    /// The width of the rotated heads.
     pub fn head_dim(&self) -> usize {
         self.0.head_dim
     }
 
-    /// Rotates `x` (`[.., time, head_dim]`), whose first position is `offset`.
+    /// Rotates `x` (`[.., time, head_dim]`), with positions from `offset` on.
     ///
     /// # Errors
-    /// If the last dimension is not `head_dim`, or under context parallelism, where a rank's
-    /// positions do not follow each other.
+    /// If the last dimension is not `head_dim`. Also under context parallelism, where a rank's
+    /// positions are not consecutive.
     pub fn forward(&self, x: &Tensor, offset: usize) -> Result<Tensor> {
         if ForwardScope::current().context.is_some() {
             return Err(Error::other(
@@ -72,7 +73,7 @@ impl Rope {
         apply(x, self.angles(offset, time, x.dtype(), x.device())?)
     }
 
-    /// The angles of `n` positions from `offset` on.
+    /// Returns the angles of `n` positions from `offset` on.
     pub(super) fn angles(
         &self,
         offset: usize,
@@ -81,7 +82,7 @@ impl Rope {
         device: &Device,
     ) -> Result<Angles> {
         let dtype = accumulation_dtype(dtype);
-        // f32 counts positions up to here exactly.
+        // f32 counts exactly up to this position.
         const MAX_POSITIONS: usize = 1 << 24;
         let end = offset.checked_add(n).filter(|end| *end <= MAX_POSITIONS).ok_or_else(|| {
             Error::other(format!(
@@ -110,7 +111,7 @@ impl Rope {
             let frequency = self.0.theta.powf(-pair / half as f64);
             match dtype {
                 DType::F64 => position * frequency,
-                // In f32, as other implementations: at far positions an f64 product differs
+                // In f32, like other implementations: at far positions an f64 product differs
                 // visibly.
                 _ => f64::from(position as f32 * frequency as f32),
             }
@@ -125,7 +126,7 @@ impl Rope {
     }
 }
 
-/// The rotation as an operation of the graph.
+/// Applies the rotation as an operation of the graph.
 pub(super) fn apply(x: &Tensor, angles: Angles) -> Result<Tensor> {
     let y = rotate(x, &angles, false)?;
     record_function(&[x], y, move |_, grad| Ok(vec![Some(rotate(grad, &angles, true)?)]))

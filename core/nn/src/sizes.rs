@@ -1,9 +1,10 @@
-//! What constructors of layers check of sizes.
+//! Checks of sizes in layer constructors.
 
 use crate::{Error, Result};
 use fulgurite_engine::module::ModuleBuilder;
 
-/// Checks that the sizes of the layer at the builder's path are at least 1. Each has a name for the message.
+/// Checks that the sizes of the layer at the builder's path are at least 1. Messages use their
+/// names.
 pub(super) fn check_sizes(b: &ModuleBuilder, sizes: &[(&str, usize)]) -> Result<()> {
     match sizes.iter().find(|(_, size)| *size == 0) {
         None => Ok(()),

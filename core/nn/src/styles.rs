@@ -1,4 +1,4 @@
-//! The tensor-parallel styles that the layers of this crate take, and how each cuts them.
+//! The tensor-parallel styles that the layers of this crate support, and their shardings.
 
 use super::{dora, lora};
 use crate::Result;
@@ -12,16 +12,16 @@ const SEQUENCE: Layout = Layout::SEQUENCE;
 const LAST: Layout = Layout::LAST;
 const PARTIAL: Layout = Layout::Partial;
 
-/// The sharding of a layer that computes each position alone and has `width` elements in the last
-/// dimension of input and output, under a style that leaves its parameters whole.
+/// Returns the sharding of a layer that computes positions independently, under a style that leaves
+/// its parameters whole. `inputs` and `outputs` are the sizes of the last dimension of input and
+/// output.
 fn by_position(
     layer: &impl ParallelLayer,
     styles: &LayerStyles<'_>,
     [inputs, outputs]: [usize; 2],
 ) -> Result<LayerSharding> {
     let sharding = LayerSharding::default().widths(inputs, outputs);
-    // Where the layer computes with a part of its input, its parameters' gradients are partial
-    // sums.
+    // If the layer computes with a shard of its input, its parameters' gradients are partial sums.
     let computes_with = |sharding: LayerSharding, layout| match layout {
         REPLICATE => sharding,
         _ => sharding.replicate_all(true),
@@ -82,7 +82,8 @@ impl ParallelLayer for LinearStyles {
     }
 }
 
-/// Cuts the outputs, with each part on `replicas` ranks. These compute different things with the adapter's `A`.
+/// Shards the outputs, with each shard on `replicas` ranks. These ranks compute different things
+/// with the adapter's `A`.
 fn cut_outputs(sharding: LayerSharding, replicas: usize) -> LayerSharding {
     let [a, b] = lora::LINEAR;
     let sharding = sharding.cut_shared("weight", 0, replicas).cut_shared("bias", 0, replicas);
@@ -91,7 +92,8 @@ fn cut_outputs(sharding: LayerSharding, replicas: usize) -> LayerSharding {
     sharding.replicate(a, true).cut_shared(b, 0, replicas)
 }
 
-/// Cuts the inputs. The bias is added after the reduction, and the adapter's `B` and magnitudes take part in it.
+/// Shards the inputs. The bias is added after the reduction; the adapter's `B` and magnitudes take
+/// part in it.
 fn cut_inputs(sharding: LayerSharding, output: Layout) -> LayerSharding {
     let [a, b] = lora::LINEAR;
     let sharding = sharding.cut("weight", 1).replicate("bias", output != REPLICATE);
@@ -135,7 +137,7 @@ impl ParallelLayer for EmbeddingStyles {
                 let sharding = sharding.cut("weight", 0).cut(a, 1).replicate(b, true);
                 Ok(sharding.output(PARTIAL, output))
             }
-            // The ids belong to this rank's part of the sequence.
+            // The ids belong to this rank's share of the sequence.
             Some(ParallelStyle::ReplicatedWithGradAllreduce) => {
                 let [a, b] = lora::EMBEDDING;
                 let sharding =
@@ -177,7 +179,7 @@ impl ParallelLayer for NormStyles {
     }
 }
 
-/// A layer that plans leave whole; its kind.
+/// A layer that plans leave whole, with its kind.
 #[derive(Debug)]
 pub(super) struct WholeLayer(pub(super) &'static str);
 
@@ -210,7 +212,8 @@ impl ParallelLayer for DropoutStyles {
             }
             Some(ParallelStyle::PrepareModuleInput(PrepareModuleInput { input, desired })) => {
                 styles.expect(self, "input", input, &[REPLICATE, SEQUENCE, LAST])?;
-                // It does not know the size of the last dimension, so it cannot gather that.
+                // The layer does not know the size of the last dimension, so it cannot gather that
+                // dimension.
                 let inside: &[Layout] =
                     if input == LAST { &[LAST] } else { &[REPLICATE, SEQUENCE, LAST] };
                 styles.expect(self, "desired layout", desired, inside)?;
@@ -221,11 +224,11 @@ impl ParallelLayer for DropoutStyles {
     }
 }
 
-/// The styles of blocks: layers of several projections that are one operation in the graph.
+/// The styles of blocks, which have several projections but are one operation in the graph.
 #[derive(Debug, Clone)]
 pub(super) struct BlockStyles {
     kind: &'static str,
-    /// All projections, that of the output last.
+    /// All projections; the output projection is the last.
     projections: &'static [&'static str],
     heads: Option<Heads>,
 }
@@ -248,7 +251,7 @@ impl BlockStyles {
         }
     }
 
-    /// The styles of the input projections and of the output projection; `None` if they have none.
+    /// Returns the styles of the input and output projections, or `None` if none has a style.
     fn projection_styles(&self, styles: &LayerStyles<'_>) -> Result<Option<(Colwise, Rowwise)>> {
         let found: Vec<_> = self.projections.iter().map(|name| (name, styles.part(name))).collect();
         if found.iter().all(|(_, style)| style.is_none()) {
@@ -303,7 +306,7 @@ impl ParallelLayer for BlockStyles {
     }
 
     fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
-        // Each as [outside, inside] of the block for the input, [inside, outside] for the output.
+        // For the input, [outside, inside] of the block; for the output, [inside, outside].
         let (mut input, mut output) = ([REPLICATE; 2], [REPLICATE; 2]);
         match styles.own() {
             Some(ParallelStyle::PrepareModuleInput(prepare)) => {
@@ -364,11 +367,11 @@ struct Heads {
 }
 
 impl Heads {
-    /// The number of neighbouring ranks that hold each key and value head.
+    /// Returns the number of neighbouring ranks that hold each key and value head.
     ///
     /// # Errors
     /// If the ranks do not divide the heads, the key and value heads, or the hidden size; one
-    /// message for each, as in torchtune's `prepare_mha_for_tp`. Fewer key and value heads than
+    /// message for each, like torchtune's `prepare_mha_for_tp`. Fewer key and value heads than
     /// ranks are allowed if they divide the ranks: neighbouring ranks then hold the same heads.
     fn kv_replicas(self, styles: &LayerStyles<'_>) -> Result<usize> {
         let Self { num_heads, num_kv_heads, hidden_size } = self;

@@ -10,14 +10,14 @@ use fulgurite_engine::quantization::WeightFormat;
 /// The weight of a linear layer, `[outputs, inputs]`.
 #[derive(Debug, Clone)]
 pub(super) enum Weight {
-    /// As a parameter of its shape.
+    /// A parameter of its shape.
     Plain(Parameter),
-    /// In fewer bits; it is not trained.
+    /// Quantised; not trained.
     Packed {
         codes: Parameter,
         scales: Parameter,
         format: WeightFormat,
-        /// Of the values that the layer computes with.
+        /// The dtype after unpacking.
         compute_dtype: DType,
     },
 }
@@ -38,7 +38,7 @@ impl Weight {
         Ok(Self::Packed { codes, scales, format, compute_dtype: b.compute_dtype() })
     }
 
-    /// The parameter of its name: of a packed weight the codes.
+    /// Returns the parameter of the weight's name; for a packed weight, the codes.
     pub(super) fn parameter(&self) -> &Parameter {
         match self {
             Self::Plain(parameter) => parameter,
@@ -54,7 +54,7 @@ impl Weight {
         std::iter::once(self.parameter()).chain(scales)
     }
 
-    /// The dtype that the layer computes in.
+    /// Returns the dtype that the layer computes in.
     pub(super) fn compute_dtype(&self) -> DType {
         match self {
             Self::Plain(parameter) => parameter.compute_dtype(),
@@ -62,12 +62,12 @@ impl Weight {
         }
     }
 
-    /// The number of outputs that this rank computes.
+    /// Returns the number of outputs that this rank computes.
     pub(super) fn outputs(&self) -> usize {
         self.parameter().compute_shape()[0]
     }
 
-    /// The number of inputs that this rank computes with.
+    /// Returns the number of inputs that this rank computes with.
     pub(super) fn inputs(&self) -> usize {
         let columns = self.parameter().compute_shape()[1];
         match self {
@@ -76,8 +76,8 @@ impl Weight {
         }
     }
 
-    /// This rank's values, `[outputs, inputs]`, in the compute dtype. Those of a packed weight are new memory,
-    /// unpacked in each call.
+    /// Returns this rank's values, `[outputs, inputs]`, in the compute dtype. A packed weight is
+    /// unpacked into new memory in each call.
     pub(super) fn value(&self) -> Result<Tensor> {
         match self {
             Self::Plain(parameter) => parameter.value(),
@@ -87,7 +87,7 @@ impl Weight {
         }
     }
 
-    /// The parameter that takes a gradient.
+    /// Returns the parameter that is trained, if any.
     pub(super) fn trained(&self) -> Option<&Parameter> {
         match self {
             Self::Plain(parameter) => Some(parameter),

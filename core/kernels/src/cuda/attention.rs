@@ -1,5 +1,5 @@
-//! Attention of tensors: by products of matrices (`[batch, heads, time, width]`), or without scores in memory
-//! (`[batch, time, heads, width]`).
+//! Attention of tensors: by matrix products (`[batch, heads, time, width]`), or without scores in
+//! memory (`[batch, time, heads, width]`).
 
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
@@ -10,23 +10,25 @@ use super::layers::{alike, carry_out, output, taken};
 use super::{address, cudnn};
 use crate::plans::{self, Attention};
 
-/// Bytes of scores, probabilities and their gradients that are in memory at once.
+/// Limit on the memory for scores, probabilities and their gradients, in bytes.
 const SCORES_BYTES: usize = 768 << 20;
 
-/// How queries attend to keys.
+/// The mask and the scale of an attention.
 #[derive(Clone, Copy)]
 pub struct Attend<'a> {
     /// Factor of the scores.
     pub scale: f64,
-    /// Whether a query sees only the keys up to its own position; the last query is at the last key.
+    /// Whether a query sees only the keys up to its own position. The last query is at the last
+    /// key's position.
     pub causal: bool,
-    /// With `causal`: how many keys a query sees at most, its own and those before it.
+    /// With `causal`: the most keys that a query sees, including its own.
     pub window: Option<usize>,
-    /// The first key that each query sees, u32 `[batch, queries]`, and the first one that any query from a position on sees.
+    /// The first key of each query, u32 `[batch, queries]`, and a function from a position to the
+    /// first key of all queries from there on.
     pub firsts: Option<(&'a Tensor, &'a dyn Fn(usize) -> usize)>,
 }
 
-/// Positions and heads, in the order that a tensor has them.
+/// The order of positions and heads in a tensor.
 #[derive(Clone, Copy)]
 enum Order {
     HeadsFirst,
@@ -34,7 +36,7 @@ enum Order {
 }
 
 impl Order {
-    /// Batch, heads, positions and width.
+    /// Returns batch, heads, positions and width.
     fn sizes(self, tensor: &Tensor) -> Result<[usize; 4]> {
         let (batch, first, second, width) = tensor.dims4()?;
         Ok(match self {
@@ -97,22 +99,23 @@ impl Attend<'_> {
         Ok(Some(of))
     }
 
-    /// What [`attention`] launches, and how many queries at once.
+    /// Returns the plan of [`attention`], and how many queries to compute at once. `None` if sizes
+    /// exceed 32 bits.
     fn in_blocks(&self, tensors: [&Tensor; 3]) -> Result<Option<(Attention, usize)>> {
         let Some(of) = self.plan_of(Order::HeadsFirst, tensors)? else { return Ok(None) };
         let at_once = of.queries_within(SCORES_BYTES);
-        // As launches and products count: rows of a block, and elements of a row.
+        // Sizes that launches and cuBLAS count in 32 bits.
         let heads = of.kv_heads * of.group;
         let rows = of.batch * heads * at_once;
         let counted = [of.group * of.queries, of.keys, of.width, of.batch * of.kv_heads, rows];
         Ok(counted.iter().all(|&n| i32::try_from(n).is_ok()).then_some((of, at_once)))
     }
 
-    /// What [`flash_attention`] launches.
+    /// Returns the plan of [`flash_attention`], or `None` if no kernel supports it.
     fn flash(&self, [q, k, v]: [&Tensor; 3]) -> Result<Option<Attention>> {
         let Some((device, _)) = taken(q) else { return Ok(None) };
         let Some(of) = self.plan_of(Order::TimeFirst, [q, k, v])? else { return Ok(None) };
-        // Copies to shared memory that the kernels do not wait for, and bf16 in tensor cores, came with 8.0.
+        // Asynchronous copies to shared memory and bf16 tensor cores need compute capability 8.0.
         let context = device.cuda_stream().context().clone();
         let (major, _) = context.compute_capability().w()?;
         if !of.is_flash() || major < 8 {
@@ -121,10 +124,11 @@ impl Attend<'_> {
             }
             return Ok(None);
         }
-        // GPUs have 99 KiB or more that a block can ask for, which is enough; slices of them may have less.
+        // A block can ask for 99 KiB or more on every GPU, which is enough, but possibly for less
+        // on a GPU slice.
         let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let most = usize::try_from(context.attribute(most).w()?).unwrap_or(0);
-        // As kernels count: rows, elements from a row to the next, and blocks.
+        // Sizes that the kernels count in 32 bits: rows, and elements between neighbouring rows.
         let rows = of.batch * of.kv_heads * of.group * of.queries.max(of.keys);
         let is_counted =
             [rows, of.kv_heads * of.group * of.width].iter().all(|&n| i32::try_from(n).is_ok());
@@ -136,7 +140,7 @@ impl Attend<'_> {
     }
 }
 
-/// A contiguous tensor that begins where the kernels can copy 16 bytes at once.
+/// Returns a contiguous tensor that is aligned to 16 bytes, copying if necessary.
 fn aligned(x: &Tensor) -> Result<Tensor> {
     let x = x.contiguous()?;
     match address(&x)?.is_multiple_of(16) {
@@ -145,7 +149,7 @@ fn aligned(x: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Whether [`flash_attention`] takes such tensors.
+/// Whether [`flash_attention`] supports these tensors.
 ///
 /// # Errors
 /// If their shapes do not fit.
@@ -153,10 +157,10 @@ pub fn takes_flash(of: Attend<'_>, tensors: [&Tensor; 3]) -> Result<bool> {
     Ok(of.flash(tensors)?.is_some())
 }
 
-/// [`attention`] without scores in memory, of tensors `[batch, time, heads, width]`, the output too; the log-sum-exp is f32
-/// `[batch, heads, queries]`. `None` if no kernel takes the tensors, or the device has no tensor
-/// cores for them. cuDNN computes it where it is [chosen](crate::cudnn::AttentionKernels) and makes
-/// a plan.
+/// Computes [`attention`] without scores in memory. The inputs and the output are
+/// `[batch, time, heads, width]`; the log-sum-exp is f32 `[batch, heads, queries]`. Returns `None`
+/// if no kernel supports the tensors, or the GPU lacks the tensor cores. cuDNN computes it if it is
+/// [chosen](crate::cudnn::AttentionKernels) and makes a plan.
 ///
 /// # Errors
 /// As [`attention`].
@@ -182,7 +186,8 @@ pub fn flash_attention(
     Ok(Some((y, lse)))
 }
 
-/// The gradients of [`flash_attention`]'s q, k and v, in their dtype. `y` and `lse` are what it returned.
+/// Computes the gradients of [`flash_attention`]'s q, k and v, in their dtype. `y` and `lse` are
+/// its results.
 ///
 /// # Errors
 /// As [`attention`].
@@ -228,12 +233,12 @@ fn check_lse(q: &Tensor, lse: &Tensor, shape: [usize; 3]) -> Result<()> {
     }
 }
 
-/// The output, `[batch, heads, queries, width]`, and the log-sum-exp of the scores of each query, f32
-/// `[batch, heads, queries]`. Keys and values have as many heads as queries, or a divisor of it. `None` if no kernel takes
-/// the tensors.
+/// Computes the output, `[batch, heads, queries, width]`, and the log-sum-exp of each query's
+/// scores, f32 `[batch, heads, queries]`. The number of query heads is a multiple of the number of
+/// key heads. Returns `None` if no kernel supports the tensors.
 ///
 /// # Errors
-/// If shapes do not fit, there is no memory left, or a launch fails.
+/// If shapes do not fit, memory runs out, or a launch fails.
 pub fn attention(of: Attend<'_>, [q, k, v]: [&Tensor; 3]) -> Result<Option<(Tensor, Tensor)>> {
     let (Some((device, _)), Some((plan, at_once))) = (taken(q), of.in_blocks([q, k, v])?) else {
         return Ok(None);
@@ -249,7 +254,8 @@ pub fn attention(of: Attend<'_>, [q, k, v]: [&Tensor; 3]) -> Result<Option<(Tens
     Ok(Some((y, lse)))
 }
 
-/// The gradients of [`attention`]'s q, in its dtype, and of k and v, in f32. `lse` is what it returned.
+/// Computes the gradients of [`attention`]: for q in its dtype, for k and v in f32. `lse` is a
+/// result of [`attention`].
 ///
 /// # Errors
 /// As [`attention`].

@@ -1,5 +1,5 @@
-//! Compiling kernels with NVRTC, when the first of a file is launched.
-#![allow(unsafe_code)] // NVRTC's functions that cudarc has no safe ones for
+//! Compiles kernels with NVRTC when the first kernel of a file is launched.
+#![allow(unsafe_code)] // NVRTC's functions without a safe wrapper in cudarc
 
 use std::collections::BTreeMap;
 use std::ffi::{CStr, CString, c_char};
@@ -14,13 +14,13 @@ use crate::cache::Cache;
 use crate::versions::{Image, Version};
 use crate::{NVRTC_OPTIONS, Source};
 
-/// Has NVRTC make PTX, whatever the GPU, if it is `ptx`.
+/// The environment variable that, set to `ptx`, makes NVRTC emit PTX for every GPU.
 const KERNELS: &str = "FULGURITE_KERNELS";
 
-/// The major and minor version of the NVRTC that this process has loaded.
+/// Returns the major and minor version of the loaded NVRTC.
 ///
 /// # Errors
-/// If it does not say.
+/// If NVRTC reports an error.
 pub fn nvrtc_version() -> Result<Version> {
     let (mut major, mut minor) = (0, 0);
     // SAFETY: both pointers are to integers that live until it returns.
@@ -33,7 +33,7 @@ fn checked(result: sys::nvrtcResult, what: &str) -> Result<()> {
     result.result().map_err(|error| Error::other(format!("{what}: {error}")))
 }
 
-/// The architectures that NVRTC compiles for, such as 90.
+/// Returns the architectures that NVRTC compiles for, such as 90.
 fn architectures() -> Result<Vec<i32>> {
     let what = "asking NVRTC for its architectures";
     let mut count = 0;
@@ -45,7 +45,7 @@ fn architectures() -> Result<Vec<i32>> {
     Ok(all)
 }
 
-/// What kernels are compiled to for GPUs of this compute capability.
+/// Returns the compilation target for GPUs of this compute capability.
 fn image(capability: (i32, i32)) -> Result<Image> {
     let image = Image::choose(&architectures()?, capability)?;
     match std::env::var(KERNELS).as_deref() {
@@ -59,7 +59,7 @@ fn image(capability: (i32, i32)) -> Result<Image> {
     }
 }
 
-/// A program of NVRTC, which is freed at the end.
+/// An NVRTC program, freed on drop.
 struct Program(sys::nvrtcProgram);
 
 impl Drop for Program {
@@ -69,7 +69,7 @@ impl Drop for Program {
     }
 }
 
-/// The bytes that NVRTC gives of a program in two calls.
+/// Reads bytes of a program with NVRTC's two calls, for the size and for the content.
 fn bytes_of(
     program: &Program,
     size: unsafe fn(sys::nvrtcProgram, *mut usize) -> sys::nvrtcResult,
@@ -84,12 +84,12 @@ fn bytes_of(
     Ok(bytes)
 }
 
-/// Compiles a file of kernels. PTX ends with a zero, as the driver wants it.
+/// Compiles a file of kernels. PTX ends with a zero byte, as the driver requires.
 fn compile(source: Source, image: Image) -> Result<Vec<u8>> {
     let no_zero = |_| Error::other("the source of a kernel has a byte of zero");
     let text = CString::new(source.text()).map_err(no_zero)?;
     let name = CString::new(format!("{}.cu", source.name())).map_err(no_zero)?;
-    // Both live until the program is freed.
+    // `text` and `name` live until the program is freed.
     let program = result::create_program(&text, Some(&name));
     let program = Program(program.map_err(|error| Error::other(format!("NVRTC: {error}")))?);
     let mut options = NVRTC_OPTIONS.map(str::to_owned).to_vec();
@@ -113,11 +113,12 @@ fn compile(source: Source, image: Image) -> Result<Vec<u8>> {
     }
 }
 
-/// A file of kernels for GPUs of this compute capability, as the driver loads it: a cubin, or PTX for a GPU that NVRTC does
-/// not know. It is compiled once a process, and kept in the user's cache directory.
+/// Returns a file of kernels for GPUs of this compute capability, in a form that the driver loads:
+/// a cubin, or PTX if NVRTC does not know the GPU. Each process compiles a file once at most, and
+/// keeps the result in the user's cache directory.
 ///
 /// # Errors
-/// If NVRTC refuses it, with what it says, or the GPU is too old for it.
+/// If the GPU is too old, or NVRTC refuses the file; the message has NVRTC's log.
 pub fn compiled(source: Source, capability: (i32, i32)) -> Result<Arc<[u8]>> {
     type Compiled = BTreeMap<(Source, (i32, i32)), Arc<[u8]>>;
     static COMPILED: Mutex<Compiled> = Mutex::new(BTreeMap::new());
@@ -138,16 +139,16 @@ pub fn compiled(source: Source, capability: (i32, i32)) -> Result<Arc<[u8]>> {
     Ok(bytes)
 }
 
-/// A kernel, ready to be launched. Its file is loaded once a GPU.
+/// Returns a kernel, ready to launch. Its file is loaded once per GPU.
 ///
 /// # Errors
-/// As [`compiled`], and those of the driver.
+/// As [`compiled`], and errors of the driver.
 pub(super) fn function(
     context: &Arc<CudaContext>,
     source: Source,
     kernel: &str,
 ) -> Result<CudaFunction> {
-    /// By context, which its modules hold.
+    /// Keyed by context, because a module belongs to a context.
     static LOADED: Mutex<BTreeMap<(usize, Source), Arc<CudaModule>>> = Mutex::new(BTreeMap::new());
     let mut loaded = LOADED.lock().unwrap_or_else(PoisonError::into_inner);
     let key = (context.cu_ctx() as usize, source);
@@ -155,7 +156,7 @@ pub(super) fn function(
         Some(module) => module.clone(),
         None => {
             let bytes = compiled(source, context.compute_capability().w()?)?;
-            // Also PTX, which ends with a zero: the driver tells them apart.
+            // PTX is loaded the same way; the driver tells them apart.
             let module = context.load_module(Ptx::from_binary(bytes.to_vec())).w()?;
             loaded.entry(key).or_insert(module).clone()
         }

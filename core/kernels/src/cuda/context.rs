@@ -1,4 +1,4 @@
-//! Contexts of threads, and the versions of what a process has loaded.
+//! CUDA contexts of threads, and the versions of the loaded libraries.
 #![allow(unsafe_code)] // Calls of the driver
 
 use candle_core::cuda_backend::cudarc::driver::{CudaContext, DriverError, result, sys};
@@ -7,11 +7,12 @@ use fulgurite_error::{Error, Result};
 use super::nvrtc_version;
 use crate::versions;
 
-/// Makes the context this thread's, for drops and watchdog threads. cudarc's `bind_to_thread` would fail with an error that
-/// another thread's drop has left; this function leaves that error to the threads that compute.
+/// Makes the context current on this thread, for drops and watchdog threads. Unlike cudarc's
+/// `bind_to_thread`, it does not report (and so consume) an error that another thread's drop has
+/// recorded. The computing threads still see that error.
 ///
 /// # Errors
-/// Those of the driver, of this call.
+/// If the driver reports an error for this call.
 pub fn make_current(context: &CudaContext) -> std::result::Result<(), DriverError> {
     if result::ctx::get_current()? != Some(context.cu_ctx()) {
         // SAFETY: a context that is held.
@@ -20,10 +21,11 @@ pub fn make_current(context: &CudaContext) -> std::result::Result<(), DriverErro
     Ok(())
 }
 
-/// Checks that the driver runs what this program was built with and has loaded: [`versions::check`].
+/// Checks that the driver supports this program's toolkit and the loaded NVRTC:
+/// [`versions::check`].
 ///
 /// # Errors
-/// If it does not, or does not say its version.
+/// If it does not, or does not report its version.
 pub fn check_versions() -> Result<()> {
     let mut driver = 0;
     // SAFETY: a pointer to an integer that lives until it returns.

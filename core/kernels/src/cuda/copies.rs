@@ -1,5 +1,5 @@
 //! Casts and copies of many tensors in one launch.
-#![allow(unsafe_code)] // memory that a launch writes whole
+#![allow(unsafe_code)] // memory that a launch overwrites completely
 
 use candle_core::backend::BackendDevice as _;
 use candle_core::op::BackpropOp;
@@ -12,12 +12,13 @@ use super::views::fits_candle;
 use crate::Float;
 use crate::plans::{Copied, copies};
 
-/// The elements of each tensor in a dtype, in new memory: one launch for all. `None` for those that are made otherwise:
-/// on another device, without elements, views with gaps, of that dtype already, and to or from others than f32, bf16 and f16.
+/// Casts each tensor to a dtype, in new memory: one launch for all. The result is `None` for
+/// tensors that need another way: on another device, empty, with gaps, already of that dtype, or to
+/// or from a dtype other than f32, bf16 and f16.
 ///
 /// # Errors
-/// If there is no memory left, or the launch fails; if candle would have to cast 2^32 elements or more, which its kernels
-/// never end with.
+/// If memory runs out, or the launch fails. Also if candle would have to cast 2^32 elements
+/// or more; its kernels would never finish.
 pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
     let mut copied = Vec::new();
     let mut device = None;
@@ -55,9 +56,10 @@ pub fn casts(tensors: &[(&Tensor, DType)]) -> Result<Vec<Option<Tensor>>> {
     Ok(all)
 }
 
-/// Copies the elements of each second tensor into the memory of the first, in its dtype, contiguous ones of one number of
-/// elements: one launch for all. False for those that are copied otherwise: on another device, without elements, and in other
-/// dtypes than f32, bf16 and f16. No target overlaps another one or a source.
+/// Copies each second tensor into the memory of the first, cast to its dtype: one launch for all.
+/// No target may overlap another target or a source. The result is false for pairs that need
+/// another way: on another device, empty, with gaps, of different sizes, or in dtypes other than
+/// f32, bf16 and f16.
 ///
 /// # Errors
 /// If the launch fails.

@@ -1,4 +1,4 @@
-//! Attention by cuDNN's plans, on the stream of tensors.
+//! Attention by cuDNN's plans, on the tensors' stream.
 #![allow(unsafe_code)] // plans run on memory of tensors
 
 use std::collections::hash_map::Entry;
@@ -20,11 +20,11 @@ use crate::cudnn::{
 };
 use crate::plans::Attention;
 
-/// The most plans of a stream. Further shapes are left to other kernels, because a plan takes time
-/// to make, and memory.
+/// The most plans of a stream. Other kernels compute any further shapes, because plans take time to
+/// make, and memory.
 const MOST_PLANS: usize = 256;
 
-/// Runs of plans so far, of forward and of backward.
+/// Number of runs of plans so far, forward and backward.
 static RUNS: [AtomicU64; 2] = [const { AtomicU64::new(0) }; 2];
 
 /// Returns how often this process has run cuDNN's attention: forward, and backward.
@@ -32,12 +32,11 @@ pub fn cudnn_runs() -> [u64; 2] {
     RUNS.each_ref().map(|count| count.load(Ordering::Relaxed))
 }
 
-/// Checks what `FULGURITE_ATTENTION` names, and loads cuDNN if that is wanted. Returns cuDNN's
-/// version and file then.
+/// Checks the value of `FULGURITE_ATTENTION`. If it chooses cuDNN, loads cuDNN and returns its
+/// version and file.
 ///
 /// # Errors
-/// If the variable is set to something else than `flash` or `cudnn`, or cuDNN is wanted and cannot
-/// be loaded.
+/// If the variable is neither `flash` nor `cudnn`, or cuDNN cannot be loaded.
 pub fn check_attention_kernels() -> Result<Option<String>> {
     match AttentionKernels::chosen()? {
         AttentionKernels::Flash => Ok(None),
@@ -45,8 +44,8 @@ pub fn check_attention_kernels() -> Result<Option<String>> {
     }
 }
 
-/// Returns cuDNN. It must be for the CUDA of this program: it loads the cuBLAS of its own CUDA, and
-/// ends the process if there is none.
+/// Returns cuDNN. It must match the CUDA version of this program, because it loads the cuBLAS of
+/// its own CUDA version and ends the process without one.
 fn library() -> Result<&'static Library> {
     let cuda = sys::CUDA_VERSION as usize / 1000;
     let checked = Library::get().map_err(str::to_owned).and_then(|library| {
@@ -81,7 +80,7 @@ impl Direction {
     }
 }
 
-/// The properties by which the plans of one device differ.
+/// The properties that distinguish the plans of one device.
 #[derive(Debug, PartialEq, Eq, Hash)]
 struct Key {
     direction: Direction,
@@ -105,7 +104,7 @@ impl Key {
     }
 }
 
-/// cuDNN on one stream, and its plans: `None` for a shape that cuDNN has refused.
+/// cuDNN on one stream, with its plans. `None` marks a shape that cuDNN has refused.
 struct OnStream {
     handle: Handle,
     plans: HashMap<Key, Option<ExecutionPlan>>,
@@ -114,7 +113,7 @@ struct OnStream {
 impl OnStream {
     /// Returns cuDNN on the stream that computes this device's tensors.
     fn of_tensors(device: &CudaDevice) -> Result<Arc<Mutex<Self>>> {
-        /// By the addresses of their streams, which live as long as the process, as handles do.
+        /// Keyed by the address of the stream. Streams and handles live as long as the process.
         static ALL: Mutex<Vec<(usize, Arc<Mutex<OnStream>>)>> = Mutex::new(Vec::new());
         let library = library()?;
         let stream = device.cuda_stream();
@@ -136,7 +135,7 @@ impl OnStream {
         Ok(made)
     }
 
-    /// Returns the plan of this attention, and makes it the first time. `None` if cuDNN refuses.
+    /// Returns the plan of this attention, which is made on first use. `None` if cuDNN refuses.
     fn plan(&mut self, direction: Direction, of: &Attention) -> Result<Option<&ExecutionPlan>> {
         let (library, handle, count) = (library()?, self.handle, self.plans.len());
         match self.plans.entry(Key::of(direction, of)) {
@@ -154,12 +153,12 @@ impl OnStream {
     }
 }
 
-/// Says that cuDNN has made no plan.
+/// Logs that cuDNN has made no plan.
 fn refused(direction: Direction, of: &Attention, fault: &Fault) {
     left_to_others(of, &format!("it makes no plan of {direction:?}: {fault}"));
 }
 
-/// Says that another kernel attends, once for each reason.
+/// Warns that another kernel computes the attention, once per reason.
 fn left_to_others(of: &Attention, why: &str) {
     static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     let mut said = SAID.lock().unwrap_or_else(PoisonError::into_inner);
@@ -171,7 +170,7 @@ fn left_to_others(of: &Attention, why: &str) {
     }
 }
 
-/// The shape of an attention, for people.
+/// Describes the shape of an attention for messages.
 fn described(of: &Attention) -> String {
     let Attention { batch, kv_heads, group, queries, keys, width, .. } = *of;
     let mask = match (of.causal, of.window) {
@@ -186,7 +185,7 @@ fn described(of: &Attention) -> String {
     )
 }
 
-/// Runs the plan of this attention on contiguous tensors. Returns false without a plan.
+/// Runs the plan of this attention on contiguous tensors. Returns false if cuDNN refuses the shape.
 fn run(
     direction: Direction,
     of: &Attention,
@@ -210,11 +209,11 @@ fn run(
         found.expect("each argument of the graph is given").1
     };
     let (bytes, stream) = (plan.memory_bytes(), device.cuda_stream());
-    // SAFETY: cuDNN reads what it has written there.
+    // SAFETY: cuDNN writes this memory before it reads it.
     let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.w();
     let memory = memory.map_err(|error| asked_for(bytes, error))?;
-    // SAFETY: the plan is of this handle's device, and both are used under a lock. The tensors have
-    // the sizes of the attention, and are held by the caller; the memory is freed in the stream's
+    // SAFETY: the plan is for this handle's device, and both are used under a lock. The tensors
+    // have the sizes of the attention, and the caller holds them. The memory is freed in stream
     // order.
     let run = unsafe { plan.run(handle, at, memory.device_ptr(&stream).0) };
     run.map_err(|fault| {
@@ -227,8 +226,8 @@ fn run(
     Ok(true)
 }
 
-/// Says why neither cuDNN nor the kernels of this crate attend without scores in memory, on a GPU
-/// of this major version.
+/// Logs why cuDNN does not compute an attention that this crate's kernels without scores do not
+/// support either. `major` is the GPU's major compute capability.
 pub(super) fn not_asked(of: &Attention, major: i32) {
     let why = match unsupported(of) {
         Some(why) => why,
@@ -238,13 +237,13 @@ pub(super) fn not_asked(of: &Attention, major: i32) {
     left_to_others(of, why);
 }
 
-/// Whether cuDNN is asked first.
+/// Whether cuDNN is tried first.
 pub(super) fn is_wanted() -> Result<bool> {
     Ok(AttentionKernels::chosen()? == AttentionKernels::Cudnn)
 }
 
-/// The output and the log-sum-exp of contiguous tensors `[batch, time, heads, width]`. `None` if
-/// cuDNN makes no plan.
+/// Computes the output and the log-sum-exp of contiguous tensors `[batch, time, heads, width]`.
+/// Returns `None` if cuDNN makes no plan.
 pub(super) fn attention(
     of: &Attention,
     device: &CudaDevice,
@@ -263,7 +262,7 @@ pub(super) fn attention(
     Ok(run(Direction::Forward, of, device, &tensors)?.then_some((y, lse)))
 }
 
-/// The gradients of queries, keys and values. `None` if cuDNN makes no plan.
+/// Computes the gradients of queries, keys and values. Returns `None` if cuDNN makes no plan.
 pub(super) fn attention_backward(
     of: &Attention,
     device: &CudaDevice,

@@ -7,10 +7,11 @@ use super::address;
 use super::layers::{carry_out, output, taken};
 use crate::plans::{self, Dropout};
 
-/// The elements of `x` times 0 or `1 / (1 - p)`; the rows of `of` are those of `x`. `None` if no kernel takes it.
+/// Multiplies each element of `x` by 0 or `1 / (1 - p)`. `of` must have the rows of `x`. Returns
+/// `None` if no kernel supports the tensor.
 ///
 /// # Errors
-/// If the rows are not those of `x`, there is no memory left, or a launch fails.
+/// If the rows do not match `x`, memory runs out, or a launch fails.
 pub fn dropout(x: &Tensor, of: Dropout<'_>) -> Result<Option<Tensor>> {
     let Some((device, dtype)) = taken(x) else { return Ok(None) };
     let n = x.elem_count() as u64;

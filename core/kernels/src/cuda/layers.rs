@@ -1,6 +1,7 @@
-//! Layers on GPUs: outputs of tensors, by the plans that the tests carry out. Every function returns `None` for tensors
-//! that no kernel takes: on another device, in f64, of too many rows, or rotated by tables of another form.
-#![allow(unsafe_code)] // launches, and memory that a launch writes whole
+//! Layers on GPUs, by the plans that the tests run. Every function returns `None` for tensors that
+//! no kernel supports: on another device, in f64, with too many rows, or rotated by tables of
+//! another form.
+#![allow(unsafe_code)] // launches, and memory that a launch overwrites completely
 
 use candle_core::{CudaDevice, D, DType, Device, Shape, Tensor};
 use fulgurite_error::{Error, Result};
@@ -11,7 +12,7 @@ use crate::plans::{
 };
 use crate::{Float, Plan};
 
-/// The device and the dtype of a tensor that kernels of layers take.
+/// Returns the device and the dtype of a tensor, or `None` if no layer kernel supports it.
 pub(super) fn taken(tensor: &Tensor) -> Option<(&CudaDevice, Float)> {
     let Device::Cuda(device) = tensor.device() else { return None };
     let dtype = match tensor.dtype() {
@@ -23,18 +24,18 @@ pub(super) fn taken(tensor: &Tensor) -> Option<(&CudaDevice, Float)> {
     (tensor.elem_count() > 0).then_some((device, dtype))
 }
 
-/// Whether kernels of layers take tensors like this one: on a GPU, not empty, in f32, bf16 or f16.
+/// Whether layer kernels support this tensor: on a GPU, not empty, in f32, bf16 or f16.
 pub fn takes(tensor: &Tensor) -> bool {
     taken(tensor).is_some()
 }
 
-/// Rows and elements of a row, in the last dimension.
+/// Returns the number of rows and their length, with rows along the last dimension.
 fn rows(tensor: &Tensor) -> Result<Option<(u32, u32)>> {
     let n = tensor.dim(D::Minus1)?;
     Ok(u32::try_from(tensor.elem_count() / n.max(1)).ok().zip(u32::try_from(n).ok()))
 }
 
-/// Memory of this shape and dtype with any content, which a launch writes whole.
+/// Returns uninitialised memory of this shape and dtype. A launch must overwrite it completely.
 pub(super) fn output(like: &Tensor) -> Result<Tensor> {
     match like.device() {
         Device::Cuda(device) => unset(like.shape(), like.dtype(), device),
@@ -42,12 +43,12 @@ pub(super) fn output(like: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Memory for a number of f32 for each row, with any content, which a launch writes whole.
+/// Returns uninitialised memory for an f32 per row. A launch must overwrite it completely.
 fn of_rows(rows: u32, device: &CudaDevice) -> Result<Tensor> {
     unset(&Shape::from(rows as usize), DType::F32, device)
 }
 
-/// Checks that all have the shape and dtype of the first and are on its device.
+/// Checks that all tensors have the shape, dtype and device of the first.
 pub(super) fn alike(tensors: &[&Tensor]) -> Result<()> {
     let same = |other: &&Tensor| {
         other.dims() == tensors[0].dims()
@@ -63,7 +64,7 @@ pub(super) fn alike(tensors: &[&Tensor]) -> Result<()> {
     }
 }
 
-/// A weight of `n` elements in f32.
+/// Returns a norm's weight of `n` elements in f32.
 fn weight(weight: &Tensor, n: u32) -> Result<Tensor> {
     if weight.dims() != [n as usize] {
         return Err(Error::other(format!(
@@ -74,39 +75,40 @@ fn weight(weight: &Tensor, n: u32) -> Result<Tensor> {
     Ok(weight.to_dtype(DType::F32)?.contiguous()?)
 }
 
-/// Carries a plan out whose addresses are those of `held`, contiguous tensors of the sizes that it was made with.
+/// Runs a plan whose addresses all belong to `held`: contiguous tensors of the plan's sizes.
 pub(super) fn carry_out(plan: &Plan, device: &CudaDevice, held: &[&Tensor]) -> Result<()> {
-    // SAFETY: the tensors are held until this returns, and their sizes were checked by whoever made the plan.
+    // SAFETY: the tensors are held until this returns, and the maker of the plan has checked their
+    // sizes.
     let done = unsafe { run(plan, device) };
     let _ = held;
     done
 }
 
-/// What a norm gives.
+/// The results of a norm.
 #[derive(Debug)]
 pub struct Normalized<const N: usize> {
     /// The output, in the dtype of the input.
     pub y: Tensor,
-    /// What was normalised, if that is a sum with a residual.
+    /// The sum with the residual, if there is one.
     pub sum: Option<Tensor>,
-    /// What the backward takes, f32, one number for each row.
+    /// Statistics for the backward: one f32 per row.
     pub stats: [Tensor; N],
 }
 
-/// A residual, of the shape and dtype of `x`, and memory for the sum.
+/// Returns the residual, which must match `x` in shape and dtype, and memory for the sum.
 fn with_residual(x: &Tensor, residual: Option<&Tensor>) -> Result<Option<(Tensor, Tensor)>> {
     let Some(residual) = residual else { return Ok(None) };
     alike(&[x, residual])?;
     Ok(Some((residual.contiguous()?, output(x)?)))
 }
 
-/// The address of a tensor; 0 if there is none.
+/// Returns the address of a tensor, or 0 without a tensor.
 fn address_or_0(tensor: Option<&Tensor>) -> Result<u64> {
     tensor.map_or(Ok(0), address)
 }
 
-/// `x * rstd * weight` over the last dimension, of `x` plus `residual` if there is one; `stats` is `rstd`, one over the root of
-/// the mean square plus `eps`.
+/// Computes `x * rstd * weight` over the last dimension; `x` includes `residual`, if given. `stats`
+/// is `rstd`, the reciprocal root of the mean square plus `eps`.
 ///
 /// # Errors
 /// If shapes do not fit, or a launch fails.
@@ -138,8 +140,8 @@ pub fn rms_norm(
     Ok(Some(Normalized { y, sum, stats: [rstd] }))
 }
 
-/// The gradients of what [`rms_norm`] normalised, `x`, in its dtype, and of its weight, in f32. `more` is a gradient of `x` from
-/// elsewhere, which is added to the first.
+/// Computes the gradients of [`rms_norm`]: of the normalised tensor `x`, in its dtype, and of the
+/// weight, in f32. `more` is another gradient of `x`, which is added.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -180,8 +182,8 @@ pub fn rms_norm_backward(
     Ok(Some((dx, dweight)))
 }
 
-/// `(x - mean) * rstd * weight + bias` over the last dimension, of `x` plus `residual` if there is one; `stats` are `mean` and
-/// `rstd`, one over the root of the variance plus `eps`.
+/// Computes `(x - mean) * rstd * weight + bias` over the last dimension; `x` includes `residual`,
+/// if given. `stats` are `mean` and `rstd`, the reciprocal root of the variance plus `eps`.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -217,8 +219,8 @@ pub fn layer_norm(
     Ok(Some(Normalized { y, sum, stats: [mean, rstd] }))
 }
 
-/// The gradients of what [`layer_norm`] normalised, `x`, in its dtype, and of its weight and, if it has one, its bias, in f32.
-/// `more` is a gradient of `x` from elsewhere, which is added to the first.
+/// Computes the gradients of [`layer_norm`]: of the normalised tensor `x`, in its dtype, and of the
+/// weight and the bias, if any, in f32. `more` is another gradient of `x`, which is added.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -265,7 +267,7 @@ pub fn layer_norm_backward(
     Ok(Some((dx, dweight, dbias)))
 }
 
-/// An activation function of each element.
+/// Applies an activation function to each element.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -279,7 +281,7 @@ pub fn activation(function: Activation, x: &Tensor) -> Result<Option<Tensor>> {
     Ok(Some(y))
 }
 
-/// The gradient of [`activation`]'s input.
+/// Computes the gradient of [`activation`]'s input.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -299,7 +301,7 @@ pub fn activation_backward(
     Ok(Some(dx))
 }
 
-/// `silu(gate) * up`.
+/// Computes `silu(gate) * up`.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -314,7 +316,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Option<Tensor>> {
     Ok(Some(y))
 }
 
-/// The gradients of [`swiglu`]'s inputs.
+/// Computes the gradients of [`swiglu`]'s inputs.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -337,8 +339,9 @@ pub fn swiglu_backward(
     Ok(Some((dgate, dup)))
 }
 
-/// Rotates `x`, `[.., positions, .., width]`, by the angles whose cosines and sines, `[positions, width / 2]`, these are; with
-/// `inverse` by the negative ones. Positions are the dimension `dim`.
+/// Rotates `x` (`[.., positions, .., width]`) by angles, given as cosines and sines
+/// (`[positions, width / 2]`). With `inverse` it rotates by the negative angles. `dim` is the
+/// dimension of positions.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -380,7 +383,7 @@ pub fn rope(
     Ok(Some(y))
 }
 
-/// The rows and columns of logits and of what is beside each row.
+/// Returns the operands of the cross entropy plan, or `None` if there are too many rows or columns.
 fn logits(
     dtype: Float,
     logits: &Tensor,
@@ -404,11 +407,12 @@ fn logits(
     Ok(Some(CrossEntropy { dtype, logits, targets, lse, rows, classes, smoothing }))
 }
 
-/// The sum over the rows of `logits` (`[rows, classes]`) of their cross entropy, as a scalar of f64, and the log-sum-exp of
-/// each row, in f32. `targets` (u32, `[rows]`) are classes, or [`IGNORED`](plans::IGNORED).
+/// Computes the cross entropy summed over the rows of `logits` (`[rows, classes]`), as an f64
+/// scalar, and each row's log-sum-exp, in f32. `targets` (u32, `[rows]`) are classes, or
+/// [`IGNORED`](plans::IGNORED).
 ///
 /// # Errors
-/// As [`rms_norm`]. A target beyond the classes makes the sum NaN.
+/// As [`rms_norm`]. A target beyond the classes is no error; it makes the sum NaN.
 pub fn cross_entropy(
     logits_of: &Tensor,
     targets: &Tensor,
@@ -424,8 +428,9 @@ pub fn cross_entropy(
     Ok(Some((total, lse)))
 }
 
-/// Replaces the logits, which are contiguous and have no other user, by the gradient of [`cross_entropy`], times `grad` (a
-/// scalar). The columns are the classes from `first` on, of `all`.
+/// Replaces the logits by the gradient of [`cross_entropy`], times `grad` (a scalar). The logits
+/// are contiguous and have no other user. The columns are the classes from `first` on, out of
+/// `all`.
 ///
 /// # Errors
 /// As [`cross_entropy`].
@@ -450,8 +455,9 @@ pub fn cross_entropy_backward(
     Ok(true)
 }
 
-/// Adds the rows of `grad` (`[ids.len(), width]`) to those of `out` (f32, flat, of rows of `width`), for each id in the
-/// order of the rows; those whose id is [`IGNORED`](plans::IGNORED) are passed over. False if no kernel takes them.
+/// Adds each row of `grad` (`[ids.len(), width]`) to the row of its id in `out` (f32, flat, rows of
+/// `width`). Rows of one id are added in their order. Rows whose id is [`IGNORED`](plans::IGNORED)
+/// are skipped. Returns false if no kernel supports the tensors.
 ///
 /// # Errors
 /// As [`rms_norm`], and if an id is beyond the rows of `out`.

@@ -1,4 +1,4 @@
-//! Carrying out plans on a GPU. **Run on an emulated GPU (`.ci/gpu`), and never on one.**
+//! Runs plans on a GPU. **Tested on an emulated GPU (`.ci/gpu`), never on a real one.**
 
 mod attention;
 mod compile;

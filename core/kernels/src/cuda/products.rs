@@ -1,4 +1,4 @@
-//! Products by cuBLAS.
+//! Matrix products by cuBLAS.
 #![allow(unsafe_code)] // calls of cuBLAS
 
 use std::ffi::c_void;
@@ -17,9 +17,10 @@ use super::address;
 use super::layers::taken;
 use crate::{Float, Product};
 
-/// Writes the gradient of a linear layer's weight, `grad^T x`, to `out`, or adds it. `x` is `[rows, inputs]`, `grad`
-/// `[rows, outputs]`, both in f32, bf16 or f16, and `out` their product's elements in f32, whatever dtype they have: sums
-/// are in f32 and not rounded to it. False for tensors of other dtypes or devices, with which nothing is done.
+/// Writes the gradient of a linear layer's weight, `grad^T x`, to `out`, or adds it. `x` is
+/// `[rows, inputs]` and `grad` is `[rows, outputs]`, both in f32, bf16 or f16. `out` is in f32
+/// whatever their dtype, so sums are not rounded. Returns false, and does nothing, for tensors of
+/// other dtypes or devices.
 ///
 /// # Errors
 /// If shapes do not fit, or cuBLAS fails.
@@ -45,15 +46,16 @@ pub fn weight_grad(x: &Tensor, grad: &Tensor, out: &Tensor, add: bool) -> Result
     let Some(product) = Product::weight_grad(dtype, addresses, [rows, inputs, outputs], add) else {
         return Ok(false);
     };
-    // SAFETY: the three tensors are held until the call is queued, in the order of the device's one stream, and their
-    // sizes are those of the product.
+    // SAFETY: the three tensors are held until the call is queued, in the order of the device's one
+    // stream, and their sizes are the product's.
     unsafe { run_product(&product, addresses, device) }?;
     Ok(true)
 }
 
-/// Adds the gradient of a linear layer's input, `grad weight`, to `sum`: `grad` is `[rows, outputs]`, `weight` `[outputs, inputs]`
-/// and `sum` `[rows, inputs]`, all of one dtype, f32, bf16 or f16. The sum is rounded once. False for tensors of other dtypes or
-/// devices, and a `sum` that is not contiguous, with which nothing is done.
+/// Adds the gradient of a linear layer's input, `grad weight`, to `sum`. `grad` is
+/// `[rows, outputs]`, `weight` is `[outputs, inputs]` and `sum` is `[rows, inputs]`, all of one
+/// dtype: f32, bf16 or f16. The sum is rounded once. Returns false, and does nothing, for tensors
+/// of other dtypes or devices, or if `sum` is not contiguous.
 ///
 /// # Errors
 /// If shapes do not fit, or cuBLAS fails.
@@ -78,17 +80,17 @@ pub fn add_input_grad(grad: &Tensor, weight: &Tensor, sum: &Tensor) -> Result<bo
     let Some(product) = Product::add_input_grad(dtype, [grad, weight, sum], sizes) else {
         return Ok(false);
     };
-    // SAFETY: the tensors are held until the call is queued, in the order of the device's one stream, and their sizes are those
-    // of the product, whose first matrix is the weight.
+    // SAFETY: the tensors are held until the call is queued, in the order of the device's one
+    // stream, and their sizes are the product's. Its first matrix is the weight.
     unsafe { run_product(&product, [weight, grad, sum], device) }?;
     Ok(true)
 }
 
-/// Gives a product to the device's stream.
+/// Queues a product on the device's stream.
 ///
 /// # Safety
-/// `starts` are those of memory of this device of the product's sizes, which is not freed before work on the stream that
-/// was there when this returns.
+/// `a`, `b` and `c` must be addresses of memory on this device with the product's sizes. The memory
+/// must stay allocated until the work now queued on the stream is done.
 pub(super) unsafe fn run_product(
     product: &Product,
     [a, b, c]: [u64; 3],
@@ -101,7 +103,7 @@ pub(super) unsafe fn run_product(
         Float::F64 => Err(Error::other("sums of a product are in f32, got f64")),
     };
     let (dtype, out) = (data_type(product.dtype)?, data_type(product.out)?);
-    // As candle's own products: TF32 is for f32 alone.
+    // As in candle's own products, TF32 is for f32 only.
     let compute = match product.dtype == Float::F32 && gemm_reduced_precision_f32() {
         true => Compute::CUBLAS_COMPUTE_32F_FAST_TF32,
         false => Compute::CUBLAS_COMPUTE_32F,
@@ -119,7 +121,8 @@ pub(super) unsafe fn run_product(
     let algorithm = Algorithm::CUBLAS_GEMM_DEFAULT_TENSOR_OP;
     device.cuda_stream().context().bind_to_thread().w()?;
     let blas = device.cublas_handle();
-    // SAFETY: the caller's promise; alpha and beta are f32, as sums in f32 have them, and read before it returns.
+    // SAFETY: the caller's promise; alpha and beta are f32, as the compute type requires, and read
+    // before the call returns.
     unsafe {
         match product.batch {
             1 => gemm_ex(

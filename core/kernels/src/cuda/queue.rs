@@ -1,4 +1,4 @@
-//! A stream that plans are given to.
+//! Runs plans on a stream.
 #![allow(unsafe_code)] // launches of kernels
 
 use std::collections::HashMap;
@@ -19,10 +19,10 @@ use super::run::asked_for;
 use super::tables::{ALIGN, Tables};
 use crate::{Argument, Call, Plan, THREADS, Target, Work};
 
-/// What a launch may ask of shared memory without saying so before.
+/// Dynamic shared memory that a launch may use without raising the kernel's limit first.
 const SHARED_BYTES: u32 = 48 << 10;
 
-/// A stream of a GPU, and the memory that tables of plans take to it.
+/// A stream of a GPU, with the memory for the tables of plans.
 pub struct Queue {
     device: CudaDevice,
     stream: Arc<CudaStream>,
@@ -30,19 +30,21 @@ pub struct Queue {
     functions: Functions,
 }
 
-/// Kernels that were launched before, by their names, which are unique among sources. A launch does not ask the driver again.
+/// Kernels that were launched before, by name, so that a launch does not ask the driver again.
+/// Names are unique among sources.
 #[derive(Default)]
 struct Functions(HashMap<&'static str, Loaded>);
 
 /// A kernel on the device.
 struct Loaded {
     function: CudaFunction,
-    /// Bytes of shared memory that launches may ask for.
+    /// The kernel's current limit on dynamic shared memory, in bytes.
     shared_bytes: u32,
 }
 
 impl Functions {
-    /// The kernel of this launch. Compiles it, or has more shared memory allowed, where that was not done yet.
+    /// Returns the kernel of this launch. Compiles it and raises its limit on shared memory if
+    /// necessary.
     fn of(&mut self, call: &Call, stream: &CudaStream) -> Result<&CudaFunction> {
         let loaded = match self.0.entry(call.kernel) {
             Entry::Occupied(entry) => entry.into_mut(),
@@ -61,16 +63,16 @@ impl Functions {
 }
 
 impl Queue {
-    /// A queue on a stream of this device. A stream may have several.
+    /// Creates a queue on a stream of this device. A stream may have several queues.
     pub fn new(device: &CudaDevice, stream: &Arc<CudaStream>) -> Self {
         let (device, stream) = (device.clone(), stream.clone());
         let tables = Tables::new(stream.clone());
         Self { device, stream, tables, functions: Functions::default() }
     }
 
-    /// The queue on the stream of this device that tensors are computed on.
+    /// Returns the queue on the stream that computes this device's tensors.
     pub(super) fn of_tensors(device: &CudaDevice) -> Arc<Mutex<Self>> {
-        /// By the addresses of their streams, which live as long as they do.
+        /// Keyed by the address of the stream. An entry lives as long as its stream.
         static ALL: Mutex<Vec<(usize, Arc<Mutex<Queue>>)>> = Mutex::new(Vec::new());
         let stream = device.cuda_stream();
         let address = stream.cu_stream() as usize;
@@ -83,16 +85,17 @@ impl Queue {
         queue
     }
 
-    /// Gives all launches and products of a plan to the stream, and returns: nothing is waited for. Tables go there in one
-    /// copy.
+    /// Queues all launches and products of a plan on the stream, and returns without waiting. All
+    /// tables are copied at once.
     ///
     /// # Safety
-    /// Every address in the plan is that of memory of this device of as many elements as the plan says, none of which is
-    /// freed before work on the stream that was there when this returns; what one launch writes, only it uses.
+    /// Every address in the plan must point to memory of this device with as many elements as the
+    /// plan says. The memory must stay allocated until the work now queued on the stream is done.
+    /// Nothing else may use the memory that a launch writes.
     ///
     /// # Errors
-    /// If a kernel cannot be compiled or launched, there is no memory left, or the plan has products and the stream is not
-    /// that of the device's tensors, which cuBLAS computes on.
+    /// If a kernel cannot be compiled or launched, or memory runs out. Also if the plan has
+    /// products and this is not the stream of the device's tensors, where cuBLAS computes.
     pub unsafe fn run(&mut self, plan: &Plan) -> Result<()> {
         if plan.work().is_empty() {
             return Ok(());
@@ -101,7 +104,7 @@ impl Queue {
         let (bytes, offsets) = packed(plan);
         let tables = if bytes.is_empty() { 0 } else { tables.send(&bytes).w()? };
         let scratch = plan.scratch_bytes().iter().map(|&bytes| {
-            // SAFETY: plans read what they have asked for after they have written it.
+            // SAFETY: plans write scratch memory before they read it.
             let memory = unsafe { stream.alloc::<u8>(bytes.max(1)) }.w();
             memory.map_err(|error| asked_for(bytes, error))
         });
@@ -115,7 +118,8 @@ impl Queue {
             match work {
                 Work::Launch(call) => {
                     let function = functions.of(call, stream)?;
-                    // SAFETY: the caller's promise, or memory of this plan, which is freed in the stream's order.
+                    // SAFETY: the caller's promise, or memory of this plan, which is freed in
+                    // stream order.
                     unsafe { launch(stream, function, call, &place) }?;
                 }
                 Work::Product(product) => {
@@ -135,14 +139,15 @@ impl Queue {
 }
 
 /// # Safety
-/// `function` is the kernel of the call; what `place` says of the arguments is the caller's promise.
+/// `function` must be the kernel of the call. The caller promises that `place` gives valid
+/// addresses.
 unsafe fn launch(
     stream: &Arc<CudaStream>,
     function: &CudaFunction,
     call: &Call,
     place: &impl Fn(Target) -> u64,
 ) -> Result<()> {
-    // A number of 32 bits is read from the lower half: CUDA's hosts are little-endian.
+    // A 32-bit number is read from the lower half: CUDA's hosts are little-endian.
     let arguments: Vec<u64> = call
         .arguments
         .iter()
@@ -160,13 +165,13 @@ unsafe fn launch(
         block_dim: (THREADS, 1, 1),
         shared_mem_bytes: call.shared_bytes,
     };
-    // SAFETY: number and types of the arguments are those of the table, which tests compare with the kernels. The caller
-    // promises that they point to valid memory.
+    // SAFETY: number and types of the arguments are as in the table of kernels, which tests compare
+    // with the kernels. The caller promises that they point to valid memory.
     unsafe { launch.launch(config) }.w()?;
     Ok(())
 }
 
-/// The plan's tables as one, and where each begins.
+/// Concatenates the plan's tables, and returns the offset of each.
 fn packed(plan: &Plan) -> (Vec<u8>, Vec<u64>) {
     let mut tables = Vec::new();
     let mut offsets = Vec::new();

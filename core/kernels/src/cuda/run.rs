@@ -1,4 +1,4 @@
-//! Launching.
+//! Launches plans on the stream of tensors.
 #![allow(unsafe_code)] // launches of kernels
 
 use std::sync::PoisonError;
@@ -11,11 +11,12 @@ use fulgurite_error::{Error, Result};
 use super::Queue;
 use crate::Plan;
 
-/// The address of a contiguous CUDA tensor's first element, for a plan. It is good while the tensor is not freed and
-/// its storage not exchanged; work that other threads give to the device's one stream is in order with it.
+/// Returns the address of a contiguous CUDA tensor's first element, for a plan. It is valid until
+/// the tensor is freed or its storage exchanged. Work that other threads queue on the device's one
+/// stream is ordered with it.
 ///
 /// # Errors
-/// If the tensor is not on a GPU, is not contiguous, or of a dtype that no kernel takes.
+/// If the tensor is not on a GPU, not contiguous, or of a dtype that no kernel supports.
 pub fn address(tensor: &Tensor) -> Result<u64> {
     let layout = tensor.layout();
     if !layout.is_contiguous() {
@@ -24,7 +25,7 @@ pub fn address(tensor: &Tensor) -> Result<u64> {
     first_element(tensor)
 }
 
-/// The address of a CUDA tensor's first element, of a view too.
+/// Returns the address of a CUDA tensor's first element, also for a view.
 pub(super) fn first_element(tensor: &Tensor) -> Result<u64> {
     let (storage, layout) = tensor.storage_and_layout();
     let Storage::Cuda(storage) = &*storage else {
@@ -45,13 +46,13 @@ pub(super) fn first_element(tensor: &Tensor) -> Result<u64> {
     Ok(start + (layout.start_offset() * tensor.dtype().size_in_bytes()) as u64)
 }
 
-/// The error of an allocation with how much was asked for, which the driver's does not say.
+/// Adds the requested size to an allocation error; the driver's error lacks it.
 pub(super) fn asked_for(bytes: usize, error: candle_core::Error) -> Error {
     Error::from(error).during(format_args!("{bytes} bytes were asked for, by a kernel"))
 }
 
-/// Gives all launches and products of a plan to the stream that tensors are computed on, and returns: nothing is waited
-/// for.
+/// Queues all launches and products of a plan on the stream that computes tensors, and returns
+/// without waiting.
 ///
 /// # Safety
 /// As [`Queue::run`].
@@ -68,10 +69,10 @@ pub unsafe fn run(plan: &Plan, device: &CudaDevice) -> Result<()> {
     unsafe { queue.run(plan) }
 }
 
-/// Bytes of memory that this device has in all, which never change.
+/// Returns the total memory of this device in bytes, a constant.
 ///
 /// # Errors
-/// If the driver does not say.
+/// If the driver reports an error.
 pub fn total_memory(device: &CudaDevice) -> Result<usize> {
     Ok(device.cuda_stream().context().total_mem().w()?)
 }

@@ -1,10 +1,12 @@
-//! Tables of plans on their way to a GPU.
+//! Copies tables of plans to a GPU.
 //!
-//! The driver copies from memory that may be paged out only once it has staged it, and the host waits. So a table is
-//! written to pinned memory, and a copy of it queued to memory of the GPU of the same size: a [`Piece`] is both. A piece
-//! is filled from its beginning to its end by the tables of one stream, on which they are copied and read in order, and
-//! is then free, for any stream, when what was queued there until then is done. Nothing waits for that: if no piece is free
-//! there will be one more.
+//! To copy from pageable memory, the driver stages it first, and the host waits. So a table is
+//! written to pinned memory, and a copy is queued to GPU memory of the same size. A [`Piece`] is
+//! such a pair of buffers.
+//!
+//! The tables of one stream fill a piece from its beginning to its end. The stream copies and reads
+//! them in order. The piece is free for any stream when the work queued up to then is done. Nothing
+//! waits for that: without a free piece, another is allocated.
 #![allow(unsafe_code)] // pinned memory, and copies of the driver
 
 use std::sync::{Arc, Mutex, PoisonError};
@@ -18,20 +20,20 @@ const PIECE: usize = 1 << 18;
 /// Bytes that tables are aligned to.
 pub(super) const ALIGN: usize = 256;
 
-/// Memory of the host and of a GPU that a table is copied from and to.
+/// A buffer of pinned host memory and a GPU buffer of the same size.
 struct Piece {
     host: PinnedHostSlice<u8>,
     device: CudaSlice<u8>,
 }
 
-/// Pieces that were filled, and when what uses them is done.
+/// Filled pieces, with events that fire when their last use is done.
 static FILLED: Mutex<Vec<(Piece, CudaEvent)>> = Mutex::new(Vec::new());
 
-/// The way of a stream's tables.
+/// Copies the tables of one stream.
 pub(super) struct Tables {
     stream: Arc<CudaStream>,
     piece: Option<Piece>,
-    /// Bytes of the piece that have been used.
+    /// Used bytes of the piece.
     used: usize,
 }
 
@@ -40,8 +42,8 @@ impl Tables {
         Self { stream, piece: None, used: 0 }
     }
 
-    /// Queues a copy of these bytes to the GPU, and returns the address there. What is queued on the stream before the
-    /// next call may read them.
+    /// Queues a copy of these bytes to the GPU, and returns the address there. Work that is queued
+    /// on the stream before the next call may read them.
     pub(super) fn send(&mut self, bytes: &[u8]) -> Result<u64, DriverError> {
         self.stream.context().bind_to_thread()?;
         let mut start = self.used.next_multiple_of(ALIGN);
@@ -60,13 +62,13 @@ impl Tables {
         let host = &mut piece.host.as_mut_slice()?[start..start + bytes.len()];
         host.copy_from_slice(bytes);
         let to = piece.device.device_ptr(&self.stream).0 + start as u64;
-        // SAFETY: the piece has room for the bytes in both memories, and is this stream's until an event that comes after
-        // this copy says that it is done.
+        // SAFETY: the piece has room for the bytes in both memories. It belongs to this stream
+        // until an event after this copy fires.
         unsafe { result::memcpy_htod_async(to, host, self.stream.cu_stream()) }?;
         Ok(to)
     }
 
-    /// Lets others have a piece once all that this stream has queued is done.
+    /// Frees a piece for other streams once all work queued on this stream is done.
     fn give_back(&self, piece: Piece) -> Result<(), DriverError> {
         match self.stream.record_event(None) {
             Ok(event) => {
@@ -74,14 +76,14 @@ impl Tables {
                 Ok(())
             }
             Err(error) => {
-                // Nobody knows when it is.
+                // Without an event, it is unknown when the piece is unused. So it is leaked.
                 std::mem::forget(piece);
                 Err(error)
             }
         }
     }
 
-    /// A piece of at least so many bytes that nothing uses.
+    /// Returns an unused piece of at least this size.
     fn free(&self, bytes: usize) -> Result<Piece, DriverError> {
         let context = self.stream.context();
         let mut filled = FILLED.lock().unwrap_or_else(PoisonError::into_inner);
@@ -94,7 +96,7 @@ impl Tables {
         }
         drop(filled);
         let bytes = bytes.next_power_of_two().max(PIECE);
-        // SAFETY: what is read of them has been written before.
+        // SAFETY: all memory is written before it is read.
         let (host, device) = unsafe {
             (context.alloc_pinned_with_flags(bytes, 0)?, self.stream.alloc::<u8>(bytes)?)
         };
@@ -104,7 +106,8 @@ impl Tables {
 
 impl Drop for Tables {
     fn drop(&mut self) {
-        // It may be another thread than the one that computes. An error is one of the context, which the next call has too.
+        // The dropping thread need not be the computing thread. An error concerns the context, so
+        // the next call reports it too.
         let bound = self.stream.context().bind_to_thread();
         match self.piece.take() {
             Some(piece) if bound.is_ok() => drop(self.give_back(piece)),

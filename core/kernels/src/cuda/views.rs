@@ -1,5 +1,5 @@
-//! Memory without values, and what views show in one piece.
-#![allow(unsafe_code)] // memory that whoever asks for it writes
+//! Uninitialised memory, and contiguous copies of views.
+#![allow(unsafe_code)] // memory that the caller overwrites
 
 use candle_core::backend::BackendDevice as _;
 use candle_core::op::BackpropOp;
@@ -11,30 +11,31 @@ use super::layers::carry_out;
 use super::run::{asked_for, first_element};
 use crate::plans::{self, View};
 
-/// Memory for a tensor of this shape and dtype with any content, for whoever writes all of it. Nothing is launched, where
-/// candle's zeros are.
+/// Allocates uninitialised memory for a tensor of this shape and dtype. The caller must overwrite
+/// all of it. Unlike candle's zeros, it launches nothing.
 ///
 /// # Errors
-/// If there is no memory left.
+/// If memory runs out.
 pub fn unset_storage(shape: &Shape, dtype: DType, device: &CudaDevice) -> Result<CudaStorage> {
     let bytes = shape.elem_count() * dtype.size_in_bytes();
-    // SAFETY: any bits are numbers of these dtypes.
+    // SAFETY: any bits are valid values of these dtypes.
     let storage = unsafe { device.alloc_uninit(shape, dtype) };
     storage.map_err(|error| asked_for(bytes, error))
 }
 
-/// The same as a tensor.
+/// Like [`unset_storage`], as a tensor.
 pub(super) fn unset(shape: &Shape, dtype: DType, device: &CudaDevice) -> Result<Tensor> {
     let storage = Storage::Cuda(unset_storage(shape, dtype, device)?);
     Ok(Tensor::from_storage(storage, shape.clone(), BackpropOp::none(), false))
 }
 
-/// The elements of a view of up to four dimensions in memory of their own, one after the other, without a graph: one launch.
-/// candle's `contiguous` sends sizes and strides to the device first, from memory that may be paged out. `None` for
-/// tensors on other devices, without elements, of more dimensions, and in dtypes of no kernel.
+/// Copies the elements of a view of up to four dimensions to contiguous memory, without a graph:
+/// one launch. candle's `contiguous` first copies sizes and strides to the device from pageable
+/// memory. Returns `None` for tensors on other devices, without elements, of more dimensions, or in
+/// dtypes without a kernel.
 ///
 /// # Errors
-/// If there is no memory left, or the launch fails.
+/// If memory runs out, or the launch fails.
 pub fn dense(tensor: &Tensor) -> Result<Option<Tensor>> {
     let Device::Cuda(device) = tensor.device() else { return Ok(None) };
     let known = [DType::F32, DType::F64, DType::BF16, DType::F16, DType::U32];
@@ -59,10 +60,12 @@ pub fn dense(tensor: &Tensor) -> Result<Option<Tensor>> {
     Ok(Some(dense))
 }
 
-/// The tensor, if its elements lie one after the other; else a [dense] copy, or candle's where no kernel takes it.
+/// Returns the tensor itself if it is contiguous; else a [dense] copy, or candle's copy if no
+/// kernel supports it.
 ///
 /// # Errors
-/// As [`dense`]; if candle would have to copy 2^32 elements or more, which its kernels never end with.
+/// As [`dense`]. Also if candle would have to copy 2^32 elements or more; its kernels would never
+/// finish.
 pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     if tensor.is_contiguous() {
         return Ok(tensor.clone());
@@ -76,7 +79,7 @@ pub fn contiguous(tensor: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Refuses a tensor of a GPU that is left to candle's kernels, and which they would never end with: they count elements in
+/// Refuses a GPU tensor that candle's kernels would loop on forever, because they count elements in
 /// 32 bits.
 ///
 /// # Errors
@@ -94,12 +97,13 @@ pub(super) fn fits_candle(tensor: &Tensor, what: &str) -> Result<()> {
     )))
 }
 
-/// The rows of `table` (`[rows, width]`, in f32, f64, bf16 or f16) whose numbers are `ids` (u32, one dimension), zeros for
-/// [`u32::MAX`]: `[ids, width]`, without a graph. The caller knows that there are such rows. `None` for tables on other
-/// devices, without elements, and in other dtypes.
+/// Returns the rows of `table` (`[rows, width]`, in f32, f64, bf16 or f16) that `ids` select (u32,
+/// one dimension), without a graph: `[ids, width]`. The id [`u32::MAX`] gives zeros. The caller
+/// guarantees that the ids are in range. Returns `None` for tables on other devices, without
+/// elements, or in other dtypes.
 ///
 /// # Errors
-/// If shapes or devices do not fit, there is no memory left, or the launch fails.
+/// If shapes or devices do not fit, memory runs out, or the launch fails.
 pub fn pick_rows(table: &Tensor, ids: &Tensor) -> Result<Option<Tensor>> {
     let Device::Cuda(device) = table.device() else { return Ok(None) };
     let known = [DType::F32, DType::F64, DType::BF16, DType::F16];

@@ -1,5 +1,4 @@
-//! The gradients of attention, as operations that cuDNN knows the pattern of and makes one kernel
-//! from.
+//! The gradients of attention, as a pattern of operations that cuDNN fuses into one kernel.
 
 use super::graph::{
     Argument, DataType, Graph, Layout, Number, Operation, Place, PointwiseMode, TensorId,
@@ -8,17 +7,17 @@ use super::mask::masks;
 use super::shape::Shape;
 use crate::plans::Attention;
 
-/// The graph of the gradients: of [`Q`](Argument::Q), [`K`](Argument::K), [`V`](Argument::V),
-/// [`Output`](Argument::Output), [`Lse`](Argument::Lse) and [`OutputGrad`](Argument::OutputGrad) to
-/// [`QGrad`](Argument::QGrad), [`KGrad`](Argument::KGrad) and [`VGrad`](Argument::VGrad). Scores
-/// are computed again.
+/// The graph of the gradients. Its inputs are [`Q`](Argument::Q), [`K`](Argument::K),
+/// [`V`](Argument::V), [`Output`](Argument::Output), [`Lse`](Argument::Lse) and
+/// [`OutputGrad`](Argument::OutputGrad); its outputs are [`QGrad`](Argument::QGrad),
+/// [`KGrad`](Argument::KGrad) and [`VGrad`](Argument::VGrad). Scores are recomputed.
 ///
 /// The operations and their order are the same as in NVIDIA's cudnn-frontend
 /// (`CompositeSDPABackwardNode`), because cuDNN looks for this pattern. Several blocks add to the
 /// gradient of the queries, in f32 and in an order that differs from run to run.
 ///
 /// # Panics
-/// If it is [not supported](super::unsupported).
+/// If the attention is [not supported](super::unsupported).
 pub fn backward(of: &Attention) -> Graph {
     let mut b = Backward::new(of);
     let level = b.level();
@@ -37,7 +36,7 @@ struct Backward<'a> {
     shape: Shape,
     graph: Graph,
     q: TensorId,
-    /// Keys and values with their matrices transposed.
+    /// Keys and values, with transposed matrices.
     k: TensorId,
     v: TensorId,
     output: TensorId,
@@ -84,9 +83,9 @@ impl<'a> Backward<'a> {
         self.graph.push(Operation::Matmul { a, b, c });
     }
 
-    /// For each query, the sum of output times its gradient.
+    /// Adds, for each query, the sum of output times its gradient.
     fn level(&mut self) -> TensorId {
-        // Strides as the frontend has them; of a tensor that is nowhere they do not count.
+        // The frontend's strides. For a virtual tensor they have no effect.
         let dims = self.shape.of_queries();
         let [_, heads, queries, width] = dims;
         let strides = [heads * queries * width, queries * width, heads * width, 1];
@@ -95,7 +94,7 @@ impl<'a> Backward<'a> {
         let products = self.pointwise(PointwiseMode::Mul, grad, Some(output), layout);
         let sum = self.graph.intermediate(self.shape.rows());
         self.graph.push(Operation::Sum { x: products, y: sum });
-        // There dropout would have its factor.
+        // The place of the dropout factor in the pattern.
         let one = self.graph.number(Number::F32(1.0));
         let level = self.graph.tensor(DataType::F32, self.shape.rows(), Place::Scratch);
         let mode = PointwiseMode::Mul;
@@ -103,7 +102,7 @@ impl<'a> Backward<'a> {
         level
     }
 
-    /// The probabilities of forward.
+    /// Adds the probabilities of forward.
     fn probabilities(&mut self) -> TensorId {
         let scores = self.graph.intermediate(self.shape.scores());
         self.matmul(self.q, self.k, scores);
@@ -114,7 +113,7 @@ impl<'a> Backward<'a> {
         self.on_scores(PointwiseMode::Exp, seen, None)
     }
 
-    /// Scores with their matrices transposed, rounded.
+    /// Adds `x`, shaped like the scores, with its matrices transposed, rounded.
     fn transposed_scores(&mut self, x: TensorId) -> TensorId {
         let layout = self.shape.scores().transposed();
         let y = self.graph.tensor(self.shape.half, layout, Place::Virtual);
@@ -122,7 +121,7 @@ impl<'a> Backward<'a> {
         y
     }
 
-    /// A gradient of keys or values: `turned x`, summed over the heads of a group.
+    /// Adds a gradient of keys or values: `turned x`, summed over the heads of a group.
     fn sum_over_queries(&mut self, turned: TensorId, x: TensorId, to: Argument) {
         let shape = self.shape;
         let grad = shape.argument(&mut self.graph, to, shape.of_keys());
@@ -135,7 +134,7 @@ impl<'a> Backward<'a> {
         self.graph.push(Operation::Sum { x: of_heads, y: grad });
     }
 
-    /// The gradient of the scores, times the scale.
+    /// Adds the gradient of the scores, times the scale.
     fn score_grad(&mut self, probabilities: TensorId, level: TensorId) -> TensorId {
         let grad = self.graph.intermediate(self.shape.scores());
         self.matmul(self.output_grad, self.v, grad);
@@ -144,7 +143,7 @@ impl<'a> Backward<'a> {
         self.on_scores(PointwiseMode::Mul, grad, Some(self.scale))
     }
 
-    /// The gradient of the queries, in f32 first.
+    /// Adds the gradient of the queries, in f32 first.
     fn q_grad(&mut self, dscores: TensorId) {
         let shape = self.shape;
         let keys = self.graph.intermediate(Layout::time_first(shape.of_keys()));

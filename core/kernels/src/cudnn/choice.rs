@@ -1,28 +1,28 @@
-//! Which kernels attend on GPUs.
+//! The choice of attention kernels on GPUs.
 
 use std::env;
 use std::sync::OnceLock;
 
 use fulgurite_error::{Error, Result};
 
-/// The environment variable that names the kernels of attention.
+/// The environment variable that chooses the attention kernels.
 pub const VARIABLE: &str = "FULGURITE_ATTENTION";
 
-/// The kernels that attend on GPUs in bf16 and f16, without scores in memory.
+/// The kernels for attention on GPUs in bf16 and f16, without scores in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum AttentionKernels {
     /// The kernels of this crate.
     Flash,
-    /// cuDNN's kernels; this crate's for tensors that cuDNN does not take.
+    /// cuDNN's kernels; this crate's for tensors that cuDNN does not support.
     Cudnn,
 }
 
 impl AttentionKernels {
-    /// Returns what the environment variable `FULGURITE_ATTENTION` names: `flash`, the default, or
-    /// `cudnn`. It is read once.
+    /// Returns the choice of the environment variable `FULGURITE_ATTENTION`: `flash`, the default,
+    /// or `cudnn`. The variable is read once.
     ///
     /// # Errors
-    /// If it is set to something else.
+    /// If the variable has another value.
     pub fn chosen() -> Result<Self> {
         static CHOSEN: OnceLock<std::result::Result<AttentionKernels, String>> = OnceLock::new();
         let value = || env::var_os(VARIABLE).map(|value| value.to_string_lossy().into_owned());

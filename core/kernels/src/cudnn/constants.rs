@@ -1,4 +1,4 @@
-//! Numbers of cuDNN's backend API, as `cudnn_graph.h` of cuDNN 9 has them.
+//! Constants of cuDNN's backend API, from `cudnn_graph.h` of cuDNN 9.
 
 use std::ffi::c_int;
 
@@ -94,11 +94,11 @@ pub(super) enum Attribute {
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(i32)]
 pub enum DataType {
-    /// IEEE, 32 bits.
+    /// IEEE binary32.
     F32 = 0,
-    /// IEEE, 16 bits.
+    /// IEEE binary16.
     F16 = 2,
-    /// A whole number of 32 bits, with a sign.
+    /// A signed 32-bit integer.
     I32 = 4,
     /// The upper half of [`F32`](Self::F32).
     Bf16 = 9,

@@ -9,19 +9,19 @@ use super::library::{Fault, Handle, Library, RawDescriptor};
 /// A value of an attribute.
 ///
 /// # Safety
-/// Values are laid out as `cudnnBackendAttributeType_t` says of [`TYPE`](Self::TYPE).
+/// Values must have the layout that `cudnnBackendAttributeType_t` defines for [`TYPE`](Self::TYPE).
 pub(super) unsafe trait Value: Copy {
     const TYPE: c_int;
 }
 
-/// A pointer that cuDNN keeps and does not follow before a plan runs.
+/// A pointer that cuDNN keeps, and dereferences only when a plan runs.
 #[derive(Debug, Clone, Copy)]
 #[repr(transparent)]
 pub(super) struct Pointer(pub(super) *mut c_void);
 
 macro_rules! values {
     ($($type:ty => $number:literal;)*) => {$(
-        // SAFETY: the layout of this type of the API; enums of C are of 32 bits.
+        // SAFETY: the layout of this type in the API; C enums have 32 bits.
         unsafe impl Value for $type {
             const TYPE: c_int = $number;
         }
@@ -40,7 +40,7 @@ values! {
     u8 => 24;
 }
 
-/// A finalized descriptor, which is destroyed at the end.
+/// A finalized descriptor, destroyed on drop.
 #[derive(Debug)]
 pub(super) struct Descriptor {
     raw: RawDescriptor,
@@ -61,13 +61,14 @@ impl std::fmt::Debug for Shared {
     }
 }
 
-// SAFETY: a descriptor is not bound to the thread that made it, and `&Descriptor` is not shared: it
-// is not `Sync`.
+// SAFETY: a descriptor is not bound to the thread that made it, and is not `Sync`, so threads do
+// not share it.
 unsafe impl Send for Descriptor {}
 
 impl Drop for Descriptor {
     fn drop(&mut self) {
-        // SAFETY: it was made, and is destroyed once. An error would say that it was not made.
+        // SAFETY: the descriptor was made, and is destroyed once. An error could only say that it
+        // was not made.
         let _ = unsafe { (self.library.0.destroy_descriptor)(self.raw) };
     }
 }
@@ -76,7 +77,7 @@ impl Builder {
     /// An empty descriptor.
     pub(super) fn new(library: &'static Library, kind: Kind) -> Result<Self, Fault> {
         let mut raw = RawDescriptor(std::ptr::null_mut());
-        // SAFETY: a pointer to what is written.
+        // SAFETY: a pointer to a local variable, which cuDNN writes.
         let status = unsafe { (library.create_descriptor)(kind as c_int, &raw mut raw) };
         library.check(format_args!("making a descriptor of {kind:?}"), status)?;
         Ok(Self(Descriptor { raw, kind, library: Shared(library) }))
@@ -86,8 +87,8 @@ impl Builder {
     pub(super) fn set<T: Value>(self, attribute: Attribute, values: &[T]) -> Result<Self, Fault> {
         let Descriptor { raw, kind, library } = self.0;
         let count = values.len() as i64;
-        // SAFETY: a descriptor that was made, and memory of as many values of the type, which cuDNN
-        // copies. It refuses a type that the attribute does not have.
+        // SAFETY: the descriptor was made, and the memory holds `count` values of the type, which
+        // cuDNN copies. cuDNN refuses a type that does not match the attribute.
         let status = unsafe {
             (library.0.set_attribute)(
                 raw,
@@ -116,7 +117,7 @@ impl Builder {
         self.set(attribute, &raw)
     }
 
-    /// Has cuDNN check it. Its attributes do not change any more.
+    /// Has cuDNN check the descriptor. Its attributes are fixed from now on.
     pub(super) fn finalize(self) -> Result<Descriptor, Fault> {
         let Descriptor { raw, kind, library } = &self.0;
         // SAFETY: a descriptor that was made.
@@ -127,21 +128,22 @@ impl Builder {
 }
 
 impl Descriptor {
-    /// The pointer, for calls.
+    /// Returns the raw descriptor, for calls.
     pub(super) fn raw(&self) -> RawDescriptor {
         self.raw
     }
 
-    /// The library that made it.
+    /// Returns the library that made the descriptor.
     pub(super) fn library(&self) -> &'static Library {
         self.library.0
     }
 
-    /// Asks for values of an attribute, into `room`. Returns how many there are, which may be more.
+    /// Reads values of an attribute into `room`. Returns how many values there are, possibly more
+    /// than fit.
     fn read<T: Value>(&self, attribute: Attribute, room: &mut [T]) -> Result<usize, Fault> {
         let (library, kind, mut count) = (self.library.0, self.kind, 0_i64);
         let place = if room.is_empty() { std::ptr::null_mut() } else { room.as_mut_ptr().cast() };
-        // SAFETY: a finalized descriptor, and room for as many values of the type as is said.
+        // SAFETY: a finalized descriptor, and room for as many values of the type as the call says.
         let status = unsafe {
             (library.get_attribute)(
                 self.raw,
@@ -156,7 +158,7 @@ impl Descriptor {
         Ok(usize::try_from(count).unwrap_or(0))
     }
 
-    /// The one value of an attribute.
+    /// Returns the only value of an attribute.
     pub(super) fn get<T: Value + Default>(&self, attribute: Attribute) -> Result<T, Fault> {
         let mut value = [T::default()];
         match self.read(attribute, &mut value)? {
@@ -169,7 +171,7 @@ impl Descriptor {
         }
     }
 
-    /// A text.
+    /// Returns a text attribute.
     pub(super) fn text(&self, attribute: Attribute) -> Result<String, Fault> {
         let mut bytes = vec![0_u8; self.read::<u8>(attribute, &mut [])?];
         let count = self.read(attribute, &mut bytes)?;
@@ -178,7 +180,7 @@ impl Descriptor {
         Ok(String::from_utf8_lossy(&bytes[..end]).into_owned())
     }
 
-    /// The descriptors that an attribute has, best first.
+    /// Returns the descriptors of an attribute, best first.
     pub(super) fn list(&self, attribute: Attribute, kind: Kind) -> Result<Vec<Self>, Fault> {
         let most = self.read::<RawDescriptor>(attribute, &mut [])?;
         // cuDNN fills descriptors that the caller has made.

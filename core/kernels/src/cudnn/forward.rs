@@ -5,11 +5,11 @@ use super::mask::masks;
 use super::shape::Shape;
 use crate::plans::Attention;
 
-/// The graph of attention: of [`Q`](Argument::Q), [`K`](Argument::K) and [`V`](Argument::V) to
-/// [`Output`](Argument::Output) and [`Lse`](Argument::Lse).
+/// The graph of attention. Its inputs are [`Q`](Argument::Q), [`K`](Argument::K) and
+/// [`V`](Argument::V); its outputs are [`Output`](Argument::Output) and [`Lse`](Argument::Lse).
 ///
 /// # Panics
-/// If it is [not supported](super::unsupported).
+/// If the attention is [not supported](super::unsupported).
 pub fn forward(of: &Attention) -> Graph {
     let (shape, mut graph) = (Shape::of(of), Graph::default());
     let q = shape.argument(&mut graph, Argument::Q, shape.of_queries());

@@ -3,19 +3,18 @@
 pub use super::constants::{DataType, PointwiseMode};
 use crate::Float;
 
-/// A tensor of a graph, by its number.
+/// A tensor of a graph, by its index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TensorId(usize);
 
 impl TensorId {
-    /// The number, which counts the graph's tensors from 0.
+    /// Returns the index, which counts the graph's tensors from 0.
     pub fn index(self) -> usize {
         self.0
     }
 }
 
-/// A tensor of the caller's. All but the log-sum-exp are `[batch, time, heads, width]` in
-/// memory.
+/// A tensor of the caller. All except the log-sum-exp are `[batch, time, heads, width]` in memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Argument {
     /// Queries.
@@ -38,7 +37,7 @@ pub enum Argument {
     VGrad,
 }
 
-/// A number that a kernel is given by value.
+/// A number that is passed to a kernel by value.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Number {
     /// Of [`DataType::F32`].
@@ -47,16 +46,16 @@ pub enum Number {
     I32(i32),
 }
 
-/// The place of a tensor's elements.
+/// The location of a tensor's elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Place {
-    /// In memory of the caller's.
+    /// In the caller's memory.
     Argument(Argument),
-    /// In memory that the plan needs while it runs.
+    /// In the plan's scratch memory.
     Scratch,
-    /// Nowhere: between two operations of a kernel (cuDNN's *virtual*).
+    /// Nowhere: a value between two operations of a kernel (cuDNN's *virtual*).
     Virtual,
-    /// In the call (cuDNN's *by value*).
+    /// In the call itself (cuDNN's *by value*).
     Number(Number),
 }
 
@@ -67,27 +66,28 @@ pub struct Tensor {
     pub data_type: DataType,
     /// The sizes of its dimensions: batch, heads, rows and columns.
     pub dims: Vec<i64>,
-    /// Elements from one index of a dimension to the next.
+    /// The strides of its dimensions, in elements.
     pub strides: Vec<i64>,
-    /// Where its elements are.
+    /// The location of its elements.
     pub place: Place,
 }
 
-/// An operation. Sizes of 1 are repeated, and so are heads of keys for the queries of a group.
+/// An operation. Sizes of 1 are broadcast, and key heads are repeated for the query heads of a
+/// group.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Operation {
     /// `y = mode(x, b)`, in f32.
     Pointwise {
-        /// What is done.
+        /// The function.
         mode: PointwiseMode,
-        /// Its first input.
+        /// The first input.
         x: TensorId,
-        /// Its second one, if the mode takes two.
+        /// The second input, if the function takes two.
         b: Option<TensorId>,
         /// The output.
         y: TensorId,
     },
-    /// `c = a b`, products of matrices with sums in f32.
+    /// `c = a b`: batched matrix product with sums in f32.
     Matmul {
         /// The first factor.
         a: TensorId,
@@ -96,11 +96,11 @@ pub enum Operation {
         /// The product.
         c: TensorId,
     },
-    /// `y` is the sum of `x` over the dimensions in which it is smaller, in f32.
+    /// `y` is the sum of `x` over the dimensions where `y` is smaller, in f32.
     Sum {
         /// The input.
         x: TensorId,
-        /// The sum. If it has fewer heads, each sums up the heads of a group.
+        /// The sum. If it has fewer heads, each of its heads sums the heads of a group.
         y: TensorId,
     },
     /// `y` is `x` with its matrices transposed.
@@ -116,19 +116,20 @@ pub enum Operation {
     Sdpa(Box<Sdpa>),
 }
 
-/// Which scores a query sees, by row `i` and column `j`. Without a left bound it keeps
-/// `i + keys - queries >= j`, where absent sizes count as 0. With one it keeps `j + left > i`.
+/// A mask on scores, by row `i` and column `j`. Without a left bound it keeps
+/// `i + keys - queries >= j`, where absent sizes count as 0. With a left bound it keeps
+/// `j + left > i`.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct BandMask {
     /// The scores.
     pub x: TensorId,
-    /// What takes the place of scores that are not seen.
+    /// The replacement of masked scores.
     pub fill: TensorId,
-    /// The numbers of queries and of keys, if the last query is at the last key.
+    /// The numbers of queries and of keys, to align the last query with the last key.
     pub sizes: Option<[TensorId; 2]>,
     /// The left bound.
     pub left: Option<TensorId>,
-    /// The scores that are seen.
+    /// The masked scores.
     pub y: TensorId,
 }
 
@@ -161,12 +162,12 @@ pub struct Graph {
 }
 
 impl Graph {
-    /// The tensors, by number.
+    /// The tensors, by index.
     pub fn tensors(&self) -> &[Tensor] {
         &self.tensors
     }
 
-    /// The operations, in an order in which each tensor is written before it is read.
+    /// The operations, ordered so that each tensor is written before it is read.
     pub fn operations(&self) -> &[Operation] {
         &self.operations
     }
@@ -179,7 +180,7 @@ impl Graph {
         TensorId(self.tensors.len() - 1)
     }
 
-    /// Adds a tensor in f32 that is nowhere in memory.
+    /// Adds a virtual tensor in f32.
     pub(super) fn intermediate(&mut self, layout: Layout) -> TensorId {
         self.tensor(DataType::F32, layout, Place::Virtual)
     }
@@ -208,13 +209,13 @@ pub(super) struct Layout {
 }
 
 impl Layout {
-    /// One element after the other.
+    /// Contiguous, in row-major order.
     pub(super) fn packed(dims: [i64; 4]) -> Self {
         let [_, heads, rows, columns] = dims;
         Self { dims, strides: [heads * rows * columns, rows * columns, columns, 1] }
     }
 
-    /// `[batch, heads, time, width]` that is `[batch, time, heads, width]` in memory.
+    /// `[batch, heads, time, width]` that is stored as `[batch, time, heads, width]`.
     pub(super) fn time_first(dims: [i64; 4]) -> Self {
         let [_, heads, time, width] = dims;
         Self { dims, strides: [time * heads * width, width, heads * width, 1] }
@@ -228,10 +229,10 @@ impl Layout {
 }
 
 impl DataType {
-    /// The type of a dtype of half a word.
+    /// Returns the type of a 16-bit dtype.
     ///
     /// # Panics
-    /// For others.
+    /// For other dtypes.
     pub(super) fn of_half(dtype: Float) -> Self {
         match dtype {
             Float::Bf16 => Self::Bf16,

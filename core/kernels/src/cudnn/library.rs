@@ -11,10 +11,10 @@ use std::sync::OnceLock;
 
 use super::constants::SUCCESS;
 
-/// The oldest version that is taken, in which attention is one operation with a mask and
-/// statistics: `CUDNN_VERSION` of 9.21.
+/// The oldest supported version, `CUDNN_VERSION` of 9.21. It has attention as one operation with a
+/// mask and statistics.
 const OLDEST: usize = 92_100;
-/// The name by which the dynamic loader finds cuDNN.
+/// The library name for the dynamic loader.
 const NAME: &str = "libcudnn.so.9";
 
 /// `cudnnBackendDescriptor_t`.
@@ -22,15 +22,15 @@ const NAME: &str = "libcudnn.so.9";
 #[repr(transparent)]
 pub(super) struct RawDescriptor(pub(super) *mut c_void);
 
-/// `cudnnHandle_t`: cuDNN on one device. One thread at a time may use it.
+/// `cudnnHandle_t`: cuDNN on one device, for one thread at a time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(transparent)]
 pub struct Handle(*mut c_void);
 
-// SAFETY: cuDNN takes a handle from any thread; its user lets one thread at a time call.
+// SAFETY: any thread may use a handle; the user ensures that only one thread does at a time.
 unsafe impl Send for Handle {}
 
-/// An error of cuDNN: the call, the name of the status, and what cuDNN says of it.
+/// An error of cuDNN: the call, the name of the status, and cuDNN's message.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fault {
     call: String,
@@ -57,7 +57,7 @@ impl fmt::Display for Fault {
 
 macro_rules! functions {
     ($($field:ident: $symbol:literal as $type:ty;)*) => {
-        /// cuDNN's functions. Never unloaded: cuDNN has threads and kernels of its own.
+        /// cuDNN's functions. Never unloaded, because cuDNN has its own threads and kernels.
         pub struct Library {
             $(pub(super) $field: $type,)*
             version: usize,
@@ -97,19 +97,19 @@ functions! {
 }
 
 impl Library {
-    /// Returns cuDNN, which is looked for when this is first called: `libcudnn.so.9` by the rules
-    /// of the dynamic loader, then where Python's wheels put it: beside the wheels of CUDA that
+    /// Returns cuDNN, which the first call looks up. The dynamic loader looks for `libcudnn.so.9`
+    /// first. Then the folders of Python's wheels are tried: beside the CUDA wheels that
     /// `LD_LIBRARY_PATH` names, and in the environment of `VIRTUAL_ENV` or `CONDA_PREFIX`.
     ///
     /// # Errors
-    /// If it is not there, or is older than 9.21, with the places that were tried.
+    /// If cuDNN is not found or is older than 9.21. The message names the places that were tried.
     pub fn get() -> Result<&'static Self, &'static str> {
         static LOADED: OnceLock<Result<Library, String>> = OnceLock::new();
         let load = || Self::open(&candidates(|name| env::var_os(name)));
         LOADED.get_or_init(load).as_ref().map_err(String::as_str)
     }
 
-    /// Loads the first of these files that is there.
+    /// Loads the first of these files that exists.
     fn open(candidates: &[PathBuf]) -> Result<Self, String> {
         let mut tried = Vec::new();
         for path in candidates {
@@ -129,9 +129,9 @@ impl Library {
         Err(format!("cuDNN cannot be loaded: {}", tried.join("; ")))
     }
 
-    /// The library with its version, if that is new enough.
+    /// Returns the library with its version, if that version is new enough.
     fn checked(mut self) -> Result<Self, String> {
-        // SAFETY: no argument.
+        // SAFETY: the function has no arguments.
         self.version = unsafe { (self.get_version)() };
         match self.version {
             OLDEST.. => Ok(self),
@@ -139,55 +139,56 @@ impl Library {
         }
     }
 
-    /// `cuDNN 9.26.0 (libcudnn.so.9)`.
+    /// Returns a description, such as `cuDNN 9.26.0 (libcudnn.so.9)`.
     pub fn description(&self) -> String {
         let (major, minor, patch) =
             (self.version / 10_000, self.version / 100 % 100, self.version % 100);
         format!("cuDNN {major}.{minor}.{patch} ({})", self.path.display())
     }
 
-    /// Returns the major version of the CUDA that it is built for, such as 13.
+    /// Returns the major version of CUDA that cuDNN was built for, such as 13.
     pub fn cuda_major(&self) -> usize {
-        // SAFETY: no argument.
+        // SAFETY: the function has no arguments.
         unsafe { (self.get_cudart_version)() / 1000 }
     }
 
-    /// Makes a handle for the device of this thread's context, whose work is given to a stream.
+    /// Makes a handle for the device of this thread's context. Its work is queued on `stream`.
     ///
     /// # Safety
-    /// The thread's context is current, and `stream` is one of it that outlives the handle.
+    /// The thread's context must be current, and `stream` must be a stream of that context that
+    /// outlives the handle.
     ///
     /// # Errors
     /// If cuDNN reports an error.
     pub unsafe fn handle(&self, stream: *mut c_void) -> Result<Handle, Fault> {
         let mut handle = Handle(std::ptr::null_mut());
-        // SAFETY: a pointer to what is written.
+        // SAFETY: a pointer to a local variable, which cuDNN writes.
         self.check("cudnnCreate", unsafe { (self.create)(&raw mut handle) })?;
         // SAFETY: a handle that was made; the caller's stream.
         self.check("cudnnSetStream", unsafe { (self.set_stream)(handle, stream) })?;
         Ok(handle)
     }
 
-    /// The error of a status, if it is one.
+    /// Converts a status to a result.
     pub(super) fn check(&self, call: impl fmt::Display, status: c_int) -> Result<(), Fault> {
         if status == SUCCESS {
             return Ok(());
         }
-        // SAFETY: any argument is taken; the text is static.
+        // SAFETY: the function accepts any status; the text is static.
         let name = unsafe { (self.error_string)(status) };
         let name = match name.is_null() {
             true => format!("status {status}"),
-            // SAFETY: a text that cuDNN never frees.
+            // SAFETY: cuDNN never frees the text.
             false => unsafe { CStr::from_ptr(name) }.to_string_lossy().into_owned(),
         };
         Err(Fault { call: call.to_string(), name, reason: self.reason() })
     }
 
-    /// Returns the first reason in cuDNN's text on the last error of this thread. The later ones
+    /// Returns the first reason in cuDNN's message on this thread's last error. Later reasons
     /// repeat it up the call stack.
     pub(super) fn reason(&self) -> String {
         let mut message = [0_u8; 4096];
-        // SAFETY: a buffer of as many bytes.
+        // SAFETY: the buffer has as many bytes as the call says.
         unsafe { (self.last_error)(message.as_mut_ptr().cast(), message.len()) };
         let text = CStr::from_bytes_until_nul(&message).map_or("".into(), CStr::to_string_lossy);
         let reasons = text.lines().filter_map(|line| line.split_once("Reason: "));
@@ -195,7 +196,7 @@ impl Library {
     }
 }
 
-/// The files that may be cuDNN, best first. `variable` reads an environment variable.
+/// Returns the files that may be cuDNN, best first. `variable` reads an environment variable.
 fn candidates(variable: impl Fn(&str) -> Option<OsString>) -> Vec<PathBuf> {
     let in_wheel = |packages: &Path| packages.join("cudnn").join("lib").join(NAME);
     let mut all = vec![PathBuf::from(NAME)];

@@ -1,4 +1,4 @@
-//! Graphs as cuDNN's descriptors.
+//! Converts graphs to cuDNN's descriptors.
 
 use std::collections::HashMap;
 
@@ -7,10 +7,10 @@ use super::descriptor::{Builder, Descriptor};
 use super::graph::{BandMask, Graph, Operation, Place, Sdpa, Tensor, TensorId};
 use super::library::{Fault, Handle, Library};
 
-/// Memory of tensors begins at a multiple of so many bytes.
+/// The alignment of tensors in memory, in bytes.
 pub(super) const ALIGNMENT: i64 = 16;
 
-/// The number by which cuDNN knows a tensor.
+/// Returns cuDNN's number of a tensor.
 pub(super) fn unique_id(index: usize) -> i64 {
     index as i64 + 1
 }
@@ -21,9 +21,9 @@ pub(super) struct Lowered {
     pub(super) kept: Vec<Descriptor>,
 }
 
-/// Makes the descriptors of a graph: for the device of a handle, or for one that is told later.
-/// Attributes that have their defaults are not set: factors of 1 of pointwise operations, and
-/// reshapes that only view.
+/// Makes the descriptors of a graph, for the device of a handle or for a device that is given
+/// later. Attributes with default values are not set, such as pointwise factors of 1 and view-only
+/// reshapes.
 pub(super) fn lower(
     library: &'static Library,
     graph: &Graph,
@@ -42,7 +42,7 @@ struct Lowering<'a> {
     library: &'static Library,
     graph: &'a Graph,
     tensors: HashMap<TensorId, Descriptor>,
-    /// What operations refer to besides tensors.
+    /// Descriptors that operations refer to, besides tensors.
     kept: Vec<Descriptor>,
 }
 
@@ -69,7 +69,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// Makes the missing descriptors of tensors.
+    /// Makes the missing tensor descriptors.
     fn declare(&mut self, ids: &[TensorId]) -> Result<(), Fault> {
         for &id in ids {
             if !self.tensors.contains_key(&id) {
@@ -96,7 +96,7 @@ impl Lowering<'_> {
         builder.finalize()
     }
 
-    /// An operation that has these tensors, and what it refers to besides them.
+    /// Makes an operation on these tensors; `rest` sets its other attributes.
     fn build(
         &mut self,
         kind: Kind,
@@ -160,7 +160,7 @@ impl Lowering<'_> {
         }
     }
 
-    /// An operation that refers to a descriptor of its own.
+    /// Makes an operation that refers to a descriptor of its own.
     fn with(
         &mut self,
         kind: Kind,

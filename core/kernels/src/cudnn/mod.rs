@@ -1,9 +1,9 @@
-//! Attention by cuDNN 9: graphs of operations as data, and the plans that cuDNN makes of them.
+//! Attention by cuDNN 9: graphs of operations as data, and cuDNN's plans for them.
 //!
 //! **No plan has run on a GPU yet**, so cuDNN is off unless the environment variable
-//! `FULGURITE_ATTENTION` is `cudnn`. Two checks need no GPU. The tests carry out both graphs on the
+//! `FULGURITE_ATTENTION` is `cudnn`. Two checks need no GPU. The tests evaluate both graphs on the
 //! CPU and compare the results with the formula. `.ci/cudnn` has cuDNN make plans of the graphs for
-//! an H100 that is only described.
+//! an H100, from a description of the device.
 //!
 //! [`Library::get`] loads cuDNN on first use. Calls go to its backend API. [`forward`] is one
 //! operation; [`backward`] is a pattern of operations that cuDNN fuses into one kernel. Both graphs
@@ -21,7 +21,7 @@
 //! assert_eq!(unsupported(&of), None);
 //! assert!(matches!(forward(&of).operations(), [Operation::Sdpa(_)]));
 //! assert_eq!(backward(&of).operations().len(), 21);
-//! // Heads of another width are left to other kernels.
+//! // Other kernels compute heads of other widths.
 //! assert!(unsupported(&Attention { width: 80, ..of }).is_some());
 //! ```
 //!

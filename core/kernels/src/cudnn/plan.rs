@@ -1,5 +1,5 @@
-//! Plans: kernels that cuDNN has chosen for a graph.
-#![allow(unsafe_code)] // A plan runs on memory that the caller names.
+//! Plans: the kernels that cuDNN chooses for a graph.
+#![allow(unsafe_code)] // a plan runs on memory that the caller names
 
 use std::ffi::c_void;
 
@@ -9,10 +9,10 @@ use super::graph::{Argument, Graph, Number, Place};
 use super::library::{Fault, Handle, Library};
 use super::lower::{Lowered, lower, unique_id};
 
-/// Scratch tensors begin at a multiple of so many bytes.
+/// The alignment of scratch tensors, in bytes.
 const SCRATCH_ALIGNMENT: usize = 256;
 
-/// The device that a plan is for.
+/// The device of a plan.
 #[derive(Debug, Clone, Copy)]
 pub enum Device<'a> {
     /// The device of a handle. The plan can run on it.
@@ -22,24 +22,24 @@ pub enum Device<'a> {
     Described(&'a str),
 }
 
-/// A kernel or several that compute a graph on a device.
+/// One or more kernels that compute a graph on a device.
 #[derive(Debug)]
 pub struct ExecutionPlan {
     plan: Descriptor,
     workspace_bytes: usize,
     arguments: Vec<(i64, Argument)>,
-    /// Their bits: each has 32.
+    /// The 32 bits of each number.
     numbers: Vec<(i64, u32)>,
-    /// Where each scratch tensor is, after the workspace.
+    /// The offset of each scratch tensor; they follow the workspace.
     scratch: Vec<(i64, usize)>,
     memory_bytes: usize,
-    /// The descriptors that the plan was made from; dropped after it.
+    /// The descriptors that the plan refers to; dropped after it.
     _kept: Vec<Descriptor>,
 }
 
 impl ExecutionPlan {
-    /// Makes a plan of the first kernels that cuDNN's heuristics propose and cuDNN can make. This
-    /// may take seconds, because cuDNN compiles some kernels.
+    /// Makes a plan of the first proposal of cuDNN's heuristics that cuDNN can build. This may take
+    /// seconds, because cuDNN compiles some kernels.
     ///
     /// # Errors
     /// If cuDNN has no kernel for the graph on this device, or refuses it for another reason.
@@ -109,18 +109,18 @@ impl ExecutionPlan {
         Self { plan, workspace_bytes, arguments, numbers, scratch, memory_bytes, _kept: kept }
     }
 
-    /// Bytes of cuDNN's own workspace.
+    /// Returns the size of cuDNN's own workspace in bytes.
     pub fn workspace_bytes(&self) -> usize {
         self.workspace_bytes
     }
 
-    /// Bytes of memory that a run needs: the workspace, and the graph's scratch tensors.
+    /// Returns the memory that a run needs in bytes: the workspace and the graph's scratch tensors.
     pub fn memory_bytes(&self) -> usize {
         self.memory_bytes
     }
 
-    /// Returns the names of the plan's kernels, in order. cuDNN writes a description of the plan for
-    /// it, with the code of the kernels.
+    /// Returns the names of the plan's kernels, in order. cuDNN describes the whole plan for this
+    /// call, including the code of the kernels.
     ///
     /// # Errors
     /// If cuDNN reports an error.
@@ -130,13 +130,13 @@ impl ExecutionPlan {
         Ok(names.filter_map(|rest| rest.split('"').next()).map(str::to_owned).collect())
     }
 
-    /// Gives the plan's work to the handle's stream, and returns: nothing is waited for.
+    /// Queues the plan's work on the handle's stream, and returns without waiting.
     ///
     /// # Safety
-    /// The plan was made for the handle's device, and no other thread uses either. `address` returns
-    /// device memory for each argument, with at least the elements that the graph says. `memory` is
-    /// device memory of [`memory_bytes`](Self::memory_bytes), at a multiple of 256. All of it stays
-    /// allocated until the work has run, in the stream's order.
+    /// The plan must be for the handle's device, and no other thread may use either. `address` must
+    /// return device memory for each argument, with at least the elements that the graph says.
+    /// `memory` must be device memory of [`memory_bytes`](Self::memory_bytes), at a multiple of
+    /// 256. All of it must stay allocated until the work has run, in stream order.
     ///
     /// # Errors
     /// If cuDNN reports an error.
@@ -149,7 +149,7 @@ impl ExecutionPlan {
         let device = |address: u64| Pointer(address as usize as *mut c_void);
         let arguments = self.arguments.iter().map(|&(id, of)| (id, device(address(of))));
         let scratch = self.scratch.iter().map(|&(id, start)| (id, device(memory + start as u64)));
-        // cuDNN reads them in this call.
+        // cuDNN reads the numbers during this call.
         let number = |bits: &u32| Pointer(std::ptr::from_ref(bits).cast_mut().cast());
         let numbers = self.numbers.iter().map(|(id, bits)| (*id, number(bits)));
         let (ids, pointers): (Vec<i64>, Vec<Pointer>) =

@@ -1,13 +1,13 @@
-//! Sizes as cuDNN counts them, and the limits within which it is asked.
+//! Sizes for cuDNN, and the limits of its use.
 
 use super::graph::{Argument, DataType, Graph, Layout, Place, TensorId};
 use crate::Float;
 use crate::plans::Attention;
 
-/// Widths of heads for which cuDNN is asked.
+/// Head widths that cuDNN is used for.
 const WIDTHS: [usize; 3] = [64, 128, 256];
 
-/// Why cuDNN is not asked for this attention, if it is not.
+/// Returns the reason why cuDNN is not used for this attention, if there is one.
 pub fn unsupported(of: &Attention) -> Option<&'static str> {
     let is_half = matches!(of.dtype, Float::Bf16 | Float::F16);
     let sizes = [of.batch * of.kv_heads * of.group, of.queries, of.keys, of.width];
@@ -48,7 +48,7 @@ impl Shape {
         }
     }
 
-    /// Whether several heads of queries have the same keys.
+    /// Whether several query heads share a key head.
     pub(super) fn is_grouped(self) -> bool {
         self.heads != self.kv_heads
     }
@@ -63,7 +63,7 @@ impl Shape {
         [self.batch, self.kv_heads, self.keys, self.width]
     }
 
-    /// `[batch, heads, keys, width]`: keys, for each head of queries.
+    /// `[batch, heads, keys, width]`: the keys, repeated for each query head.
     pub(super) fn of_repeated_keys(self) -> [i64; 4] {
         [self.batch, self.heads, self.keys, self.width]
     }
@@ -78,7 +78,7 @@ impl Shape {
         Layout::packed([self.batch, self.heads, self.queries, 1])
     }
 
-    /// Adds a tensor of the caller's, but the log-sum-exp.
+    /// Adds a tensor of the caller, except the log-sum-exp.
     pub(super) fn argument(
         self,
         graph: &mut Graph,

@@ -3,7 +3,7 @@
 use super::{CHUNK, blocks, with_element};
 use crate::{Float, In, Out, Plan, table};
 
-/// A function of each element, with the number that it has in `kernels/rows.cu`.
+/// An elementwise function, with its number in `kernels/rows.cu`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Activation {
@@ -11,7 +11,7 @@ pub enum Activation {
     Silu = 0,
     /// `x` times the normal distribution function at `x`.
     Gelu = 1,
-    /// The approximation of that by tanh.
+    /// The tanh approximation of [`Gelu`](Self::Gelu).
     GeluTanh = 2,
 }
 
@@ -28,7 +28,7 @@ pub fn activation(dtype: Float, function: Activation, x: u64, y: u64, n: u64) ->
     plan
 }
 
-/// The gradient of its input: one launch.
+/// The gradient of the activation's input: one launch.
 pub fn activation_backward(
     dtype: Float,
     function: Activation,

@@ -1,4 +1,4 @@
-//! Attention: products of matrices, and the softmax between them, over some queries at a time.
+//! Attention by matrix products with a softmax between them, over some queries at a time.
 
 use super::with_element;
 use crate::{Float, In, Matrix, Out, Plan, Product, Start, table};
@@ -6,17 +6,18 @@ use crate::{Float, In, Matrix, Out, Plan, Product, Start, table};
 /// The sizes of queries, keys and values, and how they attend.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Attention {
-    /// dtype of queries, keys, values and outputs. Scores and sums are in f32 whatever it is.
+    /// dtype of queries, keys, values and outputs. Scores and sums are always in f32.
     pub dtype: Float,
     /// Number of sequences.
     pub batch: usize,
     /// Heads of keys and values.
     pub kv_heads: usize,
-    /// Heads of queries for each of them.
+    /// Heads of queries for each head of keys.
     pub group: usize,
     /// Queries of a head.
     pub queries: usize,
-    /// Keys of a head, at least one; with `causal` not fewer than queries, and the last query is at the last key.
+    /// Keys of a head, at least one. With `causal` there are at least as many keys as queries, and
+    /// the last query is at the last key's position.
     pub keys: usize,
     /// Elements of a query, key or value.
     pub width: usize,
@@ -24,41 +25,45 @@ pub struct Attention {
     pub causal: bool,
     /// Factor of the scores.
     pub scale: f32,
-    /// u32, `[batch, queries]`: the first key that each query sees; 0 if each sees the first.
+    /// Address of the first key that each query sees, u32 `[batch, queries]`; 0 if all see key 0.
     pub firsts: u64,
-    /// With `causal`: how many keys a query sees at most, its own and those before it. At least one.
+    /// With `causal`: the most keys that a query sees, including its own. At least one.
     pub window: Option<usize>,
 }
 
-/// Rows and columns of blocks are multiples of it where they can be, as products on tensor cores like them.
+/// Block sizes are multiples of this where possible, for the sake of tensor cores.
 pub const TILE: usize = 16;
 
-/// Queries of a window that are computed at once, at least: scores are of these and the window before them.
+/// With a window, at most this many queries are computed at once, or as many as the window has keys
+/// if these are more. Scores cover the queries and the window before them.
 const IN_WINDOW: usize = 512;
 
-/// Some queries of every head.
+/// A block of queries, of every head.
 struct Block {
     start: usize,
     queries: usize,
-    /// The first key that any of them sees, and how many from there on.
+    /// The first key that any of the queries sees.
     base: usize,
     keys: usize,
-    /// Heads of the group that are products of their own; 1 if the queries of all are one matrix.
+    /// Products per group: one for each head, or 1 if the queries of all heads are one matrix.
     pieces: usize,
 }
 
 impl Attention {
-    /// As many queries at once as have what [`attention_backward`] keeps of their scores in so many bytes, but at least [`TILE`],
-    /// and a multiple of it. With a window not many more than it has keys, of which each query has the scores.
+    /// Returns how many queries to compute at once so that the buffers of [`attention_backward`]
+    /// for their scores fit in `bytes`. The result is a multiple of [`TILE`], and at least `TILE`.
+    /// With a window it is not much larger than the window, because every query has scores for all
+    /// keys of the block.
     pub fn queries_within(&self, bytes: usize) -> usize {
-        // Scores and the gradient of the probabilities in f32, probabilities and the gradient of the scores in the dtype.
+        // Scores and the probabilities' gradient in f32; probabilities and the scores' gradient in
+        // the dtype.
         let of_score = 2 * (Float::F32.size() + self.dtype.size());
         let most = match self.window {
             Some(window) => window.max(IN_WINDOW).next_multiple_of(TILE).min(self.queries),
             None => self.queries,
         };
         let keys = match self.window {
-            // A block's first key is at a multiple of `TILE`.
+            // A block's first key is a multiple of `TILE`.
             Some(window) => self.keys.min(most + window.saturating_add(TILE)),
             None => self.keys,
         };
@@ -66,17 +71,17 @@ impl Attention {
         (queries / TILE * TILE).clamp(TILE.min(self.queries), most)
     }
 
-    /// The keys of a window as kernels count them: `u32::MAX` are more than there are.
+    /// Returns the window as kernels take it: `u32::MAX` for none.
     pub(super) fn window(&self) -> u32 {
         self.window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX))
     }
 
-    /// Heads of queries of all sequences.
+    /// Returns the number of query heads of all sequences.
     pub(super) fn heads(&self) -> usize {
         self.batch * self.kv_heads * self.group
     }
 
-    /// Panics if they cannot attend.
+    /// Checks the sizes and the window; panics if they do not fit.
     pub(super) fn check(&self) {
         assert!(self.keys > 0, "attention needs a key");
         assert!(!self.causal || self.queries <= self.keys, "a causal query needs its own key");
@@ -102,7 +107,7 @@ impl Attention {
         starts.map(block).collect()
     }
 
-    /// Keys that a block's first query sees, from the block's first key on.
+    /// Returns the number of keys that a block's first query sees, from the block's first key on.
     fn visible(&self, block: &Block) -> usize {
         match self.causal {
             true => self.keys - self.queries + block.start + 1 - block.base,
@@ -110,12 +115,12 @@ impl Attention {
         }
     }
 
-    /// Elements of the scores of the largest block.
+    /// Returns the number of scores of the largest block.
     fn most_scores(&self, blocks: &[Block]) -> usize {
         blocks.iter().map(|b| self.heads() * b.queries * b.keys).max().unwrap_or(0)
     }
 
-    /// The rows of a block in a tensor of all queries, piece `piece` of them.
+    /// Returns the rows of a block in a tensor of all queries, for one piece.
     fn query_rows(&self, start: Start, block: &Block, piece: usize) -> Matrix {
         let skipped = (piece * self.queries + block.start) * self.width;
         Matrix {
@@ -125,7 +130,7 @@ impl Attention {
         }
     }
 
-    /// The keys or values of a block, of this dtype.
+    /// Returns the keys or values of a block, in this dtype.
     fn key_rows(&self, start: Start, block: &Block, dtype: Float) -> Matrix {
         Matrix {
             start: start.plus(block.base * self.width, dtype),
@@ -134,7 +139,7 @@ impl Attention {
         }
     }
 
-    /// The scores of a block, or what is as large.
+    /// Returns the scores of a block, or another matrix of that shape.
     fn score_rows(&self, start: Start, block: &Block, piece: usize, dtype: Float) -> Matrix {
         Matrix {
             start: start.plus(piece * block.queries * block.keys, dtype),
@@ -157,14 +162,15 @@ impl Attention {
     }
 }
 
-/// A number that kernels take as 32 bits.
+/// Converts a size to the 32 bits that kernels take.
 pub(super) fn small(n: usize) -> u32 {
     u32::try_from(n).expect("less than 2^32 positions, and rows that are launched at once")
 }
 
-/// The output (`[batch, heads, queries, width]`, as all tensors), and the log-sum-exp of each query's scores (f32,
-/// `[batch, heads, queries]`). The scores of `at_once` queries are in memory at once. `first_key` is the first key that
-/// any query from this one on sees.
+/// Computes the output and the log-sum-exp of each query's scores (f32, `[batch, heads, queries]`).
+/// Queries and outputs are `[batch, heads, queries, width]`, keys and values
+/// `[batch, kv_heads, keys, width]`. The scores of `at_once` queries are in memory at a time.
+/// `first_key(i)` is the first key that any query from `i` on sees.
 pub fn attention(
     of: &Attention,
     at_once: usize,
@@ -213,8 +219,9 @@ pub fn attention(
     plan
 }
 
-/// The gradients of [`attention`]: that of the queries is written to `dq`, in their dtype; those of keys and values are added
-/// to `dk` and `dv`, which are f32. `grad` is that of the output. Scores are computed again.
+/// Computes the gradients of [`attention`]. The gradient of the queries is written to `dq` in their
+/// dtype; the gradients of keys and values are added to `dk` and `dv` in f32. `grad` is the
+/// gradient of the output. Scores are recomputed.
 pub fn attention_backward(
     of: &Attention,
     at_once: usize,

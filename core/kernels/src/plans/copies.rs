@@ -5,19 +5,19 @@ use crate::plan::{Address, rows};
 use crate::{Float, Plan, table};
 
 rows! {
-    /// A part of memory and where it goes, as the kernel reads them.
+    /// A part of memory and its target, as the kernel reads them.
     pub struct CopiedPart {
-        /// Its first byte where it goes.
+        /// Address of the target.
         pub target: Address,
-        /// Its first byte.
+        /// Address of the source.
         pub source: Address,
-        /// Its elements, or bytes.
+        /// Number of elements, or of bytes.
         pub length: u64,
-        /// The first of its blocks.
+        /// The first block of this part.
         pub first_block: u32,
-        /// The number of the dtype that it has, or 4 for bytes.
+        /// The number of the source's dtype, or 4 for bytes.
         pub from: u32,
-        /// The number of the dtype that it gets, or 4 for bytes.
+        /// The number of the target's dtype, or 4 for bytes.
         pub to: u32,
         /// Zero.
         pub unused: u32,
@@ -27,7 +27,7 @@ rows! {
 /// Bytes of a part that one block copies: `COPIED_BYTES` in `kernels/copies.cu`.
 const BYTES: u64 = CHUNK * 4;
 
-/// A part of memory that is copied.
+/// A copy of one part of memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Copied {
     target: u64,
@@ -37,12 +37,12 @@ pub struct Copied {
 }
 
 impl Copied {
-    /// So many bytes, at any addresses.
+    /// A copy of bytes, at any addresses.
     pub fn bytes(target: u64, source: u64, bytes: u64) -> Self {
         Self { target, source, length: bytes, cast: None }
     }
 
-    /// So many elements, each rounded to the nearest of another dtype, ties to even.
+    /// A cast of elements to another dtype, rounded to nearest, ties to even.
     ///
     /// # Panics
     /// If one of the dtypes is f64 and the other is not.
@@ -55,7 +55,7 @@ impl Copied {
     }
 }
 
-/// Makes all these copies, in one launch. No target may overlap another one or a source: the order is any.
+/// Makes all copies in one launch, in any order. No target may overlap another target or a source.
 pub fn copies(copied: impl IntoIterator<Item = Copied>) -> Plan {
     const NONE: u32 = 4;
     let mut plan = Plan::default();

@@ -3,26 +3,27 @@
 use super::{CHUNK, blocks, with_element};
 use crate::{Float, In, Out, Plan, table};
 
-/// What is dropped: a function of a stream of random numbers and the elements' places in the whole batch.
+/// The random choice of elements to drop, from a random stream and the elements' positions in the
+/// whole batch.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Dropout<'a> {
     /// The stream's key.
     pub key: [u32; 2],
-    /// The upper half of its counter.
+    /// The upper half of the stream's counter.
     pub high: [u32; 2],
-    /// Elements of a row, which is contiguous in the whole batch.
+    /// Elements of a row. A row is contiguous in the whole batch.
     pub width: u64,
-    /// Where each row begins there.
+    /// The beginning of each row in the whole batch.
     pub starts: &'a [u64],
-    /// The probability, in `[0, 1)`.
+    /// The probability of dropping an element, in `[0, 1)`.
     pub p: f64,
 }
 
-/// `y` is `x`, times 0 or `1 / (1 - p)`; `n` elements, as many as the rows have. One launch. `y` may be `x`.
+/// Multiplies each of the `n` elements of `x` by 0 or `1 / (1 - p)`: one launch. `y` may be `x`.
 pub fn dropout(dtype: Float, x: u64, y: u64, n: u64, of: Dropout<'_>) -> Plan {
     let mut plan = Plan::default();
     let starts = plan.numbers(of.starts);
-    // A word w is the number w / 2^32: both sides times 2^32, which is exact.
+    // A word w stands for w / 2^32. Comparing w with p * 2^32 is exact.
     let threshold = (of.p * 4_294_967_296.0).ceil() as u64;
     plan.call(with_element!(dtype, T => table::dropout::<T>(
         blocks(n, CHUNK),

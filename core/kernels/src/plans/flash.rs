@@ -8,10 +8,10 @@ use crate::{Float, In, Out, Plan};
 /// Queries that a block keeps in forward: `ROWS` in `kernels/flash.cu`.
 const ROWS: usize = 128;
 
-/// Rows that a block keeps and rows of its tiles, for heads of a width, as `DEFINE`d in the kernels.
+/// Tile sizes for a head width, as `DEFINE`d in the kernels.
 struct Tiles {
     width: Width,
-    /// Elements that heads are padded to.
+    /// Width after padding.
     padded: usize,
     /// Keys in a tile of forward.
     keys: usize,
@@ -35,19 +35,21 @@ impl Tiles {
         self.padded * ELEMENT
     }
 
-    /// Queries, and a tile of keys and values.
+    /// Shared memory of forward: queries, and a tile of keys and values.
     fn forward_bytes(&self) -> usize {
         (ROWS + 2 * self.keys) * self.row()
     }
 
-    /// Queries and their gradients, and two tiles of keys and values, which come in their place where registers have these.
+    /// Shared memory of the queries' gradient: queries and their gradients, and two tiles of keys
+    /// and values. The tiles reuse the memory of queries and gradients if registers hold these.
     fn queries_bytes(&self) -> usize {
         let (kept, tiles) = (2 * self.kept, 4 * self.dq_keys);
         let rows = if self.kept == ROWS { kept.max(tiles) } else { kept + tiles };
         rows * self.row()
     }
 
-    /// Keys and values, and two tiles of queries and their gradients with what is beside them.
+    /// Shared memory of the keys' gradients: keys and values, and two tiles of queries with their
+    /// gradients and statistics.
     fn keys_bytes(&self) -> usize {
         2 * self.kept * self.row() + 2 * self.dk_queries * (2 * self.row() + BESIDE)
     }
@@ -56,20 +58,21 @@ impl Tiles {
 /// Warps of a block.
 const WARPS: u64 = 8;
 
-/// Bytes of an element in shared memory, and of what is there beside each query of a tile.
+/// Bytes of an element in shared memory, and of the statistics of each query of a tile.
 const ELEMENT: usize = 2;
 const BESIDE: usize = 16;
 
 impl Attention {
-    /// Whether [`flash_attention`] takes it: in bf16 or f16, with queries of a multiple of 8 elements up to 256, and a positive
-    /// factor.
+    /// Whether [`flash_attention`] supports it: bf16 or f16, a width that is a multiple of 8 up to
+    /// 256, and a positive scale.
     pub fn is_flash(&self) -> bool {
         let is_half = matches!(self.dtype, Float::Bf16 | Float::F16);
         let is_scaled = self.scale > 0.0 && self.scale.is_finite();
         is_half && is_scaled && self.width > 0 && self.width <= 256 && self.width.is_multiple_of(8)
     }
 
-    /// Shared memory that the kernels of [`flash_attention`] and of its backward ask for, in bytes: the most of them.
+    /// Returns the most shared memory that a kernel of [`flash_attention`] or its backward needs,
+    /// in bytes.
     pub fn flash_shared_bytes(&self) -> usize {
         let tiles = self.tiles();
         tiles.forward_bytes().max(tiles.queries_bytes()).max(tiles.keys_bytes())
@@ -85,13 +88,13 @@ impl Attention {
     }
 }
 
-/// Blocks of `kept` rows for `rows` of each of the heads.
+/// Returns the number of blocks of `kept` rows for `rows` rows of each head.
 fn blocks_of(heads: usize, rows: usize, kept: usize) -> u32 {
     small(heads * rows.div_ceil(kept))
 }
 
-/// The output, and the log-sum-exp of each query's scores (f32, `[batch, heads, queries]`): one launch. Tensors are
-/// `[batch, time, heads, width]` and begin at a multiple of 16 bytes.
+/// Computes the output and the log-sum-exp of each query's scores (f32, `[batch, heads, queries]`):
+/// one launch. Tensors are `[batch, time, heads, width]`, and are aligned to 16 bytes.
 pub fn flash_attention(of: &Attention, [q, k, v]: [u64; 3], output: u64, lse: u64) -> Plan {
     of.check();
     let mut plan = Plan::default();
@@ -118,8 +121,9 @@ pub fn flash_attention(of: &Attention, [q, k, v]: [u64; 3], output: u64, lse: u6
     plan
 }
 
-/// The gradients of [`flash_attention`]'s queries, keys and values, in their dtype: three launches. `output` and `lse` are
-/// what it wrote, `grad` is the gradient of the output.
+/// Computes the gradients of [`flash_attention`]'s queries, keys and values, in their dtype: three
+/// launches. `output` and `lse` are the results of `flash_attention`; `grad` is the gradient of the
+/// output.
 pub fn flash_attention_backward(
     of: &Attention,
     [q, k, v]: [u64; 3],

@@ -7,30 +7,31 @@ use crate::{Float, In, Out, Plan, table};
 /// Contiguous elements in memory.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Values {
-    /// Of the first.
+    /// Address of the first element.
     pub address: u64,
-    /// Their number.
+    /// Number of elements.
     pub length: u64,
-    /// Of each.
+    /// dtype of the elements.
     pub dtype: Float,
 }
 
 rows! {
     /// A tensor, as the kernel reads it.
     pub struct NormTensor {
-        /// Its first element.
+        /// Address of the first element.
         pub values: Address,
-        /// Its elements.
+        /// Number of elements.
         pub length: u64,
-        /// The first of its blocks.
+        /// The first block of this tensor.
         pub first_block: u32,
-        /// The number of its dtype.
+        /// The number of the dtype.
         pub dtype: u32,
     }
 }
 
-/// Writes the sum of squares of all elements to `total`, an f64: summed in f64, in an order that follows from the
-/// lengths alone. Two launches, however many tensors there are; one that writes zero, if there are no elements.
+/// Writes the sum of squares of all elements to `total`, in f64. The order of summation depends on
+/// the lengths alone. It takes two launches for any number of tensors; without elements, one launch
+/// writes zero.
 pub fn squared_norm(tensors: &[Values], total: u64) -> Plan {
     let mut plan = Plan::default();
     let mut blocks = Blocks::default();

@@ -4,14 +4,14 @@ use super::rows::{ROWS_OF_BLOCK, WEIGHT_COLUMNS};
 use super::{COLUMNS, blocks, with_element};
 use crate::{Float, In, Out, Plan, table};
 
-/// The operands of a layer norm: addresses of `[rows, n]` tensors of one dtype, and of others.
+/// The operands of a layer norm, by address. Tensors are `[rows, n]` unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct LayerNorm {
     /// dtype of `x`, `residual`, `sum` and `y`.
     pub dtype: Float,
-    /// What is normalised, if there is no residual.
+    /// The input.
     pub x: u64,
-    /// If not 0, what is normalised is `x` plus this, which is written to `sum`.
+    /// The residual, or 0. With a residual, `x + residual` is normalised, and written to `sum`.
     pub residual: u64,
     /// f32, `[n]`.
     pub weight: u64,
@@ -21,9 +21,9 @@ pub struct LayerNorm {
     pub sum: u64,
     /// The output.
     pub y: u64,
-    /// f32, `[rows]`: the mean, for the backward.
+    /// The mean, f32 `[rows]`, for the backward.
     pub mean: u64,
-    /// f32, `[rows]`: one over the root of the variance, for the backward.
+    /// The reciprocal standard deviation, f32 `[rows]`, for the backward.
     pub rstd: u64,
     /// Number of rows.
     pub rows: u32,
@@ -58,23 +58,24 @@ pub fn layer_norm(op: LayerNorm) -> Plan {
 pub struct LayerNormBackward {
     /// dtype of `x`, `grad`, `more` and `dx`.
     pub dtype: Float,
-    /// What was normalised.
+    /// The tensor that was normalised.
     pub x: u64,
     /// f32, `[n]`.
     pub weight: u64,
-    /// f32, `[rows]`, of the forward.
+    /// The mean, f32 `[rows]`, from the forward.
     pub mean: u64,
-    /// f32, `[rows]`, of the forward.
+    /// The reciprocal standard deviation, f32 `[rows]`, from the forward.
     pub rstd: u64,
     /// The gradient of the output.
     pub grad: u64,
-    /// If not 0, the gradient of what was normalised from elsewhere, which is added.
+    /// Another gradient of the normalised tensor, which is added; 0 for none.
     pub more: u64,
-    /// The gradient of what was normalised.
+    /// The gradient of the normalised tensor.
     pub dx: u64,
-    /// f32, `[n]`: the weight's gradient is added here, in an order that follows from the sizes alone.
+    /// The weight's gradient, f32 `[n]`, is added here. The order of summation depends on the sizes
+    /// alone.
     pub dweight: u64,
-    /// The same of the bias; 0 if there is none.
+    /// The bias's gradient is added here, likewise; 0 without a bias.
     pub dbias: u64,
     /// Number of rows.
     pub rows: u32,
@@ -82,7 +83,7 @@ pub struct LayerNormBackward {
     pub n: u32,
 }
 
-/// The gradients: three launches, with a bias four.
+/// Computes the gradients: three launches, or four with a bias.
 pub fn layer_norm_backward(op: LayerNormBackward) -> Plan {
     let mut plan = Plan::default();
     let LayerNormBackward {

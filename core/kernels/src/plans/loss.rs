@@ -3,7 +3,7 @@
 use super::{COLUMNS, blocks, with_element};
 use crate::{Float, In, Out, Plan, table};
 
-/// The target of a row that has none.
+/// The target of a row without a target.
 pub const IGNORED: u32 = u32::MAX;
 
 /// Rows of logits with their targets.
@@ -13,9 +13,10 @@ pub struct CrossEntropy {
     pub dtype: Float,
     /// `[rows, classes]`.
     pub logits: u64,
-    /// u32, `[rows]`: classes, or [`IGNORED`].
+    /// Target classes, or [`IGNORED`]; u32 `[rows]`.
     pub targets: u64,
-    /// f32, `[rows]`: the log-sum-exp of each row over all classes; the forward writes it, 0 for ignored rows.
+    /// The log-sum-exp of each row over all classes, f32 `[rows]`. The forward writes it, with 0
+    /// for ignored rows.
     pub lse: u64,
     /// Number of rows.
     pub rows: u32,
@@ -25,7 +26,8 @@ pub struct CrossEntropy {
     pub smoothing: f64,
 }
 
-/// Writes the sum of the rows' losses to `total` (f64), in an order that follows from their number: two launches.
+/// Writes the sum of the rows' losses to `total` (f64): two launches. Summation order depends on
+/// the row count alone.
 pub fn cross_entropy(of: CrossEntropy, total: u64) -> Plan {
     let mut plan = Plan::default();
     let losses = plan.scratch::<f64>(of.rows as usize);
@@ -42,8 +44,9 @@ pub fn cross_entropy(of: CrossEntropy, total: u64) -> Plan {
     plan
 }
 
-/// Replaces the logits by their gradient: one launch. `grad` is the address of the gradient of the sum of losses (f32).
-/// The columns stand for the classes from `first` on, of `all_classes`: fewer where classes are cut over ranks.
+/// Replaces the logits by their gradient: one launch. `grad` is the address of the gradient of the
+/// sum of losses (f32). The columns are the classes from `first` on, out of `all_classes`; there
+/// are fewer columns if classes are sharded over ranks.
 pub fn cross_entropy_backward(of: CrossEntropy, grad: u64, first: u32, all_classes: u32) -> Plan {
     let mut plan = Plan::default();
     let rows = if of.classes == 0 { 0 } else { of.rows };
@@ -61,8 +64,9 @@ pub fn cross_entropy_backward(of: CrossEntropy, grad: u64, first: u32, all_class
     plan
 }
 
-/// Adds the gradients of rows to those of their ids, `[.., width]` in f32 at `out`, for each id in the order of the rows:
-/// one launch. `grad` is `[ids.len(), width]`; rows whose id is [`IGNORED`] are passed over.
+/// Adds each row of `grad` (`[ids.len(), width]`) to the row of its id in `out` (f32,
+/// `[.., width]`): one launch. Rows of one id are added in their order. Rows whose id is
+/// [`IGNORED`] are skipped.
 pub fn embedding_grad(dtype: Float, grad: u64, ids: &[u32], width: u32, out: u64) -> Plan {
     let has_id = |row: &u32| ids[*row as usize] != IGNORED;
     let mut order: Vec<u32> = (0..ids.len() as u32).filter(has_id).collect();

@@ -1,4 +1,4 @@
-//! Plans: what is launched, and with which arguments, for addresses and sizes.
+//! Plans of launches, made from addresses and sizes.
 
 mod activation;
 mod attention;
@@ -29,7 +29,7 @@ pub use rows::{
 };
 pub use views::{View, dense, pick_rows};
 
-/// Evaluates `$body` with `$T` as the element type of a dtype that kernels of rows take.
+/// Evaluates `$body` with `$T` as the element type of an f32, bf16 or f16 dtype.
 macro_rules! with_element {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
@@ -51,7 +51,7 @@ macro_rules! with_element {
 }
 use with_element;
 
-/// The same for a dtype of half a word.
+/// Like `with_element`, for 16-bit dtypes.
 macro_rules! with_half {
     ($dtype:expr, $T:ident => $body:expr) => {
         match $dtype {
@@ -69,28 +69,28 @@ macro_rules! with_half {
 }
 use with_half;
 
-/// Blocks of `size` for `n`.
+/// Returns the number of blocks of `size` elements for `n` elements.
 fn blocks(n: u64, size: u64) -> u32 {
     u32::try_from(n.div_ceil(size)).expect("less than 2^32 blocks")
 }
 
-/// Columns of a block that has a thread for each.
+/// Columns of a block with one thread per column.
 const COLUMNS: u64 = 256;
 
-/// Elements of a tensor that one block works on: `CHUNK` in `kernels/common.cu`.
+/// Elements of a tensor per block: `CHUNK` in `kernels/common.cu`.
 const CHUNK: u64 = 256 * 32;
 
-/// Counts blocks over tensors.
+/// Counts blocks over several tensors.
 #[derive(Default)]
 struct Blocks(u32);
 
 impl Blocks {
-    /// The first block of the next tensor, of that many elements.
+    /// Returns the first block of the next tensor, which has `length` elements.
     fn next(&mut self, length: u64) -> u32 {
         self.next_of(length, CHUNK)
     }
 
-    /// The same, where a block works on `chunk` of them.
+    /// Like `next`, for blocks of `chunk` elements.
     fn next_of(&mut self, length: u64, chunk: u64) -> u32 {
         let first = self.0;
         self.0 += u32::try_from(length.div_ceil(chunk)).expect("less than 2^45 elements");

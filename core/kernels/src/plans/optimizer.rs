@@ -1,17 +1,17 @@
-//! Updates of many tensors in one launch: optimizers, and averages of weights.
+//! Updates of many tensors in one launch: optimizers and averages of weights.
 
 use super::{Blocks, Values};
 use crate::plan::{Address, rows};
 use crate::{Float, In, Plan, table};
 
 rows! {
-    /// What all tensors of a step share.
+    /// The state of a step that all tensors share.
     pub struct StepScale {
-        /// The factor of gradients.
+        /// Factor of the gradients.
         pub factor: f32,
-        /// Each element of a scaled gradient is clamped to plus or minus this.
+        /// Each element of a scaled gradient is clamped to plus or minus this value.
         pub bound: f32,
-        /// Not zero: the step changes nothing.
+        /// If not zero, the step changes nothing.
         pub skip: u32,
         /// Zero.
         pub unused: u32,
@@ -27,7 +27,7 @@ rows! {
         pub exp_avg: Address,
         /// The second moment.
         pub exp_avg_sq: Address,
-        /// Elements of each.
+        /// Number of elements of each.
         pub length: u64,
         /// As [`Noise::run`].
         pub run: u64,
@@ -57,11 +57,11 @@ rows! {
         pub high0: u32,
         /// As [`Noise::high`].
         pub high1: u32,
-        /// The factor of the values, for weight decay.
+        /// Factor of the values, for weight decay.
         pub keep: f32,
         /// Minus the learning rate over the first moment's bias correction.
         pub step_size: f32,
-        /// The first of its blocks.
+        /// The first block of this tensor.
         pub first_block: u32,
         /// The number of the values' dtype.
         pub dtype: u32,
@@ -77,9 +77,9 @@ rows! {
         pub values: Address,
         /// f32.
         pub grad: Address,
-        /// The momentum, if there is one.
+        /// The momentum buffer, if any.
         pub momentum_buffer: Address,
-        /// Elements of each.
+        /// Number of elements of each.
         pub length: u64,
         /// As [`Noise::run`].
         pub run: u64,
@@ -109,11 +109,11 @@ rows! {
         pub high0: u32,
         /// As [`Noise::high`].
         pub high1: u32,
-        /// This times the values is added to the gradient.
+        /// Weight decay: this value times the parameter is added to the gradient.
         pub weight_decay: f32,
         /// Minus the learning rate.
         pub step_size: f32,
-        /// The first of its blocks.
+        /// The first block of this tensor.
         pub first_block: u32,
         /// The number of the values' dtype.
         pub dtype: u32,
@@ -129,9 +129,9 @@ rows! {
         pub average: Address,
         /// f32, bf16 or f16.
         pub values: Address,
-        /// Elements of each.
+        /// Number of elements of each.
         pub length: u64,
-        /// The first of its blocks.
+        /// The first block of this tensor.
         pub first_block: u32,
         /// The number of the values' dtype.
         pub dtype: u32,
@@ -141,9 +141,9 @@ rows! {
 /// The dtype of optimizer state.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum State {
-    /// As the arithmetic.
+    /// Single precision, as the arithmetic.
     F32,
-    /// Rounded by random words.
+    /// bf16, with stochastic rounding.
     Bf16,
 }
 
@@ -152,12 +152,12 @@ pub enum State {
 pub enum Scale {
     /// Known when the plan is made.
     Known {
-        /// Gradients are multiplied by this.
+        /// Gradients are multiplied by this value.
         factor: f32,
-        /// Then each element is clamped to plus or minus this, which may be infinite.
+        /// After that, each element is clamped to plus or minus this value, which may be infinite.
         bound: f32,
     },
-    /// A [`StepScale`] at an address, that other kernels may have written.
+    /// The address of a [`StepScale`], which other kernels may have written.
     At(u64),
 }
 
@@ -172,23 +172,25 @@ impl Scale {
     }
 }
 
-/// The random words of a tensor's elements: a key, and where the elements lie in the whole parameter.
+/// The random words for a tensor's elements: a key, and the elements' positions in the whole
+/// parameter.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct Noise {
     /// The stream's key.
     pub key: [u32; 2],
-    /// The upper half of its counter.
+    /// The upper half of the stream's counter.
     pub high: [u32; 2],
-    /// Elements of a run, which is contiguous in the whole parameter.
+    /// Elements of a run. A run is contiguous in the whole parameter.
     pub run: u64,
-    /// Where the first run begins there.
+    /// The beginning of the first run in the whole parameter.
     pub base: u64,
-    /// Size in this part and stride in the whole of each dimension outside of the runs, innermost first.
+    /// Size in this shard and stride in the whole parameter of each dimension outside the runs,
+    /// innermost first.
     pub dims: Vec<[u64; 2]>,
 }
 
 impl Noise {
-    /// Dimensions outside of runs that the kernels take.
+    /// The most dimensions outside the runs that the kernels support.
     pub const MOST_DIMS: usize = 4;
 
     fn dim(&self, index: usize) -> [u64; 2] {
@@ -196,26 +198,27 @@ impl Noise {
     }
 }
 
-/// The operands of one tensor's update: memory of one length.
+/// The operands of one tensor's update. All have the same length.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Update<'a, const N: usize> {
-    /// Changed in place: f32, bf16 or f16.
+    /// The parameter, updated in place: f32, bf16 or f16.
     pub values: Values,
     /// The address of the gradient, f32.
     pub grad: u64,
-    /// The addresses of state, changed in place.
+    /// The addresses of the state, updated in place.
     pub state: [u64; N],
-    /// Its dtype.
+    /// The dtype of the state.
     pub state_dtype: State,
-    /// The words by which state in bf16 is rounded. No more than [`MOST_DIMS`](Noise::MOST_DIMS) dimensions.
+    /// The random words that round bf16 state. It has at most [`MOST_DIMS`](Noise::MOST_DIMS)
+    /// dimensions.
     pub noise: &'a Noise,
-    /// Minus the learning rate, for AdamW over the first moment's bias correction.
+    /// Minus the learning rate; for AdamW, divided by the first moment's bias correction.
     pub step_size: f32,
-    /// AdamW: the factor of the values. Stochastic gradient descent: this times the values is added to the gradient.
+    /// AdamW: factor of the values. SGD: this value times the parameter is added to the gradient.
     pub decay: f32,
 }
 
-/// The numbers of an AdamW step that are the same for all tensors.
+/// The settings of an AdamW step that all tensors share.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct AdamW {
     /// Decay of the first moment.
@@ -228,20 +231,20 @@ pub struct AdamW {
     pub eps: f64,
 }
 
-/// The momentum of a step of stochastic gradient descent.
+/// The momentum of an SGD step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Momentum {
-    /// For Nesterov momentum, the factor of the buffer in the update.
+    /// With Nesterov momentum, factor of the buffer in the update.
     pub momentum: f64,
-    /// The gradient's factor in the new buffer.
+    /// Factor of the gradient in the new buffer.
     pub gain: f64,
-    /// The old buffer's factor in the new.
+    /// Factor of the old buffer in the new one.
     pub keep: f64,
-    /// Whether the update is the gradient plus the momentum.
+    /// Whether to use Nesterov momentum: the update is the gradient plus the momentum.
     pub nesterov: bool,
 }
 
-/// Stochastic gradient descent, with momentum or without.
+/// Stochastic gradient descent, with or without momentum.
 pub type Sgd = Option<Momentum>;
 
 fn dtype(values: Float) -> u32 {
@@ -249,7 +252,7 @@ fn dtype(values: Float) -> u32 {
     values as u32
 }
 
-/// One AdamW step of many tensors: one launch.
+/// Updates many tensors by one AdamW step: one launch.
 pub fn adamw<'a>(
     updates: impl IntoIterator<Item = Update<'a, 2>>,
     adamw: AdamW,
@@ -310,7 +313,7 @@ pub fn adamw<'a>(
     plan
 }
 
-/// One step of stochastic gradient descent of many tensors: one launch.
+/// Updates many tensors by one step of stochastic gradient descent: one launch.
 pub fn sgd<'a>(
     updates: impl IntoIterator<Item = Update<'a, 1>>,
     momentum: Sgd,
@@ -374,17 +377,18 @@ pub fn sgd<'a>(
     plan
 }
 
-/// An average of a tensor's values, f32.
+/// An average of a tensor's values, in f32.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct Average {
-    /// The address of the average, changed in place.
+    /// The address of the average, updated in place.
     pub average: u64,
-    /// What is averaged: f32, bf16 or f16.
+    /// The averaged values: f32, bf16 or f16.
     pub values: Values,
 }
 
-/// `average += gain * (values - average)` of many tensors: one launch. `scale` is the address of the [`StepScale`] of the
-/// step before it, if that is on the device: nothing changes if the step changed nothing.
+/// Updates averages by `average += gain * (values - average)`: one launch for many tensors. `scale`
+/// is the address of the preceding step's [`StepScale`], if on the device. If that step was
+/// skipped, the averages do not change.
 pub fn average(averages: &[Average], gain: f64, scale: Option<u64>) -> Plan {
     let mut plan = Plan::default();
     let mut blocks = Blocks::default();

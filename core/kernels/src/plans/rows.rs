@@ -3,14 +3,14 @@
 use super::{CHUNK, COLUMNS, blocks, with_element};
 use crate::{Float, In, Out, Plan, table};
 
-/// The operands of an RMS norm: addresses of `[rows, n]` tensors of one dtype, and of others.
+/// The operands of an RMS norm, by address. Tensors are `[rows, n]` unless stated otherwise.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct RmsNorm {
     /// dtype of `x`, `residual`, `sum` and `y`.
     pub dtype: Float,
-    /// What is normalised, if there is no residual.
+    /// The input.
     pub x: u64,
-    /// If not 0, what is normalised is `x` plus this, which is written to `sum`.
+    /// The residual, or 0. With a residual, `x + residual` is normalised, and written to `sum`.
     pub residual: u64,
     /// f32, `[n]`.
     pub weight: u64,
@@ -18,7 +18,7 @@ pub struct RmsNorm {
     pub sum: u64,
     /// The output.
     pub y: u64,
-    /// f32, `[rows]`: one over the root of the mean square, for the backward.
+    /// The reciprocal root mean square, f32 `[rows]`, for the backward.
     pub rstd: u64,
     /// Number of rows.
     pub rows: u32,
@@ -51,20 +51,20 @@ pub fn rms_norm(op: RmsNorm) -> Plan {
 pub struct RmsNormBackward {
     /// dtype of `x`, `grad`, `more` and `dx`.
     pub dtype: Float,
-    /// What was normalised.
+    /// The tensor that was normalised.
     pub x: u64,
     /// f32, `[n]`.
     pub weight: u64,
-    /// f32, `[rows]`, of the forward.
+    /// The reciprocal root mean square, f32 `[rows]`, from the forward.
     pub rstd: u64,
     /// The gradient of the output.
     pub grad: u64,
-    /// If not 0, the gradient of what was normalised from elsewhere, which is added.
+    /// Another gradient of the normalised tensor, which is added; 0 for none.
     pub more: u64,
-    /// The gradient of what was normalised.
+    /// The gradient of the normalised tensor.
     pub dx: u64,
-    /// f32, `[n]`: the weight's gradient is added here, in an order that follows from the sizes alone; 0 if it is
-    /// not wanted.
+    /// The weight's gradient, f32 `[n]`, is added here; 0 if it is not needed. The order of
+    /// summation depends on the sizes alone.
     pub dweight: u64,
     /// Number of rows.
     pub rows: u32,
@@ -72,13 +72,13 @@ pub struct RmsNormBackward {
     pub n: u32,
 }
 
-/// Rows whose part of the weight's gradient is summed by one block.
+/// Rows per block in the sum for the weight's gradient.
 pub(super) const ROWS_OF_BLOCK: u32 = 64;
 
-/// Columns whose part of the weight's gradient is summed by one block: `WEIGHT_COLUMNS` in `kernels/rows.cu`.
+/// Columns per block in the sum for the weight's gradient: `WEIGHT_COLUMNS` in `kernels/rows.cu`.
 pub(super) const WEIGHT_COLUMNS: u64 = 4 * COLUMNS;
 
-/// The gradients: three launches.
+/// Computes the gradients: three launches.
 pub fn rms_norm_backward(op: RmsNormBackward) -> Plan {
     let mut plan = Plan::default();
     let RmsNormBackward { x, weight, rstd, grad, more, dx, dweight, rows, n, .. } = op;
@@ -112,7 +112,7 @@ pub fn rms_norm_backward(op: RmsNormBackward) -> Plan {
     plan
 }
 
-/// `y = silu(gate) * up` of `n` elements: one launch.
+/// Computes `y = silu(gate) * up` of `n` elements: one launch.
 pub fn swiglu(dtype: Float, [gate, up]: [u64; 2], y: u64, n: u64) -> Plan {
     let mut plan = Plan::default();
     plan.call(with_element!(dtype, T => table::swiglu::<T>(
@@ -125,7 +125,7 @@ pub fn swiglu(dtype: Float, [gate, up]: [u64; 2], y: u64, n: u64) -> Plan {
     plan
 }
 
-/// The gradients of `gate` and `up`: one launch.
+/// Computes the gradients of `gate` and `up`: one launch.
 pub fn swiglu_backward(
     dtype: Float,
     [gate, up, grad]: [u64; 3],
@@ -158,15 +158,15 @@ pub struct Rope {
     pub cosine: u64,
     /// f32, `[positions, width / 2]`.
     pub sine: u64,
-    /// Rows of `width` elements.
+    /// Number of rows of `width` elements.
     pub rows: u64,
-    /// Elements of a row, even.
+    /// Elements of a row, an even number.
     pub width: u32,
     /// Number of positions.
     pub positions: u32,
     /// Consecutive rows at one position: 1, or the number of heads.
     pub inner: u32,
-    /// Whether to rotate by the negative angles, which is the backward.
+    /// Whether to rotate by the negative angles, as the backward does.
     pub inverse: bool,
 }
 

@@ -3,21 +3,21 @@
 use super::{CHUNK, blocks};
 use crate::{In, Out, Plan, table};
 
-/// Elements that lie in memory with gaps, or in another order.
+/// A strided view of memory.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct View {
-    /// Where its first element is.
+    /// Address of the first element.
     pub address: u64,
     /// Bytes of an element: 2, 4 or 8.
     pub element: u64,
-    /// Elements in each dimension.
+    /// Size of each dimension, in elements.
     pub sizes: [u64; 4],
-    /// How many elements lie between neighbours in each dimension.
+    /// Stride of each dimension, in elements.
     pub strides: [u64; 4],
 }
 
 impl View {
-    /// The same bytes as elements of `bytes`, if they can be taken so: the words that a kernel copies.
+    /// Returns the same bytes as a view of words of `bytes` bytes, if sizes and alignment permit.
     fn in_words_of(self, bytes: u64, target: u64) -> Option<Self> {
         let many = bytes / self.element;
         let [size0, size1, size2, size3] = self.sizes;
@@ -37,11 +37,11 @@ impl View {
     }
 }
 
-/// Copies the elements of a view, the last dimension first, to `target`, where they lie one after the other. One launch;
-/// `None` if there are 2^32 words or more.
+/// Copies the elements of a view to contiguous memory at `target`, the last dimension first: one
+/// launch. Returns `None` if there are 2^32 words or more.
 ///
 /// # Panics
-/// If an element has other than 2, 4 or 8 bytes.
+/// If the element size is not 2, 4 or 8 bytes.
 pub fn dense(view: View, target: u64) -> Option<Plan> {
     assert!([2, 4, 8].contains(&view.element), "elements of {} bytes", view.element);
     let mut plan = Plan::default();
@@ -52,7 +52,7 @@ pub fn dense(view: View, target: u64) -> Option<Plan> {
     if n == 0 {
         return Some(plan);
     }
-    // Less than their product, and none is 0.
+    // Each is less than the product, and none is 0.
     let [_, size1, size2, size3] = sizes.map(|size| size as u32);
     let [stride0, stride1, stride2, stride3] = strides;
     let call = match element {
@@ -77,8 +77,8 @@ pub fn dense(view: View, target: u64) -> Option<Plan> {
     Some(plan)
 }
 
-/// Copies rows of `width` bytes of a table, whose numbers are the `rows` ids, to `target`, one after the other; zeros for
-/// [`u32::MAX`]. One launch.
+/// Copies the rows of a table that the `rows` ids select to contiguous memory at `target`: one
+/// launch. A row has `width` bytes. The id [`u32::MAX`] gives zeros.
 ///
 /// # Panics
 /// If a row has an odd number of bytes.

@@ -7,7 +7,7 @@ use half::{bf16, f16};
 use crate::numbers::{Dtype, normal};
 use crate::shim::Machine;
 
-/// What is attended to, and where documents begin in each sequence.
+/// An attention, and the beginnings of the documents in each sequence.
 pub(crate) struct Case {
     pub(crate) of: Attention,
     at_once: usize,
@@ -39,7 +39,7 @@ impl Case {
         Self { of, at_once, documents }
     }
 
-    /// The same with a window.
+    /// Adds a window.
     pub(crate) fn within(self, window: usize) -> Self {
         Self { of: Attention { window: Some(window), ..self.of }, ..self }
     }
@@ -52,7 +52,7 @@ impl Case {
         self.documents.as_ref().and_then(begins).unwrap_or(0)
     }
 
-    /// That of every query, `[batch, queries]`.
+    /// Returns the first key of every query, `[batch, queries]`.
     pub(crate) fn firsts(&self) -> Vec<u32> {
         let of = self.of;
         (0..of.batch * of.queries)
@@ -65,7 +65,7 @@ impl Case {
     }
 }
 
-/// `[output, lse, dq, dk, dv]` by the formula; tensors are `[batch, heads, time, width]`.
+/// Computes `[output, lse, dq, dk, dv]` by the formula; tensors are `[batch, heads, time, width]`.
 pub(crate) fn expected<T: Dtype>(case: &Case, [q, k, v, grad]: [&[T]; 4]) -> [Vec<f64>; 5] {
     let of = case.of;
     let (heads, width, scale) = (of.kv_heads * of.group, of.width, f64::from(of.scale));
@@ -102,7 +102,7 @@ pub(crate) fn expected<T: Dtype>(case: &Case, [q, k, v, grad]: [&[T]; 4]) -> [Ve
     all
 }
 
-/// Compares up to so many roundings of the dtype in which the tensor's largest elements were summed.
+/// Compares with a tolerance of `roundings` roundings, in the dtype, of the largest elements.
 pub(crate) fn close<T: Dtype>(what: &str, got: &[f64], expected: &[f64], roundings: f64) {
     let rounding = match T::FLOAT.name() {
         "bf16" => 1.0 / 256.0,
@@ -135,7 +135,7 @@ fn has_its_formula_and_gradient<T: Dtype>(case: Case) {
     let [q_at, k_at, v_at, grad_at] = [&q, &k, &v, &grad].map(|x| m.put(x));
     let [output, dq] = [(); 2].map(|()| m.garbage::<T>(rows * of.width));
     let lse = m.garbage::<f32>(rows);
-    // What is there already is added to.
+    // Gradients are added to the existing values.
     let start: Vec<f32> = normal("start", pairs * of.width);
     let [dk, dv] = [(); 2].map(|()| m.put(&start));
     if case.documents.is_some() {
@@ -161,14 +161,15 @@ fn in_all_shapes<T: Dtype>() {
     let documents = Some(vec![vec![0, 3, 29, 30], vec![0, 22]]);
     let packed = documents.clone();
     for case in [
-        // All queries at once, where the heads of a group are one matrix, and in blocks, where they are not.
+        // All queries at once, so the heads of a group are one matrix, and in blocks, so they are
+        // not.
         Case::new::<T>([2, 2, 3, 5, 5, 4, 5], true, None),
         Case::new::<T>([1, 2, 2, 19, 19, 3, 16], true, None),
         Case::new::<T>([1, 1, 1, 3, 300, 8, 2], true, None),
         Case::new::<T>([3, 1, 2, 4, 257, 5, 3], false, None),
         Case::new::<T>([2, 1, 2, 34, 34, 4, 16], true, documents),
         Case::new::<T>([0, 2, 1, 4, 4, 4, 4], true, None),
-        // Windows within a block, over several, and with queries that see all they would without.
+        // Windows within a block, over several blocks, and larger than some queries need.
         Case::new::<T>([1, 2, 2, 19, 21, 3, 16], true, None).within(2),
         Case::new::<T>([2, 1, 1, 70, 90, 4, 16], true, None).within(20),
         Case::new::<T>([2, 1, 2, 34, 34, 4, 16], true, packed).within(9),
@@ -178,17 +179,17 @@ fn in_all_shapes<T: Dtype>() {
 }
 
 #[test]
-fn attention_in_f32_has_its_formula_and_gradient() {
+fn attention_in_f32_matches_its_formula() {
     in_all_shapes::<f32>();
 }
 
 #[test]
-fn attention_in_bf16_has_its_formula_and_gradient() {
+fn attention_in_bf16_matches_its_formula() {
     in_all_shapes::<bf16>();
 }
 
 #[test]
-fn attention_in_f16_has_its_formula_and_gradient() {
+fn attention_in_f16_matches_its_formula() {
     in_all_shapes::<f16>();
 }
 
@@ -205,10 +206,10 @@ fn scores_in_memory_are_bounded() {
     }
     let limit = 768 << 20;
     for (at_once, bytes) in [in_memory::<bf16>(8192, limit), in_memory::<f32>(8192, limit)] {
-        // Not more, and not far less.
+        // Within the limit, and at least half of it.
         assert!(at_once % 16 == 0 && bytes <= limit && 2 * bytes > limit, "{at_once} {bytes}");
     }
-    // Scores of a window do not grow with the sequence.
+    // The scores of a window do not grow with the sequence.
     let within = |keys: usize, window| {
         let of = Case::new::<bf16>([1, 8, 4, keys, keys, 64, 0], true, None).within(window).of;
         let at_once = of.queries_within(limit);
@@ -219,7 +220,7 @@ fn scores_in_memory_are_bounded() {
     assert!(at_once % 16 == 0 && bytes <= limit && 4 * bytes > limit, "{at_once} {bytes}");
     assert_eq!(within(1 << 16, 512), within(1 << 20, 512));
     assert_eq!(within(1 << 16, 512).0, 512);
-    // Of very long sequences 16 queries, whatever they take; of short ones all.
+    // 16 queries for very long sequences, even beyond the limit; all queries for short ones.
     assert_eq!(in_memory::<bf16>(1 << 20, limit).0, 16);
     assert_eq!(in_memory::<bf16>(7, limit).0, 7);
 }

@@ -5,9 +5,9 @@ use std::fs;
 use fulgurite_core::Error;
 use fulgurite_kernels::cache::Cache;
 
-/// How often the bytes of a key are made in two calls, between which the kept file is changed.
+/// Counts how often two calls make the bytes of a key, with a change of the kept file between them.
 fn made_in_two_calls(change: impl Fn(&mut Vec<u8>)) -> u32 {
-    // As those of a cubin: not text, and with zeros and line ends.
+    // Like a cubin: not text, with zeros and line ends.
     let bytes = b"\x7fELF\0first\nsecond\n\xff\0";
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(folder.path().join("new"));
@@ -29,7 +29,7 @@ fn made_in_two_calls(change: impl Fn(&mut Vec<u8>)) -> u32 {
 }
 
 #[test]
-fn what_is_kept_whole_is_made_once() {
+fn complete_files_are_reused() {
     assert_eq!(made_in_two_calls(|_| ()), 1);
     assert_eq!(made_in_two_calls(|kept| kept.truncate(kept.len() - 1)), 2);
     assert_eq!(made_in_two_calls(|kept| kept.push(0)), 2);
@@ -38,7 +38,7 @@ fn what_is_kept_whole_is_made_once() {
 }
 
 #[test]
-fn another_key_is_another_kernel() {
+fn kernels_are_cached_by_key() {
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(folder.path());
     for key in ["a", "b", "a"] {
@@ -47,7 +47,7 @@ fn another_key_is_another_kernel() {
 }
 
 #[test]
-fn a_cache_that_cannot_be_written_is_none() {
+fn unwritable_cache_is_ignored() {
     let folder = tempfile::tempdir().unwrap();
     let file = folder.path().join("file");
     fs::write(&file, "").unwrap();
@@ -58,7 +58,7 @@ fn a_cache_that_cannot_be_written_is_none() {
 }
 
 #[test]
-fn what_fails_is_not_kept() {
+fn failures_are_not_cached() {
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(folder.path());
     let error = cache.bytes("a", "key", || Err(Error::other("refused"))).unwrap_err();

@@ -1,4 +1,4 @@
-//! Copies of many parts of memory against those of the CPU.
+//! Copies of many parts of memory against the CPU's.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_kernels::Float;
@@ -9,7 +9,7 @@ use proptest::prelude::*;
 use crate::numbers::{Dtype, normal};
 use crate::shim::Machine;
 
-/// A part of a source and where it goes, in elements.
+/// A part of a source and its target, in elements.
 #[derive(Debug, Clone, Copy)]
 struct Part {
     from: usize,
@@ -17,7 +17,7 @@ struct Part {
     length: usize,
 }
 
-/// Numbers that round, and those that are no numbers or beyond what other dtypes have.
+/// Numbers that round, NaN, infinity, and numbers out of range for other dtypes.
 fn numbers<T: Dtype>(what: &str, n: usize) -> Vec<T> {
     let mut values: Vec<T> = normal(what, n);
     let special =
@@ -28,7 +28,7 @@ fn numbers<T: Dtype>(what: &str, n: usize) -> Vec<T> {
     values
 }
 
-/// What `parts` of a tensor are in another, cast by candle; the rest of it keeps the bytes 0xff.
+/// Casts `parts` of a tensor by candle; the rest of the target keeps the bytes 0xff.
 fn expected<F: Dtype, T: Dtype>(source: &[F], parts: &[Part], length: usize) -> Vec<u8> {
     let cast = Tensor::from_slice(source, source.len(), &Device::Cpu).unwrap();
     let cast = cast.to_dtype(T::DTYPE).unwrap().to_vec1::<T>().unwrap();
@@ -40,7 +40,7 @@ fn expected<F: Dtype, T: Dtype>(source: &[F], parts: &[Part], length: usize) -> 
     bytes
 }
 
-/// Parts that are cast, of lengths around those of a block and of what a thread takes at once, from and to any element.
+/// Parts to cast, of lengths around a block's and a thread's word, from and to any element.
 fn parts() -> Vec<Part> {
     let mut to = 0;
     let mut all = Vec::new();
@@ -68,7 +68,7 @@ fn puts<F: Dtype, T: Dtype>(machine: &mut Machine, copied: &mut Vec<Copied>) -> 
     (target, expected::<F, T>(&values, &parts, length))
 }
 
-/// Which bits a NaN has is not compared.
+/// Replaces all NaNs by one NaN, because their bits may differ.
 fn without_nan<T: Dtype>(bytes: &[u8]) -> Vec<u8> {
     let mut values: Vec<T> =
         bytes.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect();
@@ -77,7 +77,7 @@ fn without_nan<T: Dtype>(bytes: &[u8]) -> Vec<u8> {
 }
 
 #[test]
-fn casts_of_all_dtypes_at_any_offset_are_one_launch_with_the_bits_of_the_cpu() {
+fn casts_of_all_dtypes_match_the_cpu() {
     let mut machine = Machine::default();
     let mut copied = Vec::new();
     let all = [
@@ -105,7 +105,7 @@ fn casts_of_all_dtypes_at_any_offset_are_one_launch_with_the_bits_of_the_cpu() {
 }
 
 #[test]
-fn nothing_to_copy_is_no_launch() {
+fn empty_copies_launch_nothing() {
     assert_eq!(copies([]).work(), []);
     let empty = [Copied::bytes(0, 0, 0), Copied::cast(0, 0, 0, [Float::F32, Float::Bf16])];
     assert_eq!(copies(empty).work(), []);
@@ -134,7 +134,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
     #[test]
-    fn bytes_come_to_their_places_and_no_others(
+    fn bytes_are_copied_to_their_targets_only(
         parts in prop::collection::vec((0..20_usize, 0..20_usize, prop_oneof![
             Just(0_usize), 1..40_usize, 32_760..32_780_usize, Just(65_536_usize),
         ]), 1..8)

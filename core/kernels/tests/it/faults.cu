@@ -1,4 +1,4 @@
-// Kernels with one fault each, which the harness must find.
+// Kernels with one fault each, which the tests must find.
 
 // Writes one element past the end.
 KERNEL out_of_bounds(float *out, u32 n) {
@@ -38,7 +38,7 @@ KERNEL misaligned(float *out, u32 n) {
     if (threadIdx.x + 1 < n) odd[threadIdx.x] = 1;
 }
 
-// Nobody waits for a copy to shared memory.
+// A copy to shared memory without a wait.
 struct __align__(16) FourFloats {
     float values[4];
 };
@@ -50,7 +50,7 @@ KERNEL copy_without_end(float *out, u32 n) {
     if (threadIdx.x < n) out[threadIdx.x] = values[threadIdx.x].values[0];
 }
 
-// Nothing wrong: what the others would be.
+// No fault: a correct version of the others.
 KERNEL no_fault(float *out, u32 n) {
     SHARED(float, values, THREADS);
     values[threadIdx.x] = (float)threadIdx.x;

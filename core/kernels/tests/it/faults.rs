@@ -1,4 +1,4 @@
-//! Faults that are planted, each found once.
+//! Planted faults, each of which must be found.
 
 use fulgurite_kernels::table::{Declared, Signature, all};
 use fulgurite_kernels::{Argument, Call, Plan, Source, Target};
@@ -30,13 +30,13 @@ fn driver(sanitizer: Sanitizer) -> Driver {
     build(sanitizer, "faults", &source, &signatures, false).unwrap()
 }
 
-/// What the driver says about a kernel, run by two blocks on 100 floats; nothing if it found nothing.
+/// Returns the driver's report on a kernel, run on 100 floats, or nothing.
 fn report(driver: &Driver, kernel: &'static str) -> String {
     let mut machine = Machine::default();
     let out = machine.put(&[0f32; 100]);
     let mut plan = Plan::default();
     let arguments = vec![Argument::Pointer(Target::Address(out)), Argument::Number(100)];
-    // Blocks that write the same elements are a fault of their own.
+    // Only the global race runs in two blocks; two blocks of the others would race too.
     let blocks = if kernel == "global_race" { 2 } else { 1 };
     let (source, shared_bytes) = (Source::GradNorm, 0);
     plan.call(Call { kernel, source, blocks, shared_bytes, arguments });
@@ -44,7 +44,7 @@ fn report(driver: &Driver, kernel: &'static str) -> String {
 }
 
 #[test]
-fn what_is_out_of_bounds_is_found() {
+fn out_of_bounds_accesses_are_found() {
     let driver = driver(Sanitizer::Address);
     assert_eq!(report(&driver, "no_fault"), "");
     let found = report(&driver, "out_of_bounds");
@@ -70,8 +70,8 @@ fn races_are_found() {
     }
 }
 
-/// A launch with another type than the kernel has is not compiled by Rust (the example at the crate's `table`); a table
-/// that says another type than the kernel has is not compiled by the host compiler.
+/// The Rust compiler refuses a launch with a wrong parameter type (see the example of the crate's
+/// `table`). The host compiler refuses a table with a wrong parameter type.
 #[test]
 fn a_wrong_parameter_in_the_table_is_found() {
     let mut wrong = all();

@@ -8,10 +8,10 @@ use crate::attention::{Case, close, expected, wide};
 use crate::numbers::{Dtype, normal};
 use crate::shim::Machine;
 
-/// What the softmax's backward subtracts is of outputs that were rounded, as in FlashAttention-2.
+/// The softmax's backward subtracts sums of rounded outputs, as in FlashAttention-2.
 const ROUNDINGS: f64 = 4.0;
 
-/// Rows of `width` elements, `[batch, a, b]` of them, in the order of `[batch, b, a]`.
+/// Reorders rows of `width` elements from `[batch, a, b]` to `[batch, b, a]`.
 pub(crate) fn exchanged<T: Copy>(values: &[T], [a, b, width]: [usize; 3]) -> Vec<T> {
     let sequence = (a * b * width).max(1);
     let rows = values.chunks(sequence).flat_map(|x| {
@@ -26,7 +26,7 @@ fn has_its_formula_and_gradient<T: Dtype>(case: &Case) {
     let mut m = Machine::default();
     let (heads, width) = (of.kv_heads * of.group, of.width);
     let (rows, pairs) = (of.batch * heads * of.queries, of.batch * of.kv_heads * of.keys);
-    // The formula has heads first.
+    // The formula has heads before time.
     let [q, grad] = ["q", "grad"].map(|what| normal::<T>(what, rows * width));
     let [k, v] = ["k", "v"].map(|what| normal::<T>(what, pairs * width));
     let [q_at, grad_at] = [&q, &grad].map(|x| m.put(&exchanged(x, [heads, of.queries, width])));
@@ -81,20 +81,20 @@ fn heads_and_sequences_have_places_of_their_own() {
 }
 
 #[test]
-fn causal_queries_of_several_tiles_have_their_formula_and_gradient() {
+fn causal_queries_of_several_tiles() {
     check::<bf16>([1, 1, 2, 140, 200, 64], true, None);
     check::<bf16>([1, 1, 1, 140, 140, 128], true, None);
 }
 
 #[test]
-fn every_key_is_seen_without_an_order() {
+fn all_keys_are_seen_without_causal() {
     check::<bf16>([1, 1, 2, 130, 131, 40], false, None);
     check::<bf16>([1, 1, 1, 3, 200, 104], false, None);
 }
 
 #[test]
 fn a_query_sees_its_document() {
-    // Documents that begin and end within tiles, and tiles that nothing sees.
+    // Documents that begin and end within tiles, and tiles that no query sees.
     let documents = vec![vec![0, 3, 130, 131, 290], vec![0, 200]];
     check::<bf16>([2, 1, 1, 300, 300, 16], true, Some(documents));
 }
@@ -109,7 +109,7 @@ fn heads_of_256_have_their_formula_and_gradient() {
 
 #[test]
 fn a_query_sees_its_window() {
-    // A window of two keys, of less than a tile, over the borders of tiles, and of more than some queries have.
+    // Windows of two keys, of less than a tile, across tiles, and larger than some queries need.
     check_within::<bf16>([2, 1, 2, 5, 7, 8], 2, None);
     check_within::<f16>([1, 1, 1, 140, 200, 64], 17, None);
     check_within::<bf16>([1, 1, 2, 260, 300, 16], 130, None);
@@ -123,12 +123,12 @@ fn documents_end_windows() {
     check_within::<bf16>([2, 1, 1, 300, 300, 16], 70, Some(documents));
 }
 
-/// Keys before the first block that a window reaches have no effect, not even if they are not numbers.
+/// Keys before the first block that a window reaches have no effect, even if they are NaN.
 #[test]
 fn keys_before_windows_are_not_read() {
     for width in [64, 128, 256] {
         let mut of = case::<bf16>([1, 1, 1, 128, 640, width], true, None).within(130).of;
-        // The first query sees the keys from 383 on, which are in a block of 128 keys that begins at 256.
+        // The first query sees the keys from 383 on, in the block of 128 keys that begins at 256.
         let (unread, seen) = (256 * width, 640 * width);
         let mut m = Machine::default();
         let [q, grad] = ["q", "grad"].map(|what| m.put(&normal::<bf16>(what, 128 * width)));
@@ -152,7 +152,7 @@ fn keys_before_windows_are_not_read() {
     }
 }
 
-/// 99 KiB are what a block has of the GPUs with tensor cores for bf16 that have least: compute capability 8.6 and 8.9.
+/// The GPUs with bf16 tensor cores have at least 99 KiB per block (compute capability 8.6 and 8.9).
 #[test]
 fn shared_memory_fits_every_gpu() {
     for width in [64, 128, 256] {
@@ -166,7 +166,7 @@ fn shared_memory_fits_every_gpu() {
 }
 
 #[test]
-fn what_it_does_not_take_is_said() {
+fn unsupported_shapes_are_refused() {
     let of = Case::new::<bf16>([1, 1, 1, 3, 3, 8, 0], true, None).of;
     let is_flash = |of: Attention| of.is_flash();
     assert!(is_flash(of) && is_flash(Attention { width: 256, dtype: Float::F16, ..of }));

@@ -1,4 +1,4 @@
-//! The squared norm against that of the CPU.
+//! The squared norm against the CPU's.
 
 use fulgurite_kernels::plans::{Values, squared_norm};
 use half::{bf16, f16};
@@ -6,7 +6,7 @@ use half::{bf16, f16};
 use crate::numbers::{Dtype, normal};
 use crate::shim::Machine;
 
-/// Puts `skip` elements and then `n` that count.
+/// Puts `skip` elements, then `n` elements that count.
 fn put<T: Dtype>(machine: &mut Machine, skip: usize, n: usize, total: &mut f64) -> Values {
     let values: Vec<T> = normal(&format!("{n} {skip}"), skip + n);
     *total += values[skip..].iter().map(|x| x.to_f64() * x.to_f64()).sum::<f64>();
@@ -15,7 +15,7 @@ fn put<T: Dtype>(machine: &mut Machine, skip: usize, n: usize, total: &mut f64) 
 }
 
 #[test]
-fn many_tensors_of_all_dtypes_at_any_offset_in_one_sum() {
+fn many_tensors_in_one_sum() {
     let mut machine = Machine::default();
     let mut expected = 0.0;
     let mut all = Vec::new();
@@ -32,7 +32,7 @@ fn many_tensors_of_all_dtypes_at_any_offset_in_one_sum() {
 }
 
 #[test]
-fn no_elements_have_the_norm_zero() {
+fn norm_of_no_elements_is_zero() {
     for tensors in [vec![], vec![Values { address: 0, length: 0, dtype: f32::FLOAT }]] {
         let mut machine = Machine::default();
         let total = machine.garbage::<f64>(1);
@@ -42,7 +42,7 @@ fn no_elements_have_the_norm_zero() {
 }
 
 #[test]
-fn what_is_no_number_is_seen_in_the_norm() {
+fn norm_shows_nan_and_infinity() {
     for (bad, dtype) in [(f32::NAN, "nan"), (f32::INFINITY, "inf")] {
         let mut machine = Machine::default();
         let mut values: Vec<f32> = normal(dtype, 9000);

@@ -43,7 +43,8 @@ fn wide<T: Dtype>(values: &[T]) -> Vec<f64> {
     values.iter().map(|x| x.to_f64()).collect()
 }
 
-/// Compares up to the rounding of the dtype, and a few roundings of f32 of numbers about `size`.
+/// Compares with a tolerance of one rounding of the dtype and a few f32 roundings of numbers about
+/// `size`.
 fn close<T: Dtype>(what: &str, got: &[T], expected: &[f64], size: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     let rounding = match T::FLOAT.name() {
@@ -80,7 +81,7 @@ in_every_dtype! {
     the_gradient_of_an_embedding_has_the_bits_of_a_sum_in_order(embedded);
 }
 
-/// The sum, added in f32 and rounded.
+/// Adds in f32 and rounds.
 fn summed<T: Dtype>(x: &[T], residual: &[T]) -> Vec<T> {
     let sum = |(a, b): (&T, &T)| T::from_f64(f64::from((a.to_f64() + b.to_f64()) as f32));
     x.iter().zip(residual).map(sum).collect()
@@ -167,7 +168,7 @@ fn centred<T: Dtype>() {
     ] {
         let mut m = Machine::default();
         let count = rows * n;
-        // Far from zero, where a variance from squares would be lost.
+        // Far from zero, where a variance from squares would lose all precision.
         let x: Vec<T> =
             normal::<T>("x", count).iter().map(|x| T::from_f64(x.to_f64() + 30.0)).collect();
         let [residual, grad, more] =
@@ -235,7 +236,7 @@ fn centred<T: Dtype>() {
                 expected_db[i] += if with_bias { grad[i] } else { 0.0 };
             }
         }
-        // The mean of numbers about 30 is off by a rounding of those.
+        // The mean of numbers about 30 is off by one of their roundings.
         close("y", &y.get::<T>(&m), &expected_y, 3.0);
         close("dx", &dx.get::<T>(&m), &expected_dx, 3.0);
         close("dweight", &m.get::<f32>(dweight), &expected_dw, 10.0);
@@ -243,7 +244,7 @@ fn centred<T: Dtype>() {
     }
 }
 
-/// The derivative of the distribution function, whose value follows from it by a sum that is exact enough.
+/// The normal distribution function, integrated from its derivative with sufficient precision.
 fn normal_distribution(x: f64) -> f64 {
     let (steps, peak) = (4000, 1.0 / (2.0 * std::f64::consts::PI).sqrt());
     let density = |t: f64| peak * (-0.5 * t * t).exp();
@@ -257,7 +258,7 @@ fn normal_distribution(x: f64) -> f64 {
 fn activated<T: Dtype>() {
     for (n, skip) in [(1, 1), (8193, 3), (0, 0), (8256, 0)] {
         let (x, grad) = (normal::<T>("x", n), normal::<T>("grad", n));
-        // Also where exponentials overflow.
+        // Some values are so large that exponentials overflow.
         let x: Vec<T> = x
             .iter()
             .enumerate()
@@ -355,7 +356,7 @@ fn rotated<T: Dtype>() {
         }
         let rotated = y.get::<T>(&m);
         close("y", &rotated, &expected, 1.0);
-        // Back in its own place. What was rounded differs by as much.
+        // Rotates back, in place. The result is off by the roundings.
         m.run(&rope(Rope { x: y.address(), inverse: true, ..op }));
         let tolerance = if T::FLOAT.name() == "f32" { 1e-5 } else { 0.03 };
         for (got, expected) in y.get::<T>(&m).iter().zip(&x) {
@@ -366,7 +367,8 @@ fn rotated<T: Dtype>() {
 
 fn dropped<T: Dtype>() {
     let stream = Stream::new(5, Purpose::Dropout, "layer").child(9);
-    // Rows that lie apart, at places that are no multiples of four, and beyond 2^32; rows of one element.
+    // Rows with gaps, at offsets that are not multiples of four, and beyond 2^32; also rows of one
+    // element.
     let rows: [(usize, Vec<u64>); 3] = [
         (2_731, vec![3, 100_001, (1 << 34) + 2, 7]),
         (1, (0..9).map(|i| 5 * i + 2).collect()),
@@ -386,7 +388,7 @@ fn dropped<T: Dtype>() {
                 p,
             };
             m.run(&dropout(T::FLOAT, at.address(), y.address(), n as u64, of));
-            // As `nn::Dropout` on the CPU: the arithmetic in f32, to the bit.
+            // Like `nn::Dropout` on the CPU: arithmetic in f32, equal to the bit.
             let expected: Vec<T> = (0..n)
                 .map(|i| {
                     let u = stream.uniform(starts[i / width] + (i % width) as u64);
@@ -406,7 +408,8 @@ fn losses<T: Dtype>() {
         let mut m = Machine::default();
         let mut logits = normal::<T>("logits", rows * classes);
         if rows > 2 {
-            // Classes that are ruled out, as by a mask: all that some threads see, and the first that others do.
+            // Masked classes (minus infinity): all that some threads see, and the first that others
+            // see.
             logits[classes] = T::from_f64(f64::NEG_INFINITY);
             logits[2 * classes + 1] = T::from_f64(f64::NEG_INFINITY);
             logits[classes + 3] = T::from_f64(60.0);
@@ -456,9 +459,9 @@ fn losses<T: Dtype>() {
 }
 
 #[test]
-fn a_target_beyond_the_classes_is_no_number_and_reads_nothing() {
+fn target_beyond_the_classes_gives_nan() {
     let mut m = Machine::default();
-    // The row ends where its memory does: a read behind it would be found.
+    // The row ends where its memory ends, so a read past it would be found.
     let (logits, targets) = (m.put(&[1f32, 2.0, 3.0]), m.put(&[3u32]));
     let (lse, total) = (m.garbage::<f32>(1), m.put(&[0f64]));
     let (dtype, rows, classes, smoothing) = (f32::FLOAT, 1, 3, 0.0);
@@ -468,7 +471,7 @@ fn a_target_beyond_the_classes_is_no_number_and_reads_nothing() {
 }
 
 #[test]
-fn labels_are_smoothed_where_classes_are_cut_over_ranks() {
+fn smoothing_counts_classes_of_all_ranks() {
     let (rows, classes, smoothing) = (2, 10, 0.2);
     let logits: Vec<f32> = normal("logits", rows * classes);
     let targets = [7u32, 2];

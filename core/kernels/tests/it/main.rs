@@ -1,6 +1,6 @@
-//! The kernels, compiled by a host compiler, against what the CPU computes.
+//! Compares the kernels, compiled by a host compiler, with the CPU.
 
-#![allow(clippy::disallowed_methods)] // tensors on the CPU are read
+#![allow(clippy::disallowed_methods)] // reads tensors on the CPU
 
 mod attention;
 mod cache;

@@ -1,4 +1,4 @@
-//! Numbers for tests, the same each time, in every dtype.
+//! Reproducible numbers for tests, in every dtype.
 
 use bytemuck::Pod;
 use candle_core::{Device, Tensor, WithDType};
@@ -6,7 +6,7 @@ use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_kernels::Float;
 use half::{bf16, f16};
 
-/// A dtype of candle's that kernels have.
+/// A candle dtype that kernels support.
 pub(crate) trait Dtype: Pod + WithDType + PartialEq + std::fmt::Debug {
     const FLOAT: Float;
 }

@@ -1,4 +1,4 @@
-//! Optimizers and averages against those of the CPU, bit for bit.
+//! Optimizers and averages against the CPU's, bit for bit.
 
 use fulgurite_core::module::{ModuleBuilder, ModuleInit};
 use fulgurite_core::optim::{
@@ -16,7 +16,8 @@ use half::{bf16, f16};
 use crate::numbers::{Dtype, normal, tensor};
 use crate::shim::Machine;
 
-/// A parameter's shape and this rank's part of it, with the dimensions outside of the runs as [`Noise`] has them.
+/// A parameter's shape and this rank's shard of it, with the dimensions outside the runs for
+/// [`Noise`].
 struct Part {
     shape: Vec<usize>,
     region: Region,
@@ -36,8 +37,8 @@ impl Part {
     }
 }
 
-/// Parts of many forms: of more than 2^16 elements, far from the start of the whole, cut in several dimensions, of
-/// one element and of none.
+/// Shards of many forms: more than 2^16 elements, far from the parameter's start, sharded in
+/// several dimensions, of one element, and empty.
 fn parts() -> Vec<Part> {
     let region = |offsets: &[usize], sizes: &[usize]| Region {
         offsets: offsets.to_vec(),
@@ -70,7 +71,7 @@ fn noise(index: usize, part: &Part, seed: u64, step: u64) -> Noise {
     Noise { key, high, run: part.run, base: part.base, dims: part.dims.clone() }
 }
 
-/// Parameters of a dtype on the CPU, with values of their own.
+/// Parameters of a dtype on the CPU, with different values.
 fn parameters<P: Dtype>(parts: &[Part]) -> Vec<Parameter> {
     let b = ModuleBuilder::new(ModuleInit { dtype: P::DTYPE, ..ModuleInit::default() });
     let make = |(i, part): (usize, &Part)| {
@@ -88,7 +89,7 @@ fn grads(i: usize, step: u64, part: &Part) -> Vec<f32> {
     normal(&format!("grads {i} {step}"), part.n())
 }
 
-/// The parameters' memory on the device of the tests.
+/// The parameters' memory on the test device.
 struct OnDevice<const N: usize> {
     machine: Machine,
     values: Vec<u64>,
@@ -117,7 +118,7 @@ impl<const N: usize> OnDevice<N> {
         Self { machine, values, state, state_dtype }
     }
 
-    /// One update of all tensors by the plan that `plan` makes of them.
+    /// Runs one update of all tensors, by the plan that `plan` makes.
     fn update<P: Dtype>(
         &mut self,
         parts: &[Part],
@@ -140,7 +141,7 @@ impl<const N: usize> OnDevice<N> {
         self.machine.run(&plan(updates));
     }
 
-    /// Compares with what an optimizer on the CPU made.
+    /// Compares with the result of an optimizer on the CPU.
     fn expect<P: Dtype>(&self, parameters: &[Parameter], optimizer: &mut dyn Optimizer) {
         for (parameter, &address) in parameters.iter().zip(&self.values) {
             let expected = parameter.local().unwrap().values.to_vec1::<P>().unwrap();
@@ -201,14 +202,14 @@ fn adamw_has_the_bits_of_the_cpu<P: Dtype>(state_dtype: StateDtype, beta1: f64) 
 }
 
 #[test]
-fn adamw_with_state_in_f32_has_the_bits_of_the_cpu() {
+fn adamw_with_f32_state_matches_the_cpu() {
     adamw_has_the_bits_of_the_cpu::<f32>(StateDtype::F32, 0.9);
     adamw_has_the_bits_of_the_cpu::<bf16>(StateDtype::F32, 0.3);
     adamw_has_the_bits_of_the_cpu::<f16>(StateDtype::F32, 0.9);
 }
 
 #[test]
-fn adamw_with_state_in_bf16_has_the_bits_of_the_cpu() {
+fn adamw_with_bf16_state_matches_the_cpu() {
     adamw_has_the_bits_of_the_cpu::<f32>(StateDtype::Bf16, 0.3);
     adamw_has_the_bits_of_the_cpu::<bf16>(StateDtype::Bf16, 0.9);
     adamw_has_the_bits_of_the_cpu::<f16>(StateDtype::Bf16, 0.9);
@@ -252,7 +253,8 @@ fn sgd_with_momentum_has_the_bits_of_the_cpu() {
     sgd_has_the_bits_of_the_cpu::<f32>(StateDtype::Bf16, true);
 }
 
-/// Values and gradients of any bits: also tests the conversions from and to half precision.
+/// Values and gradients with arbitrary bits, which also test the conversions from and to half
+/// precision.
 fn sgd_of_any_bits<P: Dtype>(values: &[P], grads: &[f32]) {
     let n = values.len();
     let b = ModuleBuilder::new(ModuleInit { dtype: P::DTYPE, ..ModuleInit::default() });
@@ -290,7 +292,7 @@ fn sgd_of_any_bits<P: Dtype>(values: &[P], grads: &[f32]) {
 }
 
 #[test]
-fn every_number_of_half_precision_is_read_and_written_as_it_is() {
+fn half_precision_numbers_round_trip() {
     let all = || 0..=u16::MAX;
     let zeros = vec![0.0; 1 << 16];
     sgd_of_any_bits::<f16>(&all().map(f16::from_bits).collect::<Vec<_>>(), &zeros);
@@ -298,9 +300,9 @@ fn every_number_of_half_precision_is_read_and_written_as_it_is() {
 }
 
 #[test]
-fn any_number_is_rounded_to_half_precision_as_on_the_cpu() {
+fn rounding_to_half_precision_matches_the_cpu() {
     let mut grads: Vec<f32> = vec![0.0, -0.0, f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX];
-    // Around every number of f16 and halfway between it and the next, and at random.
+    // Around every fifth f16 number, around the midpoint to the next number, and at random.
     for bits in (0..0x7c00u16).step_by(5) {
         let (low, high) = (f16::from_bits(bits).to_f32(), f16::from_bits(bits + 1).to_f32());
         let middle = if high.is_finite() { (low + high) / 2.0 } else { 65520.0 };
@@ -319,7 +321,7 @@ fn any_number_is_rounded_to_half_precision_as_on_the_cpu() {
 #[test]
 fn a_step_that_is_skipped_changes_nothing() {
     let values: Vec<f32> = normal("values", 300);
-    // Training makes the words by operations on f32.
+    // Training computes `skip` by f32 operations.
     for skip in [0, 1, 1f32.to_bits()] {
         let mut machine = Machine::default();
         let [address, m, v] = [(); 3].map(|()| machine.put(&values));
@@ -350,7 +352,7 @@ fn a_step_that_is_skipped_changes_nothing() {
         machine.run(&plans::average(&averages, 0.5, Some(scale)));
         assert_eq!(machine.get::<f32>(v) == before, skip != 0);
     }
-    // What `Scale::At` points to is this.
+    // The layout behind `Scale::At`.
     let fields = fulgurite_kernels::table::rows();
     let (_, fields) = fields.iter().find(|(name, _)| *name == "StepScale").unwrap();
     assert_eq!(fields.iter().map(|f| f.offset).collect::<Vec<_>>(), [0, 4, 8, 12]);
@@ -402,7 +404,7 @@ fn averages_have_the_bits_of_the_cpu() {
 }
 
 #[test]
-fn nothing_is_launched_for_no_elements() {
+fn empty_tensors_launch_nothing() {
     let none: [Update<'_, 1>; 0] = [];
     let scale = Scale::Known { factor: 1.0, bound: 1.0 };
     assert!(plans::sgd(none, None, scale).calls().is_empty());

@@ -1,4 +1,4 @@
-//! Sixteen bytes that are loaded at once have the bits of elements that are loaded one by one.
+//! Loads of 16 bytes at once give the same bits as loads of single elements.
 
 use fulgurite_kernels::plans::{
     CrossEntropy, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, cross_entropy,
@@ -10,11 +10,12 @@ use crate::layers::View;
 use crate::numbers::{Dtype, normal};
 use crate::shim::Machine;
 
-/// Whole packs, more of them than are kept in registers.
+/// Whole packs, more than fit in registers.
 const N: usize = 8456;
 const ROWS: usize = 2;
 
-/// Bits of what an RMS norm and its backward write, of tensors that begin `skip` elements after an aligned address.
+/// The outputs of an RMS norm and its backward, of tensors that begin `skip` elements after an
+/// aligned address.
 fn rms<T: Dtype>(skip: usize) -> Vec<Vec<f64>> {
     let m = &mut Machine::default();
     let [x, residual, grad, more] = ["x", "residual", "grad", "more"]
@@ -53,7 +54,7 @@ fn rms<T: Dtype>(skip: usize) -> Vec<Vec<f64>> {
     all
 }
 
-/// The same of a layer norm.
+/// The outputs of a layer norm and its backward, likewise.
 fn layer<T: Dtype>(skip: usize) -> Vec<Vec<f64>> {
     let m = &mut Machine::default();
     let [x, grad] = ["x", "grad"].map(|what| View::put(m, skip, &normal::<T>(what, ROWS * N)));
@@ -97,7 +98,7 @@ fn layer<T: Dtype>(skip: usize) -> Vec<Vec<f64>> {
     all
 }
 
-/// The same of a cross entropy.
+/// The outputs of a cross entropy and its backward, likewise.
 fn loss<T: Dtype>(skip: usize) -> Vec<Vec<f64>> {
     let m = &mut Machine::default();
     let logits = View::put(m, skip, &normal::<T>("logits", ROWS * N));

@@ -1,4 +1,4 @@
-//! Copies of views against the elements that they show.
+//! Copies of views against the elements of the views.
 
 use fulgurite_kernels::Work;
 use fulgurite_kernels::plans::{View, dense, pick_rows};
@@ -7,7 +7,7 @@ use proptest::prelude::*;
 use crate::numbers::{Dtype, normal};
 use crate::shim::Machine;
 
-/// The elements of a view of `values`, the last dimension first.
+/// Returns the elements of a view of `values`, the last dimension first.
 fn expected<T: Copy>(values: &[T], start: usize, sizes: [usize; 4], strides: [usize; 4]) -> Vec<T> {
     let mut all = Vec::new();
     for a in 0..sizes[0] {
@@ -25,7 +25,8 @@ fn expected<T: Copy>(values: &[T], start: usize, sizes: [usize; 4], strides: [us
     all
 }
 
-/// Copies a view at an offset to `shift` elements after an aligned address. The kernel that does it.
+/// Copies a view at an offset to `shift` elements after an aligned address. Returns the kernel's
+/// name.
 fn check<T: Dtype>(
     start: usize,
     sizes: [usize; 4],
@@ -59,9 +60,9 @@ fn check<T: Dtype>(
     }
 }
 
-/// `[batch, time, heads, width]` as `[batch, heads, time, width]`, which attention asks for.
+/// `[batch, time, heads, width]` as `[batch, heads, time, width]`, for attention.
 #[test]
-fn heads_come_first_in_the_widest_words_that_fit() {
+fn views_are_copied_in_the_widest_words() {
     let heads_first = |width: usize| ([2, 3, 70, width], [70 * 3 * width, width, 3 * width, 1]);
     let (sizes, strides) = heads_first(64);
     assert_eq!(check::<half::bf16>(0, sizes, strides, 0), "dense_16");
@@ -98,7 +99,7 @@ fn picks<T: Dtype>(width: usize, shift: usize, ids: &[u32]) {
 }
 
 #[test]
-fn rows_are_picked_and_those_that_are_not_there_are_zeros() {
+fn missing_rows_are_zeros() {
     let ids = [3, 0, u32::MAX, 8, 8, 1];
     for (width, shift) in [(64, 0), (64, 2), (6, 0), (7, 0), (7, 1), (1, 0)] {
         picks::<half::bf16>(width, shift, &ids);

@@ -1,6 +1,6 @@
 //! AMX: `tdpbf16ps` on tiles of 16 x 16 sums.
 //!
-//! The instructions are in inline assembly, as Rust has no stable functions for them.
+//! The instructions are in inline assembly, because Rust has no stable functions for them.
 
 use std::arch::asm;
 use std::arch::x86_64::{__cpuid_count, __get_cpuid_max, _xgetbv};
@@ -9,8 +9,8 @@ use std::marker::PhantomData;
 use super::pack::{BLOCK, Line, TILE, Tile};
 use super::{Kernel, Strip, Sums, avx512};
 
-/// A CPU with AMX for bf16, which the system lets this process use, and with AVX-512. That there is a
-/// value proves it.
+/// A CPU with AMX for bf16, which the system lets this process use, and with AVX-512. The existence
+/// of a value proves both.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Amx(());
 
@@ -21,7 +21,7 @@ impl Amx {
     }
 }
 
-/// Whether the CPU has tiles and their product in bf16, and the system saves them.
+/// Whether the CPU has tiles and their bf16 product, and the system saves them.
 fn cpu_has_it() -> bool {
     const OS_SAVES_STATES: u32 = 1 << 27; // OSXSAVE, of leaf 1
     const AMX: u32 = 1 << 22 | 1 << 24; // bf16 and tiles, of leaf 7
@@ -29,11 +29,11 @@ fn cpu_has_it() -> bool {
 
     #[target_feature(enable = "xsave")]
     fn saved_states() -> u64 {
-        // SAFETY: register 0 exists where the system saves states.
+        // SAFETY: register 0 exists if the system saves states.
         unsafe { _xgetbv(0) }
     }
     #[allow(unused_unsafe)] // safe in later versions of Rust
-    // SAFETY: every CPU of 64 bits has `cpuid`, and `xgetbv` if the bit of leaf 1 says so.
+    // SAFETY: every 64-bit CPU has `cpuid`, and `xgetbv` if the bit of leaf 1 says so.
     unsafe {
         __get_cpuid_max(0).0 >= 7
             && __cpuid_count(1, 0).ecx & OS_SAVES_STATES != 0
@@ -42,12 +42,12 @@ fn cpu_has_it() -> bool {
     }
 }
 
-/// Asks the system to allow tiles to this process, all its threads included.
+/// Asks the system to allow tiles in this process, including all its threads.
 #[cfg(target_os = "linux")]
 fn system_allows_it() -> bool {
     const ARCH_REQ_XCOMP_PERM: libc::c_long = 0x1023;
     const TILE_DATA: libc::c_long = 18;
-    // SAFETY: the call takes two numbers. Where the system does not know it, it returns an error.
+    // SAFETY: the call takes two numbers. A system that does not know it returns an error.
     unsafe { libc::syscall(libc::SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, TILE_DATA) == 0 }
 }
 
@@ -56,7 +56,7 @@ fn system_allows_it() -> bool {
     false
 }
 
-/// What `ldtilecfg` reads.
+/// The operand of `ldtilecfg`.
 #[repr(C, align(64))]
 struct TileConfig {
     palette: u8,
@@ -80,7 +80,7 @@ pub(super) struct Tiles(PhantomData<*mut ()>); // not for other threads
 
 impl Drop for Tiles {
     fn drop(&mut self) {
-        // SAFETY: there is a value only where the CPU has tiles. Nothing else uses them.
+        // SAFETY: a value exists only if the CPU has tiles. Nothing else uses them.
         unsafe { asm!("tilerelease", options(nomem, nostack, preserves_flags)) }
     }
 }
@@ -91,8 +91,8 @@ impl Kernel for Amx {
     const READS_ROWS: bool = false;
 
     fn session(self) -> Tiles {
-        // SAFETY: `self` proves that there are tiles and that the process may use them; the
-        // configuration is of palette 1, which every CPU with tiles has.
+        // SAFETY: `self` proves that there are tiles and that the process may use them. The
+        // configuration is of palette 1, which every CPU with tiles supports.
         unsafe {
             asm!("ldtilecfg [{}]", in(reg) &raw const CONFIG, options(nostack, preserves_flags));
         }
@@ -130,13 +130,12 @@ impl Kernel for Amx {
     }
 }
 
-/// Bytes of a row of a tile, in memory as in the tile.
+/// Bytes per row of a tile, in memory and in the tile.
 const ROW: usize = size_of::<Line>();
 
 /// Adds to all four tiles.
-///
 /// # Safety
-/// This thread's tiles are configured, `a` and `b` point at `depth` blocks, of which there is one.
+/// This thread's tiles must be configured. `a` and `b` must point to `depth` blocks, at least one.
 unsafe fn multiply_four(sums: &mut Sums, a: *const Line, b: *const Line, depth: usize) {
     // SAFETY: the caller's promise. The assembly reads blocks, and reads and writes all of `sums`.
     unsafe {
@@ -179,7 +178,7 @@ unsafe fn multiply_four(sums: &mut Sums, a: *const Line, b: *const Line, depth: 
 /// Adds to one tile.
 ///
 /// # Safety
-/// As [`multiply_four`], from the tile of a block on that is used.
+/// As [`multiply_four`]; `a` and `b` point to the used tile of the first block.
 unsafe fn multiply_one(
     sums: &mut [f32; TILE * TILE],
     a: *const Line,
@@ -216,10 +215,10 @@ unsafe fn multiply_one(
 mod tests {
     use super::*;
 
-    /// The configuration of this thread's tiles, all 0 if they are released.
+    /// Returns the configuration of this thread's tiles, all 0 if they are released.
     fn configuration() -> [u8; 64] {
         let mut bytes = [0; 64];
-        // SAFETY: the caller has found tiles; the instruction writes 64 bytes.
+        // SAFETY: the caller has detected tiles; the instruction writes 64 bytes.
         unsafe {
             asm!("sttilecfg [{}]", in(reg) bytes.as_mut_ptr(), options(nostack, preserves_flags));
         }

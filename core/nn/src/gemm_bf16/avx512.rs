@@ -6,11 +6,11 @@ use std::mem::transmute;
 use super::pack::{BLOCK, Line, TILE, Tile};
 use super::{Kernel, Strip, Sums};
 
-/// Rows whose sums are in registers at a time: 8 rows of two tiles of columns are 16 of the 32
+/// Rows whose sums are in registers at a time. 8 rows of two tiles of columns take 16 of the 32
 /// registers, more than the instruction's latency needs.
 const ROWS: usize = 8;
 
-/// A CPU with AVX512-BF16. That there is a value proves it.
+/// A CPU with AVX512-BF16. The existence of a value proves it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Avx512(());
 
@@ -62,7 +62,7 @@ impl Kernel for Avx512 {
 }
 
 impl Sums {
-    /// The two tiles of a row of tiles.
+    /// Returns the two tiles of a row of tiles.
     fn tiles(&mut self, row: usize) -> [&mut [f32; TILE * TILE]; 2] {
         let [a, b, c, d] = &mut self.0;
         if row == 0 { [a, b] } else { [c, d] }
@@ -72,8 +72,8 @@ impl Sums {
 /// Adds to [`ROWS`] rows of some tiles.
 ///
 /// # Safety
-/// `a` starts at the first of the rows, `b` points at a strip of the right operand, both with `depth`
-/// blocks. Sums have [`ROWS`] rows.
+/// `a` must start at the first of the rows, and `b` must point to a strip of the right operand,
+/// both with `depth` blocks. `sums` must have [`ROWS`] rows.
 #[target_feature(enable = "avx512f,avx512bf16")]
 unsafe fn multiply_rows<const TILES: usize>(
     mut sums: [&mut [f32]; TILES],
@@ -94,8 +94,8 @@ unsafe fn multiply_rows<const TILES: usize>(
     for block in 0..depth {
         let at = block * a.block_stride;
         for pair in 0..TILE {
-            // SAFETY: the line of these pairs in each tile of the block of the right operand, and
-            // the pair of each row in the tile of the left one. A line has 64 bytes and is aligned.
+            // SAFETY: the line of these pairs in each tile of the right operand's block, and the
+            // pair of each row in the left operand's tile. A line has 64 bytes and is aligned.
             unsafe {
                 let cols: [__m512bh; TILES] = std::array::from_fn(|tile| {
                     let line = _mm512_load_si512(b.add(tile * TILE + pair).cast());

@@ -1,4 +1,4 @@
-//! Blocks of a product, and its parts for threads.
+//! Splits a product into blocks, and into parts for threads.
 
 use std::ops::Range;
 
@@ -10,27 +10,27 @@ use super::{Kernel, Strip, Sums};
 use crate::gemm::{Mat, Threads};
 use crate::parallel_for::parallel_for;
 
-/// Strips of rows and of columns whose sums are kept at a time: 256 KiB, in the second-level cache
-/// together with a panel of the right operand.
+/// Strips of rows and of columns whose sums are kept at a time. They take 256 KiB, which fits the
+/// second-level cache together with a panel of the right operand.
 const STRIPS: usize = 8;
 
-/// Blocks of depth after which the next strip of columns is multiplied. A strip of rows then stays in the
-/// first-level cache, and the strips of columns (256 KiB) in the second.
+/// Blocks of depth before the next strip of columns is multiplied. A strip of rows then stays in
+/// the first-level cache, and the strips of columns (256 KiB) stay in the second.
 const PANEL: usize = 16;
 
-/// Multiplications that justify another thread. Not measured: four times as many as in f32, since
-/// instructions do at least that many times as much.
+/// Multiplications that justify another thread. Not measured: four times as many as in f32, because
+/// the instructions do at least four times the work.
 const WORTH_A_THREAD: usize = 1 << 20;
 
-/// What reading one strip costs, in products of two strips. Of a strip's depth both take the same
+/// The cost of reading one strip, in products of two strips. Per strip of depth, both take the same
 /// number of steps.
 const READ_COST: usize = 1;
 
 /// Computes `a b` into `target`.
 ///
 /// # Safety
-/// The target has `a.rows * b.cols` elements, valid for writing and initialised if they are added to,
-/// and nobody else uses them. The inner dimensions are equal.
+/// The target must have `a.rows * b.cols` elements, valid for writing, and initialised if they are
+/// added to. Nothing else may use them. The inner dimensions must be equal.
 pub(super) unsafe fn multiply<K: Kernel>(
     kernel: K,
     target: Target,
@@ -63,7 +63,7 @@ pub(super) unsafe fn multiply<K: Kernel>(
     let part = |i: usize| {
         let rows = share(a.strips(), across, i / along);
         let cols = share(b.strips(), along, i % along);
-        // SAFETY: the caller's promise; the parts of the grid share no element.
+        // SAFETY: the caller's promise; the parts of the grid are disjoint.
         unsafe { multiply_part(kernel, target, a, &b, rows, cols) }
     };
     match across * along {
@@ -78,12 +78,12 @@ enum Left<'a> {
     Rows(Rows<'a>),
 }
 
-/// Whole strips of rows, adjacent in memory, with whole blocks.
+/// Whole strips of rows with whole blocks, unpacked in memory.
 #[derive(Clone, Copy)]
 struct Rows<'a>(Mat<'a, bf16>);
 
 impl<'a> Rows<'a> {
-    /// The rows of `a`, if the kernel can read them where they are.
+    /// Returns the rows of `a`, if the kernel can read them in place.
     fn of<K: Kernel>(a: Mat<'a, bf16>) -> Option<Self> {
         let whole = a.rows.is_multiple_of(STRIP) && a.cols.is_multiple_of(DEPTH);
         let has = K::READS_ROWS && whole && a.col_stride == 1 && a.row_stride.is_multiple_of(2);
@@ -107,7 +107,7 @@ impl Left<'_> {
         }
     }
 
-    /// Rows in a strip.
+    /// Returns the rows in a strip.
     fn size(&self, strip: usize) -> usize {
         match self {
             Self::Packed(packed) => packed.size(strip),
@@ -115,7 +115,7 @@ impl Left<'_> {
         }
     }
 
-    /// The blocks of a strip from `block` on.
+    /// Returns the blocks of a strip from `block` on.
     fn strip(&self, strip: usize, block: usize) -> Strip {
         match self {
             Self::Packed(packed) => Strip::packed(packed.strip(strip, block)),
@@ -128,7 +128,7 @@ impl Left<'_> {
     }
 }
 
-/// Into how many parts to cut the strips of rows and of columns: the grid whose largest part
+/// Splits the strips of rows and of columns into parts. Returns the grid whose largest part
 /// multiplies and reads least. Bits do not depend on it.
 fn grid(rows: usize, cols: usize, threads: usize) -> [usize; 2] {
     let mut best = ([1, 1], usize::MAX);
@@ -144,7 +144,7 @@ fn grid(rows: usize, cols: usize, threads: usize) -> [usize; 2] {
     best.0
 }
 
-/// The `i`-th of `parts` shares of `0..len`.
+/// Returns the `i`-th of `parts` shares of `0..len`.
 fn share(len: usize, parts: usize, i: usize) -> Range<usize> {
     len * i / parts..len * (i + 1) / parts
 }
@@ -195,7 +195,7 @@ unsafe fn multiply_part<K: Kernel>(
     }
 }
 
-/// The strips, at most [`STRIPS`] at a time.
+/// Returns the strips in pieces of at most [`STRIPS`].
 fn pieces(strips: &Range<usize>) -> impl Iterator<Item = Range<usize>> + use<> {
     let end = strips.end;
     strips.clone().step_by(STRIPS).map(move |start| start..end.min(start + STRIPS))

@@ -1,31 +1,34 @@
-//! Products of bf16 matrices with the instructions that some CPUs have for them: AMX tiles
-//! (`tdpbf16ps`) and AVX512-BF16 (`vdpbf16ps`). Sums are f32.
+//! Products of bf16 matrices with the bf16 instructions of some CPUs: AMX tiles (`tdpbf16ps`) and
+//! AVX512-BF16 (`vdpbf16ps`). Sums are f32.
 //!
-//! Operands are packed once a call ([`pack`]) into the layout that the instructions read: tiles
-//! of 16 rows or columns by 32 elements of the inner dimension, in pairs. Rows of a left operand
-//! that is a multiple of the tiles are read where they are. Threads then compute parts of the result
-//! ([`driver`]), and round a part to bf16 as they store it ([`output`]).
+//! Operands are packed once per call ([`pack`]) into the layout of the instructions: tiles of 16
+//! rows or columns by 32 elements of the inner dimension, in pairs. If a left operand's sizes are
+//! multiples of the tiles, its rows are read in place. Threads then compute parts of the result
+//! ([`driver`]), and round a part to bf16 when they store it ([`output`]).
 //!
 //! # Bits
 //! An element of the result is one chain of instructions over the inner dimension, which is padded
-//! with zeros to a multiple of 32. The chain starts at 0; a bias or the sum that the product is added
-//! to comes last. So bits depend neither on the number of threads, nor on blocks, nor on which
-//! operands are transposed. They do depend on the instruction, for operands `a` and `b` of one element:
+//! with zeros to a multiple of 32. The chain starts at 0. A bias, or the sum that the product is
+//! added to, comes last. So bits do not depend on the number of threads, on blocks, or on which
+//! operands are transposed. They do depend on the instruction, for operands `a` and `b` of one
+//! element:
 //!
-//! - `vdpbf16ps` (AVX512-BF16) takes a pair: `sum = fma(a1, b1, sum)`, then `sum = fma(a0, b0, sum)`.
-//! - `tdpbf16ps` (AMX) takes 32 elements: the even and the odd ones are summed apart, each by `fma` from
-//!   0 on. Then `sum = sum + (even + odd)`.
+//! - `vdpbf16ps` (AVX512-BF16) takes a pair: `sum = fma(a1, b1, sum)`, then
+//!   `sum = fma(a0, b0, sum)`.
+//! - `tdpbf16ps` (AMX) takes 32 elements. It sums the even and the odd elements separately, each by
+//!   `fma` from 0 on. Then `sum = sum + (even + odd)`.
 //!
-//! Both round to nearest even, take denormals as 0 and flush denormal results to 0, whatever the
-//! thread's rounding mode is. A CPU with neither converts operands to f32 and multiplies those
-//! ([`gemm()`](super::gemm::gemm)). So a run in bf16 has other bits on a CPU of another kind; resumed
+//! Both round to nearest even, treat denormals as 0 and flush denormal results to 0, in every
+//! rounding mode of the thread. A CPU with neither converts operands to f32 and multiplies them
+//! ([`gemm()`](super::gemm::gemm)). So a bf16 run has other bits on a CPU of another kind. Resumed
 //! there, it continues from the same weights with other rounding errors.
 //!
-//! Tests have a scalar model of each instruction. It runs on every CPU in place of the instruction, and
-//! the results must have the bits of the chains above; where the CPU has the instruction, so must its.
+//! Tests have a scalar model of each instruction. It runs on every CPU in place of the instruction,
+//! and its results must have the bits of the chains above. If the CPU has the instruction, its
+//! results must have the same bits.
+// Instructions that not every CPU has, and memory that threads write in parts.
 #![allow(unsafe_code)]
-// instructions of some CPUs only, and memory that is written in parts
-// Elsewhere no CPU has such instructions, and `Bf16Gemm` has no value.
+// On other architectures `Bf16Gemm` has no value.
 #![cfg_attr(not(any(test, target_arch = "x86_64")), allow(dead_code, unused_variables))]
 
 #[cfg(target_arch = "x86_64")]
@@ -47,12 +50,12 @@ use half::bf16;
 use self::output::{Target, TargetKind};
 use crate::gemm::{Mat, Threads};
 
-/// How layers in bf16 multiply matrices on this CPU: `"amx"`, `"avx512-bf16"`, or `"f32"`.
+/// Returns how layers in bf16 multiply matrices on this CPU: `"amx"`, `"avx512-bf16"`, or `"f32"`.
 ///
-/// With `"f32"` operands are converted to f32, and results back. The bits of products differ between
-/// the three. AMX is used on Linux alone, which has to allow it to the process. The environment variable
-/// `FULGURITE_BF16_PRODUCTS` names the most that may be used: `avx512-bf16` unless it says `amx`. With `f32` CPUs of
-/// several kinds give the same bits.
+/// With `"f32"` operands are converted to f32, and results back. The bits of products differ
+/// between the three. AMX is used on Linux only, which must allow it to the process. The
+/// environment variable `FULGURITE_BF16_PRODUCTS` limits the choice: `avx512-bf16` by default, or
+/// `amx` or `f32`. With `f32`, CPUs of different kinds give the same bits.
 ///
 /// ```
 /// use fulgurite_core::nn::bf16_products;
@@ -64,8 +67,7 @@ pub fn bf16_products() -> &'static str {
     Bf16Gemm::available().map_or("f32", Bf16Gemm::name)
 }
 
-/// The CPU's products of bf16 matrices. That there is a value proves that the CPU has the
-/// instructions.
+/// The CPU's bf16 products. The existence of a value proves that the CPU has the instructions.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Bf16Gemm(Instructions);
 
@@ -79,14 +81,14 @@ enum Instructions {
     Model(model::Model<model::Vdpbf16ps>),
 }
 
-/// The most that products of bf16 may use, by the names that [`bf16_products`] gives.
+/// The variable that limits bf16 products, to a name that [`bf16_products`] returns.
 const VARIABLE: &str = "FULGURITE_BF16_PRODUCTS";
 
-/// Whether AMX and AVX512-BF16 may be used, by the value of [`VARIABLE`].
+/// Returns whether AMX and AVX512-BF16 may be used, for this value of [`VARIABLE`].
 fn allowed(most: Option<&str>) -> [bool; 2] {
     match most {
         Some("amx") => [true, true],
-        // AMX has not run on a real CPU yet, and failed once in an emulator of one.
+        // AMX has not run on a real CPU yet, and failed once in a CPU emulator.
         None | Some("avx512-bf16") => [false, true],
         Some("f32") => [false, false],
         Some(other) => {
@@ -98,7 +100,7 @@ fn allowed(most: Option<&str>) -> [bool; 2] {
     }
 }
 
-/// Set in a thread's execution context by [`use_model`].
+/// Marks an execution context in which [`use_model`] is active.
 #[cfg(test)]
 struct UseModel;
 
@@ -110,7 +112,7 @@ pub(crate) fn use_model() -> fulgurite_engine::execution::ContextGuard {
 }
 
 impl Bf16Gemm {
-    /// The fastest that this CPU has, if any. The CPU is asked once.
+    /// Returns the fastest products of this CPU, if any. Detection runs once.
     pub(crate) fn available() -> Option<Self> {
         #[cfg(test)]
         if fulgurite_engine::execution::value::<UseModel>().is_some() {
@@ -158,7 +160,7 @@ impl Bf16Gemm {
         unsafe { self.multiply(target, a, b, threads) }
     }
 
-    /// `a b`, row-major, with `bias` added to each row before it is rounded.
+    /// Returns `a b`, row-major, with `bias` added to each row before rounding.
     ///
     /// # Panics
     /// As [`gemm`](Self::gemm), and if the bias has another length than the rows.
@@ -181,7 +183,7 @@ impl Bf16Gemm {
         out
     }
 
-    /// `out += a b`, row-major. A sum is rounded once.
+    /// Computes `out += a b`, row-major. A sum is rounded once.
     ///
     /// # Panics
     /// As [`gemm`](Self::gemm).
@@ -220,7 +222,7 @@ impl Bf16Gemm {
     }
 }
 
-/// The number of elements of `a b`. Panics unless the inner dimensions are equal.
+/// Returns the number of elements of `a b`. Panics unless the inner dimensions are equal.
 fn checked_size(a: Mat<bf16>, b: Mat<bf16>) -> usize {
     assert_eq!(a.cols, b.rows, "inner dimensions");
     a.rows.checked_mul(b.cols).expect("a product has no more elements than memory")
@@ -228,22 +230,23 @@ fn checked_size(a: Mat<bf16>, b: Mat<bf16>) -> usize {
 
 /// Instructions that multiply packed tiles.
 trait Kernel: Copy + Sync {
-    /// What a thread holds while it multiplies.
+    /// The state of a thread while it multiplies.
     type Session;
 
     /// Prepares this thread for [`multiply`](Self::multiply).
     fn session(self) -> Self::Session;
 
-    /// Whether the left operand may be read where it is, unpacked.
+    /// Whether the left operand may be read in place, unpacked.
     const READS_ROWS: bool;
 
-    /// Adds to `sums` the product of `depth` blocks of a strip of rows and of one of columns, at `b`.
-    /// Only the first `rows` and `cols` are needed, each from 1 to [`pack::STRIP`]. The others are
-    /// computed or left, as is faster.
+    /// Adds to `sums` the product of `depth` blocks of a strip of rows and a strip of columns, at
+    /// `b`. Only the first `rows` and `cols` are needed, each from 1 to [`pack::STRIP`]. The kernel
+    /// may compute or skip the others.
     ///
     /// # Safety
-    /// `a` has `depth` blocks of a strip, packed unless the kernel [reads rows](Self::READS_ROWS); `b`
-    /// points at `depth` packed blocks, and `sums` is used by nobody else.
+    /// `a` must have `depth` blocks of a strip, packed unless the kernel
+    /// [reads rows](Self::READS_ROWS). `b` must point to `depth` packed blocks. Nothing else may
+    /// use `sums`.
     unsafe fn multiply(
         session: &Self::Session,
         sums: &mut Sums,
@@ -257,8 +260,8 @@ trait Kernel: Copy + Sync {
     fn transpose(self, tile: &mut pack::Tile);
 }
 
-/// A strip of rows of the left operand. Row `r` of block `k` is at `r * row_stride + k * block_stride`
-/// pairs from the start, which need not be aligned.
+/// A strip of rows of the left operand. Row `r` of block `k` is at
+/// `r * row_stride + k * block_stride` pairs from the start, which may be unaligned.
 #[derive(Clone, Copy)]
 struct Strip {
     start: *const u32,
@@ -267,13 +270,13 @@ struct Strip {
 }
 
 impl Strip {
-    /// A strip whose blocks are packed from here on.
+    /// A strip of packed blocks that start at `lines`.
     fn packed(lines: &[pack::Line]) -> Self {
         let start = lines.as_ptr().cast();
         Self { start, row_stride: pack::TILE, block_stride: pack::BLOCK * pack::TILE }
     }
 
-    /// Its packed lines.
+    /// Returns the packed lines.
     #[cfg(target_arch = "x86_64")]
     fn lines(self) -> *const pack::Line {
         debug_assert_eq!(self.row_stride, pack::TILE, "the strip is packed");
@@ -281,8 +284,8 @@ impl Strip {
     }
 }
 
-/// The sums of a strip of rows and a strip of columns: four tiles of 16 x 16, row-major in themselves
-/// and among themselves.
+/// The sums of a strip of rows and a strip of columns: four tiles of 16 x 16. The tiles and their
+/// elements are row-major.
 #[derive(Clone)]
 #[repr(C, align(64))]
 struct Sums([[f32; 256]; 4]);

@@ -1,8 +1,8 @@
-//! The instructions in scalar arithmetic, and products in the order that they document.
+//! The instructions in scalar arithmetic, and products in their documented order.
 //!
-//! From Intel's manual of the instruction set, volume 2: `VDPBF16PS` and `TDPBF16PS`. A result is
-//! denormal, as with the CPU's other instructions, if it is below the least normal number when rounded as
-//! if exponents had no end.
+//! From Intel's manual of the instruction set, volume 2: `VDPBF16PS` and `TDPBF16PS`. A result
+//! counts as denormal if, rounded with an unbounded exponent, it is below the least normal number.
+//! The CPU's other instructions do the same.
 
 use std::marker::PhantomData;
 
@@ -16,13 +16,13 @@ fn without_denormal(x: f32) -> f32 {
     if x.is_subnormal() { 0f32.copysign(x) } else { x }
 }
 
-/// `a * b + c`, rounded once to nearest even, with denormals taken as 0 and flushed to 0.
+/// Returns `a * b + c`, rounded once to nearest even, with denormals treated as 0 and flushed to 0.
 pub(super) fn fma(a: f32, b: f32, c: f32) -> f32 {
     let [a, b, c] = [a, b, c].map(without_denormal);
     let sum = a.mul_add(b, c);
     if sum.abs() == f32::MIN_POSITIVE {
-        // Perhaps rounded up to it with a denormal's fewer digits: here with all. Both the smaller
-        // factor and `c` are small enough for this.
+        // The sum may have been rounded up with a denormal's fewer digits. Here it is computed with
+        // all digits. The smaller factor and `c` are both small enough for that.
         const SCALE: f32 = (1u64 << 63) as f32;
         let (small, large) = if a.abs() < b.abs() { (a, b) } else { (b, a) };
         let scaled = (small * SCALE).mul_add(large, c * SCALE);
@@ -33,21 +33,21 @@ pub(super) fn fma(a: f32, b: f32, c: f32) -> f32 {
     without_denormal(sum)
 }
 
-/// `a + b`, with denormals taken as 0 and flushed to 0.
+/// Returns `a + b`, with denormals treated as 0 and flushed to 0.
 fn add(a: f32, b: f32) -> f32 {
     without_denormal(without_denormal(a) + without_denormal(b))
 }
 
-/// An instruction, applied to one element of the result and a block of the inner dimension.
+/// An instruction, for one element of the result and a block of the inner dimension.
 pub(super) trait Instruction: Copy + Default + Sync {
     fn block(sum: f32, a: &[bf16; DEPTH], b: &[bf16; DEPTH]) -> f32;
 }
 
-/// AVX512-BF16: sixteen instructions for a block.
+/// AVX512-BF16: sixteen instructions per block.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Vdpbf16ps;
 
-/// AMX: one instruction for a block.
+/// AMX: one instruction per block.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Tdpbf16ps;
 
@@ -71,7 +71,7 @@ impl Instruction for Tdpbf16ps {
     }
 }
 
-/// The sums of `a b`, row-major, in the order that the instruction documents.
+/// Returns the sums of `a b`, row-major, in the instruction's documented order.
 pub(super) fn definition<I: Instruction>(a: Mat<bf16>, b: Mat<bf16>) -> Vec<f32> {
     let mut out = Vec::with_capacity(a.rows * b.cols);
     for i in 0..a.rows {
@@ -91,7 +91,7 @@ pub(super) fn definition<I: Instruction>(a: Mat<bf16>, b: Mat<bf16>) -> Vec<f32>
     out
 }
 
-/// The instruction's model in its place.
+/// A kernel that uses the model of an instruction.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Model<I>(PhantomData<fn() -> I>);
 

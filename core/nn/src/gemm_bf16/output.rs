@@ -1,4 +1,4 @@
-//! How the sums of a product are stored: in f32 or bf16, written or added.
+//! Stores the sums of a product, in f32 or bf16, written or added.
 
 use std::ops::Range;
 
@@ -8,7 +8,7 @@ use super::Sums;
 use super::pack::{STRIP, TILE};
 use fulgurite_engine::simd::{Half, vectorized};
 
-/// The row-major matrix that a product goes to, of which each thread writes other elements.
+/// The row-major result of a product. Threads write disjoint elements.
 #[derive(Clone, Copy)]
 pub(super) struct Target<'a> {
     kind: TargetKind<'a>,
@@ -33,12 +33,12 @@ impl<'a> Target<'a> {
         Self { kind, cols }
     }
 
-    /// Stores the elements of the rows and columns. `sums` has those of the strips that these start
-    /// and end in, a strip of rows after the other.
+    /// Stores the elements of the rows and columns. `sums` covers the strips from the first to the
+    /// last element, one strip of rows after the other.
     ///
     /// # Safety
-    /// The target has these elements, initialised if they are added to, and nobody else uses them.
-    /// `rows` and `cols` start at a strip.
+    /// The target must have these elements, initialised if they are added to, and nothing else may
+    /// use them. `rows` and `cols` must start at a strip.
     pub(super) unsafe fn store(&self, sums: &[Sums], rows: Range<usize>, cols: Range<usize>) {
         let width = self.cols;
         match self.kind {
@@ -53,10 +53,10 @@ impl<'a> Target<'a> {
     }
 }
 
-/// How a sum is stored.
+/// The way in which a sum is stored.
 trait Output: Copy {
-    /// Stores consecutive elements of a row, the first of them `at` elements from the target's start and
-    /// in column `col`.
+    /// Stores consecutive elements of a row. The first is `at` elements from the target's start, in
+    /// column `col`.
     ///
     /// # Safety
     /// As [`Target::store`], for these elements.
@@ -133,7 +133,7 @@ impl Output for AddRounded {
 }
 
 vectorized! {
-    /// [`Target::store`], whose caller has promised what it asks. `width` is the length of a row.
+    /// [`Target::store`], under its caller's promise. `width` is the length of a row.
     fn store[O: Output](
         output: O,
         width: usize,
@@ -150,8 +150,8 @@ vectorized! {
                 for row in 0..height {
                     let (of_tile, at) = (row / TILE * 2, (first_row + row) * width + first_col);
                     let values = |half: usize| &tiles[of_tile + half][row % TILE * TILE..][..TILE];
-                    // SAFETY: the promise to `Target::store`. A whole segment has a length that the
-                    // compiler knows.
+                    // SAFETY: the promise to `Target::store`. A whole segment has a length known at
+                    // compile time.
                     unsafe {
                         if wide == STRIP {
                             output.store(at, first_col, values(0));

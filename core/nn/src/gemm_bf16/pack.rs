@@ -1,9 +1,9 @@
-//! The layout that instructions read their operands in.
+//! The layout in which instructions read their operands.
 //!
-//! An operand is cut into strips of 32 rows (of the left one) or columns (of the right one), and a
-//! strip into blocks of 32 elements of the inner dimension. A block has two tiles, a tile 16 lines of
-//! 16 pairs. A line of the left operand is a row; one of the right operand is a pair of its rows, of
-//! which it has 16 columns. What the matrix lacks is 0.
+//! An operand is split into strips of 32 rows (left) or columns (right), and a strip into blocks of
+//! 32 elements of the inner dimension. A block has two tiles, a tile has 16 lines, and a line has
+//! 16 pairs. A line of the left operand is a row. A line of the right operand is a pair of rows, in
+//! 16 columns. Padding is 0.
 
 use half::bf16;
 
@@ -21,8 +21,8 @@ pub(super) const DEPTH: usize = 2 * TILE;
 /// Lines of a block.
 pub(super) const BLOCK: usize = 2 * TILE;
 
-/// Strips that are packed together from a matrix whose rows run across them, so that more of a row
-/// is read at once than the 64 bytes of one strip.
+/// Strips packed together if the matrix's rows run across them. More of a row is then read at once
+/// than the 64 bytes of one strip.
 const TOGETHER: usize = 8;
 
 /// Sixteen pairs of bf16, the element with the lower index in the lower half.
@@ -36,7 +36,7 @@ impl Line {
 
 pub(super) type Tile = [Line; TILE];
 
-/// A matrix as an operand: vectors of the inner dimension's length.
+/// An operand: a matrix as vectors along the inner dimension.
 #[derive(Clone, Copy)]
 pub(super) struct Operand<'a> {
     data: &'a [bf16],
@@ -57,28 +57,28 @@ enum Side {
 /// An operand in the layout of the instructions.
 pub(super) struct Packed {
     lines: Vec<Line>,
-    /// Blocks of each strip.
+    /// Blocks per strip.
     blocks: usize,
     count: usize,
 }
 
 impl Packed {
-    /// The number of strips.
+    /// Returns the number of strips.
     pub(super) fn strips(&self) -> usize {
         self.count.div_ceil(STRIP)
     }
 
-    /// Blocks of each strip.
+    /// Returns the number of blocks per strip.
     pub(super) fn blocks(&self) -> usize {
         self.blocks
     }
 
-    /// Rows or columns in a strip.
+    /// Returns the number of rows or columns in a strip.
     pub(super) fn size(&self, strip: usize) -> usize {
         (self.count - strip * STRIP).min(STRIP)
     }
 
-    /// The blocks of a strip from `block` on.
+    /// Returns the blocks of a strip from `block` on.
     pub(super) fn strip(&self, strip: usize, block: usize) -> &[Line] {
         let start = strip * self.blocks * BLOCK;
         &self.lines[start..][..self.blocks * BLOCK][block * BLOCK..]
@@ -109,7 +109,7 @@ impl<'a> Operand<'a> {
     }
 }
 
-/// Packs operands of a product on this number of threads.
+/// Packs operands of a product, on this number of threads.
 pub(super) fn pack<K: Kernel, const N: usize>(
     kernel: K,
     operands: [Operand<'_>; N],
@@ -128,7 +128,7 @@ pub(super) fn pack<K: Kernel, const N: usize>(
             i -= groups[which];
             which += 1;
         }
-        // There is room for the group's lines, and no other call has the group.
+        // The group's lines have room, and no other call has this group.
         pack_group(kernel, operands[which], i, room[which].pointer());
     };
     let all = groups.iter().sum::<usize>();
@@ -145,7 +145,7 @@ pub(super) fn pack<K: Kernel, const N: usize>(
     packed
 }
 
-/// Memory of lines, of which each thread writes others.
+/// Memory of lines. Threads write disjoint lines.
 struct Room(*mut Line);
 // SAFETY: threads that share it write disjoint lines.
 unsafe impl Sync for Room {}
@@ -157,8 +157,8 @@ impl Room {
 }
 
 vectorized! {
-    /// Writes every line of a group of strips to `out`, which has room for all lines of the operand.
-    /// No other thread may use the group's lines.
+    /// Writes every line of a group of strips to `out`, which must have room for all lines of the
+    /// operand. No other thread may use the group's lines.
     fn pack_group[K: Kernel](kernel: K, operand: Operand<'_>, group: usize, out: *mut Line) {
         let blocks = operand.depth.div_ceil(DEPTH);
         let strips = operand.count.div_ceil(STRIP);
@@ -166,13 +166,13 @@ vectorized! {
         let count = end - first;
         for i in 0..count * blocks {
             let (strip, block) = match operand.depth_stride {
-                // Each vector is read from its start to its end.
+                // Each vector is read from start to end.
                 1 => (first + i / blocks, i % blocks),
                 _ => (first + i % count, i / count),
             };
             for half in 0..2 {
                 let tile = operand.tile(kernel, strip * STRIP + half * TILE, block * DEPTH);
-                // SAFETY: the tile is one of the group's, for which `out` has room.
+                // SAFETY: the tile belongs to the group, and `out` has room for the group.
                 unsafe {
                     let at = out.add((strip * blocks + block) * BLOCK + half * TILE);
                     at.cast::<Tile>().write(tile);
@@ -183,7 +183,7 @@ vectorized! {
 }
 
 impl Operand<'_> {
-    /// The tile of the vectors and the depth that start at these.
+    /// Returns the tile that starts at this vector and depth.
     #[inline(always)]
     fn tile<K: Kernel>(&self, kernel: K, vector: usize, depth: usize) -> Tile {
         let vectors = self.count.saturating_sub(vector).min(TILE);
@@ -198,7 +198,7 @@ impl Operand<'_> {
         tile
     }
 
-    /// A line has the pairs of one vector, which are adjacent in memory.
+    /// Makes lines with the pairs of one vector, which are adjacent in memory.
     #[inline(always)]
     fn lines_of_vectors(&self, vector: usize, vectors: usize, depth: usize, len: usize) -> Tile {
         let mut tile = [Line::ZERO; TILE];
@@ -215,7 +215,7 @@ impl Operand<'_> {
         tile
     }
 
-    /// A line has one pair of each vector, the vectors being adjacent in memory.
+    /// Makes lines with one pair of each vector; the vectors are adjacent in memory.
     #[inline(always)]
     fn lines_of_pairs(&self, vector: usize, vectors: usize, depth: usize, len: usize) -> Tile {
         let row = |i: usize| &self.data[(depth + i) * self.depth_stride + vector..][..vectors];

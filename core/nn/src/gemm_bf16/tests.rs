@@ -1,4 +1,4 @@
-//! Products compared with the chains of instructions that define them.
+//! Compares products with the chains of instructions that define them.
 
 use half::bf16;
 
@@ -18,13 +18,13 @@ fn random(seed: usize) -> impl FnMut() -> u32 {
     }
 }
 
-/// Values of about one.
+/// Values of magnitude about one.
 fn usual(count: usize, seed: usize) -> Vec<bf16> {
     let mut next = random(seed);
     (0..count).map(|_| bf16::from_f32(next() as f32 / (1u32 << 30) as f32 - 1.0)).collect()
 }
 
-/// Values whose products and sums overflow, vanish or are no numbers.
+/// Values whose products and sums overflow, vanish or are NaN.
 fn unusual(count: usize, seed: usize) -> Vec<bf16> {
     let mut next = random(seed);
     let mut value = || {
@@ -41,7 +41,7 @@ fn unusual(count: usize, seed: usize) -> Vec<bf16> {
     (0..count).map(|_| value()).collect()
 }
 
-/// The bits, with one for every NaN: which payload survives is not compared.
+/// Returns the bits, with one pattern for every NaN, because payloads may differ.
 fn bits(values: &[f32]) -> Vec<u32> {
     values.iter().map(|x| if x.is_nan() { u32::MAX } else { x.to_bits() }).collect()
 }
@@ -50,7 +50,7 @@ fn bits16(values: &[bf16]) -> Vec<u16> {
     values.iter().map(|x| if x.is_nan() { u16::MAX } else { x.to_bits() }).collect()
 }
 
-/// Every kind of output has the bits that the definition gives.
+/// Checks that every kind of output has the bits of the definition.
 fn compare<K: Kernel, I: Instruction>(
     kernel: K,
     a: Mat<bf16>,
@@ -95,7 +95,7 @@ fn compare<K: Kernel, I: Instruction>(
     assert_eq!(bits16(&out), expected, "{what}, added in bf16");
 }
 
-/// Compares products of many shapes, all orientations, on one thread and on several.
+/// Compares products of many shapes, in all orientations, on one thread and on several.
 fn compare_shapes<K: Kernel, I: Instruction>(kernel: K) {
     let pool = rayon::ThreadPoolBuilder::new().num_threads(3).build().unwrap();
     let shapes = [
@@ -133,18 +133,18 @@ fn compare_shapes<K: Kernel, I: Instruction>(kernel: K) {
 }
 
 #[test]
-fn the_model_of_vdpbf16ps_has_the_documented_bits() {
+fn vdpbf16ps_model_matches_its_definition() {
     compare_shapes::<_, Vdpbf16ps>(Model::<Vdpbf16ps>::default());
 }
 
 #[test]
-fn the_model_of_tdpbf16ps_has_the_documented_bits() {
+fn tdpbf16ps_model_matches_its_definition() {
     compare_shapes::<_, Tdpbf16ps>(Model::<Tdpbf16ps>::default());
 }
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn avx512_has_the_bits_of_the_model() {
+fn avx512_matches_the_model() {
     match super::avx512::Avx512::detect() {
         Some(kernel) => compare_shapes::<_, Vdpbf16ps>(kernel),
         None => eprintln!("skipped: this CPU has no AVX512-BF16"),
@@ -153,7 +153,7 @@ fn avx512_has_the_bits_of_the_model() {
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn amx_has_the_bits_of_the_model() {
+fn amx_matches_the_model() {
     match super::amx::Amx::detect() {
         Some(kernel) => compare_shapes::<_, Tdpbf16ps>(kernel),
         None => eprintln!("skipped: this CPU has no AMX, or the system does not allow it"),
@@ -169,8 +169,8 @@ fn denormals_are_zeros_and_results_flushed() {
     assert_eq!(fma(least, -0.5, 0.0).to_bits(), (-0f32).to_bits());
     assert_eq!(fma(least, 1.5, -least).to_bits(), 0);
     assert_eq!(fma(least, 1.0, 0.0), least);
-    // Just below the least normal number: rounded up to it, or a denormal, by a digit that only an
-    // unbounded exponent has.
+    // Just below the least normal number. A digit that only an unbounded exponent keeps decides
+    // whether the result is rounded up to it or is a denormal.
     let below = |distance: i32| fma(-(2f32.powi(-100)), 2f32.powi(distance + 100), least);
     assert_eq!(below(-152), least);
     assert_eq!(below(-151), least, "half of the last place: to even");
@@ -180,7 +180,7 @@ fn denormals_are_zeros_and_results_flushed() {
 
 #[test]
 fn each_instruction_has_its_order() {
-    // 2^24 absorbs a 1 that is added to it, but not a 2.
+    // 2^24 absorbs an added 1, but not an added 2.
     let big = bf16::from_f32((1 << 12) as f32);
     let (one, zero) = (bf16::ONE, bf16::ZERO);
     let sum = |values: [bf16; 4]| {
@@ -196,7 +196,7 @@ fn each_instruction_has_its_order() {
 }
 
 #[test]
-fn the_name_is_that_of_the_instructions() {
+fn name_matches_the_instructions() {
     let expected = match Bf16Gemm::available() {
         None => "f32",
         #[cfg(target_arch = "x86_64")]
@@ -213,7 +213,7 @@ fn the_name_is_that_of_the_instructions() {
 
 #[cfg(target_arch = "x86_64")]
 #[test]
-fn registers_transpose_as_a_loop_does() {
+fn register_transpose_matches_a_loop() {
     let Some(kernel) = super::avx512::Avx512::detect() else {
         return eprintln!("skipped: this CPU has no AVX512-BF16");
     };

@@ -186,7 +186,8 @@ pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     storage::cast(&((&gate * sigmoid_portable(&gate)?)? * up)?, dtype)
 }
 
-/// Of an element of `gate`, one of `up` and the output's gradient: the gradients of the first two.
+/// Maps an element of `gate`, one of `up` and the output's gradient to the gradients of the first
+/// two.
 #[derive(Clone, Copy)]
 struct SwigluGrads;
 

@@ -20,19 +20,19 @@ use fulgurite_engine::parameter::accumulation_dtype;
 pub(crate) struct DotProductAttention {
     /// Factor of the scores.
     pub(crate) scale: f64,
-    /// Whether a query attends only to the keys up to its own position; the last query is at the
+    /// Whether a query attends only to the keys up to its own position. The last query is at the
     /// position of the last key.
     pub(crate) causal: bool,
-    /// How many keys a causal query attends to at most: its own and those before it, at least one.
+    /// The most keys that a causal query attends to, including its own; at least one.
     pub(crate) window: Option<usize>,
     /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
-    /// Where documents begin, which a causal query does not look beyond. Then there are as many queries as
-    /// keys.
+    /// The beginnings of documents. A causal query attends to its own document only. There are as
+    /// many queries as keys then.
     pub(crate) documents: Option<Arc<Documents>>,
 }
 
-/// The output, and what backward needs besides the inputs.
+/// The output, and the state for backward besides the inputs.
 #[derive(Debug, Clone)]
 pub(crate) struct AttentionOutput {
     /// `[batch, queries, heads, head_dim]`.
@@ -89,12 +89,12 @@ impl AttentionShape {
         Ok(Self { batch, queries, keys, heads, kv_heads, dim })
     }
 
-    /// Query heads of each key head.
+    /// Returns the number of query heads per key head.
     pub(super) fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
 
-    /// The number of keys that query `i` attends to.
+    /// Returns the number of keys that query `i` attends to.
     pub(super) fn visible(&self, causal: bool, i: usize) -> usize {
         if causal { self.keys - self.queries + i + 1 } else { self.keys }
     }
@@ -105,21 +105,22 @@ pub(crate) fn attention_sizes(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> 
     AttentionShape::new(q, k, v, false).map(drop)
 }
 
-/// The tensor in its accumulation dtype, with contiguous rows of `head_dim`. Copied only where it
-/// must be.
+/// Returns the tensor in its accumulation dtype, with contiguous rows of `head_dim`, copying only
+/// if necessary.
 fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
     let x = storage::cast(&x.detach(), accumulation_dtype(x.dtype()))?;
     Ok(if x.stride().last() == Some(&1) { x } else { x.contiguous()? })
 }
 
 impl DotProductAttention {
-    /// The first key that query `i` of a sequence attends to. It is not before that of an earlier query.
+    /// Returns the first key that query `i` of a sequence attends to. It never decreases from query
+    /// to query.
     pub(super) fn first_key(&self, s: AttentionShape, sequence: usize, i: usize) -> usize {
         let of_document = self.documents.as_ref().map_or(0, |d| d.first(sequence, i));
         of_document.max(self.first_in_window(s, i))
     }
 
-    /// The first key that is in the window of query `i`.
+    /// Returns the first key in the window of query `i`.
     pub(super) fn first_in_window(&self, s: AttentionShape, i: usize) -> usize {
         debug_assert!(self.window.is_none_or(|window| self.causal && window > 0));
         self.window.map_or(0, |window| s.visible(self.causal, i).saturating_sub(window))
@@ -183,7 +184,7 @@ impl DotProductAttention {
     }
 }
 
-/// `[batch, time, heads * head_dim]` seen as `[batch, time, heads, head_dim]`.
+/// Views `[batch, time, heads * head_dim]` as `[batch, time, heads, head_dim]`.
 pub(crate) fn split_heads(x: &Tensor, heads: usize) -> Result<Tensor> {
     let (batch, time, width) = x.dims3()?;
     Ok(x.reshape((batch, time, heads, width / heads))?)

@@ -1,5 +1,5 @@
-//! Attention on GPUs: without scores in memory where tensor cores take the inputs; else products in their dtype, scores in
-//! f32, and no more of these in memory than are bounded.
+//! Attention on GPUs: without scores in memory if tensor cores support the inputs. Otherwise by
+//! products in the inputs' dtype with scores in f32, computed in blocks of bounded size.
 
 use std::sync::Arc;
 
@@ -13,7 +13,7 @@ use crate::Result;
 use crate::documents::Documents;
 
 impl DotProductAttention {
-    /// Calls `f` with what a kernel is told of this attention.
+    /// Calls `f` with this attention's arguments for the kernels.
     fn told<R>(
         &self,
         s: AttentionShape,
@@ -32,13 +32,13 @@ impl DotProductAttention {
     }
 }
 
-/// `x`, `[batch, time, heads, dim]`, rotated; `None` if no kernel takes it.
+/// Returns `x`, `[batch, time, heads, dim]`, rotated, or `None` if no kernel supports it.
 fn turned(x: &Tensor, angles: Option<&Angles>, inverse: bool) -> Result<Option<Tensor>> {
     let Some(angles) = angles else { return Ok(Some(x.clone())) };
     cuda::rope(x, [&angles.cos, &angles.sin], 1, inverse)
 }
 
-/// Queries and keys, rotated; `None` if no kernel takes them.
+/// Returns queries and keys, rotated, or `None` if no kernel supports them.
 fn turned_inputs(
     attend: &DotProductAttention,
     s: AttentionShape,
@@ -50,7 +50,7 @@ fn turned_inputs(
     Ok(q.zip(k))
 }
 
-/// [`forward`] without scores in memory; `None` for tensors that it does not take.
+/// [`forward`] without scores in memory, or `None` for unsupported tensors.
 fn flash_forward(
     attend: &DotProductAttention,
     s: AttentionShape,
@@ -64,7 +64,7 @@ fn flash_forward(
     Ok(attended.map(|(output, lse)| AttentionOutput { output, lse }))
 }
 
-/// [`backward`] without scores in memory; `None` for tensors that it does not take.
+/// [`backward`] without scores in memory, or `None` for unsupported tensors.
 fn flash_backward(
     attend: &DotProductAttention,
     s: AttentionShape,
@@ -85,7 +85,7 @@ fn flash_backward(
     Ok(dq.zip(dk).map(|(dq, dk)| [dq, dk, dv]))
 }
 
-/// The output and the log-sum-exp; `None` for tensors that no kernel takes.
+/// Computes the output and the log-sum-exp, or returns `None` if no kernel supports the tensors.
 pub(super) fn forward(
     attend: &DotProductAttention,
     s: AttentionShape,
@@ -103,7 +103,7 @@ pub(super) fn forward(
     attended.map(output).transpose()
 }
 
-/// The gradients of q, k and v; `None` for tensors that no kernel takes.
+/// Computes the gradients of q, k and v, or returns `None` if no kernel supports the tensors.
 pub(super) fn backward(
     attend: &DotProductAttention,
     s: AttentionShape,

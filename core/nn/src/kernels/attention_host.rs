@@ -1,6 +1,6 @@
 //! Attention on the CPU, with (sequence, head) pairs in parallel and queries in blocks. A pair has
 //! copies of its keys and values and the scores of one block; in backward also the gradients of all
-//! three. Backward computes the probabilities again from the saved log-sum-exp.
+//! three. Backward recomputes the probabilities from the saved log-sum-exp.
 
 use std::ops::Deref;
 
@@ -45,13 +45,13 @@ impl<'a, T: Float> Rows<'a, T> {
     }
 }
 
-/// The cosines and sines of the rotary position embedding, if there is one.
+/// The cosines and sines of the rotary position embedding, if any.
 #[derive(Clone, Copy)]
 struct Rotation<'a, T>(Option<(&'a [T], &'a [T])>);
 
 impl<T: Float> Rotation<'_, T> {
-    /// Rotates consecutive rows, the first at position `start`; with `inverse` by the negative
-    /// angles.
+    /// Rotates consecutive rows, the first at position `start`. With `inverse` it rotates by the
+    /// negative angles.
     fn apply(&self, rows: &mut [T], dim: usize, start: usize, inverse: bool) {
         if let Some((cos, sin)) = self.0 {
             rotate_rows(rows, cos, sin, dim, start, inverse);
@@ -59,7 +59,7 @@ impl<T: Float> Rotation<'_, T> {
     }
 }
 
-/// The rows of each (batch, head) pair of a contiguous `[batch, time, heads, dim]`.
+/// Returns the rows of each (batch, head) pair of a contiguous `[batch, time, heads, dim]`.
 fn rows_by_head<T>(out: &mut [T], time: usize, heads: usize, dim: usize) -> Vec<Vec<&mut [T]>> {
     let batch = out.len() / (time * heads * dim);
     let mut rows: Vec<Vec<&mut [T]>> =
@@ -85,8 +85,8 @@ vectorized! {
         (top, sum)
     }
 
-    /// Replaces the scores in `p` by probabilities, and the probabilities' gradients in `ds` by
-    /// those of the scores. `output` is the row's output and `grad` its gradient.
+    /// Replaces the scores in `p` by probabilities, and the probabilities' gradients in `ds` by the
+    /// scores' gradients. `output` is the row's output and `grad` its gradient.
     fn softmax_row_backward[T: Float](
         p: &mut [T],
         ds: &mut [T],
@@ -163,7 +163,7 @@ fn forward_head<T: Float>(
     let mut scores = vec![T::ZERO; block * s.keys];
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);
-        // Later queries of the block look no further back.
+        // Later queries of the block start no earlier.
         let first = attend.first_key(s, batch, start);
         let seen = s.visible(attend.causal, start + n - 1) - first;
         let queries = &mut queries[..n * s.dim];
@@ -231,10 +231,10 @@ pub(super) fn backward<T: Float>(
     ])
 }
 
-/// The gradient rows of one key head and its query heads: of queries, keys and values.
+/// The gradient rows of one key head and its query heads, for queries, keys and values.
 type GroupRows<'a, T> = (Vec<Vec<&'a mut [T]>>, Vec<&'a mut [T]>, Vec<&'a mut [T]>);
 
-/// The backward of one key head. Its query heads run in parallel, since there may be fewer key
+/// The backward of one key head. Its query heads run in parallel, because there may be fewer key
 /// heads than threads.
 fn backward_group<T: Float>(
     attend: &DotProductAttention,
@@ -245,7 +245,7 @@ fn backward_group<T: Float>(
     (batch, kv): (usize, usize),
     (dq_rows, mut dk_rows, mut dv_rows): GroupRows<T>,
 ) {
-    // At most as many as there are threads, since each has its own gradients of all keys.
+    // At most one head per thread, because each head has its own gradients of all keys.
     let at_a_time = rayon::current_num_threads();
     let mut dq_rows = dq_rows.into_iter();
     let mut sum: Option<(Vec<T>, Vec<T>)> = None;

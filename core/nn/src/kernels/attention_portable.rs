@@ -10,7 +10,7 @@ use crate::Result;
 /// Queries in a block.
 const BLOCK: usize = 512;
 
-/// `[batch, time, heads, dim]` as `[batch, heads, time, dim]`, contiguous; and back.
+/// Converts between `[batch, time, heads, dim]` and `[batch, heads, time, dim]`, contiguous.
 pub(super) fn heads_first(x: &Tensor) -> Result<Tensor> {
     let x = x.transpose(1, 2)?;
     #[cfg(feature = "cuda")]
@@ -19,7 +19,7 @@ pub(super) fn heads_first(x: &Tensor) -> Result<Tensor> {
 }
 
 impl DotProductAttention {
-    /// The angles at the positions of the queries.
+    /// Returns the angles at the positions of the queries.
     pub(super) fn angles_of_queries(&self, s: AttentionShape) -> Result<Option<Angles>> {
         let Some(angles) = &self.angles else { return Ok(None) };
         let first = s.keys.saturating_sub(s.queries);
@@ -29,7 +29,7 @@ impl DotProductAttention {
         }))
     }
 
-    /// Queries as `[batch, heads, time, dim]`, rotated.
+    /// Returns queries as `[batch, heads, time, dim]`, rotated.
     pub(super) fn queries(&self, s: AttentionShape, q: &Tensor) -> Result<Tensor> {
         let q = heads_first(q)?;
         match self.angles_of_queries(s)? {
@@ -38,7 +38,7 @@ impl DotProductAttention {
         }
     }
 
-    /// Keys as `[batch, kv_heads, time, dim]`, rotated.
+    /// Returns keys as `[batch, kv_heads, time, dim]`, rotated.
     pub(super) fn keys(&self, k: &Tensor) -> Result<Tensor> {
         let k = heads_first(k)?;
         match &self.angles {
@@ -47,7 +47,8 @@ impl DotProductAttention {
         }
     }
 
-    /// The gradients of what was put in, from those of [`queries`](Self::queries), [`keys`](Self::keys) and values.
+    /// Converts the gradients of [`queries`](Self::queries), [`keys`](Self::keys) and values to
+    /// gradients of the inputs.
     pub(super) fn inputs(
         &self,
         s: AttentionShape,
@@ -64,13 +65,13 @@ impl DotProductAttention {
         Ok([heads_first(&dq)?, heads_first(&dk)?, heads_first(&dv)?])
     }
 
-    /// The first key that any query from `start` on attends to.
+    /// Returns the first key that any query from `start` on attends to.
     pub(super) fn first_key_of_all(&self, s: AttentionShape, start: usize) -> usize {
         let of_documents = self.documents.as_ref().map_or(0, |d| d.first_of_all(start));
         of_documents.max(self.first_in_window(s, start))
     }
 
-    /// The mask of `n` queries from `start` on: minus infinity at keys that they must not attend to,
+    /// Returns the mask of `n` queries from `start` on, with minus infinity at hidden keys:
     /// `[n, seen]` or, with documents, `[batch, 1, n, seen]`. The first key is `first`.
     fn mask(
         &self,
@@ -95,7 +96,8 @@ impl DotProductAttention {
         Ok(mask.to_dtype(like.dtype())?)
     }
 
-    /// The masked scores of a block, `[batch, kv_heads, group * n, seen]`, with keys from `first` on.
+    /// Returns the masked scores of a block, `[batch, kv_heads, group * n, seen]`, with keys from
+    /// `first` on.
     fn scores(
         &self,
         s: AttentionShape,
@@ -114,7 +116,7 @@ impl DotProductAttention {
     }
 }
 
-/// A block of queries, with the heads of one group one after the other:
+/// Returns a block of queries, with the heads of one group one after the other:
 /// `[batch, kv_heads, group * n, dim]`.
 fn block(x: &Tensor, s: AttentionShape, start: usize, n: usize) -> candle_core::Result<Tensor> {
     let x = x.narrow(2, start, n)?.contiguous()?;

@@ -1,5 +1,4 @@
-//! Attention under context parallelism, where each rank has a part of every sequence, or without
-//! it.
+//! Attention with or without context parallelism, which gives each rank a share of every sequence.
 
 use candle_core::Tensor;
 
@@ -7,20 +6,20 @@ use super::attention::{AttentionOutput, DotProductAttention};
 use crate::{Error, Result};
 use fulgurite_engine::parallel::ContextParallel;
 
-/// Attention whose sequences may be cut over ranks.
+/// Attention whose sequences may be sharded over ranks.
 #[derive(Debug, Clone)]
 pub(crate) struct ContextAttention {
-    /// With the angles of all positions of a sequence.
+    /// The attention, with the angles of all positions of a sequence.
     pub(crate) attend: DotProductAttention,
     /// The ranks that share sequences; `None` if sequences are whole.
     pub(crate) context: Option<ContextParallel>,
 }
 
-/// The output, and what backward needs besides the inputs.
+/// The output, and the state for backward besides the inputs.
 #[derive(Debug, Clone)]
 pub(crate) struct ContextAttentionOutput {
     output: Tensor,
-    /// One for each range of consecutive positions.
+    /// One output for each range of consecutive positions.
     query_ranges: Vec<AttentionOutput>,
 }
 
@@ -93,7 +92,7 @@ impl ContextAttention {
         }
     }
 
-    /// This rank's ranges of consecutive positions.
+    /// Returns this rank's ranges of consecutive positions.
     fn query_ranges(&self, context: &ContextParallel, q: &Tensor) -> Result<Vec<QueryRange>> {
         let mut start = 0;
         let mut query_ranges = Vec::new();
@@ -111,7 +110,7 @@ impl ContextAttention {
     }
 }
 
-/// Consecutive queries, and the number of keys up to the last one's position.
+/// Consecutive queries, and the number of keys up to the last query's position.
 struct QueryRange {
     attend: DotProductAttention,
     queries: Tensor,

@@ -1,7 +1,7 @@
 //! Convolution over two dimensions, as a product with a matrix of the input's windows.
 //!
-//! The windows are `[channels * kernel, batch * outputs]`, so one product for each group gives all of a
-//! batch. Their gradient goes back to the input by the same list of places that they were read from.
+//! The windows are `[channels * kernel, batch * outputs]`, so one product per group covers the
+//! whole batch. Their gradient is added to the input through the same list of places.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -12,7 +12,7 @@ use crate::host::{Float as _, host, tensor, with_float};
 use crate::{Error, Result};
 use fulgurite_engine::shard::checked_elem_count;
 
-/// The shape of a convolution; each pair is of height and width.
+/// The shape of a convolution; pairs are height and width.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Convolution {
     pub(crate) kernel: [usize; 2],
@@ -22,7 +22,7 @@ pub(crate) struct Convolution {
     pub(crate) groups: usize,
 }
 
-/// The gradients of a convolution; that of the input only if it was wanted.
+/// The gradients of a convolution; the input's only if requested.
 pub(crate) struct ConvolutionGrads {
     pub(crate) x: Option<Tensor>,
     pub(crate) weight: Tensor,
@@ -41,7 +41,7 @@ struct Sizes {
 }
 
 impl Sizes {
-    /// The columns of the matrix of windows.
+    /// Returns the number of columns in the matrix of windows.
     fn places(&self) -> usize {
         self.batch * self.output[0] * self.output[1]
     }
@@ -52,8 +52,8 @@ impl Sizes {
 }
 
 impl Convolution {
-    /// Elements that a window covers along a dimension, and the padding of both sides; `None` if they are
-    /// more than can be counted.
+    /// Returns the elements that a window covers along a dimension, and the padding of both sides;
+    /// `None` on overflow.
     fn extent(&self, dim: usize) -> Option<[usize; 2]> {
         let window = self.dilation[dim].checked_mul(self.kernel[dim] - 1)?.checked_add(1)?;
         Some([window, self.padding[dim].checked_mul(2)?])
@@ -67,10 +67,10 @@ impl Convolution {
         ))
     }
 
-    /// Checks that the sizes, whose kernel is at least 1, can be computed with.
+    /// Checks that the sizes do not overflow. The kernel is at least 1.
     ///
     /// # Errors
-    /// If they are more than can be counted.
+    /// If they overflow.
     pub(crate) fn check(&self) -> Result<()> {
         match (self.extent(0), self.extent(1)) {
             (Some(_), Some(_)) => Ok(()),
@@ -110,7 +110,8 @@ impl Convolution {
         Ok(sizes)
     }
 
-    /// Where each element of a window is in the padded input of one channel: `[kernel, batch, outputs]`.
+    /// Returns the place of each window element in one channel's padded input:
+    /// `[kernel, batch, outputs]`.
     fn places(&self, sizes: &Sizes) -> Vec<u32> {
         let [height, width] = sizes.padded;
         let [rows, columns] = sizes.output;
@@ -130,7 +131,7 @@ impl Convolution {
         places
     }
 
-    /// The padded input with the channels first, `[channels, batch * padded]`.
+    /// Returns the padded input with the channels first, `[channels, batch * padded]`.
     fn pad(&self, x: &Tensor, sizes: &Sizes) -> Result<Tensor> {
         let [vertical, horizontal] = self.padding;
         let x = x.transpose(0, 1)?;
@@ -139,13 +140,14 @@ impl Convolution {
         Ok(x.contiguous()?.reshape((sizes.channels, sizes.padded_len()))?)
     }
 
-    /// The weight with the output channels of each group as rows.
+    /// Returns the weight with the output channels of each group as rows.
     fn matrix(&self, weight: &Tensor, sizes: &Sizes) -> Result<Tensor> {
         let outputs = sizes.out_channels / self.groups;
         Ok(weight.reshape((self.groups, outputs, weight.elem_count() / sizes.out_channels))?)
     }
 
-    /// `x` is `[batch, channels, height, width]`, `weight` `[out, channels / groups, kernel..]`.
+    /// Computes the output; `x` is `[batch, channels, height, width]`, `weight`
+    /// `[out, channels / groups, kernel..]`.
     pub(crate) fn forward(&self, x: &Tensor, weight: &Tensor) -> Result<Tensor> {
         let (dtype, sizes) = (x.dtype(), self.sizes(x, weight)?);
         let (x, weight) = (to_accumulation_dtype(x)?, to_accumulation_dtype(weight)?);
@@ -156,7 +158,7 @@ impl Convolution {
         Ok(y.contiguous()?.to_dtype(dtype)?)
     }
 
-    /// The gradients of weight and, if `wanted`, input.
+    /// Computes the gradients of the weight and, if `wanted`, of the input.
     pub(crate) fn backward(
         &self,
         x: &Tensor,
@@ -170,7 +172,7 @@ impl Convolution {
         let grad = to_accumulation_dtype(&grad.transpose(0, 1)?)?;
         let outputs = sizes.out_channels / self.groups;
         let grad = grad.reshape((self.groups, outputs, sizes.places()))?;
-        // Computing the windows again is cheaper than saving them.
+        // Recomputing the windows is cheaper than saving them.
         let of_weight = products(&grad, &self.windows(&x, &sizes)?, [false, true])?;
         let of_x = || -> Result<Tensor> {
             let of_windows = products(&self.matrix(&weight, &sizes)?, &grad, [true, false])?;
@@ -186,7 +188,7 @@ impl Convolution {
         Ok(ConvolutionGrads { x, weight: of_weight.reshape(shape)? })
     }
 
-    /// The windows of each group, `[groups, channels / groups * kernel, batch * outputs]`.
+    /// Returns the windows of each group, `[groups, channels / groups * kernel, batch * outputs]`.
     fn windows(&self, x: &Tensor, sizes: &Sizes) -> Result<Tensor> {
         let (padded, places) = (self.pad(x, sizes)?, self.places(sizes));
         let rows = sizes.channels / self.groups * self.kernel[0] * self.kernel[1];
@@ -210,7 +212,8 @@ impl Convolution {
         })
     }
 
-    /// The gradient of the padded input, `[channels, batch * padded]`, from that of the windows.
+    /// Computes the gradient of the padded input, `[channels, batch * padded]`, from the windows'
+    /// gradient.
     fn add_windows(&self, windows: &Tensor, sizes: &Sizes) -> Result<Tensor> {
         let places = self.places(sizes);
         let shape = (sizes.channels, sizes.padded_len());
@@ -236,7 +239,8 @@ impl Convolution {
     }
 }
 
-/// The product of each group's matrices, either of which may be transposed before: `[groups, rows, columns]`.
+/// Returns the product of each group's matrices, `[groups, rows, columns]`. Either may be
+/// transposed first.
 fn products(a: &Tensor, b: &Tensor, transposed: [bool; 2]) -> Result<Tensor> {
     if !uses_cpu_kernels(a) {
         let turn = |x: &Tensor, turned: bool| match turned {

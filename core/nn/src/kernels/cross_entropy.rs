@@ -1,6 +1,6 @@
-//! Cross entropy of rows of logits. Forward saves the log-sum-exp of each row; backward computes
-//! the probabilities again and writes the gradient in one pass. Where the classes are cut over
-//! ranks, the forward is in [`super::cross_entropy_parallel`]; backward is the same.
+//! Cross entropy of rows of logits. Forward saves the log-sum-exp of each row. Backward recomputes
+//! the probabilities and writes the gradient in one pass. If classes are sharded over ranks, the
+//! forward is in [`super::cross_entropy_parallel`]; backward is the same.
 #![allow(unsafe_code)] // the gradient's memory is not zeroed before it is written
 
 use std::mem::MaybeUninit;
@@ -16,20 +16,20 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
-/// Targets on the host: the class of each row, `None` for rows that are ignored.
+/// Targets on the host: the class of each row; `None` marks ignored rows.
 pub(crate) type Targets = [Option<u32>];
 
-/// The classes that the columns of the logits stand for.
+/// The classes of the logits' columns.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct ClassRange {
     /// The class of column 0.
     pub(crate) first: usize,
-    /// Number of all classes, on all ranks.
+    /// Number of classes on all ranks.
     pub(crate) total: usize,
 }
 
-/// The loss, `lse - (1 - smoothing) z[target] - smoothing mean(z)` summed over the rows, and the
-/// log-sum-exp of each row. `logits` is `[rows, classes]`.
+/// Computes the loss, `lse - (1 - smoothing) z[target] - smoothing mean(z)` summed over the rows,
+/// and each row's log-sum-exp. `logits` is `[rows, classes]`.
 pub(crate) fn forward(
     logits: &Tensor,
     targets: &Targets,
@@ -88,8 +88,8 @@ pub(crate) fn forward(
     })
 }
 
-/// The gradient of the logits. `grad` is the gradient of the loss, and `lse` the log-sum-exp over
-/// all classes.
+/// Computes the gradient of the logits. `grad` is the gradient of the loss, and `lse` the
+/// log-sum-exp over all classes.
 pub(crate) fn backward(
     logits: &Tensor,
     lse: &Tensor,
@@ -137,15 +137,16 @@ pub(crate) fn backward(
                 }
             }
         };
-        // SAFETY: the rows are whole, and every element of each is written.
+        // SAFETY: the rows are whole, and every element of each row is written.
         let d = unsafe { map::rows(rows * columns, columns, 8, write) };
         tensor(d, (rows, columns))
     })?;
     storage::cast(&d, dtype)
 }
 
-/// [`backward`], equal to the bit, but in the memory of the logits, which must have no other user,
-/// if they are on the CPU and in their accumulation dtype, or where a kernel takes them.
+/// [`backward`], equal to the bit, reusing the memory of the logits if possible. The logits must
+/// have no other user. The memory is reused on the CPU if the logits have their accumulation dtype,
+/// and on a GPU if a kernel supports them.
 pub(crate) fn backward_into(
     logits: Tensor,
     lse: &Tensor,
@@ -186,7 +187,7 @@ pub(crate) fn backward_into(
     Ok(logits)
 }
 
-/// The targets as a kernel takes them.
+/// Returns the targets in the kernels' format.
 #[cfg(feature = "cuda")]
 fn on_device(targets: &Targets, device: &candle_core::Device) -> Result<Tensor> {
     let ignored = fulgurite_kernels::plans::IGNORED;
@@ -195,7 +196,7 @@ fn on_device(targets: &Targets, device: &candle_core::Device) -> Result<Tensor> 
     fulgurite_engine::execution::transfer::to_device(&targets, device, "targets")
 }
 
-/// Replaces the logits by their gradient, if a kernel takes them.
+/// Replaces the logits by their gradient, if a kernel supports them.
 #[cfg(feature = "cuda")]
 fn replace_on_cuda(
     logits: &Tensor,
@@ -226,8 +227,8 @@ vectorized! {
         }
     }
 
-    /// The largest logit `m`, and the sum of `exp(z - m)`; of `exp(z)` where all logits are minus
-    /// infinity or NaN, which `max` ignores.
+    /// Returns the largest logit `m`, and the sum of `exp(z - m)`. If all logits are minus infinity
+    /// or NaN (which `max` ignores), the sum is of `exp(z)`.
     pub(super) fn max_and_sum_exp[T: Float](z: &[T]) -> (T, T) {
         let row_max = max(z);
         let shift = if row_max == T::ZERO - T::INFINITY { T::ZERO } else { row_max };
@@ -243,18 +244,18 @@ vectorized! {
 }
 
 impl ClassRange {
-    /// The column of a class, which may be past the last; `None` before the first.
+    /// Returns the column of a class, possibly past the last column, or `None` before the first.
     pub(super) fn column(&self, class: u32) -> Option<usize> {
         (class as usize).checked_sub(self.first)
     }
 }
 
-/// Targets as tensors of shape `[rows, 1]`. Masks (u8) rather than factors, because an ignored row
-/// may have infinities, which a product with zero does not remove.
+/// Targets as tensors of shape `[rows, 1]`. They use masks (u8) rather than factors, because an
+/// ignored row may have infinities, and zero times infinity is NaN.
 pub(super) struct TargetMasks {
-    /// The target's column; 0 where it is none of this rank's.
+    /// The target's column, or 0 if this rank does not have it.
     pub(super) index: Tensor,
-    /// Whether the target's column is one of this rank's.
+    /// Whether this rank has the target's column.
     pub(super) is_local: Tensor,
     /// Whether the row is not ignored.
     pub(super) not_ignored: Tensor,

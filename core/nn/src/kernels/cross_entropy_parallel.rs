@@ -1,5 +1,5 @@
-//! The forward of cross entropy where the classes are cut over ranks. A rank reads its logits once
-//! ([`LocalStatistics::new`]); then the ranks all-reduce a few numbers a row.
+//! The forward of cross entropy if classes are sharded over ranks. A rank reads its logits once
+//! ([`LocalStatistics::new`]); then the ranks all-reduce a few numbers per row.
 
 use candle_core::{Tensor, WithDType as _};
 use rayon::prelude::*;
@@ -9,15 +9,15 @@ use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, sum1, tensor, with_float};
 
-/// Reductions of each row over this rank's classes, in the accumulation dtype. The values of
-/// ignored rows have no meaning.
+/// Reductions of each row over this rank's classes, in the accumulation dtype. Ignored rows have
+/// arbitrary values.
 pub(crate) struct LocalStatistics {
     /// The largest logit, `[rows]`.
     row_max: Tensor,
     /// The sum of `exp(z - row_max)`, `[rows]`.
     sum_exp: Tensor,
-    /// The target's logit, 0 where it is another rank's class; with smoothing followed by the sum
-    /// of the logits. `[rows]` or `[2 rows]`.
+    /// The target's logit, or 0 if another rank has the class. With smoothing, the sum of the
+    /// logits follows. `[rows]` or `[2 rows]`.
     target_logits: Tensor,
 }
 
@@ -69,21 +69,21 @@ impl LocalStatistics {
         })
     }
 
-    /// A copy of each row's largest logit, for the all-reduce with `Max`.
+    /// Returns a copy of each row's largest logit, for the all-reduce with `Max`.
     pub(crate) fn row_max(&self) -> Result<Tensor> {
         Ok(self.row_max.copy()?)
     }
 
-    /// The terms for the all-reduce with `Sum`, `[2 rows]` or with smoothing `[3 rows]`, given the
-    /// largest logits over all ranks.
+    /// Returns the terms for the all-reduce with `Sum`, `[2 rows]` or with smoothing `[3 rows]`.
+    /// `row_max` has the largest logits over all ranks.
     pub(crate) fn partial_sums(&self, row_max: &Tensor) -> Result<Tensor> {
         let exp = (&self.sum_exp * (&self.row_max - row_max)?.exp()?)?;
         Ok(Tensor::cat(&[&exp, &self.target_logits], 0)?)
     }
 }
 
-/// What [`super::cross_entropy::forward`] returns, from the largest logits over all ranks and the
-/// sums of the ranks' [`partial_sums`](LocalStatistics::partial_sums).
+/// Returns the results of [`super::cross_entropy::forward`], from the largest logits over all ranks
+/// and the sums of the ranks' [`partial_sums`](LocalStatistics::partial_sums).
 pub(crate) fn forward(
     row_max: &Tensor,
     sums: &Tensor,

@@ -15,7 +15,7 @@ use fulgurite_engine::parameter::accumulation_dtype;
 #[cfg(feature = "cuda")]
 use fulgurite_kernels::cuda;
 
-/// The ids on the host, each checked to be below the number of rows.
+/// Returns the ids on the host, after checking that each is below the number of rows.
 pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
     let ids = indices(ids, "ids")?;
     ids.into_iter()
@@ -29,11 +29,11 @@ pub(crate) fn checked_ids(ids: &Tensor, rows: usize) -> Result<Vec<u32>> {
         .collect()
 }
 
-/// The local id of rows that are on other ranks.
+/// The local id of a row on another rank.
 const NOT_LOCAL: u32 = u32::MAX;
 
-/// Ids relative to this rank's `rows` rows, which begin at row `first` of the table; [`NOT_LOCAL`]
-/// for others.
+/// Converts ids to ids of this rank's `rows` rows, which begin at row `first` of the table. Other
+/// ids become [`NOT_LOCAL`].
 pub(crate) fn local_ids(mut ids: Vec<u32>, first: usize, rows: usize) -> Vec<u32> {
     for id in &mut ids {
         *id = match (*id as usize).checked_sub(first) {
@@ -49,8 +49,8 @@ fn on_device(ids: Vec<u32>, like: &Tensor) -> Result<Tensor> {
     transfer::to_device(&Tensor::from_vec(ids, n, &Device::Cpu)?, like.device(), "ids")
 }
 
-/// Ids for tensor operations, with any row for [`NOT_LOCAL`], and, if there are such, the factor
-/// that zeroes their rows (`[ids, 1]`).
+/// Returns ids for tensor operations, with an arbitrary row for [`NOT_LOCAL`], and a factor that
+/// zeroes these rows (`[ids, 1]`), if there are any.
 fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> {
     let here: Vec<u32> = ids.iter().map(|&id| if id == NOT_LOCAL { 0 } else { id }).collect();
     let here = on_device(here, like)?;
@@ -62,7 +62,8 @@ fn portable_ids(ids: &[u32], like: &Tensor) -> Result<(Tensor, Option<Tensor>)> 
     Ok((here, Some(factor.to_dtype(like.dtype())?)))
 }
 
-/// Row `ids[i]` of `weight` (`[rows, width]`) for each i, zeros for [`NOT_LOCAL`]: `[ids, width]`.
+/// Returns row `ids[i]` of `weight` (`[rows, width]`) for each i, zeros for [`NOT_LOCAL`]:
+/// `[ids, width]`.
 pub(crate) fn lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     let width = weight.dim(1)?;
     #[cfg(feature = "cuda")]
@@ -111,7 +112,7 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
             if cuda::embedding_grad(&grad, ids, out)? {
                 return Ok(());
             }
-            // Of another dtype: as on other devices.
+            // Another dtype: the same path as on other devices.
             let (ids, factor) = portable_ids(ids, out)?;
             let grad = grad.to_dtype(out.dtype())?;
             let grad = match factor {
@@ -145,7 +146,8 @@ pub(crate) fn lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Res
     })
 }
 
-/// Column `ids[i]` of `weight` (`[width, rows]`) for each i, zeros for [`NOT_LOCAL`]: `[ids, width]`.
+/// Returns column `ids[i]` of `weight` (`[width, rows]`) for each i, zeros for [`NOT_LOCAL`]:
+/// `[ids, width]`.
 pub(crate) fn column_lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     let (ids, factor) = portable_ids(ids, weight)?;
     let y = weight.contiguous()?.index_select(&ids, 1)?.t()?.contiguous()?;
@@ -155,8 +157,8 @@ pub(crate) fn column_lookup(ids: &[u32], weight: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Adds `grad` (`[ids, width]`) to the columns of the gradient of `weight` (`[width, rows]`), without ending
-/// the use.
+/// Adds `grad` (`[ids, width]`) to the columns of the gradient of `weight` (`[width, rows]`),
+/// without ending the use.
 pub(crate) fn column_lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor) -> Result<()> {
     if !weight.takes_grad() {
         return Ok(());
@@ -172,7 +174,7 @@ pub(crate) fn column_lookup_grad(weight: &Parameter, ids: &[u32], grad: &Tensor)
 }
 
 /// Sums the rows of `grad` by id. Each thread goes through all ids, in order, for its piece of the
-/// table, so that sums do not depend on the number of threads.
+/// table, so sums do not depend on the number of threads.
 fn scatter<T: Float>(out: &mut [T], ids: &[u32], grad: &[T], width: usize, add: bool) {
     if width == 0 {
         return;

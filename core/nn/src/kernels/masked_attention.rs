@@ -1,4 +1,4 @@
-//! Attention with a mask, as tensor operations for any device. All probabilities are kept for backward.
+//! Masked attention, as tensor operations for any device. All probabilities are kept for backward.
 
 use candle_core::{D, DType, Tensor};
 
@@ -6,8 +6,8 @@ use crate::Result;
 use crate::backend::to_accumulation_dtype;
 use fulgurite_engine::autograd::storage;
 
-/// Scaled dot-product attention in which a mask says what is attended to. Tensors are
-/// `[batch, heads, time, dim]`; queries have as many heads as keys and values, or a multiple.
+/// Scaled dot-product attention with a mask. Tensors are `[batch, heads, time, dim]`; the number of
+/// query heads is a multiple of the number of key heads.
 #[derive(Debug, Clone)]
 pub(crate) struct MaskedAttention {
     pub(crate) scale: f64,
@@ -16,7 +16,7 @@ pub(crate) struct MaskedAttention {
 }
 
 impl MaskedAttention {
-    /// The output, and the probabilities that backward needs.
+    /// Computes the output, and the probabilities for backward.
     pub(crate) fn forward(&self, [q, k, v]: [&Tensor; 3]) -> Result<(Tensor, Tensor)> {
         let dtype = q.dtype();
         let (q, k) = (to_accumulation_dtype(q)?, repeat(&to_accumulation_dtype(k)?, q)?);
@@ -27,14 +27,14 @@ impl MaskedAttention {
         let scores = mask.where_cond(&scores, &hidden.broadcast_as(scores.shape())?)?;
         let exp = scores.broadcast_sub(&scores.max_keepdim(D::Minus1)?)?.exp()?;
         let exp = (exp * mask.to_dtype(q.dtype())?)?;
-        // A query with any key has a sum of 1 at least; one without gets zeros.
+        // A query with any key has a sum of at least 1; a query without keys gives zeros.
         let sum = exp.sum_keepdim(D::Minus1)?.maximum(1.0)?;
         let probabilities = exp.broadcast_div(&sum)?;
         let output = probabilities.matmul(&v)?.to_dtype(dtype)?;
         Ok((output, probabilities))
     }
 
-    /// The gradients of q, k and v.
+    /// Computes the gradients of q, k and v.
     pub(crate) fn backward(
         &self,
         [q, k, v]: [&Tensor; 3],
@@ -60,7 +60,7 @@ impl MaskedAttention {
     }
 }
 
-/// Keys or values with a head for each one of the queries.
+/// Repeats the heads of keys or values for each query head.
 fn repeat(x: &Tensor, q: &Tensor) -> Result<Tensor> {
     let (batch, heads, time, dim) = x.dims4()?;
     let group = q.dim(1)? / heads;

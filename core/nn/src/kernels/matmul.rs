@@ -1,4 +1,4 @@
-//! Products with a weight of shape `[out, in]`. `x` is `[.., in]`, results `[.., out]`.
+//! Products with a weight of shape `[out, in]`. `x` is `[.., in]`, results are `[.., out]`.
 
 use candle_core::{D, DType, Device, Tensor};
 use half::bf16;
@@ -16,7 +16,7 @@ use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Whether and where the gradient of an input is computed.
 pub(crate) enum InputGrad {
-    /// Nothing; it is not needed.
+    /// The gradient is not needed.
     Skip,
     /// A new tensor.
     New,
@@ -30,7 +30,7 @@ impl InputGrad {
         if wanted { Self::New } else { Self::Skip }
     }
 
-    /// Has the gradient added to `sum`, if there is one.
+    /// Adds the gradient to `sum`, if given.
     pub(crate) fn add_to(self, sum: Option<Tensor>) -> Self {
         match (self, sum) {
             (Self::New, Some(sum)) => Self::AddTo(sum),
@@ -52,8 +52,8 @@ fn with_width(x: &Tensor, width: usize) -> Vec<usize> {
     dims
 }
 
-/// The CPU's products of bf16 matrices, if it has any and all tensors are in bf16. The choice depends on
-/// nothing else, so that the bits of small and of large products come about alike.
+/// Returns the CPU's bf16 product, if available and all tensors are in bf16. The choice depends on
+/// nothing else, so small and large products get their bits in the same way.
 fn bf16_gemm(tensors: &[&Tensor]) -> Option<Bf16Gemm> {
     let all = tensors.iter().all(|tensor| tensor.dtype() == DType::BF16);
     Bf16Gemm::available().filter(|_| all)
@@ -103,7 +103,7 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
     storage::cast(&y, dtype)
 }
 
-/// The gradient of `x`: `grad weight`.
+/// Computes the gradient of `x`: `grad weight`.
 pub(crate) fn input_grad(
     grad: &Tensor,
     weight: &Tensor,
@@ -121,7 +121,7 @@ pub(crate) fn input_grad(
     if let Some(sum) = &sum
         && grad.device().is_cuda()
     {
-        // In the product, which rounds once and has no launch of its own for the addition.
+        // Adding within the product rounds once, and needs no launch for the addition.
         let (rows, into) = (grad.reshape((n, outputs))?, sum.reshape((n, inputs))?);
         if fulgurite_kernels::cuda::add_input_grad(&rows, weight, &into)? {
             return Ok(Some(sum.clone()));
@@ -193,7 +193,7 @@ pub(crate) fn weight_grad(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Resu
                 if fulgurite_kernels::cuda::weight_grad(&x, &grad, out, add)? {
                     return Ok(());
                 }
-                // Of other dtypes: as on other devices.
+                // Other dtypes: the same path as on other devices.
                 let product = grad.t()?.matmul(&x)?.flatten_all()?.to_dtype(out.dtype())?;
                 let sum = if add { (out + product)? } else { product };
                 storage::copy_from(out, &sum)
@@ -278,7 +278,7 @@ mod tests {
         Tensor::from_vec(values, shape, &Device::Cpu).unwrap().to_dtype(BF16).unwrap()
     }
 
-    /// `linear`, `input_grad` into a new tensor and into a sum, and `weight_grad` twice.
+    /// Runs `linear`, `input_grad` into a new tensor and into a sum, and `weight_grad` twice.
     fn run(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, grad: &Tensor) -> [Vec<f32>; 4] {
         let init = ModuleInit { dtype: BF16, compute_dtype: BF16, ..ModuleInit::default() };
         let b = ModuleBuilder::new(init);
@@ -326,7 +326,7 @@ mod tests {
         }
     }
 
-    /// The instructions take denormals as zeros, which products in f32 do not.
+    /// The instructions treat denormals as zeros, unlike products in f32.
     #[test]
     fn bf16_products_are_used_where_there_are_any() {
         let full = |value: f32, shape: &[usize]| {

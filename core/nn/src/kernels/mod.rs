@@ -1,6 +1,6 @@
 //! The computations of the layers, forward and backward, on tensors outside any graph. Each has two
-//! implementations: a kernel written for the CPU, and tensor operations for every other device. With the feature `cuda`
-//! some call kernels for GPUs first, which decline what they do not take.
+//! implementations: a kernel for the CPU, and tensor operations for every other device. With the
+//! feature `cuda`, some first try GPU kernels, which decline unsupported tensors.
 
 pub(super) mod activation;
 pub(super) mod attention;

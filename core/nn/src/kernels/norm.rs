@@ -20,7 +20,7 @@ use fulgurite_engine::simd::vectorized;
 pub(crate) struct Norm {
     /// Whether the mean is subtracted.
     pub(crate) center: bool,
-    /// What is added to the variance.
+    /// Added to the variance.
     pub(crate) eps: f64,
 }
 
@@ -31,18 +31,19 @@ pub(crate) struct NormGrads {
     pub(crate) bias: Option<Tensor>,
 }
 
-/// What a GPU's kernel keeps of each row for the backward. On the CPU, and in tensor operations, it is computed again.
+/// Statistics of each row that a GPU kernel keeps for backward. The other implementations recompute
+/// them.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Stats(#[cfg(feature = "cuda")] Vec<Tensor>);
 
-/// What a norm gives of a sum, and that sum.
+/// The norm of a sum, and the sum.
 pub(crate) struct NormOfSum {
     pub(crate) y: Tensor,
     pub(crate) sum: Tensor,
     pub(crate) stats: Stats,
 }
 
-/// `a + b`, which have one shape and dtype, in new memory.
+/// Returns `a + b`, of one shape and dtype, in new memory.
 fn sum_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     if !uses_cpu_kernels(a) {
         return Ok((a + b)?);
@@ -58,7 +59,7 @@ fn sum_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 }
 
 impl Norm {
-    /// The forward, and what is kept for the backward.
+    /// Computes the output, and the statistics for backward.
     pub(crate) fn forward(
         self,
         x: &Tensor,
@@ -91,8 +92,8 @@ impl Norm {
         Ok((storage::cast(&y, dtype)?, Stats::default()))
     }
 
-    /// The forward of `x + residual`, which have one shape and dtype, and that sum, in memory of its own: in one pass on
-    /// GPUs, and on the CPU where nothing is cast.
+    /// Computes the norm of `x + residual`, of one shape and dtype, and the sum in new memory. One
+    /// pass on GPUs, and on the CPU if nothing is cast.
     pub(crate) fn forward_residual(
         self,
         x: &Tensor,
@@ -123,7 +124,8 @@ impl Norm {
         })
     }
 
-    /// The output, the sum with the residual if there is one, and what is kept; `None` if no kernel takes the tensors.
+    /// Returns the output, the sum with the residual, if any, and the statistics; `None` if no
+    /// kernel supports the tensors.
     #[cfg(feature = "cuda")]
     fn forward_on_gpu(
         self,
@@ -142,8 +144,8 @@ impl Norm {
         })
     }
 
-    /// The backward. `stats` are those of the forward, and `more` is a gradient of `x` from elsewhere, in its shape and
-    /// dtype, which is added to that of the norm.
+    /// Computes the gradients. `stats` are the forward's, and `more` is another gradient of `x`, in
+    /// its shape and dtype, which is added to the norm's.
     #[cfg_attr(not(feature = "cuda"), expect(unused_variables, reason = "GPUs alone keep stats"))]
     pub(crate) fn backward(
         self,
@@ -271,7 +273,7 @@ impl Norm {
         (dx, dw, db)
     }
 
-    /// `xhat` and `rstd`.
+    /// Returns `xhat` and `rstd`.
     fn normalize(self, x: &Tensor) -> Result<(Tensor, Tensor)> {
         let x = if self.center { x.broadcast_sub(&x.mean_keepdim(D::Minus1)?)? } else { x.clone() };
         let rstd = (x.sqr()?.mean_keepdim(D::Minus1)? + self.eps)?.sqrt()?.recip()?;
@@ -316,7 +318,7 @@ vectorized! {
         }
     }
 
-    /// Writes `dx`, adds to `dw`, and to `db` unless that is empty.
+    /// Writes `dx`, and adds to `dw`, and to `db` unless empty.
     fn backward_rows[T: Float](
         norm: Norm,
         dx: &mut [T],

@@ -1,6 +1,6 @@
 //! Pooling over two dimensions: the largest element of each window, or its mean.
 //!
-//! Inputs and outputs are in rows of one channel of a sample each, `[planes, height * width]`.
+//! Inputs and outputs have one row per channel of a sample, `[planes, height * width]`.
 
 use std::ops::Range;
 
@@ -11,8 +11,8 @@ use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float as _, host, tensor, with_float};
 use crate::{Error, Result};
 
-/// The windows of a pooling; each pair is of height and width. The padding is at most half of the kernel,
-/// so that each window has elements of the input.
+/// The windows of a pooling; pairs are height and width. The padding is at most half of the kernel,
+/// so each window has elements of the input.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Windows {
     pub(crate) kernel: [usize; 2],
@@ -49,7 +49,7 @@ impl Sizes {
         self.output[0] * self.output[1]
     }
 
-    /// The output, in its shape and dtype.
+    /// Returns the output in its shape and dtype.
     fn of_output(&self, y: &Tensor) -> Result<Tensor> {
         Ok(y.to_dtype(self.dtype)?.reshape((
             self.batch,
@@ -59,31 +59,31 @@ impl Sizes {
         ))?)
     }
 
-    /// The output of a batch without samples, which candle's operations do not take.
+    /// Returns the output of an empty batch, which candle's operations do not support.
     fn no_output(&self, like: &Tensor) -> Result<Tensor> {
         self.of_output(&Tensor::zeros((0, self.outputs()), like.dtype(), like.device())?)
     }
 
-    /// A gradient of the input, in its shape and dtype.
+    /// Returns a gradient of the input in its shape and dtype.
     fn of_input(&self, x: &Tensor) -> Result<Tensor> {
         Ok(x.to_dtype(self.dtype)?.reshape(self.input_shape())?)
     }
 }
 
-/// For each place of a window and each output, `[kernel, outputs]`, on the input's device.
+/// Tables over the places of a window and the outputs, `[kernel, outputs]`, on the input's device.
 struct Places {
-    /// The element of the plane; 0 for one of the padding. u32.
+    /// The element of the plane, u32; 0 for padding.
     element: Tensor,
-    /// 1 for an element of the input, 0 for one of the padding. u8.
+    /// 1 for an element of the input, 0 for padding; u8.
     inside: Tensor,
 }
 
 impl Windows {
-    /// The sizes for an input.
+    /// Returns the sizes for an input.
     ///
     /// # Errors
-    /// If it is not `[batch, channels, height, width]` of floating-point numbers, empty, or smaller than a
-    /// window.
+    /// If the input is not `[batch, channels, height, width]` of floating-point numbers, is empty,
+    /// or is smaller than a window.
     pub(crate) fn sizes(&self, x: &Tensor) -> Result<Sizes> {
         let (&[batch, channels, height, width], true) = (x.dims(), x.dtype().is_float()) else {
             return Err(Error::other(format!(
@@ -119,7 +119,7 @@ impl Windows {
         Ok(Sizes { dtype, batch, channels, input, output })
     }
 
-    /// The input's elements along a dimension in the window of an output.
+    /// Returns the input's range along a dimension in the window of an output.
     fn range(&self, dim: usize, output: usize, sizes: &Sizes) -> Range<usize> {
         let start = output * self.stride[dim];
         let (end, padding) = (start + self.kernel[dim], self.padding[dim]);
@@ -165,20 +165,20 @@ impl Windows {
         })
     }
 
-    /// The elements of each window, `[planes, kernel, outputs]`.
+    /// Returns the elements of each window, `[planes, kernel, outputs]`.
     fn gather(&self, x: &Tensor, places: &Places) -> Result<Tensor> {
         let (kernel, outputs) = places.element.dims2()?;
         let windows = x.index_select(&places.element.flatten_all()?, 1)?;
         Ok(windows.reshape((x.dim(0)?, kernel, outputs))?)
     }
 
-    /// The input in planes, in the dtype that is computed in.
+    /// Returns the input as planes, in the accumulation dtype.
     fn planes(x: &Tensor, sizes: &Sizes) -> Result<Tensor> {
         Ok(to_accumulation_dtype(x)?.reshape((sizes.planes(), sizes.inputs()))?)
     }
 
-    /// The largest element of each window, and which element of its plane that is (u32
-    /// `[planes, outputs]`): the first of several, as in PyTorch. A NaN is the largest.
+    /// Returns the largest element of each window, and its index in the plane (u32
+    /// `[planes, outputs]`). Of equal elements the first wins, as in PyTorch. A NaN is the largest.
     pub(crate) fn max(&self, x: &Tensor, sizes: &Sizes) -> Result<(Tensor, Tensor)> {
         let x = Self::planes(x, sizes)?;
         if sizes.planes() == 0 {
@@ -240,7 +240,7 @@ impl Windows {
         Ok((x.gather(&picked, 1)?, picked))
     }
 
-    /// The gradient of the input of [`max`](Self::max), which picked these elements.
+    /// Computes the gradient of the input of [`max`](Self::max), which picked these elements.
     pub(crate) fn max_backward(sizes: &Sizes, picked: &Tensor, grad: &Tensor) -> Result<Tensor> {
         let shape = (sizes.planes(), sizes.inputs());
         if sizes.planes() == 0 {
@@ -264,7 +264,7 @@ impl Windows {
         sizes.of_input(&dx)
     }
 
-    /// For each output, one over the number of elements in its window; padding counts if `count_padding`.
+    /// Returns the reciprocal number of elements per window; padding counts if `count_padding`.
     fn weights(&self, sizes: &Sizes, count_padding: bool) -> Vec<f64> {
         let mut weights = vec![0.0; sizes.outputs()];
         self.each(sizes, |output, rows, columns| {
@@ -283,7 +283,7 @@ impl Windows {
         Ok(weights.to_dtype(like.dtype())?.to_device(like.device())?)
     }
 
-    /// The mean of each window.
+    /// Returns the mean of each window.
     pub(crate) fn mean(&self, x: &Tensor, sizes: &Sizes, count_padding: bool) -> Result<Tensor> {
         let x = Self::planes(x, sizes)?;
         if sizes.planes() == 0 {
@@ -314,7 +314,7 @@ impl Windows {
         sizes.of_output(&y)
     }
 
-    /// The gradient of the input of [`mean`](Self::mean).
+    /// Computes the gradient of the input of [`mean`](Self::mean).
     pub(crate) fn mean_backward(
         &self,
         sizes: &Sizes,

@@ -1,4 +1,4 @@
-//! Rotary position embedding: rotates pairs of an element of the first and one of the second half.
+//! Rotary position embedding. A pair has an element of each half of a row.
 
 use candle_core::{D, Tensor};
 use rayon::prelude::*;
@@ -18,8 +18,8 @@ pub(crate) struct Angles {
 }
 
 vectorized! {
-    /// Rotates rows of `d` elements in place, the first one by row `start` of the tables, which
-    /// repeat; with `inverse` by the negative angles.
+    /// Rotates rows of `d` elements in place, the first by row `start` of the tables, which repeat.
+    /// With `inverse` it rotates by the negative angles.
     pub(super) fn rotate_rows[T: Float](
         rows: &mut [T],
         cos: &[T],
@@ -43,8 +43,8 @@ vectorized! {
     }
 }
 
-/// Rotates `x` (`[.., positions, head_dim]`); with `inverse` by the negative angles, which is the
-/// backward.
+/// Rotates `x` (`[.., positions, head_dim]`). With `inverse` it rotates by the negative angles,
+/// which is the backward.
 pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
     {

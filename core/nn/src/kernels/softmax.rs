@@ -17,7 +17,7 @@ vectorized! {
         }
     }
 
-    /// Replaces the gradient of the output in `dx` by that of the input.
+    /// Replaces the gradient of the output in `dx` by the gradient of the input.
     fn backward_rows[T: Float](dx: &mut [T], y: &[T], n: usize) {
         for (dx, y) in dx.chunks_exact_mut(n).zip(y.chunks_exact(n)) {
             let level = dot(dx, y);
@@ -26,7 +26,7 @@ vectorized! {
     }
 }
 
-/// The forward.
+/// Computes the softmax.
 pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
     let (dtype, n) = (x.dtype(), x.dim(D::Minus1)?.max(1));
     let x = to_accumulation_dtype(x)?;
@@ -46,7 +46,7 @@ pub(crate) fn softmax(x: &Tensor) -> Result<Tensor> {
     storage::cast(&y, dtype)
 }
 
-/// The gradient of the input, from the output.
+/// Computes the gradient of the input, from the output.
 pub(crate) fn softmax_backward(y: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let (dtype, n) = (y.dtype(), y.dim(D::Minus1)?.max(1));
     let (y, grad) = (to_accumulation_dtype(y)?, to_accumulation_dtype(grad)?);

@@ -27,13 +27,13 @@ fn sgd() -> Sgd {
     Sgd { momentum: MOMENTUM, lr: 0.01, state_dtype: StateDtype::Bf16, ..Sgd::default() }
 }
 
-/// Numbers for the whole parameter: its values at step 0, its gradients later.
+/// Numbers for the whole parameter: its values for step 0, its gradients for later steps.
 fn numbers(step: u64) -> Vec<f32> {
     let stream = Stream::new(4, Purpose::Sample, "w").child(step);
     (0..COUNT as u64).map(|i| stream.normal(i) as f32).collect()
 }
 
-/// The part of the whole that `region` is.
+/// Returns the shard of the whole parameter in `region`.
 fn part(whole: &[f32], region: &Region) -> Tensor {
     let runs = region.runs(&SHAPE);
     let values: Vec<f32> =
@@ -78,7 +78,7 @@ impl Rank {
         self.optimizer.state_tensors().unwrap()
     }
 
-    /// Values and state, as f64, which holds all of their bits.
+    /// Returns values and state as f64, which represents them exactly.
     fn all(&mut self) -> Vec<Vec<f64>> {
         let states = self.states().into_iter().map(|state| state.values);
         let tensors = [self.parameter.local().unwrap().values].into_iter().chain(states);
@@ -86,13 +86,13 @@ impl Rank {
     }
 }
 
-/// The distance of `x`'s neighbours in bf16.
+/// Returns the spacing of bf16 numbers around `x`.
 fn unit(x: f64) -> f64 {
     2f64.powf(x.abs().max(f64::from(f32::MIN_POSITIVE)).log2().floor() - 7.0)
 }
 
-/// In every step, what is kept is one of the two neighbours of what f64 computes from what was kept,
-/// and the mean of the errors is none.
+/// In every step, the stored value is one of the two bf16 neighbours of the f64 result from the
+/// previous stored values. The mean of the errors is zero.
 #[test]
 fn every_step_rounds_the_formulas_without_bias() {
     let (beta1, beta2) = BETAS;
@@ -121,7 +121,7 @@ fn every_step_rounds_the_formulas_without_bias() {
                     for (k, g) in gradient.iter().enumerate() {
                         let (old, g) = (before[i + 1][k], f64::from(*g));
                         let exact = formula(step, old, g);
-                        // What the f32 arithmetic rounds counts where numbers cancel.
+                        // Where numbers cancel, f32 rounding counts too.
                         let unit = unit(exact).max(1e-6 * (old.abs() + g.abs()));
                         let error = (after[i + 1][k] - exact) / unit;
                         assert!(error.abs() < 1.2, "{config:?} {step}: {exact}, off by {error}");
@@ -136,7 +136,8 @@ fn every_step_rounds_the_formulas_without_bias() {
     }
 }
 
-/// What rounding to nearest never adds, as it is less than half of the last place.
+/// Each increment is less than half a unit in the last place, so rounding to nearest would lose
+/// them all.
 #[test]
 fn small_increments_are_not_lost() {
     const STEPS: u64 = 1000;
@@ -147,7 +148,7 @@ fn small_increments_are_not_lost() {
     let kept = &rank.all()[2];
     let mean = kept.iter().sum::<f64>() / COUNT as f64;
     assert!((mean / expected - 1.0).abs() < 1e-3, "{mean}, expected {expected}");
-    // Nor is any one of them far off.
+    // No single value is far off either.
     assert!(kept.iter().all(|v| (v / expected - 1.0).abs() < 0.25));
 
     let nearest = (0..STEPS).fold(half::bf16::ZERO, |v, _| {
@@ -157,7 +158,7 @@ fn small_increments_are_not_lost() {
 }
 
 #[test]
-fn parts_are_updated_as_the_whole_is() {
+fn shards_are_updated_like_the_whole() {
     let configs: [&dyn OptimizerConfig; 2] = [&adamw(), &sgd()];
     for config in configs {
         let mut whole = Rank::whole(config);
@@ -168,7 +169,7 @@ fn parts_are_updated_as_the_whole_is() {
         let cuts = [
             spec().with_cut(cut("a", 2, 0)),
             spec().with_cut(cut("a", 4, 0)),
-            // No part begins at a multiple of anything.
+            // No shard begins at a round offset.
             spec().with_cut(cut("a", 7, 1)),
             spec().with_cut(cut("a", 7, 1)).with_cut(cut("b", 11, 0)),
             spec().with_cut(cut("a", 3, 0)).with_cut(cut("b", 7, 1)).with_cut(cut("c", 2, 1)),
@@ -202,7 +203,7 @@ fn parts_are_updated_as_the_whole_is() {
 }
 
 #[test]
-fn the_bits_do_not_depend_on_the_number_of_threads_but_on_the_seed() {
+fn bits_depend_on_the_seed_but_not_on_threads() {
     let with = |threads, seed| {
         let pool = rayon::ThreadPoolBuilder::new().num_threads(threads).build().unwrap();
         let mut rank = Rank::new(&adamw(), Region::full(&SHAPE), DType::F32, seed);
@@ -215,7 +216,7 @@ fn the_bits_do_not_depend_on_the_number_of_threads_but_on_the_seed() {
 }
 
 #[test]
-fn a_run_that_is_resumed_goes_on_bit_for_bit() {
+fn resumed_runs_have_the_same_bits() {
     let configs: [&dyn OptimizerConfig; 2] = [&adamw(), &sgd()];
     for config in configs {
         let mut first = Rank::whole(config);

@@ -1,4 +1,5 @@
-//! Which of candle's operations have right gradients: what the book's page on candle_nn says of them.
+//! Checks which of candle's operations have correct gradients, as the book's page on candle_nn
+//! states.
 
 use candle_core::{D, DType, Device, Result, Tensor, Var};
 
@@ -11,17 +12,17 @@ fn scalar(y: &Tensor) -> Tensor {
     (y * randn("cotangent", y.dims())).unwrap().sum_all().unwrap()
 }
 
-/// What candle's gradient of an operation is, beside that of finite differences.
+/// The result of comparing candle's gradient of an operation with finite differences.
 #[derive(Debug, PartialEq, Eq)]
 enum Gradient {
     Right,
     Wrong,
-    /// candle says that there is none.
+    /// candle returns an error.
     Refused,
 }
 
 fn gradient(shape: &[usize], f: Operation) -> Gradient {
-    // Positive, and no two alike.
+    // Positive, and all different.
     let x = (randn("x", shape).abs().unwrap() + 0.3).unwrap();
     let var = Var::from_tensor(&x).unwrap();
     let Ok(grads) = scalar(&f(&var).unwrap()).backward() else { return Gradient::Refused };
@@ -40,7 +41,7 @@ fn gradient(shape: &[usize], f: Operation) -> Gradient {
     if theirs.iter().zip(numeric).all(close) { Gradient::Right } else { Gradient::Wrong }
 }
 
-/// Checks that all of these are of one kind.
+/// Checks that all operations are of one kind.
 fn check(operations: &[(&str, &[usize], Operation)], want: Gradient) {
     let others = operations.iter().map(|(name, shape, f)| (*name, gradient(shape, *f)));
     let others: Vec<_> = others.filter(|(_, gradient)| *gradient != want).collect();
@@ -53,7 +54,7 @@ fn ids(ids: &[u32], shape: &[usize]) -> Tensor {
 
 const IMAGE: &[usize] = &[2, 2, 4, 6];
 
-/// With shapes and their operations.
+/// Operations with the shapes of their inputs.
 const RIGHT: &[(&str, &[usize], Operation)] = &[
     ("add", &[3, 4], |x| x.broadcast_add(&x.narrow(0, 0, 1)?)),
     ("sub", &[3, 4], |x| x.broadcast_sub(&x.narrow(1, 1, 1)?)),
@@ -210,7 +211,8 @@ fn most_gradients_of_candle_are_right() {
     check(RIGHT, Gradient::Right);
 }
 
-/// If one is right after an update of candle, the book and `refuse_wrong_gradients` need not name it any more.
+/// If one is correct after an update of candle, remove it from the book and from
+/// `refuse_wrong_gradients`.
 #[test]
 fn gradients_that_the_book_calls_wrong_are_wrong() {
     check(WRONG, Gradient::Wrong);

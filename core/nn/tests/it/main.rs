@@ -1,4 +1,4 @@
-//! Layers: their gradients, sizes that they do not take, and optimizer state in bf16.
+//! Tests of layers: gradients, unsupported sizes, and optimizer state in bf16.
 
 #![allow(clippy::disallowed_methods, reason = "tests read tensors")]
 

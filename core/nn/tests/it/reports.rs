@@ -1,4 +1,4 @@
-//! What people have reported of other libraries' layers, with the values that are right.
+//! Bugs that users have reported in other libraries' layers, with the correct values.
 
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::module::Module as _;
@@ -10,7 +10,7 @@ use fulgurite_core::nn::{
 
 use super::gradients::harness::{Params, builder, flat, randn};
 
-/// Elsewhere a device-side assert, or the row of another id.
+/// Other libraries fail with a device-side assert, or return the row of another id.
 #[test]
 fn ids_outside_the_table_are_named() {
     let b = builder(DType::F32);
@@ -52,9 +52,9 @@ fn targets_that_are_no_class_are_named() {
     assert_eq!(error, "targets must be u32 or i64, got F32");
 }
 
-/// Elsewhere NaN: a mean over nothing.
+/// Other libraries return NaN, a mean over nothing.
 #[test]
-fn a_loss_of_ignored_targets_is_zero_with_zero_gradients() {
+fn loss_of_ignored_targets_is_zero() {
     let b = builder(DType::F32);
     let head = Linear::new(&b.pp("head"), 2, 3).unwrap();
     let params = Params::new(&b);
@@ -87,7 +87,7 @@ fn labels_and_extreme_logits_have_the_right_loss() {
     assert!(cross_entropy(&none, &targets).is_err());
 }
 
-/// Elsewhere a softmax of nothing, which is NaN and makes all weights NaN.
+/// Other libraries compute a softmax of nothing, which is NaN and makes all weights NaN.
 #[test]
 fn queries_without_a_key_get_zeros() {
     let [q, k, v] =
@@ -102,7 +102,7 @@ fn queries_without_a_key_get_zeros() {
     let none = Tensor::zeros((1, 2, 0, 4), DType::F64, &Device::Cpu).unwrap();
     let y = attention(&q, &none, &none, 0.5, false).unwrap();
     assert_eq!((y.dims(), flat(&y)), (&[1, 2, 3, 4][..], vec![0.0; 24]));
-    // The last query is at the last key's position, so the first ones would come before any key.
+    // The last query is at the last key's position, so the first queries would precede every key.
     let short = k.narrow(2, 0, 1).unwrap();
     insta::assert_snapshot!(attention(&q, &short, &short, 0.5, true).unwrap_err(), @"attention: a causal query needs a key at its own position; q: batch 1, heads 2, time 3, head_dim 4; k: batch 1, heads 2, time 1, head_dim 4; v: batch 1, heads 2, time 1, head_dim 4");
     let b = builder(DType::F64);
@@ -137,7 +137,7 @@ fn documents_of_ids_in_either_dtype_are_the_same() {
     assert!(Documents::ended_by(&targets.to_dtype(DType::F32).unwrap(), 0).is_err());
 }
 
-/// A weight that two layers share has one gradient, their sum, and none if it is frozen.
+/// A weight that two layers share has the sum of their gradients, and no gradient if frozen.
 #[test]
 fn a_tied_weight_is_frozen_as_one() {
     for frozen in [false, true] {
@@ -154,7 +154,7 @@ fn a_tied_weight_is_frozen_as_one() {
             y.sum_all().unwrap().backward().unwrap();
             let weight = flat(&embed.weight().value().unwrap());
             let grad = params.take(&params.slots[0]).unwrap();
-            // Of the head: the sum of the inputs. Of the embedding: the sum of the weight's rows.
+            // The head adds the sum of the inputs; the embedding adds the sum of the weight's rows.
             for (row, uses) in [1.0, 0.0, 1.0].into_iter().enumerate() {
                 for column in 0..2 {
                     let of_head = weight[column] + weight[4 + column];

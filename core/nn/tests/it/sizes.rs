@@ -1,4 +1,4 @@
-//! What constructors and forwards say about sizes, shapes and dtypes that they do not take.
+//! Errors of constructors and forwards about unsupported sizes, shapes and dtypes.
 
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::Result;
@@ -9,7 +9,7 @@ use fulgurite_core::parameter::Init;
 
 use super::gradients::harness::{Params, builder};
 
-/// A constructor, and its sizes that are right.
+/// A constructor, with valid sizes.
 struct Constructor {
     name: &'static str,
     sizes: &'static [usize],
@@ -50,7 +50,7 @@ fn multi_head(b: &ModuleBuilder, s: &[usize]) -> Result<MultiHeadAttention> {
     MultiHeadAttention::new(b, &config)
 }
 
-/// Every constructor of a layer that takes sizes.
+/// Every layer constructor that takes sizes.
 const CONSTRUCTORS: [Constructor; 17] = [
     Constructor {
         name: "Linear::new",
@@ -147,9 +147,9 @@ const CONSTRUCTORS: [Constructor; 17] = [
     },
 ];
 
-/// Sizes that can be counted in a model and not be held by any machine are found when memory is asked for.
+/// Sizes that can be counted but exceed any machine's memory fail later, when memory is allocated.
 #[test]
-fn sizes_of_zero_or_beyond_counting_are_errors_that_name_the_layer() {
+fn zero_and_overflowing_sizes_name_the_layer() {
     for Constructor { name, sizes, build } in CONSTRUCTORS {
         let b = builder(DType::F32);
         build(&b.pp("right"), sizes).unwrap_or_else(|error| panic!("{name}: {error}"));
@@ -160,7 +160,7 @@ fn sizes_of_zero_or_beyond_counting_are_errors_that_name_the_layer() {
                 let what = format!("{name} of {sizes:?}");
                 let result = build(&builder(DType::F32).pp("layer"), &sizes);
                 match result {
-                    // A stride only makes the output small.
+                    // A large stride only makes the output small.
                     Ok(()) => assert!(name.starts_with("Conv") && wrong > 0 && at > 2, "{what}"),
                     Err(error) => {
                         let error = error.to_string();
@@ -175,7 +175,7 @@ fn sizes_of_zero_or_beyond_counting_are_errors_that_name_the_layer() {
 }
 
 #[test]
-fn numbers_that_no_layer_computes_with_are_errors() {
+fn unusable_numbers_are_refused() {
     let b = builder(DType::F32);
     let at = |name: &str| b.pp(name);
     for eps in [-1e-5, f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 1e300] {
@@ -230,9 +230,9 @@ fn numbers_that_no_layer_computes_with_are_errors() {
     insta::assert_snapshot!(Linear::new(&at("layer"), 1 << 40, 1 << 40).unwrap_err(), @"parameter `layer.weight`: has the shape [1099511627776, 1099511627776], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
 }
 
-/// Every layer with inputs of each number of dimensions, of sizes that do not fit, and without elements.
+/// Every layer, with inputs of each number of dimensions, of sizes that do not fit, and empty.
 #[test]
-fn inputs_of_another_shape_are_errors_or_empty_outputs() {
+fn unfit_inputs_give_errors_or_empty_outputs() {
     type Build = fn(&ModuleBuilder) -> Result<Box<dyn Module>>;
     let layers: [Build; 13] = [
         |b| Ok(Box::new(Linear::with_bias(b, 5, 2)?)),
@@ -303,7 +303,7 @@ fn inputs_of_another_shape_are_errors_or_empty_outputs() {
     }
 }
 
-/// None of them panics, in forward or backward.
+/// No function panics, in forward or backward.
 #[test]
 fn functions_take_or_refuse_every_shape() {
     type Function = fn(&Tensor) -> Result<Tensor>;

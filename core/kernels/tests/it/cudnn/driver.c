@@ -29,7 +29,7 @@ int cuLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel
 int cuLibraryUnload(void *library) { return SUCCESS; }
 int cuKernelGetFunction(void **function, void *kernel) { *function = (void *)5; return SUCCESS; }
 
-/* What cuDNN looks for before it makes a plan, and does not call. */
+/* Functions that cuDNN looks up before it makes a plan, and does not call. */
 #define FUNCTION(name) int name(void) { return NO_DEVICE; }
 FUNCTION(cuCtxGetCurrent)
 FUNCTION(cuCtxGetDevice)

@@ -1,4 +1,4 @@
-//! The graphs, carried out in f64 on the CPU, against the formula of attention.
+//! Evaluates the graphs in f64 on the CPU, and compares with the formula of attention.
 
 use std::collections::HashMap;
 
@@ -14,10 +14,10 @@ use crate::attention::{Case, expected, wide};
 use crate::flash::exchanged;
 use crate::numbers::normal;
 
-/// What arguments hold, in the order that they have in memory.
+/// The values of arguments, in memory order.
 type Memory = Vec<(Argument, Vec<f64>)>;
 
-/// A graph's tensors that have values, each element after the other, the last dimension first.
+/// The values of a graph's tensors, in row-major order.
 struct Machine<'a> {
     graph: &'a Graph,
     values: HashMap<TensorId, Vec<f64>>,
@@ -48,7 +48,7 @@ impl<'a> Machine<'a> {
         &self.graph.tensors()[id.index()]
     }
 
-    /// The values of a tensor that an operation reads.
+    /// Loads the values of a tensor that an operation reads.
     fn load(&mut self, id: TensorId, memory: &Memory) {
         let tensor = self.tensor(id);
         let values = match tensor.place {
@@ -65,7 +65,8 @@ impl<'a> Machine<'a> {
         self.values.insert(id, values);
     }
 
-    /// An element. Sizes of 1 repeat, and so does a head of keys for each query head of its group.
+    /// Returns an element. Sizes of 1 are broadcast, and a key head is repeated for each query head
+    /// of its group.
     fn at(&self, id: TensorId, index: &[i64], heads: i64) -> f64 {
         let dims = &self.tensor(id).dims;
         let of_group = heads / dims[1];
@@ -185,10 +186,10 @@ impl<'a> Machine<'a> {
     }
 }
 
-/// Carries out a graph, and adds what it writes to the memory.
+/// Evaluates a graph, and adds its outputs to the memory.
 fn carry_out(graph: &Graph, memory: &mut Memory) {
     let mut machine = Machine { graph, values: HashMap::new() };
-    // Tensors are numbered in the order in which they were added.
+    // Tensors are numbered in the order of their addition.
     let ids: Vec<TensorId> = ids(graph);
     ids.iter().for_each(|&id| machine.load(id, memory));
     graph.operations().iter().for_each(|operation| machine.run(operation));
@@ -207,7 +208,7 @@ fn carry_out(graph: &Graph, memory: &mut Memory) {
     }
 }
 
-/// The tensors that operations have.
+/// Returns the tensors of all operations.
 fn ids(graph: &Graph) -> Vec<TensorId> {
     fn of(operation: &Operation) -> Vec<TensorId> {
         match operation {
@@ -241,7 +242,7 @@ fn case(sizes: [usize; 6], causal: bool) -> Case {
     Case::new::<bf16>([batch, kv_heads, group, queries, keys, width, 0], causal, None)
 }
 
-/// Carries out both graphs, and compares what they write with the formula.
+/// Evaluates both graphs, and compares their outputs with the formula.
 fn has_its_formula_and_gradient(case: &Case) {
     let of = case.of;
     let (heads, width) = (of.kv_heads * of.group, of.width);
@@ -277,7 +278,7 @@ fn has_its_formula_and_gradient(case: &Case) {
 }
 
 #[test]
-fn every_key_is_seen_without_an_order() {
+fn all_keys_are_seen_without_causal() {
     has_its_formula_and_gradient(&case([2, 2, 1, 5, 7, 4], false));
     has_its_formula_and_gradient(&case([2, 2, 3, 7, 5, 4], false));
 }

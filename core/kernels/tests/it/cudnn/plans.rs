@@ -1,6 +1,6 @@
-//! Plans of cuDNN for an H100 that is only described, under a driver without devices. `.ci/cudnn`
+//! Plans of cuDNN for an H100 from its description, under a driver without devices. `.ci/cudnn`
 //! runs these tests.
-#![allow(unsafe_code)] // libraries are loaded
+#![allow(unsafe_code)] // loads libraries
 
 use std::path::Path;
 use std::process::Command;
@@ -12,7 +12,7 @@ use fulgurite_kernels::plans::Attention;
 
 const H100: &str = include_str!("h100.json");
 
-/// cuDNN, after a driver without devices.
+/// Loads cuDNN, after a driver without devices.
 fn library() -> &'static Library {
     static LOADED: OnceLock<&'static Library> = OnceLock::new();
     LOADED.get_or_init(|| {
@@ -25,9 +25,9 @@ fn library() -> &'static Library {
             .arg(&source)
             .status();
         assert!(built.unwrap().success(), "cc does not compile {}", source.display());
-        // SAFETY: the stand-in for the driver runs nothing when it is loaded.
+        // SAFETY: loading the stand-in for the driver runs no code.
         let driver = unsafe { libloading::Library::new(&driver) }.unwrap();
-        // cuDNN finds it by its name.
+        // cuDNN finds the driver by its name.
         std::mem::forget(driver);
         Library::get().unwrap_or_else(|why| panic!("{why}"))
     })
@@ -54,8 +54,8 @@ fn plan(graph: &Graph) -> Result<ExecutionPlan, Fault> {
     ExecutionPlan::new(library(), graph, Device::Described(H100.trim()))
 }
 
-/// Has cuDNN make plans of both graphs in both dtypes, for each width: kernels for tensor cores of
-/// Hopper, that fit in memory.
+/// Has cuDNN make plans of both graphs in both dtypes, for each width. They must use kernels for
+/// Hopper's tensor cores, and fit in memory.
 fn is_planned(change: impl Fn(Attention) -> Attention) {
     for dtype in [Float::Bf16, Float::F16] {
         for width in [64, 128, 256] {
@@ -65,7 +65,7 @@ fn is_planned(change: impl Fn(Attention) -> Attention) {
                 let kernels = plan.kernels().unwrap();
                 let wanted = format!("sdpa_sm90_flash_{direction}_wgmma_f16");
                 assert!(kernels.iter().any(|name| name.contains(&wanted)), "{of:?}: {kernels:?}");
-                // Gradients of all heads in f32, and of heads of a group in the dtype; no scores.
+                // Gradients of all heads in f32, and of a group's heads in the dtype; no scores.
                 let heads = of.batch * of.kv_heads * of.group;
                 let most = heads * of.keys * (3 * of.width + 64) * 4;
                 assert!(plan.memory_bytes() <= most, "{of:?}: {} bytes", plan.memory_bytes());
@@ -105,7 +105,7 @@ fn earlier_keys_are_planned() {
     is_planned(|of| Attention { queries: 333, window: Some(300), kv_heads: 8, group: 4, ..of });
 }
 
-/// Then forward is by cuDNN, and backward by the kernels of this crate.
+/// With this width cuDNN computes forward, and this crate's kernels compute backward.
 #[test]
 #[ignore = "needs cuDNN: .ci/cudnn"]
 fn ampere_has_forward_of_256_alone() {

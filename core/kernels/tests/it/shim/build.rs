@@ -1,4 +1,4 @@
-//! Compiling the driver.
+//! Compiles the driver.
 
 use std::fmt::Write as _;
 use std::fs;
@@ -9,12 +9,12 @@ use std::sync::OnceLock;
 use fulgurite_kernels::Source;
 use fulgurite_kernels::table::{self, Signature};
 
-/// What looks on while kernels run.
+/// The sanitizer that watches the kernels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sanitizer {
-    /// Accesses out of bounds, and undefined behaviour.
+    /// Out-of-bounds accesses, and undefined behaviour.
     Address,
-    /// Races.
+    /// Data races.
     Thread,
 }
 
@@ -34,7 +34,7 @@ impl Sanitizer {
 pub(crate) struct Driver(PathBuf);
 
 impl Driver {
-    /// The driver with all kernels of the crate, compiled once.
+    /// Returns the driver with all kernels of the crate, compiled once.
     pub(crate) fn of_crate(sanitizer: Sanitizer) -> &'static Self {
         static DRIVERS: [OnceLock<Driver>; 2] = [const { OnceLock::new() }; 2];
         DRIVERS[sanitizer as usize].get_or_init(|| {
@@ -44,7 +44,8 @@ impl Driver {
         })
     }
 
-    /// Runs it. With addresses that are the same each time, which old versions of ThreadSanitizer need.
+    /// Runs the driver. Address randomisation is off, because old versions of ThreadSanitizer need
+    /// that.
     pub(crate) fn run(&self, request: &Path, answer: &Path) -> std::process::Output {
         Command::new("setarch")
             .arg("-R")
@@ -57,14 +58,14 @@ impl Driver {
     }
 }
 
-/// A source's own text, without what all share.
+/// Returns a source's text without the common code.
 fn own_text(source: Source) -> String {
     let common = include_str!("../../../kernels/common.cu");
     source.text().strip_prefix(common).expect("sources begin with what all share").to_owned()
 }
 
-/// Compiles kernels with a table of them; `rows` are compared with structs in C if they are those of the crate. The
-/// compiler's messages, if it refuses them.
+/// Compiles kernels with a table of them, or returns the compiler's messages. `rows` are compared
+/// with the structs in C if they belong to the crate.
 pub(crate) fn build(
     sanitizer: Sanitizer,
     name: &str,
@@ -112,7 +113,7 @@ pub(crate) fn build(
     }
 }
 
-/// The kernels' text, the checks of the table against it, and the kernels by name.
+/// Generates the kernels' text, the checks of the table against it, and the kernels by name.
 fn entries(sources: &[(&str, String)], signatures: &[Signature], with_rows: bool) -> String {
     let mut text = String::from("#include \"entries.h\"\n#include \"common.cu\"\n");
     for (name, _) in sources {

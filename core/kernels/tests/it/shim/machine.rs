@@ -1,4 +1,4 @@
-//! Memory, and plans that are carried out on it.
+//! Memory, and plans that run on it.
 
 use std::fs;
 
@@ -7,8 +7,8 @@ use fulgurite_kernels::{Argument, Plan, Product, Target, Work};
 
 use super::{Driver, Sanitizer};
 
-/// The device of the tests: allocations, each with an address of its own. What is read or written past the end of
-/// one ends the test.
+/// The test device: separate allocations with their own addresses. An access past the end of one
+/// ends the test.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Machine {
     memory: Vec<Vec<u8>>,
@@ -23,22 +23,23 @@ impl Machine {
         (self.memory.len() as u64) << OFFSET_BITS
     }
 
-    /// Memory for that many elements, full of what is a NaN in every dtype.
+    /// Allocates memory for `count` elements, filled with bits that are NaN in every dtype.
     pub(crate) fn garbage<T: Pod>(&mut self, count: usize) -> u64 {
         self.put(&vec![0xffu8; count * size_of::<T>()])
     }
 
-    /// All of the allocation that begins at `address`.
+    /// Returns all elements of the allocation that begins at `address`.
     pub(crate) fn get<T: Pod>(&self, address: u64) -> Vec<T> {
         let memory = &self.memory[(address >> OFFSET_BITS) as usize - 1];
         memory.chunks_exact(size_of::<T>()).map(bytemuck::pod_read_unaligned).collect()
     }
 
-    /// Carries out a plan under every sanitizer, with threads and blocks in several orders, and expects one result.
+    /// Runs a plan under every sanitizer, with threads and blocks in several orders, and expects
+    /// one result.
     pub(crate) fn run(&mut self, plan: &Plan) {
         let mut result: Option<Vec<Vec<u8>>> = None;
         for sanitizer in Sanitizer::ALL {
-            // A race is one in any order.
+            // A race is found in any order, so one seed is enough.
             let seeds: &[u64] = if sanitizer == Sanitizer::Thread { &[3] } else { &[1, 2] };
             for &seed in seeds {
                 let memory = self
@@ -52,7 +53,7 @@ impl Machine {
         self.memory = result.unwrap_or_default();
     }
 
-    /// What memory is after a plan; what the driver says, if it ends with an error.
+    /// Returns the memory after a plan, or the driver's message if it fails.
     pub(crate) fn run_with(
         &self,
         driver: &Driver,
@@ -140,7 +141,7 @@ impl Machine {
     }
 }
 
-/// A product as the driver reads it, after a name of no letters.
+/// A product in the driver's format, after an empty name.
 fn fields(product: &Product, place: &dyn Fn(Target) -> u64) -> Vec<u64> {
     let Product { dtype, out, starts, transposed, m, n, k, leading, batch, strides, .. } = product;
     let mut all = vec![0, *dtype as u64, *out as u64];

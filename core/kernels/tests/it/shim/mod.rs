@@ -1,5 +1,5 @@
-//! Kernels on the CPU: compiled with `shim/` by a host compiler, as programs of their own under sanitizers. A report of
-//! theirs ends a program, and is the message of the test.
+//! Kernels on the CPU. `shim/` and a host compiler turn them into programs that run under
+//! sanitizers. A sanitizer's report ends the program, and becomes the test's message.
 
 mod build;
 mod machine;

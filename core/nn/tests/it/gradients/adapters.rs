@@ -23,7 +23,7 @@ fn every(targets: &[&str], dropout: f64) -> ModuleBuilder {
     adapted(adapters, DType::F64)
 }
 
-/// Runs `f` as in a training step, so that layers drop elements.
+/// Runs `f` like a training step, so that layers drop elements.
 fn in_training<T>(f: impl FnOnce() -> T) -> T {
     let scope = ForwardScope {
         training: true,
@@ -56,7 +56,7 @@ fn check_module<M: Module>(
 }
 
 #[test]
-fn of_linear_layers_and_what_is_made_of_them() {
+fn linear_layers_and_blocks() {
     for shape in [&[1, 3][..], &[5, 3], &[2, 5, 3]] {
         check_module(&["layer"], shape, |b| Linear::new(b, 3, 7));
         check_module(&["layer"], shape, |b| Linear::with_bias(b, 3, 2));
@@ -82,7 +82,7 @@ fn of_linear_layers_and_what_is_made_of_them() {
 }
 
 #[test]
-fn of_a_branch_with_its_norm() {
+fn branch_with_its_norm() {
     let b = every(&["mlp.*_proj"], 0.3);
     let norm = RmsNorm::new(&b.pp("norm"), 4, 1e-6).unwrap();
     let mlp = SwiGluMlp::new(&b.pp("mlp"), 4, 5).unwrap();
@@ -100,7 +100,7 @@ fn of_an_embedding() {
 }
 
 #[test]
-fn of_a_head_whose_loss_is_computed_in_pieces() {
+fn head_with_loss_in_pieces() {
     for dropout in [0.0, 0.5] {
         let b = every(&["head"], dropout);
         let head = Linear::new(&b.pp("head"), 3, 5).unwrap();
@@ -152,7 +152,7 @@ fn bf16_is_close_to_f32() {
 }
 
 #[test]
-fn what_is_trained_beside_the_adapters() {
+fn parameters_trained_beside_adapters() {
     let trained = |adapters: Adapters| -> Vec<String> {
         let b = adapted(adapters, DType::F32);
         GeluMlp::new(&b.pp("mlp"), 4, 5).unwrap();
@@ -175,7 +175,7 @@ fn what_is_trained_beside_the_adapters() {
 }
 
 #[test]
-fn modules_in_targets_mean_their_layers() {
+fn module_targets_include_their_layers() {
     let adapted_layers = |targets: &[&str]| {
         let b = adapted(Adapters::new(targets.iter().copied()), DType::F32);
         for path in ["layers.0", "layers.1"] {
@@ -194,7 +194,7 @@ fn modules_in_targets_mean_their_layers() {
 }
 
 #[test]
-fn what_cannot_be_adapted_is_an_error() {
+fn unsupported_targets_are_refused() {
     let error = |adapters: Adapters| {
         let b = adapted(adapters, DType::F32);
         let embedding = Embedding::new(&b.pp("embed"), 5, 4).unwrap();

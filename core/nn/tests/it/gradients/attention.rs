@@ -12,7 +12,7 @@ fn reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Te
     masked_reference(q, k, v, scale, |i, j| !causal || j <= i + tk - tq)
 }
 
-/// The definition of `transformers`: query `i` sees key `j` if `i - window < j <= i`, by positions.
+/// The definition in `transformers`: query `i` sees key `j` if `i - window < j <= i`, by positions.
 fn windowed_reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: usize) -> Tensor {
     let (tq, tk) = (q.dim(2).unwrap(), k.dim(2).unwrap());
     masked_reference(q, k, v, scale, |i, j| {
@@ -21,7 +21,7 @@ fn windowed_reference(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, window: us
     })
 }
 
-/// Query `i` sees key `j` if `sees` says so.
+/// Attention in which query `i` sees key `j` if `sees` returns true.
 fn masked_reference(
     q: &Tensor,
     k: &Tensor,
@@ -76,7 +76,7 @@ fn windows_have_their_gradients() {
     }
 }
 
-/// Outputs and gradients to the bit, of both implementations.
+/// Compares outputs and gradients of both implementations, to the bit.
 #[test]
 fn long_windows_are_causal_attention() {
     let inputs = qkv(2, [4, 2], [150, 160], 6);
@@ -112,7 +112,7 @@ proptest! {
         super::harness::assert_same("definition", &ours, &want, 1e-10);
     }
 
-    /// Sizes around and beyond the kernels' blocks, against the definition differentiated by candle.
+    /// Sizes around and beyond the kernels' blocks, against the definition with candle's gradients.
     #[test]
     fn equals_the_definition(
         b in 1usize..3, kv in 1usize..3, group in 1usize..4, tq in 1usize..150, more in 0usize..40,
@@ -168,7 +168,7 @@ fn the_fused_module() {
     }
 }
 
-/// The fused module against the same mathematics from the parts it is made of.
+/// Compares the fused module with the same computation by separate layers.
 #[test]
 fn the_fused_module_equals_its_parts() {
     equals_its_parts(None);
@@ -251,7 +251,8 @@ fn wrong_use_is_explained() {
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(12))]
 
-    /// Documents packed into sequences, against each of them alone: outputs and all gradients.
+    /// Compares documents packed into sequences with each document alone: outputs and all
+    /// gradients.
     #[test]
     fn packed_documents_are_computed_as_if_alone(
         lengths in prop::collection::vec(1usize..170, 1..6), other_cut in 1usize..50, portable: bool,
@@ -290,7 +291,7 @@ proptest! {
 }
 
 #[test]
-fn the_portable_blocks_of_packed_documents_agree_beyond_one_block() {
+fn packed_documents_in_several_portable_blocks() {
     let b = builder(DType::F64);
     let layer = CausalSelfAttention::new(&b.pp("attn"), &config([2, 1], 2, true)).unwrap();
     let params = Params::new(&b);

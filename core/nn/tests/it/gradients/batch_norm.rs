@@ -11,7 +11,7 @@ fn training<R>(f: impl FnOnce() -> R) -> R {
 }
 
 #[test]
-fn finite_differences_in_training_and_in_evaluation() {
+fn finite_differences_in_both_modes() {
     for (shape, affine) in [
         (vec![5, 3], true),
         (vec![2, 3, 4], true),
@@ -25,7 +25,7 @@ fn finite_differences_in_training_and_in_evaluation() {
         let params = match affine {
             true => Params::new(&b),
             false => {
-                // A tree has a parameter.
+                // A module tree needs at least one parameter.
                 b.frozen().parameter("other", [1], fulgurite_core::parameter::Init::ONES).unwrap();
                 Params::new(&b)
             }
@@ -38,9 +38,9 @@ fn finite_differences_in_training_and_in_evaluation() {
     }
 }
 
-/// Candle's forward, and its running statistics.
+/// candle's forward and its running statistics.
 #[test]
-fn it_computes_what_candle_does_and_follows_the_batches() {
+fn running_statistics_match_candle() {
     for momentum in [Some(0.1), Some(1.0), None] {
         let b = builder(DType::F64);
         let config = BatchNormConfig { momentum, ..BatchNormConfig::default() };
@@ -92,7 +92,7 @@ fn it_computes_what_candle_does_and_follows_the_batches() {
 }
 
 #[test]
-fn what_does_not_count_is_not_followed() {
+fn uncounted_batches_are_not_tracked() {
     let b = builder(DType::F32);
     let norm = BatchNorm::new(&b.pp("norm"), 2).unwrap();
     let params = Params::new(&b);

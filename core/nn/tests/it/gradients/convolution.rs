@@ -4,7 +4,7 @@ use fulgurite_core::nn::{Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, GroupNorm};
 
 use super::harness::{Params, analytic, assert_close, builder, check, flat, randn};
 
-/// candle's convolution with the layer's parameters, moved by the bias.
+/// candle's convolution with the layer's parameters, plus the bias.
 fn reference(params: &Params, x: &Tensor, config: Conv2dConfig) -> Tensor {
     let [weight, bias] = [0, 1].map(|i| params.tree.parameters()[i].tensor().unwrap().detach());
     let [stride, padding, dilation] =
@@ -20,7 +20,7 @@ fn finite_differences_of_two_dimensions() {
         ([4, 5], [2, 3], [2, 2], plain),
         ([4, 4], [1, 2], [1, 1], plain),
         ([5, 7], [2, 2], [3, 3], Conv2dConfig { stride: [2; 2], padding: [1; 2], ..plain }),
-        // What is left over at the end differs by dimension.
+        // The remainder at the end differs by dimension.
         ([6, 5], [2, 2], [3, 3], Conv2dConfig { stride: [2; 2], ..plain }),
         ([5, 4], [4, 6], [2, 2], Conv2dConfig { groups: 2, padding: [1; 2], ..plain }),
         ([4, 4], [3, 3], [2, 2], Conv2dConfig { groups: 3, stride: [2; 2], ..plain }),
@@ -36,7 +36,7 @@ fn finite_differences_of_two_dimensions() {
 }
 
 #[test]
-fn finite_differences_of_windows_that_are_not_square() {
+fn finite_differences_of_oblong_windows() {
     let b = builder(DType::F64);
     let config = Conv2dConfig {
         stride: [2, 1],
@@ -104,7 +104,7 @@ fn group_norm() {
         let x = randn("x", dims);
         let run = check(std::slice::from_ref(&x), &params, &|x| norm.forward(&x[0]));
         if dims.len() < 3 {
-            continue; // candle_nn has none
+            continue; // candle_nn needs three dimensions
         }
         let [weight, bias] = [norm.weight(), norm.bias()].map(|p| p.tensor().unwrap().detach());
         let theirs = candle_nn::GroupNorm::new(weight, bias, 4, groups, 1e-2).unwrap();

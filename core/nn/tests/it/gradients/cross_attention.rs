@@ -9,7 +9,7 @@ fn qkv(b: usize, [h, kv]: [usize; 2], [tq, tk]: [usize; 2], d: usize) -> [Tensor
     [randn("q", &[b, h, tq, d]), randn("k", &[b, kv, tk, d]), randn("v", &[b, kv, tk, d])]
 }
 
-/// A mask of this shape that hides some keys, but the first of none.
+/// A mask of this shape that hides some keys, but never the first.
 fn mask(dims: &[usize]) -> Tensor {
     let keys = *dims.last().unwrap();
     let n: usize = dims.iter().product();
@@ -48,7 +48,7 @@ fn finite_differences_with_a_mask() {
 }
 
 #[test]
-fn a_mask_that_hides_nothing_is_none() {
+fn full_mask_equals_no_mask() {
     let inputs = qkv(2, [4, 2], [5, 70], 3);
     let seen = Tensor::ones((2, 70), DType::U8, &Device::Cpu).unwrap();
     let with = |x: &[Tensor]| masked_attention(&x[0], &x[1], &x[2], 0.5, &seen);
@@ -94,7 +94,7 @@ fn the_module() {
     check(&inputs, &params, &|x| attn.attend(&x[0], &x[1], None));
     let padding = Tensor::new(&[[1u8, 1, 0], [1, 1, 1]], &Device::Cpu).unwrap();
     let padded = check(&inputs, &params, &|x| attn.attend(&x[0], &x[1], Some(&padding)));
-    // What is behind the padding does not matter.
+    // The content of the padding has no effect.
     let of_padding = &padded.inputs[1].as_ref().unwrap()[2 * 5..3 * 5];
     assert!(of_padding.iter().all(|g| *g == 0.0), "{of_padding:?}");
 }

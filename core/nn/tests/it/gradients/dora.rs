@@ -1,5 +1,6 @@
-//! Adapters with magnitudes. The norm is a constant in backward, so that finite differences are no judge of `A` and
-//! `B`: PEFT's formula in candle's operations is, and adapters without magnitudes on weights that were multiplied.
+//! Adapters with magnitudes. The norm is a constant in backward, so finite differences cannot check
+//! the gradients of `A` and `B`. Instead, the tests compare with PEFT's formula in candle's
+//! operations, and with adapters without magnitudes on rescaled weights.
 
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::Result;
@@ -46,7 +47,8 @@ fn norms(weight: &Tensor) -> Tensor {
     weight.sqr().unwrap().sum_keepdim(1).unwrap().sqrt().unwrap()
 }
 
-/// What `dropout` multiplies a layer's input with: that of a plain adapter at this path that passes its input on.
+/// Returns the factor that `dropout` applies to a layer's input: the output of a plain adapter at
+/// this path that is the identity.
 fn mask(path: &str, dims: &[usize], dropout: f64) -> Tensor {
     let width = dims[dims.len() - 1];
     let adapters = Adapters { alpha: width as f64, ..adapters(&[path], width, false, dropout) };
@@ -62,9 +64,9 @@ fn mask(path: &str, dims: &[usize], dropout: f64) -> Tensor {
     in_training(|| layer.forward(&ones)).unwrap().detach()
 }
 
-/// The input and the magnitudes, of which the norm does not depend.
+/// Checks the input and the magnitudes, which the norm does not depend on.
 #[test]
-fn as_finite_differences_where_the_norm_is_constant() {
+fn finite_differences_with_constant_norm() {
     for dropout in [0.0, 0.4] {
         for shape in [&[1, 3][..], &[5, 3], &[2, 4, 3]] {
             for bias in [false, true] {
@@ -82,7 +84,7 @@ fn as_finite_differences_where_the_norm_is_constant() {
     }
 }
 
-/// `peft/tuners/lora/dora.py`, by candle's autograd.
+/// `peft/tuners/lora/dora.py`, with candle's autograd.
 fn peft(x: &Tensor, dropped: Option<&Tensor>, w: [&Tensor; 4], bias: &Tensor) -> Tensor {
     let [weight, a, b, magnitude] = w;
     let linear = |x: &Tensor, w: &Tensor| x.matmul(&w.t().unwrap()).unwrap();
@@ -103,7 +105,7 @@ fn peft(x: &Tensor, dropped: Option<&Tensor>, w: [&Tensor; 4], bias: &Tensor) ->
 }
 
 #[test]
-fn as_pefts_formula_with_and_without_dropout() {
+fn matches_peft_with_and_without_dropout() {
     for dropout in [0.0, 0.4] {
         let b = builder(adapters(&["layer"], 2, true, dropout), DType::F64, &[]);
         let layer = Linear::with_bias(&b.pp("layer"), 3, 4).unwrap();
@@ -134,8 +136,8 @@ fn as_pefts_formula_with_and_without_dropout() {
     }
 }
 
-/// A weight and a `B` whose rows were multiplied are a plain adapter with the same output, and `B`'s gradient is the
-/// multiple of that one's.
+/// With rescaled rows of the weight and of `B`, a plain adapter has the same output. `B`'s gradient
+/// is then a multiple of the plain adapter's.
 fn check_block<M: Module>(
     targets: &[&str],
     shape: &[usize],
@@ -188,7 +190,7 @@ fn check_block<M: Module>(
 }
 
 #[test]
-fn of_what_is_made_of_linear_layers() {
+fn blocks_of_linear_layers() {
     check_block(&["*_proj"], &[2, 3, 4], |b| SwiGluMlp::new(b, 4, 5));
     check_block(&["up_proj", "down_proj"], &[3, 4], |b| GeluMlp::new(b, 4, 5));
     let attention = AttentionConfig {
@@ -207,7 +209,7 @@ fn of_what_is_made_of_linear_layers() {
 }
 
 #[test]
-fn of_a_branch_and_of_a_head_whose_loss_is_computed_in_pieces() {
+fn branch_and_head_with_loss_in_pieces() {
     let run = |fused: bool| {
         let targets = ["mlp.*_proj", "head"];
         let b = builder(adapters(&targets, 2, true, 0.3), DType::F64, &[]);
@@ -232,9 +234,9 @@ fn of_a_branch_and_of_a_head_whose_loss_is_computed_in_pieces() {
     assert_same("fused", &run(true), &run(false), 1e-11);
 }
 
-/// With the norms of the weight as magnitudes, and `B` zero, as both are in the beginning.
+/// The magnitudes are the norms of the weight, and `B` is zero, as at the beginning.
 #[test]
-fn it_starts_as_the_layer_that_it_is_beside() {
+fn adapters_start_without_effect() {
     for (dtype, tolerance) in [(DType::F64, 1e-14), (DType::F32, 1e-6), (DType::BF16, 1e-2)] {
         let b = builder(adapters(&["layer"], 2, true, 0.5), dtype, &[]);
         let layer = Linear::with_bias(&b.pp("layer"), 16, 8).unwrap();
@@ -276,7 +278,7 @@ fn bf16_is_close_to_f32() {
 }
 
 #[test]
-fn an_embedding_takes_none() {
+fn embeddings_are_refused() {
     let b = builder(adapters(&["embed"], 2, true, 0.0), DType::F32, &[]);
     let error = Embedding::new(&b.pp("embed"), 5, 4).unwrap_err();
     insta::assert_snapshot!(error, @"module `embed`: is an embedding, which takes no adapter with magnitudes (DoRA); leave it out with `trainer.adapters.exclude`, or set `trainer.adapters.dora = false`");

@@ -41,7 +41,7 @@ fn activations_have_known_values() {
 }
 
 #[test]
-fn one_tensor_as_both_inputs_gets_both_gradients() {
+fn one_tensor_as_both_inputs_sums_gradients() {
     check(&[randn("x", &[4, 3])], &Params::none(), &|x| swiglu(&x[0], &x[0]));
 }
 
@@ -67,7 +67,7 @@ fn rotation_by_given_angles() {
 }
 
 #[test]
-fn an_integer_cast_in_front_of_a_layer_does_not_cut_it_off() {
+fn integer_casts_keep_the_graph() {
     use super::harness::builder;
     use fulgurite_core::module::Module as _;
     use fulgurite_core::nn::Linear;

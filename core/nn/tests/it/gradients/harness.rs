@@ -1,4 +1,4 @@
-//! Finite differences, and parameters with values and a place for their gradients.
+//! Finite differences, and parameters with values and gradient buffers.
 
 use std::sync::Arc;
 
@@ -23,7 +23,7 @@ pub(crate) fn builder(dtype: DType) -> ModuleBuilder {
     ModuleBuilder::new(ModuleInit { dtype, compute_dtype: dtype, ..ModuleInit::default() })
 }
 
-/// A model's parameters with values and a reducer.
+/// A model's parameters, with values and a reducer.
 pub(crate) struct Params {
     pub(crate) tree: ModuleTree,
     pub(crate) slots: Vec<ParameterSlot>,
@@ -31,7 +31,7 @@ pub(crate) struct Params {
 }
 
 impl Params {
-    /// Random values for everything that `b` recorded.
+    /// Random values for every parameter that `b` recorded.
     pub(crate) fn new(b: &ModuleBuilder) -> Self {
         let mut tree = b.finish().unwrap();
         let slots = tree.slots();
@@ -54,7 +54,7 @@ impl Params {
         Self { tree: ModuleTree::default(), slots: Vec::new(), grads: Arc::default() }
     }
 
-    /// The gradient that arrived, if any; the next backward starts afresh.
+    /// Takes the accumulated gradient, if any; the next backward starts afresh.
     pub(crate) fn take(&self, p: &ParameterSlot) -> Option<Vec<f64>> {
         p.finish_backward().unwrap();
         let grad = p.has_accumulated().then(|| {
@@ -78,7 +78,7 @@ pub(crate) fn flat(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_dtype(DType::F64).unwrap().to_vec1().unwrap()
 }
 
-/// The scalar whose gradients are checked: the output with fixed random weights.
+/// The scalar whose gradients are checked: the output times fixed random weights, summed.
 fn scalar(y: &Tensor) -> Tensor {
     let weights = randn("cotangent", y.dims()).to_dtype(y.dtype()).unwrap();
     (y * weights).unwrap().sum_all().unwrap()
@@ -114,7 +114,7 @@ pub(crate) fn analytic(
     run(&vars, &views, params, f)
 }
 
-/// The same run on views whose last two dimensions are transposed in memory, after an offset.
+/// Repeats the run on views whose last two dimensions are transposed in memory, after an offset.
 fn strided(inputs: &[Tensor], params: &Params, f: &dyn Fn(&[Tensor]) -> Result<Tensor>) -> Run {
     let turn = |x: &Tensor| match x.rank() {
         0 | 1 => x.clone(),
@@ -156,8 +156,8 @@ pub(crate) fn assert_same(what: &str, got: &Run, want: &Run, tolerance: f64) {
     }
 }
 
-/// Checks `f`, a function of `inputs` (f64) and of parameters, in every way there is. Returns the
-/// run on contiguous input.
+/// Checks `f`, a function of `inputs` (f64) and of parameters, by every method. Returns the run on
+/// contiguous input.
 pub(crate) fn check(
     inputs: &[Tensor],
     params: &Params,

@@ -37,7 +37,7 @@ fn every_combination_of_frozen_weight_and_bias() {
         let params = Params::new(&b);
         let x = randn("x", &[4, 3]);
         check(std::slice::from_ref(&x), &params, &|x| linear.forward(&x[0]));
-        // Input outside the graph: the parameters alone.
+        // With the input outside the graph, only the parameters have gradients.
         let alone = analytic(&[], &params, &|_| linear.forward(&x));
         for (p, grad) in params.slots.iter().zip(alone.params) {
             assert_eq!(grad.is_some(), p.requires_grad(), "{}", p.fqn());
@@ -114,7 +114,7 @@ impl fulgurite_core::parameter::GradReducer for Ready {
 }
 
 #[test]
-fn every_parameter_is_ready_once_by_the_end_of_backward() {
+fn parameters_are_ready_once_per_backward() {
     let b = builder(DType::F64);
     let embedding = Embedding::new(&b.pp("embed"), 7, 4).unwrap();
     let norm = LayerNorm::new(&b.pp("norm"), 4, 1e-5).unwrap();
@@ -145,7 +145,7 @@ fn every_parameter_is_ready_once_by_the_end_of_backward() {
     }
 }
 
-/// The buffer is added to in a second backward, and overwritten after it was cleared.
+/// A second backward adds to the buffer; after a reset it overwrites the buffer.
 #[test]
 fn micro_batches_accumulate() {
     let b = builder(DType::F64);
@@ -180,9 +180,9 @@ fn micro_batches_accumulate() {
     }
 }
 
-/// Under a strategy that reshards, values go after forward and come back for backward.
+/// A strategy that reshards releases values after forward and restores them for backward.
 #[test]
-fn values_may_be_away_between_forward_and_backward() {
+fn values_may_be_released_before_backward() {
     use fulgurite_core::autograd::storage;
     let b = builder(DType::F64);
     let mlp = SwiGluMlp::new(&b.pp("mlp"), 4, 5).unwrap();
@@ -211,7 +211,7 @@ fn values_may_be_away_between_forward_and_backward() {
 }
 
 #[test]
-fn dropout_does_not_depend_on_how_the_batch_is_cut() {
+fn dropout_does_not_depend_on_sharding() {
     let b = builder(DType::F64);
     let dropout = Dropout::new(&b.pp("layers.0.drop"), 0.3).unwrap();
     let other = Dropout::new(&b.pp("layers.1.drop"), 0.3).unwrap();
@@ -235,7 +235,7 @@ fn dropout_does_not_depend_on_how_the_batch_is_cut() {
 }
 
 #[test]
-fn dropout_outside_of_any_scope_drops_nothing_and_refuses_to_train() {
+fn dropout_outside_of_a_scope_refuses_to_train() {
     let b = builder(DType::F64);
     let dropout = Dropout::new(&b.pp("drop"), 0.5).unwrap();
     let x = randn("x", &[6, 5]);
@@ -249,7 +249,7 @@ fn dropout_outside_of_any_scope_drops_nothing_and_refuses_to_train() {
 }
 
 #[test]
-fn dropout_on_a_worker_thread_uses_the_mask_of_its_context() {
+fn worker_thread_dropout_uses_its_context_mask() {
     let b = builder(DType::F64);
     let dropout = Dropout::new(&b.pp("drop"), 0.5).unwrap();
     let x = randn("x", &[6, 5]);
@@ -265,7 +265,7 @@ fn dropout_on_a_worker_thread_uses_the_mask_of_its_context() {
 }
 
 #[test]
-fn dropout_drops_its_share_and_backward_uses_the_same_mask() {
+fn dropout_backward_uses_the_forward_mask() {
     let b = builder(DType::F64);
     let dropout = Dropout::new(&b.pp("drop"), 0.25).unwrap();
     let scope = ForwardScope { training: true, first_sample: 5, ..ForwardScope::default() };

@@ -13,7 +13,7 @@ fn targets() -> Tensor {
     Tensor::new(&[[4i64, -100, 0], [2, -100, 2]], &Device::Cpu).unwrap()
 }
 
-/// All at once, a few rows at a time, one row at a time.
+/// All rows at once, a few rows at a time, and one row at a time.
 fn bounds() -> [usize; 3] {
     [1 << 20, 4 * CLASSES * size_of::<f64>(), 1]
 }
@@ -33,7 +33,7 @@ fn gradients_whole_and_in_pieces() {
                 .logits_bytes(bytes);
             let loss = |x: &Tensor| Ok(options.loss(&head, x, &targets())?.sum().clone());
             check(&[randn("hidden", &[2, 3, 3])], &params, &|x| loss(&x[0]));
-            // Hidden states outside the graph: the parameters alone.
+            // With the hidden states outside the graph, only the parameters have gradients.
             let alone = analytic(&[], &params, &|_| loss(&randn("hidden", &[2, 3, 3])));
             assert!(alone.params.iter().all(Option::is_some));
         }
@@ -54,7 +54,7 @@ fn a_frozen_head_passes_the_gradient_on() {
     });
 }
 
-/// What `loss` gives, and the gradients of the hidden states and of the head.
+/// Returns the output of `loss`, and the gradients of the hidden states and the head.
 fn run(dtype: DType, loss: &dyn Fn(&Linear, &Tensor) -> Result<Tensor>) -> Run {
     let b = builder(dtype);
     let (head, params) = (Linear::new(&b, 16, 33).unwrap(), Params::new(&b));
@@ -63,7 +63,7 @@ fn run(dtype: DType, loss: &dyn Fn(&Linear, &Tensor) -> Result<Tensor>) -> Run {
 }
 
 #[test]
-fn has_the_bits_of_the_two_apart() {
+fn matches_head_and_loss_to_the_bit() {
     let ids: Vec<i64> = (0..36).map(|i| if i % 7 == 3 { -100 } else { i % 33 }).collect();
     let ids = Tensor::from_vec(ids, (4, 9), &Device::Cpu).unwrap();
     for portable in [false, true] {
@@ -81,7 +81,7 @@ fn has_the_bits_of_the_two_apart() {
     }
 }
 
-/// The first backward overwrites the logits; a second one must not read them.
+/// The first backward overwrites the logits, so a second one must not read them.
 #[test]
 fn backward_may_run_twice() {
     let b = builder(DType::F64);

@@ -1,5 +1,5 @@
-//! Every layer and function against central finite differences in f64, by hand-written kernels and
-//! by tensor operations, on contiguous and on strided input.
+//! Compares every layer and function with central finite differences in f64, by hand-written
+//! kernels and by tensor operations, on contiguous and on strided input.
 
 mod adapters;
 mod attention;

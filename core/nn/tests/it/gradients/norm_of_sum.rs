@@ -69,7 +69,7 @@ fn gradients() {
         for which in 0..2 {
             check(&inputs(), &params, &|x| joined(which, norm.of_sum(x)?));
         }
-        // Of one input, the other is outside the graph.
+        // With one input outside the graph.
         for i in 0..2 {
             check(&[randn("x", &SHAPE)], &params, &|x| {
                 let mut both = inputs();
@@ -77,14 +77,14 @@ fn gradients() {
                 joined(0, norm.of_sum(&both)?)
             });
         }
-        // Of the parameters alone.
+        // With gradients for the parameters only.
         let alone = analytic(&[], &params, &|_| joined(0, norm.of_sum(&inputs())?));
         assert!(alone.params.iter().all(Option::is_some));
     }
 }
 
 #[test]
-fn has_the_bits_of_a_sum_and_a_norm() {
+fn matches_sum_and_norm_to_the_bit() {
     let half = |dtype| ModuleInit {
         compute_dtype: dtype,
         keep_in_fp32: vec!["norm".to_owned()],
@@ -112,7 +112,7 @@ fn has_the_bits_of_a_sum_and_a_norm() {
     }
 }
 
-/// A sum of a tensor with itself, as a gradient that comes twice from one operation.
+/// A sum of a tensor with itself: one operation gives two gradients to one tensor.
 #[test]
 fn an_input_may_be_its_own_residual() {
     let b = builder(DType::F64);
@@ -122,7 +122,7 @@ fn an_input_may_be_its_own_residual() {
     });
 }
 
-/// Computed again in backward, and with what the graph keeps elsewhere until then.
+/// Recomputation in backward, and offload of the tensors that the graph keeps.
 #[test]
 fn units_may_be_computed_again_or_offloaded() {
     let run = |init: ModuleInit| {
@@ -158,7 +158,7 @@ fn inputs_that_differ_are_refused() {
     let norm = Norm::new(&b, 0);
     let [x, residual] = inputs();
     insta::assert_snapshot!(norm.of_sum(&[x.clone(), residual.narrow(1, 0, 2).unwrap()]).unwrap_err(), @"module `norm`: normalises the sum of its input and a residual, which must be alike: the input is [2, 3, 5] F64, the residual [2, 2, 5] F64");
-    // Floats are cast.
+    // Floats are cast; integers are not.
     let whole = residual.to_dtype(DType::U32).unwrap();
     insta::assert_snapshot!(norm.of_sum(&[x, whole]).unwrap_err(), @"module `norm`: normalises the sum of its input and a residual, which must be alike: the input is [2, 3, 5] F64, the residual [2, 3, 5] U32");
 }

@@ -4,10 +4,10 @@ use fulgurite_core::nn::{AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig,
 
 use super::harness::{Params, assert_close, check, flat, randn};
 
-/// Sizes of the input, kernel, stride and padding.
+/// Input size, kernel, stride and padding.
 type Case = ([usize; 2], [usize; 2], Option<[usize; 2]>, [usize; 2]);
 
-/// With and without a remainder, overlapping or apart.
+/// With and without a remainder, and with and without overlap.
 const CASES: [Case; 7] = [
     ([4, 6], [2, 2], None, [0, 0]),
     ([5, 7], [2, 3], None, [0, 0]),
@@ -18,7 +18,7 @@ const CASES: [Case; 7] = [
     ([1, 1], [2, 2], None, [1, 1]),
 ];
 
-/// The elements of the input in each window, and the size of the padding in it.
+/// Returns the input's elements in each window, and the window's number of padding elements.
 fn windows(x: &Tensor, case: usize) -> Vec<(Vec<f64>, usize)> {
     let (_, kernel, stride, padding) = CASES[case];
     let stride = stride.unwrap_or(kernel);
@@ -76,7 +76,7 @@ fn finite_differences_of_the_mean() {
     }
 }
 
-/// As PyTorch: the first of equal elements gets the gradient, and a NaN is not hidden.
+/// As in PyTorch, the first of equal elements gets the gradient, and a NaN is not hidden.
 #[test]
 fn ties_and_nan_go_to_the_first() {
     let both = || {

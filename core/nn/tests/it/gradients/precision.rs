@@ -1,4 +1,4 @@
-//! f32 against f64, and bf16 and f16 against f32: the same layers, looser numbers.
+//! Compares f32 with f64, and bf16 and f16 with f32, for the same layers at lower tolerance.
 
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::Result;
@@ -57,7 +57,7 @@ fn narrow_dtypes_follow_the_wide_one() {
     }
 }
 
-/// A gradient buffer may be narrower or wider than what layers compute in.
+/// A gradient buffer may be narrower or wider than the compute dtype of layers.
 #[test]
 fn buffers_of_another_dtype() {
     use std::sync::Arc;
@@ -109,7 +109,7 @@ fn buffers_of_another_dtype() {
     }
 }
 
-/// A layer, and the shape of an input.
+/// The shape of an input, and a layer.
 type Case = (&'static [usize], Build);
 
 struct Function<F>(F);
@@ -137,7 +137,7 @@ fn attention() -> AttentionConfig {
     }
 }
 
-/// Every layer that computes with floats of its own.
+/// Every layer that computes in floating point.
 const LAYERS: [Case; 13] = [
     (&[2, 3, 8], |b| Ok(Box::new(Linear::with_bias(b, 8, 6)?))),
     (&[2, 3, 8], |b| Ok(Box::new(RmsNorm::new(b, 8, 1e-6)?))),
@@ -170,7 +170,7 @@ const LAYERS: [Case; 13] = [
 ];
 
 #[test]
-fn inputs_in_other_floats_are_cast_and_their_gradients_back() {
+fn other_floats_are_cast_and_gradients_cast_back() {
     let scope = ForwardScope { training: true, ..ForwardScope::default() };
     for (at, (shape, build)) in LAYERS.into_iter().enumerate() {
         for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {

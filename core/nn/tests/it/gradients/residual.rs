@@ -55,14 +55,14 @@ fn gradients() {
         let b = builder(DType::F64);
         let (layer, params) = ([half(&b, kind)], Params::new(&b));
         check(&[randn("x", &SHAPE)], &params, &|x| fused(&layer, &x[0]));
-        // An input outside the graph: the parameters alone.
+        // With the input outside the graph, only the parameters have gradients.
         let alone = analytic(&[], &params, &|_| fused(&layer, &randn("x", &SHAPE)));
         assert!(alone.params.iter().all(Option::is_some));
     }
 }
 
 #[test]
-fn has_the_bits_of_the_three_apart() {
+fn matches_three_operations_to_the_bit() {
     for portable in [false, true] {
         let _portable = portable.then(force_portable);
         for dtype in [DType::F32, DType::F64, DType::BF16] {
