@@ -112,7 +112,7 @@ pub trait Stream: Send + Sync {
     /// Records the time at which all work queued so far has run, like [`Accelerator::time_stamp`]
     /// for the compute stream. Returns `None` if the device cannot measure time.
     ///
-    /// [`Accelerator::time_stamp`]: fulgurite_core::accelerator::Accelerator::time_stamp
+    /// [`Accelerator::time_stamp`]: fulgurite_engine::accelerator::Accelerator::time_stamp
     ///
     /// # Errors
     /// Errors of the device.
