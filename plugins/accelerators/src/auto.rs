@@ -1,10 +1,10 @@
-//! The best there is.
+//! The accelerator `auto`: the best one available.
 
 use fulgurite_core::accelerator::{Accelerator, AcceleratorConfig, Available, detect};
 use fulgurite_core::{Result, register_accelerator};
 use serde::{Deserialize, Serialize};
 
-/// Of the linked accelerators that have a device here, the one of highest priority.
+/// The linked accelerator with the highest priority that has a device here.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Auto {}

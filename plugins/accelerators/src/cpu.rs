@@ -1,11 +1,11 @@
-//! The cores of the host.
+//! The accelerator `cpu`.
 
 use candle_core::Device;
 use fulgurite_core::accelerator::{Accelerator, AcceleratorConfig, Available};
 use fulgurite_core::{Result, register_accelerator};
 use serde::{Deserialize, Serialize};
 
-/// The cores of the host, which its ranks share.
+/// The cores of the host, shared by its ranks.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Cpu {}
