@@ -1,19 +1,19 @@
-//! A checkpoint where a run fails.
+//! Saves a checkpoint when a run fails.
 
 use fulgurite_core::trainer::{Callback, CallbackConfig, HookContext, Hooks, SaveRequest, Stage};
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Saves a checkpoint when an error ends the training, of the last whole step:
-/// `{ type = "on_exception_checkpoint", filename = "on_exception" }`. A run goes on from it as from any other.
-/// As Lightning's `OnExceptionCheckpoint`, for runs on one rank: what ranks save together cannot be saved when one
-/// of them has failed.
+/// Saves a checkpoint of the last complete step when an error ends the training:
+/// `{ type = "on_exception_checkpoint", filename = "on_exception" }`. A run can resume from it as
+/// from any other. Like Lightning's `OnExceptionCheckpoint`, but only for runs on one rank: saving
+/// is collective, and impossible after one rank has failed.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_core::config::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct OnExceptionCheckpointConfig {
-    /// The checkpoint's name in the place of the run's checkpoints.
+    /// The checkpoint's name in the run's checkpoint directory.
     pub filename: String,
 }
 
