@@ -32,7 +32,8 @@ enum Part {
 impl Template {
     /// Parses a template.
     ///
-    /// # Errors Returns a description of the mistake.
+    /// # Errors
+    /// Returns a description of the mistake.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut parts = Vec::new();
         let mut rest = text;
@@ -90,7 +91,8 @@ impl Template {
 
     /// Fills in the values; `with_names` writes them as `name=value`.
     ///
-    /// # Errors If a value is unknown.
+    /// # Errors
+    /// If a value is unknown.
     pub fn fill(
         &self,
         with_names: bool,

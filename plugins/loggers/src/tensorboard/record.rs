@@ -1,6 +1,6 @@
 //! The framing of TFRecord files: length, its checksum, data, its checksum.
 
-/// The table of CRC-32C (Castagnoli), reflected.
+/// The lookup table of CRC-32C (Castagnoli), reflected.
 const TABLE: [u32; 256] = {
     let mut table = [0; 256];
     let mut i = 0;
@@ -21,12 +21,12 @@ fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0, step)
 }
 
-/// The checksum that a record has: of data that may hold checksums itself.
+/// The masked checksum of a record, safe for data that contains checksums itself.
 pub(super) fn masked_crc32c(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xA282_EAD8)
 }
 
-/// The record of `data`.
+/// Frames `data` as a record.
 pub(super) fn frame(data: &[u8]) -> Vec<u8> {
     let len = (data.len() as u64).to_le_bytes();
     let mut record = Vec::with_capacity(data.len() + 16);
