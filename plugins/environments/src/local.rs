@@ -1,11 +1,11 @@
-//! The environment of a process that no launcher has started.
+//! The environment `local`: a process without a launcher.
 
 use fulgurite_core::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use fulgurite_core::{Error, Result, register_environment};
 use serde::{Deserialize, Serialize};
 
-/// `environment.type = "local"`: this process is alone, and the launcher starts the other ranks on
-/// this host. It is the default when no other environment is recognised; set it to use one node of
+/// `environment.type = "local"`: this process is alone, and Fulgurite's launcher starts the other
+/// ranks on this host. The default when no other environment is detected. Set it to use one node of
 /// an allocation without the allocation's launcher.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_core::config::Documented)]
 #[serde(deny_unknown_fields)]
@@ -69,7 +69,7 @@ impl ClusterEnvironment for SingleProcess {
         "127.0.0.1".to_owned()
     }
 
-    /// 0, for any free port, which only processes started by this one need to know.
+    /// 0 for any free port: only processes started by this one need to know it.
     fn main_port(&self) -> u16 {
         0
     }
