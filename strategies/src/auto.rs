@@ -1,4 +1,4 @@
-//! The strategy chosen by the number of ranks.
+//! The strategy `auto`, which depends on the number of ranks.
 
 use fulgurite_core::Result;
 use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
