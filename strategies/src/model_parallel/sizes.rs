@@ -178,7 +178,7 @@ mod tests {
 
     // checklist: Lightning: data_parallel_size, tensor_parallel_size, "auto"
     #[test]
-    fn one_that_is_given_leaves_the_rest_to_the_other() {
+    fn a_given_size_leaves_the_rest_to_the_other() {
         let open = |config| sizes(config, 8, 2).unwrap();
         assert_eq!(open(r#"{"tensor_parallel_size": 2}"#), [Some(1), None, Some(1), Some(2)]);
         assert_eq!(open(r#"{"data_parallel_size": 4}"#), [Some(1), Some(4), Some(1), None]);
