@@ -16,7 +16,7 @@ pub struct EarlyStoppingConfig {
     /// Whether smaller or larger values are better.
     #[serde(default)]
     pub mode: MonitorMode,
-    /// Number of validations without an improvement after which the run stops.
+    /// How many validations without an improvement are waited for.
     #[serde(default = "three")]
     pub patience: u64,
     /// Minimum change that counts as an improvement.
