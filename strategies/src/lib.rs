@@ -15,7 +15,7 @@
 //! all-reduces the parameters' change. Its outer optimizer's state has up to twice the size of the
 //! parameters.
 //!
-//! and tensor-parallel plans for the key `trainer.strategy.parallelize`:
+//! Tensor-parallel plans for the key `trainer.strategy.parallelize`:
 //!
 //! | `parallelize` | tensor-parallel plan |
 //! |---|---|
@@ -24,7 +24,7 @@
 //! | `plan` | a plan written out |
 //! | `none` | no tensor parallelism |
 //!
-//! and gradient compressions for the key `trainer.strategy.gradient_compression`:
+//! Gradient compressions for the key `trainer.strategy.gradient_compression`:
 //!
 //! | `gradient_compression` | replicas send |
 //! |---|---|

@@ -68,7 +68,7 @@ impl Default for LaunchOptions {
 ///
 /// A rank may call it again (a second trainer in one program) and gets the same job.
 ///
-/// From then on Ctrl-C, SIGTERM and SIGUSR1 no longer end the process;
+/// From then on Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP no longer end the process;
 /// [`interruption`](super::interruption()) reports them. In a job of several ranks a panic on any
 /// thread ends the process.
 ///

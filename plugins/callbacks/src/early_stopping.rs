@@ -222,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn it_waits_as_long_as_told() {
+    fn patience_is_counted() {
         let values = [3.0, 2.0, 2.5, 2.0, 1.9, 2.0, 2.0, 2.0];
         let config = serde_json::json!({ "monitor": "val_loss" });
         insta::assert_debug_snapshot!(run(stopping(config), &values), @r#"

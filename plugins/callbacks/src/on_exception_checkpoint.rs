@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_that_of_a_checkpoint() {
+    fn file_names_are_checkpoint_names() {
         for name in ["", "a/b", "..", "last"] {
             let config = OnExceptionCheckpointConfig { filename: name.to_owned() };
             assert!(config.build().is_err(), "{name}");

@@ -201,7 +201,7 @@ mod tests {
 
     // checklist: Lightning: KubeflowEnvironment, never detected
     #[test]
-    fn reads_what_controllers_set() {
+    fn controllers_variables_are_read() {
         let jobs = [
             (&PYTORCH_JOB[..], "pretrain-master-0", 23456),
             (&TRAIN_JOB[..], "pretrain-node-0-0.pretrain", 29500),

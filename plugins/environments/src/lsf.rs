@@ -172,7 +172,7 @@ mod tests {
 
     // checklist: Lightning: LSFEnvironment
     #[test]
-    fn reads_what_jsrun_sets() {
+    fn jsruns_variables_are_read() {
         let environment = build(HOSTS, &[]);
         assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));
         assert_eq!((environment.local_rank(), environment.local_world_size()), (1, 2));

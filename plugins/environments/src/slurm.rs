@@ -262,7 +262,7 @@ mod tests {
 
     // checklist: Lightning: _set_world_ranks
     #[test]
-    fn reads_what_srun_sets() {
+    fn sruns_variables_are_read() {
         let environment = build(&[NODES]);
         assert!(environment.creates_processes_externally());
         assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));

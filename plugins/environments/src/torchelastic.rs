@@ -195,7 +195,7 @@ mod tests {
     // checklist: Lightning: _set_world_ranks
     // checklist: NeMo: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     #[test]
-    fn reads_what_torchrun_sets() {
+    fn torchruns_variables_are_read() {
         let environment = build(&[("GROUP_RANK", "1"), ("TORCHELASTIC_RUN_ID", "run")]);
         assert!(environment.creates_processes_externally());
         assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));
@@ -209,7 +209,7 @@ mod tests {
 
     // checklist: NeMo: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     #[test]
-    fn derives_what_is_missing() {
+    fn missing_variables_are_derived() {
         assert_eq!(build(&[]).node_rank(), 1, "from RANK");
         assert_eq!(build(&[("NODE_RANK", "5")]).node_rank(), 5);
         let no_size = ("LOCAL_WORLD_SIZE", "");

@@ -155,7 +155,7 @@ step,lr,train_loss,val_loss,"a,b"
     }
 
     #[test]
-    fn a_directory_that_is_not_there_is_named() {
+    fn missing_directories_are_named() {
         let dir = tempfile::tempdir().unwrap();
         let error = CsvConfig {}.build(&dir.path().join("none")).err().unwrap().to_string();
         let shown = error.replace(&dir.path().display().to_string(), "DIR");

@@ -98,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_leaves_ends_the_stream_quietly() {
+    fn a_closed_reader_ends_the_stream_quietly() {
         let writes = Arc::default();
         let mut sink = JsonLines::new(Failing(ErrorKind::BrokenPipe, Arc::clone(&writes)));
         let event = Event::Checkpoint { step: 1, path: "p".into(), blocked_s: 0.5 };

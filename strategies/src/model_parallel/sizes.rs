@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_hosts_and_ranks_do_not_give_is_refused() {
+    fn indivisible_sizes_are_refused() {
         let error = |config, ranks, nodes| sizes(config, ranks, nodes).unwrap_err().to_string();
         insta::assert_snapshot!(error(r#"{"context_parallel_size": 3}"#, 8, 2), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 2 hosts and the 4 ranks of each; of these `data_parallel_replicate_size` = 1 does not divide the first or `context_parallel_size` = 3 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);
         insta::assert_snapshot!(error(r#"{"data_parallel_replicate_size": 2}"#, 4, 1), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 1 host and the 4 ranks of each; of these `data_parallel_replicate_size` = 2 does not divide the first or `context_parallel_size` = 1 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);

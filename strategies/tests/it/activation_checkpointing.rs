@@ -196,7 +196,7 @@ fn loss_of_skips(config: &str) -> Result<(f64, Vec<Vec<f32>>)> {
 
 // checklist: composer: activation offload
 #[test]
-fn outputs_that_are_offloaded_may_be_used_again() {
+fn offloaded_outputs_can_be_reused() {
     let (loss, gradients) = loss_of_skips(SINGLE).unwrap();
     assert!(loss > 0.0 && gradients.len() == 5, "{gradients:?}");
     for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
@@ -417,7 +417,7 @@ fn a_configuration_chooses_units() {
 }
 
 #[test]
-fn choices_that_choose_nothing_are_refused() {
+fn empty_choices_are_refused() {
     let error = |checkpointing| configured(checkpointing).unwrap_err();
     let full = ActivationCheckpointing::full();
     let units = vec!["layers.*".to_owned(), "blocks.*".to_owned()];

@@ -79,7 +79,7 @@ fn outcome(ranks: usize, config: &str, wrong: Wrong) -> String {
 }
 
 #[test]
-fn the_first_value_that_is_not_finite_is_named() {
+fn the_first_non_finite_value_is_named() {
     let fsdp = r#"{"type": "fsdp"}"#;
     let checkpointed = checkpointed(fsdp, "full");
     for (ranks, config) in [(1, r#"{"type": "single_device"}"#), (2, fsdp), (2, &*checkpointed)] {

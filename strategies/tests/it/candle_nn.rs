@@ -160,7 +160,7 @@ fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]
 }
 
 #[test]
-fn gradients_that_candle_nn_loses_are_named() {
+fn lost_candle_nn_gradients_are_named() {
     for config in CONFIGS {
         let error = cut_step(config, UnusedParameters::Error).unwrap_err();
         insta::allow_duplicates! { insta::assert_snapshot!(error, @r#"3 trainable parameters got no gradient in the first step: body.linear.weight, body.norm.weight, body.norm.bias. The loss does not depend on what was computed with them, or an operation without a backward cut the graph: candle_nn's fused layer_norm, rms_norm, softmax_last_dim and rope do, and so do `detach` and writes in place; the layers of `fulgurite::nn` do not. If that is meant, freeze what is not trained (`trainer.freeze`), or set `trainer.unused_parameters` to "zero" or "ignore""#); }

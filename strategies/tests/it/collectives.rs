@@ -327,7 +327,7 @@ fn one_rank_communicates_nothing() {
 }
 
 #[test]
-fn what_cannot_be_cut_is_an_error() {
+fn uncuttable_parameters_are_refused() {
     run_ranks(2, |group| {
         let (group, counter) = counting(group);
         let x = randn("x", &[2, 3, 4]);

@@ -104,7 +104,7 @@ fn gathers_and_reductions_use_the_modules_dtype() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn wrong_overrides_are_refused() {
     let error = |overrides: &str| {
         let config = config(r#""type": "fsdp""#, overrides);
         if let Err(error) = strategy(&config) {

@@ -189,7 +189,7 @@ fn ranks_with_different_models_dtypes_and_values() {
 }
 
 #[test]
-fn the_first_difference_may_be_that_a_list_ends() {
+fn lists_may_differ_in_length() {
     // Each rank's list, and the difference that all ranks report.
     let cases: [(&[&str], &str); 5] = [
         (&["ab", "ab", "ab"], "None"),
@@ -223,7 +223,7 @@ fn a_scalar_under_fsdp() {
 
 // checklist: Lightning: device_mesh before setup is an error
 #[test]
-fn a_model_before_there_is_one() {
+fn access_before_setup_is_refused() {
     for config in [r#"{"type": "single_device"}"#, DDP, FSDP] {
         let fabric = Fabric::single(strategy(config).unwrap(), 1).unwrap();
         insta::allow_duplicates! {

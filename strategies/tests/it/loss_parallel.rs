@@ -368,7 +368,7 @@ fn targets_beyond_all_classes_are_refused() {
 /// Logits as wide as a part of other logits are still whole, and tensors derived from a part are
 /// parts, with and without a graph.
 #[test]
-fn parts_are_known_by_where_they_come_from() {
+fn parts_are_known_by_their_origin() {
     let losses = |ranks: usize, graph: bool| {
         let runs = run_ranks(ranks, |world| {
             let size = world.size();

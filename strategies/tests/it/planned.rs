@@ -58,7 +58,7 @@ fn held(config: &str, ranks: usize, init: &ModuleInit) -> (u64, u64) {
 }
 
 #[test]
-fn what_is_planned_is_what_rank_0_holds() {
+fn planned_memory_is_what_rank_0_holds() {
     for (config, ranks) in [
         (r#"{"type": "single_device"}"#.to_owned(), 1),
         (r#"{"type": "ddp"}"#.to_owned(), 2),

@@ -258,7 +258,7 @@ fn logits_are_parts_only_in_a_batchs_scope() {
 }
 
 #[test]
-fn flags_are_those_of_all_ranks() {
+fn flags_cover_all_ranks() {
     let flags = run_ranks(2, |world| {
         let rank = world.rank() as f64;
         let (fabric, model) = tiny(world, TP, |_, _| Ok(()))?;

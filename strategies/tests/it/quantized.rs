@@ -135,7 +135,7 @@ fn magnitudes_beside_a_quantised_base() {
 /// Adapters learn next to a quantised base as next to the original base, within the quantisation
 /// error.
 #[test]
-fn the_losses_are_near_those_of_the_base_itself() {
+fn losses_are_near_the_unquantised_base() {
     let whole = run_ranks(1, |world| {
         DecoderTraining::with_init(world, SINGLE, Variant::default(), 1, init(None))?.run()
     });

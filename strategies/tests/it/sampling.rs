@@ -134,7 +134,7 @@ fn only_data_parallel_ranks_see_other_samples() {
 }
 
 #[test]
-fn a_resumed_loader_goes_on_where_it_was() {
+fn a_resumed_loader_continues() {
     for (_, config) in MESHES {
         let whole = samples(config, true, 0);
         for ((_, whole), (_, rest)) in whole.iter().zip(samples(config, true, 4)) {

@@ -296,7 +296,7 @@ fn several_optimizers_mistakes_are_explained() {
 
 /// The search of the graph reads values, so it runs only in each optimizer's first step.
 #[test]
-fn graphs_are_searched_in_first_steps_alone() {
+fn graphs_are_searched_only_in_first_steps() {
     let counts = run_ranks(1, |world| {
         let mut fabric = Fabric::new(
             world,

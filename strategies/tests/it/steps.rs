@@ -235,7 +235,7 @@ fn forwards_without_a_backward_in_between() {
 }
 
 #[test]
-fn totals_taken_early_do_not_miss_what_follows() {
+fn early_totals_include_later_losses() {
     check(plain, |fabric, toy, parts| {
         plain(fabric, toy, &parts[..1])?;
         fabric.step_totals(&[])?;

@@ -167,7 +167,7 @@ fn adamw_resumes_from_lightning_as_in_torch() {
 /// Torch does not save SGD's step count, and the first step is special.
 // checklist: Lightning: _rekey_optimizer_state_if_needed
 #[test]
-fn sgd_goes_on_with_its_momentum_as_in_torch() {
+fn sgd_resumes_its_momentum_as_in_torch() {
     let open = || {
         let optimizer = TorchOptimizer::open(fixture("sgd.pt"))?;
         let names: Vec<String> = optimizer.model_names().map(str::to_owned).collect();

@@ -174,7 +174,7 @@ fn after(lines: &[String], line: &str) -> Vec<String> {
 
 // checklist: NeMo: recursive FSDP with prefetching
 #[test]
-fn lists_say_what_is_gathered_ahead() {
+fn prefetch_lists_are_followed() {
     let fsdp = r#"{"type": "fsdp", "prefetch": 0}"#;
     let lists = |tree: &mut ModuleTree, mesh: &DeviceMesh| {
         every_unit(tree, mesh)?;

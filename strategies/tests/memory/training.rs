@@ -134,7 +134,7 @@ fn a_rank_of_fsdp_holds_its_share() {
 
 /// A program may set up one model after the other.
 #[test]
-fn nothing_is_left_of_a_fabric_that_was_dropped() {
+fn a_dropped_fabric_frees_everything() {
     let _alone = alone();
     let fsdp = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
     for (config, ranks) in

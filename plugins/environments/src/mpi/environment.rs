@@ -151,7 +151,7 @@ mod tests {
 
     // checklist: Lightning: MPIEnvironment
     #[test]
-    fn reads_what_open_mpi_sets() {
+    fn open_mpis_variables_are_read() {
         let rank = build(&OPEN_MPI_4, &[]);
         assert_eq!((rank.global_rank, rank.world_size), (3, 4));
         assert_eq!((rank.local_rank, rank.local_world_size, rank.node_rank), (1, 2, 1));
@@ -170,7 +170,7 @@ mod tests {
 
     // checklist: Lightning: MPIEnvironment
     #[test]
-    fn reads_what_hydra_sets() {
+    fn hydras_variables_are_read() {
         let rank = build(&HYDRA, &[]);
         assert_eq!((rank.global_rank, rank.world_size), (1, 2));
         assert_eq!((rank.local_rank, rank.local_world_size, rank.node_rank), (1, 2, 0));
@@ -202,7 +202,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_srun_are_not_those_of_mpirun() {
+    fn ranks_of_srun_are_not_mpirun_ranks() {
         let started = |variables: &[(&str, &str)]| has_started(&with(variables, &[]));
         let step = |rank| [("SLURM_STEP_ID", "0"), ("SLURM_PROCID", rank)];
         // `srun --mpi=pmi2`, `--mpi=pmix`.

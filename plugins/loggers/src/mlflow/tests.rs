@@ -270,7 +270,7 @@ fn the_end_gives_up_on_a_hung_server() {
 }
 
 #[test]
-fn a_run_that_goes_on_keeps_its_parameters() {
+fn a_continued_run_keeps_its_parameters() {
     let (uri, requests) = serve(Box::new(|path, _| usual(path)));
     let config = MlflowConfig {
         tracking_uri: Some(uri),

@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksums_are_those_of_the_standard() {
+    fn checksums_match_the_standard() {
         // RFC 3720, B.4, and the check value of the algorithm.
         assert_eq!(crc32c(b"123456789"), 0xE306_9283);
         assert_eq!(crc32c(&[0; 32]), 0x8A91_36AA);
@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_what_tensorflow_writes() {
+    fn records_match_tensorflow() {
         // The record of the event `file_version: "brain.Event:2"` at time 0.
         let record = frame(b"\x1a\x0dbrain.Event:2");
         assert_eq!(record.len(), 8 + 4 + 15 + 4);

@@ -199,7 +199,7 @@ fn the_configuration_is_the_session_of_a_run() {
 }
 
 #[test]
-fn a_resumed_run_goes_on_in_a_new_file() {
+fn a_resumed_run_writes_a_new_file() {
     let dir = tempfile::tempdir().unwrap();
     let config = TensorboardConfig { dir: Some(dir.path().join("tb/one")) };
     let run = tempfile::tempdir().unwrap();

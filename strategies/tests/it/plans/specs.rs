@@ -288,7 +288,7 @@ fn logits_are_the_same_on_any_number_of_ranks() {
 
 /// A layer that computes with a part of the sequence has partial gradients.
 #[test]
-fn prepared_layers_know_what_they_compute_with() {
+fn prepared_layers_have_partial_gradients() {
     let plan = r#"{ type = "plan", plan = { "model.norm" = { type = "prepare_module_input", input = "replicate", desired = "shard(1)" }, "lm_head" = { type = "prepare_module_input", input = "shard(1)", desired = "replicate" } } }"#;
     let ranks = cut(2, plan, Llama::untied);
     let partial: Vec<&String> = ranks[0].iter().filter(|l| l.contains("partial")).collect();

@@ -110,7 +110,7 @@ fn a_part_of_the_logits_is_no_loss() {
 }
 
 #[test]
-fn dropout_drops_from_what_it_knows() {
+fn dropout_on_an_unplanned_part_is_refused() {
     let dropout = Shape { dropout: 0.2, embedding_dropout: true, ..shape() };
     let plan = plan! { "embedding" => to_part(), "layers.*.norm" => SequenceParallel::default() };
     insta::assert_snapshot!(refused(dropout, plan), @r#"module `embedding_dropout`: is not in the plan, so it computes with whole activations, and gets shard(1) from `embedding` (rowwise): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `embedding` (rowwise) give replicate"#);
@@ -162,7 +162,7 @@ fn behind_frozen_layers() {
 }
 
 #[test]
-fn what_is_put_together_has_one_layout() {
+fn combined_tensors_have_one_layout() {
     let error = run_ranks(2, |world| {
         let mesh = DeviceMesh::new(DeviceMesh::layout_for(2, None, None, None, Some(2))?, world)?;
         let b = ModuleBuilder::new(ModuleInit::default());
