@@ -1,4 +1,4 @@
-//! The strategy chosen by the number of ranks.
+//! The strategy `auto`, which depends on the number of ranks.
 
 use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
 use fulgurite_error::Result;

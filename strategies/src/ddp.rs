@@ -1,5 +1,5 @@
-//! `strategy = "ddp"`: every rank holds the model, gradients are all-reduced in buckets while backward
-//! goes on.
+//! The strategy `ddp`: every rank holds the model, and gradients are all-reduced in buckets during
+//! backward.
 
 use fulgurite_config::plugin;
 use fulgurite_engine::strategy::{
@@ -14,20 +14,20 @@ use crate::mesh_strategy::{GradientSettings, MeshStrategy, Settings, Sharding};
 #[derive(Debug, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Ddp {
-    /// Size of a gradient bucket in MiB (as PyTorch DDP's option of this name).
+    /// Size of a gradient bucket in MiB, as in PyTorch DDP.
     pub bucket_cap_mb: f64,
-    /// Size of the first bucket in MiB: a small one starts the reduction early.
+    /// Size of the first bucket in MiB. A small one starts the reduction early.
     pub first_bucket_mb: f64,
-    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and
+    /// Patterns of parameters excluded from data parallelism: every rank holds them whole, and
     /// their gradients are not reduced.
     pub ignored: Vec<String>,
-    /// What is sent of gradients when they are summed over replicas: `"bf16"`, `"fp16"`, a plugin's name, or a
-    /// table with a `type`. Without it everything is.
+    /// Compression of gradients when they are summed over replicas: `"bf16"`, `"fp16"`, a plugin's
+    /// name, or a table with a `type`. By default gradients are not compressed.
     #[serde(deserialize_with = "plugin::deserialize_option")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradient_compression: Option<Box<dyn GradientCompressionConfig>>,
-    /// What gradients are divided by before they are summed over ranks, and multiplied with after: a power of two,
-    /// so that nothing is rounded. 1 unless given, or what `gradient_compression` wants.
+    /// Divisor of gradients before they are summed over ranks; the sum is multiplied by it. A power
+    /// of two, so that the division does not round. By default 1, or the compression's choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradient_predivide_factor: Option<f64>,
 }

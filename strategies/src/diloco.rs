@@ -1,5 +1,5 @@
-//! `strategy = "diloco"`: replicas train on their own, and an outer optimizer brings them together every so
-//! many steps.
+//! The strategy `diloco`: replicas train independently, and an outer optimizer synchronises them at
+//! intervals.
 
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
@@ -11,42 +11,43 @@ use crate::mesh_strategy::{MeshStrategy, OuterSettings, Settings, Sharding};
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::Prefetch;
 
-/// `strategy = "diloco"` (Douillard et al., 2023: DiLoCo, Distributed Low-Communication Training of Language
-/// Models).
+/// `strategy = "diloco"` (Douillard et al., 2023: DiLoCo, Distributed Low-Communication Training of
+/// Language Models).
 ///
-/// Each replica trains with the run's optimizer on its own data alone. Every `sync_every` steps the change of the
-/// parameters since the last synchronisation, averaged over replicas, is the gradient of an outer SGD with
-/// momentum, from whose result all replicas go on. With `outer = { lr = 1.0, momentum = 0.0 }` parameters are
-/// averaged: local SGD, as PyTorch's `PostLocalSGDOptimizer` with `warmup_steps`.
+/// Each replica trains with the run's optimizer on its own data only. Every `sync_every` steps, the
+/// parameters' change since the last synchronisation is averaged over replicas. This average is the
+/// gradient of an outer SGD with momentum; all replicas continue from its result. With
+/// `outer = { lr = 1.0, momentum = 0.0 }` parameters are averaged: local SGD, like PyTorch's
+/// `PostLocalSGDOptimizer` with `warmup_steps`.
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Diloco {
-    /// Optimizer steps from one synchronisation of the replicas to the next; the paper's 500 unless given.
+    /// Optimizer steps between synchronisations of the replicas; by default 500, as in the paper.
     pub sync_every: u64,
-    /// Steps at the beginning of the training in which gradients are summed over replicas, as by `ddp`.
+    /// Steps at the start of training in which gradients are summed over replicas, as in `ddp`.
     pub warmup_steps: u64,
     /// The outer optimizer: `lr`, `momentum` and `nesterov`.
     pub outer: OuterSgd,
-    /// Number of ranks that share a replica, sharded over them as by `fsdp`; 1 unless given.
+    /// Number of ranks that a replica is sharded over, as in `fsdp`; by default 1.
     pub data_parallel_shard_size: usize,
-    /// Number of replicas; as many as the ranks make unless given.
+    /// Number of replicas; by default the ranks divided by the shard size.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_replicate_size: Option<usize>,
-    /// Whether a unit's parameters are freed between its forward and its backward, where replicas are sharded:
-    /// `true` (which is `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which a part of each is
-    /// kept.
+    /// Whether a unit's parameters are freed between its forward and its backward, if replicas are
+    /// sharded: `true` (same as `"auto"`), `false`, `"all_but_last"`, or the number of ranks over
+    /// which parts are kept.
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
-    /// How many units ahead parameters are gathered while one computes, or a table of `forward` and
-    /// `backward`.
+    /// Number of units whose parameters are gathered ahead of the computing unit, or a table of
+    /// `forward` and `backward`.
     pub prefetch: Prefetch,
-    /// Allows a model of which no unit is gathered on its own.
+    /// Allows a model in which no unit is gathered on its own.
     pub allow_root_only: bool,
 }
 
-/// The outer optimizer of [`Diloco`]: SGD, as PyTorch's. Its state is in f32 (f64 for parameters in f64), cut as
-/// the parameters are.
+/// The outer optimizer of [`Diloco`]: SGD, as in PyTorch. Its state is in f32 (f64 for parameters
+/// in f64), sharded like the parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct OuterSgd {
@@ -54,12 +55,12 @@ pub struct OuterSgd {
     pub lr: f64,
     /// Momentum, from 0 up to but not including 1.
     pub momentum: f64,
-    /// Whether momentum is Nesterov's. Without momentum it changes nothing.
+    /// Whether momentum is Nesterov's. Has no effect without momentum.
     pub nesterov: bool,
 }
 
 impl Default for OuterSgd {
-    /// The paper's.
+    /// The paper's values.
     fn default() -> Self {
         Self { lr: 0.7, momentum: 0.9, nesterov: true }
     }
@@ -107,7 +108,7 @@ impl StrategyConfig for Diloco {
         let outer = self.outer()?;
         let (replicas, shards) = (self.data_parallel_replicate_size, self.data_parallel_shard_size);
         let sizes = [replicas, Some(shards), Some(1), Some(1)];
-        // Sizes that do not fit are an error before any rank is started.
+        // Reports wrong sizes before any rank is started.
         if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
             DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp)?;

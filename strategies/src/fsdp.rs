@@ -1,5 +1,5 @@
-//! `strategy = "fsdp"`: parameters, gradients and optimizer state are sharded, and units gathered to
-//! compute.
+//! The strategy `fsdp`: parameters, gradients and optimizer state are sharded, and units are
+//! gathered to compute.
 
 use fulgurite_config::{Scalar, deserialize_scalar, plugin};
 use fulgurite_engine::module::Reshard;
@@ -11,26 +11,26 @@ use crate::mesh_strategy::{AccumulationSync, GradientSettings, MeshStrategy, Set
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::Prefetch;
 
-/// What is kept of a unit's parameters between its forward and its backward.
+/// The treatment of a unit's parameters between its forward and its backward.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum ReshardAfterForward {
-    /// As [`Always`](Self::Always): units are freed. The root unit never is, it would be gathered
-    /// again at once (FSDP2's `None`).
+    /// Like [`Always`](Self::Always): units are freed. The root unit stays, because it would be
+    /// gathered again at once (FSDP2's `None`).
     #[default]
     Auto,
     /// Units are freed after forward and gathered again before backward: least memory.
     Always,
     /// Units stay gathered until their backward is done: saves one all-gather a unit.
     Never,
-    /// As [`Always`](Self::Always) for all units but the last one, in the order in which they are built:
-    /// its backward comes next after its forward.
+    /// Like [`Always`](Self::Always), except that the last unit, in build order, stays gathered:
+    /// its backward follows its forward.
     AllButLast,
-    /// Of each unit a part stays, over so many neighbouring ranks: see [`Reshard::Ranks`].
+    /// Keeps a part of each unit over this many neighbouring ranks: see [`Reshard::Ranks`].
     Ranks(usize),
 }
 
 impl ReshardAfterForward {
-    /// What is kept of all units but the last, and of that.
+    /// The treatment of all units but the last, and of the last.
     pub(crate) fn units(self) -> [Reshard; 2] {
         match self {
             Self::Auto | Self::Always => [Reshard::Always; 2],
@@ -71,35 +71,35 @@ impl<'de> Deserialize<'de> for ReshardAfterForward {
 #[derive(Debug, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Fsdp {
-    /// Whether a unit's parameters are freed between its forward and its backward: `true` (which is
-    /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which a part of each is kept.
+    /// Whether a unit's parameters are freed between its forward and its backward: `true` (same as
+    /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which parts are kept.
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
-    /// How many units ahead parameters are gathered while one computes, or a table of `forward` and
-    /// `backward`. Each takes the memory of one gathered unit; 0 overlaps nothing.
+    /// Number of units whose parameters are gathered ahead of the computing unit, or a table of
+    /// `forward` and `backward`. Each takes the memory of one gathered unit; 0 overlaps nothing.
     pub prefetch: Prefetch,
-    /// Patterns of units: only these are gathered on their own, the others belong to the root unit.
-    /// Empty: all.
+    /// Patterns of units that are gathered on their own; other units belong to the root unit.
+    /// Empty: all units.
     pub shard_conditions: Vec<String>,
-    /// Allows a model of which no unit is gathered on its own: everything is the root unit, sharded
-    /// between steps and whole within one.
+    /// Allows a model in which no unit is gathered on its own: all parameters belong to the root
+    /// unit, sharded between steps and whole within a step.
     pub allow_root_only: bool,
-    /// Whether this rank's shards, their gradients and the optimizer's state are in the host's memory, where the optimizer
-    /// updates them; units are brought to the device to compute. It has an effect where the device is not the CPU.
+    /// Whether shards, gradients and optimizer state stay in host memory, where the optimizer runs;
+    /// units move to the device to compute. Has no effect if the device is the CPU.
     pub cpu_offload: bool,
-    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and
+    /// Patterns of parameters excluded from data parallelism: every rank holds them whole, and
     /// their gradients are not reduced.
     pub ignored: Vec<String>,
-    /// What micro-batches before the last of a step communicate: `"none"`, or `"reduce_scatter"` to
+    /// Communication of all micro-batches before a step's last: `"none"`, or `"reduce_scatter"` to
     /// hold no unsharded gradients between them.
     pub accumulation_sync: AccumulationSync,
-    /// What gradients are divided by before they are summed over ranks, and multiplied with after: a power of two,
-    /// so that nothing is rounded. 1 unless given, or what `gradient_compression` wants.
+    /// Divisor of gradients before they are summed over ranks; the sum is multiplied by it. A power
+    /// of two, so that the division does not round. By default 1, or the compression's choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradient_predivide_factor: Option<f64>,
-    /// A parallelize function that decides instead of `shard_conditions`: a name, or a table with
-    /// a `type`.
+    /// A parallelize function to use instead of `shard_conditions`: a name, or a table with a
+    /// `type`.
     #[serde(deserialize_with = "plugin::deserialize_option")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parallelize: Option<Box<dyn ParallelizeConfig>>,

@@ -1,30 +1,35 @@
 //! Fulgurite's built-in strategies, chosen in a configuration file by name.
 //!
-//! | `trainer.strategy` | what a rank holds | what crosses the wire in a step |
+//! | `trainer.strategy` | a rank holds | communication in a step |
 //! |---|---|---|
 //! | `auto` | `single_device` on one rank, `ddp` on more | |
-//! | `single_device` | everything | nothing |
-//! | `ddp` | everything | an all-reduce of the gradients, in buckets |
-//! | `model_parallel` | its part on a mesh of replicas, shards, context and tensor parallelism | the collectives of each dimension above size 1 |
-//! | `hsdp`, `tp`, `fsdp_tp` | as `model_parallel`, with other default sizes | |
-//! | `diloco` | everything, or a part of its replica's, and twice the parameters of the outer optimizer | between two synchronisations nothing over replicas; in one, an all-reduce of the parameters' change |
-//! | `fsdp`, `fsdp2` | 1/N of every parameter, gradient and optimizer state | all-gathers of parameters and a reduce-scatter of gradients, a unit at a time |
+//! | `single_device` | everything | none |
+//! | `ddp` | everything | all-reduce of gradients, in buckets |
+//! | `model_parallel` | its part on a mesh | collectives of each dimension above size 1 |
+//! | `hsdp`, `tp`, `fsdp_tp` | like `model_parallel`, with other default sizes | |
+//! | `diloco` | its replica, or a shard, and the outer optimizer's state | see [`Diloco`] |
+//! | `fsdp`, `fsdp2` | 1/N of model and optimizer state | all-gather and reduce-scatter per unit |
 //!
-//! and tensor-parallel plans for the key `trainer.strategy.parallelize`:
+//! The mesh of `model_parallel` has dimensions for replicas, shards, context and tensor
+//! parallelism. `diloco` communicates nothing between replicas until a synchronisation, which
+//! all-reduces the parameters' change. Its outer optimizer's state has up to twice the size of the
+//! parameters.
 //!
-//! | `parallelize` | what layers get |
+//! Tensor-parallel plans for the key `trainer.strategy.parallelize`:
+//!
+//! | `parallelize` | tensor-parallel plan |
 //! |---|---|
 //! | `llama` | NeMo's plan for Llama, with or without sequence parallelism |
-//! | `hf` | a plan in Hugging Face's words, by default that of its Llama |
+//! | `hf` | a plan in Hugging Face's format, by default the plan of its Llama |
 //! | `plan` | a plan written out |
 //! | `none` | no tensor parallelism |
 //!
-//! and gradient compressions for the key `trainer.strategy.gradient_compression`:
+//! Gradient compressions for the key `trainer.strategy.gradient_compression`:
 //!
-//! | `gradient_compression` | what replicas send |
+//! | `gradient_compression` | replicas send |
 //! |---|---|
-//! | `bf16` | gradients in bfloat16: half of the bytes, the range of f32, 8 bits of precision |
-//! | `fp16` | gradients in half precision, divided before so that their sum does not overflow: 11 bits |
+//! | `bf16` | gradients in bfloat16: half the bytes, the range of f32, 8 bits of precision |
+//! | `fp16` | gradients in half precision, divided to prevent overflow: 11 bits of precision |
 //!
 //! ```
 //! use fulgurite_core::strategy::{BuildContext, Strategy as _, StrategyConfig as _};

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum DTypeName {
-    /// bfloat16. On a CPU it is emulated: layers compute in f32 and round.
+    /// bfloat16. Emulated on a CPU: layers compute in f32 and round.
     Bf16,
     /// IEEE half precision.
     F16,
@@ -30,52 +30,53 @@ impl From<DTypeName> for DType {
     }
 }
 
-/// As PyTorch FSDP2's `MixedPrecisionPolicy`. A field that is left out changes nothing.
+/// Like PyTorch FSDP2's `MixedPrecisionPolicy`. Missing fields change nothing.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct MixedPrecisionPolicy {
-    /// dtype that parameters are gathered in and computed with. The optimizer's values keep theirs.
+    /// dtype for gathering and computing parameters. The optimizer's values keep their dtype.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub param_dtype: Option<DTypeName>,
-    /// dtype that gradients are accumulated and reduced in; that of the optimizer's values unless
-    /// given.
+    /// dtype for accumulating and reducing gradients; by default the dtype of the optimizer's
+    /// values.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub reduce_dtype: Option<DTypeName>,
-    /// dtype that a unit's output is cast to.
+    /// dtype to which a unit's output is cast.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub output_dtype: Option<DTypeName>,
-    /// Whether a unit's floating-point inputs are cast to the dtype that it computes in. Layers in it cast theirs
-    /// in any case.
+    /// Whether a unit's floating-point inputs are cast to its compute dtype. Layers in the unit
+    /// always cast their inputs.
     pub cast_forward_inputs: bool,
-    /// Units and layers with other dtypes, as FSDP2 has where `fully_shard` is given a policy for a module.
+    /// Units and layers with other dtypes, like FSDP2's `fully_shard` with a policy for a module.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub overrides: Vec<DtypeOverride>,
 }
 
-/// Other dtypes for some units or layers. What is left out is as for the others.
+/// Other dtypes for some units or layers. Missing fields keep the common dtypes.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct DtypeOverride {
-    /// Pattern that names units or layers. Of several that name a module, or modules around it, the
-    /// one for the innermost counts, and of those the last.
+    /// Pattern of units or layers. If several match a module or modules around it, the match of the
+    /// innermost module wins; among these the last.
     pub modules: String,
-    /// dtype that their parameters are gathered in and computed with. A unit casts its inputs to that, and its outputs to
-    /// the dtype of the others; a layer alone can be in f32 where the others are in half precision.
+    /// dtype for gathering and computing their parameters. A unit casts its inputs to it and its
+    /// outputs back to the common dtype. A single layer can be in f32 while others are in half
+    /// precision.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub param_dtype: Option<DTypeName>,
-    /// dtype that their gradients are accumulated and reduced in.
+    /// dtype for accumulating and reducing their gradients.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub reduce_dtype: Option<DTypeName>,
 }
 
 impl MixedPrecisionPolicy {
-    /// Whether it changes nothing.
+    /// Whether the policy changes nothing.
     pub(crate) fn is_empty(&self) -> bool {
         let dtypes = self.param_dtype.or(self.reduce_dtype).or(self.output_dtype);
         dtypes.is_none() && self.overrides.is_empty()
     }
 
-    /// Checks what can be said without a model.
+    /// Checks the policy without a model.
     ///
     /// # Errors
     /// If an override overrides nothing.
@@ -91,8 +92,7 @@ impl MixedPrecisionPolicy {
         }
     }
 
-    /// The dtypes of modules that compute in another one than the model. Each override is among them, so that its pattern
-    /// is compared with the model.
+    /// The dtypes of all overrides, so that each pattern is checked against the model.
     pub(crate) fn module_dtypes(&self) -> Vec<ModuleDtype> {
         let of = |over: &DtypeOverride| ModuleDtype {
             modules: over.modules.clone(),
@@ -101,7 +101,7 @@ impl MixedPrecisionPolicy {
         self.overrides.iter().map(of).collect()
     }
 
-    /// dtype that the gradient of the parameter with this name is accumulated and reduced in; `None`: that of the
+    /// dtype for accumulating and reducing this parameter's gradient; `None` for the dtype of the
     /// optimizer's values.
     pub(crate) fn reduce_dtype_of(&self, fqn: &str) -> Option<DType> {
         let overrides = || self.overrides.iter().filter(|over| over.reduce_dtype.is_some());

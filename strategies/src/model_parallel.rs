@@ -1,4 +1,4 @@
-//! `strategy = "model_parallel"`: any mesh of replicas, shards, context and tensor parallelism.
+//! The strategy `model_parallel`: any mesh of replicas, shards, context and tensor parallelism.
 
 mod sizes;
 
@@ -18,72 +18,75 @@ use crate::schedule::fsdp::Prefetch;
 pub use sizes::Size;
 use sizes::Sizes;
 
-/// `strategy = "model_parallel"` (PyTorch Lightning's `ModelParallelStrategy`, with more
+/// `strategy = "model_parallel"` (like PyTorch Lightning's `ModelParallelStrategy`, with more
 /// dimensions).
 ///
-/// Ranks are a grid of `data_parallel_replicate` × `data_parallel_shard` × `context_parallel` ×
-/// `tensor_parallel`; the last is fastest, so that tensor-parallel ranks are neighbours.
+/// Ranks form a grid of `data_parallel_replicate` × `data_parallel_shard` × `context_parallel` ×
+/// `tensor_parallel`. The last dimension is the fastest, so tensor-parallel ranks are neighbours.
 ///
-/// Where the sizes of data and tensor parallelism are both `"auto"`, as they are if left out, they are Lightning's:
-/// as many data-parallel ranks as hosts (`trainer.num_nodes`), and the ranks of a host share each layer. Otherwise
-/// `"auto"` is what the other sizes leave of the ranks, and `"rest"` is so always: if several are left open, the one
-/// that is `"rest"`, or the first of shard, replicate, context and tensor, takes it and the others are 1. Left out, the sizes of replicate and context are 1.
+/// By default replicate and context have size 1, and data and tensor parallelism are `"auto"`. If
+/// both are `"auto"`, the sizes are Lightning's: one data-parallel rank per host
+/// (`trainer.num_nodes`), and the ranks of a host share each layer. Otherwise `"auto"` means the
+/// same as `"rest"`: the remaining ranks. If several sizes are open, the one with `"rest"` takes
+/// the remaining ranks, else the first of shard, replicate, context and tensor. The other open
+/// sizes are 1.
 #[derive(Debug, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelParallel {
-    /// Number of ranks that see different data (Lightning's name): replicas times shards; `"auto"` or a number.
+    /// Number of ranks with different data (Lightning's name): replicas times shards; `"auto"` or a
+    /// number.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_size: Option<Size>,
-    /// Number of replicas of the shards; 1 unless given.
+    /// Number of replicas of the shards; by default 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_replicate_size: Option<Size>,
-    /// Number of ranks that parameters are sharded over, `"auto"` or `"rest"`; `"auto"` unless given.
+    /// Number of ranks that parameters are sharded over, `"auto"` or `"rest"`; by default `"auto"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub data_parallel_shard_size: Option<Size>,
-    /// Number of ranks that share each sequence (and shard parameters too); 1 unless given.
+    /// Number of ranks that share each sequence (and also shard parameters); by default 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub context_parallel_size: Option<Size>,
-    /// Number of ranks that share each layer, `"auto"` or `"rest"`; `"auto"` unless given.
+    /// Number of ranks that share each layer, `"auto"` or `"rest"`; by default `"auto"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel_size: Option<Size>,
-    /// How the model is cut: a name, or a table with a `type`. Without it, with
-    /// `tensor_parallel_size` above 1, `"llama"`.
+    /// The tensor-parallel plan: a name, or a table with a `type`. By default `"llama"` if
+    /// `tensor_parallel_size` is above 1.
     #[serde(deserialize_with = "plugin::deserialize_option")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub parallelize: Option<Box<dyn ParallelizeConfig>>,
-    /// Whether a unit's parameters are freed between its forward and its backward: `true` (which is
-    /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which a part of each is kept.
+    /// Whether a unit's parameters are freed between its forward and its backward: `true` (same as
+    /// `"auto"`), `false`, `"all_but_last"`, or the number of ranks over which parts are kept.
     pub reshard_after_forward: ReshardAfterForward,
     /// dtypes to gather, compute and reduce in.
     pub mixed_precision: MixedPrecisionPolicy,
-    /// How many units ahead parameters are gathered while one computes, or a table of `forward` and
-    /// `backward`.
+    /// Number of units whose parameters are gathered ahead of the computing unit, or a table of
+    /// `forward` and `backward`.
     pub prefetch: Prefetch,
-    /// Allows a model of which no unit is gathered on its own.
+    /// Allows a model in which no unit is gathered on its own.
     pub allow_root_only: bool,
-    /// Whether this rank's shards, their gradients and the optimizer's state are in the host's memory, where the optimizer
-    /// updates them; units are brought to the device to compute. It has an effect where the device is not the CPU.
+    /// Whether shards, gradients and optimizer state stay in host memory, where the optimizer runs;
+    /// units move to the device to compute. Has no effect if the device is the CPU.
     pub cpu_offload: bool,
-    /// Patterns of parameters that data parallelism leaves alone: every rank holds them whole, and
+    /// Patterns of parameters excluded from data parallelism: every rank holds them whole, and
     /// their gradients are not reduced.
     pub ignored: Vec<String>,
-    /// What micro-batches before the last of a step communicate: `"none"`, `"reduce_scatter"` or
+    /// Communication of all micro-batches before a step's last: `"none"`, `"reduce_scatter"` or
     /// `"all"`.
     pub accumulation_sync: AccumulationSync,
-    /// What is sent of gradients when they are summed over replicas: `"bf16"`, `"fp16"`, a plugin's name, or a
-    /// table with a `type`. Without it everything is.
+    /// Compression of gradients when they are summed over replicas: `"bf16"`, `"fp16"`, a plugin's
+    /// name, or a table with a `type`. By default gradients are not compressed.
     #[serde(deserialize_with = "plugin::deserialize_option")]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradient_compression: Option<Box<dyn GradientCompressionConfig>>,
-    /// What gradients are divided by before they are summed over ranks, and multiplied with after: a power of two,
-    /// so that nothing is rounded. 1 unless given, or what `gradient_compression` wants.
+    /// Divisor of gradients before they are summed over ranks; the sum is multiplied by it. A power
+    /// of two, so that the division does not round. By default 1, or the compression's choice.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradient_predivide_factor: Option<f64>,
-    /// Whether checkpoints are distributed, each rank writing what it owns (`true`), or full ones in
-    /// Hugging Face's layout, gathered on rank 0 tensor by tensor (`false`). A run resumes from
+    /// Whether checkpoints are distributed, with each rank writing its own part (`true`), or full
+    /// in Hugging Face's layout, gathered on rank 0 tensor by tensor (`false`). A run resumes from
     /// either.
     pub save_distributed_checkpoint: bool,
-    /// How long a rank waits for the others in a collective, in place of `trainer.timeout_secs`.
+    /// How long a rank waits for the others in a collective; overrides `trainer.timeout_secs`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub timeout_secs: Option<u64>,
 }
@@ -120,7 +123,7 @@ impl ModelParallel {
         context: &BuildContext,
     ) -> Result<Box<dyn Strategy>> {
         let sizes = defaults.given(self)?.resolve(context)?;
-        // Sizes that do not fit are an error before any rank is started.
+        // Reports wrong sizes before any rank is started.
         if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
             let layout = DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp);

@@ -1,4 +1,4 @@
-//! `prefetch`: a number, or a table with one for each direction.
+//! The key `prefetch`: a number, or a table with a number for each direction.
 
 use std::fmt;
 
@@ -23,7 +23,7 @@ impl Serialize for Prefetch {
 
 impl<'de> Deserialize<'de> for Prefetch {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        /// A direction that is left out has the default.
+        /// A missing direction takes its default.
         #[derive(Deserialize)]
         #[serde(deny_unknown_fields)]
         struct Table {

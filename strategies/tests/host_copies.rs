@@ -1,5 +1,5 @@
-//! Copies of gradients to the host under `cpu_offload`: when they are begun, and when they are waited for. A program of its own, for
-//! the copies that it pretends are of the whole process.
+//! Asynchronous copies of gradients to the host under `cpu_offload`: when they start and when they
+//! are awaited. A separate program, because the fake copies are global to the process.
 
 use std::cell::RefCell;
 use std::collections::BTreeMap;
@@ -21,10 +21,10 @@ const WIDTH: usize = 6;
 
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Happened {
-    /// A copy of so many elements was begun.
+    /// A copy of this many elements has started.
     Begun(usize),
     Waited,
-    /// The gradient of a unit's input was there.
+    /// The gradient of a unit's input is complete.
     BackwardOf(usize),
     BackwardOver,
 }
@@ -37,7 +37,7 @@ fn log(what: Happened) {
     LOG.with_borrow_mut(|log| log.push(what));
 }
 
-/// Copies of a device whose values are there when they are waited for, and garbage before.
+/// Fake device copies: the values arrive when they are awaited, and are garbage before.
 struct Queued;
 
 impl HostCopies for Queued {
@@ -81,7 +81,7 @@ impl Model {
     }
 }
 
-/// Weights after three steps, and rank 0's log of the last one.
+/// Returns the weights after three steps, and rank 0's log of the last step.
 fn train(
     ranks: usize,
     config: &str,
@@ -116,7 +116,7 @@ fn begun(log: &[Happened]) -> usize {
 
 // checklist: torchtune: CPUOffloadPolicy
 #[test]
-fn gradients_go_to_the_host_while_backward_goes_on() {
+fn gradients_are_copied_during_backward() {
     let offloaded = |config: &str| config.replacen('{', r#"{"cpu_offload": true, "#, 1);
     let fsdp = r#"{"type": "fsdp"}"#;
     let hsdp = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
@@ -126,7 +126,7 @@ fn gradients_go_to_the_host_while_backward_goes_on() {
     let copied: Vec<_> = [(2, fsdp, 1), (2, fsdp, 2), (4, hsdp, 1)]
         .map(|(ranks, config, accumulate)| train(ranks, &offloaded(config), accumulate))
         .into();
-    // Without copies of its own, the device is waited for where they are begun: the same code.
+    // Without asynchronous copies, each copy waits for the device when it starts.
     assert!(copied.iter().all(|(_, log)| begun(log) == 0));
     transfer::set_host_copies(&Device::Cpu, Arc::new(Queued));
     let runs = [(2, fsdp, 1), (2, fsdp, 2), (4, hsdp, 1)];
@@ -142,16 +142,16 @@ fn gradients_go_to_the_host_while_backward_goes_on() {
         assert_eq!((begins.len(), waits.len()), (UNITS, UNITS), "{config}: {log:?}");
         let over = log.iter().rposition(|what| *what == Happened::BackwardOver).unwrap();
         assert!(waits[UNITS - 1] < over, "{config}: {log:?}");
-        // All are under way before the first is waited for.
+        // All copies start before the first wait.
         assert!(begins[UNITS - 1] < waits[0], "{config}: {log:?}");
-        // Before the backward of the first unit: the reduction of one is waited for when that of the next begins.
+        // Before the first unit's backward: each reduction is awaited when the next unit's starts.
         let edge = log.iter().rposition(|what| *what == Happened::BackwardOf(1)).unwrap();
         let early = begins.iter().filter(|&&at| at < edge).count();
         let expected = if config == hsdp { 0 } else { UNITS - 2 };
         assert_eq!(early, expected, "{config}: {log:?}");
         assert!(waits[0] > edge, "{config}: {log:?}");
     }
-    // Of a tensor on its device nothing else is asked.
+    // A tensor already on the host is not copied.
     let x = Tensor::zeros(3, DType::F32, &Device::Cpu).unwrap();
     assert_eq!(transfer::begin_to_host(&x, "test").unwrap().wait().unwrap().dims(), [3]);
     assert_eq!(transfer::counts()["test"].to_host, 12);

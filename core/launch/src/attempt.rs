@@ -1,4 +1,4 @@
-//! Which attempt of its job a process belongs to, and what follows it.
+//! The attempt of its job that a process belongs to, and requeueing.
 
 use std::io::Read as _;
 use std::process::{Command, Stdio};
@@ -10,18 +10,18 @@ use crate::environment::{ClusterEnvironment, Requeue};
 use fulgurite_error::print_message;
 use fulgurite_store::Patience;
 
-/// How long the command that requeues may take.
+/// Time limit of the requeue command.
 const REQUEUE_LIMIT: Duration = Duration::from_secs(60);
 
-/// An attempt to run a job. A launcher or a scheduler that starts a job again after it has lost ranks makes
-/// another one.
+/// An attempt to run a job. Each restart of a job by its launcher or scheduler is another attempt.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Attempt {
-    /// What tells the job from others, and is the same in all of its attempts; other ranks than 0 may have another
+    /// Identifies the job, and is the same in all of its attempts. Only valid on rank 0; other
+    /// ranks may have a different id
     /// ([`ClusterEnvironment::restart_id`](crate::environment::ClusterEnvironment::restart_id)).
     pub restart_id: String,
-    /// How often the job was started again before: 0 in the first attempt.
+    /// Number of restarts so far: 0 in the first attempt.
     pub restart_count: u64,
 }
 
@@ -33,13 +33,12 @@ struct Known {
 
 static KNOWN: OnceLock<Known> = OnceLock::new();
 
-/// The attempt that this process belongs to; `None` before [`launch`](crate::launch()), and if no launcher has
-/// started it.
+/// Returns this process's attempt; `None` before [`launch`](crate::launch()) or without a launcher.
 pub fn attempt() -> Option<&'static Attempt> {
     KNOWN.get().map(|known| &known.attempt)
 }
 
-/// Keeps what an environment says of this attempt.
+/// Records the environment's values for this attempt.
 pub(super) fn remember(environment: &dyn ClusterEnvironment) {
     KNOWN.get_or_init(|| Known {
         attempt: Attempt {
@@ -51,13 +50,14 @@ pub(super) fn remember(environment: &dyn ClusterEnvironment) {
     });
 }
 
-/// How often the job was started again before.
+/// Number of restarts so far.
 pub(super) fn restart_count() -> u64 {
     attempt().map_or(0, |attempt| attempt.restart_count)
 }
 
-/// The exit code of a rank that ends because of `signal`, which the ranks agreed on: 0 if the job is put back into
-/// its queue for it, which rank 0 does here. The other ranks have ended.
+/// Returns the exit code of a rank that ends because of `signal`, on which the ranks agreed. If the
+/// environment requeues the job for it, the code is 0, and rank 0 requeues the job here. Called
+/// after the other ranks have ended.
 pub(super) fn end_by(signal: i32) -> u8 {
     let interrupted = exit_code_of(signal);
     let Some(Known { requeue: Some(requeue), rank, .. }) = KNOWN.get() else { return interrupted };
@@ -92,8 +92,8 @@ impl Requeue {
     }
 }
 
-/// Runs the command that requeues, and ends it after `limit`: a scheduler that does not answer must not hold up the
-/// end of the job.
+/// Runs the requeue command and kills it after `limit`: an unresponsive scheduler must not delay
+/// the end of the job.
 fn run(requeue: &Requeue, limit: Duration) -> Result<(), String> {
     let line = requeue.command_line();
     let fail = |error: std::io::Error| format!("`{line}` cannot be run: {error}");
@@ -117,7 +117,7 @@ fn run(requeue: &Requeue, limit: Duration) -> Result<(), String> {
     }
     let mut said = Vec::new();
     if let Some(stderr) = child.stderr.take() {
-        // Of what fits into a pipe, for the command had nobody who read it.
+        // At most a pipe's content: the command's output was not read before.
         let _ = stderr.take(64 << 10).read_to_end(&mut said);
     }
     let said = String::from_utf8_lossy(&said);

@@ -1,4 +1,4 @@
-//! Reporting how a rank ended: to the other ranks, then on the terminal.
+//! Reports the end of a rank: to the other ranks, then on the terminal.
 
 use std::any::Any;
 use std::backtrace::{Backtrace, BacktraceStatus};
@@ -16,33 +16,37 @@ use crate::{Error, Result};
 use fulgurite_error::{output, print_message};
 use fulgurite_store::{Patience, Store};
 
-/// The exit code of a rank that stopped because another failed.
+/// The exit code of a rank that stopped because another rank failed.
 pub const PEER_FAILED_EXIT_CODE: u8 = 79;
 /// The exit code of a process that panicked.
 pub const PANIC_EXIT_CODE: u8 = 101;
 
-/// How long a rank whose collective failed waits for the cause to be known.
+/// How long a rank with a failed collective waits for the cause.
 const CAUSE_TIMEOUT: Duration = Duration::from_secs(1);
-/// How long the rank that hosts the store waits until the others know of the job's failure.
+/// How long the rank that hosts the store waits until the others know about the job's failure.
 const NOTICE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How long the rank that hosts the store waits for ranks that finish later.
+/// How long the rank that hosts the store waits for slower ranks.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
-/// How often it checks in this time whether it was interrupted.
+/// Interval of its checks for an interruption.
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
-/// The last call of a program's `main`: tells the other ranks how this one ended, prints its error,
-/// and returns the exit code. Before, it waits until [output](fulgurite_error::output) is written, some seconds at
-/// most if nobody reads it. Everything that holds a [`LaunchedRank`](super::LaunchedRank) must have been
-/// dropped.
+/// The last call of a program's `main`: tells the other ranks about the end of this rank, prints
+/// its error, and returns the exit code. First waits until the [output](fulgurite_error::output) is
+/// written; if it is not read, only for some seconds. Every [`LaunchedRank`](super::LaunchedRank)
+/// must be dropped before.
 ///
-/// | `result` | printed | exit code |
-/// |---|---|---|
-/// | `Ok` | nothing; rank 0 without a supervisor waits until all ranks are done | 0 |
-/// | [`Error::Interrupted`] | `interrupted` | 128 + the signal: 130 for Ctrl-C, 143 for SIGTERM, 138 for SIGUSR1 (on Linux), 129 for SIGHUP |
-/// | [`Error::Interrupted`], and the environment [requeues](crate::environment::Requeue) for it | also `requeued …`, by rank 0 | 0 |
-/// | an error, alone | `error: …` | 1 |
-/// | an error of this rank | `error: rank 1 failed: …`, by the supervisor if there is one | 1 |
-/// | another rank had failed before | nothing if a supervisor prints that failure | [`PEER_FAILED_EXIT_CODE`] |
+/// Printed text and exit code, by `result`:
+///
+/// - `Ok`: nothing, 0. Without a supervisor, rank 0 waits until all ranks are done.
+/// - [`Error::Interrupted`]: `interrupted`, 128 + the signal. This is 130 for Ctrl-C, 143 for
+///   SIGTERM, 138 for SIGUSR1 (on Linux) and 129 for SIGHUP.
+/// - [`Error::Interrupted`], if the environment [requeues](crate::environment::Requeue) for it:
+///   rank 0 also prints `requeued …`; the exit code is 0.
+/// - An error in a job of one rank: `error: …`, 1.
+/// - An error of this rank: `error: rank 1 failed: …`, printed by the supervisor if there is one,
+///   1.
+/// - An earlier failure of another rank: nothing if a supervisor prints that failure,
+///   [`PEER_FAILED_EXIT_CODE`].
 pub fn report_and_exit_code(result: Result<()>) -> ExitCode {
     let failed = !matches!(result, Ok(()) | Err(Error::Interrupted));
     let code = report(result);
@@ -58,7 +62,7 @@ fn report(result: Result<()>) -> u8 {
         (Some(membership), result) => membership.finish(result),
         (None, Ok(())) => 0,
         (None, Err(Error::Interrupted)) => {
-            // Before the rank has joined its job. The supervisor says so.
+            // The rank has not joined its job yet. A supervisor reports the interruption.
             if is_supervised() {
                 return interrupted_exit_code();
             }
@@ -80,7 +84,7 @@ impl Membership {
                 0
             }
             Err(Error::Interrupted) => {
-                // While the job starts, the first rank that was asked decides for all.
+                // While the job starts, the first rank asked to end decides for all.
                 let first = self.client.failure().and_then(|(_, message)| announced(&message));
                 self.print_interrupted();
                 self.wait_for_others(NOTICE_TIMEOUT);
@@ -100,7 +104,7 @@ impl Membership {
                             PEER_FAILED_EXIT_CODE
                         }
                     },
-                    // Of this rank.
+                    // A failure that names this rank.
                     (None, Error::PeerFailed { message, .. }) => {
                         self.report(&message);
                         1
@@ -116,7 +120,7 @@ impl Membership {
         }
     }
 
-    /// The failure of another rank that caused `error`, if one did.
+    /// Returns the failure of another rank that caused `error`, if there is one.
     fn cause(&self, error: &Error) -> Option<(usize, String)> {
         if let Some(peer) = self.peer_failure() {
             return Some(peer);
@@ -128,8 +132,8 @@ impl Membership {
             Error::Collective { .. } => None,
             _ => return None,
         };
-        // A collective fails as soon as a peer dies or tells its error; the store learns of it a moment
-        // later, and knows more.
+        // A collective fails as soon as a peer ends or reports its error. The store learns the
+        // cause a moment later, and knows more about it.
         let known = self.client.wait_for_failure(CAUSE_TIMEOUT);
         if let Some(peer) = known.filter(|(rank, _)| *rank != self.info.rank) {
             return Some(peer);
@@ -140,7 +144,7 @@ impl Membership {
         noticed
     }
 
-    /// Reports this rank's own failure to the store; prints it if no supervisor will.
+    /// Reports this rank's own failure to the store. Prints it if no supervisor will.
     fn report(&self, message: &str) {
         let told = self.client.report_failure(message).is_ok();
         if !(told && self.supervisor_prints()) {
@@ -155,7 +159,7 @@ impl Membership {
     }
 
     fn print_stopped_by(&self, (rank, message): &(usize, String)) {
-        // With an agent, one rank says it of a failure on another node.
+        // With an agent, only one rank prints a failure on another node.
         let RankInfo { rank: own, local_rank, local_world_size, .. } = self.info;
         let local = own - local_rank..own - local_rank + local_world_size;
         let agent_says = has_agent() && (local_rank > 0 || local.contains(rank));
@@ -183,8 +187,8 @@ impl Membership {
         self.wait_until_notified();
     }
 
-    /// On the rank that hosts the store, waits until the others know of the job's failure, if there
-    /// is one.
+    /// On the rank that hosts the store, waits until the others know about the job's failure, if
+    /// any.
     fn wait_until_notified(&self) {
         if let Some(server) = &self.server
             && !server.failures().is_empty()
@@ -193,8 +197,8 @@ impl Membership {
         }
     }
 
-    /// Sets a panic hook that reports this rank's failure and ends the process, for a rank that
-    /// goes on without one of its threads leaves the others waiting.
+    /// Sets a panic hook that reports this rank's failure and ends the process: a rank that lost
+    /// one of its threads would leave the others waiting.
     pub(super) fn end_on_panic(&'static self) {
         static PANICKED: AtomicBool = AtomicBool::new(false);
         std::panic::set_hook(Box::new(move |info| {
@@ -229,7 +233,8 @@ impl Membership {
     }
 }
 
-/// `panicked at src/main.rs:3:5: message`, with the thread's name unless it is the main one.
+/// Formats a panic: `panicked at src/main.rs:3:5: message`, with the thread's name unless it is
+/// main.
 fn describe(info: &PanicHookInfo<'_>) -> String {
     let thread = std::thread::current();
     let thread = match thread.name() {

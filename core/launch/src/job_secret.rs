@@ -1,4 +1,4 @@
-//! What the ranks of a job share and strangers do not know.
+//! The secret that a job's ranks share, which keeps strangers out.
 
 use std::fs::File;
 use std::io::Read;
@@ -8,20 +8,19 @@ use std::path::Path;
 use crate::environment::Variables;
 use crate::{Error, Result};
 
-/// The variable with the secret. A supervisor sets it for its ranks; for ranks that a launcher starts it is
-/// the user's.
+/// The variable with the secret. A supervisor sets it for its ranks; otherwise the user sets it.
 pub(super) const JOB_KEY_VARIABLE: &str = "FULGURITE_JOB_KEY";
 
-/// Fewer characters can be guessed.
+/// Shorter secrets can be guessed.
 const MIN_CHARACTERS: usize = 16;
 const MAX_BYTES: u64 = 4096;
 const ADVICE: &str = "Take `openssl rand -hex 16`, and the same on all nodes";
 
-/// The secret of a job whose ranks a launcher has started: of the variable, else of `file`
-/// that the setting or option of this name gives.
+/// Returns the secret of a job whose ranks are started by a launcher: from the variable, else from
+/// `file`, named by `setting`.
 ///
 /// # Errors
-/// [`Error::Launch`] if it is too short, or the file cannot be read or could be read by others.
+/// [`Error::Launch`] if it is too short, or if the file is unreadable or others can read it.
 pub(super) fn configured(
     variables: &Variables,
     file: Option<&Path>,
@@ -47,9 +46,9 @@ fn check(secret: &str, name: &str) -> Result<String> {
     }
 }
 
-/// The text of a file that only this user can read.
+/// Reads a file that only this user can read.
 fn read(path: &Path) -> Result<String, String> {
-    // A pipe would block; it is told from a file below.
+    // Opening a pipe would block; it is rejected below.
     let nonblocking = rustix::fs::OFlags::NONBLOCK.bits() as i32;
     let file = File::options().read(true).custom_flags(nonblocking).open(path);
     let file = file.map_err(|e| e.to_string())?;
@@ -76,7 +75,7 @@ fn read(path: &Path) -> Result<String, String> {
     Ok(text)
 }
 
-/// What a job without a secret is told, on its first rank.
+/// The warning on the first rank of a job without a secret.
 pub(super) fn warning(address: std::net::SocketAddr) -> String {
     format!(
         "warning: nothing keeps strangers out of this job: whoever reaches {address} and guesses the \
@@ -98,7 +97,7 @@ mod tests {
     }
 
     #[test]
-    fn the_variable_comes_before_the_file_and_short_secrets_are_refused() {
+    fn variable_precedes_file_and_short_is_refused() {
         let none = Variables::default();
         assert_eq!(configured_here(&none, None).unwrap(), None);
         let missing = Some(Path::new("/nowhere/at/all"));

@@ -1,4 +1,4 @@
-//! [`launch`]: how a process becomes a rank.
+//! [`launch`] turns a process into a rank.
 
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::num::NonZero;
@@ -22,13 +22,13 @@ use fulgurite_store::{
     ClientIdentity, ClientOptions, JobKey, LostRankPolicy, StoreHost, StoreServer, TcpStore,
 };
 
-/// The ranks that a program asks [`launch`] for.
+/// The ranks that a program requests from [`launch`].
 #[derive(Debug)]
 pub struct LaunchOptions {
-    /// Ranks on each node. `None`: as many as a launcher has started, or
+    /// Ranks on each node. `None` for as many as a launcher has started, else
     /// [`devices_if_alone`](Self::devices_if_alone).
     pub devices: Option<usize>,
-    /// Ranks that this program starts itself where [`devices`](Self::devices) does not say it.
+    /// Ranks that this program starts itself if [`devices`](Self::devices) is `None`.
     pub devices_if_alone: usize,
     /// Number of nodes. With several, a launcher must start the ranks (`torchrun`, `srun`).
     pub num_nodes: usize,
@@ -37,9 +37,10 @@ pub struct LaunchOptions {
     pub environment: Option<Box<dyn EnvironmentConfig>>,
     /// How long ranks wait for each other to connect.
     pub timeout: Duration,
-    /// A file with the secret of a job whose ranks a launcher starts, which only this user can read. The
-    /// variable `FULGURITE_JOB_KEY` comes first. Without either strangers can join the job, and rank 0 warns.
-    /// Ranks that this program starts itself share a random secret.
+    /// A file with the job's secret, readable only by this user, for ranks started by a launcher.
+    /// The variable `FULGURITE_JOB_KEY` takes precedence. Without either, strangers can join the
+    /// job, and rank 0 prints a warning. Ranks that this program starts itself share a random
+    /// secret.
     pub job_key_file: Option<PathBuf>,
 }
 
@@ -57,39 +58,41 @@ impl Default for LaunchOptions {
     }
 }
 
-/// Makes this process a rank of its job, and returns once all ranks have connected. See the
-/// [crate](crate) for the three ways. Every rank calls it, early in the program, since the code
+/// Makes this process a rank of its job. Returns once all ranks have connected. See the
+/// [crate](crate) for the three cases. Every rank must call it early in the program: the code
 /// before the call runs in the supervisor and in every rank.
 ///
 /// In the **supervisor** it never returns, because the rest of the program is meant for ranks. It
-/// ends the process when the ranks have ended, with the exit code of the rank that failed first
-/// (128 + the signal if it was killed, or if the job was interrupted).
+/// ends the process after the ranks have ended, with the exit code of the first failed rank. The
+/// code is 128 + the signal if that rank was killed or the job was interrupted.
 ///
 /// A rank may call it again (a second trainer in one program) and gets the same job.
 ///
-/// From then on Ctrl-C, SIGTERM and SIGUSR1 no longer end the process;
+/// From then on Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP no longer end the process;
 /// [`interruption`](super::interruption()) reports them. In a job of several ranks a panic on any
 /// thread ends the process.
 ///
-/// The calling thread becomes one of the rank's compute threads and should be the one that trains,
-/// since small pieces of work stay on it. There are `RAYON_NUM_THREADS` compute threads; by default
-/// the cores that this process may use, divided by the ranks that share them: all of this host, unless their launcher
-/// has bound them to cores of their own.
+/// The calling thread becomes one of the rank's compute threads. It should be the thread that
+/// trains, because small pieces of work stay on it. `RAYON_NUM_THREADS` sets the number of compute
+/// threads. The default divides the cores that this process may use by the number of ranks that
+/// share them: all ranks of this host, unless their launcher has bound each to its own cores.
 ///
 /// # Errors
-/// [`Error::Launch`] if environment variables are missing or malformed, the configuration asks for
-/// another number of ranks than were started, the store's port is taken, or ranks do not connect in
-/// time (naming them); [`Error::PeerFailed`] if one fails meanwhile; [`Error::Interrupted`] if this
-/// process is asked to end while it waits for the others.
+/// - [`Error::Launch`] if environment variables are missing or malformed, if the configuration
+///   requests a number of ranks that differs from the started ones, if the store's port is taken,
+///   or if ranks do not connect in time (naming them).
+/// - [`Error::PeerFailed`] if another rank fails meanwhile.
+/// - [`Error::Interrupted`] if this process is asked to end while it waits for the others.
 pub fn launch(options: LaunchOptions) -> Result<LaunchedRank> {
     launch_checked(options, &|_| Ok(()))
 }
 
-/// As [`launch`], but calls `check` with the world size before this process starts any rank, or becomes
-/// the only one. In a job that a launcher has started, rank 0 calls it, once all have connected.
+/// Like [`launch`], but first calls `check` with the world size, before this process starts any
+/// rank or becomes the only one. In a job started by a launcher, rank 0 calls it once all ranks
+/// have connected.
 ///
 /// # Errors
-/// As [`launch`], and those of `check`.
+/// Like [`launch`], and the errors of `check`.
 pub fn launch_checked(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
@@ -107,7 +110,7 @@ pub fn launch_checked(
     Ok(launched)
 }
 
-/// Joins the job as the rank that this process is, or starts and supervises the ranks.
+/// Joins the job as a rank, or starts and supervises the ranks.
 fn become_rank(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
@@ -160,8 +163,7 @@ fn become_rank(
 /// Whether this process was launched as a job of one rank.
 static ALONE: AtomicBool = AtomicBool::new(false);
 
-/// The configured environment, or the one whose variables are set. `None` if no plugin recognises
-/// any.
+/// Returns the configured or the detected environment; `None` if no plugin recognises one.
 fn find_environment(
     options: &LaunchOptions,
     variables: &Variables,
@@ -201,9 +203,9 @@ fn launch_single_process(started: f64, environment: &'static str) -> Result<Laun
     Ok(LaunchedRank::new(RankInfo::ALONE, None, store, started, environment, None))
 }
 
-/// Joins the job as a rank that this program's supervisor started.
+/// Joins the job as a rank started by this program's supervisor.
 fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank> {
-    // First of all: a signal that comes before ends this process, and with it the job.
+    // Must come first: an earlier signal ends this process, and with it the job.
     signals::handle(SecondSignal::Ignore)?;
     env.die_with_supervisor()?;
     let key = env.key();
@@ -225,7 +227,7 @@ fn join_supervisor(options: &LaunchOptions, env: RankEnv) -> Result<LaunchedRank
     join(membership, options)
 }
 
-/// Joins the job as a rank that a launcher (`torchrun`, `srun`) has started.
+/// Joins the job as a rank started by a launcher (`torchrun`, `srun`).
 fn join_started(
     options: &LaunchOptions,
     environment: &dyn ClusterEnvironment,
@@ -254,7 +256,7 @@ fn join_started(
         warn_if_crowded(sharing);
     }
     if !variables.is_set(super::supervisor::THREADS_VARIABLE) {
-        // An error means that the pool is in use already; it stays as it is.
+        // An error means that the pool is already in use; it stays as it is.
         let threads = threads_per_rank(sharing);
         let _ = rayon::ThreadPoolBuilder::new().num_threads(threads).build_global();
     }
@@ -269,7 +271,7 @@ fn join_started(
     if let (Some(server), None) = (&server, secret) {
         print_message(&job_secret::warning(server.address()));
     }
-    // Rank 0 may not reach itself under the name that the other hosts use.
+    // Rank 0 may be unable to reach itself by the name that the other hosts use.
     let host = match &server {
         Some(server) if server.address().ip().is_unspecified() => "127.0.0.1".to_owned(),
         Some(server) => server.address().ip().to_string(),
@@ -294,10 +296,11 @@ fn join_started(
     join(membership, options)
 }
 
-/// The variable with the address that rank 0 listens on, where that is not the main address.
+/// The variable with rank 0's listening address, if it differs from the main address.
 const STORE_ADDRESS_VARIABLE: &str = "FULGURITE_STORE_ADDRESS";
 
-/// Starts the store's server, on the main address or that of [`STORE_ADDRESS_VARIABLE`] and no other.
+/// Starts the store's server on the main address or, if set, only on the address in
+/// [`STORE_ADDRESS_VARIABLE`].
 fn host_store(
     variables: &Variables,
     main_address: &str,
@@ -338,7 +341,7 @@ fn host_store(
     }))
 }
 
-/// The address of this host's interface by which it reaches another; `None` if it has none.
+/// The address of the interface by which this host reaches `host`; `None` if unreachable.
 pub(super) fn address_towards(host: &str, port: u16) -> Option<IpAddr> {
     let addresses = (host, port).to_socket_addrs().ok()?;
     let towards = |address: SocketAddr| {
@@ -347,25 +350,25 @@ pub(super) fn address_towards(host: &str, port: u16) -> Option<IpAddr> {
             SocketAddr::V6(_) => Ipv6Addr::UNSPECIFIED.into(),
         };
         let socket = UdpSocket::bind((any, 0)).ok()?;
-        // Sends nothing: the system picks the route.
+        // Sends nothing: the system only picks the route.
         socket.connect(address).ok()?;
         Some(socket.local_addr().ok()?.ip())
     };
-    // A host's own name may also be that of its loopback interface, where no other host comes.
+    // A host's own name may also resolve to its loopback interface, which other hosts cannot reach.
     addresses.into_iter().filter_map(towards).min_by_key(IpAddr::is_loopback)
 }
 
-/// Those of a host's `addresses` that other hosts reach. On some systems a host's own name is that of its loopback
-/// interface.
+/// Returns the `addresses` of a host that other hosts can reach. On some systems a host's own name
+/// resolves to its loopback interface.
 ///
 /// # Errors
-/// If they do not reach any: the first one.
+/// The first address, if other hosts can reach none of them.
 pub(super) fn reached_by_others(
     host: &str,
     several_hosts: bool,
     addresses: Vec<SocketAddr>,
 ) -> std::result::Result<Vec<SocketAddr>, IpAddr> {
-    // Whoever says so means it: "hosts" that are processes of one.
+    // An explicit address is intended, for example when "hosts" are processes of one host.
     let is_meant = host == "localhost" || host.parse::<IpAddr>().is_ok();
     if !several_hosts || is_meant {
         return Ok(addresses);
@@ -395,7 +398,7 @@ fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, NonZero::get)
 }
 
-/// Compute threads of a rank, of `ranks` on this host.
+/// Compute threads per rank, for `ranks` ranks on this host.
 pub(super) fn threads_per_rank(ranks: usize) -> usize {
     (cores() / ranks).max(1)
 }
@@ -426,7 +429,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_that_other_hosts_do_not_reach_is_refused() {
+    fn unreachable_names_are_refused() {
         let at = |ips: &[&str]| -> Vec<SocketAddr> {
             ips.iter().map(|ip| SocketAddr::new(ip.parse().unwrap(), 1)).collect()
         };
@@ -441,7 +444,7 @@ mod tests {
     }
 
     #[test]
-    fn a_second_launch_asks_for_the_same_number_of_ranks() {
+    fn a_second_launch_needs_the_same_world_size() {
         let asking = |devices, num_nodes| {
             let options = LaunchOptions { devices, num_nodes, ..Default::default() };
             check_same_world_size(&options, 2)
@@ -449,7 +452,7 @@ mod tests {
         asking(None, 1).unwrap();
         asking(Some(1), 2).unwrap();
         insta::assert_snapshot!(asking(Some(3), 1).unwrap_err(), @"launch: this process belongs to a job of 2 ranks and cannot be launched again as one of 3: all launches of a program must ask for the same number");
-        // In wrapping arithmetic this makes 2.
+        // With wrapping arithmetic this would be 2.
         assert!(asking(Some((1 << 63) + 1), 2).is_err());
     }
 }

@@ -1,6 +1,6 @@
-//! Launching: which process starts the ranks of a job, how they find each other, and how they end.
+//! Launching: starting a job's ranks, connecting them, and ending them.
 //!
-//! A program's `main` is two lines around its own work:
+//! A program's `main` needs two calls around its own work:
 //!
 //! ```no_run
 //! use std::process::ExitCode;
@@ -20,31 +20,32 @@
 //!
 //! [`launch`] asks the [`environment`] which rank this process is. There are three cases:
 //!
-//! - **One rank.** Nothing is started, no socket is opened; the store is a [`LocalStore`].
-//! - **Several ranks, started by a launcher** (`torchrun`, `srun`). This process is one of them; rank
-//!   0 hosts the [`StoreServer`] at the main address, and all ranks connect to it.
-//! - **Several ranks, not started yet.** This process becomes the *supervisor*: it hosts the store,
-//!   runs its own executable again once for each rank, and never returns from [`launch`]. User code
-//!   after the call runs in ranks only.
+//! - **One rank.** Starts nothing and opens no socket; the store is a [`LocalStore`].
+//! - **Several ranks, started by a launcher** (`torchrun`, `srun`). This process is one of them.
+//!   Rank 0 hosts the [`StoreServer`] at the main address, and all ranks connect to it.
+//! - **Several ranks, not started yet.** This process becomes the *supervisor*. It hosts the store,
+//!   runs its own executable once for each rank, and never returns from [`launch`]. User code after
+//!   the call runs in ranks only.
 //!
 //! On several nodes, or with restarts, [`agent`]s start the ranks: `fulgurite run`.
 //!
 //! # How a job ends
 //! The store keeps the job's *first failure*. A rank that fails reports its error to the store
-//! ([`report_and_exit_code`]; the panic hook does so for a panic on any thread). A rank that is
-//! killed is noticed by the end of its connection, or by its parent. Every other rank then finds
+//! ([`report_and_exit_code`]; the panic hook does so for a panic on any thread). If a rank is
+//! killed, its closed connection or its parent reveals it. Every other rank then finds
 //! [`Store::failure`] set, stops with [`Error::PeerFailed`] and prints nothing, so that the first
-//! message on the terminal is the cause. The supervisor prints that, gives the other ranks two
-//! seconds to stop, and then ends them. If the supervisor is killed, the kernel kills its ranks (on
-//! Linux).
+//! message on the terminal is the cause. The supervisor prints the failure, gives the other ranks
+//! two seconds to stop, and then ends them. If the supervisor is killed, the kernel kills its ranks
+//! (on Linux).
 //!
-//! Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP ask all ranks to finish their step ([`interruption`]). A second signal
-//! ends them at once, unless one of the two is SIGUSR1, which only announces another, or SIGHUP, which comes
-//! twice when a terminal closes. While the
-//! job starts ([`Starting`]) there is no step to finish: a rank that waits for others and is asked to end
-//! does so at once, and the job with it. The exit code of every rank and of the supervisor is 128 + the
-//! signal that they [agreed on](agree_on), or 0 if the environment has the job [put back into its
-//! queue](environment::ClusterEnvironment::requeue) for it.
+//! Ctrl-C, SIGTERM, SIGUSR1 and SIGHUP ask all ranks to finish their step ([`interruption`]). A
+//! second signal ends them at once, with two exceptions: SIGUSR1 only announces another signal, and
+//! SIGHUP comes twice when a terminal closes. While the job starts ([`Starting`]) there is no step
+//! to finish: a waiting rank that is asked to end does so at once, and the job ends with it.
+//!
+//! The exit code of every rank and of the supervisor is 128 + the signal that they
+//! [agreed on](agree_on). It is 0 if the environment
+//! [requeues](environment::ClusterEnvironment::requeue) the job for the signal.
 
 pub mod agent;
 mod attempt;

@@ -1,25 +1,25 @@
-//! How much memory this host has for a job.
+//! The memory that this host has for a job.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use rustix::process::{Resource, getrlimit};
 
-/// The memory that processes of this host may use, in bytes.
+/// The memory available to this host's processes, in bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct HostMemory {
-    /// The host's memory and swap space, or the limit of this process's control group if that is less.
+    /// The host's memory and swap space, or the limit of this process's control group if lower.
     pub total: u64,
-    /// What of it is not in use.
+    /// The unused part of `total`.
     pub available: u64,
     /// The limit on one process's address space (`ulimit -v`).
     pub address_space: Option<u64>,
-    /// The address space that this process takes already: its program, stacks, what its allocator reserved.
+    /// Address space in use by this process: its program, stacks, and its allocator's reserve.
     pub addresses_in_use: u64,
 }
 
 impl HostMemory {
-    /// This host's; `None` where the system does not tell.
+    /// Reads this host's memory; `None` if the system does not report it.
     pub fn now() -> Option<Self> {
         let meminfo = fs::read_to_string("/proc/meminfo").ok()?;
         let groups = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -58,14 +58,14 @@ impl HostMemory {
     }
 }
 
-/// The value of a key in one of the system's lists: `MemTotal:  1000 kB`.
+/// Reads a key from one of the system's lists: `MemTotal:  1000 kB`.
 fn bytes_of(list: &str, key: &str) -> Option<u64> {
     let line = list.lines().find_map(|line| line.strip_prefix(key)?.strip_prefix(':'))?;
     line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
-/// The folders of the control groups that limit this process's memory, by the content of
-/// `/proc/self/cgroup`: its own and those above it.
+/// Returns the directories of the control groups that limit this process's memory, from the content
+/// of `/proc/self/cgroup`: its own group and all parents.
 fn memory_groups(mount: &Path, groups: &str) -> Vec<PathBuf> {
     let mut folders = Vec::new();
     for line in groups.lines() {
@@ -99,7 +99,7 @@ mod tests {
     }
 
     #[test]
-    fn the_smallest_group_around_the_process_limits_it() {
+    fn smallest_enclosing_group_is_the_limit() {
         let mount = std::env::temp_dir().join(format!("groups-{}", std::process::id()));
         let own = mount.join("jobs/mine");
         fs::create_dir_all(&own).unwrap();

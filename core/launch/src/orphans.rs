@@ -1,11 +1,12 @@
-//! Orphans: processes that ranks started and left running. This process adopts them, and ends them with the job.
+//! Orphans: processes that ranks started and left running. This process adopts them, and ends them
+//! with the job.
 //!
-//! On Linux a process whose parent has ended gets the nearest ancestor that asked for it as its new parent. That
-//! holds for daemons and processes of other sessions (`setsid`) too. On other systems orphans stay.
+//! On Linux an orphaned process is adopted by the nearest ancestor that asked for it, even if it is
+//! a daemon or belongs to another session (`setsid`). On other systems orphans stay.
 
 use rustix::process::Pid;
 
-/// The children that this process had before it started ranks. Each other child is a rank or an orphan of one.
+/// This process's children before it started ranks. Every other child is a rank or a rank's orphan.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Orphans {
     #[cfg(target_os = "linux")]
@@ -35,7 +36,7 @@ mod linux {
     use fulgurite_error::{counted, print_message};
     use fulgurite_store::Patience;
 
-    /// How long orphans have from SIGTERM to SIGKILL, and to end after that.
+    /// Time that orphans have from SIGTERM to SIGKILL, and to end after that.
     const GRACE: Duration = Duration::from_secs(2);
     const LOOK: Duration = Duration::from_millis(10);
 
@@ -47,14 +48,14 @@ mod linux {
     }
 
     impl Orphans {
-        /// Has orphans of this process's descendants become its children, from now on.
+        /// From now on, orphans of this process's descendants become its children.
         pub(crate) fn adopt() -> Self {
-            // Where that is not possible, orphans stay.
+            // If the system refuses, orphans stay.
             let _ = set_child_subreaper(Some(getpid()));
             Self { before: children().into_iter().map(|child| child.pid).collect() }
         }
 
-        /// Waits for orphans that have ended, so that they do not fill the table of processes. Leaves `ranks` alone.
+        /// Reaps ended orphans, so that they do not fill the process table. Leaves `ranks` alone.
         pub(crate) fn reap(&self, ranks: &[Pid]) {
             let ended = WaitIdOptions::EXITED | WaitIdOptions::NOHANG;
             if !matches!(waitid(WaitId::All, ended | WaitIdOptions::NOWAIT), Ok(Some(_))) {
@@ -67,8 +68,8 @@ mod linux {
             }
         }
 
-        /// Ends all orphans, once all ranks have ended: by SIGTERM and, after a while or `at_once`, by SIGKILL.
-        /// Orphans in the groups of ranks have been killed already.
+        /// Ends all orphans after all ranks have ended: by SIGTERM and then, after a while or
+        /// `at_once`, by SIGKILL. Orphans in the ranks' groups were killed before.
         pub(crate) fn end(&self, groups: &[Pid], at_once: bool) {
             let mut patience = Patience::new(if at_once { Duration::ZERO } else { GRACE });
             let mut told = Vec::new();
@@ -92,7 +93,7 @@ mod linux {
                         told.push(one.pid);
                         let _ = kill_process(one.pid, Signal::TERM);
                     }
-                    // Its own children become this process's, and are seen in the next round.
+                    // Its own children become this process's, and appear in the next round.
                     if killed.is_some() || of_rank {
                         let _ = kill_process(one.pid, Signal::KILL);
                     }

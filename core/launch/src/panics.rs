@@ -1,4 +1,4 @@
-//! Panics that become errors.
+//! Turns panics into errors.
 
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::cell::Cell;
@@ -11,8 +11,8 @@ thread_local! {
     static CAUGHT: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Calls code that may panic on what it is given, such as a library that parses somebody's file. A panic of
-/// another kind ends a rank; one in `f`, on this thread, is an error that the caller explains.
+/// Calls code that may panic on its input, such as a library that parses a user's file. Other
+/// panics end a rank; a panic in `f`, on this thread, becomes an error that the caller explains.
 ///
 /// ```
 /// use fulgurite_launch::catch_panic;
@@ -25,14 +25,15 @@ thread_local! {
 /// The panic's message.
 pub fn catch_panic<T>(f: impl FnOnce() -> T) -> Result<T, String> {
     let outer = CAUGHT.replace(true);
-    // Nothing that `f` has left half done is used afterwards: the caller ends with an error.
+    // State that `f` left half done is not used again: the caller ends with an error.
     let result = catch_unwind(AssertUnwindSafe(f));
     CAUGHT.set(outer);
     result.map_err(|panic| payload(&*panic).to_owned())
 }
 
-/// Has panics printed without waiting for a reader of standard error, and those that [`catch_panic`] makes errors not
-/// at all. For a program's `main`; in a job of several ranks [`launch`](crate::launch()) replaces it.
+/// Prints panics without waiting for a reader of standard error. Panics that [`catch_panic`]
+/// catches are not printed. For a program's `main`; in a job of several ranks
+/// [`launch`](crate::launch()) replaces the hook.
 pub fn print_panics() {
     std::panic::set_hook(Box::new(|info| {
         if is_caught() {

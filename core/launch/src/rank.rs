@@ -8,7 +8,7 @@ use crate::{Error, Result};
 use fulgurite_store::Store;
 use fulgurite_store::{StoreServer, TcpStore};
 
-/// The numbers of a rank, of its job and of its node.
+/// A rank's numbers in its job and on its node.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct RankInfo {
     pub(super) rank: usize,
@@ -44,8 +44,8 @@ impl RankInfo {
     }
 }
 
-/// A launched rank, returned by [`launch`](super::launch()). To be held as long as the rank takes
-/// part in the job: dropping the last clone announces that it leaves, so that its end is no
+/// A launched rank, returned by [`launch`](super::launch()). Hold it as long as the rank takes part
+/// in the job: dropping the last clone announces that the rank leaves, so that its end is not a
 /// failure.
 #[derive(Clone)]
 #[non_exhaustive]
@@ -54,24 +54,24 @@ pub struct LaunchedRank {
     pub rank: usize,
     /// Number of processes of the job.
     pub world_size: usize,
-    /// This process's rank among those of its node.
+    /// This process's rank on its node.
     pub local_rank: usize,
     /// Number of the job's processes on this node.
     pub local_world_size: usize,
     /// This node's rank among the job's nodes.
     pub node_rank: usize,
-    /// The address at which the ranks of other hosts reach this one: that of the interface by which this host
-    /// reaches rank 0's. `None` if all ranks are on one host.
+    /// The address at which ranks of other hosts reach this rank: the address of the interface
+    /// through which this host reaches rank 0's. `None` if all ranks are on one host.
     pub address: Option<IpAddr>,
     /// The job's store.
     pub store: Arc<dyn Store>,
     /// When the job's program was started, in seconds since 1970: by the supervisor's clock if
     /// there is one, else by this process's.
     pub program_start: f64,
-    /// The environment that said the numbers: `local`, or the name of a plugin.
+    /// The environment that provided the numbers: `local`, or the name of a plugin.
     pub environment: &'static str,
-    /// How often the job was started again before by its launcher or scheduler; see
-    /// [`ClusterEnvironment::restart_count`](crate::environment::ClusterEnvironment::restart_count).
+    /// Number of restarts by the job's launcher or scheduler; see
+    /// [`restart_count`](crate::environment::ClusterEnvironment::restart_count).
     pub restart_count: u64,
     /// Held for its `Drop`. `None` in a job of one process.
     _presence: Option<Arc<Presence>>,
@@ -117,24 +117,24 @@ impl std::fmt::Debug for LaunchedRank {
     }
 }
 
-/// A token of taking part in the job: dropping the last one announces that this rank leaves. A
+/// A token for taking part in the job: dropping the last one announces that this rank leaves. A
 /// program may launch again after that.
 pub(super) struct Presence(());
 
 impl Drop for Presence {
     fn drop(&mut self) {
-        // A panic is no announced end; the panic hook reports it.
+        // A panic is not an announced end; the panic hook reports it.
         if let (false, Some(membership)) = (std::thread::panicking(), membership()) {
             membership.set_left(true);
         }
     }
 }
 
-/// This process's part in a job of several ranks. Lives as long as the process, since the end of
+/// This process's part in a job of several ranks. Lives as long as the process, because the end of
 /// the process is reported too.
 pub(super) struct Membership {
     pub(super) info: RankInfo,
-    /// As [`LaunchedRank::address`].
+    /// Like [`LaunchedRank::address`].
     pub(super) address: Option<IpAddr>,
     pub(super) client: Arc<TcpStore>,
     /// The store's server, if this process hosts it.
@@ -155,7 +155,7 @@ pub(super) fn membership() -> Option<&'static Membership> {
 }
 
 impl Membership {
-    /// Sets the membership of the process, which has none yet.
+    /// Sets the process's membership; called once.
     pub(super) fn enter(self) -> &'static Self {
         MEMBERSHIP.get_or_init(|| self)
     }
@@ -180,7 +180,7 @@ impl Membership {
         )
     }
 
-    /// Announces that this rank leaves, so that its end is no failure; `false` takes that back.
+    /// Announces that this rank leaves, so that its end is not a failure; `false` withdraws that.
     pub(super) fn set_left(&self, left: bool) {
         self.client.set_left(left);
         if let Some(server) = &self.server {
@@ -188,7 +188,7 @@ impl Membership {
         }
     }
 
-    /// The job's failure, if it is another rank's.
+    /// The job's failure, if another rank failed.
     pub(super) fn peer_failure(&self) -> Option<(usize, String)> {
         self.client.failure().filter(|(rank, _)| *rank != self.info.rank)
     }

@@ -1,4 +1,4 @@
-//! The environment variables by which a supervisor tells its ranks their numbers.
+//! The environment variables by which a supervisor passes its ranks their numbers.
 
 use std::process::Command;
 
@@ -13,14 +13,14 @@ const START_TIME: &str = "FULGURITE_START_TIME";
 /// The process id of the agent that started this rank ([`crate::agent`]).
 pub(super) const AGENT_VARIABLE: &str = "FULGURITE_AGENT";
 
-/// What a supervisor tells a rank. Besides Fulgurite's own variables those of `torchrun` are set,
-/// for programs that read them.
+/// The values that a supervisor passes to a rank. `torchrun`'s variables are set too, for programs
+/// that read them.
 #[derive(PartialEq)]
 #[cfg_attr(test, derive(Debug))]
 pub(super) struct RankEnv {
     /// The supervisor's process id. The supervisor hosts the store.
     pub(super) supervisor: i32,
-    /// What the processes of the job share.
+    /// The secret that the job's processes share.
     pub(super) secret: String,
     /// When the supervisor was started, in seconds since 1970.
     pub(super) started: f64,
@@ -47,7 +47,7 @@ impl RankEnv {
         ]
     }
 
-    /// The key of the job.
+    /// The job's key.
     pub(super) fn key(&self) -> JobKey {
         JobKey::new(&self.secret, "supervised")
     }
@@ -56,7 +56,7 @@ impl RankEnv {
         command.envs(self.variables());
     }
 
-    /// What this process's supervisor told it; `None` if no supervisor started it.
+    /// Reads the values set by this process's supervisor; `None` if no supervisor started it.
     pub(super) fn read(variables: &Variables) -> Result<Option<Self>> {
         if !variables.is_set(SUPERVISOR) {
             return Ok(None);
@@ -79,7 +79,7 @@ impl RankEnv {
         }))
     }
 
-    /// Has the kernel kill this process when its supervisor ends, even by SIGKILL.
+    /// Makes the kernel kill this process when its supervisor ends, even by SIGKILL.
     ///
     /// # Errors
     /// If the supervisor is not, or no longer, the parent of this process.
@@ -98,17 +98,18 @@ impl RankEnv {
     }
 }
 
-/// Has the kernel kill this process when its agent ends, if an agent started it, and not a program between them.
+/// Makes the kernel kill this process when its agent ends, if the agent started it directly.
 ///
 /// # Errors
-/// If the agent has ended already.
+/// If the agent has already ended.
 pub(super) fn die_with_agent(variables: &Variables) -> Result<()> {
     let what = "the process id of this rank's agent";
     let Some(agent) = variables.parse::<i32>(AGENT_VARIABLE, what)? else { return Ok(()) };
     if is_parent(agent) {
         die_with_parent()?;
     }
-    // It may have ended before the call above. A program between them, such as a shell, ends ranks as it likes.
+    // The agent may have ended before the call above. A program in between, such as a shell,
+    // decides itself when its ranks end.
     match is_parent(agent) || is_running(agent) {
         true => Ok(()),
         false => Err(Error::Launch(format!(
@@ -118,7 +119,7 @@ pub(super) fn die_with_agent(variables: &Variables) -> Result<()> {
     }
 }
 
-/// Whether an agent started the ranks, which says of each how it ended.
+/// Whether an agent started the ranks and reports their ends.
 pub(super) fn has_agent() -> bool {
     std::env::var_os(AGENT_VARIABLE).is_some()
 }
@@ -130,7 +131,7 @@ fn die_with_parent() -> Result<()> {
     Ok(())
 }
 
-/// Whether a supervisor started this process, and lives.
+/// Whether a supervisor started this process and still runs.
 pub(super) fn is_supervised() -> bool {
     let pid = std::env::var(SUPERVISOR).ok().and_then(|pid| pid.parse().ok());
     pid.is_some_and(is_parent)
@@ -141,8 +142,8 @@ pub(super) fn is_parent(pid: i32) -> bool {
     rustix::process::getppid().is_some_and(|parent| parent.as_raw_nonzero().get() == pid)
 }
 
-/// Whether process `pid` runs: false as soon as it has ended, also while its parent has not waited for it (on
-/// Linux since 5.3).
+/// Whether process `pid` runs: false as soon as it has ended, even before its parent has waited for
+/// it (on Linux since 5.3).
 pub fn is_running(pid: i32) -> bool {
     let Some(pid) = rustix::process::Pid::from_raw(pid) else { return false };
     #[cfg(any(target_os = "linux", target_os = "android"))]
@@ -162,7 +163,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_process_that_has_ended_does_not_run_though_nobody_has_waited_for_it() {
+    fn an_unreaped_process_does_not_run() {
         let mut child = Command::new("sleep").arg("60").spawn().unwrap();
         let pid = child.id().cast_signed();
         assert!(is_running(pid) && is_running(std::process::id().cast_signed()));

@@ -1,4 +1,4 @@
-//! How the process of a rank ended, in words and as an exit code, and how it is made to end.
+//! The end of a rank's process: its description, its exit code, and the signals that cause it.
 
 use std::os::unix::process::ExitStatusExt as _;
 use std::process::{Child, ExitStatus};
@@ -9,26 +9,27 @@ use rustix::process::{Pid, Signal, WaitId, WaitIdOptions, waitid};
 use crate::signals;
 use fulgurite_store::Patience;
 
-/// How long ranks have from SIGTERM to SIGKILL.
+/// Time that ranks have from SIGTERM to SIGKILL.
 const TERM_GRACE: Duration = Duration::from_secs(2);
 
-/// Whether a process has ended, which nobody has waited for yet: its number is its own until then.
+/// Returns whether a process has ended, without reaping it: its process id is not reused until
+/// then.
 pub(super) fn has_ended(process: &Child) -> bool {
     let looks = WaitIdOptions::EXITED | WaitIdOptions::NOHANG | WaitIdOptions::NOWAIT;
     !matches!(waitid(WaitId::Pid(Pid::from_child(process)), looks), Ok(None))
 }
 
-/// How a process ended that has; an exit code of 1 where SIGCHLD is ignored, so that nobody knows.
+/// Reaps an ended process. Returns exit code 1 if SIGCHLD is ignored and the status is unknown.
 pub(super) fn end_of(process: &mut Child) -> ExitStatus {
     process.wait().unwrap_or(ExitStatus::from_raw(1 << 8))
 }
 
-/// The exit code, or 128 + the signal.
+/// Returns the exit code, or 128 + the signal.
 pub(super) fn exit_code(end: ExitStatus) -> i32 {
     end.code().or(end.signal().map(|signal| 128 + signal)).unwrap_or(1)
 }
 
-/// An end that is a failure, as in `rank 3 was killed by signal 9 (SIGKILL)`.
+/// Describes an end that is a failure, as in `rank 3 was killed by signal 9 (SIGKILL)`.
 pub(super) fn describe(end: ExitStatus) -> String {
     match (end.code(), end.signal()) {
         (Some(code), _) => format!("ended with exit code {code}"),
@@ -39,19 +40,19 @@ pub(super) fn describe(end: ExitStatus) -> String {
     }
 }
 
-/// Signals for ranks that do not end by themselves: SIGTERM, then SIGKILL.
+/// Signals for ranks that do not end on their own: SIGTERM, then SIGKILL.
 pub(super) struct Escalation {
     patience: Patience,
     sent: u8,
 }
 
 impl Escalation {
-    /// The first signal is due after `grace`.
+    /// Sends the first signal after `grace`.
     pub(super) fn after(grace: Duration) -> Self {
         Self { patience: Patience::new(grace), sent: 0 }
     }
 
-    /// SIGKILL is due after `grace`: for ranks that have had another signal.
+    /// Sends SIGKILL after `grace`: for ranks that have already received another signal.
     pub(super) fn to_kill_after(grace: Duration) -> Self {
         Self { patience: Patience::new(grace), sent: 1 }
     }
@@ -66,7 +67,7 @@ impl Escalation {
         Some(if self.sent == 1 { Signal::TERM } else { Signal::KILL })
     }
 
-    /// Whether none was due so far.
+    /// Whether no signal has been due so far.
     pub(super) fn none_sent(&self) -> bool {
         self.sent == 0
     }

@@ -12,41 +12,41 @@ use crate::{Error, Result};
 /// The signals that ask for an end, the most urgent first.
 const SIGNALS: [i32; 4] = [SIGTERM, SIGUSR1, SIGHUP, SIGINT];
 
-/// The signals that have arrived. In a rank they stay set; the supervisor [takes](take) them.
+/// Received signals. In a rank they stay set; the supervisor [takes](take) them.
 static ARRIVED: OnceLock<Arrived> = OnceLock::new();
 
-/// Which of [`SIGNALS`] have arrived: a flag each, so that a later one does not hide a more urgent
-/// one.
+/// Flags of the received [`SIGNALS`]. One flag each, so that a later signal does not hide a more
+/// urgent one.
 #[derive(Debug, Default)]
 struct Arrived([Arc<AtomicBool>; SIGNALS.len()]);
 
 impl Arrived {
-    /// The most urgent signal that has arrived.
+    /// The most urgent received signal.
     fn most_urgent(&self) -> Option<i32> {
         let arrived = |flag: &Arc<AtomicBool>| flag.load(Ordering::Relaxed);
         self.0.iter().position(arrived).map(|i| SIGNALS[i])
     }
 
-    /// The most urgent signal that has arrived; clears all.
+    /// Returns the most urgent received signal and clears all.
     fn take(&self) -> Option<i32> {
         let arrived = self.0.each_ref().map(|flag| flag.swap(false, Ordering::Relaxed));
         arrived.into_iter().position(|arrived| arrived).map(|i| SIGNALS[i])
     }
 }
 
-/// The signal that the ranks agreed to end for; 0 if they have not.
+/// The signal on which the ranks agreed; 0 if they have not.
 static AGREED: AtomicI32 = AtomicI32::new(0);
 
-/// Number of [`Starting`]s that live.
+/// Number of live [`Starting`]s.
 static STARTING: AtomicUsize = AtomicUsize::new(0);
 
-/// Why a process was asked to end, the most urgent last.
+/// The reason why a process was asked to end, the most urgent last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Interruption {
-    /// Ctrl-C (SIGINT): a person ends the run.
+    /// Ctrl-C (SIGINT): the user ends the run.
     CtrlC,
-    /// SIGHUP: the terminal was closed, or the connection to it broke. A process that was started to ignore it
-    /// (`nohup`) does.
+    /// SIGHUP: the terminal was closed, or the connection to it broke. A process started to ignore
+    /// SIGHUP (`nohup`) ignores it.
     HangUp,
     /// SIGUSR1: a scheduler announces that it will take the machine, such as Slurm with
     /// `--signal=USR1@90`.
@@ -75,14 +75,14 @@ impl Interruption {
     }
 }
 
-/// While one lives, the job starts: training has not begun on any rank. A rank that waits for others
-/// (in the store, in a collective) and is asked to end then gives up and tells the others, which end too.
-/// Without one, only the program decides when it ends.
+/// While one is alive, the job starts: training has not begun on any rank. A rank that then waits
+/// for others (in the store, in a collective) and is asked to end gives up and tells the others,
+/// which end too. Without one, only the program decides when it ends.
 #[derive(Debug)]
 pub struct Starting(());
 
 impl Starting {
-    /// Says that the job starts, until this is dropped. Every rank does it at the same place of its
+    /// Marks the job as starting, until dropped. Every rank must call it at the same place of its
     /// program.
     #[expect(clippy::new_without_default, reason = "a default does nothing")]
     pub fn new() -> Self {
@@ -97,7 +97,7 @@ impl Drop for Starting {
     }
 }
 
-/// Whether this process is to give up what it waits for: what to tell the other ranks.
+/// The message to the other ranks, if this process must give up its waiting.
 pub(super) fn give_up() -> Option<String> {
     match STARTING.load(Ordering::Relaxed) {
         0 => None,
@@ -108,20 +108,20 @@ pub(super) fn give_up() -> Option<String> {
 /// The words before the signal in an [`announcement`].
 const ASKED_TO_END: &str = "it was asked to end before training had begun, by ";
 
-/// What is told in place of a failure of a rank that ends while the job starts, for it got `signal`.
+/// The message in place of a failure from a rank that received `signal` while the job starts.
 pub(super) fn announcement(signal: i32) -> String {
     format!("{ASKED_TO_END}{}", describe(signal))
 }
 
-/// The signal of an [`announcement`].
+/// Parses the signal of an [`announcement`].
 pub(super) fn announced(message: &str) -> Option<i32> {
     let by = message.strip_prefix(ASKED_TO_END)?;
     SIGNALS.into_iter().find(|&signal| describe(signal) == by)
 }
 
-/// Sets why all ranks end, once they have agreed on it: the program's exit code follows from it, on a rank
-/// that got another signal or none too. Every rank calls it with the same reason, and then ends with
-/// [`Error::Interrupted`]. The trainer does so by itself.
+/// Sets the reason on which all ranks agreed to end. It determines the program's exit code, also on
+/// a rank that received another signal or none. Every rank calls it with the same reason and then
+/// ends with [`Error::Interrupted`]. The trainer does both itself.
 pub fn agree_on(reason: Interruption) {
     AGREED.store(reason.signal(), Ordering::Relaxed);
 }
@@ -136,19 +136,20 @@ fn arrived() -> Option<i32> {
     ARRIVED.get()?.most_urgent()
 }
 
-/// Whether this process was asked to end, by Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP. The program then finishes
-/// its step and stops, with [`Error::Interrupted`] if it is not done. Always false before
-/// [`launch`](super::launch()).
+/// Whether this process was asked to end, by Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP. The program then
+/// finishes its step and stops, with [`Error::Interrupted`] if it is not done. Always false before
+/// [`launch`](super::launch()). Once true it stays true.
 ///
-/// Ranks learn of a signal at different times, so they must agree (with an all-reduce of the
-/// answer) before one acts on it, or it leaves the others waiting in a collective; [`agree_on`] sets the
-/// exit code of them all. Once true it stays true.
+/// Ranks learn of a signal at different times, so they must agree before one acts on it, for
+/// example by an all-reduce of the answer. Otherwise the rank leaves the others waiting in a
+/// collective. [`agree_on`] sets the exit code of all ranks.
 pub fn interrupt_requested() -> bool {
     interruption().is_some()
 }
 
-/// Notices signals from here on in a process that is neither a rank nor their supervisor, such as one that runs others
-/// and [forwards](take_interruption) what it is told. No signal ends it by itself any more.
+/// Handles signals in a process that is neither a rank nor a supervisor, such as one that runs
+/// others and [forwards](take_interruption) its signals. From then on no signal ends the process by
+/// itself.
 ///
 /// # Errors
 /// If the handlers cannot be set.
@@ -156,19 +157,19 @@ pub fn notice_signals() -> Result<()> {
     handle(SecondSignal::Ignore)
 }
 
-/// The most urgent reason why this process was asked to end since the last call, after
+/// Returns the most urgent reason why this process was asked to end since the last call, after
 /// [`notice_signals`].
 pub fn take_interruption() -> Option<Interruption> {
     take().map(Interruption::of)
 }
 
-/// The exit code that shells give a process which a signal has ended: 130 for Ctrl-C. The signal is the one
-/// that the ranks agreed on, else the most urgent that this process got.
+/// The exit code that shells report for a process ended by a signal, such as 130 for Ctrl-C. Uses
+/// the signal on which the ranks agreed, else the most urgent one that this process received.
 pub(super) fn interrupted_exit_code() -> u8 {
     exit_code_of(ending_signal())
 }
 
-/// The signal that the ranks agreed to end for, else the most urgent that this process got.
+/// The signal on which the ranks agreed, else the most urgent one that this process received.
 pub(super) fn ending_signal() -> i32 {
     match AGREED.load(Ordering::Relaxed) {
         0 => arrived().unwrap_or(SIGINT),
@@ -181,13 +182,13 @@ pub(super) fn exit_code_of(signal: i32) -> u8 {
     128 + signal as u8
 }
 
-/// What a second signal does to a process.
+/// The effect of a second signal on a process.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum SecondSignal {
-    /// It ends the process at once: for a job of one process.
+    /// Ends the process at once: for a job of one process.
     Exit,
-    /// Nothing: for a rank, which may get the same signal twice (from the terminal and from its
-    /// supervisor) and is killed by its supervisor, and for the supervisor, which handles a second
+    /// Has no effect. For a rank, which may get a signal twice (from the terminal and its
+    /// supervisor) and is killed by its supervisor. Also for the supervisor, which handles a second
     /// signal itself.
     Ignore,
 }
@@ -205,7 +206,7 @@ pub(super) fn handle(second: SecondSignal) -> Result<()> {
 
 fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     let once = Arc::new(AtomicBool::new(false));
-    // With a handler, a write beyond the limit on the size of files is an error instead of the end.
+    // With a handler, a write beyond the file-size limit is an error instead of ending the process.
     signal_hook::flag::register(SIGXFSZ, Arc::default())?;
     for (signal, flag) in SIGNALS.into_iter().zip(&arrived.0) {
         if signal == SIGHUP && !hang_up_ends_this_process() {
@@ -222,14 +223,15 @@ fn register(arrived: &Arrived, second: SecondSignal) -> std::io::Result<()> {
     Ok(())
 }
 
-/// Whether other signals may follow a signal for the same reason. SIGUSR1 announces one. A terminal that closes
-/// sends SIGHUP by itself and through its shell. Such a signal never counts as the second request to end, and the
-/// signal after it counts as the first.
+/// Whether other signals may follow a signal for the same reason. SIGUSR1 announces another signal,
+/// and a closing terminal sends SIGHUP both itself and through its shell. Such a signal never
+/// counts as the second request to end, and the signal after it counts as the first.
 pub(super) fn is_advance_notice(signal: i32) -> bool {
     signal == SIGUSR1 || signal == SIGHUP
 }
 
-/// Whether SIGHUP would end this process: not if it was started to ignore it, or the system does not say.
+/// Whether SIGHUP would end this process: false if it was started to ignore SIGHUP, or the system
+/// does not report it.
 fn hang_up_ends_this_process() -> bool {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
@@ -237,8 +239,8 @@ fn hang_up_ends_this_process() -> bool {
     ignored.is_some_and(|mask| mask >> (SIGHUP - 1) & 1 == 0)
 }
 
-/// The most urgent signal that has arrived since the last call. For the supervisor, which handles a
-/// second signal otherwise than the first.
+/// Returns the most urgent signal received since the last call. For the supervisor, which treats a
+/// second signal differently from the first.
 pub(super) fn take() -> Option<i32> {
     ARRIVED.get()?.take()
 }
@@ -253,12 +255,12 @@ pub(super) fn forwarded(signal: i32) -> Signal {
     }
 }
 
-/// Whether `signal` is one of those handled here.
+/// Whether `signal` is handled here.
 pub(super) fn is_handled(signal: i32) -> bool {
     SIGNALS.contains(&signal)
 }
 
-/// What a signal that ended a process may mean: a clause to append.
+/// Explains a signal that ended a process, as a clause to append.
 pub(super) fn explain(signal: i32) -> &'static str {
     match signal {
         SIGABRT => {
@@ -272,7 +274,7 @@ pub(super) fn explain(signal: i32) -> &'static str {
     }
 }
 
-/// How a program of somebody else ended.
+/// Describes the end of an external program.
 pub(super) fn explain_exit(status: std::process::ExitStatus) -> String {
     match (status.code(), status.signal()) {
         (Some(code), _) => format!("exit code {code}"),
@@ -294,10 +296,10 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_most_urgent_signal_counts_in_whatever_order_they_come() {
+    fn the_most_urgent_signal_counts() {
         let reasons = SIGNALS.map(Interruption::of);
         assert!(reasons.is_sorted_by(|a, b| a > b), "{reasons:?}");
-        // Each set of signals: all that were sent, in no order.
+        // Every subset of the signals, received in any order.
         for set in 1..1 << SIGNALS.len() {
             let arrived = Arrived::default();
             assert_eq!((arrived.most_urgent(), arrived.take()), (None, None));
@@ -307,7 +309,7 @@ mod tests {
                 arrived.0[i].store(true, Ordering::Relaxed);
             }
             let expected = sent.iter().map(|&i| Interruption::of(SIGNALS[i])).max();
-            // It stays until it is taken; then they are all gone, and another may come.
+            // It stays until it is taken; then all signals are cleared, and another may come.
             for _ in 0..2 {
                 assert_eq!(arrived.most_urgent().map(Interruption::of), expected);
             }

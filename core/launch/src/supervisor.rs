@@ -20,19 +20,19 @@ use crate::{Error, Result};
 use fulgurite_error::{advice, output, print_message};
 use fulgurite_store::{JobKey, LostRankPolicy, Patience, StoreServer};
 
-/// The variable with the number of rayon's threads, which candle uses too.
+/// The variable for the number of rayon's threads, which candle uses too.
 pub(super) const THREADS_VARIABLE: &str = "RAYON_NUM_THREADS";
-/// How often the supervisor checks on its ranks.
+/// Interval between checks on the ranks.
 const POLL_INTERVAL: Duration = Duration::from_millis(15);
-/// How long ranks have to stop by themselves after one has failed, before they get SIGTERM.
+/// Time that ranks have to stop on their own after a failure, before SIGTERM.
 const GRACE: Duration = Duration::from_secs(2);
-/// How long a failure is waited for, of which a rank has heard and this process has not.
+/// How long to wait for a failure that a rank knows and this process does not know yet.
 const CAUSE_GRACE: Duration = Duration::from_secs(3);
 
 /// Runs this program again as `devices` ranks and, when they have ended, ends this process.
 ///
 /// # Errors
-/// If a rank cannot be started; those that were started have been killed.
+/// If a rank cannot be started; the ranks started before are killed.
 pub(super) fn supervise(devices: usize, started: f64, variables: &Variables) -> Result<Infallible> {
     signals::handle(SecondSignal::Ignore)?;
     let orphans = Orphans::adopt();
@@ -107,28 +107,28 @@ struct Ranks {
     ranks: Vec<Rank>,
     orphans: Orphans,
     server: StoreServer,
-    /// The first rank that ended because another had failed, if no failure was known then, and how long
-    /// one is waited for.
+    /// The first rank that ended because of another rank's failure while no failure was known, and
+    /// how long to wait for the failure.
     stopped_by_unknown: Option<(usize, Patience)>,
     /// The job's failure, once it is printed.
     failed: Option<Failed>,
-    /// The first signal that asked for an end.
+    /// The first signal that asked the ranks to end.
     interrupted: Option<i32>,
-    /// Whether a second signal has come.
+    /// Whether a second signal was received.
     killed: bool,
 }
 
 struct Rank {
     process: Child,
     end: Option<ExitStatus>,
-    /// How the rank ended, if that is a failure that it did not report itself: `was killed by
-    /// signal 9`.
+    /// Description of the rank's end, if it is a failure that the rank did not report itself:
+    /// `was killed by signal 9`.
     description: Option<String>,
 }
 
 struct Failed {
     rank: usize,
-    /// For the ranks that do not end by themselves.
+    /// For ranks that do not end on their own.
     escalation: Escalation,
 }
 
@@ -174,8 +174,7 @@ impl Ranks {
         } else {
             "interrupted while the ranks start: they end; interrupt again to end them at once"
         });
-        // A terminal signals all processes, `kill` only this one. A rank ignores what it gets
-        // twice.
+        // A terminal signals all processes, `kill` only this one. Ranks ignore duplicates.
         self.signal_all(signals::forwarded(signal));
     }
 
@@ -190,7 +189,7 @@ impl Ranks {
         }
         let end = rank_process::end_of(&mut this.process);
         this.end = Some(end);
-        // Read after the rank has ended, so that a report of its own is included.
+        // Read after the rank has ended, so that its own report is included.
         let failure_known = !self.server.failures().is_empty();
         let joined = self.server.has_joined(rank);
         if self.killed {
@@ -201,7 +200,8 @@ impl Ranks {
             // A failure, since the other ranks wait for it to join.
             (Some(0), _) if !joined => "ended before it had launched".to_owned(),
             (Some(0), _) => return,
-            // Others wait for it to join. A signal that came before its handlers has ended it itself.
+            // Other ranks wait for it to join. It was ended by a signal before its handlers were
+            // set.
             (Some(code), _) if is_interruption(code) && !joined => {
                 return self.announce(rank, code - 128);
             }
@@ -219,8 +219,7 @@ impl Ranks {
             (None, Some(signal)) if asked_to_end && signals::is_handled(signal) => return,
             _ => rank_process::describe(end),
         };
-        // A report of the rank itself says more, and after a first failure other ranks end because
-        // of it.
+        // The rank's own report says more; and after a first failure other ranks end because of it.
         if !failure_known {
             self.server.fail(rank, &format!("it {description}"));
             this.description = Some(description);
@@ -234,7 +233,7 @@ impl Ranks {
         }
     }
 
-    /// Once no failure is to come any more of which a rank has ended: says what there is to say.
+    /// Reports a failure if a rank has ended because of one that did not become known in time.
     fn settle_cause(&mut self) {
         let all_ended = self.ranks.iter().all(|rank| rank.end.is_some());
         let Some((stopped, patience)) = &mut self.stopped_by_unknown else { return };
@@ -288,7 +287,7 @@ impl Ranks {
         }
     }
 
-    /// Signals ranks that do not end by themselves after a failure.
+    /// Signals ranks that do not end on their own after a failure.
     fn kill_stragglers(&mut self) {
         let Some(failed) = &mut self.failed else { return };
         if let Some(signal) = failed.escalation.due() {
@@ -296,8 +295,8 @@ impl Ranks {
         }
     }
 
-    /// Signals the ranks that have not ended. Their process ids cannot have been reused, since only
-    /// this process waits for them.
+    /// Signals the ranks that have not ended. Their process ids cannot be reused, because only this
+    /// process waits for them.
     fn signal_all(&self, signal: Signal) {
         for rank in self.ranks.iter().filter(|rank| rank.end.is_none()) {
             let _ = kill_process(Pid::from_child(&rank.process), signal);
@@ -307,7 +306,8 @@ impl Ranks {
     fn exit_code(&self) -> i32 {
         let codes = || self.ranks.iter().map(|rank| rank.end.map_or(1, rank_process::exit_code));
         if let Some(signal) = self.interrupted {
-            // The ranks may have agreed on another signal, that one of them got, or have been done.
+            // The ranks may have agreed on another signal, received by one of them, or may have
+            // been done.
             let agreed = codes().find(|&code| is_interruption(code));
             return match agreed {
                 Some(code) if !self.killed && self.failed.is_none() => code,
@@ -319,19 +319,19 @@ impl Ranks {
             return 1;
         }
         match &self.failed {
-            // 1 if the rank reported a failure and then exited with 0, or ended by a signal from
-            // here.
+            // 1 if the rank reported a failure and then exited with 0, or was ended by a signal of
+            // this process.
             Some(Failed { rank, escalation }) => match codes().nth(*rank) {
                 Some(code) if code != 0 && escalation.none_sent() => code,
                 _ => 1,
             },
-            // Without a failure, another code than 0 is that of a rank that alone was interrupted.
+            // Without a failure, a code other than 0 belongs to a rank that alone was interrupted.
             None => codes().find(|code| *code != 0).unwrap_or(0),
         }
     }
 }
 
-/// Whether an exit code is that of an interrupted rank.
+/// Whether an exit code belongs to an interrupted rank.
 fn is_interruption(code: i32) -> bool {
     signals::is_handled(code - 128)
 }

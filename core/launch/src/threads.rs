@@ -1,4 +1,4 @@
-//! The threads that a rank computes with.
+//! The compute threads of a rank.
 
 use std::sync::Mutex;
 
@@ -6,14 +6,14 @@ use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::supervisor::THREADS_VARIABLE;
 
-/// The number of compute threads that `RAYON_NUM_THREADS` asks for.
+/// The number of compute threads that `RAYON_NUM_THREADS` requests.
 pub(super) fn configured_threads() -> Option<usize> {
     std::env::var(THREADS_VARIABLE).ok()?.parse().ok().filter(|&n| n > 0)
 }
 
-/// How many of the `local` ranks of this host compute on the cores of this process. A launcher may have bound each
-/// to cores of its own (`mpirun --bind-to`, `srun --cpus-per-task`), which shows in that its daemon, the parent of
-/// this process, may use more.
+/// The number of this host's `local` ranks that share the cores of this process. If this process's
+/// parent, the launcher's daemon, may use more cores, the launcher has bound each rank to its own
+/// (`mpirun --bind-to`, `srun --cpus-per-task`).
 pub(super) fn ranks_on_same_cores(local: usize) -> usize {
     #[cfg(any(target_os = "linux", target_os = "android"))]
     {
@@ -26,21 +26,21 @@ pub(super) fn ranks_on_same_cores(local: usize) -> usize {
     local
 }
 
-/// As [`ranks_on_same_cores`], for ranks that have `own` of `all` cores each.
+/// Like [`ranks_on_same_cores`], for ranks that have `own` of `all` cores each.
 #[cfg(any(test, target_os = "linux", target_os = "android"))]
 fn sharing(local: usize, own: usize, all: usize) -> usize {
     match own < all {
-        // Bound to a socket, say, which some of them share.
+        // Bound to a socket, for example, which several ranks share.
         true => local.saturating_mul(own).div_ceil(all).clamp(1, local.max(1)),
         false => local,
     }
 }
 
-/// Makes a pool of `threads` threads, of which the calling thread is one, for the parallel work of
-/// the calling thread. Work too small to share stays on it. Other threads keep rayon's global pool,
-/// so that they do not wait for this one.
+/// Makes a pool of `threads` threads, including the calling thread, for its parallel work. Work too
+/// small to share stays on the calling thread. Other threads keep rayon's global pool, so that they
+/// do not wait for this thread.
 ///
-/// Has no effect on a thread that is in a pool already.
+/// Has no effect on a thread that is already in a pool.
 pub(super) fn install_compute_pool(threads: usize) {
     // A pool must live as long as its threads.
     static POOLS: Mutex<Vec<ThreadPool>> = Mutex::new(Vec::new());
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn ranks_that_are_bound_to_cores_do_not_share_them() {
+    fn bound_ranks_do_not_share_their_cores() {
         for ((local, own, all), expected) in [
             ((4, 64, 64), 4), // not bound
             ((4, 8, 8), 4),   // a container
@@ -69,7 +69,7 @@ mod tests {
     }
 
     #[test]
-    fn one_thread_computes_on_the_caller_and_others_are_not_held_up() {
+    fn one_thread_computes_on_the_caller() {
         std::thread::spawn(|| {
             install_compute_pool(1);
             install_compute_pool(1); // has no effect the second time

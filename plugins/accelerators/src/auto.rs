@@ -1,11 +1,11 @@
-//! The best there is.
+//! The accelerator `auto`: the best one available.
 
 use fulgurite_config::register_accelerator;
 use fulgurite_engine::accelerator::{Accelerator, AcceleratorConfig, Available, detect};
 use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
-/// Of the linked accelerators that have a device here, the one of highest priority.
+/// The linked accelerator with the highest priority that has a device here.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Auto {}

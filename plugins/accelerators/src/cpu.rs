@@ -1,4 +1,4 @@
-//! The cores of the host.
+//! The accelerator `cpu`.
 
 use candle_core::Device;
 use fulgurite_config::register_accelerator;
@@ -6,7 +6,7 @@ use fulgurite_engine::accelerator::{Accelerator, AcceleratorConfig, Available};
 use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
-/// The cores of the host, which its ranks share.
+/// The cores of the host, shared by its ranks.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Cpu {}

@@ -1,4 +1,4 @@
-//! GPUs of NVIDIA.
+//! The accelerator `cuda`: NVIDIA GPUs.
 
 use fulgurite_config::register_accelerator;
 use fulgurite_engine::accelerator::{Accelerator, AcceleratorConfig, Available};
@@ -8,18 +8,20 @@ use serde::{Deserialize, Serialize};
 #[cfg(feature = "cuda")]
 use crate::cuda_device as device;
 
-/// A GPU of NVIDIA for each rank, of those in `CUDA_VISIBLE_DEVICES`. Needs the cargo feature `cuda`. It has
-/// run on an emulated GPU, and never on one.
+/// One NVIDIA GPU for each rank, from the GPUs in `CUDA_VISIBLE_DEVICES`. Needs the cargo feature
+/// `cuda`. Has run on an emulated GPU, never on a real one.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Cuda {
-    /// Whether several ranks of a host may take one GPU, in turns: for tests, as it is slower than one rank.
+    /// Whether several ranks of a host may share one GPU, in turns. For tests: it is slower than
+    /// one rank.
     pub shared: bool,
-    /// Whether every use of a tensor is tracked by events of CUDA, as candle does by default: slower; to find out
-    /// whether a wrong result comes from work on several streams.
+    /// Whether CUDA events track every use of a tensor, as candle does by default. Slower; helps to
+    /// find out whether work on several streams causes a wrong result.
     pub event_tracking: bool,
-    /// Whether products of f32 are computed in TF32, with 10 bits of mantissa in place of 23: faster (`"high"` of
-    /// PyTorch's `set_float32_matmul_precision`). Layers that are kept in f32 are computed so too.
+    /// Whether products of f32 are computed in TF32, with 10 bits of mantissa instead of 23: faster
+    /// (`"high"` of PyTorch's `set_float32_matmul_precision`). Also applies to layers that are kept
+    /// in f32.
     pub tf32: bool,
 }
 
@@ -53,7 +55,7 @@ impl AcceleratorConfig for Cuda {
     }
 }
 
-/// In programs without CUDA.
+/// Stand-in for programs built without CUDA.
 #[cfg(not(feature = "cuda"))]
 mod device {
     use super::Accelerator;
@@ -82,7 +84,7 @@ mod tests {
     use fulgurite_engine::accelerator::detect;
 
     #[test]
-    fn without_the_feature_cuda_is_refused_and_the_cpu_is_the_best_there_is() {
+    fn cuda_without_its_feature_is_refused() {
         insta::assert_snapshot!(Cuda::default().available().unwrap_err(), @r#"`trainer.accelerator` = "cuda": this program is built without CUDA. Build it with the feature `cuda` of fulgurite (`cargo build --release --features cuda`, with the CUDA toolkit), or set "cpu""#);
         assert!(Cuda::default().open(0).is_err());
         assert_eq!(detect().unwrap().typetag_name(), "cpu");

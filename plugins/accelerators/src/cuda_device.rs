@@ -1,4 +1,4 @@
-//! Finding and opening GPUs over CUDA's driver.
+//! Finds and opens GPUs through the CUDA driver.
 #![allow(unsafe_code)] // Calls of the driver, and candle's switch of event tracking.
 
 use std::collections::BTreeMap;
@@ -19,7 +19,7 @@ use crate::cuda::Cuda;
 use crate::out_of_memory::says_out_of_memory;
 use crate::pinned::Pinned;
 
-/// The UUIDs of the GPUs that this process sees, in CUDA's order. Opens none.
+/// Returns the UUIDs of the GPUs visible to this process, in CUDA's order. Opens none.
 pub(crate) fn visible() -> Result<Vec<String>> {
     let count = match CudaContext::device_count() {
         Ok(count) => count,
@@ -28,16 +28,18 @@ pub(crate) fn visible() -> Result<Vec<String>> {
     };
     let uuid = |ordinal| {
         let (device, mut uuid) = (result::device::get(ordinal)?, MaybeUninit::uninit());
-        // The first version of this call, which cudarc makes before CUDA 13, gives all MIG slices of a GPU its own UUID.
-        // SAFETY: a device of this ordinal, and a pointer to what is written.
+        // `cuDeviceGetUuid` (v1), which cudarc calls before CUDA 13, returns the GPU's own UUID for
+        // all its MIG slices.
+        // SAFETY: `device` is the device of this ordinal, and the pointer is valid for writing a
+        // UUID.
         unsafe { sys::cuDeviceGetUuid_v2(uuid.as_mut_ptr(), device) }.result()?;
-        // SAFETY: it was written.
+        // SAFETY: the call above succeeded, so the UUID is written.
         Ok::<_, DriverError>(unsafe { uuid.assume_init() })
     };
     (0..count)
         .map(|ordinal| {
             let uuid = uuid(ordinal).map_err(|e| failed("asking the driver for a GPU", &e))?;
-            // Signed or not, as the host's characters are.
+            // `c_char` is signed or unsigned, depending on the host.
             let hex = |byte: &std::ffi::c_char| format!("{:02x}", byte.to_ne_bytes()[0]);
             Ok(format!("GPU-{}", uuid.bytes.iter().map(hex).collect::<String>()))
         })
@@ -50,12 +52,13 @@ fn failed(what: &str, error: &DriverError) -> Error {
     Error::Config(format!("`trainer.accelerator` = \"cuda\": {what}{visible}: {error}"))
 }
 
-/// The GPUs that this process has opened, by index: candle takes one that is opened again for another one.
+/// The GPUs that this process has opened, by index. candle treats a second opening of a GPU as a
+/// different device.
 static OPENED: Mutex<BTreeMap<usize, Gpu>> = Mutex::new(BTreeMap::new());
 
-/// A GPU, opened if it was not.
+/// Opens a GPU, or returns the one that is already open.
 pub(crate) fn open(ordinal: usize, options: &Cuda) -> Result<Box<dyn Accelerator>> {
-    // Of the whole process, as candle has it.
+    // The setting is global to the process in candle.
     set_gemm_reduced_precision_f32(options.tf32);
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let gpu = match opened.get(&ordinal) {
@@ -67,7 +70,7 @@ pub(crate) fn open(ordinal: usize, options: &Cuda) -> Result<Box<dyn Accelerator
     Ok(Box::new(gpu))
 }
 
-/// Opens a GPU with one stream of its own, and has its memory pool keep what is freed.
+/// Opens a GPU with its own stream and makes its memory pool keep freed memory.
 fn open_anew(ordinal: usize, event_tracking: bool) -> Result<Gpu> {
     check_versions()?;
     check_attention_kernels()?;
@@ -76,13 +79,13 @@ fn open_anew(ordinal: usize, event_tracking: bool) -> Result<Gpu> {
         return Err(Error::Config(format!("GPU {ordinal} was opened as another kind of device")));
     };
     if !event_tracking {
-        // SAFETY: a rank has one stream, on which all its work is in order; nothing was allocated before.
+        // SAFETY: a rank has one stream, which orders all its work; nothing has been allocated yet.
         unsafe { cuda.disable_event_tracking() };
     }
     let context = cuda.cuda_stream().context().clone();
     let gpu = Gpu { device: device.clone(), context };
     if gpu.context.has_async_alloc() {
-        // Otherwise the pool gives its memory back at every synchronisation.
+        // By default the pool returns its memory at every synchronisation.
         gpu.set_release_threshold(u64::MAX).map_err(|e| failed("keeping freed memory", &e))?;
     }
     transfer::set_host_copies(&device, Arc::new(Pinned::new(cuda)));
@@ -104,14 +107,14 @@ impl fmt::Debug for Gpu {
 
 impl Gpu {
     fn pool(&self) -> std::result::Result<sys::CUmemoryPool, DriverError> {
-        // SAFETY: the device of a context that is held.
+        // SAFETY: `self.context` keeps the device's context alive.
         unsafe { result::device::get_default_mem_pool(self.context.cu_device()) }
     }
 
     fn set_release_threshold(&self, bytes: u64) -> std::result::Result<(), DriverError> {
         let mut bytes = bytes;
         let attribute = sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_RELEASE_THRESHOLD;
-        // SAFETY: the device's own pool; the value of this attribute is a u64.
+        // SAFETY: the pool is the device's own; the value of this attribute is a u64.
         unsafe {
             result::mem_pool::set_attribute(
                 self.pool()?,
@@ -126,7 +129,7 @@ impl Gpu {
         attribute: sys::CUmemPool_attribute,
     ) -> std::result::Result<u64, DriverError> {
         let mut bytes = 0_u64;
-        // SAFETY: the device's own pool; the values of the attributes asked for are u64.
+        // SAFETY: the pool is the device's own; the requested attributes are u64.
         unsafe {
             result::mem_pool::get_attribute(
                 self.pool()?,
@@ -144,7 +147,7 @@ impl Gpu {
                 self.pool_bytes(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_CURRENT)?,
                 self.pool_bytes(sys::CUmemPool_attribute::CU_MEMPOOL_ATTR_USED_MEM_HIGH)?,
             ),
-            // Without a pool nobody counts; what is taken now is all that is known.
+            // Without a pool, usage is not counted; the memory in use now is the best estimate.
             false => ((total - free) as u64, (total - free) as u64),
         };
         Ok(DeviceMemory {

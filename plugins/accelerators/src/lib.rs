@@ -1,10 +1,10 @@
-//! What ranks compute on:
+//! The accelerators that ranks compute on:
 //!
 //! | `type` | |
 //! |---|---|
-//! | `auto` | the best there is: CUDA, where this program is built with it and finds a device, else the CPU |
+//! | `auto` | CUDA if it is built in and finds a device, else the CPU |
 //! | `cpu` | the cores of the host |
-//! | `cuda` | a GPU of NVIDIA for each rank, with the cargo feature `cuda` |
+//! | `cuda` | one NVIDIA GPU for each rank; needs the cargo feature `cuda` |
 //!
 //! ```
 //! use fulgurite_accelerators as _; // links the plugins

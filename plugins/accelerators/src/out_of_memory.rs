@@ -1,14 +1,15 @@
-//! Which errors say that a GPU has no memory left.
+//! Recognises errors that report exhausted GPU memory.
 
-/// Whether the text of an error says so. candle wraps the codes of the driver, cuBLAS and cuRAND as texts, and NCCL has texts
-/// alone.
+/// Returns whether an error's text reports exhausted GPU memory. candle wraps the codes of the
+/// driver, cuBLAS and cuRAND as text; NCCL reports text only.
 pub(crate) fn says_out_of_memory(text: &str) -> bool {
     let codes = [
         "CUDA_ERROR_OUT_OF_MEMORY",
         "CUBLAS_STATUS_ALLOC_FAILED",
         "CURAND_STATUS_ALLOCATION_FAILED",
     ];
-    // NCCL's last error: `Cuda failure 'out of memory'`, from some versions on with the code before it.
+    // NCCL's last error: `Cuda failure 'out of memory'`; some versions put the code before the
+    // text.
     let of_nccl = || text.contains("Cuda failure") && text.contains("'out of memory'");
     codes.iter().any(|code| text.contains(code)) || of_nccl()
 }

@@ -1,9 +1,9 @@
-//! Copies between the host and a GPU through memory that is never paged out.
+//! Copies between the host and a GPU through pinned memory.
 //!
-//! A copy from or to other memory waits until the driver has staged it. Here the host writes a piece into pinned
-//! memory, and goes on while the GPU takes it, in the order of its one stream. Copies to the host that are begun and
-//! waited for later are made by a thread, on a stream of its own that waits for what was computed until then. Run
-//! on an emulated GPU (`.ci/gpu`), and never on one.
+//! A copy from or to pageable memory waits until the driver has staged it. Here the host writes a
+//! piece into pinned memory and goes on while the GPU reads it, in the order of its one stream. A
+//! thread makes the asynchronous copies to the host, on its own stream, which waits for the work
+//! queued until then. Run on an emulated GPU (`.ci/gpu`), never on a real one.
 #![allow(unsafe_code)] // Pinned memory, and copies of the driver.
 
 use std::sync::mpsc::{Receiver, Sender, channel};
@@ -24,9 +24,9 @@ use half::{bf16, f16};
 
 /// Bytes of a piece.
 const PIECE: usize = 8 << 20;
-/// Pieces: one is written or read by the host while the GPU has the others.
+/// Number of pieces: the host uses one while the GPU has the others.
 const PIECES: usize = 4;
-/// Numbers that are on their way to the host at a time, at most.
+/// Maximum number of f64 values in a small copy to the host.
 const FEW: usize = 16;
 
 /// The pinned memory of one GPU.
@@ -34,20 +34,20 @@ pub(crate) struct Pinned {
     device: CudaDevice,
     stream: Arc<CudaStream>,
     pieces: Mutex<Pieces>,
-    /// Memory for numbers on their way, which no copy uses.
+    /// Pinned memory for small copies that no copy uses now.
     few: Arc<Mutex<Vec<PinnedHostSlice<f64>>>>,
-    /// What the thread takes that makes copies to the host; started when the first one is begun.
+    /// Queue of the thread that makes copies to the host; started with the first copy.
     begun: Mutex<Option<Sender<Begun>>>,
 }
 
-/// Numbers on their way to the host.
+/// A small copy of f64 values to the host, under way.
 struct Few {
-    /// `None` after the end.
+    /// `None` once dropped.
     memory: Option<PinnedHostSlice<f64>>,
     len: usize,
-    /// After the copy.
+    /// Recorded after the copy.
     arrived: CudaEvent,
-    /// Where the memory goes.
+    /// The memory's free list.
     free: Arc<Mutex<Vec<PinnedHostSlice<f64>>>>,
 }
 
@@ -62,12 +62,13 @@ impl Arriving for Few {
 impl Drop for Few {
     fn drop(&mut self) {
         let Some(memory) = self.memory.take() else { return };
-        // On a thread without the context the question is an error, and the memory would be lost.
+        // Without a current context the query fails, and the memory would be lost.
         let current = make_current(self.arrived.context());
         if current.is_ok() && self.arrived.is_complete() {
             self.free.lock().unwrap_or_else(PoisonError::into_inner).push(memory);
         } else {
-            // The device will write there yet, and may hang: after an error nobody waits for it.
+            // The device has yet to write there and may hang. After an error, do not wait for it:
+            // leak the memory.
             std::mem::forget(memory);
         }
     }
@@ -75,30 +76,30 @@ impl Drop for Few {
 
 /// A copy to the host that was begun.
 struct Begun {
-    /// Held until it has been copied: its memory is not used for anything else before.
+    /// Held until it is copied, so that its memory is not reused before.
     source: Tensor,
-    /// After what computes it.
+    /// Recorded after the source's computation.
     computed: CudaEvent,
     copied: Sender<Result<Tensor>>,
 }
 
 #[derive(Default)]
 struct Pieces {
-    /// Allocated when they are first needed.
+    /// Allocated on first use.
     all: Vec<Piece>,
     next: usize,
 }
 
 struct Piece {
     memory: PinnedHostSlice<u8>,
-    /// After the last copy that uses the memory.
+    /// Recorded after the last copy that uses the memory.
     used: Option<CudaEvent>,
-    /// Bytes at its beginning that copies to the device use.
+    /// Bytes at the start that copies to the device use.
     filled: usize,
 }
 
 impl Piece {
-    /// The memory, once no copy uses it.
+    /// Returns the memory, once no copy uses it.
     fn free(&mut self) -> std::result::Result<&mut [u8], DriverError> {
         if let Some(used) = self.used.take() {
             used.synchronize()?;
@@ -121,8 +122,9 @@ impl Pieces {
 }
 
 impl Pieces {
-    /// Memory that no copy uses, so many bytes of a piece from a place on: behind what the last piece has, while there is
-    /// room. So small copies wait for the device once in a whole round of pieces.
+    /// Returns a piece and an offset with room for `bytes` bytes that no copy uses. Appends to the
+    /// last piece while it has room, so small copies wait for the device only once per round of
+    /// pieces.
     fn place(
         &mut self,
         bytes: usize,
@@ -136,7 +138,7 @@ impl Pieces {
         }
         let piece = &mut self.all[self.next];
         let start = piece.filled;
-        // Of numbers of at most 8 bytes.
+        // Keeps values of up to 8 bytes aligned.
         piece.filled += bytes.next_multiple_of(8);
         Ok((piece, start))
     }
@@ -154,9 +156,9 @@ impl Pinned {
         }
     }
 
-    /// New memory of the GPU with these values.
+    /// Allocates GPU memory with these values.
     fn upload<T: CudaDType + DeviceRepr>(&self, values: &[T]) -> candle_core::Result<CudaStorage> {
-        // SAFETY: all of it is written below, on the stream that whoever reads it is on.
+        // SAFETY: all of it is written below, on the stream that every reader uses.
         let mut target = unsafe { self.stream.alloc::<T>(values.len()) }.w()?;
         {
             let (mut at, _in_use) = target.device_ptr_mut(&self.stream);
@@ -165,8 +167,8 @@ impl Pinned {
                 let (piece, start) = pieces.place(part.len(), &self.stream).w()?;
                 let memory = &mut piece.memory.as_mut_slice().w()?[start..start + part.len()];
                 memory.copy_from_slice(part);
-                // SAFETY: `target` has room for the part at this address, and this part of the piece is not touched
-                // before the event that comes next.
+                // SAFETY: `target` has room for the part at this address, and nothing touches this
+                // part of the piece before the event recorded next.
                 unsafe { result::memcpy_htod_async(at, memory, self.stream.cu_stream()) }.w()?;
                 piece.used = Some(self.stream.record_event(None).w()?);
                 at += part.len() as u64;
@@ -175,7 +177,7 @@ impl Pinned {
         Ok(CudaStorage::wrap_cuda_slice(target, self.device.clone()))
     }
 
-    /// Gives a copy to the thread that makes them.
+    /// Hands a copy to the copying thread.
     fn begin(&self, begun: Begun) -> Result<()> {
         let mut sender = self.begun.lock().unwrap_or_else(PoisonError::into_inner);
         if sender.is_none() {
@@ -192,28 +194,28 @@ impl Pinned {
     }
 }
 
-/// Makes the copies that come, in order, until nobody can begin one.
+/// Makes the copies in order, until the sender is dropped.
 fn copy_to_host(stream: &Arc<CudaStream>, begun: &Receiver<Begun>) {
     let mut pieces = Pieces::default();
     for Begun { source, computed, copied } in begun {
         let mut copy = || -> Result<Tensor> {
-            // The memory of the source is freed on this thread, too.
+            // This thread also frees the source's memory.
             stream.context().bind_to_thread().w()?;
             stream.wait(&computed).w()?;
             to_host(&source, stream, &mut pieces)
         };
         let values = copy();
         if values.is_err() {
-            // A part of it may still be under way, from memory that is freed now.
+            // Part of it may still be under way, from memory that is freed next.
             let _ = stream.synchronize();
         }
         drop(source);
-        // Nobody waits for a copy of a step that was given up.
+        // The step may have been given up, so the receiver may be gone.
         let _ = copied.send(values);
     }
 }
 
-/// The `len` values of a storage from `start` on, copied by `stream`. Waits until they are there.
+/// Copies `len` values of a storage, from `start` on, to the host by `stream`. Waits for them.
 fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
     storage: &CudaStorage,
     (start, len): (usize, usize),
@@ -225,7 +227,7 @@ fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
     let mut values = vec![T::default(); len];
     let mut parts = bytes_mut(&mut values).chunks_mut(PIECE);
     let mut at = from;
-    // The GPU writes one piece while the host reads the one before.
+    // The GPU writes one piece while the host reads the previous one.
     let mut before: Option<(usize, &mut [u8])> = None;
     loop {
         let part = parts.next();
@@ -234,8 +236,8 @@ fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
             Some(part) => {
                 let piece = pieces.next(stream).w()?;
                 let memory = &mut piece.free().w()?[..part.len()];
-                // SAFETY: the source has the part at this address, and the piece is not touched before the
-                // event that comes next.
+                // SAFETY: the source has the part at this address, and nothing touches the piece
+                // before the event recorded next.
                 unsafe { result::memcpy_dtoh_async(memory, at, stream.cu_stream()) }.w()?;
                 piece.used = Some(stream.record_event(None).w()?);
                 at += part.len() as u64;
@@ -254,7 +256,7 @@ fn download<T: CudaDType + DeviceRepr + WithDType + Default>(
 }
 
 impl Pinned {
-    /// Gives the stream a copy of these numbers to the host.
+    /// Queues a copy of these values to the host on the stream.
     fn begin_few(
         &self,
         storage: &CudaStorage,
@@ -266,26 +268,26 @@ impl Pinned {
         let free = self.few.lock().unwrap_or_else(PoisonError::into_inner).pop();
         let mut memory = match free {
             Some(memory) => memory,
-            // SAFETY: numbers are written before they are read.
+            // SAFETY: the values are written before they are read.
             None => unsafe { self.stream.context().alloc_pinned_with_flags(FEW, 0) }.w()?,
         };
         let target = &mut memory.as_mut_slice().w()?[..len];
-        // SAFETY: the source has the numbers at this address, and the memory is neither read nor given to anybody before
-        // the event that comes next.
+        // SAFETY: the source has the values at this address, and the memory is neither read nor
+        // handed out before the event recorded next.
         unsafe { result::memcpy_dtoh_async(target, from, self.stream.cu_stream()) }.w()?;
         let arrived = self.stream.record_event(None).w()?;
         Ok(Few { memory: Some(memory), len, arrived, free: self.few.clone() })
     }
 }
 
-/// The values as bytes: they are numbers.
+/// The values as bytes.
 fn bytes<T: DeviceRepr>(values: &[T]) -> &[u8] {
-    // SAFETY: the types that devices have are plain numbers, without padding.
+    // SAFETY: device types are plain numbers without padding.
     unsafe { std::slice::from_raw_parts(values.as_ptr().cast(), size_of_val(values)) }
 }
 
 fn bytes_mut<T: DeviceRepr>(values: &mut [T]) -> &mut [u8] {
-    // SAFETY: as in `bytes`; every pattern of bits is a number of these types.
+    // SAFETY: as in `bytes`; every bit pattern is valid for these types.
     unsafe { std::slice::from_raw_parts_mut(values.as_mut_ptr().cast(), size_of_val(values)) }
 }
 
@@ -342,7 +344,7 @@ impl HostCopies for Pinned {
     }
 }
 
-/// The values of a contiguous tensor of the GPU on the host, copied by `stream`.
+/// Copies a contiguous GPU tensor to the host by `stream`.
 fn to_host(tensor: &Tensor, stream: &Arc<CudaStream>, pieces: &mut Pieces) -> Result<Tensor> {
     let (storage, layout) = tensor.storage_and_layout();
     let (Storage::Cuda(storage), Some((start, end))) = (&*storage, layout.contiguous_offsets())

@@ -1,4 +1,4 @@
-//! Another number of micro-batches from certain epochs on.
+//! Gradient accumulation that changes at given epochs.
 
 use std::collections::BTreeMap;
 use std::num::NonZeroU64;
@@ -7,20 +7,20 @@ use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, Hooks};
 use serde::{Deserialize, Serialize};
 
-/// Changes `trainer.accumulate_grad_batches` from certain epochs on, counted from 0: `{ type =
-/// "gradient_accumulation_scheduler", scheduling = { 4 = 8 } }` has steps of eight micro-batches from
-/// the fifth epoch on. As Lightning's `GradientAccumulationScheduler`.
+/// Changes `trainer.accumulate_grad_batches` from given epochs on, counted from 0:
+/// `{ type = "gradient_accumulation_scheduler", scheduling = { 4 = 8 } }` takes eight micro-batches
+/// a step from the fifth epoch on. Like Lightning's `GradientAccumulationScheduler`.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields)]
 pub struct GradientAccumulationScheduler {
-    /// Micro-batches in a step, by the epoch from which on they hold.
+    /// Micro-batches per step, by the first epoch with that number.
     scheduling: BTreeMap<String, NonZeroU64>,
 }
 
 impl GradientAccumulationScheduler {
-    /// The numbers by epoch.
+    /// Parses the epochs.
     fn by_epoch(&self) -> Result<BTreeMap<u64, NonZeroU64>> {
         let wrong = |message: String| {
             let place = "`trainer.callbacks`, gradient_accumulation_scheduler: `scheduling`";

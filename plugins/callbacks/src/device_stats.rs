@@ -1,4 +1,4 @@
-//! What a run takes of its machine.
+//! Memory and processor time of the ranks.
 
 use std::time::Instant;
 
@@ -8,9 +8,10 @@ use fulgurite_trainer::trainer::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Logs what ranks take of their machine: `{ type = "device_stats_monitor" }`. The largest over the ranks
-/// of `cpu/rss_mib`, their memory now, and `cpu/peak_rss_mib`, and the sum of `cpu/percent`, their
-/// processor time since the last logged step (100 is one core). As Lightning's `DeviceStatsMonitor`.
+/// Logs the ranks' memory and processor time: `{ type = "device_stats_monitor" }`. `cpu/rss_mib`
+/// (current memory) and `cpu/peak_rss_mib` are the maximum over the ranks. `cpu/percent` is the sum
+/// over the ranks of the processor time since the last logged step, where 100 is one core. Like
+/// Lightning's `DeviceStatsMonitor`.
 #[derive(
     Debug,
     Clone,
@@ -40,7 +41,7 @@ fulgurite_config::register_plugin!(
 );
 
 struct DeviceStatsMonitor {
-    /// The time and the processor seconds at the last logged step.
+    /// Time and processor seconds at the last logged step.
     before: Option<(Instant, f64)>,
 }
 
@@ -66,17 +67,17 @@ impl Hooks for DeviceStatsMonitor {
     }
 }
 
-/// The memory of this process in MiB.
+/// The process's resident memory in MiB.
 fn rss_mib() -> Option<f64> {
     let status = std::fs::read_to_string("/proc/self/status").ok()?;
     let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     Some(line.split_whitespace().next()?.parse::<f64>().ok()? / 1024.0)
 }
 
-/// The processor time of this process, in seconds. The kernel counts it in hundredths for programs.
+/// The process's processor time in seconds. The kernel reports hundredths.
 fn cpu_secs() -> Option<f64> {
     let stat = std::fs::read_to_string("/proc/self/stat").ok()?;
-    // The name, in parentheses, may have spaces.
+    // The name, in parentheses, may contain spaces.
     let mut fields = stat.rsplit_once(')')?.1.split_whitespace().skip(11);
     let mut ticks = || fields.next()?.parse::<f64>().ok();
     Some((ticks()? + ticks()?) / 100.0)

@@ -1,12 +1,13 @@
-//! Ending a run whose metric no longer improves.
+//! Stops a run whose metric no longer improves.
 
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_trainer::run::MonitorMode;
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState, Stage};
 use serde::{Deserialize, Serialize};
 
-/// Stops when a metric has not improved for some validations: `{ type = "early_stopping", monitor =
-/// "val_loss", patience = 3 }`. As Lightning's `EarlyStopping`.
+/// Stops when a metric has not improved for some validations:
+/// `{ type = "early_stopping", monitor = "val_loss", patience = 3 }`. Like Lightning's
+/// `EarlyStopping`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct EarlyStoppingConfig {
@@ -18,22 +19,22 @@ pub struct EarlyStoppingConfig {
     /// How many validations without an improvement are waited for.
     #[serde(default = "three")]
     pub patience: u64,
-    /// What is less than this is no improvement.
+    /// Minimum change that counts as an improvement.
     #[serde(default)]
     pub min_delta: f64,
-    /// Stops as soon as the metric is at least as good as this.
+    /// Stops as soon as the metric is at least as good as this value.
     #[serde(default)]
     pub stopping_threshold: Option<f64>,
-    /// Stops as soon as the metric is worse than this.
+    /// Stops as soon as the metric is worse than this value.
     #[serde(default)]
     pub divergence_threshold: Option<f64>,
     /// Stops when the metric is not finite.
     #[serde(default = "yes")]
     pub check_finite: bool,
-    /// Looks at the end of each training epoch instead of after each validation.
+    /// Checks at the end of each training epoch instead of after each validation.
     #[serde(default)]
     pub check_on_train_epoch_end: bool,
-    /// Whether it is an error that there is no such metric; otherwise nothing is done.
+    /// Whether a missing metric is an error; otherwise the check is skipped.
     #[serde(default = "yes")]
     pub strict: bool,
     /// Prints each improvement.
@@ -100,7 +101,7 @@ impl EarlyStopping {
         self.best
     }
 
-    /// Why it has stopped the run; `None` if it has not.
+    /// The reason why it stopped the run; `None` if it has not.
     pub fn stopping_reason(&self) -> Option<&str> {
         self.reason.as_deref()
     }
@@ -134,10 +135,10 @@ impl EarlyStopping {
         Ok(())
     }
 
-    /// Takes a value, and says why to stop.
+    /// Records a value. Returns the reason to stop, if any.
     fn judge(&mut self, value: f64) -> Option<String> {
         let EarlyStoppingConfig { monitor, mode, .. } = &self.config;
-        // Larger is better.
+        // With this sign, larger is better.
         let sign = match mode {
             MonitorMode::Min => -1.0,
             MonitorMode::Max => 1.0,
@@ -210,7 +211,7 @@ mod tests {
         EarlyStopping { config, waited: 0, best: None, reason: None }
     }
 
-    /// How many of the values it takes to stop, and why.
+    /// Returns how many of the values it takes to stop, and the reason.
     fn run(mut stopping: EarlyStopping, values: &[f64]) -> (usize, String) {
         for (i, value) in values.iter().enumerate() {
             if let Some(reason) = stopping.judge(*value) {
@@ -221,7 +222,7 @@ mod tests {
     }
 
     #[test]
-    fn it_waits_as_long_as_told() {
+    fn patience_is_counted() {
         let values = [3.0, 2.0, 2.5, 2.0, 1.9, 2.0, 2.0, 2.0];
         let config = serde_json::json!({ "monitor": "val_loss" });
         insta::assert_debug_snapshot!(run(stopping(config), &values), @r#"
@@ -241,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn thresholds_and_values_that_are_none_stop_at_once() {
+    fn thresholds_and_non_finite_values_stop() {
         let with = |key: &str, value: f64, values: &[f64]| {
             let mut config = serde_json::json!({ "monitor": "val_loss" });
             config[key] = value.into();

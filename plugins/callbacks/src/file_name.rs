@@ -1,11 +1,12 @@
-//! Names with values in them.
+//! Checkpoint names with values in them.
 
 use std::fmt;
 
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
-/// A name with values in braces, such as `{epoch}-{step}` or `best-{val_loss:.3}`: after the colon the
-/// least number of digits (`{epoch:04}`), or those after the point.
+/// A name with values in braces, such as `{epoch}-{step}` or `best-{val_loss:.3}`. A format may
+/// follow the colon: the minimum number of digits (`{epoch:04}`) or the number of decimals
+/// (`{val_loss:.3}`).
 ///
 /// ```
 /// use fulgurite_callbacks::Template;
@@ -29,10 +30,10 @@ enum Part {
 }
 
 impl Template {
-    /// Reads a template.
+    /// Parses a template.
     ///
     /// # Errors
-    /// What is wrong with it.
+    /// Returns a description of the mistake.
     pub fn parse(text: &str) -> Result<Self, String> {
         let mut parts = Vec::new();
         let mut rest = text;
@@ -88,10 +89,10 @@ impl Template {
         })
     }
 
-    /// The name with values; with `with_names` those are written as `name=value`.
+    /// Fills in the values; `with_names` writes them as `name=value`.
     ///
     /// # Errors
-    /// If a value is not known.
+    /// If a value is unknown.
     pub fn fill(
         &self,
         with_names: bool,
@@ -106,7 +107,7 @@ impl Template {
                         format!("there is no metric `{name}` for `{}`", self.text)
                     })?;
                     if with_names {
-                        // Names of metrics may have a `/`.
+                        // Names of metrics may contain a `/`.
                         filled.extend([&*name.replace(['/', '\\'], "_"), "="]);
                     }
                     filled.push_str(&match precision {

@@ -1,18 +1,19 @@
-//! The gradient norm of each part of a model.
+//! Gradient norms of parts of a model.
 
 use fulgurite_error::Result;
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
 use serde::{Deserialize, Serialize};
 
-/// Logs the norm of the gradient of each group of parameters, before clipping, as `grad_norm/{group}`:
-/// `{ type = "gradient_norms", depth = 3 }`. As `grad_norm` of Lightning's utilities.
+/// Logs the gradient norm of each group of parameters, before clipping, as `grad_norm/{group}`:
+/// `{ type = "gradient_norms", depth = 3 }`. Like `grad_norm` in Lightning's utilities.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct GradientNormsConfig {
-    /// How many segments of a parameter's name its group has: with 3 `model.layers.0.mlp.up_proj.weight`
-    /// is in the group `model.layers.0`. Without it each parameter is a group.
+    /// Number of leading segments of a parameter's name that name its group: with 3,
+    /// `model.layers.0.mlp.up_proj.weight` is in the group `model.layers.0`. Without it, each
+    /// parameter is a group.
     pub depth: Option<usize>,
 }
 
@@ -53,7 +54,7 @@ impl Hooks for GradientNorms {
         };
         let norms = ctx.fabric().gradient_norms(&group)?;
         for (group, norm) in norms {
-            // It is that of all ranks already.
+            // The norm already covers all ranks.
             let own = LogOptions::default().sync(false);
             ctx.log_with(&format!("grad_norm/{group}"), norm, own);
         }

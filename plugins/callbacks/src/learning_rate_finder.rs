@@ -1,4 +1,4 @@
-//! The learning rate at which the loss falls fastest.
+//! Finds the learning rate at which the loss falls fastest.
 
 use std::fmt::Write as _;
 
@@ -6,19 +6,19 @@ use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, Stage};
 use serde::{Deserialize, Serialize};
 
-/// How much of the earlier losses is in a smoothed one.
+/// Weight of the earlier losses in the smoothed loss.
 const BETA: f64 = 0.98;
 
-/// How many losses at the beginning and at the end are not looked at.
+/// Number of losses ignored at the beginning and at the end of the curve.
 const SKIP: (usize, usize) = (10, 1);
 
 /// Rows of the printed curve.
 const ROWS: usize = 20;
 
-/// Trains for some steps with a learning rate that rises from `min_lr` to `max_lr`, prints the losses and the rate
-/// at which they fall fastest, and ends the run: `{ type = "learning_rate_finder" }`. What Lightning's
-/// `Tuner.lr_find` does; it is a run of its own, to be started with `checkpoint.save_last = false`, so that
-/// nothing of it stays.
+/// Finds a learning rate: `{ type = "learning_rate_finder" }`. Trains for some steps with a rate
+/// that rises from `min_lr` to `max_lr`, prints the losses and the rate at which they fall fastest,
+/// and ends the run. Like Lightning's `Tuner.lr_find`, but a run of its own: start it with
+/// `checkpoint.save_last = false` to leave no checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct LearningRateFinderConfig {
@@ -26,22 +26,22 @@ pub struct LearningRateFinderConfig {
     pub min_lr: f64,
     /// The rate of the last step.
     pub max_lr: f64,
-    /// How many steps there are.
+    /// The number of steps.
     pub num_training_steps: u64,
-    /// How the rate rises.
+    /// Whether the rate rises exponentially or linearly.
     pub mode: SweepMode,
-    /// It ends when the smoothed loss is so many times the smallest; `0` for never.
+    /// Ends the run when the smoothed loss exceeds its minimum by this factor; `0` for never.
     pub early_stop_threshold: f64,
 }
 
-/// How the rate of a [`LearningRateFinder`] rises.
+/// Shape of the rate's rise in a [`LearningRateFinder`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SweepMode {
-    /// By the same factor each step.
+    /// By the same factor in each step.
     #[default]
     Exponential,
-    /// By the same amount each step.
+    /// By the same amount in each step.
     Linear,
 }
 
@@ -97,7 +97,7 @@ fulgurite_config::register_plugin!(
     LearningRateFinderConfig
 );
 
-/// The callback of [`LearningRateFinderConfig`], with what it has found.
+/// The callback of [`LearningRateFinderConfig`], with its results.
 #[derive(Debug, Clone, Default)]
 pub struct LearningRateFinder {
     config: LearningRateFinderConfig,
@@ -109,7 +109,7 @@ pub struct LearningRateFinder {
 }
 
 impl LearningRateFinder {
-    /// The rate at which the loss falls fastest; `None` before the end, and if there are too few losses.
+    /// The rate at which the loss falls fastest; `None` before the end or with too few losses.
     pub fn suggestion(&self) -> Option<f64> {
         self.suggestion
     }
@@ -119,7 +119,7 @@ impl LearningRateFinder {
         &self.curve
     }
 
-    /// The rate of the next step.
+    /// Returns the rate of the next step.
     fn next_lr(&self) -> f64 {
         let LearningRateFinderConfig { min_lr, max_lr, num_training_steps, mode, .. } = self.config;
         let part = self.curve.len() as f64 / (num_training_steps - 1) as f64;
@@ -129,7 +129,7 @@ impl LearningRateFinder {
         }
     }
 
-    /// Takes the loss of a step, and says whether it was the last.
+    /// Records a step's loss. Returns whether the step was the last.
     fn record(&mut self, loss: f64) -> bool {
         let lr = self.next_lr();
         self.average = BETA * self.average + (1.0 - BETA) * loss;
@@ -148,7 +148,7 @@ impl LearningRateFinder {
         self.is_done
     }
 
-    /// The curve, a row for some of its steps, and the suggestion.
+    /// Formats some rows of the curve, and the suggestion.
     fn report(&self) -> String {
         let losses = || self.curve.iter().map(|(_, loss)| *loss);
         let (low, high) = (losses().fold(f64::INFINITY, f64::min), losses().fold(0.0, f64::max));
@@ -172,14 +172,14 @@ impl LearningRateFinder {
     }
 }
 
-/// The rate where the smoothed losses fall most from step to step.
+/// Returns the rate where the smoothed loss falls most from one step to the next.
 fn suggest(curve: &[(f64, f64)]) -> Option<f64> {
     let (begin, end) = SKIP;
     let looked_at = curve.get(begin..curve.len().checked_sub(end)?)?;
     let slopes =
         looked_at.windows(3).map(|around| (around[1].0, (around[2].1 - around[0].1) / 2.0));
     let steepest = slopes.min_by(|a, b| a.1.total_cmp(&b.1))?;
-    // More than what rounding makes of equal losses.
+    // More than the rounding differences of equal losses.
     (steepest.1 < -1e-9 * looked_at[0].1.abs()).then_some(steepest.0)
 }
 
@@ -187,7 +187,7 @@ impl Callback for LearningRateFinder {}
 
 impl Hooks for LearningRateFinder {
     fn on_fit_start(&mut self, _: &mut HookContext) -> Result<()> {
-        // Also for a trainer that has trained before.
+        // Resets the state of an earlier run of the same trainer.
         *self = Self { config: self.config.clone(), ..Self::default() };
         Ok(())
     }
@@ -209,7 +209,7 @@ impl Hooks for LearningRateFinder {
         }
         let loss = ctx.metrics.get("train_loss").copied().unwrap_or(f64::NAN);
         if self.record(loss) {
-            // A run that is to go on all the same, or from here, does so with its own rate.
+            // If training continues after this run, it continues with its own rate.
             for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
                 optimizer.set_learning_rate(None)?;
             }
@@ -219,7 +219,8 @@ impl Hooks for LearningRateFinder {
         Ok(())
     }
 
-    /// A rate that was too high makes a loss that is no number, which ends the run before the threshold does.
+    /// A rate that is too high makes the loss non-finite and ends the run before the threshold
+    /// does.
     fn on_exception(&mut self, error: &Error, ctx: &mut HookContext) -> Result<()> {
         if !self.is_done && matches!(error, Error::NonFinite { .. }) && !self.curve.is_empty() {
             self.is_done = true;
@@ -264,9 +265,9 @@ mod tests {
     }
 
     #[test]
-    fn the_steepest_fall_is_suggested_and_divergence_ends_it() {
+    fn steepest_fall_is_suggested() {
         let mut finder = finder(LearningRateFinderConfig::default());
-        // Falls around the sixtieth step, and explodes from the eightieth on.
+        // Falls around step 60 and explodes from step 80 on.
         let loss = |step: usize| match step {
             0..60 => 2.0,
             60..80 => 0.5,

@@ -1,4 +1,4 @@
-//! More checkpoints than those of the table `[checkpoint]`.
+//! Checkpoints in addition to the configuration's `[checkpoint]` table.
 
 use std::cmp::Ordering;
 use std::collections::BTreeMap;
@@ -14,45 +14,46 @@ use serde::{Deserialize, Serialize};
 
 use crate::file_name::Template;
 
-/// Saves checkpoints besides those of the table `[checkpoint]`, to the same place: `{ type =
-/// "model_checkpoint", monitor = "val_loss", save_top_k = 3, filename = "best-{epoch}-{val_loss:.3}" }`.
-/// As Lightning's `ModelCheckpoint`; several can be used at once.
+/// Saves checkpoints in addition to the `[checkpoint]` table, to the same place:
+/// `{ type = "model_checkpoint", monitor = "val_loss", save_top_k = 3 }`. Like Lightning's
+/// `ModelCheckpoint`; several can be used at once.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ModelCheckpointConfig {
-    /// The metric that says which checkpoints are best; without one the newest are.
+    /// The metric that ranks checkpoints; without a metric, the newest is the best.
     #[serde(default)]
     pub monitor: Option<String>,
     /// Whether smaller or larger values are better.
     #[serde(default)]
     pub mode: MonitorMode,
-    /// How many checkpoints are kept: `-1` is all, `0` none.
+    /// Number of checkpoints to keep: `-1` for all, `0` for none.
     #[serde(default = "one")]
     pub save_top_k: i64,
     /// The names of checkpoints, with `{epoch}`, `{step}` and metrics such as `{val_loss:.3}`.
     #[serde(default = "epoch_and_step")]
     pub filename: Template,
-    /// Whether `{val_loss}` becomes `val_loss=1.5`, and not only `1.5`.
+    /// Whether `{val_loss}` becomes `val_loss=1.5` instead of `1.5`.
     #[serde(default = "yes")]
     pub auto_insert_metric_name: bool,
-    /// Saves every so many optimizer steps.
+    /// Interval between saves, in optimizer steps.
     #[serde(default)]
     pub every_n_steps: Option<NonZeroU64>,
-    /// Saves at the end of every so many epochs; by default of each, where there is no other interval. What is
-    /// monitored is by default also saved after each validation, and only with a value of that step: what is due
-    /// before the metric is logged again is saved then.
+    /// Interval between saves at the ends of epochs, in epochs. By default 1, unless another
+    /// interval is set. With a monitored metric, the default also saves after each validation. A
+    /// monitored checkpoint needs the metric's value of its own step: one that is due earlier is
+    /// saved when the metric is next logged.
     #[serde(default)]
     pub every_n_epochs: Option<NonZeroU64>,
-    /// Saves after the step in which so many seconds have passed since the last time.
+    /// Saves after the first step that ends this many seconds after the last save.
     #[serde(default)]
     pub every_secs: Option<f64>,
-    /// Saves only the weights, from which training cannot go on.
+    /// Saves only the weights; training cannot resume from them.
     #[serde(default)]
     pub save_weights_only: bool,
-    /// Whether it is an error that the metric does not exist after a validation.
+    /// Whether a missing metric after a validation is an error.
     #[serde(default = "yes")]
     pub strict: bool,
-    /// Prints each checkpoint.
+    /// Prints a line for each saved checkpoint.
     #[serde(default)]
     pub verbose: bool,
 }
@@ -127,11 +128,11 @@ fulgurite_config::register_plugin!(
     ModelCheckpointConfig
 );
 
-/// A checkpoint that is kept.
+/// A kept checkpoint.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 struct Kept {
     name: String,
-    /// The monitored metric; `None` without one, or if it was not finite.
+    /// The monitored metric; `None` without a metric or if it was not finite.
     score: Option<f64>,
 }
 
@@ -142,23 +143,23 @@ pub struct ModelCheckpoint {
     /// Oldest first.
     kept: Vec<Kept>,
     last_time: Instant,
-    /// Whether a checkpoint is due, or was when the metric had no value of that step.
+    /// Whether a checkpoint is due, or still waits for the metric's value.
     is_due: bool,
-    /// The step that was last considered.
+    /// The last step that was considered.
     offered_step: Option<u64>,
 }
 
-/// What becomes of a checkpoint.
+/// The decision to save a checkpoint.
 #[derive(Debug, Serialize, Deserialize)]
 struct Choice {
     new: Kept,
-    /// The index of the one that goes for it.
+    /// Index of the kept checkpoint that it replaces.
     replaces: Option<usize>,
 }
 
 impl ModelCheckpoint {
-    /// The name of the best checkpoint, by the metric or else the newest, in the place of the run's
-    /// checkpoints.
+    /// Name of the best checkpoint (by the metric, or else the newest) in the run's checkpoint
+    /// directory.
     pub fn best_model_name(&self) -> Option<&str> {
         let best = match self.config.monitor {
             Some(_) => self.kept.iter().min_by(|a, b| self.compare(a.score, b.score)),
@@ -173,7 +174,7 @@ impl ModelCheckpoint {
         self.kept.iter().find(|kept| kept.name == best)?.score
     }
 
-    /// The better score first; none is the worst.
+    /// Orders the better score first; a missing score is the worst.
     fn compare(&self, a: Option<f64>, b: Option<f64>) -> Ordering {
         match (a, b) {
             (Some(a), Some(b)) if self.config.mode == MonitorMode::Min => a.total_cmp(&b),
@@ -182,8 +183,9 @@ impl ModelCheckpoint {
         }
     }
 
-    /// Asks for a checkpoint, if one is due and the present one is among the best. A value of the metric that is of an
-    /// earlier step says nothing of this one: what is due waits for the next. Collective if something is due.
+    /// Requests a checkpoint if one is due and this step is among the best. If the metric's latest
+    /// value belongs to an earlier step, the checkpoint stays due until the metric is logged again.
+    /// Collective if a checkpoint is due.
     fn save_if_due(&mut self, ctx: &mut HookContext) -> Result<()> {
         let is_off = self.config.save_top_k == 0 || ctx.fast_dev_run;
         self.is_due &= !is_off && self.offered_step != Some(ctx.step);
@@ -196,7 +198,8 @@ impl ModelCheckpoint {
         }
         self.is_due = false;
         self.offered_step = Some(ctx.step);
-        // Values that are not of all ranks may differ, and what lies in the place is for one to look at.
+        // Rank 0 decides: the metric may differ between ranks, and only one rank should list the
+        // directory.
         let choice = if ctx.is_global_zero() { self.choose(ctx)? } else { None };
         let Some(choice) = ctx.fabric().broadcast(&choice, 0)? else { return Ok(()) };
         if self.config.verbose {
@@ -210,7 +213,7 @@ impl ModelCheckpoint {
         Ok(())
     }
 
-    /// What becomes of the checkpoint of this step; `None` if it is not among the best.
+    /// Decides about a checkpoint of this step; `None` if it is not among the best.
     fn choose(&self, ctx: &HookContext) -> Result<Option<Choice>> {
         let score = self.config.monitor.as_ref().and_then(|monitor| ctx.metrics.get(monitor));
         let score = score.copied().filter(|score| score.is_finite());
@@ -218,7 +221,7 @@ impl ModelCheckpoint {
         let base = self.name(&Values { epoch: ctx.epoch, step: ctx.step, metrics: ctx.metrics })?;
         let names = ctx.checkpoint_names()?;
         let old = replaces.map(|index| self.kept[index].name.as_str());
-        // As Lightning's version counter; the name of the one that goes is free again.
+        // Like Lightning's version counter. The name of the replaced checkpoint is free again.
         let is_free = |name: &str| {
             (old == Some(name) || !names.contains(name)) && ctx.resumed_from() != Some(name)
         };
@@ -238,8 +241,8 @@ impl ModelCheckpoint {
         name.map_err(|message| wrong("filename", message))
     }
 
-    /// The index of the checkpoint that goes for one with this score, if there is no room for both; `None` if it is not
-    /// among the best.
+    /// Decides whether a checkpoint with this score is kept: `None` if the score is not among the
+    /// best, else the index of the checkpoint that it replaces, if any.
     fn admit(&self, score: Option<f64>) -> Option<Option<usize>> {
         let k = usize::try_from(self.config.save_top_k).unwrap_or(usize::MAX);
         if self.kept.len() < k {
@@ -248,14 +251,14 @@ impl ModelCheckpoint {
         if self.config.monitor.is_none() {
             return Some(Some(0));
         }
-        // Of equal ones the newest.
+        // Among equals, the newest.
         let worst = (0..self.kept.len())
             .max_by(|&a, &b| self.compare(self.kept[a].score, self.kept[b].score))?;
         let is_better = self.compare(score, self.kept[worst].score) == Ordering::Less;
         is_better.then_some(Some(worst))
     }
 
-    /// Keeps a checkpoint. Returns the names of those that make room for it.
+    /// Records a new checkpoint. Returns the names of the checkpoints to remove for it.
     fn apply(&mut self, Choice { new, replaces }: Choice) -> Vec<String> {
         let old = replaces.map(|index| self.kept.remove(index).name);
         let remove = old.into_iter().filter(|old| *old != new.name).collect();
@@ -263,13 +266,13 @@ impl ModelCheckpoint {
         remove
     }
 
-    /// Whether neither steps nor time say when to save.
+    /// Whether neither a step interval nor a time interval is set.
     fn by_events(&self) -> bool {
         self.config.every_n_steps.is_none() && self.config.every_secs.is_none()
     }
 }
 
-/// What names are made of.
+/// The values that fill in a file name.
 struct Values<'a> {
     epoch: u64,
     step: u64,
@@ -299,7 +302,7 @@ impl Hooks for ModelCheckpoint {
     fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         self.last_time = Instant::now();
         self.offered_step = None;
-        // Those of another place, or of an earlier run of the trainer, are not this run's.
+        // Checkpoints of another directory or of an earlier run of the trainer are not this run's.
         if ctx.resumed_from().is_none() {
             self.kept.clear();
             self.is_due = false;
@@ -310,7 +313,7 @@ impl Hooks for ModelCheckpoint {
     fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         self.is_due |= self.config.every_n_steps.is_some_and(|n| ctx.step.is_multiple_of(n.get()));
         if let Some(secs) = self.config.every_secs {
-            // Clocks differ, so rank 0's decides.
+            // Clocks differ, so rank 0 decides.
             let is_due = self.last_time.elapsed().as_secs_f64() >= secs;
             if ctx.fabric().broadcast(&is_due, 0)? {
                 self.last_time = Instant::now();
@@ -381,7 +384,7 @@ mod tests {
         }
     }
 
-    /// Offers checkpoints s1, s2, … with these scores; what is kept in the end.
+    /// Offers checkpoints s1, s2, … with these scores. Returns the kept ones.
     fn kept(json: serde_json::Value, scores: &[f64]) -> Vec<String> {
         let mut checkpoint = checkpoint(json);
         for (i, score) in scores.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! A table of a model: its units, and what a rank holds of them.
+//! A table of a model's units and rank 0's share of them.
 
 use std::fmt::Write as _;
 
@@ -8,15 +8,16 @@ use fulgurite_error::Result;
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, Stage};
 use serde::{Deserialize, Serialize};
 
-/// Prints, before training, how many parameters each unit has, how many of them are trained, and what rank 0 holds
-/// of them: `{ type = "model_summary", max_units = 40 }`. Below the table stand the parameters that every rank holds
-/// whole while others are cut, and the tied ones. As Lightning's `ModelSummary`.
+/// Prints a table of the model before training: `{ type = "model_summary", max_units = 40 }`. For
+/// each unit it lists the parameters, the trainable ones and the bytes that rank 0 holds. Below the
+/// table it lists tied parameters and, if others are sharded, the parameters that every rank holds
+/// whole. Like Lightning's `ModelSummary`.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelSummaryConfig {
-    /// How many units are listed one by one; the rest is one row.
+    /// Number of units listed individually; the rest share one row.
     pub max_units: usize,
 }
 
@@ -60,7 +61,7 @@ impl Hooks for ModelSummary {
 struct Row {
     parameters: usize,
     trainable: usize,
-    /// Of this rank.
+    /// On this rank.
     bytes: usize,
 }
 
@@ -85,7 +86,7 @@ impl Row {
     }
 }
 
-/// The table and what stands below it. Not collective.
+/// Formats the table and the lists below it. Not collective.
 fn summary(tree: &ModuleTree, max_units: usize, ranks: usize) -> Result<String> {
     let mut rows = Vec::new();
     for unit in tree.units() {
@@ -140,7 +141,7 @@ fn summary(tree: &ModuleTree, max_units: usize, ranks: usize) -> Result<String> 
     Ok(text.trim_end().to_owned())
 }
 
-/// The first of some names.
+/// Joins the first eight names.
 fn list(names: &[&str]) -> String {
     let (few, more) = names.split_at(names.len().min(8));
     format!("{}{}", few.join(", "), if more.is_empty() { "" } else { ", …" })

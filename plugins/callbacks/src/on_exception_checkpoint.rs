@@ -1,4 +1,4 @@
-//! A checkpoint where a run fails.
+//! Saves a checkpoint when a run fails.
 
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{
@@ -6,16 +6,16 @@ use fulgurite_trainer::trainer::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Saves a checkpoint when an error ends the training, of the last whole step:
-/// `{ type = "on_exception_checkpoint", filename = "on_exception" }`. A run goes on from it as from any other.
-/// As Lightning's `OnExceptionCheckpoint`, for runs on one rank: what ranks save together cannot be saved when one
-/// of them has failed.
+/// Saves a checkpoint of the last complete step when an error ends the training:
+/// `{ type = "on_exception_checkpoint", filename = "on_exception" }`. A run can resume from it as
+/// from any other. Like Lightning's `OnExceptionCheckpoint`, but only for runs on one rank: saving
+/// is collective, and impossible after one rank has failed.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct OnExceptionCheckpointConfig {
-    /// The checkpoint's name in the place of the run's checkpoints.
+    /// The checkpoint's name in the run's checkpoint directory.
     pub filename: String,
 }
 
@@ -68,7 +68,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_name_is_that_of_a_checkpoint() {
+    fn file_names_are_checkpoint_names() {
         for name in ["", "a/b", "..", "last"] {
             let config = OnExceptionCheckpointConfig { filename: name.to_owned() };
             assert!(config.build().is_err(), "{name}");

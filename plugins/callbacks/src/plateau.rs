@@ -1,13 +1,13 @@
-//! A lower learning rate where a metric no longer improves.
+//! Lowers the learning rate when a metric no longer improves.
 
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::run::MonitorMode;
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState, Stage};
 use serde::{Deserialize, Serialize};
 
-/// Multiplies the learning rate with a factor when a metric has not improved for some validations: `{ type =
-/// "reduce_lr_on_plateau", monitor = "val_loss", factor = 0.5 }`. As PyTorch's `ReduceLROnPlateau`; on top of
-/// the schedule.
+/// Multiplies the learning rate by a factor when a metric has not improved for some validations:
+/// `{ type = "reduce_lr_on_plateau", monitor = "val_loss", factor = 0.5 }`. Applied on top of the
+/// schedule. Like PyTorch's `ReduceLROnPlateau`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct ReduceLrOnPlateauConfig {
@@ -16,19 +16,19 @@ pub struct ReduceLrOnPlateauConfig {
     /// Whether smaller or larger values are better.
     #[serde(default)]
     pub mode: MonitorMode,
-    /// What the rate is multiplied with, above 0 and below 1.
+    /// Factor for the learning rate, above 0 and below 1.
     #[serde(default = "a_tenth")]
     pub factor: f64,
-    /// How many validations without an improvement are let pass.
+    /// Number of validations without an improvement that are tolerated.
     #[serde(default = "ten")]
     pub patience: u64,
-    /// A relative change of less than this is no improvement.
+    /// Minimum relative change that counts as an improvement.
     #[serde(default = "a_ten_thousandth")]
     pub threshold: f64,
-    /// How many validations are let pass after the rate was lowered.
+    /// Number of validations to skip after the rate was lowered.
     #[serde(default)]
     pub cooldown: u64,
-    /// The least that the rate is multiplied with, all in all.
+    /// Lower bound of the product of all factors.
     #[serde(default)]
     pub min_factor: f64,
 }
@@ -89,7 +89,7 @@ impl ReduceLrOnPlateau {
         Self { config, best: None, bad: 0, cooling: 0 }
     }
 
-    /// Takes a value, and says whether the rate is to be lowered.
+    /// Records a value. Returns whether to lower the rate.
     fn judge(&mut self, value: f64) -> bool {
         let ReduceLrOnPlateauConfig { mode, threshold, .. } = self.config;
         let improved = |best: f64| match mode {
@@ -139,7 +139,7 @@ impl Hooks for ReduceLrOnPlateau {
         }
         let mut lowered = None;
         let optimizers = ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut());
-        // Another callback may have set the rate, as weight averaging does; then that one decides.
+        // Another callback, such as weight averaging, may hold the rate; it then decides.
         for (_, optimizer) in optimizers.filter(|(_, one)| !one.holds_learning_rate()) {
             let before = optimizer.lr_scale();
             let scale = (before * self.config.factor).max(self.config.min_factor);

@@ -1,4 +1,4 @@
-//! The mean of the weights over the last epochs.
+//! Averages the weights over the last epochs.
 
 use std::f64::consts::PI;
 
@@ -8,29 +8,31 @@ use fulgurite_trainer::run::CountOrFraction;
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, SavedState};
 use serde::{Deserialize, Serialize};
 
-/// From a certain epoch on goes over to a learning rate of its own, and at the end of each epoch takes the weights
-/// into a mean, which takes their place when the training has ended and everything is saved: `{ type = "stochastic_weight_averaging",
-/// swa_lrs = 1e-2 }`. As Lightning's `StochasticWeightAveraging`.
+/// Averages the weights over the last epochs:
+/// `{ type = "stochastic_weight_averaging", swa_lrs = 1e-2 }`. From a given epoch on, the learning
+/// rate moves to `swa_lrs`, and the weights join the mean at the end of each epoch. The mean
+/// replaces the weights when training has ended and everything is saved. Like Lightning's
+/// `StochasticWeightAveraging`.
 ///
-/// The mean is kept beside the optimizer's state (`state.{parameter}.swa` in checkpoints, which hold the weights
-/// that training goes on from). Validations are of the weights.
+/// The mean is stored with the optimizer's state (`state.{parameter}.swa` in checkpoints).
+/// Checkpoints hold the weights that training continues from, and validations use these weights.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct StochasticWeightAveragingConfig {
-    /// The learning rate of the epochs that are averaged.
+    /// The learning rate of the averaged epochs.
     pub swa_lrs: f64,
-    /// The first of these epochs, counted from 0, or the part of the run's epochs that comes before it.
+    /// The first averaged epoch, counted from 0, or the fraction of the run's epochs before it.
     #[serde(default = "four_fifths")]
     pub swa_epoch_start: CountOrFraction,
-    /// How many epochs it takes to reach `swa_lrs`.
+    /// Number of epochs until the rate reaches `swa_lrs`.
     #[serde(default = "ten")]
     pub annealing_epochs: u64,
-    /// How the learning rate goes there.
+    /// Shape of the learning rate's way to `swa_lrs`.
     #[serde(default)]
     pub annealing_strategy: AnnealingStrategy,
 }
 
-/// How the learning rate goes over to that of a [`StochasticWeightAveragingConfig`].
+/// Shape of the learning rate's way to `swa_lrs` in a [`StochasticWeightAveragingConfig`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AnnealingStrategy {
@@ -74,12 +76,12 @@ fulgurite_config::register_plugin!(
 
 struct StochasticWeightAveraging {
     config: StochasticWeightAveragingConfig,
-    /// The learning rate when the first of the averaged epochs began.
+    /// The learning rate at the start of the first averaged epoch.
     lr_before: Option<f64>,
 }
 
 impl StochasticWeightAveraging {
-    /// The first epoch that is averaged.
+    /// The first averaged epoch.
     fn first_epoch(&self, ctx: &HookContext) -> Result<u64> {
         match (self.config.swa_epoch_start, ctx.max_epochs) {
             (CountOrFraction::Count(epoch), _) => Ok(epoch),
@@ -91,7 +93,7 @@ impl StochasticWeightAveraging {
         }
     }
 
-    /// The learning rate of epoch `n` of those that are averaged, as `torch.optim.swa_utils.SWALR` has it.
+    /// The learning rate of averaged epoch `n`, as in `torch.optim.swa_utils.SWALR`.
     fn learning_rate(&self, n: u64, before: f64) -> f64 {
         let part = match self.config.annealing_epochs {
             0 => 1.0,
@@ -106,7 +108,7 @@ impl StochasticWeightAveraging {
 }
 
 impl StochasticWeightAveraging {
-    /// Sets the learning rate of an epoch that is averaged.
+    /// Sets the learning rate if the epoch is averaged.
     fn set_rate(&mut self, ctx: &mut HookContext) -> Result<()> {
         let Some(n) = ctx.epoch.checked_sub(self.first_epoch(ctx)?) else { return Ok(()) };
         let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
@@ -117,8 +119,8 @@ impl StochasticWeightAveraging {
         optimizer.set_learning_rate(Some(self.learning_rate(n, before)))
     }
 
-    /// Drops the mean of the resumed run if it has epochs before this run's first one. That happens where the
-    /// first epoch is a part of the run's length, and the run is longer now.
+    /// Drops the resumed run's mean if it includes epochs before this run's first averaged epoch.
+    /// This happens if `swa_epoch_start` is a fraction and the run is now longer.
     fn begin_anew(&mut self, first: u64, ctx: &mut HookContext) -> Result<()> {
         let own = (ctx.epoch + 1).saturating_sub(first);
         let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
@@ -146,7 +148,7 @@ impl Hooks for StochasticWeightAveraging {
                 "the module has several optimizers, and the mean is of one's parameters",
             ));
         }
-        // Also for a trainer that has trained before.
+        // Resets the state of an earlier run of the same trainer.
         self.lr_before = None;
         for (_, optimizer) in optimizers.iter_mut() {
             if optimizer.average().is_some() {
@@ -162,7 +164,7 @@ impl Hooks for StochasticWeightAveraging {
     fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         let first = self.first_epoch(ctx)?;
         match ctx.max_epochs {
-            // A trial of everything has one epoch.
+            // `fast_dev_run` has only one epoch.
             Some(epochs) if first >= epochs && !ctx.fast_dev_run => Err(wrong(format!(
                 "`swa_epoch_start`: the run has {}, counted from 0, so that none is averaged from \
                  epoch {first} on",
@@ -183,7 +185,7 @@ impl Hooks for StochasticWeightAveraging {
         ctx.optimizer_mut().map_or(Ok(()), |optimizer| optimizer.update_average())
     }
 
-    // When everything is saved: a run goes on from the weights, not from their mean.
+    // Everything is saved by then: a resumed run continues from the weights, not from their mean.
     fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         let Some(optimizer) = ctx.optimizer_mut() else { return Ok(()) };
         let updates = optimizer.average().map_or(0, WeightAverage::updates);

@@ -1,4 +1,4 @@
-//! How much is computed in a second.
+//! Logs how much is computed per second.
 
 use std::collections::VecDeque;
 use std::num::NonZeroUsize;
@@ -8,20 +8,20 @@ use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks, LogOptions};
 use serde::{Deserialize, Serialize};
 
-/// Logs rates over the last steps: `{ type = "throughput_monitor" }`. As Lightning's `ThroughputMonitor`,
-/// with its names: `device/batches_per_sec`, `device/items_per_sec` (tokens, or what else the losses
-/// count), `device/flops_per_sec` and `device/mfu` a rank, without `device/` over all of them, and
-/// `time`, the seconds of training.
+/// Logs rates over the last steps: `{ type = "throughput_monitor" }`. Uses the names of Lightning's
+/// `ThroughputMonitor`: `device/batches_per_sec`, `device/items_per_sec`, `device/flops_per_sec`
+/// and `device/mfu` are per rank. The names without `device/` are the sum over all ranks, and
+/// `time` is the seconds of training. An item is a token, or another unit that the loss counts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ThroughputMonitorConfig {
-    /// Over how many steps the rates are taken.
+    /// Number of steps that the rates cover.
     pub window_size: NonZeroUsize,
-    /// Floating-point operations that a token (or other item) takes, forward and backward; by default six
-    /// for each trainable parameter, as is usual for transformers, without those of attention.
+    /// Floating-point operations per token (or other item), forward and backward. By default six
+    /// for each trainable parameter, as is usual for transformers; this omits attention.
     pub flops_per_item: Option<f64>,
-    /// Floating-point operations a second that the hardware of a rank can do, in teraflop/s; without it
-    /// there is no `device/mfu`.
+    /// Peak floating-point operations per second of a rank's hardware, in teraflop/s; without it
+    /// `device/mfu` is not logged.
     pub peak_tflops: Option<f64>,
 }
 
@@ -68,7 +68,7 @@ struct ThroughputMonitor {
     config: ThroughputMonitorConfig,
     flops_per_item: f64,
     started: Instant,
-    /// When the last steps ended, with the items and micro-batches that each had.
+    /// End times of the last steps, with their items and micro-batches.
     ends: VecDeque<(Instant, f64, f64)>,
 }
 
@@ -118,13 +118,13 @@ impl Hooks for ThroughputMonitor {
         if let Some(peak) = self.config.peak_tflops {
             rates.push(("device/mfu", flops / ranks / (peak * 1e12)));
         }
-        // The items are those of all ranks already.
+        // The counts already cover all ranks.
         let own = LogOptions::default().sync(false);
         rates.into_iter().for_each(|(name, rate)| ctx.log_with(name, rate, own));
         Ok(())
     }
 
-    /// A validation is no training time.
+    /// Excludes the validation's time from the rates.
     fn on_validation_end(&mut self, _: &mut HookContext) -> Result<()> {
         self.ends = VecDeque::from([(Instant::now(), 0.0, 0.0)]);
         Ok(())

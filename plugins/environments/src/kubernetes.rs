@@ -1,4 +1,4 @@
-//! The environment of pods whose one process is a rank.
+//! The environment `kubernetes`: pods with one rank each.
 
 use fulgurite_config::register_environment;
 use fulgurite_error::{Error, Result};
@@ -8,22 +8,30 @@ use serde::{Deserialize, Serialize};
 use crate::main_address::{PORT, master_port};
 use crate::process::{Names, Process};
 
-/// `environment.type = "kubernetes"`: each pod is one rank, started by a controller of Kubeflow or by a JobSet.
+/// `environment.type = "kubernetes"`: each pod is one rank, started by a controller of Kubeflow or
+/// by a JobSet.
 ///
-/// | variable | set by | |
-/// |---|---|---|
-/// | `RANK`, or `PET_NODE_RANK`, or `JOB_COMPLETION_INDEX` | PyTorchJob; TrainJob and PyTorchJob; every indexed Job, and so every JobSet and TrainJob | the rank, which is the pod's |
-/// | `WORLD_SIZE`, or `PET_NNODES` | PyTorchJob; TrainJob and PyTorchJob; your manifest under a JobSet | the number of pods |
-/// | `MASTER_ADDR`, or `PET_MASTER_ADDR` | PyTorchJob; TrainJob | the first pod's name. Without them, `JOBSET_NAME` and `REPLICATED_JOB_NAME`, if your manifest sets them, give that of a JobSet |
-/// | `MASTER_PORT`, or `PET_MASTER_PORT` | PyTorchJob; TrainJob | a free port there; 29500 without them |
-/// | `PET_NPROC_PER_NODE` | TrainJob and PyTorchJob | must be 1 or `auto`. With more, the pod's command is to be `torchrun`, which reads all of `PET_*` |
-/// | `JOBSET_UID` | your manifest, from the label `jobset.sigs.k8s.io/jobset-uid` | tells the JobSet from an earlier one of its name |
-/// | `JOBSET_RESTART_ATTEMPT` | your manifest, from the annotation `jobset.sigs.k8s.io/restart-attempt` | how often the JobSet was started again |
+/// - `RANK` (set by PyTorchJob), `PET_NODE_RANK` (TrainJob and PyTorchJob) or
+///   `JOB_COMPLETION_INDEX` (every indexed Job, hence every JobSet and TrainJob): the pod's rank.
+/// - `WORLD_SIZE` (PyTorchJob; your manifest under a JobSet) or `PET_NNODES` (TrainJob and
+///   PyTorchJob): the number of pods.
+/// - `MASTER_ADDR` (PyTorchJob) or `PET_MASTER_ADDR` (TrainJob): the first pod's name. Without
+///   them, a JobSet's first pod is derived from `JOBSET_NAME` and `REPLICATED_JOB_NAME`, if your
+///   manifest sets them.
+/// - `MASTER_PORT` (PyTorchJob) or `PET_MASTER_PORT` (TrainJob): a free port there; 29500 without
+///   them.
+/// - `PET_NPROC_PER_NODE` (TrainJob and PyTorchJob): must be 1, `auto`, `cpu` or `gpu`, which all
+///   count as one rank. For more ranks per pod, use `torchrun` as the pod's command; it reads all
+///   `PET_*` variables.
+/// - `JOBSET_UID` (your manifest, from the label `jobset.sigs.k8s.io/jobset-uid`): distinguishes
+///   the JobSet from an earlier one with the same name.
+/// - `JOBSET_RESTART_ATTEMPT` (your manifest, from the annotation
+///   `jobset.sigs.k8s.io/restart-attempt`): the number of the JobSet's restarts.
 ///
-/// Recognised by `PET_NODE_RANK`, by `RANK` and `WORLD_SIZE` in a pod (`KUBERNETES_SERVICE_HOST`), or by
-/// `JOBSET_NAME` and `JOB_COMPLETION_INDEX`; but not with `LOCAL_RANK`, by which `torchrun` in a pod is told apart.
-/// `JOB_COMPLETION_INDEX` alone may be that of a job whose pods have nothing to do with each other: name the
-/// environment then. An MPIJob's ranks are those of `mpi`.
+/// Detected by `PET_NODE_RANK`, by `RANK` and `WORLD_SIZE` in a pod (`KUBERNETES_SERVICE_HOST`), or
+/// by `JOBSET_NAME` and `JOB_COMPLETION_INDEX`. Not detected with `LOCAL_RANK`, which `torchrun` in
+/// a pod sets. `JOB_COMPLETION_INDEX` alone is not enough: the job's pods may be unrelated. Name
+/// the environment in that case. For an MPIJob, use the environment `mpi`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Kubernetes {}
@@ -40,7 +48,7 @@ const SIZES: [&str; 2] = ["WORLD_SIZE", "PET_NNODES"];
 
 #[typetag::serde(name = "kubernetes")]
 impl EnvironmentConfig for Kubernetes {
-    /// Above that of `torchelastic`, which takes `RANK` for its own.
+    /// Above `torchelastic`, which also claims `RANK`.
     fn priority(&self) -> i32 {
         110
     }
@@ -97,7 +105,7 @@ impl EnvironmentConfig for Kubernetes {
     }
 }
 
-/// The first of these variables that is set, and its value. Those that are set must be the same.
+/// Returns the first of these variables that is set, and its value. All that are set must agree.
 fn number(
     variables: &Variables,
     names: &[&'static str],
@@ -129,7 +137,7 @@ fn number(
 
 fn main_address(variables: &Variables) -> Result<String> {
     let named = ["MASTER_ADDR", "PET_MASTER_ADDR"].into_iter().find_map(|name| variables.get(name));
-    // The first pod of a job in a JobSet, in its headless service, which has the JobSet's name.
+    // A JobSet's first pod, in its headless service, which has the JobSet's name.
     let in_job_set = || {
         let (set, job) = (variables.get("JOBSET_NAME")?, variables.get("REPLICATED_JOB_NAME")?);
         Some(format!("{set}-{job}-0-0.{set}"))
@@ -152,7 +160,7 @@ mod tests {
 
     const POD: (&str, &str) = ("KUBERNETES_SERVICE_HOST", "10.96.0.1");
 
-    /// What the controller of PyTorchJob sets (training-operator 1.5).
+    /// Variables set by the controller of PyTorchJob (training-operator 1.5).
     const PYTORCH_JOB: [(&str, &str); 5] = [
         POD,
         ("RANK", "1"),
@@ -161,7 +169,8 @@ mod tests {
         ("MASTER_PORT", "23456"),
     ];
 
-    /// What that of TrainJob sets with a runtime for torch (trainer 2.0), and Kubernetes for an indexed job.
+    /// Variables set by the controller of TrainJob with a torch runtime (trainer 2.0) and, for an
+    /// indexed job, by Kubernetes.
     const TRAIN_JOB: [(&str, &str); 7] = [
         POD,
         ("PET_NNODES", "2"),
@@ -172,7 +181,7 @@ mod tests {
         ("JOB_COMPLETION_INDEX", "1"),
     ];
 
-    /// What a manifest of a JobSet sets beside the index.
+    /// Variables that a JobSet's manifest sets, with the index.
     const JOB_SET: [(&str, &str); 5] = [
         POD,
         ("JOB_COMPLETION_INDEX", "1"),
@@ -181,7 +190,7 @@ mod tests {
         ("WORLD_SIZE", "2"),
     ];
 
-    /// A set with changes; an empty value takes a variable out.
+    /// A variable set with changes; an empty value removes a variable.
     fn with<'a>(full: &[(&'a str, &'a str)], changes: &[(&'a str, &'a str)]) -> Variables {
         let kept = full.iter().filter(|(name, _)| changes.iter().all(|(other, _)| name != other));
         kept.chain(changes.iter().filter(|(_, value)| !value.is_empty())).copied().collect()
@@ -193,7 +202,7 @@ mod tests {
 
     // checklist: Lightning: KubeflowEnvironment, never detected
     #[test]
-    fn reads_what_controllers_set() {
+    fn controllers_variables_are_read() {
         let jobs = [
             (&PYTORCH_JOB[..], "pretrain-master-0", 23456),
             (&TRAIN_JOB[..], "pretrain-node-0-0.pretrain", 29500),
@@ -226,7 +235,7 @@ mod tests {
             assert_eq!(name(full, &[]), "kubernetes");
             assert_eq!(name(full, &torchrun), "torchelastic");
         }
-        // Pods that have nothing to do with each other, and a hand-made job outside of a pod.
+        // Unrelated pods, and a hand-made job outside of a pod.
         assert_eq!(name(&[POD, ("JOB_COMPLETION_INDEX", "1")], &[]), "local");
         assert_eq!(name(&PYTORCH_JOB, &[("KUBERNETES_SERVICE_HOST", "")]), "torchelastic");
         assert_eq!(name(&[POD, ("OMPI_COMM_WORLD_RANK", "0")], &[]), "mpi");

@@ -1,12 +1,12 @@
 //! Cluster environments of the launchers that Fulgurite supports, in the order of detection:
 //!
-//! | `type` | variables of | who starts the ranks |
+//! | `type` | variables | ranks started by |
 //! |---|---|---|
-//! | `kubernetes` | PyTorchJob, TrainJob, JobSet: `RANK`, `PET_NODE_RANK`, … | a controller, one rank a pod |
-//! | `torchelastic` | `torchrun`: `RANK`, `WORLD_SIZE`, `LOCAL_RANK`, … | `torchrun`, or any script that sets them |
+//! | `kubernetes` | PyTorchJob, TrainJob, JobSet: `RANK`, … | a controller, one rank a pod |
+//! | `torchelastic` | `torchrun`: `RANK`, `LOCAL_RANK`, … | `torchrun`, or similar scripts |
 //! | `slurm` | Slurm: `SLURM_NTASKS`, `SLURM_PROCID`, … | `srun` |
 //! | `lsf` | LSF: `JSM_NAMESPACE_RANK`, `LSB_JOBID`, … | `jsrun` |
-//! | `mpi` | Open MPI, MPICH, Intel MPI: `OMPI_COMM_WORLD_RANK`, `PMI_RANK`, … | `mpirun`, `mpiexec` |
+//! | `mpi` | Open MPI, MPICH, …: `OMPI_COMM_WORLD_RANK`, `PMI_RANK`, … | `mpirun`, `mpiexec` |
 //! | `local` | none | the program itself (`trainer.devices` of them) |
 //!
 //! ```
@@ -58,10 +58,10 @@ mod tests {
         assert_eq!(found(&[slurm, ("MASTER_ADDR", "node0")]), "slurm");
         assert_eq!(found(&[torch, slurm, lsf, mpi]), "torchelastic");
         assert_eq!(found(&[slurm, lsf]), "slurm");
-        // jsrun starts ranks with the variables of Open MPI.
+        // jsrun also sets Open MPI's variables.
         assert_eq!(found(&[lsf, mpi]), "lsf");
         assert_eq!(found(&[mpi, ("WORLD_SIZE", "2")]), "mpi");
-        // Of mpirun in an allocation.
+        // mpirun in an allocation.
         assert_eq!(found(&[slurm, mpi]), "mpi");
         assert_eq!(found(&[]), "local");
     }

@@ -1,12 +1,12 @@
-//! The environment of a process that no launcher has started.
+//! The environment `local`: a process without a launcher.
 
 use fulgurite_config::register_environment;
 use fulgurite_error::{Error, Result};
 use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};
 use serde::{Deserialize, Serialize};
 
-/// `environment.type = "local"`: this process is alone, and the launcher starts the other ranks on
-/// this host. It is the default when no other environment is recognised; set it to use one node of
+/// `environment.type = "local"`: this process is alone, and Fulgurite's launcher starts the other
+/// ranks on this host. The default when no other environment is detected. Set it to use one node of
 /// an allocation without the allocation's launcher.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
@@ -70,7 +70,7 @@ impl ClusterEnvironment for SingleProcess {
         "127.0.0.1".to_owned()
     }
 
-    /// 0, for any free port, which only processes started by this one need to know.
+    /// 0 for any free port: only processes started by this one need to know it.
     fn main_port(&self) -> u16 {
         0
     }

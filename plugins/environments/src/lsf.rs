@@ -1,4 +1,4 @@
-//! The environment of `jsrun`.
+//! The environment `lsf`: ranks started by `jsrun`.
 
 use std::path::Path;
 
@@ -12,18 +12,21 @@ use crate::process::{Names, Process};
 
 /// `environment.type = "lsf"`: the ranks were started by `jsrun` in a job of IBM's LSF.
 ///
-/// | variable | |
-/// |---|---|
-/// | `JSM_NAMESPACE_RANK`, `JSM_NAMESPACE_SIZE`, `JSM_NAMESPACE_LOCAL_RANK` | required: rank, world size, rank among those of its host |
-/// | `JSM_NAMESPACE_LOCAL_SIZE` | ranks of this host. Without it, how often the host of this rank is in the rank file, if that has a line for each rank; else the world size divided by the hosts in it |
-/// | `LSB_DJOB_RANKFILE` | a file with the hosts, the launch node's first, which has no ranks |
-/// | `LSB_JOBID`, `LSB_JOBINDEX` | required: the job; its element, for an array of jobs |
-/// | `LSB_RESTART` | `Y` if LSF has started the job again |
-/// | `MASTER_ADDR` | rank 0's host; else the second one in the rank file |
-/// | `MASTER_PORT` | a free port there; else 10000 plus the last three digits of the job's id plus its element |
+/// - `JSM_NAMESPACE_RANK`, `JSM_NAMESPACE_SIZE`, `JSM_NAMESPACE_LOCAL_RANK`: required; the rank,
+///   the world size and the rank on its host.
+/// - `JSM_NAMESPACE_LOCAL_SIZE`: the number of ranks on this host. Without it, if the rank file has
+///   a line for each rank, the number of lines with this rank's host. Else the world size divided
+///   by the number of distinct hosts in the file.
+/// - `LSB_DJOB_RANKFILE`: a file with the hosts. The first line is the launch node, which runs no
+///   ranks.
+/// - `LSB_JOBID`, `LSB_JOBINDEX`: required; the job, and its element in a job array.
+/// - `LSB_RESTART`: `Y` if LSF has restarted the job.
+/// - `MASTER_ADDR`: rank 0's host; else the second host in the rank file.
+/// - `MASTER_PORT`: a free port there; else 10000 plus the last three digits of job id plus
+///   element.
 ///
-/// Recognised by the variables of `jsrun`, which are set nowhere else. In a job of LSF that has `mpirun` start its
-/// ranks, they are those of the environment `mpi`.
+/// Detected by the variables of `jsrun`, which nothing else sets. If an LSF job starts its ranks
+/// with `mpirun`, the environment is `mpi`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Lsf {}
@@ -90,7 +93,7 @@ impl EnvironmentConfig for Lsf {
     }
 }
 
-/// The hosts of the ranks in `LSB_DJOB_RANKFILE`, as often as they are in it; at least one.
+/// The hosts of the ranks in `LSB_DJOB_RANKFILE`, with repetitions; at least one.
 fn rank_file(variables: &Variables) -> Result<Vec<String>> {
     let name = "LSB_DJOB_RANKFILE";
     let path: String =
@@ -115,7 +118,7 @@ fn rank_file(variables: &Variables) -> Result<Vec<String>> {
 
 fn local_world_size(hosts: &[String], world_size: usize, rank: usize) -> Result<usize> {
     if hosts.len() == world_size {
-        // A rank that is not below the world size is found later.
+        // A rank outside the world size is reported later.
         let host = hosts.get(rank).unwrap_or(&hosts[0]);
         return Ok(hosts.iter().filter(|other| *other == host).count());
     }
@@ -143,7 +146,7 @@ mod tests {
         ("LSB_JOBID", "1234567"),
     ];
 
-    /// The full set and a rank file with changes; an empty value takes a variable out.
+    /// The full variable set and a rank file, with changes; an empty value removes a variable.
     fn with(hosts: &str, changes: &[(&str, &str)]) -> Result<Box<dyn ClusterEnvironment>> {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), hosts).unwrap();
@@ -170,7 +173,7 @@ mod tests {
 
     // checklist: Lightning: LSFEnvironment
     #[test]
-    fn reads_what_jsrun_sets() {
+    fn jsruns_variables_are_read() {
         let environment = build(HOSTS, &[]);
         assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));
         assert_eq!((environment.local_rank(), environment.local_world_size()), (1, 2));
@@ -185,7 +188,7 @@ mod tests {
 
     #[test]
     fn slots_are_not_ranks() {
-        // Three slots a host, two ranks on each.
+        // Three slots per host, two ranks on each.
         let slots = "launch1\nc07\nc07\nc07\nc08\nc08\nc08\n";
         assert_eq!(build(slots, &[]).local_world_size(), 2);
         let said =

@@ -1,7 +1,7 @@
 //! Slurm's compressed lists of host names.
 
-/// The first host of a Slurm node list: `alpha[3,1], beta` → `alpha3`. `None` if the list is empty
-/// or malformed.
+/// Returns the first host of a Slurm node list: `alpha[3,1], beta` → `alpha3`. `None` if the list
+/// is empty or malformed.
 pub(crate) fn first_node(list: &str) -> Option<String> {
     let mut name = String::new();
     let mut rest = list.trim_start();

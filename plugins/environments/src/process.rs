@@ -1,9 +1,9 @@
-//! A rank that a launcher has started.
+//! A rank started by a launcher.
 
 use fulgurite_error::{Error, Result};
 use fulgurite_launch::environment::{ClusterEnvironment, Requeue, Variables};
 
-/// A rank that a launcher has started; every environment but `local` reads one.
+/// A rank started by a launcher; used by all environments but `local`.
 #[derive(Debug, Clone, PartialEq)]
 pub(crate) struct Process {
     pub(crate) name: &'static str,
@@ -17,12 +17,12 @@ pub(crate) struct Process {
     pub(crate) main_port: u16,
     pub(crate) job_id: String,
     pub(crate) restart_count: u64,
-    /// [`ClusterEnvironment::restart_id`], where it is not the job's id.
+    /// [`ClusterEnvironment::restart_id`], if it differs from the job's id.
     pub(crate) restart_id: Option<String>,
     pub(crate) requeue: Option<Requeue>,
 }
 
-/// The variables that the numbers are from, for messages.
+/// The variables that provided the numbers, for messages.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Names {
     pub(crate) size: &'static str,
@@ -55,8 +55,8 @@ impl Process {
         Ok(self)
     }
 
-    /// As [`check`](Self::check), and that `torchrun`'s variables, which other libraries of the program read and
-    /// which scripts set, say the same where they are set.
+    /// Like [`check`](Self::check). Also checks that `torchrun`'s variables agree, if set: other
+    /// libraries of the program read them, and scripts set them.
     pub(crate) fn check_with(self, variables: &Variables) -> Result<Self> {
         let process = self.check()?;
         let Names { size, rank, local_rank, local_size } = process.names;
@@ -80,8 +80,9 @@ impl Process {
         Ok(process)
     }
 
-    /// Sets the node's rank, which the launcher does not say: every node has as many ranks, one node after the
-    /// other. `flag` says in the message how ranks are started so.
+    /// Computes the node's rank, which the launcher does not report. Assumes the same number of
+    /// ranks on every node, node after node. `flag` tells in the error message how to start ranks
+    /// like that.
     pub(crate) fn with_nodes_in_order(self, flag: &str) -> Result<Self> {
         let Self { global_rank: rank, local_rank, local_world_size: local_size, .. } = self;
         if rank % local_size == local_rank {

@@ -1,4 +1,4 @@
-//! The environment of `srun`.
+//! The environment `slurm`: ranks started by `srun`.
 
 use fulgurite_config::register_environment;
 use fulgurite_error::{Error, Result};
@@ -13,29 +13,32 @@ use crate::process::{Names, Process};
 
 /// `environment.type = "slurm"`: the ranks were started by `srun`.
 ///
-/// | variable | |
-/// |---|---|
-/// | `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NODEID` | required: world size, rank, local rank, node rank |
-/// | `SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE` | ranks of each node, such as `2(x3),1`; else `SLURM_NTASKS_PER_NODE`; else the ranks divided by `SLURM_NNODES` |
-/// | `MASTER_ADDR` | rank 0's host. Without it 127.0.0.1 if all ranks are on one node; else the first of `SLURM_STEP_NODELIST` or `SLURM_NODELIST`; else 127.0.0.1 |
-/// | `MASTER_PORT` | a free port there; else 15000 plus the last four digits of `SLURM_JOB_ID` (12910 without one) |
-/// | `SLURM_RESTART_COUNT` | how often the job was requeued |
-/// | `SLURM_ARRAY_JOB_ID`, `SLURM_ARRAY_TASK_ID` | which element of an array is requeued |
+/// - `SLURM_NTASKS`, `SLURM_PROCID`, `SLURM_LOCALID`, `SLURM_NODEID`: required; the world size,
+///   rank, local rank and node rank.
+/// - `SLURM_STEP_TASKS_PER_NODE`, `SLURM_TASKS_PER_NODE`: ranks of each node, such as `2(x3),1`;
+///   else `SLURM_NTASKS_PER_NODE`; else the ranks divided by `SLURM_NNODES`.
+/// - `MASTER_ADDR`: rank 0's host. Without it, 127.0.0.1 if all ranks are on one node; else the
+///   first host of `SLURM_STEP_NODELIST` or `SLURM_NODELIST`; else 127.0.0.1.
+/// - `MASTER_PORT`: a free port there; else 15000 plus the last four digits of `SLURM_JOB_ID`
+///   (12910 without one).
+/// - `SLURM_RESTART_COUNT`: how often the job was requeued.
+/// - `SLURM_ARRAY_JOB_ID`, `SLURM_ARRAY_TASK_ID`: the array element to requeue.
 ///
-/// Recognised by `SLURM_NTASKS`, unless the job's name is `bash` or `interactive` and the process is no task of a
-/// step of several without a terminal: the shell of an allocation is no rank, and what `srun` starts from it is. To
-/// use one node of an allocation without `srun`, set `trainer.environment = "local"`. Ranks that an `mpirun` in the
-/// allocation has started are those of the environment `mpi`.
+/// Detected by `SLURM_NTASKS`, except in an allocation's shell, which is not a rank. A process
+/// counts as a shell if the job's name is `bash` or `interactive`, unless it belongs to an `srun`
+/// step of several tasks without a terminal. To use one node of an allocation without `srun`, set
+/// `trainer.environment = "local"`. For ranks started by an `mpirun` in the allocation, the
+/// environment is `mpi`.
 ///
 /// # Requeueing
-/// If [`requeue_signal`](Self::requeue_signal) comes (`sbatch --signal=SIGUSR1@90`: 90 seconds before the time is
-/// up), the ranks finish their step, save and end; rank 0 calls `scontrol requeue` and all exit with 0. The requeued
-/// job goes on from that checkpoint. It must be allowed to be requeued (`sbatch --requeue`, or the cluster's
-/// default).
+/// After [`requeue_signal`](Self::requeue_signal) (`sbatch --signal=SIGUSR1@90`: 90 seconds before
+/// the time is up), the ranks finish their step, save and end. Rank 0 calls `scontrol requeue`, and
+/// all ranks exit with 0. The requeued job resumes from that checkpoint. The job must allow
+/// requeueing (`sbatch --requeue`, or the cluster's default).
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct Slurm {
-    /// Whether the job is put back into the queue after `requeue_signal`.
+    /// Whether the job is requeued after `requeue_signal`.
     pub auto_requeue: bool,
     /// The signal that comes before Slurm takes the nodes: `"SIGUSR1"` or `"SIGTERM"`.
     pub requeue_signal: RequeueSignal,
@@ -47,13 +50,13 @@ impl Default for Slurm {
     }
 }
 
-/// A signal after which a job may be put back into the queue.
+/// A signal after which a job may be requeued.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "UPPERCASE")]
 pub enum RequeueSignal {
-    /// The one for `sbatch --signal`.
+    /// The usual choice for `sbatch --signal`.
     Sigusr1,
-    /// What Slurm sends when it preempts a job, or its time is up.
+    /// Sent by Slurm when it preempts a job or the job's time is up.
     Sigterm,
 }
 
@@ -132,7 +135,8 @@ impl Slurm {
             return Ok(None);
         }
         let number = |name| variables.parse::<u64>(name, "a number that Slurm sets");
-        // One element of an array has the array's job id, by which all of it would be requeued.
+        // An array element shares the array's job id; requeueing that id would requeue the whole
+        // array.
         let array = number("SLURM_ARRAY_JOB_ID")?.zip(number("SLURM_ARRAY_TASK_ID")?);
         let job = match (array, number("SLURM_JOB_ID")?) {
             (Some((array, task)), _) => format!("{array}_{task}"),
@@ -147,11 +151,11 @@ impl Slurm {
     }
 }
 
-/// Whether this process runs in the shell of an allocation, which is no rank: that of `salloc`, or of
-/// `srun --pty bash`.
+/// Returns whether this process runs in an allocation's shell (`salloc` or `srun --pty bash`),
+/// which is not a rank.
 fn is_shell(variables: &Variables) -> bool {
     let is_interactive = matches!(variables.get("SLURM_JOB_NAME"), Some("bash" | "interactive"));
-    // Steps that are no `srun` of the user (batch, interactive, extern) have the highest numbers.
+    // Slurm's own steps (batch, interactive, extern) have the highest numbers.
     let step = variables.get("SLURM_STEP_ID").and_then(|id| id.parse::<u32>().ok());
     let is_srun = step.is_some_and(|id| id < 0xffff_fff0) && !variables.is_set("SLURM_PTY_PORT");
     let several = variables.get("SLURM_NTASKS").is_some_and(|tasks| tasks != "1");
@@ -243,7 +247,7 @@ mod tests {
     ];
     const NODES: (&str, &str) = ("SLURM_NNODES", "2");
 
-    /// The full set with changes; an empty value takes a variable out.
+    /// The full variable set with changes; an empty value removes a variable.
     fn with<'a>(changes: &[(&'a str, &'a str)]) -> Variables {
         let kept = FULL.iter().filter(|(name, _)| changes.iter().all(|(other, _)| name != other));
         kept.chain(changes.iter().filter(|(_, value)| !value.is_empty())).copied().collect()
@@ -259,7 +263,7 @@ mod tests {
 
     // checklist: Lightning: _set_world_ranks
     #[test]
-    fn reads_what_srun_sets() {
+    fn sruns_variables_are_read() {
         let environment = build(&[NODES]);
         assert!(environment.creates_processes_externally());
         assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));
@@ -306,7 +310,7 @@ mod tests {
         assert!(Slurm::default().detect(&with(&[])));
         for name in [("SLURM_JOB_NAME", "bash"), ("SLURM_JOB_NAME", "interactive")] {
             let detects = |change| Slurm::default().detect(&with(&[name, change]));
-            // `salloc`, its step of a newer Slurm, `srun --pty bash`, `srun -n 4 --pty bash`.
+            // `salloc`, its step in newer Slurm, `srun --pty bash`, `srun -n 4 --pty bash`.
             assert!(!detects(("SLURM_STEP_ID", "")));
             assert!(!detects(("SLURM_STEP_ID", "4294967290")));
             assert!(!detects(("SLURM_NTASKS", "1")));
@@ -318,7 +322,7 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_mpirun_in_an_allocation_are_not_tasks() {
+    fn ranks_of_mpirun_are_not_tasks() {
         let detects = |changes: &[(&str, &str)]| Slurm::default().detect(&with(changes));
         assert!(!detects(&[("OMPI_COMM_WORLD_RANK", "3")]));
         assert!(!detects(&[("PMI_RANK", "3"), ("MPI_LOCALRANKID", "1")]));

@@ -1,7 +1,7 @@
-//! The process that has started the ranks of this host.
+//! The process that started the ranks of this host.
 
-/// The nearest ancestor of this process that has no variable `rank`: the launcher's daemon or agent on this host, under
-/// whatever scripts it has started. Linux only.
+/// Finds the process that started this host's ranks: the nearest ancestor without the variable
+/// `rank`. This is the launcher's daemon or agent, even if scripts run in between. Linux only.
 pub(crate) fn starter(rank: &str) -> Option<u32> {
     let assignment = format!("{rank}=");
     let mut process = std::os::unix::process::parent_id();
@@ -18,10 +18,11 @@ pub(crate) fn starter(rank: &str) -> Option<u32> {
     None
 }
 
-/// When a process was started, in ticks since this host was: tells it from others that had its number. Linux only.
+/// Returns a process's start time, in ticks since the host's boot. Distinguishes it from other
+/// processes with the same id. Linux only.
 pub(crate) fn start_time(process: u32) -> Option<u64> {
     let stat = std::fs::read_to_string(format!("/proc/{process}/stat")).ok()?;
-    // `number (name) state …`, of which the 22nd is wanted; the name may have spaces and brackets.
+    // Field 22 of `number (name) state …`; the name may contain spaces and brackets.
     stat.rsplit_once(')')?.1.split_whitespace().nth(19)?.parse().ok()
 }
 
@@ -31,9 +32,9 @@ mod tests {
 
     #[test]
     fn the_starter_is_an_ancestor() {
-        // Nobody has this variable, so it is the parent.
+        // No process has this variable, so the starter is the parent.
         assert_eq!(starter("NO_SUCH_RANK"), Some(std::os::unix::process::parent_id()));
-        // All have this one.
+        // All processes have this variable.
         assert_ne!(starter("PATH"), Some(std::os::unix::process::parent_id()));
     }
 

@@ -1,4 +1,4 @@
-//! The environment of `torchrun`.
+//! The environment `torchelastic`: ranks started by `torchrun`.
 
 use fulgurite_config::register_environment;
 use fulgurite_error::{Error, Result};
@@ -9,22 +9,23 @@ use crate::mpi;
 use crate::process::{Names, Process};
 use crate::starter::{start_time, starter};
 
-/// `environment.type = "torchelastic"`: the ranks were started by `torchrun`, or by anything else
+/// `environment.type = "torchelastic"`: the ranks were started by `torchrun`, or by another program
 /// that sets the same variables.
 ///
-/// | variable | |
-/// |---|---|
-/// | `RANK`, `WORLD_SIZE`, `LOCAL_RANK` | required |
-/// | `MASTER_ADDR`, `MASTER_PORT` | required; rank 0's host, and a free port on it |
-/// | `LOCAL_WORLD_SIZE` | ranks of this node. Without it `WORLD_SIZE` is divided by `GROUP_WORLD_SIZE` or `NNODES` if one is set; without any of them all ranks are on one node |
-/// | `GROUP_RANK`, `NODE_RANK` | this node's rank; without them `RANK / LOCAL_WORLD_SIZE` |
-/// | `TORCHELASTIC_RUN_ID` | the job's id (`--rdzv-id`), by which a restart finds what the job has saved. Without one, restarts of the same `torchrun` on rank 0's node belong together |
-/// | `TORCHELASTIC_RESTART_COUNT` | how often `torchrun` has started the ranks again |
-/// | `TORCHELASTIC_USE_AGENT_STORE` | `True` if `torchrun`'s own store uses `MASTER_PORT`; then this job's store uses the next port |
+/// - `RANK`, `WORLD_SIZE`, `LOCAL_RANK`: required.
+/// - `MASTER_ADDR`, `MASTER_PORT`: required; rank 0's host, and a free port on it.
+/// - `LOCAL_WORLD_SIZE`: the number of ranks on this node. Without it, `WORLD_SIZE` is divided by
+///   `GROUP_WORLD_SIZE` or `NNODES` if one is set; else all ranks are on one node.
+/// - `GROUP_RANK`, `NODE_RANK`: this node's rank; without them `RANK / LOCAL_WORLD_SIZE`.
+/// - `TORCHELASTIC_RUN_ID`: the job's id (`--rdzv-id`), by which a restart finds the job's
+///   checkpoints. Without one, restarts of the same `torchrun` on rank 0's node belong together.
+/// - `TORCHELASTIC_RESTART_COUNT`: how often `torchrun` has restarted the ranks.
+/// - `TORCHELASTIC_USE_AGENT_STORE`: `True` if `torchrun`'s own store uses `MASTER_PORT`; then this
+///   job's store uses the next port.
 ///
-/// Recognised by `RANK` or `LOCAL_RANK`, or by `WORLD_SIZE` outside of Slurm and MPI (where scripts often
-/// set that one alone). In a step of Slurm that has as many tasks as `WORLD_SIZE` says, `RANK` must be
-/// `SLURM_PROCID`: else a script has set one `RANK` for all.
+/// Detected by `RANK` or `LOCAL_RANK`. `WORLD_SIZE` alone counts only outside of Slurm and MPI,
+/// where scripts often set it. In a Slurm step with `WORLD_SIZE` tasks, `RANK` must equal
+/// `SLURM_PROCID`; otherwise a script has set the same `RANK` for all tasks.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct TorchElastic {}
@@ -88,8 +89,8 @@ impl EnvironmentConfig for TorchElastic {
     }
 }
 
-/// What tells the restarts of a job from other jobs, if its id does not: `torchrun` without `--rdzv-id` calls all jobs
-/// `none`.
+/// The id that a job's restarts share, if the job's id is not unique: `torchrun` without
+/// `--rdzv-id` calls all jobs `none`.
 fn restart_id(variables: &Variables) -> Option<String> {
     match variables.get("TORCHELASTIC_RUN_ID") {
         Some(id) if id != "none" && !id.is_empty() => None,
@@ -100,7 +101,7 @@ fn restart_id(variables: &Variables) -> Option<String> {
     }
 }
 
-/// Checks that a `RANK` that no `torchrun` has set is that of the task of Slurm, where tasks are ranks.
+/// Checks that a `RANK` not set by `torchrun` matches the Slurm task, if each task is a rank.
 fn check_tasks(variables: &Variables, world_size: usize, rank: usize) -> Result<()> {
     let of_torchrun = variables.is_set("TORCHELASTIC_RUN_ID");
     if of_torchrun || !variables.is_set("SLURM_STEP_ID") {
@@ -176,7 +177,7 @@ mod tests {
         ("MASTER_PORT", "29500"),
     ];
 
-    /// The full set with changes; an empty value takes a variable out.
+    /// The full variable set with changes; an empty value removes a variable.
     fn with<'a>(changes: &[(&'a str, &'a str)]) -> Variables {
         let kept = FULL.iter().filter(|(name, _)| changes.iter().all(|(other, _)| name != other));
         kept.chain(changes.iter().filter(|(_, value)| !value.is_empty())).copied().collect()
@@ -195,7 +196,7 @@ mod tests {
     // checklist: Lightning: _set_world_ranks
     // checklist: NeMo: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     #[test]
-    fn reads_what_torchrun_sets() {
+    fn torchruns_variables_are_read() {
         let environment = build(&[("GROUP_RANK", "1"), ("TORCHELASTIC_RUN_ID", "run")]);
         assert!(environment.creates_processes_externally());
         assert_eq!((environment.global_rank(), environment.world_size()), (3, 4));
@@ -209,7 +210,7 @@ mod tests {
 
     // checklist: NeMo: RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
     #[test]
-    fn derives_what_is_missing() {
+    fn missing_variables_are_derived() {
         assert_eq!(build(&[]).node_rank(), 1, "from RANK");
         assert_eq!(build(&[("NODE_RANK", "5")]).node_rank(), 5);
         let no_size = ("LOCAL_WORLD_SIZE", "");
@@ -252,17 +253,17 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_a_script_sets_for_all_tasks_is_found() {
+    fn one_rank_for_all_tasks_is_refused() {
         let task = |id| [("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "4"), ("SLURM_PROCID", id)];
         build(&task("3"));
         insta::assert_snapshot!(error(&task("1")), @"launch: RANK = 3 contradicts SLURM_PROCID = 1 of SLURM_NTASKS = 4 = WORLD_SIZE tasks: a variable that the script sets is the same in all tasks. Unset RANK, WORLD_SIZE and LOCAL_RANK, so that Slurm's variables are read, or set them in each task from SLURM_PROCID, SLURM_NTASKS and SLURM_LOCALID");
-        // `srun torchrun`: a task is a node, or its ranks are.
+        // `srun torchrun`: each task is a node, or the task's ranks are.
         build(&[&task("1")[..], &[("TORCHELASTIC_RUN_ID", "run")]].concat());
         build(&[("SLURM_STEP_ID", "0"), ("SLURM_NTASKS", "2"), ("SLURM_PROCID", "1")]);
     }
 
     #[test]
-    fn restarts_of_a_job_without_an_id_are_those_of_its_torchrun() {
+    fn jobs_without_an_id_are_told_apart_by_torchrun() {
         let id = |id| build(&[("TORCHELASTIC_RUN_ID", id)]).restart_id();
         assert_eq!(id("pretrain"), "pretrain");
         assert!(id("none").starts_with("torchelastic-process-"), "{}", id("none"));

@@ -1,4 +1,4 @@
-//! The logger `csv`: one row for each call, in `metrics.csv`.
+//! The logger `csv`: one row per call, in `metrics.csv`.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -11,7 +11,7 @@ use fulgurite_trainer::trainer::{Logger, LoggerConfig};
 use serde::{Deserialize, Serialize};
 
 /// `trainer.loggers = ["csv"]`: `metrics.csv` in the run's directory. The first column is `step`. A
-/// new metric adds a column, for which the file is rewritten.
+/// new metric adds a column, and the file is rewritten.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct CsvConfig {}
@@ -37,7 +37,7 @@ struct CsvLogger {
 }
 
 impl CsvLogger {
-    /// Opens the file, and reads its columns if it exists.
+    /// Opens the file and, if it exists, reads its columns.
     fn open(path: PathBuf) -> Result<Self> {
         let file = OpenOptions::new()
             .read(true)
@@ -66,7 +66,7 @@ impl CsvLogger {
         self.columns.extend(names);
         writer.write_record(&self.columns).map_err(csv())?;
         if has_rows {
-            // Flexible, since a killed run may have written a part of a row.
+            // Flexible: a killed run may have left a partial row.
             let reader = ReaderBuilder::new().flexible(true).from_path(path).map_err(csv())?;
             for record in reader.into_records() {
                 let mut record = record.map_err(csv())?;
@@ -126,7 +126,7 @@ mod tests {
     }
 
     #[test]
-    fn new_names_add_columns_and_keep_what_was_written() {
+    fn new_names_add_columns_and_keep_rows() {
         let dir = tempfile::tempdir().unwrap();
         let read = || std::fs::read_to_string(dir.path().join("metrics.csv")).unwrap();
         let mut logger = CsvConfig {}.build(dir.path()).unwrap();
@@ -155,7 +155,7 @@ step,lr,train_loss,val_loss,"a,b"
     }
 
     #[test]
-    fn a_directory_that_is_not_there_is_named() {
+    fn missing_directories_are_named() {
         let dir = tempfile::tempdir().unwrap();
         let error = CsvConfig {}.build(&dir.path().join("none")).err().unwrap().to_string();
         let shown = error.replace(&dir.path().display().to_string(), "DIR");

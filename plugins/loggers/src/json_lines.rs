@@ -6,7 +6,7 @@ use fulgurite_error::output::{self, Outlet};
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Event, EventSink, RunStatus};
 
-/// Writes each event as one JSON object on a line of its own, and flushes: `--output json`.
+/// Writes each event as one JSON object per line, and flushes: `--output json`.
 ///
 /// ```
 /// use fulgurite_core::trainer::{Event, EventSink};
@@ -17,10 +17,11 @@ use fulgurite_trainer::trainer::{Event, EventSink, RunStatus};
 /// # Ok::<(), fulgurite_core::Error>(())
 /// ```
 ///
-/// A broken pipe is not an error: the run continues without output. The run does not wait for a slow reader of
-/// standard output. Events without room in a queue of 4 MiB are left out, and `{"event":"left_out","lines":12}` is in
-/// their place. At the end of the run the queue is written, as long as the reader takes something every five
-/// seconds. After a full disk the next event is an error.
+/// A broken pipe is not an error: the run continues without output. The run does not wait for a
+/// slow reader of standard output: a queue of 4 MiB holds the events. Events that do not fit are
+/// dropped, and `{"event":"left_out","lines":12}` takes their place. At the end of the run the
+/// queue is written, as long as the reader reads something every five seconds. After a full disk
+/// the next event is an error.
 pub struct JsonLines {
     /// `None` after a broken pipe.
     writer: Option<Box<dyn Write + Send>>,
@@ -32,13 +33,13 @@ impl JsonLines {
         Self::new(Self::outlet().reporting_failures())
     }
 
-    /// Standard output for whole lines of JSON: left out lines are an event too.
+    /// Standard output for whole lines of JSON. Reports dropped lines as an event.
     pub fn outlet() -> Outlet {
         let left_out = |lines| format!("{{\"event\":\"left_out\",\"lines\":{lines}}}\n");
         output::stdout().with_gap_line(left_out)
     }
 
-    /// Writes to any writer, which the run waits for.
+    /// Writes to any writer; the run waits for it.
     pub fn new(writer: impl Write + Send + 'static) -> Self {
         Self { writer: Some(Box::new(writer)) }
     }
@@ -56,7 +57,7 @@ impl EventSink for JsonLines {
             RunStatus::Failed => output::flush_briefly(),
             RunStatus::Success | RunStatus::Interrupted => output::flush(),
         }
-        // An event may have failed since the last one came.
+        // The last event's write may have failed after it returned.
         self.write(b"")
     }
 }
@@ -97,7 +98,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_leaves_ends_the_stream_quietly() {
+    fn a_closed_reader_ends_the_stream_quietly() {
         let writes = Arc::default();
         let mut sink = JsonLines::new(Failing(ErrorKind::BrokenPipe, Arc::clone(&writes)));
         let event = Event::Checkpoint { step: 1, path: "p".into(), blocked_s: 0.5 };

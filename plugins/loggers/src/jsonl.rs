@@ -1,4 +1,4 @@
-//! The logger `jsonl`: one JSON object a line, in `metrics.jsonl`.
+//! The logger `jsonl`: one JSON object per line, in `metrics.jsonl`.
 
 use std::collections::BTreeMap;
 use std::fs::{File, OpenOptions};
@@ -10,8 +10,8 @@ use fulgurite_trainer::trainer::{Logger, LoggerConfig};
 use serde::{Deserialize, Serialize};
 
 /// `trainer.loggers = ["jsonl"]`: `metrics.jsonl` in the run's directory, with lines such as
-/// `{"step":1,"lr":0.001,"train_loss":3.5}`. Numbers that are not finite are `null`; a text that was
-/// logged has a line of its own.
+/// `{"step":1,"lr":0.001,"train_loss":3.5}`. Non-finite numbers are `null`. A logged text has its
+/// own line.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct JsonlConfig {}
@@ -54,7 +54,7 @@ impl Logger for JsonlLogger {
             line += &format!(",{name}:{value}");
         }
         line += "}\n";
-        // One write for each line, so that readers see whole lines.
+        // One write per line, so that readers see whole lines.
         self.file.write_all(line.as_bytes()).map_err(Error::io("writing the log", &self.path))
     }
 
@@ -62,7 +62,7 @@ impl Logger for JsonlLogger {
         true
     }
 
-    /// A line with the text under its name.
+    /// Writes a line with the text under its name.
     fn log_text(&mut self, name: &str, text: &str, step: u64) -> Result<()> {
         let encode = |text| serde_json::to_string(text).map_err(Error::other);
         let line = format!("{{\"step\":{step},{}:{}}}\n", encode(name)?, encode(text)?);

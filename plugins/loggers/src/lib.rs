@@ -1,5 +1,5 @@
-//! The loggers `csv`, `jsonl`, `tensorboard` and `mlflow`, and the event sinks [`ProgressBar`] (for people) and
-//! [`JsonLines`] (for programs).
+//! Loggers and event sinks: the loggers `csv`, `jsonl`, `tensorboard` and `mlflow`, and the sinks
+//! [`ProgressBar`] (for people) and [`JsonLines`] (for programs).
 //!
 //! ```
 //! use fulgurite_core::config::PluginValue;

@@ -15,9 +15,9 @@ fulgurite_trainer::register_progress!(|every_n_steps| Box::new(ProgressBar::stde
     every_n_steps
 )));
 
-/// Shows a run's progress: the model, the steps, validations and what comes of them. A linked program's
-/// trainers show it by themselves, unless `trainer.enable_progress_bar` is false. On standard error it does not wait for
-/// a reader ([`output`]).
+/// Shows a run's progress: the model, the steps, validations and their results. If this crate is
+/// linked, trainers show it by default, unless `trainer.enable_progress_bar` is false. On standard
+/// error it does not wait for a reader ([`output`]).
 ///
 /// ```
 /// use fulgurite_core::trainer::{EventSink, RunStatus};
@@ -31,11 +31,11 @@ pub struct ProgressBar {
     output: Output,
     max_steps: Option<u64>,
     every_n_steps: u64,
-    /// Whether a training has begun: otherwise it is an evaluation.
+    /// Whether training has begun; otherwise this is an evaluation.
     trains: bool,
-    /// The checkpoint whose weights were loaded, until it is known for what.
+    /// The checkpoint whose weights were loaded, until its purpose is known.
     loaded: Option<(u64, PathBuf)>,
-    /// What was logged last: not every step's values are.
+    /// The last logged values; not every step logs.
     logged: BTreeMap<String, f64>,
 }
 
@@ -48,33 +48,33 @@ enum Output {
 /// The bars of a terminal.
 struct Bars {
     all: MultiProgress,
-    /// For the lines above them.
+    /// Output for the lines above the bars.
     lines: Outlet,
-    /// That of training, once there is one.
+    /// The training bar, once training has begun.
     training: Option<indicatif::ProgressBar>,
-    /// What stands in the place of that when it ends.
+    /// The text that replaces the training bar when it ends.
     last_step: String,
-    /// That of the evaluation that goes on.
+    /// The bar of the current evaluation.
     evaluation: Option<indicatif::ProgressBar>,
 }
 
-/// Columns of a bar itself, where the terminal has room.
+/// Columns of a bar on a wide terminal.
 const BAR: usize = 24;
 
-/// Columns of a bar where it has little: words make room for it.
+/// Columns of a bar on a narrow terminal, where words take precedence.
 const SMALL_BAR: usize = 8;
 
-/// Columns that times take, and the spaces between what is shown.
+/// Columns for times and the spaces between the parts of a line.
 const TIMES: usize = 20;
 
-/// Columns that stay free at the end of a line for the `^C` that a terminal echoes. On a full line the
-/// echo would go to the next one, and the bar would stay where it was.
+/// Columns that stay free at the end of a line for the `^C` that a terminal echoes. On a full line
+/// the echo would wrap to the next line, and the bar could not be erased.
 const ECHO: usize = 3;
 
-/// How often bars are drawn a second, at most.
+/// Maximum number of redraws per second.
 const DRAWS: u8 = 20;
 
-/// The terminal of standard error. What is drawn at a time is handed on as one.
+/// The terminal of standard error. Hands on each redraw as one write.
 #[derive(Debug)]
 struct Terminal {
     size: console::Term,
@@ -149,10 +149,10 @@ impl Bars {
         Self { all, lines: to, training: None, last_step: String::new(), evaluation: None }
     }
 
-    /// The columns of the terminal.
+    /// The terminal's width in columns.
     fn columns(&self) -> usize {
         let columns = console::Term::stderr().size_checked().map(|(_, columns)| columns.into());
-        // A terminal that does not say how wide it is may have told the shell.
+        // A terminal that does not report its width may have told the shell.
         let of_shell = || std::env::var("COLUMNS").ok()?.parse().ok();
         columns.filter(|&columns| columns > 0).or_else(of_shell).unwrap_or(80)
     }
@@ -183,8 +183,8 @@ impl Bars {
         bar.set_message(message);
     }
 
-    /// Takes the bars away, and returns the last step in words, if there was one: a bar that stayed
-    /// would stand below all lines that follow, with the time that is left.
+    /// Removes the bars and returns the text of the last step, if there was one. A bar that stayed
+    /// would appear below all following lines, with its remaining time.
     fn end(&mut self) -> Option<String> {
         self.evaluation.take().inspect(indicatif::ProgressBar::finish_and_clear);
         self.training.take().inspect(indicatif::ProgressBar::finish_and_clear)?;
@@ -225,9 +225,9 @@ fn with_length(width: usize) -> String {
 }
 
 impl ProgressBar {
-    /// Progress on standard error: bars if it is a terminal; otherwise a line for the first step
-    /// and for every `every_n_steps`-th, and for everything else that happens. `max_steps` is the
-    /// run's length, if it is known.
+    /// Shows progress on standard error: bars if it is a terminal. Otherwise it prints a line for
+    /// the first step, for every `every_n_steps`-th step and for every other event. `max_steps` is
+    /// the run's length, if known.
     pub fn stderr(max_steps: Option<u64>, every_n_steps: u64) -> Self {
         if !io::stderr().is_terminal() {
             return Self::lines(output::stderr(), max_steps, every_n_steps);
@@ -235,7 +235,7 @@ impl ProgressBar {
         Self::new(Output::Bars(Bars::new()), max_steps, every_n_steps)
     }
 
-    /// Progress as lines on any writer, which the run waits for.
+    /// Shows progress as lines on any writer; the run waits for it.
     pub fn lines(
         writer: impl Write + Send + 'static,
         max_steps: Option<u64>,
@@ -253,7 +253,7 @@ impl ProgressBar {
         step == 1 || Some(step) == self.max_steps || step.is_multiple_of(self.every_n_steps.max(1))
     }
 
-    /// Says which weights were loaded, now that it is known for what.
+    /// Reports which weights were loaded, once their purpose is known.
     fn say_loaded(&mut self) -> Result<()> {
         let Some((step, path)) = self.loaded.take() else { return Ok(()) };
         match self.trains {
@@ -298,7 +298,7 @@ impl ProgressBar {
 impl EventSink for ProgressBar {
     fn begin(&mut self, run: &RunStart) {
         self.trains = true;
-        // What cannot be shown is no reason to end a run before it begins; the next line says so.
+        // Failing to show the model must not end the run; the next line reports the error.
         let _ = self.line(&run.model.to_string());
         if let Some(ranks) = &run.ranks {
             let _ = self.line(&ranks.to_string());
@@ -318,7 +318,7 @@ impl EventSink for ProgressBar {
     }
 
     fn evaluating(&mut self, progress: EvaluationProgress<'_>) {
-        // As above: the next line says it.
+        // As above: the next line reports the error.
         let _ = self.say_loaded();
         if let Output::Bars(bars) = &mut self.output {
             bars.evaluating(progress);
@@ -377,23 +377,23 @@ impl EventSink for ProgressBar {
 }
 
 fn style(template: &str) -> ProgressStyle {
-    // The templates are constants; for a wrong one the default bar will do.
+    // The templates are constants; a wrong one falls back to the default bar.
     ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar())
 }
 
-/// What is said of a step, but for its number.
+/// The texts about a step, without its number.
 struct StepText {
     epoch: String,
     loss: String,
     grad_norm: String,
     lr: String,
-    /// What the module logged.
+    /// Values logged by the module.
     logged: Vec<String>,
     rate: String,
 }
 
 impl StepText {
-    /// All of it, in order.
+    /// All texts, in order.
     fn all(&self) -> Vec<&str> {
         let mut all = vec![&*self.epoch, &*self.loss, &*self.grad_norm, &*self.lr];
         all.extend(self.logged.iter().map(String::as_str));
@@ -405,8 +405,9 @@ impl StepText {
         self.all().join("  ")
     }
 
-    /// As much of it as fits into so many columns, beside a small bar if there is one, and the
-    /// width of the bar. What the module logged comes before the learning rate and the norm.
+    /// Selects the texts that fit into `columns`, beside a small bar if `has_bar`. Returns them and
+    /// the bar's width. Values logged by the module take precedence over the learning rate and the
+    /// norm.
     fn fit(&self, columns: usize, has_bar: bool) -> (String, usize) {
         let mut by_weight = vec![&*self.loss, &*self.rate, &*self.epoch];
         by_weight.extend(self.logged.iter().map(String::as_str));
@@ -414,7 +415,7 @@ impl StepText {
         let (mut used, mut fits) = (0, Vec::new());
         for text in by_weight {
             let width = text.chars().count() + 2;
-            // The loss comes before a bar.
+            // The loss takes precedence over a bar.
             let bar = if has_bar && !fits.is_empty() { SMALL_BAR } else { 0 };
             if used + width + bar <= columns {
                 used += width;
@@ -422,13 +423,13 @@ impl StepText {
             }
         }
         let shown: Vec<&str> = self.all().into_iter().filter(|text| fits.contains(text)).collect();
-        // In steps, so that it does not tremble with the numbers.
+        // A multiple of 4, so that the width does not jitter with the numbers.
         let bar = if has_bar { (columns - used).min(BAR) / 4 * 4 } else { 0 };
         (shown.join("  "), bar)
     }
 }
 
-/// An event in words; `None` for those that are not shown as a line.
+/// Describes an event; `None` if it is not shown as a line.
 fn describe(event: &Event, trains: bool) -> Option<String> {
     Some(match event {
         Event::Validation { step, val_loss, metrics, .. } => {
@@ -475,7 +476,7 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
                     counted(*world_size, "rank")
                 ));
             }
-            // A run resumed at its end has no steps.
+            // A run resumed at its end makes zero steps.
             let made = match step_s_median.is_nan() {
                 true => "no further step".to_owned(),
                 false => format!(
@@ -496,7 +497,7 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
     })
 }
 
-/// What was logged, behind something else.
+/// Formats logged values to follow another text.
 fn after(metrics: &BTreeMap<String, f64>) -> String {
     logged(metrics).iter().map(|text| format!("  {text}")).collect()
 }
@@ -680,7 +681,7 @@ mod tests {
     }
 
     #[test]
-    fn what_matters_least_goes_first_where_a_terminal_is_narrow() {
+    fn narrow_terminals_drop_the_least_important() {
         let text = StepText {
             epoch: "epoch 0.06".to_owned(),
             loss: "loss 3.0000".to_owned(),
@@ -693,7 +694,7 @@ mod tests {
         assert_eq!(text.fit(200, true), (whole.clone(), BAR));
         assert_eq!(text.fit(whole.len() + 2, false), (whole.clone(), 0));
         assert_eq!(text.fit(whole.len() + 2 + SMALL_BAR, true), (whole, SMALL_BAR));
-        // What there is beside position and times of some hundred steps in 80 columns.
+        // The columns beside position and times of some hundred steps on an 80-column terminal.
         insta::assert_snapshot!(text.fit(60, true).0, @"epoch 0.06  loss 3.0000  acc 0.5000  12.3k tok/s");
         assert_eq!(text.fit(46, true), ("epoch 0.06  loss 3.0000  12.3k tok/s".to_owned(), 8));
         assert_eq!(text.fit(44, true), ("loss 3.0000  12.3k tok/s".to_owned(), 16));

@@ -1,4 +1,4 @@
-//! Gradients that are sent in 16 bits.
+//! Compression of gradients to 16 bits.
 
 use std::sync::Arc;
 
@@ -9,9 +9,9 @@ use fulgurite_engine::strategy::{GradientBucket, GradientCompression, GradientCo
 use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
 
-/// `gradient_compression = "bf16"` (PyTorch's `bf16_compress_hook`): gradients are rounded to bfloat16, summed in f32
-/// by the transports of this repository, and the sum is rounded once more. They have the range of f32 and 8 bits of
-/// precision. Keeps no state.
+/// `gradient_compression = "bf16"` (PyTorch's `bf16_compress_hook`): gradients are rounded to
+/// bfloat16. This repository's transports sum them in f32 and round the sum once more. bfloat16 has
+/// the range of f32 and 8 bits of precision. Keeps no state.
 #[derive(
     Debug,
     Clone,
@@ -25,11 +25,12 @@ use serde::{Deserialize, Serialize};
 #[serde(deny_unknown_fields, default)]
 pub struct Bf16Compression {}
 
-/// `gradient_compression = "fp16"` (PyTorch's `fp16_compress_hook`): the same in half precision, which has 11 bits of
-/// precision and ends at 65504. A sum that is larger is infinite, as is the gradient's norm then. Keeps no state.
+/// `gradient_compression = "fp16"` (PyTorch's `fp16_compress_hook`): the same in half precision,
+/// which has 11 bits of precision and a maximum of 65504. A larger sum is infinite, and so is the
+/// gradient norm. Keeps no state.
 ///
-/// Gradients are divided before by about the root of the number of ranks, a power of two (PyTorch FSDP's
-/// `gradient_predivide_factor`), and multiplied after.
+/// Gradients are divided before the sum by about the square root of the number of ranks, rounded to
+/// a power of two (PyTorch FSDP's `gradient_predivide_factor`), and multiplied by it after.
 #[derive(
     Debug,
     Clone,
@@ -67,7 +68,7 @@ impl GradientCompression for Fp16Compression {
     }
 }
 
-/// Starts to sum `values`, which are sent in `dtype`; as they are if they have no more bits.
+/// Starts to sum `values`, sent in `dtype`, or unchanged if they are not wider.
 fn all_reduce_in(dtype: DType, values: Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Work> {
     if values.dtype().size_in_bytes() <= dtype.size_in_bytes() {
         return group.all_reduce(&values, ReduceOp::Sum);
@@ -81,8 +82,8 @@ fn all_reduce_in(dtype: DType, values: Tensor, group: &Arc<dyn ProcessGroup>) ->
     }))
 }
 
-/// The factor of PyTorch FSDP's `_get_gradient_predivide_factor`: about the root of the number of ranks, so that as
-/// much range is left before the sum as after it.
+/// The factor of PyTorch FSDP's `_get_gradient_predivide_factor`: about the square root of the
+/// number of ranks, so that the range before the sum equals the range after it.
 fn predivide_factor(ranks: usize) -> f64 {
     let mut factor = 1;
     while ranks.is_multiple_of(factor) && ranks / factor > factor {
@@ -122,9 +123,9 @@ fulgurite_config::register_gradient_compression!(
 mod tests {
     use super::predivide_factor;
 
-    /// The values of PyTorch's function.
+    /// Values of PyTorch's function.
     #[test]
-    fn the_factor_is_about_the_root_of_the_number_of_ranks() {
+    fn predivide_factor_is_about_the_square_root() {
         let factors = [1, 2, 3, 4, 6, 8, 12, 16, 64, 128].map(predivide_factor);
         assert_eq!(factors, [1.0, 2.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0, 8.0, 16.0]);
     }

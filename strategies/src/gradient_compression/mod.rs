@@ -1,10 +1,9 @@
-//! Built-in gradient compressions: what replicas send of gradients, for the key
-//! `trainer.strategy.gradient_compression`.
+//! Built-in gradient compressions for the key `trainer.strategy.gradient_compression`.
 //!
-//! | `type` | what is sent |
+//! | `type` | replicas send |
 //! |---|---|
 //! | `bf16` | gradients in bfloat16 |
-//! | `fp16` | gradients in half precision, divided before |
+//! | `fp16` | gradients in half precision, divided before the sum |
 
 mod half;
 

@@ -1,4 +1,4 @@
-//! Connecting process groups before the first step.
+//! Connects process groups before the first step.
 
 use std::sync::Arc;
 
@@ -9,15 +9,16 @@ use fulgurite_engine::mesh::{
 };
 use fulgurite_error::Result;
 
-/// Connects the groups whose collectives take tensors on `device` in a step: later, steps have filled its memory. `others`
-/// are those that the mesh does not have. Collective over the mesh.
+/// Connects the groups whose collectives take tensors on `device` in a step. Must run early: later,
+/// steps have filled the device's memory. `others` are groups outside the mesh. Collective over the
+/// mesh.
 pub(super) fn connect(
     mesh: &DeviceMesh,
     device: &Device,
     shards: bool,
     others: impl IntoIterator<Item = Arc<dyn ProcessGroup>>,
 ) -> Result<()> {
-    // The world, and the data-parallel ranks, sum losses and gradient norms.
+    // The world and the data-parallel ranks sum losses and gradient norms.
     let mut groups = vec![mesh.world().clone(), mesh.group(DP_CP)?.clone()];
     if shards {
         groups.push(mesh.group(DP_SHARD_CP)?.clone());
@@ -47,7 +48,7 @@ mod tests {
 
     use super::*;
 
-    /// A group of four ranks that notes what is connected, and its parts.
+    /// A group of four ranks that records its connected parts.
     struct Noted {
         name: String,
         ranks: Vec<usize>,

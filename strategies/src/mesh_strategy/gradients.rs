@@ -1,5 +1,4 @@
-//! What replicated and sharded parameters share: partial gradients, and the error of gradients that
-//! come too late.
+//! Partial gradients of replicated and sharded parameters, and the error of a late gradient.
 
 use std::sync::Arc;
 
@@ -23,8 +22,9 @@ pub(super) fn gradient_after_reduction(parameter: &Parameter) -> Error {
     )
 }
 
-/// The parameters that have partial gradients on tensor-parallel ranks, which hold the same values and
-/// use them on different parts of an activation (norms on parts of the sequence, shared key heads).
+/// The parameters with partial gradients on tensor-parallel ranks. The ranks hold the same values
+/// but use them on different parts of an activation (norms on parts of the sequence, shared key
+/// heads).
 #[derive(Clone, Default)]
 pub(super) struct PartialGrads {
     sets: Vec<Set>,
@@ -39,7 +39,8 @@ struct Set {
 }
 
 impl PartialGrads {
-    /// Finds the parameters in a tree that a plan was applied to. Collective over the tensor-parallel group.
+    /// Finds the parameters in a tree to which a plan was applied. Collective over the
+    /// tensor-parallel group.
     pub(super) fn new(tree: &ModuleTree, mesh: &DeviceMesh) -> Result<Self> {
         let mut sets: Vec<Set> = Vec::new();
         let whole = mesh.group(TENSOR_PARALLEL)?;
@@ -65,8 +66,8 @@ impl PartialGrads {
         Ok(Self { sets })
     }
 
-    /// This rank's index among the ranks whose partial gradients sum to the parameter's; 0 for a
-    /// gradient that is not partial.
+    /// This rank's index among the ranks whose partial gradients add up to the parameter's
+    /// gradient; 0 if the gradient is not partial.
     pub(super) fn rank_of(&self, parameter: &Parameter) -> usize {
         let set = self.sets.iter().find(|set| set.parameters.contains(parameter));
         set.map_or(0, |set| set.group.rank())
@@ -77,8 +78,8 @@ impl PartialGrads {
         self.sets.iter().any(|set| set.parameters.contains(parameter))
     }
 
-    /// Sums the partial gradients that `grad` returns, in place, with one collective for each dtype and
-    /// group of ranks. `grad` must return those of the same parameters on every rank. Collective.
+    /// Sums the partial gradients returned by `grad` in place, with one collective per dtype and
+    /// group. `grad` must return gradients of the same parameters on every rank. Collective.
     pub(super) fn sum(&self, grad: impl Fn(&Parameter) -> Option<Tensor>) -> Result<()> {
         for set in &self.sets {
             let grads: Vec<Tensor> = set.parameters.iter().filter_map(&grad).collect();

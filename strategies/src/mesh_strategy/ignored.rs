@@ -1,4 +1,4 @@
-//! Parameters that data parallelism leaves alone.
+//! Parameters excluded from data parallelism.
 
 use std::sync::Arc;
 
@@ -16,10 +16,11 @@ use super::replicated::Reducer;
 use super::{MeshStrategy, Settings};
 use crate::schedule::ddp::Event;
 
-/// Whether each parameter is one that the settings' `ignored` names, by itself or by a module around it.
+/// For each parameter, whether a pattern of the settings' `ignored` matches it or a module around
+/// it.
 ///
 /// # Errors
-/// If a pattern names nothing.
+/// If a pattern matches nothing.
 pub(super) fn chosen(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>> {
     let fqns = tree.parameters().iter().map(|parameter| parameter.fqn());
     if let Some(pattern) = idle_pattern(&settings.ignored, fqns.clone()) {
@@ -30,11 +31,11 @@ pub(super) fn chosen(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>
     Ok(fqns.map(|fqn| any_pattern_matches(&settings.ignored, fqn)).collect())
 }
 
-/// Parameters that every rank holds whole (under tensor parallelism, its whole part), and whose gradients stay
-/// on their rank, as FSDP2's `ignored_params` and DDP's `_ddp_params_and_buffers_to_ignore`.
+/// Parameters that every rank holds whole (after tensor-parallel cuts) and whose gradients stay on
+/// their rank, like FSDP2's `ignored_params` and DDP's `_ddp_params_and_buffers_to_ignore`.
 pub(super) struct Ignored {
     slots: Vec<ParameterSlot>,
-    /// Over this rank alone.
+    /// Reduces over this rank alone.
     reducer: Arc<Reducer>,
     bucket_bytes: [usize; 2],
 }
@@ -85,7 +86,7 @@ impl Ignored {
         materialize::refresh_compute(&self.slots)
     }
 
-    /// Checks that those that are trained have the same values on all data-parallel ranks. Collective.
+    /// Checks that trained parameters have the same values on all data-parallel ranks. Collective.
     pub(super) fn verify_same_values(&self, mesh: &DeviceMesh) -> Result<()> {
         let group: &Arc<dyn ProcessGroup> = mesh.group(DP_CP)?;
         let trained = self.slots.iter().filter(|slot| slot.requires_grad());

@@ -1,19 +1,19 @@
-//! The one strategy behind all configurations of this crate.
+//! The single strategy implementation behind all configurations of this crate.
 //!
-//! | file | subject |
+//! | file | content |
 //! |---|---|
-//! | `settings` | what each configuration is translated to |
-//! | `strategy` | the [`Strategy`](fulgurite_engine::strategy::Strategy): mesh, cuts, and the calls of a step |
-//! | `units` | which units are gathered on their own |
-//! | `replicated/` | ranks that hold whole parameters: gradients are all-reduced in buckets |
-//! | `sharded/` | ranks that hold shards: units are gathered, gradients reduce-scattered |
-//! | `ignored` | parameters that data parallelism leaves alone |
-//! | `reduction` | what is sent of gradients, and what they are divided by before |
-//! | `outer` | replicas that train on their own, and the optimizer that brings them together |
-//! | `gradients` | partial gradients of tensor-parallel ranks, and the error of gradients that come too late |
+//! | `settings` | the settings that each configuration becomes |
+//! | `strategy` | the [`Strategy`](fulgurite_engine::strategy::Strategy) |
+//! | `units` | the choice of units that are gathered on their own |
+//! | `replicated/` | whole parameters: gradients are all-reduced in buckets |
+//! | `sharded/` | shards: units are gathered, gradients reduce-scattered |
+//! | `ignored` | parameters excluded from data parallelism |
+//! | `reduction` | gradient compression and predivision |
+//! | `outer` | independent replicas, and the optimizer that synchronises them |
+//! | `gradients` | partial gradients of tensor-parallel ranks, and late gradients |
 //!
-//! When to gather, free and reduce is decided in [`schedule`](crate::schedule); `replicated` and `sharded`
-//! perform it.
+//! [`schedule`](crate::schedule) decides when to gather, free and reduce; `replicated` and
+//! `sharded` perform it.
 
 mod connect;
 mod gradients;

@@ -1,4 +1,4 @@
-//! Replicas that train on their own, and the optimizer that brings them together every so many steps.
+//! Independent replicas, and the outer optimizer that synchronises them at intervals.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,19 +14,19 @@ use fulgurite_engine::optim::{SquaredNorm, StateTensor};
 use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
 use fulgurite_error::{Error, Result};
 
-/// The name of the momentum in checkpoints.
+/// Name of the momentum in checkpoints.
 const MOMENTUM: &str = "strategy_outer_momentum";
-/// The name of the number of steps in checkpoints.
+/// Name of the step count in checkpoints.
 const STEPS: &str = "outer.warmup_steps";
-/// Elements that are averaged in one collective, at most, unless one parameter has more.
+/// Maximum number of elements averaged in one collective, unless a single parameter has more.
 const CHUNK: usize = 1 << 23;
 
-/// What the configuration says.
+/// The configured options.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct OuterSettings {
-    /// Optimizer steps from one synchronisation to the next.
+    /// Optimizer steps between synchronisations.
     pub(crate) sync_every: u64,
-    /// Steps at the beginning in which replicas train as one.
+    /// Steps at the start in which replicas train as one.
     pub(crate) warmup_steps: u64,
     pub(crate) lr: f64,
     pub(crate) momentum: f64,
@@ -34,20 +34,21 @@ pub(crate) struct OuterSettings {
 }
 
 impl OuterSettings {
-    /// Bytes of the outer optimizer's state for each element that a rank trains, in f32.
+    /// Bytes of the outer optimizer's f32 state per trainable element of a rank.
     pub(super) fn bytes_per_element(&self) -> u64 {
         if self.momentum == 0.0 { 4 } else { 8 }
     }
 }
 
-/// The outer optimizer of DiLoCo (Douillard et al., 2023): SGD, with `synced - mean(local)` as its gradient.
+/// The outer optimizer of DiLoCo (Douillard et al., 2023): SGD with `synced - mean(local)` as the
+/// gradient.
 pub(super) struct Outer {
     settings: OuterSettings,
-    /// Shared with those that reduce gradients.
+    /// Shared with the gradient reductions.
     apart: Arc<AtomicBool>,
-    /// Steps done, counted up to the end of the warm-up.
+    /// Completed steps, counted up to the end of the warm-up.
     steps: u64,
-    /// Steps since replicas were last the same.
+    /// Steps since the replicas were last equal.
     since: u64,
     /// Whether the inner optimizers' states may differ between replicas.
     states_differ: bool,
@@ -55,17 +56,17 @@ pub(super) struct Outer {
 }
 
 struct Model {
-    /// The ranks that hold the same shards, one of each replica.
+    /// The ranks with the same shards, one per replica.
     replicas: Arc<dyn ProcessGroup>,
-    /// The ranks of this replica whose gradients are summed.
+    /// The ranks of this replica that sum their gradients.
     replica: Arc<dyn ProcessGroup>,
     shards: Vec<Shard>,
 }
 
-/// This rank's part of a trainable parameter.
+/// This rank's shard of a trainable parameter.
 struct Shard {
     parameter: Parameter,
-    /// Its values at the last synchronisation.
+    /// Values at the last synchronisation.
     synced: Tensor,
     momentum: Option<Tensor>,
 }
@@ -76,25 +77,25 @@ impl Outer {
         Self { settings, apart, steps: 0, since: 0, states_differ: false, model: None }
     }
 
-    /// Whether replicas keep their gradients to themselves now.
+    /// Whether replicas currently do not reduce gradients among each other.
     pub(super) fn is_apart(&self) -> bool {
         self.apart.load(Ordering::Relaxed)
     }
 
-    /// [`is_apart`](Self::is_apart), as it will be.
+    /// The shared flag behind [`is_apart`](Self::is_apart).
     pub(super) fn apart(&self) -> Arc<AtomicBool> {
         self.apart.clone()
     }
 
-    /// Whether replicas have taken steps since they were last the same.
+    /// Whether replicas have taken steps since they were last equal.
     pub(super) fn replicas_differ(&self) -> bool {
         self.since > 0
     }
 
-    /// Starts from the values that `tree` has. Not collective.
+    /// Starts from the values in `tree`. Not collective.
     ///
     /// # Errors
-    /// If a layer computes with the batches of all replicas.
+    /// If a layer synchronises its batches over replicas.
     pub(super) fn set_up(&mut self, tree: &ModuleTree, mesh: &DeviceMesh) -> Result<()> {
         let replicas = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
         if tree.synchronises_batches() && replicas.size() > 1 {
@@ -123,8 +124,8 @@ impl Outer {
         self.model.as_ref().ok_or_else(none)
     }
 
-    /// Takes the present values, which are the same on all replicas, as those of the last synchronisation.
-    /// Momentum stays. Not collective.
+    /// Records the current values, equal on all replicas, as the last synchronised ones. Keeps the
+    /// momentum. Not collective.
     pub(super) fn start_here(&mut self) -> Result<()> {
         for shard in &self.model()?.shards {
             let values = shard.parameter.local()?.values;
@@ -136,7 +137,7 @@ impl Outer {
         Ok(())
     }
 
-    /// Counts an inner step, and synchronises if it is time. Collective then.
+    /// Counts an inner step and synchronises if due. Collective if it synchronises.
     pub(super) fn finish_step(&mut self) -> Result<()> {
         if !self.is_apart() {
             self.steps += 1;
@@ -149,7 +150,7 @@ impl Outer {
         if self.since < self.settings.sync_every { Ok(()) } else { self.synchronise() }
     }
 
-    /// An outer step, from which all replicas go on. Collective over them.
+    /// Takes an outer step, from which all replicas continue. Collective over the replicas.
     pub(super) fn synchronise(&mut self) -> Result<()> {
         let OuterSettings { lr, momentum, nesterov, .. } = self.settings;
         let Model { replicas, shards, .. } = self.model()?;
@@ -182,7 +183,7 @@ impl Outer {
         Ok(())
     }
 
-    /// The mean is over the items of this replica. Collective over its ranks.
+    /// Averages over this replica's items only. Collective over the replica's ranks.
     pub(super) fn grad_scale(&self, local_count: f64) -> Result<f64> {
         let replica = &self.model()?.replica;
         let count = if replica.size() == 1 {
@@ -195,15 +196,15 @@ impl Outer {
         Ok(if count > 0.0 { 1.0 / count } else { 0.0 })
     }
 
-    /// This rank's part of the mean square of the replicas' norms, which differ. The same on all replicas, so that
-    /// they clip and stop alike. Not collective.
+    /// This rank's part of the mean square of the replicas' gradient norms. The mean is equal on
+    /// all replicas, so that they clip and stop alike. Not collective.
     pub(super) fn squared_norm(
         &self,
         parameters: &[Parameter],
         mesh: &DeviceMesh,
     ) -> Result<SquaredNorm> {
         let replicas = self.model()?.replicas.size();
-        // Each element is owned by one replica; here each replica has a gradient of all.
+        // Normally one replica owns each element; here each replica has gradients of all elements.
         let mut squares = (0..replicas).map(|replica| {
             SquaredNorm::of(parameters, &|dim| match dim {
                 DATA_PARALLEL_REPLICATE => replica,
@@ -215,9 +216,10 @@ impl Outer {
             .divided_by(replicas as f64)
     }
 
-    /// Averages the inner optimizers' states over the replicas, unless they are the same. Collective.
+    /// Averages the inner optimizers' states over the replicas, if they may differ. Collective.
     pub(super) fn prepare_save_states(&mut self, states: &[StateTensor]) -> Result<()> {
-        // Checkpoints have synced values in the parameter's dtype: this run goes on from the same.
+        // Checkpoints hold the synced values in the parameter's dtype; this run continues from the
+        // same values.
         if self.since == 0 {
             self.start_here()?;
         }
@@ -264,7 +266,7 @@ impl Outer {
         BTreeMap::from([(STEPS.to_owned(), self.steps as f64)])
     }
 
-    /// Goes on in the warm-up, or after it; a checkpoint of another strategy begins it.
+    /// Resumes within or after the warm-up. A checkpoint of another strategy restarts the warm-up.
     pub(super) fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
         let steps = scalars.get(STEPS).copied().unwrap_or(0.0);
         if !(steps >= 0.0 && steps.fract() == 0.0) {
@@ -288,7 +290,7 @@ fn mean(values: Tensor, group: &Arc<dyn ProcessGroup>) -> Result<Tensor> {
     Ok((values / group.size() as f64)?)
 }
 
-/// Runs of shards of one dtype and of up to [`CHUNK`] elements; those without elements are in none.
+/// Groups consecutive shards of one dtype with up to [`CHUNK`] elements. Skips empty shards.
 fn chunks(shards: &[Shard]) -> Vec<Vec<&Shard>> {
     let mut chunks: Vec<Vec<&Shard>> = Vec::new();
     let mut last: (Option<DType>, usize) = (None, 0);

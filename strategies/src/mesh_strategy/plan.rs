@@ -1,4 +1,4 @@
-//! What a rank will hold, before there are ranks.
+//! Predicts a rank's memory before ranks exist.
 
 use candle_core::DType;
 use fulgurite_engine::mesh::{DP_SHARD_CP, DeviceMesh};
@@ -9,10 +9,10 @@ use fulgurite_error::Result;
 
 use super::{MeshStrategy, ignored, units};
 
-/// The memory of this mesh's rank for a model that tensor parallelism has cut.
+/// The memory of this mesh's rank for a model already cut by tensor parallelism.
 ///
 /// # Errors
-/// If the model cannot be sharded so.
+/// If the model cannot be sharded this way.
 pub(super) fn rank_memory(
     strategy: &MeshStrategy,
     tree: &ModuleTree,
@@ -49,7 +49,7 @@ fn without_outer(
     }
     let chosen = units::choose(&strategy.settings, tree)?;
     units::reshard(&strategy.settings, tree, &chosen, mesh.group(DP_SHARD_CP)?)?;
-    // What no unit of its own gathers, the root does.
+    // The root gathers all parameters outside of other gathered units.
     let mut gathered = vec![0; tree.units().len() + 1];
     let ignored = ignored::chosen(&strategy.settings, tree)?;
     for ((parameter, owner), ignored) in tree.parameters().iter().zip(tree.owners()).zip(ignored) {

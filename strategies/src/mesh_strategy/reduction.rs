@@ -1,4 +1,4 @@
-//! What is sent of gradients when they are summed over data-parallel ranks, and what they are divided by before.
+//! The sum of gradients over data-parallel ranks, with compression and predivision.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -12,23 +12,23 @@ use fulgurite_engine::strategy::{
 };
 use fulgurite_error::{Error, Result};
 
-/// A compression, which one thread of the rank uses: the one that runs backwards.
+/// A compression; only the thread that runs backwards uses it.
 type Compression = Arc<Mutex<Box<dyn GradientCompression>>>;
 
-/// What a configuration says.
+/// The configured options.
 #[derive(Clone, Default)]
 pub(crate) struct GradientSettings {
-    /// Of gradients that are summed over replicas; everything is sent if `None`.
+    /// Compression of gradients that are summed over replicas; `None` for no compression.
     compression: Option<Compression>,
-    /// What they are divided by before; as the compression wants if `None`.
+    /// Predivide factor; `None` for the compression's choice.
     predivide_factor: Option<f64>,
 }
 
 impl GradientSettings {
-    /// From the two keys of a strategy.
+    /// Reads the two keys of a strategy.
     ///
     /// # Errors
-    /// If one of them is out of range.
+    /// If a value is out of range.
     pub(crate) fn new(
         compression: Option<&dyn GradientCompressionConfig>,
         predivide_factor: Option<f64>,
@@ -49,27 +49,27 @@ fn is_positive(factor: f64) -> bool {
     factor.is_finite() && factor > 0.0
 }
 
-/// How gradients are summed on this rank; a clone is the same.
+/// The gradient reduction of this rank; clones share its state.
 #[derive(Clone)]
 pub(super) struct GradientReduction {
     compression: Option<Compression>,
     predivide_factor: f64,
-    /// Whether replicas keep their gradients to themselves now.
+    /// Whether replicas currently do not reduce gradients among each other.
     apart: Arc<AtomicBool>,
 }
 
 impl Default for GradientReduction {
-    /// As they are.
+    /// No compression and no predivision.
     fn default() -> Self {
         Self { compression: None, predivide_factor: 1.0, apart: Arc::default() }
     }
 }
 
 impl GradientReduction {
-    /// What the settings say on this mesh.
+    /// Applies the settings to this mesh.
     ///
     /// # Errors
-    /// If there is a compression and nothing for it to do, or it wants to divide by what is no positive number.
+    /// If a compression has nothing to compress, or its predivide factor is not a positive number.
     pub(super) fn new(settings: &GradientSettings, mesh: &DeviceMesh) -> Result<Self> {
         let replicas = mesh.size(DATA_PARALLEL_REPLICATE)?;
         let ranks = replicas * mesh.size(DP_SHARD_CP)?;
@@ -99,18 +99,18 @@ impl GradientReduction {
         Ok(Self { compression, predivide_factor, apart: Arc::default() })
     }
 
-    /// The same, where replicas keep their gradients to themselves while `apart` is set.
+    /// The same reduction, skipped while `apart` is set.
     #[must_use]
     pub(super) fn unless(self, apart: Arc<AtomicBool>) -> Self {
         Self { apart, ..self }
     }
 
-    /// What gradients are divided by before they are summed, and multiplied with after.
+    /// Divisor of gradients before the sum; the sum is multiplied by it.
     pub(super) fn predivide_factor(&self) -> f64 {
         self.predivide_factor
     }
 
-    /// Starts to sum the gradients `values`, which are those of `parts`, over replicas. Collective.
+    /// Starts to sum `values`, the gradients of `parts`, over replicas. Collective.
     pub(super) fn all_reduce(
         &self,
         values: &Tensor,
@@ -129,7 +129,8 @@ impl GradientReduction {
         }
     }
 
-    /// The same behind a collective that makes the values, which nobody waits for. `None` if they must be there first.
+    /// Like [`all_reduce`](Self::all_reduce), queued behind the collective `end` that computes
+    /// `values`, without waiting. `None` if the values must be complete first.
     pub(super) fn all_reduce_after(
         &self,
         end: &Arc<dyn End>,
@@ -143,7 +144,7 @@ impl GradientReduction {
         }
     }
 
-    /// As [`all_reduce`](Self::all_reduce), and divides before and multiplies after.
+    /// Like [`all_reduce`](Self::all_reduce), with predivision before and multiplication after.
     pub(super) fn divide_and_all_reduce(
         &self,
         values: &Tensor,

@@ -9,17 +9,17 @@ use crate::fsdp::ReshardAfterForward;
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::{Prefetch, ReduceScope};
 
-/// What the backward of a micro-batch communicates under
-/// `Fabric::no_backward_sync`, that is for all
+/// Communication of a micro-batch's backward under
+/// `Fabric::no_backward_sync`, which covers all
 /// micro-batches of a step but the last. Results differ in rounding only.
 ///
 /// For `P` bytes of gradients, `N` ranks that shard parameters and `R` replicas:
 ///
-/// | | memory between micro-batches | sent in each micro-batch but the last |
+/// | | memory between micro-batches | sent per micro-batch before the last |
 /// |---|---|---|
 /// | `"none"` | `P`: unsharded gradients | nothing |
 /// | `"reduce_scatter"` | `P / N` | `P (N - 1) / N`, within the shard group |
-/// | `"all"` | `P / N` | the same and `2 P / N (R - 1) / R`, over the replicas |
+/// | `"all"` | `P / N` | like `"reduce_scatter"`, and `2 P / N (R - 1) / R` over the replicas |
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum AccumulationSync {
@@ -28,12 +28,12 @@ pub enum AccumulationSync {
     None,
     /// Gradients are reduce-scattered in the shard group; replicas wait for the last micro-batch.
     ReduceScatter,
-    /// Everything, as if each micro-batch were the last.
+    /// Everything, as for the last micro-batch.
     All,
 }
 
 impl AccumulationSync {
-    /// Over which ranks a backward reduces gradients.
+    /// The ranks over which a backward reduces gradients.
     pub(super) fn scope(self, synchronise: bool) -> ReduceScope {
         match self {
             _ if synchronise => ReduceScope::All,
@@ -47,42 +47,42 @@ impl AccumulationSync {
 /// Whether parameters are sharded over the `dp_shard_cp` ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Sharding {
-    /// Yes, also if that is one rank.
+    /// Always, even over one rank.
     Always,
-    /// If that is more than one rank, or if dtypes are mixed, for only the sharded runtime casts.
+    /// Over more than one rank, or with mixed dtypes, because only the sharded runtime casts.
     WhereUseful,
-    /// No: every rank holds whole parameters.
+    /// Never: every rank holds whole parameters.
     Never,
 }
 
-/// What each configuration of this crate is translated to.
+/// The common settings that each configuration becomes.
 pub(crate) struct Settings {
-    /// The name that the strategy was chosen by.
+    /// The strategy's configured name.
     pub(crate) name: &'static str,
     /// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `context_parallel` and
-    /// `tensor_parallel`; those left open follow from the world size.
+    /// `tensor_parallel`; `None` sizes follow from the world size.
     pub(crate) sizes: [Option<usize>; 4],
     pub(crate) sharding: Sharding,
-    /// What is kept of units' parameters between forward and backward.
+    /// Treatment of units' parameters between forward and backward.
     pub(crate) reshard_after_forward: ReshardAfterForward,
     pub(crate) mixed_precision: MixedPrecisionPolicy,
-    /// How many units ahead are gathered.
+    /// Number of units gathered ahead.
     pub(crate) prefetch: Prefetch,
-    /// Patterns of the units that are gathered on their own; none: all units.
+    /// Patterns of units that are gathered on their own; empty: all units.
     pub(crate) shard_conditions: Vec<String>,
     pub(crate) allow_root_only: bool,
     /// Whether shards, gradients and optimizer state are in the host's memory between steps.
     pub(crate) cpu_offload: bool,
     pub(crate) accumulation_sync: AccumulationSync,
-    /// Whether the trainer's checkpoints are distributed.
+    /// Whether the trainer saves distributed checkpoints.
     pub(crate) save_distributed_checkpoint: bool,
-    /// Patterns of the parameters that data parallelism leaves alone.
+    /// Patterns of parameters excluded from data parallelism.
     pub(crate) ignored: Vec<String>,
     /// Bytes of the first gradient bucket, and of the others.
     pub(crate) bucket_bytes: [usize; 2],
-    /// What is sent of gradients, and what they are divided by before.
+    /// Compression and predivision of gradients.
     pub(crate) gradients: GradientSettings,
-    /// How replicas that train on their own are brought together; `None` if they train as one.
+    /// The synchronisation of independent replicas; `None` if they train as one.
     pub(crate) outer: Option<OuterSettings>,
     pub(crate) parallelize: Option<Box<dyn ParallelizeFn>>,
     /// Used under tensor parallelism if `parallelize` is `None`.

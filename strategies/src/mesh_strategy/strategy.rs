@@ -1,4 +1,4 @@
-//! The strategy.
+//! The mesh strategy.
 
 use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
@@ -27,22 +27,22 @@ use super::{Settings, Sharding, plan, units};
 use crate::schedule::ddp;
 use crate::schedule::fsdp;
 
-/// Distributes a model over a mesh: tensor parallelism as a plan says, then, over the other dimensions,
-/// replicas or shards.
+/// Distributes a model over a mesh: first the plan's tensor parallelism, then replicas or shards
+/// over the other dimensions.
 pub(crate) struct MeshStrategy {
     pub(super) settings: Settings,
     data_parallel: Option<DataParallel>,
-    /// `None` if there are none.
+    /// `None` if there are no ignored parameters.
     ignored: Option<Ignored>,
     /// `None` if replicas train as one.
     outer: Option<Outer>,
 }
 
-/// How data-parallel ranks hold parameters, or the parts that tensor parallelism leaves of them.
+/// The parameters of data-parallel ranks, after tensor-parallel cuts.
 enum DataParallel {
     Replicated {
         reducer: Arc<Reducer>,
-        /// Whether buckets are in the order in which gradients became ready in a backward.
+        /// Whether the buckets are in the observed order of gradients.
         rebuilt: bool,
     },
     Sharded(Arc<ShardedRuntime>),
@@ -74,7 +74,8 @@ impl MeshStrategy {
         })
     }
 
-    /// Lets the configured function decide how the model is distributed; false if there is none.
+    /// Lets the configured function distribute the model. Returns false if there is no such
+    /// function.
     fn parallelize(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<bool> {
         let default = match mesh.size(TENSOR_PARALLEL)? {
             1 => None,
@@ -87,7 +88,8 @@ impl MeshStrategy {
         Ok(true)
     }
 
-    /// Warns on rank 0 if tensor-parallel ranks hold and compute the same, as no layer is cut.
+    /// Warns on rank 0 if no layer is cut and tensor-parallel ranks therefore hold and compute the
+    /// same.
     fn warn_if_nothing_is_cut(&self, tree: &ModuleTree, mesh: &DeviceMesh) -> Result<()> {
         let ranks = mesh.size(TENSOR_PARALLEL)?;
         let is_cut = |parameter: &Parameter| {
@@ -104,7 +106,7 @@ impl MeshStrategy {
         Ok(())
     }
 
-    /// A parameter's spec before it is sharded: the cuts of tensor parallelism, and replicas.
+    /// A parameter's spec before sharding: the cuts of tensor parallelism, and replicas.
     pub(super) fn outer_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
         let mut spec = parameter.spec();
         let cut_by = |spec: &ShardSpec, dim| spec.cuts.iter().any(|cut| cut.mesh_dim == dim);
@@ -130,9 +132,9 @@ impl MeshStrategy {
         }
         materialize::replicate(&slots, seed)?;
         let group = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
-        // A rank that communicates nothing has no use for another order of its buckets.
+        // Without communication the order of buckets does not matter.
         let rebuilt = group.size() == 1 || self.outer.is_some();
-        // Until a backward shows the real order, the reverse of declaration.
+        // Reverse of declaration, until a backward shows the real order.
         slots.retain(|slot| slot.requires_grad());
         slots.reverse();
         let bucket_bytes = self.settings.bucket_bytes;
@@ -219,7 +221,7 @@ impl MeshStrategy {
         Ok(DataParallel::Sharded(runtime))
     }
 
-    /// How a parameter is cut along dimension 0.
+    /// Cuts a parameter's spec along dimension 0.
     pub(super) fn sharded_spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
         if parameter.global_shape().is_empty() {
             let message = "is a scalar, which FSDP cannot shard; give it the shape [1]";
@@ -266,7 +268,7 @@ impl MeshStrategy {
         })
     }
 
-    /// Ends a backward; whether it reduces gradients was said when it began.
+    /// Ends a backward; its begin decided whether gradients are reduced.
     fn finish_backward(&self) -> Result<()> {
         match self.data_parallel()? {
             DataParallel::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward)?,
@@ -284,8 +286,8 @@ impl MeshStrategy {
         materialize::verify_same_values(tree.parameters(), &**group)
     }
 
-    /// After the first synchronised steps of all optimizers: rebuilds the buckets in the order in which gradients became
-    /// ready on the first replica, alike on all replicas. Collective.
+    /// After the first synchronised steps of all optimizers, rebuilds the buckets in the order of
+    /// gradients on the first replica, equally on all replicas. Collective.
     fn rebuild_buckets(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let Some(DataParallel::Replicated { reducer, rebuilt: rebuilt @ false }) =
             &mut self.data_parallel
@@ -354,7 +356,7 @@ impl Strategy for MeshStrategy {
             distributed: !alone,
             sharded: self.settings.sharding != Sharding::Never,
             no_sync: !alone,
-            // Replicas that train on their own change their values when they synchronise.
+            // Independent replicas change their values when they synchronise.
             deferred_reads: self.settings.outer.is_none(),
         }
     }
@@ -436,7 +438,7 @@ impl Strategy for MeshStrategy {
     fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {
         match self.data_parallel()? {
             DataParallel::Replicated { .. } => materialize::refresh_compute(context.slots),
-            // What was gathered before an optimizer step or a load is out of date.
+            // Values gathered before an optimizer step or a load are stale.
             DataParallel::Sharded(runtime) => {
                 runtime.on(fsdp::Event::PrepareForward)?;
                 self.ignored.as_ref().map_or(Ok(()), Ignored::prepare_forward)

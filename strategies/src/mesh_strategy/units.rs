@@ -1,4 +1,4 @@
-//! Which units are gathered on their own, what is kept of them after forward, and which are gathered ahead.
+//! The choice of units to gather, to keep after forward and to prefetch.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
@@ -10,8 +10,8 @@ use fulgurite_error::{Error, Result};
 use super::Settings;
 use super::sharded::PrefetchLists;
 
-/// Whether each unit is gathered on its own: as a parallelize function chose in the tree; if it chose
-/// nothing, not even the root, as `shard_conditions` say; without those, every unit.
+/// Whether each unit is gathered on its own: by the tree's choices of a parallelize function if it
+/// chose any unit, even the root; else by `shard_conditions`; else every unit.
 pub(super) fn choose(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>> {
     let units = tree.units();
     if tree.has_fully_shard_choice() {
@@ -53,10 +53,10 @@ pub(super) fn choose(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>
     }))
 }
 
-/// The groups of neighbouring ranks that keep parts of units after forward, by their size.
+/// Groups of neighbouring ranks that keep parts of units after forward, by group size.
 pub(super) type PartGroups = BTreeMap<usize, Arc<dyn ProcessGroup>>;
 
-/// What is kept of each unit after forward, of `chosen` ones, and the groups that keep parts. Collective
+/// The treatment after forward of each unit in `chosen`, and the groups that keep parts. Collective
 /// over `group`, the ranks that share parameters.
 pub(super) fn reshard(
     settings: &Settings,
@@ -89,7 +89,7 @@ pub(super) fn reshard(
     Ok((reshard, groups))
 }
 
-/// What parts over `ranks` of `size` ranks come to.
+/// Converts the number of ranks that keep parts into the treatment after forward.
 fn check_ranks(path: &str, ranks: usize, size: usize) -> Result<Reshard> {
     if ranks == size {
         return Ok(Reshard::Always);
@@ -112,8 +112,8 @@ fn check_ranks(path: &str, ranks: usize, size: usize) -> Result<Reshard> {
     }
 }
 
-/// The units that a parallelize function listed to be gathered while another computes, by their groups:
-/// `units` has each unit's, if it is gathered on its own.
+/// The prefetch lists of a parallelize function, by group. `units` has each unit's group, if the
+/// unit is gathered on its own.
 pub(super) fn prefetch_lists(
     tree: &ModuleTree,
     units: &[Option<usize>],

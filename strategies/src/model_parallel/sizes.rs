@@ -1,4 +1,4 @@
-//! The sizes of the mesh's dimensions, as a configuration gives them.
+//! Configured sizes of the mesh's dimensions.
 
 use fulgurite_config::{Scalar, deserialize_scalar};
 use fulgurite_engine::strategy::BuildContext;
@@ -10,17 +10,17 @@ use super::ModelParallel;
 /// The size of a mesh dimension.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Size {
-    /// As Lightning's: for data and tensor parallelism together the number of hosts and the ranks of one;
-    /// otherwise as [`Rest`](Self::Rest).
+    /// Lightning's sizes if data and tensor parallelism are both automatic: the number of hosts,
+    /// and the ranks of a host. Otherwise like [`Rest`](Self::Rest).
     Auto,
-    /// What the other dimensions leave; automatic ones beside it are 1.
+    /// The remaining ranks; other automatic sizes are then 1.
     Rest,
     /// A number of ranks.
     Ranks(usize),
 }
 
 impl Size {
-    /// The number; `None` if it follows from the world size.
+    /// The number of ranks; `None` if it follows from the world size.
     fn ranks(self) -> Option<usize> {
         match self {
             Self::Auto | Self::Rest => None,
@@ -70,10 +70,10 @@ impl Sizes {
         tensor: Size::Auto,
     };
 
-    /// These, where the configuration gives no others.
+    /// Applies the configuration's sizes over these defaults.
     ///
     /// # Errors
-    /// If what it gives is contradictory.
+    /// If the configured sizes contradict each other.
     pub(super) fn given(self, config: &ModelParallel) -> Result<Self> {
         let replicate = config.data_parallel_replicate_size.unwrap_or(self.replicate);
         let shard = match (config.data_parallel_size, config.data_parallel_shard_size) {
@@ -112,10 +112,11 @@ impl Sizes {
         Ok(Self { replicate, shard, context, tensor })
     }
 
-    /// The sizes of replicate, shard, context and tensor in a run; `None` where they are what the others leave.
+    /// The sizes of replicate, shard, context and tensor in a run; `None` for sizes that take the
+    /// remaining ranks.
     ///
     /// # Errors
-    /// If data and tensor parallelism are both automatic, and hosts and ranks do not divide.
+    /// If data and tensor parallelism are both automatic, and the hosts do not divide the ranks.
     pub(super) fn resolve(self, context: &BuildContext) -> Result<[Option<usize>; 4]> {
         let Self { replicate, shard, context: sequence, tensor } = self;
         let all = [replicate, shard, sequence, tensor];
@@ -160,7 +161,7 @@ mod tests {
 
     // checklist: Lightning: data_parallel_size, tensor_parallel_size, "auto"
     #[test]
-    fn both_automatic_is_hosts_times_the_ranks_of_a_host_as_in_lightning() {
+    fn both_automatic_match_lightning() {
         for config in [
             "{}",
             r#"{"data_parallel_size": "auto"}"#,
@@ -177,11 +178,11 @@ mod tests {
 
     // checklist: Lightning: data_parallel_size, tensor_parallel_size, "auto"
     #[test]
-    fn one_that_is_given_leaves_the_rest_to_the_other() {
+    fn a_given_size_leaves_the_rest_to_the_other() {
         let open = |config| sizes(config, 8, 2).unwrap();
         assert_eq!(open(r#"{"tensor_parallel_size": 2}"#), [Some(1), None, Some(1), Some(2)]);
         assert_eq!(open(r#"{"data_parallel_size": 4}"#), [Some(1), Some(4), Some(1), None]);
-        // Everything data-parallel, as "auto" was once.
+        // Purely data-parallel.
         let rest = r#"{"data_parallel_shard_size": "rest"}"#;
         assert_eq!(open(rest), [Some(1), None, Some(1), Some(1)]);
         let rest = r#"{"tensor_parallel_size": "rest"}"#;
@@ -191,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_hosts_and_ranks_do_not_give_is_refused() {
+    fn indivisible_sizes_are_refused() {
         let error = |config, ranks, nodes| sizes(config, ranks, nodes).unwrap_err().to_string();
         insta::assert_snapshot!(error(r#"{"context_parallel_size": 3}"#, 8, 2), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 2 hosts and the 4 ranks of each; of these `data_parallel_replicate_size` = 1 does not divide the first or `context_parallel_size` = 3 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);
         insta::assert_snapshot!(error(r#"{"data_parallel_replicate_size": 2}"#, 4, 1), @r#"device mesh: sizes of data and tensor parallelism that are both "auto" are 1 host and the 4 ranks of each; of these `data_parallel_replicate_size` = 2 does not divide the first or `context_parallel_size` = 1 the second. Give one of `data_parallel_shard_size` and `tensor_parallel_size`, as a number or as "rest""#);

@@ -1,4 +1,4 @@
-//! Plans in Hugging Face's words.
+//! Plans in Hugging Face's format.
 
 use std::fmt;
 
@@ -12,22 +12,22 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
 use super::plan::{beside, inside, parallelize};
 
-/// `parallelize = "hf"`: a plan as the configurations of Hugging Face's models have it
-/// (`base_model_tp_plan`), patterns and names of styles.
+/// `parallelize = "hf"`: a plan in the format of Hugging Face's model configurations
+/// (`base_model_tp_plan`): patterns and style names.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct HuggingFacePlan {
-    /// Patterns and names. By default the plan of Hugging Face's Llama and `lm_head =
-    /// "colwise_rep"`; where the head shares the embedding's weight, with `embed_tokens =
-    /// "rowwise"`.
+    /// Patterns and style names. By default the plan of Hugging Face's Llama and
+    /// `lm_head = "colwise_rep"`. If the head shares the embedding's weight, also
+    /// `embed_tokens = "rowwise"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<StyleNames>,
-    /// The path of the base model, which goes before the patterns. `lm_head` is beside it. `""` if
-    /// it is the root, or if the patterns are whole paths.
+    /// The path of the base model, prepended to the patterns; `lm_head` is next to it. `""` if the
+    /// base model is the root, or if the patterns are whole paths.
     pub prefix: String,
-    /// Patterns of the units that are gathered on their own; empty leaves it to the strategy.
+    /// Patterns of units that are gathered on their own; empty lets the strategy choose.
     pub units: Vec<String>,
 }
 
@@ -50,10 +50,10 @@ const LLAMA: [(&str, &str); 8] = [
 ];
 
 impl HuggingFacePlan {
-    /// The plan for a model.
+    /// Builds the plan for a model.
     ///
     /// # Errors
-    /// None for names that were deserialized.
+    /// None for deserialised names.
     pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
         let path = |pattern: &str| match pattern.split('.').next() {
             Some("lm_head") => beside(&self.prefix, pattern),
@@ -72,7 +72,8 @@ impl HuggingFacePlan {
     }
 }
 
-/// Hugging Face's layers take and give whole activations, unless the name says otherwise.
+/// Hugging Face's layers have whole activations as input and output, unless the name says
+/// otherwise.
 fn style(name: &str) -> Result<ParallelStyle> {
     match name {
         "sequence_parallel" => {
@@ -132,7 +133,7 @@ impl<'de> Deserialize<'de> for StyleName {
 #[typetag::serde(name = "hf")]
 impl ParallelizeConfig for HuggingFacePlan {
     fn build(&self) -> Result<Box<dyn ParallelizeFn>> {
-        // Names from a configuration were checked when it was read, those from code are checked here.
+        // Configured names were checked when read; names from code are checked here.
         if let Some(StyleNames(names)) = &self.plan {
             names.iter().try_for_each(|(_, name)| style(name).map(drop))?;
         }

@@ -11,23 +11,24 @@ use serde::{Deserialize, Serialize};
 
 use super::plan::{beside, inside, parallelize};
 
-/// `parallelize = "llama"`: for decoders with the names of Hugging Face's Llama.
+/// `parallelize = "llama"`: for decoders with the module names of Hugging Face's Llama.
 ///
-/// The vocabulary of embedding and head, the heads of attention and the inside of the MLPs are cut
-/// over the ranks. The head may share the embedding's weight.
+/// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs. The
+/// head may share the embedding's weight.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaPlan {
-    /// Between attention and MLP blocks each rank holds a part of the sequence, and computes norms
-    /// and dropout on that alone: less memory for activations, and as much communication.
+    /// Whether each rank holds a part of the sequence between attention and MLP blocks, and
+    /// computes norms and dropout on that part. Takes less memory for activations and as much
+    /// communication.
     pub sequence_parallel: bool,
-    /// The logits stay cut over the ranks, and the loss works on the parts.
+    /// Whether the logits stay cut over the ranks, with the loss computed on the parts.
     pub loss_parallel: bool,
-    /// The path of the decoder, beside which `lm_head` is; `""` if it is the root.
+    /// The path of the decoder; `lm_head` is next to it. `""` if the decoder is the root.
     pub prefix: String,
-    /// Patterns of the units that are gathered on their own; empty leaves it to the strategy.
+    /// Patterns of units that are gathered on their own; empty lets the strategy choose.
     pub units: Vec<String>,
 }
 
@@ -43,11 +44,11 @@ impl Default for LlamaPlan {
 }
 
 impl LlamaPlan {
-    /// The plan for a model. Only the entries of dropout layers differ from model to model.
+    /// Builds the plan for a model. Only the dropout layers depend on the model.
     ///
     /// # Errors
     /// With sequence parallelism, if a layer of the decoder has parameters that the plan does not
-    /// know: their gradients would be of a part of the sequence.
+    /// cover: their gradients would come from a part of the sequence only.
     pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
         let within = |name: &str| inside(&self.prefix, name);
         // The layout between blocks.
@@ -76,7 +77,7 @@ impl LlamaPlan {
             plan = plan.with(within(name), SequenceParallel::default());
         }
         let is_ours = |path: &str| self.prefix.is_empty() || path.starts_with(&within(""));
-        // Dropout: layers without parameters that compute with a part of the sequence.
+        // Dropout: layers without parameters that compute on a part of the sequence.
         let owners: BTreeSet<&str> =
             model.parameters().iter().filter_map(|p| Some(p.fqn().rsplit_once('.')?.0)).collect();
         for path in model.modules().keys().filter(|path| is_ours(path)) {

@@ -1,15 +1,15 @@
-//! Built-in parallelize functions: tensor-parallel plans by name, for the key
+//! Built-in parallelize functions: named tensor-parallel plans for the key
 //! `trainer.strategy.parallelize`.
 //!
-//! | `type` | what layers get |
+//! | `type` | tensor-parallel plan |
 //! |---|---|
 //! | `llama` | NeMo's plan for Llama, with or without sequence parallelism |
-//! | `hf` | a plan in Hugging Face's words, by default that of its Llama |
+//! | `hf` | a plan in Hugging Face's format, by default the plan of its Llama |
 //! | `plan` | a plan written out |
 //! | `none` | no tensor parallelism |
 //!
-//! They cut layers along the mesh dimension `tensor_parallel`. Which units are gathered on their own
-//! they leave to the strategy, unless `units` names some.
+//! They cut layers along the mesh dimension `tensor_parallel`. The strategy chooses the units that
+//! are gathered on their own, unless `units` lists some.
 
 mod hugging_face;
 mod llama;

@@ -1,4 +1,4 @@
-//! A plan that the configuration writes out.
+//! Plans written out in the configuration.
 
 use fulgurite_engine::mesh::{DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_engine::module::ModuleTree;
@@ -36,7 +36,7 @@ use serde::{Deserialize, Serialize};
 pub struct InlinePlan {
     /// Patterns of layers (`*` is one segment) and their styles: names, or tables with a `type`.
     pub plan: Plan,
-    /// Patterns of the units that are gathered on their own; empty leaves it to the strategy.
+    /// Patterns of units that are gathered on their own; empty lets the strategy choose.
     pub units: Vec<String>,
 }
 
@@ -58,8 +58,8 @@ impl ParallelizeConfig for InlinePlan {
     }
 }
 
-/// Applies a plan along `tensor_parallel` and chooses the units of `units`, if there are any. With one
-/// tensor-parallel rank no layer is cut, so that nothing is asked of the plan: the model may have other names.
+/// Applies a plan along `tensor_parallel` and chooses the units in `units`, if any. With one
+/// tensor-parallel rank no layer is cut and the plan is not built: the model may have other names.
 pub(super) fn parallelize(
     model: &mut ModuleTree,
     mesh: &DeviceMesh,
@@ -83,7 +83,7 @@ pub(super) fn inside(prefix: &str, name: &str) -> String {
     }
 }
 
-/// `name` beside the module `prefix`.
+/// `name` next to the module `prefix`.
 pub(super) fn beside(prefix: &str, name: &str) -> String {
     inside(prefix.rsplit_once('.').map_or("", |(parent, _)| parent), name)
 }

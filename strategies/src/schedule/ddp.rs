@@ -1,7 +1,7 @@
-//! DDP's schedule: when gradient buckets are all-reduced.
+//! DDP's schedule: decides when gradient buckets are all-reduced.
 //!
-//! Gradients are accumulated in buckets, and a bucket is reduced while backward goes on. The
-//! [`Schedule`] is told [`Event`]s and answers with [`Action`]s.
+//! Gradients are accumulated in buckets, and a bucket is reduced while backward continues. The
+//! [`Schedule`] receives [`Event`]s and answers with [`Action`]s.
 //!
 //! ```
 //! use fulgurite_strategies::schedule::ddp::{Action, Event, Schedule};
@@ -21,30 +21,30 @@
 //!
 //! | state | event | next state | actions |
 //! |---|---|---|---|
-//! | filling | all its gradients are ready, and every bucket before it is launched | reducing | all-reduce |
-//! | filling | a backward that synchronises ends | reduced | all-reduce, wait |
+//! | filling | all gradients ready, and all earlier buckets launched | reducing | all-reduce |
+//! | filling | a synchronising backward ends | reduced | all-reduce, wait |
 //! | reducing | the backward ends | reduced | wait |
 //! | reduced | the step's next backward begins | filling | keep on one rank |
-//! | reduced | the step ends, or it is emptied | filling | |
-//! | any | a backward begins that has no gradients for it | the same | |
+//! | reduced | the step ends, or the bucket is emptied | filling | |
+//! | any | a backward without gradients for it begins | the same | |
 //! | any | the step is abandoned | filling | |
 //!
-//! A bucket that was reduced holds the sum over the ranks on each of them. A further backward of the
-//! step adds to it on one rank and overwrites it on the others, so that reducing it again adds the new
-//! gradients to the sum once.
+//! After its reduction a bucket holds the sum over the ranks on every rank. A further backward of
+//! the step adds to the sum on one rank and overwrites it on the others, so that the next reduction
+//! adds the new gradients to the sum once.
 //!
 //! # What ranks do alike
 //!
-//! Ranks all-reduce buckets in index order, whatever order they become full in: that depends on which
-//! parameters a rank's forward used. If a backward of the step left uses of parameters behind, a later
-//! one may bring gradients that are not counted, and buckets wait for its end. That may differ between
-//! ranks: the order of the reductions does not.
+//! Ranks all-reduce buckets in index order, although buckets fill in an order that depends on the
+//! parameters each rank's forward used. If a backward of the step left uses of parameters behind, a
+//! later backward may bring uncounted gradients, and buckets wait for its end. This may differ
+//! between ranks, but the order of reductions does not.
 
 /// An event for a [`Schedule`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Event {
-    /// From here on, backwards have gradients for so many of a bucket's parameters: all, or none while those
-    /// of its optimizer are paused. Comes between backwards.
+    /// Sets how many of a bucket's parameters get gradients from the next backwards: all, or none
+    /// while their optimizer is paused. Comes between backwards.
     Expect {
         /// The bucket.
         bucket: usize,
@@ -53,35 +53,35 @@ pub enum Event {
     },
     /// A backward begins.
     BeginBackward {
-        /// Whether its gradients, with those of earlier backwards that did not synchronise, are
-        /// reduced over the ranks.
+        /// Whether its gradients are reduced over the ranks, together with gradients of earlier
+        /// backwards that did not synchronise.
         synchronise: bool,
     },
-    /// A parameter's gradient is complete. Comes once in a backward for each parameter, at the latest
-    /// before [`FinishBackward`](Event::FinishBackward).
+    /// A parameter's gradient is complete. Comes once per backward for each parameter, at the
+    /// latest before [`FinishBackward`](Event::FinishBackward).
     GradientReady {
-        /// The parameter's index in the list that the schedule was made of.
+        /// The parameter's index in the list given to the schedule.
         parameter: usize,
-        /// Whether uses of the parameter have not delivered: another backward may bring them.
+        /// Whether uses of the parameter have not delivered yet: another backward may bring them.
         uses_left: bool,
     },
     /// The backward has gone through the graph.
     FinishBackward,
-    /// All optimizers have stepped: the buckets hold nothing any more.
+    /// All optimizers have stepped: the buckets are empty.
     FinishStep,
-    /// The optimizer of this bucket has stepped, and another one has not: the bucket holds nothing any more.
+    /// This bucket's optimizer has stepped, but another one has not: the bucket is empty.
     Empty {
         /// The bucket.
         bucket: usize,
     },
-    /// The step failed at any point, and is begun again: the buckets hold nothing, and nothing is under way any
-    /// more. The order in which gradients became ready is forgotten too.
+    /// The step failed at some point and starts again: the buckets are empty, and nothing is under
+    /// way. The order in which gradients became ready is forgotten too.
     Abandon,
 }
 
-/// An action for the driver of a [`Schedule`], which performs them in the order given. The number is the
-/// bucket's index. The machine assumes that every action succeeds; a driver that fails at one can only
-/// [abandon](Event::Abandon) the step.
+/// An action for the driver of a [`Schedule`], performed in the given order. The number is the
+/// bucket's index. The schedule assumes that every action succeeds; after a failure a driver can
+/// only [abandon](Event::Abandon) the step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Action {
     /// Add the next gradients to the bucket's content on one rank, and overwrite it on the others.
@@ -90,16 +90,16 @@ pub enum Action {
     AllReduce(usize),
     /// Wait for the sum.
     Wait(usize),
-    /// Sum the partial gradients of tensor-parallel ranks. Collective over those.
+    /// Sum the partial gradients of tensor-parallel ranks. Collective over these ranks.
     SumPartialGrads,
-    /// Make the buckets' content the parameters' gradients.
+    /// Deliver the buckets' content as the parameters' gradients.
     Deliver,
 }
 
-/// Where a bucket's content is.
+/// The content of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Bucket {
-    /// Gradients of this rank: those of `ready` parameters are ready in this backward.
+    /// This rank's gradients, of which `ready` are complete in this backward.
     Filling { ready: usize },
     /// The all-reduce is under way: no gradient may be added.
     Reducing,
@@ -107,26 +107,26 @@ enum Bucket {
     Reduced,
 }
 
-/// The state machine. See the [module](self) for its states.
+/// The state machine; see the [module](self) for its states.
 #[derive(Debug, Clone)]
 pub struct Schedule {
     /// The bucket of each parameter.
     bucket_of: Vec<usize>,
-    /// Each bucket, and how many of its parameters backwards have gradients for: all, or none.
+    /// Each bucket, with the number of its parameters that get gradients: all, or none.
     buckets: Vec<(Bucket, usize)>,
-    /// The first bucket that has not been launched in this backward.
+    /// The first bucket not yet launched in this backward.
     next: usize,
     synchronise: bool,
-    /// Whether uses of this step were left without a gradient, which a later backward may bring.
+    /// Whether uses of this step are still without a gradient, which a later backward may bring.
     older_uses: bool,
-    /// Parameters in the order their gradients became ready, in the first backward that synchronised.
+    /// Parameters in the order their gradients became ready, in the first synchronising backward.
     ready_order: Vec<usize>,
     /// Whether each parameter is in `ready_order`.
     is_in_order: Vec<bool>,
 }
 
 impl Schedule {
-    /// A schedule for parameters whose gradients are in these buckets, which are numbered without gaps.
+    /// Creates a schedule from each parameter's bucket; buckets are numbered without gaps.
     pub fn new(bucket_of: &[usize]) -> Self {
         let count = bucket_of.iter().max().map_or(0, |last| last + 1);
         let mut buckets = vec![(Bucket::Filling { ready: 0 }, 0); count];
@@ -145,7 +145,7 @@ impl Schedule {
     /// Processes an event and returns the actions to perform.
     ///
     /// # Panics
-    /// If the event's parameter is not one of those that the schedule was made of.
+    /// If the event's parameter is not in the schedule.
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
@@ -178,13 +178,13 @@ impl Schedule {
         actions
     }
 
-    /// Whether gradients can be added to the parameter's bucket now: not while it is being reduced.
+    /// Whether gradients can be added to the parameter's bucket now: not during its reduction.
     pub fn accepts_gradients(&self, parameter: usize) -> bool {
         self.buckets[self.bucket_of[parameter]].0 != Bucket::Reducing
     }
 
-    /// Parameters in the order their gradients became ready, in the first backward that synchronised:
-    /// all of them, once there was one.
+    /// Parameters in the order their gradients became ready, in the first synchronising backward;
+    /// all of them after that backward.
     pub fn ready_order(&self) -> &[usize] {
         &self.ready_order
     }

@@ -1,14 +1,14 @@
-//! The schedules of gradient reduction and of sharded parameters, as pure state machines.
+//! Schedules of gradient reduction and of sharded parameters, as pure state machines.
 //!
-//! A machine is given events (a unit's forward begins, a gradient is complete, a backward ends) and
-//! answers with actions (gather, free, reduce, wait) for its driver to perform in order. It holds no
-//! tensor, no lock and no clock and communicates nothing, so the strategies of this crate, a test or
-//! a simulation of a large run can drive the same one.
+//! A schedule receives events (a unit's forward begins, a gradient is complete, a backward ends).
+//! It answers with actions (gather, free, reduce, wait), which its driver performs in order. It has
+//! no tensors, locks, clocks or communication, so the strategies of this crate, a test or a
+//! simulation of a large run can drive it.
 //!
-//! | module | schedule |
+//! | module | decides |
 //! |---|---|
-//! | [`fsdp`] | when units are gathered and freed and their gradients reduce-scattered |
-//! | [`ddp`] | when gradient buckets are all-reduced |
+//! | [`fsdp`] | when to gather and free units and reduce-scatter their gradients |
+//! | [`ddp`] | when to all-reduce gradient buckets |
 
 pub mod ddp;
 pub mod fsdp;

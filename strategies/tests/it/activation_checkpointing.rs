@@ -1,5 +1,4 @@
-//! Units that are computed again in backward: the same gradients, from less memory, and what goes
-//! wrong is said.
+//! Activation checkpointing: the same gradients from less memory, and errors that name the cause.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -34,7 +33,7 @@ struct Block {
 }
 
 impl Block {
-    /// A block whose last layer shares the weight of another one's.
+    /// A block whose last layer shares another layer's weight.
     fn new(b: &ModuleBuilder, shared: Option<&Parameter>) -> Result<Self> {
         let down = b.pp("down");
         Ok(Self {
@@ -56,7 +55,8 @@ impl Block {
     }
 }
 
-/// A unit on token ids, two that share a weight (and the second of which runs twice), one of candle_nn, and a head.
+/// A unit on token ids, two units that share a weight (the second runs twice), a candle_nn unit,
+/// and a head.
 struct Model {
     embedding: Unit<Embedding>,
     blocks: Vec<Unit<Block>>,
@@ -84,7 +84,7 @@ impl Model {
         let ids = Tensor::new(&[[0u32, 3, 1], [4, 4, 2]], &Device::Cpu)?;
         let mut x = self.embedding.forward(&ids)?;
         for (i, block) in [0, 1, 1].into_iter().enumerate() {
-            // Each call has a mask of its own.
+            // Each call has its own mask.
             let mask: Vec<f32> =
                 (0..3).map(|t| if t == i { 0.0 } else { 1.0 + t as f32 }).collect();
             let mask = Tensor::from_vec(mask, (1, 3, 1), &Device::Cpu)?;
@@ -95,7 +95,7 @@ impl Model {
     }
 }
 
-/// The loss and the gradients of one backward.
+/// The loss and gradients of one backward.
 fn gradients(config: &str, frozen: &[&str]) -> Result<(f64, BTreeMap<String, Vec<f32>>)> {
     let frozen = frozen.iter().map(|&pattern| pattern.to_owned()).collect();
     let init = ModuleInit { frozen, ..init(config)? };
@@ -105,7 +105,7 @@ fn gradients(config: &str, frozen: &[&str]) -> Result<(f64, BTreeMap<String, Vec
         let _scope = fabric.forward_scope(true, 3, 0);
         model.loss()?
     };
-    // Backward need not run in the forward's surroundings.
+    // Backward may run outside of the forward's scope.
     fabric.backward(&loss)?;
     let tree = fabric.module_tree()?;
     let gradients = tree.trainable().map(|p| {
@@ -133,8 +133,8 @@ fn gradients_have_the_same_bits() {
     }
 }
 
-/// The losses of a model whose units give views: the end of what they computed, its middle turned, and
-/// a parameter, which FSDP takes away after the unit.
+/// The losses of a model whose units return views: the end of their result, its transposed middle,
+/// and a parameter, which FSDP frees after the unit.
 fn loss_of_views(config: &str, training: bool) -> Result<(f64, Vec<Vec<f32>>)> {
     let world = Arc::new(Solo::new("world", 0));
     let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
@@ -176,7 +176,7 @@ fn units_may_give_views() {
     }
 }
 
-/// The loss of units whose outputs are used again and again, by units and by the model itself.
+/// The loss of a model in which units and the model itself use outputs of units again.
 fn loss_of_skips(config: &str) -> Result<(f64, Vec<Vec<f32>>)> {
     let world = Arc::new(Solo::new("world", 0));
     let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
@@ -196,7 +196,7 @@ fn loss_of_skips(config: &str) -> Result<(f64, Vec<Vec<f32>>)> {
 
 // checklist: composer: activation offload
 #[test]
-fn outputs_that_are_offloaded_may_be_used_again() {
+fn offloaded_outputs_can_be_reused() {
     let (loss, gradients) = loss_of_skips(SINGLE).unwrap();
     assert!(loss > 0.0 && gradients.len() == 5, "{gradients:?}");
     for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
@@ -211,7 +211,7 @@ fn outputs_that_are_offloaded_may_be_used_again() {
     }
 }
 
-/// One unit of a linear layer, in a model whose units are all computed again.
+/// One linear layer in a unit, in a model with full checkpointing.
 fn one_unit() -> Result<(Fabric, Unit<Linear>)> {
     let config = checkpointed(r#"{"type": "ddp"}"#, "full");
     let world = Arc::new(Solo::new("world", 0));
@@ -224,7 +224,7 @@ fn ones(width: usize) -> Result<Tensor> {
     Ok(Tensor::ones((2, width), DType::F32, &Device::Cpu)?)
 }
 
-/// The error of a unit that computes `first` in its forward and `later` when it is computed again.
+/// The error of a unit that computes `first` in its forward and `later` in its recomputation.
 fn error_of(
     first: fn(&Linear, &Tensor) -> Result<Tensor>,
     later: fn(&Linear, &Tensor) -> Result<Tensor>,
@@ -240,7 +240,7 @@ fn error_of(
 }
 
 #[test]
-fn errors_of_the_second_run_say_where_they_are_from() {
+fn recomputation_errors_name_their_origin() {
     let forward: fn(&Linear, &Tensor) -> Result<Tensor> = |layer, x| layer.forward(x);
     let error = error_of(forward, |_, _| Err(Error::other("the moon was wrong")));
     insta::assert_snapshot!(error, @"module `block`: the moon was wrong");
@@ -250,14 +250,14 @@ fn errors_of_the_second_run_say_where_they_are_from() {
     assert!(matches!(&error, Error::Module { path, .. } if path == "block"), "{error:?}");
     let error = error_of(forward, |layer, x| layer.forward(&layer.forward(x)?));
     insta::assert_snapshot!(error, @"parameter `block.weight`: got a gradient after its last one: a unit whose activations are checkpointed used it more often when it was computed again than in its forward, where what it computes must depend on its input and on what its closure captured alone; or the loss joins the graph of a forward from before the last backward with that of a newer one");
-    // What tells of another rank stays what it is.
+    // An error about another rank stays unchanged.
     let peer = |_: &Linear, _: &Tensor| {
         Err(Error::PeerFailed { rank: 3, message: "out of memory".to_owned() })
     };
     assert!(matches!(error_of(forward, peer), Error::PeerFailed { rank: 3, .. }));
 }
 
-/// The loss and the gradients of a unit that computes its block on another thread.
+/// The loss and gradients of a unit that computes its block on another thread.
 fn on_another_thread(mode: &str) -> Result<(f64, Vec<Vec<f32>>)> {
     let config = checkpointed(SINGLE, mode);
     let world = Arc::new(Solo::new("world", 0));
@@ -287,7 +287,7 @@ fn on_another_thread(mode: &str) -> Result<(f64, Vec<Vec<f32>>)> {
 }
 
 #[test]
-fn a_unit_may_compute_on_other_threads_in_the_context_of_its_caller() {
+fn other_threads_get_the_callers_context() {
     let plain = on_another_thread("none").unwrap();
     assert!(plain.1.iter().all(|gradient| gradient.iter().any(|g| *g != 0.0)), "{plain:?}");
     for mode in ["full", ALL_OFFLOADED] {
@@ -295,7 +295,7 @@ fn a_unit_may_compute_on_other_threads_in_the_context_of_its_caller() {
     }
 }
 
-/// A unit and something before it, whose output the unit's closure captures.
+/// A unit whose closure captures the output of an earlier layer.
 struct Captured {
     before: Linear,
     foreign: CandleModule<candle_nn::Linear>,
@@ -313,7 +313,7 @@ impl Captured {
 }
 
 #[test]
-fn captured_tensors_that_get_a_gradient_are_refused() {
+fn captured_tensors_with_gradients_are_refused() {
     let backward = |mode: &str, foreign: bool, detached: bool| {
         let config = checkpointed(SINGLE, mode);
         let world = Arc::new(Solo::new("world", 0));
@@ -360,7 +360,7 @@ fn without_a_backward_nothing_runs_twice() {
     assert_eq!(runs.load(Ordering::Relaxed), 3);
 }
 
-/// What was offloaded is free after its backward, as the activations of PyTorch's graphs are.
+/// Offloaded activations are freed after their backward, like the activations of PyTorch's graphs.
 #[test]
 fn offloaded_activations_have_one_backward() {
     let config = checkpointed(SINGLE, ALL_OFFLOADED);
@@ -374,7 +374,7 @@ fn offloaded_activations_have_one_backward() {
     insta::assert_snapshot!(fabric.backward(&loss).unwrap_err(), @"module `block`: its activations are offloaded, and free after its first backward; compute the loss again");
 }
 
-/// Which units are computed again, by path.
+/// Paths of the checkpointed units.
 fn chosen(tree: &ModuleTree) -> Vec<&str> {
     tree.units().iter().filter(|u| u.activation_checkpointing()).map(|u| u.path()).collect()
 }
@@ -387,7 +387,7 @@ fn layers(b: &ModuleBuilder) -> Result<Vec<Unit<Linear>>> {
     Ok(units)
 }
 
-/// What a Fabric with this configuration makes of [`layers`].
+/// Sets up [`layers`] in a Fabric with this configuration.
 fn configured(checkpointing: ActivationCheckpointing) -> Result<ModuleTree> {
     let config =
         TrainerConfig { activation_checkpointing: checkpointing, ..TrainerConfig::default() };
@@ -417,7 +417,7 @@ fn a_configuration_chooses_units() {
 }
 
 #[test]
-fn choices_that_choose_nothing_are_refused() {
+fn empty_choices_are_refused() {
     let error = |checkpointing| configured(checkpointing).unwrap_err();
     let full = ActivationCheckpointing::full();
     let units = vec!["layers.*".to_owned(), "blocks.*".to_owned()];
@@ -454,7 +454,7 @@ fn a_parallelize_function_chooses_units() {
     fabric.setup_module(layers).unwrap();
     let tree = fabric.module_tree().unwrap();
     assert_eq!(chosen(tree), ["layers.0", "layers.2", "layers.3"]);
-    // And so may a closure over what units are.
+    // A closure over the units' properties may also choose.
     tree.apply_activation_checkpointing(|unit| {
         unit.kind() == "Linear" && !unit.path().starts_with("layers.")
     });

@@ -1,4 +1,4 @@
-//! Adapters train as on one device on every mesh, and move between meshes and in PEFT's format.
+//! Adapters train as on one device on every mesh, and move between meshes and to PEFT's format.
 
 use std::path::Path;
 use std::sync::LazyLock;
@@ -46,7 +46,7 @@ fn check(ranks: usize, config: &str, variant: Variant, accumulate: usize) {
     assert_as(&what, &train(ranks, config, variant, accumulate), &ONE_DEVICE);
 }
 
-/// Checks losses, norms and weights of a run against those of one device.
+/// Checks losses, norms and weights of a run against the run on one device.
 pub(crate) fn assert_as(what: &str, run: &Run, single: &Run) {
     for (name, run, single) in
         [("loss", &run.losses, &single.losses), ("norm", &run.norms, &single.norms)]
@@ -100,7 +100,8 @@ fn as_on_one_device_with_tensor_parallelism() {
     check(4, &mesh([1, 1, 2, 2]), Variant::ALL[1], 1);
 }
 
-/// Trains five steps on one mesh, saves everything and the adapter, and gives losses of five more.
+/// Trains five steps on one mesh, saves everything and the adapter, and returns the losses of five
+/// more steps.
 fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
     let losses = run_ranks(ranks, |world| {
         let mut training =
@@ -116,7 +117,7 @@ fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
 }
 
 #[test]
-fn a_training_goes_on_from_a_checkpoint_of_any_mesh() {
+fn training_resumes_from_any_meshs_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     let fsdp = r#"{"type": "fsdp"}"#;
     let expected = save(fsdp, 2, temp.path());
@@ -136,7 +137,7 @@ fn a_training_goes_on_from_a_checkpoint_of_any_mesh() {
 }
 
 #[test]
-fn an_adapter_alone_moves_between_meshes_bit_by_bit() {
+fn adapters_move_between_meshes_bitwise() {
     let temp = tempfile::tempdir().unwrap();
     save(&mesh([1, 2, 1, 2]), 4, temp.path());
     let adapter = temp.path().join("adapter");

@@ -1,4 +1,4 @@
-//! `detect_anomaly` names the layer where a value that is not finite appeared first.
+//! `detect_anomaly` names the layer that produced the first non-finite value.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::autograd::detect_anomaly;
@@ -11,7 +11,7 @@ use fulgurite_core::{Error, Result};
 use fulgurite_test_support::training::{checkpointed, init, strategy};
 use fulgurite_transports::run_ranks;
 
-/// Where something goes wrong.
+/// The place of the anomaly.
 #[derive(Clone, Copy, PartialEq)]
 enum Wrong {
     Nothing,
@@ -48,7 +48,7 @@ impl Net {
         };
         let x = match wrong {
             Wrong::OperationBetween => (x.sqr()? * -1.0)?.log()?,
-            // The root has no derivative at 0.
+            // The square root has no derivative at 0.
             Wrong::BackwardBetween => (&x - x.detach())?.sqrt()?,
             _ => x,
         };
@@ -64,7 +64,7 @@ fn outcome(ranks: usize, config: &str, wrong: Wrong) -> String {
         let (net, mut optimizer) = fabric.setup(|b| Net::new(b, wrong), &AdamW::default())?;
         let x = Tensor::new(&[[1f32, 2.0], [3.0, 4.0]], &Device::Cpu)?.to_dtype(DType::F32)?;
         let _detecting = detect_anomaly();
-        // All ranks have the same samples and the same error, so none waits for another.
+        // All ranks have the same samples and the same error, so no rank waits for another.
         let step = || -> Result<()> { fabric.backward(&net.loss(&x, wrong)?) };
         match step() {
             Ok(()) => optimizer.step().map(|()| "no error".to_owned()),
@@ -79,7 +79,7 @@ fn outcome(ranks: usize, config: &str, wrong: Wrong) -> String {
 }
 
 #[test]
-fn the_first_value_that_is_not_finite_is_named() {
+fn the_first_non_finite_value_is_named() {
     let fsdp = r#"{"type": "fsdp"}"#;
     let checkpointed = checkpointed(fsdp, "full");
     for (ranks, config) in [(1, r#"{"type": "single_device"}"#), (2, fsdp), (2, &*checkpointed)] {

@@ -1,4 +1,4 @@
-//! Optimizer state in bf16: the same on every mesh, in checkpoints, and as good for training.
+//! Optimizer state in bf16: equal on every mesh, saved in checkpoints, and as good for training.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -37,7 +37,7 @@ fn adamw(state_dtype: StateDtype) -> AdamW {
     AdamW { state_dtype, ..DecoderTraining::adamw() }
 }
 
-/// Runs `f` with a decoder in training on every rank of a mesh, and returns what rank 0 does.
+/// Runs `f` with a decoder in training on every rank of a mesh, and returns rank 0's result.
 fn on<T: Send>(
     (ranks, config, variant): Mesh,
     optimizer: &dyn OptimizerConfig,
@@ -54,15 +54,15 @@ fn on<T: Send>(
 
 type Tensors = BTreeMap<String, Vec<f32>>;
 
-/// From the same gradients, whoever holds an element rounds its state alike.
+/// From the same gradients, every mesh rounds the state of an element alike.
 #[test]
-fn the_bits_of_an_update_are_the_same_on_every_mesh() {
+fn updates_are_bitwise_equal_on_every_mesh() {
     let sgd = Sgd { momentum: 0.9, state_dtype: StateDtype::Bf16, ..Sgd::default() };
     let optimizers: [&dyn OptimizerConfig; 2] = [&adamw(StateDtype::Bf16), &sgd];
     for config in optimizers {
         let updated = |mesh| -> (Tensors, Tensors) {
             on(mesh, config, |training| {
-                // The steps of the optimizer alone: what ranks reduce differs in the last bits.
+                // Steps of the optimizer only: reduced gradients differ in the last bits.
                 let tree = training.fabric.module_tree()?;
                 let mut optimizer = config.build(tree.parameters())?;
                 optimizer.set_seed(7);
@@ -95,7 +95,7 @@ fn the_bits_of_an_update_are_the_same_on_every_mesh() {
     }
 }
 
-/// State, and loss and norm of the step that follows, with the state and weights after it.
+/// State, loss and norm of the next step, then state and weights after it.
 type Standing = (Tensors, (f64, f64), Tensors, Tensors);
 
 fn standing(training: &mut DecoderTraining) -> Result<Standing> {
@@ -122,7 +122,7 @@ fn load(mesh: Mesh, dtype: StateDtype, path: &Path) -> Standing {
 }
 
 #[test]
-fn a_checkpoint_holds_it_in_bf16_and_every_mesh_loads_it() {
+fn every_mesh_loads_checkpoints_in_bf16() {
     for source in [MESHES[0], MESHES[4], MESHES[9]] {
         let scratch = tempfile::tempdir().unwrap();
         let path = scratch.path().join("saved");
@@ -138,7 +138,7 @@ fn a_checkpoint_holds_it_in_bf16_and_every_mesh_loads_it() {
             let loaded = load(target, StateDtype::Bf16, &path);
             assert!(loaded.0 == saved.0, "from {source:?} to {target:?}");
             if target == source {
-                // To the bit: the rounding goes on where it was.
+                // To the bit: stochastic rounding continues where it stopped.
                 assert!(loaded == saved, "{source:?} does not go on as it was");
             }
         }
@@ -161,7 +161,7 @@ fn state_of_the_other_dtype_is_converted() {
     assert!(load(three, StateDtype::F32, &path).0 == saved);
 }
 
-/// 60 steps, of which the mean loss of the last ten differs by less than half a percent.
+/// The mean loss of the last ten of 60 steps differs by less than half a percent.
 #[test]
 fn it_trains_as_f32_state_does() {
     let mean_of_last = |dtype| {

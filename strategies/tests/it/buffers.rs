@@ -1,4 +1,4 @@
-//! Buffers and batch norms under every strategy: what ranks train, and what checkpoints have of them.
+//! Buffers and batch norms under every strategy: training and checkpoints.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -31,7 +31,7 @@ const FSDP: &str = r#"{"type": "fsdp"}"#;
 const HSDP: &str = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
 const FSDP_TP: &str = r#"{"type": "fsdp_tp", "tensor_parallel_size": 2}"#;
 
-/// Which batch norms a model has.
+/// The model's kind of batch norm.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Kind {
     Own,
@@ -73,7 +73,7 @@ struct Network {
 
 impl Network {
     fn new(b: &ModuleBuilder, kind: Kind) -> Result<Self> {
-        // A bias before a norm has no gradient but that of rounding.
+        // A bias before a norm would only get rounding noise as its gradient.
         let config = Conv2dConfig { stride: [2; 2], bias: false, ..Conv2dConfig::default() };
         b.buffer("positions", [3], Tensor::new(&[1f32, 2., 3.], b.device())?, {
             BufferOptions::default().not_persistent()
@@ -136,7 +136,7 @@ impl Training {
         Ok(Self { fabric, model, optimizer, step: 0 })
     }
 
-    /// A step; ranks have unequal parts of the batch.
+    /// Takes a step; ranks have unequal parts of the batch.
     fn step(&mut self) -> Result<f64> {
         let mesh = self.fabric.device_mesh();
         let (rank, size) = (mesh.local_rank(DATA_PARALLEL)?, mesh.size(DATA_PARALLEL)?);
@@ -150,7 +150,7 @@ impl Training {
         Ok(loss)
     }
 
-    /// Every parameter and buffer, of which all ranks must have the same bits.
+    /// Every parameter and buffer, checked to be bitwise equal on all ranks.
     fn values(&self) -> Result<Values> {
         let (tree, world) = (self.fabric.module_tree()?, &**self.fabric.world());
         let mut values = gather_weights(tree, world)?;
@@ -165,7 +165,7 @@ impl Training {
         Ok(values)
     }
 
-    /// What an evaluation gives.
+    /// Returns the outputs of an evaluation.
     fn evaluate(&self) -> Result<Vec<f32>> {
         let _scope = self.fabric.forward_scope(false, self.step, 0);
         let _no_grad = fulgurite_core::autograd::no_grad();
@@ -211,7 +211,7 @@ const MESHES: [(usize, &str); 8] =
     [(2, DDP), (3, DDP), (4, DDP), (2, FSDP), (3, FSDP), (4, HSDP), (2, FSDP_TP), (4, FSDP_TP)];
 
 #[test]
-fn synchronised_batch_norms_train_on_any_mesh_as_on_one_device() {
+fn synchronised_batch_norms_match_one_device() {
     let single = train(1, SINGLE, Kind::Own);
     assert!(single.losses[4] < 0.9 * single.losses[0], "{:?}", single.losses);
     assert_eq!(single.values["stem.norm.num_batches_tracked"], [5.0]);
@@ -224,9 +224,10 @@ fn synchronised_batch_norms_train_on_any_mesh_as_on_one_device() {
     }
 }
 
-/// Every strategy has the bits of DDP; what a checkpointed unit computes again is tracked once.
+/// Every strategy has the bits of DDP; recomputation by a checkpointed unit updates statistics only
+/// once.
 #[test]
-fn batch_norms_of_each_rank_train_alike_under_every_strategy() {
+fn local_batch_norms_match_ddp() {
     for kind in [Kind::Own, Kind::Candle] {
         for ranks in [1, 2, 4] {
             let ddp = train(ranks, DDP, kind);
@@ -248,7 +249,7 @@ fn batch_norms_of_each_rank_train_alike_under_every_strategy() {
 
 // checklist: composer: buffers are broadcast from rank 0
 #[test]
-fn ranks_get_the_buffers_of_the_first_or_their_mean_or_keep_their_own() {
+fn buffers_are_synchronised_as_configured() {
     let run = |how: SyncBuffers| {
         run_ranks(2, move |world| {
             let mut training = Training::new(world.clone(), DDP, Kind::Own)?;
@@ -275,7 +276,7 @@ fn ranks_get_the_buffers_of_the_first_or_their_mean_or_keep_their_own() {
 }
 
 #[test]
-fn the_buffers_of_a_step_are_one_collective_and_none_where_there_are_none() {
+fn buffers_take_at_most_one_collective_a_step() {
     let calls = |with_buffers: bool| {
         run_ranks(2, move |world| {
             let counter = Counter::default();
@@ -309,7 +310,7 @@ fn the_buffers_of_a_step_are_one_collective_and_none_where_there_are_none() {
     assert_eq!(calls(true), calls(false) + 1);
 }
 
-/// A checkpoint of any mesh loads on any other, and says the same.
+/// A checkpoint of any mesh loads on any other mesh, with the same outputs.
 // checklist: Lightning: _named_parameters_and_buffers_to_load
 #[test]
 fn buffers_are_saved_and_loaded_on_any_mesh() {
@@ -351,7 +352,7 @@ fn buffers_are_saved_and_loaded_on_any_mesh() {
                     for (a, b) in loaded[0].1.iter().zip(&saved[0].1) {
                         assert!((a - b).abs() < 1e-5, "{a} and {b}");
                     }
-                    // Statistics of each rank's own batch make the loss of the other kind another one.
+                    // Statistics per rank's own batch give the other kind another loss.
                     if kind == Kind::Synchronised {
                         let (a, b) = (loaded[0].2, saved[0].2);
                         assert!((a - b).abs() <= 2e-4 * b.abs().max(1.0), "{config}: {a} and {b}");
@@ -364,7 +365,7 @@ fn buffers_are_saved_and_loaded_on_any_mesh() {
 
 // checklist: Lightning: _named_parameters_and_buffers_to_load
 #[test]
-fn what_is_missing_or_unexpected_is_reported_and_what_is_not_persistent_is_not_saved() {
+fn mismatched_buffers_are_reported() {
     let directory = tempfile::tempdir().unwrap();
     let (with, without) = (directory.path().join("with"), directory.path().join("without"));
     let build = |norm: bool, path: &Path, load: bool| {
@@ -421,9 +422,9 @@ fn what_is_missing_or_unexpected_is_reported_and_what_is_not_persistent_is_not_s
     "#);
 }
 
-/// As torch's `AveragedModel` with `use_buffers=False`: the buffers are the model's.
+/// Like torch's `AveragedModel` with `use_buffers=False`: the buffers come from the model.
 #[test]
-fn averages_of_weights_have_the_buffers_of_the_model() {
+fn weight_averages_use_the_models_buffers() {
     run_ranks(2, |world| {
         let mut training = Training::new(world, FSDP, Kind::Own)?;
         let mut average =
@@ -443,7 +444,7 @@ fn averages_of_weights_have_the_buffers_of_the_model() {
 }
 
 #[test]
-fn a_name_is_taken_once_and_values_have_the_shape() {
+fn buffer_names_and_shapes_are_checked() {
     let b = ModuleBuilder::new(ModuleInit::default());
     let options = BufferOptions::default();
     b.buffer("mean", [2], Init::ZEROS, options).unwrap();

@@ -1,4 +1,4 @@
-//! Unmodified layers of candle_nn train under every strategy, and what they lose is noticed.
+//! Unmodified layers of candle_nn train under every strategy, and gradients they lose are reported.
 
 use std::sync::Arc;
 
@@ -74,7 +74,7 @@ fn a_model_of_candle_nn_trains_alike_everywhere() {
     }
 }
 
-/// A parameter that two units ask for by one name is the root's.
+/// A parameter requested by two units under one name belongs to the root.
 // checklist: PyTorch: _is_fsdp_flattened
 #[test]
 fn a_name_asked_for_twice_ties_across_units() {
@@ -92,7 +92,7 @@ fn plain(config: &str) -> String {
     }
 }
 
-/// The gradients of a weight that two units share, on both ranks, of which one has half.
+/// The gradients of a weight shared by two units, on both of two ranks that share the batch.
 fn tied_across_units(config: &str) -> Vec<Vec<f32>> {
     run_ranks(2, |world| {
         let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
@@ -112,7 +112,7 @@ fn tied_across_units(config: &str) -> Vec<Vec<f32>> {
     .unwrap()
 }
 
-/// A linear layer whose gradient candle_nn's fused norm cuts off, and a head that gets one.
+/// A linear layer whose gradient candle_nn's fused norm cuts off, and a head that gets a gradient.
 struct Cut {
     body: Unit<(Linear, Tensor, Tensor)>,
     head: Linear,
@@ -140,7 +140,7 @@ impl Cut {
     }
 }
 
-/// One step of [`Cut`]: the body's linear weight and the head's, before and after.
+/// One step of [`Cut`]: the weights of the body's linear layer and of the head, before and after.
 fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]> {
     let steps = run_ranks(2, |world| {
         let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
@@ -160,7 +160,7 @@ fn cut_step(config: &str, policy: UnusedParameters) -> Result<[[Vec<f32>; 2]; 2]
 }
 
 #[test]
-fn gradients_that_candle_nn_loses_are_named() {
+fn lost_candle_nn_gradients_are_named() {
     for config in CONFIGS {
         let error = cut_step(config, UnusedParameters::Error).unwrap_err();
         insta::allow_duplicates! { insta::assert_snapshot!(error, @r#"3 trainable parameters got no gradient in the first step: body.linear.weight, body.norm.weight, body.norm.bias. The loss does not depend on what was computed with them, or an operation without a backward cut the graph: candle_nn's fused layer_norm, rms_norm, softmax_last_dim and rope do, and so do `detach` and writes in place; the layers of `fulgurite::nn` do not. If that is meant, freeze what is not trained (`trainer.freeze`), or set `trainer.unused_parameters` to "zero" or "ignore""#); }
@@ -168,7 +168,7 @@ fn gradients_that_candle_nn_loses_are_named() {
 }
 
 #[test]
-fn unused_parameters_decay_under_zero_and_stay_under_ignore() {
+fn unused_parameter_policies_differ_in_decay() {
     for config in CONFIGS {
         let [before, after] = cut_step(config, UnusedParameters::Ignore).unwrap();
         assert_eq!(after[0], before[0], "{config}");
@@ -184,7 +184,7 @@ fn unused_parameters_decay_under_zero_and_stay_under_ignore() {
 /// An operation between a convolution and a head.
 type Pool = fn(&Tensor) -> Result<Tensor>;
 
-/// The error of a step with a pooling in a unit and another one after it, if there is one.
+/// The error, if any, of a step with one pooling inside a unit and another after it.
 fn pooled(config: &str, inside: Pool, outside: Pool) -> Option<String> {
     let step = run_ranks(1, |world| {
         let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
@@ -207,7 +207,7 @@ fn pooled(config: &str, inside: Pool, outside: Pool) -> Option<String> {
 }
 
 #[test]
-fn operations_of_candle_with_wrong_gradients_are_named() {
+fn wrong_candle_gradients_are_named() {
     let keep: Pool = |x| Ok(x.clone());
     let theirs: Pool = |x| Ok(x.max_pool2d(2)?);
     let own: Pool = |x| MaxPool2d::new([2, 2], MaxPool2dConfig::default())?.forward(x);
@@ -231,7 +231,7 @@ fn operations_of_candle_with_wrong_gradients_are_named() {
     }
 }
 
-/// A layer of one's own that computes with its scale, and reads its shift without a graph.
+/// A custom layer that computes with its scale and reads its shift without a graph.
 struct Detached {
     scale: Parameter,
     shift: Parameter,
@@ -249,7 +249,7 @@ impl Detached {
 }
 
 #[test]
-fn parameters_without_a_gradient_are_named_with_the_cause() {
+fn missing_gradients_are_named_with_the_cause() {
     let step = |config: &str, scaled: bool| {
         let step = run_ranks(2, |world| {
             let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 5)?;
@@ -274,10 +274,10 @@ fn parameters_without_a_gradient_are_named_with_the_cause() {
     }
 }
 
-/// Two units of equal shapes; rank 1 leaves out one layer of the second. Its unit is complete late
-/// there, and must still be reduced with the same unit of the other ranks.
+/// Two units of equal shapes; rank 1 skips one layer of the second unit. That unit completes late
+/// on rank 1, and must still be reduced together with the same unit of the other ranks.
 #[test]
-fn ranks_that_leave_out_a_layer_reduce_units_in_one_order() {
+fn skipped_layers_keep_the_reduction_order() {
     let train = |config: &str| {
         run_ranks(2, move |world| {
             let rank = world.rank();

@@ -1,5 +1,5 @@
-//! What one mesh saved, every other loads: model and optimizer to the bit, and the next step is that
-//! of a run that never stopped.
+//! Every mesh loads the checkpoints of every other mesh: model and optimizer to the bit, and the
+//! next step is equal to a step without interruption.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -50,7 +50,7 @@ const STEPS: u64 = 3;
 
 type Tensors = BTreeMap<String, Vec<f32>>;
 
-/// What a run has: weights, optimizer state, and the loss and norm of the step that follows.
+/// The state of a run: weights, optimizer state, and loss and norm of the next step.
 #[derive(Debug, PartialEq)]
 struct Standing {
     weights: Tensors,
@@ -63,7 +63,7 @@ fn standing(training: &mut DecoderTraining) -> fulgurite_core::Result<Standing> 
     Ok(Standing { weights, optimizer, next: training.step()? })
 }
 
-/// Trains, saves, and goes on.
+/// Trains, saves, and continues.
 fn save((ranks, config, variant): Mesh, path: &Path) -> Standing {
     let mut all = run_ranks(ranks, |world| {
         let mut training = DecoderTraining::new(world, config, variant, 1)?;
@@ -87,7 +87,7 @@ fn load((ranks, config, variant): Mesh, path: &Path) -> Standing {
     all.swap_remove(0)
 }
 
-/// All meshes load what those of `saving` saved.
+/// Checks that all meshes load the checkpoints of the meshes in `saving`.
 fn check(saving: &[Mesh]) {
     for &source in saving {
         let scratch = tempfile::tempdir().unwrap();

@@ -1,5 +1,5 @@
-//! The collectives that carry gradients: values against a naive computation, gradients against
-//! finite differences, calls and bytes.
+//! Collectives that carry gradients: values against a naive computation, gradients against finite
+//! differences, and the exact calls and bytes.
 
 use std::sync::Arc;
 
@@ -11,7 +11,7 @@ use fulgurite_core::parallel::collectives;
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_transports::run_ranks;
 
-/// One of the functions, with the dimensions it works along.
+/// A collective function, with its dimensions.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Op {
     CopyTo,
@@ -26,7 +26,7 @@ enum Op {
 use Op::{AllGather, AllToAll, CopyTo, Gather, ReduceFrom, ReduceScatter, Split};
 
 impl Op {
-    /// All of them, along every dimension of a tensor of three.
+    /// All functions, along every dimension of a 3-dimensional tensor.
     fn all() -> Vec<Self> {
         let mut all = vec![CopyTo, ReduceFrom];
         for dim in [0, 1, 2, -1, -2] {
@@ -75,7 +75,7 @@ impl Op {
         outputs.iter().map(|y| y.contiguous().unwrap()).collect()
     }
 
-    /// The shape of an output from that of an input of three dimensions.
+    /// The output's shape for a 3-dimensional input.
     fn output_shape(self, input: &[usize; 3], n: usize) -> [usize; 3] {
         let place = |dim: isize| dim.rem_euclid(3) as usize;
         let mut shape = *input;
@@ -91,8 +91,8 @@ impl Op {
         shape
     }
 
-    /// Whether the ranks have the same output and all compute the same from it: the loss is one
-    /// rank's then. Otherwise it is the sum of all ranks' losses.
+    /// Whether all ranks have the same output and compute the same from it. The loss is then one
+    /// rank's loss, otherwise the sum of all ranks' losses.
     fn same_output(self) -> bool {
         matches!(self, ReduceFrom | Gather(_))
     }
@@ -102,7 +102,7 @@ impl Op {
         matches!(self, CopyTo | Split(_))
     }
 
-    /// The calls of forward and of backward for an input of `bytes` bytes on `n` ranks.
+    /// The calls of forward and backward for an input of `bytes` bytes on `n` ranks.
     fn calls(self, bytes: u64, n: u64) -> [Option<(&'static str, u64)>; 2] {
         match self {
             CopyTo => [None, Some(("all_reduce", bytes))],
@@ -128,7 +128,7 @@ fn flat(t: &Tensor) -> Vec<f64> {
     t.flatten_all().unwrap().to_vec1().unwrap()
 }
 
-/// A view that begins at an offset and has the last two dimensions turned in memory.
+/// A view that starts at an offset and has its last two dimensions transposed in memory.
 fn view(padded: &Tensor) -> Tensor {
     let n = padded.dims()[0] - 2;
     padded.narrow(0, 1, n).unwrap().transpose(1, 2).unwrap()
@@ -139,13 +139,13 @@ fn padded(x: &Tensor) -> Tensor {
     x.transpose(1, 2).unwrap().contiguous().unwrap().pad_with_zeros(0, 1, 1).unwrap()
 }
 
-/// What a rank makes of its output: sines, so that stale values show, times fixed numbers.
+/// A rank's loss: sines of its output, so that stale values show, times fixed numbers.
 fn loss(op: Op, rank: usize, y: &Tensor) -> Result<Tensor> {
     let what = if op.same_output() { "loss".to_owned() } else { format!("loss {rank}") };
     Ok((y.sin()? * randn(&what, y.dims()))?.sum_all()?)
 }
 
-/// The loss of all ranks, from the inputs of all.
+/// The loss of all ranks, from the inputs of all ranks.
 fn total(op: Op, inputs: &[Tensor]) -> f64 {
     let outputs = op.naive(inputs);
     let ranks = if op.same_output() { 1 } else { inputs.len() };
@@ -228,7 +228,7 @@ fn check(op: Op, shape: &[usize], n: usize) {
             }
             assert_eq!(flat(&var), before, "{what}: the input has changed");
 
-            // Outside a graph the same, and the input stays as well.
+            // Outside of a graph the result is the same, and the input stays unchanged.
             let _no_grad = no_grad();
             let y = op.apply(&seen(&var), &group)?;
             assert!(!y.detach().track_op());
@@ -242,7 +242,7 @@ fn check(op: Op, shape: &[usize], n: usize) {
 }
 
 #[test]
-fn values_gradients_and_traffic_are_right_along_every_dimension() {
+fn every_dimension_has_right_values_and_traffic() {
     for n in [2, 3] {
         for op in Op::all() {
             check(op, &[n, 2 * n, 3 * n], n);
@@ -252,7 +252,7 @@ fn values_gradients_and_traffic_are_right_along_every_dimension() {
 
 #[test]
 fn a_batch_of_one_is_cut_along_the_sequence() {
-    // The parts of such a tensor are contiguous in it, and yet must not share its memory.
+    // The parts of such a tensor are contiguous in it, but must not share its memory.
     for op in [AllGather(1), ReduceScatter(1), Gather(1), Split(1), AllToAll(1, 2), AllToAll(2, 1)]
     {
         check(op, &[1, 6, 9], 3);
@@ -299,7 +299,7 @@ fn functions_follow_each_other_in_one_graph() {
 #[test]
 fn tensors_without_elements_pass() {
     for op in Op::all() {
-        // Which dimension is empty must not matter.
+        // The position of the empty dimension must not matter.
         for shape in [[0, 6, 6], [6, 0, 6], [6, 6, 0]] {
             run_ranks(2, |group| {
                 let x = Tensor::zeros(&shape, candle_core::DType::F64, &Device::Cpu)?;
@@ -327,7 +327,7 @@ fn one_rank_communicates_nothing() {
 }
 
 #[test]
-fn what_cannot_be_cut_is_an_error() {
+fn uncuttable_parameters_are_refused() {
     run_ranks(2, |group| {
         let (group, counter) = counting(group);
         let x = randn("x", &[2, 3, 4]);

@@ -1,4 +1,4 @@
-//! What crosses the wire in a step: calls and bytes, exactly.
+//! The exact calls and bytes of a step's communication.
 
 use std::collections::BTreeMap;
 
@@ -11,7 +11,8 @@ use fulgurite_transports::run_ranks;
 
 type Tally = BTreeMap<(String, &'static str), Record>;
 
-/// Rank 0's tally of the third step (the first two audit and order the buckets), and the model.
+/// Rank 0's tally of the third step, and the model. The first two steps audit and order the
+/// buckets.
 fn third_step(ranks: usize, config: &str, accumulate: usize) -> (Tally, ModuleTree) {
     let mut tallies = run_ranks(ranks, |world| {
         let counter = Counter::default();
@@ -45,7 +46,7 @@ fn scalars(data_parallel: &str) -> Tally {
 }
 
 #[test]
-fn ddp_reduces_every_gradient_once_in_as_many_calls_as_buckets() {
+fn ddp_reduces_each_bucket_once() {
     let group = "data_parallel_replicate";
     for accumulate in [1, 3] {
         let (tally, tree) = third_step(3, r#"{"type": "ddp"}"#, accumulate);
@@ -55,7 +56,7 @@ fn ddp_reduces_every_gradient_once_in_as_many_calls_as_buckets() {
         expected.get_mut(&(group.to_owned(), "all_reduce")).unwrap().bytes += gradients;
         assert_eq!(tally, expected);
 
-        // A bucket for each gradient.
+        // One bucket per gradient.
         let tiny = r#"{"type": "ddp", "first_bucket_mb": 0, "bucket_cap_mb": 0}"#;
         let (tally, tree) = third_step(3, tiny, accumulate);
         let mut expected = scalars(group);
@@ -64,7 +65,7 @@ fn ddp_reduces_every_gradient_once_in_as_many_calls_as_buckets() {
         buckets.bytes += gradients;
         assert_eq!(tally, expected);
 
-        // The buckets' number follows from their size: no two neighbours fit into one.
+        // The number of buckets follows from their size: no two neighbours fit into one.
         let cap = 400.0;
         let mb = cap / 1024.0 / 1024.0;
         let config =
@@ -80,7 +81,7 @@ fn ddp_reduces_every_gradient_once_in_as_many_calls_as_buckets() {
 
 // checklist: NeMo: recursive FSDP with prefetching
 #[test]
-fn fsdp_gathers_units_for_forward_and_for_backward_and_reduces_each_once() {
+fn fsdp_gathers_units_twice_and_reduces_once() {
     let group = "data_parallel_shard";
     for (config, gathers_a_micro_batch) in [
         (r#"{"type": "fsdp", "reshard_after_forward": true}"#, 2),
@@ -110,10 +111,10 @@ fn fsdp_gathers_units_for_forward_and_for_backward_and_reduces_each_once() {
     }
 }
 
-/// With parts over 2 of 4 ranks, backward gathers among 2; the last unit may be kept whole.
+/// With parts over 2 of 4 ranks, backward gathers among 2; the last unit may stay whole.
 // checklist: NeMo: recursive FSDP with prefetching
 #[test]
-fn what_is_kept_after_forward_is_not_gathered_from_all_ranks_again() {
+fn kept_parts_are_gathered_from_fewer_ranks() {
     let all = ("data_parallel_shard".to_owned(), "all_gather_into");
     let few = ("reshard_after_forward".to_owned(), "all_gather_into");
     for accumulate in [1, 3] {
@@ -134,7 +135,7 @@ fn what_is_kept_after_forward_is_not_gathered_from_all_ranks_again() {
             (r#"{"type": "fsdp", "reshard_after_forward": "all_but_last"}"#, units.len() - 1, &[]),
         ] {
             let mut expected = always.clone();
-            // Of the two gathers of a unit, the one for backward.
+            // Only the backward gather of the unit's two gathers.
             let all = expected.get_mut(&all).unwrap();
             all.calls -= micro * (units.len() - of_all) as u64;
             all.bytes -= micro * units[of_all..].iter().sum::<u64>();
@@ -150,7 +151,7 @@ fn what_is_kept_after_forward_is_not_gathered_from_all_ranks_again() {
 
 // checklist: composer: wrap policy
 #[test]
-fn units_that_no_condition_chose_are_gathered_with_the_root_once() {
+fn unchosen_units_are_gathered_with_the_root() {
     let config = r#"{"type": "fsdp", "shard_conditions": ["layers.1"]}"#;
     let (tally, tree) = third_step(2, config, 1);
     let unit = bytes(&tree.unit_parameters(Some(1)));
@@ -160,7 +161,7 @@ fn units_that_no_condition_chose_are_gathered_with_the_root_once() {
     assert_eq!(reductions, Record { calls: 2, bytes: bytes(tree.trainable()) });
 }
 
-/// Units that are computed again have been gathered for that already.
+/// Recomputation uses the units already gathered for backward.
 // checklist: composer: activation checkpointing
 #[test]
 fn activation_checkpointing_sends_nothing_more() {
@@ -184,7 +185,7 @@ fn activation_checkpointing_sends_nothing_more() {
     }
 }
 
-/// What half the bytes of parameters cost, and no more than that.
+/// Parameters cost exactly half the bytes.
 // checklist: composer: mixed-precision presets
 // checklist: NeMo: mp_policy
 #[test]
@@ -202,8 +203,8 @@ fn mixed_precision_gathers_half_the_bytes() {
     assert_eq!(2 * bf16[&key("reduce_scatter")].bytes, full[&key("reduce_scatter")].bytes);
 }
 
-/// Alone, a rank asks no group of the mesh for anything that leaves it; what it asks the world (a
-/// group that communicates nothing at this size) is the norm.
+/// A single rank sends nothing over the groups of the mesh. It asks only the world for the norm,
+/// and the world communicates nothing at this size.
 #[test]
 fn one_rank_communicates_nothing() {
     for config in [r#"{"type": "single_device"}"#, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {

@@ -1,4 +1,4 @@
-//! The built-in strategies keep what the trait promises.
+//! The built-in strategies fulfil the contract of the `Strategy` trait.
 
 use fulgurite_core::Result;
 use fulgurite_core::collective::{ProcessGroup, Solo};
@@ -72,7 +72,7 @@ fn fsdp_in_bf16() {
 
 #[test]
 fn model_parallel() {
-    // The model has no plan that would say how its layers are cut.
+    // The model has no plan for cutting its layers.
     let whole = Some(Size::Ranks(1));
     let sharded = ModelParallel { tensor_parallel_size: whole, ..ModelParallel::default() };
     conforms(&sharded, Equivalence::OneRank);

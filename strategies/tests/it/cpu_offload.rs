@@ -1,5 +1,5 @@
-//! Shards, gradients and optimizer state in the host's memory. Here the device is the CPU too, so that nothing is copied;
-//! what would be is counted.
+//! Shards, gradients and optimizer state in host memory. The device here is the CPU too, so nothing
+//! is copied; the would-be copies are counted.
 
 use candle_core::DType;
 use fulgurite_core::collective::Counter;
@@ -39,13 +39,14 @@ fn training_is_the_same_wherever_the_shards_are() {
             "{config} on {ranks}"
         );
     }
-    // One rank that shards nothing: offload alone makes it bring units to the device.
+    // A single rank without shards: offload makes it move units to the device.
     let alone = r#"{"type": "model_parallel", "data_parallel_size": 1, "tensor_parallel_size": 1}"#;
     let fsdp = train(1, r#"{"type": "fsdp", "accumulation_sync": "all"}"#, DType::F32);
     assert_eq!(train(1, &with_offload(alone), DType::F32), fsdp);
 }
 
-/// What all ranks have moved in the third step, and the bytes that rank 0's groups gathered and reduced in it.
+/// Transfers of all ranks in the third step, and the bytes that rank 0's groups gathered and
+/// reduced in it.
 fn third_step(ranks: usize, config: &str, accumulate: usize) -> ([Transferred; 2], [u64; 2]) {
     let of_ranks = run_ranks(ranks, |world| {
         let counter = Counter::default();
@@ -79,7 +80,7 @@ fn third_step(ranks: usize, config: &str, accumulate: usize) -> ([Transferred; 2
 
 // checklist: torchtune: CPUOffloadPolicy
 #[test]
-fn shards_go_to_the_device_when_they_are_gathered_and_gradients_come_back_once() {
+fn offload_moves_shards_and_gradients_once() {
     let config = r#"{"type": "fsdp"}"#;
     for (ranks, accumulate) in [(2, 1), (3, 1), (2, 3)] {
         let ([parameters, gradients], [gathered, reduced]) =
@@ -87,12 +88,12 @@ fn shards_go_to_the_device_when_they_are_gathered_and_gradients_come_back_once()
         assert!(gathered > 0 && reduced > 0);
         assert_eq!(parameters, Transferred { to_device: gathered, to_host: 0 });
         assert_eq!(gradients, Transferred { to_device: 0, to_host: reduced });
-        // Without the option nothing is moved.
+        // Without the option nothing is transferred.
         let (moved, bytes) = third_step(ranks, config, accumulate);
         assert_eq!(moved, [Transferred::default(); 2]);
         assert_eq!(bytes, [gathered, reduced]);
     }
-    // What a part is kept of on the device is gathered from there.
+    // Parts kept on the device are gathered from there.
     let parts = r#"{"type": "fsdp", "reshard_after_forward": 2}"#;
     let ([parameters, _], [gathered, _]) = third_step(4, &with_offload(parts), 1);
     assert_eq!(parameters.to_device, gathered);

@@ -1,5 +1,5 @@
-//! Replicas that train on their own: against a simulation of DiLoCo on one process, what they send, and what
-//! checkpoints have of them.
+//! Independent replicas: compared with a DiLoCo simulation on one process; their communication and
+//! checkpoints.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -54,7 +54,7 @@ impl Network {
     }
 }
 
-/// The batch of a replica in a step.
+/// A replica's batch in a step.
 fn batch(step: u64, replica: usize) -> Result<Tensor> {
     let value =
         |i: usize| ((i as u64 * 37 + step * 11 + replica as u64 * 29) % 101) as f32 * 0.02 - 0.8;
@@ -99,7 +99,8 @@ impl Training {
         Ok(Self { fabric, model, optimizer, step: 0, replica, rows })
     }
 
-    /// A step, without batch norms in two micro-batches: the loss of all replicas, before it, and the gradient norm.
+    /// Takes a step, in two micro-batches without batch norms. Returns the loss of all replicas
+    /// before it, and the gradient norm.
     fn step(&mut self) -> Result<(f64, f64)> {
         let x = batch(self.step, self.replica)?.narrow(0, self.rows[0], self.rows[1])?;
         let parts = match self.model.norm {
@@ -122,13 +123,13 @@ impl Training {
         (0..n).map(|_| self.step()).collect()
     }
 
-    /// The whole parameters, on rank 0: replicas are synchronised for it.
+    /// The whole parameters, on rank 0; synchronises the replicas.
     fn weights(&self) -> Result<Values> {
         let whole = self.fabric.model_state_dict(&GatherOptions::default())?;
         whole.into_iter().map(|(fqn, t)| Ok((fqn, numbers(&t)?))).collect()
     }
 
-    /// This rank's parts of the parameters, as they are.
+    /// This rank's parts of the parameters, unsynchronised.
     fn local(&self) -> Result<Vec<Vec<f32>>> {
         let parameters = self.fabric.module_tree()?.parameters().iter();
         parameters.map(|p| numbers(&p.local()?.values)).collect()
@@ -151,7 +152,7 @@ fn numbers(tensor: &Tensor) -> Result<Vec<f32>> {
     Ok(tensor.flatten_all()?.to_vec1()?)
 }
 
-/// What rank 0 has of a training on this many ranks.
+/// Rank 0's result of a training on this many ranks.
 fn on<T: Send>(
     ranks: usize,
     config: &str,
@@ -167,7 +168,7 @@ fn adamw() -> AdamW {
     AdamW { lr: 0.02, weight_decay: 0.1, ..AdamW::default() }
 }
 
-/// `diloco` on islands of this many ranks.
+/// `diloco` with this many ranks per replica.
 fn diloco(shards: usize, options: &str) -> String {
     format!(r#"{{"type": "diloco", "data_parallel_shard_size": {shards}, {options}}}"#)
 }
@@ -193,7 +194,8 @@ fn losses(steps: &[(f64, f64)]) -> Vec<f64> {
     steps.iter().map(|(loss, _)| *loss).collect()
 }
 
-/// DiLoCo with `replicas` runs of one process each: losses, and weights after a last synchronisation.
+/// Simulates DiLoCo with `replicas` single-process runs. Returns the losses, and the weights after
+/// a last synchronisation.
 fn simulate(
     replicas: usize,
     [steps, sync_every]: [u64; 2],
@@ -284,7 +286,7 @@ fn one_replica_takes_outer_steps_too() {
 }
 
 #[test]
-fn averages_of_single_sgd_steps_are_those_of_gradients() {
+fn averaged_sgd_steps_equal_averaged_gradients() {
     let sgd = Sgd { lr: 0.1, ..Sgd::default() };
     let meshes = [
         (2, 1, r#"{"type": "ddp"}"#),
@@ -302,7 +304,7 @@ fn averages_of_single_sgd_steps_are_those_of_gradients() {
 }
 
 #[test]
-fn steps_of_the_warm_up_are_those_of_one_training() {
+fn warm_up_steps_equal_one_training() {
     let meshes = [
         (2, 1, r#"{"type": "ddp"}"#),
         (4, 2, r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#),
@@ -311,7 +313,8 @@ fn steps_of_the_warm_up_are_those_of_one_training() {
         let want = on(ranks, other, &adamw(), |mut training| training.steps(6));
         let config = diloco(shards, r#""sync_every": 2, "warmup_steps": 4"#);
         let got = on(ranks, &config, &adamw(), |mut training| training.steps(6));
-        // The fifth step is computed from the weights after four, and its norm is of replicas apart.
+        // The fifth step starts from the weights after four steps, but its norm comes from
+        // independent replicas.
         assert_eq!(got[..4], want[..4], "{config}");
         assert_eq!(got[4].0, want[4].0, "{config}");
         assert_ne!(got[4].1, want[4].1, "{config}");
@@ -320,7 +323,7 @@ fn steps_of_the_warm_up_are_those_of_one_training() {
 }
 
 #[test]
-fn replicas_differ_between_synchronisations_alone() {
+fn replicas_differ_only_between_synchronisations() {
     let config = diloco(1, r#""sync_every": 3, "warmup_steps": 2"#);
     let same = on(2, &config, &adamw(), |mut training| {
         let mut same = Vec::new();
@@ -334,7 +337,7 @@ fn replicas_differ_between_synchronisations_alone() {
     assert_eq!(same, [true, true, false, false, true, false, false, true, false]);
 }
 
-/// What rank 0 sends in each step, by group and collective.
+/// Rank 0's sent data in each step, by group and collective.
 fn tallies(
     ranks: usize,
     config: &str,
@@ -357,14 +360,14 @@ fn tallies(
 }
 
 #[test]
-fn nothing_is_sent_to_other_replicas_between_synchronisations() {
-    // Two blocks of 6 · 6 + 6 and a head of 3 · 6 + 3, but for a bias that is frozen.
+fn replicas_send_nothing_between_syncs() {
+    // Two blocks of 6 · 6 + 6 and a head of 3 · 6 + 3, minus a frozen bias.
     let trained = 2 * 42 + 21 - 6;
     for (ranks, shards) in [(2, 1), (4, 2)] {
         let steps = tallies(ranks, &diloco(shards, r#""sync_every": 3, "warmup_steps": 1"#), 7);
-        // On the first of two shards the head's 3 rows are 2, and the blocks' 6 rows 3.
+        // On the first of two shards the head's 3 rows are 2, and the blocks' 6 rows are 3.
         let elements = if shards == 1 { trained } else { 3 * 6 + 3 + 3 * 6 + 2 * 6 + 2 };
-        // Loss and count, over all ranks: replicas of one rank are these.
+        // Loss and count over all ranks; these are the replicas if each has one rank.
         let numbers = Record { calls: 1, bytes: 16 };
         let totals = "dp_cp";
         for (i, tally) in steps.iter().enumerate() {
@@ -384,14 +387,14 @@ fn nothing_is_sent_to_other_replicas_between_synchronisations() {
                 assert_eq!(sent(totals), numbers, "step {i}: {tally:?}");
             }
             match i {
-                // Gradients, in the warm-up.
+                // Gradients, during the warm-up.
                 0 => assert_eq!(replicate.bytes, 4 * elements),
                 3 | 6 => {
                     assert_eq!(replicate, Record { calls: 1, bytes: 4 * elements }, "step {i}")
                 }
                 _ => assert_eq!(replicate, Record::default(), "step {i}: {tally:?}"),
             }
-            // The gradient norm; in the first step the audit of gradients too.
+            // The gradient norm; in the first step also the audit of gradients.
             if i > 0 {
                 assert_eq!(sent("world"), Record { calls: 1, bytes: 8 }, "step {i}: {tally:?}");
             }
@@ -399,7 +402,7 @@ fn nothing_is_sent_to_other_replicas_between_synchronisations() {
     }
 }
 
-/// Saves after `steps`, goes on for 5, and does that again from the checkpoint on another mesh.
+/// Saves after `steps`, continues for 5, and repeats these from the checkpoint on another mesh.
 fn resumed(
     steps: u64,
     [ranks, other_ranks]: [usize; 2],
@@ -423,7 +426,7 @@ fn resumed(
 
 #[test]
 fn a_training_resumes_to_the_bit() {
-    // In the warm-up, after a step apart, at a synchronisation, and between two.
+    // In the warm-up, after one independent step, at a synchronisation, and between two.
     for (ranks, shards) in [(2, 1), (3, 1), (4, 2)] {
         let config = diloco(shards, r#""sync_every": 3, "warmup_steps": 2"#);
         for steps in [1, 3, 5, 6] {
@@ -446,7 +449,7 @@ fn a_training_resumes_on_other_shards() {
 }
 
 #[test]
-fn another_number_of_replicas_goes_on_from_the_same_values() {
+fn other_replica_counts_resume_the_same_values() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("saved");
     let config = diloco(1, r#""sync_every": 3"#);
@@ -466,7 +469,7 @@ fn another_number_of_replicas_goes_on_from_the_same_values() {
 }
 
 #[test]
-fn other_strategies_load_what_it_saved_and_it_what_they_saved() {
+fn checkpoints_load_across_strategies() {
     let mine = diloco(1, r#""sync_every": 2"#);
     for (from, to) in [(&*mine, r#"{"type": "fsdp"}"#), (r#"{"type": "ddp"}"#, &*mine)] {
         let scratch = tempfile::tempdir().unwrap();
@@ -541,13 +544,13 @@ fn buffers_are_synchronised_with_the_parameters() {
     .unwrap();
     let by_step = (0..5).map(|step| all.iter().map(|means| &means[step]).collect::<Vec<_>>());
     for (step, means) in by_step.enumerate() {
-        // Those of a replica are alike after every step.
+        // Ranks of one replica are equal after every step.
         assert_eq!([means[0], means[2]], [means[1], means[3]], "{step}");
         assert_eq!(means[0] == means[2], [1, 3, 4].contains(&step), "{step}");
     }
 }
 
-/// The message of a configuration on this many ranks.
+/// The error message of a configuration on this many ranks.
 fn refused(ranks: usize, options: &str) -> String {
     let config: Box<dyn StrategyConfig> =
         match serde_json::from_str(&format!(r#"{{"type": "diloco", {options}}}"#)) {
@@ -571,7 +574,7 @@ fn options_out_of_range() {
 }
 
 #[test]
-fn batch_norms_over_replicas_that_train_on_their_own() {
+fn replicated_batch_norms_are_refused() {
     let norm = BatchNormConfig { synchronised: Some(true), ..BatchNormConfig::default() };
     let config = diloco(1, r#""sync_every": 2"#);
     let refused = run_ranks(2, |world| -> Result<()> {

@@ -1,5 +1,5 @@
-//! Adapters with magnitudes (DoRA) train as on one device on every mesh, start as the model that they are beside,
-//! wherever it is loaded from, and move between meshes.
+//! Adapters with magnitudes (DoRA) train as on one device on every mesh. They start as the model
+//! next to them, wherever it is loaded from, and move between meshes.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -108,7 +108,8 @@ fn training_starts_from_the_model_as_it_is() {
     assert_norms("trained", &ONE_DEVICE.weights, false);
 }
 
-/// Trains five steps on one mesh, saves everything and the adapter, and gives losses of five more.
+/// Trains five steps on one mesh, saves everything and the adapter, and returns the losses of five
+/// more steps.
 fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
     let losses = run_ranks(ranks, |world| {
         let mut training =
@@ -124,7 +125,7 @@ fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
 }
 
 #[test]
-fn a_training_goes_on_from_a_checkpoint_of_any_mesh() {
+fn training_resumes_from_any_meshs_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     let expected = save(FSDP, 2, temp.path());
     let meshes =
@@ -142,9 +143,9 @@ fn a_training_goes_on_from_a_checkpoint_of_any_mesh() {
     }
 }
 
-/// Magnitudes follow the base until they have values of their own: from training, a checkpoint or an adapter.
+/// Magnitudes follow the base until training, a checkpoint or an adapter sets them.
 #[test]
-fn a_base_may_be_loaded_before_and_after_an_adapter() {
+fn a_base_loads_before_or_after_an_adapter() {
     let temp = tempfile::tempdir().unwrap();
     save(FSDP, 2, temp.path());
     let (base, adapter) = (temp.path().join("base"), temp.path().join("adapter"));
@@ -255,8 +256,8 @@ fn an_adapter_alone_moves_between_meshes() {
     }
 }
 
-/// Ranks that have a part of the inputs sum the squares of each row, once in each forward, and gradients of the
-/// magnitudes, with those of `B`.
+/// Ranks with a part of the inputs sum the squares of each row once per forward, and gradients of
+/// the magnitudes together with the gradients of `B`.
 #[test]
 fn rowwise_layers_sum_their_squared_norms() {
     let reductions = |dora: bool| {

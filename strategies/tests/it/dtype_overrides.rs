@@ -1,4 +1,4 @@
-//! `mixed_precision.overrides`: units and layers in other dtypes than the model.
+//! `mixed_precision.overrides`: units and layers with other dtypes than the model.
 
 use candle_core::DType;
 use fulgurite_core::collective::Counter;
@@ -29,7 +29,7 @@ fn train(ranks: usize, config: &str, init: &ModuleInit) -> Run {
     run
 }
 
-/// The same dtypes without a strategy that has `mixed_precision`.
+/// The same dtypes without a strategy's `mixed_precision`.
 fn in_the_model() -> ModuleInit {
     let of = |modules: &str| ModuleDtype {
         modules: modules.to_owned(),
@@ -69,7 +69,7 @@ fn as_on_one_device_with_the_same_dtypes() {
 
 // checklist: NeMo: mp_policy
 #[test]
-fn what_is_gathered_and_reduced_has_the_dtype_of_its_module() {
+fn gathers_and_reductions_use_the_modules_dtype() {
     let config = config(r#""type": "fsdp""#, OVERRIDES);
     let tallies = run_ranks(2, |world| {
         let counter = Counter::default();
@@ -102,7 +102,7 @@ fn what_is_gathered_and_reduced_has_the_dtype_of_its_module() {
 }
 
 #[test]
-fn what_cannot_be_is_said() {
+fn wrong_overrides_are_refused() {
     let error = |overrides: &str| {
         let config = config(r#""type": "fsdp""#, overrides);
         if let Err(error) = strategy(&config) {

@@ -1,4 +1,4 @@
-//! Mistakes are said so, on every rank, before anything is changed.
+//! Mistakes are reported on every rank, before any change.
 
 use std::sync::Arc;
 
@@ -21,7 +21,7 @@ fn two_units(b: &ModuleBuilder) -> Result<Vec<Unit<Linear>>> {
     (0..2).map(|i| b.unit(&format!("layers.{i}"), |b| Linear::new(b, 3, 3))).collect()
 }
 
-/// The message with which setting up fails.
+/// The error message of a failed setup.
 fn refused<M>(
     ranks: usize,
     config: &str,
@@ -41,7 +41,7 @@ fn refused<M>(
 fn fsdp_without_units() {
     let message = refused(2, FSDP, |_, b| Linear::new(&b.pp("only"), 3, 3));
     insta::assert_snapshot!(message, @"no layer modules were sharded: the model has no units. Build the blocks that are worth gathering on their own with `ModuleBuilder::unit`, or set `trainer.strategy.allow_root_only = true` to gather the whole model at once");
-    // Unless that is meant.
+    // Unless it is allowed.
     let config = r#"{"type": "fsdp", "allow_root_only": true}"#;
     run_ranks(2, |world| {
         let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 1)?;
@@ -85,7 +85,7 @@ fn two_ways_to_choose_units() {
     let config =
         r#"{"type": "fsdp", "parallelize": {"type": "first"}, "shard_conditions": ["layers.0"]}"#;
     insta::assert_snapshot!(strategy(config).err().expect("one is enough"), @"`trainer.strategy` has both `parallelize` and `shard_conditions`, which decide the same; keep one");
-    // One of them alone chooses.
+    // A parallelize function that is the only choice.
     let config = r#"{"type": "fsdp", "parallelize": {"type": "first"}}"#;
     run_ranks(2, |world| {
         let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 1)?;
@@ -127,7 +127,7 @@ fn ranks_with_different_models() {
     }
 }
 
-/// What setting up a `Linear` with these circumstances of each rank says.
+/// The error message of setting up a `Linear` if each rank has these circumstances.
 fn refused_with(
     config: &str,
     ranks: usize,
@@ -176,7 +176,7 @@ fn ranks_with_different_models_dtypes_and_values() {
             insta::assert_snapshot!(message, @"buffer `table`: its values on rank 2 differ from those on rank 0");
         }
     }
-    // Among replicas, whatever the reason: here a seed of each rank's own.
+    // Replicas must be equal for any reason of difference: here each rank has its own seed.
     let hsdp = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
     for (ranks, config) in [(2, DDP), (4, hsdp)] {
         let replica = ranks / 2;
@@ -189,8 +189,8 @@ fn ranks_with_different_models_dtypes_and_values() {
 }
 
 #[test]
-fn the_first_difference_may_be_that_a_list_ends() {
-    // What each rank says, and what all of them are told.
+fn lists_may_differ_in_length() {
+    // Each rank's list, and the difference that all ranks report.
     let cases: [(&[&str], &str); 5] = [
         (&["ab", "ab", "ab"], "None"),
         (&["ab", "ab", "ac"], "2 1 b c"),
@@ -223,7 +223,7 @@ fn a_scalar_under_fsdp() {
 
 // checklist: Lightning: device_mesh before setup is an error
 #[test]
-fn a_model_before_there_is_one() {
+fn access_before_setup_is_refused() {
     for config in [r#"{"type": "single_device"}"#, DDP, FSDP] {
         let fabric = Fabric::single(strategy(config).unwrap(), 1).unwrap();
         insta::allow_duplicates! {
@@ -262,11 +262,11 @@ fn two_layers_of_one_path() {
     insta::assert_snapshot!(message, @"module `head`: two layers were built at this path; give each its own name");
 }
 
-/// As torch's `_assert_in_training_states`: what is gathered for a unit's forward and backward is not there before
-/// and after, and whoever reaches for it is told so.
+/// Like torch's `_assert_in_training_states`: parameters gathered for a unit's forward and backward
+/// are unavailable before and after, and an access is an error.
 // checklist: PyTorch: _assert_in_training_states
 #[test]
-fn a_parameter_of_a_unit_is_refused_outside_of_the_units_forward_and_backward() {
+fn unit_parameters_are_refused_outside_the_unit() {
     run_ranks(2, |world| {
         let mut fabric = Fabric::new(world, strategy(FSDP)?, ModuleInit::default(), 1)?;
         let layers = fabric.setup_module(two_units)?;
@@ -295,7 +295,7 @@ fn a_loss_that_depends_on_nothing() {
     });
 }
 
-/// One rank's loss is not a number: all ranks refuse, and keep their parameters to the bit.
+/// One rank's loss is not finite: all ranks refuse the step and keep their parameters to the bit.
 #[test]
 fn a_loss_that_is_not_finite_on_one_rank() {
     with_model(|fabric, layers, optimizer| {
@@ -312,7 +312,7 @@ fn a_loss_that_is_not_finite_on_one_rank() {
 
 /// A finite loss whose gradient overflows on one rank.
 #[test]
-fn a_gradient_norm_that_is_not_finite_on_one_rank() {
+fn a_non_finite_gradient_norm_on_one_rank() {
     with_model(|fabric, layers, optimizer| {
         let mut bad = loss(layers, 1.0)?;
         if fabric.global_rank() == 2 {

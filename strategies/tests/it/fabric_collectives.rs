@@ -1,4 +1,4 @@
-//! What loops exchange with `Fabric`.
+//! Collectives of `Fabric` for training loops.
 
 use std::collections::BTreeMap;
 
@@ -23,7 +23,7 @@ fn values_and_tensors_of_all_ranks_come_to_each() {
             assert_eq!(fabric.broadcast(&own, ranks - 1)?, of(ranks - 1));
             assert_eq!(fabric.all_gather_object(&own)?, (0..ranks).map(of).collect::<Vec<_>>());
 
-            // A view that is not contiguous, and a scalar.
+            // A non-contiguous view, and a scalar.
             let tensor = (Tensor::arange(0f32, 6., &Device::Cpu)?.reshape((2, 3))? + rank as f64)?;
             let all = fabric.all_gather(&tensor.t()?)?;
             assert_eq!(all.dims(), [ranks, 3, 2]);
@@ -58,7 +58,7 @@ fn values_and_tensors_of_all_ranks_come_to_each() {
 
 // checklist: Lightning: all_reduce, all_gather, barrier, broadcast
 #[test]
-fn means_and_groups_of_ranks_are_reduced_and_gathered_over() {
+fn collectives_take_means_and_groups() {
     const MESH: &str =
         r#"{"type": "fsdp_tp", "data_parallel_shard_size": 3, "tensor_parallel_size": 2}"#;
     run_ranks(6, |world| {
@@ -66,7 +66,7 @@ fn means_and_groups_of_ranks_are_reduced_and_gathered_over() {
         let fabric = Fabric::new(world, strategy(MESH)?, init(MESH)?, 11)?;
         let own = Tensor::new(&[rank as f32, 1.0], &Device::Cpu)?;
         assert_eq!(fabric.all_mean(&own)?.to_vec1::<f32>()?, [2.5, 1.0]);
-        // The caller's is as it was.
+        // The caller's tensor is unchanged.
         assert_eq!(own.to_vec1::<f32>()?, [rank as f32, 1.0]);
         let (row, column) = (rank / 2, rank % 2);
         let mean = fabric.all_mean_over("tensor_parallel", &own)?.to_vec1::<f32>()?;

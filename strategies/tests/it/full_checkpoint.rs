@@ -1,4 +1,4 @@
-//! A full checkpoint is what the ranks hold, whatever the strategy.
+//! A full checkpoint holds the ranks' values, whatever the strategy.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -26,8 +26,8 @@ const STRATEGIES: [(usize, &str); 8] = [
     (4, r#"{"type": "fsdp_tp", "data_parallel_shard_size": 2, "tensor_parallel_size": 2}"#),
 ];
 
-/// Trains for some steps on the ranks, saves a full checkpoint, and returns what rank 0 gathered:
-/// the weights, and all of the optimizer's state.
+/// Trains for some steps on the ranks, saves a full checkpoint, and returns the values that rank 0
+/// gathered: the weights and all of the optimizer's state.
 fn save(
     ranks: usize,
     config: &str,
@@ -79,7 +79,7 @@ fn values(source: &dyn TensorSource) -> BTreeMap<String, Vec<f32>> {
 // checklist: Lightning: save_checkpoint
 // checklist: composer: get_full_state_dict
 #[test]
-fn it_is_what_the_ranks_hold_and_every_strategy_loads_it() {
+fn every_strategy_loads_full_checkpoints() {
     let temp = tempfile::tempdir().unwrap();
     for (i, (ranks, config)) in STRATEGIES.iter().enumerate() {
         let path = temp.path().join(format!("full-{i}"));
@@ -91,7 +91,7 @@ fn it_is_what_the_ranks_hold_and_every_strategy_loads_it() {
         assert!(!weights.contains_key("lm_head.weight") && !states.is_empty());
         assert_eq!((full.manifest().step, &full.state()["user"]), (2, &"mine".into()));
         assert_eq!(full.manifest().world_size, *ranks);
-        // Into the strategy after this one.
+        // Into the next strategy of the list.
         let (ranks, config) = STRATEGIES[(i + 1) % STRATEGIES.len()];
         let loaded = run_ranks(ranks, |world| {
             let mut training = DecoderTraining::new(world, config, Variant::default(), 1)?;
@@ -118,7 +118,7 @@ fn it_is_what_the_ranks_hold_and_every_strategy_loads_it() {
 }
 
 #[test]
-fn it_is_what_a_distributed_checkpoint_of_the_same_moment_holds() {
+fn full_and_distributed_checkpoints_are_equal() {
     let temp = tempfile::tempdir().unwrap();
     let config = STRATEGIES[7].1;
     run_ranks(4, |world| {

@@ -1,4 +1,4 @@
-//! Gradients that replicas sum in fewer bytes, and that are divided before.
+//! Gradients that replicas sum in fewer bytes, and predivision.
 
 use std::collections::BTreeMap;
 use std::sync::{Arc, Mutex};
@@ -32,7 +32,7 @@ fn train(ranks: usize, config: &str, accumulate: usize) -> Run {
     run
 }
 
-/// What a step communicates once buckets are in their order.
+/// Communication of a step once the buckets are in their final order.
 fn third_step(ranks: usize, config: &str) -> BTreeMap<(String, &'static str), Record> {
     let tallies = run_ranks(ranks, |world| {
         let counter = Counter::default();
@@ -51,7 +51,7 @@ fn third_step(ranks: usize, config: &str) -> BTreeMap<(String, &'static str), Re
 #[test]
 fn sixteen_bits_are_half_of_the_bytes() {
     let replicas = ("data_parallel_replicate".to_owned(), "all_reduce");
-    // The loss totals of DDP go over the replicas too.
+    // DDP's loss totals go over the replicas too.
     for (ranks, config, totals) in [(3, DDP, 16), (4, HSDP, 0)] {
         let whole = third_step(ranks, config);
         for name in ["bf16", "fp16"] {
@@ -107,7 +107,7 @@ fn dividing_by_a_power_of_two_changes_no_bit() {
             let config = with(config, &format!(r#""gradient_predivide_factor": {factor:?}"#));
             assert_eq!(train(ranks, &config, 2), whole, "{config}");
         }
-        // Others round.
+        // Other factors round.
         let run = train(ranks, &with(config, r#""gradient_predivide_factor": 3.0"#), 2);
         assert_ne!(run.losses, whole.losses);
         for (a, b) in run.losses.iter().zip(&whole.losses) {
@@ -132,13 +132,13 @@ fn norm(config: &str, size: f64) -> f64 {
 
 // checklist: PyTorch: communication hook, pre- and postdivide factors
 #[test]
-fn a_sum_that_half_precision_cannot_hold_is_infinite() {
+fn sums_beyond_half_precision_are_infinite() {
     let fp16 = with(DDP, r#""gradient_compression": "fp16""#);
     let root_of_3 = 3f64.sqrt();
     // Both ranks have a gradient of 2^15 and count one item: the sum is 2^16, the mean 2^15.
     let size = 32768.0;
     assert_eq!(norm(DDP, size) / size, root_of_3);
-    // By itself it divides by 2 before.
+    // By default fp16 divides by 2 before the sum.
     assert_eq!(norm(&fp16, size) / size, root_of_3);
     let undivided = with(&fp16, r#""gradient_predivide_factor": 1.0"#);
     assert!(norm(&undivided, size).is_infinite());
@@ -150,10 +150,10 @@ fn a_sum_that_half_precision_cannot_hold_is_infinite() {
     assert_eq!(norm(&bf16, 65536.0 * size) / (65536.0 * size), root_of_3);
 }
 
-/// What [`Noting`] was given: FQN → shape and how many times.
+/// The inputs of [`Noting`]: FQN → shape and number of calls.
 static NOTED: Mutex<BTreeMap<String, (Vec<usize>, usize)>> = Mutex::new(BTreeMap::new());
 
-/// Sums as they are, and notes on rank 0 what it is given.
+/// Sums without compression, and records its inputs on rank 0.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Noting {
@@ -208,7 +208,7 @@ fn a_plugin_gets_each_gradient_once_a_step() {
         NOTED.lock().unwrap().clear();
         assert_eq!(train(ranks, &with(config, keys), 2), whole, "{config}");
         let noted = std::mem::take(&mut *NOTED.lock().unwrap());
-        // All but the frozen ones.
+        // All but the frozen parameters.
         let trained = whole.weights.keys().filter(|fqn| !fqn.contains("k_proj.weight"));
         assert!(noted.keys().eq(trained), "{config}: {noted:?}");
         for (fqn, (shape, times)) in &noted {
@@ -226,7 +226,7 @@ fn a_plugin_gets_each_gradient_once_a_step() {
     }
 }
 
-/// The message with which a strategy is refused on so many ranks.
+/// The error message of a refused strategy on this many ranks.
 fn refused(ranks: usize, config: &str) -> String {
     let set_up = run_ranks(ranks, |world| Training::new(world, config, DType::F32, 1).map(drop));
     set_up.expect_err("this cannot be set up").to_string()

@@ -1,4 +1,4 @@
-//! Parameters that data parallelism leaves alone, under every strategy.
+//! Parameters excluded from data parallelism, under every strategy.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -14,7 +14,7 @@ use fulgurite_transports::run_ranks;
 
 const SINGLE: (usize, &str) = (1, r#"{"type": "single_device"}"#);
 
-/// The first layer's MLP, and the last norm, which no unit gathers.
+/// Ignores the first layer's MLP, and the last norm, which no unit gathers.
 fn strategies() -> Vec<(usize, String)> {
     [
         (2, r#""type": "ddp""#),
@@ -41,7 +41,7 @@ fn training(
     DecoderTraining::with_frozen(world, config, Variant::default(), 2, frozen)
 }
 
-/// A step in which the program itself sums the gradients that the strategy does not.
+/// A step in which the program sums the ignored gradients itself.
 fn step(training: &mut DecoderTraining) -> Result<(f64, f64)> {
     for micro in 0..2 {
         training.micro_step(micro, micro == 1)?;
@@ -70,10 +70,11 @@ fn three_steps((ranks, config): (usize, &str), frozen: &[&str]) -> Trained {
     trained.unwrap().swap_remove(0)
 }
 
-/// Steps, norms and weights are those of one device where the program sums the gradients, and where there are none.
+/// Steps, norms and weights equal one device's if the program sums the ignored gradients, or if
+/// ignored parameters are frozen.
 // checklist: PyTorch: ignored modules and parameters
 #[test]
-fn ignored_parameters_train_as_on_one_device_where_the_program_sums_their_gradients() {
+fn ignored_parameters_match_one_device() {
     for frozen in [&[][..], &[".norm.weight", "layers.0.mlp.*.weight"]] {
         let (expected, weights) = three_steps(SINGLE, frozen);
         for (ranks, config) in strategies() {
@@ -89,10 +90,10 @@ fn ignored_parameters_train_as_on_one_device_where_the_program_sums_their_gradie
     }
 }
 
-/// A rank holds them whole, with gradients of its own, and nothing of them is gathered or reduced.
+/// A rank holds them whole, with its own gradients, and they are neither gathered nor reduced.
 // checklist: PyTorch: ignored modules and parameters
 #[test]
-fn ignored_parameters_are_whole_and_not_communicated() {
+fn ignored_parameters_are_whole_and_local() {
     for config in [r#""type": "ddp""#, r#""type": "fsdp""#] {
         let config = format!(r#"{{{config}, "ignored": ["layers.1", ".norm.weight"]}}"#);
         let counted = run_ranks(3, |world| {
@@ -104,7 +105,7 @@ fn ignored_parameters_are_whole_and_not_communicated() {
             training.step()?;
             let tree = training.fabric.module_tree()?;
             for parameter in tree.parameters() {
-                // One row is whole on a rank that has it.
+                // A parameter of one row is whole on the rank that has it.
                 if parameter.global_shape()[0] == 1 {
                     continue;
                 }
@@ -150,11 +151,11 @@ fn ignored_parameters_are_whole_and_not_communicated() {
     }
 }
 
-/// Ranks whose own gradients were not summed have different values, which a checkpoint cannot have. Parameters
-/// that are not trained are alike, and are saved and loaded on any mesh.
+/// If a rank's own gradients were not summed, the values differ, and no checkpoint can hold them.
+/// Untrained parameters are equal, and are saved and loaded on any mesh.
 // checklist: PyTorch: ignored modules and parameters
 #[test]
-fn ignored_parameters_are_saved_where_ranks_agree() {
+fn ignored_parameters_are_saved_if_ranks_agree() {
     let directory = tempfile::tempdir().unwrap();
     let directory = directory.path();
     let (_, config) = &strategies()[1];

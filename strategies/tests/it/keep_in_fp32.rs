@@ -1,4 +1,4 @@
-//! Layers that compute in f32 among others in bf16.
+//! Layers that compute in f32 among bf16 layers.
 
 use std::sync::Arc;
 
@@ -84,7 +84,8 @@ fn input() -> Tensor {
     x.to_dtype(DType::BF16).unwrap()
 }
 
-/// A weight that bf16 rounds away counts in f32; what comes in and out keeps its dtype, with its gradient.
+/// A weight that bf16 would round away counts in f32; inputs and outputs keep their dtype and
+/// gradient.
 // checklist: PyTorch: _override_module_mixed_precision
 #[test]
 fn kept_layers_compute_in_f32() {
@@ -131,7 +132,7 @@ fn every_kind_that_can_be_kept_computes() {
         linear_cross_entropy(&head, &y, &targets).unwrap().mean().unwrap()
     };
     let half = compute(&[]);
-    // Norms, whose weights are ones here, compute the same: they sum in f32 anyway.
+    // Norms, whose weights are ones here, compute the same: they always sum in f32.
     for (name, differs) in
         [("linear", true), ("norm", false), ("mlp", true), ("groups", false), ("head", true)]
     {
@@ -152,7 +153,7 @@ fn wrong_patterns_say_which_layers_can() {
     insta::assert_snapshot!(error("q_proj"), @"module `layers.0.self_attn.q_proj`: is named by `trainer.keep_in_fp32`, and it is computed as a part of `layers.0.self_attn`; name that instead");
     insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
     insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
-    // Without half precision there is nothing to keep, and patterns are looked at all the same.
+    // Without half precision the patterns have no effect, but are still checked.
     let b = ModuleBuilder::new(ModuleInit { compute_dtype: DType::F32, ..init(&["norms"]) });
     Decoder::new(&b).unwrap();
     assert!(b.finish().unwrap_err().to_string().contains("no layer of the model"));

@@ -1,4 +1,4 @@
-//! Layers of images and of encoders under every strategy, and attention cut over tensor-parallel ranks.
+//! Image and encoder layers under every strategy, and attention cut over tensor-parallel ranks.
 
 use std::collections::BTreeMap;
 

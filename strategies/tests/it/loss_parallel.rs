@@ -1,4 +1,4 @@
-//! Cross entropy on logits that stay cut over tensor-parallel ranks, against the whole logits.
+//! Cross entropy on logits that stay cut over tensor-parallel ranks, against whole logits.
 
 use std::sync::Arc;
 
@@ -42,7 +42,7 @@ fn assert_close(what: &str, got: &[f64], want: &[f64]) {
     }
 }
 
-/// An output head whose classes are cut over the ranks of a group; of one rank, a whole one.
+/// An output head whose classes are cut over the ranks of a group; whole on a single rank.
 struct Head {
     linear: Linear,
     slots: Vec<ParameterSlot>,
@@ -109,7 +109,7 @@ impl Head {
         Ok(Run { loss, dx: flat(store.get(&x).unwrap()), params })
     }
 
-    /// `(calls, bytes)` of all-reduces since the last time; nothing else may have happened.
+    /// `(calls, bytes)` of all-reduces since the last call; checks that nothing else was sent.
     fn reduced(&self) -> Record {
         let record = self.counter.get(TENSOR_PARALLEL, "all_reduce");
         assert!(self.counter.snapshot().len() <= 1, "{:?}", self.counter.snapshot());
@@ -130,7 +130,7 @@ fn scope() -> ForwardScope {
 }
 
 #[test]
-fn equals_the_whole_logits_and_carries_a_few_numbers_a_row() {
+fn equals_whole_logits_with_few_numbers_a_row() {
     let none = CrossEntropy::default();
     let ignoring = [4, -100, 0, 10, -100, 8];
     let cases = [
@@ -171,7 +171,7 @@ fn equals_the_whole_logits_and_carries_a_few_numbers_a_row() {
     }
 }
 
-/// The whole head is shared by the ranks' threads, which must not use it at once.
+/// The ranks' threads share the whole head, but must not use it at the same time.
 fn solo_run(solo: &Head, options: CrossEntropy, classes: &[i64; ROWS]) -> Run {
     static ONE_AT_A_TIME: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _one = ONE_AT_A_TIME.lock().unwrap();
@@ -179,7 +179,7 @@ fn solo_run(solo: &Head, options: CrossEntropy, classes: &[i64; ROWS]) -> Run {
 }
 
 #[test]
-fn outside_of_such_a_scope_the_head_gives_whole_logits() {
+fn outside_the_scope_logits_are_whole() {
     let x = randn("x", &[2, ROWS / 2, DIM]);
     let want = Head::new(Arc::new(Solo::new("world", 0))).unwrap().linear.forward(&x).unwrap();
     run_ranks(3, |world| {
@@ -196,7 +196,7 @@ fn outside_of_such_a_scope_the_head_gives_whole_logits() {
         assert_eq!(whole.dims(), want.dims());
         assert_close("whole", &flat(&whole), &flat(&want));
         assert_eq!(head.counter.get(TENSOR_PARALLEL, "all_gather_into").calls, 1);
-        // The loss of whole logits communicates nothing, in or out of a scope.
+        // The loss of whole logits communicates nothing, inside or outside of a scope.
         head.counter.reset();
         let t = targets(&[4, 1, 0, 10, 7, 8]);
         let loss = cross_entropy(&whole, &t)?.mean()?;
@@ -208,15 +208,15 @@ fn outside_of_such_a_scope_the_head_gives_whole_logits() {
     .unwrap();
 }
 
-/// This rank's part of logits: what is differentiated, and what the loss gets.
+/// This rank's part of logits: the differentiated variable, and the loss's input.
 struct Part {
     var: Var,
     logits: Tensor,
 }
 
-/// Runs `f` on 3 ranks, which have 4, 4 and 3 classes, with both arms, in a head's scope. `f` gets what
-/// it may make this rank's part of logits with: of what the head gave, or the loss takes them for whole
-/// ones.
+/// Runs `f` on 3 ranks with 4, 4 and 3 classes, with both implementations, in a head's scope. `f`
+/// gets a function that makes this rank's part of logits from the head's output; the loss takes
+/// other tensors for whole logits.
 fn on_parts(f: impl Fn(&Head, &dyn Fn(&Tensor) -> Result<Part>) -> Result<()> + Sync) {
     for portable in [false, true] {
         run_ranks(3, |world| {
@@ -274,7 +274,7 @@ fn infinities_in_ignored_rows_do_no_harm() {
 #[test]
 fn classes_may_be_masked_out_also_all_of_a_rank() {
     let t = Tensor::new(&[0i64, 1, 9], &Device::Cpu).unwrap();
-    // In row 0 rank 1 has none left, in row 1 rank 2 only one.
+    // In row 0 rank 1 has no classes left, in row 1 rank 2 has only one.
     let masked: Vec<_> = [(0, 4), (0, 5), (0, 6), (0, 7), (0, 2), (1, 8), (1, 10)]
         .into_iter()
         .map(|(row, class)| (row, class, f64::NEG_INFINITY))
@@ -296,7 +296,7 @@ fn classes_may_be_masked_out_also_all_of_a_rank() {
 }
 
 #[test]
-fn large_logits_do_not_overflow_and_bad_ones_are_not_hidden() {
+fn large_and_non_finite_logits() {
     let t = Tensor::new(&[0i64, 1, 9], &Device::Cpu).unwrap();
     let large = logits_with(&[(0, 0, 1e4), (1, 6, 2e4), (2, 9, -3e4)]);
     let want = cross_entropy(&large, &t).unwrap().sum_value().unwrap();
@@ -350,7 +350,7 @@ fn validation_has_no_graph_and_the_same_loss() {
 }
 
 #[test]
-fn a_target_that_is_no_class_is_an_error_with_the_count_of_all_classes() {
+fn targets_beyond_all_classes_are_refused() {
     on_parts(|head, part| {
         let logits = part(&logits_with(&[]))?.logits;
         // 4 and 10 are classes of other ranks.
@@ -365,10 +365,10 @@ fn a_target_that_is_no_class_is_an_error_with_the_count_of_all_classes() {
     });
 }
 
-/// Logits that are as wide as a part of others are whole all the same, and those that came of a part
-/// are a part, with and without a graph.
+/// Logits as wide as a part of other logits are still whole, and tensors derived from a part are
+/// parts, with and without a graph.
 #[test]
-fn parts_are_known_by_where_they_come_from() {
+fn parts_are_known_by_their_origin() {
     let losses = |ranks: usize, graph: bool| {
         let runs = run_ranks(ranks, |world| {
             let size = world.size();

@@ -1,4 +1,4 @@
-//! Computing in f16, with a loss scale.
+//! Training in f16 with a loss scale.
 
 use std::path::Path;
 
@@ -16,7 +16,7 @@ use insta::assert_snapshot;
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const DDP: &str = r#"{"type": "ddp"}"#;
 const FSDP: &str = r#"{"type": "fsdp"}"#;
-/// The dtype is the strategy's.
+/// The strategy sets the dtype.
 const POLICY: &str =
     r#"{"type": "fsdp", "mixed_precision": {"param_dtype": "f16", "reduce_dtype": "f32"}}"#;
 
@@ -64,7 +64,7 @@ fn tensor_parallel_ranks_have_the_losses_of_one() {
 /// A model without units.
 const ROOT_ONLY: &str = r#"{"type": "fsdp", "allow_root_only": true}"#;
 
-/// A layer of f16 that multiplies ones with its weight, and whose loss is its output times a number.
+/// An f16 layer that multiplies ones by its weight; the loss is its output times a number.
 struct Line {
     fabric: Fabric,
     layer: Linear,
@@ -115,7 +115,7 @@ fn gradients_too_small_for_f16_are_scaled_up() {
 }
 
 #[test]
-fn a_step_that_overflows_on_one_rank_is_skipped_on_all() {
+fn an_overflow_on_one_rank_skips_the_step() {
     for config in [DDP, ROOT_ONLY] {
         let outcomes = run_ranks(2, |world| {
             let large = if world.rank() == 1 { 1e4 } else { 1.0 };
@@ -124,7 +124,7 @@ fn a_step_that_overflows_on_one_rank_is_skipped_on_all() {
             for step in 0..4 {
                 let before = line.weights();
                 line.backward(large)?;
-                // With and without asking for the norm.
+                // With and without a request for the norm.
                 if step % 2 == 0 {
                     line.fabric.clip_gradients_norm(&mut line.optimizer, 1.0)?;
                 }
@@ -135,13 +135,13 @@ fn a_step_that_overflows_on_one_rank_is_skipped_on_all() {
             Ok((seen, line.weights()))
         })
         .unwrap();
-        // 65536 / 4 at first: f16 holds 1e4 times it once it is 4.
+        // First 65536 / 4: f16 can hold 1e4 times the scale once the scale is 4.
         let (seen, _) = &outcomes[0];
         assert!(seen.iter().all(|(skipped, _)| *skipped), "{config}: {seen:?}");
         assert_eq!(seen[3].1, 1024.0);
         assert_eq!(outcomes[0], outcomes[1]);
     }
-    // It is found, and the training goes on.
+    // The scale is found, and training continues.
     run_ranks(2, |world| {
         let mut line = Line::new(world, ROOT_ONLY)?;
         let before = line.weights();
@@ -158,7 +158,7 @@ fn a_step_that_overflows_on_one_rank_is_skipped_on_all() {
 }
 
 #[test]
-fn the_scale_is_saved_and_a_resumed_training_goes_on_to_the_bit() {
+fn the_scale_is_saved_and_resumed_bitwise() {
     let resumed = |ranks: usize, config: &str, path: &Path| {
         run_ranks(ranks, |world| {
             let growing = LossScale::default().with_growth_interval(2);

@@ -1,4 +1,4 @@
-//! Strategies at work, ranks as threads.
+//! Tests of the strategies, with ranks as threads.
 
 #![allow(clippy::disallowed_methods, reason = "tests read tensors")]
 
@@ -48,6 +48,6 @@ mod units_log;
 
 use fulgurite_transports::SharedMemory;
 
-/// The allocator with which collectives reach the tensors that a group made where they are.
+/// The allocator for collectives on tensors in shared memory.
 #[global_allocator]
 static ALLOCATOR: SharedMemory<std::alloc::System> = SharedMemory(std::alloc::System);

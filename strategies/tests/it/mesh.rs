@@ -17,7 +17,7 @@ fn sum_of_ranks(group: &dyn ProcessGroup, rank: usize) -> fulgurite_core::Result
 
 // checklist: NeMo: dp_cp exists only with cp > 1
 #[test]
-fn groups_connect_the_ranks_that_differ_in_their_dimensions() {
+fn groups_connect_ranks_along_their_dimensions() {
     run_ranks(8, |world| {
         let rank = world.rank();
         let layout = DeviceMesh::layout_for(8, Some(2), Some(2), Some(1), Some(2))?;

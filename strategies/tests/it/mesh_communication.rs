@@ -1,5 +1,5 @@
-//! What tensor, sequence, context and hybrid-sharded parallelism send in a step: calls and bytes,
-//! exactly, as the book's formulas say.
+//! The exact calls and bytes per step of tensor, sequence, context and hybrid-sharded parallelism,
+//! according to the book's formulas.
 
 use std::collections::BTreeMap;
 
@@ -63,7 +63,7 @@ fn tp(ranks: usize) -> String {
 }
 
 #[test]
-fn tensor_parallel_blocks_reduce_twice_forward_and_twice_backward() {
+fn tensor_parallel_blocks_reduce_twice_each_way() {
     let (got, _) = third_step(2, &tp(2), Variant::default(), 1);
     // Besides the blocks: the embedding's output, and the gradient of the head's input.
     let reductions = 4 * BLOCKS + 2;
@@ -95,7 +95,7 @@ fn shared_key_heads_are_summed_once_a_step() {
 
 // checklist: NeMo: sequence_parallel
 #[test]
-fn sequence_parallel_blocks_gather_and_scatter_what_tensor_parallel_ones_reduce() {
+fn sequence_parallel_blocks_gather_and_scatter() {
     let variant = Variant { sequence_parallel: true, loss_parallel: false };
     let (got, tree) = third_step(2, &tp(2), variant, 1);
     let moves = 4 * BLOCKS + 2;
@@ -124,8 +124,8 @@ fn a_parallel_loss_sends_three_numbers_a_token() {
     assert_eq!(got, expected);
 }
 
-/// What FSDP sends: units are gathered for forward and for backward, the root once, and each is
-/// reduced once a step.
+/// FSDP's communication: units are gathered for forward and for backward, the root once, and each
+/// is reduced once a step.
 fn fsdp(tree: &ModuleTree, micro_batches: u64) -> [Record; 2] {
     let root = tree.unit_parameters(None);
     let mut gather = Record { calls: 1, bytes: bytes(&root) };
@@ -142,7 +142,7 @@ fn fsdp(tree: &ModuleTree, micro_batches: u64) -> [Record; 2] {
 
 // checklist: torchtune: context-parallel manager, loss parallel
 #[test]
-fn context_parallel_attention_gathers_keys_and_values() {
+fn context_parallelism_gathers_keys_and_values() {
     let config =
         r#"{"type": "model_parallel", "context_parallel_size": 2, "tensor_parallel_size": 1}"#;
     let (got, tree) = third_step(2, config, Variant::default(), 1);
@@ -162,9 +162,9 @@ fn context_parallel_attention_gathers_keys_and_values() {
     assert_eq!(got, expected);
 }
 
-/// Forwards of units communicate twice where they run twice; nothing else does.
+/// A repeated forward repeats its communication; nothing else is repeated.
 #[test]
-fn units_that_are_computed_again_repeat_what_their_forwards_send() {
+fn recomputed_units_repeat_forward_traffic() {
     // Two reductions in a block's forward; with sequence parallelism two gathers and two
     // reduce-scatters.
     for (variant, ops) in [
@@ -183,13 +183,13 @@ fn units_that_are_computed_again_repeat_what_their_forwards_send() {
         r#"{"type": "model_parallel", "context_parallel_size": 2, "tensor_parallel_size": 1}"#;
     let mut expected = third_step(2, config, Variant::default(), 1).0;
     let keys = expected.get_mut(&("context_parallel".to_owned(), "all_gather_into")).unwrap();
-    // Those of the forward and those of the backward were as many.
+    // Forward and backward have the same number of calls.
     *keys = Record { calls: keys.calls / 2 * 3, bytes: keys.bytes / 2 * 3 };
     assert_eq!(third_step(2, &checkpointed(config, "full"), Variant::default(), 1).0, expected);
 }
 
 #[test]
-fn replicas_reduce_shards_as_often_as_accumulation_asks() {
+fn accumulation_sets_the_replicas_reductions() {
     for (mode, scatters, replications) in [("none", 1, 1), ("reduce_scatter", 2, 1), ("all", 2, 2)]
     {
         let config = format!(
@@ -230,7 +230,7 @@ fn dimensions_of_size_one_send_nothing() {
     let shard = "data_parallel_shard";
     let expected = tally(&[
         NORM,
-        // The loss and its count: this dimension is all that `dp_cp` consists of.
+        // The loss and its count: `dp_cp` consists only of this dimension.
         (shard, "all_reduce", 1, 16),
         (shard, "all_gather_into", gather.calls, gather.bytes),
         (shard, "reduce_scatter", reduce.calls, reduce.bytes),
@@ -239,15 +239,15 @@ fn dimensions_of_size_one_send_nothing() {
 }
 
 #[test]
-fn shards_and_tensor_parallelism_send_together_what_each_sends_alone() {
+fn shards_and_tensor_parallel_traffic_adds_up() {
     let config = r#"{"type": "fsdp_tp", "tensor_parallel_size": 2}"#;
     for accumulate in [1, 2] {
         let (got, tree) = third_step(4, config, Variant::default(), accumulate);
-        // Units of what the plan leaves of the parameters to a rank, which is less than all.
+        // Units hold only this rank's part of the parameters after the plan's cuts.
         let [gather, reduce] = fsdp(&tree, accumulate as u64);
         let whole: u64 = tree.parameters().iter().map(|p| 4 * p.elem_count() as u64).sum();
         assert!(reduce.bytes < whole, "{} of {whole}", reduce.bytes);
-        // Half of the batch is on the other shard.
+        // The other shard has half of the batch.
         let (stream, logits) = (STREAM / 2, LOGITS / 2);
         let reductions = 4 * BLOCKS + 2;
         let (shard, calls) = ("data_parallel_shard", accumulate as u64);

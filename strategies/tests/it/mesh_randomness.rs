@@ -36,7 +36,7 @@ fn digest(values: impl IntoIterator<Item = f32>) -> u64 {
     })
 }
 
-/// Asserts that a digest is the same on all meshes, and prints it.
+/// Asserts that a digest is equal on all meshes, and prints it.
 fn assert_same(what: &str, of: impl Fn([usize; 4]) -> u64) {
     let expected = of(MESHES[0]);
     println!("{what}: {expected:016x}");
@@ -64,8 +64,8 @@ fn initial_weights() {
     }
 }
 
-/// A step's global batch of ones behind three dropout layers, put together from what the ranks of a
-/// mesh make of their parts.
+/// A step's global batch of ones after three dropout layers, assembled from the parts of a mesh's
+/// ranks.
 fn masks(sizes: [usize; 4]) -> [Vec<f32>; 3] {
     let [replicate, shard, context, tensor] = sizes;
     let layout = || {
@@ -104,7 +104,7 @@ fn rank_masks(mesh: DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<[Vec<f32
     )?;
     materialize::replicate(&tree.slots(), 1)?;
 
-    // Each element is its own number, so that every rank's part tells where it is from.
+    // Each element has a unique value, so that every part tells its origin.
     let count: usize = SHAPE.iter().product();
     let numbers: Vec<f32> = (1..=count).map(|i| i as f32).collect();
     let whole = Tensor::from_vec(numbers, &SHAPE[..], &Device::Cpu)?;
@@ -127,7 +127,7 @@ fn rank_masks(mesh: DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<[Vec<f32
     let chunk = |x: &Tensor, dim| -> Result<Tensor> {
         Ok(x.chunk(tp.world().size(), dim)?.swap_remove(tp.rank()).contiguous()?)
     };
-    // What cuts the sequence in a model.
+    // The layer that cuts the sequence in a model.
     let (samples, time, _) = part.dims3()?;
     embedding.forward(&Tensor::zeros((samples, time), DType::U32, &Device::Cpu)?)?;
     let inputs = [part.clone(), chunk(&part, 1)?, chunk(&part, 2)?];

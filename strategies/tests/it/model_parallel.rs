@@ -1,4 +1,4 @@
-//! A training is the same on every mesh, and as on one device.
+//! A training is equal on every mesh, and equal to one device.
 
 use std::sync::LazyLock;
 
@@ -38,7 +38,7 @@ fn assert_close(what: &str, one: &[f64], other: &[f64], relative: f64) {
     }
 }
 
-/// As on one device: losses and norms to 1e-5, weights and their averages to 1e-4.
+/// Compares with one device: losses and norms to 1e-5, weights and their averages to 1e-4.
 fn assert_like_single(what: &str, run: &Run) {
     let single = &*SINGLE;
     assert_close(&format!("{what}: loss"), &run.losses, &single.losses, 1e-5);
@@ -53,8 +53,8 @@ fn assert_like_single(what: &str, run: &Run) {
     }
 }
 
-/// Trains on a mesh, with every variant of the plan, with and without accumulation; on 8 ranks the
-/// variants are all or nothing, with accumulation.
+/// Trains on a mesh with every variant of the plan, with and without accumulation. On 8 ranks only
+/// with all variants or none, and with accumulation.
 fn check(sizes: Sizes) {
     let ranks: usize = sizes.iter().product();
     let variants = match (sizes[3], ranks) {
@@ -127,7 +127,7 @@ fn however_much_micro_batches_communicate() {
 }
 
 #[test]
-fn units_that_are_computed_again_give_the_same_bits() {
+fn recomputed_units_give_the_same_bits() {
     for sizes in [[1, 1, 1, 2], [2, 1, 1, 2], [1, 2, 1, 2], [1, 2, 2, 1], [1, 1, 2, 2]] {
         let ranks = sizes.iter().product();
         for variant in [Variant::ALL[0], Variant::ALL[3]] {
@@ -140,7 +140,7 @@ fn units_that_are_computed_again_give_the_same_bits() {
     }
 }
 
-/// Every backward may synchronise; what was summed already must not be summed again.
+/// Every backward may synchronise; gradients already summed must not be summed again.
 #[test]
 fn synchronising_twice_in_a_step_changes_nothing() {
     for sizes in [[1, 1, 1, 2], [2, 1, 1, 4], [1, 2, 1, 4], [2, 2, 1, 2]] {

@@ -1,4 +1,4 @@
-//! A training is the same under every strategy, on any number of ranks, however its batches are cut.
+//! A training is equal under every strategy, on any number of ranks, for any cut of its batches.
 
 use candle_core::DType;
 use fulgurite_test_support::training::{Run, Training};
@@ -16,7 +16,7 @@ const CASES: &[&str] = &[
     r#"{"type": "fsdp", "prefetch": {"forward": 2, "backward": 0}}"#,
     r#"{"type": "fsdp", "reshard_after_forward": "all_but_last"}"#,
     r#"{"type": "fsdp", "shard_conditions": ["layers.1", "layers.2"]}"#,
-    // The same with units that are computed again in backward.
+    // The same with recomputed units.
     r#"{"type": "ddp", "activation_checkpointing": "full"}"#,
     r#"{"type": "fsdp", "activation_checkpointing": "full"}"#,
     r#"{"type": "fsdp", "reshard_after_forward": false, "activation_checkpointing": "selective"}"#,
@@ -40,7 +40,7 @@ fn assert_close(what: &str, one: &[f64], other: &[f64], relative: f64) {
     }
 }
 
-/// As the whole global batch on one rank: losses and norms to 1e-5, weights to 1e-4.
+/// Compares with the whole global batch on one rank: losses and norms to 1e-5, weights to 1e-4.
 fn assert_like_single(what: &str, run: &Run, single: &Run) {
     assert_close(&format!("{what}: loss"), &run.losses, &single.losses, 1e-5);
     assert_close(&format!("{what}: norm"), &run.norms, &single.norms, 1e-5);

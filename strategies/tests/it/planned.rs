@@ -1,4 +1,4 @@
-//! What a rank will hold, worked out before there are ranks, is what it holds.
+//! The memory predicted before ranks exist is the memory that ranks hold.
 
 use std::sync::Arc;
 
@@ -17,7 +17,7 @@ const PLAN: &str = r#""parallelize": {"type": "plan", "plan": {
     "model.layers.*.mlp.gate_proj": "colwise", "model.layers.*.mlp.up_proj": "colwise",
     "model.layers.*.mlp.down_proj": "rowwise"}}"#;
 
-/// Layers with the names of a Llama's, whose sizes shards do not all divide.
+/// Layers with the names of a Llama's; shards do not divide all of their sizes.
 fn build(b: &ModuleBuilder) -> Result<()> {
     for i in 0..2 {
         b.unit(&format!("model.layers.{i}"), |b| {
@@ -58,7 +58,7 @@ fn held(config: &str, ranks: usize, init: &ModuleInit) -> (u64, u64) {
 }
 
 #[test]
-fn what_is_planned_is_what_rank_0_holds() {
+fn planned_memory_is_what_rank_0_holds() {
     for (config, ranks) in [
         (r#"{"type": "single_device"}"#.to_owned(), 1),
         (r#"{"type": "ddp"}"#.to_owned(), 2),
@@ -78,14 +78,15 @@ fn what_is_planned_is_what_rank_0_holds() {
 }
 
 #[test]
-fn units_are_gathered_in_the_dtype_of_computation() {
+fn units_are_gathered_in_the_compute_dtype() {
     let init = ModuleInit { compute_dtype: DType::BF16, ..ModuleInit::default() };
     let planned = plan(r#"{"type": "fsdp"}"#, 2, init);
     let unit = 3 * HIDDEN * 20;
     assert_eq!(planned.gathered_unit, 2 * unit.max(HIDDEN * 31) as u64);
 }
 
-/// One configuration for any number of ranks: what no rank is cut by is not compared with the model's names.
+/// One configuration for any number of ranks: a plan that cuts nothing is not compared with the
+/// model's names.
 #[test]
 fn a_plan_is_for_ranks_that_share_layers_only() {
     for plan_of in [
@@ -116,7 +117,7 @@ fn a_plan_is_for_ranks_that_share_layers_only() {
 }
 
 #[test]
-fn a_model_that_a_plan_cannot_cut_is_refused_in_advance() {
+fn models_a_plan_cannot_cut_are_refused() {
     let config =
         r#"{"type": "tp", "parallelize": {"type": "plan", "plan": {"nothing": "colwise"}}}"#;
     let strategy = strategy(config, 2);

@@ -1,5 +1,5 @@
-//! Small models under plans of their own: what has to be right, and what is said when a plan does not
-//! fit what the model does.
+//! Small models under custom plans: correct results, and errors for plans that do not fit the
+//! model's computation.
 
 use std::sync::Arc;
 
@@ -117,7 +117,7 @@ fn a_norm_that_cuts_and_gathers_for_itself() {
     assert!((one - two).abs() < 1e-5 * one, "{one} and {two}");
 }
 
-/// The sequence that is computed again may not be the one that was cut last.
+/// The recomputed sequence may differ from the last cut sequence.
 #[test]
 fn sequences_of_two_lengths_are_computed_again() {
     let norm = |ranks: usize, plan: Plan, mode: &'static str| -> Result<f64> {
@@ -160,17 +160,17 @@ fn sequences_of_two_lengths_are_computed_again() {
 
 #[test]
 fn plans_that_do_not_fit_the_model() {
-    // The norm is to work on parts, and nothing cuts the sequence.
+    // The norm should work on parts, but no layer cuts the sequence.
     let error = gradient_norm(2, TP, plan! { "norm" => SequenceParallel::default() }).unwrap_err();
     insta::assert_snapshot!(error.to_string().split_once(": ").unwrap().1, @r#"takes shard(1) as its input and gets replicate from `embedding` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style that redistributes between them"#);
-    // The norm works on parts, and the plan does not say so.
+    // The norm works on parts, but the plan does not say so.
     let plan = plan! { "embedding" => cut_embedding(), "head" => gathering_head() };
     let error = gradient_norm(2, TP, plan).unwrap_err().to_string();
     assert!(
         error.contains("module `norm`: is not in the plan, so it computes with whole activations"),
         "{error}"
     );
-    // A function that asks who it is.
+    // A function that depends on its rank.
     let error = run_ranks(2, |world| {
         let rank = world.rank();
         tiny(world, TP, move |tree, mesh| {
@@ -215,7 +215,7 @@ fn a_plan_in_two_parts() {
     assert_eq!(norms.unwrap(), [expected; 2]);
 }
 
-/// Batches that hold nothing.
+/// Empty batches.
 struct Nothing;
 
 impl DataModule for Nothing {
@@ -240,7 +240,7 @@ impl DataModule for Nothing {
 }
 
 #[test]
-fn logits_are_parts_in_the_scope_of_a_batch_alone() {
+fn logits_are_parts_only_in_a_batchs_scope() {
     let widths = run_ranks(2, |world| {
         let (fabric, model) = tiny(world, TP, |tree, mesh| {
             let head =
@@ -258,7 +258,7 @@ fn logits_are_parts_in_the_scope_of_a_batch_alone() {
 }
 
 #[test]
-fn flags_are_those_of_all_ranks() {
+fn flags_cover_all_ranks() {
     let flags = run_ranks(2, |world| {
         let rank = world.rank() as f64;
         let (fabric, model) = tiny(world, TP, |_, _| Ok(()))?;
@@ -291,7 +291,7 @@ fn two_heads_with_parallel_losses() {
             for logits in &logits {
                 losses.push(cross_entropy(logits, &targets)?.mean()?);
             }
-            // Not a head's output as it came.
+            // Not a head's unchanged output.
             let part = cross_entropy(&logits[0].narrow(1, 0, 1)?, &targets.narrow(1, 0, 1)?);
             Ok((losses, part.and_then(|loss| loss.mean()).map_err(|e| e.to_string())))
         })
@@ -299,7 +299,7 @@ fn two_heads_with_parallel_losses() {
         .swap_remove(0)
     };
     let close = |a: f64, b: f64| assert!((a - b).abs() < 1e-6, "{a} and {b}");
-    // On two ranks, the parts of 8 and of 7 classes are as wide on the first.
+    // On two ranks, the parts of 8 and of 7 classes have the same width on the first rank.
     for second in [16, 7] {
         let (one, two) = (losses(1, 8, second), losses(2, 8, second));
         one.0.iter().zip(&two.0).for_each(|(a, b)| close(*a, *b));
@@ -307,7 +307,7 @@ fn two_heads_with_parallel_losses() {
     }
 }
 
-/// What dropout leaves of ones, of which the ranks have columns.
+/// The output of dropout on ones; each rank has some of the columns.
 fn dropped(ranks: usize) -> Vec<f32> {
     let parts = run_ranks(ranks, |world| {
         let mesh = mesh(world)?;
@@ -333,8 +333,8 @@ fn dropout_between_uneven_columns() {
     assert_eq!(dropped(3), dropped(1));
 }
 
-/// Whether dropout asks for the others' widths follows from what all ranks know, not from what one has
-/// seen: a rank whose width changes while another's stays would wait for it forever.
+/// Dropout must decide from knowledge common to all ranks whether to ask for the others' widths.
+/// Otherwise a rank with a changed width would wait forever for a rank without one.
 #[test]
 fn dropout_communicates_on_all_ranks_or_none() {
     run_ranks(2, |world| {
@@ -354,13 +354,13 @@ fn dropout_communicates_on_all_ranks_or_none() {
             dropout.forward(x)?;
             Ok(counter.snapshot().values().map(|record| record.calls).sum())
         };
-        // Of a layer whose output has a known size, none.
+        // No communication for a layer with a known output size.
         let x = Tensor::ones((1, 2, 4), DType::F32, &Device::Cpu)?;
         let _scope = ForwardScope { training: true, ..ForwardScope::default() }.enter();
         let part = up.forward(&x)?;
         assert_eq!(calls(&part)?, 0);
         assert_eq!(calls(&functional::gelu(&(part * 2.0)?)?)?, 0);
-        // Of other tensors always. The widths go from 3 and 2 to 3 and 3.
+        // For other tensors always. The widths change from 3 and 2 to 3 and 3.
         let second = calls(&x.narrow(2, 0, if mesh.rank() == 0 { 3 } else { 2 })?)?;
         assert!(second > 0);
         assert_eq!(calls(&x.narrow(2, 0, 3)?)?, second);
@@ -370,7 +370,7 @@ fn dropout_communicates_on_all_ranks_or_none() {
 }
 
 #[test]
-fn attention_that_would_see_a_part_of_the_sequence() {
+fn attention_on_a_partial_sequence_is_refused() {
     let error = run_ranks(2, |world| {
         let _scope =
             ForwardScope { context: ContextParallel::new(world), ..ForwardScope::default() }

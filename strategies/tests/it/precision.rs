@@ -1,4 +1,4 @@
-//! bf16: computing in it, reducing in it.
+//! Computing and reducing in bf16.
 
 use candle_core::{DType, Tensor};
 use fulgurite_core::Result;
@@ -48,7 +48,7 @@ fn bf16_trains_like_f32_under_every_strategy() {
     assert_ne!(reduced.losses, ddp.losses);
 }
 
-/// What optimizers update stays in f32: updates far below bf16's resolution add up.
+/// Optimizers update f32 values: updates far below bf16's resolution add up.
 #[test]
 fn values_stay_in_f32() {
     let run = train(2, &policy("bf16", "bf16"), DType::F32);
@@ -57,7 +57,8 @@ fn values_stay_in_f32() {
     assert!(weights.iter().any(|x| x.to_bits() & 0xffff != 0));
 }
 
-/// A layer in a unit beside a parameter that candle computes with, and a head outside of all.
+/// A unit with a layer and a parameter used by plain candle operations, and a head outside of
+/// units.
 struct Images {
     stem: Unit<(Conv2d, Tensor)>,
     head: Linear,
@@ -81,8 +82,8 @@ impl Images {
     }
 }
 
-/// Losses and weights of a training. Images are in the first of `given` for the unit, in the second for the
-/// head. With `by_hand` both are cast to the compute dtype first.
+/// Losses and weights of a training. The unit's images have the first dtype of `given`, the head's
+/// the second. With `by_hand` both are cast to the compute dtype first.
 fn train_on_images(
     ranks: usize,
     config: &str,
@@ -118,8 +119,8 @@ fn train_on_images(
     runs.swap_remove(0)
 }
 
-/// Each `trainer.precision`, with pictures and rows in f32 as data sets give them, in f64 as from numpy, and in
-/// what the model computes in.
+/// Each `trainer.precision` with images and rows in f32 (as from data sets), in f64 (as from numpy)
+/// and in the model's compute dtype.
 #[test]
 fn floats_of_any_dtype_are_cast_at_the_border() {
     use DType::{BF16, F16, F32, F64};
@@ -141,9 +142,10 @@ fn floats_of_any_dtype_are_cast_at_the_border() {
     }
 }
 
-/// As FSDP2's `cast_forward_inputs = False`: candle's layers get what they cannot compute, and layers of `nn` cast.
+/// Like FSDP2's `cast_forward_inputs = False`: candle's layers get inputs that they cannot compute
+/// with, and layers of `nn` cast.
 #[test]
-fn a_policy_leaves_the_inputs_of_units_to_their_layers() {
+fn a_policy_leaves_unit_inputs_to_layers() {
     let seen = |config: &str| {
         let seen = run_ranks(2, |world| {
             let mut fabric = Fabric::new(world, strategy(config)?, ModuleInit::default(), 5)?;

@@ -1,5 +1,5 @@
-//! Adapters train beside a quantised base as on one device on every mesh, and the packed base moves between
-//! meshes and formats.
+//! Adapters next to a quantised base train as on one device on every mesh. The packed base moves
+//! between meshes and formats.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -21,7 +21,7 @@ use fulgurite_transports::run_ranks;
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const FSDP: &str = r#"{"type": "fsdp"}"#;
 
-/// Blocks that the small layers and their halves are multiples of.
+/// Block size that divides the small layers and their halves.
 const NF4: WeightFormat = WeightFormat::Nf4 { block_size: 2 };
 
 fn quantization(format: WeightFormat) -> Quantization {
@@ -108,7 +108,7 @@ fn as_on_one_device_with_tensor_parallelism() {
     check(4, &mesh([1, 2, 2]), Variant::ALL[1]);
 }
 
-/// Magnitudes start as the norms of the rows that the base has when it is unpacked (QDoRA).
+/// Magnitudes start as the row norms of the unpacked base (QDoRA).
 #[test]
 fn magnitudes_beside_a_quantised_base() {
     let train = |ranks, config: &str, format| {
@@ -122,7 +122,7 @@ fn magnitudes_beside_a_quantised_base() {
     };
     for (format, without) in [(NF4, &*NF4_ALONE), (WeightFormat::Int8, &*INT8_ALONE)] {
         let alone = train(1, SINGLE, format);
-        // Nothing is trained before the first step, so that adapters of both kinds compute the base.
+        // Before the first step nothing is trained, so adapters of both kinds compute the base.
         assert!((alone[0] - without.losses[0]).abs() <= 1e-5 * alone[0]);
         for (ranks, config) in [(2, FSDP.to_owned()), (2, mesh([1, 1, 2])), (4, mesh([1, 2, 2]))] {
             for (a, b) in train(ranks, &config, format).iter().zip(&alone) {
@@ -132,9 +132,10 @@ fn magnitudes_beside_a_quantised_base() {
     }
 }
 
-/// Adapters learn beside it as beside the base that is not quantised, as far as its own error allows.
+/// Adapters learn next to a quantised base as next to the original base, within the quantisation
+/// error.
 #[test]
-fn the_losses_are_near_those_of_the_base_itself() {
+fn losses_are_near_the_unquantised_base() {
     let whole = run_ranks(1, |world| {
         DecoderTraining::with_init(world, SINGLE, Variant::default(), 1, init(None))?.run()
     });
@@ -147,7 +148,7 @@ fn the_losses_are_near_those_of_the_base_itself() {
     }
 }
 
-/// Trains five steps on one mesh, saves everything, and gives losses of five more.
+/// Trains five steps on one mesh, saves everything, and returns the losses of five more steps.
 fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
     let losses = run_ranks(ranks, |world| {
         let init = init(Some(NF4));
@@ -162,7 +163,7 @@ fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
 }
 
 #[test]
-fn a_training_goes_on_from_a_checkpoint_of_any_mesh() {
+fn training_resumes_from_any_meshs_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     let expected = save(FSDP, 2, &temp.path().join("all"));
     for (ranks, config, tolerance) in
@@ -183,7 +184,7 @@ fn a_training_goes_on_from_a_checkpoint_of_any_mesh() {
 
 type Weights = BTreeMap<String, Vec<f32>>;
 
-/// The weights, from `path` if it is one, under a strategy.
+/// The weights under a strategy, loaded from `path` if given.
 fn weights(
     ranks: usize,
     config: &str,
@@ -215,10 +216,10 @@ fn frozen() -> ModuleInit {
     }
 }
 
-/// A rank reads its rows of a bf16 model, and packs them; it does not matter on which mesh, and who reads.
+/// A rank reads its rows of a bf16 model and packs them, on any mesh and with any reading rank.
 // checklist: torchtune: load_from_full_model_state_dict
 #[test]
-fn weights_that_are_not_quantised_are_when_they_are_loaded() {
+fn loading_quantises_whole_weights() {
     let temp = tempfile::tempdir().unwrap();
     let file = temp.path().join("model.safetensors");
     let plain = weights(1, SINGLE, None, None, &LoadOptions::default());
@@ -226,7 +227,7 @@ fn weights_that_are_not_quantised_are_when_they_are_loaded() {
     let tensors: std::collections::HashMap<String, Tensor> = plain
         .iter()
         .map(|(fqn, values)| {
-            // Other values than the initial ones, which the model has anyway.
+            // Values that differ from the model's initial values.
             let values: Vec<f32> = values.iter().map(|x| 1.5 - x).collect();
             let tensor = Tensor::from_vec(values, shapes[fqn].clone(), &Device::Cpu).unwrap();
             (fqn.clone(), tensor.to_dtype(DType::BF16).unwrap())
@@ -252,7 +253,7 @@ fn weights_that_are_not_quantised_are_when_they_are_loaded() {
             let exact = exact.flatten_all().unwrap().to_vec1::<f32>().unwrap();
             let largest = exact.iter().fold(0_f32, |a, b| a.max(b.abs()));
             let error = values.iter().zip(&exact).fold(0_f32, |far, (a, b)| far.max((a - b).abs()));
-            // The widest gap between two levels of NF4 is 0.304, between those of int8 1/127.
+            // The widest gap between two levels of NF4 is 0.304, of int8 1/127.
             let bound = if format == NF4 { 0.16 } else { 0.5 / 127.0 };
             assert!(error <= bound * largest, "{fqn}: {error} of {largest}");
         }
@@ -271,7 +272,7 @@ fn tree(format: Option<WeightFormat>) -> ModuleTree {
     b.finish().unwrap()
 }
 
-/// The weights that packed ones stand for.
+/// The weights that the packed ones represent.
 fn unpack(weights: &Weights, format: WeightFormat) -> Weights {
     let shapes = shapes(Some(format));
     let tensor = |fqn: &str, dtype| {
@@ -289,10 +290,11 @@ fn unpack(weights: &Weights, format: WeightFormat) -> Weights {
     weights.keys().filter_map(of).collect()
 }
 
-/// What a checkpoint holds packed is a weight again for a model that does not quantise it, and for other tools.
+/// A checkpoint's packed weight is a plain weight for models that do not quantise it, and for other
+/// tools.
 // checklist: torchtune: NF4 detection and gathering, all-gather hooks
 #[test]
-fn quantised_checkpoints_load_into_models_that_are_not() {
+fn quantised_checkpoints_load_into_plain_models() {
     let temp = tempfile::tempdir().unwrap();
     for format in [NF4, WeightFormat::Int8] {
         let path = temp.path().join(format.name());
@@ -368,7 +370,7 @@ fn wrong_requests_say_what_can_be_quantised() {
     insta::assert_snapshot!(error.unwrap_err(), @"parameter `layers.0.mlp.down_proj.weight`: has 12 inputs in nf4: the 4 ranks of `tensor_parallel` would cut within its 6 blocks; choose another tensor_parallel_size, a smaller `trainer.quantization.block_size`, or leave `layers.0.mlp.down_proj` out of the quantised layers with `trainer.quantization.exclude`");
 }
 
-/// What ranks hold of the base is the formula's bytes, and so is what they gather.
+/// A rank holds and gathers exactly the bytes of the formula.
 // checklist: torchtune: NF4 detection and gathering, all-gather hooks
 #[test]
 fn a_rank_holds_and_sends_packed_bytes() {
@@ -388,11 +390,11 @@ fn a_rank_holds_and_sends_packed_bytes() {
     });
     let bytes = bytes.unwrap();
     let held: usize = bytes.iter().map(|(held, _)| held).sum();
-    // Each weight was counted for its codes and for its scales.
+    // Each weight was counted twice: for its codes and for its scales.
     assert_eq!(2 * held, bytes[0].1);
     assert!(bytes.iter().all(|(own, _)| *own < held * 2 / 3), "{bytes:?}");
 
-    // Bytes that a step gathers, and those of the linear layers' weights.
+    // Gathered bytes of a step, and the bytes of the linear layers' weights.
     let gathered = |format: Option<WeightFormat>| {
         let mut tallies = run_ranks(ranks, |world| {
             let counter = Counter::default();
@@ -408,7 +410,7 @@ fn a_rank_holds_and_sends_packed_bytes() {
                 let plain = 4 * packed.shape.iter().product::<usize>();
                 (plain - packed.format.bytes(packed.shape)) as u64
             });
-            // Codes and scales each have the weight's.
+            // Codes and scales each count the weight's elements.
             let saved = weights.sum::<u64>() / 2;
             Ok((counter.get("data_parallel_shard", "all_gather_into").bytes, saved))
         })
@@ -423,8 +425,8 @@ fn a_rank_holds_and_sends_packed_bytes() {
     }
 }
 
-/// NF4's codes are bitsandbytes's to the bit, int8's but for values between two codes, and the weights they stand for
-/// as near to the weights as its own.
+/// NF4 codes equal bitsandbytes' to the bit; int8 codes may differ for values between two codes.
+/// The represented weights are as close to the originals as bitsandbytes' are.
 // checklist: torchtune: NF4 detection and gathering, all-gather hooks
 #[test]
 fn as_bitsandbytes_quantises() {
@@ -457,7 +459,8 @@ fn as_bitsandbytes_quantises() {
     assert!(ours <= 1.02 * double && ours <= 1.02 * single, "{ours}; {single}, {double}");
     let scales = floats(&theirs["nf4_absmax"]);
     for (i, (a, b)) in floats(&weight).iter().zip(floats(&theirs["nf4_single"])).enumerate() {
-        // A scale is off by at most half a step, of 127 to the one that is farthest from the row's mean.
+        // A scale is off by at most half a step; the scale farthest from the row's mean is 127
+        // steps away.
         let row = &scales[i / 192 * 3..][..3];
         let mean = row.iter().sum::<f32>() / 3.0;
         let far = row.iter().fold(0_f32, |far, scale| far.max((scale - mean).abs()));
@@ -468,7 +471,7 @@ fn as_bitsandbytes_quantises() {
     let codes = codes.flatten_all().unwrap().to_vec1::<u8>().unwrap();
     let codes: Vec<i64> = codes.into_iter().map(|code| i64::from(code) - 128).collect();
     let expected = theirs["int8_codes"].flatten_all().unwrap().to_vec1::<i64>().unwrap();
-    // It computes in f16, so that a value between two codes may go to the other one.
+    // bitsandbytes computes in f16, so a value between two codes may get the other code.
     let others = codes.iter().zip(&expected).filter(|(a, b)| a != b).count();
     assert!(others * 100 <= codes.len(), "{others} of {}", codes.len());
     assert!(codes.iter().zip(&expected).all(|(a, b)| (a - b).abs() <= 1));

@@ -1,4 +1,4 @@
-//! Which samples the ranks of a mesh see.
+//! The samples that the ranks of a mesh see.
 
 use std::collections::BTreeSet;
 
@@ -15,7 +15,7 @@ use fulgurite_strategies as _;
 use fulgurite_transports::run_ranks;
 use serde::{Deserialize, Serialize};
 
-/// Samples that are their own numbers.
+/// Samples that are their own indices.
 struct Numbers;
 
 #[derive(Clone, Serialize, Deserialize)]
@@ -71,7 +71,7 @@ fn on_ranks<T: Send>(config: &str, f: impl Fn(Fabric) -> Result<T> + Sync) -> Ve
     ranks.unwrap()
 }
 
-/// Each rank's place along `data_parallel` and its first micro-batches, from `skip` on.
+/// Each rank's position along `data_parallel` and its first micro-batches, from `skip` on.
 fn samples(config: &str, shuffle: bool, skip: u64) -> Vec<(usize, Vec<Vec<u64>>)> {
     on_ranks(config, |fabric| {
         let mut loader = fabric.setup_data::<Numbers>(&NumbersConfig { shuffle })?;
@@ -82,7 +82,7 @@ fn samples(config: &str, shuffle: bool, skip: u64) -> Vec<(usize, Vec<Vec<u64>>)
     })
 }
 
-/// Ranks that see different data, and the mesh.
+/// The number of ranks with different data, and the mesh.
 const MESHES: [(usize, &str); 5] = [
     (2, r#"{"type": "model_parallel", "data_parallel_size": 2, "tensor_parallel_size": 4}"#),
     (
@@ -101,7 +101,7 @@ const MESHES: [(usize, &str); 5] = [
 
 // checklist: Lightning: distributed_sampler_kwargs
 #[test]
-fn ranks_of_one_tensor_and_context_parallel_group_see_the_same_samples_and_others_different_ones() {
+fn only_data_parallel_ranks_see_other_samples() {
     for (replicas, config) in MESHES {
         for shuffle in [false, true] {
             let ranks = samples(config, shuffle, 0);
@@ -109,8 +109,8 @@ fn ranks_of_one_tensor_and_context_parallel_group_see_the_same_samples_and_other
             for (place, batches) in &ranks {
                 assert_eq!(batches, of(*place), "{config}, shuffle {shuffle}");
             }
-            // Seven micro-batches cross the end of an epoch on 2 replicas and more; within a step
-            // of one epoch no sample is seen twice.
+            // Seven micro-batches cross the end of an epoch on 2 or more replicas; within a step of
+            // one epoch no sample is seen twice.
             for step in 0..7 {
                 let all: Vec<u64> =
                     (0..replicas).flat_map(|place| of(place)[step].clone()).collect();
@@ -120,7 +120,7 @@ fn ranks_of_one_tensor_and_context_parallel_group_see_the_same_samples_and_other
                 let crosses = first / SAMPLES != (first + all.len() as u64 - 1) / SAMPLES;
                 assert!(crosses || distinct.len() == all.len(), "{config}, step {step}: {all:?}");
             }
-            // An epoch sees every sample once, whoever sees it.
+            // An epoch covers every sample once.
             let stream: Vec<u64> = (0..7)
                 .flat_map(|step| (0..replicas).flat_map(move |place| of(place)[step].clone()))
                 .take(SAMPLES as usize)
@@ -134,7 +134,7 @@ fn ranks_of_one_tensor_and_context_parallel_group_see_the_same_samples_and_other
 }
 
 #[test]
-fn a_resumed_loader_goes_on_where_it_was() {
+fn a_resumed_loader_continues() {
     for (_, config) in MESHES {
         let whole = samples(config, true, 0);
         for ((_, whole), (_, rest)) in whole.iter().zip(samples(config, true, 4)) {
@@ -166,15 +166,15 @@ fn workers_change_no_batch_and_no_scope() {
     }
 }
 
-/// What layers see of a forward's surroundings: whether it trains, its step and first sample, and the
-/// ranks that share a sequence.
+/// The forward scope that layers see: whether it trains, its step and first sample, and the size of
+/// the group that shares a sequence.
 fn seen() -> (bool, u64, u64, Option<usize>) {
     let scope = ForwardScope::current();
     (scope.training, scope.step, scope.first_sample, scope.context.map(|context| context.size()))
 }
 
 #[test]
-fn a_batch_is_computed_in_its_own_scope_on_whatever_thread() {
+fn a_batch_has_its_own_scope_on_any_thread() {
     let (_, config) = MESHES[1];
     let evaluation = (false, 0, 0, None);
     let ranks = on_ranks(config, |fabric| {
@@ -200,7 +200,7 @@ fn a_batch_is_computed_in_its_own_scope_on_whatever_thread() {
 }
 
 #[test]
-fn loaders_that_are_dropped_in_another_order_leave_no_scope() {
+fn loaders_dropped_in_any_order_leave_no_scope() {
     let (_, config) = MESHES[0];
     on_ranks(config, |fabric| {
         let loader = || fabric.setup_data::<Numbers>(&NumbersConfig::default());
@@ -215,7 +215,7 @@ fn loaders_that_are_dropped_in_another_order_leave_no_scope() {
 }
 
 #[test]
-fn a_loss_from_outside_of_its_batchs_scope_is_refused_where_ranks_share_sequences() {
+fn a_loss_outside_its_batchs_scope_is_refused() {
     let (_, config) = MESHES[3];
     let errors = on_ranks(config, |fabric| {
         let batch = fabric.setup_data::<Numbers>(&NumbersConfig::default())?.next();

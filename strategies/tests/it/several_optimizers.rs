@@ -1,5 +1,4 @@
-//! Two models in one Fabric, each with an optimizer of its own: a generator and the critic that it is to
-//! please.
+//! Two models in one Fabric, each with its own optimizer: a generator and its critic.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -20,7 +19,7 @@ const STEPS: u64 = 6;
 /// Samples of a micro-batch, over all ranks.
 const SAMPLES: usize = 4;
 
-/// Two layers, the first of which is a unit; the other is candle's, and its parameters are the root's.
+/// Two layers. The first is a unit; the other is candle's, and its parameters belong to the root.
 struct Net {
     hidden: Unit<Linear>,
     out: CandleModule<candle_nn::Linear>,
@@ -41,11 +40,11 @@ impl Net {
 /// How gradients of the one are kept away from the other.
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Way {
-    /// Each optimizer has its turn, with a forward of its own.
+    /// Each optimizer has its turn, with its own forward.
     Turns,
     /// The generator's forward is before the critic's turn, its backward after it.
     ForwardFirst,
-    /// The generator's loss gives the critic gradients, which it forgets.
+    /// The generator's loss gives the critic gradients, which the critic clears.
     ZeroGrad,
     /// Both take gradients of two micro-batches, in turns.
     Accumulating,
@@ -86,19 +85,19 @@ impl Training {
         Ok(Loss::new(error.sqr()?.sum_all()?, error.dim(0)? as f64))
     }
 
-    /// The critic is to say 1 of real samples and 0 of others.
+    /// The critic learns 1 for real samples and 0 for generated ones.
     fn critic_backward(&self, seed: u64, fake: &Tensor) -> Result<()> {
         let real = self.critic.forward(&self.samples(seed + 50, 5)?)?;
         let error = Tensor::cat(&[(real - 1.0)?, self.critic.forward(&fake.detach())?], 0)?;
         self.fabric.backward(&self.loss(&error)?)
     }
 
-    /// The generator is to make it say 1 of what it generates.
+    /// The generator learns to make the critic answer 1 for its samples.
     fn generator_backward(&self, fake: &Tensor) -> Result<()> {
         self.fabric.backward(&self.loss(&(self.critic.forward(fake)? - 1.0)?)?)
     }
 
-    /// The losses and norms of both.
+    /// Takes a step; returns the losses and norms of both.
     fn step(&mut self, step: u64) -> Result<[f64; 4]> {
         let noise = self.samples(step, 3)?;
         let (critic, critic_norm) = match self.way {
@@ -186,7 +185,7 @@ const FSDP: &str = r#"{"type": "fsdp"}"#;
 const HSDP: &str = r#"{"type": "hsdp", "data_parallel_replicate_size": 2}"#;
 
 #[test]
-fn two_optimizers_train_as_on_one_device_however_gradients_are_kept_apart() {
+fn two_optimizers_match_one_device() {
     let one = train(1, r#"{"type": "single_device"}"#, Way::Turns);
     let accumulated = train(1, r#"{"type": "single_device"}"#, Way::Accumulating);
     for (ranks, config) in [(1, FSDP), (2, DDP), (2, FSDP), (4, HSDP)] {
@@ -205,7 +204,7 @@ fn two_optimizers_train_as_on_one_device_however_gradients_are_kept_apart() {
 }
 
 #[test]
-fn gradients_that_wait_for_replicas_are_not_mixed_with_those_of_another_optimizer() {
+fn waiting_gradients_of_optimizers_stay_separate() {
     let config = HSDP.replace('}', r#", "accumulation_sync": "reduce_scatter"}"#);
     let errors = run_ranks(4, |world| {
         let mut training = Training::new(world, &config, Way::Accumulating)?;
@@ -217,7 +216,7 @@ fn gradients_that_wait_for_replicas_are_not_mixed_with_those_of_another_optimize
 }
 
 #[test]
-fn a_turn_reduces_the_gradients_of_its_optimizer_alone() {
+fn a_turn_reduces_only_its_optimizers_gradients() {
     for (config, operation) in [(DDP, "all_reduce"), (FSDP, "reduce_scatter")] {
         let tallies = run_ranks(2, |world| {
             let counter = Counter::default();
@@ -263,7 +262,7 @@ fn a_turn_reduces_the_gradients_of_its_optimizer_alone() {
 }
 
 #[test]
-fn mistakes_with_several_optimizers_are_explained() {
+fn several_optimizers_mistakes_are_explained() {
     let error = |result: Result<()>| result.unwrap_err().to_string();
     run_ranks(1, |world| {
         let training = Training::new(world, DDP, Way::Turns)?;
@@ -295,9 +294,9 @@ fn mistakes_with_several_optimizers_are_explained() {
     .unwrap();
 }
 
-/// The search of the graph reads values, so it is for the first step of each optimizer alone.
+/// The search of the graph reads values, so it runs only in each optimizer's first step.
 #[test]
-fn graphs_are_searched_in_first_steps_alone() {
+fn graphs_are_searched_only_in_first_steps() {
     let counts = run_ranks(1, |world| {
         let mut fabric = Fabric::new(
             world,

@@ -1,4 +1,5 @@
-//! Whole tensors of a model and its optimizer in memory: taken, changed, loaded under another strategy.
+//! Whole tensors of a model and its optimizer in memory: read, changed, and loaded under another
+//! strategy.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -41,7 +42,7 @@ fn adamw() -> AdamW {
     AdamW { betas: (0.8, 0.95), eps: 1e-6, groups: vec![slow], ..DecoderTraining::adamw() }
 }
 
-/// Model and optimizer after three steps, as rank 0 has them, and the losses of two more.
+/// Model and optimizer after three steps, on rank 0, and the losses of two more.
 fn three_steps(
     ranks: usize,
     config: &str,
@@ -62,7 +63,7 @@ fn three_steps(
     taken.unwrap().swap_remove(0)
 }
 
-/// Two steps from such a state, by an optimizer of these options.
+/// Two steps from such a state, with an optimizer of these options.
 fn two_more(
     ranks: usize,
     config: &str,
@@ -85,12 +86,12 @@ fn two_more(
     Ok(losses?.swap_remove(0))
 }
 
-/// The state is all of it: moments, the step of the bias correction, learning rates and decay of the groups. An
-/// optimizer that was built with quite other options goes on as if it had been the first.
+/// The state is complete: moments, the step of the bias correction, learning rates and decay of the
+/// groups. An optimizer built with other options continues as the original would.
 // checklist: torchtune: get_full_optimizer_state_dict
 // checklist: torchtune: load_from_full_optimizer_state_dict
 #[test]
-fn an_optimizer_goes_on_from_another_ones_state_with_its_step_and_options() {
+fn a_loaded_state_brings_step_and_options() {
     let others = AdamW { lr: 0.5, weight_decay: 0.9, betas: (0.1, 0.2), ..AdamW::default() };
     for (i, (ranks, config)) in STRATEGIES.into_iter().enumerate() {
         let (model, state, expected) = three_steps(ranks, config, &adamw());
@@ -113,7 +114,7 @@ fn an_optimizer_goes_on_from_another_ones_state_with_its_step_and_options() {
                 "{config} to {other}: {elsewhere:?} {expected:?}"
             );
         }
-        // It is the options, and not the moments alone, that make the steps.
+        // The options matter for the steps, not the moments alone.
         let mut forgotten = state.clone();
         forgotten.param_groups.get_mut("").unwrap()[0].options.insert("beta2".into(), 0.2);
         let forgotten = two_more(ranks, other, &others, (&model, &forgotten)).unwrap();
@@ -123,7 +124,7 @@ fn an_optimizer_goes_on_from_another_ones_state_with_its_step_and_options() {
 
 // checklist: torchtune: load_from_full_optimizer_state_dict
 #[test]
-fn the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing() {
+fn other_kinds_of_optimizer_state_are_refused() {
     let config = STRATEGIES[2].1;
     let sgd = Sgd { lr: 0.01, momentum: 0.9, ..Sgd::default() };
     let (model, state, expected) = three_steps(2, config, &sgd);
@@ -169,7 +170,7 @@ fn the_state_of_another_kind_of_optimizer_is_refused_and_changes_nothing() {
     "#);
 }
 
-/// The other ranks could not open the source, and get the same bits.
+/// The other ranks cannot open the source, and get the same bits.
 // checklist: torchtune: broadcast_from_rank0
 // checklist: composer: FSDP2Config
 #[test]
@@ -193,7 +194,7 @@ fn rank_0_reads_and_sends_to_the_others() {
             assert!(report.is_empty() && !report.loaded.is_empty());
             assert_eq!(fresh.weights()?, weights, "{config}");
 
-            // Others of its dtype, and a part of it.
+            // Tensors in another dtype, and a subset.
             let halves = trained.fabric.model_state_dict(&GatherOptions {
                 dtype: Some(DType::F64),
                 ..GatherOptions::default().with_filter(|name| name.contains("layers.1"))
@@ -217,12 +218,12 @@ fn rank_0_reads_and_sends_to_the_others() {
 
 // checklist: torchtune: broadcast_from_rank0
 #[test]
-fn what_rank_0_cannot_read_is_an_error_on_every_rank() {
+fn read_errors_of_rank_0_reach_every_rank() {
     let errors = run_ranks(2, |world| {
         let training = training(world.clone(), STRATEGIES[2].1, &adamw())?;
         let fabric = &training.fabric;
         let absent = fabric.load_raw("/nowhere/at/all", FROM_RANK0()).unwrap_err();
-        // It breaks off amid the tensors.
+        // The stream breaks off between tensors.
         let of = |name: &str| -> Result<(String, checkpoint::TensorInfo)> {
             let shape = fabric.module_tree()?.parameter(name).unwrap().global_shape().to_vec();
             Ok((name.to_owned(), checkpoint::TensorInfo { shape, dtype: safetensors::Dtype::F32 }))
@@ -234,10 +235,10 @@ fn what_rank_0_cannot_read_is_an_error_on_every_rank() {
         });
         let options = LoadOptions { strict: false, ..FROM_RANK0() };
         let torn = fabric.load_model_state_dict(&source, options).unwrap_err();
-        // Without a group there is no rank 0.
+        // Without a group there cannot be a rank 0.
         let alone = load_into(&source, fabric.module_tree()?, FROM_RANK0()).unwrap_err();
         let strict = fabric.load_model_state_dict(&TensorMap::default(), FROM_RANK0()).unwrap_err();
-        // And the ranks are still at the same place.
+        // The ranks remain in step.
         fabric.barrier()?;
         Ok([absent, torn, alone, strict].map(|error| error.to_string()))
     })
@@ -255,7 +256,8 @@ fn what_rank_0_cannot_read_is_an_error_on_every_rank() {
     assert!(errors.iter().all(|errors| errors[3].contains("embedding.weight")), "{errors:?}");
 }
 
-/// The tensors of a source, whole, on every rank; in messages of 8 MiB, of which this has three and a rest.
+/// The tensors of a source, whole, on every rank. Messages have 8 MiB; this tensor needs three and
+/// a rest.
 #[test]
 fn a_tensor_of_several_messages_arrives_whole() {
     let n = 3 * (8 << 20) / 4 + 5;
@@ -277,7 +279,7 @@ fn a_tensor_of_several_messages_arrives_whole() {
 }
 
 #[test]
-fn full_parameters_are_summoned_looked_at_and_changed() {
+fn full_parameters_can_be_read_and_changed() {
     for (ranks, config) in STRATEGIES {
         run_ranks(ranks, |world| {
             let mut training = training(world.clone(), config, &adamw())?;
@@ -291,7 +293,7 @@ fn full_parameters_are_summoned_looked_at_and_changed() {
                 for (name, tensor) in params.iter() {
                     assert_eq!(flat(tensor)?, weights[name], "{config}: {name}");
                 }
-                // Not kept.
+                // Discarded.
                 for tensor in params.values_mut() {
                     *tensor = tensor.zeros_like()?;
                 }
@@ -332,7 +334,7 @@ fn full_parameters_are_summoned_looked_at_and_changed() {
                 };
                 assert_eq!(now[name], expected, "{config}: {name}");
             }
-            // What was changed is what is trained on.
+            // Training continues from the changed values.
             training.step()?;
             assert_ne!(training.weights()?["layers.1.scale"], [-1.0]);
             assert!((training.weights()?["layers.1.scale"][0] + 1.0).abs() < 0.1);
@@ -343,7 +345,7 @@ fn full_parameters_are_summoned_looked_at_and_changed() {
 }
 
 #[test]
-fn mistakes_with_full_parameters_are_explained_and_change_nothing() {
+fn full_parameter_mistakes_change_nothing() {
     let messages = run_ranks(2, |world| {
         let training = training(world.clone(), STRATEGIES[2].1, &adamw())?;
         let (fabric, weights) = (&training.fabric, training.weights()?);

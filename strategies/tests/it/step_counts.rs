@@ -1,5 +1,5 @@
-//! What a step's counts say: counts that none can be, steps in which nothing counts, and parameters
-//! that a step leaves out.
+//! Counts of a step: impossible counts, steps without counted items, and parameters that a step
+//! leaves out.
 
 use std::collections::BTreeMap;
 
@@ -22,8 +22,8 @@ const CONFIGS: [(usize, &str); 5] = [
     (4, r#"{"type": "hsdp", "data_parallel_shard_size": 2}"#),
 ];
 
-/// Two layers beside each other, which learn from a sum: the gradient of every weight is the number
-/// of samples.
+/// Two layers side by side that learn from a sum: the gradient of every weight is the number of
+/// samples.
 struct Pair {
     layers: [Unit<Linear>; 2],
 }
@@ -47,7 +47,7 @@ impl Pair {
     }
 }
 
-/// The same in one unit, of which a rank may leave out a layer.
+/// The same in one unit; a rank may leave out a layer.
 struct Both(Unit<[Linear; 2]>);
 
 impl Both {
@@ -70,8 +70,7 @@ impl Both {
 
 type Weights = BTreeMap<String, Vec<f32>>;
 
-/// Trains a [`Pair`], and returns rank 0's view of the weights before the first step and after each
-/// one.
+/// Trains a [`Pair`], and returns rank 0's weights before the first step and after each step.
 fn train(
     ranks: usize,
     config: &str,
@@ -146,7 +145,7 @@ fn impossible_counts_fail_on_all_ranks() {
     }
 }
 
-/// Of two micro-batches the counts add up to one that could be.
+/// The counts of two micro-batches add up to a possible one.
 #[test]
 fn negative_micro_batch_counts_are_found() {
     let error = train(2, DDP, &Sgd::default(), 1, |fabric, pair, optimizer, _| {
@@ -160,9 +159,9 @@ fn negative_micro_batch_counts_are_found() {
     assert!(error.starts_with("the count of the loss on rank 0 is -1: "), "{error}");
 }
 
-/// As in PyTorch: no moment, no decay, and the parameter's own number of steps for the correction
-/// of moments. All gradients of a weight are equal, so that with its own number every step of Adam
-/// is one of the learning rate.
+/// As in PyTorch: unused parameters get no moments and no decay, and the correction of moments uses
+/// each parameter's own step count. All gradients of a weight are equal, so every step of Adam has
+/// the size of the learning rate.
 #[test]
 fn unused_parameters_stay_in_later_steps() {
     let (lr, decay) = (0.1, 0.5);
@@ -284,7 +283,7 @@ fn one_ignored_rank_skips_nothing() {
     }
 }
 
-/// candle's backward ends at the factor: this rank would leave its collectives out.
+/// candle's backward ends at the factor: this rank would skip its collectives.
 #[test]
 fn constant_zero_factors_are_named() {
     let zero = |whole: bool| {
@@ -308,7 +307,7 @@ fn constant_zero_factors_are_named() {
     }
 }
 
-/// Replicas wait for nobody in their backward.
+/// Replicas do not wait for other ranks during backward.
 #[test]
 fn ddp_takes_constant_zero_as_ignored() {
     let with = |constant: bool| {

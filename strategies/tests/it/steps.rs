@@ -1,5 +1,5 @@
-//! What a step may consist of: backwards with and without synchronisation, in any order, over
-//! graphs that differ between ranks. The reference is one rank that does all of it.
+//! Allowed sequences in a step: backwards with and without synchronisation, in any order, over
+//! graphs that differ between ranks. The reference is one rank that does everything.
 
 use std::sync::Arc;
 
@@ -31,7 +31,7 @@ const CONFIGS: &[&str] = &[
 /// Micro-batches that each rank has in a step.
 const MICRO: usize = 2;
 
-/// Runs four steps. `step` is given the parts of the global batch that this rank has.
+/// Runs four steps. `step` gets this rank's parts of the global batch.
 fn train(
     world: Arc<dyn ProcessGroup>,
     config: &str,
@@ -41,7 +41,7 @@ fn train(
     let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
     let (toy, optimizer) = fabric.setup(Toy::new, &AdamW { eps: 1e-4, ..AdamW::default() })?;
     let mut optimizer = optimizer.with_unused_parameters(UnusedParameters::Zero);
-    // One rank does what RANKS ranks do.
+    // One rank does the work of RANKS ranks.
     let ranks = if size == 1 { 0..RANKS } else { rank..rank + 1 };
     let parts: Vec<usize> =
         ranks.flat_map(|rank| (0..MICRO).map(move |m| rank * MICRO + m)).collect();
@@ -73,7 +73,7 @@ fn assert_same(what: &str, run: &Run, reference: &Run) {
     }
 }
 
-/// `step` on three ranks gives what `reference` gives on one.
+/// Checks that `step` on three ranks gives the same as `reference` on one.
 fn check(
     reference: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()> + Sync,
     step: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()> + Sync,
@@ -93,10 +93,10 @@ fn plain(fabric: &Fabric, toy: &Toy, parts: &[usize]) -> Result<()> {
     parts.iter().try_for_each(|&part| fabric.backward(&toy.loss(part, ROUTE)?))
 }
 
-/// Parameters that only some ranks use, whose ranks therefore finish units in different ways: the
-/// same layer shapes would let a mix-up pass unseen by the transport.
+/// Only some ranks use some parameters, so ranks finish units in different orders. All layers have
+/// the same shapes, so the transport would not notice a mix-up.
 #[test]
-fn every_backward_synchronised_over_parameters_that_some_ranks_leave_out() {
+fn synchronised_backwards_with_unused_weights() {
     check(plain, plain);
 }
 
@@ -127,7 +127,7 @@ fn synchronised_unsynchronised_synchronised() {
 }
 
 #[test]
-fn forwards_first_and_backwards_after_in_either_order() {
+fn forwards_first_then_backwards_in_any_order() {
     for reverse in [false, true] {
         check(plain, |fabric, toy, parts| {
             let mut losses: Vec<Loss> =
@@ -157,8 +157,8 @@ fn joined(losses: [&Loss; 2]) -> Result<Loss> {
     Ok(Loss::new((a.sum() + b.sum())?, a.count() + b.count()))
 }
 
-/// `step` on three ranks gives what it gives on one, or an error: that a loss joins what cannot be joined, or, if
-/// ranks came to it at different places, that their collectives differ.
+/// Checks that `step` on three ranks gives the same as on one, or an error: that the loss joins
+/// incompatible graphs or, if ranks fail at different places, that their collectives differ.
 fn check_or_error(
     step: impl Fn(&Fabric, &Toy, &[usize]) -> Result<()> + Sync,
 ) -> Vec<&'static str> {
@@ -180,9 +180,9 @@ fn check_or_error(
     trained
 }
 
-/// Of the second backward's uses, only those of the newer forward are counted.
+/// Only the newer forward's uses are counted for the second backward.
 #[test]
-fn a_forward_from_before_the_last_backward_joined_with_a_newer_one() {
+fn an_older_forward_joined_with_a_newer_one() {
     let trained = check_or_error(|fabric: &Fabric, toy: &Toy, parts: &[usize]| {
         parts.chunks(MICRO).try_for_each(|own| {
             let [first, older] = [toy.loss(own[0], ROUTE)?, toy.loss(own[1], ROUTE)?];
@@ -210,7 +210,7 @@ fn a_graph_that_was_used_joined_with_a_newer_one() {
 
 // checklist: PyTorch: _FSDPState, look-ups by module
 #[test]
-fn units_called_twice_not_at_all_or_in_another_order() {
+fn units_called_twice_never_or_reordered() {
     for route in [&[0, 1, 0, 2, 2][..], &[0, 2], &[2, 0, 1], &[1, 1]] {
         let routed = |fabric: &Fabric, toy: &Toy, parts: &[usize]| {
             parts.iter().try_for_each(|&part| fabric.backward(&toy.loss(part, route)?))
@@ -235,7 +235,7 @@ fn forwards_without_a_backward_in_between() {
 }
 
 #[test]
-fn totals_taken_early_do_not_miss_what_follows() {
+fn early_totals_include_later_losses() {
     check(plain, |fabric, toy, parts| {
         plain(fabric, toy, &parts[..1])?;
         fabric.step_totals(&[])?;
@@ -270,9 +270,9 @@ fn guards_restore_what_they_found() {
     assert!(sync());
 }
 
-/// What a Fabric returns holds no lock: any call can follow while it is alive.
+/// Values returned by a Fabric hold no lock: any call can follow while they are alive.
 #[test]
-fn every_call_can_be_made_while_what_others_returned_is_alive() {
+fn returned_values_block_no_call() {
     for config in CONFIGS {
         run_ranks(2, |world| {
             let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
@@ -304,8 +304,7 @@ fn every_call_can_be_made_while_what_others_returned_is_alive() {
     }
 }
 
-/// A call from within another one, here from the backward of an operation, is an error and does not wait
-/// for itself.
+/// A nested call, here from the backward of an operation, is an error instead of a deadlock.
 #[test]
 fn a_call_from_within_a_backward_is_refused() {
     use fulgurite_core::autograd::function;
@@ -326,7 +325,7 @@ fn a_call_from_within_a_backward_is_refused() {
 }
 
 #[test]
-fn a_step_whose_last_backward_did_not_synchronise_is_refused() {
+fn steps_ending_unsynchronised_are_refused() {
     for config in CONFIGS {
         let errors = run_ranks(2, |world| {
             let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;

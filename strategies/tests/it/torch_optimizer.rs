@@ -1,5 +1,5 @@
-//! Trainings that go on from the state of an optimizer of PyTorch. `fixtures/make_torch_optimizers.py` makes the
-//! files.
+//! Trainings that continue from the state of a PyTorch optimizer.
+//! `fixtures/make_torch_optimizers.py` makes the files.
 
 use std::path::{Path, PathBuf};
 
@@ -20,7 +20,7 @@ use fulgurite_transports::run_ranks;
 const STRATEGIES: [(usize, &str); 2] =
     [(1, r#"{"type": "single_device"}"#), (2, r#"{"type": "fsdp"}"#)];
 
-/// The script's parameters: those that are decayed, and the others.
+/// The script's parameters, with and without decay.
 const DECAYED: [&str; 2] = ["up.weight", "down.weight"];
 const OTHERS: [&str; 4] = ["up.bias", "norm.weight", "norm.bias", "down.bias"];
 
@@ -44,7 +44,7 @@ impl Net {
     }
 }
 
-/// What the script has beside the checkpoint: data, and the weights after two more steps.
+/// The script's other results: data, and the weights after two more steps.
 struct Expected(TorchSource);
 
 impl Expected {
@@ -68,8 +68,8 @@ impl Expected {
     }
 }
 
-/// Goes on from a file, with the optimizer's state that `load` loads, and compares with torch's weights after two
-/// more steps: how far they are apart at most.
+/// Continues from a file with the optimizer state loaded by `load`, and returns the maximum
+/// distance from torch's weights after two more steps.
 fn distance(
     (ranks, config): (usize, &str),
     file: &str,
@@ -106,7 +106,7 @@ fn distance(
     distances.unwrap().into_iter().fold(0.0, f64::max)
 }
 
-/// Other options than the script's: it is the state's that count.
+/// Options other than the script's: the state's options count.
 fn adamw() -> AdamW {
     AdamW { lr: 0.7, weight_decay: 0.9, betas: (0.1, 0.2), ..AdamW::default() }
 }
@@ -131,10 +131,10 @@ fn strict() -> LoadOptions {
     true.into()
 }
 
-/// Two groups, numbered one after the other, rates by a schedule that goes on, as Lightning saves them.
+/// Two groups with consecutive numbers and a continuing rate schedule, as saved by Lightning.
 // checklist: Lightning: _rekey_optimizer_state_if_needed
 #[test]
-fn adamw_goes_on_from_a_lightning_checkpoint_as_in_torch() {
+fn adamw_resumes_from_lightning_as_in_torch() {
     let names = || -> Vec<String> {
         let optimizer = TorchOptimizer::open(fixture("adamw.ckpt")).unwrap();
         assert_eq!(optimizer.group_sizes(), [2, 4]);
@@ -158,16 +158,16 @@ fn adamw_goes_on_from_a_lightning_checkpoint_as_in_torch() {
     for meant in STRATEGIES {
         let apart = distance(meant, "adamw.ckpt", &adamw(), 0.5, load(open, strict));
         assert!(apart < 1e-6, "{meant:?}: {apart}");
-        // Another schedule would be found out.
+        // A different schedule would be noticed.
         let apart = distance(meant, "adamw.ckpt", &adamw(), 0.6, load(open, strict));
         assert!(apart > 1e-5, "{meant:?}: {apart}");
     }
 }
 
-/// Torch does not save the number of SGD's steps, and the first step is special.
+/// Torch does not save SGD's step count, and the first step is special.
 // checklist: Lightning: _rekey_optimizer_state_if_needed
 #[test]
-fn sgd_goes_on_with_its_momentum_as_in_torch() {
+fn sgd_resumes_its_momentum_as_in_torch() {
     let open = || {
         let optimizer = TorchOptimizer::open(fixture("sgd.pt"))?;
         let names: Vec<String> = optimizer.model_names().map(str::to_owned).collect();
@@ -194,8 +194,8 @@ fn sgd_goes_on_with_its_momentum_as_in_torch() {
     }
 }
 
-/// By the names that the optimizer was made with; by name altogether, as FSDP's and DCP's functions give it; from
-/// rank 0; and under other names.
+/// By the names that the optimizer was created with; completely by name, as from FSDP's and DCP's
+/// functions; from rank 0; and under other names.
 // checklist: Lightning: _rekey_optimizer_state_if_needed
 #[test]
 fn a_state_with_names_of_its_own_needs_no_others() {
@@ -242,7 +242,7 @@ fn a_state_with_names_of_its_own_needs_no_others() {
 }
 
 #[test]
-fn what_a_state_does_not_say_is_not_taken_for_granted() {
+fn missing_state_entries_are_not_assumed() {
     let at = |key: &str| TorchOptimizer::open_at(fixture("optimizers.pt"), &[key]).unwrap();
     let names = ["a.weight", "a.bias", "b.weight", "b.bias"];
     // Without decay Adam is AdamW; its rate is a tensor here.
@@ -251,11 +251,11 @@ fn what_a_state_does_not_say_is_not_taken_for_granted() {
     assert_eq!((adam.steps(), adam.warning()), (1, None));
     let old = at("old_adam").rekey(&names).unwrap();
     assert!(old.warning().unwrap().contains("taken for AdamW's"));
-    // Without momentum SGD has no state.
+    // SGD without momentum is stateless.
     let plain = at("plain_sgd").rekey(&names).unwrap();
     assert_eq!((plain.names().len(), plain.steps()), (0, 0));
     assert_eq!(plain.param_groups()[0].options["momentum"], 0.0);
-    // One of several.
+    // One of several optimizers.
     let second =
         TorchOptimizer::open_at(fixture("optimizers.pt"), &["optimizer_states", "1"]).unwrap();
     assert_eq!((second.len(), second.is_empty()), (4, false));
@@ -288,7 +288,7 @@ fn states_that_do_not_fit_are_refused() {
         shown(open("sgd.pt", &[]).unwrap().rekey(&["a", "b", "a"]).unwrap_err(), root),
         shown(open("named.pt", &["by_name"]).unwrap().rekey(&four).unwrap_err(), root),
         shown(open("named.pt", &["by_name"]).unwrap().rekey(&DECAYED).unwrap_err(), root),
-        // The model's order, and not that of the groups.
+        // The model's order, not the groups'.
         {
             let optimizer = open("adamw.ckpt", &[]).unwrap();
             let names: Vec<String> = optimizer.model_names().map(str::to_owned).collect();
@@ -322,16 +322,16 @@ fn states_that_do_not_fit_are_refused() {
     "#);
 }
 
-/// On every rank, and the optimizer is as it was.
+/// On every rank, and the optimizer stays unchanged.
 // checklist: Lightning: _rekey_optimizer_state_if_needed
 #[test]
-fn a_state_of_other_parameters_is_refused_on_every_rank_and_changes_nothing() {
+fn states_of_other_parameters_are_refused() {
     let errors = run_ranks(2, |world| {
         let config = STRATEGIES[1].1;
         let mut fabric = Fabric::new(world.clone(), strategy(config)?, init(config)?, 3)?;
         let (_net, mut optimizer) = fabric.setup(Net::new, &adamw())?;
         let mut refused = |file: &'static str, names: [&'static str; 6]| {
-            // Names that the file's model has not are compared with our model alone.
+            // Names that the file's model lacks are compared with our model only.
             let open = || TorchOptimizer::open(fixture(file))?.rekey(&names);
             let before = optimizer.param_groups();
             let error = fabric.load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
@@ -355,7 +355,7 @@ fn a_state_of_other_parameters_is_refused_on_every_rank_and_changes_nothing() {
         };
         let error = fabric.load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
         errors.push(error.to_string());
-        // The shapes are those of our model.
+        // The shapes come from our model.
         let other = |b: &ModuleBuilder| {
             Ok((
                 b.unit("up", |b| Linear::with_bias(b, 5, 8))?,

@@ -1,4 +1,4 @@
-//! Units that take and give several tensors, closures that borrow, and mistakes in what units compute.
+//! Units with several input and output tensors, closures that borrow, and mistakes in units.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -21,7 +21,7 @@ use fulgurite_transports::run_ranks;
 const SINGLE: &str = r#"{"type": "single_device"}"#;
 const WIDTH: usize = 4;
 
-/// What goes from block to block.
+/// The values passed from block to block.
 #[derive(Clone)]
 struct State {
     hidden: Tensor,
@@ -41,7 +41,7 @@ impl Activations for State {
     }
 }
 
-/// Two layers, of which one computes an output that need not be used.
+/// Two layers; one computes an output that may stay unused.
 struct Block {
     up: Linear,
     gate: Linear,
@@ -93,7 +93,7 @@ impl Model {
         }
         assert_eq!((state.depth, state.ids.to_vec1::<u32>()?), (3, vec![2, 0, 1, 3]));
         let memory = state.memory.expect("every block gives one");
-        // More tensors than an operation of candle takes; the second that comes back is not used.
+        // More tensors than a candle operation takes; the second returned tensor is unused.
         let halves = [state.hidden.narrow(1, 0, 2)?, state.hidden.narrow(1, 2, 2)?];
         let given = (memory, halves, x.clone(), vec![(x * 2.0)?, (x * 3.0)?]);
         let (y, _, z) = self.pair.call(&given, |layer, (memory, [a, b], x, more)| {
@@ -106,7 +106,7 @@ impl Model {
     }
 }
 
-/// Losses and weights of three steps, in which each rank has its part of four samples.
+/// Losses and weights of three steps; each rank has its part of four samples.
 fn train(ranks: usize, config: &str) -> (Vec<f64>, BTreeMap<String, Vec<f32>>) {
     let mut runs = run_ranks(ranks, |world| {
         let (rank, samples) = (world.rank(), 4 / ranks);
@@ -129,7 +129,7 @@ fn train(ranks: usize, config: &str) -> (Vec<f64>, BTreeMap<String, Vec<f32>>) {
 }
 
 #[test]
-fn units_with_several_tensors_train_as_on_one_device() {
+fn units_with_several_tensors_match_one_device() {
     let (losses, weights) = train(1, SINGLE);
     assert!(losses[2] < 0.98 * losses[0], "{losses:?}");
     for config in [SINGLE, r#"{"type": "ddp"}"#, r#"{"type": "fsdp"}"#] {
@@ -179,15 +179,15 @@ fn closures_that_borrow_are_called_at_once() {
 }
 
 #[test]
-fn shapes_that_do_not_fit_are_explained_where_they_are() {
+fn shape_mismatches_name_their_place() {
     let (fabric, unit) = linear_unit(SINGLE).unwrap();
     insta::assert_snapshot!(unit.forward(&ones(3).unwrap()).unwrap_err(), @"module `block`: expected a last dimension of 4, got [2, 3]");
     let line = line!() + 1;
     let error = unit.call(&ones(4).unwrap(), |_, x| Ok((x + ones(3)?)?)).unwrap_err().to_string();
-    // Before the place, candle's backtrace if there is one.
+    // The place comes last, after candle's backtrace if there is one.
     let want = "module `block`: shape mismatch in add, lhs: [2, 4], rhs: [2, 3]";
     assert!(error.starts_with(want) && error.ends_with(&format!("units.rs:{line})")), "{error}");
-    // In the backward, of an operation that candle has no backward for.
+    // In the backward of an operation for which candle has no backward.
     let cut = |y: &Tensor| {
         fulgurite_core::autograd::function(&[y], ones(4)?, |_, grad| {
             Ok(vec![Some((grad + ones(3)?)?)])
@@ -227,10 +227,10 @@ fn variables_outside_of_the_model_are_refused() {
     insta::assert_snapshot!(scaled(SINGLE, scale.as_tensor().clone(), false).unwrap_err(), @"a gradient reached 1 candle variable outside of the model's parameters, of shape [4]. They would never be trained, saved or distributed: declare them where the model is built, with `ModuleBuilder::parameter`, or with `ModuleBuilder::var_builder` in place of a `VarMap`. If they are meant to be constant, compute with `var.as_detached_tensor()`");
 }
 
-/// What a function over a model walks: its layers by path, each with its kind and the unit that it is in.
+/// A function over a model visits its layers by path, each with its kind and its unit.
 // checklist: PyTorch: _apply_to_modules
 #[test]
-fn modules_are_listed_by_path_with_their_kinds_and_units() {
+fn modules_are_listed_with_kinds_and_units() {
     let b = ModuleBuilder::new(ModuleInit::default());
     Linear::new(&b.pp("lm_head"), 4, 8).unwrap();
     for i in 0..2 {

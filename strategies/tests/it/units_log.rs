@@ -1,4 +1,4 @@
-//! The log of units, which shows their order, prefetch lists, and parts that are kept after forward.
+//! The log of units, which shows their order, prefetch lists, and parts kept after forward.
 
 use std::collections::BTreeMap;
 use std::fmt::Debug;
@@ -39,7 +39,7 @@ impl Visit for Line {
         match field.name() {
             "message" => self.what = format!("{value:?}"),
             "unit" => self.unit = format!("{value:?}"),
-            // Times are no two times the same.
+            // Times vary between runs.
             "waited_us" => self.numbers += " waited_us",
             name => self.numbers += &format!(" {name}={value:?}"),
         }
@@ -74,7 +74,7 @@ fn model(b: &ModuleBuilder, units: usize) -> Result<Model> {
     Ok(((0..units).map(unit).collect::<Result<_>>()?, Linear::new(&b.pp("head"), WIDTH, 1)?))
 }
 
-/// Rank 1's lines of the second step in a loop of one's own, and all weights after it.
+/// Rank 1's lines of the second step in a custom loop, and all weights after it.
 fn second_step(
     ranks: usize,
     units: usize,
@@ -164,7 +164,7 @@ units.0: freed
     }
 }
 
-/// What begins between a line and the next one that computes.
+/// Actions that start between a line and the next computing line.
 fn after(lines: &[String], line: &str) -> Vec<String> {
     let at = lines.iter().position(|l| l.starts_with(line)).expect("the line is there");
     let next = |l: &&String| !l.contains("pre-") && !l.contains("post-");
@@ -174,7 +174,7 @@ fn after(lines: &[String], line: &str) -> Vec<String> {
 
 // checklist: NeMo: recursive FSDP with prefetching
 #[test]
-fn lists_say_what_is_gathered_ahead() {
+fn prefetch_lists_are_followed() {
     let fsdp = r#"{"type": "fsdp", "prefetch": 0}"#;
     let lists = |tree: &mut ModuleTree, mesh: &DeviceMesh| {
         every_unit(tree, mesh)?;

@@ -1,4 +1,4 @@
-//! A model of three large tensors that ranks share.
+//! A model of three large tensors, sharded over the ranks.
 
 use candle_core::Tensor;
 use fulgurite_core::Result;
@@ -11,8 +11,8 @@ pub(crate) const TENSORS: usize = 3;
 pub(crate) const ROWS: usize = 2048;
 pub(crate) const COLUMNS: usize = 3072;
 
-/// This rank's part of the model, cut along a dimension; `value` tells a tensor's elements by their
-/// index.
+/// This rank's part of the model, cut along a dimension; `value` computes a tensor's element from
+/// its index.
 pub(crate) fn cut_model(
     group: &dyn ProcessGroup,
     dim: usize,

@@ -1,4 +1,4 @@
-//! What saving and loading distributed checkpoints costs in memory, by the allocator's count.
+//! Memory of saving and loading distributed checkpoints, counted by the allocator.
 
 use std::sync::Arc;
 
@@ -18,9 +18,9 @@ use fulgurite_transports::run_ranks;
 const RANKS: usize = 2;
 /// Bytes of the model.
 const STATE: usize = TENSORS * ROWS * COLUMNS * 4;
-/// What short rows are read by, a rank.
+/// The window through which a rank reads short rows.
 const WINDOW: usize = 4 << 20;
-/// Buffers of files, control messages, the transport's own; much less than a rank's part of a tensor.
+/// Buffers of files, control messages and the transport: much less than a rank's part of a tensor.
 const SLACK: usize = 4 << 20;
 
 fn set_all(tree: &ModuleTree, value: f32) -> Result<()> {
@@ -39,7 +39,7 @@ fn are_all(tree: &ModuleTree, value: f32) -> Result<bool> {
     Ok(all)
 }
 
-/// Bytes that all ranks together hold beyond what they held before, at most.
+/// Maximum number of additional bytes that all ranks together hold.
 fn rise(group: &dyn ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<usize> {
     group.barrier()?.wait()?;
     let before = live();
@@ -52,7 +52,7 @@ fn rise(group: &dyn ProcessGroup, f: impl FnOnce() -> Result<()>) -> Result<usiz
 }
 
 #[test]
-fn shards_are_written_and_read_in_place_and_copied_once_for_the_background() {
+fn shards_are_copied_only_for_background_saves() {
     let _alone = crate::alone();
     let temp = tempfile::tempdir().unwrap();
     let io = Arc::new(LocalDirectory::new(temp.path()).with_sync(false));
@@ -86,7 +86,7 @@ fn shards_are_written_and_read_in_place_and_copied_once_for_the_background() {
         }
         drop(saver);
 
-        // The same cut is read in place, another one by way of a window.
+        // An equal cut is read in place, a different cut through a window.
         let turned = cut_model(&*world, 1, |_| 1.0)?;
         for (tree, most) in [(&tree, SLACK), (&turned, SLACK + RANKS * WINDOW)] {
             for name in ["here", "copy-1"] {

@@ -1,4 +1,4 @@
-//! What saving a full checkpoint, loading it and converting it cost in memory, by the allocator's count.
+//! Memory of saving, loading and converting full checkpoints, counted by the allocator.
 
 use crate::cut_model::{COLUMNS, ROWS, cut_model};
 use candle_core::{DType, Device};
@@ -16,17 +16,17 @@ use fulgurite_transports::run_ranks;
 const RANKS: usize = 2;
 /// Bytes of the largest tensor.
 const TENSOR: usize = ROWS * COLUMNS * 4;
-/// What is sent at a time.
+/// Bytes sent at a time.
 const WINDOW: usize = 8 << 20;
-/// Buffers of files, control messages, the transport's own.
+/// Buffers of files, control messages and the transport.
 const SLACK: usize = 4 << 20;
 
-/// The value of a tensor's element of this index; bf16 holds it too.
+/// The value of a tensor's element at this index; exact in bf16 too.
 fn value(index: usize) -> f32 {
     (index % 251) as f32
 }
 
-/// Asserts that every tensor is what the model has.
+/// Asserts that every tensor has the model's values.
 fn check(full: &FullCheckpoint) {
     for name in full.names() {
         let region = Region::full(&[ROWS, COLUMNS]);
@@ -36,7 +36,7 @@ fn check(full: &FullCheckpoint) {
     }
 }
 
-/// Bytes that are held beyond what was held before, at most.
+/// Maximum number of additional bytes held.
 fn rise(f: impl FnOnce()) -> usize {
     let before = reset_peak();
     f();
@@ -44,11 +44,11 @@ fn rise(f: impl FnOnce()) -> usize {
 }
 
 #[test]
-fn saves_loads_and_tools_hold_one_tensor_at_a_time() {
+fn saves_and_loads_hold_one_tensor_at_a_time() {
     let _alone = crate::alone();
     let temp = tempfile::tempdir().unwrap();
     let io = LocalDirectory::new(temp.path()).with_sync(false);
-    // Along the rows parts go straight to their place; along the columns by way of a window.
+    // Along the rows parts go straight to their place; along the columns through a window.
     for (dim, dtype, most) in [
         (0, None, TENSOR + SLACK),
         (1, None, TENSOR + WINDOW + SLACK),
@@ -84,7 +84,7 @@ fn saves_loads_and_tools_hold_one_tensor_at_a_time() {
     };
     let shards = to(ConvertTarget::Distributed { shards: 8 }, "shards", &full);
     let again = to(ConvertTarget::Full, "again", &shards);
-    // A rank reads its part and no more, one tensor after the other: as bytes, then as values.
+    // A rank reads only its part, one tensor after the other: as bytes, then as values.
     for (dim, source) in [(0, &full), (1, &full), (0, &shards), (1, &shards)] {
         let rises = run_ranks(RANKS, |world| {
             let tree = cut_model(&*world, dim, value)?;

@@ -1,4 +1,4 @@
-//! Describing a model of 70 billion parameters takes no memory worth mentioning.
+//! Describing a model of 70 billion parameters takes almost no memory.
 
 use fulgurite_core::autograd::storage;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit};

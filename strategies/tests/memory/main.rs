@@ -1,4 +1,4 @@
-//! What describing, training, saving and loading cost in memory, by an allocator's count.
+//! Memory of describing, training, saving and loading, counted by an allocator.
 
 #![allow(clippy::disallowed_methods, reason = "tests read tensors")]
 
@@ -15,7 +15,7 @@ use fulgurite_test_support::allocator::Counting;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Tests count what the whole process holds: one at a time.
+/// Runs one test at a time, because the count covers the whole process.
 fn alone() -> MutexGuard<'static, ()> {
     static ALONE: Mutex<()> = Mutex::new(());
     ALONE.lock().unwrap_or_else(PoisonError::into_inner)

@@ -1,4 +1,4 @@
-//! What training costs in memory, by the allocator's count.
+//! Memory of training, counted by the allocator.
 
 use std::sync::Arc;
 
@@ -16,7 +16,7 @@ use fulgurite_transports::run_ranks;
 
 const WIDTH: usize = 256;
 const UNITS: usize = 12;
-/// Bytes of a unit's one weight.
+/// Bytes of a unit's only weight.
 const UNIT: usize = WIDTH * WIDTH * 4;
 const MODEL: usize = UNITS * UNIT;
 
@@ -52,7 +52,7 @@ fn away(tree: &ModuleTree) -> Result<bool> {
     Ok(true)
 }
 
-/// Bytes a rank holds between steps, and at most within one: the mean over the ranks.
+/// Bytes that a rank holds between steps, and its maximum within a step: means over the ranks.
 fn measure(ranks: usize, config: &str, frozen: &[String]) -> (usize, usize) {
     measure_with(ranks, config, frozen, &AdamW::default())
 }
@@ -66,7 +66,7 @@ fn measure_with(
     measure_steps(ranks, config, frozen, optimizer, 1)
 }
 
-/// The same with steps of so many backwards, each of which synchronises.
+/// The same with this many synchronising backwards per step.
 fn measure_steps(
     ranks: usize,
     config: &str,
@@ -104,7 +104,7 @@ fn measure_steps(
     (bytes(held[0].0), bytes(held[0].1))
 }
 
-/// Activations, graphs, the transport's and threads' own: far less than a unit a rank.
+/// Activations, graphs, and memory of transport and threads: far less than a unit per rank.
 const SLACK: usize = UNIT / 2;
 
 // checklist: Lightning: setup_module, materialising
@@ -121,11 +121,11 @@ fn a_rank_of_fsdp_holds_its_share() {
                 r#"{{"type": "fsdp", "reshard_after_forward": true, "prefetch": {prefetch}}}"#
             );
             let (held, peak) = measure(ranks, &config, &[]);
-            // Values and two moments: gradients are gone between steps.
+            // Values and two moments: gradients are freed between steps.
             let share = 3 * MODEL / ranks;
             assert!((share..share + SLACK).contains(&held), "{config}: {held}, share {share}");
-            // The gradients' shards, the gathered units (one that computes, one whose backward is
-            // done, those ahead), and two units' unsharded gradients.
+            // The gradients' shards, the gathered units (the computing one, the one whose backward
+            // is done, those ahead), and two units' unsharded gradients.
             let most = 4 * MODEL / ranks + (2 + prefetch) * UNIT + 2 * UNIT + SLACK;
             assert!(peak <= most, "{config}: {peak} on {ranks} ranks, expected {most}");
         }
@@ -134,7 +134,7 @@ fn a_rank_of_fsdp_holds_its_share() {
 
 /// A program may set up one model after the other.
 #[test]
-fn nothing_is_left_of_a_fabric_that_was_dropped() {
+fn a_dropped_fabric_frees_everything() {
     let _alone = alone();
     let fsdp = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
     for (config, ranks) in
@@ -148,7 +148,7 @@ fn nothing_is_left_of_a_fabric_that_was_dropped() {
     }
 }
 
-/// Half of what f32 state takes, and nothing of it for the time of a step.
+/// Half of the f32 state, without temporary copies during a step.
 #[test]
 fn state_in_bf16_takes_half_the_memory() {
     let _alone = alone();
@@ -169,7 +169,8 @@ fn state_in_bf16_takes_half_the_memory() {
     }
 }
 
-/// No gradient tells when a frozen unit's backward is done, and its memory must go all the same.
+/// No gradient tells when a frozen unit's backward is done, but its memory must be freed all the
+/// same.
 #[test]
 fn frozen_units_go_as_backward_goes_on() {
     let _alone = alone();
@@ -181,22 +182,22 @@ fn frozen_units_go_as_backward_goes_on() {
     assert!(peak <= share + 3 * UNIT + 2 * UNIT + SLACK, "{peak}");
 }
 
-/// The first units have no backward if they are frozen: that says nothing of the others', which are reduced
-/// as they are done, in every backward of a step.
+/// The first units have no backward if they are frozen. The other units must still be reduced as
+/// they complete, in every backward of a step.
 #[test]
-fn units_over_frozen_ones_are_reduced_as_backward_goes_on() {
+fn units_over_frozen_ones_are_reduced_early() {
     let _alone = alone();
     let frozen: Vec<String> = (0..UNITS / 2).map(|i| format!("units.{i}.weight")).collect();
     let config = r#"{"type": "fsdp", "reshard_after_forward": true}"#;
     let (_, peak) = measure_steps(4, config, &frozen, &AdamW::default(), 2);
-    // Values, two moments and the gradients of two backwards, of half the units but for the values.
+    // Of half the units: two moments and the gradients of two backwards; of all units: the values.
     let share = (MODEL + 4 * MODEL / 2) / 4;
     assert!(peak <= share + 3 * UNIT + 2 * UNIT + SLACK, "{peak}, share {share}, unit {UNIT}");
 }
 
 // checklist: PyTorch: TrainingState, HandleTrainingState
 #[test]
-fn without_resharding_a_rank_holds_the_gathered_model_within_a_step_only() {
+fn without_resharding_steps_end_sharded() {
     let _alone = alone();
     let config = r#"{"type": "fsdp", "reshard_after_forward": false}"#;
     let (held, peak) = measure(4, config, &[]);
@@ -206,9 +207,9 @@ fn without_resharding_a_rank_holds_the_gathered_model_within_a_step_only() {
     assert!(peak <= 4 * MODEL / 4 + MODEL + 2 * UNIT + SLACK, "{peak}");
 }
 
-/// Half of the model stays between forward and backward where parts are over two ranks.
+/// With parts over two ranks, half of the model stays between forward and backward.
 #[test]
-fn parts_of_units_stay_between_forward_and_backward() {
+fn parts_of_units_stay_after_forward() {
     let _alone = alone();
     let config = r#"{"type": "fsdp", "reshard_after_forward": 2}"#;
     let (held, peak) = measure(4, config, &[]);
@@ -223,10 +224,10 @@ const STREAM: usize = ROWS * NARROW * 4;
 const ROWS: usize = 4096;
 const NARROW: usize = 32;
 
-/// What a stack of MLPs holds when its forward is done, and at most in its backward, without its
+/// Bytes that a stack of MLPs holds after its forward, and its maximum in backward, without
 /// parameters and gradients.
 fn activations(config: &str) -> Result<(usize, usize)> {
-    // What multiplies keeps memory for its thread: that goes with it, before another test counts.
+    // The matrix products keep memory for their thread; the thread ends before another test counts.
     std::thread::scope(|scope| scope.spawn(|| activations_here(config)).join().unwrap())
 }
 
@@ -239,8 +240,8 @@ fn activations_here(config: &str) -> Result<(usize, usize)> {
     })?;
     let files = if config.contains("offload") { UNITS } else { 0 };
     let mut held = (0, usize::MAX);
-    // The first backward makes the gradients' memory; a thread's scratch memory is made when it first has
-    // work, which may be later.
+    // The first backward allocates the gradients; a thread allocates its scratch memory with its
+    // first work, which may be later.
     for round in 0..3 {
         let before = live();
         let mut x = Tensor::ones((ROWS, NARROW), DType::F32, &Device::Cpu)?;
@@ -262,7 +263,7 @@ fn activations_here(config: &str) -> Result<(usize, usize)> {
     Ok(held)
 }
 
-/// Files that this process has open and that nobody else can.
+/// Files that this process has open and no other process can open.
 fn files_without_a_name() -> usize {
     let open = std::fs::read_dir("/proc/self/fd").unwrap();
     let links = open.filter_map(|entry| std::fs::read_link(entry.unwrap().path()).ok());
@@ -274,7 +275,7 @@ fn files_without_a_name() -> usize {
 
 // checklist: composer: activation offload
 #[test]
-fn units_that_are_computed_again_keep_their_outputs_alone() {
+fn recomputed_units_keep_only_their_outputs() {
     let _alone = alone();
     let slack = STREAM / 4;
     for config in [r#"{"type": "single_device"}"#, r#"{"type": "fsdp"}"#] {
@@ -288,17 +289,17 @@ fn units_that_are_computed_again_keep_their_outputs_alone() {
         let (selective, selective_peak) = activations(&checkpointed(config, "selective")).unwrap();
         let half = (kept + full) / 2;
         assert!(selective.abs_diff(half) < STREAM, "{config}: {selective}, half {half}");
-        // Backward needs no more than it did, and the unit that is computed again, with its input.
+        // Backward needs only the recomputed unit and its input in addition.
         let more = peak - kept + unit + 2 * STREAM + slack;
         assert!(full_peak <= full + more, "{config}: {full_peak}, expected {}", full + more);
         assert!(selective_peak <= selective + more, "{config}: {selective_peak}, {more}");
         assert!(full_peak < kept, "{config}: {full_peak} of {kept}");
-        // What comes out of the last.
+        // The last unit's output.
         let (offloaded, offloaded_peak) = activations(&checkpointed(config, OFFLOADED)).unwrap();
         assert!((STREAM..STREAM + slack).contains(&offloaded), "{config}: {offloaded}");
         assert!(offloaded_peak <= offloaded + more, "{config}: {offloaded_peak}, {more}");
-        // Without computing again, also what goes into the first, which gets no gradient. Nothing of a unit
-        // is left when its backward is over.
+        // Without recomputation, also the first unit's input, which gets no gradient. A unit leaves
+        // nothing behind after its backward.
         let (all, all_peak) = activations(&checkpointed(config, ALL_OFFLOADED)).unwrap();
         assert!((2 * STREAM..2 * STREAM + slack).contains(&all), "{config}: {all}");
         assert!(all_peak <= all + more, "{config}: {all_peak}, {more}");
@@ -306,7 +307,7 @@ fn units_that_are_computed_again_keep_their_outputs_alone() {
 }
 
 #[test]
-fn describing_a_model_of_terabytes_takes_no_memory() {
+fn describing_terabytes_takes_no_memory() {
     let _alone = alone();
     let before = reset_peak();
     let b = ModuleBuilder::new(ModuleInit::default());

@@ -1,4 +1,4 @@
-//! What an agent knows of the others: a thread that asks the agents' store, and tells it.
+//! An agent's view of the others: a thread that polls the agents' store and writes to it.
 
 use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -12,12 +12,12 @@ use crate::{Error, Result};
 use fulgurite_error::advice;
 use fulgurite_store::Store;
 
-/// How often the store is asked.
+/// Interval between reads of the store.
 const POLL: Duration = Duration::from_millis(100);
-/// How often an agent says that it lives.
+/// Interval between an agent's heartbeats.
 const BEAT: Duration = Duration::from_secs(1);
 
-/// The value of a key, if it is there and can be read.
+/// Returns a key's value, if it exists and can be read.
 pub(super) fn read<T: DeserializeOwned>(store: &dyn Store, key: &str) -> Option<T> {
     serde_json::from_slice(&store.get(key, Duration::ZERO).ok()?).ok()
 }
@@ -28,23 +28,23 @@ pub(super) fn write<T: Serialize>(store: &dyn Store, key: &str, value: &T) -> Re
 
 /// The keys of the agents' store.
 pub(super) mod keys {
-    /// Number of agents that have come.
+    /// Number of agents that have joined.
     pub(crate) const AGENTS: &str = "agents";
-    /// Number of the attempt that is under way.
+    /// The current attempt.
     pub(crate) const ATTEMPT: &str = "attempt";
-    /// Says that the job is over.
+    /// The end of the job.
     pub(crate) const OVER: &str = "over";
 
     pub(crate) fn member(agent: u64) -> String {
         format!("agent/{agent}")
     }
 
-    /// Says that an agent knows that the job is over.
+    /// Confirms that an agent knows about the end of the job.
     pub(crate) fn bye(agent: u64) -> String {
         format!("bye/{agent}")
     }
 
-    /// Why an agent is not taken in.
+    /// The reason why an agent is refused.
     pub(crate) fn refused(agent: u64) -> String {
         format!("refused/{agent}")
     }
@@ -53,27 +53,27 @@ pub(super) mod keys {
         format!("beat/{agent}")
     }
 
-    /// Where the ranks of an attempt meet.
+    /// The address at which the ranks of an attempt meet.
     pub(crate) fn address(attempt: u64) -> String {
         format!("address/{attempt}")
     }
 
-    /// Why the ranks of an attempt end.
+    /// The reason why the ranks of an attempt end.
     pub(crate) fn stop(attempt: u64) -> String {
         format!("stop/{attempt}")
     }
 
-    /// By which signal the ranks of an attempt were asked to end.
+    /// The signal by which the ranks of an attempt were asked to end.
     pub(crate) fn interrupt(attempt: u64) -> String {
         format!("interrupt/{attempt}")
     }
 
-    /// Says that the ranks of an attempt were asked to end a second time.
+    /// Set when the ranks of an attempt were asked to end a second time.
     pub(crate) fn kill(attempt: u64) -> String {
         format!("kill/{attempt}")
     }
 
-    /// How the first rank of an agent that failed did, while others may still end.
+    /// The end of the first rank of an agent that failed; others may still be ending.
     pub(crate) fn failing(attempt: u64, agent: u64) -> String {
         format!("failing/{attempt}/{agent}")
     }
@@ -83,28 +83,28 @@ pub(super) mod keys {
     }
 }
 
-/// What the agents' store says.
+/// The content of the agents' store.
 #[derive(Debug, Clone)]
 pub(super) struct Seen {
     pub(super) attempt: Option<Attempt>,
-    /// Where its ranks meet.
+    /// The address at which its ranks meet.
     pub(super) address: Option<(String, u16)>,
-    /// Why its ranks end.
+    /// The reason why its ranks end.
     pub(super) stop: Option<String>,
-    /// By which signal they were asked to.
+    /// The signal by which its ranks were asked to end.
     pub(super) interrupt: Option<i32>,
-    /// Whether they were asked to a second time.
+    /// Whether its ranks were asked to end a second time.
     pub(super) kill: bool,
     pub(super) over: Option<Over>,
-    /// Why this agent is not taken in.
+    /// The reason why this agent is refused.
     pub(super) refused: Option<String>,
-    /// When the store answered last.
+    /// Time of the store's last answer.
     pub(super) heard: Instant,
 }
 
 type Task = Box<dyn FnOnce(&dyn Store) + Send>;
 
-/// The thread, and what it knows.
+/// The polling thread and the content that it has read.
 pub(super) struct Board {
     seen: Arc<Mutex<Seen>>,
     tasks: Sender<Task>,
@@ -135,7 +135,7 @@ impl Board {
                     }
                     if beaten.is_none_or(|at| at.elapsed() >= BEAT) {
                         (beats, beaten) = (beats + 1, Some(Instant::now()));
-                        // Whether it was heard shows below.
+                        // A failure shows in the reads below.
                         let _ = write(&*store, &keys::beat(agent), &beats);
                     }
                     look(&*store, agent, &seen);
@@ -149,37 +149,37 @@ impl Board {
         Ok(Self { seen, tasks })
     }
 
-    /// What is known.
+    /// Returns the content read last.
     pub(super) fn seen(&self) -> Seen {
         lock(&self.seen).clone()
     }
 
-    /// Says where the ranks of an attempt meet.
+    /// Publishes the address at which the ranks of an attempt meet.
     pub(super) fn tell_address(&self, attempt: u64, address: (String, u16)) {
         self.post(move |store| drop(write(store, &keys::address(attempt), &address)));
     }
 
-    /// Says that the ranks of an attempt are asked to end.
+    /// Publishes that the ranks of an attempt are asked to end.
     pub(super) fn tell_interrupt(&self, attempt: u64, signal: i32) {
         self.post(move |store| drop(write(store, &keys::interrupt(attempt), &signal)));
     }
 
-    /// Says that the ranks of an attempt are to end at once.
+    /// Publishes that the ranks of an attempt must end at once.
     pub(super) fn tell_kill(&self, attempt: u64) {
         self.post(move |store| drop(write(store, &keys::kill(attempt), &true)));
     }
 
-    /// Says how the first rank of this node that failed did.
+    /// Publishes the end of this node's first failed rank.
     pub(super) fn tell_failing(&self, attempt: u64, agent: u64, failed: (String, i32)) {
         self.post(move |store| drop(write(store, &keys::failing(attempt, agent), &failed)));
     }
 
-    /// Says how this node's ranks ended.
+    /// Publishes the end of this node's ranks.
     pub(super) fn tell_end(&self, attempt: u64, agent: u64, end: End) {
         self.post(move |store| drop(write(store, &keys::end(attempt, agent), &end)));
     }
 
-    /// Says that this agent knows that the job is over, within `limit`.
+    /// Confirms that this agent knows about the end of the job. Waits at most `limit`.
     pub(super) fn say_bye(&self, agent: u64, limit: Duration) {
         let (said, done) = channel();
         self.post(move |store| {
@@ -190,7 +190,7 @@ impl Board {
     }
 
     fn post(&self, task: impl FnOnce(&dyn Store) + Send + 'static) {
-        // The thread ends only after its sender.
+        // The thread ends only after its sender is dropped.
         let _ = self.tasks.send(Box::new(task));
     }
 }

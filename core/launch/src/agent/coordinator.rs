@@ -1,5 +1,5 @@
-//! The coordinator: which agents are in an attempt, and what follows from how it ends. Runs on a thread of the agent
-//! that hosts the store.
+//! The coordinator: chooses the agents of each attempt and decides what follows its end. Runs on a
+//! thread of the agent that hosts the store.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -13,25 +13,25 @@ use fulgurite_error::{counted, print_message};
 use fulgurite_store::{JobKey, Store};
 
 const POLL: Duration = Duration::from_millis(100);
-/// How long agents may take, beyond what they give their ranks, to say that these have ended.
+/// Time that agents have to report the end of their ranks, beyond the ranks' own time to end.
 const ENDING: Duration = Duration::from_secs(30);
-/// After how long without a sign of life an agent gives its node rank to another one that comes with it: several of
-/// the beats that would have come.
+/// Time without a heartbeat after which an agent loses its node rank to a newly joined one: several
+/// heartbeats.
 const YIELDS: Duration = Duration::from_secs(5);
 
-/// An agent that has come.
+/// An agent that has joined.
 struct Known {
     member: Member,
-    /// Its last sign of life, and when that came.
+    /// Its last heartbeat, and when it was received.
     beat: u64,
     heard: Instant,
     refused: bool,
 }
 
-/// An agent whose node rank another one has, which may be gone.
+/// An agent whose node rank is held by another agent, which may be gone.
 struct Contender {
     member: Member,
-    /// The agent that has it, and how often that had beaten when this one came.
+    /// The agent that holds the node rank, and its heartbeat when this agent joined.
     rival: u64,
     beats: u64,
 }
@@ -48,9 +48,9 @@ impl Coordinator {
         Self { store, options, agents: BTreeMap::new(), contenders: BTreeMap::new() }
     }
 
-    /// Runs the job's attempts. An error means that the store is gone, and this agent with it.
+    /// Runs the job's attempts. An error means that the store, and with it this agent, is gone.
     pub(super) fn run(&mut self) -> Result<()> {
-        // Not to go on from what another job of the same name has left.
+        // Unique, so that nothing left by an earlier job of the same name is resumed.
         let random =
             || -> Result<String> { Ok(JobKey::random_secret()?.chars().take(12).collect()) };
         let (id, log_name) = match self.options.id.clone() {
@@ -89,7 +89,7 @@ impl Coordinator {
         write(&*self.store, keys::OVER, &Over { code, message })
     }
 
-    /// Takes note of agents that have come, and of signs of life.
+    /// Records newly joined agents and heartbeats.
     fn look(&mut self) -> Result<()> {
         let come = self.store.add(keys::AGENTS, 0)?.unsigned_abs();
         for agent in 0..come {
@@ -106,7 +106,8 @@ impl Coordinator {
         Ok(())
     }
 
-    /// Takes an agent in, refuses it, or lets it wait for what becomes of the one that has its node rank.
+    /// Admits an agent, refuses it, or lets it wait until the holder of its node rank shows life or
+    /// not.
     fn admit(&mut self, agent: u64, member: Member) -> Result<()> {
         let mut refusal = self.refusal(&member);
         if let (None, Some(rival)) = (&refusal, self.rival(&member)) {
@@ -116,7 +117,7 @@ impl Coordinator {
                 rival,
                 beats: known.beat,
             });
-            // One beat may have been under way.
+            // One heartbeat may have been under way.
             let lives = contender.rival != rival || known.beat > contender.beats + 1;
             if !lives && known.heard.elapsed() < YIELDS {
                 return Ok(());
@@ -150,7 +151,7 @@ impl Coordinator {
         write(&*self.store, &keys::refused(agent), &why)
     }
 
-    /// Why an agent cannot be taken in.
+    /// Returns the reason to refuse an agent, if any.
     fn refusal(&self, member: &Member) -> Option<String> {
         let told = Nodes { least: member.nodes.0, most: member.nodes.1 };
         if told != self.options.nodes {
@@ -169,7 +170,7 @@ impl Coordinator {
         })
     }
 
-    /// The agent that lives, as far as is known, and has the same node rank.
+    /// The agent with the same node rank that is alive, as far as is known.
     fn rival(&self, member: &Member) -> Option<u64> {
         let node_rank = member.node_rank?;
         let has_it = |known: &Known| known.member.node_rank == Some(node_rank) && self.lives(known);
@@ -180,7 +181,8 @@ impl Coordinator {
         !known.refused && known.heard.elapsed() < self.options.keep_alive
     }
 
-    /// The agents of the next attempt, once there are enough; or why there are not.
+    /// Returns the agents of the next attempt once there are enough, or the error message after a
+    /// timeout.
     fn gather(&mut self, first: bool) -> Result<std::result::Result<Vec<(u64, Member)>, String>> {
         let (began, mut enough) = (Instant::now(), None::<Instant>);
         let (least, most) = (self.options.nodes.least, self.options.nodes.most);
@@ -215,7 +217,7 @@ impl Coordinator {
         }
     }
 
-    /// Waits until the ranks of an attempt have ended on all nodes, and says how.
+    /// Waits until the ranks of an attempt have ended on all nodes. Returns their end.
     fn watch(&mut self, attempt: &Attempt) -> Result<End> {
         let mut verdict = None::<End>;
         let mut stopped_at = None::<Instant>;
@@ -257,13 +259,13 @@ impl Coordinator {
                 write(&*self.store, &keys::stop(attempt.number), message)?;
                 stopped_at = Some(Instant::now());
             }
-            // An agent that does not say that its ranks have ended, though it lives, is not waited for.
+            // Does not wait for a live agent that does not report the end of its ranks.
             let overdue = stopped_at.is_some_and(|at| at.elapsed() > ENDING);
             if running == 0 || overdue {
                 if verdict.is_none() && interrupted.is_none() && all_well {
                     return Ok(End::Well);
                 }
-                // Whatever came of it, the job was to end.
+                // An interruption takes precedence over the ranks' end.
                 let asked = || read(&*self.store, &keys::interrupt(attempt.number));
                 return Ok(match (interrupted.or_else(asked), verdict) {
                     (Some(signal), _) => End::Interrupted(signal),

@@ -1,4 +1,4 @@
-//! Where agents meet: who hosts the store, and connecting to it.
+//! The agents' rendezvous: decides which agent hosts the store, and connects to it.
 
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::sync::Arc;
@@ -15,24 +15,25 @@ use fulgurite_store::{
     StoreServer, TcpStore,
 };
 
-/// The store of the agents, and how this host is reached.
+/// The agents' store, and this host's address.
 pub(super) struct Meeting {
     pub(super) store: Arc<dyn Store>,
-    /// If this agent hosts the store, which makes it the coordinator.
+    /// Whether this agent hosts the store, and so is the coordinator.
     pub(super) hosts: bool,
-    /// The address of this host that the others reach; of a job of one node that of the host itself.
+    /// This host's address for the other hosts; 127.0.0.1 in a job of one node.
     pub(super) address: String,
-    /// What ranks and agents of the job share.
+    /// The secret that the job's ranks and agents share.
     pub(super) secret: String,
-    /// Held while the job goes on.
+    /// Held for the duration of the job.
     _server: Option<StoreServer>,
 }
 
-/// The variable that names the secret, also for ranks.
+/// The variable that holds the secret, also for ranks.
 const KEY: &str = job_secret::JOB_KEY_VARIABLE;
 
 impl Meeting {
-    /// Hosts the store if this host has the endpoint's address and nobody hosts it yet, and connects to it.
+    /// Connects to the store. Hosts it first if the endpoint's address is this host's and still
+    /// free.
     pub(super) fn join(options: &AgentOptions) -> Result<Self> {
         let file = options.job_key_file.as_deref();
         let secret = job_secret::configured(&Variables::current(), file, "--job-key-file")?;
@@ -75,10 +76,11 @@ impl Meeting {
     }
 }
 
-/// What the store says to the second process with a number.
+/// The store's message to a second process with the same number.
 const TAKEN: &str = "another process is or was rank";
 
-/// Hosts the store, if the address is this host's and free; if it is this host's and not free, why.
+/// Hosts the store, if the address is this host's and free. Returns the reason if it is this host's
+/// and not free.
 fn host(
     endpoint: &Endpoint,
     key: &JobKey,
@@ -87,7 +89,7 @@ fn host(
     let addresses = (endpoint.host.as_str(), endpoint.port).to_socket_addrs().map_err(|e| {
         Error::Launch(format!("the host of the rendezvous endpoint {endpoint} is unknown: {e}"))
     })?;
-    // Whether an address is this host's shows by another port.
+    // Binding another port tells whether an address is this host's.
     let is_ours =
         |address: &SocketAddr| TcpListener::bind(SocketAddr::new(address.ip(), 0)).is_ok();
     let ours: Vec<SocketAddr> = addresses.filter(is_ours).collect();
@@ -99,7 +101,7 @@ fn host(
     })?;
     let mut why = None;
     for address in reached {
-        // Taken by another agent of this host, or by somebody else, which connecting tells.
+        // Another agent of this host or another program has the address; connecting tells which.
         if let Err(error) = TcpListener::bind(address) {
             why = Some(format!("{error}{}", advice(&error)));
             continue;

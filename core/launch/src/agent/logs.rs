@@ -1,7 +1,7 @@
-//! Where the output of ranks goes.
+//! The destinations of the ranks' output.
 //!
-//! The agent reads the output of ranks through pipes, if it goes to files or is shown with a prefix. So a rank
-//! notices neither a full disk nor a terminal that takes nothing.
+//! The agent reads the output of ranks through pipes if it goes to files or is shown with a prefix.
+//! So a rank notices neither a full disk nor a terminal that does not read.
 
 use std::fs::File;
 use std::io::{self, ErrorKind, Read, Write};
@@ -18,24 +18,25 @@ use crate::{Error, Result};
 use fulgurite_error::output::{Outlet, stderr, stdout};
 use fulgurite_error::{advice, print_message};
 
-/// The longest line on the terminal. Of a longer one each such part is a line.
+/// Maximum length of a line on the terminal; longer lines are split.
 const MAX_LINE: usize = 64 << 10;
-/// Ends a line that is a part of a longer one.
+/// Ends a part of a split line.
 const GOES_ON: &[u8] = b" [the line goes on]\n";
-/// How long a terminal that takes nothing is waited for, before lines are left out.
+/// How long to wait for a terminal that does not read, before lines are dropped.
 const IDLE: Duration = Duration::from_secs(1);
 
 /// The output of one rank.
 pub(super) struct Output {
-    /// Its files, and where they are: stdout, stderr.
+    /// Its log files and their directory: stdout, stderr.
     files: Option<([LogFile; 2], PathBuf)>,
     /// The prefix of its lines on the terminal.
     prefix: Option<String>,
 }
 
 impl Output {
-    /// The files of a rank are in `log_dir/NAME/attempt_N/RANK/`, with the [name](Attempt::log_name) of the job's logs.
-    /// A failure to write is said once by all that share `said`.
+    /// Creates a rank's log files in `log_dir/NAME/attempt_N/RANK/`, with the
+    /// [name](Attempt::log_name) of the job's logs. All outputs that share `said` report a write
+    /// failure only once.
     pub(super) fn new(
         options: &AgentOptions,
         attempt: &Attempt,
@@ -55,23 +56,23 @@ impl Output {
         Ok(Self { files, prefix })
     }
 
-    /// Sets the output of a process that is to be started.
+    /// Sets the output of a process before its start.
     pub(super) fn set(&self, command: &mut Command) {
         if self.files.is_some() || self.prefix.is_some() {
             command.stdout(Stdio::piped()).stderr(Stdio::piped());
         }
     }
 
-    /// The file with stderr, if it is not shown too.
+    /// The stderr file, if stderr is not also shown.
     pub(super) fn hidden(&self) -> Option<PathBuf> {
         let (_, dir) = self.files.as_ref().filter(|_| self.prefix.is_none())?;
         Some(dir.join("stderr.log"))
     }
 
-    /// Copies what a process writes, until it has ended.
+    /// Copies a process's output until it ends.
     ///
     /// # Errors
-    /// If the system has no thread for it.
+    /// If the system cannot start a thread.
     pub(super) fn copy(self, child: &mut Child) -> io::Result<Vec<JoinHandle<()>>> {
         let Self { files, prefix } = self;
         let [out, err] = files.map_or([None, None], |(files, _)| files.map(Some));
@@ -87,12 +88,12 @@ impl Output {
     }
 }
 
-/// Where the logs of an attempt are, of all its ranks.
+/// The directory with the logs of an attempt's ranks.
 pub(super) fn directory(dir: &Path, attempt: &Attempt) -> PathBuf {
     dir.join(&attempt.log_name).join(format!("attempt_{}", attempt.number - 1))
 }
 
-/// Copies everything to a file as it is, and in lines to the terminal.
+/// Copies everything unchanged to a file, and line by line to the terminal.
 fn copy(
     mut from: impl Read + Send + 'static,
     mut file: Option<LogFile>,
@@ -123,7 +124,7 @@ fn copy(
 /// The terminal, for the lines of one rank.
 struct Lines<W = Outlet> {
     prefix: String,
-    /// The prefix, and the line as far as it has come.
+    /// The prefix and the unfinished line.
     line: Vec<u8>,
     to: W,
 }
@@ -151,7 +152,7 @@ impl<W: Write> Lines<W> {
         }
     }
 
-    /// Shows a line that has no end.
+    /// Shows an unfinished last line.
     fn end(&mut self) {
         if self.line.len() > self.prefix.len() {
             self.show(b"\n");
@@ -160,7 +161,7 @@ impl<W: Write> Lines<W> {
 
     fn show(&mut self, end: &[u8]) {
         self.line.extend(end);
-        // A terminal that is gone must not end a training.
+        // A terminal that is gone must not end the training.
         let _ = self.to.write_all(&self.line);
         self.line.truncate(self.prefix.len());
     }
@@ -170,9 +171,9 @@ impl<W: Write> Lines<W> {
 struct LogFile<W = File> {
     to: W,
     path: PathBuf,
-    /// Bytes that are missing since something could last be written.
+    /// Bytes lost since the last successful write.
     missing: usize,
-    /// Whether it was said that files cannot be written.
+    /// Whether a write failure was already reported.
     said: Arc<AtomicBool>,
 }
 
@@ -184,7 +185,7 @@ impl LogFile {
 }
 
 impl<W: Write> LogFile<W> {
-    /// Writes, or counts the bytes that cannot be written. A full disk must not end a training.
+    /// Writes, or counts the bytes that cannot be written. A full disk must not end the training.
     fn write(&mut self, bytes: &[u8]) {
         if self.missing > 0 {
             let note = format!("\n[{} bytes of output are missing here]\n", self.missing);
@@ -243,7 +244,7 @@ mod tests {
         assert!(shown == expected, "{}", shown.replace(&long, "xx"));
     }
 
-    /// A disk with so many bytes of room.
+    /// A disk with this many bytes of room.
     struct Disk(usize, Vec<u8>);
 
     impl Write for Disk {
@@ -260,7 +261,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_that_a_full_disk_refused_are_counted_in_their_place() {
+    fn bytes_lost_on_a_full_disk_are_counted() {
         let said = Arc::<AtomicBool>::default();
         let to = Disk(10, Vec::new());
         let mut log = LogFile { to, path: "stdout.log".into(), missing: 0, said: said.clone() };

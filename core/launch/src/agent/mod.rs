@@ -1,26 +1,31 @@
-//! One agent on each node starts the ranks of a job and ends them, as `torchrun` does: `fulgurite run`.
+//! Agents, one per node, that start and end the ranks of a job, as `torchrun` does:
+//! `fulgurite run`.
 //!
 //! # How agents work together
-//! Agents meet in a key-value store of their own, at the rendezvous endpoint, which the agent hosts whose host has
-//! that address (the *coordinator*). A job is a sequence of *attempts*:
+//! Agents meet in their own key-value store at the rendezvous endpoint. The agent whose host has
+//! the endpoint's address hosts the store; it is the *coordinator*. A job is a sequence of
+//! *attempts*:
 //!
-//! 1. The coordinator says which agents are in the attempt, and which ranks each has (`plan::Attempt`).
-//! 2. The first agent says at which address the ranks meet; every agent starts its ranks, which are told by
-//!    `torchrun`'s variables.
-//! 3. Every agent says how its ranks ended (`plan::End`). A failure of one ends the ranks of all: they hear of it over
-//!    the job's own store, or are ended by their agents.
-//! 4. If all have ended well, or were asked to end, the job is over. After a failure the coordinator begins the next
-//!    attempt, as often as it may, with the agents that are there.
+//! 1. The coordinator publishes the agents of the attempt and the ranks of each (`plan::Attempt`).
+//! 2. The first agent publishes the address at which the ranks meet. Every agent starts its ranks
+//!    and passes them `torchrun`'s variables.
+//! 3. Every agent publishes the end of its ranks (`plan::End`). If one rank fails, all ranks end:
+//!    they are told by the job's own store, or their agents end them.
+//! 4. If all ranks ended well or were asked to end, the job is over. After a failure the
+//!    coordinator starts the next attempt with the agents present, up to the allowed number of
+//!    restarts.
 //!
-//! An agent that comes with the node rank of another one is refused if that one still gives signs of life; else it takes
-//! its place, and the attempt that the other was in has failed.
+//! An agent that joins with a node rank already in use is refused if the other agent still sends
+//! heartbeats. Otherwise it takes the other agent's place, and the attempt with the other agent has
+//! failed.
 //!
-//! An agent that has not been heard of for the time of `keep_alive` is lost, and so is a coordinator.
+//! An agent that is silent for `keep_alive` counts as lost, and so does a coordinator.
 //!
 //! # Invariants
-//! - No request to the store is made on the thread that watches ranks and signals: a store that cannot be reached
-//!   holds up nothing.
-//! - An agent that ends leaves no rank behind: ranks are groups of processes, which get SIGTERM and then SIGKILL.
+//! - The thread that watches ranks and signals makes no request to the store, so an unreachable
+//!   store never blocks it.
+//! - An agent that ends leaves no rank behind: ranks are process groups, which get SIGTERM and then
+//!   SIGKILL.
 
 mod board;
 mod coordinator;

@@ -1,4 +1,4 @@
-//! What an agent is told.
+//! Options of an agent.
 
 use std::ffi::OsString;
 use std::net::IpAddr;
@@ -8,59 +8,60 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// What one agent of a job is told: the same on all nodes, but for [`node_rank`](Self::node_rank).
+/// Options of an agent; all but [`node_rank`](Self::node_rank) are equal on all nodes.
 #[derive(Debug, Clone)]
 pub struct AgentOptions {
-    /// The program that ranks run, and its arguments.
+    /// The program that ranks run.
     pub program: OsString,
     /// Its arguments.
     pub arguments: Vec<OsString>,
-    /// Ranks on this node.
+    /// Number of ranks on this node.
     pub devices: usize,
-    /// How many nodes there may be.
+    /// The allowed numbers of nodes.
     pub nodes: Nodes,
-    /// This node's place among the nodes; by default the order in which agents come.
+    /// This node's place among the nodes; by default agents are placed in the order of joining.
     pub node_rank: Option<usize>,
-    /// Where agents meet. `None` for a job of one node.
+    /// The agents' rendezvous. `None` for a job of one node.
     pub endpoint: Option<Endpoint>,
-    /// The job's id; by default the coordinator takes one at random.
+    /// The job's id; by default the coordinator chooses one at random.
     pub id: Option<String>,
-    /// How often the job is started again after a failure.
+    /// Maximum number of restarts after failures.
     pub max_restarts: u64,
-    /// The address of this host that the others reach; by default that of the interface towards the endpoint.
+    /// This host's address for the other hosts; by default the address of the interface towards the
+    /// endpoint.
     pub local_address: Option<IpAddr>,
     /// A file with the job's secret, if it is not in `FULGURITE_JOB_KEY`.
     pub job_key_file: Option<PathBuf>,
-    /// Where each rank's output is written, in a folder of the job's.
+    /// The directory for the ranks' output, which goes to the job's own subdirectory.
     pub log_dir: Option<PathBuf>,
-    /// Whether output is shown with a prefix that names the rank, besides being written to files.
+    /// Whether output is also shown with the rank as a prefix, in addition to files.
     pub tee: bool,
-    /// How long agents wait for the others to come.
+    /// How long agents wait for the others to join.
     pub join_timeout: Duration,
-    /// How long more nodes are waited for once there are enough.
+    /// How long to wait for further nodes once there are enough.
     pub last_call: Duration,
-    /// After how long without a sign of life an agent is lost.
+    /// Time without a heartbeat after which an agent is lost.
     pub keep_alive: Duration,
 }
 
-/// How many nodes a job may have: `2`, or `1:4`.
+/// The allowed numbers of nodes: `2`, or `1:4`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Nodes {
-    /// With fewer it does not start.
+    /// The job does not start with fewer.
     pub least: usize,
-    /// More are not taken in.
+    /// Further nodes wait.
     pub most: usize,
 }
 
 impl Nodes {
     /// One node.
     pub const ONE: Self = Self { least: 1, most: 1 };
-    /// The most that a job may have.
+    /// The maximum for any job.
     pub(super) const LIMIT: usize = 4096;
 }
 
 impl std::fmt::Display for Nodes {
-    /// As it is parsed.
+    /// In the format that is parsed.
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self.least == self.most {
             true => write!(f, "{}", self.most),
@@ -88,17 +89,17 @@ impl FromStr for Nodes {
     }
 }
 
-/// Where agents meet: `node0:29400`.
+/// The agents' rendezvous: `node0:29400`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Endpoint {
     /// A host's name or address.
     pub host: String,
-    /// A port that is free there.
+    /// A free port on that host.
     pub port: u16,
 }
 
 impl Endpoint {
-    /// The port where none is given, as `torchrun` has it.
+    /// The default port, as in `torchrun`.
     pub const PORT: u16 = 29400;
 }
 

@@ -1,32 +1,33 @@
-//! What agents tell each other.
+//! Messages between agents.
 
 use serde::{Deserialize, Serialize};
 
-/// An agent, when it comes.
+/// An agent's announcement when it joins.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Member {
     /// The name of its host.
     pub(super) host: String,
-    /// Ranks it starts.
+    /// Number of ranks it starts.
     pub(super) devices: usize,
-    /// The node rank that it was told.
+    /// Its node rank, if configured.
     pub(super) node_rank: Option<usize>,
-    /// The nodes that it was told of: the least and the most.
+    /// Its minimum and maximum number of nodes.
     pub(super) nodes: (usize, usize),
-    /// How many restarts it was told of.
+    /// Its maximum number of restarts.
     pub(super) max_restarts: u64,
 }
 
-/// Which agents start ranks in an attempt.
+/// The agents that start ranks in an attempt.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Attempt {
     /// The job's id.
     pub(super) id: String,
-    /// The name of the folder with the job's logs: the id, and what tells this job from an earlier one of the same id.
+    /// Name of the job's log folder: the id plus a suffix that distinguishes the job from an
+    /// earlier one with the same id.
     pub(super) log_name: String,
-    /// 1 is the first.
+    /// Starts at 1.
     pub(super) number: u64,
-    /// How often the job was started again after a failure.
+    /// Number of restarts after failures so far.
     pub(super) restarts: u64,
     /// The nodes, in the order of their ranks.
     pub(super) nodes: Vec<Node>,
@@ -47,14 +48,14 @@ impl Attempt {
         self.nodes.iter().map(|node| node.devices).sum()
     }
 
-    /// The place of an agent among the nodes.
+    /// An agent's index among the nodes.
     pub(super) fn place(&self, agent: u64) -> Option<usize> {
         self.nodes.iter().position(|node| node.agent == agent)
     }
 }
 
-/// The nodes of an attempt, of agents with their numbers, at most `most`: in the order of the node ranks that they
-/// were told, the others where there is place, in the order in which they came.
+/// Places at most `most` agents as the nodes of an attempt. Agents with a configured node rank get
+/// that place; the others fill the free places in the order of joining.
 pub(super) fn nodes(agents: &[(u64, Member)], most: usize) -> Vec<Node> {
     let mut places: Vec<Option<&(u64, Member)>> = vec![None; most];
     for agent in agents {
@@ -78,24 +79,24 @@ pub(super) fn nodes(agents: &[(u64, Member)], most: usize) -> Vec<Node> {
     places.into_iter().flatten().map(node).collect()
 }
 
-/// How the ranks of a node ended.
+/// The end of a node's ranks.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) enum End {
     /// All with exit code 0.
     Well,
-    /// They were asked to, by this signal.
+    /// Asked to end, by this signal.
     Interrupted(i32),
-    /// Because those of another node failed, or were lost.
+    /// Ended because ranks of another node failed or were lost.
     Stopped,
-    /// A rank failed: what to say of it, and its exit code.
+    /// A rank failed: message and exit code.
     Failed { message: String, code: i32 },
 }
 
-/// What the coordinator says of the job when it is over.
+/// The coordinator's message about the end of the job.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub(super) struct Over {
     pub(super) code: i32,
-    /// What to print on nodes that do not know it.
+    /// Printed on nodes that have not printed it yet.
     pub(super) message: Option<String>,
 }
 
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn nodes_are_in_the_order_of_their_ranks_and_then_of_their_coming() {
+    fn nodes_are_ordered_by_rank_then_by_joining() {
         let agents = [
             (0, member(None, 1)),
             (1, member(Some(0), 2)),

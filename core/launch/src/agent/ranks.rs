@@ -24,23 +24,23 @@ use crate::{Error, Result};
 use fulgurite_error::{advice, print_message};
 use fulgurite_store::Patience;
 
-/// How long ranks have to stop by themselves after one has failed, before they get SIGTERM.
+/// Time that ranks have to stop on their own after a failure, before SIGTERM.
 const GRACE: Duration = Duration::from_secs(3);
-/// How long ranks have to stop before they get SIGKILL, if a signal asked them to end before one failed.
+/// Time that ranks have to stop before SIGKILL, if a signal asked them to end before the failure.
 const GRACE_ONCE_ASKED: Duration = Duration::from_secs(2);
-/// How long the last lines of ranks that have ended are waited for.
+/// How long to wait for the last lines of ended ranks.
 const COPY_GRACE: Duration = Duration::from_secs(2);
 
 pub(super) struct Ranks {
     ranks: Vec<Rank>,
     orphans: Orphans,
-    /// Where this node is, for messages: `node 1 (host)`.
+    /// This node, for messages: `node 1 (host)`.
     node: String,
-    /// How the first rank of this node that failed ended, in words, and its exit code.
+    /// Description and exit code of this node's first failed rank.
     failed: Option<(String, i32)>,
-    /// Since ranks are to end.
+    /// Set once the ranks must end.
     ending: Option<Escalation>,
-    /// The first signal that asked for an end.
+    /// The first signal that asked the ranks to end.
     interrupted: Option<i32>,
 }
 
@@ -48,10 +48,10 @@ struct Rank {
     rank: usize,
     process: Child,
     copies: Vec<JoinHandle<()>>,
-    /// The file with its stderr, if it is not on the terminal.
+    /// Its stderr file, if stderr is not on the terminal.
     log: Option<PathBuf>,
     end: Option<ExitStatus>,
-    /// Whether it was killed from here.
+    /// Whether this agent killed it.
     killed: bool,
 }
 
@@ -59,7 +59,7 @@ impl Ranks {
     /// Starts the ranks of node `place`, which meet at `address`.
     ///
     /// # Errors
-    /// If one cannot be started; those that were have been ended.
+    /// If a rank cannot be started; the ranks started before are ended.
     pub(super) fn start(
         options: &AgentOptions,
         attempt: &Attempt,
@@ -106,7 +106,8 @@ impl Ranks {
                 command.env(THREADS_VARIABLE, threads_per_rank(node.devices).to_string());
             }
             output.set(&mut command);
-            // A group of processes of its own, so that what a rank starts ends with it. It cannot read the terminal.
+            // A process group per rank, so that its child processes end with it. It cannot read the
+            // terminal.
             let started = command.process_group(0).stdin(Stdio::null()).spawn();
             let started = started.and_then(|mut process| {
                 let log = output.hidden();
@@ -133,7 +134,7 @@ impl Ranks {
         Ok(ranks)
     }
 
-    /// Looks how the ranks do: how they ended, once all have.
+    /// Checks on the ranks. Returns their end once all have ended.
     pub(super) fn poll(&mut self) -> Option<End> {
         for i in 0..self.ranks.len() {
             self.poll_rank(i);
@@ -145,25 +146,25 @@ impl Ranks {
             return None;
         }
         self.end_orphans();
-        // Some process that a rank has started may hold its output open all the same.
+        // A process started by a rank may still hold its output open.
         let mut patience = Patience::new(COPY_GRACE);
         let copied = |rank: &Rank| rank.copies.iter().all(JoinHandle::is_finished);
         while !self.ranks.iter().all(copied) && patience.slice().is_some() {
             std::thread::sleep(Duration::from_millis(10));
         }
         if let Some((message, code)) = &self.failed {
-            // Also if the job was to end: the other nodes' ranks must end too.
+            // Takes precedence over an interruption: the ranks of other nodes must end too.
             return Some(End::Failed { message: message.clone(), code: *code });
         }
         let codes: Vec<i32> =
             self.ranks.iter().filter_map(|rank| rank.end).map(rank_process::exit_code).collect();
-        // Not by the signals that they got from here after a failure.
+        // Ignores signals that this agent sent after a failure.
         let by_signal = |code: &&i32| signals::is_handled(**code - 128);
         let asked = self.interrupted.is_some() || self.ending.is_none();
         let interrupted = codes.iter().find(by_signal).filter(|_| asked).map(|code| code - 128);
         Some(match interrupted.or(self.interrupted) {
             _ if codes.iter().all(|&code| code == 0) => End::Well,
-            // The ranks may have agreed on another signal than the one that came first.
+            // The ranks may have agreed on another signal than the first one.
             Some(signal) => End::Interrupted(signal),
             None => End::Stopped,
         })
@@ -177,12 +178,12 @@ impl Ranks {
         if !rank_process::has_ended(&rank.process) {
             return;
         }
-        // What it has started and left behind.
+        // Kills the processes that the rank left behind.
         signal_group(rank, Signal::KILL);
         let end = rank_process::end_of(&mut rank.process);
         rank.end = Some(end);
         let log = rank.log.as_ref().map(|path| format!("; see {}", path.display()));
-        // If two have ended since the last look, one may be the reason for the other.
+        // If two ranks have ended since the last check, one may have caused the other's end.
         let killed = rank.killed;
         let (rank, ending) = (rank.rank, self.ending.is_some());
         let asked = ending || self.interrupted.is_some();
@@ -190,7 +191,7 @@ impl Ranks {
             (Some(0), _) => return,
             (Some(code), _) if signals::is_handled(code - 128) => return,
             (Some(code), _) if code == i32::from(PEER_FAILED_EXIT_CODE) => {
-                // Whichever failed is heard of; the rest of this node ends too.
+                // The failed rank is reported elsewhere; the rest of this node ends too.
                 return self.stop();
             }
             (None, Some(signal)) if killed && signal == Signal::KILL.as_raw() => return,
@@ -206,17 +207,17 @@ impl Ranks {
         self.stop();
     }
 
-    /// How the first rank that failed did: what to say of it, and its exit code.
+    /// Description and exit code of the first failed rank.
     pub(super) fn failed(&self) -> Option<&(String, i32)> {
         self.failed.as_ref()
     }
 
-    /// The first signal that asked for an end.
+    /// The first signal that asked the ranks to end.
     pub(super) fn interrupted(&self) -> Option<i32> {
         self.interrupted
     }
 
-    /// Asks the ranks to end, unless they were before.
+    /// Asks the ranks to end, unless they were asked before.
     pub(super) fn interrupt(&mut self, signal: i32) {
         if self.interrupted.is_none() {
             self.interrupted = Some(signal);
@@ -224,12 +225,12 @@ impl Ranks {
         }
     }
 
-    /// Whether the ranks are to end.
+    /// Whether the ranks must end.
     pub(super) fn is_ending(&self) -> bool {
         self.ending.is_some()
     }
 
-    /// Lets the ranks end: soon by themselves, and then by signals.
+    /// Makes the ranks end: first on their own, then by signals.
     pub(super) fn stop(&mut self) {
         let asked = self.interrupted.is_some();
         self.ending.get_or_insert_with(|| match asked {
@@ -244,7 +245,7 @@ impl Ranks {
         }
     }
 
-    /// Ends the ranks at once, for they were asked a second time.
+    /// Kills the ranks after a second request to end.
     pub(super) fn end_at_once(&mut self) {
         self.stop();
         self.signal(Signal::KILL);
@@ -258,7 +259,7 @@ impl Ranks {
         }
     }
 
-    /// Ends all ranks at once.
+    /// Kills all ranks.
     pub(super) fn kill(&mut self) {
         if self.ranks.iter().all(|rank| rank.end.is_some()) {
             return;
@@ -270,7 +271,7 @@ impl Ranks {
         self.end_orphans();
     }
 
-    /// Ends what ranks have started and left, once they have ended.
+    /// Ends processes that ranks have left behind, once the ranks have ended.
     fn end_orphans(&self) {
         let groups: Vec<Pid> = self.ranks.iter().map(group).collect();
         self.orphans.end(&groups, self.ranks.iter().any(|rank| rank.killed));
@@ -283,7 +284,7 @@ impl Drop for Ranks {
     }
 }
 
-/// The process of a rank, and the group of processes that begins with it.
+/// A rank's process, which leads its process group.
 fn group(rank: &Rank) -> Pid {
     Pid::from_child(&rank.process)
 }

@@ -17,17 +17,18 @@ use crate::{Error, Result};
 use fulgurite_error::{advice, counted, print_message};
 use fulgurite_store::{Patience, Store};
 
-/// How often ranks, signals and the other agents are looked at.
+/// Interval between checks on ranks, signals and other agents.
 const POLL: Duration = Duration::from_millis(20);
-/// How long the agent that hosts the store stays for the others to hear that the job is over.
+/// How long the hosting agent waits until the others know about the end of the job.
 const FAREWELL: Duration = Duration::from_secs(5);
 
-/// Runs one node's part of a job, and returns its exit code once the job is over: 0, that of the rank that failed,
-/// or 128 + the signal by which the job was asked to end. What happened has been printed.
+/// Runs one node's part of a job. Returns its exit code once the job is over: 0, the failed rank's
+/// exit code, or 128 + the signal by which the job was asked to end. Prints the reason.
 ///
 /// # Errors
-/// [`Error::Launch`] if the options contradict each other or those of other agents, the agents do not meet in time,
-/// or a rank cannot be started; [`Error::Interrupted`] if this process is asked to end while agents meet.
+/// - [`Error::Launch`] if the options contradict each other or another agent's options, if the
+///   agents do not meet in time, or if a rank cannot be started.
+/// - [`Error::Interrupted`] if this process is asked to end while agents meet.
 pub fn run(options: &AgentOptions) -> Result<i32> {
     check(options)?;
     signals::handle(SecondSignal::Ignore)?;
@@ -63,8 +64,8 @@ pub fn run(options: &AgentOptions) -> Result<i32> {
     Ok(code)
 }
 
-/// On the agent that hosts the store, waits until all others know that the job is over, those that wait to be taken in
-/// too.
+/// On the agent that hosts the store: waits until all other agents, including waiting ones, know
+/// about the end of the job.
 fn wait_for_byes(store: &dyn Store, own: u64) {
     let come = store.add(keys::AGENTS, 0).unwrap_or_default().unsigned_abs();
     let mut patience = Patience::new(FAREWELL);
@@ -96,7 +97,7 @@ fn check(options: &AgentOptions) -> Result<()> {
     }
 }
 
-/// Whether a character may be in an id.
+/// Whether an id may contain the character.
 fn is_plain(character: char) -> bool {
     character.is_alphanumeric() || "-_.:".contains(character)
 }
@@ -106,7 +107,7 @@ struct Agent<'a> {
     meeting: &'a Meeting,
     board: &'a Board,
     agent: u64,
-    /// Why the coordinator on this agent cannot go on.
+    /// The reason why the coordinator on this agent cannot continue.
     coordinator_failed: &'a OnceLock<String>,
     orphans: Orphans,
 }
@@ -154,8 +155,10 @@ impl Agent<'_> {
         }
     }
 
+    /// Checks that the store answers and the coordinator works.
+    ///
     /// # Errors
-    /// If the store has not answered for too long, or nobody coordinates the job any more.
+    /// If the store has not answered for too long, or the coordinator has failed.
     fn check_contact(&self, seen: &Seen) -> Result<()> {
         if let Some(why) = self.coordinator_failed.get() {
             return Err(Error::Launch(format!("the job cannot be coordinated any more: {why}")));
@@ -174,7 +177,7 @@ impl Agent<'_> {
     /// Runs this node's ranks of an attempt.
     ///
     /// # Errors
-    /// If the other agents cannot be reached any more; the ranks have been ended.
+    /// If the other agents are unreachable; the ranks are ended.
     fn attempt(
         &self,
         attempt: &Attempt,
@@ -243,7 +246,8 @@ impl Agent<'_> {
         }
     }
 
-    /// Where the ranks of an attempt meet: this agent says so, or hears. How the attempt ended if it is over before.
+    /// The address at which the ranks of an attempt meet: the first agent publishes it, the others
+    /// wait for it. Returns the attempt's end if it is over before.
     fn address(
         &self,
         attempt: &Attempt,
@@ -280,15 +284,15 @@ impl Agent<'_> {
     }
 }
 
-/// What signals have asked for.
+/// Requests made by signals.
 enum Asked {
-    /// That the job ends, by this signal.
+    /// End the job, because of this signal.
     Once(i32),
-    /// That it ends at once.
+    /// End the job at once.
     Again,
 }
 
-/// Passes on the signals that this agent got.
+/// Forwards this agent's signals to the ranks.
 fn handle_signals(ranks: &mut Ranks) -> Option<Asked> {
     let signal = signals::take()?;
     let before = ranks.interrupted();

@@ -5,7 +5,7 @@ use std::fmt::Debug;
 use super::{Requeue, Variables};
 use crate::{Error, Result};
 
-/// Which rank of its job this process is. No method communicates.
+/// This process's rank in its job. No method communicates.
 pub trait ClusterEnvironment: Debug + Send + Sync {
     /// The `type` tag of the [`EnvironmentConfig`] that built it.
     fn name(&self) -> &'static str;
@@ -20,7 +20,7 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
     /// This process's rank, below [`world_size`](Self::world_size).
     fn global_rank(&self) -> usize;
 
-    /// This process's rank among those of its node.
+    /// This process's rank on its node.
     fn local_rank(&self) -> usize;
 
     /// Number of the job's processes on this node.
@@ -39,26 +39,27 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
     /// different for jobs that may use the same port.
     fn job_id(&self) -> String;
 
-    /// How often the launcher or the scheduler has started this job again: 0 in its first attempt, which is also
-    /// the default. The same on all ranks. A training that is started again goes on from the last checkpoint
-    /// that the job has saved, unless its configuration names one.
+    /// Number of times that the launcher or the scheduler has restarted this job: 0, the default,
+    /// in its first attempt. Equal on all ranks. A restarted training resumes from the last
+    /// checkpoint that the job has saved, unless its configuration names one.
     fn restart_count(&self) -> u64 {
         0
     }
 
-    /// What all attempts of this job have in common, and no other job has: rank 0 marks the runs of the job with
-    /// it. Asked on rank 0 only. The default is the job's id.
+    /// An id that all attempts of this job share, and no other job: rank 0 marks the job's runs
+    /// with it. Used on rank 0 only. The default is the job's id.
     fn restart_id(&self) -> String {
         self.job_id()
     }
 
-    /// How the job is put back into its queue when its ranks are told that they lose the machine. The default:
-    /// it is not.
+    /// The command that requeues the job when its ranks are about to lose the machine. By default
+    /// the job is not requeued.
     fn requeue(&self) -> Option<Requeue> {
         None
     }
 
-    /// Checks that `devices * num_nodes` ranks were started (`devices` is the ranks on each node).
+    /// Checks that `devices * num_nodes` ranks were started; `devices` is the number of ranks per
+    /// node.
     ///
     /// # Errors
     /// [`Error::Launch`], with both numbers.
@@ -80,17 +81,18 @@ pub trait ClusterEnvironment: Debug + Send + Sync {
 ///
 /// Registered with `#[typetag::serde(name = "…")]` and
 /// [`register_environment!`](fulgurite_config::register_environment). It must deserialise from its
-/// `type` tag alone, since that is how [`detect`](super::detect()) makes the candidates.
+/// `type` tag alone, because [`detect`](super::detect()) creates the candidates that way.
 #[typetag::serde(tag = "type")]
 pub trait EnvironmentConfig: Debug + Send + Sync {
-    /// Of the environments that [detect](Self::detect) their variables, the one with the highest
-    /// priority is used. A fallback that recognises any variables has a low, negative one.
+    /// Priority among the environments that [detect](Self::detect) their variables; the highest
+    /// wins. A fallback for any variables has a negative priority.
     fn priority(&self) -> i32 {
         0
     }
 
-    /// Whether these variables are those of this launcher. A part of them should do: then
-    /// [`build`](Self::build) can name the missing ones, instead of each process training alone.
+    /// Returns whether these variables belong to this launcher. A subset should suffice: then
+    /// [`build`](Self::build) can name the missing variables, instead of each process training
+    /// alone.
     fn detect(&self, variables: &Variables) -> bool;
 
     /// Reads the variables.
@@ -110,7 +112,7 @@ fulgurite_config::plugin_kind!(
 mod tests {
     use super::*;
 
-    /// One of two ranks that a launcher has started.
+    /// One of two ranks started by a launcher.
     #[derive(Debug)]
     struct Started;
 
@@ -148,10 +150,10 @@ mod tests {
     }
 
     #[test]
-    fn numbers_of_ranks_that_overflow_are_not_what_was_started() {
+    fn overflowing_rank_counts_are_refused() {
         Started.validate_settings(1, 2).unwrap();
         insta::assert_snapshot!(Started.validate_settings(3, 1).unwrap_err(), @"launch: trainer.devices = 3 and trainer.num_nodes = 1 make 3 ranks, but the `started` environment started 2. Change the configuration or the number of processes that are started");
-        // In wrapping arithmetic this makes 2.
+        // With wrapping arithmetic this would be 2.
         assert!(Started.validate_settings((1 << 63) + 1, 2).is_err());
     }
 }

@@ -1,14 +1,14 @@
-//! Detecting the environment among the linked plugins.
+//! Detects the environment among the linked plugins.
 
 use super::{EnvironmentConfig, Variables};
 use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
 
-/// The linked plugin of highest priority (then the first by name) that recognises these variables;
-/// `None` if no linked plugin does.
+/// Returns the linked plugin with the highest priority (then the first by name) that recognises
+/// these variables; `None` if there is none.
 ///
 /// # Errors
-/// If two plugins share a name, or one cannot be made from its name alone.
+/// If two plugins share a name, or one cannot be created from its name alone.
 pub fn detect(variables: &Variables) -> Result<Option<Box<dyn EnvironmentConfig>>> {
     registry::validate()?;
     let mut found: Option<Box<dyn EnvironmentConfig>> = None;
@@ -22,7 +22,7 @@ pub fn detect(variables: &Variables) -> Result<Option<Box<dyn EnvironmentConfig>
     Ok(found)
 }
 
-/// The environment plugin called `name`, with its default options.
+/// Returns the environment plugin called `name`, with its default options.
 ///
 /// # Errors
 /// [`Error::UnknownPlugin`], or [`Error::Config`] if the plugin has options without a default.

@@ -1,8 +1,8 @@
-//! Cluster environments: which rank of its job this process is.
+//! Cluster environments, which tell a process its rank.
 //!
-//! A launcher (a batch scheduler, an elastic agent) tells each process of a job its rank through
-//! environment variables. An [`EnvironmentConfig`] is the plugin that recognises and reads the
-//! variables of one launcher; it gives a [`ClusterEnvironment`].
+//! A launcher (a batch scheduler, an elastic agent) passes each process of a job its rank in
+//! environment variables. An [`EnvironmentConfig`] is the plugin that recognises and reads one
+//! launcher's variables; it builds a [`ClusterEnvironment`].
 //!
 //! ```
 //! use fulgurite_launch::environment::{ClusterEnvironment, EnvironmentConfig, Variables};

@@ -2,17 +2,17 @@
 
 use crate::Interruption;
 
-/// How a job is put back into its scheduler's queue, once its ranks were told that they lose the machine and
-/// have saved: what [`ClusterEnvironment::requeue`](super::ClusterEnvironment::requeue) answers.
+/// The command that requeues a job in its scheduler, returned by
+/// [`ClusterEnvironment::requeue`](super::ClusterEnvironment::requeue).
 ///
-/// If the ranks end because of [`on`](Self::on), rank 0 runs the command when the others have ended, and all exit
-/// with 0, for the job is not over. If the command fails, rank 0 says so and exits as without it, with 128 + the
-/// signal.
+/// If the ranks save and end because of [`on`](Self::on), rank 0 runs the command after the others
+/// have ended. All ranks exit with 0, because the job is not over. If the command fails, rank 0
+/// reports it and exits with 128 + the signal.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Requeue {
-    /// The interruption after which the job is put back.
+    /// The interruption after which the job is requeued.
     pub on: Interruption,
-    /// The program that does it, looked up in `PATH`.
+    /// The program that requeues the job, looked up in `PATH`.
     pub program: String,
     /// Its arguments.
     pub arguments: Vec<String>,

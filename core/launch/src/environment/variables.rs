@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// A snapshot of environment variables, passed as an argument so that code which reads them can be
+/// A snapshot of environment variables, passed as an argument so that code that reads them can be
 /// tested.
 #[derive(Debug, Clone, Default)]
 pub struct Variables(BTreeMap<String, String>);
@@ -27,8 +27,8 @@ impl Variables {
         self.0.contains_key(name)
     }
 
-    /// The value of `name`, parsed. `what` says in messages what it should be: `this process's
-    /// rank, a number`.
+    /// Parses the value of `name`, if it is set. `what` describes the expected value in messages:
+    /// `this process's rank, a number`.
     ///
     /// # Errors
     /// [`Error::Launch`] naming the variable, if it is set and does not parse.
@@ -42,7 +42,7 @@ impl Variables {
         }
     }
 
-    /// As [`parse`](Self::parse), for a variable that must be set.
+    /// Like [`parse`](Self::parse), for a required variable.
     ///
     /// # Errors
     /// Also if it is not set.

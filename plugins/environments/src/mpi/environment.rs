@@ -12,26 +12,31 @@ use crate::starter::starter;
 
 /// `environment.type = "mpi"`: the ranks were started by `mpirun` or `mpiexec`.
 ///
-/// | launcher | rank and world size | rank and number of ranks of its host |
-/// |---|---|---|
-/// | Open MPI | `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE` | `OMPI_COMM_WORLD_LOCAL_RANK`, `OMPI_COMM_WORLD_LOCAL_SIZE` |
-/// | Hydra: MPICH, Intel MPI | `PMI_RANK`, `PMI_SIZE` | `MPI_LOCALRANKID`, `MPI_LOCALNRANKS` |
-/// | other launchers with PMI, such as HPE's | `PMI_RANK`, `PMI_SIZE` | `PMI_LOCAL_RANK`, `PMI_LOCAL_SIZE` |
-/// | MVAPICH | `MV2_COMM_WORLD_RANK`, `MV2_COMM_WORLD_SIZE` | `MV2_COMM_WORLD_LOCAL_RANK`, `MV2_COMM_WORLD_LOCAL_SIZE` |
+/// The variables for rank, world size, local rank and local size, by launcher:
 ///
-/// (`OMPI_COMM_WORLD_NODE_RANK` is no node's rank, but this process's among all jobs on its host.)
+/// - Open MPI: `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE`, `OMPI_COMM_WORLD_LOCAL_RANK`,
+///   `OMPI_COMM_WORLD_LOCAL_SIZE`. (`OMPI_COMM_WORLD_NODE_RANK` is not the node's rank, but the
+///   process's rank among all jobs on its host.)
+/// - Hydra (MPICH, Intel MPI): `PMI_RANK`, `PMI_SIZE`, `MPI_LOCALRANKID`, `MPI_LOCALNRANKS`.
+/// - Other launchers with PMI, such as HPE's: `PMI_RANK`, `PMI_SIZE`, `PMI_LOCAL_RANK`,
+///   `PMI_LOCAL_SIZE`.
+/// - MVAPICH: `MV2_COMM_WORLD_RANK`, `MV2_COMM_WORLD_SIZE`, `MV2_COMM_WORLD_LOCAL_RANK`,
+///   `MV2_COMM_WORLD_LOCAL_SIZE`.
 ///
-/// None says where rank 0 is:
+/// Rank 0's address does not come from the launcher:
 ///
-/// | variable | |
-/// |---|---|
-/// | `MASTER_ADDR` | rank 0's host. Without it 127.0.0.1 if all ranks are on one host; else the host of `mpirun`, if Open MPI names it (`OMPI_MCA_orte_hnp_uri`, `PMIX_NAMESPACE`) and rank 0 is there; else an error |
-/// | `MASTER_PORT` | a free port there. Without it one that follows from the job's id (`OMPI_MCA_ess_base_jobid`, `PMIX_NAMESPACE`, `I_MPI_HYDRA_UUID`, …), or, on one host, from the process that has started the ranks there |
+/// - `MASTER_ADDR`: rank 0's host. Without it, 127.0.0.1 if all ranks are on one host. Else the
+///   host of `mpirun`, if rank 0 is there and Open MPI names the host (`OMPI_MCA_orte_hnp_uri`,
+///   `PMIX_NAMESPACE`); else an error.
+/// - `MASTER_PORT`: a free port there. Without it, derived from the job's id
+///   (`OMPI_MCA_ess_base_jobid`, `PMIX_NAMESPACE`, `I_MPI_HYDRA_UUID`, …) or, on a single host,
+///   from the process that started the ranks.
 ///
-/// Every host must have as many ranks, one host after the other, which is the default of all of them.
+/// Every host must have the same number of ranks, one host after the other. This is the default of
+/// all these launchers.
 ///
-/// Recognised by a variable with the rank. Under Slurm, whose `srun` sets `PMI_RANK` or `PMIX_RANK` too, these count
-/// only if they differ from `SLURM_PROCID`, or outside of a step.
+/// Detected by a variable with the rank. Under Slurm, `srun` also sets `PMI_RANK` or `PMIX_RANK`;
+/// they count only outside of a step or if they differ from `SLURM_PROCID`.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields)]
 pub struct Mpi {}
@@ -91,7 +96,7 @@ fn read(variables: &Variables, starter: &FindStarter) -> Result<Process> {
 mod tests {
     use super::*;
 
-    /// What `mpirun` of Open MPI 4.1 sets, as far as it is read, on two hosts.
+    /// The variables of Open MPI 4.1's `mpirun` that are read, on two hosts.
     const OPEN_MPI_4: [(&str, &str); 11] = [
         ("OMPI_COMM_WORLD_SIZE", "4"),
         ("OMPI_COMM_WORLD_RANK", "3"),
@@ -106,7 +111,7 @@ mod tests {
         ("PMIX_HOSTNAME", "node1"),
     ];
 
-    /// What `mpirun` of Open MPI 5.0 sets, as far as it is read, on two hosts.
+    /// The variables of Open MPI 5.0's `mpirun` that are read, on two hosts.
     const OPEN_MPI_5: [(&str, &str); 7] = [
         ("OMPI_COMM_WORLD_SIZE", "4"),
         ("OMPI_COMM_WORLD_RANK", "0"),
@@ -117,7 +122,7 @@ mod tests {
         ("PMIX_HOSTNAME", "rack-1-node0"),
     ];
 
-    /// What Hydra of MPICH 4.0 sets, on one host.
+    /// The variables of MPICH 4.0's Hydra, on one host.
     const HYDRA: [(&str, &str); 5] = [
         ("PMI_RANK", "1"),
         ("PMI_SIZE", "2"),
@@ -126,7 +131,7 @@ mod tests {
         ("MPI_LOCALNRANKS", "2"),
     ];
 
-    /// A set with changes; an empty value takes a variable out.
+    /// A variable set with changes; an empty value removes a variable.
     fn with<'a>(full: &[(&'a str, &'a str)], changes: &[(&'a str, &'a str)]) -> Variables {
         let kept = full.iter().filter(|(name, _)| changes.iter().all(|(other, _)| name != other));
         kept.chain(changes.iter().filter(|(_, value)| !value.is_empty())).copied().collect()
@@ -147,12 +152,12 @@ mod tests {
 
     // checklist: Lightning: MPIEnvironment
     #[test]
-    fn reads_what_open_mpi_sets() {
+    fn open_mpis_variables_are_read() {
         let rank = build(&OPEN_MPI_4, &[]);
         assert_eq!((rank.global_rank, rank.world_size), (3, 4));
         assert_eq!((rank.local_rank, rank.local_world_size, rank.node_rank), (1, 2, 1));
         assert_eq!((&*rank.main_address, &*rank.job_id), ("192.0.2.2", "mpi-2035154945"));
-        // On mpirun's host both daemons are one.
+        // On mpirun's host both daemons are the same.
         let here = ("OMPI_MCA_orte_local_daemon_uri", "2035154944.0;tcp://192.0.2.2:39835");
         let zero = build(&OPEN_MPI_4, &[RANK_0[0], RANK_0[1], here]);
         assert_eq!((&*zero.main_address, zero.main_port), ("192.0.2.2", rank.main_port));
@@ -166,7 +171,7 @@ mod tests {
 
     // checklist: Lightning: MPIEnvironment
     #[test]
-    fn reads_what_hydra_sets() {
+    fn hydras_variables_are_read() {
         let rank = build(&HYDRA, &[]);
         assert_eq!((rank.global_rank, rank.world_size), (1, 2));
         assert_eq!((rank.local_rank, rank.local_world_size, rank.node_rank), (1, 2, 0));
@@ -198,17 +203,17 @@ mod tests {
     }
 
     #[test]
-    fn ranks_of_srun_are_not_those_of_mpirun() {
+    fn ranks_of_srun_are_not_mpirun_ranks() {
         let started = |variables: &[(&str, &str)]| has_started(&with(variables, &[]));
         let step = |rank| [("SLURM_STEP_ID", "0"), ("SLURM_PROCID", rank)];
         // `srun --mpi=pmi2`, `--mpi=pmix`.
         for name in ["PMI_RANK", "PMIX_RANK"] {
             assert!(!started(&[&step("1")[..], &[(name, "1")]].concat()), "{name}");
             assert!(started(&[&step("0")[..], &[(name, "1")]].concat()), "{name}");
-            // A batch script, which is no step, has started mpirun.
+            // A batch script, outside of a step, has started mpirun.
             assert!(started(&[("SLURM_PROCID", "1"), (name, "1")]), "{name}");
         }
-        // A daemon that srun has started is rank 1 of the daemons.
+        // A daemon started by srun is rank 1 of the daemons.
         let daemon = [("OMPI_COMM_WORLD_RANK", "1"), ("PMIX_RANK", "1")];
         assert!(started(&[&step("1")[..], &daemon].concat()));
         assert!(started(&[&step("1")[..], &HYDRA].concat()));

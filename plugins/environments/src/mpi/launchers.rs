@@ -5,14 +5,14 @@ use fulgurite_launch::environment::Variables;
 
 use crate::process::Names;
 
-/// The variables in which a launcher tells a process who it is.
+/// The variables in which a launcher passes a process its ranks.
 pub(super) struct Launcher {
-    /// Whose they are, for messages.
+    /// The launcher's name, for messages.
     pub(super) name: &'static str,
     pub(super) names: Names,
 }
 
-/// The launchers, those first that set the variables of later ones too.
+/// The launchers; a launcher that also sets another's variables comes before it.
 const LAUNCHERS: [Launcher; 4] = [
     Launcher {
         name: "Open MPI",
@@ -52,11 +52,12 @@ const LAUNCHERS: [Launcher; 4] = [
     },
 ];
 
-/// Whether a launcher of MPI has started this process: the last one to start processes, if there were several.
+/// Returns whether an MPI launcher started this process: with nested launchers, the innermost
+/// counts.
 ///
-/// `srun` sets `PMI_RANK` or `PMIX_RANK` too, for MPI programs (`--mpi=pmi2`, `--mpi=pmix`), and then as
-/// `SLURM_PROCID`. Under an `mpirun` in an allocation, which has `srun` start a daemon on each node, `SLURM_PROCID`
-/// is the daemon's.
+/// `srun` also sets `PMI_RANK` or `PMIX_RANK` for MPI programs (`--mpi=pmi2`, `--mpi=pmix`), equal
+/// to `SLURM_PROCID`. An `mpirun` in an allocation has `srun` start a daemon on each node; under
+/// it, `SLURM_PROCID` is the daemon's.
 pub(crate) fn has_started(variables: &Variables) -> bool {
     let never_of_srun = ["OMPI_COMM_WORLD_RANK", "MV2_COMM_WORLD_RANK", "MPI_LOCALRANKID"];
     if never_of_srun.into_iter().any(|name| variables.is_set(name)) {
@@ -68,11 +69,11 @@ pub(crate) fn has_started(variables: &Variables) -> bool {
 }
 
 impl Launcher {
-    /// The one whose variables are set.
+    /// Finds the launcher whose variables are set.
     pub(super) fn find(variables: &Variables) -> Result<&'static Self> {
         let has = |launcher: &&Self| {
             let Names { rank, size, local_rank, .. } = launcher.names;
-            // Those of Hydra and PMI differ in the local rank.
+            // Hydra and other PMI launchers differ in the local rank's variable.
             let is_pmi = rank == "PMI_RANK";
             match is_pmi {
                 true => variables.is_set(rank) && variables.is_set(local_rank),

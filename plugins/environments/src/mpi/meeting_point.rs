@@ -1,5 +1,5 @@
-//! Where the ranks of an MPI job meet. MPI's launchers do not say where rank 0 is, and each tells jobs apart in its
-//! own way.
+//! The store's address, port and job id for an MPI job. MPI launchers do not report rank 0's host,
+//! and each has its own way to identify jobs.
 
 use fulgurite_error::{Error, Result};
 use fulgurite_launch::environment::Variables;
@@ -7,7 +7,7 @@ use fulgurite_launch::environment::Variables;
 use super::launchers::Launcher;
 use crate::main_address::{master_port, port_of};
 
-/// Variables that are the same on all ranks of a job and different between jobs.
+/// Variables that are equal on all ranks of a job and differ between jobs.
 const JOB_IDS: [&str; 7] = [
     "OMPI_MCA_ess_base_jobid", // Open MPI 4
     "PMIX_NAMESPACE",          // Open MPI 5, and everything with PMIx
@@ -26,8 +26,8 @@ pub(super) struct MeetingPoint {
     pub(super) job_id: String,
 }
 
-/// The process that has started the ranks of this host, given the variable with the rank that its own environment
-/// does not have.
+/// Finds the process that started the ranks of this host, given the name of the rank's variable,
+/// which that process lacks.
 pub(super) type FindStarter = dyn Fn(&str) -> Option<u32>;
 
 impl MeetingPoint {
@@ -67,7 +67,7 @@ impl MeetingPoint {
     }
 }
 
-/// How a variable is passed to all ranks.
+/// Returns the option that passes a variable to all ranks.
 fn pass(launcher: &Launcher, name: &str, value: &str) -> String {
     match launcher.name {
         "Open MPI" => format!("`mpirun -x {name}={value}`"),
@@ -76,10 +76,10 @@ fn pass(launcher: &Launcher, name: &str, value: &str) -> String {
     }
 }
 
-/// The host of `mpirun`, which Open MPI tells its ranks, where rank 0 runs there too.
+/// Returns the host of `mpirun`, from Open MPI's variables, if rank 0 runs there too.
 fn launcher_host(variables: &Variables, launcher: &Launcher, rank: usize) -> Result<String> {
     let advice = pass(launcher, "MASTER_ADDR", "HOST");
-    // Open MPI 4: contact addresses of mpirun and of the daemon on this host, which are one on mpirun's.
+    // Open MPI 4: contact addresses of mpirun and of this host's daemon; equal on mpirun's host.
     let orte = variables.get("OMPI_MCA_orte_hnp_uri").and_then(|uri| {
         let is_here = variables.get("OMPI_MCA_orte_local_daemon_uri") == Some(uri);
         Some((first_address(uri)?, is_here))
@@ -104,7 +104,8 @@ fn launcher_host(variables: &Variables, launcher: &Launcher, rank: usize) -> Res
     }
 }
 
-/// The first address of `2035154944.0;tcp://192.0.2.2,198.51.100.2:39835;tcp6://[fd00::2]:49785`.
+/// Returns the first address of
+/// `2035154944.0;tcp://192.0.2.2,198.51.100.2:39835;tcp6://[fd00::2]:49785`.
 fn first_address(uri: &str) -> Option<String> {
     let address = uri.split(';').find_map(|part| part.strip_prefix("tcp://"))?;
     let first = address.split([',', ':']).next()?;

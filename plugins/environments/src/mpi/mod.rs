@@ -1,5 +1,5 @@
-//! The environment of `mpirun` and `mpiexec`. They set no variables that all of them agree on: [`launchers`] knows
-//! those of each.
+//! The environment of `mpirun` and `mpiexec`. Launchers name their variables differently;
+//! [`launchers`] knows the names.
 
 mod environment;
 mod launchers;

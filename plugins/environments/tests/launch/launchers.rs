@@ -1,4 +1,4 @@
-//! Two ranks with the variables of each launcher, which find each other.
+//! Two ranks find each other with each launcher's variables.
 
 use crate::run::{DEVICES, Run};
 use crate::started::{JOB_KEY, free_port, wait};
@@ -12,13 +12,13 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("launchers::bound_ranks_do_not_share_cores", bound_ranks_do_not_share_cores),
 ];
 
-/// Starts two ranks: `variables` with the rank in place of `#`. Each is to know that it is one of two, in
-/// `environment`, with as many ranks a node.
+/// Starts two ranks; `#` in `variables` stands for the rank. Checks that each sees a world of two
+/// in `environment`, with `local_size` ranks a node.
 fn meet(variables: &[(&str, &str)], environment: &str, local_size: usize) -> String {
     meet_in("identity", variables, environment, local_size)
 }
 
-/// As [`meet`], in another part; returns the warnings of both.
+/// Like [`meet`], with another part; returns the warnings of both.
 fn meet_in(part: &str, variables: &[(&str, &str)], environment: &str, local_size: usize) -> String {
     let mut warnings = String::new();
     let start = |rank: usize| {
@@ -99,7 +99,7 @@ fn ranks_of_open_mpi_meet() {
 }
 
 // checklist: Lightning: MPIEnvironment
-/// Address, port and the job's id follow from the process that has started both: this one.
+/// Address, port and job id are derived from the process that started both ranks: this one.
 fn ranks_of_hydra_meet_by_who_started_them() {
     meet(&HYDRA, "mpi", 2);
 }
@@ -113,7 +113,7 @@ const HYDRA: [(&str, &str); 6] = [
     ("MPI_LOCALNRANKS", "2"),
 ];
 
-/// Each rank may use one core, and who has started them more.
+/// Each rank may use one core; the process that started them may use more.
 fn bound_ranks_do_not_share_cores() {
     let cores = std::thread::available_parallelism().unwrap().get();
     let warnings =

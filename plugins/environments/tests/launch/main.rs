@@ -1,7 +1,7 @@
-//! Launching, failing and ending with real processes.
+//! Launches real processes, which fail and end.
 //!
-//! The program that is launched is this one again: with `LAUNCH_TEST_PROGRAM` set it plays that
-//! part instead of running the tests. So it has a `main` as any user's program has.
+//! The launched program is this one again: with `LAUNCH_TEST_PROGRAM` set it plays that part
+//! instead of running the tests. So it has a `main` like any user's program.
 
 mod launchers;
 mod program;

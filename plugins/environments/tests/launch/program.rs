@@ -43,7 +43,7 @@ pub(crate) fn play(part: &str) -> Result<()> {
         let mut left = Command::new("setsid");
         left.args(["sh", "-c", &script]).stdout(Stdio::piped()).stderr(Stdio::null());
         let left = left.spawn().map_err(Error::other)?;
-        // It is in a session of its own once it says so.
+        // Its first line confirms that it has its own session.
         let mut said = String::new();
         BufReader::new(left.stdout.expect("it is piped"))
             .read_line(&mut said)
@@ -76,14 +76,14 @@ pub(crate) fn play(part: &str) -> Result<()> {
                 std::thread::park();
             }
         }
-        // Takes no notice of anything.
+        // Reacts to nothing.
         ("stuck", _) | ("deaf", _) => {
             launched.store.set(&format!("rank {rank} is here"), b"")?;
             loop {
                 std::thread::park();
             }
         }
-        // Another error than "a peer failed", but because of that.
+        // An error other than "a peer failed", but caused by the peer's failure.
         ("symptom", 1) => Err(Error::other("the cause")),
         ("symptom", _) => {
             wait(&launched).expect_err("rank 1 fails");
@@ -114,13 +114,13 @@ pub(crate) fn play(part: &str) -> Result<()> {
             println!("rank {rank} finished its step");
             Err(Error::Interrupted)
         }
-        // The job starts as long as nobody sets the key.
+        // The key is never set, so the job stays in its start phase.
         ("starts", _) => {
             let waited = wait(&launched);
             drop(starting);
             waited
         }
-        // The ranks agree on something else than the signal that they got.
+        // The ranks agree on preemption, whatever signal they received.
         ("agrees", _) => {
             while !interrupt_requested() {
                 std::thread::sleep(Duration::from_millis(5));
@@ -128,8 +128,8 @@ pub(crate) fn play(part: &str) -> Result<()> {
             agree_on(Interruption::Preemption);
             Err(Error::Interrupted)
         }
-        // Ends because of a failure that is not known yet, and is told when the supervisor has seen this
-        // end; or never.
+        // Rank 0 ends because of a failure that is not known yet. Rank 1 reports the failure once
+        // rank 0 is gone, or never.
         ("hears_first" | "hears_nothing", 0) => {
             launched.store.set("rank 0", std::process::id().to_string().as_bytes())?;
             Err(Error::PeerFailed { rank: 1, message: "it left the process group".into() })

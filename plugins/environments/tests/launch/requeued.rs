@@ -1,4 +1,4 @@
-//! Jobs of Slurm that are put back into the queue, by a `scontrol` that notes what it is asked for.
+//! Requeued Slurm jobs, with a `scontrol` that records its calls.
 
 use std::os::unix::fs::PermissionsExt;
 use std::path::PathBuf;
@@ -59,7 +59,7 @@ impl Scontrol {
         Run::start(part, &[&variables[..], more].concat())
     }
 
-    /// Two tasks that `signal` is sent to when they run.
+    /// Starts two tasks and sends them `signal` once they run.
     fn two(&self, part: &str, signal: Signal, more: &[(&str, &str)]) -> [(i32, String); 2] {
         let port = free_port();
         let one = self.task(part, "1", "2", &port, more);

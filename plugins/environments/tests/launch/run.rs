@@ -1,4 +1,4 @@
-//! Running the program, and looking at it.
+//! Runs the program and inspects it.
 
 use std::io::{BufRead, BufReader, Read};
 use std::os::unix::process::ExitStatusExt;
@@ -17,10 +17,10 @@ pub(crate) const DEVICES: &str = "LAUNCH_TEST_DEVICES";
 /// `LaunchOptions::timeout`.
 pub(crate) const TIMEOUT_MS: &str = "LAUNCH_TEST_TIMEOUT_MS";
 
-/// When a test gives up. Nothing is asserted about how long something takes.
+/// Time after which a test gives up. No test asserts a duration.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// Prefixes of variables that could tell the program that it was launched already.
+/// Prefixes of variables that could make the program believe it is already launched.
 const FOREIGN: [&str; 24] = [
     "RANK",
     "WORLD_SIZE",
@@ -56,15 +56,15 @@ pub(crate) struct Run {
     stderr_reader: Option<JoinHandle<()>>,
 }
 
-/// How a program ended.
+/// A program's exit and output.
 pub(crate) struct Ended {
     /// The exit code; 128 + the signal if it was killed.
     pub(crate) code: i32,
     /// The lines of stdout that were not read before.
     pub(crate) stdout: Vec<String>,
-    /// Without the lines below.
+    /// Without the warnings below.
     pub(crate) stderr: String,
-    /// Lines that depend on how many cores there are.
+    /// Lines that depend on the number of cores.
     pub(crate) warnings: String,
 }
 
@@ -100,7 +100,7 @@ impl Run {
         Self { process, lines, stderr: all, stderr_reader: Some(stderr_reader) }
     }
 
-    /// The next `n` lines of stdout as JSON, by rank.
+    /// Reads the next `n` lines of stdout as JSON, sorted by rank.
     pub(crate) fn ranks(&self, n: usize) -> Vec<serde_json::Value> {
         let lines = (0..n).map(|_| self.lines.recv_timeout(PATIENCE).expect("a rank's line"));
         let mut ranks: Vec<serde_json::Value> =
@@ -133,7 +133,7 @@ impl Run {
         String::from_utf8_lossy(&self.stderr.lock().unwrap()).into_owned()
     }
 
-    /// Waits until stderr has this text.
+    /// Waits until stderr contains this text.
     pub(crate) fn until_stderr_has(&self, text: &str) {
         let deadline = Instant::now() + PATIENCE;
         while !self.stderr_so_far().contains(text) {
@@ -151,7 +151,7 @@ impl Run {
             assert!(Instant::now() < deadline, "the program does not end");
             std::thread::sleep(Duration::from_millis(5));
         };
-        // Ends when the last process that holds the pipe has ended.
+        // Ends when the last process that holds the pipe ends.
         self.stderr_reader.take().unwrap().join().unwrap();
         let stderr = self.stderr_so_far();
         let stdout = std::iter::from_fn(|| self.lines.recv_timeout(PATIENCE).ok()).collect();
@@ -178,7 +178,7 @@ pub(crate) fn pid(rank: &serde_json::Value) -> Pid {
 pub(crate) fn gone(rank: &serde_json::Value) {
     let stat = format!("/proc/{}/stat", pid(rank).as_raw_nonzero());
     let deadline = Instant::now() + PATIENCE;
-    // An orphan that nobody waits for stays as a zombie.
+    // An orphan without a waiting parent remains a zombie.
     while std::fs::read_to_string(&stat).is_ok_and(|stat| !stat.contains(") Z ")) {
         assert!(Instant::now() < deadline, "rank {} lives on", rank["rank"]);
         std::thread::sleep(Duration::from_millis(5));

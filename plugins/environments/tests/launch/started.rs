@@ -1,4 +1,4 @@
-//! Ranks that somebody else starts, as `torchrun` does.
+//! Ranks started from outside, as by `torchrun`.
 
 use std::net::TcpListener;
 
@@ -27,10 +27,10 @@ pub(crate) const TESTS: &[(&str, fn())] = &[
     ("started::a_rank_of_a_dead_supervisor_ends", a_rank_of_a_dead_supervisor_ends),
 ];
 
-/// The variable with the secret of a job.
+/// The variable with a job's secret.
 pub(crate) const JOB_KEY: &str = "FULGURITE_JOB_KEY";
 
-/// A port that nobody has at the moment.
+/// Returns a port that is free now.
 pub(crate) fn free_port() -> String {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     listener.local_addr().unwrap().port().to_string()
@@ -55,7 +55,7 @@ fn rank_without_key(part: &str, rank: usize, port: &str, more: &[(&str, &str)]) 
 
 fn start(part: &str) -> [Run; 2] {
     let port = free_port();
-    // The host of the store comes last.
+    // The rank that hosts the store starts last.
     let one = rank(part, 1, &port, &[]);
     [rank(part, 0, &port, &[]), one]
 }
@@ -124,7 +124,7 @@ fn ctrl_c_lets_ranks_finish() {
     let runs = start("interrupt");
     for run in &runs {
         run.ranks(1);
-        // Once from the terminal, once passed on.
+        // Once from the terminal, once forwarded.
         run.signal(Signal::INT);
         run.signal(Signal::INT);
     }
@@ -149,7 +149,7 @@ fn a_signal_ends_the_wait_for_ranks() {
     for rank_number in [0, 1] {
         let run = rank("waits_for_rank_2", rank_number, &free_port(), &[]);
         run.ranks(1);
-        // The handler is set when the process waits.
+        // The process sets the handler when it waits.
         run.until_it_handles(Signal::TERM);
         run.signal(Signal::TERM);
         let ended = run.wait();
@@ -190,7 +190,7 @@ fn a_rank_with_another_key_is_refused() {
     let stranger = rank("identity", 1, &port, &[(JOB_KEY, "another secret of some length")]).wait();
     insta::assert_snapshot!(stranger.stderr.replace(&port, "PORT"), @"error: launch: rank 1, store at localhost:PORT: it is the store of another job, or has another key. If two jobs share the address and port, give one of them another MASTER_PORT; else all ranks must have the same FULGURITE_JOB_KEY (or trainer.job_key_file)");
     assert_eq!(stranger.code, 1);
-    // It has not taken the place of the rank that comes now.
+    // It did not take the place of the rank that arrives now.
     let [zero, one] = wait([zero, rank("identity", 1, &port, &[])]);
     assert_eq!((zero.code, one.code), (0, 0));
 }
@@ -205,9 +205,9 @@ fn rank_0_listens_on_the_main_address() {
     };
     insta::assert_snapshot!(error("192.0.2.1", &[]), @"error: launch: rank 0 cannot host the store on 192.0.2.1:PORT: that is no address of this host. MASTER_ADDR must name the host that rank 0 runs on; if other hosts reach it under an address that is not its own, set FULGURITE_STORE_ADDRESS to one that is");
     insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "all")]), @"error: launch: the environment variable FULGURITE_STORE_ADDRESS is `all`, but should be the IP address that rank 0 listens on, such as 0.0.0.0");
-    // Behind an address that is not its own, rank 0 listens where it is told to.
+    // If the main address is not its own, rank 0 listens where it is told to.
     insta::assert_snapshot!(error("192.0.2.1", &[("FULGURITE_STORE_ADDRESS", "127.0.0.1")]), @"error: rank 0 failed: launch: after 200ms these of 2 ranks have not come: 1. Check that they were started and what they say");
-    // Who listens on one address is not found on another one of the same host.
+    // A rank 0 that listens on one address is not found on another address of the same host.
     let zero = rank("identity", 0, &port, &[("MASTER_ADDR", "127.0.0.2")]);
     let elsewhere =
         rank("identity", 1, &port, &[("MASTER_ADDR", "127.0.0.1"), (TIMEOUT_MS, "200")]);

@@ -107,7 +107,7 @@ fn the_same_error_everywhere() {
     assert_eq!(ended.code, 1);
 }
 
-/// Without the place in the source.
+/// Replaces the source location by `PLACE`.
 fn without_place(stderr: &str) -> String {
     let (before, after) = stderr.split_once(" at ").unwrap();
     let (place, after) = after.split_once(": ").unwrap();
@@ -142,7 +142,7 @@ fn symptoms_are_not_printed() {
     assert_eq!(ended.code, 1);
 }
 
-/// How a job ends whose rank 1 gets a signal; all of its ranks are gone then.
+/// Sends a signal to rank 1. Returns the job's end, after all its ranks are gone.
 fn ended_by(signal: Signal, part: &str, size: usize) -> Ended {
     let run = run(part, &size.to_string());
     let ranks = run.ranks(size);
@@ -181,7 +181,7 @@ fn ctrl_c_lets_ranks_finish() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143)] {
         let run = run("interrupt", "2");
         let ranks = run.ranks(2);
-        // A terminal signals every process, and the supervisor passes it on besides.
+        // A terminal signals every process, and the supervisor also forwards the signal.
         kill_process(pid(&ranks[0]), signal).unwrap();
         run.signal(signal);
         let mut ended = run.wait();
@@ -218,7 +218,7 @@ fn a_second_ctrl_c_kills() {
     let run = run("deaf", "2");
     let ranks = run.ranks(2);
     run.signal(Signal::INT);
-    // Two signals at once are one: the first has been taken notice of.
+    // Two simultaneous signals count as one, so wait until the first was noticed.
     run.until_stderr_has("interrupt again to end them at once");
     run.signal(Signal::INT);
     let ended = run.wait();
@@ -227,10 +227,10 @@ fn a_second_ctrl_c_kills() {
     ranks.iter().for_each(gone);
 }
 
-/// Rank 0 waits for rank 1, which has not come to set its signal handlers.
+/// Rank 0 waits for rank 1, which has not set its signal handlers yet.
 fn a_signal_before_all_have_joined() {
     for (signal, code) in [(Signal::INT, 130), (Signal::TERM, 143), (Signal::USR1, 138)] {
-        // To the supervisor: it passes it on, which ends rank 1.
+        // To the supervisor: it forwards the signal, which ends rank 1.
         let run = run("waits_for_rank_1", "2");
         let ranks = run.ranks(2);
         run.signal(signal);
@@ -241,7 +241,7 @@ fn a_signal_before_all_have_joined() {
         assert_eq!(ended.code, code);
         ranks.iter().for_each(gone);
     }
-    // To one rank alone: the one that has not come, and the one that waits.
+    // To one rank alone: the rank that is missing, then the rank that waits.
     for rank in [1, 0] {
         let run = run("waits_for_rank_1", "2");
         let ranks = run.ranks(2);

@@ -1,4 +1,4 @@
-//! The calls of MLflow's REST interface that are needed.
+//! Client for the calls of MLflow's REST interface that the logger needs.
 
 use std::fmt;
 use std::time::Duration;
@@ -9,19 +9,19 @@ use fulgurite_error::{Error, Result, quoted};
 use serde_json::{Value, json};
 use ureq::Agent;
 
-/// Characters of what a server says that are shown.
+/// Maximum number of characters shown of a server's answer.
 const MAX_SAID: usize = 300;
 
 /// A connection to a server.
 pub(super) struct Client {
     agent: Agent,
     base: String,
-    /// The header `Authorization`; in no message.
+    /// The header `Authorization`; never part of a message.
     authorization: Option<String>,
 }
 
-/// How a server is told who asks, as MLflow's own client takes it from the environment. Has no `Debug`, so that it is
-/// in no message.
+/// Credentials for the server, from the same environment variables as MLflow's own client. Without
+/// `Debug`, so that no message contains them.
 #[derive(Default)]
 pub(super) struct Credentials {
     pub(super) username: Option<String>,
@@ -30,7 +30,7 @@ pub(super) struct Credentials {
 }
 
 impl Credentials {
-    /// Those of the variables `MLFLOW_TRACKING_USERNAME`, `_PASSWORD` and `_TOKEN`.
+    /// Reads the variables `MLFLOW_TRACKING_USERNAME`, `_PASSWORD` and `_TOKEN`.
     pub(super) fn from_environment() -> Self {
         let variable = |name: &str| {
             let value = std::env::var(format!("MLFLOW_TRACKING_{name}")).ok();
@@ -43,7 +43,7 @@ impl Credentials {
         }
     }
 
-    /// The header: user and password go before a token.
+    /// The header; user and password take precedence over a token.
     fn header(&self) -> Option<String> {
         match (&self.username, &self.password, &self.token) {
             (Some(username), Some(password), _) => {
@@ -55,14 +55,13 @@ impl Credentials {
     }
 }
 
-/// Why a call failed.
+/// The reason why a call failed.
 #[derive(Debug)]
 pub(super) struct Failure {
     message: String,
-    /// The error's code in the server's words, such as `RESOURCE_DOES_NOT_EXIST`; `None` if it did not
-    /// answer.
+    /// The server's error code, such as `RESOURCE_DOES_NOT_EXIST`; `None` if it did not answer.
     code: Option<String>,
-    /// Whether it may succeed when it is made again.
+    /// Whether a retry may succeed.
     pub(super) transient: bool,
 }
 
@@ -79,7 +78,7 @@ impl From<Failure> for Error {
 }
 
 impl Client {
-    /// For the server at this address. Nothing is sent yet.
+    /// Creates a client for the server at this address. Sends nothing yet.
     pub(super) fn new(uri: &str, credentials: &Credentials, timeout: Duration) -> Result<Self> {
         let authority = uri.split_once("://").map_or(uri, |(_, rest)| rest).split('/').next();
         if authority.is_some_and(|authority| authority.contains('@')) {
@@ -108,7 +107,8 @@ impl Client {
         let config = Agent::config_builder()
             .timeout_global(Some(timeout))
             .http_status_as_error(false)
-            // An answer from elsewhere is not the server's, and the credentials are not for others.
+            // A redirect's answer is not the server's, and other servers must not get the
+            // credentials.
             .max_redirects(0)
             .max_redirects_will_error(false)
             .user_agent("fulgurite");
@@ -120,8 +120,8 @@ impl Client {
         })
     }
 
-    /// Makes a call: a GET with a query, or a POST with a body. Anything but status 200 with a JSON object is a failure,
-    /// such as a proxy's page that asks for a password.
+    /// Makes a call: a GET with a query, or a POST with a body. Any answer other than status 200
+    /// with a JSON object is a failure, such as a proxy's login page.
     fn call(
         &self,
         path: &str,
@@ -174,7 +174,8 @@ impl Client {
         })
     }
 
-    /// The experiment of this name, which is made if it is not there.
+    /// Returns the id of the experiment with this name; creates the experiment if it does not
+    /// exist.
     pub(super) fn experiment(&self, name: &str) -> Result<String, Failure> {
         let get = || self.call("experiments/get-by-name", &[("experiment_name", name)], None);
         let is = |failure: &Failure, code: &str| failure.code.as_deref() == Some(code);
@@ -182,7 +183,7 @@ impl Client {
             Err(failure) if is(&failure, "RESOURCE_DOES_NOT_EXIST") => {
                 match self.call("experiments/create", &[], Some(&json!({ "name": name }))) {
                     Ok(made) => return text(&made, "experiment_id"),
-                    // Another run was faster.
+                    // Another run created it first.
                     Err(failure) if is(&failure, "RESOURCE_ALREADY_EXISTS") => get()?,
                     Err(failure) => return Err(failure),
                 }
@@ -192,7 +193,7 @@ impl Client {
         text(&found["experiment"], "experiment_id")
     }
 
-    /// Makes a run; its id.
+    /// Creates a run and returns its id.
     pub(super) fn create_run(
         &self,
         experiment: &str,
@@ -207,7 +208,7 @@ impl Client {
         text(&made["run"]["info"], "run_id")
     }
 
-    /// Says that a run goes on.
+    /// Marks a run as running again.
     pub(super) fn resume_run(&self, run: &str) -> Result<(), Failure> {
         let body = json!({ "run_id": run, "status": "RUNNING" });
         self.call("runs/update", &[], Some(&body)).map(drop)
@@ -225,7 +226,7 @@ impl Client {
     }
 }
 
-/// A text in an answer.
+/// Reads a string from an answer.
 fn text(answer: &Value, key: &str) -> Result<String, Failure> {
     answer[key].as_str().map(str::to_owned).ok_or_else(|| Failure {
         message: format!(
@@ -241,7 +242,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn who_asks_is_said_as_mlflow_says_it() {
+    fn credentials_match_mlflows_header() {
         let header = |username: &str, password: &str, token: &str| {
             let some = |text: &str| Some(text.to_owned()).filter(|text| !text.is_empty());
             let [username, password, token] = [username, password, token].map(some);
@@ -255,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn a_password_in_the_address_is_refused_and_not_repeated() {
+    fn password_in_the_address_is_refused() {
         let uri = "http://Aladdin:sesame@127.0.0.1:5000";
         let client = Client::new(uri, &Credentials::default(), Duration::from_secs(1));
         let error = client.err().unwrap().to_string();

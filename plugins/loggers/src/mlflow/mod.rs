@@ -1,6 +1,7 @@
 //! The logger `mlflow`: a run on an MLflow server, over its REST interface.
 //!
-//! Training never waits for the server: [`queue`] holds what is logged, and a thread sends it in batches.
+//! Training never waits for the server: [`queue`] holds the logged values, and a thread sends them
+//! in batches.
 
 mod client;
 mod queue;
@@ -17,38 +18,39 @@ use toml::{Table, Value};
 use self::client::{Client, Credentials};
 use self::queue::{Item, Queue};
 
-/// What happens when the server cannot be reached for a while.
+/// The reaction to a server that cannot be reached for a while.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum OnError {
-    /// A warning; what could not be sent is missing on the server.
+    /// A warning; the values that could not be sent are missing on the server.
     #[default]
     Warn,
     /// The run ends.
     Error,
 }
 
-/// `trainer.loggers = [{ type = "mlflow", tracking_uri = "http://127.0.0.1:5000" }]`: metrics, and the
-/// configuration as parameters, on an MLflow server. The newest checkpoint is a tag. Who asks is taken from
-/// the variables `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`, or `MLFLOW_TRACKING_TOKEN`.
+/// `trainer.loggers = [{ type = "mlflow", tracking_uri = "http://127.0.0.1:5000" }]`: metrics, and
+/// the configuration as parameters, on an MLflow server. The newest checkpoint is a tag. The
+/// credentials come from the variables `MLFLOW_TRACKING_USERNAME` and `MLFLOW_TRACKING_PASSWORD`,
+/// or `MLFLOW_TRACKING_TOKEN`.
 #[derive(Debug, Clone, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct MlflowConfig {
-    /// The server; by default that of the variable `MLFLOW_TRACKING_URI`.
+    /// The server; by default the variable `MLFLOW_TRACKING_URI`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tracking_uri: Option<String>,
-    /// The experiment, which is made if it is not there.
+    /// The experiment; created if it does not exist.
     pub experiment_name: String,
-    /// The run's name; by default that of its directory.
+    /// The run's name; by default the name of its directory.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run_name: Option<String>,
-    /// A run to go on with. It keeps its parameters and name.
+    /// An existing run to continue. It keeps its parameters and name.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub run_id: Option<String>,
     /// Tags of the run.
     pub tags: BTreeMap<String, String>,
-    /// What happens when the server cannot be reached in the course of training. At its beginning that
-    /// is an error.
+    /// The reaction to a server that cannot be reached during training. At the start of the run
+    /// this is always an error.
     pub on_error: OnError,
 }
 
@@ -98,18 +100,18 @@ fulgurite_config::register_logger!(
     "{ type = \"mlflow\", tracking_uri = \"http://127.0.0.1:5000\", experiment_name = \"llama\" }"
 );
 
-/// How long the server is waited for.
+/// Timeouts and retries for the server.
 #[derive(Debug, Clone, Copy)]
 struct Patience {
-    /// For the answer to one request.
+    /// Timeout for the answer to one request.
     request: Duration,
-    /// Between attempts; each pause is twice the one before it.
+    /// Pause between attempts; doubles after each attempt.
     pause: Duration,
-    /// Attempts of a request.
+    /// Attempts per request.
     attempts: u32,
-    /// For everything that is left at the end of a run.
+    /// Timeout for sending the rest at the end of a run.
     end: Duration,
-    /// How long calls that fail are made again then.
+    /// Time at the end of a run during which failed calls are retried.
     retry_at_end: Duration,
 }
 
@@ -125,17 +127,17 @@ impl Default for Patience {
     }
 }
 
-/// The length of a parameter's value that MLflow stores.
+/// Maximum length of a parameter's value in MLflow.
 const MAX_VALUE: usize = 6000;
 
 struct MlflowLogger {
     queue: Queue,
-    /// Whether the run was there before, with parameters, which cannot be changed.
+    /// Whether the run existed before; its parameters cannot be changed.
     continues: bool,
 }
 
 impl MlflowLogger {
-    /// Makes the run on the server.
+    /// Creates or resumes the run on the server.
     fn start(config: &MlflowConfig, dir: &Path, patience: Patience) -> Result<Self> {
         let uri = config.server()?;
         let client = Client::new(&uri, &Credentials::from_environment(), patience.request)?;
@@ -185,7 +187,7 @@ impl Logger for MlflowLogger {
         self.queue.put(Item::Tag { key: "fulgurite.checkpoint".to_owned(), value })
     }
 
-    /// Does nothing: what is logged is under way, and nobody waits for it.
+    /// Does nothing: the queue's thread sends the logged values.
     fn save(&mut self) -> Result<()> {
         Ok(())
     }
@@ -205,13 +207,13 @@ fn milliseconds() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_millis() as u64)
 }
 
-/// A name in the characters that MLflow takes.
+/// Replaces characters that MLflow does not allow in names, and shortens the name.
 fn key(name: &str) -> String {
     let fits = |c: char| c.is_alphanumeric() || "_-. :/".contains(c);
     name.chars().map(|c| if fits(c) { c } else { '_' }).take(250).collect()
 }
 
-/// The values of a table as parameters, by dotted name.
+/// Flattens a table into parameters with dotted names.
 fn flatten(prefix: &str, table: &Table, flat: &mut Vec<(String, String)>) {
     for (name, value) in table {
         let name = format!("{prefix}{name}");

@@ -1,4 +1,4 @@
-//! What is logged, on its way to the server.
+//! The queue of logged values for the server.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{Receiver, RecvTimeoutError, SyncSender, TrySendError, sync_channel};
@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use super::client::{Client, Failure};
 use super::{OnError, Patience};
 
-/// Something to be logged.
+/// A value to be logged.
 #[derive(Debug)]
 pub(super) enum Item {
     Metric {
@@ -35,14 +35,14 @@ pub(super) enum Item {
     },
 }
 
-/// Items that may wait; further ones are left out.
+/// Maximum number of waiting items; further items are dropped.
 const CAPACITY: usize = 20_000;
-/// What MLflow takes in one call.
+/// MLflow's limits for one call.
 const MAX_METRICS: usize = 1000;
 const MAX_OTHERS: usize = 100;
 
-/// A bounded queue, which a thread of its own empties. Nobody waits for it but the end of a run, and that not
-/// for long.
+/// A bounded queue, emptied by its own thread. Only the end of a run waits for it, and not for
+/// long.
 pub(super) struct Queue {
     sender: Option<SyncSender<Item>>,
     done: Receiver<()>,
@@ -53,12 +53,12 @@ pub(super) struct Queue {
 
 #[derive(Default)]
 struct Shared {
-    /// Items that were to be sent, and those that the server has got.
+    /// Items to be sent, and items that the server has received.
     logged: AtomicU64,
     taken: AtomicU64,
     /// The first failure.
     failure: Mutex<Option<String>>,
-    /// Until when calls are made again, once the run is at its end.
+    /// Deadline for retries, set at the end of the run.
     end: Mutex<Option<Instant>>,
     ends: Condvar,
 }
@@ -76,13 +76,13 @@ impl Shared {
         self.failure.lock().expect("no panic while noting").clone()
     }
 
-    /// Says that the run is at its end: calls are made again until `end`.
+    /// Marks the run as ended: calls are retried until `end`.
     fn end(&self, end: Instant) {
         *self.end.lock().expect("no panic while noting") = Some(end);
         self.ends.notify_all();
     }
 
-    /// Waits before a call is made again. False if there is no time for that.
+    /// Waits before a retry. Returns false if there is not enough time left.
     fn pause(&self, pause: Duration) -> bool {
         let until = Instant::now() + pause;
         let mut end = self.end.lock().expect("no panic while noting");
@@ -101,7 +101,7 @@ impl Shared {
 }
 
 impl Queue {
-    /// Starts the thread that sends.
+    /// Starts the sending thread.
     pub(super) fn start(
         client: Client,
         run_id: String,
@@ -116,17 +116,17 @@ impl Queue {
             .name("mlflow".to_owned())
             .spawn(move || {
                 worker.run(&items);
-                // Nobody may wait for it any more.
+                // The receiver may be gone.
                 let _ = finished.send(());
             })
             .map_err(|error| Error::other(format!("starting the thread of mlflow: {error}")))?;
         Ok(Self { sender: Some(sender), done, shared, on_error, patience })
     }
 
-    /// Puts something in, at once.
+    /// Enqueues an item without waiting.
     ///
     /// # Errors
-    /// If something could not be sent before and that is to end the run.
+    /// If an earlier item could not be sent and failures end the run.
     pub(super) fn put(&self, item: Item) -> Result<()> {
         self.check()?;
         let Some(sender) = &self.sender else { return Ok(()) };
@@ -151,10 +151,11 @@ impl Queue {
         }
     }
 
-    /// Ends the run on the server, and waits until it has everything, but not for long.
+    /// Ends the run on the server. Waits until the server has received everything, but not for
+    /// long.
     ///
     /// # Errors
-    /// If something could not be sent and that is an error.
+    /// If something could not be sent and failures are errors.
     pub(super) fn finish(&mut self, status: &'static str, time: u64) -> Result<()> {
         let Some(sender) = self.sender.take() else { return Ok(()) };
         let until = Instant::now() + self.patience.end;
@@ -182,7 +183,7 @@ impl Queue {
         self.check()
     }
 
-    /// How many values the server has not got, and how many were logged.
+    /// Returns how many values the server has not received, and how many were logged.
     pub(super) fn missing(&self) -> (u64, u64) {
         let taken = self.shared.taken.load(Ordering::Relaxed);
         let logged = self.shared.logged.load(Ordering::Relaxed);
@@ -190,7 +191,7 @@ impl Queue {
     }
 }
 
-/// What sends.
+/// The sending thread's state.
 struct Worker {
     client: Client,
     run_id: String,
@@ -198,7 +199,7 @@ struct Worker {
     shared: Arc<Shared>,
 }
 
-/// What goes into one call.
+/// The content of one call.
 #[derive(Default)]
 struct Batch {
     metrics: Vec<Value>,
@@ -220,7 +221,7 @@ impl Batch {
 
 impl Worker {
     fn run(&self, items: &Receiver<Item>) {
-        // Everything that has come since the last call goes into the next.
+        // Everything logged since the last call goes into the next call.
         while let Ok(first) = items.recv() {
             let mut batch = Batch::default();
             let mut end = None;
@@ -269,8 +270,8 @@ impl Worker {
         }
     }
 
-    /// Makes a call, again if it may succeed then. Once something was lost the server has no more than one
-    /// attempt, so that a queue behind a dead one empties.
+    /// Makes a call and retries transient failures. After a loss there is only one attempt, so that
+    /// the queue empties although the server does not respond.
     fn attempt(&self, call: impl Fn() -> Result<(), Failure>) -> Result<(), Failure> {
         let mut pause = self.patience.pause;
         let attempts = if self.shared.failure().is_some() { 1 } else { self.patience.attempts };
@@ -290,7 +291,7 @@ impl Worker {
     }
 }
 
-/// A number in JSON; what is not finite in the words of Protocol Buffers.
+/// Encodes a number in JSON; non-finite values as in the JSON of Protocol Buffers.
 fn number(value: f64) -> Value {
     match value {
         value if value.is_nan() => json!("NaN"),

@@ -1,4 +1,4 @@
-//! A server in this process, which answers as MLflow does.
+//! Tests against a server in this process that answers as MLflow does.
 
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{TcpListener, TcpStream};
@@ -16,20 +16,20 @@ const QUICK: Patience = Patience {
     retry_at_end: Duration::from_secs(20),
 };
 
-/// A request: what it calls, and its body.
+/// A request: its path and body.
 type Request = (String, Json);
 
-/// What answers a request: status and body.
+/// Answers a request with status and body.
 type Answer = Box<dyn FnMut(&str, &Json) -> (u16, Json) + Send>;
 
-/// Starts a server; its address, and what it was asked.
+/// Starts a server; returns its address and the received requests.
 fn serve(mut answer: Answer) -> (String, Receiver<Request>) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     let (sender, requests) = channel();
     std::thread::spawn(move || {
         for stream in listener.incoming() {
-            // One connection after another, until the client leaves it.
+            // Serves one connection at a time, until the client closes it.
             let _ = converse(stream.unwrap(), &sender, &mut answer);
         }
     });
@@ -75,7 +75,7 @@ fn converse(
     }
 }
 
-/// The answers of a server that has no experiment yet.
+/// The answers of a server on which the experiment does not exist yet.
 fn usual(path: &str) -> (u16, Json) {
     match path.split('?').next().unwrap() {
         "experiments/get-by-name" => {
@@ -152,7 +152,7 @@ fn a_run_is_made_filled_and_ended() {
 }
 
 #[test]
-fn what_fails_for_a_moment_is_sent_again() {
+fn transient_failures_are_retried() {
     let mut refused = 0;
     let (uri, requests) = serve(Box::new(move |path, _| {
         if path == "runs/log-batch" && refused < 2 {
@@ -169,7 +169,7 @@ fn what_fails_for_a_moment_is_sent_again() {
 }
 
 #[test]
-fn a_server_that_stops_answering_ends_a_run_only_if_it_is_to() {
+fn on_error_decides_if_a_dead_server_ends_a_run() {
     for on_error in [OnError::Warn, OnError::Error] {
         let (uri, _requests) = serve(Box::new(|path, _| match path {
             "runs/log-batch" => (500, json!({ "error_code": "INTERNAL_ERROR", "message": "disk" })),
@@ -188,7 +188,7 @@ fn a_server_that_stops_answering_ends_a_run_only_if_it_is_to() {
     }
 }
 
-/// The failure of a run on a server that answers so to what is logged.
+/// Returns the failure of a run whose server answers log calls with `status` and `said`.
 fn failure_of(status: u16, said: Json) -> String {
     let (uri, _requests) = serve(Box::new(move |path, _| match path {
         "runs/log-batch" => (status, said.clone()),
@@ -200,7 +200,7 @@ fn failure_of(status: u16, said: Json) -> String {
 }
 
 #[test]
-fn only_the_answer_of_the_interface_counts_as_delivered() {
+fn only_an_api_answer_counts_as_delivered() {
     let page = json!("<html>please log in</html>");
     insta::assert_snapshot!(failure_of(200, page.clone()), @r#"MLflow at SERVER: runs/log-batch: status 200: this is not an answer of MLflow's interface: "\"<html>please log in</html>\"""#);
     insta::assert_snapshot!(failure_of(201, json!({})), @r#"MLflow at SERVER: runs/log-batch: status 201: "{}""#);
@@ -230,17 +230,17 @@ fn the_end_of_a_run_does_not_wait_for_retries() {
 }
 
 #[test]
-fn training_does_not_wait_for_a_server_that_hangs() {
+fn training_does_not_wait_for_a_hung_server() {
     let (release, released) = channel::<()>();
     let (uri, _requests) = serve(Box::new(move |path, _| {
         if path == "runs/log-batch" {
-            // Until the test lets go.
+            // Blocks until the test ends.
             let _ = released.recv();
         }
         usual(path)
     }));
     let mut logger = start(&uri, OnError::Warn).unwrap();
-    // More than the queue holds: each returns while the server does not.
+    // More than the queue holds: each call returns although the server does not.
     for step in 0..30_000 {
         logger.log_metrics(&metrics(&[("x", 1.0)]), step).unwrap();
     }
@@ -249,7 +249,7 @@ fn training_does_not_wait_for_a_server_that_hangs() {
 }
 
 #[test]
-fn the_end_does_not_wait_long_for_a_server_that_hangs() {
+fn the_end_gives_up_on_a_hung_server() {
     let (_hold, held) = channel::<()>();
     let (uri, _requests) = serve(Box::new(move |path, _| {
         if path == "runs/log-batch" {
@@ -270,7 +270,7 @@ fn the_end_does_not_wait_long_for_a_server_that_hangs() {
 }
 
 #[test]
-fn a_run_that_goes_on_keeps_its_parameters() {
+fn a_continued_run_keeps_its_parameters() {
     let (uri, requests) = serve(Box::new(|path, _| usual(path)));
     let config = MlflowConfig {
         tracking_uri: Some(uri),
@@ -293,7 +293,7 @@ fn a_run_that_goes_on_keeps_its_parameters() {
 fn a_wrong_address_is_found_at_the_start() {
     let error = |uri: &str| start(uri, OnError::Warn).err().unwrap().to_string();
     insta::assert_snapshot!(error("localhost:5000"), @r#"`trainer.loggers`: mlflow's `tracking_uri` "localhost:5000": expected the address of a server, such as http://127.0.0.1:5000"#);
-    // Nobody listens on a port that was given back.
+    // A port without a listener.
     let closed = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
     let refused = error(&format!("http://{closed}")).replace(&closed.to_string(), "ADDRESS");
     assert!(refused.starts_with("MLflow at http://ADDRESS: "), "{refused}");

@@ -1,5 +1,5 @@
-//! The messages of event files: `tensorflow.Event` and what it holds, and those of the plugins `text`
-//! and `hparams`.
+//! Messages of event files: `tensorflow.Event` and its content, and the messages of the plugins
+//! `text` and `hparams`.
 
 use fulgurite_trainer::trainer::{Histogram, RunStatus};
 use toml::{Table, Value};
@@ -20,7 +20,8 @@ pub(super) fn version(time: f64) -> Vec<u8> {
     event(time, 0).bytes(3, b"brain.Event:2").into_bytes()
 }
 
-/// The beginning of a session at `step`: what an earlier one has logged of `step` and later is void.
+/// The start of a session at `step`: invalidates what an earlier session logged for `step` and
+/// later.
 pub(super) fn session(time: f64, step: u64) -> Vec<u8> {
     const START: u64 = 1;
     event(time, step).message(7, Message::new().int(1, START)).into_bytes()
@@ -49,7 +50,7 @@ pub(super) fn text(tag: &str, text: &str) -> Message {
 pub(super) fn histogram(tag: &str, histogram: &Histogram) -> Message {
     let (mut limits, mut counts) = (Vec::new(), Vec::new());
     for bucket in histogram.buckets() {
-        // A bucket begins where the one before it ends.
+        // A bucket starts where the previous bucket ends.
         if limits.last().is_some_and(|&end| end < bucket.left) {
             limits.push(bucket.left);
             counts.push(0.0);
@@ -68,7 +69,7 @@ pub(super) fn histogram(tag: &str, histogram: &Histogram) -> Message {
     tagged(tag).message(5, proto)
 }
 
-/// The beginning of a session of the plugin `hparams`, with the hyper-parameters by dotted name.
+/// The start of a session of the plugin `hparams`, with the hyper-parameters by dotted name.
 pub(super) fn session_start(time: f64, params: &Table) -> Message {
     let mut flat = Vec::new();
     flatten("", params, &mut flat);
@@ -83,14 +84,14 @@ pub(super) fn session_end(time: f64, status: RunStatus) -> Message {
     let status = match status {
         RunStatus::Success => 1,
         RunStatus::Failed => 2,
-        // There is no word for what was interrupted.
+        // The plugin has a status for success and failure only.
         RunStatus::Interrupted => 0,
     };
     let end = Message::new().int(1, status).double(2, time);
     hparams("_hparams_/session_end_info", Message::new().message(4, end))
 }
 
-/// A value of the plugin `hparams`: an empty tensor, with the content in its metadata.
+/// A value of the plugin `hparams`: an empty tensor with the content in its metadata.
 fn hparams(tag: &str, content: Message) -> Message {
     let empty = Message::new().int(1, DT_FLOAT).message(2, shape(0));
     tagged(tag).message(8, empty).message(9, plugin("hparams", content))
@@ -104,7 +105,7 @@ fn plugin(name: &str, content: Message) -> Message {
     Message::new().message(1, Message::new().bytes(1, name.as_bytes()).message(2, content))
 }
 
-/// The values of a table as `google.protobuf.Value`s. A list is a string.
+/// The values of a table as `google.protobuf.Value`s. A list becomes a string.
 fn flatten(prefix: &str, table: &Table, flat: &mut Vec<(String, Message)>) {
     for (key, value) in table {
         let name = format!("{prefix}{key}");

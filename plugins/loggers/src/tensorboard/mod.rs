@@ -1,7 +1,7 @@
-//! The logger `tensorboard`: event files that TensorBoard shows.
+//! The logger `tensorboard`: event files for TensorBoard.
 //!
-//! Written here, without TensorFlow: [`record`] frames, [`event`] makes messages, [`protobuf`] encodes
-//! them.
+//! Implemented without TensorFlow: [`record`] frames, [`event`] builds messages, [`protobuf`]
+//! encodes them.
 
 mod event;
 mod protobuf;
@@ -20,14 +20,14 @@ use serde::{Deserialize, Serialize};
 use self::protobuf::Message;
 
 /// `trainer.loggers = ["tensorboard"]`: an event file in the run's directory, with scalars, texts,
-/// histograms, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs` shows
-/// every run below it, also while it goes on: each event is written at once and whole.
+/// histograms, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs`
+/// shows every run below that directory, also while it runs: each event is written at once and
+/// whole.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct TensorboardConfig {
-    /// The directory of the event file; by default the run's. A resumed run that writes to the
-    /// directory of the one before it goes on with its curves: what was logged after the checkpoint is
-    /// void.
+    /// The directory of the event file; by default the run's. A resumed run with the same directory
+    /// continues the curves of the previous run: values logged after the checkpoint are void.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub dir: Option<PathBuf>,
 }
@@ -52,7 +52,7 @@ struct TensorboardLogger {
 }
 
 impl TensorboardLogger {
-    /// Begins an event file in `dir`, which is made if it is not there.
+    /// Opens a new event file in `dir`; creates the directory if it does not exist.
     fn open(dir: &Path) -> Result<Self> {
         std::fs::create_dir_all(dir).map_err(Error::io("creating the directory", dir))?;
         let prefix = "events.out.tfevents.";
@@ -74,18 +74,18 @@ impl TensorboardLogger {
         }
     }
 
-    /// Writes values of a step.
+    /// Writes the values of a step.
     fn log(&mut self, step: u64, values: impl IntoIterator<Item = Message>) -> Result<()> {
         self.write(&event::summary(now(), step, values))
     }
 
-    /// Writes one event, in one call, so that readers see whole ones.
+    /// Writes an event in one call, so that readers see whole events.
     fn write(&mut self, event: &[u8]) -> Result<()> {
         self.file.write_all(&record::frame(event)).map_err(Error::io("writing the log", &self.path))
     }
 }
 
-/// The time in the name of the newest event file in a directory.
+/// The time in the name of a directory's newest event file.
 fn newest(dir: &Path, prefix: &str) -> Option<u64> {
     let names = std::fs::read_dir(dir).ok()?.flatten().map(|entry| entry.file_name());
     let time = |name: std::ffi::OsString| {
@@ -129,8 +129,8 @@ impl Logger for TensorboardLogger {
         self.log(step, [event::histogram(name, histogram)])
     }
 
-    /// TensorBoard leaves out what other files of the directory have of later steps, unless this is the
-    /// first event of its kind there.
+    /// Writes a session start. TensorBoard then drops later steps in other files of the directory,
+    /// unless this is the first session start there.
     fn begin_training(&mut self, step: u64) -> Result<()> {
         self.write(&event::session(now(), step + 1))
     }
@@ -151,7 +151,7 @@ fn now() -> f64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0.0, |since| since.as_secs_f64())
 }
 
-/// The host's name, as far as it fits into a file's.
+/// The host's name, limited to 64 characters that are safe in a file name.
 fn host_name() -> String {
     let name = std::fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
     let fits = |c: &char| c.is_ascii_alphanumeric() || *c == '-';

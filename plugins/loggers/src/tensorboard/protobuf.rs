@@ -1,10 +1,10 @@
-//! Messages in the encoding of Protocol Buffers, field by field. There are few of them, and none is read.
+//! Encodes messages of Protocol Buffers, field by field. Nothing is decoded.
 
 /// A message under construction. Fields are written in the order of the calls.
 #[derive(Debug, Default)]
 pub(super) struct Message(Vec<u8>);
 
-/// How a field's value is written.
+/// Wire types: the encodings of a field's value.
 #[derive(Clone, Copy)]
 enum Wire {
     Varint = 0,
@@ -30,7 +30,7 @@ impl Message {
         self.varint(u64::from(field << 3 | wire as u32));
     }
 
-    /// An integer, a boolean or a value of an enumeration.
+    /// Adds an integer, a boolean or an enum value.
     pub(super) fn int(mut self, field: u32, value: u64) -> Self {
         self.key(field, Wire::Varint);
         self.varint(value);
@@ -49,7 +49,7 @@ impl Message {
         self
     }
 
-    /// A string or bytes.
+    /// Adds a string or bytes.
     pub(super) fn bytes(mut self, field: u32, value: &[u8]) -> Self {
         self.key(field, Wire::Bytes);
         self.varint(value.len() as u64);
@@ -61,7 +61,7 @@ impl Message {
         self.bytes(field, &value.0)
     }
 
-    /// A repeated field, packed.
+    /// Adds a packed repeated field.
     pub(super) fn doubles(self, field: u32, values: &[f64]) -> Self {
         let bytes: Vec<u8> = values.iter().flat_map(|value| value.to_le_bytes()).collect();
         self.bytes(field, &bytes)

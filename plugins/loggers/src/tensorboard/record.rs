@@ -1,6 +1,6 @@
 //! The framing of TFRecord files: length, its checksum, data, its checksum.
 
-/// The table of CRC-32C (Castagnoli), reflected.
+/// The lookup table of CRC-32C (Castagnoli), reflected.
 const TABLE: [u32; 256] = {
     let mut table = [0; 256];
     let mut i = 0;
@@ -21,12 +21,12 @@ fn crc32c(data: &[u8]) -> u32 {
     !data.iter().fold(!0, step)
 }
 
-/// The checksum that a record has: of data that may hold checksums itself.
+/// The masked checksum of a record, safe for data that contains checksums itself.
 pub(super) fn masked_crc32c(data: &[u8]) -> u32 {
     crc32c(data).rotate_right(15).wrapping_add(0xA282_EAD8)
 }
 
-/// The record of `data`.
+/// Frames `data` as a record.
 pub(super) fn frame(data: &[u8]) -> Vec<u8> {
     let len = (data.len() as u64).to_le_bytes();
     let mut record = Vec::with_capacity(data.len() + 16);
@@ -42,7 +42,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn checksums_are_those_of_the_standard() {
+    fn checksums_match_the_standard() {
         // RFC 3720, B.4, and the check value of the algorithm.
         assert_eq!(crc32c(b"123456789"), 0xE306_9283);
         assert_eq!(crc32c(&[0; 32]), 0x8A91_36AA);
@@ -52,7 +52,7 @@ mod tests {
     }
 
     #[test]
-    fn a_record_is_what_tensorflow_writes() {
+    fn records_match_tensorflow() {
         // The record of the event `file_version: "brain.Event:2"` at time 0.
         let record = frame(b"\x1a\x0dbrain.Event:2");
         assert_eq!(record.len(), 8 + 4 + 15 + 4);

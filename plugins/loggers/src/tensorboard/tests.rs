@@ -1,4 +1,4 @@
-//! What is written is read back, frame by frame and field by field.
+//! Tests that read event files back, frame by frame and field by field.
 
 use super::*;
 
@@ -82,8 +82,8 @@ impl Fields {
     }
 }
 
-/// The events of a file, whose lengths and checksums are checked. What a killed run left at the end is
-/// left out, as TensorBoard does.
+/// Reads a file's events and checks their lengths and checksums. Ignores the partial record that a
+/// killed run left at the end, as TensorBoard does.
 fn read(path: &Path) -> Vec<Fields> {
     let bytes = std::fs::read(path).unwrap();
     let mut rest = bytes.as_slice();
@@ -114,7 +114,7 @@ fn metrics(pairs: &[(&str, f64)]) -> BTreeMap<String, f64> {
     pairs.iter().map(|&(name, value)| (name.to_owned(), value)).collect()
 }
 
-/// The values of an event of a summary.
+/// The values of a summary event.
 fn values(event: &Fields) -> Vec<Fields> {
     let summary = event.message(5);
     let all = summary.all(1).map(|value| match value {
@@ -146,7 +146,7 @@ fn scalars_are_one_event_a_step() {
 }
 
 #[test]
-fn texts_and_histograms_have_the_layout_of_their_plugins() {
+fn texts_and_histograms_match_their_plugins() {
     let dir = tempfile::tempdir().unwrap();
     let mut logger = TensorboardConfig::default().build(dir.path()).unwrap();
     logger.log_text("sample", "# Once\nü", 4).unwrap();
@@ -166,7 +166,7 @@ fn texts_and_histograms_have_the_layout_of_their_plugins() {
     assert!(limits.is_sorted_by(|a, b| a < b), "{limits:?}");
     assert_eq!(limits.len(), counts.len());
     assert_eq!(counts.iter().sum::<f64>(), 5.0);
-    // The bucket of 2 goes from below 2 to above it.
+    // The bucket of 2 extends from below 2 to above it.
     let bucket = limits.iter().position(|&limit| limit >= 2.0).unwrap();
     assert!(limits[bucket - 1] < 2.0 && limits[bucket - 1] > 1.7 && counts[bucket] > 0.0);
 }
@@ -199,7 +199,7 @@ fn the_configuration_is_the_session_of_a_run() {
 }
 
 #[test]
-fn a_resumed_run_goes_on_in_a_new_file() {
+fn a_resumed_run_writes_a_new_file() {
     let dir = tempfile::tempdir().unwrap();
     let config = TensorboardConfig { dir: Some(dir.path().join("tb/one")) };
     let run = tempfile::tempdir().unwrap();
@@ -222,7 +222,7 @@ fn a_resumed_run_goes_on_in_a_new_file() {
 }
 
 #[test]
-fn what_a_killed_run_has_written_is_readable() {
+fn files_of_a_killed_run_are_readable() {
     let dir = tempfile::tempdir().unwrap();
     let mut logger = TensorboardConfig::default().build(dir.path()).unwrap();
     logger.log_metrics(&metrics(&[("x", 1.0)]), 1).unwrap();
@@ -235,7 +235,7 @@ fn what_a_killed_run_has_written_is_readable() {
     }
 }
 
-/// TensorBoard reads files by name, and the clock may have been ahead in the run that is resumed.
+/// TensorBoard reads files by name, and the resumed run's clock may have been ahead.
 #[test]
 fn a_later_file_has_a_later_name() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,4 +1,4 @@
-//! The loggers against the programs that read what they write.
+//! Tests of the loggers against the programs that read their output.
 
 mod mlflow;
 mod tensorboard;

@@ -1,8 +1,9 @@
-//! MLflow itself takes what is logged. Needs a Python with it:
+//! Tests against a real MLflow server. Needs a Python with MLflow:
 //!
 //! ```sh
 //! python3 -m venv /tmp/mlflow && /tmp/mlflow/bin/pip install mlflow
-//! FULGURITE_PYTHON=/tmp/mlflow/bin/python cargo test -p fulgurite-loggers --test it mlflow:: -- --ignored
+//! FULGURITE_PYTHON=/tmp/mlflow/bin/python cargo test -p fulgurite-loggers \
+//!     --test it mlflow:: -- --ignored
 //! ```
 
 use std::collections::BTreeMap;
@@ -14,7 +15,7 @@ use std::process::{Child, Command, Stdio};
 use fulgurite_core::trainer::{LoggerConfig as _, RunStatus};
 use fulgurite_loggers::{MlflowConfig, OnError};
 
-/// A server, which ends with its processes when this is dropped.
+/// A server; ends with its processes on drop.
 struct Server {
     process: Child,
     uri: String,
@@ -66,7 +67,7 @@ fn mlflow_shows_what_was_logged() {
         on_error: OnError::Error,
         ..MlflowConfig::default()
     };
-    // The second run finds the experiment of the first.
+    // The second run finds the first run's experiment.
     for status in [RunStatus::Failed, RunStatus::Success] {
         let mut logger = config.build(&dir.path().join("version_4")).unwrap();
         let params = toml::toml! { seed = 7

@@ -1,8 +1,9 @@
-//! TensorBoard itself reads the event files. Needs a Python with it:
+//! Tests against the real TensorBoard. Needs a Python with TensorBoard:
 //!
 //! ```sh
 //! python3 -m venv /tmp/tb && /tmp/tb/bin/pip install tensorboard
-//! FULGURITE_PYTHON=/tmp/tb/bin/python cargo test -p fulgurite-loggers --test it tensorboard:: -- --ignored
+//! FULGURITE_PYTHON=/tmp/tb/bin/python cargo test -p fulgurite-loggers \
+//!     --test it tensorboard:: -- --ignored
 //! ```
 
 use std::collections::BTreeMap;
@@ -12,7 +13,7 @@ use std::process::Command;
 use fulgurite_core::trainer::{Histogram, LoggerConfig as _, RunStatus};
 use fulgurite_loggers::TensorboardConfig;
 
-/// A run with everything in it: 20 steps, of which a resumed one makes the last 10 again.
+/// Writes a run with everything in it: 20 steps, the last 10 repeated by a resumed run.
 fn write(root: &Path) {
     let config = TensorboardConfig { dir: Some(root.join("resumed")) };
     let log = |from: u64, to: u64, offset: f64| {
@@ -32,9 +33,9 @@ fn write(root: &Path) {
         }
         logger
     };
-    // Killed: nothing is finalized, and step 20 was logged and will be again.
+    // Killed: nothing is finalized. Step 20 is logged, and will be logged again.
     drop(log(0, 20, 0.0));
-    // A validation in between voids nothing.
+    // A validation in between invalidates nothing.
     let mut validation = config.build(root).unwrap();
     validation.log_metrics(&[("val_loss".to_owned(), 0.5)].into(), 3).unwrap();
     validation.finalize(RunStatus::Success).unwrap();

@@ -1,4 +1,4 @@
-//! How gradients are packed into buckets.
+//! Packs gradients into buckets.
 
 use candle_core::DType;
 
@@ -11,8 +11,8 @@ pub(super) struct Item {
 }
 
 /// Packs items, in the order their gradients become ready, into consecutive buckets. The first
-/// holds up to `first_bytes`, later ones up to `cap_bytes`; a bucket has one dtype, one optimizer and at
-/// least one item (as PyTorch's `compute_bucket_assignment_by_size`).
+/// holds up to `first_bytes`, later ones up to `cap_bytes`. A bucket has one dtype, one optimizer
+/// and at least one item (like PyTorch's `compute_bucket_assignment_by_size`).
 pub(super) fn pack(items: &[Item], first_bytes: usize, cap_bytes: usize) -> Vec<Vec<usize>> {
     let mut buckets: Vec<Vec<usize>> = Vec::new();
     let (mut bytes, mut kind) = (0, None);

@@ -1,4 +1,4 @@
-//! Ranks that hold whole parameters; gradients are all-reduced in buckets while backward goes on.
+//! Ranks that hold whole parameters: gradients are all-reduced in buckets during backward.
 
 mod bucket;
 mod reducer;

@@ -1,4 +1,4 @@
-//! Gradient buckets: gradients are written directly into them, and all-reduced when the schedule says.
+//! Gradient buckets. Gradients are written directly into them and all-reduced as scheduled.
 
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -19,7 +19,7 @@ pub(in crate::mesh_strategy) struct Reducer {
     group: Arc<dyn ProcessGroup>,
     reduction: GradientReduction,
     partial_grads: PartialGrads,
-    /// Held for a look-up or an event at a time, and never while an action is performed.
+    /// Locked for one look-up or event at a time, never while an action is performed.
     state: Mutex<State>,
 }
 
@@ -40,16 +40,16 @@ struct Bucket {
 struct Gradient {
     slot: ParameterSlot,
     bucket: usize,
-    /// The parameter's part of the bucket.
+    /// The parameter's view of the bucket.
     view: Tensor,
-    /// Whether the backward that is running, or ran last, has gradients for it.
+    /// Whether the current or last backward has gradients for it.
     in_backward: bool,
 }
 
 impl Reducer {
-    /// Makes buckets for the parameters of `slots`, which are in the order their gradients are expected
-    /// to become ready; those of one optimizer become neighbours. The first bucket holds up to `bucket_bytes[0]`, the others up to
-    /// `bucket_bytes[1]`.
+    /// Makes buckets for the parameters of `slots`, given in the expected order of their gradients.
+    /// Groups parameters by optimizer. The first bucket holds up to `bucket_bytes[0]`, the others
+    /// up to `bucket_bytes[1]`.
     pub(in crate::mesh_strategy) fn new(
         group: Arc<dyn ProcessGroup>,
         reduction: GradientReduction,
@@ -65,7 +65,7 @@ impl Reducer {
         self.state.lock().expect("no panic while reducing")
     }
 
-    /// Makes the buckets anew in the order of `slots`. Gradients in the present ones are lost.
+    /// Rebuilds the buckets in the order of `slots`. Gradients in the current buckets are lost.
     pub(in crate::mesh_strategy) fn rebuild_buckets(
         &self,
         slots: &[ParameterSlot],
@@ -77,8 +77,8 @@ impl Reducer {
         Ok(())
     }
 
-    /// Begins a backward for the parameters that take a gradient now. If those of another optimizer are
-    /// found in one bucket, which is so before the first backward, buckets are made anew.
+    /// Begins a backward for the parameters that currently take a gradient. Rebuilds the buckets if
+    /// one bucket mixes optimizers, as before the first backward.
     pub(in crate::mesh_strategy) fn begin_backward(
         &self,
         synchronise: bool,
@@ -102,7 +102,7 @@ impl Reducer {
         self.on(Event::BeginBackward { synchronise })
     }
 
-    /// Ends the step of an optimizer, whose parameters have no gradient any more.
+    /// Ends the step of an optimizer whose parameters hold no gradients any more.
     pub(in crate::mesh_strategy) fn finish_step(&self) -> Result<()> {
         let emptied = self.state().emptied_buckets();
         if !emptied.contains(&false) {
@@ -112,27 +112,27 @@ impl Reducer {
         emptied.map(|(bucket, _)| bucket).try_for_each(|bucket| self.on(Event::Empty { bucket }))
     }
 
-    /// Forgets a step that failed, whatever was under way. Its collectives are complete, or complete before
-    /// whatever the device does from now on.
+    /// Discards a failed step and everything under way. Its collectives are complete, or complete
+    /// before any later work of the device.
     pub(in crate::mesh_strategy) fn abandon_step(&self) -> Result<()> {
         self.state().buckets.iter_mut().for_each(|bucket| bucket.work = None);
         self.on(Event::Abandon)
     }
 
-    /// Whether any gradient waits for its optimizer's step.
+    /// Whether a gradient waits for its optimizer's step.
     pub(in crate::mesh_strategy) fn holds_gradients(&self) -> bool {
         self.state().emptied_buckets().contains(&false)
     }
 
-    /// The FQNs in the order in which gradients became ready, in the first backward that synchronised
-    /// since the buckets were made.
+    /// FQNs in the order in which gradients became ready, in the first synchronising backward since
+    /// the buckets were made.
     pub(in crate::mesh_strategy) fn ready_order(&self) -> Vec<String> {
         let state = self.state();
         let fqn = |&index: &usize| state.gradients[index].slot.fqn().to_owned();
         state.schedule.ready_order().iter().map(fqn).collect()
     }
 
-    /// How many parameters it reduces the gradients of.
+    /// Number of parameters whose gradients it reduces.
     pub(in crate::mesh_strategy) fn parameters(&self) -> usize {
         self.state().gradients.len()
     }
@@ -144,14 +144,14 @@ impl Reducer {
     }
 
     fn perform(&self, action: Action) -> Result<()> {
-        // An action's operands are taken out of the state first: no peer is waited for under the lock.
+        // Takes an action's operands out of the state first: never waits for a peer under the lock.
         match action {
             Action::KeepOnOneRank(bucket) => {
                 for gradient in self.state().gradients.iter().filter(|g| g.bucket == bucket) {
                     let slot = &gradient.slot;
                     let is_first = self.group.rank() == 0 && self.partial_grads.rank_of(slot) == 0;
-                    // On the first rank also if only other ranks had a gradient; nowhere if it was
-                    // forgotten since.
+                    // On the first rank even if only other ranks had a gradient, but not if the
+                    // gradient was cleared since.
                     if is_first && slot.local_grad().is_some() {
                         slot.mark_accumulated();
                     } else {
@@ -205,7 +205,7 @@ impl State {
             })
             .collect();
         let (mut buckets, mut gradients) = (Vec::new(), Vec::new());
-        // Buckets are of consecutive parameters, so `gradients` keeps the order of `slots`.
+        // Buckets hold consecutive parameters, so `gradients` keeps the order of `slots`.
         for indices in pack(&items, first_bytes, cap_bytes) {
             let total: usize = indices.iter().map(|&i| items[i].elements).sum();
             let (first, bucket) = (indices[0], buckets.len());
@@ -229,7 +229,7 @@ impl State {
         Ok(Self { schedule: Schedule::new(&bucket_of), buckets, gradients, indices })
     }
 
-    /// Whose gradients a bucket holds.
+    /// The parts of a bucket's gradients.
     fn parts(&self, bucket: usize) -> Vec<GradientPart> {
         let part = |gradient: &Gradient| GradientPart {
             parameter: gradient.slot.parameter().clone(),
@@ -238,13 +238,14 @@ impl State {
         self.gradients.iter().filter(|g| g.bucket == bucket).map(part).collect()
     }
 
-    /// The view of a parameter that the backward has a gradient for.
+    /// The parameter's view, if the backward has a gradient for it.
     fn view_in_backward(&self, parameter: &Parameter) -> Option<Tensor> {
         let gradient = &self.gradients[*self.indices.get(parameter.fqn())?];
         gradient.in_backward.then(|| gradient.view.clone())
     }
 
-    /// Notes which parameters a backward that begins has gradients for, and returns how many of each bucket.
+    /// Records which parameters the starting backward has gradients for. Returns their number per
+    /// bucket.
     fn choose_gradients(&mut self) -> Result<Vec<usize>> {
         let mut counts = vec![0; self.buckets.len()];
         for gradient in &mut self.gradients {
@@ -261,7 +262,7 @@ impl State {
         }
     }
 
-    /// Whether each bucket holds no gradient that waits for a step.
+    /// For each bucket, whether no gradient in it waits for a step.
     fn emptied_buckets(&self) -> Vec<bool> {
         let mut emptied = vec![true; self.buckets.len()];
         for gradient in &self.gradients {
@@ -283,7 +284,7 @@ impl GradReducer for Reducer {
 
     fn ready(&self, slot: &ParameterSlot) -> Result<()> {
         if !slot.has_accumulated() {
-            // No gradient on this rank; others may have one.
+            // This rank has no gradient; other ranks may have one.
             self.buffer(slot)?.zero_set()?;
         }
         let index = self.index_of(slot)?;

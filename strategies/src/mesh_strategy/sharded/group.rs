@@ -1,4 +1,4 @@
-//! Gathering, freeing and reducing one group's parameters, when the schedule says.
+//! Gathers, frees and reduces one group's parameters, as scheduled.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -19,19 +19,19 @@ use fulgurite_error::{Error, Result};
 use super::super::reduction::{GradientReduction, scale};
 use crate::schedule::fsdp::Group;
 
-/// One parameter of a group, and how it is cut.
+/// A parameter of a group, and its cut.
 pub(in crate::mesh_strategy) struct Member {
     pub(in crate::mesh_strategy) slot: ParameterSlot,
     /// Elements of each rank's shard, in rank order.
     pub(in crate::mesh_strategy) counts: Vec<usize>,
-    /// dtype in which its gradient is accumulated and reduced.
+    /// dtype for accumulating and reducing its gradient.
     reduce_dtype: DType,
-    /// Whether the backward that is running, or ran last, has a gradient for it.
+    /// Whether the current or last backward has a gradient for it.
     in_backward: AtomicBool,
 }
 
 impl Member {
-    /// `reduce_dtype`: that of gradients, if it is another one than the optimizer takes.
+    /// `reduce_dtype` is the gradients' dtype, if it differs from the optimizer's.
     pub(in crate::mesh_strategy) fn new(
         slot: ParameterSlot,
         counts: Vec<usize>,
@@ -55,7 +55,7 @@ pub(in crate::mesh_strategy) struct ParamGroup {
     /// The ranks that hold the same shards.
     replicas: Arc<dyn ProcessGroup>,
     reduction: GradientReduction,
-    /// Whether the shards are in the host's memory, whatever the device.
+    /// Whether the shards stay in host memory, whatever the device.
     on_host: bool,
 }
 
@@ -71,9 +71,9 @@ pub(super) struct Reduction {
 pub(super) struct GradShards {
     /// One buffer for each dtype.
     buffers: Vec<Tensor>,
-    /// Parallel to the trainable members: each one's view of a buffer.
+    /// Each trainable member's view of a buffer, in member order.
     outputs: Vec<Tensor>,
-    /// All-reduces over the replicas that were started behind the reduce-scatter: those of the first buffers.
+    /// All-reduces of the first buffers over the replicas, queued behind the reduce-scatter.
     replicating: Vec<Work>,
 }
 
@@ -104,12 +104,12 @@ impl ParamGroup {
         }
     }
 
-    /// The same, with the shards in the host's memory or where they are computed with.
+    /// Sets whether the shards stay in host memory or on the compute device.
     pub(in crate::mesh_strategy) fn with_shards_on_host(self, on_host: bool) -> Self {
         Self { on_host, ..self }
     }
 
-    /// The group as the schedule knows it.
+    /// Describes the group to the schedule.
     pub(super) fn describe(&self) -> Group {
         Group {
             parameters: self.members.len(),
@@ -118,13 +118,13 @@ impl ParamGroup {
         }
     }
 
-    /// The members that the present backward has gradients for.
+    /// The members with gradients in the current backward.
     fn trainable(&self) -> impl Iterator<Item = &Member> {
         self.members.iter().filter(|member| member.in_backward.load(Ordering::Relaxed))
     }
 
-    /// Notes which members a backward that begins has gradients for. Returns how many, if they are other ones
-    /// than in the last backward.
+    /// Records which members the starting backward has gradients for. Returns their number if the
+    /// choice has changed since the last backward.
     pub(super) fn choose_gradients(&self) -> Option<usize> {
         let choose = |changed, member: &Member| {
             let now = member.slot.takes_grad();
@@ -133,7 +133,7 @@ impl ParamGroup {
         self.members.iter().fold(false, choose).then(|| self.trainable().count())
     }
 
-    /// Takes out of `grads` those of the members that the present backward has gradients for.
+    /// Removes from `grads` the gradients of members that the current backward covers.
     pub(super) fn take_gradients(
         &self,
         grads: &mut HashMap<String, Tensor>,
@@ -141,7 +141,7 @@ impl ParamGroup {
         self.trainable().filter_map(|member| grads.remove_entry(member.slot.fqn())).collect()
     }
 
-    /// Lets transports say what this group's collectives are for.
+    /// Labels this group's collectives for the transports' messages.
     fn label(&self) -> ContextGuard {
         match self.path.as_str() {
             "" => Label::enter("the root unit"),
@@ -175,7 +175,7 @@ impl ParamGroup {
         self.part_group.as_ref()
     }
 
-    /// Copies of this rank's parts of the gathered parameters, which are freed. Local.
+    /// Copies this rank's parts of the gathered parameters and frees the rest. Local.
     pub(super) fn keep_parts(&self) -> Result<Vec<Tensor>> {
         let group = self.required_part_group()?;
         let part = |member: &Member| -> Result<Tensor> {
@@ -189,8 +189,8 @@ impl ParamGroup {
         Ok(parts)
     }
 
-    /// Starts gathering the parameters from `parts`, which [`keep_parts`](Self::keep_parts) gave.
-    /// Collective over the ranks that have these.
+    /// Starts gathering the parameters from the `parts` returned by
+    /// [`keep_parts`](Self::keep_parts). Collective over the ranks with these parts.
     pub(super) fn gather_parts(&self, parts: &[Tensor]) -> Result<Work> {
         let group = self.required_part_group()?;
         let gather = |(member, part): (&Member, &Tensor)| {
@@ -248,8 +248,8 @@ impl ParamGroup {
     }
 
     /// Starts reducing the unsharded gradients `inputs`, by FQN, over the ranks that share the
-    /// parameters; with `replicate` also all-reducing the sums over the replicas, where that can follow by itself.
-    /// Collective.
+    /// parameters. With `replicate`, also queues the all-reduce over the replicas, if it needs no
+    /// wait. Collective.
     pub(super) fn reduce(
         &self,
         inputs: HashMap<String, Tensor>,
@@ -305,14 +305,14 @@ impl ParamGroup {
         Ok(GradShards { buffers, outputs, replicating: Vec::new() })
     }
 
-    /// What of `shards` is all-reduced over the replicas.
+    /// The buffers of `shards` that are all-reduced over the replicas.
     fn replicated<'a>(&self, shards: &'a GradShards) -> impl Iterator<Item = &'a Tensor> {
         let has_replicas = self.has_replicas();
         shards.buffers.iter().filter(move |buffer| has_replicas && buffer.elem_count() > 0)
     }
 
-    /// Starts all-reducing `shards` over the replicas at the end of the reduce-scatter that makes them, as far as that need
-    /// not be waited for. Collective over the replicas.
+    /// Queues all-reduces of `shards` over the replicas behind the reduce-scatter, for the first
+    /// buffers that need no wait. Collective over the replicas.
     fn replicate_after(&self, end: &Arc<dyn End>, shards: &GradShards) -> Result<Vec<Work>> {
         let works = self
             .replicated(shards)
@@ -320,7 +320,8 @@ impl ParamGroup {
         works.map_while(Result::transpose).collect()
     }
 
-    /// Starts all-reducing over the replicas what of `shards` is not under way. Collective over those.
+    /// Starts the remaining all-reduces of `shards` over the replicas. Collective over the
+    /// replicas.
     pub(super) fn replicate(&self, mut shards: GradShards) -> Result<Replication> {
         let _label = self.label();
         let mut works = std::mem::take(&mut shards.replicating);
@@ -331,7 +332,7 @@ impl ParamGroup {
         Ok(Replication { works, shards })
     }
 
-    /// Whose gradients the buffer of this dtype has.
+    /// The parts of the gradients in the buffer of this dtype.
     fn parts(&self, dtype: DType) -> Result<Vec<GradientPart>> {
         let in_buffer = |member: &&Member| member.reduce_dtype == dtype;
         let part = |member: &Member| {
@@ -342,20 +343,20 @@ impl ParamGroup {
         self.trainable().filter(in_buffer).map(part).collect()
     }
 
-    /// The trainable parameters with their gradients, in the dtype that the optimizer takes.
+    /// The trainable parameters with their gradients, in the optimizer's dtype.
     pub(super) fn local_grads(&self, shards: GradShards) -> Result<Vec<(ParameterSlot, Tensor)>> {
         let mut grads: Vec<_> =
             self.trainable().map(|member| member.slot.clone()).zip(shards.outputs).collect();
         storage::cast_all(grads.iter_mut().map(|(slot, grad)| (grad, local_grad_dtype(slot))))?;
-        // In that dtype: the one that gradients are reduced in may not have the range.
+        // Scaled after the cast: the reduction dtype may lack the range.
         let factor = self.reduction.predivide_factor();
         grads.iter().try_for_each(|(_, grad)| scale(grad, factor))?;
         Ok(grads)
     }
 }
 
-/// Casts inputs of other dtypes into the outputs, for a gather of one rank, and makes the outputs the inputs. The gather then
-/// has nothing to copy.
+/// For a gather of one rank: casts inputs of other dtypes into the outputs and uses the outputs as
+/// inputs, so that the gather copies nothing.
 fn cast_in_place(parts: &mut [AllGather]) -> Result<()> {
     let cast: Vec<_> =
         parts.iter_mut().filter(|part| part.input.dtype() != part.output.dtype()).collect();
@@ -368,12 +369,13 @@ fn cast_in_place(parts: &mut [AllGather]) -> Result<()> {
 }
 
 impl ParamGroup {
-    /// Whether gradients go to the host, beside the shards.
+    /// Whether gradients move to host memory, next to the shards.
     pub(super) fn is_on_host(&self) -> bool {
         self.on_host
     }
 
-    /// Begins to bring gradients that [`local_grads`](Self::local_grads) gave to where their parameters' shards are.
+    /// Starts to copy gradients from [`local_grads`](Self::local_grads) to the memory of their
+    /// shards.
     pub(super) fn begin_beside_shards(
         &self,
         grads: Vec<(ParameterSlot, Tensor)>,
@@ -390,7 +392,7 @@ impl ParamGroup {
 }
 
 impl Reduction {
-    /// Waits for the reduction, and adds the shards of `earlier` ones.
+    /// Waits for the reduction and adds the shards of `earlier`.
     pub(super) fn wait(self, earlier: Option<GradShards>) -> Result<GradShards> {
         self.work.wait()?;
         drop(self.inputs);
@@ -411,12 +413,12 @@ impl Replication {
     }
 }
 
-/// Elements of each rank's part: as equal as can be.
+/// Elements of each rank's part, as even as possible.
 fn even_parts(elements: usize, ranks: usize) -> Vec<usize> {
     (0..ranks).map(|rank| elements / ranks + usize::from(rank < elements % ranks)).collect()
 }
 
-/// dtype of the gradients that the optimizer takes.
+/// dtype of a gradient for the optimizer.
 fn local_grad_dtype(parameter: &Parameter) -> DType {
     accumulation_dtype(parameter.dtype())
 }

@@ -1,5 +1,5 @@
-//! What units do, in the log: `fulgurite::fsdp` at level `debug` is the order, at `trace` also bytes and
-//! times.
+//! The log of units' actions, `fulgurite::fsdp`: their order at level `debug`, also bytes and times
+//! at `trace`.
 
 use std::time::Instant;
 
@@ -8,7 +8,7 @@ use tracing::Level;
 use super::group::ParamGroup;
 use crate::schedule::fsdp::{Action, Event};
 
-/// Writes a rank's lines. Looks at no clock unless they are wanted.
+/// Writes a rank's lines. Reads the clock only if times are logged.
 pub(super) struct Log<'a> {
     pub(super) rank: usize,
     pub(super) groups: &'a [ParamGroup],
@@ -41,7 +41,8 @@ impl Log<'_> {
         }
     }
 
-    /// What is started, or done at once. Returns when an action begins that waits, if that is logged.
+    /// Logs an action that starts or is immediate. Returns the start time of a waiting action, if
+    /// times are logged.
     pub(super) fn before(&self, action: Action) -> Option<Instant> {
         let (group, what, bytes) = match action {
             Action::Gather(g) => (g, "gather started", self.groups[g].gathered_bytes()),
@@ -63,7 +64,7 @@ impl Log<'_> {
         None
     }
 
-    /// What was waited for, and how long if it `began`.
+    /// Logs a finished wait, with its duration if it `began` at a known time.
     pub(super) fn after(&self, action: Action, began: Option<Instant>) {
         let (group, what) = match action {
             Action::WaitGather(group) => (group, "gather done"),

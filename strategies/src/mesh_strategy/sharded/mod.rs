@@ -1,4 +1,4 @@
-//! Ranks that hold shards: units are gathered to compute, and gradients reduce-scattered.
+//! Ranks that hold shards: units are gathered to compute, and gradients are reduce-scattered.
 
 mod group;
 mod log;

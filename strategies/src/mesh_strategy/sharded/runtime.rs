@@ -16,55 +16,55 @@ use super::group::{GradShards, Member, ParamGroup, Reduction, Replication};
 use super::log::Log;
 use crate::schedule::fsdp::{Action, Event, Prefetch, ReduceScope, Schedule};
 
-/// How a unit's inputs and outputs are cast.
+/// Casts of a unit's inputs and outputs.
 pub(in crate::mesh_strategy) struct Casts {
     pub(in crate::mesh_strategy) inputs: bool,
     pub(in crate::mesh_strategy) output: Option<DType>,
 }
 
-/// The groups that a parallelize function listed to be gathered while `group` computes.
+/// The groups to gather while `group` computes, as listed by a parallelize function.
 pub(in crate::mesh_strategy) struct PrefetchLists {
     pub(in crate::mesh_strategy) group: usize,
     pub(in crate::mesh_strategy) forward: Vec<usize>,
     pub(in crate::mesh_strategy) backward: Vec<usize>,
 }
 
-/// Performs the schedule's actions on the groups, the last of which is the root's.
+/// Performs the schedule's actions on the groups. The last group is the root's.
 pub(in crate::mesh_strategy) struct ShardedRuntime {
     /// This process's rank, for the log.
     rank: usize,
     groups: Vec<ParamGroup>,
     /// FQN → group.
     owners: HashMap<String, usize>,
-    /// Unit index → group; `None` where the unit was folded into the root.
+    /// Unit index → group; `None` for a unit folded into the root.
     units: Vec<Option<usize>>,
     casts: Casts,
     partial_grads: PartialGrads,
-    /// Held for a look-up or an event at a time, and never while an action is performed.
+    /// Locked for one look-up or event at a time, never while an action is performed.
     state: Mutex<State>,
 }
 
 struct State {
     schedule: Schedule,
-    /// Over which ranks the backward that is running, or ran last, reduces.
+    /// The ranks over which the current or last backward reduces.
     reduce: ReduceScope,
-    /// Parallel to the groups.
+    /// One entry per group.
     buffers: Vec<Buffers>,
 }
 
-/// A group's collectives under way, and its gradients.
+/// A group's pending collectives and its gradients.
 #[derive(Default)]
 struct Buffers {
     gather: Option<Work>,
-    /// What was kept of the parameters after forward.
+    /// Parts of the parameters kept after forward.
     parts: Vec<Tensor>,
-    /// Unsharded gradients by FQN, from the first one of a backward until they are reduced.
+    /// Unsharded gradients by FQN, from a backward's first gradient until the reduction.
     grads: HashMap<String, Tensor>,
     reduction: Option<Reduction>,
     /// Reduce-scattered gradients, before and after they are all-reduced over the replicas.
     shards: Option<GradShards>,
     replication: Option<Replication>,
-    /// Gradients of shards in the host's memory, on their way there.
+    /// Copies under way of gradients to shards in host memory.
     copies: Vec<(ParameterSlot, HostCopy)>,
 }
 
@@ -98,7 +98,7 @@ impl ShardedRuntime {
         Self { rank, groups, owners, units, casts, partial_grads, state }
     }
 
-    /// The groups that gather from the parts of [`Reshard::Ranks`](fulgurite_engine::module::Reshard::Ranks).
+    /// The groups that gather parts for [`Reshard::Ranks`](fulgurite_engine::module::Reshard::Ranks).
     pub(in crate::mesh_strategy) fn part_groups(&self) -> Vec<Arc<dyn ProcessGroup>> {
         self.groups.iter().filter_map(|group| group.part_group().cloned()).collect()
     }
@@ -124,7 +124,7 @@ impl ShardedRuntime {
         })
     }
 
-    /// Begins a backward for the parameters that take a gradient now.
+    /// Begins a backward for the parameters that currently take a gradient.
     pub(in crate::mesh_strategy) fn begin_backward(&self, reduce: ReduceScope) -> Result<()> {
         for (group, params) in self.groups.iter().enumerate() {
             let Some(trainable) = params.choose_gradients() else { continue };
@@ -143,14 +143,14 @@ impl ShardedRuntime {
         self.on(Event::BeginBackward { reduce })
     }
 
-    /// Forgets a step that failed, whatever was gathered or under way. Its collectives are complete, or complete
-    /// before whatever the device does from now on.
+    /// Discards a failed step and everything gathered or under way. Its collectives are complete,
+    /// or complete before any later work of the device.
     pub(in crate::mesh_strategy) fn abandon_step(&self) -> Result<()> {
         self.state().buffers.iter_mut().for_each(|buffers| *buffers = Buffers::default());
         self.on(Event::Abandon)
     }
 
-    /// [`on`](Self::on) for an event of the unit's group, if it has one.
+    /// Like [`on`](Self::on) for an event of the unit's group, if it has one.
     fn on_unit(&self, unit: &UnitHandle, event: impl FnOnce(usize) -> Event) -> Result<()> {
         match self.units.get(unit.index()).copied().flatten() {
             Some(group) => self.on(event(group)),
@@ -163,7 +163,7 @@ impl ShardedRuntime {
     }
 
     fn perform(&self, action: Action) -> Result<()> {
-        // An action's operands are taken out of the state first: no peer is waited for under the lock.
+        // Takes an action's operands out of the state first: never waits for a peer under the lock.
         match action {
             Action::Gather(group) => {
                 let work = self.groups[group].gather()?;
@@ -193,7 +193,7 @@ impl ShardedRuntime {
                     let state = &mut *self.state();
                     let buffers = &mut state.buffers[group];
                     let grads = self.groups[group].take_gradients(&mut buffers.grads);
-                    // Shards of earlier backwards are added before.
+                    // Shards of earlier backwards must be added first.
                     (grads, state.reduce == ReduceScope::All && buffers.shards.is_none())
                 };
                 let reduction = self.groups[group].reduce(grads, replicate)?;
@@ -229,8 +229,8 @@ impl ShardedRuntime {
         Ok(())
     }
 
-    /// Whether a group's gradients go to the host once they are reduced, while backward goes on: no other ranks add to
-    /// them.
+    /// Whether a group's gradients move to the host during backward, right after their reduction:
+    /// only if no other ranks add to them.
     fn copies_early(&self, group: usize) -> bool {
         let group = &self.groups[group];
         let partial = |member: &Member| self.partial_grads.has(&member.slot);
@@ -246,8 +246,8 @@ impl ShardedRuntime {
         group.begin_beside_shards(group.local_grads(shards)?)
     }
 
-    /// Adds what the backward pass reduced to the parameters' gradients. Collective over the
-    /// tensor-parallel ranks.
+    /// Adds the reduced gradients of the backward pass to the parameters' gradients. Collective
+    /// over the tensor-parallel ranks.
     fn deliver(&self) -> Result<()> {
         let (mut copies, mut fresh) = (Vec::new(), Vec::new());
         for (i, group) in self.groups.iter().enumerate() {
@@ -317,7 +317,7 @@ impl GradReducer for ShardedRuntime {
         let group = self.group_of(slot)?;
         let has_buffer = self.state().buffers[group].grads.contains_key(slot.fqn());
         if !slot.has_accumulated() && !has_buffer {
-            // No gradient on this rank; others may have one.
+            // This rank has no gradient; other ranks may have one.
             self.buffer(slot)?.zero_set()?;
         }
         self.on(Event::GradientReady { group })

@@ -6,7 +6,7 @@ use fulgurite_engine::module::Reshard;
 
 use super::{Action, Event, Group, Prefetch, ReduceScope};
 
-/// Where a group's parameters are.
+/// Location of a group's parameters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 enum Parameters {
     /// Each rank has its shard.
@@ -24,16 +24,16 @@ enum Parameters {
     BackwardOver,
 }
 
-/// How far a group's gradients of the backward pass are.
+/// Progress of a group's gradients in the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Gradients {
-    /// Those of `ready` trainable parameters are ready, which is not all.
+    /// Gradients of `ready` trainable parameters are ready, but not all.
     Accumulating { ready: usize },
     /// All are ready.
     Complete,
     /// The reduce-scatter is under way.
     Reducing,
-    /// The reduce-scatter is done, and the replicas wait for a later backward.
+    /// The reduce-scatter is done; the all-reduce over the replicas waits for a later backward.
     Scattered,
     /// The all-reduce over the replicas is under way.
     Replicating,
@@ -45,11 +45,11 @@ struct GroupState {
     group: Group,
     parameters: Parameters,
     gradients: Gradients,
-    /// Calls in the forwards since the last backward pass that recorded a graph.
+    /// Calls in forwards since the last backward pass that recorded a graph.
     forward_calls: usize,
-    /// Backwards that began in the backward pass.
+    /// Backwards begun in this backward pass.
     backward_calls: usize,
-    /// Groups to gather when its forward begins, and when its backward does, in place of the next ones.
+    /// Groups to gather when its forward or its backward begins, instead of the next ones.
     prefetch: [Vec<usize>; 2],
 }
 
@@ -72,21 +72,21 @@ pub struct Schedule {
     /// Whether a backward pass has begun and not ended.
     in_backward: bool,
     reduce: ReduceScope,
-    /// Groups in the order of the calls that recorded a graph, in the forwards before the last backward
-    /// pass.
+    /// Groups in the order of graph-recording calls, in the forwards before the last backward pass.
     last_forward: Vec<usize>,
-    /// Groups in the order of these calls since the last backward pass.
+    /// Groups in the order of graph-recording calls since the last backward pass.
     forward: Vec<usize>,
-    /// Groups whose backward has begun and whose reduction has not, in the order of their backwards.
+    /// Groups whose backward has begun and whose reduction has not, in the order of their
+    /// backwards.
     reduction_queue: VecDeque<usize>,
     /// The group whose reduce-scatter is under way.
     reducing: Option<usize>,
-    /// Whether forward calls of this step were left without a backward, which a later one may bring.
+    /// Whether forward calls of this step have no backward yet, which a later pass may bring.
     older_forwards: bool,
 }
 
 impl Schedule {
-    /// A schedule for these groups, the last of which is the root, which is kept after forward
+    /// Creates a schedule for these groups. The last group is the root, which is kept after forward
     /// ([`Reshard::Never`]).
     ///
     /// # Panics
@@ -114,14 +114,15 @@ impl Schedule {
         }
     }
 
-    /// Gathers these groups when a group's forward begins, in place of the next ones; none: the next
-    /// ones. All of them, whatever [`Prefetch`] says.
+    /// Sets the groups to gather when a group's forward begins, instead of the next ones; an empty
+    /// list restores the next ones. Gathers all listed groups, regardless of [`Prefetch`].
     pub fn set_forward_prefetch(&mut self, group: usize, groups: Vec<usize>) {
         self.groups[group].prefetch[0] = groups;
     }
 
-    /// Gathers those of these groups that are expected when a group's backward begins, in place of those
-    /// before it; none: those before it. All of them, whatever [`Prefetch`] says.
+    /// Sets the groups to gather, if expected, when a group's backward begins, instead of the
+    /// preceding ones; an empty list restores the preceding ones. Gathers all of them, regardless
+    /// of [`Prefetch`].
     pub fn set_backward_prefetch(&mut self, group: usize, groups: Vec<usize>) {
         self.groups[group].prefetch[1] = groups;
     }
@@ -129,7 +130,7 @@ impl Schedule {
     /// Processes an event and returns the actions to perform.
     ///
     /// # Panics
-    /// If the event's group is not one of those that the schedule was made of.
+    /// If the event's group is not in the schedule.
     pub fn on(&mut self, event: Event) -> Vec<Action> {
         let mut actions = Vec::new();
         match event {
@@ -153,8 +154,8 @@ impl Schedule {
         actions
     }
 
-    /// Whether gradients of this group can be accumulated now: not between the start of their reduction
-    /// and the end of the backward pass.
+    /// Whether gradients of this group can be accumulated now: not between the start of their
+    /// reduction and the end of the backward pass.
     pub fn accepts_gradients(&self, group: usize) -> bool {
         let gradients = self.groups[group].gradients;
         matches!(gradients, Gradients::Accumulating { .. } | Gradients::Complete)
@@ -164,15 +165,15 @@ impl Schedule {
         self.groups.len() - 1
     }
 
-    /// Whether the backward pass is that of the forwards since the last one, so that uses of
-    /// parameters are counted exactly. The same on all ranks, which run the same units.
+    /// Whether the backward pass belongs to the forwards since the last pass, so that uses of
+    /// parameters are counted exactly. Equal on all ranks, which run the same units.
     fn counts_exactly(&self) -> bool {
         let (forwards, backwards) = self.trainable_calls();
         !self.older_forwards && backwards <= forwards
     }
 
-    /// Forward calls and backwards of groups that are not frozen. A frozen group's output may have no
-    /// backward.
+    /// Forward calls and backwards of groups that are not frozen. A frozen group's output may have
+    /// no backward.
     fn trainable_calls(&self) -> (usize, usize) {
         let trainable = self.groups.iter().filter(|state| !state.is_frozen());
         trainable.fold((0, 0), |(forwards, backwards), state| {
@@ -181,7 +182,7 @@ impl Schedule {
     }
 
     /// Whether the group's backward may still begin in this backward pass, for the first time or
-    /// again. The same on all ranks.
+    /// again. Equal on all ranks.
     fn is_expected(&self, group: usize) -> bool {
         let state = &self.groups[group];
         !self.counts_exactly() || state.backward_calls < state.forward_calls
@@ -195,7 +196,7 @@ impl Schedule {
     fn pre_forward(&mut self, group: usize, records_graph: bool, actions: &mut Vec<Action>) {
         self.unshard(group, Parameters::Unsharded, actions);
         let listed = self.groups[group].prefetch[0].clone();
-        // What is computed again in backward may find a group freed on some ranks only.
+        // During backward, recomputed units may find a group freed on some ranks only.
         if !self.in_backward {
             listed.iter().for_each(|&group| self.gather_ahead(group, usize::MAX, actions));
         }
@@ -227,7 +228,7 @@ impl Schedule {
         }
         self.unshard(group, Parameters::InBackward, actions);
         self.end_backward_if_over(group);
-        // Backward goes through the forward's calls in reverse, from the group's last one.
+        // Backward visits the forward's calls in reverse, starting at the group's last call.
         let listed = &self.groups[group].prefetch[1];
         let (previous, most): (Vec<usize>, usize) = if listed.is_empty() {
             let call = self.forward.iter().rposition(|&called| called == group).unwrap_or(0);
@@ -246,8 +247,8 @@ impl Schedule {
                 self.reduction_queue.push_back(group);
             }
             self.reduce_in_order(actions);
-            // A parameter that this rank's forward did not use must not delay the group's reduction:
-            // other ranks may have used it, and wait.
+            // A parameter unused in this rank's forward must not delay the group's reduction: other
+            // ranks may have used it, and wait.
             actions.push(Action::CompleteUnused(group));
         }
     }
@@ -264,7 +265,7 @@ impl Schedule {
         self.end_backward_if_over(group);
     }
 
-    /// Reduces groups from the head of the queue, as long as they are complete and not expected.
+    /// Reduces groups from the head of the queue while they are complete and not expected.
     fn reduce_in_order(&mut self, actions: &mut Vec<Action>) {
         while let Some(&first) = self.reduction_queue.front()
             && self.reduce != ReduceScope::None
@@ -309,7 +310,7 @@ impl Schedule {
         }
     }
 
-    /// Gathers a group if it has no values, and sets its new state.
+    /// Gathers a group that has not been gathered, and sets its new state.
     fn unshard(&mut self, group: usize, to: Parameters, actions: &mut Vec<Action>) {
         let state = &mut self.groups[group];
         if state.group.parameters == 0 {
@@ -327,8 +328,8 @@ impl Schedule {
         }
     }
 
-    /// Starts gathering a group, unless `most` are gathered ahead already: groups gathered ahead may
-    /// not have been called yet, if this forward differs from the last.
+    /// Starts gathering a group, unless `most` groups are already gathered ahead: they may not have
+    /// been called yet, if this forward differs from the last.
     fn gather_ahead(&mut self, group: usize, most: usize, actions: &mut Vec<Action>) {
         let prefetched = |state: &&GroupState| state.parameters == Parameters::Prefetched;
         if self.groups.iter().filter(prefetched).count() >= most {
@@ -344,7 +345,7 @@ impl Schedule {
         actions.push(gather);
     }
 
-    /// Frees a group that was gathered but for a part.
+    /// Frees a gathered group except for a part.
     fn keep_part(&mut self, group: usize, actions: &mut Vec<Action>) {
         let state = &mut self.groups[group];
         if !matches!(state.parameters, Parameters::Sharded | Parameters::Part) {
@@ -391,8 +392,8 @@ impl Schedule {
         }
     }
 
-    /// Starts a group's reduction, after waiting for the previous one: at most one group's unsharded
-    /// gradients are held besides those being accumulated.
+    /// Starts a group's reduction after waiting for the previous one: besides the gradients being
+    /// accumulated, at most one group's unsharded gradients are held.
     fn reduce(&mut self, group: usize, actions: &mut Vec<Action>) {
         self.finish_reduction(actions);
         self.groups[group].gradients = Gradients::Reducing;

@@ -1,7 +1,9 @@
-//! FSDP's schedule: when groups of parameters are gathered and freed, and their gradients reduced.
+//! FSDP's schedule: decides when groups of parameters are gathered and freed, and their gradients
+//! reduced.
 //!
-//! A *group* is what is gathered and reduced as one: the parameters of a unit, or, in the last group,
-//! the *root*, those of no unit. The [`Schedule`] is told [`Event`]s and answers with [`Action`]s.
+//! A *group* is gathered and reduced as a whole. Each unit's parameters form a group; the last
+//! group, the *root*, has the remaining parameters. The [`Schedule`] receives [`Event`]s and
+//! answers with [`Action`]s.
 //!
 //! ```
 //! use fulgurite_strategies::schedule::fsdp::{Action, Event, Group, ReduceScope, Schedule};
@@ -25,67 +27,77 @@
 //!
 //! # States of a group's parameters
 //!
-//! "Expected" is a group whose backward may still begin in this backward pass, for the first time or
-//! again: it has more recorded forward calls than backwards that began.
+//! A group is "expected" if its backward may still begin in this backward pass, for the first time
+//! or again: it has more recorded forward calls than backwards begun.
 //!
 //! | state | event | next state | actions |
 //! |---|---|---|---|
 //! | sharded | its forward begins | unsharded | gather, wait |
 //! | sharded | its backward begins | in backward | gather, wait |
-//! | sharded | a group that it follows (in forward) or precedes (in backward, and it is expected) begins | prefetched | gather |
-//! | part | as sharded | as sharded | gather from the parts, in place of gather |
+//! | sharded | another group's forward or backward prefetches it | prefetched | gather |
+//! | part | as for sharded | as for sharded | gather from the parts, instead of gather |
 //! | prefetched | its forward or backward begins | unsharded, in backward | wait |
 //! | prefetched | another group's backward begins, and it is not expected | sharded | wait, free |
 //! | unsharded | its forward ends, and it is freed after forward | sharded | free |
 //! | unsharded | its forward ends, and a part is kept | part | keep the part |
 //! | unsharded | its forward ends otherwise | unsharded | |
 //! | unsharded | its backward begins | in backward | |
-//! | in backward | its gradients are complete (or it is frozen), and it is not expected | backward over | |
+//! | in backward | its gradients are complete (or it is frozen), not expected | backward over | |
 //! | backward over | its backward begins again | in backward | |
 //! | backward over | another group's backward begins | sharded | free |
 //! | any but the root's | the backward pass ends | sharded | (wait) free |
-//! | any | parameters have new values | sharded; the root unsharded | (wait) free; the root: gather, wait |
+//! | any | new parameter values | sharded; root: unsharded | (wait) free; root: gather, wait |
 //! | any | the step is abandoned | sharded | free |
 //!
-//! Values are kept in *backward over* because operations behind frozen layers may still read them.
+//! A group that begins its forward prefetches the groups after it. A group that begins its backward
+//! prefetches the expected groups before it. Values are kept in *backward over* because operations
+//! behind frozen layers may still read them.
 //!
 //! # States of a group's gradients, in one backward pass
 //!
 //! | state | event | next state | actions |
 //! |---|---|---|---|
-//! | accumulating | all trainable parameters' gradients are ready | complete | |
-//! | complete | it is the first in the reduction queue and not expected, or the backward pass ends | reducing | reduce |
-//! | reducing | the next group is reduced, or the backward pass ends | replicating, or scattered | wait; replicate |
-//! | scattered, replicating | the backward pass ends | accumulating | wait; deliver |
+//! | accumulating | the gradients of all trainable parameters are ready | complete | |
+//! | complete | first in the reduction queue and not expected, or end of pass | reducing | reduce |
+//! | reducing | the next reduction, or end of pass | replicating or scattered | wait; replicate |
+//! | scattered, replicating | end of pass | accumulating | wait; deliver |
 //!
-//! Without reduction ([`ReduceScope::None`]) gradients stay complete until the backward pass ends, and
-//! the next one adds to them.
+//! Without reduction ([`ReduceScope::None`]) gradients stay complete until the backward pass ends,
+//! and the next pass adds to them.
 //!
 //! # What ranks do alike
 //!
-//! Ranks must start the same collectives in the same order, and they run the same units. They need not
-//! use the same parameters in them, so gradients become ready in an order that differs between ranks.
-//! What starts a collective therefore follows from events that ranks have in common:
+//! Ranks must start the same collectives in the same order, and they run the same units. They may
+//! use different parameters in the units, so gradients become ready in an order that differs
+//! between ranks. Therefore only events common to all ranks start a collective:
 //!
-//! - A gather follows from the forwards and backwards that began. When a group is freed may differ
-//!   between ranks, for it waits for gradients; but only groups that are not expected are freed during
-//!   backward, and no rank gathers those again.
-//! - Groups are reduced in the order in which their backwards began, each once it is complete and not
-//!   expected and those before it are: a rank that uses a unit's parameters in one of two calls has
-//!   their gradients before other ranks do. What is not in that queue (the root, whose gradients come
-//!   from anywhere in the graph) is reduced when the backward pass ends, in index order.
-//! - Both hold as long as the uses of parameters are counted exactly: the backward that is running is
-//!   that of the forwards since the last one. If a backward of the step left forwards behind, or more
-//!   backwards began than forwards were called, whatever is gathered stays until the backward pass ends
-//!   and whatever is not reduced waits until then.
+//! - Gathers follow from the forwards and backwards begun. The time of freeing a group may differ
+//!   between ranks, because it depends on gradients. But during backward only groups that are not
+//!   expected are freed, and no rank gathers these again.
+//! - Groups are reduced in the order in which their backwards began. A group is reduced once it and
+//!   all groups before it are complete and not expected: a rank that uses a unit's parameters in
+//!   only one of two calls has their gradients before other ranks do. The root is not in this
+//!   queue, because its gradients come from anywhere in the graph. Groups outside the queue are
+//!   reduced when the backward pass ends, in index order.
+//! - Both rules need exactly counted uses of parameters: the running backward must belong to the
+//!   forwards since the last pass. If a backward of the step left forwards behind, or if more
+//!   backwards began than forwards were called, gathered groups stay until the backward pass ends.
+//!   Outstanding reductions wait until then too.
 //!
 //! # How much is gathered
 //!
-//! At most: the root; the group whose forward or backward runs; [`Prefetch`] groups ahead
-//! of it; groups whose forward has run and that are not freed after forward; groups whose backward has
-//! begun and is not over (a frozen one that was also called where nothing below it is trainable: to the
-//! end of the backward pass); groups whose backward is over, until the next one begins. In backward
-//! through a chain of units: the root, the current one, those ahead, and one that was kept.
+//! At most:
+//!
+//! - the root;
+//! - the group whose forward or backward runs;
+//! - [`Prefetch`] groups ahead of it;
+//! - groups after their forward that are not freed after forward;
+//! - groups whose backward has begun and is not over. For a frozen group that was also called where
+//!   nothing below it is trainable, this lasts to the end of the backward pass;
+//! - groups whose backward is over, until the next one begins.
+//!
+//! In backward through a chain of units: the root, the current unit, those ahead, and one kept
+//! unit.
 
 mod interface;
 mod machine;

@@ -29,14 +29,14 @@ const FILE: &str = r#"
     parallelize = { type = "plan", plan = { "layers.*.mlp.up_proj" = "colwise", "layers.*.mlp.down_proj" = { type = "rowwise", output = "shard(1)" } } }
 "#;
 
-/// The plan of the strategy that a file and overrides describe.
+/// The plan of the strategy described by a file and overrides.
 fn plan_of(text: &str, overrides: &[&str]) -> Result<InlinePlan> {
     let mut layers = ConfigLayers::new().text("a.toml", text)?;
     for assignment in overrides {
         layers = layers.set(assignment)?;
     }
     let config: Config = layers.parse()?;
-    // As a strategy has it in its own configuration.
+    // As a strategy's own configuration has it.
     #[derive(Deserialize)]
     struct Strategy {
         parallelize: InlinePlan,
@@ -61,7 +61,7 @@ fn keys_with_dots_stay_one_key() {
     };
     assert_eq!(plan_of(FILE, &[]).unwrap().plan, expected);
 
-    // One override adds, one replaces a name by a table, one a table by a name.
+    // One override adds an entry, one replaces a name by a table, one a table by a name.
     let plan = plan_of(
         FILE,
         &[
@@ -78,7 +78,7 @@ fn keys_with_dots_stay_one_key() {
     let whole = Rowwise { input: Layout::Replicate, ..Rowwise::default() };
     assert_eq!(plan.style("layers.*.mlp.down_proj"), Some(whole.into()));
 
-    // All of it on the command line.
+    // The whole plan on the command line.
     let set = r#"trainer.strategy={ type = "fsdp", parallelize = { type = "plan", plan = { "a.b" = "colwise" }, units = ["layers.*"] } }"#;
     let all = plan_of("", &[set]).unwrap();
     assert_eq!(
@@ -165,7 +165,7 @@ fn configurations_survive_serialization() {
         let again: Box<dyn ParallelizeConfig> = serde_json::from_str(&json).unwrap();
         assert_eq!(format!("{again:?}"), format!("{config:?}"), "{json}");
     }
-    // The order is that of the text, where the format keeps it.
+    // The order of the text is kept, if the format keeps it.
     let plan: Plan = serde_json::from_str(&serde_json::to_string(&inline.plan).unwrap()).unwrap();
     assert_eq!(plan, inline.plan);
     let twice = serde_json::from_str::<Plan>(r#"{"a": "colwise", "a": "rowwise"}"#);

@@ -1,4 +1,4 @@
-//! Mistakes in plans: the layer is named, and what to do.
+//! Mistakes in plans: the error names the layer and the remedy.
 
 use fulgurite_core::Result;
 use fulgurite_core::mesh::{CONTEXT_PARALLEL, DP_CP, TENSOR_PARALLEL};
@@ -16,7 +16,7 @@ use super::{function, mesh};
 
 const PARTIAL: ParallelStyle = ParallelStyle::ReplicatedWithGradAllreduce;
 
-/// What building and parallelizing on so many ranks ends with.
+/// The result of building and parallelizing on this many ranks.
 fn parallelized<M>(
     ranks: usize,
     build: impl Fn(&ModuleBuilder) -> Result<M> + Sync,
@@ -30,7 +30,7 @@ fn parallelized<M>(
     .map(drop)
 }
 
-/// The message with which a plan is refused, which does not depend on the number of ranks.
+/// The error message of a refused plan; checks that it does not depend on the number of ranks.
 fn refused<M>(build: impl Fn(&ModuleBuilder) -> Result<M> + Sync, plan: Plan) -> String {
     let on = |ranks| {
         parallelized(ranks, &build, |tree, mesh| {
@@ -43,7 +43,7 @@ fn refused<M>(build: impl Fn(&ModuleBuilder) -> Result<M> + Sync, plan: Plan) ->
     on(2)
 }
 
-/// The message with which a plan is refused on this number of ranks, not on one.
+/// The error message of a plan refused on this number of ranks, but not on one.
 fn refused_on<M>(
     ranks: usize,
     build: impl Fn(&ModuleBuilder) -> Result<M> + Sync,
@@ -215,7 +215,7 @@ fn heads_that_do_not_divide() {
 fn shared_weights_that_are_not_cut_alike() {
     let plan = plan! { "model.embed_tokens" => colwise(), "lm_head" => colwise() };
     insta::assert_snapshot!(refused(Llama::tied, plan), @"parameter `model.embed_tokens.weight`: is shared by two layers that the plan does not cut alike: `model.embed_tokens` is colwise, `lm_head` is colwise; make the embedding rowwise and the head colwise, which both cut the vocabulary, or leave both out of the plan");
-    // One layer would compute with a part of the weight and not know.
+    // One layer would compute with a part of the weight without knowing.
     insta::assert_snapshot!(refused(Llama::tied, plan! { "lm_head" => colwise() }), @"parameter `model.embed_tokens.weight`: is shared by two layers that the plan does not cut alike: `model.embed_tokens` has no style, `lm_head` is colwise; make the embedding rowwise and the head colwise, which both cut the vocabulary, or leave both out of the plan");
     let whole = plan! { "model.embed_tokens" => rowwise(), "lm_head" => PARTIAL };
     assert!(refused(Llama::tied, whole).contains("`lm_head` is replicated_with_grad_allreduce"));

@@ -1,4 +1,4 @@
-//! Tensor-parallel plans: what the built-in ones do to parameters, and what mistakes are told.
+//! Tensor-parallel plans: effects of the built-in plans on parameters, and messages about mistakes.
 
 mod configuration;
 mod mistakes;
@@ -13,7 +13,7 @@ use fulgurite_core::strategy::{ParallelizeConfig, ParallelizeFn};
 use fulgurite_strategies as _;
 use serde::Deserialize;
 
-/// The function that a configuration's `parallelize` names, in TOML.
+/// The function named by a configuration's `parallelize`, in TOML.
 fn function(parallelize: &str) -> Result<Box<dyn ParallelizeFn>> {
     #[derive(Deserialize)]
     struct Config {
@@ -26,7 +26,7 @@ fn function(parallelize: &str) -> Result<Box<dyn ParallelizeFn>> {
     config.build()
 }
 
-/// A mesh whose ranks all share layers.
+/// A mesh on which all ranks share layers.
 fn mesh(world: std::sync::Arc<dyn fulgurite_core::collective::ProcessGroup>) -> Result<DeviceMesh> {
     let tensor = world.size();
     DeviceMesh::new(DeviceMesh::layout_for(tensor, None, None, None, Some(tensor))?, world)

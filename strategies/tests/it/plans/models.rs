@@ -97,13 +97,13 @@ pub(crate) struct Block {
     norms: [LayerNorm; 2],
     attention: CausalSelfAttention,
     mlp: GeluMlp,
-    /// candle_nn's.
+    /// A layer of candle_nn.
     adapter: candle_nn::Linear,
-    /// A parameter that is no layer's.
+    /// A parameter outside of any layer.
     scale: Parameter,
 }
 
-/// A decoder with other names, and with what is not of `nn`.
+/// A decoder with other names, and with parts that are not from `nn`.
 pub(crate) struct Gpt {
     embedding: Embedding,
     blocks: Vec<Unit<Block>>,

@@ -1,4 +1,4 @@
-//! What plans do to parameters, and that the model computes the same.
+//! Effects of plans on parameters, and equal results of the model.
 
 use candle_core::{Device, Tensor};
 use fulgurite_core::Result;
@@ -11,8 +11,8 @@ use fulgurite_transports::run_ranks;
 use super::models::{Gpt, Llama, VOCABULARY};
 use super::{function, mesh};
 
-/// A model's parameters as a rank has them, a line each: name and shape, cuts, the rank's region,
-/// and whether its gradient is partial over replicas.
+/// A rank's parameters, one per line: name and shape, cuts, the rank's region, and whether the
+/// gradient is partial over replicas.
 fn lines(tree: &ModuleTree) -> Vec<String> {
     let line = |p: &fulgurite_core::parameter::Parameter| {
         let mut line = format!("{} {:?}", p.fqn(), p.global_shape());
@@ -53,7 +53,7 @@ fn cut<M>(
     .unwrap()
 }
 
-/// The lines that are not of a later layer; those are like the first's.
+/// The lines up to the first layer; later layers repeat the first.
 fn first_layer(lines: &[String], layers: &str) -> String {
     let of = |i: usize| {
         let prefix = format!("{layers}.{i}.");
@@ -112,7 +112,7 @@ fn llama_with_sequence_parallelism() {
 
 // checklist: torchtune: prepare_mha_for_tp
 #[test]
-fn fewer_key_and_value_heads_than_ranks_are_replicated() {
+fn key_and_value_heads_are_replicated() {
     let ranks = cut(4, r#"{ type = "llama", loss_parallel = true }"#, Llama::tied);
     let key = |lines: &[String]| {
         let of_keys = |l: &&String| l.starts_with("model.layers.0.self_attn.k_proj");
@@ -137,7 +137,7 @@ fn fewer_key_and_value_heads_than_ranks_are_replicated() {
 // checklist: NeMo: parallelize: Llama's plan, plans by Hugging Face's strings, globs
 #[test]
 fn hugging_faces_plan() {
-    // What it does not name has no cuts at all.
+    // Parameters outside of the plan have no cuts.
     let ranks = cut(2, r#""hf""#, Llama::untied);
     insta::assert_snapshot!(first_layer(&ranks[1], "model.layers"), @r"
     model.embed_tokens.weight [12, 8]
@@ -156,10 +156,10 @@ fn hugging_faces_plan() {
     model.norm.weight [8]
     lm_head.weight [12, 8] shard(0)x2 at [6, 0] [6, 8]
     ");
-    // A shared weight is cut for both.
+    // A shared weight is cut for both layers.
     let ranks = cut(2, r#""hf""#, Llama::tied);
     insta::assert_snapshot!(ranks[1][0], @"model.embed_tokens.weight [12, 8] shard(0)x2 at [6, 0] [6, 8]");
-    // One's own, with whole paths.
+    // A custom plan, with whole paths.
     let plan = r#"{ type = "hf", prefix = "", plan = { "head" = "colwise_rep", "h.*.ln_1" = "sequence_parallel", "h.*.adapter" = "replicated_with_grad_allreduce", "wte" = "rowwise" } }"#;
     let ranks = cut(2, plan, Gpt::new);
     let cuts = |l: &&String| l.contains(" shard") || l.contains(" replicate");
@@ -175,7 +175,7 @@ fn hugging_faces_plan() {
     ");
 }
 
-/// Llama's plan where nothing has its names.
+/// Llama's plan for a model without Llama's names.
 const GPT: &str = r#"{ type = "plan", plan = {
     "wte" = { type = "rowwise", output = "shard(1)" },
     "h.*.ln_1" = "sequence_parallel",
@@ -288,19 +288,19 @@ fn logits_are_the_same_on_any_number_of_ranks() {
 
 /// A layer that computes with a part of the sequence has partial gradients.
 #[test]
-fn prepared_layers_know_what_they_compute_with() {
+fn prepared_layers_have_partial_gradients() {
     let plan = r#"{ type = "plan", plan = { "model.norm" = { type = "prepare_module_input", input = "replicate", desired = "shard(1)" }, "lm_head" = { type = "prepare_module_input", input = "shard(1)", desired = "replicate" } } }"#;
     let ranks = cut(2, plan, Llama::untied);
     let partial: Vec<&String> = ranks[0].iter().filter(|l| l.contains("partial")).collect();
     insta::assert_snapshot!(format!("{partial:?}"), @r#"["model.norm.weight [8] replicate x2, partial gradient"]"#);
-    // The bias of a block is added to what it gives.
+    // The bias of a block is added to its output.
     let plan = r#"{ type = "plan", plan = { "h.*.mlp" = { type = "prepare_module_output", output = "replicate", desired = "shard(1)" }, "h.*.mlp.up_proj" = "colwise", "h.*.mlp.down_proj" = "rowwise" } }"#;
     let ranks = cut(2, plan, Gpt::new);
     let partial: Vec<&String> = ranks[0].iter().filter(|l| l.contains("partial")).collect();
     insta::assert_snapshot!(format!("{partial:?}"), @r#"["h.0.mlp.down_proj.bias [8] replicate x2, partial gradient", "h.1.mlp.down_proj.bias [8] replicate x2, partial gradient"]"#);
 }
 
-/// A gather of the last dimension knows how wide the whole is.
+/// A gather of the last dimension knows the width of the whole.
 #[test]
 fn the_last_dimension_is_gathered() {
     struct Uneven(fulgurite_core::nn::Linear, fulgurite_core::nn::Linear);

@@ -1,4 +1,4 @@
-//! What is tried.
+//! Random cases.
 
 use fulgurite_core::parallel::{
     Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, PrepareModuleOutput, Rowwise,
@@ -8,7 +8,7 @@ use fulgurite_core::random::{Purpose, Stream};
 
 use super::model::Shape;
 
-/// Random choices that follow from a seed.
+/// Random choices derived from a seed.
 pub(crate) struct Dice {
     stream: Stream,
     thrown: u64,
@@ -82,7 +82,7 @@ impl Case {
         Self { mesh, shape, frozen, checkpointing, plan }
     }
 
-    /// Nothing but this model and plan.
+    /// A case with only this model and plan.
     pub(crate) fn on_two_ranks(shape: Shape, plan: Plan) -> Self {
         Self { mesh: [1, 1, 2], shape, frozen: Vec::new(), checkpointing: false, plan }
     }
@@ -101,7 +101,7 @@ impl Case {
     }
 }
 
-/// The layers of a model, as patterns: with the projections of blocks, or the blocks alone.
+/// The layers of a model, as patterns: with the blocks' projections, or the blocks only.
 fn layers(shape: &Shape, projections: bool) -> Vec<String> {
     let mut layers = vec!["embedding", "embedding_dropout", "norm", "lm_head"];
     layers.extend(["layers.*.norm", "layers.*.dropout", "layers.*.post_norm"]);
@@ -135,7 +135,7 @@ fn layers(shape: &Shape, projections: bool) -> Vec<String> {
     layers.into_iter().map(str::to_owned).chain(inside).collect()
 }
 
-/// A plan that mostly fits the model, with a few entries changed at random.
+/// A plan that mostly fits the model, with a few random changes.
 fn plan(dice: &mut Dice, shape: &Shape) -> Plan {
     let mut styles = match dice.below(8) {
         0 => Vec::new(),
@@ -245,7 +245,7 @@ fn template(dice: &mut Dice, shape: &Shape) -> Styles {
     styles
 }
 
-/// Any style that the layer takes, mostly, in any layouts.
+/// Mostly a style that the layer takes, in random layouts.
 fn random_style(dice: &mut Dice, layer: &str) -> ParallelStyle {
     let layouts = [REPLICATE, SEQUENCE, LAST];
     let loss_parallel = dice.once_in(3);
@@ -288,12 +288,12 @@ fn random_style(dice: &mut Dice, layer: &str) -> ParallelStyle {
     dice.one_of(&choices)
 }
 
-/// The outputs that a colwise layer has.
+/// The possible output of a colwise layer.
 fn dice_output(layout: Layout) -> Layout {
     if layout == SEQUENCE { REPLICATE } else { layout }
 }
 
-/// The inputs that a rowwise layer has.
+/// The possible input of a rowwise layer.
 fn dice_input(layout: Layout) -> Layout {
     if layout == SEQUENCE { LAST } else { layout }
 }

@@ -1,8 +1,8 @@
-//! Random plans, models and meshes: each plan is refused, by the same error on all ranks, or trains as
-//! one device does.
+//! Random plans, models and meshes: each plan is either refused with the same error on all ranks,
+//! or trains as on one device.
 //!
-//! `FULGURITE_RANDOM_PLANS` is how many there are (100), `FULGURITE_RANDOM_PLANS_SEED` where they begin.
-//! One that fails is printed with the seed that makes it alone.
+//! `FULGURITE_RANDOM_PLANS` sets the number of cases (100), `FULGURITE_RANDOM_PLANS_SEED` the first
+//! seed. A failing case is printed with the seed that reproduces it alone.
 
 mod cases;
 mod model;
@@ -28,7 +28,7 @@ use model::{BATCH, Model};
 
 const STEPS: u64 = 3;
 
-/// What came of a training.
+/// The result of a training.
 struct Run {
     losses: Vec<f64>,
     norms: Vec<f64>,
@@ -95,7 +95,7 @@ fn weights(fabric: &Fabric) -> Result<BTreeMap<String, Vec<f64>>> {
     tree.parameters().iter().map(whole).collect()
 }
 
-/// What a plan comes to.
+/// The outcome of a plan.
 enum Outcome {
     Equal,
     Refused(String),
@@ -131,7 +131,7 @@ fn outcome(case: &Case) -> Outcome {
     Outcome::Equal
 }
 
-/// Where two trainings differ.
+/// Finds the difference between two trainings.
 fn difference(one: &Run, run: &Run) -> Option<String> {
     let differ = |what: &str, a: &[f64], b: &[f64]| {
         let pairs = a.iter().zip(b).enumerate();
@@ -175,7 +175,7 @@ fn a_plan_is_refused_or_trains_as_one_device() {
         println!("{count:5} × {error}");
     }
     assert!(wrong.is_empty(), "different: {wrong:?}");
-    // Neither are all plans refused nor none.
+    // Some plans are refused, and some are not.
     assert!(equal > count / 5 && refused > count / 10, "{equal} equal, {refused} refused");
 }
 

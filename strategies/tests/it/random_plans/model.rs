@@ -17,32 +17,32 @@ const HIDDEN: usize = 12;
 pub(crate) const BATCH: usize = 4;
 const LENGTH: usize = 8;
 
-/// What a model is like.
+/// The options of a model.
 #[derive(Debug, Clone)]
 pub(crate) struct Shape {
     pub(crate) layers: usize,
-    /// Key and value heads of four; without attention none.
+    /// Key and value heads, of four; `None` without attention.
     pub(crate) kv_heads: Option<usize>,
     /// SwiGLU, GELU with biases, or single layers.
     pub(crate) mlp: usize,
     pub(crate) bias: bool,
     pub(crate) tied: bool,
     pub(crate) dropout: f64,
-    /// Dropout behind the embedding too.
+    /// Also dropout after the embedding.
     pub(crate) embedding_dropout: bool,
     /// Learned positions: none, a parameter, or an embedding.
     pub(crate) positions: usize,
-    /// A parameter of each block's own, used as a plain tensor.
+    /// A parameter in each block, used as a plain tensor.
     pub(crate) scale: bool,
-    /// Whether residual branches are fused, where there is no dropout between.
+    /// Whether residual branches are fused, if no dropout is in between.
     pub(crate) fused: bool,
     /// Whether blocks are units.
     pub(crate) units: bool,
-    /// Classes of a head beside, and whether it is for the mean over the sequence.
+    /// Classes of an additional head, and whether it takes the mean over the sequence.
     pub(crate) score: Option<(usize, bool)>,
     /// Whether head and loss are one operation.
     pub(crate) fused_loss: bool,
-    /// Whether the last position's logits are left out.
+    /// Whether the last position's logits are omitted.
     pub(crate) shifted: bool,
 }
 

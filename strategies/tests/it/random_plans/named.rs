@@ -1,4 +1,4 @@
-//! Plans that do not fit what the model does, and what is said of them.
+//! Plans that do not fit the model's computation, and their error messages.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
@@ -83,7 +83,7 @@ fn whole_gradients_are_not_summed() {
 
 #[test]
 fn partial_gradients_are_summed() {
-    // A parameter of a block, used on parts of the last dimension and of the sequence.
+    // A block's parameter, used on parts of the last dimension and of the sequence.
     let part = plan! { "embedding" => to_part(), "lm_head" => from_part() };
     let mlp = Shape { kv_heads: None, scale: true, ..shape() };
     let norms = ["layers.*.norm", "layers.*.post_norm", "norm"];
@@ -101,7 +101,7 @@ fn a_part_of_the_logits_is_no_loss() {
     insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => Colwise::default() }), @r#"the loss takes whole logits and gets shard(-1) from `lm_head` (colwise); give the layer `output = "replicate"`, with `loss_parallel = true` if the loss is to work on parts of the classes"#);
     let shifted = Shape { shifted: true, ..shape() };
     refused(shifted, plan! { "lm_head" => Colwise::default() });
-    // The loss and the head as one.
+    // Loss and head fused.
     let fused = Shape { fused_loss: true, ..shape() };
     let plan = plan! { "norm" => SequenceParallel {
         input: Layout::Replicate, output: Layout::SEQUENCE,
@@ -110,7 +110,7 @@ fn a_part_of_the_logits_is_no_loss() {
 }
 
 #[test]
-fn dropout_drops_from_what_it_knows() {
+fn dropout_on_an_unplanned_part_is_refused() {
     let dropout = Shape { dropout: 0.2, embedding_dropout: true, ..shape() };
     let plan = plan! { "embedding" => to_part(), "layers.*.norm" => SequenceParallel::default() };
     insta::assert_snapshot!(refused(dropout, plan), @r#"module `embedding_dropout`: is not in the plan, so it computes with whole activations, and gets shard(1) from `embedding` (rowwise): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `embedding` (rowwise) give replicate"#);
@@ -132,7 +132,7 @@ fn a_layer_that_the_plan_forgot() {
     case.frozen.push("*norm*".to_owned());
     let Outcome::Refused(message) = outcome(&case) else { panic!("the plan is taken") };
     insta::assert_snapshot!(message, @r#"module `layers.0.norm`: is not in the plan, so it computes with whole activations, and gets shard(1) from `embedding` (rowwise): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `embedding` (rowwise) give replicate"#);
-    // Behind plain operations too, and in a unit that is computed again.
+    // Also after plain operations, and in a recomputed unit.
     let plan = Plan::new()
         .with("embedding", to_part())
         .with("layers.*.norm", SequenceParallel::default())
@@ -147,7 +147,7 @@ fn a_layer_that_the_plan_forgot() {
     }
 }
 
-/// Where nothing before is trained there is no graph that tells where activations come from.
+/// If all earlier layers are frozen, no graph tells where activations come from.
 #[test]
 fn behind_frozen_layers() {
     let frozen = |shape: Shape, plan: Plan| {
@@ -162,7 +162,7 @@ fn behind_frozen_layers() {
 }
 
 #[test]
-fn what_is_put_together_has_one_layout() {
+fn combined_tensors_have_one_layout() {
     let error = run_ranks(2, |world| {
         let mesh = DeviceMesh::new(DeviceMesh::layout_for(2, None, None, None, Some(2))?, world)?;
         let b = ModuleBuilder::new(ModuleInit::default());

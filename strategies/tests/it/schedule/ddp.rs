@@ -1,4 +1,4 @@
-//! DDP's buckets. Gradients are numbers here: at the end of a step each rank must have the sum of
+//! DDP's buckets, with integers as gradients: at the end of a step each rank must have the sum of
 //! all.
 
 use fulgurite_strategies::schedule::ddp::{Action, Event, Schedule};
@@ -53,7 +53,7 @@ impl Rank {
     }
 }
 
-/// What one rank's backward does: gradients of some of the parameters that it is `of`, in an order of its own.
+/// One rank's backward: gradients of some of the parameters in `of`, in a rank-specific order.
 fn backward(
     scenario: &Scenario,
     at: [usize; 3],
@@ -71,7 +71,7 @@ fn backward(
     order.sort_by_key(|&p| of(0, p));
     for p in order {
         if of(1, p).is_multiple_of(3) {
-            // Not used on this rank; its part of the bucket counts as zero.
+            // Unused on this rank; its part of the bucket counts as zero.
             if !rank.accumulated[p] {
                 rank.content[p] = 0;
             }
@@ -142,7 +142,7 @@ fn run(scenario: &Scenario) {
     }
 }
 
-/// Two optimizers, which have every other bucket: backwards for one of them or both, and steps of one.
+/// Two optimizers with alternating buckets: backwards for one or both, and steps of one.
 fn run_two_optimizers(bucket_of: &[usize], seed: u64) {
     let n = bucket_of.len();
     let buckets = bucket_of.last().map_or(0, |last| last + 1);
@@ -234,7 +234,7 @@ proptest! {
         run_two_optimizers(&scenario.bucket_of, scenario.seed);
     }
 
-    /// Ranks fail at different points, and must then communicate alike.
+    /// Ranks fail at different points, and must communicate alike afterwards.
     #[test]
     fn an_abandoned_step_leaves_nothing_behind(
         before in prop::collection::vec(any_event(), 0..30), after in prop::collection::vec(any_event(), 0..30)

@@ -18,12 +18,12 @@ enum Part {
     Plain(Vec<usize>),
     /// Two forwards, and one backward through both.
     Joined(Vec<usize>, Vec<usize>),
-    /// Forwards, then the backward of each, from the first to the last or the other way round; a further
-    /// forward follows the first backward, and its backward comes last.
+    /// Several forwards, then the backward of each, in order or in reverse order. A further forward
+    /// follows the first backward, and its backward comes last.
     ForwardsFirst(Vec<Vec<usize>>, bool, Vec<usize>),
     /// A forward, and two backwards through it.
     Twice(Vec<usize>),
-    /// A forward that records a graph which is thrown away.
+    /// A forward that records a graph and discards it.
     Discarded(Vec<usize>),
     /// A forward without a graph.
     NoGrad(Vec<usize>),
@@ -34,15 +34,18 @@ struct Scenario {
     /// The units, then the root.
     groups: Vec<Group>,
     prefetch: Prefetch,
-    /// For some units, those to gather ahead in forward and in backward, by numbers to be taken modulo.
+    /// For some units, the units to gather ahead in forward and in backward, as numbers modulo the
+    /// count.
     lists: Vec<(usize, [Vec<usize>; 2])>,
-    /// What backwards without synchronisation reduce.
+    /// The scope of backwards without synchronisation.
     unsynchronised: ReduceScope,
-    /// Whether the units' input needs a gradient: otherwise frozen units at the bottom have no backward.
+    /// Whether the units' input needs a gradient; otherwise frozen units at the bottom have no
+    /// backward.
     tracked_input: bool,
-    /// Whether gradients may come after the next units' backwards began. Each call then uses the unit's
-    /// first parameter on every rank and delivers that last: of ranks that get a unit's last gradient
-    /// at different times, one could gather the next unit while another reduces this one.
+    /// Whether gradients may come after the next units' backwards began. Each call then uses the
+    /// unit's first parameter on every rank and delivers it last. Otherwise ranks that get a unit's
+    /// last gradient at different times could differ: one gathers the next unit while another
+    /// reduces this one.
     late_gradients: bool,
     steps: Vec<Vec<Part>>,
     seed: u64,
@@ -62,22 +65,23 @@ impl Scenario {
         self.lists.iter().map(|(unit, of_unit)| (group(*unit), lists(of_unit))).collect()
     }
 
-    /// How many groups may be gathered ahead. What is listed may wait until backward.
+    /// Maximum number of groups gathered ahead. Listed groups may wait until backward.
     fn ahead(&self) -> usize {
         let listed = self.listed().into_iter().flat_map(|(_, lists)| lists.into_iter().flatten());
         let listed: BTreeSet<usize> = listed.collect();
         self.prefetch.forward.max(self.prefetch.backward) + listed.len()
     }
 
-    /// Whether a parameter is used as a plain tensor: one gradient for all its uses in a graph.
+    /// Whether a parameter is used as a plain tensor, with one gradient for all its uses in a
+    /// graph.
     fn is_plain_tensor(&self, group: usize, parameter: usize) -> bool {
         let first = self.late_gradients && parameter == 0;
         !first && draw(self.seed, &[0, group, parameter]).is_multiple_of(3)
     }
 
-    /// How often a rank's call of a unit uses a parameter.
+    /// Number of uses of a parameter in a rank's call of a unit.
     fn uses(&self, rank: usize, call: &Call, parameter: usize) -> usize {
-        // Otherwise the first call would be no part of the graph.
+        // Otherwise the first call would not be part of the graph.
         if parameter == 0 && (self.late_gradients || call.first && !self.tracked_input) {
             return 1;
         }
@@ -93,15 +97,15 @@ impl Scenario {
 #[derive(Debug, Clone, Copy)]
 struct Call {
     group: usize,
-    /// Tells it from all others of the scenario.
+    /// Unique in the scenario.
     id: usize,
-    /// Whether it is the first of its forward that uses trainable parameters.
+    /// Whether it is the forward's first call that uses trainable parameters.
     first: bool,
     /// Whether it is a part of the graph.
     tracked: bool,
 }
 
-/// Uses of a trainable parameter whose gradients have not arrived, as `Parameter` counts them.
+/// Pending uses of a trainable parameter, counted as `Parameter` does.
 #[derive(Debug, Clone, Default)]
 struct Uses {
     pending: usize,
@@ -134,22 +138,22 @@ struct Rank<'a> {
     values: Vec<Values>,
     uses: Vec<Vec<Uses>>,
     grads: Vec<Grads>,
-    /// How often each group was reduced in this backward.
+    /// Number of reductions of each group in this backward.
     reductions: Vec<usize>,
     scope: ReduceScope,
-    /// Gradients that arrived at each group, and how far they are: in the unsharded buffer,
-    /// scattered, delivered; and all that were made in this step.
+    /// Numbers of gradients per group: in the unsharded buffer, scattered, delivered, and all
+    /// produced in this step.
     arrived: Vec<[usize; 4]>,
-    /// What the ranks must have in common.
+    /// The actions that must be equal on all ranks.
     collectives: Vec<Action>,
-    /// How many groups may be gathered now.
+    /// Maximum number of gathered groups now.
     limit: usize,
     calls: usize,
-    /// Units that were called since the last backward and are not freed after forward.
+    /// Units called since the last backward that are not freed after forward.
     kept: BTreeSet<usize>,
-    /// Whether this step's backwards were of the forwards since the last one.
+    /// Whether this step's backwards belonged to the forwards since the last backward.
     exact: bool,
-    /// In a backward that is: the calls of each unit whose backward has not begun.
+    /// In an exact backward: the calls of each unit whose backward has not begun.
     to_come: Option<Vec<usize>>,
 }
 
@@ -292,7 +296,7 @@ impl<'a> Rank<'a> {
         let counted = if self.scenario.is_plain_tensor(group, parameter) {
             std::mem::take(&mut uses.pending_tensor)
         } else {
-            // A value is needed to compute it.
+            // A gradient's computation needs the value.
             assert_eq!(self.values[group], Values::Gathered);
             let counted = uses.pending > 0;
             uses.pending = uses.pending.saturating_sub(1);
@@ -343,14 +347,14 @@ impl<'a> Rank<'a> {
         }
     }
 
-    /// Runs the backwards of these calls in reverse, and of what the root used; of gradients that
-    /// come with each, every rank has its own.
+    /// Runs the backwards of these calls in reverse, and the root's uses. The gradients that come
+    /// with each call are rank-specific.
     fn backward(&mut self, graph: &[Call], reduce: ReduceScope) {
         let scenario = self.scenario;
         self.scope = reduce;
         self.on(Event::BeginBackward { reduce });
         let calls: Vec<&Call> = graph.iter().rev().filter(|call| call.tracked).collect();
-        // Which gradients come after which call's backward has begun.
+        // Assigns gradients to the call after whose backward start they come.
         let mut slots: Vec<Vec<(usize, usize)>> = vec![Vec::new(); calls.len().max(1)];
         let last_slot = slots.len() - 1;
         let slot = |at: usize, call: &Call, of: &[usize]| {
@@ -375,7 +379,7 @@ impl<'a> Rank<'a> {
                 }
             }
         }
-        // What the root uses has no call: it comes at any time.
+        // The root's uses have no call: their gradients come at any time.
         let root = scenario.root();
         for p in 0..scenario.groups[root].trainable {
             let id = graph.first().map_or(0, |call| call.id);
@@ -508,7 +512,7 @@ impl<'a> Rank<'a> {
         self.exact = true;
     }
 
-    /// Runs the whole scenario. What the rank communicated.
+    /// Runs the whole scenario. Returns the rank's communication.
     fn run(mut self) -> Vec<Action> {
         self.limit = 1;
         self.on(Event::PrepareForward);
@@ -537,8 +541,7 @@ fn scenario() -> impl Strategy<Value = Scenario> {
         groups[last].reshard_after_forward = Reshard::Never;
         groups
     });
-    // Numbers that do not fit the model are taken modulo the number of units; most forwards call
-    // the units in order.
+    // Numbers are taken modulo the number of units; most forwards call the units in order.
     let route = prop_oneof![
         3 => (1..7usize).prop_map(|n| (0..n).collect::<Vec<_>>()),
         1 => prop::collection::vec(0..6usize, 1..8),
@@ -599,9 +602,9 @@ fn scenario() -> impl Strategy<Value = Scenario> {
 proptest! {
     #![proptest_config(ProptestConfig { cases: 2000, ..ProptestConfig::default() })]
 
-    /// Each rank's driver checks what it performs; together they check that it is the same.
+    /// Each rank's driver checks its actions; the test checks that all ranks communicate alike.
     #[test]
-    fn ranks_that_use_different_parameters_communicate_alike(scenario in scenario()) {
+    fn ranks_with_different_parameters_agree(scenario in scenario()) {
         let runs: Vec<Vec<Action>> =
             (0..RANKS).map(|rank| Rank::new(&scenario, rank).run()).collect();
         for run in &runs[1..] {
@@ -634,7 +637,7 @@ fn any_event() -> impl Strategy<Value = Event> {
 }
 
 proptest! {
-    /// Ranks fail at different points, and must then communicate alike.
+    /// Ranks fail at different points, and must communicate alike afterwards.
     #[test]
     fn an_abandoned_step_leaves_nothing_behind(
         before in prop::collection::vec(any_event(), 0..40), after in prop::collection::vec(any_event(), 0..40)
@@ -667,9 +670,9 @@ proptest! {
     }
 }
 
-/// What a step of a chain of units comes to, once the order of forward is known.
+/// The actions of a chain of units in a step, once the forward order is known.
 #[test]
-fn units_are_gathered_one_ahead_and_reduced_as_backward_goes_on() {
+fn units_are_gathered_ahead_and_reduced_early() {
     let group = Group { parameters: 1, trainable: 1, reshard_after_forward: Reshard::Always };
     let mut schedule = Schedule::new(&[group; 4], 1.into());
     schedule.on(Event::PrepareForward);
@@ -693,10 +696,10 @@ fn units_are_gathered_one_ahead_and_reduced_as_backward_goes_on() {
     insta::assert_snapshot!(text.join(" "), @"Gather(0) WaitGather(0) Gather(1) Free(0) WaitGather(1) Gather(2) Free(1) WaitGather(2) Free(2) Gather(2) WaitGather(2) Gather(1) Reduce(2) Free(2) WaitGather(1) Gather(0) WaitReduction(2) Replicate(2) Reduce(1) Free(1) WaitGather(0) WaitReduction(1) Replicate(1) Reduce(0) WaitReduction(0) Replicate(0) Reduce(3) WaitReduction(3) Replicate(3) WaitReplication(0) WaitReplication(1) WaitReplication(2) WaitReplication(3) Deliver Free(0)");
 }
 
-/// A forward that is not like the last one leaves units gathered that it does not call: in backward they
-/// make room for those that it does.
+/// A forward that differs from the last one leaves gathered units that it does not call. In
+/// backward they make room for the called units.
 #[test]
-fn units_that_were_passed_by_are_freed_when_backward_begins() {
+fn skipped_units_are_freed_in_backward() {
     let group = Group { parameters: 1, trainable: 1, reshard_after_forward: Reshard::Always };
     let mut schedule = Schedule::new(&[group; 5], 1.into());
     let forward = |schedule: &mut Schedule, route: &[usize]| -> Vec<Action> {

@@ -1,10 +1,10 @@
-//! The schedules of FSDP and DDP against what they promise, on random models, programs and ranks
-//! whose forwards use different parameters.
+//! Properties of the FSDP and DDP schedules, on random models, programs and ranks whose forwards
+//! use different parameters.
 
 mod ddp;
 mod fsdp;
 
-/// A number that follows from a scenario's seed and from what it is drawn for.
+/// A number derived from a scenario's seed and the purpose of the draw.
 fn draw(seed: u64, of: &[usize]) -> usize {
     let mut state = seed;
     for &part in of {
