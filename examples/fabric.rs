@@ -1,4 +1,4 @@
-//! A training loop with Fabric, under the strategy and on the ranks that the arguments set.
+//! A training loop with Fabric. The arguments set strategy and ranks.
 //!
 //! ```text
 //! cargo run --example fabric -- trainer.devices=2 trainer.strategy=fsdp

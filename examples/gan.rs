@@ -1,10 +1,10 @@
-//! A GAN: two networks, each with an optimizer of its own, that `training_step` gives their turns. The
-//! generator learns to put points on eight spots of a circle, from a discriminator that learns to tell them
-//! from real ones.
+//! A GAN: two networks with an optimizer each, which `training_step` runs in turns. The generator
+//! learns to put points on eight spots of a circle. The discriminator learns to tell generated
+//! points from real ones.
 //!
 //! ```text
-//! cargo run --release --example gan -- fit --set trainer.max_steps=4000 --set 'optimizer.betas=[0.5,0.99]'
-//! cargo run --release --example gan -- fit --set trainer.devices=2 --set trainer.strategy=ddp
+//! cargo run --release --example gan -- fit \
+//!     --set trainer.max_steps=4000 --set 'optimizer.betas=[0.5,0.99]'
 //! ```
 
 use std::f64::consts::TAU;
@@ -14,7 +14,7 @@ use fulgurite::core::trainer::{OptimizerSetup, Optimizers};
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
 
-/// A network with two hidden layers, the second of which is a unit.
+/// A network with two hidden layers; the second one is a unit.
 struct Mlp {
     first: Linear,
     hidden: Unit<Linear>,
@@ -47,7 +47,7 @@ struct Gan {
 struct GanConfig {
     /// Width of the hidden layers of both networks.
     width: usize,
-    /// Numbers of noise from which the generator makes a point: as many as the data has.
+    /// Random inputs of the generator for each point; taken from the data.
     noise: usize,
 }
 
@@ -57,7 +57,7 @@ impl Default for GanConfig {
     }
 }
 
-/// `log(1 + exp(x))`: the cross entropy of the logit `x` where it should be low.
+/// `log(1 + exp(x))`: the cross entropy of the logit `x` with the target 0.
 fn softplus(x: &Tensor) -> Result<Tensor> {
     Ok((x.relu()? + (x.abs()?.neg()?.exp()? + 1.0)?.log()?)?)
 }
@@ -112,7 +112,8 @@ impl LightningModule for Gan {
         Ok(Loss::new(Tensor::new(generator.loss * samples, batch.real.device())?, samples))
     }
 
-    /// How far generated points are from the nearest spot, and how many of the spots have any.
+    /// Logs each spot's share of the generated points; the loss is the mean distance to the nearest
+    /// spot.
     fn validation_step(&mut self, batch: &Batch, ctx: &mut StepContext) -> Result<Loss> {
         let fake = self.generator.forward(&batch.noise)?.to_vec2::<f32>()?;
         let spots: Vec<[f64; 2]> = (0..SPOTS).map(spot).collect();
@@ -142,7 +143,7 @@ fn spot(index: u64) -> [f64; 2] {
     [2.0 * angle.cos(), 2.0 * angle.sin()]
 }
 
-/// Points around eight spots on a circle, with noise to generate others from.
+/// Points around eight spots on a circle, and noise for the generator.
 struct Spots {
     noise: usize,
 }
@@ -160,7 +161,7 @@ struct Batch {
 struct SpotsConfig {
     /// Points in a batch.
     batch_size: usize,
-    /// Numbers of noise for each point that is generated.
+    /// Random inputs of the generator for each point.
     noise: usize,
 }
 

@@ -1,4 +1,4 @@
-//! Reading the configuration of a Llama from a Hugging Face directory.
+//! Reads the configuration of a Llama from a Hugging Face directory.
 
 use std::path::Path;
 
@@ -7,18 +7,18 @@ use serde::de::DeserializeOwned;
 use super::llama::LlamaConfig;
 use super::prelude::*;
 
-/// The longest `config.json` that is read.
+/// The largest `config.json` that is read, in bytes.
 const MAX_CONFIG: u64 = 16 << 20;
 
-/// The head's weight, and the embedding's, which it may share.
+/// The weights of head and embedding, which may be shared.
 const SHARED: [&str; 2] = ["lm_head.weight", "model.embed_tokens.weight"];
 
-/// A table of `config.json`, which `transformers` reads like this: a key that is left out has a
-/// default, and `null` is one for some keys alone.
+/// A table of `config.json`, read as in `transformers`: missing keys have defaults, and only some
+/// keys may be `null`.
 struct Table<'a> {
     values: &'a serde_json::Map<String, serde_json::Value>,
     file: &'a Path,
-    /// Its own key and a dot, for messages.
+    /// The table's key and a dot, for messages.
     prefix: &'static str,
 }
 
@@ -27,7 +27,7 @@ impl<'a> Table<'a> {
         Err(Error::Config(format!("{}: {message}", self.file.display())))
     }
 
-    /// The value of a key; `None` if it is left out.
+    /// Returns the value of a key; `None` if it is missing.
     fn get<T: DeserializeOwned>(&self, key: &str, expected: &str) -> Result<Option<T>> {
         let Some(value) = self.values.get(key) else { return Ok(None) };
         match serde_json::from_value(value.clone()) {
@@ -48,7 +48,7 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// A size that has a default, which `null` stands for, too.
+    /// Returns a size with a default; `None` if it is missing or `null`.
     fn optional_size(&self, key: &str) -> Result<Option<usize>> {
         Ok(self.get::<Option<usize>>(key, "a number or null")?.flatten())
     }
@@ -66,7 +66,7 @@ impl<'a> Table<'a> {
         self.get(key, "a text")
     }
 
-    /// A table that may be left out or `null`.
+    /// Returns a table; `None` if it is missing or `null`.
     fn table(&self, key: &str, prefix: &'static str) -> Result<Option<Table<'a>>> {
         match self.values.get(key) {
             None | Some(serde_json::Value::Null) => Ok(None),
@@ -77,9 +77,9 @@ impl<'a> Table<'a> {
         }
     }
 
-    /// The base of the rotary embedding, which may be scaled in no way.
+    /// Returns the base of the rotary embedding. Scaling is an error.
     fn rope_theta(&self) -> Result<f64> {
-        // The key of transformers 4 counts before that of transformers 5, as there.
+        // The key of transformers 4 overrides the one of transformers 5, as in transformers.
         let scaling =
             self.table("rope_scaling", "rope_scaling.")?.filter(|table| !table.values.is_empty());
         let rope = match scaling {
@@ -107,7 +107,7 @@ impl<'a> Table<'a> {
         self.wrong(format!("{what} is not supported; the model is a plain Llama"))
     }
 
-    /// Checks the keys that ask for something that the model does not have.
+    /// Refuses keys for features that the model lacks.
     fn check(&self) -> Result<()> {
         match self.text("model_type")?.as_deref() {
             Some("llama") => {}
@@ -135,8 +135,8 @@ impl<'a> Table<'a> {
     }
 }
 
-/// Whether the head of the model in this directory shares the embedding's weight, if its
-/// configuration says so: as in transformers 5, not if the directory has two weights that differ.
+/// Returns whether head and embedding share a weight, if the configuration ties them. As in
+/// transformers 5, they do not if the directory has two different weights.
 fn is_tied(directory: &Path) -> Result<bool> {
     let source = checkpoint::open(directory)?;
     let [head, embedding] = SHARED;
@@ -152,10 +152,10 @@ fn is_tied(directory: &Path) -> Result<bool> {
     Ok(false)
 }
 
-/// Takes the model's shape from `directory/config.json`.
+/// Reads the model's shape from `directory/config.json`.
 ///
 /// # Errors
-/// If the file is missing or malformed, or asks for something this example's model does not have.
+/// If the file is missing or malformed, or needs a feature that this example's model lacks.
 pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
     let file = directory.join("config.json");
     let found: serde_json::Value =
@@ -186,7 +186,7 @@ pub fn read_config(config: &mut LlamaConfig, directory: &Path) -> Result<()> {
         tie_word_embeddings: hf.flag("tie_word_embeddings")? && is_tied(directory)?,
         ..config.clone()
     };
-    // Read by transformers, and of no use here; NaN would be refused there, too.
+    // Unused here, but checked as in transformers, which also refuses NaN.
     hf.number("initializer_range")?;
     // Otherwise a key with another value would be ignored silently.
     let table = |c: &LlamaConfig| serde_json::to_value(c).map_err(Error::other);

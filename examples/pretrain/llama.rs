@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 
 use super::prelude::*;
 
-/// The shape of a Llama; the names are those of Hugging Face's `config.json`.
+/// The shape of a Llama, with the names of Hugging Face's `config.json`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct LlamaConfig {
@@ -62,14 +62,14 @@ impl Default for LlamaConfig {
     }
 }
 
-/// Sizes that are taken for a mistake; what is below them may still not fit into memory.
+/// Larger sizes are refused as mistakes. Smaller ones may still not fit into memory.
 const MAX_WIDTH: usize = 1 << 20;
 const MAX_LAYERS: usize = 1 << 14;
 const MAX_HEADS: usize = 1 << 14;
 const MAX_POSITIONS: usize = 1 << 27;
 
 impl LlamaConfig {
-    /// Checks the keys, and that they fit data of sequences of `seq_len` ids below `ids`.
+    /// Checks the keys, also against data with sequences of `seq_len` ids below `ids`.
     pub fn check(&self, seq_len: usize, ids: usize) -> Result<()> {
         self.check_sizes()?;
         self.check_numbers()?;
@@ -216,7 +216,7 @@ impl Module for DecoderLayer {
     }
 }
 
-/// The model: token ids in, logits out.
+/// A Llama decoder from token ids to logits.
 pub struct Llama {
     embed_tokens: Embedding,
     layers: Vec<Unit<DecoderLayer>>,
@@ -252,25 +252,25 @@ impl Llama {
         Ok(Self { embed_tokens, layers, norm, lm_head, max_position_embeddings })
     }
 
-    /// The logits (`[batch, time, vocab_size]`) of the token that follows each of `ids`
+    /// Returns the logits (`[batch, time, vocab_size]`) of the token after each of `ids`
     /// (`[batch, time]`).
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         self.lm_head.forward(&self.hidden(ids)?)
     }
 
-    /// The cross entropy of `targets`, the tokens that follow `ids`.
+    /// Returns the cross entropy of `targets`, the tokens after `ids`.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
         linear_cross_entropy(&self.lm_head, &self.hidden(ids)?, targets)
     }
 
-    /// The [`loss`](Self::loss), and the most likely token after each of `ids`.
+    /// Returns the [`loss`](Self::loss), and the most likely token after each of `ids`.
     pub fn evaluate(&self, ids: &Tensor, targets: &Tensor) -> Result<(Loss, Tensor)> {
         let hidden = self.hidden(ids)?;
         let loss = linear_cross_entropy(&self.lm_head, &hidden, targets)?;
         Ok((loss, linear_predicted_classes(&self.lm_head, &hidden)?))
     }
 
-    /// The last layer's output, normalised.
+    /// Returns the normalised output of the last layer.
     fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
         let (_, time) = ids.dims2()?;
         if time > self.max_position_embeddings {

@@ -19,7 +19,7 @@ use fulgurite::cli::Cli;
 use fulgurite::prelude::*;
 use llama::{Llama, LlamaConfig};
 
-/// What the program's other files import.
+/// The imports of the program's other files.
 mod prelude {
     pub use fulgurite::core::checkpoint;
     pub use fulgurite::prelude::*;
@@ -36,7 +36,7 @@ impl LightningModule for LitLlama {
             hugging_face::read_config(config, &directory)?;
         }
         if config.vocab_size.is_none() {
-            // With additional rows, tensor-parallel ranks divide the vocabulary evenly.
+            // Padding lets tensor-parallel ranks divide the vocabulary evenly.
             config.vocab_size = data.vocab_size().map(|tokens| tokens.next_multiple_of(8));
         }
         let ids = data.vocab_size().unwrap_or(data.largest_first_id() as usize + 1);
@@ -62,7 +62,7 @@ impl LightningModule for LitLlama {
         Ok(loss)
     }
 
-    /// The most likely next token after each.
+    /// Returns the most likely next token at each position.
     fn predict_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Tensor> {
         Ok(self.0.evaluate(&batch.inputs, &batch.targets)?.1)
     }

@@ -1,4 +1,4 @@
-//! Generating text with the trained model.
+//! Generates text with the trained model.
 
 use fulgurite::prelude::*;
 
@@ -8,8 +8,9 @@ const PROMPT_TOKENS: usize = 24;
 const NEW_TOKENS: usize = 160;
 const TEMPERATURE: f64 = 0.7;
 
-/// A piece of the data, and its continuation by the model; `None` for data without a tokenizer. All
-/// ranks call it, since a forward gathers parameters, and draw the same tokens.
+/// Returns an excerpt of the data and its continuation by the model; `None` without a tokenizer.
+///
+/// Collective, since a forward gathers parameters. All ranks draw the same tokens.
 pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option<String>> {
     let data = ctx.data();
     let Some(tokenizer) = data.tokenizer() else { return Ok(None) };
@@ -20,7 +21,7 @@ pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option
     let mut tokens = prompt.to_vec();
 
     let _no_grad = no_grad();
-    let _scope = ForwardScope::default().enter(); // of evaluation, on whole sequences
+    let _scope = ForwardScope::default().enter(); // evaluation, on whole sequences
     let random = Stream::new(ctx.seed, Purpose::Sample, "continuation");
     for i in 0..NEW_TOKENS {
         let window = &tokens[tokens.len().saturating_sub(data.seq_len())..];
@@ -40,7 +41,7 @@ pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option
     Ok(Some(format!("── prompt\n{prompt}\n── continuation\n{new}\n──")))
 }
 
-/// The token at quantile `u` of the softmax of `logits`.
+/// Returns the token at quantile `u` of the softmax of `logits`.
 fn draw(logits: &[f64], u: f64) -> u32 {
     let max = logits.iter().copied().fold(f64::NEG_INFINITY, f64::max);
     let weights: Vec<f64> = logits.iter().map(|x| ((x - max) / TEMPERATURE).exp()).collect();

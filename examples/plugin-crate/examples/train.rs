@@ -1,4 +1,4 @@
-//! A program that links the plugins, by one `use`; the configuration names them.
+//! A program that links the plugins with one `use`; the configuration names them.
 
 use std::process::ExitCode;
 
@@ -25,7 +25,7 @@ impl Default for NetConfig {
     }
 }
 
-/// The bytes, and the end of a text.
+/// All bytes, and the end of a text.
 const VOCAB: usize = 257;
 
 impl LightningModule for Net {

@@ -52,10 +52,10 @@ impl ParallelLayer for GluStyles {
 }
 
 impl Glu {
-    /// A layer from `inputs` to `outputs` elements.
+    /// Creates a layer from `inputs` to `outputs` elements.
     ///
     /// # Errors
-    /// If there is a layer at the builder's path already.
+    /// If a layer exists at the builder's path already.
     pub fn new(b: &ModuleBuilder, inputs: usize, outputs: usize) -> Result<Self> {
         let layer = b.declare(GluStyles { inputs, outputs })?;
         let init = Init::kaiming_uniform(inputs);
@@ -67,8 +67,8 @@ impl Glu {
     }
 }
 
-/// The backward of `x weight^T` for the output's gradient `grad`: adds the gradient of `weight`,
-/// and returns that of `x`.
+/// Runs the backward of `x weight^T` for the output's gradient `grad`: accumulates the gradient of
+/// `weight`, and returns the gradient of `x`.
 fn backprop(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
     let dx = grad.matmul(&weight.value()?)?;
     weight.accumulate(&grad.t()?.matmul(x)?)?;

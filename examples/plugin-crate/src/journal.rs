@@ -1,4 +1,4 @@
-//! [`Journal`], a checkpoint IO around another one.
+//! [`Journal`], a checkpoint IO that wraps another one.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -9,12 +9,12 @@ use fulgurite_core::checkpoint::{
 };
 use serde::{Deserialize, Serialize};
 
-/// Keeps checkpoints with another `CheckpointIO`, and writes the names of those that a run committed to
-/// `journal.txt` beside them, in order, when the run ends.
+/// Keeps checkpoints with another `CheckpointIO`. When a run ends, writes the names of its
+/// committed checkpoints, in order, to `journal.txt` next to them.
 #[derive(Debug, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Journal {
-    /// What keeps the checkpoints.
+    /// The checkpoint IO that keeps the checkpoints.
     #[serde(deserialize_with = "fulgurite_core::config::plugin::deserialize")]
     pub io: Box<dyn CheckpointIOConfig>,
 }
@@ -36,7 +36,7 @@ fulgurite_core::register_checkpoint_io!(
 #[derive(Debug)]
 struct Journaled {
     io: Arc<dyn CheckpointIO>,
-    /// The names that this rank committed and the journal does not have yet.
+    /// Names that this rank committed since the last write of the journal.
     committed: Mutex<Vec<String>>,
 }
 

@@ -1,6 +1,11 @@
-//! Plugins for Fulgurite in a crate of their own: the strategy [`LocalSgd`], the logger
-//! [`Markdown`], the checkpoint IO [`Journal`], the parallelize function [`EveryOther`] and the gradient
-//! compression [`PowerSgd`]; and [`Glu`], a layer that plans can cut.
+//! Plugins for Fulgurite in a separate crate.
+//!
+//! - Strategy: [`LocalSgd`].
+//! - Logger: [`Markdown`].
+//! - Checkpoint IO: [`Journal`].
+//! - Parallelize function: [`EveryOther`].
+//! - Gradient compression: [`PowerSgd`].
+//! - Layer that plans can cut: [`Glu`].
 //!
 //! A program links them with `use fulgurite_local_sgd as _;`. A configuration then names them:
 //!

@@ -16,7 +16,7 @@ use serde::{Deserialize, Serialize};
 
 /// Averages parameters every few steps instead of gradients every step.
 ///
-/// Between two averages each rank trains on its own data alone. The optimizer's state is never
+/// Between two averages each rank trains only on its own data. The optimizer's state is never
 /// averaged. A save averages the parameters; the checkpoint has a part of each rank's optimizer
 /// state.
 #[derive(Debug, Clone, Serialize, Deserialize)]
@@ -102,7 +102,7 @@ impl Strategy for LocalSgdStrategy {
         self.grads.deliver(context.slots)
     }
 
-    /// Gradients are those of the sum over this rank's items, so the mean is over these.
+    /// Gradients are of the sum over this rank's items, so the mean is over these items.
     fn grad_scale(&self, _totals: &StepTotals, local_count: f64) -> Result<f64> {
         Ok(1.0 / local_count.max(1.0))
     }

@@ -13,17 +13,17 @@ use fulgurite_core::strategy::{
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-/// Sends of each gradient that is a matrix, n × m, two factors, n × rank and m × rank ("PowerSGD: Practical
-/// Low-Rank Gradient Compression for Distributed Optimization", Vogels et al., 2019).
+/// Sends two factors of each gradient that is an n × m matrix: n × rank and m × rank.
 ///
-/// What the factors leave out a rank adds to its next gradient. This error and the last factors are the rank's own,
-/// and no part of a checkpoint: a resumed run starts without them, so that it does not go on to the bit.
+/// This is "PowerSGD: Practical Low-Rank Gradient Compression for Distributed Optimization" (Vogels
+/// et al., 2019). A rank adds the unsent rest to its next gradient. Checkpoints do not contain the
+/// rest and the last factors, so a resumed run does not go on to the bit.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub struct PowerSgd {
     /// Columns of the factors.
     pub rank: usize,
-    /// Synchronised backwards, from the start of the program, in which gradients are sent whole.
+    /// Number of synchronised backwards, from the start of the program, with whole gradients.
     pub start_after: usize,
 }
 
@@ -54,17 +54,17 @@ fulgurite_core::register_gradient_compression!(
 
 struct PowerSgdState {
     config: PowerSgd,
-    /// By FQN, for a parameter may come in another bucket after the first step.
+    /// By FQN, since a parameter may be in another bucket after the first step.
     matrices: HashMap<String, Matrix>,
 }
 
-/// What is kept of one gradient from step to step.
+/// The state of one gradient between steps.
 struct Matrix {
-    /// How often it was summed.
+    /// Number of sums so far.
     seen: usize,
-    /// This rank's part of all gradients that has not been sent: n × m.
+    /// The sum of this rank's gradients that has not been sent: n × m.
     error: Tensor,
-    /// What the left factor is looked for with: m × rank, orthonormal, the same on all ranks.
+    /// The basis for the next left factor: m × rank, orthonormal, the same on all ranks.
     basis: Tensor,
 }
 
@@ -72,9 +72,9 @@ struct Matrix {
 struct Factored {
     fqn: String,
     matrix: Matrix,
-    /// Where the sum is written.
+    /// The destination of the sum.
     target: Tensor,
-    /// The gradient, and what was left out before: n × m.
+    /// The gradient plus the error of earlier steps: n × m.
     gradient: Tensor,
     /// n × rank.
     left: Tensor,
@@ -83,7 +83,7 @@ struct Factored {
 }
 
 impl PowerSgdState {
-    /// Rows and columns of a gradient for which two factors are less than half of it; `None` for others.
+    /// Returns the rows and columns of a gradient if two factors are less than half of its size.
     fn worth_it(&self, part: &GradientPart) -> Option<(usize, usize)> {
         let rows = *part.shape.first()?;
         let columns = part.elem_count().checked_div(rows)?;
@@ -91,7 +91,7 @@ impl PowerSgdState {
         (2 * factors < rows * columns).then_some((rows, columns))
     }
 
-    /// The gradient `target` as one that is sent as factors; `None` if it is sent whole.
+    /// Factors the gradient `target`; `None` if it is sent whole.
     fn factored(&mut self, part: &GradientPart, target: &Tensor) -> Result<Option<Factored>> {
         let Some((rows, columns)) = self.worth_it(part) else { return Ok(None) };
         let fqn = part.parameter.fqn().to_owned();
@@ -113,7 +113,7 @@ impl PowerSgdState {
 }
 
 impl GradientCompression for PowerSgdState {
-    /// Waits for the factors at once: the right one follows from the sum of the left one.
+    /// Waits for the factors at once, because the right one depends on the sum of the left one.
     fn all_reduce(
         &mut self,
         bucket: GradientBucket,
@@ -135,7 +135,7 @@ impl GradientCompression for PowerSgdState {
         for Factored { matrix, gradient, left, right, .. } in &mut factored {
             *left = orthonormal(left)?.0;
             *right = gradient.t()?.matmul(left)?;
-            // This rank adds its left · rightᵀ to the sum; the rest comes with its next gradient.
+            // This rank sends its left · rightᵀ; the rest is added to its next gradient.
             matrix.error = (&*gradient - left.matmul(&right.t()?)?)?;
         }
         let rights: Vec<Tensor> = factored.iter().map(|f| f.right.clone()).collect();
@@ -163,7 +163,7 @@ impl Matrix {
     }
 }
 
-/// Sums tensors of one dtype over the group, in place and as one. Collective.
+/// Sums tensors of one dtype over the group, in place, in one collective.
 fn all_reduce(tensors: &[Tensor], group: &Arc<dyn ProcessGroup>) -> Result<()> {
     let flat = tensors.iter().map(Tensor::flatten_all).collect::<candle_core::Result<Vec<_>>>()?;
     if flat.iter().all(|tensor| tensor.elem_count() == 0) {
@@ -180,8 +180,8 @@ fn all_reduce(tensors: &[Tensor], group: &Arc<dyn ProcessGroup>) -> Result<()> {
     Ok(())
 }
 
-/// The columns of a matrix made orthonormal, by Gram and Schmidt, and whether all could be: one that depends on
-/// those before it becomes 0. What is not finite stays so.
+/// Orthonormalises the columns of a matrix by Gram-Schmidt, and returns whether they are linearly
+/// independent. A dependent column becomes 0. Non-finite values stay non-finite.
 fn orthonormal(matrix: &Tensor) -> Result<(Tensor, bool)> {
     let mut independent = true;
     let mut columns = matrix.t()?.to_dtype(DType::F64)?.to_vec2::<f64>()?;
@@ -194,7 +194,7 @@ fn orthonormal(matrix: &Tensor) -> Result<(Tensor, bool)> {
             column.iter_mut().zip(&*other).for_each(|(x, y)| *x -= along * y);
         }
         let left = dot(column, column).sqrt();
-        let depends = left <= 1e-6 * length; // what f32 cannot tell from 0
+        let depends = left <= 1e-6 * length; // zero within f32's precision
         independent &= !depends;
         let scale = if depends { 0.0 } else { 1.0 / left };
         column.iter_mut().for_each(|x| *x *= scale);

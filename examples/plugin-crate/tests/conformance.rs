@@ -1,11 +1,11 @@
-//! The strategy keeps what Fulgurite's trait promises.
+//! The strategy passes Fulgurite's conformance suite.
 
 use fulgurite_core::conformance::{self, Equivalence};
 use fulgurite_local_sgd::LocalSgd;
 use fulgurite_transports::run_ranks;
 
 #[test]
-fn averaging_now_and_then_is_its_own_mathematics() {
+fn averaging_conforms_without_equivalence() {
     for world_size in 1..=3 {
         run_ranks(world_size, |world| {
             conformance::strategy::<LocalSgd>(
@@ -19,7 +19,7 @@ fn averaging_now_and_then_is_its_own_mathematics() {
 }
 
 #[test]
-fn one_rank_has_nothing_to_average() {
+fn single_rank_conforms_exactly() {
     run_ranks(1, |world| {
         conformance::strategy::<LocalSgd>(&LocalSgd { sync_every: 1 }, &world, Equivalence::OneRank)
     })

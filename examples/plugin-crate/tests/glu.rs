@@ -1,4 +1,4 @@
-//! The layer computes the same, cut over two ranks, as on one.
+//! The layer computes the same on two ranks as on one.
 
 use std::sync::Arc;
 
@@ -15,15 +15,16 @@ use fulgurite_core::strategy::materialize;
 use fulgurite_local_sgd::Glu;
 use fulgurite_transports::run_ranks;
 
-/// The output, the input's gradient, and the weights' gradients, each with its name and the first of
-/// the rows that this rank has.
+/// The output, the input's gradient, and for each weight its name, this rank's first row, and its
+/// gradient.
 type Computed = (Vec<f64>, Vec<f64>, Vec<(String, usize, Vec<f64>)>);
 
 fn flat(x: &Tensor) -> Result<Vec<f64>> {
     Ok(x.flatten_all()?.to_vec1()?)
 }
 
-/// Seven outputs, four on the first rank and three on the second, and a layer behind.
+/// Computes a `Glu` with seven outputs (four on the first rank, three on the second) and the next
+/// layer.
 fn compute(world: Arc<dyn ProcessGroup>, plan: &Plan) -> Result<Computed> {
     let layout = DeviceMesh::layout_for(world.size(), None, None, None, Some(world.size()))?;
     let mesh = DeviceMesh::new(layout, world)?;
@@ -57,7 +58,7 @@ fn assert_close(a: &[f64], b: &[f64]) {
 }
 
 #[test]
-fn two_ranks_compute_what_one_does() {
+fn two_ranks_match_one() {
     let one = run_ranks(1, |world| compute(world, &Plan::new())).unwrap().swap_remove(0);
     let gathered = Colwise { output: Layout::Replicate, ..Colwise::default() };
     for plan in [
@@ -80,7 +81,7 @@ fn plans_that_do_not_fit_are_refused() {
     let refused = |plan: Plan| run_ranks(2, |world| compute(world, &plan)).unwrap_err().to_string();
     let error = refused(plan! { "glu" => Rowwise::default() });
     assert!(error.contains("a layer of kind Glu cannot be rowwise; it takes colwise"), "{error}");
-    // The next layer is whole, and gets a part.
+    // The next layer is whole, but gets a shard.
     let error = refused(plan! { "glu" => Colwise::default() });
     assert!(error.contains("gets shard(-1) from `glu` (colwise)"), "{error}");
 }

@@ -19,7 +19,8 @@ use fulgurite_transports::run_ranks;
 const IN: usize = 24;
 const OUT: usize = 16;
 
-/// Losses of steps that fit `y = x W` of full rank, and rank 0's bytes over the replicas in the last.
+/// Returns the losses of fitting `y = x W` with a full-rank `W`, and this rank's bytes over the
+/// replicas in the last step.
 fn train(world: Arc<dyn ProcessGroup>, compression: &str, steps: usize) -> Result<(Vec<f64>, u64)> {
     let counter = Counter::default();
     let world: Arc<dyn ProcessGroup> = counter.watch(world);
@@ -39,7 +40,7 @@ fn train(world: Arc<dyn ProcessGroup>, compression: &str, steps: usize) -> Resul
     let weight = random("weight", 0, IN, OUT)?;
     let mut losses = Vec::new();
     for step in 0..steps {
-        // Each rank has samples of its own.
+        // Each rank has its own samples.
         let x = random("x", step * ranks + rank, 8, IN)?;
         let wrong = (model.forward(&x)? - x.matmul(&weight)?)?;
         counter.reset();
@@ -63,32 +64,32 @@ fn power_sgd(rank: usize, start_after: usize) -> String {
     )
 }
 
-/// The totals of the losses.
+/// Bytes of the all-reduce of loss and count.
 const TOTALS: u64 = 16;
 
 #[test]
-fn it_converges_with_a_fraction_of_the_bytes() {
+fn converges_with_fewer_bytes() {
     const STEPS: usize = 400;
     let (whole, whole_bytes) = on_two_ranks("type = 'ddp'", STEPS);
     let (losses, bytes) = on_two_ranks(&power_sgd(2, 3), STEPS);
     let last = STEPS - 1;
     assert_eq!(whole_bytes - TOTALS, 4 * (IN * OUT) as u64);
     assert_eq!(bytes - TOTALS, 4 * 2 * (IN + OUT) as u64);
-    // Whole at first, and another run later.
+    // Gradients are sent whole at first, then as factors.
     assert_eq!(losses[..4], whole[..4]);
     assert_ne!(losses[4..], whole[4..]);
     assert!(whole[last] < 1e-3 * whole[0], "{} to {}", whole[0], whole[last]);
     assert!(losses[last] < 1e-2 * losses[0], "{} to {}", losses[0], losses[last]);
 }
 
-/// A gradient for which factors are no less is sent whole.
+/// Factors would be larger than these gradients.
 #[test]
-fn small_gradients_stay_as_they_are() {
+fn small_gradients_are_sent_whole() {
     assert_eq!(on_two_ranks(&power_sgd(5, 0), 20), on_two_ranks("type = 'ddp'", 20));
 }
 
 #[test]
-fn factors_of_no_columns_are_refused() {
+fn rank_zero_factors_are_refused() {
     let error = run_ranks(2, |world| train(world, &power_sgd(0, 0), 1)).unwrap_err().to_string();
     assert_eq!(
         error,
