@@ -109,7 +109,7 @@ impl<M: LightningModule> Trained<M> {
     /// Validates the module. Collective.
     ///
     /// # Errors
-    /// If there is no validation data; [`Error::Interrupted`].
+    /// If there is no validation data; [`Error::Interrupted`](crate::Error::Interrupted).
     pub fn validate(&mut self) -> Result<Evaluation> {
         evaluate_once(&mut self.session, EvaluationStage::Validation)
     }
@@ -117,15 +117,15 @@ impl<M: LightningModule> Trained<M> {
     /// Tests the module. Collective.
     ///
     /// # Errors
-    /// If there is no test data; [`Error::Interrupted`].
+    /// If there is no test data; [`Error::Interrupted`](crate::Error::Interrupted).
     pub fn test(&mut self) -> Result<Evaluation> {
         evaluate_once(&mut self.session, EvaluationStage::Test)
     }
 
-    /// Predicts for this rank's samples of [`Split::Predict`]. Collective.
+    /// Predicts for this rank's samples of [`Split::Predict`](fulgurite_engine::data::Split::Predict). Collective.
     ///
     /// # Errors
-    /// As [`predict_step`](LightningModule::predict_step); [`Error::Interrupted`].
+    /// As [`predict_step`](LightningModule::predict_step); [`Error::Interrupted`](crate::Error::Interrupted).
     pub fn predict(&mut self) -> Result<Predictions> {
         predict_once(&mut self.session)
     }
