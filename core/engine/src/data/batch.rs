@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use crate::Result;
-use crate::parallel::ContextParallel;
+use fulgurite_module::parallel::ContextParallel;
 
 /// Token sequences with the next token at each position: a batch for a language model.
 #[derive(Debug, Clone)]

@@ -10,7 +10,7 @@ use std::time::Duration;
 use candle_core::Device;
 
 use super::Samples;
-use crate::execution::ExecutionContext;
+use fulgurite_tensor::execution::ExecutionContext;
 use crate::{Error, Result, counted};
 
 /// Limit of threads of a loader.
@@ -367,9 +367,9 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::autograd::{is_grad_enabled, no_grad};
+    use fulgurite_tensor::autograd::{is_grad_enabled, no_grad};
     use crate::data::Split;
-    use crate::execution;
+    use fulgurite_tensor::execution;
 
     const COUNTS: [usize; 4] = [0, 1, 2, 7];
 

@@ -1,7 +1,7 @@
 //! Orders that mix several sources by weight: [`Mixture`].
 
 use super::order::Sampler;
-use crate::random::{Purpose, Stream};
+use fulgurite_tensor::random::{Purpose, Stream};
 use crate::{Error, Result};
 
 /// Limit of draws in a block.

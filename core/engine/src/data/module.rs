@@ -7,7 +7,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{DataReport, SampleOrder, Sampler, Samples};
-use crate::parallel::ContextParallel;
+use fulgurite_module::parallel::ContextParallel;
 use crate::{Error, Result};
 
 /// The use of samples.

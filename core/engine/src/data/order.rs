@@ -3,7 +3,7 @@
 use std::fmt;
 use std::sync::Arc;
 
-use crate::random::{Purpose, Stream};
+use fulgurite_tensor::random::{Purpose, Stream};
 use crate::{Error, Result};
 
 /// A custom order of training samples, for example for oversampling, a curriculum, or batches of

@@ -1,7 +1,7 @@
 //! The samples of a batch: [`Samples`].
 
 use super::Split;
-use crate::random::{Purpose, Stream};
+use fulgurite_tensor::random::{Purpose, Stream};
 
 /// The samples of one batch, with a random stream for each.
 ///

@@ -5,7 +5,7 @@ use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
 use super::order::Sampler;
-use crate::random::{Purpose, Stream};
+use fulgurite_tensor::random::{Purpose, Stream};
 use crate::{Error, Result};
 
 /// A source of samples that can only be read from its beginning, such as compressed files, a

@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use crate::Result;
-use crate::collective::{ProcessGroup, Work};
-use crate::parameter::Parameter;
+use fulgurite_collective::collective::{ProcessGroup, Work};
+use fulgurite_module::parameter::Parameter;
 
 /// Gradients that are summed over replicas together: a bucket, or a unit's gradients of this rank's
 /// shards.

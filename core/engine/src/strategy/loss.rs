@@ -2,8 +2,8 @@
 
 use candle_core::{DType, Tensor};
 
-use crate::execution::read;
-use crate::module::ForwardScope;
+use fulgurite_tensor::execution::read;
+use fulgurite_module::module::ForwardScope;
 use crate::{Error, Result};
 
 /// The sum of a loss over its items, and the number of items.

@@ -3,12 +3,12 @@
 use candle_core::{DType, Device, Tensor};
 use twox_hash::XxHash3_64;
 
-use crate::autograd::storage;
-use crate::collective::{Difference, ProcessGroup, all_gather_object, first_difference};
-use crate::mesh::DeviceMesh;
-use crate::module::ModuleTree;
-use crate::parameter::{LocalShard, Parameter, ParameterSlot, about_buffer};
-use crate::shard::{Cut, Placement, Region};
+use fulgurite_tensor::autograd::storage;
+use fulgurite_collective::collective::{Difference, ProcessGroup, all_gather_object, first_difference};
+use fulgurite_collective::mesh::DeviceMesh;
+use fulgurite_module::module::ModuleTree;
+use fulgurite_module::parameter::{LocalShard, Parameter, ParameterSlot, about_buffer};
+use fulgurite_collective::shard::{Cut, Placement, Region};
 use crate::{Error, Result};
 
 /// Gives this rank every parameter whole (under tensor parallelism, its whole part), with initial

@@ -1,8 +1,8 @@
 //! User-defined parallelism: functions that cut a model for a mesh.
 
 use crate::Result;
-use crate::mesh::DeviceMesh;
-use crate::module::ModuleTree;
+use fulgurite_collective::mesh::DeviceMesh;
+use fulgurite_module::module::ModuleTree;
 
 /// Decides how a model is distributed over a mesh, before any values exist. Every rank calls it
 /// once with the same result; it communicates nothing. Closures implement it.

@@ -6,11 +6,11 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use super::{ParallelizeFn, RankMemory, StepTotals};
-use crate::collective::ProcessGroup;
-use crate::mesh::DeviceMesh;
-use crate::module::{ModuleInit, ModuleTree};
-use crate::optim::{SquaredNorm, StateTensor};
-use crate::parameter::ParameterSlot;
+use fulgurite_collective::collective::ProcessGroup;
+use fulgurite_collective::mesh::DeviceMesh;
+use fulgurite_module::module::{ModuleInit, ModuleTree};
+use fulgurite_optim::{SquaredNorm, StateTensor};
+use fulgurite_module::parameter::ParameterSlot;
 use crate::{Error, Result};
 
 /// Name prefix of a strategy's own [state tensors](Strategy::state_tensors).
@@ -152,10 +152,10 @@ pub struct StrategyContext<'a> {
 ///
 /// Implementors write the methods without a default, and override others as needed.
 ///
-/// [`Parameter::local_grad`]: crate::parameter::Parameter::local_grad
-/// [`Parameter::optimizer`]: crate::parameter::Parameter::optimizer
-/// [`Parameter::takes_grad`]: crate::parameter::Parameter::takes_grad
-/// [`Parameter::local`]: crate::parameter::Parameter::local
+/// [`Parameter::local_grad`]: fulgurite_module::parameter::Parameter::local_grad
+/// [`Parameter::optimizer`]: fulgurite_module::parameter::Parameter::optimizer
+/// [`Parameter::takes_grad`]: fulgurite_module::parameter::Parameter::takes_grad
+/// [`Parameter::local`]: fulgurite_module::parameter::Parameter::local
 pub trait Strategy: Send {
     /// The name in configurations.
     fn name(&self) -> &str;
@@ -195,7 +195,7 @@ pub trait Strategy: Send {
 
     /// Plans rank 0's memory in the process that starts the ranks, before it starts them. Cuts
     /// `tree` as [`setup_module`](Strategy::setup_module) would, on a mesh over a
-    /// [`Planned`](crate::collective::Planned) world, and allocates nothing. Leaves the optimizer's
+    /// [`Planned`](fulgurite_collective::collective::Planned) world, and allocates nothing. Leaves the optimizer's
     /// state and the moving average 0. `None`, the default, if the strategy cannot tell; the
     /// model's size is then not compared with the machine's memory. Not collective.
     ///

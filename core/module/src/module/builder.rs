@@ -1,0 +1,576 @@
+//! The builder passed to the constructors of models.
+
+use std::sync::{Arc, Mutex, MutexGuard};
+
+use candle_core::{DType, Device};
+
+use super::dtypes::{self, ModuleDtype};
+use super::keep_in_fp32;
+use super::pattern::any_pattern_matches;
+use super::tree::{ModuleInfo, ModuleTree, check_name};
+use super::unit::{Unit, UnitHandle};
+use super::var_builder::Recorder;
+use super::{ActivationCheckpointing, Adapters, Quantization};
+use crate::parallel::LayerHandle;
+use crate::parallel::ParallelLayer;
+use crate::parameter::{Buffer, BufferInit, BufferOptions, Init, Parameter, ParameterSpec};
+use crate::quantization::{Packed, PackedPart, SCALE_SUFFIX, WeightFormat};
+use fulgurite_collective::shard::checked_elem_count;
+use crate::{Error, Result};
+
+/// Limits of parameters and of units. Far above real models, but low enough to catch a mistyped
+/// number in a configuration at once.
+const MAX_PARTS: usize = 1 << 20;
+
+/// Limit of elements: an address space filled with the widest dtype.
+const MAX_ELEMENTS: usize = isize::MAX as usize / size_of::<f64>();
+
+/// The kind of code that declares a parameter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Origin {
+    /// A layer's own parameter.
+    Layer,
+    /// A parameter of the layer's adapter.
+    Adapter,
+    /// A candle_nn layer, which holds the compute tensor.
+    VarBuilder,
+}
+
+/// Device, dtypes and options for building a model. A strategy may change them.
+#[derive(Debug, Clone)]
+pub struct ModuleInit {
+    /// Device of the parameters.
+    pub device: Device,
+    /// dtype of the values that the optimizer updates.
+    pub dtype: DType,
+    /// dtype that layers compute with.
+    pub compute_dtype: DType,
+    /// Patterns of layers that compute in f32 in a half-precision model.
+    pub keep_in_fp32: Vec<String>,
+    /// Units and layers whose compute dtype differs from the model's.
+    pub module_dtypes: Vec<ModuleDtype>,
+    /// Patterns of parameters that get no gradient, as defined by
+    /// [`pattern_matches`](super::pattern_matches).
+    pub frozen: Vec<String>,
+    /// Adapters. With them, all other parameters are frozen.
+    pub adapters: Option<Adapters>,
+    /// Quantisation of frozen weights.
+    pub quantization: Option<Quantization>,
+    /// The units that backward computes again.
+    pub activation_checkpointing: ActivationCheckpointing,
+    /// Whether batch norms by default compute with the batches of all data-parallel ranks.
+    pub sync_batchnorm: bool,
+}
+
+impl Default for ModuleInit {
+    fn default() -> Self {
+        Self {
+            device: Device::Cpu,
+            dtype: DType::F32,
+            compute_dtype: DType::F32,
+            keep_in_fp32: vec![],
+            module_dtypes: vec![],
+            frozen: vec![],
+            adapters: None,
+            quantization: None,
+            activation_checkpointing: ActivationCheckpointing::default(),
+            sync_batchnorm: false,
+        }
+    }
+}
+
+/// Declares modules and parameters under a path, without allocating memory.
+///
+/// ```
+/// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+/// use fulgurite_core::nn::Linear;
+///
+/// let b = ModuleBuilder::new(ModuleInit::default());
+/// let head = Linear::new(&b.pp("lm_head"), 4096, 128_000)?; // no memory yet
+/// let tree = b.finish()?;
+/// assert_eq!(tree.parameters()[0].fqn(), "lm_head.weight");
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Clone)]
+pub struct ModuleBuilder {
+    tree: Arc<Mutex<ModuleTree>>,
+    init: Arc<ModuleInit>,
+    path: String,
+    unit: Option<usize>,
+    /// Compute dtype of the surrounding unit, or of the model outside of units.
+    compute_dtype: DType,
+    frozen: bool,
+}
+
+impl ModuleBuilder {
+    /// A builder at the root of an empty tree.
+    pub fn new(init: ModuleInit) -> Self {
+        Self {
+            tree: Arc::default(),
+            compute_dtype: init.compute_dtype,
+            init: Arc::new(init),
+            path: String::new(),
+            unit: None,
+            frozen: false,
+        }
+    }
+
+    /// The builder for submodule `name` (one or more segments, separated by dots).
+    #[must_use]
+    pub fn pp(&self, name: impl std::fmt::Display) -> Self {
+        Self { path: self.join(&name.to_string()), ..self.clone() }
+    }
+
+    /// A copy of this builder whose parameters get no gradient.
+    #[must_use]
+    pub fn frozen(&self) -> Self {
+        Self { frozen: true, ..self.clone() }
+    }
+
+    /// The path so far.
+    pub fn path(&self) -> &str {
+        &self.path
+    }
+
+    /// The parameters' device.
+    pub fn device(&self) -> &Device {
+        &self.init.device
+    }
+
+    /// The compute dtype of a layer at this path: the surrounding unit's, or f32 if the layer is
+    /// [kept](ModuleInit::keep_in_fp32) in f32.
+    pub fn compute_dtype(&self) -> DType {
+        match dtypes::is_half(self.compute_dtype) && self.is_in_fp32() {
+            true => DType::F32,
+            false => self.compute_dtype,
+        }
+    }
+
+    /// Whether a pattern requests f32 for the module at this path.
+    fn is_in_fp32(&self) -> bool {
+        keep_in_fp32::keeps(&self.init.keep_in_fp32, &self.path)
+            || dtypes::of(&self.init.module_dtypes, &self.path) == Some(DType::F32)
+    }
+
+    /// Called with its handle by a layer that can compute in f32 in a half-precision model. If the
+    /// layer is requested in f32 ([`keep_in_fp32`](ModuleInit::keep_in_fp32),
+    /// [`module_dtypes`](ModuleInit::module_dtypes)), it then casts its inputs and outputs
+    /// ([`LayerHandle::in_own_dtype`]).
+    pub fn keep_in_fp32(&self, layer: &LayerHandle) {
+        if self.is_in_fp32() {
+            self.tree().in_fp32.insert(self.path.clone());
+            if dtypes::is_half(self.compute_dtype) {
+                layer.set_keeps_fp32();
+            }
+        }
+    }
+
+    /// Builds the submodule at `name` as a unit.
+    ///
+    /// # Errors
+    /// Inside another unit, since units do not nest. If the name is empty or has a space or `*`. If
+    /// the model exceeds the limit of units.
+    pub fn unit<M>(&self, name: &str, build: impl FnOnce(&Self) -> Result<M>) -> Result<Unit<M>> {
+        let path = self.join(name);
+        if self.unit.is_some() {
+            let message = "a unit cannot be built inside another unit".to_owned();
+            return Err(Error::Module { path, message });
+        }
+        check_name(&path).map_err(|message| Error::module(&path, message))?;
+        let model = self.init.compute_dtype;
+        let compute_dtype = dtypes::of_unit(&self.init.module_dtypes, &path).unwrap_or(model);
+        let handle = {
+            let mut tree = self.tree();
+            if tree.units.len() >= MAX_PARTS {
+                return Err(too_many(path, "units"));
+            }
+            let dtypes = [compute_dtype, model];
+            let handle = UnitHandle::new(tree.units.len(), path.clone(), kind_of::<M>(), dtypes);
+            tree.units.push(handle.clone());
+            handle
+        };
+        let builder = Self { path, unit: Some(handle.index()), compute_dtype, ..self.clone() };
+        Ok(Unit::new(build(&builder)?, handle))
+    }
+
+    /// Records the kind of the layer at this path and the tensor-parallel plans it supports, and
+    /// returns its handle. Layers of `nn` call it themselves.
+    ///
+    /// # Errors
+    /// If this path already has a layer.
+    pub fn declare(&self, parallel: impl ParallelLayer) -> Result<LayerHandle> {
+        let layer = LayerHandle::new(self.path.clone());
+        let (kind, parallel) = (parallel.kind(), Arc::new(parallel));
+        let info = ModuleInfo { kind, unit: self.unit, layer: layer.clone(), parallel };
+        self.tree().declare(&self.path, info)?;
+        Ok(layer)
+    }
+
+    /// Declares the parameter `name` of this module. The module computes with
+    /// [`Parameter::tensor`].
+    ///
+    /// ```
+    /// use candle_core::Tensor;
+    /// use fulgurite_core::Result;
+    /// use fulgurite_core::module::{Module, ModuleBuilder};
+    /// use fulgurite_core::parameter::{Init, Parameter};
+    ///
+    /// struct Scale(Parameter);
+    ///
+    /// impl Scale {
+    ///     fn new(b: &ModuleBuilder, width: usize) -> Result<Self> {
+    ///         Ok(Self(b.parameter("scale", [width], Init::ONES)?))
+    ///     }
+    /// }
+    ///
+    /// impl Module for Scale {
+    ///     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    ///         Ok(x.broadcast_mul(&self.0.tensor()?)?)
+    ///     }
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    /// If the name is taken, empty, or has a space or `*`, or the initial values are invalid. If
+    /// the model would exceed 1,048,576 parameters, or the number of elements that can be
+    /// addressed.
+    pub fn parameter(
+        &self,
+        name: &str,
+        shape: impl Into<Vec<usize>>,
+        init: Init,
+    ) -> Result<Parameter> {
+        self.add_parameter(name, shape.into(), init, Origin::Layer)
+    }
+
+    /// The adapter requested for the layer at this path, if it is a target of the model's
+    /// [`Adapters`]. A layer that calls this declares the adapter's parameters with
+    /// [`adapter_parameter`](Self::adapter_parameter), and computes with them.
+    pub fn adapter(&self) -> Option<&Adapters> {
+        let adapters = self.init.adapters.as_ref().filter(|all| all.targets(&self.path))?;
+        self.tree().adapted.insert(self.path.clone());
+        Some(adapters)
+    }
+
+    /// Declares a parameter of this layer's adapter, which is trained even though the layer is
+    /// frozen.
+    ///
+    /// # Errors
+    /// As [`parameter`](Self::parameter).
+    pub fn adapter_parameter(
+        &self,
+        name: &str,
+        shape: impl Into<Vec<usize>>,
+        init: Init,
+    ) -> Result<Parameter> {
+        self.add_parameter(name, shape.into(), init, Origin::Adapter)
+    }
+
+    /// Declares the magnitudes of the rows of `weight` (`[out, in]`) as a parameter `[out]` of this
+    /// layer's adapter. They start as ones. When the weight has values, Fabric or the trainer sets
+    /// them to the norms of its rows, from [`ModuleTree::magnitudes`].
+    ///
+    /// # Errors
+    /// As [`parameter`](Self::parameter).
+    pub fn adapter_magnitude(&self, name: &str, weight: &Parameter) -> Result<Parameter> {
+        let magnitude = self.adapter_parameter(name, [weight.global_shape()[0]], Init::ONES)?;
+        self.tree().magnitudes.push((magnitude.clone(), weight.clone()));
+        Ok(magnitude)
+    }
+
+    pub(super) fn add_parameter(
+        &self,
+        name: &str,
+        shape: Vec<usize>,
+        init: Init,
+        origin: Origin,
+    ) -> Result<Parameter> {
+        let fqn = self.join(name);
+        if self.check_size(&fqn, &shape)? > 0 {
+            init.check().map_err(|message| Error::parameter(&fqn, message))?;
+        }
+        let requires_grad = !self.freezes(&fqn, origin);
+        let compute_dtype = match origin {
+            // candle_nn layers do not cast.
+            Origin::VarBuilder => self.compute_dtype,
+            Origin::Layer | Origin::Adapter => self.compute_dtype(),
+        };
+        let parameter = Parameter::new(ParameterSpec {
+            fqn,
+            shape,
+            dtype: self.init.dtype,
+            compute_dtype,
+            device: self.init.device.clone(),
+            init,
+            requires_grad,
+            external: origin == Origin::VarBuilder,
+            adapter: origin == Origin::Adapter,
+            packed: None,
+        })?;
+        self.tree().add_parameter(parameter.clone(), self.unit)?;
+        Ok(parameter)
+    }
+
+    /// Whether a parameter is frozen.
+    fn freezes(&self, fqn: &str, origin: Origin) -> bool {
+        let of_base = || {
+            let adapters = self.init.adapters.as_ref();
+            self.frozen || adapters.is_some_and(|adapters| !adapters.trains(fqn))
+        };
+        any_pattern_matches(&self.init.frozen, fqn) || (origin != Origin::Adapter && of_base())
+    }
+
+    /// The format requested for the layer's weight, the frozen parameter `name`, by the model's
+    /// [`Quantization`]. If `Some`, the layer declares
+    /// [packed parameters](Self::packed_parameters).
+    pub fn quantization(&self, name: &str) -> Option<WeightFormat> {
+        let quantization = self.init.quantization.as_ref().filter(|all| all.targets(&self.path))?;
+        if !self.freezes(&self.join(name), Origin::Layer) {
+            return None;
+        }
+        self.tree().quantized.insert(self.path.clone());
+        Some(quantization.format)
+    }
+
+    /// Declares codes (`name`) and scales (`name_scale`) of a quantised frozen weight
+    /// `[rows, columns]`. Their initial values are the values of `init`, packed.
+    ///
+    /// # Errors
+    /// As [`parameter`](Self::parameter), and if weights of this shape cannot be packed.
+    pub fn packed_parameters(
+        &self,
+        name: &str,
+        shape: [usize; 2],
+        init: Init,
+        format: WeightFormat,
+    ) -> Result<[Parameter; 2]> {
+        let weight = self.join(name);
+        self.check_size(&weight, &shape)?;
+        init.check().map_err(|message| Error::parameter(&weight, message))?;
+        format.check(shape[1]).map_err(|message| {
+            let advice = "leave the layer out with `trainer.quantization.exclude`";
+            Error::module(&self.path, format!("{message}; {advice}, or choose another size"))
+        })?;
+        let declare = |fqn: String, part| -> Result<Parameter> {
+            let dtype = WeightFormat::dtype(part);
+            let parameter = Parameter::new(ParameterSpec {
+                fqn,
+                shape: format.shape(part, shape),
+                dtype,
+                compute_dtype: dtype,
+                device: self.init.device.clone(),
+                init,
+                requires_grad: false,
+                external: false,
+                adapter: false,
+                packed: Some(Packed { weight: weight.clone(), shape, format, part }),
+            })?;
+            self.tree().add_parameter(parameter.clone(), self.unit)?;
+            Ok(parameter)
+        };
+        let codes = declare(weight.clone(), PackedPart::Codes)?;
+        Ok([codes, declare(format!("{weight}{SCALE_SUFFIX}"), PackedPart::Scales)?])
+    }
+
+    /// Declares the buffer `name` of this module: untrained values, whole on every rank.
+    ///
+    /// ```
+    /// use candle_core::DType;
+    /// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+    /// use fulgurite_core::parameter::{BufferOptions, Init};
+    ///
+    /// let b = ModuleBuilder::new(ModuleInit::default());
+    /// let mean = b.buffer("running_mean", [8], Init::ZEROS, BufferOptions::default())?;
+    /// let integer = BufferOptions::dtype(DType::I64);
+    /// let batches = b.buffer("num_batches_tracked", [], Init::ZEROS, integer)?;
+    /// let angles = candle_core::Tensor::arange(0f32, 4., b.device())?;
+    /// b.buffer("angles", [4], angles, BufferOptions::default().not_persistent())?;
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If the name is taken, the values have another shape, the dtype cannot be communicated, or
+    /// the buffer is too large.
+    pub fn buffer(
+        &self,
+        name: &str,
+        shape: impl Into<Vec<usize>>,
+        init: impl Into<BufferInit>,
+        options: BufferOptions,
+    ) -> Result<Buffer> {
+        self.add_buffer(name, shape.into(), init.into(), options, false)
+    }
+
+    pub(super) fn add_buffer(
+        &self,
+        name: &str,
+        shape: Vec<usize>,
+        init: BufferInit,
+        options: BufferOptions,
+        is_variable: bool,
+    ) -> Result<Buffer> {
+        let fqn = self.join(name);
+        self.check_size(&fqn, &shape)?;
+        let buffer = Buffer::new(fqn, shape, init, options, (&self.init.device, is_variable))?;
+        self.tree().add_buffer(buffer.clone())?;
+        Ok(buffer)
+    }
+
+    /// Whether batch norms by default compute with the batches of all data-parallel ranks
+    /// (`trainer.sync_batchnorm`).
+    pub fn sync_batchnorm(&self) -> bool {
+        self.init.sync_batchnorm
+    }
+
+    /// Declares that a layer computes with the batches of all data-parallel ranks, so that the
+    /// [`ForwardScope`](super::ForwardScope) gets a process group for it.
+    pub fn synchronise_batches(&self) {
+        self.tree().synchronise_batches();
+    }
+
+    /// Records that a layer here holds the buffer's tensor directly and changes it.
+    pub(super) fn expose_buffer(&self, buffer: &Buffer) {
+        self.tree().expose_buffer(buffer, self.unit);
+    }
+
+    /// Number of elements of a new parameter. Checks the model's limits.
+    fn check_size(&self, fqn: &str, shape: &[usize]) -> Result<usize> {
+        let tree = self.tree();
+        if tree.parameters().len() >= MAX_PARTS {
+            return Err(too_many(fqn.to_owned(), "parameters"));
+        }
+        let elements = checked_elem_count(shape).filter(|&elements| {
+            tree.elem_count().checked_add(elements).is_some_and(|all| all <= MAX_ELEMENTS)
+        });
+        elements.ok_or_else(|| {
+            Error::parameter(
+                fqn,
+                format!(
+                    "has the shape {shape:?}, with which the model has more than {MAX_ELEMENTS} \
+                     elements: no machine can address them; make the sizes in `[model]` smaller"
+                ),
+            )
+        })
+    }
+
+    /// Declares `name` of this module as another name of `parameter` (tied weights). A parameter
+    /// tied across units belongs to the root unit.
+    ///
+    /// # Errors
+    /// If the name is taken.
+    pub fn tie(&self, name: &str, parameter: &Parameter) -> Result<()> {
+        self.tree().tie(&self.join(name), parameter, self.unit)
+    }
+
+    /// A `candle_nn::VarBuilder` at this path. Unmodified layers and models of candle_nn and
+    /// candle-transformers take their parameters from it. Requests for the same name are tied.
+    pub fn var_builder(&self) -> candle_nn::VarBuilder<'static> {
+        let recorder: Box<dyn candle_nn::var_builder::SimpleBackend> =
+            Box::new(Recorder(Self { path: String::new(), ..self.clone() }));
+        let builder = candle_nn::VarBuilder::from_backend(
+            recorder,
+            self.compute_dtype,
+            self.init.device.clone(),
+        );
+        self.path.split('.').filter(|s| !s.is_empty()).fold(builder, |b, segment| b.pp(segment))
+    }
+
+    /// Returns the recorded tree. Later declarations through clones of this builder are lost.
+    ///
+    /// # Errors
+    /// If no parameter was declared, or the units to checkpoint do not exist.
+    pub fn finish(&self) -> Result<ModuleTree> {
+        let tree = std::mem::take(&mut *self.tree());
+        if tree.parameters().is_empty() {
+            return Err(Error::Module {
+                path: self.path.clone(),
+                message: "the model declared no parameters; build its layers from the \
+                          ModuleBuilder that configure_model is given"
+                    .to_owned(),
+            });
+        }
+        if let Some(adapters) = &self.init.adapters {
+            adapters.check(&tree, &tree.adapted)?;
+        }
+        keep_in_fp32::check(&self.init.keep_in_fp32, &tree, &tree.in_fp32)?;
+        let model = self.init.compute_dtype;
+        dtypes::check(&self.init.module_dtypes, model, &tree, &tree.in_fp32)?;
+        if let Some(quantization) = &self.init.quantization {
+            quantization.check(&tree, &tree.quantized)?;
+        }
+        self.init.activation_checkpointing.apply(&tree)?;
+        Ok(tree)
+    }
+
+    /// Records that a layer here holds the parameter's compute tensor directly.
+    pub(super) fn expose_tensor(&self, parameter: &Parameter) {
+        self.tree().expose_tensor(parameter, self.unit);
+    }
+
+    pub(super) fn join(&self, name: &str) -> String {
+        if self.path.is_empty() { name.to_owned() } else { format!("{}.{name}", self.path) }
+    }
+
+    pub(super) fn tree(&self) -> MutexGuard<'_, ModuleTree> {
+        self.tree.lock().expect("no panic while recording")
+    }
+}
+
+fn too_many(path: String, parts: &str) -> Error {
+    let message = format!(
+        "the model has more than {MAX_PARTS} {parts}, which is taken for a mistake; make the numbers of \
+         layers in `[model]` smaller"
+    );
+    Error::Module { path, message }
+}
+
+/// The name of a type, without its path and parameters.
+fn kind_of<M>() -> &'static str {
+    let name = std::any::type_name::<M>();
+    let name = name.split('<').next().unwrap_or(name);
+    name.rsplit("::").next().unwrap_or(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn impossible_sizes_are_refused() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let error = |shape: &[usize], init| b.parameter("w", shape, init).unwrap_err();
+        insta::assert_snapshot!(error(&[1 << 40, 1 << 40], Init::ONES), @"parameter `w`: has the shape [1099511627776, 1099511627776], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
+        assert!(
+            error(&[1 << 40, 1 << 40, 0], Init::ONES)
+                .to_string()
+                .contains("no machine can address")
+        );
+        insta::assert_snapshot!(error(&[2], Init::Normal { mean: 0.0, std: -1.0 }), @"parameter `w`: cannot start as Normal { mean: 0.0, std: -1.0 }: all must be numbers of at most 3.4028235e38, a standard deviation 0 or more, and a lower bound at most the upper one");
+        assert!(b.parameter("w", [2], Init::Uniform { low: 1.0, high: f64::INFINITY }).is_err());
+        b.parameter("nothing", [0], Init::Const(f64::NAN)).unwrap();
+        b.parameter("half", [MAX_ELEMENTS / 2], Init::ONES).unwrap();
+        b.parameter("rest", [MAX_ELEMENTS / 2], Init::ONES).unwrap();
+        insta::assert_snapshot!(b.parameter("more", [2], Init::ONES).unwrap_err(), @"parameter `more`: has the shape [2], with which the model has more than 1152921504606846975 elements: no machine can address them; make the sizes in `[model]` smaller");
+    }
+
+    #[test]
+    fn unmatchable_names_are_refused() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        insta::assert_snapshot!(b.parameter("", [2], Init::ONES).unwrap_err(), @"parameter ``: a name has segments with a dot between them, each of at least one character, without spaces and `*`");
+        for name in ["a..b", ".a", "a.", "a b", "a*", "a\n"] {
+            assert!(b.pp("layer").parameter(name, [2], Init::ONES).is_err(), "{name:?}");
+            assert!(b.pp(name).parameter("weight", [2], Init::ONES).is_err(), "{name:?}");
+            assert!(b.buffer(name, [2], Init::ONES, BufferOptions::default()).is_err(), "{name:?}");
+            assert!(b.unit(name, |_| Ok(())).is_err(), "{name:?}");
+        }
+        assert!(b.unit("", |_| Ok(())).is_err());
+        b.pp("").parameter("layers.0.größe-1/2", [2], Init::ONES).unwrap();
+    }
+
+    #[test]
+    fn too_many_units_are_refused() {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let error = (0..).find_map(|i| b.unit(&format!("layers.{i}"), |_| Ok(())).err()).unwrap();
+        insta::assert_snapshot!(error, @"module `layers.1048576`: the model has more than 1048576 units, which is taken for a mistake; make the numbers of layers in `[model]` smaller");
+    }
+}

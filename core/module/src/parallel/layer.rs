@@ -1,0 +1,645 @@
+//! The computation of a layer under a plan.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock};
+
+use candle_core::{D, DType, Tensor, TensorId};
+
+use super::activations::{self, Activation};
+use super::{LayerSharding, Layout, ParallelStyle, Redistribute, Redistributed};
+use fulgurite_tensor::autograd::{GradMode, is_grad_enabled, save_for_backward};
+use fulgurite_collective::collective::{ProcessGroup, all_gather_object};
+use crate::parameter::{Parameter, record, record_outputs};
+use fulgurite_collective::shard::chunk;
+use crate::{Error, Result};
+
+/// A layer's record in the [`ModuleTree`](crate::module::ModuleTree). Plans write to it, and the
+/// layer reads it when it computes. Clones share the record.
+///
+/// A custom layer gets it from [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare)
+/// and computes between [`redistribute_input`](Self::redistribute_input) and
+/// [`redistribute_output`](Self::redistribute_output). Both return a [`Redistributed`], which
+/// redistributes the gradient back, in the opposite order. [`record`](Self::record) enters the
+/// output into the graph.
+#[derive(Clone)]
+pub struct LayerHandle(Arc<Inner>);
+
+#[derive(Default)]
+struct Inner {
+    path: String,
+    /// Whether it casts half-precision activations.
+    keeps_fp32: AtomicBool,
+    parallel: RwLock<Option<Arc<LayerParallel>>>,
+}
+
+/// The state shared by the layers of a plan.
+pub(crate) struct PlanRecord {
+    /// The ranks that share the layers.
+    pub(super) group: Arc<dyn ProcessGroup>,
+    /// The trainable parameters, by the ids of their tokens.
+    pub(super) parameters: HashMap<TensorId, Parameter>,
+    sequence: SequenceLength,
+}
+
+impl PlanRecord {
+    pub(crate) fn new<'a>(
+        group: &Arc<dyn ProcessGroup>,
+        trainable: impl Iterator<Item = &'a Parameter>,
+        sequence: &SequenceLength,
+    ) -> Arc<Self> {
+        let plan = Arc::new(Self {
+            group: group.clone(),
+            parameters: trainable.map(|p| (p.token().id(), p.clone())).collect(),
+            sequence: sequence.clone(),
+        });
+        activations::add_plan(&plan);
+        plan
+    }
+
+    /// An activation with this layout over the ranks.
+    pub(super) fn activation(
+        self: &Arc<Self>,
+        layout: Option<Layout>,
+        source: impl Into<Arc<str>>,
+    ) -> Arc<Activation> {
+        let plan = Arc::downgrade(self);
+        Arc::new(Activation { layout, width: 0, classes: None, source: source.into(), plan })
+    }
+}
+
+/// The length of the sequence that a plan's layers have cut, for layers that gather it.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct SequenceLength(Arc<AtomicUsize>);
+
+/// The plan's instructions for a layer.
+pub(crate) struct LayerParallel {
+    plan: Arc<PlanRecord>,
+    /// The layer's path and style, for messages.
+    name: Arc<str>,
+    /// Whether the plan names the layer.
+    in_plan: bool,
+    /// Whether the layer accepts any part of an activation.
+    on_parts: bool,
+    /// Redistribution of the input, with the layouts before and after.
+    input: Redistribute,
+    takes: Layout,
+    computes_with: Layout,
+    /// Redistribution of the output, with the layouts before and after.
+    output: Redistribute,
+    computes: Layout,
+    gives: Layout,
+    /// Sizes of the last dimension of the whole input and output.
+    widths: [usize; 2],
+    loss_parallel: bool,
+}
+
+impl LayerParallel {
+    pub(crate) fn new(
+        plan: Arc<PlanRecord>,
+        path: &str,
+        style: Option<&ParallelStyle>,
+        sharding: &LayerSharding,
+    ) -> Result<Self> {
+        let [input, output] = sharding.redistributions(path)?;
+        let name = match style {
+            Some(style) => format!("`{path}` ({})", style.name()),
+            None => format!("`{path}`"),
+        };
+        Ok(Self {
+            name: name.into(),
+            in_plan: true,
+            on_parts: sharding.on_parts,
+            input,
+            takes: sharding.input[0],
+            computes_with: sharding.input[1],
+            output,
+            computes: sharding.output[0],
+            gives: sharding.output[1],
+            widths: sharding.widths,
+            loss_parallel: sharding.loss_parallel,
+            ..Self::not_in_plan(plan, path)
+        })
+    }
+
+    /// A layer computed by another one, which redistributes activations for it.
+    pub(crate) fn of_part(plan: Arc<PlanRecord>, path: &str, sharding: &LayerSharding) -> Self {
+        Self { in_plan: true, computes: sharding.output[0], ..Self::not_in_plan(plan, path) }
+    }
+
+    /// A layer that computes with whole activations.
+    pub(crate) fn not_in_plan(plan: Arc<PlanRecord>, path: &str) -> Self {
+        Self {
+            plan,
+            name: format!("`{path}` (not in the plan)").into(),
+            in_plan: false,
+            on_parts: false,
+            input: Redistribute::Keep,
+            takes: Layout::Replicate,
+            computes_with: Layout::Replicate,
+            output: Redistribute::Keep,
+            computes: Layout::Replicate,
+            gives: Layout::Replicate,
+            widths: [0; 2],
+            loss_parallel: false,
+        }
+    }
+
+    fn group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.plan.group
+    }
+}
+
+impl LayerHandle {
+    pub(crate) fn new(path: String) -> Self {
+        Self(Arc::new(Inner { path, ..Inner::default() }))
+    }
+
+    /// The layer's path.
+    pub fn path(&self) -> &str {
+        &self.0.path
+    }
+
+    /// Whether the layer computes in f32 despite half-precision activations
+    /// ([`ModuleInit::keep_in_fp32`](crate::module::ModuleInit::keep_in_fp32)).
+    pub fn keeps_fp32(&self) -> bool {
+        self.0.keeps_fp32.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn set_keeps_fp32(&self) {
+        self.0.keeps_fp32.store(true, Ordering::Relaxed);
+    }
+
+    /// Casts the layer's input to `dtype`, in which the layer computes. The cast is in the graph,
+    /// so the gradient is cast back. Integers stay as they are.
+    ///
+    /// # Errors
+    /// If candle cannot cast it.
+    pub fn cast_input(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
+        match x.dtype().is_float() && x.dtype() != dtype {
+            true => self.run(|| activations::cast(x, dtype, &format!("`{}`", self.path()))),
+            false => Ok(x.clone()),
+        }
+    }
+
+    /// The dtype of the layer's output if it computes in `dtype` on an input in `given`: `dtype`,
+    /// or the input's half precision if the layer [keeps f32](Self::keeps_fp32).
+    pub fn output_dtype(&self, given: DType, dtype: DType) -> DType {
+        match self.keeps_fp32() && matches!(given, DType::BF16 | DType::F16) {
+            true => given,
+            false => dtype,
+        }
+    }
+
+    /// Calls the layer's `forward`, which computes in `dtype`. Casts the input
+    /// [to `dtype`](Self::cast_input), and the output to the [dtype](Self::output_dtype) of the
+    /// surrounding layers. In the graph.
+    ///
+    /// # Errors
+    /// If `forward` or a cast fails.
+    pub fn in_own_dtype(
+        &self,
+        x: &Tensor,
+        dtype: DType,
+        forward: impl FnOnce(&Tensor) -> Result<Tensor>,
+    ) -> Result<Tensor> {
+        let y = forward(&self.cast_input(x, dtype)?)?;
+        match self.output_dtype(x.dtype(), dtype) {
+            own if own == dtype => Ok(y),
+            around => Ok(y.to_dtype(around)?),
+        }
+    }
+
+    /// Runs a part of the layer's computation. Errors without a location get its path.
+    ///
+    /// # Errors
+    /// If `compute` fails.
+    pub fn run<R>(&self, compute: impl FnOnce() -> Result<R>) -> Result<R> {
+        compute().map_err(|error| error.in_module(self.path()))
+    }
+
+    pub(crate) fn parallel(&self) -> Option<Arc<LayerParallel>> {
+        self.0.parallel.read().expect("no panic while reading").clone()
+    }
+
+    pub(crate) fn set_parallel(&self, parallel: LayerParallel) {
+        *self.0.parallel.write().expect("no panic while writing") = Some(Arc::new(parallel));
+    }
+
+    /// Whether a plan over several ranks names this layer.
+    pub fn is_in_plan(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.in_plan)
+    }
+
+    /// Whether each rank computes a partial sum. If so, a bias is added after
+    /// [`redistribute_output`](Self::redistribute_output).
+    pub fn output_is_partial(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.computes == Layout::Partial)
+    }
+
+    /// Sums `x`, a value computed from this rank's part of the layer's inputs, over the ranks. An
+    /// example is the squared norm of a weight's rows. `x` may be overwritten. Collective if
+    /// [the output is a partial sum](Self::output_is_partial); otherwise returns `x`.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn sum_over_inputs(&self, x: Tensor) -> Result<Tensor> {
+        match self.parallel().filter(|parallel| parallel.computes == Layout::Partial) {
+            None => Ok(x),
+            Some(parallel) => {
+                Ok(Redistribute::AllReduce.forward(&x, || Ok(0), parallel.group())?.0)
+            }
+        }
+    }
+
+    /// The layout in which the layer computes, for layers whose result depends on it (dropout).
+    pub fn computes_with(&self) -> Layout {
+        self.parallel().map_or(Layout::Replicate, |parallel| parallel.computes_with)
+    }
+
+    /// Whether the plan redistributes the layer's input.
+    pub fn redistributes_input(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.input != Redistribute::Keep)
+    }
+
+    /// This rank's index among the ranks that share the layer, and their number.
+    pub fn rank_and_size(&self) -> (usize, usize) {
+        self.parallel()
+            .map_or((0, 1), |parallel| (parallel.group().rank(), parallel.group().size()))
+    }
+
+    /// Checks that `x`, the layer's input, has the layout that the layer expects.
+    ///
+    /// # Errors
+    /// If it does not. The message names the layer that computed `x`, and how to make both ends
+    /// agree.
+    pub fn check_input(&self, x: &Tensor) -> Result<()> {
+        let Some(parallel) = self.parallel() else { return Ok(()) };
+        let at = |message: String| Error::Module { path: self.0.path.clone(), message };
+        let got =
+            activations::lookup(x, &format!("`{}`", self.0.path)).map_err(|error| match error {
+                Error::Other(_) => at(error.to_string()),
+                error => error,
+            })?;
+        let Some(got) = got else { return Ok(()) };
+        if parallel.on_parts {
+            return match got.is_whole() {
+                false => Ok(()),
+                true => Err(at(format!(
+                    "is replicated_with_grad_allreduce, which sums its gradients over the ranks \
+                     because each has a partial one from another part of an activation, and it gets \
+                     {}, of which every rank has the whole gradient: it would count {} times. Leave \
+                     it out of the plan, or give it a part",
+                    got.describe(),
+                    parallel.group().size()
+                ))),
+            };
+        }
+        let fits = match (parallel.takes, got.layout) {
+            (takes, Some(layout)) => same(takes, layout, x.rank()),
+            (takes, None) => takes != Layout::Replicate,
+        };
+        if fits {
+            return Ok(());
+        }
+        Err(at(match parallel.in_plan {
+            true => format!(
+                "takes {} as its input and gets {}; both ends of an edge must have one layout: \
+                 change what one gives or what the other takes (`input` and `output` of their \
+                 styles), or put a style that redistributes between them",
+                parallel.takes,
+                got.describe()
+            ),
+            false => format!(
+                "is not in the plan, so it computes with whole activations, and gets {}: give it a \
+                 style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let \
+                 {} give replicate",
+                got.describe(),
+                got.source
+            ),
+        }))
+    }
+
+    /// Checks the input and converts it to the layer's internal layout, outside the graph.
+    /// Collective if the plan redistributes it.
+    ///
+    /// # Errors
+    /// As [`check_input`](Self::check_input), and if a peer fails.
+    pub fn redistribute_input(&self, x: &Tensor) -> Result<(Tensor, Redistributed)> {
+        let Some(parallel) = self.parallel() else {
+            return Ok((x.detach(), Redistributed::none()));
+        };
+        self.check_input(x)?;
+        if parallel.computes_with == Layout::SEQUENCE && parallel.input == Redistribute::Keep {
+            parallel.plan.sequence.check(&self.0.path, x, &**parallel.group())?;
+        }
+        let whole =
+            self.redistribute(&parallel, parallel.input, parallel.widths[0], &x.detach())?;
+        if let Redistribute::AllGather(_) | Redistribute::Gather(_) = parallel.input {
+            save_for_backward(&[&whole.0]);
+        }
+        Ok(whole)
+    }
+
+    /// Converts the output to its layout between layers, outside the graph. Collective if the plan
+    /// redistributes it.
+    ///
+    /// # Errors
+    /// If a peer fails, or the ranks do not divide the dimension to cut.
+    pub fn redistribute_output(&self, y: Tensor) -> Result<(Tensor, Redistributed)> {
+        match self.parallel() {
+            None => Ok((y, Redistributed::none())),
+            Some(parallel) => self.redistribute(&parallel, parallel.output, parallel.widths[1], &y),
+        }
+    }
+
+    fn redistribute(
+        &self,
+        parallel: &LayerParallel,
+        how: Redistribute,
+        width: usize,
+        x: &Tensor,
+    ) -> Result<(Tensor, Redistributed)> {
+        let (sequence, group) = (&parallel.plan.sequence, parallel.group());
+        let total = |dim| match dim {
+            1 => sequence.check(&self.0.path, x, &**group),
+            _ => Ok(width),
+        };
+        match how {
+            Redistribute::ReduceScatter(1) | Redistribute::Split(1) => {
+                sequence.note(&self.0.path, x, &**group)?;
+            }
+            _ => {}
+        }
+        match how {
+            Redistribute::AllGather(dim) | Redistribute::Gather(dim) => {
+                how.forward(x, || total(dim), group)
+            }
+            _ => how.forward(x, || Ok(0), group),
+        }
+    }
+
+    /// For a layer that computes on an input sharded along the last dimension (`shard(-1)`): the
+    /// offset of this rank's part, and the size of the whole. `x` is the input before
+    /// redistribution, `input` after. Collective if the layer that computed `x` is unknown, which
+    /// is the same on all ranks.
+    ///
+    /// # Errors
+    /// If a peer fails, or `input` does not have the size of this rank's part.
+    pub fn last_dimension(&self, x: &Tensor, input: &Tensor) -> Result<(usize, usize)> {
+        let width = input.dim(D::Minus1)?;
+        let Some(parallel) = self.parallel() else { return Ok((0, width)) };
+        let group = parallel.group();
+        let known = match parallel.input {
+            Redistribute::Split(_) => x.dim(D::Minus1)?,
+            _ => activations::lookup(x, &self.0.path)?.map_or(0, |activation| activation.width),
+        };
+        if known == 0 {
+            let widths = all_gather_object(&**group, &width)?;
+            return Ok((widths[..group.rank()].iter().sum(), widths.iter().sum()));
+        }
+        match chunk(known, group.size(), group.rank()) {
+            (start, n) if n == width => Ok((start, known)),
+            (_, n) => Err(Error::Module {
+                path: self.0.path.clone(),
+                message: format!(
+                    "computes with a part of a last dimension of {known} (shard(-1)), of which this \
+                     rank has {n}, and got a tensor of shape {:?}",
+                    input.dims()
+                ),
+            }),
+        }
+    }
+
+    /// Whether the layer leaves its output sharded if the loss works on parts of the classes
+    /// ([`ForwardScope::loss_parallel`](crate::module::ForwardScope::loss_parallel)).
+    pub fn loss_parallel(&self) -> bool {
+        self.parallel().is_some_and(|parallel| parallel.loss_parallel)
+    }
+
+    /// Enters `output`, which the layer computed from `inputs` and `parameters`, into the graph,
+    /// and records its layout. The first of `inputs` is the layer's input. At most three inputs, or
+    /// two with parameters.
+    ///
+    /// `backward` gets the output and its gradient (contiguous). It must
+    /// [accumulate](Parameter::accumulate) into each of `parameters` and then
+    /// [end its use](Parameter::end_use). This may free the parameter's memory, so the value must
+    /// not be read afterwards. It returns a gradient for each input; gradients of inputs outside
+    /// the graph are dropped. Its errors without a location get the layer's path.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn record(
+        &self,
+        inputs: &[&Tensor],
+        parameters: &[&Parameter],
+        output: Tensor,
+        backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let activation = self.output_activation(inputs.first().copied())?;
+        let y = record(inputs, parameters, output, self.located(backward))?;
+        match activation {
+            Some(activation) => mark(y, activation),
+            None => Ok(y),
+        }
+    }
+
+    /// As [`record`](Self::record), for logits that stay sharded: `first` is this rank's first
+    /// class.
+    pub fn record_logits(
+        &self,
+        inputs: &[&Tensor],
+        parameters: &[&Parameter],
+        output: Tensor,
+        first: usize,
+        backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let activation = self.output_activation(inputs.first().copied())?;
+        let local = output.dim(D::Minus1)?;
+        let y = record(inputs, parameters, output, self.located(backward))?;
+        let Some(activation) = activation else { return Ok(y) };
+        let layout = Some(Layout::LAST);
+        let classes = Some((first, local));
+        mark(y, Arc::new(Activation { layout, classes, ..(*activation).clone() }))
+    }
+
+    /// As [`record`](Self::record), for a layer that adds its two `inputs`, computes `output` from
+    /// the sum, and returns both. Both have their own memory. The sum has the layout of the inputs,
+    /// as checked by [`check_sum`](Self::check_sum). `backward` is called once, with the gradients
+    /// (contiguous) of output and sum; one may be `None`.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn record_with_sum(
+        &self,
+        inputs: [&Tensor; 2],
+        parameters: &[&Parameter],
+        [output, sum]: [Tensor; 2],
+        backward: impl Fn([Option<&Tensor>; 2]) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<[Tensor; 2]> {
+        let held = [self.output_activation(Some(inputs[0]))?, self.sum_activation(inputs)?];
+        let layer = self.clone();
+        let backward = move |grads: &[Option<Tensor>]| match grads {
+            [output, sum] => layer.run(|| backward([output.as_ref(), sum.as_ref()])),
+            _ => Err(Error::other("an output and a sum have two gradients")),
+        };
+        let outputs = record_outputs(&inputs, parameters, vec![output, sum], backward)?;
+        let mark = |(y, held): (Tensor, Option<Arc<Activation>>)| match held {
+            Some(activation) => mark(y, activation),
+            None => Ok(y),
+        };
+        let outputs = outputs.into_iter().zip(held).map(mark).collect::<Result<Vec<_>>>()?;
+        outputs.try_into().map_err(|_| Error::other("an output and a sum are two tensors"))
+    }
+
+    /// Checks the layouts of two tensors that the layer adds without redistribution.
+    ///
+    /// # Errors
+    /// As [`check_input`](Self::check_input), and if their layouts differ.
+    pub fn check_sum(&self, inputs: [&Tensor; 2]) -> Result<()> {
+        let Some(parallel) = self.parallel() else { return Ok(()) };
+        for input in inputs {
+            self.check_input(input)?;
+            if parallel.computes_with == Layout::SEQUENCE {
+                parallel.plan.sequence.check(&self.0.path, input, &**parallel.group())?;
+            }
+        }
+        self.sum_activation(inputs).map(drop)
+    }
+
+    /// The layout of the sum of these tensors.
+    fn sum_activation(&self, inputs: [&Tensor; 2]) -> Result<Option<Arc<Activation>>> {
+        match self.parallel() {
+            Some(_) => activations::lookup_sum(inputs, &format!("`{}`", self.0.path)),
+            None => Ok(None),
+        }
+    }
+
+    /// A backward whose errors name this layer.
+    fn located(
+        &self,
+        backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static {
+        let layer = self.clone();
+        move |output, grad| layer.run(|| backward(output, grad))
+    }
+
+    /// Records the layout of `output`, which is outside the graph and was computed from `x`.
+    pub fn note_output(&self, x: &Tensor, output: &Tensor) -> Result<()> {
+        if let Some(activation) = self.output_activation(Some(x))? {
+            activations::note(output, activation);
+        }
+        Ok(())
+    }
+
+    /// The layout of the output for this input.
+    fn output_activation(&self, x: Option<&Tensor>) -> Result<Option<Arc<Activation>>> {
+        let Some(parallel) = self.parallel() else { return Ok(None) };
+        let mut activation = Activation {
+            layout: Some(parallel.gives),
+            width: parallel.widths[1],
+            classes: None,
+            source: parallel.name.clone(),
+            plan: Arc::downgrade(&parallel.plan),
+        };
+        if parallel.on_parts {
+            match x.map(|x| activations::lookup(x, &self.0.path)).transpose()?.flatten() {
+                Some(input) => {
+                    activation = Activation { source: activation.source, ..(*input).clone() }
+                }
+                None => return Ok(None),
+            }
+        }
+        Ok(Some(Arc::new(activation)))
+    }
+}
+
+/// Records the layout of `y`, which must not share its memory.
+fn mark(y: Tensor, activation: Arc<Activation>) -> Result<Tensor> {
+    let activation = Some(activation);
+    let y = activations::make_traceable(y, &activation)?;
+    activations::propagate(&activation, &y);
+    Ok(y)
+}
+
+/// Whether two layouts of a tensor with `rank` dimensions are the same.
+fn same(a: Layout, b: Layout, rank: usize) -> bool {
+    let place = |layout| match layout {
+        Layout::Shard(dim) if dim < 0 => Layout::Shard(dim + rank as isize),
+        layout => layout,
+    };
+    a == b || place(a) == place(b)
+}
+
+/// Enters `output`, computed from at most three `inputs`, into the graph. The function must have no
+/// parameters and keep the layout.
+///
+/// # Errors
+/// If candle fails.
+pub fn record_function(
+    inputs: &[&Tensor],
+    output: Tensor,
+    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+) -> Result<Tensor> {
+    if is_grad_enabled() {
+        return record(inputs, &[], output, backward);
+    }
+    for input in inputs {
+        if let Some(activation) = activations::lookup(input, "a function")? {
+            return mark(output, activation);
+        }
+    }
+    Ok(output)
+}
+
+impl SequenceLength {
+    /// Records the length of a sequence before it is cut.
+    fn note(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<()> {
+        let (length, ranks) = (x.dims().get(1).copied().unwrap_or(0), group.size());
+        // In generation, without a backward, any length is allowed.
+        if GradMode::current().expects_backward() && !length.is_multiple_of(ranks) {
+            return Err(Error::Module {
+                path: path.to_owned(),
+                message: format!(
+                    "sequence parallelism cannot cut a sequence of {length} positions over {ranks} \
+                     ranks of `{}`; use a length that is a multiple of {ranks}",
+                    group.name()
+                ),
+            });
+        }
+        self.0.store(length, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// The length of the whole sequence of `x`.
+    fn check(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<usize> {
+        if GradMode::current().recomputes() {
+            // The forward has checked the length; another sequence may have been cut since.
+            return Ok(x.dim(1)? * group.size());
+        }
+        let length = self.0.load(Ordering::Relaxed);
+        let part = fulgurite_collective::shard::chunk(length, group.size(), group.rank()).1;
+        if length > 0 && x.dims().get(1) == Some(&part) {
+            return Ok(length);
+        }
+        Err(Error::Module {
+            path: path.to_owned(),
+            message: format!(
+                "takes a part of the sequence (shard(1)) and got a tensor of shape {:?}, {}; the \
+                 plan must cut the sequence before this layer, as `output = \"shard(1)\"` on the \
+                 embedding does",
+                x.dims(),
+                match length {
+                    0 => "but no layer of the plan has cut one".to_owned(),
+                    n => format!("of a sequence of {n} positions this rank should have {part}"),
+                }
+            ),
+        })
+    }
+}
+
+impl std::fmt::Debug for LayerHandle {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("LayerHandle").field(&self.0.path).finish()
+    }
+}

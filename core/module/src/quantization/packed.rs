@@ -1,0 +1,66 @@
+//! Packed parts of quantised weights.
+
+use candle_core::{DType, Device, Tensor};
+
+use super::format::PackedValues;
+use super::{PackedPart, WeightFormat};
+use fulgurite_tensor::autograd::storage;
+use fulgurite_collective::shard::Region;
+use crate::{Error, Result};
+
+/// The suffix that turns the name of the codes, which is the weight's, into the name of the scales.
+pub const SCALE_SUFFIX: &str = "_scale";
+
+/// Marks a parameter as a packed part of a weight. The weight itself is stored nowhere.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Packed {
+    /// The weight's FQN.
+    pub weight: String,
+    /// The weight's shape, rows and columns.
+    pub shape: [usize; 2],
+    /// The weight's format.
+    pub format: WeightFormat,
+    /// The part that the parameter holds.
+    pub part: PackedPart,
+}
+
+impl Packed {
+    /// Elements that count towards the model's size: the weight's for its codes, 0 for its scales.
+    pub(crate) fn model_elem_count(&self) -> usize {
+        match self.part {
+            PackedPart::Codes => self.shape.iter().product(),
+            PackedPart::Scales => 0,
+        }
+    }
+
+    /// The region of the weight from which a region of this part is computed: its whole rows.
+    pub fn rows(&self, region: &Region) -> Region {
+        Region { offsets: vec![region.offsets[0], 0], sizes: vec![region.sizes[0], self.shape[1]] }
+    }
+
+    /// Packs a region of the part, flat and on the host. `rows` holds the weight's values in the
+    /// region [`rows`](Self::rows), flat, in any dtype and on any device.
+    ///
+    /// # Errors
+    /// If a value is not finite.
+    pub fn pack(&self, region: &Region, rows: &Tensor) -> Result<Tensor> {
+        let values = rows.to_device(&Device::Cpu)?.to_dtype(DType::F32)?;
+        let values = values.flatten_all()?.contiguous()?;
+        // The last dimension of the codes is never cut.
+        let range = region.offsets[1]..region.offsets[1] + region.sizes[1];
+        let packed = storage::with_host(&values, |values: &[f32]| {
+            self.format.pack(self.part, values, self.shape[1], range)
+        })?
+        .map_err(|message| Error::parameter(&self.weight, message))?;
+        Ok(match packed {
+            PackedValues::Codes(codes) => {
+                let n = codes.len();
+                Tensor::from_vec(codes, n, &Device::Cpu)?
+            }
+            PackedValues::Scales(scales) => {
+                let n = scales.len();
+                Tensor::from_vec(scales, n, &Device::Cpu)?
+            }
+        })
+    }
+}
