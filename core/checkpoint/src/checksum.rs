@@ -22,14 +22,14 @@ impl Checksum {
 /// The checksum that stored bytes must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Expected {
-    /// XXH3-64, of the files that this library writes.
+    /// XXH3-64, in files that this library writes.
     Xxh3(u64),
-    /// CRC-32, of the records in a zip archive.
+    /// CRC-32, in the records of a zip archive.
     Crc32(u32),
 }
 
 impl Expected {
-    /// To be given the bytes.
+    /// Starts a comparison; feed it the bytes.
     pub(super) fn comparison(self) -> Comparison {
         match self {
             Self::Xxh3(expected) => Comparison::Xxh3(Box::default(), expected),
@@ -38,7 +38,7 @@ impl Expected {
     }
 }
 
-/// The checksum of bytes, to be compared with what it must be.
+/// The checksum of the bytes so far, and the expected one.
 pub(super) enum Comparison {
     Xxh3(Box<Checksum>, u64),
     Crc32(crc32fast::Hasher, u32),
@@ -52,7 +52,7 @@ impl Comparison {
         }
     }
 
-    /// Whether all bytes so far are those that were expected.
+    /// Whether the bytes so far have the expected checksum.
     pub(super) fn agrees(self) -> bool {
         match self {
             Self::Xxh3(checksum, expected) => checksum.digest() == expected,

@@ -1,4 +1,4 @@
-//! Copies of the tensors that a rank saves, in memory that is reused.
+//! Copies of the tensors that a rank saves, in reused memory.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -20,22 +20,23 @@ pub(super) struct Snapshot {
 }
 
 impl Snapshot {
-    /// Copies these tensors over the copies before.
+    /// Copies these tensors over the previous copies.
     ///
     /// # Errors
-    /// If values are not in memory. The copies are then undefined until a `take` succeeds.
+    /// If values are not in memory. The copies are undefined until the next successful `take`.
     pub(super) fn take(&mut self, model: &[ShardTensor], optimizer: &[ShardTensor]) -> Result<()> {
         copy_all(&mut self.model, model)?;
         copy_all(&mut self.optimizer, optimizer)
     }
 
-    /// Whether it has no memory yet.
+    /// Whether no memory is allocated yet.
     pub(super) fn is_empty(&self) -> bool {
         self.model.is_empty() && self.optimizer.is_empty()
     }
 
-    /// Memory for copies of these tensors, whose pages have been touched, so that
-    /// [`take`](Self::take) causes no page faults.
+    /// Allocates memory for copies of these tensors.
+    ///
+    /// Its pages are touched, so that [`take`](Self::take) causes no page faults.
     ///
     /// # Errors
     /// If the memory cannot be allocated.
@@ -133,7 +134,7 @@ mod tests {
         assert_eq!(floats(&snapshot.optimizer[0]), [5., 6., 7.]);
         assert_eq!(snapshot.optimizer[0].name, "view");
 
-        // What happens to the tensors afterwards does not reach the copies.
+        // Later changes of the tensors do not reach the copies.
         let places: Vec<_> = snapshot.model.iter().map(address).collect();
         storage::copy_from(
             &view,
