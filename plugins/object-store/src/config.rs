@@ -22,8 +22,8 @@ pub struct ObjectStoreConfig {
     /// is ignored.
     pub url: String,
     /// Settings of the store, by their names in the crate `object_store`, such as `aws_region` and
-    /// `aws_endpoint`. Defaults are those of the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`).
-    /// Secrets are refused, since configurations are saved.
+    /// `aws_endpoint`. Defaults come from the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`). Secrets
+    /// are refused, since configurations are saved.
     pub options: BTreeMap<String, String>,
     /// Larger files are uploaded and read in parts of this many MiB. Stores require at least 5 and
     /// allow 10,000 parts in a file.

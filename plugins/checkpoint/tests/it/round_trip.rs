@@ -1,4 +1,4 @@
-//! What is saved on one mesh is loaded on another, bit for bit.
+//! A checkpoint from one mesh loads on another mesh, bit for bit.
 
 use std::path::Path;
 
@@ -340,7 +340,7 @@ proptest! {
 
 #[test]
 fn wide_rows_are_read_run_by_run() {
-    // Rows longer than what is read together with its neighbours, and columns with gaps between.
+    // Rows are longer than the range that is read with its neighbours, and columns leave gaps.
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let (rows, columns) = (5, 40_000);

@@ -1,4 +1,4 @@
-//! Files of a checkpoint that are no files: nobody waits for a pipe, and nobody reads a device to its end.
+//! Special files in a checkpoint: reading never waits for a pipe or reads a device to its end.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -13,7 +13,7 @@ fn pipe(path: &Path) {
     mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
 }
 
-/// The errors of what happens when a file was made a pipe, and a device.
+/// Returns the errors of `f` after the file was replaced by a pipe, and by a device.
 fn errors<T>(root: &Path, path: &Path, f: impl Fn() -> fulgurite_core::Result<T>) -> Vec<String> {
     let shown = |result: fulgurite_core::Result<T>| match result {
         Ok(_) => panic!("{} is taken for a file", path.display()),

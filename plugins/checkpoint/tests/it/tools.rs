@@ -40,7 +40,7 @@ fn files_of_torch_are_inspected_converted_and_compared() {
     fs::create_dir(&directory).unwrap();
     fs::copy(fixture("plain.pth"), directory.join("pytorch_model.bin")).unwrap();
     fs::write(directory.join("config.json"), "{}").unwrap();
-    // Those of an adapter in the same directory are no model.
+    // An adapter's tensors in the same directory are not taken for the model.
     let values = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     let adapter = directory.join("adapter_model.safetensors");
     candle_core::safetensors::save(&[("a", values)].into(), adapter).unwrap();
@@ -114,7 +114,7 @@ checkpoint ROOT/fixtures/mixed.pt: tensor `rows` is no plain tensor (it is made 
     assert_eq!(summary.model.unreadable.keys().collect::<Vec<_>>(), ["rows"]);
 }
 
-/// A file whose tensors have dtypes that candle has no values of.
+/// Writes a file with dtypes that candle does not support.
 fn exotic(path: &Path, last: u8) {
     let view = |dtype, shape: &[usize], data| TensorView::new(dtype, shape.to_vec(), data).unwrap();
     let words = [1, 2, 3, last];
@@ -164,7 +164,7 @@ fn values_of_any_dtype_are_copied() {
         "section": "model", "name": "words", "change": "bytes", "bytes": 1, "of": 4
     });
     assert_eq!(shown, expected);
-    // A dtype converts those that it can.
+    // Converting to a dtype changes only supported tensors.
     let dtype = Some(DType::BF16);
     let options = ConvertOptions { dtype, ..ConvertOptions::new(ConvertTarget::HuggingFace) };
     let to = converted_as(&path, temp.path(), "bf16", &options).unwrap();
@@ -206,7 +206,7 @@ fn the_file_last_stands_for_its_checkpoint() {
             "{error}"
         );
     }
-    // A link is what it leads to.
+    // A link is resolved.
     fs::remove_file(&last).unwrap();
     std::os::unix::fs::symlink("step-00000003", &last).unwrap();
     assert_eq!(inspect(&AnyCheckpoint::open(&last).unwrap()).step, Some(3));

@@ -1,4 +1,4 @@
-//! State dicts that PyTorch saved. The files are made by `fixtures/make_torch.py`.
+//! PyTorch's state dicts. `fixtures/make_torch.py` makes the files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -112,7 +112,7 @@ checkpoint TEMP/dcp: this is a checkpoint of torch.distributed.checkpoint in its
 "#);
 }
 
-/// The model that the fixtures are of, empty, on one of two ranks that share its rows.
+/// Returns the fixtures' model, empty, on one of two ranks that share its rows.
 fn tree(rank: usize) -> ModuleTree {
     let b = ModuleBuilder::new(ModuleInit::default());
     b.pp("net.up").parameter("weight", [3, 2], Init::ZEROS).unwrap();

@@ -1,4 +1,4 @@
-//! A save is whole or is not there, whatever goes wrong.
+//! A failed save leaves no partial checkpoint.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn names(root: &Path) -> Vec<String> {
     io(root).list("").unwrap().into_iter().map(|e| e.name).collect()
 }
 
-/// The model's values in the checkpoint `name`, which must be whole.
+/// Returns the model's values in the checkpoint `name`, which must be whole.
 fn content(root: &Path, name: &str) -> Vec<Vec<u8>> {
     let checkpoint = DistributedCheckpoint::open(root.join(name)).unwrap();
     checkpoint.verify().unwrap();
@@ -41,7 +41,7 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
         save_all(root, &step_name(step), MESH, step, SEED);
     }
     save_all(root, "a-name-of-its-own", MESH, 50, SEED);
-    // A save that stopped before its manifest, one that stopped after, one with half a manifest.
+    // Saves that stopped before the manifest, after it, and with half a manifest.
     let whole = root.join(step_name(100));
     let copy = |name: &str, manifest: &[u8]| {
         let to = root.join(name);
@@ -63,7 +63,7 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
     fs::write(root.join("step-00000999"), "a file").unwrap();
     let expected = CommittedCheckpoint { step: 100, name: step_name(100), path: whole.clone() };
     assert_eq!(latest(&*io(root)).unwrap(), Some(expected.clone()));
-    // The next save removes the temporary one and nothing else.
+    // The next save removes only the temporary directory.
     let before = names(root);
     save_all(root, &step_name(30), MESH, 30, SEED);
     let after = names(root);
@@ -78,7 +78,7 @@ fn a_checkpoint_that_makes_way_stays_one_until_its_successor_is_there() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "last", MESH, 5, 1);
-    // As a crash between the two renames leaves it.
+    // The state after a crash between the two renames.
     let aside = replaced_name("last");
     fs::rename(root.join("last"), root.join(&aside)).unwrap();
     assert_eq!(latest(&*io(root)).unwrap().unwrap().name, aside);
@@ -106,13 +106,13 @@ fn overwriting_replaces_all_of_it() {
     assert_eq!(latest(&*io(temp.path())).unwrap().unwrap().step, 2);
 }
 
-/// Passes everything on until the call that is to fail; a wrapper as a plugin would write it.
+/// Passes all calls on, except the failing one. A plugin may be such a wrapper.
 #[derive(Debug)]
 struct Failing {
     inner: Arc<dyn CheckpointIO>,
     /// `create`, `write`, `finish`, `commit`, `die`.
     what: &'static str,
-    /// Which path it concerns.
+    /// Part of the path of the failing call.
     path: &'static str,
 }
 
@@ -136,7 +136,7 @@ struct FailingWriter {
 
 impl std::io::Write for FailingWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        // The header still fits.
+        // The header is still written.
         self.written += 1;
         if self.write && self.written > 1 { Err(Failing::error()) } else { self.inner.write(bytes) }
     }
@@ -194,7 +194,7 @@ impl CheckpointIO for Failing {
     }
 }
 
-/// Saves with the failure on one rank; each rank's error.
+/// Saves with the failure on one rank, and returns each rank's error.
 fn save_failing(root: &Path, on: usize, what: &'static str, path: &'static str) -> Vec<String> {
     let inner = io(root);
     let failing = Failing { inner: inner.clone(), what, path };
@@ -246,7 +246,7 @@ rank 0, commit
 renaming ROOT/last: no space left on device
 rank 0 failed: renaming ROOT/last: no space left on device
 "#);
-    // A rank 0 that dies before committing leaves its directory to the next save.
+    // If rank 0 dies before committing, the next save cleans up.
     save_failing(root, 0, "die", "");
     assert_eq!(names(root).len(), 2);
     assert_eq!(latest(&*io(root)).unwrap().unwrap().step, 1);

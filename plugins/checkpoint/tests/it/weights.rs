@@ -1,4 +1,4 @@
-//! Safetensors files that others wrote.
+//! Safetensors files of other programs.
 
 use std::collections::HashMap;
 use std::fs;
@@ -11,7 +11,7 @@ use fulgurite_core::checkpoint::{
 use fulgurite_core::shard::Region;
 use fulgurite_test_support::checkpoints::{self, SEED, bytes, model, shown, values, world_size};
 
-/// The model's tensors, whole, as another program would write them.
+/// The model's whole tensors, as another program would write them.
 fn tensors() -> HashMap<String, Tensor> {
     let tree = model([1, 1, 1], 0, Some(SEED), DType::F32);
     let whole = |p: &fulgurite_core::parameter::Parameter| {
@@ -175,7 +175,7 @@ fn a_single_file_counts_before_an_index() {
     let source = SafetensorsSource::open(temp.path()).unwrap();
     assert_eq!(source.names(), ["embed.weight", "norm.weight", "scale"]);
     insta::assert_snapshot!(source.warning().unwrap(), @"there is model.safetensors.index.json, too; model.safetensors is read, as `transformers` does. Remove the one that is old");
-    // The index can be named.
+    // The index can be opened explicitly.
     let index = temp.path().join("model.safetensors.index.json");
     assert_loads(&SafetensorsSource::open(index).unwrap());
 }
@@ -240,17 +240,17 @@ fn links_to_nothing_are_named() {
     insta::assert_snapshot!(shown(open(temp.path()).err().unwrap(), temp.path()), @"checkpoint ROOT: there are no weights here: expected model.safetensors, model.safetensors.index.json with its shards, or a .safetensors file. model.safetensors is a link to ../../blobs/model.safetensors, which is not there, and so are 1 more: was the cache that it points to removed, or the folder copied without what its links stand for (`cp -L` follows them)?");
     let named = temp.path().join("model.safetensors");
     insta::assert_snapshot!(shown(open(named).err().unwrap(), temp.path()), @"checkpoint ROOT/model.safetensors: is a link to ../../blobs/model.safetensors, which is not there");
-    // One that does not matter does not.
+    // A dangling link beside the weights does not matter.
     fs::remove_file(temp.path().join("model.safetensors")).unwrap();
     write(&temp.path().join("model.safetensors"), &[FIRST, SECOND].concat());
     assert_loads(&*open(temp.path()).unwrap());
-    // Weights under another name can be named.
+    // The error suggests weights under another name.
     fs::rename(temp.path().join("model.safetensors"), temp.path().join("epoch=3.ckpt")).unwrap();
     let error = shown(SafetensorsSource::open(temp.path()).unwrap_err(), temp.path());
     assert!(error.contains("It has epoch=3.ckpt; name one of them"), "{error}");
 }
 
-/// Tensors of one weight in the model, of which an older program wrote both.
+/// Two tensors that are one weight in the model, both written by an older program.
 #[test]
 fn tied_tensors_that_differ_are_refused() {
     let temp = tempfile::tempdir().unwrap();
