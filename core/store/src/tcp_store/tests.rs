@@ -34,20 +34,20 @@ fn client(server: &StoreServer, rank: usize, world_size: usize) -> TcpStore {
     TcpStore::connect("127.0.0.1", port, identity(rank, world_size), LONG).unwrap()
 }
 
-/// The error of connecting, with the port blanked.
+/// Returns the error of connecting, with the port blanked.
 fn refusal(port: u16, identity: ClientIdentity, timeout: Duration) -> String {
     let error = TcpStore::connect("127.0.0.1", port, identity, timeout).err().unwrap();
     error.to_string().replace(&format!(":{port}"), ":PORT")
 }
 
-/// A health connection of `rank`, which the test drives.
+/// Returns a health connection of `rank`, which the test drives.
 fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = admitted(server, rank, world_size);
     send(&stream, &Request::Ping).unwrap();
     stream
 }
 
-/// A health connection of `rank` that was let in, and has said nothing since.
+/// Returns an admitted health connection of `rank` that has not sent a message since.
 fn admitted(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
     let greeting = Greeting { rank, world_size, purpose: Purpose::Health };
@@ -199,7 +199,7 @@ fn a_rank_that_gives_up_tells_the_others() {
         let expected = (0, "asked to end".to_owned());
         assert_eq!(peer_failed(other_waits.join().unwrap()), expected);
     });
-    // Nobody listens there.
+    // The port is closed now.
     drop((store, other, server));
     let timeout = Duration::from_secs(3600);
     let error = TcpStore::connect_with("127.0.0.1", port, identity(0, 2), timeout, options);
@@ -259,7 +259,7 @@ fn a_rank_cut_off_in_its_handshake_may_come_again() {
     let cut_off = admitted(&server, 1, 2);
     assert!(server.has_joined(1));
     std::thread::scope(|scope| {
-        // It tries again while the server still holds its first connection.
+        // The rank retries while the server still holds its first connection.
         let again = scope.spawn(|| client(&server, 1, 2));
         drop(cut_off);
         let again = again.join().unwrap();
@@ -308,13 +308,13 @@ fn a_rank_that_comes_early_waits_for_the_server() {
         let early = scope
             .spawn(move || TcpStore::connect("127.0.0.1", address.port(), identity(0, 1), LONG));
         let late = StoreServer::bind(address, key(), 1, LostRankPolicy::Failed);
-        // Another process may have taken the port in between; then there is nothing to see.
+        // Another process may have taken the port meanwhile; then the test cannot check anything.
         let Ok(_late) = late else { return };
         early.join().unwrap().unwrap().set("a", b"b").unwrap();
     });
 }
 
-/// A connection that keeps back what is written once it is corked.
+/// A connection that keeps back written bytes once it is corked.
 struct Corked {
     stream: TcpStream,
     corked: Arc<AtomicBool>,
@@ -340,7 +340,7 @@ impl Write for Corked {
     }
 }
 
-/// A server that admits one client and sends the job's failure with the same write, then ends.
+/// Serves one client: sends the admission and the job's failure in one write, then ends.
 fn admits_and_notifies_at_once(message: &str) -> Option<(usize, String)> {
     let listener = TcpListener::bind(loopback()).unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -403,7 +403,7 @@ fn connections_that_are_left_open_are_closed_for_others() {
 #[test]
 fn a_client_that_says_little_is_not_waited_for() {
     let server = server(1);
-    // A byte now and then keeps no handshake alive.
+    // A byte now and then does not keep a handshake alive.
     let stream = TcpStream::connect(server.address()).unwrap();
     std::thread::scope(|scope| {
         let writer = stream.try_clone().unwrap();
@@ -433,7 +433,7 @@ fn values_have_bounded_room() {
     let port = server.address().port().to_string();
     insta::assert_snapshot!(error.to_string().replace(&port, "PORT"), @"launch: rank 0, store at 127.0.0.1:PORT: the store has no room for 15728640 bytes at its key `key17`: all values together may have 268435456 bytes. It is for small messages; tensors go over process groups");
     assert_eq!(kept, 17);
-    // Values that are replaced leave their room, and what is there stays.
+    // A replaced value frees its room, and a failed write leaves the value in place.
     store.set("key0", b"").unwrap();
     store.set("another", &value).unwrap();
     assert_eq!(store.get("key1", Duration::ZERO).unwrap(), value);
