@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_that_of_the_reference_implementation_however_the_bytes_come() {
+    fn digest_matches_reference_for_any_chunking() {
         assert_eq!(Checksum::default().digest(), 0x2d06_8005_38d3_94c2);
         let bytes: Vec<u8> = (0..100_000_u32).map(|i| (i.wrapping_mul(i) >> 3) as u8).collect();
         for pieces in [1, 7, 240, 241, 1000, 100_000] {

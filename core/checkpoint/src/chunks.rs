@@ -178,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_index_is_along_the_dimension_that_is_cut() {
+    fn index_uses_the_sharded_dimension() {
         let columns = (0..64).map(|i| region(&[0, i * 2], &[8, 2]));
         assert_eq!(ChunkIndex::new(columns).dim, 1);
         let rows = (0..64).map(|i| region(&[i * 2, i % 2], &[2, 1]));
@@ -189,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_index_finds_what_comparing_all_finds(
+        fn index_finds_all_intersections(
             chunks in prop::collection::vec((0usize..8, 1usize..8, 0usize..4, 1usize..4), 0..12),
             wanted in (0usize..8, 1usize..8, 0usize..4, 1usize..4),
         ) {
@@ -208,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_make_up_the_tensor() {
+    fn blocks_cover_the_tensor() {
         assert_eq!(blocks(&[], 4), [Region::full(&[])]);
         assert!(blocks(&[0, 3], 4).is_empty());
         let shape = [3000, 1000];

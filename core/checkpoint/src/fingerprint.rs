@@ -92,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_tensors_are_told_and_other_files_are_not() {
+    fn fingerprint_covers_only_tensor_files() {
         let dir = tempfile::tempdir().unwrap();
         let text = |path: &Path| format!("{:?}", fingerprint(path).unwrap());
         let file = dir.path().join("model.safetensors");
@@ -113,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_of_an_index_are_told() {
+    fn fingerprint_covers_indexed_shards() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
         let names = || -> Vec<String> {

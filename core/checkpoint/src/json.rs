@@ -74,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_read_as_python_reads_it() {
+    fn json_parses_as_in_python() {
         let marked = read(b"\xef\xbb\xbf{\"a\": 1}").unwrap();
         assert_eq!(marked, serde_json::json!({ "a": 1 }));
         let twice = read(br#"{"a": 1, "a": 2}"#).unwrap();
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn other_content_is_named() {
+    fn other_content_is_recognised() {
         let error = |bytes: &[u8]| read(bytes).unwrap_err();
         let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
         insta::assert_snapshot!(error(pointer), @"checkpoint FILE: is no JSON: it is a pointer of Git LFS, which stands for the file; get the file itself with `git lfs pull`");

@@ -177,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn any_part_of_a_map_and_of_a_closure_can_be_read() {
+    fn maps_and_closures_read_any_region() {
         let expected = [14., 15., 18., 19., 22., 23.];
         let map = TensorMap::new([("w".to_owned(), numbers().transpose(0, 0).unwrap())]);
         assert_eq!(read(&map, &part()).unwrap(), expected);
@@ -192,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_an_error() {
+    fn missing_tensors_are_errors() {
         let map = TensorMap::new([("v".to_owned(), numbers())]);
         insta::assert_snapshot!(read(&map, &part()).unwrap_err(), @"checkpoint (tensors in memory): tensor `w`: there is none of this name");
         let map = TensorMap::new([("w".to_owned(), numbers())]);

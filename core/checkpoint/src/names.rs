@@ -251,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wrappers_leave_no_trace_in_names() {
+    fn wrapper_segments_are_removed() {
         let clean = |name: &str| clean_tensor_name(name).unwrap();
         assert_eq!(clean("_fsdp_wrapped_module.a._checkpoint_wrapped_module.w"), "a.w");
         assert_eq!(clean("_orig_mod.module.a.w"), "a.w");
@@ -263,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_applied_in_order_and_checked() {
+    fn rules_apply_in_order() {
         let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         let mut rules = NameRules {
             clean: true,

@@ -96,7 +96,7 @@ mod tests {
     use candle_core::Device;
 
     #[test]
-    fn values_that_do_not_fit_are_named() {
+    fn values_out_of_range_are_named() {
         let floats = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
         let error = |values: &[f32], dtype| {
             converted(Path::new("full"), "w", &floats(values), dtype).unwrap_err().to_string()

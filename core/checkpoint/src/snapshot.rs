@@ -121,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_whole_and_their_memory_is_used_again() {
+    fn copies_are_complete_and_reuse_memory() {
         // More than a block, and not a multiple of it.
         let n = BLOCK / 4 * 3 + 7;
         let large = Tensor::arange(0f32, n as f32, &Device::Cpu).unwrap();
@@ -149,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_memory_is_what_the_copies_go_to() {
+    fn copies_use_reserved_memory() {
         let values = Tensor::arange(0f32, 7.0, &Device::Cpu).unwrap();
         let parts = [part("a", &values), part("b", &values)];
         let mut snapshot = Snapshot::reserve(&parts[..1], &parts[1..]).unwrap();

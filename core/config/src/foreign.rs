@@ -181,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_has_one_meaning() {
+    fn each_word_has_one_meaning() {
         let mut words: Vec<String> = KEYS
             .iter()
             .flat_map(|(words, _)| *words)
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn spellings_of_a_name_are_one() {
+    fn spellings_of_a_name_are_equal() {
         for (one, other) in [
             ("EarlyStopping", "early_stopping"),
             ("CSVLogger", "csv"),

@@ -18,9 +18,7 @@ use fulgurite_error::files::read_regular_text;
 /// Longest configuration file that is read, in bytes.
 const MAX_FILE: u64 = 16 << 20;
 
-/// A stack of configurations. Later layers win.
-///
-/// How layers combine:
+/// A stack of configurations. Later layers win:
 ///
 /// - tables merge key by key; anything else (lists too) is replaced;
 /// - a table whose `type` changes is replaced whole, since its other keys are options of another

@@ -150,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_regular_file_is_refused_without_a_wait() {
+    fn special_files_are_refused_without_waiting() {
         let root = std::env::temp_dir().join(format!("fulgurite-files-{}", std::process::id()));
         std::fs::create_dir_all(&root).unwrap();
         let path = |name: &str| root.join(name);

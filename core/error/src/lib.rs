@@ -333,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_comes_back_from_candle_as_it_went_in() {
+    fn error_round_trips_through_candle() {
         let result = || Err::<(), _>(in_candle());
         let backtrace = candle_core::Error::WithBacktrace {
             inner: Box::new(in_candle()),
@@ -358,14 +358,14 @@ mod tests {
     }
 
     #[test]
-    fn a_swallowed_error_does_not_come_back_in_place_of_a_later_one() {
+    fn swallowed_error_does_not_resurface() {
         drop(in_candle());
         let later = candle_core::Error::Msg(format!("retried: {}", peer()));
         assert!(matches!(Error::from(later), Error::Candle(candle_core::Error::Msg(_), _)));
     }
 
     #[test]
-    fn errors_with_the_same_text_are_told_apart() {
+    fn errors_with_equal_text_stay_distinct() {
         let (first, second): (candle_core::Error, candle_core::Error) =
             (peer().into(), Error::other(peer()).into());
         assert!(matches!(Error::from(first), Error::PeerFailed { .. }));
@@ -373,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn candles_own_errors_keep_what_is_around_them() {
+    fn candles_own_errors_keep_their_context() {
         let own = || candle_core::Error::Msg("shape mismatch".to_owned());
         let not_found = std::io::Error::from(std::io::ErrorKind::NotFound);
         for around in [
@@ -392,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn candles_errors_say_where_in_the_program_they_came_up() {
+    fn candles_errors_name_the_source_location() {
         use candle_core::{DType, Device, Tensor};
 
         fn add() -> Result<Tensor> {

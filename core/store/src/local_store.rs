@@ -103,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiting_thread_is_woken() {
+    fn waiting_thread_is_woken() {
         let store = LocalStore::new();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| store.get("late", Duration::from_secs(60)));

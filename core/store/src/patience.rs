@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slice_that_was_slept_through_counts_as_one() {
+    fn overslept_slice_counts_once() {
         let secs = Duration::from_secs;
         let mut patience = Patience::new(secs(3));
         assert_eq!(patience.slice(), Some(Patience::SLICE));

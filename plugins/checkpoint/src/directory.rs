@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_come_back_and_go() {
+    fn bytes_are_saved_and_removed() {
         let (_temp, io) = directory();
         assert_eq!(io.list("").unwrap(), []);
         io.save("a/b/c", b"hello").unwrap();
@@ -312,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_commit_replaces_in_one_step_or_in_two() {
+    fn commit_replaces_in_one_or_two_steps() {
         let (_temp, io) = directory();
         let stage = |content: &[u8]| {
             let staged = staging_name("last");
@@ -335,7 +335,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_is_replaced_in_one_step() {
+    fn file_is_replaced_atomically() {
         let (_temp, io) = directory();
         io.replace("last", b"one").unwrap();
         let old = io.open("last").unwrap();
@@ -351,7 +351,7 @@ mod tests {
 
     // checklist: Lightning: checkpoint_io not supported
     #[test]
-    fn it_is_chosen_by_name() {
+    fn local_is_selected_by_name() {
         fulgurite_core::registry::validate().unwrap();
         fulgurite_core::registry::require("checkpoint_io", "local").unwrap();
         let build = |text: &str| {

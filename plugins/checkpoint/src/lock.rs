@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn one_at_a_time_has_a_lock_and_its_file_goes_with_it() {
+    fn lock_is_exclusive_and_removes_its_file() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join(".lock");
         assert_eq!(is_held(&path).unwrap(), None);
@@ -323,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn many_at_once_find_one_owner() {
+    fn concurrent_attempts_have_one_owner() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join(".lock");
         let inside = std::sync::atomic::AtomicUsize::new(0);
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_has_ended_is_known_without_flock() {
+    fn dead_owner_is_known_without_flock() {
         let this = Owner::this();
         assert!(this.may_live());
         assert!(!Owner { started: "1".to_owned(), ..Owner::this() }.may_live());

@@ -383,7 +383,7 @@ fn the_corpus() {
 
 /// Headers with many dimensions, or many tensors without elements.
 #[test]
-fn headers_of_nothing_take_little_memory() {
+fn empty_tensor_headers_take_little_memory() {
     let with_header = |json: &str| {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("x.safetensors");

@@ -111,7 +111,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_chosen_by_name_and_checked() {
+    fn object_store_is_selected_and_checked() {
         fulgurite_core::registry::validate().unwrap();
         fulgurite_core::registry::require("checkpoint_io", "object_store").unwrap();
         let errors = [
@@ -135,7 +135,7 @@ unknown field `uri`, expected one of `url`, `options`, `part_mib`, `concurrency`
     }
 
     #[test]
-    fn a_directory_is_a_store_too() {
+    fn directory_url_is_a_store() {
         let temp = tempfile::tempdir().unwrap();
         let url = format!("file://{}", temp.path().display());
         let config = ObjectStoreConfig { url: url.clone(), ..ObjectStoreConfig::default() };

@@ -75,7 +75,7 @@ mod tests {
     use fulgurite_core::checkpoint::staging_name;
 
     #[test]
-    fn names_of_saves_are_taken_apart() {
+    fn save_names_are_parsed() {
         let staged = staging_name("last");
         let (name, version) = parse_temporary_name(&staged).unwrap();
         assert_eq!((name, temporary_name(name, version)), ("last", staged.clone()));

@@ -109,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_filled_in_order_and_no_further_than_they_may_be() {
+    fn files_fill_in_order_up_to_the_limit() {
         let tensors = [
             tensor("a", 3, Dtype::BF16),
             tensor("b", 1, Dtype::F32),

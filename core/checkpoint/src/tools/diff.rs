@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn bits_and_distances_are_told_apart() {
+    fn bits_and_distances_are_distinguished() {
         assert_eq!(difference(floats(&[1.0, f32::NAN]), floats(&[1.0, f32::NAN])), (0, 2, 0.0));
         assert_eq!(difference(floats(&[0.0, 2.0]), floats(&[-0.0, 2.5])), (2, 2, 0.5));
         let inf = f32::INFINITY;

@@ -599,7 +599,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn protocols_from_0_to_5_give_the_same() {
+    fn protocols_0_to_5_agree() {
         // pickle.dumps({"a": (1, -2, 70000, True), "b": [[], 2**70]}, protocol)
         let pickles: [&[u8]; 3] = [
             b"(dp0\nVa\np1\n(I1\nI-2\nI70000\nI01\ntp2\nsVb\np3\n(lp4\n(lp5\naL1180591620717411303424L\nas.",
@@ -622,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_flags_and_none_are_told_apart() {
+    fn numbers_flags_and_none_are_distinct() {
         // pickle.dumps([0.1, -2.5, None, False, 3], protocol)
         let pickles: [&[u8]; 2] = [
             b"(lp0\nF0.1\naF-2.5\naNaI00\naI3\na.",
@@ -639,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_called_and_nesting_has_no_end() {
+    fn calls_are_inert_and_nesting_is_unlimited() {
         let heap = parse(b"cos\nsystem\n(S'rm -rf /'\ntR.").unwrap();
         let Object::Call { callable, .. } = heap.get(heap.root) else { panic!() };
         assert_eq!(heap.global(*callable), Some("os.system"));
@@ -666,7 +666,7 @@ mod tests {
     }
 
     #[test]
-    fn errors_say_where() {
+    fn errors_give_the_position() {
         let error = |bytes: &[u8]| parse(bytes).unwrap_err();
         insta::assert_snapshot!(error(b"\x80\x02}q\x00(X\xff"), @"its pickle is damaged or not of a kind that is known: it ends too early, at byte 7");
         insta::assert_snapshot!(error(b"h\x07."), @"its pickle is damaged or not of a kind that is known: it refers to an object before it is made, at byte 2");
@@ -677,12 +677,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = parse(&bytes);
         }
 
         #[test]
-        fn no_operations_make_it_panic(
+        fn arbitrary_opcodes_never_panic(
             ops in prop::collection::vec(prop::sample::select(&b"N()]}KtasudebRQ0120.\x81\x85\x86\x87\x94\x93\x8f\x90"[..]), 0..60),
         ) {
             let _ = parse(&ops);

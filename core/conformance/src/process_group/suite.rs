@@ -183,7 +183,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_group_of_one_conforms() {
+    fn single_rank_group_conforms() {
         process_group(&Solo::new("world", 3)).unwrap();
         process_group_abort(&Solo::new("world", 3)).unwrap();
         process_group_timeout(&Solo::new("world", 3), Duration::ZERO).unwrap();

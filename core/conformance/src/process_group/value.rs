@@ -170,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_order_is_within_the_slack_and_another_value_is_not() {
+    fn slack_allows_order_but_not_values() {
         fn check<T: Value>() {
             for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max] {
                 let mut noticed = 0;
@@ -198,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sums_of_the_test_values_depend_on_the_order() {
+    fn test_value_sums_depend_on_order() {
         fn differing<T: Value>() -> usize {
             (0..1000)
                 .filter(|&i| {

@@ -160,7 +160,7 @@ impl Suite<'_> {
         sum.ok_or_else(|| Error::other("a step has no micro-batches"))
     }
 
-    /// A loss without trainable parameters is an error, and training goes on after it.
+    /// A loss without a graph is an error, and training goes on after it.
     fn loss_without_graph(
         &self,
         fabric: &Fabric,

@@ -76,14 +76,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn main_prints_the_message_with_its_lines() {
+    fn debug_prints_the_whole_message() {
         let error = Error::Config("`a`: expected 1\nfound \"2\"\u{7}".to_owned());
         assert_eq!(format!("Error: {error:?}"), "Error: `a`: expected 1\n  found \"2\"\\u{7}");
         assert_eq!(format!("{error:#?}"), format!("{error:?}"));
     }
 
     #[test]
-    fn what_could_steer_a_terminal_is_escaped() {
+    fn terminal_controls_are_escaped() {
         let harmless = "loss\t0.5 at step 3:\nno µ, 雪 or é is changed";
         assert!(matches!(printable(harmless), Cow::Borrowed(text) if text == harmless));
         let forged = "disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";

@@ -341,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_without_room_are_counted_in_their_place() {
+    fn dropped_lines_are_counted_in_place() {
         let (queue, hold, read) = gated(&[]);
         for line in ["one\n", "two\n", "three\n", "four\n", "five\nsix\n"] {
             assert!(put(&queue, line, 10));
@@ -355,7 +355,7 @@ mod tests {
     }
 
     #[test]
-    fn a_line_longer_than_the_queue_is_written() {
+    fn line_longer_than_the_queue_is_written() {
         let (queue, hold, read) = gated(&[]);
         let long = "x".repeat(3 * CHUNK);
         assert!(put(&queue, &long, 10));
@@ -364,7 +364,7 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_reader_that_takes_nothing() {
+    fn stalled_reader_is_not_waited_for() {
         let (queue, hold, read) = gated(&[]);
         assert!(put(&queue, "one\n", 10));
         let idle = Duration::from_millis(5);
@@ -383,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patient_writer_loses_nothing_to_a_slow_reader() {
+    fn waiting_writer_loses_no_lines() {
         let (queue, hold, read) = gated(&[]);
         let lines: Vec<String> = (0..200).map(|i| format!("line {i}\n")).collect();
         std::thread::scope(|scope| {
@@ -398,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_a_full_disk_refused_are_counted() {
+    fn lines_lost_to_a_full_disk_are_counted() {
         const NO_SPACE: i32 = 28;
         let (queue, hold, read) = gated(&[NO_SPACE, NO_SPACE]);
         drop(hold);
@@ -412,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_has_gone_is_not_written_to() {
+    fn gone_reader_is_not_written_to() {
         for gone in [32, 5] {
             let (queue, hold, read) = gated(&[gone]);
             drop(hold);

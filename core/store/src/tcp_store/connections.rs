@@ -87,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connection_that_was_pushed_out_is_not_admitted() {
+    fn evicted_connection_is_not_admitted() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut connections = Connections::new(2);

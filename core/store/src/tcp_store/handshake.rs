@@ -272,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn those_with_the_key_meet_and_others_learn_nothing() {
+    fn only_key_holders_are_admitted() {
         assert_eq!(shake(&key(), None), (Ok(()), Some((greeting(), true))));
         let full = HandshakeError::Refused("full".into());
         assert_eq!(shake(&key(), Some("full")), (Err(full), None));
@@ -305,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_overheard_opens_no_other_connection() {
+    fn recorded_frames_cannot_be_replayed() {
         let frames = overheard();
         let (near, far) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
@@ -321,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_without_the_key_is_not_believed() {
+    fn server_without_the_key_is_refused() {
         for answer in [vec![], vec![0; 33], vec![0; 31], b"HTTP/1.1 400 Bad Request".to_vec()] {
             let (near, far) = UnixStream::pair().unwrap();
             std::thread::scope(|scope| {
@@ -343,7 +343,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_are_let_in(bytes: Vec<u8>, well_begun: bool) {
+        fn arbitrary_bytes_are_not_admitted(bytes: Vec<u8>, well_begun: bool) {
             let (near, far) = UnixStream::pair().unwrap();
             let begin = if well_begun { hello([7; 16]) } else { vec![] };
             let mut stream = Vec::new();

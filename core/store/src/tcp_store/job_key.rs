@@ -79,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_differ_by_secret_and_job_and_are_not_shown() {
+    fn keys_depend_on_secret_and_job() {
         let key = JobKey::new("a secret", "job");
         assert_eq!(key, JobKey::new("a secret", "job"));
         assert_ne!(key, JobKey::new("a secret", "job2"));
@@ -88,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_is_of_its_parts_and_key_alone() {
+    fn proof_depends_on_parts_and_key() {
         let key = JobKey::new("a secret", "job");
         let proof = key.proof(&[b"ab", b"c"]);
         assert!(key.verify(&proof, &[b"ab", b"c"]));

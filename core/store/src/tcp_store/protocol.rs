@@ -294,7 +294,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn messages_arrive_whole_however_the_stream_is_cut(
+        fn messages_survive_any_stream_split(
             replies in prop::collection::vec(replies(9000), 0..6),
             sizes in prop::collection::vec(1usize..6000, 1..6),
             kept: prop::sample::Index,
@@ -314,7 +314,7 @@ mod tests {
         }
 
         #[test]
-        fn bodies_that_are_cut_or_too_long_are_refused(
+        fn truncated_or_long_bodies_are_refused(
             request in requests(), reply in replies(100),
         ) {
             fn check<T>(message: T, mut body: Vec<u8>, decode: impl Fn(&[u8]) -> Option<T>)
@@ -346,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_length_that_is_claimed_allocates_nothing() {
+    fn claimed_length_does_not_allocate() {
         // A frame claims MAX_FRAME bytes, and four arrive. Then a text and a list claim more than
         // their frame.
         let claimed = [&(MAX_FRAME as u32).to_le_bytes()[..], &[0; 4]].concat();
@@ -362,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handshake_is_small_and_what_follows_need_not_be() {
+    fn long_frames_only_after_the_handshake() {
         let request = Request::Set { key: "key".into(), value: vec![7; 3 * 512] };
         let mut bytes = Vec::new();
         send_frame(&mut bytes, &[1; 512]).unwrap();

@@ -43,7 +43,7 @@ fn flip(path: &Path, at: usize, bit: u8) -> Vec<u8> {
 }
 
 #[test]
-fn any_flipped_bit_of_a_manifest_is_found() {
+fn flipped_manifest_bits_are_found() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "c", [1, 2, 1], 7, SEED);
     let distributed = temp.path().join("c");
@@ -70,7 +70,7 @@ fn any_flipped_bit_of_a_manifest_is_found() {
 }
 
 #[test]
-fn a_manifest_that_was_changed_is_refused_and_is_not_the_newest() {
+fn changed_manifest_is_refused_and_not_newest() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "older", [1, 2, 1], 6, SEED);
@@ -100,7 +100,7 @@ checkpoint ROOT/c/manifest.json: the manifest is damaged, or was changed after i
 }
 
 #[test]
-fn manifests_without_a_digest_are_read_and_said_to_have_none() {
+fn manifests_without_digest_load_with_warning() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "c", [1, 2, 1], 7, SEED);
@@ -172,7 +172,7 @@ DIR/model/shard-00001-model-00001-of-00001.safetensors: has a damaged header: mi
 }
 
 #[test]
-fn a_full_checkpoint_without_its_manifest_is_noticed_and_plain_weights_are_not() {
+fn missing_full_manifest_is_noticed() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let full = save_whole(root);
@@ -199,7 +199,7 @@ fn a_full_checkpoint_without_its_manifest_is_noticed_and_plain_weights_are_not()
 }
 
 #[test]
-fn records_of_torch_are_compared_with_their_crc() {
+fn torch_records_are_checked_by_crc() {
     let original = include_bytes!("../fixtures/lightning.ckpt");
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("x.ckpt");

@@ -32,7 +32,7 @@ fn edit(path: &Path, from: &str, to: &str) {
 }
 
 #[test]
-fn opening_says_what_is_missing_or_wrong() {
+fn opening_names_missing_or_wrong_files() {
     let truncate = |path: &Path| {
         let file = fs::OpenOptions::new().write(true).open(path).unwrap();
         file.set_len(file.metadata().unwrap().len() - 5).unwrap();
@@ -73,7 +73,7 @@ checkpoint ROOT/c/manifest.json: the manifest is damaged or incomplete: unknown 
 }
 
 #[test]
-fn a_flipped_bit_is_found_when_loading_and_by_verify() {
+fn load_and_verify_find_a_flipped_bit() {
     let temp = saved();
     let root = temp.path();
     for (file, offset) in
@@ -99,7 +99,7 @@ checkpoint ROOT/c: is damaged:
 }
 
 #[test]
-fn a_file_that_shrinks_after_opening_is_told() {
+fn file_shrunk_after_opening_is_reported() {
     let temp = saved();
     let checkpoint = DistributedCheckpoint::open(temp.path().join("c")).unwrap();
     fs::write(temp.path().join("c").join(SHARD), b"").unwrap();

@@ -138,7 +138,7 @@ fn every_mesh_loads_it() {
 }
 
 #[test]
-fn files_are_split_at_a_size_with_an_index() {
+fn large_models_are_split_with_an_index() {
     let temp = tempfile::tempdir().unwrap();
     let options = FullOptions { max_shard_bytes: 200, ..FullOptions::default() };
     let full = save(temp.path(), [1, 2, 2], &options);
@@ -185,7 +185,7 @@ model.safetensors.index.json
 }
 
 #[test]
-fn the_model_is_converted_and_the_optimizer_is_not() {
+fn only_the_model_dtype_is_converted() {
     let temp = tempfile::tempdir().unwrap();
     let gather = GatherOptions { dtype: Some(DType::BF16), ..GatherOptions::default() };
     let options = FullOptions { gather, ..FullOptions::default() };
@@ -229,7 +229,7 @@ fn config_json_is_passed_through() {
 
 // checklist: torchtune: gather_cpu_state_dict
 #[test]
-fn what_is_filtered_is_not_gathered() {
+fn filtered_tensors_are_not_gathered() {
     let mesh = [1, 2, 2];
     let gathered = ranks(4, |group| {
         let tree = model(mesh, group.rank(), Some(SEED), DType::F32);
@@ -256,7 +256,7 @@ fn what_is_filtered_is_not_gathered() {
 }
 
 #[test]
-fn only_trainable_parameters_if_wanted() {
+fn trainable_only_skips_frozen_parameters() {
     let gathered = ranks(2, |group| {
         let init = ModuleInit { frozen: vec!["base.*".to_owned()], ..ModuleInit::default() };
         let b = ModuleBuilder::new(init);
@@ -271,7 +271,7 @@ fn only_trainable_parameters_if_wanted() {
 }
 
 #[test]
-fn ranks_that_disagree_all_hear_of_it() {
+fn disagreement_is_an_error_on_all_ranks() {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let mesh = [1, 2, 1];
@@ -296,7 +296,7 @@ checkpoint ROOT/full: there is nothing to save: the options leave out every para
 }
 
 #[test]
-fn nothing_but_a_checkpoint_is_replaced() {
+fn only_checkpoints_are_replaced() {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let stale = [staging_name("full"), staging_name("other")];
@@ -379,7 +379,7 @@ impl CheckpointIO for Full {
 }
 
 #[test]
-fn a_full_disk_stops_all_ranks_and_leaves_what_was_there() {
+fn full_disk_keeps_the_old_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     let mesh = [1, 2, 2];
     save(temp.path(), mesh, &FullOptions::default());
@@ -424,7 +424,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_cut_gathers_to_the_whole(
+    fn any_sharding_gathers_to_the_whole(
         shape in prop::collection::vec(1usize..9, 0..4),
         cuts in prop::collection::vec((1usize..4, 0usize..4), 0..3),
     ) {

@@ -27,7 +27,7 @@ fn pipe(path: &Path) {
 }
 
 #[test]
-fn a_pointer_that_was_not_written_after_a_commit_is_overtaken() {
+fn newer_commit_overrides_stale_pointer() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let found = || last(&*io(root)).unwrap().unwrap().step;
@@ -50,7 +50,7 @@ fn a_pointer_that_was_not_written_after_a_commit_is_overtaken() {
 }
 
 #[test]
-fn a_broken_pointer_is_no_error() {
+fn broken_pointer_is_not_an_error() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     for (nth, step) in [10, 30, 12].into_iter().enumerate() {
@@ -77,7 +77,7 @@ fn a_broken_pointer_is_no_error() {
 }
 
 #[test]
-fn what_is_beside_the_checkpoints_is_not_waited_for() {
+fn special_files_do_not_block_last() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_as(root, 10, Some(0));

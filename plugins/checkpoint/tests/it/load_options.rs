@@ -48,7 +48,7 @@ fn is_loaded(tree: &ModuleTree, fqn: &str) -> bool {
 
 // checklist: Lightning: save_checkpoint
 #[test]
-fn a_filter_is_for_model_and_optimizer_and_both_ways() {
+fn filter_applies_to_model_and_optimizer() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let tree = model(ONE, 0, None, DType::F32);
@@ -75,7 +75,7 @@ fn a_filter_is_for_model_and_optimizer_and_both_ways() {
 }
 
 #[test]
-fn a_filtered_checkpoint_says_so() {
+fn filtered_checkpoint_records_its_filter() {
     let filter = ParameterFilter::matching(["layers.*", "scale"]);
     let temp = saved(Some(filter.clone()));
     let checkpoint = opened(&temp);
@@ -131,7 +131,7 @@ fn changed() -> ModuleTree {
 }
 
 #[test]
-fn one_report_lists_everything_of_model_and_optimizer() {
+fn report_covers_model_and_optimizer() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let tree = changed();
@@ -197,7 +197,7 @@ fn one_report_lists_everything_of_model_and_optimizer() {
 }
 
 #[test]
-fn weights_only_leaves_the_optimizer() {
+fn weights_only_skips_the_optimizer() {
     let temp = saved(None);
     let tree = model(ONE, 0, None, DType::F32);
     let state = states(&tree, None);
@@ -208,7 +208,7 @@ fn weights_only_leaves_the_optimizer() {
 }
 
 #[test]
-fn names_are_brought_in_line_for_model_and_optimizer() {
+fn name_rules_apply_to_model_and_optimizer() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let b = ModuleBuilder::new(ModuleInit::default());
@@ -250,7 +250,7 @@ fn names_are_brought_in_line_for_model_and_optimizer() {
 }
 
 #[test]
-fn other_dtypes_can_be_refused_and_checksums_skipped() {
+fn dtype_policy_and_verify_are_options() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let tree = model(ONE, 0, None, DType::BF16);
@@ -282,7 +282,7 @@ fn other_dtypes_can_be_refused_and_checksums_skipped() {
 }
 
 #[test]
-fn what_a_filter_lets_through_is_the_same_for_places_and_sources() {
+fn filtered_save_writes_only_kept_tensors() {
     let temp = saved(Some(ParameterFilter::new("nothing but the scale", |fqn| fqn == "scale")));
     let place = io(temp.path());
     let place: &dyn CheckpointIO = &*place;

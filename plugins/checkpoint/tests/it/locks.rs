@@ -71,7 +71,7 @@ fn files(root: &Path) -> Vec<String> {
 }
 
 #[test]
-fn the_second_run_in_a_directory_is_told_whose_it_is() {
+fn second_run_learns_the_lock_owner() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path().join("runs/checkpoints");
     let other = Other::new(&root, "");
@@ -93,7 +93,7 @@ fn the_second_run_in_a_directory_is_told_whose_it_is() {
 }
 
 #[test]
-fn unfinished_saves_of_living_processes_stay_and_those_of_killed_ones_go() {
+fn only_saves_of_dead_processes_are_removed() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let mesh = [1, 1, 1];

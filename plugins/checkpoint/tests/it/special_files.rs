@@ -30,7 +30,7 @@ fn errors<T>(root: &Path, path: &Path, f: impl Fn() -> fulgurite_core::Result<T>
 }
 
 #[test]
-fn manifests_and_shards_are_regular_files() {
+fn special_manifests_and_shards_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let manifest = |name: &str| {
@@ -64,7 +64,7 @@ checkpoint ROOT/e/model/shard-00001-model-00001-of-00001.safetensors: this shard
 }
 
 #[test]
-fn weights_of_others_are_regular_files() {
+fn special_weight_files_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let write = |path: &str| {
@@ -96,7 +96,7 @@ checkpoint ROOT/unknown/x: there are no weights here: expected model.safetensors
 }
 
 #[test]
-fn files_that_are_far_too_long_are_not_read() {
+fn oversized_files_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "c", [1, 2, 1], 1, SEED);

@@ -34,7 +34,7 @@ fn compared(a: &Path, b: &Path) -> Result<Comparison> {
 }
 
 #[test]
-fn files_of_torch_are_inspected_converted_and_compared() {
+fn tools_support_torch_files() {
     let temp = tempfile::tempdir().unwrap();
     let directory = temp.path().join("hf");
     fs::create_dir(&directory).unwrap();
@@ -61,7 +61,7 @@ fn files_of_torch_are_inspected_converted_and_compared() {
 }
 
 #[test]
-fn damage_of_files_of_torch_is_found() {
+fn damage_in_torch_files_is_found() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("a.pth");
     let mut bytes = fs::read(fixture("plain.pth")).unwrap();
@@ -76,7 +76,7 @@ fn damage_of_files_of_torch_is_found() {
 }
 
 #[test]
-fn files_without_checksums_are_read() {
+fn files_without_checksums_load() {
     let source = open(fixture("no_crc32.pt")).unwrap();
     let read = |name: &str, shape: &[usize]| {
         let values = source.read(name, &Region::full(shape), DType::F32, &Device::Cpu).unwrap();
@@ -89,7 +89,7 @@ fn files_without_checksums_are_read() {
 }
 
 #[test]
-fn a_tensor_that_cannot_be_read_spoils_no_other() {
+fn unreadable_tensor_does_not_affect_others() {
     let temp = tempfile::tempdir().unwrap();
     let source = TorchSource::open(fixture("mixed.pt")).unwrap();
     assert_eq!(source.names(), ["freqs", "rows", "w"]);
@@ -174,7 +174,7 @@ fn values_of_any_dtype_are_copied() {
 }
 
 #[test]
-fn a_conversion_writes_no_infinities() {
+fn conversion_refuses_overflow() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("a.safetensors");
     let values = Tensor::new(&[1f32, 7e4], &Device::Cpu).unwrap();
@@ -190,7 +190,7 @@ fn a_conversion_writes_no_infinities() {
 }
 
 #[test]
-fn the_file_last_stands_for_its_checkpoint() {
+fn last_file_resolves_to_its_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "step-00000003", [1, 2, 1], 3, 5);
     let last = temp.path().join("last");

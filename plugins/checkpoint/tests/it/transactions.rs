@@ -32,7 +32,7 @@ fn content(root: &Path, name: &str) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn the_newest_is_found_and_what_is_torn_is_not() {
+fn latest_ignores_torn_checkpoints() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     assert_eq!(latest(&*io(&root.join("nowhere"))).unwrap(), None);
@@ -74,7 +74,7 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
 
 // checklist: Lightning: replacing what is there
 #[test]
-fn a_checkpoint_that_makes_way_stays_one_until_its_successor_is_there() {
+fn replaced_checkpoint_stays_until_commit() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "last", MESH, 5, 1);
@@ -93,7 +93,7 @@ fn a_checkpoint_that_makes_way_stays_one_until_its_successor_is_there() {
 
 // checklist: Lightning: replacing what is there
 #[test]
-fn overwriting_replaces_all_of_it() {
+fn overwriting_replaces_the_whole_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "last", [1, 4, 1], 1, 1);
     let first = content(temp.path(), "last");
@@ -207,7 +207,7 @@ fn save_failing(root: &Path, on: usize, what: &'static str, path: &'static str) 
 
 // checklist: Lightning: save_checkpoint
 #[test]
-fn a_failure_on_one_rank_is_told_on_all_and_leaves_the_old_checkpoint() {
+fn failure_on_one_rank_keeps_old_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "last", MESH, 1, 1);
@@ -263,7 +263,7 @@ fn tensor(name: &str, rows: std::ops::Range<usize>, n: usize) -> ShardTensor {
 }
 
 #[test]
-fn wrong_use_is_refused_before_anything_is_committed() {
+fn misuse_is_refused_before_commit() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     fs::create_dir(root.join("mine")).unwrap();
@@ -307,7 +307,7 @@ saving tensor `w`: its values are not in memory
 }
 
 #[test]
-fn ranks_that_do_not_share_a_directory_are_told_so() {
+fn ranks_must_share_a_directory() {
     let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = ranks(2, |group| {
         let root = if group.rank() == 0 { a.path() } else { b.path() };
@@ -322,7 +322,7 @@ rank 0 failed: checkpoint ROOT/c.tmp-ID/model/shard-00002-model-00001-of-00001.s
 }
 
 #[test]
-fn released_parameters_and_foreign_state_are_refused() {
+fn released_values_and_foreign_state_are_refused() {
     let mesh = [1, 1, 1];
     let tree = model(mesh, 0, Some(SEED), DType::F32);
     let mut state = checkpoints::states(&tree, None);

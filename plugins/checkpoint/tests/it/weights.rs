@@ -59,7 +59,7 @@ fn assert_loads(source: &dyn TensorSource) {
 
 // checklist: torchtune: load_from_full_model_state_dict
 #[test]
-fn files_and_directories_of_hugging_face_load_on_any_mesh() {
+fn hugging_face_weights_load_on_any_mesh() {
     let temp = tempfile::tempdir().unwrap();
     let single = temp.path().join("single");
     fs::create_dir(&single).unwrap();
@@ -84,7 +84,7 @@ fn files_and_directories_of_hugging_face_load_on_any_mesh() {
 }
 
 #[test]
-fn other_dtypes_are_listed_and_converted_or_refused() {
+fn dtypes_are_converted_or_refused() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("x.safetensors");
     let view = |dtype, data| safetensors::tensor::TensorView::new(dtype, vec![2], data).unwrap();
@@ -103,7 +103,7 @@ fn other_dtypes_are_listed_and_converted_or_refused() {
 }
 
 #[test]
-fn opening_says_what_is_missing_or_wrong() {
+fn opening_names_missing_or_wrong_files() {
     let shard = "model-00002-of-00002.safetensors";
     let opening = |harm: &dyn Fn(&Path)| {
         let temp = tempfile::tempdir().unwrap();
@@ -156,7 +156,7 @@ checkpoint ROOT: tensor `layers.0.conv` is in more than one file
 }
 
 #[test]
-fn shards_that_do_not_make_up_a_tensor_are_refused() {
+fn incomplete_shards_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     checkpoints::save_all(temp.path(), "c", [1, 3, 1], 1, SEED);
     let shard = |i: usize| {
@@ -168,7 +168,7 @@ fn shards_that_do_not_make_up_a_tensor_are_refused() {
 }
 
 #[test]
-fn a_single_file_counts_before_an_index() {
+fn single_file_precedes_index() {
     let temp = tempfile::tempdir().unwrap();
     with_index(temp.path());
     write(&temp.path().join("model.safetensors"), &FIRST);
@@ -181,7 +181,7 @@ fn a_single_file_counts_before_an_index() {
 }
 
 #[test]
-fn the_index_decides_between_copies_of_a_tensor() {
+fn index_selects_between_copies() {
     let temp = tempfile::tempdir().unwrap();
     with_index(temp.path());
     let second = temp.path().join("model-00002-of-00002.safetensors");
@@ -192,7 +192,7 @@ fn the_index_decides_between_copies_of_a_tensor() {
 }
 
 #[test]
-fn other_files_in_the_place_of_weights_are_named() {
+fn files_instead_of_weights_are_recognised() {
     let temp = tempfile::tempdir().unwrap();
     let error = |name: &str, bytes: &[u8]| {
         let path = temp.path().join(name);
@@ -229,7 +229,7 @@ checkpoint ROOT/model.safetensors.index.json: is no JSON: it is a pointer of Git
 }
 
 #[test]
-fn links_to_nothing_are_named() {
+fn dangling_links_are_named() {
     let temp = tempfile::tempdir().unwrap();
     let link = |name: &str| {
         let blob = format!("../../blobs/{name}");
@@ -252,7 +252,7 @@ fn links_to_nothing_are_named() {
 
 /// Two tensors that are one weight in the model, both written by an older program.
 #[test]
-fn tied_tensors_that_differ_are_refused() {
+fn different_tied_tensors_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("model.safetensors");
     let b = fulgurite_core::module::ModuleBuilder::new(Default::default());
@@ -281,7 +281,7 @@ fn tied_tensors_that_differ_are_refused() {
 }
 
 #[test]
-fn values_that_a_dtype_cannot_hold_are_refused() {
+fn values_out_of_dtype_range_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("x.safetensors");
     let values = Tensor::new(&[1f32, 1e6], &Device::Cpu).unwrap();

@@ -58,7 +58,7 @@ fn content(io: &Arc<dyn CheckpointIO>, name: &str) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn bytes_come_back_and_go() {
+fn bytes_are_saved_and_removed() {
     for (place, io, _temp) in places() {
         assert_eq!(io.list("").unwrap(), [], "{place}");
         assert_eq!(io.list("nothing/here").unwrap(), []);
@@ -101,7 +101,7 @@ fn bytes_come_back_and_go() {
 }
 
 #[test]
-fn large_files_go_in_parts_and_come_back_in_parts() {
+fn large_files_transfer_in_parts() {
     let long: Vec<u8> = (0..10_007u32).flat_map(u32::to_le_bytes).collect();
     for (place, io, _temp) in places() {
         for len in [0, 1, 63, 64, 65, 100, 128, 40_028] {
@@ -130,7 +130,7 @@ fn large_files_go_in_parts_and_come_back_in_parts() {
 }
 
 #[test]
-fn a_commit_replaces_in_one_step() {
+fn commit_replaces_in_one_step() {
     for (place, io, _temp) in places() {
         let stage = |content: &[u8]| {
             let staged = staging_name("last");
@@ -159,7 +159,7 @@ fn a_commit_replaces_in_one_step() {
 }
 
 #[test]
-fn checkpoints_are_saved_found_replaced_and_loaded_on_another_mesh() {
+fn checkpoints_round_trip_across_meshes() {
     for (place, io, _temp) in places() {
         assert_eq!(latest(&*io).unwrap(), None);
         for step in [9, 100, 20] {
@@ -273,7 +273,7 @@ fn save_failing(inner: &Arc<dyn CheckpointIO>, on: usize, what: &'static str, pa
 }
 
 #[test]
-fn a_failure_on_one_rank_leaves_the_old_checkpoint() {
+fn failure_on_one_rank_keeps_old_checkpoint() {
     for (place, io, _temp) in places() {
         save_all(&*io, "last", MESH, 1, 1);
         let before = content(&io, "last");
@@ -300,7 +300,7 @@ fn a_failure_on_one_rank_leaves_the_old_checkpoint() {
 
 /// In object stores a commit writes an object that names the save.
 #[test]
-fn a_commit_whose_answer_was_lost_is_one() {
+fn commit_with_lost_answer_counts() {
     for (place, io, _temp) in places().into_iter().skip(1) {
         save_all(&*io, "last", MESH, 1, 1);
         save_failing(&io, 0, "lost", "");
@@ -311,7 +311,7 @@ fn a_commit_whose_answer_was_lost_is_one() {
 }
 
 #[test]
-fn a_reader_never_sees_parts_of_two_checkpoints() {
+fn reader_never_mixes_two_checkpoints() {
     let store = Arc::new(InMemory::new());
     let place = || ObjectStoreIO::new(store.clone(), "memory:///runs").unwrap();
     let (writer, reader): (_, Arc<dyn CheckpointIO>) = (place(), Arc::new(place()));
@@ -328,7 +328,7 @@ fn a_reader_never_sees_parts_of_two_checkpoints() {
 }
 
 #[test]
-fn of_two_saves_at_the_same_time_one_fails() {
+fn one_of_two_concurrent_saves_fails() {
     let store = Arc::new(InMemory::new());
     let io = ObjectStoreIO::new(store.clone(), "memory:///runs").unwrap();
     let stage = || {

@@ -70,7 +70,7 @@ impl Drop for Server {
 
 #[test]
 #[ignore = "needs moto_server"]
-fn checkpoints_go_to_s3_and_come_back() {
+fn checkpoints_round_trip_through_s3() {
     let server = Server::start();
     let io = server.place("s3://bucket/runs/one");
     assert_eq!(io.list("").unwrap(), []);
