@@ -91,9 +91,10 @@ impl AsyncSaver {
         Ok(Self { io, group, buffers: Snapshot::default(), reserving: None, running: None })
     }
 
-    /// Allocates the memory for the copies of `request` in the background, since the first use of
-    /// its pages takes several times as long as copying. Does nothing after the first save. Not
-    /// collective.
+    /// Allocates the memory for the copies of `request` in the background.
+    ///
+    /// The first use of its pages takes several times as long as copying. Does nothing after the
+    /// first save. Not collective.
     ///
     /// # Errors
     /// If no thread can be started.

@@ -26,8 +26,9 @@ pub struct ParameterFilter {
 }
 
 impl ParameterFilter {
-    /// Keeps the parameters whose FQN `keep` accepts, which must be the same on all ranks. `what`
-    /// describes them in manifests and messages.
+    /// Keeps the parameters whose FQN `keep` accepts.
+    ///
+    /// They must be the same on all ranks. `what` describes them in manifests and messages.
     pub fn new(
         what: impl Into<String>,
         keep: impl Fn(&str) -> bool + Send + Sync + 'static,

@@ -53,7 +53,7 @@ impl LoadTarget {
         whole.or_else(|| self.names.iter().find_map(named))
     }
 
-    /// Whether filling from a tensor of this shape and dtype packs its values.
+    /// Returns the packing that filling from a tensor of this shape and dtype needs, if any.
     fn is_packed_from(&self, shape: &[usize], dtype: Dtype) -> Option<&Packed> {
         let is_float = loadable_dtype(dtype).is_some_and(|dtype| dtype.is_float());
         self.packed.as_ref().filter(|packed| is_float && packed.shape == *shape)
@@ -149,10 +149,11 @@ pub fn check_compatible(source: &dyn TensorSource, tree: &ModuleTree) -> Result<
     refuse_differences(source.location(), &[(&report, "model")], source.filtered(), None)
 }
 
-/// Fills this rank's part of every parameter
-/// ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)) and every persistent
-/// buffer, converting dtypes. A tied parameter is found under any of its names. `options` may be a
-/// `bool`, for [`strict`](LoadOptions::strict).
+/// Fills this rank's part of every parameter and every persistent buffer, converting dtypes.
+///
+/// The part is [`Parameter::local`](fulgurite_engine::parameter::Parameter::local). A tied
+/// parameter is found under any of its names. `options` may be a `bool`, for
+/// [`strict`](LoadOptions::strict).
 ///
 /// If strict, a source with differences is refused before anything is changed. Otherwise the
 /// tensors that fit are loaded, the others keep their values, and the report lists them. Every rank

@@ -18,8 +18,8 @@ pub struct LoadReport {
     pub missing: Vec<String>,
     /// Tensors that only the source has, sorted.
     pub unexpected: Vec<String>,
-    /// Tensors that both have, but in different shapes or, under
-    /// [`DtypePolicy::Exact`](super::DtypePolicy::Exact), in different dtypes.
+    /// Tensors with different shapes in both or, under
+    /// [`DtypePolicy::Exact`](super::DtypePolicy::Exact), different dtypes.
     pub mismatched: Vec<Mismatch>,
 }
 

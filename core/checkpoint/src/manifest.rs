@@ -54,7 +54,7 @@ pub struct SaveMeta {
     pub step: u64,
     /// The mesh's dimensions, outermost first, and their sizes. For information only.
     pub mesh: Vec<(String, usize)>,
-    /// How the mesh cuts each parameter. For information only; see
+    /// Each parameter's sharding on the mesh. For information only; see
     /// [`shard_specs`](super::shard_specs).
     pub specs: BTreeMap<String, ShardSpec>,
     /// All other state for resuming: steps, data position, optimizer scalars. Rank 0's is saved.
@@ -101,7 +101,7 @@ pub struct Manifest {
     pub model: BTreeMap<String, TensorEntry>,
     /// The optimizer's tensors, by `state.{fqn}.{name}`.
     pub optimizer: BTreeMap<String, TensorEntry>,
-    /// How the mesh cut each parameter.
+    /// Each parameter's sharding on the mesh.
     pub specs: BTreeMap<String, ShardSpec>,
     /// [`SaveMeta::state`].
     pub state: serde_json::Value,

@@ -1,4 +1,4 @@
-//! Rules that map the names in a source to those in a model.
+//! Rules that map the names in a source to names in a model.
 
 use std::collections::BTreeMap;
 use std::path::Path;

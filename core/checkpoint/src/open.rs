@@ -17,7 +17,7 @@ use fulgurite_error::files::read_regular;
 /// |---|---|
 /// | a directory with `manifest.json` | [`DistributedCheckpoint`] |
 /// | a directory with `fulgurite.json` | [`FullCheckpoint`] |
-/// | a directory with `.safetensors` files: Hugging Face's, or shards written by PyTorch's `HuggingFaceStorageWriter` | [`SafetensorsSource`] |
+/// | a directory of `.safetensors` files, also of PyTorch's shards | [`SafetensorsSource`] |
 /// | a `.safetensors` file, or the index of several | [`SafetensorsSource`] |
 /// | a directory with `pytorch_model.bin`, or its shards and index | [`TorchSource`] |
 /// | a file of `torch.save`: `.pt`, `.pth`, `.bin`, Lightning's `.ckpt` | [`TorchSource`] |

@@ -267,8 +267,8 @@ impl ConfigLayers {
     /// own them.
     ///
     /// # Errors
-    /// [`Error::Config`] if a variable resembles a key, such as `FULGURITE_TRAINER_MAX_STEPS` with one underscore,
-    /// or a known variable.
+    /// [`Error::Config`] if a variable resembles a key, such as `FULGURITE_TRAINER_MAX_STEPS` with
+    /// one underscore, or a known variable.
     pub fn check_variables(&self) -> Result<&[String]> {
         let Stray { prefix, names, known } = &self.stray;
         let known: Vec<&str> = known.iter().map(String::as_str).collect();

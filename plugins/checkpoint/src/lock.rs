@@ -32,7 +32,7 @@ pub(crate) fn locked_save(name: &str) -> Option<&str> {
     name.strip_prefix('.')?.strip_suffix(".lock").filter(|name| is_temporary(name))
 }
 
-/// Whether creating a file failed because the place is not writable.
+/// Whether creating a file failed because nothing can be written there.
 pub(crate) fn cannot_be_written(kind: ErrorKind) -> bool {
     use ErrorKind::{PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
     matches!(kind, PermissionDenied | QuotaExceeded | ReadOnlyFilesystem | StorageFull)

@@ -30,9 +30,9 @@
 //! and stays there:
 //!
 //! ```text
-//! NAME/0123456789abcdef/model/shard-00001-…      while it is being saved: NAME.tmp-0123456789abcdef
+//! NAME/0123456789abcdef/model/shard-00001-…  during the save: NAME.tmp-0123456789abcdef
 //! NAME/0123456789abcdef/manifest.json
-//! NAME/committed.json                            written last: which of them is `NAME`
+//! NAME/committed.json                        written last: the version that is `NAME`
 //! ```
 //!
 //! Writing one object is atomic. `committed.json` is written on the condition that it has not

@@ -46,7 +46,7 @@ impl std::fmt::Debug for GatherOptions {
     }
 }
 
-/// How a full checkpoint is written. Must be the same on every rank.
+/// Options for writing a full checkpoint. Must be the same on every rank.
 #[derive(Debug, Clone)]
 pub struct FullOptions {
     /// Which tensors, and their dtype.

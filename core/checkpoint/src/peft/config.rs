@@ -22,7 +22,7 @@ const WITHOUT_EFFECT: [&str; 16] = [
     "ensure_weight_tying",
     "eva_config",
     "init_lora_weights", // Checked by its value.
-    "layers_pattern",    // The layers are those that have tensors.
+    "layers_pattern",    // The layers with tensors count.
     "layers_to_transform",
     "loftq_config",
     "lora_ga_config",
@@ -30,7 +30,7 @@ const WITHOUT_EFFECT: [&str; 16] = [
     "parent_library",
     "peft_version",
     "qalora_group_size",
-    "rank_pattern", // The ranks are those of the tensors.
+    "rank_pattern", // The tensors' shapes give the ranks.
     "revision",
     "runtime_config",
 ];
@@ -103,8 +103,8 @@ impl PeftConfig {
             .collect();
         layers.dedup();
         let Adapters { targets, exclude, .. } = adapters;
-        // PEFT takes a pattern for the end of a layer's path. It has no `*`, and does not match
-        // layers inside a module.
+        // To PEFT a pattern is the end of a layer's path. `*` is not special there, and layers
+        // inside a named module do not match.
         let named = layers.iter().all(|layer| names(targets, layer));
         let excluded = |path: &&String| names(targets, path) && any_pattern_matches(exclude, path);
         let left_out = tree.modules().keys().filter(excluded).all(|path| names(exclude, path));

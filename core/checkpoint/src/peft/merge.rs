@@ -66,7 +66,7 @@ impl<'a> MergedModel<'a> {
         Ok(merged)
     }
 
-    /// Returns the matrices of the base that `target_modules` names, but that have no adapter.
+    /// Returns the matrices of the base that `target_modules` names, but that lack an adapter.
     fn missing_layers(&self) -> Vec<&str> {
         let (config, layers) = (self.adapter.config(), self.adapter.layers());
         let names = self.base.names();

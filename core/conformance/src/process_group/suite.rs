@@ -12,8 +12,8 @@ use fulgurite_engine::collective::{ProcessGroup, ReduceOp};
 /// Reductions are compared bit by bit, unless the group declares them
 /// [not exact](ProcessGroup::exact_reductions).
 ///
-/// Collective: every rank of the group calls it, of any size. Runs about a hundred sizes, dtypes and
-/// operations, with some tens of MB of data on each rank. The group stays usable.
+/// Collective: every rank of the group calls it, of any size. Runs about a hundred sizes, dtypes
+/// and operations, with some tens of MB of data on each rank. The group stays usable.
 ///
 /// # Errors
 /// The first broken promise: the collective, the case, and the expectation.

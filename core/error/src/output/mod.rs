@@ -15,7 +15,8 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 //!
-//! Tools that only print use [`print`](crate::print()), which waits for its reader as `ls | less` does.
+//! Tools that only print use [`print`](crate::print()), which waits for its reader as `ls | less`
+//! does.
 
 mod print;
 mod queue;

@@ -48,7 +48,7 @@ impl Write for Standard {
 }
 
 /// Standard error, written by its own thread. Writing to it never waits; each call of
-/// [`write_all`](Write::write_all) must write whole lines.
+/// [`write_all`](Write::write_all) should write whole lines.
 pub fn stderr() -> Outlet {
     Outlet::new(Standard::Error)
 }

@@ -38,7 +38,7 @@ pub enum StoreHost {
     RankZero,
     /// The supervisor, which is not a rank.
     Supervisor,
-    /// An agent that starts the ranks of a node; the clients are other nodes' agents.
+    /// One of the agents that start the ranks on several nodes; the clients are agents too.
     Agent,
 }
 
