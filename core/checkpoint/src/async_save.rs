@@ -13,14 +13,15 @@ use fulgurite_engine::collective::ProcessGroup;
 /// Saves checkpoints in the background, one at a time.
 ///
 /// [`start`](Self::start) copies this rank's parts into host memory, which is reused for the next
-/// checkpoint. The caller waits for this copy only: one pass over the shards, and as much memory as
-/// they take. A thread then saves the copies in the same transaction as [`save`](super::save), so
-/// later changes of the tensors do not reach the checkpoint, and a crash has the consequences of a
-/// crash in `save`. The thread also updates `last` and removes old checkpoints, after the commit.
+/// checkpoint. The caller waits only for this copy: one pass over the shards, into as much host
+/// memory as they take. A thread then saves the copies in the same transaction as
+/// [`save`](super::save). Later changes of the tensors do not reach the checkpoint, and a crash has
+/// the same consequences as a crash in `save`. The thread also updates `last` and removes old
+/// checkpoints, after the commit.
 ///
 /// The threads communicate over a process group of their own, so that training can use the other
 /// groups. An error of any rank is returned on every rank, by the next [`start`](Self::start) or by
-/// [`wait`](Self::wait). Dropping it waits for the save under way.
+/// [`wait`](Self::wait). Dropping the saver waits for the save under way.
 ///
 /// ```no_run
 /// # use std::sync::Arc;
@@ -70,7 +71,7 @@ struct Running {
 /// A checkpoint that was committed.
 #[derive(Debug, Clone, PartialEq)]
 pub struct SavedCheckpoint {
-    /// The optimizer step that it was saved after.
+    /// The optimizer step after which it was saved.
     pub step: u64,
     /// Its path.
     pub path: PathBuf,
@@ -79,7 +80,7 @@ pub struct SavedCheckpoint {
 }
 
 impl AsyncSaver {
-    /// For saving to `io` from all ranks of `world`. Collective: makes a process group for the
+    /// Creates a saver to `io` for all ranks of `world`. Collective: makes a process group for the
     /// threads.
     ///
     /// # Errors
@@ -90,9 +91,10 @@ impl AsyncSaver {
         Ok(Self { io, group, buffers: Snapshot::default(), reserving: None, running: None })
     }
 
-    /// Allocates the memory for the copies of `request` in the background, since the first use of
-    /// its pages takes several times as long as copying. Does nothing after the first save. Not
-    /// collective.
+    /// Allocates the memory for the copies of `request` in the background.
+    ///
+    /// The first use of its pages takes several times as long as copying. Does nothing after the
+    /// first save. Not collective.
     ///
     /// # Errors
     /// If no thread can be started.
@@ -116,9 +118,10 @@ impl AsyncSaver {
             .map_err(Error::io("starting a thread to save", self.io.location("")))
     }
 
-    /// Starts to save `request` in the background: copies its tensors and returns. Before that
-    /// waits for the previous save, and returns its result unless [`wait`](Self::wait) has done so.
-    /// Every rank calls it, with its own parts; the copying is not collective.
+    /// Starts to save `request` in the background: copies its tensors and returns.
+    ///
+    /// First waits for the previous save, and returns its result unless [`wait`](Self::wait) has
+    /// done so. Every rank calls it, with its own parts; the copying is not collective.
     ///
     /// # Errors
     /// On all ranks, if the previous save failed on any; then nothing is started.
@@ -131,7 +134,7 @@ impl AsyncSaver {
         if let Some(Ok(Ok(reserved))) = self.reserving.take().map(JoinHandle::join) {
             buffers = reserved;
         }
-        // A failure on this rank alone is told to the others by the thread.
+        // If the copy fails on this rank, its thread tells the other ranks.
         let taken = buffers.take(&model, &optimizer);
         drop((model, optimizer));
         let (io, group, step) = (self.io.clone(), self.group.clone(), meta.step);
@@ -151,8 +154,7 @@ impl AsyncSaver {
         self.running.as_ref().is_some_and(|running| !running.thread.is_finished())
     }
 
-    /// Waits for the save under way and returns its result; `None` if there is none. Every rank
-    /// calls it.
+    /// Waits for the save under way, if any, and returns its result. Every rank calls it.
     ///
     /// # Errors
     /// On every rank if it failed on any, as [`save`](super::save).

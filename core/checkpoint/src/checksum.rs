@@ -22,14 +22,14 @@ impl Checksum {
 /// The checksum that stored bytes must have.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Expected {
-    /// XXH3-64, of the files that this library writes.
+    /// XXH3-64, in files that this library writes.
     Xxh3(u64),
-    /// CRC-32, of the records in a zip archive.
+    /// CRC-32, in the records of a zip archive.
     Crc32(u32),
 }
 
 impl Expected {
-    /// To be given the bytes.
+    /// Starts a comparison; feed it the bytes.
     pub(super) fn comparison(self) -> Comparison {
         match self {
             Self::Xxh3(expected) => Comparison::Xxh3(Box::default(), expected),
@@ -38,7 +38,7 @@ impl Expected {
     }
 }
 
-/// The checksum of bytes, to be compared with what it must be.
+/// The checksum of the bytes so far, and the expected one.
 pub(super) enum Comparison {
     Xxh3(Box<Checksum>, u64),
     Crc32(crc32fast::Hasher, u32),
@@ -52,7 +52,7 @@ impl Comparison {
         }
     }
 
-    /// Whether all bytes so far are those that were expected.
+    /// Whether the bytes so far have the expected checksum.
     pub(super) fn agrees(self) -> bool {
         match self {
             Self::Xxh3(checksum, expected) => checksum.digest() == expected,
@@ -66,7 +66,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn it_is_that_of_the_reference_implementation_however_the_bytes_come() {
+    fn digest_matches_reference_for_any_chunking() {
         assert_eq!(Checksum::default().digest(), 0x2d06_8005_38d3_94c2);
         let bytes: Vec<u8> = (0..100_000_u32).map(|i| (i.wrapping_mul(i) >> 3) as u8).collect();
         for pieces in [1, 7, 240, 241, 1000, 100_000] {

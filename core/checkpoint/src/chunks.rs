@@ -1,25 +1,27 @@
-//! Chunks of a tensor, the regions that it is stored in: finding those that overlap a region, and
-//! checking that they cover the tensor.
+//! Chunks of a stored tensor: finding the ones that overlap a region, and checking that they cover
+//! the tensor.
 
 use fulgurite_engine::shard::Region;
 
-/// Most bytes of a block.
+/// Size limit of a block in bytes; a longer row is a block of its own.
 const BLOCK: usize = 4 << 20;
 
-/// The chunks of a tensor, ordered by their first index along the dimension in which they have the
-/// most different ones, so that a region is compared only with chunks that may overlap it.
+/// The chunks of a tensor, ordered by their first index along one dimension.
+///
+/// The dimension is the one with the most different first indices, so that a region is compared
+/// only with chunks that may overlap it.
 #[derive(Debug)]
 pub(super) struct ChunkIndex {
     /// The dimension by which the chunks are ordered.
     dim: usize,
-    /// The region of each chunk, and its index in the list that this was made from.
+    /// Each chunk's region, and its index in the list given to [`new`](Self::new).
     chunks: Vec<(Region, usize)>,
-    /// For each chunk, the largest end along that dimension of it and all chunks before it.
+    /// For each chunk, the largest end along `dim` of this and all earlier chunks.
     reach: Vec<usize>,
 }
 
 impl ChunkIndex {
-    /// An index of chunks that [`check_bounds`] accepts.
+    /// Indexes chunks that [`check_bounds`] accepts.
     pub(super) fn new(regions: impl Iterator<Item = Region>) -> Self {
         let mut chunks: Vec<_> = regions.enumerate().map(|(i, region)| (region, i)).collect();
         let dim = widest(&chunks);
@@ -35,7 +37,7 @@ impl ChunkIndex {
         Self { dim, chunks, reach }
     }
 
-    /// The chunks that overlap `region`, each with the intersection; the last one first.
+    /// Returns the chunks that overlap `region`, each with the intersection, in reverse order.
     pub(super) fn intersections(
         &self,
         region: &Region,
@@ -54,8 +56,10 @@ impl ChunkIndex {
     }
 }
 
-/// The dimension in which the chunks have the most different first indices: the first one under
-/// FSDP, the second where tensor parallelism alone cuts columns.
+/// Returns the dimension with the most different first indices.
+///
+/// It is the first one under FSDP, and the second one where tensor parallelism alone shards
+/// columns.
 fn widest(chunks: &[(Region, usize)]) -> usize {
     let dims = chunks.first().map_or(0, |(region, _)| region.offsets.len());
     let distinct = |dim: usize| {
@@ -75,13 +79,13 @@ fn end(region: &Region, dim: usize) -> usize {
     region.offsets.get(dim).zip(region.sizes.get(dim)).map_or(1, |(o, s)| o + s)
 }
 
-/// The number of elements of a shape; `None` if that or any stride does not fit into `usize`.
+/// Returns a shape's number of elements; `None` if it or a stride does not fit into `usize`.
 pub(super) fn checked_elem_count(shape: &[usize]) -> Option<usize> {
     let strides = shape.iter().filter(|&&n| n > 0).try_fold(1usize, |n, &d| n.checked_mul(d));
     strides.map(|n| if shape.contains(&0) { 0 } else { n })
 }
 
-/// Checks that a region is a part of a tensor of this shape.
+/// Checks that a region lies inside a tensor of this shape.
 pub(super) fn check_bounds(shape: &[usize], region: &Region) -> Result<(), String> {
     let dims = shape.len();
     let inside = region.offsets.len() == dims
@@ -130,8 +134,8 @@ pub(super) fn format_region(region: &Region) -> String {
     format!("[{}]", slices.join(", "))
 }
 
-/// A tensor as blocks of its first dimension, to be read one after the other. `width` is an
-/// element's size in bytes.
+/// Splits a tensor into blocks along its first dimension, to be read one after the other. `width`
+/// is an element's size in bytes.
 pub(super) fn blocks(shape: &[usize], width: usize) -> Vec<Region> {
     let whole = Region::full(shape);
     if whole.is_empty() || shape.is_empty() {
@@ -174,7 +178,7 @@ mod tests {
     }
 
     #[test]
-    fn the_index_is_along_the_dimension_that_is_cut() {
+    fn index_uses_the_sharded_dimension() {
         let columns = (0..64).map(|i| region(&[0, i * 2], &[8, 2]));
         assert_eq!(ChunkIndex::new(columns).dim, 1);
         let rows = (0..64).map(|i| region(&[i * 2, i % 2], &[2, 1]));
@@ -185,7 +189,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn the_index_finds_what_comparing_all_finds(
+        fn index_finds_all_intersections(
             chunks in prop::collection::vec((0usize..8, 1usize..8, 0usize..4, 1usize..4), 0..12),
             wanted in (0usize..8, 1usize..8, 0usize..4, 1usize..4),
         ) {
@@ -204,7 +208,7 @@ mod tests {
     }
 
     #[test]
-    fn blocks_make_up_the_tensor() {
+    fn blocks_cover_the_tensor() {
         assert_eq!(blocks(&[], 4), [Region::full(&[])]);
         assert!(blocks(&[0, 3], 4).is_empty());
         let shape = [3000, 1000];

@@ -5,10 +5,10 @@ use super::manifest::{FileDigest, Manifest};
 use super::stored::{FileLocation, is_undamaged};
 use super::{CheckpointReader, Error};
 
-/// A file whose bytes are not those of the manifest, and how.
+/// A file whose bytes differ from the manifest, and the difference.
 pub(super) struct FileDamage {
     pub(super) file: String,
-    /// Whether it is in the header of a file of tensors.
+    /// Whether the damage is in the header of a tensor file.
     pub(super) in_header: bool,
     pub(super) message: String,
 }
@@ -23,7 +23,7 @@ pub(super) fn damages(manifest: &Manifest, place: &FileLocation) -> Vec<FileDama
             Err(Error::Io { source, .. }) if source.kind() == std::io::ErrorKind::NotFound => {
                 Some("is missing".to_owned())
             }
-            // A file of tensors that cannot be opened is told of by whoever reads the tensors.
+            // Reading the tensors reports a tensor file that cannot be opened.
             Err(_) if is_header => None,
             Err(error) => Some(error.to_string()),
             Ok(reader) => compare(reader.as_ref(), *digest, is_header).err(),

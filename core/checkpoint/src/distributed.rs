@@ -18,7 +18,7 @@ use fulgurite_engine::checkpoint_io::MAX_MANIFEST;
 use fulgurite_engine::shard::Region;
 use fulgurite_error::files::read_regular;
 
-/// A checkpoint that [`save`](super::save) wrote, on however many ranks.
+/// A checkpoint written by [`save`](super::save), on any number of ranks.
 ///
 /// As a [`TensorSource`] it is the [model](Self::model). Opening reads the manifest and the lengths
 /// of the shards; nothing is collective.
@@ -33,8 +33,8 @@ impl DistributedCheckpoint {
     /// Opens the checkpoint in the local directory `path`.
     ///
     /// # Errors
-    /// If there is no manifest, it is torn or of a newer version, or a shard that it names is
-    /// missing or of another length.
+    /// If the manifest is missing, torn or of a newer version, or a shard that it names is missing
+    /// or has another length.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let load = |manifest: &str| read_regular(path.join(manifest), MAX_MANIFEST);
@@ -106,7 +106,7 @@ impl DistributedCheckpoint {
         &self.optimizer
     }
 
-    /// Reads everything and compares it with the checksums.
+    /// Reads the whole checkpoint and compares it with the checksums.
     ///
     /// # Errors
     /// If anything is damaged, naming file and tensor of each damage.
@@ -159,7 +159,7 @@ impl TensorSource for DistributedCheckpoint {
     }
 }
 
-/// The model's and the optimizer's tensors of the manifest in the file `name`.
+/// Returns the model's and the optimizer's tensors of a manifest, read from the file `name`.
 pub(super) fn contents(
     manifest: &Manifest,
     place: &FileLocation,
@@ -170,7 +170,7 @@ pub(super) fn contents(
     Ok((stored(&manifest.model)?, stored(&manifest.optimizer)?))
 }
 
-/// Checks that all shards exist and have the length that the manifest says.
+/// Checks that all shards exist, with the lengths in the manifest.
 fn check_files(manifest: &Manifest, place: &FileLocation, name: &str) -> Result<()> {
     let folders: BTreeSet<&str> = manifest
         .files

@@ -6,8 +6,8 @@ use safetensors::SafeTensorError;
 use safetensors::tensor::TensorInfo;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, Visitor};
 
-/// The content of a header, as `safetensors::tensor::Metadata` checks it: tensors in the order of their
-/// bytes, which follow each other without gaps.
+/// The content of a header, with the checks of `safetensors::tensor::Metadata`: tensors are in the
+/// order of their bytes, without gaps.
 pub(super) struct FileHeader {
     /// The key `__metadata__`.
     pub(super) metadata: HashMap<String, String>,
@@ -49,7 +49,7 @@ impl<'de> Visitor<'de> for HeaderVisitor {
     }
 }
 
-/// Checks that each tensor has as many bytes as its shape needs, after those of the one before.
+/// Checks that each tensor has the bytes that its shape needs, directly after the previous tensor.
 fn check(tensors: &[(String, TensorInfo)]) -> Result<(), SafeTensorError> {
     let mut position = 0;
     for (name, info) in tensors {

@@ -21,13 +21,14 @@ use fulgurite_engine::module::{ModuleTree, any_pattern_matches, idle_pattern};
 pub struct ParameterFilter {
     what: String,
     keep: Arc<dyn Fn(&str) -> bool + Send + Sync>,
-    /// The patterns that it is made of, if it is.
+    /// The patterns of [`selecting`](Self::selecting) or [`matching`](Self::matching); else empty.
     patterns: Vec<String>,
 }
 
 impl ParameterFilter {
-    /// Keeps the parameters whose FQN `keep` accepts, which must be the same on all ranks. `what`
-    /// describes them in manifests and messages.
+    /// Keeps the parameters whose FQN `keep` accepts.
+    ///
+    /// They must be the same on all ranks. `what` describes them in manifests and messages.
     pub fn new(
         what: impl Into<String>,
         keep: impl Fn(&str) -> bool + Send + Sync + 'static,
@@ -50,8 +51,9 @@ impl ParameterFilter {
         Self { patterns: patterns.clone(), ..Self::new(patterns.join(", "), keep) }
     }
 
-    /// Keeps what matches a pattern of `include`, or everything if there are none, and none of `exclude`. A
-    /// pattern is as in [`matching`](Self::matching).
+    /// Keeps parameters that match a pattern of `include` and none of `exclude`.
+    ///
+    /// An empty `include` matches every parameter. Patterns are as in [`matching`](Self::matching).
     ///
     /// ```
     /// use fulgurite_core::checkpoint::ParameterFilter;
@@ -74,12 +76,12 @@ impl ParameterFilter {
         Self { patterns, ..Self::new(what, keep) }
     }
 
-    /// The first of its patterns that matches none of these names.
+    /// Returns the first pattern that matches none of these names.
     pub(super) fn idle_pattern(&self, names: &[&str]) -> Option<&str> {
         idle_pattern(&self.patterns, names.iter().copied())
     }
 
-    /// The description of what it keeps.
+    /// Describes the kept parameters.
     pub fn what(&self) -> &str {
         &self.what
     }
@@ -89,13 +91,13 @@ impl ParameterFilter {
         (self.keep)(fqn)
     }
 
-    /// Whether the optimizer state tensor of this [key](super::optimizer_key) is kept, as its
-    /// parameter is.
+    /// Whether the optimizer state tensor of this [key](super::optimizer_key) is kept, which its
+    /// parameter decides.
     pub(super) fn keeps_state(&self, key: &str) -> bool {
         self.keeps(parse_optimizer_key(key).map_or(key, |(fqn, _)| fqn))
     }
 
-    /// The tensors of a model and its optimizer that are kept.
+    /// Returns the tensors of a model and its optimizer that `filter` keeps.
     pub(super) fn apply<'a>(
         filter: Option<&Self>,
         model: &'a [ShardTensor],

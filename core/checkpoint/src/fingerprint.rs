@@ -1,4 +1,4 @@
-//! [`fingerprint`]: a description of weights that are not read whole.
+//! [`fingerprint`]: identifies weights without reading them whole.
 
 use std::fs::File;
 use std::hash::Hasher as _;
@@ -14,11 +14,14 @@ use super::weights::{INDEX, SINGLE, SUFFIX, with_index};
 use crate::{Error, FULL_MANIFEST, MANIFEST, Result};
 use fulgurite_error::files::open_regular;
 
-/// Bytes at each end of a file that are part of its hash.
+/// Bytes at each end of a file that are hashed.
 const SAMPLED: u64 = 64 << 10;
 
-/// Describes the weights at `path`, by file: the size of each file that [`open`](crate::open) reads,
-/// and a hash of its beginning and its end. Other files in the folder do not count. Other weights have another description, unless they differ in between alone.
+/// Describes the weights at `path`, by file.
+///
+/// A file's description is its size and a hash of its beginning and its end, for each file that
+/// [`open`](crate::open) reads. Other files in the folder do not count. Different weights have
+/// different descriptions, unless they differ only between the hashed ends.
 ///
 /// # Errors
 /// If the weights cannot be read.
@@ -57,14 +60,14 @@ fn files(path: &Path) -> Result<Vec<PathBuf>> {
     Ok(files)
 }
 
-/// An index, and the files that it names.
+/// Returns an index and the files that it names.
 fn indexed(root: &Path, index: &Path) -> Result<Vec<PathBuf>> {
     let (root, files, _) = with_index(root, index)?;
     let files = files.iter().map(|file| root.join(file));
     Ok([index.to_owned()].into_iter().chain(files).collect())
 }
 
-/// The safetensors files directly in a folder, in order.
+/// Returns the safetensors files directly in a folder, in order.
 fn shards(folder: &Path) -> Result<Vec<PathBuf>> {
     let names = FileLocation::Local(folder.to_owned()).lengths("")?.into_keys();
     Ok(names.filter(|name| name.ends_with(SUFFIX)).map(|name| folder.join(name)).collect())
@@ -89,7 +92,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn other_tensors_are_told_and_other_files_are_not() {
+    fn fingerprint_covers_only_tensor_files() {
         let dir = tempfile::tempdir().unwrap();
         let text = |path: &Path| format!("{:?}", fingerprint(path).unwrap());
         let file = dir.path().join("model.safetensors");
@@ -110,7 +113,7 @@ mod tests {
     }
 
     #[test]
-    fn shards_of_an_index_are_told() {
+    fn fingerprint_covers_indexed_shards() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
         let names = || -> Vec<String> {

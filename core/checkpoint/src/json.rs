@@ -7,13 +7,15 @@ use serde::de::DeserializeOwned;
 use crate::{Error, Result};
 use fulgurite_error::files::{foreign_content, read_regular};
 
-/// Reads a JSON file of at most `max` bytes, such as a model's `config.json`. `NaN` and `Infinity`,
-/// which are no JSON and which Python writes, are texts of that name. A byte order mark is skipped.
-/// In a `serde_json::Value` the last value of a key counts if the key is there twice, as in Python.
+/// Reads a JSON file of at most `max` bytes, such as a model's `config.json`.
+///
+/// `NaN` and `Infinity`, which Python writes although JSON does not have them, become strings. A
+/// byte order mark is skipped. If a key is repeated, its last value counts in a
+/// `serde_json::Value`, as in Python.
 ///
 /// # Errors
-/// If there is no such file, it is longer, or it is no JSON of a `T`; the message names the file,
-/// and what it is instead if that is known, such as a pointer of Git LFS.
+/// If the file is missing, longer than `max`, or not the JSON of a `T`. The message names the file
+/// and, if known, its actual content, such as a Git LFS pointer.
 pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>, max: u64) -> Result<T> {
     let path = path.as_ref();
     let bytes = read_regular(path, max)?;
@@ -33,7 +35,7 @@ pub fn read_json<T: DeserializeOwned>(path: impl AsRef<Path>, max: u64) -> Resul
     })
 }
 
-/// The text with `NaN`, `Infinity` and `-Infinity` in quotes; `None` if it has none.
+/// Returns the text with `NaN`, `Infinity` and `-Infinity` in quotes; `None` if it has none.
 fn with_quoted_numbers(text: &[u8]) -> Option<Vec<u8>> {
     const NUMBERS: [&[u8]; 3] = [b"NaN", b"Infinity", b"-Infinity"];
     let mut quoted = Vec::with_capacity(text.len() + 16);
@@ -72,7 +74,7 @@ mod tests {
     }
 
     #[test]
-    fn json_is_read_as_python_reads_it() {
+    fn json_parses_as_in_python() {
         let marked = read(b"\xef\xbb\xbf{\"a\": 1}").unwrap();
         assert_eq!(marked, serde_json::json!({ "a": 1 }));
         let twice = read(br#"{"a": 1, "a": 2}"#).unwrap();
@@ -86,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn other_content_is_named() {
+    fn other_content_is_recognised() {
         let error = |bytes: &[u8]| read(bytes).unwrap_err();
         let pointer = b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n";
         insta::assert_snapshot!(error(pointer), @"checkpoint FILE: is no JSON: it is a pointer of Git LFS, which stands for the file; get the file itself with `git lfs pull`");

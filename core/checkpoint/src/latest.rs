@@ -9,10 +9,10 @@ use super::manifest::{FULL_MANIFEST, MANIFEST, Stamp};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{invalid_name, is_temporary, replaced_base};
 
-/// The file with the name of the checkpoint that was saved last.
+/// The file that names the checkpoint saved last.
 pub const LAST: &str = "last";
 
-/// The longest content of [`LAST`] that is read.
+/// Longest content of [`LAST`] that is read, in bytes.
 pub(super) const MAX_LAST: u64 = 4096;
 
 /// A checkpoint that was committed.
@@ -26,8 +26,10 @@ pub struct CommittedCheckpoint {
     pub path: PathBuf,
 }
 
-/// The committed checkpoint of `io`, distributed or full, with the largest step in its manifest;
-/// `None` if there is none. Unfinished saves and directories without a valid manifest are ignored.
+/// Returns the committed checkpoint of `io` with the largest step in its manifest, if any.
+///
+/// The checkpoint may be distributed or full. Unfinished saves and directories without a valid
+/// manifest are ignored.
 ///
 /// Not collective: ranks that need the same answer have one rank broadcast it.
 ///
@@ -40,7 +42,7 @@ pub fn latest(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
             continue;
         }
         if let Some(Stamp { step, .. }) = committed(io, &entry.name)? {
-            // Two with the same step: one is about to replace the other.
+            // Two have the same step while one is replacing the other.
             let key = (step, replaced_base(&entry.name).is_none(), entry.name);
             newest = newest.max(Some(key));
         }
@@ -48,18 +50,19 @@ pub fn latest(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
     Ok(newest.map(|(step, _, name)| CommittedCheckpoint { step, path: io.location(&name), name }))
 }
 
-/// The checkpoint of `io` that was saved last: the one that the file [`LAST`] names, unless another
-/// one was committed after it, by a save that was interrupted before it wrote [`LAST`]. If that is
-/// missing, torn, or names no committed checkpoint, the newest by
-/// [`saved_at`](super::Manifest::saved_at) and step.
+/// Returns the checkpoint of `io` that was saved last.
 ///
-/// It differs from the [`latest`] one after a run that resumed from an earlier checkpoint: the
-/// checkpoints saved before that have later steps than the one saved last.
+/// The file [`LAST`] names it. A checkpoint that was committed later takes precedence: its save was
+/// interrupted before it wrote [`LAST`]. If the file is missing or torn, or names no committed
+/// checkpoint, the newest by [`saved_at`](super::Manifest::saved_at) and step is returned.
+///
+/// It differs from the [`latest`] one after a run resumed from an earlier checkpoint: older
+/// checkpoints then have larger steps than the one saved last.
 ///
 /// Not collective.
 ///
 /// # Errors
-/// As [`latest`], if [`LAST`] names none.
+/// As [`latest`], if [`LAST`] names no committed checkpoint.
 pub fn last(io: &dyn CheckpointIO) -> Result<Option<CommittedCheckpoint>> {
     let pointed = match io.load_at_most(LAST, MAX_LAST) {
         Ok(bytes) => read_last(io, &bytes),
@@ -104,10 +107,10 @@ struct Saved {
     name: String,
 }
 
-/// The checkpoint with the largest `saved_at`, then the largest step.
+/// Returns the checkpoint with the largest `saved_at`, then the largest step.
 fn saved_last(io: &dyn CheckpointIO) -> Result<Option<Saved>> {
     let mut newest: Option<Saved> = None;
-    // Of two that are equal in both the first: a copy has a longer name than what it was made of.
+    // If both are equal, the first one wins: a copy has a longer name than its original.
     let key = |saved: &Saved| {
         (
             saved.saved_at,
@@ -131,9 +134,9 @@ fn saved_last(io: &dyn CheckpointIO) -> Result<Option<Saved>> {
     Ok(newest)
 }
 
-/// The checkpoint that the content of [`LAST`] names; `None` if it was not committed.
+/// Returns the checkpoint that the content of [`LAST`] names; `None` if it was not committed.
 fn read_last(io: &dyn CheckpointIO, bytes: &[u8]) -> Option<Saved> {
-    // A torn file has no end of line.
+    // A complete file ends with a newline.
     let name = std::str::from_utf8(bytes).ok().and_then(|text| text.strip_suffix('\n'));
     let name = name.filter(|name| invalid_name(name).is_none());
     let found = match name.map(|name| committed(io, name)).transpose() {
@@ -158,7 +161,7 @@ pub(super) fn write_last(io: &dyn CheckpointIO, name: &str) -> Result<()> {
     io.replace(LAST, format!("{name}\n").as_bytes())
 }
 
-/// The stamp of the checkpoint `name`; `None` if it was not committed.
+/// Returns the stamp of the checkpoint `name`; `None` if it was not committed.
 fn committed(io: &dyn CheckpointIO, name: &str) -> Result<Option<Stamp>> {
     for manifest in [MANIFEST, FULL_MANIFEST] {
         let path = format!("{name}/{manifest}");
@@ -169,7 +172,7 @@ fn committed(io: &dyn CheckpointIO, name: &str) -> Result<Option<Stamp>> {
             {
                 continue;
             }
-            // Something that nobody saved.
+            // The file does not come from a save.
             Err(error) if is_no_manifest(&error) => {
                 tracing::warn!("not taken for a checkpoint: {error}");
                 continue;
@@ -184,7 +187,7 @@ fn committed(io: &dyn CheckpointIO, name: &str) -> Result<Option<Stamp>> {
     Ok(None)
 }
 
-/// Whether a manifest could not be read because of what it is: a directory, a pipe, far too long.
+/// Whether a manifest is unreadable by its kind: a directory, a pipe, far too long.
 fn is_no_manifest(error: &Error) -> bool {
     use ErrorKind::{FileTooLarge, InvalidFilename, InvalidInput, IsADirectory};
     match error {

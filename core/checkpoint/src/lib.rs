@@ -9,17 +9,17 @@
 //!   manifest.json                                            written last
 //! ```
 //!
-//! The two folders are in the layout of PyTorch's `HuggingFaceStorageWriter(save_distributed=True)`
-//! and its `HuggingFaceStorageReader` reads them. [`save`] writes one, all ranks together, as a
-//! transaction: under its name there is a whole checkpoint or none. [`AsyncSaver`] saves in the
-//! background, and [`last`] finds the checkpoint that was saved last.
+//! The two folders are in the layout of PyTorch's
+//! `HuggingFaceStorageWriter(save_distributed=True)`, and its `HuggingFaceStorageReader` reads
+//! them. On [`save`] all ranks write one together, as a transaction: its name holds a whole
+//! checkpoint or nothing. [`AsyncSaver`] saves in the background, and [`last`] finds the checkpoint
+//! saved last.
 //!
-//! ## Why saving in the background is no `CheckpointIO`
-//! In Lightning it is one: a wrapper of another `CheckpointIO`, whose `save_checkpoint` is given
-//! the whole state. Here a save has many files of many ranks, which communicate at its beginning
-//! and before its end, and its fast part must be the copy of the shards before the next step
-//! changes them. So it is implemented above the [`CheckpointIO`], once for all of them and for
-//! every strategy.
+//! ## Why saving in the background is not a `CheckpointIO`
+//! Lightning's is one: it wraps another `CheckpointIO`, whose `save_checkpoint` takes the whole
+//! state. Here a save writes many files from many ranks, which communicate at its beginning and
+//! before its end. Its fast part must copy the shards before the next step changes them. So it is
+//! implemented above the [`CheckpointIO`], once for all of them and for every strategy.
 //!
 //! A **full checkpoint** is a directory that `transformers` and candle load: `model.safetensors`,
 //! or several files with an index; `config.json` if there is one; `optimizer.safetensors` if the
@@ -28,11 +28,12 @@
 //!
 //! Tensors are loaded from a [`TensorSource`]: a [`DistributedCheckpoint`], a [`FullCheckpoint`], a
 //! [`SafetensorsSource`] (a Hugging Face directory, a single file, PyTorch's shards) or a
-//! [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format. Others are in
-//! memory: a [`TensorMap`], a closure as a [`TensorFn`]; and where rank 0 alone can read, it sends
-//! them to the others ([`RankZeroSource`]). [`load_into`] fills a model on any mesh from any of
-//! them; each rank reads only the bytes of its own part. [`LoadOptions`] say what may differ, and
-//! [`NameRules`] map names.
+//! [`TorchSource`] (`.pt`, `.pth`, Lightning's `.ckpt`); [`open`] detects the format. Sources in
+//! memory are a [`TensorMap`], or a closure as a [`TensorFn`]. If only rank 0 can read, a
+//! [`RankZeroSource`] sends the tensors to the other ranks.
+//!
+//! [`load_into`] fills a model on any mesh from any source; each rank reads only the bytes of its
+//! own part. [`LoadOptions`] say what may differ, and [`NameRules`] map names.
 //!
 //! ```no_run
 //! use fulgurite_core::checkpoint;

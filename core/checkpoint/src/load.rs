@@ -26,22 +26,23 @@ use fulgurite_engine::strategy::STRATEGY_STATE;
 pub(super) struct LoadTarget {
     /// The names that it may have in a source.
     names: Vec<String>,
-    /// Those of them that the filter keeps: if a source has several, they must be the same.
+    /// The names that the filter keeps. If a source has several of them, their tensors must be
+    /// equal.
     tied: Vec<String>,
     shape: Vec<usize>,
     dtype: DType,
-    /// Whether it is of an adapter.
+    /// Whether it belongs to an adapter.
     adapter: bool,
     /// Whether the filter keeps it.
     kept: bool,
-    /// What it is a part of, if it is one of a quantised weight: it can be filled from that, too.
+    /// For a part of a quantised weight: the whole weight, from which it can be filled too.
     packed: Option<Packed>,
-    /// The memory of this rank's part, and its region; `None` for a comparison.
+    /// This rank's part in memory, and its region; `None` for a comparison.
     local: Option<(Tensor, Region)>,
 }
 
 impl LoadTarget {
-    /// The tensor of the source that it is filled from, as it is or packed.
+    /// Returns the source's tensor that fills this target, either as it is or to be packed.
     fn find<'a>(&'a self, source: &dyn TensorSource) -> Option<(&'a str, TensorInfo)> {
         let whole = self.packed.as_ref().and_then(|packed| {
             let info = source.info(&packed.weight).filter(|info| info.shape == packed.shape)?;
@@ -52,7 +53,7 @@ impl LoadTarget {
         whole.or_else(|| self.names.iter().find_map(named))
     }
 
-    /// Whether it is packed when it is filled from a tensor of this shape.
+    /// Returns the packing that filling from a tensor of this shape and dtype needs, if any.
     fn is_packed_from(&self, shape: &[usize], dtype: Dtype) -> Option<&Packed> {
         let is_float = loadable_dtype(dtype).is_some_and(|dtype| dtype.is_float());
         self.packed.as_ref().filter(|packed| is_float && packed.shape == *shape)
@@ -68,8 +69,9 @@ impl Section {
         })
     }
 
-    /// The source under the model's names, with the quantised weights as weights that are no such
-    /// ones in the model.
+    /// Returns the source under the model's names.
+    ///
+    /// Quantised weights of the source are unpacked where the model does not hold them quantised.
     pub(super) fn renamed<'s>(
         self,
         source: &'s dyn TensorSource,
@@ -87,8 +89,7 @@ impl Section {
     }
 }
 
-/// The source with those of its quantised weights unpacked that the model does not hold in the same
-/// format.
+/// Unpacks the source's quantised weights, except those that the model holds in the same format.
 fn unpacked<S: TensorSource>(source: S, targets: &[LoadTarget]) -> UnpackedSource<S> {
     let packed = targets.iter().filter(|target| target.packed.is_some());
     let packed: BTreeMap<&str, &[usize]> =
@@ -96,8 +97,10 @@ fn unpacked<S: TensorSource>(source: S, targets: &[LoadTarget]) -> UnpackedSourc
     UnpackedSource::except(source, |name, shape| packed.get(name) == Some(&shape))
 }
 
-/// The differences between a source and a model. Reads no values, changes nothing, and works before
-/// the model is set up. Not collective. See [`compare_with`] for filters and names.
+/// Returns the differences between a source and a model.
+///
+/// Reads no values, changes nothing, and works before the model is set up. Not collective. See
+/// [`compare_with`] for filters and names.
 pub fn compare(source: &dyn TensorSource, tree: &ModuleTree) -> LoadReport {
     let options = LoadOptions::default();
     let targets = parameter_targets(tree, &options);
@@ -118,8 +121,10 @@ pub fn compare_with(
     Ok(match_up(&*source, &targets, options, Section::Model).report)
 }
 
-/// The error that [`load_into`] would have for this model, which need not be set up: differences if
-/// strict, patterns that match nothing. Reads no values, changes nothing. Not collective.
+/// Fails as [`load_into`] would for this model, which need not be set up.
+///
+/// It reports differences if strict, and patterns that match nothing. Reads no values, changes
+/// nothing. Not collective.
 ///
 /// # Errors
 /// As [`load_into`].
@@ -137,17 +142,18 @@ pub fn check_compatible_with(
 /// Checks that a source has the tensors of this model. Changes nothing. Not collective.
 ///
 /// # Errors
-/// [`Error::Checkpoint`](crate::Error::Checkpoint), listing everything that is missing, unexpected
-/// or of another shape.
+/// [`Error::Checkpoint`](crate::Error::Checkpoint), listing all tensors that are missing,
+/// unexpected or of another shape.
 pub fn check_compatible(source: &dyn TensorSource, tree: &ModuleTree) -> Result<()> {
     let report = compare(source, tree);
     refuse_differences(source.location(), &[(&report, "model")], source.filtered(), None)
 }
 
-/// Fills this rank's part of every parameter
-/// ([`Parameter::local`](fulgurite_engine::parameter::Parameter::local)) and every persistent
-/// buffer, converting dtypes. A tied parameter is found under any of its names. `options` may be a
-/// `bool`, for [`strict`](LoadOptions::strict).
+/// Fills this rank's part of every parameter and every persistent buffer, converting dtypes.
+///
+/// The part is [`Parameter::local`](fulgurite_engine::parameter::Parameter::local). A tied
+/// parameter is found under any of its names. `options` may be a `bool`, for
+/// [`strict`](LoadOptions::strict).
 ///
 /// If strict, a source with differences is refused before anything is changed. Otherwise the
 /// tensors that fit are loaded, the others keep their values, and the report lists them. Every rank
@@ -171,8 +177,9 @@ pub fn load_into(
     plan.fill(&options)
 }
 
-/// Fills this rank's part of an optimizer's state from the tensors named by [`optimizer_key`];
-/// otherwise as [`load_into`]. `tree` has the names of tied parameters. Filter and name rules apply
+/// Fills this rank's part of an optimizer's state from the tensors named by [`optimizer_key`].
+///
+/// Otherwise as [`load_into`]. `tree` has the names of tied parameters. Filter and name rules apply
 /// to the parameters' names.
 ///
 /// # Errors
@@ -193,7 +200,7 @@ pub fn load_optimizer(
 }
 
 /// The differences between a [distributed checkpoint](DistributedCheckpoint) and the model and
-/// optimizer that were filled from it.
+/// optimizer filled from it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct RestoreReport {
     /// The differences of the model.
@@ -202,9 +209,10 @@ pub struct RestoreReport {
     pub optimizer: LoadReport,
 }
 
-/// Fills a model, and an optimizer's state unless that is `None` or
-/// [`weights_only`](LoadOptions::weights_only) is set, from one checkpoint. If strict, both are
-/// compared first, and neither is changed if one does not fit. Every rank calls it; it is not
+/// Fills a model and, if given, an optimizer's state from one checkpoint.
+///
+/// With [`weights_only`](LoadOptions::weights_only) the optimizer is left alone. If strict, both
+/// are compared first, and neither is changed if one does not fit. Every rank calls it; it is not
 /// collective.
 ///
 /// # Errors
@@ -237,8 +245,9 @@ pub fn restore(
     Ok(RestoreReport { optimizer: optimizer.fill(&options)?, model: model.fill(&options)? })
 }
 
-/// torchtune's name for [`load_into`]: fills this rank's parts of a model from any tensors, one at
-/// a time, without ever having the whole model in memory.
+/// Fills this rank's parts of a model from any tensors, under torchtune's name for [`load_into`].
+///
+/// It fills one tensor at a time, without ever having the whole model in memory.
 ///
 /// Unlike torchtune's, it works on meshes of any number of dimensions, and reports unexpected keys
 /// instead of failing on them.
@@ -253,7 +262,7 @@ pub fn load_from_full_model_state_dict(
     load_into(source, tree, options)
 }
 
-/// torchtune's name for [`load_optimizer`]. State is found by the parameter's name, never by its
+/// torchtune's name for [`load_optimizer`]. State is found by the parameter's name, never by
 /// position.
 ///
 /// # Errors
@@ -267,11 +276,11 @@ pub fn load_from_full_optimizer_state_dict(
     load_optimizer(source, tree, states, options)
 }
 
-/// Lightning's `load_raw`: fills a model from the weights at `path`, in any format that [`open`]
-/// takes.
+/// Fills a model from the weights at `path`, in any format that [`open`] takes, as Lightning's
+/// `load_raw`.
 ///
-/// Every rank calls it and reads its own parts; not collective. To be followed by the strategy's
-/// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load).
+/// Every rank calls it and reads its own parts; not collective. Call the strategy's
+/// [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load) afterwards.
 ///
 /// # Errors
 /// As [`open`] and [`load_into`].
@@ -309,7 +318,7 @@ pub(super) fn local_parameter_targets(
     Ok(targets)
 }
 
-/// The parameters, and after them the persistent buffers.
+/// Returns the parameters, followed by the persistent buffers.
 fn parameter_targets(tree: &ModuleTree, options: &LoadOptions) -> Vec<LoadTarget> {
     let aliases = aliases(tree);
     let buffers = tree.persistent_buffers().map(|buffer| LoadTarget {
@@ -372,7 +381,7 @@ pub(super) fn state_targets(
         .collect()
 }
 
-/// The other names of tied parameters, by their first name.
+/// Returns the other names of tied parameters, by their first name.
 fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
     let mut aliases = BTreeMap::<_, Vec<_>>::new();
     for (alias, fqn) in tree.aliases() {
@@ -381,8 +390,10 @@ fn aliases(tree: &ModuleTree) -> BTreeMap<&str, Vec<&str>> {
     aliases
 }
 
-/// Checks that each pattern of the options matches something: those of the filter a parameter or a
-/// renamed tensor, those that rename a tensor of the source.
+/// Checks that each pattern of the options matches something.
+///
+/// Patterns of the filter must match a parameter or a renamed tensor; patterns of the renaming must
+/// match a tensor of the source.
 pub(super) fn check_patterns(
     source: &dyn TensorSource,
     renamed: &dyn TensorSource,
@@ -413,19 +424,19 @@ pub(super) fn check_patterns(
     }
 }
 
-/// Whether the key of a state tensor is of a strategy's own state, which others neither have nor
-/// need ([`STRATEGY_STATE`]).
+/// Whether a state tensor's key belongs to a strategy's own state ([`STRATEGY_STATE`]), which other
+/// strategies neither have nor need.
 fn is_of_strategy(key: &str) -> bool {
     parse_optimizer_key(key).is_some_and(|(_, name)| name.starts_with(STRATEGY_STATE))
 }
 
-/// What [`match_up`] found.
+/// The result of [`match_up`].
 #[derive(Default)]
 struct Matches<'a> {
     report: LoadReport,
-    /// The index of each target that can be filled, and its name in the source.
+    /// For each target that can be filled, its index and the tensor's name in the source.
     filled: Vec<(usize, &'a str)>,
-    /// The first tensor that is wanted and cannot be read, and why.
+    /// The first wanted tensor that cannot be read, and the reason.
     unreadable: Option<(String, String)>,
 }
 
@@ -437,7 +448,7 @@ fn match_up<'a>(
     section: Section,
 ) -> Matches<'a> {
     let Matches { mut report, filled: mut matches, mut unreadable } = Matches::default();
-    // A base has no adapters: they keep their initial values.
+    // Base weights have no adapters, so the adapters keep their initial values.
     let has = |target: &LoadTarget| target.find(source).is_some();
     let only_base = !targets.iter().any(|target| target.adapter && has(target))
         && targets.iter().any(|target| !target.adapter && has(target));
@@ -484,7 +495,7 @@ fn match_up<'a>(
     Matches { report, filled: matches, unreadable }
 }
 
-/// The targets, and the tensors of a source that they are filled from.
+/// Targets, and the tensors of a source to fill them from.
 pub(super) struct LoadPlan<'a> {
     source: &'a dyn TensorSource,
     section: Section,
@@ -529,10 +540,11 @@ impl<'a> LoadPlan<'a> {
         Ok(())
     }
 
-    /// The targets of which the source has several tensors: their indices, the name that is read,
-    /// and each other one.
+    /// Returns targets for which the source has several tensors.
+    ///
+    /// Each item is the target's index, the name that is read, and another name.
     pub(super) fn shared(&self) -> impl Iterator<Item = (usize, &'a str, &'a str)> {
-        // A part of a quantised weight that is packed from the whole one has none of its names.
+        // A quantised weight's part that is packed from the whole weight does not have this name.
         let has_name =
             |&&(i, name): &&(usize, &str)| self.targets[i].names.iter().any(|n| n == name);
         self.matches.iter().filter(has_name).flat_map(move |&(i, name)| {
@@ -542,8 +554,7 @@ impl<'a> LoadPlan<'a> {
         })
     }
 
-    /// Checks that tensors of the source that are one weight in the model are the same in this
-    /// rank's part.
+    /// Checks that this rank's parts of tensors that are tied in the model are equal in the source.
     fn check_tied(&self) -> Result<()> {
         for (i, name, other) in self.shared() {
             let local = self.targets[i].local.as_ref().filter(|(_, region)| !region.is_empty());
@@ -555,7 +566,7 @@ impl<'a> LoadPlan<'a> {
         Ok(())
     }
 
-    /// What is to be read, in the order of the model's parameters.
+    /// The reads, in the order of the model's parameters.
     pub(super) fn fills(&self) -> impl Iterator<Item = Result<Fill<'a>>> {
         self.matches.iter().map(|&(i, name)| Fill::new(self.source, name, &self.targets[i]))
     }
@@ -584,10 +595,10 @@ impl<'a> LoadPlan<'a> {
 pub(super) struct Fill<'a> {
     /// Its name in the source.
     pub(super) name: &'a str,
-    /// The memory to read into, and the region of the source's tensor that this rank needs; `None`
-    /// if it needs nothing of it.
+    /// The memory to read into, and the region of the source's tensor for this rank; `None` if this
+    /// rank needs nothing of the tensor.
     pub(super) into: Option<(Tensor, Region)>,
-    /// The part of a quantised weight that is made from what was read.
+    /// The part of a quantised weight to pack from the read values.
     packed: Option<(&'a Packed, &'a (Tensor, Region))>,
 }
 
@@ -606,7 +617,7 @@ impl<'a> Fill<'a> {
         Ok(Self { name, into: Some((values, rows)), packed: Some((packed, local)) })
     }
 
-    /// Ends it, after the memory was filled.
+    /// Completes the fill after the memory was read into: packs the values if needed.
     pub(super) fn finish(self) -> Result<()> {
         match (self.packed, self.into) {
             (Some((packed, (target, region))), Some((rows, _))) => {

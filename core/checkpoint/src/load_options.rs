@@ -2,14 +2,14 @@
 
 use super::{NameRules, ParameterFilter};
 
-/// Options of [`load_into`](super::load_into) and the other functions that load.
+/// Options of [`load_into`](super::load_into) and the other load functions.
 ///
-/// A `bool` converts into the default options with that [`strict`](Self::strict).
+/// A `bool` converts into the default options with [`strict`](Self::strict) set to it.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::{ParameterFilter, LoadOptions, NameRules};
 ///
-/// // A Lightning checkpoint's encoder, into a model that has more than that.
+/// A Lightning checkpoint's encoder, into a larger model.
 /// let options = LoadOptions {
 ///     strict: false,
 ///     filter: Some(ParameterFilter::matching(["encoder"])),
@@ -20,32 +20,35 @@ use super::{NameRules, ParameterFilter};
 /// ```
 #[derive(Debug, Clone)]
 pub struct LoadOptions {
-    /// Whether a source with differences is refused before anything is changed. Otherwise the
-    /// tensors that fit are loaded, the others (new parameters, their optimizer state) keep their
-    /// values, and the report lists them; a source of which nothing fits is refused all the same. The
-    /// default is `true`.
+    /// Whether a source with differences is refused before anything is changed. The default is
+    /// `true`.
+    ///
+    /// Otherwise the tensors that fit are loaded and the report lists the others, which keep their
+    /// values: new parameters and their optimizer state. A source without any fitting tensor is
+    /// refused in both cases.
     pub strict: bool,
     /// The parameters to load, by their names in the model; `None` for all. The others keep their
-    /// values and are reported neither as missing nor as unexpected. A pattern of it that matches no
-    /// parameter and no tensor is an error.
+    /// values and are reported neither as missing nor as unexpected. A filter pattern that matches
+    /// no parameter and no tensor is an error.
     pub filter: Option<ParameterFilter>,
-    /// How names in the source become those of the model. By default they are equal. A pattern of
-    /// [`rename`](NameRules::rename) that matches no tensor is an error.
+    /// The mapping from names in the source to names in the model. By default they are equal. A
+    /// pattern of [`rename`](NameRules::rename) that matches no tensor is an error.
     pub names: NameRules,
-    /// What happens to values that are stored in another dtype than the model's.
+    /// The treatment of values that are stored in another dtype than the model's.
     pub dtypes: DtypePolicy,
     /// Whether a chunk that is read whole is compared with its checksum, if the source has
     /// checksums. The default is `true`.
     pub verify: bool,
-    /// Whether [`restore`](super::restore), which loads model and optimizer, leaves the optimizer
-    /// out.
+    /// Whether [`restore`](super::restore) loads only the model and leaves the optimizer out.
     pub weights_only: bool,
-    /// Whether rank 0 alone reads, and sends tensor by tensor to the others, as torch's
-    /// `broadcast_from_rank0`: for a source that the other ranks do not have. The methods of `Fabric` do so;
-    /// [`load_into`](super::load_into) and the other functions here, which are not collective, refuse it, see
-    /// [`RankZeroSource`](super::RankZeroSource).
+    /// Whether only rank 0 reads, and sends tensor by tensor to the others, as torch's
+    /// `broadcast_from_rank0`.
+    ///
+    /// It is for sources that the other ranks cannot reach. The methods of `Fabric` support it.
+    /// [`load_into`](super::load_into) and the other functions of this crate refuse it, since they
+    /// are not collective; see [`RankZeroSource`](super::RankZeroSource).
     pub broadcast_from_rank0: bool,
-    /// What an error about differences says is to be done; by default that these options exist.
+    /// Advice for the error about differences; by default it points to these options.
     pub advice: Option<&'static str>,
 }
 
@@ -76,7 +79,7 @@ impl From<&LoadOptions> for LoadOptions {
     }
 }
 
-/// What happens to values that are stored in another dtype than that of their target.
+/// The treatment of values that are stored in another dtype than their target's.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum DtypePolicy {
     /// They are converted.

@@ -1,4 +1,4 @@
-//! The differences between a source and what is filled from it.
+//! The differences between a source and a model or optimizer that is filled from it.
 
 use std::fmt::{self, Write as _};
 use std::path::Path;
@@ -10,20 +10,20 @@ use crate::{Error, Result};
 /// The differences between a source and a model or optimizer.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct LoadReport {
-    /// The parameters, or tensors of the optimizer's state, that are filled, in the model's order; tied
+    /// The parameters or optimizer state tensors that are filled, in the model's order; tied
     /// parameters by their first name.
     pub loaded: Vec<String>,
-    /// Tensors that the model has and the source does not, in the model's order; tied parameters by
-    /// their first name. They keep the values that they have: the initial ones.
+    /// Tensors that only the model has, in the model's order; tied parameters by their first name.
+    /// They keep their initial values.
     pub missing: Vec<String>,
-    /// Tensors that the source has and the model does not, sorted.
+    /// Tensors that only the source has, sorted.
     pub unexpected: Vec<String>,
-    /// Tensors that both have, but in different shapes or, under
-    /// [`DtypePolicy::Exact`](super::DtypePolicy::Exact), in different dtypes.
+    /// Tensors with different shapes in both or, under
+    /// [`DtypePolicy::Exact`](super::DtypePolicy::Exact), different dtypes.
     pub mismatched: Vec<Mismatch>,
 }
 
-/// A tensor section shape or dtype in the model is not that in the source.
+/// A tensor whose shape or dtype differs between the model and the source.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Mismatch {
     /// Its name in the source, after renaming.
@@ -37,12 +37,13 @@ pub struct Mismatch {
 }
 
 impl LoadReport {
-    /// Whether there are no differences, whatever was loaded.
+    /// Whether there are no differences. Loaded tensors do not matter.
     pub fn is_empty(&self) -> bool {
         self.missing.is_empty() && self.unexpected.is_empty() && self.mismatched.is_empty()
     }
 
-    /// The differences as text, the first of each kind on a line each; `section` is `model` or `optimizer`.
+    /// Describes the differences, the first ones of each kind on a line each; `section` is `model`
+    /// or `optimizer`.
     pub(super) fn describe(&self, section: &str) -> String {
         let mut message = format!("does not fit this {section}:");
         let mut list = |title: &str, lines: &[String]| {
@@ -91,7 +92,7 @@ const MAX_LISTED: usize = 20;
 /// How many names of a kind a [`LoadReport`] prints.
 const MAX_PRINTED: usize = 5;
 
-/// How much was loaded, and the differences in PyTorch's words: a few names of each kind.
+/// The number of loaded tensors, and the differences in PyTorch's words, a few names of each kind.
 impl fmt::Display for LoadReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.is_empty() {
@@ -129,8 +130,9 @@ impl fmt::Display for LoadReport {
     }
 }
 
-/// One error that lists the differences; `Ok` if there are none. Each report comes with its
-/// section, `model` or `optimizer`. `filtered` is
+/// Returns one error that lists the differences, if there are any.
+///
+/// Each report comes with its section, `model` or `optimizer`. `filtered` is
 /// [`TensorSource::filtered`](super::TensorSource::filtered).
 pub(super) fn refuse_differences(
     location: &Path,

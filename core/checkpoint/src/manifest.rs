@@ -15,15 +15,16 @@ use fulgurite_engine::shard::{Region, ShardSpec};
 /// The manifest's file name.
 pub const MANIFEST: &str = "manifest.json";
 
-/// The format version that this library writes, and the newest that it reads. Version 2 has no
-/// [`digest`](Manifest::digest), and nothing that came with it: `saved_at`, `headers`, `companions`.
-/// Version 1 has the key `boxes` for [`chunks`](TensorEntry::chunks) and is otherwise equal to version 2.
+/// The format version that this library writes, and the newest that it reads.
+///
+/// Version 2 lacks [`digest`](Manifest::digest), `saved_at`, `headers` and `companions`. Version 1
+/// equals version 2, with the key `boxes` for [`chunks`](TensorEntry::chunks).
 pub const FORMAT_VERSION: u32 = 3;
 
 /// The first version that has a digest.
 const WITH_DIGEST: u32 = 3;
 
-/// The manifest of a full checkpoint, by which it is told from other directories.
+/// The manifest of a full checkpoint, which distinguishes it from other directories.
 pub const FULL_MANIFEST: &str = "fulgurite.json";
 
 const FORMAT: &str = "fulgurite-distributed-checkpoint";
@@ -37,7 +38,7 @@ pub(super) enum Section {
 }
 
 impl Section {
-    /// The name in messages, and the beginning of the names of a full checkpoint's files.
+    /// The name in messages, and the prefix of a full checkpoint's file names.
     pub(super) fn name(self) -> &'static str {
         match self {
             Self::Model => "model",
@@ -53,20 +54,20 @@ pub struct SaveMeta {
     pub step: u64,
     /// The mesh's dimensions, outermost first, and their sizes. For information only.
     pub mesh: Vec<(String, usize)>,
-    /// How the mesh cuts each parameter. For information only; see
+    /// Each parameter's sharding on the mesh. For information only; see
     /// [`shard_specs`](super::shard_specs).
     pub specs: BTreeMap<String, ShardSpec>,
-    /// Everything else that resuming needs: steps, data position, optimizer scalars. That of rank 0
-    /// is saved.
+    /// All other state for resuming: steps, data position, optimizer scalars. Rank 0's is saved.
     pub state: serde_json::Value,
-    /// The run's resolved configuration. That of rank 0 is saved.
+    /// The run's resolved configuration. Rank 0's is saved.
     pub config: serde_json::Value,
     /// The parameters to save, with their optimizer state; `None` for all. Recorded in the
     /// manifest. Must be the same on every rank.
     pub filter: Option<ParameterFilter>,
-    /// When it is saved, in microseconds since 1970. Of two checkpoints of a place, the one with the
-    /// larger number was saved later, so a run counts on from the one that it resumed from where a clock
-    /// went back. `None` if that is not known. That of rank 0 is saved.
+    /// When it is saved, in microseconds since 1970; `None` if unknown. Rank 0's is saved.
+    ///
+    /// Of two checkpoints in a folder, the one with the larger number was saved later. So if the
+    /// clock went back, a run counts on from the checkpoint that it resumed from.
     pub saved_at: Option<u64>,
 }
 
@@ -90,17 +91,17 @@ pub struct Manifest {
     pub mesh: Vec<(String, usize)>,
     /// All shard files, relative to the checkpoint, and their lengths in bytes.
     pub files: BTreeMap<String, u64>,
-    /// The headers of the shard files. With the chunks' checksums they cover every byte of them.
+    /// The headers of the shard files. With the chunks' checksums they cover every byte.
     #[serde(default)]
     pub headers: BTreeMap<String, FileDigest>,
-    /// The other files of the checkpoint, whole: the index of a full checkpoint, `config.json`.
+    /// The checkpoint's other files, whole: the index of a full checkpoint, `config.json`.
     #[serde(default)]
     pub companions: BTreeMap<String, FileDigest>,
     /// The model's tensors, by FQN.
     pub model: BTreeMap<String, TensorEntry>,
     /// The optimizer's tensors, by `state.{fqn}.{name}`.
     pub optimizer: BTreeMap<String, TensorEntry>,
-    /// How the mesh cut each parameter.
+    /// Each parameter's sharding on the mesh.
     pub specs: BTreeMap<String, ShardSpec>,
     /// [`SaveMeta::state`].
     pub state: serde_json::Value,
@@ -109,8 +110,8 @@ pub struct Manifest {
     /// The description of [`SaveMeta::filter`]; `None` if everything was saved.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub filter: Option<String>,
-    /// XXH3-64 of the file in which the manifest is, with zeros for these sixteen hexadecimal digits;
-    /// `None` before format version 3. The last key of the file.
+    /// XXH3-64 of the manifest's file, with zeros for these sixteen hexadecimal digits; `None`
+    /// before format version 3. The last key of the file.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub digest: Option<String>,
 }
@@ -122,7 +123,7 @@ pub struct TensorEntry {
     pub shape: Vec<usize>,
     /// The dtype, in safetensors' spelling.
     pub dtype: safetensors::Dtype,
-    /// The chunks that it is stored in, which cover each element once. `boxes` in format version 1.
+    /// The chunks of the tensor, which cover each element once. `boxes` in format version 1.
     #[serde(alias = "boxes")]
     pub chunks: Vec<ChunkEntry>,
 }
@@ -142,12 +143,12 @@ pub struct ChunkEntry {
     pub xxh3: u64,
 }
 
-/// Bytes of a file that belong to no tensor: the first ones, or all.
+/// Digest of bytes of a file that belong to no tensor: the first ones, or all.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 pub struct FileDigest {
-    /// Their number.
+    /// Number of bytes.
     pub bytes: u64,
-    /// Their XXH3-64, in hexadecimal.
+    /// XXH3-64 of the bytes, in hexadecimal.
     #[serde(with = "hex")]
     pub xxh3: u64,
 }
@@ -191,12 +192,12 @@ impl Manifest {
     /// Reads a distributed checkpoint's manifest; `path` is for messages.
     ///
     /// # Errors
-    /// If it is torn, of another kind, or of a version that this library does not know.
+    /// If it is torn, of another kind, or of an unknown version.
     pub fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
         Self::parse_as(FORMAT, bytes, path)
     }
 
-    /// Reads a full checkpoint's manifest, [`FULL_MANIFEST`]; otherwise as [`parse`](Self::parse).
+    /// Reads a full checkpoint's manifest, [`FULL_MANIFEST`], like [`parse`](Self::parse).
     pub(super) fn parse_full(bytes: &[u8], path: &Path) -> Result<Self> {
         Self::parse_as(FULL_FORMAT, bytes, path)
     }
@@ -218,7 +219,7 @@ impl Manifest {
         serde_json::from_slice(bytes).map_err(|e| torn(path, &e))
     }
 
-    /// The content of the manifest's file, of which it takes the digest; `path` is for messages.
+    /// Sets the digest and returns the content of the manifest's file; `path` is for messages.
     pub(super) fn encode(&mut self, path: &Path) -> Result<Vec<u8>> {
         let fail = |message: String| Error::checkpoint(path, format!("encoding it: {message}"));
         self.digest = Some(NO_DIGEST.to_owned());
@@ -235,7 +236,7 @@ impl Manifest {
         Ok(bytes)
     }
 
-    /// What whoever loads the checkpoint should know of its manifest.
+    /// A warning for the user who loads the checkpoint, if the manifest gives a reason.
     pub(super) fn warning(&self) -> Option<String> {
         self.digest.is_none().then(|| {
             format!(
@@ -247,10 +248,12 @@ impl Manifest {
     }
 }
 
-/// In the place of the digest while it is computed.
+/// Placeholder for the digest while it is computed.
 const NO_DIGEST: &str = "0000000000000000";
 
-/// Where in a manifest's file the digest is, and what it must be; `None` if the file does not end with one.
+/// Finds the digest in a manifest's file and computes the expected one.
+///
+/// Returns `None` if the file does not end with a digest.
 fn digest(bytes: &[u8]) -> Option<(Range<usize>, String)> {
     const BEFORE: &[u8] = b"\n  \"digest\": \"";
     const AFTER: &[u8] = b"\"\n}";
@@ -277,7 +280,7 @@ pub(super) struct Stamp {
 }
 
 impl Stamp {
-    /// Reads those of a distributed or a full checkpoint.
+    /// Reads the stamp of a distributed or a full checkpoint.
     pub(super) fn parse(bytes: &[u8], path: &Path) -> Result<Self> {
         let full = path.file_name().is_some_and(|name| name == FULL_MANIFEST);
         Self::parse_as(if full { FULL_FORMAT } else { FORMAT }, bytes, path)
@@ -290,7 +293,7 @@ impl Stamp {
                 format!("is no manifest of a checkpoint: its format is `{}`", stamp.format);
             return Err(Error::checkpoint(path, message));
         }
-        // What is covered in later versions is not known.
+        // The bytes that the digest covers in later versions are not known.
         if stamp.format_version <= FORMAT_VERSION {
             stamp.check_digest(bytes).map_err(|message| Error::checkpoint(path, message))?;
         }

@@ -12,8 +12,10 @@ use super::{TensorInfo, TensorSource};
 use crate::{Error, Result};
 use fulgurite_engine::shard::Region;
 
-/// Tensors in memory as a [`TensorSource`]: what
-/// [`gather_cpu_state_dict`](super::gather_cpu_state_dict) returns, or a state dict that a program made.
+/// Tensors in memory as a [`TensorSource`].
+///
+/// For example the result of [`gather_cpu_state_dict`](super::gather_cpu_state_dict), or a
+/// program's own state dict.
 ///
 /// ```
 /// use candle_core::{Device, Tensor};
@@ -30,7 +32,7 @@ pub struct TensorMap {
 }
 
 impl TensorMap {
-    /// A source of these tensors, which may be on any device.
+    /// Creates a source of these tensors, which may be on any device.
     pub fn new(tensors: impl IntoIterator<Item = (String, Tensor)>) -> Self {
         Self { tensors: tensors.into_iter().collect() }
     }
@@ -76,8 +78,9 @@ impl TensorSource for TensorMap {
 
 type ReadFn = dyn Fn(&str, &Region) -> Result<Tensor> + Send + Sync;
 
-/// A [`TensorSource`] whose values a closure computes or fetches, part by part, so that the whole need never
-/// be in memory.
+/// A [`TensorSource`] whose values a closure computes or fetches.
+///
+/// It does so part by part, so that the whole tensor need never be in memory.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -98,9 +101,11 @@ pub struct TensorFn {
 }
 
 impl TensorFn {
-    /// A source of the tensors `infos`. `read` returns the elements of a region of the tensor of a name, in
-    /// the region's row-major order, in any shape, dtype and place; it is called on the thread that loads, on
-    /// every rank for its own part. `location` is where they come from, for messages.
+    /// Creates a source of the tensors `infos`. `location` names their origin in messages.
+    ///
+    /// `read` takes a tensor's name and a region, and returns the region's elements in row-major
+    /// order, in any shape, dtype and place. The loading thread calls it, on every rank for its own
+    /// part.
     pub fn new(
         location: impl Into<PathBuf>,
         infos: impl IntoIterator<Item = (String, TensorInfo)>,
@@ -172,7 +177,7 @@ mod tests {
     }
 
     #[test]
-    fn any_part_of_a_map_and_of_a_closure_can_be_read() {
+    fn maps_and_closures_read_any_region() {
         let expected = [14., 15., 18., 19., 22., 23.];
         let map = TensorMap::new([("w".to_owned(), numbers().transpose(0, 0).unwrap())]);
         assert_eq!(read(&map, &part()).unwrap(), expected);
@@ -187,7 +192,7 @@ mod tests {
     }
 
     #[test]
-    fn what_is_not_there_is_an_error() {
+    fn missing_tensors_are_errors() {
         let map = TensorMap::new([("v".to_owned(), numbers())]);
         insta::assert_snapshot!(read(&map, &part()).unwrap_err(), @"checkpoint (tensors in memory): tensor `w`: there is none of this name");
         let map = TensorMap::new([("w".to_owned(), numbers())]);

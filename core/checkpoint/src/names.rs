@@ -1,4 +1,4 @@
-//! Rules that map the names in a source to those in a model.
+//! Rules that map the names in a source to names in a model.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,9 +15,10 @@ use fulgurite_engine::shard::Region;
 /// `torch.compile`.
 const WRAPPERS: [&str; 3] = ["_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod"];
 
-/// A parameter's name without the segments that PyTorch's wrappers insert:
-/// `_fsdp_wrapped_module`, `_checkpoint_wrapped_module` and `_orig_mod` anywhere, and `module` at
-/// the beginning (`DistributedDataParallel`, `DataParallel`).
+/// Removes the segments that PyTorch's wrappers insert from a parameter's name.
+///
+/// They are `_fsdp_wrapped_module`, `_checkpoint_wrapped_module` and `_orig_mod` anywhere, and
+/// `module` at the beginning (`DistributedDataParallel`, `DataParallel`).
 ///
 /// ```
 /// use fulgurite_core::checkpoint::clean_tensor_name;
@@ -45,9 +46,10 @@ pub fn clean_tensor_name(name: &str) -> Result<String> {
     Ok(segments.join("."))
 }
 
-/// How names in a source become those of a model. Applied in this order: [`clean`](Self::clean),
-/// [`prefix_strip`](Self::prefix_strip), [`rename`](Self::rename),
-/// [`prefix_add`](Self::prefix_add).
+/// Rules that map the names in a source to names in a model.
+///
+/// They are applied in this order: [`clean`](Self::clean), [`prefix_strip`](Self::prefix_strip),
+/// [`rename`](Self::rename), [`prefix_add`](Self::prefix_add).
 ///
 /// ```
 /// use fulgurite_core::checkpoint::NameRules;
@@ -83,8 +85,8 @@ impl NameRules {
         *self == Self::default()
     }
 
-    /// The first pattern of [`rename`](Self::rename) that matches none of these names of a source, once the rules
-    /// before it are applied.
+    /// Returns the first pattern of [`rename`](Self::rename) that matches none of these names of a
+    /// source. The rules before renaming are applied first.
     pub(super) fn idle_pattern(&self, names: &[&str]) -> Option<&str> {
         let before_renaming = Self { rename: Vec::new(), prefix_add: None, ..self.clone() };
         let names: Vec<String> =
@@ -93,7 +95,7 @@ impl NameRules {
         self.rename.iter().map(|(from, _)| from.as_str()).find(is_idle)
     }
 
-    /// The name in the model of the tensor `name` of the source.
+    /// Returns the model's name for the tensor `name` of the source.
     ///
     /// # Errors
     /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if the resulting
@@ -141,7 +143,7 @@ impl NameRules {
     }
 }
 
-/// A source whose tensors have other names.
+/// A source whose tensors are renamed.
 ///
 /// ```no_run
 /// use fulgurite_core::checkpoint::{self, NameRules, RenamedSource};
@@ -160,7 +162,7 @@ pub struct RenamedSource<S> {
 }
 
 impl<S: TensorSource> RenamedSource<S> {
-    /// The tensors of `inner` under the names that `rules` give them.
+    /// Renames the tensors of `inner` by `rules`.
     ///
     /// # Errors
     /// If two tensors get the same name, naming both; as [`NameRules::apply`].
@@ -168,8 +170,8 @@ impl<S: TensorSource> RenamedSource<S> {
         Self::with(inner, |name| rules.apply(name))
     }
 
-    /// An optimizer's tensors, whose names are [`optimizer_key`]s; the rules apply to the
-    /// parameters' names in them.
+    /// Renames an optimizer's tensors, whose names are [`optimizer_key`]s; the rules apply to the
+    /// parameters' names.
     ///
     /// # Errors
     /// As [`new`](Self::new).
@@ -180,7 +182,7 @@ impl<S: TensorSource> RenamedSource<S> {
         })
     }
 
-    /// The tensors of `inner` under the names that `rename` gives them.
+    /// Renames the tensors of `inner` by the closure `rename`.
     pub(crate) fn with(inner: S, rename: impl Fn(&str) -> Result<String>) -> Result<Self> {
         let mut names = BTreeMap::new();
         for old in inner.names() {
@@ -249,7 +251,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn wrappers_leave_no_trace_in_names() {
+    fn wrapper_segments_are_removed() {
         let clean = |name: &str| clean_tensor_name(name).unwrap();
         assert_eq!(clean("_fsdp_wrapped_module.a._checkpoint_wrapped_module.w"), "a.w");
         assert_eq!(clean("_orig_mod.module.a.w"), "a.w");
@@ -261,7 +263,7 @@ mod tests {
     }
 
     #[test]
-    fn rules_are_applied_in_order_and_checked() {
+    fn rules_apply_in_order() {
         let pair = |a: &str, b: &str| (a.to_owned(), b.to_owned());
         let mut rules = NameRules {
             clean: true,

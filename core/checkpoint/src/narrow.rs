@@ -9,8 +9,7 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::execution::read;
 
-/// Converts the values of the tensor `name`, which are of the checkpoint at `location`, for
-/// messages.
+/// Converts the values of the tensor `name`. `location` is the checkpoint, for messages.
 ///
 /// # Errors
 /// If a finite value would become infinite, naming tensor, value and dtype.
@@ -76,7 +75,7 @@ fn has_infinite(bytes: &[u8], dtype: DType) -> bool {
     }
 }
 
-/// A value for a message.
+/// Formats a value for a message.
 fn shown(value: f64) -> String {
     if value.abs() < 1e7 { value.to_string() } else { format!("{value:.3e}") }
 }
@@ -85,7 +84,7 @@ fn shown(value: f64) -> String {
 fn largest(dtype: DType) -> f64 {
     match dtype {
         DType::F16 => 65504.0,
-        // As f32, with 8 bits of precision.
+        // f32's largest value in 8 bits of precision.
         DType::BF16 => f64::from(f32::from_bits(0x7f7f_0000)),
         _ => f64::from(f32::MAX),
     }
@@ -97,7 +96,7 @@ mod tests {
     use candle_core::Device;
 
     #[test]
-    fn values_that_do_not_fit_are_named() {
+    fn values_out_of_range_are_named() {
         let floats = |values: &[f32]| Tensor::new(values, &Device::Cpu).unwrap();
         let error = |values: &[f32], dtype| {
             converted(Path::new("full"), "w", &floats(values), dtype).unwrap_err().to_string()
@@ -106,7 +105,7 @@ mod tests {
         insta::assert_snapshot!(error(&[f32::MAX], DType::BF16), @"checkpoint full: tensor `w`: the value 3.403e38 does not fit into BF16, whose largest is 3.390e38; take the dtype that it is stored in");
         let wide = Tensor::new(&[1e300f64], &Device::Cpu).unwrap();
         insta::assert_snapshot!(converted(Path::new("full"), "w", &wide, DType::F32).unwrap_err(), @"checkpoint full: tensor `w`: the value 1.000e300 does not fit into F32, whose largest is 3.403e38; take the dtype that it is stored in");
-        // Infinities that were there before, and what is not finite at all, stay.
+        // Values that are not finite before the conversion stay.
         let kept = converted(
             Path::new("full"),
             "w",

@@ -11,13 +11,13 @@ use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::invalid_name;
 use fulgurite_error::files::read_regular;
 
-/// Opens the model weights at `path`, whose format it detects:
+/// Opens the model weights at `path`, and detects their format:
 ///
 /// | at `path` | is opened as |
 /// |---|---|
 /// | a directory with `manifest.json` | [`DistributedCheckpoint`] |
 /// | a directory with `fulgurite.json` | [`FullCheckpoint`] |
-/// | a directory with `.safetensors` files: Hugging Face's, or shards written by PyTorch's `HuggingFaceStorageWriter` | [`SafetensorsSource`] |
+/// | a directory of `.safetensors` files, also of PyTorch's shards | [`SafetensorsSource`] |
 /// | a `.safetensors` file, or the index of several | [`SafetensorsSource`] |
 /// | a directory with `pytorch_model.bin`, or its shards and index | [`TorchSource`] |
 /// | a file of `torch.save`: `.pt`, `.pth`, `.bin`, Lightning's `.ckpt` | [`TorchSource`] |
@@ -43,15 +43,14 @@ pub(super) enum Format {
     Distributed,
     Full,
     Torch,
-    /// Also of a path without any weights.
+    /// Also for a path without any weights.
     Safetensors,
 }
 
-/// The ends of the names of files that `torch.save` writes.
+/// Suffixes of files that `torch.save` writes.
 pub(super) const TORCH_SUFFIXES: [&str; 4] = [".pt", ".pth", ".bin", ".ckpt"];
 
-/// The format of the weights at a path, and where they are: the file [`LAST`] stands for the
-/// checkpoint that it names.
+/// Returns the path and format of the weights at `path`; a file [`LAST`] is resolved.
 pub(super) fn format_of(path: &Path) -> Result<(PathBuf, Format)> {
     let path = resolve_last(path)?;
     if exists(&path, MANIFEST) {
@@ -64,11 +63,10 @@ pub(super) fn format_of(path: &Path) -> Result<(PathBuf, Format)> {
     Ok((path, format))
 }
 
-/// The checkpoint that `path` stands for: the one that it names if it is a file [`LAST`], and
-/// `path` itself otherwise.
+/// Returns the checkpoint that `path` names if it is a file [`LAST`], and else `path` itself.
 ///
 /// # Errors
-/// If the file names no checkpoint beside it.
+/// If the file does not name a checkpoint beside it.
 pub fn resolve_last(path: &Path) -> Result<PathBuf> {
     match path.file_name().is_some_and(|name| name == LAST) && path.is_file() {
         true => pointed_to(path),
@@ -76,7 +74,7 @@ pub fn resolve_last(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// The checkpoint beside the file [`LAST`] that it names.
+/// Returns the checkpoint that the file [`LAST`] beside it names.
 fn pointed_to(last: &Path) -> Result<PathBuf> {
     let bytes = read_regular(last, MAX_LAST)?;
     let name = std::str::from_utf8(&bytes).unwrap_or_default().trim_end_matches('\n');
@@ -104,7 +102,7 @@ fn is_torch(path: &Path) -> Result<bool> {
                            save with `HuggingFaceStorageWriter`";
             return Err(Error::checkpoint(path, message));
         }
-        // Others, such as those of an adapter, may lie beside the model's.
+        // Torch files of another kind, such as an adapter's, may lie beside the model's.
         !model && has(|n| n == TorchSource::SINGLE || n == TorchSource::INDEX)
     } else {
         let name = path.file_name().unwrap_or_default().to_string_lossy();
@@ -116,7 +114,7 @@ fn is_torch(path: &Path) -> Result<bool> {
     })
 }
 
-/// Whether the directory has a file of this name, of whatever kind.
+/// Whether the directory has an entry of this name, of any kind.
 pub(super) fn exists(directory: &Path, name: &str) -> bool {
     directory.join(name).symlink_metadata().is_ok()
 }

@@ -20,16 +20,16 @@ use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::shard::{Region, Run};
 
-/// Bytes of a message.
+/// Size of a message in bytes.
 const WINDOW: usize = 8 << 20;
 
-/// A source that rank 0 alone reads, as PyTorch's `broadcast_from_rank0`: for weights on a disk
-/// that the other hosts do not have, or in the memory of one process.
+/// A source that only rank 0 reads, as PyTorch's `broadcast_from_rank0`.
 ///
-/// Rank 0 reads one whole tensor at a time and broadcasts it in messages of 8 MiB, of which each
-/// rank keeps its own part; so rank 0 needs the memory of one tensor, and the others that of a
-/// message. Where all ranks can read, [`load_into`](super::load_into) is faster: each reads its own
-/// part.
+/// It is for weights on a disk that the other hosts do not have, or in the memory of one process.
+///
+/// Rank 0 reads one whole tensor at a time and broadcasts it in messages of 8 MiB; each rank keeps
+/// its own part. So rank 0 needs memory for one tensor, and the others for one message. Where all
+/// ranks can read, [`load_into`](super::load_into) is faster: each reads its own part.
 pub struct RankZeroSource<'a> {
     group: &'a dyn ProcessGroup,
     source: Source<'a>,
@@ -38,11 +38,11 @@ pub struct RankZeroSource<'a> {
 enum Source<'a> {
     /// On rank 0.
     Read(Box<dyn TensorSource + 'a>),
-    /// On the others.
+    /// On the other ranks.
     Told(Described),
 }
 
-/// What rank 0 tells of its source.
+/// Rank 0's description of its source for the other ranks.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 struct Described {
     location: PathBuf,
@@ -52,7 +52,7 @@ struct Described {
 }
 
 impl<'a> RankZeroSource<'a> {
-    /// Calls `open` on rank 0 of `group`, and tells the other ranks which tensors there are.
+    /// Calls `open` on rank 0 of `group`, and sends the list of tensors to the other ranks.
     /// Collective.
     ///
     /// # Errors
@@ -73,7 +73,7 @@ impl<'a> RankZeroSource<'a> {
         Ok(Self { group, source: Source::Told(told) })
     }
 
-    /// As [`load_into`](super::load_into): fills this rank's part of every parameter. Collective.
+    /// Fills this rank's part of every parameter, as [`load_into`](super::load_into). Collective.
     ///
     /// # Errors
     /// As [`load_into`](super::load_into), on every rank.
@@ -92,8 +92,10 @@ impl<'a> RankZeroSource<'a> {
         self.fill(&*renamed, plan, &options)
     }
 
-    /// As [`load_optimizer`](super::load_optimizer): fills this rank's part of an optimizer's
-    /// state. Collective.
+    /// Fills this rank's part of an optimizer's state, as
+    /// [`load_optimizer`](super::load_optimizer).
+    ///
+    /// Collective.
     ///
     /// # Errors
     /// As [`load_optimizer`](super::load_optimizer), on every rank.
@@ -111,10 +113,10 @@ impl<'a> RankZeroSource<'a> {
         self.fill(&*renamed, plan, &options)
     }
 
-    /// All of its tensors, whole, in host memory, on every rank. Collective.
+    /// Returns all tensors, whole, in host memory, on every rank. Collective.
     ///
     /// # Errors
-    /// On every rank, if one cannot be read on rank 0.
+    /// On every rank, if rank 0 cannot read a tensor.
     pub fn tensors(&self) -> Result<BTreeMap<String, Tensor>> {
         let source = self.described();
         let mut tensors = BTreeMap::new();
@@ -133,7 +135,7 @@ impl<'a> RankZeroSource<'a> {
         Ok(tensors)
     }
 
-    /// Its names and shapes, and on rank 0 its values.
+    /// The source's names and shapes, and on rank 0 its values.
     pub fn described(&self) -> &dyn TensorSource {
         match &self.source {
             Source::Read(source) => &**source,
@@ -141,7 +143,7 @@ impl<'a> RankZeroSource<'a> {
         }
     }
 
-    /// As [`LoadPlan::check_tied`], of whole tensors, on rank 0. Collective.
+    /// Does [`LoadPlan::check_tied`] for whole tensors, on rank 0. Collective.
     fn check_tied(&self, source: &dyn TensorSource, plan: &LoadPlan<'_>) -> Result<()> {
         let shared: Vec<_> = plan.shared().map(|(_, name, other)| (name, other)).collect();
         if shared.is_empty() {
@@ -165,8 +167,7 @@ impl<'a> RankZeroSource<'a> {
         }
     }
 
-    /// Sends what the plan needs, in its order, which follows from names and shapes and so is that
-    /// of all ranks.
+    /// Sends the tensors of the plan. The order follows from names and shapes, so all ranks agree.
     fn fill(
         &self,
         source: &dyn TensorSource,
@@ -183,7 +184,7 @@ impl<'a> RankZeroSource<'a> {
         Ok(plan.into_report())
     }
 
-    /// The whole tensor on rank 0. Collective: the others learn whether it could be read.
+    /// Returns the whole tensor on rank 0. Collective: the others learn whether it could be read.
     fn read_on_rank_zero(
         &self,
         source: &dyn TensorSource,
@@ -213,7 +214,7 @@ impl<'a> RankZeroSource<'a> {
         }
     }
 
-    /// Broadcasts a tensor, of which this rank keeps the part that it is `local`ly responsible for.
+    /// Broadcasts a tensor. `local` is this rank's memory and the region that it keeps.
     fn send(
         &self,
         name: &str,
@@ -274,7 +275,7 @@ impl Described {
     }
 }
 
-/// What there is; the values are on rank 0.
+/// Describes the tensors on the other ranks; the values are on rank 0.
 impl TensorSource for Described {
     fn location(&self) -> &Path {
         &self.location
@@ -312,14 +313,14 @@ fn dtype_of(name: &str, info: &TensorInfo) -> Result<DType> {
     })
 }
 
-/// Whether values of this dtype are received where they stay.
+/// Whether values of this dtype can be received directly into their memory.
 fn is_plain(values: &Tensor, dtype: DType) -> bool {
     values.dtype() == dtype && values.device().is_cpu() && values.is_contiguous()
 }
 
-/// Copies what a window of the whole tensor, from its element `start` on, has of a part, whose runs
-/// are
-/// `runs`.
+/// Copies the elements that a window and a part share into the part.
+///
+/// The window begins at element `start` of the whole tensor; `runs` are the part's runs.
 fn keep(part: &Tensor, runs: &[Run], window: &Tensor, start: usize) -> Result<()> {
     let width = window.dtype().size_in_bytes();
     let end = start + window.elem_count();

@@ -27,22 +27,22 @@ struct Written {
 /// Writes the distributed checkpoint `name` of `io` and returns its path.
 ///
 /// Collective: every rank of `group` calls it with its parts ([`model_tensors`],
-/// [`optimizer_tensors`]); the `meta` of rank 0 is saved. All ranks must reach the same place.
-/// Tensors on the CPU are written without a copy; those on a device are copied one at a time.
+/// [`optimizer_tensors`]); rank 0's `meta` is saved. All ranks must reach the same storage. Tensors
+/// on the CPU are written without a copy; tensors on a device are copied one at a time.
 ///
 /// With a [`SaveMeta::filter`] only the parameters that it keeps are written, and the manifest says
 /// so. Such a checkpoint loads with the same filter, or not strictly.
 ///
 /// The checkpoint appears under its name in one step, when everything is durable, and replaces an
-/// older one of that name. Unfinished saves in the same place are removed first, so only one save
-/// at a time may be under way in a place.
+/// older one of that name. Unfinished saves of `io` are removed first, so only one save at a time
+/// may be under way there.
 ///
 /// [`model_tensors`]: super::model_tensors
 /// [`optimizer_tensors`]: super::optimizer_tensors
 ///
 /// # Errors
-/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was
-/// under `name` before is still there then.
+/// On every rank, if it fails on any: [`Error::PeerFailed`] on ranks that did not fail. An earlier
+/// checkpoint under `name` is still there then.
 pub fn save(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -55,7 +55,7 @@ pub fn save(
     transact(io, group, name, meta, write)
 }
 
-/// A checkpoint to be saved: one rank's parts, and what to do after the commit.
+/// A checkpoint to be saved: one rank's parts, and the actions after the commit.
 #[derive(Debug, Clone)]
 pub struct SaveRequest {
     /// The checkpoint's name.
@@ -65,13 +65,13 @@ pub struct SaveRequest {
     /// This rank's parts of the optimizer's state
     /// ([`optimizer_tensors`](super::optimizer_tensors)).
     pub optimizer: Vec<ShardTensor>,
-    /// What is saved besides tensors; that of rank 0 is used.
+    /// The metadata; rank 0's is used.
     pub meta: SaveMeta,
-    /// Whether [`LAST`](super::LAST) names this checkpoint after the commit; that of rank 0 is
+    /// Whether [`LAST`](super::LAST) names this checkpoint after the commit; rank 0's value is
     /// used.
     pub update_last: bool,
-    /// Older checkpoints to remove after the commit; those of rank 0 are used. For one that cannot
-    /// be removed there is a warning.
+    /// Older checkpoints to remove after the commit; rank 0's list is used. A failed removal is
+    /// only a warning.
     pub remove: Vec<String>,
 }
 
@@ -86,7 +86,7 @@ impl SaveRequest {
         self.run_if(io, group, Ok(()))
     }
 
-    /// [`run`](Self::run), which fails on all ranks if `ready` is an error on one.
+    /// Runs as [`run`](Self::run), but fails on all ranks if `ready` is an error on one.
     pub(super) fn run_if(
         &self,
         io: &dyn CheckpointIO,
@@ -103,8 +103,10 @@ impl SaveRequest {
     }
 }
 
-/// After the commit of the checkpoint `name`: on rank 0 writes [`LAST`](super::LAST) if `is_last`,
-/// and removes the checkpoints `remove`. Collective; the arguments of rank 0 are used.
+/// Completes the save of `name` after its commit.
+///
+/// Rank 0 writes [`LAST`](super::LAST) if `is_last`, and removes the checkpoints `remove`.
+/// Collective; rank 0's arguments are used.
 pub fn after_commit(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -125,7 +127,7 @@ pub fn after_commit(
     })
 }
 
-/// Runs the transaction of a save, in which `write` writes this rank's files. Collective.
+/// Runs the transaction of a save; `write` writes this rank's files. Collective.
 fn transact(
     io: &dyn CheckpointIO,
     group: &dyn ProcessGroup,
@@ -157,7 +159,7 @@ fn transact(
         committed
     });
     drop(lock);
-    // On the rank that failed, its own error.
+    // The rank that failed returns its own error.
     committed.map_err(|error| own_error.unwrap_or(error))?;
     Ok(io.location(name))
 }
@@ -203,7 +205,7 @@ pub(super) fn on_rank_zero<T: Serialize + DeserializeOwned>(
     }
 }
 
-/// Removes unfinished saves, and returns the name of the directory to write in, which is locked.
+/// Removes unfinished saves. Returns the directory to write in, and its lock.
 fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<(String, Option<PlaceLock>)> {
     if let Some(complaint) = naming::invalid_name(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
@@ -214,8 +216,9 @@ fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<(String, Option<PlaceLoc
     Ok((staged, lock))
 }
 
-/// Checks that an entry `name` of the place, which the checkpoint would replace, is a checkpoint
-/// too. `entries` are all entries of the place.
+/// Checks that an existing entry `name`, which the checkpoint would replace, is a checkpoint too.
+///
+/// `entries` are all entries of `io`.
 pub(super) fn check_replaceable(
     io: &dyn CheckpointIO,
     name: &str,
@@ -231,12 +234,13 @@ pub(super) fn check_replaceable(
     Ok(())
 }
 
-/// Removes the remains of interrupted saves and removals from a place, and returns the other
-/// entries. What a living process has locked stays; where there are no [locks](CheckpointIO::lock) no
-/// save to the place may be under way. Not collective: one rank calls it. Every save begins with it.
+/// Removes the remains of interrupted saves and removals, and returns the other entries.
+///
+/// Directories that a living process has locked stay. Without [locks](CheckpointIO::lock) no other
+/// save to `io` may be under way. Not collective: one rank calls it. Every save begins with it.
 ///
 /// # Errors
-/// If the place cannot be listed, or something cannot be removed.
+/// If `io` cannot be listed, or an entry cannot be removed.
 pub fn remove_unfinished(io: &dyn CheckpointIO) -> Result<Vec<Entry>> {
     let entries = io.list("")?;
     let exists = |name: &str| entries.iter().any(|entry| entry.name == name);
@@ -254,8 +258,10 @@ pub fn remove_unfinished(io: &dyn CheckpointIO) -> Result<Vec<Entry>> {
     Ok(rest)
 }
 
-/// What [`remove_unfinished`] does, for the save of `name` by a program that does not know which other
-/// saves are under way: what nobody has locked goes only if it is left of an earlier save of `name`.
+/// Does [`remove_unfinished`] for the save of `name`, while other saves may be under way.
+///
+/// It removes temporary directories whose lock is free. Without locks it removes only remains of an
+/// earlier save of `name`.
 pub(super) fn remove_abandoned(io: &dyn CheckpointIO, name: &str, entries: &[Entry]) -> Result<()> {
     for entry in entries.iter().filter(|entry| naming::is_temporary(&entry.name)) {
         let is_abandoned = match io.is_locked(&entry.name)? {
@@ -289,7 +295,7 @@ fn write(
             files.insert(file, written);
         }
         if rank > 0 {
-            // Rank 0 lists all tensors; the others only those that they have a part of.
+            // Rank 0 lists all tensors; the others list only tensors that they have a part of.
             described.retain(|piece| piece.part.is_some());
         }
         pieces.push(described);
@@ -298,7 +304,7 @@ fn write(
     Ok(Written { files, model, optimizer })
 }
 
-/// What all ranks wrote; or the error of the first that failed.
+/// Returns the reports of all ranks, or the error of the first rank that failed.
 fn successes(
     group: &dyn ProcessGroup,
     reports: Vec<Result<Written, String>>,

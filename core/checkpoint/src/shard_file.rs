@@ -19,10 +19,10 @@ use fulgurite_error::files::foreign_content;
 /// PyTorch's key of the [`ShardingInfo`] in a file's metadata.
 pub(super) const SHARDING_INFO: &str = "DCP_SHARDING_INFO";
 
-/// The key, in a file's metadata, of the manifest that is beside it.
+/// The metadata key that names the manifest beside a file.
 pub(super) const MANIFEST_KEY: &str = "fulgurite_manifest";
 
-/// The most dimensions of a tensor, as in PyTorch.
+/// Maximum number of dimensions of a tensor, as in PyTorch.
 pub(super) const MAX_DIMS: usize = 64;
 
 /// Bytes that are hashed and then written, few enough to stay in the cache.
@@ -39,20 +39,20 @@ struct SavedOffsets {
     saved_offsets: Vec<usize>,
 }
 
-/// First byte in a file, and the one after the last.
+/// First byte in a file, and the byte after the last.
 type ByteRange = (u64, u64);
 
-/// The part that a rank wrote of one tensor.
+/// The part of a tensor that a rank wrote.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub(super) struct WrittenPart {
     pub(super) name: String,
     pub(super) shape: Vec<usize>,
     pub(super) dtype: Dtype,
-    /// `None` if the rank has no part of it.
+    /// `None` if the rank has no part of the tensor.
     pub(super) part: Option<ChunkEntry>,
 }
 
-/// The name of the file that `rank` writes, as PyTorch's writer names it.
+/// Returns the name of the file that `rank` writes, as in PyTorch's writer.
 pub(super) fn file_name(rank: usize) -> String {
     format!("shard-{:05}-model-00001-of-00001.safetensors", rank + 1)
 }
@@ -96,9 +96,10 @@ pub(super) fn describe(tensors: &[ShardTensor]) -> Result<Vec<WrittenPart>> {
         .collect()
 }
 
-/// Writes the non-empty parts of `tensors` to the file `path` of `io`, sets them in `pieces`
-/// (`file` is the file's name in the manifest), and returns the file's length and the digest of its
-/// header. If all parts are empty, writes no file and returns `None`.
+/// Writes the non-empty parts of `tensors` to the file `path` of `io`.
+///
+/// Sets them in `pieces`; `file` is the file's name in the manifest. Returns the file's length and
+/// the digest of its header. If all parts are empty, it writes no file and returns `None`.
 pub(super) fn write(
     io: &dyn CheckpointIO,
     path: &str,
@@ -111,7 +112,7 @@ pub(super) fn write(
     if order.is_empty() {
         return Ok(None);
     }
-    // Otherwise in the order of the list, in which a load reads them.
+    // Tensors of equal alignment keep the order of the list, in which a load reads them.
     sort_by_alignment(&mut order, |&i| pieces[i].dtype);
     let (header, ranges) = header(&order, tensors, pieces)?;
     let failed = |what: &str, e: &dyn std::fmt::Display| {
@@ -141,7 +142,7 @@ pub(super) fn write(
     Ok(ranges.last().map(|range| (range.1, FileDigest::of(&header))))
 }
 
-/// The values in host memory, contiguous. Copied only where they are not.
+/// Returns the values contiguously in host memory, copied only if they are not there yet.
 pub(super) fn on_host(values: &Tensor) -> Result<Tensor> {
     if values.device().is_cpu() {
         return Ok(values.flatten_all()?.contiguous()?);
@@ -150,7 +151,7 @@ pub(super) fn on_host(values: &Tensor) -> Result<Tensor> {
     Ok(values.flatten_all()?.force_contiguous()?.to_device(&Device::Cpu)?)
 }
 
-/// The header, and the byte range of each tensor of `order` in the file.
+/// Returns the header, and the byte range of each tensor of `order` in the file.
 fn header(
     order: &[usize],
     tensors: &[ShardTensor],
@@ -177,27 +178,27 @@ fn header(
     Ok((bytes, ranges))
 }
 
-/// A tensor, or a part of one, in a file.
+/// A whole tensor, or a part of a tensor, in a file.
 #[derive(Debug)]
 pub(super) struct StoredPart {
     pub(super) name: String,
     pub(super) dtype: Dtype,
-    /// Its region in the tensor; the whole tensor unless the file says otherwise.
+    /// The part's region in the tensor; the whole tensor unless the file says otherwise.
     pub(super) region: fulgurite_engine::shard::Region,
-    /// Its bytes in the file.
+    /// The part's bytes in the file.
     pub(super) bytes: ByteRange,
-    /// Whether the file says which region it is.
+    /// Whether the file states the region.
     pub(super) is_shard: bool,
 }
 
 /// The header of a file.
 pub(super) struct Header {
     pub(super) parts: Vec<StoredPart>,
-    /// The manifest that should be beside the file, if the file says so.
+    /// The manifest that belongs beside the file, if the file names one.
     pub(super) manifest: Option<String>,
 }
 
-/// Weights of another format in the place of a safetensors file, and what to do about them.
+/// Recognises weights of another format in a safetensors file, and returns advice.
 fn other_weights(start: &[u8]) -> Option<&'static str> {
     let is_text = |byte: &u8| byte.is_ascii_graphic() || byte.is_ascii_whitespace();
     if TorchSource::recognises(start.get(..4)?) {

@@ -19,15 +19,17 @@ pub struct ShardTensor {
     pub name: String,
     /// The values of the part, flat in row-major order; a view, not a copy.
     pub values: Tensor,
-    /// Its region in the tensor. The parts of all ranks cover each element once; an empty part is
-    /// not written.
+    /// The part's region in the tensor. The parts of all ranks cover each element once; an empty
+    /// part is not written.
     pub region: Region,
     /// The tensor's global shape.
     pub shape: Vec<usize>,
 }
 
-/// This rank's part of a model: the region that it [owns](ShardSpec::owned_region) of every
-/// parameter, frozen or not, and on the first rank of the mesh the persistent buffers, which follow.
+/// Returns this rank's part of a model.
+///
+/// For every parameter, frozen or not, it is the region that the rank
+/// [owns](ShardSpec::owned_region). On the first rank of the mesh the persistent buffers follow.
 /// `coordinate` is this rank's coordinate in the mesh.
 ///
 /// Not collective. The tensors share memory with the parameters.
@@ -49,7 +51,7 @@ pub fn model_tensors(
     parameters.chain(buffers).collect()
 }
 
-/// All of a tensor that every rank has, on the first rank of the mesh, and nothing on the others.
+/// Returns a replicated tensor whole on the first rank of the mesh, and empty on the others.
 fn of_first_rank(
     name: &str,
     values: &Tensor,
@@ -61,17 +63,18 @@ fn of_first_rank(
     if dims.into_iter().all(|dim| coordinate(dim) == 0) {
         return Ok(ShardTensor { name, values, region: Region::full(&shape), shape });
     }
-    // One dimension at least, for a region without has one element.
+    // The empty region needs at least one dimension: without dimensions it has one element.
     let none = vec![0; shape.len().max(1)];
     let region = Region { offsets: none.clone(), sizes: none };
     Ok(ShardTensor { name, values: values.narrow(0, 0, 0)?, region, shape })
 }
 
-/// This rank's part of an optimizer's state, which is cut as the parameters of `tree` are, named by
-/// [`optimizer_key`]. Not collective.
+/// Returns this rank's part of an optimizer's state, named by [`optimizer_key`].
+///
+/// It is sharded as the parameters of `tree`. Not collective.
 ///
 /// # Errors
-/// If `tree` does not have the parameter of a state tensor, or it has another shape.
+/// If `tree` lacks the parameter of a state tensor, or the parameter has another shape.
 pub fn optimizer_tensors(
     tree: &ModuleTree,
     states: &[StateTensor],
@@ -99,7 +102,7 @@ pub fn optimizer_tensors(
         .collect()
 }
 
-/// The name of an optimizer's state tensor in a checkpoint.
+/// Returns the name of an optimizer's state tensor in a checkpoint.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::optimizer_key;
@@ -109,8 +112,9 @@ pub fn optimizer_key(fqn: &str, name: &str) -> String {
     format!("state.{fqn}.{name}")
 }
 
-/// The inverse of [`optimizer_key`]: the parameter's FQN and the name of its state tensor; `None`
-/// if `key` is none.
+/// Inverts [`optimizer_key`]: returns the parameter's FQN and the state tensor's name.
+///
+/// Returns `None` for any other key.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::parse_optimizer_key;
@@ -121,12 +125,12 @@ pub fn parse_optimizer_key(key: &str) -> Option<(&str, &str)> {
     key.strip_prefix("state.")?.rsplit_once('.')
 }
 
-/// How the mesh cuts each parameter, for [`SaveMeta::specs`](super::SaveMeta::specs).
+/// Returns each parameter's sharding on the mesh, for [`SaveMeta::specs`](super::SaveMeta::specs).
 pub fn shard_specs(tree: &ModuleTree) -> BTreeMap<String, ShardSpec> {
     tree.parameters().iter().map(|p| (p.fqn().to_owned(), p.spec())).collect()
 }
 
-/// The owned part of this rank's part.
+/// Returns the part of this rank's values that it owns.
 fn owned(
     name: &str,
     values: &Tensor,

@@ -1,4 +1,4 @@
-//! Copies of the tensors that a rank saves, in memory that is reused.
+//! Copies of the tensors that a rank saves, in reused memory.
 
 use candle_core::{Device, Tensor};
 use rayon::prelude::*;
@@ -20,22 +20,23 @@ pub(super) struct Snapshot {
 }
 
 impl Snapshot {
-    /// Copies these tensors over the copies before.
+    /// Copies these tensors over the previous copies.
     ///
     /// # Errors
-    /// If values are not in memory. The copies are then undefined until a `take` succeeds.
+    /// If values are not in memory. The copies are undefined until the next successful `take`.
     pub(super) fn take(&mut self, model: &[ShardTensor], optimizer: &[ShardTensor]) -> Result<()> {
         copy_all(&mut self.model, model)?;
         copy_all(&mut self.optimizer, optimizer)
     }
 
-    /// Whether it has no memory yet.
+    /// Whether no memory is allocated yet.
     pub(super) fn is_empty(&self) -> bool {
         self.model.is_empty() && self.optimizer.is_empty()
     }
 
-    /// Memory for copies of these tensors, whose pages have been touched, so that
-    /// [`take`](Self::take) causes no page faults.
+    /// Allocates memory for copies of these tensors.
+    ///
+    /// Its pages are touched, so that [`take`](Self::take) causes no page faults.
     ///
     /// # Errors
     /// If the memory cannot be allocated.
@@ -120,7 +121,7 @@ mod tests {
     }
 
     #[test]
-    fn copies_are_whole_and_their_memory_is_used_again() {
+    fn copies_are_complete_and_reuse_memory() {
         // More than a block, and not a multiple of it.
         let n = BLOCK / 4 * 3 + 7;
         let large = Tensor::arange(0f32, n as f32, &Device::Cpu).unwrap();
@@ -133,7 +134,7 @@ mod tests {
         assert_eq!(floats(&snapshot.optimizer[0]), [5., 6., 7.]);
         assert_eq!(snapshot.optimizer[0].name, "view");
 
-        // What happens to the tensors afterwards does not reach the copies.
+        // Later changes of the tensors do not reach the copies.
         let places: Vec<_> = snapshot.model.iter().map(address).collect();
         storage::copy_from(
             &view,
@@ -148,7 +149,7 @@ mod tests {
     }
 
     #[test]
-    fn reserved_memory_is_what_the_copies_go_to() {
+    fn copies_use_reserved_memory() {
         let values = Tensor::arange(0f32, 7.0, &Device::Cpu).unwrap();
         let parts = [part("a", &values), part("b", &values)];
         let mut snapshot = Snapshot::reserve(&parts[..1], &parts[1..]).unwrap();

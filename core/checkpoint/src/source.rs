@@ -1,4 +1,4 @@
-//! The trait [`TensorSource`], which tensors are loaded from.
+//! The trait [`TensorSource`]: sources to load tensors from.
 
 use std::path::Path;
 
@@ -14,11 +14,11 @@ use fulgurite_engine::shard::Region;
 pub struct TensorInfo {
     /// The global shape.
     pub shape: Vec<usize>,
-    /// The dtype it is stored in.
+    /// The stored dtype.
     pub dtype: safetensors::Dtype,
 }
 
-/// Named tensors of which any part can be read: a checkpoint of any format.
+/// Named tensors, readable in any part: a checkpoint of any format.
 ///
 /// Reads are local; nothing is collective, and ranks may read different parts.
 pub trait TensorSource: Send + Sync {
@@ -28,19 +28,21 @@ pub trait TensorSource: Send + Sync {
     /// The names of all tensors, sorted.
     fn names(&self) -> Vec<&str>;
 
-    /// Shape and dtype of a tensor; `None` if there is none of this name.
+    /// Returns shape and dtype of a tensor; `None` for an unknown name.
     fn info(&self, name: &str) -> Option<TensorInfo>;
 
-    /// The part `region` of the tensor `name`, flat in the region's row-major order, as `dtype` on
-    /// `device`. Only the bytes of that part are read.
+    /// Reads the part `region` of the tensor `name`, as `dtype` on `device`.
+    ///
+    /// The values are flat in the region's row-major order. Only the bytes of the region are read.
     ///
     /// # Errors
-    /// If there is no such tensor, the region is not inside its shape, or its bytes are missing,
-    /// damaged or of a dtype that cannot be converted; the message names file and tensor.
+    /// If the name is unknown, the region is not inside the tensor's shape, or the bytes are
+    /// missing, damaged or of a dtype that cannot be converted; the message names file and tensor.
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor>;
 
-    /// [`read`](Self::read) into the memory of `target`, which is contiguous, has as many elements
-    /// as the region, and any dtype and device.
+    /// Reads as [`read`](Self::read), into the memory of `target`.
+    ///
+    /// `target` is contiguous and has as many elements as the region, of any dtype on any device.
     ///
     /// # Errors
     /// As [`read`](Self::read); the values of `target` are undefined then.
@@ -49,46 +51,47 @@ pub trait TensorSource: Send + Sync {
         storage::copy_from(target, &values)
     }
 
-    /// [`read_into`](Self::read_into) without comparing checksums, if the source has any.
+    /// Reads as [`read_into`](Self::read_into), without comparing checksums.
     ///
     /// # Errors
-    /// As [`read`](Self::read), but for checksums.
+    /// As [`read`](Self::read), without errors about checksums.
     fn read_into_unverified(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
         self.read_into(name, region, target)
     }
 
-    /// The bytes of a whole tensor as they are stored, of whatever dtype: also of one that candle
-    /// has no values of, such as F8 or I8.
+    /// Returns the stored bytes of a whole tensor of any dtype, even if candle does not support it.
+    ///
+    /// F8 and I8 are such dtypes.
     ///
     /// # Errors
-    /// As [`read`](Self::read); if this source has no bytes of such a dtype.
+    /// As [`read`](Self::read); if this source cannot give bytes of such a dtype.
     fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
         loaded_bytes(self, name)
     }
 
-    /// Why a tensor that the file has cannot be read, such as a sparse one; `None` for those that
-    /// can, and if there is none of this name. [`names`](Self::names) lists it, and
-    /// [`info`](Self::info) knows nothing of it.
+    /// Returns the reason why a tensor of the file cannot be read, such as being sparse.
+    ///
+    /// Returns `None` for readable tensors and unknown names. [`names`](Self::names) lists an
+    /// unreadable tensor, but [`info`](Self::info) returns `None` for it.
     fn unreadable(&self, name: &str) -> Option<&str> {
         let _ = name;
         None
     }
 
-    /// The description of the [`ParameterFilter`](super::ParameterFilter) that this was saved with;
-    /// `None` if there was none.
+    /// Describes the [`ParameterFilter`](super::ParameterFilter) of the save, if it had one.
     fn filtered(&self) -> Option<&str> {
         None
     }
 
-    /// What whoever loads from it should know, such as that damage of a part of it would not be
-    /// found;
-    /// `None` if there is nothing to know.
+    /// Returns a warning for the user who loads from this source, if there is a reason.
+    ///
+    /// For example, that damage of some bytes would not be found.
     fn warning(&self) -> Option<String> {
         None
     }
 }
 
-/// The bytes of a whole tensor of a dtype that can be loaded.
+/// Returns the bytes of a whole tensor whose dtype candle supports.
 pub(super) fn loaded_bytes<S: TensorSource + ?Sized>(source: &S, name: &str) -> Result<Vec<u8>> {
     let fail = |message: String| {
         Err(Error::checkpoint(source.location(), format!("tensor `{name}`: {message}")))

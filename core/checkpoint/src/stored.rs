@@ -17,14 +17,14 @@ use fulgurite_engine::shard::Region;
 
 /// Shorter byte ranges than this are read together with their neighbours.
 const SHORT: usize = 64 << 10;
-/// Largest gap that is read too: the disk reads whole pages anyway.
+/// Largest gap that is read along: the disk reads whole pages anyway.
 const GAP: usize = 4 << 10;
-/// Most bytes that are read together, and that are verified at a time.
+/// Maximum bytes that are read together, and that are verified at a time.
 const WINDOW: usize = 4 << 20;
-/// Most files that are kept open.
+/// Maximum number of files that are kept open.
 const MAX_OPEN: usize = 64;
 
-/// The place of a checkpoint's files: a local directory, or a checkpoint of a [`CheckpointIO`].
+/// The location of a checkpoint's files: a local directory, or a checkpoint of a [`CheckpointIO`].
 #[derive(Debug, Clone)]
 pub(super) enum FileLocation {
     Local(PathBuf),
@@ -48,7 +48,7 @@ impl FileLocation {
         }
     }
 
-    /// The lengths of the files in a folder; none if it does not exist.
+    /// Returns the lengths of the files in a folder; empty if the folder does not exist.
     pub(super) fn lengths(&self, folder: &str) -> Result<BTreeMap<String, u64>> {
         match self {
             Self::Local(root) => {
@@ -63,8 +63,8 @@ impl FileLocation {
                 let mut lengths = BTreeMap::new();
                 for entry in entries {
                     let path = entry.map_err(failed)?.path();
-                    // Follows links, which Hugging Face's cache is made of. One to nothing is no
-                    // file.
+                    // Follows links: Hugging Face's cache consists of them. Dangling links are
+                    // skipped.
                     let metadata = match std::fs::metadata(&path) {
                         Err(e) if e.kind() == std::io::ErrorKind::NotFound => continue,
                         metadata => metadata.map_err(Error::io("reading", &path))?,
@@ -94,7 +94,7 @@ pub(super) struct StoredChunk {
     pub(super) region: Region,
     /// Index of the file.
     pub(super) file: usize,
-    /// Its bytes in the file.
+    /// The chunk's bytes in the file.
     pub(super) bytes: (u64, u64),
     pub(super) checksum: Option<Expected>,
 }
@@ -136,7 +136,7 @@ impl StoredTensors {
         self.tensors.insert(name, StoredTensor { shape, dtype, chunks, index });
     }
 
-    /// Where the files are.
+    /// The location of the files.
     pub(super) fn place(&self) -> &FileLocation {
         &self.place
     }
@@ -154,7 +154,7 @@ impl StoredTensors {
         self.tensors.len()
     }
 
-    /// Whether there are none.
+    /// Whether there are no tensors.
     pub fn is_empty(&self) -> bool {
         self.tensors.is_empty()
     }
@@ -205,7 +205,8 @@ impl StoredTensors {
         Err(Error::checkpoint(&self.location, format!("tensor `{name}`: {message}")))
     }
 
-    /// The tensor `name`, and the dtype to read it in. Checks that `region` is a part of it.
+    /// Finds the tensor `name` and the dtype to read it in. Checks that `region` is inside the
+    /// tensor.
     fn find(&self, name: &str, region: &Region) -> Result<(&StoredTensor, DType)> {
         let Some(tensor) = self.tensors.get(name) else {
             return self.fail(name, "there is none of this name");
@@ -323,8 +324,8 @@ impl TensorSource for StoredTensors {
             self.read_bytes(name, tensor, &whole, &mut bytes, self.verify)?;
             return Ok(bytes);
         }
-        // Elements that are no whole bytes: parts of the first dimension, whose bytes follow each
-        // other.
+        // An element may be smaller than a byte here. So the chunks must be slabs of the first
+        // dimension, whose bytes are concatenated.
         let mut chunks: Vec<&StoredChunk> = tensor.chunks.iter().collect();
         chunks.sort_by_key(|chunk| chunk.region.offsets.first().copied());
         let is_slab = |chunk: &&StoredChunk| chunk.region.sizes.get(1..) == tensor.shape.get(1..);
@@ -370,8 +371,9 @@ impl std::fmt::Debug for StoredTensors {
     }
 }
 
-/// Whether the bytes of a file in this range have the expected checksum. Reads a few megabytes at a
-/// time into `buffer`.
+/// Whether the bytes of a file in this range have the expected checksum.
+///
+/// Reads a few megabytes at a time into `buffer`.
 pub(super) fn is_undamaged(
     reader: &dyn CheckpointReader,
     (mut position, end): (u64, u64),
@@ -402,7 +404,7 @@ fn wrong_bytes(stored: &StoredChunk) -> String {
     )
 }
 
-/// One error that lists all damages; `Ok` if there are none.
+/// Returns one error that lists all damages; `Ok` if the list is empty.
 pub(super) fn check_undamaged(location: &Path, damages: Vec<String>) -> Result<()> {
     if damages.is_empty() {
         return Ok(());
@@ -410,7 +412,7 @@ pub(super) fn check_undamaged(location: &Path, damages: Vec<String>) -> Result<(
     Err(Error::checkpoint(location, format!("is damaged:\n  {}", damages.join("\n  "))))
 }
 
-/// The dtype that stored values are read in; `None` if candle has none for them.
+/// Returns candle's dtype for stored values; `None` if candle does not support them.
 pub(super) fn loadable_dtype(dtype: Dtype) -> Option<DType> {
     Some(match dtype {
         Dtype::BOOL | Dtype::U8 => DType::U8,
@@ -426,7 +428,7 @@ pub(super) fn loadable_dtype(dtype: Dtype) -> Option<DType> {
     })
 }
 
-/// A copy of bytes that are contiguous in the stored chunk and in the target.
+/// A copy of bytes that are contiguous in both the stored chunk and the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct ContiguousCopy {
     /// Offset in the chunk.
@@ -436,8 +438,9 @@ struct ContiguousCopy {
     len: usize,
 }
 
-/// The copies of `shared`, the intersection of the chunk `stored` and the target `wanted`, in the
-/// order of the chunk. `width` is an element's size in bytes.
+/// Returns the copies of the intersection `shared` of the chunk `stored` and the target `wanted`.
+///
+/// They are in the order of the chunk. `width` is an element's size in bytes.
 fn copies(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Vec<ContiguousCopy> {
     let sources = shared.relative_to(stored).runs(&stored.sizes);
     let targets = shared.relative_to(wanted).runs(&wanted.sizes);
@@ -458,8 +461,10 @@ fn copies(shared: &Region, stored: &Region, wanted: &Region, width: usize) -> Ve
     copies
 }
 
-/// Carries out copies from the chunk that starts at byte `base` into `out`. Long ones are read one
-/// by one, neighbouring short ones together. `seen` is called with the bytes, in order.
+/// Carries out copies into `out` from the chunk that starts at byte `base`.
+///
+/// Long copies are read one by one, neighbouring short ones together. `seen` is called with the
+/// bytes, in order.
 fn read_copies(
     reader: &dyn CheckpointReader,
     base: u64,

@@ -1,4 +1,4 @@
-//! Writing a safetensors file tensor by tensor: its header follows from shapes and dtypes alone.
+//! Writing a safetensors file tensor by tensor: its header depends only on shapes and dtypes.
 
 use std::io::Write as _;
 
@@ -14,36 +14,37 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// A tensor, or a part of one, of a file to be written.
+/// A whole tensor, or a part of a tensor, in a file to be written.
 #[derive(Debug, Clone)]
 pub(super) struct TensorSlot {
     pub(super) name: String,
     pub(super) dtype: Dtype,
-    /// Its region in the tensor; the whole tensor in files of whole tensors.
+    /// The region in the tensor; the whole tensor in files of whole tensors.
     pub(super) region: Region,
 }
 
 impl TensorSlot {
-    /// Its length in the file.
+    /// Returns the length in the file in bytes.
     pub(super) fn bytes(&self) -> u64 {
         (self.region.elem_count() * self.dtype.bitsize() / 8) as u64
     }
 }
 
-/// Sorts tensors so that in a file each is aligned to its element size: larger elements first,
-/// otherwise in the order they had.
+/// Sorts tensors so that each is aligned to its element size in a file.
+///
+/// Larger elements come first; otherwise the order stays.
 pub(super) fn sort_by_alignment<T>(things: &mut [T], dtype: impl Fn(&T) -> Dtype) {
     things.sort_by_key(|thing| std::cmp::Reverse(dtype(thing).bitsize()));
 }
 
-/// What a file is a part of, which its header says.
+/// The kind of checkpoint that a file belongs to, which its header states.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum FileKind {
-    /// A distributed checkpoint; the header has, as PyTorch's, the region of each part.
+    /// A distributed checkpoint. As in PyTorch's, the header has the region of each part.
     Shard,
-    /// A full checkpoint; the header names its manifest, so that a missing one is noticed.
+    /// A full checkpoint. The header names its manifest, so that a missing manifest is noticed.
     Full,
-    /// Weights for others.
+    /// Weights for other programs.
     Plain,
 }
 
@@ -51,7 +52,7 @@ pub(super) enum FileKind {
 pub(super) struct TensorFile<'a> {
     io: &'a dyn CheckpointIO,
     path: String,
-    /// Its name in the manifest.
+    /// The file's name in the manifest.
     file: String,
     writer: Box<dyn CheckpointWriter>,
     slots: std::vec::IntoIter<TensorSlot>,
@@ -83,8 +84,9 @@ impl<'a> TensorFile<'a> {
         self.slots.len() == 0
     }
 
-    /// Writes the values of the next slot, of the slot's region and dtype. Returns their chunk;
-    /// `None` if there are no elements.
+    /// Writes the values of the next slot, which have the slot's region and dtype.
+    ///
+    /// Returns their chunk; `None` if the region is empty.
     pub(super) fn put(&mut self, values: &Tensor) -> Result<Option<ChunkEntry>> {
         let location = || self.io.location(&self.path);
         let Some(slot) = self.slots.next() else {
@@ -128,7 +130,7 @@ impl<'a> TensorFile<'a> {
     }
 }
 
-/// The header of a file; the tensors follow without gaps.
+/// Returns the header of a file; the tensors follow without gaps.
 pub(super) fn header(slots: &[TensorSlot], kind: FileKind) -> Result<Vec<u8>> {
     let mut offset = 0;
     let mut entries = serde_json::Map::new();

@@ -9,11 +9,12 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// Whether two tensors of a source have the same shape, dtype and bits. Reads both, a few megabytes
-/// at a time, up to the first difference.
+/// Whether two tensors of a source have the same shape, dtype and bits.
+///
+/// Reads both, a few megabytes at a time, up to the first difference.
 ///
 /// # Errors
-/// If there is no tensor of one of the names, or values cannot be read.
+/// If a name is unknown, or values cannot be read.
 pub fn same_values(source: &dyn TensorSource, a: &str, b: &str) -> Result<bool> {
     let info = |name: &str| {
         source.info(name).ok_or_else(|| {
@@ -52,7 +53,7 @@ pub(super) fn same_region(
     storage::with_bytes(&a, |a| storage::with_bytes(&b, |b| a == b))?
 }
 
-/// The error about two tensors of a source that differ, and are one weight in the model.
+/// Returns the error about two different tensors of a source that are one weight in the model.
 pub(super) fn differ(source: &dyn TensorSource, a: &str, b: &str) -> Error {
     let message = format!(
         "has `{a}` and `{b}`, which differ, and are one weight in the model. Build the model with two weights \

@@ -1,4 +1,4 @@
-//! Quantised weights of a source, as the weights that they stand for.
+//! Unpacking the quantised weights of a source.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -13,25 +13,26 @@ use crate::Result;
 use fulgurite_engine::quantization::{SCALE_SUFFIX, WeightFormat};
 use fulgurite_engine::shard::Region;
 
-/// A source whose [quantised weights](fulgurite_engine::quantization), codes and scales, are
-/// weights again: one tensor each, in f32. The others stay as they are.
+/// A source that unpacks [quantised weights](fulgurite_engine::quantization), codes and scales.
 ///
-/// A quantised weight is recognised by its two tensors: `w`, bytes, and `w_scale`, of which the
-/// shapes go together as those of a [`WeightFormat`].
+/// Each becomes one tensor in f32; other tensors stay as they are.
+///
+/// A quantised weight is recognised by its two tensors: `w` of bytes, and `w_scale`. Their shapes
+/// must match a [`WeightFormat`].
 #[derive(Debug)]
 pub struct UnpackedSource<S> {
     source: S,
-    /// By the name of the codes.
+    /// Quantised weights by the name of their codes.
     packed: BTreeMap<String, (WeightFormat, TensorInfo)>,
 }
 
 impl<S: TensorSource> UnpackedSource<S> {
-    /// `source` with all quantised weights unpacked.
+    /// Unpacks all quantised weights of `source`.
     pub fn new(source: S) -> Self {
         Self::except(source, |_, _| false)
     }
 
-    /// The same, but for those of which `keeps` is true, of the name and shape of the codes.
+    /// Unpacks all quantised weights, except if `keeps` is true for the codes' name and shape.
     pub(super) fn except(source: S, keeps: impl Fn(&str, &[usize]) -> bool) -> Self {
         let of = |name: &str| {
             let codes = source.info(name).filter(|info| info.dtype == Dtype::U8)?;
@@ -68,7 +69,7 @@ impl<S: TensorSource> TensorSource for UnpackedSource<S> {
         }
     }
 
-    /// Of a quantised weight it reads the whole rows of the region.
+    /// For a quantised weight, reads the whole rows of the region.
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
         let Some((format, info)) = self.packed.get(name) else {
             return self.source.read(name, region, dtype, device);

@@ -1,4 +1,4 @@
-//! Model weights in safetensors files of other libraries.
+//! Model weights in other libraries' safetensors files.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,23 +19,25 @@ pub(super) const SUFFIX: &str = ".safetensors";
 pub(super) const SINGLE: &str = "model.safetensors";
 pub(super) const INDEX: &str = "model.safetensors.index.json";
 
-/// The longest index that is read.
+/// Longest index that is read, in bytes.
 const MAX_INDEX: u64 = 256 << 20;
 
-/// The longest file that is read of those that belong to a model and have no weights:
-/// `config.json`, a tokenizer.
+/// Longest companion file that is read, in bytes: `config.json`, a tokenizer.
 pub(super) const MAX_COMPANION: u64 = 256 << 20;
 
-/// A Hugging Face directory (`model.safetensors`, or shards with `model.safetensors.index.json`),
-/// a single `.safetensors` file, or a directory of the shards that PyTorch's
-/// `HuggingFaceStorageWriter` or [`save`](super::save) wrote. As in `transformers`, a single file counts before an
-/// index. Where a tensor is in several shards, the index says which one counts.
+/// Safetensors weights of Hugging Face or of sharded saves.
+///
+/// The path is a Hugging Face directory (`model.safetensors`, or shards with
+/// `model.safetensors.index.json`), a single `.safetensors` file, or a directory of shards. The
+/// shards are from PyTorch's `HuggingFaceStorageWriter` or from [`save`](super::save). As in
+/// `transformers`, a single file takes precedence over an index. If several shards have a tensor,
+/// the index selects the shard.
 ///
 /// Opening reads the files' headers; nothing is collective.
 #[derive(Debug)]
 pub struct SafetensorsSource {
     tensors: StoredTensors,
-    /// The manifest that a file says should be beside it, and is not.
+    /// A manifest that a file names and that is missing.
     missing_manifest: Option<String>,
     /// Whether there is an index beside the single file that is read.
     ignores_index: bool,
@@ -57,7 +59,7 @@ impl SafetensorsSource {
     /// Opens a directory, a `.safetensors` file or an index file.
     ///
     /// # Errors
-    /// If there are no weights, a shard is missing, truncated or damaged, or the parts of a tensor
+    /// If weights are missing, a shard is missing, truncated or damaged, or the parts of a tensor
     /// do not cover it; the message names file and tensor.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
@@ -101,7 +103,7 @@ impl SafetensorsSource {
         Ok(Self { ignores_index, ..read })
     }
 
-    /// The manifest that these weights were saved with, if it is not there.
+    /// Returns the name of the manifest that these weights were saved with, if it is missing.
     pub(super) fn missing_manifest(&self) -> Option<&str> {
         self.missing_manifest.as_deref()
     }
@@ -131,7 +133,7 @@ impl SafetensorsSource {
                     let message = format!("the index says that tensor `{name}` is here; it is not");
                     return Err(Error::checkpoint(place.location(file), message));
                 };
-                // Copies in other shards are left from earlier.
+                // Copies in other shards are leftovers of an earlier save.
                 if parts.len() > 1
                     && !parts.iter().all(|(_, part)| part.is_shard)
                     && let Some(parts) = found.get_mut(name)
@@ -163,7 +165,7 @@ impl SafetensorsSource {
     }
 }
 
-/// The global shape of a tensor that is stored in these parts.
+/// Returns the global shape of a tensor that is stored in these parts.
 fn assemble(parts: &[(usize, StoredPart)]) -> Result<Vec<usize>, String> {
     let first = &parts[0].1;
     let same =
@@ -204,13 +206,14 @@ pub(super) fn with_index(
     }
 }
 
-/// The target of a link, if there is nothing.
+/// Returns the target of a dangling link.
 fn dangling(path: &Path) -> Option<PathBuf> {
     std::fs::read_link(path).ok().filter(|_| !path.exists())
 }
 
-/// The error about a path without weights, which says what of the files there may have been meant.
-/// `names` are those of a directory's files.
+/// Returns the error about a path without weights, which points to files that may have been meant.
+///
+/// `names` are the names of a directory's files.
 fn no_weights(path: &Path, names: &[String]) -> Error {
     let mut message = format!(
         "there are no weights here: expected {SINGLE}, {INDEX} with its shards, or a {SUFFIX} file"
@@ -223,7 +226,7 @@ fn no_weights(path: &Path, names: &[String]) -> Error {
     let entries = std::fs::read_dir(path).into_iter().flatten().flatten();
     let mut links: Vec<PathBuf> =
         entries.map(|entry| entry.path()).filter(|path| dangling(path).is_some()).collect();
-    // First those that the weights would be.
+    // Links to weights come first.
     let is_config = |link: &PathBuf| link.extension().is_some_and(|e| e == "json" || e == "txt");
     links.sort_by_key(|link| (is_config(link), link.clone()));
     if let Some((link, target)) = links.first().and_then(|link| Some((link, dangling(link)?))) {
@@ -259,7 +262,7 @@ fn missing(error: Error, location: &Path, file: &str, index: Option<&Index>) -> 
     }
 }
 
-/// The warning about files of a full checkpoint without this manifest.
+/// Returns the warning about files of a full checkpoint without this manifest.
 pub(super) fn without_manifest(manifest: &str) -> String {
     format!(
         "it was saved as a full checkpoint, and its manifest {manifest} is missing: nothing says which \
@@ -274,7 +277,7 @@ impl TensorSource for SafetensorsSource {
     }
 
     fn names(&self) -> Vec<&str> {
-        // A table in older Llama files, which programs compute.
+        // Older Llama files have this table, which programs compute.
         let computed = |name: &&str| !name.ends_with(".rotary_emb.inv_freq");
         self.tensors.names().into_iter().filter(computed).collect()
     }

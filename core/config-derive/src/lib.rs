@@ -1,5 +1,6 @@
-//! The derive macro `Documented`: the keys of a configuration's table, with the documentation comments of a
-//! struct's fields. `fulgurite` and `fulgurite-core` export it beside the trait.
+//! The derive macro `Documented`: a configuration table's keys, documented by the struct's fields.
+//!
+//! `fulgurite` and `fulgurite-core` export it beside the trait.
 //!
 //! ```ignore
 //! use fulgurite::prelude::*;
@@ -26,7 +27,7 @@ pub fn documented_for_plugins(item: TokenStream) -> TokenStream {
     expand(item, "::fulgurite_core::config")
 }
 
-/// For the crates of which `fulgurite-core` is made.
+/// For the crates inside `fulgurite-core`.
 #[proc_macro_derive(Documented, attributes(serde))]
 pub fn documented(item: TokenStream) -> TokenStream {
     expand(item, "::fulgurite_config")
@@ -45,7 +46,7 @@ fn expand(item: TokenStream, config: &str) -> TokenStream {
 struct Field {
     key: String,
     ty: String,
-    /// Literals.
+    /// Source text of the literals.
     doc: Vec<String>,
     skipped: bool,
 }
@@ -80,7 +81,7 @@ fn implementation(config: &str, name: &str, fields: &[Field]) -> String {
     )
 }
 
-/// The name of a struct, and its fields.
+/// Returns the name of a struct, and its fields.
 fn parse(item: TokenStream) -> Result<(String, Vec<Field>), String> {
     let mut tokens = item.into_iter().skip_while(|token| token.to_string() != "struct").skip(1);
     let name = match tokens.next() {
@@ -119,7 +120,7 @@ fn fields(stream: TokenStream) -> Result<Vec<Field>, String> {
                 if field.key.is_empty() {
                     field.key = name.to_string().trim_start_matches("r#").to_owned();
                 }
-                // The colon, and the type up to the comma that is not within `<…>`.
+                // Skips the colon, then reads the type up to the first comma outside of `<…>`.
                 tokens.next();
                 let (mut ty, mut depth) = (TokenStream::new(), 0);
                 for token in tokens.by_ref() {

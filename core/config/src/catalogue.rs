@@ -1,11 +1,11 @@
-//! All keys that a program's configuration can have, by which messages say where a key belongs.
+//! All possible keys of a program's configuration, so that messages can say where a key belongs.
 
 use super::KeyDoc;
 use super::plugin::kind_descriptors;
 use super::reference::option_keys;
 use crate::registry::plugins;
 
-/// A table of the configuration that a crate declares with [`register_table!`](crate::register_table).
+/// A configuration table that a crate declares with [`register_table!`](crate::register_table).
 #[derive(Debug, Clone, Copy)]
 pub struct TableDescriptor {
     /// The table's path: `trainer`; empty for the top level.
@@ -16,9 +16,10 @@ pub struct TableDescriptor {
 
 inventory::collect!(TableDescriptor);
 
-/// Makes a table of the configuration known to messages: `register_table!("trainer", TrainerConfig::keys)`.
-/// An unknown key that this table has is told so. The tables of one program are named with
-/// [`ConfigLayers::known_table`](crate::ConfigLayers::known_table).
+/// Registers a table for messages: `register_table!("trainer", TrainerConfig::keys)`.
+///
+/// The message about an unknown key then points to this table if it has the key. A program names
+/// its own tables with [`ConfigLayers::known_table`](crate::ConfigLayers::known_table).
 #[macro_export]
 macro_rules! register_table {
     ($path:literal, $keys:expr) => {
@@ -28,19 +29,19 @@ macro_rules! register_table {
     };
 }
 
-/// A table of one program and its keys.
+/// A program's own table and its keys.
 pub(crate) type KnownTable = (&'static str, Vec<KeyDoc>);
 
-/// A key that the configuration can have.
+/// A possible key of the configuration.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(crate) struct KnownKey {
     /// The table's path; empty for the top level.
     pub table: String,
     /// The key, without its table.
     pub name: String,
-    /// For an option of a plugin: its kind, and its name.
+    /// For a plugin's option: the plugin's kind and name.
     pub plugin: Option<(&'static str, &'static str)>,
-    /// Whether the plugin is one of a list.
+    /// Whether the plugin is an item of a list.
     pub in_list: bool,
 }
 
@@ -49,7 +50,7 @@ impl KnownKey {
         Self { table: table.to_owned(), name: key.name.to_string(), plugin: None, in_list: false }
     }
 
-    /// The path of the key: `trainer.max_steps`.
+    /// Returns the path of the key: `trainer.max_steps`.
     pub(crate) fn path(&self) -> String {
         match self.table.as_str() {
             "" => self.name.clone(),
@@ -58,7 +59,7 @@ impl KnownKey {
     }
 }
 
-/// All keys, sorted: of registered tables, of `known`, and the options of plugins.
+/// Returns all keys, sorted: of registered tables, of `known`, and the options of plugins.
 pub(crate) fn known_keys(known: &[KnownTable]) -> Vec<KnownKey> {
     let mut tables = registered();
     tables.extend(known.iter().cloned());
@@ -81,7 +82,7 @@ pub(crate) fn known_keys(known: &[KnownTable]) -> Vec<KnownKey> {
     keys
 }
 
-/// The tables that crates have registered.
+/// Returns the tables that crates have registered.
 pub(crate) fn registered() -> Vec<KnownTable> {
     inventory::iter::<TableDescriptor>().map(|table| (table.path, (table.keys)())).collect()
 }

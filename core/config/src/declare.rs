@@ -1,4 +1,4 @@
-//! Declaring a table of the configuration once: for serde, for rustdoc and for the reference.
+//! Declaring a configuration table once: for serde, for rustdoc and for the reference.
 
 use std::any::TypeId;
 use std::borrow::Cow;
@@ -8,10 +8,10 @@ use std::path::PathBuf;
 
 use super::PluginValue;
 
-/// One key of a table, as the reference lists it.
+/// A key of a table, for the reference.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct KeyDoc {
-    /// The key, without the table it is in.
+    /// The key, without its table.
     pub name: Cow<'static, str>,
     /// The type of its values, in words: `integer`, `list of string`.
     pub ty: String,
@@ -19,17 +19,19 @@ pub struct KeyDoc {
     pub doc: &'static str,
 }
 
-/// A table of the configuration that can describe its keys, for `--help`, the reference and the JSON schema.
+/// A configuration table that can describe its keys, for `--help`, the reference and the JSON
+/// schema.
 ///
-/// `#[derive(Documented)]` beside serde's derives implements it by the fields' documentation comments, as does
-/// [`config_struct!`](crate::config_struct).
+/// `#[derive(Documented)]` beside serde's derives implements it from the fields' documentation
+/// comments, and so does [`config_struct!`](crate::config_struct).
 pub trait Documented {
     /// All keys, in order of declaration.
     fn keys() -> Vec<KeyDoc>;
 }
 
-/// A [`Documented`] type of this program, for those who know it by a type parameter alone. The derive macro and
-/// [`config_struct!`](crate::config_struct) submit one.
+/// A [`Documented`] type of this program, which can be found by its type id.
+///
+/// The derive macro and [`config_struct!`](crate::config_struct) submit one.
 pub struct DocumentedType {
     id: fn() -> TypeId,
     keys: fn() -> Vec<KeyDoc>,
@@ -38,19 +40,19 @@ pub struct DocumentedType {
 inventory::collect!(DocumentedType);
 
 impl DocumentedType {
-    /// That of `T`.
+    /// Describes `T`.
     pub const fn new<T: Documented + 'static>() -> Self {
         Self { id: TypeId::of::<T>, keys: T::keys }
     }
 }
 
-/// The keys of `T` if it is [`Documented`].
+/// Returns the keys of `T` if it is [`Documented`].
 pub fn documented_keys<T: 'static>() -> Option<Vec<KeyDoc>> {
     let mut documented = inventory::iter::<DocumentedType>();
     documented.find(|of| (of.id)() == TypeId::of::<T>()).map(|of| (of.keys)())
 }
 
-/// For the derive macro: the words for a type, none if it has none.
+/// For the derive macro: the description of a type, empty if the type lacks one.
 #[doc(hidden)]
 #[derive(Debug)]
 pub struct Words<T>(PhantomData<T>);
@@ -70,7 +72,7 @@ impl<T: ConfigType> KnownWords for Words<T> {
     }
 }
 
-/// The second choice: one more reference away.
+/// The second choice of the method lookup: it takes one more reference.
 #[doc(hidden)]
 pub trait UnknownWords {
     fn words(&self) -> String;
@@ -139,7 +141,7 @@ impl<T: ConfigType> ConfigType for (T, T) {
     }
 }
 
-/// Declares a table of the configuration: a struct whose fields have documentation and defaults.
+/// Declares a configuration table: a struct whose fields have documentation and defaults.
 ///
 /// The struct is `Serialize`, `Deserialize` (every key optional, unknown keys refused), `Default`
 /// and [`Documented`](crate::Documented). The calling crate needs `serde` with `derive`.

@@ -1,8 +1,9 @@
 //! A serde deserializer over TOML values that reports the path of an error.
 //!
 //! toml's deserializer loses the path of an error inside a plugin's table, because typetag passes
-//! errors on as text, and serde's derive ignores unknown keys by default. This one records path and
-//! structured [`Problem`] where an error arises, and makes every unknown key an error.
+//! errors on as text. And serde's derive ignores unknown keys by default. This deserializer records
+//! the path and a structured [`Problem`] where an error arises, and makes every unknown key an
+//! error.
 
 use std::cell::RefCell;
 use std::fmt;
@@ -22,14 +23,15 @@ use crate::{Error, Result};
 /// Turns a whole configuration into `T`.
 ///
 /// # Errors
-/// [`Error::Config`] with the full path of the key at fault, what was expected and, for a
-/// misspelt key, the nearest one.
+/// [`Error::Config`] with the full path of the wrong key, the expectation and, for a misspelt key,
+/// the nearest key.
 pub fn parse<T: DeserializeOwned>(table: Table) -> Result<T> {
     parse_at("", table)
 }
 
-/// Turns the table that lies at `path` of a configuration (`trainer.loggers[0]`; may be empty) into
-/// `T`. The path is for messages alone.
+/// Turns the table at `path` of a configuration into `T`.
+///
+/// The path (`trainer.loggers[0]`; may be empty) is only for messages.
 ///
 /// # Errors
 /// As for [`parse`].
@@ -38,7 +40,7 @@ pub fn parse_at<T: DeserializeOwned>(path: &str, table: Table) -> Result<T> {
         .map_err(|(p, problem)| Error::Config(render(&p, &problem, &[])))
 }
 
-/// Like [`parse`] of a value at `base`; the error is the path and the problem, not yet a message.
+/// Parses a value at `base`; the error is the path and the problem, not yet a message.
 pub(crate) fn deserialize<T: DeserializeOwned>(
     base: Vec<PathSegment>,
     value: &Value,
@@ -53,7 +55,7 @@ pub(crate) fn deserialize<T: DeserializeOwned>(
 struct Context {
     /// The path of the value that is being deserialized.
     path: RefCell<Vec<PathSegment>>,
-    /// The innermost error so far and its path: typetag turns it into text on the way out.
+    /// The innermost error so far and its path; typetag turns errors into text on the way out.
     first: RefCell<Option<(Vec<PathSegment>, Problem)>>,
 }
 
@@ -104,7 +106,8 @@ impl<'de> Node<'de> {
         table: &'de Table,
         visitor: V,
     ) -> Result<V::Value, Problem> {
-        // typetag streams what follows the tag, and buffers (losing paths) what comes before it.
+        // typetag streams the keys after the tag, but buffers the keys before it and loses their
+        // paths.
         let tag = table.get_key_value("type");
         let rest = table.iter().filter(|(key, _)| *key != "type");
         visitor.visit_map(Entries {
@@ -186,7 +189,7 @@ impl<'de> Deserializer<'de> for Node<'de> {
     }
 }
 
-/// Takes nothing in an enum's place, and says its words where serde would say its name.
+/// A visitor that accepts nothing in an enum's place; its error lists the enum's words.
 struct Words<T>(&'static [&'static str], PhantomData<T>);
 
 impl<T> Visitor<'_> for Words<T> {

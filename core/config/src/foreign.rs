@@ -1,6 +1,6 @@
-//! Names that other libraries have for keys and plugins: Lightning, PyTorch, transformers, DeepSpeed.
+//! Other libraries' names for keys and plugins: Lightning, PyTorch, transformers, DeepSpeed.
 
-/// Words that users of other libraries write, and the path of the key for it.
+/// Words of other libraries, and the path of the corresponding key.
 #[rustfmt::skip]
 const KEYS: &[(&[&str], &str)] = &[
     (&["gpus", "n_gpu", "ngpus", "num_gpus", "tpu_cores", "num_processes", "nproc_per_node", "world_size"], "trainer.devices"),
@@ -63,7 +63,7 @@ const KEYS: &[(&[&str], &str)] = &[
     (&["dataset_text_field", "text_column"], "data.text_key"),
 ];
 
-/// Words without a key here, with advice.
+/// Words without a corresponding key, with advice.
 #[rustfmt::skip]
 const WITHOUT_KEY: &[(&[&str], &str)] = &[
     (&["deterministic", "benchmark", "full_determinism"], "runs are deterministic without a key"),
@@ -85,7 +85,7 @@ const WITHOUT_KEY: &[(&[&str], &str)] = &[
      "there are no classes to name; several files stack with `--config a.toml --config b.toml`"),
 ];
 
-/// Names of plugins elsewhere, by kind, and the name here.
+/// Other libraries' names of plugins, by kind, and Fulgurite's name.
 #[rustfmt::skip]
 const PLUGINS: &[(&str, &[&str], &str)] = &[
     ("strategy", &["dp", "ddp_spawn", "ddp_fork", "ddp_notebook", "ddp_find_unused_parameters_true",
@@ -113,7 +113,7 @@ const PLUGINS: &[(&str, &[&str], &str)] = &[
     ("callback", &["lr_finder", "learning_rate_finder_callback"], "learning_rate_finder"),
 ];
 
-/// Names of plugins elsewhere without a counterpart, by kind, with advice.
+/// Other libraries' names of plugins without a counterpart, by kind, with advice.
 #[rustfmt::skip]
 const WITHOUT_PLUGIN: &[(&str, &[&str], &str)] = &[
     ("scheduler", &["reduce_lr_on_plateau", "reduce_on_plateau"], "the callback `reduce_lr_on_plateau` does it (`trainer.callbacks`)"),
@@ -125,23 +125,23 @@ const WITHOUT_PLUGIN: &[(&str, &[&str], &str)] = &[
     ("accelerator", &["mps", "metal", "tpu", "xla", "rocm", "hip"], "there is none for this device"),
 ];
 
-/// The paths of keys here that a word of another library may mean.
+/// Returns the paths of Fulgurite's keys that another library's word may mean.
 pub(crate) fn keys(word: &str) -> Vec<&'static str> {
     let of_word = KEYS.iter().filter(|(words, _)| is_one_of(word, words, letters));
     of_word.map(|(_, key)| *key).collect()
 }
 
-/// Advice for a key of another library without a counterpart.
+/// Returns advice for another library's key without a counterpart.
 pub(crate) fn without_key(word: &str) -> Option<&'static str> {
     WITHOUT_KEY.iter().find(|(words, _)| is_one_of(word, words, letters)).map(|(_, advice)| *advice)
 }
 
-/// The plugin that a name of another library means.
+/// Returns the plugin that another library's name means.
 pub(crate) fn plugin(kind: &str, word: &str) -> Option<&'static str> {
     find(PLUGINS, kind, word)
 }
 
-/// Advice for a plugin of another library without a counterpart.
+/// Returns advice for another library's plugin without a counterpart.
 pub(crate) fn without_plugin(kind: &str, word: &str) -> Option<&'static str> {
     find(WITHOUT_PLUGIN, kind, word)
 }
@@ -156,13 +156,16 @@ fn is_one_of(word: &str, words: &[&str], form: fn(&str) -> String) -> bool {
     words.iter().any(|other| form(other) == word)
 }
 
-/// A name's letters and digits in lower case: `maxSteps`, `max-steps` and `max_steps` are one.
+/// Reduces a name to its letters and digits in lower case.
+///
+/// So `maxSteps`, `max-steps` and `max_steps` become equal.
 pub(crate) fn letters(name: &str) -> String {
     name.chars().filter(|c| c.is_alphanumeric()).flat_map(char::to_lowercase).collect()
 }
 
-/// [`letters`] of a plugin's name without the kind at its end: `CSVLogger` and `csv` are one, and so are
-/// `StepLR` and `step`.
+/// Reduces a plugin's name to its [`letters`], without the kind at its end.
+///
+/// So `CSVLogger` becomes `csv`, and `StepLR` becomes `step`.
 pub(crate) fn plain(name: &str) -> String {
     let mut plain = letters(name);
     for end in ["callback", "logger", "strategy", "scheduler", "optimizer", "lr"] {
@@ -178,7 +181,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_word_has_one_meaning() {
+    fn each_word_has_one_meaning() {
         let mut words: Vec<String> = KEYS
             .iter()
             .flat_map(|(words, _)| *words)
@@ -192,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn spellings_of_a_name_are_one() {
+    fn spellings_of_a_name_are_equal() {
         for (one, other) in [
             ("EarlyStopping", "early_stopping"),
             ("CSVLogger", "csv"),

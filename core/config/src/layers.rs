@@ -15,7 +15,7 @@ use super::suggest::for_variable;
 use crate::{Error, Result};
 use fulgurite_error::files::read_regular_text;
 
-/// The longest configuration file that is read.
+/// Longest configuration file that is read, in bytes.
 const MAX_FILE: u64 = 16 << 20;
 
 /// A stack of configurations. Later layers win:
@@ -26,7 +26,7 @@ const MAX_FILE: u64 = 16 << 20;
 /// - a key of a later layer removes the keys that it [excludes](Self::exclusive_keys);
 /// - `"name"` and `{ type = "name" }` are equal, so a table over a name adds options to it;
 /// - a string that begins with `~/` is a path in the home directory; one with `~user/` is refused;
-/// - an override `key=null` takes away what the layers below have at that key.
+/// - an override `key=null` removes the key's value in the layers below.
 ///
 /// ```
 /// # use fulgurite_core::config::ConfigLayers;
@@ -44,11 +44,11 @@ pub struct ConfigLayers {
     known: Vec<KnownTable>,
     /// Tables, and groups of keys in them.
     exclusive: Vec<(&'static str, ExclusiveKeys)>,
-    /// Variables that have the prefix of keys and set nothing.
+    /// Variables with the prefix of keys that do not set a key.
     stray: Stray,
 }
 
-/// Variables of the environment with the prefix of keys that name neither a key nor a known variable.
+/// Environment variables with the prefix of keys that name neither a key nor a known variable.
 #[derive(Debug, Clone, Default)]
 struct Stray {
     prefix: String,
@@ -58,17 +58,17 @@ struct Stray {
     known: Vec<String>,
 }
 
-/// Groups of keys. At most one of a group is to be set.
+/// Groups of keys. Only one key of a group may be set.
 type ExclusiveKeys = &'static [&'static [&'static str]];
 
 #[derive(Debug, Clone)]
 struct Layer {
-    /// The file or override, for messages; `None` for defaults of the program.
+    /// The file or override, for messages; `None` for the program's defaults.
     origin: Option<String>,
     table: Table,
     /// Whether it is one `--set` override.
     is_override: bool,
-    /// The key that it takes away.
+    /// The key that the override removes.
     removes: Option<Vec<String>>,
 }
 
@@ -79,7 +79,7 @@ impl Layer {
 }
 
 impl ConfigLayers {
-    /// No layers.
+    /// Creates an empty stack.
     pub fn new() -> Self {
         Self::default()
     }
@@ -95,17 +95,19 @@ impl ConfigLayers {
         self
     }
 
-    /// Names the keys of a table of this program for messages: where such a key is found in another table,
-    /// the message suggests `name.key`. Tables of crates are known by
-    /// [`register_table!`](crate::register_table).
+    /// Names the keys of a program's own table, for messages.
+    ///
+    /// If such a key is found in another table, the message suggests `name.key`. Tables of crates
+    /// are known by [`register_table!`](crate::register_table).
     pub fn known_table(mut self, name: &'static str, keys: Vec<KeyDoc>) -> Self {
         self.known.push((name, keys));
         self
     }
 
-    /// Names groups of keys of a top-level table that exclude each other. A layer that sets one of
-    /// a group removes the others from the layers before it. So a program's default does not
-    /// exclude the user's choice.
+    /// Names groups of keys of a top-level table that exclude each other.
+    ///
+    /// A layer that sets a key of a group removes the group's other keys from earlier layers. So a
+    /// program's default does not exclude the user's choice.
     ///
     /// ```
     /// # use fulgurite_core::config::ConfigLayers;
@@ -126,12 +128,14 @@ impl ConfigLayers {
         self
     }
 
-    /// Adds a TOML file, a regular one of at most 16 MiB. Relative paths in it are relative to the working
-    /// directory of the process, as on the command line.
+    /// Adds a TOML file, a regular file of at most 16 MiB.
+    ///
+    /// Relative paths in it are relative to the working directory of the process, as on the command
+    /// line.
     ///
     /// # Errors
-    /// [`Error::Io`] if it cannot be read, [`Error::Config`] if it is not TOML, or YAML or JSON by its name;
-    /// all name it.
+    /// [`Error::Io`] if the file cannot be read. [`Error::Config`] if it is not TOML, or if its
+    /// name says YAML or JSON. All errors name the file.
     pub fn file(self, path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let extension = path.extension().map(|extension| extension.to_ascii_lowercase());
@@ -155,10 +159,10 @@ impl ConfigLayers {
         self.text(path.display(), &text)
     }
 
-    /// Adds TOML text; messages call it `name`.
+    /// Adds TOML text, which messages call `name`.
     ///
     /// # Errors
-    /// [`Error::Config`] if it is not TOML.
+    /// [`Error::Config`] if the text is not TOML.
     pub fn text(self, name: impl std::fmt::Display, text: &str) -> Result<Self> {
         let mut table = text.parse::<Table>().map_err(|error| {
             let hint = error.span().map_or("", |span| syntax_hint(text, span.start));
@@ -168,10 +172,12 @@ impl ConfigLayers {
         Ok(self.with(Some(name.to_string()), table))
     }
 
-    /// Adds one override, `a.b.c=value`. The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`, `{
-    /// type = "fsdp" }`); anything that is not TOML is a string (`fsdp`, `data/train.txt`). Among
-    /// consecutive overrides, a `type` may come before or after the options beside it. The value `null` takes
-    /// away what the layers below have at the key; the text is `'"null"'`.
+    /// Adds one override, `a.b.c=value`.
+    ///
+    /// The value is TOML (`3`, `1e-4`, `true`, `["x", "y"]`, `{ type = "fsdp" }`); any other text
+    /// is a string (`fsdp`, `data/train.txt`). Among consecutive overrides, a `type` may come
+    /// before or after the options beside it. The value `null` removes the key's value in the
+    /// layers below; the text is `'"null"'`.
     ///
     /// # Errors
     /// [`Error::Config`] without a `=`, for a malformed key, or for a list, table or quoted string
@@ -182,7 +188,7 @@ impl ConfigLayers {
         self.override_with(origin, path, text)
     }
 
-    /// Adds the override of one key; `origin` is what messages call it.
+    /// Adds the override of one key; messages call it `origin`.
     fn override_with(mut self, origin: String, path: Vec<String>, text: &str) -> Result<Self> {
         let wrong = |why: String| Error::Config(format!("{origin}: {why}"));
         let mut layer = Layer::new(Some(origin.clone()), Table::new());
@@ -204,15 +210,17 @@ impl ConfigLayers {
         Ok(self)
     }
 
-    /// Adds the overrides among the variables of an environment: with the prefix `FULGURITE_`, the variable
-    /// `FULGURITE_TRAINER__MAX_STEPS` is the key `trainer.max_steps`. Its value is read as that of
-    /// [`set`](Self::set). A variable without `__` is an override only if it names one of `top_level`.
-    /// Other variables of that prefix that the program has are named in `others`, without the prefix; the rest
-    /// is kept for [`check_variables`](Self::check_variables).
+    /// Adds the overrides among environment variables.
+    ///
+    /// With the prefix `FULGURITE_`, the variable `FULGURITE_TRAINER__MAX_STEPS` is the key
+    /// `trainer.max_steps`. Its value is read as in [`set`](Self::set). A variable without `__` is
+    /// an override only if it names one of `top_level`. `others` are the program's other variables
+    /// with the prefix, written without it. The rest is kept for
+    /// [`check_variables`](Self::check_variables).
     ///
     /// # Errors
-    /// [`Error::Config`], with the variable's name, for a part of a key that is empty, for text that is not
-    /// UTF-8, and as [`set`](Self::set) for the value.
+    /// [`Error::Config`], with the variable's name, for an empty part of a key, for text that is
+    /// not UTF-8, and as [`set`](Self::set) for the value.
     pub fn environment(
         mut self,
         prefix: &str,
@@ -227,7 +235,7 @@ impl ConfigLayers {
                 name.strip_prefix(prefix).is_some_and(|name| !others.contains(&name))
             })
             .collect();
-        // The order of an environment is arbitrary.
+        // The environment has an arbitrary order.
         found.sort();
         let is_key = |(name, _): &(String, OsString)| {
             let key = name[prefix.len()..].to_lowercase();
@@ -253,12 +261,14 @@ impl ConfigLayers {
         })
     }
 
-    /// Checks the remaining variables with the prefix of keys, which have no effect. Returns those that resemble
-    /// neither a key nor a known variable: another program may own them.
+    /// Checks the remaining variables with the prefix of keys, which do not have an effect.
+    ///
+    /// Returns the variables that resemble neither a key nor a known variable: another program may
+    /// own them.
     ///
     /// # Errors
-    /// [`Error::Config`] if a variable resembles a key, such as `FULGURITE_TRAINER_MAX_STEPS` with one underscore,
-    /// or a known variable.
+    /// [`Error::Config`] if a variable resembles a key, such as `FULGURITE_TRAINER_MAX_STEPS` with
+    /// one underscore, or a known variable.
     pub fn check_variables(&self) -> Result<&[String]> {
         let Stray { prefix, names, known } = &self.stray;
         let known: Vec<&str> = known.iter().map(String::as_str).collect();
@@ -279,7 +289,7 @@ impl ConfigLayers {
         self
     }
 
-    /// The merged table.
+    /// Returns the merged table.
     pub fn resolve(&self) -> Table {
         let mut merged = Table::new();
         // Consecutive overrides are merged with each other first, so that a `type` among them
@@ -299,7 +309,7 @@ impl ConfigLayers {
         merged
     }
 
-    /// Takes from `merged` the keys that those of `later` exclude.
+    /// Removes from `merged` the keys that are excluded by keys of `later`.
     fn take_excluded(&self, merged: &mut Table, later: &Table) {
         for (name, groups) in &self.exclusive {
             let Some(later) = later.get(*name).and_then(Value::as_table) else { continue };
@@ -317,15 +327,15 @@ impl ConfigLayers {
         }
     }
 
-    /// The merged table as a `T`.
+    /// Parses the merged table as a `T`.
     ///
     /// # Errors
-    /// As [`parse`](super::parse), and names the file or override that the key is from.
+    /// As [`parse`](super::parse); also names the file or override that set the key.
     pub fn parse<T: DeserializeOwned>(&self) -> Result<T> {
         deserialize(Vec::new(), &Value::Table(self.resolve())).map_err(|e| self.error(e))
     }
 
-    /// The table `key` of the merged configuration as a `T`; empty if no layer has it.
+    /// Parses the table `key` of the merged configuration as a `T`; empty if no layer has it.
     ///
     /// # Errors
     /// As [`parse`](Self::parse).
@@ -342,7 +352,7 @@ impl ConfigLayers {
         }
     }
 
-    /// The origin of the topmost layer that sets `path`; `None` if that is a default of the
+    /// Returns the origin of the topmost layer that sets `path`; `None` for a default of the
     /// program.
     fn origin(&self, path: &[PathSegment]) -> Option<&str> {
         if path.is_empty() {
@@ -365,7 +375,7 @@ fn mentions(table: &Table, path: &[PathSegment]) -> bool {
                 Some(inner) => value = inner,
                 None => return false,
             },
-            // A name, which is short for a table with this `type`.
+            // A name is short for a table with this `type`.
             Value::String(_) => return key == "type",
             _ => return true,
         }
@@ -411,7 +421,7 @@ fn with_type(name: &str) -> Table {
     Table::from_iter([("type".to_owned(), Value::String(name.to_owned()))])
 }
 
-/// What was meant by text that is no TOML at this place, if it is JSON, YAML or Python there.
+/// Returns a hint about text that is not TOML here, but looks like JSON, YAML or Python.
 fn syntax_hint(text: &str, at: usize) -> &'static str {
     if text.trim_start().starts_with('{') {
         return "\nThis looks like JSON; a configuration is TOML.";
@@ -431,7 +441,7 @@ fn syntax_hint(text: &str, at: usize) -> &'static str {
     }
 }
 
-/// Takes the value at a path away, if there is one.
+/// Removes the value at a path, if there is one.
 fn remove(table: &mut Table, path: &[String]) {
     match path {
         [] => {}
@@ -444,7 +454,7 @@ fn remove(table: &mut Table, path: &[String]) {
     }
 }
 
-/// Puts the home directory in place of `~` in strings that begin with `~/`.
+/// Replaces `~` by the home directory in strings that begin with `~/`.
 fn expand_home(table: &mut Table) -> Result<(), String> {
     fn expand(value: &mut Value) -> Result<(), String> {
         match value {
@@ -471,14 +481,14 @@ fn expand_home(table: &mut Table) -> Result<(), String> {
     table.iter_mut().try_for_each(|(_, value)| expand(value))
 }
 
-/// The path of the key and the text of the value of `a.b.c=value`.
+/// Splits `a.b.c=value` into the path of the key and the text of the value.
 fn split_assignment(assignment: &str) -> Result<(Vec<String>, &str)> {
     let wrong = |why: &str| {
         Err(Error::Config(format!(
             "--set {assignment}: {why}; expected key=value, such as trainer.max_steps=100"
         )))
     };
-    // A quoted key may contain `=`: the first `=` with a well-formed key before it is the one.
+    // A quoted key may contain `=`: the split is at the first `=` after a well-formed key.
     let mut splits = assignment.match_indices('=').map(|(at, _)| assignment.split_at(at));
     let found = splits.find_map(|(key, rest)| {
         let one_line = !key.contains(['\n', '#']) && !key.trim_start().starts_with('[');
@@ -495,7 +505,7 @@ fn split_assignment(assignment: &str) -> Result<(Vec<String>, &str)> {
     }
 }
 
-/// The path of the leaf of nested tables that have one entry each.
+/// Returns the path of the leaf of nested tables that have one entry each.
 fn leaf_path(table: &Table) -> Vec<String> {
     let Some((key, value)) = table.iter().next() else { return Vec::new() };
     let mut path = vec![key.clone()];
@@ -522,16 +532,16 @@ fn parse_value(text: &str) -> Result<Value, String> {
     }
 }
 
-/// A configuration as a TOML table; keys that are `None` are left out.
+/// Converts a configuration to a TOML table; keys that are `None` are left out.
 ///
 /// # Errors
-/// [`Error::Config`] if TOML cannot hold it (an integer above `i64::MAX`).
+/// [`Error::Config`] if TOML cannot represent it (an integer above `i64::MAX`).
 pub fn to_table(config: &impl Serialize) -> Result<Table> {
     Table::try_from(config)
         .map_err(|error| Error::Config(format!("the configuration does not fit TOML: {error}")))
 }
 
-/// A configuration as TOML text, keys in order of declaration.
+/// Converts a configuration to TOML text, with keys in order of declaration.
 ///
 /// # Errors
 /// As [`to_table`].

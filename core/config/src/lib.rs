@@ -17,9 +17,9 @@
 //! ```
 //!
 //! - [`ConfigLayers`] stacks files and `--set` overrides.
-//! - [`parse`] turns a table into any `Deserialize` type. An unknown key is an error everywhere,
-//!   also for types without `deny_unknown_fields`.
-//! - [`PluginValue`] and [`plugin`] read the value that chooses a plugin: `"name"` or
+//! - [`parse`] turns a table into any `Deserialize` type. An unknown key is always an error, even
+//!   for types without `deny_unknown_fields`.
+//! - [`PluginValue`] and [`plugin`] read a value that selects a plugin: `"name"` or
 //!   `{ type = "name", … }`.
 //! - [`config_struct!`](crate::config_struct) declares a table once, for serde and for the
 //!   generated [`reference`](mod@reference).

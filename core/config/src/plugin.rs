@@ -1,8 +1,8 @@
-//! Values that choose a plugin: `"name"`, or `{ type = "name", option = … }`.
+//! Values that select a plugin: `"name"`, or `{ type = "name", option = … }`.
 //!
 //! A field can have one of two types. A [`PluginValue`] keeps name and options, and is built later.
-//! A `Box<dyn Trait>` is built while the configuration is read, by the `deserialize_with` of this
-//! module:
+//! A `Box<dyn Trait>` is built while the configuration is read, with this module's
+//! `deserialize_with` function:
 //!
 //! ```
 //! use fulgurite_core::config::{self, plugin};
@@ -64,7 +64,7 @@ pub struct PluginValue {
 }
 
 impl PluginValue {
-    /// The plugin of this name with its default options.
+    /// Selects the plugin of this name with its default options.
     pub fn new(name: impl Into<String>) -> Self {
         Self { name: name.into(), options: Table::new() }
     }
@@ -75,27 +75,29 @@ impl PluginValue {
         self
     }
 
-    /// Name and options as one table, the name under `type`.
+    /// Returns name and options as one table, with the name under `type`.
     pub fn to_table(&self) -> Table {
         let mut table = self.options.clone();
         table.insert("type".to_owned(), Value::String(self.name.clone()));
         table
     }
 
-    /// Builds the plugin's configuration: `T` is the `Box<dyn Trait>` of a typetag trait of this
-    /// [`kind`](registry::kind). `path` is the key of this value in the configuration, for
-    /// messages.
+    /// Builds the plugin's configuration.
+    ///
+    /// `T` is the `Box<dyn Trait>` of a typetag trait of this [`kind`](registry::kind). `path` is
+    /// the key of this value in the configuration, for messages.
     ///
     /// # Errors
-    /// [`Error::UnknownPlugin`] if no linked crate provides it; [`Error::Config`] with the full
-    /// path for a wrong option.
+    /// [`Error::UnknownPlugin`] if no linked crate provides the plugin; [`Error::Config`] with the
+    /// full path for a wrong option.
     pub fn build<T: DeserializeOwned>(&self, kind: &'static str, path: &str) -> Result<T> {
         registry::require(kind, &self.name)?;
         parse_at(path, self.to_table())
     }
 
-    /// Checks that the plugin is linked and takes these options. `kind` and `path` as in
-    /// [`build`](Self::build).
+    /// Checks that the plugin is linked and takes these options.
+    ///
+    /// `kind` and `path` are as in [`build`](Self::build).
     ///
     /// # Errors
     /// As [`build`](Self::build).
@@ -115,7 +117,7 @@ impl From<&str> for PluginValue {
 }
 
 impl Serialize for PluginValue {
-    /// A string if there are no options, else a table with `type` first.
+    /// Writes a string if there are no options, else a table with `type` first.
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
         if self.options.is_empty() {
             return serializer.serialize_str(&self.name);
@@ -165,8 +167,9 @@ impl<'de> Deserialize<'de> for PluginValue {
 
 const EXPECTING: &str = "a name or a table with a `type`";
 
-/// The trait object of a kind of plugin. [`plugin_kind!`](crate::plugin_kind) implements it, beside
-/// the trait.
+/// The trait object of a kind of plugin.
+///
+/// [`plugin_kind!`](crate::plugin_kind) implements it, beside the trait.
 pub trait PluginKind {
     /// The kind, such as one of [`registry::kind`].
     const KIND: &'static str;
@@ -177,24 +180,23 @@ pub trait PluginKind {
 pub struct KindDescriptor {
     /// The kind, such as one of [`registry::kind`].
     pub kind: &'static str,
-    /// The key of a configuration that chooses a plugin of this kind.
+    /// The configuration key that selects a plugin of this kind.
     pub key: &'static str,
-    /// All options of the plugin that a value chooses, with the defaults of those that it leaves
-    /// out. Fails as [`PluginValue::build`] with the same path.
+    /// Returns all options of the selected plugin, with defaults where the value leaves them out.
+    /// Fails as [`PluginValue::build`] with the same path.
     pub options: fn(&PluginValue, &str) -> Result<Table>,
-    /// The names of all options of the plugin of this name, those without a default among them; `None` if it
-    /// does not tell.
+    /// Returns the names of all options of a plugin, with or without defaults; `None` if unknown.
     pub option_names: fn(&str) -> Option<Vec<String>>,
 }
 
 inventory::collect!(KindDescriptor);
 
-/// The descriptor of a kind; `None` if no linked crate declares it.
+/// Returns the descriptor of a kind; `None` if no linked crate declares it.
 pub fn kind_descriptor(kind: &str) -> Option<&'static KindDescriptor> {
     inventory::iter::<KindDescriptor>().find(|descriptor| descriptor.kind == kind)
 }
 
-/// All kinds that linked crates declare.
+/// Returns all kinds that linked crates declare.
 pub fn kind_descriptors() -> impl Iterator<Item = &'static KindDescriptor> {
     inventory::iter::<KindDescriptor>()
 }
@@ -219,7 +221,7 @@ where
     T: ?Sized + PluginKind,
     Box<T>: DeserializeOwned,
 {
-    // Whoever refuses an unknown key names those that there are.
+    // The error about the unknown key `?` lists the known keys.
     let value = PluginValue::new(name).with("?", true);
     match deserialize_value::<Box<T>>(Vec::new(), &Value::Table(value.to_table())) {
         Err((_, Problem::UnknownKey { expected, .. })) => Some(expected),
@@ -227,9 +229,10 @@ where
     }
 }
 
-/// Declares a kind of plugin beside its trait, a typetag trait with `tag = "type"`:
-/// `plugin_kind!(dyn LoggerConfig, "logger", "trainer.loggers")`. The last argument is the key of
-/// the configuration that chooses a plugin of the kind.
+/// Declares a kind of plugin beside its trait, a typetag trait with `tag = "type"`.
+///
+/// An example is `plugin_kind!(dyn LoggerConfig, "logger", "trainer.loggers")`. The last argument
+/// is the configuration key that selects a plugin of the kind.
 #[macro_export]
 macro_rules! plugin_kind {
     ($ty:ty, $kind:expr, $key:literal) => {
@@ -248,11 +251,13 @@ macro_rules! plugin_kind {
     };
 }
 
-/// For `#[serde(deserialize_with = "plugin::deserialize")]` on a field `Box<dyn Trait>`: reads a
-/// name or a table, and looks the name up in the registry before typetag does.
+/// Reads a field `Box<dyn Trait>` from a name or a table, looking the name up in the registry
+/// first.
+///
+/// Use it as `#[serde(deserialize_with = "plugin::deserialize")]`.
 ///
 /// # Errors
-/// The text of [`Error::UnknownPlugin`], or what is wrong with the options.
+/// The text of [`Error::UnknownPlugin`], or the problem with the options.
 pub fn deserialize<'de, D, T>(deserializer: D) -> Result<Box<T>, D::Error>
 where
     D: Deserializer<'de>,
@@ -262,8 +267,9 @@ where
     deserializer.deserialize_any(PluginVisitor(PhantomData))
 }
 
-/// As [`deserialize`], for a field `Option<Box<dyn Trait>>`; add `default` to the attribute so that
-/// the key may be left out.
+/// Reads a field `Option<Box<dyn Trait>>` as [`deserialize`] does.
+///
+/// Add `default` to the attribute so that the key may be left out.
 ///
 /// # Errors
 /// As [`deserialize`].
@@ -328,8 +334,8 @@ where
                 Box::<T>::deserialize(MapAccessDeserializer::new(TagFirst { tag: Some(name), map }))
             }
             None => Err(A::Error::missing_field("type")),
-            // The deserializer of this crate puts the tag first; others (JSON) keep the order of
-            // the text.
+            // This crate's deserializer puts the tag first; others (JSON) keep the order of the
+            // text.
             Some(first) => {
                 let mut table = Table::from_iter([(first.to_owned(), map.next_value()?)]);
                 while let Some((key, value)) = map.next_entry()? {
@@ -348,7 +354,7 @@ fn require<T: ?Sized + PluginKind, E: serde::de::Error>(name: &str) -> Result<()
     registry::require(T::KIND, name).map_err(|error: Error| E::custom(error))
 }
 
-/// A map, preceded by the `type` that has been read from it.
+/// A map, preceded by its `type`, which was read already.
 struct TagFirst<A> {
     tag: Option<String>,
     map: A,

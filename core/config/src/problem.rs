@@ -1,4 +1,4 @@
-//! What can be wrong with a configuration, and the messages for it.
+//! Problems of a configuration, and their messages.
 
 use std::fmt::{self, Display};
 
@@ -17,8 +17,7 @@ pub(crate) enum PathSegment {
     Index(usize),
 }
 
-/// What is wrong with a value, without its path: the error type of the
-/// [deserializer](super::parse).
+/// A problem of a value, without its path: the error type of the [deserializer](super::parse).
 ///
 /// typetag and erased-serde pass errors on as text, so [`Display`] writes serde's own phrases and
 /// [`custom`](de::Error::custom) parses them, so that a problem survives typetag.
@@ -26,10 +25,10 @@ pub(crate) enum PathSegment {
 pub(crate) enum Problem {
     /// A key that the table does not have. With `key: None` it is the last segment of the path.
     UnknownKey { key: Option<String>, expected: Vec<String> },
-    /// A string that is none of the expected ones.
+    /// A string that does not match any expected one.
     UnknownValue { value: String, expected: Vec<String> },
-    /// A value of the wrong type, or out of range. Whether the key can be left out for no value, where that
-    /// is known.
+    /// A value of the wrong type, or out of range. `optional` is whether the key may be left out,
+    /// if known.
     Mismatch { found: String, expected: String, optional: bool },
     /// A key without a default is missing.
     MissingKey { key: String },
@@ -83,7 +82,7 @@ impl Problem {
         Self::Mismatch { found, expected: describe_expected(expected), optional: false }
     }
 
-    /// The same of a value for a key that can be left out for no value.
+    /// Marks the mismatch as belonging to a key that may be left out.
     pub(crate) fn optional(self) -> Self {
         match self {
             Self::Mismatch { found, expected, .. } => {
@@ -128,7 +127,7 @@ impl de::Error for Problem {
     }
 }
 
-/// The message for a problem at a path.
+/// Formats the message for a problem at a path.
 pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTable]) -> String {
     let at = if path.is_empty() { String::new() } else { format!("`{}`: ", format_path(path)) };
     match problem {
@@ -164,8 +163,9 @@ pub(crate) fn render(path: &[PathSegment], problem: &Problem, known: &[KnownTabl
     }
 }
 
-/// The value to write instead, for common mistakes: a number in quotes, a float for a count, words of Python
-/// and YAML.
+/// Suggests a value for common mistakes.
+///
+/// These are a number in quotes, a float for a count, and words of Python and YAML.
 fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
     let text = found.strip_prefix("the string \"").and_then(|text| text.strip_suffix('"'));
     let bare = found.strip_prefix('`').and_then(|found| found.strip_suffix('`'));
@@ -223,7 +223,7 @@ fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
             _ => None,
         },
         _ if is_number => {
-            // A comma may be a decimal point elsewhere.
+            // In some languages a comma is the decimal point.
             let has_thousands = word.split(',').skip(1).all(|group| group.len() == 3);
             let plain = if has_thousands { word.replace(['_', ','], "") } else { word };
             let number = plain.parse::<f64>().ok().filter(|number| number.is_finite())?;
@@ -238,7 +238,7 @@ fn advice(found: &str, expected: &str, optional: bool) -> Option<String> {
     }
 }
 
-/// The precision here, in quotes, that a word of another library means.
+/// Returns Fulgurite's precision, in quotes, for another library's word.
 fn precision(word: &str) -> Option<&'static str> {
     Some(match word {
         "fp16" | "half" | "float16" | "f16" | "mixed" | "fp16-mixed" | "16-bit" | "amp" => {
@@ -252,7 +252,7 @@ fn precision(word: &str) -> Option<&'static str> {
     })
 }
 
-/// The path of the key or value at fault.
+/// Returns the path of the wrong key or value.
 pub(crate) fn error_path(path: &[PathSegment], problem: &Problem) -> Vec<PathSegment> {
     let mut full = path.to_vec();
     if let Problem::UnknownKey { key: Some(key), .. } = problem {
@@ -261,7 +261,7 @@ pub(crate) fn error_path(path: &[PathSegment], problem: &Problem) -> Vec<PathSeg
     full
 }
 
-/// A path as text: `trainer.loggers[0].dir`.
+/// Formats a path: `trainer.loggers[0].dir`.
 pub(crate) fn format_path(path: &[PathSegment]) -> String {
     let mut text = String::new();
     for segment in path {
@@ -284,7 +284,7 @@ pub(crate) fn format_path(path: &[PathSegment]) -> String {
     text
 }
 
-/// Words in quotes, for messages: `"a", "b" or "c"`.
+/// Lists words in quotes, for messages: `"a", "b" or "c"`.
 pub(crate) fn one_of_words(words: &[&str]) -> String {
     one_of(&words.iter().map(|word| format!("{word:?}")).collect::<Vec<_>>())
 }
@@ -301,12 +301,12 @@ fn owned(words: &[&str]) -> Vec<String> {
     words.iter().map(|&word| word.to_owned()).collect()
 }
 
-/// The words in backticks.
+/// Returns the words in backticks.
 fn quoted(text: &str) -> Vec<String> {
     text.split('`').skip(1).step_by(2).map(str::to_owned).collect()
 }
 
-/// serde's name of an expected type in the terms of TOML.
+/// Translates serde's name of an expected type into TOML's terms.
 fn describe_expected(expected: &str) -> String {
     if let Some(length) = expected.strip_prefix("a tuple of size ") {
         return format!("a list of {length}");
@@ -326,7 +326,7 @@ fn describe_expected(expected: &str) -> String {
     ours.to_owned()
 }
 
-/// serde's description of a value that was found in the terms of TOML.
+/// Translates serde's description of a found value into TOML's terms.
 fn describe_found(found: &str) -> String {
     match found {
         "map" => return "a table".to_owned(),
@@ -341,7 +341,7 @@ fn describe_found(found: &str) -> String {
     bare.unwrap_or(found).to_owned()
 }
 
-/// The inverse of [`format_path`], for paths without quoted keys.
+/// Inverts [`format_path`], for paths without quoted keys.
 pub(crate) fn parse_path(text: &str) -> Vec<PathSegment> {
     let mut path = Vec::new();
     for part in text.split('.').filter(|part| !part.is_empty()) {

@@ -27,28 +27,29 @@ use super::{Documented, KeyDoc, PluginValue, documented_keys};
 use crate::registry::PluginDescriptor;
 use crate::{Error, Result};
 
-/// One table of the configuration, for the reference.
+/// A table of the configuration, for the reference.
 #[derive(Debug, Clone)]
 pub struct Section {
     /// The table's path: `trainer`; empty for the top level.
     pub path: String,
     /// Its keys.
     pub keys: Vec<KeyDoc>,
-    /// The defaults of keys that have one, as TOML text.
+    /// The defaults of keys, if they have one, as TOML text.
     pub defaults: BTreeMap<String, String>,
 }
 
 impl Section {
-    /// The section of a table declared with [`config_struct!`](crate::config_struct).
+    /// Returns the section of a table declared with [`config_struct!`](crate::config_struct).
     ///
     /// # Errors
-    /// [`Error::Config`] if the documented keys are not the keys that serde writes.
+    /// [`Error::Config`] if the documented keys differ from the keys that serde writes.
     pub fn of<T: Documented + Default + Serialize>(path: &str) -> Result<Self> {
         Self::new(path, T::keys(), &T::default())
     }
 
-    /// The section of any type: with the documentation of a [`Documented`] one, else with the keys that its
-    /// defaults have.
+    /// Returns the section of any type.
+    ///
+    /// A [`Documented`] type has its documentation; other types have the keys of their defaults.
     ///
     /// # Errors
     /// If the defaults cannot be serialised.
@@ -64,7 +65,7 @@ impl Section {
         }
     }
 
-    /// A section with the keys and defaults of a table that is not [`Documented`].
+    /// Returns a section with the keys and defaults of a table that is not [`Documented`].
     ///
     /// # Errors
     /// If the defaults cannot be serialised.
@@ -75,12 +76,12 @@ impl Section {
         Self::assemble(path, keys, &all, &super::to_table(defaults)?)
     }
 
-    /// A section from the documentation of its keys and a value with the defaults.
+    /// Returns a section from the documentation of its keys and a value with the defaults.
     ///
     /// # Errors
     /// As [`of`](Self::of).
     pub fn new(path: &str, keys: Vec<KeyDoc>, defaults: &impl Serialize) -> Result<Self> {
-        // JSON has all keys; TOML leaves out those that are `None`.
+        // JSON has all keys; TOML leaves out keys that are `None`.
         let all = serde_json::to_value(defaults).map_err(Error::other)?;
         Self::assemble(path, keys, &all, &super::to_table(defaults)?)
     }
@@ -107,13 +108,13 @@ impl Section {
     }
 }
 
-/// The values that are no tables, as TOML text.
+/// Returns all values except tables, as TOML text.
 fn default_texts(defaults: &toml::Table) -> BTreeMap<String, String> {
     let values = defaults.iter().filter(|(_, value)| !value.is_table());
     values.map(|(key, value)| (key.clone(), value.to_string())).collect()
 }
 
-/// The sections as Markdown, one table each.
+/// Formats the sections as Markdown, one table each.
 pub fn markdown(sections: &[Section]) -> String {
     let mut page = String::new();
     for section in sections {
@@ -133,8 +134,9 @@ pub fn markdown(sections: &[Section]) -> String {
     page
 }
 
-/// The sections as a list for a terminal: one key a line, with the first sentence of its
-/// documentation.
+/// Formats the sections as a list for a terminal.
+///
+/// Each key has one line, with the first sentence of its documentation.
 pub fn plain_text(sections: &[Section]) -> String {
     let mut rows = Vec::new();
     for section in sections {
@@ -157,7 +159,7 @@ pub fn plain_text(sections: &[Section]) -> String {
     })
 }
 
-/// The plugins as Markdown: a table for each kind, with the options that have defaults.
+/// Formats the plugins as Markdown: a table for each kind, with the options that have defaults.
 pub fn plugins_markdown(plugins: &[PluginDescriptor]) -> String {
     let mut page = String::new();
     let mut kind = "";
@@ -188,13 +190,14 @@ pub fn plugins_markdown(plugins: &[PluginDescriptor]) -> String {
     page
 }
 
-/// The key of the configuration that chooses a plugin of this kind.
+/// Returns the configuration key that selects a plugin of this kind.
 pub fn plugin_key(kind: &str) -> &str {
     kind_descriptor(kind).map_or(kind, |kind| kind.key)
 }
 
-/// An example of a configuration that chooses a plugin, as a line of TOML that can be used as it is:
-/// `trainer.callbacks = [{ type = "early_stopping", … }]`.
+/// Returns an example configuration that selects a plugin, as a complete line of TOML.
+///
+/// For instance `trainer.callbacks = [{ type = "early_stopping", … }]`.
 pub fn plugin_assignment(plugin: &PluginDescriptor) -> String {
     let key = plugin_key(plugin.kind);
     let value = match plugin.example {
@@ -204,7 +207,7 @@ pub fn plugin_assignment(plugin: &PluginDescriptor) -> String {
     if is_list(&registered(), key) {
         return format!("{key} = [{value}]");
     }
-    // An option of another plugin, which must be one that has it.
+    // An option of another plugin: the other plugin must have this option.
     let outer = key.rsplit_once('.').and_then(|(outer, option)| {
         let kind = super::plugin::kind_descriptors().find(|kind| kind.key == outer)?;
         let has_option = |name: &&str| {
@@ -216,7 +219,7 @@ pub fn plugin_assignment(plugin: &PluginDescriptor) -> String {
     outer.unwrap_or_else(|| format!("{key} = {value}"))
 }
 
-/// A plugin's options with their defaults, and whether these are all that it has.
+/// Returns a plugin's options with their defaults, and whether the list is complete.
 pub fn option_keys(plugin: &PluginDescriptor) -> (Vec<(KeyDoc, Option<String>)>, bool) {
     let kind = kind_descriptor(plugin.kind);
     let value = PluginValue::new(plugin.name);
@@ -237,11 +240,12 @@ pub fn option_keys(plugin: &PluginDescriptor) -> (Vec<(KeyDoc, Option<String>)>,
     (keys.collect(), all)
 }
 
-/// A configuration as TOML with a comment before each key that is documented, and the keys that are left
-/// out as comments.
+/// Formats a configuration as TOML, with a comment before each documented key.
+///
+/// Keys without a value are comments.
 ///
 /// # Errors
-/// If TOML cannot hold it.
+/// If TOML cannot represent it.
 pub fn commented_toml(config: &toml::Table, sections: &[Section]) -> Result<String> {
     let mut text = String::new();
     let top = sections.iter().find(|section| section.path.is_empty());
@@ -252,7 +256,7 @@ pub fn commented_toml(config: &toml::Table, sections: &[Section]) -> Result<Stri
         let Some(table) = value.as_table() else { continue };
         let about = top.and_then(|top| top.keys.iter().find(|key| *key.name == **name));
         text.push('\n');
-        // Without the reference to another part of the page.
+        // Drops a reference to another part of the page.
         comment(&mut text, about.map_or("", |key| key.doc.split("; see").next().unwrap_or("")));
         let _ = writeln!(text, "[{name}]");
         let options = plugin_section(name, table);
@@ -262,7 +266,7 @@ pub fn commented_toml(config: &toml::Table, sections: &[Section]) -> Result<Stri
     Ok(text)
 }
 
-/// The options of the plugin that a table chooses, if it chooses one.
+/// Returns the options of the plugin that a table selects, if any.
 fn plugin_section(key: &str, table: &toml::Table) -> Option<Section> {
     let kind = super::plugin::kind_descriptors().find(|kind| kind.key == key)?;
     let name = table.get("type")?.as_str()?;
@@ -272,7 +276,7 @@ fn plugin_section(key: &str, table: &toml::Table) -> Option<Section> {
     Some(Section { path: key.to_owned(), keys, defaults: BTreeMap::new() })
 }
 
-/// The entries of a table as its documentation has them; first those that it does not have.
+/// Sorts the entries of a table in the order of its documentation; undocumented ones come first.
 fn in_order<'a>(
     table: &'a toml::Table,
     section: Option<&Section>,
@@ -283,7 +287,7 @@ fn in_order<'a>(
     entries
 }
 
-/// Keys with values, tables inline, each after its documentation; then the keys without one.
+/// Writes keys with values, tables inline, each after its documentation; then keys without a value.
 fn write_values(
     text: &mut String,
     section: Option<&Section>,
@@ -292,12 +296,12 @@ fn write_values(
     for (name, value) in &values {
         let key = section.and_then(|section| section.keys.iter().find(|key| *key.name == ***name));
         comment(text, key.map_or("", |key| key.doc));
-        // As toml writes a key, quoted where it must be.
+        // toml quotes the key if necessary.
         let entry = toml::Table::from_iter([((*name).clone(), toml::Value::Boolean(true))]);
         let quoted = super::to_toml(&entry)?;
         let _ = writeln!(text, "{} = {value}", quoted.trim_end().trim_end_matches(" = true"));
     }
-    // The tables of the top level follow.
+    // At the top level the tables follow later.
     let Some(section) = section.filter(|section| !section.path.is_empty()) else { return Ok(()) };
     for key in &section.keys {
         if !values.iter().any(|(name, _)| **name == key.name) {
@@ -328,7 +332,8 @@ fn comment(text: &mut String, doc: &str) {
     }
 }
 
-/// A plugin's options as `lr = 0.001, …`; `None` if one of them has no default.
+/// Formats a plugin's options as `lr = 0.001, …`; `None` if the options need a value without a
+/// default.
 fn default_options(plugin: &PluginDescriptor) -> Option<String> {
     let kind = kind_descriptor(plugin.kind)?;
     let options = (kind.options)(&PluginValue::new(plugin.name), "").ok()?;

@@ -1,4 +1,4 @@
-//! The registry of plugins: those linked into this program, with their names.
+//! The registry of plugins that are linked into this program, by name.
 //!
 //! typetag builds a plugin from its `type` tag but cannot list them; the registry can. The
 //! `register_*!` macros add a [`PluginDescriptor`] beside the typetag implementation.
@@ -8,7 +8,7 @@ use std::collections::BTreeMap;
 use crate::suggest::for_plugin;
 use crate::{Error, KeyDoc, Result};
 
-/// The kinds of plugin that the framework declares, by their names in messages and listings.
+/// The framework's kinds of plugins, by their names in messages and listings.
 pub mod kind {
     /// A `Strategy`: `trainer.strategy`.
     pub const STRATEGY: &str = "strategy";
@@ -55,14 +55,14 @@ pub struct PluginDescriptor {
 
 inventory::collect!(PluginDescriptor);
 
-/// All linked plugins, sorted by kind and name.
+/// Returns all linked plugins, sorted by kind and name.
 pub fn plugins() -> Vec<PluginDescriptor> {
     let mut all: Vec<_> = inventory::iter::<PluginDescriptor>().copied().collect();
     all.sort_by_key(|d| (d.kind, d.name, d.krate));
     all
 }
 
-/// The sorted names of the plugins of one kind.
+/// Returns the sorted names of the plugins of one kind.
 pub fn names(kind: &str) -> Vec<&'static str> {
     plugins().into_iter().filter(|d| d.kind == kind).map(|d| d.name).collect()
 }
@@ -93,7 +93,7 @@ fn validate_descriptors(plugins: &[PluginDescriptor]) -> Result<()> {
 /// Checks that a plugin of this kind and name is linked.
 ///
 /// # Errors
-/// [`Error::UnknownPlugin`], with the name that may have been meant and the names there are.
+/// [`Error::UnknownPlugin`], with a suggestion and the known names.
 pub fn require(kind: &'static str, name: &str) -> Result<()> {
     let names = names(kind);
     if names.contains(&name) {
@@ -104,8 +104,10 @@ pub fn require(kind: &'static str, name: &str) -> Result<()> {
     Err(Error::UnknownPlugin { kind, name: name.to_owned(), suggestion, available })
 }
 
-/// Submits a [`PluginDescriptor`]: `(kind, name, summary, example)`, and the plugin's type if its options are
-/// [`Documented`](crate::Documented); the `register_*!` macros are shorter.
+/// Submits a [`PluginDescriptor`]: `(kind, name, summary, example)`.
+///
+/// The plugin's type is added if its options are [`Documented`](crate::Documented). The
+/// `register_*!` macros are shorter.
 #[macro_export]
 macro_rules! register_plugin {
     ($kind:expr, $name:literal, $summary:literal, $example:literal) => {

@@ -1,10 +1,10 @@
-//! Keys whose value may be of more than one scalar type: a number or a word.
+//! Keys whose value may have several scalar types: a number or a word.
 
 use std::fmt;
 
 use serde::de::{Deserializer, Error as _, Unexpected, Visitor};
 
-/// A value that is neither list nor table.
+/// A value that is neither a list nor a table.
 #[derive(Debug, Clone, PartialEq)]
 pub enum Scalar {
     /// `true` or `false`.
@@ -17,8 +17,9 @@ pub enum Scalar {
     Text(String),
 }
 
-/// Reads a scalar and converts it. `convert` returns `None` for a value that is not allowed; the
-/// message then says what was `expected`.
+/// Reads a scalar and converts it.
+///
+/// `convert` returns `None` for a value that is not allowed; the message then names `expected`.
 ///
 /// # Errors
 /// If the value is a list or a table, or `convert` refuses it.

@@ -1,4 +1,4 @@
-//! A JSON schema of the configuration, for editors: completion, descriptions, and mistakes underlined.
+//! A JSON schema of the configuration, for completion, descriptions and checks in editors.
 //!
 //! ```
 //! use fulgurite_core::config::schema::json_schema;
@@ -17,8 +17,9 @@ use super::plugin::{KindDescriptor, kind_descriptors};
 use super::reference::{Section, one_line, option_keys};
 use crate::registry::PluginDescriptor;
 
-/// The schema (draft 7) of a configuration of these sections, in which keys that choose a plugin take one of
-/// `plugins`.
+/// Returns the schema (draft 7) of a configuration with these sections.
+///
+/// Keys that select a plugin take one of `plugins`.
 pub fn json_schema(title: &str, sections: &[Section], plugins: &[PluginDescriptor]) -> Value {
     let mut schema = match sections.iter().find(|section| section.path.is_empty()) {
         Some(top) => table(top, sections, plugins),
@@ -52,7 +53,7 @@ fn table(section: &Section, sections: &[Section], plugins: &[PluginDescriptor]) 
         describe(&mut schema, key, section.defaults.get(key.name.as_ref()));
         properties.insert(key.name.to_string(), schema);
     }
-    // A table that is not documented may have keys that its defaults do not show.
+    // An undocumented table may have keys that its defaults do not show.
     let closed = section.keys.iter().any(|key| !key.doc.is_empty()) || section.keys.is_empty();
     json!({ "type": "object", "properties": properties, "additionalProperties": !closed })
 }
@@ -60,7 +61,7 @@ fn table(section: &Section, sections: &[Section], plugins: &[PluginDescriptor]) 
 fn describe(schema: &mut Value, key: &KeyDoc, default: Option<&String>) {
     let doc = one_line(key.doc);
     if !doc.is_empty() {
-        // Editors show what the alternative says that they complete.
+        // When completing, editors show the alternative's description.
         let alternatives = schema.get_mut("anyOf").and_then(Value::as_array_mut);
         for alternative in alternatives.into_iter().flatten() {
             if alternative.get("description").is_none() {
@@ -74,14 +75,15 @@ fn describe(schema: &mut Value, key: &KeyDoc, default: Option<&String>) {
     }
 }
 
-/// A value that is written in TOML.
+/// Parses a value written in TOML.
 fn value_of(text: Option<&String>) -> Option<Value> {
     let table = format!("value = {}", text?).parse::<toml::Table>().ok()?;
     serde_json::to_value(&table["value"]).ok()
 }
 
-/// A name, or a table with `type` and the plugin's options. The plugin that is the `default` needs no `type`: what is
-/// written is laid over the default's table.
+/// Describes a name, or a table with `type` and the plugin's options.
+///
+/// The `default` plugin does not need a `type`: its options are merged into the default's table.
 fn plugin(kind: &KindDescriptor, plugins: &[PluginDescriptor], default: Option<&Value>) -> Value {
     let default = default.and_then(|value| value.as_str().or_else(|| value.get("type")?.as_str()));
     let of_kind: Vec<_> = plugins.iter().filter(|plugin| plugin.kind == kind.kind).collect();
@@ -93,7 +95,7 @@ fn plugin(kind: &KindDescriptor, plugins: &[PluginDescriptor], default: Option<&
         )]);
         let (keys, all) = option_keys(plugin);
         for (key, default) in keys {
-            // Such as the function that a strategy takes.
+            // Such an option may be the function that a strategy takes.
             let path = format!("{}.{}", kind.key, key.name);
             let inner = kind_descriptors().find(|inner| inner.key == path);
             let mut schema = match inner {
@@ -118,7 +120,7 @@ fn plugin(kind: &KindDescriptor, plugins: &[PluginDescriptor], default: Option<&
     json!({ "anyOf": choices })
 }
 
-/// The schema of values whose type a [`KeyDoc`] describes in words; of any value where they are not known.
+/// Returns the schema of a type described by a [`KeyDoc`]; for unknown words, of any value.
 fn of_words(words: &str) -> Value {
     let words = words.trim().trim_end_matches(", optional");
     if let Some(items) = words.strip_prefix("list of ") {
@@ -153,10 +155,10 @@ fn alternative(words: &str) -> Option<Value> {
     if words.starts_with("list of ") {
         return Some(of_words(words));
     }
-    // What is in parentheses explains.
+    // Text in parentheses is an explanation.
     let words = words.split(" (").next().unwrap_or(words).trim();
     if let Some(quoted) = words.strip_prefix("`\"").and_then(|rest| rest.strip_suffix("\"`")) {
-        // `"DD:HH:MM:SS"` shows a form.
+        // `"DD:HH:MM:SS"` shows a format.
         let is_form = quoted.contains(':');
         return Some(if is_form {
             json!({ "type": "string" })

@@ -3,12 +3,12 @@
 use super::catalogue::{KnownKey, KnownTable, known_keys};
 use super::foreign;
 
-/// As many keys are listed in any case.
+/// Up to this many keys are always listed.
 const FEW: usize = 8;
-/// As many keys are listed if none of them is similar to the one that was written.
+/// Up to this many keys are listed if none is similar to the written one.
 const MANY: usize = 20;
 
-/// Behind "unknown key `table.key`": what may have been meant, and which keys the table has.
+/// Completes "unknown key `table.key`" with a suggestion and the table's keys.
 pub(crate) fn for_key(table: &str, key: &str, expected: &[String], known: &[KnownTable]) -> String {
     let meant = meant_key(table, key, expected, &known_keys(known));
     let mut text = meant.as_ref().map_or(String::new(), |meant| format!("; {meant}"));
@@ -46,7 +46,7 @@ fn meant_key(table: &str, key: &str, expected: &[String], all: &[KnownKey]) -> O
     if let Some(advice) = foreign::without_key(key) {
         return Some(advice.to_owned());
     }
-    // A plugin may be read at the end of its path alone.
+    // A plugin may be read with only the end of its path.
     let is_here = |known: &&KnownKey| {
         known.table == table || (!table.is_empty() && known.table.ends_with(&format!(".{table}")))
     };
@@ -74,7 +74,7 @@ fn did_you_mean(paths: &[String]) -> String {
     format!("did you mean {}?", super::problem::one_of(&quoted))
 }
 
-/// At most six keys that share a word with `key`.
+/// Returns at most six keys that share a word with `key`.
 fn similar<'a>(key: &str, expected: &'a [String]) -> Vec<&'a str> {
     let words = |name: &str| -> Vec<String> {
         let words = name.split(['_', '-', '.']).filter(|word| word.len() > 2);
@@ -85,7 +85,7 @@ fn similar<'a>(key: &str, expected: &'a [String]) -> Vec<&'a str> {
     expected.iter().filter(shares).map(String::as_str).take(6).collect()
 }
 
-/// What may have been meant by the name of a plugin that there is not.
+/// Returns a suggestion for an unknown plugin name.
 pub(crate) fn for_plugin(kind: &str, name: &str, names: &[&str]) -> Option<String> {
     let owned: Vec<String> = names.iter().map(|&name| name.to_owned()).collect();
     let same = names.iter().copied().find(|other| foreign::plain(other) == foreign::plain(name));
@@ -96,7 +96,8 @@ pub(crate) fn for_plugin(kind: &str, name: &str, names: &[&str]) -> Option<Strin
     foreign::without_plugin(kind, name).map(|advice| format!("{advice}."))
 }
 
-/// The variable of a key, or one of `others`, that `variable` resembles. All are without the prefix.
+/// Returns the variable of a key, or one of `others`, that `variable` resembles. All lack the
+/// prefix.
 pub(crate) fn for_variable(
     variable: &str,
     others: &[&str],
@@ -118,7 +119,7 @@ pub(crate) fn for_variable(
         .map(|(_, meant)| meant)
 }
 
-/// The candidate with the smallest edit distance to `word`; `None` if none is similar.
+/// Returns the candidate with the smallest edit distance to `word`; `None` if none is similar.
 pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
     let word = word.to_lowercase();
     let limit = (word.chars().count() / 3).max(1);

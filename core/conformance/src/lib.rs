@@ -1,7 +1,7 @@
 //! Conformance tests for plugins: [`process_group`] for transports, [`strategy`] for strategies.
 //!
-//! Every rank of a group calls them. A rank that finds a promise broken returns an error that says
-//! which.
+//! Every rank of a group calls them. A rank that finds a broken promise returns an error that names
+//! it.
 //!
 //! ```
 //! use fulgurite_core::collective::Solo;

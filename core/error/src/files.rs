@@ -1,9 +1,9 @@
-//! Opening files that others may have put there: regular files only, and small ones only up to a size.
+//! Opening files of unknown origin: only regular files, and small files only up to a size.
 //!
 //! ```
 //! use fulgurite_error::files::read_regular;
 //!
-//! // A device that can be read without an end is no file.
+//! An endless device is refused.
 //! assert!(read_regular("/dev/zero", 1 << 20).is_err());
 //! ```
 
@@ -16,21 +16,23 @@ use rustix::fs::OFlags;
 
 use crate::{Error, Result};
 
-/// Opens the regular file `path` for reading. A pipe that nobody writes to, a device or a socket would
-/// make its reader wait or read without an end; they are refused without a wait.
+/// Opens the regular file `path` for reading.
+///
+/// Other kinds are refused without waiting: reading a pipe without a writer, a device or a socket
+/// might never end.
 ///
 /// # Errors
-/// [`Error::Io`]: of kind `NotFound` if there is none, `IsADirectory` for a directory, `InvalidInput` for
-/// anything else that is no regular file.
+/// [`Error::Io`]: of kind `NotFound` if the file is missing, `IsADirectory` for a directory,
+/// `InvalidInput` for other special files.
 pub fn open_regular(path: impl AsRef<Path>) -> Result<File> {
     let path = path.as_ref();
     open(path).map_err(Error::io("opening", path))
 }
 
-/// Reads the regular file `path` of at most `max` bytes whole.
+/// Reads the whole regular file `path`, of at most `max` bytes.
 ///
 /// # Errors
-/// As [`open_regular`]; of kind `FileTooLarge` if it is longer.
+/// As [`open_regular`]; of kind `FileTooLarge` if the file is longer.
 pub fn read_regular(path: impl AsRef<Path>, max: u64) -> Result<Vec<u8>> {
     let path = path.as_ref();
     let mut file = open_regular(path)?;
@@ -39,7 +41,7 @@ pub fn read_regular(path: impl AsRef<Path>, max: u64) -> Result<Vec<u8>> {
         check_len(len, max)?;
         let mut bytes = Vec::new();
         bytes.try_reserve_exact(len as usize).map_err(|_| ErrorKind::OutOfMemory)?;
-        // It may grow meanwhile.
+        // The file may grow meanwhile.
         file.by_ref().take(max.saturating_add(1)).read_to_end(&mut bytes)?;
         check_len(bytes.len() as u64, max)?;
         Ok(bytes)
@@ -47,10 +49,10 @@ pub fn read_regular(path: impl AsRef<Path>, max: u64) -> Result<Vec<u8>> {
     read().map_err(Error::io("reading", path))
 }
 
-/// [`read_regular`] for text.
+/// Reads text as [`read_regular`].
 ///
 /// # Errors
-/// As [`read_regular`]; of kind `InvalidData` if it is not UTF-8.
+/// As [`read_regular`]; of kind `InvalidData` if the file is not UTF-8.
 pub fn read_regular_text(path: impl AsRef<Path>, max: u64) -> Result<String> {
     let path = path.as_ref();
     String::from_utf8(read_regular(path, max)?).map_err(|_| {
@@ -59,7 +61,7 @@ pub fn read_regular_text(path: impl AsRef<Path>, max: u64) -> Result<String> {
     })
 }
 
-/// Checks that a small file of `len` bytes has at most `max`.
+/// Checks that the size `len` of a small file is at most `max`.
 ///
 /// # Errors
 /// Of kind `FileTooLarge`.
@@ -71,8 +73,9 @@ pub fn check_len(len: u64, max: u64) -> io::Result<()> {
     Err(io::Error::new(ErrorKind::FileTooLarge, message))
 }
 
-/// A file that is often there in the place of another one, by its first bytes, and what to do about it; `None` if it
-/// is none of these.
+/// Recognises common wrong files by their first bytes, and returns advice.
+///
+/// Such a file often lies in the place of another one. Returns `None` for other content.
 ///
 /// ```
 /// use fulgurite_error::files::foreign_content;
@@ -111,7 +114,8 @@ pub fn foreign_content(start: &[u8]) -> Option<&'static str> {
 }
 
 fn open(path: &Path) -> io::Result<File> {
-    // Without it, opening a pipe would wait for a writer. Reading a regular file is as without it.
+    // Without NONBLOCK, opening a pipe would wait for a writer. The flag does not affect regular
+    // files.
     let flags = OFlags::NONBLOCK | OFlags::NOCTTY;
     let opened = OpenOptions::new().read(true).custom_flags(flags.bits().cast_signed()).open(path);
     let kind = match &opened {
@@ -146,7 +150,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_no_regular_file_is_refused_without_a_wait() {
+    fn special_files_are_refused_without_waiting() {
         let root = std::env::temp_dir().join(format!("fulgurite-files-{}", std::process::id()));
         std::fs::create_dir_all(&root).unwrap();
         let path = |name: &str| root.join(name);

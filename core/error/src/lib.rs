@@ -1,8 +1,7 @@
-//! The error type of every crate of Fulgurite, opening files that others may have put there, and
-//! [output] that waits for no reader.
+//! Fulgurite's error type, opening of [files] of unknown origin, and non-blocking [output].
 //!
-//! A message says what was wrong, what was expected and what to do about it. Context (rank, FQN,
-//! path) travels in the variant's fields, so callers can match on it.
+//! A message names the problem, the expectation and the remedy. Context (rank, FQN, path) travels
+//! in the variant's fields, so callers can match on it.
 
 use std::fmt;
 #[cfg(feature = "candle")]
@@ -19,15 +18,15 @@ pub use output::{print, print_message, printable, quoted};
 /// The result of every fallible call of the crate.
 pub type Result<T, E = Error> = std::result::Result<T, E>;
 
-/// What can go wrong in `fulgurite-core` and in the plugins built on it.
+/// An error of `fulgurite-core` or of a plugin.
 ///
-/// `Debug` is the message too, with its lines, so that a `main` that returns this error prints it as it
-/// is meant to be read.
+/// `Debug` prints the message too, with its lines, so that a `main` that returns this error prints
+/// it readably.
 #[derive(thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// candle refused an operation (shapes, dtypes, devices). With the place in the program where its error
-    /// became one of this type, by `?` as a rule.
+    /// candle refused an operation (shapes, dtypes, devices). The location is where the program
+    /// converted candle's error to this type, usually by `?`.
     #[cfg(feature = "candle")]
     #[error("{0} (at {file}:{line})", file = .1.file(), line = .1.line())]
     Candle(#[source] candle_core::Error, &'static Location<'static>),
@@ -35,7 +34,7 @@ pub enum Error {
     /// A file or directory could not be read or written.
     #[error("{action} {path}: {source}{}", advice(source), path = path.display())]
     Io {
-        /// What was being done, as a gerund: `reading`, `creating`.
+        /// The attempted action, as a gerund: `reading`, `creating`.
         action: &'static str,
         /// The file or directory.
         path: PathBuf,
@@ -56,11 +55,11 @@ pub enum Error {
     UnknownPlugin {
         /// The kind of plugin: `strategy`, `process_group`, …
         kind: &'static str,
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
-        /// A sentence on what may have been meant, such as ``did you mean `fsdp`?``; may be empty.
+        /// A sentence with a suggestion, such as ``did you mean `fsdp`?``; may be empty.
         suggestion: String,
-        /// The names that are known, sorted, separated by commas.
+        /// The known names, sorted, separated by commas.
         available: String,
     },
 
@@ -93,7 +92,7 @@ pub enum Error {
         group: String,
         /// The collective.
         op: &'static str,
-        /// What happened.
+        /// The problem.
         message: String,
     },
 
@@ -115,7 +114,7 @@ pub enum Error {
     Parameter {
         /// The parameter's fully qualified name.
         fqn: String,
-        /// What is wrong with it.
+        /// The problem.
         message: String,
     },
 
@@ -124,7 +123,7 @@ pub enum Error {
     Module {
         /// The module's path.
         path: String,
-        /// What is wrong with it.
+        /// The problem.
         message: String,
     },
 
@@ -154,12 +153,12 @@ pub enum Error {
         detail: String,
     },
 
-    /// A checkpoint is missing, torn, or of another model.
+    /// A checkpoint is missing, torn, or belongs to another model.
     #[error("checkpoint {path}: {message}", path = path.display())]
     Checkpoint {
         /// The checkpoint's directory or file.
         path: PathBuf,
-        /// What is wrong with it.
+        /// The problem.
         message: String,
     },
 
@@ -202,14 +201,15 @@ impl Error {
         Self::Parameter { fqn: fqn.into(), message: message.to_string() }
     }
 
-    /// An [`Error::Module`]. The empty path is that of the root of the model.
+    /// An [`Error::Module`]. The empty path names the root of the model.
     pub fn module(path: &str, message: impl std::fmt::Display) -> Self {
         let path = if path.is_empty() { "(root)" } else { path };
         Self::Module { path: path.to_owned(), message: message.to_string() }
     }
 
-    /// Says that the error came up in the module at `path`, if it names no place in the model yet: for
-    /// `map_err`, so that the innermost module is named.
+    /// Adds the module at `path` to an error that does not name a place in the model yet.
+    ///
+    /// It is for `map_err`, so that the innermost module is named.
     ///
     /// ```
     /// use fulgurite_error::Error;
@@ -226,8 +226,10 @@ impl Error {
         }
     }
 
-    /// Appends what was being done (`in the backward of step 3`) to an error that the model's computation
-    /// can have; other errors (of peers, of files) are left as they are.
+    /// Appends the current activity (`in the backward of step 3`) to an error of the model's
+    /// computation.
+    ///
+    /// Other errors (of peers, of files) stay unchanged.
     #[must_use]
     pub fn during(self, what: impl std::fmt::Display) -> Self {
         match self {
@@ -250,8 +252,8 @@ impl Error {
     }
 }
 
-/// Hooks run inside candle's backward, which returns candle's errors only. An error of this crate
-/// is wrapped in one of candle's, by value, and the conversion back unwraps it.
+/// Hooks run inside candle's backward, which returns only candle's errors. So an error of this
+/// crate is wrapped in candle's error, by value, and the conversion back unwraps it.
 #[cfg(feature = "candle")]
 impl From<Error> for candle_core::Error {
     fn from(error: Error) -> Self {
@@ -269,8 +271,9 @@ impl From<candle_core::Error> for Error {
     }
 }
 
-/// Unwraps the error inside candle's error, below any context, path or backtrace that candle added;
-/// gives candle's error back if there is none.
+/// Unwraps the error inside candle's error, below any context, path or backtrace from candle.
+///
+/// Returns candle's error if it does not wrap one.
 #[cfg(feature = "candle")]
 fn unwrap_candle(error: candle_core::Error) -> Result<Error, candle_core::Error> {
     use candle_core::Error as Candle;
@@ -301,8 +304,9 @@ fn unwrap_candle(error: candle_core::Error) -> Result<Error, candle_core::Error>
     }
 }
 
-/// A number of things, with the noun in the form that the number wants: `1 rank`, `2 ranks`. The noun's
-/// plural has an `s`.
+/// Formats a count and its noun in singular or plural: `1 rank`, `2 ranks`.
+///
+/// The plural must end in `s`.
 ///
 /// ```
 /// use fulgurite_error::counted;
@@ -329,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn an_error_comes_back_from_candle_as_it_went_in() {
+    fn error_round_trips_through_candle() {
         let result = || Err::<(), _>(in_candle());
         let backtrace = candle_core::Error::WithBacktrace {
             inner: Box::new(in_candle()),
@@ -354,14 +358,14 @@ mod tests {
     }
 
     #[test]
-    fn a_swallowed_error_does_not_come_back_in_place_of_a_later_one() {
+    fn swallowed_error_does_not_resurface() {
         drop(in_candle());
         let later = candle_core::Error::Msg(format!("retried: {}", peer()));
         assert!(matches!(Error::from(later), Error::Candle(candle_core::Error::Msg(_), _)));
     }
 
     #[test]
-    fn errors_with_the_same_text_are_told_apart() {
+    fn errors_with_equal_text_stay_distinct() {
         let (first, second): (candle_core::Error, candle_core::Error) =
             (peer().into(), Error::other(peer()).into());
         assert!(matches!(Error::from(first), Error::PeerFailed { .. }));
@@ -369,7 +373,7 @@ mod tests {
     }
 
     #[test]
-    fn candles_own_errors_keep_what_is_around_them() {
+    fn candles_own_errors_keep_their_context() {
         let own = || candle_core::Error::Msg("shape mismatch".to_owned());
         let not_found = std::io::Error::from(std::io::ErrorKind::NotFound);
         for around in [
@@ -388,7 +392,7 @@ mod tests {
     }
 
     #[test]
-    fn candles_errors_say_where_in_the_program_they_came_up() {
+    fn candles_errors_name_the_source_location() {
         use candle_core::{DType, Device, Tensor};
 
         fn add() -> Result<Tensor> {
@@ -403,7 +407,7 @@ mod tests {
             assert!(text.ends_with(&format!("(at {}:{here}){after}", file!())), "{text}");
         };
         check(add().unwrap_err(), "", "");
-        // Also after a way through candle, and one more `?`.
+        // The place also survives a conversion to candle's error and back.
         let around = || -> Result<()> { Err(candle_core::Error::from(add().unwrap_err()))? };
         check(around().unwrap_err(), "", "");
         let named = add().unwrap_err().in_module("layers.0").during("in step 2");

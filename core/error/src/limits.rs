@@ -1,11 +1,12 @@
-//! What to do about a limit of the system that an operation ran into.
+//! Advice about system limits that an operation ran into.
 
 use std::io;
 
 use rustix::io::Errno;
 
-/// What an error of the system means and what to do about it, where its own words leave that open: a
-/// clause to append, `; raise the limit …`, or nothing.
+/// Explains a system error whose own message does not suggest a remedy.
+///
+/// Returns a clause to append, `; raise the limit …`, or an empty text.
 ///
 /// ```
 /// use fulgurite_error::advice;
@@ -33,8 +34,9 @@ pub fn advice(error: &io::Error) -> &'static str {
     }
 }
 
-/// Whether an error says that this process or the machine has no more descriptors, threads or memory. Some
-/// may become free.
+/// Whether an error says that this process or the machine lacks descriptors, threads or memory.
+///
+/// Such resources may become free later.
 pub fn is_exhausted(error: &io::Error) -> bool {
     matches!(
         Errno::from_io_error(error),

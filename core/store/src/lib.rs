@@ -1,9 +1,9 @@
-//! The key-value store over which the ranks of a job meet.
+//! The key-value store that connects the ranks of a job.
 //!
 //! A [`Store`] carries rendezvous, health and control messages; tensors go over process groups. A
-//! job of one process has a [`LocalStore`]; in others each rank has a [`TcpStore`], a client of the
-//! [`StoreServer`] that one process hosts. The crate depends on no tensor library, and not on how
-//! ranks are started.
+//! job of one process has a [`LocalStore`]. In other jobs each rank has a [`TcpStore`], a client of
+//! the [`StoreServer`] that one process hosts. The crate depends neither on a tensor library nor on
+//! the way ranks are started.
 
 mod local_store;
 mod patience;

@@ -1,4 +1,4 @@
-//! The store of a job that is one process.
+//! The store of a single-process job.
 
 use std::time::Duration;
 
@@ -6,8 +6,9 @@ use super::table::{Table, WaitError};
 use crate::Store;
 use crate::{Error, Result};
 
-/// An in-memory [`Store`] without sockets or threads: for a job of one rank, and for tests whose
-/// ranks are threads.
+/// An in-memory [`Store`] without sockets or threads.
+///
+/// It is for a job of one rank, and for tests whose ranks are threads.
 ///
 /// ```
 /// use std::time::Duration;
@@ -25,7 +26,7 @@ pub struct LocalStore {
 }
 
 impl LocalStore {
-    /// An empty store. Failures reported to it are those of rank 0.
+    /// Creates an empty store. Failures reported to it belong to rank 0.
     pub fn new() -> Self {
         Self { table: Table::new(1), rank: 0 }
     }
@@ -61,7 +62,7 @@ impl Store for LocalStore {
 }
 
 impl WaitError {
-    /// The error of a `get` of `key`.
+    /// Returns the error of a `get` of `key`.
     pub(super) fn into_error(self, key: &str, timeout: Duration) -> Error {
         match self {
             Self::Timeout => Error::Launch(format!(
@@ -102,7 +103,7 @@ mod tests {
     }
 
     #[test]
-    fn a_waiting_thread_is_woken() {
+    fn waiting_thread_is_woken() {
         let store = LocalStore::new();
         std::thread::scope(|scope| {
             let waiter = scope.spawn(|| store.get("late", Duration::from_secs(60)));

@@ -2,11 +2,11 @@
 
 use std::time::{Duration, Instant};
 
-/// A limit on how long something is waited for, in which time does not count while this process did not
-/// run: a job that was suspended (SIGSTOP) for an hour goes on as if it had not been.
+/// A time limit that does not count the time while this process was suspended.
 ///
-/// Whoever waits does so in slices and asks before each, so that a slice which took far longer than it was
-/// to take tells that the process was stopped.
+/// A job that was suspended (SIGSTOP) for an hour goes on as if nothing had happened. The caller
+/// waits in slices and asks before each one. A slice that took far longer than its length means
+/// that the process was stopped.
 ///
 /// ```
 /// use std::time::Duration;
@@ -27,15 +27,15 @@ pub struct Patience {
 impl Patience {
     /// The longest slice.
     pub const SLICE: Duration = Duration::from_millis(500);
-    /// A slice that took longer than this was not waited through but slept through.
+    /// A longer slice means that the process was stopped meanwhile.
     const STOPPED: Duration = Duration::from_secs(1);
 
-    /// Patience for `limit`, from now on.
+    /// Starts waiting for `limit`.
     pub fn new(limit: Duration) -> Self {
         Self { limit, waited: Duration::ZERO, asked: Instant::now() }
     }
 
-    /// How long to wait before asking again; `None` once the limit has passed.
+    /// Returns the time to wait before asking again; `None` once the limit has passed.
     pub fn slice(&mut self) -> Option<Duration> {
         let now = Instant::now();
         self.count(now - self.asked);
@@ -54,7 +54,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_slice_that_was_slept_through_counts_as_one() {
+    fn overslept_slice_counts_once() {
         let secs = Duration::from_secs;
         let mut patience = Patience::new(secs(3));
         assert_eq!(patience.slice(), Some(Patience::SLICE));

@@ -1,4 +1,4 @@
-//! The content of a store (values, members, failures), and waiting for a change of it.
+//! The content of a store (values, members, failures), and waiting for its changes.
 
 use std::collections::HashMap;
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
@@ -9,7 +9,7 @@ use crate::Patience;
 /// A failure of the job: the rank and its message.
 pub(super) type Failure = (usize, String);
 
-/// Why a wait ended without a value.
+/// The reason why a wait ended without a value.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum WaitError {
     /// The timeout passed.
@@ -23,20 +23,20 @@ pub(super) enum WaitError {
 /// The state of one rank.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Member {
-    /// It connected.
+    /// The rank connected.
     pub(super) joined: bool,
-    /// It has said something since, so it knows that it was let in.
+    /// The rank has sent a message since, so it knows of its admission.
     pub(super) confirmed: bool,
-    /// It announced that it leaves, so the end of its connection is no failure.
+    /// The rank announced that it leaves, so the end of its connection is not a failure.
     pub(super) left: bool,
-    /// Its connection ended.
+    /// The rank's connection ended.
     pub(super) lost: bool,
-    /// It confirmed the notice of the job's failure.
+    /// The rank confirmed the notice of the job's failure.
     pub(super) notified: bool,
 }
 
-/// The state behind a lock, shared by the threads of a server; a [`LocalStore`](crate::LocalStore)
-/// is little more.
+/// The state behind a lock, shared by a server's threads; the core of a
+/// [`LocalStore`](crate::LocalStore).
 pub(super) struct Table {
     state: Mutex<State>,
     changed: Condvar,
@@ -47,28 +47,30 @@ pub(super) struct State {
     values: HashMap<String, Vec<u8>>,
     /// Bytes of keys and values.
     bytes: usize,
-    /// In the order in which they became known; the first is the job's failure.
+    /// In the order of their reports; the first is the job's failure.
     pub(super) failures: Vec<Failure>,
     pub(super) members: Vec<Member>,
-    /// The hosting process announced that it leaves, as [`Member::left`].
+    /// The hosting process announced that it leaves, as in [`Member::left`].
     pub(super) host_left: bool,
     pub(super) closed: bool,
-    /// Why the hosting process cannot serve the job any more.
+    /// The reason why the hosting process cannot serve the job any more.
     pub(super) broken: Option<String>,
-    /// Failures of ranks that other ranks have noticed, and whose own words are still to come.
+    /// Failures of ranks that other ranks have noticed, but that the ranks have not reported
+    /// themselves.
     pub(super) noticed: Vec<Failure>,
 }
 
-/// How many bytes all keys and values of a store may have, with [`ENTRY_BYTES`] for each: far more than what ranks tell each
-/// other.
+/// Maximum size of all keys and values of a store, with [`ENTRY_BYTES`] for each entry.
+///
+/// It is far above the needs of a job's ranks.
 pub(super) const MAX_BYTES: usize = 256 << 20;
-/// What an entry takes besides its key and value, about.
+/// Approximate overhead of an entry.
 const ENTRY_BYTES: usize = 64;
 /// Longest message of a failure; the rest is cut.
 const MAX_MESSAGE_BYTES: usize = 64 << 10;
 
 impl State {
-    /// Sets a value; fails with a message if there is no room for it.
+    /// Sets a value; fails with a message if the store is full.
     fn set(&mut self, key: &str, value: Vec<u8>) -> Result<(), String> {
         let cost = |value: &Vec<u8>| key.len() + value.len() + ENTRY_BYTES;
         let old = self.values.get(key).map_or(0, cost);
@@ -85,7 +87,7 @@ impl State {
         Ok(())
     }
 
-    /// Why waiting is pointless from now on; `None` if it is not.
+    /// Returns the reason to stop waiting, if there is one.
     pub(super) fn wait_error(&self) -> Option<WaitError> {
         match self.failures.first() {
             Some(failure) => Some(WaitError::Failed(failure.clone())),
@@ -109,8 +111,8 @@ impl Table {
         Self { state: Mutex::new(state), changed: Condvar::new() }
     }
 
-    /// Locks the state for reading. A poisoned lock is taken all the same: every change is one
-    /// assignment or push, so a panic leaves no half of one.
+    /// Locks the state for reading. A poisoned lock is ignored: every change is a single assignment
+    /// or push, so a panic cannot leave a partial change.
     pub(super) fn read(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -122,7 +124,7 @@ impl Table {
         result
     }
 
-    /// Waits until `ready` returns a value; `None` after `timeout`.
+    /// Waits until `ready` returns a value. Returns `None` after `timeout`.
     pub(super) fn wait<R>(
         &self,
         timeout: Duration,
@@ -140,7 +142,7 @@ impl Table {
         }
     }
 
-    /// Fails with a message if there is no room for the value.
+    /// Sets a value; fails with a message if the store is full.
     pub(super) fn set(&self, key: &str, value: Vec<u8>) -> Result<(), String> {
         self.change(|state| state.set(key, value))
     }
@@ -154,7 +156,7 @@ impl Table {
         .unwrap_or(Err(WaitError::Timeout))
     }
 
-    /// Fails with a message if the present value is no integer, or there is no room.
+    /// Adds to a value; fails with a message if the value is not an integer, or the store is full.
     pub(super) fn add(&self, key: &str, amount: i64) -> Result<i64, String> {
         self.change(|state| {
             let old = match state.values.get(key) {
@@ -173,7 +175,7 @@ impl Table {
         })
     }
 
-    /// Records a failure, unless the rank has one already, and returns the job's first.
+    /// Records a rank's first failure, and returns the job's first failure.
     pub(super) fn fail(&self, rank: usize, message: &str) -> Failure {
         let message = cut(message, MAX_MESSAGE_BYTES);
         self.change(|state| {
@@ -189,14 +191,14 @@ impl Table {
     }
 }
 
-/// The first `max` bytes of a text, or one fewer character.
+/// Returns the first `max` bytes of a text, without a partial character.
 pub(super) fn cut(text: &str, max: usize) -> &str {
     let longest = text.len().min(max);
     let end = (0..=longest).rev().find(|&end| text.is_char_boundary(end)).unwrap_or(0);
     &text[..end]
 }
 
-/// `timeout` from now, at most ten years, which an [`Instant`] can express.
+/// Returns the time after `timeout`, limited to ten years, which an [`Instant`] can express.
 pub(super) fn deadline(timeout: Duration) -> Instant {
     const MAX: Duration = Duration::from_secs(10 * 365 * 24 * 3600);
     Instant::now() + timeout.min(MAX)

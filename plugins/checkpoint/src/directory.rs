@@ -52,7 +52,7 @@ pub struct LocalDirectory {
 }
 
 impl LocalDirectory {
-    /// The directory `root`.
+    /// Uses the directory `root`, which need not exist yet.
     pub fn new(root: impl Into<PathBuf>) -> Self {
         Self { root: root.into(), sync: true }
     }
@@ -63,7 +63,7 @@ impl LocalDirectory {
         Self { sync, ..self }
     }
 
-    /// Removes what is left of the locks of saves that are not there any more, whose process was killed.
+    /// Removes lock files whose save no longer exists, since its process was killed.
     fn remove_stale_locks(&self) {
         for entry in fs::read_dir(&self.root).into_iter().flatten().flatten() {
             if lock::locked_save(&entry.file_name().to_string_lossy())
@@ -113,8 +113,10 @@ impl LocalDirectory {
         }
     }
 
-    /// Replaces `name` by `staged` with two renames. The replaced checkpoint stays valid under
-    /// another name until the new one is in place, so a crash between the renames loses neither.
+    /// Replaces `name` by `staged` with two renames.
+    ///
+    /// The replaced checkpoint stays valid under another name until the new one is in place. A
+    /// crash between the renames loses neither.
     fn replace_with_two_renames(&self, staged: &Path, name: &str) -> Result<()> {
         let (target, aside) = (self.root.join(name), self.root.join(replaced_name(name)));
         fs::rename(&target, &aside).map_err(Error::io("renaming", &target))?;
@@ -171,7 +173,7 @@ impl CheckpointIO for LocalDirectory {
                     let bytes = if is_directory { 0 } else { metadata.len() };
                     entries.push(Entry { name, is_directory, bytes });
                 }
-                // Removed meanwhile, or a broken link.
+                // The entry was removed meanwhile, or is a broken link.
                 Err(e) if e.kind() == ErrorKind::NotFound => {}
                 Err(e) => return Err(Error::io("reading", entry.path())(e)),
             }
@@ -189,7 +191,7 @@ impl CheckpointIO for LocalDirectory {
         if !kind.is_dir() {
             return fs::remove_file(&place).map_err(Error::io("removing", &place));
         }
-        // Renamed first, so that a partly removed checkpoint is not taken for one.
+        // Renamed first, so that a partly removed checkpoint is not taken for a whole one.
         let doomed =
             if is_temporary(path) { place.clone() } else { self.location(&staging_name(path)) };
         if doomed != place {
@@ -224,7 +226,7 @@ impl CheckpointIO for LocalDirectory {
         }
         let path = self.root.join(lock::file_name(name));
         let attempt = match FileLock::take(&path) {
-            // Then nothing can be saved either; whoever tries says so.
+            // Saving will fail too, with an error of its own.
             Err(Error::Io { source, .. }) if lock::cannot_be_written(source.kind()) => {
                 return Ok(None);
             }
@@ -285,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn bytes_come_back_and_go() {
+    fn bytes_are_saved_and_removed() {
         let (_temp, io) = directory();
         assert_eq!(io.list("").unwrap(), []);
         io.save("a/b/c", b"hello").unwrap();
@@ -310,7 +312,7 @@ mod tests {
     }
 
     #[test]
-    fn a_commit_replaces_in_one_step_or_in_two() {
+    fn commit_replaces_in_one_or_two_steps() {
         let (_temp, io) = directory();
         let stage = |content: &[u8]| {
             let staged = staging_name("last");
@@ -326,20 +328,20 @@ mod tests {
         io.replace_with_two_renames(&io.location(&staged), "last").unwrap();
         assert_eq!(io.load("last/file").unwrap(), b"three");
         assert_eq!(names(&io), ["last"]);
-        // When the second rename fails, the first is undone.
+        // If the second rename fails, the first one is undone.
         io.replace_with_two_renames(&io.location("nothing"), "last").unwrap_err();
         assert_eq!(io.load("last/file").unwrap(), b"three");
         assert_eq!(names(&io), ["last"]);
     }
 
     #[test]
-    fn a_file_is_replaced_in_one_step() {
+    fn file_is_replaced_atomically() {
         let (_temp, io) = directory();
         io.replace("last", b"one").unwrap();
         let old = io.open("last").unwrap();
         io.replace("last", b"three").unwrap();
         assert_eq!(io.load("last").unwrap(), b"three");
-        // A reader that has the old file open still sees its content: it was not written over.
+        // A reader with the old file open still sees its content: the file was not overwritten.
         assert_eq!(old.len().unwrap(), 3);
         assert_eq!(names(&io), ["last"]);
         io.save("dir/file", b"").unwrap();
@@ -349,7 +351,7 @@ mod tests {
 
     // checklist: Lightning: checkpoint_io not supported
     #[test]
-    fn it_is_chosen_by_name() {
+    fn local_is_selected_by_name() {
         fulgurite_core::registry::validate().unwrap();
         fulgurite_core::registry::require("checkpoint_io", "local").unwrap();
         let build = |text: &str| {

@@ -1,5 +1,4 @@
-//! The place `local` for checkpoints: a directory of the local or a shared file system. The
-//! default.
+//! The `checkpoint.io` plugin `local`, the default: a directory of a local or shared file system.
 //!
 //! ```
 //! use fulgurite_checkpoint::LocalDirectory;

@@ -1,7 +1,7 @@
-//! Lock files, by which programs keep out of each other's way in a directory.
+//! Lock files, which keep several programs from using a directory at the same time.
 //!
-//! A lock is held by `flock`, so it ends with its process, however that ends. The file says who has it.
-//! On file systems without `flock` what the file says is all there is.
+//! A lock is held by `flock`, so it ends with its process in any case. The file names the owner. On
+//! file systems without `flock` only the file's content counts.
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{ErrorKind, Read as _, Seek as _, Write as _};
@@ -14,10 +14,10 @@ use fulgurite_engine::checkpoint_io::is_temporary;
 use rustix::fs::{FlockOperation, OFlags, flock};
 use rustix::io::Errno;
 
-/// The lock of a directory as a whole.
+/// The lock of a whole directory.
 const OF_PLACE: &str = ".lock";
 
-/// The name of the lock file of `name`, an unfinished save; of the directory itself for `""`.
+/// Returns the lock file's name for `name`, an unfinished save, or for the directory itself (`""`).
 pub(crate) fn file_name(name: &str) -> String {
     if name.is_empty() { OF_PLACE.to_owned() } else { format!(".{name}.lock") }
 }
@@ -27,18 +27,18 @@ pub(crate) fn is_lock(name: &str) -> bool {
     name == OF_PLACE || locked_save(name).is_some()
 }
 
-/// The unfinished save that a lock file of this name is for.
+/// Returns the unfinished save that a lock file of this name belongs to.
 pub(crate) fn locked_save(name: &str) -> Option<&str> {
     name.strip_prefix('.')?.strip_suffix(".lock").filter(|name| is_temporary(name))
 }
 
-/// Whether no file can be made because nothing can be written.
+/// Whether creating a file failed because nothing can be written there.
 pub(crate) fn cannot_be_written(kind: ErrorKind) -> bool {
     use ErrorKind::{PermissionDenied, QuotaExceeded, ReadOnlyFilesystem, StorageFull};
     matches!(kind, PermissionDenied | QuotaExceeded | ReadOnlyFilesystem | StorageFull)
 }
 
-/// A lock that is held. Dropping it removes the file.
+/// A held lock. Dropping it removes the file.
 #[derive(Debug)]
 pub(crate) struct FileLock {
     path: PathBuf,
@@ -47,7 +47,8 @@ pub(crate) struct FileLock {
 
 impl Drop for FileLock {
     fn drop(&mut self) {
-        // Before it is unlocked: whoever opened it sees that it is another file then.
+        // Removed before it is unlocked, so that a process with the old file open sees the
+        // difference.
         if is_at(&self.file, &self.path)
             && let Err(error) = fs::remove_file(&self.path)
         {
@@ -56,21 +57,21 @@ impl Drop for FileLock {
     }
 }
 
-/// What came of an attempt.
+/// The result of [`FileLock::take`].
 pub(crate) enum Attempt {
     Locked(FileLock),
-    /// Another living process has it.
+    /// Another living process holds it.
     Held(Owner),
 }
 
 impl FileLock {
-    /// Takes the lock in the file `path`, unless a living process has it.
+    /// Takes the lock in the file `path`, unless a living process holds it.
     pub(crate) fn take(path: &Path) -> Result<Attempt> {
         let failed = |action: &'static str| move |e| Error::io(action, path)(e);
         let mut beginning = 0;
         loop {
             let mut file = match open(path, true) {
-                // That of another user.
+                // The lock belongs to another user.
                 Err(error) if error.kind() == ErrorKind::PermissionDenied => {
                     return match held_by_another(path) {
                         Some(owner) => Ok(Attempt::Held(owner)),
@@ -82,7 +83,8 @@ impl FileLock {
             match try_lock(&file).map_err(failed("locking"))? {
                 Flock::Held => {
                     let owner = Owner::read(&mut file);
-                    // Somebody looks whether it is held, or has it and has not said so yet.
+                    // Another process is only checking the lock, or holds it and has not written
+                    // its name yet.
                     if !owner.as_ref().is_some_and(Owner::may_live) && beginning < 1000 {
                         beginning += 1;
                         std::thread::sleep(Duration::from_millis(1));
@@ -97,7 +99,7 @@ impl FileLock {
                 }
                 Flock::Locked => {}
             }
-            // Its last owner may have removed it between the two calls.
+            // The last owner may have removed the file between the two calls.
             if !is_at(&file, path) {
                 continue;
             }
@@ -112,7 +114,7 @@ impl FileLock {
     }
 }
 
-/// Whether a living process has the lock in the file `path`; `None` if there is no such file.
+/// Whether a living process holds the lock in the file `path`; `None` without such a file.
 pub(crate) fn is_held(path: &Path) -> Result<Option<bool>> {
     let mut file = match open(path, false) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(None),
@@ -125,8 +127,10 @@ pub(crate) fn is_held(path: &Path) -> Result<Option<bool>> {
     }))
 }
 
-/// Whether the lock file `path` is that of a process of this host that has ended. What the file says
-/// counts, and not `flock` alone, which some file systems have for each host.
+/// Whether the lock file `path` belongs to a process of this host that has ended.
+///
+/// The file's content must confirm it, since `flock` alone is local to each host on some file
+/// systems.
 pub(crate) fn is_abandoned(path: &Path) -> Result<bool> {
     let mut file = match open(path, false) {
         Err(e) if e.kind() == ErrorKind::NotFound => return Ok(false),
@@ -139,7 +143,7 @@ pub(crate) fn is_abandoned(path: &Path) -> Result<bool> {
 /// Removes the lock file `path` if its process has ended.
 pub(crate) fn remove_if_stale(path: &Path) -> Result<()> {
     match FileLock::take(path)? {
-        // Dropping it removes it.
+        // Dropping the lock removes its file.
         Attempt::Locked(lock) => drop(lock),
         Attempt::Held(_) => {}
     }
@@ -158,7 +162,7 @@ fn open(path: &Path, create: bool) -> std::io::Result<File> {
     }
 }
 
-/// The owner of a lock that is held and whose file may only be read.
+/// Returns the owner of a held lock whose file this process may only read.
 fn held_by_another(path: &Path) -> Option<Owner> {
     let mut file = fulgurite_engine::checkpoint_io::LocalFile::open(path).ok()?.into_file();
     match try_lock(&file).ok()? {
@@ -184,20 +188,20 @@ fn try_lock(file: &File) -> std::io::Result<Flock> {
     }
 }
 
-/// Whether the open file is the one that has this path.
+/// Whether the open file is still the file at this path.
 fn is_at(file: &File, path: &Path) -> bool {
     let identity = |metadata: fs::Metadata| (metadata.dev(), metadata.ino());
     let open = file.metadata().map(identity).ok();
     open.is_some() && open == fs::symlink_metadata(path).map(identity).ok()
 }
 
-/// The process that has a lock.
+/// The process that holds a lock.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub(crate) struct Owner {
     host: String,
     pid: u32,
-    /// When the process was started, as the system counts it; by it a process is told from a later one of
-    /// the same number.
+    /// Start time of the process in the system's count. It distinguishes the process from a later
+    /// one with the same number.
     started: String,
     job: String,
     /// When the lock was taken, in seconds since 1970.
@@ -218,7 +222,7 @@ impl Owner {
         }
     }
 
-    /// As in the file: `key value` lines.
+    /// Formats the content of the lock file: `key value` lines.
     fn to_text(&self) -> String {
         let Self { host, pid, started, job, since } = self;
         let line = |text: &str| text.replace(char::is_control, " ");
@@ -246,7 +250,7 @@ impl Owner {
         })
     }
 
-    /// Whether the process may still live; that of another host cannot be seen.
+    /// Whether the process may still live. A process of another host may always live.
     fn may_live(&self) -> bool {
         self.host != this_host() || started(self.pid).is_some_and(|started| started == self.started)
     }
@@ -279,10 +283,11 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_secs())
 }
 
-/// When a living process was started; `None` if there is none of this number.
+/// Returns the start time of a living process; `None` if no process has this number.
 fn started(pid: u32) -> Option<String> {
     let stat = fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-    // The name of the program, in parentheses, may have spaces. It is the twentieth field after that.
+    // The program's name, in parentheses, may have spaces. The start time is the twentieth field
+    // after it.
     let (_, fields) = stat.rsplit_once(')')?;
     fields.split_whitespace().nth(19).map(str::to_owned)
 }
@@ -299,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn one_at_a_time_has_a_lock_and_its_file_goes_with_it() {
+    fn lock_is_exclusive_and_removes_its_file() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join(".lock");
         assert_eq!(is_held(&path).unwrap(), None);
@@ -310,7 +315,7 @@ mod tests {
         assert!(owner.may_live());
         drop(lock);
         assert!(!path.exists());
-        // What a killed process left is no lock.
+        // A killed process left the file, but not a lock.
         fs::write(&path, Owner { pid: 1, ..Owner::this() }.to_text()).unwrap();
         assert_eq!(is_held(&path).unwrap(), Some(false));
         drop(take(&path).unwrap());
@@ -318,7 +323,7 @@ mod tests {
     }
 
     #[test]
-    fn many_at_once_find_one_owner() {
+    fn concurrent_attempts_have_one_owner() {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join(".lock");
         let inside = std::sync::atomic::AtomicUsize::new(0);
@@ -341,7 +346,7 @@ mod tests {
     }
 
     #[test]
-    fn a_process_that_has_ended_is_known_without_flock() {
+    fn dead_owner_is_known_without_flock() {
         let this = Owner::this();
         assert!(this.may_live());
         assert!(!Owner { started: "1".to_owned(), ..Owner::this() }.may_live());

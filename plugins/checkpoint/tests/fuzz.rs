@@ -1,5 +1,5 @@
-//! Files that are damaged in every way: an error that names the file, no panic, and no more memory
-//! than a small multiple of what is there.
+//! Fuzzing of damaged files. Reading them returns an error that names the file and never panics. It
+//! takes no more memory than a small multiple of the files' size.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -18,8 +18,8 @@ use proptest::prelude::*;
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
 
-/// Twelve bytes a byte of JSON is what nested values of the manifest's free parts take, and vectors
-/// that grow take twice that; the rest is directories, paths and messages.
+/// A byte of JSON takes twelve bytes as nested values of the manifest's free fields, and twice as
+/// many while vectors grow. The rest is for directories, paths and messages.
 fn allowed(bytes: usize) -> usize {
     64 * bytes + (256 << 10)
 }
@@ -42,12 +42,12 @@ enum Damage {
         at: prop::sample::Index,
         bytes: Vec<u8>,
     },
-    /// A number of the text becomes another.
+    /// Replaces a number in the text.
     Number {
         which: prop::sample::Index,
         text: String,
     },
-    /// A value of the text becomes many nested ones.
+    /// Replaces a value in the text by deeply nested values.
     Deep {
         which: prop::sample::Index,
         depth: usize,
@@ -97,7 +97,7 @@ fn damage() -> impl Strategy<Value = Damage> {
     ]
 }
 
-/// Where runs of digits are.
+/// Returns the ranges of digits.
 fn numbers(bytes: &[u8]) -> Vec<(usize, usize)> {
     let mut found = Vec::new();
     let mut start = None;
@@ -175,7 +175,7 @@ fn saved() -> &'static Path {
 
 const SHARD: &str = "model/shard-00002-model-00001-of-00001.safetensors";
 
-/// A copy of the checkpoint in which one file is what `bytes` are.
+/// Copies the checkpoint, with `bytes` as the content of one file.
 fn copy(file: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
     let temp = tempfile::tempdir().unwrap();
     let to = temp.path().join("c");
@@ -193,7 +193,7 @@ fn copy(file: &str, bytes: &[u8]) -> (tempfile::TempDir, PathBuf) {
     (temp, to)
 }
 
-/// Bytes of all files below a directory.
+/// Returns the total size of all files below a directory, in bytes.
 fn size(path: &Path) -> usize {
     let entries = fs::read_dir(path).unwrap().map(|entry| entry.unwrap());
     entries
@@ -214,12 +214,12 @@ fn names_a_file_of(error: &Error, root: &Path) {
     assert!(text.contains(root.to_str().unwrap()), "it does not name the file: {text}");
 }
 
-/// Reads everything that a source says it has.
+/// Reads all tensors that a source lists.
 fn read_all(source: &dyn TensorSource, root: &Path) {
     for name in source.names() {
         let info = source.info(name).unwrap();
         let region = Region::full(&info.shape);
-        // A view may repeat its elements as often as it likes; nobody asks for that.
+        // A view may repeat its elements any number of times; such tensors are skipped.
         if region.elem_count() > 1 << 20 {
             continue;
         }
@@ -237,7 +237,7 @@ fn damaged(original: &[u8], damages: &[Damage]) -> Vec<u8> {
     bytes
 }
 
-/// Opens and reads a checkpoint, one file of which is damaged.
+/// Opens and reads a checkpoint with one damaged file.
 fn check_checkpoint(file: &str, bytes: &[u8]) {
     let (_temp, path) = copy(file, bytes);
     let size = size(&path);
@@ -259,7 +259,7 @@ fn check_checkpoint(file: &str, bytes: &[u8]) {
     }
 }
 
-/// The same for a directory of shards without a manifest, and for a single file.
+/// Does the same for a directory of shards without a manifest, and for a single file.
 fn check_shards(bytes: &[u8]) {
     let (_temp, path) = copy(SHARD, bytes);
     for path in [path.join("model"), path.join(SHARD)] {
@@ -281,7 +281,7 @@ proptest! {
     fn manifests(damages in prop::collection::vec(damage(), 1..4)) {
         let original = fs::read_to_string(saved().join("c/manifest.json")).unwrap();
         check_checkpoint("manifest.json", &damaged(original.as_bytes(), &damages));
-        // Past the digest.
+        // Damages without the digest, which would find them all.
         let original = without_digest(&original);
         check_checkpoint("manifest.json", &damaged(original.as_bytes(), &damages));
     }
@@ -294,7 +294,7 @@ proptest! {
         check_checkpoint(SHARD, &bytes);
     }
 
-    /// Damages of the text of a header, whose length is right.
+    /// Damages the text of a header; its length is correct.
     #[test]
     fn headers(damages in prop::collection::vec(damage(), 1..4)) {
         let original = fs::read(saved().join("c").join(SHARD)).unwrap();
@@ -323,7 +323,7 @@ proptest! {
     }
 }
 
-/// Damages that were worth keeping.
+/// Regression cases from earlier fuzzing.
 #[test]
 fn the_corpus() {
     let manifest = without_digest(&fs::read_to_string(saved().join("c/manifest.json")).unwrap());
@@ -381,9 +381,9 @@ fn the_corpus() {
     names_a_file_of(&error, Path::new("somewhere"));
 }
 
-/// Headers that say much of nothing: many dimensions, many tensors without elements.
+/// Headers with many dimensions, or many tensors without elements.
 #[test]
-fn headers_of_nothing_take_little_memory() {
+fn empty_tensor_headers_take_little_memory() {
     let with_header = |json: &str| {
         let temp = tempfile::tempdir().unwrap();
         let path = temp.path().join("x.safetensors");

@@ -23,8 +23,8 @@ pub struct ObjectStoreConfig {
     /// is ignored.
     pub url: String,
     /// Settings of the store, by their names in the crate `object_store`, such as `aws_region` and
-    /// `aws_endpoint`. Defaults are those of the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`).
-    /// Secrets are refused, since configurations are saved.
+    /// `aws_endpoint`. Defaults come from the environment (`AWS_…`, `AZURE_…`, `GOOGLE_…`). Secrets
+    /// are refused, since configurations are saved.
     pub options: BTreeMap<String, String>,
     /// Larger files are uploaded and read in parts of this many MiB. Stores require at least 5 and
     /// allow 10,000 parts in a file.
@@ -112,7 +112,7 @@ mod tests {
     }
 
     #[test]
-    fn it_is_chosen_by_name_and_checked() {
+    fn object_store_is_selected_and_checked() {
         fulgurite_config::registry::validate().unwrap();
         fulgurite_config::registry::require("checkpoint_io", "object_store").unwrap();
         let errors = [
@@ -136,7 +136,7 @@ unknown field `uri`, expected one of `url`, `options`, `part_mib`, `concurrency`
     }
 
     #[test]
-    fn a_directory_is_a_store_too() {
+    fn directory_url_is_a_store() {
         let temp = tempfile::tempdir().unwrap();
         let url = format!("file://{}", temp.path().display());
         let config = ObjectStoreConfig { url: url.clone(), ..ObjectStoreConfig::default() };

@@ -42,7 +42,7 @@ impl Driver {
         let thread = std::thread::Builder::new()
             .name("object-store".to_owned())
             .spawn(move || {
-                // An error means that the driver was dropped, too.
+                // An error means that the driver was dropped too.
                 let _ = runtime.block_on(stopped);
             })
             .map_err(failed())?;
@@ -56,7 +56,7 @@ impl Driver {
     ) -> Pending<T> {
         let (sender, receiver) = mpsc::sync_channel(1);
         self.handle.spawn(async move {
-            // After an earlier failure nothing waits for the result.
+            // After an earlier failure the result is not awaited.
             let _ = sender.send(request.await);
         });
         Pending(receiver)
@@ -75,7 +75,7 @@ impl Drop for Driver {
     fn drop(&mut self) {
         drop(self.stop.take());
         if let Some(thread) = self.thread.take() {
-            // A panic on the thread was reported by the request that it was in.
+            // The interrupted request has reported the thread's panic.
             let _ = thread.join();
         }
     }

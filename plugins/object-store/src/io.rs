@@ -23,7 +23,7 @@ use crate::layout::{
 use crate::reader::ObjectReader;
 use crate::writer::ObjectWriter;
 
-/// A place for checkpoints in an object store.
+/// Checkpoint storage in an object store.
 ///
 /// Requests are retried with growing pauses, as configured in the store. The methods block, and may
 /// be called from any thread.
@@ -36,21 +36,21 @@ pub struct ObjectStoreIO {
     prefix: Path,
     part: usize,
     concurrency: usize,
-    /// The version of each checkpoint that files in its folders are read from.
+    /// For each checkpoint, the version that files in its folders are read from.
     versions: Mutex<BTreeMap<String, String>>,
 }
 
-/// The pointer of a checkpoint that was read.
+/// A checkpoint's pointer that was read.
 struct FoundPointer {
     version: String,
     put: UpdateVersion,
 }
 
 impl ObjectStoreIO {
-    /// The place `url` of `store`. The path of the URL is the prefix of all objects.
+    /// Opens the location `url` of `store`. The URL's path is the prefix of all objects.
     ///
     /// # Errors
-    /// If `url` is no URL, or no thread can be started.
+    /// If `url` is not a URL, or the thread cannot be started.
     pub fn new(store: Arc<dyn ObjectStore>, url: &str) -> Result<Self> {
         let parsed = Url::parse(url)
             .map_err(|e| Error::other(format!("the object store's URL `{url}` is wrong: {e}")))?;
@@ -71,8 +71,9 @@ impl ObjectStoreIO {
         })
     }
 
-    /// Sets the size of parts in which files are uploaded and read, and how many are transferred at
-    /// the same time; at least one of either. By default 4 of 16 MiB.
+    /// Sets the size of parts for uploads and reads, and the number of simultaneous transfers.
+    ///
+    /// Both are at least one. By default 4 parts of 16 MiB.
     #[must_use]
     pub fn with_parts(self, bytes: usize, concurrency: usize) -> Self {
         Self { part: bytes.max(1), concurrency: concurrency.max(1), ..self }
@@ -83,7 +84,7 @@ impl ObjectStoreIO {
         |error| failed(error.into())
     }
 
-    /// The path of an object or a folder of objects.
+    /// Returns the path of an object or a folder of objects.
     fn object(&self, path: &str) -> Result<Path> {
         let mut object = self.prefix.clone();
         for segment in path.split('/').filter(|s| !s.is_empty()) {
@@ -99,7 +100,7 @@ impl ObjectStoreIO {
         Ok(object)
     }
 
-    /// Reads which version of a checkpoint is committed.
+    /// Reads the pointer to the committed version of a checkpoint.
     fn pointer(&self, name: &str) -> Result<Option<FoundPointer>> {
         let path = format!("{name}/{POINTER}");
         let (store, object) = (self.store.clone(), self.object(&path)?);
@@ -136,7 +137,10 @@ impl ObjectStoreIO {
     }
 
     /// Maps `path` to the object in the version of a save, in the committed version, or at the
-    /// root. With `fresh` reads which version is committed; otherwise uses the one read last.
+    /// root.
+    ///
+    /// With `fresh` it reads the pointer to the committed version; otherwise it uses the last one
+    /// read.
     fn resolve(&self, path: &str, fresh: bool) -> Result<Path> {
         let (head, rest) = split(path);
         if let Some((name, version)) = parse_temporary_name(head) {
@@ -153,8 +157,9 @@ impl ObjectStoreIO {
         }
     }
 
-    /// Maps the path of a file. One at the root is no part of a checkpoint. Those directly in a
-    /// checkpoint's folder, such as the manifest, are read from the version that is committed now.
+    /// Maps the path of a file. A file at the root does not belong to a checkpoint. Files directly
+    /// in a checkpoint's folder, such as the manifest, are read from the version that is committed
+    /// now.
     fn file(&self, path: &str) -> Result<Path> {
         let (head, rest) = split(path);
         if rest.is_empty() { self.object(head) } else { self.resolve(path, !rest.contains('/')) }
@@ -175,7 +180,7 @@ impl ObjectStoreIO {
         first.map_err(self.failed("listing", path))
     }
 
-    /// The checkpoints, unfinished saves and files at the root.
+    /// Lists the checkpoints, unfinished saves and files at the root.
     fn list_root(&self) -> Result<Vec<Entry>> {
         let root = self.children(self.prefix.clone(), "")?;
         let mut entries = files(&root);
@@ -205,8 +210,8 @@ impl ObjectStoreIO {
         Ok(entries)
     }
 
-    /// Deletes the objects in a folder, except those that `keep` accepts. Deletes first the objects
-    /// that make it a checkpoint.
+    /// Deletes the objects in a folder, unless `keep` accepts them. The objects that mark the
+    /// folder as a checkpoint are deleted first.
     fn delete(
         &self,
         folder: Path,
@@ -236,7 +241,7 @@ impl ObjectStoreIO {
     fn delete_object(&self, object: Path, path: &str) -> Result<bool> {
         let store = self.store.clone();
         let deleted = self.driver.run(async move {
-            // A local store tries to delete a folder, which is no object.
+            // A folder is not an object, but a local store tries to delete it.
             match store.head(&object).await {
                 Ok(_) => gone(store.delete(&object).await).map(|()| true),
                 missing => gone(missing.map(drop)).map(|()| false),
@@ -245,7 +250,7 @@ impl ObjectStoreIO {
         deleted.map_err(self.failed("removing", path))
     }
 
-    /// Makes `version` the committed version of the checkpoint `name`, unless the pointer has
+    /// Makes `version` the committed version of the checkpoint `name`. Fails if the pointer has
     /// changed since `before` was read.
     fn put_pointer(&self, name: &str, version: &str, before: Option<FoundPointer>) -> Result<()> {
         let path = format!("{name}/{POINTER}");
@@ -267,8 +272,7 @@ impl ObjectStoreIO {
             result => result,
         };
         let Err(error) = result else { return Ok(()) };
-        // A retry, after the answer to the first request was lost, fails although the first
-        // succeeded.
+        // If the answer to a successful request was lost, its retry fails.
         if self.pointer(name)?.is_some_and(|found| found.version == version) {
             return Ok(());
         }
@@ -284,7 +288,7 @@ impl ObjectStoreIO {
     }
 }
 
-/// Ignores the error of deleting what does not exist.
+/// Ignores the error if the deleted object does not exist.
 fn gone(result: object_store::Result<()>) -> object_store::Result<()> {
     match result {
         Err(object_store::Error::NotFound { .. }) => Ok(()),
@@ -368,7 +372,7 @@ impl CheckpointIO for ObjectStoreIO {
         }
         if let Some((name, version)) = parse_temporary_name(head) {
             if self.pointer(name)?.is_some_and(|found| found.version == version) {
-                // The commit was taken for failed because its answer was lost.
+                // The commit seemed to fail because its answer was lost.
                 tracing::warn!("{} was committed; it stays", self.location(name).display());
                 return Ok(());
             }

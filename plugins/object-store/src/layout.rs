@@ -3,10 +3,10 @@
 use fulgurite_checkpoint_format::is_temporary;
 use serde::{Deserialize, Serialize};
 
-/// The object with the committed version of a checkpoint.
+/// The object that names the committed version of a checkpoint.
 pub(crate) const POINTER: &str = "committed.json";
 
-/// The longest [`POINTER`] that is read.
+/// Longest [`POINTER`] that is read, in bytes.
 pub(crate) const MAX_POINTER: u64 = 4096;
 
 const FORMAT: &str = "fulgurite-committed-version";
@@ -51,18 +51,19 @@ pub(crate) fn is_version(name: &str) -> bool {
     is_temporary(&temporary_name("x", name))
 }
 
-/// The name of an unfinished save of `name`.
+/// Returns the name of an unfinished save of `name`.
 pub(crate) fn temporary_name(name: &str, version: &str) -> String {
     format!("{name}.tmp-{version}")
 }
 
-/// The inverse of [`temporary_name`]: the checkpoint and the save's identifier; `None` for other
-/// names.
+/// Inverts [`temporary_name`]: returns the checkpoint and the save's identifier.
+///
+/// Returns `None` for other names.
 pub(crate) fn parse_temporary_name(name: &str) -> Option<(&str, &str)> {
     if is_temporary(name) { name.rsplit_once(".tmp-") } else { None }
 }
 
-/// The first segment of a path, and the rest.
+/// Splits a path into its first segment and the rest.
 pub(crate) fn split(path: &str) -> (&str, &str) {
     let path = path.trim_matches('/');
     path.split_once('/').unwrap_or((path, ""))
@@ -74,7 +75,7 @@ mod tests {
     use fulgurite_checkpoint_format::staging_name;
 
     #[test]
-    fn names_of_saves_are_taken_apart() {
+    fn save_names_are_parsed() {
         let staged = staging_name("last");
         let (name, version) = parse_temporary_name(&staged).unwrap();
         assert_eq!((name, temporary_name(name, version)), ("last", staged.clone()));

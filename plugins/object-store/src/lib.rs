@@ -1,5 +1,7 @@
-//! Checkpoints in object stores: S3 and compatible ones; with the features `azure` and `gcp` those
-//! of Azure and Google; for tests, a local directory and memory.
+//! Checkpoints in object stores.
+//!
+//! S3 and compatible stores; with the features `azure` and `gcp` also Azure and Google; for tests,
+//! a local directory and memory.
 //!
 //! ```
 //! use std::sync::Arc;
@@ -24,20 +26,21 @@
 //!
 //! # How a checkpoint becomes visible
 //!
-//! Object stores have no rename. A checkpoint `NAME` is written under the identifier of its save,
+//! Object stores cannot rename. A checkpoint `NAME` is written under the identifier of its save,
 //! and stays there:
 //!
 //! ```text
-//! NAME/0123456789abcdef/model/shard-00001-…      while it is being saved: NAME.tmp-0123456789abcdef
+//! NAME/0123456789abcdef/model/shard-00001-…  during the save: NAME.tmp-0123456789abcdef
 //! NAME/0123456789abcdef/manifest.json
-//! NAME/committed.json                            written last: which of them is `NAME`
+//! NAME/committed.json                        written last: the version that is `NAME`
 //! ```
 //!
 //! Writing one object is atomic. `committed.json` is written on the condition that it has not
-//! changed since it was read (an ETag; a store without conditional writes just replaces it), so of
-//! two concurrent saves one fails. Before the write `NAME` is the old checkpoint, afterwards the
-//! new one, and the old version is deleted. A reader takes the files in folders from the version
-//! whose manifest it has read: it may find them deleted, but never reads parts of two versions.
+//! changed since it was read (an ETag), so one of two concurrent saves fails. A store without
+//! conditional writes just replaces it. Before the write `NAME` is the old checkpoint; afterwards
+//! it is the new one, and the old version is deleted. A reader takes the files in folders from the
+//! version whose manifest it has read. It may find them deleted, but never reads parts of two
+//! versions.
 //!
 //! `NAME/0123456789abcdef/` is a whole distributed checkpoint: copied to a disk, it opens there.
 //!
@@ -53,5 +56,5 @@ mod writer;
 
 pub use config::ObjectStoreConfig;
 pub use io::ObjectStoreIO;
-/// The crate of the stores that [`ObjectStoreIO::new`] takes.
+/// The crate with the stores for [`ObjectStoreIO::new`].
 pub use object_store;

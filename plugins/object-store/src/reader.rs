@@ -19,7 +19,7 @@ pub(crate) struct ObjectReader {
     pub(crate) len: u64,
     /// Larger ranges are read in parts of this many bytes.
     pub(crate) part: usize,
-    /// How many parts are read at the same time.
+    /// Number of parts that are read at the same time.
     pub(crate) concurrency: usize,
 }
 

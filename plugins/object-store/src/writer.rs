@@ -13,7 +13,7 @@ use object_store::{MultipartUpload, ObjectStore, ObjectStoreExt, PutPayload};
 
 use crate::driver::{Driver, Pending};
 
-/// An object that is being written. It appears when it is finished.
+/// An object that is being written. It appears when the write is finished.
 #[derive(Debug)]
 pub(crate) struct ObjectWriter {
     pub(crate) driver: Arc<Driver>,
@@ -23,7 +23,7 @@ pub(crate) struct ObjectWriter {
     pub(crate) location: PathBuf,
     pub(crate) part: usize,
     pub(crate) concurrency: usize,
-    /// Bytes that have not been sent.
+    /// Bytes that are not sent yet.
     pub(crate) buffer: Vec<u8>,
     /// The multipart upload, once there is more than one part.
     pub(crate) upload: Option<Box<dyn MultipartUpload>>,
@@ -67,7 +67,7 @@ impl ObjectWriter {
         self.driver.run(async move {
             let completed = upload.complete().await;
             if completed.is_err() {
-                // The first error is reported, not this one.
+                // The first error is reported instead.
                 let _ = upload.abort().await;
             }
             completed.map(drop)

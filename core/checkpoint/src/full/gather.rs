@@ -17,18 +17,18 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 use fulgurite_engine::shard::Region;
 
-/// Bytes of a message.
+/// Size of a message in bytes.
 const WINDOW: usize = 8 << 20;
 
-/// Bytes of tensors after which the ranks check whether one has failed.
+/// The ranks check for failures after this many bytes of tensors.
 const CHECK_INTERVAL: u64 = 256 << 20;
 
-/// What ranks exchange before any tensor is sent.
+/// Each rank's message before any tensor is sent.
 #[derive(Debug, Serialize, Deserialize)]
 struct Announcement {
     /// Hash of names, shapes and dtypes.
     digest: u64,
-    /// The part of each tensor that this rank has; `None` if it has none.
+    /// This rank's part of each tensor; `None` without one.
     parts: Vec<Option<Region>>,
 }
 
@@ -39,13 +39,14 @@ pub(super) struct Gather<'a> {
     parts: Vec<ShardTensor>,
     /// The whole tensors.
     pub(super) tensors: Vec<TensorMeta>,
-    /// For each tensor, the ranks that have a part of it, and their regions.
+    /// For each tensor, the ranks that have a part, and the regions of the parts.
     owners: Vec<Vec<(usize, Region)>>,
 }
 
 impl<'a> Gather<'a> {
-    /// Exchanges the list of tensors to gather: this rank's parts, or its error. `convert` gives
-    /// the dtype that a floating-point tensor is converted to. Collective.
+    /// Exchanges the list of tensors to gather: this rank's parts, or its error.
+    ///
+    /// `convert` returns the dtype that a floating-point tensor is converted to. Collective.
     ///
     /// # Errors
     /// On every rank, if any rank has an error, the ranks list different tensors, or the parts do
@@ -114,9 +115,10 @@ impl<'a> Gather<'a> {
         Ok(Self { group, parts, tensors, owners })
     }
 
-    /// Gathers the tensors `order`, in that order. On rank 0 `sink` is called with the index and
-    /// the flat values, on the host, of each. Rank 0 holds one whole tensor and a few megabytes,
-    /// the others a few megabytes. Collective.
+    /// Gathers the tensors `order`, in that order.
+    ///
+    /// Rank 0 calls `sink` for each with its index and its flat values on the host. Rank 0 holds
+    /// one whole tensor and a few megabytes; the other ranks hold a few megabytes. Collective.
     ///
     /// # Errors
     /// On every rank, if anything fails on one, including `sink`.
@@ -145,7 +147,7 @@ impl<'a> Gather<'a> {
         self.check(&mut failure)
     }
 
-    /// Fails on all ranks if one has failed. Up to this check a failed rank keeps sending and
+    /// Fails on all ranks if one has failed. Until this check a failed rank keeps sending and
     /// receiving, so that no other rank waits for it.
     fn check(&self, failure: &mut Option<Error>) -> Result<()> {
         let message = failure.as_ref().map(Error::to_string);
@@ -195,7 +197,8 @@ impl<'a> Gather<'a> {
         Ok(())
     }
 
-    /// The whole tensor; `None` if this rank has failed and receives only so that the others go on.
+    /// Receives the whole tensor. A failed rank receives too, so that the others go on, and returns
+    /// `None`.
     fn receive(&self, i: usize, failure: &mut Option<Error>) -> Result<Option<Tensor>> {
         let (tensor, dtype) = (&self.tensors[i], self.dtype(i)?);
         let n: usize = tensor.shape.iter().product();

@@ -1,4 +1,4 @@
-//! The files of a full checkpoint, and which tensors each has.
+//! The files of a full checkpoint and their tensors.
 
 use std::collections::BTreeMap;
 
@@ -36,8 +36,9 @@ pub(crate) struct FilePlan {
     pub(crate) tensors: Vec<usize>,
 }
 
-/// Distributes tensors over files of at most `max_bytes`, in order; a larger tensor has a file of
-/// its own. Without tensors there is no file.
+/// Distributes tensors over files of at most `max_bytes`, in order.
+///
+/// A larger tensor gets a file of its own. Without tensors there is no file.
 pub(crate) fn plan_files(
     section: Section,
     tensors: &[TensorMeta],
@@ -82,7 +83,7 @@ struct IndexMetadata {
     total_size: u64,
 }
 
-/// Name and content of the index of these files; `None` if there are fewer than two.
+/// Returns name and content of the index of these files; `None` for fewer than two files.
 pub(super) fn index(
     section: Section,
     tensors: &[TensorMeta],
@@ -108,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn files_are_filled_in_order_and_no_further_than_they_may_be() {
+    fn files_fill_in_order_up_to_the_limit() {
         let tensors = [
             tensor("a", 3, Dtype::BF16),
             tensor("b", 1, Dtype::F32),

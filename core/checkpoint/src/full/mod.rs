@@ -9,8 +9,8 @@
 //!   fulgurite.json               written last: version, step, state, configuration, checksums
 //! ```
 //!
-//! Tensors are gathered on rank 0 one by one and written at once, since the header of the file
-//! follows from the global shapes.
+//! Rank 0 gathers the tensors one by one and writes each at once: the file's header follows from
+//! the global shapes.
 
 mod gather;
 mod layout;

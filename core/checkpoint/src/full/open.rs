@@ -15,7 +15,7 @@ use fulgurite_engine::checkpoint_io::MAX_MANIFEST;
 use fulgurite_engine::shard::Region;
 use fulgurite_error::files::read_regular;
 
-/// A checkpoint that [`save_full`](super::save_full) or the [`tools`](super::super::tools) wrote.
+/// A checkpoint written by [`save_full`](super::save_full) or the [`tools`](super::super::tools).
 ///
 /// As a [`TensorSource`] it is the [model](Self::model). Opening reads `fulgurite.json` and the
 /// lengths of the files; nothing is collective.
@@ -30,8 +30,8 @@ impl FullCheckpoint {
     /// Opens the checkpoint in the local directory `path`.
     ///
     /// # Errors
-    /// If there is no [`FULL_MANIFEST`], it is torn or of a newer version, or a file that it names
-    /// is missing or of another length.
+    /// If [`FULL_MANIFEST`] is missing, torn or of a newer version, or a file that it names is
+    /// missing or has another length.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
         let bytes = read_regular(path.join(FULL_MANIFEST), MAX_MANIFEST);
@@ -87,13 +87,13 @@ impl FullCheckpoint {
         &self.model
     }
 
-    /// The optimizer's tensors, by [`optimizer_key`](super::super::optimizer_key); none if they
+    /// The optimizer's tensors, by [`optimizer_key`](super::super::optimizer_key); empty if they
     /// were not saved.
     pub fn optimizer(&self) -> &StoredTensors {
         &self.optimizer
     }
 
-    /// Reads everything and compares it with the checksums.
+    /// Reads the whole checkpoint and compares it with the checksums.
     ///
     /// # Errors
     /// If anything is damaged, naming file and tensor of each damage.

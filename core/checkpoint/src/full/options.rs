@@ -9,10 +9,10 @@ use super::super::weights::MAX_COMPANION;
 use crate::{Error, Result};
 use fulgurite_error::files::read_regular;
 
-/// Whether the parameter of this FQN is gathered.
+/// Decides by FQN whether a parameter is gathered.
 pub type NameFilter = Arc<dyn Fn(&str) -> bool + Send + Sync>;
 
-/// Which tensors are gathered, and in which dtype. Must be the same on every rank.
+/// The choice of tensors to gather, and their dtype. Must be the same on every rank.
 #[derive(Clone, Default)]
 pub struct GatherOptions {
     /// The dtype that floating-point tensors of the model are converted to before they are sent;
@@ -20,7 +20,7 @@ pub struct GatherOptions {
     pub dtype: Option<DType>,
     /// Whether frozen parameters are left out.
     pub trainable_only: bool,
-    /// Called with every parameter's FQN; parameters that it refuses are not gathered.
+    /// Called with every parameter's FQN; rejected parameters are not gathered.
     pub filter: Option<NameFilter>,
 }
 
@@ -46,15 +46,15 @@ impl std::fmt::Debug for GatherOptions {
     }
 }
 
-/// How a full checkpoint is written. Must be the same on every rank.
+/// Options for writing a full checkpoint. Must be the same on every rank.
 #[derive(Debug, Clone)]
 pub struct FullOptions {
     /// Which tensors, and their dtype.
     pub gather: GatherOptions,
-    /// The most bytes of tensors in a file, unless it has a single tensor. The default is 5 GB, as
-    /// in Hugging Face's libraries.
+    /// Maximum bytes of tensors in a file; a larger tensor gets its own file. The default is 5 GB,
+    /// as in Hugging Face's libraries.
     pub max_shard_bytes: u64,
-    /// The model's `config.json`, for `transformers`. That of rank 0 is written.
+    /// The model's `config.json`, for `transformers`. Rank 0's is written.
     pub config: Option<ModelConfig>,
 }
 

@@ -1,4 +1,4 @@
-//! Saving full checkpoints, and gathering whole tensors in memory. All of it is collective.
+//! Saving full checkpoints, and gathering whole tensors in memory. All functions are collective.
 
 use std::collections::{BTreeMap, HashSet};
 use std::path::PathBuf;
@@ -19,8 +19,9 @@ use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
 
-/// Writes the full checkpoint `name` of `io` and returns its path: the model, and the optimizer's
-/// state if `optimizer` has any, as whole tensors.
+/// Writes the full checkpoint `name` of `io` and returns its path.
+///
+/// It holds whole tensors of the model, and of the optimizer's state if `optimizer` has any.
 ///
 /// Collective: every rank of `group` calls it with its tree, its coordinate in the mesh and its
 /// states. Rank 0 gathers the tensors one by one, in declaration order, and writes them with its
@@ -31,8 +32,8 @@ use fulgurite_engine::optim::StateTensor;
 /// everything is durable, replacing an older one of that name, full or distributed.
 ///
 /// # Errors
-/// On every rank, if it fails on any: [`Error::PeerFailed`] on those that did not fail. What was
-/// under `name` before is still there then.
+/// On every rank, if it fails on any: [`Error::PeerFailed`] on ranks that did not fail. An earlier
+/// checkpoint under `name` is still there then.
 #[expect(clippy::too_many_arguments, reason = "as `save`, and what it leaves to its caller")]
 pub fn save_full(
     io: &dyn CheckpointIO,
@@ -96,12 +97,12 @@ pub fn save_full(
     finished.map(|()| io.location(name))
 }
 
-/// The model as whole tensors in host memory, by FQN, on rank 0; the other ranks get an empty map.
-/// It has a tied parameter once, under its first name. Collective. torchtune's function of this
-/// name.
+/// Gathers the model on rank 0, as whole tensors in host memory by FQN.
 ///
-/// Gathers the parameters that `options` choose, one by one: rank 0 holds the result and the others
-/// nothing.
+/// The other ranks get an empty map. A tied parameter is there once, under its first name.
+/// Collective. torchtune has a function of this name.
+///
+/// The parameters that `options` choose are gathered one by one, and only rank 0 keeps them.
 ///
 /// # Errors
 /// On every rank if it fails on any.
@@ -114,8 +115,9 @@ pub fn gather_cpu_state_dict(
     gather_all(group, chosen_model(tree, &coordinate, options), options.dtype)
 }
 
-/// An optimizer's state as whole tensors in host memory, by
-/// [`optimizer_key`](super::super::optimizer_key), on rank 0; the other ranks get an empty map.
+/// Gathers an optimizer's state on rank 0, as whole tensors in host memory.
+///
+/// Keys are [`optimizer_key`](super::super::optimizer_key)s; the other ranks get an empty map.
 /// `options` choose by parameter; the dtype stays. Collective.
 ///
 /// # Errors
@@ -166,7 +168,7 @@ fn chosen_states(
     let wanted = tree.parameters().iter().filter(|p| options.wants(p.fqn(), p.requires_grad()));
     let wanted: HashSet<&str> = wanted.map(|p| p.fqn()).collect();
     let unknown = |state: &&StateTensor| tree.parameter(&state.fqn).is_none();
-    // States of parameters that the model does not have are kept, for the error about them.
+    // States of parameters that the model lacks are kept, so that they are reported.
     let chosen = states.iter().filter(|s| wanted.contains(s.fqn.as_str()) || unknown(s));
     optimizer_tensors(tree, &chosen.cloned().collect::<Vec<_>>(), coordinate)
 }

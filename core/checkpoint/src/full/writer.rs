@@ -12,8 +12,8 @@ use super::layout::{FilePlan, TensorMeta, index};
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO, PlaceLock};
 
-/// The name of the directory in which the full checkpoint `name` is written, which is locked. Removes
-/// unfinished saves.
+/// Returns the directory to write the full checkpoint `name` in, and its lock. Removes unfinished
+/// saves.
 pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<(String, Option<PlaceLock>)> {
     if let Some(complaint) = naming::invalid_name(name) {
         return Err(Error::checkpoint(io.location(name), complaint));
@@ -26,7 +26,7 @@ pub(super) fn prepare(io: &dyn CheckpointIO, name: &str) -> Result<(String, Opti
     Ok((staged, lock))
 }
 
-/// Writes the files of a full checkpoint; is given the tensors in the order of the [`FilePlan`]s.
+/// Writes the files of a full checkpoint; takes the tensors in the order of the [`FilePlan`]s.
 pub(crate) struct FullWriter<'a> {
     io: &'a dyn CheckpointIO,
     staged: String,
@@ -40,8 +40,8 @@ pub(crate) struct FullWriter<'a> {
 }
 
 impl<'a> FullWriter<'a> {
-    /// A writer into the directory `staged` of `io`, of a checkpoint with this metadata, or of weights
-    /// for others.
+    /// Creates a writer into the directory `staged` of `io`, with the metadata of a checkpoint.
+    /// `kind` says whether it is a checkpoint or bare weights.
     pub(crate) fn new(
         io: &'a dyn CheckpointIO,
         staged: &str,
@@ -70,7 +70,7 @@ impl<'a> FullWriter<'a> {
         }
     }
 
-    /// Writes the values of the next tensor, which have its dtype.
+    /// Writes the next tensor's values, which must have its dtype.
     pub(crate) fn put(&mut self, values: &Tensor) -> Result<()> {
         let (plan, mut file, i) = match self.current.take() {
             Some(current) => current,
@@ -104,8 +104,8 @@ impl<'a> FullWriter<'a> {
         Ok(())
     }
 
-    /// Writes the other files, [`FULL_MANIFEST`] last if it is a checkpoint, and returns the manifest.
-    /// The caller commits the checkpoint.
+    /// Writes the other files and returns the manifest. A checkpoint's [`FULL_MANIFEST`] is written
+    /// last. The caller commits the checkpoint.
     pub(crate) fn finish(mut self, extra: &[(String, Vec<u8>)]) -> Result<Manifest> {
         if self.current.is_some() || !self.waiting.is_empty() {
             return Err(Error::other("a full checkpoint was given too few tensors"));

@@ -13,15 +13,16 @@ use fulgurite_engine::module::{
     AdapterBias, Adapters, ModuleTree, any_pattern_matches, pattern_names,
 };
 
-/// The keys of `adapter_config.json` that change nothing of what a trained adapter computes,
-/// besides the fields of [`PeftConfig`].
+/// Keys of `adapter_config.json` that do not change the output of a trained adapter.
+///
+/// The fields of [`PeftConfig`] are not listed.
 const WITHOUT_EFFECT: [&str; 16] = [
     "auto_mapping",
     "corda_config",
     "ensure_weight_tying",
     "eva_config",
     "init_lora_weights", // Checked by its value.
-    "layers_pattern",    // The layers are those that have tensors.
+    "layers_pattern",    // The layers with tensors count.
     "layers_to_transform",
     "loftq_config",
     "lora_ga_config",
@@ -29,16 +30,17 @@ const WITHOUT_EFFECT: [&str; 16] = [
     "parent_library",
     "peft_version",
     "qalora_group_size",
-    "rank_pattern", // The ranks are those of the tensors.
+    "rank_pattern", // The tensors' shapes give the ranks.
     "revision",
     "runtime_config",
 ];
 
-/// Values of `init_lora_weights` that leave the base as it is.
+/// Values of `init_lora_weights` that leave the base weights unchanged.
 const PLAIN_INITS: [&str; 4] = ["eva", "gaussian", "mica", "orthogonal"];
 
-/// `adapter_config.json`, as PEFT's `LoraConfig` writes it. Fields that are not listed are ignored if they change
-/// nothing of what an adapter computes, and refused otherwise.
+/// `adapter_config.json`, as PEFT's `LoraConfig` writes it.
+///
+/// Other fields are ignored if they do not change the adapter's output, and refused otherwise.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct PeftConfig {
     /// Always `LORA`.
@@ -64,20 +66,19 @@ pub struct PeftConfig {
     #[serde(default)]
     pub exclude_modules: serde_json::Value,
     /// Ends of the paths of modules that are trained whole. PEFT compares them letter by letter:
-    /// `norm` is also
-    /// `input_layernorm`.
+    /// `norm` also matches `input_layernorm`.
     #[serde(default)]
     pub modules_to_save: Option<Vec<String>>,
     /// `none`, `all` or `lora_only`.
     #[serde(default = "no_bias")]
     pub bias: String,
-    /// The model that it is an adapter of.
+    /// The base model.
     #[serde(default)]
     pub base_model_name_or_path: Option<String>,
-    /// What the model is for, such as `CAUSAL_LM`.
+    /// The model's task, such as `CAUSAL_LM`.
     #[serde(default)]
     pub task_type: Option<String>,
-    /// Whether it is not to be trained on.
+    /// Whether training is disabled.
     #[serde(default)]
     pub inference_mode: bool,
     #[serde(flatten)]
@@ -89,7 +90,7 @@ fn no_bias() -> String {
 }
 
 impl PeftConfig {
-    /// The configuration of the adapters of a model.
+    /// Returns the configuration of a model's adapters.
     pub(super) fn new(adapters: &Adapters, tree: &ModuleTree, base_model: Option<&str>) -> Self {
         let plain = |patterns: &[String]| {
             !patterns.iter().any(|pattern| pattern.contains('*') || pattern.starts_with('.'))
@@ -102,7 +103,8 @@ impl PeftConfig {
             .collect();
         layers.dedup();
         let Adapters { targets, exclude, .. } = adapters;
-        // To PEFT a pattern is the end of a layer's path, without `*`, and means nothing under it.
+        // To PEFT a pattern is the end of a layer's path. `*` is not special there, and layers
+        // inside a named module do not match.
         let named = layers.iter().all(|layer| names(targets, layer));
         let excluded = |path: &&String| names(targets, path) && any_pattern_matches(exclude, path);
         let left_out = tree.modules().keys().filter(excluded).all(|path| names(exclude, path));
@@ -123,7 +125,7 @@ impl PeftConfig {
         };
         let mut rest = serde_json::Map::new();
         if shares_saved(tree) {
-            // So that PEFT goes on training the modules as one.
+            // PEFT then goes on training the modules as one.
             rest.insert("ensure_weight_tying".to_owned(), true.into());
         }
         rest.insert("fan_in_fan_out".to_owned(), false.into());
@@ -146,10 +148,10 @@ impl PeftConfig {
         }
     }
 
-    /// Reads the configuration of the adapter in a directory.
+    /// Reads the adapter configuration in a directory.
     ///
     /// # Errors
-    /// If there is none, or it is not JSON of this kind.
+    /// If the file is missing, or is not JSON of this kind.
     pub fn read(dir: &Path) -> Result<Self> {
         let path = dir.join(ADAPTER_CONFIG);
         serde_json::from_value(read_json::<serde_json::Value>(&path, MAX_COMPANION)?).map_err(
@@ -162,7 +164,7 @@ impl PeftConfig {
         )
     }
 
-    /// The factor of the output of an adapter of this rank.
+    /// Returns the factor of an adapter's output for this rank.
     pub(super) fn scale(&self, rank: usize) -> f64 {
         let rank = rank as f64;
         self.lora_alpha / if self.use_rslora { rank.sqrt() } else { rank }
@@ -173,21 +175,20 @@ impl PeftConfig {
         self.rest.get("rank_pattern").is_some_and(|value| !is_off(value))
     }
 
-    /// Whether PEFT trains the modules that share a weight as one.
+    /// Whether PEFT trains modules that share a weight as one.
     pub(super) fn ensures_weight_tying(&self) -> bool {
         self.rest.get("ensure_weight_tying") == Some(&true.into())
     }
 
-    /// Whether `path` is a module that is trained whole, or inside of one.
+    /// Returns the module trained whole that `path` names or lies in.
     pub(super) fn saved_module<'p>(&self, path: &'p str) -> Option<&'p str> {
         saved_module(self.modules_to_save.as_deref().unwrap_or_default(), path)
     }
 
-    /// Checks that an adapter of this configuration computes `scale B A x`; `path` is where it was
-    /// read, for messages.
+    /// Checks that an adapter of this configuration computes `scale B A x`; `path` is for messages.
     ///
     /// # Errors
-    /// If it asks for anything else, or has a key that is not known and set, naming the key.
+    /// If it asks for anything else, or sets an unknown key, naming the key.
     pub(super) fn check(&self, path: &Path) -> Result<()> {
         let wrong = |message: String| Err(Error::checkpoint(path, message));
         if self.peft_type != "LORA" {
@@ -228,7 +229,7 @@ impl PeftConfig {
         }
     }
 
-    /// The patterns of a list of layers; `None` for a regular expression or a word for many layers.
+    /// Returns the patterns of a list of layers; `None` for a regular expression or a keyword.
     pub(super) fn list(value: &serde_json::Value) -> Option<Vec<String>> {
         match value {
             serde_json::Value::Null => Some(Vec::new()),
@@ -236,14 +237,16 @@ impl PeftConfig {
         }
     }
 
-    /// Whether `target_modules` and `exclude_modules` alone say which layers have an adapter.
+    /// Whether `target_modules` and `exclude_modules` alone determine the layers with an adapter.
     pub(super) fn lists_targets(&self) -> bool {
         let key = self.rest.get("layers_to_transform");
         key.is_none_or(is_off) && self.target_modules.is_array()
     }
 
-    /// Whether the lists of layers name this layer, by PEFT's rule: a path, or the end of one after
-    /// a dot. `None` if they are not lists, or `layers_to_transform` limits them.
+    /// Whether the lists of layers name this layer, by PEFT's rule.
+    ///
+    /// A pattern is a whole path, or its end after a dot. Returns `None` if they are not lists, or
+    /// if `layers_to_transform` limits them.
     pub(super) fn targets(&self, layer: &str) -> Option<bool> {
         if !self.lists_targets() {
             return None;
@@ -260,7 +263,7 @@ impl PeftConfig {
         Some(targets && !excluded)
     }
 
-    /// Which biases are trained; `path` is where it was read, for messages.
+    /// Returns the choice of trained biases; `path` is for messages.
     pub(super) fn bias(&self, path: &Path) -> Result<AdapterBias> {
         match self.bias.as_str() {
             "none" => Ok(AdapterBias::None),
@@ -274,7 +277,7 @@ impl PeftConfig {
     }
 }
 
-/// Whether a value asks for nothing.
+/// Whether a value switches its key off.
 fn is_off(value: &serde_json::Value) -> bool {
     match value {
         serde_json::Value::Null => true,
@@ -285,7 +288,7 @@ fn is_off(value: &serde_json::Value) -> bool {
     }
 }
 
-/// The path of the module that `path` is or is in, of those that end with one of the patterns.
+/// Returns the outermost module, of `path` and its ancestors, whose path ends with a pattern.
 fn saved_module<'p>(patterns: &[String], path: &'p str) -> Option<&'p str> {
     let ends = path.match_indices('.').map(|(end, _)| end).chain([path.len()]);
     let mut modules = ends.map(|end| &path[..end]);
@@ -298,8 +301,10 @@ fn shares_saved(tree: &ModuleTree) -> bool {
     tree.aliases().any(|(_, fqn)| trained(fqn))
 }
 
-/// The modules that a model trains whole beside its adapters, as patterns with which PEFT finds no
-/// others. Modules that share a weight are all listed: PEFT trains and saves them one by one.
+/// Returns the modules that a model trains whole beside its adapters, as patterns for PEFT.
+///
+/// The patterns match no other modules in PEFT. Modules that share a weight are all listed: PEFT
+/// trains and saves them one by one.
 fn saved_modules(adapters: &Adapters, tree: &ModuleTree) -> Option<Vec<String>> {
     let owner = |fqn: &str| fqn.rsplit_once('.').map_or("", |(path, _)| path).to_owned();
     let trained: BTreeSet<&str> = tree

@@ -14,11 +14,11 @@ use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::module::{Adapters, ModuleTree};
 use fulgurite_engine::parameter::Parameter;
 
-/// Writes the adapters of a model, and what else is trained with them, to the directory `dir` in
-/// PEFT's format:
-/// `PeftModel.from_pretrained(base, dir)` loads it. `base_model` is the base's name in the Hugging Face Hub or its
-/// path, if it is known. Files of that name are replaced. Collective: rank 0 gathers the tensors
-/// and writes.
+/// Writes a model's adapters, and the modules trained with them, to the directory `dir` for PEFT.
+///
+/// `PeftModel.from_pretrained(base, dir)` loads it. `base_model` is the base's name in the Hugging
+/// Face Hub or its path, if known. Existing files are replaced. Collective: rank 0 gathers the
+/// tensors and writes.
 ///
 /// # Errors
 /// On every rank if the directory cannot be written, or the model has no adapters.
@@ -38,7 +38,7 @@ pub fn save_adapter(
     let tensors = gather_cpu_state_dict(tree, coordinate, group, &options)?;
     on_rank_zero(group, || {
         let mut tensors: HashMap<String, Tensor> = tensors.into_iter().collect();
-        // PEFT keeps modules that share a weight in the base apart, each with a weight of its own.
+        // PEFT stores modules separately even if they share a weight in the base.
         for (alias, fqn) in tree.aliases() {
             if let Some(shared) = tensors.get(fqn).cloned() {
                 tensors.insert(alias.to_owned(), shared);
@@ -52,13 +52,13 @@ pub fn save_adapter(
     Ok(dir.to_owned())
 }
 
-/// The parameters that belong to the adapters' files.
+/// Returns the parameters that an adapter's files hold.
 pub(super) fn saved(tree: &ModuleTree) -> impl Iterator<Item = &Parameter> {
     let any = tree.parameters().iter().any(Parameter::is_adapter);
     tree.parameters().iter().filter(move |p| any && (p.is_adapter() || p.requires_grad()))
 }
 
-/// PEFT's name of a parameter. It keeps the bias of a layer with an adapter one level deeper.
+/// Returns PEFT's name of a parameter. The bias of an adapted layer is one level deeper there.
 fn peft_name(tree: &ModuleTree, fqn: &str) -> String {
     let adapted = |path: &str| {
         let layer = format!("{path}.lora_");
@@ -74,7 +74,7 @@ fn write(dir: &Path, tensors: &HashMap<String, Tensor>, config: &PeftConfig) -> 
     std::fs::create_dir_all(dir).map_err(Error::io("creating", dir))?;
     let json = serde_json::to_vec_pretty(config)
         .map_err(|error| Error::other(format!("encoding {ADAPTER_CONFIG}: {error}")))?;
-    // The configuration comes last: a directory that has one is whole.
+    // The configuration is written last, so that its presence marks a complete directory.
     let part = dir.join(format!(".{ADAPTER_MODEL}.part"));
     let metadata = HashMap::from([("format".to_owned(), "pt".to_owned())]);
     safetensors::serialize_to_file(tensors, Some(metadata), &part)

@@ -9,16 +9,17 @@ use super::{ADAPTER_CONFIG, AdapterSource};
 use crate::{Error, Result};
 use fulgurite_engine::module::{Adapters, ModuleTree};
 
-/// Fills the adapters of a model, and what else is trained with them, from a directory of PEFT's.
-/// Weights of the base that the directory has, too, as PEFT writes those of adapted embeddings and
-/// heads, are filled as well. Every rank calls it and reads its own parts; not collective. To be
-/// followed by the strategy's [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load).
+/// Fills a model's adapters, and the modules trained with them, from a PEFT directory.
+///
+/// If the directory has base weights, they are filled as well: PEFT writes them for adapted
+/// embeddings and heads. Every rank calls it and reads its own parts; not collective. Call the
+/// strategy's [`finish_load`](fulgurite_engine::strategy::Strategy::finish_load) afterwards.
 ///
 /// # Errors
-/// If the directory is no adapter; if its scale differs from the scale of the model's adapters, or
-/// only one of the two is a DoRA; if a tensor is missing, unexpected or of another shape; if it has
-/// only one of two modules that share a weight in the model, or two that differ. Nothing is changed
-/// then.
+/// If the directory is not an adapter. If its scale differs from the model's adapters, or only one
+/// of the two is a DoRA. If a tensor is missing, unexpected or of another shape. If modules share a
+/// weight in the model, and the directory has only one of them or different values. Nothing is
+/// changed then.
 pub fn load_adapter(dir: &Path, tree: &ModuleTree, adapters: &Adapters) -> Result<LoadReport> {
     let source = AdapterSource::open(dir)?;
     let theirs = source.adapters()?;
@@ -76,8 +77,9 @@ pub fn load_adapter(dir: &Path, tree: &ModuleTree, adapters: &Adapters) -> Resul
     load_into(&source, tree, options)
 }
 
-/// Checks that the adapter has all of the modules that share a weight in the model, or none: PEFT
-/// trains a single one apart from the others.
+/// Checks that the adapter has all modules that share a weight in the model, or none of them.
+///
+/// If there is only one, PEFT trained it separately from the others.
 fn check_tied(source: &AdapterSource, aliases: &BTreeMap<&str, &str>) -> Result<()> {
     if source.config().ensures_weight_tying() {
         return Ok(());
@@ -90,8 +92,7 @@ fn check_tied(source: &AdapterSource, aliases: &BTreeMap<&str, &str>) -> Result<
     Err(Error::checkpoint(source.location(), apart(there, other)))
 }
 
-/// The message about a module that was trained apart from the one that it shares its weight with in
-/// the base.
+/// Returns the message about a module that was trained without the module that it is tied to.
 pub(super) fn apart(there: &str, other: &str) -> String {
     format!(
         "has `{there}` and no `{other}`, and the two are one weight in the base (`tie_word_embeddings`): PEFT trained \

@@ -18,17 +18,18 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::with_bytes;
 use fulgurite_engine::shard::Region;
 
-/// The magnitudes of an adapter, relative to its layer.
+/// Suffix of an adapter's magnitudes, after the layer's path.
 const MAGNITUDE: &str = "lora_magnitude_vector";
 
-/// The two matrices of an adapter of a linear layer and of an embedding, relative to the layer.
+/// Suffixes of an adapter's two matrices, for a linear layer and for an embedding.
 const PAIRS: [(&str, &str); 2] =
     [("lora_A.weight", "lora_B.weight"), ("lora_embedding_A", "lora_embedding_B")];
 
-/// The tensors of a base model, with those of an adapter added: `V = W + scale B A`, and of one
-/// with magnitudes (DoRA) `magnitude / norm(V) V`, row by row. Computed in f32 (f64 for f64).
-/// Modules that were trained beside the adapters, and weights that the adapter brings along,
-/// replace the base's.
+/// The tensors of a base model, with an adapter merged into them.
+///
+/// A merged weight is `V = W + scale B A`; with magnitudes (DoRA) it is `magnitude / norm(V) V`,
+/// row by row. Computed in f32 (f64 for f64). Modules that were trained beside the adapters, and
+/// weights in the adapter's files, replace the base's.
 pub struct MergedModel<'a> {
     base: &'a dyn TensorSource,
     adapter: AdapterSource,
@@ -36,11 +37,11 @@ pub struct MergedModel<'a> {
 }
 
 impl<'a> MergedModel<'a> {
-    /// `base` with the adapter in the directory `adapter`.
+    /// Merges the adapter in the directory `adapter` into `base`.
     ///
     /// # Errors
-    /// If that is no adapter, or has another scale for some layers, or does not fit the base; if a
-    /// module that it changes shares its weight with another one in the base.
+    /// If the directory is not an adapter, has another scale for some layers, or does not fit the
+    /// base. If a module that it changes shares its weight with another module of the base.
     pub fn new(base: &'a dyn TensorSource, adapter: &Path) -> Result<Self> {
         let source = AdapterSource::open(adapter)?;
         source.config().bias(&adapter.join(ADAPTER_CONFIG))?;
@@ -65,7 +66,7 @@ impl<'a> MergedModel<'a> {
         Ok(merged)
     }
 
-    /// The matrices of the base that `target_modules` names, and that have no adapter.
+    /// Returns the matrices of the base that `target_modules` names, but that lack an adapter.
     fn missing_layers(&self) -> Vec<&str> {
         let (config, layers) = (self.adapter.config(), self.adapter.layers());
         let names = self.base.names();
@@ -78,8 +79,9 @@ impl<'a> MergedModel<'a> {
             .collect()
     }
 
-    /// Checks a base that is a checkpoint of the run that trained the adapter. It has the adapter's tensors, too,
-    /// and they must be those that are merged.
+    /// Checks a base that is a checkpoint of the run that trained the adapter.
+    ///
+    /// Such a base has the adapter's tensors too, and they must equal the merged ones.
     fn check_own_adapter(&self, name: &str) -> Result<()> {
         let (Some(own), Some(info)) = (self.base.info(name), self.adapter.info(name)) else {
             return Ok(());
@@ -129,7 +131,7 @@ impl<'a> MergedModel<'a> {
         Err(Error::checkpoint(self.adapter.location(), message))
     }
 
-    /// Checks a tensor of an adapter, and that its layer is one of the base.
+    /// Checks a tensor of an adapter, and that the base has its layer.
     fn check_adapter(&self, layer: &str, name: &str, tied: &TiedHead) -> Result<()> {
         let target = format!("{layer}.weight");
         if tied.shares(&target) {
@@ -208,7 +210,7 @@ impl<'a> MergedModel<'a> {
         }
     }
 
-    /// Checks a tensor that replaces one of the base.
+    /// Checks a tensor that replaces a tensor of the base.
     fn check_other(&self, name: &str, tied: &TiedHead) -> Result<()> {
         let target = match self.base.info(name) {
             None if tied.shares(name) => tied.other(name),
@@ -253,7 +255,7 @@ impl<'a> MergedModel<'a> {
         ))
     }
 
-    /// A part of a weight before its adapter is added.
+    /// Reads a part of a weight, without its adapter.
     fn weight(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
         let other = || self.adapter.others().find(|other| self.tied.shares(other));
         let replacing = match self.adapter.info(name) {
@@ -267,7 +269,8 @@ impl<'a> MergedModel<'a> {
         }
     }
 
-    /// What the adapter adds to a part of a weight, in `dtype`; `None` for other tensors.
+    /// Returns the adapter's contribution to a part of a weight, in `dtype`; `None` for other
+    /// tensors.
     fn added(&self, name: &str, region: &Region, dtype: DType) -> Result<Option<Tensor>> {
         let Some(layer) = name.strip_suffix(".weight") else { return Ok(None) };
         for (embedding, (a, b)) in [false, true].into_iter().zip(PAIRS) {
@@ -290,9 +293,10 @@ impl<'a> MergedModel<'a> {
         Ok(None)
     }
 
-    /// What the rows of a part of an adapted weight are multiplied by, `[rows, 1]`: their
-    /// magnitudes, divided by the norms of the whole rows. `None` for an adapter without
-    /// magnitudes.
+    /// Returns the factors of the rows of a part of an adapted weight, `[rows, 1]`.
+    ///
+    /// They are the rows' magnitudes divided by the norms of the whole rows. Returns `None` for an
+    /// adapter without magnitudes.
     fn factor(&self, name: &str, region: &Region, dtype: DType) -> Result<Option<Tensor>> {
         let Some(layer) = name.strip_suffix(".weight") else { return Ok(None) };
         let magnitude = format!("{layer}.{MAGNITUDE}");
@@ -308,7 +312,7 @@ impl<'a> MergedModel<'a> {
             None => whole,
         };
         let norms = whole.reshape((n, inputs))?.sqr()?.sum(1)?.sqrt()?;
-        // A row of zeros stays one.
+        // A row of zeros stays zero.
         let inverse = norms.gt(0.0)?.where_cond(&norms.recip()?, &norms.zeros_like()?)?;
         let rows = Region { offsets: vec![start], sizes: vec![n] };
         let magnitude = self.adapter.read(&magnitude, &rows, dtype, &Device::Cpu)?;
@@ -316,14 +320,15 @@ impl<'a> MergedModel<'a> {
     }
 }
 
-/// The weight that embedding and head of a base share.
+/// The weight that a base's embedding and head share.
 struct TiedHead {
-    /// Its names in the base: one, or two of the same values. None if the base shares none.
+    /// Its names in the base: one name, or two for equal values. Empty if the base shares no
+    /// weight.
     names: Vec<String>,
 }
 
 impl TiedHead {
-    /// The name of heads in models of `transformers`.
+    /// The head's name in models of `transformers`.
     const HEAD: &str = "lm_head.weight";
 
     fn of(base: &dyn TensorSource) -> Result<Self> {
@@ -343,9 +348,9 @@ impl TiedHead {
             base.names().into_iter().filter(has_rows).map(str::to_owned).collect();
         let says = |config: &serde_json::Value| config["tie_word_embeddings"].as_bool();
         let is_tied = match (says(&config).or(says(text)), &names[..]) {
-            // For many language models the key is true if it is left out.
+            // For many language models the default of the key is true.
             (said, [_]) => said.unwrap_or_else(|| has_head(&config)),
-            // As transformers: two that differ are not tied.
+            // As in transformers, two different weights are not tied.
             (Some(true), [a, b]) => same_values(base, a, b)?,
             _ => false,
         };
@@ -357,13 +362,13 @@ impl TiedHead {
         !self.names.is_empty() && (is_head || self.names.iter().any(|shared| shared == name))
     }
 
-    /// A name of the weight besides this one.
+    /// Returns another name of the weight.
     fn other(&self, name: &str) -> &str {
         self.names.iter().map(String::as_str).find(|other| *other != name).unwrap_or(Self::HEAD)
     }
 }
 
-/// Whether a model has an output head over the vocabulary, as far as its configuration says.
+/// Whether a model has an output head over the vocabulary, judged by its configuration.
 fn has_head(config: &serde_json::Value) -> bool {
     let names = config["architectures"].as_array();
     let has_head = |name: &serde_json::Value| {
@@ -378,7 +383,7 @@ impl TensorSource for MergedModel<'_> {
     }
 
     fn names(&self) -> Vec<&str> {
-        // A checkpoint of the run that trained the adapter has it, too.
+        // A checkpoint of the run that trained the adapter has the adapter's tensors too.
         let merged = |name: &&str| !(name.contains(".lora_") && self.adapter.info(name).is_some());
         self.base.names().into_iter().filter(merged).collect()
     }
@@ -406,7 +411,7 @@ impl TensorSource for MergedModel<'_> {
     }
 
     fn read_stored(&self, name: &str) -> Result<Vec<u8>> {
-        // What an adapter changes has a dtype that can be loaded.
+        // A tensor that an adapter changes has a dtype that candle supports.
         match self.info(name).is_some_and(|info| loadable_dtype(info.dtype).is_some()) {
             true => loaded_bytes(self, name),
             false => self.base.read_stored(name),

@@ -15,8 +15,8 @@ pub use source::AdapterSource;
 
 /// The file of the adapter's tensors.
 pub const ADAPTER_MODEL: &str = "adapter_model.safetensors";
-/// The file that says what the adapter is.
+/// The file of the adapter's configuration.
 pub const ADAPTER_CONFIG: &str = "adapter_config.json";
 
-/// What PEFT's names begin with.
+/// Prefix of PEFT's names.
 const PREFIX: &str = "base_model.model.";

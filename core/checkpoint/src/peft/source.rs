@@ -11,15 +11,15 @@ use crate::{Error, Result};
 use fulgurite_engine::module::Adapters;
 use fulgurite_engine::shard::Region;
 
-/// The file of the tensors in adapters of older versions of PEFT.
+/// The tensor file of adapters from older versions of PEFT.
 const TORCH_MODEL: &str = "adapter_model.bin";
 
-/// The tensors of an adapter in PEFT's format, under the names that they have in a model.
+/// An adapter's tensors in PEFT's format, under the model's names.
 pub struct AdapterSource {
     tensors: Box<dyn TensorSource>,
-    /// The names in the file, by those in the model.
+    /// Names in the file, by their names in the model.
     names: BTreeMap<String, String>,
-    /// The weights of layers with an adapter, which PEFT writes for embeddings and heads.
+    /// The weights of adapted layers, which PEFT writes for embeddings and heads.
     base: BTreeSet<String>,
     config: PeftConfig,
 }
@@ -28,12 +28,12 @@ impl AdapterSource {
     /// Opens the directory of an adapter.
     ///
     /// # Errors
-    /// If the configuration or the tensors are missing or damaged, or the configuration asks for
-    /// anything that is not there, naming the key.
+    /// If the configuration or the tensors are missing or damaged, or the configuration asks for an
+    /// unsupported option, naming the key.
     pub fn open(dir: &Path) -> Result<Self> {
         let config = PeftConfig::read(dir)?;
         config.check(&dir.join(ADAPTER_CONFIG))?;
-        // As PEFT: the pickle only where there is nothing else.
+        // As in PEFT, the pickle is read only if the safetensors file is missing.
         let torch = !dir.join(ADAPTER_MODEL).exists() && dir.join(TORCH_MODEL).exists();
         let tensors: Box<dyn TensorSource> = match torch {
             true => Box::new(TorchSource::open(dir.join(TORCH_MODEL))?),
@@ -45,8 +45,8 @@ impl AdapterSource {
             let Some(ours) = theirs.strip_prefix(PREFIX) else {
                 return fail(format!("has a tensor `{theirs}`; names in it begin with `{PREFIX}`"));
             };
-            // If the vocabulary was resized, PEFT writes a saved module's parts, too: the untrained weight, and
-            // the trained one a second time.
+            // If the vocabulary was resized, PEFT also writes the parts of a saved module: the
+            // untrained weight, and the trained weight a second time.
             let plain = ours.replace(".modules_to_save.", ".");
             let is_second = plain != ours && tensors.info(&format!("{PREFIX}{plain}")).is_some();
             if ours.contains(".original_module.") || is_second {
@@ -64,17 +64,18 @@ impl AdapterSource {
         Ok(Self { tensors, names, base, config })
     }
 
-    /// What the adapter is.
+    /// The adapter's configuration.
     pub fn config(&self) -> &PeftConfig {
         &self.config
     }
 
-    /// The adapters that a model is built with to be filled from it. Layers that a regular
-    /// expression or
-    /// `all-linear` stands for are those that it has tensors of.
+    /// Returns the adapters to build a model with, so that it can be filled from this source.
+    ///
+    /// If a regular expression or `all-linear` selects the layers, they are the layers with
+    /// tensors.
     ///
     /// # Errors
-    /// If the ranks of layers differ, or `bias` is no word that is known.
+    /// If the ranks of layers differ, or `bias` is an unknown word.
     pub fn adapters(&self) -> Result<Adapters> {
         let config = &self.config;
         let path = self.location().with_file_name(ADAPTER_CONFIG);
@@ -109,19 +110,19 @@ impl AdapterSource {
         })
     }
 
-    /// The paths of the layers with an adapter.
+    /// Returns the paths of the layers with an adapter.
     pub(super) fn layers(&self) -> BTreeSet<&str> {
         self.names.keys().filter_map(|name| layer_of(name)).collect()
     }
 
-    /// The tensors that are of no adapter: modules that are trained whole, biases, and weights of
-    /// the base.
+    /// Returns the tensors outside of adapters: modules trained whole, biases, and base weights.
     pub fn others(&self) -> impl Iterator<Item = &str> {
         self.names.keys().map(String::as_str).filter(|name| layer_of(name).is_none())
     }
 
-    /// Whether a tensor is the weight of a layer with an adapter, or of an embedding or head that
-    /// PEFT wrote beside them, and not trained.
+    /// Whether a tensor is an untrained weight of the base that PEFT wrote beside the adapters.
+    ///
+    /// It may belong to an adapted layer, or to an embedding or head.
     pub(super) fn is_of_base(&self, name: &str) -> bool {
         let (path, parameter) = name.rsplit_once('.').unwrap_or(("", name));
         let biases = self.config.bias != "none" && parameter == "bias";
@@ -131,12 +132,12 @@ impl AdapterSource {
     }
 }
 
-/// The pattern of a path, and nothing else.
+/// Returns the pattern that matches this path only.
 fn exactly(path: &str) -> String {
     format!(".{path}")
 }
 
-/// The path of the layer that a tensor of an adapter belongs to.
+/// Returns the path of the layer that a tensor of an adapter belongs to.
 pub(super) fn layer_of(name: &str) -> Option<&str> {
     name.rfind(".lora_").map(|at| &name[..at])
 }

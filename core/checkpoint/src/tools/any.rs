@@ -22,7 +22,7 @@ pub enum CheckpointKind {
     Full,
     /// Weights alone: a Hugging Face directory, a safetensors file, PyTorch's shards.
     Weights,
-    /// Weights that `torch.save` wrote: `pytorch_model.bin`, `.pt`, `.pth`, Lightning's `.ckpt`.
+    /// Weights of `torch.save`: `pytorch_model.bin`, `.pt`, `.pth`, Lightning's `.ckpt`.
     Torch,
 }
 
@@ -46,15 +46,15 @@ pub enum AnyCheckpoint {
     Full(Box<FullCheckpoint>),
     /// Weights alone.
     Weights(SafetensorsSource),
-    /// Weights that `torch.save` wrote.
+    /// Weights of `torch.save`.
     Torch(TorchSource),
 }
 
 impl AnyCheckpoint {
-    /// Opens the checkpoint at `path`: anything that [`open`](crate::open) opens.
+    /// Opens the checkpoint at `path`, in any format that [`open`](crate::open) supports.
     ///
     /// # Errors
-    /// If there is no checkpoint, or it is incomplete.
+    /// If the checkpoint is missing or incomplete.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let (path, format) = format_of(path.as_ref())?;
         Ok(match format {
@@ -74,7 +74,7 @@ impl AnyCheckpoint {
         })
     }
 
-    /// What its user should know, such as that it was saved without a checksum of its manifest.
+    /// A warning for the user, such as that the manifest was saved without a checksum.
     pub fn warning(&self) -> Option<String> {
         match self {
             Self::Distributed(checkpoint) => checkpoint.warning(),
@@ -109,7 +109,7 @@ impl AnyCheckpoint {
         }
     }
 
-    /// The optimizer's tensors; `None` if there are none.
+    /// Returns the optimizer's tensors, if there are any.
     pub fn optimizer(&self) -> Option<&StoredTensors> {
         let optimizer = match self {
             Self::Distributed(checkpoint) => checkpoint.optimizer(),
@@ -128,7 +128,7 @@ impl AnyCheckpoint {
         }
     }
 
-    /// The manifest that weights alone say they were saved with, and that is not there.
+    /// The manifest that bare weights say they were saved with, if it is missing.
     pub(super) fn missing_manifest(&self) -> Option<&str> {
         match self {
             Self::Distributed(_) | Self::Full(_) | Self::Torch(_) => None,
@@ -136,14 +136,14 @@ impl AnyCheckpoint {
         }
     }
 
-    /// The model's and the optimizer's tensors, each with its name.
+    /// Returns the model's and the optimizer's tensors, each with the section's name.
     pub(super) fn sections(&self) -> Vec<(&'static str, &dyn TensorSource)> {
         let optimizer = self.optimizer().map(|o| ("optimizer", o as &dyn TensorSource));
         [("model", self.model())].into_iter().chain(optimizer).collect()
     }
 }
 
-/// The sorted names of checkpoints in this directory, if it has no weights itself.
+/// Returns the sorted names of checkpoints in this directory, if it does not have weights itself.
 fn checkpoints_in(path: &Path) -> Vec<String> {
     let Ok(entries) = std::fs::read_dir(path) else { return Vec::new() };
     let entries: Vec<_> = entries.flatten().collect();

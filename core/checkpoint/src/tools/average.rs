@@ -1,4 +1,4 @@
-//! The average of the weights in a checkpoint, in the place of the weights.
+//! Replacing a checkpoint's weights by their average.
 
 use std::path::Path;
 
@@ -12,17 +12,18 @@ use fulgurite_engine::shard::Region;
 /// The names of averages in an optimizer's state.
 const AVERAGES: [&str; 2] = ["ema", "swa"];
 
-/// A checkpoint's model whose trained parameters are the averages of them that the optimizer's
-/// state has, in the parameters' dtypes.
+/// A checkpoint's model with the averages of its trained parameters.
+///
+/// The averages come from the optimizer's state, in the parameters' dtypes.
 pub(super) struct AveragedModel<'a> {
     model: &'a dyn TensorSource,
     optimizer: &'a StoredTensors,
-    /// Which of [`AVERAGES`] there is.
+    /// The entry of [`AVERAGES`] that the checkpoint has.
     kind: &'static str,
 }
 
 impl<'a> AveragedModel<'a> {
-    /// The average that `checkpoint` has.
+    /// Finds the average in `checkpoint`.
     pub(super) fn new(checkpoint: &'a AnyCheckpoint) -> Result<Self> {
         let is_kept = |kind: &&&str| {
             let end = format!(".{kind}");
@@ -47,7 +48,7 @@ impl<'a> AveragedModel<'a> {
         Ok(Self { model: checkpoint.model(), optimizer, kind })
     }
 
-    /// The name of a parameter's average; `None` for a parameter that has none, as it was frozen.
+    /// Returns the key of a parameter's average; `None` for a frozen parameter.
     fn key(&self, name: &str) -> Option<String> {
         let key = format!("state.{name}.{}", self.kind);
         self.optimizer.info(&key).is_some().then_some(key)

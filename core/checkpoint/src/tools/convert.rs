@@ -23,10 +23,10 @@ use crate::{Error, Result};
 use fulgurite_engine::shard::{Region, ShardSpec};
 use fulgurite_error::files::read_regular;
 
-/// The format that a checkpoint is converted to.
+/// The output format of a conversion.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConvertTarget {
-    /// A distributed checkpoint, cut along the first dimension of each tensor.
+    /// A distributed checkpoint, sharded along the first dimension of each tensor.
     Distributed {
         /// Number of shards; at least one.
         shards: usize,
@@ -43,15 +43,16 @@ pub struct ConvertOptions {
     /// The format.
     pub to: ConvertTarget,
     /// The dtype that the model's floating-point tensors are converted to; `None` keeps their
-    /// dtypes. The optimizer's are never converted.
+    /// dtypes. The optimizer's tensors are never converted.
     pub dtype: Option<DType>,
-    /// Whether the optimizer's state is left out. [`ConvertTarget::HuggingFace`] never has it.
+    /// Whether the optimizer's state is left out. [`ConvertTarget::HuggingFace`] always leaves it
+    /// out.
     pub model_only: bool,
-    /// Whether the average of the weights that training kept takes their place; the optimizer's
-    /// state, which does not belong to it, is left out.
+    /// Whether the average of the weights that training kept replaces them. The optimizer's state
+    /// does not belong to the average and is left out.
     pub average: bool,
-    /// The directory of an adapter of PEFT's that is merged into the model; the optimizer's state,
-    /// which does not belong to it, is left out.
+    /// The directory of a PEFT adapter to merge into the model. The optimizer's state does not
+    /// belong to the merged weights and is left out.
     pub adapter: Option<PathBuf>,
     /// New names of the parameters.
     pub rename: Rename,
@@ -64,7 +65,7 @@ pub struct ConvertOptions {
 }
 
 impl ConvertOptions {
-    /// Converts everything, without other changes.
+    /// Converts the whole checkpoint, without other changes.
     pub fn new(to: ConvertTarget) -> Self {
         let FullOptions { max_shard_bytes, .. } = FullOptions::default();
         Self {
@@ -88,7 +89,7 @@ pub struct Converted {
     pub path: PathBuf,
     /// Number of tensors.
     pub tensors: usize,
-    /// Their bytes.
+    /// Number of bytes of the tensors.
     pub bytes: u64,
     /// Number of safetensors files.
     pub files: usize,
@@ -122,15 +123,16 @@ pub fn reshard(
 }
 
 /// Writes `input` as the checkpoint `name` of `io`, in another format or dtype or with other names.
-/// Holds one whole tensor at a time. Quantised weights become weights again in a Hugging Face
-/// directory, with another dtype, and with an adapter merged in. Not collective.
+///
+/// Holds one whole tensor at a time. Quantised weights are unpacked for a Hugging Face directory,
+/// for another dtype, and for merging an adapter. Not collective.
 ///
 /// Step, state and configuration are kept if both formats have them. The tokenizer's and other
 /// small files are copied from weights into a full checkpoint or a Hugging Face directory.
 ///
 /// # Errors
-/// If `name` exists and is no checkpoint or `overwrite` is not set; if the input is damaged, or has
-/// no average of the weights where it is asked for; if two tensors get the same name; if the output
+/// If `name` exists and is not a checkpoint, or `overwrite` is not set. If the input is damaged, or
+/// lacks the requested average of the weights. If two tensors get the same name. If the output
 /// cannot be written. Nothing is changed then.
 pub fn convert(
     input: &AnyCheckpoint,
@@ -149,7 +151,7 @@ pub fn convert(
     }
     let averaged = options.average.then(|| AveragedModel::new(input)).transpose()?;
     let source = averaged.as_ref().map_or(input.model(), |averaged| averaged as _);
-    // Quantised weights are Fulgurite's own, and neither adapters nor other dtypes go into them.
+    // Quantised weights are specific to Fulgurite, and cannot take adapters or other dtypes.
     let changes = options.adapter.is_some() || options.dtype.is_some();
     let unpacks = changes || options.to == ConvertTarget::HuggingFace;
     let unpacked = unpacks.then(|| UnpackedSource::new(source));
@@ -214,7 +216,7 @@ pub fn convert(
 pub(super) struct OutputSection<'a> {
     pub(super) section: Section,
     source: &'a dyn TensorSource,
-    /// The name of each in the source.
+    /// Name of each tensor in the source.
     names: Vec<String>,
     pub(super) tensors: Vec<TensorMeta>,
 }
@@ -259,8 +261,9 @@ impl<'a> OutputSection<'a> {
         Ok(Self { section, source, names, tensors })
     }
 
-    /// The values of tensor `i`, flat, in the new dtype; as bytes for a dtype that candle does not
-    /// have.
+    /// Returns the flat values of tensor `i` in the new dtype.
+    ///
+    /// If candle does not support the dtype, they are bytes.
     pub(super) fn read(&self, i: usize) -> Result<Tensor> {
         let (name, tensor) = (&self.names[i], &self.tensors[i]);
         let Some(dtype) = loadable_dtype(tensor.dtype) else {
@@ -272,7 +275,7 @@ impl<'a> OutputSection<'a> {
     }
 }
 
-/// Everything besides tensors. Mesh and specs are those of the output, if it is distributed.
+/// Returns everything besides tensors. A distributed output gets its own mesh and specs.
 fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
     let Some(manifest) = input.manifest() else { return SaveMeta::default() };
     let specs: BTreeMap<String, ShardSpec> = manifest
@@ -288,12 +291,12 @@ fn meta(input: &AnyCheckpoint, options: &ConvertOptions) -> SaveMeta {
         config: manifest.config.clone(),
         // The input has only the tensors that the filter kept.
         filter: manifest.filter.as_ref().map(|what| ParameterFilter::new(what.clone(), |_| true)),
-        // A copy is no later point of the training.
+        // A copy is not a later point of the training.
         saved_at: manifest.saved_at,
     }
 }
 
-/// `config.json`, and the other files of a model that `transformers` needs.
+/// Returns `config.json` and the other files of a model that `transformers` needs.
 fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(String, Vec<u8>)>> {
     const CONFIG: &str = "config.json";
     let mut files = Vec::new();
@@ -327,7 +330,7 @@ fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(St
     Ok(files)
 }
 
-/// Whether a file belongs to a model and has no weights.
+/// Whether a file belongs to a model but does not hold weights.
 fn is_companion(name: &str) -> bool {
     let kind = Path::new(name).extension().and_then(|e| e.to_str());
     matches!(kind, Some("json" | "txt" | "model" | "jinja"))

@@ -19,8 +19,8 @@ use fulgurite_engine::execution::read;
 pub struct DiffOptions {
     /// Whether the optimizers' states are ignored.
     pub model_only: bool,
-    /// The largest absolute difference of values that are equal, whatever their dtypes. `None`:
-    /// dtypes and bits must be equal.
+    /// The largest absolute difference of values that count as equal, for any dtypes. `None`
+    /// requires equal dtypes and bits.
     pub atol: Option<f64>,
 }
 
@@ -40,18 +40,18 @@ pub struct Difference {
     pub section: &'static str,
     /// The tensor's name.
     pub name: String,
-    /// How it differs.
+    /// The difference.
     #[serde(flatten)]
     pub change: Change,
 }
 
-/// How a tensor differs between A and B.
+/// The difference of a tensor between A and B.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 #[serde(tag = "change", rename_all = "snake_case")]
 pub enum Change {
-    /// B does not have it.
+    /// B lacks it.
     OnlyInA,
-    /// A does not have it.
+    /// A lacks it.
     OnlyInB,
     /// The shapes differ.
     Shape {
@@ -71,7 +71,7 @@ pub enum Change {
     },
     /// The values differ.
     Values(ValueDifference),
-    /// The bytes differ, of a dtype whose values are not known here.
+    /// The bytes differ, in a dtype whose values candle does not support.
     Bytes {
         /// Number of bytes that differ.
         bytes: u64,
@@ -104,8 +104,8 @@ impl ValueDifference {
 /// Compares names, shapes, dtypes and values, block by block. Not collective.
 ///
 /// # Errors
-/// If values cannot be read, or both have a tensor of a dtype that is not known here and in another
-/// one.
+/// If values cannot be read. If both have a tensor, in different dtypes, and candle does not
+/// support one of them.
 pub fn diff(
     a: &AnyCheckpoint,
     b: &AnyCheckpoint,
@@ -165,7 +165,7 @@ fn bytes(info: &TensorInfo) -> u64 {
     (info.shape.iter().product::<usize>() * info.dtype.bitsize() / 8) as u64
 }
 
-/// How a tensor that both have differs; `None` if it does not.
+/// Returns the difference of a tensor that both have; `None` if it is equal.
 fn compare(
     name: &str,
     (a, a_info): (&dyn TensorSource, &TensorInfo),
@@ -256,7 +256,7 @@ mod tests {
     }
 
     #[test]
-    fn bits_and_distances_are_told_apart() {
+    fn bits_and_distances_are_distinguished() {
         assert_eq!(difference(floats(&[1.0, f32::NAN]), floats(&[1.0, f32::NAN])), (0, 2, 0.0));
         assert_eq!(difference(floats(&[0.0, 2.0]), floats(&[-0.0, 2.5])), (2, 2, 0.5));
         let inf = f32::INFINITY;

@@ -13,9 +13,10 @@ use crate::{Error, Result};
 use fulgurite_engine::mesh::DATA_PARALLEL_SHARD;
 use fulgurite_engine::shard::{Cut, Placement, Region, ShardSpec};
 
-/// Writes the checkpoint as `shards` ranks of FSDP would, and returns the number of files. All
-/// shards are written at the same time, so that every tensor is read once, whole, and its checksum
-/// verified.
+/// Writes the checkpoint as `shards` ranks of FSDP would, and returns the number of files.
+///
+/// All shards are written at the same time: so every tensor is read once, whole, and its checksum
+/// is verified.
 pub(super) fn write(
     io: &dyn CheckpointIO,
     staged: &str,
@@ -69,8 +70,10 @@ pub(super) fn write(
     Ok(manifest.files.len())
 }
 
-/// The index of an element in the flat values: of a dtype that candle does not have, which are
-/// bytes, of its first byte.
+/// Returns the index of an element in the flat values.
+///
+/// If candle does not support the dtype, the values are bytes, and the index is the element's first
+/// byte.
 fn at(tensor: &TensorMeta, element: usize) -> Result<usize> {
     let bits = element * tensor.dtype.bitsize();
     if loadable_dtype(tensor.dtype).is_some() {
@@ -85,7 +88,7 @@ fn at(tensor: &TensorMeta, element: usize) -> Result<usize> {
     Ok(bits / 8)
 }
 
-/// A file for every shard that has a part of any tensor.
+/// Creates a file for every shard that has a part of any tensor.
 fn create<'a>(
     io: &'a dyn CheckpointIO,
     staged: &str,
@@ -117,7 +120,7 @@ fn spec(shape: &[usize], shards: usize) -> ShardSpec {
     ShardSpec::new(shape.to_vec()).with_cut(Cut::new(DATA_PARALLEL_SHARD, shards, placement))
 }
 
-/// The region of a tensor in a shard.
+/// Returns the region of a tensor in a shard.
 fn piece(shape: &[usize], shards: usize, shard: usize) -> Region {
     spec(shape, shards).owned_region(|_| shard)
 }

@@ -9,14 +9,15 @@ use super::super::TensorSource;
 use super::super::chunks::checked_elem_count;
 use super::{AnyCheckpoint, CheckpointKind};
 
-/// A summary of a checkpoint: everything but values.
+/// A summary of a checkpoint, without values.
 #[derive(Debug, Clone, PartialEq, Serialize)]
 pub struct CheckpointSummary {
     /// Its path.
     pub path: PathBuf,
     /// Its kind.
     pub kind: CheckpointKind,
-    /// The format's version. Like the following fields up to `mesh`, `None` for weights alone.
+    /// The format's version. This field and the following ones up to `mesh` are `None` for bare
+    /// weights.
     pub format_version: Option<u32>,
     /// The version of the library that wrote it.
     pub library_version: Option<String>,
@@ -30,7 +31,7 @@ pub struct CheckpointSummary {
     pub files: Option<usize>,
     /// The model's tensors.
     pub model: TensorSet,
-    /// The optimizer's, if there are any.
+    /// The optimizer's tensors, if there are any.
     pub optimizer: Option<TensorSet>,
 }
 
@@ -45,7 +46,7 @@ pub struct TensorSet {
     pub dtypes: BTreeMap<String, usize>,
     /// Each tensor, by name.
     pub tensors: BTreeMap<String, TensorSummary>,
-    /// Tensors that cannot be read, such as sparse ones, and why.
+    /// Tensors that cannot be read, such as sparse ones, with the reason.
     #[serde(skip_serializing_if = "BTreeMap::is_empty")]
     pub unreadable: BTreeMap<String, String>,
 }
@@ -59,7 +60,7 @@ pub struct TensorSummary {
     pub dtype: String,
     /// Number of bytes.
     pub bytes: u64,
-    /// Number of chunks it is stored in, if there is a manifest.
+    /// Number of chunks of the tensor, if there is a manifest.
     pub parts: Option<usize>,
 }
 

@@ -1,4 +1,4 @@
-//! Tools for checkpoints on disk: what the `fulgurite checkpoint` command does, as functions.
+//! Tools for checkpoints on disk: the functions behind the `fulgurite checkpoint` command.
 //!
 //! ```no_run
 //! use fulgurite_core::checkpoint::CheckpointIO;
@@ -16,8 +16,9 @@
 //! }
 //! ```
 //!
-//! They need no process group and no accelerator. Tensors are read and written one by one.
-//! Checksums are verified, and an output appears under its name when it is complete and durable.
+//! The tools need neither a process group nor an accelerator. Tensors are read and written one by
+//! one. Checksums are verified, and an output appears under its name when it is complete and
+//! durable.
 
 mod any;
 mod average;

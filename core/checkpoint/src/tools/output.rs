@@ -5,11 +5,11 @@ use super::super::save::remove_abandoned;
 use crate::{Error, Result};
 use fulgurite_engine::checkpoint_io::{self as naming, CheckpointIO};
 
-/// The files by which a directory is known as a checkpoint or a model, which may be overwritten.
+/// Files that identify a directory as a checkpoint or a model, which may be overwritten.
 const MARKER_FILES: [&str; 4] =
     [MANIFEST, FULL_MANIFEST, "model.safetensors", "model.safetensors.index.json"];
 
-/// Calls `write` with a new directory and then commits that as `name`.
+/// Calls `write` with a new directory, then commits the directory as `name`.
 pub(super) fn transaction<T>(
     io: &dyn CheckpointIO,
     name: &str,

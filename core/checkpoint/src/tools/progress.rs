@@ -1,11 +1,11 @@
 //! The progress of a tool.
 
-/// The progress of a tool, which calls back with it from time to time.
+/// The progress of a tool, which it reports to its callback from time to time.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Progress {
-    /// Bytes that are done.
+    /// Bytes done.
     pub done: u64,
-    /// Bytes in all.
+    /// Total bytes.
     pub total: u64,
 }
 

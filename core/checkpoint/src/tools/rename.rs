@@ -4,7 +4,7 @@ use std::str::FromStr;
 
 use crate::{Error, Result};
 
-/// Replaces prefixes of parameters' names, by the first rule that matches.
+/// Rules that replace prefixes of parameters' names; the first matching rule applies.
 ///
 /// ```
 /// use fulgurite_core::checkpoint::tools::Rename;
@@ -25,7 +25,7 @@ impl Rename {
         self
     }
 
-    /// The new name of `fqn`.
+    /// Returns the new name of `fqn`.
     pub fn apply(&self, fqn: &str) -> String {
         let renamed = self.rules.iter().find_map(|(from, to)| {
             fqn.strip_prefix(from.as_str()).map(|rest| format!("{to}{rest}"))
@@ -33,7 +33,8 @@ impl Rename {
         renamed.unwrap_or_else(|| fqn.to_owned())
     }
 
-    /// The new name of the optimizer state tensor of this [key](super::super::optimizer_key).
+    /// Returns the new name of the optimizer state tensor of this
+    /// [key](super::super::optimizer_key).
     pub(super) fn apply_to_key(&self, key: &str) -> String {
         match key.strip_prefix("state.") {
             Some(rest) => format!("state.{}", self.apply(rest)),

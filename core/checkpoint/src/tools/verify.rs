@@ -23,10 +23,9 @@ pub struct Verification {
     pub kind: CheckpointKind,
     /// Number of tensors, including the optimizer's.
     pub tensors: usize,
-    /// Bytes that were compared with checksums; 0 if there are none.
+    /// Bytes that were compared with checksums; 0 without checksums.
     pub bytes: u64,
-    /// What could not be compared, because it was saved without a checksum; `None` if there is
-    /// nothing.
+    /// A note on bytes that could not be compared, since they were saved without a checksum.
     pub warning: Option<String>,
     /// All damages.
     pub damages: Vec<Damage>,
@@ -37,7 +36,7 @@ pub struct Verification {
 pub struct Damage {
     /// The file.
     pub file: PathBuf,
-    /// The tensor; `None` if the damage is not of a single one.
+    /// The tensor; `None` if the damage does not belong to a single tensor.
     pub tensor: Option<String>,
     /// The damage.
     pub message: String,
@@ -53,10 +52,12 @@ impl std::fmt::Display for Damage {
     }
 }
 
-/// Compares all bytes of a checkpoint with their checksums, and the files' headers with the
-/// manifest. Of weights alone, those of `torch.save` have checksums, of which one tensor is read at
-/// a time. The others have none; [`AnyCheckpoint::open`] has checked their headers and lengths.
-/// Takes 4 MiB of memory otherwise. Not collective.
+/// Compares all bytes of a checkpoint with their checksums, and its files' headers with the
+/// manifest.
+///
+/// Of bare weights, only files of `torch.save` have checksums; they are read one whole tensor at a
+/// time. [`AnyCheckpoint::open`] has checked the headers and lengths of other files. Otherwise
+/// takes 4 MiB of memory. Not collective.
 pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) -> Verification {
     let tensors = checkpoint.sections().iter().map(|(_, source)| source.names().len()).sum();
     let mut verification = Verification {
@@ -111,7 +112,7 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
         let header: Option<BTreeMap<String, StoredPart>> = match read_header(reader.as_ref()) {
             Ok(header) => Some(header.parts.into_iter().map(|s| (s.name.clone(), s)).collect()),
             Err(message) => {
-                // Says more than that its checksum is another one.
+                // This message says more than the report of a different checksum.
                 headers.retain(|damage| damage.file != *file);
                 report(None, message);
                 None
@@ -149,7 +150,7 @@ pub fn verify(checkpoint: &AnyCheckpoint, progress: &mut dyn FnMut(Progress)) ->
     verification
 }
 
-/// Reads the tensors of `torch.save`, one whole at a time, which compares them with their CRC-32.
+/// Reads the tensors of `torch.save` one by one, whole, which compares them with their CRC-32.
 fn verify_torch(
     source: &TorchSource,
     verification: &mut Verification,

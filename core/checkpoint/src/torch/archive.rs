@@ -7,7 +7,7 @@ use crate::{CheckpointReader, LocalFile};
 use crate::{Error, Result};
 use fulgurite_error::files::{check_len, foreign_content};
 
-/// The first bytes of a file that PyTorch before 1.6 saved, without a zip archive.
+/// First bytes of a file of PyTorch before 1.6, which is not a zip archive.
 const LEGACY: [u8; 4] = [0x80, 0x02, 0x8a, 0x0a];
 
 const ZIP: [u8; 4] = *b"PK\x03\x04";
@@ -28,13 +28,13 @@ pub(super) struct Archive {
 /// A record of the archive.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Record {
-    /// First byte in the file and the one after the last.
+    /// First byte in the file, and the byte after the last.
     pub(super) bytes: (u64, u64),
-    /// `None` where it was not computed, with `torch.serialization.set_crc32_options(False)`.
+    /// `None` if it was disabled by `torch.serialization.set_crc32_options(False)`.
     pub(super) crc32: Option<u32>,
 }
 
-/// The longest pickle that is read; it has the names and shapes of tensors, and no values.
+/// Longest pickle that is read, in bytes. It has names and shapes of tensors, but not their values.
 const MAX_PICKLE: u64 = 256 << 20;
 
 impl Archive {

@@ -1,11 +1,12 @@
-//! State dicts that `torch.save` wrote: `.pt`, `.pth`, `.bin`, Lightning's `.ckpt`.
+//! State dicts of `torch.save`: `.pt`, `.pth`, `.bin`, Lightning's `.ckpt`.
 //!
 //! Such a file is a zip archive of raw tensor data and one pickle, a small program that builds the
-//! objects. [`pickle`] runs it but calls none of the functions that it names; [`state_dict`] finds
-//! the tensors among its objects, [`optimizer`] those of an optimizer, with its options
-//! ([`optimizer_kind`]). (candle's own reader panics on integers of more than 64 bits,
-//! such as random seeds, and on damaged pickles, does not support protocols after 3, and reads only
-//! whole tensors.)
+//! objects. [`pickle`] runs the program but calls none of its functions. [`state_dict`] finds the
+//! tensors among the objects. [`optimizer`] finds an optimizer's tensors and options
+//! ([`optimizer_kind`]).
+//!
+//! candle's own reader panics on damaged pickles and on integers of more than 64 bits, such as
+//! random seeds. It also lacks protocols after 3, and reads only whole tensors.
 
 mod archive;
 mod optimizer;

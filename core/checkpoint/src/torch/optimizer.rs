@@ -1,4 +1,4 @@
-//! [`TorchOptimizer`]: the state of an optimizer of PyTorch.
+//! [`TorchOptimizer`]: the state of a PyTorch optimizer.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
@@ -17,18 +17,19 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::optim::ParamGroup;
 use fulgurite_engine::shard::Region;
 
-/// The state of an optimizer of PyTorch, of a file that `torch.save` wrote: of `torch.optim.AdamW`
-/// or `SGD`, or of `Adam` without weight decay.
+/// The state of a PyTorch optimizer, in a file of `torch.save`.
 ///
-/// `optimizer.state_dict()` counts the parameters instead of naming them. [`rekey`](Self::rekey) gives them
-/// their names, as `FSDP.rekey_optim_state_dict` does. Opening reads the pickle, and the numbers of
-/// steps; nothing in it is executed. Not collective.
+/// It is an `AdamW` or `SGD` of `torch.optim`, or an `Adam` without weight decay.
+///
+/// `optimizer.state_dict()` numbers the parameters instead of naming them. [`rekey`](Self::rekey)
+/// gives them their names, as `FSDP.rekey_optim_state_dict` does. Opening reads the pickle and the
+/// numbers of steps; it executes nothing. Not collective.
 ///
 /// ```no_run
 /// use fulgurite_core::checkpoint::TorchOptimizer;
 /// # fn load() -> fulgurite_core::Result<()> {
 /// let optimizer = TorchOptimizer::open("last.ckpt")?;
-/// // As `torch.optim.AdamW(model.parameters())` counts those of a model without buffers.
+/// The order of `torch.optim.AdamW(model.parameters())`, for a model without buffers.
 /// let names: Vec<String> = optimizer.model_names().map(str::to_owned).collect();
 /// let state = optimizer.rekey(&names)?;
 /// assert!(state.param_groups()[0].options["lr"] > 0.0);
@@ -42,7 +43,7 @@ pub struct TorchOptimizer {
     groups: Vec<TorchGroup>,
     /// By [`optimizer_key`] of the parameters' keys.
     tensors: TorchSource,
-    /// The keys whose state is there.
+    /// The keys of parameters with state.
     has_state: BTreeSet<Key>,
     steps: u64,
     /// The model's tensors in the same file, in its order.
@@ -59,22 +60,25 @@ struct TorchGroup {
 }
 
 impl TorchOptimizer {
-    /// Opens the optimizer's state dict in a file: the saved object, or in it under `optimizer`,
-    /// `optimizer_state_dict` or, as in Lightning's `.ckpt`, the only one of `optimizer_states`.
+    /// Opens the optimizer's state dict in a file.
+    ///
+    /// The state dict is the saved object, or lies in it under `optimizer`, `optimizer_state_dict`
+    /// or, as in Lightning's `.ckpt`, as the only item of `optimizer_states`.
     ///
     /// # Errors
-    /// If there is none or there are several; if it is of another kind of optimizer, or has options
-    /// that no optimizer here has (`amsgrad`, `maximize`, `betas` by group); if the moments of a
-    /// parameter are missing, or parameters have done different numbers of steps.
+    /// If there is not exactly one. If it is another kind of optimizer, or has unsupported options
+    /// (`amsgrad`, `maximize`, `betas` by group). If a parameter lacks its moments, or parameters
+    /// have done different numbers of steps.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_at(path, &[])
     }
 
-    /// Opens the state dict under these nested keys, which in lists are indices:
-    /// `["optimizer_states", "1"]`.
+    /// Opens the state dict under these nested keys; indices stand for list items.
+    ///
+    /// An example is `["optimizer_states", "1"]`.
     ///
     /// # Errors
-    /// As [`open`](Self::open); if a key does not exist, naming those that do.
+    /// As [`open`](Self::open); if a key does not exist, naming the existing keys.
     pub fn open_at(path: impl AsRef<Path>, keys: &[&str]) -> Result<Self> {
         let path = path.as_ref();
         let archive = Archive::read(path)?;
@@ -92,7 +96,7 @@ impl TorchOptimizer {
         })
     }
 
-    /// The number of parameters, of all groups.
+    /// Returns the number of parameters in all groups.
     pub fn len(&self) -> usize {
         self.groups.iter().map(|group| group.params.len()).sum()
     }
@@ -102,14 +106,15 @@ impl TorchOptimizer {
         self.len() == 0
     }
 
-    /// The numbers of parameters of the groups.
+    /// Returns the number of parameters in each group.
     pub fn group_sizes(&self) -> Vec<usize> {
         self.groups.iter().map(|group| group.params.len()).collect()
     }
 
-    /// The names that the file itself has for the optimizer's parameters, in their order: those
-    /// that it was made with (`AdamW(model.named_parameters())`), or that
-    /// `get_optimizer_state_dict` and FSDP gave them.
+    /// Returns the file's own names of the optimizer's parameters, in their order.
+    ///
+    /// A file has them if the optimizer was made with `AdamW(model.named_parameters())`, or from
+    /// `get_optimizer_state_dict` and FSDP.
     pub fn names(&self) -> Option<Vec<&str>> {
         let mut names = Vec::with_capacity(self.len());
         for group in &self.groups {
@@ -124,17 +129,18 @@ impl TorchOptimizer {
         Some(names)
     }
 
-    /// The names of the model's state dict in the same file, in its order, tied ones once; none if
-    /// there is no state dict. That is the order of `model.parameters()`, but with the persistent
-    /// buffers among them.
+    /// Returns the names of the model's state dict in the same file, in its order.
+    ///
+    /// Tied names occur once. Without a state dict there are no names. The order is
+    /// `model.parameters()`, but with the persistent buffers among them.
     pub fn model_names(&self) -> impl Iterator<Item = &str> {
         self.model.iter().map(|(name, _)| name.as_str())
     }
 
-    /// The state under the [`names`](Self::names) that the file itself has.
+    /// Renames the state to the file's own [`names`](Self::names).
     ///
     /// # Errors
-    /// If it has none, as with `AdamW(model.parameters())`; as [`rekey`](Self::rekey).
+    /// If the file has no names, as with `AdamW(model.parameters())`; as [`rekey`](Self::rekey).
     pub fn by_name(self) -> Result<RekeyedOptimizer> {
         let names = self.names().map(|names| names.into_iter().map(str::to_owned).collect());
         let names: Vec<String> = names.ok_or_else(|| {
@@ -146,16 +152,17 @@ impl TorchOptimizer {
         self.rekey(&names)
     }
 
-    /// The state under the parameters' names. `names` are in the order in which the optimizer
-    /// counts its parameters, which is that of `model.named_parameters()`; with several groups all
-    /// of the first, then all of the second. Where the state dict is by name already, they are
-    /// those it must have, in any order.
+    /// Renames the state to the parameters' names.
+    ///
+    /// `names` are in the order in which the optimizer numbers its parameters:
+    /// `model.named_parameters()`, or with several groups one group after the other. If the state
+    /// dict has names already, `names` must be the same, in any order.
     ///
     /// Names are compared with the model's state dict, if it is in the same file.
     ///
     /// # Errors
     /// If there are more or fewer names than parameters, or one twice; if the state of a parameter
-    /// is of another shape than the tensor of its name.
+    /// does not have the shape of the tensor of its name.
     pub fn rekey<S: AsRef<str>>(self, names: &[S]) -> Result<RekeyedOptimizer> {
         let given: BTreeSet<&str> = names.iter().map(AsRef::as_ref).collect();
         if given.len() != names.len() {
@@ -190,7 +197,7 @@ impl TorchOptimizer {
         Error::checkpoint(&self.path, message)
     }
 
-    /// The name of each parameter.
+    /// Returns the name of each parameter.
     fn names_by_key<S: AsRef<str>>(
         &self,
         names: &[S],
@@ -253,7 +260,7 @@ impl TorchOptimizer {
         })
     }
 
-    /// Compares the state of a parameter with the model's tensor of this name.
+    /// Compares the shapes of a parameter's state with the model's tensor of this name.
     fn check_shape(&self, key: &Key, name: &str) -> Result<()> {
         let Some((_, expected)) = self.model.iter().find(|(known, _)| known == name) else {
             return Ok(());
@@ -290,7 +297,7 @@ impl File<'_> {
         let groups = groups::groups(heap, found.groups, &read)?;
         let settings: Vec<_> = groups.iter().map(|group| &group.settings).collect();
         let kind = Kind::of(&settings)?;
-        // Older versions do not tell the two apart; without decay they are one.
+        // Older versions do not distinguish Adam and AdamW; without decay they are equal.
         let ambiguous = |settings: &&Settings| {
             find(settings, "decoupled_weight_decay").is_none()
                 && find(settings, "weight_decay") != Some(&Setting::Number(0.0))
@@ -343,7 +350,7 @@ impl File<'_> {
                 "it has no state of any parameter: its optimizer had done no step".to_owned()
             );
         }
-        // SGD's state has no number; Lightning has one of all its optimizers.
+        // SGD's state does not count steps; Lightning counts the steps of all optimizers together.
         let global = get(heap, heap.root, "global_step").filter(|_| found.only);
         let steps = match (steps, global.and_then(|id| heap.count(id))) {
             (Some((_, steps)), _) => steps,
@@ -356,7 +363,7 @@ impl File<'_> {
         Ok(TorchOptimizer { path, kind, groups, tensors, has_state, steps, model, warning })
     }
 
-    /// The state tensors of a parameter; none if it had no gradient yet.
+    /// Returns the state tensors of a parameter; empty if it had no gradient yet.
     fn state_of(
         &self,
         kind: Kind,
@@ -396,7 +403,7 @@ impl File<'_> {
         ))
     }
 
-    /// A number, or the value of a tensor of one element.
+    /// Returns a number, or the value of a tensor of one element.
     fn number(&self, id: Id) -> Result<f64, String> {
         if let Some(number) = self.heap.number(id) {
             return Ok(number);
@@ -421,7 +428,7 @@ impl File<'_> {
         read().map_err(|error| error.to_string())
     }
 
-    /// The model's state dict, tied tensors once; nothing if there is none.
+    /// Returns the model's state dict, tied tensors once; empty if the file has none.
     fn model(&self) -> Vec<(String, Vec<usize>)> {
         let mut seen = BTreeSet::new();
         let tensors = tensors(self.heap, &[]).unwrap_or_default().into_iter();

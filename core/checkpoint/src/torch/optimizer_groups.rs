@@ -1,24 +1,24 @@
-//! Where in a pickle an optimizer's state dict is, and its parameter groups.
+//! Finding an optimizer's state dict in a pickle, and its parameter groups.
 
 use super::optimizer_kind::{Setting, Settings};
 use super::pickle::{Heap, Id, Object};
 use super::state_dict::{get, keys_of, tensor};
 
-/// Where scripts and Lightning save an optimizer's state dict.
+/// The keys under which scripts and Lightning save an optimizer's state dict.
 const PLACES: [&str; 3] = ["optimizer", "optimizer_state_dict", "optimizer_states"];
 
 /// An optimizer's state dict.
 #[derive(Debug)]
 pub(super) struct Found {
-    /// Its place, for messages: `optimizer_states[0]`; empty for the root.
+    /// Its path, for messages: `optimizer_states[0]`; empty for the root.
     pub(super) place: String,
     pub(super) state: Id,
     pub(super) groups: Id,
-    /// Whether it is the only one of its file.
+    /// Whether the file has only this one.
     pub(super) only: bool,
 }
 
-/// The state dict under `keys` or, without keys, at the root or in one of [`PLACES`].
+/// Finds the state dict under `keys` or, without keys, at the root or in one of [`PLACES`].
 pub(super) fn find(heap: &Heap, keys: &[&str]) -> Result<Found, String> {
     let (mut at, mut place) = (heap.root, String::new());
     for key in keys {
@@ -101,17 +101,17 @@ fn no_such(heap: &Heap, at: Id, place: &str, key: &str) -> String {
     }
 }
 
-/// A parameter group as the file has it.
+/// A parameter group of the file.
 #[derive(Debug)]
 pub(super) struct Group {
     /// The keys of its parameters.
     pub(super) params: Vec<Key>,
-    /// Their names, where the optimizer was made of named parameters.
+    /// Their names, if the optimizer was made of named parameters.
     pub(super) names: Option<Vec<String>>,
     pub(super) settings: Settings,
 }
 
-/// What a parameter's state is found by.
+/// The key of a parameter's state.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Key {
     Index(usize),
@@ -127,13 +127,13 @@ impl std::fmt::Display for Key {
     }
 }
 
-/// The object as a key.
+/// Returns the object as a key.
 pub(super) fn key(heap: &Heap, id: Id) -> Option<Key> {
     let name = || heap.text(id).map(|name| Key::Name(name.to_owned()));
     heap.count(id).map(Key::Index).or_else(name)
 }
 
-/// The parameter groups; `read` reads the value of a tensor of one element.
+/// Returns the parameter groups; `read` returns the value of a tensor of one element.
 pub(super) fn groups(
     heap: &Heap,
     groups: Id,

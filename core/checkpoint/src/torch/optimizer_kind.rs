@@ -1,4 +1,4 @@
-//! Of which kind an optimizer of torch is, which its state does not say, and its options in our words.
+//! Recognising the kind of a torch optimizer, which its state does not name, and its options.
 
 use std::collections::BTreeMap;
 
@@ -9,21 +9,21 @@ pub(super) enum Setting {
     Numbers(Vec<f64>),
     Flag(bool),
     None,
-    /// A text, a list of names: nothing that an update is computed from.
+    /// A text or a list of names: values that an update does not use.
     Other,
 }
 
 /// The options of a group, in the order of the file.
 pub(super) type Settings = Vec<(String, Setting)>;
 
-/// An optimizer that is read.
+/// A supported optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
     AdamW,
     Sgd { momentum: bool },
 }
 
-/// Options that do not change what an update computes, or that a schedule keeps for itself.
+/// Options that do not change an update's result, or that belong to a schedule.
 const IDLE: [&str; 10] = [
     "foreach",
     "fused",
@@ -37,15 +37,15 @@ const IDLE: [&str; 10] = [
     "swa_lr",
 ];
 
-/// By which each kind is recognised.
+/// Options that identify each kind.
 const ADAM: [&str; 5] = ["lr", "weight_decay", "betas", "eps", "amsgrad"];
 const SGD: [&str; 5] = ["lr", "weight_decay", "momentum", "dampening", "nesterov"];
 
 impl Kind {
-    /// The kind whose options these groups have.
+    /// Returns the kind that has the options of these groups.
     ///
     /// # Errors
-    /// If it is another.
+    /// If it is another kind.
     pub(super) fn of(groups: &[&Settings]) -> Result<Self, String> {
         let have = |names: &[&str]| {
             groups.iter().all(|group| names.iter().all(|name| find(group, name).is_some()))
@@ -69,7 +69,7 @@ impl Kind {
         }
     }
 
-    /// The state that it has of each parameter.
+    /// Returns the names of its state tensors for each parameter.
     pub(super) fn states(self) -> &'static [&'static str] {
         match self {
             Self::AdamW => &["exp_avg", "exp_avg_sq"],
@@ -78,10 +78,10 @@ impl Kind {
         }
     }
 
-    /// The options of the group `index` under our names.
+    /// Returns the options of the group `index` under Fulgurite's names.
     ///
     /// # Errors
-    /// If one is of a wrong type, or changes the update in a way that there is none of here.
+    /// If an option has a wrong type, or changes the update in an unsupported way.
     pub(super) fn options(
         self,
         index: usize,
@@ -102,7 +102,7 @@ impl Kind {
                 ("amsgrad" | "maximize", _) => {
                     return wrong(name, "set, which no optimizer here has");
                 }
-                // Adam's own decay is added to the gradient; without it the two are one.
+                // Adam adds its decay to the gradient; without decay it equals AdamW.
                 ("decoupled_weight_decay", Setting::Flag(decoupled)) => {
                     let decays = find(settings, "weight_decay") != Some(&Setting::Number(0.0));
                     if !decoupled && decays {
@@ -129,17 +129,17 @@ impl Kind {
                 }
             }
         }
-        // The rate before the schedule.
+        // The learning rate before the schedule.
         if let Some(Setting::Number(lr)) = find(settings, "initial_lr") {
             options.insert("lr".to_owned(), *lr);
         }
         Ok(options)
     }
 
-    /// Checks that what is one number here is one in all groups.
+    /// Checks that all groups agree on the options that are not set by group here.
     ///
     /// # Errors
-    /// Naming an option that differs.
+    /// If an option differs, naming it.
     pub(super) fn check_common<'a>(
         self,
         groups: impl IntoIterator<Item = &'a BTreeMap<String, f64>>,

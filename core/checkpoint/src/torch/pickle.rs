@@ -1,24 +1,24 @@
 //! The stack machine of pickle, without calls.
 //!
-//! Objects are in one list and refer to each other by index. So objects can be shared, and no depth
-//! of nesting overflows the stack. Memory is counted: it is a small multiple of the pickle's size,
-//! or an error.
+//! Objects are in one list and refer to each other by index. So objects can be shared, and deep
+//! nesting cannot overflow the stack. Memory is counted: parsing fails before it takes more than a
+//! small multiple of the pickle's size.
 
 use std::collections::HashMap;
 
 /// The index of an object in a [`Heap`].
 pub(super) type Id = u32;
 
-/// The most bytes that the objects of a pickle take.
+/// Maximum bytes of a pickle's objects.
 const MAX_MEMORY: usize = 512 << 20;
 /// Bytes that objects may take for one byte of the pickle. State dicts take about 3.
 const PER_BYTE: usize = 16;
-/// Bytes that objects may take besides.
+/// Bytes that objects may take in addition.
 const SPARE: usize = 16 << 20;
 /// Bytes of an entry of the memo.
 const MEMO: usize = 32;
 
-/// An object of a pickle. An empty collection takes no memory besides.
+/// An object of a pickle. An empty collection takes no extra memory.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Object {
     None,
@@ -31,7 +31,7 @@ pub(super) enum Object {
     Tuple(Box<[Id]>),
     List(Vec<Id>),
     Dict(Option<Box<Items>>),
-    /// The result of a call, which is not made, and the items set in it as in a dict.
+    /// The result of a call, which is not executed, and the items set in it as in a dict.
     Call {
         callable: Id,
         args: Id,
@@ -39,15 +39,17 @@ pub(super) enum Object {
     },
     /// A reference to data outside of the pickle.
     Persistent(Id),
-    /// Any other value: integers that are not small, bytes, sets.
+    /// Any other value: large integers, bytes, sets.
     Other,
 }
 
 /// The items of a dict.
 type Items = Vec<(Id, Id)>;
 
-/// The objects that are there once, as they cannot be changed: `None`, the two flags, the empty
-/// tuple, [`Object::Other`], and from [`BYTES`] on the integers from 0 to 255.
+/// Immutable objects that exist only once.
+///
+/// They are `None`, the two flags, the empty tuple, [`Object::Other`], and from [`BYTES`] on the
+/// integers from 0 to 255.
 const NONE: Id = 0;
 const FLAGS: [Id; 2] = [1, 2];
 const EMPTY: Id = 3;
@@ -66,7 +68,7 @@ impl Heap {
         &self.objects[id as usize]
     }
 
-    /// The items of a dict, or of a call that items were set in.
+    /// Returns the items of a dict, or of a call that items were set in.
     pub(super) fn items(&self, id: Id) -> Option<&[(Id, Id)]> {
         match self.get(id) {
             Object::Dict(items) => Some(items.as_ref().map_or(&[][..], |items| items)),
@@ -97,7 +99,7 @@ impl Heap {
         }
     }
 
-    /// An object that is an integer or a float.
+    /// Returns the value of an integer or a float.
     pub(super) fn number(&self, id: Id) -> Option<f64> {
         match self.get(id) {
             Object::Int(value) => Some(*value as f64),
@@ -106,7 +108,7 @@ impl Heap {
         }
     }
 
-    /// An object that is a size or an offset.
+    /// Returns the value of a size or an offset.
     pub(super) fn count(&self, id: Id) -> Option<usize> {
         match self.get(id) {
             Object::Int(value) => usize::try_from(*value).ok(),
@@ -114,7 +116,7 @@ impl Heap {
         }
     }
 
-    /// An object that is a list of sizes.
+    /// Returns the values of a list of sizes.
     pub(super) fn counts(&self, id: Id) -> Option<Vec<usize>> {
         let items = match self.get(id) {
             // `torch.Size`, which some versions write as a call.
@@ -144,9 +146,9 @@ struct Machine<'a> {
     /// The open marks, as stack depths.
     marks: Vec<u32>,
     memo: HashMap<u64, Id>,
-    /// Bytes that may still be taken.
+    /// Bytes that objects may still take.
     memory: usize,
-    /// The most objects and marks that were on the stack at a time.
+    /// The largest number of objects and marks on the stack so far.
     highest: usize,
 }
 
@@ -398,7 +400,7 @@ impl<'a> Machine<'a> {
                 let args = self.tuple(args)?;
                 self.call(callable, args)
             }
-            // Attributes, which are not needed: a state dict has only `_metadata`.
+            // Attributes are ignored: a state dict has only `_metadata`.
             b'b' => self.pop().map(drop),
             b'Q' => {
                 let key = self.pop()?;
@@ -444,7 +446,7 @@ impl<'a> Machine<'a> {
 
     fn add(&mut self, object: Object) -> Step<Id> {
         self.take_memory(size_of::<Object>())?;
-        // Memory ends long before there are as many.
+        // The memory limit is reached long before the index overflows.
         let id = Id::try_from(self.objects.len()).map_err(|_| "it has too many objects")?;
         self.objects.push(object);
         Ok(id)
@@ -460,7 +462,7 @@ impl<'a> Machine<'a> {
         self.count_stack()
     }
 
-    /// Counts the memory of the stack, if it was never as high.
+    /// Counts the memory of the stack, if it is higher than ever before.
     fn count_stack(&mut self) -> Step {
         if self.stack.len() + self.marks.len() > self.highest {
             self.highest += 1;
@@ -500,7 +502,7 @@ impl<'a> Machine<'a> {
         self.add(Object::Global(name.into()))
     }
 
-    /// The depth below the topmost `count` objects, which must lie above the last mark.
+    /// Returns the depth below the topmost `count` objects, which must lie above the last mark.
     fn floor(&self, count: usize) -> Step<usize> {
         let from = self.stack.len().checked_sub(count);
         let from = from.filter(|from| self.marks.last().is_none_or(|mark| *from >= *mark as usize));
@@ -597,7 +599,7 @@ mod tests {
     use proptest::prelude::*;
 
     #[test]
-    fn protocols_from_0_to_5_give_the_same() {
+    fn protocols_0_to_5_agree() {
         // pickle.dumps({"a": (1, -2, 70000, True), "b": [[], 2**70]}, protocol)
         let pickles: [&[u8]; 3] = [
             b"(dp0\nVa\np1\n(I1\nI-2\nI70000\nI01\ntp2\nsVb\np3\n(lp4\n(lp5\naL1180591620717411303424L\nas.",
@@ -620,7 +622,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_flags_and_none_are_told_apart() {
+    fn numbers_flags_and_none_are_distinct() {
         // pickle.dumps([0.1, -2.5, None, False, 3], protocol)
         let pickles: [&[u8]; 2] = [
             b"(lp0\nF0.1\naF-2.5\naNaI00\naI3\na.",
@@ -637,7 +639,7 @@ mod tests {
     }
 
     #[test]
-    fn nothing_is_called_and_nesting_has_no_end() {
+    fn calls_are_inert_and_nesting_is_unlimited() {
         let heap = parse(b"cos\nsystem\n(S'rm -rf /'\ntR.").unwrap();
         let Object::Call { callable, .. } = heap.get(heap.root) else { panic!() };
         assert_eq!(heap.global(*callable), Some("os.system"));
@@ -648,7 +650,7 @@ mod tests {
     #[test]
     fn memory_is_bounded_by_the_pickle() {
         assert_eq!(size_of::<Object>(), 24);
-        // Each is one byte that makes an object, a place on the stack, or a mark.
+        // Each opcode is one byte that creates an object, a stack entry or a mark.
         for op in b"})](N" {
             let many = [vec![*op; 4 << 20], vec![b'.']].concat();
             let parsed = parse(&many);
@@ -658,13 +660,13 @@ mod tests {
             let says = |error: &String| error.contains("need far more memory");
             assert_eq!(parsed.as_ref().err().is_some_and(says), b"}]".contains(op));
         }
-        // A list that is extended by what is on the stack, again and again.
+        // A list that is repeatedly extended from the stack.
         let grown = [b"](".to_vec(), b"NNNNNNNNe(".repeat(1 << 20), b"t.".to_vec()].concat();
         assert!(parse(&grown).is_ok());
     }
 
     #[test]
-    fn errors_say_where() {
+    fn errors_give_the_position() {
         let error = |bytes: &[u8]| parse(bytes).unwrap_err();
         insta::assert_snapshot!(error(b"\x80\x02}q\x00(X\xff"), @"its pickle is damaged or not of a kind that is known: it ends too early, at byte 7");
         insta::assert_snapshot!(error(b"h\x07."), @"its pickle is damaged or not of a kind that is known: it refers to an object before it is made, at byte 2");
@@ -675,12 +677,12 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_make_it_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+        fn arbitrary_bytes_never_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             let _ = parse(&bytes);
         }
 
         #[test]
-        fn no_operations_make_it_panic(
+        fn arbitrary_opcodes_never_panic(
             ops in prop::collection::vec(prop::sample::select(&b"N()]}KtasudebRQ0120.\x81\x85\x86\x87\x94\x93\x8f\x90"[..]), 0..60),
         ) {
             let _ = parse(&ops);

@@ -1,4 +1,4 @@
-//! [`RekeyedOptimizer`]: the state of an optimizer of PyTorch under its parameters' names.
+//! [`RekeyedOptimizer`]: the state of a PyTorch optimizer under its parameters' names.
 
 use std::path::Path;
 
@@ -10,19 +10,19 @@ use crate::{RenamedSource, Result, TensorInfo, TensorSource};
 use fulgurite_engine::optim::ParamGroup;
 use fulgurite_engine::shard::Region;
 
-/// The state of an optimizer of PyTorch under its parameters' names: of
-/// [`TorchOptimizer::rekey`](super::TorchOptimizer::rekey), for `Fabric::load_torch_optimizer`.
+/// The state of a PyTorch optimizer under its parameters' names.
 ///
-/// As a [`TensorSource`] it has the moments by [`optimizer_key`](crate::optimizer_key), which are read in the
-/// parts that are asked for.
+/// [`TorchOptimizer::rekey`](super::TorchOptimizer::rekey) returns it, for
+/// `Fabric::load_torch_optimizer`. As a [`TensorSource`] it has the moments by
+/// [`optimizer_key`](crate::optimizer_key); a read loads only the requested part.
 #[derive(Debug)]
 pub struct RekeyedOptimizer {
     tensors: RenamedSource<TorchSource>,
     kind: Kind,
     groups: Vec<ParamGroup>,
-    /// The number that the bias correction goes by.
+    /// The step number for the bias correction.
     step: u64,
-    /// The number that the schedule goes by.
+    /// The step number for the schedule.
     steps: u64,
     /// Whether there are moments.
     moments: bool,
@@ -41,30 +41,34 @@ impl RekeyedOptimizer {
         Self { tensors, kind, groups, step: steps, steps, moments, warning }.with_steps(steps)
     }
 
-    /// The parameter groups with their options under our names: `lr` is the rate before the schedule, torch's
-    /// `initial_lr` if it has one.
+    /// The parameter groups with their options under Fulgurite's names.
+    ///
+    /// `lr` is the learning rate before the schedule: torch's `initial_lr` if it has one.
     pub fn param_groups(&self) -> &[ParamGroup] {
         &self.groups
     }
 
-    /// The number of steps that were done, by which a schedule goes on. AdamW's state has it. That of SGD has
-    /// none: it is Lightning's `global_step`, if its file has a single optimizer, and else 1.
+    /// Returns the number of completed steps, from which a schedule goes on.
+    ///
+    /// It comes from AdamW's state. For SGD it is Lightning's `global_step` if the file has a
+    /// single optimizer, and else 1.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// The same with another number of steps for the schedule. AdamW corrects its bias by the state's own.
+    /// Sets the number of steps for the schedule. AdamW's bias correction keeps the state's own
+    /// number.
     #[must_use]
     pub fn with_steps(mut self, steps: u64) -> Self {
         self.steps = steps;
         if let Kind::Sgd { .. } = self.kind {
-            // A momentum that is there is not that of a first step.
+            // An existing momentum means that the first step is done.
             self.step = steps.max(u64::from(self.moments));
         }
         self
     }
 
-    /// The `step` of the optimizer itself: AdamW's, by which it corrects its bias.
+    /// The optimizer's own `step`, used by AdamW's bias correction.
     pub fn optimizer_step(&self) -> u64 {
         self.step
     }

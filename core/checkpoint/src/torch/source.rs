@@ -1,4 +1,4 @@
-//! [`TorchSource`]: a state dict of PyTorch as a tensor source.
+//! [`TorchSource`]: a PyTorch state dict as a tensor source.
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -19,28 +19,32 @@ use crate::{LocalFile, StoredTensors, TensorInfo, TensorSource};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::shard::Region;
 
-/// A state dict that `torch.save` wrote: a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or
-/// the `pytorch_model.bin` shards of a Hugging Face directory.
+/// A state dict in a file of `torch.save`.
 ///
-/// The state dict may be the saved object, or in it under `state_dict`, `model`, `module` or
+/// The file is a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or a `pytorch_model.bin` shard
+/// of a Hugging Face directory.
+///
+/// The state dict may be the saved object, or lie in it under `state_dict`, `model`, `module` or
 /// `model_state_dict`, possibly nested. Other objects are ignored, and nothing is executed. Opening
-/// reads the pickle; a read of a tensor reads only the bytes of the requested part. Names are those
-/// of the file; see [`NameRules`](crate::NameRules). Not collective.
+/// reads the pickle; a read of a tensor reads only the bytes of the requested part. Names are as in
+/// the file; see [`NameRules`](crate::NameRules). Not collective.
 #[derive(Debug)]
 pub struct TorchSource {
-    /// Contiguous tensors, which nearly all are.
+    /// Contiguous tensors: nearly all tensors are.
     stored: StoredTensors,
     views: BTreeMap<String, View>,
-    /// The records of tensors that do not fill theirs.
+    /// The records of tensors that cover only a part of their record.
     shared: BTreeMap<String, Arc<SharedRecord>>,
-    /// Tensors that cannot be read, and why.
+    /// Tensors that cannot be read, with the reason.
     unreadable: BTreeMap<String, String>,
     /// Whether there are checksums.
     has_checksums: bool,
 }
 
-/// A record of which several tensors may have parts. It is compared with its CRC-32 before the
-/// first of them is read whole; that of a tensor which fills its record is taken while it is read.
+/// A record that several tensors may share.
+///
+/// It is compared with its CRC-32 before the first of its tensors is read whole. A tensor that
+/// fills its record is compared while it is read.
 #[derive(Debug)]
 struct SharedRecord {
     file: PathBuf,
@@ -75,7 +79,7 @@ impl SharedRecord {
 #[derive(Debug)]
 struct View {
     file: PathBuf,
-    /// Its storage's first byte.
+    /// First byte of the storage.
     base: u64,
     view: TensorView,
 }
@@ -94,8 +98,8 @@ impl TorchSource {
     /// Opens a file, a Hugging Face directory with `pytorch_model.bin`, or its index.
     ///
     /// # Errors
-    /// If it is no file of `torch.save`, is damaged, or has no state dict; the message says what to
-    /// do. Quantized, sparse and distributed tensors are refused when they are read.
+    /// If the file is not from `torch.save`, is damaged, or has no state dict; the message says
+    /// what to do. Quantized, sparse and distributed tensors are refused when they are read.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         Self::open_at(path, &[])
     }
@@ -103,12 +107,12 @@ impl TorchSource {
     /// Opens the state dict under these nested keys, such as `["ema", "state_dict"]`.
     ///
     /// # Errors
-    /// As [`open`](Self::open); if a key does not exist, naming those that do.
+    /// As [`open`](Self::open); if a key does not exist, naming the existing keys.
     pub fn open_at(path: impl AsRef<Path>, keys: &[&str]) -> Result<Self> {
         let path = path.as_ref();
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let (root, files, index) = if path.is_dir() {
-            // As `transformers`: a single file counts before an index.
+            // As in `transformers`, a single file takes precedence over an index.
             if !path.join(Self::SINGLE).is_file() && path.join(Self::INDEX).is_file() {
                 with_index(path, &path.join(Self::INDEX))?
             } else {
@@ -131,7 +135,7 @@ impl TorchSource {
             let archive = Archive::read(&file)?;
             let heap = pickle::parse(&archive.pickle).map_err(fail)?;
             let mut tensors = tensors(&heap, keys).map_err(fail)?;
-            // Copies in other shards are left from earlier.
+            // Copies in other shards are leftovers of an earlier save.
             let elsewhere = |tensor: &str| {
                 index.as_ref().and_then(|i| i.file(tensor)).is_some_and(|file| file != name)
             };
@@ -141,7 +145,7 @@ impl TorchSource {
         Ok(source)
     }
 
-    /// These tensors of a file that was read.
+    /// Creates a source of these tensors of a file that was read.
     pub(super) fn of_views(
         path: &Path,
         archive: &Archive,

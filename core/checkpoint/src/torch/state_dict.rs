@@ -13,11 +13,11 @@ const KEYS: [&str; 4] = ["state_dict", "model", "module", "model_state_dict"];
 pub(super) struct TensorView {
     pub(super) dtype: Dtype,
     pub(super) shape: Vec<usize>,
-    /// Elements from one index to the next, by dimension.
+    /// Distance in elements between neighbouring indices, by dimension.
     pub(super) strides: Vec<usize>,
-    /// The key of its storage.
+    /// Key of the storage.
     pub(super) storage: String,
-    /// Its first element in the storage.
+    /// First element in the storage.
     pub(super) offset: usize,
 }
 
@@ -33,7 +33,7 @@ impl TensorView {
             })
     }
 
-    /// The smallest size of its storage in bytes; `None` if that overflows.
+    /// Returns the minimum size of the storage in bytes; `None` on overflow.
     pub(super) fn bytes_needed(&self) -> Option<u64> {
         let last = if self.shape.contains(&0) {
             self.offset
@@ -48,11 +48,13 @@ impl TensorView {
     }
 }
 
-/// A tensor of a state dict by name, or why it cannot be read.
+/// A tensor of a state dict by name, or the reason why it cannot be read.
 pub(super) type NamedTensor = (String, Result<TensorView, String>);
 
-/// The tensors of the state dict in `heap`: that under `keys` or, without keys, the outermost dict
-/// with tensors under the usual [`KEYS`].
+/// Returns the tensors of the state dict in `heap`.
+///
+/// It is the dict under `keys` or, without keys, the outermost dict with tensors under the usual
+/// [`KEYS`].
 pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<NamedTensor>, String> {
     let mut at = heap.root;
     for key in keys {
@@ -72,8 +74,8 @@ pub(super) fn tensors(heap: &Heap, keys: &[&str]) -> Result<Vec<NamedTensor>, St
                  them is executed. Save `module.state_dict()`"
             ));
         };
-        // A dict under one of these keys is preferred to tensors beside it, which are the training
-        // loop's. The depth is limited, for a dict may contain itself.
+        // A dict under one of these keys is preferred to tensors beside it, which belong to the
+        // training loop. The depth is limited, since a dict may contain itself.
         let inside = KEYS.iter().find_map(|key| {
             let inside = get(heap, at, key)?;
             heap.items(inside).map(|_| (*key, inside))
@@ -108,7 +110,7 @@ pub(super) fn get(heap: &Heap, dict: Id, key: &str) -> Option<Id> {
     items.iter().rev().find(|(k, _)| heap.text(*k) == Some(key)).map(|(_, value)| *value)
 }
 
-/// The first keys of a dict, for messages.
+/// Returns the first keys of a dict, for messages.
 pub(super) fn keys_of(heap: &Heap, dict: Id) -> Vec<String> {
     let items = heap.items(dict).unwrap_or_default().iter();
     let mut keys: Vec<String> =
@@ -119,9 +121,11 @@ pub(super) fn keys_of(heap: &Heap, dict: Id) -> Vec<String> {
     keys
 }
 
-/// The object as a tensor; `None` if it is none. The error says why the tensor cannot be loaded.
+/// Returns the object as a tensor; `None` for other objects.
+///
+/// The error says why the tensor cannot be loaded.
 pub(super) fn tensor(heap: &Heap, mut id: Id) -> Result<Option<TensorView>, String> {
-    // Parameters and subclasses wrap the call that makes the tensor in others.
+    // Parameters and subclasses wrap the call that makes the tensor in further calls.
     for _ in 0..8 {
         let Object::Call { callable, args, .. } = heap.get(id) else { return Ok(None) };
         let (Some(function), Some(args)) = (heap.global(*callable), heap.sequence(*args)) else {
@@ -168,8 +172,9 @@ fn unknown(function: &str) -> String {
     )
 }
 
-/// The tensor of a call of `_rebuild_tensor` with the arguments storage, offset, size and stride;
-/// version 3 has the dtype as the seventh.
+/// Returns the tensor of a call of `_rebuild_tensor`.
+///
+/// The arguments are storage, offset, size and stride; version 3 has the dtype as the seventh.
 fn view(heap: &Heap, args: &[Id]) -> Result<TensorView, String> {
     let parts = || {
         let [storage, offset, shape, strides, ..] = args else { return None };

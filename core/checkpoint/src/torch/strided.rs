@@ -5,9 +5,10 @@ use fulgurite_engine::shard::Region;
 
 use super::state_dict::TensorView;
 
-/// Reads a region of a view into `out`, in the region's row-major order: reads the range of the
-/// storage that has it, then copies element by element. `base` is the storage's first byte in the
-/// file.
+/// Reads a region of a view into `out`, in the region's row-major order.
+///
+/// Reads the storage range that covers the region, then copies element by element. `base` is the
+/// storage's first byte in the file.
 pub(super) fn read_region(
     reader: &dyn CheckpointReader,
     base: u64,

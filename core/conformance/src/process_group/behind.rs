@@ -1,4 +1,4 @@
-//! Collectives behind others.
+//! Collectives that start behind others.
 
 use candle_core::{DType, Device, Tensor};
 
@@ -7,7 +7,7 @@ use crate::Result;
 use fulgurite_engine::collective::{Collective, ReduceOp};
 
 impl Suite<'_> {
-    /// A collective behind one of another group takes what that has made, and whoever starts it waits for neither.
+    /// A collective behind another group's collective uses its result. Starting both does not wait.
     pub(super) fn behind(&self) -> Result<()> {
         let (rank, last) = (self.rank(), self.size() - 1);
         if last == 0 {

@@ -114,7 +114,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// `n` elements from each rank to each.
+    /// Sends `n` elements from each rank to each rank.
     fn all_to_all_case<T: Value>(&self, n: usize) -> Result<()> {
         let size = self.size();
         let input = self.view(&values::<T>(self.rank(), n * size, 6))?;
@@ -150,7 +150,7 @@ impl Suite<'_> {
         self.messages_in_order()
     }
 
-    /// Messages of a pair of ranks arrive in the order they were sent, and other pairs are not
+    /// Messages between a pair of ranks arrive in the order of sending, and other pairs are not
     /// blocked.
     fn messages_in_order(&self) -> Result<()> {
         let count = 10;
@@ -176,8 +176,8 @@ impl Suite<'_> {
         self.group.barrier()?.wait()
     }
 
-    /// A collective that some ranks wait for at once keeps its place between those started before
-    /// and after it.
+    /// A collective that some ranks wait for at once keeps its order between earlier and later
+    /// ones.
     pub(super) fn waited_for(&self) -> Result<()> {
         let size = self.size() as i64;
         let chain = self.view(&[1i64; 10])?;
@@ -194,7 +194,8 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// Many collectives started before the first wait; waited for in reverse order, or never.
+    /// Many collectives start before the first wait; they are waited for in reverse order, or
+    /// never.
     pub(super) fn in_flight(&self) -> Result<()> {
         let size = self.size();
         let mut works = vec![];
@@ -214,7 +215,7 @@ impl Suite<'_> {
 
             drop(self.group.barrier()?);
         }
-        // Each collective of the chain uses the result of the one before.
+        // Each collective of the chain uses the previous result.
         let chain = self.view(&[1i64; 10])?;
         for _ in 0..5 {
             works.push(self.group.all_reduce(&chain.tensor, ReduceOp::Sum)?);

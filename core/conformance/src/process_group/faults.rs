@@ -1,4 +1,4 @@
-//! How waits end when a rank does not join a collective.
+//! The end of waits when a rank does not join a collective.
 
 use std::time::Duration;
 
@@ -8,8 +8,10 @@ use super::suite::Suite;
 use crate::Result;
 use fulgurite_engine::collective::{ProcessGroup, ReduceOp, Work};
 
-/// Checks that [`ProcessGroup::abort`] by the last rank ends the waits of all others with its
-/// reason, and that all later calls fail. Every rank calls it; the group is unusable afterwards.
+/// Checks that [`ProcessGroup::abort`] ends all waits.
+///
+/// The last rank aborts. All other ranks' waits must end with its reason, and all later calls must
+/// fail. Every rank calls it; the group is unusable afterwards.
 ///
 /// # Errors
 /// The broken promise.
@@ -37,7 +39,7 @@ pub fn process_group_abort(group: &dyn ProcessGroup) -> Result<()> {
     expect_reason("a later barrier on an aborted group", later)?;
     let partition = [(0..group.size()).collect()];
     expect_reason("a later split of an aborted group", group.split(&partition, "late").map(drop))?;
-    // Groups need not know.
+    // A group need not know its failure.
     match group.failure() {
         Some(error) => expect_reason("failure() of an aborted group", Err(error)),
         None => Ok(()),
@@ -51,9 +53,10 @@ fn large(group: &dyn ProcessGroup) -> Result<Tensor> {
     Ok(tensor)
 }
 
-/// Checks that the others time out, naming the last rank, when that does not join a collective.
-/// Every rank calls it, on a group with the timeout `timeout` (about a second); the group is
-/// unusable afterwards.
+/// Checks that ranks time out if the last rank does not join a collective.
+///
+/// The error must name the last rank. Every rank calls it, on a group with the timeout `timeout`
+/// (about a second); the group is unusable afterwards.
 ///
 /// # Errors
 /// The broken promise.
@@ -65,7 +68,7 @@ pub fn process_group_timeout(group: &dyn ProcessGroup, timeout: Duration) -> Res
     }
     let tensor = large(group)?;
     if group.rank() == group.size() - 1 {
-        // It joins after the others have timed out, and must not wait forever either.
+        // The last rank joins after the others have timed out, and must not wait forever either.
         std::thread::sleep(3 * timeout);
         let late = group.all_reduce(&tensor, ReduceOp::Sum).and_then(Work::wait);
         return suite.ensure(late.is_err(), "a collective that the others gave up succeeded");

@@ -1,4 +1,4 @@
-//! Wrong arguments: an error on the rank that passes them, after which the group still works.
+//! Wrong arguments: the rank that passes them gets an error, and the group still works afterwards.
 
 use candle_core::{DType, Tensor};
 

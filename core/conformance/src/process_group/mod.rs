@@ -1,4 +1,4 @@
-//! Tests of what [`ProcessGroup`] promises.
+//! Tests of the contract of [`ProcessGroup`].
 
 mod behind;
 mod data_movement;

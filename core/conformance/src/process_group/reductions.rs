@@ -165,7 +165,7 @@ impl Suite<'_> {
         )
     }
 
-    /// Ways to cut a tensor over the ranks: even, uneven, with empty parts, all empty.
+    /// Ways to split a tensor over the ranks: even, uneven, with empty parts, all empty.
     pub(super) fn layouts(&self) -> Vec<Vec<usize>> {
         let size = self.size();
         let n = 3 * size - 2;

@@ -17,7 +17,7 @@ impl Suite<'_> {
         for (i, partition) in partitions.into_iter().enumerate() {
             let name = format!("part{i}");
             let child = self.split_case(&partition, &name)?;
-            // A group split off a split group; its sets are of the child's ranks.
+            // Splits the split group again; the partition lists the child's ranks.
             let nested: Vec<usize> = (0..child.size()).rev().collect();
             let suite = Suite { group: &*child, ..*self };
             suite.split_case(&[nested], "nested")?;

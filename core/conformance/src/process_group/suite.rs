@@ -7,19 +7,21 @@ use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{ProcessGroup, ReduceOp};
 
-/// Checks every promise of [`ProcessGroup`] except those about failures, with tensors on the CPU. Reductions are
-/// compared bit by bit, unless the group says that they are [not exact](ProcessGroup::exact_reductions).
+/// Checks the contract of [`ProcessGroup`] except failures, with tensors on the CPU.
 ///
-/// Collective: every rank of the group calls it, of any size. Runs about a hundred sizes, dtypes and
-/// operations, with some tens of MB of data on each rank. The group stays usable.
+/// Reductions are compared bit by bit, unless the group declares them
+/// [not exact](ProcessGroup::exact_reductions).
+///
+/// Collective: every rank of the group calls it, of any size. Runs about a hundred sizes, dtypes
+/// and operations, with some tens of MB of data on each rank. The group stays usable.
 ///
 /// # Errors
-/// The first broken promise: the collective, the case, and what was expected.
+/// The first broken promise: the collective, the case, and the expectation.
 pub fn process_group(group: &dyn ProcessGroup) -> Result<()> {
     process_group_on(group, &Device::Cpu)
 }
 
-/// As [`process_group`], with tensors on `device`.
+/// Checks as [`process_group`], with tensors on `device`.
 pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()> {
     let suite = Suite { group, device, from_group: false };
     suite.identity()?;
@@ -36,7 +38,7 @@ pub fn process_group_on(group: &dyn ProcessGroup, device: &Device) -> Result<()>
     suite.barrier()
 }
 
-/// Elements of the large cases: more than a transport's chunk, and no multiple of it.
+/// Elements of the large cases: more than a transport's chunk, and not a multiple of it.
 pub(super) const LARGE: usize = 1_500_007;
 
 /// A group under test.
@@ -44,7 +46,7 @@ pub(super) const LARGE: usize = 1_500_007;
 pub(super) struct Suite<'a> {
     pub(super) group: &'a dyn ProcessGroup,
     pub(super) device: &'a Device,
-    /// Whether tensors are made by [`ProcessGroup::empty`].
+    /// Whether [`ProcessGroup::empty`] allocates the tensors.
     pub(super) from_group: bool,
 }
 
@@ -85,7 +87,8 @@ impl Suite<'_> {
         self.ensure(sorted.len() == ranks.len(), "global_ranks() names a rank twice")
     }
 
-    /// A barrier ends when all ranks have joined. (That it does not end before, `process_group_abort` checks.)
+    /// A barrier ends when all ranks have joined. (`process_group_abort` checks that it does not
+    /// end earlier.)
     fn barrier(&self) -> Result<()> {
         for _ in 0..20 {
             self.group.barrier()?.wait()?;
@@ -93,7 +96,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// A view of `values` in the middle of a larger tensor, and that tensor.
+    /// Returns a view of `values` in the middle of a larger tensor, and the larger tensor.
     pub(super) fn view<T: Value>(&self, values: &[T]) -> Result<View<T>> {
         let margin = 3;
         let mut all = vec![T::MARGIN; values.len() + 2 * margin];
@@ -126,8 +129,10 @@ impl<T: Value> View<T> {
         self.expect_each(suite, what, expected, |_, found, expected| found.same(expected))
     }
 
-    /// Checks that the view has a part of the reduction of the ranks' [`values`](super::value::values), `n` of them.
-    /// Bit by bit, unless the group says that its reductions are not exact.
+    /// Checks that the view has a part of the reduction of all ranks' `n`
+    /// [`values`](super::value::values).
+    ///
+    /// Bit by bit, unless the group declares its reductions not exact.
     pub(super) fn expect_reduced(
         &self,
         suite: &Suite,
@@ -178,7 +183,7 @@ mod tests {
     use std::time::Duration;
 
     #[test]
-    fn a_group_of_one_conforms() {
+    fn single_rank_group_conforms() {
         process_group(&Solo::new("world", 3)).unwrap();
         process_group_abort(&Solo::new("world", 3)).unwrap();
         process_group_timeout(&Solo::new("world", 3), Duration::ZERO).unwrap();

@@ -7,17 +7,18 @@ use fulgurite_engine::collective::ReduceOp;
 
 /// An element type of the suite.
 pub(super) trait Value: HostElement + std::fmt::Debug {
-    /// The value of elements outside of views.
+    /// Value of the elements outside of views.
     const MARGIN: Self;
 
-    /// A value that depends on all arguments. Sums of such values depend on the order.
+    /// Returns a value that depends on all arguments. Sums of such values depend on the order.
     fn test_value(rank: usize, index: usize, salt: u64) -> Self;
 
-    /// The reduction of one element over the ranks, in rank order.
+    /// Reduces one element over the ranks, in rank order.
     fn reduce(op: ReduceOp, values: &[Self]) -> Self;
 
-    /// How far the reduction may be from [`reduce`](Self::reduce) if it is in another order, and rounded to this type
-    /// after each step.
+    /// Returns the largest allowed difference from [`reduce`](Self::reduce).
+    ///
+    /// The reduction may be in another order, and rounded to this type after each step.
     fn slack(op: ReduceOp, values: &[Self]) -> f64;
 
     /// Whether the difference is at most `slack`.
@@ -27,12 +28,12 @@ pub(super) trait Value: HostElement + std::fmt::Debug {
     fn same(self, other: Self) -> bool;
 }
 
-/// The first `n` test values of `rank`.
+/// Returns the first `n` test values of `rank`.
 pub(super) fn values<T: Value>(rank: usize, n: usize, salt: u64) -> Vec<T> {
     (0..n).map(|i| T::test_value(rank, i, salt)).collect()
 }
 
-/// The reduction of the ranks' [`values`].
+/// Returns the reduction of the ranks' [`values`].
 pub(super) fn reduced<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64) -> Vec<T> {
     let mut column = vec![T::MARGIN; ranks];
     (0..n)
@@ -45,7 +46,7 @@ pub(super) fn reduced<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64)
         .collect()
 }
 
-/// The [slack](Value::slack) of each element of [`reduced`].
+/// Returns the [slack](Value::slack) of each element of [`reduced`].
 pub(super) fn slacks<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64) -> Vec<f64> {
     let mut column = vec![T::MARGIN; ranks];
     (0..n)
@@ -58,7 +59,7 @@ pub(super) fn slacks<T: Value>(op: ReduceOp, ranks: usize, n: usize, salt: u64) 
         .collect()
 }
 
-/// 64 mixed bits (splitmix64).
+/// Returns 64 mixed bits (splitmix64).
 fn bits(rank: usize, index: usize, salt: u64) -> u64 {
     let mut z =
         (rank as u64) << 48 ^ (index as u64) << 8 ^ salt.wrapping_mul(0xD129_0C5A_93B5_2E4D);
@@ -68,8 +69,8 @@ fn bits(rank: usize, index: usize, salt: u64) -> u64 {
     z ^ (z >> 31)
 }
 
-/// Signed values over about ten binary orders of magnitude, so that the rounding of sums depends on
-/// the order.
+/// Returns a signed value. Values span about ten binary orders of magnitude, so that the rounding
+/// of sums depends on the order.
 fn varied_value(rank: usize, index: usize, salt: u64) -> f64 {
     let bits = bits(rank, index, salt);
     let fraction = (bits >> 11) as f64 / (1u64 << 53) as f64 + 0.5;
@@ -169,7 +170,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn another_order_is_within_the_slack_and_another_value_is_not() {
+    fn slack_allows_order_but_not_values() {
         fn check<T: Value>() {
             for op in [ReduceOp::Sum, ReduceOp::Product, ReduceOp::Min, ReduceOp::Max] {
                 let mut noticed = 0;
@@ -184,7 +185,8 @@ mod tests {
                     let without_one = T::reduce(op, &values[..3]);
                     noticed += usize::from(!without_one.is_near(exact, slack));
                 }
-                // Of four numbers one in four is the smallest, and small ones hardly change a sum.
+                // The missing value is the smallest in one case of four, and small values hardly
+                // change a sum.
                 assert!(noticed > 200, "{op:?}: {noticed}");
             }
         }
@@ -196,7 +198,7 @@ mod tests {
     }
 
     #[test]
-    fn the_sums_of_the_test_values_depend_on_the_order() {
+    fn test_value_sums_depend_on_order() {
         fn differing<T: Value>() -> usize {
             (0..1000)
                 .filter(|&i| {

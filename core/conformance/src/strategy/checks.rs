@@ -14,7 +14,7 @@ use fulgurite_nn::Loss;
 use fulgurite_trainer::fabric::{Fabric, FabricOptimizer, SamplerShare};
 
 impl Suite<'_> {
-    /// The mesh has all ranks of the world, and the shares of the data cover it.
+    /// The mesh has all ranks of the world, and the sampler shares cover the data.
     pub(super) fn mesh(&self, fabric: &Fabric) -> Result<SamplerShare> {
         let mesh = fabric.device_mesh();
         self.ensure(
@@ -36,8 +36,8 @@ impl Suite<'_> {
         self.ensure(holds, format!("parameter `{}`: {what}", parameter.fqn()))
     }
 
-    /// Every rank has its region of every parameter, with the seed's initial values; together they
-    /// have all.
+    /// Every rank has its region of every parameter, with the seed's initial values. Together the
+    /// ranks have all elements.
     pub(super) fn initial_values(&self, fabric: &Fabric) -> Result<()> {
         let (tree, mesh) = (fabric.module_tree()?, fabric.device_mesh());
         let mut owned_counts = Vec::new();
@@ -85,7 +85,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// Optimizer state is as sharded as its parameter.
+    /// Optimizer state is sharded as its parameter.
     pub(super) fn state_tensors(
         &self,
         fabric: &Fabric,
@@ -106,7 +106,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// The guard switches synchronisation off and restores the state before, nested or not.
+    /// The guard switches synchronisation off, and restores the previous state, nested or not.
     pub(super) fn no_sync_guard(&self, fabric: &Fabric) -> Result<()> {
         let sync = || fabric.synchronises_backward();
         let mut seen = vec![sync()];
@@ -147,7 +147,7 @@ impl Suite<'_> {
         Ok(())
     }
 
-    /// Totals are those of all ranks, equal on all, with the flags of the first call.
+    /// Totals are summed over all ranks and equal on all, with the flags of the first call.
     pub(super) fn totals(&self, fabric: &Fabric, local: &Loss) -> Result<()> {
         let flags = [self.world.rank() as f64, 1.0];
         let numbers = [local.sum_value()?, local.count(), flags[0], flags[1]];
@@ -188,7 +188,7 @@ impl Suite<'_> {
         for ((parameter, before), after) in tree.parameters().iter().zip(before).zip(after) {
             let moved = *before != after;
             self.ensure_of(parameter, !moved || parameter.requires_grad(), "is frozen and moved")?;
-            // A rank that did not use a parameter may have no gradient for it.
+            // A rank that did not use a parameter may lack its gradient.
             let moves = parameter.requires_grad()
                 && !before.is_empty()
                 && parameter.fqn() != model::USED_BY_ONE_REPLICA;

@@ -1,4 +1,4 @@
-//! Tests of what [`Strategy`](fulgurite_engine::strategy::Strategy) promises.
+//! Tests of the contract of [`Strategy`](fulgurite_engine::strategy::Strategy).
 
 mod checks;
 mod model;

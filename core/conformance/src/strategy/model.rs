@@ -1,4 +1,4 @@
-//! The model and the data of the tests: small, with all the cases that strategies get wrong.
+//! Model and data of the tests: small, with all cases that strategies get wrong.
 
 use candle_core::{Device, Tensor};
 
@@ -17,7 +17,9 @@ pub(super) const USED_BY_ONE_REPLICA: &str = "sometimes";
 /// Micro-batches in a step.
 pub(super) const MICRO_BATCHES: usize = 2;
 
-/// A model with units and parameters outside of them, a weight shared by both, fewer rows than
+/// The test model.
+///
+/// It has units, parameters outside of units, and a weight shared by both. It has fewer rows than
 /// ranks, a frozen layer, and a parameter that some ranks do not use in a step.
 pub(super) struct Probe {
     entry: Linear,
@@ -43,9 +45,9 @@ impl Module for Block {
 /// A variant of the model.
 #[derive(Debug, Clone, Copy, Default)]
 pub(super) struct Variant {
-    /// A parameter `never` that no loss depends on.
+    /// A parameter `never` that the loss does not depend on.
     pub(super) unused: bool,
-    /// Additional outputs, by which ranks' models differ.
+    /// Additional outputs, to make the ranks' models differ.
     pub(super) extra_outputs: usize,
 }
 
@@ -74,7 +76,7 @@ impl Probe {
         })
     }
 
-    /// The squared error on one micro-batch, summed over its rows.
+    /// Returns the squared error on one micro-batch, summed over its rows.
     pub(super) fn loss(&self, batch: &Batch) -> Result<Loss> {
         let x = batch.inputs.to_dtype(self.entry.weight().compute_dtype())?;
         let mut x = self.shared.forward(&self.entry.forward(&x)?)?;
@@ -99,8 +101,10 @@ pub(super) struct Batch {
 }
 
 impl Batch {
-    /// The rows of `replica` of `replicas`; their number depends on replica and micro-batch. Every
-    /// step has the same batches, so that the loss of a model that learns falls.
+    /// Returns the rows of `replica` of `replicas`; their number depends on replica and
+    /// micro-batch.
+    ///
+    /// Every step has the same batches, so that the loss of a learning model falls.
     pub(super) fn new(
         replica: usize,
         replicas: usize,

@@ -43,7 +43,7 @@ impl Strategy for OneRank {
     }
 }
 
-/// Loss and gradient norm of each step, with the batches of all replicas.
+/// Returns loss and gradient norm of each step, with the batches of all replicas.
 pub(super) fn train(steps: usize, replicas: usize, init: &ModuleInit) -> Result<Vec<(f64, f64)>> {
     let world = Arc::new(fulgurite_engine::collective::Solo::new("reference", 0));
     let mut fabric = Fabric::new(world, Box::new(OneRank::default()), init.clone(), SEED)?;

@@ -21,23 +21,23 @@ const STEPS: usize = 6;
 /// Relative tolerance; f32 sums in another order differ by much less.
 const TOLERANCE: f64 = 1e-4;
 
-/// What a strategy's training is compared with.
+/// The reference for a strategy's training.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Equivalence {
-    /// Training on one rank with all data: losses and gradient norms must be equal, up to rounding
-    /// in f32.
+    /// Training on one rank with all data: losses and gradient norms must be equal, up to f32
+    /// rounding.
     OneRank,
     /// Nothing, for strategies with other mathematics or precision: the loss must fall.
     None,
 }
 
-/// Checks every promise of [`Strategy`] on a small model on the CPU.
+/// Checks the contract of [`Strategy`] on a small model on the CPU.
 ///
 /// Collective: every rank of `world` calls it, for any world size the strategy runs on. The
 /// strategy is built several times from `config`, which must be registered. The group stays usable.
 ///
 /// # Errors
-/// The first broken promise, and what was expected. Other ranks may then wait in a collective until
+/// The first broken promise, and the expectation. Other ranks may then wait in a collective until
 /// the group is aborted.
 pub fn strategy<S: StrategyConfig>(
     config: &S,
@@ -144,7 +144,7 @@ impl Suite<'_> {
         Batch::new(share.rank, share.num_replicas, micro_batch, &self.init.device)
     }
 
-    /// The micro-batches of one step; returns this rank's loss.
+    /// Runs the micro-batches of one step; returns this rank's loss.
     fn backward(&self, fabric: &Fabric, model: &Probe, share: SamplerShare) -> Result<Loss> {
         let mut sum: Option<Loss> = None;
         for micro_batch in 0..MICRO_BATCHES {
@@ -160,7 +160,7 @@ impl Suite<'_> {
         sum.ok_or_else(|| Error::other("a step has no micro-batches"))
     }
 
-    /// A loss that depends on no parameter is an error, after which training goes on.
+    /// A loss without a graph is an error, and training goes on after it.
     fn loss_without_graph(
         &self,
         fabric: &Fabric,

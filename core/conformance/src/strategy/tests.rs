@@ -100,7 +100,7 @@ fn finding(fault: Fault) -> String {
 }
 
 #[test]
-fn a_right_strategy_passes() {
+fn correct_strategy_passes() {
     run(&Faulty { fault: Fault::None }).unwrap();
 }
 

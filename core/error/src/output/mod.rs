@@ -1,9 +1,10 @@
-//! Output of a process that trains. It does not wait for its reader.
+//! Output of a training process, which does not wait for its reader.
 //!
-//! Standard output and standard error each have a bounded queue and a thread that writes it. A caller puts its
-//! lines into the queue and goes on. So a stopped pager, a terminal after Ctrl-S or a log collector that stalls
-//! does not hold up training, signals or timeouts. Lines without room are left out, and a line in their place
-//! says how many. At the end of a process the queue is [flushed](flush), within a limit.
+//! Standard output and standard error each have a bounded queue and a thread that writes it. A
+//! caller puts its lines into the queue and goes on. So a stopped pager, a terminal after Ctrl-S or
+//! a stalled log collector does not delay training, signals or timeouts. If the queue is full,
+//! lines are dropped, and a line in their place gives their number. At the end of a process the
+//! queue is [flushed](flush), within a limit.
 //!
 //! ```
 //! use std::io::Write as _;
@@ -14,7 +15,8 @@
 //! # Ok::<(), std::io::Error>(())
 //! ```
 //!
-//! Tools that only print use [`print`](crate::print()), which waits for its reader as `ls | less` does.
+//! Tools that only print use [`print`](crate::print()), which waits for its reader as `ls | less`
+//! does.
 
 mod print;
 mod queue;

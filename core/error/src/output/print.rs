@@ -1,4 +1,5 @@
-//! Messages: text of other processes and of files in them is shown so that it cannot pass for anything else.
+//! Messages. Text of other processes and of files is escaped, so that it cannot imitate other
+//! output.
 
 use std::borrow::Cow;
 use std::io::{self, ErrorKind, Write as _};
@@ -6,8 +7,10 @@ use std::io::{self, ErrorKind, Write as _};
 use super::standard::stderr;
 use crate::{Error, Result};
 
-/// `text` with its control characters escaped, but for line ends and tabs. What comes from elsewhere (other
-/// ranks, files) could else move the cursor, change colours or hide what stands before it.
+/// Escapes the control characters of `text`, except line ends and tabs.
+///
+/// Text of other ranks or of files could otherwise move the cursor, change colours or hide earlier
+/// output.
 pub fn printable(text: &str) -> Cow<'_, str> {
     let is_harmful = |c: char| c.is_control() && c != '\n' && c != '\t';
     if !text.contains(is_harmful) {
@@ -23,8 +26,9 @@ pub fn printable(text: &str) -> Cow<'_, str> {
     Cow::Owned(escaped)
 }
 
-/// The first `max` characters of a text of somebody else (a server's answer, say) in quotes, on one line: its line
-/// ends and control characters are escaped.
+/// Quotes the first `max` characters of foreign text, such as a server's answer, on one line.
+///
+/// Line ends and control characters are escaped.
 ///
 /// ```
 /// # use fulgurite_error::quoted;
@@ -38,21 +42,24 @@ pub fn quoted(text: &str, max: usize) -> String {
     format!("{shown:?}{more}")
 }
 
-/// Writes a message to standard error, without [waiting](super) for its reader: [`printable`], with the lines after
-/// its first one indented, so that none of them looks like a message of its own.
+/// Writes a message to standard error, without [waiting](super) for its reader.
+///
+/// The message is made [`printable`], and its further lines are indented, so that none of them
+/// looks like another message.
 pub fn print_message(message: &str) {
     stderr().write_message(&format!("{}\n", one_message(message)));
 }
 
 pub(crate) fn one_message(text: &str) -> String {
     let text = printable(text.trim_end());
-    // All or none, so that what is aligned stays so.
+    // All lines or none, so that aligned text stays aligned.
     let is_indented = text.lines().skip(1).all(|line| line.starts_with(' '));
     if is_indented { text.into_owned() } else { text.replace('\n', "\n  ") }
 }
 
-/// Writes `text`, [`printable`], to standard output, and waits for its reader: for a tool whose output is its result.
-/// A broken pipe (`… | head`) is no error.
+/// Writes `text`, made [`printable`], to standard output, and waits for its reader.
+///
+/// It is for a tool whose output is its result. A broken pipe (`… | head`) is not an error.
 ///
 /// # Errors
 /// [`Error::Io`] for any other failure.
@@ -69,14 +76,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn main_prints_the_message_with_its_lines() {
+    fn debug_prints_the_whole_message() {
         let error = Error::Config("`a`: expected 1\nfound \"2\"\u{7}".to_owned());
         assert_eq!(format!("Error: {error:?}"), "Error: `a`: expected 1\n  found \"2\"\\u{7}");
         assert_eq!(format!("{error:#?}"), format!("{error:?}"));
     }
 
     #[test]
-    fn what_could_steer_a_terminal_is_escaped() {
+    fn terminal_controls_are_escaped() {
         let harmless = "loss\t0.5 at step 3:\nno µ, 雪 or é is changed";
         assert!(matches!(printable(harmless), Cow::Borrowed(text) if text == harmless));
         let forged = "disk full\r\u{1b}[2K\u{1b}[31mall is well\u{9b}1m\u{7}\u{0}\u{7f}";

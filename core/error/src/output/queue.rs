@@ -5,18 +5,19 @@ use std::io::{self, ErrorKind, Write};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant};
 
-/// Bytes that may wait.
+/// Capacity in bytes.
 pub(super) const CAPACITY: usize = 4 << 20;
-/// Bytes beyond it for messages: errors find room when progress does not.
+/// Additional bytes for messages: errors find room when progress lines do not.
 pub(super) const RESERVE: usize = 256 << 10;
-/// The most bytes that may wait before a piece that is only worth showing now.
+/// Output that is only useful immediately is dropped if more bytes than this are waiting.
 const PROMPT: usize = 64 << 10;
-/// Bytes of one write. A pipe takes so many as a whole, and each write shows that somebody reads.
+/// Bytes of one write. A pipe takes them as a whole, and each write shows that the reader is
+/// active.
 const CHUNK: usize = 4096;
-/// The pause before a write is tried again on a stream that does not block.
+/// Pause before a write is retried on a non-blocking stream.
 const BUSY: Duration = Duration::from_millis(10);
 
-/// Says in a line that so many lines were left out.
+/// Formats the line about this many dropped lines.
 pub(super) type GapLine = fn(u64) -> String;
 
 /// Pieces of output on their way to a writer.
@@ -28,15 +29,16 @@ pub(super) struct Queue {
 #[derive(Default)]
 struct State {
     pieces: VecDeque<Piece>,
-    /// Bytes of the pieces, the one that is being written included.
+    /// Bytes of all pieces, including the one that is being written.
     bytes: usize,
-    /// Chunks that were written: grows as long as somebody reads.
+    /// Number of written chunks. It grows as long as the reader is active.
     written: u64,
     /// The reader has gone, so nothing is kept any more.
     gone: bool,
-    /// Why something could not be written.
+    /// A failed write, until it is reported.
     failure: Option<(ErrorKind, String)>,
-    /// At how many written chunks a flush, or a writer, has given up: none waits again until there are more.
+    /// Number of written chunks when a flush, or a writer, gave up. Nobody waits again until it has
+    /// grown.
     given_up_at: [Option<u64>; 2],
     /// No thread could be started: callers write their pieces themselves.
     direct: bool,
@@ -44,28 +46,29 @@ struct State {
 
 enum Piece {
     Text(Vec<u8>, GapLine),
-    /// Lines that are missing here.
+    /// Missing lines at this place.
     Gap(u64, GapLine),
 }
 
-/// Who waits for a reader.
+/// The kinds of waiting for a reader.
 #[derive(Debug, Clone, Copy)]
 enum Waiter {
     Flush,
     Writer,
 }
 
-/// How a piece without room is treated.
+/// The treatment of a piece that finds the queue full.
 pub(super) enum Full {
-    /// It is left out, and counted.
+    /// Drops the piece, and counts it.
     LeaveOut,
-    /// It is waited for, as long as the reader takes something this often; then it is left out.
+    /// Waits as long as the reader is active at least this often; then drops the piece.
     Wait(Duration),
 }
 
 impl Queue {
-    /// Starts the thread, which writes to the writer that `open` returns. If the system refuses a thread, callers
-    /// write their pieces themselves.
+    /// Starts the thread, which writes to the writer that `open` returns.
+    ///
+    /// If the system refuses a thread, callers write their pieces themselves.
     pub(super) fn start<W: Write>(name: &str, open: impl Fn() -> W + Send + 'static) -> Arc<Self> {
         let queue = Arc::new(Self { state: Mutex::new(State::default()), changed: Condvar::new() });
         let shared = queue.clone();
@@ -80,7 +83,8 @@ impl Queue {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Puts a piece in, which may make `room` bytes of the queue full. False if nobody reads any more.
+    /// Adds a piece, as long as `room` bytes of the queue suffice. Returns false if the reader has
+    /// gone.
     pub(super) fn put(&self, bytes: &[u8], room: usize, gap: GapLine, full: &Full) -> bool {
         let mut state = self.lock();
         if let Full::Wait(idle) = full {
@@ -110,7 +114,7 @@ impl Queue {
         true
     }
 
-    /// Puts a piece in if it is written soon; else drops it.
+    /// Adds a piece if it will be written soon; else drops it.
     pub(super) fn put_if_prompt(&self, bytes: &[u8]) {
         let is_prompt = self.lock().bytes < PROMPT;
         if is_prompt {
@@ -118,12 +122,12 @@ impl Queue {
         }
     }
 
-    /// Whether the queue has no thread.
+    /// Whether the queue lacks a thread.
     pub(super) fn is_direct(&self) -> bool {
         self.lock().direct
     }
 
-    /// Writes all pieces, if there is no thread.
+    /// Writes all pieces, if the queue lacks a thread.
     pub(super) fn write_now(&self, to: &mut impl Write) {
         let mut lost = None;
         while let Some(piece) = { self.lock().pieces.pop_front() } {
@@ -131,14 +135,14 @@ impl Queue {
         }
     }
 
-    /// The failure of a piece that was put in before, once.
+    /// Returns the failure of an earlier piece, once.
     pub(super) fn take_failure(&self) -> Option<io::Error> {
         let (kind, text) = self.lock().failure.take()?;
         Some(io::Error::new(kind, text))
     }
 
-    /// Waits until everything is written, as long as the reader takes something every `idle`, but not longer than
-    /// until `end`.
+    /// Waits until everything is written, as long as the reader is active every `idle`, and until
+    /// `end` at most.
     pub(super) fn flush(&self, idle: Duration, end: Instant) {
         let mut state = self.lock();
         let mut last = (state.written, Instant::now());
@@ -159,7 +163,7 @@ impl Queue {
         self.changed.wait_timeout(state, limit).unwrap_or_else(PoisonError::into_inner).0
     }
 
-    /// Writes pieces as they come.
+    /// Writes pieces as they arrive.
     fn run(&self, to: &mut impl Write) {
         let mut lost = None;
         let mut state = self.lock();
@@ -216,7 +220,7 @@ impl Queue {
                     self.changed.notify_all();
                 }
                 Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                // Some process that shares the pipe wants no waiting.
+                // Another process that shares the pipe has made it non-blocking.
                 Err(error) if error.kind() == ErrorKind::WouldBlock => std::thread::sleep(BUSY),
                 Err(error) => return Err(error),
             }
@@ -226,7 +230,7 @@ impl Queue {
 }
 
 impl Piece {
-    /// What it counts in the queue: bytes, and 1 for the line of a gap.
+    /// Returns the piece's size in the queue: its bytes, or 1 for the line about a gap.
     fn size(&self) -> usize {
         match self {
             Self::Text(bytes, _) => bytes.len(),
@@ -236,7 +240,7 @@ impl Piece {
 }
 
 impl State {
-    /// Whether one has given up, and nothing was written since.
+    /// Whether this kind of waiter has given up, without a write since.
     fn has_given_up(&self, waiter: Waiter) -> bool {
         self.given_up_at[waiter as usize] == Some(self.written)
     }
@@ -264,14 +268,14 @@ impl State {
     }
 }
 
-/// Whether an error of a write means that the terminal is gone, or that the stream was closed.
+/// Whether a write's error means that the terminal is gone, or that the stream was closed.
 fn is_gone(error: &io::Error) -> bool {
     use rustix::io::Errno;
     let gone = [Errno::IO.raw_os_error(), Errno::BADF.raw_os_error()];
     error.raw_os_error().is_some_and(|code| gone.contains(&code))
 }
 
-/// The lines of a piece; an unfinished one counts.
+/// Returns the number of lines of a piece, including an unfinished one.
 fn lines(bytes: &[u8]) -> u64 {
     let whole = bytes.iter().filter(|&&byte| byte == b'\n').count() as u64;
     whole + u64::from(bytes.last().is_some_and(|&last| last != b'\n'))
@@ -285,11 +289,11 @@ mod tests {
 
     const LONG: Duration = Duration::from_secs(60);
 
-    /// A reader that takes nothing until its gate is dropped.
+    /// A reader that is blocked until its gate is dropped.
     struct Gated {
         gate: Option<Receiver<()>>,
         read: Arc<Mutex<Vec<u8>>>,
-        /// Failures of writes to come.
+        /// Failures of the next writes.
         failures: VecDeque<i32>,
     }
 
@@ -310,7 +314,7 @@ mod tests {
         }
     }
 
-    /// A queue whose reader takes nothing until the sender is dropped, and what the reader has read.
+    /// Returns a queue whose reader is blocked until the sender is dropped, and the reader's text.
     fn gated(failures: &[i32]) -> (Arc<Queue>, Sender<()>, Arc<Mutex<Vec<u8>>>) {
         let (hold, gate) = channel();
         let read = Arc::<Mutex<Vec<u8>>>::default();
@@ -337,7 +341,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_without_room_are_counted_in_their_place() {
+    fn dropped_lines_are_counted_in_place() {
         let (queue, hold, read) = gated(&[]);
         for line in ["one\n", "two\n", "three\n", "four\n", "five\nsix\n"] {
             assert!(put(&queue, line, 10));
@@ -345,13 +349,13 @@ mod tests {
         assert!(put(&queue, "an error\n", 40));
         drop(hold);
         assert_eq!(all_read(&queue, &read), "one\ntwo\n(4 missing)\nan error\n");
-        // There is room again.
+        // The queue has room again.
         assert!(put(&queue, "seven\n", 10));
         assert!(all_read(&queue, &read).ends_with("an error\nseven\n"));
     }
 
     #[test]
-    fn a_line_longer_than_the_queue_is_written() {
+    fn line_longer_than_the_queue_is_written() {
         let (queue, hold, read) = gated(&[]);
         let long = "x".repeat(3 * CHUNK);
         assert!(put(&queue, &long, 10));
@@ -360,18 +364,18 @@ mod tests {
     }
 
     #[test]
-    fn nobody_waits_for_a_reader_that_takes_nothing() {
+    fn stalled_reader_is_not_waited_for() {
         let (queue, hold, read) = gated(&[]);
         assert!(put(&queue, "one\n", 10));
         let idle = Duration::from_millis(5);
-        // The second time none waits, however patient it is.
+        // The second wait gives up at once, even with a long limit.
         for idle in [idle, LONG] {
             queue.flush(idle, Instant::now() + LONG);
             assert!(queue.put(b"two and more\n", 10, gap, &Full::Wait(idle)));
         }
         assert_eq!(*read.lock().unwrap(), b"");
         drop(hold);
-        // Whoever waits longer than the reader sleeps gets it.
+        // The bytes arrive after the reader wakes up.
         while read.lock().unwrap().is_empty() {
             std::thread::yield_now();
         }
@@ -379,7 +383,7 @@ mod tests {
     }
 
     #[test]
-    fn a_patient_writer_loses_nothing_to_a_slow_reader() {
+    fn waiting_writer_loses_no_lines() {
         let (queue, hold, read) = gated(&[]);
         let lines: Vec<String> = (0..200).map(|i| format!("line {i}\n")).collect();
         std::thread::scope(|scope| {
@@ -394,7 +398,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_that_a_full_disk_refused_are_counted() {
+    fn lines_lost_to_a_full_disk_are_counted() {
         const NO_SPACE: i32 = 28;
         let (queue, hold, read) = gated(&[NO_SPACE, NO_SPACE]);
         drop(hold);
@@ -408,7 +412,7 @@ mod tests {
     }
 
     #[test]
-    fn a_reader_that_has_gone_is_not_written_to() {
+    fn gone_reader_is_not_written_to() {
         for gone in [32, 5] {
             let (queue, hold, read) = gated(&[gone]);
             drop(hold);

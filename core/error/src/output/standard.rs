@@ -1,4 +1,4 @@
-//! [`Outlet`]: standard output and standard error without waiting.
+//! [`Outlet`]: non-blocking standard output and standard error.
 
 use std::io::{self, ErrorKind, Write};
 use std::sync::{Arc, OnceLock};
@@ -8,12 +8,12 @@ use crate::counted;
 
 use super::queue::{CAPACITY, Full, GapLine, Queue, RESERVE};
 
-/// How long a flush waits for a reader that takes nothing, and in all.
+/// Limits of a flush: the time without progress of the reader, and the total time.
 const PATIENCE: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(30));
-/// The same after a failure, which others wait to hear of.
+/// Limits after a failure that other processes wait for.
 const BRIEF: (Duration, Duration) = (Duration::from_secs(1), Duration::from_secs(1));
 
-/// Where output goes.
+/// The destination of output.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Standard {
     Output,
@@ -47,24 +47,25 @@ impl Write for Standard {
     }
 }
 
-/// Standard error, written by a thread of its own. Writing to it never waits; each call of
-/// [`write_all`](Write::write_all) brings whole lines.
+/// Standard error, written by its own thread. Writing to it never waits; each call of
+/// [`write_all`](Write::write_all) should write whole lines.
 pub fn stderr() -> Outlet {
     Outlet::new(Standard::Error)
 }
 
-/// Standard output, written by a thread of its own; as [`stderr`].
+/// Standard output, written by its own thread; as [`stderr`].
 pub fn stdout() -> Outlet {
     Outlet::new(Standard::Output)
 }
 
-/// Waits until all output so far is written, as long as the readers take something every five seconds, and half a
-/// minute at most. For the end of a process or of a run.
+/// Waits until all output so far is written, at the end of a process or run.
+///
+/// It waits as long as the readers are active every five seconds, and half a minute at most.
 pub fn flush() {
     flush_within(PATIENCE);
 }
 
-/// As [`flush()`], for a second at most: where others wait for this process to end.
+/// Flushes as [`flush()`], for at most a second: for when other processes wait for this one to end.
 pub fn flush_briefly() {
     flush_within(BRIEF);
 }
@@ -79,8 +80,9 @@ fn flush_within((idle, limit): (Duration, Duration)) {
     }
 }
 
-/// One of the standard streams, through the queue that all parts of this process share. See the
-/// [module](super).
+/// A standard stream, through the queue that all parts of this process share.
+///
+/// See the [module](super).
 #[derive(Debug, Clone)]
 pub struct Outlet {
     of: Standard,
@@ -95,31 +97,34 @@ impl Outlet {
         Self { of, gap_line, reports_failures: false, waits: None }
     }
 
-    /// Sets the line, with its end, that says how many lines are missing in its place.
+    /// Sets the line, with its line end, that gives the number of missing lines in their place.
     #[must_use]
     pub fn with_gap_line(self, gap_line: fn(u64) -> String) -> Self {
         Self { gap_line, ..self }
     }
 
-    /// Has a write return the failure of one before it, such as a full disk. By default the lines that could not be
-    /// written are counted like those without room.
+    /// Makes a write return the failure of an earlier write, such as a full disk.
+    ///
+    /// By default the failed lines are counted as dropped lines.
     #[must_use]
     pub fn reporting_failures(self) -> Self {
         Self { reports_failures: true, ..self }
     }
 
-    /// Has a write wait for room, as long as the reader takes something every `idle`. For a thread that only copies.
+    /// Makes a write wait for room, as long as the reader is active every `idle`.
+    ///
+    /// It is for a thread that only copies.
     #[must_use]
     pub fn waiting(self, idle: Duration) -> Self {
         Self { waits: Some(idle), ..self }
     }
 
-    /// Writes an error or another message of a few lines: there is room for it where there is none for others.
+    /// Writes an error or another short message, which may use the reserved room.
     pub fn write_message(&self, text: &str) {
         self.put(text.as_bytes(), CAPACITY + RESERVE);
     }
 
-    /// Draws something that is out of date soon, such as a progress bar: at once or not at all.
+    /// Draws output that is soon outdated, such as a progress bar: at once or not at all.
     pub fn draw(&self, text: &str) {
         let queue = self.of.queue();
         queue.put_if_prompt(text.as_bytes());
@@ -145,8 +150,8 @@ impl Write for Outlet {
     /// Takes all bytes, which should be whole lines.
     ///
     /// # Errors
-    /// [`ErrorKind::BrokenPipe`] if the reader has gone; with [`reporting_failures`](Outlet::reporting_failures) the
-    /// failure of an earlier write.
+    /// [`ErrorKind::BrokenPipe`] if the reader has gone; with
+    /// [`reporting_failures`](Outlet::reporting_failures) the failure of an earlier write.
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.flush()?;
         match self.put(bytes, CAPACITY) {
@@ -155,7 +160,7 @@ impl Write for Outlet {
         }
     }
 
-    /// Writes nothing, for it would wait: [`flush()`] does.
+    /// Returns without waiting for the queue; [`flush()`] waits.
     ///
     /// # Errors
     /// As [`write`](Write::write), with [`reporting_failures`](Outlet::reporting_failures).

@@ -1,4 +1,4 @@
-//! The client that each rank has.
+//! Each rank's client of the store.
 
 use std::io;
 use std::net::{TcpStream, ToSocketAddrs};
@@ -14,10 +14,10 @@ use crate::table::{Failure, WaitError, cut, deadline};
 use crate::{Error, Patience, Result};
 use fulgurite_error::{advice, is_exhausted};
 
-/// A rank's client of the job's [`Store`]. Threads may share it: each request under way has a
-/// connection of its own.
+/// A rank's client of the job's [`Store`].
 ///
-/// Dropping it announces that the rank leaves; the job goes on without it.
+/// Threads may share it: each request under way has its own connection. Dropping it announces that
+/// the rank leaves; the job goes on without the rank.
 pub struct TcpStore {
     server: Server,
     /// Connections without a request under way.
@@ -26,29 +26,30 @@ pub struct TcpStore {
     give_up: GiveUp,
 }
 
-/// Whether this process is to give up what it waits for, for it was asked to end before training has
-/// begun: what to tell the other ranks.
+/// Returns the message for the other ranks if this process must stop waiting.
+///
+/// It must stop if it was asked to end before training has begun.
 type GiveUp = fn() -> Option<String>;
 
-/// Who hosts a store, for messages.
+/// The host of a store, for messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoreHost {
     /// Rank 0 of the job.
     RankZero,
-    /// The supervisor, which is no rank.
+    /// The supervisor, which is not a rank.
     Supervisor,
-    /// An agent of those that start the ranks on several nodes; the clients are agents too.
+    /// One of the agents that start the ranks on several nodes; the clients are agents too.
     Agent,
 }
 
-/// What a [`TcpStore`] is told besides the server's address and which rank it is of.
+/// Options of a [`TcpStore`] besides the server's address and the client's rank.
 #[derive(Debug, Clone, Copy)]
 pub struct ClientOptions {
-    /// Who hosts the server.
+    /// The host of the server.
     pub host: StoreHost,
-    /// Asked now and again during a wait: whether this process is to give it up, for it was asked to end
-    /// before training has begun. The text is reported as this rank's failure, so that the other ranks do
-    /// not wait for it, and the wait ends with [`Error::Interrupted`].
+    /// Called repeatedly during a wait. It returns a text if this process must stop waiting, since
+    /// it was asked to end before training has begun. The text is reported as this rank's failure,
+    /// so that other ranks do not wait for it. The wait ends with [`Error::Interrupted`].
     pub give_up: fn() -> Option<String>,
 }
 
@@ -58,7 +59,7 @@ impl Default for ClientOptions {
     }
 }
 
-/// The server's address, and which rank connects to it.
+/// The server's address, and the identity of the client.
 #[derive(Clone)]
 struct Server {
     host: String,
@@ -67,13 +68,13 @@ struct Server {
     hosted_by: StoreHost,
 }
 
-/// The health connection, and what came over it.
+/// The health connection and its messages.
 struct Health {
-    /// For writing; the thread that watches has the reader.
+    /// For writing; the watching thread has the reader.
     stream: TcpStream,
     failure: Mutex<Option<Failure>>,
     changed: Condvar,
-    /// Whether the server has confirmed the failure that this rank reported.
+    /// Whether the server has confirmed this rank's reported failure.
     recorded: AtomicBool,
     host: StoreHost,
     rank: usize,
@@ -82,12 +83,13 @@ struct Health {
 }
 
 impl TcpStore {
-    /// Connects to the server at `host:port`, with retries until `timeout`, since the server may
-    /// start later than its clients.
+    /// Connects to the server at `host:port`.
+    ///
+    /// Retries until `timeout`, since the server may start later than its clients.
     ///
     /// # Errors
-    /// [`Error::Launch`] if no server answers in time; at once if the server is no store, belongs
-    /// to another job or build, or already has a process of this rank.
+    /// [`Error::Launch`] if no server answers in time. It fails at once if the server is not a
+    /// store, belongs to another job or build, or already has a process of this rank.
     pub fn connect(
         host: &str,
         port: u16,
@@ -97,10 +99,10 @@ impl TcpStore {
         Self::connect_with(host, port, identity, timeout, ClientOptions::default())
     }
 
-    /// As [`connect`](Self::connect), with options.
+    /// Connects as [`connect`](Self::connect), with options.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect), and [`Error::Interrupted`] if this process is to give up.
+    /// As [`connect`](Self::connect), and [`Error::Interrupted`] if this process must stop waiting.
     pub fn connect_with(
         host: &str,
         port: u16,
@@ -154,7 +156,7 @@ impl TcpStore {
     /// Waits until all ranks have connected. Every rank calls it.
     ///
     /// # Errors
-    /// After `timeout`, naming the ranks that are missing; or as soon as a rank fails.
+    /// After `timeout`, naming the missing ranks; or as soon as a rank fails.
     pub fn wait_for_all(&self, timeout: Duration) -> Result<()> {
         let request = Request::WaitForAll { timeout_ms: millis(timeout) };
         match self.request(&request, timeout.saturating_add(REPLY_TIMEOUT))? {
@@ -172,20 +174,22 @@ impl TcpStore {
         }
     }
 
-    /// Tells the server that this rank leaves, so that its end is no failure; `false` takes that
-    /// back.
+    /// Tells the server that this rank leaves, so that its end is not a failure.
+    ///
+    /// `false` takes the announcement back.
     pub fn set_left(&self, left: bool) {
         // An error means that the server has ended.
         let _ = send(&self.health.stream, &Request::Left(left));
     }
 
-    /// Waits up to `timeout` for the job's failure to be known.
+    /// Waits up to `timeout` until the job's failure is known, and returns it.
     pub fn wait_for_failure(&self, timeout: Duration) -> Option<Failure> {
         self.health.wait(timeout, |failure| failure.is_some());
         self.failure()
     }
 
-    /// Tells the server that `rank` has failed, as this rank has noticed: it counts if nobody says more.
+    /// Reports that this rank has noticed the failure of `rank`. The failed rank's own report takes
+    /// precedence.
     pub fn report_noticed(&self, rank: usize, message: &str) {
         let message = cut(message, MAX_MESSAGE).to_owned();
         // An error means that the server has ended.
@@ -243,7 +247,7 @@ impl TcpStore {
         Ok(reply)
     }
 
-    /// The error of a request without an answer: the failure that caused it, if one becomes known
+    /// Returns the error of an unanswered request: the failure that caused it, if it becomes known
     /// within a second.
     fn broken(&self, why: &str) -> Error {
         match self.wait_for_failure(Duration::from_secs(1)) {
@@ -305,7 +309,8 @@ impl Store for TcpStore {
     }
 
     fn report_failure(&self, message: &str) -> Result<()> {
-        // Over the connection that is there, since a process that has failed may get no other.
+        // The existing connection is used, since a failed process may be unable to open another
+        // one.
         let request = Request::Fail { message: cut(message, MAX_MESSAGE).to_owned() };
         send(&self.health.stream, &request).map_err(|e| self.server.error(&e.to_string()))?;
         // A short wait, since this process is about to end.
@@ -326,13 +331,14 @@ impl Store for TcpStore {
     }
 }
 
-/// How long a rank that has failed waits until the server has recorded that. The server may be frozen.
+/// Time that a failed rank waits until the server has recorded the failure. The server may be
+/// frozen.
 const RECORD_TIMEOUT: Duration = Duration::from_secs(2);
-/// How often a client that waits for an answer looks whether it still should.
+/// Interval at which a waiting client checks whether to go on waiting.
 const REQUEST_POLL: Duration = Duration::from_millis(200);
-/// Longest message of a failure: a frame of a health connection fits into the socket's buffer.
+/// Longest failure message: a frame of a health connection must fit into the socket's buffer.
 const MAX_MESSAGE: usize = 16 << 10;
-/// The failure of a rank that loses the store of its supervisor.
+/// The failure of a rank that loses its supervisor's store.
 const BROKEN: &str = "its connection to the job's store, which the supervisor hosts, broke";
 
 impl Server {
@@ -346,8 +352,9 @@ impl Server {
         })
     }
 
-    /// [Opens](Self::open) a connection, again and again until `deadline` or until the job is `over`: the
-    /// server may not be ready yet, or busy with strangers.
+    /// [Opens](Self::open) a connection, with retries until `deadline` or until the job is `over`.
+    ///
+    /// The server may not be ready yet, or busy with strangers.
     fn open_before(
         &self,
         purpose: Purpose,
@@ -357,8 +364,8 @@ impl Server {
         let mut pause = Duration::from_millis(10);
         loop {
             let begun = Instant::now();
-            // The last attempt has a second, however late it is: time in which this process did not run does
-            // not count.
+            // The last attempt gets a second in any case: time in which this process was stopped
+            // does not count.
             let within = deadline.saturating_duration_since(begun).max(Duration::from_secs(1));
             match self.open(purpose, begun + within) {
                 Err(HandshakeError::Retry(why)) if over() || begun >= deadline => {
@@ -380,7 +387,7 @@ impl Server {
     ) -> Result<Reader<TcpStream>, HandshakeError> {
         let Self { host, port, identity, .. } = self;
         let retry = |why: String| HandshakeError::Retry(why);
-        // Resolved in each retry: a host's name may become known only when the host is up.
+        // Resolved in each retry: a host's name may become known only after the host has started.
         let addresses = (host.as_str(), *port)
             .to_socket_addrs()
             .map_err(|e| retry(format!("the name `{host}` has no address: {e}")))?;
@@ -389,7 +396,7 @@ impl Server {
             let rest = deadline.saturating_duration_since(Instant::now());
             let timeout = rest.clamp(Duration::from_millis(1), HANDSHAKE_TIMEOUT);
             stream = TcpStream::connect_timeout(&address, timeout).map_err(|e| {
-                // The server was not even asked.
+                // The server was not contacted.
                 match is_exhausted(&e) && e.kind() != io::ErrorKind::WouldBlock {
                     true => HandshakeError::Exhausted(format!("{e}{}", advice(&e))),
                     false => retry(e.to_string()),
@@ -421,13 +428,13 @@ impl Health {
         self.failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Sets the failure, unless there is one already.
+    /// Sets the failure, unless one is set already.
     fn set_failure(&self, failure: Failure) {
         self.failure().get_or_insert(failure);
         self.changed.notify_all();
     }
 
-    /// Waits up to `timeout` for a change that `over` is true after.
+    /// Waits up to `timeout` until `over` is true after a change.
     fn wait(&self, timeout: Duration, over: impl Fn(&Option<Failure>) -> bool) {
         let mut patience = Patience::new(timeout);
         let mut failure = self.failure();
@@ -444,7 +451,8 @@ impl Health {
         let same_host = self.stream.peer_addr().is_ok_and(|peer| peer.ip().is_loopback());
         let mut silent = 0;
         let mut sent = Instant::now();
-        // From its first message on the server knows that this rank was let in. An error shows in the next read too.
+        // The server learns from the first message that this rank knows of its admission. An error
+        // shows in the next read too.
         let _ = send(&self.stream, &Request::Ping);
         while same_host || silent < SILENT_HEARTBEATS {
             let message = match reader.next() {

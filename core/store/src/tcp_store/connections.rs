@@ -5,16 +5,18 @@ use std::net::{Shutdown, TcpStream};
 
 use super::handshake::Denial;
 
-/// How many connections may be in their handshake at a time, in a job of few ranks.
+/// Maximum number of connections in their handshake, in a job of few ranks.
 const MIN_HALF_OPEN: usize = 64;
-/// The same, in a job of any number of ranks, which all connect at once.
+/// Maximum number for any number of ranks, which all connect at once.
 const MAX_HALF_OPEN: usize = 4096;
-/// How many connections a rank may have: one for each request under way, and some to spare.
+/// Maximum number of connections of a rank: one for each request under way, with room to spare.
 const MAX_OF_RANK: usize = 256;
 
-/// The open connections of a server. Of those whose client has not shown yet that it has the job's key only
-/// so many are kept: the oldest is closed for the next one. A handshake of a rank takes a moment and gets
-/// through, or is tried again; a stranger's that is left open does not.
+/// The open connections of a server.
+///
+/// Connections without a proof of the job's key are limited: the oldest is closed for the next one.
+/// A rank's handshake is short; it either succeeds or is retried. A stranger's open connection
+/// stays in its handshake and is closed.
 #[derive(Debug)]
 pub(super) struct Connections {
     open: BTreeMap<u64, Connection>,
@@ -25,7 +27,7 @@ pub(super) struct Connections {
 #[derive(Debug)]
 struct Connection {
     stream: TcpStream,
-    /// The rank that it belongs to, after its handshake.
+    /// The connection's rank, after its handshake.
     rank: Option<usize>,
 }
 
@@ -35,7 +37,7 @@ impl Connections {
         Self { open: BTreeMap::new(), max_half_open, next_id: 0 }
     }
 
-    /// Keeps `stream`, to close it; returns its id.
+    /// Keeps `stream` to close it later; returns its id.
     pub(super) fn insert(&mut self, stream: TcpStream) -> u64 {
         let half_open = || self.open.iter().filter(|(_, connection)| connection.rank.is_none());
         if half_open().count() >= self.max_half_open
@@ -49,7 +51,7 @@ impl Connections {
         id
     }
 
-    /// Records that a connection is that of `rank`.
+    /// Records that a connection belongs to `rank`.
     ///
     /// # Errors
     /// If the connection was closed for another one meanwhile, or the rank has too many.
@@ -85,7 +87,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_connection_that_was_pushed_out_is_not_admitted() {
+    fn evicted_connection_is_not_admitted() {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let stream = || TcpStream::connect(listener.local_addr().unwrap()).unwrap();
         let mut connections = Connections::new(2);

@@ -1,4 +1,4 @@
-//! How both ends of a new connection show each other that they belong to one job.
+//! The handshake, in which both ends of a new connection prove that they belong to one job.
 //!
 //! | from | frame |
 //! |---|---|
@@ -7,10 +7,10 @@
 //! | client | a proof, [`Greeting`] |
 //! | server | a proof, [`Verdict`]; without the client's proof nothing |
 //!
-//! A proof is an HMAC, with the job's key, of both nonces and of what follows the proof. The nonces are new
-//! for each connection, so what was overheard on one is of no use on another. The client proves first: a
-//! server tells those who have no key nothing that would help to guess it. What follows the handshake is
-//! neither encrypted nor signed.
+//! A proof is an HMAC, with the job's key, of both nonces and of the bytes after the proof. The
+//! nonces are new for each connection, so an attacker cannot reuse recorded frames on another
+//! connection. The client proves first, so that a server gives a client without the key nothing to
+//! guess the key from. After the handshake frames are neither encrypted nor signed.
 
 use std::io::{Read, Write};
 
@@ -20,7 +20,7 @@ use super::job_key::{JobKey, Proof, random};
 use super::protocol::{Incoming, Reader, decode, encode, send_frame};
 use crate::Patience;
 
-/// The first bytes of both ends.
+/// First bytes of both ends.
 const MAGIC: &[u8; 8] = b"FULGSTOR";
 /// Increased with every change of the wire format.
 const VERSION: u16 = 3;
@@ -29,14 +29,14 @@ pub(super) const MAX_HANDSHAKE_FRAME: usize = 512;
 
 type Nonce = [u8; 16];
 
-/// What a connection is for.
+/// The purpose of a connection.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub(super) enum Purpose {
     Requests,
     Health,
 }
 
-/// Who connects, and for what.
+/// The client's identity and purpose.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) struct Greeting {
     pub(super) rank: usize,
@@ -49,28 +49,28 @@ pub(super) struct Greeting {
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 enum Verdict {
     Admitted,
-    /// Why not.
+    /// The reason of the refusal.
     Refused(String),
 }
 
-/// Why there is no connection.
+/// The reason why a connection failed.
 #[derive(Debug, PartialEq)]
 pub(super) enum HandshakeError {
-    /// The other end is not ready, or busy: why.
+    /// The other end is not ready or busy, with the reason.
     Retry(String),
-    /// This process can open no connection: why.
+    /// This process cannot open a connection, with the reason.
     Exhausted(String),
-    /// The other end is no store of ours.
+    /// The other end is not a store of Fulgurite.
     NotAStore,
     /// The store speaks this version of the protocol.
     Version(u16),
-    /// The store is not of this process's job.
+    /// The store belongs to another job.
     OtherJob,
-    /// The store refuses this process: why.
+    /// The store refuses this process, with the reason.
     Refused(String),
 }
 
-/// The client's side. The patience is for the whole handshake.
+/// Does the client's side. The patience is for the whole handshake.
 pub(super) fn connect<S>(
     stream: S,
     key: &JobKey,
@@ -109,17 +109,18 @@ where
     }
 }
 
-/// Why a client of the job is not let in.
+/// The reason why a client of the job is not admitted.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Denial {
-    /// For this reason, which the client is told.
+    /// The reason, which the client is told.
     Refused(String),
-    /// It lost its place to others, and may come again.
+    /// Its connection was closed for others; it may try again.
     TryAgain,
 }
 
-/// The server's side: `None` if the client has no key of the job, or was not let in. `admit` is asked about
-/// clients of the job alone.
+/// Does the server's side. Returns `None` for a client without the job's key or an admission.
+///
+/// `admit` is only called for clients of the job.
 pub(super) fn accept<S>(
     stream: S,
     key: &JobKey,
@@ -163,11 +164,11 @@ where
     Some(Accepted { reader: reader.with_long_frames(), greeting, told })
 }
 
-/// A client that was admitted.
+/// An admitted client.
 pub(super) struct Accepted<S> {
     pub(super) reader: Reader<S>,
     pub(super) greeting: Greeting,
-    /// Whether the client was told.
+    /// Whether the verdict reached the client.
     pub(super) told: bool,
 }
 
@@ -184,12 +185,12 @@ fn read<S: Read>(
     }
 }
 
-/// The first frame of either end.
+/// Returns the first frame of either end.
 fn hello(nonce: Nonce) -> Vec<u8> {
     [&MAGIC[..], &VERSION.to_le_bytes(), &nonce].concat()
 }
 
-/// The nonce of the other end's first frame.
+/// Returns the nonce in the other end's first frame.
 fn nonce(hello: &[u8]) -> Result<Nonce, HandshakeError> {
     let parts = hello.strip_prefix(MAGIC).and_then(|rest| rest.split_first_chunk());
     let Some((version, nonce)) = parts else { return Err(HandshakeError::NotAStore) };
@@ -208,7 +209,7 @@ fn split(frame: &[u8]) -> Option<(&Proof, &[u8])> {
 }
 
 impl HandshakeError {
-    /// What to say of it, after the store's address.
+    /// Describes the error, after the store's address.
     pub(super) fn describe(&self) -> String {
         match self {
             Self::Retry(why) | Self::Exhausted(why) => why.clone(),
@@ -250,7 +251,8 @@ mod tests {
         Greeting { rank: 1, world_size: 2, purpose: Purpose::Health }
     }
 
-    /// What both ends come to, the client with the key `client` and the server refusing with this message.
+    /// Returns the results of both ends. The client has the key `client`; the server refuses with
+    /// this message.
     fn shake(
         client: &JobKey,
         refuse: Option<&str>,
@@ -270,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn those_with_the_key_meet_and_others_learn_nothing() {
+    fn only_key_holders_are_admitted() {
         assert_eq!(shake(&key(), None), (Ok(()), Some((greeting(), true))));
         let full = HandshakeError::Refused("full".into());
         assert_eq!(shake(&key(), Some("full")), (Err(full), None));
@@ -279,7 +281,7 @@ mod tests {
         }
     }
 
-    /// The frames of the client in a handshake that succeeds.
+    /// Returns the client's frames in a successful handshake.
     fn overheard() -> [Vec<u8>; 2] {
         let (near, far) = UnixStream::pair().unwrap();
         let (tapped, server) = UnixStream::pair().unwrap();
@@ -303,7 +305,7 @@ mod tests {
     }
 
     #[test]
-    fn what_was_overheard_opens_no_other_connection() {
+    fn recorded_frames_cannot_be_replayed() {
         let frames = overheard();
         let (near, far) = UnixStream::pair().unwrap();
         std::thread::scope(|scope| {
@@ -319,7 +321,7 @@ mod tests {
     }
 
     #[test]
-    fn a_server_without_the_key_is_not_believed() {
+    fn server_without_the_key_is_refused() {
         for answer in [vec![], vec![0; 33], vec![0; 31], b"HTTP/1.1 400 Bad Request".to_vec()] {
             let (near, far) = UnixStream::pair().unwrap();
             std::thread::scope(|scope| {
@@ -341,7 +343,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn no_bytes_are_let_in(bytes: Vec<u8>, well_begun: bool) {
+        fn arbitrary_bytes_are_not_admitted(bytes: Vec<u8>, well_begun: bool) {
             let (near, far) = UnixStream::pair().unwrap();
             let begin = if well_begun { hello([7; 16]) } else { vec![] };
             let mut stream = Vec::new();

@@ -7,33 +7,35 @@ use sha2::Sha256;
 
 use crate::{Error, Result};
 
-/// What the processes of a job know and nobody else does. It never goes over a connection: each end proves
-/// to the other that it has it.
+/// The secret key of a job's processes.
+///
+/// It never goes over a connection: each end proves to the other that it has the key.
 #[derive(Clone, PartialEq, Eq)]
 pub struct JobKey([u8; 32]);
 
 impl JobKey {
-    /// The key of the job `job_id`, whose processes share `secret`. Jobs with one secret and different ids
-    /// have different keys.
+    /// Returns the key of the job `job_id`, whose processes share `secret`.
+    ///
+    /// Jobs with one secret and different ids have different keys.
     pub fn new(secret: &str, job_id: &str) -> Self {
         Self(authenticate(secret.as_bytes(), &[b"fulgurite job", job_id.as_bytes()]))
     }
 
-    /// A secret that nobody can guess: 128 random bits, as 32 hexadecimal digits.
+    /// Returns an unpredictable secret: 128 random bits, as 32 hexadecimal digits.
     ///
     /// # Errors
-    /// [`Error::Launch`] if the operating system has no random numbers.
+    /// [`Error::Launch`] if the operating system cannot give random numbers.
     pub fn random_secret() -> Result<String> {
         let bits: [u8; 16] = random()?;
         Ok(bits.iter().map(|byte| format!("{byte:02x}")).collect())
     }
 
-    /// The proof that whoever has this key has seen `parts`.
+    /// Proves that a holder of this key has seen `parts`.
     pub(super) fn proof(&self, parts: &[&[u8]]) -> Proof {
         authenticate(&self.0, parts)
     }
 
-    /// Whether `proof` is that of `parts`. Takes equally long for all proofs.
+    /// Whether `proof` belongs to `parts`. Takes equally long for all proofs.
     pub(super) fn verify(&self, proof: &Proof, parts: &[&[u8]]) -> bool {
         mac(&self.0, parts).verify_slice(proof).is_ok()
     }
@@ -55,7 +57,8 @@ fn authenticate(key: &[u8], parts: &[&[u8]]) -> Proof {
 fn mac(key: &[u8], parts: &[&[u8]]) -> Hmac<Sha256> {
     let mut mac = Hmac::<Sha256>::new_from_slice(key).expect("HMAC takes keys of any length");
     for part in parts {
-        // With their lengths, so that other parts with the same bytes in a row have another proof.
+        // Each part has its length in front, so that another split of the same bytes has another
+        // proof.
         mac.update(&(part.len() as u64).to_le_bytes());
         mac.update(part);
     }
@@ -76,7 +79,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn keys_differ_by_secret_and_job_and_are_not_shown() {
+    fn keys_depend_on_secret_and_job() {
         let key = JobKey::new("a secret", "job");
         assert_eq!(key, JobKey::new("a secret", "job"));
         assert_ne!(key, JobKey::new("a secret", "job2"));
@@ -85,7 +88,7 @@ mod tests {
     }
 
     #[test]
-    fn a_proof_is_of_its_parts_and_key_alone() {
+    fn proof_depends_on_parts_and_key() {
         let key = JobKey::new("a secret", "job");
         let proof = key.proof(&[b"ab", b"c"]);
         assert!(key.verify(&proof, &[b"ab", b"c"]));

@@ -1,5 +1,6 @@
-//! The wire format: frames of a little-endian `u32` length and that many bytes, each a message in
-//! [postcard](https://postcard.jamesmunns.com)'s format.
+//! The wire format: frames of a little-endian `u32` length and that many bytes.
+//!
+//! Each frame is a message in the format of [postcard](https://postcard.jamesmunns.com).
 
 use std::io::{self, Read, Write};
 
@@ -8,10 +9,10 @@ use serde::{Deserialize, Serialize};
 
 use crate::Patience;
 
-/// Longest frame. Control messages are smaller; a longer frame is none of this protocol.
+/// Longest frame. Control messages are smaller; a longer frame does not belong to this protocol.
 const MAX_FRAME: usize = 16 << 20;
 
-/// What a client sends after the handshake.
+/// A client's message after the handshake.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Request {
     Set {
@@ -40,14 +41,14 @@ pub(super) enum Request {
     Left(bool),
     /// Health: confirms [`Reply::Failed`].
     FailureReceived,
-    /// Health: another rank has failed, as this one has noticed.
+    /// Health: this rank has noticed the failure of another rank.
     Noticed {
         rank: usize,
         message: String,
     },
 }
 
-/// What a server sends.
+/// A server's message.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(super) enum Reply {
     Done,
@@ -61,7 +62,7 @@ pub(super) enum Reply {
         rank: usize,
         message: String,
     },
-    /// The server refuses the request; its message.
+    /// The server refuses the request, with a message.
     Refused(String),
     /// Health: a heartbeat.
     Ping,
@@ -71,12 +72,12 @@ pub(super) enum Reply {
     Recorded,
 }
 
-/// The body of a message's frame.
+/// Encodes a message as the body of its frame.
 pub(super) fn encode(message: &impl Serialize) -> io::Result<Vec<u8>> {
     postcard::to_stdvec(message).map_err(io::Error::other)
 }
 
-/// The message in `body`; `None` if it is malformed or followed by more bytes.
+/// Decodes the message in `body`; `None` if it is malformed or followed by more bytes.
 pub(super) fn decode<T: DeserializeOwned>(body: &[u8]) -> Option<T> {
     match postcard::take_from_bytes(body) {
         Ok((message, [])) => Some(message),
@@ -89,8 +90,10 @@ pub(super) fn send(stream: impl Write, message: &impl Serialize) -> io::Result<(
     send_frame(stream, &encode(message)?)
 }
 
-/// Writes one frame with one call, so that the frames of two threads do not mix as long as each
-/// fits into the socket's buffer. Frames on health connections, where two threads write, do.
+/// Writes one frame with one call.
+///
+/// So the frames of two threads do not mix, if each fits into the socket's buffer. They fit on
+/// health connections, where two threads write.
 pub(super) fn send_frame(mut stream: impl Write, body: &[u8]) -> io::Result<()> {
     if body.len() > MAX_FRAME {
         return Err(io::Error::other(format!(
@@ -109,16 +112,17 @@ pub(super) fn send_frame(mut stream: impl Write, body: &[u8]) -> io::Result<()> 
 #[derive(Debug, PartialEq)]
 pub(super) enum Incoming<T> {
     Message(T),
-    /// The stream's read timeout passed. A part of a frame that has arrived is kept.
+    /// The stream's read timeout passed. The received part of a frame is kept.
     Idle,
     /// The other side ended or broke the connection.
     Closed,
-    /// This is no message of the protocol.
+    /// The bytes are not a message of the protocol.
     Malformed,
 }
 
-/// The reading half of a connection, whose stream has a read timeout. It buffers what follows the
-/// message that was asked for, so a connection keeps one reader all its life.
+/// The reading half of a connection, whose stream has a read timeout.
+///
+/// It buffers bytes after the current message, so a connection keeps one reader for its lifetime.
 pub(super) struct Reader<S> {
     stream: S,
     buffer: Vec<u8>,
@@ -126,27 +130,27 @@ pub(super) struct Reader<S> {
 }
 
 impl<S: Read> Reader<S> {
-    /// A reader of frames of at most `max` bytes.
+    /// Creates a reader of frames of at most `max` bytes.
     pub(super) fn new(stream: S, max: usize) -> Self {
         Self { stream, buffer: Vec::new(), max }
     }
 
-    /// The same reader, from now on of all frames of the protocol.
+    /// Continues with all frames of the protocol.
     pub(super) fn with_long_frames(self) -> Self {
         Self { max: MAX_FRAME, ..self }
     }
 
-    /// The stream, to write to.
+    /// Returns the stream for writing.
     pub(super) fn stream(&self) -> &S {
         &self.stream
     }
 
-    /// The same, to write to.
+    /// Returns the stream mutably, for writing.
     pub(super) fn stream_mut(&mut self) -> &mut S {
         &mut self.stream
     }
 
-    /// The next message; [`Incoming::Idle`] each time the stream's read timeout passes.
+    /// Returns the next message; [`Incoming::Idle`] each time the stream's read timeout passes.
     pub(super) fn next<T: DeserializeOwned>(&mut self) -> Incoming<T> {
         match self.frame() {
             Incoming::Message(body) => decode(&body).map_or(Incoming::Malformed, Incoming::Message),
@@ -156,8 +160,10 @@ impl<S: Read> Reader<S> {
         }
     }
 
-    /// The body of the next frame; [`Incoming::Idle`] once patience has ended, however slowly the frame
-    /// arrives. The stream's read timeout is a slice of patience at most.
+    /// Returns the body of the next frame; [`Incoming::Idle`] once `patience` has ended.
+    ///
+    /// A frame that arrives slowly does not extend it. The stream's read timeout is at most a slice
+    /// of patience.
     pub(super) fn frame_within(&mut self, patience: &mut Patience) -> Incoming<Vec<u8>> {
         loop {
             let mut over = false;
@@ -172,13 +178,14 @@ impl<S: Read> Reader<S> {
         }
     }
 
-    /// The body of the next frame. Memory is allocated for the bytes that arrive, not for the
-    /// length that the frame claims.
+    /// Returns the body of the next frame. Memory is allocated for the bytes that arrive, not for
+    /// the length that the frame claims.
     fn frame(&mut self) -> Incoming<Vec<u8>> {
         self.frame_or(|| false)
     }
 
-    /// As [`frame`](Self::frame); [`Incoming::Idle`] also before a read when `stop` says so.
+    /// Reads as [`frame`](Self::frame), but also returns [`Incoming::Idle`] before a read if `stop`
+    /// says so.
     fn frame_or(&mut self, mut stop: impl FnMut() -> bool) -> Incoming<Vec<u8>> {
         loop {
             if let Some((len, rest)) = self.buffer.split_first_chunk::<4>() {
@@ -229,7 +236,7 @@ mod tests {
         ]
     }
 
-    /// Replies with values of fewer than `bytes` bytes.
+    /// Generates replies with values of fewer than `bytes` bytes.
     fn replies(bytes: usize) -> impl Strategy<Value = Reply> {
         prop_oneof![
             Just(Reply::Done),
@@ -269,7 +276,7 @@ mod tests {
         }
     }
 
-    /// All messages of a stream, and how it ends.
+    /// Returns all messages of a stream, and its end.
     fn read_all<T: DeserializeOwned>(bytes: &[u8], sizes: &[usize]) -> Vec<Incoming<T>> {
         let mut reader = Reader::new(Pieces::new(bytes, sizes), MAX_FRAME);
         let mut all = Vec::new();
@@ -287,7 +294,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn messages_arrive_whole_however_the_stream_is_cut(
+        fn messages_survive_any_stream_split(
             replies in prop::collection::vec(replies(9000), 0..6),
             sizes in prop::collection::vec(1usize..6000, 1..6),
             kept: prop::sample::Index,
@@ -307,7 +314,7 @@ mod tests {
         }
 
         #[test]
-        fn bodies_that_are_cut_or_too_long_are_refused(
+        fn truncated_or_long_bodies_are_refused(
             request in requests(), reply in replies(100),
         ) {
             fn check<T>(message: T, mut body: Vec<u8>, decode: impl Fn(&[u8]) -> Option<T>)
@@ -339,8 +346,9 @@ mod tests {
     }
 
     #[test]
-    fn a_length_that_is_claimed_allocates_nothing() {
-        // A frame of MAX_FRAME bytes of which four arrive; a text and a list in a frame of a few.
+    fn claimed_length_does_not_allocate() {
+        // A frame claims MAX_FRAME bytes, and four arrive. Then a text and a list claim more than
+        // their frame.
         let claimed = [&(MAX_FRAME as u32).to_le_bytes()[..], &[0; 4]].concat();
         let mut reader = Reader::new(Pieces::new(&claimed, &[100]), MAX_FRAME);
         while reader.next::<Reply>() != Incoming::Closed {}
@@ -354,7 +362,7 @@ mod tests {
     }
 
     #[test]
-    fn a_handshake_is_small_and_what_follows_need_not_be() {
+    fn long_frames_only_after_the_handshake() {
         let request = Request::Set { key: "key".into(), value: vec![7; 3 * 512] };
         let mut bytes = Vec::new();
         send_frame(&mut bytes, &[1; 512]).unwrap();

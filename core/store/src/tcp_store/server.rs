@@ -1,5 +1,7 @@
-//! The server: one thread that accepts connections, one for each request connection, two for each
-//! health connection. All state is in the [`Table`].
+//! The server of the store.
+//!
+//! One thread accepts connections. Each request connection has one thread, and each health
+//! connection has two. All state is in the [`Table`].
 
 use std::io;
 use std::net::{IpAddr, Ipv4Addr, SocketAddr, TcpListener, TcpStream};
@@ -16,19 +18,19 @@ use crate::table::{State, Table, WaitError};
 use crate::{Error, Patience, Result};
 use fulgurite_error::{advice, is_exhausted};
 
-/// What it means if a rank's connection ends before the rank announced that it leaves.
+/// The meaning of a connection that ends before its rank announced that it leaves.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LostRankPolicy {
     /// The rank failed.
     Failed,
-    /// Nothing yet: the process that hosts this server is the parent of the ranks, and
+    /// Nothing yet. The process that hosts this server is the parent of the ranks, and
     /// [reports](StoreServer::fail) how the rank ended.
     ParentReports,
 }
 
-/// How long the server waits for descriptors, threads or memory that a connection needs.
+/// Time that the server waits for descriptors, threads or memory for a connection.
 const EXHAUSTED_TIMEOUT: Duration = Duration::from_secs(5);
-/// Largest world size, since memory is reserved for each rank; no job reaches it.
+/// Largest world size, far above any job's, since memory is reserved for each rank.
 const MAX_WORLD_SIZE: usize = 1 << 20;
 
 /// Hosts a job's store. Dropping it closes the store for all clients.
@@ -47,11 +49,11 @@ struct Shared {
 }
 
 impl StoreServer {
-    /// Listens on `address`; port 0 takes a free one. Serves those who know `key`.
+    /// Listens on `address`; port 0 takes a free one. Serves clients that have `key`.
     ///
     /// # Errors
-    /// [`Error::Launch`] if the port is taken, the address is not one of this host, or there are
-    /// more than a million ranks.
+    /// [`Error::Launch`] if the port is taken, the address does not belong to this host, or there
+    /// are more than a million ranks.
     pub fn bind(
         address: SocketAddr,
         key: JobKey,
@@ -79,7 +81,7 @@ impl StoreServer {
         Ok(Self { shared, address, acceptor: Some(acceptor) })
     }
 
-    /// The address it listens on.
+    /// The address that the server listens on.
     pub fn address(&self) -> SocketAddr {
         self.address
     }
@@ -89,18 +91,17 @@ impl StoreServer {
         self.shared.table.fail(rank, message);
     }
 
-    /// All failures, one for each failed rank, in the order in which they became known.
+    /// Returns all failures, one for each failed rank, in the order of their reports.
     pub fn failures(&self) -> Vec<(usize, String)> {
         self.shared.table.read().failures.clone()
     }
 
-    /// The first failure that a rank has noticed of another one.
+    /// Returns the first failure that a rank has noticed of another rank.
     pub fn noticed(&self) -> Option<(usize, String)> {
         self.shared.table.read().noticed.first().cloned()
     }
 
-    /// Why this process cannot serve the job any more, if it cannot. Then this is a failure of the job
-    /// too.
+    /// Returns the reason if this process cannot serve the job any more. The job has failed then.
     pub fn broken(&self) -> Option<String> {
         self.shared.table.read().broken.clone()
     }
@@ -110,14 +111,16 @@ impl StoreServer {
         self.shared.table.read().members.get(rank).is_some_and(|member| member.joined)
     }
 
-    /// Tells the clients that this process leaves, so that its end is no failure; `false` takes
-    /// that back.
+    /// Tells the clients that this process leaves, so that its end is not a failure.
+    ///
+    /// `false` takes the announcement back.
     pub fn set_left(&self, left: bool) {
         self.shared.table.change(|state| state.host_left = left);
     }
 
-    /// Waits until all ranks but `own` have left or are lost, or one has failed. False after
-    /// `timeout`.
+    /// Waits until all ranks except `own` have left or are lost, or one has failed.
+    ///
+    /// Returns false after `timeout`.
     pub fn wait_for_others(&self, own: usize, timeout: Duration) -> bool {
         let gone = |state: &State| {
             !state.failures.is_empty()
@@ -126,8 +129,9 @@ impl StoreServer {
         self.shared.table.wait(timeout, |state| gone(state).then_some(())).is_some()
     }
 
-    /// Waits until all connected ranks but `own` have confirmed the notice of the job's failure.
-    /// False after `timeout`.
+    /// Waits until all connected ranks except `own` have confirmed the notice of the job's failure.
+    ///
+    /// Returns false after `timeout`.
     pub fn wait_until_notified(&self, own: usize, timeout: Duration) -> bool {
         let notified =
             |state: &State| others(state, own).all(|m| !m.joined || m.notified || m.left || m.lost);
@@ -142,7 +146,7 @@ fn others(state: &State, own: usize) -> impl Iterator<Item = crate::table::Membe
 impl Drop for StoreServer {
     fn drop(&mut self) {
         self.shared.table.change(|state| state.closed = true);
-        // `accept` has no timeout; a connection from here wakes it.
+        // `accept` waits without a timeout; a connection from here wakes it.
         let mut own = self.address;
         if own.ip().is_unspecified() {
             own.set_ip(IpAddr::V4(Ipv4Addr::LOCALHOST));
@@ -203,7 +207,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
             exhausted = None;
             continue;
         };
-        // Else a connection that died in the queue.
+        // Other errors mean that a connection died in the queue.
         if is_exhausted(&error) {
             let patience = exhausted.get_or_insert_with(|| Patience::new(EXHAUSTED_TIMEOUT));
             if patience.slice().is_none() {
@@ -214,7 +218,7 @@ fn accept(listener: &TcpListener, shared: &Arc<Shared>) {
     }
 }
 
-/// Serves a connection on a thread of its own.
+/// Serves a connection on its own thread.
 fn start_serving(stream: TcpStream, shared: &Arc<Shared>) -> io::Result<()> {
     let id = shared.connections().insert(stream.try_clone()?);
     let shared_for_thread = shared.clone();
@@ -256,7 +260,8 @@ fn serve(stream: TcpStream, id: u64, shared: &Arc<Shared>) {
     }
 }
 
-/// Checks that a client with the job's key fits the job; a health connection makes it a member.
+/// Checks that a client with the job's key fits the job. A health connection makes the rank a
+/// member.
 fn admit(greeting: &Greeting, id: u64, shared: &Shared) -> Result<(), Denial> {
     let Greeting { rank, world_size, purpose } = *greeting;
     if world_size != shared.world_size {
@@ -281,8 +286,8 @@ fn admit(greeting: &Greeting, id: u64, shared: &Shared) -> Result<(), Denial> {
                 member.joined = true;
                 Ok(())
             }
-            // Its connection may have been cut off before it knew, and that is not seen yet. If it is another
-            // process, the next attempt tells.
+            // Its earlier connection may have ended before the rank knew of its admission, and the
+            // server has not seen the end yet. If it is another process, the next attempt tells.
             (true, false) => Err(Denial::TryAgain),
             (true, true) => Err(Denial::Refused(format!(
                 "another process is or was rank {rank}: every process of a job needs a RANK of its \
@@ -376,7 +381,7 @@ fn health(mut reader: Reader<TcpStream>, shared: &Arc<Shared>, rank: usize) {
             update_member(shared, rank, |member| member.confirmed = true);
             match start_notifier(reader.stream(), shared, rank) {
                 Ok(started) => notifier = Some(started),
-                // A rank of the job is turned away: it cannot go on.
+                // A rank of the job cannot be served, so the job cannot go on.
                 Err(error) => {
                     shared.break_down(&error);
                     break;
@@ -421,8 +426,9 @@ fn update_member(shared: &Shared, rank: usize, change: impl FnOnce(&mut crate::t
     shared.table.change(|state| state.members.get_mut(rank).map(change));
 }
 
-/// Records that the health connection of `rank` has ended. The rank is lost if it knew that it was let in; else it may
-/// come again.
+/// Records that the health connection of `rank` has ended.
+///
+/// The rank is lost if it knew of its admission; else it may connect again.
 fn connection_ended(shared: &Shared, rank: usize) {
     shared.table.change(|state| {
         let closed = state.closed;
@@ -440,8 +446,10 @@ fn connection_ended(shared: &Shared, rank: usize) {
     });
 }
 
-/// Writes to a rank's health connection: heartbeats, the job's failure as soon as there is one, and
-/// whether the hosting process leaves.
+/// Writes to a rank's health connection.
+///
+/// It sends heartbeats, the job's failure as soon as there is one, and whether the hosting process
+/// leaves.
 fn send_notices(stream: &TcpStream, shared: &Shared, rank: usize) {
     let (mut sent_failure, mut sent_host_left) = (false, false);
     loop {

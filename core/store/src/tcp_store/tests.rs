@@ -34,20 +34,20 @@ fn client(server: &StoreServer, rank: usize, world_size: usize) -> TcpStore {
     TcpStore::connect("127.0.0.1", port, identity(rank, world_size), LONG).unwrap()
 }
 
-/// The error of connecting, with the port blanked.
+/// Returns the error of connecting, with the port blanked.
 fn refusal(port: u16, identity: ClientIdentity, timeout: Duration) -> String {
     let error = TcpStore::connect("127.0.0.1", port, identity, timeout).err().unwrap();
     error.to_string().replace(&format!(":{port}"), ":PORT")
 }
 
-/// A health connection of `rank`, which the test drives.
+/// Returns a health connection of `rank`, which the test drives.
 fn raw_health(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = admitted(server, rank, world_size);
     send(&stream, &Request::Ping).unwrap();
     stream
 }
 
-/// A health connection of `rank` that was let in, and has said nothing since.
+/// Returns an admitted health connection of `rank` that has not sent a message since.
 fn admitted(server: &StoreServer, rank: usize, world_size: usize) -> TcpStream {
     let stream = TcpStream::connect(server.address()).unwrap();
     let greeting = Greeting { rank, world_size, purpose: Purpose::Health };
@@ -89,7 +89,7 @@ fn values_and_counters_are_shared() {
 }
 
 #[test]
-fn a_waiting_thread_does_not_hold_up_others() {
+fn waiting_thread_does_not_block_others() {
     let server = server(1);
     let store = client(&server, 0, 1);
     std::thread::scope(|scope| {
@@ -102,7 +102,7 @@ fn a_waiting_thread_does_not_hold_up_others() {
 }
 
 #[test]
-fn a_reported_failure_ends_all_waits() {
+fn reported_failure_ends_all_waits() {
     let server = server(3);
     let stores: Vec<_> = (0..3).map(|rank| client(&server, rank, 3)).collect();
     std::thread::scope(|scope| {
@@ -121,7 +121,7 @@ fn a_reported_failure_ends_all_waits() {
 }
 
 #[test]
-fn a_lost_rank_is_a_failure_but_one_that_left_is_not() {
+fn lost_rank_fails_but_left_rank_does_not() {
     let server = server(3);
     let store = client(&server, 0, 3);
     let goes = client(&server, 1, 3);
@@ -136,7 +136,7 @@ fn a_lost_rank_is_a_failure_but_one_that_left_is_not() {
 }
 
 #[test]
-fn a_parent_tells_in_its_own_words() {
+fn parent_reports_lost_ranks() {
     let server = StoreServer::bind(loopback(), key(), 2, LostRankPolicy::ParentReports).unwrap();
     let store = client(&server, 0, 2);
     drop(raw_health(&server, 1, 2));
@@ -147,7 +147,7 @@ fn a_parent_tells_in_its_own_words() {
 }
 
 #[test]
-fn a_server_that_goes_without_a_word_is_a_failure_but_not_after_it_left() {
+fn lost_server_fails_unless_it_left() {
     let server_1 = server(1);
     let store = client(&server_1, 0, 1);
     store.set("a", b"b").unwrap();
@@ -171,7 +171,7 @@ fn a_server_that_goes_without_a_word_is_a_failure_but_not_after_it_left() {
 }
 
 #[test]
-fn a_store_of_the_supervisor_that_breaks_is_not_rank_0() {
+fn broken_supervisor_store_is_not_rank_0() {
     let server = server(3);
     let port = server.address().port();
     let options = ClientOptions { host: StoreHost::Supervisor, ..Default::default() };
@@ -183,7 +183,7 @@ fn a_store_of_the_supervisor_that_breaks_is_not_rank_0() {
 }
 
 #[test]
-fn a_rank_that_gives_up_tells_the_others() {
+fn giving_up_is_reported_to_others() {
     static ASKED: AtomicBool = AtomicBool::new(false);
     let give_up = || ASKED.load(Ordering::SeqCst).then(|| "asked to end".to_owned());
     let server = server(2);
@@ -199,7 +199,7 @@ fn a_rank_that_gives_up_tells_the_others() {
         let expected = (0, "asked to end".to_owned());
         assert_eq!(peer_failed(other_waits.join().unwrap()), expected);
     });
-    // Nobody listens there.
+    // The port is closed now.
     drop((store, other, server));
     let timeout = Duration::from_secs(3600);
     let error = TcpStore::connect_with("127.0.0.1", port, identity(0, 2), timeout, options);
@@ -207,7 +207,7 @@ fn a_rank_that_gives_up_tells_the_others() {
 }
 
 #[test]
-fn what_a_rank_has_noticed_of_another_is_kept() {
+fn noticed_failures_are_kept() {
     let server = server(2);
     let store = client(&server, 0, 2);
     for n in 0..9 {
@@ -254,12 +254,12 @@ fn strangers_are_refused() {
 }
 
 #[test]
-fn a_rank_cut_off_in_its_handshake_may_come_again() {
+fn rank_may_retry_after_cut_handshake() {
     let server = server(2);
     let cut_off = admitted(&server, 1, 2);
     assert!(server.has_joined(1));
     std::thread::scope(|scope| {
-        // It tries again while the server still holds its first connection.
+        // The rank retries while the server still holds its first connection.
         let again = scope.spawn(|| client(&server, 1, 2));
         drop(cut_off);
         let again = again.join().unwrap();
@@ -271,7 +271,7 @@ fn a_rank_cut_off_in_its_handshake_may_come_again() {
 }
 
 #[test]
-fn what_is_no_store_is_recognised() {
+fn other_servers_are_recognised() {
     let listener = TcpListener::bind(loopback()).unwrap();
     let port = listener.local_addr().unwrap().port();
     std::thread::scope(|scope| {
@@ -287,7 +287,7 @@ fn what_is_no_store_is_recognised() {
 }
 
 #[test]
-fn a_taken_port_is_named() {
+fn taken_port_is_named() {
     let taken = server(1);
     let error = StoreServer::bind(taken.address(), key(), 1, LostRankPolicy::Failed).err().unwrap();
     let error = error.to_string().replace(&taken.address().port().to_string(), "PORT");
@@ -295,26 +295,26 @@ fn a_taken_port_is_named() {
 }
 
 #[test]
-fn a_world_size_beyond_all_jobs_is_refused() {
+fn huge_world_size_is_refused() {
     let error =
         StoreServer::bind(loopback(), key(), usize::MAX, LostRankPolicy::Failed).err().unwrap();
     insta::assert_snapshot!(error, @"launch: a job of 18446744073709551615 ranks is more than the store serves (1048576). Check trainer.devices and trainer.num_nodes, or WORLD_SIZE");
 }
 
 #[test]
-fn a_rank_that_comes_early_waits_for_the_server() {
+fn early_rank_waits_for_the_server() {
     let address = server(1).address();
     std::thread::scope(|scope| {
         let early = scope
             .spawn(move || TcpStore::connect("127.0.0.1", address.port(), identity(0, 1), LONG));
         let late = StoreServer::bind(address, key(), 1, LostRankPolicy::Failed);
-        // Another process may have taken the port in between; then there is nothing to see.
+        // Another process may have taken the port meanwhile; then the test cannot check anything.
         let Ok(_late) = late else { return };
         early.join().unwrap().unwrap().set("a", b"b").unwrap();
     });
 }
 
-/// A connection that keeps back what is written once it is corked.
+/// A connection that keeps back written bytes once it is corked.
 struct Corked {
     stream: TcpStream,
     corked: Arc<AtomicBool>,
@@ -340,7 +340,7 @@ impl Write for Corked {
     }
 }
 
-/// A server that admits one client and sends the job's failure with the same write, then ends.
+/// Serves one client: sends the admission and the job's failure in one write, then ends.
 fn admits_and_notifies_at_once(message: &str) -> Option<(usize, String)> {
     let listener = TcpListener::bind(loopback()).unwrap();
     let port = listener.local_addr().unwrap().port();
@@ -366,14 +366,14 @@ fn admits_and_notifies_at_once(message: &str) -> Option<(usize, String)> {
 }
 
 #[test]
-fn a_failure_that_arrives_with_the_admission_is_known() {
+fn failure_sent_with_admission_is_known() {
     for message in ["out of data".to_owned(), "very long ".repeat(2_000)] {
         assert_eq!(admits_and_notifies_at_once(&message), Some((1, message)));
     }
 }
 
 #[test]
-fn ranks_that_have_all_come_do_not_start_after_a_failure() {
+fn failure_prevents_the_start() {
     let server = server(2);
     let (a, b) = (client(&server, 0, 2), client(&server, 1, 2));
     b.report_failure("out of data").unwrap();
@@ -388,7 +388,7 @@ fn is_closed(mut stream: &TcpStream) -> bool {
 }
 
 #[test]
-fn connections_that_are_left_open_are_closed_for_others() {
+fn idle_strangers_are_evicted() {
     let server = server(2);
     let open: Vec<_> = (0..200).map(|_| TcpStream::connect(server.address()).unwrap()).collect();
     let store = client(&server, 0, 2);
@@ -401,9 +401,9 @@ fn connections_that_are_left_open_are_closed_for_others() {
 }
 
 #[test]
-fn a_client_that_says_little_is_not_waited_for() {
+fn slow_handshake_times_out() {
     let server = server(1);
-    // A byte now and then keeps no handshake alive.
+    // A byte now and then does not keep a handshake alive.
     let stream = TcpStream::connect(server.address()).unwrap();
     std::thread::scope(|scope| {
         let writer = stream.try_clone().unwrap();
@@ -418,7 +418,7 @@ fn a_client_that_says_little_is_not_waited_for() {
 }
 
 #[test]
-fn values_have_bounded_room() {
+fn total_value_size_is_bounded() {
     let server = server(1);
     let store = client(&server, 0, 1);
     let value = vec![0; 15 << 20];
@@ -433,7 +433,7 @@ fn values_have_bounded_room() {
     let port = server.address().port().to_string();
     insta::assert_snapshot!(error.to_string().replace(&port, "PORT"), @"launch: rank 0, store at 127.0.0.1:PORT: the store has no room for 15728640 bytes at its key `key17`: all values together may have 268435456 bytes. It is for small messages; tensors go over process groups");
     assert_eq!(kept, 17);
-    // Values that are replaced leave their room, and what is there stays.
+    // A replaced value frees its room, and a failed write leaves the value in place.
     store.set("key0", b"").unwrap();
     store.set("another", &value).unwrap();
     assert_eq!(store.get("key1", Duration::ZERO).unwrap(), value);

@@ -1,4 +1,4 @@
-//! Every byte of a checkpoint is covered: by the chunks' checksums, those of headers and companions, and
+//! Every byte of a checkpoint is covered by a checksum: of a chunk, of a header or companion, or by
 //! the manifest's digest.
 
 use std::fs;
@@ -15,7 +15,7 @@ use fulgurite_test_support::checkpoints::{
     SEED, coordinate, io, meta, model, ranks, save_all, shown, states, without_digest,
 };
 
-/// A full checkpoint `full` in several files, with everything that may be in one.
+/// Saves a full checkpoint `full` in several files, with all optional content.
 fn save_whole(root: &Path) -> PathBuf {
     let config = serde_json::json!({ "hidden_size": 6, "rope_theta": 10000.0 });
     let options = FullOptions {
@@ -43,7 +43,7 @@ fn flip(path: &Path, at: usize, bit: u8) -> Vec<u8> {
 }
 
 #[test]
-fn any_flipped_bit_of_a_manifest_is_found() {
+fn flipped_manifest_bits_are_found() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "c", [1, 2, 1], 7, SEED);
     let distributed = temp.path().join("c");
@@ -51,7 +51,8 @@ fn any_flipped_bit_of_a_manifest_is_found() {
     for (directory, file) in [(&distributed, "manifest.json"), (&full, "fulgurite.json")] {
         let path = directory.join(file);
         let len = fs::metadata(&path).unwrap().len() as usize;
-        // Some bytes, and every bit of the beginning and the end, where versions and digest are.
+        // Flips some bits, and every bit of the beginning and the end, which hold versions and
+        // digest.
         let every_bit = |at: usize| at < 120 || at + 40 > len;
         let bits = |at: usize| match (every_bit(at), at % 31) {
             (true, _) => 0..8,
@@ -69,7 +70,7 @@ fn any_flipped_bit_of_a_manifest_is_found() {
 }
 
 #[test]
-fn a_manifest_that_was_changed_is_refused_and_is_not_the_newest() {
+fn changed_manifest_is_refused_and_not_newest() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "older", [1, 2, 1], 6, SEED);
@@ -99,7 +100,7 @@ checkpoint ROOT/c/manifest.json: the manifest is damaged, or was changed after i
 }
 
 #[test]
-fn manifests_without_a_digest_are_read_and_said_to_have_none() {
+fn manifests_without_digest_load_with_warning() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "c", [1, 2, 1], 7, SEED);
@@ -115,11 +116,11 @@ fn manifests_without_a_digest_are_read_and_said_to_have_none() {
     assert_eq!((verified.warning, verified.damages.len()), (old.warning(), 0));
 }
 
-/// What `verify` finds after bits of a file were flipped.
+/// Returns the damages that `verify` finds after a bit of a file was flipped.
 fn found(directory: &Path, file: &str, at: usize) -> String {
     let original = flip(&directory.join(file), at, 0);
     let verified = tools::verify(&AnyCheckpoint::open(directory).unwrap(), &mut |_| {});
-    // The library's own finds it too.
+    // The library's own `verify` finds them too.
     open(directory).unwrap();
     let by_library = match directory.join("fulgurite.json").exists() {
         true => FullCheckpoint::open(directory).unwrap().verify(),
@@ -146,7 +147,7 @@ fn headers_and_companions_are_covered() {
     let full = save_whole(temp.path());
     let first = files_of_tensors(&full).remove(0);
     let header = fs::read(full.join(&first)).unwrap();
-    // The beginning of what others take for the format.
+    // The first byte of the value that other libraries read as the format.
     let format = header.windows(4).position(|bytes| bytes == b"\"pt\"").unwrap() + 1;
     save_all(temp.path(), "c", [1, 2, 1], 7, SEED);
     let shard = "model/shard-00001-model-00001-of-00001.safetensors";
@@ -171,7 +172,7 @@ DIR/model/shard-00001-model-00001-of-00001.safetensors: has a damaged header: mi
 }
 
 #[test]
-fn a_full_checkpoint_without_its_manifest_is_noticed_and_plain_weights_are_not() {
+fn missing_full_manifest_is_noticed() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let full = save_whole(root);
@@ -192,13 +193,13 @@ fn a_full_checkpoint_without_its_manifest_is_noticed_and_plain_weights_are_not()
     let (damages, warning) = verify("full");
     insta::assert_snapshot!(damages.join("\n"), @"ROOT/full/fulgurite.json: is missing; these are files of a full checkpoint, which is saved with it");
     insta::assert_snapshot!(warning.unwrap(), @"it was saved as a full checkpoint, and its manifest fulgurite.json is missing: nothing says which step it is of, and there are no checksums. Copy fulgurite.json along, or make plain weights of a checkpoint with `fulgurite checkpoint convert --to hugging-face`");
-    // As weights they load all the same.
+    // They still load as weights.
     let weights = open(&full).unwrap();
     weights.read("scale", &Region::full(&[]), DType::F32, &Device::Cpu).unwrap();
 }
 
 #[test]
-fn records_of_torch_are_compared_with_their_crc() {
+fn torch_records_are_checked_by_crc() {
     let original = include_bytes!("../fixtures/lightning.ckpt");
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("x.ckpt");
@@ -230,7 +231,7 @@ fn records_of_torch_are_compared_with_their_crc() {
         }
     }
     assert!(found > 0 && harmless > 0, "{found} {harmless}");
-    // In the values of the first tensor, and in the pickle.
+    // Damages the values of the first tensor, and the pickle.
     let at = |what: &[u8]| original.windows(what.len()).position(|w| w == what).unwrap();
     let message = |at: usize| {
         let mut bytes = original.to_vec();

@@ -1,4 +1,4 @@
-//! Damaged checkpoints are told, by file and tensor.
+//! Errors about damaged checkpoints name file and tensor.
 
 use std::fs;
 use std::path::Path;
@@ -17,14 +17,14 @@ fn saved() -> tempfile::TempDir {
     temp
 }
 
-/// The error of opening a checkpoint after `harm` was done to its directory.
+/// Returns the error of opening a checkpoint after `harm` was done to its directory.
 fn opening(harm: impl FnOnce(&Path)) -> String {
     let temp = saved();
     harm(&temp.path().join("c"));
     shown(DistributedCheckpoint::open(temp.path().join("c")).unwrap_err(), temp.path())
 }
 
-/// Edits a manifest, without its digest, which would be all that is found.
+/// Edits a manifest and removes its digest, which would hide other errors.
 fn edit(path: &Path, from: &str, to: &str) {
     let text = without_digest(&fs::read_to_string(path).unwrap());
     assert!(text.contains(from), "{text}");
@@ -32,7 +32,7 @@ fn edit(path: &Path, from: &str, to: &str) {
 }
 
 #[test]
-fn opening_says_what_is_missing_or_wrong() {
+fn opening_names_missing_or_wrong_files() {
     let truncate = |path: &Path| {
         let file = fs::OpenOptions::new().write(true).open(path).unwrap();
         file.set_len(file.metadata().unwrap().len() - 5).unwrap();
@@ -73,7 +73,7 @@ checkpoint ROOT/c/manifest.json: the manifest is damaged or incomplete: unknown 
 }
 
 #[test]
-fn a_flipped_bit_is_found_when_loading_and_by_verify() {
+fn load_and_verify_find_a_flipped_bit() {
     let temp = saved();
     let root = temp.path();
     for (file, offset) in
@@ -99,7 +99,7 @@ checkpoint ROOT/c: is damaged:
 }
 
 #[test]
-fn a_file_that_shrinks_after_opening_is_told() {
+fn file_shrunk_after_opening_is_reported() {
     let temp = saved();
     let checkpoint = DistributedCheckpoint::open(temp.path().join("c")).unwrap();
     fs::write(temp.path().join("c").join(SHARD), b"").unwrap();
@@ -125,7 +125,7 @@ checkpoint ROOT/c: tensor `nothing`: there is none of this name
 proptest! {
     #![proptest_config(ProptestConfig { cases: 200, ..ProptestConfig::default() })]
 
-    /// Whatever happens to a manifest or a shard's header, nothing panics.
+    /// No change of a manifest or a shard's header makes the reader panic.
     #[test]
     fn no_damage_panics(
         in_manifest: bool,
@@ -140,7 +140,7 @@ proptest! {
         let good = fs::read(&path).unwrap();
         let mut bad = good.clone();
         for (index, byte) in changes {
-            // Headers are what parsers see; data is the checksums' business.
+            // Parsers see only headers; checksums cover the data.
             let reach = if in_manifest { bad.len() } else { bad.len().min(600) };
             bad[index.index(reach)] = byte;
         }

@@ -1,4 +1,4 @@
-//! Full checkpoints: what others read is what the ranks had.
+//! Full checkpoints: other programs read the values that the ranks had.
 
 use std::collections::BTreeMap;
 use std::fs;
@@ -46,7 +46,7 @@ fn save(root: &Path, mesh: Mesh, options: &FullOptions) -> FullCheckpoint {
     FullCheckpoint::open(root.join("full")).unwrap()
 }
 
-/// What is directly in the checkpoint; of directories just the name.
+/// Returns the names and contents of the checkpoint's files, and the names of its directories.
 fn files(root: &Path) -> BTreeMap<String, Vec<u8>> {
     let entries = fs::read_dir(root.join("full")).unwrap().map(|entry| entry.unwrap());
     let name = |entry: &fs::DirEntry| entry.file_name().into_string().unwrap();
@@ -81,7 +81,7 @@ fn every_mesh_writes_the_same_files() {
         );
         assert_eq!(expected.get_or_insert_with(|| files.clone()), &files, "{mesh:?}");
     }
-    // The reference implementation reads them. A tied parameter is there once.
+    // The reference implementation reads them. A tied parameter is saved once.
     let files = expected.unwrap();
     let parsed = safetensors::SafeTensors::deserialize(&files["model.safetensors"]).unwrap();
     let mut names = parsed.names();
@@ -138,7 +138,7 @@ fn every_mesh_loads_it() {
 }
 
 #[test]
-fn files_are_split_at_a_size_with_an_index() {
+fn large_models_are_split_with_an_index() {
     let temp = tempfile::tempdir().unwrap();
     let options = FullOptions { max_shard_bytes: 200, ..FullOptions::default() };
     let full = save(temp.path(), [1, 2, 2], &options);
@@ -185,7 +185,7 @@ model.safetensors.index.json
 }
 
 #[test]
-fn the_model_is_converted_and_the_optimizer_is_not() {
+fn only_the_model_dtype_is_converted() {
     let temp = tempfile::tempdir().unwrap();
     let gather = GatherOptions { dtype: Some(DType::BF16), ..GatherOptions::default() };
     let options = FullOptions { gather, ..FullOptions::default() };
@@ -217,7 +217,7 @@ fn config_json_is_passed_through() {
         FullOptions { config: Some(ModelConfig::File(file.clone())), ..FullOptions::default() };
     save(temp.path(), [1, 2, 1], &options);
     assert_eq!(files(temp.path())["config.json"], b"{\"as\":   \"it is\"}");
-    // Rank 0's mistake reaches all, and what is there stays.
+    // Rank 0's mistake is an error on all ranks, and the existing checkpoint stays.
     fs::write(&file, "{\"as\":").unwrap();
     let io = io(temp.path());
     for saved in ranks(2, |group| save_rank(&*io, group, [1, 2, 1], &options)) {
@@ -229,7 +229,7 @@ fn config_json_is_passed_through() {
 
 // checklist: torchtune: gather_cpu_state_dict
 #[test]
-fn what_is_filtered_is_not_gathered() {
+fn filtered_tensors_are_not_gathered() {
     let mesh = [1, 2, 2];
     let gathered = ranks(4, |group| {
         let tree = model(mesh, group.rank(), Some(SEED), DType::F32);
@@ -256,7 +256,7 @@ fn what_is_filtered_is_not_gathered() {
 }
 
 #[test]
-fn only_trainable_parameters_if_wanted() {
+fn trainable_only_skips_frozen_parameters() {
     let gathered = ranks(2, |group| {
         let init = ModuleInit { frozen: vec!["base.*".to_owned()], ..ModuleInit::default() };
         let b = ModuleBuilder::new(init);
@@ -271,7 +271,7 @@ fn only_trainable_parameters_if_wanted() {
 }
 
 #[test]
-fn ranks_that_disagree_all_hear_of_it() {
+fn disagreement_is_an_error_on_all_ranks() {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let mesh = [1, 2, 1];
@@ -296,7 +296,7 @@ checkpoint ROOT/full: there is nothing to save: the options leave out every para
 }
 
 #[test]
-fn nothing_but_a_checkpoint_is_replaced() {
+fn only_checkpoints_are_replaced() {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let stale = [staging_name("full"), staging_name("other")];
@@ -306,17 +306,17 @@ fn nothing_but_a_checkpoint_is_replaced() {
     let mesh = [1, 2, 1];
     save(temp.path(), mesh, &FullOptions::default());
     save(temp.path(), mesh, &FullOptions::default());
-    // What another save may be writing is left alone.
+    // A save that may be under way is left alone.
     let left: Vec<_> = io.list("").unwrap().into_iter().map(|e| e.name).collect();
     assert_eq!(left, ["full".to_owned(), stale[1].clone()]);
-    // Of either kind, and nothing of the one before stays.
+    // Either kind replaces the other, without leftovers.
     save_all(temp.path(), "full", mesh, 1, SEED);
     let distributed: Vec<_> = files(temp.path()).into_keys().collect();
     assert_eq!(distributed, ["manifest.json", "model", "optimizer"]);
     save(temp.path(), mesh, &FullOptions::default()).verify().unwrap();
     let full: Vec<_> = files(temp.path()).into_keys().collect();
     assert_eq!(full, ["fulgurite.json", "model.safetensors", "optimizer.safetensors"]);
-    // Something else may be the only one of its kind.
+    // A directory that is not a checkpoint stays.
     let full = temp.path().join("full");
     fs::remove_file(full.join("fulgurite.json")).unwrap();
     for saved in ranks(2, |group| save_rank(&*io, group, mesh, &FullOptions::default())) {
@@ -326,7 +326,7 @@ fn nothing_but_a_checkpoint_is_replaced() {
     assert!(full.join("model.safetensors").is_file());
 }
 
-/// A place whose files fail beyond some bytes.
+/// Storage whose files fail after some bytes.
 #[derive(Debug)]
 struct Full(std::sync::Arc<dyn CheckpointIO>, usize);
 
@@ -379,7 +379,7 @@ impl CheckpointIO for Full {
 }
 
 #[test]
-fn a_full_disk_stops_all_ranks_and_leaves_what_was_there() {
+fn full_disk_keeps_the_old_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     let mesh = [1, 2, 2];
     save(temp.path(), mesh, &FullOptions::default());
@@ -424,7 +424,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_cut_gathers_to_the_whole(
+    fn any_sharding_gathers_to_the_whole(
         shape in prop::collection::vec(1usize..9, 0..4),
         cuts in prop::collection::vec((1usize..4, 0usize..4), 0..3),
     ) {

@@ -1,4 +1,4 @@
-//! Which checkpoint was saved last: what the file `last` says, unless something is newer or it is broken.
+//! Finding the last save: the file `last` names it, unless the file is stale or broken.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -9,7 +9,7 @@ use fulgurite_core::checkpoint::{SaveMeta, last, save, step_name};
 use fulgurite_test_support::checkpoints::{SEED, io, meta, model, ranks, tensors};
 use rustix::fs::{CWD, FileType, Mode, mknodat};
 
-/// Saves a step, as the run did that was the `nth` to save.
+/// Saves a step as the `nth` save.
 fn save_as(root: &Path, step: u64, nth: Option<u64>) {
     let mesh = [1, 1, 1];
     let io = io(root);
@@ -27,20 +27,20 @@ fn pipe(path: &Path) {
 }
 
 #[test]
-fn a_pointer_that_was_not_written_after_a_commit_is_overtaken() {
+fn newer_commit_overrides_stale_pointer() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let found = || last(&*io(root)).unwrap().unwrap().step;
-    // A run saved 10 and 30; another went on from 10, and saved 12 and 14.
+    // One run saved 10 and 30. Another run resumed from 10, and saved 12 and 14.
     for (nth, step) in [10, 30, 12, 14].into_iter().enumerate() {
         save_as(root, step, Some(nth as u64));
     }
     fs::write(root.join("last"), "step-00000014\n").unwrap();
     assert_eq!(found(), 14);
-    // It was killed after the commit of 14.
+    // The second run was killed after committing 14.
     fs::write(root.join("last"), "step-00000012\n").unwrap();
     assert_eq!(found(), 14);
-    // Those of older formats do not say when they were saved; the pointer does.
+    // Older formats do not record the time of the save; then the pointer decides.
     let old = tempfile::tempdir().unwrap();
     for step in [5, 7, 3] {
         save_as(old.path(), step, None);
@@ -50,7 +50,7 @@ fn a_pointer_that_was_not_written_after_a_commit_is_overtaken() {
 }
 
 #[test]
-fn a_broken_pointer_is_no_error() {
+fn broken_pointer_is_not_an_error() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     for (nth, step) in [10, 30, 12].into_iter().enumerate() {
@@ -77,7 +77,7 @@ fn a_broken_pointer_is_no_error() {
 }
 
 #[test]
-fn what_is_beside_the_checkpoints_is_not_waited_for() {
+fn special_files_do_not_block_last() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_as(root, 10, Some(0));

@@ -1,4 +1,4 @@
-//! What may differ between a checkpoint and a model, and what is said when too much does.
+//! Allowed differences between a checkpoint and a model, and the errors about others.
 
 use candle_core::DType;
 use fulgurite_core::checkpoint::{
@@ -48,7 +48,7 @@ fn is_loaded(tree: &ModuleTree, fqn: &str) -> bool {
 
 // checklist: Lightning: save_checkpoint
 #[test]
-fn a_filter_is_for_model_and_optimizer_and_both_ways() {
+fn filter_applies_to_model_and_optimizer() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let tree = model(ONE, 0, None, DType::F32);
@@ -75,7 +75,7 @@ fn a_filter_is_for_model_and_optimizer_and_both_ways() {
 }
 
 #[test]
-fn a_filtered_checkpoint_says_so() {
+fn filtered_checkpoint_records_its_filter() {
     let filter = ParameterFilter::matching(["layers.*", "scale"]);
     let temp = saved(Some(filter.clone()));
     let checkpoint = opened(&temp);
@@ -103,7 +103,7 @@ and does not fit this optimizer:
 Nothing was loaded. It was saved with a filter and holds only: layers.*, scale. Load with the same filter or with `strict = false`
 "#);
     assert!(tree.parameters().iter().all(|p| !is_loaded(&tree, p.fqn())));
-    // With the same filter, and not strictly.
+    // It loads with the same filter, or not strictly.
     let same = LoadOptions { filter: Some(filter), ..LoadOptions::default() };
     let report = restore(&checkpoint, &tree, Some(&state), &same).unwrap();
     assert!(report.model.is_empty() && report.optimizer.is_empty());
@@ -113,7 +113,7 @@ Nothing was loaded. It was saved with a filter and holds only: layers.*, scale. 
     let report = restore(&checkpoint, &tree, Some(&state), false).unwrap();
     assert_eq!(report.model.missing, ["embed.weight", "norm.weight", "row.weight"]);
     assert_eq!(report.optimizer.missing.len(), 6);
-    // One without a filter has no word about it.
+    // A manifest without a filter does not mention one.
     let whole = saved(None);
     let text = std::fs::read_to_string(whole.path().join("c/manifest.json")).unwrap();
     assert!(!text.contains("\"filter\""));
@@ -131,7 +131,7 @@ fn changed() -> ModuleTree {
 }
 
 #[test]
-fn one_report_lists_everything_of_model_and_optimizer() {
+fn report_covers_model_and_optimizer() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let tree = changed();
@@ -168,7 +168,7 @@ fn one_report_lists_everything_of_model_and_optimizer() {
     let after: Vec<_> =
         tree.parameters().iter().map(|p| bytes(&p.local().unwrap().values)).collect();
     assert_eq!(before, after);
-    // Not strictly, what is new starts fresh and the rest is loaded.
+    // Not strictly, new parameters start fresh and the others are loaded.
     let report = restore(&checkpoint, &tree, Some(&state), false).unwrap();
     assert_eq!(report.model.missing, ["layers.1.up"]);
     assert_eq!(report.model.unexpected, ["layers.0.conv", "row.weight", "scale"]);
@@ -188,7 +188,7 @@ fn one_report_lists_everything_of_model_and_optimizer() {
             state.fqn
         );
     }
-    // torchtune's names do the same.
+    // torchtune's functions do the same.
     let model = load_from_full_model_state_dict(&tree, &checkpoint, false).unwrap();
     assert_eq!(model, report.model);
     let optimizer =
@@ -197,7 +197,7 @@ fn one_report_lists_everything_of_model_and_optimizer() {
 }
 
 #[test]
-fn weights_only_leaves_the_optimizer() {
+fn weights_only_skips_the_optimizer() {
     let temp = saved(None);
     let tree = model(ONE, 0, None, DType::F32);
     let state = states(&tree, None);
@@ -208,7 +208,7 @@ fn weights_only_leaves_the_optimizer() {
 }
 
 #[test]
-fn names_are_brought_in_line_for_model_and_optimizer() {
+fn name_rules_apply_to_model_and_optimizer() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let b = ModuleBuilder::new(ModuleInit::default());
@@ -230,7 +230,7 @@ fn names_are_brought_in_line_for_model_and_optimizer() {
     let expected = |name: &str| bytes(&values(Some(SEED), name, &[6, 10], &full, DType::F32));
     assert_eq!(bytes(&tree.parameters()[0].local().unwrap().values), expected("layers.0.up"));
     assert_eq!(bytes(&state[0].values), expected("layers.0.up/exp_avg"));
-    // The report is in the model's names, and so is the filter.
+    // The report and the filter use the model's names.
     let only = LoadOptions {
         filter: Some(ParameterFilter::matching(["net.blocks"])),
         strict: true,
@@ -250,7 +250,7 @@ fn names_are_brought_in_line_for_model_and_optimizer() {
 }
 
 #[test]
-fn other_dtypes_can_be_refused_and_checksums_skipped() {
+fn dtype_policy_and_verify_are_options() {
     let temp = saved(None);
     let checkpoint = opened(&temp);
     let tree = model(ONE, 0, None, DType::BF16);
@@ -269,7 +269,7 @@ fn other_dtypes_can_be_refused_and_checksums_skipped() {
     "#);
     assert!(load_into(&checkpoint, &tree, true).unwrap().is_empty());
     assert!(load_into(&checkpoint, &model(ONE, 0, None, DType::F32), &exact).unwrap().is_empty());
-    // A flipped bit is found, unless nobody looks.
+    // A flipped bit is found, unless verification is off.
     let shard = temp.path().join("c/model/shard-00001-model-00001-of-00001.safetensors");
     let mut content = std::fs::read(&shard).unwrap();
     *content.last_mut().unwrap() ^= 1;
@@ -282,7 +282,7 @@ fn other_dtypes_can_be_refused_and_checksums_skipped() {
 }
 
 #[test]
-fn what_a_filter_lets_through_is_the_same_for_places_and_sources() {
+fn filtered_save_writes_only_kept_tensors() {
     let temp = saved(Some(ParameterFilter::new("nothing but the scale", |fqn| fqn == "scale")));
     let place = io(temp.path());
     let place: &dyn CheckpointIO = &*place;

@@ -1,4 +1,4 @@
-//! Programs that share a directory keep out of each other's way.
+//! Several programs that use one directory do not interfere with each other.
 
 use std::fs;
 use std::io::{BufRead as _, BufReader, Write as _};
@@ -15,7 +15,7 @@ use fulgurite_test_support::checkpoints::{
 const DIRECTORY: &str = "FULGURITE_TEST_LOCKED_DIRECTORY";
 const NAME: &str = "FULGURITE_TEST_LOCKED_NAME";
 
-/// Another process that has locked `name` in `root`, as a program does that saves there.
+/// Another process that has locked `name` in `root`, like a program that saves there.
 struct Other(Child);
 
 impl Other {
@@ -71,7 +71,7 @@ fn files(root: &Path) -> Vec<String> {
 }
 
 #[test]
-fn the_second_run_in_a_directory_is_told_whose_it_is() {
+fn second_run_learns_the_lock_owner() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path().join("runs/checkpoints");
     let other = Other::new(&root, "");
@@ -81,19 +81,19 @@ fn the_second_run_in_a_directory_is_told_whose_it_is() {
         error.replace(&format!("process {} on {host}", other.0.id()), "process PID on HOST");
     insta::assert_snapshot!(error, @"checkpoint ROOT/runs/checkpoints: another run saves here: process PID on HOST. Give this one a `checkpoint.dir` of its own, or start it when that one has ended. If it has, and its host cannot be asked, remove ROOT/runs/checkpoints/.lock");
     assert_eq!(io(&root).is_locked("").unwrap(), Some(true));
-    // Killed, it leaves a file, and no lock.
+    // A killed process leaves the file, but not the lock.
     other.kill();
     assert_eq!(files(&root), [".lock"]);
     assert_eq!(io(&root).is_locked("").unwrap(), Some(false));
     let lock = io(&root).lock("").unwrap();
-    // It is no part of what is kept there.
+    // The lock is not listed as an entry of the directory.
     assert_eq!(io(&root).list("").unwrap(), []);
     drop(lock);
     assert_eq!(files(&root), [""; 0]);
 }
 
 #[test]
-fn unfinished_saves_of_living_processes_stay_and_those_of_killed_ones_go() {
+fn only_saves_of_dead_processes_are_removed() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let mesh = [1, 1, 1];
@@ -129,7 +129,7 @@ fn unfinished_saves_of_living_processes_stay_and_those_of_killed_ones_go() {
         other.kill();
         assert!(root.join(&staged).exists());
         save();
-        // Nothing is left of it, nor of its lock.
+        // Neither the save nor its lock is left.
         assert_eq!(files(root), before, "{what}");
     }
 }

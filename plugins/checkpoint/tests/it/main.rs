@@ -1,4 +1,4 @@
-//! Checkpoints in directories: whole, damaged, of other programs.
+//! Checkpoints in directories: whole ones, damaged ones, and weights of other programs.
 
 mod coverage;
 mod damage;

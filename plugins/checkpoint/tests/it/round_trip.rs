@@ -1,4 +1,4 @@
-//! What is saved on one mesh is loaded on another, bit for bit.
+//! A checkpoint from one mesh loads on another mesh, bit for bit.
 
 use std::path::Path;
 
@@ -21,7 +21,7 @@ const MESHES: [Mesh; 7] =
 
 // checklist: torchtune: load_from_full_optimizer_state_dict
 #[test]
-fn every_mesh_loads_what_every_mesh_saved() {
+fn any_mesh_loads_any_mesh() {
     let temp = tempfile::tempdir().unwrap();
     for from in MESHES {
         save_all(temp.path(), "step-00000003", from, 3, SEED);
@@ -49,7 +49,7 @@ fn every_mesh_loads_what_every_mesh_saved() {
 }
 
 #[test]
-fn each_element_is_written_once_and_ranks_with_nothing_write_no_file() {
+fn each_element_is_written_once() {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let mesh = [1, 4, 1];
@@ -104,7 +104,7 @@ fn replicas_share_the_writing() {
 
 /// In format version 1 a tensor's chunks were called boxes.
 #[test]
-fn the_first_format_version_is_read() {
+fn format_version_1_loads() {
     let old = include_bytes!("../fixtures/manifest-v1.json");
     let manifest = Manifest::parse(old, Path::new("manifest-v1.json")).unwrap();
     let chunks = &manifest.model["up.weight"].chunks;
@@ -130,7 +130,7 @@ fn the_first_format_version_is_read() {
 }
 
 #[test]
-fn state_and_configuration_come_back_exactly() {
+fn state_and_config_round_trip() {
     let temp = tempfile::tempdir().unwrap();
     let mesh = [1, 2, 1];
     save_all(temp.path(), "c", mesh, 12, SEED);
@@ -176,7 +176,7 @@ fn dtypes_are_converted() {
 
 // checklist: Lightning: load_checkpoint: formats are detected
 #[test]
-fn the_shards_are_also_a_plain_safetensors_directory() {
+fn shards_open_as_plain_safetensors() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "c", [1, 2, 2], 1, SEED);
     let checkpoint = DistributedCheckpoint::open(temp.path().join("c")).unwrap();
@@ -210,7 +210,7 @@ fn the_shards_are_also_a_plain_safetensors_directory() {
 
 // checklist: PyTorch: _get_param_to_fqns
 #[test]
-fn tied_parameters_are_found_under_any_of_their_names() {
+fn tied_parameters_load_under_any_name() {
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let init = Init::Normal { mean: 0.0, std: 1.0 };
@@ -247,7 +247,7 @@ fn tied_parameters_are_found_under_any_of_their_names() {
 // checklist: torchtune: load_from_full_model_state_dict
 // checklist: Lightning: strictness, left-overs
 #[test]
-fn without_strict_what_fits_is_loaded() {
+fn non_strict_loads_fitting_tensors() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "c", [1, 2, 1], 1, SEED);
     let checkpoint = DistributedCheckpoint::open(temp.path().join("c")).unwrap();
@@ -293,7 +293,7 @@ proptest! {
     #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
 
     #[test]
-    fn any_part_of_any_cut_reads_as_the_whole_does(
+    fn any_region_reads_from_any_sharding(
         shape in prop::collection::vec(1usize..9, 0..4),
         cuts in prop::collection::vec((1usize..4, 0usize..4), 0..3),
         window in prop::collection::vec((0usize..9, 1usize..9), 3),
@@ -340,7 +340,7 @@ proptest! {
 
 #[test]
 fn wide_rows_are_read_run_by_run() {
-    // Rows longer than what is read together with its neighbours, and columns with gaps between.
+    // Rows are longer than the range that is read with its neighbours, and columns leave gaps.
     let temp = tempfile::tempdir().unwrap();
     let io = io(temp.path());
     let (rows, columns) = (5, 40_000);

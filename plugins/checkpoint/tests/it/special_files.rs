@@ -1,4 +1,4 @@
-//! Files of a checkpoint that are no files: nobody waits for a pipe, and nobody reads a device to its end.
+//! Special files in a checkpoint: reading never waits for a pipe or reads a device to its end.
 
 use std::fs;
 use std::os::unix::fs::symlink;
@@ -13,7 +13,7 @@ fn pipe(path: &Path) {
     mknodat(CWD, path, FileType::Fifo, Mode::RUSR | Mode::WUSR, 0).unwrap();
 }
 
-/// The errors of what happens when a file was made a pipe, and a device.
+/// Returns the errors of `f` after the file was replaced by a pipe, and by a device.
 fn errors<T>(root: &Path, path: &Path, f: impl Fn() -> fulgurite_core::Result<T>) -> Vec<String> {
     let shown = |result: fulgurite_core::Result<T>| match result {
         Ok(_) => panic!("{} is taken for a file", path.display()),
@@ -30,7 +30,7 @@ fn errors<T>(root: &Path, path: &Path, f: impl Fn() -> fulgurite_core::Result<T>
 }
 
 #[test]
-fn manifests_and_shards_are_regular_files() {
+fn special_manifests_and_shards_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let manifest = |name: &str| {
@@ -64,7 +64,7 @@ checkpoint ROOT/e/model/shard-00001-model-00001-of-00001.safetensors: this shard
 }
 
 #[test]
-fn weights_of_others_are_regular_files() {
+fn special_weight_files_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     let write = |path: &str| {
@@ -96,7 +96,7 @@ checkpoint ROOT/unknown/x: there are no weights here: expected model.safetensors
 }
 
 #[test]
-fn files_that_are_far_too_long_are_not_read() {
+fn oversized_files_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "c", [1, 2, 1], 1, SEED);

@@ -34,13 +34,13 @@ fn compared(a: &Path, b: &Path) -> Result<Comparison> {
 }
 
 #[test]
-fn files_of_torch_are_inspected_converted_and_compared() {
+fn tools_support_torch_files() {
     let temp = tempfile::tempdir().unwrap();
     let directory = temp.path().join("hf");
     fs::create_dir(&directory).unwrap();
     fs::copy(fixture("plain.pth"), directory.join("pytorch_model.bin")).unwrap();
     fs::write(directory.join("config.json"), "{}").unwrap();
-    // Those of an adapter in the same directory are no model.
+    // An adapter's tensors in the same directory are not taken for the model.
     let values = Tensor::zeros(1, DType::F32, &Device::Cpu).unwrap();
     let adapter = directory.join("adapter_model.safetensors");
     candle_core::safetensors::save(&[("a", values)].into(), adapter).unwrap();
@@ -61,7 +61,7 @@ fn files_of_torch_are_inspected_converted_and_compared() {
 }
 
 #[test]
-fn damage_of_files_of_torch_is_found() {
+fn damage_in_torch_files_is_found() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("a.pth");
     let mut bytes = fs::read(fixture("plain.pth")).unwrap();
@@ -76,7 +76,7 @@ fn damage_of_files_of_torch_is_found() {
 }
 
 #[test]
-fn files_without_checksums_are_read() {
+fn files_without_checksums_load() {
     let source = open(fixture("no_crc32.pt")).unwrap();
     let read = |name: &str, shape: &[usize]| {
         let values = source.read(name, &Region::full(shape), DType::F32, &Device::Cpu).unwrap();
@@ -89,7 +89,7 @@ fn files_without_checksums_are_read() {
 }
 
 #[test]
-fn a_tensor_that_cannot_be_read_spoils_no_other() {
+fn unreadable_tensor_does_not_affect_others() {
     let temp = tempfile::tempdir().unwrap();
     let source = TorchSource::open(fixture("mixed.pt")).unwrap();
     assert_eq!(source.names(), ["freqs", "rows", "w"]);
@@ -114,7 +114,7 @@ checkpoint ROOT/fixtures/mixed.pt: tensor `rows` is no plain tensor (it is made 
     assert_eq!(summary.model.unreadable.keys().collect::<Vec<_>>(), ["rows"]);
 }
 
-/// A file whose tensors have dtypes that candle has no values of.
+/// Writes a file with dtypes that candle does not support.
 fn exotic(path: &Path, last: u8) {
     let view = |dtype, shape: &[usize], data| TensorView::new(dtype, shape.to_vec(), data).unwrap();
     let words = [1, 2, 3, last];
@@ -164,7 +164,7 @@ fn values_of_any_dtype_are_copied() {
         "section": "model", "name": "words", "change": "bytes", "bytes": 1, "of": 4
     });
     assert_eq!(shown, expected);
-    // A dtype converts those that it can.
+    // Converting to a dtype changes only supported tensors.
     let dtype = Some(DType::BF16);
     let options = ConvertOptions { dtype, ..ConvertOptions::new(ConvertTarget::HuggingFace) };
     let to = converted_as(&path, temp.path(), "bf16", &options).unwrap();
@@ -174,7 +174,7 @@ fn values_of_any_dtype_are_copied() {
 }
 
 #[test]
-fn a_conversion_writes_no_infinities() {
+fn conversion_refuses_overflow() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("a.safetensors");
     let values = Tensor::new(&[1f32, 7e4], &Device::Cpu).unwrap();
@@ -190,7 +190,7 @@ fn a_conversion_writes_no_infinities() {
 }
 
 #[test]
-fn the_file_last_stands_for_its_checkpoint() {
+fn last_file_resolves_to_its_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "step-00000003", [1, 2, 1], 3, 5);
     let last = temp.path().join("last");
@@ -206,7 +206,7 @@ fn the_file_last_stands_for_its_checkpoint() {
             "{error}"
         );
     }
-    // A link is what it leads to.
+    // A link is resolved.
     fs::remove_file(&last).unwrap();
     std::os::unix::fs::symlink("step-00000003", &last).unwrap();
     assert_eq!(inspect(&AnyCheckpoint::open(&last).unwrap()).step, Some(3));

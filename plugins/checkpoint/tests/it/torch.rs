@@ -1,4 +1,4 @@
-//! State dicts that PyTorch saved. The files are made by `fixtures/make_torch.py`.
+//! PyTorch's state dicts. `fixtures/make_torch.py` makes the files.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -37,7 +37,7 @@ const NAMES: [&str; 9] = [
 ];
 
 #[test]
-fn state_dicts_of_every_nesting_are_read_in_parts() {
+fn nested_state_dicts_read_in_parts() {
     for name in ["lightning.ckpt", "plain.pth", "nested.pt"] {
         let source = open(fixture(name)).unwrap();
         assert_eq!(source.names(), NAMES, "{name}");
@@ -69,7 +69,7 @@ fn state_dicts_of_every_nesting_are_read_in_parts() {
 }
 
 #[test]
-fn what_cannot_be_read_is_told() {
+fn unreadable_files_are_reported() {
     let fixtures = fixture("");
     let root = fixtures.parent().unwrap();
     let error = |path: &Path| shown(open(path).err().unwrap(), root);
@@ -112,7 +112,7 @@ checkpoint TEMP/dcp: this is a checkpoint of torch.distributed.checkpoint in its
 "#);
 }
 
-/// The model that the fixtures are of, empty, on one of two ranks that share its rows.
+/// Returns the fixtures' model, empty, on one of two ranks that share its rows.
 fn tree(rank: usize) -> ModuleTree {
     let b = ModuleBuilder::new(ModuleInit::default());
     b.pp("net.up").parameter("weight", [3, 2], Init::ZEROS).unwrap();
@@ -131,7 +131,7 @@ fn tree(rank: usize) -> ModuleTree {
 }
 
 #[test]
-fn a_lightning_checkpoint_fills_a_model_under_other_names() {
+fn lightning_checkpoint_loads_with_renaming() {
     let names = NameRules {
         clean: true,
         rename: vec![("model".into(), "net".into())],

@@ -1,4 +1,4 @@
-//! A save is whole or is not there, whatever goes wrong.
+//! A failed save leaves no partial checkpoint.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -22,7 +22,7 @@ fn names(root: &Path) -> Vec<String> {
     io(root).list("").unwrap().into_iter().map(|e| e.name).collect()
 }
 
-/// The model's values in the checkpoint `name`, which must be whole.
+/// Returns the model's values in the checkpoint `name`, which must be whole.
 fn content(root: &Path, name: &str) -> Vec<Vec<u8>> {
     let checkpoint = DistributedCheckpoint::open(root.join(name)).unwrap();
     checkpoint.verify().unwrap();
@@ -32,7 +32,7 @@ fn content(root: &Path, name: &str) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn the_newest_is_found_and_what_is_torn_is_not() {
+fn latest_ignores_torn_checkpoints() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     assert_eq!(latest(&*io(&root.join("nowhere"))).unwrap(), None);
@@ -41,7 +41,7 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
         save_all(root, &step_name(step), MESH, step, SEED);
     }
     save_all(root, "a-name-of-its-own", MESH, 50, SEED);
-    // A save that stopped before its manifest, one that stopped after, one with half a manifest.
+    // Saves that stopped before the manifest, after it, and with half a manifest.
     let whole = root.join(step_name(100));
     let copy = |name: &str, manifest: &[u8]| {
         let to = root.join(name);
@@ -63,7 +63,7 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
     fs::write(root.join("step-00000999"), "a file").unwrap();
     let expected = CommittedCheckpoint { step: 100, name: step_name(100), path: whole.clone() };
     assert_eq!(latest(&*io(root)).unwrap(), Some(expected.clone()));
-    // The next save removes the temporary one and nothing else.
+    // The next save removes only the temporary directory.
     let before = names(root);
     save_all(root, &step_name(30), MESH, 30, SEED);
     let after = names(root);
@@ -74,11 +74,11 @@ fn the_newest_is_found_and_what_is_torn_is_not() {
 
 // checklist: Lightning: replacing what is there
 #[test]
-fn a_checkpoint_that_makes_way_stays_one_until_its_successor_is_there() {
+fn replaced_checkpoint_stays_until_commit() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "last", MESH, 5, 1);
-    // As a crash between the two renames leaves it.
+    // The state after a crash between the two renames.
     let aside = replaced_name("last");
     fs::rename(root.join("last"), root.join(&aside)).unwrap();
     assert_eq!(latest(&*io(root)).unwrap().unwrap().name, aside);
@@ -93,7 +93,7 @@ fn a_checkpoint_that_makes_way_stays_one_until_its_successor_is_there() {
 
 // checklist: Lightning: replacing what is there
 #[test]
-fn overwriting_replaces_all_of_it() {
+fn overwriting_replaces_the_whole_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     save_all(temp.path(), "last", [1, 4, 1], 1, 1);
     let first = content(temp.path(), "last");
@@ -106,13 +106,13 @@ fn overwriting_replaces_all_of_it() {
     assert_eq!(latest(&*io(temp.path())).unwrap().unwrap().step, 2);
 }
 
-/// Passes everything on until the call that is to fail; a wrapper as a plugin would write it.
+/// Passes all calls on, except the failing one. A plugin may be such a wrapper.
 #[derive(Debug)]
 struct Failing {
     inner: Arc<dyn CheckpointIO>,
     /// `create`, `write`, `finish`, `commit`, `die`.
     what: &'static str,
-    /// Which path it concerns.
+    /// Part of the path of the failing call.
     path: &'static str,
 }
 
@@ -136,7 +136,7 @@ struct FailingWriter {
 
 impl std::io::Write for FailingWriter {
     fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
-        // The header still fits.
+        // The header is still written.
         self.written += 1;
         if self.write && self.written > 1 { Err(Failing::error()) } else { self.inner.write(bytes) }
     }
@@ -194,7 +194,7 @@ impl CheckpointIO for Failing {
     }
 }
 
-/// Saves with the failure on one rank; each rank's error.
+/// Saves with the failure on one rank, and returns each rank's error.
 fn save_failing(root: &Path, on: usize, what: &'static str, path: &'static str) -> Vec<String> {
     let inner = io(root);
     let failing = Failing { inner: inner.clone(), what, path };
@@ -207,7 +207,7 @@ fn save_failing(root: &Path, on: usize, what: &'static str, path: &'static str) 
 
 // checklist: Lightning: save_checkpoint
 #[test]
-fn a_failure_on_one_rank_is_told_on_all_and_leaves_the_old_checkpoint() {
+fn failure_on_one_rank_keeps_old_checkpoint() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     save_all(root, "last", MESH, 1, 1);
@@ -246,7 +246,7 @@ rank 0, commit
 renaming ROOT/last: no space left on device
 rank 0 failed: renaming ROOT/last: no space left on device
 "#);
-    // A rank 0 that dies before committing leaves its directory to the next save.
+    // If rank 0 dies before committing, the next save cleans up.
     save_failing(root, 0, "die", "");
     assert_eq!(names(root).len(), 2);
     assert_eq!(latest(&*io(root)).unwrap().unwrap().step, 1);
@@ -263,7 +263,7 @@ fn tensor(name: &str, rows: std::ops::Range<usize>, n: usize) -> ShardTensor {
 }
 
 #[test]
-fn wrong_use_is_refused_before_anything_is_committed() {
+fn misuse_is_refused_before_commit() {
     let temp = tempfile::tempdir().unwrap();
     let root = temp.path();
     fs::create_dir(root.join("mine")).unwrap();
@@ -307,7 +307,7 @@ saving tensor `w`: its values are not in memory
 }
 
 #[test]
-fn ranks_that_do_not_share_a_directory_are_told_so() {
+fn ranks_must_share_a_directory() {
     let (a, b) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
     let saved = ranks(2, |group| {
         let root = if group.rank() == 0 { a.path() } else { b.path() };
@@ -322,7 +322,7 @@ rank 0 failed: checkpoint ROOT/c.tmp-ID/model/shard-00002-model-00001-of-00001.s
 }
 
 #[test]
-fn released_parameters_and_foreign_state_are_refused() {
+fn released_values_and_foreign_state_are_refused() {
     let mesh = [1, 1, 1];
     let tree = model(mesh, 0, Some(SEED), DType::F32);
     let mut state = checkpoints::states(&tree, None);

@@ -1,4 +1,4 @@
-//! Safetensors files that others wrote.
+//! Safetensors files of other programs.
 
 use std::collections::HashMap;
 use std::fs;
@@ -11,7 +11,7 @@ use fulgurite_core::checkpoint::{
 use fulgurite_core::shard::Region;
 use fulgurite_test_support::checkpoints::{self, SEED, bytes, model, shown, values, world_size};
 
-/// The model's tensors, whole, as another program would write them.
+/// The model's whole tensors, as another program would write them.
 fn tensors() -> HashMap<String, Tensor> {
     let tree = model([1, 1, 1], 0, Some(SEED), DType::F32);
     let whole = |p: &fulgurite_core::parameter::Parameter| {
@@ -59,7 +59,7 @@ fn assert_loads(source: &dyn TensorSource) {
 
 // checklist: torchtune: load_from_full_model_state_dict
 #[test]
-fn files_and_directories_of_hugging_face_load_on_any_mesh() {
+fn hugging_face_weights_load_on_any_mesh() {
     let temp = tempfile::tempdir().unwrap();
     let single = temp.path().join("single");
     fs::create_dir(&single).unwrap();
@@ -84,7 +84,7 @@ fn files_and_directories_of_hugging_face_load_on_any_mesh() {
 }
 
 #[test]
-fn other_dtypes_are_listed_and_converted_or_refused() {
+fn dtypes_are_converted_or_refused() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("x.safetensors");
     let view = |dtype, data| safetensors::tensor::TensorView::new(dtype, vec![2], data).unwrap();
@@ -103,7 +103,7 @@ fn other_dtypes_are_listed_and_converted_or_refused() {
 }
 
 #[test]
-fn opening_says_what_is_missing_or_wrong() {
+fn opening_names_missing_or_wrong_files() {
     let shard = "model-00002-of-00002.safetensors";
     let opening = |harm: &dyn Fn(&Path)| {
         let temp = tempfile::tempdir().unwrap();
@@ -156,7 +156,7 @@ checkpoint ROOT: tensor `layers.0.conv` is in more than one file
 }
 
 #[test]
-fn shards_that_do_not_make_up_a_tensor_are_refused() {
+fn incomplete_shards_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     checkpoints::save_all(temp.path(), "c", [1, 3, 1], 1, SEED);
     let shard = |i: usize| {
@@ -168,20 +168,20 @@ fn shards_that_do_not_make_up_a_tensor_are_refused() {
 }
 
 #[test]
-fn a_single_file_counts_before_an_index() {
+fn single_file_precedes_index() {
     let temp = tempfile::tempdir().unwrap();
     with_index(temp.path());
     write(&temp.path().join("model.safetensors"), &FIRST);
     let source = SafetensorsSource::open(temp.path()).unwrap();
     assert_eq!(source.names(), ["embed.weight", "norm.weight", "scale"]);
     insta::assert_snapshot!(source.warning().unwrap(), @"there is model.safetensors.index.json, too; model.safetensors is read, as `transformers` does. Remove the one that is old");
-    // The index can be named.
+    // The index can be opened explicitly.
     let index = temp.path().join("model.safetensors.index.json");
     assert_loads(&SafetensorsSource::open(index).unwrap());
 }
 
 #[test]
-fn the_index_decides_between_copies_of_a_tensor() {
+fn index_selects_between_copies() {
     let temp = tempfile::tempdir().unwrap();
     with_index(temp.path());
     let second = temp.path().join("model-00002-of-00002.safetensors");
@@ -192,7 +192,7 @@ fn the_index_decides_between_copies_of_a_tensor() {
 }
 
 #[test]
-fn other_files_in_the_place_of_weights_are_named() {
+fn files_instead_of_weights_are_recognised() {
     let temp = tempfile::tempdir().unwrap();
     let error = |name: &str, bytes: &[u8]| {
         let path = temp.path().join(name);
@@ -229,7 +229,7 @@ checkpoint ROOT/model.safetensors.index.json: is no JSON: it is a pointer of Git
 }
 
 #[test]
-fn links_to_nothing_are_named() {
+fn dangling_links_are_named() {
     let temp = tempfile::tempdir().unwrap();
     let link = |name: &str| {
         let blob = format!("../../blobs/{name}");
@@ -240,19 +240,19 @@ fn links_to_nothing_are_named() {
     insta::assert_snapshot!(shown(open(temp.path()).err().unwrap(), temp.path()), @"checkpoint ROOT: there are no weights here: expected model.safetensors, model.safetensors.index.json with its shards, or a .safetensors file. model.safetensors is a link to ../../blobs/model.safetensors, which is not there, and so are 1 more: was the cache that it points to removed, or the folder copied without what its links stand for (`cp -L` follows them)?");
     let named = temp.path().join("model.safetensors");
     insta::assert_snapshot!(shown(open(named).err().unwrap(), temp.path()), @"checkpoint ROOT/model.safetensors: is a link to ../../blobs/model.safetensors, which is not there");
-    // One that does not matter does not.
+    // A dangling link beside the weights does not matter.
     fs::remove_file(temp.path().join("model.safetensors")).unwrap();
     write(&temp.path().join("model.safetensors"), &[FIRST, SECOND].concat());
     assert_loads(&*open(temp.path()).unwrap());
-    // Weights under another name can be named.
+    // The error suggests weights under another name.
     fs::rename(temp.path().join("model.safetensors"), temp.path().join("epoch=3.ckpt")).unwrap();
     let error = shown(SafetensorsSource::open(temp.path()).unwrap_err(), temp.path());
     assert!(error.contains("It has epoch=3.ckpt; name one of them"), "{error}");
 }
 
-/// Tensors of one weight in the model, of which an older program wrote both.
+/// Two tensors that are one weight in the model, both written by an older program.
 #[test]
-fn tied_tensors_that_differ_are_refused() {
+fn different_tied_tensors_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("model.safetensors");
     let b = fulgurite_core::module::ModuleBuilder::new(Default::default());
@@ -281,7 +281,7 @@ fn tied_tensors_that_differ_are_refused() {
 }
 
 #[test]
-fn values_that_a_dtype_cannot_hold_are_refused() {
+fn values_out_of_dtype_range_are_refused() {
     let temp = tempfile::tempdir().unwrap();
     let path = temp.path().join("x.safetensors");
     let values = Tensor::new(&[1f32, 1e6], &Device::Cpu).unwrap();

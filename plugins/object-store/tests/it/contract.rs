@@ -1,5 +1,7 @@
-//! What every place for checkpoints must do: the local directory, and object stores in a directory,
-//! in memory, and in one that serves as badly as it may.
+//! The contract of every checkpoint storage.
+//!
+//! It is checked for the local directory, and for object stores in a directory, in memory, and in a
+//! store with the worst allowed behaviour.
 
 use std::collections::BTreeSet;
 use std::io::ErrorKind;
@@ -20,7 +22,7 @@ use fulgurite_test_support::checkpoints::{self, Mesh, bytes, io, model, ranks, s
 
 const MESH: Mesh = [1, 2, 1];
 
-/// The places, each with a directory that lives as long.
+/// Returns the storages, each with a directory that must outlive it.
 fn places() -> Vec<(&'static str, Arc<dyn CheckpointIO>, tempfile::TempDir)> {
     let temp = || tempfile::tempdir().unwrap();
     let (a, b, c) = (temp(), temp(), temp());
@@ -46,7 +48,7 @@ fn save_all(io: &dyn CheckpointIO, name: &str, mesh: Mesh, step: u64, seed: u64)
     }
 }
 
-/// The model's values in the checkpoint `name`, which must be whole.
+/// Returns the model's values in the checkpoint `name`, which must be whole.
 fn content(io: &Arc<dyn CheckpointIO>, name: &str) -> Vec<Vec<u8>> {
     let checkpoint = DistributedCheckpoint::open_with(io, name).unwrap();
     checkpoint.verify().unwrap();
@@ -56,7 +58,7 @@ fn content(io: &Arc<dyn CheckpointIO>, name: &str) -> Vec<Vec<u8>> {
 }
 
 #[test]
-fn bytes_come_back_and_go() {
+fn bytes_are_saved_and_removed() {
     for (place, io, _temp) in places() {
         assert_eq!(io.list("").unwrap(), [], "{place}");
         assert_eq!(io.list("nothing/here").unwrap(), []);
@@ -99,7 +101,7 @@ fn bytes_come_back_and_go() {
 }
 
 #[test]
-fn large_files_go_in_parts_and_come_back_in_parts() {
+fn large_files_transfer_in_parts() {
     let long: Vec<u8> = (0..10_007u32).flat_map(u32::to_le_bytes).collect();
     for (place, io, _temp) in places() {
         for len in [0, 1, 63, 64, 65, 100, 128, 40_028] {
@@ -115,7 +117,7 @@ fn large_files_go_in_parts_and_come_back_in_parts() {
         let reader = io.open("x.tmp-0123456789abcdef/large").unwrap();
         reader.read_exact_at(&mut middle, 501).unwrap();
         assert_eq!(middle, &long[501..1501]);
-        // One that is given up is not there.
+        // An abandoned file does not appear.
         let mut writer = io.create("x.tmp-0123456789abcdef/given up").unwrap();
         writer.write_all(&long).unwrap();
         drop(writer);
@@ -128,7 +130,7 @@ fn large_files_go_in_parts_and_come_back_in_parts() {
 }
 
 #[test]
-fn a_commit_replaces_in_one_step() {
+fn commit_replaces_in_one_step() {
     for (place, io, _temp) in places() {
         let stage = |content: &[u8]| {
             let staged = staging_name("last");
@@ -157,7 +159,7 @@ fn a_commit_replaces_in_one_step() {
 }
 
 #[test]
-fn checkpoints_are_saved_found_replaced_and_loaded_on_another_mesh() {
+fn checkpoints_round_trip_across_meshes() {
     for (place, io, _temp) in places() {
         assert_eq!(latest(&*io).unwrap(), None);
         for step in [9, 100, 20] {
@@ -167,7 +169,7 @@ fn checkpoints_are_saved_found_replaced_and_loaded_on_another_mesh() {
         assert_eq!((newest.step, newest.name), (100, step_name(100)), "{place}");
         save_all(&*io, "last", [1, 4, 1], 1, 1);
         let first = content(&io, "last");
-        // What a save that stopped has left is removed by the next one.
+        // The next save removes the remains of an interrupted save.
         io.save(&format!("{}/model/x", staging_name("last")), b"half").unwrap();
         save_all(&*io, "last", MESH, 2, 2);
         assert_ne!(first, content(&io, "last"));
@@ -195,7 +197,7 @@ fn checkpoints_are_saved_found_replaced_and_loaded_on_another_mesh() {
     }
 }
 
-/// Passes everything on until the call that is to fail.
+/// Passes all calls on, except the failing one.
 #[derive(Debug)]
 struct Failing {
     inner: Arc<dyn CheckpointIO>,
@@ -271,7 +273,7 @@ fn save_failing(inner: &Arc<dyn CheckpointIO>, on: usize, what: &'static str, pa
 }
 
 #[test]
-fn a_failure_on_one_rank_leaves_the_old_checkpoint() {
+fn failure_on_one_rank_keeps_old_checkpoint() {
     for (place, io, _temp) in places() {
         save_all(&*io, "last", MESH, 1, 1);
         let before = content(&io, "last");
@@ -296,9 +298,9 @@ fn a_failure_on_one_rank_leaves_the_old_checkpoint() {
     }
 }
 
-/// What is special about object stores: what was saved is committed by an object that names it.
+/// In object stores a commit writes an object that names the save.
 #[test]
-fn a_commit_whose_answer_was_lost_is_one() {
+fn commit_with_lost_answer_counts() {
     for (place, io, _temp) in places().into_iter().skip(1) {
         save_all(&*io, "last", MESH, 1, 1);
         save_failing(&io, 0, "lost", "");
@@ -309,14 +311,14 @@ fn a_commit_whose_answer_was_lost_is_one() {
 }
 
 #[test]
-fn a_reader_never_sees_parts_of_two_checkpoints() {
+fn reader_never_mixes_two_checkpoints() {
     let store = Arc::new(InMemory::new());
     let place = || ObjectStoreIO::new(store.clone(), "memory:///runs").unwrap();
     let (writer, reader): (_, Arc<dyn CheckpointIO>) = (place(), Arc::new(place()));
     save_all(&writer, "last", MESH, 1, 1);
     let open = DistributedCheckpoint::open_with(&reader, "last").unwrap();
     save_all(&writer, "last", MESH, 2, 2);
-    // The shards were not open yet: what they were is gone, and what they are now is not taken.
+    // The shards were not open yet. The old ones are gone, and the new ones are not read instead.
     let tree = model([1, 1, 1], 0, None, DType::F32);
     let error = load_into(&open, &tree, true).unwrap_err();
     let text = shown(error, &PathBuf::from("nowhere"));
@@ -326,7 +328,7 @@ fn a_reader_never_sees_parts_of_two_checkpoints() {
 }
 
 #[test]
-fn of_two_saves_at_the_same_time_one_fails() {
+fn one_of_two_concurrent_saves_fails() {
     let store = Arc::new(InMemory::new());
     let io = ObjectStoreIO::new(store.clone(), "memory:///runs").unwrap();
     let stage = || {

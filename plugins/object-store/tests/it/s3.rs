@@ -36,7 +36,7 @@ impl Server {
         let address = lines
             .find_map(|line| Some(line.unwrap().split_once("http://")?.1.trim().to_owned()))
             .expect("the server tells its address");
-        // It would wait for somebody to read what it says.
+        // The server would block if its output was not read.
         std::thread::spawn(move || lines.for_each(drop));
         let mut request = TcpStream::connect(&address).unwrap();
         write!(request, "PUT /bucket HTTP/1.1\r\nHost: {address}\r\nConnection: close\r\nContent-Length: 0\r\n\r\n").unwrap();
@@ -70,12 +70,12 @@ impl Drop for Server {
 
 #[test]
 #[ignore = "needs moto_server"]
-fn checkpoints_go_to_s3_and_come_back() {
+fn checkpoints_round_trip_through_s3() {
     let server = Server::start();
     let io = server.place("s3://bucket/runs/one");
     assert_eq!(io.list("").unwrap(), []);
     assert_eq!(latest(&*io).unwrap(), None);
-    // Three parts, the last one short, and as many back.
+    // Three parts in both directions, the last one short.
     let large: Vec<u8> = (0..3_000_000u32).flat_map(u32::to_le_bytes).collect();
     let staged = staging_name("large");
     io.save(&format!("{staged}/model/x"), &large).unwrap();
@@ -84,7 +84,7 @@ fn checkpoints_go_to_s3_and_come_back() {
     assert_eq!(io.list("").unwrap(), []);
 
     let save = |mesh, step, seed| {
-        // Every rank has a client of its own, as processes would.
+        // Every rank has its own client, as in separate processes.
         let saved = ranks(checkpoints::world_size(mesh), |group| {
             let io = server.place("s3://bucket/runs/one");
             save_model(&*io, group, "last", mesh, step, seed)
@@ -107,7 +107,7 @@ fn checkpoints_go_to_s3_and_come_back() {
         assert_eq!(bytes(&a.local().unwrap().values), bytes(&b.local().unwrap().values));
     }
 
-    // The pointer is put on a condition: a second writer that has seen the same one fails.
+    // The pointer is written conditionally: a second writer that has seen the same pointer fails.
     let (a, b) = (server.place("s3://bucket/two"), server.place("s3://bucket/two"));
     let staged = [staging_name("x"), staging_name("x")];
     for staged in &staged {
