@@ -1,4 +1,4 @@
-//! What a case is.
+//! Definition of a case.
 
 use candle_core::DType;
 
@@ -9,20 +9,20 @@ use fulgurite_core::optim::LossScale;
 use fulgurite_core::run::ClipAlgorithm;
 use fulgurite_test_support::training::Variant;
 
-/// What is trained.
+/// The model of a case.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Model {
-    /// `Transformer` of the test support, whose sizes go unevenly into everything; one projection is frozen.
+    /// `Transformer` of the test support, whose sizes divide unevenly. One projection is frozen.
     Transformer,
-    /// `Decoder` of the test support, which tensor-parallel ranks can cut, with a plan.
+    /// `Decoder` of the test support, which a plan shards over tensor-parallel ranks.
     Decoder(Variant),
     /// Unmodified layers of candle_nn.
     Classifier,
-    /// Ranks use different parameters.
+    /// A toy model whose used parameters depend on the rank.
     Toy,
 }
 
-/// How gradients are clipped.
+/// Gradient clipping.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Clip {
     No,
@@ -41,46 +41,47 @@ impl Clip {
     }
 }
 
-/// A training that begins with what another saved.
+/// The run whose checkpoint a training resumes from.
 #[derive(Debug, Clone)]
 pub(crate) struct Resume {
     pub(crate) ranks: usize,
     pub(crate) strategy: String,
     pub(crate) variant: Variant,
-    /// Whether the checkpoint is a full one, of which only the weights are taken.
+    /// Whether the checkpoint is a full one. Only its weights are loaded then.
     pub(crate) full: bool,
 }
 
-/// A training with a loop of its own, over a `Fabric`.
+/// A training with its own loop over a `Fabric`.
 #[derive(Debug, Clone)]
 pub(crate) struct Fabricated {
     pub(crate) model: Model,
     /// As JSON.
     pub(crate) strategy: String,
-    /// The dtype that the transformer computes in, where no policy of the strategy says.
+    /// The transformer's compute dtype, unless the strategy's policy sets it.
     pub(crate) compute_dtype: DType,
-    /// Micro-batches of a step.
+    /// Micro-batches per step.
     pub(crate) accumulate: usize,
     /// Whether every micro-batch synchronises gradients.
     pub(crate) sync_always: bool,
-    /// As JSON; AdamW unless given.
+    /// As JSON; AdamW by default.
     pub(crate) optimizer: Option<&'static str>,
-    /// As JSON; the model's own unless given.
+    /// As JSON; the training's own by default.
     pub(crate) scheduler: Option<&'static str>,
     pub(crate) clip: Clip,
-    /// Steps from one that is clipped to the next.
+    /// The interval of clipped steps.
     pub(crate) clip_every: u64,
-    /// The decay of averages of the weights.
+    /// The decay of the exponential average of the weights.
     pub(crate) ema: Option<f64>,
-    /// Whether a mean of the weights is kept, updated after each step (stochastic weight averaging).
+    /// Whether a mean of the weights is kept, updated after each step (stochastic weight
+    /// averaging).
     pub(crate) swa: bool,
-    /// Whether steps are late: the loop reads the numbers of each one step later.
+    /// Whether the loop reads each step's loss and norm one step late.
     pub(crate) late: bool,
-    /// The step that goes wrong.
+    /// The fault to inject.
     pub(crate) fault: Option<FaultAt>,
-    /// The loss scale in f16, where it is not the default one.
+    /// The loss scale in f16, if not the default.
     pub(crate) loss_scale: Option<LossScale>,
-    /// Whether the numbers of the optimizer's state (steps, skipped steps, loss scale) are on record.
+    /// Whether the optimizer's scalars (steps, skipped steps, loss scale) are recorded.
     pub(crate) scalars: bool,
     /// Patterns of the decoder's parameters that are not trained.
     pub(crate) frozen: &'static [&'static str],
@@ -88,27 +89,28 @@ pub(crate) struct Fabricated {
 }
 
 impl Fabricated {
-    /// How a step is clipped. Steps count from 1.
+    /// Returns the clipping of a step. Steps count from 1.
     pub(crate) fn clip_in(&self, step: u64) -> Clip {
         if step.is_multiple_of(self.clip_every) { self.clip } else { Clip::No }
     }
 }
 
-/// A training with a loop of its own and two optimizers.
+/// A training with its own loop and two optimizers.
 #[derive(Debug, Clone)]
 pub(crate) struct Several {
     /// As JSON.
     pub(crate) strategy: String,
-    /// Micro-batches of each optimizer's step.
+    /// Micro-batches per optimizer step.
     pub(crate) accumulate: usize,
     pub(crate) clip: Clip,
-    /// Whether steps are late.
+    /// Whether steps end with `clip_and_step` instead of separate calls.
     pub(crate) late: bool,
-    /// Whether each optimizer has its turn. Otherwise the loop clears the gradients that one's loss leaves to the other.
+    /// Whether optimizers take turns. Otherwise, the loop clears the gradients that one optimizer's
+    /// loss leaves in the other's parameters.
     pub(crate) turns: bool,
 }
 
-/// What a `Trainer` trains.
+/// The module that a `Trainer` trains.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum TrainedModule {
     /// `Transformer` of the test support.
@@ -122,19 +124,20 @@ pub(crate) enum TrainedModule {
 pub(crate) struct Trained {
     pub(crate) module: TrainedModule,
     pub(crate) keys: &'static [&'static str],
-    /// Keys of a second trainer, besides the first one's. It goes on from the first one's last checkpoint, and the outcome
-    /// is its own.
+    /// Additional keys of a second trainer, which resumes from the first one's last checkpoint. The
+    /// second trainer's outcome is recorded.
     pub(crate) then: Option<&'static [&'static str]>,
-    /// Whether the second trainer loads replicas. They compare digests, whose length depends on the values, so that the
-    /// bytes of the setup are not on record.
+    /// Whether the second trainer loads replicas. Replicas exchange digests whose length depends on
+    /// the values, so the setup's bytes are not recorded.
     pub(crate) loads_replicas: bool,
     /// Whether a callback reads loss and norm after each step.
     pub(crate) reads_metrics: bool,
-    /// Whether the run ends with an error about a number that is not finite. The state that it leaves is on record then.
+    /// Whether the run ends with an error about a non-finite number. Then the state at the error is
+    /// recorded.
     pub(crate) fails: bool,
 }
 
-/// Who drives.
+/// The kind of training loop.
 #[derive(Debug, Clone)]
 pub(crate) enum Loop {
     Fabric(Fabricated),
@@ -142,13 +145,13 @@ pub(crate) enum Loop {
     Trainer(Trained),
 }
 
-/// A training of which is on record what it computes and communicates.
+/// A training whose results and collectives are recorded.
 #[derive(Debug, Clone)]
 pub(crate) struct Case {
     pub(crate) name: &'static str,
     pub(crate) ranks: usize,
     pub(crate) driver: Loop,
-    /// Whether it computes or reduces in bf16 or f16.
+    /// Whether the case computes or reduces in bf16 or f16.
     pub(crate) half: bool,
 }
 
@@ -161,7 +164,7 @@ impl Case {
         }
     }
 
-    /// How far, relatively, losses and norms of another CPU may be off.
+    /// Returns the relative tolerance for losses and norms of another CPU.
     pub(crate) fn tolerance(&self) -> f64 {
         if self.half { 0.03 } else { 1e-5 }
     }

@@ -1,4 +1,4 @@
-//! The cases.
+//! The basic cases, and helpers that build cases.
 
 use candle_core::DType;
 
@@ -20,12 +20,12 @@ const FSDP_NO_RESHARD: &str = r#"{"type": "fsdp", "reshard_after_forward": false
 pub(crate) const BF16_STATE: &str =
     r#"{"type": "adamw", "lr": 3e-3, "weight_decay": 0.1, "state_dtype": "bf16"}"#;
 
-/// A configuration with more in it.
+/// Adds keys to a configuration.
 pub(crate) fn with(config: &str, more: &str) -> String {
     format!("{}, {more}}}", config.trim_end_matches('}'))
 }
 
-/// Sizes of replicate, shard, context and tensor.
+/// Returns a `model_parallel` strategy with these mesh sizes.
 pub(crate) fn mesh([replicate, shard, context, tensor]: [usize; 4]) -> String {
     format!(
         r#"{{"type": "model_parallel", "data_parallel_replicate_size": {replicate},
@@ -75,7 +75,7 @@ pub(crate) fn trained(name: &'static str, ranks: usize, case: Trained) -> Case {
     Case { name, ranks, driver: Loop::Trainer(case), half }
 }
 
-/// A `Trainer` of the transformer with these keys.
+/// Returns a `Trainer` case of the transformer with these keys.
 pub(crate) fn with_keys(keys: &'static [&'static str]) -> Trained {
     Trained {
         module: TrainedModule::Transformer,
@@ -93,7 +93,7 @@ pub(crate) fn all() -> Vec<Case> {
     [kinds.concat(), steps.concat()].concat()
 }
 
-/// Replicas and shards, however gradients and units are reduced and gathered.
+/// Replicas and shards, with different reductions of gradients and gathers of units.
 fn data_parallel() -> Vec<Case> {
     let accumulating = |accumulate, case: Fabricated| Fabricated { accumulate, ..case };
     let conditions = r#"{"type": "fsdp", "shard_conditions": ["layers.1", "layers.2"]}"#;
@@ -138,7 +138,7 @@ fn data_parallel() -> Vec<Case> {
     ]
 }
 
-/// dtypes, optimizers, schedules, clipping, averages.
+/// Dtypes, optimizers, schedules, clipping and weight averages.
 fn numbers() -> Vec<Case> {
     let bf16 = |reduce: &str| {
         let policy =
@@ -292,7 +292,7 @@ fn meshes() -> Vec<Case> {
     ]
 }
 
-/// Layers of candle_nn, and models of which ranks use different parts.
+/// Layers of candle_nn, and a model whose used parameters depend on the rank.
 fn foreign() -> Vec<Case> {
     let toy = |strategy: &str| Fabricated {
         accumulate: 2,
@@ -332,7 +332,7 @@ fn foreign() -> Vec<Case> {
     ]
 }
 
-/// What another mesh saved.
+/// Trainings resumed from another mesh's checkpoint.
 fn resumed() -> Vec<Case> {
     let from = |ranks, strategy: &str, variant, full, case: Fabricated| {
         let resume = Some(Resume { ranks, strategy: strategy.to_owned(), variant, full });

@@ -1,4 +1,4 @@
-//! Cases of how loops over a `Fabric` end a step: late, with several optimizers, and where something goes wrong.
+//! Cases of steps in loops over a `Fabric`: late reads, faults, f16 and several optimizers.
 
 use candle_core::DType;
 use fulgurite_core::optim::LossScale;
@@ -16,7 +16,7 @@ pub(crate) fn all() -> Vec<Case> {
     [late(), faults(), f16(), several()].concat()
 }
 
-/// A training of which the optimizer's numbers are on record too.
+/// Also records the optimizer's scalars.
 fn noted(case: Fabricated) -> Fabricated {
     Fabricated { scalars: true, ..case }
 }
@@ -25,7 +25,7 @@ fn late_steps(case: Fabricated) -> Fabricated {
     noted(Fabricated { late: true, ..case })
 }
 
-/// Steps whose numbers are read one step later.
+/// Steps whose loss and norm are read one step late.
 fn late() -> Vec<Case> {
     let momentum = r#"{"type": "sgd", "lr": 0.05, "momentum": 0.9, "weight_decay": 0.01}"#;
     let bf16 = r#""mixed_precision": {"param_dtype": "bf16", "reduce_dtype": "f32"}"#;
@@ -95,7 +95,7 @@ fn late() -> Vec<Case> {
     ]
 }
 
-/// Steps in which nothing counts, and losses and gradients that are not finite.
+/// Ignored steps, and losses and gradients that are not finite.
 fn faults() -> Vec<Case> {
     let at = |step, fault, case: Fabricated| {
         let fault = Some(FaultAt { step, fault });
@@ -120,7 +120,7 @@ fn faults() -> Vec<Case> {
     ]
 }
 
-/// Steps with a loss scale, one of which overflows.
+/// Steps with a loss scale, including an overflow.
 fn f16() -> Vec<Case> {
     let overflow = Some(FaultAt { step: 3, fault: Fault::Overflow });
     let scale = LossScale::default().with_init_scale(512.0).with_growth_interval(2);

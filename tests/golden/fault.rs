@@ -1,24 +1,24 @@
-//! Losses that go wrong.
+//! Faults injected into losses.
 
 use fulgurite_core::Result;
 use fulgurite_core::nn::Loss;
 use serde::{Deserialize, Serialize};
 
-/// What goes wrong with the losses of a step.
+/// A fault in the losses of one step.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub(crate) enum Fault {
-    /// Every target is ignored, on all ranks.
+    /// All ranks ignore every target.
     Ignored,
     /// The loss of the last rank is NaN.
     Loss,
-    /// The loss is finite, the gradient of the last rank's is not.
+    /// The last rank's gradient is not finite, although its loss is.
     Gradient,
-    /// The loss of the last rank is so large that its gradients overflow in f16.
+    /// The last rank's loss is so large that its gradients overflow in f16.
     Overflow,
 }
 
-/// A fault, and the step that it is in, counted from 1.
+/// A fault and its step, counted from 1.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(crate) struct FaultAt {
@@ -27,7 +27,7 @@ pub(crate) struct FaultAt {
 }
 
 impl FaultAt {
-    /// The loss of a micro-batch of this step on this rank.
+    /// Applies the fault to a micro-batch's loss, if the fault affects this step and rank.
     pub(crate) fn apply(
         self,
         loss: Loss,
@@ -42,7 +42,7 @@ impl FaultAt {
             _ if rank + 1 < ranks => return Ok(loss),
             Fault::Loss => (loss.sum() * f64::NAN)?,
             Fault::Gradient => {
-                // The root of 0 has no derivative.
+                // The derivative of the root is infinite at 0.
                 let zero = (loss.sum() - loss.sum().detach())?;
                 (loss.sum() + zero.sqr()?.sqrt()?)?
             }

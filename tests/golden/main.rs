@@ -1,13 +1,13 @@
-//! What a change of structure must not change: the bits of losses, norms, weights and their averages,
-//! and the calls and bytes of every collective, for every kind of training.
+//! Golden tests: a refactoring must keep the bits of losses, norms, weights and their averages, and
+//! the calls and bytes of every collective, for every kind of training.
 //!
-//! They are on record in `record.json`. Bits depend on the vector instructions of matrix products, so
-//! each CPU family has its own record. Cases in bf16 have one more for CPUs with bf16 instructions. On a
-//! family without a record, losses and norms are compared with another family's to a tolerance.
+//! `record.json` holds the expected values. Bits depend on the vector instructions of matrix
+//! products, so each CPU family has its own record. Cases in bf16 have one more for CPUs with bf16
+//! instructions. On a CPU family without a record, losses and norms are compared with another
+//! family's to a tolerance.
 //!
-//! After a change that is meant to change them:
-//! `UPDATE_GOLDEN=1 cargo test --test golden`, which writes this CPU's bits and forgets those of other
-//! CPUs that they contradict.
+//! After an intended change, run `UPDATE_GOLDEN=1 cargo test --test golden`. It records this CPU's
+//! bits. If a case's bits changed, it drops the outdated bits of other CPUs.
 
 mod case;
 mod cases;
@@ -28,7 +28,7 @@ use std::path::Path;
 
 use record::{Against, Record};
 
-/// Whatever a test's output is captured to, people see this.
+/// Prints to the real stderr, past the test harness's capture.
 fn tell(text: &str) {
     let _ = writeln!(std::io::stderr(), "{text}");
 }

@@ -1,4 +1,4 @@
-//! What a `Trainer` trains, and its data.
+//! The modules that a `Trainer` trains, and their data.
 
 use candle_core::{Device, Tensor};
 use fulgurite::core::trainer::{OptimizerSetup, Optimizers};
@@ -9,14 +9,14 @@ use serde::{Deserialize, Serialize};
 use crate::fault::FaultAt;
 use crate::pair::Pair;
 
-/// What is not set is not written, so that configurations without these keys are what they were.
+/// Unset keys are not serialised, so that older configurations keep their serialised form.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields, default)]
 pub(crate) struct ModelConfig {
-    /// The step that goes wrong.
+    /// The fault to inject.
     #[serde(skip_serializing_if = "Option::is_none")]
     fault: Option<FaultAt>,
-    /// Whether the pair steps every second time only.
+    /// Whether the pair's optimizers update only every second step.
     #[serde(skip_serializing_if = "std::ops::Not::not")]
     accumulates: bool,
 }
@@ -125,7 +125,7 @@ impl LightningModule for LitPair {
 
 impl Hooks<Samples> for LitPair {}
 
-/// Samples of the tests' support, shuffled.
+/// Shuffled samples of the test support.
 pub(crate) struct Samples;
 
 #[derive(Debug, Serialize, Deserialize)]

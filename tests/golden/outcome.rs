@@ -1,4 +1,4 @@
-//! What came of a case.
+//! The outcome of a case.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -6,12 +6,12 @@ use std::fmt;
 use fulgurite_core::collective::Counter;
 use serde::{Deserialize, Serialize};
 
-/// The bits of a number; all NaN are one, since their sign is not the same everywhere.
+/// Returns the bits of a number. All NaN count as one, because a NaN's sign is not portable.
 pub(crate) fn bits(number: f64) -> u64 {
     if number.is_nan() { f64::NAN.to_bits() } else { number.to_bits() }
 }
 
-/// FNV-1a of the bits.
+/// FNV-1a hash of the bits.
 fn digest<T: Into<f64>>(values: Vec<T>) -> u64 {
     let bytes = values.into_iter().flat_map(|value| value.into().to_le_bytes());
     bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
@@ -24,7 +24,7 @@ pub(crate) fn digests<T: Into<f64>>(tensors: BTreeMap<String, Vec<T>>) -> BTreeM
     tensors.into_iter().map(|(name, values)| (name, digest(values))).collect()
 }
 
-/// How often a collective was called, and with how many bytes in all; `3 calls, 120 bytes` on record.
+/// Calls and total bytes of a collective. Recorded as `3 calls, 120 bytes`.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(into = "String", try_from = "String")]
 pub(crate) struct Calls {
@@ -56,10 +56,10 @@ impl TryFrom<String> for Calls {
     }
 }
 
-/// What was communicated, by phase of the training and `group collective`.
+/// Collective calls, by phase of the training and `group collective`.
 pub(crate) type Tally = BTreeMap<String, BTreeMap<String, Calls>>;
 
-/// Adds what was counted to a phase's tally, and counts anew.
+/// Adds the counter's calls to a phase's tally and resets the counter.
 pub(crate) fn count(tally: &mut Tally, phase: &str, counter: &Counter) {
     let of_phase = tally.entry(phase.to_owned()).or_default();
     for ((group, collective), record) in counter.snapshot() {
@@ -70,19 +70,19 @@ pub(crate) fn count(tally: &mut Tally, phase: &str, counter: &Counter) {
     counter.reset();
 }
 
-/// What came of a case on one rank, or, with the tallies of all ranks, on all.
+/// The outcome of a case on one rank, or on all ranks with one tally per rank.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Outcome {
-    /// Numbers by step: losses, norms, and what else a run tells.
+    /// Series of numbers by name: losses, norms and other logged values.
     pub(crate) numbers: BTreeMap<String, Vec<f64>>,
     /// Digests of tensors by kind (weights, averages) and name.
     pub(crate) tensors: BTreeMap<String, BTreeMap<String, u64>>,
-    /// By rank.
+    /// One tally per rank.
     pub(crate) tallies: Vec<Tally>,
 }
 
 impl Outcome {
-    /// Whether numbers and tensors are the same to the bit.
+    /// Whether numbers and tensors are bitwise equal.
     fn computed_as(&self, other: &Self) -> bool {
         let of_steps = |numbers: &BTreeMap<String, Vec<f64>>| -> Vec<(String, Vec<u64>)> {
             let bits = |steps: &Vec<f64>| steps.iter().map(|number| bits(*number)).collect();
@@ -91,7 +91,7 @@ impl Outcome {
         self.tensors == other.tensors && of_steps(&self.numbers) == of_steps(&other.numbers)
     }
 
-    /// Of the ranks' outcomes, which must be equal but for what they communicated.
+    /// Merges the ranks' outcomes. Only their tallies may differ.
     pub(crate) fn of_ranks(what: &str, mut ranks: Vec<Self>) -> Self {
         let tallies = ranks.iter_mut().flat_map(|rank| std::mem::take(&mut rank.tallies)).collect();
         let first = ranks.swap_remove(0);

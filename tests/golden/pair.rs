@@ -5,17 +5,17 @@ use fulgurite_core::Result;
 use fulgurite_core::module::{Module as _, ModuleBuilder, Unit};
 use fulgurite_core::nn::{Linear, Loss};
 
-/// Numbers of a sample: its tokens.
+/// Tokens per sample.
 const WIDTH: usize = 5;
 
-/// A generator that learns to double, and a critic that learns how far off it is.
+/// A generator that learns to double its input, and a critic that predicts the generator's error.
 pub(crate) struct Pair {
     generator: Unit<Linear>,
     critic: Linear,
 }
 
 impl Pair {
-    /// The names of the optimizers, in the order of their steps; their parameters begin with them.
+    /// The optimizers' names, in step order. Each name is its parameters' prefix.
     pub(crate) const OPTIMIZERS: [&'static str; 2] = ["critic", "generator"];
 
     pub(crate) fn new(b: &ModuleBuilder) -> Result<Self> {
@@ -25,7 +25,7 @@ impl Pair {
         })
     }
 
-    /// The loss of the optimizer of this name.
+    /// Returns the loss that the named optimizer minimises.
     pub(crate) fn loss(&self, optimizer: &str, ids: &Tensor) -> Result<Loss> {
         let x = (ids.to_dtype(DType::F32)? * 0.1)?;
         let y = self.generator.forward(&x)?;

@@ -1,4 +1,4 @@
-//! The file, and the comparison with it.
+//! `record.json`, and the comparison of outcomes with it.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -7,8 +7,8 @@ use serde::{Deserialize, Serialize};
 
 use crate::outcome::{Calls, Outcome, Tally, bits};
 
-/// The CPU's family: what the bits of products depend on. Only products in `half` depend on instructions
-/// for bf16.
+/// Returns the CPU's family, on which the bits of matrix products depend. Instructions for bf16
+/// only matter in `half` precision.
 pub(crate) fn cpu(half: bool) -> String {
     #[cfg(target_arch = "x86_64")]
     let vectors = match () {
@@ -25,11 +25,11 @@ pub(crate) fn cpu(half: bool) -> String {
     format!("{} {} {vectors}{bf16}", std::env::consts::OS, std::env::consts::ARCH)
 }
 
-/// Values whose bits are on record, as 16 hexadecimal digits each.
+/// Recorded values, each as 16 hexadecimal digits of its bits.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Bits {
-    /// Numbers by step, with a blank between.
+    /// Series by name, with spaces between the values.
     numbers: BTreeMap<String, String>,
     /// Digests of tensors, by kind and name.
     tensors: BTreeMap<String, BTreeMap<String, String>>,
@@ -58,8 +58,10 @@ impl Bits {
         }
     }
 
-    /// The first number or tensor whose bits are others; only numbers, to a relative `tolerance`, if
-    /// there is one.
+    /// Compares bits with the record. With a `tolerance`, compares only numbers, relatively.
+    ///
+    /// # Errors
+    /// The first number or tensor that differs.
     fn compare(&self, found: &Self, tolerance: Option<f64>) -> Result<(), String> {
         let steps = |line: &str| line.split(' ').map(str::to_owned).collect::<Vec<_>>();
         let mut first: Option<(usize, String)> = None;
@@ -71,7 +73,7 @@ impl Bits {
             }
             for (i, (recorded, found)) in recorded.iter().zip(&found).enumerate() {
                 let (a, b) = (number(recorded), number(found));
-                // Infinities and NaN have no distance.
+                // A tolerance cannot compare infinities and NaN.
                 let near = |tolerance| a.is_finite() && (a - b).abs() <= tolerance * a.abs();
                 let same = recorded == found || tolerance.is_some_and(near);
                 if !same && first.as_ref().is_none_or(|(step, _)| i < *step) {
@@ -107,7 +109,7 @@ impl Bits {
     }
 }
 
-/// The values of both maps, by key.
+/// Pairs the values of both maps by key.
 fn union<'a, V>(
     a: &'a BTreeMap<String, V>,
     b: &'a BTreeMap<String, V>,
@@ -129,13 +131,13 @@ fn both<'a, V>(
 #[derive(Debug, Clone, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 struct Entry {
-    /// By ranks (those that do the same together), phase, and `group collective`.
+    /// Calls by ranks, phase and `group collective`. Ranks with equal tallies share an entry.
     collectives: BTreeMap<String, Tally>,
-    /// By family of CPU.
+    /// By CPU family.
     bits: BTreeMap<String, Bits>,
 }
 
-/// The tallies of ranks, those that are equal together.
+/// Groups ranks with equal tallies. Keys are rank numbers separated by spaces.
 fn by_ranks(tallies: &[Tally]) -> BTreeMap<String, Tally> {
     let mut groups: Vec<(Vec<String>, &Tally)> = Vec::new();
     for (rank, tally) in tallies.iter().enumerate() {
@@ -147,7 +149,7 @@ fn by_ranks(tallies: &[Tally]) -> BTreeMap<String, Tally> {
     groups.into_iter().map(|(ranks, tally)| (ranks.join(" "), tally.clone())).collect()
 }
 
-/// The tally of a rank.
+/// Returns the tally of a rank.
 fn of_rank(collectives: &BTreeMap<String, Tally>, rank: usize) -> Tally {
     let rank = rank.to_string();
     let mut entries = collectives.iter();
@@ -155,7 +157,10 @@ fn of_rank(collectives: &BTreeMap<String, Tally>, rank: usize) -> Tally {
     found.map(|(_, tally)| tally.clone()).unwrap_or_default()
 }
 
-/// The first collective that was called more or less often or with more or fewer bytes.
+/// Compares every rank's collectives with the record.
+///
+/// # Errors
+/// The first collective with other calls or bytes.
 fn compare_collectives(recorded: &BTreeMap<String, Tally>, found: &[Tally]) -> Result<(), String> {
     for (rank, found) in found.iter().enumerate() {
         let recorded = of_rank(recorded, rank);
@@ -175,20 +180,20 @@ fn compare_collectives(recorded: &BTreeMap<String, Tally>, found: &[Tally]) -> R
     Ok(())
 }
 
-/// Whose bits an outcome was compared with.
+/// The CPU family whose bits an outcome was compared with.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) enum Against {
     SameCpu,
     OtherCpu(String),
 }
 
-/// What is on record, by case.
+/// The recorded outcomes, by case.
 #[derive(Debug, Default, Serialize, Deserialize)]
 #[serde(transparent)]
 pub(crate) struct Record(BTreeMap<String, Entry>);
 
 impl Record {
-    /// Reads the file; where `missing` is fine, there need be none.
+    /// Reads the file. A nonexistent file is an empty record if `missing` is true.
     pub(crate) fn read(file: &Path, missing: bool) -> Self {
         match std::fs::read(file) {
             Err(error) if missing && error.kind() == std::io::ErrorKind::NotFound => {
@@ -213,8 +218,8 @@ impl Record {
         self.0.retain(|name, _| keep(name));
     }
 
-    /// Puts an outcome on record, as the bits of `cpu`. Where these are others than before, those of other
-    /// CPUs are out of date and go.
+    /// Records an outcome as the bits of `cpu`. If they changed, other CPUs' bits are outdated and
+    /// are removed.
     pub(crate) fn put(&mut self, name: &str, outcome: &Outcome, cpu: &str) {
         let new = Bits::of(outcome);
         let old = self.0.remove(name).map(|entry| entry.bits).unwrap_or_default();
@@ -225,10 +230,11 @@ impl Record {
         self.0.insert(name.to_owned(), Entry { collectives, bits });
     }
 
-    /// Compares an outcome of `cpu` with what is on record. `tolerance` is for another CPU's numbers.
+    /// Compares an outcome of `cpu` with the record. If the record lacks this CPU's bits,
+    /// `tolerance` applies to another CPU's numbers.
     ///
     /// # Errors
-    /// What differs first.
+    /// The first difference.
     pub(crate) fn compare(
         &self,
         name: &str,
@@ -259,7 +265,7 @@ impl Record {
 mod tests {
     use super::*;
 
-    /// The family of the CPU that runs the case.
+    /// The CPU family that runs the case.
     const OWN: &str = "own";
 
     fn outcome() -> Outcome {
@@ -290,7 +296,7 @@ mod tests {
     }
 
     #[test]
-    fn the_first_difference_is_named() {
+    fn first_difference_is_named() {
         let mut record = Record::default();
         record.put("case", &outcome(), OWN);
         let record: Record = serde_json::from_value(serde_json::to_value(record).unwrap()).unwrap();
@@ -327,7 +333,7 @@ mod tests {
     }
 
     #[test]
-    fn another_cpu_is_compared_to_a_tolerance_and_counts_exactly() {
+    fn other_cpu_numbers_have_a_tolerance() {
         let mut record = Record::default();
         record.put("case", &outcome(), OWN);
         let entry = record.0.get_mut("case").unwrap();
@@ -369,7 +375,7 @@ mod tests {
     }
 
     #[test]
-    fn an_update_keeps_other_cpus_bits_unless_its_own_have_changed() {
+    fn update_drops_contradicted_bits_of_other_cpus() {
         let mut record = Record::default();
         record.put("case", &outcome(), OWN);
         let bits = Bits::of(&outcome());

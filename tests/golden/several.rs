@@ -1,4 +1,4 @@
-//! Cases with a loop of their own and two optimizers.
+//! Runs cases with their own loop and two optimizers.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ use crate::outcome::{Outcome, Tally, count, digests};
 use crate::pair::Pair;
 use crate::training::STEPS;
 
-/// Clips and updates, and returns the step's numbers.
+/// Clips and updates. Returns the step's loss and norm.
 fn end_step(
     fabric: &Fabric,
     optimizer: &mut FabricOptimizer,
@@ -36,7 +36,7 @@ fn end_step(
     Ok(StepNumbers { loss, grad_norm })
 }
 
-/// A case on one rank.
+/// Runs a case on one rank.
 fn run_rank(world: Arc<dyn ProcessGroup>, case: &Several) -> Result<Outcome> {
     let (counter, mut tally) = (Counter::default(), Tally::new());
     let world = counter.watch(world);
@@ -82,7 +82,7 @@ fn run_rank(world: Arc<dyn ProcessGroup>, case: &Several) -> Result<Outcome> {
     Ok(Outcome { numbers, tensors, tallies: vec![tally] })
 }
 
-/// A case on all ranks.
+/// Runs a case on all ranks.
 pub(crate) fn run(name: &str, ranks: usize, case: &Several) -> Outcome {
     let outcomes = run_ranks(ranks, |world| run_rank(world, case));
     Outcome::of_ranks(name, outcomes.unwrap_or_else(|error| panic!("{name}: {error}")))

@@ -1,5 +1,4 @@
-//! Cases of how a `Trainer` does a step: reads late, by manual optimization, beside other features, and where something
-//! goes wrong.
+//! Cases of a `Trainer`'s steps: late reads, faults, manual optimization, other features and f16.
 
 use crate::case::{Case, Trained, TrainedModule};
 use crate::cases::{trained, with_keys};
@@ -8,7 +7,7 @@ pub(crate) fn all() -> Vec<Case> {
     [late(), faults(), manual(), features(), f16()].concat()
 }
 
-/// Steps whose numbers are read one step later, unless they are logged.
+/// Steps whose loss and norm are read one step late unless logged.
 fn late() -> Vec<Case> {
     const AVERAGES: &[&str] = &[
         "trainer.late_reads=true",
@@ -99,7 +98,7 @@ fn late() -> Vec<Case> {
     ]
 }
 
-/// Steps in which nothing counts, and losses and gradients that are not finite.
+/// Ignored steps, and losses and gradients that are not finite.
 fn faults() -> Vec<Case> {
     const IGNORED: &[&str] = &[
         "trainer.strategy=ddp",
@@ -157,7 +156,7 @@ fn faults() -> Vec<Case> {
     ]
 }
 
-/// Two optimizers, which the module steps by itself.
+/// Manual optimization with two optimizers.
 fn manual() -> Vec<Case> {
     const TURNS: &[&str] = &[
         "trainer.strategy=ddp",
@@ -210,7 +209,7 @@ fn manual() -> Vec<Case> {
     ]
 }
 
-/// Adapters, quantised weights, replicas apart, and a mean of the weights.
+/// Adapters, quantised weights, separate replicas (DiLoCo), and a mean of the weights.
 fn features() -> Vec<Case> {
     const ADAPTERS: &[&str] = &[
         "trainer.strategy=fsdp",
@@ -276,7 +275,7 @@ fn features() -> Vec<Case> {
     ]
 }
 
-/// Steps with a loss scale, one of which overflows.
+/// Steps with a loss scale, including an overflow.
 fn f16() -> Vec<Case> {
     const OVERFLOW: &[&str] = &[
         "trainer.strategy=fsdp",

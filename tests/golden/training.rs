@@ -1,4 +1,4 @@
-//! Cases with a loop of their own, over a `Fabric`.
+//! Runs cases with their own loop over a `Fabric`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -20,19 +20,20 @@ use fulgurite_test_support::training::{
     Classifier, DecoderTraining, ROUTE, Toy, Training, gather_weights, images, init, strategy,
 };
 
-/// Steps on record, and those before a save that is resumed from.
+/// Recorded steps.
 pub(crate) const STEPS: usize = 5;
+/// Steps before the save that a case resumes from.
 const STEPS_BEFORE: usize = 2;
 
-/// What a case makes of a micro-batch's loss.
+/// A case's change to a micro-batch's loss.
 type Change<'a> = &'a dyn Fn(Loss) -> Result<Loss>;
 
 /// A rank's model in training.
 trait InTraining {
     fn parts(&mut self) -> (&Fabric, &mut FabricOptimizer);
-    /// Steps done.
+    /// Returns the number of finished steps.
     fn steps(&self) -> u64;
-    /// One micro-batch, forward and backward. `last` says whether gradients synchronise.
+    /// Runs forward and backward of one micro-batch. Gradients synchronise if `last` is true.
     fn micro_step(&self, micro: usize, last: bool, change: Change) -> Result<()>;
     fn end_step(&mut self);
 }
@@ -67,13 +68,13 @@ impl InTraining for DecoderTraining {
     }
 }
 
-/// A model without a training of its own in the tests' support.
+/// A training of a model that the test support does not train itself.
 struct Plain<M> {
     fabric: Fabric,
     model: M,
     optimizer: FabricOptimizer,
     step: usize,
-    /// Of part `index` of `parts` of a step's global batch.
+    /// The loss of part `index` of `parts` of a step's global batch.
     loss: fn(&M, step: usize, index: usize, parts: usize) -> Result<Loss>,
     accumulate: usize,
 }
@@ -101,7 +102,7 @@ fn parse<T: DeserializeOwned>(json: &str) -> Result<T> {
     serde_json::from_str(json).map_err(Error::other)
 }
 
-/// A rank's model, as a case or what it resumes from has it.
+/// Sets up `model` on one rank, under the case's strategy or the strategy it resumes from.
 fn set_up(
     world: Arc<dyn ProcessGroup>,
     case: &Fabricated,
@@ -168,8 +169,8 @@ fn set_up(
     })
 }
 
-/// The micro-batches of one optimizer step, and its update. Returns the step's numbers or, if steps are late, those of the
-/// step before, which `unread` holds.
+/// Runs one optimizer step: its micro-batches and the update. Returns the step's loss and norm. If
+/// steps are late, returns the previous step's, which `unread` holds, and stores this step there.
 fn step(
     training: &mut dyn InTraining,
     case: &Fabricated,
@@ -209,7 +210,7 @@ fn step(
     Ok(numbers)
 }
 
-/// The numbers of the last step, if they have not been read.
+/// Reads the last step's loss and norm, if still unread.
 fn read_last(
     training: &mut dyn InTraining,
     unread: &mut Option<PendingStep>,
@@ -217,7 +218,7 @@ fn read_last(
     unread.take().map(|last| training.parts().1.read(last)).transpose()
 }
 
-/// Trains for some steps as a case resumes from, and saves.
+/// Trains for `STEPS_BEFORE` steps under the strategy to resume from, and saves.
 fn save(case: &Fabricated, resume: &Resume, path: &Path) -> Result<()> {
     run_ranks(resume.ranks, |world| {
         let model = Model::Decoder(resume.variant);
@@ -236,7 +237,7 @@ fn save(case: &Fabricated, resume: &Resume, path: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Goes on from what was saved.
+/// Loads the saved checkpoint and skips its steps.
 fn load(training: &mut dyn InTraining, resume: &Resume, path: &Path) -> Result<()> {
     let (fabric, optimizer) = training.parts();
     match resume.full {
@@ -247,17 +248,17 @@ fn load(training: &mut dyn InTraining, resume: &Resume, path: &Path) -> Result<(
     Ok(())
 }
 
-/// The numbers of the steps of a case.
+/// Losses and norms of a case's steps.
 #[derive(Default)]
 struct Steps {
     losses: Vec<f64>,
     norms: Vec<f64>,
-    /// The step whose loss or norm was not finite.
+    /// The step with a non-finite loss or norm.
     failed: Option<u64>,
 }
 
 impl Steps {
-    /// Adds a step's numbers, and returns whether the training goes on.
+    /// Adds a step's loss and norm. Returns whether the training continues.
     fn add(&mut self, numbers: Result<Option<StepNumbers>>) -> Result<bool> {
         match numbers {
             Ok(Some(StepNumbers { loss, grad_norm })) => {
@@ -278,7 +279,7 @@ impl Steps {
     }
 }
 
-/// A case on one rank.
+/// Runs a case on one rank.
 fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Result<Outcome> {
     let (counter, mut tally) = (Counter::default(), Tally::new());
     let world = counter.watch(world);
@@ -316,7 +317,7 @@ fn run_rank(world: Arc<dyn ProcessGroup>, case: &Fabricated, saved: &Path) -> Re
     Ok(Outcome { numbers, tensors, tallies: vec![tally] })
 }
 
-/// A case on all ranks.
+/// Runs a case on all ranks.
 pub(crate) fn run(name: &str, ranks: usize, case: &Fabricated) -> Outcome {
     let scratch = tempfile::tempdir().expect("a directory for temporary files");
     let saved = scratch.path().join("saved");

@@ -1,4 +1,4 @@
-//! Cases that a `Trainer` drives.
+//! Runs cases with a `Trainer`.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -19,18 +19,19 @@ use crate::case::{Trained, TrainedModule};
 use crate::modules::{Lit, LitPair, ModelConfig, Samples, SamplesConfig};
 use crate::outcome::{Outcome, Tally, count, digests};
 
-/// What a rank saw of its run.
+/// A rank's observations of its run.
 #[derive(Default)]
 struct Seen {
-    /// What it communicated until the last step had ended, without what was saved then.
+    /// Collectives until the end of the last step, without the final save.
     tally: Tally,
-    /// Loss and norm after each step, if they were read.
+    /// Loss and norm after each step, if the callback reads them.
     metrics: Vec<[f64; 2]>,
-    /// The step after which an error ended the run, and the state that this left: the rank's shards and its optimizers'.
+    /// The last step before an error ended the run, and the state then: this rank's shards and its
+    /// part of the optimizers' state.
     left: Option<(u64, BTreeMap<String, Vec<f64>>)>,
 }
 
-/// Notes what the rank sees.
+/// Records the rank's observations.
 struct Watch {
     counter: Counter,
     reads_metrics: bool,
@@ -71,7 +72,7 @@ impl Hooks for Watch {
     }
 }
 
-/// The rank's shards, and its part of the optimizers' state.
+/// Returns the rank's shards and its part of the optimizers' state.
 fn state(ctx: &mut HookContext) -> Result<BTreeMap<String, Vec<f64>>> {
     let values = |tensor: &Tensor| -> Result<_> { Ok(tensor.to_dtype(DType::F64)?.to_vec1()?) };
     let mut tensors = BTreeMap::new();
@@ -102,16 +103,16 @@ impl EventSink for Events {
     }
 }
 
-/// What came of a training.
+/// The result of a training.
 struct Fit {
-    /// Of rank 0.
+    /// Rank 0's events.
     events: Vec<Event>,
-    /// By rank.
+    /// Observations by rank.
     seen: Vec<Seen>,
     result: Result<()>,
 }
 
-/// Trains on the ranks.
+/// Trains on `ranks` ranks.
 fn fit<M>(ranks: usize, dir: &Path, keys: &[&str], reads_metrics: bool) -> Result<Fit>
 where
     M: LightningModule<Config = ModelConfig, Data = Samples>,
@@ -147,7 +148,7 @@ where
     Ok(Fit { events, seen: seen.iter().map(take).collect(), result: result.map(drop) })
 }
 
-/// Digests of all tensors of a checkpoint's part.
+/// Returns digests of all tensors of a checkpoint's model or optimizer.
 fn saved(source: &dyn TensorSource) -> Result<BTreeMap<String, u64>> {
     let read = |name: &str| {
         let region = Region::full(&source.info(name).expect("it has what it names").shape);
@@ -157,7 +158,7 @@ fn saved(source: &dyn TensorSource) -> Result<BTreeMap<String, u64>> {
     Ok(digests(source.names().into_iter().map(read).collect::<Result<BTreeMap<_, _>>>()?))
 }
 
-/// Numbers of a run's steps and validations.
+/// Collects the logged values of steps and validations, by name.
 fn numbers(events: &[Event]) -> BTreeMap<String, Vec<f64>> {
     let mut numbers = BTreeMap::<String, Vec<f64>>::new();
     for event in events {
@@ -179,7 +180,7 @@ fn numbers(events: &[Event]) -> BTreeMap<String, Vec<f64>> {
     numbers
 }
 
-/// What a run saved.
+/// Returns digests of a checkpoint's tensors, by kind.
 fn checkpoint(path: &Path) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
     let checkpoint = AnyCheckpoint::open(path)?;
     let mut tensors = BTreeMap::from([("weights".to_owned(), saved(checkpoint.model())?)]);
@@ -189,7 +190,8 @@ fn checkpoint(path: &Path) -> Result<BTreeMap<String, BTreeMap<String, u64>>> {
     Ok(tensors)
 }
 
-/// What a run told, saw and saved; or left, if it is to fail.
+/// Collects a run's outcome: its events, observations and last checkpoint. For a failing run, takes
+/// the state at the error in place of the checkpoint.
 fn outcome(fit: Fit, dir: &Path, case: &Trained) -> Result<Outcome> {
     let Fit { events, seen, result } = fit;
     let mut numbers = numbers(&events);
@@ -244,7 +246,7 @@ where
     outcome(fitted, scratch.path(), case)
 }
 
-/// A case on all ranks.
+/// Runs a case on all ranks.
 pub(crate) fn run(name: &str, ranks: usize, case: &Trained) -> Outcome {
     let outcome = match case.module {
         TrainedModule::Transformer => {

@@ -1,5 +1,5 @@
-//! The core of Fulgurite under one name: every trait, the trainer, parameters, units, meshes,
-//! optimizers and layers. It has no strategy and no transport; those are plugins.
+//! The core of Fulgurite under one name: the traits, the trainer, parameters, units, meshes,
+//! optimizers and layers. Strategies and transports are plugins, in crates of their own.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};

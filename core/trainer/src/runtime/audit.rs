@@ -14,18 +14,18 @@ use fulgurite_engine::parameter::{Parameter, UnusedBecause};
 use fulgurite_engine::shard::Placement;
 use serde::{Deserialize, Serialize};
 
-/// What a trainable parameter without a gradient on any rank means: `trainer.unused_parameters`.
-/// After the first step the optimizer leaves it alone, as in PyTorch, unless this is
-/// [`Zero`](Self::Zero).
+/// The reaction to a trainable parameter without a gradient on any rank
+/// (`trainer.unused_parameters`). After the first step the optimizer leaves such a parameter alone,
+/// as in PyTorch, unless this is [`Zero`](Self::Zero).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum UnusedParameters {
-    /// An error in the first step, which names them.
+    /// An error in the first step, which names the parameters.
     #[default]
     Error,
-    /// Their gradient is zero in any step, so weight decay and momentum still move them.
+    /// Their gradient is zero in every step, so weight decay and momentum still change them.
     Zero,
-    /// They are left alone.
+    /// The optimizer leaves them alone.
     Ignore,
 }
 
@@ -35,14 +35,14 @@ impl ConfigType for UnusedParameters {
     }
 }
 
-/// What this rank knows of why parameters have no gradient, a sentence for each cause.
+/// Explains why `unused` parameters got no gradient on this rank, in one sentence per cause.
 fn causes(unused: &[&Parameter]) -> String {
     let sentence = |cause: UnusedBecause| {
         let of = unused.iter().filter(|parameter| parameter.unused_because() == cause);
         let of: Vec<String> = of.map(|parameter| format!("`{}`", parameter.fqn())).collect();
         let of = match of.len() {
             0 => return String::new(),
-            // They are named already.
+            // The error names them already.
             n if n == unused.len() => "them".to_owned(),
             _ => of.join(", "),
         };
@@ -70,8 +70,8 @@ fn causes(unused: &[&Parameter]) -> String {
 
 impl StrategyRuntime {
     /// Checks that every trainable parameter of an optimizer got a gradient on some rank in this
-    /// step. Collective over the world in the first step. Later, ranks tell each other with the
-    /// [totals](Self::step_totals).
+    /// step. Only the first step is audited, in a collective over the world. In later steps, ranks
+    /// report unused parameters with the [totals](Self::step_totals).
     pub(crate) fn audit_gradients(&self, optimizer: usize, policy: UnusedParameters) -> Result<()> {
         let slots = self.context()?.slots;
         let RuntimeState { steps, delivered, first_is_built, .. } = &mut *self.lock_state()?;
@@ -119,9 +119,9 @@ impl StrategyRuntime {
         Ok(())
     }
 
-    /// Checks that tensor-parallel ranks have equal gradients of replicated parameters. They differ
-    /// if a plan cuts sequences and leaves out a layer that computes on the parts. Collective over
-    /// the tensor-parallel group.
+    /// Checks that replicated parameters have equal gradient norms on all tensor-parallel ranks.
+    /// The norms differ if a plan shards sequences but leaves out a layer that computes on the
+    /// shards. Collective over the tensor-parallel group.
     fn check_replicated_gradients(&self, optimizer: usize) -> Result<()> {
         let Ok(group) = self.mesh().group(TENSOR_PARALLEL) else { return Ok(()) };
         if group.size() == 1 {
@@ -141,7 +141,7 @@ impl StrategyRuntime {
             read::scalar(&grad.to_dtype(DType::F64)?.sqr()?.sum_all()?, "first step's check")
         };
         let own = parameters.iter().map(squares).collect::<Result<Vec<f64>>>()?;
-        // As bits, so that the number of bytes does not depend on the values.
+        // Hexadecimal bits, so that the message size does not depend on the values.
         let own: Vec<String> =
             own.iter().map(|square| format!("{:016x}", square.to_bits())).collect();
         let value =

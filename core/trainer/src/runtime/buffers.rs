@@ -1,4 +1,4 @@
-//! Buffers of data-parallel ranks, made equal after each step.
+//! Makes the buffers of data-parallel ranks equal after each step.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_config::ConfigType;
@@ -9,17 +9,17 @@ use serde::{Deserialize, Serialize};
 use super::StrategyRuntime;
 use crate::Result;
 
-/// How the buffers of data-parallel ranks are made equal after each optimizer step: `trainer.sync_buffers`.
-/// One collective for all of them, and none if a model has no buffers.
+/// Synchronisation of data-parallel ranks' buffers after each optimizer step
+/// (`trainer.sync_buffers`). One collective covers all buffers; a model without buffers skips it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SyncBuffers {
-    /// All get those of the first rank (`broadcast_buffers` of PyTorch's DDP).
+    /// All ranks get rank 0's buffers (`broadcast_buffers` of PyTorch's DDP).
     #[default]
     Broadcast,
-    /// All get the mean of all ranks; of integers, rounded.
+    /// All ranks get the mean, which is rounded for integers.
     Mean,
-    /// They stay apart, as on each rank. Checkpoints have those of rank 0.
+    /// Each rank keeps its own buffers. Checkpoints save rank 0's.
     None,
 }
 
@@ -30,8 +30,8 @@ impl ConfigType for SyncBuffers {
 }
 
 impl StrategyRuntime {
-    /// Makes the buffers of the ranks along `dim` equal: of all data-parallel ranks, or of one replica's.
-    /// Collective over them if the model has any.
+    /// Makes buffers equal over the ranks along `dim`: all data-parallel ranks (`DP_CP`), or the
+    /// ranks of one replica (`DP_SHARD_CP`). Collective over these ranks if the model has buffers.
     pub(super) fn synchronise_buffers(&self, dim: &str) -> Result<()> {
         let buffers = self.tree()?.buffers();
         let group = self.mesh().group(dim)?;

@@ -13,7 +13,7 @@ use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::optim::StateTensor;
 
 impl StrategyRuntime {
-    /// Makes replicas equal before a save. Collective.
+    /// Makes replicas equal before a save, buffers included. Collective.
     pub(crate) fn prepare_save(&self) -> Result<()> {
         let strategy = &mut self.lock_state()?.strategy;
         let differ = strategy.replicas_differ();
@@ -21,24 +21,24 @@ impl StrategyRuntime {
         if differ { self.synchronise_buffers(DP_CP) } else { Ok(()) }
     }
 
-    /// Makes replicas equal that have trained on their own. Collective.
+    /// Makes replicas equal if they have trained separately. Collective.
     pub(crate) fn unite_replicas(&self) -> Result<()> {
         let differ = self.lock_state()?.strategy.replicas_differ();
         if differ { self.prepare_save() } else { Ok(()) }
     }
 
-    /// Makes the optimizers' states equal on replicas before a save, after [`prepare_save`](Self::prepare_save).
-    /// Collective.
+    /// Makes the optimizers' states equal on all replicas before a save. Called after
+    /// [`prepare_save`](Self::prepare_save). Collective.
     pub(crate) fn prepare_save_states(&self, states: &[StateTensor]) -> Result<()> {
         self.lock_state()?.strategy.prepare_save_states(states)
     }
 
-    /// State tensors that the strategy has of its own.
+    /// Returns the strategy's own state tensors.
     pub(crate) fn strategy_states(&self) -> Result<Vec<StateTensor>> {
         self.lock_state()?.strategy.state_tensors()
     }
 
-    /// The numbers of the strategy's own state.
+    /// Returns the scalars of the strategy's own state.
     pub(crate) fn strategy_scalars(&self) -> Result<BTreeMap<String, f64>> {
         Ok(self.lock_state()?.strategy.scalars())
     }
@@ -48,12 +48,12 @@ impl StrategyRuntime {
         self.lock_state()?.strategy.load_scalars(scalars)
     }
 
-    /// This rank's part of a distributed checkpoint `name` of the model and these optimizer states:
-    /// the regions that it owns, sharing their memory. Sets mesh and specs in `meta`. Every save,
-    /// also one in the background, goes through it.
+    /// Returns this rank's part of the distributed checkpoint `name`: the regions of the model and
+    /// of these optimizer states that the rank owns. The request shares their memory. Sets mesh and
+    /// specs in `meta`. Every distributed save uses it, in the background too.
     ///
     /// # Errors
-    /// If a state is of a parameter that the model does not have.
+    /// If a state belongs to a parameter that the model lacks.
     pub(crate) fn save_request(
         &self,
         name: &str,
@@ -69,8 +69,8 @@ impl StrategyRuntime {
         Ok(SaveRequest { name, model, optimizer, meta, update_last: false, remove: Vec::new() })
     }
 
-    /// Saves the model and these optimizer states as the full checkpoint `name` of `io`: whole
-    /// tensors, gathered on rank 0 one by one. Sets mesh and specs in `meta`. Collective.
+    /// Saves the model and these optimizer states to `io` as the full checkpoint `name`. Whole
+    /// tensors are gathered on rank 0 one by one. Sets mesh and specs in `meta`. Collective.
     ///
     /// # Errors
     /// As [`checkpoint::save_full`].
@@ -89,8 +89,8 @@ impl StrategyRuntime {
         checkpoint::save_full(io, world, name, tree, coordinate, optimizer, options, &meta)
     }
 
-    /// Fills the model, and these optimizer states if there are any, from a distributed checkpoint
-    /// of any mesh, and makes the model ready for a forward. Returns the differences. Collective.
+    /// Loads a distributed checkpoint of any mesh into the model and, if given, these optimizer
+    /// states. Then makes the model ready for a forward. Returns the differences. Collective.
     ///
     /// # Errors
     /// As [`checkpoint::restore`].

@@ -1,4 +1,4 @@
-//! The magnitudes of adapters (DoRA), which start as norms of the rows of the weights beside them.
+//! Magnitudes of DoRA adapters. Each magnitude starts as the row norms of its weight.
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::autograd::storage;
@@ -12,14 +12,15 @@ use fulgurite_engine::strategy::StrategyContext;
 
 use crate::{Error, Result};
 
-/// What became of each of [`ModuleTree::magnitudes`](fulgurite_engine::module::ModuleTree::magnitudes): this rank's
-/// part of the norms that it was filled with, or `None` once it has values of its own.
+/// The state of each entry of
+/// [`ModuleTree::magnitudes`](fulgurite_engine::module::ModuleTree::magnitudes): this rank's part
+/// of the norms last written into it, or `None` once it was loaded or trained.
 #[derive(Default)]
 pub(super) struct Magnitudes(Vec<Option<Vec<f64>>>);
 
 impl Magnitudes {
-    /// Those of a model that has just got its initial values: norms of the weights that it has. Collective if there
-    /// are any.
+    /// Fills the magnitudes of a freshly initialised model with the norms of its weights.
+    /// Collective if the model has magnitudes.
     pub(super) fn start(context: StrategyContext<'_>) -> Result<Self> {
         let mut own = Self::default();
         for (magnitude, _) in context.tree.magnitudes() {
@@ -29,17 +30,17 @@ impl Magnitudes {
         Ok(own)
     }
 
-    /// After values were written into the model: makes those that nobody has written or trained the norms of the
-    /// weights that there are now, so that adapters start as the model they are beside, whatever it is loaded from.
-    /// Those that came from a checkpoint or an adapter stay. Before the strategy makes the model ready. Collective if
-    /// there are any that nobody had written before.
+    /// Recomputes the norms of untouched magnitudes after values were loaded into the model, so
+    /// that adapters do not change the loaded model's outputs at first. Magnitudes that were loaded
+    /// or trained keep their values. Called before the strategy makes the model ready for a
+    /// forward. Collective if any magnitude was untouched before the load.
     pub(super) fn follow(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let all = context.tree.magnitudes().iter().zip(&mut self.0);
         let mut pending: Vec<_> = all.filter(|(_, filled)| filled.is_some()).collect();
         if pending.is_empty() {
             return Ok(());
         }
-        // Whether a rank found other values, and the squared norms: one sum over all ranks.
+        // One all-reduce sums both: the flags of changed magnitudes, and the squared norms.
         let mut sums = Vec::new();
         for ((magnitude, _), filled) in &pending {
             let written = filled.as_ref() != Some(&values(magnitude)?);
@@ -65,7 +66,7 @@ impl Magnitudes {
             }
             let local = magnitude.local()?;
             if !local.region.is_empty() {
-                // As layers compute the norm.
+                // The dtypes and order in which layers compute the norm.
                 let (offset, n) = (local.region.offsets[0], local.region.sizes[0]);
                 let squares = squares.narrow(0, offset, n)?;
                 let squares = squares.to_dtype(accumulation_dtype(magnitude.compute_dtype()))?;
@@ -78,16 +79,16 @@ impl Magnitudes {
     }
 }
 
-/// This rank's part of a magnitude.
+/// Reads this rank's part of a magnitude.
 fn values(magnitude: &Parameter) -> Result<Vec<f64>> {
     let local = magnitude.local()?.values.flatten_all()?.to_dtype(DType::F64)?;
     read::host(&local.to_device(&Device::Cpu)?)
 }
 
-/// A weight whose rows are asked for, as layers compute with it.
+/// A weight as layers compute with it: dequantised, in the compute dtype.
 struct Rows<'a> {
     weight: &'a Parameter,
-    /// Of a quantised one.
+    /// The scales of a quantised weight.
     scales: Option<&'a Parameter>,
     compute_dtype: DType,
 }
@@ -109,7 +110,7 @@ impl<'a> Rows<'a> {
         Ok(Self { weight, scales, compute_dtype })
     }
 
-    /// The values of a region of this rank's local ones.
+    /// Returns the values of a region that lies within this rank's local region.
     fn values(&self, region: &Region) -> Result<Tensor> {
         let of = |parameter: &Parameter, region: &Region| -> Result<Tensor> {
             let local = parameter.local()?;
@@ -130,7 +131,7 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Adds the squares that this rank owns of a weight, as layers compute with it, to the sums of its rows.
+/// Adds the squares of the elements that this rank owns to the weight's row sums.
 fn add_squared_norms(of: &Rows<'_>, mesh: &DeviceMesh, sums: &mut [f64]) -> Result<()> {
     let weight = of.weight;
     let owned = weight.spec().owned_region(|dim| mesh.coordinate(dim));

@@ -1,5 +1,5 @@
-//! The runtime that owns a [`Strategy`](fulgurite_engine::strategy::Strategy) and implements what
-//! all strategies have in common.
+//! The runtime that owns a [`Strategy`](fulgurite_engine::strategy::Strategy) and does the work
+//! that all strategies share.
 
 mod audit;
 mod buffers;

@@ -36,19 +36,18 @@ pub struct SamplerShare {
 
 /// A strategy with its mesh, its model, and the state of the step.
 ///
-/// Mesh and model are read without a lock. Calls of the strategy hold a lock, which no guard
-/// exposes: a call from within another is an error, not a deadlock.
+/// Mesh and model are read without a lock. Strategy calls hold the state's lock. A nested call is
+/// an error, not a deadlock.
 pub(crate) struct StrategyRuntime {
     mesh: DeviceMesh,
     model: OnceLock<SetUp>,
     synchronise: Arc<AtomicBool>,
     state: Mutex<RuntimeState>,
-    /// What measures, if anything does.
     profiler: OnceLock<Profiler>,
     sync_buffers: Mutex<SyncBuffers>,
-    /// What happens to the parameters of each optimizer that have no gradient, if it was set.
+    /// Policies for parameters without a gradient, by optimizer index. Unset means the default.
     unused: Mutex<BTreeMap<usize, UnusedParameters>>,
-    /// For layers that compute with the batches of all data-parallel ranks.
+    /// The ranks that share a batch, for layers that compute over the global batch.
     batch_ranks: OnceLock<BatchRanks>,
 }
 
@@ -63,17 +62,17 @@ pub(super) struct RuntimeState {
     pub(super) strategy: Box<dyn Strategy>,
     /// By [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer).
     pub(super) steps: Vec<StepState>,
-    /// Whether an optimizer of index 0 was built.
+    /// Whether the optimizer with index 0 was built.
     pub(super) first_is_built: bool,
-    /// Which parameters got a gradient on this rank, since their optimizer's last step.
+    /// Whether each slot's parameter got a gradient on this rank since its optimizer's last step.
     pub(super) delivered: Vec<bool>,
     magnitudes: Magnitudes,
-    /// That of backwards in f16.
+    /// The loss scale, if gradients are computed in f16.
     pub(super) loss_scale: Option<LossScale>,
 }
 
 impl StrategyRuntime {
-    /// Lets the strategy make its mesh. Collective.
+    /// Builds the strategy's mesh. Collective.
     pub(crate) fn new(strategy: Box<dyn Strategy>, world: Arc<dyn ProcessGroup>) -> Result<Self> {
         let mesh = strategy.device_mesh(world)?;
         Ok(Self {
@@ -95,8 +94,11 @@ impl StrategyRuntime {
         })
     }
 
-    /// Locks the state for one call. Since one thread drives a strategy, the lock is taken only if
-    /// this call comes from within another one.
+    /// Locks the state for one call. One thread drives a strategy, so the lock is held already only
+    /// if this call is nested in another.
+    ///
+    /// # Errors
+    /// If the lock is held.
     pub(super) fn lock_state(&self) -> Result<MutexGuard<'_, RuntimeState>> {
         self.state.try_lock().map_err(|_| {
             Error::other(
@@ -107,7 +109,7 @@ impl StrategyRuntime {
         })
     }
 
-    /// Sets what measures, once.
+    /// Sets the profiler. Only the first call has an effect.
     pub(crate) fn set_profiler(&self, profiler: Profiler) {
         self.profiler.get_or_init(|| profiler);
     }
@@ -139,7 +141,7 @@ impl StrategyRuntime {
         })
     }
 
-    /// The parameters' slots; none before [`setup_module`](Self::setup_module).
+    /// The parameters' slots; empty before [`setup_module`](Self::setup_module).
     pub(super) fn slots(&self) -> &[ParameterSlot] {
         self.model.get().map_or(&[], |model| &model.slots)
     }
@@ -161,7 +163,7 @@ impl StrategyRuntime {
         Ok(self.lock_state()?.strategy.saves_distributed_checkpoints())
     }
 
-    /// Lets the strategy distribute a model, and makes it ready for a forward. Collective.
+    /// Distributes a model with the strategy and makes it ready for a forward. Collective.
     pub(crate) fn setup_module(&self, mut tree: ModuleTree, seed: u64) -> Result<()> {
         let mut state = self.lock_state()?;
         state.strategy.setup_module(&mut tree, &self.mesh, seed)?;
@@ -205,12 +207,12 @@ impl StrategyRuntime {
         self.unused.lock().expect("no panic while it is held")
     }
 
-    /// Makes the group of the ranks whose batches are one. Collective.
+    /// Creates the process group of the ranks that share a global batch. Collective.
     fn set_batch_ranks(&self) -> Result<()> {
         if self.mesh.size(DP_CP)? == 1 {
             return Ok(());
         }
-        // Of its own: gradients are reduced in the others while layers compute.
+        // A separate group: gradients are reduced in the mesh's groups while layers compute.
         let dims = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, CONTEXT_PARALLEL];
         let names = self.mesh.layout().names();
         let dims = dims.into_iter().filter(|dim| names.iter().any(|name| name == dim));
@@ -289,9 +291,9 @@ impl StrategyRuntime {
         };
         let sum = scaled.as_ref().unwrap_or(sum);
         strategy.begin_backward(context, synchronise)?;
-        // The reducers have the gradients; candle's store has none.
+        // Gradients are in the reducers, not in candle's store.
         let grads = sum.backward().map_err(|error| explain_difference(error.into()))?;
-        // An optimizer without parameters, such as the first if all others have names, is never audited.
+        // An optimizer without parameters is never audited: the first one if all others have names.
         let is_first = |slot: &ParameterSlot| {
             slot.takes_grad() && steps.get(slot.optimizer()).is_some_and(|step| !step.audited)
         };
@@ -311,8 +313,8 @@ impl StrategyRuntime {
         reduced.map_err(explain_difference)
     }
 
-    /// Checks that a backward has reached a parameter, where the ranks that share parameters wait
-    /// for each other in it.
+    /// Checks that a backward reached at least one parameter, if other ranks share parameters with
+    /// this one: they wait for it in their backward.
     fn check_reached(&self, slots: &[ParameterSlot]) -> Result<()> {
         let sharing = self.mesh.size(DP_SHARD_CP).unwrap_or(1);
         let mut taking = slots.iter().filter(|slot| slot.takes_grad()).peekable();
@@ -325,7 +327,7 @@ impl StrategyRuntime {
         )))
     }
 
-    /// The loss times the scale. Collective in the first backward.
+    /// Multiplies the loss by the loss scale. Collective in the first backward.
     fn scale_loss(&self, loss: &Loss, scale: &mut LossScale) -> Result<Tensor> {
         if !scale.has_begun() {
             let count = Tensor::new(&[loss.count()], &Device::Cpu)?;
@@ -340,7 +342,7 @@ impl StrategyRuntime {
         Ok(self.lock_state()?.loss_scale)
     }
 
-    /// Sets it, if gradients are computed in f16.
+    /// Sets the loss scale, if gradients are computed in f16.
     pub(crate) fn set_loss_scale(&self, scale: LossScale) -> Result<()> {
         if let Some(own) = &mut self.lock_state()?.loss_scale {
             *own = scale;
@@ -348,10 +350,10 @@ impl StrategyRuntime {
         Ok(())
     }
 
-    /// Gives the trainable parameters that `has` chooses a further optimizer, and returns its index.
+    /// Adds an optimizer for the trainable parameters that `has` selects. Returns its index.
     ///
     /// # Errors
-    /// If one of them has such an optimizer already.
+    /// If a selected parameter has an added optimizer already, or if gradients are computed in f16.
     pub(crate) fn add_optimizer(&self, has: &dyn Fn(&str) -> bool) -> Result<usize> {
         let slots = self.context()?.slots;
         let mut state = self.lock_state()?;
@@ -377,16 +379,16 @@ impl StrategyRuntime {
         Ok(index)
     }
 
-    /// Notes that the optimizer of index 0 is built.
+    /// Notes that the optimizer with index 0 was built.
     pub(crate) fn note_first_optimizer(&self) -> Result<()> {
         self.lock_state()?.first_is_built = true;
         Ok(())
     }
 
-    /// The optimizer of a Fabric that has one.
+    /// Returns the index of the sole optimizer.
     ///
     /// # Errors
-    /// If there are several.
+    /// If there are several optimizers.
     pub(crate) fn only_optimizer(&self) -> Result<usize> {
         if self.lock_state()?.steps.len() == 1 {
             return Ok(0);
@@ -403,7 +405,7 @@ impl StrategyRuntime {
         Ok(SamplerShare { num_replicas: group.size(), rank: group.rank() })
     }
 
-    /// Breaks the reference cycle of the strategy, its parameters and their reducers.
+    /// Breaks the reference cycle between the strategy, its parameters and their reducers.
     pub(crate) fn teardown(&self) {
         if let Ok(model) = self.model() {
             model.slots.iter().for_each(ParameterSlot::clear_reducer);
@@ -411,12 +413,12 @@ impl StrategyRuntime {
     }
 }
 
-/// What ends a backward without a word, and what to write in its place.
+/// The hint for a backward that candle ends silently.
 const ZERO_FACTOR: &str = "candle ends a backward at a constant factor of 0, `(loss * 0.0)?`: multiply by a zero \
     tensor, as `Loss::ignored` does, so that the backward runs and its gradients are zero";
 
-/// Adds a cause to an error about ranks that call different collectives: a backward that some rank
-/// has not run.
+/// Adds a likely cause to an error about ranks that call different collectives: some rank did not
+/// run a backward.
 pub(super) fn explain_difference(error: Error) -> Error {
     match error {
         Error::Collective { rank, group, op, message } if message.contains(RANKS_DIFFER) => {
@@ -429,7 +431,8 @@ pub(super) fn explain_difference(error: Error) -> Error {
     }
 }
 
-/// Restores the state before [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync).
+/// Restores the setting before
+/// [`Fabric::no_backward_sync`](crate::fabric::Fabric::no_backward_sync) when dropped.
 #[must_use = "gradients are synchronised again as soon as the guard is dropped"]
 #[derive(Debug)]
 pub struct NoSyncGuard {

@@ -1,7 +1,7 @@
-//! The numbers of an optimizer's step: its loss, its gradient norm, and the end of the step.
+//! An optimizer's step: its loss, its gradient norm and its end.
 //!
-//! Loss and squared norm stay on their device until the host reads both at once
-//! ([`read_step`](StrategyRuntime::read_step)), or until ranks sum both there
+//! Loss and squared norm stay on their device. Either the host reads both together
+//! ([`read_step`](StrategyRuntime::read_step)), or ranks sum both on the device
 //! ([`sum_on_device`](StrategyRuntime::sum_on_device)).
 
 use std::collections::BTreeMap;
@@ -20,17 +20,17 @@ use fulgurite_engine::strategy::{Loss, StepTotals, StrategyContext};
 /// The state of an optimizer's step.
 #[derive(Default)]
 pub(super) struct StepState {
-    /// Loss of the micro-batches so far, on its device.
+    /// Summed loss of the micro-batches so far, on its device.
     pub(super) loss_sum: Option<Tensor>,
     /// Loss and norm after [`read_step`](StrategyRuntime::read_step).
     pub(super) read: Option<ReadAhead>,
     pub(super) count: f64,
-    /// The first count of a micro-batch that is negative or not finite.
+    /// The first micro-batch count that was negative or not finite.
     pub(super) wrong_count: Option<f64>,
     pub(super) totals: Option<StepTotals>,
     /// Whether the first step's gradients were audited.
     pub(super) audited: bool,
-    /// Whether the latest backward did not reduce its gradients over ranks.
+    /// Whether the latest backward skipped the gradient reduction over ranks.
     unsynchronised: bool,
 }
 
@@ -48,15 +48,16 @@ pub(crate) struct DeviceSums {
     loss: Tensor,
     /// The squared norm of the mean gradient: one f64.
     squared_norm: Tensor,
-    /// The factor that makes this rank's gradients the mean.
+    /// The factor that turns this rank's gradients into the mean.
     factor: f64,
-    /// The loss's count, which the host knows.
+    /// The loss's count over all ranks, on the host.
     pub(crate) count: f64,
 }
 
 impl DeviceSums {
-    /// The scale of the step: the mean gradient times `factor`, of at most the norm `max_norm`, and elements of at most
-    /// `clip_value`. If the scale of the step `before` skips, this one does too.
+    /// Returns the step's scale: the mean gradient times `factor`, with its norm clipped to
+    /// `max_norm` and its elements to `clip_value`. If the scale of the step `before` skips the
+    /// update, this one skips too.
     pub(crate) fn scale(
         &self,
         (factor, clip_value): (f64, Option<f64>),
@@ -72,7 +73,7 @@ impl StrategyRuntime {
     /// Checks that the step's last backward reduced gradients over ranks.
     ///
     /// # Errors
-    /// If it did not: each rank would update its parameters with its own gradients.
+    /// If the gradients were not reduced: each rank would update with its own gradients.
     pub(crate) fn check_synchronised(&self, optimizer: usize) -> Result<()> {
         if !self.lock_state()?.steps[optimizer].unsynchronised {
             return Ok(());
@@ -84,16 +85,17 @@ impl StrategyRuntime {
         ))
     }
 
-    /// Whether the host may read a step's numbers after the update. Not so with several optimizers, and not in f16, whose
-    /// loss scale follows from the norm.
+    /// Whether the host may read a step's loss and norm after the update. False with several
+    /// optimizers, and in f16, whose loss scale depends on the norm.
     pub(crate) fn can_defer_reads(&self) -> Result<bool> {
         let state = self.lock_state()?;
         let one = state.steps.len() == 1 && state.loss_scale.is_none();
         Ok(one && state.strategy.capabilities().deferred_reads)
     }
 
-    /// Reads the step's loss and this rank's part of the norm together, for the [totals](Self::step_totals) and the next
-    /// [norm](Self::gradient_norm): one wait for the device instead of two. Not collective.
+    /// Reads the step's loss and this rank's part of the norm together: one wait for the device
+    /// instead of two. The [totals](Self::step_totals) and the next [norm](Self::gradient_norm) use
+    /// these values. Not collective.
     pub(crate) fn read_step(&self, optimizer: usize) -> Result<()> {
         let _phase = self.phase("gradient norm");
         let context = self.context()?;
@@ -105,11 +107,11 @@ impl StrategyRuntime {
         Ok(())
     }
 
-    /// Sums the step's loss and squared norm over all ranks, on their device. The host exchanges the count alone.
-    /// Collective.
+    /// Sums the step's loss and squared norm over all ranks, on their device. Only the count goes
+    /// through the host. Collective.
     ///
     /// # Errors
-    /// Before a backward. On every rank, if the count of a loss is negative or not finite on any.
+    /// Before a backward. On every rank, if any rank's loss count is negative or not finite.
     pub(crate) fn sum_on_device(&self, optimizer: usize) -> Result<DeviceSums> {
         let _phase = self.phase("gradient norm");
         let context = self.context()?;
@@ -123,7 +125,7 @@ impl StrategyRuntime {
         let totals = StepTotals { loss_sum: f64::NAN, count, flags: Vec::new() };
         let factor = state.strategy.grad_scale(&totals, local_count)?;
         let squares = state.squared_norm(context, optimizer)?.on(loss.device())?;
-        // Two products, as the host computes it: the bits are the same.
+        // Two multiplications, as on the host, for the same bits.
         let squares = ((squares * factor)? * factor)?;
         // New memory: the loss may share the memory of its graph.
         let both = Tensor::cat(&[loss.reshape(1)?, squares.reshape(1)?], 0)?;
@@ -131,7 +133,7 @@ impl StrategyRuntime {
             world.run(Collective::all_reduce(&both, ReduceOp::Sum))?;
             [both.narrow(0, 0, 1)?, both.narrow(0, 1, 1)?]
         } else {
-            // Tensor-parallel ranks share the loss; each has its own part of the norm.
+            // Tensor-parallel ranks have the same loss, but each has its own part of the norm.
             let [loss, squares] = [both.narrow(0, 0, 1)?.copy()?, both.narrow(0, 1, 1)?.copy()?];
             dp_cp.run(Collective::all_reduce(&loss, ReduceOp::Sum))?;
             world.run(Collective::all_reduce(&squares, ReduceOp::Sum))?;
@@ -140,16 +142,17 @@ impl StrategyRuntime {
         Ok(DeviceSums { loss, squared_norm, factor, count })
     }
 
-    /// The norm of the mean gradient of an optimizer's parameters, which may be infinite or NaN. Collective.
+    /// Returns the norm of the mean gradient of an optimizer's parameters. It may be infinite or
+    /// NaN. Collective.
     pub(crate) fn gradient_norm(&self, optimizer: usize) -> Result<f64> {
         let is_read = self.lock_state()?.steps[optimizer].read.is_some();
-        // `read_step` has begun the phase of a step that was read.
+        // `read_step` has recorded this phase already.
         let _phase = (!is_read).then(|| self.phase("gradient norm"));
         let scale = self.grad_scale(optimizer)?;
         let context = self.context()?;
         let squares = {
             let state = &mut *self.lock_state()?;
-            // Used once: hooks may change the gradients afterwards.
+            // Taken, not kept: hooks may change the gradients afterwards.
             match state.steps[optimizer].read.take() {
                 Some(read) => read.squared_norm,
                 None => state.squared_norm(context, optimizer)?.read()?,
@@ -160,7 +163,7 @@ impl StrategyRuntime {
         Ok(read::host::<f64>(&squares)?[0].sqrt())
     }
 
-    /// The norm of the mean gradient of each group of an optimizer's parameters. Collective.
+    /// Returns the mean gradient's norm for each group of an optimizer's parameters. Collective.
     pub(crate) fn gradient_norms(
         &self,
         optimizer: usize,
@@ -183,18 +186,19 @@ impl StrategyRuntime {
         Ok(groups.into_iter().zip(norms).collect())
     }
 
-    /// Clears an optimizer's gradients after its update, and makes the model ready for a forward. Collective.
+    /// Clears an optimizer's gradients after its update and makes the model ready for a forward.
+    /// Collective.
     pub(crate) fn finish_step(&self, optimizer: usize) -> Result<()> {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
         state.clear_gradients(context, optimizer);
         state.strategy.finish_step(context)?;
-        // Replicas that train on their own keep their own buffers until they synchronise.
+        // Replicas that train separately keep their own buffers until they synchronise.
         self.synchronise_buffers(if state.strategy.replicas_differ() { DP_SHARD_CP } else { DP_CP })
     }
 
-    /// Forgets a step that failed anywhere before the optimizers' updates, so that the step can begin again. Collective,
-    /// once no collective of the step runs any more.
+    /// Discards a step that failed before the optimizers' updates, so that the step can begin
+    /// again. Collective. No collective of the failed step may still run.
     pub(crate) fn abandon_step(&self) -> Result<()> {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
@@ -203,10 +207,10 @@ impl StrategyRuntime {
         state.strategy.abandon_step(context)
     }
 
-    /// Forgets the gradients of an optimizer's parameters since its last step. Not collective.
+    /// Clears an optimizer's gradients since its last step. Not collective.
     ///
     /// # Errors
-    /// If they were not reduced over the ranks: the strategy still has them.
+    /// If the gradients were not reduced over ranks: the strategy still holds them.
     pub(crate) fn zero_grad(&self, optimizer: usize) -> Result<()> {
         let context = self.context()?;
         let state = &mut *self.lock_state()?;
@@ -222,7 +226,7 @@ impl StrategyRuntime {
 }
 
 impl RuntimeState {
-    /// This rank's part of the squared norm of an optimizer's gradients.
+    /// Returns this rank's part of the squared norm of an optimizer's gradients.
     fn squared_norm(&self, context: StrategyContext<'_>, optimizer: usize) -> Result<SquaredNorm> {
         if self.steps.len() == 1 {
             return self.strategy.squared_norm(context);
@@ -246,8 +250,8 @@ impl RuntimeState {
 }
 
 impl StepState {
-    /// Adds a micro-batch, of whose loss `loss_sum` is the sum. `synchronised` says whether its backward reduces
-    /// gradients over ranks.
+    /// Adds a micro-batch's loss, whose sum is `loss_sum`. `synchronised` says whether its backward
+    /// reduces gradients over ranks.
     pub(super) fn add(&mut self, loss: &Loss, loss_sum: &Tensor, synchronised: bool) -> Result<()> {
         self.loss_sum = Some(match self.loss_sum.take() {
             Some(before) => (before + loss_sum)?,

@@ -1,9 +1,8 @@
-//! A step's loss and count over all ranks, and what ranks tell each other besides if one of them
-//! asks.
+//! A step's loss and count over all ranks, and the ranks' reports of anything unusual.
 //!
-//! The sum and the count travel in one all-reduce. A rank that has more to say sends NaN in place
-//! of its count, so that every rank hears it in the same collective, and all of them exchange
-//! [reports](Report) then. So a step in which nothing is unusual communicates nothing more.
+//! Loss and count share one all-reduce. A rank with more to report sends NaN as its count. All
+//! ranks see the NaN in the result and then exchange [reports](Report). An ordinary step needs no
+//! further collective.
 
 use candle_core::{Device, Tensor};
 use serde::{Deserialize, Serialize};
@@ -18,13 +17,13 @@ use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{Loss, StepTotals};
 
-/// What a rank says of a step if any rank asks. Numbers are bits, since JSON has no NaN.
+/// A rank's report on a step. Counts are f64 bits, because JSON cannot express NaN.
 #[derive(Serialize, Deserialize)]
 struct Report {
     rank: usize,
     count: u64,
     wrong_count: Option<u64>,
-    /// The parameters that have no gradient on this rank, by index.
+    /// Slot indices of the parameters without a gradient on this rank.
     unused: Vec<usize>,
 }
 
@@ -55,12 +54,13 @@ impl StrategyRuntime {
         Ok(totals)
     }
 
-    /// The totals of a loss of which no backward is run. Collective.
+    /// Returns the totals of a loss without a backward. Collective.
     pub(crate) fn totals_of(&self, loss: &Loss) -> Result<StepTotals> {
         self.totals_of_losses(loss.sum_value()?, &[loss.count()])
     }
 
-    /// The same of several losses of this rank, whose sums add up to `loss_sum`. Collective.
+    /// Returns the totals of several losses without a backward. `loss_sum` is the sum over this
+    /// rank's losses. Collective.
     pub(crate) fn totals_of_losses(&self, loss_sum: f64, counts: &[f64]) -> Result<StepTotals> {
         let mut step = StepState::default();
         counts.iter().for_each(|&count| step.add_count(count));
@@ -91,7 +91,7 @@ impl StrategyRuntime {
         Ok(StepTotals { loss_sum: loss[0], count, flags })
     }
 
-    /// What the step's losses count, of all ranks, without reading a loss. Collective.
+    /// Returns the step's loss count over all ranks, without reading a loss. Collective.
     pub(super) fn total_count(&self, state: &RuntimeState, optimizer: usize) -> Result<f64> {
         let unused = self.unused(state, optimizer);
         let step = &state.steps[optimizer];
@@ -101,8 +101,8 @@ impl StrategyRuntime {
         self.answered(read::host::<f64>(&count)?[0], step, &unused)
     }
 
-    /// The factor of this rank's gradients in the optimizer's update. Collective as
-    /// [`step_totals`](Self::step_totals).
+    /// Returns the factor that the optimizer's update applies to this rank's gradients. Collective
+    /// like [`step_totals`](Self::step_totals).
     pub(crate) fn grad_scale(&self, optimizer: usize) -> Result<f64> {
         let state = &mut *self.lock_state()?;
         let totals = self.totals(state, optimizer, &[])?;
@@ -111,13 +111,14 @@ impl StrategyRuntime {
         Ok(state.strategy.grad_scale(&totals, local_count)? / factor)
     }
 
-    /// Sets what happens to an optimizer's parameters without a gradient.
+    /// Sets the policy for an optimizer's parameters without a gradient.
     pub(crate) fn set_unused(&self, optimizer: usize, policy: UnusedParameters) {
         self.unused_policies().insert(optimizer, policy);
     }
 
-    /// The optimizer's parameters that have got no gradient on this rank since its last step, by
-    /// index, if that makes a difference: in the first step the audit asks for them.
+    /// Returns the slot indices of the optimizer's parameters without a gradient on this rank since
+    /// its last step. Empty in the first step, which the audit checks, and under
+    /// [`UnusedParameters::Zero`].
     fn unused(&self, state: &RuntimeState, optimizer: usize) -> Vec<usize> {
         let policy = self.unused_policies().get(&optimizer).copied().unwrap_or_default();
         if !state.steps[optimizer].audited || policy == UnusedParameters::Zero {
@@ -128,12 +129,12 @@ impl StrategyRuntime {
         own.filter(|(_, (_, delivered))| !**delivered).map(|(index, _)| index).collect()
     }
 
-    /// The sum of all counts, if `sum` is one. Otherwise some rank has asked, and all tell what
-    /// they know: parameters without a gradient on any rank lose theirs, which is zero, so that the
-    /// optimizer leaves them alone.
+    /// Returns `sum` if it is finite. Otherwise some rank sent NaN: all ranks exchange reports, and
+    /// the count is summed from them. Parameters without a gradient on every rank lose their zero
+    /// gradient, so that the optimizer leaves them alone.
     ///
     /// # Errors
-    /// On every rank, if a count is negative or not finite on any.
+    /// On every rank, if any rank's count is negative or not finite.
     fn answered(&self, sum: f64, step: &StepState, unused: &[usize]) -> Result<f64> {
         if sum.is_finite() {
             return Ok(sum);
@@ -166,7 +167,7 @@ impl StrategyRuntime {
 }
 
 impl StepState {
-    /// What this rank adds to the sum of counts: its own, or NaN if it has more to say.
+    /// Returns this rank's term of the count's sum: its count, or NaN if it has more to report.
     fn count_or_question(&self, unused: &[usize]) -> f64 {
         let asks = self.wrong_count.is_some() || !unused.is_empty();
         if asks { f64::NAN } else { self.count }
@@ -178,7 +179,7 @@ pub(super) fn is_of(slot: &ParameterSlot, optimizer: usize) -> bool {
     slot.requires_grad() && slot.optimizer() == optimizer
 }
 
-/// The error about a loss of `rank` that counts something else than items.
+/// The error about a loss of `rank` whose count is negative or not finite.
 fn wrong_count(rank: usize, count: f64) -> Error {
     Error::other(format!(
         "the count of the loss on rank {rank} is {count}: a `Loss` is a sum and the number of its items, which is finite and \
