@@ -69,7 +69,7 @@ pub use fulgurite_strategies as strategies;
 
 // Linked for the plugins that they register.
 use fulgurite_accelerators as _;
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_environments as _;
 #[cfg(feature = "mpi")]
 use fulgurite_mpi as _;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use clap::Args;
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::checkpoint::{AsyncSaver, FullOptions};
 use fulgurite_core::collective::all_gather_object;

@@ -4,7 +4,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::checkpoint::{

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_core::checkpoint::FullOptions;
 use fulgurite_core::collective::{Counter, ProcessGroup};
 use fulgurite_core::fabric::{Fabric, FabricOptimizer, PendingStep, StepNumbers, UnusedParameters};

@@ -12,7 +12,7 @@ use fulgurite::core::collective::{ProcessGroup, Solo};
 use fulgurite::core::shard::Region;
 use fulgurite::core::{Error, Result};
 use fulgurite::prelude::*;
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_transports::run_ranks;
 
 /// A directory whose writes wait for a gate, and fail on demand. It notes its operations.

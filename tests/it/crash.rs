@@ -10,7 +10,7 @@ use crate::program::Scratch;
 use fulgurite::core::checkpoint::{
     CheckpointIO, DistributedCheckpoint, LAST, is_temporary, last, latest,
 };
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use rustix::process::{Signal, kill_process};
 
 /// Small random numbers.

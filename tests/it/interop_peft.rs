@@ -14,7 +14,7 @@ use fulgurite::core::checkpoint::{FullOptions, ModelConfig};
 use fulgurite::core::collective::{ProcessGroup, Solo};
 use fulgurite::core::run::{AdapterConfig, QuantizationConfig, TrainerConfig};
 use fulgurite::prelude::*;
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_test_support::hugging_face::read_config;
 use fulgurite_test_support::llama::{Llama, LlamaConfig};
 use fulgurite_transports::run_ranks;

@@ -9,7 +9,7 @@ use fulgurite::core::run::RunConfig;
 use fulgurite::core::shard::Region;
 use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_transports::run_ranks;
 
 use crate::toy::{Events, NoKeys, Numbers, SAMPLES};

@@ -47,7 +47,7 @@
 //! ```
 //!
 //! Bytes are written and read through a [`CheckpointIO`], a plugin; the default is `local` in
-//! `fulgurite-checkpoint`.
+//! `fulgurite-checkpoint-local`.
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 

@@ -13,7 +13,7 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-pub use fulgurite_checkpoint_format as checkpoint;
+pub use fulgurite_checkpoint as checkpoint;
 /// Configuration, and the derive macro [`Documented`](config::Documented).
 pub mod config {
     #[doc(hidden)]

@@ -14,8 +14,8 @@ use super::state::{OptimizerState, ParamUpdate, state_bytes};
 use super::state_dtype::{StateDtype, store};
 use super::step_scale::{GradScale, StepScale};
 use crate::Result;
-use fulgurite_tensor::autograd::storage;
 use fulgurite_module::parameter::Parameter;
+use fulgurite_tensor::autograd::storage;
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), computed in the order of
 /// `torch.optim.AdamW`: `optimizer.type = "adamw"`.

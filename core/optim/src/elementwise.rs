@@ -10,8 +10,8 @@ use rayon::prelude::*;
 use super::state_dtype::{Noise, round};
 use super::step_scale::GradScale;
 use crate::Result;
-use fulgurite_tensor::autograd::storage::{HostElement, with_host, with_host_mut};
 use fulgurite_module::parameter::accumulation_dtype;
+use fulgurite_tensor::autograd::storage::{HostElement, with_host, with_host_mut};
 use fulgurite_tensor::simd::vectorized;
 
 /// Elements per task: few enough that the slices stay in the second-level cache.

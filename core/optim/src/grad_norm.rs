@@ -17,12 +17,12 @@ use candle_core::{DType, Device, Tensor};
 use half::{bf16, f16};
 use rayon::prelude::*;
 
+use crate::{Error, Result};
+use fulgurite_collective::shard::Region;
+use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage::{HostElement, with_host};
 use fulgurite_tensor::execution::read;
-use fulgurite_module::parameter::Parameter;
-use fulgurite_collective::shard::Region;
 use fulgurite_tensor::simd::vectorized;
-use crate::{Error, Result};
 
 /// Elements that are summed as one block. Fixed, because sums depend on it.
 const BLOCK: usize = 1 << 14;
@@ -229,11 +229,11 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use fulgurite_module::module::{ModuleBuilder, ModuleInit};
     use crate::testing::slot;
+    use fulgurite_collective::shard::{Cut, Placement, ShardSpec};
+    use fulgurite_module::module::{ModuleBuilder, ModuleInit};
     use fulgurite_module::parameter::{Init, LocalShard};
     use fulgurite_tensor::random::{Purpose, Stream};
-    use fulgurite_collective::shard::{Cut, Placement, ShardSpec};
 
     /// The whole gradient of a parameter.
     fn full(index: usize, spec: &ShardSpec) -> Vec<f32> {

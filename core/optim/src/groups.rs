@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
+use crate::{Error, Result};
 use fulgurite_module::module::{PATTERN_HELP, any_pattern_matches, idle_pattern};
 use fulgurite_module::parameter::Parameter;
-use crate::{Error, Result};
 
 /// Maximum number of FQNs in an error about a pattern.
 const SHOWN: usize = 6;

@@ -5,9 +5,9 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Tensor};
 
 use super::{GradScale, ParamGroup, StepScale};
-use fulgurite_module::parameter::Parameter;
-use fulgurite_collective::shard::Region;
 use crate::{Error, Result};
+use fulgurite_collective::shard::Region;
+use fulgurite_module::parameter::Parameter;
 
 /// One tensor of an optimizer's state, as a checkpoint stores it.
 #[derive(Debug, Clone)]

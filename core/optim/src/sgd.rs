@@ -11,9 +11,9 @@ use super::optimizer::{Optimizer, OptimizerConfig, StateTensor};
 use super::state::{OptimizerState, ParamUpdate, state_bytes};
 use super::state_dtype::{StateDtype, store};
 use super::step_scale::{GradScale, StepScale};
-use fulgurite_tensor::autograd::storage;
-use fulgurite_module::parameter::Parameter;
 use crate::{Error, Result};
+use fulgurite_module::parameter::Parameter;
+use fulgurite_tensor::autograd::storage;
 
 /// Stochastic gradient descent with optional momentum, computed in the order of
 /// `torch.optim.SGD`: `optimizer.type = "sgd"`.

@@ -8,9 +8,9 @@ use super::elementwise::arithmetic_dtype;
 use super::groups::{self, Hyper, ParamGroup};
 use super::optimizer::StateTensor;
 use super::state_dtype::{Noise, StateDtype};
-use fulgurite_tensor::autograd::storage;
-use fulgurite_module::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
+use fulgurite_module::parameter::{LocalShard, Parameter};
+use fulgurite_tensor::autograd::storage;
 
 /// Parameters, their options, and `N` state tensors each, allocated when first needed.
 pub(super) struct OptimizerState<const N: usize> {

@@ -9,9 +9,9 @@ use half::bf16;
 use serde::{Deserialize, Serialize};
 
 use crate::Result;
+use fulgurite_collective::shard::{Region, Runs};
 use fulgurite_tensor::autograd::storage;
 use fulgurite_tensor::random::{Purpose, Stream};
-use fulgurite_collective::shard::{Region, Runs};
 use fulgurite_tensor::simd::vectorized;
 
 /// The dtype of an optimizer's state: `optimizer.state_dtype = "bf16"`.

@@ -2,8 +2,8 @@
 
 use candle_core::{Device, Tensor};
 
-use fulgurite_tensor::execution::read;
 use crate::{Error, Result};
+use fulgurite_tensor::execution::read;
 
 /// Scaling and clipping of gradients, applied in the optimizer's one pass over memory.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -3,10 +3,10 @@
 use candle_core::{DType, Device, Tensor};
 
 use super::{GradScale, Optimizer, StepScale};
+use fulgurite_collective::shard::Region;
 use fulgurite_module::module::{ModuleBuilder, ModuleInit};
 use fulgurite_module::parameter::{Init, LocalShard, Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_tensor::random::{Purpose, Stream};
-use fulgurite_collective::shard::Region;
 
 /// Builds parameters of these names and lengths on the CPU, with random values.
 pub(super) fn parameters(declared: &[(&str, usize)], dtype: DType) -> Vec<Parameter> {

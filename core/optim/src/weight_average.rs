@@ -7,9 +7,9 @@ use candle_core::Tensor;
 use super::elementwise::{Element, Real, arithmetic_dtype, dispatch, update};
 use super::optimizer::StateTensor;
 use super::step_scale::StepScale;
-use fulgurite_tensor::autograd::storage;
-use fulgurite_module::parameter::{LocalShard, Parameter};
 use crate::{Error, Result};
+use fulgurite_module::parameter::{LocalShard, Parameter};
+use fulgurite_tensor::autograd::storage;
 
 /// An average of the weights over training, to evaluate or publish instead of the weights.
 ///
@@ -472,9 +472,9 @@ mod tests {
     #[test]
     fn shards_average_as_the_whole() {
         // Each "rank" has a range of one tensor; frozen parameters are not averaged.
+        use fulgurite_collective::shard::Region;
         use fulgurite_module::module::{ModuleBuilder, ModuleInit};
         use fulgurite_module::parameter::Init;
-        use fulgurite_collective::shard::Region;
         let declare = |offset: usize, n: usize| {
             let b = ModuleBuilder::new(ModuleInit::default());
             let p = b.parameter("w", [9], Init::ZEROS).unwrap();

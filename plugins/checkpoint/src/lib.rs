@@ -1,7 +1,7 @@
 //! The `checkpoint.io` plugin `local`, the default: a directory of a local or shared file system.
 //!
 //! ```
-//! use fulgurite_checkpoint::LocalDirectory;
+//! use fulgurite_checkpoint_local::LocalDirectory;
 //! use fulgurite_core::checkpoint::CheckpointIO;
 //!
 //! let directory = tempfile::tempdir()?;

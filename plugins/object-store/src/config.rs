@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 use std::sync::Arc;
 
-use fulgurite_checkpoint_format::{CheckpointIO, CheckpointIOConfig};
+use fulgurite_checkpoint::{CheckpointIO, CheckpointIOConfig};
 use fulgurite_config::register_checkpoint_io;
 use fulgurite_error::{Error, Result};
 use object_store::parse_url_opts;

@@ -4,9 +4,7 @@ use std::collections::{BTreeMap, VecDeque};
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use fulgurite_checkpoint_format::{
-    CheckpointIO, CheckpointReader, CheckpointWriter, Entry, MANIFEST,
-};
+use fulgurite_checkpoint::{CheckpointIO, CheckpointReader, CheckpointWriter, Entry, MANIFEST};
 use fulgurite_error::files::check_len;
 use fulgurite_error::{Error, Result};
 use futures_util::{StreamExt, TryStreamExt};

@@ -1,6 +1,6 @@
 //! The objects of a checkpoint.
 
-use fulgurite_checkpoint_format::is_temporary;
+use fulgurite_checkpoint::is_temporary;
 use serde::{Deserialize, Serialize};
 
 /// The object that names the committed version of a checkpoint.
@@ -72,7 +72,7 @@ pub(crate) fn split(path: &str) -> (&str, &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use fulgurite_checkpoint_format::staging_name;
+    use fulgurite_checkpoint::staging_name;
 
     #[test]
     fn save_names_are_parsed() {

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::io::{Error, ErrorKind};
 use std::sync::Arc;
 
-use fulgurite_checkpoint_format::CheckpointReader;
+use fulgurite_checkpoint::CheckpointReader;
 use object_store::path::Path;
 use object_store::{ObjectStore, ObjectStoreExt};
 

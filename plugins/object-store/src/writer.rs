@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use bytes::Bytes;
-use fulgurite_checkpoint_format::CheckpointWriter;
+use fulgurite_checkpoint::CheckpointWriter;
 use fulgurite_error::{Error, Result};
 use object_store::path::Path;
 use object_store::{MultipartUpload, ObjectStore, ObjectStoreExt, PutPayload};

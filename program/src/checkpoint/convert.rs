@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
-use fulgurite_checkpoint::LocalDirectory;
-use fulgurite_checkpoint_format::ModelConfig;
-use fulgurite_checkpoint_format::tools::{self, ConvertOptions, ConvertTarget, Rename};
+use fulgurite_checkpoint::ModelConfig;
+use fulgurite_checkpoint::tools::{self, ConvertOptions, ConvertTarget, Rename};
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_error::{Error, Result, print};
 
 use super::arguments::{Float, Size};

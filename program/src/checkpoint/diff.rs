@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{self, Change, Comparison, DiffOptions, ValueDifference};
+use fulgurite_checkpoint::tools::{self, Change, Comparison, DiffOptions, ValueDifference};
 use fulgurite_error::{Result, print};
 
 use super::output::{Bar, Verbosity, count, open, print_json};

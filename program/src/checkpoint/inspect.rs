@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{self, CheckpointSummary, TensorSet};
+use fulgurite_checkpoint::tools::{self, CheckpointSummary, TensorSet};
 use fulgurite_error::{Result, print};
 
 use super::output::{bytes, count, open, print_json};

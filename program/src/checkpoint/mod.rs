@@ -1,4 +1,4 @@
-//! `fulgurite checkpoint`: the command line of [`fulgurite_checkpoint_format::tools`].
+//! `fulgurite checkpoint`: the command line of [`fulgurite_checkpoint::tools`].
 
 mod arguments;
 mod convert;

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{AnyCheckpoint, Progress};
+use fulgurite_checkpoint::tools::{AnyCheckpoint, Progress};
 use fulgurite_error::{Error, Result, print};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde::Serialize;

@@ -5,7 +5,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::Args;
-use fulgurite_checkpoint_format::tools::{self, AnyCheckpoint, CheckpointKind, Verification};
+use fulgurite_checkpoint::tools::{self, AnyCheckpoint, CheckpointKind, Verification};
 use fulgurite_error::{Result, print};
 
 use super::output::{Bar, Verbosity, bytes, count, print_json};

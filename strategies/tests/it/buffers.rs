@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ModuleT as _;
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_core::Result;
 use fulgurite_core::checkpoint::{FullOptions, gather_cpu_state_dict};
 use fulgurite_core::collective::{Counter, ProcessGroup, all_gather_object};

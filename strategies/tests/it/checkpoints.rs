@@ -4,7 +4,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_test_support::training::{DecoderTraining, Variant};
 use fulgurite_transports::run_ranks;
 

@@ -6,7 +6,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_core::Result;
 use fulgurite_core::checkpoint::{
     DistributedCheckpoint, GatherOptions, TensorMap, TensorSource as _,

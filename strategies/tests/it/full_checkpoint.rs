@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::path::Path;
 
 use candle_core::{DType, Device};
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_core::Result;
 use fulgurite_core::checkpoint::tools::{AnyCheckpoint, DiffOptions, diff};
 use fulgurite_core::checkpoint::{

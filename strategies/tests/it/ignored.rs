@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::DType;
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_core::Result;
 use fulgurite_core::collective::{Counter, ProcessGroup, ReduceOp};
 use fulgurite_core::mesh::DP_CP;

@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_checkpoint as _;
+use fulgurite_checkpoint_local as _;
 use fulgurite_core::checkpoint::{
     self, GatherOptions, LoadOptions, RankZeroSource, TensorMap, load_into,
 };

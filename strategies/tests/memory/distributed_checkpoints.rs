@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::cut_model::{COLUMNS, ROWS, TENSORS, cut_model};
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
 use fulgurite_core::checkpoint::{

@@ -2,7 +2,7 @@
 
 use crate::cut_model::{COLUMNS, ROWS, cut_model};
 use candle_core::{DType, Device};
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_core::checkpoint::tools::{
     AnyCheckpoint, ConvertOptions, ConvertTarget, convert, verify,
 };

@@ -16,7 +16,7 @@ use fulgurite::core::strategy::BuildContext;
 use fulgurite::core::{Error, Result};
 use fulgurite::prelude::*;
 use fulgurite::strategies::SingleDevice;
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_test_support::training::{DecoderTraining, Variant};
 use fulgurite_transports::run_ranks;
 

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use fulgurite::core::checkpoint::tools::{AnyCheckpoint, verify};
 use fulgurite::core::checkpoint::{CheckpointIO as _, LAST, is_temporary};
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use rustix::process::{Signal, kill_process, kill_process_group};
 
 use super::trials::{Trial, trials};

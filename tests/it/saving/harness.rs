@@ -12,7 +12,7 @@ use fulgurite::core::launch::Interruption;
 use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{Event, EventSink, RunStatus, SavedState};
 use fulgurite::prelude::*;
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 use serde::{Deserialize, Serialize};
 use tempfile::TempDir;
 

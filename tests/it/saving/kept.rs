@@ -2,7 +2,7 @@
 
 use fulgurite::core::checkpoint::CheckpointIO as _;
 use fulgurite::core::trainer::Event;
-use fulgurite_checkpoint::LocalDirectory;
+use fulgurite_checkpoint_local::LocalDirectory;
 
 use super::harness::{Scratch, course, names, resumed, saved};
 

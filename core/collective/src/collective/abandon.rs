@@ -8,8 +8,8 @@ use std::thread::JoinHandle;
 use candle_core::{Device, Tensor};
 
 use super::{Collective, End, Intercepted, Interceptor, Label, ProcessGroup, ReduceOp, Work};
-use fulgurite_tensor::execution::read;
 use crate::{Error, Result};
+use fulgurite_tensor::execution::read;
 
 /// Lets the ranks of a job abandon a step that one of them cannot finish, and try it again.
 ///

@@ -7,8 +7,8 @@ use candle_core::{Device, Tensor};
 use twox_hash::XxHash3_64;
 
 use super::{Collective, ProcessGroup, ReduceOp, all_gather_object};
-use fulgurite_tensor::execution::read;
 use crate::{Error, Result};
+use fulgurite_tensor::execution::read;
 
 /// Limit of differing names listed in a message. Further names are counted.
 const MAX_NAMES: usize = 8;

@@ -6,8 +6,8 @@ use serde::de::DeserializeOwned;
 use twox_hash::XxHash3_64;
 
 use super::{AllGather, Collective, ProcessGroup, ReduceOp};
-use fulgurite_tensor::execution::read;
 use crate::{Error, Result};
+use fulgurite_tensor::execution::read;
 
 /// Sends group rank `src`'s value to every rank. Collective; other ranks' `value` is ignored.
 pub fn broadcast_object<T: Serialize + DeserializeOwned>(

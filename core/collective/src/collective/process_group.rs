@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Tensor};
 
 use super::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
 use super::{End, Work};
-use fulgurite_tensor::autograd::storage;
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::storage;
 
 /// An ordered set of ranks that communicate.
 ///

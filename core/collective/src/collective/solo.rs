@@ -5,8 +5,8 @@ use std::sync::{Arc, OnceLock};
 use candle_core::{Storage, Tensor};
 
 use super::{Collective, ProcessGroup, Work, check};
-use fulgurite_tensor::autograd::storage;
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::storage;
 
 /// A group of one rank, which communicates nothing.
 #[derive(Debug, Clone)]

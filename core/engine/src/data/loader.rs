@@ -10,8 +10,8 @@ use std::time::Duration;
 use candle_core::Device;
 
 use super::Samples;
-use fulgurite_tensor::execution::ExecutionContext;
 use crate::{Error, Result, counted};
+use fulgurite_tensor::execution::ExecutionContext;
 
 /// Limit of threads of a loader.
 const MAX_WORKERS: usize = 256;
@@ -367,8 +367,8 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use fulgurite_tensor::autograd::{is_grad_enabled, no_grad};
     use crate::data::Split;
+    use fulgurite_tensor::autograd::{is_grad_enabled, no_grad};
     use fulgurite_tensor::execution;
 
     const COUNTS: [usize; 4] = [0, 1, 2, 7];

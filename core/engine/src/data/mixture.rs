@@ -1,8 +1,8 @@
 //! Orders that mix several sources by weight: [`Mixture`].
 
 use super::order::Sampler;
-use fulgurite_tensor::random::{Purpose, Stream};
 use crate::{Error, Result};
+use fulgurite_tensor::random::{Purpose, Stream};
 
 /// Limit of draws in a block.
 const MAX_BLOCK: u64 = 1 << 20;

@@ -7,8 +7,8 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 
 use super::{DataReport, SampleOrder, Sampler, Samples};
-use fulgurite_module::parallel::ContextParallel;
 use crate::{Error, Result};
+use fulgurite_module::parallel::ContextParallel;
 
 /// The use of samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

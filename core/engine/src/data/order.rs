@@ -3,8 +3,8 @@
 use std::fmt;
 use std::sync::Arc;
 
-use fulgurite_tensor::random::{Purpose, Stream};
 use crate::{Error, Result};
+use fulgurite_tensor::random::{Purpose, Stream};
 
 /// A custom order of training samples, for example for oversampling, a curriculum, or batches of
 /// similar lengths. A data module returns it from

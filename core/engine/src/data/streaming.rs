@@ -5,8 +5,8 @@ use std::fmt;
 use std::sync::{Mutex, PoisonError};
 
 use super::order::Sampler;
-use fulgurite_tensor::random::{Purpose, Stream};
 use crate::{Error, Result};
+use fulgurite_tensor::random::{Purpose, Stream};
 
 /// A source of samples that can only be read from its beginning, such as compressed files, a
 /// generator or a network archive. It gives the same samples each time it is opened.

@@ -2,9 +2,9 @@
 
 use candle_core::{DType, Tensor};
 
-use fulgurite_tensor::execution::read;
-use fulgurite_module::module::ForwardScope;
 use crate::{Error, Result};
+use fulgurite_module::module::ForwardScope;
+use fulgurite_tensor::execution::read;
 
 /// The sum of a loss over its items, and the number of items.
 ///

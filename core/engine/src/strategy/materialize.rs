@@ -3,13 +3,15 @@
 use candle_core::{DType, Device, Tensor};
 use twox_hash::XxHash3_64;
 
-use fulgurite_tensor::autograd::storage;
-use fulgurite_collective::collective::{Difference, ProcessGroup, all_gather_object, first_difference};
+use crate::{Error, Result};
+use fulgurite_collective::collective::{
+    Difference, ProcessGroup, all_gather_object, first_difference,
+};
 use fulgurite_collective::mesh::DeviceMesh;
+use fulgurite_collective::shard::{Cut, Placement, Region};
 use fulgurite_module::module::ModuleTree;
 use fulgurite_module::parameter::{LocalShard, Parameter, ParameterSlot, about_buffer};
-use fulgurite_collective::shard::{Cut, Placement, Region};
-use crate::{Error, Result};
+use fulgurite_tensor::autograd::storage;
 
 /// Gives this rank every parameter whole (under tensor parallelism, its whole part), with initial
 /// values. Parameters that compute in their own dtype are updated in place. Others keep a copy

@@ -6,12 +6,12 @@ use std::sync::Arc;
 use serde::Serialize;
 
 use super::{ParallelizeFn, RankMemory, StepTotals};
+use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_collective::mesh::DeviceMesh;
 use fulgurite_module::module::{ModuleInit, ModuleTree};
-use fulgurite_optim::{SquaredNorm, StateTensor};
 use fulgurite_module::parameter::ParameterSlot;
-use crate::{Error, Result};
+use fulgurite_optim::{SquaredNorm, StateTensor};
 
 /// Name prefix of a strategy's own [state tensors](Strategy::state_tensors).
 pub const STRATEGY_STATE: &str = "strategy_";

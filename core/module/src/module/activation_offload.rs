@@ -9,9 +9,9 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use candle_core::{DType, Device, Shape, Tensor};
 use serde::{Deserialize, Serialize};
 
+use crate::{Error, Result};
 use fulgurite_tensor::autograd::storage::{with_bytes, with_bytes_mut};
 use fulgurite_tensor::execution::transfer::{self, HostCopy};
-use crate::{Error, Result};
 
 /// Storage of units' offloaded activations: `offload` in `trainer.activation_checkpointing`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

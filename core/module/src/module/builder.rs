@@ -15,8 +15,8 @@ use crate::parallel::LayerHandle;
 use crate::parallel::ParallelLayer;
 use crate::parameter::{Buffer, BufferInit, BufferOptions, Init, Parameter, ParameterSpec};
 use crate::quantization::{Packed, PackedPart, SCALE_SUFFIX, WeightFormat};
-use fulgurite_collective::shard::checked_elem_count;
 use crate::{Error, Result};
+use fulgurite_collective::shard::checked_elem_count;
 
 /// Limits of parameters and of units. Far above real models, but low enough to catch a mistyped
 /// number in a configuration at once.

@@ -3,12 +3,12 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use fulgurite_tensor::autograd::GradMode;
-use fulgurite_collective::collective::ProcessGroup;
-use fulgurite_tensor::execution;
-use fulgurite_tensor::execution::ContextGuard;
 use crate::parallel::ContextParallel;
 use crate::{Error, Result};
+use fulgurite_collective::collective::ProcessGroup;
+use fulgurite_tensor::autograd::GradMode;
+use fulgurite_tensor::execution;
+use fulgurite_tensor::execution::ContextGuard;
 
 /// The step and batch position that a forward computes. Dropout reads them: its mask is a function
 /// of the seed, the layer, the step and the element's index in the global batch, and so is the same

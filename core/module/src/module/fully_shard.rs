@@ -28,10 +28,10 @@
 use super::pattern::{pattern_matches, pattern_names};
 use super::tree::ModuleTree;
 use super::unit::UnitHandle;
+use crate::{Error, Result};
 use fulgurite_collective::mesh::{
     DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP, DP_SHARD_CP, DeviceMesh,
 };
-use crate::{Error, Result};
 
 /// The part of a unit's gathered parameters that stays between forward and backward (PyTorch's
 /// `reshard_after_forward`).
@@ -243,10 +243,10 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
-    use fulgurite_collective::collective::Solo;
-    use fulgurite_collective::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, TENSOR_PARALLEL};
     use crate::module::{ModuleBuilder, ModuleInit};
     use crate::parameter::Init;
+    use fulgurite_collective::collective::Solo;
+    use fulgurite_collective::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, TENSOR_PARALLEL};
 
     fn model(units: &[&str]) -> ModuleTree {
         let b = ModuleBuilder::new(ModuleInit::default());

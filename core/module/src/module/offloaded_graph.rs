@@ -12,10 +12,10 @@ use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
 use super::recompute::{Output, backward_of, give, unit_device};
 use super::unit::{UnitHandle, UnitHooks};
-use fulgurite_tensor::autograd::{GradMode, collect_saved, functions, storage};
 use crate::parallel::activations;
 use crate::parameter::Uses;
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::{GradMode, collect_saved, functions, storage};
 
 /// Calls a unit with its own graph and offloads the memory of the graph's tensors. Enters the
 /// outputs into the caller's graph. Their backward restores the memory and runs the backward of the

@@ -9,11 +9,13 @@ use super::activation_offload::{Offload, SavedActivation};
 use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
-use fulgurite_tensor::autograd::{GradMode, function, functions, refuse_variables, refuse_wrong_gradients};
-use fulgurite_tensor::execution::ExecutionContext;
 use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
 use crate::{Error, Result, counted};
+use fulgurite_tensor::autograd::{
+    GradMode, function, functions, refuse_variables, refuse_wrong_gradients,
+};
+use fulgurite_tensor::execution::ExecutionContext;
 
 /// Calls a unit without recording a graph, and enters its outputs into the caller's graph. Their
 /// backward computes the unit again with its own graph, and runs that graph's backward.

@@ -7,10 +7,12 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use super::activations::with_tensors;
 use super::{ActivationOffload, Activations, FullyShard, Module, offloaded_graph, recompute};
-use fulgurite_tensor::autograd::{GradMode, anomaly, detects_anomalies, function, is_grad_enabled, storage};
 use crate::parallel::activations;
 use crate::parameter::{Buffer, Parameter, note_tensor_use};
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::{
+    GradMode, anomaly, detects_anomalies, function, is_grad_enabled, storage,
+};
 
 /// A strategy's hooks around a unit's forward and backward. Called on the thread that computes.
 pub trait UnitHooks: Send + Sync {

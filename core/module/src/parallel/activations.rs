@@ -13,11 +13,11 @@ use candle_core::{DType, Tensor, TensorId};
 
 use super::Layout;
 use super::layer::PlanRecord;
-use fulgurite_tensor::autograd::{GradMode, graph_id, is_grad_enabled, leaf};
-use fulgurite_collective::collective::ProcessGroup;
-use fulgurite_tensor::execution;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
+use fulgurite_collective::collective::ProcessGroup;
+use fulgurite_tensor::autograd::{GradMode, graph_id, is_grad_enabled, leaf};
+use fulgurite_tensor::execution;
 
 /// The layout of an activation over ranks.
 #[derive(Clone)]

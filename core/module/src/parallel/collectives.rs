@@ -35,9 +35,9 @@ use candle_core::Tensor;
 
 use super::redistribute::{Redistribute, dimension};
 use super::{Layout, activations};
-use fulgurite_tensor::autograd::function;
-use fulgurite_collective::collective::{Collective, ProcessGroup};
 use crate::{Error, Result};
+use fulgurite_collective::collective::{Collective, ProcessGroup};
+use fulgurite_tensor::autograd::function;
 
 /// Records the layout of `y`, if a plan cuts layers over the ranks of `group`.
 fn note(

@@ -6,8 +6,10 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::redistribute::dimension;
-use fulgurite_collective::collective::{AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter};
 use crate::{Error, Result};
+use fulgurite_collective::collective::{
+    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter,
+};
 
 /// The ranks of a context-parallel group, which share each sequence.
 ///

@@ -8,11 +8,11 @@ use candle_core::{D, DType, Tensor, TensorId};
 
 use super::activations::{self, Activation};
 use super::{LayerSharding, Layout, ParallelStyle, Redistribute, Redistributed};
-use fulgurite_tensor::autograd::{GradMode, is_grad_enabled, save_for_backward};
-use fulgurite_collective::collective::{ProcessGroup, all_gather_object};
 use crate::parameter::{Parameter, record, record_outputs};
-use fulgurite_collective::shard::chunk;
 use crate::{Error, Result};
+use fulgurite_collective::collective::{ProcessGroup, all_gather_object};
+use fulgurite_collective::shard::chunk;
+use fulgurite_tensor::autograd::{GradMode, is_grad_enabled, save_for_backward};
 
 /// A layer's record in the [`ModuleTree`](crate::module::ModuleTree). Plans write to it, and the
 /// layer reads it when it computes. Clones share the record.

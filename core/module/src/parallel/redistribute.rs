@@ -5,9 +5,11 @@ use std::sync::Arc;
 use candle_core::Tensor;
 
 use super::Layout;
-use fulgurite_collective::collective::{AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter};
-use fulgurite_collective::shard::chunk;
 use crate::{Error, Result};
+use fulgurite_collective::collective::{
+    AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter,
+};
+use fulgurite_collective::shard::chunk;
 
 /// A redistribution of an activation at the edge of a layer, and of its gradient in backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

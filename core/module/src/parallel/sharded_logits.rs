@@ -5,8 +5,8 @@ use std::sync::Arc;
 use candle_core::{D, Tensor};
 
 use super::{Layout, activations};
-use fulgurite_collective::collective::ProcessGroup;
 use crate::{Error, Result};
+use fulgurite_collective::collective::ProcessGroup;
 
 /// Logits whose classes are sharded: the output of a head with
 /// [`loss_parallel`](super::Colwise::loss_parallel) in its plan, or results of candle's operations

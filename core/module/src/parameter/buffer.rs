@@ -6,10 +6,10 @@ use candle_core::op::BackpropOp;
 use candle_core::{DType, Device, Tensor};
 
 use super::Init;
+use crate::{Error, Result};
+use fulgurite_collective::shard::Region;
 use fulgurite_tensor::autograd::storage;
 use fulgurite_tensor::execution::GradMode;
-use fulgurite_collective::shard::Region;
-use crate::{Error, Result};
 
 /// A buffer's initial values.
 #[derive(Debug, Clone)]

@@ -6,8 +6,8 @@ use std::sync::{Arc, MutexGuard};
 use candle_core::Tensor;
 
 use super::{GradReducer, Parameter, ParameterSlot, uses};
-use fulgurite_tensor::autograd::{GradMode, anomaly, detects_anomalies, storage};
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::{GradMode, anomaly, detects_anomalies, storage};
 
 /// The state of a parameter's gradient within a step.
 #[derive(Debug, Default)]

@@ -4,9 +4,9 @@ use candle_core::{DType, Device, Tensor};
 use rayon::prelude::*;
 
 use crate::Result;
+use fulgurite_collective::shard::Region;
 use fulgurite_tensor::autograd::storage;
 use fulgurite_tensor::random::{Purpose, Stream};
-use fulgurite_collective::shard::Region;
 
 /// A parameter's initial values.
 #[derive(Debug, Clone, Copy, PartialEq)]

@@ -8,10 +8,10 @@ use candle_core::{DType, Device, Shape, Tensor, Var};
 use super::grad_flow::GradFlow;
 use super::grad_hook::GradHook;
 use super::{GradReducer, Init, uses};
-use fulgurite_tensor::autograd::{GradMode, storage};
 use crate::quantization::Packed;
-use fulgurite_collective::shard::{Region, ShardSpec};
 use crate::{Error, Result};
+use fulgurite_collective::shard::{Region, ShardSpec};
+use fulgurite_tensor::autograd::{GradMode, storage};
 
 /// A parameter's declaration.
 #[derive(Debug, Clone)]

@@ -3,8 +3,10 @@
 use candle_core::Tensor;
 
 use super::{Parameter, PausedGradients};
-use fulgurite_tensor::autograd::{anomaly, detects_anomalies, function, functions, is_grad_enabled};
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::{
+    anomaly, detects_anomalies, function, functions, is_grad_enabled,
+};
 
 /// Enters `output`, computed from `inputs` and `parameters`, into the graph. At most three inputs,
 /// or two with parameters.

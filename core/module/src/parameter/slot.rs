@@ -7,8 +7,8 @@ use candle_core::Tensor;
 
 use super::parameter::Inner;
 use super::{GradReducer, LocalShard, Parameter};
-use fulgurite_collective::shard::ShardSpec;
 use crate::{Error, Result};
+use fulgurite_collective::shard::ShardSpec;
 
 /// A strategy's access to a parameter: sets its cuts, this rank's part, the time when it has
 /// values, and the target of its gradient. Dereferences to the [`Parameter`].

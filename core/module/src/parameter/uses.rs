@@ -5,8 +5,8 @@ use std::sync::Arc;
 use std::sync::Mutex;
 
 use super::Parameter;
-use fulgurite_tensor::execution;
 use crate::{Error, Result};
+use fulgurite_tensor::execution;
 
 /// Uses of parameters in one call of a unit.
 #[derive(Debug, Default, Clone)]

@@ -6,8 +6,8 @@ use candle_core::{DType, Device, Tensor, WithDType};
 use rayon::prelude::*;
 
 use super::{int8, nf4};
-use fulgurite_tensor::autograd::storage;
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::storage;
 
 /// How a weight is quantised.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

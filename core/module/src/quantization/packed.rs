@@ -4,9 +4,9 @@ use candle_core::{DType, Device, Tensor};
 
 use super::format::PackedValues;
 use super::{PackedPart, WeightFormat};
-use fulgurite_tensor::autograd::storage;
-use fulgurite_collective::shard::Region;
 use crate::{Error, Result};
+use fulgurite_collective::shard::Region;
+use fulgurite_tensor::autograd::storage;
 
 /// The suffix that turns the name of the codes, which is the weight's, into the name of the scales.
 pub const SCALE_SUFFIX: &str = "_scale";

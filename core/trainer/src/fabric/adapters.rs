@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use super::Fabric;
 use crate::{Error, Result};
-use fulgurite_checkpoint_format as checkpoint;
+use fulgurite_checkpoint as checkpoint;
 use fulgurite_engine::module::Adapters;
 
 impl Fabric {

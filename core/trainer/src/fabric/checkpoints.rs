@@ -11,7 +11,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Fabric, OptimizerState};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{
+use fulgurite_checkpoint::{
     CheckpointIO, CheckpointIOConfig, DistributedCheckpoint, FullOptions, LoadOptions, LoadReport,
     ParameterFilter, RankZeroSource, RestoreReport, SaveMeta, SaveRequest, TensorSource, load_into,
     open,
@@ -107,7 +107,7 @@ impl Fabric {
     /// This rank's part of a checkpoint `name` of the present state (of the weights alone without an
     /// optimizer), to be saved with
     /// [`SaveRequest::run`] or, in the background, with an
-    /// [`AsyncSaver`](fulgurite_checkpoint_format::AsyncSaver). It shares the model's memory.
+    /// [`AsyncSaver`](fulgurite_checkpoint::AsyncSaver). It shares the model's memory.
     /// Collective.
     ///
     /// # Errors
@@ -238,12 +238,12 @@ impl Fabric {
     }
 
     /// Fills the model from the weights at `path`, of any format that
-    /// [`checkpoint::open`](fulgurite_checkpoint_format::open) takes; `options` may be a `bool`,
+    /// [`checkpoint::open`](fulgurite_checkpoint::open) takes; `options` may be a `bool`,
     /// for [`strict`](LoadOptions::strict). Returns what was loaded and what differs, which rank 0 also logs.
     /// With [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0) only rank 0 opens `path`. Collective.
     ///
     /// # Errors
-    /// As [`checkpoint::load_raw`](fulgurite_checkpoint_format::load_raw).
+    /// As [`checkpoint::load_raw`](fulgurite_checkpoint::load_raw).
     pub fn load_raw(
         &self,
         path: impl AsRef<Path>,

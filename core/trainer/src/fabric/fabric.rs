@@ -72,7 +72,7 @@ pub struct Fabric {
     pub(crate) base_model: Option<String>,
     /// How batches are made.
     pub(super) workers: Workers,
-    /// [`SaveMeta::saved_at`](fulgurite_checkpoint_format::SaveMeta::saved_at) of the last checkpoint that
+    /// [`SaveMeta::saved_at`](fulgurite_checkpoint::SaveMeta::saved_at) of the last checkpoint that
     /// was saved or loaded; 0 before.
     pub(super) saved_at: AtomicU64,
     /// Held as long as this rank takes part in its job.

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Fabric, OptimizerState};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{
+use fulgurite_checkpoint::{
     self as checkpoint, GatherOptions, LoadOptions, LoadReport, ParameterFilter, RankZeroSource,
     TensorMap, TensorSource, load_into,
 };

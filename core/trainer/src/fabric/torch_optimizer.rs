@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use super::{Fabric, FabricOptimizer};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{
+use fulgurite_checkpoint::{
     LoadOptions, LoadReport, RankZeroSource, RekeyedOptimizer, TensorSource, load_optimizer,
 };
 use fulgurite_engine::collective::broadcast_object;

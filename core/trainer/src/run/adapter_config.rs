@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::AdapterSource;
+use fulgurite_checkpoint::AdapterSource;
 use fulgurite_config::ConfigType;
 use fulgurite_engine::module::{AdapterBias, Adapters};
 

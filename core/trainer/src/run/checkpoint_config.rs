@@ -6,7 +6,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{
+use fulgurite_checkpoint::{
     CheckpointIO, CheckpointIOConfig, LoadOptions, NameRules, ParameterFilter,
 };
 use fulgurite_config::registry::kind;

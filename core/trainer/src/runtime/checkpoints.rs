@@ -5,7 +5,7 @@ use std::path::PathBuf;
 
 use super::StrategyRuntime;
 use crate::Result;
-use fulgurite_checkpoint_format::{
+use fulgurite_checkpoint::{
     self as checkpoint, CheckpointIO, DistributedCheckpoint, FullOptions, LoadOptions,
     RestoreReport, SaveMeta, SaveRequest,
 };

@@ -3,8 +3,8 @@
 use super::{PlanApplication, Shardings};
 use crate::parallel::{ALL, LayerParallel, LayerSharding, ParameterSharding, PlanRecord};
 use crate::parameter::{LayerCut, Parameter};
-use fulgurite_collective::shard::{Cut, Placement, ShardSpec, chunk};
 use crate::{Error, Result};
+use fulgurite_collective::shard::{Cut, Placement, ShardSpec, chunk};
 
 impl PlanApplication<'_> {
     /// Applies a checked plan.

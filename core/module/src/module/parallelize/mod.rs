@@ -8,14 +8,14 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::ModuleTree;
+use crate::parallel::{LayerSharding, LayerStyles, ParallelStyle, Plan, SequenceLength, Styles};
+use crate::parameter::Parameter;
+use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_collective::mesh::{
     CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
     DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL,
 };
-use crate::parallel::{LayerSharding, LayerStyles, ParallelStyle, Plan, SequenceLength, Styles};
-use crate::parameter::Parameter;
-use crate::{Error, Result};
 
 /// The plans applied to a tree.
 #[derive(Debug, Clone, Default)]

@@ -14,9 +14,7 @@ use crate::trainer::checkpoints::trainer_state::TrainerState;
 use crate::trainer::record::run_dir::RunDir;
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{
-    self as checkpoint, DistributedCheckpoint, FULL_MANIFEST, MANIFEST,
-};
+use fulgurite_checkpoint::{self as checkpoint, DistributedCheckpoint, FULL_MANIFEST, MANIFEST};
 use fulgurite_engine::collective::broadcast_object;
 
 /// The checkpoint that a run resumes from.

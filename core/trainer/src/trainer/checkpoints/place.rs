@@ -9,7 +9,7 @@ use crate::trainer::checkpoints::lookup::ResumeSource;
 use crate::trainer::checkpoints::retention::{RetainedCheckpoint, Retention};
 use crate::trainer::record::recorder::Recorder;
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{self as checkpoint, AsyncSaver, CheckpointIO, LAST, PlaceLock};
+use fulgurite_checkpoint::{self as checkpoint, AsyncSaver, CheckpointIO, LAST, PlaceLock};
 use fulgurite_engine::collective::ProcessGroup;
 
 /// The state of a run's saving: location, schedule, and retention.

@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use crate::run::{LoadConfig, RunConfig};
 use crate::trainer::{Callback, Hooks, Loaded, OptimizerSetup, Optimizers, StepContext};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::LoadOptions;
+use fulgurite_checkpoint::LoadOptions;
 use fulgurite_engine::data::DataModule;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_nn::Loss;
@@ -92,7 +92,7 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     }
 
     /// Returns the path of weights to start from, in any format that
-    /// [`open`](fulgurite_checkpoint_format::open) supports.
+    /// [`open`](fulgurite_checkpoint::open) supports.
     ///
     /// For example a Hugging Face directory, a checkpoint of this crate, or a file of `torch.save`.
     /// Names and shapes of the tensors must match the model.

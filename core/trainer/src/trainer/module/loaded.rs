@@ -11,7 +11,7 @@ use crate::fabric::Fabric;
 use crate::run::{RunConfig, TrainerConfig};
 use crate::trainer::LightningModule;
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{DistributedCheckpoint, LoadOptions, TensorSource as _};
+use fulgurite_checkpoint::{DistributedCheckpoint, LoadOptions, TensorSource as _};
 use fulgurite_config::ConfigLayers;
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::Solo;

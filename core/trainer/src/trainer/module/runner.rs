@@ -18,7 +18,7 @@ use crate::trainer::{
     StepContext,
 };
 use crate::{Error, Result};
-use fulgurite_checkpoint_format as checkpoint;
+use fulgurite_checkpoint as checkpoint;
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::data::{

@@ -15,7 +15,7 @@ use crate::trainer::{
     CallbackConfig, LightningModule, LoggerConfig, OptimizerSetup, Optimizers, RunConfigOf, Trainer,
 };
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{self as checkpoint, CheckpointIOConfig, DistributedCheckpoint};
+use fulgurite_checkpoint::{self as checkpoint, CheckpointIOConfig, DistributedCheckpoint};
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::collective::{Planned, ProcessGroup, Solo};

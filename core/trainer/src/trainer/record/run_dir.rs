@@ -18,7 +18,7 @@ const TRAINING: &str = "version_";
 pub(crate) struct Job {
     pub(crate) id: String,
     /// The time of the last save in `checkpoint.dir` before this training began, by
-    /// [`Manifest::saved_at`](fulgurite_checkpoint_format::Manifest::saved_at). That checkpoint
+    /// [`Manifest::saved_at`](fulgurite_checkpoint::Manifest::saved_at). That checkpoint
     /// belongs to another run.
     pub(crate) saved_before: Option<u64>,
 }

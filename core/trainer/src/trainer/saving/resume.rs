@@ -10,7 +10,7 @@ use crate::trainer::module::context::Stage as RunStage;
 use crate::trainer::record::log_table::SavedStates;
 use crate::trainer::session::Session;
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{
+use fulgurite_checkpoint::{
     self as checkpoint, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, LoadOptions, MANIFEST,
     TensorSource,
 };

@@ -10,7 +10,7 @@ use crate::trainer::module::hooks::Hook;
 use crate::trainer::session::Session;
 use crate::trainer::{Event, SaveRequest};
 use crate::{Error, Result};
-use fulgurite_checkpoint_format::{self as checkpoint, SavedCheckpoint};
+use fulgurite_checkpoint::{self as checkpoint, SavedCheckpoint};
 use fulgurite_engine::checkpoint_io::invalid_name;
 use fulgurite_engine::collective::all_gather_object;
 
