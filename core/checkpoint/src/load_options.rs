@@ -9,7 +9,7 @@ use super::{NameRules, ParameterFilter};
 /// ```
 /// use fulgurite_core::checkpoint::{ParameterFilter, LoadOptions, NameRules};
 ///
-/// A Lightning checkpoint's encoder, into a larger model.
+/// // A Lightning checkpoint's encoder, into a larger model.
 /// let options = LoadOptions {
 ///     strict: false,
 ///     filter: Some(ParameterFilter::matching(["encoder"])),

@@ -3,7 +3,7 @@
 //! ```
 //! use fulgurite_error::files::read_regular;
 //!
-//! An endless device is refused.
+//! // An endless device is refused.
 //! assert!(read_regular("/dev/zero", 1 << 20).is_err());
 //! ```
 

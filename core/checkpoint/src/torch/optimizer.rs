@@ -29,7 +29,7 @@ use fulgurite_engine::shard::Region;
 /// use fulgurite_core::checkpoint::TorchOptimizer;
 /// # fn load() -> fulgurite_core::Result<()> {
 /// let optimizer = TorchOptimizer::open("last.ckpt")?;
-/// The order of `torch.optim.AdamW(model.parameters())`, for a model without buffers.
+/// // The order of `torch.optim.AdamW(model.parameters())`, for a model without buffers.
 /// let names: Vec<String> = optimizer.model_names().map(str::to_owned).collect();
 /// let state = optimizer.rekey(&names)?;
 /// assert!(state.param_groups()[0].options["lr"] > 0.0);
