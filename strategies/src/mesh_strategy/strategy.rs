@@ -352,11 +352,10 @@ impl Strategy for MeshStrategy {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let alone = self.settings.sizes == [Some(1); 4];
         Capabilities {
-            distributed: !alone,
+            distributed: self.settings.communicates,
             sharded: self.settings.sharding != Sharding::Never,
-            no_sync: !alone,
+            no_sync: self.settings.communicates,
             // Independent replicas change their values when they synchronise.
             deferred_reads: self.settings.outer.is_none(),
             saves_distributed_checkpoints: self.settings.save_distributed_checkpoint,
@@ -365,7 +364,7 @@ impl Strategy for MeshStrategy {
 
     fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {
         let [replicate, shard, context, tensor] = self.settings.sizes;
-        if self.settings.name == "single_device" && world.size() != 1 {
+        if self.settings.one_rank_only && world.size() != 1 {
             return Err(Error::Mesh(format!(
                 "strategy `{}` runs on one rank, the world size is {}; set `trainer.devices = 1`, or \
                  choose `ddp` or `fsdp`",
