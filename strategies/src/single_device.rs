@@ -14,8 +14,11 @@ pub struct SingleDevice {}
 #[typetag::serde(name = "single_device")]
 impl StrategyConfig for SingleDevice {
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
-        let settings = Settings::new("single_device", [Some(1); 4], Sharding::Never);
-        Ok(Box::new(MeshStrategy::new(settings)))
+        Ok(Box::new(MeshStrategy::new(Settings {
+            communicates: false,
+            one_rank_only: true,
+            ..Settings::new("single_device", [Some(1); 4], Sharding::Never)
+        })))
     }
 }
 

@@ -9,7 +9,8 @@ use fulgurite_core::module::ModuleTree;
 use fulgurite_core::optim::SquaredNorm;
 use fulgurite_core::parameter::LocalGrads;
 use fulgurite_core::strategy::{
-    BuildContext, Capabilities, StepTotals, Strategy, StrategyConfig, StrategyContext, materialize,
+    BuildContext, Capabilities, StepTotals, Strategy, StrategyConfig, StrategyContext,
+    StrategyExtensions, materialize,
 };
 use fulgurite_core::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -81,6 +82,7 @@ impl Strategy for LocalSgdStrategy {
             sharded: false,
             no_sync: false,
             deferred_reads: false,
+            saves_distributed_checkpoints: true,
         }
     }
 
@@ -118,16 +120,22 @@ impl Strategy for LocalSgdStrategy {
             .divided_by(ranks as f64)
     }
 
-    fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        self.average(context)?;
-        self.prepare_forward(context)
-    }
-
     fn finish_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
         self.steps += 1;
         if self.steps.is_multiple_of(self.sync_every) {
             self.average(context)?;
         }
+        self.prepare_forward(context)
+    }
+
+    fn extensions(&mut self) -> Option<&mut dyn StrategyExtensions> {
+        Some(self)
+    }
+}
+
+impl StrategyExtensions for LocalSgdStrategy {
+    fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.average(context)?;
         self.prepare_forward(context)
     }
 }

@@ -4,6 +4,7 @@
 //! |---|---|
 //! | `settings` | the settings that each configuration becomes |
 //! | `strategy` | the [`Strategy`](fulgurite_engine::strategy::Strategy) |
+//! | `extensions` | its optional features: memory plans, repeated steps, saves |
 //! | `units` | the choice of units that are gathered on their own |
 //! | `replicated/` | whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | shards: units are gathered, gradients reduce-scattered |
@@ -16,6 +17,7 @@
 //! `sharded` perform it.
 
 mod connect;
+mod extensions;
 mod gradients;
 mod ignored;
 mod outer;

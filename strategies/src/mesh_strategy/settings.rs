@@ -62,6 +62,11 @@ pub(crate) struct Settings {
     /// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `context_parallel` and
     /// `tensor_parallel`; `None` sizes follow from the world size.
     pub(crate) sizes: [Option<usize>; 4],
+    /// Whether the mesh may have several ranks. If not, every backward reduces its gradients at
+    /// once, because there is no communication to defer.
+    pub(crate) communicates: bool,
+    /// Whether `device_mesh` refuses several ranks and recommends other strategies.
+    pub(crate) one_rank_only: bool,
     pub(crate) sharding: Sharding,
     /// Treatment of units' parameters between forward and backward.
     pub(crate) reshard_after_forward: ReshardAfterForward,
@@ -95,6 +100,8 @@ impl Settings {
         Self {
             name,
             sizes,
+            communicates: true,
+            one_rank_only: false,
             sharding,
             reshard_after_forward: ReshardAfterForward::Auto,
             mixed_precision: MixedPrecisionPolicy::default(),

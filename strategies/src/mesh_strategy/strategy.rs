@@ -1,6 +1,6 @@
 //! The mesh strategy.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use candle_core::{DType, Device};
@@ -8,11 +8,12 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_engine::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
-use fulgurite_engine::optim::{SquaredNorm, StateTensor};
+use fulgurite_engine::optim::SquaredNorm;
 use fulgurite_engine::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
 use fulgurite_engine::shard::{Cut, Placement, ShardSpec};
 use fulgurite_engine::strategy::{
-    Capabilities, ParallelizeFn, RankMemory, StepTotals, Strategy, StrategyContext, materialize,
+    Capabilities, ParallelizeFn, StepTotals, Strategy, StrategyContext, StrategyExtensions,
+    materialize,
 };
 use fulgurite_error::{Error, Result};
 
@@ -23,7 +24,7 @@ use super::outer::Outer;
 use super::reduction::GradientReduction;
 use super::replicated::Reducer;
 use super::sharded::{Casts, Member, ParamGroup, ShardedRuntime};
-use super::{Settings, Sharding, plan, units};
+use super::{Settings, Sharding, units};
 use crate::schedule::ddp;
 use crate::schedule::fsdp;
 
@@ -33,13 +34,13 @@ pub(crate) struct MeshStrategy {
     pub(super) settings: Settings,
     data_parallel: Option<DataParallel>,
     /// `None` if there are no ignored parameters.
-    ignored: Option<Ignored>,
+    pub(super) ignored: Option<Ignored>,
     /// `None` if replicas train as one.
-    outer: Option<Outer>,
+    pub(super) outer: Option<Outer>,
 }
 
 /// The parameters of data-parallel ranks, after tensor-parallel cuts.
-enum DataParallel {
+pub(super) enum DataParallel {
     Replicated {
         reducer: Arc<Reducer>,
         /// Whether the buckets are in the observed order of gradients.
@@ -76,7 +77,7 @@ impl MeshStrategy {
 
     /// Lets the configured function distribute the model. Returns false if there is no such
     /// function.
-    fn parallelize(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<bool> {
+    pub(super) fn parallelize(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<bool> {
         let default = match mesh.size(TENSOR_PARALLEL)? {
             1 => None,
             _ => self.settings.default_parallelize.as_ref(),
@@ -262,7 +263,7 @@ impl MeshStrategy {
         Ok(Member::new(slot.clone(), counts, reduce_dtype))
     }
 
-    fn data_parallel(&self) -> Result<&DataParallel> {
+    pub(super) fn data_parallel(&self) -> Result<&DataParallel> {
         self.data_parallel.as_ref().ok_or_else(|| {
             Error::other(format!("{}: no model has been set up", self.settings.name))
         })
@@ -351,19 +352,19 @@ impl Strategy for MeshStrategy {
     }
 
     fn capabilities(&self) -> Capabilities {
-        let alone = self.settings.sizes == [Some(1); 4];
         Capabilities {
-            distributed: !alone,
+            distributed: self.settings.communicates,
             sharded: self.settings.sharding != Sharding::Never,
-            no_sync: !alone,
+            no_sync: self.settings.communicates,
             // Independent replicas change their values when they synchronise.
             deferred_reads: self.settings.outer.is_none(),
+            saves_distributed_checkpoints: self.settings.save_distributed_checkpoint,
         }
     }
 
     fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {
         let [replicate, shard, context, tensor] = self.settings.sizes;
-        if self.settings.name == "single_device" && world.size() != 1 {
+        if self.settings.one_rank_only && world.size() != 1 {
             return Err(Error::Mesh(format!(
                 "strategy `{}` runs on one rank, the world size is {}; set `trainer.devices = 1`, or \
                  choose `ddp` or `fsdp`",
@@ -429,12 +430,6 @@ impl Strategy for MeshStrategy {
         self.outer.as_mut().map_or(Ok(()), |outer| outer.set_up(tree, mesh))
     }
 
-    fn plan_module(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<Option<RankMemory>> {
-        GradientReduction::new(&self.settings.gradients, mesh)?;
-        self.parallelize(tree, mesh)?;
-        plan::rank_memory(self, tree, mesh).map(Some)
-    }
-
     fn prepare_forward(&mut self, context: StrategyContext<'_>) -> Result<()> {
         match self.data_parallel()? {
             DataParallel::Replicated { .. } => materialize::refresh_compute(context.slots),
@@ -477,15 +472,6 @@ impl Strategy for MeshStrategy {
         self.prepare_forward(context)
     }
 
-    fn abandon_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        match self.data_parallel()? {
-            DataParallel::Replicated { reducer, .. } => reducer.abandon_step()?,
-            DataParallel::Sharded(runtime) => runtime.abandon_step()?,
-        }
-        self.ignored.as_ref().map_or(Ok(()), Ignored::abandon_step)?;
-        self.prepare_forward(context)
-    }
-
     fn finish_load(&mut self, context: StrategyContext<'_>) -> Result<()> {
         // Each replica has read its own copy.
         Self::verify_replicas(context.tree, context.mesh)?;
@@ -510,37 +496,7 @@ impl Strategy for MeshStrategy {
         }
     }
 
-    fn replicas_differ(&self) -> bool {
-        self.outer.as_ref().is_some_and(Outer::replicas_differ)
-    }
-
-    fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        let verify = |ignored: &Ignored| ignored.verify_same_values(context.mesh);
-        self.ignored.as_ref().map_or(Ok(()), verify)?;
-        if !self.replicas_differ() {
-            return Ok(());
-        }
-        self.outer.as_mut().map_or(Ok(()), Outer::synchronise)?;
-        self.prepare_forward(context)
-    }
-
-    fn prepare_save_states(&mut self, states: &[StateTensor]) -> Result<()> {
-        self.outer.as_mut().map_or(Ok(()), |outer| outer.prepare_save_states(states))
-    }
-
-    fn state_tensors(&self) -> Result<Vec<StateTensor>> {
-        self.outer.as_ref().map_or(Ok(Vec::new()), Outer::state_tensors)
-    }
-
-    fn scalars(&self) -> BTreeMap<String, f64> {
-        self.outer.as_ref().map(Outer::scalars).unwrap_or_default()
-    }
-
-    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
-        self.outer.as_mut().map_or(Ok(()), |outer| outer.load_scalars(scalars))
-    }
-
-    fn saves_distributed_checkpoints(&self) -> bool {
-        self.settings.save_distributed_checkpoint
+    fn extensions(&mut self) -> Option<&mut dyn StrategyExtensions> {
+        Some(self)
     }
 }

@@ -6,6 +6,7 @@ use candle_core::DType;
 use fulgurite_core::Result;
 use fulgurite_core::collective::{Planned, ProcessGroup};
 use fulgurite_core::fabric::Fabric;
+use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::{ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::{Linear, SwiGluMlp};
 use fulgurite_core::parameter::Init;
@@ -34,11 +35,19 @@ fn strategy(config: &str, ranks: usize) -> Box<dyn Strategy> {
 }
 
 fn plan(config: &str, ranks: usize, init: ModuleInit) -> RankMemory {
-    let strategy = strategy(config, ranks);
+    let mut strategy = strategy(config, ranks);
     let mesh = strategy.device_mesh(Arc::new(Planned::world(ranks))).unwrap();
     let b = ModuleBuilder::new(strategy.module_init_context(init));
     build(&b).unwrap();
-    strategy.plan_module(&mut b.finish().unwrap(), &mesh).unwrap().unwrap()
+    plan_module(&mut *strategy, b, &mesh).unwrap().unwrap()
+}
+
+fn plan_module(
+    strategy: &mut dyn Strategy,
+    b: ModuleBuilder,
+    mesh: &DeviceMesh,
+) -> Result<Option<RankMemory>> {
+    strategy.extensions().unwrap().plan_module(&mut b.finish().unwrap(), mesh)
 }
 
 /// Bytes of the values that rank 0 updates or keeps, and the elements that it updates.
@@ -98,32 +107,32 @@ fn a_plan_is_for_ranks_that_share_layers_only() {
             let config = format!(
                 r#"{{"type": "model_parallel", "tensor_parallel_size": {tensor}, "parallelize": {plan_of}}}"#
             );
-            let strategy = strategy(&config, ranks);
+            let mut strategy = strategy(&config, ranks);
             let mesh = strategy.device_mesh(Arc::new(Planned::world(ranks))).unwrap();
             let b = ModuleBuilder::new(strategy.module_init_context(ModuleInit::default()));
             build(&b).unwrap();
-            strategy.plan_module(&mut b.finish().unwrap(), &mesh)
+            plan_module(&mut *strategy, b, &mesh)
         };
         on(1, 1).unwrap();
         on(1, 2).unwrap();
         assert!(on(2, 2).is_err(), "{plan_of}");
     }
     let units = r#"{"type": "fsdp", "parallelize": {"type": "plan", "units": ["nothing.*"]}}"#;
-    let strategy = strategy(units, 2);
+    let mut strategy = strategy(units, 2);
     let mesh = strategy.device_mesh(Arc::new(Planned::world(2))).unwrap();
     let b = ModuleBuilder::new(ModuleInit::default());
     build(&b).unwrap();
-    assert!(strategy.plan_module(&mut b.finish().unwrap(), &mesh).is_err());
+    assert!(plan_module(&mut *strategy, b, &mesh).is_err());
 }
 
 #[test]
 fn models_a_plan_cannot_cut_are_refused() {
     let config =
         r#"{"type": "tp", "parallelize": {"type": "plan", "plan": {"nothing": "colwise"}}}"#;
-    let strategy = strategy(config, 2);
+    let mut strategy = strategy(config, 2);
     let mesh = strategy.device_mesh(Arc::new(Planned::world(2))).unwrap();
     let b = ModuleBuilder::new(ModuleInit::default());
     build(&b).unwrap();
-    let error = strategy.plan_module(&mut b.finish().unwrap(), &mesh).unwrap_err();
+    let error = plan_module(&mut *strategy, b, &mesh).unwrap_err();
     insta::assert_snapshot!(error, @"module `nothing`: no layer matches this pattern of the plan (`*` is one segment). The model's layers are lm_head, model.layers.*.mlp, model.layers.*.mlp.down_proj, model.layers.*.mlp.gate_proj, model.layers.*.mlp.up_proj");
 }

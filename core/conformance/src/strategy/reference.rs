@@ -24,7 +24,13 @@ impl Strategy for OneRank {
     }
 
     fn capabilities(&self) -> Capabilities {
-        Capabilities { distributed: false, sharded: false, no_sync: false, deferred_reads: false }
+        Capabilities {
+            distributed: false,
+            sharded: false,
+            no_sync: false,
+            deferred_reads: false,
+            saves_distributed_checkpoints: true,
+        }
     }
 
     fn device_mesh(&self, world: Arc<dyn ProcessGroup>) -> Result<DeviceMesh> {

@@ -3,7 +3,7 @@
 use std::fmt::{self, Display};
 
 /// Bytes that a rank will hold between and within steps for any batch, without activations. From
-/// [`Strategy::plan_module`](super::Strategy::plan_module).
+/// [`StrategyExtensions::plan_module`](super::StrategyExtensions::plan_module).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct RankMemory {
     /// Values updated by the optimizer and, in another dtype, the copy that layers compute with.

@@ -1,20 +1,16 @@
 //! The strategy trait.
 
-use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use serde::Serialize;
 
-use super::{ParallelizeFn, RankMemory, StepTotals};
+use super::{ParallelizeFn, StepTotals, StrategyExtensions};
 use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_collective::mesh::DeviceMesh;
 use fulgurite_module::module::{ModuleInit, ModuleTree};
 use fulgurite_module::parameter::ParameterSlot;
 use fulgurite_optim::{SquaredNorm, StateTensor};
-
-/// Name prefix of a strategy's own [state tensors](Strategy::state_tensors).
-pub const STRATEGY_STATE: &str = "strategy_";
 
 /// Features of a strategy. The trainer checks these instead of types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
@@ -32,6 +28,9 @@ pub struct Capabilities {
     /// `loss_sum` of NaN, and [`finish_step`](Strategy::finish_step) changes neither values nor
     /// state: it does not know whether there was an update.
     pub deferred_reads: bool,
+    /// The trainer saves distributed checkpoints, for which each rank writes the regions it owns.
+    /// Otherwise it saves full ones, gathered on rank 0.
+    pub saves_distributed_checkpoints: bool,
 }
 
 /// The run that a strategy is built for.
@@ -150,7 +149,8 @@ pub struct StrategyContext<'a> {
 /// - Between [`prepare_forward`](Strategy::prepare_forward) and the next optimizer step, parameters
 ///   outside of units have values. A unit's parameters have values inside the unit's hooks.
 ///
-/// Implementors write the methods without a default, and override others as needed.
+/// Implementors write the methods without a default, and override others as needed. Rarely needed
+/// methods are those of [`StrategyExtensions`].
 ///
 /// [`Parameter::local_grad`]: fulgurite_module::parameter::Parameter::local_grad
 /// [`Parameter::optimizer`]: fulgurite_module::parameter::Parameter::optimizer
@@ -192,19 +192,6 @@ pub trait Strategy: Send {
     /// # Errors
     /// If the ranks' models differ, or the strategy cannot distribute this model.
     fn setup_module(&mut self, tree: &mut ModuleTree, mesh: &DeviceMesh, seed: u64) -> Result<()>;
-
-    /// Plans rank 0's memory in the process that starts the ranks, before it starts them. Cuts
-    /// `tree` as [`setup_module`](Strategy::setup_module) would, on a mesh over a
-    /// [`Planned`](fulgurite_collective::collective::Planned) world, and allocates nothing. Leaves the optimizer's
-    /// state and the moving average 0. `None`, the default, if the strategy cannot tell; the
-    /// model's size is then not compared with the machine's memory. Not collective.
-    ///
-    /// # Errors
-    /// If the strategy cannot distribute this model.
-    fn plan_module(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<Option<RankMemory>> {
-        let _ = (tree, mesh);
-        Ok(None)
-    }
 
     /// Gives parameters outside of units the values that the next forward needs. Called after
     /// setup, after loading and after each optimizer step. Collective.
@@ -281,24 +268,6 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
-    /// Called when a step failed on some rank between
-    /// [`prepare_forward`](Strategy::prepare_forward) and the optimizer's update, before it is
-    /// tried again. Drops the step's gradients and pending collectives, and makes the parameters
-    /// ready for a forward. Every collective that the step started is complete: on a device, for
-    /// all work queued from now on, though it may still run. The caller resets the slots.
-    /// Collective.
-    ///
-    /// # Errors
-    /// If the strategy cannot do this, as by default.
-    fn abandon_step(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        let _ = context;
-        Err(Error::other(format!(
-            "strategy `{}` cannot begin a step again that has failed, which `trainer.micro_batch_size` = \"auto\" \
-             does",
-            self.name()
-        )))
-    }
-
     /// Called after values were loaded into the local shards: makes them ready for a forward.
     /// Collective.
     ///
@@ -308,65 +277,9 @@ pub trait Strategy: Send {
         self.prepare_forward(context)
     }
 
-    /// Whether replicas train separately and have stepped since they were last made equal; the same
-    /// on all ranks. If true, buffers are equal only within each replica, and training ends with
-    /// [`prepare_save`](Strategy::prepare_save). Not collective.
-    fn replicas_differ(&self) -> bool {
-        false
-    }
-
-    /// Called before the parameters are saved: makes replicas equal, if they may differ.
-    /// Collective.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
-        let _ = context;
-        Ok(())
-    }
-
-    /// Called before the optimizers' `states` are saved, after
-    /// [`prepare_save`](Strategy::prepare_save). Makes the states of replicas equal in place, if
-    /// they may differ. Collective.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    fn prepare_save_states(&mut self, states: &[StateTensor]) -> Result<()> {
-        let _ = states;
-        Ok(())
-    }
-
-    /// The strategy's own state tensors, which checkpoints save beside the optimizers'. They are
-    /// cut like the parameters and loaded in place, and their names begin with [`STRATEGY_STATE`].
-    /// A run under another strategy ignores them. Tensors missing from a checkpoint keep their
-    /// values. Not collective.
-    ///
-    /// # Errors
-    /// If a parameter has no local values.
-    fn state_tensors(&self) -> Result<Vec<StateTensor>> {
-        Ok(Vec::new())
-    }
-
-    /// The strategy's own scalar state, for checkpoints. Equal on all ranks. Not collective.
-    fn scalars(&self) -> BTreeMap<String, f64> {
-        BTreeMap::new()
-    }
-
-    /// Restores the values that [`scalars`](Strategy::scalars) returned when the checkpoint was
-    /// saved, perhaps by another strategy. Called after [`finish_load`](Strategy::finish_load),
-    /// when the optimizers' states and [`state_tensors`](Strategy::state_tensors) have been loaded
-    /// too. Not collective.
-    ///
-    /// # Errors
-    /// If a value is out of range.
-    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
-        let _ = scalars;
-        Ok(())
-    }
-
-    /// Whether the trainer saves distributed checkpoints, for which each rank writes the regions it
-    /// owns. Otherwise it saves full ones, gathered on rank 0.
-    fn saves_distributed_checkpoints(&self) -> bool {
-        true
+    /// The strategy's optional features. `None`, the default, if it has none. The answer is the
+    /// same in every call. Not collective.
+    fn extensions(&mut self) -> Option<&mut dyn StrategyExtensions> {
+        None
     }
 }

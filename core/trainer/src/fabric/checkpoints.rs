@@ -25,7 +25,7 @@ use fulgurite_engine::optim::StateTensor;
 struct FabricState {
     /// [`OptimizerState::scalars`].
     optimizer: BTreeMap<String, f64>,
-    /// [`Strategy::scalars`](fulgurite_engine::strategy::Strategy::scalars).
+    /// [`StrategyExtensions::scalars`](fulgurite_engine::strategy::StrategyExtensions::scalars).
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     strategy: BTreeMap<String, f64>,
     /// The program's state.

@@ -15,37 +15,38 @@ use fulgurite_engine::optim::StateTensor;
 impl StrategyRuntime {
     /// Makes replicas equal before a save, buffers included. Collective.
     pub(crate) fn prepare_save(&self) -> Result<()> {
-        let strategy = &mut self.lock_state()?.strategy;
-        let differ = strategy.replicas_differ();
-        strategy.prepare_save(self.context()?)?;
+        let state = &mut *self.lock_state()?;
+        let extensions = state.extensions();
+        let differ = extensions.replicas_differ();
+        extensions.prepare_save(self.context()?)?;
         if differ { self.synchronise_buffers(DP_CP) } else { Ok(()) }
     }
 
     /// Makes replicas equal if they have trained separately. Collective.
     pub(crate) fn unite_replicas(&self) -> Result<()> {
-        let differ = self.lock_state()?.strategy.replicas_differ();
+        let differ = self.lock_state()?.extensions().replicas_differ();
         if differ { self.prepare_save() } else { Ok(()) }
     }
 
     /// Makes the optimizers' states equal on all replicas before a save. Called after
     /// [`prepare_save`](Self::prepare_save). Collective.
     pub(crate) fn prepare_save_states(&self, states: &[StateTensor]) -> Result<()> {
-        self.lock_state()?.strategy.prepare_save_states(states)
+        self.lock_state()?.extensions().prepare_save_states(states)
     }
 
     /// Returns the strategy's own state tensors.
     pub(crate) fn strategy_states(&self) -> Result<Vec<StateTensor>> {
-        self.lock_state()?.strategy.state_tensors()
+        self.lock_state()?.extensions().state_tensors()
     }
 
     /// Returns the scalars of the strategy's own state.
     pub(crate) fn strategy_scalars(&self) -> Result<BTreeMap<String, f64>> {
-        Ok(self.lock_state()?.strategy.scalars())
+        Ok(self.lock_state()?.extensions().scalars())
     }
 
     /// Restores what [`strategy_scalars`](Self::strategy_scalars) returned.
     pub(crate) fn load_strategy_scalars(&self, scalars: &BTreeMap<String, f64>) -> Result<()> {
-        self.lock_state()?.strategy.load_scalars(scalars)
+        self.lock_state()?.extensions().load_scalars(scalars)
     }
 
     /// Returns this rank's part of the distributed checkpoint `name`: the regions of the model and

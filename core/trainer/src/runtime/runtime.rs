@@ -23,7 +23,9 @@ use fulgurite_engine::module::{BatchRanks, ModuleTree};
 use fulgurite_engine::optim::LossScale;
 use fulgurite_engine::parallel::{ContextParallel, check_loss};
 use fulgurite_engine::parameter::{ParameterSlot, UnusedBecause};
-use fulgurite_engine::strategy::{Capabilities, Loss, Strategy, StrategyContext, materialize};
+use fulgurite_engine::strategy::{
+    Capabilities, Loss, Strategy, StrategyContext, StrategyExtensions, materialize,
+};
 
 /// A rank's share of the data (Lightning's `distributed_sampler_kwargs`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -60,6 +62,7 @@ struct SetUp {
 /// The strategy and the state of the steps, behind the lock.
 pub(super) struct RuntimeState {
     pub(super) strategy: Box<dyn Strategy>,
+    no_extensions: NoExtensions,
     /// By [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer).
     pub(super) steps: Vec<StepState>,
     /// Whether the optimizer with index 0 was built.
@@ -69,6 +72,21 @@ pub(super) struct RuntimeState {
     magnitudes: Magnitudes,
     /// The loss scale, if gradients are computed in f16.
     pub(super) loss_scale: Option<LossScale>,
+}
+
+/// The defaults of [`StrategyExtensions`], for strategies without extensions.
+struct NoExtensions;
+
+impl StrategyExtensions for NoExtensions {}
+
+impl RuntimeState {
+    /// The strategy's extensions, or the defaults if it has none.
+    pub(super) fn extensions(&mut self) -> &mut dyn StrategyExtensions {
+        match self.strategy.extensions() {
+            Some(extensions) => extensions,
+            None => &mut self.no_extensions,
+        }
+    }
 }
 
 impl StrategyRuntime {
@@ -81,6 +99,7 @@ impl StrategyRuntime {
             synchronise: Arc::new(AtomicBool::new(true)),
             state: Mutex::new(RuntimeState {
                 strategy,
+                no_extensions: NoExtensions,
                 steps: vec![StepState::default()],
                 first_is_built: false,
                 delivered: Vec::new(),
@@ -157,10 +176,6 @@ impl StrategyRuntime {
 
     pub(crate) fn capabilities(&self) -> Result<Capabilities> {
         Ok(self.lock_state()?.strategy.capabilities())
-    }
-
-    pub(crate) fn saves_distributed_checkpoints(&self) -> Result<bool> {
-        Ok(self.lock_state()?.strategy.saves_distributed_checkpoints())
     }
 
     /// Distributes a model with the strategy and makes it ready for a forward. Collective.

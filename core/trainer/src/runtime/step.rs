@@ -194,7 +194,8 @@ impl StrategyRuntime {
         state.clear_gradients(context, optimizer);
         state.strategy.finish_step(context)?;
         // Replicas that train separately keep their own buffers until they synchronise.
-        self.synchronise_buffers(if state.strategy.replicas_differ() { DP_SHARD_CP } else { DP_CP })
+        let differ = state.extensions().replicas_differ();
+        self.synchronise_buffers(if differ { DP_SHARD_CP } else { DP_CP })
     }
 
     /// Discards a step that failed before the optimizers' updates, so that the step can begin
@@ -204,7 +205,14 @@ impl StrategyRuntime {
         let state = &mut *self.lock_state()?;
         context.slots.iter().for_each(ParameterSlot::abandon_backward);
         (0..state.steps.len()).for_each(|optimizer| state.clear_gradients(context, optimizer));
-        state.strategy.abandon_step(context)
+        if state.extensions().abandon_step(context)? {
+            return Ok(());
+        }
+        Err(Error::other(format!(
+            "strategy `{}` cannot begin a step again that has failed, which `trainer.micro_batch_size` = \"auto\" \
+             does",
+            state.strategy.name()
+        )))
     }
 
     /// Clears an optimizer's gradients since its last step. Not collective.

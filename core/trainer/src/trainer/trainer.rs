@@ -354,7 +354,7 @@ impl Trainer {
         });
         let mut fabric = Fabric::over(self.world.clone(), config, run.seed, parallelize)?;
         let strategy_name = fabric.strategy_name()?;
-        check_async_save(run, fabric.runtime.saves_distributed_checkpoints()?)?;
+        check_async_save(run, fabric.capabilities()?.saves_distributed_checkpoints)?;
         let mut callbacks = self.callbacks.clone();
         for value in &config.callbacks {
             let config: Box<dyn CallbackConfig> =

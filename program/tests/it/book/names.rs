@@ -22,7 +22,7 @@ const SUBJECTS: [(&str, &[&str]); 2] = [
     ("docs/src/guides/data-module.md", &["DataModule", "LightningModule"]),
     (
         "docs/src/guides/writing-a-strategy.md",
-        &["Capabilities", "Parameter", "ParameterSlot", "Strategy"],
+        &["Capabilities", "Parameter", "ParameterSlot", "Strategy", "StrategyExtensions"],
     ),
 ];
 

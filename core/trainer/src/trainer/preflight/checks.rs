@@ -186,7 +186,7 @@ fn check(
     if let Some(parallelize) = parallelize {
         strategy.set_parallelize(parallelize)?;
     }
-    check_async_save(run, strategy.saves_distributed_checkpoints())?;
+    check_async_save(run, strategy.capabilities().saves_distributed_checkpoints)?;
     let planned = Arc::new(Planned::world(ranks));
     let world: Arc<dyn ProcessGroup> = match ranks {
         1 => Arc::new(Solo::new("world", 0)),
@@ -213,9 +213,9 @@ fn check(
     let mut tree = builder.finish()?;
     check_frozen(&config.freeze, &tree)?;
     check_weights(run, model.pretrained.as_deref(), &tree)?;
-    let mut memory = match &mesh {
-        Some(mesh) => strategy.plan_module(&mut tree, mesh)?,
-        None => None,
+    let mut memory = match (&mesh, strategy.extensions()) {
+        (Some(mesh), Some(extensions)) => extensions.plan_module(&mut tree, mesh)?,
+        _ => None,
     };
     if let Some(memory) = &mut memory {
         memory.buffers = tree.buffers().iter().map(Buffer::bytes).fold(0, u64::saturating_add);

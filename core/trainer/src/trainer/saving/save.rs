@@ -137,7 +137,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
     let (fabric, io) = (&session.setup.fabric, saving.io().clone());
     let world = &**fabric.world();
-    let distributed = fabric.runtime.saves_distributed_checkpoints()?;
+    let distributed = fabric.capabilities()?.saves_distributed_checkpoints;
     let optimizer = session.optimizers.as_mut().filter(|_| !weights_only);
     let optimizer = optimizer.map(|optimizers| optimizers as &mut dyn OptimizerState);
     let path = if distributed {
