@@ -18,7 +18,7 @@ use crate::{Error, Result};
 /// use fulgurite_core::data::Sampler;
 /// use fulgurite_core::random::{Purpose, Stream};
 ///
-/// Every second sample is one of the first ten.
+/// // Every second sample is one of the first ten.
 /// struct OftenFirst { stream: Stream, samples: u64 }
 ///
 /// impl Sampler for OftenFirst {

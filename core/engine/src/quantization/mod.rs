@@ -12,7 +12,7 @@
 //! use fulgurite_core::quantization::{PackedPart, WeightFormat};
 //!
 //! let nf4 = WeightFormat::Nf4 { block_size: 64 };
-//! 32 bytes of codes and 1 byte for the scale, for each block of 64.
+//! // 32 bytes of codes and 1 byte for the scale, for each block of 64.
 //! assert_eq!(nf4.shape(PackedPart::Codes, [11_008, 4096]), [11_008, 64, 33]);
 //! assert_eq!(nf4.shape(PackedPart::Scales, [11_008, 4096]), [11_008, 2]);
 //! ```
