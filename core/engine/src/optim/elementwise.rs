@@ -12,7 +12,7 @@ use super::step_scale::GradScale;
 use crate::Result;
 use crate::autograd::storage::{HostElement, with_host, with_host_mut};
 use crate::parameter::accumulation_dtype;
-use crate::simd::vectorized;
+use crate::simd::{Half, vectorized};
 
 /// Elements per task: few enough that the slices stay in the second-level cache.
 const CHUNK: usize = 1 << 14;
@@ -67,7 +67,7 @@ macro_rules! real {
             const ROUNDED: bool = true;
             #[inline(always)]
             fn load(self) -> $ty {
-                f32::from_bits(u32::from(self.to_bits()) << 16) as $ty
+                self.widen() as $ty
             }
             #[inline(always)]
             fn store(value: $ty, word: u32) -> Self {
@@ -90,11 +90,13 @@ real!(f64);
 macro_rules! stored_as_half {
     ($ty:ty) => {
         impl Element<f32> for $ty {
+            #[inline(always)]
             fn load(self) -> f32 {
-                self.to_f32()
+                self.widen()
             }
+            #[inline(always)]
             fn store(value: f32) -> Self {
-                Self::from_f32(value)
+                Self::narrow(value)
             }
         }
     };
