@@ -126,7 +126,7 @@ impl Optimizer for AdamWOptimizer {
     }
 
     fn step_by(&mut self, scale: &StepScale) -> Result<()> {
-        let scale = scale.for_values(self.state.has_values_on_host())?;
+        let scale = scale.for_values(|| self.state.has_values_on_host())?;
         self.steps += 1;
         scale.map_or(Ok(()), |scale| self.update(&scale))
     }
