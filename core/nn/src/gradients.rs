@@ -1,14 +1,13 @@
 //! Adding gradients: to parameters, and to each other.
 
 use candle_core::Tensor;
-use rayon::prelude::*;
 
 use super::backend::uses_cpu_kernels;
 use super::host::{Element, Float, with_element};
 use crate::Result;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
-use fulgurite_engine::simd::vectorized;
+use fulgurite_engine::simd::update;
 
 /// Calls `write` with the parameter's gradient buffer as a slice of `T`. `write` stores a gradient
 /// there (`false`) or adds one (`true`). If the buffer has another dtype, the slice is a temporary.
@@ -50,22 +49,9 @@ pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     with_element!(sum.dtype(), E => {
         storage::with_host_mut(&sum, |sum: &mut [E]| {
             storage::with_host(&x, |x: &[E]| {
-                let pieces = sum.par_chunks_mut(ADD_PIECE).zip(x.par_chunks(ADD_PIECE));
-                pieces.for_each(|(sum, x)| add_elements(sum, x));
+                update(sum, x, |sum, x| E::narrow(sum.widen() + x.widen()));
             })
         })?
     })?;
     Ok(sum)
-}
-
-/// Elements that a thread adds at a time.
-const ADD_PIECE: usize = 16 * 1024;
-
-vectorized! {
-    /// `sum += x`.
-    fn add_elements[E: Element](sum: &mut [E], x: &[E]) {
-        for (sum, x) in sum.iter_mut().zip(x) {
-            *sum = E::narrow(sum.widen() + x.widen());
-        }
-    }
 }

@@ -60,7 +60,6 @@ mod kernels;
 mod linear;
 mod linear_cross_entropy;
 mod lora;
-mod map;
 mod mlp;
 mod multi_head_attention;
 mod norm;

@@ -1,21 +1,20 @@
 //! Adam with decoupled weight decay.
 
-use std::collections::BTreeMap;
-
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Element, Real, Scale, StateElement, dispatch, update};
-use super::groups::{
-    Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve, unit_interval,
-};
-use super::optimizer::{Optimizer, OptimizerConfig, StateTensor};
-use super::state::{OptimizerState, ParamUpdate, state_bytes};
-use super::state_dtype::{StateDtype, store};
-use super::step_scale::{GradScale, StepScale};
+use super::elementwise::Real;
+use super::elementwise_optimizer::{CommonOptions, ElementwiseOptimizer, Options, UpdateRule};
+#[cfg(feature = "cuda")]
+use super::gpu::Updates;
+use super::groups::{Hyper, ParamGroupConfig, at_least_zero, unit_interval};
+use super::optimizer::{Optimizer, OptimizerConfig};
+use super::state::state_bytes;
+use super::state_dtype::StateDtype;
+#[cfg(feature = "cuda")]
+use super::step_scale::StepScale;
 use crate::Result;
 use fulgurite_module::parameter::Parameter;
-use fulgurite_tensor::autograd::storage;
 
 /// Adam with decoupled weight decay (Loshchilov and Hutter, 2019), computed in the order of
 /// `torch.optim.AdamW`: `optimizer.type = "adamw"`.
@@ -66,24 +65,8 @@ impl OptimizerConfig for AdamW {
     }
 
     fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>> {
-        let (trainable, hypers) = self.resolve(parameters)?;
-        let state =
-            OptimizerState::new(&trainable, hypers, ["exp_avg", "exp_avg_sq"], self.state_dtype)?;
-        Ok(Box::new(AdamWOptimizer { config: self.clone(), state, steps: 0, schedule: 1.0 }))
-    }
-}
-
-impl AdamW {
-    fn resolve(&self, parameters: &[Parameter]) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
-        self.check_moments()?;
-        let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
-        resolve(parameters, base, &self.groups, &self.no_decay)
-    }
-
-    fn check_moments(&self) -> Result<()> {
-        unit_interval("optimizer.betas[0]", self.betas.0)?;
-        unit_interval("optimizer.betas[1]", self.betas.1)?;
-        at_least_zero("optimizer.eps", self.eps)
+        let names = ["exp_avg", "exp_avg_sq"];
+        Ok(Box::new(ElementwiseOptimizer::new(self, parameters, names)?))
     }
 }
 
@@ -95,16 +78,38 @@ fulgurite_config::register_plugin!(
     AdamW
 );
 
-struct AdamWOptimizer {
-    config: AdamW,
-    state: OptimizerState<2>,
-    steps: u64,
-    schedule: f64,
+impl Options for AdamW {
+    fn common(&self) -> CommonOptions<'_> {
+        let Self { lr, weight_decay, groups, no_decay, state_dtype, .. } = self;
+        let base = Hyper { lr: *lr, weight_decay: *weight_decay };
+        CommonOptions { base, groups, no_decay, state_dtype: *state_dtype }
+    }
+
+    fn set_base(&mut self, base: Hyper) {
+        (self.lr, self.weight_decay) = (base.lr, base.weight_decay);
+    }
+
+    fn own(&self) -> Vec<(&'static str, f64)> {
+        vec![("beta1", self.betas.0), ("beta2", self.betas.1), ("eps", self.eps)]
+    }
+
+    fn with_own(&self, option: impl Fn(&str) -> Result<f64>) -> Result<Self> {
+        let betas = (option("beta1")?, option("beta2")?);
+        let options = Self { betas, eps: option("eps")?, ..self.clone() };
+        options.check_own()?;
+        Ok(options)
+    }
+
+    fn check_own(&self) -> Result<()> {
+        unit_interval("optimizer.betas[0]", self.betas.0)?;
+        unit_interval("optimizer.betas[1]", self.betas.1)?;
+        at_least_zero("optimizer.eps", self.eps)
+    }
 }
 
 /// The coefficients of one update, equal for all elements of a parameter.
 #[derive(Clone, Copy)]
-struct Coefficients {
+pub(super) struct Coefficients {
     /// The factor of the values that makes the weight decay.
     keep: f64,
     beta1: f64,
@@ -116,171 +121,84 @@ struct Coefficients {
     step_size: f64,
 }
 
-impl Optimizer for AdamWOptimizer {
-    fn parameters(&self) -> &[Parameter] {
-        self.state.parameters()
-    }
+impl UpdateRule<2> for AdamW {
+    type Coefficients = Coefficients;
 
-    fn step(&mut self, scale: &GradScale) -> Result<()> {
-        self.step_by(&(*scale).into())
-    }
-
-    fn step_by(&mut self, scale: &StepScale) -> Result<()> {
-        let scale = scale.for_values(self.state.has_values_on_host())?;
-        self.steps += 1;
-        scale.map_or(Ok(()), |scale| self.update(&scale))
-    }
-
-    fn set_seed(&mut self, seed: u64) {
-        self.state.set_seed(seed);
-    }
-
-    fn learning_rate(&self) -> f64 {
-        self.config.lr
-    }
-
-    fn set_schedule_factor(&mut self, factor: f64) {
-        self.schedule = factor;
-    }
-
-    fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
-        self.state.state_tensors()
-    }
-
-    fn scalars(&self) -> BTreeMap<String, f64> {
-        self.state.scalars(self.steps)
-    }
-
-    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
-        self.steps = self.state.load_scalars(scalars)?;
-        Ok(())
-    }
-
-    fn param_groups(&self) -> Vec<ParamGroup> {
-        let AdamW { lr, weight_decay, betas, eps, .. } = self.config;
-        let common = [("beta1", betas.0), ("beta2", betas.1), ("eps", eps)];
-        self.state.param_groups(Hyper { lr, weight_decay }, &common)
-    }
-
-    fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
-        let Some(first) = groups.first() else { return Ok(()) };
-        let common = ["beta1", "beta2", "eps"];
-        let [beta1, beta2, eps] = common.map(|name| option(first, 0, name));
-        let mut config = AdamW { betas: (beta1?, beta2?), eps: eps?, ..self.config.clone() };
-        config.check_moments()?;
-        let base = self.state.load_param_groups(groups, &common)?;
-        (config.lr, config.weight_decay) = (base.lr, base.weight_decay);
-        self.config = config;
-        Ok(())
-    }
-}
-
-impl AdamWOptimizer {
-    fn update(&mut self, scale: &StepScale) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        let mut on_gpu = super::gpu::UpdatesBySteps::default();
-        for index in 0..self.state.parameters().len() {
-            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
-            let steps = self.state.steps_of(index, self.steps);
-            let coefficients = self.coefficients(update.hyper, steps);
-            #[cfg(feature = "cuda")]
-            let Some(update) =
-                on_gpu.of(steps).take(update, coefficients.step_size, coefficients.keep)?
-            else {
-                continue;
-            };
-            if update.values.device().is_cpu() {
-                let (values, state) = (update.values.dtype(), update.state[0].dtype());
-                dispatch!(values, state, fused(&update, coefficients, scale.known()?))?;
-            } else {
-                composed(&update, coefficients, scale)?;
-            }
-        }
-        #[cfg(feature = "cuda")]
-        for (steps, updates) in on_gpu.into_parts() {
-            super::gpu::adamw(updates, self.common_coefficients(steps), scale)?;
-        }
-        Ok(())
-    }
-
-    /// The coefficients that all parameters with `steps` steps share.
-    #[cfg(feature = "cuda")]
-    fn common_coefficients(&self, steps: u64) -> fulgurite_kernels::plans::AdamW {
-        let (beta1, beta2) = self.config.betas;
-        fulgurite_kernels::plans::AdamW {
-            beta1,
-            beta2,
-            correction2_sqrt: (1.0 - beta2.powf(steps as f64)).sqrt(),
-            eps: self.config.eps,
-        }
-    }
-
-    fn coefficients(&self, hyper: Hyper, steps: u64) -> Coefficients {
-        let lr = hyper.lr * self.schedule;
-        let (beta1, beta2) = self.config.betas;
+    fn coefficients(&self, hyper: Hyper, schedule: f64, steps: u64) -> Coefficients {
+        let lr = hyper.lr * schedule;
+        let (beta1, beta2) = self.betas;
         let steps = steps as f64;
         Coefficients {
             keep: 1.0 - lr * hyper.weight_decay,
             beta1,
             beta2,
             correction2_sqrt: (1.0 - beta2.powf(steps)).sqrt(),
-            eps: self.config.eps,
+            eps: self.eps,
             step_size: -(lr / (1.0 - beta1.powf(steps))),
         }
     }
-}
 
-fn fused<P: Element<C>, B: StateElement<C>, C: Real>(
-    param: &ParamUpdate<2>,
-    c: Coefficients,
-    scale: &GradScale,
-) -> Result<()> {
-    let scale = Scale::<C>::new(scale);
-    let [keep, weight1, rest1, beta2, weight2] =
-        [c.keep, 1.0 - c.beta1, c.beta1, c.beta2, 1.0 - c.beta2].map(C::from_f64);
-    let [correction2_sqrt, eps, step_size] =
-        [c.correction2_sqrt, c.eps, c.step_size].map(C::from_f64);
-    let small = 1.0 - c.beta1 < 0.5;
-    let ParamUpdate { values, grad, state, noise, .. } = param;
-    update::<2, P, C, B, C>(values, grad, state.each_ref(), Some(noise), move |p, g, [m, v]| {
-        let g = scale.apply(g);
-        let p = p * keep;
-        // As torch.lerp: interpolate from the nearer end.
-        let m = if small { m + weight1 * (g - m) } else { g - (g - m) * rest1 };
-        let v = v * beta2 + weight2 * g * g;
-        let denominator = v.sqrt() / correction2_sqrt + eps;
-        (p + step_size * m / denominator, [m, v])
-    })
-}
+    fn on_elements<C: Real>(c: Coefficients) -> impl Fn(C, C, [C; 2]) -> (C, [C; 2]) + Copy + Sync {
+        let [keep, weight1, rest1, beta2, weight2] =
+            [c.keep, 1.0 - c.beta1, c.beta1, c.beta2, 1.0 - c.beta2].map(C::from_f64);
+        let [correction2_sqrt, eps, step_size] =
+            [c.correction2_sqrt, c.eps, c.step_size].map(C::from_f64);
+        let small = 1.0 - c.beta1 < 0.5;
+        move |p, g, [m, v]| {
+            let p = p * keep;
+            // As torch.lerp: interpolate from the nearer end.
+            let m = if small { m + weight1 * (g - m) } else { g - (g - m) * rest1 };
+            let v = v * beta2 + weight2 * g * g;
+            let denominator = v.sqrt() / correction2_sqrt + eps;
+            (p + step_size * m / denominator, [m, v])
+        }
+    }
 
-/// [`fused`] in candle operations, for any device.
-fn composed(update: &ParamUpdate<2>, c: Coefficients, scale: &StepScale) -> Result<()> {
-    let ParamUpdate { values, grad, state: [exp_avg, exp_avg_sq], noise, .. } = update;
-    let g = scale.scaled(grad)?;
-    let (old_m, old_v) = (exp_avg.to_dtype(g.dtype())?, exp_avg_sq.to_dtype(g.dtype())?);
-    let old_p = values.detach().to_dtype(g.dtype())?;
-    let p = (&old_p * c.keep)?;
-    let weight1 = 1.0 - c.beta1;
-    let difference = (&g - &old_m)?;
-    let m = if weight1 < 0.5 {
-        (&old_m + (difference * weight1)?)?
-    } else {
-        (&g - (difference * c.beta1)?)?
-    };
-    let v = ((&old_v * c.beta2)? + (g.sqr()? * (1.0 - c.beta2))?)?;
-    let denominator: Tensor = ((v.sqrt()? / c.correction2_sqrt)? + c.eps)?;
-    let p = (p + ((&m * c.step_size)? / denominator)?)?;
-    store(exp_avg, &scale.unless_skipped(&old_m, m)?, noise, 0)?;
-    store(exp_avg_sq, &scale.unless_skipped(&old_v, v)?, noise, 16)?;
-    storage::copy_from(values, &scale.unless_skipped(&old_p, p)?)
+    fn on_tensors(
+        c: Coefficients,
+        values: &Tensor,
+        g: Tensor,
+        [old_m, old_v]: &[Tensor; 2],
+    ) -> Result<(Tensor, [Tensor; 2])> {
+        let p = (values * c.keep)?;
+        let weight1 = 1.0 - c.beta1;
+        let difference = (&g - old_m)?;
+        let m = if weight1 < 0.5 {
+            (old_m + (difference * weight1)?)?
+        } else {
+            (&g - (difference * c.beta1)?)?
+        };
+        let v = ((old_v * c.beta2)? + (g.sqr()? * (1.0 - c.beta2))?)?;
+        let denominator: Tensor = ((v.sqrt()? / c.correction2_sqrt)? + c.eps)?;
+        let p = (p + ((&m * c.step_size)? / denominator)?)?;
+        Ok((p, [m, v]))
+    }
+
+    #[cfg(feature = "cuda")]
+    fn kernel_coefficients(c: Coefficients) -> (f64, f64) {
+        (c.step_size, c.keep)
+    }
+
+    #[cfg(feature = "cuda")]
+    fn launch(updates: Updates<2>, c: Coefficients, scale: &StepScale) -> Result<()> {
+        let Coefficients { beta1, beta2, correction2_sqrt, eps, .. } = c;
+        let adamw = fulgurite_kernels::plans::AdamW { beta1, beta2, correction2_sqrt, eps };
+        super::gpu::adamw(updates, adamw, scale)
+    }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::collections::BTreeMap;
+
     use candle_core::Device;
 
     use super::*;
+    use crate::GradScale;
+    use crate::elementwise_optimizer::{composed, fused};
+    use crate::state::{OptimizerState, ParamUpdate};
     use crate::testing::*;
+    use fulgurite_tensor::autograd::storage;
 
     const NAMES: [(&str, usize); 3] =
         [("layers.0.up.weight", 40_000), ("layers.0.up.bias", 7), ("norm.weight", 33)];
@@ -419,8 +337,8 @@ mod tests {
                 let (one, other) = (make(), make());
                 let state = one.state[0].dtype();
                 assert_eq!(state == DType::BF16, state_dtype == StateDtype::Bf16);
-                dispatch!(dtype, state, fused(&one, c, &scale)).unwrap();
-                composed(&other, c, &scale.into()).unwrap();
+                fused::<AdamW, 2>(&one, c, &scale).unwrap();
+                composed::<AdamW, 2>(&other, c, &scale.into()).unwrap();
                 let all = |w: &ParamUpdate<2>| {
                     let tensors = [&w.values, &w.state[0], &w.state[1]];
                     tensors.map(|t| t.to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap())
@@ -429,9 +347,9 @@ mod tests {
                     assert_close(one, &other, if dtype == DType::BF16 { 0.008 } else { 1e-6 });
                 }
                 let (late, skipped) = (make(), make());
-                composed(&late, c, &late_scale(&scale, 1.0)).unwrap();
+                composed::<AdamW, 2>(&late, c, &late_scale(&scale, 1.0)).unwrap();
                 assert_eq!(all(&late), all(&other), "{dtype:?} {state_dtype:?}");
-                composed(&skipped, c, &late_scale(&scale, f64::NAN)).unwrap();
+                composed::<AdamW, 2>(&skipped, c, &late_scale(&scale, f64::NAN)).unwrap();
                 assert_eq!(all(&skipped), all(&make()), "{dtype:?} {state_dtype:?}");
             }
         }

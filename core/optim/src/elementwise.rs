@@ -12,7 +12,7 @@ use super::step_scale::GradScale;
 use crate::Result;
 use fulgurite_module::parameter::accumulation_dtype;
 use fulgurite_tensor::autograd::storage::{HostElement, with_host, with_host_mut};
-use fulgurite_tensor::simd::vectorized;
+use fulgurite_tensor::simd::{Half, vectorized};
 
 /// Elements per task: few enough that the slices stay in the second-level cache.
 const CHUNK: usize = 1 << 14;
@@ -67,7 +67,7 @@ macro_rules! real {
             const ROUNDED: bool = true;
             #[inline(always)]
             fn load(self) -> $ty {
-                f32::from_bits(u32::from(self.to_bits()) << 16) as $ty
+                self.widen() as $ty
             }
             #[inline(always)]
             fn store(value: $ty, word: u32) -> Self {
@@ -90,11 +90,13 @@ real!(f64);
 macro_rules! stored_as_half {
     ($ty:ty) => {
         impl Element<f32> for $ty {
+            #[inline(always)]
             fn load(self) -> f32 {
-                self.to_f32()
+                self.widen()
             }
+            #[inline(always)]
             fn store(value: f32) -> Self {
-                Self::from_f32(value)
+                Self::narrow(value)
             }
         }
     };
@@ -111,7 +113,7 @@ pub(super) fn arithmetic_dtype(values: DType) -> Option<DType> {
 }
 
 /// Calls `$f::<P, C>` for the dtype of the values, or `$f::<P, B, C>` for the dtypes of values and
-/// state. Written `$f[N]`, the latter is `$f::<N, P, B, C>`.
+/// state. Written `$f[R, N]`, the latter is `$f::<R, N, P, B, C>`.
 macro_rules! dispatch {
     ($values:expr, $f:ident($($arg:expr),* $(,)?)) => {
         match $values {
@@ -122,16 +124,16 @@ macro_rules! dispatch {
             other => Err($crate::Error::other(format!("no optimizer updates dtype {other:?}"))),
         }
     };
-    ($values:expr, $state:expr, $f:ident$([$n:tt])?($($arg:expr),* $(,)?)) => {
+    ($values:expr, $state:expr, $f:ident$([$($first:ident),+])?($($arg:expr),* $(,)?)) => {
         match ($values, $state) {
-            (candle_core::DType::F32, candle_core::DType::F32) => $f::<$($n,)?f32, f32, f32>($($arg),*),
-            (candle_core::DType::F32, candle_core::DType::BF16) => $f::<$($n,)?f32, half::bf16, f32>($($arg),*),
-            (candle_core::DType::F64, candle_core::DType::F64) => $f::<$($n,)?f64, f64, f64>($($arg),*),
-            (candle_core::DType::F64, candle_core::DType::BF16) => $f::<$($n,)?f64, half::bf16, f64>($($arg),*),
-            (candle_core::DType::BF16, candle_core::DType::F32) => $f::<$($n,)?half::bf16, f32, f32>($($arg),*),
-            (candle_core::DType::BF16, candle_core::DType::BF16) => $f::<$($n,)?half::bf16, half::bf16, f32>($($arg),*),
-            (candle_core::DType::F16, candle_core::DType::F32) => $f::<$($n,)?half::f16, f32, f32>($($arg),*),
-            (candle_core::DType::F16, candle_core::DType::BF16) => $f::<$($n,)?half::f16, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F32, candle_core::DType::F32) => $f::<$($($first,)+)?f32, f32, f32>($($arg),*),
+            (candle_core::DType::F32, candle_core::DType::BF16) => $f::<$($($first,)+)?f32, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F64, candle_core::DType::F64) => $f::<$($($first,)+)?f64, f64, f64>($($arg),*),
+            (candle_core::DType::F64, candle_core::DType::BF16) => $f::<$($($first,)+)?f64, half::bf16, f64>($($arg),*),
+            (candle_core::DType::BF16, candle_core::DType::F32) => $f::<$($($first,)+)?half::bf16, f32, f32>($($arg),*),
+            (candle_core::DType::BF16, candle_core::DType::BF16) => $f::<$($($first,)+)?half::bf16, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F16, candle_core::DType::F32) => $f::<$($($first,)+)?half::f16, f32, f32>($($arg),*),
+            (candle_core::DType::F16, candle_core::DType::BF16) => $f::<$($($first,)+)?half::f16, half::bf16, f32>($($arg),*),
             (values, state) => Err($crate::Error::other(format!(
                 "no optimizer updates values of dtype {values:?} with state of dtype {state:?}"
             ))),

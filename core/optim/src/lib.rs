@@ -36,6 +36,7 @@ mod adamw;
 mod by_epoch;
 mod cycles;
 mod elementwise;
+mod elementwise_optimizer;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod grad_norm;

@@ -1,19 +1,20 @@
 //! Stochastic gradient descent.
 
-use std::collections::BTreeMap;
-
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use super::elementwise::{Element, Real, Scale, StateElement, arithmetic_dtype, dispatch, update};
-use super::groups::{Hyper, ParamGroup, ParamGroupConfig, at_least_zero, option, resolve};
-use super::optimizer::{Optimizer, OptimizerConfig, StateTensor};
-use super::state::{OptimizerState, ParamUpdate, state_bytes};
-use super::state_dtype::{StateDtype, store};
-use super::step_scale::{GradScale, StepScale};
+use super::elementwise::Real;
+use super::elementwise_optimizer::{CommonOptions, ElementwiseOptimizer, Options, UpdateRule};
+#[cfg(feature = "cuda")]
+use super::gpu::Updates;
+use super::groups::{Hyper, ParamGroupConfig, at_least_zero};
+use super::optimizer::{Optimizer, OptimizerConfig};
+use super::state::state_bytes;
+use super::state_dtype::StateDtype;
+#[cfg(feature = "cuda")]
+use super::step_scale::StepScale;
 use crate::{Error, Result};
 use fulgurite_module::parameter::Parameter;
-use fulgurite_tensor::autograd::storage;
 
 /// Stochastic gradient descent with optional momentum, computed in the order of
 /// `torch.optim.SGD`: `optimizer.type = "sgd"`.
@@ -67,26 +68,57 @@ impl OptimizerConfig for Sgd {
     }
 
     fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>> {
-        let (trainable, hypers) = self.resolve(parameters)?;
-        let (config, dtype) = (self.clone(), self.state_dtype);
         Ok(if self.momentum == 0.0 {
-            let state = OptimizerState::new(&trainable, hypers, [], dtype)?;
-            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
+            Box::new(ElementwiseOptimizer::new(self, parameters, [])?)
         } else {
-            let state = OptimizerState::new(&trainable, hypers, ["momentum_buffer"], dtype)?;
-            Box::new(SgdOptimizer { config, state, steps: 0, schedule: 1.0 })
+            Box::new(ElementwiseOptimizer::new(self, parameters, ["momentum_buffer"])?)
         })
     }
 }
 
-impl Sgd {
-    fn resolve(&self, parameters: &[Parameter]) -> Result<(Vec<Parameter>, Vec<Hyper>)> {
-        self.check_momentum()?;
-        let base = Hyper { lr: self.lr, weight_decay: self.weight_decay };
-        resolve(parameters, base, &self.groups, &self.no_decay)
+fulgurite_config::register_plugin!(
+    fulgurite_config::registry::kind::OPTIMIZER,
+    "sgd",
+    "Stochastic gradient descent with momentum, as torch.optim.SGD",
+    "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }",
+    Sgd
+);
+
+impl Options for Sgd {
+    fn common(&self) -> CommonOptions<'_> {
+        let Self { lr, weight_decay, groups, no_decay, state_dtype, .. } = self;
+        let base = Hyper { lr: *lr, weight_decay: *weight_decay };
+        CommonOptions { base, groups, no_decay, state_dtype: *state_dtype }
     }
 
-    fn check_momentum(&self) -> Result<()> {
+    fn set_base(&mut self, base: Hyper) {
+        (self.lr, self.weight_decay) = (base.lr, base.weight_decay);
+    }
+
+    fn own(&self) -> Vec<(&'static str, f64)> {
+        let nesterov = f64::from(u8::from(self.nesterov));
+        vec![("momentum", self.momentum), ("dampening", self.dampening), ("nesterov", nesterov)]
+    }
+
+    fn with_own(&self, option: impl Fn(&str) -> Result<f64>) -> Result<Self> {
+        let options = Self {
+            momentum: option("momentum")?,
+            dampening: option("dampening")?,
+            nesterov: option("nesterov")? != 0.0,
+            ..self.clone()
+        };
+        options.check_own()?;
+        if (options.momentum == 0.0) != (self.momentum == 0.0) {
+            return Err(Error::other(format!(
+                "the parameter groups have a momentum of {}, and this optimizer was built with {}: one has \
+                 a buffer for it and the other has none",
+                options.momentum, self.momentum
+            )));
+        }
+        Ok(options)
+    }
+
+    fn check_own(&self) -> Result<()> {
         at_least_zero("optimizer.momentum", self.momentum)?;
         if !(-f64::from(f32::MAX)..=f64::from(f32::MAX)).contains(&self.dampening) {
             return Err(Error::Config(format!(
@@ -105,25 +137,9 @@ impl Sgd {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::OPTIMIZER,
-    "sgd",
-    "Stochastic gradient descent with momentum, as torch.optim.SGD",
-    "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }",
-    Sgd
-);
-
-/// `N` is 1 with momentum, whose buffer is the state, and 0 without momentum.
-struct SgdOptimizer<const N: usize> {
-    config: Sgd,
-    state: OptimizerState<N>,
-    steps: u64,
-    schedule: f64,
-}
-
 /// The coefficients of one update, equal for all elements of a parameter.
 #[derive(Clone, Copy)]
-struct Coefficients {
+pub(super) struct Coefficients {
     step_size: f64,
     weight_decay: f64,
     momentum: f64,
@@ -134,159 +150,61 @@ struct Coefficients {
     nesterov: bool,
 }
 
-impl<const N: usize> Optimizer for SgdOptimizer<N> {
-    fn parameters(&self) -> &[Parameter] {
-        self.state.parameters()
-    }
+/// `N` is 1 with momentum, whose buffer is the state, and 0 without momentum.
+impl<const N: usize> UpdateRule<N> for Sgd {
+    type Coefficients = Coefficients;
 
-    fn step(&mut self, scale: &GradScale) -> Result<()> {
-        self.step_by(&(*scale).into())
-    }
-
-    fn step_by(&mut self, scale: &StepScale) -> Result<()> {
-        let scale = scale.for_values(self.state.has_values_on_host())?;
-        self.steps += 1;
-        scale.map_or(Ok(()), |scale| self.update(&scale))
-    }
-
-    fn set_seed(&mut self, seed: u64) {
-        self.state.set_seed(seed);
-    }
-
-    fn learning_rate(&self) -> f64 {
-        self.config.lr
-    }
-
-    fn set_schedule_factor(&mut self, factor: f64) {
-        self.schedule = factor;
-    }
-
-    fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
-        self.state.state_tensors()
-    }
-
-    fn scalars(&self) -> BTreeMap<String, f64> {
-        self.state.scalars(self.steps)
-    }
-
-    fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
-        self.steps = self.state.load_scalars(scalars)?;
-        Ok(())
-    }
-
-    fn param_groups(&self) -> Vec<ParamGroup> {
-        let Sgd { lr, weight_decay, momentum, dampening, nesterov, .. } = self.config;
-        let nesterov = f64::from(u8::from(nesterov));
-        let common = [("momentum", momentum), ("dampening", dampening), ("nesterov", nesterov)];
-        self.state.param_groups(Hyper { lr, weight_decay }, &common)
-    }
-
-    fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
-        let Some(first) = groups.first() else { return Ok(()) };
-        let common = ["momentum", "dampening", "nesterov"];
-        let [momentum, dampening, nesterov] = common.map(|name| option(first, 0, name));
-        let mut config = Sgd {
-            momentum: momentum?,
-            dampening: dampening?,
-            nesterov: nesterov? != 0.0,
-            ..self.config.clone()
-        };
-        config.check_momentum()?;
-        if (config.momentum == 0.0) != (N == 0) {
-            return Err(Error::other(format!(
-                "the parameter groups have a momentum of {}, and this optimizer was built with {}: one has \
-                 a buffer for it and the other has none",
-                config.momentum, self.config.momentum
-            )));
+    fn coefficients(&self, hyper: Hyper, schedule: f64, steps: u64) -> Coefficients {
+        let first = steps == 1;
+        Coefficients {
+            step_size: -(hyper.lr * schedule),
+            weight_decay: hyper.weight_decay,
+            momentum: self.momentum,
+            gain: if first { 1.0 } else { 1.0 - self.dampening },
+            keep: if first { 0.0 } else { self.momentum },
+            nesterov: self.nesterov,
         }
-        let base = self.state.load_param_groups(groups, &common)?;
-        (config.lr, config.weight_decay) = (base.lr, base.weight_decay);
-        self.config = config;
-        Ok(())
     }
-}
 
-impl<const N: usize> SgdOptimizer<N> {
-    fn update(&mut self, scale: &StepScale) -> Result<()> {
-        #[cfg(feature = "cuda")]
-        let mut on_gpu = super::gpu::UpdatesBySteps::default();
-        for index in 0..self.state.parameters().len() {
-            let Some(update) = self.state.update_of(index, self.steps)? else { continue };
-            let steps = self.state.steps_of(index, self.steps);
-            let c = coefficients(&self.config, steps, self.schedule, update.hyper);
-            #[cfg(feature = "cuda")]
-            let Some(update) = on_gpu.of(steps).take(update, c.step_size, c.weight_decay)? else {
-                continue;
-            };
-            if update.values.device().is_cpu() {
-                let values = update.values.dtype();
-                let state = update.state.first().map(Tensor::dtype).or(arithmetic_dtype(values));
-                let state = state.unwrap_or(values);
-                dispatch!(values, state, fused[N](&update, c, scale.known()?))?;
-            } else {
-                composed(&update, c, scale)?;
-            }
+    fn on_elements<C: Real>(c: Coefficients) -> impl Fn(C, C, [C; N]) -> (C, [C; N]) + Copy + Sync {
+        let [step_size, weight_decay, momentum, gain, keep] =
+            [c.step_size, c.weight_decay, c.momentum, c.gain, c.keep].map(C::from_f64);
+        let nesterov = c.nesterov;
+        move |p, g, mut state| {
+            let g = g + weight_decay * p;
+            let Some(buffer) = state.first_mut() else { return (p + step_size * g, state) };
+            *buffer = *buffer * keep + gain * g;
+            let g = if nesterov { g + momentum * *buffer } else { *buffer };
+            (p + step_size * g, state)
         }
-        #[cfg(feature = "cuda")]
-        for (steps, updates) in on_gpu.into_parts() {
-            let hyper = Hyper { lr: 0.0, weight_decay: 0.0 };
-            let c = coefficients(&self.config, steps, self.schedule, hyper);
-            let Coefficients { momentum, gain, keep, nesterov, .. } = c;
-            let momentum = fulgurite_kernels::plans::Momentum { momentum, gain, keep, nesterov };
-            super::gpu::sgd(updates, (N > 0).then_some(momentum), scale)?;
+    }
+
+    fn on_tensors(
+        c: Coefficients,
+        values: &Tensor,
+        grad: Tensor,
+        state: &[Tensor; N],
+    ) -> Result<(Tensor, [Tensor; N])> {
+        let mut g = (grad + (values * c.weight_decay)?)?;
+        let mut state = state.clone();
+        if let Some(buffer) = state.first_mut() {
+            *buffer = ((&*buffer * c.keep)? + (&g * c.gain)?)?;
+            g = if c.nesterov { (g + (&*buffer * c.momentum)?)? } else { buffer.clone() };
         }
-        Ok(())
+        Ok(((values + (g * c.step_size)?)?, state))
     }
-}
 
-fn coefficients(config: &Sgd, steps: u64, schedule: f64, hyper: Hyper) -> Coefficients {
-    let first = steps == 1;
-    Coefficients {
-        step_size: -(hyper.lr * schedule),
-        weight_decay: hyper.weight_decay,
-        momentum: config.momentum,
-        gain: if first { 1.0 } else { 1.0 - config.dampening },
-        keep: if first { 0.0 } else { config.momentum },
-        nesterov: config.nesterov,
+    #[cfg(feature = "cuda")]
+    fn kernel_coefficients(c: Coefficients) -> (f64, f64) {
+        (c.step_size, c.weight_decay)
     }
-}
 
-fn fused<const N: usize, P: Element<C>, B: StateElement<C>, C: Real>(
-    param: &ParamUpdate<N>,
-    c: Coefficients,
-    scale: &GradScale,
-) -> Result<()> {
-    let scale = Scale::<C>::new(scale);
-    let [step_size, weight_decay, momentum, gain, keep] =
-        [c.step_size, c.weight_decay, c.momentum, c.gain, c.keep].map(C::from_f64);
-    let nesterov = c.nesterov;
-    let ParamUpdate { values, grad, state, noise, .. } = param;
-    update::<N, P, C, B, C>(values, grad, state.each_ref(), Some(noise), move |p, g, mut state| {
-        let g = scale.apply(g) + weight_decay * p;
-        let Some(buffer) = state.first_mut() else { return (p + step_size * g, state) };
-        *buffer = *buffer * keep + gain * g;
-        let g = if nesterov { g + momentum * *buffer } else { *buffer };
-        (p + step_size * g, state)
-    })
-}
-
-/// [`fused`] in candle operations, for any device.
-fn composed<const N: usize>(
-    update: &ParamUpdate<N>,
-    c: Coefficients,
-    scale: &StepScale,
-) -> Result<()> {
-    let ParamUpdate { values, grad, state, noise, .. } = update;
-    let p = values.detach().to_dtype(grad.dtype())?;
-    let mut g = (scale.scaled(grad)? + (&p * c.weight_decay)?)?;
-    if let Some(state) = state.first() {
-        let old = state.to_dtype(g.dtype())?;
-        let buffer = ((&old * c.keep)? + (&g * c.gain)?)?;
-        store(state, &scale.unless_skipped(&old, buffer.clone())?, noise, 0)?;
-        g = if c.nesterov { (g + (&buffer * c.momentum)?)? } else { buffer };
+    #[cfg(feature = "cuda")]
+    fn launch(updates: Updates<N>, c: Coefficients, scale: &StepScale) -> Result<()> {
+        let Coefficients { momentum, gain, keep, nesterov, .. } = c;
+        let momentum = fulgurite_kernels::plans::Momentum { momentum, gain, keep, nesterov };
+        super::gpu::sgd(updates, (N > 0).then_some(momentum), scale)
     }
-    let new = (&p + (g * c.step_size)?)?;
-    storage::copy_from(values, &scale.unless_skipped(&p, new)?)
 }
 
 #[cfg(test)]
@@ -294,7 +212,11 @@ mod tests {
     use candle_core::{DType, Device};
 
     use super::*;
+    use crate::GradScale;
+    use crate::elementwise_optimizer::{composed, fused};
+    use crate::state::{OptimizerState, ParamUpdate};
     use crate::testing::*;
+    use fulgurite_tensor::autograd::storage;
 
     const NAMES: [(&str, usize); 2] = [("up.weight", 20_000), ("up.bias", 5)];
 
@@ -378,19 +300,18 @@ mod tests {
                 (work, parameters)
             };
             let ((one, p), (other, q)) = (momentum(), momentum());
-            let state = one.state[0].dtype();
-            dispatch!(DType::F32, state, fused[1](&one, c, &scale)).unwrap();
-            composed(&other, c, &scale.into()).unwrap();
+            fused::<Sgd, 1>(&one, c, &scale).unwrap();
+            composed::<Sgd, 1>(&other, c, &scale.into()).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             let state = |w: &ParamUpdate<1>| {
                 w.state[0].to_dtype(DType::F64).unwrap().to_vec1::<f64>().unwrap()
             };
             assert_close(&state(&one), &state(&other), 1e-6);
             let ((late, p), (skipped, r)) = (momentum(), momentum());
-            composed(&late, c, &late_scale(&scale, 1.0)).unwrap();
+            composed::<Sgd, 1>(&late, c, &late_scale(&scale, 1.0)).unwrap();
             assert_eq!((values(&p[0]), state(&late)), (values(&q[0]), state(&other)));
             let before = (values(&r[0]), state(&skipped));
-            composed(&skipped, c, &late_scale(&scale, f64::NAN)).unwrap();
+            composed::<Sgd, 1>(&skipped, c, &late_scale(&scale, f64::NAN)).unwrap();
             assert_eq!((values(&r[0]), state(&skipped)), before);
 
             let plain = || {
@@ -400,8 +321,8 @@ mod tests {
                 (state.update_of(0, 1).unwrap().unwrap(), parameters)
             };
             let ((one, p), (other, q)) = (plain(), plain());
-            fused::<0, f32, f32, f32>(&one, c, &scale).unwrap();
-            composed(&other, c, &scale.into()).unwrap();
+            fused::<Sgd, 0>(&one, c, &scale).unwrap();
+            composed::<Sgd, 0>(&other, c, &scale.into()).unwrap();
             assert_close(&values(&p[0]), &values(&q[0]), 1e-6);
             assert_ne!(values(&p[0]), numbers(NAMES[0].0, 0, NAMES[0].1));
         }

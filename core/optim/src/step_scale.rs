@@ -174,10 +174,10 @@ impl StepScale {
     }
 
     /// Returns the scale for the values to update, or `None` if the step is skipped. `on_host` says
-    /// whether any values are in host memory.
-    pub(super) fn for_values(&self, on_host: bool) -> Result<Option<Self>> {
+    /// whether any values are in host memory. It is called only if the scale is on a device.
+    pub(super) fn for_values(&self, on_host: impl FnOnce() -> bool) -> Result<Option<Self>> {
         match &self.0 {
-            Place::Device(on_device) if !on_host && !on_device.numbers.device().is_cpu() => {
+            Place::Device(on_device) if !on_device.numbers.device().is_cpu() && !on_host() => {
                 Ok(Some(self.clone()))
             }
             _ => Ok(self.read()?.map(Self::from)),

@@ -171,7 +171,7 @@ impl WeightAverage {
     /// # Errors
     /// As [`update`](Self::update), and if the device cannot be read.
     pub fn update_after(&mut self, scale: &StepScale) -> Result<()> {
-        let on_host = self.entries.iter().any(|entry| entry.average.device().is_cpu());
+        let on_host = || self.entries.iter().any(|entry| entry.average.device().is_cpu());
         match scale.for_values(on_host)? {
             Some(scale) => self.update_unless_skipped(Some(&scale)),
             None => {

@@ -4,9 +4,9 @@ use std::collections::BTreeMap;
 
 use super::{RankMemory, StrategyContext};
 use crate::Result;
-use crate::mesh::DeviceMesh;
-use crate::module::ModuleTree;
-use crate::optim::StateTensor;
+use fulgurite_collective::mesh::DeviceMesh;
+use fulgurite_module::module::ModuleTree;
+use fulgurite_optim::StateTensor;
 
 /// Name prefix of a strategy's own [state tensors](StrategyExtensions::state_tensors).
 pub const STRATEGY_STATE: &str = "strategy_";
@@ -36,7 +36,7 @@ pub const STRATEGY_STATE: &str = "strategy_";
 pub trait StrategyExtensions {
     /// Plans rank 0's memory in the process that starts the ranks, before it starts them. Cuts
     /// `tree` as [`setup_module`](super::Strategy::setup_module) would, on a mesh over a
-    /// [`Planned`](crate::collective::Planned) world, and allocates nothing. Leaves the optimizer's
+    /// [`Planned`](fulgurite_collective::collective::Planned) world, and allocates nothing. Leaves the optimizer's
     /// state and the moving average 0. `None`, the default, if the strategy cannot tell; the
     /// model's size is then not compared with the machine's memory. Not collective.
     ///

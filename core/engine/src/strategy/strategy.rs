@@ -10,7 +10,7 @@ use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_collective::mesh::DeviceMesh;
 use fulgurite_module::module::{ModuleInit, ModuleTree};
 use fulgurite_module::parameter::ParameterSlot;
-use fulgurite_optim::{SquaredNorm, StateTensor};
+use fulgurite_optim::SquaredNorm;
 
 /// Features of a strategy. The trainer checks these instead of types.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]

@@ -13,6 +13,7 @@ mod dtypes;
 mod forward;
 mod fully_shard;
 mod graph_alias;
+mod graph_entry;
 mod keep_in_fp32;
 mod layer;
 mod offloaded_graph;

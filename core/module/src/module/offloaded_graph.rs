@@ -10,12 +10,12 @@ use super::ActivationOffload;
 use super::activation_offload::{Offload, SavedActivation};
 use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
-use super::recompute::{Output, backward_of, give, unit_device};
+use super::graph_entry::{GraphEntry, backward_of, detached};
 use super::unit::{UnitHandle, UnitHooks};
 use crate::parallel::activations;
 use crate::parameter::Uses;
 use crate::{Error, Result};
-use fulgurite_tensor::autograd::{GradMode, collect_saved, functions, storage};
+use fulgurite_tensor::autograd::{GradMode, collect_saved, storage};
 
 /// Calls a unit with its own graph and offloads the memory of the graph's tensors. Enters the
 /// outputs into the caller's graph. Their backward restores the memory and runs the backward of the
@@ -39,13 +39,8 @@ pub(super) fn call<A: Activations, B: Activations>(
             unit.note_exposed();
             let y = compute(&with_tensors(x, inputs.clone())?)?;
             let own = tensors(&y)?;
-            let output = |y: &Tensor| {
-                let activation = activations::lookup(y, unit.path())?;
-                // A copy, because the memory of the unit's own graph is released.
-                Ok((y.detach().force_contiguous()?, activation))
-            };
-            let outputs = own.iter().map(output).collect::<Result<Vec<Output>>>()?;
-            Ok::<_, Error>((y, own, outputs))
+            let outputs = own.iter().map(|y| detached(unit, y)).collect::<Result<_>>()?;
+            Ok::<(_, _, Vec<_>), Error>((y, own, outputs))
         };
         let ((computed, uses), saved) = collect_saved(|| Uses::collect(compute));
         (computed?, uses, saved)
@@ -54,18 +49,9 @@ pub(super) fn call<A: Activations, B: Activations>(
         hooks.post_forward(unit)?;
     }
     let aliases: Vec<_> = given.iter().map(graph_alias::lookup).collect();
-    // The token stands for the parameters, as in a recomputed call.
-    let token = uses.any().then(|| unit.token(unit_device(&given, &outputs))).transpose()?;
-    let in_graph = given.iter().zip(&aliases).filter(|(x, _)| x.track_op());
-    let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x));
-    let graph_inputs: Vec<&Tensor> = in_graph.chain(&token).collect();
-    // Only floating-point outputs have gradients.
-    let has_grad: Vec<bool> = outputs.iter().map(|(y, _)| y.dtype().is_float()).collect();
-    if graph_inputs.is_empty() || !has_grad.contains(&true) {
-        for (output, activation) in &outputs {
-            activations::propagate(activation, output);
-        }
-        return with_tensors(&y, outputs.into_iter().map(|(output, _)| output).collect());
+    let entry = GraphEntry::new(unit, &given, &aliases, outputs, &uses)?;
+    if !entry.has_backward() {
+        return with_tensors(&y, entry.without_backward());
     }
     let form = with_tensors(&y, vec![Tensor::zeros((), DType::F32, &Device::Cpu)?; own.len()])?;
     drop(y);
@@ -80,15 +66,8 @@ pub(super) fn call<A: Activations, B: Activations>(
         outputs: own,
     };
     let graph = Mutex::new(Some(graph));
-    uses.begin_tensor_uses();
-    let of_graph = outputs.iter().zip(&has_grad).filter(|(_, has_grad)| **has_grad);
-    let of_graph = of_graph.map(|((y, _), _)| y.clone()).collect();
-    let indices: Vec<usize> = (0..outputs.len()).filter(|&i| has_grad[i]).collect();
-    let (handle, with_token) = (unit.clone(), token.is_some());
-    let of_graph = functions(&graph_inputs, of_graph, move |grads| {
-        if let Some(hooks) = &hooks {
-            hooks.pre_backward(&handle)?;
-        }
+    let handle = unit.clone();
+    let backward = move |uses: &Uses, grads| {
         let graph = graph.lock().expect("no panic while taking").take();
         let graph = graph.ok_or_else(|| {
             Error::module(
@@ -96,18 +75,10 @@ pub(super) fn call<A: Activations, B: Activations>(
                 "its activations are offloaded, and free after its first backward; compute the loss again",
             )
         })?;
-        let grads = indices.iter().copied().zip(grads);
-        let grads = grads.filter_map(|(i, grad)| Some((i, grad.clone()?))).collect();
-        let of_inputs = {
-            let _own_graph = mode.enter();
-            uses.during(|| graph.backward(&handle, grads))
-        };
-        let mut of_inputs = of_inputs.map_err(|error| error.in_module(handle.path()))?;
-        uses.end_tensor_uses()?;
-        of_inputs.extend(with_token.then_some(None));
-        Ok(of_inputs)
-    })?;
-    with_tensors(&form, give(outputs, of_graph, &has_grad, true)?)
+        let _own_graph = mode.enter();
+        uses.during(|| graph.backward(&handle, grads))
+    };
+    with_tensors(&form, entry.enter(unit, hooks, uses, true, backward)?)
 }
 
 /// Makes an input a leaf of the unit's own graph.

@@ -8,13 +8,12 @@ use candle_core::{DType, Shape, Tensor, Var};
 use super::activation_offload::{Offload, SavedActivation};
 use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
+use super::graph_entry::{GraphEntry, backward_of, detached};
 use super::unit::{UnitHandle, UnitHooks};
 use crate::parallel::activations::{self, Activation};
 use crate::parameter::Uses;
 use crate::{Error, Result, counted};
-use fulgurite_tensor::autograd::{
-    GradMode, function, functions, refuse_variables, refuse_wrong_gradients,
-};
+use fulgurite_tensor::autograd::GradMode;
 use fulgurite_tensor::execution::ExecutionContext;
 
 /// Calls a unit without recording a graph, and enters its outputs into the caller's graph. Their
@@ -41,13 +40,8 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
         let (computed, uses) = Uses::collect(|| {
             unit.note_exposed();
             let y = compute(&x)?;
-            let output = |y: &Tensor| {
-                let activation = activations::lookup(y, unit.path())?;
-                // A copy, because the output may share memory with the input or a parameter.
-                Ok((y.detach().force_contiguous()?, activation))
-            };
-            let outputs = tensors(&y)?.iter().map(output).collect::<Result<Vec<_>>>()?;
-            Ok::<_, Error>((y, outputs))
+            let outputs = tensors(&y)?.iter().map(|y| detached(unit, y)).collect::<Result<_>>()?;
+            Ok::<(_, Vec<_>), Error>((y, outputs))
         });
         (computed?, uses)
     };
@@ -57,19 +51,9 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
     let offload = unit.activation_offload();
     let aliases: Vec<Option<Arc<Tensor>>> =
         given.iter().map(|x| offload.and_then(|_| graph_alias::lookup(x))).collect();
-    // The token stands for the parameters. It is needed even if an input is tracked: candle tracks
-    // casts from integers, but its backward does not follow them.
-    let token = uses.any().then(|| unit.token(unit_device(&given, &outputs))).transpose()?;
-    let in_graph = given.iter().zip(&aliases).filter(|(x, _)| x.track_op());
-    let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x));
-    let graph_inputs: Vec<&Tensor> = in_graph.chain(&token).collect();
-    // Only floating-point outputs have gradients.
-    let has_grad: Vec<bool> = outputs.iter().map(|(y, _)| y.dtype().is_float()).collect();
-    if graph_inputs.is_empty() || !has_grad.contains(&true) {
-        for (output, activation) in &outputs {
-            activations::propagate(activation, output);
-        }
-        return with_tensors(&y, outputs.into_iter().map(|(output, _)| output).collect());
+    let entry = GraphEntry::new(unit, &given, &aliases, outputs, &uses)?;
+    if !entry.has_backward() {
+        return with_tensors(&y, entry.without_backward());
     }
     let mut inputs = Vec::with_capacity(given.len());
     let mut elsewhere = offload.map(Offload::begin).transpose()?;
@@ -85,104 +69,15 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
         None => x,
         // The inputs' memory is released, so the input's structure must not hold them.
         Some(_) => {
-            let element = Tensor::zeros((), DType::F32, graph_inputs[0].device())?;
+            let element = Tensor::zeros((), DType::F32, entry.device())?;
             with_tensors(&x, vec![element; inputs.len()])?
         }
     };
-    uses.begin_tensor_uses();
-    let with_token = token.is_some();
-    let forms = outputs.iter().map(|(y, _)| (y.shape().clone(), y.dtype())).collect();
+    let forms = entry.outputs().iter().map(|(y, _)| (y.shape().clone(), y.dtype())).collect();
     let context = ExecutionContext::current();
-    let state = RecomputeState { unit: unit.clone(), x, inputs, forms, context, uses };
-    let of_graph = outputs.iter().zip(&has_grad).filter(|(_, has_grad)| **has_grad);
-    let of_graph = of_graph.map(|((y, _), _)| y.clone()).collect();
-    let indices: Vec<usize> = (0..outputs.len()).filter(|&i| has_grad[i]).collect();
-    let of_graph = functions(&graph_inputs, of_graph, move |grads| {
-        if let Some(hooks) = &hooks {
-            hooks.pre_backward(&state.unit)?;
-        }
-        let grads = indices.iter().copied().zip(grads);
-        let grads = grads.filter_map(|(i, grad)| Some((i, grad.clone()?))).collect();
-        let mut of_inputs =
-            state.backward(grads, &compute).map_err(|error| error.in_module(state.unit.path()))?;
-        state.uses.end_tensor_uses()?;
-        of_inputs.extend(with_token.then_some(None));
-        Ok(of_inputs)
-    })?;
-    with_tensors(&y, give(outputs, of_graph, &has_grad, offload.is_some())?)
-}
-
-/// An output of a unit, and its layout over tensor-parallel ranks.
-pub(super) type Output = (Tensor, Option<Arc<Activation>>);
-
-/// The outputs of a unit. Outputs with gradients are replaced by the tensors in the graph, whose
-/// memory the graph does not hold if they are `offloaded`.
-pub(super) fn give(
-    outputs: Vec<Output>,
-    of_graph: Vec<Tensor>,
-    has_grad: &[bool],
-    offloaded: bool,
-) -> Result<Vec<Tensor>> {
-    let mut of_graph = of_graph.into_iter();
-    let give = |((output, activation), has_grad): (Output, &bool)| {
-        let y = match has_grad {
-            true => of_graph.next().expect("one for each that has a gradient"),
-            false => output,
-        };
-        let y = if offloaded && *has_grad { graph_alias::detach_storage(y)? } else { y };
-        activations::propagate(&activation, &y);
-        Ok(y)
-    };
-    outputs.into_iter().zip(has_grad).map(give).collect()
-}
-
-/// Runs the backward of a unit's own graph, given gradients of some outputs by index. Returns the
-/// gradient of each of `inputs`, its variables, with zeros for inputs that get none.
-pub(super) fn backward_of(
-    unit: &UnitHandle,
-    outputs: Vec<Tensor>,
-    grads: Vec<(usize, Tensor)>,
-    inputs: &[&Tensor],
-) -> Result<Vec<Option<Tensor>>> {
-    let mut seed: Option<Tensor> = None;
-    for (i, grad) in grads {
-        let y = &outputs[i];
-        if !y.track_op() {
-            continue;
-        }
-        let next = Tensor::zeros((), DType::F32, y.device())?;
-        seed = Some(match &seed {
-            None => function(&[y], next, move |_, _| Ok(vec![Some(grad.clone())]))?,
-            Some(seed) => function(&[seed, y], next, move |_, of_seed| {
-                Ok(vec![Some(of_seed.clone()), Some(grad.clone())])
-            })?,
-        });
-    }
-    drop(outputs);
-    let mut of_inputs: Vec<Option<Tensor>> = vec![None; inputs.len()];
-    if let Some(seed) = seed {
-        let mut grads = seed.backward()?;
-        of_inputs = inputs.iter().map(|x| grads.remove(x)).collect();
-        if unit.checks_variables() {
-            refuse_variables(&seed, &grads)?;
-            if GradMode::current().recomputes() {
-                refuse_wrong_gradients(&seed).map_err(|error| error.in_module(unit.path()))?;
-            }
-        }
-    }
-    let or_zeros = |(grad, x): (Option<Tensor>, &&Tensor)| -> Result<Option<Tensor>> {
-        Ok(Some(grad.map_or_else(|| x.zeros_like(), Ok)?))
-    };
-    of_inputs.into_iter().zip(inputs).map(or_zeros).collect()
-}
-
-/// The device of the unit's first input tensor, or else of its first output.
-pub(super) fn unit_device<'a>(
-    given: &'a [Tensor],
-    outputs: &'a [Output],
-) -> &'a candle_core::Device {
-    let outputs = outputs.iter().map(|(output, _)| output);
-    given.iter().chain(outputs).next().map_or(&candle_core::Device::Cpu, Tensor::device)
+    let state = RecomputeState { unit: unit.clone(), x, inputs, forms, context };
+    let backward = move |uses: &Uses, grads| state.backward(uses, grads, &compute);
+    with_tensors(&y, entry.enter(unit, hooks, uses, offload.is_some(), backward)?)
 }
 
 /// An input saved for a call's backward.
@@ -205,15 +100,15 @@ struct RecomputeState<A> {
     forms: Vec<(Shape, DType)>,
     /// The forward's context. Dropout masks depend on its scope.
     context: ExecutionContext,
-    /// The parameter uses counted in forward.
-    uses: Uses,
 }
 
 impl<A: Activations> RecomputeState<A> {
     /// Computes the unit again and runs its backward, given gradients of some outputs by index.
-    /// Returns the gradient of each input that gets one.
+    /// Returns the gradient of each input that gets one. `uses` are the parameter uses counted in
+    /// forward.
     fn backward<B: Activations>(
         &self,
+        uses: &Uses,
         grads: Vec<(usize, Tensor)>,
         compute: &impl Fn(&A) -> Result<B>,
     ) -> Result<Vec<Option<Tensor>>> {
@@ -229,7 +124,7 @@ impl<A: Activations> RecomputeState<A> {
         let x = with_tensors(&self.x, inputs.clone())?;
         let tracked = inputs.iter().zip(&self.inputs).filter(|(_, input)| input.tracked);
         let tracked: Vec<&Tensor> = tracked.map(|(x, _)| x).collect();
-        self.uses.during(|| {
+        uses.during(|| {
             let recomputed = tensors(&self.unit.keeping_buffers(|| compute(&x))?)?;
             self.check_forms(&recomputed)?;
             for y in &recomputed {

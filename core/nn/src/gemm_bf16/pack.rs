@@ -5,6 +5,9 @@
 //! 16 pairs. A line of the left operand is a row. A line of the right operand is a pair of rows, in
 //! 16 columns. Padding is 0.
 
+use std::mem::MaybeUninit;
+use std::ops::Range;
+
 use half::bf16;
 
 use super::Kernel;
@@ -121,15 +124,17 @@ pub(super) fn pack<K: Kernel, const N: usize>(
         Packed { lines, blocks, count: operand.count }
     });
     let groups = packed.each_ref().map(|packed| packed.strips().div_ceil(TOGETHER));
-    let room = packed.each_mut().map(|packed| Room(packed.lines.as_mut_ptr()));
+    let room = packed.each_mut().map(Room::new);
     let group = |i: usize| {
         let (mut which, mut i) = (0, i);
         while i >= groups[which] {
             i -= groups[which];
             which += 1;
         }
-        // The group's lines have room, and no other call has this group.
-        pack_group(kernel, operands[which], i, room[which].pointer());
+        // SAFETY: `packed` keeps the lines until all calls have returned, and no other call has
+        // this group.
+        let lines = unsafe { room[which].group(i) };
+        pack_group(kernel, operands[which], i, lines);
     };
     let all = groups.iter().sum::<usize>();
     let parts = threads.min(all).max(1);
@@ -139,43 +144,74 @@ pub(super) fn pack<K: Kernel, const N: usize>(
     }
     for packed in &mut packed {
         let len = packed.strips() * packed.blocks * BLOCK;
-        // SAFETY: the groups have written all lines of all strips.
+        // SAFETY: the groups cover all strips, and `pack_group` writes every line of a group.
         unsafe { packed.lines.set_len(len) }
     }
     packed
 }
 
-/// Memory of lines. Threads write disjoint lines.
-struct Room(*mut Line);
-// SAFETY: threads that share it write disjoint lines.
+/// The memory of an operand's packed lines.
+struct Room {
+    lines: *mut MaybeUninit<Line>,
+    strips: usize,
+    lines_per_strip: usize,
+}
+// SAFETY: threads that share it write the lines of different groups.
 unsafe impl Sync for Room {}
 
 impl Room {
-    fn pointer(&self) -> *mut Line {
-        self.0
+    fn new(packed: &mut Packed) -> Self {
+        let (strips, lines_per_strip) = (packed.strips(), packed.blocks * BLOCK);
+        let lines = &mut packed.lines.spare_capacity_mut()[..strips * lines_per_strip];
+        Self { lines: lines.as_mut_ptr(), strips, lines_per_strip }
+    }
+
+    /// Returns the lines of a group of strips.
+    ///
+    /// # Safety
+    /// The lines' memory must live as long as the result, and nothing else may use the group's lines
+    /// meanwhile.
+    #[allow(clippy::mut_from_ref)] // the caller's promise
+    unsafe fn group(&self, group: usize) -> &mut [MaybeUninit<Line>] {
+        let strips = strips_of(group, self.strips);
+        let len = strips.len() * self.lines_per_strip;
+        // SAFETY: the strips lie in the room, and the caller promises that no other reference to
+        // them exists.
+        unsafe {
+            std::slice::from_raw_parts_mut(self.lines.add(strips.start * self.lines_per_strip), len)
+        }
     }
 }
 
+/// Returns the strips of a group, of `strips` in all.
+fn strips_of(group: usize, strips: usize) -> Range<usize> {
+    (group * TOGETHER).min(strips)..((group + 1) * TOGETHER).min(strips)
+}
+
 vectorized! {
-    /// Writes every line of a group of strips to `out`, which must have room for all lines of the
-    /// operand. No other thread may use the group's lines.
-    fn pack_group[K: Kernel](kernel: K, operand: Operand<'_>, group: usize, out: *mut Line) {
+    /// Writes every line of a group of strips.
+    fn pack_group[K: Kernel](
+        kernel: K,
+        operand: Operand<'_>,
+        group: usize,
+        lines: &mut [MaybeUninit<Line>],
+    ) {
         let blocks = operand.depth.div_ceil(DEPTH);
-        let strips = operand.count.div_ceil(STRIP);
-        let (first, end) = (group * TOGETHER, strips.min((group + 1) * TOGETHER));
-        let count = end - first;
+        let strips = strips_of(group, operand.count.div_ceil(STRIP));
+        let count = strips.len();
+        assert_eq!(lines.len(), count * blocks * BLOCK, "the lines of the group");
         for i in 0..count * blocks {
             let (strip, block) = match operand.depth_stride {
                 // Each vector is read from start to end.
-                1 => (first + i / blocks, i % blocks),
-                _ => (first + i % count, i / count),
+                1 => (i / blocks, i % blocks),
+                _ => (i % count, i / count),
             };
             for half in 0..2 {
-                let tile = operand.tile(kernel, strip * STRIP + half * TILE, block * DEPTH);
-                // SAFETY: the tile belongs to the group, and `out` has room for the group.
-                unsafe {
-                    let at = out.add((strip * blocks + block) * BLOCK + half * TILE);
-                    at.cast::<Tile>().write(tile);
+                let vector = (strips.start + strip) * STRIP + half * TILE;
+                let tile = operand.tile(kernel, vector, block * DEPTH);
+                let lines = &mut lines[(strip * blocks + block) * BLOCK + half * TILE..][..TILE];
+                for (line, value) in lines.iter_mut().zip(tile) {
+                    line.write(value);
                 }
             }
         }

@@ -5,9 +5,8 @@ use candle_core::Tensor;
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Element, Float, host, tensor, with_element};
-use crate::map::{TwoOfThree, map2, map3_2};
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::simd::map;
+use fulgurite_engine::simd::{TwoOfThree, map, map2, map3_2};
 
 /// An activation function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

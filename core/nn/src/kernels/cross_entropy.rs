@@ -11,10 +11,12 @@ use rayon::prelude::*;
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, max, rows_per_piece, sum1, tensor, with_float};
-use crate::map;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
+
+/// Rows of the gradient that a thread computes at a time.
+const ROWS_PER_PIECE: usize = 8;
 
 /// Targets on the host: the class of each row; `None` marks ignored rows.
 pub(crate) type Targets = [Option<u32>];
@@ -137,8 +139,13 @@ pub(crate) fn backward(
                 }
             }
         };
-        // SAFETY: the rows are whole, and every element of each row is written.
-        let d = unsafe { map::rows(rows * columns, columns, 8, write) };
+        let mut d = Vec::with_capacity(rows * columns);
+        let room = &mut d.spare_capacity_mut()[..rows * columns];
+        let pieces = room.par_chunks_mut((ROWS_PER_PIECE * columns).max(1)).enumerate();
+        pieces.for_each(|(i, d)| write(i * ROWS_PER_PIECE, d));
+        // SAFETY: the pieces are whole rows that cover `room`, and `write` writes every element of
+        // its rows.
+        unsafe { d.set_len(rows * columns) };
         tensor(d, (rows, columns))
     })?;
     storage::cast(&d, dtype)

@@ -10,10 +10,9 @@ use crate::gradients::add_to;
 use crate::host::{
     Element, Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_element, with_float,
 };
-use crate::map::map2;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
-use fulgurite_engine::simd::vectorized;
+use fulgurite_engine::simd::{map2, vectorized};
 
 /// RMS norm or layer norm.
 #[derive(Debug, Clone, Copy, PartialEq)]

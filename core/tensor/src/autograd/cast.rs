@@ -8,7 +8,7 @@ use half::{bf16, f16};
 
 use super::storage::{with_host, with_host_mut};
 use crate::Result;
-use crate::simd::{Half, map, map_into};
+use crate::simd::{Half, map, update};
 
 /// Evaluates `$widen` or `$round` for the pair of dtypes, with `$T` as the 16-bit float's type.
 /// Evaluates `$other` for other pairs.
@@ -72,13 +72,13 @@ pub(super) fn convert_into(target: &Tensor, source: &Tensor) -> Result<bool> {
     with_half!(source.dtype(), target.dtype(), T =>
         {
             with_host(source, |values: &[T]| {
-                with_host_mut(target, |out: &mut [f32]| map_into(out, values, T::widen))
+                with_host_mut(target, |out: &mut [f32]| update(out, values, |_, x| T::widen(x)))
             })??;
             Ok(true)
         },
         {
             with_host(source, |values: &[f32]| {
-                with_host_mut(target, |out: &mut [T]| map_into(out, values, T::narrow))
+                with_host_mut(target, |out: &mut [T]| update(out, values, |_, x| T::narrow(x)))
             })??;
             Ok(true)
         },

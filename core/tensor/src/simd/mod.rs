@@ -50,4 +50,4 @@ macro_rules! vectorized {
 pub use vectorized;
 
 pub use half::Half;
-pub use map::{map, map_into};
+pub use map::{TwoOfThree, map, map2, map3_2, update};
