@@ -26,7 +26,8 @@ const SHOWN: usize = 6;
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct ParamGroupConfig {
-    /// Patterns of parameters, as [`pattern_matches`](fulgurite_module::module::pattern_matches) reads them.
+    /// Patterns of parameters, as [`pattern_matches`](fulgurite_module::module::pattern_matches)
+    /// reads them.
     pub patterns: Vec<String>,
     /// The group's learning rate, before the schedule.
     #[serde(default, skip_serializing_if = "Option::is_none")]

@@ -222,8 +222,8 @@ impl WeightAverage {
     /// A second call restores the weights to the bit. Between the two calls a copy of this rank's
     /// weights is kept, and no optimizer may step.
     ///
-    /// [`Strategy::prepare_forward`](fulgurite_engine::strategy::Strategy::prepare_forward) must be called
-    /// after each swap: layers may compute with a copy of the shards.
+    /// [`Strategy::prepare_forward`](fulgurite_engine::strategy::Strategy::prepare_forward) must be
+    /// called after each swap: layers may compute with a copy of the shards.
     ///
     /// # Errors
     /// If the size of a parameter's shard has changed.

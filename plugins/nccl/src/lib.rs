@@ -32,8 +32,8 @@
 //! **Two groups in one.** Each group contains a host group of the same ranks. The host group
 //! carries objects, votes, barriers, the NCCL ids of new communicators, and the news of a failure.
 //! A group of one rank is only its host group. A strategy makes the communicators of its groups
-//! when it [connects](fulgurite_engine::collective::ProcessGroup::connect) them; otherwise the first
-//! collective does. Messages use communicators of two ranks each, made at the first message.
+//! when it [connects](fulgurite_engine::collective::ProcessGroup::connect) them; otherwise the
+//! first collective does. Messages use communicators of two ranks each, made at the first message.
 //!
 //! **Order.** A communicator has its own stream. On the device, that stream waits for the work that
 //! the rank has queued so far. [`Work::wait`](fulgurite_engine::collective::Work::wait) makes the

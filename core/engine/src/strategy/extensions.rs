@@ -36,9 +36,9 @@ pub const STRATEGY_STATE: &str = "strategy_";
 pub trait StrategyExtensions {
     /// Plans rank 0's memory in the process that starts the ranks, before it starts them. Cuts
     /// `tree` as [`setup_module`](super::Strategy::setup_module) would, on a mesh over a
-    /// [`Planned`](fulgurite_collective::collective::Planned) world, and allocates nothing. Leaves the optimizer's
-    /// state and the moving average 0. `None`, the default, if the strategy cannot tell; the
-    /// model's size is then not compared with the machine's memory. Not collective.
+    /// [`Planned`](fulgurite_collective::collective::Planned) world, and allocates nothing. Leaves
+    /// the optimizer's state and the moving average 0. `None`, the default, if the strategy cannot
+    /// tell; the model's size is then not compared with the machine's memory. Not collective.
     ///
     /// # Errors
     /// If the strategy cannot distribute this model.

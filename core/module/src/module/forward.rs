@@ -15,8 +15,8 @@ use fulgurite_tensor::execution::ContextGuard;
 /// on any mesh. Attention reads whether ranks share sequences. Output heads read whether the loss
 /// can work on a part of the logits.
 ///
-/// It is part of a thread's [execution context](fulgurite_tensor::execution). The default is evaluation on
-/// whole sequences, without dropout.
+/// It is part of a thread's [execution context](fulgurite_tensor::execution). The default is
+/// evaluation on whole sequences, without dropout.
 ///
 /// ```
 /// use fulgurite_core::module::ForwardScope;

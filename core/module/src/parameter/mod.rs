@@ -4,9 +4,9 @@
 //! A [`Parameter`] is a handle. Its *compute tensor* is made once, as the output of a custom op on
 //! a one-element token, with empty storage of the full shape. Layers and graphs hold this tensor. A
 //! strategy fills and frees it through the parameter's [`ParameterSlot`]
-//! ([`compute`](ParameterSlot::compute) and [`storage`](fulgurite_tensor::autograd::storage)). It also sets
-//! the [`GradReducer`], which takes every gradient in backward; candle's `GradStore` never holds
-//! one.
+//! ([`compute`](ParameterSlot::compute) and [`storage`](fulgurite_tensor::autograd::storage)). It
+//! also sets the [`GradReducer`], which takes every gradient in backward; candle's `GradStore`
+//! never holds one.
 
 mod buffer;
 mod grad;

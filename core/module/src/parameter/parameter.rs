@@ -287,7 +287,8 @@ impl Parameter {
     }
 
     /// The one-element tensor that stands for the parameter in a graph. Pass it to
-    /// [`function`](fulgurite_tensor::autograd::function) as an input, and return `None` as its gradient.
+    /// [`function`](fulgurite_tensor::autograd::function) as an input, and return `None` as its
+    /// gradient.
     pub fn token(&self) -> &Tensor {
         &self.0.token
     }

@@ -50,8 +50,8 @@ impl ParameterSlot {
     }
 
     /// The compute tensor, to which layers and graphs refer. It may have no memory at the moment
-    /// ([`storage`](fulgurite_tensor::autograd::storage) allocates and releases it). Its shape is the global
-    /// shape, or this rank's part under tensor parallelism.
+    /// ([`storage`](fulgurite_tensor::autograd::storage) allocates and releases it). Its shape is
+    /// the global shape, or this rank's part under tensor parallelism.
     ///
     /// # Errors
     /// If candle fails.

@@ -169,8 +169,8 @@ impl Room {
     /// Returns the lines of a group of strips.
     ///
     /// # Safety
-    /// The lines' memory must live as long as the result, and nothing else may use the group's lines
-    /// meanwhile.
+    /// The lines' memory must live as long as the result, and nothing else may use the group's
+    /// lines meanwhile.
     #[allow(clippy::mut_from_ref)] // the caller's promise
     unsafe fn group(&self, group: usize) -> &mut [MaybeUninit<Line>] {
         let strips = strips_of(group, self.strips);

@@ -122,10 +122,12 @@ impl<M: LightningModule> Trained<M> {
         evaluate_once(&mut self.session, EvaluationStage::Test)
     }
 
-    /// Predicts for this rank's samples of [`Split::Predict`](fulgurite_engine::data::Split::Predict). Collective.
+    /// Predicts for this rank's samples of
+    /// [`Split::Predict`](fulgurite_engine::data::Split::Predict). Collective.
     ///
     /// # Errors
-    /// As [`predict_step`](LightningModule::predict_step); [`Error::Interrupted`](crate::Error::Interrupted).
+    /// As [`predict_step`](LightningModule::predict_step);
+    /// [`Error::Interrupted`](crate::Error::Interrupted).
     pub fn predict(&mut self) -> Result<Predictions> {
         predict_once(&mut self.session)
     }

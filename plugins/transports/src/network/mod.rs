@@ -1,8 +1,8 @@
 //! Process groups over a network: one engine over any [`Wire`].
 //!
 //! A transport implements [`Network`], which connects the members of a group. [`connect_world`]
-//! then provides all of [`ProcessGroup`](fulgurite_engine::collective::ProcessGroup). [`Tcp`] is one
-//! network; the crate `fulgurite-mpi` has another.
+//! then provides all of [`ProcessGroup`](fulgurite_engine::collective::ProcessGroup). [`Tcp`] is
+//! one network; the crate `fulgurite-mpi` has another.
 //!
 //! # How it works
 //! A collective is a few *rounds*. In a round a member sends to and receives from the others
@@ -22,8 +22,8 @@
 //! all-reduce of `m` members). The order of additions depends neither on arrival order nor on the
 //! network.
 //!
-//! Messages ([`ProcessGroup::send`](fulgurite_engine::collective::ProcessGroup::send)) use their own
-//! connections, one for each used pair and direction, each with a thread.
+//! Messages ([`ProcessGroup::send`](fulgurite_engine::collective::ProcessGroup::send)) use their
+//! own connections, one for each used pair and direction, each with a thread.
 //!
 //! # Invariants
 //! - Sent and received memory lies in tensors and buffers that the worker holds. After a failed
