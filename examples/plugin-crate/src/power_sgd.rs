@@ -169,7 +169,11 @@ fn all_reduce(tensors: &[Tensor], group: &Arc<dyn ProcessGroup>) -> Result<()> {
     if flat.iter().all(|tensor| tensor.elem_count() == 0) {
         return Ok(());
     }
-    let sum = Tensor::cat(&flat, 0)?;
+    let sum = match &flat[..] {
+        // `cat` of one tensor is that tensor, whose memory is copied to below.
+        [one] => one.copy()?,
+        several => Tensor::cat(several, 0)?,
+    };
     group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
     let mut start = 0;
     for tensor in tensors {
