@@ -222,7 +222,7 @@ impl WeightAverage {
     /// A second call restores the weights to the bit. Between the two calls a copy of this rank's
     /// weights is kept, and no optimizer may step.
     ///
-    /// [`Strategy::prepare_forward`](fulgurite_engine::strategy::Strategy::prepare_forward) must be
+    /// `Strategy::prepare_forward` must be
     /// called after each swap: layers may compute with a copy of the shards.
     ///
     /// # Errors

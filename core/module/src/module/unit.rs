@@ -119,7 +119,7 @@ impl UnitHandle {
     /// `set_modules_to_forward_prefetch`). By default the strategy gathers the next `prefetch`
     /// units. All listed units are gathered, and each takes the memory of a gathered unit until it
     /// has computed. An empty list restores the default. For
-    /// [`ParallelizeFn`](fulgurite_engine::strategy::ParallelizeFn)s; every rank calls it alike.
+    /// `ParallelizeFn`s; every rank calls it alike.
     /// The units must be gathered separately, which the strategy checks.
     pub fn set_units_to_forward_prefetch(&self, units: &[Self]) {
         self.set_prefetch(0, units);
@@ -149,7 +149,7 @@ impl UnitHandle {
 
     /// Sets whether backward computes the unit again. By default (`false`) its activations are
     /// kept. Overrides `trainer.activation_checkpointing`. For
-    /// [`ParallelizeFn`](fulgurite_engine::strategy::ParallelizeFn)s and programs, before the first
+    /// `ParallelizeFn`s and programs, before the first
     /// forward; every rank calls it alike.
     pub fn set_activation_checkpointing(&self, on: bool) {
         self.0.activation_checkpointing.store(on, Ordering::Relaxed);

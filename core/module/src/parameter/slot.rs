@@ -14,7 +14,7 @@ use fulgurite_collective::shard::ShardSpec;
 /// values, and the target of its gradient. Dereferences to the [`Parameter`].
 ///
 /// A strategy gets the slots from the tree that it sets up ([`ModuleTree::slots`]).
-/// [`Strategy`](fulgurite_engine::strategy::Strategy) defines what each call may do.
+/// `Strategy` defines what each call may do.
 ///
 /// [`ModuleTree::slots`]: crate::module::ModuleTree::slots
 #[derive(Debug, Clone, PartialEq)]

@@ -40,7 +40,7 @@ impl TypeMap {
 }
 
 /// A thread's gradient mode and at most one value of each type, such as the
-/// [forward scope](fulgurite_module::module::ForwardScope).
+/// forward scope.
 ///
 /// Clones are cheap and share the values. For example, if a layer on another thread records that a
 /// checkpointed unit used a parameter, all threads in the same context see the record.

@@ -2,7 +2,7 @@
 //! computes, and records that layers share.
 //!
 //! Each thread has one [`ExecutionContext`]. [`no_grad`](crate::autograd::no_grad) and
-//! [`ForwardScope::enter`](fulgurite_module::module::ForwardScope::enter) change it until their
+//! `ForwardScope::enter` change it until their
 //! guard is dropped. A new thread starts with gradients enabled and outside of any forward, so work
 //! for another thread must take the context along.
 //!
