@@ -98,7 +98,8 @@ impl ShardedRuntime {
         Self { rank, groups, owners, units, casts, partial_grads, state }
     }
 
-    /// The groups that gather parts for [`Reshard::Ranks`](fulgurite_engine::module::Reshard::Ranks).
+    /// The groups that gather parts for
+    /// [`Reshard::Ranks`](fulgurite_engine::module::Reshard::Ranks).
     pub(in crate::mesh_strategy) fn part_groups(&self) -> Vec<Arc<dyn ProcessGroup>> {
         self.groups.iter().filter_map(|group| group.part_group().cloned()).collect()
     }
