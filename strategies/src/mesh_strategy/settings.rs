@@ -9,9 +9,9 @@ use crate::fsdp::ReshardAfterForward;
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::schedule::fsdp::{Prefetch, ReduceScope};
 
-/// Communication of a micro-batch's backward under
-/// `Fabric::no_backward_sync`, which covers all
-/// micro-batches of a step but the last. Results differ in rounding only.
+/// Communication of a micro-batch's backward under `Fabric::no_backward_sync`.
+///
+/// This concerns all micro-batches of a step except the last. Results differ in rounding only.
 ///
 /// For `P` bytes of gradients, `N` ranks that shard parameters and `R` replicas:
 ///
@@ -63,7 +63,7 @@ pub(crate) struct Settings {
     /// `tensor_parallel`; `None` sizes follow from the world size.
     pub(crate) sizes: [Option<usize>; 4],
     /// Whether the mesh may have several ranks. If not, every backward reduces its gradients at
-    /// once, because there is no communication to defer.
+    /// once, because no communication can be deferred.
     pub(crate) communicates: bool,
     /// Whether `device_mesh` refuses several ranks and recommends other strategies.
     pub(crate) one_rank_only: bool,

@@ -33,7 +33,7 @@ use crate::schedule::fsdp;
 pub(crate) struct MeshStrategy {
     pub(super) settings: Settings,
     data_parallel: Option<DataParallel>,
-    /// `None` if there are no ignored parameters.
+    /// `None` without ignored parameters.
     pub(super) ignored: Option<Ignored>,
     /// `None` if replicas train as one.
     pub(super) outer: Option<Outer>,
@@ -75,8 +75,7 @@ impl MeshStrategy {
         })
     }
 
-    /// Lets the configured function distribute the model. Returns false if there is no such
-    /// function.
+    /// Lets the configured function distribute the model. Returns false without such a function.
     pub(super) fn parallelize(&self, tree: &mut ModuleTree, mesh: &DeviceMesh) -> Result<bool> {
         let default = match mesh.size(TENSOR_PARALLEL)? {
             1 => None,

@@ -99,7 +99,7 @@ pub enum Action {
 /// The content of a bucket.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Bucket {
-    /// This rank's gradients, of which `ready` are complete in this backward.
+    /// This rank's gradients; `ready` counts the gradients completed in this backward.
     Filling { ready: usize },
     /// The all-reduce is under way: no gradient may be added.
     Reducing,

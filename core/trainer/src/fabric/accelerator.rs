@@ -1,4 +1,4 @@
-//! The device that a rank computes on, by configuration.
+//! The configured device that a rank computes on.
 
 use std::sync::Arc;
 
@@ -13,15 +13,17 @@ use fulgurite_engine::accelerator::{
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 
 impl TrainerConfig {
-    /// Whether the configuration needs a plugin: not in a program that links none, which computes on the host.
+    /// Whether the configuration needs a plugin.
+    ///
+    /// With `"auto"` a program without plugins computes on the host.
     pub(crate) fn names_accelerator(&self) -> bool {
         self.accelerator.name != "auto" || !registry::names(kind::ACCELERATOR).is_empty()
     }
 
-    /// What the configuration chooses; `None` is the host.
+    /// Returns the chosen kind of device; `None` is the host.
     ///
     /// # Errors
-    /// If there is no such plugin, or an option is wrong.
+    /// If the plugin is unknown, or an option is wrong.
     pub(super) fn accelerator(&self) -> Result<Option<Box<dyn AcceleratorConfig>>> {
         if !self.names_accelerator() {
             return Ok(None);
@@ -35,10 +37,10 @@ impl TrainerConfig {
         }))
     }
 
-    /// How many devices this process sees, of the kind that the configuration chooses; `None` is the host.
+    /// Returns how many devices of the chosen kind this process sees; `None` is the host.
     ///
     /// # Errors
-    /// As those of [`accelerator`](Self::accelerator), and if they cannot be found.
+    /// As [`accelerator`](Self::accelerator), and if this process can use no such device.
     pub(crate) fn visible_devices(&self) -> Result<Option<usize>> {
         let Some(accelerator) = self.accelerator()? else { return Ok(None) };
         match accelerator.available()? {
@@ -51,7 +53,7 @@ impl TrainerConfig {
         }
     }
 
-    /// The number of ranks of a program that nobody else has started as several: one a device, or one a core.
+    /// Returns the number of ranks without a launcher: one per device, or one per core of the host.
     ///
     /// # Errors
     /// As [`visible_devices`](Self::visible_devices).
@@ -89,8 +91,9 @@ impl TrainerConfig {
     }
 }
 
-/// Whether other ranks of this program may choose another kind of device than the host: where the choice is
-/// theirs, and the program can use devices.
+/// Whether other ranks of this program may choose a device while this rank chooses the host.
+///
+/// True with `"auto"`, if the program was built for any kind of device.
 fn may_differ(config: &TrainerConfig) -> Result<bool> {
     if config.accelerator.name != "auto" {
         return Ok(false);
@@ -107,19 +110,22 @@ fn may_differ(config: &TrainerConfig) -> Result<bool> {
     Ok(false)
 }
 
-/// A name that no other host has: containers of a host may see other devices, and have other names.
+/// Returns this host's name.
+///
+/// Containers of one host have different names, and may see different devices.
 fn host() -> String {
     rustix::system::uname().nodename().to_string_lossy().into_owned()
 }
 
 impl Fabric {
-    /// The device that this rank computes on (Lightning's `root_device`): that of parameters, and of the batches that
-    /// are asked for.
+    /// Returns the device of this rank's parameters and batches, Lightning's `root_device`.
     pub fn device(&self) -> &Device {
         &self.init.device
     }
 
-    /// The memory of this rank's device; `None` if that is the host's, or the device was given as a
+    /// Returns the memory of this rank's device.
+    ///
+    /// `None` on the host, or if the device was given as a
     /// [`ModuleInit`](fulgurite_engine::module::ModuleInit).
     ///
     /// # Errors
@@ -128,12 +134,12 @@ impl Fabric {
         self.accelerator.as_ref().map_or(Ok(None), |accelerator| accelerator.memory())
     }
 
-    /// What the device is, for people; `None` as for [`device_memory`](Self::device_memory).
+    /// Returns a description of the device; `None` as for [`device_memory`](Self::device_memory).
     pub(crate) fn device_description(&self) -> Option<String> {
         self.accelerator.as_ref().map(|accelerator| accelerator.description())
     }
 
-    /// Adds what the device's memory holds to an error that says that there is no more.
+    /// Adds the device's memory use to an out-of-memory error.
     pub(crate) fn explain(&self, error: Error) -> Error {
         let Some(accelerator) =
             self.accelerator.as_ref().filter(|one| one.is_out_of_memory(&error))
@@ -165,7 +171,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_device_without_memory_is_named_with_what_it_holds() {
+    fn out_of_memory_error_shows_memory_use() {
         let memory = DeviceMemory {
             held_bytes: 70 << 30,
             peak_bytes: 71 << 30,

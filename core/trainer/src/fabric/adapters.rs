@@ -8,14 +8,16 @@ use fulgurite_checkpoint as checkpoint;
 use fulgurite_engine::module::Adapters;
 
 impl Fabric {
-    /// The adapters that the model is built with, if any.
+    /// Returns the adapters that the model is built with, if any.
     pub fn adapters(&self) -> Option<&Adapters> {
         self.init.adapters.as_ref()
     }
 
-    /// Writes the model's adapters, and what else is trained with them, to the directory `dir` as PEFT does:
-    /// `adapter_model.safetensors` and `adapter_config.json`, which `PeftModel.from_pretrained` loads.
-    /// Collective; rank 0 gathers the tensors and writes.
+    /// Writes the model's adapters to the directory `dir`, in PEFT's format. Collective.
+    ///
+    /// Modules trained with the adapters are written too. The files are `adapter_model.safetensors`
+    /// and `adapter_config.json`, which `PeftModel.from_pretrained` loads. Rank 0 gathers the
+    /// tensors and writes.
     ///
     /// # Errors
     /// If the model was built without adapters, or the directory cannot be written.
@@ -28,12 +30,13 @@ impl Fabric {
         checkpoint::save_adapter(dir.as_ref(), &**self.world(), tree, coordinate, adapters, base)
     }
 
-    /// Fills the model's adapters, and what else is trained with them, from a directory of PEFT's. A base that is
-    /// loaded afterwards leaves them as they are. Collective.
+    /// Fills the adapters, and the modules trained with them, from a PEFT directory. Collective.
+    ///
+    /// A base loaded afterwards leaves them unchanged.
     ///
     /// # Errors
-    /// If the model was built without adapters, or with others than those in the directory; nothing is changed
-    /// then.
+    /// If the model was built without adapters, or with other adapters than in the directory.
+    /// Nothing is changed then.
     pub fn load_adapter(&self, dir: impl AsRef<Path>) -> Result<()> {
         let tree = self.module_tree()?;
         let report = checkpoint::load_adapter(dir.as_ref(), tree, self.require_adapters()?)?;
@@ -45,7 +48,7 @@ impl Fabric {
         self.runtime.finish_load()
     }
 
-    /// The directory of the adapter that the model's own start from, or that was loaded last.
+    /// Directory of the adapter loaded last, or to load once the model is set up.
     pub(super) fn adapter_from(&self) -> Option<PathBuf> {
         self.adapter_from.lock().expect("nobody panics while holding it").clone()
     }

@@ -1,4 +1,4 @@
-//! Steps that are begun again because a rank has no memory left.
+//! Steps that start again because a rank has run out of memory.
 
 use std::sync::{Arc, Mutex};
 
@@ -8,17 +8,17 @@ use candle_core::Tensor;
 use fulgurite_engine::accelerator::Accelerator;
 use fulgurite_engine::collective::{Abandonment, ProcessGroup};
 
-/// What ranks need to leave a step together.
+/// State with which ranks abandon a step together.
 pub(super) struct Attempts {
     abandonment: Abandonment,
-    /// Knows what an error of its device is.
+    /// Recognises an out-of-memory error of the device.
     accelerator: Arc<dyn Accelerator>,
-    /// The buffers as they were when the attempt began.
+    /// The buffers' values when the attempt began.
     buffers: Mutex<Vec<Tensor>>,
 }
 
 impl Attempts {
-    /// For the ranks of `world`, and the group of these in whose steps ranks can be left.
+    /// Creates the state, and a group to use instead of `world`: its ranks can abandon a step.
     pub(super) fn new(
         world: Arc<dyn ProcessGroup>,
         accelerator: Arc<dyn Accelerator>,
@@ -30,11 +30,13 @@ impl Attempts {
 }
 
 impl Fabric {
-    /// Begins what [`abandon_step`](Self::abandon_step) can leave: forwards and backwards, before any update. Collective
-    /// if steps can be left.
+    /// Begins an attempt: forwards and backwards, before any update.
+    ///
+    /// [`abandon_step`](Self::abandon_step) can abandon it. Collective if steps can be abandoned.
     pub(crate) fn begin_attempt(&self) -> Result<()> {
         let Some(attempts) = &self.attempts else { return Ok(()) };
-        // A rank that still logs the step before would take another one's want of memory for an error.
+        // While a rank still logs the previous step, another rank's lack of memory would be an
+        // error there.
         self.barrier()?;
         let copies =
             self.runtime.tree()?.buffers().iter().map(|buffer| Ok(buffer.value()?.copy()?));
@@ -43,7 +45,7 @@ impl Fabric {
         Ok(())
     }
 
-    /// Ends it, on all ranks or on none. Collective if steps can be left.
+    /// Ends the attempt, on all ranks or on none. Collective if steps can be abandoned.
     ///
     /// # Errors
     /// If another rank has abandoned the step.
@@ -51,12 +53,13 @@ impl Fabric {
         if self.attempts.is_some() { self.barrier() } else { Ok(()) }
     }
 
-    /// Leaves the attempt of a step that failed with `error` on this rank, if steps can be left and this or another
-    /// rank has no memory left: the model is as before the attempt, without gradients. Returns the rank without memory.
-    /// Collective in that case.
+    /// Abandons an attempt that failed with `error`, if this or another rank has run out of memory.
+    ///
+    /// Returns that rank, and the model is then as before the attempt, without gradients;
+    /// collective in this case. Returns `None` for other errors, or if steps cannot be abandoned.
     ///
     /// # Errors
-    /// If a peer fails, or the strategy cannot leave a step.
+    /// If a peer fails, or the strategy cannot abandon a step.
     pub(crate) fn abandon_step(&self, error: &Error) -> Result<Option<usize>> {
         let Some(attempts) = &self.attempts else { return Ok(None) };
         if attempts.accelerator.is_out_of_memory(error) {

@@ -33,12 +33,13 @@ struct FabricState {
 }
 
 impl Fabric {
-    /// Saves model, optimizer and `state` (anything that serialises: step, position in the data) as
-    /// a distributed checkpoint in the directory `path`, as a transaction. Collective; the `state`
-    /// of rank 0 is saved.
+    /// Saves model, optimizer and `state` as a distributed checkpoint in `path`. Collective.
+    ///
+    /// `path` is the checkpoint's directory. `state` is anything that serialises, such as the step
+    /// or the position in the data; rank 0's is saved. The save is a transaction.
     ///
     /// # Errors
-    /// If it cannot be written; what was at `path` before is untouched then.
+    /// If the checkpoint cannot be written. The previous content of `path` is untouched then.
     pub fn save(
         &self,
         path: impl AsRef<Path>,
@@ -50,12 +51,14 @@ impl Fabric {
         teardown_after(&*io, saved)
     }
 
-    /// Saves the model, `state` and if given the optimizer as a full checkpoint in the directory
-    /// `path`, as a transaction: whole tensors in files that `transformers` and candle load.
-    /// Collective; the `state` of rank 0 is saved. Tensors are gathered on rank 0 one by one.
+    /// Saves the model and `state` as a full checkpoint in the directory `path`. Collective.
+    ///
+    /// A full checkpoint has whole tensors, in files that `transformers` and candle load. The
+    /// optimizer is saved too, if given. Tensors are gathered on rank 0 one by one, and rank 0's
+    /// `state` is saved. The save is a transaction.
     ///
     /// # Errors
-    /// If it cannot be written; what was at `path` before is untouched then.
+    /// If the checkpoint cannot be written. The previous content of `path` is untouched then.
     pub fn save_full(
         &self,
         path: impl AsRef<Path>,
@@ -69,8 +72,10 @@ impl Fabric {
         teardown_after(&*io, saved)
     }
 
-    /// [`save_full`](Self::save_full) as the checkpoint `name` of any `io`, with the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown) after the
-    /// last save. Collective.
+    /// Like [`save_full`](Self::save_full), as the checkpoint `name` of any `io`. Collective.
+    ///
+    /// Also saves the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown)
+    /// after the last save.
     ///
     /// # Errors
     /// As [`save_full`](Self::save_full).
@@ -87,8 +92,10 @@ impl Fabric {
         self.runtime.save_full_checkpoint(&**io, name, &states, &options, meta)
     }
 
-    /// [`save`](Self::save) as the checkpoint `name` of any `io`, with the run's configuration. The
-    /// caller calls [`teardown`](CheckpointIO::teardown) after the last save. Collective.
+    /// Like [`save`](Self::save), as the checkpoint `name` of any `io`. Collective.
+    ///
+    /// Also saves the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown)
+    /// after the last save.
     ///
     /// # Errors
     /// As [`save`](Self::save).
@@ -104,11 +111,11 @@ impl Fabric {
         request.run(&**io, &**self.world())
     }
 
-    /// This rank's part of a checkpoint `name` of the present state (of the weights alone without an
-    /// optimizer), to be saved with
-    /// [`SaveRequest::run`] or, in the background, with an
-    /// [`AsyncSaver`](fulgurite_checkpoint::AsyncSaver). It shares the model's memory.
-    /// Collective.
+    /// Returns this rank's part of a checkpoint `name` of the current state. Collective.
+    ///
+    /// Without an optimizer it holds the weights only. Save it with [`SaveRequest::run`] or, in the
+    /// background, with an [`AsyncSaver`](fulgurite_checkpoint::AsyncSaver). It shares the model's
+    /// memory.
     ///
     /// # Errors
     /// If a peer fails, or `state` cannot be written as JSON.
@@ -123,7 +130,7 @@ impl Fabric {
         self.runtime.save_request(name, &states, meta)
     }
 
-    /// The optimizer's state tensors, and the checkpoint's metadata. Collective.
+    /// Returns the optimizer's state tensors and the checkpoint's metadata. Collective.
     fn contents(
         &self,
         optimizer: Option<&mut dyn OptimizerState>,
@@ -143,13 +150,15 @@ impl Fabric {
         }
         let user = to_json(state)?;
         let state = to_json(&FabricState { optimizer: scalars, strategy, user })?;
-        // Weights alone are nothing to go on from, so they are never the newest checkpoint.
+        // Training cannot resume from weights alone, so they never count as the newest checkpoint.
         let saved_at = is_whole.then(|| self.next_saved_at());
         Ok((states, SaveMeta { step, state, config, saved_at, ..SaveMeta::default() }))
     }
 
-    /// The time of a save that begins now: later than that of any checkpoint that was saved or loaded
-    /// before, also where a clock went back.
+    /// Returns the time of a save that begins now.
+    ///
+    /// It is later than the time of every checkpoint saved or loaded before, even if the clock went
+    /// back.
     fn next_saved_at(&self) -> u64 {
         let now = SystemTime::now().duration_since(UNIX_EPOCH);
         let now = now.map_or(0, |since| since.as_micros() as u64);
@@ -159,12 +168,14 @@ impl Fabric {
         saved_at
     }
 
-    /// Loads a distributed checkpoint, of any strategy and number of ranks, into the model and,
-    /// if given, the optimizer, and returns the state it was saved with. Collective.
+    /// Loads a distributed checkpoint into the model and, if given, the optimizer. Collective.
+    ///
+    /// The checkpoint may come from any strategy and number of ranks. Returns the state saved with
+    /// it.
     ///
     /// # Errors
-    /// If there is no whole checkpoint at `path`, or it is of another model; the message lists
-    /// every difference, and nothing is changed.
+    /// If the checkpoint at `path` is missing or incomplete, or belongs to another model. The
+    /// message lists every difference, and nothing is changed.
     pub fn load<T: DeserializeOwned>(
         &self,
         path: impl AsRef<Path>,
@@ -173,7 +184,7 @@ impl Fabric {
         self.load_from(&DistributedCheckpoint::open(path)?, optimizer)
     }
 
-    /// [`load`](Self::load) from an opened checkpoint. Collective.
+    /// Like [`load`](Self::load), from an opened checkpoint. Collective.
     ///
     /// # Errors
     /// As [`load`](Self::load).
@@ -185,7 +196,7 @@ impl Fabric {
         Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
     }
 
-    /// The state that a checkpoint was saved with.
+    /// Returns the state saved with a checkpoint.
     pub(crate) fn saved_state<T: DeserializeOwned>(source: &DistributedCheckpoint) -> Result<T> {
         let unreadable = |error: serde_json::Error| {
             let message = format!("its training state cannot be read: {error}");
@@ -195,13 +206,15 @@ impl Fabric {
         T::deserialize(&saved.user).map_err(unreadable)
     }
 
-    /// [`load_from`](Self::load_from) with options: a part of the checkpoint, under other names, or
-    /// into a model that has changed. Also returns what was loaded and what differs, which rank 0 also logs for
-    /// the model. Collective.
+    /// Like [`load_from`](Self::load_from), with options. Collective.
+    ///
+    /// With options a part of the checkpoint is loaded, parameters are renamed, or the model may
+    /// have changed. Also returns a report of loaded tensors and differences. Rank 0 logs the
+    /// model's part of the report.
     ///
     /// # Errors
-    /// As [`load`](Self::load), if [`strict`](LoadOptions::strict); otherwise differences are no
-    /// error.
+    /// As [`load`](Self::load), if [`strict`](LoadOptions::strict). Otherwise differences are
+    /// allowed.
     pub fn load_with<T: DeserializeOwned>(
         &self,
         source: &DistributedCheckpoint,
@@ -237,10 +250,12 @@ impl Fabric {
         Ok((state, report))
     }
 
-    /// Fills the model from the weights at `path`, of any format that
-    /// [`checkpoint::open`](fulgurite_checkpoint::open) takes; `options` may be a `bool`,
-    /// for [`strict`](LoadOptions::strict). Returns what was loaded and what differs, which rank 0 also logs.
-    /// With [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0) only rank 0 opens `path`. Collective.
+    /// Fills the model from the weights at `path`. Collective.
+    ///
+    /// The weights have any format that [`checkpoint::open`](fulgurite_checkpoint::open) takes.
+    /// `options` may be a `bool`, for [`strict`](LoadOptions::strict). Returns a report of loaded
+    /// tensors and differences, which rank 0 also logs. With
+    /// [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0) only rank 0 opens `path`.
     ///
     /// # Errors
     /// As [`checkpoint::load_raw`](fulgurite_checkpoint::load_raw).
@@ -252,8 +267,9 @@ impl Fabric {
         self.load_weights(|| open(path), &options.into())
     }
 
-    /// Fills the model from the source that `open` opens, on rank 0 only if the options say so, and logs what
-    /// differs. Collective.
+    /// Fills the model from the source that `open` returns, and logs the report. Collective.
+    ///
+    /// With `broadcast_from_rank0` only rank 0 calls `open`.
     pub(crate) fn load_weights<S: TensorSource>(
         &self,
         open: impl FnOnce() -> Result<S>,
@@ -278,8 +294,10 @@ impl Fabric {
         Ok(report)
     }
 
-    /// The options with which a source is loaded after an adapter. A base, which has no adapter, has old values of
-    /// the parameters that were trained or filled beside the adapter; they keep the newer ones.
+    /// Returns the options for loading a source after an adapter.
+    ///
+    /// A source without adapters is a base. Some parameters outside the adapter are trained, or
+    /// were filled with it. They keep their values, because the base's values are older.
     fn beside_the_adapter(
         &self,
         source: &dyn TensorSource,
@@ -307,7 +325,7 @@ impl Fabric {
         Ok(LoadOptions { filter: Some(filter), ..options.clone() })
     }
 
-    /// Logs, on rank 0, what of a source was not loaded, or that only a part was wanted.
+    /// Logs a load's report and its filter on rank 0. Differences are a warning.
     fn log_report(&self, location: &Path, report: &LoadReport, options: &LoadOptions) {
         let filtered = options.filter.as_ref().map(|filter| format!("; chosen: {}", filter.what()));
         let filtered = filtered.unwrap_or_default();
@@ -328,7 +346,7 @@ impl Fabric {
     }
 }
 
-/// The directory of a path on disk, and the checkpoint's name in it.
+/// Returns the checkpoint IO for the directory of a path on disk, and the checkpoint's name in it.
 fn local(path: &Path) -> Result<(Arc<dyn CheckpointIO>, &str)> {
     let (Some(parent), Some(name)) = (path.parent(), path.file_name().and_then(|n| n.to_str()))
     else {

@@ -1,4 +1,4 @@
-//! What loops exchange over all ranks.
+//! Collectives for training loops.
 
 use candle_core::Tensor;
 use serde::Serialize;
@@ -19,20 +19,24 @@ impl Fabric {
         self.world().run(Collective::all_reduce(tensor, op))
     }
 
-    /// [`all_reduce`](Self::all_reduce) over the ranks of a mesh dimension or view, such as `"data_parallel"` or
-    /// `"tensor_parallel"`: those that differ from this one in it. Collective over them.
+    /// Like [`all_reduce`](Self::all_reduce), over the ranks of a mesh dimension or view.
+    ///
+    /// Examples are `"data_parallel"` and `"tensor_parallel"`. These ranks differ from each other
+    /// only in that dimension. Collective over them.
     ///
     /// # Errors
-    /// If the mesh has no dimension or view of this name, or a peer fails.
+    /// If the mesh lacks this dimension or view, or a peer fails.
     pub fn all_reduce_over(&self, dimension: &str, tensor: &Tensor, op: ReduceOp) -> Result<()> {
         self.device_mesh().group(dimension)?.run(Collective::all_reduce(tensor, op))
     }
 
-    /// The mean of the ranks' tensors, of the same shape and a floating-point dtype, on each of them; outside the
-    /// graph. This is Lightning's `Fabric.all_reduce`, whose default is the mean. Collective.
+    /// Returns the mean of the ranks' tensors on every rank. Collective.
+    ///
+    /// The tensors have the same shape and a floating-point dtype. The result is outside the graph.
+    /// This is Lightning's `Fabric.all_reduce`, whose default is the mean.
     ///
     /// # Errors
-    /// If the tensor is of integers, the tensors differ in size, or a peer fails.
+    /// If the dtype is an integer type, if the tensors differ in size, or if a peer fails.
     ///
     /// ```
     /// # use candle_core::{Device, Tensor};
@@ -46,17 +50,20 @@ impl Fabric {
         mean_over(&**self.world(), tensor)
     }
 
-    /// [`all_mean`](Self::all_mean) over the ranks of a mesh dimension or view, as
-    /// [`all_reduce_over`](Self::all_reduce_over). Collective over them.
+    /// Like [`all_mean`](Self::all_mean), over the ranks of a mesh dimension or view.
+    ///
+    /// See [`all_reduce_over`](Self::all_reduce_over) for these ranks. Collective over them.
     ///
     /// # Errors
-    /// As [`all_mean`](Self::all_mean), and if the mesh has no dimension or view of this name.
+    /// As [`all_mean`](Self::all_mean), and if the mesh lacks this dimension or view.
     pub fn all_mean_over(&self, dimension: &str, tensor: &Tensor) -> Result<Tensor> {
         mean_over(&**self.device_mesh().group(dimension)?, tensor)
     }
 
-    /// The tensors of all ranks, of the same shape and dtype, one below the other in rank order: of shape
-    /// `[world_size, …]`, outside the graph, as Lightning's `Fabric.all_gather`. Collective.
+    /// Stacks the tensors of all ranks in rank order, to shape `[world_size, …]`. Collective.
+    ///
+    /// The tensors have the same shape and dtype. The result is outside the graph, as in
+    /// Lightning's `Fabric.all_gather`.
     ///
     /// # Errors
     /// If the tensors differ in size, or a peer fails.
@@ -74,25 +81,27 @@ impl Fabric {
         gather_over(&**self.world(), tensor)
     }
 
-    /// [`all_gather`](Self::all_gather) over the ranks of a mesh dimension or view, as
-    /// [`all_reduce_over`](Self::all_reduce_over). Collective over them.
+    /// Like [`all_gather`](Self::all_gather), over the ranks of a mesh dimension or view.
+    ///
+    /// See [`all_reduce_over`](Self::all_reduce_over) for these ranks. Collective over them.
     ///
     /// # Errors
-    /// As [`all_gather`](Self::all_gather), and if the mesh has no dimension or view of this name.
+    /// As [`all_gather`](Self::all_gather), and if the mesh lacks this dimension or view.
     pub fn all_gather_over(&self, dimension: &str, tensor: &Tensor) -> Result<Tensor> {
         gather_over(&**self.device_mesh().group(dimension)?, tensor)
     }
 
-    /// The `value` of rank `src` (anything that serialises) on every rank; those of the others are ignored.
-    /// Collective.
+    /// Returns the `value` of rank `src` on every rank. Collective.
+    ///
+    /// The value is anything that serialises. The other ranks' values are ignored.
     ///
     /// # Errors
-    /// If it cannot be written as JSON, there is no such rank, or a peer fails.
+    /// If the value cannot be written as JSON, if rank `src` does not exist, or if a peer fails.
     ///
     /// ```
     /// # use fulgurite_core::{Result, fabric::Fabric};
     /// # fn start(fabric: &Fabric) -> Result<()> {
-    /// // Clocks differ, so one says what time it is.
+    /// // Clocks differ, so all ranks take rank 0's time.
     /// let started = std::time::SystemTime::now();
     /// let started = fabric.broadcast(&started, 0)?;
     /// # Ok(())
@@ -109,10 +118,10 @@ impl Fabric {
         broadcast_object(&**self.world(), value, src)
     }
 
-    /// The values of all ranks (anything that serialises), in rank order. Collective.
+    /// Returns the values of all ranks (anything that serialises), in rank order. Collective.
     ///
     /// # Errors
-    /// If one cannot be written as JSON, or a peer fails.
+    /// If a value cannot be written as JSON, or a peer fails.
     pub fn all_gather_object<T: Serialize + DeserializeOwned>(&self, value: &T) -> Result<Vec<T>> {
         all_gather_object(&**self.world(), value)
     }

@@ -13,8 +13,9 @@ use fulgurite_engine::data::{DataContext, DataModule, Loader, Samples, TrainSamp
 use fulgurite_engine::module::ForwardScope;
 use toml::Table;
 
-/// A micro-batch of training samples, with the [scope](ForwardScope) for its forward, on which
-/// dropout, context parallelism and a parallel loss depend.
+/// A micro-batch of training samples, with the [scope](ForwardScope) for its forward.
+///
+/// Dropout, context parallelism and a parallel loss depend on the scope.
 ///
 /// ```
 /// # use candle_core::Tensor;
@@ -45,14 +46,15 @@ impl<B> TrainBatch<B> {
         self.scope.clone().run(|| f(&self.batch))
     }
 
-    /// The batch, and the scope that its forward must be computed in.
+    /// Returns the batch, and the scope in which its forward must run.
     pub fn into_parts(self) -> (B, ForwardScope) {
         (self.batch, self.scope)
     }
 }
 
-/// This rank's micro-batches of the endless stream of training samples; made by
-/// [`Fabric::setup_data`].
+/// This rank's micro-batches of the endless stream of training samples.
+///
+/// [`Fabric::setup_data`] creates it.
 pub struct TrainLoader<D: DataModule> {
     data: Arc<D>,
     sampler: TrainSampler,
@@ -61,18 +63,20 @@ pub struct TrainLoader<D: DataModule> {
     scope: ForwardScope,
     workers: Workers,
     batches: u64,
-    /// From the next batch on; `None` before the first.
+    /// Loads from the next batch on; `None` until that batch is requested.
     loader: Option<Loader<D::Batch>>,
 }
 
 impl<D: DataModule> TrainLoader<D> {
-    /// The data module.
+    /// Returns the data module.
     pub fn data(&self) -> &D {
         &self.data
     }
 
-    /// Makes batches on threads of their own, beside what the loop computes; by default those of
-    /// `trainer.num_workers`, or as [`Workers::for_device`] says. It changes no batch.
+    /// Sets the threads that make batches while the loop computes.
+    ///
+    /// The default is `trainer.num_workers`, or [`Workers::for_device`]. Batches do not depend on
+    /// the threads.
     #[must_use]
     pub fn with_workers(mut self, workers: Workers) -> Self {
         self.workers = workers;
@@ -86,7 +90,7 @@ impl<D: DataModule> TrainLoader<D> {
         self.loader = None;
     }
 
-    /// The batches from the next one on.
+    /// Creates a loader from the next batch on.
     fn load(&self) -> Result<Loader<D::Batch>> {
         let position = self.batches * self.sampler.global_batch_size();
         let (data, device) = (self.data.clone(), self.device.clone());
@@ -107,7 +111,7 @@ impl<D: DataModule> TrainLoader<D> {
             None => self.load()?,
         };
         let loader = self.loader.insert(loader);
-        // It ends with an error alone, after which the next one is made by a new loader.
+        // A loader ends only after an error. A new loader then makes the next batch.
         let made = loader.next().unwrap_or_else(|| Err(Error::other("there is no further batch")));
         if made.is_err() {
             self.loader = None;
@@ -128,16 +132,18 @@ impl<D: DataModule> Iterator for TrainLoader<D> {
 }
 
 impl Fabric {
-    /// Opens the data and returns this rank's micro-batches. Tensor- and context-parallel ranks get
-    /// the same ones. Checks that all ranks have the same data. Collective.
+    /// Opens the data and returns this rank's micro-batches. Collective.
+    ///
+    /// Tensor- and context-parallel ranks get the same micro-batches. All ranks must have the same
+    /// data.
     ///
     /// # Errors
-    /// If the data cannot be opened or has no training samples; on every rank, if the ranks differ in the
-    /// data or its configuration ([`DataModule::host_keys`] may differ).
+    /// If the data cannot be opened or lacks training samples. On every rank, if the ranks differ
+    /// in the data or its configuration. [`DataModule::host_keys`] may differ.
     pub fn setup_data<D: DataModule>(&self, config: &D::Config) -> Result<TrainLoader<D>> {
         let data = D::setup(config, &self.data_context()?)?;
         if self.world_size() > 1 {
-            // A configuration such as `()` is no table and has no keys.
+            // A configuration without keys, such as `()`, does not become a table.
             let table = to_table(config).unwrap_or_default();
             let run = RunConfig::default().with(Table::new(), table);
             let samples = SampleIdentity::of(&data, D::shuffle(config))?;
@@ -159,10 +165,10 @@ impl Fabric {
         })
     }
 
-    /// This rank's numbers, for data modules.
+    /// Returns the seed, the ranks and the sizes that data modules need.
     ///
     /// # Errors
-    /// None after construction; the strategy's own otherwise.
+    /// As [`sampler_share`](Self::sampler_share).
     pub fn data_context(&self) -> Result<DataContext> {
         let share = self.sampler_share()?;
         Ok(DataContext {

@@ -1,4 +1,4 @@
-//! A process group for the ranks' devices, where nobody has chosen one.
+//! The default process group for the ranks' devices.
 
 use std::sync::Arc;
 
@@ -12,11 +12,15 @@ use crate::Result;
 use crate::run::TrainerConfig;
 
 impl TrainerConfig {
-    /// The group over which ranks that are connected by `host` communicate: `host` itself, or the process group for the
-    /// ranks' devices over it ([`ProcessGroupConfig::device_kind`]), if `trainer.process_group` leaves that open, every rank
-    /// has a device of its own of that kind, and can use the group. Collective.
+    /// Returns the group in which ranks connected by `host` communicate. Collective.
     ///
-    /// Where only some ranks can use it, none does, and rank 0 warns with the reason.
+    /// This is `host` itself, or a process group for the ranks' devices over `host`
+    /// ([`ProcessGroupConfig::device_kind`]). The latter requires that `trainer.process_group`
+    /// leaves the choice open. Every rank must have its own device of that kind, and must be able
+    /// to use the group.
+    ///
+    /// If a rank cannot use the devices' group, all ranks use `host`, and rank 0 warns with the
+    /// reason.
     ///
     /// # Errors
     /// If a configuration cannot be read, or the group cannot be built.
@@ -29,7 +33,8 @@ impl TrainerConfig {
         if !named.leaves_devices_open() {
             return Ok(host);
         }
-        // By name, so that all ranks of a program find the same; none is there in programs for CPUs.
+        // Found by name, so that all ranks of a program find the same groups. Programs for CPUs
+        // find none.
         let mut groups = Vec::new();
         for name in registry::names(kind::PROCESS_GROUP) {
             let group = build(&PluginValue::new(name))?;

@@ -28,7 +28,7 @@ use fulgurite_engine::strategy::{Capabilities, StepTotals, Strategy};
 use fulgurite_launch::LaunchedRank;
 use fulgurite_nn::Loss;
 
-/// Training in a loop of one's own, under a strategy (Lightning's `Fabric`).
+/// Trains in a hand-written loop under a strategy, like Lightning's `Fabric`.
 ///
 /// ```
 /// # use candle_core::{Device, Tensor};
@@ -45,7 +45,7 @@ use fulgurite_nn::Loss;
 ///     let accumulating = micro_batch % 4 != 3;
 ///     let x = Tensor::ones((2, 4), candle_core::DType::F32, &Device::Cpu)?;
 ///     let loss = Loss::new(model.forward(&x)?.sqr()?.sum_all()?, 2.0);
-///     let _no_sync = fabric.no_backward_sync(accumulating); // restores what was before
+///     let _no_sync = fabric.no_backward_sync(accumulating); // until it is dropped
 ///     fabric.backward(&loss)?;
 ///     if !accumulating {
 ///         let norm = fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
@@ -60,31 +60,33 @@ pub struct Fabric {
     world: Arc<dyn ProcessGroup>,
     pub(super) init: ModuleInit,
     seed: u64,
-    /// What opened the device, if a configuration did.
+    /// The device's accelerator; `None` on the CPU, or if the caller gave the device.
     pub(super) accelerator: Option<Arc<dyn Accelerator>>,
-    /// Present if steps can be left and begun again.
+    /// Present if a step that runs out of memory can be abandoned and start again.
     pub(super) attempts: Option<Attempts>,
-    /// The adapter that the model's own start from, or that was loaded last.
+    /// Directory of the adapter loaded last, or to load once the model is set up.
     pub(super) adapter_from: Mutex<Option<PathBuf>>,
-    /// The model's own parameters that were filled from that adapter.
+    /// Names of the parameters outside adapters that were filled from that directory.
     pub(super) beside_adapter: Mutex<BTreeSet<String>>,
-    /// Where the base of the adapters is from.
+    /// Path of the adapters' base model, for saved adapters.
     pub(crate) base_model: Option<String>,
-    /// How batches are made.
+    /// The workers that make batches.
     pub(super) workers: Workers,
-    /// [`SaveMeta::saved_at`](fulgurite_checkpoint::SaveMeta::saved_at) of the last checkpoint that
-    /// was saved or loaded; 0 before.
+    /// [`SaveMeta::saved_at`](fulgurite_checkpoint::SaveMeta::saved_at) of the last checkpoint
+    /// saved or loaded; 0 before.
     pub(super) saved_at: AtomicU64,
-    /// Held as long as this rank takes part in its job.
+    /// Kept as long as this rank takes part in its job.
     pub(super) launched: Option<LaunchedRank>,
 }
 
 impl Fabric {
-    /// Fabric over the ranks of `world`, under this strategy. Collective: the strategy makes its
-    /// mesh.
+    /// Creates a Fabric over the ranks of `world`, under a strategy.
+    ///
+    /// Collective, because the strategy creates its mesh.
     ///
     /// # Errors
-    /// If the strategy does not fit the world size, or activations are to be moved to the host that are there.
+    /// If the strategy does not fit the world size, or if activation offload to the host is
+    /// requested but the device is the CPU.
     pub fn new(
         world: Arc<dyn ProcessGroup>,
         strategy: Box<dyn Strategy>,
@@ -112,7 +114,7 @@ impl Fabric {
         })
     }
 
-    /// Fabric on one rank.
+    /// Creates a Fabric on one rank.
     ///
     /// # Errors
     /// If the strategy needs more ranks.
@@ -120,7 +122,7 @@ impl Fabric {
         Self::new(Arc::new(Solo::new("world", 0)), strategy, ModuleInit::default(), seed)
     }
 
-    /// The name of the strategy.
+    /// Returns the strategy's name.
     ///
     /// # Errors
     /// Within another call of the strategy, such as in one of its hooks.
@@ -128,7 +130,7 @@ impl Fabric {
         self.runtime.name()
     }
 
-    /// The strategy's capabilities.
+    /// Returns the strategy's capabilities.
     ///
     /// # Errors
     /// Within another call of the strategy, such as in one of its hooks.
@@ -136,11 +138,12 @@ impl Fabric {
         self.runtime.capabilities()
     }
 
-    /// This rank's share of the data, by its coordinate in `data_parallel`. Tensor- and
-    /// context-parallel ranks have the same samples.
+    /// Returns this rank's share of the data, by its coordinate in `data_parallel`.
+    ///
+    /// Tensor- and context-parallel ranks have the same samples.
     ///
     /// # Errors
-    /// If the mesh has no such dimension.
+    /// If the mesh lacks this dimension.
     pub fn sampler_share(&self) -> Result<SamplerShare> {
         self.runtime.sampler_share()
     }
@@ -175,8 +178,10 @@ impl Fabric {
         self.seed
     }
 
-    /// The factor of the loss in backwards that are computed in f16, which optimizers divide gradients by; `None` in
-    /// other dtypes. Gradients that hooks see are multiplied by it.
+    /// Returns the loss scale of backwards in f16; `None` in other dtypes.
+    ///
+    /// The loss is multiplied by its factor, and optimizers divide the gradients by the factor.
+    /// Hooks see the undivided gradients.
     ///
     /// # Errors
     /// Within another call of the strategy.
@@ -184,7 +189,10 @@ impl Fabric {
         self.runtime.loss_scale()
     }
 
-    /// Sets it, or how it changes, between two steps; on all ranks alike. Does nothing in other dtypes than f16.
+    /// Sets the loss scale: its factor, and how the factor changes.
+    ///
+    /// Call it between two steps, with the same scale on all ranks. It does nothing in dtypes other
+    /// than f16.
     ///
     /// # Errors
     /// Within another call of the strategy.
@@ -192,8 +200,10 @@ impl Fabric {
         self.runtime.set_loss_scale(scale)
     }
 
-    /// Sets how the buffers of data-parallel ranks are made equal after each step; by default as rank 0
-    /// has them. Every rank calls it alike; not collective.
+    /// Sets how the buffers of data-parallel ranks are synchronised after each step.
+    ///
+    /// By default all ranks get rank 0's buffers. Every rank must make the same call; not
+    /// collective.
     pub fn set_sync_buffers(&self, how: SyncBuffers) {
         self.runtime.set_sync_buffers(how);
     }
@@ -203,7 +213,7 @@ impl Fabric {
         self.runtime.mesh()
     }
 
-    /// The tree of the model that was set up.
+    /// Returns the model's tree.
     ///
     /// # Errors
     /// Before [`setup_module`](Self::setup_module).
@@ -224,9 +234,11 @@ impl Fabric {
         Ok((model, self.setup_optimizer(optimizer)?))
     }
 
-    /// Builds a model with the closure, lets the strategy distribute it over the ranks, and
-    /// initialises this rank's part. Several models that train together (a generator and its
-    /// discriminator, a teacher and its pupil) are built by one call, under prefixes of their own. Collective.
+    /// Builds a model, distributes it over the ranks, and initialises this rank's part. Collective.
+    ///
+    /// The closure builds the model, and the strategy distributes it. Build several models that
+    /// train together (a generator and its discriminator, a teacher and its student) in one call,
+    /// each under its own prefix.
     ///
     /// # Errors
     /// If a model was set up already, the ranks' models differ, or the strategy cannot distribute
@@ -257,26 +269,32 @@ impl Fabric {
         Ok(model)
     }
 
-    /// Logs on this rank, when the guard is dropped, how long what a program did took, as
-    /// composer's `log_execution_time`: `FULGURITE_LOG=fulgurite::time=debug` shows it, with the times of
-    /// what Fabric does itself once (setting up the model, loading). What comes in every step is for
-    /// [`phase`](Self::phase).
+    /// Returns a guard that logs on this rank how long it lived, like composer's
+    /// `log_execution_time`.
+    ///
+    /// `FULGURITE_LOG=fulgurite::time=debug` shows these times. Fabric itself logs the time of
+    /// setting up the model and of loading. For work in every step, use [`phase`](Self::phase).
     pub fn log_execution_time(&self, what: impl Into<Cow<'static, str>>) -> LogExecutionTime {
         LogExecutionTime::begin(self.global_rank(), what)
     }
 
-    /// Builds an optimizer for the trainable parameters of the model that was set up, but for those that
-    /// have one of [`setup_optimizer_for`](Self::setup_optimizer_for). Local.
+    /// Builds an optimizer for the model's trainable parameters. Not collective.
+    ///
+    /// Parameters with an optimizer from [`setup_optimizer_for`](Self::setup_optimizer_for) are
+    /// left out.
     ///
     /// # Errors
-    /// If no model was set up, nothing is trainable, or the configuration does not fit.
+    /// If no model was set up, if no trainable parameter is left, or if the configuration does not
+    /// fit.
     pub fn setup_optimizer(&self, config: &dyn OptimizerConfig) -> Result<FabricOptimizer> {
         self.build_optimizer(config, 0)
     }
 
-    /// Builds one of several optimizers: for the trainable parameters whose names one of the patterns
-    /// matches, as [`pattern_matches`] reads them. Each has gradients, losses and totals of its own, since its
-    /// last step. Before the first backward, on all ranks in the same order. Local.
+    /// Builds one of several optimizers, for the trainable parameters that match a pattern.
+    ///
+    /// Patterns match names as in [`pattern_matches`]. Each optimizer has its own gradients, losses
+    /// and totals since its last step. Call this before the first backward, in the same order on
+    /// all ranks. Not collective.
     ///
     /// ```
     /// # use candle_core::{DType, Device, Tensor};
@@ -310,8 +328,8 @@ impl Fabric {
     /// ```
     ///
     /// # Errors
-    /// If no model was set up, a pattern matches no trainable parameter, one has another optimizer, or the
-    /// configuration does not fit.
+    /// If no model was set up, if a pattern matches no trainable parameter, if a matching parameter
+    /// has another optimizer, or if the configuration does not fit.
     pub fn setup_optimizer_for(
         &self,
         config: &dyn OptimizerConfig,
@@ -330,7 +348,7 @@ impl Fabric {
         self.build_optimizer(config, index)
     }
 
-    /// Builds the optimizer of the trainable parameters that have this one.
+    /// Builds the optimizer for the trainable parameters with optimizer `index`.
     fn build_optimizer(
         &self,
         config: &dyn OptimizerConfig,
@@ -340,7 +358,7 @@ impl Fabric {
         if tree.trainable().next().is_none() {
             return Err(Error::other("every parameter is frozen; there is nothing to train"));
         }
-        // With the frozen ones, which patterns of the configuration may name.
+        // Includes frozen parameters, because patterns of the configuration may name them.
         let own = |p: &&Parameter| !p.requires_grad() || p.optimizer() == index;
         let own: Vec<Parameter> = tree.parameters().iter().filter(own).cloned().collect();
         if !own.iter().any(Parameter::requires_grad) {
@@ -354,9 +372,11 @@ impl Fabric {
         Ok(FabricOptimizer::new(optimizer, self.runtime.clone(), index))
     }
 
-    /// Gives an optimizer its turn: until the guard is dropped, forwards and backwards compute gradients for
-    /// its parameters only, and the others take part as constants (Lightning's `toggle_optimizer`). It is to
-    /// live from before the forward until after the backward, on all ranks. Local.
+    /// Computes gradients for one optimizer's parameters only, until the guard is dropped.
+    ///
+    /// Forwards and backwards treat the other parameters as constants, as after Lightning's
+    /// `toggle_optimizer`. The guard must live from before the forward until after the backward, on
+    /// all ranks. Not collective.
     ///
     /// # Errors
     /// If no model was set up.
@@ -364,10 +384,11 @@ impl Fabric {
         optimizer.toggle()
     }
 
-    /// Enters the [scope](ForwardScope) of the following forwards on this thread, on which dropout,
-    /// context parallelism and a parallel loss depend, until the guard is dropped. `first_sample`
-    /// is the index of this rank's first sample in the step's global batch. The batches of
-    /// [`setup_data`](Self::setup_data) have scopes of their own.
+    /// Enters the [scope](ForwardScope) of this thread's forwards, until the guard is dropped.
+    ///
+    /// Dropout, context parallelism and a parallel loss depend on the scope. `first_sample` is the
+    /// index of this rank's first sample in the step's global batch. Batches of
+    /// [`setup_data`](Self::setup_data) bring their own scopes.
     pub fn forward_scope(&self, training: bool, step: u64, first_sample: u64) -> ContextGuard {
         self.scope(training, step, first_sample).enter()
     }
@@ -385,61 +406,71 @@ impl Fabric {
         }
     }
 
-    /// The ranks that share sequences with this one; `None` if sequences are whole. Batches are cut
-    /// with [`DataModule::shard_sequence`](fulgurite_engine::data::DataModule::shard_sequence).
+    /// Returns the ranks that share sequences with this rank; `None` if sequences are whole.
+    ///
+    /// Batches are cut with
+    /// [`DataModule::shard_sequence`](fulgurite_engine::data::DataModule::shard_sequence).
     pub fn context_parallel(&self) -> Option<ContextParallel> {
         self.runtime.context_parallel()
     }
 
-    /// Runs the backward of a micro-batch's loss, which adds to the step's gradients. Unless under
-    /// [`no_backward_sync`](Self::no_backward_sync), gradients are reduced over the ranks during
-    /// backward, and complete when this returns. Collective.
+    /// Runs the backward of a micro-batch's loss, which adds to the step's gradients. Collective.
     ///
-    /// Each rank needs at least one sample: candle leaves operations on empty tensors out of the graph, so that
-    /// their units would send nothing. A rank that has none computes the loss of any sample and passes
-    /// [`Loss::ignored`].
+    /// Unless under [`no_backward_sync`](Self::no_backward_sync), gradients are reduced over the
+    /// ranks during backward, and complete when this returns.
+    ///
+    /// Each rank needs at least one sample: candle leaves operations on empty tensors out of the
+    /// graph, and their units would send nothing. A rank without samples computes the loss of any
+    /// sample and passes [`Loss::ignored`].
     ///
     /// # Errors
-    /// If the loss depends on no trainable parameter, if context-parallel ranks share sequences and
-    /// the loss was not computed in a [scope](ForwardScope) that says so, or if a peer fails.
+    /// If the loss depends on no trainable parameter, or if a peer fails. Also if context-parallel
+    /// ranks share sequences, but the loss was not computed in a [scope](ForwardScope) with context
+    /// parallelism.
     pub fn backward(&self, loss: &Loss) -> Result<()> {
         self.runtime.backward(loss)
     }
 
-    /// While the guard lives and `enabled` is true, backward does not reduce gradients over ranks:
-    /// for all micro-batches of a step but the last. Dropping the guard restores the state before.
+    /// Turns off gradient reduction over ranks while the guard lives; turns it on if not `enabled`.
+    ///
+    /// Turn it off for all micro-batches of a step except the last. Dropping the guard restores the
+    /// previous state.
     pub fn no_backward_sync(&self, enabled: bool) -> NoSyncGuard {
         self.runtime.no_backward_sync(enabled)
     }
 
-    /// Whether the next backward reduces gradients over ranks: not under
+    /// Whether the next backward reduces gradients over ranks; false under
     /// [`no_backward_sync`](Self::no_backward_sync).
     pub fn synchronises_backward(&self) -> bool {
         self.runtime.synchronises()
     }
 
-    /// The step's loss and count over all ranks and micro-batches, and the sum of each of `flags`
-    /// over the ranks. The first call of a step is collective; later calls return the same and
-    /// ignore their flags.
+    /// Returns the step's loss and count over all ranks and micro-batches.
+    ///
+    /// Also sums each of `flags` over the ranks. The first call of a step is collective; later
+    /// calls return the same totals and ignore `flags`.
     ///
     /// # Errors
     /// If a peer fails, or there are [several optimizers](FabricOptimizer::step_totals). On every
-    /// rank, if the count of a loss is negative or not finite on any.
+    /// rank, if the count of a loss is negative or not finite on any rank.
     pub fn step_totals(&self, flags: &[f64]) -> Result<StepTotals> {
         self.runtime.step_totals(self.runtime.only_optimizer()?, flags)
     }
 
-    /// Checks that all trainable parameters have a gradient, in the first step. The optimizer's
-    /// step calls it. Collective.
+    /// Checks in the first step that all trainable parameters have a gradient. Collective.
+    ///
+    /// The optimizer's step calls it. In later steps it does nothing.
     ///
     /// # Errors
-    /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`]. If there are several optimizers.
+    /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`]. Also if there are several
+    /// optimizers.
     pub fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
         self.runtime.audit_gradients(self.runtime.only_optimizer()?, policy)
     }
 
-    /// To be called after writing values into the model's local shards, if not by
-    /// [`load`](Self::load); makes the model ready for a forward. Collective.
+    /// Makes the model ready for a forward after its local shards were written. Collective.
+    ///
+    /// [`load`](Self::load) calls it itself.
     ///
     /// # Errors
     /// If replicas have different values, or a peer fails.
@@ -447,7 +478,9 @@ impl Fabric {
         self.runtime.finish_load()
     }
 
-    /// The norm of the mean gradient over all parameters, which may be infinite or NaN. Collective.
+    /// Returns the norm of the mean gradient, which may be infinite or NaN. Collective.
+    ///
+    /// It is the norm over all parameters.
     ///
     /// # Errors
     /// If a peer fails, or there are several optimizers.
@@ -455,8 +488,10 @@ impl Fabric {
         self.runtime.gradient_norm(self.runtime.only_optimizer()?)
     }
 
-    /// The norm of the mean gradient of each group of parameters, which `group` names by their names: one
-    /// all-reduce. Between backward and the optimizer's step. Collective.
+    /// Returns the mean gradient's norm by group of parameters, with one all-reduce. Collective.
+    ///
+    /// `group` maps a parameter's name to its group's name. Call this between backward and the
+    /// optimizer's step.
     ///
     /// # Errors
     /// If a peer fails, or there are [several optimizers](FabricOptimizer::gradient_norms).
@@ -464,16 +499,17 @@ impl Fabric {
         self.runtime.gradient_norms(self.runtime.only_optimizer()?, group)
     }
 
-    /// The norm of the mean gradient over all parameters of the optimizer. Collective.
+    /// Returns the norm of the mean gradient over all parameters of the optimizer. Collective.
     ///
     /// # Errors
-    /// [`Error::NonFinite`] on every rank if it is not finite; nothing is changed.
+    /// [`Error::NonFinite`] on every rank if the norm is not finite. Nothing is changed then.
     pub fn gradient_norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
         optimizer.gradient_norm()
     }
 
-    /// Clips the next optimizer step's gradients to a total norm of `max_norm`. Returns the norm
-    /// before clipping. Collective.
+    /// Clips the next optimizer step's gradients to a total norm of `max_norm`. Collective.
+    ///
+    /// Returns the norm before clipping.
     ///
     /// # Errors
     /// As [`gradient_norm`](Self::gradient_norm), and if `max_norm` is not positive.
@@ -485,8 +521,9 @@ impl Fabric {
         optimizer.clip_gradients_norm(max_norm)
     }
 
-    /// Clamps each element of the next optimizer step's gradients to plus or minus `clip_value`.
-    /// Returns the norm before clipping. Collective.
+    /// Clamps each element of the next optimizer step's gradients to ±`clip_value`. Collective.
+    ///
+    /// Returns the norm before clipping.
     ///
     /// # Errors
     /// As [`clip_gradients_norm`](Self::clip_gradients_norm).
@@ -498,16 +535,19 @@ impl Fabric {
         optimizer.clip_gradients_value(clip_value)
     }
 
-    /// Begins a phase of `trainer.profiler` and of NVIDIA's tools, which ends when the guard is
-    /// dropped; `None` without any. A phase within another one is a part of that.
+    /// Begins a phase for `trainer.profiler` and NVIDIA's tools. Dropping the guard ends it.
+    ///
+    /// Returns `None` without a profiler or such a tool. A phase within another phase counts as
+    /// part of the outer one.
     #[must_use = "a phase ends when its guard is dropped"]
     pub fn phase(&self, name: &'static str) -> Option<Phase> {
         self.runtime.phase(name)
     }
 
-    /// Where the time went since this was called last, by `trainer.profiler`, and the text of a trace
-    /// file if spans were traced; `None` without a profiler. The trainer calls it at the end of a run.
-    /// Collective.
+    /// Returns the profile since the last call; `None` without `trainer.profiler`. Collective.
+    ///
+    /// Also returns the text of a trace file if spans were traced. The trainer calls this at the
+    /// end of a run.
     ///
     /// # Errors
     /// If a peer fails.
@@ -516,8 +556,8 @@ impl Fabric {
         profiler.finish(&*self.world).map(Some)
     }
 
-    /// As [`profile`](Self::profile), of this rank alone, where others may have failed; `None` also if nothing was
-    /// recorded.
+    /// Like [`profile`](Self::profile), for this rank alone, because other ranks may have failed.
+    /// `None` also if nothing was recorded.
     pub(crate) fn own_profile(&self) -> Result<Option<(Profile, Option<String>)>> {
         self.runtime.profiler().map_or(Ok(None), |profiler| profiler.finish_alone())
     }

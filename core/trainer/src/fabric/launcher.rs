@@ -26,13 +26,13 @@ use toml::Table;
 
 /// A launched rank, connected to the others.
 pub struct Connection {
-    /// To be held as long as the rank takes part in the job.
+    /// Keep it as long as the rank takes part in the job.
     pub launched: LaunchedRank,
     /// The group of all ranks.
     pub world: Arc<dyn ProcessGroup>,
 }
 
-/// What a launch is made of.
+/// The configured parts of a launch.
 struct Parts {
     strategy: Box<dyn StrategyConfig>,
     options: LaunchOptions,
@@ -40,21 +40,25 @@ struct Parts {
 }
 
 impl TrainerConfig {
-    /// Launches the ranks that this configuration asks for, unless a launcher has started them, and
-    /// connects them. Returns in ranks only; see [`launch`](fulgurite_launch::launch). Collective.
+    /// Launches the configured ranks, if not yet started by a launcher, and connects them.
+    /// Collective.
+    ///
+    /// Returns in ranks only; see [`launch`](fulgurite_launch::launch).
     ///
     /// # Errors
     /// As [`launch`](fulgurite_launch::launch), and if the process group cannot connect the ranks;
-    /// [`Error::Interrupted`] if this process is asked to end while it waits for them.
+    /// [`Error::Interrupted`] if this process is asked to end while it waits for the ranks.
     pub fn connect(&self) -> Result<Connection> {
         self.connect_checked(&|_| Ok(()))
     }
 
-    /// As [`connect`](Self::connect), but calls `check` with the world size before any rank is started
-    /// (by rank 0, once all have connected, if a launcher has started them).
+    /// Like [`connect`](Self::connect), but calls `check` with the world size before starting
+    /// ranks.
+    ///
+    /// If a launcher has started the ranks, rank 0 calls `check` once all ranks have connected.
     ///
     /// # Errors
-    /// As [`connect`](Self::connect), and those of `check`.
+    /// As [`connect`](Self::connect), and the errors of `check`.
     pub fn connect_checked(&self, check: &dyn Fn(usize) -> Result<()>) -> Result<Connection> {
         let _starting = Starting::new();
         let Parts { strategy, options, process_group } = self.parts()?;
@@ -83,11 +87,12 @@ impl TrainerConfig {
         Ok(Connection { launched, world })
     }
 
-    /// Checks that all ranks choose the same process group, before they wait for each other in it. Rank 0
-    /// tells the others its choice over the store: one request of each rank.
+    /// Checks that all ranks choose the same process group, before they wait for each other in it.
+    ///
+    /// Rank 0 puts its choice into the store, and each other rank reads it with one request.
     ///
     /// # Errors
-    /// On the ranks that choose another one than rank 0, naming the key.
+    /// On ranks whose choice differs from rank 0's. The message names the key.
     fn check_process_group(&self, context: &GroupContext) -> Result<()> {
         /// How often this process has connected.
         static CONNECTIONS: AtomicU64 = AtomicU64::new(0);
@@ -103,7 +108,7 @@ impl TrainerConfig {
         own.compare(context.rank, &of_rank_zero)
     }
 
-    /// Checks what of the launch can be checked without one.
+    /// Checks as much of the launch as possible without launching.
     ///
     /// # Errors
     /// As [`connect`](Self::connect).
@@ -113,7 +118,7 @@ impl TrainerConfig {
     }
 
     /// # Errors
-    /// If there is no such plugin, or an option is wrong.
+    /// If a plugin is unknown, or an option is wrong.
     fn parts(&self) -> Result<Parts> {
         registry::require(kind::PROCESS_GROUP, &self.process_group.name)?;
         let strategy =
@@ -150,7 +155,7 @@ impl TrainerConfig {
 /// A configured Fabric before its launch; made by [`Fabric::from_config`].
 pub struct FabricLauncher<'a> {
     config: &'a TrainerConfig,
-    /// What all ranks must have alike.
+    /// Configuration that must be equal on all ranks.
     run: RunConfig<Table, Table>,
 }
 
@@ -159,8 +164,8 @@ impl FabricLauncher<'_> {
     /// Collective.
     ///
     /// # Errors
-    /// As [`TrainerConfig::connect`] and [`Fabric::with_world`]; the table `[model]` and those of optimizer
-    /// and schedule must be equal on all ranks too.
+    /// As [`TrainerConfig::connect`] and [`Fabric::with_world`]. Also if ranks differ in `[model]`,
+    /// or in the tables of optimizer and schedule.
     pub fn launch(self) -> Result<Fabric> {
         let _starting = Starting::new();
         let Connection { launched, world } = self.config.connect()?;
@@ -174,26 +179,27 @@ impl FabricLauncher<'_> {
 }
 
 impl Fabric {
-    /// Fabric by `[trainer]` and `seed` of a run's configuration, to be launched.
+    /// Creates a launcher from `[trainer]` and `seed` of a run's configuration.
     ///
     /// # Errors
     /// If the configuration is wrong or names plugins that are not linked.
     pub fn from_config<M: Serialize, D>(run: &RunConfig<M, D>) -> Result<FabricLauncher<'_>> {
         run.validate()?;
         run.check_plugins()?;
-        // A program without a `[model]` has `()` here, which is no table. `[data]` is compared with
-        // what it names, by `setup_data`.
+        // In a program without a `[model]` this is `()`, which does not become a table.
+        // `setup_data` compares `[data]`, with the data.
         let model = to_table(&run.model).unwrap_or_default();
         let compared = run.untyped().with(model, Table::new());
         Ok(FabricLauncher { config: &run.trainer, run: compared })
     }
 
-    /// Fabric over the ranks of `world`, by a configuration. `parallelize` takes the place of that
-    /// in the strategy's configuration. Collective.
+    /// Creates a Fabric over the ranks of `world` from a configuration. Collective.
+    ///
+    /// `parallelize` replaces the parallelize function in the strategy's configuration.
     ///
     /// # Errors
-    /// If the strategy is unknown or does not fit the world size; on every rank, if the ranks differ in
-    /// the configuration or the seed.
+    /// If the strategy is unknown or does not fit the world size; on every rank, if the ranks
+    /// differ in the configuration or the seed.
     pub fn with_world(
         world: Arc<dyn ProcessGroup>,
         config: &TrainerConfig,
@@ -207,7 +213,7 @@ impl Fabric {
         Self::over(world, config, seed, parallelize)
     }
 
-    /// As [`with_world`](Self::with_world), with a configuration that was compared between the ranks.
+    /// Like [`with_world`](Self::with_world), with a configuration already compared between ranks.
     /// Collective.
     pub(crate) fn over(
         world: Arc<dyn ProcessGroup>,
@@ -262,7 +268,7 @@ impl Fabric {
 }
 
 impl TrainerConfig {
-    /// What the model is built with, before the strategy changes it.
+    /// Returns the model's build context, before the strategy changes it.
     ///
     /// # Errors
     /// As [`AdapterConfig::adapters`](crate::run::AdapterConfig::adapters) and
@@ -290,7 +296,7 @@ impl TrainerConfig {
 /// Checks that every pattern of `trainer.freeze` matches a parameter.
 ///
 /// # Errors
-/// Naming the pattern that does not.
+/// Names the first pattern without a match.
 pub(crate) fn check_frozen(frozen: &[String], tree: &ModuleTree) -> Result<()> {
     match idle_pattern(frozen, tree.parameters().iter().map(|p| p.fqn())) {
         None => Ok(()),

@@ -1,5 +1,6 @@
-//! Fabric: strategy, launcher and checkpoints for training loops of one's own. The trainer is built
-//! on it.
+//! Fabric: strategy, launcher and checkpoints for hand-written training loops.
+//!
+//! The trainer is built on Fabric.
 
 mod accelerator;
 mod adapters;

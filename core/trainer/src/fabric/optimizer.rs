@@ -11,34 +11,37 @@ use fulgurite_engine::optim::{
 };
 use fulgurite_engine::parameter::{Parameter, PausedGradients};
 
-/// What the loss scale's numbers begin with in a checkpoint.
+/// Prefix of the loss scale's scalars in a checkpoint.
 const LOSS_SCALE: &str = "fabric.loss_scale.";
 
-/// An optimizer that [`Fabric`](super::Fabric) has set up. Its step takes the mean over the global
-/// batch, clips and updates in one pass, follows the learning-rate schedule, clears the gradients
-/// (no `zero_grad` is needed after it), and makes the model ready for the next forward.
+/// An optimizer set up by [`Fabric`](super::Fabric).
+///
+/// Its step takes the mean over the global batch, then clips and updates in one pass, by the
+/// learning-rate schedule. The step also clears the gradients, so `zero_grad` is not needed, and
+/// makes the model ready for the next forward.
 pub struct FabricOptimizer {
     pub(super) inner: Box<dyn Optimizer>,
     pub(super) runtime: Arc<StrategyRuntime>,
-    /// [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer) of its parameters.
+    /// [`Parameter::optimizer`](fulgurite_engine::parameter::Parameter::optimizer) of its
+    /// parameters.
     pub(super) index: usize,
-    /// Its name among several.
+    /// Its name among several optimizers.
     pub(super) name: Option<String>,
     scheduler: Option<Box<dyn SchedulerConfig>>,
     max_steps: Option<u64>,
-    /// What the schedule is asked for instead of the number of steps done.
+    /// Position in the schedule, instead of the number of steps done.
     position: Option<u64>,
     pub(super) unused: UnusedParameters,
     pub(super) steps: u64,
-    /// Those of its steps that changed nothing, since nothing counted.
+    /// Number of steps skipped because nothing counted.
     pub(super) skipped: u64,
     pub(super) current: CurrentStep,
     pub(super) average: Option<WeightAverage>,
     /// The scale of the last step whose numbers were left on the device.
     pub(super) last_scale: Option<StepScale>,
-    /// A factor on the learning rate, besides the schedule's.
+    /// Factor on the learning rate, besides the schedule's factor.
     lr_scale: f64,
-    /// What the learning rate is instead of what schedule and factor make it.
+    /// Learning rate that replaces the schedule and `lr_scale`.
     held_lr: Option<f64>,
 }
 
@@ -78,7 +81,7 @@ impl FabricOptimizer {
         self
     }
 
-    /// As [`with_scheduler`](Self::with_scheduler), later.
+    /// Like [`with_scheduler`](Self::with_scheduler), for an optimizer in use.
     pub(crate) fn set_scheduler(
         &mut self,
         scheduler: Box<dyn SchedulerConfig>,
@@ -88,24 +91,25 @@ impl FabricOptimizer {
         self.max_steps = max_steps;
     }
 
-    /// Sets the run's length, as the schedule sees it.
+    /// Sets the run's length for the schedule.
     pub(crate) fn set_max_steps(&mut self, max_steps: Option<u64>) {
         self.max_steps = max_steps;
     }
 
-    /// Sets what the schedule is asked for from now on, instead of the number of steps that this optimizer has
-    /// done: the epoch for a [schedule by epochs](SchedulerConfig::interval), or the number of steps of a loop
-    /// in which it does not step each time.
+    /// Sets the schedule's position, instead of the number of steps that this optimizer has done.
+    ///
+    /// For a [schedule by epochs](SchedulerConfig::interval) the position is the epoch. For a loop
+    /// in which this optimizer does not step each time, it is the loop's number of steps.
     pub fn set_schedule_position(&mut self, position: u64) {
         self.position = Some(position);
     }
 
-    /// Whether its schedule counts steps or epochs.
+    /// Returns whether the schedule counts steps or epochs.
     pub fn schedule_interval(&self) -> Interval {
         self.scheduler.as_ref().map_or(Interval::Step, |scheduler| scheduler.interval())
     }
 
-    /// Sets its name, for messages.
+    /// Sets the optimizer's name for messages.
     pub(crate) fn named(mut self, name: &str) -> Self {
         self.name = Some(name.to_owned());
         self
@@ -119,27 +123,33 @@ impl FabricOptimizer {
         self
     }
 
-    /// Sets an average of the weights, which is updated after each step if it
-    /// [follows steps](WeightAverage::follows_steps). In checkpoints it is a part of the optimizer's state.
+    /// Sets an average of the weights, which checkpoints save with the optimizer's state.
+    ///
+    /// It is updated after each step if it [follows steps](WeightAverage::follows_steps).
     #[must_use]
     pub fn with_average(mut self, average: WeightAverage) -> Self {
         self.set_average(average);
         self
     }
 
-    /// As [`with_average`](Self::with_average), later: before a checkpoint is loaded, such as in a callback's
+    /// Like [`with_average`](Self::with_average), for an optimizer in use.
+    ///
+    /// Set the average before a checkpoint is loaded, such as in a callback's
     /// [`setup`](crate::trainer::Hooks::setup).
     pub fn set_average(&mut self, average: WeightAverage) {
         self.average = Some(average);
     }
 
-    /// The average of the weights, if it keeps one.
+    /// Returns the average of the weights, if one was set.
     pub fn average(&self) -> Option<&WeightAverage> {
         self.average.as_ref()
     }
 
-    /// Updates an average of the weights that does not follow steps with what they are now, on all ranks alike.
-    /// Does nothing without one.
+    /// Updates an average from the current weights.
+    ///
+    /// Does nothing if the average [follows steps](WeightAverage::follows_steps), or without one.
+    ///
+    /// Call it on all ranks.
     ///
     /// # Errors
     /// As [`WeightAverage::update`].
@@ -150,9 +160,9 @@ impl FabricOptimizer {
         }
     }
 
-    /// Exchanges the weights and their average, and makes the model ready for a forward.
-    /// Does nothing without an average. There must be no step until the call that exchanges them
-    /// back. Collective.
+    /// Swaps the weights and their average, and makes the model ready for a forward. Collective.
+    ///
+    /// Does nothing without an average. Do not step before a second call has swapped them back.
     ///
     /// # Errors
     /// As [`WeightAverage::swap`], and if a peer fails.
@@ -162,44 +172,45 @@ impl FabricOptimizer {
         self.runtime.prepare_forward()
     }
 
-    /// Number of optimizer steps done, with those that were [skipped](Self::skipped_steps).
+    /// Number of optimizer steps done, including [skipped](Self::skipped_steps) steps.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// Number of steps that changed nothing because nothing counted in their global batch: every
-    /// target was ignored.
+    /// Number of steps that changed nothing because every target of the global batch was ignored.
     pub fn skipped_steps(&self) -> u64 {
         self.skipped
     }
 
-    /// The learning rate of the next step, for groups without a rate of their own.
+    /// Returns the next step's learning rate, for parameter groups without their own rate.
     ///
     /// # Errors
-    /// If the schedule needs the run's length and there is none.
+    /// If the schedule needs the run's length, but it is unknown.
     pub fn learning_rate(&self) -> Result<f64> {
         Ok(self.inner.learning_rate() * self.schedule_factor()?)
     }
 
-    /// The factor on the learning rate besides the schedule's, which is 1 unless it was
-    /// [set](Self::set_lr_scale).
+    /// The factor on the learning rate besides the schedule's; 1 unless [set](Self::set_lr_scale).
     pub fn lr_scale(&self) -> f64 {
         self.lr_scale
     }
 
-    /// Multiplies the learning rate of all groups from the next step on, on all ranks alike, in place of the
-    /// factor that was set before. It is saved in checkpoints.
+    /// Sets a factor on the learning rate of all groups, from the next step on.
+    ///
+    /// It replaces the previous factor, and checkpoints save it. Set the same factor on all ranks.
     pub fn set_lr_scale(&mut self, scale: f64) {
         self.lr_scale = scale;
     }
 
-    /// Sets the learning rate from the next step on, on all ranks alike, in place of what the schedule and
-    /// [`lr_scale`](Self::lr_scale) make it; with `None` these decide again. Groups with a rate of their own keep
-    /// their proportion to it. It is saved in checkpoints.
+    /// Sets the learning rate from the next step on.
+    ///
+    /// It replaces the schedule and [`lr_scale`](Self::lr_scale), until a call with `None`. Groups
+    /// with their own rate keep their proportion to it. Checkpoints save it. Set the same rate on
+    /// all ranks.
     ///
     /// # Errors
-    /// If the rate is not finite or negative, or the one that the optimizer was configured with is 0, of which no
-    /// factor makes another.
+    /// If the rate is not finite or negative, or if the configured rate is 0, because a factor
+    /// cannot change it.
     pub fn set_learning_rate(&mut self, lr: Option<f64>) -> Result<()> {
         if let Some(lr) = lr {
             if !(lr >= 0.0 && lr.is_finite()) {
@@ -215,8 +226,8 @@ impl FabricOptimizer {
         Ok(())
     }
 
-    /// Whether the learning rate was [set](Self::set_learning_rate), so that neither the schedule nor
-    /// [`lr_scale`](Self::lr_scale) counts.
+    /// Whether a [set](Self::set_learning_rate) rate replaces the schedule and
+    /// [`lr_scale`](Self::lr_scale).
     pub fn holds_learning_rate(&self) -> bool {
         self.held_lr.is_some()
     }
@@ -238,13 +249,14 @@ impl FabricOptimizer {
         Ok(factor * self.lr_scale)
     }
 
-    /// As [`Fabric::toggle_optimizer`](super::Fabric::toggle_optimizer).
+    /// See [`Fabric::toggle_optimizer`](super::Fabric::toggle_optimizer).
     pub(crate) fn toggle(&self) -> Result<PausedGradients> {
         let others = self.runtime.tree()?.trainable().filter(|p| p.optimizer() != self.index);
         Ok(PausedGradients::of(others))
     }
 
-    /// As [`Fabric::gradient_norms`](super::Fabric::gradient_norms), of this optimizer's parameters.
+    /// Like [`Fabric::gradient_norms`](super::Fabric::gradient_norms), for this optimizer's
+    /// parameters.
     ///
     /// # Errors
     /// If a peer fails.
@@ -252,12 +264,12 @@ impl FabricOptimizer {
         self.runtime.gradient_norms(self.index, group)
     }
 
-    /// The parameters that it updates.
+    /// The parameters that the optimizer updates.
     pub fn parameters(&self) -> &[Parameter] {
         self.inner.parameters()
     }
 
-    /// All state tensors, for checkpoints.
+    /// Returns all state tensors, for checkpoints.
     ///
     /// # Errors
     /// If memory for them cannot be allocated.
@@ -269,21 +281,23 @@ impl FabricOptimizer {
         Ok(states)
     }
 
-    /// The options that parameters are updated with, the optimizer's own first: learning rate before the schedule,
-    /// weight decay, and what the optimizer has besides.
+    /// Returns the parameter groups with their options.
+    ///
+    /// The first group has the optimizer's own options. Options are the learning rate before the
+    /// schedule, the weight decay, and others that depend on the optimizer.
     pub fn param_groups(&self) -> Vec<ParamGroup> {
         self.inner.param_groups()
     }
 
-    /// Sets the options to what [`param_groups`](Self::param_groups) returned.
+    /// Restores the options that [`param_groups`](Self::param_groups) returned.
     ///
     /// # Errors
-    /// If they are of another kind of optimizer, or out of range.
+    /// If the options belong to another kind of optimizer or are out of range.
     pub fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
         self.inner.load_param_groups(groups)
     }
 
-    /// The numbers of the state that are no tensors, for checkpoints.
+    /// Returns the state that is not a tensor, by name, for checkpoints.
     pub fn scalars(&self) -> BTreeMap<String, f64> {
         let mut scalars = self.inner.scalars();
         scalars.insert("fabric.steps".to_owned(), self.steps as f64);
@@ -307,10 +321,10 @@ impl FabricOptimizer {
         scalars
     }
 
-    /// Restores what [`scalars`](Self::scalars) returned.
+    /// Restores the state that [`scalars`](Self::scalars) returned.
     ///
     /// # Errors
-    /// If a number that the optimizer needs is missing.
+    /// If a scalar that the optimizer needs is missing.
     pub fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()> {
         let mut inner = scalars.clone();
         let steps = inner.remove("fabric.steps").ok_or_else(|| {

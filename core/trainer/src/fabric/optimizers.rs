@@ -6,35 +6,35 @@ use super::FabricOptimizer;
 use crate::{Error, Result};
 use fulgurite_engine::optim::{ParamGroup, StateTensor};
 
-/// What checkpoints hold of an optimizer, or of [several](FabricOptimizers).
+/// The state that checkpoints save of one optimizer, or of [several](FabricOptimizers).
 pub trait OptimizerState {
-    /// The number of steps that a checkpoint is of.
+    /// Returns the number of steps done, for the checkpoint.
     fn steps(&self) -> u64;
 
-    /// All state tensors.
+    /// Returns all state tensors.
     ///
     /// # Errors
     /// If memory for them cannot be allocated.
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>>;
 
-    /// The numbers of the state that are no tensors.
+    /// Returns the state that is not a tensor, by name.
     fn scalars(&self) -> BTreeMap<String, f64>;
 
-    /// Restores what [`scalars`](Self::scalars) returned.
+    /// Restores the state that [`scalars`](Self::scalars) returned.
     ///
     /// # Errors
-    /// If a number that an optimizer needs is missing.
+    /// If a scalar that an optimizer needs is missing.
     fn load_scalars(&mut self, scalars: &BTreeMap<String, f64>) -> Result<()>;
 
-    /// The options that parameters are updated with
-    /// ([`Optimizer::param_groups`](fulgurite_engine::optim::Optimizer::param_groups)), by the optimizer's name;
-    /// that of a single one is empty.
+    /// Returns the parameter groups by optimizer name; a single optimizer has the empty name.
+    ///
+    /// See [`Optimizer::param_groups`](fulgurite_engine::optim::Optimizer::param_groups).
     fn param_groups(&self) -> BTreeMap<String, Vec<ParamGroup>>;
 
-    /// Restores what [`param_groups`](Self::param_groups) returned.
+    /// Restores the options that [`param_groups`](Self::param_groups) returned.
     ///
     /// # Errors
-    /// If they are of other optimizers.
+    /// If the options belong to other optimizers.
     fn load_param_groups(&mut self, groups: &BTreeMap<String, Vec<ParamGroup>>) -> Result<()>;
 }
 
@@ -64,7 +64,7 @@ impl OptimizerState for FabricOptimizer {
     }
 }
 
-/// Optimizers by name, which are saved and loaded as one.
+/// Named optimizers that are saved and loaded together.
 ///
 /// ```
 /// # use fulgurite_core::Result;
@@ -86,7 +86,7 @@ pub struct FabricOptimizers {
 }
 
 impl FabricOptimizers {
-    /// Adds an optimizer. A name that is there already is replaced.
+    /// Adds an optimizer, in place of one with the same name.
     #[must_use]
     pub fn with(mut self, name: &str, optimizer: FabricOptimizer) -> Self {
         self.named.retain(|(other, _)| other != name);
@@ -112,7 +112,7 @@ impl FabricOptimizers {
     /// The optimizer with this name.
     ///
     /// # Errors
-    /// If there is none.
+    /// If no optimizer has this name.
     pub fn get(&self, name: &str) -> Result<&FabricOptimizer> {
         let found = self.named.iter().find(|(other, _)| other == name);
         found.map(|(_, optimizer)| optimizer).ok_or_else(|| self.no_such(name))
@@ -121,7 +121,7 @@ impl FabricOptimizers {
     /// The optimizer with this name.
     ///
     /// # Errors
-    /// If there is none.
+    /// If no optimizer has this name.
     pub fn get_mut(&mut self, name: &str) -> Result<&mut FabricOptimizer> {
         match self.named.iter().position(|(other, _)| other == name) {
             Some(index) => Ok(&mut self.named[index].1),
@@ -129,22 +129,22 @@ impl FabricOptimizers {
         }
     }
 
-    /// The first one, for loops that have one only.
+    /// The first optimizer, for loops with a single one.
     pub(crate) fn first(&self) -> Option<&FabricOptimizer> {
         self.named.first().map(|(_, optimizer)| optimizer)
     }
 
-    /// As [`first`](Self::first).
+    /// Like [`first`](Self::first), mutable.
     pub(crate) fn first_mut(&mut self) -> Option<&mut FabricOptimizer> {
         self.named.first_mut().map(|(_, optimizer)| optimizer)
     }
 
-    /// What precedes the names of an optimizer's numbers in checkpoints: nothing, where there is one.
+    /// Prefix of an optimizer's scalars in checkpoints; empty for a single optimizer.
     fn prefix(&self, name: &str) -> String {
         if self.named.len() == 1 { String::new() } else { format!("{name}/") }
     }
 
-    /// The name that an optimizer's groups have: none, where there is one.
+    /// Key of an optimizer's parameter groups; empty for a single optimizer.
     fn group_key(&self, name: &str) -> String {
         if self.named.len() == 1 { String::new() } else { name.to_owned() }
     }

@@ -1,4 +1,4 @@
-//! [`SampleIdentity`]: what tells the samples of a run from others.
+//! The identity of a run's training samples.
 
 use std::collections::BTreeMap;
 
@@ -6,12 +6,12 @@ use crate::Result;
 use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::data::{DataModule, Split};
 
-/// What tells the training samples of a run from others, for other ranks and for a resumed run.
+/// Identifies the training samples of a run, for comparison between ranks and with a resumed run.
 #[derive(Debug, Clone)]
 pub(crate) struct SampleIdentity {
     /// [`DataModule::fingerprint`].
     pub(crate) fingerprint: Option<String>,
-    /// What defines sample `n` of the training data besides the data, by name.
+    /// Names and values that define training sample `n`, besides the data.
     pub(crate) definition: BTreeMap<String, String>,
 }
 
@@ -26,7 +26,7 @@ impl SampleIdentity {
         Ok(Self { fingerprint: data.fingerprint()?, definition })
     }
 
-    /// What all ranks must have alike of the data.
+    /// Returns the properties of the data that must be equal on all ranks.
     pub(crate) fn agreement<D: DataModule>(&self, data: &D) -> Result<Agreement> {
         let mut agreement = Agreement::on(
             "the data",
@@ -60,8 +60,10 @@ impl SampleIdentity {
         Ok(agreement)
     }
 
-    /// What a checkpoint's definition has otherwise than this run: `the number of training samples was 40
-    /// and is 38`. Names that only one of them has are not compared.
+    /// Lists differences from a checkpoint's definition:
+    /// `the number of training samples was 40 and is 38`.
+    ///
+    /// Names that are missing on one side are not compared.
     pub(crate) fn differences(&self, before: &BTreeMap<String, String>) -> Vec<String> {
         let differing = before.iter().filter_map(|(name, before)| {
             let now = self.definition.get(name).filter(|now| *now != before)?;
@@ -76,14 +78,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn only_what_a_checkpoint_records_is_compared() {
+    fn compares_only_recorded_names() {
         let named = |pairs: &[(&str, &str)]| -> BTreeMap<String, String> {
             pairs.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
         };
         let now = named(&[("`data.seq_len`", "7"), ("the number of training samples", "57")]);
         let now = SampleIdentity { fingerprint: None, definition: now };
         let differences = |before: &[(&str, &str)]| now.differences(&named(before));
-        // Of versions that recorded nothing, or something that there is no more.
+        // Checkpoints of versions that recorded nothing, or a name that no longer exists.
         assert!(differences(&[]).is_empty());
         assert!(differences(&[("`data.stride`", "3"), ("`data.seq_len`", "7")]).is_empty());
         assert_eq!(differences(&[("`data.seq_len`", "8")]), ["`data.seq_len` was 8 and is 7"]);

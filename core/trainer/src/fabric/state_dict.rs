@@ -14,34 +14,34 @@ use fulgurite_checkpoint::{
 use fulgurite_engine::collective::broadcast_object;
 use fulgurite_engine::optim::ParamGroup;
 
-/// An optimizer's whole state, as torch's `optimizer.state_dict()` has it: of
-/// [`Fabric::optimizer_state_dict`].
+/// An optimizer's whole state, like torch's `optimizer.state_dict()`.
+///
+/// [`Fabric::optimizer_state_dict`] returns it.
 #[derive(Debug, Clone, Default)]
 pub struct OptimizerStateDict {
-    /// The state's tensors, whole, by [`optimizer_key`](checkpoint::optimizer_key) (`state.{fqn}.exp_avg`), in
-    /// host memory; on rank 0, and none on the others.
+    /// Whole tensors in host memory, by [`optimizer_key`](checkpoint::optimizer_key)
+    /// (`state.{fqn}.exp_avg`). On rank 0; empty on the other ranks.
     pub tensors: BTreeMap<String, Tensor>,
-    /// The numbers of the state: `step`, by which the bias correction goes, and those of schedule and average. On
-    /// every rank.
+    /// The state that is not a tensor: `step` for the bias correction, and the scalars of schedule
+    /// and average. On every rank.
     pub scalars: BTreeMap<String, f64>,
-    /// The options that parameters are updated with, by the optimizer's name; that of a single one is empty. On
-    /// every rank.
+    /// Parameter groups by optimizer name; a single optimizer has the empty name. On every rank.
     pub param_groups: BTreeMap<String, Vec<ParamGroup>>,
 }
 
-/// The numbers and options of an [`OptimizerStateDict`], as rank 0 sends them.
+/// Scalars and parameter groups of an [`OptimizerStateDict`], which rank 0 sends.
 #[derive(Serialize, Deserialize)]
 struct Numbers {
     scalars: BTreeMap<String, f64>,
     param_groups: BTreeMap<String, Vec<ParamGroup>>,
 }
 
-/// Which parameters [`Fabric::summon_full_params`] gathers, where, and whether changes are kept.
+/// Options of [`Fabric::summon_full_params`]: parameters, ranks, and whether changes are kept.
 ///
 /// ```
 /// use fulgurite_core::fabric::FullParams;
 ///
-/// // One unit of the model, on rank 0, to be changed there.
+/// // One unit of the model, on rank 0, with changes kept.
 /// let options = FullParams::of(["model.layers.0"]).rank0_only().writable();
 /// ```
 #[derive(Debug, Clone, Default)]
@@ -52,24 +52,27 @@ pub struct FullParams {
 }
 
 impl FullParams {
-    /// Those of the whole model.
+    /// Chooses all parameters of the model.
     pub fn all() -> Self {
         Self::default()
     }
 
-    /// Those whose names, or a module around them, match one of these patterns, such as the path of a unit.
+    /// Chooses parameters by patterns of their names or of enclosing modules, such as a unit's
+    /// path.
     pub fn of<S: Into<String>>(patterns: impl IntoIterator<Item = S>) -> Self {
         Self { names: patterns.into_iter().map(Into::into).collect(), ..Self::default() }
     }
 
-    /// Gathers on rank 0 alone; the others get none, and need no memory for them.
+    /// Gathers on rank 0 only. The other ranks get an empty map and use no memory for parameters.
     #[must_use]
     pub fn rank0_only(self) -> Self {
         Self { rank0_only: true, ..self }
     }
 
-    /// Keeps what is changed: each rank takes its part of its own tensors, or with
-    /// [`rank0_only`](Self::rank0_only) of rank 0's.
+    /// Keeps changes of the tensors.
+    ///
+    /// Each rank takes its shards from its own map, or from rank 0's with
+    /// [`rank0_only`](Self::rank0_only).
     #[must_use]
     pub fn writable(self) -> Self {
         Self { writable: true, ..self }
@@ -77,11 +80,13 @@ impl FullParams {
 }
 
 impl Fabric {
-    /// The model as whole tensors by name, in host memory, on rank 0; the other ranks get an empty map. A tied
-    /// parameter is there once, under its first name. `options` choose which, and the dtype. Collective.
+    /// Gathers the model on rank 0, as whole tensors by name in host memory. Collective.
     ///
-    /// Rank 0 holds the result, the others nothing. As files, [`save_full`](Self::save_full) needs the memory of
-    /// one tensor.
+    /// The other ranks get an empty map. A tied parameter appears once, under its first name.
+    /// `options` choose the parameters and the dtype.
+    ///
+    /// Rank 0 needs memory for all chosen tensors. [`save_full`](Self::save_full), which writes
+    /// files, needs memory for one tensor.
     ///
     /// # Errors
     /// On every rank if it fails on any.
@@ -92,10 +97,12 @@ impl Fabric {
         checkpoint::gather_cpu_state_dict(self.module_tree()?, coordinate, &**self.world(), options)
     }
 
-    /// Fills the model from tensors of any source: a [`TensorMap`] of tensors in memory, a closure as a
-    /// [`TensorFn`](checkpoint::TensorFn), an opened checkpoint. Every rank gives its own, and reads its part; with
-    /// [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0) that of rank 0 counts, and the others may give an
-    /// empty map. Collective.
+    /// Fills the model from any source of tensors. Collective.
+    ///
+    /// A source is a [`TensorMap`] of tensors in memory, a closure as a
+    /// [`TensorFn`](checkpoint::TensorFn), or an opened checkpoint. Every rank passes its own
+    /// source and reads its part. With [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0)
+    /// only rank 0's source is read, and the other ranks may pass an empty map.
     ///
     /// # Errors
     /// As [`checkpoint::load_into`].
@@ -118,9 +125,11 @@ impl Fabric {
         self.load_weights(|| Ok(source), &options.into())
     }
 
-    /// The optimizer's whole state: tensors, gathered on rank 0, the step, and the options of each parameter
-    /// group. With [`load_optimizer_state_dict`](Self::load_optimizer_state_dict) another run goes on as this one
-    /// would. `options` choose by parameter. Collective.
+    /// Returns the optimizer's whole state. Collective.
+    ///
+    /// The state has the tensors, gathered on rank 0, the step, and the options of each parameter
+    /// group. A run that [loads](Self::load_optimizer_state_dict) the state continues as this run
+    /// would. `options` choose the parameters.
     ///
     /// # Errors
     /// On every rank if it fails on any.
@@ -141,16 +150,19 @@ impl Fabric {
         Ok(OptimizerStateDict { tensors, scalars, param_groups })
     }
 
-    /// Restores a whole state under any strategy and number of ranks: that of rank 0 counts, the others may give
-    /// [`OptimizerStateDict::default`]. Tensors are found by the parameter's name, never by position, and cut for
-    /// this mesh; the step and the options of the parameter groups are set as torch's `load_state_dict` sets
-    /// them. A learning-rate schedule stays the optimizer's own: `lr` is the rate before it. Collective.
+    /// Restores a whole optimizer state, under any strategy and number of ranks. Collective.
     ///
-    /// A checkpoint of a run that goes on restores tensors and step and not the options: there the configuration
-    /// says the learning rate, the decay and the rest, so that they can be changed.
+    /// Rank 0's state is loaded; the other ranks may pass [`OptimizerStateDict::default`]. Tensors
+    /// are found by the parameter's name, never by position, and cut for this mesh. The step and
+    /// the options of the parameter groups are set as torch's `load_state_dict` sets them. The
+    /// optimizer keeps its own learning-rate schedule: `lr` is the rate before the schedule.
+    ///
+    /// A run that resumes from a checkpoint restores tensors and step, but not the options. They
+    /// come from the configuration, so that the learning rate or the decay can be changed.
     ///
     /// # Errors
-    /// On every rank: if strict, and it is the state of other parameters; if it is of another kind of optimizer.
+    /// On every rank: if strict and the state has other parameters; if the state belongs to another
+    /// kind of optimizer.
     pub fn load_optimizer_state_dict(
         &self,
         optimizer: &mut dyn OptimizerState,
@@ -162,7 +174,7 @@ impl Fabric {
         let numbers = broadcast_object(world, &Numbers { scalars, param_groups }, 0)?;
         let source = RankZeroSource::new(world, || Ok(Box::new(TensorMap::from(tensors))))?;
         let states = optimizer.state_tensors()?;
-        // Refused before tensors are changed: what follows cannot be of another kind any more.
+        // Fails for another kind of optimizer before any tensor is changed.
         let before = optimizer.param_groups();
         optimizer.load_param_groups(&numbers.param_groups)?;
         let loaded = source.load_optimizer(tree, &states, options);
@@ -174,11 +186,13 @@ impl Fabric {
         Ok(report)
     }
 
-    /// The whole of the parameter `name` (any of its names, if it is tied), in host memory, on every rank, as
-    /// `full_tensor()` of PyTorch's DTensor. Collective.
+    /// Returns the whole parameter `name` in host memory, on every rank. Collective.
+    ///
+    /// For a tied parameter, `name` is any of its names. PyTorch's DTensor has a `full_tensor()`
+    /// too.
     ///
     /// # Errors
-    /// If the model has no parameter of this name, or a peer fails.
+    /// If the model lacks a parameter of this name, or a peer fails.
     pub fn full_tensor(&self, name: &str) -> Result<Tensor> {
         let tree = self.module_tree()?;
         let Some(parameter) = tree.parameter(name) else {
@@ -193,24 +207,31 @@ impl Fabric {
         gathered.remove(&fqn).ok_or_else(|| Error::parameter(&fqn, "could not be gathered"))
     }
 
-    /// Gathers whole parameters for the time of `scope`, by name, as PyTorch's `summon_full_params`: to look at
-    /// them, to compute with them, or to change them if `options` say so. They are the values that the optimizer
-    /// updates, in host memory and outside the graph. To be called between steps. Collective: every rank calls it,
-    /// and `scope` runs on every rank, on those without parameters with an empty map.
+    /// Gathers whole parameters while `scope` runs, like PyTorch's `summon_full_params`.
+    /// Collective.
     ///
-    /// To change a parameter replace its tensor in the map by one of the same shape. Where every rank has its own
-    /// map, they must make the same change.
+    /// `scope` gets them by name. It reads the parameters, computes with them, or changes them if
+    /// `options` are [writable](FullParams::writable). They are the values that the optimizer
+    /// updates, in host memory and outside the graph. Call this between steps, on every rank.
+    /// `scope` runs on every rank, with an empty map on ranks without parameters.
+    ///
+    /// To change a parameter, replace its tensor in the map by a tensor of the same shape. If every
+    /// rank has its own map, all ranks must make the same change.
     ///
     /// # Errors
-    /// Those of `scope`; if a pattern matches no parameter; if a changed tensor has another shape, or one was
-    /// added or removed; if replicas were changed differently. The model is then as it was, but in the last case.
+    /// The errors of `scope`; if a pattern matches no parameter; if a tensor was added or removed,
+    /// or has another shape; if replicas were changed differently. The model is then unchanged,
+    /// except in the last case.
     ///
     /// ```
     /// # use fulgurite_core::{Result, fabric::{Fabric, FullParams}};
     /// # fn tie(fabric: &Fabric) -> Result<()> {
-    /// // Norms grow over a training: look at the first layer's.
+    /// // Norms grow during training: look at the first layer's.
     /// let norms = fabric.summon_full_params(&FullParams::of(["model.layers.0"]), |params| {
-    ///     params.values().map(|p| Ok(p.sqr()?.sum_all()?.to_scalar::<f32>()?)).collect::<Result<Vec<_>>>()
+    ///     params
+    ///         .values()
+    ///         .map(|p| Ok(p.sqr()?.sum_all()?.to_scalar::<f32>()?))
+    ///         .collect::<Result<Vec<_>>>()
     /// })?;
     /// # Ok(())
     /// # }
@@ -256,7 +277,7 @@ impl Fabric {
                  replace tensors by such of the same shape, and add and remove none",
             )),
         });
-        // No rank keeps a change that another did not come to.
+        // If `scope` fails on any rank, no rank keeps its changes.
         let failed = self.all_gather_object(&result.as_ref().err().map(ToString::to_string))?;
         let value = result?;
         if let Some((rank, message)) =
@@ -276,7 +297,7 @@ impl Fabric {
         Ok(value)
     }
 
-    /// Rank 0's tensors on every rank. Collective.
+    /// Sends rank 0's tensors to every rank. Collective.
     fn on_all_ranks(&self, tensors: BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
         let source =
             RankZeroSource::new(&**self.world(), || Ok(Box::new(TensorMap::from(tensors))))?;

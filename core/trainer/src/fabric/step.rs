@@ -1,5 +1,7 @@
-//! An optimizer's step, from complete gradients to updated parameters: ranks reduce loss and norm, gradients are clipped,
-//! the optimizer updates, and the host reads the numbers, before the update or after it.
+//! An optimizer's step, from complete gradients to updated parameters.
+//!
+//! Ranks reduce loss and norm, gradients are clipped, and the optimizer updates. The host reads
+//! loss and norm before or after the update.
 
 use std::collections::BTreeMap;
 
@@ -16,18 +18,19 @@ use fulgurite_engine::strategy::StepTotals;
 pub(crate) const NON_FINITE_HINT: &str = "; parameters are as they were before the step. A lower `optimizer.lr`, a longer warm-up \
      (`scheduler.warmup_steps`) or `trainer.gradient_clip_val` may help; `trainer.detect_anomaly = true` names the layer where it came from";
 
-/// The mean loss of a step, over all ranks and micro-batches, and the norm of its mean gradient
-/// before clipping.
+/// A step's mean loss over all ranks and micro-batches, and its gradient norm before clipping.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct StepNumbers {
-    /// The mean loss; NaN if nothing counted, so that the step was skipped.
+    /// The mean loss; NaN if the step was skipped because nothing counted.
     pub loss: f64,
-    /// The norm of the gradient; not finite in f16 if the step was skipped.
+    /// The norm of the mean gradient; not finite if gradients overflowed in f16 and the step was
+    /// skipped.
     pub grad_norm: f64,
 }
 
-/// An update whose numbers may still be on the device: see
-/// [`clip_and_step`](FabricOptimizer::clip_and_step).
+/// An update whose loss and norm may still be on the device.
+///
+/// See [`clip_and_step`](FabricOptimizer::clip_and_step).
 #[derive(Debug)]
 #[must_use = "a loss that is not finite is found when the step is read"]
 pub struct PendingStep(Numbers);
@@ -36,28 +39,28 @@ pub struct PendingStep(Numbers);
 enum Numbers {
     Read(StepNumbers),
     Pending {
-        /// The sum of the loss, and the norm.
+        /// Sum of the loss, and gradient norm.
         read: Later,
-        /// The count of the loss, over all ranks.
+        /// Count of the loss over all ranks.
         count: f64,
-        /// The optimizer's [`scalars`](FabricOptimizer::scalars) before the update. If a number is not finite, the device
-        /// has skipped the update, and they are loaded again.
+        /// The optimizer's [`scalars`](FabricOptimizer::scalars) before the update. They are
+        /// restored if loss or norm is not finite, because the device then skipped the update.
         scalars: BTreeMap<String, f64>,
     },
 }
 
 impl PendingStep {
-    /// A step whose numbers the host knows.
+    /// Creates a step whose loss and norm the host knows.
     pub(crate) fn known(numbers: StepNumbers) -> Self {
         Self(Numbers::Read(numbers))
     }
 
-    /// Whether the host knows the numbers already, so that reading them waits for nothing.
+    /// Whether the host knows loss and norm, so that reading them does not wait.
     pub(crate) fn is_read(&self) -> bool {
         matches!(self.0, Numbers::Read(_))
     }
 
-    /// The numbers, for a hook that asks for them early. Waits for the device, and checks nothing.
+    /// Returns loss and norm early, for a hook. Waits for the device; the values are not checked.
     pub(crate) fn numbers(&self) -> Result<StepNumbers> {
         match &self.0 {
             Numbers::Read(numbers) => Ok(*numbers),
@@ -69,7 +72,7 @@ impl PendingStep {
     }
 }
 
-/// The step in progress: what is known of it before the update.
+/// State of the step in progress, before the update.
 #[derive(Debug, Default)]
 pub(super) struct CurrentStep {
     /// Loss and norm on the device. `None` if the host sums them.
@@ -77,18 +80,18 @@ pub(super) struct CurrentStep {
     /// Loss and norm, once the host has read them.
     numbers: Option<StepNumbers>,
     clip: Clip,
-    /// Whether the gradients have overflowed in f16, once that is known.
+    /// Whether the gradients overflowed in f16; `None` until the norm is read.
     overflowed: Option<bool>,
 }
 
 /// The clipping of a step's gradients.
 #[derive(Debug, Default, Clone, Copy)]
 struct Clip {
-    /// By a factor from the norm that the host knows.
+    /// Factor on the gradients, which the host computed from the norm.
     factor: Option<f64>,
-    /// To a norm, by a factor that the device computes.
+    /// Largest norm; the device computes the factor.
     max_norm: Option<f64>,
-    /// Of each element.
+    /// Largest absolute value of an element.
     value: Option<f64>,
 }
 
@@ -96,35 +99,37 @@ impl FabricOptimizer {
     /// Updates the parameters with the mean gradient over all ranks and micro-batches since the
     /// last step, and clears the gradients. Collective.
     ///
-    /// A step in which nothing counts on any rank (every target is ignored) changes nothing and is
-    /// [counted](Self::skipped_steps).
+    /// A step in which nothing counts on any rank (every target is ignored) changes nothing.
+    /// [`skipped_steps`](Self::skipped_steps) counts such steps.
     ///
     /// # Errors
-    /// [`Error::UnusedParameters`] in the first step, [`Error::NonFinite`] if the loss is not
-    /// finite, if the count of a loss is negative or not finite, and if the last backward ran under
-    /// `no_backward_sync`; nothing is changed then.
+    /// [`Error::UnusedParameters`] in the first step, and [`Error::NonFinite`] if the loss is not
+    /// finite. Also if the count of a loss is negative or not finite, or if the last backward ran
+    /// under `no_backward_sync`. Nothing is changed then.
     pub fn step(&mut self) -> Result<()> {
-        // Known before the update: `reduce` has not left the numbers on the device.
+        // Loss and norm are not pending, because no `reduce` left them on the device.
         let PendingStep(_) = self.update()?;
         self.finish_step()
     }
 
-    /// Clips and [steps](Self::step), and waits for no device where possible: loss and norm stay
-    /// on the device and make the clipping factor there. If one of them is not finite, the device
-    /// skips this update and all later ones. [`read`](Self::read) the result once the device has
-    /// other work, such as the next step. `trainer.late_reads` does so in the trainer. Collective.
+    /// Clips and [steps](Self::step), without waiting for the device where possible. Collective.
     ///
-    /// The host reads the numbers before the update where it needs them: in f16 (it sets the loss
-    /// scale), with several optimizers, under `cpu_offload`, and with a strategy without
-    /// [`deferred_reads`]. An optimizer that [reads](StepScale::read) the scale waits for it.
-    /// A loop that never reads the result does not notice that its steps change nothing any more.
+    /// Loss and norm stay on the device, which computes the clipping factor. If loss or norm is not
+    /// finite, the device skips this update and all later ones. [`read`](Self::read) the result
+    /// once the device has other work, such as the next step. The trainer does so under
+    /// `trainer.late_reads`.
+    ///
+    /// The host reads loss and norm before the update in f16 (to set the loss scale), with several
+    /// optimizers, under `cpu_offload`, and with a strategy without [`deferred_reads`]. An
+    /// optimizer that [reads](StepScale::read) the scale waits for the device. A loop that never
+    /// reads the results does not notice that its steps have stopped changing anything.
     ///
     /// ```
     /// use fulgurite_core::fabric::{FabricOptimizer, PendingStep};
     /// use fulgurite_core::run::ClipAlgorithm;
     /// # use fulgurite_core::Result;
     ///
-    /// /// A step whose numbers are printed one step later.
+    /// /// Steps, and prints the previous step's loss.
     /// fn step(optimizer: &mut FabricOptimizer, last: &mut Option<PendingStep>) -> Result<()> {
     ///     let pending = optimizer.clip_and_step(Some((1.0, ClipAlgorithm::Norm)))?;
     ///     if let Some(last) = last.replace(pending) {
@@ -137,8 +142,8 @@ impl FabricOptimizer {
     /// [`deferred_reads`]: fulgurite_engine::strategy::Capabilities::deferred_reads
     ///
     /// # Errors
-    /// As clipping and [`step`](Self::step); for numbers on the device, [`read`](Self::read)
-    /// returns those of numbers that are not finite.
+    /// As clipping and [`step`](Self::step). If loss and norm stay on the device,
+    /// [`read`](Self::read) fails instead if they are not finite.
     pub fn clip_and_step(&mut self, clip: Option<(f64, ClipAlgorithm)>) -> Result<PendingStep> {
         self.reduce(clip, true)?;
         let pending = self.update()?;
@@ -146,12 +151,13 @@ impl FabricOptimizer {
         Ok(pending)
     }
 
-    /// The numbers of a step. Waits for the device if it has not computed them yet. Read steps in
-    /// order, and the last one before a checkpoint.
+    /// Returns a step's loss and norm. Waits for the device if they are not computed yet.
+    ///
+    /// Read steps in order, and read the last step before saving a checkpoint.
     ///
     /// # Errors
-    /// On every rank: [`Error::NonFinite`] if a number is not finite. Values, optimizer state and
-    /// averages are then as before that step, also after later steps.
+    /// On every rank: [`Error::NonFinite`] if loss or norm is not finite. Parameters, optimizer
+    /// state and averages are then as before that step, even if later steps have run.
     pub fn read(&mut self, step: PendingStep) -> Result<StepNumbers> {
         let (read, count, scalars) = match step.0 {
             Numbers::Read(numbers) => return Ok(numbers),
@@ -168,12 +174,14 @@ impl FabricOptimizer {
         Ok(StepNumbers { loss, grad_norm })
     }
 
-    /// Sums loss and norm over all ranks, and clips. With `defer` both stay on the device where possible; otherwise the
-    /// host reads and checks both. Returns the count of the step's losses, over all ranks. Collective.
+    /// Sums loss and norm over all ranks, and clips. Collective.
+    ///
+    /// With `defer` loss and norm stay on the device where possible; otherwise the host reads and
+    /// checks both. Returns the count of the step's losses over all ranks.
     ///
     /// # Errors
-    /// If a limit is not above 0, if the count of a loss is negative or not finite, and if a number that the host has read
-    /// is not finite.
+    /// If a limit is not above 0, if the count of a loss is negative or not finite, or if the host
+    /// reads a loss or norm that is not finite.
     pub(crate) fn reduce(
         &mut self,
         clip: Option<(f64, ClipAlgorithm)>,
@@ -192,7 +200,7 @@ impl FabricOptimizer {
         if defer && self.can_defer_reads()? {
             let sums = self.runtime.sum_on_device(self.index);
             let sums = sums.map_err(|error| self.during_step(error))?;
-            // The host must know of a step in which nothing counts.
+            // The host handles a step in which nothing counts.
             if sums.count > 0.0 {
                 match clip {
                     None => {}
@@ -219,9 +227,9 @@ impl FabricOptimizer {
         Ok(totals.count)
     }
 
-    /// Whether the host may read a step's numbers after the update. The same on all ranks.
+    /// Whether the host may read loss and norm after the update. The same on all ranks.
     fn can_defer_reads(&self) -> Result<bool> {
-        // The update of values in the host's memory waits for the scale anyway.
+        // An update of values in host memory waits for the scale anyway.
         let on_host = |parameter: &Parameter| {
             Ok(!parameter.local()?.values.device().same_device(parameter.device()))
         };
@@ -229,7 +237,8 @@ impl FabricOptimizer {
         Ok(self.runtime.can_defer_reads()? && !on_host?.contains(&true))
     }
 
-    /// Updates the parameters, clipped as [`reduce`](Self::reduce) or hooks after it have asked for. Collective.
+    /// Updates the parameters, with the clipping that [`reduce`](Self::reduce) or later hooks set.
+    /// Collective.
     pub(crate) fn update(&mut self) -> Result<PendingStep> {
         let _phase = self.runtime.phase("optimizer");
         self.runtime.check_synchronised(self.index)?;
@@ -255,7 +264,7 @@ impl FabricOptimizer {
         Ok(PendingStep::known(numbers))
     }
 
-    /// As [`update`](Self::update), by loss and norm on the device.
+    /// Like [`update`](Self::update), with loss and norm on the device.
     fn update_on_device(&mut self, sums: &DeviceSums) -> Result<PendingStep> {
         let Clip { factor, max_norm, value } = std::mem::take(&mut self.current).clip;
         let scale =
@@ -269,7 +278,7 @@ impl FabricOptimizer {
         Ok(PendingStep(Numbers::Pending { read, count: sums.count, scalars }))
     }
 
-    /// Counts the step, and updates values, state and averages. With `None` all of them stay as they are.
+    /// Counts the step and updates parameters, state and averages. With `None` it only counts.
     fn apply(&mut self, scale: Option<&StepScale>) -> Result<()> {
         if let Some(scale) = scale {
             let factor = self.schedule_factor()?;
@@ -283,7 +292,7 @@ impl FabricOptimizer {
         }
     }
 
-    /// Ends a step in which nothing counts: values, state and averages stay as they are.
+    /// Counts a step in which nothing counts. Parameters, state and averages stay as they are.
     fn skip(&mut self) {
         self.steps += 1;
         self.skipped += 1;
@@ -307,8 +316,10 @@ impl FabricOptimizer {
         Ok(())
     }
 
-    /// Forgets the gradients since the last step, such as those that another optimizer's loss brought
-    /// outside of [its turn](super::Fabric::toggle_optimizer). A step forgets its own. Not collective.
+    /// Clears the gradients since the last step. Not collective.
+    ///
+    /// [`step`](Self::step) clears them itself. This is for gradients from another optimizer's
+    /// loss, computed outside its [turn](super::Fabric::toggle_optimizer).
     ///
     /// # Errors
     /// If the last backward ran under `no_backward_sync`.
@@ -317,7 +328,7 @@ impl FabricOptimizer {
         self.runtime.zero_grad(self.index)
     }
 
-    /// As [`Fabric::step_totals`](super::Fabric::step_totals), for this optimizer's step.
+    /// Like [`Fabric::step_totals`](super::Fabric::step_totals), for this optimizer's step.
     ///
     /// # Errors
     /// If a peer fails.
@@ -325,11 +336,11 @@ impl FabricOptimizer {
         self.runtime.step_totals(self.index, flags).map_err(|error| self.during_step(error))
     }
 
-    /// The mean loss of the step in progress; NaN if nothing counts in the step, which will be
-    /// [skipped](Self::skipped_steps).
+    /// Returns the mean loss of the step in progress. NaN if nothing counts, so that the step will
+    /// be [skipped](Self::skipped_steps).
     ///
     /// # Errors
-    /// On every rank: [`Error::NonFinite`] if the sum is not finite. Nothing is changed.
+    /// On every rank: [`Error::NonFinite`] if the sum is not finite. Nothing is changed then.
     pub fn check_loss(&self, totals: &StepTotals) -> Result<f64> {
         if totals.loss_sum.is_finite() {
             return Ok(totals.mean());
@@ -346,7 +357,8 @@ impl FabricOptimizer {
         Ok(norm)
     }
 
-    /// As [`gradient_norm`](Self::gradient_norm), and notes whether the gradients have overflowed in f16.
+    /// Like [`gradient_norm`](Self::gradient_norm). Also records whether the gradients overflowed
+    /// in f16.
     fn read_norm(&mut self) -> Result<f64> {
         let norm = self.gradient_norm()?;
         self.current.overflowed = Some(!norm.is_finite());
@@ -389,8 +401,8 @@ impl FabricOptimizer {
         self.steps + 1
     }
 
-    /// The policy for parameters without a gradient in this step. They are an error in the very first step only; a resumed
-    /// run has had it.
+    /// Policy for parameters without a gradient in this step. They are an error only in a run's
+    /// first step, so never in a resumed run.
     fn unused_now(&self) -> UnusedParameters {
         match self.unused {
             UnusedParameters::Error if self.steps > 0 => UnusedParameters::Ignore,
@@ -398,7 +410,8 @@ impl FabricOptimizer {
         }
     }
 
-    /// Whether the gradients have overflowed in f16 on any rank; `None` in other dtypes. Collective if it is not `known`.
+    /// Whether the gradients overflowed in f16 on any rank; `None` in other dtypes. Collective if
+    /// `known` is `None`.
     fn overflowed(&self, known: Option<bool>) -> Result<Option<bool>> {
         if self.runtime.loss_scale()?.is_none() {
             return Ok(None);

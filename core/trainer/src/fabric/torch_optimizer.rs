@@ -1,4 +1,4 @@
-//! The state of an optimizer of PyTorch for one of ours.
+//! Restoring an optimizer from PyTorch's state.
 
 use std::collections::BTreeMap;
 
@@ -10,21 +10,23 @@ use fulgurite_checkpoint::{
 use fulgurite_engine::collective::broadcast_object;
 use fulgurite_engine::optim::ParamGroup;
 
-/// What rank 0 sends of a state besides tensors.
+/// Scalars and parameter groups, which rank 0 sends.
 type Numbers = (BTreeMap<String, f64>, Vec<ParamGroup>);
 
 impl Fabric {
-    /// Restores the state of an optimizer of PyTorch, under any strategy and number of ranks: moments, the number
-    /// of steps, and the options of the parameter groups, as
-    /// [`load_optimizer_state_dict`](Self::load_optimizer_state_dict) sets them. The optimizer must be of the
-    /// kind that the state is of.
+    /// Restores a PyTorch optimizer's state, under any strategy and number of ranks. Collective.
     ///
-    /// `open` is called on every rank, which reads its own part of each moment; with
-    /// [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0) it is called on rank 0, which reads one tensor at
-    /// a time and sends it. [`LoadOptions::names`] rename the parameters. A learning-rate schedule is
-    /// [the optimizer's own](FabricOptimizer::with_scheduler) and goes on at
-    /// [`RekeyedOptimizer::steps`]; an average of the weights begins when it is
-    /// [set](FabricOptimizer::set_average), afterwards. Collective.
+    /// The state has moments, the number of steps, and the options of the parameter groups, which
+    /// are set as in [`load_optimizer_state_dict`](Self::load_optimizer_state_dict). Both
+    /// optimizers must be of the same kind.
+    ///
+    /// Every rank calls `open` and reads its own part of each moment. With
+    /// [`broadcast_from_rank0`](LoadOptions::broadcast_from_rank0) only rank 0 calls `open`, reads
+    /// one tensor at a time, and sends it. [`LoadOptions::names`] renames the parameters.
+    ///
+    /// The optimizer keeps [its own](FabricOptimizer::with_scheduler) learning-rate schedule, which
+    /// continues at [`RekeyedOptimizer::steps`]. [Set](FabricOptimizer::set_average) an average of
+    /// the weights after loading.
     ///
     /// ```no_run
     /// # use fulgurite_core::Result;
@@ -33,15 +35,19 @@ impl Fabric {
     /// # fn load(fabric: &Fabric, optimizer: &mut FabricOptimizer) -> Result<()> {
     /// fabric.load_raw("last.ckpt", true)?;
     /// let names: Vec<&str> = fabric.module_tree()?.parameters().iter().map(|p| p.fqn()).collect();
-    /// fabric.load_torch_optimizer(optimizer, || TorchOptimizer::open("last.ckpt")?.rekey(&names), true)?;
+    /// fabric.load_torch_optimizer(
+    ///     optimizer,
+    ///     || TorchOptimizer::open("last.ckpt")?.rekey(&names),
+    ///     true,
+    /// )?;
     /// # Ok(())
     /// # }
     /// ```
     ///
     /// # Errors
-    /// On every rank: those of `open`; if the state is of another kind of optimizer; if strict, and it is of other
-    /// parameters or shapes; if the optimizer keeps an average. The optimizer is then as it was, unless values
-    /// could not be read.
+    /// On every rank: the errors of `open`; if the state belongs to another kind of optimizer; if
+    /// the optimizer keeps an average; if strict and parameters or shapes differ. The optimizer is
+    /// unchanged then, unless values could not be read.
     pub fn load_torch_optimizer(
         &self,
         optimizer: &mut FabricOptimizer,
@@ -78,7 +84,7 @@ impl Fabric {
             }
         }
         let states = optimizer.state_tensors()?;
-        // Refused before tensors are changed, as are differences.
+        // Fails for another kind of optimizer before tensors are changed, as differences do below.
         let before = optimizer.param_groups();
         optimizer.load_param_groups(&groups)?;
         let loaded = match (options.broadcast_from_rank0, opened) {

@@ -55,7 +55,7 @@ pub(in crate::mesh_strategy) struct ParamGroup {
     /// The ranks that hold the same shards.
     replicas: Arc<dyn ProcessGroup>,
     reduction: GradientReduction,
-    /// Whether the shards stay in host memory, whatever the device.
+    /// Whether the shards stay in host memory, on any device.
     on_host: bool,
 }
 
@@ -248,8 +248,8 @@ impl ParamGroup {
     }
 
     /// Starts reducing the unsharded gradients `inputs`, by FQN, over the ranks that share the
-    /// parameters. With `replicate`, also queues the all-reduce over the replicas, if it needs no
-    /// wait. Collective.
+    /// parameters. With `replicate`, also queues the all-reduce over the replicas, if no wait is
+    /// needed first. Collective.
     pub(super) fn reduce(
         &self,
         inputs: HashMap<String, Tensor>,

@@ -58,7 +58,7 @@ impl GroupState {
         self.group.trainable == 0
     }
 
-    /// Whether all gradients are ready, or there are none.
+    /// Whether all gradients are ready. True for a frozen group.
     fn is_complete(&self) -> bool {
         self.is_frozen() || !matches!(self.gradients, Gradients::Accumulating { .. })
     }
@@ -81,7 +81,7 @@ pub struct Schedule {
     reduction_queue: VecDeque<usize>,
     /// The group whose reduce-scatter is under way.
     reducing: Option<usize>,
-    /// Whether forward calls of this step have no backward yet, which a later pass may bring.
+    /// Whether forward calls of this step still lack a backward, which a later pass may bring.
     older_forwards: bool,
 }
 
@@ -172,8 +172,8 @@ impl Schedule {
         !self.older_forwards && backwards <= forwards
     }
 
-    /// Forward calls and backwards of groups that are not frozen. A frozen group's output may have
-    /// no backward.
+    /// Forward calls and backwards of groups that are not frozen. The output of a frozen group may
+    /// lack a backward.
     fn trainable_calls(&self) -> (usize, usize) {
         let trainable = self.groups.iter().filter(|state| !state.is_frozen());
         trainable.fold((0, 0), |(forwards, backwards), state| {

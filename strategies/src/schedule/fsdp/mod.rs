@@ -75,7 +75,7 @@
 //!   between ranks, because it depends on gradients. But during backward only groups that are not
 //!   expected are freed, and no rank gathers these again.
 //! - Groups are reduced in the order in which their backwards began. A group is reduced once it and
-//!   all groups before it are complete and not expected: a rank that uses a unit's parameters in
+//!   all groups before it are complete and not expected. A rank that uses a unit's parameters in
 //!   only one of two calls has their gradients before other ranks do. The root is not in this
 //!   queue, because its gradients come from anywhere in the graph. Groups outside the queue are
 //!   reduced when the backward pass ends, in index order.
@@ -92,8 +92,8 @@
 //! - the group whose forward or backward runs;
 //! - [`Prefetch`] groups ahead of it;
 //! - groups after their forward that are not freed after forward;
-//! - groups whose backward has begun and is not over. For a frozen group that was also called where
-//!   nothing below it is trainable, this lasts to the end of the backward pass;
+//! - groups whose backward has begun and is not over. A frozen group stays until the end of the
+//!   backward pass if one of its calls has nothing trainable below it;
 //! - groups whose backward is over, until the next one begins.
 //!
 //! In backward through a chain of units: the root, the current unit, those ahead, and one kept
