@@ -4,6 +4,9 @@
 //! job of one process has a [`LocalStore`]. In other jobs each rank has a [`TcpStore`], a client of
 //! the [`StoreServer`] that one process hosts. The crate depends neither on a tensor library nor on
 //! the way ranks are started.
+//!
+//! Client and server prove to each other that they know the job's key. Until then the server bounds
+//! the bytes, the time and the number of its clients.
 
 mod local_store;
 mod patience;

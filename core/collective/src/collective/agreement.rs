@@ -1,4 +1,7 @@
 //! Checks that all ranks have equal values: [`Agreement`].
+//!
+//! Values that all ranks must share are compared before the first step: the configuration before any
+//! other communication, data and program before the model is set up. Each check is one all-reduce.
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};

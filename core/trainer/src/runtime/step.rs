@@ -1,5 +1,8 @@
 //! An optimizer's step: its loss, its gradient norm and its end.
 //!
+//! Each of several optimizers has its own losses, gradients and totals. A backward computes and
+//! communicates gradients only of the parameters that take one when it begins.
+//!
 //! Loss and squared norm stay on their device. Either the host reads both together
 //! ([`read_step`](StrategyRuntime::read_step)), or ranks sum both on the device
 //! ([`sum_on_device`](StrategyRuntime::sum_on_device)).

@@ -1,4 +1,6 @@
 //! Values that steps and hooks log, before the reduction over the ranks.
+//!
+//! A value that is not wanted is dropped at once: unlogged steps neither read nor reduce anything.
 
 use std::collections::BTreeMap;
 use std::hash::Hasher as _;
