@@ -3,8 +3,8 @@
 //! points from real ones.
 //!
 //! ```text
-//! cargo run --release --example gan -- fit \
-//!     --set trainer.max_steps=4000 --set 'optimizer.betas=[0.5,0.99]'
+//! cargo run --release --example gan -- fit --set trainer.max_steps=4000 --set 'optimizer.betas=[0.5,0.99]'
+//! cargo run --release --example gan -- fit --set trainer.devices=2 --set trainer.strategy=ddp
 //! ```
 
 use std::f64::consts::TAU;

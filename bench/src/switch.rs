@@ -42,6 +42,21 @@ impl Control {
     pub(super) fn take_notes(&self) -> Vec<Note> {
         std::mem::take(&mut self.notes.lock().unwrap_or_else(PoisonError::into_inner))
     }
+
+    /// The group, whose collectives do what this says, and so the groups that are split from it.
+    pub(super) fn watch(&self, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
+        Arc::new(Intercepted::new(group, self.clone()))
+    }
+
+    /// The note of a collective, if notes are taken.
+    fn note(&self, group: &Arc<dyn ProcessGroup>, collective: &Collective) -> Option<Note> {
+        let noted = self.is(Mode::Note) && group.size() > 1;
+        noted.then(|| Note::new(group, collective))
+    }
+
+    fn keep(&self, note: Option<Note>) {
+        self.notes.lock().unwrap_or_else(PoisonError::into_inner).extend(note);
+    }
 }
 
 /// A started collective, without its tensors.
@@ -140,23 +155,6 @@ impl Note {
             Shape::Barrier => Collective::Barrier,
         };
         Ok((group.clone(), collective))
-    }
-}
-
-impl Control {
-    /// The group, whose collectives do what this says, and so the groups that are split from it.
-    pub(super) fn watch(&self, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
-        Arc::new(Intercepted::new(group, self.clone()))
-    }
-
-    /// The note of a collective, if notes are taken.
-    fn note(&self, group: &Arc<dyn ProcessGroup>, collective: &Collective) -> Option<Note> {
-        let noted = self.is(Mode::Note) && group.size() > 1;
-        noted.then(|| Note::new(group, collective))
-    }
-
-    fn keep(&self, note: Option<Note>) {
-        self.notes.lock().unwrap_or_else(PoisonError::into_inner).extend(note);
     }
 }
 

@@ -115,7 +115,6 @@ impl StrategyConfig for Diloco {
         }
         self.mixed_precision.check()?;
         Ok(Box::new(MeshStrategy::new(Settings {
-            communicates: sizes != [Some(1); 4],
             outer: Some(outer),
             reshard_after_forward: self.reshard_after_forward,
             mixed_precision: self.mixed_precision.clone(),

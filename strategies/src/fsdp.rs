@@ -95,7 +95,7 @@ pub struct Fsdp {
     /// hold no unsharded gradients between them.
     pub accumulation_sync: AccumulationSync,
     /// Divisor of gradients before they are summed over ranks; the sum is multiplied by it. A power
-    /// of two, so that the division does not round. By default 1, or the compression's choice.
+    /// of two, so that the division does not round. By default 1.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gradient_predivide_factor: Option<f64>,
     /// A parallelize function to use instead of `shard_conditions`: a name, or a table with a

@@ -137,7 +137,6 @@ impl ModelParallel {
         }
         self.mixed_precision.check()?;
         Ok(Box::new(MeshStrategy::new(Settings {
-            communicates: sizes != [Some(1); 4],
             reshard_after_forward: self.reshard_after_forward,
             mixed_precision: self.mixed_precision.clone(),
             prefetch: self.prefetch,

@@ -15,7 +15,6 @@ pub struct SingleDevice {}
 impl StrategyConfig for SingleDevice {
     fn build(&self, _context: &BuildContext) -> Result<Box<dyn Strategy>> {
         Ok(Box::new(MeshStrategy::new(Settings {
-            communicates: false,
             one_rank_only: true,
             ..Settings::new("single_device", [Some(1); 4], Sharding::Never)
         })))

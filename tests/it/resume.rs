@@ -206,7 +206,7 @@ fn preemption_signal_saves_first() {
 }
 
 #[test]
-fn old_checkpoints_resume_on_every_mesh() {
+fn several_ranks_remove_old_checkpoints() {
     let scratch = Scratch::with_tokens();
     let job = job(&scratch).set(&["checkpoint.every_n_steps=1", "checkpoint.async_save=true"]);
     let kept = || {

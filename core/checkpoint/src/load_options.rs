@@ -23,9 +23,9 @@ pub struct LoadOptions {
     /// Whether a source with differences is refused before anything is changed. The default is
     /// `true`.
     ///
-    /// Otherwise the tensors that fit are loaded and the report lists the others, which keep their
-    /// values: new parameters and their optimizer state. A source without any fitting tensor is
-    /// refused in both cases.
+    /// If `false`, the tensors that fit are loaded and the report lists the others, which keep
+    /// their values: new parameters and their optimizer state. A source without any fitting tensor
+    /// is refused in both cases.
     pub strict: bool,
     /// The parameters to load, by their names in the model; `None` for all. The others keep their
     /// values and are reported neither as missing nor as unexpected. A filter pattern that matches

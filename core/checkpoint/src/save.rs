@@ -260,8 +260,8 @@ pub fn remove_unfinished(io: &dyn CheckpointIO) -> Result<Vec<Entry>> {
 
 /// Does [`remove_unfinished`] for the save of `name`, while other saves may be under way.
 ///
-/// It removes temporary directories whose lock is free. Without locks it removes only remains of an
-/// earlier save of `name`.
+/// It removes temporary directories that a killed process had locked. Of those that nobody has
+/// locked, it removes only remains of an earlier save of `name`.
 pub(super) fn remove_abandoned(io: &dyn CheckpointIO, name: &str, entries: &[Entry]) -> Result<()> {
     for entry in entries.iter().filter(|entry| naming::is_temporary(&entry.name)) {
         let is_abandoned = match io.is_locked(&entry.name)? {

@@ -131,7 +131,7 @@ struct Words {
     u32 a, b, c, d;
 };
 
-// Philox4x32-10, as `engine/src/random.rs`.
+// Philox4x32-10, as `core/tensor/src/random.rs`.
 DEVICE Words philox(Words counter, u32 key0, u32 key1) {
     for (int round = 0; round < 10; round++) {
         u32 h0 = __umulhi(0xD2511F53u, counter.a), l0 = 0xD2511F53u * counter.a;

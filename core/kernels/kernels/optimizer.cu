@@ -1,5 +1,5 @@
 // Updates of many tensors in one launch, element by element, with the same bits as on the CPU
-// (`engine/src/optim`). The operations in f32 and their order are the same, none is contracted, and
+// (`core/optim/src`). The operations in f32 and their order are the same, none is contracted, and
 // state is rounded to bf16 by the same random words.
 
 // The state of a step that all tensors share, in device memory.

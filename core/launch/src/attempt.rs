@@ -56,8 +56,8 @@ pub(super) fn restart_count() -> u64 {
 }
 
 /// Returns the exit code of a rank that ends because of `signal`, on which the ranks agreed. If the
-/// environment requeues the job for it, the code is 0, and rank 0 requeues the job here. Called
-/// after the other ranks have ended.
+/// environment requeues the job for it, the code is 0, and rank 0 requeues the job here. Rank 0
+/// calls it after the other ranks have ended.
 pub(super) fn end_by(signal: i32) -> u8 {
     let interrupted = exit_code_of(signal);
     let Some(Known { requeue: Some(requeue), rank, .. }) = KNOWN.get() else { return interrupted };

@@ -31,9 +31,9 @@ const FINISH_TIMEOUT: Duration = Duration::from_secs(30 * 60);
 const POLL_INTERVAL: Duration = Duration::from_millis(100);
 
 /// The last call of a program's `main`: tells the other ranks about the end of this rank, prints
-/// its error, and returns the exit code. First waits until the [output](fulgurite_error::output) is
-/// written; if it is not read, only for some seconds. Every [`LaunchedRank`](super::LaunchedRank)
-/// must be dropped before.
+/// its error, waits until the [output](fulgurite_error::output) is written (only for some seconds
+/// if it is not read), and returns the exit code. Every [`LaunchedRank`](super::LaunchedRank) must
+/// be dropped before.
 ///
 /// Printed text and exit code, by `result`:
 ///

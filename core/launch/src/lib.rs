@@ -1,7 +1,5 @@
 //! Launching: starting a job's ranks, connecting them, and ending them.
 //!
-//! Agents and waits ask stores on another thread, so a store that cannot be reached delays no wait.
-//!
 //! A program's `main` needs two calls around its own work:
 //!
 //! ```no_run

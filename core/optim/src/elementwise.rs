@@ -112,8 +112,8 @@ pub(super) fn arithmetic_dtype(values: DType) -> Option<DType> {
     is_updated.then(|| accumulation_dtype(values))
 }
 
-/// Calls `$f::<P, C>` for the dtype of the values, or `$f::<P, B, C>` for the dtypes of values and
-/// state. Written `$f[R, N]`, the latter is `$f::<R, N, P, B, C>`.
+/// Calls `$f::<P, C>` for the dtype of the values, or `$f::<R, N, P, B, C>` for the dtypes of
+/// values and state. The latter is written `$f[R, N]`.
 macro_rules! dispatch {
     ($values:expr, $f:ident($($arg:expr),* $(,)?)) => {
         match $values {
@@ -124,16 +124,16 @@ macro_rules! dispatch {
             other => Err($crate::Error::other(format!("no optimizer updates dtype {other:?}"))),
         }
     };
-    ($values:expr, $state:expr, $f:ident$([$($first:ident),+])?($($arg:expr),* $(,)?)) => {
+    ($values:expr, $state:expr, $f:ident[$($first:ident),+]($($arg:expr),* $(,)?)) => {
         match ($values, $state) {
-            (candle_core::DType::F32, candle_core::DType::F32) => $f::<$($($first,)+)?f32, f32, f32>($($arg),*),
-            (candle_core::DType::F32, candle_core::DType::BF16) => $f::<$($($first,)+)?f32, half::bf16, f32>($($arg),*),
-            (candle_core::DType::F64, candle_core::DType::F64) => $f::<$($($first,)+)?f64, f64, f64>($($arg),*),
-            (candle_core::DType::F64, candle_core::DType::BF16) => $f::<$($($first,)+)?f64, half::bf16, f64>($($arg),*),
-            (candle_core::DType::BF16, candle_core::DType::F32) => $f::<$($($first,)+)?half::bf16, f32, f32>($($arg),*),
-            (candle_core::DType::BF16, candle_core::DType::BF16) => $f::<$($($first,)+)?half::bf16, half::bf16, f32>($($arg),*),
-            (candle_core::DType::F16, candle_core::DType::F32) => $f::<$($($first,)+)?half::f16, f32, f32>($($arg),*),
-            (candle_core::DType::F16, candle_core::DType::BF16) => $f::<$($($first,)+)?half::f16, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F32, candle_core::DType::F32) => $f::<$($first,)+ f32, f32, f32>($($arg),*),
+            (candle_core::DType::F32, candle_core::DType::BF16) => $f::<$($first,)+ f32, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F64, candle_core::DType::F64) => $f::<$($first,)+ f64, f64, f64>($($arg),*),
+            (candle_core::DType::F64, candle_core::DType::BF16) => $f::<$($first,)+ f64, half::bf16, f64>($($arg),*),
+            (candle_core::DType::BF16, candle_core::DType::F32) => $f::<$($first,)+ half::bf16, f32, f32>($($arg),*),
+            (candle_core::DType::BF16, candle_core::DType::BF16) => $f::<$($first,)+ half::bf16, half::bf16, f32>($($arg),*),
+            (candle_core::DType::F16, candle_core::DType::F32) => $f::<$($first,)+ half::f16, f32, f32>($($arg),*),
+            (candle_core::DType::F16, candle_core::DType::BF16) => $f::<$($first,)+ half::f16, half::bf16, f32>($($arg),*),
             (values, state) => Err($crate::Error::other(format!(
                 "no optimizer updates values of dtype {values:?} with state of dtype {state:?}"
             ))),

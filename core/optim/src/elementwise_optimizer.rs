@@ -34,7 +34,8 @@ pub(super) trait Options: Clone {
     /// Returns the options with other values of [`own`](Self::own), which `option` reads.
     ///
     /// # Errors
-    /// If `option` has an error, or as [`check_own`](Self::check_own).
+    /// If `option` has an error, as [`check_own`](Self::check_own), or if the optimizer would need
+    /// other state.
     fn with_own(&self, option: impl Fn(&str) -> Result<f64>) -> Result<Self>;
 
     /// # Errors

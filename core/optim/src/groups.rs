@@ -206,7 +206,7 @@ fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> R
 }
 
 /// # Errors
-/// If the option is negative or too large for f32, the dtype of most updates.
+/// If the option is negative, NaN or too large for f32, the dtype of most updates.
 pub(super) fn at_least_zero(key: &str, value: f64) -> Result<()> {
     if value >= 0.0 && value <= f64::from(f32::MAX) {
         return Ok(());

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use crate::{Error, Result};
 
-/// Maximum number of skipped steps in a row: at 2⁻³² of the first scale no finite gradient
+/// Number of skipped steps in a row that is an error: at 2⁻³² of the first scale no finite gradient
 /// overflows.
 const MOST_SKIPPED_IN_A_ROW: u64 = 32;
 

@@ -222,8 +222,8 @@ impl WeightAverage {
     /// A second call restores the weights to the bit. Between the two calls a copy of this rank's
     /// weights is kept, and no optimizer may step.
     ///
-    /// `Strategy::prepare_forward` must be
-    /// called after each swap: layers may compute with a copy of the shards.
+    /// `Strategy::prepare_forward` must be called after each swap: layers may compute with a copy
+    /// of the shards.
     ///
     /// # Errors
     /// If the size of a parameter's shard has changed.
@@ -250,8 +250,8 @@ impl WeightAverage {
     /// Returns the averages under their [name](Self::name), for checkpoints to save and to load
     /// into.
     ///
-    /// If a checkpoint is loaded while the averages are swapped in, the loaded averages reach the
-    /// weights at the next [`swap`](Self::swap).
+    /// If a checkpoint is loaded while the averages are swapped in, the next [`swap`](Self::swap)
+    /// still restores the weights; the loaded averages reach them at the swap after that.
     ///
     /// # Errors
     /// If the size of a parameter's shard has changed.

@@ -82,7 +82,7 @@ fn converges_with_fewer_bytes() {
     assert!(losses[last] < 1e-2 * losses[0], "{} to {}", losses[0], losses[last]);
 }
 
-/// Factors would be larger than these gradients.
+/// Two factors are not less than half of these gradients' size.
 #[test]
 fn small_gradients_are_sent_whole() {
     assert_eq!(on_two_ranks(&power_sgd(5, 0), 20), on_two_ranks("type = 'ddp'", 20));

@@ -10,7 +10,7 @@ use serde::{Deserialize, Serialize};
 
 /// Prints a table of the model before training: `{ type = "model_summary", max_units = 40 }`. For
 /// each unit it lists the parameters, the trainable ones and the bytes that rank 0 holds. Below the
-/// table it lists tied parameters and, if others are sharded, the parameters that every rank holds
+/// table it lists tied parameters and, if others are sharded, the parameters that rank 0 holds
 /// whole. Like Lightning's `ModelSummary`.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,

@@ -10,8 +10,9 @@ use serde::{Deserialize, Serialize};
 
 /// Logs rates over the last steps: `{ type = "throughput_monitor" }`. Uses the names of Lightning's
 /// `ThroughputMonitor`: `device/batches_per_sec`, `device/items_per_sec`, `device/flops_per_sec`
-/// and `device/mfu` are per rank. The names without `device/` are the sum over all ranks, and
-/// `time` is the seconds of training. An item is a token, or another unit that the loss counts.
+/// and `device/mfu` are per rank. The names without `device/`, except `mfu`, are the sum over all
+/// ranks, and `time` is the seconds of training. An item is a token, or another unit that the loss
+/// counts.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ThroughputMonitorConfig {

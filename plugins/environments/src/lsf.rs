@@ -19,7 +19,7 @@ use crate::process::{Names, Process};
 ///   by the number of distinct hosts in the file.
 /// - `LSB_DJOB_RANKFILE`: a file with the hosts. The first line is the launch node, which runs no
 ///   ranks.
-/// - `LSB_JOBID`, `LSB_JOBINDEX`: required; the job, and its element in a job array.
+/// - `LSB_JOBID`: required; the job. `LSB_JOBINDEX`: its element, in a job array.
 /// - `LSB_RESTART`: `Y` if LSF has restarted the job.
 /// - `MASTER_ADDR`: rank 0's host; else the second host in the rank file.
 /// - `MASTER_PORT`: a free port there; else 10000 plus the last three digits of job id plus

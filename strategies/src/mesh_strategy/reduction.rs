@@ -99,7 +99,7 @@ impl GradientReduction {
         Ok(Self { compression, predivide_factor, apart: Arc::default() })
     }
 
-    /// The same reduction, skipped while `apart` is set.
+    /// The same reduction, without the sum over replicas while `apart` is set.
     #[must_use]
     pub(super) fn unless(self, apart: Arc<AtomicBool>) -> Self {
         Self { apart, ..self }

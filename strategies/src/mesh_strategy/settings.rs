@@ -62,9 +62,6 @@ pub(crate) struct Settings {
     /// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `context_parallel` and
     /// `tensor_parallel`; `None` sizes follow from the world size.
     pub(crate) sizes: [Option<usize>; 4],
-    /// Whether the mesh may have several ranks. If not, every backward reduces its gradients at
-    /// once, because no communication can be deferred.
-    pub(crate) communicates: bool,
     /// Whether `device_mesh` refuses several ranks and recommends other strategies.
     pub(crate) one_rank_only: bool,
     pub(crate) sharding: Sharding,
@@ -95,12 +92,16 @@ pub(crate) struct Settings {
 }
 
 impl Settings {
+    /// Whether there may be several ranks: not if every dimension has size 1.
+    pub(crate) fn communicates(&self) -> bool {
+        self.sizes != [Some(1); 4]
+    }
+
     /// The defaults of every option, for `sizes`.
     pub(crate) fn new(name: &'static str, sizes: [Option<usize>; 4], sharding: Sharding) -> Self {
         Self {
             name,
             sizes,
-            communicates: true,
             one_rank_only: false,
             sharding,
             reshard_after_forward: ReshardAfterForward::Auto,

@@ -352,9 +352,9 @@ impl Strategy for MeshStrategy {
 
     fn capabilities(&self) -> Capabilities {
         Capabilities {
-            distributed: self.settings.communicates,
+            distributed: self.settings.communicates(),
             sharded: self.settings.sharding != Sharding::Never,
-            no_sync: self.settings.communicates,
+            no_sync: self.settings.communicates(),
             // Independent replicas change their values when they synchronise.
             deferred_reads: self.settings.outer.is_none(),
             saves_distributed_checkpoints: self.settings.save_distributed_checkpoint,

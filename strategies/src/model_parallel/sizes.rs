@@ -116,7 +116,8 @@ impl Sizes {
     /// remaining ranks.
     ///
     /// # Errors
-    /// If data and tensor parallelism are both automatic, and the hosts do not divide the ranks.
+    /// If data and tensor parallelism are both automatic, and the hosts do not divide the ranks,
+    /// the replicas the hosts, or the context ranks the ranks of a host.
     pub(super) fn resolve(self, context: &BuildContext) -> Result<[Option<usize>; 4]> {
         let Self { replicate, shard, context: sequence, tensor } = self;
         let all = [replicate, shard, sequence, tensor];

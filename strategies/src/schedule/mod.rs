@@ -4,7 +4,7 @@
 //! It answers with actions (gather, free, reduce, wait), which its driver performs in order. It has
 //! no tensors, locks, clocks or communication, so the strategies of this crate, a test or a
 //! simulation of a large run can drive it. A driver locks its schedule for one event, and holds no
-//! lock while an action runs or a peer is waited for.
+//! lock while a collective is started or a peer is waited for.
 //!
 //! | module | decides |
 //! |---|---|

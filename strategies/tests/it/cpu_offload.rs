@@ -80,7 +80,7 @@ fn third_step(ranks: usize, config: &str, accumulate: usize) -> ([Transferred; 2
 
 // checklist: torchtune: CPUOffloadPolicy
 #[test]
-fn offload_moves_shards_and_gradients_once() {
+fn shards_move_with_gathers_gradients_once() {
     let config = r#"{"type": "fsdp"}"#;
     for (ranks, accumulate) in [(2, 1), (3, 1), (2, 3)] {
         let ([parameters, gradients], [gathered, reduced]) =

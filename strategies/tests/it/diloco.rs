@@ -574,7 +574,7 @@ fn options_out_of_range() {
 }
 
 #[test]
-fn replicated_batch_norms_are_refused() {
+fn synchronised_batch_norms_are_refused() {
     let norm = BatchNormConfig { synchronised: Some(true), ..BatchNormConfig::default() };
     let config = diloco(1, r#""sync_every": 2"#);
     let refused = run_ranks(2, |world| -> Result<()> {

@@ -131,7 +131,7 @@ pub fn reshard(
 /// small files are copied from weights into a full checkpoint or a Hugging Face directory.
 ///
 /// # Errors
-/// If `name` exists and is not a checkpoint, or `overwrite` is not set. If the input is damaged, or
+/// If `name` exists, and is not a checkpoint or `overwrite` is not set. If the input is damaged, or
 /// lacks the requested average of the weights. If two tensors get the same name. If the output
 /// cannot be written. Nothing is changed then.
 pub fn convert(

@@ -21,8 +21,8 @@ use fulgurite_engine::shard::Region;
 
 /// A state dict in a file of `torch.save`.
 ///
-/// The file is a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or a `pytorch_model.bin` shard
-/// of a Hugging Face directory.
+/// The path is a `.pt`, `.pth` or `.bin` file, a Lightning `.ckpt`, or a Hugging Face directory
+/// with `pytorch_model.bin` or its shards.
 ///
 /// The state dict may be the saved object, or lie in it under `state_dict`, `model`, `module` or
 /// `model_state_dict`, possibly nested. Other objects are ignored, and nothing is executed. Opening

@@ -141,7 +141,7 @@ impl Shared {
     }
 }
 
-/// One group's collectives and votes, which run one after the other.
+/// One group's collectives and votes, which start one after the other.
 struct Line {
     group: Arc<dyn ProcessGroup>,
     shared: Arc<Shared>,
@@ -192,7 +192,7 @@ impl Line {
                     let _ = waiting.send(self.start(collective, true));
                 }
                 Job::Ask => {
-                    // This rank has already returned an error.
+                    // This rank has an error already.
                     let _ = self.ask();
                 }
             }
@@ -294,7 +294,7 @@ impl Interceptor for Asking {
         work
     }
 
-    /// Starts nothing: the question must be answered before the group can say whether it can.
+    /// Starts nothing: the ranks must vote before the group can tell whether it can.
     fn start_after(
         &self,
         _: &Arc<dyn ProcessGroup>,

@@ -1,7 +1,9 @@
 //! Checks that all ranks have equal values: [`Agreement`].
 //!
-//! Values that all ranks must share are compared before the first step: the configuration before any
-//! other communication, data and program before the model is set up. Each check is one all-reduce.
+//! Values that all ranks must share are compared before the first step: the process group's
+//! configuration through the store, before the ranks connect ([`Agreement::compare`]); the rest of
+//! the configuration, the data, the program and the schedules each by one all-reduce
+//! ([`Agreement::check`]).
 
 use std::collections::BTreeMap;
 use std::fmt::{self, Write as _};

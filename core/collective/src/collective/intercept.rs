@@ -11,7 +11,7 @@ use crate::{Error, Result};
 ///
 /// [`Intercepted`] is the group with an interceptor around it. It passes on everything that an
 /// interceptor does not see: ranks, memory, device connections, failures. So a method that
-/// [`ProcessGroup`] gains later reaches the group through every interceptor.
+/// [`ProcessGroup`] gains later is passed on here, once for all interceptors.
 ///
 /// ```
 /// use std::sync::Arc;

@@ -70,8 +70,7 @@ impl Region {
     }
 
     /// The part of this region that chunk `index` of `parts` along `dim` covers (`torch.chunk`).
-    #[doc(hidden)]
-    pub fn chunked(&self, dim: usize, parts: usize, index: usize) -> Self {
+    pub(crate) fn chunked(&self, dim: usize, parts: usize, index: usize) -> Self {
         let mut region = self.clone();
         let (offset, size) = super::chunk(self.sizes[dim], parts, index);
         region.offsets[dim] += offset;

@@ -73,8 +73,8 @@ type Made<B> = Result<(Samples, B)>;
 /// made in its own [execution context](ExecutionContext), and arrives in the plan's order.
 ///
 /// Workers pause when as many batches as [`Workers`] allow are waiting. An error or panic takes its
-/// batch's place, names the samples, and is the last item. Dropping a loader stops its workers,
-/// after waiting a few seconds for batches in progress.
+/// batch's place, names the samples, and is the last item. Dropping a loader stops its workers, and
+/// waits at most a few seconds for batches in progress.
 ///
 /// ```
 /// use fulgurite_core::data::{Loader, Samples, Split, Workers};

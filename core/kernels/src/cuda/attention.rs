@@ -99,8 +99,8 @@ impl Attend<'_> {
         Ok(Some(of))
     }
 
-    /// Returns the plan of [`attention`], and how many queries to compute at once. `None` if sizes
-    /// exceed 32 bits.
+    /// Returns the plan of [`attention`], and how many queries to compute at once. `None` if no
+    /// kernel supports the tensors or sizes exceed 32 bits.
     fn in_blocks(&self, tensors: [&Tensor; 3]) -> Result<Option<(Attention, usize)>> {
         let Some(of) = self.plan_of(Order::HeadsFirst, tensors)? else { return Ok(None) };
         let at_once = of.queries_within(SCORES_BYTES);
@@ -124,8 +124,8 @@ impl Attend<'_> {
             }
             return Ok(None);
         }
-        // A block can ask for 99 KiB or more on every GPU, which is enough, but possibly for less
-        // on a GPU slice.
+        // A block can ask for 99 KiB or more on GPUs from 8.0 on, which is enough, but possibly for
+        // less on a GPU slice.
         let most = Attribute::CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN;
         let most = usize::try_from(context.attribute(most).w()?).unwrap_or(0);
         // Sizes that the kernels count in 32 bits: rows, and elements between neighbouring rows.

@@ -51,9 +51,9 @@ struct Block {
 
 impl Attention {
     /// Returns how many queries to compute at once so that the buffers of [`attention_backward`]
-    /// for their scores fit in `bytes`. The result is a multiple of [`TILE`], and at least `TILE`.
-    /// With a window it is not much larger than the window, because every query has scores for all
-    /// keys of the block.
+    /// for their scores fit in `bytes`. The result is all queries, or a multiple of [`TILE`] and at
+    /// least `TILE`. With a window it is at most about the window or [`IN_WINDOW`], whichever is
+    /// larger, because every query has scores for all keys of the block.
     pub fn queries_within(&self, bytes: usize) -> usize {
         // Scores and the probabilities' gradient in f32; probabilities and the scores' gradient in
         // the dtype.

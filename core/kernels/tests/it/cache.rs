@@ -1,5 +1,6 @@
 //! The cache of compiled kernels.
 
+use std::cell::Cell;
 use std::fs;
 
 use fulgurite_core::Error;
@@ -41,9 +42,15 @@ fn complete_files_are_reused() {
 fn kernels_are_cached_by_key() {
     let folder = tempfile::tempdir().unwrap();
     let cache = Cache::new(folder.path());
+    let made = Cell::new(0);
     for key in ["a", "b", "a"] {
-        assert_eq!(cache.bytes("name", key, || Ok(key.into())).unwrap(), key.as_bytes());
+        let make = || {
+            made.set(made.get() + 1);
+            Ok(key.into())
+        };
+        assert_eq!(cache.bytes("name", key, make).unwrap(), key.as_bytes());
     }
+    assert_eq!(made.get(), 2, "the third is kept");
 }
 
 #[test]

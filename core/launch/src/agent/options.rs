@@ -8,7 +8,8 @@ use std::time::Duration;
 
 use crate::{Error, Result};
 
-/// Options of an agent; all but [`node_rank`](Self::node_rank) are equal on all nodes.
+/// Options of an agent. [`nodes`](Self::nodes), [`max_restarts`](Self::max_restarts),
+/// [`endpoint`](Self::endpoint) and [`id`](Self::id) must be equal on all nodes.
 #[derive(Debug, Clone)]
 pub struct AgentOptions {
     /// The program that ranks run.

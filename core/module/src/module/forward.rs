@@ -33,7 +33,7 @@ pub struct ForwardScope {
     pub seed: u64,
     /// The optimizer step being computed.
     pub step: u64,
-    /// Index, in the step's global batch, of this rank's first sample.
+    /// Index, in the step's global batch, of the first sample in this rank's forward.
     pub first_sample: u64,
     /// The ranks that share each sequence, if several do. Ids and activations (`[batch, time]`,
     /// `[batch, time, width]`) then hold this rank's part of the sequence in dimension 1.

@@ -15,7 +15,7 @@ use fulgurite_tensor::autograd::{
 };
 
 /// An output of a unit, and its layout over tensor-parallel ranks.
-pub(super) type Output = (Tensor, Option<Arc<Activation>>);
+type Output = (Tensor, Option<Arc<Activation>>);
 
 /// Returns a copy of an output outside of graphs. The output itself may share memory with the input
 /// or a parameter, and the memory of an offloaded graph is released.

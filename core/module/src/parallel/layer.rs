@@ -1,4 +1,7 @@
 //! The computation of a layer under a plan.
+//!
+//! Both sides of an edge between layers have one layout of the activation: each layer checks its
+//! input against the layout that it takes.
 
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -8,8 +8,8 @@ use candle_core::{DType, Device, Tensor};
 use super::Init;
 use crate::{Error, Result};
 use fulgurite_collective::shard::Region;
+use fulgurite_tensor::autograd::GradMode;
 use fulgurite_tensor::autograd::storage;
-use fulgurite_tensor::execution::GradMode;
 
 /// A buffer's initial values.
 #[derive(Debug, Clone)]

@@ -13,8 +13,9 @@ use fulgurite_collective::shard::ShardSpec;
 /// A strategy's access to a parameter: sets its cuts, this rank's part, the time when it has
 /// values, and the target of its gradient. Dereferences to the [`Parameter`].
 ///
-/// A strategy gets the slots from the tree that it sets up ([`ModuleTree::slots`]).
-/// `Strategy` defines what each call may do.
+/// A strategy gets the slots from the tree that it sets up ([`ModuleTree::slots`]). Only a slot
+/// changes how a parameter is cut, held and reduced. The contract of `Strategy` says what may be
+/// done in which of its methods.
 ///
 /// [`ModuleTree::slots`]: crate::module::ModuleTree::slots
 #[derive(Debug, Clone, PartialEq)]

@@ -56,7 +56,7 @@ enum Verdict {
 /// The reason why a connection failed.
 #[derive(Debug, PartialEq)]
 pub(super) enum HandshakeError {
-    /// The other end is not ready or busy, with the reason.
+    /// The other end is busy, or not ready yet, with the reason.
     Retry(String),
     /// This process cannot open a connection, with the reason.
     Exhausted(String),

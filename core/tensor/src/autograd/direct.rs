@@ -5,8 +5,8 @@
 //! function's result is two nodes. The *source* has one element and the backward. The output is
 //! made from the source, and its own backward only hands its gradient on. A function that takes the
 //! output depends on the source instead, and leaves its gradient there. Gradients from candle's
-//! operations reach the source through the output. candle visits the source last, when all parts of
-//! the gradient have arrived. (A failed backward leaves the parts handed on so far. Parameters then
+//! operations reach the source through the output. candle visits the source once all parts of the
+//! gradient have arrived. (A failed backward leaves the parts handed on so far. Parameters then
 //! hold partial gradients too, and the backward is not repeated.)
 
 use std::collections::HashMap;

@@ -2,7 +2,7 @@
 //!
 //! A tensor of candle is a reference to storage plus a layout; a graph holds such references. These
 //! functions change the storage behind the reference, so a graph keeps its tensors while their
-//! memory comes and goes.
+//! memory comes and goes. Parameters' memory is allocated and freed only by these functions.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -222,8 +222,8 @@ fn cuda_len(storage: &CudaStorage) -> usize {
     }
 }
 
-/// Copies the elements of `source` (same element count and dtype, any layout) into the memory of
-/// `target`, a contiguous tensor or view. 16-bit and 32-bit integers on a device go through the
+/// Copies the elements of `source` (same element count, any dtype and layout) into the memory of
+/// `target`, a contiguous tensor or view. Tensors of i16 and i32 on a device go through the
 /// host, because candle lacks kernels for them. Their target must be a whole tensor.
 pub fn copy_from(target: &Tensor, source: &Tensor) -> Result<()> {
     if lacks_kernels(target.device(), target.dtype()) {

@@ -62,7 +62,8 @@ fn uses_apart_from(other: &Tensor, input: &Tensor, node: &Tensor) -> bool {
     has(input) && !has(node)
 }
 
-/// Checks that `y` is not a pooling of `x` with a wrong gradient. Windows do not overlap.
+/// Checks that `y` is not a pooling of `x`, with windows that do not overlap, whose gradient is
+/// wrong.
 fn refuse_pooling(x: &Tensor, y: &Tensor) -> Result<()> {
     let (_, _, height, width) = x.dims4()?;
     let (rows, columns) = (y.dims()[2], y.dims()[3]);

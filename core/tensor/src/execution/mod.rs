@@ -41,7 +41,5 @@ mod sent;
 pub mod transfer;
 
 pub use context::{ContextGuard, ExecutionContext, enter, shared, value};
-#[doc(hidden)]
-pub use context::{detect_anomalies, detects_anomalies};
-#[doc(hidden)]
-pub use grad_mode::GradMode;
+pub(crate) use context::{detect_anomalies, detects_anomalies};
+pub(crate) use grad_mode::GradMode;

@@ -116,10 +116,8 @@ pub fn host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
     Ok(tensor.to_vec1()?)
 }
 
-/// Counts a read for `what` that happens elsewhere. A CPU kernel counts one where other devices
-/// have to be read.
-#[doc(hidden)]
-pub fn count(what: &'static str) {
+/// Counts a read for `what`.
+fn count(what: &'static str) {
     COUNTS.with_borrow_mut(|counts| add(counts, what));
 }
 

@@ -45,8 +45,8 @@ where
     out
 }
 
-/// Computes two elements from three. A trait rather than a closure, because the compiler may not
-/// inline a long closure, and call it for each element. Mark the method `#[inline(always)]`.
+/// Computes two elements from three. A trait rather than a closure, because the compiler may leave
+/// a long closure out of line, and call it for each element. Mark the method `#[inline(always)]`.
 pub trait TwoOfThree<T>: Copy + Sync {
     /// Returns the two elements.
     fn of(self, a: T, b: T, c: T) -> (T, T);

@@ -102,7 +102,7 @@ fulgurite_config::config_struct! {
         /// error that names the first NaN or infinite one. Slow.
         pub detect_anomaly: bool = false,
         /// How buffers (running statistics) of data-parallel ranks are made equal after each step:
-        /// all ranks get rank 0's (`"broadcast"`) or the mean (`"mean"`), or keep their own
+        /// all get the first one's (`"broadcast"`) or the mean (`"mean"`), or keep their own
         /// (`"none"`; checkpoints have rank 0's).
         pub sync_buffers: SyncBuffers = SyncBuffers::Broadcast,
         /// Whether batch norms (`nn::BatchNorm`) compute over the batches of all data-parallel

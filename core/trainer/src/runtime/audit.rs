@@ -112,9 +112,7 @@ impl StrategyRuntime {
             UnusedParameters::Ignore => unused.iter().for_each(|slot| slot.set_local_grad(None)),
             _ => {}
         }
-        if !step.audited {
-            self.check_replicated_gradients(optimizer)?;
-        }
+        self.check_replicated_gradients(optimizer)?;
         step.audited = true;
         Ok(())
     }

@@ -14,7 +14,8 @@ use crate::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum SyncBuffers {
-    /// All ranks get rank 0's buffers (`broadcast_buffers` of PyTorch's DDP).
+    /// All ranks get the buffers of the first data-parallel rank (`broadcast_buffers` of PyTorch's
+    /// DDP).
     #[default]
     Broadcast,
     /// All ranks get the mean, which is rounded for integers.

@@ -308,7 +308,8 @@ impl StrategyRuntime {
         strategy.begin_backward(context, synchronise)?;
         // Gradients are in the reducers, not in candle's store.
         let grads = sum.backward().map_err(|error| explain_difference(error.into()))?;
-        // An optimizer without parameters is never audited: the first one if all others have names.
+        // An optimizer without parameters is never audited, such as the first one if all others
+        // have names.
         let is_first = |slot: &ParameterSlot| {
             slot.takes_grad() && steps.get(slot.optimizer()).is_some_and(|step| !step.audited)
         };

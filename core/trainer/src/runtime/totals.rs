@@ -80,7 +80,7 @@ impl StrategyRuntime {
             group.run(collective).map_err(explain_difference)?;
             read::host(&values)
         };
-        let sent = [loss_sum, step.count_or_question(unused)];
+        let sent = [loss_sum, step.count_or_report(unused)];
         let loss = sum(&sent, &**self.mesh().group(DP_CP)?)?;
         let count = self.answered(loss[1], step, unused)?;
         // Tensor-parallel ranks have the same loss, but each has its own flags.
@@ -95,7 +95,7 @@ impl StrategyRuntime {
     pub(super) fn total_count(&self, state: &RuntimeState, optimizer: usize) -> Result<f64> {
         let unused = self.unused(state, optimizer);
         let step = &state.steps[optimizer];
-        let count = Tensor::new(&[step.count_or_question(&unused)], &Device::Cpu)?;
+        let count = Tensor::new(&[step.count_or_report(&unused)], &Device::Cpu)?;
         let collective = Collective::all_reduce(&count, ReduceOp::Sum);
         self.mesh().group(DP_CP)?.run(collective).map_err(explain_difference)?;
         self.answered(read::host::<f64>(&count)?[0], step, &unused)
@@ -130,7 +130,7 @@ impl StrategyRuntime {
     }
 
     /// Returns `sum` if it is finite. Otherwise some rank sent NaN: all ranks exchange reports, and
-    /// the count is summed from them. Parameters without a gradient on every rank lose their zero
+    /// the count is summed from them. Parameters that got a gradient on no rank lose their zero
     /// gradient, so that the optimizer leaves them alone.
     ///
     /// # Errors
@@ -168,7 +168,7 @@ impl StrategyRuntime {
 
 impl StepState {
     /// Returns this rank's term of the count's sum: its count, or NaN if it has more to report.
-    fn count_or_question(&self, unused: &[usize]) -> f64 {
+    fn count_or_report(&self, unused: &[usize]) -> f64 {
         let asks = self.wrong_count.is_some() || !unused.is_empty();
         if asks { f64::NAN } else { self.count }
     }

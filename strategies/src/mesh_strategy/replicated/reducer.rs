@@ -19,7 +19,8 @@ pub(in crate::mesh_strategy) struct Reducer {
     group: Arc<dyn ProcessGroup>,
     reduction: GradientReduction,
     partial_grads: PartialGrads,
-    /// Locked for one look-up or event at a time, never while an action is performed.
+    /// Locked for one look-up, event or local action at a time, never while a collective is started
+    /// or waited for.
     state: Mutex<State>,
 }
 
