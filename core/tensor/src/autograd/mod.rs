@@ -14,7 +14,7 @@ mod variables;
 mod wrong_gradients;
 
 #[doc(hidden)]
-pub use crate::execution::GradMode;
+pub use crate::execution::grad_mode::GradMode;
 #[doc(hidden)]
 pub use anomaly::anomaly;
 pub use anomaly::detect_anomaly;

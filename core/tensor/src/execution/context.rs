@@ -179,12 +179,12 @@ pub(super) fn grad_mode() -> GradMode {
 }
 
 /// Whether layers on this thread check their values for anomalies.
-pub fn detects_anomalies() -> bool {
+pub(crate) fn detects_anomalies() -> bool {
     THREAD.with_borrow(|thread| thread.current.detects_anomalies)
 }
 
 /// Turns anomaly checks on for this thread until the guard is dropped.
-pub fn detect_anomalies() -> ContextGuard {
+pub(crate) fn detect_anomalies() -> ContextGuard {
     push(Change::DetectAnomalies)
 }
 

@@ -35,7 +35,7 @@
 //! ```
 
 mod context;
-mod grad_mode;
+pub(crate) mod grad_mode;
 pub mod read;
 mod sent;
 pub mod transfer;
