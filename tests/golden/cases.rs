@@ -66,7 +66,7 @@ pub(crate) fn decoder(variant: Variant, strategy: impl Into<String>) -> Fabricat
 
 pub(crate) fn case(name: &'static str, ranks: usize, case: Fabricated) -> Case {
     let half =
-        matches!(case.compute_dtype, DType::BF16 | DType::F16) || case.strategy.contains("bf16");
+        matches!(case.compute_dtype, DType::BF16 | DType::F16) || case.strategy.contains("f16");
     Case { name, ranks, driver: Loop::Fabric(case), half }
 }
 

@@ -2,9 +2,9 @@
 //! the calls and bytes of every collective, for every kind of training.
 //!
 //! `record.json` holds the expected values. Bits depend on the vector instructions of matrix
-//! products, so each CPU family has its own record. Cases in bf16 have one more for CPUs with bf16
-//! instructions. On a CPU family without a record, losses and norms are compared with another
-//! family's to a tolerance.
+//! products, so each CPU family has its own record. Cases in half precision (`Case::half`) have one
+//! more for CPUs with bf16 instructions. On a CPU family without a record, losses and norms are
+//! compared with another family's to a tolerance.
 //!
 //! After an intended change, run `UPDATE_GOLDEN=1 cargo test --test golden`. It records this CPU's
 //! bits. If a case's bits changed, it drops the outdated bits of other CPUs.

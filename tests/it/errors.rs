@@ -95,7 +95,7 @@ fn shared_memory_does_not_reach_another_host() {
 }
 
 #[test]
-fn no_trained_parameters_is_a_warning() {
+fn doubtful_settings_are_warnings() {
     let scratch = Scratch::with_tokens();
     let keys = ["data.validation_fraction=0.001", "trainer.precision=bf16-true"];
     let run = scratch.small().set(&keys).start().wait();

@@ -515,6 +515,7 @@ fn a_hook_clips_a_late_step_too() {
         };
         let (at_once, late) = (clipped(OFF), clipped(ON));
         late.result.as_ref().unwrap();
+        assert_eq!((at_once.reads[1], late.reads[1]), (0, 4), "{options:?}: steps that are late");
         assert_eq!(late.curve(), at_once.curve(), "{options:?}");
         assert!(late.seen == at_once.seen, "{options:?}: other weights or state");
         assert!(at_once.seen != train(2, &[&keys[..], &[OFF]].concat()).seen, "the hook clips");

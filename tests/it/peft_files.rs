@@ -208,7 +208,7 @@ fn weights_from_the_adapter_are_kept() {
 
 /// For a resized model PEFT also writes the parts of a saved module.
 #[test]
-fn saved_module_parts_are_not_listed_again() {
+fn parts_of_a_saved_module_are_read_as_one() {
     let temp = tempfile::tempdir().unwrap();
     let write = |names: &[&str]| {
         let copy = changed("all_norms", temp.path(), "revision", serde_json::Value::Null);

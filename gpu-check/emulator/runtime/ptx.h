@@ -151,7 +151,7 @@ template <class T> inline T abs(T a) {
     if constexpr (is_float<T>) return std::bit_cast<T>((Word<T>)(std::bit_cast<Word<T>>(a) & ~((Word<T>)1 << (sizeof(T) * 8 - 1))));
     else return a < 0 ? (T)(0 - (Word<T>)a) : a;
 }
-// With NAN_WINS the result is a NaN if either operand is; otherwise the other operand.
+// If an operand is NaN, the result is NaN with NAN_WINS, and the other operand without it.
 template <class T, bool NAN_WINS> inline T min(T a, T b) {
     auto x = wide(a), y = wide(b);
     if constexpr (is_float<T>) {

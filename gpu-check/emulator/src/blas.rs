@@ -285,8 +285,8 @@ unsafe extern "C" fn cublasGemmStridedBatchedEx(
 ) -> c_int {
     let kinds = (Kind::of(a_kind), Kind::of(b_kind), Kind::of(c_kind));
     let (Some(a_kind), Some(b_kind), Some(c_kind)) = kinds else { return NOT_SUPPORTED };
-    // Known combinations: the sum in f32 and all matrices of one dtype, or f32 output of half
-    // inputs.
+    // Known combinations: f16 summed in f16, f64 summed in f64, and sums in f32 with all matrices
+    // of one dtype (not f64) or f32 output of half inputs.
     let is_known = match compute {
         64 => [a_kind, b_kind, c_kind] == [Kind::F16; 3],
         68 | 77 => {

@@ -15,7 +15,7 @@ use crate::pattern;
 
 /// Maximum length of a `tokenizer.json`; the largest published ones have a tenth of it.
 const MAX_FILE: u64 = 256 << 20;
-/// Maximum growth of a text by normalization.
+/// Maximum factor by which normalization may lengthen a text.
 const MAX_GROWTH: f64 = 64.0;
 /// Files of other tokenizers that transformers can convert to a `tokenizer.json`.
 const OTHER_FILES: [&str; 7] = [

@@ -260,7 +260,7 @@ fn charts(html: &mut String, runs: &[Run], names: &[&str]) {
 
 fn differences(html: &mut String, runs: &[Run]) {
     *html += "<h2>Settings</h2>\n";
-    // Evaluations and failed starts get no column.
+    // Evaluations and failed starts get no column if any run has trained.
     let mut shown: Vec<usize> =
         (0..runs.len()).filter(|&index| runs[index].has_trained()).collect();
     if shown.is_empty() {

@@ -48,7 +48,8 @@ impl Run {
         self.curves.get(metric)?.points.last().map(|point| point.1)
     }
 
-    /// Whether the run has trained: a step was logged, or the summary has a step time.
+    /// Whether the run has trained: it has logged `train_loss`, saved a checkpoint, or its summary
+    /// has a step time.
     pub(super) fn has_trained(&self) -> bool {
         let stepped = self.event("summary").is_some_and(|end| end["step_s_median"].is_number());
         stepped || self.curves.contains_key("train_loss") || self.event("checkpoint").is_some()

@@ -10,6 +10,7 @@ use fulgurite_core::collective::{ProcessGroup, ReduceOp};
 use fulgurite_core::fabric::{Fabric, UnusedParameters};
 use fulgurite_core::nn::Loss;
 use fulgurite_core::optim::AdamW;
+use fulgurite_core::run::ClipAlgorithm;
 use fulgurite_test_support::training::{ROUTE, Run, Toy, Training, gather_weights, init, strategy};
 use fulgurite_transports::run_ranks;
 
@@ -341,6 +342,35 @@ fn steps_ending_unsynchronised_are_refused() {
         insta::allow_duplicates! {
             insta::assert_snapshot!(errors[1], @"the optimizer cannot step: the step's last backward ran under `no_backward_sync`, so its gradients are on their own ranks only. Run the last micro-batch's backward with `no_backward_sync(false)`, or without a guard");
         }
+    }
+}
+
+#[test]
+fn refused_deferred_step_leaves_nothing_behind() {
+    for config in CONFIGS {
+        let weights = |refused: bool| {
+            run_ranks(2, |world| {
+                let mut fabric = Fabric::new(world, strategy(config)?, init(config)?, 3)?;
+                let (toy, optimizer) = fabric.setup(Toy::new, &AdamW::default())?;
+                let mut optimizer = optimizer.with_unused_parameters(UnusedParameters::Zero);
+                for step in 0..2 {
+                    {
+                        let _no_sync = fabric.no_backward_sync(true);
+                        fabric.backward(&toy.loss(step, ROUTE)?)?;
+                    }
+                    if refused {
+                        let clip = Some((1e-3, ClipAlgorithm::Norm));
+                        optimizer.clip_and_step(clip).expect_err("nothing was synchronised");
+                    }
+                    fabric.backward(&toy.loss(step, ROUTE)?)?;
+                    let pending = optimizer.clip_and_step(None)?;
+                    optimizer.read(pending)?;
+                }
+                gather_weights(fabric.module_tree()?, &**fabric.world())
+            })
+            .unwrap()
+        };
+        assert_eq!(weights(true), weights(false), "{config}");
     }
 }
 

@@ -52,7 +52,7 @@ struct Block {
 impl Attention {
     /// Returns how many queries to compute at once so that the buffers of [`attention_backward`]
     /// for their scores fit in `bytes`. The result is all queries, or a multiple of [`TILE`] and at
-    /// least `TILE`. With a window it is at most about the window or [`IN_WINDOW`], whichever is
+    /// least `TILE`. With a window it is at most about the window or 512, whichever is
     /// larger, because every query has scores for all keys of the block.
     pub fn queries_within(&self, bytes: usize) -> usize {
         // Scores and the probabilities' gradient in f32; probabilities and the scores' gradient in

@@ -202,8 +202,8 @@ impl Fabric {
 
     /// Sets how the buffers of data-parallel ranks are synchronised after each step.
     ///
-    /// By default all ranks get rank 0's buffers. Every rank must make the same call; not
-    /// collective.
+    /// By default all ranks get the buffers of the first data-parallel rank. Every rank must make
+    /// the same call; not collective.
     pub fn set_sync_buffers(&self, how: SyncBuffers) {
         self.runtime.set_sync_buffers(how);
     }

@@ -4,6 +4,7 @@
 //! loss and norm before or after the update.
 
 use std::collections::BTreeMap;
+use std::mem;
 
 use super::FabricOptimizer;
 use crate::run::ClipAlgorithm;
@@ -76,12 +77,20 @@ impl PendingStep {
 #[derive(Debug, Default)]
 pub(super) struct CurrentStep {
     /// Loss and norm on the device. `None` if the host sums them.
-    sums: Option<DeviceSums>,
+    deferred: Option<Deferred>,
     /// Loss and norm, once the host has read them.
     numbers: Option<StepNumbers>,
     clip: Clip,
     /// Whether the gradients overflowed in f16; `None` until the norm is read.
     overflowed: Option<bool>,
+}
+
+/// A step whose loss and norm stay on the device.
+#[derive(Debug)]
+struct Deferred {
+    sums: DeviceSums,
+    /// The optimizer's [`scalars`](FabricOptimizer::scalars) before the step and its hooks.
+    scalars: BTreeMap<String, f64>,
 }
 
 /// The clipping of a step's gradients.
@@ -180,24 +189,21 @@ impl FabricOptimizer {
     /// checks both. Returns the count of the step's losses over all ranks.
     ///
     /// # Errors
-    /// If a limit is not above 0, if the count of a loss is negative or not finite, or if the host
-    /// reads a loss or norm that is not finite.
+    /// If a limit is not above 0, if the last backward ran under `no_backward_sync`, if the count
+    /// of a loss is negative or not finite, or if the host reads a loss or norm that is not finite.
     pub(crate) fn reduce(
         &mut self,
         clip: Option<(f64, ClipAlgorithm)>,
         defer: bool,
     ) -> Result<f64> {
-        if let Some((limit, algorithm)) = clip {
-            check_positive(
-                match algorithm {
-                    ClipAlgorithm::Norm => "max_norm",
-                    ClipAlgorithm::Value => "clip_value",
-                },
-                limit,
-            )?;
-        }
-        self.current.sums = None;
+        self.current.deferred = None;
+        self.runtime.check_synchronised(self.index)?;
         if defer && self.can_defer_reads()? {
+            match clip {
+                None => {}
+                Some((max_norm, ClipAlgorithm::Norm)) => check_positive("max_norm", max_norm)?,
+                Some((value, ClipAlgorithm::Value)) => check_positive("clip_value", value)?,
+            }
             let sums = self.runtime.sum_on_device(self.index);
             let sums = sums.map_err(|error| self.during_step(error))?;
             // The host handles a step in which nothing counts.
@@ -211,7 +217,7 @@ impl FabricOptimizer {
                     Some((value, ClipAlgorithm::Value)) => self.current.clip.value = Some(value),
                 }
                 let count = sums.count;
-                self.current.sums = Some(sums);
+                self.current.deferred = Some(Deferred { sums, scalars: self.scalars() });
                 return Ok(count);
             }
         }
@@ -230,24 +236,27 @@ impl FabricOptimizer {
     /// Whether the host may read loss and norm after the update. The same on all ranks.
     fn can_defer_reads(&self) -> Result<bool> {
         // An update of values in host memory waits for the scale anyway.
-        let on_host = |parameter: &Parameter| {
-            Ok(!parameter.local()?.values.device().same_device(parameter.device()))
+        let in_place = |parameter: &Parameter| -> Result<bool> {
+            Ok(parameter.local()?.values.device().same_device(parameter.device()))
         };
-        let on_host: Result<Vec<bool>> = self.inner.parameters().iter().map(on_host).collect();
-        Ok(self.runtime.can_defer_reads()? && !on_host?.contains(&true))
+        let mut parameters = self.inner.parameters().iter();
+        Ok(self.runtime.can_defer_reads()?
+            && parameters
+                .try_fold(true, |all, parameter| Ok::<_, Error>(all && in_place(parameter)?))?)
     }
 
     /// Updates the parameters, with the clipping that [`reduce`](Self::reduce) or later hooks set.
     /// Collective.
     pub(crate) fn update(&mut self) -> Result<PendingStep> {
         let _phase = self.runtime.phase("optimizer");
+        // Taken first, so that an update that fails leaves nothing to the next one.
+        let CurrentStep { deferred, numbers, clip, overflowed } = mem::take(&mut self.current);
         self.runtime.check_synchronised(self.index)?;
-        if let Some(sums) = self.current.sums.take() {
-            return self.update_on_device(&sums);
+        if let Some(deferred) = deferred {
+            return self.update_on_device(deferred, clip);
         }
         let totals = self.step_totals(&[])?;
         let loss = self.check_loss(&totals)?;
-        let CurrentStep { numbers, clip, overflowed, .. } = std::mem::take(&mut self.current);
         let numbers = numbers.unwrap_or(StepNumbers { loss, grad_norm: f64::NAN });
         if totals.count == 0.0 {
             self.skip();
@@ -265,13 +274,12 @@ impl FabricOptimizer {
     }
 
     /// Like [`update`](Self::update), with loss and norm on the device.
-    fn update_on_device(&mut self, sums: &DeviceSums) -> Result<PendingStep> {
-        let Clip { factor, max_norm, value } = std::mem::take(&mut self.current).clip;
+    fn update_on_device(&mut self, deferred: Deferred, clip: Clip) -> Result<PendingStep> {
+        let (Deferred { sums, scalars }, Clip { factor, max_norm, value }) = (deferred, clip);
         let scale =
             sums.scale((factor.unwrap_or(1.0), value), max_norm, self.last_scale.as_ref())?;
         let numbers = scale.numbers().expect("the scale was made on the device");
         let read = read::later(numbers, "loss and gradient norm")?;
-        let scalars = self.scalars();
         self.runtime.audit_gradients(self.index, self.unused_now())?;
         self.apply(Some(&scale))?;
         self.last_scale = Some(scale);

@@ -49,7 +49,7 @@ pub(crate) struct StrategyRuntime {
     sync_buffers: Mutex<SyncBuffers>,
     /// Policies for parameters without a gradient, by optimizer index. Unset means the default.
     unused: Mutex<BTreeMap<usize, UnusedParameters>>,
-    /// The ranks that share a batch, for layers that compute over the global batch.
+    /// The ranks whose batches make up the global batch, for layers that compute over all of it.
     batch_ranks: OnceLock<BatchRanks>,
 }
 

@@ -458,7 +458,7 @@ struct OpenRun {
     guard: Option<RunDirGuard>,
 }
 
-/// Creates the run's directory and its loggers on rank 0, and returns them on all ranks.
+/// Creates the run's directory and its loggers on rank 0. All ranks get the directory's path.
 /// Collective.
 fn open_run(
     world: &dyn ProcessGroup,

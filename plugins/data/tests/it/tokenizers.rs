@@ -111,7 +111,7 @@ fn truncation_and_padding_are_ignored() {
 }
 
 #[test]
-fn end_token_from_tokenizer_config() {
+fn end_token_from_files_beside_the_tokenizer() {
     let dir = tempfile::tempdir().unwrap();
     documents(&dir.path().join("docs"), 50, 9);
     let specials = ["<unk>", "<|endoftext|>", "</s>", "<｜end▁of▁sentence｜>"];

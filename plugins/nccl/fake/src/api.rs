@@ -61,7 +61,7 @@ pub extern "C" fn fakeNcclLive() -> u64 {
 /// The smallest allowed number of ranks of a communicator.
 static FEWEST: AtomicI32 = AtomicI32::new(2);
 
-/// Allows communicators of one rank. For programs without this library, the variable
+/// Allows communicators of one rank. For programs that do not call this, the variable
 /// `FAKE_NCCL_ALONE` does the same.
 #[unsafe(no_mangle)]
 pub extern "C" fn fakeNcclAllowAlone() {

@@ -14,7 +14,7 @@ use super::levels::Levels;
 use super::placement::Placement;
 use crate::engine::{CLOSING, Completion, Failure, Job, Queue, Task, Turn, wait_for, work};
 
-/// Limit for collectives that use only the network, in one round.
+/// Limit in bytes for collectives that use only the network, in one round.
 const SMALL: usize = 64 << 10;
 
 /// The components of a group with members on several hosts.

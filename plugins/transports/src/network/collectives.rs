@@ -9,7 +9,8 @@ use crate::engine::{Buffer, Collective, Failure, Stream, bytes};
 /// Limit for an all-reduce in one round instead of two: bytes of all members together, which all go
 /// to all members.
 const SMALL_REDUCTION: usize = 64 << 10;
-/// Limit for a broadcast in one round. A larger one is cut into parts that the members send on.
+/// Limit in bytes for a broadcast in one round. A larger one is cut into parts that the members
+/// send on.
 const SMALL_BROADCAST: usize = 256 << 10;
 /// Minimum bytes that a member gets from another in one round of a reduction.
 const MIN_CHUNK: usize = 16 << 10;

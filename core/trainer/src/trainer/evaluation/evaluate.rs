@@ -70,13 +70,13 @@ pub(crate) enum Evaluated {
 }
 
 /// The outcome of a prediction.
-pub(crate) enum Predicted {
+enum Predicted {
     Done(Predictions),
     Interrupted(Interruption),
 }
 
 impl EvaluationStage {
-    pub(crate) fn split(self) -> Split {
+    fn split(self) -> Split {
         match self {
             Self::Validation => Split::Validation,
             Self::Test => Split::Test,
@@ -303,7 +303,7 @@ fn evaluation_sets(session: &Session, stage: EvaluationStage) -> Result<Vec<Eval
 }
 
 /// Predicts for this rank's samples. Collective.
-pub(crate) fn predict(session: &mut Session) -> Result<Predicted> {
+fn predict(session: &mut Session) -> Result<Predicted> {
     let sized = batches(session, Split::Predict)?;
     let hooks = PREDICT_HOOKS;
     session.hook(hooks.start)?;

@@ -129,7 +129,8 @@ impl<'a> StepPlanner<'a> {
 
     /// Returns whether any of the first `max_steps` steps has a validation.
     ///
-    /// Only a limited number of steps is checked.
+    /// Checks the first 100,000 steps. If none of them has one, a longer run is assumed to have
+    /// validations.
     pub(crate) fn is_ever_validated(&self, max_steps: u64) -> Result<bool> {
         const LOOKED_AT: u64 = 100_000;
         let (order, mut sampler) = self.train_sampler()?;

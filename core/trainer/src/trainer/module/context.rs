@@ -168,7 +168,8 @@ pub struct HookContext<'a, D: ?Sized = ()> {
     pub batch_index: u64,
     /// The trainer's task.
     pub stage: Stage,
-    /// Number of micro-batches in a step.
+    /// Number of batches per rank in a step. `trainer.micro_batch_size` may split each into several
+    /// micro-batches.
     pub accumulate_grad_batches: u64,
     /// The number of the run's last step, if known. Set from `on_train_start` on.
     pub max_steps: Option<u64>,
@@ -388,7 +389,8 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
     /// Returns the taken names in the run's checkpoint location: of existing checkpoints and of
     /// this run's requests.
     ///
-    /// Reads the location; rank 0 does so for all ranks.
+    /// Reads the location on the calling rank. Not collective: call it on rank 0 and share the
+    /// result.
     ///
     /// # Errors
     /// If the location cannot be read.

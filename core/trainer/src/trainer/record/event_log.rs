@@ -1,4 +1,5 @@
-//! `events.jsonl` in a run's directory: all events except steps.
+//! `events.jsonl` in a run's directory: the events without metrics, texts and histograms, and the
+//! outcome.
 
 use std::fs::{File, OpenOptions};
 use std::io::Write;
