@@ -1,0 +1,198 @@
+//! The keys that models are configured with: those of Hugging Face's `config.json`.
+
+use std::borrow::Cow;
+
+use fulgurite_config::KeyDoc;
+
+/// The type of a key's value.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum KeyKind {
+    /// An integer from 1 to this number.
+    Size(usize),
+    /// An integer from 0 on.
+    Integer,
+    /// A number.
+    Number,
+    /// `true` or `false`.
+    Flag,
+    /// A text.
+    Text,
+    /// A table.
+    Table,
+    /// A list.
+    List,
+}
+
+impl KeyKind {
+    /// The type in words, as in the configuration's reference.
+    pub fn words(self) -> &'static str {
+        match self {
+            Self::Size(_) | Self::Integer => "integer",
+            Self::Number => "float",
+            Self::Flag => "boolean",
+            Self::Text => "string",
+            Self::Table => "table",
+            Self::List => "list",
+        }
+    }
+
+    /// What a value must be, for messages.
+    pub(crate) fn expected(self) -> String {
+        match self {
+            Self::Size(most) => format!("an integer from 1 to {most}"),
+            Self::Integer => "an integer of at least 0".to_owned(),
+            Self::Number => "a number".to_owned(),
+            Self::Flag => "true or false".to_owned(),
+            Self::Text => "a string".to_owned(),
+            Self::Table => "a table".to_owned(),
+            Self::List => "a list".to_owned(),
+        }
+    }
+
+    pub(crate) fn accepts(self, value: &serde_json::Value) -> bool {
+        match self {
+            Self::Size(most) => {
+                value.as_u64().is_some_and(|size| (1..=most as u64).contains(&size))
+            }
+            Self::Integer => value.as_u64().is_some(),
+            Self::Number => value.as_f64().is_some_and(f64::is_finite),
+            Self::Flag => value.is_boolean(),
+            Self::Text => value.is_string(),
+            Self::Table => value.is_object(),
+            Self::List => value.is_array(),
+        }
+    }
+}
+
+/// A key that some model takes.
+#[derive(Debug)]
+pub struct Key {
+    /// Its name in `config.json` and in `[model]`.
+    pub name: &'static str,
+    /// The type of its values.
+    pub kind: KeyKind,
+    /// What it means.
+    pub doc: &'static str,
+}
+
+/// Larger sizes are mistakes. Smaller ones may still not fit into memory.
+const WIDTH: KeyKind = KeyKind::Size(1 << 20);
+const LAYERS: KeyKind = KeyKind::Size(1 << 14);
+const HEADS: KeyKind = KeyKind::Size(1 << 14);
+const POSITIONS: KeyKind = KeyKind::Size(1 << 27);
+
+const fn key(name: &'static str, kind: KeyKind, doc: &'static str) -> Key {
+    Key { name, kind, doc }
+}
+
+/// All keys that change what a model of this crate computes.
+///
+/// A key of a `config.json` that is here, and that the model's family does not take, is an error,
+/// unless its value switches nothing on. Other keys of the file are ignored.
+pub const KEYS: &[Key] = &[
+    key("vocab_size", POSITIONS, "Number of tokens; by default that of the tokenizer, rounded up to a multiple of 8."),
+    key("hidden_size", WIDTH, "Width of the residual stream."),
+    key("intermediate_size", WIDTH, "Width inside the MLPs."),
+    key("num_hidden_layers", LAYERS, "Number of layers."),
+    key("num_attention_heads", HEADS, "Number of query heads."),
+    key("num_key_value_heads", HEADS, "Number of key and value heads; by default that of query heads."),
+    key("head_dim", WIDTH, "Width of one head; by default `hidden_size / num_attention_heads`."),
+    key("hidden_act", KeyKind::Text, "The activation of the MLPs, by its name in `transformers`."),
+    key("hidden_activation", KeyKind::Text, "The activation of Gemma's MLPs."),
+    key("max_position_embeddings", POSITIONS, "The longest sequence."),
+    key("initializer_range", KeyKind::Number, "Standard deviation of the initial weights."),
+    key("rms_norm_eps", KeyKind::Number, "Epsilon of the RMS norms."),
+    key("layer_norm_eps", KeyKind::Number, "Epsilon of the layer norms."),
+    key("layer_norm_epsilon", KeyKind::Number, "Epsilon of GPT-2's layer norms."),
+    key("norm_eps", KeyKind::Number, "Epsilon of ModernBERT's layer norms."),
+    key("rope_theta", KeyKind::Number, "Base of the rotary position embedding."),
+    key("rope_parameters", KeyKind::Table, "Base and scaling of the rotary position embedding, as in `transformers` 5; for some models one table for each type of layer."),
+    key("rope_scaling", KeyKind::Table, "Scaling of the rotary position embedding, as in `transformers` 4."),
+    key("rope_local_base_freq", KeyKind::Number, "Base of the rotary embedding in Gemma 3's layers with a window."),
+    key("partial_rotary_factor", KeyKind::Number, "The part of each head that is rotated."),
+    key("original_max_position_embeddings", POSITIONS, "The longest sequence before the rotary embedding was scaled."),
+    key("rotary_pct", KeyKind::Number, "The part of each head that GPT-NeoX rotates."),
+    key("rotary_emb_base", KeyKind::Number, "Base of GPT-NeoX's rotary position embedding."),
+    key("tie_word_embeddings", KeyKind::Flag, "Whether the output head shares the embedding's weight."),
+    key("attention_bias", KeyKind::Flag, "Whether the projections of the attention have biases."),
+    key("qkv_bias", KeyKind::Flag, "Whether the projections of queries, keys and values have biases."),
+    key("mlp_bias", KeyKind::Flag, "Whether the MLPs have biases."),
+    key("norm_bias", KeyKind::Flag, "Whether ModernBERT's norms have biases."),
+    key("decoder_bias", KeyKind::Flag, "Whether ModernBERT's output head has a bias."),
+    key("classifier_bias", KeyKind::Flag, "Whether ModernBERT's classification head has a bias."),
+    key("sliding_window", POSITIONS, "The most tokens that attention looks back in layers with a window, the token itself included."),
+    key("use_sliding_window", KeyKind::Flag, "Whether layers have the window."),
+    key("max_window_layers", KeyKind::Integer, "The first of Qwen's layers with a window."),
+    key("layer_types", KeyKind::List, "The type of each layer: \"full_attention\" or \"sliding_attention\"."),
+    key("sliding_window_pattern", LAYERS, "Every how manieth of Gemma 3's layers has no window."),
+    key("no_rope_layers", KeyKind::List, "For each layer 1 if it has a rotary embedding, and 0 if not."),
+    key("no_rope_layer_interval", LAYERS, "Every how manieth layer has no rotary embedding."),
+    key("query_pre_attn_scalar", KeyKind::Number, "Attention scores are divided by its root."),
+    key("attn_logit_softcapping", KeyKind::Number, "Soft limit of the attention scores."),
+    key("final_logit_softcapping", KeyKind::Number, "Soft limit of the logits."),
+    key("use_parallel_residual", KeyKind::Flag, "Whether attention and MLP of a layer take the same input."),
+    key("scale_attn_weights", KeyKind::Flag, "Whether attention scores are divided by the root of the heads' width."),
+    key("scale_attn_by_inverse_layer_idx", KeyKind::Flag, "Whether attention scores are divided by the layer's number."),
+    key("n_embd", WIDTH, "Width of GPT-2's residual stream."),
+    key("n_layer", LAYERS, "Number of GPT-2's layers."),
+    key("n_head", HEADS, "Number of GPT-2's heads."),
+    key("n_positions", POSITIONS, "The longest sequence of GPT-2."),
+    key("n_inner", WIDTH, "Width inside GPT-2's MLPs; by default four times `n_embd`."),
+    key("activation_function", KeyKind::Text, "The activation of GPT-2's MLPs."),
+    key("type_vocab_size", WIDTH, "Number of segments."),
+    key("pad_token_id", KeyKind::Integer, "The id of padding."),
+    key("position_embedding_type", KeyKind::Text, "The kind of positions of BERT: \"absolute\"."),
+    key("local_attention", POSITIONS, "Width of ModernBERT's window, both sides together."),
+    key("global_attn_every_n_layers", LAYERS, "Every how manieth of ModernBERT's layers has no window."),
+    key("global_rope_theta", KeyKind::Number, "Base of the rotary embedding in ModernBERT's layers without a window."),
+    key("local_rope_theta", KeyKind::Number, "Base of the rotary embedding in ModernBERT's layers with a window."),
+    key("classifier_pooling", KeyKind::Text, "What a classification looks at: \"cls\" or \"mean\"."),
+    key("classifier_activation", KeyKind::Text, "The activation of ModernBERT's heads."),
+    key("image_size", POSITIONS, "Height and width of a picture."),
+    key("patch_size", WIDTH, "Height and width of a patch."),
+    key("num_channels", WIDTH, "Channels of a picture."),
+    key("hidden_dropout_prob", KeyKind::Number, "Dropout after attention and MLP, and of the embedding."),
+    key("hidden_dropout", KeyKind::Number, "Dropout after attention and MLP."),
+    key("classifier_dropout", KeyKind::Number, "Dropout before a classification head."),
+    key("resid_pdrop", KeyKind::Number, "Dropout after attention and MLP."),
+    key("embd_pdrop", KeyKind::Number, "Dropout of the embedding."),
+    key("embedding_dropout", KeyKind::Number, "Dropout of the embedding."),
+    key("mlp_dropout", KeyKind::Number, "Dropout within the MLPs."),
+    key("num_labels", WIDTH, "Number of classes; by default those of `id2label`, or of the data."),
+    key("id2label", KeyKind::Table, "The names of the classes."),
+    key("problem_type", KeyKind::Text, "What a classification predicts: \"single_label_classification\", \"multi_label_classification\" or \"regression\"."),
+];
+
+/// Keys of other models, which none of this crate takes.
+pub(crate) const FOREIGN: &[&str] = &[
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "kv_lora_rank",
+    "q_lora_rank",
+    "attention_multiplier",
+    "embedding_multiplier",
+    "residual_multiplier",
+    "logits_scaling",
+    "logit_scale",
+    "linear_num_key_heads",
+    "alibi",
+    "relative_attention",
+    "add_cross_attention",
+    "quantization_config",
+];
+
+/// Returns the key of this name.
+pub(crate) fn find(name: &str) -> Option<&'static Key> {
+    KEYS.iter().find(|key| key.name == name)
+}
+
+/// Returns the keys as the configuration's reference describes them.
+pub(crate) fn documented() -> impl Iterator<Item = KeyDoc> {
+    KEYS.iter().map(|key| KeyDoc {
+        name: Cow::Borrowed(key.name),
+        ty: key.kind.words().to_owned(),
+        doc: key.doc,
+    })
+}

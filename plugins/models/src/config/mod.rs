@@ -1,0 +1,14 @@
+//! The configuration of a model: the table `[model]`, and Hugging Face's `config.json`.
+
+mod keys;
+mod model_config;
+mod pretrained;
+mod reader;
+mod rope;
+
+pub use keys::{KEYS, Key, KeyKind};
+pub use model_config::ModelConfig;
+pub use pretrained::resolve;
+pub(crate) use model_config::AUTO;
+pub(crate) use reader::Reader;
+pub(crate) use rope::RopeDefaults;

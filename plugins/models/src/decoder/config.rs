@@ -1,0 +1,137 @@
+//! The options of a decoder.
+
+use fulgurite_engine::parameter::Init;
+use fulgurite_nn::{AttentionConfig, QkNorm, RopeConfig};
+
+use crate::layers::{FeedForward, NormKind};
+
+/// Where the norms of a layer stand.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum NormPlacement {
+    /// Before attention and MLP: Llama, GPT-2.
+    Before,
+    /// After attention and MLP, before they are added to the residual stream: OLMo 2.
+    After,
+    /// Before and after each: Gemma 2 and 3.
+    Around,
+    /// Before both, which take the same input: GPT-NeoX.
+    Parallel,
+}
+
+/// What layers of one decoder may have differently.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct LayerConfig {
+    /// The index of its rotary embedding in [`DecoderConfig::ropes`]; `None` for none.
+    pub rope: Option<usize>,
+    /// The most tokens that attention looks back, the token itself included.
+    pub window: Option<usize>,
+    /// The factor of the attention scores; `None` for `1 / sqrt(head_dim)`.
+    pub scale: Option<f64>,
+}
+
+/// The shape of a [`Decoder`](super::Decoder).
+#[derive(Debug, Clone)]
+pub struct DecoderConfig {
+    /// Number of tokens.
+    pub vocab_size: usize,
+    /// Width of the residual stream.
+    pub hidden_size: usize,
+    /// Number of query heads.
+    pub num_heads: usize,
+    /// Number of key and value heads.
+    pub num_kv_heads: usize,
+    /// Width of one head.
+    pub head_dim: usize,
+    /// Whether the projections of queries, keys and values have biases.
+    pub qkv_bias: bool,
+    /// Whether the output projection of the attention has a bias.
+    pub output_bias: bool,
+    /// Norms of queries and keys.
+    pub qk_norm: Option<QkNorm>,
+    /// Soft limit of the attention scores.
+    pub attention_softcap: Option<f64>,
+    /// The feed-forward block.
+    pub feed_forward: FeedForward,
+    /// The kind of all norms.
+    pub norm: NormKind,
+    /// Their epsilon.
+    pub norm_eps: f64,
+    /// Where they stand.
+    pub norms: NormPlacement,
+    /// The rotary embeddings, which layers share.
+    pub ropes: Vec<RopeConfig>,
+    /// The layers.
+    pub layers: Vec<LayerConfig>,
+    /// The longest sequence.
+    pub max_positions: usize,
+    /// Whether each position has a learned embedding.
+    pub learned_positions: bool,
+    /// The factor of the token embeddings.
+    pub embedding_scale: Option<f64>,
+    /// Soft limit of the logits.
+    pub logit_softcap: Option<f64>,
+    /// Whether the output head shares the embedding's weight.
+    pub tied: bool,
+    /// Standard deviation of the initial weights.
+    pub initializer_range: f64,
+    /// Dropout of the embedding.
+    pub embedding_dropout: f64,
+    /// Dropout after attention and MLP.
+    pub residual_dropout: f64,
+}
+
+impl DecoderConfig {
+    /// A decoder like Llama, with one rotary embedding in all of its layers.
+    pub(crate) fn new(
+        [vocab_size, hidden_size, num_layers]: [usize; 3],
+        [num_heads, num_kv_heads, head_dim]: [usize; 3],
+        feed_forward: FeedForward,
+        rope: RopeConfig,
+    ) -> Self {
+        Self {
+            vocab_size,
+            hidden_size,
+            num_heads,
+            num_kv_heads,
+            head_dim,
+            qkv_bias: false,
+            output_bias: false,
+            qk_norm: None,
+            attention_softcap: None,
+            feed_forward,
+            norm: NormKind::Rms,
+            norm_eps: 1e-6,
+            norms: NormPlacement::Before,
+            ropes: vec![rope],
+            layers: vec![LayerConfig { rope: Some(0), window: None, scale: None }; num_layers],
+            max_positions: 2048,
+            learned_positions: false,
+            embedding_scale: None,
+            logit_softcap: None,
+            tied: false,
+            initializer_range: 0.02,
+            embedding_dropout: 0.0,
+            residual_dropout: 0.0,
+        }
+    }
+
+    pub(crate) fn init(&self) -> Init {
+        Init::Normal { mean: 0.0, std: self.initializer_range }
+    }
+
+    /// The attention of a layer, without its rotary embedding.
+    pub(crate) fn attention(&self, layer: LayerConfig) -> AttentionConfig {
+        AttentionConfig {
+            num_kv_heads: self.num_kv_heads,
+            head_dim: self.head_dim,
+            qkv_bias: self.qkv_bias,
+            output_bias: self.output_bias,
+            qk_norm: self.qk_norm,
+            softcap: self.attention_softcap,
+            scale: layer.scale,
+            window: layer.window,
+            init: Some(self.init()),
+            ..AttentionConfig::new(self.hidden_size, self.num_heads)
+        }
+    }
+}

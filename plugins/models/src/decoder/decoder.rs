@@ -1,0 +1,161 @@
+//! A decoder from token ids to logits.
+
+use candle_core::Tensor;
+use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
+use fulgurite_engine::parallel::ContextParallel;
+use fulgurite_error::{Error, Result};
+use fulgurite_nn::{
+    AttentionConfig, Documents, Dropout, Embedding, Linear, Loss, Rope, cross_entropy,
+    linear_cross_entropy, linear_predicted_classes,
+};
+
+use super::config::DecoderConfig;
+use super::layer::DecoderLayer;
+use crate::layers::{Norm, check_length};
+
+/// A decoder, with Llama's parameter names: `model.embed_tokens`, `model.layers.N`, `model.norm`
+/// and `lm_head`.
+#[derive(Debug)]
+pub struct Decoder {
+    embed_tokens: Embedding,
+    embed_positions: Option<Embedding>,
+    embedding_scale: Option<f64>,
+    dropout: Dropout,
+    layers: Vec<Unit<DecoderLayer>>,
+    norm: Norm,
+    lm_head: Linear,
+    logit_softcap: Option<f64>,
+    max_positions: usize,
+}
+
+impl Decoder {
+    /// Describes the model; allocates nothing.
+    ///
+    /// # Errors
+    /// If a size does not fit another one.
+    pub fn new(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
+        let model = b.pp("model");
+        let embedding = |name, rows| {
+            Embedding::with_init(&model.pp(name), rows, config.hidden_size, config.init())
+        };
+        let embed_tokens = embedding("embed_tokens", config.vocab_size)?;
+        let embed_positions = match config.learned_positions {
+            true => Some(embedding("embed_positions", config.max_positions)?),
+            false => None,
+        };
+        let dropout = Dropout::new(&model.pp("embed_dropout"), config.embedding_dropout)?;
+        let ropes = config.ropes.iter().map(Rope::with_config).collect::<Result<Vec<_>>>()?;
+        let layer = |(i, layer): (usize, &super::LayerConfig)| {
+            let rope = layer.rope.map(|i| ropes[i].clone());
+            let attention = AttentionConfig { rope, ..config.attention(*layer) };
+            model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, &attention))
+        };
+        let layers = config.layers.iter().enumerate().map(layer).collect::<Result<_>>()?;
+        let norm = Norm::new(&model.pp("norm"), config.norm, config.hidden_size, config.norm_eps)?;
+        let head = b.pp("lm_head");
+        let lm_head = if config.tied {
+            Linear::tied(&head, embed_tokens.weight())?
+        } else {
+            Linear::with_init(&head, config.hidden_size, config.vocab_size, config.init())?
+        };
+        Ok(Self {
+            embed_tokens,
+            embed_positions,
+            embedding_scale: config.embedding_scale,
+            dropout,
+            layers,
+            norm,
+            lm_head,
+            logit_softcap: config.logit_softcap,
+            max_positions: config.max_positions,
+        })
+    }
+
+    /// Returns the logits (`[batch, time, vocab_size]`) of the token after each of `ids`
+    /// (`[batch, time]`).
+    ///
+    /// # Errors
+    /// If a sequence is longer than the model's positions, or an id is not below the vocabulary.
+    pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
+        self.logits(&self.hidden(ids)?)
+    }
+
+    /// Returns the cross entropy of `targets`, the tokens after `ids`; targets below 0 are ignored.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
+        self.loss_of(&self.hidden(ids)?, targets)
+    }
+
+    /// Returns the [`loss`](Self::loss), and the most likely token after each of `ids`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn evaluate(&self, ids: &Tensor, targets: &Tensor) -> Result<(Loss, Tensor)> {
+        let hidden = self.hidden(ids)?;
+        // A soft limit of the logits keeps their order.
+        let likely = linear_predicted_classes(&self.lm_head, &hidden)?;
+        Ok((self.loss_of(&hidden, targets)?, likely))
+    }
+
+    /// Returns the normalised output of the last layer, `[batch, time, hidden_size]`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
+    pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
+        let (batch, time) = ids.dims2()?;
+        let context = ForwardScope::current().context;
+        let whole = time * context.as_ref().map_or(1, ContextParallel::size);
+        check_length(whole, self.max_positions)?;
+        let mut x = self.embed_tokens.forward(ids)?;
+        if let Some(scale) = self.embedding_scale {
+            // The factor is rounded to the dtype, as in `transformers`.
+            let scale = Tensor::new(scale, x.device())?.to_dtype(x.dtype())?;
+            x = x.broadcast_mul(&scale)?;
+        }
+        if let Some(positions) = &self.embed_positions {
+            let positions = positions.forward(&position_ids(ids, [batch, time], context)?)?;
+            x = x.broadcast_add(&positions)?;
+        }
+        let mut x = self.dropout.forward(&x)?;
+        for layer in &self.layers {
+            x = layer.forward(&x)?;
+        }
+        self.norm.forward(&x)
+    }
+
+    fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+        let logits = self.lm_head.forward(hidden)?;
+        match self.logit_softcap {
+            None => Ok(logits),
+            Some(cap) => Ok(((logits / cap)?.tanh()? * cap)?),
+        }
+    }
+
+    fn loss_of(&self, hidden: &Tensor, targets: &Tensor) -> Result<Loss> {
+        match self.logit_softcap {
+            None => linear_cross_entropy(&self.lm_head, hidden, targets),
+            Some(_) => cross_entropy(&self.logits(hidden)?, targets),
+        }
+    }
+}
+
+/// The positions of `ids`, `[batch or 1, time]`, within their documents, or of this rank's part of
+/// the sequence.
+fn position_ids(
+    ids: &Tensor,
+    [batch, time]: [usize; 2],
+    context: Option<ContextParallel>,
+) -> Result<Tensor> {
+    if let Some(documents) = Documents::in_force(batch, time)? {
+        return documents.positions(ids.device());
+    }
+    let positions: Vec<u32> = match context {
+        None => (0..time as u32).collect(),
+        Some(context) => {
+            context.positions(time).into_iter().flatten().map(|position| position as u32).collect()
+        }
+    };
+    Ok(Tensor::from_vec(positions, (1, time), ids.device())?)
+}

@@ -1,0 +1,102 @@
+//! One layer of the decoder.
+
+use candle_core::Tensor;
+use fulgurite_engine::module::{Module, ModuleBuilder};
+use fulgurite_error::Result;
+use fulgurite_nn::{AttentionConfig, CausalSelfAttention, Dropout};
+
+use super::config::{DecoderConfig, NormPlacement};
+use crate::layers::{MlpBlock, Norm};
+
+/// Attention and MLP, with norms where the family has them. The names are those of Llama, and of
+/// Gemma 2 where there are more norms.
+#[derive(Debug)]
+pub(crate) struct DecoderLayer {
+    norms: Norms,
+    self_attn: CausalSelfAttention,
+    mlp: MlpBlock,
+    dropout: [Dropout; 2],
+}
+
+/// The norms of a layer, in order of their use.
+#[derive(Debug)]
+enum Norms {
+    Before([Norm; 2]),
+    After([Norm; 2]),
+    Around([Norm; 4]),
+    Parallel([Norm; 2]),
+}
+
+impl DecoderLayer {
+    pub(crate) fn new(
+        b: &ModuleBuilder,
+        config: &DecoderConfig,
+        attention: &AttentionConfig,
+    ) -> Result<Self> {
+        let norm =
+            |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
+        let dropout = |name| Dropout::new(&b.pp(name), config.residual_dropout);
+        let norms = match config.norms {
+            NormPlacement::Before => {
+                Norms::Before([norm("input_layernorm")?, norm("post_attention_layernorm")?])
+            }
+            NormPlacement::Parallel => {
+                Norms::Parallel([norm("input_layernorm")?, norm("post_attention_layernorm")?])
+            }
+            NormPlacement::After => {
+                Norms::After([norm("post_attention_layernorm")?, norm("post_feedforward_layernorm")?])
+            }
+            NormPlacement::Around => Norms::Around([
+                norm("input_layernorm")?,
+                norm("post_attention_layernorm")?,
+                norm("pre_feedforward_layernorm")?,
+                norm("post_feedforward_layernorm")?,
+            ]),
+        };
+        Ok(Self {
+            norms,
+            self_attn: CausalSelfAttention::new(&b.pp("self_attn"), attention)?,
+            mlp: MlpBlock::new(
+                &b.pp("mlp"),
+                config.hidden_size,
+                config.feed_forward,
+                config.init(),
+            )?,
+            dropout: [dropout("attn_dropout")?, dropout("mlp_dropout")?],
+        })
+    }
+
+    fn attend(&self, x: &Tensor) -> Result<Tensor> {
+        self.dropout[0].forward(&self.self_attn.forward(x)?)
+    }
+
+    fn feed_forward(&self, x: &Tensor) -> Result<Tensor> {
+        self.dropout[1].forward(&self.mlp.forward(x)?)
+    }
+}
+
+impl Module for DecoderLayer {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        match &self.norms {
+            Norms::Before([before_attention, before_mlp]) => {
+                let y = self.attend(&before_attention.forward(x)?)?;
+                let (y, x) = before_mlp.forward_residual(&y, x)?;
+                Ok((x + self.feed_forward(&y)?)?)
+            }
+            Norms::After([after_attention, after_mlp]) => {
+                let x = (x + after_attention.forward(&self.attend(x)?)?)?;
+                Ok((&x + after_mlp.forward(&self.feed_forward(&x)?)?)?)
+            }
+            Norms::Around([before_attention, after_attention, before_mlp, after_mlp]) => {
+                let y = self.attend(&before_attention.forward(x)?)?;
+                let (y, x) = before_mlp.forward_residual(&after_attention.forward(&y)?, x)?;
+                Ok((x + after_mlp.forward(&self.feed_forward(&y)?)?)?)
+            }
+            Norms::Parallel([before_attention, before_mlp]) => {
+                let attended = self.attend(&before_attention.forward(x)?)?;
+                let y = self.feed_forward(&before_mlp.forward(x)?)?;
+                Ok(((y + attended)? + x)?)
+            }
+        }
+    }
+}

@@ -1,0 +1,9 @@
+//! The one decoder of this crate, with the options that families set.
+
+mod config;
+#[expect(clippy::module_inception, reason = "the decoder beside its options and its layer")]
+mod decoder;
+mod layer;
+
+pub use config::{DecoderConfig, LayerConfig, NormPlacement};
+pub use decoder::Decoder;

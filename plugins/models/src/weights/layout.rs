@@ -1,0 +1,197 @@
+//! Which tensors of a file make which tensors of a model.
+
+use super::view::{Rows, View};
+
+/// How the tensors of a Hugging Face file and of a model of this crate correspond.
+///
+/// In patterns, `*` is one segment of a name. Tensors without a rule have one name.
+#[derive(Debug, Clone)]
+pub struct WeightLayout {
+    /// The path of the model without its head in a file. A file of that part alone lacks it.
+    prefix: String,
+    /// Ends of names of tensors that are ignored in a file.
+    ignored: Vec<String>,
+    rules: Vec<Rule>,
+}
+
+/// A tensor of a file, and the tensors of the model that it is made of.
+#[derive(Debug, Clone)]
+struct Rule {
+    file: String,
+    parts: Vec<(String, View)>,
+}
+
+impl WeightLayout {
+    /// A layout in which all names are equal, for files in which the model without its head is at
+    /// `prefix`.
+    pub fn new(prefix: &str) -> Self {
+        Self { prefix: prefix.to_owned(), ignored: Vec::new(), rules: Vec::new() }
+    }
+
+    /// Ignores tensors of a file whose names end like this pattern (`*.attn.bias`).
+    #[must_use]
+    pub(crate) fn ignore(mut self, pattern: &str) -> Self {
+        self.ignored.push(pattern.trim_start_matches('*').to_owned());
+        self
+    }
+
+    fn with(mut self, file: String, parts: Vec<(String, View)>) -> Self {
+        self.rules.push(Rule { file, parts });
+        self
+    }
+
+    /// The model's tensor `model` is called `file` in a file.
+    #[must_use]
+    pub(crate) fn rename(self, model: &str, file: &str) -> Self {
+        self.with(file.to_owned(), vec![(model.to_owned(), View::WHOLE)])
+    }
+
+    /// The model's matrix `model` is the transposed matrix `file`.
+    #[must_use]
+    pub(crate) fn transpose(self, model: &str, file: &str) -> Self {
+        let view = View { transposed: true, rows: Rows::All };
+        self.with(file.to_owned(), vec![(model.to_owned(), view)])
+    }
+
+    /// The layers `parts` below `model`, of so many rows each, are one layer `file`.
+    #[must_use]
+    pub(crate) fn split(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
+        self.split_rows(model, parts, file, false)
+    }
+
+    /// [`split`](Self::split) of a layer whose weight is transposed in a file.
+    #[must_use]
+    pub(crate) fn split_transposed(
+        self,
+        model: &str,
+        parts: &[(&str, usize)],
+        file: &str,
+    ) -> Self {
+        self.split_rows(model, parts, file, true)
+    }
+
+    fn split_rows(
+        mut self,
+        model: &str,
+        parts: &[(&str, usize)],
+        file: &str,
+        transposed: bool,
+    ) -> Self {
+        for kind in ["weight", "bias"] {
+            let mut start = 0;
+            let parts = parts.iter().map(|(name, len)| {
+                let rows = Rows::Range { start, len: *len };
+                start += len;
+                let view = View { transposed: transposed && kind == "weight", rows };
+                (format!("{model}.{name}.{kind}"), view)
+            });
+            let parts = parts.collect();
+            self = self.with(format!("{file}.{kind}"), parts);
+        }
+        self
+    }
+
+    /// The layers `parts` below `model` are one layer `file`, in which the rows of a head are
+    /// beside each other.
+    #[must_use]
+    pub(crate) fn split_heads(
+        mut self,
+        model: &str,
+        parts: &[&str],
+        file: &str,
+        [heads, dim]: [usize; 2],
+    ) -> Self {
+        for kind in ["weight", "bias"] {
+            let of = |(part, name): (usize, &&str)| {
+                let rows = Rows::PerHead { part, parts: parts.len(), heads, dim };
+                (format!("{model}.{name}.{kind}"), View { transposed: false, rows })
+            };
+            let parts = parts.iter().enumerate().map(of).collect();
+            self = self.with(format!("{file}.{kind}"), parts);
+        }
+        self
+    }
+
+    /// The path of the model without its head in a file.
+    pub(super) fn prefix(&self) -> &str {
+        &self.prefix
+    }
+
+    pub(super) fn ignores(&self, file: &str) -> bool {
+        self.ignored.iter().any(|end| file.ends_with(end.as_str()))
+    }
+
+    /// The tensors of the model that are made of the file's tensor `file`.
+    pub(super) fn of_file(&self, file: &str) -> Vec<(String, View)> {
+        for rule in &self.rules {
+            if let Some(stars) = matched(&rule.file, file) {
+                let part = |(name, view): &(String, View)| (filled(name, &stars), *view);
+                return rule.parts.iter().map(part).collect();
+            }
+        }
+        vec![(file.to_owned(), View::WHOLE)]
+    }
+
+    /// The file's tensor that the model's tensor `model` is a part of, and all its parts in order.
+    pub(super) fn of_model(&self, model: &str) -> (String, Vec<(String, View)>) {
+        for rule in &self.rules {
+            for (name, _) in &rule.parts {
+                if let Some(stars) = matched(name, model) {
+                    let part = |(name, view): &(String, View)| (filled(name, &stars), *view);
+                    let parts = rule.parts.iter().map(part).collect();
+                    return (filled(&rule.file, &stars), parts);
+                }
+            }
+        }
+        (model.to_owned(), vec![(model.to_owned(), View::WHOLE)])
+    }
+}
+
+/// The segments that the stars of a pattern stand for, if it matches the name.
+fn matched<'a>(pattern: &str, name: &'a str) -> Option<Vec<&'a str>> {
+    let (mut stars, mut segments) = (Vec::new(), name.split('.'));
+    for part in pattern.split('.') {
+        let segment = segments.next()?;
+        match part {
+            "*" => stars.push(segment),
+            part if part == segment => {}
+            _ => return None,
+        }
+    }
+    segments.next().is_none().then_some(stars)
+}
+
+/// The pattern with these segments in place of its stars.
+fn filled(pattern: &str, stars: &[&str]) -> String {
+    let mut stars = stars.iter();
+    let segment = |part: &str| match part {
+        "*" => (*stars.next().expect("both sides of a rule have as many stars")).to_owned(),
+        part => part.to_owned(),
+    };
+    pattern.split('.').map(segment).collect::<Vec<_>>().join(".")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rules_name_both_sides() {
+        let layout = WeightLayout::new("t")
+            .rename("model.layers.*.norm.*", "t.h.*.ln.*")
+            .split("model.layers.*.a", &[("q", 2), ("k", 1)], "t.h.*.qk");
+        let one = |name: &str| vec![(name.to_owned(), View::WHOLE)];
+        assert_eq!(layout.of_file("t.h.3.ln.bias"), one("model.layers.3.norm.bias"));
+        assert_eq!(layout.of_model("model.layers.3.norm.bias").0, "t.h.3.ln.bias");
+        assert_eq!(layout.of_file("other"), one("other"));
+        let (file, parts) = layout.of_model("model.layers.7.a.k.weight");
+        assert_eq!(file, "t.h.7.qk.weight");
+        let rows = |start, len| View { transposed: false, rows: Rows::Range { start, len } };
+        let expected = [
+            ("model.layers.7.a.q.weight".to_owned(), rows(0, 2)),
+            ("model.layers.7.a.k.weight".to_owned(), rows(2, 1)),
+        ];
+        assert_eq!(parts, expected);
+        assert_eq!(layout.of_file("t.h.7.qk.weight"), expected);
+    }
+}

@@ -1,0 +1,119 @@
+//! A file under the names of the model.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_checkpoint::{TensorInfo, TensorSource};
+use fulgurite_engine::shard::Region;
+use fulgurite_error::{Error, Result};
+
+use super::layout::WeightLayout;
+use super::view::View;
+
+/// The tensors of a Hugging Face file, under the names and in the shapes of a model.
+pub struct MappedSource<S> {
+    source: S,
+    /// For each tensor of the model: its name in the file, the part of it, and its shape.
+    tensors: BTreeMap<String, (String, View, TensorInfo)>,
+    unreadable: BTreeMap<String, String>,
+}
+
+impl<S: TensorSource> MappedSource<S> {
+    /// Maps the file's tensors by the layout.
+    ///
+    /// # Errors
+    /// If a tensor does not have the rows that the layout takes from it.
+    pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
+        let prefix = format!("{}.", layout.prefix());
+        let base_only = !source.names().iter().any(|name| name.starts_with(&prefix));
+        let (mut tensors, mut unreadable) = (BTreeMap::new(), BTreeMap::new());
+        for file in source.names() {
+            let full = match base_only {
+                true => format!("{prefix}{file}"),
+                false => file.to_owned(),
+            };
+            if layout.ignores(&full) {
+                continue;
+            }
+            for (name, view) in layout.of_file(&full) {
+                let Some(info) = source.info(file) else {
+                    let reason = source.unreadable(file).unwrap_or("cannot be read");
+                    unreadable.insert(name, reason.to_owned());
+                    continue;
+                };
+                let Some(shape) = view.shape(&info.shape) else {
+                    return Err(Error::checkpoint(
+                        source.location(),
+                        format!(
+                            "tensor `{file}` has the shape {:?}, which does not hold `{name}`; do weights and \
+                             config.json belong together?",
+                            info.shape
+                        ),
+                    ));
+                };
+                let info = TensorInfo { shape, dtype: info.dtype };
+                tensors.insert(name, (file.to_owned(), view, info));
+            }
+        }
+        Ok(Self { source, tensors, unreadable })
+    }
+}
+
+impl<S: TensorSource> TensorSource for MappedSource<S> {
+    fn location(&self) -> &Path {
+        self.source.location()
+    }
+
+    fn names(&self) -> Vec<&str> {
+        let mut names: Vec<&str> =
+            self.tensors.keys().chain(self.unreadable.keys()).map(String::as_str).collect();
+        names.sort_unstable();
+        names
+    }
+
+    fn info(&self, name: &str) -> Option<TensorInfo> {
+        self.tensors.get(name).map(|(_, _, info)| info.clone())
+    }
+
+    fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        let Some((file, view, _)) = self.tensors.get(name) else {
+            return self.source.read(name, region, dtype, device);
+        };
+        let part = |region: Region| -> Result<Tensor> {
+            let values = self.source.read(file, &region, dtype, &Device::Cpu)?;
+            match view.transposed {
+                false => Ok(values.flatten_all()?),
+                true => Ok(values.reshape(region.sizes)?.t()?.contiguous()?.flatten_all()?),
+            }
+        };
+        let parts = view.regions(region).into_iter().map(part).collect::<Result<Vec<_>>>()?;
+        let values = match parts.as_slice() {
+            [whole] => whole.clone(),
+            parts => Tensor::cat(parts, 0)?,
+        };
+        Ok(values.to_device(device)?)
+    }
+
+    fn read_into(&self, name: &str, region: &Region, target: &Tensor) -> Result<()> {
+        match self.tensors.get(name) {
+            Some((file, View::WHOLE, _)) => self.source.read_into(file, region, target),
+            _ => {
+                let values = self.read(name, region, target.dtype(), target.device())?;
+                fulgurite_engine::autograd::storage::copy_from(target, &values)
+            }
+        }
+    }
+
+    fn unreadable(&self, name: &str) -> Option<&str> {
+        self.unreadable.get(name).map(String::as_str)
+    }
+
+    fn filtered(&self) -> Option<&str> {
+        self.source.filtered()
+    }
+
+    fn warning(&self) -> Option<String> {
+        self.source.warning()
+    }
+}
