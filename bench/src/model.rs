@@ -133,14 +133,11 @@ impl Decoder {
         let DecoderSize { vocab, dim, layers, heads, kv_heads, ffn } = *size;
         let init = Init::Normal { mean: 0.0, std: 0.02 };
         let attention = AttentionConfig {
-            hidden_size: dim,
-            num_heads: heads,
             num_kv_heads: kv_heads,
             head_dim: dim / heads,
-            qkv_bias: false,
             rope: Some(Rope::new(dim / heads, 10_000.0)?),
             init: Some(init),
-            window: None,
+            ..AttentionConfig::new(dim, heads)
         };
         let layer = |b: &ModuleBuilder| -> Result<DecoderLayer> {
             Ok(DecoderLayer {

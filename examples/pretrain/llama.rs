@@ -159,14 +159,11 @@ impl LlamaConfig {
         let num_heads = self.num_attention_heads;
         let head_dim = self.head_dim();
         Ok(AttentionConfig {
-            hidden_size: self.hidden_size,
-            num_heads,
             num_kv_heads: self.num_key_value_heads.unwrap_or(num_heads),
             head_dim,
-            qkv_bias: false,
             rope: Some(Rope::new(head_dim, self.rope_theta)?),
             init: Some(self.init()),
-            window: None,
+            ..AttentionConfig::new(self.hidden_size, num_heads)
         })
     }
 

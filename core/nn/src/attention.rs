@@ -9,6 +9,7 @@ use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
 use super::lora::LoraCall;
+use super::qk_norm::QkNorm;
 use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
 use super::sizes::check_sizes;
@@ -20,6 +21,21 @@ use fulgurite_engine::parallel::{ContextParallel, LayerHandle};
 use fulgurite_engine::parameter::Init;
 
 /// The shape of a [`CausalSelfAttention`].
+///
+/// ```
+/// use fulgurite_core::nn::{AttentionConfig, QkNorm, QkNormScope, Rope};
+///
+/// // Qwen3 0.6B.
+/// let config = AttentionConfig {
+///     num_kv_heads: 8,
+///     head_dim: 128,
+///     rope: Some(Rope::new(128, 1e6)?),
+///     qk_norm: Some(QkNorm { eps: 1e-6, scope: QkNormScope::Head, unit_offset: false }),
+///     ..AttentionConfig::new(1024, 16)
+/// };
+/// assert!(config.causal && !config.qkv_bias);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
 #[derive(Debug, Clone)]
 pub struct AttentionConfig {
     /// Width of the input and the output.
@@ -30,18 +46,54 @@ pub struct AttentionConfig {
     pub num_kv_heads: usize,
     /// Width of one head.
     pub head_dim: usize,
+    /// Whether a query attends only to the keys up to its own position, as in decoders. Otherwise
+    /// it attends to all keys, as in encoders.
+    pub causal: bool,
     /// Whether the projections of queries, keys and values have biases.
     pub qkv_bias: bool,
+    /// Whether the output projection has a bias.
+    pub output_bias: bool,
     /// The position embedding; shared between layers.
     pub rope: Option<Rope>,
+    /// Factor of the scores; `None` is `1 / sqrt(head_dim)`.
+    pub scale: Option<f64>,
+    /// Bound of the scores: a score becomes `softcap * tanh(score / softcap)`. Gemma 2's
+    /// `attn_logit_softcapping` in `transformers`.
+    pub softcap: Option<f64>,
+    /// Norms of queries and keys before the rotation.
+    pub qk_norm: Option<QkNorm>,
+    /// Limit of the keys that a query attends to; `None` is no limit. Time and memory for scores
+    /// grow with the window, not with the square of the sequence.
+    ///
+    /// A causal query attends to at most this many keys, including its own: Mistral's
+    /// `sliding_window` in `transformers`. Otherwise the window is the largest distance to a key on
+    /// each side: half of ModernBERT's `local_attention`.
+    pub window: Option<usize>,
     /// Initial values of the projections' weights; `None` for the default of [`Linear::new`].
     /// Biases start at zero.
     pub init: Option<Init>,
-    /// The most keys that a query attends to, including its own: Mistral's `sliding_window` in
-    /// `transformers`. `None` is no limit, like a window of at least the sequence's length. With a
-    /// window, time and memory for scores grow with the window, not with the square of the
-    /// sequence.
-    pub window: Option<usize>,
+}
+
+impl AttentionConfig {
+    /// Causal attention with a key and value head for each query head and heads of `hidden_size /
+    /// num_heads` elements, without biases and position embedding.
+    pub fn new(hidden_size: usize, num_heads: usize) -> Self {
+        Self {
+            hidden_size,
+            num_heads,
+            num_kv_heads: num_heads,
+            head_dim: hidden_size / num_heads.max(1),
+            causal: true,
+            qkv_bias: false,
+            output_bias: false,
+            rope: None,
+            scale: None,
+            softcap: None,
+            qk_norm: None,
+            window: None,
+            init: None,
+        }
+    }
 }
 
 /// Causal self-attention as in Llama: projections `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary
@@ -58,6 +110,7 @@ pub struct CausalSelfAttention {
     o_proj: Linear,
     head_dim: usize,
     rope: Option<Rope>,
+    scale: f64,
     window: Option<usize>,
     layer: LayerHandle,
 }
@@ -81,6 +134,9 @@ impl CausalSelfAttention {
                 ("window", config.window.unwrap_or(usize::MAX)),
             ],
         )?;
+        if !config.causal || config.softcap.is_some() || config.qk_norm.is_some() {
+            return wrong("causal, softcap and qk_norm have no effect yet".to_owned());
+        }
         if !num_heads.is_multiple_of(num_kv_heads) {
             return wrong(format!(
                 "{num_heads} attention heads cannot share {num_kv_heads} key and value heads; the \
@@ -112,9 +168,10 @@ impl CausalSelfAttention {
             q_proj: project("q_proj", hidden_size, num_heads, config.qkv_bias)?,
             k_proj: project("k_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
             v_proj: project("v_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
-            o_proj: project("o_proj", width, num_heads, false)?,
+            o_proj: project("o_proj", width, num_heads, config.output_bias)?,
             head_dim,
             rope: config.rope.clone(),
+            scale: config.scale.unwrap_or(1.0 / (head_dim as f64).sqrt()),
             window: config.window,
             layer,
         })
@@ -152,7 +209,7 @@ impl CausalSelfAttention {
         let length = time * context.as_ref().map_or(1, ContextParallel::size);
         let rope = self.rope.as_ref();
         let attend = DotProductAttention {
-            scale: 1.0 / (self.head_dim as f64).sqrt(),
+            scale: self.scale,
             causal: true,
             window: self.window,
             angles: self

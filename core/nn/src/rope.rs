@@ -5,13 +5,50 @@ use std::sync::{Arc, Mutex};
 use candle_core::{DType, Device, Tensor};
 
 use super::kernels::rope::{Angles, rotate};
+use super::rope_scaling::RopeScaling;
 use crate::{Error, Result};
 use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parallel::record_function;
 use fulgurite_engine::parameter::accumulation_dtype;
 
+/// The shape of a [`Rope`].
+///
+/// ```
+/// use fulgurite_core::nn::{Rope, RopeConfig, RopeScaling};
+///
+/// // Llama 3.2.
+/// let scaling = RopeScaling::Llama3 {
+///     factor: 32.0,
+///     low_freq_factor: 1.0,
+///     high_freq_factor: 4.0,
+///     original_max_positions: 8192,
+/// };
+/// let rope = Rope::with_config(&RopeConfig { scaling, ..RopeConfig::new(64, 500_000.0) })?;
+/// assert_eq!(rope.head_dim(), 64);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq)]
+pub struct RopeConfig {
+    /// Width of the heads.
+    pub head_dim: usize,
+    /// The base of the frequencies: 10000 in Llama, 500000 in Llama 3.
+    pub theta: f64,
+    /// Width of the rotated part, even: the first elements of a head. The others stay as they are.
+    /// `transformers` has `partial_rotary_factor`, its ratio to `head_dim`.
+    pub rotary_dim: usize,
+    /// Changes of the frequencies for long sequences.
+    pub scaling: RopeScaling,
+}
+
+impl RopeConfig {
+    /// A rotation of whole heads, with unchanged frequencies.
+    pub fn new(head_dim: usize, theta: f64) -> Self {
+        Self { head_dim, theta, rotary_dim: head_dim, scaling: RopeScaling::None }
+    }
+}
+
 /// Rotary position embedding in Hugging Face's convention: element i of a head is paired with
-/// element i + head_dim / 2.
+/// element i + rotary_dim / 2, where `rotary_dim` is usually the whole head.
 ///
 /// Clones share the tables of cosines and sines, which are computed on first use. So all layers of
 /// a model should use clones of one `Rope`.
@@ -20,9 +57,15 @@ pub struct Rope(Arc<Inner>);
 
 #[derive(Debug)]
 struct Inner {
-    head_dim: usize,
-    theta: f64,
-    tables: Mutex<Option<Angles>>,
+    config: RopeConfig,
+    tables: Mutex<Option<Tables>>,
+}
+
+/// Cosines and sines of the first positions, for sequences of some lengths.
+#[derive(Debug)]
+struct Tables {
+    angles: Angles,
+    regime: usize,
 }
 
 impl Rope {
@@ -37,18 +80,38 @@ impl Rope {
                 "rotary embedding needs an even head_dim, got {head_dim}"
             )));
         }
+        Self::with_config(&RopeConfig::new(head_dim, theta))
+    }
+
+    /// A rotation of this shape. [`RopeScaling::Dynamic`] and [`RopeScaling::LongRope`] depend on
+    /// the length of the sequence that is computed: with packed [documents](super::Documents), on
+    /// the length of the whole sequence.
+    ///
+    /// # Errors
+    /// If `rotary_dim` is odd, zero or above `head_dim`, `theta` is not positive, or a number of
+    /// the scaling is out of its range.
+    pub fn with_config(config: &RopeConfig) -> Result<Self> {
+        let RopeConfig { head_dim, theta, rotary_dim, ref scaling } = *config;
+        if rotary_dim == 0 || !rotary_dim.is_multiple_of(2) || rotary_dim > head_dim {
+            return Err(Error::other(format!(
+                "rotary embedding needs an even rotary_dim of at most head_dim, {head_dim}, got \
+                 {rotary_dim}"
+            )));
+        }
         if theta <= 0.0 || !theta.is_finite() {
             return Err(Error::other(format!("rope_theta must be positive, got {theta}")));
         }
-        Ok(Self(Arc::new(Inner { head_dim, theta, tables: Mutex::new(None) })))
+        scaling.check(config)?;
+        Ok(Self(Arc::new(Inner { config: config.clone(), tables: Mutex::new(None) })))
     }
 
-    /// The width of the rotated heads.
+    /// The width of the heads.
     pub fn head_dim(&self) -> usize {
-        self.0.head_dim
+        self.0.config.head_dim
     }
 
-    /// Rotates `x` (`[.., time, head_dim]`), with positions from `offset` on.
+    /// Rotates `x` (`[.., time, head_dim]`), with positions from `offset` on. The sequence ends with
+    /// the last position.
     ///
     /// # Errors
     /// If the last dimension is not `head_dim`. Also under context parallelism, where a rank's
@@ -63,10 +126,10 @@ impl Rope {
         let [.., time, dim] = *x.dims() else {
             return Err(Error::other("rotary embedding takes a tensor [.., time, head_dim]"));
         };
-        if dim != self.0.head_dim {
+        if dim != self.head_dim() {
             return Err(Error::other(format!(
                 "rotary embedding for heads of {} elements got a tensor of shape {:?}",
-                self.0.head_dim,
+                self.head_dim(),
                 x.dims()
             )));
         }
@@ -89,26 +152,37 @@ impl Rope {
                 "rotary embedding takes positions below {MAX_POSITIONS}, got {n} from position {offset} on"
             ))
         })?;
+        let regime = self.0.config.scaling.regime(end);
         let mut tables = self.0.tables.lock().expect("no panic while making tables");
-        let fits = tables.as_ref().is_some_and(|t| {
-            t.cos.dims()[0] >= end && t.cos.dtype() == dtype && t.cos.device().same_device(device)
-        });
-        if !fits {
-            *tables = Some(self.tables(end.next_power_of_two(), dtype, device)?);
-        }
-        match &*tables {
-            Some(t) => {
-                Ok(Angles { cos: t.cos.narrow(0, offset, n)?, sin: t.sin.narrow(0, offset, n)? })
+        let fits = |Tables { angles, regime: of }: &Tables| {
+            angles.cos.dims()[0] >= end
+                && *of == regime
+                && angles.cos.dtype() == dtype
+                && angles.cos.device().same_device(device)
+        };
+        let angles = match &*tables {
+            Some(tables) if fits(tables) => &tables.angles,
+            _ => {
+                let angles = self.tables(end.next_power_of_two(), end, dtype, device)?;
+                &tables.insert(Tables { angles, regime }).angles
             }
-            None => Err(Error::other("rotary embedding has no tables")),
-        }
+        };
+        Ok(Angles { cos: angles.cos.narrow(0, offset, n)?, sin: angles.sin.narrow(0, offset, n)? })
     }
 
-    fn tables(&self, positions: usize, dtype: DType, device: &Device) -> Result<Angles> {
-        let half = self.0.head_dim / 2;
+    /// Computes the angles of the first `positions` for sequences of `length`.
+    fn tables(
+        &self,
+        positions: usize,
+        length: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Angles> {
+        let RopeConfig { scaling, .. } = &self.0.config;
+        let frequencies = scaling.frequencies(&self.0.config, length);
+        let (half, factor) = (frequencies.len(), scaling.attention_factor());
         let angle = |i: usize| {
-            let (position, pair) = ((i / half) as f64, (i % half) as f64);
-            let frequency = self.0.theta.powf(-pair / half as f64);
+            let (position, frequency) = ((i / half) as f64, frequencies[i % half]);
             match dtype {
                 DType::F64 => position * frequency,
                 // In f32, like other implementations: at far positions an f64 product differs
@@ -117,7 +191,7 @@ impl Rope {
             }
         };
         let table = |f: fn(f64) -> f64| -> Result<Tensor> {
-            let values: Vec<f64> = (0..positions * half).map(|i| f(angle(i))).collect();
+            let values: Vec<f64> = (0..positions * half).map(|i| factor * f(angle(i))).collect();
             Ok(Tensor::from_vec(values, (positions, half), &Device::Cpu)?
                 .to_dtype(dtype)?
                 .to_device(device)?)

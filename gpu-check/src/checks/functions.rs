@@ -339,14 +339,11 @@ fn mild(x: &Tensor) -> Result<Tensor> {
 
 fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {
     let config = AttentionConfig {
-        hidden_size: 48,
-        num_heads: 6,
         num_kv_heads: 2,
         head_dim: 8,
         qkv_bias: true,
         rope: Some(Rope::new(8, 10_000.0)?),
-        init: None,
-        window: None,
+        ..AttentionConfig::new(48, 6)
     };
     CausalSelfAttention::new(&b.pp("attention"), &config)
 }

@@ -86,14 +86,11 @@ struct Block {
 impl Block {
     fn new(b: &ModuleBuilder, rope: Rope, kind: usize) -> Result<Self> {
         let attention = AttentionConfig {
-            hidden_size: WIDTH,
-            num_heads: HEADS,
             num_kv_heads: KV_HEADS,
             head_dim: 2,
             qkv_bias: true,
             rope: Some(rope),
-            init: None,
-            window: None,
+            ..AttentionConfig::new(WIDTH, HEADS)
         };
         Ok(Self {
             norm: RmsNorm::new(&b.pp("norm"), WIDTH, 1e-6)?,

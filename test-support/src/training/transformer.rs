@@ -27,14 +27,11 @@ pub struct Block {
 impl Block {
     fn new(b: &ModuleBuilder, rope: Rope) -> Result<Self> {
         let attention = AttentionConfig {
-            hidden_size: WIDTH,
-            num_heads: 2,
             num_kv_heads: 1,
             head_dim: 4,
             qkv_bias: true,
             rope: Some(rope),
-            init: None,
-            window: None,
+            ..AttentionConfig::new(WIDTH, 2)
         };
         Ok(Self {
             norm: RmsNorm::new(&b.pp("norm"), WIDTH, 1e-6)?,

@@ -45,16 +45,16 @@ impl<'a, T: Float> Rows<'a, T> {
     }
 }
 
-/// The cosines and sines of the rotary position embedding, if any.
+/// The cosines and sines of the rotary position embedding, and the pairs of a row, if any.
 #[derive(Clone, Copy)]
-struct Rotation<'a, T>(Option<(&'a [T], &'a [T])>);
+struct Rotation<'a, T>(Option<(&'a [T], &'a [T], usize)>);
 
 impl<T: Float> Rotation<'_, T> {
     /// Rotates consecutive rows, the first at position `start`. With `inverse` it rotates by the
     /// negative angles.
     fn apply(&self, rows: &mut [T], dim: usize, start: usize, inverse: bool) {
-        if let Some((cos, sin)) = self.0 {
-            rotate_rows(rows, cos, sin, dim, start, inverse);
+        if let Some((cos, sin, half)) = self.0 {
+            rotate_rows(rows, cos, sin, [dim, half], start, inverse);
         }
     }
 }
@@ -112,7 +112,8 @@ macro_rules! with_rotation {
             }
             Some(angles) => {
                 let (cos, sin) = (host(&angles.cos)?, host(&angles.sin)?);
-                let $rotation = Rotation(Some((cos.slice::<$T>()?, sin.slice::<$T>()?)));
+                let pairs = angles.cos.dim(1)?;
+                let $rotation = Rotation(Some((cos.slice::<$T>()?, sin.slice::<$T>()?, pairs)));
                 $body
             }
         }

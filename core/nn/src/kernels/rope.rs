@@ -10,7 +10,9 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
-/// Cosines and sines for each position, `[positions, head_dim / 2]`, in the accumulation dtype.
+/// Cosines and sines for each position, `[positions, pairs]`, in the accumulation dtype. There are
+/// at most `head_dim / 2` pairs: element i is paired with element i + pairs, and later elements are
+/// not rotated.
 #[derive(Debug, Clone)]
 pub(crate) struct Angles {
     pub(crate) cos: Tensor,
@@ -18,17 +20,18 @@ pub(crate) struct Angles {
 }
 
 vectorized! {
-    /// Rotates rows of `d` elements in place, the first by row `start` of the tables, which repeat.
-    /// With `inverse` it rotates by the negative angles.
+    /// Rotates rows in place, the first by row `start` of the tables, which repeat. `sizes` are the
+    /// elements of a row, and the pairs. With `inverse` it rotates by the negative angles.
     pub(super) fn rotate_rows[T: Float](
         rows: &mut [T],
         cos: &[T],
         sin: &[T],
-        d: usize,
+        sizes: [usize; 2],
         start: usize,
         inverse: bool,
     ) {
-        let (half, positions) = (d / 2, cos.len() / (d / 2).max(1));
+        let [d, half] = sizes;
+        let positions = cos.len() / half.max(1);
         let sign = if inverse { T::ZERO - T::ONE } else { T::ONE };
         for (i, row) in rows.chunks_exact_mut(d).enumerate() {
             let at = (start + i) % positions * half;
@@ -53,7 +56,7 @@ pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tenso
             return Ok(y);
         }
     }
-    let (dtype, d) = (x.dtype(), x.dim(D::Minus1)?);
+    let (dtype, d, half) = (x.dtype(), x.dim(D::Minus1)?, angles.cos.dim(D::Minus1)?);
     let (cos, sin) = (
         angles.cos.to_dtype(accumulation_dtype(dtype))?.contiguous()?,
         angles.sin.to_dtype(accumulation_dtype(dtype))?.contiguous()?,
@@ -61,10 +64,12 @@ pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tenso
     let x = to_accumulation_dtype(x)?;
     if !uses_cpu_kernels(&x) {
         let sin = if inverse { sin.neg()? } else { sin };
-        let (a, b) = (x.narrow(D::Minus1, 0, d / 2)?, x.narrow(D::Minus1, d / 2, d / 2)?);
+        let (a, b) = (x.narrow(D::Minus1, 0, half)?, x.narrow(D::Minus1, half, half)?);
         let first = (a.broadcast_mul(&cos)? - b.broadcast_mul(&sin)?)?;
         let second = (b.broadcast_mul(&cos)? + a.broadcast_mul(&sin)?)?;
-        return Ok(Tensor::cat(&[first, second], D::Minus1)?.to_dtype(dtype)?);
+        let rest = x.narrow(D::Minus1, 2 * half, d - 2 * half)?;
+        let parts = if d > 2 * half { vec![first, second, rest] } else { vec![first, second] };
+        return Ok(Tensor::cat(&parts, D::Minus1)?.to_dtype(dtype)?);
     }
     let y = with_float!(x.dtype(), T => {
         let (cos, sin) = (host(&cos)?, host(&sin)?);
@@ -72,7 +77,7 @@ pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tenso
         let mut y = host(&x)?.slice::<T>()?.to_vec();
         let rows = rows_per_piece(y.len() / d);
         y.par_chunks_mut(rows * d).enumerate().for_each(|(piece, y)| {
-            rotate_rows(y, cos, sin, d, piece * rows, inverse);
+            rotate_rows(y, cos, sin, [d, half], piece * rows, inverse);
         });
         tensor(y, x.shape())
     })?;

@@ -29,14 +29,10 @@ fn conv2d(b: &ModuleBuilder, s: &[usize]) -> Result<Conv2d> {
 
 fn causal(b: &ModuleBuilder, s: &[usize]) -> Result<CausalSelfAttention> {
     let config = AttentionConfig {
-        hidden_size: s[0],
-        num_heads: s[1],
         num_kv_heads: s[2],
         head_dim: s[3],
         qkv_bias: true,
-        rope: None,
-        init: None,
-        window: None,
+        ..AttentionConfig::new(s[0], s[1])
     };
     CausalSelfAttention::new(b, &config)
 }

@@ -14,14 +14,11 @@ const WIDTH: usize = 8;
 
 pub(crate) fn attention(num_heads: usize, num_kv_heads: usize, qkv_bias: bool) -> AttentionConfig {
     AttentionConfig {
-        hidden_size: WIDTH,
-        num_heads,
         num_kv_heads,
         head_dim: 2,
         qkv_bias,
         rope: Some(Rope::new(2, 1e4).unwrap()),
-        init: None,
-        window: None,
+        ..AttentionConfig::new(WIDTH, num_heads)
     }
 }
 

@@ -102,14 +102,11 @@ impl Block {
     fn new(b: &ModuleBuilder, shape: &Shape, rope: Rope) -> Result<Self> {
         let attention = |num_kv_heads| {
             let config = AttentionConfig {
-                hidden_size: WIDTH,
-                num_heads: 4,
                 num_kv_heads,
                 head_dim: 2,
                 qkv_bias: shape.bias,
                 rope: Some(rope),
-                init: None,
-                window: None,
+                ..AttentionConfig::new(WIDTH, 4)
             };
             CausalSelfAttention::new(&b.pp("self_attn"), &config)
         };

@@ -66,14 +66,10 @@ fn linear_layers_and_blocks() {
     check_module(&mlp, &[2, 3, 4], |b| SwiGluMlp::new(b, 4, 5));
     check_module(&mlp, &[3, 4], |b| GeluMlp::new(b, 4, 5));
     let attention = AttentionConfig {
-        hidden_size: 5,
-        num_heads: 4,
         num_kv_heads: 2,
         head_dim: 2,
         qkv_bias: true,
-        rope: None,
-        init: None,
-        window: None,
+        ..AttentionConfig::new(5, 4)
     };
     check_module(&["*_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));
     check_module(&["layer.v_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));

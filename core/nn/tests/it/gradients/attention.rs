@@ -146,14 +146,11 @@ fn portable_blocks_agree_beyond_one_block() {
 
 fn config(heads: [usize; 2], head_dim: usize, rope: bool) -> AttentionConfig {
     AttentionConfig {
-        hidden_size: 5,
-        num_heads: heads[0],
         num_kv_heads: heads[1],
         head_dim,
         qkv_bias: rope,
         rope: rope.then(|| Rope::new(head_dim, 100.0).unwrap()),
-        init: None,
-        window: None,
+        ..AttentionConfig::new(5, heads[0])
     }
 }
 

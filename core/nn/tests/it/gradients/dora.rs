@@ -194,14 +194,10 @@ fn blocks_of_linear_layers() {
     check_block(&["*_proj"], &[2, 3, 4], |b| SwiGluMlp::new(b, 4, 5));
     check_block(&["up_proj", "down_proj"], &[3, 4], |b| GeluMlp::new(b, 4, 5));
     let attention = AttentionConfig {
-        hidden_size: 5,
-        num_heads: 4,
         num_kv_heads: 2,
         head_dim: 2,
         qkv_bias: true,
-        rope: None,
-        init: None,
-        window: None,
+        ..AttentionConfig::new(5, 4)
     };
     check_block(&["*_proj"], &[2, 3, 5], |b| CausalSelfAttention::new(b, &attention));
     let config = MultiHeadAttentionConfig::new(4, 2);

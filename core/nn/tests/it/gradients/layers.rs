@@ -150,14 +150,10 @@ fn parameters_are_ready_once_per_backward() {
 fn micro_batches_accumulate() {
     let b = builder(DType::F64);
     let attention = AttentionConfig {
-        hidden_size: 4,
-        num_heads: 2,
         num_kv_heads: 1,
         head_dim: 2,
         qkv_bias: true,
-        rope: None,
-        init: None,
-        window: None,
+        ..AttentionConfig::new(4, 2)
     };
     let layer = CausalSelfAttention::new(&b.pp("a"), &attention).unwrap();
     let norm = RmsNorm::new(&b.pp("n"), 4, 1e-6).unwrap();

@@ -34,14 +34,11 @@ fn narrow_dtypes_follow_the_wide_one() {
         |b| Ok(Box::new(GeluMlp::with_tanh(b, 8, 12)?)),
         |b| {
             let config = AttentionConfig {
-                hidden_size: 8,
-                num_heads: 4,
                 num_kv_heads: 2,
                 head_dim: 4,
                 qkv_bias: true,
                 rope: Some(Rope::new(4, 1e4)?),
-                init: None,
-                window: None,
+                ..AttentionConfig::new(8, 4)
             };
             Ok(Box::new(CausalSelfAttention::new(b, &config)?))
         },
@@ -126,14 +123,11 @@ fn function(f: impl Fn(&Tensor) -> Result<Tensor> + 'static) -> Result<Box<dyn M
 
 fn attention() -> AttentionConfig {
     AttentionConfig {
-        hidden_size: 8,
-        num_heads: 4,
         num_kv_heads: 2,
         head_dim: 2,
         qkv_bias: true,
         rope: Some(Rope::new(2, 1e4).unwrap()),
-        init: None,
-        window: None,
+        ..AttentionConfig::new(8, 4)
     }
 }
 

@@ -20,14 +20,11 @@ type Half = (Box<dyn Branch>, Box<dyn Branch>);
 fn half(b: &ModuleBuilder, kind: usize) -> Half {
     let (norm, branch) = (b.pp("norm"), b.pp("branch"));
     let attention = AttentionConfig {
-        hidden_size: WIDTH,
-        num_heads: 3,
         num_kv_heads: 1,
         head_dim: 2,
         qkv_bias: true,
         rope: Some(Rope::new(2, 100.0).unwrap()),
-        init: None,
-        window: None,
+        ..AttentionConfig::new(WIDTH, 3)
     };
     match kind {
         0 => (
