@@ -16,7 +16,7 @@ use super::{
 };
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::module::{ModuleTree, any_pattern_matches};
 use fulgurite_engine::optim::StateTensor;
 use fulgurite_engine::quantization::Packed;
 use fulgurite_engine::shard::Region;
@@ -457,7 +457,9 @@ fn match_up<'a>(
             let reason = |name: &String| Some((name.clone(), source.unreadable(name)?.to_owned()));
             unreadable = unreadable.or_else(|| target.names.iter().find_map(reason));
             let of_strategy = section == Section::Optimizer && is_of_strategy(&target.names[0]);
-            if !(target.adapter && only_base || of_strategy) {
+            if any_pattern_matches(&options.optional, &target.names[0]) {
+                report.new.push(target.names[0].clone());
+            } else if !(target.adapter && only_base || of_strategy) {
                 report.missing.push(target.names[0].clone());
             }
             continue;

@@ -31,6 +31,10 @@ pub struct LoadOptions {
     /// values and are reported neither as missing nor as unexpected. A filter pattern that matches
     /// no parameter and no tensor is an error.
     pub filter: Option<ParameterFilter>,
+    /// Patterns of the parameters that a source may lack, such as a new head, as
+    /// [`pattern_matches`](fulgurite_engine::module::pattern_matches) defines them. They keep their
+    /// initial values, and the report lists them as [`new`](super::LoadReport::new).
+    pub optional: Vec<String>,
     /// The mapping from names in the source to names in the model. By default they are equal. A
     /// pattern of [`rename`](NameRules::rename) that matches no tensor is an error.
     pub names: NameRules,
@@ -57,6 +61,7 @@ impl Default for LoadOptions {
         Self {
             strict: true,
             filter: None,
+            optional: Vec::new(),
             names: NameRules::default(),
             dtypes: DtypePolicy::default(),
             verify: true,

@@ -16,6 +16,9 @@ pub struct LoadReport {
     /// Tensors that only the model has, in the model's order; tied parameters by their first name.
     /// They keep their initial values.
     pub missing: Vec<String>,
+    /// Optional parameters ([`LoadOptions::optional`](super::LoadOptions::optional)) that the source
+    /// lacks. They keep their initial values, and are no difference.
+    pub new: Vec<String>,
     /// Tensors that only the source has, sorted.
     pub unexpected: Vec<String>,
     /// Tensors with different shapes in both or, under

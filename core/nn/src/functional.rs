@@ -52,6 +52,11 @@ pub fn gelu_tanh(x: &Tensor) -> Result<Tensor> {
     activate(x, Activation::GeluTanh)
 }
 
+/// `max(x, 0)`, whose slope at 0 is 0.
+pub fn relu(x: &Tensor) -> Result<Tensor> {
+    activate(x, Activation::Relu)
+}
+
 /// `silu(gate) * up`; both have the same shape.
 ///
 /// # Errors
@@ -67,9 +72,10 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
         )));
     }
     let (saved_gate, saved_up) = (gate.detach(), up.detach());
-    let y = activation::swiglu(&saved_gate, &saved_up)?;
+    let y = activation::gated(Activation::Silu, &saved_gate, &saved_up)?;
     record_function(&[gate, up], y, move |_, grad| {
-        let (dgate, dup) = activation::swiglu_backward(&saved_gate, &saved_up, grad)?;
+        let (dgate, dup) =
+            activation::gated_backward(Activation::Silu, &saved_gate, &saved_up, grad)?;
         Ok(vec![Some(dgate), Some(dup)])
     })
 }

@@ -87,8 +87,8 @@ impl MlpBlock {
         let config =
             MlpConfig { hidden_size, intermediate_size, activation, bias, init: Some(init) };
         Ok(match gated {
-            true => Self::Gated(GatedMlp::new(b, &config)?),
-            false => Self::Plain(Mlp::new(b, &config)?),
+            true => Self::Gated(GatedMlp::with_config(b, &config)?),
+            false => Self::Plain(Mlp::with_config(b, &config)?),
         })
     }
 
@@ -105,9 +105,7 @@ pub(crate) fn activation(name: &str) -> Option<Activation> {
     Some(match name {
         "silu" | "swish" => Activation::Silu,
         "gelu" => Activation::Gelu,
-        "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" | "gelu_python_tanh" => {
-            Activation::GeluTanh
-        }
+        "gelu_new" | "gelu_pytorch_tanh" | "gelu_fast" | "gelu_python_tanh" => Activation::GeluTanh,
         "relu" => Activation::Relu,
         _ => return None,
     })

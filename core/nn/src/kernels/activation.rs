@@ -8,14 +8,17 @@ use crate::host::{Element, Float, host, tensor, with_element};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::simd::{TwoOfThree, map, map2, map3_2};
 
-/// An activation function.
+/// An activation function of a feed-forward block.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Activation {
+pub enum Activation {
+    /// `x * sigmoid(x)`.
     Silu,
-    /// With the exact error function.
+    /// GELU with the exact error function.
     Gelu,
-    /// The tanh approximation.
+    /// GELU's tanh approximation: `gelu_new` and `gelu_pytorch_tanh` of transformers.
     GeluTanh,
+    /// `max(x, 0)`. Its slope at 0 is 0, as in PyTorch.
+    Relu,
 }
 
 const TANH_CUBE: f64 = 0.044_715;
@@ -56,6 +59,14 @@ fn gelu_tanh_slope<T: Float>(x: T) -> T {
     half * (T::ONE + t) + half * x * (T::ONE - t * t) * inner
 }
 
+fn relu<T: Float>(x: T) -> T {
+    if x > T::ZERO { x } else { x * T::ZERO }
+}
+
+fn relu_slope<T: Float>(x: T) -> T {
+    if x > T::ZERO { T::ONE } else { T::ZERO }
+}
+
 /// `grad slope(x)`.
 fn times_slope<E: Element>(
     x: &[E],
@@ -73,7 +84,9 @@ impl Activation {
     /// The activation of each element.
     pub(crate) fn forward(self, x: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(y) = fulgurite_kernels::cuda::activation(self.kernel(), x)? {
+        if let Some(kernel) = self.kernel()
+            && let Some(y) = fulgurite_kernels::cuda::activation(kernel, x)?
+        {
             return Ok(y);
         }
         if uses_cpu_kernels(x) {
@@ -85,6 +98,7 @@ impl Activation {
                     Self::Silu => map(values, |x| E::narrow(silu(x.widen()))),
                     Self::Gelu => map(values, |x| E::narrow(gelu(x.widen()))),
                     Self::GeluTanh => map(values, |x| E::narrow(gelu_tanh(x.widen()))),
+                    Self::Relu => map(values, |x| E::narrow(relu(x.widen()))),
                 };
                 tensor(y, x.shape())
             });
@@ -95,6 +109,7 @@ impl Activation {
             Self::Silu => (&x * sigmoid_portable(&x)?)?,
             Self::Gelu => x.gelu_erf()?,
             Self::GeluTanh => ((Self::inner(&x)?.tanh()? + 1.0)? * (&x * 0.5)?)?,
+            Self::Relu => x.relu()?,
         };
         storage::cast(&y, dtype)
     }
@@ -104,8 +119,9 @@ impl Activation {
         #[cfg(feature = "cuda")]
         {
             let grad = grad.to_dtype(x.dtype())?;
-            let dx = fulgurite_kernels::cuda::activation_backward(self.kernel(), x, &grad)?;
-            if let Some(dx) = dx {
+            if let Some(kernel) = self.kernel()
+                && let Some(dx) = fulgurite_kernels::cuda::activation_backward(kernel, x, &grad)?
+            {
                 return Ok(dx);
             }
         }
@@ -119,6 +135,7 @@ impl Activation {
                     Self::Silu => times_slope(values, grad, silu_slope),
                     Self::Gelu => times_slope(values, grad, gelu_slope),
                     Self::GeluTanh => times_slope(values, grad, gelu_tanh_slope),
+                    Self::Relu => times_slope(values, grad, relu_slope),
                 };
                 tensor(dx, x.shape())
             });
@@ -129,13 +146,15 @@ impl Activation {
         storage::cast(&dx, dtype)
     }
 
+    /// The CUDA kernel, if there is one.
     #[cfg(feature = "cuda")]
-    fn kernel(self) -> fulgurite_kernels::plans::Activation {
+    fn kernel(self) -> Option<fulgurite_kernels::plans::Activation> {
         use fulgurite_kernels::plans::Activation;
         match self {
-            Self::Silu => Activation::Silu,
-            Self::Gelu => Activation::Gelu,
-            Self::GeluTanh => Activation::GeluTanh,
+            Self::Silu => Some(Activation::Silu),
+            Self::Gelu => Some(Activation::Gelu),
+            Self::GeluTanh => Some(Activation::GeluTanh),
+            Self::Relu => None,
         }
     }
 
@@ -160,29 +179,44 @@ impl Activation {
                 let slope = (t.sqr()?.affine(-0.5, 0.5)? * inner?)?;
                 t.affine(0.5, 0.5)? + (x * slope)?
             }
+            Self::Relu => x.gt(0f64)?.to_dtype(x.dtype()),
         }
     }
 }
 
-/// `silu(gate) * up`.
-pub(crate) fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
+/// `activation(gate) * up`.
+pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if let Some(y) = fulgurite_kernels::cuda::swiglu(gate, up)? {
+    if activation == Activation::Silu
+        && let Some(y) = fulgurite_kernels::cuda::swiglu(gate, up)?
+    {
         return Ok(y);
     }
     if uses_cpu_kernels(gate) {
         let (gate, up) = (gate.detach().contiguous()?, up.detach().contiguous()?);
         return with_element!(gate.dtype(), E => {
             let (g, u) = (host(&gate)?, host(&up)?);
-            let y = map2(g.slice::<E>()?, u.slice()?, |g, u| {
-                E::narrow(silu(g.widen()) * u.widen())
-            });
+            let (g, u) = (g.slice::<E>()?, u.slice::<E>()?);
+            let y = match activation {
+                Activation::Silu => gated_by(g, u, silu),
+                Activation::Gelu => gated_by(g, u, gelu),
+                Activation::GeluTanh => gated_by(g, u, gelu_tanh),
+                Activation::Relu => gated_by(g, u, relu),
+            };
             tensor(y, gate.shape())
         });
     }
     let dtype = gate.dtype();
     let (gate, up) = (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?);
-    storage::cast(&((&gate * sigmoid_portable(&gate)?)? * up)?, dtype)
+    storage::cast(&(activation.forward(&gate)? * up)?, dtype)
+}
+
+fn gated_by<E: Element>(
+    gate: &[E],
+    up: &[E],
+    activation: impl Fn(E::Wide) -> E::Wide + Copy + Sync,
+) -> Vec<E> {
+    map2(gate, up, |g, u| E::narrow(activation(g.widen()) * u.widen()))
 }
 
 /// Maps an element of `gate`, one of `up` and the output's gradient to the gradients of the first
@@ -199,15 +233,34 @@ impl<E: Element> TwoOfThree<E> for SwigluGrads {
     }
 }
 
+/// [`SwigluGrads`] for another activation, by its function and its slope.
+#[derive(Clone, Copy)]
+struct GatedGrads<F, S>(F, S);
+
+impl<E, F, S> TwoOfThree<E> for GatedGrads<F, S>
+where
+    E: Element,
+    F: Fn(E::Wide) -> E::Wide + Copy + Send + Sync,
+    S: Fn(E::Wide) -> E::Wide + Copy + Send + Sync,
+{
+    #[inline(always)]
+    fn of(self, gate: E, up: E, grad: E) -> (E, E) {
+        let (g, u, d) = (gate.widen(), up.widen(), grad.widen());
+        (E::narrow(d * u * (self.1)(g)), E::narrow(d * (self.0)(g)))
+    }
+}
+
 /// The gradients of `gate` and `up`.
-pub(crate) fn swiglu_backward(
+pub(crate) fn gated_backward(
+    activation: Activation,
     gate: &Tensor,
     up: &Tensor,
     grad: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     #[cfg(feature = "cuda")]
-    if let Some(grads) =
-        fulgurite_kernels::cuda::swiglu_backward(gate, up, &grad.to_dtype(gate.dtype())?)?
+    if activation == Activation::Silu
+        && let Some(grads) =
+            fulgurite_kernels::cuda::swiglu_backward(gate, up, &grad.to_dtype(gate.dtype())?)?
     {
         return Ok(grads);
     }
@@ -216,15 +269,21 @@ pub(crate) fn swiglu_backward(
         let grad = storage::cast(&grad.detach(), gate.dtype())?.contiguous()?;
         return with_element!(gate.dtype(), E => {
             let (g, u, d) = (host(&gate)?, host(&up)?, host(&grad)?);
-            let (dgate, dup) = map3_2([g.slice::<E>()?, u.slice()?, d.slice()?], SwigluGrads);
+            let all = [g.slice::<E>()?, u.slice()?, d.slice()?];
+            let (dgate, dup) = match activation {
+                Activation::Silu => map3_2(all, SwigluGrads),
+                Activation::Gelu => map3_2(all, GatedGrads(gelu, gelu_slope)),
+                Activation::GeluTanh => map3_2(all, GatedGrads(gelu_tanh, gelu_tanh_slope)),
+                Activation::Relu => map3_2(all, GatedGrads(relu, relu_slope)),
+            };
             Ok((tensor(dgate, gate.shape())?, tensor(dup, gate.shape())?))
         });
     }
     let dtype = gate.dtype();
     let (gate, up, grad) =
         (to_accumulation_dtype(gate)?, to_accumulation_dtype(up)?, to_accumulation_dtype(grad)?);
-    let slope = Activation::Silu.slope_portable(&gate)?;
-    let dup = (&grad * (&gate * sigmoid_portable(&gate)?)?)?;
+    let slope = activation.slope_portable(&gate)?;
+    let dup = (&grad * activation.forward(&gate)?)?;
     let dgate = ((grad * up)? * slope)?;
     Ok((storage::cast(&dgate, dtype)?, storage::cast(&dup, dtype)?))
 }

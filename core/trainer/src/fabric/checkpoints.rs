@@ -329,6 +329,13 @@ impl Fabric {
     fn log_report(&self, location: &Path, report: &LoadReport, options: &LoadOptions) {
         let filtered = options.filter.as_ref().map(|filter| format!("; chosen: {}", filter.what()));
         let filtered = filtered.unwrap_or_default();
+        if self.global_rank() == 0 && !report.new.is_empty() {
+            tracing::warn!(
+                "{}: has no values for {}, which keep their initial ones",
+                location.display(),
+                report.new.join(", ")
+            );
+        }
         match self.global_rank() {
             0 if !report.is_empty() => {
                 tracing::warn!("{}: {report}{filtered}", location.display());

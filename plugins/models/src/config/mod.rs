@@ -7,8 +7,8 @@ mod reader;
 mod rope;
 
 pub use keys::{KEYS, Key, KeyKind};
+pub(crate) use model_config::AUTO;
 pub use model_config::ModelConfig;
 pub use pretrained::resolve;
-pub(crate) use model_config::AUTO;
 pub(crate) use reader::Reader;
 pub(crate) use rope::RopeDefaults;

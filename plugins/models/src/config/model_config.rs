@@ -11,7 +11,7 @@ use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
-use super::keys;
+use super::keys::{self, KeyKind};
 use super::pretrained;
 
 /// The table `[model]` of a run that trains a model of this crate.
@@ -65,9 +65,15 @@ impl ModelConfig {
         self.from_pretrained.is_some()
     }
 
-    /// Returns a value that the table sets.
+    /// Returns a value that the table sets; `false` of a key that is no flag means none.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.values.get(key)
+    }
+
+    /// Whether the table or `config.json` has a value of this key.
+    pub fn has(&self, key: &str) -> bool {
+        let of_file = || self.file.as_ref().and_then(|(_, values)| values.get(key));
+        self.values.get(key).or_else(of_file).is_some_and(|value| !value.is_null())
     }
 
     /// Sets the value of a key, as a configuration file does.
@@ -89,15 +95,22 @@ impl ModelConfig {
         if self.file.is_some() {
             return Ok(());
         }
-        let Some(directory) = self.directory()? else { return Ok(()) };
+        let directory = match self.directory() {
+            Ok(Some(directory)) => directory,
+            Ok(None) => return Ok(()),
+            // The configuration of a checkpoint is complete, and may be read on another machine.
+            Err(_) if self.is_complete() => return Ok(()),
+            Err(error) => return Err(error),
+        };
         let file = directory.join("config.json");
-        let found: Value = fulgurite_checkpoint::read_json(&file, MAX_CONFIG).map_err(|e| match e {
-            Error::Io { source, .. } => Error::Config(format!(
-                "{}: {source}; `model.from_pretrained` is to name a folder with it",
-                file.display()
-            )),
-            e => Error::Config(format!("`model.from_pretrained`: {e}")),
-        })?;
+        let found: Value =
+            fulgurite_checkpoint::read_json(&file, MAX_CONFIG).map_err(|e| match e {
+                Error::Io { source, .. } => Error::Config(format!(
+                    "{}: {source}; `model.from_pretrained` is to name a folder with it",
+                    file.display()
+                )),
+                e => Error::Config(format!("`model.from_pretrained`: {e}")),
+            })?;
         let Value::Object(values) = found else {
             return Err(Error::Config(format!("{}: expected a table", file.display())));
         };
@@ -126,6 +139,34 @@ impl ModelConfig {
         self.model_type = Some(named);
         self.file = Some((file, values));
         Ok(())
+    }
+
+    /// Whether the table has what a model needs, without `config.json`.
+    fn is_complete(&self) -> bool {
+        self.model_type.is_some()
+            && ["hidden_size", "n_embd"].iter().any(|key| self.values.contains_key(key))
+    }
+
+    /// Where the weights to start from are, even if there are none.
+    pub(crate) fn weights(&self) -> Option<PathBuf> {
+        let named = self.from_pretrained.clone()?;
+        Some(self.directory().ok().flatten().unwrap_or(named))
+    }
+
+    /// All keys of the table, with those of `config.json` below them.
+    fn complete(&self) -> Map<String, Value> {
+        let file = self.file.iter().flat_map(|(_, values)| values);
+        let known = file.filter_map(|(name, value)| {
+            let key = keys::find(name)?;
+            match value.is_null() {
+                false => Some((key.name, value.clone())),
+                // TOML has no null.
+                true if key.kind != KeyKind::Flag => Some((key.name, Value::Bool(false))),
+                true => None,
+            }
+        });
+        let set = self.values.iter().map(|(key, value)| (*key, value.clone()));
+        known.chain(set).map(|(key, value)| (key.to_owned(), value)).collect()
     }
 
     /// The path of `config.json` and its keys, if it was [read](Self::read_file).
@@ -169,7 +210,7 @@ fulgurite_config::__private::inventory::submit! { DocumentedType::new::<ModelCon
 /// Returns the key's name and the value, if there is such a key and it takes the value.
 fn checked(name: &str, value: Value) -> std::result::Result<(&'static str, Value), String> {
     let key = keys::find(name).ok_or("there is no such key")?;
-    match key.kind.accepts(&value) {
+    match key.kind.accepts(&value) || value == Value::Bool(false) {
         true => Ok((key.name, value)),
         false => Err(format!("expected {}, found {value}", key.kind.expected())),
     }
@@ -182,7 +223,7 @@ impl Serialize for ModelConfig {
         if let Some(path) = &self.from_pretrained {
             all.insert("from_pretrained".to_owned(), path.to_string_lossy().into());
         }
-        all.extend(self.values.iter().map(|(key, value)| ((*key).to_owned(), value.clone())));
+        all.extend(self.complete());
         all.serialize(serializer)
     }
 }
@@ -246,6 +287,9 @@ impl<'de> serde::de::DeserializeSeed<'de> for OfKey<'_> {
 fn known() -> &'static [&'static str] {
     static NAMES: std::sync::OnceLock<Vec<&'static str>> = std::sync::OnceLock::new();
     NAMES.get_or_init(|| {
-        ["type", "from_pretrained"].into_iter().chain(keys::KEYS.iter().map(|key| key.name)).collect()
+        ["type", "from_pretrained"]
+            .into_iter()
+            .chain(keys::KEYS.iter().map(|key| key.name))
+            .collect()
     })
 }

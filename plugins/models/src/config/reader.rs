@@ -7,7 +7,7 @@ use std::fmt::Display;
 use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value};
 
-use super::keys::{self, FOREIGN};
+use super::keys::{self, FOREIGN, KeyKind};
 use super::model_config::ModelConfig;
 
 /// The keys of one model: those of the table `[model]`, and below them those of `config.json`.
@@ -37,13 +37,15 @@ impl<'a> Reader<'a> {
 
     fn raw(&self, name: &str) -> Option<&'a Value> {
         let of_file = || self.config.file().and_then(|(_, values)| values.get(name));
-        self.config.get(name).or_else(of_file).filter(|value| !value.is_null())
+        self.config.get(name).or_else(of_file).filter(|value| !is_none(name, value))
     }
 
     /// An error about a key, which names its file or its place in the configuration.
     pub(crate) fn wrong(&self, name: &str, message: impl Display) -> Error {
         match self.config.file() {
-            Some((file, values)) if self.config.get(name).is_none() && values.contains_key(name) => {
+            Some((file, values))
+                if self.config.get(name).is_none() && values.contains_key(name) =>
+            {
                 Error::Config(format!("{}: `{name}`: {message}", file.display()))
             }
             _ => Error::Config(format!("`model.{name}`: {message}")),
@@ -121,10 +123,10 @@ impl<'a> Reader<'a> {
         }
     }
 
-    /// Whether the file has the key with the value `null`.
+    /// Whether the key has the value `null`.
     pub(crate) fn is_null(&self, name: &str) -> bool {
         let of_file = || self.config.file().and_then(|(_, values)| values.get(name));
-        self.config.get(name).is_none() && of_file().is_some_and(Value::is_null)
+        self.config.get(name).or_else(of_file).is_some_and(|value| is_none(name, value))
     }
 
     /// A size for which `null` means none, with the default for a missing key.
@@ -137,11 +139,7 @@ impl<'a> Reader<'a> {
     }
 
     /// A number for which `null` means none, with the default for a missing key.
-    pub(crate) fn nullable_number(
-        &self,
-        name: &str,
-        default: Option<f64>,
-    ) -> Result<Option<f64>> {
+    pub(crate) fn nullable_number(&self, name: &str, default: Option<f64>) -> Result<Option<f64>> {
         Ok(self.optional_number(name)?.or(default.filter(|_| !self.is_null(name))))
     }
 
@@ -220,6 +218,12 @@ impl<'a> Reader<'a> {
         tracing::debug!("{}: ignored keys: {}", file.display(), ignored.join(", "));
         Ok(())
     }
+}
+
+/// Whether a value stands for none: `null`, and for want of it in TOML `false`.
+fn is_none(name: &str, value: &Value) -> bool {
+    let is_flag = || keys::find(name).is_some_and(|key| key.kind == KeyKind::Flag);
+    value.is_null() || (*value == Value::Bool(false) && !is_flag())
 }
 
 /// Whether a value asks for something: not null, false, zero, empty or a plain text.

@@ -60,7 +60,9 @@ impl<'a> Reader<'a> {
             (None, _) => table,
             (Some(tables), Some(kind)) => tables.get(kind).and_then(Value::as_object),
             (Some(_), None) => {
-                return Err(self.wrong(name, "expected one table, found one for each type of layer"));
+                return Err(
+                    self.wrong(name, "expected one table, found one for each type of layer")
+                );
             }
         };
         let table = RopeTable { reader: self, name, table };
@@ -102,7 +104,9 @@ impl<'a> RopeTable<'a, '_> {
             Some(value) => {
                 self.reader.wrong(self.name, format!("`{key}`: expected {expected}, found {value}"))
             }
-            None => self.reader.wrong(self.name, format!("`{key}` is missing; expected {expected}")),
+            None => {
+                self.reader.wrong(self.name, format!("`{key}` is missing; expected {expected}"))
+            }
         }
     }
 

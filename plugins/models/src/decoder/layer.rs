@@ -33,8 +33,7 @@ impl DecoderLayer {
         config: &DecoderConfig,
         attention: &AttentionConfig,
     ) -> Result<Self> {
-        let norm =
-            |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
+        let norm = |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
         let dropout = |name| Dropout::new(&b.pp(name), config.residual_dropout);
         let norms = match config.norms {
             NormPlacement::Before => {
@@ -43,9 +42,10 @@ impl DecoderLayer {
             NormPlacement::Parallel => {
                 Norms::Parallel([norm("input_layernorm")?, norm("post_attention_layernorm")?])
             }
-            NormPlacement::After => {
-                Norms::After([norm("post_attention_layernorm")?, norm("post_feedforward_layernorm")?])
-            }
+            NormPlacement::After => Norms::After([
+                norm("post_attention_layernorm")?,
+                norm("post_feedforward_layernorm")?,
+            ]),
             NormPlacement::Around => Norms::Around([
                 norm("input_layernorm")?,
                 norm("post_attention_layernorm")?,

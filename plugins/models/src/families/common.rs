@@ -140,7 +140,10 @@ impl Reader<'_> {
             true => Ok(windowed),
             false => {
                 let found = windowed.len();
-                Err(self.wrong(key, format!("expected one type for each of {num_layers} layers, found {found}")))
+                Err(self.wrong(
+                    key,
+                    format!("expected one type for each of {num_layers} layers, found {found}"),
+                ))
             }
         }
     }

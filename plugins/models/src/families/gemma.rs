@@ -14,8 +14,8 @@
 use fulgurite_error::Result;
 use fulgurite_nn::{Activation, QkNorm, QkNormScope};
 
-use super::common::{Defaults, decoder, described, set_windows};
 use super::Description;
+use super::common::{Defaults, decoder, described, set_windows};
 use crate::config::{Reader, RopeDefaults};
 use crate::decoder::{DecoderConfig, NormPlacement};
 use crate::layers::NormKind;

@@ -26,12 +26,8 @@ pub(super) fn gpt2(reader: &Reader<'_>) -> Result<Description> {
     reader.fixed("add_cross_attention", false)?;
     reader.attention_dropout("attn_pdrop");
     // No layer uses it.
-    let rope = RopeConfig {
-        head_dim,
-        theta: 10_000.0,
-        rotary_dim: head_dim,
-        scaling: RopeScaling::None,
-    };
+    let rope =
+        RopeConfig { head_dim, theta: 10_000.0, rotary_dim: head_dim, scaling: RopeScaling::None };
     let vocab_size = reader.size_or("vocab_size", 50_257)?;
     let num_layers = reader.size_or("n_layer", 12)?;
     let mut config = DecoderConfig {
@@ -60,7 +56,10 @@ pub(super) fn gpt2(reader: &Reader<'_>) -> Result<Description> {
         let scale = if scaled { (head_dim as f64).powf(-0.5) } else { 1.0 };
         layer.scale = Some(if by_layer { scale / (i + 1) as f64 } else { scale });
     }
-    Ok(Description { weights: weights(hidden_size), architecture: Architecture::Decoder(Box::new(config)) })
+    Ok(Description {
+        weights: weights(hidden_size),
+        architecture: Architecture::Decoder(Box::new(config)),
+    })
 }
 
 fn weights(hidden_size: usize) -> WeightLayout {
@@ -83,6 +82,5 @@ fn weights(hidden_size: usize) -> WeightLayout {
             .rename(&format!("{ours}.{name}.bias"), &format!("{theirs}.{file}.bias"));
     }
     let parts = ["q_proj", "k_proj", "v_proj"].map(|name| (name, hidden_size));
-    layout
-        .split_transposed(&format!("{ours}.self_attn"), &parts, &format!("{theirs}.attn.c_attn"))
+    layout.split_transposed(&format!("{ours}.self_attn"), &parts, &format!("{theirs}.attn.c_attn"))
 }

@@ -8,8 +8,8 @@
 
 use fulgurite_error::Result;
 
-use super::common::{Defaults, decoder, described, set_windows};
 use super::Description;
+use super::common::{Defaults, decoder, described, set_windows};
 use crate::config::Reader;
 
 pub(super) fn llama(reader: &Reader<'_>) -> Result<Description> {

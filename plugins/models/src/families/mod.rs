@@ -16,7 +16,7 @@ mod smollm3;
 
 use fulgurite_error::{Error, Result};
 
-use crate::config::{ModelConfig, Reader};
+use crate::config::{AUTO, ModelConfig, Reader};
 use crate::decoder::DecoderConfig;
 use crate::weights::WeightLayout;
 
@@ -43,10 +43,7 @@ pub struct Family {
     read: fn(&Reader<'_>) -> Result<Description>,
 }
 
-const fn family(
-    model_type: &'static str,
-    read: fn(&Reader<'_>) -> Result<Description>,
-) -> Family {
+const fn family(model_type: &'static str, read: fn(&Reader<'_>) -> Result<Description>) -> Family {
     Family { model_type, read }
 }
 
@@ -87,7 +84,7 @@ impl ModelConfig {
             let known: Vec<&str> = FAMILIES.iter().map(|family| family.model_type).collect();
             let known = known.join(", ");
             match self.file() {
-                _ if name == crate::config::AUTO => Error::Config(format!(
+                _ if name == AUTO => Error::Config(format!(
                     "`model.type`: a model without `model.from_pretrained` needs a type: {known}"
                 )),
                 Some((file, _)) => Error::Config(format!(

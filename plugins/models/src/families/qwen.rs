@@ -10,8 +10,8 @@
 use fulgurite_error::Result;
 use fulgurite_nn::{QkNorm, QkNormScope};
 
-use super::common::{Defaults, decoder, described, set_windows};
 use super::Description;
+use super::common::{Defaults, decoder, described, set_windows};
 use crate::config::Reader;
 use crate::decoder::DecoderConfig;
 

@@ -35,7 +35,9 @@ impl<S: TensorSource> ExportedSource<S> {
             };
             let infos = parts.iter().map(|(part, _)| {
                 source.info(part).ok_or_else(|| {
-                    wrong(format!("`{part}` is missing, with which it is `{file}` in `transformers`"))
+                    wrong(format!(
+                        "`{part}` is missing, with which it is `{file}` in `transformers`"
+                    ))
                 })
             });
             let infos = infos.collect::<Result<Vec<_>>>()?;

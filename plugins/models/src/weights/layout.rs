@@ -61,12 +61,7 @@ impl WeightLayout {
 
     /// [`split`](Self::split) of a layer whose weight is transposed in a file.
     #[must_use]
-    pub(crate) fn split_transposed(
-        self,
-        model: &str,
-        parts: &[(&str, usize)],
-        file: &str,
-    ) -> Self {
+    pub(crate) fn split_transposed(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
         self.split_rows(model, parts, file, true)
     }
 
@@ -177,9 +172,11 @@ mod tests {
 
     #[test]
     fn rules_name_both_sides() {
-        let layout = WeightLayout::new("t")
-            .rename("model.layers.*.norm.*", "t.h.*.ln.*")
-            .split("model.layers.*.a", &[("q", 2), ("k", 1)], "t.h.*.qk");
+        let layout = WeightLayout::new("t").rename("model.layers.*.norm.*", "t.h.*.ln.*").split(
+            "model.layers.*.a",
+            &[("q", 2), ("k", 1)],
+            "t.h.*.qk",
+        );
         let one = |name: &str| vec![(name.to_owned(), View::WHOLE)];
         assert_eq!(layout.of_file("t.h.3.ln.bias"), one("model.layers.3.norm.bias"));
         assert_eq!(layout.of_model("model.layers.3.norm.bias").0, "t.h.3.ln.bias");

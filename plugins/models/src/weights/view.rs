@@ -15,9 +15,17 @@ pub(super) struct View {
 pub(super) enum Rows {
     All,
     /// `len` rows from `start` on.
-    Range { start: usize, len: usize },
+    Range {
+        start: usize,
+        len: usize,
+    },
     /// For each of `heads` heads, part `part` of `parts`, each of `dim` rows.
-    PerHead { part: usize, parts: usize, heads: usize, dim: usize },
+    PerHead {
+        part: usize,
+        parts: usize,
+        heads: usize,
+        dim: usize,
+    },
 }
 
 impl View {

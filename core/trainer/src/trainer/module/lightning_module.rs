@@ -9,7 +9,7 @@ use serde::de::DeserializeOwned;
 use crate::run::{LoadConfig, RunConfig};
 use crate::trainer::{Callback, Hooks, Loaded, OptimizerSetup, Optimizers, StepContext};
 use crate::{Error, Result};
-use fulgurite_checkpoint::LoadOptions;
+use fulgurite_checkpoint::{LoadOptions, TensorSource};
 use fulgurite_engine::data::DataModule;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_nn::Loss;
@@ -99,6 +99,30 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     fn pretrained(config: &Self::Config) -> Option<PathBuf> {
         let _ = config;
         None
+    }
+
+    /// Returns the tensors of `source` under the names and in the shapes of the model.
+    ///
+    /// `source` holds weights in another format than this crate's: those of
+    /// [`pretrained`](Self::pretrained), or of `trainer.ckpt_path`. By default names and shapes are
+    /// equal. Called on each rank; reads headers only.
+    ///
+    /// # Errors
+    /// If the tensors are not those of such a model.
+    fn map_weights(
+        config: &Self::Config,
+        source: Box<dyn TensorSource>,
+    ) -> Result<Box<dyn TensorSource>> {
+        let _ = config;
+        Ok(source)
+    }
+
+    /// Returns patterns of the parameters that weights to start from may lack, such as a new head.
+    ///
+    /// They keep their initial values, and a warning names them.
+    fn new_parameters(config: &Self::Config) -> Vec<String> {
+        let _ = config;
+        Vec::new()
     }
 
     /// Loads the module with the weights of the checkpoint at `path`, in this process alone.

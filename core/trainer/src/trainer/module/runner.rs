@@ -11,6 +11,7 @@ use toml::Table;
 
 use crate::fabric::{Fabric, SampleIdentity};
 use crate::profiler::LogExecutionTime;
+use crate::run::LoadConfig;
 use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::{
@@ -18,7 +19,9 @@ use crate::trainer::{
     StepContext,
 };
 use crate::{Error, Result};
-use fulgurite_checkpoint as checkpoint;
+use fulgurite_checkpoint::{
+    self as checkpoint, FULL_MANIFEST, LoadOptions, MANIFEST, TensorSource,
+};
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::data::{
@@ -88,6 +91,12 @@ pub(crate) trait ModuleRunner {
 
     /// Predicts for the batch.
     fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor>;
+
+    /// Opens weights to start from, under the model's names.
+    fn open_weights(&self, path: &Path) -> Result<Box<dyn TensorSource>>;
+
+    /// The options of `[checkpoint.load]`, with the parameters that weights may lack.
+    fn load_options(&self, config: &LoadConfig) -> LoadOptions;
 
     /// A [`TypedRunner`].
     fn as_any(&self) -> &dyn Any;
@@ -171,11 +180,12 @@ pub(crate) fn set_up_with<M: LightningModule>(
         Ok(module)
     })?;
     if let Some(path) = M::pretrained(model) {
-        fabric.load_raw(&path, run.checkpoint.load.options())?;
+        let options = load_options::<M>(model, &run.checkpoint.load);
+        fabric.load_weights(|| open_weights::<M>(model, &path), &options)?;
         fabric.base_model = Some(path.display().to_string());
     }
     Ok(RunnerSetup {
-        runner: Box::new(TypedRunner::new(module, data)),
+        runner: Box::new(TypedRunner::new(module, model.clone(), data)),
         callbacks,
         model: to_table(model)?,
         data: to_table(&run.data)?,
@@ -197,9 +207,36 @@ fn weights_agreement(path: &Path) -> Result<Agreement> {
     Ok(agreement)
 }
 
+/// Opens weights for a model of this configuration, under the model's names.
+pub(crate) fn open_weights<M: LightningModule>(
+    config: &M::Config,
+    path: &Path,
+) -> Result<Box<dyn TensorSource>> {
+    let path = checkpoint::resolve_last(path)?;
+    let source = checkpoint::open(&path)?;
+    match is_foreign(&path) {
+        true => M::map_weights(config, source),
+        false => Ok(source),
+    }
+}
+
+/// Whether weights are in another format than this crate's.
+pub(crate) fn is_foreign(path: &Path) -> bool {
+    ![MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file())
+}
+
+/// The options of `[checkpoint.load]` for a model of this configuration.
+pub(crate) fn load_options<M: LightningModule>(
+    config: &M::Config,
+    load: &LoadConfig,
+) -> LoadOptions {
+    LoadOptions { optional: M::new_parameters(config), ..load.options() }
+}
+
 /// A module of a concrete type, with its data.
 pub(crate) struct TypedRunner<M: LightningModule> {
     pub(crate) module: M,
+    config: M::Config,
     pub(crate) data: Arc<M::Data>,
     training: Batches<BatchOf<M>>,
     evaluation: Batches<BatchOf<M>>,
@@ -228,9 +265,9 @@ impl<B: Send + 'static> Batches<B> {
 }
 
 impl<M: LightningModule> TypedRunner<M> {
-    fn new(module: M, data: M::Data) -> Self {
+    fn new(module: M, config: M::Config, data: M::Data) -> Self {
         let (training, evaluation) = (Batches::NONE, Batches::NONE);
-        Self { module, data: Arc::new(data), training, evaluation }
+        Self { module, config, data: Arc::new(data), training, evaluation }
     }
 
     /// Makes batches; under context parallelism, this rank's shard of each.
@@ -316,6 +353,14 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
 
     fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor> {
         self.module.predict_step(&self.evaluation.take()?, ctx)
+    }
+
+    fn open_weights(&self, path: &Path) -> Result<Box<dyn TensorSource>> {
+        open_weights::<M>(&self.config, path)
+    }
+
+    fn load_options(&self, config: &LoadConfig) -> LoadOptions {
+        load_options::<M>(&self.config, config)
     }
 
     fn as_any(&self) -> &dyn Any {

@@ -10,12 +10,15 @@ use crate::fabric::{Connection, check_frozen};
 use crate::run::{CkptPath, Devices, RunConfig};
 use crate::trainer::checkpoints::place::refuse_used;
 use crate::trainer::checkpoints::restart::{restarted_job, runs_of_job};
+use crate::trainer::module::runner::{load_options, open_weights};
 use crate::trainer::preflight::memory_check::check_memory;
 use crate::trainer::{
     CallbackConfig, LightningModule, LoggerConfig, OptimizerSetup, Optimizers, RunConfigOf, Trainer,
 };
 use crate::{Error, Result};
-use fulgurite_checkpoint::{self as checkpoint, CheckpointIOConfig, DistributedCheckpoint};
+use fulgurite_checkpoint::{
+    self as checkpoint, CheckpointIOConfig, DistributedCheckpoint, LoadOptions, TensorSource,
+};
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::collective::{Planned, ProcessGroup, Solo};
@@ -49,6 +52,9 @@ struct Described {
     shuffle: bool,
     /// [`LightningModule::pretrained`].
     pretrained: Option<PathBuf>,
+    /// Opens weights under the model's names.
+    open_weights: Box<dyn Fn(&Path) -> Result<Box<dyn TensorSource>>>,
+    load_options: LoadOptions,
 }
 
 type Describe<'a> = dyn Fn(&DataContext, &ModuleBuilder) -> Result<Described> + 'a;
@@ -145,6 +151,7 @@ fn describe<M: LightningModule>(
     if let Some(path) = &pretrained {
         checkpoint::open(path)?;
     }
+    let load_options = load_options::<M>(&config, &run.checkpoint.load);
     let module = M::configure_model(&config, builder)?;
     Ok(Described {
         automatic_optimization: module.automatic_optimization(),
@@ -155,6 +162,8 @@ fn describe<M: LightningModule>(
         batch_size: M::Data::batch_size(&run.data),
         shuffle: M::Data::shuffle(&run.data),
         pretrained,
+        open_weights: Box::new(move |path| open_weights::<M>(&config, path)),
+        load_options,
     })
 }
 
@@ -212,7 +221,7 @@ fn check(
     let model = describe(&context, &builder)?;
     let mut tree = builder.finish()?;
     check_frozen(&config.freeze, &tree)?;
-    check_weights(run, model.pretrained.as_deref(), &tree)?;
+    check_weights(run, &model, &tree)?;
     let mut memory = match (&mesh, strategy.extensions()) {
         (Some(mesh), Some(extensions)) => extensions.plan_module(&mut tree, mesh)?,
         _ => None,
@@ -389,19 +398,18 @@ fn check_place_is_unused(run: &RunConfig<Table, Table>) -> Result<()> {
 /// Checks that the weights that a run starts from fit the model, as `[checkpoint.load]` requires.
 fn check_weights(
     run: &RunConfig<Table, Table>,
-    pretrained: Option<&Path>,
+    model: &Described,
     tree: &ModuleTree,
 ) -> Result<()> {
-    let options = run.checkpoint.load.options();
+    let (options, open) = (&model.load_options, &model.open_weights);
     // If only rank 0 can read the weights, they may be missing on this host.
     let elsewhere = |path: &Path| options.broadcast_from_rank0 && !path.exists();
-    if let Some(path) = pretrained.filter(|path| !elsewhere(path)) {
-        checkpoint::check_compatible_with(&*checkpoint::open(path)?, tree, &options)?;
+    if let Some(path) = model.pretrained.as_deref().filter(|path| !elsewhere(path)) {
+        checkpoint::check_compatible_with(&*open(path)?, tree, options)?;
     }
     match &run.trainer.ckpt_path {
         Some(CkptPath::Path(path)) if run.checkpoint.weights_only && path.exists() => {
-            let checked =
-                checkpoint::check_compatible_with(&*checkpoint::open(path)?, tree, &options);
+            let checked = checkpoint::check_compatible_with(&*open(path)?, tree, options);
             checked.map_err(|error| Error::Config(format!("`trainer.ckpt_path`: {error}")))
         }
         _ => Ok(()),

@@ -1,17 +1,17 @@
 //! Resuming from a checkpoint.
 
-use std::path::Path;
 
 use crate::fabric::OptimizerState;
 use crate::trainer::Event;
 use crate::trainer::checkpoints::lookup::{CheckpointLookup, ResumeSource};
 use crate::trainer::checkpoints::trainer_state::TrainerState;
 use crate::trainer::module::context::Stage as RunStage;
+use crate::trainer::module::runner::is_foreign;
 use crate::trainer::record::log_table::SavedStates;
 use crate::trainer::session::Session;
 use crate::{Error, Result};
 use fulgurite_checkpoint::{
-    self as checkpoint, CheckpointIO, DistributedCheckpoint, FULL_MANIFEST, LoadOptions, MANIFEST,
+    self as checkpoint, CheckpointIO, DistributedCheckpoint, LoadOptions,
     TensorSource,
 };
 use fulgurite_engine::collective::broadcast_object;
@@ -62,8 +62,6 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
         }
     };
     // Weights from any source can be evaluated.
-    let is_foreign =
-        |path: &Path| ![MANIFEST, FULL_MANIFEST].iter().any(|file| path.join(file).is_file());
     let foreign = matches!(from, ResumeSource::Local(path) if is_foreign(path));
     if saving.config().weights_only || (foreign && !training) {
         let path = match (from, &io) {
@@ -73,10 +71,11 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
         let open = || -> Result<Box<dyn TensorSource>> {
             match from {
                 ResumeSource::Named { .. } => Ok(Box::new(open()?)),
-                ResumeSource::Local(path) => checkpoint::open(path),
+                ResumeSource::Local(path) => session.runner.open_weights(path),
             }
         };
-        session.setup.fabric.load_weights(open, &saving.config().load.options())?;
+        let options = session.runner.load_options(&saving.config().load);
+        session.setup.fabric.load_weights(open, &options)?;
         return session.emit(&Event::Resume { step: 0, path });
     }
     let source = open()?;

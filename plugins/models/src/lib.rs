@@ -1,0 +1,26 @@
+//! Models by their Hugging Face `config.json`, and modules that train them.
+//!
+//! ```no_run
+//! fulgurite::use_mimalloc!();
+//!
+//! fn main() -> std::process::ExitCode {
+//!     fulgurite::cli::<fulgurite_models::CausalLm>()
+//! }
+//! ```
+//!
+//! Such a program trains any decoder of [`FAMILIES`]: `model.from_pretrained` names a directory
+//! with `config.json` and weights, or `[model]` has the keys of a `config.json`.
+
+mod config;
+mod decoder;
+mod families;
+mod layers;
+mod modules;
+mod weights;
+
+pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
+pub use decoder::{Decoder, DecoderConfig, LayerConfig, NormPlacement};
+pub use families::{Architecture, Description, FAMILIES, Family};
+pub use layers::{FeedForward, NormKind};
+pub use modules::CausalLm;
+pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -1,0 +1,116 @@
+//! Training a decoder to predict the next token.
+
+use std::path::PathBuf;
+
+use candle_core::Tensor;
+use fulgurite_checkpoint::TensorSource;
+use fulgurite_data::TextData;
+use fulgurite_engine::data::TokenBatch;
+use fulgurite_engine::module::ModuleBuilder;
+use fulgurite_error::{Error, Result};
+use fulgurite_nn::Loss;
+use fulgurite_trainer::metric::{Accuracy, Perplexity};
+use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
+
+use crate::config::ModelConfig;
+use crate::decoder::{Decoder, DecoderConfig};
+use crate::families::Architecture;
+use crate::weights::MappedSource;
+
+/// A language model that predicts the next token: any decoder of this crate on [`TextData`].
+#[derive(Debug)]
+pub struct CausalLm {
+    model: Decoder,
+}
+
+impl CausalLm {
+    /// The decoder.
+    pub fn model(&self) -> &Decoder {
+        &self.model
+    }
+}
+
+impl LightningModule for CausalLm {
+    type Config = ModelConfig;
+    type Data = TextData;
+
+    fn configure_from_data(config: &mut ModelConfig, data: &TextData) -> Result<()> {
+        config.read_file()?;
+        if !config.has("vocab_size")
+            && let Some(tokens) = data.vocab_size()
+        {
+            // Padding lets tensor-parallel ranks divide the vocabulary evenly.
+            config.set("vocab_size", tokens.next_multiple_of(8))?;
+        }
+        let decoder = decoder(config)?;
+        check_data(config, &decoder, data)
+    }
+
+    fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self { model: Decoder::new(&decoder(&mut config.clone())?, b)? })
+    }
+
+    fn pretrained(config: &ModelConfig) -> Option<PathBuf> {
+        config.weights()
+    }
+
+    fn map_weights(
+        config: &ModelConfig,
+        source: Box<dyn TensorSource>,
+    ) -> Result<Box<dyn TensorSource>> {
+        let description = config.clone().describe()?;
+        Ok(Box::new(MappedSource::new(source, &description.weights)?))
+    }
+
+    fn training_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Loss> {
+        self.model.loss(&batch.inputs, &batch.targets)
+    }
+
+    fn validation_step(&mut self, batch: &TokenBatch, ctx: &mut StepContext) -> Result<Loss> {
+        let (loss, next_tokens) = self.model.evaluate(&batch.inputs, &batch.targets)?;
+        ctx.log("val_accuracy", Accuracy::of_classes(&next_tokens, &batch.targets)?);
+        ctx.log("val_perplexity", Perplexity::of(&loss)?);
+        Ok(loss)
+    }
+
+    /// Returns the most likely next token at each position.
+    fn predict_step(&mut self, batch: &TokenBatch, _: &mut StepContext) -> Result<Tensor> {
+        Ok(self.model.evaluate(&batch.inputs, &batch.targets)?.1)
+    }
+}
+
+impl<D> Hooks<D> for CausalLm {}
+
+/// Describes the decoder of a configuration.
+fn decoder(config: &mut ModelConfig) -> Result<DecoderConfig> {
+    match config.describe()?.architecture {
+        Architecture::Decoder(decoder) => Ok(*decoder),
+    }
+}
+
+/// Checks that the data's sequences and ids fit the model.
+fn check_data(config: &ModelConfig, decoder: &DecoderConfig, data: &TextData) -> Result<()> {
+    let wrong =
+        |key: &str, message: String| Err(Error::Config(format!("`model.{key}`: {message}")));
+    let (seq_len, positions) = (data.seq_len(), decoder.max_positions);
+    if seq_len > positions {
+        let message = format!(
+            "the model has {positions} positions, and data.seq_len is {seq_len}; it must be at most that"
+        );
+        return wrong(
+            if config.model_type() == "gpt2" { "n_positions" } else { "max_position_embeddings" },
+            message,
+        );
+    }
+    let ids = data.vocab_size().unwrap_or(data.largest_first_id() as usize + 1);
+    if decoder.vocab_size < ids {
+        let message = format!(
+            "must be above the data's ids, which go up to {}, found {}; or are data.path, data.token_dtype or \
+             data.tokenizer other than meant?",
+            ids - 1,
+            decoder.vocab_size
+        );
+        return wrong("vocab_size", message);
+    }
+    Ok(())
+}
