@@ -1,4 +1,4 @@
-//! Causal self-attention.
+//! Self-attention of decoders and encoders.
 
 use candle_core::{DType, Tensor};
 
@@ -9,7 +9,7 @@ use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
 use super::lora::LoraCall;
-use super::qk_norm::QkNorm;
+use super::qk_norm::{QkCalls, QkNorm, QkNorms};
 use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
 use super::sizes::check_sizes;
@@ -96,21 +96,32 @@ impl AttentionConfig {
     }
 }
 
-/// Causal self-attention as in Llama: projections `q_proj`, `k_proj`, `v_proj` and `o_proj`, rotary
-/// position embedding and grouped query attention. One operation in the graph.
+/// Self-attention, causal unless the configuration says otherwise: projections `q_proj`, `k_proj`,
+/// `v_proj` and `o_proj`, norms `q_norm` and `k_norm`, rotary position embedding and grouped query
+/// attention. One operation in the graph.
 ///
 /// Input and output are `[batch, time, hidden_size]`. With [`Documents`] in force, attention stays
-/// within each document. With a [`window`](AttentionConfig::window), a query attends to the last
-/// keys only, also with documents and under context parallelism.
+/// within each document. With a [`window`](AttentionConfig::window), a query attends to near keys
+/// only. Options can be combined, also under tensor and context parallelism; documents need whole
+/// sequences.
+///
+/// In a tensor-parallel plan, `q_proj`, `k_proj` and `v_proj` are colwise and `o_proj` rowwise. The
+/// norms follow without a style of their own. With [`QkNormScope::Head`](super::QkNormScope) every
+/// rank has the weight, and its gradient is summed over the ranks; a plan may say so with
+/// `replicated_with_grad_allreduce`. With [`QkNormScope::Projection`](super::QkNormScope) the
+/// weight is cut like the projection, and mean squares are summed over the ranks.
 #[derive(Debug, Clone)]
 pub struct CausalSelfAttention {
     q_proj: Linear,
     k_proj: Linear,
     v_proj: Linear,
     o_proj: Linear,
+    norms: Option<QkNorms>,
     head_dim: usize,
     rope: Option<Rope>,
     scale: f64,
+    softcap: Option<f64>,
+    causal: bool,
     window: Option<usize>,
     layer: LayerHandle,
 }
@@ -134,8 +145,10 @@ impl CausalSelfAttention {
                 ("window", config.window.unwrap_or(usize::MAX)),
             ],
         )?;
-        if !config.causal || config.softcap.is_some() || config.qk_norm.is_some() {
-            return wrong("causal, softcap and qk_norm have no effect yet".to_owned());
+        for (name, value) in [("scale", config.scale), ("softcap", config.softcap)] {
+            if let Some(value) = value.filter(|x| !(*x > 0.0 && *x <= f64::from(f32::MAX))) {
+                return wrong(format!("{name} must be a positive number, got {value:?}"));
+            }
         }
         if !num_heads.is_multiple_of(num_kv_heads) {
             return wrong(format!(
@@ -155,7 +168,9 @@ impl CausalSelfAttention {
                 "{num_heads} heads of {head_dim} elements are more elements than can be counted"
             ));
         };
-        let layer = b.declare(BlockStyles::attention(num_heads, num_kv_heads, hidden_size))?;
+        let scope = config.qk_norm.map(|norm| norm.scope);
+        let styles = BlockStyles::attention(num_heads, num_kv_heads, hidden_size, scope);
+        let layer = b.declare(styles)?;
         b.keep_in_fp32(&layer);
         let project = |name: &str, inputs, heads: usize, bias: bool| {
             let b = b.pp(name);
@@ -169,9 +184,15 @@ impl CausalSelfAttention {
             k_proj: project("k_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
             v_proj: project("v_proj", hidden_size, num_kv_heads, config.qkv_bias)?,
             o_proj: project("o_proj", width, num_heads, config.output_bias)?,
+            norms: config
+                .qk_norm
+                .map(|norm| QkNorms::new(b, norm, [num_heads, num_kv_heads], head_dim))
+                .transpose()?,
             head_dim,
             rope: config.rope.clone(),
             scale: config.scale.unwrap_or(1.0 / (head_dim as f64).sqrt()),
+            softcap: config.softcap,
+            causal: config.causal,
             window: config.window,
             layer,
         })
@@ -182,6 +203,13 @@ impl CausalSelfAttention {
     fn project(&self, projection: &Linear, x: &Tensor) -> Result<(Tensor, LoraCall)> {
         let (y, call) = projection.compute(x)?;
         Ok((split_heads(&y, projection.outputs() / self.head_dim)?, call))
+    }
+}
+
+impl CausalSelfAttention {
+    /// Returns the norms of queries and keys, outside the graph, and the state for backward.
+    fn normed(&self, inputs: [&Tensor; 2]) -> Result<Option<([Tensor; 2], QkCalls)>> {
+        self.norms.as_ref().map(|norms| norms.forward(&self.layer, inputs)).transpose()
     }
 }
 
@@ -210,8 +238,10 @@ impl CausalSelfAttention {
         let rope = self.rope.as_ref();
         let attend = DotProductAttention {
             scale: self.scale,
-            causal: true,
+            softcap: self.softcap,
+            causal: self.causal,
             window: self.window,
+            first_query: None,
             angles: self
                 .layer
                 .run(|| rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose())?,
@@ -221,14 +251,18 @@ impl CausalSelfAttention {
         let (q, q_call) = self.project(&self.q_proj, &saved)?;
         let (k, k_call) = self.project(&self.k_proj, &saved)?;
         let (v, v_call) = self.project(&self.v_proj, &saved)?;
-        let attended = attend.forward(&q, &k, &v)?;
+        let (normed, norm_calls) = self.normed([&q, &k])?.unzip();
+        let [normed_q, normed_k] = normed.as_ref().map_or([&q, &k], |[q, k]| [q, k]);
+        let attended = attend.forward(normed_q, normed_k, &v)?;
+        drop(normed);
         let (y, o_call) = self.o_proj.compute(&merge_heads(attended.output())?)?;
         save_for_backward(&[&q, &k, &v, attended.output()]);
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.o_proj.add_bias_after_reduction(y)?;
 
         let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
-        let parameters = layers.into_iter().flat_map(|l| l.parameters());
+        let norms = self.norms.iter().flat_map(QkNorms::parameters);
+        let parameters = layers.into_iter().flat_map(|l| l.parameters()).chain(norms);
         let layer = self.clone();
         Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
             layer.o_proj.bias_after_reduction_backward(grad)?;
@@ -237,7 +271,16 @@ impl CausalSelfAttention {
             let d = layer.o_proj.backward(&o_call, &merged, &grad, InputGrad::New)?;
             let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
             let d = split_heads(&d, q.dim(2)?)?;
-            let [dq, dk, dv] = attend.backward([&q, &k, &v], &attended, &d)?;
+            let [dq, dk, dv] = match layer.norms.as_ref().zip(norm_calls.as_ref()) {
+                None => attend.backward([&q, &k, &v], &attended, &d)?,
+                Some((norms, calls)) => {
+                    let [normed_q, normed_k] = norms.forward_again(calls, [&q, &k])?;
+                    let [dq, dk, dv] =
+                        attend.backward([&normed_q, &normed_k, &v], &attended, &d)?;
+                    let [dq, dk] = norms.backward(&layer.layer, calls, [&q, &k], [&dq, &dk])?;
+                    [dq, dk, dv]
+                }
+            };
             let mut dx = None;
             let projections = [
                 (&layer.q_proj, &q_call, dq),

@@ -1,10 +1,11 @@
 //! [`Documents`]: the beginnings of documents in packed sequences.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 
-use super::host::indices;
+use super::host::{indices, integers};
 use crate::{Error, Result};
 #[cfg(feature = "cuda")]
 use fulgurite_engine::execution::transfer;
@@ -15,9 +16,10 @@ const IGNORED: i64 = -100;
 
 /// The beginnings of documents in the sequences of a batch, if several documents are packed into
 /// one sequence. While they are in force ([`run`](Self::run)),
-/// [`CausalSelfAttention`](crate::CausalSelfAttention) attends within documents only, so each
-/// document is computed as if it were alone. Rotary embeddings need no change, because attention
-/// depends on distances only. Other position embeddings use [`positions`](Self::positions).
+/// [`CausalSelfAttention`](crate::CausalSelfAttention) attends within documents only, causal or
+/// not, so each document is computed as if it were alone. Rotary embeddings need no change, because
+/// attention depends on distances only. Other position embeddings use
+/// [`positions`](Self::positions).
 ///
 /// Not supported for sequences that ranks share (`context_parallel_size` above 1).
 ///
@@ -40,6 +42,8 @@ const IGNORED: i64 = -100;
 pub struct Documents {
     /// For each position of each sequence, the first position of its document.
     first: Arc<[u32]>,
+    /// For each position of each sequence, the end of its document: the position after its last.
+    end: Arc<[u32]>,
     batch: usize,
     time: usize,
     /// A copy of `first` on the device of the first layer that needed it.
@@ -49,8 +53,19 @@ pub struct Documents {
 
 impl Documents {
     fn new(first: Vec<u32>, batch: usize, time: usize) -> Self {
+        let mut end = vec![0; first.len()];
+        for (first, end) in first.chunks(time.max(1)).zip(end.chunks_mut(time.max(1))) {
+            let mut after = time as u32;
+            for (position, end) in end.iter_mut().enumerate().rev() {
+                *end = after;
+                if first[position] as usize == position {
+                    after = position as u32;
+                }
+            }
+        }
         Self {
             first: first.into(),
+            end: end.into(),
             batch,
             time,
             #[cfg(feature = "cuda")]
@@ -105,6 +120,60 @@ impl Documents {
             }
         }
         Ok(Self::new(first, lengths.len(), time))
+    }
+
+    /// Returns the documents of padded sequences: the tokens of a sequence are one document, and
+    /// the padding before and after them are others. So tokens attend to tokens only, and padding
+    /// to padding. `mask` is the attention mask of `transformers`: `[batch, time]` of u8, u32 or
+    /// i64, 1 for tokens and 0 for padding.
+    ///
+    /// ```
+    /// use candle_core::{Device, Tensor};
+    /// use fulgurite_core::nn::Documents;
+    ///
+    /// let mask = Tensor::new(&[[1u8, 1, 1, 0], [0, 0, 1, 1]], &Device::Cpu)?;
+    /// let positions = Documents::of_mask(&mask)?.positions(&Device::Cpu)?;
+    /// assert_eq!(positions.to_vec2::<u32>()?, [[0, 1, 2, 0], [0, 1, 0, 1]]);
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// If `mask` has another shape, dtype or value, or padding between the tokens of a sequence.
+    pub fn of_mask(mask: &Tensor) -> Result<Self> {
+        let (batch, time) = mask.dims2().map_err(|_| {
+            Error::other(format!("an attention mask is [batch, time], got {:?}", mask.dims()))
+        })?;
+        if !matches!(mask.dtype(), DType::U8 | DType::U32 | DType::I64) {
+            return Err(Error::other(format!(
+                "an attention mask is u8, u32 or i64, got {:?}",
+                mask.dtype()
+            )));
+        }
+        let mut first = Vec::with_capacity(batch * time);
+        let mask = integers(mask, "an attention mask")?;
+        for (i, sequence) in mask.chunks(time.max(1)).enumerate() {
+            if let Some(value) = sequence.iter().find(|value| !matches!(value, 0 | 1)) {
+                return Err(Error::other(format!(
+                    "an attention mask has 1 for tokens and 0 for padding, got {value} in sequence {i}"
+                )));
+            }
+            let (mut begins, mut runs) = (0, usize::from(sequence.first() == Some(&1)));
+            for (position, &value) in sequence.iter().enumerate() {
+                if position > 0 && value != sequence[position - 1] {
+                    begins = position as u32;
+                    runs += usize::from(value == 1);
+                }
+                first.push(begins);
+            }
+            if runs > 1 {
+                return Err(Error::other(format!(
+                    "the attention mask of sequence {i} has padding between its tokens; padding must be \
+                     before or after them (for several documents in a sequence use \
+                     `Documents::of_lengths`)"
+                )));
+            }
+        }
+        Ok(Self::new(first, batch, time))
     }
 
     /// Returns the position of each token in its document, u32 `[batch, time]`.
@@ -167,9 +236,10 @@ impl Documents {
         Ok(Some(documents))
     }
 
-    /// Returns the first key that the query at `position` attends to.
-    pub(crate) fn first(&self, sequence: usize, position: usize) -> usize {
-        self.first[sequence * self.time + position] as usize
+    /// Returns the positions of the document at `position`.
+    pub(crate) fn range(&self, sequence: usize, position: usize) -> Range<usize> {
+        let at = sequence * self.time + position;
+        self.first[at] as usize..self.end[at] as usize
     }
 
     /// Returns the first key of each query, u32 `[batch, time]`, on `device`; sent once for all
@@ -187,8 +257,10 @@ impl Documents {
         Ok(sent)
     }
 
-    /// Returns the first key that any sequence's query at `position` attends to.
-    pub(crate) fn first_of_all(&self, position: usize) -> usize {
-        (0..self.batch).map(|sequence| self.first(sequence, position)).min().unwrap_or(0)
+    /// Returns the positions from the first to the last of any sequence's document at `position`.
+    pub(crate) fn range_of_all(&self, position: usize) -> Range<usize> {
+        let ranges = || (0..self.batch).map(|sequence| self.range(sequence, position));
+        let first = ranges().map(|range| range.start).min().unwrap_or(0);
+        first..ranges().map(|range| range.end).max().unwrap_or(self.time)
     }
 }

@@ -85,7 +85,7 @@ pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// # Errors
 /// If the weight has another size than the last dimension, or `eps` is negative or not finite.
 pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
-    norm(x, weight, None, Norm { center: false, eps })
+    norm(x, weight, None, Norm { center: false, eps, unit_offset: false })
 }
 
 /// `(x - mean) / sqrt(variance + eps) * weight + bias` over the last dimension; `weight` and `bias`
@@ -94,7 +94,7 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// # Errors
 /// If weight or bias has another size than the last dimension, or `eps` is negative or not finite.
 pub fn layer_norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, eps: f64) -> Result<Tensor> {
-    norm(x, weight, bias, Norm { center: true, eps })
+    norm(x, weight, bias, Norm { center: true, eps, unit_offset: false })
 }
 
 fn norm(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, norm: Norm) -> Result<Tensor> {
@@ -166,8 +166,7 @@ pub fn rope(x: &Tensor, cos: &Tensor, sin: &Tensor) -> Result<Tensor> {
 /// sequence over ranks; [`CausalSelfAttention`](super::CausalSelfAttention) gathers them.
 pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, scale: f64, causal: bool) -> Result<Tensor> {
     check_whole_sequences("attention")?;
-    let attend = DotProductAttention { scale, causal, window: None, angles: None, documents: None };
-    attend_to(attend, q, k, v)
+    attend_to(DotProductAttention::new(scale, causal), q, k, v)
 }
 
 /// Causal [`attention`] with a limit: a query attends to `window` keys at most, including its own,
@@ -201,8 +200,8 @@ pub fn sliding_window_attention(
             "a sliding window of 0 keys has not even a query's own; expected at least 1",
         ));
     }
-    let (causal, window) = (true, Some(window));
-    attend_to(DotProductAttention { scale, causal, window, angles: None, documents: None }, q, k, v)
+    let window = Some(window);
+    attend_to(DotProductAttention { window, ..DotProductAttention::new(scale, true) }, q, k, v)
 }
 
 fn attend_to(attend: DotProductAttention, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<Tensor> {

@@ -37,7 +37,7 @@ impl GroupNorm {
     /// If a size is 0, the groups do not divide the channels, `eps` is negative or not finite, or
     /// the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, groups: usize, channels: usize, eps: f64) -> Result<Self> {
-        let norm = Norm { center: true, eps };
+        let norm = Norm { center: true, eps, unit_offset: false };
         super::norm::check_eps(b, eps)?;
         check_sizes(b, &[("channels", channels), ("groups", groups)])?;
         if !channels.is_multiple_of(groups) {

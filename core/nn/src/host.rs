@@ -282,14 +282,17 @@ impl<G: Deref<Target = Storage>> Host<G> {
 /// Returns the ids or indices of a `u32` or `i64` tensor, on the host.
 pub(super) fn indices(ids: &Tensor, what: &'static str) -> Result<Vec<i64>> {
     match ids.dtype() {
-        DType::U32 | DType::I64 => {
-            let list = |ids: &Tensor| ids.detach().flatten_all()?.to_dtype(DType::I64);
-            match transfer::sent(ids) {
-                Some(ids) => read::host(&list(&ids)?),
-                None => read::vec1(&list(ids)?, what),
-            }
-        }
+        DType::U32 | DType::I64 => integers(ids, what),
         other => Err(Error::other(format!("{what} must be u32 or i64, got {other:?}"))),
+    }
+}
+
+/// Returns the elements of a tensor of integers, on the host.
+pub(super) fn integers(ids: &Tensor, what: &'static str) -> Result<Vec<i64>> {
+    let list = |ids: &Tensor| ids.detach().flatten_all()?.to_dtype(DType::I64);
+    match transfer::sent(ids) {
+        Some(ids) => read::host(&list(&ids)?),
+        None => read::vec1(&list(ids)?, what),
     }
 }
 

@@ -61,7 +61,18 @@ impl RmsNorm {
     /// # Errors
     /// If `width` is 0, `eps` is negative or not finite, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        Ok(Self(NormLayer::new(b, "RmsNorm", width, Norm { center: false, eps }, false)?))
+        let norm = Norm { center: false, eps, unit_offset: false };
+        Ok(Self(NormLayer::new(b, "RmsNorm", width, norm, false)?))
+    }
+
+    /// A norm with the factor `1 + weight`, as in Gemma. The weight starts at zero. The factor is
+    /// computed in f32 also if the weight is in half precision.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn with_unit_offset(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
+        let norm = Norm { center: false, eps, unit_offset: true };
+        Ok(Self(NormLayer::new(b, "RmsNorm", width, norm, false)?))
     }
 
     /// The weight, `[width]`.
@@ -109,7 +120,13 @@ impl LayerNorm {
     /// # Errors
     /// If `width` is 0, `eps` is negative or not finite, or the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        Ok(Self(NormLayer::new(b, "LayerNorm", width, Norm { center: true, eps }, true)?))
+        Ok(Self(NormLayer::new(
+            b,
+            "LayerNorm",
+            width,
+            Norm { center: true, eps, unit_offset: false },
+            true,
+        )?))
     }
 
     /// A norm without a bias.
@@ -117,7 +134,13 @@ impl LayerNorm {
     /// # Errors
     /// As [`new`](Self::new).
     pub fn without_bias(b: &ModuleBuilder, width: usize, eps: f64) -> Result<Self> {
-        Ok(Self(NormLayer::new(b, "LayerNorm", width, Norm { center: true, eps }, false)?))
+        Ok(Self(NormLayer::new(
+            b,
+            "LayerNorm",
+            width,
+            Norm { center: true, eps, unit_offset: false },
+            false,
+        )?))
     }
 
     /// The weight, `[width]`.
@@ -165,7 +188,7 @@ impl NormLayer {
         check_sizes(b, &[("width", width)])?;
         let layer = b.declare(NormStyles { kind, width })?;
         b.keep_in_fp32(&layer);
-        let weight = b.parameter("weight", [width], Init::ONES)?;
+        let weight = b.parameter("weight", [width], norm.initial_weight())?;
         let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
         Ok(Self { norm, weight, bias, layer })
     }

@@ -1,6 +1,6 @@
 //! The tensor-parallel styles that the layers of this crate support, and their shardings.
 
-use super::{dora, lora};
+use super::{QkNormScope, dora, lora};
 use crate::Result;
 use fulgurite_engine::parallel::{
     Colwise, LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle, PrepareModuleInput,
@@ -230,24 +230,78 @@ pub(super) struct BlockStyles {
     kind: &'static str,
     /// All projections; the output projection is the last.
     projections: &'static [&'static str],
+    /// The projections and, in attention, the norms of queries and keys.
+    parts: &'static [&'static str],
     heads: Option<Heads>,
+    norms: Option<QkNormScope>,
 }
 
+const SWIGLU: &[&str] = &["gate_proj", "up_proj", "down_proj"];
+const GELU: &[&str] = &["up_proj", "down_proj"];
+const ATTENTION: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj"];
+const NORMED_ATTENTION: &[&str] = &["q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"];
+const NORMS: [&str; 2] = ["q_norm", "k_norm"];
+
 impl BlockStyles {
-    pub(super) const SWIGLU: Self = Self {
-        kind: "SwiGluMlp",
-        projections: &["gate_proj", "up_proj", "down_proj"],
-        heads: None,
-    };
+    pub(super) const SWIGLU: Self =
+        Self { kind: "SwiGluMlp", projections: SWIGLU, parts: SWIGLU, heads: None, norms: None };
 
     pub(super) const GELU: Self =
-        Self { kind: "GeluMlp", projections: &["up_proj", "down_proj"], heads: None };
+        Self { kind: "GeluMlp", projections: GELU, parts: GELU, heads: None, norms: None };
 
-    pub(super) fn attention(num_heads: usize, num_kv_heads: usize, hidden_size: usize) -> Self {
+    pub(super) fn attention(
+        num_heads: usize,
+        num_kv_heads: usize,
+        hidden_size: usize,
+        norms: Option<QkNormScope>,
+    ) -> Self {
         Self {
             kind: "CausalSelfAttention",
-            projections: &["q_proj", "k_proj", "v_proj", "o_proj"],
+            projections: ATTENTION,
+            parts: if norms.is_some() { NORMED_ATTENTION } else { ATTENTION },
             heads: Some(Heads { num_heads, num_kv_heads, hidden_size }),
+            norms,
+        }
+    }
+
+    /// Checks the styles of the norms, which follow from the projections'. `is_cut`: whether the
+    /// projections have styles.
+    fn check_norms(&self, styles: &LayerStyles<'_>, is_cut: bool) -> Result<()> {
+        for name in NORMS {
+            let Some(style) = styles.part(name).filter(|_| self.norms.is_some()) else { continue };
+            let message = match (self.norms, style) {
+                (_, _) if !is_cut => format!(
+                    "{name} is {} and the projections have no styles, so each rank has the whole \
+                     gradient of its weight; leave {name} out of the plan, or make the projections \
+                     colwise and rowwise",
+                    style.name()
+                ),
+                (Some(QkNormScope::Head), ParallelStyle::ReplicatedWithGradAllreduce) => continue,
+                (Some(QkNormScope::Head), style) => format!(
+                    "{name} is {}; a norm of single heads takes replicated_with_grad_allreduce, which \
+                     it also is without a style",
+                    style.name()
+                ),
+                (_, style) => format!(
+                    "{name} is {}; a norm of all heads is cut like its projection and takes no style: \
+                     leave it out of the plan",
+                    style.name()
+                ),
+            };
+            return Err(styles.error(message));
+        }
+        Ok(())
+    }
+
+    /// Adds the sharding of the norms of a cut attention.
+    fn with_norms(&self, sharding: LayerSharding, kv_replicas: usize) -> LayerSharding {
+        let whole = || LayerSharding::default().replicate("weight", true);
+        let cut = |replicas| LayerSharding::default().cut_shared("weight", 0, replicas);
+        let [q, k] = NORMS;
+        match self.norms {
+            None => sharding,
+            Some(QkNormScope::Head) => sharding.part(q, whole()).part(k, whole()),
+            Some(QkNormScope::Projection) => sharding.part(q, cut(1)).part(k, cut(kv_replicas)),
         }
     }
 
@@ -302,7 +356,7 @@ impl ParallelLayer for BlockStyles {
     }
 
     fn parts(&self) -> &'static [&'static str] {
-        self.projections
+        self.parts
     }
 
     fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
@@ -323,7 +377,9 @@ impl ParallelLayer for BlockStyles {
             None => {}
         }
         let sharding = LayerSharding::default();
-        let Some((colwise, rowwise)) = self.projection_styles(styles)? else {
+        let projections = self.projection_styles(styles)?;
+        self.check_norms(styles, projections.is_some())?;
+        let Some((colwise, rowwise)) = projections else {
             return Ok(sharding.input(input[0], input[1]).output(output[0], output[1]));
         };
         let unprepared = |what: &str, projections: &str, expected: Layout, got: Layout| {
@@ -354,7 +410,7 @@ impl ParallelLayer for BlockStyles {
             sharding = sharding.part(name, cut_outputs(LayerSharding::default(), replicas));
         }
         let part = cut_inputs(LayerSharding::default(), output[1]).output(PARTIAL, PARTIAL);
-        Ok(sharding.part(last, part))
+        Ok(self.with_norms(sharding.part(last, part), kv_replicas))
     }
 }
 

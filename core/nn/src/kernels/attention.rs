@@ -1,5 +1,6 @@
 //! Attention with grouped key and value heads; tensors are `[batch, time, heads, head_dim]`.
 
+use std::ops::Range;
 use std::sync::Arc;
 
 use candle_core::{D, Tensor};
@@ -20,15 +21,21 @@ use fulgurite_engine::parameter::accumulation_dtype;
 pub(crate) struct DotProductAttention {
     /// Factor of the scores.
     pub(crate) scale: f64,
+    /// The bound `c` of the scores, which become `c * tanh(score / c)`.
+    pub(crate) softcap: Option<f64>,
     /// Whether a query attends only to the keys up to its own position. The last query is at the
     /// position of the last key.
     pub(crate) causal: bool,
-    /// The most keys that a causal query attends to, including its own; at least one.
+    /// The most keys that a causal query attends to, including its own; at least one. Otherwise the
+    /// largest distance to a key on each side.
     pub(crate) window: Option<usize>,
+    /// The position of the first query; `None` if the last query is at the position of the last
+    /// key.
+    pub(crate) first_query: Option<usize>,
     /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
-    /// The beginnings of documents. A causal query attends to its own document only. There are as
-    /// many queries as keys then.
+    /// The documents, of which a query attends to its own only. There are as many queries as keys
+    /// then.
     pub(crate) documents: Option<Arc<Documents>>,
 }
 
@@ -50,10 +57,12 @@ pub(super) struct AttentionShape {
     pub(super) heads: usize,
     pub(super) kv_heads: usize,
     pub(super) dim: usize,
+    /// The position of the first query among the keys.
+    pub(super) first_query: usize,
 }
 
 impl AttentionShape {
-    fn new(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool) -> Result<Self> {
+    fn new(q: &Tensor, k: &Tensor, v: &Tensor, attend: &DotProductAttention) -> Result<Self> {
         let (batch, queries, heads, dim) = q.dims4()?;
         let (kv_batch, keys, kv_heads, kv_dim) = k.dims4()?;
         let wrong = |why: String| {
@@ -75,7 +84,9 @@ impl AttentionShape {
         if kv_heads == 0 || heads % kv_heads != 0 {
             return wrong(format!("{heads} query heads do not divide into {kv_heads} groups"));
         }
-        if causal && queries > keys {
+        let last_aligned = keys.saturating_sub(queries);
+        let first_query = attend.first_query.unwrap_or(last_aligned);
+        if attend.causal && queries > keys {
             return wrong("a causal query needs a key at its own position".to_owned());
         }
         if q.dtype() != k.dtype() || q.dtype() != v.dtype() {
@@ -86,23 +97,23 @@ impl AttentionShape {
                 v.dtype()
             ));
         }
-        Ok(Self { batch, queries, keys, heads, kv_heads, dim })
+        if attend.first_query.is_some_and(|first| keys.checked_sub(queries) < Some(first)) {
+            return wrong(format!(
+                "no key is at the position of the last query from {first_query} on"
+            ));
+        }
+        Ok(Self { batch, queries, keys, heads, kv_heads, dim, first_query })
     }
 
     /// Returns the number of query heads per key head.
     pub(super) fn group(&self) -> usize {
         self.heads / self.kv_heads
     }
-
-    /// Returns the number of keys that query `i` attends to.
-    pub(super) fn visible(&self, causal: bool, i: usize) -> usize {
-        if causal { self.keys - self.queries + i + 1 } else { self.keys }
-    }
 }
 
 /// Checks that queries, keys and values fit each other.
 pub(crate) fn attention_sizes(q: &Tensor, k: &Tensor, v: &Tensor) -> Result<()> {
-    AttentionShape::new(q, k, v, false).map(drop)
+    AttentionShape::new(q, k, v, &DotProductAttention::new(1.0, false)).map(drop)
 }
 
 /// Returns the tensor in its accumulation dtype, with contiguous rows of `head_dim`, copying only
@@ -113,22 +124,49 @@ fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
 }
 
 impl DotProductAttention {
-    /// Returns the first key that query `i` of a sequence attends to. It never decreases from query
-    /// to query.
-    pub(super) fn first_key(&self, s: AttentionShape, sequence: usize, i: usize) -> usize {
-        let of_document = self.documents.as_ref().map_or(0, |d| d.first(sequence, i));
-        of_document.max(self.first_in_window(s, i))
+    /// Attention to all keys, or causal attention, without further options.
+    pub(crate) fn new(scale: f64, causal: bool) -> Self {
+        Self {
+            scale,
+            softcap: None,
+            causal,
+            window: None,
+            first_query: None,
+            angles: None,
+            documents: None,
+        }
     }
 
-    /// Returns the first key in the window of query `i`.
-    pub(super) fn first_in_window(&self, s: AttentionShape, i: usize) -> usize {
-        debug_assert!(self.window.is_none_or(|window| self.causal && window > 0));
-        self.window.map_or(0, |window| s.visible(self.causal, i).saturating_sub(window))
+    /// Returns the keys that query `i` of a sequence attends to. Neither end decreases from query
+    /// to query.
+    pub(super) fn keys_of(&self, s: AttentionShape, sequence: usize, i: usize) -> Range<usize> {
+        let keys = self.keys_in_window(s, i);
+        match &self.documents {
+            None => keys,
+            Some(documents) => {
+                let document = documents.range(sequence, i);
+                keys.start.max(document.start)..keys.end.min(document.end)
+            }
+        }
+    }
+
+    /// Returns the keys that query `i` attends to if documents are disregarded.
+    pub(super) fn keys_in_window(&self, s: AttentionShape, i: usize) -> Range<usize> {
+        let position = s.first_query + i;
+        let end = if self.causal { position + 1 } else { s.keys };
+        match self.window {
+            None => 0..end,
+            Some(window) if self.causal => end.saturating_sub(window)..end,
+            Some(window) => {
+                let after = position.saturating_add(window).saturating_add(1);
+                position.saturating_sub(window)..end.min(after)
+            }
+        }
     }
 
     /// `softmax(scale q k^T) v`.
     pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionOutput> {
-        let sizes = AttentionShape::new(q, k, v, self.causal)?;
+        let sizes = AttentionShape::new(q, k, v, self)?;
         let dtype = q.dtype();
         #[cfg(feature = "cuda")]
         if let Some(attended) =
@@ -157,7 +195,7 @@ impl DotProductAttention {
         attended: &AttentionOutput,
         grad: &Tensor,
     ) -> Result<[Tensor; 3]> {
-        let sizes = AttentionShape::new(q, k, v, self.causal)?;
+        let sizes = AttentionShape::new(q, k, v, self)?;
         let dtype = q.dtype();
         #[cfg(feature = "cuda")]
         {

@@ -13,6 +13,13 @@ use crate::Result;
 use crate::documents::Documents;
 
 impl DotProductAttention {
+    /// Whether the kernels have these options. The portable implementation has all.
+    fn is_of_kernels(&self) -> bool {
+        let limited = self.window.is_some() || self.documents.is_some();
+        let aligned = self.first_query.is_none() || !self.causal;
+        self.softcap.is_none() && aligned && (self.causal || !limited)
+    }
+
     /// Calls `f` with this attention's arguments for the kernels.
     fn told<R>(
         &self,
@@ -91,7 +98,7 @@ pub(super) fn forward(
     s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<Option<AttentionOutput>> {
-    if !cuda::takes(q) || !cuda::takes(k) {
+    if !attend.is_of_kernels() || !cuda::takes(q) || !cuda::takes(k) {
         return Ok(None);
     }
     if let Some(attended) = flash_forward(attend, s, [q, k, v])? {
@@ -110,7 +117,7 @@ pub(super) fn backward(
     [q, k, v]: [&Tensor; 3],
     [output, lse, grad]: [&Tensor; 3],
 ) -> Result<Option<[Tensor; 3]>> {
-    if !cuda::takes(q) || !cuda::takes(k) {
+    if !attend.is_of_kernels() || !cuda::takes(q) || !cuda::takes(k) {
         return Ok(None);
     }
     let grad = grad.to_dtype(q.dtype())?;

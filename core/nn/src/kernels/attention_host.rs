@@ -75,6 +75,22 @@ vectorized! {
         rows.iter_mut().for_each(|x| *x *= scale);
     }
 
+    /// Bounds scores: `cap * tanh(score / cap)`.
+    fn cap_row[T: Float](row: &mut [T], cap: T) {
+        let inverse = T::ONE / cap;
+        row.iter_mut().for_each(|x| *x = cap * (*x * inverse).tanh());
+    }
+
+    /// Multiplies gradients of bounded scores by the slope of the bound, so that they are gradients
+    /// of the unbounded ones.
+    fn cap_row_backward[T: Float](ds: &mut [T], capped: &[T], cap: T) {
+        let inverse = T::ONE / cap;
+        for (ds, &capped) in ds.iter_mut().zip(capped) {
+            let t = capped * inverse;
+            *ds *= T::ONE - t * t;
+        }
+    }
+
     /// Replaces scores by probabilities. Returns the largest score `max` and the sum of
     /// `exp(score - max)`.
     fn softmax_row[T: Float](row: &mut [T]) -> (T, T) {
@@ -160,24 +176,29 @@ fn forward_head<T: Float>(
     rotation.apply(&mut keys, s.dim, 0, false);
     v.pack(batch, 0, kv, &mut values);
     let block = BLOCK.min(s.queries);
+    let cap = attend.softcap.map(T::from_f64);
     let mut queries = vec![T::ZERO; block * s.dim];
     let mut scores = vec![T::ZERO; block * s.keys];
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);
-        // Later queries of the block start no earlier.
-        let first = attend.first_key(s, batch, start);
-        let seen = s.visible(attend.causal, start + n - 1) - first;
+        // Later queries of the block start and end no earlier.
+        let first = attend.keys_of(s, batch, start).start;
+        let seen = attend.keys_of(s, batch, start + n - 1).end - first;
         let queries = &mut queries[..n * s.dim];
         q.pack(batch, start, head, queries);
-        rotation.apply(queries, s.dim, s.keys.saturating_sub(s.queries) + start, false);
+        rotation.apply(queries, s.dim, s.first_query + start, false);
         scale_rows(queries, T::from_f64(attend.scale));
         let scores = &mut scores[..n * seen];
         let seen_keys = Mat::new(&keys[first * s.dim..], seen, s.dim);
         gemm(scores, Mat::new(queries, n, s.dim), seen_keys.t(), false, Threads::One);
         let rows = scores.chunks_exact_mut(seen).zip(&mut lse[start..]);
         for (i, (row, lse)) in rows.enumerate() {
-            let (row, hidden) = row.split_at_mut(s.visible(attend.causal, start + i) - first);
-            let (before, row) = row.split_at_mut(attend.first_key(s, batch, start + i) - first);
+            let keys = attend.keys_of(s, batch, start + i);
+            let (row, hidden) = row.split_at_mut(keys.end - first);
+            let (before, row) = row.split_at_mut(keys.start - first);
+            if let Some(cap) = cap {
+                cap_row(row, cap);
+            }
             let (top, sum) = softmax_row(row);
             before.fill(T::ZERO);
             hidden.fill(T::ZERO);
@@ -303,12 +324,14 @@ fn backward_head<T: Float>(
     let [mut queries, mut grads, mut dq] = [(); 3].map(|()| zeros(block * s.dim));
     let [mut scores, mut dscores] = [(); 2].map(|()| zeros(block * s.keys));
     let scale = T::from_f64(attend.scale);
+    let cap = attend.softcap.map(T::from_f64);
+    let mut capped = zeros(if cap.is_some() { s.keys } else { 0 });
     let lse = &lse[(batch * s.heads + head) * s.queries..][..s.queries];
     for start in (0..s.queries).step_by(block) {
         let n = block.min(s.queries - start);
-        let position = s.keys.saturating_sub(s.queries) + start;
-        let first = attend.first_key(s, batch, start);
-        let seen = s.visible(attend.causal, start + n - 1) - first;
+        let position = s.first_query + start;
+        let first = attend.keys_of(s, batch, start).start;
+        let seen = attend.keys_of(s, batch, start + n - 1).end - first;
         let (queries, grads) = (&mut queries[..n * s.dim], &mut grads[..n * s.dim]);
         q.pack(batch, start, head, queries);
         rotation.apply(queries, s.dim, position, false);
@@ -322,13 +345,21 @@ fn backward_head<T: Float>(
         gemm(dscores, grads_mat, values.t(), false, Threads::One);
         let rows = scores.chunks_exact_mut(seen).zip(dscores.chunks_exact_mut(seen));
         for (i, (p, ds)) in rows.enumerate() {
-            let (p, hidden) = p.split_at_mut(s.visible(attend.causal, start + i) - first);
+            let keys = attend.keys_of(s, batch, start + i);
+            let (p, hidden) = p.split_at_mut(keys.end - first);
             let (ds, hidden_ds) = ds.split_at_mut(p.len());
-            let (before, p) = p.split_at_mut(attend.first_key(s, batch, start + i) - first);
+            let (before, p) = p.split_at_mut(keys.start - first);
             let (before_ds, ds) = ds.split_at_mut(before.len());
             let output = output.row(batch, start + i, head);
             let grad = &grads[i * s.dim..][..s.dim];
+            if let Some(cap) = cap {
+                cap_row(p, cap);
+                capped[..p.len()].copy_from_slice(p);
+            }
             softmax_row_backward(p, ds, lse[start + i], output, grad);
+            if let Some(cap) = cap {
+                cap_row_backward(ds, &capped, cap);
+            }
             for hidden in [before, before_ds, hidden, hidden_ds] {
                 hidden.fill(T::ZERO);
             }

@@ -22,10 +22,9 @@ impl DotProductAttention {
     /// Returns the angles at the positions of the queries.
     pub(super) fn angles_of_queries(&self, s: AttentionShape) -> Result<Option<Angles>> {
         let Some(angles) = &self.angles else { return Ok(None) };
-        let first = s.keys.saturating_sub(s.queries);
         Ok(Some(Angles {
-            cos: angles.cos.narrow(0, first, s.queries)?,
-            sin: angles.sin.narrow(0, first, s.queries)?,
+            cos: angles.cos.narrow(0, s.first_query, s.queries)?,
+            sin: angles.sin.narrow(0, s.first_query, s.queries)?,
         }))
     }
 
@@ -67,8 +66,16 @@ impl DotProductAttention {
 
     /// Returns the first key that any query from `start` on attends to.
     pub(super) fn first_key_of_all(&self, s: AttentionShape, start: usize) -> usize {
-        let of_documents = self.documents.as_ref().map_or(0, |d| d.first_of_all(start));
-        of_documents.max(self.first_in_window(s, start))
+        let of_documents = self.documents.as_ref().map_or(0, |d| d.range_of_all(start).start);
+        of_documents.max(self.keys_in_window(s, start).start)
+    }
+
+    /// Returns the first key that any of `n` queries from `start` on attends to, and the number of
+    /// keys from there to the last one.
+    fn keys_of_block(&self, s: AttentionShape, start: usize, n: usize) -> (usize, usize) {
+        let (first, last) = (self.first_key_of_all(s, start), start + n - 1);
+        let of_documents = self.documents.as_ref().map_or(s.keys, |d| d.range_of_all(last).end);
+        (first, of_documents.min(self.keys_in_window(s, last).end) - first)
     }
 
     /// Returns the mask of `n` queries from `start` on, with minus infinity at hidden keys:
@@ -84,8 +91,7 @@ impl DotProductAttention {
         let hidden: Vec<f32> = (0..batch * n * seen)
             .map(|i| {
                 let (query, key) = (start + i / seen % n, first + i % seen);
-                let before = key < self.first_key(s, i / (n * seen), query);
-                match !before && key < s.visible(self.causal, query) {
+                match self.keys_of(s, i / (n * seen), query).contains(&key) {
                     true => 0.0,
                     false => f32::NEG_INFINITY,
                 }
@@ -96,21 +102,36 @@ impl DotProductAttention {
         Ok(mask.to_dtype(like.dtype())?)
     }
 
-    /// Returns the masked scores of a block, `[batch, kv_heads, group * n, seen]`, with keys from
-    /// `first` on.
-    fn scores(
+    /// Returns the scores of a block, bounded but not masked: `[batch, kv_heads, group * n, seen]`.
+    fn scores(&self, q: &Tensor, k: &Tensor) -> Result<Tensor> {
+        let scores = q.matmul(&k.t()?)?;
+        match self.softcap {
+            None => Ok(scores),
+            Some(cap) => Ok(((scores / cap)?.tanh()? * cap)?),
+        }
+    }
+
+    /// Converts gradients of bounded scores to gradients of unbounded ones.
+    fn scores_backward(&self, ds: Tensor, scores: &Tensor) -> Result<Tensor> {
+        match self.softcap {
+            None => Ok(ds),
+            Some(cap) => Ok((ds * (scores / cap)?.sqr()?.affine(-1.0, 1.0)?)?),
+        }
+    }
+
+    /// Adds minus infinity to the scores of hidden keys. The block's first query is `start`, its
+    /// first key `first`.
+    fn masked(
         &self,
         s: AttentionShape,
-        q: &Tensor,
-        k: &Tensor,
+        scores: &Tensor,
         (start, first): (usize, usize),
     ) -> Result<Tensor> {
-        let (n, seen) = (q.dim(2)? / s.group(), k.dim(2)?);
-        let scores = q.matmul(&k.t()?)?;
-        if !self.causal {
-            return Ok(scores);
+        if !self.causal && self.window.is_none() && self.documents.is_none() {
+            return Ok(scores.clone());
         }
-        let mask = self.mask(s, (start, n), (first, seen), q)?;
+        let (n, seen) = (scores.dim(2)? / s.group(), scores.dim(3)?);
+        let mask = self.mask(s, (start, n), (first, seen), scores)?;
         let shape = scores.shape().clone();
         Ok(scores.reshape((s.batch, s.heads, n, seen))?.broadcast_add(&mask)?.reshape(shape)?)
     }
@@ -137,10 +158,10 @@ pub(super) fn forward(
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for start in (0..s.queries).step_by(BLOCK) {
         let n = BLOCK.min(s.queries - start);
-        let first = attend.first_key_of_all(s, start);
-        let seen = s.visible(attend.causal, start + n - 1) - first;
+        let (first, seen) = attend.keys_of_block(s, start, n);
         let (k, v) = (k.narrow(2, first, seen)?, v.narrow(2, first, seen)?.contiguous()?);
-        let scores = attend.scores(s, &block(&q, s, start, n)?, &k, (start, first))?;
+        let scores = attend.scores(&block(&q, s, start, n)?, &k)?;
+        let scores = attend.masked(s, &scores, (start, first))?;
         let top = scores.max_keepdim(D::Minus1)?;
         let exp = scores.broadcast_sub(&top)?.exp()?;
         let sum = exp.sum_keepdim(D::Minus1)?;
@@ -165,17 +186,18 @@ pub(super) fn backward(
     let (mut dk, mut dv) = (k.zeros_like()?, v.zeros_like()?);
     for start in (0..s.queries).step_by(BLOCK) {
         let n = BLOCK.min(s.queries - start);
-        let first = attend.first_key_of_all(s, start);
-        let seen = s.visible(attend.causal, start + n - 1) - first;
+        let (first, seen) = attend.keys_of_block(s, start, n);
         let (k, v) = (k.narrow(2, first, seen)?.contiguous()?, v.narrow(2, first, seen)?);
         let q = block(&q, s, start, n)?;
         let grad = block(&grad, s, start, n)?;
+        let scores = attend.scores(&q, &k)?;
         let p = attend
-            .scores(s, &q, &k, (start, first))?
+            .masked(s, &scores, (start, first))?
             .broadcast_sub(&block(&lse, s, start, n)?)?
             .exp()?;
         let dp = grad.matmul(&v.t()?)?;
         let ds = (&p * dp.broadcast_sub(&block(&level, s, start, n)?)?)?;
+        let ds = attend.scores_backward(ds, &scores)?;
         dqs.push(unblock(&(ds.matmul(&k)? * attend.scale)?, s, n)?);
         let pad = |t: Tensor| t.pad_with_zeros(2, first, s.keys - first - seen);
         dk = (dk + pad(ds.t()?.matmul(&q)?)?)?;

@@ -98,19 +98,26 @@ impl ContextAttention {
         let mut query_ranges = Vec::new();
         for range in context.positions(q.dim(1)?) {
             let mut attend = self.attend.clone();
+            let mut keys = q.dim(1)? * context.size();
+            if attend.causal {
+                keys = range.end;
+            } else {
+                attend.first_query = Some(range.start);
+            }
             if let Some(angles) = &mut attend.angles {
-                angles.cos = angles.cos.narrow(0, 0, range.end)?;
-                angles.sin = angles.sin.narrow(0, 0, range.end)?;
+                angles.cos = angles.cos.narrow(0, 0, keys)?;
+                angles.sin = angles.sin.narrow(0, 0, keys)?;
             }
             let queries = q.narrow(1, start, range.len())?;
-            query_ranges.push(QueryRange { attend, queries, keys: range.end });
+            query_ranges.push(QueryRange { attend, queries, keys });
             start += range.len();
         }
         Ok(query_ranges)
     }
 }
 
-/// Consecutive queries, and the number of keys up to the last query's position.
+/// Consecutive queries, and the number of keys that they attend to: all, or those up to the last
+/// query's position.
 struct QueryRange {
     attend: DotProductAttention,
     queries: Tensor,

@@ -11,7 +11,7 @@ use crate::host::{
     Element, Float, add_rows, dot, host, rows_per_piece, sum1, tensor, with_element, with_float,
 };
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::parameter::accumulation_dtype;
+use fulgurite_engine::parameter::{Init, accumulation_dtype};
 use fulgurite_engine::simd::{map2, vectorized};
 
 /// RMS norm or layer norm.
@@ -21,6 +21,8 @@ pub(crate) struct Norm {
     pub(crate) center: bool,
     /// Added to the variance.
     pub(crate) eps: f64,
+    /// Whether the factor of an element is `1 + weight`, and not `weight`.
+    pub(crate) unit_offset: bool,
 }
 
 /// The gradients of a norm.
@@ -58,8 +60,32 @@ fn sum_of(a: &Tensor, b: &Tensor) -> Result<Tensor> {
 }
 
 impl Norm {
+    /// Returns the initial weight, for which the factor is 1.
+    pub(crate) fn initial_weight(self) -> Init {
+        if self.unit_offset { Init::ZEROS } else { Init::ONES }
+    }
+
+    /// Returns the factors of the elements: the weight or, in the accumulation dtype, 1 + weight.
+    pub(crate) fn factors(self, weight: &Tensor) -> Result<Tensor> {
+        match self.unit_offset {
+            true => Ok((to_accumulation_dtype(weight)? + 1.0)?),
+            false => Ok(weight.clone()),
+        }
+    }
+
     /// Computes the output, and the statistics for backward.
     pub(crate) fn forward(
+        self,
+        x: &Tensor,
+        weight: &Tensor,
+        bias: Option<&Tensor>,
+    ) -> Result<(Tensor, Stats)> {
+        let weight = &self.factors(weight)?;
+        self.forward_by(x, weight, bias)
+    }
+
+    /// [`forward`](Self::forward) with these factors of the elements.
+    fn forward_by(
         self,
         x: &Tensor,
         weight: &Tensor,
@@ -100,13 +126,14 @@ impl Norm {
         weight: &Tensor,
         bias: Option<&Tensor>,
     ) -> Result<NormOfSum> {
+        let weight = &self.factors(weight)?;
         #[cfg(feature = "cuda")]
         if let Some((y, Some(sum), stats)) = self.forward_on_gpu(x, Some(residual), weight, bias)? {
             return Ok(NormOfSum { y, sum, stats });
         }
         if !uses_cpu_kernels(x) || accumulation_dtype(x.dtype()) != x.dtype() {
             let sum = sum_of(x, residual)?;
-            let (y, stats) = self.forward(&sum, weight, bias)?;
+            let (y, stats) = self.forward_by(&sum, weight, bias)?;
             return Ok(NormOfSum { y, sum, stats });
         }
         let (x, residual) = (to_accumulation_dtype(x)?, to_accumulation_dtype(residual)?);
@@ -155,6 +182,7 @@ impl Norm {
         grad: &Tensor,
         more: Option<&Tensor>,
     ) -> Result<NormGrads> {
+        let weight = &self.factors(weight)?;
         #[cfg(feature = "cuda")]
         {
             use fulgurite_kernels::cuda;
