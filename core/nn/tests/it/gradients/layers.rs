@@ -48,6 +48,7 @@ fn every_combination_of_frozen_weight_and_bias() {
 #[test]
 fn norms_embedding_and_mlps() {
     check_module(&[2, 3, 5], |b| RmsNorm::new(b, 5, 1e-6));
+    check_module(&[2, 3, 5], |b| RmsNorm::with_unit_offset(b, 5, 1e-6));
     check_module(&[2, 3, 5], |b| LayerNorm::new(b, 5, 1e-5));
     check_module(&[4, 5], |b| LayerNorm::without_bias(b, 5, 1e-5));
     check_module(&[2, 3, 4], |b| SwiGluMlp::new(b, 4, 5));

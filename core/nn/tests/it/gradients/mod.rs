@@ -3,6 +3,7 @@
 
 mod adapters;
 mod attention;
+mod attention_options;
 mod batch_norm;
 mod convolution;
 mod cross_attention;
@@ -13,6 +14,7 @@ mod layers;
 mod linear_cross_entropy;
 mod loss;
 mod norm_of_sum;
+mod peers;
 mod pooling;
 mod precision;
 mod residual;

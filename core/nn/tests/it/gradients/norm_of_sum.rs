@@ -23,6 +23,7 @@ impl Norm {
         match kind {
             0 => Self::Rms(RmsNorm::new(b, WIDTH, 1e-5).unwrap()),
             1 => Self::Layer(LayerNorm::new(b, WIDTH, 1e-5).unwrap()),
+            2 => Self::Rms(RmsNorm::with_unit_offset(b, WIDTH, 1e-5).unwrap()),
             _ => Self::Layer(LayerNorm::without_bias(b, WIDTH, 1e-5).unwrap()),
         }
     }
@@ -63,7 +64,7 @@ fn inputs() -> [Tensor; 2] {
 
 #[test]
 fn gradients() {
-    for kind in 0..3 {
+    for kind in 0..4 {
         let b = builder(DType::F64);
         let (norm, params) = (Norm::new(&b, kind), Params::new(&b));
         for which in 0..2 {
@@ -93,7 +94,7 @@ fn matches_sum_and_norm_to_the_bit() {
     for portable in [false, true] {
         let _portable = portable.then(force_portable);
         for dtype in [DType::F32, DType::F64, DType::BF16, DType::F16] {
-            for kind in 0..3 {
+            for kind in 0..4 {
                 let mut builders = vec![builder(dtype)];
                 if matches!(dtype, DType::BF16 | DType::F16) {
                     builders.push(ModuleBuilder::new(half(dtype)));

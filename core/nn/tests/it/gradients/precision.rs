@@ -23,11 +23,28 @@ fn run(dtype: DType, build: Build) -> Run {
     run
 }
 
+fn options(scope: QkNormScope) -> Result<AttentionConfig> {
+    let rope = RopeConfig { rotary_dim: 2, ..RopeConfig::new(4, 1e4) };
+    Ok(AttentionConfig {
+        num_kv_heads: 2,
+        head_dim: 4,
+        causal: scope == QkNormScope::Head,
+        output_bias: true,
+        rope: Some(Rope::with_config(&rope)?),
+        scale: Some(0.7),
+        softcap: Some(3.0),
+        qk_norm: Some(QkNorm { eps: 1e-3, scope, unit_offset: true }),
+        window: Some(2),
+        ..AttentionConfig::new(8, 4)
+    })
+}
+
 #[test]
 fn narrow_dtypes_follow_the_wide_one() {
-    let layers: [Build; 7] = [
+    let layers: [Build; 10] = [
         |b| Ok(Box::new(Linear::with_bias(b, 8, 6)?)),
         |b| Ok(Box::new(RmsNorm::new(b, 8, 1e-6)?)),
+        |b| Ok(Box::new(RmsNorm::with_unit_offset(b, 8, 1e-6)?)),
         |b| Ok(Box::new(LayerNorm::new(b, 8, 1e-6)?)),
         |b| Ok(Box::new(SwiGluMlp::new(b, 8, 12)?)),
         |b| Ok(Box::new(GeluMlp::new(b, 8, 12)?)),
@@ -42,6 +59,8 @@ fn narrow_dtypes_follow_the_wide_one() {
             };
             Ok(Box::new(CausalSelfAttention::new(b, &config)?))
         },
+        |b| Ok(Box::new(CausalSelfAttention::new(b, &options(QkNormScope::Head)?)?)),
+        |b| Ok(Box::new(CausalSelfAttention::new(b, &options(QkNormScope::Projection)?)?)),
     ];
     for layer in layers {
         let f64 = run(DType::F64, layer);
