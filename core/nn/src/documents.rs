@@ -212,6 +212,14 @@ impl Documents {
         execution::enter(self.clone())
     }
 
+    /// Returns the documents in force on this thread, if any.
+    ///
+    /// # Errors
+    /// If they are not of `batch` sequences of `time` positions.
+    pub fn in_force(batch: usize, time: usize) -> Result<Option<Arc<Self>>> {
+        Self::current(batch, time, false)
+    }
+
     /// Whether documents are in force.
     pub(crate) fn any() -> bool {
         execution::value::<Self>().is_some()

@@ -13,6 +13,7 @@
 
 mod config;
 mod decoder;
+mod encoder;
 mod families;
 mod layers;
 mod modules;
@@ -20,6 +21,10 @@ mod weights;
 
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
 pub use decoder::{Decoder, DecoderConfig, LayerConfig, NormPlacement};
+pub use encoder::{
+    Classifier, ClassifierConfig, Encoder, EncoderConfig, EncoderInput, EncoderLayerConfig,
+    InputConfig, MaskedLmConfig, MaskedLmHead, PatchConfig, Pooling, TextConfig,
+};
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use layers::{FeedForward, NormKind};
 pub use modules::CausalLm;

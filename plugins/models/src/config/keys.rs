@@ -264,6 +264,10 @@ pub(crate) const FOREIGN: &[&str] = &[
     "use_bidirectional_attention",
 ];
 
+/// Keys that matter to a head only, which any `config.json` may have.
+pub(crate) const OF_HEADS: &[&str] =
+    &["num_labels", "id2label", "problem_type", "classifier_dropout", "pad_token_id"];
+
 /// Returns the key of this name.
 pub(crate) fn find(name: &str) -> Option<&'static Key> {
     KEYS.iter().find(|key| key.name == name)

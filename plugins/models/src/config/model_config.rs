@@ -60,6 +60,11 @@ impl ModelConfig {
         self.from_pretrained.as_deref().map(pretrained::resolve).transpose()
     }
 
+    /// Names the directory of the weights to start from, as `from_pretrained` does.
+    pub fn start_from(&mut self, directory: impl Into<PathBuf>) {
+        self.from_pretrained = Some(directory.into());
+    }
+
     /// Whether the configuration names weights to start from.
     pub fn is_pretrained(&self) -> bool {
         self.from_pretrained.is_some()

@@ -7,7 +7,7 @@ use std::fmt::Display;
 use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value};
 
-use super::keys::{self, FOREIGN, KeyKind};
+use super::keys::{self, FOREIGN, KeyKind, OF_HEADS};
 use super::model_config::ModelConfig;
 
 /// The keys of one model: those of the table `[model]`, and below them those of `config.json`.
@@ -205,7 +205,8 @@ impl<'a> Reader<'a> {
         let Some((file, values)) = self.config.file() else { return Ok(()) };
         let mut ignored = Vec::new();
         for (name, value) in values.iter().filter(|(name, _)| !asked.contains(*name)) {
-            let counts = keys::find(name).is_some() || FOREIGN.contains(&name.as_str());
+            let counts = (keys::find(name).is_some() && !OF_HEADS.contains(&name.as_str()))
+                || FOREIGN.contains(&name.as_str());
             if counts && switches_on(value) {
                 let message = format!(
                     "a model of type \"{model_type}\" has no such key here, and it would change the results; found \

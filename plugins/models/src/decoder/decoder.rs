@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
 use fulgurite_engine::parallel::ContextParallel;
-use fulgurite_error::{Error, Result};
+use fulgurite_error::Result;
 use fulgurite_nn::{
     AttentionConfig, Documents, Dropout, Embedding, Linear, Loss, Rope, cross_entropy,
     linear_cross_entropy, linear_predicted_classes,

@@ -1,11 +1,12 @@
 //! What the keys of several families share.
 
 use fulgurite_error::Result;
-use fulgurite_nn::Activation;
+use fulgurite_nn::{Activation, RopeScaling};
 
 use super::{Architecture, Description};
 use crate::config::{Reader, RopeDefaults};
 use crate::decoder::{DecoderConfig, LayerConfig};
+use crate::encoder::{ClassifierConfig, Pooling};
 use crate::layers::{FeedForward, activation};
 use crate::weights::WeightLayout;
 
@@ -73,16 +74,23 @@ pub(super) fn decoder(reader: &Reader<'_>, defaults: &Defaults) -> Result<Decode
     let rope =
         RopeDefaults { partial_key, layer_type, ..RopeDefaults::new(heads[2], defaults.theta) };
     reader.attention_dropout("attention_dropout");
+    let rope = reader.rope(rope)?;
+    let positions = reader.size_or("max_position_embeddings", defaults.max_positions)?;
+    let max_positions = match rope.scaling {
+        // It is made for longer sequences than those of the configuration.
+        RopeScaling::Dynamic { factor, .. } => (positions as f64 * factor) as usize,
+        _ => positions,
+    };
     Ok(DecoderConfig {
         norm_eps: reader.eps("rms_norm_eps", defaults.eps)?,
-        max_positions: reader.size_or("max_position_embeddings", defaults.max_positions)?,
+        max_positions,
         tied: reader.flag_or("tie_word_embeddings", defaults.tied)?,
         initializer_range: reader.initializer_range()?,
         ..DecoderConfig::new(
             [reader.vocab_size()?, hidden_size, num_layers],
             heads,
             feed_forward,
-            reader.rope(rope)?,
+            rope,
         )
     })
 }
@@ -157,6 +165,18 @@ pub(super) fn set_windows(
 ) {
     for (_, layer) in layers.iter_mut().enumerate().filter(|(i, _)| windowed(*i)) {
         layer.window = window;
+    }
+}
+
+/// The head that classifies whole inputs, by what most encoders have: `dense`, tanh, `out_proj`.
+pub(super) fn classifier(pooling: Pooling, dropout: f64) -> ClassifierConfig {
+    ClassifierConfig {
+        pooling,
+        dense: Some(true),
+        activation: None,
+        norm: false,
+        input_dropout: 0.0,
+        dropout,
     }
 }
 

@@ -4,20 +4,24 @@
 //! Llama, and lists the tensors whose names or shapes differ. Adding one is a file, a line in
 //! [`FAMILIES`], and a row of the tests' table.
 
+mod bert;
 mod common;
 mod gemma;
 mod gpt2;
 mod gpt_neox;
 mod llama;
+mod modernbert;
 mod olmo2;
 mod phi3;
 mod qwen;
 mod smollm3;
+mod vit;
 
 use fulgurite_error::{Error, Result};
 
 use crate::config::{AUTO, ModelConfig, Reader};
 use crate::decoder::DecoderConfig;
+use crate::encoder::EncoderConfig;
 use crate::weights::WeightLayout;
 
 /// The description of a model.
@@ -34,6 +38,8 @@ pub struct Description {
 pub enum Architecture {
     /// A decoder, from token ids to logits.
     Decoder(Box<DecoderConfig>),
+    /// An encoder, from token ids or pictures to hidden states.
+    Encoder(Box<EncoderConfig>),
 }
 
 /// A kind of model.
@@ -61,6 +67,11 @@ pub const FAMILIES: &[Family] = &[
     family("olmo2", olmo2::olmo2),
     family("smollm3", smollm3::smollm3),
     family("gpt_neox", gpt_neox::gpt_neox),
+    family("bert", bert::bert),
+    family("roberta", bert::roberta),
+    family("xlm-roberta", bert::roberta),
+    family("modernbert", modernbert::modernbert),
+    family("vit", vit::vit),
 ];
 
 impl ModelConfig {

@@ -85,6 +85,11 @@ impl<D> Hooks<D> for CausalLm {}
 fn decoder(config: &mut ModelConfig) -> Result<DecoderConfig> {
     match config.describe()?.architecture {
         Architecture::Decoder(decoder) => Ok(*decoder),
+        Architecture::Encoder(_) => Err(Error::Config(format!(
+            "`model.type`: a model of type \"{}\" is an encoder, which does not predict the next token; choose another \
+             model, or another `module.type`",
+            config.model_type()
+        ))),
     }
 }
 

@@ -1,6 +1,5 @@
 //! Resuming from a checkpoint.
 
-
 use crate::fabric::OptimizerState;
 use crate::trainer::Event;
 use crate::trainer::checkpoints::lookup::{CheckpointLookup, ResumeSource};
@@ -11,8 +10,7 @@ use crate::trainer::record::log_table::SavedStates;
 use crate::trainer::session::Session;
 use crate::{Error, Result};
 use fulgurite_checkpoint::{
-    self as checkpoint, CheckpointIO, DistributedCheckpoint, LoadOptions,
-    TensorSource,
+    self as checkpoint, CheckpointIO, DistributedCheckpoint, LoadOptions, TensorSource,
 };
 use fulgurite_engine::collective::broadcast_object;
 use fulgurite_engine::optim::{Interval, WeightAverage};

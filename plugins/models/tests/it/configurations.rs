@@ -1,0 +1,1 @@
+//! Reading `config.json` and `[model]`.

@@ -1,0 +1,5 @@
+//! Tests of the models: against transformers, of configurations, and of weights' layouts.
+
+mod configurations;
+mod fixtures;
+mod transformers;

@@ -1,0 +1,126 @@
+//! Logits, losses, gradients and trainings of the models against transformers.
+
+use candle_core::IndexOp as _;
+use fulgurite::core::checkpoint::{self, SafetensorsSource, TensorSource};
+use fulgurite::core::shard::Region;
+use fulgurite::core::strategy::BuildContext;
+use fulgurite::prelude::*;
+use fulgurite::strategies::SingleDevice;
+use fulgurite_models::{Architecture, Decoder, MappedSource, ModelConfig, WeightLayout};
+
+use crate::fixtures::{DECODERS, assert_same, fixture, tensors};
+
+/// A fixture's model with its weights, on one device.
+struct Loaded {
+    fabric: Fabric,
+    model: Decoder,
+    layout: WeightLayout,
+}
+
+fn config(name: &str) -> ModelConfig {
+    let mut config = ModelConfig::default();
+    config.start_from(fixture(name));
+    config
+}
+
+fn single() -> Fabric {
+    let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
+    Fabric::single(strategy, 1).unwrap()
+}
+
+fn load(name: &str) -> Loaded {
+    let description = config(name).describe().unwrap();
+    let Architecture::Decoder(decoder) = &description.architecture else { panic!("a decoder") };
+    let mut fabric = single();
+    let model = fabric.setup_module(|b| Decoder::new(decoder, b)).unwrap();
+    let source = checkpoint::open(fixture(name)).unwrap();
+    let source = MappedSource::new(source, &description.weights).unwrap();
+    checkpoint::load_into(&source, fabric.module_tree().unwrap(), true).unwrap();
+    fabric.finish_load().unwrap();
+    Loaded { fabric, model, layout: description.weights }
+}
+
+fn ids(tensor: &Tensor) -> Tensor {
+    tensor.to_dtype(DType::U32).unwrap()
+}
+
+#[test]
+fn decoders_match_transformers() {
+    for name in DECODERS {
+        let expected = tensors(name, "expected.safetensors");
+        let Loaded { mut fabric, model, layout } = load(name);
+        let inputs = ids(&expected["input_ids"]);
+        let logits = model.forward(&inputs).unwrap();
+        assert_same(&format!("{name}: logits"), &logits, &expected["logits"]);
+        let loss = model.loss(&inputs, &expected["targets"]).unwrap();
+        let mean = Tensor::new(loss.mean().unwrap(), &Device::Cpu).unwrap();
+        assert_same(&format!("{name}: loss"), &mean, &expected["loss"]);
+
+        fabric.backward(&loss).unwrap();
+        let scale = fabric.step_totals(&[]).unwrap().grad_scale();
+        // Gradients have the layout of the weights.
+        let grads = SafetensorsSource::open(fixture(name).join("grads.safetensors")).unwrap();
+        let grads = MappedSource::new(grads, &layout).unwrap();
+        let tree = fabric.module_tree().unwrap();
+        let mut found: Vec<&str> = tree.parameters().iter().map(|p| p.fqn()).collect();
+        found.sort_unstable();
+        assert_eq!(found, grads.names(), "{name}");
+        for parameter in tree.parameters() {
+            let shape = parameter.global_shape();
+            let whole = Region::full(shape);
+            let wanted = grads.read(parameter.fqn(), &whole, DType::F32, &Device::Cpu).unwrap();
+            let grad = parameter.local_grad().expect("a gradient").reshape(shape).unwrap();
+            let grad = (grad * scale).unwrap();
+            let wanted = wanted.reshape(shape).unwrap();
+            assert_same(&format!("{name}: {}", parameter.fqn()), &grad, &wanted);
+        }
+    }
+}
+
+#[test]
+fn ten_steps_match_transformers() {
+    for name in DECODERS {
+        let expected = tensors(name, "expected.safetensors");
+        let Loaded { mut fabric, model, .. } = load(name);
+        let adamw = AdamW { lr: 1e-3, betas: (0.9, 0.95), eps: 1e-8, weight_decay: 0.1, ..AdamW::default() };
+        let mut optimizer = fabric.setup_optimizer(&adamw).unwrap();
+        let (mut losses, mut norms) = (Vec::new(), Vec::new());
+        for step in 0..10 {
+            let batch = expected["train_ids"].i(step).unwrap();
+            let inputs = ids(&batch.narrow(1, 0, 12).unwrap());
+            let targets = batch.narrow(1, 1, 12).unwrap();
+            let loss = model.loss(&inputs, &targets).unwrap();
+            losses.push(loss.mean().unwrap());
+            fabric.backward(&loss).unwrap();
+            norms.push(fabric.clip_gradients_norm(&mut optimizer, 1.0).unwrap());
+            optimizer.step().unwrap();
+        }
+        let found = Tensor::new(losses, &Device::Cpu).unwrap();
+        assert_same(&format!("{name}: losses"), &found, &expected["losses"]);
+        let found = Tensor::new(norms, &Device::Cpu).unwrap();
+        assert_same(&format!("{name}: gradient norms"), &found, &expected["grad_norms"]);
+    }
+}
+
+#[test]
+fn weights_are_exported_as_they_came() {
+    for name in DECODERS {
+        let description = config(name).describe().unwrap();
+        let file = || checkpoint::open(fixture(name)).unwrap();
+        let mapped = MappedSource::new(file(), &description.weights).unwrap();
+        let exported =
+            fulgurite_models::ExportedSource::new(mapped, &description.weights).unwrap();
+        let file = file();
+        assert_eq!(exported.names(), file.names(), "{name}");
+        for tensor in file.names() {
+            let info = file.info(tensor).unwrap();
+            assert_eq!(exported.info(tensor), Some(info.clone()), "{name}: {tensor}");
+            let read = |source: &dyn TensorSource| {
+                let whole = Region::full(&info.shape);
+                let values = source.read(tensor, &whole, DType::F32, &Device::Cpu).unwrap();
+                values.to_vec1::<f32>().unwrap()
+            };
+            assert_eq!(read(&exported), read(&*file), "{name}: {tensor}");
+        }
+    }
+}
