@@ -2,6 +2,8 @@
 //! built-in plugins, benchmarks.
 
 mod checkpoint;
+#[cfg(feature = "models")]
+mod models;
 mod report;
 mod run;
 
@@ -25,6 +27,34 @@ enum Command {
     #[cfg(feature = "plugins")]
     #[command(subcommand)]
     Plugins(fulgurite::cli::plugins::Command),
+    /// Train a model, and validate it on the way
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Fit(models::Arguments),
+    /// Validate the model of `trainer.ckpt_path`
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Validate(models::Arguments),
+    /// Test the model of `trainer.ckpt_path`
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Test(models::Arguments),
+    /// Predict with the model of `trainer.ckpt_path`, and write what it predicts to a file
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Predict(models::Arguments),
+    /// Train once with each of several values, and compare them: `fit --sweep KEY=VALUE,VALUE`
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Sweep(models::Arguments),
+    /// The configuration of a run: whether it can be run, and its schema
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Config(models::Arguments),
+    /// Look at the machine as a run would find it: cores, memory, limits, launcher, directories
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Doctor(models::Arguments),
     /// Checkpoints on disk: look into, verify, compare and convert them
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -70,6 +100,14 @@ fn run() -> ExitCode {
         Command::Plugins(command) => {
             exit_code(fulgurite::cli::plugins::run(&command).map(|()| ExitCode::SUCCESS))
         }
+        #[cfg(feature = "models")]
+        Command::Fit(_)
+        | Command::Validate(_)
+        | Command::Test(_)
+        | Command::Predict(_)
+        | Command::Sweep(_)
+        | Command::Config(_)
+        | Command::Doctor(_) => models::run(),
         Command::Checkpoint(command) => {
             log_to_stderr();
             exit_code(checkpoint::run(command))

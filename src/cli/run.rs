@@ -1,12 +1,13 @@
 //! Running a module from the command line.
 
+use std::ffi::OsString;
 use std::io::{self, IsTerminal as _, Write};
 use std::path::Path;
 use std::process::ExitCode;
 
 use fulgurite_core::config::reference::{Section, commented_toml};
 use fulgurite_core::config::schema::json_schema;
-use fulgurite_core::config::to_toml;
+use fulgurite_core::config::{PluginValue, to_toml};
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, print_panics, report_and_exit_code};
@@ -105,6 +106,8 @@ pub struct Cli {
 /// Additions of a program to its runs, made in code.
 #[derive(Default)]
 struct Extras {
+    /// The name of the module that runs, in a program that has several.
+    module: Option<&'static str>,
     callbacks: Vec<Box<dyn Fn() -> Box<dyn Callback> + Send>>,
     parallelize: Option<Box<dyn Fn() -> Box<dyn ParallelizeFn> + Send>>,
 }
@@ -176,19 +179,46 @@ impl Cli {
 
     /// Parses the command line and runs it. Collective over the ranks that it launches.
     pub fn run<M: LightningModule>(self) -> ExitCode {
-        let module = Module { execute: execute::<M>, check: check::<M> };
-        self.run_program(sections::<M>(), module)
+        self.run_program(ModuleEntry::new::<M>(""), std::env::args_os().collect())
     }
 
-    fn run_program(mut self, sections: Result<[Section; 2]>, module: Module) -> ExitCode {
-        match sections {
+    /// Parses the command line and runs the module that `module.type` names, by default the first.
+    /// Collective over the ranks that it launches.
+    pub fn run_one_of(self, modules: &[ModuleEntry]) -> ExitCode {
+        self.run_one_of_with(modules, std::env::args_os().collect())
+    }
+
+    /// [`run_one_of`](Self::run_one_of) with these arguments, the first of which is the program.
+    pub fn run_one_of_with(self, modules: &[ModuleEntry], args: Vec<OsString>) -> ExitCode {
+        let defaults = self.defaults.as_ref().cloned().unwrap_or_default();
+        let named = named_module(&self.program, &args, defaults);
+        let chosen = match &named {
+            None => modules.first(),
+            Some(name) => modules.iter().find(|module| module.name == name),
+        };
+        match chosen {
+            Some(module) => self.run_program(*module, args),
+            None => {
+                let known: Vec<&str> = modules.iter().map(|module| module.name).collect();
+                report_and_exit_code(Err(Error::Config(format!(
+                    "`module.type`: there is no module \"{}\"; the modules are {}",
+                    named.unwrap_or_default(),
+                    known.join(", ")
+                ))))
+            }
+        }
+    }
+
+    fn run_program(mut self, module: ModuleEntry, args: Vec<OsString>) -> ExitCode {
+        match (module.sections)() {
             Ok(sections) => self.program.sections.extend(sections),
             Err(error) => return report_and_exit_code(Err(error)),
         }
-        let command = match args::parse(&self.program, std::env::args_os()) {
+        let command = match args::parse(&self.program, args) {
             Ok(command) => command,
             Err(error) => error.exit(),
         };
+        self.extras.module = Some(module.name).filter(|name| !name.is_empty());
         log_to_stderr();
         print_panics();
         child_run::end_with_parent();
@@ -211,7 +241,7 @@ impl Cli {
         }
     }
 
-    fn act(self, command: CliCommand, module: Module) -> Result<()> {
+    fn act(self, command: CliCommand, module: ModuleEntry) -> Result<()> {
         let Self { program, defaults, extras } = self;
         match command {
             CliCommand::Plugins(command) => plugins::run(&command),
@@ -265,12 +295,59 @@ fn sections<M: LightningModule>() -> Result<[Section; 2]> {
     ])
 }
 
-/// The functions that depend on the module's type. The rest does not, so it is compiled only once,
-/// not in each program.
+/// A module that a program can run ([`Cli::run_one_of`]).
+///
+/// Holds the functions that depend on the module's type. The rest does not, so it is compiled only
+/// once, not in each program.
 #[derive(Clone, Copy)]
-struct Module {
+pub struct ModuleEntry {
+    name: &'static str,
+    sections: fn() -> Result<[Section; 2]>,
     execute: fn(&RunRequest, Table, &Extras, &Program) -> Result<()>,
     check: fn(&RunRequest, Table, &Extras) -> Result<usize>,
+}
+
+impl ModuleEntry {
+    /// The module `M`, called `name` in `module.type`.
+    pub fn new<M: LightningModule>(name: &'static str) -> Self {
+        Self { name, sections: sections::<M>, execute: execute::<M>, check: check::<M> }
+    }
+
+    /// Its name in `module.type`.
+    pub fn name(&self) -> &'static str {
+        self.name
+    }
+}
+
+impl std::fmt::Debug for ModuleEntry {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_tuple("ModuleEntry").field(&self.name).finish()
+    }
+}
+
+/// The value of `module.type` in the configuration that the arguments ask for.
+///
+/// For arguments that do not parse, such as `--help`, only their own assignments count.
+fn named_module(program: &Program, args: &[OsString], defaults: Table) -> Option<String> {
+    let request = match args::parse(program, args) {
+        Ok(CliCommand::Run(request) | CliCommand::Check(request) | CliCommand::Doctor(request)) => {
+            request
+        }
+        _ => {
+            let text = args.iter().filter_map(|arg| arg.to_str());
+            let assigned = text.filter_map(|arg| {
+                let arg = arg.strip_prefix("--set=").unwrap_or(arg);
+                arg.strip_prefix("module.type=").or_else(|| arg.strip_prefix("module="))
+            });
+            return assigned.last().map(|name| name.trim_matches(['"', '\'']).to_owned());
+        }
+    };
+    // Errors of the configuration are reported when it is read whole.
+    let resolved = request.layers(defaults).ok()?.resolve();
+    match resolved.get("module")? {
+        toml::Value::String(name) => Some(name.clone()),
+        table => table.get("type")?.as_str().map(str::to_owned),
+    }
 }
 
 fn purpose(action: Action) -> RunPurpose {
@@ -281,12 +358,33 @@ fn purpose(action: Action) -> RunPurpose {
 }
 
 /// The checked configuration of a run of module `M`.
-fn run_config<M: LightningModule>(request: &RunRequest, defaults: Table) -> Result<RunConfigOf<M>> {
+fn run_config<M: LightningModule>(
+    request: &RunRequest,
+    defaults: Table,
+    extras: &Extras,
+) -> Result<RunConfigOf<M>> {
     let layers = request.layers(defaults)?;
     let layers = layers.exclusive_keys("data", M::Data::exclusive_keys());
-    let run = RunConfig::from_layers(layers.clone())?;
+    let mut run: RunConfigOf<M> = RunConfig::from_layers(layers.clone())?;
     args::warn_of_variables(&layers)?;
+    check_module(run.module.as_ref(), extras.module)?;
+    run.module = extras.module.map(PluginValue::new);
     Ok(run)
+}
+
+/// Checks the key `module`, in a program that runs the module of this name.
+fn check_module(given: Option<&PluginValue>, name: Option<&str>) -> Result<()> {
+    let Some(given) = given else { return Ok(()) };
+    if name.is_none() {
+        let message = "`module`: this program has one module; leave the key out";
+        return Err(Error::Config(message.to_owned()));
+    }
+    match given.options.keys().next() {
+        None => Ok(()),
+        Some(key) => Err(Error::Config(format!(
+            "`module.{key}`: unknown key; the only key of `module` is `type`. Keys of the model are in `[model]`"
+        ))),
+    }
 }
 
 fn check<M: LightningModule>(
@@ -294,7 +392,7 @@ fn check<M: LightningModule>(
     defaults: Table,
     extras: &Extras,
 ) -> Result<usize> {
-    let run = run_config::<M>(request, defaults)?;
+    let run = run_config::<M>(request, defaults, extras)?;
     Trainer::check::<M>(&run, purpose(request.action), &|| extras.parallelize())
 }
 
@@ -304,7 +402,7 @@ fn execute<M: LightningModule>(
     extras: &Extras,
     program: &Program,
 ) -> Result<()> {
-    let run = run_config::<M>(request, defaults)?;
+    let run = run_config::<M>(request, defaults, extras)?;
     if let Some(how) = request.print_config {
         let config = run.to_table()?;
         return print(&match how {

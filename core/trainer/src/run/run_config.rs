@@ -20,6 +20,9 @@ pub struct RunConfig<M, D> {
     /// `seed`, from which every random number of the run follows.
     #[serde(default = "default_seed")]
     pub seed: u64,
+    /// `module`: which module is trained, in a program that has several.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub module: Option<PluginValue>,
     /// `[model]`.
     pub model: M,
     /// `[data]`.
@@ -77,14 +80,15 @@ impl<M, D> RunConfig<M, D> {
 
     /// Returns the run with other `[model]` and `[data]` tables.
     pub(crate) fn with<N, E>(self, model: N, data: E) -> RunConfig<N, E> {
-        let Self { seed, optimizer, scheduler, trainer, checkpoint, .. } = self;
-        RunConfig { seed, model, data, optimizer, scheduler, trainer, checkpoint }
+        let Self { seed, module, optimizer, scheduler, trainer, checkpoint, .. } = self;
+        RunConfig { seed, module, model, data, optimizer, scheduler, trainer, checkpoint }
     }
 
     /// Returns the run with empty `[model]` and `[data]` tables.
     pub(crate) fn untyped(&self) -> RunConfig<Table, Table> {
         RunConfig {
             seed: self.seed,
+            module: self.module.clone(),
             model: Table::new(),
             data: Table::new(),
             optimizer: self.optimizer.clone(),
@@ -162,6 +166,7 @@ impl Default for RunConfig<Table, Table> {
     fn default() -> Self {
         Self {
             seed: default_seed(),
+            module: None,
             model: Table::new(),
             data: Table::new(),
             optimizer: default_optimizer(),
@@ -204,6 +209,11 @@ fn top_level() -> Vec<KeyDoc> {
             "seed",
             u64::describe(),
             "Every random number of the run (initial weights, dropout, shuffling) follows from it.",
+        ),
+        key(
+            "module",
+            Option::<PluginValue>::describe(),
+            "Which module is trained, in a program that has several, such as `fulgurite`.",
         ),
         key("model", Table::describe(), "The model's own keys."),
         key("data", Table::describe(), "The data's own keys."),

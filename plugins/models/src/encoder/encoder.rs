@@ -4,9 +4,7 @@ use candle_core::{DType, Tensor};
 use fulgurite_engine::module::{Module, ModuleBuilder, Unit};
 use fulgurite_engine::parameter::{Init, Parameter};
 use fulgurite_error::{Error, Result};
-use fulgurite_nn::{
-    AttentionConfig, Conv2d, Conv2dConfig, Documents, Dropout, Embedding, Rope,
-};
+use fulgurite_nn::{AttentionConfig, Conv2d, Conv2dConfig, Documents, Dropout, Embedding, Rope};
 
 use super::config::{EncoderConfig, InputConfig, PatchConfig, TextConfig};
 use super::layer::EncoderLayer;
@@ -47,7 +45,12 @@ enum Embeddings {
         positions: Option<Embedding>,
         segments: Option<Embedding>,
     },
-    Patches { config: PatchConfig, projection: Conv2d, class: Parameter, positions: Parameter },
+    Patches {
+        config: PatchConfig,
+        projection: Conv2d,
+        class: Parameter,
+        positions: Parameter,
+    },
 }
 
 impl Encoder {
@@ -63,9 +66,7 @@ impl Encoder {
         let layer = |(i, layer): (usize, &super::EncoderLayerConfig)| {
             let rope = layer.rope.map(|i| ropes[i].clone());
             let attention = AttentionConfig { rope, ..config.attention(*layer) };
-            model.unit(&format!("layers.{i}"), |b| {
-                EncoderLayer::new(b, config, *layer, &attention)
-            })
+            model.unit(&format!("layers.{i}"), |b| EncoderLayer::new(b, config, *layer, &attention))
         };
         Ok(Self {
             embeddings: Embeddings::new(config, &model)?,
@@ -131,8 +132,9 @@ impl Embeddings {
                 },
             }),
             InputConfig::Patches(patches) => {
-                let conv = Conv2dConfig { stride: patches.patch_size, ..Conv2dConfig::default() };
-                let size = patches.patch_size;
+                let conv =
+                    Conv2dConfig { stride: [patches.patch_size; 2], ..Conv2dConfig::default() };
+                let size = [patches.patch_size; 2];
                 let projection =
                     Conv2d::new(&b.pp("embed_patches"), patches.channels, width, size, conv)?;
                 let positions = [1, patches.patches() + 1, width];

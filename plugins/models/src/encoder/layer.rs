@@ -32,8 +32,7 @@ impl EncoderLayer {
         layer: EncoderLayerConfig,
         attention: &AttentionConfig,
     ) -> Result<Self> {
-        let norm =
-            |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
+        let norm = |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
         let dropout = |name| Dropout::new(&b.pp(name), config.residual_dropout);
         let norms = match (config.post_norm, layer.attention_norm) {
             (true, _) => Norms::After([
@@ -71,7 +70,8 @@ impl Module for EncoderLayer {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         match &self.norms {
             Norms::Before(before_attention, before_mlp) => {
-                let normalized = before_attention.as_ref().map(|norm| norm.forward(x)).transpose()?;
+                let normalized =
+                    before_attention.as_ref().map(|norm| norm.forward(x)).transpose()?;
                 let y = self.attend(normalized.as_ref().unwrap_or(x))?;
                 let (y, x) = before_mlp.forward_residual(&y, x)?;
                 Ok((x + self.feed_forward(&y)?)?)

@@ -7,8 +7,8 @@ mod heads;
 mod layer;
 
 pub use config::{
-    ClassifierConfig, EncoderConfig, EncoderLayerConfig, InputConfig, MaskedLmConfig, PatchConfig, Pooling,
-    TextConfig,
+    ClassifierConfig, EncoderConfig, EncoderLayerConfig, InputConfig, MaskedLmConfig, PatchConfig,
+    Pooling, TextConfig,
 };
 pub use encoder::{Encoder, EncoderInput};
 pub use heads::{Classifier, MaskedLmHead};

@@ -104,7 +104,8 @@ fn weights(kind: &Kind) -> WeightLayout {
         ("embed_segments", "token_type_embeddings"),
         ("embed_norm", "LayerNorm"),
     ] {
-        layout = layout.rename(&format!("model.{name}.*"), &format!("{prefix}.embeddings.{file}.*"));
+        layout =
+            layout.rename(&format!("model.{name}.*"), &format!("{prefix}.embeddings.{file}.*"));
     }
     for (name, file) in [
         ("self_attn.q_proj", "attention.self.query"),
@@ -129,6 +130,7 @@ fn weights(kind: &Kind) -> WeightLayout {
             .rename("lm_head.norm.*", "cls.predictions.transform.LayerNorm.*")
             .rename("lm_head.decoder.bias", "cls.predictions.bias")
             .rename("lm_head.decoder.weight", "cls.predictions.decoder.weight")
+            .ignore("cls.predictions.decoder.bias")
             .rename("classifier.dense.*", "bert.pooler.dense.*")
             .rename("classifier.out_proj.*", "classifier.*"),
     }

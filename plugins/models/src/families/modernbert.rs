@@ -19,8 +19,7 @@ use crate::weights::WeightLayout;
 pub(super) fn modernbert(reader: &Reader<'_>) -> Result<Description> {
     let hidden_size = reader.size_or("hidden_size", 768)?;
     let num_heads = reader.size_or("num_attention_heads", 12)?;
-    let head_dim =
-        reader.per_head("hidden_size", hidden_size, "num_attention_heads", num_heads)?;
+    let head_dim = reader.per_head("hidden_size", hidden_size, "num_attention_heads", num_heads)?;
     let num_layers = reader.size_or("num_hidden_layers", 22)?;
     let every = reader.size_or("global_attn_every_n_layers", 3)?;
     let windowed = reader.windowed_layers(num_layers, |i| i % every != 0)?;

@@ -33,6 +33,12 @@ impl<S: TensorSource> MappedSource<S> {
                 true => format!("{prefix}{file}"),
                 false => file.to_owned(),
             };
+            // The names of norms in the oldest files of BERT.
+            let full = match full.rsplit_once('.') {
+                Some((path, "gamma")) => format!("{path}.weight"),
+                Some((path, "beta")) => format!("{path}.bias"),
+                _ => full,
+            };
             if layout.ignores(&full) {
                 continue;
             }
