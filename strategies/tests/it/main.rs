@@ -5,6 +5,7 @@
 mod activation_checkpointing;
 mod adapters;
 mod anomaly;
+mod attention_options;
 mod bf16_state;
 mod buffers;
 mod candle_nn;

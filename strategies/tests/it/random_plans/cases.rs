@@ -1,5 +1,6 @@
 //! Random cases.
 
+use fulgurite_core::nn::QkNormScope;
 use fulgurite_core::parallel::{
     Colwise, Layout, ParallelStyle, Plan, PrepareModuleInput, PrepareModuleOutput, Rowwise,
     SequenceParallel,
@@ -54,6 +55,13 @@ impl Case {
         let shape = Shape {
             layers: 1 + dice.below(2),
             kv_heads: dice.one_of(&[None, Some(1), Some(2), Some(4)]),
+            qk_norm: dice.one_of(&[
+                None,
+                None,
+                Some(QkNormScope::Head),
+                Some(QkNormScope::Projection),
+            ]),
+            encoder: dice.once_in(3),
             mlp: dice.below(3),
             bias: dice.once_in(2),
             tied: dice.once_in(3),
@@ -71,6 +79,9 @@ impl Case {
             vec!["embedding.weight", "layers.*.norm.weight", "layers.0.*.*", "norm.weight"];
         if shape.kv_heads.is_some() {
             frozen.extend(["layers.*.self_attn.q_proj.*", "layers.*.self_attn.k_proj.*"]);
+            if shape.qk_norm.is_some() {
+                frozen.push("layers.*.self_attn.k_norm.*");
+            }
         }
         if !shape.tied {
             frozen.push("lm_head.weight");
@@ -111,6 +122,9 @@ fn layers(shape: &Shape, projections: bool) -> Vec<String> {
     if shape.kv_heads.is_some() {
         layers.push("layers.*.self_attn");
         inside.extend(attention);
+        if shape.qk_norm.is_some() {
+            inside.extend(["self_attn.q_norm", "self_attn.k_norm"]);
+        }
     }
     match shape.mlp {
         0 => inside.extend(["mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]),
@@ -157,7 +171,8 @@ fn plan(dice: &mut Dice, shape: &Shape) -> Plan {
     if dice.once_in(4) {
         // Only one of two layers.
         for (layer, _) in &mut styles {
-            if dice.once_in(10) && !layer.ends_with("_proj") {
+            let inside = ["_proj", "q_norm", "k_norm"].iter().any(|name| layer.ends_with(name));
+            if dice.once_in(10) && !inside {
                 *layer = layer.replace('*', "0");
             }
         }
@@ -193,6 +208,12 @@ fn template(dice: &mut Dice, shape: &Shape) -> Styles {
             add("layers.*.self_attn", prepare.into());
         }
         add("layers.*.self_attn.o_proj", rowwise.into());
+        if shape.qk_norm == Some(QkNormScope::Head) && dice.once_in(2) {
+            for name in ["q_norm", "k_norm"] {
+                let style = ParallelStyle::ReplicatedWithGradAllreduce;
+                add(&format!("layers.*.self_attn.{name}"), style);
+            }
+        }
     }
     if sequence_parallel || !dice.once_in(4) {
         match shape.mlp {
@@ -262,7 +283,7 @@ fn random_style(dice: &mut Dice, layer: &str) -> ParallelStyle {
             rowwise(),
             partial,
         ],
-        "norm" | "post_norm" => vec![
+        "norm" | "post_norm" | "q_norm" | "k_norm" => vec![
             SequenceParallel { input: first, output: second }.into(),
             PrepareModuleInput { input: one, desired: second }.into(),
             PrepareModuleOutput { output: first, desired: second }.into(),

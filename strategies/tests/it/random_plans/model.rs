@@ -5,8 +5,8 @@ use fulgurite_core::Result;
 use fulgurite_core::module::{Module, ModuleBuilder, Unit};
 use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Dropout, Embedding, FusedLayer, GeluMlp, LayerNorm,
-    Linear, Loss, RmsNorm, Rope, SwiGluMlp, cross_entropy, functional, linear_cross_entropy,
-    residual,
+    Linear, Loss, QkNorm, QkNormScope, RmsNorm, Rope, SwiGluMlp, cross_entropy, functional,
+    linear_cross_entropy, residual,
 };
 use fulgurite_core::parameter::{Init, Parameter};
 use fulgurite_core::random::{Purpose, Stream};
@@ -23,6 +23,10 @@ pub(crate) struct Shape {
     pub(crate) layers: usize,
     /// Key and value heads, of four; `None` without attention.
     pub(crate) kv_heads: Option<usize>,
+    /// Norms of queries and keys.
+    pub(crate) qk_norm: Option<QkNormScope>,
+    /// Whether attention sees later positions, in a window, with bounded scores and a bias.
+    pub(crate) encoder: bool,
     /// SwiGLU, GELU with biases, or single layers.
     pub(crate) mlp: usize,
     pub(crate) bias: bool,
@@ -105,7 +109,16 @@ impl Block {
                 num_kv_heads,
                 head_dim: 2,
                 qkv_bias: shape.bias,
+                output_bias: shape.encoder,
                 rope: Some(rope),
+                causal: !shape.encoder,
+                window: shape.encoder.then_some(3),
+                softcap: shape.encoder.then_some(2.0),
+                qk_norm: shape.qk_norm.map(|scope| QkNorm {
+                    eps: 1e-3,
+                    scope,
+                    unit_offset: shape.bias,
+                }),
                 ..AttentionConfig::new(WIDTH, 4)
             };
             CausalSelfAttention::new(&b.pp("self_attn"), &config)

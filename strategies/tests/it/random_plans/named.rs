@@ -22,6 +22,8 @@ fn shape() -> Shape {
     Shape {
         layers: 1,
         kv_heads: Some(2),
+        qk_norm: None,
+        encoder: false,
         mlp: 2,
         bias: false,
         tied: false,
