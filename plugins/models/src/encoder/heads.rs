@@ -103,13 +103,14 @@ impl Classifier {
         config: ClassifierConfig,
         classes: usize,
     ) -> Result<Self> {
-        let b = b.pp("classifier");
         let width = encoder.hidden_size;
-        let norm = || Norm::new(&b.pp("norm"), encoder.norm, width, encoder.norm_eps);
+        let at = b.pp(if config.shares_dense { "lm_head" } else { "classifier" });
+        let norm = || Norm::new(&at.pp("norm"), encoder.norm, width, encoder.norm_eps);
+        let b = b.pp("classifier");
         let first = match config.dense {
             None => None,
             Some(bias) => Some((
-                dense(&b.pp("dense"), encoder, width, bias)?,
+                dense(&at.pp("dense"), encoder, width, bias)?,
                 config.norm.then(norm).transpose()?,
             )),
         };

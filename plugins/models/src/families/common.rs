@@ -173,6 +173,7 @@ pub(super) fn classifier(pooling: Pooling, dropout: f64) -> ClassifierConfig {
     ClassifierConfig {
         pooling,
         dense: Some(true),
+        shares_dense: false,
         activation: None,
         norm: false,
         input_dropout: 0.0,

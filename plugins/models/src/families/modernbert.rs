@@ -55,6 +55,7 @@ pub(super) fn modernbert(reader: &Reader<'_>) -> Result<Description> {
             }
         },
         dense: Some(reader.flag_or("classifier_bias", false)?),
+        shares_dense: true,
         activation: Some(reader.activation("classifier_activation", "gelu")?),
         norm: true,
         input_dropout: 0.0,

@@ -35,6 +35,7 @@ pub(super) fn vit(reader: &Reader<'_>) -> Result<Description> {
     let head = ClassifierConfig {
         pooling: Pooling::First,
         dense: None,
+        shares_dense: false,
         activation: None,
         norm: false,
         input_dropout: 0.0,

@@ -157,7 +157,7 @@ fn encoders_match_transformers() {
 fn ten_steps_match_transformers() {
     for name in DECODERS {
         let expected = tensors(name, "expected.safetensors");
-        let Loaded { mut fabric, model, .. } = load(name);
+        let Loaded { fabric, model, .. } = load(name);
         let adamw = AdamW {
             lr: 1e-3,
             betas: (0.9, 0.95),
