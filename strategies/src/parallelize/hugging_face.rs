@@ -3,7 +3,7 @@
 use std::fmt;
 
 use fulgurite_engine::mesh::DeviceMesh;
-use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::module::{ModuleTree, glob_match};
 use fulgurite_engine::parallel::{Layout, ParallelStyle, Plan, SequenceParallel};
 use fulgurite_engine::strategy::{ParallelizeConfig, ParallelizeFn};
 use fulgurite_error::Result;
@@ -63,6 +63,10 @@ impl HuggingFacePlan {
             return names.iter().map(|(p, name)| Ok((path(p), style(name)?))).collect();
         }
         let mut names = LLAMA.to_vec();
+        let gate = path("layers.*.mlp.gate_proj");
+        if !model.modules().keys().any(|path| glob_match(&gate, path)) {
+            names.retain(|(pattern, _)| !pattern.ends_with("gate_proj"));
+        }
         let embedding = path("embed_tokens.weight");
         let head = path("lm_head.weight");
         if model.aliases().any(|tied| tied == (&*head, &*embedding)) {

@@ -43,6 +43,15 @@ impl Default for LlamaPlan {
     }
 }
 
+/// The norms of decoders, each of which has some of them.
+const NORMS: [&str; 5] = [
+    "layers.*.input_layernorm",
+    "layers.*.post_attention_layernorm",
+    "layers.*.pre_feedforward_layernorm",
+    "layers.*.post_feedforward_layernorm",
+    "norm",
+];
+
 impl LlamaPlan {
     /// Builds the plan for a model. Only the dropout layers depend on the model.
     ///
@@ -60,20 +69,29 @@ impl LlamaPlan {
         let rowwise = Rowwise { output: edge, ..Rowwise::default() };
         let loss_parallel = self.loss_parallel;
         let head = Colwise { output: Layout::Replicate, loss_parallel, ..colwise };
+        let has = |name: &str| {
+            let pattern = within(name);
+            model.modules().keys().any(|path| glob_match(&pattern, path))
+        };
         let mut plan = Plan::new().with(within("embed_tokens"), rowwise);
+        if has("embed_positions") && self.sequence_parallel {
+            plan = plan.with(within("embed_positions"), rowwise);
+        }
+        if has("layers.*.mlp.gate_proj") {
+            plan = plan.with(within("layers.*.mlp.gate_proj"), colwise);
+        }
         for name in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] {
             plan = plan.with(within(&format!("layers.*.{name}")), colwise);
         }
         plan = plan
             .with(within("layers.*.self_attn.o_proj"), rowwise)
-            .with(within("layers.*.mlp.gate_proj"), colwise)
             .with(within("layers.*.mlp.up_proj"), colwise)
             .with(within("layers.*.mlp.down_proj"), rowwise)
             .with(beside(&self.prefix, "lm_head"), head);
         if !self.sequence_parallel {
             return Ok(plan);
         }
-        for name in ["layers.*.input_layernorm", "layers.*.post_attention_layernorm", "norm"] {
+        for name in NORMS.into_iter().filter(|name| has(name)) {
             plan = plan.with(within(name), SequenceParallel::default());
         }
         let is_ours = |path: &str| self.prefix.is_empty() || path.starts_with(&within(""));
@@ -89,7 +107,10 @@ impl LlamaPlan {
         }
         for parameter in model.parameters() {
             let (path, _) = parameter.fqn().rsplit_once('.').unwrap_or(("", parameter.fqn()));
-            let known = plan.entries().iter().any(|entry| glob_match(&entry.pattern, path));
+            // Attention sums the gradients of its own norms.
+            let known = path.ends_with(".self_attn.q_norm")
+                || path.ends_with(".self_attn.k_norm")
+                || plan.entries().iter().any(|entry| glob_match(&entry.pattern, path));
             if is_ours(parameter.fqn()) && !known {
                 return Err(Error::parameter(
                     parameter.fqn(),

@@ -119,11 +119,15 @@ pub enum ParallelStyle {
 
 impl ParallelStyle {
     /// The names accepted by [`FromStr`].
-    pub const NAMES: [&'static str; 6] = [
+    pub const NAMES: [&'static str; 9] = [
         "colwise",
         "rowwise",
         "colwise_rep",
         "rowwise_rep",
+        // Their names in transformers 5.
+        "colwise_gather_output",
+        "rowwise_split_input",
+        "embedding_rowwise",
         "sequence_parallel",
         "replicated_with_grad_allreduce",
     ];
@@ -147,9 +151,9 @@ impl FromStr for ParallelStyle {
     fn from_str(name: &str) -> Result<Self> {
         Ok(match name {
             "colwise" => Colwise::default().into(),
-            "rowwise" => Rowwise::default().into(),
-            "colwise_rep" => Colwise { output: Layout::Replicate, ..Colwise::default() }.into(),
-            "rowwise_rep" => Rowwise { input: Layout::Replicate, ..Rowwise::default() }.into(),
+            "rowwise" | "embedding_rowwise" => Rowwise::default().into(),
+            "colwise_rep" | "colwise_gather_output" => Colwise { output: Layout::Replicate, ..Colwise::default() }.into(),
+            "rowwise_rep" | "rowwise_split_input" => Rowwise { input: Layout::Replicate, ..Rowwise::default() }.into(),
             "sequence_parallel" => SequenceParallel::default().into(),
             "replicated_with_grad_allreduce" => Self::ReplicatedWithGradAllreduce,
             "prepare_module_input" | "prepare_module_output" => {
