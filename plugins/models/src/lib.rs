@@ -14,6 +14,7 @@
 mod config;
 mod decoder;
 mod encoder;
+mod export;
 mod families;
 mod layers;
 mod modules;
@@ -25,6 +26,7 @@ pub use encoder::{
     Classifier, ClassifierConfig, Encoder, EncoderConfig, EncoderInput, EncoderLayerConfig,
     InputConfig, MaskedLmConfig, MaskedLmHead, PatchConfig, Pooling, TextConfig,
 };
+pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use layers::{FeedForward, NormKind};
 pub use modules::CausalLm;

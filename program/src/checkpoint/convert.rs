@@ -5,7 +5,7 @@ use std::process::ExitCode;
 
 use clap::{Args, ValueEnum};
 use fulgurite_checkpoint::ModelConfig;
-use fulgurite_checkpoint::tools::{self, ConvertOptions, ConvertTarget, Rename};
+use fulgurite_checkpoint::tools::{self, AnyCheckpoint, ConvertOptions, ConvertTarget, Rename};
 use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_error::{Error, Result, print};
 
@@ -167,9 +167,36 @@ fn options(to: ConvertTarget, changes: Changes, files: Files) -> ConvertOptions 
     }
 }
 
+/// Adds what a Hugging Face directory needs besides the weights, if the input is of a run that
+/// trained a model of `fulgurite-models`.
+#[cfg(feature = "models")]
+fn with_export(input: &AnyCheckpoint, options: ConvertOptions) -> Result<ConvertOptions> {
+    let run = input.manifest().filter(|_| options.to == ConvertTarget::HuggingFace);
+    let export = match run {
+        Some(manifest) => fulgurite_models::Export::of_run(&manifest.config)?,
+        None => None,
+    };
+    let Some(export) = export else { return Ok(options) };
+    for missing in &export.missing {
+        tracing::warn!("{missing}");
+    }
+    Ok(ConvertOptions {
+        layout: Some(export.layout),
+        config: options.config.or(Some(ModelConfig::Json(export.config))),
+        files: export.files,
+        ..options
+    })
+}
+
+#[cfg(not(feature = "models"))]
+fn with_export(_: &AnyCheckpoint, options: ConvertOptions) -> Result<ConvertOptions> {
+    Ok(options)
+}
+
 impl Paths {
     fn convert(self, what: &'static str, options: ConvertOptions) -> Result<ExitCode> {
         let input = open(&self.input)?;
+        let options = with_export(&input, options)?;
         let (parent, name) = split(&self.output)?;
         check_apart(&self.input, &self.output, parent)?;
         let io = LocalDirectory::new(parent);

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use safetensors::Dtype;
@@ -37,6 +38,15 @@ pub enum ConvertTarget {
     HuggingFace,
 }
 
+/// A model's tensors as another program names and shapes them.
+pub trait ForeignLayout: std::fmt::Debug + Send + Sync {
+    /// Returns the tensors of `model` under the other names. Reads no values.
+    ///
+    /// # Errors
+    /// If the model lacks a tensor that the layout needs.
+    fn view<'a>(&self, model: &'a dyn TensorSource) -> Result<Box<dyn TensorSource + 'a>>;
+}
+
 /// Options of [`convert`].
 #[derive(Debug, Clone)]
 pub struct ConvertOptions {
@@ -54,6 +64,12 @@ pub struct ConvertOptions {
     /// The directory of a PEFT adapter to merge into the model. The optimizer's state does not
     /// belong to the merged weights and is left out.
     pub adapter: Option<PathBuf>,
+    /// How the tensors of a [`ConvertTarget::HuggingFace`] are named and shaped, before `rename`;
+    /// `None` leaves them as they are.
+    pub layout: Option<Arc<dyn ForeignLayout>>,
+    /// Small files to write beside the weights, by name: a tokenizer's. They go before the input's.
+    /// Not for [`ConvertTarget::Distributed`].
+    pub files: Vec<(String, Vec<u8>)>,
     /// New names of the parameters.
     pub rename: Rename,
     /// As [`FullOptions::max_shard_bytes`]; not for [`ConvertTarget::Distributed`].
@@ -74,6 +90,8 @@ impl ConvertOptions {
             model_only: false,
             average: false,
             adapter: None,
+            layout: None,
+            files: Vec::new(),
             rename: Rename::default(),
             max_shard_bytes,
             config: None,
@@ -167,6 +185,11 @@ pub fn convert(
         );
         return Err(Error::checkpoint(source.location(), message));
     }
+    let foreign = match (&options.layout, options.to) {
+        (Some(layout), ConvertTarget::HuggingFace) => Some(layout.view(source)?),
+        _ => None,
+    };
+    let source = foreign.as_ref().map_or(source, |view| &**view);
     let model = OutputSection::model(source, options)?;
     let is_whole = !options.model_only && !options.average && options.adapter.is_none();
     let with_optimizer = is_whole && options.to != ConvertTarget::HuggingFace;
@@ -303,6 +326,7 @@ fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(St
     if let Some(config) = &options.config {
         files.push((CONFIG.to_owned(), config.bytes()?));
     }
+    files.extend(options.files.iter().cloned());
     let directory = input.location();
     if input.kind() == CheckpointKind::Distributed || !directory.is_dir() {
         return Ok(files);
@@ -315,7 +339,8 @@ fn companions(input: &AnyCheckpoint, options: &ConvertOptions) -> Result<Vec<(St
     paths.sort();
     for path in paths.iter().filter(|path| path.is_file()) {
         let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        if is_companion(&name) && !(name == CONFIG && options.config.is_some()) {
+        let is_given = files.iter().any(|(given, _)| *given == name);
+        if is_companion(&name) && !is_given {
             let bytes = read_regular(path, MAX_COMPANION)?;
             let digest = input.manifest().and_then(|manifest| manifest.companions.get(&name));
             if digest.is_some_and(|digest| *digest != FileDigest::of(&bytes)) {

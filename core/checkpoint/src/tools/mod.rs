@@ -32,7 +32,9 @@ mod rename;
 mod verify;
 
 pub use any::{AnyCheckpoint, CheckpointKind};
-pub use convert::{ConvertOptions, ConvertTarget, Converted, consolidate, convert, reshard};
+pub use convert::{
+    ConvertOptions, ConvertTarget, Converted, ForeignLayout, consolidate, convert, reshard,
+};
 pub use diff::{Change, Comparison, DiffOptions, Difference, ValueDifference, diff};
 pub use inspect::{CheckpointSummary, TensorSet, TensorSummary, inspect};
 pub use progress::Progress;

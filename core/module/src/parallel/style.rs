@@ -152,8 +152,12 @@ impl FromStr for ParallelStyle {
         Ok(match name {
             "colwise" => Colwise::default().into(),
             "rowwise" | "embedding_rowwise" => Rowwise::default().into(),
-            "colwise_rep" | "colwise_gather_output" => Colwise { output: Layout::Replicate, ..Colwise::default() }.into(),
-            "rowwise_rep" | "rowwise_split_input" => Rowwise { input: Layout::Replicate, ..Rowwise::default() }.into(),
+            "colwise_rep" | "colwise_gather_output" => {
+                Colwise { output: Layout::Replicate, ..Colwise::default() }.into()
+            }
+            "rowwise_rep" | "rowwise_split_input" => {
+                Rowwise { input: Layout::Replicate, ..Rowwise::default() }.into()
+            }
             "sequence_parallel" => SequenceParallel::default().into(),
             "replicated_with_grad_allreduce" => Self::ReplicatedWithGradAllreduce,
             "prepare_module_input" | "prepare_module_output" => {

@@ -179,6 +179,12 @@ impl ModelConfig {
         self.file.as_ref().map(|(path, values)| (path.as_path(), values))
     }
 
+    /// Whether the table sets a key to none.
+    pub(crate) fn is_none(&self, key: &str) -> bool {
+        let is_flag = keys::find(key).is_some_and(|key| key.kind == KeyKind::Flag);
+        !is_flag && self.values.get(key) == Some(&Value::Bool(false))
+    }
+
     /// The keys that the table sets.
     pub(crate) fn values(&self) -> &BTreeMap<&'static str, Value> {
         &self.values

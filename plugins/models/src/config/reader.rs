@@ -198,16 +198,20 @@ impl<'a> Reader<'a> {
     pub(crate) fn finish(&self) -> Result<()> {
         let asked = self.asked.borrow();
         let model_type = self.model_type();
-        if let Some(key) = self.config.values().keys().find(|key| !asked.contains(**key)) {
+        // The configuration of a checkpoint has all keys of the file that it came from.
+        let counts =
+            |name: &str, value: &Value| !OF_HEADS.contains(&name) && switches_on(value);
+        let set = self.config.values().iter();
+        let mut unknown = set.filter(|(key, _)| !asked.contains(**key));
+        if let Some((key, _)) = unknown.find(|(key, value)| counts(key, value)) {
             let message = format!("a model of type \"{model_type}\" has no such key; leave it out");
             return Err(self.wrong(key, message));
         }
         let Some((file, values)) = self.config.file() else { return Ok(()) };
         let mut ignored = Vec::new();
         for (name, value) in values.iter().filter(|(name, _)| !asked.contains(*name)) {
-            let counts = (keys::find(name).is_some() && !OF_HEADS.contains(&name.as_str()))
-                || FOREIGN.contains(&name.as_str());
-            if counts && switches_on(value) {
+            let is_known = keys::find(name).is_some() || FOREIGN.contains(&name.as_str());
+            if is_known && counts(name, value) {
                 let message = format!(
                     "a model of type \"{model_type}\" has no such key here, and it would change the results; found \
                      {value}"

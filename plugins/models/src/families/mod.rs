@@ -46,33 +46,55 @@ pub enum Architecture {
 pub struct Family {
     /// Its `model_type` in `config.json`.
     pub model_type: &'static str,
+    /// What the names of its classes in `transformers` begin with.
+    class: &'static str,
     read: fn(&Reader<'_>) -> Result<Description>,
 }
 
-const fn family(model_type: &'static str, read: fn(&Reader<'_>) -> Result<Description>) -> Family {
-    Family { model_type, read }
+const fn family(
+    model_type: &'static str,
+    class: &'static str,
+    read: fn(&Reader<'_>) -> Result<Description>,
+) -> Family {
+    Family { model_type, class, read }
 }
 
 /// All families, by `model_type`.
 pub const FAMILIES: &[Family] = &[
-    family("llama", llama::llama),
-    family("mistral", llama::mistral),
-    family("qwen2", qwen::qwen2),
-    family("qwen3", qwen::qwen3),
-    family("gemma", gemma::gemma),
-    family("gemma2", gemma::gemma2),
-    family("gemma3_text", gemma::gemma3),
-    family("gpt2", gpt2::gpt2),
-    family("phi3", phi3::phi3),
-    family("olmo2", olmo2::olmo2),
-    family("smollm3", smollm3::smollm3),
-    family("gpt_neox", gpt_neox::gpt_neox),
-    family("bert", bert::bert),
-    family("roberta", bert::roberta),
-    family("xlm-roberta", bert::roberta),
-    family("modernbert", modernbert::modernbert),
-    family("vit", vit::vit),
+    family("llama", "Llama", llama::llama),
+    family("mistral", "Mistral", llama::mistral),
+    family("qwen2", "Qwen2", qwen::qwen2),
+    family("qwen3", "Qwen3", qwen::qwen3),
+    family("gemma", "Gemma", gemma::gemma),
+    family("gemma2", "Gemma2", gemma::gemma2),
+    family("gemma3_text", "Gemma3", gemma::gemma3),
+    family("gpt2", "GPT2", gpt2::gpt2),
+    family("phi3", "Phi3", phi3::phi3),
+    family("olmo2", "Olmo2", olmo2::olmo2),
+    family("smollm3", "SmolLM3", smollm3::smollm3),
+    family("gpt_neox", "GPTNeoX", gpt_neox::gpt_neox),
+    family("bert", "Bert", bert::bert),
+    family("roberta", "Roberta", bert::roberta),
+    family("xlm-roberta", "XLMRoberta", bert::roberta),
+    family("modernbert", "ModernBert", modernbert::modernbert),
+    family("vit", "ViT", vit::vit),
 ];
+
+/// Returns the class of `transformers` that loads a model of this type as the module trains it.
+pub(crate) fn class_name(model_type: &str, module: &str) -> Option<String> {
+    let class = FAMILIES.iter().find(|family| family.model_type == model_type)?.class;
+    let task = match module {
+        "causal_lm" if class == "GPT2" => "LMHeadModel",
+        "causal_lm" => "ForCausalLM",
+        "masked_lm" => "ForMaskedLM",
+        "sequence_classification" => "ForSequenceClassification",
+        "token_classification" => "ForTokenClassification",
+        "image_classification" => "ForImageClassification",
+        "embedding" => "Model",
+        _ => return None,
+    };
+    Some(format!("{class}{task}"))
+}
 
 impl ModelConfig {
     /// Describes the model, after reading `config.json` if the configuration names a directory.

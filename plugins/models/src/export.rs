@@ -1,0 +1,142 @@
+//! What a Hugging Face directory of a trained model needs besides its weights.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use fulgurite_checkpoint::TensorSource;
+use fulgurite_checkpoint::tools::ForeignLayout;
+use fulgurite_error::files::read_regular;
+use fulgurite_error::{Error, Result};
+use serde_json::{Map, Value, json};
+
+use crate::config::ModelConfig;
+use crate::families::class_name;
+use crate::weights::{ExportedSource, WeightLayout};
+
+/// The largest small file that is copied, in bytes: a tokenizer's.
+const MAX_FILE: u64 = 64 << 20;
+
+/// Files of a model that are neither weights nor `config.json`.
+const COMPANIONS: [&str; 13] = [
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "preprocessor_config.json",
+];
+
+/// A run's model as Hugging Face's libraries load it: the layout of its weights, `config.json`, and
+/// the files that stand beside them.
+#[derive(Debug)]
+pub struct Export {
+    /// How the weights are named and shaped.
+    pub layout: Arc<dyn ForeignLayout>,
+    /// `config.json`.
+    pub config: Value,
+    /// Other files, by name.
+    pub files: Vec<(String, Vec<u8>)>,
+    /// What could not be found, in a sentence each.
+    pub missing: Vec<String>,
+}
+
+impl ForeignLayout for WeightLayout {
+    fn view<'a>(&self, model: &'a dyn TensorSource) -> Result<Box<dyn TensorSource + 'a>> {
+        Ok(Box::new(ExportedSource::new(model, self)?))
+    }
+}
+
+impl Export {
+    /// Describes the model of a run, by the configuration in its checkpoints. `None` if the run did
+    /// not train a model of this crate.
+    ///
+    /// # Errors
+    /// If the configuration is damaged, or a file that belongs to the model cannot be read.
+    pub fn of_run(run: &Value) -> Result<Option<Self>> {
+        let Some(module) = run.pointer("/module/type").or(run.get("module")) else {
+            return Ok(None);
+        };
+        let (Some(module), Some(model)) = (module.as_str(), run.get("model")) else {
+            return Ok(None);
+        };
+        let mut config: ModelConfig = serde_json::from_value(model.clone()).map_err(|e| {
+            Error::Config(format!("the configuration of the checkpoint's model: {e}"))
+        })?;
+        let description = config.describe()?;
+        let directory = config.directory().ok().flatten();
+        let tokenizer = run.pointer("/data/tokenizer").and_then(Value::as_str);
+        let mut export = Self {
+            layout: Arc::new(description.weights),
+            config: Value::Object(config_json(&config, module)),
+            files: Vec::new(),
+            missing: Vec::new(),
+        };
+        export.add_files(directory.as_deref(), tokenizer)?;
+        if config.is_pretrained() && directory.is_none() {
+            export.missing.push(
+                "the directory that the run started from is not there, so files of it (generation_config.json, chat \
+                 template) are left out"
+                    .to_owned(),
+            );
+        }
+        Ok(Some(export))
+    }
+
+    /// Copies the files of the model that the run started from, and the tokenizer of its data.
+    fn add_files(&mut self, directory: Option<&Path>, tokenizer: Option<&str>) -> Result<()> {
+        let tokenizer = tokenizer.filter(|name| *name != "bytes").map(PathBuf::from);
+        let beside = tokenizer.as_ref().and_then(|path| match path.is_dir() {
+            true => Some(path.as_path()),
+            false => path.parent(),
+        });
+        for name in COMPANIONS {
+            // The data's tokenizer is the one that was trained with.
+            let of_data =
+                beside.filter(|_| name != "generation_config.json").map(|dir| dir.join(name));
+            let of_model = directory.map(|dir| dir.join(name));
+            let found = [of_data, of_model].into_iter().flatten().find(|path| path.is_file());
+            if let Some(path) = found {
+                self.files.push((name.to_owned(), read_regular(&path, MAX_FILE)?));
+            }
+        }
+        let has = |name: &str| self.files.iter().any(|(file, _)| file == name);
+        if let Some(path) = tokenizer.filter(|path| path.is_file() && !has("tokenizer.json")) {
+            self.files.push(("tokenizer.json".to_owned(), read_regular(&path, MAX_FILE)?));
+        } else if !has("tokenizer.json") && !has("preprocessor_config.json") {
+            self.missing.push(
+                "there is no tokenizer: neither `data.tokenizer` nor the model that the run started from has one; put \
+                 tokenizer.json beside the weights"
+                    .to_owned(),
+            );
+        }
+        Ok(())
+    }
+}
+
+/// Returns `config.json`: that of the directory that the run started from, with the keys that the
+/// run's configuration sets over it.
+fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
+    let mut all = match config.file() {
+        Some((_, values)) => values.clone(),
+        None => Map::new(),
+    };
+    for (key, value) in config.values() {
+        let value = match config.is_none(key) {
+            true => Value::Null,
+            false => value.clone(),
+        };
+        all.insert((*key).to_owned(), value);
+    }
+    all.insert("model_type".to_owned(), config.model_type().into());
+    if let Some(class) = class_name(config.model_type(), module) {
+        all.insert("architectures".to_owned(), json!([class]));
+    }
+    all
+}
