@@ -53,8 +53,9 @@ pub use fulgurite_core::nn::{
     AttentionConfig, AvgPool2d, AvgPool2dConfig, BatchNorm, BatchNormConfig, CausalSelfAttention,
     Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, CrossEntropy, Dropout, Embedding, GeluMlp,
     GroupNorm, LayerNorm, Linear, Loss, MaxPool2d, MaxPool2dConfig, MultiHeadAttention,
-    MultiHeadAttentionConfig, RmsNorm, Rope, SwiGluMlp, cross_entropy, linear_cross_entropy,
-    linear_predicted_classes, predicted_classes, residual,
+    MultiHeadAttentionConfig, QkNorm, QkNormScope, RmsNorm, Rope, RopeConfig, RopeScaling,
+    SwiGluMlp, cross_entropy, linear_cross_entropy, linear_predicted_classes, predicted_classes,
+    residual,
 };
 pub use fulgurite_core::optim::{AdamW, Sgd};
 pub use fulgurite_core::parallel::{

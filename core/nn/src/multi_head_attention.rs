@@ -63,7 +63,7 @@ impl MultiHeadAttentionConfig {
 /// [`forward`](Module::forward) is attention of a sequence to itself without a mask;
 /// [`attend`](Self::attend) takes another sequence and a mask. For causal attention,
 /// [`CausalSelfAttention`](super::CausalSelfAttention) is faster, and supports context parallelism,
-/// [`Documents`] and sliding windows. Windows in both directions need a mask here.
+/// [`Documents`] and windows; with `causal: false` it is attention of encoders.
 ///
 /// The projections are separate layers. In a tensor-parallel plan, `q_proj`, `k_proj` and `v_proj`
 /// are colwise with output `shard(-1)`, and `o_proj` is rowwise. The number of ranks must divide

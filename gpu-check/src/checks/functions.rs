@@ -6,8 +6,8 @@ use fulgurite::core::module::{Module, ModuleBuilder};
 use fulgurite::nn::{
     AttentionConfig, BatchNorm, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
     CrossEntropy, Documents, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear,
-    MultiHeadAttention, MultiHeadAttentionConfig, RmsNorm, Rope, SwiGluMlp, cross_entropy,
-    functional, linear_cross_entropy, residual,
+    MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormScope, RmsNorm, Rope, RopeConfig,
+    SwiGluMlp, cross_entropy, functional, linear_cross_entropy, residual,
 };
 use fulgurite_error::Result;
 
@@ -129,6 +129,11 @@ fn norm_cases() -> Vec<Case> {
             name: "RmsNorm",
             inputs: &[&[9, 33]],
             of: Of::Layer(|b| layer(RmsNorm::new(&b.pp("norm"), 33, 1e-5)?)),
+        },
+        Case {
+            name: "RmsNorm with a unit offset",
+            inputs: &[&[9, 33]],
+            of: Of::Layer(|b| layer(RmsNorm::with_unit_offset(&b.pp("norm"), 33, 1e-5)?)),
         },
         Case {
             name: "LayerNorm",
@@ -283,6 +288,24 @@ fn attention_cases() -> Vec<Case> {
                 Ok(Box::new(move |x| documents.run(|| module.forward(&mild(&x[0])?))))
             }),
         },
+        Case {
+            name: "CausalSelfAttention with every option",
+            inputs: &[&[2, 45, 48]],
+            of: Of::Layer(|b| {
+                let module = attention_with_options(b, true)?;
+                let documents = Documents::of_lengths(&[&[3, 1, 40, 1][..], &[33, 12]])?;
+                Ok(Box::new(move |x| documents.run(|| module.forward(&mild(&x[0])?))))
+            }),
+        },
+        Case {
+            name: "CausalSelfAttention of an encoder with every option",
+            inputs: &[&[2, 45, 48]],
+            of: Of::Layer(|b| {
+                let module = attention_with_options(b, false)?;
+                let documents = Documents::of_lengths(&[&[3, 1, 40, 1][..], &[33, 12]])?;
+                Ok(Box::new(move |x| documents.run(|| module.forward(&mild(&x[0])?))))
+            }),
+        },
     ]
 }
 
@@ -343,6 +366,23 @@ fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {
         head_dim: 8,
         qkv_bias: true,
         rope: Some(Rope::new(8, 10_000.0)?),
+        ..AttentionConfig::new(48, 6)
+    };
+    CausalSelfAttention::new(&b.pp("attention"), &config)
+}
+
+fn attention_with_options(b: &ModuleBuilder, causal: bool) -> Result<CausalSelfAttention> {
+    let rope = RopeConfig { rotary_dim: 4, ..RopeConfig::new(8, 10_000.0) };
+    let config = AttentionConfig {
+        num_kv_heads: 2,
+        head_dim: 8,
+        causal,
+        output_bias: true,
+        rope: Some(Rope::with_config(&rope)?),
+        scale: Some(0.5),
+        softcap: Some(2.0),
+        qk_norm: Some(QkNorm { eps: 1e-3, scope: QkNormScope::Head, unit_offset: true }),
+        window: Some(7),
         ..AttentionConfig::new(48, 6)
     };
     CausalSelfAttention::new(&b.pp("attention"), &config)
