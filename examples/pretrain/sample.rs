@@ -2,18 +2,34 @@
 
 use fulgurite::prelude::*;
 
-use super::llama::Llama;
+use fulgurite_models::CausalLm;
 
 const PROMPT_TOKENS: usize = 24;
 const NEW_TOKENS: usize = 160;
 const TEMPERATURE: f64 = 0.7;
 
-/// Returns an excerpt of the data and its continuation by the model; `None` without a tokenizer.
+/// Prints an excerpt of the data and its continuation by the model, at the end of a training.
+pub(crate) struct Continuation;
+
+impl Callback for Continuation {}
+
+impl Hooks for Continuation {
+    fn on_fit_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if let Some(text) = continuation(ctx)? {
+            ctx.print(text);
+        }
+        Ok(())
+    }
+}
+
+/// Returns the text to print; `None` without a tokenizer.
 ///
 /// Collective, since a forward gathers parameters. All ranks draw the same tokens.
-pub fn continuation(model: &Llama, ctx: &HookContext<TextData>) -> Result<Option<String>> {
-    let data = ctx.data();
-    let Some(tokenizer) = data.tokenizer() else { return Ok(None) };
+fn continuation(ctx: &HookContext) -> Result<Option<String>> {
+    let (Some(module), Some(data)) = (ctx.module::<CausalLm>(), ctx.data_of::<CausalLm>()) else {
+        return Ok(None);
+    };
+    let (model, Some(tokenizer)) = (module.model(), data.tokenizer()) else { return Ok(None) };
     let split = if data.len(Split::Validation) > 0 { Split::Validation } else { Split::Train };
     let device = Device::Cpu;
     let prompt = data.batch(split, &[0], &device)?.inputs.flatten_all()?.to_vec1::<u32>()?;

@@ -33,7 +33,7 @@ fn nonsensical_values() {
     assert_snapshot!(error("trainer.max_steps=many"), @r#"error: --set trainer.max_steps=many: `trainer.max_steps`: expected an integer, at least 0, found the string "many""#);
     assert_snapshot!(error("trainer.devices=0"), @r#"error: --set trainer.devices=0: `trainer.devices`: expected a number of ranks, at least 1, or "auto", found `0`"#);
     assert_snapshot!(error("data.batch_size=0"), @"error: data.batch_size must be at least 1, got 0");
-    assert_snapshot!(error("model.num_key_value_heads=3"), @"error: `model.num_key_value_heads`: must divide model.num_attention_heads = 2, found 3");
+    assert_snapshot!(error("model.num_key_value_heads=3"), @"error: `model.num_key_value_heads`: must divide num_attention_heads = 2, found 3");
     assert_snapshot!(error("model.max_position_embeddings=4"), @"error: `model.max_position_embeddings`: must be at least data.seq_len = 7, found 4");
     assert_snapshot!(error("trainer.freeze=['nothing']"), @"error: `trainer.freeze`: no parameter matches `nothing`; there is model.embed_tokens.weight, and so on. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
     assert_snapshot!(error("trainer"), @"error: --set trainer: there is no `=`; expected key=value, such as trainer.max_steps=100");

@@ -8,7 +8,7 @@ use fulgurite::core::checkpoint::{SafetensorsSource, load_into};
 use fulgurite::core::strategy::BuildContext;
 use fulgurite::prelude::*;
 use fulgurite::strategies::SingleDevice;
-use fulgurite_test_support::llama::{Llama, LlamaConfig};
+use fulgurite_models::{Decoder, ModelConfig};
 
 const CASES: [&str; 2] = ["hf_llama", "hf_llama_tied"];
 const TOLERANCE: f64 = 1e-4;
@@ -41,11 +41,11 @@ fn assert_same(name: &str, found: &Tensor, expected: &Tensor) {
 fn logits_and_gradients_match_transformers() {
     for case in CASES {
         let expected = expected(case);
-        let mut config = LlamaConfig::default();
-        fulgurite_test_support::hugging_face::read_config(&mut config, &fixture(case)).unwrap();
+        let mut config = ModelConfig::default();
+        config.start_from(&fixture(case));
         let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
         let mut fabric = Fabric::single(strategy, 1).unwrap();
-        let model = fabric.setup_module(|b| Llama::new(&config, b)).unwrap();
+        let model = fabric.setup_module(|b| Decoder::new(&config.decoder()?, b)).unwrap();
         let tree = fabric.module_tree().unwrap();
         let source = SafetensorsSource::open(fixture(case)).unwrap();
         load_into(&source, tree, true).unwrap();

@@ -20,8 +20,8 @@ use fulgurite::core::shard::Region;
 use fulgurite::core::strategy::{BuildContext, StrategyConfig as _};
 use fulgurite::prelude::Fabric;
 use fulgurite::strategies::Fsdp;
+use fulgurite_models::{Decoder, ModelConfig};
 use fulgurite_test_support::checkpoints::{self, Mesh, SEED, bytes, save_all, set_up, states};
-use fulgurite_test_support::llama::{Llama, LlamaConfig};
 use fulgurite_transports::run_ranks;
 
 pub(crate) fn python(script: &str, args: &[&Path]) {
@@ -153,9 +153,9 @@ fn transformers_reads_full_fsdp_checkpoint() {
     run_ranks(2, |world| {
         let strategy = Fsdp::default().build(&BuildContext::default())?;
         let mut fabric = Fabric::new(world, strategy, ModuleInit::default(), SEED)?;
-        let mut config = LlamaConfig::default();
-        fulgurite_test_support::hugging_face::read_config(&mut config, &fixture)?;
-        let _model = fabric.setup_module(|b| Llama::new(&config, b))?;
+        let mut config = ModelConfig::default();
+        config.start_from(&fixture);
+        let _model = fabric.setup_module(|b| Decoder::new(&config.decoder()?, b))?;
         fabric.load_raw(&fixture, true)?;
         let config = Some(fixture.join("config.json").into());
         let options = FullOptions { config, ..FullOptions::default() };

@@ -15,8 +15,7 @@ use fulgurite::core::collective::{ProcessGroup, Solo};
 use fulgurite::core::run::{AdapterConfig, QuantizationConfig, TrainerConfig};
 use fulgurite::prelude::*;
 use fulgurite_checkpoint_local::LocalDirectory;
-use fulgurite_test_support::hugging_face::read_config;
-use fulgurite_test_support::llama::{Llama, LlamaConfig};
+use fulgurite_models::Decoder;
 use fulgurite_transports::run_ranks;
 
 fn base() -> PathBuf {
@@ -29,7 +28,7 @@ pub(crate) fn model(
     strategy: &str,
     directory: &Path,
     adapters: Option<AdapterConfig>,
-) -> Result<(Fabric, Llama)> {
+) -> Result<(Fabric, Decoder)> {
     let config = TrainerConfig { adapters, ..TrainerConfig::default() };
     configured(world, strategy, directory, config)
 }
@@ -40,13 +39,13 @@ fn configured(
     strategy: &str,
     directory: &Path,
     config: TrainerConfig,
-) -> Result<(Fabric, Llama)> {
+) -> Result<(Fabric, Decoder)> {
     let strategy = fulgurite::core::config::PluginValue::new(strategy);
     let config = TrainerConfig { strategy, ..config };
     let mut fabric = Fabric::with_world(world, &config, 1, None)?;
-    let mut config = LlamaConfig::default();
-    read_config(&mut config, directory)?;
-    let model = fabric.setup_module(|b| Llama::new(&config, b))?;
+    let mut config = fulgurite_models::ModelConfig::default();
+    config.start_from(directory);
+    let model = fabric.setup_module(|b| Decoder::new(&config.decoder()?, b))?;
     fabric.load_raw(directory, true)?;
     Ok((fabric, model))
 }

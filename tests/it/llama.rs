@@ -1,4 +1,4 @@
-//! The example's Llama on the layers: names, gradients, and a training run.
+//! A small Llama on the layers: names, gradients, and a training run.
 
 use std::sync::Arc;
 
@@ -8,34 +8,37 @@ use fulgurite_core::module::{ForwardScope, ModuleBuilder, ModuleInit, ModuleTree
 use fulgurite_core::nn::cross_entropy;
 use fulgurite_core::parameter::{GradReducer, LocalGrads, ParameterSlot};
 use fulgurite_core::shard::Region;
-use fulgurite_test_support::llama::{Llama, LlamaConfig};
+use fulgurite_models::{Decoder, DecoderConfig, ModelConfig};
 
-fn small(tied: bool) -> LlamaConfig {
-    LlamaConfig {
-        vocab_size: Some(11),
-        hidden_size: 8,
-        intermediate_size: 10,
-        num_hidden_layers: 2,
-        num_attention_heads: 4,
-        num_key_value_heads: Some(2),
-        head_dim: Some(4),
-        tie_word_embeddings: tied,
-        initializer_range: 0.3,
-        ..LlamaConfig::default()
-    }
+fn small(tied: bool) -> DecoderConfig {
+    let mut config: ModelConfig = toml::from_str(
+        "type = 'llama'
+        vocab_size = 11
+        hidden_size = 8
+        intermediate_size = 10
+        num_hidden_layers = 2
+        num_attention_heads = 4
+        num_key_value_heads = 2
+        head_dim = 4
+        initializer_range = 0.3
+        rms_norm_eps = 1e-5",
+    )
+    .unwrap();
+    config.set("tie_word_embeddings", tied).unwrap();
+    config.decoder().unwrap()
 }
 
 struct Trained {
-    model: Llama,
+    model: Decoder,
     tree: ModuleTree,
     slots: Vec<ParameterSlot>,
     grads: Arc<LocalGrads>,
 }
 
-fn build(cfg: &LlamaConfig, dtype: DType) -> Trained {
+fn build(cfg: &DecoderConfig, dtype: DType) -> Trained {
     let init = ModuleInit { dtype, compute_dtype: dtype, ..ModuleInit::default() };
     let b = ModuleBuilder::new(init);
-    let model = Llama::new(cfg, &b).unwrap();
+    let model = Decoder::new(cfg, &b).unwrap();
     let mut tree = b.finish().unwrap();
     let slots = tree.slots();
     let grads = Arc::new(LocalGrads::default());
@@ -137,7 +140,7 @@ fn attention_is_causal() {
 
 #[test]
 fn llama_learns_a_sentence() {
-    let t = build(&LlamaConfig { dropout: 0.02, ..small(true) }, DType::F32);
+    let t = build(&DecoderConfig { residual_dropout: 0.02, ..small(true) }, DType::F32);
     let (inputs, targets) = ids(&[[1, 5, 0, 10, 2, 3], [7, 3, 8, 4, 9, 1]]);
     let mut losses = vec![];
     for step in 0..60 {
@@ -161,17 +164,16 @@ fn llama_learns_a_sentence() {
 #[test]
 fn wrong_configurations_are_explained() {
     let b = || ModuleBuilder::new(ModuleInit::default());
-    let error = |cfg: LlamaConfig| Llama::new(&cfg, &b()).err().unwrap();
+    let error = |cfg: DecoderConfig| Decoder::new(&cfg, &b()).err().unwrap();
     insta::assert_snapshot!(
-        error(LlamaConfig { num_key_value_heads: Some(3), ..small(false) }),
+        error(DecoderConfig { num_kv_heads: 3, ..small(false) }),
         @"module `model.layers.0.self_attn`: 4 attention heads cannot share 3 key and value heads; the second number must divide the first"
     );
-    let model =
-        build(&LlamaConfig { max_position_embeddings: 4, ..small(false) }, DType::F32).model;
+    let model = build(&DecoderConfig { max_positions: 4, ..small(false) }, DType::F32).model;
     insta::assert_snapshot!(
         model.forward(&ids(&[[0; 6]]).0).unwrap_err(),
-        @"a sequence of 5 tokens is longer than model.max_position_embeddings (4)"
+        @"a sequence of 5 tokens is longer than the model's 4 positions (`max_position_embeddings`)"
     );
-    let unknown = toml::from_str::<LlamaConfig>("hiden_size = 4").unwrap_err().to_string();
+    let unknown = toml::from_str::<ModelConfig>("hiden_size = 4").unwrap_err().to_string();
     assert!(unknown.contains("unknown field `hiden_size`"), "{unknown}");
 }

@@ -134,6 +134,12 @@ fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
         };
         all.insert((*key).to_owned(), value);
     }
+    if config.file().is_none() {
+        // The defaults of `transformers` are tokens of the vocabularies of released models.
+        for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
+            all.entry(token).or_insert(Value::Null);
+        }
+    }
     all.insert("model_type".to_owned(), config.model_type().into());
     if let Some(class) = class_name(config.model_type(), module) {
         all.insert("architectures".to_owned(), json!([class]));

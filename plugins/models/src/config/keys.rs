@@ -224,6 +224,11 @@ pub const KEYS: &[Key] = &[
     key("patch_size", WIDTH, "Height and width of a patch."),
     key("num_channels", WIDTH, "Channels of a picture."),
     key(
+        "dropout",
+        KeyKind::Number,
+        "Dropout after attention and MLP, in place of the key that the model's kind has for it.",
+    ),
+    key(
         "hidden_dropout_prob",
         KeyKind::Number,
         "Dropout after attention and MLP, and of the embedding.",

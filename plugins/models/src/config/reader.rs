@@ -199,8 +199,7 @@ impl<'a> Reader<'a> {
         let asked = self.asked.borrow();
         let model_type = self.model_type();
         // The configuration of a checkpoint has all keys of the file that it came from.
-        let counts =
-            |name: &str, value: &Value| !OF_HEADS.contains(&name) && switches_on(value);
+        let counts = |name: &str, value: &Value| !OF_HEADS.contains(&name) && switches_on(value);
         let set = self.config.values().iter();
         let mut unknown = set.filter(|(key, _)| !asked.contains(**key));
         if let Some((key, _)) = unknown.find(|(key, value)| counts(key, value)) {

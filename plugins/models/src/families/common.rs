@@ -51,8 +51,13 @@ fn heads(reader: &Reader<'_>, hidden_size: usize, defaults: &Defaults) -> Result
         None => reader.per_head("hidden_size", hidden_size, "num_attention_heads", heads)?,
     };
     if !heads.is_multiple_of(kv_heads) {
-        let message = format!("must divide num_attention_heads = {heads}, found {kv_heads}");
-        return Err(reader.wrong("num_key_value_heads", message));
+        let key = "num_key_value_heads";
+        let found = match reader.value(key) {
+            Some(_) => format!("found {kv_heads}"),
+            None => format!("which the default of {kv_heads} does not; set it"),
+        };
+        let message = format!("must divide num_attention_heads = {heads}, {found}");
+        return Err(reader.wrong(key, message));
     }
     Ok([heads, kv_heads, head_dim])
 }

@@ -17,12 +17,15 @@ mod qwen;
 mod smollm3;
 mod vit;
 
+use std::path::Path;
+
+use fulgurite_checkpoint::TensorSource as _;
 use fulgurite_error::{Error, Result};
 
 use crate::config::{AUTO, ModelConfig, Reader};
 use crate::decoder::DecoderConfig;
 use crate::encoder::EncoderConfig;
-use crate::weights::WeightLayout;
+use crate::weights::{MappedSource, WeightLayout};
 
 /// The description of a model.
 #[derive(Debug, Clone)]
@@ -106,9 +109,42 @@ impl ModelConfig {
         self.read_file()?;
         let reader = Reader::new(self);
         let family = self.family()?;
-        let description = (family.read)(&reader)?;
+        let mut description = (family.read)(&reader)?;
+        if reader.value("dropout").is_some() {
+            let dropout = reader.probability("dropout", 0.0)?;
+            match &mut description.architecture {
+                Architecture::Decoder(decoder) => decoder.residual_dropout = dropout,
+                Architecture::Encoder(encoder) => encoder.residual_dropout = dropout,
+            }
+        }
         reader.finish()?;
         Ok(description)
+    }
+
+    /// Describes a model that must be a decoder.
+    ///
+    /// Head and embedding are not tied if the weights to start from have both, with different
+    /// values, as in `transformers` 5; the configuration says so from then on.
+    ///
+    /// # Errors
+    /// As [`describe`](Self::describe), and if the model is an encoder.
+    pub fn decoder(&mut self) -> Result<DecoderConfig> {
+        let Description { architecture, weights } = self.describe()?;
+        let Architecture::Decoder(mut decoder) = architecture else {
+            return Err(Error::Config(format!(
+                "`model.type`: a model of type \"{}\" is an encoder, which does not predict the next token; choose \
+                 another model, or another `module.type`",
+                self.model_type()
+            )));
+        };
+        let directory = self.directory().ok().flatten().filter(|_| decoder.tied);
+        if let Some(directory) = directory
+            && has_two_heads(&directory, &weights)?
+        {
+            self.set("tie_word_embeddings", false)?;
+            decoder.tied = false;
+        }
+        Ok(*decoder)
     }
 
     fn family(&self) -> Result<&'static Family> {
@@ -130,4 +166,20 @@ impl ModelConfig {
             }
         })
     }
+}
+
+/// Whether the weights have a head and an embedding with different values.
+fn has_two_heads(directory: &Path, layout: &WeightLayout) -> Result<bool> {
+    let [head, embedding] = ["lm_head.weight", "model.embed_tokens.weight"];
+    let source = MappedSource::new(fulgurite_checkpoint::open(directory)?, layout)?;
+    let has_both = [head, embedding].iter().all(|name| source.info(name).is_some());
+    if !has_both || fulgurite_checkpoint::same_values(&source, head, embedding)? {
+        return Ok(false);
+    }
+    tracing::warn!(
+        "{}: config.json says `tie_word_embeddings`, and `{head}` and `{embedding}` differ: they are not tied. Set it \
+         to false",
+        directory.display()
+    );
+    Ok(true)
 }

@@ -14,7 +14,6 @@ use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
 use crate::config::ModelConfig;
 use crate::decoder::{Decoder, DecoderConfig};
-use crate::families::Architecture;
 use crate::weights::MappedSource;
 
 /// A language model that predicts the next token: any decoder of this crate on [`TextData`].
@@ -42,12 +41,12 @@ impl LightningModule for CausalLm {
             // Padding lets tensor-parallel ranks divide the vocabulary evenly.
             config.set("vocab_size", tokens.next_multiple_of(8))?;
         }
-        let decoder = decoder(config)?;
+        let decoder = config.decoder()?;
         check_data(config, &decoder, data)
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
-        Ok(Self { model: Decoder::new(&decoder(&mut config.clone())?, b)? })
+        Ok(Self { model: Decoder::new(&config.clone().decoder()?, b)? })
     }
 
     fn pretrained(config: &ModelConfig) -> Option<PathBuf> {
@@ -81,27 +80,13 @@ impl LightningModule for CausalLm {
 
 impl<D> Hooks<D> for CausalLm {}
 
-/// Describes the decoder of a configuration.
-fn decoder(config: &mut ModelConfig) -> Result<DecoderConfig> {
-    match config.describe()?.architecture {
-        Architecture::Decoder(decoder) => Ok(*decoder),
-        Architecture::Encoder(_) => Err(Error::Config(format!(
-            "`model.type`: a model of type \"{}\" is an encoder, which does not predict the next token; choose another \
-             model, or another `module.type`",
-            config.model_type()
-        ))),
-    }
-}
-
 /// Checks that the data's sequences and ids fit the model.
 fn check_data(config: &ModelConfig, decoder: &DecoderConfig, data: &TextData) -> Result<()> {
     let wrong =
         |key: &str, message: String| Err(Error::Config(format!("`model.{key}`: {message}")));
     let (seq_len, positions) = (data.seq_len(), decoder.max_positions);
     if seq_len > positions {
-        let message = format!(
-            "the model has {positions} positions, and data.seq_len is {seq_len}; it must be at most that"
-        );
+        let message = format!("must be at least data.seq_len = {seq_len}, found {positions}");
         return wrong(
             if config.model_type() == "gpt2" { "n_positions" } else { "max_position_embeddings" },
             message,

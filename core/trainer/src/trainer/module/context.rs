@@ -315,6 +315,12 @@ impl<'a, D: ?Sized> HookContext<'a, D> {
         runner.downcast_mut::<TypedRunner<M>>().map(|runner| &mut runner.module)
     }
 
+    /// Returns the data of the module, in callbacks; `None` if the module's type is not `M`.
+    pub fn data_of<M: LightningModule>(&self) -> Option<&M::Data> {
+        let runner = self.parts.runner.as_deref()?.as_any();
+        runner.downcast_ref::<TypedRunner<M>>().map(|runner| &*runner.data)
+    }
+
     /// Logs a number, averaged over the ranks, or a [`Metric`](crate::metric::Metric).
     ///
     /// All ranks log the same names. In the hooks of a training step only every
