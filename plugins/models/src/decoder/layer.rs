@@ -35,35 +35,31 @@ impl DecoderLayer {
     ) -> Result<Self> {
         let norm = |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
         let dropout = |name| Dropout::new(&b.pp(name), config.residual_dropout);
-        let norms = match config.norms {
-            NormPlacement::Before => {
-                Norms::Before([norm("input_layernorm")?, norm("post_attention_layernorm")?])
-            }
-            NormPlacement::Parallel => {
-                Norms::Parallel([norm("input_layernorm")?, norm("post_attention_layernorm")?])
-            }
-            NormPlacement::After => Norms::After([
-                norm("post_attention_layernorm")?,
-                norm("post_feedforward_layernorm")?,
-            ]),
-            NormPlacement::Around => Norms::Around([
-                norm("input_layernorm")?,
-                norm("post_attention_layernorm")?,
-                norm("pre_feedforward_layernorm")?,
-                norm("post_feedforward_layernorm")?,
-            ]),
+        // Layers are declared in the order of their use.
+        let placement = config.norms;
+        let first = match placement {
+            NormPlacement::After => None,
+            _ => Some(norm("input_layernorm")?),
         };
-        Ok(Self {
-            norms,
-            self_attn: CausalSelfAttention::new(&b.pp("self_attn"), attention)?,
-            mlp: MlpBlock::new(
-                &b.pp("mlp"),
-                config.hidden_size,
-                config.feed_forward,
-                config.init(),
-            )?,
-            dropout: [dropout("attn_dropout")?, dropout("mlp_dropout")?],
-        })
+        let self_attn = CausalSelfAttention::new(&b.pp("self_attn"), attention)?;
+        let second = norm("post_attention_layernorm")?;
+        let third = match placement {
+            NormPlacement::Around => Some(norm("pre_feedforward_layernorm")?),
+            _ => None,
+        };
+        let mlp =
+            MlpBlock::new(&b.pp("mlp"), config.hidden_size, config.feed_forward, config.init())?;
+        let last = || norm("post_feedforward_layernorm");
+        let norms = match (placement, first, third) {
+            (NormPlacement::Parallel, Some(first), _) => Norms::Parallel([first, second]),
+            (NormPlacement::Around, Some(first), Some(third)) => {
+                Norms::Around([first, second, third, last()?])
+            }
+            (_, Some(first), _) => Norms::Before([first, second]),
+            (_, None, _) => Norms::After([second, last()?]),
+        };
+        let dropout = [dropout("attn_dropout")?, dropout("mlp_dropout")?];
+        Ok(Self { norms, self_attn, mlp, dropout })
     }
 
     fn attend(&self, x: &Tensor) -> Result<Tensor> {

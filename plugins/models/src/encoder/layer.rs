@@ -34,27 +34,19 @@ impl EncoderLayer {
     ) -> Result<Self> {
         let norm = |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
         let dropout = |name| Dropout::new(&b.pp(name), config.residual_dropout);
-        let norms = match (config.post_norm, layer.attention_norm) {
-            (true, _) => Norms::After([
-                norm("post_attention_layernorm")?,
-                norm("post_feedforward_layernorm")?,
-            ]),
-            (false, true) => {
-                Norms::Before(Some(norm("input_layernorm")?), norm("post_attention_layernorm")?)
-            }
-            (false, false) => Norms::Before(None, norm("post_attention_layernorm")?),
+        // Layers are declared in the order of their use.
+        let before = !config.post_norm && layer.attention_norm;
+        let first = before.then(|| norm("input_layernorm")).transpose()?;
+        let self_attn = CausalSelfAttention::new(&b.pp("self_attn"), attention)?;
+        let second = norm("post_attention_layernorm")?;
+        let mlp =
+            MlpBlock::new(&b.pp("mlp"), config.hidden_size, config.feed_forward, config.init())?;
+        let norms = match config.post_norm {
+            true => Norms::After([second, norm("post_feedforward_layernorm")?]),
+            false => Norms::Before(first, second),
         };
-        Ok(Self {
-            norms,
-            self_attn: CausalSelfAttention::new(&b.pp("self_attn"), attention)?,
-            mlp: MlpBlock::new(
-                &b.pp("mlp"),
-                config.hidden_size,
-                config.feed_forward,
-                config.init(),
-            )?,
-            dropout: [dropout("attn_dropout")?, dropout("mlp_dropout")?],
-        })
+        let dropout = [dropout("attn_dropout")?, dropout("mlp_dropout")?];
+        Ok(Self { norms, self_attn, mlp, dropout })
     }
 
     fn attend(&self, x: &Tensor) -> Result<Tensor> {
