@@ -131,7 +131,8 @@ impl CausalSelfAttention {
     ///
     /// # Errors
     /// If a size is 0, if the heads do not divide into groups, if `rope` is for another head size,
-    /// or if the builder's path has a layer already.
+    /// or if `scale`, `softcap` or the norms' `eps` are numbers that no layer computes with. Also if
+    /// the builder's path has a layer already.
     pub fn new(b: &ModuleBuilder, config: &AttentionConfig) -> Result<Self> {
         let AttentionConfig { hidden_size, num_heads, num_kv_heads, head_dim, .. } = *config;
         let wrong = |message: String| Err(Error::module(b.path(), message));
@@ -204,9 +205,7 @@ impl CausalSelfAttention {
         let (y, call) = projection.compute(x)?;
         Ok((split_heads(&y, projection.outputs() / self.head_dim)?, call))
     }
-}
 
-impl CausalSelfAttention {
     /// Returns the norms of queries and keys, outside the graph, and the state for backward.
     fn normed(&self, inputs: [&Tensor; 2]) -> Result<Option<([Tensor; 2], QkCalls)>> {
         self.norms.as_ref().map(|norms| norms.forward(&self.layer, inputs)).transpose()
