@@ -216,6 +216,28 @@ impl Module for DecoderLayer {
     }
 }
 
+/// Declares which outputs each module gets, so that a tensor-parallel plan that does not fit is
+/// refused before ranks start.
+fn declare_edges(b: &ModuleBuilder, layers: usize) {
+    // The modules whose outputs were last added to the residual stream.
+    let mut stream = vec!["model.embed_tokens".to_owned()];
+    for i in 0..layers {
+        let within = |name: &str| format!("model.layers.{i}.{name}");
+        let edge = |from: &str, to: &str| b.edge(&[within(from)], &within(to));
+        b.edge(&stream, &within("input_layernorm"));
+        edge("input_layernorm", "self_attn");
+        edge("self_attn", "attn_dropout");
+        stream.push(within("attn_dropout"));
+        b.edge(&stream, &within("post_attention_layernorm"));
+        edge("post_attention_layernorm", "mlp");
+        edge("mlp", "mlp_dropout");
+        stream = vec![within("attn_dropout"), within("mlp_dropout")];
+    }
+    b.edge(&stream, "model.norm");
+    b.edge(&["model.norm"], "lm_head");
+    b.edge_to_loss(&["lm_head"]);
+}
+
 /// A Llama decoder from token ids to logits.
 pub struct Llama {
     embed_tokens: Embedding,
@@ -248,6 +270,7 @@ impl Llama {
         } else {
             Linear::with_init(&head, cfg.hidden_size, vocab_size, cfg.init())?
         };
+        declare_edges(b, cfg.num_hidden_layers);
         let max_position_embeddings = cfg.max_position_embeddings;
         Ok(Self { embed_tokens, layers, norm, lm_head, max_position_embeddings })
     }

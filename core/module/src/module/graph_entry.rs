@@ -8,20 +8,20 @@ use candle_core::{DType, Device, Tensor};
 use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
 use crate::Result;
-use crate::parallel::activations::{self, Activation};
+use crate::parallel::activations::{self, Record, RecordOwner};
 use crate::parameter::Uses;
 use fulgurite_tensor::autograd::{
     GradMode, function, functions, refuse_variables, refuse_wrong_gradients,
 };
 
-/// An output of a unit, and its layout over tensor-parallel ranks.
-type Output = (Tensor, Option<Arc<Activation>>);
+/// An output of a unit, and the record of its layout over tensor-parallel ranks.
+type Output = (Tensor, Option<Record>);
 
 /// Returns a copy of an output outside of graphs. The output itself may share memory with the input
 /// or a parameter, and the memory of an offloaded graph is released.
 pub(super) fn detached(unit: &UnitHandle, y: &Tensor) -> Result<Output> {
-    let activation = activations::lookup(y, unit.path())?;
-    Ok((y.detach().force_contiguous()?, activation))
+    let record = activations::lookup(y, unit.path())?;
+    Ok((y.detach().force_contiguous()?, record))
 }
 
 /// Only floating-point outputs have gradients.
@@ -49,7 +49,8 @@ impl GraphEntry {
         // The token stands for the parameters. It is needed even if an input is tracked: candle
         // tracks casts from integers, but its backward does not follow them.
         let token = uses.any().then(|| unit.token(unit_device(given, &outputs))).transpose()?;
-        let in_graph = given.iter().zip(aliases).filter(|(x, _)| x.track_op());
+        let in_graph = given.iter().zip(aliases);
+        let in_graph = in_graph.filter(|(x, _)| activations::takes_gradient(x));
         let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x).clone());
         let has_token = token.is_some();
         Ok(Self { inputs: in_graph.chain(token).collect(), has_token, outputs })
@@ -61,10 +62,10 @@ impl GraphEntry {
     }
 
     /// Returns the outputs of a call without a backward.
-    pub(super) fn without_backward(self) -> Vec<Tensor> {
-        let output = |(output, activation): Output| {
-            activations::propagate(&activation, &output);
-            output
+    pub(super) fn without_backward(self) -> Result<Vec<Tensor>> {
+        let output = |(y, record): Output| match record {
+            Some(record) => activations::mark(y, record.activation, &RecordOwner::new()),
+            None => Ok(y),
         };
         self.outputs.into_iter().map(output).collect()
     }
@@ -100,8 +101,10 @@ impl GraphEntry {
         let with_grad = || outputs.iter().enumerate().filter(|(_, output)| has_grad(output));
         let indices: Vec<usize> = with_grad().map(|(i, _)| i).collect();
         let of_graph = with_grad().map(|(_, (y, _))| y.clone()).collect();
-        let unit = unit.clone();
+        let (unit, owner) = (unit.clone(), RecordOwner::new());
+        let held = owner.clone();
         let of_graph = functions(&inputs, of_graph, move |grads| {
+            let _held = &held;
             if let Some(hooks) = &hooks {
                 hooks.pre_backward(&unit)?;
             }
@@ -116,14 +119,16 @@ impl GraphEntry {
         let mut of_graph = of_graph.into_iter();
         let give = |output: Output| {
             let has_grad = has_grad(&output);
-            let (output, activation) = output;
+            let (output, record) = output;
             let y = match has_grad {
                 true => of_graph.next().expect("one for each that has a gradient"),
                 false => output,
             };
             let y = if offloaded && has_grad { graph_alias::detach_storage(y)? } else { y };
-            activations::propagate(&activation, &y);
-            Ok(y)
+            match record {
+                Some(record) => activations::mark(y, record.activation, &owner),
+                None => Ok(y),
+            }
         };
         outputs.into_iter().map(give).collect()
     }

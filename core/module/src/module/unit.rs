@@ -7,7 +7,7 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use super::activations::with_tensors;
 use super::{ActivationOffload, Activations, FullyShard, Module, offloaded_graph, recompute};
-use crate::parallel::activations;
+use crate::parallel::activations::{self, RecordOwner};
 use crate::parameter::{Buffer, Parameter, note_tensor_use};
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::{
@@ -431,28 +431,34 @@ impl<M> Unit<M> {
         // now.
         let mut copies = Vec::new();
         y.map_tensors(&mut |y| {
-            let activation = activations::lookup(y, self.handle.path())?;
-            copies.push((y.clone(), y.detach().force_contiguous()?, activation));
+            let record = activations::lookup(y, self.handle.path())?;
+            copies.push((y.clone(), y.detach().force_contiguous()?, record));
             Ok(y.clone())
         })?;
         hooks.post_forward(&self.handle)?;
         // Backward begins with the first gradient of an output.
         let begins = (copies.len() > 1).then(|| Arc::new(AtomicBool::new(true)));
         let mut outputs = Vec::with_capacity(copies.len());
-        for (y, own, activation) in copies {
-            let own = if is_grad_enabled() {
+        for (y, own, record) in copies {
+            let marked = record.map(|record| (record, RecordOwner::new()));
+            let takes_gradient = marked.as_ref().is_none_or(|(record, _)| !record.is_constant);
+            let own = if is_grad_enabled() && takes_gradient {
                 let (handle, hooks, begins) = (self.handle.clone(), hooks.clone(), begins.clone());
+                let held = marked.as_ref().map(|(_, owner)| owner.clone());
                 function(&[&y], own, move |_, grad| {
+                    let _held = &held;
                     if begins.as_ref().is_none_or(|begins| begins.swap(false, Ordering::Relaxed)) {
                         hooks.pre_backward(&handle)?;
                     }
                     Ok(vec![Some(grad.clone())])
                 })?
             } else {
-                activations::make_traceable(own, &activation)?
+                own
             };
-            activations::propagate(&activation, &own);
-            outputs.push(own);
+            outputs.push(match marked {
+                Some((record, owner)) => activations::mark(own, record.activation, &owner)?,
+                None => own,
+            });
         }
         with_tensors(&y, outputs)
     }

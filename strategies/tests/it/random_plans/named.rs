@@ -14,7 +14,7 @@ use fulgurite_transports::run_ranks;
 
 use super::cases::Case;
 use super::model::Shape;
-use super::{Outcome, outcome};
+use super::{Outcome, before_ranks, outcome};
 
 const PARTIAL: ParallelStyle = ParallelStyle::ReplicatedWithGradAllreduce;
 
@@ -34,6 +34,7 @@ fn shape() -> Shape {
         score: None,
         fused_loss: false,
         shifted: false,
+        edges: false,
     }
 }
 
@@ -184,4 +185,50 @@ fn moves_are_made_in_validation_too() {
     // The layer drops nothing.
     let to_whole = PrepareModuleInput { input: Layout::SEQUENCE, desired: Layout::Replicate };
     right(dropout, plan! { "embedding" => to_part(), "embedding_dropout" => to_whole });
+}
+
+/// The message with which the process that starts the ranks refuses a plan.
+#[track_caller]
+fn refused_early(shape: Shape, plan: Plan) -> String {
+    let case = Case::on_two_ranks(Shape { edges: true, ..shape }, plan);
+    before_ranks(&case).expect_err("the plan is wrong").to_string()
+}
+
+#[test]
+fn declared_edges_are_checked_before_ranks_start() {
+    let mlp = Shape { kv_heads: None, ..shape() };
+    let whole_norm = plan! { "embedding" => to_part(), "lm_head" => from_part() };
+    let no_loss = plan! { "lm_head" => Colwise::default() };
+    let uncut = plan! { "norm" => SequenceParallel::default() };
+    let in_sum = plan! {
+        "layers.*.norm" => SequenceParallel { input: Layout::Replicate, output: Layout::SEQUENCE },
+        "layers.*.post_norm" => SequenceParallel::default(),
+    };
+    let mixed = plan! { "embedding" => to_part() };
+    let positions = Shape { positions: 2, ..shape() };
+    let messages = [
+        refused_early(mlp.clone(), whole_norm),
+        refused_early(shape(), no_loss),
+        refused_early(shape(), uncut),
+        refused_early(mlp, in_sum),
+        refused_early(positions, mixed),
+        refused_early(shape(), plan! { "norm" => PARTIAL }),
+        refused_early(Shape { scale: true, ..shape() }, plan! { "layers.*" => PARTIAL }),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @"");
+}
+
+#[test]
+fn dropout_that_drops_nothing_has_no_layout() {
+    let without = Shape { edges: true, kv_heads: None, embedding_dropout: true, ..shape() };
+    let plan = plan! {
+        "embedding" => to_part(),
+        "layers.*.norm" => SequenceParallel::default(),
+        "layers.*.post_norm" => SequenceParallel::default(),
+        "layers.*.mlp.up" => Colwise { output: Layout::LAST, ..from_part() },
+        "layers.*.mlp.down" => to_part(),
+        "norm" => SequenceParallel::default(),
+        "lm_head" => from_part(),
+    };
+    right(without, plan);
 }
