@@ -163,7 +163,7 @@ fn sequences_of_two_lengths_are_computed_again() {
 fn plans_that_do_not_fit_the_model() {
     // The norm should work on parts, but no layer cuts the sequence.
     let error = gradient_norm(2, TP, plan! { "norm" => SequenceParallel::default() }).unwrap_err();
-    insta::assert_snapshot!(error.to_string().split_once(": ").unwrap().1, @r#"takes shard(1) as its input and gets replicate from `embedding` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style that redistributes between them"#);
+    insta::assert_snapshot!(error.to_string().split_once(": ").unwrap().1, @r#"takes a part of the sequence (shard(1)), and no layer of the plan cuts the sequence; cut it before this layer, as `output = "shard(1)"` on the embedding does, or let this layer take replicate"#);
     // The norm works on parts, but the plan does not say so.
     let plan = plan! { "embedding" => cut_embedding(), "head" => gathering_head() };
     let error = gradient_norm(2, TP, plan).unwrap_err().to_string();
@@ -359,7 +359,7 @@ fn outputs_of_frozen_layers_keep_their_layout() {
             linear.forward(&(part.flatten(0, 1)? * 2.0)?)
         });
         insta::allow_duplicates! {
-            insta::assert_snapshot!(error.unwrap_err(), @"");
+            insta::assert_snapshot!(error.unwrap_err(), @"module `linear`: is not in the plan, so it computes with whole activations, and gets shard(1) from `embedding` (rowwise): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `embedding` (rowwise) give replicate");
         }
     }
 }

@@ -8,20 +8,24 @@ use candle_core::{DType, Device, Tensor};
 use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
 use crate::Result;
-use crate::parallel::activations::{self, Record, RecordOwner};
+use crate::parallel::activations::{self, Activation, RecordOwner};
 use crate::parameter::Uses;
 use fulgurite_tensor::autograd::{
     GradMode, function, functions, refuse_variables, refuse_wrong_gradients,
 };
 
-/// An output of a unit, and the record of its layout over tensor-parallel ranks.
-type Output = (Tensor, Option<Record>);
+/// An output of a unit, and its layout over tensor-parallel ranks.
+type Output = (Tensor, Option<Arc<Activation>>);
 
 /// Returns a copy of an output outside of graphs. The output itself may share memory with the input
 /// or a parameter, and the memory of an offloaded graph is released.
 pub(super) fn detached(unit: &UnitHandle, y: &Tensor) -> Result<Output> {
-    let record = activations::lookup(y, unit.path())?;
-    Ok((y.detach().force_contiguous()?, record))
+    // Behind a whole output, the caller's graph leads on to the unit's inputs.
+    let activation = match activations::lookup(y, unit.path())? {
+        Some(record) => Some(record.activation),
+        None => activations::whole(unit.path()),
+    };
+    Ok((y.detach().force_contiguous()?, activation))
 }
 
 /// Only floating-point outputs have gradients.
@@ -63,8 +67,8 @@ impl GraphEntry {
 
     /// Returns the outputs of a call without a backward.
     pub(super) fn without_backward(self) -> Result<Vec<Tensor>> {
-        let output = |(y, record): Output| match record {
-            Some(record) => activations::mark(y, record.activation, &RecordOwner::new()),
+        let output = |(y, activation): Output| match activation {
+            Some(activation) => activations::mark(y, activation, &RecordOwner::new()),
             None => Ok(y),
         };
         self.outputs.into_iter().map(output).collect()
@@ -119,14 +123,14 @@ impl GraphEntry {
         let mut of_graph = of_graph.into_iter();
         let give = |output: Output| {
             let has_grad = has_grad(&output);
-            let (output, record) = output;
+            let (output, activation) = output;
             let y = match has_grad {
                 true => of_graph.next().expect("one for each that has a gradient"),
                 false => output,
             };
             let y = if offloaded && has_grad { graph_alias::detach_storage(y)? } else { y };
-            match record {
-                Some(record) => activations::mark(y, record.activation, &owner),
+            match activation {
+                Some(activation) => activations::mark(y, activation, &owner),
                 None => Ok(y),
             }
         };

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor, Var};
 use super::activations::with_tensors;
 use super::{ActivationOffload, Activations, FullyShard, Module, offloaded_graph, recompute};
 use crate::parallel::activations::{self, RecordOwner};
+use crate::parallel::explain_mismatch;
 use crate::parameter::{Buffer, Parameter, note_tensor_use};
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::{
@@ -251,8 +252,7 @@ impl UnitHandle {
     /// Names the unit in errors without a location, and under `detect_anomaly` in the error of an
     /// output that is not finite.
     fn locate<A: Activations>(&self, result: Result<A>) -> Result<A> {
-        let y =
-            result.map_err(|error| activations::explain_mismatch(error).in_module(self.path()))?;
+        let y = result.map_err(|error| explain_mismatch(error).in_module(self.path()))?;
         if detects_anomalies() {
             y.map_tensors(&mut |y| match anomaly(y)? {
                 None => Ok(y.clone()),

@@ -205,6 +205,13 @@ pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> 
     plans.into_iter().find(|plan| Arc::ptr_eq(&plan.group, group))
 }
 
+/// A whole activation of the module at this path, if there is a plan.
+pub(crate) fn whole(path: &str) -> Option<Arc<Activation>> {
+    let plans = with_layouts(|layouts| layouts.live_plans());
+    let plan = plans.first()?;
+    Some(plan.activation(Some(Layout::Replicate), format!("`{path}`")))
+}
+
 /// Records the layout of `y`, which was just computed, for as long as a graph holds it. If `y` is
 /// in a graph, its backward holds `owner`. A sharded `y` outside of any graph becomes a leaf; `y`
 /// must not share its memory.
@@ -396,33 +403,9 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
     }
 }
 
-/// Adds advice to candle's errors about mismatched operands. If shapes differ, names the last
-/// layouts of a tensor-parallel plan's layers, because one operand may be sharded. If dtypes
-/// differ, explains their origin. Returns other errors unchanged.
-pub fn explain_mismatch(error: Error) -> Error {
-    let Error::Candle(candle, at) = &error else { return error };
-    let text = candle.to_string();
-    let text = text.lines().next().unwrap_or_default();
-    if text.starts_with("dtype mismatch") {
-        return Error::other(format!(
-            "{text} (at {}:{}): candle's operations take operands of one dtype. Layers give their output in \
-             the dtype that they compute in (`trainer.precision`), whatever that of their input is: cast one \
-             of the two with `to_dtype`, for a loss the output to that of the targets",
-            at.file(),
-            at.line()
-        ));
-    }
-    match with_layouts(|layouts| layouts.latest.clone()) {
-        [Some(last), Some(other)] if text.contains("shape mismatch") => Error::other(format!(
-            "{text} (at {}:{})\nUnder tensor parallelism, what an operation puts together must be held by \
-             the ranks in one way; the plan's layers gave last {} and, before, {}",
-            at.file(),
-            at.line(),
-            last.describe(),
-            other.describe()
-        )),
-        _ => error,
-    }
+/// The activation that a layer gave last, and the last one before it with another layout.
+pub(super) fn latest() -> [Option<Arc<Activation>>; 2] {
+    with_layouts(|layouts| layouts.latest.clone())
 }
 
 #[cfg(test)]

@@ -288,5 +288,9 @@ fn edges_that_end_at_no_module() {
     finished("head").unwrap();
     let messages =
         ["heads", "loss", "mlp.up_proj"].map(|end| finished(end).unwrap_err().to_string());
-    insta::assert_snapshot!(messages.join("\n"), @"");
+    insta::assert_snapshot!(messages.join("\n"), @"
+    module `heads`: is the end of an edge, and there is no such module; did you mean `head`?
+    module `loss`: is the end of an edge, and there is no such module; name a layer, or a module with parameters of its own
+    module `mlp.up_proj`: is the end of an edge, and is computed by `mlp`; name that
+    ");
 }

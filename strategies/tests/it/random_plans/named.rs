@@ -120,7 +120,7 @@ fn dropout_on_an_unplanned_part_is_refused() {
 #[test]
 fn an_output_is_what_the_layer_computes() {
     let output = PrepareModuleOutput { output: Layout::SEQUENCE, desired: Layout::Replicate };
-    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => output }), @r#"module `lm_head`: takes shard(1) as its input and gets replicate from `norm` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style that redistributes between them"#);
+    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => output }), @r#"module `lm_head`: takes a part of the sequence (shard(1)), and no layer of the plan cuts the sequence; cut it before this layer, as `output = "shard(1)"` on the embedding does, or let this layer take replicate"#);
 }
 
 #[test]
@@ -159,7 +159,7 @@ fn behind_frozen_layers() {
     let Outcome::Refused(message) = frozen(positions, plan! { "position_table" => PARTIAL }) else {
         panic!("the plan is taken")
     };
-    insta::assert_snapshot!(message, @r#"parameter `position_table`: has a gradient that the plan sums over the ranks (replicated_with_grad_allreduce), and is used on replicate from `embedding` (not in the plan), where every rank has the whole gradient: it would count once a rank; leave `position_table` out of the plan"#);
+    insta::assert_snapshot!(message, @r#"parameter `position_table`: has a gradient that the plan sums over the ranks (replicated_with_grad_allreduce), and is used on a tensor that the plan has not cut (data, or an output of frozen layers), where every rank has the whole gradient: it would count once a rank; leave `position_table` out of the plan"#);
 }
 
 #[test]
@@ -215,7 +215,15 @@ fn declared_edges_are_checked_before_ranks_start() {
         refused_early(shape(), plan! { "norm" => PARTIAL }),
         refused_early(Shape { scale: true, ..shape() }, plan! { "layers.*" => PARTIAL }),
     ];
-    insta::assert_snapshot!(messages.join("\n"), @"");
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    module `layers.0.norm`: is not in the plan, so it computes with whole activations, and gets shard(1) from `embedding` (rowwise): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `embedding` (rowwise) give replicate
+    the loss takes whole logits and gets shard(-1) from `lm_head` (colwise); give the layer `output = "replicate"`, with `loss_parallel = true` if the loss is to work on parts of the classes
+    module `norm`: takes a part of the sequence (shard(1)), and no layer of the plan cuts the sequence; cut it before this layer, as `output = "shard(1)"` on the embedding does, or let this layer take replicate
+    module `layers.0.mlp.up`: is not in the plan, so it computes with whole activations, and gets shard(1) from `layers.0.post_norm` (sequence_parallel): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `layers.0.post_norm` (sequence_parallel) give replicate
+    module `layers.0.norm`: what `layers.0.norm` gets is put together from replicate from `positions` (not in the plan) and shard(1) from `embedding` (rowwise); the ranks must hold all of it in one way: change the plan so that both have one layout
+    module `norm`: is replicated_with_grad_allreduce, which sums its gradients over the ranks because each has a partial one from another part of an activation, and it gets replicate from `layers.0.mlp.down` (not in the plan), of which every rank has the whole gradient: it would count 2 times. Leave it out of the plan, or give it a part
+    module `layers.0`: is replicated_with_grad_allreduce, which sums its gradients over the ranks because each has a partial one from another part of an activation, and it gets replicate from `layers.0.mlp.down` (not in the plan), of which every rank has the whole gradient: it would count 2 times. Leave it out of the plan, or give it a part
+    "#);
 }
 
 #[test]
