@@ -227,7 +227,7 @@ impl ConvLayer {
             }
         })?;
         let parameters: Vec<&Parameter> = std::iter::once(&self.weight).chain(&self.bias).collect();
-        let (layer, tracked) = (self.clone(), x.track_op());
+        let (layer, tracked) = (self.clone(), self.layer.takes_gradient(x));
         self.layer.record(&[x], &parameters, y, move |_, grad| {
             let grads = layer.convolution.backward(&saved, &layer.kernel()?, grad, tracked)?;
             accumulate_and_end_use(&layer.weight, &grads.weight)?;

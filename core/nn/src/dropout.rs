@@ -45,7 +45,7 @@ impl Dropout {
             let message = format!("dropout probability {p} is not in [0, 1)");
             return Err(Error::module(b.path(), message));
         }
-        Ok(Self { layer: b.declare(DropoutStyles)?, p })
+        Ok(Self { layer: b.declare(DropoutStyles { p })?, p })
     }
 }
 

@@ -264,7 +264,7 @@ impl Linear {
             false => self.layer.redistribute_output(y)?,
         };
         let y = self.add_bias_after_reduction(y)?;
-        let (layer, tracked) = (self.clone(), x.track_op());
+        let (layer, tracked) = (self.clone(), self.layer.takes_gradient(x));
         let parameters: Vec<&Parameter> = self.parameters().collect();
         let backward = move |_: &Tensor, grad: &Tensor| {
             layer.bias_after_reduction_backward(grad)?;

@@ -167,7 +167,7 @@ impl LinearCrossEntropy {
         // A second backward over the graph finds no saved logits and recomputes them.
         let (saved_logits, layer, shape) =
             (Mutex::new(saved_logits), head.clone(), hidden.shape().clone());
-        let tracked = hidden.track_op();
+        let tracked = head.layer().takes_gradient(hidden);
         let parameters: Vec<_> = head.parameters().collect();
         let sum = head.layer().record(&[hidden], &parameters, sum, move |_, grad| {
             let mut dx = Vec::with_capacity(pieces.len());

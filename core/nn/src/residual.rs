@@ -86,7 +86,8 @@ impl FusedOutput {
     /// Records the output as a node of the graph, computed from `x`.
     pub(super) fn record(self, x: &Tensor) -> Result<Tensor> {
         let Self { layer, output, parameters, backward } = self;
-        let (parameters, tracked): (Vec<_>, _) = (parameters.iter().collect(), x.track_op());
+        let parameters: Vec<_> = parameters.iter().collect();
+        let tracked = layer.takes_gradient(x);
         layer.record(&[x], &parameters, output, move |_, grad| {
             Ok(vec![backward(grad, tracked, None)?])
         })
@@ -130,12 +131,12 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
     let dtype = output_dtype(branch, output_dtype(norm, x.dtype()));
     let x = &norm.layer().cast_input(x, dtype)?;
     let norm = norm.compute(x)?;
-    norm.layer.note_output(x, &norm.output)?;
+    let _noted = norm.layer.note_output(x, &norm.output)?;
     save_for_backward(&[&norm.output]);
     let branch = branch.compute(&norm.output)?;
     let y = branch.output;
     if y.dims() != x.dims() || y.dtype() != x.dtype() {
-        branch.layer.note_output(&norm.output, &y)?;
+        let _noted = branch.layer.note_output(&norm.output, &y)?;
         let layout = |x| describe_layout(x).map_or(String::new(), |layout| format!(" ({layout})"));
         return Err(Error::module(
             branch.layer.path(),

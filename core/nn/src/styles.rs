@@ -191,7 +191,10 @@ impl ParallelLayer for WholeLayer {
 
 /// The styles of [`Dropout`](super::Dropout).
 #[derive(Debug)]
-pub(super) struct DropoutStyles;
+pub(super) struct DropoutStyles {
+    /// The probability.
+    pub(super) p: f64,
+}
 
 impl ParallelLayer for DropoutStyles {
     fn kind(&self) -> &'static str {
@@ -200,6 +203,10 @@ impl ParallelLayer for DropoutStyles {
 
     fn takes(&self) -> &'static str {
         "it takes sequence_parallel and prepare_module_input"
+    }
+
+    fn returns_input(&self) -> bool {
+        self.p == 0.0
     }
 
     fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {

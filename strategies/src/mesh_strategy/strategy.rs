@@ -85,6 +85,7 @@ impl MeshStrategy {
             return Ok(false);
         };
         parallelize.parallelize(tree, mesh)?;
+        tree.check_edges()?;
         Ok(true)
     }
 

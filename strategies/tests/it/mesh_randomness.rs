@@ -7,6 +7,7 @@ use fulgurite_core::collective::{ProcessGroup, all_gather_object};
 use fulgurite_core::mesh::{CONTEXT_PARALLEL, DATA_PARALLEL, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::{Dropout, Embedding};
+use fulgurite_core::parallel::collectives::split;
 use fulgurite_core::parallel::{
     ContextParallel, Layout, PrepareModuleInput, Rowwise, SequenceParallel,
 };
@@ -124,13 +125,10 @@ fn rank_masks(mesh: DeviceMesh, world: Arc<dyn ProcessGroup>) -> Result<[Vec<f32
         ..ForwardScope::default()
     }
     .enter();
-    let chunk = |x: &Tensor, dim| -> Result<Tensor> {
-        Ok(x.chunk(tp.world().size(), dim)?.swap_remove(tp.rank()).contiguous()?)
-    };
     // The layer that cuts the sequence in a model.
     let (samples, time, _) = part.dims3()?;
     embedding.forward(&Tensor::zeros((samples, time), DType::U32, &Device::Cpu)?)?;
-    let inputs = [part.clone(), chunk(&part, 1)?, chunk(&part, 2)?];
+    let inputs = [part.clone(), split(&part, 1, tp.world())?, split(&part, 2, tp.world())?];
     let mut masks = [(); 3].map(|()| vec![f32::NAN; count]);
     for ((layer, x), mask) in [stream, sequence, last].iter().zip(inputs).zip(&mut masks) {
         let y = layer.forward(&x)?.flatten_all()?.to_vec1::<f32>()?;

@@ -16,6 +16,7 @@ use fulgurite_core::nn::{Dropout, Embedding, Linear, RmsNorm, cross_entropy, fun
 use fulgurite_core::optim::Sgd;
 use fulgurite_core::parallel::{
     Colwise, ContextParallel, Layout, Plan, PrepareModuleInput, Rowwise, SequenceParallel,
+    describe_layout,
 };
 use fulgurite_core::plan;
 use fulgurite_core::shard::chunk;
@@ -162,7 +163,7 @@ fn sequences_of_two_lengths_are_computed_again() {
 fn plans_that_do_not_fit_the_model() {
     // The norm should work on parts, but no layer cuts the sequence.
     let error = gradient_norm(2, TP, plan! { "norm" => SequenceParallel::default() }).unwrap_err();
-    insta::assert_snapshot!(error.to_string().split_once(": ").unwrap().1, @r#"takes shard(1) as its input and gets replicate from `embedding` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style that redistributes between them"#);
+    insta::assert_snapshot!(error.to_string().split_once(": ").unwrap().1, @r#"takes a part of the sequence (shard(1)), and no layer of the plan cuts the sequence; cut it before this layer, as `output = "shard(1)"` on the embedding does, or let this layer take replicate"#);
     // The norm works on parts, but the plan does not say so.
     let plan = plan! { "embedding" => cut_embedding(), "head" => gathering_head() };
     let error = gradient_norm(2, TP, plan).unwrap_err().to_string();
@@ -305,6 +306,94 @@ fn two_heads_with_parallel_losses() {
         one.0.iter().zip(&two.0).for_each(|(a, b)| close(*a, *b));
         close(one.1.unwrap(), two.1.unwrap());
     }
+}
+
+/// A frozen embedding that gives parts of the sequence, and a layer outside of the plan.
+fn frozen_and_whole(world: Arc<dyn ProcessGroup>) -> Result<(Embedding, Linear)> {
+    let init = ModuleInit { frozen: vec!["embedding.*".to_owned()], ..ModuleInit::default() };
+    let b = ModuleBuilder::new(init);
+    let embedding = Embedding::new(&b.pp("embedding"), 8, 4)?;
+    let linear = Linear::new(&b.pp("linear"), 4, 4)?;
+    let mut tree = b.finish()?;
+    let plan = plan! { "embedding" => cut_embedding() };
+    tree.parallelize_module(&mesh(world)?.get(TENSOR_PARALLEL)?, &plan)?;
+    materialize::replicate(&tree.slots(), 3)?;
+    Ok((embedding, linear))
+}
+
+/// No graph leads from frozen layers to data, nor to their own outputs.
+#[test]
+fn data_has_no_layout_of_another_tensor() {
+    run_ranks(2, |world| {
+        let (embedding, linear) = frozen_and_whole(world.clone())?;
+        let part = embedding.forward(&ids())?;
+        let mask = Tensor::ones(part.dims(), DType::F32, &Device::Cpu)?;
+        assert_eq!(describe_layout(&mask), None);
+        linear.forward(&mask)?;
+        linear.forward(&(&mask * 2.0)?)?;
+        // The reverse: data cut by code of the model's own, beside whole outputs of frozen layers.
+        let b = ModuleBuilder::new(ModuleInit::default()).frozen();
+        let whole = Linear::new(&b.pp("whole"), 4, 4)?;
+        let dropout = Dropout::new(&b.pp("dropout"), 0.5)?;
+        let mut tree = b.finish()?;
+        let cut = PrepareModuleInput { input: Layout::LAST, desired: Layout::LAST };
+        let mesh = mesh(world)?.get(TENSOR_PARALLEL)?;
+        tree.parallelize_module(&mesh, &plan! { "dropout" => cut })?;
+        materialize::replicate(&tree.slots(), 3)?;
+        let _scope = ForwardScope { training: true, ..ForwardScope::default() }.enter();
+        let y = whole.forward(&mask)?;
+        dropout.forward(&Tensor::ones(y.dims(), DType::F32, &Device::Cpu)?)?;
+        Ok(())
+    })
+    .unwrap();
+}
+
+#[test]
+fn outputs_of_frozen_layers_keep_their_layout() {
+    for grad in [true, false] {
+        let error = run_ranks(2, |world| {
+            let (embedding, linear) = frozen_and_whole(world)?;
+            let _no_grad = (!grad).then(no_grad);
+            let part = embedding.forward(&ids())?;
+            // Another shape than the layer gave.
+            linear.forward(&(part.flatten(0, 1)? * 2.0)?)
+        });
+        insta::allow_duplicates! {
+            insta::assert_snapshot!(error.unwrap_err(), @"module `linear`: is not in the plan, so it computes with whole activations, and gets shard(1) from `embedding` (rowwise): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `embedding` (rowwise) give replicate");
+        }
+    }
+}
+
+/// Layers on outputs of frozen layers only need no backward.
+#[test]
+fn frozen_layers_on_parts_have_no_backward() {
+    run_ranks(2, |world| {
+        let init = ModuleInit {
+            frozen: ["embedding.*", "norm.*"].map(str::to_owned).to_vec(),
+            ..ModuleInit::default()
+        };
+        let b = ModuleBuilder::new(init);
+        let embedding = Embedding::new(&b.pp("embedding"), 8, 4)?;
+        let norm = RmsNorm::new(&b.pp("norm"), 4, 1e-5)?;
+        let head = Linear::new(&b.pp("head"), 4, 8)?;
+        let mut tree = b.finish()?;
+        let plan = plan! {
+            "embedding" => cut_embedding(),
+            "norm" => SequenceParallel::default(),
+            "head" => gathering_head(),
+        };
+        tree.parallelize_module(&mesh(world)?.get(TENSOR_PARALLEL)?, &plan)?;
+        materialize::replicate(&tree.slots(), 3)?;
+        let part = embedding.forward(&ids())?;
+        let normed = norm.forward(&(&part * 2.0)?)?;
+        // Two leaves, each with its token: neither's graph holds the other.
+        assert_eq!([part.sorted_nodes().len(), normed.sorted_nodes().len()], [2, 2]);
+        let logits = head.forward(&normed)?;
+        let nodes = logits.sorted_nodes();
+        assert!(nodes.iter().all(|node| node.id() != normed.id()));
+        Ok(())
+    })
+    .unwrap();
 }
 
 /// The output of dropout on ones; each rank has some of the columns.

@@ -6,6 +6,7 @@ use candle_core::{DType, Device};
 
 use super::dtypes::{self, ModuleDtype};
 use super::keep_in_fp32;
+use super::parallelize::Edge;
 use super::pattern::any_pattern_matches;
 use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
@@ -204,6 +205,43 @@ impl ModuleBuilder {
         let info = ModuleInfo { kind, unit: self.unit, layer: layer.clone(), parallel };
         self.tree().declare(&self.path, info)?;
         Ok(layer)
+    }
+
+    /// Declares an edge: the input of the module `to` is computed from the output of one of the
+    /// modules `from`, or from their sum, by operations that keep the layout over tensor-parallel
+    /// ranks, such as additions and activation functions. All are paths below this builder's.
+    ///
+    /// Plans are checked along declared edges before any rank starts
+    /// ([`check_edges`](super::ModuleTree::check_edges)). Edges that are not declared are checked in
+    /// the first forward, so a model may declare all, some or none.
+    ///
+    /// ```
+    /// use fulgurite_core::module::{ModuleBuilder, ModuleInit};
+    /// use fulgurite_core::nn::{Embedding, Linear, RmsNorm};
+    ///
+    /// let b = ModuleBuilder::new(ModuleInit::default());
+    /// Embedding::new(&b.pp("embedding"), 16, 8)?;
+    /// RmsNorm::new(&b.pp("norm"), 8, 1e-5)?;
+    /// Linear::new(&b.pp("head"), 8, 16)?;
+    /// b.edge(&["embedding"], "norm");
+    /// b.edge(&["norm"], "head");
+    /// b.edge_to_loss(&["head"]);
+    /// b.finish()?;
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    pub fn edge(&self, from: &[impl AsRef<str>], to: &str) {
+        self.declare_edge(from, Some(self.join(to)));
+    }
+
+    /// As [`edge`](Self::edge), to a loss, which takes whole logits, or those of a head with
+    /// [`loss_parallel`](crate::parallel::Colwise::loss_parallel).
+    pub fn edge_to_loss(&self, from: &[impl AsRef<str>]) {
+        self.declare_edge(from, None);
+    }
+
+    fn declare_edge(&self, from: &[impl AsRef<str>], to: Option<String>) {
+        let from = from.iter().map(|from| self.join(from.as_ref())).collect();
+        self.tree().edges.push(Edge { from, to });
     }
 
     /// Declares the parameter `name` of this module. The module computes with
@@ -478,7 +516,8 @@ impl ModuleBuilder {
     /// Returns the recorded tree. Later declarations through clones of this builder are lost.
     ///
     /// # Errors
-    /// If no parameter was declared, or the units to checkpoint do not exist.
+    /// If no parameter was declared, or the units to checkpoint or the ends of an
+    /// [edge](Self::edge) do not exist.
     pub fn finish(&self) -> Result<ModuleTree> {
         let tree = std::mem::take(&mut *self.tree());
         if tree.parameters().is_empty() {
@@ -489,6 +528,7 @@ impl ModuleBuilder {
                     .to_owned(),
             });
         }
+        tree.check_ends()?;
         if let Some(adapters) = &self.init.adapters {
             adapters.check(&tree, &tree.adapted)?;
         }

@@ -8,7 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use super::graph_alias;
 use super::unit::{UnitHandle, UnitHooks};
 use crate::Result;
-use crate::parallel::activations::{self, Activation};
+use crate::parallel::activations::{self, Activation, RecordOwner};
 use crate::parameter::Uses;
 use fulgurite_tensor::autograd::{
     GradMode, function, functions, refuse_variables, refuse_wrong_gradients,
@@ -20,7 +20,11 @@ type Output = (Tensor, Option<Arc<Activation>>);
 /// Returns a copy of an output outside of graphs. The output itself may share memory with the input
 /// or a parameter, and the memory of an offloaded graph is released.
 pub(super) fn detached(unit: &UnitHandle, y: &Tensor) -> Result<Output> {
-    let activation = activations::lookup(y, unit.path())?;
+    // Behind a whole output, the caller's graph leads on to the unit's inputs.
+    let activation = match activations::lookup(y, unit.path())? {
+        Some(record) => Some(record.activation),
+        None => activations::whole(unit.path()),
+    };
     Ok((y.detach().force_contiguous()?, activation))
 }
 
@@ -49,7 +53,8 @@ impl GraphEntry {
         // The token stands for the parameters. It is needed even if an input is tracked: candle
         // tracks casts from integers, but its backward does not follow them.
         let token = uses.any().then(|| unit.token(unit_device(given, &outputs))).transpose()?;
-        let in_graph = given.iter().zip(aliases).filter(|(x, _)| x.track_op());
+        let in_graph = given.iter().zip(aliases);
+        let in_graph = in_graph.filter(|(x, _)| activations::takes_gradient(x));
         let in_graph = in_graph.map(|(x, alias)| alias.as_deref().unwrap_or(x).clone());
         let has_token = token.is_some();
         Ok(Self { inputs: in_graph.chain(token).collect(), has_token, outputs })
@@ -61,10 +66,10 @@ impl GraphEntry {
     }
 
     /// Returns the outputs of a call without a backward.
-    pub(super) fn without_backward(self) -> Vec<Tensor> {
-        let output = |(output, activation): Output| {
-            activations::propagate(&activation, &output);
-            output
+    pub(super) fn without_backward(self) -> Result<Vec<Tensor>> {
+        let output = |(y, activation): Output| match activation {
+            Some(activation) => activations::mark(y, activation, &RecordOwner::new()),
+            None => Ok(y),
         };
         self.outputs.into_iter().map(output).collect()
     }
@@ -100,8 +105,10 @@ impl GraphEntry {
         let with_grad = || outputs.iter().enumerate().filter(|(_, output)| has_grad(output));
         let indices: Vec<usize> = with_grad().map(|(i, _)| i).collect();
         let of_graph = with_grad().map(|(_, (y, _))| y.clone()).collect();
-        let unit = unit.clone();
+        let (unit, owner) = (unit.clone(), RecordOwner::new());
+        let held = owner.clone();
         let of_graph = functions(&inputs, of_graph, move |grads| {
+            let _held = &held;
             if let Some(hooks) = &hooks {
                 hooks.pre_backward(&unit)?;
             }
@@ -122,8 +129,10 @@ impl GraphEntry {
                 false => output,
             };
             let y = if offloaded && has_grad { graph_alias::detach_storage(y)? } else { y };
-            activations::propagate(&activation, &y);
-            Ok(y)
+            match activation {
+                Some(activation) => activations::mark(y, activation, &owner),
+                None => Ok(y),
+            }
         };
         outputs.into_iter().map(give).collect()
     }

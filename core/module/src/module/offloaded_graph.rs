@@ -12,7 +12,7 @@ use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
 use super::graph_entry::{GraphEntry, backward_of, detached};
 use super::unit::{UnitHandle, UnitHooks};
-use crate::parallel::activations;
+use crate::parallel::activations::{self, RecordOwner};
 use crate::parameter::Uses;
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::{GradMode, collect_saved, storage};
@@ -31,7 +31,8 @@ pub(super) fn call<A: Activations, B: Activations>(
         hooks.pre_forward(unit)?;
     }
     let given = tensors(x)?;
-    let inputs = given.iter().map(|x| own_input(unit, x)).collect::<Result<Vec<_>>>()?;
+    let owner = RecordOwner::new();
+    let inputs = given.iter().map(|x| own_input(unit, x, &owner)).collect::<Result<Vec<_>>>()?;
     let mode = GradMode::offloading();
     let ((y, own, outputs), uses, saved) = {
         let _own_graph = mode.enter();
@@ -51,7 +52,7 @@ pub(super) fn call<A: Activations, B: Activations>(
     let aliases: Vec<_> = given.iter().map(graph_alias::lookup).collect();
     let entry = GraphEntry::new(unit, &given, &aliases, outputs, &uses)?;
     if !entry.has_backward() {
-        return with_tensors(&y, entry.without_backward());
+        return with_tensors(&y, entry.without_backward()?);
     }
     let form = with_tensors(&y, vec![Tensor::zeros((), DType::F32, &Device::Cpu)?; own.len()])?;
     drop(y);
@@ -59,7 +60,8 @@ pub(super) fn call<A: Activations, B: Activations>(
     for parameter in uses.as_tensors() {
         keep.insert(memory_of(parameter.compute()?));
     }
-    let tracked = inputs.into_iter().zip(&given).filter(|(_, given)| given.track_op());
+    let tracked = inputs.into_iter().zip(&given);
+    let tracked = tracked.filter(|(_, given)| activations::takes_gradient(given));
     let graph = OwnGraph {
         elsewhere: offload(&own, &saved, keep, to)?,
         inputs: tracked.map(|(x, _)| x).collect(),
@@ -82,13 +84,15 @@ pub(super) fn call<A: Activations, B: Activations>(
 }
 
 /// Makes an input a leaf of the unit's own graph.
-fn own_input(unit: &UnitHandle, x: &Tensor) -> Result<Tensor> {
-    let activation = activations::lookup(x, unit.path())?;
-    let own = match x.track_op() {
-        true => Var::from_tensor(&x.detach())?.into_inner(),
-        false => x.detach(),
-    };
-    activations::propagate(&activation, &own);
+fn own_input(unit: &UnitHandle, x: &Tensor, owner: &RecordOwner) -> Result<Tensor> {
+    let record = activations::lookup(x, unit.path())?;
+    if !activations::takes_gradient(x) {
+        return activations::detach(x, &record, owner);
+    }
+    let own = Var::from_tensor(&x.detach())?.into_inner();
+    if let Some(record) = record {
+        owner.note(&own, record.activation);
+    }
     Ok(own)
 }
 

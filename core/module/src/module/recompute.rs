@@ -10,7 +10,7 @@ use super::activations::{Activations, tensors, with_tensors};
 use super::graph_alias;
 use super::graph_entry::{GraphEntry, backward_of, detached};
 use super::unit::{UnitHandle, UnitHooks};
-use crate::parallel::activations::{self, Activation};
+use crate::parallel::activations::{self, Activation, RecordOwner};
 use crate::parameter::Uses;
 use crate::{Error, Result, counted};
 use fulgurite_tensor::autograd::GradMode;
@@ -28,15 +28,13 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
         hooks.pre_forward(unit)?;
     }
     let given = tensors(x)?;
-    let detach = |x: &Tensor| {
-        let (saved, held) = (x.detach(), activations::lookup(x, unit.path())?);
-        activations::propagate(&held, &saved);
-        Ok((saved, held))
-    };
-    let saved = given.iter().map(detach).collect::<Result<Vec<_>>>()?;
-    let x = with_tensors(x, saved.iter().map(|(saved, _)| saved.clone()).collect())?;
+    let lookup = |x: &Tensor| activations::lookup(x, unit.path());
+    let records = given.iter().map(lookup).collect::<Result<Vec<_>>>()?;
     let ((y, outputs), uses) = {
         let _deferred = GradMode::Deferred.enter();
+        let (inputs, owner) = (given.iter().zip(&records), RecordOwner::new());
+        let inputs = inputs.map(|(x, record)| activations::detach(x, record, &owner));
+        let x = with_tensors(x, inputs.collect::<Result<_>>()?)?;
         let (computed, uses) = Uses::collect(|| {
             unit.note_exposed();
             let y = compute(&x)?;
@@ -53,24 +51,26 @@ pub(super) fn call<A: Activations + Send + Sync + 'static, B: Activations>(
         given.iter().map(|x| offload.and_then(|_| graph_alias::lookup(x))).collect();
     let entry = GraphEntry::new(unit, &given, &aliases, outputs, &uses)?;
     if !entry.has_backward() {
-        return with_tensors(&y, entry.without_backward());
+        return with_tensors(&y, entry.without_backward()?);
     }
     let mut inputs = Vec::with_capacity(given.len());
     let mut elsewhere = offload.map(Offload::begin).transpose()?;
-    for (((saved, activation), x), alias) in saved.into_iter().zip(&given).zip(&aliases) {
+    for ((record, x), alias) in records.into_iter().zip(&given).zip(&aliases) {
+        let (saved, tracked) = (x.detach(), activations::takes_gradient(x));
         let saved = match &mut elsewhere {
             // If the graph holds the input itself, offloading a copy frees no memory.
-            Some(elsewhere) if alias.is_some() || !x.track_op() => elsewhere.save(saved)?,
+            Some(elsewhere) if alias.is_some() || !tracked => elsewhere.save(saved)?,
             _ => SavedActivation::InPlace(saved),
         };
-        inputs.push(SavedInput { saved, activation, tracked: x.track_op() });
+        let activation = record.map(|record| record.activation);
+        inputs.push(SavedInput { saved, activation, tracked });
     }
     let x = match offload {
-        None => x,
+        None => with_tensors(x, given.iter().map(Tensor::detach).collect())?,
         // The inputs' memory is released, so the input's structure must not hold them.
         Some(_) => {
             let element = Tensor::zeros((), DType::F32, entry.device())?;
-            with_tensors(&x, vec![element; inputs.len()])?
+            with_tensors(x, vec![element; inputs.len()])?
         }
     };
     let forms = entry.outputs().iter().map(|(y, _)| (y.shape().clone(), y.dtype())).collect();
@@ -114,11 +114,24 @@ impl<A: Activations> RecomputeState<A> {
     ) -> Result<Vec<Option<Tensor>>> {
         let _context = self.context.enter();
         let _recomputing = GradMode::recomputing().enter();
+        let owner = RecordOwner::new();
         let restore = |input: &SavedInput| -> Result<Tensor> {
             let x = input.saved.get()?;
-            let x = if input.tracked { Var::from_tensor(&x)?.into_inner() } else { x };
-            activations::propagate(&input.activation, &x);
-            Ok(x)
+            match (&input.activation, input.tracked) {
+                (None, false) => Ok(x),
+                (Some(activation), false) if activation.is_whole() => Ok(x),
+                // A copy, because a leaf takes over its memory.
+                (Some(activation), false) => {
+                    activations::mark(x.force_contiguous()?, activation.clone(), &owner)
+                }
+                (activation, true) => {
+                    let x = Var::from_tensor(&x)?.into_inner();
+                    if let Some(activation) = activation {
+                        owner.note(&x, activation.clone());
+                    }
+                    Ok(x)
+                }
+            }
         };
         let inputs = self.inputs.iter().map(restore).collect::<Result<Vec<_>>>()?;
         let x = with_tensors(&self.x, inputs.clone())?;

@@ -3,7 +3,7 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
-use super::parallelize::AppliedPlans;
+use super::parallelize::{AppliedPlans, Edge};
 use super::{FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, Parameter, ParameterSlot};
@@ -46,6 +46,8 @@ pub struct ModuleTree {
     /// The root unit's options, if it was sharded explicitly.
     pub(super) root: Option<FullyShard>,
     pub(super) units: Vec<UnitHandle>,
+    /// The declared edges, in order.
+    pub(super) edges: Vec<Edge>,
     /// The plans applied so far.
     pub(crate) parallel: AppliedPlans,
 }

@@ -7,7 +7,8 @@ use candle_core::{DType, Device, Tensor, Var};
 
 use super::activations::with_tensors;
 use super::{ActivationOffload, Activations, FullyShard, Module, offloaded_graph, recompute};
-use crate::parallel::activations;
+use crate::parallel::activations::{self, RecordOwner};
+use crate::parallel::explain_mismatch;
 use crate::parameter::{Buffer, Parameter, note_tensor_use};
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::{
@@ -251,8 +252,7 @@ impl UnitHandle {
     /// Names the unit in errors without a location, and under `detect_anomaly` in the error of an
     /// output that is not finite.
     fn locate<A: Activations>(&self, result: Result<A>) -> Result<A> {
-        let y =
-            result.map_err(|error| activations::explain_mismatch(error).in_module(self.path()))?;
+        let y = result.map_err(|error| explain_mismatch(error).in_module(self.path()))?;
         if detects_anomalies() {
             y.map_tensors(&mut |y| match anomaly(y)? {
                 None => Ok(y.clone()),
@@ -431,28 +431,34 @@ impl<M> Unit<M> {
         // now.
         let mut copies = Vec::new();
         y.map_tensors(&mut |y| {
-            let activation = activations::lookup(y, self.handle.path())?;
-            copies.push((y.clone(), y.detach().force_contiguous()?, activation));
+            let record = activations::lookup(y, self.handle.path())?;
+            copies.push((y.clone(), y.detach().force_contiguous()?, record));
             Ok(y.clone())
         })?;
         hooks.post_forward(&self.handle)?;
         // Backward begins with the first gradient of an output.
         let begins = (copies.len() > 1).then(|| Arc::new(AtomicBool::new(true)));
         let mut outputs = Vec::with_capacity(copies.len());
-        for (y, own, activation) in copies {
-            let own = if is_grad_enabled() {
+        for (y, own, record) in copies {
+            let marked = record.map(|record| (record, RecordOwner::new()));
+            let takes_gradient = marked.as_ref().is_none_or(|(record, _)| !record.is_constant);
+            let own = if is_grad_enabled() && takes_gradient {
                 let (handle, hooks, begins) = (self.handle.clone(), hooks.clone(), begins.clone());
+                let held = marked.as_ref().map(|(_, owner)| owner.clone());
                 function(&[&y], own, move |_, grad| {
+                    let _held = &held;
                     if begins.as_ref().is_none_or(|begins| begins.swap(false, Ordering::Relaxed)) {
                         hooks.pre_backward(&handle)?;
                     }
                     Ok(vec![Some(grad.clone())])
                 })?
             } else {
-                activations::make_traceable(own, &activation)?
+                own
             };
-            activations::propagate(&activation, &own);
-            outputs.push(own);
+            outputs.push(match marked {
+                Some((record, owner)) => activations::mark(own, record.activation, &owner)?,
+                None => own,
+            });
         }
         with_tensors(&y, outputs)
     }

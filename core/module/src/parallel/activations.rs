@@ -1,22 +1,30 @@
-//! Layouts of activations between layers, tracked by tensor id.
+//! Layouts of activations between layers at run time.
 //!
-//! Under a plan, a layer records the layout of its output under the tensor's id, and checks the
-//! layout of its input. candle's operations in between make tensors without a record. The graph
+//! Under a plan, a layer records the layout of its output, and checks the layout of its input.
+//! Candle's operations in between make tensors without a record. Their graph
 //! ([`Tensor::sorted_nodes`]) tells from which recorded tensors and parameters they were computed.
-//! The forward of a checkpointed unit records no graph. There, sharded outputs become leaves of
-//! small graphs of their own, so that they can be traced too.
+//!
+//! **A sharded activation is always in a graph.** If nothing before it is trained, or no graph is
+//! recorded (`no_grad`, the forward of a checkpointed unit), it becomes the leaf of a small graph
+//! through which no gradient flows. Layers and units take such *constant* activations as tensors
+//! outside of any graph. So a tensor without a recorded tensor behind it was not cut by the plan:
+//! it is data, or a whole activation of frozen layers. No layout is ever guessed.
+//!
+//! **A record lives as long as its tensor.** The graph node that computed the tensor owns it. The
+//! records of traced tensors are only a cache.
 
 use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 
 use candle_core::{DType, Tensor, TensorId};
 
 use super::Layout;
+use super::edges::{describe, mixed};
 use super::layer::PlanRecord;
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
-use fulgurite_tensor::autograd::{GradMode, graph_id, is_grad_enabled, leaf};
+use fulgurite_tensor::autograd::{graph_id, is_constant, leaf};
 use fulgurite_tensor::execution;
 
 /// The layout of an activation over ranks.
@@ -34,85 +42,152 @@ pub(crate) struct Activation {
 }
 
 impl Activation {
-    pub(super) fn is_whole(&self) -> bool {
+    pub(crate) fn is_whole(&self) -> bool {
         self.layout == Some(Layout::Replicate)
     }
 
     /// Layout and source, for messages.
     pub(super) fn describe(&self) -> String {
-        match self.layout {
-            Some(layout) => format!("{layout} from {}", self.source),
-            None => format!("what each rank has of its own, from {}", self.source),
-        }
+        describe(self.layout, &self.source)
     }
+}
+
+/// The record of a tensor.
+#[derive(Clone)]
+pub(crate) struct Record {
+    pub(crate) activation: Arc<Activation>,
+    /// Whether the tensor's graph has leaves only, so that it needs no gradient.
+    pub(crate) is_constant: bool,
+    owner: Weak<Records>,
 }
 
 /// The layouts shared in an execution context.
 #[derive(Default)]
-struct SharedLayouts(Mutex<ActivationLayouts>);
+struct SharedLayouts(Mutex<Layouts>);
 
-/// The layouts of the latest activations, far more than a model has layers.
 #[derive(Default)]
-struct ActivationLayouts {
-    known: HashMap<TensorId, Arc<Activation>>,
-    order: VecDeque<TensorId>,
-    /// Shapes and layouts of the latest tensors outside of any graph, such as outputs of frozen
-    /// layers.
-    constants: VecDeque<(Vec<usize>, Arc<Activation>)>,
+struct Layouts {
+    known: HashMap<TensorId, Record>,
+    /// The tensors traced last. Their records can be dropped, and traced again.
+    traced: VecDeque<TensorId>,
     plans: Vec<Weak<PlanRecord>>,
+    /// The last activation, and the last one before it with another layout. For messages.
+    latest: [Option<Arc<Activation>>; 2],
 }
 
-const CAPACITY: usize = 1 << 16;
-const CONSTANTS: usize = 256;
-
-fn with_layouts<R>(f: impl FnOnce(&mut ActivationLayouts) -> R) -> R {
-    let layouts = execution::shared::<SharedLayouts>();
-    f(&mut layouts.0.lock().expect("no panic while noting"))
+impl SharedLayouts {
+    /// Nothing panics while it holds the lock; and records are dropped during panics too.
+    fn lock(&self) -> MutexGuard<'_, Layouts> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
-impl ActivationLayouts {
-    fn note(&mut self, id: TensorId, activation: Arc<Activation>) {
-        if self.known.insert(id, activation).is_none() {
-            self.order.push_back(id);
+/// Traced tensors that are remembered: many more than a layer has inputs.
+const TRACED: usize = 256;
+
+/// Must not drop tensors: their graph may own records.
+fn with_layouts<R>(f: impl FnOnce(&mut Layouts) -> R) -> R {
+    f(&mut execution::shared::<SharedLayouts>().lock())
+}
+
+/// Owner of the records of a graph node's outputs. The node's backward holds it. When the last clone
+/// is dropped, so are the records.
+#[derive(Clone)]
+pub(crate) struct RecordOwner(Arc<Records>);
+
+struct Records {
+    layouts: Arc<SharedLayouts>,
+    ids: Mutex<Vec<TensorId>>,
+}
+
+impl RecordOwner {
+    pub(crate) fn new() -> Self {
+        let layouts = execution::shared::<SharedLayouts>();
+        Self(Arc::new(Records { layouts, ids: Mutex::default() }))
+    }
+
+    /// Records the layout of `x`.
+    pub(crate) fn note(&self, x: &Tensor, activation: Arc<Activation>) {
+        self.insert(x, activation, false);
+    }
+
+    fn insert(&self, x: &Tensor, activation: Arc<Activation>, is_constant: bool) {
+        let record = Record { activation, is_constant, owner: Arc::downgrade(&self.0) };
+        for id in graph_id(x).into_iter().chain([x.id()]) {
+            self.0.ids.lock().unwrap_or_else(PoisonError::into_inner).push(id);
+            self.0.layouts.lock().known.insert(id, record.clone());
         }
-        if self.order.len() > CAPACITY
-            && let Some(oldest) = self.order.pop_front()
+    }
+}
+
+impl Drop for Records {
+    fn drop(&mut self) {
+        let ids = std::mem::take(self.ids.get_mut().unwrap_or_else(PoisonError::into_inner));
+        let mut layouts = self.layouts.lock();
+        for id in ids {
+            // Another owner may have recorded the tensor since.
+            if layouts
+                .known
+                .get(&id)
+                .is_some_and(|record| record.owner.as_ptr() == &raw const *self)
+            {
+                layouts.known.remove(&id);
+            }
+        }
+    }
+}
+
+/// What a tensor was computed from.
+#[derive(Default)]
+struct Trace {
+    /// The recorded tensors, latest first, without recorded tensors behind them.
+    origins: Vec<Record>,
+    /// The tensors in between, by id.
+    between: Vec<TensorId>,
+    is_constant: bool,
+}
+
+impl Layouts {
+    /// Remembers the record of a traced tensor.
+    fn remember(&mut self, x: &Tensor, record: Record) {
+        self.known.insert(x.id(), record);
+        self.traced.push_back(x.id());
+        if self.traced.len() > TRACED
+            && let Some(oldest) = self.traced.pop_front()
         {
             self.known.remove(&oldest);
         }
     }
 
-    fn note_constant(&mut self, dims: &[usize], activation: Arc<Activation>) {
-        self.constants.push_front((dims.to_vec(), activation));
-        self.constants.truncate(CONSTANTS);
+    fn mention(&mut self, activation: &Arc<Activation>) {
+        let [last, other] = &mut self.latest;
+        if last.as_ref().is_some_and(|last| last.layout != activation.layout) {
+            *other = last.take();
+        }
+        *last = Some(activation.clone());
     }
 
-    /// The activation from which `x` was computed outside of any graph, because nothing before it
-    /// is trained: the latest of its shape. In training, all ranks have the same shapes of whole
-    /// activations and of parts of the sequence, so they find the same one.
-    fn constant(&self, x: &Tensor) -> Option<Arc<Activation>> {
-        let mut constants = self.constants.iter();
-        let found = constants.find(|(dims, _)| dims == x.dims() && x.dtype().is_float());
-        found.map(|(_, activation)| activation.clone())
-    }
-
-    /// The recorded tensors from which candle's operations computed `x`, latest first, without
-    /// recorded tensors behind them. Also the ids of the tensors in between.
-    fn origins(&self, x: &Tensor) -> (Vec<Arc<Activation>>, Vec<TensorId>) {
-        let (mut origins, mut between, mut behind) = (Vec::new(), Vec::new(), HashSet::new());
-        for node in x.sorted_nodes() {
+    fn trace(&self, x: &Tensor) -> Trace {
+        let nodes = x.sorted_nodes();
+        let mut trace = Trace { is_constant: is_constant(&nodes), ..Trace::default() };
+        let mut behind = HashSet::new();
+        for node in nodes {
             if behind.contains(&node.id()) {
                 continue;
             }
             match self.known.get(&node.id()) {
-                Some(activation) => {
-                    origins.push(activation.clone());
+                Some(record) => {
+                    trace.origins.push(record.clone());
                     behind.extend(node.sorted_nodes().into_iter().map(Tensor::id));
                 }
-                None => between.push(node.id()),
+                None => trace.between.push(node.id()),
             }
         }
-        (origins, between)
+        trace
+    }
+
+    fn live_plans(&self) -> Vec<Arc<PlanRecord>> {
+        self.plans.iter().filter_map(Weak::upgrade).collect()
     }
 }
 
@@ -126,31 +201,52 @@ pub(super) fn add_plan(plan: &Arc<PlanRecord>) {
 
 /// The plan that cuts layers over the ranks of `group`, if any.
 pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> {
-    with_layouts(|layouts| {
-        let plans = layouts.plans.iter().filter_map(Weak::upgrade);
-        plans.into_iter().find(|plan| Arc::ptr_eq(&plan.group, group))
-    })
+    let plans = with_layouts(|layouts| layouts.live_plans());
+    plans.into_iter().find(|plan| Arc::ptr_eq(&plan.group, group))
 }
 
-/// Records the layout of `x`.
-pub(crate) fn note(x: &Tensor, activation: Arc<Activation>) {
-    let by_shape = matches!(activation.layout, Some(Layout::Replicate | Layout::SEQUENCE));
-    with_layouts(|layouts| {
-        if by_shape && is_grad_enabled() && !x.track_op() {
-            layouts.note_constant(x.dims(), activation.clone());
-        }
-        if let Some(id) = graph_id(x) {
-            layouts.note(id, activation.clone());
-        }
-        layouts.note(x.id(), activation);
-    });
+/// A whole activation of the module at this path, if there is a plan.
+pub(crate) fn whole(path: &str) -> Option<Arc<Activation>> {
+    let plans = with_layouts(|layouts| layouts.live_plans());
+    let plan = plans.first()?;
+    Some(plan.activation(Some(Layout::Replicate), format!("`{path}`")))
 }
 
-/// Records that `to`, a copy of a tensor, has the same layout.
-pub(crate) fn propagate(activation: &Option<Arc<Activation>>, to: &Tensor) {
-    if let Some(activation) = activation {
-        note(to, activation.clone());
+/// Records the layout of `y`, which was just computed, for as long as a graph holds it. If `y` is
+/// in a graph, its backward holds `owner`. A sharded `y` outside of any graph becomes a leaf; `y`
+/// must not share its memory.
+pub(crate) fn mark(y: Tensor, activation: Arc<Activation>, owner: &RecordOwner) -> Result<Tensor> {
+    with_layouts(|layouts| layouts.mention(&activation));
+    if y.track_op() {
+        owner.note(&y, activation);
+        return Ok(y);
     }
+    if activation.is_whole() || !y.dtype().is_float() {
+        return Ok(y);
+    }
+    let owner = RecordOwner::new();
+    let y = leaf(y, owner.clone())?;
+    owner.insert(&y, activation, true);
+    Ok(y)
+}
+
+/// `x`, with this record, outside of the caller's graph, for a unit that computes apart from it. A
+/// sharded one is copied, because it must be in a graph. `owner` owns the record of another.
+pub(crate) fn detach(x: &Tensor, record: &Option<Record>, owner: &RecordOwner) -> Result<Tensor> {
+    let Some(Record { activation, .. }) = record else { return Ok(x.detach()) };
+    if activation.is_whole() {
+        let x = x.detach();
+        owner.note(&x, activation.clone());
+        return Ok(x);
+    }
+    mark(x.detach().force_contiguous()?, activation.clone(), owner)
+}
+
+/// Whether `x`, an input that has been [looked up](lookup), gets a gradient.
+pub(crate) fn takes_gradient(x: &Tensor) -> bool {
+    let is_constant =
+        |layouts: &mut Layouts| layouts.known.get(&x.id()).is_some_and(|record| record.is_constant);
+    x.track_op() && !with_layouts(is_constant)
 }
 
 /// Casts `x` to `dtype`, in the graph, and keeps its layout. Integers stay as they are. `user` is
@@ -163,54 +259,52 @@ pub(crate) fn cast(x: &Tensor, dtype: DType, user: &str) -> Result<Tensor> {
         return Ok(x.clone());
     }
     let y = x.to_dtype(dtype)?;
-    propagate(&lookup(x, user)?, &y);
+    // Outside of any graph, as within a fused layer, it cannot be traced.
+    if let Some(record) = lookup(x, user)?.filter(|_| !y.track_op())
+        && let Some(owner) = record.owner.upgrade()
+    {
+        RecordOwner(owner).note(&y, record.activation);
+    }
     Ok(y)
 }
 
-/// If `y` is sharded and no graph is recorded, makes it the leaf of its own graph, so that results
-/// of candle's operations on it can be traced. `y` must not share its memory. Without a later
-/// backward only logits (shards of the last dimension) become leaves: for shards of the sequence,
-/// the graph would hold every term of the residual stream.
-pub(crate) fn make_traceable(y: Tensor, activation: &Option<Arc<Activation>>) -> Result<Tensor> {
-    let expects_backward = GradMode::current().expects_backward();
-    let part = activation.as_ref().is_some_and(|activation| match activation.layout {
-        Some(Layout::Replicate) => false,
-        Some(Layout::LAST) => true,
-        _ => expects_backward,
-    });
-    if part && !is_grad_enabled() { leaf(y) } else { Ok(y) }
-}
-
-/// The layout of `x`, the input of `user` (for messages). `None` if it was computed without any
-/// layer of a plan.
+/// The record of `x`, the input of `user` (for messages). `None` if no sharded activation is behind
+/// it: it is data, or a whole activation outside of any graph.
 ///
 /// # Errors
 /// If `x` was computed from activations of different layouts, or with parameters whose partial
 /// gradients do not match the plan.
-pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> {
-    let found = with_layouts(|layouts| {
-        if layouts.known.is_empty() {
-            return None;
-        }
-        match layouts.known.get(&x.id()) {
-            Some(activation) => Some((vec![activation.clone()], Vec::new())),
-            None => {
-                let (mut origins, between) =
-                    if x.track_op() { layouts.origins(x) } else { (Vec::new(), vec![x.id()]) };
-                if origins.is_empty() && is_grad_enabled() {
-                    origins.extend(layouts.constant(x));
-                }
-                Some((origins, between))
-            }
-        }
-    });
-    let Some((origins, between)) = found else { return Ok(None) };
-    let Some(activation) = join(&origins, user)? else { return Ok(None) };
-    if !between.is_empty() {
-        check_parameters(&activation, &between)?;
-        note(x, activation.clone());
+pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Record>> {
+    enum Found {
+        Record(Option<Record>),
+        Trace(Trace, Vec<Arc<PlanRecord>>),
     }
-    Ok(Some(activation))
+    let found = with_layouts(|layouts| match layouts.known.get(&x.id()) {
+        Some(record) => Found::Record(Some(record.clone())),
+        None if !x.track_op() || layouts.plans.is_empty() => Found::Record(None),
+        None => Found::Trace(layouts.trace(x), layouts.live_plans()),
+    });
+    let (trace, plans) = match found {
+        Found::Record(record) => return Ok(record),
+        Found::Trace(trace, plans) => (trace, plans),
+    };
+    let record = join(&trace.origins, user)?
+        .map(|record| Record { is_constant: trace.is_constant, ..record });
+    check_parameters(record.as_ref().map(|record| &*record.activation), &trace.between, &plans)?;
+    if let Some(record) = &record {
+        with_layouts(|layouts| layouts.remember(x, record.clone()));
+    }
+    Ok(record)
+}
+
+/// Records that `x`, computed from recorded tensors, has another layout than they.
+pub(super) fn note_result(x: &Tensor, activation: Arc<Activation>) {
+    let trace = with_layouts(|layouts| layouts.trace(x));
+    // `x` holds the tensors that it was computed from.
+    let owner = trace.origins.first().and_then(|origin| origin.owner.upgrade());
+    if let Some(owner) = owner {
+        RecordOwner(owner).insert(x, activation, trace.is_constant);
+    }
 }
 
 /// The layout of the sum of these tensors, with [`lookup`] of each.
@@ -219,27 +313,24 @@ pub(crate) fn lookup(x: &Tensor, user: &str) -> Result<Option<Arc<Activation>>> 
 /// As [`lookup`], and if they have different layouts.
 pub(super) fn lookup_sum(terms: [&Tensor; 2], user: &str) -> Result<Option<Arc<Activation>>> {
     let origins = terms.iter().map(|term| lookup(term, user)).collect::<Result<Vec<_>>>()?;
-    join(&origins.into_iter().flatten().collect::<Vec<_>>(), user)
+    let joined = join(&origins.into_iter().flatten().collect::<Vec<_>>(), user)?;
+    Ok(joined.map(|record| record.activation))
 }
 
-/// The layout of a result computed from `origins`.
-fn join(origins: &[Arc<Activation>], user: &str) -> Result<Option<Arc<Activation>>> {
+/// The record of a result computed from `origins`.
+fn join(origins: &[Record], user: &str) -> Result<Option<Record>> {
     let Some(first) = origins.first() else { return Ok(None) };
     let mut joined = first;
     for other in &origins[1..] {
-        if other.layout == joined.layout {
+        if other.activation.layout == joined.activation.layout {
             continue;
         }
-        match (joined.layout, other.layout) {
+        match (joined.activation.layout, other.activation.layout) {
             (None, Some(Layout::Shard(_))) => {}
             (Some(Layout::Shard(_)), None) => joined = other,
             _ => {
-                return Err(Error::other(format!(
-                    "what {user} gets is put together from {} and {}; the ranks must hold all of it \
-                     in one way: change the plan so that both have one layout",
-                    other.describe(),
-                    joined.describe()
-                )));
+                let [other, joined] = [other, joined].map(|record| record.activation.describe());
+                return Err(Error::other(mixed(user, &other, &joined)));
             }
         }
     }
@@ -247,52 +338,62 @@ fn join(origins: &[Arc<Activation>], user: &str) -> Result<Option<Arc<Activation
 }
 
 /// Checks the parameters that candle's operations used between the recorded tensors and an
-/// activation.
-fn check_parameters(activation: &Activation, between: &[TensorId]) -> Result<()> {
-    let Some(plan) = activation.plan.upgrade() else { return Ok(()) };
-    for parameter in between.iter().filter_map(|id| plan.parameters.get(id)) {
-        check_parameter(activation, parameter)?;
+/// activation. `None`: no recorded tensor is behind it.
+fn check_parameters(
+    activation: Option<&Activation>,
+    between: &[TensorId],
+    plans: &[Arc<PlanRecord>],
+) -> Result<()> {
+    for id in between {
+        if let Some(parameter) = plans.iter().find_map(|plan| plan.parameters.get(id)) {
+            check_parameter(activation, parameter)?;
+        }
     }
     Ok(())
 }
 
-fn check_parameter(activation: &Activation, parameter: &Parameter) -> Result<()> {
+fn check_parameter(activation: Option<&Activation>, parameter: &Parameter) -> Result<()> {
     if parameter.compute_shape() != parameter.global_shape() {
         return Ok(());
     }
     let path = parameter.fqn().rsplit_once('.').map_or(parameter.fqn(), |(path, _)| path);
-    match (activation.is_whole(), parameter.has_partial_grad()) {
+    let is_whole = activation.is_none_or(Activation::is_whole);
+    let used_on = match activation {
+        Some(activation) => activation.describe(),
+        None => {
+            "a tensor that the plan has not cut (data, or an output of frozen layers)".to_owned()
+        }
+    };
+    match (is_whole, parameter.has_partial_grad()) {
         (false, false) => Err(Error::parameter(
             parameter.fqn(),
             format!(
-                "is used on {}, so that each rank's gradient of it is a partial sum, which the plan \
-                 does not know; give `{path}` the style replicated_with_grad_allreduce",
-                activation.describe()
+                "is used on {used_on}, so that each rank's gradient of it is a partial sum, which the \
+                 plan does not know; give `{path}` the style replicated_with_grad_allreduce"
             ),
         )),
         (true, true) => Err(Error::parameter(
             parameter.fqn(),
             format!(
                 "has a gradient that the plan sums over the ranks (replicated_with_grad_allreduce), \
-                 and is used on {}, where every rank has the whole gradient: it would count once a \
-                 rank; leave `{path}` out of the plan",
-                activation.describe()
+                 and is used on {used_on}, where every rank has the whole gradient: it would count \
+                 once a rank; leave `{path}` out of the plan"
             ),
         )),
         _ => Ok(()),
     }
 }
 
-/// The layout of `x` and the layer that computed it, for messages. `None` if it was computed
-/// without any layer of a plan.
+/// The layout of `x` and the layer that computed it, for messages. `None` if the plan has not cut
+/// `x`, and no graph tells where it comes from.
 pub fn describe_layout(x: &Tensor) -> Option<String> {
-    lookup(x, "this").ok().flatten().map(|activation| activation.describe())
+    lookup(x, "this").ok().flatten().map(|record| record.activation.describe())
 }
 
 /// Checks that a loss was not computed from a sharded activation.
 pub fn check_loss(loss: &Tensor) -> Result<()> {
     match lookup(loss, "the loss")? {
-        Some(activation) if !activation.is_whole() => Err(Error::other(format!(
+        Some(Record { activation, .. }) if !activation.is_whole() => Err(Error::other(format!(
             "the loss is computed from {}, and each rank must have the same whole one: let the plan \
              make that whole (replicate) before the loss; `cross_entropy` takes the logits of a head \
              with `loss_parallel = true` in parts",
@@ -302,40 +403,9 @@ pub fn check_loss(loss: &Tensor) -> Result<()> {
     }
 }
 
-/// Adds advice to candle's errors about mismatched operands. If shapes differ, names the last
-/// layouts of a tensor-parallel plan's layers, because one operand may be sharded. If dtypes
-/// differ, explains their origin. Returns other errors unchanged.
-pub fn explain_mismatch(error: Error) -> Error {
-    let Error::Candle(candle, at) = &error else { return error };
-    let text = candle.to_string();
-    let text = text.lines().next().unwrap_or_default();
-    if text.starts_with("dtype mismatch") {
-        return Error::other(format!(
-            "{text} (at {}:{}): candle's operations take operands of one dtype. Layers give their output in \
-             the dtype that they compute in (`trainer.precision`), whatever that of their input is: cast one \
-             of the two with `to_dtype`, for a loss the output to that of the targets",
-            at.file(),
-            at.line()
-        ));
-    }
-    let layouts = with_layouts(|layouts| {
-        let known = |id: &TensorId| layouts.known.get(id).cloned();
-        let mut latest = layouts.order.iter().rev().filter_map(known);
-        let last = latest.next()?;
-        let other = latest.find(|other| other.layout != last.layout)?;
-        Some((last, other))
-    });
-    match layouts {
-        Some((last, other)) if text.contains("shape mismatch") => Error::other(format!(
-            "{text} (at {}:{})\nUnder tensor parallelism, what an operation puts together must be held by \
-             the ranks in one way; the plan's layers gave last {} and, before, {}",
-            at.file(),
-            at.line(),
-            last.describe(),
-            other.describe()
-        )),
-        _ => error,
-    }
+/// The activation that a layer gave last, and the last one before it with another layout.
+pub(super) fn latest() -> [Option<Arc<Activation>>; 2] {
+    with_layouts(|layouts| layouts.latest.clone())
 }
 
 #[cfg(test)]
@@ -345,9 +415,33 @@ mod tests {
     use super::*;
     use fulgurite_tensor::autograd::function;
 
+    fn activation(layout: Layout) -> Arc<Activation> {
+        Arc::new(Activation {
+            layout: Some(layout),
+            width: 0,
+            classes: None,
+            source: "a".into(),
+            plan: Weak::new(),
+        })
+    }
+
+    /// Lets [`lookup`] trace graphs.
+    fn with_plan() {
+        with_layouts(|layouts| layouts.plans.push(Weak::new()));
+    }
+
+    fn layout(x: &Tensor) -> Option<Layout> {
+        lookup(x, "b").unwrap().and_then(|record| record.activation.layout)
+    }
+
+    fn records() -> usize {
+        with_layouts(|layouts| layouts.known.len())
+    }
+
     /// Small tensors, and tensors large enough that graphs bypass them ([`graph_id`]).
     #[test]
     fn layouts_pass_through_unrecorded_functions() {
+        with_plan();
         for elements in [4, 1 << 16] {
             let twice = |x: &Tensor| {
                 let y = (x.detach() * 2.0).unwrap();
@@ -356,17 +450,53 @@ mod tests {
             let x = Var::ones(elements, DType::F32, &Device::Cpu).unwrap();
             let y = twice(&x);
             assert_eq!(graph_id(&y).is_some(), elements > 4);
-            let activation = Activation {
-                layout: Some(Layout::LAST),
-                width: elements,
-                classes: None,
-                source: "a".into(),
-                plan: Weak::new(),
-            };
-            note(&y, Arc::new(activation));
+            let owner = RecordOwner::new();
+            owner.note(&y, activation(Layout::LAST));
             let z = (twice(&twice(&y)) + 1.0).unwrap();
-            let found = lookup(&z, "b").unwrap().expect("it was computed from `y`");
-            assert_eq!(found.layout, Some(Layout::LAST), "{elements} elements");
+            assert_eq!(layout(&z), Some(Layout::LAST), "{elements} elements");
         }
+    }
+
+    #[test]
+    fn sharded_constants_are_traced_without_gradients() {
+        with_plan();
+        let new = |layout| {
+            let y = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+            mark(y, activation(layout), &RecordOwner::new()).unwrap()
+        };
+        let (part, whole) = (new(Layout::SEQUENCE), new(Layout::Replicate));
+        let mask = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+        assert!(!whole.track_op() && part.track_op());
+        let computed = ((&part * 2.0).unwrap() * &mask).unwrap();
+        assert_eq!(layout(&computed), Some(Layout::SEQUENCE));
+        // The same shapes, but not computed from it.
+        assert_eq!([&mask, &whole, &(&mask * 2.0).unwrap()].map(layout), [None; 3]);
+        assert!(!takes_gradient(&part) && !takes_gradient(&computed));
+        let trained = Var::ones((2, 4), DType::F32, &Device::Cpu).unwrap();
+        let sum = (trained.as_tensor() + &computed).unwrap();
+        assert_eq!(layout(&sum), Some(Layout::SEQUENCE));
+        assert!(takes_gradient(&sum));
+        let grads = sum.sum_all().unwrap().backward().unwrap();
+        assert!(grads.get(&trained).is_some());
+    }
+
+    #[test]
+    fn records_end_with_their_tensors() {
+        with_plan();
+        let before = records();
+        for _ in 0..3 {
+            let y = Tensor::ones(4, DType::F32, &Device::Cpu).unwrap();
+            let y = mark(y, activation(Layout::LAST), &RecordOwner::new()).unwrap();
+            for _ in 0..TRACED + 1 {
+                assert_eq!(layout(&(&y * 2.0).unwrap()), Some(Layout::LAST));
+            }
+            assert_eq!(records(), before + 1 + TRACED);
+        }
+        with_layouts(|layouts| {
+            assert_eq!(layouts.traced.len(), TRACED);
+            let traced = std::mem::take(&mut layouts.traced);
+            traced.iter().for_each(|id| drop(layouts.known.remove(id)));
+        });
+        assert_eq!(records(), before);
     }
 }

@@ -33,24 +33,32 @@ use std::sync::Arc;
 
 use candle_core::Tensor;
 
+use super::Layout;
+use super::activations::{self, RecordOwner};
 use super::redistribute::{Redistribute, dimension};
-use super::{Layout, activations};
 use crate::{Error, Result};
 use fulgurite_collective::collective::{Collective, ProcessGroup};
 use fulgurite_tensor::autograd::function;
 
-/// Records the layout of `y`, if a plan cuts layers over the ranks of `group`.
-fn note(
+/// Enters `y`, computed from `x`, into the graph, and records its layout if a plan cuts layers over
+/// the ranks of `group`. `None`: its layout is known only to the code that calls.
+fn enter(
     what: &str,
     layout: Option<Layout>,
-    y: Tensor,
+    [x, y]: [&Tensor; 2],
     group: &Arc<dyn ProcessGroup>,
+    backward: impl Fn(&Tensor) -> Result<Tensor> + Send + Sync + 'static,
 ) -> Result<Tensor> {
-    let Some(plan) = activations::plan_of(group) else { return Ok(y) };
-    let activation = Some(plan.activation(layout, format!("`collectives::{what}`")));
-    let y = activations::make_traceable(y, &activation)?;
-    activations::propagate(&activation, &y);
-    Ok(y)
+    let Some(plan) = activations::plan_of(group) else {
+        return function(&[x], y.clone(), move |_, grad| Ok(vec![Some(backward(grad)?)]));
+    };
+    let owner = RecordOwner::new();
+    let held = owner.clone();
+    let y = function(&[x], y.clone(), move |_, grad| {
+        let _held = &held;
+        Ok(vec![Some(backward(grad)?)])
+    })?;
+    activations::mark(y, plan.activation(layout, format!("`collectives::{what}`")), &owner)
 }
 
 fn apply(
@@ -59,7 +67,7 @@ fn apply(
     total: impl FnOnce() -> Result<usize>,
     group: &Arc<dyn ProcessGroup>,
 ) -> Result<Tensor> {
-    if group.size() == 1 {
+    if group.size() == 1 || how == Redistribute::Keep {
         return Ok(x.clone());
     }
     // The graph takes over the output's memory, and all-reduces work in place.
@@ -68,17 +76,15 @@ fn apply(
         _ => x.contiguous(),
     };
     let (y, redistributed) = how.forward(&own(x)?.detach(), total, group)?;
-    let y = function(&[x], y, move |_, grad| Ok(vec![Some(redistributed.backward(&own(grad)?)?)]))?;
     let (what, layout) = match how {
-        Redistribute::Keep => return Ok(y),
-        Redistribute::Copy => ("copy_to", None),
+        Redistribute::Keep | Redistribute::Copy => ("copy_to", None),
         Redistribute::AllGather(_) => ("all_gather", None),
         Redistribute::AllReduce => ("reduce_from", Some(Layout::Replicate)),
         Redistribute::Gather(_) => ("gather", Some(Layout::Replicate)),
         Redistribute::ReduceScatter(dim) => ("reduce_scatter", Some(Layout::Shard(dim))),
         Redistribute::Split(dim) => ("split", Some(Layout::Shard(dim))),
     };
-    note(what, layout, y, group)
+    enter(what, layout, [x, &y], group, move |grad| redistributed.backward(&own(grad)?))
 }
 
 fn none() -> Result<usize> {
@@ -156,10 +162,9 @@ pub fn all_to_all(
     }
     let y = exchange(&x.detach(), dims, &**group)?;
     let ranks = group.clone();
-    let y = function(&[x], y, move |_, grad| {
-        Ok(vec![Some(exchange(grad, (dims.1, dims.0), &*ranks)?)])
-    })?;
-    note("all_to_all", Some(Layout::Shard(split_dim)), y, group)
+    let layout = Some(Layout::Shard(split_dim));
+    let back = (dims.1, dims.0);
+    enter("all_to_all", layout, [x, &y], group, move |grad| exchange(grad, back, &*ranks))
 }
 
 fn exchange(

@@ -9,8 +9,9 @@ use std::sync::{Arc, RwLock};
 
 use candle_core::{D, DType, Tensor, TensorId};
 
-use super::activations::{self, Activation};
-use super::{LayerSharding, Layout, ParallelStyle, Redistribute, Redistributed};
+use super::activations::{self, Activation, RecordOwner};
+use super::edges::{LayerEdges, counted_often};
+use super::{LayerSharding, Layout, Redistribute, Redistributed};
 use crate::parameter::{Parameter, record, record_outputs};
 use crate::{Error, Result};
 use fulgurite_collective::collective::{ProcessGroup, all_gather_object};
@@ -78,73 +79,52 @@ pub(crate) struct SequenceLength(Arc<AtomicUsize>);
 /// The plan's instructions for a layer.
 pub(crate) struct LayerParallel {
     plan: Arc<PlanRecord>,
-    /// The layer's path and style, for messages.
-    name: Arc<str>,
-    /// Whether the plan names the layer.
-    in_plan: bool,
-    /// Whether the layer accepts any part of an activation.
-    on_parts: bool,
-    /// Redistribution of the input, with the layouts before and after.
+    edges: LayerEdges,
+    /// Redistribution of the input, and the layout after it.
     input: Redistribute,
-    takes: Layout,
     computes_with: Layout,
-    /// Redistribution of the output, with the layouts before and after.
+    /// Redistribution of the output, and the layout before it.
     output: Redistribute,
     computes: Layout,
-    gives: Layout,
     /// Sizes of the last dimension of the whole input and output.
     widths: [usize; 2],
-    loss_parallel: bool,
 }
 
 impl LayerParallel {
     pub(crate) fn new(
         plan: Arc<PlanRecord>,
         path: &str,
-        style: Option<&ParallelStyle>,
+        edges: LayerEdges,
         sharding: &LayerSharding,
     ) -> Result<Self> {
         let [input, output] = sharding.redistributions(path)?;
-        let name = match style {
-            Some(style) => format!("`{path}` ({})", style.name()),
-            None => format!("`{path}`"),
-        };
         Ok(Self {
-            name: name.into(),
-            in_plan: true,
-            on_parts: sharding.on_parts,
+            edges,
             input,
-            takes: sharding.input[0],
             computes_with: sharding.input[1],
             output,
             computes: sharding.output[0],
-            gives: sharding.output[1],
             widths: sharding.widths,
-            loss_parallel: sharding.loss_parallel,
             ..Self::not_in_plan(plan, path)
         })
     }
 
     /// A layer computed by another one, which redistributes activations for it.
     pub(crate) fn of_part(plan: Arc<PlanRecord>, path: &str, sharding: &LayerSharding) -> Self {
-        Self { in_plan: true, computes: sharding.output[0], ..Self::not_in_plan(plan, path) }
+        let edges = LayerEdges { in_plan: true, ..LayerEdges::not_in_plan(path) };
+        Self { edges, computes: sharding.output[0], ..Self::not_in_plan(plan, path) }
     }
 
     /// A layer that computes with whole activations.
     pub(crate) fn not_in_plan(plan: Arc<PlanRecord>, path: &str) -> Self {
         Self {
             plan,
-            name: format!("`{path}` (not in the plan)").into(),
-            in_plan: false,
-            on_parts: false,
+            edges: LayerEdges::not_in_plan(path),
             input: Redistribute::Keep,
-            takes: Layout::Replicate,
             computes_with: Layout::Replicate,
             output: Redistribute::Keep,
             computes: Layout::Replicate,
-            gives: Layout::Replicate,
             widths: [0; 2],
-            loss_parallel: false,
         }
     }
 
@@ -231,7 +211,7 @@ impl LayerHandle {
 
     /// Whether a plan over several ranks names this layer.
     pub fn is_in_plan(&self) -> bool {
-        self.parallel().is_some_and(|parallel| parallel.in_plan)
+        self.parallel().is_some_and(|parallel| parallel.edges.in_plan)
     }
 
     /// Whether each rank computes a partial sum. If so, a bias is added after
@@ -284,43 +264,35 @@ impl LayerHandle {
                 Error::Other(_) => at(error.to_string()),
                 error => error,
             })?;
-        let Some(got) = got else { return Ok(()) };
-        if parallel.on_parts {
-            return match got.is_whole() {
-                false => Ok(()),
-                true => Err(at(format!(
-                    "is replicated_with_grad_allreduce, which sums its gradients over the ranks \
-                     because each has a partial one from another part of an activation, and it gets \
-                     {}, of which every rank has the whole gradient: it would count {} times. Leave \
-                     it out of the plan, or give it a part",
-                    got.describe(),
-                    parallel.group().size()
-                ))),
-            };
+        let (edges, ranks) = (&parallel.edges, parallel.group().size());
+        if let Some(got) = got.map(|record| record.activation) {
+            return edges.check(got.layout, &got.source, Some(x.rank()), ranks).map_err(at);
         }
-        let fits = match (parallel.takes, got.layout) {
-            (takes, Some(layout)) => same(takes, layout, x.rank()),
-            (takes, None) => takes != Layout::Replicate,
-        };
-        if fits {
+        let got = || format!("a tensor of shape {:?} that the plan has not cut", x.dims());
+        if !x.dtype().is_float() {
             return Ok(());
         }
-        Err(at(match parallel.in_plan {
-            true => format!(
-                "takes {} as its input and gets {}; both ends of an edge must have one layout: \
-                 change what one gives or what the other takes (`input` and `output` of their \
-                 styles), or put a style that redistributes between them",
-                parallel.takes,
-                got.describe()
-            ),
-            false => format!(
-                "is not in the plan, so it computes with whole activations, and gets {}: give it a \
-                 style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let \
-                 {} give replicate",
-                got.describe(),
-                got.source
-            ),
-        }))
+        if edges.on_parts && GradMode::current().expects_backward() {
+            return Err(at(counted_often(&got(), ranks)));
+        }
+        // Along other dimensions, code of the model's own may have cut it.
+        if edges.takes != Layout::SEQUENCE {
+            return Ok(());
+        }
+        Err(at(format!(
+            "takes shard(1) as its input and gets {}: it is data, or an output of frozen layers of which \
+             each rank has the whole. Let the layer before this one give shard(1), cut it with \
+             `collectives::split`, or let this layer take replicate",
+            got()
+        )))
+    }
+
+    /// Whether `x`, an input that this layer has checked, gets a gradient.
+    pub fn takes_gradient(&self, x: &Tensor) -> bool {
+        match self.parallel() {
+            Some(_) => activations::takes_gradient(x),
+            None => x.track_op(),
+        }
     }
 
     /// Checks the input and converts it to the layer's internal layout, outside the graph.
@@ -395,7 +367,7 @@ impl LayerHandle {
         let group = parallel.group();
         let known = match parallel.input {
             Redistribute::Split(_) => x.dim(D::Minus1)?,
-            _ => activations::lookup(x, &self.0.path)?.map_or(0, |activation| activation.width),
+            _ => activations::lookup(x, &self.0.path)?.map_or(0, |record| record.activation.width),
         };
         if known == 0 {
             let widths = all_gather_object(&**group, &width)?;
@@ -417,7 +389,7 @@ impl LayerHandle {
     /// Whether the layer leaves its output sharded if the loss works on parts of the classes
     /// ([`ForwardScope::loss_parallel`](crate::module::ForwardScope::loss_parallel)).
     pub fn loss_parallel(&self) -> bool {
-        self.parallel().is_some_and(|parallel| parallel.loss_parallel)
+        self.parallel().is_some_and(|parallel| parallel.edges.loss_parallel)
     }
 
     /// Enters `output`, which the layer computed from `inputs` and `parameters`, into the graph,
@@ -440,11 +412,31 @@ impl LayerHandle {
         backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let activation = self.output_activation(inputs.first().copied())?;
-        let y = record(inputs, parameters, output, self.located(backward))?;
-        match activation {
-            Some(activation) => mark(y, activation),
-            None => Ok(y),
-        }
+        self.record_with(activation, inputs, parameters, output, backward)
+    }
+
+    /// As [`record`](Self::record), with this layout of the output.
+    fn record_with(
+        &self,
+        activation: Option<Activation>,
+        inputs: &[&Tensor],
+        parameters: &[&Parameter],
+        output: Tensor,
+        backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
+    ) -> Result<Tensor> {
+        let backward = self.located(backward);
+        let Some(activation) = activation else {
+            return record(inputs, parameters, output, backward);
+        };
+        let owner = RecordOwner::new();
+        let held = owner.clone();
+        let inputs = without_constants(inputs);
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
+        let y = record(&inputs, parameters, output, move |output, grad| {
+            let _held = &held;
+            backward(output, grad)
+        })?;
+        activations::mark(y, Arc::new(activation), &owner)
     }
 
     /// As [`record`](Self::record), for logits that stay sharded: `first` is this rank's first
@@ -458,12 +450,10 @@ impl LayerHandle {
         backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let activation = self.output_activation(inputs.first().copied())?;
-        let local = output.dim(D::Minus1)?;
-        let y = record(inputs, parameters, output, self.located(backward))?;
-        let Some(activation) = activation else { return Ok(y) };
+        let classes = Some((first, output.dim(D::Minus1)?));
         let layout = Some(Layout::LAST);
-        let classes = Some((first, local));
-        mark(y, Arc::new(Activation { layout, classes, ..(*activation).clone() }))
+        let activation = activation.map(|activation| Activation { layout, classes, ..activation });
+        self.record_with(activation, inputs, parameters, output, backward)
     }
 
     /// As [`record`](Self::record), for a layer that adds its two `inputs`, computes `output` from
@@ -480,18 +470,25 @@ impl LayerHandle {
         [output, sum]: [Tensor; 2],
         backward: impl Fn([Option<&Tensor>; 2]) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Result<[Tensor; 2]> {
-        let held = [self.output_activation(Some(inputs[0]))?, self.sum_activation(inputs)?];
-        let layer = self.clone();
-        let backward = move |grads: &[Option<Tensor>]| match grads {
-            [output, sum] => layer.run(|| backward([output.as_ref(), sum.as_ref()])),
-            _ => Err(Error::other("an output and a sum have two gradients")),
+        let output_activation = self.output_activation(Some(inputs[0]))?.map(Arc::new);
+        let activations = [output_activation, self.sum_activation(inputs)?];
+        let (layer, owner) = (self.clone(), RecordOwner::new());
+        let held = owner.clone();
+        let backward = move |grads: &[Option<Tensor>]| {
+            let _held = &held;
+            match grads {
+                [output, sum] => layer.run(|| backward([output.as_ref(), sum.as_ref()])),
+                _ => Err(Error::other("an output and a sum have two gradients")),
+            }
         };
+        let inputs = without_constants(&inputs);
+        let inputs: Vec<&Tensor> = inputs.iter().collect();
         let outputs = record_outputs(&inputs, parameters, vec![output, sum], backward)?;
-        let mark = |(y, held): (Tensor, Option<Arc<Activation>>)| match held {
-            Some(activation) => mark(y, activation),
+        let mark = |(y, activation): (Tensor, Option<Arc<Activation>>)| match activation {
+            Some(activation) => activations::mark(y, activation, &owner),
             None => Ok(y),
         };
-        let outputs = outputs.into_iter().zip(held).map(mark).collect::<Result<Vec<_>>>()?;
+        let outputs = outputs.into_iter().zip(activations).map(mark).collect::<Result<Vec<_>>>()?;
         outputs.try_into().map_err(|_| Error::other("an output and a sum are two tensors"))
     }
 
@@ -527,51 +524,58 @@ impl LayerHandle {
         move |output, grad| layer.run(|| backward(output, grad))
     }
 
-    /// Records the layout of `output`, which is outside the graph and was computed from `x`.
-    pub fn note_output(&self, x: &Tensor, output: &Tensor) -> Result<()> {
-        if let Some(activation) = self.output_activation(Some(x))? {
-            activations::note(output, activation);
-        }
-        Ok(())
+    /// Records the layout of `output`, which is outside the graph and was computed from `x`, until
+    /// the returned value is dropped.
+    ///
+    /// # Errors
+    /// As [`check_input`](Self::check_input).
+    pub fn note_output(&self, x: &Tensor, output: &Tensor) -> Result<NotedOutput> {
+        let activation = self.output_activation(Some(x))?;
+        Ok(NotedOutput(activation.map(|activation| {
+            let owner = RecordOwner::new();
+            owner.note(output, Arc::new(activation));
+            owner
+        })))
     }
 
     /// The layout of the output for this input.
-    fn output_activation(&self, x: Option<&Tensor>) -> Result<Option<Arc<Activation>>> {
+    fn output_activation(&self, x: Option<&Tensor>) -> Result<Option<Activation>> {
         let Some(parallel) = self.parallel() else { return Ok(None) };
-        let mut activation = Activation {
-            layout: Some(parallel.gives),
+        let activation = Activation {
+            layout: Some(parallel.edges.gives),
             width: parallel.widths[1],
             classes: None,
-            source: parallel.name.clone(),
+            source: parallel.edges.name.clone(),
             plan: Arc::downgrade(&parallel.plan),
         };
-        if parallel.on_parts {
-            match x.map(|x| activations::lookup(x, &self.0.path)).transpose()?.flatten() {
-                Some(input) => {
-                    activation = Activation { source: activation.source, ..(*input).clone() }
-                }
-                None => return Ok(None),
-            }
+        if !parallel.edges.on_parts {
+            return Ok(Some(activation));
         }
-        Ok(Some(Arc::new(activation)))
+        let input = x.map(|x| activations::lookup(x, &self.0.path)).transpose()?.flatten();
+        Ok(input
+            .map(|input| Activation { source: activation.source, ..(*input.activation).clone() }))
     }
 }
 
-/// Records the layout of `y`, which must not share its memory.
-fn mark(y: Tensor, activation: Arc<Activation>) -> Result<Tensor> {
-    let activation = Some(activation);
-    let y = activations::make_traceable(y, &activation)?;
-    activations::propagate(&activation, &y);
-    Ok(y)
+/// Keeps the layout recorded by [`LayerHandle::note_output`].
+#[must_use = "the layout is forgotten when this is dropped"]
+pub struct NotedOutput(
+    #[expect(dead_code, reason = "its drop ends the record")] Option<RecordOwner>,
+);
+
+impl std::fmt::Debug for NotedOutput {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("NotedOutput")
+    }
 }
 
-/// Whether two layouts of a tensor with `rank` dimensions are the same.
-fn same(a: Layout, b: Layout, rank: usize) -> bool {
-    let place = |layout| match layout {
-        Layout::Shard(dim) if dim < 0 => Layout::Shard(dim + rank as isize),
-        layout => layout,
+/// The inputs, with those that get no gradient outside of any graph.
+fn without_constants(inputs: &[&Tensor]) -> Vec<Tensor> {
+    let input = |&x: &&Tensor| match x.track_op() && !activations::takes_gradient(x) {
+        true => x.detach(),
+        false => x.clone(),
     };
-    a == b || place(a) == place(b)
+    inputs.iter().map(input).collect()
 }
 
 /// Enters `output`, computed from at most three `inputs`, into the graph. The function must have no
@@ -588,8 +592,8 @@ pub fn record_function(
         return record(inputs, &[], output, backward);
     }
     for input in inputs {
-        if let Some(activation) = activations::lookup(input, "a function")? {
-            return mark(output, activation);
+        if let Some(record) = activations::lookup(input, "a function")? {
+            return activations::mark(output, record.activation, &RecordOwner::new());
         }
     }
     Ok(output)

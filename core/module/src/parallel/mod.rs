@@ -21,9 +21,10 @@
 //! # Layouts
 //! Between layers an activation is replicated over the tensor-parallel ranks or sharded along a
 //! dimension, and **its gradient has the same layout**. A style sets the layouts of a layer's input
-//! and output, and a plan must make neighbours agree. Each layer checks its input in forward,
-//! before it communicates. It knows which layer computed the input, directly or through candle's
-//! operations, and the error names both ends.
+//! and output, and a plan must make neighbours agree. Along the edges that a model declares
+//! ([`ModuleBuilder::edge`](crate::module::ModuleBuilder::edge)) this is checked before ranks start.
+//! Each layer also checks its input in forward, before it communicates. It knows which layer
+//! computed the input, directly or through candle's operations, and the error names both ends.
 //!
 //! A layer outside of the plan takes whole activations. A loss takes whole activations or
 //! [`ShardedLogits`]. A parameter whose gradient the plan sums must be used on sharded activations.
@@ -31,8 +32,10 @@
 pub(crate) mod activations;
 pub mod collectives;
 mod context;
+mod edges;
 mod layer;
 mod layout;
+mod mismatch;
 mod parallel_layer;
 mod plan;
 mod redistribute;
@@ -40,12 +43,13 @@ mod sharded_logits;
 mod sharding;
 mod style;
 
-pub use activations::check_loss;
-pub use activations::{describe_layout, explain_mismatch};
+pub use activations::{check_loss, describe_layout};
 pub use context::ContextParallel;
-pub use layer::{LayerHandle, record_function};
+pub(crate) use edges::{LayerEdges, describe, mixed, same, sharded_loss};
+pub use layer::{LayerHandle, NotedOutput, record_function};
 pub(crate) use layer::{LayerParallel, PlanRecord, SequenceLength};
 pub use layout::Layout;
+pub use mismatch::explain_mismatch;
 pub(crate) use parallel_layer::Styles;
 pub use parallel_layer::{LayerStyles, ParallelLayer};
 pub use plan::{Plan, PlanEntry};

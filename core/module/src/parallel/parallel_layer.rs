@@ -59,6 +59,12 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
         &[]
     }
 
+    /// Whether the layer returns its input in every forward, unless a plan redistributes it. Dropout
+    /// with probability 0 does.
+    fn returns_input(&self) -> bool {
+        false
+    }
+
     /// Decides how the styles that a plan gives the layer and its parts cut the parameters and
     /// redistribute input and output. Called when a plan with such styles is applied. Returns the
     /// same on every rank and communicates nothing.

@@ -4,6 +4,7 @@ use std::sync::Arc;
 
 use candle_core::{D, Tensor};
 
+use super::edges::sharded_loss;
 use super::{Layout, activations};
 use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
@@ -29,18 +30,15 @@ impl ShardedLogits {
     /// If the logits are sharded along another dimension than the classes, or have another number
     /// of classes than the head's output.
     pub fn of(logits: &Tensor) -> Result<Option<Self>> {
-        let Some(activation) = activations::lookup(logits, "the loss")? else { return Ok(None) };
+        let Some(record) = activations::lookup(logits, "the loss")? else { return Ok(None) };
+        let activation = record.activation;
         if activation.is_whole() {
             return Ok(None);
         }
         let (Some((first_class, local)), Some(plan)) =
             (activation.classes, activation.plan.upgrade())
         else {
-            return Err(Error::other(format!(
-                "the loss takes whole logits and gets {}; give the layer `output = \"replicate\"`, \
-                 with `loss_parallel = true` if the loss is to work on parts of the classes",
-                activation.describe()
-            )));
+            return Err(Error::other(sharded_loss(&activation.describe())));
         };
         let columns = logits.dim(D::Minus1)?;
         if columns != local {
@@ -59,7 +57,7 @@ impl ShardedLogits {
     /// each rank computes the gradient of its own classes.
     pub fn note_loss(&self, loss: &Tensor) {
         if let Some(plan) = activations::plan_of(&self.group) {
-            activations::note(loss, plan.activation(Some(Layout::Replicate), "the loss"));
+            activations::note_result(loss, plan.activation(Some(Layout::Replicate), "the loss"));
         }
     }
 }

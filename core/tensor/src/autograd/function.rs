@@ -104,18 +104,29 @@ fn node(
 }
 
 /// Makes `output` the leaf of a new graph through which no gradient flows. [`Tensor::sorted_nodes`]
-/// finds the leaf from any tensor computed from it. Its storage moves into the returned tensor, as
-/// in [`function`].
-pub fn leaf(output: Tensor) -> Result<Tensor> {
+/// finds the leaf from any tensor computed from it, and [`is_constant`] tells such graphs from those
+/// with parameters. The leaf owns `held`. Its storage moves into the returned tensor, as in
+/// [`function`].
+pub fn leaf(output: Tensor, held: impl Send + Sync + 'static) -> Result<Tensor> {
     let shape = output.shape().clone();
     let output = if storage::is_whole(&output) { output } else { output.force_contiguous()? };
-    let token = Var::zeros((), DType::F32, output.device())?;
+    // An integer, by which `is_constant` recognises it: no other variable is one.
+    let token = Var::zeros((), DType::U8, output.device())?;
     let op = Function {
         output: Mutex::new(Some((storage::take(&output)?, shape))),
-        backward: Box::new(|_, _| Ok(vec![None])),
+        backward: Box::new(move |_, _| {
+            let _held = &held;
+            Ok(vec![None])
+        }),
         graph: GradMode::current().own_graph(),
     };
     Ok(token.apply_op1(op)?)
+}
+
+/// Whether a graph with these [nodes](Tensor::sorted_nodes) begins at [leaves](leaf) only, so that
+/// no gradient is needed.
+pub fn is_constant(nodes: &[&Tensor]) -> bool {
+    nodes.iter().all(|node| !node.is_variable() || node.dtype().is_int())
 }
 
 struct Function {

@@ -275,3 +275,22 @@ fn a_model_that_is_not_quite_a_llama() {
     let error = parallelize(r#"{ type = "hf", units = ["blocks.*"] }"#, false).unwrap_err();
     insta::assert_snapshot!(error, @"module `blocks.*`: no unit matches this pattern (`*` is one segment); there are model.layers.0, model.layers.1");
 }
+
+#[test]
+fn edges_that_end_at_no_module() {
+    let finished = |end: &str| {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        GeluMlp::new(&b.pp("mlp"), 8, 16).unwrap();
+        Linear::new(&b.pp("head"), 8, 4).unwrap();
+        b.edge(&["mlp"], end);
+        b.finish().map(drop)
+    };
+    finished("head").unwrap();
+    let messages =
+        ["heads", "loss", "mlp.up_proj"].map(|end| finished(end).unwrap_err().to_string());
+    insta::assert_snapshot!(messages.join("\n"), @"
+    module `heads`: is the end of an edge, and there is no such module; did you mean `head`?
+    module `loss`: is the end of an edge, and there is no such module; name a layer, or a module with parameters of its own
+    module `mlp.up_proj`: is the end of an edge, and is computed by `mlp`; name that
+    ");
+}

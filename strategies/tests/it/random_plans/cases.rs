@@ -74,6 +74,7 @@ impl Case {
             score: dice.once_in(3).then(|| (dice.one_of(&[3, 6, 12]), dice.once_in(2))),
             fused_loss: dice.once_in(3),
             shifted: dice.once_in(3),
+            edges: false,
         };
         let mut frozen =
             vec!["embedding.weight", "layers.*.norm.weight", "layers.0.*.*", "norm.weight"];
@@ -90,6 +91,7 @@ impl Case {
         let mesh = dice.one_of(&[[1, 1, 2], [1, 1, 2], [1, 1, 4], [1, 2, 2], [2, 1, 2]]);
         let checkpointing = shape.units && dice.once_in(4);
         let plan = plan(dice, &shape);
+        let shape = Shape { edges: dice.once_in(2), ..shape };
         Self { mesh, shape, frozen, checkpointing, plan }
     }
 

@@ -13,18 +13,18 @@ use std::sync::Arc;
 
 use candle_core::DType;
 use cases::{Case, Dice};
-use fulgurite_core::collective::{ProcessGroup, all_gather_object};
+use fulgurite_core::collective::{Planned, ProcessGroup, all_gather_object};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::{DATA_PARALLEL, DeviceMesh, TENSOR_PARALLEL};
-use fulgurite_core::module::{ActivationCheckpointing, ModuleInit, ModuleTree};
+use fulgurite_core::module::{ActivationCheckpointing, ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::optim::Sgd;
 use fulgurite_core::parallel::Plan;
 use fulgurite_core::shard::{Region, chunk};
-use fulgurite_core::strategy::{BuildContext, StrategyConfig};
+use fulgurite_core::strategy::{BuildContext, Strategy, StrategyConfig};
 use fulgurite_core::{Error, Result};
 use fulgurite_strategies as _;
 use fulgurite_transports::run_ranks;
-use model::{BATCH, Model};
+use model::{BATCH, Model, Shape};
 
 const STEPS: u64 = 3;
 
@@ -35,8 +35,8 @@ struct Run {
     weights: BTreeMap<String, Vec<f64>>,
 }
 
-/// Trains a case's model on this rank.
-fn train(world: Arc<dyn ProcessGroup>, case: &Case, strategy: &str, plan: &Plan) -> Result<Run> {
+/// The strategy and the options of a case.
+fn configured(case: &Case, strategy: &str, plan: &Plan) -> Result<(Box<dyn Strategy>, ModuleInit)> {
     let strategy: Box<dyn StrategyConfig> = serde_json::from_str(strategy).map_err(Error::other)?;
     let mut strategy = strategy.build(&BuildContext::default())?;
     let plan = plan.clone();
@@ -54,6 +54,22 @@ fn train(world: Arc<dyn ProcessGroup>, case: &Case, strategy: &str, plan: &Plan)
             .map_err(Error::other)?,
         ..ModuleInit::default()
     };
+    Ok((strategy, init))
+}
+
+/// What the process that starts the ranks checks.
+fn before_ranks(case: &Case) -> Result<()> {
+    let (mut strategy, init) = configured(case, &case.strategy(), &case.plan)?;
+    let mesh = strategy.device_mesh(Arc::new(Planned::world(case.ranks())))?;
+    let b = ModuleBuilder::new(strategy.module_init_context(init));
+    Model::new(&b, &case.shape)?;
+    let extensions = strategy.extensions().ok_or_else(|| Error::other("no extensions"))?;
+    extensions.plan_module(&mut b.finish()?, &mesh).map(drop)
+}
+
+/// Trains a case's model on this rank.
+fn train(world: Arc<dyn ProcessGroup>, case: &Case, strategy: &str, plan: &Plan) -> Result<Run> {
+    let (strategy, init) = configured(case, strategy, plan)?;
     let mut fabric = Fabric::new(world, strategy, init, 7)?;
     let optimizer = Sgd { lr: 0.3, ..Sgd::default() };
     let (model, mut optimizer) = fabric.setup(|b| Model::new(b, &case.shape), &optimizer)?;
@@ -156,11 +172,28 @@ fn a_plan_is_refused_or_trains_as_one_device() {
     let seed = number("FULGURITE_RANDOM_PLANS_SEED", 1);
     println!("{count} plans from seed {seed} on");
     let (mut equal, mut refusals, mut wrong) = (0, BTreeMap::<String, usize>::new(), Vec::new());
+    // Without and with declared edges.
+    let (mut refused_early, mut refused_of) = ([0, 0], [0, 0]);
     for seed in seed..seed + count {
         let case = Case::new(&mut Dice::new(seed));
         match outcome(&case) {
             Outcome::Equal => equal += 1,
-            Outcome::Refused(error) => *refusals.entry(kind(&error)).or_default() += 1,
+            Outcome::Refused(error) => {
+                *refusals.entry(kind(&error)).or_default() += 1;
+                if let Err(early) = before_ranks(&case) {
+                    assert_eq!(early.to_string(), error, "seed {seed}");
+                    refused_early[usize::from(case.shape.edges)] += 1;
+                }
+                refused_of[usize::from(case.shape.edges)] += 1;
+                if case.shape.edges {
+                    let shape = Shape { edges: false, ..case.shape.clone() };
+                    let undeclared = Case { shape, ..case };
+                    if let Outcome::Equal = outcome(&undeclared) {
+                        println!("seed {seed}: refused by its edges: {error}\n{undeclared:#?}");
+                        wrong.push(seed);
+                    }
+                }
+            }
             Outcome::Wrong(what) => {
                 println!("seed {seed}: {what}\n{case:#?}");
                 wrong.push(seed);
@@ -169,6 +202,10 @@ fn a_plan_is_refused_or_trains_as_one_device() {
     }
     let (count, refused) = (count as usize, refusals.values().sum::<usize>());
     println!("{equal} equal, {refused} refused, {} different", wrong.len());
+    println!(
+        "before ranks start: {} of {} without declared edges, {} of {} with them",
+        refused_early[0], refused_of[0], refused_early[1], refused_of[1]
+    );
     let mut refusals: Vec<_> = refusals.into_iter().collect();
     refusals.sort_by_key(|(_, count)| std::cmp::Reverse(*count));
     for (error, count) in refusals {
@@ -177,6 +214,8 @@ fn a_plan_is_refused_or_trains_as_one_device() {
     assert!(wrong.is_empty(), "different: {wrong:?}");
     // Some plans are refused, and some are not.
     assert!(equal > count / 5 && refused > count / 10, "{equal} equal, {refused} refused");
+    // Most mistakes are found before ranks start, if the model declares its edges.
+    assert!(refused_early[1] * 10 >= refused_of[1] * 8, "{refused_early:?} of {refused_of:?}");
 }
 
 /// A message without its names and numbers.

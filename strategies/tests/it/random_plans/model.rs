@@ -48,6 +48,8 @@ pub(crate) struct Shape {
     pub(crate) fused_loss: bool,
     /// Whether the last position's logits are omitted.
     pub(crate) shifted: bool,
+    /// Whether the model declares its edges.
+    pub(crate) edges: bool,
 }
 
 enum Mlp {
@@ -211,6 +213,9 @@ impl Model {
         };
         let score = |(classes, _)| Linear::with_bias(&b.pp("score"), WIDTH, classes);
         let score = shape.score.map(score).transpose()?;
+        if shape.edges {
+            declare_edges(b, shape);
+        }
         let shape = shape.clone();
         Ok(Self { shape, embedding, positions, position_table, dropout, layers, norm, head, score })
     }
@@ -274,5 +279,70 @@ impl Model {
             loss = (&loss + &other)?;
         }
         Ok(loss)
+    }
+}
+
+/// The edges of [`Model::hidden`], [`Block::forward`] and [`Model::loss`].
+fn declare_edges(b: &ModuleBuilder, shape: &Shape) {
+    // The modules whose outputs were last added to the residual stream.
+    let mut stream = vec!["embedding".to_owned()];
+    match shape.positions {
+        1 => {
+            b.edge(&stream, "position_table");
+            stream = vec!["position_table".to_owned()];
+        }
+        2 => stream.push("positions".to_owned()),
+        _ => {}
+    }
+    if shape.embedding_dropout {
+        b.edge(&stream, "embedding_dropout");
+        stream = vec!["embedding_dropout".to_owned()];
+    }
+    for i in 0..shape.layers {
+        let within = |name: &str| format!("layers.{i}.{name}");
+        let edge = |from: &str, to: &str| b.edge(&[within(from)], &within(to));
+        b.edge(&stream, &within("norm"));
+        match shape.kv_heads {
+            Some(_) => {
+                edge("norm", "self_attn");
+                let fused = shape.fused && shape.dropout == 0.0;
+                if !fused {
+                    edge("self_attn", "dropout");
+                }
+                stream.push(within(if fused { "self_attn" } else { "dropout" }));
+            }
+            None => {
+                edge("norm", "dropout");
+                stream = vec![within("dropout")];
+            }
+        }
+        b.edge(&stream, &within("post_norm"));
+        let mut last = match shape.mlp {
+            2 => {
+                edge("post_norm", "mlp.up");
+                edge("mlp.up", "mlp.dropout");
+                edge("mlp.dropout", "mlp.down");
+                within("mlp.down")
+            }
+            _ => {
+                edge("post_norm", "mlp");
+                within("mlp")
+            }
+        };
+        if shape.scale {
+            b.edge(&[last], &format!("layers.{i}"));
+            last = format!("layers.{i}");
+        }
+        stream = stream.pop().into_iter().chain([last]).collect();
+    }
+    b.edge(&stream, "norm");
+    b.edge(&["norm"], "lm_head");
+    b.edge_to_loss(&["lm_head"]);
+    if let Some((_, mean)) = shape.score {
+        // A mean over the sequence does not keep layouts.
+        if !mean {
+            b.edge(&["norm"], "score");
+        }
+        b.edge_to_loss(&["score"]);
     }
 }

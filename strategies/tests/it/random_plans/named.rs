@@ -14,7 +14,7 @@ use fulgurite_transports::run_ranks;
 
 use super::cases::Case;
 use super::model::Shape;
-use super::{Outcome, outcome};
+use super::{Outcome, before_ranks, outcome};
 
 const PARTIAL: ParallelStyle = ParallelStyle::ReplicatedWithGradAllreduce;
 
@@ -36,6 +36,7 @@ fn shape() -> Shape {
         score: None,
         fused_loss: false,
         shifted: false,
+        edges: false,
     }
 }
 
@@ -121,7 +122,7 @@ fn dropout_on_an_unplanned_part_is_refused() {
 #[test]
 fn an_output_is_what_the_layer_computes() {
     let output = PrepareModuleOutput { output: Layout::SEQUENCE, desired: Layout::Replicate };
-    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => output }), @r#"module `lm_head`: takes shard(1) as its input and gets replicate from `norm` (not in the plan); both ends of an edge must have one layout: change what one gives or what the other takes (`input` and `output` of their styles), or put a style that redistributes between them"#);
+    insta::assert_snapshot!(refused(shape(), plan! { "lm_head" => output }), @r#"module `lm_head`: takes a part of the sequence (shard(1)), and no layer of the plan cuts the sequence; cut it before this layer, as `output = "shard(1)"` on the embedding does, or let this layer take replicate"#);
 }
 
 #[test]
@@ -160,7 +161,7 @@ fn behind_frozen_layers() {
     let Outcome::Refused(message) = frozen(positions, plan! { "position_table" => PARTIAL }) else {
         panic!("the plan is taken")
     };
-    insta::assert_snapshot!(message, @r#"parameter `position_table`: has a gradient that the plan sums over the ranks (replicated_with_grad_allreduce), and is used on replicate from `embedding` (not in the plan), where every rank has the whole gradient: it would count once a rank; leave `position_table` out of the plan"#);
+    insta::assert_snapshot!(message, @r#"parameter `position_table`: has a gradient that the plan sums over the ranks (replicated_with_grad_allreduce), and is used on a tensor that the plan has not cut (data, or an output of frozen layers), where every rank has the whole gradient: it would count once a rank; leave `position_table` out of the plan"#);
 }
 
 #[test]
@@ -186,4 +187,58 @@ fn moves_are_made_in_validation_too() {
     // The layer drops nothing.
     let to_whole = PrepareModuleInput { input: Layout::SEQUENCE, desired: Layout::Replicate };
     right(dropout, plan! { "embedding" => to_part(), "embedding_dropout" => to_whole });
+}
+
+/// The message with which the process that starts the ranks refuses a plan.
+#[track_caller]
+fn refused_early(shape: Shape, plan: Plan) -> String {
+    let case = Case::on_two_ranks(Shape { edges: true, ..shape }, plan);
+    before_ranks(&case).expect_err("the plan is wrong").to_string()
+}
+
+#[test]
+fn declared_edges_are_checked_before_ranks_start() {
+    let mlp = Shape { kv_heads: None, ..shape() };
+    let whole_norm = plan! { "embedding" => to_part(), "lm_head" => from_part() };
+    let no_loss = plan! { "lm_head" => Colwise::default() };
+    let uncut = plan! { "norm" => SequenceParallel::default() };
+    let in_sum = plan! {
+        "layers.*.norm" => SequenceParallel { input: Layout::Replicate, output: Layout::SEQUENCE },
+        "layers.*.post_norm" => SequenceParallel::default(),
+    };
+    let mixed = plan! { "embedding" => to_part() };
+    let positions = Shape { positions: 2, ..shape() };
+    let messages = [
+        refused_early(mlp.clone(), whole_norm),
+        refused_early(shape(), no_loss),
+        refused_early(shape(), uncut),
+        refused_early(mlp, in_sum),
+        refused_early(positions, mixed),
+        refused_early(shape(), plan! { "norm" => PARTIAL }),
+        refused_early(Shape { scale: true, ..shape() }, plan! { "layers.*" => PARTIAL }),
+    ];
+    insta::assert_snapshot!(messages.join("\n"), @r#"
+    module `layers.0.norm`: is not in the plan, so it computes with whole activations, and gets shard(1) from `embedding` (rowwise): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `embedding` (rowwise) give replicate
+    the loss takes whole logits and gets shard(-1) from `lm_head` (colwise); give the layer `output = "replicate"`, with `loss_parallel = true` if the loss is to work on parts of the classes
+    module `norm`: takes a part of the sequence (shard(1)), and no layer of the plan cuts the sequence; cut it before this layer, as `output = "shard(1)"` on the embedding does, or let this layer take replicate
+    module `layers.0.mlp.up`: is not in the plan, so it computes with whole activations, and gets shard(1) from `layers.0.post_norm` (sequence_parallel): give it a style for that part (sequence_parallel, replicated_with_grad_allreduce, …), or let `layers.0.post_norm` (sequence_parallel) give replicate
+    module `layers.0.norm`: what `layers.0.norm` gets is put together from replicate from `positions` (not in the plan) and shard(1) from `embedding` (rowwise); the ranks must hold all of it in one way: change the plan so that both have one layout
+    module `norm`: is replicated_with_grad_allreduce, which sums its gradients over the ranks because each has a partial one from another part of an activation, and it gets replicate from `layers.0.mlp.down` (not in the plan), of which every rank has the whole gradient: it would count 2 times. Leave it out of the plan, or give it a part
+    module `layers.0`: is replicated_with_grad_allreduce, which sums its gradients over the ranks because each has a partial one from another part of an activation, and it gets replicate from `layers.0.mlp.down` (not in the plan), of which every rank has the whole gradient: it would count 2 times. Leave it out of the plan, or give it a part
+    "#);
+}
+
+#[test]
+fn dropout_that_drops_nothing_has_no_layout() {
+    let without = Shape { edges: true, kv_heads: None, embedding_dropout: true, ..shape() };
+    let plan = plan! {
+        "embedding" => to_part(),
+        "layers.*.norm" => SequenceParallel::default(),
+        "layers.*.post_norm" => SequenceParallel::default(),
+        "layers.*.mlp.up" => Colwise { output: Layout::LAST, ..from_part() },
+        "layers.*.mlp.down" => to_part(),
+        "norm" => SequenceParallel::default(),
+        "lm_head" => from_part(),
+    };
+    right(without, plan);
 }

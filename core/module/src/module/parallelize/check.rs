@@ -1,13 +1,9 @@
 //! Checks a plan before any parameter is cut, also on a single rank.
 
-use super::{PlanApplication, Shardings};
+use super::{PlanApplication, Shardings, wrong};
 use crate::parallel::{ALL, LayerSharding, LayerStyles, ParallelStyle, ParameterSharding};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
-
-fn wrong<T>(path: &str, message: String) -> Result<T> {
-    Err(Error::Module { path: path.to_owned(), message })
-}
 
 impl PlanApplication<'_> {
     /// Checks the whole plan, and returns how it shards each layer.

@@ -1,7 +1,9 @@
 //! Cuts the parameters of a plan's layers and configures the layers.
 
 use super::{PlanApplication, Shardings};
-use crate::parallel::{ALL, LayerParallel, LayerSharding, ParameterSharding, PlanRecord};
+use crate::parallel::{
+    ALL, LayerEdges, LayerParallel, LayerSharding, ParameterSharding, PlanRecord,
+};
 use crate::parameter::{LayerCut, Parameter};
 use crate::{Error, Result};
 use fulgurite_collective::shard::{Cut, Placement, ShardSpec, chunk};
@@ -21,10 +23,8 @@ impl PlanApplication<'_> {
         let plan = PlanRecord::new(&self.group, self.tree.trainable(), &self.sequence);
         for (path, sharding) in shardings {
             self.shard_parameters(path, sharding)?;
-            self.tell(
-                path,
-                LayerParallel::new(plan.clone(), path, self.styles.get(path), sharding)?,
-            );
+            let edges = LayerEdges::new(path, self.styles.get(path), sharding)?;
+            self.tell(path, LayerParallel::new(plan.clone(), path, edges, sharding)?);
             for (name, part) in &sharding.parts {
                 let path = format!("{path}.{name}");
                 self.shard_parameters(&path, part)?;

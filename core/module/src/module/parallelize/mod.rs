@@ -2,13 +2,18 @@
 
 mod check;
 mod cut;
+mod edges;
 mod matching;
+
+pub(crate) use edges::Edge;
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use super::ModuleTree;
-use crate::parallel::{LayerSharding, LayerStyles, ParallelStyle, Plan, SequenceLength, Styles};
+use crate::parallel::{
+    LayerEdges, LayerSharding, LayerStyles, ParallelStyle, Plan, SequenceLength, Styles,
+};
 use crate::parameter::Parameter;
 use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
@@ -21,12 +26,19 @@ use fulgurite_collective::mesh::{
 #[derive(Debug, Clone, Default)]
 pub(crate) struct AppliedPlans {
     pub(super) styles: Styles,
+    /// The layouts at the edges of the modules that the plans shard.
+    pub(super) edges: BTreeMap<String, LayerEdges>,
+    pub(super) ranks: usize,
     pub(super) sequence: SequenceLength,
 }
 
 /// A plan's sharding of the layers it names, by path. The sharding of a layer includes the layers
 /// that it computes.
 pub(super) type Shardings = BTreeMap<String, LayerSharding>;
+
+fn wrong<T>(path: &str, message: String) -> Result<T> {
+    Err(Error::Module { path: path.to_owned(), message })
+}
 
 /// A plan that is being applied.
 pub(super) struct PlanApplication<'a> {
@@ -90,11 +102,15 @@ impl ModuleTree {
             sequence: self.parallel.sequence.clone(),
         };
         let shardings = applying.check()?;
+        let edges = applying.edges(&shardings)?;
         if applying.group.size() > 1 {
             applying.cut_layers(&shardings)?;
         }
-        let styles = applying.styles;
-        self.parallel.styles.extend(styles);
+        let (styles, ranks) = (applying.styles, applying.group.size());
+        let applied = &mut self.parallel;
+        applied.styles.extend(styles);
+        applied.edges.extend(edges);
+        applied.ranks = ranks;
         Ok(())
     }
 
@@ -133,6 +149,26 @@ fn dimension(mesh: &DeviceMesh) -> Result<&str> {
 }
 
 impl<'a> PlanApplication<'a> {
+    /// The layouts at the edges of each module of the plan.
+    fn edges(&self, shardings: &Shardings) -> Result<BTreeMap<String, LayerEdges>> {
+        let is_trained = |path: &str| self.parameters_of(path).any(Parameter::requires_grad);
+        let foreign = self.styles.keys();
+        let foreign =
+            foreign.filter(|path| !self.tree.modules().contains_key(*path) && is_trained(path));
+        let foreign = foreign.map(|path| (path, LayerSharding::on_parts()));
+        let shardings = shardings.iter().map(|(path, sharding)| (path, sharding.clone()));
+        let edges = |(path, sharding): (&String, LayerSharding)| {
+            let edges = LayerEdges::new(path, self.styles.get(path), &sharding)?;
+            Ok((path.clone(), edges))
+        };
+        let returns_input = |path: &String, edges: &LayerEdges| {
+            let info = self.tree.modules().get(path);
+            edges.takes == edges.gives && info.is_some_and(|info| info.parallel.returns_input())
+        };
+        let all = foreign.chain(shardings).map(edges).collect::<Result<BTreeMap<_, _>>>()?;
+        Ok(all.into_iter().filter(|(path, edges)| !returns_input(path, edges)).collect())
+    }
+
     /// The module's own parameters. For a parameter outside of modules, `path` is its name.
     pub(super) fn parameters_of(&self, path: &str) -> impl Iterator<Item = &'a Parameter> {
         self.tree.parameters().iter().filter(move |p| {
