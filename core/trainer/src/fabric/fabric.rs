@@ -262,7 +262,7 @@ impl Fabric {
         let distributing = self.log_execution_time("distributing and initialising the model");
         self.runtime.setup_module(tree, self.seed)?;
         drop(distributing);
-        watch_units(self.runtime.profiler(), self.module_tree()?.units());
+        watch_units(self.runtime.profiler(), self.module_tree()?.units())?;
         if let Some(dir) = self.adapter_from() {
             self.load_adapter(dir)?;
         }

@@ -36,18 +36,18 @@ pub(super) fn end_backward_range() {
 /// Records the forward and backward of these units, for a profiler and for an attached tool.
 ///
 /// Called after the strategy has set its hooks.
-pub(crate) fn watch_units(profiler: Option<&Profiler>, units: &[UnitHandle]) {
+pub(crate) fn watch_units(profiler: Option<&Profiler>, units: &[UnitHandle]) -> Result<()> {
     if profiler.is_none() && !ranges::is_watched() {
-        return;
+        return Ok(());
     }
-    for unit in units {
+    units.iter().try_for_each(|unit| {
         unit.set_hooks(Arc::new(ProfiledUnit {
             inner: unit.hooks(),
             profiler: profiler.cloned(),
             name: format!("forward {}", unit.path()),
             begun: Mutex::default(),
-        }));
-    }
+        }))
+    })
 }
 
 impl UnitHooks for ProfiledUnit {
