@@ -15,8 +15,8 @@
 
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::marker::PhantomData;
 use std::sync::OnceLock;
+use std::thread::{self, ThreadId};
 
 /// Table sizes: the number of functions in each NVTX module (none, core, CUDA, OpenCL, CUDA's
 /// runtime, core 2, synchronisation), including the invalid function at index 0.
@@ -142,12 +142,12 @@ impl Tool {
         unsafe { (self.push)(name.as_ptr()) };
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
-        Range { tool: self, depth, of_thread: PhantomData }
+        Range { tool: self, depth, thread: thread::current().id() }
     }
 }
 
 thread_local! {
-    /// Number of open ranges of this thread.
+    /// Number of open ranges of this thread: the tool's functions act on the calling thread's ranges.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -171,17 +171,21 @@ fn tool() -> Option<Tool> {
     })
 }
 
-/// An open range. Dropping it ends it and all later ranges of its thread.
+/// An open range. Dropping it ends it and all later ranges of its thread. Dropped on another thread,
+/// it stays open until an earlier range of its thread ends.
 #[derive(Debug)]
 #[must_use = "a range ends when it is dropped"]
 pub struct Range {
     tool: Tool,
     depth: usize,
-    of_thread: PhantomData<*const ()>,
+    thread: ThreadId,
 }
 
 impl Drop for Range {
     fn drop(&mut self) {
+        if thread::current().id() != self.thread {
+            return;
+        }
         while DEPTH.get() > self.depth {
             // SAFETY: the tool's function takes no arguments.
             unsafe { (self.tool.pop)() };
