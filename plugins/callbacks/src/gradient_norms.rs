@@ -30,12 +30,11 @@ impl CallbackConfig for GradientNormsConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "gradient_norms",
+    GradientNormsConfig,
     "Logs the gradient norm of each part of the model",
-    "{ type = \"gradient_norms\", depth = 3 }",
-    GradientNormsConfig
+    "{ type = \"gradient_norms\", depth = 3 }"
 );
 
 struct GradientNorms(usize);

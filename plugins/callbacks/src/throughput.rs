@@ -57,12 +57,11 @@ impl CallbackConfig for ThroughputMonitorConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "throughput_monitor",
+    ThroughputMonitorConfig,
     "Logs batches, items and floating-point operations a second",
-    "{ type = \"throughput_monitor\", peak_tflops = 312.0 }",
-    ThroughputMonitorConfig
+    "{ type = \"throughput_monitor\", peak_tflops = 312.0 }"
 );
 
 struct ThroughputMonitor {
