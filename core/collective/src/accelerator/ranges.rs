@@ -250,6 +250,13 @@ mod tests {
         drop(tool.begin("forward"));
         // A range whose end is not reported, as when a unit fails.
         std::mem::forget(tool.begin("backward"));
+        let moved = tool.begin("moved");
+        let on_another_thread = move || {
+            let _own = ["a", "b", "c"].map(|name| tool.begin(name));
+            drop(moved); // must not end a range of this thread
+            drop(tool.begin("d"));
+        };
+        std::thread::spawn(on_another_thread).join().unwrap();
         drop(step);
         drop(tool.begin("data"));
         // SAFETY: the library is loaded, and its function has this type.
@@ -259,7 +266,7 @@ mod tests {
             let text: extern "C" fn() -> *const c_char = std::mem::transmute(symbol);
             CStr::from_ptr(text()).to_str().unwrap()
         };
-        assert_eq!(text, "step(forward()backward())data()");
+        assert_eq!(text, "step(forward()backward(moved(a(b(c(d()))))))data()");
     }
 
     #[test]
