@@ -51,7 +51,7 @@ impl Hooks for GradientNorms {
             let end = name.match_indices('.').nth(depth.saturating_sub(1)).map(|(at, _)| at);
             name[..end.unwrap_or(name.len())].to_owned()
         };
-        let norms = ctx.fabric().gradient_norms(&group)?;
+        let norms = ctx.fabric().gradients()?.norms(&group)?;
         for (group, norm) in norms {
             // The norm already covers all ranks.
             let own = LogOptions::default().sync(false);
