@@ -242,7 +242,7 @@ impl UnitHandle {
     }
 
     /// Storage of the unit's offloaded activations, if they are offloaded.
-    pub fn activation_offload(&self) -> Option<ActivationOffload> {
+    pub(super) fn activation_offload(&self) -> Option<ActivationOffload> {
         self.get(|settings| settings.activation_offload)
     }
 

@@ -21,9 +21,9 @@ pub use anomaly::detect_anomaly;
 pub use anomaly::is_on as detects_anomalies;
 #[doc(hidden)]
 pub use direct::graph_id;
+pub use function::function;
 #[doc(hidden)]
 pub use function::leaf;
-pub use function::{Backward, function};
 #[doc(hidden)]
 pub use functions::functions;
 pub use grad_mode::{is_grad_enabled, no_grad};
