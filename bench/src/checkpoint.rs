@@ -159,8 +159,12 @@ impl Meter<'_> {
         let resting = resident()?.now;
         reset_peak()?;
         let started = Instant::now();
-        let request =
-            self.fabric.save_request("saved", Some(optimizer), &(), serde_json::Value::Null)?;
+        let request = self.fabric.checkpoints().save_request(
+            "saved",
+            Some(optimizer),
+            &(),
+            serde_json::Value::Null,
+        )?;
         saver.start(request)?;
         let blocked = started.elapsed().as_secs_f64();
         saver.wait()?;
@@ -192,7 +196,12 @@ fn measure(
     for _ in 0..repeat {
         let mut reserved = new_saver()?;
         let nothing = serde_json::Value::Null;
-        reserved.reserve(&fabric.save_request("saved", Some(optimizer), &(), nothing)?)?;
+        reserved.reserve(&fabric.checkpoints().save_request(
+            "saved",
+            Some(optimizer),
+            &(),
+            nothing,
+        )?)?;
         // Once before measuring: the first use of cache pages takes longer.
         raw_write(&raw, &from)?;
 

@@ -144,7 +144,7 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
 
     let mut times = Times::default();
     let loss_first = step(0)?;
-    let startup_s = now() - fabric.program_start().unwrap_or(f64::NAN);
+    let startup_s = now() - fabric.measurements().program_start().unwrap_or(f64::NAN);
     times.note(&fabric, "startup", startup_s)?;
     for i in 1..options.warmup {
         step(i)?;
@@ -176,8 +176,10 @@ pub(crate) fn train(options: &TrainBench) -> Result<()> {
         measure_floor(floor, &mut times)?;
     }
     let peak_rss_mib = all_gather_object(&**fabric.world(), &peak_rss_mib)?;
-    let memory =
-        fabric.device_memory()?.map(|memory| memory.peak_bytes as f64 / f64::from(1 << 20));
+    let memory = fabric
+        .measurements()
+        .device_memory()?
+        .map(|memory| memory.peak_bytes as f64 / f64::from(1 << 20));
     let peak_device_mib = all_gather_object(&**fabric.world(), &memory)?;
     let tokens_per_step = batch * seq * data_parallel.size() * options.accumulate as usize;
     if !fabric.is_global_zero() {

@@ -28,7 +28,7 @@ fn end_step(
     let totals = optimizer.step_totals(&[])?;
     let loss = optimizer.check_loss(&totals)?;
     let grad_norm = match case.clip {
-        Clip::No => fabric.gradient_norm(optimizer)?,
+        Clip::No => optimizer.gradient_norm()?,
         Clip::Norm(limit) => fabric.clip_gradients_norm(optimizer, limit)?,
         Clip::Value(limit) => fabric.clip_gradients_value(optimizer, limit)?,
     };

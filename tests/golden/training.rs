@@ -197,7 +197,7 @@ fn step(
         false => {
             let loss = fabric.step_totals(&[])?.mean();
             let grad_norm = match clip {
-                Clip::No => fabric.gradient_norm(optimizer)?,
+                Clip::No => optimizer.gradient_norm()?,
                 Clip::Norm(most) => fabric.clip_gradients_norm(optimizer, most)?,
                 Clip::Value(most) => fabric.clip_gradients_value(optimizer, most)?,
             };

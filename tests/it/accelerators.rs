@@ -130,7 +130,7 @@ fn every_rank_has_its_own_device() {
         let memory = run_ranks(ranks, |world| {
             let fabric = Fabric::with_world(world.clone(), config, 1, None)?;
             assert!(fabric.device().same_device(&Device::Cpu));
-            let held = fabric.device_memory()?.map(|memory| memory.held_bytes >> 30);
+            let held = fabric.measurements().device_memory()?.map(|memory| memory.held_bytes >> 30);
             all_gather_object(&*world, &held)
         });
         memory.map(|ranks| ranks[0].clone())
@@ -163,8 +163,8 @@ fn every_rank_has_its_own_device() {
     );
     let traces = run_ranks(1, |world| {
         let fabric = Fabric::with_world(world, &run.trainer, 1, None)?;
-        drop(fabric.phase("data"));
-        fabric.profile()
+        drop(fabric.measurements().phase("data"));
+        fabric.measurements().profile()
     });
     let trace = traces.unwrap().remove(0).unwrap().1.unwrap();
     let trace: serde_json::Value = serde_json::from_str(&trace).unwrap();

@@ -49,7 +49,7 @@ fn logits_and_gradients_match_transformers() {
         let tree = fabric.module_tree().unwrap();
         let source = SafetensorsSource::open(fixture(case)).unwrap();
         load_into(&source, tree, true).unwrap();
-        fabric.finish_load().unwrap();
+        fabric.checkpoints().finish_load().unwrap();
 
         let ids = expected["input_ids"].to_dtype(DType::U32).unwrap();
         let logits = model.forward(&ids).unwrap();

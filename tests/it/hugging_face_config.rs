@@ -54,7 +54,7 @@ fn loss(config: &str) -> Result<f64> {
     let mut fabric = Fabric::single(strategy, 1)?;
     let model = fabric.setup_module(|b| Decoder::new(&config.decoder()?, b))?;
     load_raw(&directory, fabric.module_tree()?, true)?;
-    fabric.finish_load()?;
+    fabric.checkpoints().finish_load()?;
     let expected = expected(&fixture("hf_llama").join("expected.safetensors"));
     let ids = expected["input_ids"].to_dtype(DType::U32)?;
     cross_entropy(&model.forward(&ids)?, &expected["targets"])?.mean()

@@ -104,7 +104,7 @@ fn train_with(base: &Path, config: &TrainerConfig, directory: &Path) {
             losses.push(fabric.step_totals(&[])?.mean());
             optimizer.step()?;
         }
-        fabric.save_adapter(directory)?;
+        fabric.checkpoints().save_adapter(directory)?;
         Ok(losses)
     });
     let losses = losses.unwrap().swap_remove(0);
@@ -166,7 +166,7 @@ fn base_keeps_weights_trained_with_adapter() {
     };
     let solo = || Arc::new(Solo::new("world", 0));
     let (fabric, _) = model(solo(), "single_device", &base(), Some(with_head)).unwrap();
-    fabric.save_adapter(&adapter).unwrap();
+    fabric.checkpoints().save_adapter(&adapter).unwrap();
     let weight = |fabric: &Fabric| {
         let weight = fabric.module_tree().unwrap().parameter("lm_head.weight").unwrap().clone();
         weight.value().unwrap().copy().unwrap()
@@ -178,7 +178,7 @@ fn base_keeps_weights_trained_with_adapter() {
     candle_core::safetensors::save(&tensors, &file).unwrap();
     let (by_config, _) = model(solo(), "single_device", &base(), from(&adapter)).unwrap();
     assert_close(&weight(&by_config), &head, 0.0);
-    fabric.load_adapter(&adapter).unwrap();
+    fabric.checkpoints().load_adapter(&adapter).unwrap();
     fabric.load_raw(base(), true).unwrap();
     assert_close(&weight(&fabric), &head, 0.0);
     // The same for a head trained since then.

@@ -193,7 +193,7 @@ impl Hooks for Watch {
     fn on_before_optimizer_step(&mut self, ctx: &mut HookContext) -> Result<()> {
         if self.hooks.looks {
             let optimizer = ctx.optimizer().expect("there is one");
-            self.norm = ctx.fabric().gradient_norm(optimizer)?;
+            self.norm = optimizer.gradient_norm()?;
         }
         if let Some(max_norm) = self.hooks.max_norm {
             let fabric = ctx.fabric();

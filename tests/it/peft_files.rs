@@ -54,7 +54,7 @@ fn resaved_peft_adapter_is_the_same() {
         let solo = Arc::new(Solo::new("world", 0));
         let (fabric, _) = model(solo, "single_device", &base, from(&adapter(name))).unwrap();
         let again = temp.path().join(name);
-        fabric.save_adapter(&again).unwrap();
+        fabric.checkpoints().save_adapter(&again).unwrap();
         let of_peft = expected(&adapter(name).join("expected.safetensors"));
         assert_close(&logits(&base, from(&again)), &of_peft["logits"], 1e-5);
     }
@@ -72,7 +72,7 @@ fn shared_weight_is_saved_for_all_modules() {
     };
     let solo = Arc::new(Solo::new("world", 0));
     let (fabric, _) = model(solo, "single_device", &base, Some(adapters)).unwrap();
-    fabric.save_adapter(temp.path()).unwrap();
+    fabric.checkpoints().save_adapter(temp.path()).unwrap();
     let saved = expected(&temp.path().join("adapter_model.safetensors"));
     let weight = |name: &str| &saved[&format!("base_model.model.{name}.weight")];
     assert_close(weight("lm_head"), weight("model.embed_tokens"), 0.0);
@@ -96,7 +96,7 @@ fn saved_module_names_are_unambiguous() {
         let solo = Arc::new(Solo::new("world", 0));
         let base = fixture("hf_llama");
         let (fabric, _) = model(solo, "single_device", &base, Some(adapters)).unwrap();
-        fabric.save_adapter(temp.path()).unwrap();
+        fabric.checkpoints().save_adapter(temp.path()).unwrap();
         let config = std::fs::read(temp.path().join("adapter_config.json")).unwrap();
         let config: serde_json::Value = serde_json::from_slice(&config).unwrap();
         config["modules_to_save"].clone()

@@ -34,7 +34,7 @@ use fulgurite_engine::collective::ProcessGroup;
 /// for step in 1..=100u64 {
 ///     // … train …
 ///     let name = format!("step-{step:08}");
-///     let request = fabric.save_request(&name, Some(optimizer), &step, serde_json::Value::Null)?;
+///     let request = fabric.checkpoints().save_request(&name, Some(optimizer), &step, serde_json::Value::Null)?;
 ///     saver.start(request)?;
 /// }
 /// saver.wait()?;

@@ -297,7 +297,7 @@ fn refuse_broadcast(options: &LoadOptions) -> Result<()> {
         false => Ok(()),
         true => Err(Error::other(
             "`broadcast_from_rank0` is collective, and this function reads on each rank by itself; load with \
-             `Fabric::load_raw`, `Fabric::load_model_state_dict` or a `RankZeroSource`",
+             `Fabric::load_raw`, `FullState::load_model_state_dict` or a `RankZeroSource`",
         )),
     }
 }

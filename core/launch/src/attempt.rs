@@ -2,9 +2,9 @@
 
 use std::io::Read as _;
 use std::process::{Command, Stdio};
-use std::sync::OnceLock;
 use std::time::Duration;
 
+use super::process::PROCESS;
 use super::signals::{describe, exit_code_of, explain_exit};
 use crate::environment::{ClusterEnvironment, Requeue};
 use fulgurite_error::print_message;
@@ -25,22 +25,21 @@ pub struct Attempt {
     pub restart_count: u64,
 }
 
-struct Known {
+/// The environment's values for this attempt.
+pub(super) struct Known {
     attempt: Attempt,
     requeue: Option<Requeue>,
     rank: usize,
 }
 
-static KNOWN: OnceLock<Known> = OnceLock::new();
-
 /// Returns this process's attempt; `None` before [`launch`](crate::launch()) or without a launcher.
 pub fn attempt() -> Option<&'static Attempt> {
-    KNOWN.get().map(|known| &known.attempt)
+    PROCESS.attempt.get().map(|known| &known.attempt)
 }
 
 /// Records the environment's values for this attempt.
 pub(super) fn remember(environment: &dyn ClusterEnvironment) {
-    KNOWN.get_or_init(|| Known {
+    PROCESS.attempt.get_or_init(|| Known {
         attempt: Attempt {
             restart_id: environment.restart_id(),
             restart_count: environment.restart_count(),
@@ -60,7 +59,9 @@ pub(super) fn restart_count() -> u64 {
 /// calls it after the other ranks have ended.
 pub(super) fn end_by(signal: i32) -> u8 {
     let interrupted = exit_code_of(signal);
-    let Some(Known { requeue: Some(requeue), rank, .. }) = KNOWN.get() else { return interrupted };
+    let Some(Known { requeue: Some(requeue), rank, .. }) = PROCESS.attempt.get() else {
+        return interrupted;
+    };
     if requeue.on.signal() != signal {
         return interrupted;
     }

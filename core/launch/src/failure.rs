@@ -4,11 +4,12 @@ use std::any::Any;
 use std::backtrace::{Backtrace, BacktraceStatus};
 use std::panic::PanicHookInfo;
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::time::Duration;
 
 use super::attempt::end_by;
 use super::panics::is_caught;
+use super::process::PROCESS;
 use super::rank::{Membership, RankInfo, membership};
 use super::rank_env::{has_agent, is_parent, is_supervised};
 use super::signals::{announced, ending_signal, interrupt_requested, interrupted_exit_code};
@@ -200,12 +201,11 @@ impl Membership {
     /// Sets a panic hook that reports this rank's failure and ends the process: a rank that lost
     /// one of its threads would leave the others waiting.
     pub(super) fn end_on_panic(&'static self) {
-        static PANICKED: AtomicBool = AtomicBool::new(false);
         std::panic::set_hook(Box::new(move |info| {
             if is_caught() {
                 return;
             }
-            if PANICKED.swap(true, Ordering::SeqCst) {
+            if PROCESS.panicked.swap(true, Ordering::SeqCst) {
                 // Another thread already ends the process.
                 loop {
                     std::thread::park();

@@ -3,12 +3,13 @@
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr, ToSocketAddrs, UdpSocket};
 use std::num::NonZero;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::{Duration, SystemTime};
 
 use super::attempt::remember;
 use super::job_secret;
+use super::process::PROCESS;
 use super::rank::{LaunchedRank, Membership, RankInfo, membership};
 use super::rank_env::{self, RankEnv};
 use super::signals::{self, SecondSignal, Starting};
@@ -97,9 +98,7 @@ pub fn launch_checked(
     options: LaunchOptions,
     check: &dyn Fn(usize) -> Result<()>,
 ) -> Result<LaunchedRank> {
-    /// Held during a launch: one at a time.
-    static LAUNCHING: Mutex<()> = Mutex::new(());
-    let _guard = LAUNCHING.lock().unwrap_or_else(PoisonError::into_inner);
+    let _guard = PROCESS.launching.lock().unwrap_or_else(PoisonError::into_inner);
     let _starting = Starting::new();
 
     let launched = become_rank(options, check, now())?;
@@ -149,7 +148,7 @@ fn become_rank(
                 check(devices)?;
                 return launch_single_process(started, name);
             }
-            if ALONE.load(Ordering::Relaxed) {
+            if PROCESS.alone.load(Ordering::Relaxed) {
                 return check_same_world_size(&options, 1)
                     .and_then(|()| launch_single_process(started, name));
             }
@@ -159,9 +158,6 @@ fn become_rank(
         }
     }
 }
-
-/// Whether this process was launched as a job of one rank.
-static ALONE: AtomicBool = AtomicBool::new(false);
 
 /// Returns the configured or the detected environment; `None` if no plugin recognises one.
 fn find_environment(
@@ -198,7 +194,7 @@ fn check_same_world_size(options: &LaunchOptions, world_size: usize) -> Result<(
 
 fn launch_single_process(started: f64, environment: &'static str) -> Result<LaunchedRank> {
     signals::handle(SecondSignal::Exit)?;
-    ALONE.store(true, Ordering::Relaxed);
+    PROCESS.alone.store(true, Ordering::Relaxed);
     let store = Arc::new(LocalStore::new());
     Ok(LaunchedRank::new(RankInfo::ALONE, None, store, started, environment, None))
 }

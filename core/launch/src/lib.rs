@@ -56,6 +56,7 @@ mod launcher;
 mod memory;
 mod orphans;
 mod panics;
+mod process;
 mod rank;
 mod rank_env;
 mod rank_process;

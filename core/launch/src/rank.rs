@@ -1,9 +1,10 @@
 //! A launched rank: [`LaunchedRank`] for the program, `Membership` for the process.
 
 use std::net::IpAddr;
-use std::sync::{Arc, Mutex, OnceLock, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 
 use super::attempt::restart_count;
+use super::process::PROCESS;
 use crate::{Error, Result};
 use fulgurite_store::Store;
 use fulgurite_store::{StoreServer, TcpStore};
@@ -147,17 +148,15 @@ pub(super) struct Membership {
     pub(super) presence: Mutex<Weak<Presence>>,
 }
 
-static MEMBERSHIP: OnceLock<Membership> = OnceLock::new();
-
 /// This process's part in a job of several ranks, once launched.
 pub(super) fn membership() -> Option<&'static Membership> {
-    MEMBERSHIP.get()
+    PROCESS.membership.get()
 }
 
 impl Membership {
     /// Sets the process's membership; called once.
     pub(super) fn enter(self) -> &'static Self {
-        MEMBERSHIP.get_or_init(|| self)
+        PROCESS.membership.get_or_init(|| self)
     }
 
     /// A [`LaunchedRank`] for the program.

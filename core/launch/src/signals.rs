@@ -1,24 +1,22 @@
 //! The signals that ask a process to end: Ctrl-C (SIGINT), SIGTERM, SIGUSR1 and SIGHUP.
 
 use std::os::unix::process::ExitStatusExt;
-use std::sync::atomic::{AtomicBool, AtomicI32, AtomicUsize, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use rustix::process::Signal;
 use signal_hook::consts::{SIGABRT, SIGBUS, SIGHUP, SIGINT, SIGTERM, SIGUSR1, SIGXFSZ};
 
+use super::process::PROCESS;
 use crate::{Error, Result};
 
 /// The signals that ask for an end, the most urgent first.
 const SIGNALS: [i32; 4] = [SIGTERM, SIGUSR1, SIGHUP, SIGINT];
 
-/// Received signals. In a rank they stay set; the supervisor [takes](take) them.
-static ARRIVED: OnceLock<Arrived> = OnceLock::new();
-
 /// Flags of the received [`SIGNALS`]. One flag each, so that a later signal does not hide a more
 /// urgent one.
 #[derive(Debug, Default)]
-struct Arrived([Arc<AtomicBool>; SIGNALS.len()]);
+pub(super) struct Arrived([Arc<AtomicBool>; SIGNALS.len()]);
 
 impl Arrived {
     /// The most urgent received signal.
@@ -33,12 +31,6 @@ impl Arrived {
         arrived.into_iter().position(|arrived| arrived).map(|i| SIGNALS[i])
     }
 }
-
-/// The signal on which the ranks agreed; 0 if they have not.
-static AGREED: AtomicI32 = AtomicI32::new(0);
-
-/// Number of live [`Starting`]s.
-static STARTING: AtomicUsize = AtomicUsize::new(0);
 
 /// The reason why a process was asked to end, the most urgent last.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -86,20 +78,20 @@ impl Starting {
     /// program.
     #[expect(clippy::new_without_default, reason = "a default does nothing")]
     pub fn new() -> Self {
-        STARTING.fetch_add(1, Ordering::Relaxed);
+        PROCESS.starting.fetch_add(1, Ordering::Relaxed);
         Self(())
     }
 }
 
 impl Drop for Starting {
     fn drop(&mut self) {
-        STARTING.fetch_sub(1, Ordering::Relaxed);
+        PROCESS.starting.fetch_sub(1, Ordering::Relaxed);
     }
 }
 
 /// The message to the other ranks, if this process must give up its waiting.
 pub(super) fn give_up() -> Option<String> {
-    match STARTING.load(Ordering::Relaxed) {
+    match PROCESS.starting.load(Ordering::Relaxed) {
         0 => None,
         _ => arrived().map(announcement),
     }
@@ -123,7 +115,7 @@ pub(super) fn announced(message: &str) -> Option<i32> {
 /// a rank that received another signal or none. Every rank calls it with the same reason and then
 /// ends with [`Error::Interrupted`]. The trainer does both itself.
 pub fn agree_on(reason: Interruption) {
-    AGREED.store(reason.signal(), Ordering::Relaxed);
+    PROCESS.agreed.store(reason.signal(), Ordering::Relaxed);
 }
 
 /// The most urgent reason why this process was asked to end; `None` if it was not. See
@@ -133,7 +125,7 @@ pub fn interruption() -> Option<Interruption> {
 }
 
 fn arrived() -> Option<i32> {
-    ARRIVED.get()?.most_urgent()
+    PROCESS.arrived.get()?.most_urgent()
 }
 
 /// Whether this process was asked to end, by Ctrl-C, SIGTERM, SIGUSR1 or SIGHUP. The program then
@@ -171,7 +163,7 @@ pub(super) fn interrupted_exit_code() -> u8 {
 
 /// The signal on which the ranks agreed, else the most urgent one that this process received.
 pub(super) fn ending_signal() -> i32 {
-    match AGREED.load(Ordering::Relaxed) {
+    match PROCESS.agreed.load(Ordering::Relaxed) {
         0 => arrived().unwrap_or(SIGINT),
         agreed => agreed,
     }
@@ -196,7 +188,7 @@ pub(super) enum SecondSignal {
 /// Sets the signal handlers, once in a process.
 pub(super) fn handle(second: SecondSignal) -> Result<()> {
     let mut result = Ok(());
-    ARRIVED.get_or_init(|| {
+    PROCESS.arrived.get_or_init(|| {
         let arrived = Arrived::default();
         result = register(&arrived, second);
         arrived
@@ -242,7 +234,7 @@ fn hang_up_ends_this_process() -> bool {
 /// Returns the most urgent signal received since the last call. For the supervisor, which treats a
 /// second signal differently from the first.
 pub(super) fn take() -> Option<i32> {
-    ARRIVED.get()?.take()
+    PROCESS.arrived.get()?.take()
 }
 
 /// The signal that the supervisor sends to its ranks when it receives `signal`.

@@ -1,9 +1,8 @@
 //! The compute threads of a rank.
 
-use std::sync::Mutex;
+use rayon::ThreadPoolBuilder;
 
-use rayon::{ThreadPool, ThreadPoolBuilder};
-
+use super::process::PROCESS;
 use super::supervisor::THREADS_VARIABLE;
 
 /// The number of compute threads that `RAYON_NUM_THREADS` requests.
@@ -42,10 +41,8 @@ fn sharing(local: usize, own: usize, all: usize) -> usize {
 ///
 /// Has no effect on a thread that is already in a pool.
 pub(super) fn install_compute_pool(threads: usize) {
-    // A pool must live as long as its threads.
-    static POOLS: Mutex<Vec<ThreadPool>> = Mutex::new(Vec::new());
     if let Ok(pool) = ThreadPoolBuilder::new().num_threads(threads).use_current_thread().build() {
-        POOLS.lock().expect("no panic while a pool is kept").push(pool);
+        PROCESS.compute_pools.lock().expect("no panic while a pool is kept").push(pool);
     }
 }
 

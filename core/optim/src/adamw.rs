@@ -70,12 +70,11 @@ impl OptimizerConfig for AdamW {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::OPTIMIZER,
+fulgurite_config::register_optimizer!(
     "adamw",
+    AdamW,
     "Adam with decoupled weight decay, as torch.optim.AdamW",
-    "{ type = \"adamw\", lr = 3e-4, weight_decay = 0.1, no_decay = [\"*norm*\"] }",
-    AdamW
+    "{ type = \"adamw\", lr = 3e-4, weight_decay = 0.1, no_decay = [\"*norm*\"] }"
 );
 
 impl Options for AdamW {

@@ -14,7 +14,6 @@ use serde::{Deserialize, Serialize};
 
 use super::optimizer::{Interval, SchedulerConfig};
 use crate::{Error, Result};
-use fulgurite_config::registry::kind;
 
 /// Another schedule, in epochs instead of steps. The rate changes only between epochs:
 /// `scheduler = { type = "by_epoch", schedule = { type = "step", step_size = 1, gamma = 0.5 } }`.
@@ -42,10 +41,9 @@ impl SchedulerConfig for ByEpoch {
     }
 }
 
-fulgurite_config::register_plugin!(
-    kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "by_epoch",
+    ByEpoch,
     "Another schedule, whose steps are epochs",
-    "{ type = \"by_epoch\", schedule = { type = \"step\", step_size = 1, gamma = 0.5 } }",
-    ByEpoch
+    "{ type = \"by_epoch\", schedule = { type = \"step\", step_size = 1, gamma = 0.5 } }"
 );

@@ -17,7 +17,6 @@ use serde::{Deserialize, Serialize};
 use super::optimizer::{Interval, SchedulerConfig};
 use super::schedule::warmup;
 use crate::{Error, Result};
-use fulgurite_config::registry::kind;
 
 fn config_error<T>(key: &str, message: impl std::fmt::Display) -> Result<T> {
     Err(Error::Config(format!("scheduler.{key} {message}")))
@@ -282,47 +281,41 @@ fn check_part(key: &str, value: f64) -> Result<()> {
     config_error(key, format!("must be from 0 to 1, got {value}"))
 }
 
-fulgurite_config::register_plugin!(
-    kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "one_cycle",
+    OneCycle,
     "Up to the full rate and down far below the first, in half waves",
-    "{ type = \"one_cycle\", pct_start = 0.3 }",
-    OneCycle
+    "{ type = \"one_cycle\", pct_start = 0.3 }"
 );
-fulgurite_config::register_plugin!(
-    kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "cosine_warm_restarts",
+    CosineWarmRestarts,
     "Cosine decays one after the other, each from the full rate",
-    "{ type = \"cosine_warm_restarts\", first_steps = 1000, multiplier = 2 }",
-    CosineWarmRestarts
+    "{ type = \"cosine_warm_restarts\", first_steps = 1000, multiplier = 2 }"
 );
-fulgurite_config::register_plugin!(
-    kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "warmup_stable_decay",
+    WarmupStableDecay,
     "A warm-up, the full rate, and a linear decay over the last steps",
-    "{ type = \"warmup_stable_decay\", warmup_steps = 100, decay_steps = 200 }",
-    WarmupStableDecay
+    "{ type = \"warmup_stable_decay\", warmup_steps = 100, decay_steps = 200 }"
 );
-fulgurite_config::register_plugin!(
-    kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "polynomial",
+    Polynomial,
     "Decay as a power of what is left of the run",
-    "{ type = \"polynomial\", power = 2.0 }",
-    Polynomial
+    "{ type = \"polynomial\", power = 2.0 }"
 );
-fulgurite_config::register_plugin!(
-    kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "exponential",
+    Exponential,
     "Decay by gamma every step",
-    "{ type = \"exponential\", gamma = 0.999 }",
-    Exponential
+    "{ type = \"exponential\", gamma = 0.999 }"
 );
-fulgurite_config::register_plugin!(
-    kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "sequential",
+    Sequential,
     "One schedule after the other",
-    "{ type = \"sequential\", milestones = [100], schedules = [{ type = \"constant\", warmup_steps = 100 }, { type = \"cosine\" }] }",
-    Sequential
+    "{ type = \"sequential\", milestones = [100], schedules = [{ type = \"constant\", warmup_steps = 100 }, { type = \"cosine\" }] }"
 );
 
 #[cfg(test)]

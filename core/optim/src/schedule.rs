@@ -120,33 +120,29 @@ impl SchedulerConfig for Step {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "constant",
+    Constant,
     "A constant rate, after an optional warm-up",
-    "{ type = \"constant\", warmup_steps = 100 }",
-    Constant
+    "{ type = \"constant\", warmup_steps = 100 }"
 );
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "linear",
+    Linear,
     "Linear decay to min_factor, after an optional warm-up",
-    "{ type = \"linear\", warmup_steps = 100, min_factor = 0.1 }",
-    Linear
+    "{ type = \"linear\", warmup_steps = 100, min_factor = 0.1 }"
 );
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "cosine",
+    Cosine,
     "Cosine decay to min_factor, after an optional warm-up",
-    "{ type = \"cosine\", warmup_steps = 100, min_factor = 0.1 }",
-    Cosine
+    "{ type = \"cosine\", warmup_steps = 100, min_factor = 0.1 }"
 );
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::SCHEDULER,
+fulgurite_config::register_scheduler!(
     "step",
+    Step,
     "Decay by gamma every step_size steps, after an optional warm-up",
-    "{ type = \"step\", step_size = 1000, gamma = 0.5 }",
-    Step
+    "{ type = \"step\", step_size = 1000, gamma = 0.5 }"
 );
 
 pub(super) fn warmup(step: u64, warmup_steps: u64) -> f64 {

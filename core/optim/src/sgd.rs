@@ -76,12 +76,11 @@ impl OptimizerConfig for Sgd {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::OPTIMIZER,
+fulgurite_config::register_optimizer!(
     "sgd",
+    Sgd,
     "Stochastic gradient descent with momentum, as torch.optim.SGD",
-    "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }",
-    Sgd
+    "{ type = \"sgd\", lr = 0.1, momentum = 0.9, nesterov = true }"
 );
 
 impl Options for Sgd {

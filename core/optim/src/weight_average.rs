@@ -145,7 +145,7 @@ impl WeightAverage {
     }
 
     /// Returns the decay of the next update.
-    pub fn next_decay(&self) -> f64 {
+    fn next_decay(&self) -> f64 {
         let n = self.updates as f64;
         match self.rule {
             Rule::Exponential { decay, warmup: true } => decay.min((1.0 + n) / (10.0 + n)),
@@ -240,11 +240,6 @@ impl WeightAverage {
         }
         self.swapped = !self.swapped;
         Ok(())
-    }
-
-    /// Returns whether the averages are in the weights' place.
-    pub fn is_swapped(&self) -> bool {
-        self.swapped
     }
 
     /// Returns the averages under their [name](Self::name), for checkpoints to save and to load
@@ -425,7 +420,7 @@ mod tests {
             let average = averages(&ema);
 
             ema.swap().unwrap();
-            assert!(ema.is_swapped());
+            assert!(ema.swapped);
             for (p, average) in parameters.iter().zip(&average) {
                 let n = average.len();
                 let want = Tensor::from_vec(average.clone(), n, p.device()).unwrap();
@@ -511,6 +506,6 @@ mod tests {
         let region = parameters[0].local().unwrap().region;
         slot(&parameters[0]).set_local(LocalShard { values, region });
         insta::assert_snapshot!(ema.swap().unwrap_err(), @"parameter `w`: its local shard has 2 elements now, but had 3 when the average of weights was made; make it after the model is set up");
-        assert!(!ema.is_swapped());
+        assert!(!ema.swapped);
     }
 }

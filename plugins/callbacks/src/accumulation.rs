@@ -44,12 +44,11 @@ impl CallbackConfig for GradientAccumulationScheduler {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "gradient_accumulation_scheduler",
+    GradientAccumulationScheduler,
     "Changes the number of micro-batches in a step from certain epochs on",
-    "{ type = \"gradient_accumulation_scheduler\", scheduling = { 4 = 8 } }",
-    GradientAccumulationScheduler
+    "{ type = \"gradient_accumulation_scheduler\", scheduling = { 4 = 8 } }"
 );
 
 struct Scheduled(BTreeMap<u64, NonZeroU64>);

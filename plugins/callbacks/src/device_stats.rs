@@ -32,12 +32,11 @@ impl CallbackConfig for DeviceStatsMonitorConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "device_stats_monitor",
+    DeviceStatsMonitorConfig,
     "Logs memory and processor time of the ranks",
-    "\"device_stats_monitor\"",
-    DeviceStatsMonitorConfig
+    "\"device_stats_monitor\""
 );
 
 struct DeviceStatsMonitor {

@@ -78,12 +78,11 @@ impl CallbackConfig for EarlyStoppingConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "early_stopping",
+    EarlyStoppingConfig,
     "Stops when a metric no longer improves",
-    "{ type = \"early_stopping\", monitor = \"val_loss\", patience = 3 }",
-    EarlyStoppingConfig
+    "{ type = \"early_stopping\", monitor = \"val_loss\", patience = 3 }"
 );
 
 /// The callback of [`EarlyStoppingConfig`].

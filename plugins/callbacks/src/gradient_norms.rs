@@ -30,12 +30,11 @@ impl CallbackConfig for GradientNormsConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "gradient_norms",
+    GradientNormsConfig,
     "Logs the gradient norm of each part of the model",
-    "{ type = \"gradient_norms\", depth = 3 }",
-    GradientNormsConfig
+    "{ type = \"gradient_norms\", depth = 3 }"
 );
 
 struct GradientNorms(usize);
@@ -52,7 +51,7 @@ impl Hooks for GradientNorms {
             let end = name.match_indices('.').nth(depth.saturating_sub(1)).map(|(at, _)| at);
             name[..end.unwrap_or(name.len())].to_owned()
         };
-        let norms = ctx.fabric().gradient_norms(&group)?;
+        let norms = ctx.fabric().gradients()?.norms(&group)?;
         for (group, norm) in norms {
             // The norm already covers all ranks.
             let own = LogOptions::default().sync(false);

@@ -89,12 +89,11 @@ impl CallbackConfig for LearningRateFinderConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "learning_rate_finder",
+    LearningRateFinderConfig,
     "Trains with a rising learning rate, suggests one, and ends the run",
-    "{ type = \"learning_rate_finder\", min_lr = 1e-8, max_lr = 1.0, num_training_steps = 100 }",
-    LearningRateFinderConfig
+    "{ type = \"learning_rate_finder\", min_lr = 1e-8, max_lr = 1.0, num_training_steps = 100 }"
 );
 
 /// The callback of [`LearningRateFinderConfig`], with its results.

@@ -120,12 +120,11 @@ impl CallbackConfig for ModelCheckpointConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "model_checkpoint",
+    ModelCheckpointConfig,
     "Saves more checkpoints than those of [checkpoint]",
-    "{ type = \"model_checkpoint\", monitor = \"val_loss\", save_top_k = 3 }",
-    ModelCheckpointConfig
+    "{ type = \"model_checkpoint\", monitor = \"val_loss\", save_top_k = 3 }"
 );
 
 /// A kept checkpoint.

@@ -34,12 +34,11 @@ impl CallbackConfig for ModelSummaryConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "model_summary",
+    ModelSummaryConfig,
     "Prints the units of the model and what a rank holds of them",
-    "{ type = \"model_summary\", max_units = 40 }",
-    ModelSummaryConfig
+    "{ type = \"model_summary\", max_units = 40 }"
 );
 
 struct ModelSummary(usize);

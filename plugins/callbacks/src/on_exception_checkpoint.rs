@@ -40,12 +40,11 @@ impl CallbackConfig for OnExceptionCheckpointConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "on_exception_checkpoint",
+    OnExceptionCheckpointConfig,
     "Saves a checkpoint when an error ends a training on one rank",
-    "{ type = \"on_exception_checkpoint\", filename = \"on_exception\" }",
-    OnExceptionCheckpointConfig
+    "{ type = \"on_exception_checkpoint\", filename = \"on_exception\" }"
 );
 
 struct OnExceptionCheckpoint(String);

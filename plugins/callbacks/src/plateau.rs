@@ -69,12 +69,11 @@ impl CallbackConfig for ReduceLrOnPlateauConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "reduce_lr_on_plateau",
+    ReduceLrOnPlateauConfig,
     "Lowers the learning rate when a metric no longer improves",
-    "{ type = \"reduce_lr_on_plateau\", monitor = \"val_loss\", factor = 0.5, patience = 2 }",
-    ReduceLrOnPlateauConfig
+    "{ type = \"reduce_lr_on_plateau\", monitor = \"val_loss\", factor = 0.5, patience = 2 }"
 );
 
 struct ReduceLrOnPlateau {

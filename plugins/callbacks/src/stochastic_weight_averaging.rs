@@ -66,12 +66,11 @@ impl CallbackConfig for StochasticWeightAveragingConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "stochastic_weight_averaging",
+    StochasticWeightAveragingConfig,
     "Averages the weights of the last epochs, which have a learning rate of their own",
-    "{ type = \"stochastic_weight_averaging\", swa_lrs = 1e-2, swa_epoch_start = 0.8 }",
-    StochasticWeightAveragingConfig
+    "{ type = \"stochastic_weight_averaging\", swa_lrs = 1e-2, swa_epoch_start = 0.8 }"
 );
 
 struct StochasticWeightAveraging {

@@ -57,12 +57,11 @@ impl CallbackConfig for ThroughputMonitorConfig {
     }
 }
 
-fulgurite_config::register_plugin!(
-    fulgurite_config::registry::kind::CALLBACK,
+fulgurite_config::register_callback!(
     "throughput_monitor",
+    ThroughputMonitorConfig,
     "Logs batches, items and floating-point operations a second",
-    "{ type = \"throughput_monitor\", peak_tflops = 312.0 }",
-    ThroughputMonitorConfig
+    "{ type = \"throughput_monitor\", peak_tflops = 312.0 }"
 );
 
 struct ThroughputMonitor {
@@ -89,7 +88,7 @@ impl Hooks for ThroughputMonitor {
 
     fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
         let batches = (ctx.accumulate_grad_batches
-            * ctx.fabric().sampler_share()?.num_replicas as u64) as f64;
+            * ctx.fabric().data_context()?.data_parallel_size as u64) as f64;
         self.ends.push_back((Instant::now(), ctx.items, batches));
         if self.ends.len() > self.config.window_size.get() + 1 {
             self.ends.pop_front();

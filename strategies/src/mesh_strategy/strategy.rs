@@ -216,7 +216,7 @@ impl MeshStrategy {
             slot.set_reducer(runtime.clone() as Arc<dyn GradReducer>);
         }
         for unit in tree.units() {
-            unit.set_hooks(runtime.clone() as Arc<dyn UnitHooks>);
+            unit.set_hooks(runtime.clone() as Arc<dyn UnitHooks>)?;
         }
         tracing::debug!(?runtime, "units");
         Ok(DataParallel::Sharded(runtime))

@@ -443,10 +443,8 @@ fn a_parallelize_function_chooses_units() {
     let config = checkpointed(r#"{"type": "fsdp"}"#, "selective");
     let mut strategy = strategy(&config).unwrap();
     let parallelize = |tree: &mut ModuleTree, _: &DeviceMesh| {
-        tree.units_matching("layers.*").for_each(|unit| {
-            unit.set_activation_checkpointing(unit.path() != "layers.1");
-        });
-        Ok(())
+        tree.units_matching("layers.*")
+            .try_for_each(|unit| unit.set_activation_checkpointing(unit.path() != "layers.1"))
     };
     strategy.set_parallelize(Box::new(parallelize)).unwrap();
     let world = Arc::new(Solo::new("world", 0));
@@ -457,8 +455,9 @@ fn a_parallelize_function_chooses_units() {
     // A closure over the units' properties may also choose.
     tree.apply_activation_checkpointing(|unit| {
         unit.kind() == "Linear" && !unit.path().starts_with("layers.")
-    });
+    })
+    .unwrap();
     assert_eq!(chosen(tree), ["head"]);
-    tree.apply_activation_checkpointing(|unit| unit.kind() == "Conv2d");
+    tree.apply_activation_checkpointing(|unit| unit.kind() == "Conv2d").unwrap();
     assert!(chosen(tree).is_empty());
 }

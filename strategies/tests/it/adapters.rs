@@ -110,7 +110,7 @@ fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
             training.step()?;
         }
         training.save(&dir.join("all"))?;
-        training.fabric.save_adapter(dir.join("adapter"))?;
+        training.fabric.checkpoints().save_adapter(dir.join("adapter"))?;
         (0..5).map(|_| Ok(training.step()?.0)).collect::<fulgurite_core::Result<Vec<f64>>>()
     });
     losses.unwrap().swap_remove(0)
@@ -146,8 +146,8 @@ fn adapters_move_between_meshes_bitwise() {
         run_ranks(ranks, |world| {
             let training =
                 DecoderTraining::with_adapters(world, &config, Variant::default(), 1, adapters())?;
-            training.fabric.load_adapter(&adapter)?;
-            training.fabric.save_adapter(&resaved).map(drop)
+            training.fabric.checkpoints().load_adapter(&adapter)?;
+            training.fabric.checkpoints().save_adapter(&resaved).map(drop)
         })
         .unwrap();
         for file in ["adapter_config.json", "adapter_model.safetensors"] {
@@ -175,7 +175,7 @@ fn adapters_move_between_meshes_bitwise() {
     let error = run_ranks(1, |world| {
         let training =
             DecoderTraining::with_adapters(world, SINGLE, Variant::default(), 1, other.clone())?;
-        training.fabric.load_adapter(&adapter)
+        training.fabric.checkpoints().load_adapter(&adapter)
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("is an adapter of rank 2"), "{error}");
@@ -183,7 +183,7 @@ fn adapters_move_between_meshes_bitwise() {
     let error = run_ranks(1, |world| {
         let training =
             DecoderTraining::with_adapters(world, SINGLE, Variant::default(), 1, fewer.clone())?;
-        training.fabric.load_adapter(&adapter)
+        training.fabric.checkpoints().load_adapter(&adapter)
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("for which the model has no adapter"), "{error}");

@@ -113,7 +113,7 @@ impl Training {
             self.fabric.backward(&self.model.loss(&x.narrow(0, rows[0], rows[1])?)?)?;
         }
         let loss = self.fabric.step_totals(&[])?.mean();
-        let norm = self.fabric.gradient_norm(&self.optimizer)?;
+        let norm = self.optimizer.gradient_norm()?;
         self.optimizer.step()?;
         self.step += 1;
         Ok((loss, norm))
@@ -125,7 +125,7 @@ impl Training {
 
     /// The whole parameters, on rank 0; synchronises the replicas.
     fn weights(&self) -> Result<Values> {
-        let whole = self.fabric.model_state_dict(&GatherOptions::default())?;
+        let whole = self.fabric.full_state().model_state_dict(&GatherOptions::default())?;
         whole.into_iter().map(|(fqn, t)| Ok((fqn, numbers(&t)?))).collect()
     }
 
@@ -243,7 +243,7 @@ fn simulate(
             let tensors = synced.iter().map(tensor).collect::<Result<BTreeMap<_, _>>>()?;
             let source = TensorMap::from(tensors);
             for one in &all {
-                one.fabric.load_model_state_dict(&source, true)?;
+                one.fabric.full_state().load_model_state_dict(&source, true)?;
             }
         }
         Ok((losses, synced))
@@ -533,7 +533,7 @@ fn buffers_are_synchronised_with_the_parameters() {
         for step in 0..5 {
             training.step()?;
             if step == 4 {
-                training.fabric.model_state_dict(&GatherOptions::default())?;
+                training.fabric.full_state().model_state_dict(&GatherOptions::default())?;
             }
             let buffers = training.fabric.module_tree()?.buffers();
             let mean = buffers.iter().find(|b| b.fqn().ends_with("running_mean")).unwrap();

@@ -118,7 +118,7 @@ fn save(config: &str, ranks: usize, dir: &Path) -> Vec<f64> {
             training.step()?;
         }
         training.save(&dir.join("all"))?;
-        training.fabric.save_adapter(dir.join("adapter"))?;
+        training.fabric.checkpoints().save_adapter(dir.join("adapter"))?;
         (0..5).map(|_| Ok(training.step()?.0)).collect::<fulgurite_core::Result<Vec<f64>>>()
     });
     losses.unwrap().swap_remove(0)
@@ -173,13 +173,13 @@ fn a_base_loads_before_or_after_an_adapter() {
                     training.step()?;
                 }
                 if before {
-                    training.fabric.load_adapter(&adapter)?;
+                    training.fabric.checkpoints().load_adapter(&adapter)?;
                 }
                 let start = training.weights()?;
                 training.fabric.load_raw(&base, true)?;
                 let loaded = training.weights()?;
                 if after {
-                    training.fabric.load_adapter(&adapter)?;
+                    training.fabric.checkpoints().load_adapter(&adapter)?;
                 }
                 Ok((start, loaded, training.weights()?, training.step()?.0))
             });
@@ -211,8 +211,8 @@ fn an_adapter_alone_moves_between_meshes() {
         run_ranks(ranks, |world| {
             let training =
                 DecoderTraining::with_adapters(world, &config, Variant::default(), 1, adapters())?;
-            training.fabric.load_adapter(&adapter)?;
-            training.fabric.save_adapter(&resaved).map(drop)
+            training.fabric.checkpoints().load_adapter(&adapter)?;
+            training.fabric.checkpoints().save_adapter(&resaved).map(drop)
         })
         .unwrap();
         let config = |dir: &Path| std::fs::read_to_string(dir.join("adapter_config.json")).unwrap();
@@ -237,11 +237,11 @@ fn an_adapter_alone_moves_between_meshes() {
             let (single, of) = (SINGLE, Variant::default());
             let ours = DecoderTraining::with_adapters(world.clone(), single, of, 1, other)?;
             let dir = temp.path().join("other");
-            ours.fabric.save_adapter(&dir)?;
+            ours.fabric.checkpoints().save_adapter(&dir)?;
             let mut own = adapters();
             own.dora = dora;
             let theirs = DecoderTraining::with_adapters(world, single, of, 1, own)?;
-            theirs.fabric.load_adapter(&dir)
+            theirs.fabric.checkpoints().load_adapter(&dir)
         });
         let error = error.unwrap_err().to_string();
         let error = error.rsplit_once("other: ").map_or(error.as_str(), |(_, message)| message);

@@ -69,20 +69,21 @@ fn collectives_take_means_and_groups() {
         // The caller's tensor is unchanged.
         assert_eq!(own.to_vec1::<f32>()?, [rank as f32, 1.0]);
         let (row, column) = (rank / 2, rank % 2);
-        let mean = fabric.all_mean_over("tensor_parallel", &own)?.to_vec1::<f32>()?;
+        let mean = fabric.collectives("tensor_parallel")?.all_mean(&own)?.to_vec1::<f32>()?;
         assert_eq!(mean, [2.0 * row as f32 + 0.5, 1.0]);
         let sum = own.copy()?;
-        fabric.all_reduce_over("data_parallel", &sum, ReduceOp::Sum)?;
+        fabric.collectives("data_parallel")?.all_reduce(&sum, ReduceOp::Sum)?;
         assert_eq!(sum.to_vec1::<f32>()?, [(6 + 3 * column) as f32, 3.0]);
-        let there =
-            fabric.all_gather_over("data_parallel", &Tensor::new(rank as u32, &Device::Cpu)?)?;
+        let there = fabric
+            .collectives("data_parallel")?
+            .all_gather(&Tensor::new(rank as u32, &Device::Cpu)?)?;
         let expected: Vec<u32> = (0..3).map(|i| (2 * i + column) as u32).collect();
         assert_eq!(there.to_vec1::<u32>()?, expected);
 
         let whole = Tensor::new(&[1i64], &Device::Cpu)?;
         let error = fabric.all_mean(&whole).unwrap_err().to_string();
         assert!(error.contains("floating-point") && error.contains("I64"), "{error}");
-        let error = fabric.all_mean_over("tp", &own).unwrap_err().to_string();
+        let error = fabric.collectives("tp").err().expect("there is no such dimension").to_string();
         assert!(error.contains("tp") && error.contains("tensor_parallel"), "{error}");
         Ok(())
     })

@@ -99,7 +99,7 @@ fn every_strategy_loads_full_checkpoints() {
             load_into(full.model(), tree, true)?;
             let states = training.optimizer.state_tensors()?;
             load_optimizer(full.optimizer(), tree, &states, true)?;
-            training.fabric.finish_load()?;
+            training.fabric.checkpoints().finish_load()?;
             let again = training.fabric.save_full(
                 temp.path().join("again"),
                 Some(&mut training.optimizer),

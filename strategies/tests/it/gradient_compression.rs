@@ -125,7 +125,7 @@ fn norm(config: &str, size: f64) -> f64 {
         let x = (Tensor::ones((1, 3), DType::F32, &Device::Cpu)? * size)?;
         fabric.backward(&Loss::new(model.forward(&x)?.sum_all()?, 1.0))?;
         fabric.step_totals(&[])?;
-        fabric.unchecked_gradient_norm()
+        fabric.gradients()?.norm()
     });
     norms.unwrap_or_else(|error| panic!("{config}: {error}")).swap_remove(0)
 }

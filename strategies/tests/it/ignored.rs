@@ -49,7 +49,7 @@ fn step(training: &mut DecoderTraining) -> Result<(f64, f64)> {
     let fabric = &training.fabric;
     for parameter in fabric.module_tree()?.parameters().iter().filter(|p| is_ignored(p)) {
         if let Some(grad) = parameter.local_grad() {
-            fabric.all_reduce_over(DP_CP, &grad, ReduceOp::Sum)?;
+            fabric.collectives(DP_CP)?.all_reduce(&grad, ReduceOp::Sum)?;
         }
     }
     let loss = fabric.step_totals(&[])?.mean();

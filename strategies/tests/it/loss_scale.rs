@@ -92,7 +92,7 @@ impl Line {
 
     fn weights(&self) -> Vec<f32> {
         let weight = &self.fabric.module_tree().unwrap().parameters()[0];
-        let whole = self.fabric.full_tensor(weight.fqn()).unwrap();
+        let whole = self.fabric.full_state().full_tensor(weight.fqn()).unwrap();
         whole.flatten_all().unwrap().to_vec1().unwrap()
     }
 }

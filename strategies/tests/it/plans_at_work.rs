@@ -79,8 +79,8 @@ fn gradient_norm(ranks: usize, config: &str, plan: Plan) -> Result<f64> {
         })?;
         let _scope = fabric.forward_scope(true, 1, 0);
         fabric.backward(&cross_entropy(&model.forward(&ids())?, &ids())?)?;
-        fabric.audit_gradients(UnusedParameters::Error)?;
-        fabric.unchecked_gradient_norm()
+        fabric.gradients()?.audit(UnusedParameters::Error)?;
+        fabric.gradients()?.norm()
     })?;
     assert!(norms.iter().all(|norm| *norm == norms[0]));
     Ok(norms[0])
@@ -143,7 +143,7 @@ fn sequences_of_two_lengths_are_computed_again() {
             let logits = [logits(&long)?.flatten(0, 1)?, logits(&short)?.flatten(0, 1)?];
             let targets = Tensor::cat(&[long.flatten_all()?, short.flatten_all()?], 0)?;
             fabric.backward(&cross_entropy(&Tensor::cat(&logits, 0)?, &targets)?)?;
-            fabric.unchecked_gradient_norm()
+            fabric.gradients()?.norm()
         })?;
         Ok(norms[0])
     };
@@ -211,7 +211,7 @@ fn a_plan_in_two_parts() {
         })?;
         let _scope = fabric.forward_scope(true, 1, 0);
         fabric.backward(&cross_entropy(&model.forward(&ids())?, &ids())?)?;
-        fabric.unchecked_gradient_norm()
+        fabric.gradients()?.norm()
     });
     assert_eq!(norms.unwrap(), [expected; 2]);
 }

@@ -54,8 +54,9 @@ fn three_steps(
             training.step()?;
         }
         let all = GatherOptions::default();
-        let model = training.fabric.model_state_dict(&all)?;
-        let state = training.fabric.optimizer_state_dict(&mut training.optimizer, &all)?;
+        let model = training.fabric.full_state().model_state_dict(&all)?;
+        let state =
+            training.fabric.full_state().optimizer_state_dict(&mut training.optimizer, &all)?;
         assert_eq!(model.is_empty(), world.rank() > 0);
         assert_eq!(state.tensors.is_empty(), world.rank() > 0);
         Ok((model, state, vec![training.step()?, training.step()?]))
@@ -76,9 +77,9 @@ fn two_more(
             0 => (TensorMap::from(model.clone()), state.clone()),
             _ => Default::default(),
         };
-        training.fabric.load_model_state_dict(&model, FROM_RANK0())?;
+        training.fabric.full_state().load_model_state_dict(&model, FROM_RANK0())?;
         let optimizer = &mut training.optimizer;
-        training.fabric.load_optimizer_state_dict(optimizer, &state, true)?;
+        training.fabric.full_state().load_optimizer_state_dict(optimizer, &state, true)?;
         assert_eq!(training.optimizer.steps(), 3);
         training.step = 3;
         Ok(vec![training.step()?, training.step()?])
@@ -136,7 +137,10 @@ fn other_kinds_of_optimizer_state_are_refused() {
             training.step()?;
             let has = |training: &mut DecoderTraining| -> Result<_> {
                 let all = GatherOptions::default();
-                let state = training.fabric.optimizer_state_dict(&mut training.optimizer, &all)?;
+                let state = training
+                    .fabric
+                    .full_state()
+                    .optimizer_state_dict(&mut training.optimizer, &all)?;
                 let values = |t: &Tensor| t.flatten_all()?.to_vec1::<f32>();
                 let values =
                     state.tensors.values().map(values).collect::<candle_core::Result<Vec<_>>>()?;
@@ -146,7 +150,11 @@ fn other_kinds_of_optimizer_state_are_refused() {
             let state =
                 if world.rank() == 0 { state.clone() } else { OptimizerStateDict::default() };
             let to = &mut training.optimizer;
-            let error = training.fabric.load_optimizer_state_dict(to, &state, true).unwrap_err();
+            let error = training
+                .fabric
+                .full_state()
+                .load_optimizer_state_dict(to, &state, true)
+                .unwrap_err();
             assert_eq!(has(&mut training)?, before);
             Ok(error.to_string())
         });
@@ -195,14 +203,17 @@ fn rank_0_reads_and_sends_to_the_others() {
             assert_eq!(fresh.weights()?, weights, "{config}");
 
             // Tensors in another dtype, and a subset.
-            let halves = trained.fabric.model_state_dict(&GatherOptions {
+            let halves = trained.fabric.full_state().model_state_dict(&GatherOptions {
                 dtype: Some(DType::F64),
                 ..GatherOptions::default().with_filter(|name| name.contains("layers.1"))
             })?;
             let doubled = halves.into_iter().map(|(name, t)| Ok((name, (t * 2.0)?)));
             let doubled: BTreeMap<_, _> = doubled.collect::<Result<_>>()?;
             let options = LoadOptions { strict: false, ..FROM_RANK0() };
-            let report = fresh.fabric.load_model_state_dict(&TensorMap::from(doubled), options)?;
+            let report = fresh
+                .fabric
+                .full_state()
+                .load_model_state_dict(&TensorMap::from(doubled), options)?;
             assert!(report.missing.contains(&"norm.weight".to_owned()));
             let (now, was) = (fresh.weights()?, &weights);
             let twice = |name: &str| was[name].iter().map(|x| x * 2.0).collect::<Vec<_>>();
@@ -234,10 +245,13 @@ fn read_errors_of_rank_0_reach_every_rank() {
             _ => Ok(Tensor::zeros(region.elem_count(), DType::F32, &Device::Cpu)?),
         });
         let options = LoadOptions { strict: false, ..FROM_RANK0() };
-        let torn = fabric.load_model_state_dict(&source, options).unwrap_err();
+        let torn = fabric.full_state().load_model_state_dict(&source, options).unwrap_err();
         // Without a group there cannot be a rank 0.
         let alone = load_into(&source, fabric.module_tree()?, FROM_RANK0()).unwrap_err();
-        let strict = fabric.load_model_state_dict(&TensorMap::default(), FROM_RANK0()).unwrap_err();
+        let strict = fabric
+            .full_state()
+            .load_model_state_dict(&TensorMap::default(), FROM_RANK0())
+            .unwrap_err();
         // The ranks remain in step.
         fabric.barrier()?;
         Ok([absent, torn, alone, strict].map(|error| error.to_string()))
@@ -246,12 +260,12 @@ fn read_errors_of_rank_0_reach_every_rank() {
     insta::assert_snapshot!(errors[0][..3].join("\n"), @r#"
     checkpoint /nowhere/at/all: there is no such file or directory
     checkpoint the cable: tensor `norm.weight`: was cut
-    `broadcast_from_rank0` is collective, and this function reads on each rank by itself; load with `Fabric::load_raw`, `Fabric::load_model_state_dict` or a `RankZeroSource`
+    `broadcast_from_rank0` is collective, and this function reads on each rank by itself; load with `Fabric::load_raw`, `FullState::load_model_state_dict` or a `RankZeroSource`
     "#);
     insta::assert_snapshot!(errors[1][..3].join("\n"), @r#"
     rank 0 failed: checkpoint /nowhere/at/all: there is no such file or directory
     rank 0 failed: checkpoint the cable: tensor `norm.weight`: was cut
-    `broadcast_from_rank0` is collective, and this function reads on each rank by itself; load with `Fabric::load_raw`, `Fabric::load_model_state_dict` or a `RankZeroSource`
+    `broadcast_from_rank0` is collective, and this function reads on each rank by itself; load with `Fabric::load_raw`, `FullState::load_model_state_dict` or a `RankZeroSource`
     "#);
     assert!(errors.iter().all(|errors| errors[3].contains("embedding.weight")), "{errors:?}");
 }
@@ -288,7 +302,7 @@ fn full_parameters_can_be_read_and_changed() {
             let weights = training.weights()?;
             let flat = |tensor: &Tensor| Ok::<_, Error>(tensor.flatten_all()?.to_vec1::<f32>()?);
 
-            fabric.summon_full_params(&FullParams::all(), |params| {
+            fabric.full_state().summon_full_params(&FullParams::all(), |params| {
                 assert_eq!(params.len(), weights.len());
                 for (name, tensor) in params.iter() {
                     assert_eq!(flat(tensor)?, weights[name], "{config}: {name}");
@@ -300,7 +314,7 @@ fn full_parameters_can_be_read_and_changed() {
                 Ok(())
             })?;
             assert_eq!(training.weights()?, weights);
-            let whole = fabric.full_tensor("lm_head.weight")?;
+            let whole = fabric.full_state().full_tensor("lm_head.weight")?;
             assert_eq!(
                 (whole.dims(), flat(&whole)?),
                 ([12, 8].as_slice(), weights["embedding.weight"].clone())
@@ -308,7 +322,7 @@ fn full_parameters_can_be_read_and_changed() {
 
             // A unit, on all ranks, and a pattern, on rank 0.
             let layer = FullParams::of(["layers.1"]).writable();
-            fabric.summon_full_params(&layer, |params| {
+            fabric.full_state().summon_full_params(&layer, |params| {
                 assert!(
                     !params.is_empty() && params.keys().all(|name| name.starts_with("layers.1."))
                 );
@@ -318,7 +332,7 @@ fn full_parameters_can_be_read_and_changed() {
                 Ok(())
             })?;
             let scales = FullParams::of(["layers.*.scale"]).rank0_only().writable();
-            let there = fabric.summon_full_params(&scales, |params| {
+            let there = fabric.full_state().summon_full_params(&scales, |params| {
                 for tensor in params.values_mut() {
                     *tensor = Tensor::full(-1f32, 1, &Device::Cpu)?;
                 }
@@ -349,16 +363,16 @@ fn full_parameter_mistakes_change_nothing() {
     let messages = run_ranks(2, |world| {
         let training = training(world.clone(), STRATEGIES[2].1, &adamw())?;
         let (fabric, weights) = (&training.fabric, training.weights()?);
-        let unknown = fabric.full_tensor("lm_haed.weight").unwrap_err();
+        let unknown = fabric.full_state().full_tensor("lm_haed.weight").unwrap_err();
         let all = FullParams::all().writable();
         let idle = FullParams::of(["layers.0", "layer.1"]);
-        let idle = fabric.summon_full_params(&idle, |_| Ok(())).unwrap_err();
-        let reshaped = fabric.summon_full_params(&all, |params| {
+        let idle = fabric.full_state().summon_full_params(&idle, |_| Ok(())).unwrap_err();
+        let reshaped = fabric.full_state().summon_full_params(&all, |params| {
             let tensor = params["embedding.weight"].t()?;
             params.insert("embedding.weight".to_owned(), tensor);
             Ok(())
         });
-        let failed = fabric.summon_full_params(&all, |params| {
+        let failed = fabric.full_state().summon_full_params(&all, |params| {
             for tensor in params.values_mut() {
                 *tensor = tensor.zeros_like()?;
             }

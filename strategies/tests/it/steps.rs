@@ -280,8 +280,7 @@ fn returned_values_block_no_call() {
             let (toy, mut optimizer) = fabric.setup(Toy::new, &AdamW::default())?;
             let mesh = fabric.device_mesh();
             let tree = fabric.module_tree()?;
-            let (name, capabilities) = (fabric.strategy_name()?, fabric.capabilities()?);
-            let (world, share) = (fabric.world(), fabric.sampler_share()?);
+            let (strategy, world) = (fabric.strategy()?, fabric.world());
             let scope = fabric.forward_scope(true, 0, 0);
             let context = (fabric.context_parallel(), fabric.data_context()?);
             let no_sync = fabric.no_backward_sync(true);
@@ -290,14 +289,14 @@ fn returned_values_block_no_call() {
             let sync = fabric.no_backward_sync(false);
             fabric.backward(&toy.loss(1, ROUTE)?)?;
             let totals = fabric.step_totals(&[])?;
-            fabric.audit_gradients(UnusedParameters::Zero)?;
+            fabric.gradients()?.audit(UnusedParameters::Zero)?;
             let norm = fabric.clip_gradients_norm(&mut optimizer, 1.0)?;
-            assert_eq!(norm, fabric.gradient_norm(&optimizer)?);
+            assert_eq!(norm, optimizer.gradient_norm()?);
             optimizer.step()?;
-            fabric.finish_load()?;
+            fabric.checkpoints().finish_load()?;
             fabric.all_reduce(&Tensor::ones(1, DType::F32, &Device::Cpu)?, ReduceOp::Sum)?;
             fabric.barrier()?;
-            drop((mesh, tree, name, capabilities, world, share, scope, context, no_sync, sync));
+            drop((mesh, tree, strategy, world, scope, context, no_sync, sync));
             assert_eq!(totals.count, 10.0); // 2 and 3 items on each of two ranks
             Ok(())
         })
@@ -318,7 +317,7 @@ fn a_call_from_within_a_backward_is_refused() {
     let sum = function(&[loss.sum()], loss.sum().detach(), move |_, grad| {
         let mesh = inside.device_mesh();
         assert_eq!(mesh.rank(), 0);
-        inside.capabilities()?;
+        inside.strategy()?;
         Ok(vec![Some(grad.clone())])
     });
     let error = fabric.backward(&Loss::new(sum.unwrap(), count)).unwrap_err();

@@ -120,7 +120,7 @@ fn load(
     options: impl Fn() -> LoadOptions + Send + Sync,
 ) -> impl Fn(&Fabric, &mut FabricOptimizer) -> Result<()> + Send + Sync {
     move |fabric, optimizer| {
-        let report = fabric.load_torch_optimizer(optimizer, &open, options())?;
+        let report = fabric.checkpoints().load_torch_optimizer(optimizer, &open, options())?;
         assert!(report.is_empty());
         assert_eq!(optimizer.steps(), 3);
         Ok(())
@@ -334,7 +334,8 @@ fn states_of_other_parameters_are_refused() {
             // Names that the file's model lacks are compared with our model only.
             let open = || TorchOptimizer::open(fixture(file))?.rekey(&names);
             let before = optimizer.param_groups();
-            let error = fabric.load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
+            let error =
+                fabric.checkpoints().load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
             assert_eq!((optimizer.param_groups(), optimizer.steps()), (before, 0));
             for state in optimizer.state_tensors()? {
                 assert!(state.values.to_vec1::<f32>()?.iter().all(|x| *x == 0.0));
@@ -353,7 +354,8 @@ fn states_of_other_parameters_are_refused() {
             0 => TorchOptimizer::open(fixture("adamw.ckpt"))?.rekey(&names),
             _ => TorchOptimizer::open("/nowhere/at.all")?.rekey(&names),
         };
-        let error = fabric.load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
+        let error =
+            fabric.checkpoints().load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
         errors.push(error.to_string());
         // The shapes come from our model.
         let other = |b: &ModuleBuilder| {
@@ -366,7 +368,8 @@ fn states_of_other_parameters_are_refused() {
         let mut fabric = Fabric::new(world.clone(), strategy(config)?, init(config)?, 3)?;
         let (_net, mut optimizer) = fabric.setup(other, &adamw())?;
         let open = || TorchOptimizer::open(fixture("named.pt"))?.by_name();
-        let error = fabric.load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
+        let error =
+            fabric.checkpoints().load_torch_optimizer(&mut optimizer, open, true).unwrap_err();
         errors.push(shown(error, fixture("").parent().unwrap()));
         Ok(errors)
     })

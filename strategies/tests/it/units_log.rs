@@ -179,9 +179,8 @@ fn prefetch_lists_are_followed() {
     let lists = |tree: &mut ModuleTree, mesh: &DeviceMesh| {
         every_unit(tree, mesh)?;
         let units: Vec<_> = tree.units_matching("units.*").collect();
-        units[0].set_units_to_forward_prefetch(&[units[1].clone(), units[2].clone()]);
-        units[2].set_units_to_backward_prefetch(&[units[0].clone(), units[1].clone()]);
-        Ok(())
+        units[0].set_units_to_forward_prefetch(&[units[1].clone(), units[2].clone()])?;
+        units[2].set_units_to_backward_prefetch(&[units[0].clone(), units[1].clone()])
     };
     let (lines, weight) = second_step(2, 3, Level::DEBUG, fsdp, lists).unwrap();
     let gathers = |units: [usize; 3]| units.map(|unit| format!("units.{unit}: gather started"));
@@ -193,8 +192,7 @@ fn prefetch_lists_are_followed() {
     let one_of_the_root = |tree: &mut ModuleTree, _: &DeviceMesh| {
         tree.fully_shard_matching("units.0")?;
         let units: Vec<_> = tree.units_matching("units.*").collect();
-        units[0].set_units_to_forward_prefetch(&units[1..]);
-        Ok(())
+        units[0].set_units_to_forward_prefetch(&units[1..])
     };
     let error = second_step(2, 2, Level::DEBUG, fsdp, one_of_the_root).unwrap_err().to_string();
     let message = "its prefetch lists are about `units.1`, which is not gathered on its own; \

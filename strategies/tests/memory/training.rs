@@ -80,7 +80,7 @@ fn measure_steps(
         let mut fabric = Fabric::new(world, strategy(config)?, init, 1)?;
         let (model, mut optimizer) = fabric.setup(Stack::new, optimizer)?;
         let tree = fabric.module_tree()?;
-        let sharded = fabric.capabilities()?.sharded;
+        let sharded = fabric.strategy()?.capabilities.sharded;
         for _ in 0..3 {
             fabric.barrier()?;
             reset_peak();

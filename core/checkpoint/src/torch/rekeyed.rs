@@ -13,7 +13,7 @@ use fulgurite_engine::shard::Region;
 /// The state of a PyTorch optimizer under its parameters' names.
 ///
 /// [`TorchOptimizer::rekey`](super::TorchOptimizer::rekey) returns it, for
-/// `Fabric::load_torch_optimizer`. As a [`TensorSource`] it has the moments by
+/// `Checkpoints::load_torch_optimizer`. As a [`TensorSource`] it has the moments by
 /// [`optimizer_key`](crate::optimizer_key); a read loads only the requested part.
 #[derive(Debug)]
 pub struct RekeyedOptimizer {

@@ -15,8 +15,8 @@
 
 use std::cell::Cell;
 use std::ffi::{CStr, CString, c_char, c_int, c_uint, c_void};
-use std::marker::PhantomData;
 use std::sync::OnceLock;
+use std::thread::{self, ThreadId};
 
 /// Table sizes: the number of functions in each NVTX module (none, core, CUDA, OpenCL, CUDA's
 /// runtime, core 2, synchronisation), including the invalid function at index 0.
@@ -142,12 +142,12 @@ impl Tool {
         unsafe { (self.push)(name.as_ptr()) };
         let depth = DEPTH.get();
         DEPTH.set(depth + 1);
-        Range { tool: self, depth, of_thread: PhantomData }
+        Range { tool: self, depth, thread: thread::current().id() }
     }
 }
 
 thread_local! {
-    /// Number of open ranges of this thread.
+    /// Number of open ranges of this thread: the tool's functions act on the calling thread's ranges.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -171,17 +171,21 @@ fn tool() -> Option<Tool> {
     })
 }
 
-/// An open range. Dropping it ends it and all later ranges of its thread.
+/// An open range. Dropping it ends it and all later ranges of its thread. Dropped on another thread,
+/// it stays open until an earlier range of its thread ends.
 #[derive(Debug)]
 #[must_use = "a range ends when it is dropped"]
 pub struct Range {
     tool: Tool,
     depth: usize,
-    of_thread: PhantomData<*const ()>,
+    thread: ThreadId,
 }
 
 impl Drop for Range {
     fn drop(&mut self) {
+        if thread::current().id() != self.thread {
+            return;
+        }
         while DEPTH.get() > self.depth {
             // SAFETY: the tool's function takes no arguments.
             unsafe { (self.tool.pop)() };
@@ -246,6 +250,13 @@ mod tests {
         drop(tool.begin("forward"));
         // A range whose end is not reported, as when a unit fails.
         std::mem::forget(tool.begin("backward"));
+        let moved = tool.begin("moved");
+        let on_another_thread = move || {
+            let _own = ["a", "b", "c"].map(|name| tool.begin(name));
+            drop(moved); // must not end a range of this thread
+            drop(tool.begin("d"));
+        };
+        std::thread::spawn(on_another_thread).join().unwrap();
         drop(step);
         drop(tool.begin("data"));
         // SAFETY: the library is loaded, and its function has this type.
@@ -255,7 +266,7 @@ mod tests {
             let text: extern "C" fn() -> *const c_char = std::mem::transmute(symbol);
             CStr::from_ptr(text()).to_str().unwrap()
         };
-        assert_eq!(text, "step(forward()backward())data()");
+        assert_eq!(text, "step(forward()backward(moved(a(b(c(d()))))))data()");
     }
 
     #[test]

@@ -51,7 +51,7 @@ pub fn tensor(
 }
 
 /// Checks that `rank` is a rank of the group.
-pub fn root(group: &dyn ProcessGroup, op: &'static str, rank: usize) -> Result<()> {
+pub(super) fn root(group: &dyn ProcessGroup, op: &'static str, rank: usize) -> Result<()> {
     if rank >= group.size() {
         let message = format!(
             "there is no rank {rank} in a group of {}; group ranks are 0..{}",
@@ -74,7 +74,7 @@ pub fn peer(group: &dyn ProcessGroup, op: &'static str, rank: usize) -> Result<(
 }
 
 /// Checks the arguments of [`ProcessGroup::all_gather_into`].
-pub fn all_gather(group: &dyn ProcessGroup, parts: &[AllGather]) -> Result<()> {
+pub(super) fn all_gather(group: &dyn ProcessGroup, parts: &[AllGather]) -> Result<()> {
     for (i, part) in parts.iter().enumerate() {
         let sizes = Sizes { part: &part.input, whole: &part.output, counts: &part.counts };
         sizes.check(group, "all_gather_into", i, "input", "output")?;
@@ -83,7 +83,7 @@ pub fn all_gather(group: &dyn ProcessGroup, parts: &[AllGather]) -> Result<()> {
 }
 
 /// Checks the arguments of [`ProcessGroup::reduce_scatter`].
-pub fn reduce_scatter(group: &dyn ProcessGroup, parts: &[ReduceScatter]) -> Result<()> {
+pub(super) fn reduce_scatter(group: &dyn ProcessGroup, parts: &[ReduceScatter]) -> Result<()> {
     for (i, part) in parts.iter().enumerate() {
         let sizes = Sizes { part: &part.output, whole: &part.input, counts: &part.counts };
         sizes.check(group, "reduce_scatter", i, "output", "input")?;
@@ -92,7 +92,7 @@ pub fn reduce_scatter(group: &dyn ProcessGroup, parts: &[ReduceScatter]) -> Resu
 }
 
 /// Checks the arguments of [`ProcessGroup::all_to_all`].
-pub fn all_to_all(group: &dyn ProcessGroup, output: &Tensor, input: &Tensor) -> Result<()> {
+pub(super) fn all_to_all(group: &dyn ProcessGroup, output: &Tensor, input: &Tensor) -> Result<()> {
     const OP: &str = "all_to_all";
     tensor(group, OP, "input", input)?;
     tensor(group, OP, "output", output)?;

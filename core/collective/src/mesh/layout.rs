@@ -98,7 +98,7 @@ impl MeshLayout {
     ///
     /// # Errors
     /// If the name is unknown. The message lists the known names.
-    pub fn dim(&self, name: &str) -> Result<usize> {
+    pub(super) fn dim(&self, name: &str) -> Result<usize> {
         self.names.iter().position(|n| n == name).ok_or_else(|| {
             Error::Mesh(format!("no dimension `{name}`; there are {}", self.names.join(", ")))
         })

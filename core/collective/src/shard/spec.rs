@@ -60,7 +60,7 @@ impl Cut {
     }
 
     /// The part that the rank at `coordinate` along the mesh dimension is in.
-    pub fn index(&self, coordinate: usize) -> usize {
+    pub(crate) fn index(&self, coordinate: usize) -> usize {
         coordinate / self.stride % self.size
     }
 }

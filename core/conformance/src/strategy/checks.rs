@@ -7,22 +7,23 @@ use super::suite::{SEED, Suite};
 use crate::Result;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{ReduceOp, all_gather_object};
+use fulgurite_engine::data::DataContext;
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::strategy::materialize;
 use fulgurite_nn::Loss;
-use fulgurite_trainer::fabric::{Fabric, FabricOptimizer, SamplerShare};
+use fulgurite_trainer::fabric::{Fabric, FabricOptimizer};
 
 impl Suite<'_> {
-    /// The mesh has all ranks of the world, and the sampler shares cover the data.
-    pub(super) fn mesh(&self, fabric: &Fabric) -> Result<SamplerShare> {
+    /// The mesh has all ranks of the world, and the data contexts cover the data.
+    pub(super) fn mesh(&self, fabric: &Fabric) -> Result<DataContext> {
         let mesh = fabric.device_mesh();
         self.ensure(
             (mesh.rank(), mesh.layout().world_size()) == (self.world.rank(), self.world.size()),
             "the mesh is not over the ranks that device_mesh() was given",
         )?;
-        let share = fabric.sampler_share()?;
-        let SamplerShare { num_replicas, rank } = share;
+        let share = fabric.data_context()?;
+        let (num_replicas, rank) = (share.data_parallel_size, share.data_parallel_rank);
         let all = all_gather_object(&**self.world, &(num_replicas, rank))?;
         self.ensure(
             all.iter().all(|&(n, _)| n == num_replicas)
@@ -167,8 +168,8 @@ impl Suite<'_> {
     }
 
     /// The norm is a number that all ranks agree on.
-    pub(super) fn norm(&self, fabric: &Fabric, optimizer: &FabricOptimizer) -> Result<f64> {
-        let norm = fabric.gradient_norm(optimizer)?;
+    pub(super) fn norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
+        let norm = optimizer.gradient_norm()?;
         let all = all_gather_object(&**self.world, &norm)?;
         let same = all.iter().all(|other| other.to_bits() == norm.to_bits());
         self.ensure(same && norm > 0.0, format!("gradient_norm() is {all:?} on the ranks"))?;
@@ -204,7 +205,12 @@ impl Suite<'_> {
 
     /// After `prepare_save`, ranks with the same region have equal values.
     pub(super) fn saved(&self, fabric: &Fabric, optimizer: &mut FabricOptimizer) -> Result<()> {
-        drop(fabric.save_request("conformance", Some(optimizer), &(), Default::default())?);
+        drop(fabric.checkpoints().save_request(
+            "conformance",
+            Some(optimizer),
+            &(),
+            Default::default(),
+        )?);
         self.values_outside_units(fabric, "after prepare_save()")?;
         let tree = fabric.module_tree()?;
         for parameter in tree.parameters() {

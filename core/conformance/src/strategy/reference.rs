@@ -63,7 +63,7 @@ pub(super) fn train(steps: usize, replicas: usize, init: &ModuleInit) -> Result<
             }
         }
         let loss = fabric.step_totals(&[])?.mean();
-        let norm = fabric.gradient_norm(&optimizer)?;
+        let norm = optimizer.gradient_norm()?;
         optimizer.step()?;
         Ok((loss, norm))
     };

@@ -10,11 +10,12 @@ use crate::{Error, Result};
 use fulgurite_config::registry::{self, kind};
 use fulgurite_engine::autograd::no_grad;
 use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::data::DataContext;
 use fulgurite_engine::module::ModuleInit;
 use fulgurite_engine::optim::Sgd;
 use fulgurite_engine::strategy::{BuildContext, Strategy, StrategyConfig};
 use fulgurite_nn::Loss;
-use fulgurite_trainer::fabric::{Fabric, SamplerShare, UnusedParameters};
+use fulgurite_trainer::fabric::{Fabric, UnusedParameters};
 
 pub(super) const SEED: u64 = 42;
 const STEPS: usize = 6;
@@ -125,7 +126,7 @@ impl Suite<'_> {
                 self.totals(&fabric, &local)?;
             }
             let loss = fabric.step_totals(&[])?.mean();
-            let norm = self.norm(&fabric, &optimizer)?;
+            let norm = self.norm(&optimizer)?;
             optimizer.step()?;
             if step == 0 {
                 self.after_step(&fabric, &before)?;
@@ -137,15 +138,20 @@ impl Suite<'_> {
         model.loss(&self.batch(share, 0)?)?.sum_value()?;
         drop(no_grad);
         self.saved(&fabric, &mut optimizer)?;
-        self.compare(equivalence, &found, share.num_replicas)
+        self.compare(equivalence, &found, share.data_parallel_size)
     }
 
-    fn batch(&self, share: SamplerShare, micro_batch: usize) -> Result<Batch> {
-        Batch::new(share.rank, share.num_replicas, micro_batch, &self.init.device)
+    fn batch(&self, share: DataContext, micro_batch: usize) -> Result<Batch> {
+        Batch::new(
+            share.data_parallel_rank,
+            share.data_parallel_size,
+            micro_batch,
+            &self.init.device,
+        )
     }
 
     /// Runs the micro-batches of one step; returns this rank's loss.
-    fn backward(&self, fabric: &Fabric, model: &Probe, share: SamplerShare) -> Result<Loss> {
+    fn backward(&self, fabric: &Fabric, model: &Probe, share: DataContext) -> Result<Loss> {
         let mut sum: Option<Loss> = None;
         for micro_batch in 0..MICRO_BATCHES {
             let loss = model.loss(&self.batch(share, micro_batch)?)?;
@@ -161,12 +167,7 @@ impl Suite<'_> {
     }
 
     /// A loss without a graph is an error, and training goes on after it.
-    fn loss_without_graph(
-        &self,
-        fabric: &Fabric,
-        model: &Probe,
-        share: SamplerShare,
-    ) -> Result<()> {
+    fn loss_without_graph(&self, fabric: &Fabric, model: &Probe, share: DataContext) -> Result<()> {
         let loss = {
             let _no_grad = no_grad();
             model.loss(&self.batch(share, 0)?)?
@@ -210,18 +211,18 @@ impl Suite<'_> {
         let mut fabric = self.fabric()?;
         let variant = Variant { unused: true, ..Variant::default() };
         let model = fabric.setup_module(|b| Probe::new(b, variant))?;
-        let share = fabric.sampler_share()?;
+        let share = fabric.data_context()?;
         self.backward(&fabric, &model, share)?;
-        let names = match fabric.audit_gradients(UnusedParameters::Error) {
+        let names = match fabric.gradients()?.audit(UnusedParameters::Error) {
             Err(Error::UnusedParameters { names, .. }) => names,
             Err(error) => return Err(error),
             Ok(()) => Vec::new(),
         };
         self.ensure(
             names == ["never"],
-            format!("audit_gradients() names {names:?} as unused, not `never` alone"),
+            format!("Gradients::audit() names {names:?} as unused, not `never` alone"),
         )?;
-        fabric.audit_gradients(UnusedParameters::Ignore)?;
+        fabric.gradients()?.audit(UnusedParameters::Ignore)?;
         let tree = fabric.module_tree()?;
         for parameter in tree.trainable() {
             let fqn = parameter.fqn();

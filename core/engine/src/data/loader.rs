@@ -12,6 +12,7 @@ use candle_core::Device;
 use super::Samples;
 use crate::{Error, Result, counted};
 use fulgurite_tensor::execution::ExecutionContext;
+use fulgurite_tensor::execution::transfer::SentTensors;
 
 /// Limit of threads of a loader.
 const MAX_WORKERS: usize = 256;
@@ -66,7 +67,14 @@ impl Workers {
 
 type Plan = Box<dyn Iterator<Item = Samples> + Send>;
 type Make<B> = dyn Fn(&Samples) -> Result<B> + Send + Sync;
-type Made<B> = Result<(Samples, B)>;
+type Made<B> = Result<MadeBatch<B>>;
+
+/// A batch with the host's copies of its tensors on a device.
+struct MadeBatch<B> {
+    samples: Samples,
+    batch: B,
+    sent: Option<Arc<SentTensors>>,
+}
 
 /// Batches in the order of a plan, made by worker threads ahead of time, or on request by the
 /// calling thread. The batches are the same in both cases: each depends only on its [`Samples`], is
@@ -114,10 +122,10 @@ impl<B: Send + 'static> Loader<B> {
 }
 
 impl<B: Send + 'static> Iterator for Loader<B> {
-    type Item = Made<B>;
+    type Item = Result<(Samples, B)>;
 
-    fn next(&mut self) -> Option<Made<B>> {
-        match &mut self.0 {
+    fn next(&mut self) -> Option<Self::Item> {
+        let made = match &mut self.0 {
             Kind::Here { ended: true, .. } => None,
             Kind::Here { plan, make, ended } => {
                 let made = match next_of(plan) {
@@ -128,7 +136,13 @@ impl<B: Send + 'static> Iterator for Loader<B> {
                 Some(made)
             }
             Kind::Ahead(ahead) => ahead.next(),
-        }
+        };
+        Some(made?.map(|MadeBatch { samples, batch, sent }| {
+            if let Some(sent) = sent {
+                sent.adopt();
+            }
+            (samples, batch)
+        }))
     }
 }
 
@@ -151,11 +165,11 @@ fn next_of(plan: &mut Plan) -> Result<Option<Samples>> {
 
 fn make_batch<B>(make: &Make<B>, samples: Samples) -> Made<B> {
     // The caller's context must not affect the batch, because workers do not have it.
-    let context = ExecutionContext::default();
+    let context = ExecutionContext::default().with(SentTensors::default());
     let explain = |what: String| Error::Data(format!("{}: {what}", samples.describe()));
     let made = catch_unwind(AssertUnwindSafe(|| context.run(|| make(&samples))));
     match made {
-        Ok(Ok(batch)) => Ok((samples, batch)),
+        Ok(Ok(batch)) => Ok(MadeBatch { samples, batch, sent: context.get() }),
         Ok(Err(Error::Data(message))) => Err(explain(message)),
         Ok(Err(error @ (Error::Interrupted | Error::PeerFailed { .. }))) => Err(error),
         Ok(Err(error)) => Err(explain(error.to_string())),
@@ -364,12 +378,13 @@ mod tests {
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::sync::{Barrier, mpsc};
 
+    use candle_core::Tensor;
     use proptest::prelude::*;
 
     use super::*;
     use crate::data::Split;
     use fulgurite_tensor::autograd::{is_grad_enabled, no_grad};
-    use fulgurite_tensor::execution;
+    use fulgurite_tensor::execution::{self, transfer};
 
     const COUNTS: [usize; 4] = [0, 1, 2, 7];
 
@@ -395,6 +410,18 @@ mod tests {
             let made: Vec<_> = loader.map(Result::unwrap).collect();
             let expected: Vec<_> = plan(n).map(|s| (s.clone(), s.random(1).word(0))).collect();
             prop_assert_eq!(made, expected);
+        }
+    }
+
+    #[test]
+    fn consumer_knows_host_copies_of_batches() {
+        for num_workers in COUNTS {
+            let make = |samples: &Samples| {
+                let ids = Tensor::new(&[samples.indices()[0] as i64], &Device::Cpu)?;
+                transfer::to_device(&ids, &Device::Cpu, "batch")
+            };
+            let mut loader = Loader::new(plan(9), make, workers(num_workers)).unwrap();
+            assert!(loader.all(|made| transfer::sent(&made.unwrap().1).is_some()));
         }
     }
 

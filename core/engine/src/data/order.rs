@@ -87,7 +87,7 @@ impl SampleOrder {
     ///
     /// # Errors
     /// If its epochs are empty.
-    pub fn of_sampler(seed: u64, sampler: Arc<dyn Sampler>) -> Result<Self> {
+    pub(crate) fn of_sampler(seed: u64, sampler: Arc<dyn Sampler>) -> Result<Self> {
         let len = sampler.epoch_len();
         Self { kind: Kind::Own(sampler), seed, len, epoch_len: len }.checked()
     }

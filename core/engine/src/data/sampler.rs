@@ -182,7 +182,7 @@ impl TrainSampler {
     }
 
     /// The samples of this rank's micro-batch of a step.
-    pub fn micro_batch(&self, step: &StepSamples, micro_batch: usize) -> Samples {
+    fn micro_batch(&self, step: &StepSamples, micro_batch: usize) -> Samples {
         let start = self.first_sample(step, micro_batch);
         let places = start..(start + self.batch_size).min(self.share(step).end);
         let places = if places.is_empty() { 0..1 } else { places };
@@ -196,11 +196,6 @@ impl TrainSampler {
         self.batch_size * self.data_parallel_size * self.accumulate
     }
 
-    /// The epoch in which step `step`, counted from 0, begins.
-    pub fn epoch(&self, step: u64) -> u64 {
-        self.order.epoch(step * self.global_batch_size())
-    }
-
     /// The samples of this rank's micro-batch `micro_batch` of step `step`, both counted from 0.
     pub fn indices(&self, step: u64, micro_batch: usize) -> Vec<u64> {
         let samples = self.samples_from(step * self.global_batch_size(), micro_batch);
@@ -209,7 +204,7 @@ impl TrainSampler {
 
     /// The samples of this rank's micro-batch `micro_batch`, counted from 0, of a step that begins
     /// at `position` of the stream. For runs that resume with another global batch size.
-    pub fn samples_from(&self, position: u64, micro_batch: usize) -> Samples {
+    fn samples_from(&self, position: u64, micro_batch: usize) -> Samples {
         self.micro_batch(&self.step_at(position), micro_batch)
     }
 
@@ -414,8 +409,8 @@ mod tests {
             let (dp, accumulate, batch) = share;
             let sampler = TrainSampler::new(order, batch, dp, 0, accumulate).unwrap();
             let steps = (epochs * len).div_ceil(sampler.global_batch_size());
-            prop_assert!(sampler.epoch(steps) >= epochs);
-            prop_assert!(sampler.epoch(steps - 1) < epochs);
+            prop_assert!(sampler.order.epoch(steps * sampler.global_batch_size()) >= epochs);
+            prop_assert!(sampler.order.epoch((steps - 1) * sampler.global_batch_size()) < epochs);
         }
 
         #[test]

@@ -163,11 +163,10 @@ impl ActivationCheckpointing {
                 paths()
             )));
         }
-        chosen.for_each(|unit| {
-            unit.set_activation_checkpointing(self.mode != CheckpointMode::None);
-            unit.set_activation_offload(self.offload);
-        });
-        Ok(())
+        chosen.try_for_each(|unit| {
+            unit.set_activation_checkpointing(self.mode != CheckpointMode::None)?;
+            unit.set_activation_offload(self.offload)
+        })
     }
 }
 

@@ -1,6 +1,5 @@
 //! Storage of offloaded activations from forward to backward.
 
-use std::cell::RefCell;
 use std::collections::VecDeque;
 use std::fs::File;
 use std::os::unix::fs::FileExt as _;
@@ -11,6 +10,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::storage::{with_bytes, with_bytes_mut};
+use fulgurite_tensor::execution;
 use fulgurite_tensor::execution::transfer::{self, HostCopy};
 
 /// Storage of units' offloaded activations: `offload` in `trainer.activation_checkpointing`.
@@ -82,27 +82,34 @@ impl OnItsWay {
 /// copied still occupy the device, so a larger limit would use the memory that offloading saves.
 const CALLS_ON_THEIR_WAY: usize = 2;
 
-thread_local! {
-    /// Copies of the last calls, oldest first.
-    static ON_THEIR_WAY: RefCell<VecDeque<Vec<Weak<OnItsWay>>>> = const { RefCell::new(VecDeque::new()) };
+/// Copies of the last calls in an execution context, oldest first.
+#[derive(Default)]
+struct CallsOnTheirWay(Mutex<VecDeque<Vec<Weak<OnItsWay>>>>);
+
+impl CallsOnTheirWay {
+    fn lock(&self) -> MutexGuard<'_, VecDeque<Vec<Weak<OnItsWay>>>> {
+        self.0.lock().expect("no panic while recording")
+    }
 }
 
 /// Begins a call, and waits for the copies of calls beyond the limit.
 fn begin_call() -> Result<()> {
-    let over = ON_THEIR_WAY.with_borrow_mut(|calls| {
+    let over = {
+        let calls = execution::shared::<CallsOnTheirWay>();
+        let mut calls = calls.lock();
         calls.push_back(Vec::new());
         let over = calls.len().saturating_sub(CALLS_ON_THEIR_WAY);
         calls.drain(..over).flatten().collect::<Vec<_>>()
-    });
+    };
     over.iter().filter_map(Weak::upgrade).try_for_each(|copy| copy.wait().map(drop))
 }
 
 /// Records a copy of this call.
 fn on_its_way(begun: HostCopy) -> Arc<OnItsWay> {
     let copy = Arc::new(OnItsWay(Mutex::new(Copy::Begun(begun))));
-    ON_THEIR_WAY.with_borrow_mut(|calls| {
-        calls.back_mut().into_iter().for_each(|call| call.push(Arc::downgrade(&copy)));
-    });
+    if let Some(call) = execution::shared::<CallsOnTheirWay>().lock().back_mut() {
+        call.push(Arc::downgrade(&copy));
+    }
     copy
 }
 

@@ -92,7 +92,7 @@ impl Adapters {
     }
 
     /// Whether the layer at this path should have an adapter.
-    pub fn targets(&self, path: &str) -> bool {
+    pub(crate) fn targets(&self, path: &str) -> bool {
         any_pattern_matches(&self.targets, path) && !any_pattern_matches(&self.exclude, path)
     }
 

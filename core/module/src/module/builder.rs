@@ -467,8 +467,8 @@ impl ModuleBuilder {
     }
 
     /// Records that a layer here holds the buffer's tensor directly and changes it.
-    pub(super) fn expose_buffer(&self, buffer: &Buffer) {
-        self.tree().expose_buffer(buffer, self.unit);
+    pub(super) fn expose_buffer(&self, buffer: &Buffer) -> Result<()> {
+        self.tree().expose_buffer(buffer, self.unit)
     }
 
     /// Number of elements of a new parameter. Checks the model's limits.
@@ -543,8 +543,8 @@ impl ModuleBuilder {
     }
 
     /// Records that a layer here holds the parameter's compute tensor directly.
-    pub(super) fn expose_tensor(&self, parameter: &Parameter) {
-        self.tree().expose_tensor(parameter, self.unit);
+    pub(super) fn expose_tensor(&self, parameter: &Parameter) -> Result<()> {
+        self.tree().expose_tensor(parameter, self.unit)
     }
 
     pub(super) fn join(&self, name: &str) -> String {

@@ -100,11 +100,10 @@ impl UnitHandle {
     /// parameters. Call it before any values exist, alike on every rank; it communicates nothing.
     ///
     /// # Errors
-    /// If `mesh` is another mesh.
+    /// If `mesh` is another mesh, or the unit has computed.
     pub fn fully_shard(&self, mesh: &DeviceMesh, options: FullyShard) -> Result<()> {
         check_mesh(mesh)?;
-        self.set_fully_shard(options);
-        Ok(())
+        self.set_fully_shard(options)
     }
 }
 
@@ -139,7 +138,7 @@ impl ModuleTree {
     /// strategy's options. Other units belong to the root unit.
     ///
     /// # Errors
-    /// If no unit matches. The message lists the units.
+    /// If no unit matches (the message lists the units), or one has computed.
     pub fn fully_shard_matching(&mut self, pattern: &str) -> Result<()> {
         let mut matching = self.units_matching(pattern).peekable();
         if matching.peek().is_none() {
@@ -154,8 +153,7 @@ impl ModuleTree {
             };
             return Err(Error::Module { path: pattern.to_owned(), message });
         }
-        matching.for_each(|unit| unit.set_fully_shard(FullyShard::default()));
-        Ok(())
+        matching.try_for_each(|unit| unit.set_fully_shard(FullyShard::default()))
     }
 
     /// Chooses, from the last unit to the first, every unit whose path satisfies a condition
@@ -163,7 +161,7 @@ impl ModuleTree {
     /// condition.
     ///
     /// # Errors
-    /// If no unit satisfies a condition.
+    /// If no unit satisfies a condition, or one that does has computed.
     pub fn shard_model(
         &mut self,
         conditions: &[&dyn Fn(&str) -> bool],
@@ -172,7 +170,7 @@ impl ModuleTree {
         let mut sharded = false;
         for unit in self.units().iter().rev() {
             if conditions.iter().any(|accepts| accepts(unit.path())) {
-                unit.set_fully_shard(options);
+                unit.set_fully_shard(options)?;
                 sharded = true;
             }
         }

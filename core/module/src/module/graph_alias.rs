@@ -12,12 +12,16 @@ use candle_core::{Tensor, TensorId};
 
 use crate::Result;
 use fulgurite_tensor::autograd::function;
+use fulgurite_tensor::execution;
 
-/// The outputs still held by the model, and their aliases. Ids are unique in the process.
-static ALIASES: Mutex<Vec<(TensorId, Weak<Tensor>)>> = Mutex::new(Vec::new());
+/// The outputs still held by a model that computes in an execution context, and their aliases.
+#[derive(Default)]
+struct Aliases(Mutex<Vec<(TensorId, Weak<Tensor>)>>);
 
-fn aliases() -> MutexGuard<'static, Vec<(TensorId, Weak<Tensor>)>> {
-    ALIASES.lock().expect("no panic while looking up")
+impl Aliases {
+    fn lock(&self) -> MutexGuard<'_, Vec<(TensorId, Weak<Tensor>)>> {
+        self.0.lock().expect("no panic while looking up")
+    }
 }
 
 /// Moves the storage of `y`, a tensor in a graph, to a new tensor. `y` stays in the graph as the
@@ -29,7 +33,8 @@ pub(super) fn detach_storage(y: Tensor) -> Result<Tensor> {
         let _lives_as_long_as_the_output = &held;
         Ok(vec![Some(grad.clone())])
     })?;
-    let mut aliases = aliases();
+    let aliases = execution::shared::<Aliases>();
+    let mut aliases = aliases.lock();
     aliases.retain(|(_, alias)| alias.strong_count() > 0);
     aliases.push((y.id(), Arc::downgrade(&alias)));
     Ok(y)
@@ -37,5 +42,7 @@ pub(super) fn detach_storage(y: Tensor) -> Result<Tensor> {
 
 /// The alias of `x` in its graph, if there is one.
 pub(super) fn lookup(x: &Tensor) -> Option<Arc<Tensor>> {
-    aliases().iter().find(|(id, _)| *id == x.id()).and_then(|(_, alias)| alias.upgrade())
+    let aliases = execution::shared::<Aliases>();
+    let found = aliases.lock().iter().find(|(id, _)| *id == x.id()).map(|(_, alias)| alias.clone());
+    found?.upgrade()
 }

@@ -35,8 +35,8 @@ pub use forward::{BatchRanks, ForwardScope};
 pub use fully_shard::{FullyShard, Reshard, layers_or_names};
 pub use layer::{CandleModule, Module};
 pub use pattern::{
-    PATTERN_HELP, PatternMatch, any_pattern_matches, check_pattern, check_patterns, find_pattern,
-    glob_match, idle_pattern, pattern_matches, pattern_names,
+    PATTERN_HELP, PatternMatch, any_pattern_matches, check_pattern, find_pattern, glob_match,
+    idle_pattern, pattern_matches, pattern_names,
 };
 pub use quantization::Quantization;
 pub use tree::{ModuleInfo, ModuleTree};

@@ -24,8 +24,6 @@
 //! - [`find_pattern`]: the first segments it names. For `checkpoint.load.rename`.
 //! - [`glob_match`]: a layer by its whole path. For plans, in which a layer has one style.
 
-use crate::{Error, Result};
-
 /// The explanation of patterns in messages.
 pub const PATTERN_HELP: &str = "A pattern names segments that follow each other anywhere in a path, and means \
     everything under them too; `*` stands for any part of a segment, and a dot in front for the root";
@@ -122,15 +120,6 @@ pub fn check_pattern(pattern: &str) -> std::result::Result<(), String> {
         false => Ok(()),
         true => Err(format!("the pattern `{pattern}` has an empty segment")),
     }
-}
-
-/// Checks the patterns of a configuration key, as [`check_pattern`].
-///
-/// # Errors
-/// [`Error::Config`] that names the key.
-pub fn check_patterns(key: &str, patterns: &[String]) -> Result<()> {
-    let result = patterns.iter().try_for_each(|pattern| check_pattern(pattern));
-    result.map_err(|message| Error::Config(format!("`{key}`: {message}. {PATTERN_HELP}")))
 }
 
 /// The offsets in a path where a pattern may begin, and the pattern without its leading dot.

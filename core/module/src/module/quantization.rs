@@ -51,7 +51,7 @@ impl Quantization {
     }
 
     /// Whether the layer at this path should have a quantised weight, if it is frozen.
-    pub fn targets(&self, path: &str) -> bool {
+    pub(crate) fn targets(&self, path: &str) -> bool {
         (self.targets.is_empty() || any_pattern_matches(&self.targets, path))
             && !any_pattern_matches(&self.exclude, path)
     }

@@ -113,7 +113,7 @@ impl ModuleTree {
 
     /// Checkpoints the activations of the units that the closure chooses, and no others, like the
     /// `check_fn` of PyTorch's `apply_activation_checkpointing`. Overrides
-    /// `trainer.activation_checkpointing`. Call it before the first forward, alike on every rank.
+    /// `trainer.activation_checkpointing`. Every rank calls it alike.
     ///
     /// ```
     /// # use fulgurite_core::module::{ModuleBuilder, ModuleInit};
@@ -124,15 +124,21 @@ impl ModuleTree {
     /// let tree = b.finish()?;
     /// tree.apply_activation_checkpointing(|unit| {
     ///     unit.kind() == "SwiGluMlp" && !unit.path().ends_with(".1")
-    /// });
+    /// })?;
     /// let [first, second] = blocks;
     /// assert!(first?.handle().activation_checkpointing());
     /// assert!(!second?.handle().activation_checkpointing());
     /// assert!(!up.handle().activation_checkpointing());
     /// # Ok::<(), fulgurite_core::Error>(())
     /// ```
-    pub fn apply_activation_checkpointing(&self, chooses: impl Fn(&UnitHandle) -> bool) {
-        self.units.iter().for_each(|unit| unit.set_activation_checkpointing(chooses(unit)));
+    ///
+    /// # Errors
+    /// If a unit has computed.
+    pub fn apply_activation_checkpointing(
+        &self,
+        chooses: impl Fn(&UnitHandle) -> bool,
+    ) -> Result<()> {
+        self.units.iter().try_for_each(|unit| unit.set_activation_checkpointing(chooses(unit)))
     }
 
     /// The parameters of a unit, or of the root for `None`.
@@ -199,9 +205,10 @@ impl ModuleTree {
     }
 
     /// Records that a layer in `unit` holds the buffer's tensor directly and changes it.
-    pub(super) fn expose_buffer(&self, buffer: &Buffer, unit: Option<usize>) {
-        if let Some(unit) = unit.and_then(|unit| self.units.get(unit)) {
-            unit.expose_buffer(buffer);
+    pub(super) fn expose_buffer(&self, buffer: &Buffer, unit: Option<usize>) -> Result<()> {
+        match unit.and_then(|unit| self.units.get(unit)) {
+            Some(unit) => unit.expose_buffer(buffer),
+            None => Ok(()),
         }
     }
 
@@ -231,11 +238,18 @@ impl ModuleTree {
 
     /// Records that a layer in `unit` holds the parameter's compute tensor directly, not its
     /// handle.
-    pub(super) fn expose_tensor(&mut self, parameter: &Parameter, unit: Option<usize>) {
+    pub(super) fn expose_tensor(
+        &mut self,
+        parameter: &Parameter,
+        unit: Option<usize>,
+    ) -> Result<()> {
         self.share(parameter, unit);
         match unit.and_then(|unit| self.units.get(unit)) {
             Some(unit) => unit.expose_tensor(parameter),
-            None => parameter.set_exposed(None, true),
+            None => {
+                parameter.set_exposed(None, true);
+                Ok(())
+            }
         }
     }
 

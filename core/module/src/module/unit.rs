@@ -1,7 +1,7 @@
 //! Units: modules that are gathered, computed and freed together.
 
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 use candle_core::{DType, Device, Tensor, Var};
 
@@ -50,25 +50,43 @@ struct UnitInner {
     compute_dtype: DType,
     /// The model's compute dtype, if it differs.
     model_dtype: Option<DType>,
-    hooks: RwLock<Option<Arc<dyn UnitHooks>>>,
-    /// The options, if the unit is gathered separately.
-    fully_shard: RwLock<Option<FullyShard>>,
-    /// Paths of the units to gather during this unit's forward and backward. Empty: the strategy's
-    /// `prefetch` decides.
-    prefetch: [RwLock<Vec<String>>; 2],
-    /// Whether backward computes the unit again.
-    activation_checkpointing: AtomicBool,
-    /// Storage of offloaded activations, if they are offloaded.
-    activation_offload: RwLock<Option<ActivationOffload>>,
-    /// Trainable parameters whose compute tensors the unit's layers hold. Their uses cannot be
-    /// counted.
-    exposed: Mutex<Vec<Parameter>>,
-    /// Buffers whose tensors the unit's layers hold and change.
-    exposed_buffers: Mutex<Vec<Buffer>>,
+    /// The settings until the first forward.
+    settings: Mutex<UnitSettings>,
+    /// The settings from the first forward on.
+    fixed: OnceLock<UnitSettings>,
     /// The token of the parameters in the graph of a checkpointed call.
     token: OnceLock<Tensor>,
     /// Whether a checkpointed backward was searched for variables other than parameters.
     checked_variables: AtomicBool,
+}
+
+/// The settings that a unit gets between its construction and its first forward.
+#[derive(Default)]
+struct UnitSettings {
+    hooks: Option<Arc<dyn UnitHooks>>,
+    /// The options, if the unit is gathered separately.
+    fully_shard: Option<FullyShard>,
+    /// Paths of the units to gather during this unit's forward and backward. Empty: the strategy's
+    /// `prefetch` decides.
+    prefetch: [Vec<String>; 2],
+    /// Whether backward computes the unit again.
+    activation_checkpointing: bool,
+    /// Storage of offloaded activations, if they are offloaded.
+    activation_offload: Option<ActivationOffload>,
+    /// Trainable parameters whose compute tensors the unit's layers hold. Their uses cannot be
+    /// counted.
+    exposed: Vec<Parameter>,
+    /// Buffers whose tensors the unit's layers hold and change.
+    exposed_buffers: Vec<Buffer>,
+}
+
+impl UnitSettings {
+    /// Tells the exposed parameters whether the unit's layers record in the model's graph. Units
+    /// whose activations are dropped or offloaded have their own graphs.
+    fn set_exposed(&self, unit: usize) {
+        let in_graph = !self.activation_checkpointing && self.activation_offload.is_none();
+        self.exposed.iter().for_each(|parameter| parameter.set_exposed(Some(unit), in_graph));
+    }
 }
 
 impl UnitHandle {
@@ -84,13 +102,8 @@ impl UnitHandle {
             kind,
             compute_dtype,
             model_dtype: (compute_dtype != model).then_some(model),
-            hooks: RwLock::default(),
-            fully_shard: RwLock::default(),
-            prefetch: Default::default(),
-            activation_checkpointing: AtomicBool::default(),
-            activation_offload: RwLock::default(),
-            exposed: Mutex::default(),
-            exposed_buffers: Mutex::default(),
+            settings: Mutex::default(),
+            fixed: OnceLock::new(),
             token: OnceLock::new(),
             checked_variables: AtomicBool::default(),
         }))
@@ -111,9 +124,49 @@ impl UnitHandle {
         self.0.kind
     }
 
+    /// Changes a setting. `what` names it in the error.
+    fn set(&self, what: &str, change: impl FnOnce(&mut UnitSettings)) -> Result<()> {
+        let mut settings = self.unfixed();
+        if self.0.fixed.get().is_some() {
+            return Err(Error::module(
+                self.path(),
+                format!(
+                    "{what} of a unit must be set before its first forward, which has run; set it in a \
+                     `ParallelizeFn`, or right after the model is built"
+                ),
+            ));
+        }
+        change(&mut settings);
+        Ok(())
+    }
+
+    fn get<R>(&self, get: impl FnOnce(&UnitSettings) -> R) -> R {
+        if let Some(settings) = self.0.fixed.get() {
+            return get(settings);
+        }
+        let settings = self.unfixed();
+        // The first forward may have begun meanwhile.
+        get(self.0.fixed.get().unwrap_or(&settings))
+    }
+
+    /// The settings, which cannot change any more.
+    fn fixed(&self) -> &UnitSettings {
+        self.0.fixed.get().unwrap_or_else(|| {
+            let mut settings = self.unfixed();
+            self.0.fixed.get_or_init(|| std::mem::take(&mut *settings))
+        })
+    }
+
+    fn unfixed(&self) -> MutexGuard<'_, UnitSettings> {
+        self.0.settings.lock().expect("no panic while setting")
+    }
+
     /// Sets the hooks. For strategies.
-    pub fn set_hooks(&self, hooks: Arc<dyn UnitHooks>) {
-        *self.0.hooks.write().expect("no panic while writing") = Some(hooks);
+    ///
+    /// # Errors
+    /// If the unit has computed.
+    pub fn set_hooks(&self, hooks: Arc<dyn UnitHooks>) -> Result<()> {
+        self.set("the hooks", |settings| settings.hooks = Some(hooks))
     }
 
     /// Sets the units to gather during this unit's forward (PyTorch's
@@ -122,44 +175,54 @@ impl UnitHandle {
     /// has computed. An empty list restores the default. For
     /// `ParallelizeFn`s; every rank calls it alike.
     /// The units must be gathered separately, which the strategy checks.
-    pub fn set_units_to_forward_prefetch(&self, units: &[Self]) {
-        self.set_prefetch(0, units);
+    ///
+    /// # Errors
+    /// If the unit has computed.
+    pub fn set_units_to_forward_prefetch(&self, units: &[Self]) -> Result<()> {
+        self.set_prefetch(0, units)
     }
 
     /// Like [`set_units_to_forward_prefetch`](Self::set_units_to_forward_prefetch), for the unit's
     /// backward (PyTorch's `set_modules_to_backward_prefetch`). When it begins, the listed units
     /// whose backward is still to come are gathered.
-    pub fn set_units_to_backward_prefetch(&self, units: &[Self]) {
-        self.set_prefetch(1, units);
+    ///
+    /// # Errors
+    /// If the unit has computed.
+    pub fn set_units_to_backward_prefetch(&self, units: &[Self]) -> Result<()> {
+        self.set_prefetch(1, units)
     }
 
     /// Paths of the units to gather during this unit's forward; empty if none were set.
     pub fn units_to_forward_prefetch(&self) -> Vec<String> {
-        self.0.prefetch[0].read().expect("no panic while reading").clone()
+        self.get(|settings| settings.prefetch[0].clone())
     }
 
     /// Paths of the units to gather during this unit's backward; empty if none were set.
     pub fn units_to_backward_prefetch(&self) -> Vec<String> {
-        self.0.prefetch[1].read().expect("no panic while reading").clone()
+        self.get(|settings| settings.prefetch[1].clone())
     }
 
-    fn set_prefetch(&self, direction: usize, units: &[Self]) {
+    fn set_prefetch(&self, direction: usize, units: &[Self]) -> Result<()> {
         let paths = units.iter().map(|unit| unit.path().to_owned()).collect();
-        *self.0.prefetch[direction].write().expect("no panic while writing") = paths;
+        self.set("the units to prefetch", |settings| settings.prefetch[direction] = paths)
     }
 
     /// Sets whether backward computes the unit again. By default (`false`) its activations are
     /// kept. Overrides `trainer.activation_checkpointing`. For
-    /// `ParallelizeFn`s and programs, before the first
-    /// forward; every rank calls it alike.
-    pub fn set_activation_checkpointing(&self, on: bool) {
-        self.0.activation_checkpointing.store(on, Ordering::Relaxed);
-        self.set_exposed();
+    /// `ParallelizeFn`s and programs; every rank calls it alike.
+    ///
+    /// # Errors
+    /// If the unit has computed.
+    pub fn set_activation_checkpointing(&self, on: bool) -> Result<()> {
+        self.set("activation checkpointing", |settings| {
+            settings.activation_checkpointing = on;
+            settings.set_exposed(self.index());
+        })
     }
 
     /// Whether backward computes the unit again.
     pub fn activation_checkpointing(&self) -> bool {
-        self.0.activation_checkpointing.load(Ordering::Relaxed)
+        self.get(|settings| settings.activation_checkpointing)
     }
 
     /// Sets the storage of the unit's activations from forward to backward: their device (`None`,
@@ -169,45 +232,40 @@ impl UnitHandle {
     /// For a checkpointed unit, only its input is offloaded, and only if it needs no gradient or
     /// comes from another offloaded unit. The input's memory is free once the model drops it. For
     /// other units, every tensor of the graph is offloaded, and the backward can run only once.
-    pub fn set_activation_offload(&self, to: Option<ActivationOffload>) {
-        *self.0.activation_offload.write().expect("no panic while writing") = to;
-        self.set_exposed();
-    }
-
-    /// Whether the unit's layers record in the model's graph. Units whose activations are dropped
-    /// or offloaded have their own graphs.
-    fn is_in_graph(&self) -> bool {
-        !self.activation_checkpointing() && self.activation_offload().is_none()
-    }
-
-    fn set_exposed(&self) {
-        for parameter in &*self.exposed() {
-            parameter.set_exposed(Some(self.index()), self.is_in_graph());
-        }
+    ///
+    /// # Errors
+    /// If the unit has computed.
+    pub fn set_activation_offload(&self, to: Option<ActivationOffload>) -> Result<()> {
+        self.set("activation offload", |settings| {
+            settings.activation_offload = to;
+            settings.set_exposed(self.index());
+        })
     }
 
     /// Storage of the unit's offloaded activations, if they are offloaded.
-    pub fn activation_offload(&self) -> Option<ActivationOffload> {
-        *self.0.activation_offload.read().expect("no panic while reading")
+    pub(super) fn activation_offload(&self) -> Option<ActivationOffload> {
+        self.get(|settings| settings.activation_offload)
     }
 
     /// Records that a layer in the unit holds the parameter's compute tensor.
-    pub(super) fn expose_tensor(&self, parameter: &Parameter) {
-        if parameter.requires_grad() && !self.exposed().contains(parameter) {
-            self.exposed().push(parameter.clone());
-            parameter.set_exposed(Some(self.index()), self.is_in_graph());
-        }
+    pub(super) fn expose_tensor(&self, parameter: &Parameter) -> Result<()> {
+        self.set("a layer's tensor", |settings| {
+            if parameter.requires_grad() && !settings.exposed.contains(parameter) {
+                settings.exposed.push(parameter.clone());
+                settings.set_exposed(self.index());
+            }
+        })
     }
 
     /// Records that a layer in the unit holds the buffer's tensor and changes it.
-    pub(super) fn expose_buffer(&self, buffer: &Buffer) {
-        self.0.exposed_buffers.lock().expect("no panic while noting").push(buffer.clone());
+    pub(super) fn expose_buffer(&self, buffer: &Buffer) -> Result<()> {
+        self.set("a layer's buffer", |settings| settings.exposed_buffers.push(buffer.clone()))
     }
 
     /// Calls `compute` and then restores the buffers whose tensors layers hold. For a recomputed
     /// unit, whose forward has already changed them.
     pub(super) fn keeping_buffers<R>(&self, compute: impl FnOnce() -> Result<R>) -> Result<R> {
-        let buffers = self.0.exposed_buffers.lock().expect("no panic while noting").clone();
+        let buffers = &self.fixed().exposed_buffers;
         let before = buffers.iter().map(|buffer| Ok(buffer.value()?.copy()?));
         let before = before.collect::<Result<Vec<_>>>()?;
         let result = compute();
@@ -220,11 +278,7 @@ impl UnitHandle {
     /// In a forward that collects uses, records uses of parameters whose compute tensors layers
     /// hold.
     pub(super) fn note_exposed(&self) {
-        self.exposed().iter().for_each(note_tensor_use);
-    }
-
-    fn exposed(&self) -> MutexGuard<'_, Vec<Parameter>> {
-        self.0.exposed.lock().expect("no panic while noting")
+        self.fixed().exposed.iter().for_each(note_tensor_use);
     }
 
     /// A one-element variable that stands for the unit's parameters in a graph.
@@ -241,12 +295,12 @@ impl UnitHandle {
         !self.0.checked_variables.swap(true, Ordering::Relaxed)
     }
 
-    pub(super) fn set_fully_shard(&self, options: FullyShard) {
-        *self.0.fully_shard.write().expect("no panic while writing") = Some(options);
+    pub(super) fn set_fully_shard(&self, options: FullyShard) -> Result<()> {
+        self.set("sharding", |settings| settings.fully_shard = Some(options))
     }
 
     pub(super) fn fully_shard_options(&self) -> Option<FullyShard> {
-        *self.0.fully_shard.read().expect("no panic while reading")
+        self.get(|settings| settings.fully_shard)
     }
 
     /// Names the unit in errors without a location, and under `detect_anomaly` in the error of an
@@ -267,7 +321,7 @@ impl UnitHandle {
 
     /// The hooks, if any were set.
     pub fn hooks(&self) -> Option<Arc<dyn UnitHooks>> {
-        self.0.hooks.read().expect("no panic while reading").clone()
+        self.get(|settings| settings.hooks.clone())
     }
 }
 
@@ -386,7 +440,7 @@ impl<M> Unit<M> {
         if !self.recomputes() {
             return self.call_scoped(x, f);
         }
-        let hooks = self.handle.hooks();
+        let hooks = self.handle.fixed().hooks.clone();
         let (unit, module) = (self.handle.clone(), self.module.clone());
         let casts = Casts::of(&unit, hooks.as_deref());
         let compute =
@@ -412,9 +466,10 @@ impl<M> Unit<M> {
             // Inside another unit that is recomputed or offloaded as a whole.
             self.handle.note_exposed();
         }
-        let hooks = self.handle.hooks();
+        let settings = self.handle.fixed();
+        let hooks = settings.hooks.clone();
         if GradMode::current() == GradMode::Enabled
-            && let Some(to) = self.handle.activation_offload()
+            && let Some(to) = settings.activation_offload
         {
             let casts = Casts::of(&self.handle, hooks.as_deref());
             return offloaded_graph::call(&self.handle, hooks, x, to, |x| {
@@ -465,7 +520,7 @@ impl<M> Unit<M> {
 
     /// Whether a call is computed again in backward.
     fn recomputes(&self) -> bool {
-        GradMode::current() == GradMode::Enabled && self.handle.activation_checkpointing()
+        GradMode::current() == GradMode::Enabled && self.handle.fixed().activation_checkpointing
     }
 }
 
@@ -477,5 +532,35 @@ const BORROWS: &str = "its activations are checkpointed, and `call_scoped` canno
 impl<M: Module + Send + Sync + 'static> Module for Unit<M> {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         self.call(x, M::forward)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::module::{ModuleBuilder, ModuleInit};
+
+    struct Same;
+
+    impl Module for Same {
+        fn forward(&self, x: &Tensor) -> Result<Tensor> {
+            Ok(x.clone())
+        }
+    }
+
+    #[test]
+    fn settings_are_fixed_by_the_first_forward() {
+        let builder = ModuleBuilder::new(ModuleInit::default());
+        let unit = builder.unit("same", |_| Ok(Same)).unwrap();
+        let handle = unit.handle();
+        handle.set_activation_checkpointing(true).unwrap();
+        handle.set_activation_checkpointing(false).unwrap();
+        handle.set_units_to_forward_prefetch(std::slice::from_ref(handle)).unwrap();
+        unit.forward(&Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).unwrap();
+        let error = handle.set_activation_checkpointing(true).unwrap_err();
+        insta::assert_snapshot!(error, @"module `same`: activation checkpointing of a unit must be set before its first forward, which has run; set it in a `ParallelizeFn`, or right after the model is built");
+        assert!(handle.set_units_to_backward_prefetch(&[]).is_err());
+        assert!(!handle.activation_checkpointing());
+        assert_eq!(handle.units_to_forward_prefetch(), ["same"]);
     }
 }

@@ -16,7 +16,7 @@ impl Recorder {
 
     /// The compute tensor of an existing parameter.
     fn share(&self, parameter: &Parameter) -> candle_core::Result<Tensor> {
-        self.0.expose_tensor(parameter);
+        self.0.expose_tensor(parameter)?;
         Ok(parameter.compute()?.clone())
     }
 }
@@ -43,7 +43,7 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
             let init = BufferInit::Init(init::from_candle(hint, &shape));
             let options = BufferOptions::dtype(dtype);
             let buffer = self.0.add_buffer(name, shape.into_dims(), init, options, true)?;
-            self.0.expose_buffer(&buffer);
+            self.0.expose_buffer(&buffer)?;
             return Ok(buffer.tensor().clone());
         }
         if let Some(parameter) = self.find(name) {
@@ -58,7 +58,7 @@ impl candle_nn::var_builder::SimpleBackend for Recorder {
         }
         let init = init::from_candle(hint, &shape);
         let parameter = self.0.add_parameter(name, shape.into_dims(), init, Origin::VarBuilder)?;
-        self.0.expose_tensor(&parameter);
+        self.0.expose_tensor(&parameter)?;
         Ok(parameter.compute()?.clone())
     }
 

@@ -61,7 +61,7 @@ impl WeightFormat {
     ///
     /// # Errors
     /// A message, if the row is not a multiple of the block size, or the block size is invalid.
-    pub fn check(self, columns: usize) -> std::result::Result<(), String> {
+    pub(crate) fn check(self, columns: usize) -> std::result::Result<(), String> {
         self.check_block_size().map_err(|message| format!("nf4's block size {message}"))?;
         match self {
             Self::Nf4 { block_size } if !columns.is_multiple_of(block_size) => Err(format!(
@@ -93,7 +93,7 @@ impl WeightFormat {
     }
 
     /// The dtype of a part, the same in all formats.
-    pub fn dtype(part: PackedPart) -> DType {
+    pub(crate) fn dtype(part: PackedPart) -> DType {
         match part {
             PackedPart::Codes => DType::U8,
             PackedPart::Scales => DType::F32,

@@ -10,29 +10,34 @@
 //! hold partial gradients too, and the backward is not repeated.)
 
 use std::collections::HashMap;
-use std::sync::{Arc, LazyLock, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, Weak};
 
 use candle_core::{DType, Shape, Tensor, TensorId};
 
 use super::{GradMode, storage};
+use crate::execution;
 use crate::{Error, Result};
 
 /// Smallest number of elements for which the second node pays off.
 const FROM_ELEMENTS: usize = 1 << 15;
 
-/// The sources of all live outputs. Ids are unique in the process.
-static SOURCES: LazyLock<Mutex<HashMap<TensorId, Weak<Source>>>> = LazyLock::new(Mutex::default);
+/// The sources of all live outputs of an execution context. A function that takes an output of
+/// another context does not find its source, and candle accumulates that gradient.
+#[derive(Default)]
+struct Sources(Mutex<HashMap<TensorId, Weak<Source>>>);
 
-fn sources() -> MutexGuard<'static, HashMap<TensorId, Weak<Source>>> {
-    SOURCES.lock().unwrap_or_else(PoisonError::into_inner)
+impl Sources {
+    fn lock(&self) -> MutexGuard<'_, HashMap<TensorId, Weak<Source>>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// The one-element node from which an output is made. The output owns it.
 pub(super) struct Source {
     node: Tensor,
     gradient: Arc<Gradient>,
-    /// The output's id.
-    id: Mutex<Option<TensorId>>,
+    /// The table that lists this source, and the output's id there.
+    listed: OnceLock<(Arc<Sources>, TensorId)>,
 }
 
 /// The gradient of an output, as far as its parts have arrived.
@@ -60,7 +65,7 @@ pub(super) fn source(x: &Tensor) -> Option<Arc<Source>> {
     if !may_have_source(x) {
         return None;
     }
-    sources().get(&x.id()).and_then(Weak::upgrade)
+    execution::shared::<Sources>().lock().get(&x.id()).and_then(Weak::upgrade)
 }
 
 /// The graph node that stands for an output with a source.
@@ -107,7 +112,7 @@ impl Gradient {
 
 impl Source {
     pub(super) fn new(node: Tensor, gradient: Arc<Gradient>) -> Arc<Self> {
-        Arc::new(Self { node, gradient, id: Mutex::default() })
+        Arc::new(Self { node, gradient, listed: OnceLock::new() })
     }
 
     /// The node on which functions of the output depend.
@@ -123,15 +128,15 @@ impl Source {
 
     /// Registers the output made from this source.
     pub(super) fn is_of(self: &Arc<Self>, output: &Tensor) {
-        *self.id.lock().unwrap_or_else(PoisonError::into_inner) = Some(output.id());
-        sources().insert(output.id(), Arc::downgrade(self));
+        let (sources, id) = self.listed.get_or_init(|| (execution::shared(), output.id()));
+        sources.lock().insert(*id, Arc::downgrade(self));
     }
 }
 
 impl Drop for Source {
     fn drop(&mut self) {
-        if let Some(id) = self.id.get_mut().unwrap_or_else(PoisonError::into_inner).take() {
-            sources().remove(&id);
+        if let Some((sources, id)) = self.listed.get() {
+            sources.lock().remove(id);
         }
     }
 }
@@ -225,7 +230,7 @@ mod tests {
         let y = times(&x, 2.0);
         let z = times(&y, 3.0);
         let ids = [y.id(), z.id()];
-        let known = |id| sources().contains_key(&id);
+        let known = |id| execution::shared::<Sources>().lock().contains_key(&id);
         assert!(ids.into_iter().all(known));
         drop(y);
         assert_eq!(gradient(&z, &x), 6.0);

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 ///
 /// `None`: the function gives this input no gradient. candle allows `None` for a `Var` (a
 /// parameter's token) and for inputs that need no gradient, and panics for other inputs.
-pub type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
+type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
 
 /// Enters `output`, already computed from one to three `inputs`, into the graph with a hand-written
 /// `backward`.

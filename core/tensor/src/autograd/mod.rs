@@ -21,7 +21,7 @@ pub use anomaly::detect_anomaly;
 pub use anomaly::is_on as detects_anomalies;
 #[doc(hidden)]
 pub use direct::graph_id;
-pub use function::{Backward, function};
+pub use function::function;
 #[doc(hidden)]
 pub use function::{is_constant, leaf};
 #[doc(hidden)]

@@ -175,7 +175,7 @@ pub fn is_released(tensor: &Tensor) -> bool {
 
 /// Whether the tensor is contiguous and all of its storage: neither a view of a larger tensor nor a
 /// transpose.
-pub fn is_whole(tensor: &Tensor) -> bool {
+pub(super) fn is_whole(tensor: &Tensor) -> bool {
     let (storage, layout) = tensor.storage_and_layout();
     layout.is_contiguous() && layout.start_offset() == 0 && len(&storage) == tensor.elem_count()
 }

@@ -63,7 +63,7 @@ impl GradMode {
     }
 
     /// Whether layers record a graph.
-    pub fn records(self) -> bool {
+    pub(crate) fn records(self) -> bool {
         matches!(self, Self::Enabled | Self::Recomputing(_) | Self::Offloading(_))
     }
 

@@ -1,8 +1,8 @@
 //! Reads values of tensors to the host.
 //!
 //! Reading a value from a GPU waits for all work queued there before. So a step reads few values,
-//! and each read states its purpose. [`counts`] returns the number of reads on this thread for each
-//! purpose. Reads of CPU tensors count as well, because the same code would read a GPU. [`host`] is
+//! and each read states its purpose. [`counts`] returns the number of reads in this thread's
+//! execution context for each purpose. Reads of CPU tensors count as well, because the same code would read a GPU. [`host`] is
 //! for values that ranks exchange on the host, such as votes. It counts nothing and refuses tensors
 //! on other devices.
 //!
@@ -28,20 +28,28 @@
 
 #![expect(clippy::disallowed_methods, reason = "the one place that reads")]
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::OnceLock;
+use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use candle_core::{Tensor, WithDType};
 
 use super::transfer::{self, Arriving};
 use crate::{Error, Result};
 
-thread_local! {
-    /// Purposes are few, each a literal in the program, so searching a list is faster than a map.
-    static COUNTS: RefCell<Vec<(&'static str, u64)>> = const { RefCell::new(Vec::new()) };
+/// The reads of an execution context, by purpose. Purposes are few, each a literal in the program,
+/// so searching a list is faster than a map.
+#[derive(Default)]
+struct Counts {
+    /// Reads that waited.
+    waited: Mutex<Vec<(&'static str, u64)>>,
     /// Reads begun by [`later`].
-    static LATER: RefCell<Vec<(&'static str, u64)>> = const { RefCell::new(Vec::new()) };
+    later: Mutex<Vec<(&'static str, u64)>>,
+}
+
+fn lock<'a>(
+    counts: &'a Mutex<Vec<(&'static str, u64)>>,
+) -> MutexGuard<'a, Vec<(&'static str, u64)>> {
+    counts.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Reads a scalar for `what`. Waits for the tensor's device.
@@ -118,19 +126,20 @@ pub fn host<T: WithDType>(tensor: &Tensor) -> Result<Vec<T>> {
 
 /// Counts a read for `what`.
 fn count(what: &'static str) {
-    COUNTS.with_borrow_mut(|counts| add(counts, what));
+    add(&super::shared::<Counts>().waited, what);
 }
 
-fn add(counts: &mut Vec<(&'static str, u64)>, what: &'static str) {
+fn add(counts: &Mutex<Vec<(&'static str, u64)>>, what: &'static str) {
+    let mut counts = lock(counts);
     match counts.iter_mut().find(|(name, _)| *name == what) {
         Some((_, count)) => *count += 1,
         None => counts.push((what, 1)),
     }
 }
 
-/// Number of reads on this thread since it began, by purpose.
+/// Number of reads in this thread's execution context so far, by purpose.
 pub fn counts() -> BTreeMap<&'static str, u64> {
-    COUNTS.with_borrow(|counts| counts.iter().copied().collect())
+    lock(&super::shared::<Counts>().waited).iter().copied().collect()
 }
 
 /// Begins to read a one-dimensional f64 tensor for `what`, without waiting. [`later_counts`] counts
@@ -151,7 +160,7 @@ pub fn counts() -> BTreeMap<&'static str, u64> {
 /// # Errors
 /// If the tensor is not a list of f64, or its device has failed.
 pub fn later(numbers: &Tensor, what: &'static str) -> Result<Later> {
-    LATER.with_borrow_mut(|counts| add(counts, what));
+    add(&super::shared::<Counts>().later, what);
     let arriving = match transfer::copies(numbers.device(), numbers) {
         Some(copies) => copies.begin_few_to_host(&numbers.contiguous()?)?,
         None => None,
@@ -159,9 +168,9 @@ pub fn later(numbers: &Tensor, what: &'static str) -> Result<Later> {
     Ok(Later { what, tensor: numbers.clone(), arriving, read: OnceLock::new() })
 }
 
-/// Number of reads that this thread has begun by [`later`] since it began, by purpose.
+/// Number of reads begun by [`later`] in this thread's execution context so far, by purpose.
 pub fn later_counts() -> BTreeMap<&'static str, u64> {
-    LATER.with_borrow(|counts| counts.iter().copied().collect())
+    lock(&super::shared::<Counts>().later).iter().copied().collect()
 }
 
 /// Values being read by [`later`].

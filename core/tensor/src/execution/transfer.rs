@@ -2,8 +2,8 @@
 //!
 //! Values kept on the host between steps, such as shards and optimizer state under `cpu_offload`,
 //! go to the device for computation and come back. All such copies of a step go through this
-//! module, and each states its purpose. [`counts`] returns the bytes moved each way on this thread
-//! for each purpose. If the device is the CPU nothing is copied. The bytes still count, because the
+//! module, and each states its purpose. [`counts`] returns the bytes moved each way in this thread's
+//! execution context for each purpose. If the device is the CPU nothing is copied. The bytes still count, because the
 //! same code copies them on other devices.
 //!
 //! ```
@@ -18,12 +18,12 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-use std::cell::RefCell;
 use std::collections::BTreeMap;
-use std::sync::{Arc, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 
 use candle_core::{Device, DeviceLocation, Tensor};
 
+pub use super::sent::SentTensors;
 use crate::Result;
 
 /// Bytes moved each way.
@@ -35,8 +35,14 @@ pub struct Transferred {
     pub to_host: u64,
 }
 
-thread_local! {
-    static COUNTS: RefCell<BTreeMap<&'static str, Transferred>> = const { RefCell::new(BTreeMap::new()) };
+/// The bytes moved in an execution context, by purpose.
+#[derive(Default)]
+struct Counts(Mutex<BTreeMap<&'static str, Transferred>>);
+
+impl Counts {
+    fn lock(&self) -> MutexGuard<'_, BTreeMap<&'static str, Transferred>> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
 }
 
 /// A faster path between host and device memory than candle's. candle copies from pageable memory,
@@ -124,7 +130,8 @@ pub trait Arriving: Send + Sync {
     fn numbers(&self) -> Result<Vec<f64>>;
 }
 
-/// A short list, by device.
+/// A short list, by device. Process-wide like the devices: a thread that holds a tensor of a device,
+/// such as one that saves a checkpoint, may share nothing else with the thread that opened it.
 static COPIES: RwLock<Vec<(DeviceLocation, Arc<dyn HostCopies>)>> = RwLock::new(Vec::new());
 
 /// Makes `copies` move all tensors to and from `device` from now on. Called by the code that opens
@@ -146,8 +153,8 @@ pub(super) fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCop
 /// Copies a host tensor to `device` for `what`, into new memory. If the device is the CPU, returns
 /// the same tensor.
 ///
-/// The host remembers the last few integer tensors in [`sent`], so that layers need not
-/// [read](crate::execution::read) ids and targets from the device. The tensors must not be changed
+/// This thread's execution context remembers the last few integer tensors in [`sent`], so that
+/// layers need not [read](crate::execution::read) ids and targets from the device. The tensors must not be changed
 /// in place afterwards.
 ///
 /// # Errors
@@ -163,14 +170,14 @@ pub fn to_device(tensor: &Tensor, device: &Device, what: &'static str) -> Result
             None => tensor.force_contiguous()?.to_device(device)?,
         }
     };
-    super::sent::remember(&on_device, tensor);
+    super::shared::<SentTensors>().remember(&on_device, tensor);
     Ok(on_device)
 }
 
-/// The host tensor from which [`to_device`] made this tensor, if it holds integers and is
-/// remembered. Views of such a tensor are not recognised.
+/// The host tensor from which [`to_device`] made this tensor, if it holds integers and this
+/// thread's context remembers it. Views of such a tensor are not recognised.
 pub fn sent(tensor: &Tensor) -> Option<Tensor> {
-    super::sent::of(tensor)
+    super::shared::<SentTensors>().get(tensor)
 }
 
 /// Copies a device tensor to new host memory for `what`. A tensor on the CPU is returned as it is.
@@ -209,10 +216,10 @@ pub fn begin_to_host(tensor: &Tensor, what: &'static str) -> Result<HostCopy> {
 
 fn count(what: &'static str, way: impl FnOnce(&mut Transferred) -> &mut u64, tensor: &Tensor) {
     let bytes = tensor.elem_count() as u64 * tensor.dtype().size_in_bytes() as u64;
-    COUNTS.with_borrow_mut(|counts| *way(counts.entry(what).or_default()) += bytes);
+    *way(super::shared::<Counts>().lock().entry(what).or_default()) += bytes;
 }
 
-/// Bytes that this thread has moved since it began, by purpose.
+/// Bytes moved in this thread's execution context so far, by purpose.
 pub fn counts() -> BTreeMap<&'static str, Transferred> {
-    COUNTS.with_borrow(Clone::clone)
+    super::shared::<Counts>().lock().clone()
 }

@@ -123,22 +123,6 @@ impl Fabric {
         &self.init.device
     }
 
-    /// Returns the memory of this rank's device.
-    ///
-    /// `None` on the host, or if the device was given as a
-    /// [`ModuleInit`](fulgurite_engine::module::ModuleInit).
-    ///
-    /// # Errors
-    /// If the device does not answer.
-    pub fn device_memory(&self) -> Result<Option<DeviceMemory>> {
-        self.accelerator.as_ref().map_or(Ok(None), |accelerator| accelerator.memory())
-    }
-
-    /// Returns a description of the device; `None` as for [`device_memory`](Self::device_memory).
-    pub(crate) fn device_description(&self) -> Option<String> {
-        self.accelerator.as_ref().map(|accelerator| accelerator.description())
-    }
-
     /// Adds the device's memory use to an out-of-memory error.
     pub(crate) fn explain(&self, error: Error) -> Error {
         let Some(accelerator) =

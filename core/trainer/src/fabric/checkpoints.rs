@@ -47,7 +47,7 @@ impl Fabric {
         state: &impl Serialize,
     ) -> Result<PathBuf> {
         let (io, name) = local(path.as_ref())?;
-        let saved = self.save_with(&io, name, optimizer, state, serde_json::Value::Null);
+        let saved = self.checkpoints().save(&io, name, optimizer, state, serde_json::Value::Null);
         teardown_after(&*io, saved)
     }
 
@@ -70,64 +70,6 @@ impl Fabric {
         let (states, meta) = self.contents(optimizer, state, serde_json::Value::Null)?;
         let saved = self.runtime.save_full_checkpoint(&*io, name, &states, options, meta);
         teardown_after(&*io, saved)
-    }
-
-    /// Like [`save_full`](Self::save_full), as the checkpoint `name` of any `io`. Collective.
-    ///
-    /// Also saves the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown)
-    /// after the last save.
-    ///
-    /// # Errors
-    /// As [`save_full`](Self::save_full).
-    pub fn save_full_with(
-        &self,
-        io: &Arc<dyn CheckpointIO>,
-        name: &str,
-        optimizer: Option<&mut dyn OptimizerState>,
-        state: &impl Serialize,
-        config: serde_json::Value,
-    ) -> Result<PathBuf> {
-        let (states, meta) = self.contents(optimizer, state, config)?;
-        let options = FullOptions::default();
-        self.runtime.save_full_checkpoint(&**io, name, &states, &options, meta)
-    }
-
-    /// Like [`save`](Self::save), as the checkpoint `name` of any `io`. Collective.
-    ///
-    /// Also saves the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown)
-    /// after the last save.
-    ///
-    /// # Errors
-    /// As [`save`](Self::save).
-    pub fn save_with(
-        &self,
-        io: &Arc<dyn CheckpointIO>,
-        name: &str,
-        optimizer: &mut dyn OptimizerState,
-        state: &impl Serialize,
-        config: serde_json::Value,
-    ) -> Result<PathBuf> {
-        let request = self.save_request(name, Some(optimizer), state, config)?;
-        request.run(&**io, &**self.world())
-    }
-
-    /// Returns this rank's part of a checkpoint `name` of the current state. Collective.
-    ///
-    /// Without an optimizer it holds the weights only. Save it with [`SaveRequest::run`] or, in the
-    /// background, with an [`AsyncSaver`](fulgurite_checkpoint::AsyncSaver). It shares the model's
-    /// memory.
-    ///
-    /// # Errors
-    /// If a peer fails, or `state` cannot be written as JSON.
-    pub fn save_request(
-        &self,
-        name: &str,
-        optimizer: Option<&mut dyn OptimizerState>,
-        state: &impl Serialize,
-        config: serde_json::Value,
-    ) -> Result<SaveRequest> {
-        let (states, meta) = self.contents(optimizer, state, config)?;
-        self.runtime.save_request(name, &states, meta)
     }
 
     /// Returns the optimizer's state tensors and the checkpoint's metadata. Collective.
@@ -181,19 +123,8 @@ impl Fabric {
         path: impl AsRef<Path>,
         optimizer: Option<&mut dyn OptimizerState>,
     ) -> Result<T> {
-        self.load_from(&DistributedCheckpoint::open(path)?, optimizer)
-    }
-
-    /// Like [`load`](Self::load), from an opened checkpoint. Collective.
-    ///
-    /// # Errors
-    /// As [`load`](Self::load).
-    pub fn load_from<T: DeserializeOwned>(
-        &self,
-        source: &DistributedCheckpoint,
-        optimizer: Option<&mut dyn OptimizerState>,
-    ) -> Result<T> {
-        Ok(self.load_with(source, optimizer, &LoadOptions::default())?.0)
+        let source = DistributedCheckpoint::open(path)?;
+        Ok(self.checkpoints().load(&source, optimizer, &LoadOptions::default())?.0)
     }
 
     /// Returns the state saved with a checkpoint.
@@ -204,50 +135,6 @@ impl Fabric {
         };
         let saved = FabricState::deserialize(&source.manifest().state).map_err(unreadable)?;
         T::deserialize(&saved.user).map_err(unreadable)
-    }
-
-    /// Like [`load_from`](Self::load_from), with options. Collective.
-    ///
-    /// With options a part of the checkpoint is loaded, parameters are renamed, or the model may
-    /// have changed. Also returns a report of loaded tensors and differences. Rank 0 logs the
-    /// model's part of the report.
-    ///
-    /// # Errors
-    /// As [`load`](Self::load), if [`strict`](LoadOptions::strict). Otherwise differences are
-    /// allowed.
-    pub fn load_with<T: DeserializeOwned>(
-        &self,
-        source: &DistributedCheckpoint,
-        optimizer: Option<&mut dyn OptimizerState>,
-        options: &LoadOptions,
-    ) -> Result<(T, RestoreReport)> {
-        let _time = self.log_execution_time("loading the checkpoint");
-        self.warn_of(source);
-        let unreadable = |error: serde_json::Error| {
-            let message = format!("its training state cannot be read: {error}");
-            Error::checkpoint(source.location(), message)
-        };
-        let saved = FabricState::deserialize(&source.manifest().state).map_err(unreadable)?;
-        let state = T::deserialize(&saved.user).map_err(unreadable)?;
-        let report = match optimizer.filter(|_| !options.weights_only) {
-            Some(_) if saved.optimizer.is_empty() && source.optimizer().is_empty() => {
-                let message = "it has weights alone, from which training cannot go on; to start from \
-                               them set `checkpoint.weights_only = true`";
-                return Err(Error::checkpoint(source.location(), message));
-            }
-            Some(optimizer) => {
-                let mut states = optimizer.state_tensors()?;
-                states.extend(self.runtime.strategy_states()?);
-                let report = self.runtime.load_checkpoint(source, Some(&states), options)?;
-                optimizer.load_scalars(&saved.optimizer)?;
-                self.runtime.load_strategy_scalars(&saved.strategy)?;
-                report
-            }
-            None => self.runtime.load_checkpoint(source, None, options)?,
-        };
-        self.log_report(source.location(), &report.model, options);
-        self.saved_at.fetch_max(source.manifest().saved_at.unwrap_or(0), Ordering::Relaxed);
-        Ok((state, report))
     }
 
     /// Fills the model from the weights at `path`. Collective.
@@ -276,7 +163,7 @@ impl Fabric {
         options: &LoadOptions,
     ) -> Result<LoadReport> {
         let tree = self.module_tree()?;
-        let _time = self.log_execution_time("loading the weights");
+        let _time = self.measurements().log_execution_time("loading the weights");
         let (location, report) = if options.broadcast_from_rank0 {
             let source = RankZeroSource::new(&**self.world(), || Ok(Box::new(open()?)))?;
             self.warn_of(source.described());
@@ -350,6 +237,135 @@ impl Fabric {
         if let (0, Some(warning)) = (self.global_rank(), source.warning()) {
             tracing::warn!("{}: {warning}", source.location().display());
         }
+    }
+}
+
+/// Checkpoints in any place, of parts of the model, and in other formats; see
+/// [`Fabric::checkpoints`].
+pub struct Checkpoints<'a>(pub(super) &'a Fabric);
+
+impl Fabric {
+    /// Returns access to checkpoints in any place, of parts of the model, and in other formats. Not
+    /// collective.
+    ///
+    /// [`save`](Self::save), [`save_full`](Self::save_full), [`load`](Self::load) and
+    /// [`load_raw`](Self::load_raw) are for whole models in directories.
+    pub fn checkpoints(&self) -> Checkpoints<'_> {
+        Checkpoints(self)
+    }
+}
+
+impl Checkpoints<'_> {
+    /// Like [`Fabric::save`], as the checkpoint `name` of any `io`. Collective.
+    ///
+    /// Also saves the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown)
+    /// after the last save.
+    ///
+    /// # Errors
+    /// As [`Fabric::save`].
+    pub fn save(
+        &self,
+        io: &Arc<dyn CheckpointIO>,
+        name: &str,
+        optimizer: &mut dyn OptimizerState,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<PathBuf> {
+        let request = self.save_request(name, Some(optimizer), state, config)?;
+        request.run(&**io, &**self.0.world())
+    }
+
+    /// Like [`Fabric::save_full`], as the checkpoint `name` of any `io`. Collective.
+    ///
+    /// Also saves the run's configuration. The caller calls [`teardown`](CheckpointIO::teardown)
+    /// after the last save.
+    ///
+    /// # Errors
+    /// As [`Fabric::save_full`].
+    pub fn save_full(
+        &self,
+        io: &Arc<dyn CheckpointIO>,
+        name: &str,
+        optimizer: Option<&mut dyn OptimizerState>,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<PathBuf> {
+        let (states, meta) = self.0.contents(optimizer, state, config)?;
+        let options = FullOptions::default();
+        self.0.runtime.save_full_checkpoint(&**io, name, &states, &options, meta)
+    }
+
+    /// Returns this rank's part of a checkpoint `name` of the current state. Collective.
+    ///
+    /// Without an optimizer it holds the weights only. Save it with [`SaveRequest::run`] or, in the
+    /// background, with an [`AsyncSaver`](fulgurite_checkpoint::AsyncSaver). It shares the model's
+    /// memory.
+    ///
+    /// # Errors
+    /// If a peer fails, or `state` cannot be written as JSON.
+    pub fn save_request(
+        &self,
+        name: &str,
+        optimizer: Option<&mut dyn OptimizerState>,
+        state: &impl Serialize,
+        config: serde_json::Value,
+    ) -> Result<SaveRequest> {
+        let (states, meta) = self.0.contents(optimizer, state, config)?;
+        self.0.runtime.save_request(name, &states, meta)
+    }
+
+    /// Like [`Fabric::load`], from an opened checkpoint and with options. Collective.
+    ///
+    /// With options a part of the checkpoint is loaded, parameters are renamed, or the model may
+    /// have changed. Also returns a report of loaded tensors and differences. Rank 0 logs the
+    /// model's part of the report.
+    ///
+    /// # Errors
+    /// As [`Fabric::load`], if [`strict`](LoadOptions::strict). Otherwise differences are
+    /// allowed.
+    pub fn load<T: DeserializeOwned>(
+        &self,
+        source: &DistributedCheckpoint,
+        optimizer: Option<&mut dyn OptimizerState>,
+        options: &LoadOptions,
+    ) -> Result<(T, RestoreReport)> {
+        let _time = self.0.measurements().log_execution_time("loading the checkpoint");
+        self.0.warn_of(source);
+        let unreadable = |error: serde_json::Error| {
+            let message = format!("its training state cannot be read: {error}");
+            Error::checkpoint(source.location(), message)
+        };
+        let saved = FabricState::deserialize(&source.manifest().state).map_err(unreadable)?;
+        let state = T::deserialize(&saved.user).map_err(unreadable)?;
+        let report = match optimizer.filter(|_| !options.weights_only) {
+            Some(_) if saved.optimizer.is_empty() && source.optimizer().is_empty() => {
+                let message = "it has weights alone, from which training cannot go on; to start from \
+                               them set `checkpoint.weights_only = true`";
+                return Err(Error::checkpoint(source.location(), message));
+            }
+            Some(optimizer) => {
+                let mut states = optimizer.state_tensors()?;
+                states.extend(self.0.runtime.strategy_states()?);
+                let report = self.0.runtime.load_checkpoint(source, Some(&states), options)?;
+                optimizer.load_scalars(&saved.optimizer)?;
+                self.0.runtime.load_strategy_scalars(&saved.strategy)?;
+                report
+            }
+            None => self.0.runtime.load_checkpoint(source, None, options)?,
+        };
+        self.0.log_report(source.location(), &report.model, options);
+        self.0.saved_at.fetch_max(source.manifest().saved_at.unwrap_or(0), Ordering::Relaxed);
+        Ok((state, report))
+    }
+
+    /// Makes the model ready for a forward after its local shards were written. Collective.
+    ///
+    /// [`Fabric::load`] calls it itself.
+    ///
+    /// # Errors
+    /// If replicas have different values, or a peer fails.
+    pub fn finish_load(&self) -> Result<()> {
+        self.0.runtime.finish_load()
     }
 }
 

@@ -10,24 +10,66 @@ use fulgurite_engine::collective::{
     AllGather, Collective, ProcessGroup, ReduceOp, all_gather_object, broadcast_object,
 };
 
+/// The collectives of the ranks along a mesh dimension; see [`Fabric::collectives`].
+pub struct GroupCollectives<'a>(&'a dyn ProcessGroup);
+
+impl GroupCollectives<'_> {
+    /// Reduces a tensor over these ranks, in place. Collective over them.
+    ///
+    /// # Errors
+    /// If a peer fails.
+    pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
+        self.0.run(Collective::all_reduce(tensor, op))
+    }
+
+    /// Returns the mean of these ranks' tensors, like [`Fabric::all_mean`]. Collective over them.
+    ///
+    /// # Errors
+    /// As [`Fabric::all_mean`].
+    pub fn all_mean(&self, tensor: &Tensor) -> Result<Tensor> {
+        if !tensor.dtype().is_float() {
+            return Err(Error::other(format!(
+                "a mean over ranks is of floating-point numbers, and this tensor is of {:?}; convert it first",
+                tensor.dtype()
+            )));
+        }
+        let sum = tensor.detach().copy()?.contiguous()?;
+        self.all_reduce(&sum, ReduceOp::Sum)?;
+        Ok((sum / self.0.size() as f64)?)
+    }
+
+    /// Stacks these ranks' tensors, like [`Fabric::all_gather`]. Collective over them.
+    ///
+    /// # Errors
+    /// As [`Fabric::all_gather`].
+    pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
+        let input = tensor.detach().contiguous()?;
+        let shape = [&[self.0.size()], input.dims()].concat();
+        let output = Tensor::zeros(shape, input.dtype(), input.device())?;
+        let part = AllGather::even(&output, &input, self.0.size());
+        self.0.run(Collective::all_gather_into(vec![part]))?;
+        Ok(output)
+    }
+}
+
 impl Fabric {
     /// Reduces a tensor over all ranks, in place. Collective.
     ///
     /// # Errors
     /// If a peer fails.
     pub fn all_reduce(&self, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        self.world().run(Collective::all_reduce(tensor, op))
+        GroupCollectives(&**self.world()).all_reduce(tensor, op)
     }
 
-    /// Like [`all_reduce`](Self::all_reduce), over the ranks of a mesh dimension or view.
+    /// Returns the collectives of the ranks along a mesh dimension or view. Not collective.
     ///
     /// Examples are `"data_parallel"` and `"tensor_parallel"`. These ranks differ from each other
-    /// only in that dimension. Collective over them.
+    /// only in that dimension.
     ///
     /// # Errors
-    /// If the mesh lacks this dimension or view, or a peer fails.
-    pub fn all_reduce_over(&self, dimension: &str, tensor: &Tensor, op: ReduceOp) -> Result<()> {
-        self.device_mesh().group(dimension)?.run(Collective::all_reduce(tensor, op))
+    /// If the mesh lacks this dimension or view.
+    pub fn collectives(&self, dimension: &str) -> Result<GroupCollectives<'_>> {
+        Ok(GroupCollectives(&**self.device_mesh().group(dimension)?))
     }
 
     /// Returns the mean of the ranks' tensors on every rank. Collective.
@@ -47,17 +89,7 @@ impl Fabric {
     /// # }
     /// ```
     pub fn all_mean(&self, tensor: &Tensor) -> Result<Tensor> {
-        mean_over(&**self.world(), tensor)
-    }
-
-    /// Like [`all_mean`](Self::all_mean), over the ranks of a mesh dimension or view.
-    ///
-    /// See [`all_reduce_over`](Self::all_reduce_over) for these ranks. Collective over them.
-    ///
-    /// # Errors
-    /// As [`all_mean`](Self::all_mean), and if the mesh lacks this dimension or view.
-    pub fn all_mean_over(&self, dimension: &str, tensor: &Tensor) -> Result<Tensor> {
-        mean_over(&**self.device_mesh().group(dimension)?, tensor)
+        GroupCollectives(&**self.world()).all_mean(tensor)
     }
 
     /// Stacks the tensors of all ranks in rank order, to shape `[world_size, …]`. Collective.
@@ -78,17 +110,7 @@ impl Fabric {
     /// # }
     /// ```
     pub fn all_gather(&self, tensor: &Tensor) -> Result<Tensor> {
-        gather_over(&**self.world(), tensor)
-    }
-
-    /// Like [`all_gather`](Self::all_gather), over the ranks of a mesh dimension or view.
-    ///
-    /// See [`all_reduce_over`](Self::all_reduce_over) for these ranks. Collective over them.
-    ///
-    /// # Errors
-    /// As [`all_gather`](Self::all_gather), and if the mesh lacks this dimension or view.
-    pub fn all_gather_over(&self, dimension: &str, tensor: &Tensor) -> Result<Tensor> {
-        gather_over(&**self.device_mesh().group(dimension)?, tensor)
+        GroupCollectives(&**self.world()).all_gather(tensor)
     }
 
     /// Returns the `value` of rank `src` on every rank. Collective.
@@ -133,25 +155,4 @@ impl Fabric {
     pub fn barrier(&self) -> Result<()> {
         self.world().run(Collective::Barrier)
     }
-}
-
-fn mean_over(group: &dyn ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
-    if !tensor.dtype().is_float() {
-        return Err(Error::other(format!(
-            "a mean over ranks is of floating-point numbers, and this tensor is of {:?}; convert it first",
-            tensor.dtype()
-        )));
-    }
-    let sum = tensor.detach().copy()?.contiguous()?;
-    group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
-    Ok((sum / group.size() as f64)?)
-}
-
-fn gather_over(group: &dyn ProcessGroup, tensor: &Tensor) -> Result<Tensor> {
-    let input = tensor.detach().contiguous()?;
-    let shape = [&[group.size()], input.dims()].concat();
-    let output = Tensor::zeros(shape, input.dtype(), input.device())?;
-    let part = AllGather::even(&output, &input, group.size());
-    group.run(Collective::all_gather_into(vec![part]))?;
-    Ok(output)
 }

@@ -165,10 +165,11 @@ impl Fabric {
         })
     }
 
-    /// Returns the seed, the ranks and the sizes that data modules need.
+    /// Returns the seed, the ranks and the sizes that data modules need, such as the number of ranks
+    /// with different samples (Lightning's `distributed_sampler_kwargs`).
     ///
     /// # Errors
-    /// As [`sampler_share`](Self::sampler_share).
+    /// If the mesh lacks the dimension `data_parallel`.
     pub fn data_context(&self) -> Result<DataContext> {
         let share = self.sampler_share()?;
         Ok(DataContext {

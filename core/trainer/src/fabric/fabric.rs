@@ -1,7 +1,6 @@
 //! [`Fabric`].
 
-use std::borrow::Cow;
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 use std::path::PathBuf;
 use std::sync::atomic::AtomicU64;
 use std::sync::{Arc, Mutex};
@@ -10,8 +9,8 @@ use super::FabricOptimizer;
 use super::SyncBuffers;
 use super::attempts::Attempts;
 use super::launcher::check_frozen;
-use crate::profiler::{LogExecutionTime, Phase, Profile, watch_units};
-use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime, UnusedParameters};
+use crate::profiler::watch_units;
+use crate::runtime::{NoSyncGuard, SamplerShare, StrategyRuntime};
 use crate::{Error, Result};
 use fulgurite_engine::accelerator::Accelerator;
 use fulgurite_engine::collective::{ProcessGroup, Solo};
@@ -79,6 +78,16 @@ pub struct Fabric {
     pub(super) launched: Option<LaunchedRank>,
 }
 
+/// A strategy's name and capabilities; see [`Fabric::strategy`].
+#[derive(Debug, Clone, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct StrategyInfo {
+    /// The strategy's name.
+    pub name: String,
+    /// What the strategy can do.
+    pub capabilities: Capabilities,
+}
+
 impl Fabric {
     /// Creates a Fabric over the ranks of `world`, under a strategy.
     ///
@@ -122,20 +131,12 @@ impl Fabric {
         Self::new(Arc::new(Solo::new("world", 0)), strategy, ModuleInit::default(), seed)
     }
 
-    /// Returns the strategy's name.
+    /// Returns the strategy's name and capabilities.
     ///
     /// # Errors
     /// Within another call of the strategy, such as in one of its hooks.
-    pub fn strategy_name(&self) -> Result<String> {
-        self.runtime.name()
-    }
-
-    /// Returns the strategy's capabilities.
-    ///
-    /// # Errors
-    /// Within another call of the strategy, such as in one of its hooks.
-    pub fn capabilities(&self) -> Result<Capabilities> {
-        self.runtime.capabilities()
+    pub fn strategy(&self) -> Result<StrategyInfo> {
+        Ok(StrategyInfo { name: self.runtime.name()?, capabilities: self.runtime.capabilities()? })
     }
 
     /// Returns this rank's share of the data, by its coordinate in `data_parallel`.
@@ -144,7 +145,7 @@ impl Fabric {
     ///
     /// # Errors
     /// If the mesh lacks this dimension.
-    pub fn sampler_share(&self) -> Result<SamplerShare> {
+    pub(crate) fn sampler_share(&self) -> Result<SamplerShare> {
         self.runtime.sampler_share()
     }
 
@@ -168,13 +169,8 @@ impl Fabric {
         self.global_rank() == 0
     }
 
-    /// When the program was started, in seconds since 1970; `None` if this Fabric was not launched.
-    pub fn program_start(&self) -> Option<f64> {
-        self.launched.as_ref().map(|launched| launched.program_start)
-    }
-
     /// The run's seed.
-    pub fn seed(&self) -> u64 {
+    pub(crate) fn seed(&self) -> u64 {
         self.seed
     }
 
@@ -253,29 +249,21 @@ impl Fabric {
                  as a tuple for instance, and have their own optimizers (`setup_optimizer_for`)",
             ));
         }
-        let describing = self.log_execution_time("describing the model");
+        let describing = self.measurements().log_execution_time("describing the model");
         let builder = ModuleBuilder::new(self.init.clone());
         let model = build(&builder)?;
         let tree = builder.finish()?;
         check_frozen(&self.init.frozen, &tree)?;
         drop(describing);
-        let distributing = self.log_execution_time("distributing and initialising the model");
+        let distributing =
+            self.measurements().log_execution_time("distributing and initialising the model");
         self.runtime.setup_module(tree, self.seed)?;
         drop(distributing);
-        watch_units(self.runtime.profiler(), self.module_tree()?.units());
+        watch_units(self.runtime.profiler(), self.module_tree()?.units())?;
         if let Some(dir) = self.adapter_from() {
-            self.load_adapter(dir)?;
+            self.checkpoints().load_adapter(dir)?;
         }
         Ok(model)
-    }
-
-    /// Returns a guard that logs on this rank how long it lived, like composer's
-    /// `log_execution_time`.
-    ///
-    /// `FULGURITE_LOG=fulgurite::time=debug` shows these times. Fabric itself logs the time of
-    /// setting up the model and of loading. For work in every step, use [`phase`](Self::phase).
-    pub fn log_execution_time(&self, what: impl Into<Cow<'static, str>>) -> LogExecutionTime {
-        LogExecutionTime::begin(self.global_rank(), what)
     }
 
     /// Builds an optimizer for the model's trainable parameters. Not collective.
@@ -457,62 +445,12 @@ impl Fabric {
         self.runtime.step_totals(self.runtime.only_optimizer()?, flags)
     }
 
-    /// Checks in the first step that all trainable parameters have a gradient. Collective.
-    ///
-    /// The optimizer's step calls it. In later steps it does nothing.
-    ///
-    /// # Errors
-    /// [`Error::UnusedParameters`] under [`UnusedParameters::Error`]. Also if there are several
-    /// optimizers.
-    pub fn audit_gradients(&self, policy: UnusedParameters) -> Result<()> {
-        self.runtime.audit_gradients(self.runtime.only_optimizer()?, policy)
-    }
-
-    /// Makes the model ready for a forward after its local shards were written. Collective.
-    ///
-    /// [`load`](Self::load) calls it itself.
-    ///
-    /// # Errors
-    /// If replicas have different values, or a peer fails.
-    pub fn finish_load(&self) -> Result<()> {
-        self.runtime.finish_load()
-    }
-
-    /// Returns the norm of the mean gradient, which may be infinite or NaN. Collective.
-    ///
-    /// It is the norm over all parameters.
-    ///
-    /// # Errors
-    /// If a peer fails, or there are several optimizers.
-    pub fn unchecked_gradient_norm(&self) -> Result<f64> {
-        self.runtime.gradient_norm(self.runtime.only_optimizer()?)
-    }
-
-    /// Returns the mean gradient's norm by group of parameters, with one all-reduce. Collective.
-    ///
-    /// `group` maps a parameter's name to its group's name. Call this between backward and the
-    /// optimizer's step.
-    ///
-    /// # Errors
-    /// If a peer fails, or there are [several optimizers](FabricOptimizer::gradient_norms).
-    pub fn gradient_norms(&self, group: &dyn Fn(&str) -> String) -> Result<BTreeMap<String, f64>> {
-        self.runtime.gradient_norms(self.runtime.only_optimizer()?, group)
-    }
-
-    /// Returns the norm of the mean gradient over all parameters of the optimizer. Collective.
-    ///
-    /// # Errors
-    /// [`Error::NonFinite`] on every rank if the norm is not finite. Nothing is changed then.
-    pub fn gradient_norm(&self, optimizer: &FabricOptimizer) -> Result<f64> {
-        optimizer.gradient_norm()
-    }
-
     /// Clips the next optimizer step's gradients to a total norm of `max_norm`. Collective.
     ///
     /// Returns the norm before clipping.
     ///
     /// # Errors
-    /// As [`gradient_norm`](Self::gradient_norm), and if `max_norm` is not positive.
+    /// As [`FabricOptimizer::gradient_norm`], and if `max_norm` is not positive.
     pub fn clip_gradients_norm(
         &self,
         optimizer: &mut FabricOptimizer,
@@ -533,33 +471,6 @@ impl Fabric {
         clip_value: f64,
     ) -> Result<f64> {
         optimizer.clip_gradients_value(clip_value)
-    }
-
-    /// Begins a phase for `trainer.profiler` and NVIDIA's tools. Dropping the guard ends it.
-    ///
-    /// Returns `None` without a profiler or such a tool. A phase within another phase counts as
-    /// part of the outer one.
-    #[must_use = "a phase ends when its guard is dropped"]
-    pub fn phase(&self, name: &'static str) -> Option<Phase> {
-        self.runtime.phase(name)
-    }
-
-    /// Returns the profile since the last call; `None` without `trainer.profiler`. Collective.
-    ///
-    /// Also returns the text of a trace file if spans were traced. The trainer calls this at the
-    /// end of a run.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    pub fn profile(&self) -> Result<Option<(Profile, Option<String>)>> {
-        let Some(profiler) = self.runtime.profiler() else { return Ok(None) };
-        profiler.finish(&*self.world).map(Some)
-    }
-
-    /// Like [`profile`](Self::profile), for this rank alone, because other ranks may have failed.
-    /// `None` also if nothing was recorded.
-    pub(crate) fn own_profile(&self) -> Result<Option<(Profile, Option<String>)>> {
-        self.runtime.profiler().map_or(Ok(None), |profiler| profiler.finish_alone())
     }
 }
 

@@ -255,15 +255,6 @@ impl FabricOptimizer {
         Ok(PausedGradients::of(others))
     }
 
-    /// Like [`Fabric::gradient_norms`](super::Fabric::gradient_norms), for this optimizer's
-    /// parameters.
-    ///
-    /// # Errors
-    /// If a peer fails.
-    pub fn gradient_norms(&self, group: &dyn Fn(&str) -> String) -> Result<BTreeMap<String, f64>> {
-        self.runtime.gradient_norms(self.index, group)
-    }
-
     /// The parameters that the optimizer updates.
     pub fn parameters(&self) -> &[Parameter] {
         self.inner.parameters()

@@ -16,7 +16,7 @@ use fulgurite_engine::optim::ParamGroup;
 
 /// An optimizer's whole state, like torch's `optimizer.state_dict()`.
 ///
-/// [`Fabric::optimizer_state_dict`] returns it.
+/// [`FullState::optimizer_state_dict`] returns it.
 #[derive(Debug, Clone, Default)]
 pub struct OptimizerStateDict {
     /// Whole tensors in host memory, by [`optimizer_key`](checkpoint::optimizer_key)
@@ -36,7 +36,7 @@ struct Numbers {
     param_groups: BTreeMap<String, Vec<ParamGroup>>,
 }
 
-/// Options of [`Fabric::summon_full_params`]: parameters, ranks, and whether changes are kept.
+/// Options of [`FullState::summon_full_params`]: parameters, ranks, and whether changes are kept.
 ///
 /// ```
 /// use fulgurite_core::fabric::FullParams;
@@ -79,22 +79,37 @@ impl FullParams {
     }
 }
 
+/// Whole tensors of a distributed model and its optimizer; see [`Fabric::full_state`].
+pub struct FullState<'a>(&'a Fabric);
+
 impl Fabric {
+    /// Returns access to whole tensors in memory. Not collective.
+    pub fn full_state(&self) -> FullState<'_> {
+        FullState(self)
+    }
+}
+
+impl FullState<'_> {
     /// Gathers the model on rank 0, as whole tensors by name in host memory. Collective.
     ///
     /// The other ranks get an empty map. A tied parameter appears once, under its first name.
     /// `options` choose the parameters and the dtype.
     ///
-    /// Rank 0 needs memory for all chosen tensors. [`save_full`](Self::save_full), which writes
+    /// Rank 0 needs memory for all chosen tensors. [`Fabric::save_full`], which writes
     /// files, needs memory for one tensor.
     ///
     /// # Errors
     /// On every rank if it fails on any.
     pub fn model_state_dict(&self, options: &GatherOptions) -> Result<BTreeMap<String, Tensor>> {
-        self.runtime.prepare_save()?;
-        let mesh = self.device_mesh();
+        self.0.runtime.prepare_save()?;
+        let mesh = self.0.device_mesh();
         let coordinate = |dim: &str| mesh.coordinate(dim);
-        checkpoint::gather_cpu_state_dict(self.module_tree()?, coordinate, &**self.world(), options)
+        checkpoint::gather_cpu_state_dict(
+            self.0.module_tree()?,
+            coordinate,
+            &**self.0.world(),
+            options,
+        )
     }
 
     /// Fills the model from any source of tensors. Collective.
@@ -111,9 +126,9 @@ impl Fabric {
     /// # use fulgurite_core::{Result, fabric::Fabric};
     /// # use fulgurite_core::checkpoint::{GatherOptions, LoadOptions, TensorMap};
     /// # fn copy(teacher: &Fabric, student: &Fabric) -> Result<()> {
-    /// let weights = TensorMap::from(teacher.model_state_dict(&GatherOptions::default())?);
+    /// let weights = TensorMap::from(teacher.full_state().model_state_dict(&GatherOptions::default())?);
     /// let options = LoadOptions { broadcast_from_rank0: true, ..LoadOptions::default() };
-    /// student.load_model_state_dict(&weights, options)?;
+    /// student.full_state().load_model_state_dict(&weights, options)?;
     /// # Ok(())
     /// # }
     /// ```
@@ -122,7 +137,7 @@ impl Fabric {
         source: &dyn TensorSource,
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
-        self.load_weights(|| Ok(source), &options.into())
+        self.0.load_weights(|| Ok(source), &options.into())
     }
 
     /// Returns the optimizer's whole state. Collective.
@@ -138,12 +153,12 @@ impl Fabric {
         optimizer: &mut dyn OptimizerState,
         options: &GatherOptions,
     ) -> Result<OptimizerStateDict> {
-        self.runtime.prepare_save()?;
-        let mesh = self.device_mesh();
+        self.0.runtime.prepare_save()?;
+        let mesh = self.0.device_mesh();
         let coordinate = |dim: &str| mesh.coordinate(dim);
-        let (tree, world) = (self.module_tree()?, &**self.world());
+        let (tree, world) = (self.0.module_tree()?, &**self.0.world());
         let states = optimizer.state_tensors()?;
-        self.runtime.prepare_save_states(&states)?;
+        self.0.runtime.prepare_save_states(&states)?;
         let tensors =
             checkpoint::gather_full_optimizer_state(tree, &states, coordinate, world, options)?;
         let (scalars, param_groups) = (optimizer.scalars(), optimizer.param_groups());
@@ -169,7 +184,7 @@ impl Fabric {
         state: &OptimizerStateDict,
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
-        let (tree, world) = (self.module_tree()?, &**self.world());
+        let (tree, world) = (self.0.module_tree()?, &**self.0.world());
         let OptimizerStateDict { tensors, scalars, param_groups } = state.clone();
         let numbers = broadcast_object(world, &Numbers { scalars, param_groups }, 0)?;
         let source = RankZeroSource::new(world, || Ok(Box::new(TensorMap::from(tensors))))?;
@@ -194,9 +209,9 @@ impl Fabric {
     /// # Errors
     /// If the model lacks a parameter of this name, or a peer fails.
     pub fn full_tensor(&self, name: &str) -> Result<Tensor> {
-        let tree = self.module_tree()?;
+        let tree = self.0.module_tree()?;
         let Some(parameter) = tree.parameter(name) else {
-            return Err(unknown(&[name.to_owned()], self)?);
+            return Err(unknown(&[name.to_owned()], self.0)?);
         };
         let fqn = parameter.fqn().to_owned();
         let chosen = GatherOptions::default().with_filter({
@@ -227,7 +242,7 @@ impl Fabric {
     /// # use fulgurite_core::{Result, fabric::{Fabric, FullParams}};
     /// # fn tie(fabric: &Fabric) -> Result<()> {
     /// // Norms grow during training: look at the first layer's.
-    /// let norms = fabric.summon_full_params(&FullParams::of(["model.layers.0"]), |params| {
+    /// let norms = fabric.full_state().summon_full_params(&FullParams::of(["model.layers.0"]), |params| {
     ///     params
     ///         .values()
     ///         .map(|p| Ok(p.sqr()?.sum_all()?.to_scalar::<f32>()?))
@@ -245,7 +260,7 @@ impl Fabric {
             [] => None,
             names => Some(ParameterFilter::matching(names)),
         };
-        let tree = self.module_tree()?;
+        let tree = self.0.module_tree()?;
         let names: Vec<&str> = tree.parameters().iter().map(|p| p.fqn()).collect();
         let idle = options.names.iter().filter(|pattern| {
             let one = ParameterFilter::matching([pattern.as_str()]);
@@ -253,7 +268,7 @@ impl Fabric {
         });
         let idle: Vec<String> = idle.cloned().collect();
         if !idle.is_empty() {
-            return Err(unknown(&idle, self)?);
+            return Err(unknown(&idle, self.0)?);
         }
         let mut chosen = GatherOptions::default();
         if let Some(filter) = filter.clone() {
@@ -278,7 +293,7 @@ impl Fabric {
             )),
         });
         // If `scope` fails on any rank, no rank keeps its changes.
-        let failed = self.all_gather_object(&result.as_ref().err().map(ToString::to_string))?;
+        let failed = self.0.all_gather_object(&result.as_ref().err().map(ToString::to_string))?;
         let value = result?;
         if let Some((rank, message)) =
             failed.into_iter().enumerate().find_map(|(r, m)| Some((r, m?)))
@@ -288,19 +303,19 @@ impl Fabric {
         let load = LoadOptions { filter, ..LoadOptions::default() };
         let source = TensorMap::from(params);
         if options.rank0_only {
-            let world = &**self.world();
+            let world = &**self.0.world();
             RankZeroSource::new(world, || Ok(Box::new(source)))?.load_into(tree, load)?;
         } else {
             load_into(&source, tree, load)?;
         }
-        self.runtime.finish_load()?;
+        self.0.runtime.finish_load()?;
         Ok(value)
     }
 
     /// Sends rank 0's tensors to every rank. Collective.
     fn on_all_ranks(&self, tensors: BTreeMap<String, Tensor>) -> Result<BTreeMap<String, Tensor>> {
         let source =
-            RankZeroSource::new(&**self.world(), || Ok(Box::new(TensorMap::from(tensors))))?;
+            RankZeroSource::new(&**self.0.world(), || Ok(Box::new(TensorMap::from(tensors))))?;
         source.tensors()
     }
 }

@@ -356,8 +356,11 @@ impl FabricOptimizer {
         Err(self.non_finite("loss", totals.mean()))
     }
 
-    /// As [`Fabric::gradient_norm`](super::Fabric::gradient_norm).
-    pub(crate) fn gradient_norm(&self) -> Result<f64> {
+    /// Returns the norm of the mean gradient over all parameters of the optimizer. Collective.
+    ///
+    /// # Errors
+    /// [`Error::NonFinite`] on every rank if the norm is not finite. Nothing is changed then.
+    pub fn gradient_norm(&self) -> Result<f64> {
         let norm = self.runtime.gradient_norm(self.index)?;
         if self.runtime.loss_scale()?.is_none() {
             self.check_norm(norm)?;

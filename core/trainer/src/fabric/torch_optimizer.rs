@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use super::{Fabric, FabricOptimizer};
+use super::{Checkpoints, FabricOptimizer};
 use crate::{Error, Result};
 use fulgurite_checkpoint::{
     LoadOptions, LoadReport, RankZeroSource, RekeyedOptimizer, TensorSource, load_optimizer,
@@ -13,11 +13,11 @@ use fulgurite_engine::optim::ParamGroup;
 /// Scalars and parameter groups, which rank 0 sends.
 type Numbers = (BTreeMap<String, f64>, Vec<ParamGroup>);
 
-impl Fabric {
+impl Checkpoints<'_> {
     /// Restores a PyTorch optimizer's state, under any strategy and number of ranks. Collective.
     ///
     /// The state has moments, the number of steps, and the options of the parameter groups, which
-    /// are set as in [`load_optimizer_state_dict`](Self::load_optimizer_state_dict). Both
+    /// are set as in [`FullState::load_optimizer_state_dict`](super::FullState::load_optimizer_state_dict). Both
     /// optimizers must be of the same kind.
     ///
     /// Every rank calls `open` and reads its own part of each moment. With
@@ -35,7 +35,7 @@ impl Fabric {
     /// # fn load(fabric: &Fabric, optimizer: &mut FabricOptimizer) -> Result<()> {
     /// fabric.load_raw("last.ckpt", true)?;
     /// let names: Vec<&str> = fabric.module_tree()?.parameters().iter().map(|p| p.fqn()).collect();
-    /// fabric.load_torch_optimizer(
+    /// fabric.checkpoints().load_torch_optimizer(
     ///     optimizer,
     ///     || TorchOptimizer::open("last.ckpt")?.rekey(&names),
     ///     true,
@@ -54,7 +54,7 @@ impl Fabric {
         open: impl FnOnce() -> Result<RekeyedOptimizer>,
         options: impl Into<LoadOptions>,
     ) -> Result<LoadReport> {
-        let (options, tree, world) = (options.into(), self.module_tree()?, &**self.world());
+        let (options, tree, world) = (options.into(), self.0.module_tree()?, &**self.0.world());
         if optimizer.average().is_some() {
             return Err(Error::other(
                 "the optimizer keeps an average of the weights, which torch's state has not; load the state \
@@ -65,14 +65,14 @@ impl Fabric {
             true => Ok(None),
             false => open().map(Some),
         };
-        let failed = self.all_gather_object(&opened.as_ref().err().map(ToString::to_string))?;
+        let failed = self.0.all_gather_object(&opened.as_ref().err().map(ToString::to_string))?;
         let opened = opened?;
         let failed = failed.into_iter().enumerate().find_map(|(rank, m)| Some((rank, m?)));
         if let Some((rank, message)) = failed {
             return Err(Error::PeerFailed { rank, message });
         }
         if let Some(state) = &opened {
-            self.warn_of(state);
+            self.0.warn_of(state);
         }
 
         let own: Numbers = opened.as_ref().map(numbers).unwrap_or_default();

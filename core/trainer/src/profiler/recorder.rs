@@ -300,7 +300,7 @@ impl Recorded {
     }
 }
 
-/// A running phase, which ends on drop. [`Fabric::phase`](crate::fabric::Fabric::phase) creates it.
+/// A running phase, which ends on drop. [`Measurements::phase`](crate::fabric::Measurements::phase) creates it.
 #[must_use = "a phase ends when its guard is dropped"]
 pub struct Phase {
     name: &'static str,

@@ -12,6 +12,7 @@ mod totals;
 
 pub use audit::UnusedParameters;
 pub use buffers::SyncBuffers;
+pub use runtime::NoSyncGuard;
+pub(crate) use runtime::SamplerShare;
 pub(crate) use runtime::StrategyRuntime;
-pub use runtime::{NoSyncGuard, SamplerShare};
 pub(crate) use step::DeviceSums;

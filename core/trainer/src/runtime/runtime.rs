@@ -27,13 +27,13 @@ use fulgurite_engine::strategy::{
     Capabilities, Loss, Strategy, StrategyContext, StrategyExtensions, materialize,
 };
 
-/// A rank's share of the data (Lightning's `distributed_sampler_kwargs`).
+/// A rank's share of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SamplerShare {
+pub(crate) struct SamplerShare {
     /// Number of data-parallel replicas, each with data of its own.
-    pub num_replicas: usize,
+    pub(crate) num_replicas: usize,
     /// This rank's replica.
-    pub rank: usize,
+    pub(crate) rank: usize,
 }
 
 /// A strategy with its mesh, its model, and the state of the step.
@@ -137,7 +137,7 @@ impl StrategyRuntime {
         self.profiler.get()
     }
 
-    /// See [`Fabric::phase`](crate::fabric::Fabric::phase).
+    /// See [`Measurements::phase`](crate::fabric::Measurements::phase).
     pub(crate) fn phase(&self, name: &'static str) -> Option<Phase> {
         Phase::begin(self.profiler(), name)
     }

@@ -10,7 +10,7 @@ use fulgurite_engine::collective::all_gather_object;
 
 /// Emits the summary, and the profile if there is one. Collective.
 pub(super) fn summarize(session: &mut Session) -> Result<()> {
-    if let Some(profile) = session.setup.fabric.profile()? {
+    if let Some(profile) = session.setup.fabric.measurements().profile()? {
         report_profile(session, profile)?;
     }
     let peak_rss_mib = all_gather_object(&**session.setup.fabric.world(), &peak_rss_mib())?
@@ -40,7 +40,7 @@ pub(super) fn summarize(session: &mut Session) -> Result<()> {
 fn peak_device_mib(session: &Session) -> Result<Vec<f64>> {
     let fabric = &session.setup.fabric;
     // All ranks have the same kind of device.
-    let Some(memory) = fabric.device_memory()? else { return Ok(Vec::new()) };
+    let Some(memory) = fabric.measurements().device_memory()? else { return Ok(Vec::new()) };
     let peaks = all_gather_object(&**fabric.world(), &(memory.peak_bytes as f64))?;
     Ok(peaks.into_iter().map(|peak| peak / f64::from(1 << 20)).collect())
 }
@@ -59,7 +59,7 @@ fn report_profile(
 
 /// Reports the profile of rank 0 after an error. The other ranks may have failed.
 pub(super) fn profile_on_exception(session: &mut Session) {
-    let reported = match session.setup.fabric.own_profile() {
+    let reported = match session.setup.fabric.measurements().own_profile() {
         Ok(Some(profile)) if session.setup.rank() == 0 => report_profile(session, profile),
         Ok(_) => Ok(()),
         Err(error) => Err(error),

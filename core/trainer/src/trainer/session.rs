@@ -90,7 +90,7 @@ impl Session {
 
     /// Like [`hook`](Self::hook), in a batch.
     pub(super) fn batch_hook(&mut self, hook: Hook, batch_index: u64) -> Result<()> {
-        let _phase = self.setup.fabric.phase("hooks");
+        let _phase = self.setup.fabric.measurements().phase("hooks");
         self.call_hook(hook, batch_index, false)?;
         self.recorder.log_hook(&self.setup.fabric, self.progress.step())?;
         if self.callbacks.decide_by_metrics() {

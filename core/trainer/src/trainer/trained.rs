@@ -97,13 +97,13 @@ impl<M: LightningModule> Trained<M> {
         optimizers.try_for_each(|(_, optimizer)| optimizer.swap_average())
     }
 
-    /// Writes the model's adapters to a directory in PEFT's format: [`Fabric::save_adapter`].
+    /// Writes the model's adapters to a directory in PEFT's format: [`Checkpoints::save_adapter`](crate::fabric::Checkpoints::save_adapter).
     /// Collective.
     ///
     /// # Errors
-    /// As [`Fabric::save_adapter`].
+    /// As [`Checkpoints::save_adapter`](crate::fabric::Checkpoints::save_adapter).
     pub fn save_adapter(&self, dir: impl AsRef<Path>) -> Result<PathBuf> {
-        self.fabric().save_adapter(dir)
+        self.fabric().checkpoints().save_adapter(dir)
     }
 
     /// Validates the module. Collective.

@@ -32,7 +32,7 @@ use super::{
     Callback, CallbackConfig, Evaluation, EventSink, LightningModule, LoggerConfig, Predictions,
     RunConfigOf, RunStatus, Trained,
 };
-use crate::fabric::Fabric;
+use crate::fabric::{Fabric, StrategyInfo};
 use crate::profiler::LogExecutionTime;
 use crate::run::{Devices, RunConfig};
 use crate::{Error, Result};
@@ -353,8 +353,8 @@ impl Trainer {
             Box::new(shared) as Box<dyn ParallelizeFn>
         });
         let mut fabric = Fabric::over(self.world.clone(), config, run.seed, parallelize)?;
-        let strategy_name = fabric.strategy_name()?;
-        check_async_save(run, fabric.capabilities()?.saves_distributed_checkpoints)?;
+        let StrategyInfo { name: strategy_name, capabilities } = fabric.strategy()?;
+        check_async_save(run, capabilities.saves_distributed_checkpoints)?;
         let mut callbacks = self.callbacks.clone();
         for value in &config.callbacks {
             let config: Box<dyn CallbackConfig> =

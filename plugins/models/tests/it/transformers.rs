@@ -39,7 +39,7 @@ fn load(name: &str) -> Loaded {
     let source = checkpoint::open(fixture(name)).unwrap();
     let source = MappedSource::new(source, &description.weights).unwrap();
     checkpoint::load_into(&source, fabric.module_tree().unwrap(), true).unwrap();
-    fabric.finish_load().unwrap();
+    fabric.checkpoints().finish_load().unwrap();
     Loaded { fabric, model, layout: description.weights }
 }
 
@@ -127,7 +127,7 @@ fn encoders_match_transformers() {
         let source = checkpoint::open(fixture(name)).unwrap();
         let source = MappedSource::new(source, &description.weights).unwrap();
         checkpoint::load_into(&source, fabric.module_tree().unwrap(), true).unwrap();
-        fabric.finish_load().unwrap();
+        fabric.checkpoints().finish_load().unwrap();
 
         let [tokens, segments] = ["input_ids", "segments"].map(|key| expected.get(key).map(ids));
         let mask = expected.get("mask");

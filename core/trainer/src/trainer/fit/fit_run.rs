@@ -45,7 +45,7 @@ pub(crate) fn fit(
     let SessionSetup { fabric, strategy, run_dir, .. } = &session.setup;
     session.recorder.begin(|| {
         let world = fabric.world();
-        let device = fabric.device_description();
+        let device = fabric.measurements().device_description();
         let ranks = (world.size() > 1 || device.is_some()).then(|| {
             let summary = RanksSummary::new(world.size(), strategy, world.transport());
             summary.on(device.unwrap_or_default())

@@ -138,7 +138,7 @@ impl Session {
         (of_step, micro_batch): (&StepSamples, usize),
         ctx: &mut StepContext,
     ) -> Result<u64> {
-        let _phase = self.setup.fabric.phase("data");
+        let _phase = self.setup.fabric.measurements().phase("data");
         let samples = self.runner.next_training_batch()?;
         let is_padding = plan.sampler.is_padding(of_step, micro_batch);
         ctx.begin_batch(micro_batch as u64, samples.indices().len(), is_padding);
@@ -152,7 +152,7 @@ impl Session {
         let loss = self.runner.training_step(ctx, &mut |forward| {
             let scope = fabric.scope(true, step, first_sample);
             let _scope = ForwardScope { is_padding, ..scope }.enter();
-            let _phase = fabric.phase("forward");
+            let _phase = fabric.measurements().phase("forward");
             forward().map_err(|error| {
                 explain_mismatch(error).during(format_args!("in training_step of step {step}"))
             })

@@ -144,7 +144,7 @@ impl Session {
     /// Collective.
     fn validate_training(&mut self) -> Result<Evaluated> {
         self.read_pending_step()?;
-        let _phase = self.setup.fabric.phase("validation");
+        let _phase = self.setup.fabric.measurements().phase("validation");
         let swap = |optimizers: &mut FabricOptimizers| -> Result<()> {
             let mut all = optimizers.iter_mut().map(|(_, optimizer)| optimizer);
             all.try_for_each(|optimizer| match optimizer.average() {
@@ -180,7 +180,7 @@ impl Session {
             save(self, end != FitEnd::Finished)?;
         }
         if wanted && self.setup.fabric.adapters().is_some() {
-            self.setup.fabric.save_adapter(self.setup.run_dir.join("adapter"))?;
+            self.setup.fabric.checkpoints().save_adapter(self.setup.run_dir.join("adapter"))?;
         }
         // The machine may be taken soon, so the save is waited for at once.
         if end == FitEnd::Finished { Ok(()) } else { finish_saving(self) }

@@ -94,7 +94,7 @@ impl Recorder {
 
     /// Sends an event to the sinks.
     pub(crate) fn emit(&mut self, fabric: &Fabric, event: &Event) -> Result<()> {
-        let _phase = fabric.phase("logging");
+        let _phase = fabric.measurements().phase("logging");
         let is_logged = self.has_loggers && event.is_logged();
         if is_logged || matches!(event, Event::Step { .. } | Event::Checkpoint { .. }) {
             self.keep_run_dir();

@@ -92,7 +92,7 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
     };
     let options = LoadOptions { advice: Some(advice), ..LoadOptions::default() };
     let (state, _): (serde_json::Value, _) =
-        session.setup.fabric.load_with(&source, optimizer, &options)?;
+        session.setup.fabric.checkpoints().load(&source, optimizer, &options)?;
     let state: TrainerState = match serde_json::from_value(state) {
         Ok(state) => state,
         // Saved by a program with its own loop, or after the training.

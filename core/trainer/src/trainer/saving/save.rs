@@ -104,7 +104,7 @@ fn write(session: &mut Session, write: Write) -> Result<()> {
 }
 
 fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
-    let _phase = session.setup.fabric.phase("checkpoint");
+    let _phase = session.setup.fabric.measurements().phase("checkpoint");
     let Write { name, kept, mut remove, weights_only, blocking } = write;
     let start = Instant::now();
     if blocking {
@@ -137,11 +137,11 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         .map_err(|e| Error::other(format!("encoding the configuration: {e}")))?;
     let (fabric, io) = (&session.setup.fabric, saving.io().clone());
     let world = &**fabric.world();
-    let distributed = fabric.capabilities()?.saves_distributed_checkpoints;
+    let distributed = fabric.strategy()?.capabilities.saves_distributed_checkpoints;
     let optimizer = session.optimizers.as_mut().filter(|_| !weights_only);
     let optimizer = optimizer.map(|optimizers| optimizers as &mut dyn OptimizerState);
     let path = if distributed {
-        let mut request = fabric.save_request(&name, optimizer, &state, config)?;
+        let mut request = fabric.checkpoints().save_request(&name, optimizer, &state, config)?;
         (request.update_last, request.remove) = (!weights_only, remove);
         if let (Some(background), false) = (saving.background(), blocking) {
             let earlier = background.start(request)?;
@@ -149,7 +149,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         }
         request.run(&*io, world)?
     } else {
-        let path = fabric.save_full_with(&io, &name, optimizer, &state, config)?;
+        let path = fabric.checkpoints().save_full(&io, &name, optimizer, &state, config)?;
         checkpoint::after_commit(&*io, world, &name, !weights_only, &remove)?;
         path
     };
@@ -163,7 +163,12 @@ pub(crate) fn prepare_saving(session: &mut Session) -> Result<()> {
     if let Some(background) = saving.background().filter(|_| is_periodic) {
         let optimizers =
             optimizers.as_mut().map(|optimizers| optimizers as &mut dyn OptimizerState);
-        let request = setup.fabric.save_request("", optimizers, &(), serde_json::Value::Null)?;
+        let request = setup.fabric.checkpoints().save_request(
+            "",
+            optimizers,
+            &(),
+            serde_json::Value::Null,
+        )?;
         background.reserve(&request)?;
     }
     Ok(())
@@ -171,7 +176,7 @@ pub(crate) fn prepare_saving(session: &mut Session) -> Result<()> {
 
 /// Waits for the running save. Collective.
 pub(crate) fn finish_saving(session: &mut Session) -> Result<()> {
-    let _phase = session.setup.fabric.phase("checkpoint");
+    let _phase = session.setup.fabric.measurements().phase("checkpoint");
     let step = session.progress.step();
     let saved = match session.saving.background() {
         Some(background) => background.wait().map_err(|error| unwritable(error, step))?,
