@@ -4,6 +4,8 @@
 mod checkpoint;
 #[cfg(feature = "models")]
 mod models;
+#[cfg(feature = "models")]
+mod recipes;
 mod report;
 mod run;
 
@@ -55,6 +57,10 @@ enum Command {
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
     Doctor(models::Arguments),
+    /// Commented configurations to begin with: fine-tuning, adapters, pretraining, …
+    #[cfg(feature = "models")]
+    #[command(subcommand)]
+    Recipes(recipes::Command),
     /// Checkpoints on disk: look into, verify, compare and convert them
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -108,6 +114,8 @@ fn run() -> ExitCode {
         | Command::Sweep(_)
         | Command::Config(_)
         | Command::Doctor(_) => models::run(),
+        #[cfg(feature = "models")]
+        Command::Recipes(command) => exit_code(command.run()),
         Command::Checkpoint(command) => {
             log_to_stderr();
             exit_code(checkpoint::run(command))

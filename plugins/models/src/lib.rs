@@ -18,6 +18,7 @@ mod export;
 mod families;
 mod layers;
 mod modules;
+mod recipes;
 mod weights;
 
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
@@ -30,4 +31,5 @@ pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use layers::{FeedForward, NormKind};
 pub use modules::CausalLm;
+pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};
