@@ -65,7 +65,7 @@ impl Stream {
     }
 
     /// The four words at positions `4 * block ..`.
-    fn block(&self, block: u64) -> [u32; 4] {
+    pub fn block(&self, block: u64) -> [u32; 4] {
         let low = split(block);
         philox([low[0], low[1], self.high[0], self.high[1]], self.key)
     }
