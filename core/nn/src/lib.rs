@@ -40,6 +40,7 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 
+mod adapter;
 mod attention;
 mod backend;
 mod batch_norm;
@@ -59,6 +60,7 @@ mod input;
 mod kernels;
 mod linear;
 mod linear_cross_entropy;
+mod lookup;
 mod lora;
 mod mlp;
 mod multi_head_attention;
@@ -66,6 +68,7 @@ mod norm;
 mod parallel_for;
 mod pooling;
 mod predicted_classes;
+mod product;
 mod residual;
 mod rope;
 mod sizes;

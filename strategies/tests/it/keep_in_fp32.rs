@@ -151,8 +151,8 @@ fn wrong_patterns_say_which_layers_can() {
     };
     insta::assert_snapshot!(error("norms"), @"`trainer.keep_in_fp32`: no layer of the model matches `norms`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
     insta::assert_snapshot!(error("q_proj"), @"module `layers.0.self_attn.q_proj`: is named by `trainer.keep_in_fp32`, and it is computed as a part of `layers.0.self_attn`; name that instead");
-    insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
-    insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
+    insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, convolutions, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
+    insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, convolutions, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
     // Without half precision the patterns have no effect, but are still checked.
     let b = ModuleBuilder::new(ModuleInit { compute_dtype: DType::F32, ..init(&["norms"]) });
     Decoder::new(&b).unwrap();

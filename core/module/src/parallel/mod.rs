@@ -47,7 +47,7 @@ pub use layer::{LayerHandle, record_function};
 pub(crate) use layer::{LayerParallel, PlanRecord, SequenceLength};
 pub use layout::Layout;
 pub(crate) use parallel_layer::Styles;
-pub use parallel_layer::{LayerStyles, ParallelLayer};
+pub use parallel_layer::{InputCast, LayerStyles, ParallelLayer};
 pub use plan::{Plan, PlanEntry};
 pub(crate) use redistribute::Redistribute;
 pub use redistribute::Redistributed;
