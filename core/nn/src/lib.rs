@@ -58,6 +58,8 @@ mod group_norm;
 mod host;
 mod input;
 mod kernels;
+#[doc(hidden)]
+pub mod layer_table;
 mod linear;
 mod linear_cross_entropy;
 mod lookup;

@@ -16,3 +16,4 @@ mod norm_of_sum;
 mod pooling;
 mod precision;
 mod residual;
+mod table;
