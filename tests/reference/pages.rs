@@ -7,6 +7,7 @@ use fulgurite::core::config::plugin::kind_descriptors;
 use fulgurite::core::config::reference;
 use fulgurite::core::registry::{self, kind};
 use fulgurite::core::run::reference_sections;
+use fulgurite::nn::layer_table;
 
 const INTRODUCTION: &str = "# Configuration
 
@@ -37,6 +38,29 @@ fn configuration_reference_is_up_to_date() {
     let written = std::fs::read_to_string(&path).unwrap_or_default();
     assert!(
         written == page,
+        "{} is stale; renew it with UPDATE_DOCS=1 cargo test --test reference",
+        path.display()
+    );
+}
+
+/// The tables of layers begin with these lines and end at an empty line.
+#[test]
+fn tables_of_layers_are_up_to_date() {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/src/guides/layers.md");
+    let page = std::fs::read_to_string(&path).unwrap();
+    let mut renewed = page.clone();
+    for table in layer_table::markdown() {
+        let first = table.lines().next().unwrap();
+        let start = renewed.find(&format!("{first}\n")).unwrap_or_else(|| panic!("no `{first}`"));
+        let end = renewed[start..].find("\n\n").map_or(renewed.len(), |end| start + end + 1);
+        renewed.replace_range(start..end, &table);
+    }
+    if std::env::var_os("UPDATE_DOCS").is_some() {
+        std::fs::write(&path, renewed).unwrap();
+        return;
+    }
+    assert!(
+        renewed == page,
         "{} is stale; renew it with UPDATE_DOCS=1 cargo test --test reference",
         path.display()
     );

@@ -1,6 +1,6 @@
 //! Self-attention of decoders and encoders.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::documents::Documents;
 use super::input::{Dim, check_dims};
@@ -8,7 +8,7 @@ use super::kernels::attention::{DotProductAttention, merge_heads, split_heads};
 use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
-use super::lora::LoraCall;
+use super::product::ProductBackward;
 use super::qk_norm::{QkCalls, QkNorm, QkNorms};
 use super::residual::{FusedLayer, FusedOutput};
 use super::rope::Rope;
@@ -172,7 +172,6 @@ impl CausalSelfAttention {
         let scope = config.qk_norm.map(|norm| norm.scope);
         let styles = BlockStyles::attention(num_heads, num_kv_heads, hidden_size, scope);
         let layer = b.declare(styles)?;
-        b.keep_in_fp32(&layer);
         let project = |name: &str, inputs, heads: usize, bias: bool| {
             let b = b.pp(name);
             let init = config.init.unwrap_or(Init::kaiming_uniform(inputs));
@@ -201,9 +200,9 @@ impl CausalSelfAttention {
 
     /// Returns a projection's output, outside the graph:
     /// `[batch, time, heads of this rank, head_dim]`.
-    fn project(&self, projection: &Linear, x: &Tensor) -> Result<(Tensor, LoraCall)> {
-        let (y, call) = projection.compute(x)?;
-        Ok((split_heads(&y, projection.outputs() / self.head_dim)?, call))
+    fn project(&self, projection: &Linear, x: &Tensor) -> Result<(Tensor, ProductBackward)> {
+        let (y, product) = projection.compute(x)?;
+        Ok((split_heads(&y, projection.outputs() / self.head_dim)?, product))
     }
 
     /// Returns the norms of queries and keys, outside the graph, and the state for backward.
@@ -214,20 +213,6 @@ impl CausalSelfAttention {
 
 impl FusedLayer for CausalSelfAttention {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
-    }
-
-    fn layer(&self) -> &LayerHandle {
-        &self.layer
-    }
-
-    fn compute_dtype(&self) -> DType {
-        self.q_proj.compute_dtype()
-    }
-}
-
-impl CausalSelfAttention {
-    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
         let width = Dim::Size(self.q_proj.inputs());
         check_dims(&self.layer, &saved, &[Dim::Any("batch"), Dim::Any("time"), width])?;
@@ -241,20 +226,20 @@ impl CausalSelfAttention {
             causal: self.causal,
             window: self.window,
             first_query: None,
-            angles: self
-                .layer
-                .run(|| rope.map(|r| r.angles(0, length, x.dtype(), x.device())).transpose())?,
+            angles: self.layer.run(|| {
+                rope.map(|r| r.angles(0, length, saved.dtype(), saved.device())).transpose()
+            })?,
             documents: self.layer.run(|| Documents::current(batch, time, context.is_some()))?,
         };
         let attend = ContextAttention { attend, context };
-        let (q, q_call) = self.project(&self.q_proj, &saved)?;
-        let (k, k_call) = self.project(&self.k_proj, &saved)?;
-        let (v, v_call) = self.project(&self.v_proj, &saved)?;
+        let (q, q_product) = self.project(&self.q_proj, &saved)?;
+        let (k, k_product) = self.project(&self.k_proj, &saved)?;
+        let (v, v_product) = self.project(&self.v_proj, &saved)?;
         let (normed, norm_calls) = self.normed([&q, &k])?.unzip();
         let [normed_q, normed_k] = normed.as_ref().map_or([&q, &k], |[q, k]| [q, k]);
         let attended = attend.forward(normed_q, normed_k, &v)?;
         drop(normed);
-        let (y, o_call) = self.o_proj.compute(&merge_heads(attended.output())?)?;
+        let (y, o_product) = self.o_proj.compute(&merge_heads(attended.output())?)?;
         save_for_backward(&[&q, &k, &v, attended.output()]);
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.o_proj.add_bias_after_reduction(y)?;
@@ -263,11 +248,11 @@ impl CausalSelfAttention {
         let norms = self.norms.iter().flat_map(QkNorms::parameters);
         let parameters = layers.into_iter().flat_map(|l| l.parameters()).chain(norms);
         let layer = self.clone();
-        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
+        FusedOutput::new(&self.layer, x, y, parameters, move |grad, wanted| {
             layer.o_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
             let merged = merge_heads(attended.output())?;
-            let d = layer.o_proj.backward(&o_call, &merged, &grad, InputGrad::New)?;
+            let d = layer.o_proj.backward(&o_product, &merged, &grad, InputGrad::New)?;
             let d = d.ok_or_else(|| Error::other("the output projection gave no gradient"))?;
             let d = split_heads(&d, q.dim(2)?)?;
             let [dq, dk, dv] = match layer.norms.as_ref().zip(norm_calls.as_ref()) {
@@ -282,20 +267,24 @@ impl CausalSelfAttention {
             };
             let mut dx = None;
             let projections = [
-                (&layer.q_proj, &q_call, dq),
-                (&layer.k_proj, &k_call, dk),
-                (&layer.v_proj, &v_call, dv),
+                (&layer.q_proj, &q_product, dq),
+                (&layer.k_proj, &k_product, dk),
+                (&layer.v_proj, &v_product, dv),
             ];
-            for (projection, call, d) in projections {
+            for (projection, product, d) in projections {
                 dx = projection.backward(
-                    call,
+                    product,
                     &saved,
                     &merge_heads(&d)?,
                     InputGrad::new(wanted).add_to(dx),
                 )?;
             }
             dx.map(|dx| input.backward(&dx)).transpose()
-        }))
+        })
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.layer
     }
 }
 

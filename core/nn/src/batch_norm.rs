@@ -5,7 +5,6 @@ use candle_core::{DType, Tensor};
 use super::backend::to_accumulation_dtype;
 use super::conv::channel_sums;
 use super::gradients::accumulate_and_end_use;
-use super::input::check_dtype;
 use super::sizes::check_sizes;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{AllGather, Collective, ReduceOp};
@@ -58,8 +57,6 @@ pub struct BatchNorm {
     momentum: Option<f64>,
     synchronised: bool,
     affine: Option<(Parameter, Parameter)>,
-    /// The dtype of input and output.
-    dtype: DType,
     running_mean: Buffer,
     running_var: Buffer,
     num_batches_tracked: Buffer,
@@ -152,7 +149,6 @@ impl BatchNorm {
             momentum,
             synchronised,
             affine,
-            dtype: b.compute_dtype(),
             running_mean,
             running_var,
             num_batches_tracked,
@@ -326,11 +322,8 @@ impl Module for BatchNorm {
                 format!("expected an input of shape [batch, {channels}, ..], got {:?}", x.dims());
             return Err(Error::module(self.layer.path(), message));
         }
-        let x = &self.layer.cast_input(x, self.dtype)?;
-        check_dtype(&self.layer, x, self.dtype)?;
-        self.layer.check_input(x)?;
+        let (saved, input) = self.layer.redistribute_input(x)?;
         let scope = ForwardScope::of_random_layer(self.layer.path())?;
-        let saved = x.detach();
         let (y, statistics) = self.layer.run(|| {
             let x = to_accumulation_dtype(&saved)?;
             let statistics = self.statistics(&x, scope.as_ref())?;
@@ -348,7 +341,7 @@ impl Module for BatchNorm {
             self.affine.iter().flat_map(|(weight, bias)| [weight, bias]).collect();
         self.layer.record(&[x], &parameters, y, move |_, grad| {
             let grad = layer.backward(&saved, &statistics, grad)?;
-            Ok(vec![Some(grad.to_dtype(saved.dtype())?)])
+            Ok(vec![Some(input.backward(&grad.to_dtype(saved.dtype())?)?)])
         })
     }
 }

@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 
 use super::gradients::accumulate_and_end_use;
-use super::input::{Dim, check_dims, check_dtype};
+use super::input::{Dim, check_dims};
 use super::kernels::convolution::Convolution;
 use super::sizes::check_sizes;
 use super::styles::WholeLayer;
@@ -206,19 +206,14 @@ impl ConvLayer {
         Ok(weight.reshape((outputs, inputs, height, width))?)
     }
 
-    /// Returns the input in the layer's compute dtype.
-    fn input(&self, x: &Tensor, dims: &[Dim]) -> Result<Tensor> {
-        let dtype = self.weight.compute_dtype();
+    /// Computes the forward of an input with these dimensions.
+    fn forward(&self, x: &Tensor, dims: &[Dim]) -> Result<Tensor> {
         check_dims(&self.layer, x, dims)?;
-        let x = self.layer.cast_input(x, dtype)?;
-        check_dtype(&self.layer, &x, dtype)?;
-        self.layer.check_input(&x)?;
-        Ok(x)
-    }
-
-    /// Computes the forward. `x` has two spatial dimensions.
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let saved = x.detach();
+        let (saved, input) = self.layer.redistribute_input(x)?;
+        // A sequence is an image of height 1.
+        let is_sequence = dims.len() == 3;
+        let image = move |x: &Tensor| if is_sequence { x.unsqueeze(2) } else { Ok(x.clone()) };
+        let saved = image(&saved)?;
         let y = self.layer.run(|| {
             let y = self.convolution.forward(&saved, &self.kernel()?)?;
             match &self.bias {
@@ -226,15 +221,21 @@ impl ConvLayer {
                 None => Ok(y),
             }
         })?;
+        let y = if is_sequence { y.squeeze(2)? } else { y };
         let parameters: Vec<&Parameter> = std::iter::once(&self.weight).chain(&self.bias).collect();
         let (layer, tracked) = (self.clone(), self.layer.takes_gradient(x));
         self.layer.record(&[x], &parameters, y, move |_, grad| {
+            let grad = &image(grad)?;
             let grads = layer.convolution.backward(&saved, &layer.kernel()?, grad, tracked)?;
             accumulate_and_end_use(&layer.weight, &grads.weight)?;
             if let Some(bias) = &layer.bias {
                 accumulate_and_end_use(bias, &channel_sums(grad)?)?;
             }
-            Ok(vec![grads.x])
+            let dx = grads.x.map(|dx| {
+                let dx = if is_sequence { dx.squeeze(2)? } else { dx };
+                input.backward(&dx)
+            });
+            Ok(vec![dx.transpose()?])
         })
     }
 }
@@ -249,14 +250,13 @@ impl Module for Conv2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let inputs = Dim::Size(self.0.inputs);
         let dims = [Dim::Any("batch"), inputs, Dim::Any("height"), Dim::Any("width")];
-        self.0.forward(&self.0.input(x, &dims)?)
+        self.0.forward(x, &dims)
     }
 }
 
 impl Module for Conv1d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let inputs = Dim::Size(self.0.inputs);
-        let x = self.0.input(x, &[Dim::Any("batch"), inputs, Dim::Any("time")])?;
-        Ok(self.0.forward(&x.unsqueeze(2)?)?.squeeze(2)?)
+        self.0.forward(x, &[Dim::Any("batch"), inputs, Dim::Any("time")])
     }
 }

@@ -4,12 +4,15 @@
 use candle_core::Tensor;
 
 use super::backend::to_accumulation_dtype;
+use super::dropout::Mask;
 use super::kernels::matmul::{self, InputGrad};
-use super::lora::{Lora, LoraCall};
+use super::lora::{Lora, drop_elements};
+use super::product::{Product, ProductBackward};
 use super::weight::Weight;
-use crate::{Error, Result};
+use crate::Result;
 use fulgurite_engine::autograd::save_for_backward;
-use fulgurite_engine::module::ModuleBuilder;
+use fulgurite_engine::module::{Adapters, ModuleBuilder};
+use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
 
 /// The name of the magnitudes' parameter, relative to the layer; PEFT's name in files.
@@ -18,16 +21,19 @@ pub(super) const MAGNITUDE: &str = "lora_magnitude_vector";
 /// Elements of the adapted weight that are in memory at a time while norms are computed.
 const PIECE: usize = 1 << 22;
 
-/// The magnitudes of an adapter. With `V = W + scale B A`, the layer computes
+/// The product with an adapter that has magnitudes. With `V = W + scale B A`, it is
 /// `magnitude / norm(V) * (V x)`, row by row of `V`. The norm is a constant in backward.
 #[derive(Debug, Clone)]
-pub(super) struct Dora {
-    pub(super) magnitude: Parameter,
+pub(super) struct DoraProduct {
+    weight: Weight,
+    lora: Lora,
+    magnitude: Parameter,
 }
 
-/// The state that one call's forward keeps for its backward.
-#[derive(Debug, Clone)]
-pub(super) struct DoraCall {
+/// The state that a forward keeps for its backward.
+struct Saved {
+    /// Elements that dropout zeroed.
+    mask: Option<Mask>,
     /// `magnitude / norm(V)`, `[out]`, in the compute dtype.
     factor: Tensor,
     /// `1 / norm(V)`, `[out]`, in the accumulation dtype.
@@ -36,84 +42,91 @@ pub(super) struct DoraCall {
     product: Tensor,
 }
 
-impl Dora {
-    /// Declares the magnitudes of the linear layer at the builder's path, if its adapter has
-    /// magnitudes.
-    pub(super) fn of_linear(b: &ModuleBuilder, weight: &Parameter) -> Result<Option<Self>> {
-        match b.adapter().is_some_and(|adapters| adapters.dora) {
-            true => Ok(Some(Self { magnitude: b.adapter_magnitude(MAGNITUDE, weight)? })),
-            false => Ok(None),
-        }
+impl DoraProduct {
+    /// Declares the adapter of the linear layer at the builder's path.
+    pub(super) fn declare(
+        b: &ModuleBuilder,
+        layer: &LayerHandle,
+        adapters: &Adapters,
+        weight: Weight,
+        sizes: [usize; 2],
+    ) -> Result<Self> {
+        let lora = Lora::of_linear(b, layer, adapters, sizes)?;
+        let magnitude = b.adapter_magnitude(MAGNITUDE, weight.parameter())?;
+        Ok(Self { weight, lora, magnitude })
     }
 
-    /// Computes the layer's output for `x`, with this bias.
-    ///
-    /// With dropout it is PEFT's `W x + (factor - 1) W dropout(x) + factor scale B A dropout(x)`.
-    pub(super) fn compute(
+    fn backward(
         &self,
-        lora: &Lora,
+        Saved { mask, factor, inverse, product }: &Saved,
         x: &Tensor,
-        weight: &Tensor,
-        bias: Option<&Tensor>,
-    ) -> Result<(Tensor, LoraCall)> {
+        grad: &Tensor,
+        into: InputGrad,
+    ) -> Result<Option<Tensor>> {
+        if self.magnitude.takes_grad() {
+            let terms = (to_accumulation_dtype(grad)? * to_accumulation_dtype(product)?)?;
+            matmul::bias_grad(&self.magnitude, &terms.broadcast_mul(inverse)?)?;
+        }
+        let mask = mask.as_ref();
+        let scaled = grad.broadcast_mul(factor)?;
+        let weight = self.weight.value()?;
+        let dx = if mask.is_none() {
+            if let Some(weight) = self.weight.trained() {
+                matmul::weight_grad(weight, x, &scaled)?;
+            }
+            matmul::input_grad(&scaled, &weight, into)?
+        } else {
+            let rest = (&scaled - grad)?;
+            if let Some(weight) = self.weight.trained() {
+                matmul::weight_grad(weight, x, grad)?;
+                matmul::weight_grad(weight, &drop_elements(mask, x)?, &rest)?;
+            }
+            match matmul::input_grad(grad, &weight, into)? {
+                None => None,
+                Some(dx) => match matmul::input_grad(&rest, &weight, InputGrad::New)? {
+                    None => Some(dx),
+                    Some(own) => Some((dx + drop_elements(mask, &own)?)?),
+                },
+            }
+        };
+        self.lora.backward(mask, x, &scaled, dx)
+    }
+}
+
+impl Product for DoraProduct {
+    fn weight(&self) -> &Weight {
+        &self.weight
+    }
+
+    fn parameters(&self) -> Vec<&Parameter> {
+        let adapter = self.lora.parameters().into_iter().chain([&self.magnitude]);
+        self.weight.parameters().chain(adapter).collect()
+    }
+
+    /// Each call computes the norms of all rows of the weight.
+    fn computes_rows_apart(&self) -> bool {
+        false
+    }
+
+    /// With dropout it is PEFT's `W x + (factor - 1) W dropout(x) + factor scale B A dropout(x)`.
+    fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<(Tensor, ProductBackward)> {
+        let (lora, weight) = (&self.lora, &self.weight.value()?);
         let inverse = inverse_norms(lora, weight)?;
         let magnitude = to_accumulation_dtype(&self.magnitude.value()?)?;
         let factor = (magnitude * &inverse)?.to_dtype(x.dtype())?;
-        let call = lora.call(x)?;
-        let dropped = call.drop(x)?;
+        let mask = lora.mask(x)?;
+        let dropped = drop_elements(mask.as_ref(), x)?;
         let base = matmul::linear(&dropped, weight, None)?;
         let product = (&base + matmul::linear(&lora.inner(&dropped)?, &lora.b.value()?, None)?)?;
         let y = product.broadcast_mul(&factor)?;
-        let y = match (&call.mask, bias) {
+        let y = match (&mask, bias) {
             (Some(_), bias) => (matmul::linear(x, weight, bias)? + (y - base)?)?,
             (None, Some(bias)) => y.broadcast_add(bias)?,
             (None, None) => y,
         };
         save_for_backward(&[&product]);
-        let dora = Some(DoraCall { factor, inverse, product });
-        Ok((y, LoraCall { dora, ..call }))
-    }
-
-    /// The backward of [`compute`](Self::compute), except for the bias. Returns the gradient of
-    /// `x`, and adds the parameters' gradients without ending their uses.
-    pub(super) fn backward(
-        &self,
-        lora: &Lora,
-        call: &LoraCall,
-        x: &Tensor,
-        grad: &Tensor,
-        into: InputGrad,
-        weight: &Weight,
-    ) -> Result<Option<Tensor>> {
-        let DoraCall { factor, inverse, product } = call.dora.as_ref().ok_or_else(|| {
-            Error::parameter(self.magnitude.fqn(), "its backward got the call of another layer")
-        })?;
-        if self.magnitude.takes_grad() {
-            let terms = (to_accumulation_dtype(grad)? * to_accumulation_dtype(product)?)?;
-            matmul::bias_grad(&self.magnitude, &terms.broadcast_mul(inverse)?)?;
-        }
-        let scaled = grad.broadcast_mul(factor)?;
-        let value = weight.value()?;
-        let dx = if call.mask.is_none() {
-            if let Some(weight) = weight.trained() {
-                matmul::weight_grad(weight, x, &scaled)?;
-            }
-            matmul::input_grad(&scaled, &value, into)?
-        } else {
-            let rest = (&scaled - grad)?;
-            if let Some(weight) = weight.trained() {
-                matmul::weight_grad(weight, x, grad)?;
-                matmul::weight_grad(weight, &call.drop(x)?, &rest)?;
-            }
-            match matmul::input_grad(grad, &value, into)? {
-                None => None,
-                Some(dx) => match matmul::input_grad(&rest, &value, InputGrad::New)? {
-                    None => Some(dx),
-                    Some(own) => Some((dx + call.drop(&own)?)?),
-                },
-            }
-        };
-        lora.backward(call, x, &scaled, dx)
+        let (layer, saved) = (self.clone(), Saved { mask, factor, inverse, product });
+        Ok((y, Box::new(move |x, grad, into| layer.backward(&saved, x, grad, into))))
     }
 }
 

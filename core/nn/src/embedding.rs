@@ -1,9 +1,12 @@
 //! The embedding layer.
 
+use std::sync::Arc;
+
 use candle_core::Tensor;
 
-use super::kernels::embedding::{checked_ids, local_ids, lookup, lookup_grad};
-use super::lora::Lora;
+use super::adapter;
+use super::kernels::embedding::{checked_ids, local_ids};
+use super::lookup::Lookup;
 use super::sizes::check_sizes;
 use super::styles::EmbeddingStyles;
 use crate::Result;
@@ -20,8 +23,7 @@ use fulgurite_engine::parameter::{Init, Parameter};
 /// [`Adapters`](fulgurite_engine::module::Adapters) may target it.
 #[derive(Debug, Clone)]
 pub struct Embedding {
-    weight: Parameter,
-    lora: Option<Lora>,
+    table: Arc<dyn Lookup>,
     layer: LayerHandle,
 }
 
@@ -42,13 +44,12 @@ impl Embedding {
         check_sizes(b, &[("rows", rows), ("width", width)])?;
         let layer = b.declare(EmbeddingStyles { width })?;
         let weight = b.parameter("weight", [rows, width], init)?;
-        let lora = Lora::of_embedding(b, &layer, rows, width)?;
-        Ok(Self { weight, lora, layer })
+        Ok(Self { table: adapter::lookup(b, &layer, weight)?, layer })
     }
 
     /// The table, `[rows, width]`; [`Linear::tied`](super::Linear::tied) shares it.
     pub fn weight(&self) -> &Parameter {
-        &self.weight
+        self.table.weight()
     }
 }
 
@@ -56,30 +57,17 @@ impl Module for Embedding {
     /// # Errors
     /// If an id is not below the number of rows, or candle reports an error.
     fn forward(&self, ids: &Tensor) -> Result<Tensor> {
-        let weight = self.weight.value()?;
-        let (rows, width) = weight.dims2()?;
-        let all = self.layer.run(|| checked_ids(ids, self.weight.global_shape()[0]))?;
-        let host_ids = local_ids(all, self.weight.compute_region().offsets[0], rows);
+        let weight = self.weight();
+        let [rows, width] = [weight.compute_shape()[0], weight.compute_shape()[1]];
+        let all = self.layer.run(|| checked_ids(ids, weight.global_shape()[0]))?;
+        let host_ids = local_ids(all, weight.compute_region().offsets[0], rows);
         let mut shape = ids.dims().to_vec();
         shape.push(width);
-        let y = lookup(&host_ids, &weight)?;
-        let y = match &self.lora {
-            None => y,
-            Some(lora) => self.layer.run(|| lora.look_up(&host_ids, y))?,
-        };
-        let y = y.reshape(shape)?;
+        let y = self.layer.run(|| self.table.forward(&host_ids))?.reshape(shape)?;
         let (y, output) = self.layer.redistribute_output(y)?;
-        let (weight, lora) = (self.weight.clone(), self.lora.clone());
-        let parameters: Vec<&Parameter> = std::iter::once(&self.weight)
-            .chain(self.lora.iter().flat_map(Lora::parameters))
-            .collect();
-        self.layer.record(&[], &parameters, y, move |_, grad| {
-            let grad = output.backward(grad)?;
-            lookup_grad(&weight, &host_ids, &grad)?;
-            if let Some(lora) = &lora {
-                lora.look_up_backward(&host_ids, &grad)?;
-            }
-            weight.end_use()?;
+        let table = self.table.clone();
+        self.layer.record(&[], &self.table.parameters(), y, move |_, grad| {
+            table.backward(&host_ids, &output.backward(grad)?)?;
             Ok(vec![])
         })
     }

@@ -5,7 +5,6 @@ use candle_core::Tensor;
 use super::backend::to_accumulation_dtype;
 use super::conv::channel_sums;
 use super::gradients::accumulate_and_end_use;
-use super::input::check_dtype;
 use super::kernels::norm::Norm;
 use super::sizes::check_sizes;
 use super::styles::WholeLayer;
@@ -45,7 +44,6 @@ impl GroupNorm {
             return Err(Error::module(b.path(), message));
         }
         let layer = b.declare(WholeLayer("GroupNorm"))?;
-        b.keep_in_fp32(&layer);
         let weight = b.parameter("weight", [channels], Init::ONES)?;
         let bias = b.parameter("bias", [channels], Init::ZEROS)?;
         Ok(Self { norm, groups, weight, bias, layer })
@@ -78,28 +76,19 @@ impl GroupNorm {
 
 impl Module for GroupNorm {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let dtype = self.weight.compute_dtype();
-        self.layer.in_own_dtype(x, dtype, |x| self.forward_in_own_dtype(x))
-    }
-}
-
-impl GroupNorm {
-    fn forward_in_own_dtype(&self, x: &Tensor) -> Result<Tensor> {
         let channels = self.weight.elem_count();
         if x.rank() < 2 || x.dims()[1] != channels {
             let message =
                 format!("expected an input of shape [batch, {channels}, ..], got {:?}", x.dims());
             return Err(Error::module(self.layer.path(), message));
         }
-        check_dtype(&self.layer, x, self.weight.compute_dtype())?;
-        self.layer.check_input(x)?;
-        let saved = x.detach();
+        let (saved, input) = self.layer.redistribute_input(x)?;
         let y = self.layer.run(|| {
             let (ones, rows) = self.rows(&saved)?;
             let y = self.norm.forward(&rows, &ones, None)?.0.reshape(x.shape())?;
             let y = y.broadcast_mul(&self.of_channels(&self.weight, x.rank())?)?;
             let y = y.broadcast_add(&self.of_channels(&self.bias, x.rank())?)?;
-            Ok(y.to_dtype(x.dtype())?)
+            Ok(y.to_dtype(saved.dtype())?)
         })?;
         let layer = self.clone();
         self.layer.record(&[x], &[&self.weight, &self.bias], y, move |_, grad| {
@@ -113,7 +102,8 @@ impl GroupNorm {
             let dx = layer.norm.backward(&rows, &ones, false, &stats, &of_normalized, None)?.x;
             accumulate_and_end_use(&layer.weight, &channel_sums(&(&grad * normalized)?)?)?;
             accumulate_and_end_use(&layer.bias, &channel_sums(&grad)?)?;
-            Ok(vec![Some(dx.reshape(saved.shape())?.to_dtype(saved.dtype())?)])
+            let dx = dx.reshape(saved.shape())?.to_dtype(saved.dtype())?;
+            Ok(vec![Some(input.backward(&dx)?)])
         })
     }
 }

@@ -1,6 +1,6 @@
 //! Checks of layers' inputs.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use crate::{Error, Result};
 use fulgurite_engine::parallel::LayerHandle;
@@ -42,18 +42,4 @@ pub(super) enum Dim {
     Any(&'static str),
     /// Exactly this size.
     Size(usize),
-}
-
-/// Checks that an input has the layer's compute dtype. Floats were cast to it before; integers were
-/// not.
-pub(super) fn check_dtype(layer: &LayerHandle, x: &Tensor, want: DType) -> Result<()> {
-    let got = x.dtype();
-    if got == want {
-        return Ok(());
-    }
-    let message = format!(
-        "expected an input of floating-point numbers, which it casts to {want:?}, got {got:?}: cast integers \
-         with `to_dtype` (pixels are usually scaled, ids go through an `Embedding`)"
-    );
-    Err(Error::module(layer.path(), message))
 }

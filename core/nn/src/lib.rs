@@ -40,6 +40,7 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 
+mod adapter;
 mod attention;
 mod backend;
 mod batch_norm;
@@ -57,8 +58,11 @@ mod group_norm;
 mod host;
 mod input;
 mod kernels;
+#[doc(hidden)]
+pub mod layer_table;
 mod linear;
 mod linear_cross_entropy;
+mod lookup;
 mod lora;
 mod mlp;
 mod multi_head_attention;
@@ -66,6 +70,7 @@ mod norm;
 mod parallel_for;
 mod pooling;
 mod predicted_classes;
+mod product;
 mod qk_norm;
 mod residual;
 mod rope;

@@ -1,17 +1,19 @@
 //! The linear layer.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Tensor};
 
-use super::dora::Dora;
+use super::adapter;
 use super::input;
 use super::kernels::matmul::{self, InputGrad};
-use super::lora::{Lora, LoraCall};
+use super::product::{Product, ProductBackward};
 use super::sizes::check_sizes;
 use super::styles::LinearStyles;
 use super::weight::Weight;
 use crate::{Error, Result};
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder};
-use fulgurite_engine::parallel::{LayerHandle, Redistributed};
+use fulgurite_engine::parallel::{InputCast, LayerHandle, Redistributed};
 use fulgurite_engine::parameter::{Init, Parameter};
 
 /// A linear layer: `y = x weight^T (+ bias)`, with `weight` of shape `[out, in]`.
@@ -25,9 +27,8 @@ use fulgurite_engine::parameter::{Init, Parameter};
 /// weight if frozen; the weight is then unpacked in each forward and backward.
 #[derive(Debug, Clone)]
 pub struct Linear {
-    weight: Weight,
+    product: Arc<dyn Product>,
     bias: Option<Parameter>,
-    lora: Option<Lora>,
     layer: LayerHandle,
 }
 
@@ -46,11 +47,10 @@ impl Linear {
     /// As [`new`](Self::new).
     pub fn with_init(b: &ModuleBuilder, inputs: usize, outputs: usize, init: Init) -> Result<Self> {
         check_sizes(b, &[("inputs", inputs), ("outputs", outputs)])?;
-        let layer = b.declare(LinearStyles { inputs, outputs })?;
-        b.keep_in_fp32(&layer);
+        let layer = b.declare(LinearStyles { inputs, outputs, cast: InputCast::Own })?;
         let weight = Weight::declare(b, inputs, outputs, init)?;
-        let lora = Lora::of_linear(b, &layer, weight.parameter(), [outputs, inputs])?;
-        Ok(Self { weight, bias: None, lora, layer })
+        let product = adapter::product(b, &layer, weight, [outputs, inputs])?;
+        Ok(Self { product, bias: None, layer })
     }
 
     /// A layer with a bias. Initial weight and bias are uniform within `1 / sqrt(inputs)`.
@@ -66,7 +66,7 @@ impl Linear {
     /// # Errors
     /// If the builder's path has a bias already.
     pub fn add_bias(mut self, b: &ModuleBuilder, init: Init) -> Result<Self> {
-        self.bias = Some(b.parameter("bias", [self.weight.parameter().global_shape()[0]], init)?);
+        self.bias = Some(b.parameter("bias", [self.weight().global_shape()[0]], init)?);
         Ok(self)
     }
 
@@ -84,15 +84,16 @@ impl Linear {
             );
             return Err(Error::parameter(weight.fqn(), message));
         };
-        let layer = b.declare(LinearStyles { inputs, outputs })?;
+        let cast = InputCast::To(weight.compute_dtype());
+        let layer = b.declare(LinearStyles { inputs, outputs, cast })?;
         b.tie("weight", weight)?;
-        Ok(Self { weight: Weight::Plain(weight.clone()), bias: None, lora: None, layer })
+        Ok(Self { product: Arc::new(Weight::Plain(weight.clone())), bias: None, layer })
     }
 
     /// The weight, `[out, in]`. For a quantised weight, its
     /// [codes](fulgurite_engine::quantization::PackedPart::Codes).
     pub fn weight(&self) -> &Parameter {
-        self.weight.parameter()
+        self.product.weight().parameter()
     }
 
     /// The bias, `[out]`.
@@ -102,24 +103,23 @@ impl Linear {
 
     /// The number of outputs that this rank computes.
     pub(super) fn outputs(&self) -> usize {
-        self.weight.outputs()
+        self.product.weight().outputs()
     }
 
     /// The number of inputs that this rank computes with.
     pub(super) fn inputs(&self) -> usize {
-        self.weight.inputs()
+        self.product.weight().inputs()
     }
 
-    /// Weight, bias and adapter.
+    /// Weight, adapter and bias.
     pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
-        let lora = self.lora.iter().flat_map(Lora::parameters);
-        self.weight.parameters().chain(&self.bias).chain(lora)
+        self.product.parameters().into_iter().chain(&self.bias)
     }
 
     /// Whether rows of the input can be computed separately, independent of their position in the
     /// batch.
     pub(super) fn computes_rows_apart(&self) -> bool {
-        !self.lora.as_ref().is_some_and(Lora::takes_rows_together)
+        self.product.computes_rows_apart()
     }
 
     /// Returns the bias that [`compute`](Self::compute) adds, and the bias that is added after the
@@ -149,42 +149,27 @@ impl Linear {
         }
     }
 
-    /// The dtype that the layer computes in.
-    pub(super) fn compute_dtype(&self) -> DType {
-        self.weight.compute_dtype()
-    }
-
-    /// Returns the input in the compute dtype.
+    /// Returns the input in the compute dtype, in the graph.
     pub(super) fn cast_input(&self, x: &Tensor) -> Result<Tensor> {
         self.layer.cast_input(x, self.compute_dtype())
     }
 
+    /// The dtype that the layer computes in.
+    pub(super) fn compute_dtype(&self) -> DType {
+        self.product.weight().compute_dtype()
+    }
+
     /// Checks the last dimension of `x`.
     pub(super) fn check_width(&self, x: &Tensor) -> Result<()> {
-        input::check_width(&self.layer, x, self.weight.inputs())
+        input::check_width(&self.layer, x, self.inputs())
     }
 
-    /// Computes this rank's output, outside the graph, and the state for its backward.
-    pub(super) fn compute(&self, x: &Tensor) -> Result<(Tensor, LoraCall)> {
+    /// Computes this rank's output for `x`, which is in the compute dtype, outside the graph.
+    /// Returns the backward of the product, for [`backward`](Self::backward).
+    pub(super) fn compute(&self, x: &Tensor) -> Result<(Tensor, ProductBackward)> {
         self.check_width(x)?;
-        input::check_dtype(&self.layer, x, self.compute_dtype())?;
         let bias = self.split_bias().0.map(Parameter::value).transpose()?;
-        self.layer.run(|| {
-            let weight = self.weight.value()?;
-            if let Some((lora, dora)) = self.dora() {
-                return dora.compute(lora, x, &weight, bias.as_ref());
-            }
-            let y = matmul::linear(x, &weight, bias.as_ref())?;
-            match &self.lora {
-                None => Ok((y, LoraCall::default())),
-                Some(lora) => lora.compute(x, y),
-            }
-        })
-    }
-
-    /// Returns the adapter if it has magnitudes.
-    fn dora(&self) -> Option<(&Lora, &Dora)> {
-        self.lora.as_ref().and_then(|lora| Some((lora, lora.dora.as_ref()?)))
+        self.layer.run(|| self.product.forward(x, bias.as_ref()))
     }
 
     /// Returns the layer's record, which a plan may have changed.
@@ -195,12 +180,12 @@ impl Linear {
     /// Computes the gradient of `x`, adds the parameters' gradients and ends their uses.
     pub(super) fn backward(
         &self,
-        call: &LoraCall,
+        product: &ProductBackward,
         x: &Tensor,
         grad: &Tensor,
         into: InputGrad,
     ) -> Result<Option<Tensor>> {
-        let dx = self.backward_rows(call, x, grad, into)?;
+        let dx = self.backward_rows(product, x, grad, into)?;
         self.end_uses()?;
         Ok(dx)
     }
@@ -209,7 +194,7 @@ impl Linear {
     /// rows follow.
     pub(super) fn backward_rows(
         &self,
-        call: &LoraCall,
+        product: &ProductBackward,
         x: &Tensor,
         grad: &Tensor,
         into: InputGrad,
@@ -217,48 +202,22 @@ impl Linear {
         if let Some(bias) = self.split_bias().0 {
             matmul::bias_grad(bias, grad)?;
         }
-        if let Some((lora, dora)) = self.dora() {
-            return dora.backward(lora, call, x, grad, into, &self.weight);
-        }
-        let dx = match into {
-            InputGrad::Skip => None,
-            into => matmul::input_grad(grad, &self.weight.value()?, into)?,
-        };
-        if let Some(weight) = self.weight.trained() {
-            matmul::weight_grad(weight, x, grad)?;
-        }
-        match &self.lora {
-            None => Ok(dx),
-            Some(lora) => lora.backward(call, x, grad, dx),
-        }
+        product(x, grad, into)
     }
 
     /// Ends the uses of the parameters. After the last use the strategy may free the unit's values.
     pub(super) fn end_uses(&self) -> Result<()> {
-        self.weight.end_use()?;
-        self.lora.as_ref().map_or(Ok(()), Lora::end_uses)?;
+        self.product.parameters().into_iter().try_for_each(Parameter::end_use)?;
         self.split_bias().0.map_or(Ok(()), Parameter::end_use)
     }
 }
 
 impl Module for Linear {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        // The loss identifies sharded logits by their tensor.
         let sharded_logits = self.layer.loss_parallel() && ForwardScope::current().loss_parallel;
-        match sharded_logits {
-            // The loss identifies sharded logits by their tensor.
-            true => self.forward_in_own_dtype(&self.cast_input(x)?, true),
-            false => {
-                let dtype = self.compute_dtype();
-                self.layer.in_own_dtype(x, dtype, |x| self.forward_in_own_dtype(x, false))
-            }
-        }
-    }
-}
-
-impl Linear {
-    fn forward_in_own_dtype(&self, x: &Tensor, sharded_logits: bool) -> Result<Tensor> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let (y, call) = self.compute(&saved)?;
+        let (y, product) = self.compute(&saved)?;
         let (y, output) = match sharded_logits {
             true => (y, Redistributed::none()),
             false => self.layer.redistribute_output(y)?,
@@ -269,12 +228,12 @@ impl Linear {
         let backward = move |_: &Tensor, grad: &Tensor| {
             layer.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
-            let dx = layer.backward(&call, &saved, &grad, InputGrad::new(tracked))?;
+            let dx = layer.backward(&product, &saved, &grad, InputGrad::new(tracked))?;
             Ok(vec![dx.map(|dx| input.backward(&dx)).transpose()?])
         };
         match sharded_logits {
             true => {
-                let first = self.weight.parameter().compute_region().offsets[0];
+                let first = self.weight().compute_region().offsets[0];
                 self.layer.record_logits(&[x], &parameters, y, first, backward)
             }
             false => self.layer.record(&[x], &parameters, y, backward),

@@ -10,7 +10,6 @@ use super::cross_entropy::CrossEntropy;
 use super::kernels::cross_entropy::{self as kernel, ClassRange};
 use super::kernels::matmul::InputGrad;
 use super::linear::Linear;
-use super::lora::LoraCall;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::is_grad_enabled;
 use fulgurite_engine::module::Module;
@@ -149,9 +148,9 @@ impl LinearCrossEntropy {
             .map(|start| start..targets.len().min(start + rows))
             .collect();
 
-        let (mut sum, mut lse, mut saved_logits) = (None, Vec::with_capacity(pieces.len()), None);
+        let (mut sum, mut lse, mut computed) = (None, Vec::with_capacity(pieces.len()), None);
         for piece in &pieces {
-            let (logits, _) = head.compute(&saved.narrow(0, piece.start, piece.len())?)?;
+            let (logits, product) = head.compute(&saved.narrow(0, piece.start, piece.len())?)?;
             let (part, piece_lse) = kernel::forward(&logits, &targets[piece.clone()], smoothing)?;
             lse.push(piece_lse);
             sum = Some(match sum {
@@ -159,31 +158,25 @@ impl LinearCrossEntropy {
                 Some(sum) => (sum + part)?,
             });
             if pieces.len() == 1 && is_grad_enabled() {
-                saved_logits = Some(logits);
+                computed = Some((logits, product));
             }
         }
         let sum = sum.ok_or_else(|| Error::other("a loss of no piece"))?;
 
-        // A second backward over the graph finds no saved logits and recomputes them.
-        let (saved_logits, layer, shape) =
-            (Mutex::new(saved_logits), head.clone(), hidden.shape().clone());
+        // A second backward over the graph finds no computed logits and recomputes them.
+        let (computed, layer, shape) = (Mutex::new(computed), head.clone(), hidden.shape().clone());
         let tracked = head.layer().takes_gradient(hidden);
         let parameters: Vec<_> = head.parameters().collect();
         let sum = head.layer().record(&[hidden], &parameters, sum, move |_, grad| {
             let mut dx = Vec::with_capacity(pieces.len());
             for (piece, lse) in pieces.iter().zip(&lse) {
                 let x = saved.narrow(0, piece.start, piece.len())?;
-                let saved_logits = saved_logits.lock().expect("no panic while taking").take();
-                let logits = saved_logits.map_or_else(|| layer.compute(&x).map(|(y, _)| y), Ok)?;
+                let computed = computed.lock().expect("no panic while taking").take();
+                let (logits, product) = computed.map_or_else(|| layer.compute(&x), Ok)?;
                 let classes = ClassRange { first: 0, total: logits.dim(D::Minus1)? };
                 let targets = &targets[piece.clone()];
                 let d = kernel::backward_into(logits, lse, targets, classes, smoothing, grad)?;
-                dx.extend(layer.backward_rows(
-                    &LoraCall::default(),
-                    &x,
-                    &d,
-                    InputGrad::new(tracked),
-                )?);
+                dx.extend(layer.backward_rows(&product, &x, &d, InputGrad::new(tracked))?);
             }
             layer.end_uses()?;
             let dx = match dx.len() {

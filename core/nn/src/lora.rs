@@ -1,14 +1,15 @@
 //! LoRA, the low-rank adapter of a layer; `dora` adds magnitudes.
 
 use candle_core::{D, Tensor};
-use std::sync::Arc;
 
-use super::dora::{Dora, DoraCall};
 use super::dropout::Mask;
-use super::kernels::embedding::{column_lookup, column_lookup_grad};
+use super::kernels::embedding::{column_lookup, column_lookup_grad, lookup, lookup_grad};
 use super::kernels::matmul::{self, InputGrad};
-use crate::{Error, Result};
-use fulgurite_engine::module::ModuleBuilder;
+use super::lookup::Lookup;
+use super::product::{Product, ProductBackward};
+use super::weight::Weight;
+use crate::Result;
+use fulgurite_engine::module::{Adapters, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
@@ -26,101 +27,49 @@ pub(super) struct Lora {
     pub(super) scale: f64,
     dropout: f64,
     pub(super) layer: LayerHandle,
-    /// The magnitudes, for DoRA.
-    pub(super) dora: Option<Dora>,
 }
 
-/// The state that one call's forward keeps for its backward.
-#[derive(Debug, Clone, Default)]
-pub(super) struct LoraCall {
-    pub(super) mask: Option<Arc<Mask>>,
-    pub(super) dora: Option<DoraCall>,
-}
-
-impl LoraCall {
-    /// Returns `x` with the same elements zeroed as in forward.
-    pub(super) fn drop(&self, x: &Tensor) -> Result<Tensor> {
-        self.mask.as_ref().map_or_else(|| Ok(x.clone()), |mask| mask.apply(x))
-    }
+/// Returns `x` with the elements of `mask` zeroed.
+pub(super) fn drop_elements(mask: Option<&Mask>, x: &Tensor) -> Result<Tensor> {
+    mask.map_or_else(|| Ok(x.clone()), |mask| mask.apply(x))
 }
 
 impl Lora {
-    /// Declares the adapter of the linear layer at the builder's path, if it is a target. As in
-    /// PEFT, `A` starts uniform within `1 / sqrt(inputs)`, and `B` starts at zero.
+    /// Declares the adapter of the linear layer at the builder's path. As in PEFT, `A` starts
+    /// uniform within `1 / sqrt(inputs)`, and `B` starts at zero.
     pub(super) fn of_linear(
         b: &ModuleBuilder,
         layer: &LayerHandle,
-        weight: &Parameter,
+        adapters: &Adapters,
         [outputs, inputs]: [usize; 2],
-    ) -> Result<Option<Self>> {
+    ) -> Result<Self> {
         let init = [Init::kaiming_uniform(inputs), Init::ZEROS];
-        let Some(lora) = Self::declare(b, layer, inputs, outputs, LINEAR, init)? else {
-            return Ok(None);
-        };
-        Ok(Some(Self { dora: Dora::of_linear(b, weight)?, ..lora }))
-    }
-
-    /// Declares the adapter of the embedding at the builder's path, if it is a target. `A` starts
-    /// at zero, `B` normally distributed.
-    pub(super) fn of_embedding(
-        b: &ModuleBuilder,
-        layer: &LayerHandle,
-        rows: usize,
-        width: usize,
-    ) -> Result<Option<Self>> {
-        if b.adapter().is_some_and(|adapters| adapters.dora) {
-            return Err(Error::module(
-                b.path(),
-                "is an embedding, which takes no adapter with magnitudes (DoRA); leave it out with \
-                 `trainer.adapters.exclude`, or set `trainer.adapters.dora = false`",
-            ));
-        }
-        let normal = Init::Normal { mean: 0.0, std: 1.0 };
-        Self::declare(b, layer, rows, width, EMBEDDING, [Init::ZEROS, normal])
+        Self::declare(b, layer, adapters, [outputs, inputs], LINEAR, init)
     }
 
     fn declare(
         b: &ModuleBuilder,
         layer: &LayerHandle,
-        inputs: usize,
-        outputs: usize,
+        adapters: &Adapters,
+        [outputs, inputs]: [usize; 2],
         names: [&str; 2],
         init: [Init; 2],
-    ) -> Result<Option<Self>> {
-        let Some(adapters) = b.adapter() else { return Ok(None) };
-        Ok(Some(Self {
+    ) -> Result<Self> {
+        Ok(Self {
             a: b.adapter_parameter(names[0], [adapters.rank, inputs], init[0])?,
             b: b.adapter_parameter(names[1], [outputs, adapters.rank], init[1])?,
             scale: adapters.scale(),
             dropout: adapters.dropout,
             layer: layer.clone(),
-            dora: None,
-        }))
+        })
     }
 
-    pub(super) fn parameters(&self) -> impl Iterator<Item = &Parameter> {
-        [&self.a, &self.b].into_iter().chain(self.dora.as_ref().map(|dora| &dora.magnitude))
+    pub(super) fn parameters(&self) -> [&Parameter; 2] {
+        [&self.a, &self.b]
     }
 
-    /// Whether it needs all rows of an input at once: dropout depends on each row's position in the
-    /// batch, and magnitudes need norms in each call.
-    pub(super) fn takes_rows_together(&self) -> bool {
-        self.dropout > 0.0 || self.dora.is_some()
-    }
-
-    /// Adds the adapter's output for `x` to `y`.
-    pub(super) fn compute(&self, x: &Tensor, y: Tensor) -> Result<(Tensor, LoraCall)> {
-        let call = self.call(x)?;
-        let u = self.inner(&call.drop(x)?)?;
-        Ok(((y + matmul::linear(&u, &self.b.value()?, None)?)?, call))
-    }
-
-    /// Starts a call with this input, before any computation.
-    pub(super) fn call(&self, x: &Tensor) -> Result<LoraCall> {
-        Ok(LoraCall { mask: self.mask(x)?.map(Arc::new), dora: None })
-    }
-
-    fn mask(&self, x: &Tensor) -> Result<Option<Mask>> {
+    /// Returns the mask of the adapter's dropout for this input.
+    pub(super) fn mask(&self, x: &Tensor) -> Result<Option<Mask>> {
         if self.dropout == 0.0 {
             return Ok(None);
         }
@@ -138,12 +87,12 @@ impl Lora {
     /// `dx`, if any.
     pub(super) fn backward(
         &self,
-        call: &LoraCall,
+        mask: Option<&Mask>,
         x: &Tensor,
         grad: &Tensor,
         dx: Option<Tensor>,
     ) -> Result<Option<Tensor>> {
-        let x = call.drop(x)?;
+        let x = drop_elements(mask, x)?;
         if self.b.takes_grad() {
             matmul::weight_grad(&self.b, &self.inner(&x)?, grad)?;
         }
@@ -154,37 +103,118 @@ impl Lora {
         matmul::weight_grad(&self.a, &x, &du)?;
         let Some(dx) = dx else { return Ok(None) };
         let a = self.a.value()?;
-        if call.mask.is_none() {
+        if mask.is_none() {
             return matmul::input_grad(&du, &a, InputGrad::AddTo(dx));
         }
         let own = matmul::input_grad(&du, &a, InputGrad::New)?;
         Ok(match own {
-            Some(own) => Some((dx + call.drop(&own)?)?),
+            Some(own) => Some((dx + drop_elements(mask, &own)?)?),
             None => Some(dx),
         })
     }
+}
 
-    /// Adds the adapter's output for these rows of an embedding (local ids) to `y`
-    /// (`[ids, width]`).
-    pub(super) fn look_up(&self, ids: &[u32], y: Tensor) -> Result<Tensor> {
-        let u = (column_lookup(ids, &self.a.value()?)? * self.scale)?;
-        Ok((y + matmul::linear(&u, &self.b.value()?, None)?)?)
+/// The product with an adapter: `W x + scale B A dropout(x)`.
+#[derive(Debug, Clone)]
+pub(super) struct LoraProduct {
+    weight: Weight,
+    lora: Lora,
+}
+
+impl LoraProduct {
+    /// Declares the adapter of the linear layer at the builder's path.
+    pub(super) fn declare(
+        b: &ModuleBuilder,
+        layer: &LayerHandle,
+        adapters: &Adapters,
+        weight: Weight,
+        sizes: [usize; 2],
+    ) -> Result<Self> {
+        Ok(Self { weight, lora: Lora::of_linear(b, layer, adapters, sizes)? })
+    }
+}
+
+impl Product for LoraProduct {
+    fn weight(&self) -> &Weight {
+        &self.weight
     }
 
-    /// The backward of [`look_up`](Self::look_up): adds the gradients and ends the uses.
-    pub(super) fn look_up_backward(&self, ids: &[u32], grad: &Tensor) -> Result<()> {
+    fn parameters(&self) -> Vec<&Parameter> {
+        self.weight.parameters().chain(self.lora.parameters()).collect()
+    }
+
+    /// Dropout depends on each row's position in the batch.
+    fn computes_rows_apart(&self) -> bool {
+        self.lora.dropout == 0.0
+    }
+
+    fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<(Tensor, ProductBackward)> {
+        let y = matmul::linear(x, &self.weight.value()?, bias)?;
+        let mask = self.lora.mask(x)?;
+        let u = self.lora.inner(&drop_elements(mask.as_ref(), x)?)?;
+        let y = (y + matmul::linear(&u, &self.lora.b.value()?, None)?)?;
+        let Self { weight, lora } = self.clone();
+        Ok((
+            y,
+            Box::new(move |x, grad, into| {
+                let dx = weight.backward(x, grad, into)?;
+                lora.backward(mask.as_ref(), x, grad, dx)
+            }),
+        ))
+    }
+}
+
+/// The lookup with an adapter, which adds `scale B A` of the rows.
+#[derive(Debug)]
+pub(super) struct LoraLookup {
+    weight: Parameter,
+    lora: Lora,
+}
+
+impl LoraLookup {
+    /// Declares the adapter of the embedding at the builder's path. `A` starts at zero, `B`
+    /// normally distributed.
+    pub(super) fn declare(
+        b: &ModuleBuilder,
+        layer: &LayerHandle,
+        adapters: &Adapters,
+        weight: Parameter,
+    ) -> Result<Self> {
+        let sizes = [weight.global_shape()[1], weight.global_shape()[0]];
+        let init = [Init::ZEROS, Init::Normal { mean: 0.0, std: 1.0 }];
+        Ok(Self { weight, lora: Lora::declare(b, layer, adapters, sizes, EMBEDDING, init)? })
+    }
+
+    /// `scale A` of the ids.
+    fn inner(&self, ids: &[u32]) -> Result<Tensor> {
+        Ok((column_lookup(ids, &self.lora.a.value()?)? * self.lora.scale)?)
+    }
+}
+
+impl Lookup for LoraLookup {
+    fn weight(&self) -> &Parameter {
+        &self.weight
+    }
+
+    fn parameters(&self) -> Vec<&Parameter> {
+        std::iter::once(&self.weight).chain(self.lora.parameters()).collect()
+    }
+
+    fn forward(&self, ids: &[u32]) -> Result<Tensor> {
+        let y = lookup(ids, &self.weight.value()?)?;
+        Ok((y + matmul::linear(&self.inner(ids)?, &self.lora.b.value()?, None)?)?)
+    }
+
+    fn backward(&self, ids: &[u32], grad: &Tensor) -> Result<()> {
+        let Lora { a, b, scale, .. } = &self.lora;
+        lookup_grad(&self.weight, ids, grad)?;
         let grad = grad.reshape((ids.len(), grad.dim(D::Minus1)?))?;
-        if self.b.takes_grad() {
-            let u = (column_lookup(ids, &self.a.value()?)? * self.scale)?;
-            matmul::weight_grad(&self.b, &u, &grad)?;
+        if b.takes_grad() {
+            matmul::weight_grad(b, &self.inner(ids)?, &grad)?;
         }
-        if let Some(du) = matmul::input_grad(&grad, &self.b.value()?, InputGrad::New)? {
-            column_lookup_grad(&self.a, ids, &(du * self.scale)?)?;
+        if let Some(du) = matmul::input_grad(&grad, &b.value()?, InputGrad::New)? {
+            column_lookup_grad(a, ids, &(du * *scale)?)?;
         }
-        self.end_uses()
-    }
-
-    pub(super) fn end_uses(&self) -> Result<()> {
-        self.parameters().try_for_each(Parameter::end_use)
+        [a, b, &self.weight].into_iter().try_for_each(Parameter::end_use)
     }
 }

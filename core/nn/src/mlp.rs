@@ -1,6 +1,6 @@
 //! Feed-forward blocks.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::kernels::activation::{Activation, gated, gated_backward};
 use super::kernels::matmul::InputGrad;
@@ -121,7 +121,6 @@ impl GatedMlp {
     pub fn with_config(b: &ModuleBuilder, config: &MlpConfig) -> Result<Self> {
         config.check(b)?;
         let layer = b.declare(BlockStyles::SWIGLU)?;
-        b.keep_in_fp32(&layer);
         Ok(Self {
             gate_proj: config.inner(b, "gate_proj")?,
             up_proj: config.inner(b, "up_proj")?,
@@ -139,24 +138,10 @@ fn require_input_grad(d: Option<Tensor>) -> Result<Tensor> {
 
 impl FusedLayer for GatedMlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
-    }
-
-    fn layer(&self) -> &LayerHandle {
-        &self.layer
-    }
-
-    fn compute_dtype(&self) -> DType {
-        self.up_proj.compute_dtype()
-    }
-}
-
-impl GatedMlp {
-    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let (gate, gate_call) = self.gate_proj.compute(&saved)?;
-        let (up, up_call) = self.up_proj.compute(&saved)?;
-        let (y, down_call) = self.down_proj.compute(&gated(self.activation, &gate, &up)?)?;
+        let (gate, gate_product) = self.gate_proj.compute(&saved)?;
+        let (up, up_product) = self.up_proj.compute(&saved)?;
+        let (y, down_product) = self.down_proj.compute(&gated(self.activation, &gate, &up)?)?;
         save_for_backward(&[&gate, &up]);
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_bias_after_reduction(y)?;
@@ -164,28 +149,32 @@ impl GatedMlp {
         let layers = [&self.gate_proj, &self.up_proj, &self.down_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
+        FusedOutput::new(&self.layer, x, y, parameters, move |grad, wanted| {
             layer.down_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
             // Recomputing the product is cheaper than saving it.
             let hidden = gated(layer.activation, &gate, &up)?;
             let d = require_input_grad(layer.down_proj.backward(
-                &down_call,
+                &down_product,
                 &hidden,
                 &grad,
                 InputGrad::New,
             )?)?;
             let (dgate, dup) = gated_backward(layer.activation, &gate, &up, &d)?;
             let dx =
-                layer.gate_proj.backward(&gate_call, &saved, &dgate, InputGrad::new(wanted))?;
+                layer.gate_proj.backward(&gate_product, &saved, &dgate, InputGrad::new(wanted))?;
             let dx = layer.up_proj.backward(
-                &up_call,
+                &up_product,
                 &saved,
                 &dup,
                 InputGrad::new(wanted).add_to(dx),
             )?;
             dx.map(|dx| input.backward(&dx)).transpose()
-        }))
+        })
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.layer
     }
 }
 
@@ -242,7 +231,6 @@ impl Mlp {
     pub fn with_config(b: &ModuleBuilder, config: &MlpConfig) -> Result<Self> {
         config.check(b)?;
         let layer = b.declare(BlockStyles::GELU)?;
-        b.keep_in_fp32(&layer);
         Ok(Self {
             up_proj: config.inner(b, "up_proj")?,
             down_proj: config.outer(b)?,
@@ -254,23 +242,9 @@ impl Mlp {
 
 impl FusedLayer for Mlp {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
-    }
-
-    fn layer(&self) -> &LayerHandle {
-        &self.layer
-    }
-
-    fn compute_dtype(&self) -> DType {
-        self.up_proj.compute_dtype()
-    }
-}
-
-impl Mlp {
-    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let (up, up_call) = self.up_proj.compute(&saved)?;
-        let (y, down_call) = self.down_proj.compute(&self.activation.forward(&up)?)?;
+        let (up, up_product) = self.up_proj.compute(&saved)?;
+        let (y, down_product) = self.down_proj.compute(&self.activation.forward(&up)?)?;
         save_for_backward(&[&up]);
         let (y, output) = self.layer.redistribute_output(y)?;
         let y = self.down_proj.add_bias_after_reduction(y)?;
@@ -278,20 +252,24 @@ impl Mlp {
         let layers = [&self.up_proj, &self.down_proj];
         let parameters = layers.into_iter().flat_map(|l| l.parameters());
         let layer = self.clone();
-        Ok(FusedOutput::new(&self.layer, y, parameters, move |grad, wanted| {
+        FusedOutput::new(&self.layer, x, y, parameters, move |grad, wanted| {
             layer.down_proj.bias_after_reduction_backward(grad)?;
             let grad = output.backward(grad)?;
             let hidden = layer.activation.forward(&up)?;
             let d = require_input_grad(layer.down_proj.backward(
-                &down_call,
+                &down_product,
                 &hidden,
                 &grad,
                 InputGrad::New,
             )?)?;
             let d = layer.activation.backward(&up, &d)?;
-            let dx = layer.up_proj.backward(&up_call, &saved, &d, InputGrad::new(wanted))?;
+            let dx = layer.up_proj.backward(&up_product, &saved, &d, InputGrad::new(wanted))?;
             dx.map(|dx| input.backward(&dx)).transpose()
-        }))
+        })
+    }
+
+    fn layer(&self) -> &LayerHandle {
+        &self.layer
     }
 }
 

@@ -181,8 +181,7 @@ impl MultiHeadAttention {
     fn compute(&self, x: &Tensor, context: &Tensor, mask: Option<&Tensor>) -> Result<Tensor> {
         // One cast for all projections, so the gradient is cast back once.
         let cast = |projection: &Linear, x: &Tensor| {
-            let dtype = projection.layer().output_dtype(x.dtype(), projection.compute_dtype());
-            projection.layer().cast_input(x, dtype)
+            projection.layer().cast_input(x, projection.layer().output_dtype(x.dtype()))
         };
         let own = cast(&self.q_proj, x)?;
         let context = match context.id() == x.id() {

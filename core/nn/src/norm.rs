@@ -2,7 +2,7 @@
 
 use std::sync::{Arc, OnceLock};
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::gradients::accumulate_and_end_use;
 use super::input;
@@ -162,20 +162,6 @@ impl LayerNorm {
     }
 }
 
-impl FusedLayer for NormLayer {
-    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
-        FusedOutput::in_own_dtype(self, x, |x| self.compute_in_own_dtype(x))
-    }
-
-    fn layer(&self) -> &LayerHandle {
-        &self.layer
-    }
-
-    fn compute_dtype(&self) -> DType {
-        self.weight.compute_dtype()
-    }
-}
-
 impl NormLayer {
     fn new(
         b: &ModuleBuilder,
@@ -187,25 +173,23 @@ impl NormLayer {
         check_eps(b, norm.eps)?;
         check_sizes(b, &[("width", width)])?;
         let layer = b.declare(NormStyles { kind, width })?;
-        b.keep_in_fp32(&layer);
         let weight = b.parameter("weight", [width], norm.initial_weight())?;
         let bias = with_bias.then(|| b.parameter("bias", [width], Init::ZEROS)).transpose()?;
         Ok(Self { norm, weight, bias, layer })
     }
 
-    fn compute_in_own_dtype(&self, x: &Tensor) -> Result<FusedOutput> {
+    fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
         input::check_width(&self.layer, x, self.weight.elem_count())?;
-        input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
         let (saved, input) = self.layer.redistribute_input(x)?;
         let bias = self.bias.as_ref().map(Parameter::value).transpose()?;
         let (y, stats) = self.norm.forward(&saved, &self.weight.value()?, bias.as_ref())?;
         let (y, output) = self.layer.redistribute_output(y)?;
         let parameters = std::iter::once(&self.weight).chain(&self.bias);
         let layer = self.clone();
-        let redistributes = self.layer.redistributes_input();
-        Ok(FusedOutput::adding(&self.layer, y, parameters, move |grad, wanted, more| {
+        let converts = self.layer.redistributes_input() || x.dtype() != saved.dtype();
+        FusedOutput::adding(&self.layer, x, y, parameters, move |grad, wanted, more| {
             let more = more.filter(|_| wanted);
-            let (inside, outside) = if redistributes { (None, more) } else { (more, None) };
+            let (inside, outside) = if converts { (None, more) } else { (more, None) };
             let grad = &output.backward(grad)?;
             let weight = layer.weight.value()?;
             let with_bias = layer.bias.is_some();
@@ -213,7 +197,7 @@ impl NormLayer {
             drop(weight);
             layer.accumulate(&grads)?;
             add_more(wanted.then(|| input.backward(&grads.x)).transpose()?, outside)
-        }))
+        })
     }
 
     /// Adds the parameters' gradients and ends their uses.
@@ -226,7 +210,7 @@ impl NormLayer {
     }
 
     fn forward_residual(&self, x: &Tensor, residual: &Tensor) -> Result<(Tensor, Tensor)> {
-        let dtype = self.layer.output_dtype(x.dtype(), self.compute_dtype());
+        let dtype = self.layer.output_dtype(x.dtype());
         let [x, residual] = [x, residual].map(|x| self.layer.cast_input(x, dtype));
         let (x, residual) = (&x?, &residual?);
         self.check_residual(x, residual)?;
@@ -269,9 +253,6 @@ impl NormLayer {
 
     fn check_residual(&self, x: &Tensor, residual: &Tensor) -> Result<()> {
         input::check_width(&self.layer, x, self.weight.elem_count())?;
-        if !self.layer.keeps_fp32() {
-            input::check_dtype(&self.layer, x, self.weight.compute_dtype())?;
-        }
         if x.dims() == residual.dims() && x.dtype() == residual.dtype() {
             return Ok(());
         }
@@ -298,10 +279,6 @@ impl FusedLayer for RmsNorm {
     fn layer(&self) -> &LayerHandle {
         &self.0.layer
     }
-
-    fn compute_dtype(&self) -> DType {
-        self.0.compute_dtype()
-    }
 }
 
 impl Module for RmsNorm {
@@ -317,10 +294,6 @@ impl FusedLayer for LayerNorm {
 
     fn layer(&self) -> &LayerHandle {
         &self.0.layer
-    }
-
-    fn compute_dtype(&self) -> DType {
-        self.0.compute_dtype()
     }
 }
 

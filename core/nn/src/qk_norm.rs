@@ -67,8 +67,7 @@ impl ProjectionNorm {
             QkNormScope::Head => head_dim,
             QkNormScope::Projection => heads * head_dim,
         };
-        let layer = b.declare(NormStyles { kind: "RmsNorm", width })?;
-        b.keep_in_fp32(&layer);
+        b.declare(NormStyles { kind: "RmsNorm", width })?;
         let norm = Norm { center: false, eps, unit_offset };
         let weight = b.parameter("weight", [width], norm.initial_weight())?;
         Ok(Self { norm, scope, weight })

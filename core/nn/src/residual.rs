@@ -1,6 +1,6 @@
 //! [`residual`]: a residual branch as one operation, and the layers that it fuses.
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 
 use super::gradients::add_to;
 use crate::{Error, Result};
@@ -17,10 +17,6 @@ pub trait FusedLayer {
 
     #[doc(hidden)]
     fn layer(&self) -> &LayerHandle;
-
-    /// The dtype that the layer computes in.
-    #[doc(hidden)]
-    fn compute_dtype(&self) -> DType;
 }
 
 /// The backward of a layer. It takes the output's gradient, whether the input's gradient is needed,
@@ -37,13 +33,15 @@ pub struct FusedOutput {
 }
 
 impl FusedOutput {
+    /// The `output` for the input `x`, cast to the dtype of the surrounding layers.
     pub(super) fn new<'a>(
         layer: &LayerHandle,
+        x: &Tensor,
         output: Tensor,
         parameters: impl IntoIterator<Item = &'a Parameter>,
         backward: impl Fn(&Tensor, bool) -> Result<Option<Tensor>> + Send + Sync + 'static,
-    ) -> Self {
-        Self::adding(layer, output, parameters, move |grad, wanted, more| {
+    ) -> Result<Self> {
+        Self::adding(layer, x, output, parameters, move |grad, wanted, more| {
             add_more(backward(grad, wanted)?, more)
         })
     }
@@ -51,36 +49,24 @@ impl FusedOutput {
     /// Like `new`, for a layer that adds the other gradient of its input itself.
     pub(super) fn adding<'a>(
         layer: &LayerHandle,
+        x: &Tensor,
         output: Tensor,
         parameters: impl IntoIterator<Item = &'a Parameter>,
         backward: impl Fn(&Tensor, bool, Option<&Tensor>) -> Result<Option<Tensor>>
         + Send
         + Sync
         + 'static,
-    ) -> Self {
-        let parameters = parameters.into_iter().cloned().collect();
-        Self { layer: layer.clone(), output, parameters, backward: Box::new(backward) }
-    }
-
-    /// The output of a layer's `compute`, through [`LayerHandle::in_own_dtype`].
-    pub(super) fn in_own_dtype<L: FusedLayer + ?Sized>(
-        layer: &L,
-        x: &Tensor,
-        compute: impl FnOnce(&Tensor) -> Result<Self>,
     ) -> Result<Self> {
-        let (given, dtype) = (x.dtype(), layer.compute_dtype());
-        if given == dtype || !given.is_float() {
-            return compute(x);
-        }
-        let around = layer.layer().output_dtype(given, dtype);
-        let cast = layer.layer().cast_input(x, dtype)?;
-        let Self { layer, output, parameters, backward } = compute(&cast)?;
-        let output = storage::cast(&output, around)?;
-        let backward = move |grad: &Tensor, wanted: bool, more: Option<&Tensor>| {
-            let dx = backward(&storage::cast(grad, dtype)?, wanted, None)?;
-            add_more(dx.map(|dx| storage::cast(&dx, given)).transpose()?, more)
+        let own = output.dtype();
+        let output = layer.cast_output(x.dtype(), output)?;
+        let backward: Box<Backward> = match output.dtype() == own {
+            true => Box::new(backward),
+            false => Box::new(move |grad, wanted, more| {
+                backward(&storage::cast(grad, own)?, wanted, more)
+            }),
         };
-        Ok(Self { layer, output, parameters, backward: Box::new(backward) })
+        let parameters = parameters.into_iter().cloned().collect();
+        Ok(Self { layer: layer.clone(), output, parameters, backward })
     }
 
     /// Records the output as a node of the graph, computed from `x`.
@@ -125,10 +111,8 @@ pub(super) fn add_more(dx: Option<Tensor>, more: Option<&Tensor>) -> Result<Opti
 /// # Errors
 /// As the two layers, and if the branch's output has another shape than `x`.
 pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> Result<Tensor> {
-    let output_dtype =
-        |of: &dyn FusedLayer, given| of.layer().output_dtype(given, of.compute_dtype());
     // The sum is in the dtype of the branch's output.
-    let dtype = output_dtype(branch, output_dtype(norm, x.dtype()));
+    let dtype = branch.layer().output_dtype(norm.layer().output_dtype(x.dtype()));
     let x = &norm.layer().cast_input(x, dtype)?;
     let norm = norm.compute(x)?;
     let _noted = norm.layer.note_output(x, &norm.output)?;
@@ -154,10 +138,10 @@ pub fn residual(x: &Tensor, norm: &dyn FusedLayer, branch: &dyn FusedLayer) -> R
     let y = add_to(y, &x.detach())?;
     let (norm_back, branch_back) = (norm.backward, branch.backward);
     let parameters: Vec<Parameter> = norm.parameters.into_iter().chain(branch.parameters).collect();
-    FusedOutput::new(&branch.layer, y, &parameters, move |grad, wanted| {
+    FusedOutput::new(&branch.layer, x, y, &parameters, move |grad, wanted| {
         let inner = branch_back(grad, true, None)?;
         let inner = inner.ok_or_else(|| Error::other("a residual branch gave no gradient"))?;
         norm_back(&inner, wanted, Some(grad))
-    })
+    })?
     .record(x)
 }

@@ -3,8 +3,8 @@
 use super::{QkNormScope, dora, lora};
 use crate::Result;
 use fulgurite_engine::parallel::{
-    Colwise, LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle, PrepareModuleInput,
-    PrepareModuleOutput, Rowwise, SequenceParallel,
+    Colwise, InputCast, LayerSharding, LayerStyles, Layout, ParallelLayer, ParallelStyle,
+    PrepareModuleInput, PrepareModuleOutput, Rowwise, SequenceParallel,
 };
 
 const REPLICATE: Layout = Layout::Replicate;
@@ -47,11 +47,16 @@ fn by_position(
 pub(super) struct LinearStyles {
     pub(super) inputs: usize,
     pub(super) outputs: usize,
+    pub(super) cast: InputCast,
 }
 
 impl ParallelLayer for LinearStyles {
     fn kind(&self) -> &'static str {
         "Linear"
+    }
+
+    fn input_cast(&self) -> InputCast {
+        self.cast
     }
 
     fn takes(&self) -> &'static str {
@@ -111,6 +116,10 @@ pub(super) struct EmbeddingStyles {
 impl ParallelLayer for EmbeddingStyles {
     fn kind(&self) -> &'static str {
         "Embedding"
+    }
+
+    fn input_cast(&self) -> InputCast {
+        InputCast::None
     }
 
     fn takes(&self) -> &'static str {
@@ -199,6 +208,10 @@ pub(super) struct DropoutStyles {
 impl ParallelLayer for DropoutStyles {
     fn kind(&self) -> &'static str {
         "Dropout"
+    }
+
+    fn input_cast(&self) -> InputCast {
+        InputCast::None
     }
 
     fn takes(&self) -> &'static str {

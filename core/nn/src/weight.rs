@@ -2,6 +2,7 @@
 
 use candle_core::{DType, Tensor};
 
+use super::kernels::matmul::{self, InputGrad};
 use crate::Result;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parameter::{Init, Parameter};
@@ -95,7 +96,21 @@ impl Weight {
         }
     }
 
-    pub(super) fn end_use(&self) -> Result<()> {
-        self.parameters().try_for_each(Parameter::end_use)
+    /// Returns the gradient of `x` for the gradient of the product, and adds the trained
+    /// parameter's gradient without ending its use.
+    pub(super) fn backward(
+        &self,
+        x: &Tensor,
+        grad: &Tensor,
+        into: InputGrad,
+    ) -> Result<Option<Tensor>> {
+        let dx = match into {
+            InputGrad::Skip => None,
+            into => matmul::input_grad(grad, &self.value()?, into)?,
+        };
+        if let Some(weight) = self.trained() {
+            matmul::weight_grad(weight, x, grad)?;
+        }
+        Ok(dx)
     }
 }

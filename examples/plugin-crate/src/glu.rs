@@ -78,7 +78,6 @@ fn backprop(weight: &Parameter, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
 
 impl Module for Glu {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let x = &self.layer.cast_input(x, self.value.compute_dtype())?;
         let (given, input) = self.layer.redistribute_input(x)?;
         let rows = given.flatten_to(given.rank() - 2)?;
         let value = rows.matmul(&self.value.value()?.t()?)?;

@@ -4,10 +4,11 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite::core::autograd::storage;
-use fulgurite::core::module::{ForwardScope, ModuleBuilder, ModuleInit};
+use fulgurite::core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
 use fulgurite::core::parameter::{GradReducer as _, Init, LocalGrads, ParameterSlot};
 use fulgurite::core::shard::Region;
 use fulgurite::core::strategy::materialize;
+use fulgurite::nn::layer_table::{Docs, Input as RowInput, LayerRow};
 use fulgurite_error::{Error, Result};
 
 use crate::compare::{difference, numbers, randn};
@@ -29,6 +30,28 @@ pub(super) enum Of {
     Function(fn(&[Tensor]) -> Result<Tensor>),
     /// A layer: builds it with its parameters.
     Layer(fn(&ModuleBuilder) -> Result<Function>),
+    /// A layer of the table of all layers.
+    Row(&'static LayerRow),
+}
+
+impl Case {
+    /// The case of a layer of the table.
+    pub(super) fn of_row(row: &'static LayerRow) -> Self {
+        let inputs = match row.input {
+            RowInput::Floats => std::slice::from_ref(&row.shape),
+            RowInput::Ids(_) => &[],
+        };
+        let name = match &row.docs {
+            Docs::Parameters([name, ..]) | Docs::Plain([name, _]) => name,
+        };
+        Self { name, inputs, of: Of::Row(row) }
+    }
+}
+
+/// Scales inputs down so that no softmax saturates. A saturated softmax leaves gradients that are
+/// small differences of larger values, and devices round those differently.
+pub(super) fn mild(x: &Tensor) -> Result<Tensor> {
+    Ok((x * 0.25)?)
 }
 
 /// Memory layout of inputs.
@@ -143,22 +166,29 @@ pub(super) struct Instance {
 
 impl Instance {
     pub(super) fn new(case: &Case, precision: Precision, device: &Device) -> Result<Self> {
-        match case.of {
-            Of::Function(f) => {
-                Ok(Self { function: Box::new(f), slots: Vec::new(), grads: Arc::default() })
+        let b = ModuleBuilder::new(ModuleInit {
+            device: device.clone(),
+            dtype: precision.computes,
+            compute_dtype: precision.computes,
+            ..ModuleInit::default()
+        });
+        let (function, has_parameters): (Function, bool) = match case.of {
+            Of::Function(f) => (Box::new(f), false),
+            Of::Layer(make) => (make(&b)?, true),
+            Of::Row(row) => {
+                let (layer, ids) = (row.build(&b.pp("layer"))?, row.ids(device)?);
+                let function: Function = match ids {
+                    Some(ids) => Box::new(move |_| layer.forward(&ids)),
+                    None => Box::new(move |x| layer.forward(&mild(&x[0])?)),
+                };
+                (function, row.has_parameters())
             }
-            Of::Layer(make) => {
-                let b = ModuleBuilder::new(ModuleInit {
-                    device: device.clone(),
-                    dtype: precision.computes,
-                    compute_dtype: precision.computes,
-                    ..ModuleInit::default()
-                });
-                let function = make(&b)?;
-                let (slots, grads) = with_values(&b, precision)?;
-                Ok(Self { function, slots, grads })
-            }
-        }
+        };
+        let (slots, grads) = match has_parameters {
+            true => with_values(&b, precision)?,
+            false => Default::default(),
+        };
+        Ok(Self { function, slots, grads })
     }
 
     /// Computes the output; repeated calls give the same output.

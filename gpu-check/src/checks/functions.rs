@@ -2,16 +2,16 @@
 //! differences.
 
 use candle_core::{D, DType, Device, Tensor};
-use fulgurite::core::module::{Module, ModuleBuilder};
+use fulgurite::core::module::{Module as _, ModuleBuilder};
+use fulgurite::nn::layer_table::LAYERS;
 use fulgurite::nn::{
-    AttentionConfig, BatchNorm, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig,
-    CrossEntropy, Documents, Dropout, Embedding, GeluMlp, GroupNorm, LayerNorm, Linear,
-    MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormScope, RmsNorm, Rope, RopeConfig,
-    SwiGluMlp, cross_entropy, functional, linear_cross_entropy, residual,
+    AttentionConfig, CausalSelfAttention, CrossEntropy, Documents, LayerNorm, Linear, QkNorm,
+    QkNormScope, RmsNorm, Rope, RopeConfig, cross_entropy, functional, linear_cross_entropy,
+    residual,
 };
 use fulgurite_error::Result;
 
-use super::cases::{Case, Function, Of, compare, compare_in};
+use super::cases::{Case, Of, compare, compare_in, mild};
 use super::{cudnn, gradients};
 use crate::findings::Findings;
 use crate::target::Target;
@@ -69,11 +69,6 @@ pub(super) fn gradients(target: &Target) -> Result<Findings> {
     gradients::check(&all_cases(), &target.device()?)
 }
 
-/// A layer of one input.
-fn layer(module: impl Module + 'static) -> Result<Function> {
-    Ok(Box::new(move |x| module.forward(&x[0])))
-}
-
 /// Joins two outputs into one.
 fn joined((y, sum): (Tensor, Tensor)) -> Result<Tensor> {
     Ok(Tensor::cat(&[y, sum], D::Minus1)?)
@@ -126,21 +121,6 @@ fn norm_cases() -> Vec<Case> {
             of: Of::Function(|x| functional::layer_norm(&x[0], &x[1], None, 1e-5)),
         },
         Case {
-            name: "RmsNorm",
-            inputs: &[&[9, 33]],
-            of: Of::Layer(|b| layer(RmsNorm::new(&b.pp("norm"), 33, 1e-5)?)),
-        },
-        Case {
-            name: "RmsNorm with a unit offset",
-            inputs: &[&[9, 33]],
-            of: Of::Layer(|b| layer(RmsNorm::with_unit_offset(&b.pp("norm"), 33, 1e-5)?)),
-        },
-        Case {
-            name: "LayerNorm",
-            inputs: &[&[9, 33]],
-            of: Of::Layer(|b| layer(LayerNorm::new(&b.pp("norm"), 33, 1e-5)?)),
-        },
-        Case {
             name: "RmsNorm with a residual, and the sum",
             inputs: &[&[9, 33], &[9, 33]],
             of: Of::Layer(|b| {
@@ -155,16 +135,6 @@ fn norm_cases() -> Vec<Case> {
                 let norm = LayerNorm::new(&b.pp("norm"), 1030, 1e-5)?;
                 Ok(Box::new(move |x| joined(norm.forward_residual(&x[0], &x[1])?)))
             }),
-        },
-        Case {
-            name: "GroupNorm",
-            inputs: &[&[3, 6, 11]],
-            of: Of::Layer(|b| layer(GroupNorm::new(&b.pp("norm"), 2, 6, 1e-5)?)),
-        },
-        Case {
-            name: "BatchNorm",
-            inputs: &[&[5, 6, 11]],
-            of: Of::Layer(|b| layer(BatchNorm::new(&b.pp("norm"), 6)?)),
         },
     ]
 }
@@ -263,15 +233,6 @@ fn attention_cases() -> Vec<Case> {
             }),
         },
         Case {
-            name: "MultiHeadAttention",
-            inputs: &[&[2, 19, 48]],
-            of: Of::Layer(|b| {
-                let config = MultiHeadAttentionConfig::new(48, 6);
-                let module = MultiHeadAttention::new(&b.pp("attention"), &config)?;
-                Ok(Box::new(move |x| module.forward(&mild(&x[0])?)))
-            }),
-        },
-        Case {
             name: "residual of RmsNorm and CausalSelfAttention",
             inputs: &[&[2, 19, 48]],
             of: Of::Layer(|b| {
@@ -354,12 +315,6 @@ fn cudnn_cases() -> Vec<Case> {
     ]
 }
 
-/// Scales inputs down so that no softmax saturates. A saturated softmax leaves gradients that are
-/// small differences of larger values, and devices round those differently.
-fn mild(x: &Tensor) -> Result<Tensor> {
-    Ok((x * 0.25)?)
-}
-
 fn self_attention(b: &ModuleBuilder) -> Result<CausalSelfAttention> {
     let config = AttentionConfig {
         num_kv_heads: 2,
@@ -421,69 +376,16 @@ fn loss_cases() -> Vec<Case> {
     ]
 }
 
+/// Every layer of the table, and a layer that is called twice.
 fn layer_cases() -> Vec<Case> {
-    vec![
-        Case {
-            name: "Linear",
-            inputs: &[&[3, 17, 24]],
-            of: Of::Layer(|b| layer(Linear::with_bias(&b.pp("linear"), 24, 40)?)),
-        },
-        Case {
-            name: "Linear, called twice",
-            inputs: &[&[3, 17, 24]],
-            of: Of::Layer(|b| {
-                let linear = Linear::new(&b.pp("linear"), 24, 40)?;
-                // The second gradient is added to the first.
-                Ok(Box::new(move |x| {
-                    Ok((linear.forward(&x[0])? + linear.forward(&(&x[0] * 2.0)?)?)?)
-                }))
-            }),
-        },
-        Case {
-            name: "Embedding",
-            inputs: &[&[4, 9, 12]],
-            of: Of::Layer(|b| {
-                let embedding = Embedding::new(&b.pp("embedding"), 11, 12)?;
-                Ok(Box::new(move |x| {
-                    // Some ids occur several times.
-                    let ids = ids(&[4, 9], 11, false, x[0].device())?.to_dtype(DType::U32)?;
-                    Ok((embedding.forward(&ids)? * &x[0])?)
-                }))
-            }),
-        },
-        Case {
-            name: "Conv2d",
-            inputs: &[&[2, 4, 9, 7]],
-            of: Of::Layer(|b| {
-                let config =
-                    Conv2dConfig { stride: [2, 1], padding: [1, 1], ..Conv2dConfig::default() };
-                layer(Conv2d::new(&b.pp("conv"), 4, 6, [3, 3], config)?)
-            }),
-        },
-        Case {
-            name: "Conv1d",
-            inputs: &[&[2, 4, 19]],
-            of: Of::Layer(|b| layer(Conv1d::new(&b.pp("conv"), 4, 6, 5, Conv1dConfig::default())?)),
-        },
-        Case {
-            name: "SwiGluMlp",
-            inputs: &[&[5, 24]],
-            of: Of::Layer(|b| layer(SwiGluMlp::new(&b.pp("mlp"), 24, 40)?)),
-        },
-        Case {
-            name: "GeluMlp",
-            inputs: &[&[5, 24]],
-            of: Of::Layer(|b| layer(GeluMlp::new(&b.pp("mlp"), 24, 40)?)),
-        },
-        Case {
-            name: "Dropout",
-            inputs: &[&[3, 7, 129]],
-            of: Of::Layer(|b| {
-                // A layer needs at least one parameter.
-                let norm = RmsNorm::new(&b.pp("norm"), 129, 1e-5)?;
-                let dropout = Dropout::new(&b.pp("dropout"), 0.3)?;
-                Ok(Box::new(move |x| dropout.forward(&norm.forward(&x[0])?)))
-            }),
-        },
-    ]
+    let twice = Case {
+        name: "Linear, called twice",
+        inputs: &[&[3, 17, 24]],
+        of: Of::Layer(|b| {
+            let linear = Linear::new(&b.pp("linear"), 24, 40)?;
+            // The second gradient is added to the first.
+            Ok(Box::new(move |x| Ok((linear.forward(&x[0])? + linear.forward(&(&x[0] * 2.0)?)?)?)))
+        }),
+    };
+    LAYERS.iter().map(Case::of_row).chain([twice]).collect()
 }

@@ -90,11 +90,7 @@ pub(crate) const STEPS: &[Step] = &[
         cudnn::attention,
     ),
     step("functions.losses", "against the CPU: cross entropy, with a head too", functions::losses),
-    step(
-        "functions.layers",
-        "against the CPU: linear, embedding, convolutions, MLPs, dropout",
-        functions::layers,
-    ),
+    step("functions.layers", "against the CPU: every layer", functions::layers),
     step(
         "functions.gradients",
         "without the CPU: gradients of all of these against differences of outputs in f64",

@@ -5,7 +5,8 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::storage;
-use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit};
+use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
+use fulgurite_core::nn::layer_table::LAYERS;
 use fulgurite_core::nn::{
     GroupNorm, LayerNorm, Linear, RmsNorm, SwiGluMlp, linear_cross_entropy, residual,
 };
@@ -64,11 +65,20 @@ fn as_on_one_device_with_layers_in_f32() {
 
 /// A model on one rank, with its values.
 fn build<M>(keep: &[&str], model: impl FnOnce(&ModuleBuilder) -> Result<M>) -> M {
-    let b = ModuleBuilder::new(init(keep));
+    build_in(DType::BF16, keep, model)
+}
+
+fn build_in<M>(
+    compute_dtype: DType,
+    keep: &[&str],
+    model: impl FnOnce(&ModuleBuilder) -> Result<M>,
+) -> M {
+    let b = ModuleBuilder::new(ModuleInit { compute_dtype, ..init(keep) });
     let model = model(&b).unwrap();
     let mut tree = b.finish().unwrap();
     materialize::replicate(&tree.slots(), 3).unwrap();
     materialize::refresh_compute(&tree.slots()).unwrap();
+    materialize::buffers(&tree, 3).unwrap();
     let grads = Arc::new(LocalGrads::default());
     tree.slots().iter().for_each(|slot| slot.set_reducer(grads.clone()));
     model
@@ -106,6 +116,41 @@ fn kept_layers_compute_in_f32() {
     let (dtype, value, half) = of(&[]);
     assert_eq!((dtype, value), (DType::BF16, vec![1.0; 4]));
     assert_ne!(kept, half);
+}
+
+/// A kept layer has parameters in f32, and input, output and their gradients in bf16.
+#[test]
+fn every_layer_is_kept_or_refused() {
+    let scope = ForwardScope { training: true, ..ForwardScope::default() };
+    for row in LAYERS.iter().filter(|row| row.has_parameters()) {
+        let b = ModuleBuilder::new(init(&["layer"]));
+        row.build(&b.pp("layer")).unwrap();
+        let finished = b.finish();
+        assert_eq!(finished.is_ok(), row.keeps_fp32, "{}: {:?}", row.layer, finished.err());
+        if !row.keeps_fp32 {
+            continue;
+        }
+        let layer = build(&["layer"], |b| row.build(&b.pp("layer")));
+        let values: usize = row.shape.iter().product();
+        let x = Tensor::arange(0f32, values as f32, &candle_core::Device::Cpu).unwrap();
+        let x = x.sin().unwrap().reshape(row.shape).unwrap().to_dtype(DType::BF16).unwrap();
+        let x = candle_core::Var::from_tensor(&x).unwrap();
+        let y = scope.clone().run(|| layer.forward(x.as_tensor())).unwrap();
+        assert_eq!(y.dtype(), DType::BF16, "{}", row.layer);
+        let grads = y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+        assert_eq!(grads.get(x.as_tensor()).unwrap().dtype(), DType::BF16, "{}", row.layer);
+        // The same as in f32, rounded to bf16; MultiHeadAttention is several operations, which
+        // round in between.
+        let wide = build_in(DType::F32, &[], |b| row.build(&b.pp("layer")));
+        let wide_x = x.to_dtype(DType::F32).unwrap();
+        let wide = scope.clone().run(|| wide.forward(&wide_x)).unwrap();
+        let wide = floats(&wide.to_dtype(DType::BF16).unwrap());
+        let largest = wide.iter().fold(0f32, |most, y| most.max(y.abs()));
+        let allowed = if row.layer == "MultiHeadAttention" { 0.01 * largest } else { 0.0 };
+        for (kept, wide) in floats(&y).iter().zip(&wide) {
+            assert!((kept - wide).abs() <= allowed, "{}: {kept} and {wide}", row.layer);
+        }
+    }
 }
 
 #[test]
@@ -151,8 +196,8 @@ fn wrong_patterns_say_which_layers_can() {
     };
     insta::assert_snapshot!(error("norms"), @"`trainer.keep_in_fp32`: no layer of the model matches `norms`. A pattern names segments that follow each other anywhere in a path, and means everything under them too; `*` stands for any part of a segment, and a dot in front for the root");
     insta::assert_snapshot!(error("q_proj"), @"module `layers.0.self_attn.q_proj`: is named by `trainer.keep_in_fp32`, and it is computed as a part of `layers.0.self_attn`; name that instead");
-    insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
-    insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
+    insta::assert_snapshot!(error("embedding"), @"module `embedding`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Embedding. Norms, convolutions, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
+    insta::assert_snapshot!(error("lm_head"), @"module `lm_head`: is named by `trainer.keep_in_fp32`, and it cannot cast what it gets: it is of the kind Linear. Norms, convolutions, linear layers with a weight of their own, attention and feed-forward blocks of `nn` can");
     // Without half precision the patterns have no effect, but are still checked.
     let b = ModuleBuilder::new(ModuleInit { compute_dtype: DType::F32, ..init(&["norms"]) });
     Decoder::new(&b).unwrap();

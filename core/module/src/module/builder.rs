@@ -12,8 +12,7 @@ use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
 use super::{ActivationCheckpointing, Adapters, Quantization};
-use crate::parallel::LayerHandle;
-use crate::parallel::ParallelLayer;
+use crate::parallel::{InputCast, LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, BufferInit, BufferOptions, Init, Parameter, ParameterSpec};
 use crate::quantization::{Packed, PackedPart, SCALE_SUFFIX, WeightFormat};
 use crate::{Error, Result};
@@ -153,19 +152,6 @@ impl ModuleBuilder {
             || dtypes::of(&self.init.module_dtypes, &self.path) == Some(DType::F32)
     }
 
-    /// Called with its handle by a layer that can compute in f32 in a half-precision model. If the
-    /// layer is requested in f32 ([`keep_in_fp32`](ModuleInit::keep_in_fp32),
-    /// [`module_dtypes`](ModuleInit::module_dtypes)), it then casts its inputs and outputs
-    /// ([`LayerHandle::in_own_dtype`]).
-    pub fn keep_in_fp32(&self, layer: &LayerHandle) {
-        if self.is_in_fp32() {
-            self.tree().in_fp32.insert(self.path.clone());
-            if dtypes::is_half(self.compute_dtype) {
-                layer.set_keeps_fp32();
-            }
-        }
-    }
-
     /// Builds the submodule at `name` as a unit.
     ///
     /// # Errors
@@ -194,16 +180,28 @@ impl ModuleBuilder {
         Ok(Unit::new(build(&builder)?, handle))
     }
 
-    /// Records the kind of the layer at this path and the tensor-parallel plans it supports, and
-    /// returns its handle. Layers of `nn` call it themselves.
+    /// Records the kind of the layer at this path, the tensor-parallel plans it supports and the
+    /// dtype it casts its input to, and returns its handle. Layers of `nn` call it themselves.
     ///
     /// # Errors
     /// If this path already has a layer.
     pub fn declare(&self, parallel: impl ParallelLayer) -> Result<LayerHandle> {
-        let layer = LayerHandle::new(self.path.clone());
+        let cast = parallel.input_cast();
+        let in_fp32 = cast == InputCast::Own && self.is_in_fp32();
+        let dtype = match cast {
+            InputCast::Own => Some(self.compute_dtype()),
+            InputCast::To(dtype) => Some(dtype),
+            InputCast::None => None,
+        };
+        let keeps_fp32 = in_fp32 && dtypes::is_half(self.compute_dtype);
+        let layer = LayerHandle::new(self.path.clone(), dtype, keeps_fp32);
         let (kind, parallel) = (parallel.kind(), Arc::new(parallel));
         let info = ModuleInfo { kind, unit: self.unit, layer: layer.clone(), parallel };
-        self.tree().declare(&self.path, info)?;
+        let mut tree = self.tree();
+        tree.declare(&self.path, info)?;
+        if in_fp32 {
+            tree.in_fp32.insert(self.path.clone());
+        }
         Ok(layer)
     }
 

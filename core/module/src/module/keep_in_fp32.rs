@@ -60,8 +60,8 @@ pub(super) fn check_casts(
     }
     if !in_fp32.contains(path) {
         return wrong(format!(
-            "it cannot cast what it gets: it is of the kind {}. Norms, linear layers with a weight of their \
-             own, attention and feed-forward blocks of `nn` can",
+            "it cannot cast what it gets: it is of the kind {}. Norms, convolutions, linear layers with a \
+             weight of their own, attention and feed-forward blocks of `nn` can",
             info.kind
         ));
     }

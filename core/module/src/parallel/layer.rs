@@ -4,7 +4,7 @@
 //! input against the layout that it takes.
 
 use std::collections::HashMap;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, RwLock};
 
 use candle_core::{D, DType, Tensor, TensorId};
@@ -16,7 +16,7 @@ use crate::parameter::{Parameter, record, record_outputs};
 use crate::{Error, Result};
 use fulgurite_collective::collective::{ProcessGroup, all_gather_object};
 use fulgurite_collective::shard::chunk;
-use fulgurite_tensor::autograd::{GradMode, is_grad_enabled, save_for_backward};
+use fulgurite_tensor::autograd::{GradMode, is_grad_enabled, save_for_backward, storage};
 
 /// A layer's record in the [`ModuleTree`](crate::module::ModuleTree). Plans write to it, and the
 /// layer reads it when it computes. Clones share the record.
@@ -24,16 +24,18 @@ use fulgurite_tensor::autograd::{GradMode, is_grad_enabled, save_for_backward};
 /// A custom layer gets it from [`ModuleBuilder::declare`](crate::module::ModuleBuilder::declare)
 /// and computes between [`redistribute_input`](Self::redistribute_input) and
 /// [`redistribute_output`](Self::redistribute_output). Both return a [`Redistributed`], which
-/// redistributes the gradient back, in the opposite order. [`record`](Self::record) enters the
-/// output into the graph.
+/// takes the gradient back, in the opposite order. [`record`](Self::record) enters the output into
+/// the graph. These three also cast between the dtype of the surrounding layers and the layer's
+/// own ([`InputCast`](super::InputCast)).
 #[derive(Clone)]
 pub struct LayerHandle(Arc<Inner>);
 
-#[derive(Default)]
 struct Inner {
     path: String,
-    /// Whether it casts half-precision activations.
-    keeps_fp32: AtomicBool,
+    /// The dtype of input and output inside the layer; `None`: the input's.
+    dtype: Option<DType>,
+    /// Whether the layer computes in f32 among layers in half precision.
+    keeps_fp32: bool,
     parallel: RwLock<Option<Arc<LayerParallel>>>,
 }
 
@@ -134,8 +136,9 @@ impl LayerParallel {
 }
 
 impl LayerHandle {
-    pub(crate) fn new(path: String) -> Self {
-        Self(Arc::new(Inner { path, ..Inner::default() }))
+    /// A layer at `path` that computes in `dtype` (`None`: in its input's dtype).
+    pub(crate) fn new(path: String, dtype: Option<DType>, keeps_fp32: bool) -> Self {
+        Self(Arc::new(Inner { path, dtype, keeps_fp32, parallel: RwLock::default() }))
     }
 
     /// The layer's path.
@@ -143,53 +146,58 @@ impl LayerHandle {
         &self.0.path
     }
 
-    /// Whether the layer computes in f32 despite half-precision activations
-    /// ([`ModuleInit::keep_in_fp32`](crate::module::ModuleInit::keep_in_fp32)).
-    pub fn keeps_fp32(&self) -> bool {
-        self.0.keeps_fp32.load(Ordering::Relaxed)
+    /// Casts the layer's input to `dtype`, in the graph, so the gradient is cast back.
+    /// [`redistribute_input`](Self::redistribute_input) casts outside the graph, to the layer's
+    /// dtype.
+    ///
+    /// # Errors
+    /// If `x` has integers, or candle cannot cast it.
+    pub fn cast_input(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
+        self.check_float(x, dtype)?;
+        match x.dtype() == dtype {
+            true => Ok(x.clone()),
+            false => self.run(|| activations::cast(x, dtype, &format!("`{}`", self.path()))),
+        }
     }
 
-    pub(crate) fn set_keeps_fp32(&self) {
-        self.0.keeps_fp32.store(true, Ordering::Relaxed);
+    fn check_float(&self, x: &Tensor, dtype: DType) -> Result<()> {
+        if x.dtype().is_float() {
+            return Ok(());
+        }
+        Err(Error::module(
+            self.path(),
+            format_args!(
+                "expected an input of floating-point numbers, which it casts to {dtype:?}, got {:?}: cast \
+                 integers with `to_dtype` (pixels are usually scaled, ids go through an `Embedding`)",
+                x.dtype()
+            ),
+        ))
     }
 
-    /// Casts the layer's input to `dtype`, in which the layer computes. The cast is in the graph,
-    /// so the gradient is cast back. Integers stay as they are.
+    /// The dtype of the layer's output for an input in `given`: the layer's, or the input's half
+    /// precision if the layer is [kept](crate::module::ModuleInit::keep_in_fp32) in f32.
+    pub fn output_dtype(&self, given: DType) -> DType {
+        match self.0.dtype {
+            Some(dtype) if !self.casts_output(given) => dtype,
+            _ => given,
+        }
+    }
+
+    /// Whether the output for an input in `given` is cast back.
+    fn casts_output(&self, given: DType) -> bool {
+        self.0.keeps_fp32 && matches!(given, DType::BF16 | DType::F16)
+    }
+
+    /// Casts the output for an input in `given` to the dtype of the surrounding layers, outside the
+    /// graph. Only for layers that enter the graph without [`record`](Self::record), which casts
+    /// itself.
     ///
     /// # Errors
     /// If candle cannot cast it.
-    pub fn cast_input(&self, x: &Tensor, dtype: DType) -> Result<Tensor> {
-        match x.dtype().is_float() && x.dtype() != dtype {
-            true => self.run(|| activations::cast(x, dtype, &format!("`{}`", self.path()))),
-            false => Ok(x.clone()),
-        }
-    }
-
-    /// The dtype of the layer's output if it computes in `dtype` on an input in `given`: `dtype`,
-    /// or the input's half precision if the layer [keeps f32](Self::keeps_fp32).
-    pub fn output_dtype(&self, given: DType, dtype: DType) -> DType {
-        match self.keeps_fp32() && matches!(given, DType::BF16 | DType::F16) {
-            true => given,
-            false => dtype,
-        }
-    }
-
-    /// Calls the layer's `forward`, which computes in `dtype`. Casts the input
-    /// [to `dtype`](Self::cast_input), and the output to the [dtype](Self::output_dtype) of the
-    /// surrounding layers. In the graph.
-    ///
-    /// # Errors
-    /// If `forward` or a cast fails.
-    pub fn in_own_dtype(
-        &self,
-        x: &Tensor,
-        dtype: DType,
-        forward: impl FnOnce(&Tensor) -> Result<Tensor>,
-    ) -> Result<Tensor> {
-        let y = forward(&self.cast_input(x, dtype)?)?;
-        match self.output_dtype(x.dtype(), dtype) {
-            own if own == dtype => Ok(y),
-            around => Ok(y.to_dtype(around)?),
+    pub fn cast_output(&self, given: DType, output: Tensor) -> Result<Tensor> {
+        match self.casts_output(given) {
+            true => self.run(|| storage::cast(&output, given)),
+            false => Ok(output),
         }
     }
 
@@ -295,21 +303,38 @@ impl LayerHandle {
         }
     }
 
-    /// Checks the input and converts it to the layer's internal layout, outside the graph.
-    /// Collective if the plan redistributes it.
+    /// Checks the input, casts it to the layer's dtype and converts it to the layer's internal
+    /// layout, outside the graph. Collective if the plan redistributes it.
     ///
     /// # Errors
-    /// As [`check_input`](Self::check_input), and if a peer fails.
+    /// As [`check_input`](Self::check_input). If the layer casts its input, and the input has
+    /// integers. If a peer fails.
     pub fn redistribute_input(&self, x: &Tensor) -> Result<(Tensor, Redistributed)> {
-        let Some(parallel) = self.parallel() else {
-            return Ok((x.detach(), Redistributed::none()));
-        };
         self.check_input(x)?;
+        let given = x.dtype();
+        let x = match self.0.dtype {
+            None => x.detach(),
+            Some(dtype) => {
+                self.check_float(x, dtype)?;
+                match given == dtype {
+                    true => x.detach(),
+                    false => self.run(|| storage::cast(x, dtype))?,
+                }
+            }
+        };
+        let (x, redistributed) = self.layout_input(&x)?;
+        Ok((x, redistributed.of_dtype(given)))
+    }
+
+    /// Converts the input, which is outside the graph, to the layer's internal layout.
+    fn layout_input(&self, x: &Tensor) -> Result<(Tensor, Redistributed)> {
+        let Some(parallel) = self.parallel() else {
+            return Ok((x.clone(), Redistributed::none()));
+        };
         if parallel.computes_with == Layout::SEQUENCE && parallel.input == Redistribute::Keep {
             parallel.plan.sequence.check(&self.0.path, x, &**parallel.group())?;
         }
-        let whole =
-            self.redistribute(&parallel, parallel.input, parallel.widths[0], &x.detach())?;
+        let whole = self.redistribute(&parallel, parallel.input, parallel.widths[0], x)?;
         if let Redistribute::AllGather(_) | Redistribute::Gather(_) = parallel.input {
             save_for_backward(&[&whole.0]);
         }
@@ -402,6 +427,9 @@ impl LayerHandle {
     /// not be read afterwards. It returns a gradient for each input; gradients of inputs outside
     /// the graph are dropped. Its errors without a location get the layer's path.
     ///
+    /// A layer that is [kept](crate::module::ModuleInit::keep_in_fp32) in f32 gives its output in
+    /// the input's half precision, and `backward` gets the gradient in f32.
+    ///
     /// # Errors
     /// If candle fails.
     pub fn record(
@@ -412,7 +440,17 @@ impl LayerHandle {
         backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let activation = self.output_activation(inputs.first().copied())?;
-        self.record_with(activation, inputs, parameters, output, backward)
+        let own = output.dtype();
+        let output = match inputs.first() {
+            Some(x) => self.cast_output(x.dtype(), output)?,
+            None => output,
+        };
+        self.record_with(activation, inputs, parameters, output, move |output, grad| {
+            match grad.dtype() == own {
+                true => backward(output, grad),
+                false => backward(output, &storage::cast(grad, own)?),
+            }
+        })
     }
 
     /// As [`record`](Self::record), with this layout of the output.

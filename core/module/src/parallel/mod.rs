@@ -51,7 +51,7 @@ pub(crate) use layer::{LayerParallel, PlanRecord, SequenceLength};
 pub use layout::Layout;
 pub use mismatch::explain_mismatch;
 pub(crate) use parallel_layer::Styles;
-pub use parallel_layer::{LayerStyles, ParallelLayer};
+pub use parallel_layer::{InputCast, LayerStyles, ParallelLayer};
 pub use plan::{Plan, PlanEntry};
 pub(crate) use redistribute::Redistribute;
 pub use redistribute::Redistributed;

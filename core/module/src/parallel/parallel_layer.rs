@@ -3,6 +3,8 @@
 use std::collections::BTreeMap;
 use std::fmt;
 
+use candle_core::DType;
+
 use super::{LayerSharding, Layout, ParallelStyle};
 use crate::{Error, Result};
 
@@ -65,6 +67,11 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
         false
     }
 
+    /// How the layer casts its input. By default to the dtype of its own parameters.
+    fn input_cast(&self) -> InputCast {
+        InputCast::Own
+    }
+
     /// Decides how the styles that a plan gives the layer and its parts cut the parameters and
     /// redistribute input and output. Called when a plan with such styles is applied. Returns the
     /// same on every rank and communicates nothing.
@@ -78,6 +85,20 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
             _ => Err(styles.cannot_take(self)),
         }
     }
+}
+
+/// How a layer casts an input of floating-point numbers, which may come in another dtype.
+/// [`LayerHandle::redistribute_input`](super::LayerHandle::redistribute_input) casts it, and casts
+/// the gradient back.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum InputCast {
+    /// To the dtype of the parameters that the layer declares. Such a layer can be
+    /// [kept](crate::module::ModuleInit::keep_in_fp32) in f32.
+    Own,
+    /// To the dtype of a parameter that another layer declares.
+    To(DType),
+    /// Not at all: the layer takes integers, or computes in any dtype.
+    None,
 }
 
 /// The style of each path named by a plan.

@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use candle_core::Tensor;
+use candle_core::{DType, Tensor};
 
 use super::Layout;
 use crate::{Error, Result};
@@ -10,6 +10,7 @@ use fulgurite_collective::collective::{
     AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter,
 };
 use fulgurite_collective::shard::chunk;
+use fulgurite_tensor::autograd::storage;
 
 /// A redistribution of an activation at the edge of a layer, and of its gradient in backward.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,7 +32,7 @@ pub(crate) enum Redistribute {
     Split(isize),
 }
 
-/// A finished redistribution, kept to redistribute the gradient back.
+/// A finished redistribution and cast, kept to take the gradient back.
 #[derive(Clone)]
 pub struct Redistributed {
     /// `None` if nothing is communicated.
@@ -39,6 +40,8 @@ pub struct Redistributed {
     how: Redistribute,
     /// Size of the whole along the dimension.
     total: usize,
+    /// The activation's dtype, to which the gradient is cast. `None`: not cast.
+    dtype: Option<DType>,
 }
 
 /// The dimension index of `dim`, which may count from the end.
@@ -90,7 +93,8 @@ impl Redistribute {
         total: impl FnOnce() -> Result<usize>,
         group: &Arc<dyn ProcessGroup>,
     ) -> Result<(Tensor, Redistributed)> {
-        let redistributed = |total| Redistributed { group: Some(group.clone()), how: self, total };
+        let redistributed =
+            |total| Redistributed { group: Some(group.clone()), how: self, total, dtype: None };
         let whole = |dim| Ok::<_, Error>(x.dim(dimension(x, dim)?)?);
         Ok(match self {
             Self::Keep | Self::Copy => (x.clone(), redistributed(0)),
@@ -110,15 +114,29 @@ impl Redistribute {
 impl Redistributed {
     /// No redistribution.
     pub fn none() -> Self {
-        Self { group: None, how: Redistribute::Keep, total: 0 }
+        Self { group: None, how: Redistribute::Keep, total: 0, dtype: None }
     }
 
-    /// Redistributes the gradient back; `grad` may be overwritten. Collective if the gradient is
-    /// communicated, which may be the case even if the activation was not.
+    /// The same for an activation that was in `dtype` before.
+    pub(super) fn of_dtype(self, dtype: DType) -> Self {
+        Self { dtype: Some(dtype), ..self }
+    }
+
+    /// Redistributes the gradient back, and casts it to the activation's dtype; `grad` may be
+    /// overwritten. Collective if the gradient is communicated, which may be the case even if the
+    /// activation was not.
     ///
     /// # Errors
     /// If a peer fails.
     pub fn backward(&self, grad: &Tensor) -> Result<Tensor> {
+        let grad = self.redistribute_back(grad)?;
+        match self.dtype {
+            Some(dtype) if grad.dtype() != dtype => storage::cast(&grad, dtype),
+            _ => Ok(grad),
+        }
+    }
+
+    fn redistribute_back(&self, grad: &Tensor) -> Result<Tensor> {
         let Some(group) = &self.group else { return Ok(grad.clone()) };
         match self.how {
             Redistribute::Keep | Redistribute::AllReduce => Ok(grad.clone()),

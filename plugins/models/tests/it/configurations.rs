@@ -97,18 +97,50 @@ fn null_is_not_the_default() {
 #[test]
 fn what_would_change_results_is_an_error() {
     for (name, changes, expected) in [
-        ("llama", json!({ "sliding_window": 7 }), "`sliding_window`: a model of type \"llama\" has no such key"),
+        (
+            "llama",
+            json!({ "sliding_window": 7 }),
+            "`sliding_window`: a model of type \"llama\" has no such key",
+        ),
         ("qwen2", json!({ "num_experts": 8 }), "`num_experts`"),
-        ("gpt2", json!({ "add_cross_attention": true }), "`add_cross_attention`: only false is supported"),
-        ("bert_masked", json!({ "position_embedding_type": "relative_key" }), "`position_embedding_type`: only \"absolute\""),
-        ("smollm3", json!({ "no_rope_layers": [1, 0] }), "`no_rope_layers`: expected a number for each of 3 layers, found 2"),
-        ("gemma2", json!({ "layer_types": ["full_attention", "chunked_attention", "full_attention"] }), "found \"chunked_attention\""),
+        (
+            "gpt2",
+            json!({ "add_cross_attention": true }),
+            "`add_cross_attention`: only false is supported",
+        ),
+        (
+            "bert_masked",
+            json!({ "position_embedding_type": "relative_key" }),
+            "`position_embedding_type`: only \"absolute\"",
+        ),
+        (
+            "smollm3",
+            json!({ "no_rope_layers": [1, 0] }),
+            "`no_rope_layers`: expected a number for each of 3 layers, found 2",
+        ),
+        (
+            "gemma2",
+            json!({ "layer_types": ["full_attention", "chunked_attention", "full_attention"] }),
+            "found \"chunked_attention\"",
+        ),
         ("qwen3", json!({ "num_hidden_layers": null }), "`num_hidden_layers`: it is missing"),
-        ("vit", json!({ "image_size": 13 }), "`image_size`: must be divisible by patch_size = 4, found 13"),
+        (
+            "vit",
+            json!({ "image_size": 13 }),
+            "`image_size`: must be divisible by patch_size = 4, found 13",
+        ),
         ("vit", json!({ "num_channels": 0 }), "`num_channels`: expected an integer from 1 to"),
-        ("modernbert_masked", json!({ "classifier_pooling": "max" }), "expected \"cls\" or \"mean\""),
+        (
+            "modernbert_masked",
+            json!({ "classifier_pooling": "max" }),
+            "expected \"cls\" or \"mean\"",
+        ),
         ("phi3", json!({ "hidden_act": "mish" }), "the activation \"mish\" is not supported"),
-        ("olmo2", json!({ "model_type": "mamba2" }), "models of type \"mamba2\" are not known; known are llama"),
+        (
+            "olmo2",
+            json!({ "model_type": "mamba2" }),
+            "models of type \"mamba2\" are not known; known are llama",
+        ),
     ] {
         let temp = tempfile::tempdir().unwrap();
         let error = changed(name, &changes, temp.path()).describe().unwrap_err().to_string();
@@ -134,7 +166,9 @@ fn tables_are_checked_where_they_are_read() {
     assert!(describe(&heads(3)).contains("8 is not divisible by num_attention_heads = 3"));
     assert!(describe(&heads(8)).contains("rotates 1 elements of heads of 1"));
     let unknown = format!("{}n_embd = 8", heads(2));
-    assert!(describe(&unknown).contains("`model.n_embd`: a model of type \"llama\" has no such key"));
+    assert!(
+        describe(&unknown).contains("`model.n_embd`: a model of type \"llama\" has no such key")
+    );
 }
 
 #[test]

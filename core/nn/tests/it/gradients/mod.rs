@@ -18,3 +18,4 @@ mod peers;
 mod pooling;
 mod precision;
 mod residual;
+mod table;

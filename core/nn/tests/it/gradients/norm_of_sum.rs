@@ -161,5 +161,5 @@ fn inputs_that_differ_are_refused() {
     insta::assert_snapshot!(norm.of_sum(&[x.clone(), residual.narrow(1, 0, 2).unwrap()]).unwrap_err(), @"module `norm`: normalises the sum of its input and a residual, which must be alike: the input is [2, 3, 5] F64, the residual [2, 2, 5] F64");
     // Floats are cast; integers are not.
     let whole = residual.to_dtype(DType::U32).unwrap();
-    insta::assert_snapshot!(norm.of_sum(&[x, whole]).unwrap_err(), @"module `norm`: normalises the sum of its input and a residual, which must be alike: the input is [2, 3, 5] F64, the residual [2, 3, 5] U32");
+    insta::assert_snapshot!(norm.of_sum(&[x, whole]).unwrap_err(), @"module `norm`: expected an input of floating-point numbers, which it casts to F64, got U32: cast integers with `to_dtype` (pixels are usually scaled, ids go through an `Embedding`)");
 }

@@ -2,20 +2,22 @@
 
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::Result;
-use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder};
+use fulgurite_core::module::{ForwardScope, Module, ModuleBuilder, ModuleInit};
+use fulgurite_core::nn::layer_table::{LAYERS, LayerRow, TableLayer};
 use fulgurite_core::nn::*;
 
 use super::harness::{Params, Run, analytic, assert_same, builder, randn};
 
-type Build = fn(&ModuleBuilder) -> Result<Box<dyn Module>>;
+type Build = dyn Fn(&ModuleBuilder) -> Result<TableLayer>;
 
-fn run(dtype: DType, build: Build) -> Run {
+fn run(dtype: DType, row: &LayerRow) -> Run {
     let b = builder(dtype);
-    let layer = build(&b.pp("layer")).unwrap();
+    let layer = row.build(&b.pp("layer")).unwrap();
     let params = Params::new(&b);
-    let x = randn("x", &[2, 9, 8]).to_dtype(dtype).unwrap();
+    let x = (randn("x", row.shape) * 0.5).unwrap().to_dtype(dtype).unwrap();
+    let scope = ForwardScope { training: true, ..ForwardScope::default() };
     let run = analytic(&[x], &params, &|x: &[Tensor]| {
-        let y = layer.forward(&x[0])?;
+        let y = scope.clone().run(|| layer.forward(&x[0]))?;
         assert_eq!(y.dtype(), dtype);
         Ok(y)
     });
@@ -41,35 +43,17 @@ fn options(scope: QkNormScope) -> Result<AttentionConfig> {
 
 #[test]
 fn narrow_dtypes_follow_the_wide_one() {
-    let layers: [Build; 10] = [
-        |b| Ok(Box::new(Linear::with_bias(b, 8, 6)?)),
-        |b| Ok(Box::new(RmsNorm::new(b, 8, 1e-6)?)),
-        |b| Ok(Box::new(RmsNorm::with_unit_offset(b, 8, 1e-6)?)),
-        |b| Ok(Box::new(LayerNorm::new(b, 8, 1e-6)?)),
-        |b| Ok(Box::new(SwiGluMlp::new(b, 8, 12)?)),
-        |b| Ok(Box::new(GeluMlp::new(b, 8, 12)?)),
-        |b| Ok(Box::new(GeluMlp::with_tanh(b, 8, 12)?)),
-        |b| {
-            let config = AttentionConfig {
-                num_kv_heads: 2,
-                head_dim: 4,
-                qkv_bias: true,
-                rope: Some(Rope::new(4, 1e4)?),
-                ..AttentionConfig::new(8, 4)
-            };
-            Ok(Box::new(CausalSelfAttention::new(b, &config)?))
-        },
-        |b| Ok(Box::new(CausalSelfAttention::new(b, &options(QkNormScope::Head)?)?)),
-        |b| Ok(Box::new(CausalSelfAttention::new(b, &options(QkNormScope::Projection)?)?)),
-    ];
-    for layer in layers {
-        let f64 = run(DType::F64, layer);
-        assert_same("f32", &run(DType::F32, layer), &f64, 1e-5);
-        assert_same("f16", &run(DType::F16, layer), &f64, 6e-3);
-        assert_same("bf16", &run(DType::BF16, layer), &f64, 5e-2);
+    for row in LAYERS.iter().filter(|row| row.casts) {
+        let name = |dtype: &str| format!("{} in {dtype}", row.layer);
+        // An attention of several operations rounds between them.
+        let most = if row.layer == "MultiHeadAttention" { 4.0 } else { 1.0 };
+        let f64 = run(DType::F64, row);
+        assert_same(&name("f32"), &run(DType::F32, row), &f64, most * 1e-5);
+        assert_same(&name("f16"), &run(DType::F16, row), &f64, most * 6e-3);
+        assert_same(&name("bf16"), &run(DType::BF16, row), &f64, most * 5e-2);
         let _portable = force_portable();
-        assert_same("portable f32", &run(DType::F32, layer), &f64, 1e-5);
-        assert_same("portable bf16", &run(DType::BF16, layer), &f64, 5e-2);
+        assert_same(&name("portable f32"), &run(DType::F32, row), &f64, most * 1e-5);
+        assert_same(&name("portable bf16"), &run(DType::BF16, row), &f64, most * 5e-2);
     }
 }
 
@@ -125,69 +109,68 @@ fn buffers_of_another_dtype() {
     }
 }
 
-/// The shape of an input, and a layer.
-type Case = (&'static [usize], Build);
-
-struct Function<F>(F);
-
-impl<F: Fn(&Tensor) -> Result<Tensor>> Module for Function<F> {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        (self.0)(x)
-    }
+/// A layer that casts, and the shape of its input.
+struct Case {
+    name: String,
+    shape: &'static [usize],
+    build: Box<Build>,
 }
 
-fn function(f: impl Fn(&Tensor) -> Result<Tensor> + 'static) -> Result<Box<dyn Module>> {
-    Ok(Box::new(Function(f)))
+/// The layers of the table that cast, and operations of several layers.
+fn casting_cases() -> Vec<Case> {
+    let rows = LAYERS.iter().filter(|row| row.casts).map(|row| Case {
+        name: format!("{} {:?}", row.layer, row.docs),
+        shape: row.shape,
+        build: Box::new(|b| row.build(b)),
+    });
+    let fused: [(&str, Box<Build>); 2] = [
+        (
+            "norm of a sum, residual",
+            Box::new(|b| {
+                let norm = RmsNorm::new(&b.pp("norm"), 8, 1e-6)?;
+                let mlp = GeluMlp::new(&b.pp("mlp"), 8, 12)?;
+                Ok(TableLayer::new(move |x| {
+                    let (y, sum) = norm.forward_residual(x, x)?;
+                    residual(&(y + sum)?, &norm, &mlp)
+                }))
+            }),
+        ),
+        (
+            "linear_cross_entropy",
+            Box::new(|b| {
+                let head = Linear::with_bias(b, 8, 5)?;
+                Ok(TableLayer::new(move |x| {
+                    let targets = Tensor::new(&[[1i64, 2, -100], [0, 4, 3]], &Device::Cpu)?;
+                    Ok(linear_cross_entropy(&head, x, &targets)?.sum().clone())
+                }))
+            }),
+        ),
+    ];
+    let fused = fused.map(|(name, build)| Case { name: name.to_owned(), shape: &[2, 3, 8], build });
+    rows.chain(fused).collect()
 }
 
-fn attention() -> AttentionConfig {
-    AttentionConfig {
-        num_kv_heads: 2,
-        head_dim: 2,
-        qkv_bias: true,
-        rope: Some(Rope::new(2, 1e4).unwrap()),
-        ..AttentionConfig::new(8, 4)
-    }
+/// A builder of a model with parameters in the first dtype that computes in the second:
+/// `bf16-mixed` is (F32, BF16), `bf16-true` is (BF16, BF16).
+fn builder_of([dtype, compute_dtype]: [DType; 2]) -> ModuleBuilder {
+    ModuleBuilder::new(ModuleInit { dtype, compute_dtype, ..ModuleInit::default() })
 }
 
-/// Every layer that computes in floating point.
-const LAYERS: [Case; 13] = [
-    (&[2, 3, 8], |b| Ok(Box::new(Linear::with_bias(b, 8, 6)?))),
-    (&[2, 3, 8], |b| Ok(Box::new(RmsNorm::new(b, 8, 1e-6)?))),
-    (&[2, 3, 8], |b| Ok(Box::new(LayerNorm::new(b, 8, 1e-6)?))),
-    (&[2, 4, 3], |b| Ok(Box::new(BatchNorm::new(b, 4)?))),
-    (&[2, 4, 3], |b| Ok(Box::new(GroupNorm::new(b, 2, 4, 1e-6)?))),
-    (&[2, 2, 5], |b| Ok(Box::new(Conv1d::new(b, 2, 3, 3, Conv1dConfig::default())?))),
-    (&[2, 2, 4, 5], |b| Ok(Box::new(Conv2d::new(b, 2, 3, [3, 2], Conv2dConfig::default())?))),
-    (&[2, 3, 8], |b| Ok(Box::new(SwiGluMlp::new(b, 8, 12)?))),
-    (&[2, 3, 8], |b| Ok(Box::new(GeluMlp::new(b, 8, 12)?))),
-    (&[2, 3, 8], |b| Ok(Box::new(CausalSelfAttention::new(b, &attention())?))),
-    (&[2, 3, 8], |b| {
-        Ok(Box::new(MultiHeadAttention::new(b, &MultiHeadAttentionConfig::new(8, 2))?))
-    }),
-    (&[2, 3, 8], |b| {
-        let norm = RmsNorm::new(&b.pp("norm"), 8, 1e-6)?;
-        let mlp = GeluMlp::new(&b.pp("mlp"), 8, 12)?;
-        function(move |x| {
-            let (y, sum) = norm.forward_residual(x, x)?;
-            residual(&(y + sum)?, &norm, &mlp)
-        })
-    }),
-    (&[2, 3, 8], |b| {
-        let head = Linear::with_bias(b, 8, 5)?;
-        function(move |x| {
-            let targets = Tensor::new(&[[1i64, 2, -100], [0, 4, 3]], &Device::Cpu)?;
-            Ok(linear_cross_entropy(&head, x, &targets)?.sum().clone())
-        })
-    }),
+const PRECISIONS: [[DType; 2]; 6] = [
+    [DType::F32, DType::BF16],
+    [DType::BF16, DType::BF16],
+    [DType::F32, DType::F16],
+    [DType::F16, DType::F16],
+    [DType::F32, DType::F32],
+    [DType::F64, DType::F64],
 ];
 
 #[test]
 fn other_floats_are_cast_and_gradients_cast_back() {
     let scope = ForwardScope { training: true, ..ForwardScope::default() };
-    for (at, (shape, build)) in LAYERS.into_iter().enumerate() {
-        for dtype in [DType::BF16, DType::F16, DType::F32, DType::F64] {
-            let b = builder(dtype);
+    for Case { name, shape, build } in casting_cases() {
+        for precision in PRECISIONS {
+            let (b, dtype) = (builder_of(precision), precision[1]);
             let layer = build(&b.pp("layer")).unwrap();
             let params = Params::new(&b);
             for given in [DType::BF16, DType::F16, DType::F32, DType::F64] {
@@ -198,7 +181,7 @@ fn other_floats_are_cast_and_gradients_cast_back() {
                         layer.forward(&x)
                     })
                 };
-                let what = format!("layer {at} in {dtype:?}, input in {given:?}");
+                let what = format!("{name} in {precision:?}, input in {given:?}");
                 let (own, by_hand) = scope.clone().run(|| (run(false), run(true)));
                 assert_same(&what, &own, &by_hand, 0.0);
                 assert!(own.params.iter().all(Option::is_some), "{what}");
@@ -218,15 +201,36 @@ fn other_floats_are_cast_and_gradients_cast_back() {
 #[test]
 fn integers_are_not_taken_for_activations() {
     let scope = ForwardScope { training: true, ..ForwardScope::default() };
-    for (at, (shape, build)) in LAYERS.into_iter().enumerate() {
+    for Case { name, shape, build } in casting_cases() {
         let b = builder(DType::F32);
         let layer = build(&b.pp("layer")).unwrap();
         let _params = Params::new(&b);
         for dtype in [DType::U8, DType::U32, DType::I64] {
             let x = Tensor::ones(shape, dtype, &Device::Cpu).unwrap();
             let error = scope.clone().run(|| layer.forward(&x)).unwrap_err().to_string();
-            assert!(error.starts_with("module `layer"), "layer {at}: {error}");
-            assert!(error.contains(&format!("got {dtype:?}")), "layer {at}: {error}");
+            assert!(error.starts_with("module `layer"), "{name}: {error}");
+            assert!(error.contains(&format!("got {dtype:?}")), "{name}: {error}");
+        }
+    }
+}
+
+/// Ids stay ids, and layers without a dtype of their own compute in the input's.
+#[test]
+fn layers_that_do_not_cast_keep_the_dtype() {
+    let scope = ForwardScope { training: true, ..ForwardScope::default() };
+    for row in LAYERS.iter().filter(|row| !row.casts) {
+        for precision in PRECISIONS {
+            let b = builder_of(precision);
+            let layer = row.build(&b.pp("layer")).unwrap();
+            let ids = row.ids(&Device::Cpu).unwrap();
+            let _params = row.has_parameters().then(|| Params::new(&b));
+            for given in [DType::BF16, DType::F16, DType::F32, DType::F64] {
+                let x =
+                    ids.clone().unwrap_or_else(|| randn("x", row.shape).to_dtype(given).unwrap());
+                let y = scope.clone().run(|| layer.forward(&x)).unwrap();
+                let expected = if ids.is_some() { precision[1] } else { given };
+                assert_eq!(y.dtype(), expected, "{} in {precision:?}", row.layer);
+            }
         }
     }
 }
