@@ -330,6 +330,29 @@ pub static LAYERS: &[LayerRow] = &[
         ..OWN
     },
     LayerRow {
+        layer: "CausalSelfAttention",
+        shape: &[4, 7, 16],
+        plans: &[ATTENTION],
+        docs: Docs::Parameters([
+            "with `causal: false`, an encoder's",
+            "the same",
+            "the same",
+            "the same",
+        ]),
+        build: |b| {
+            let scope = QkNormScope::Projection;
+            let config = AttentionConfig {
+                head_dim: 4,
+                causal: false,
+                qk_norm: Some(QkNorm { eps: 1e-3, scope, unit_offset: false }),
+                window: Some(2),
+                ..AttentionConfig::new(16, 4)
+            };
+            module(CausalSelfAttention::new(b, &config)?)
+        },
+        ..OWN
+    },
+    LayerRow {
         layer: "MultiHeadAttention",
         shape: &[4, 7, 16],
         plans: &[ATTENTION],

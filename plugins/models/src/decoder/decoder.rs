@@ -10,6 +10,7 @@ use fulgurite_nn::{
 };
 
 use super::config::DecoderConfig;
+use super::edges;
 use super::layer::DecoderLayer;
 use crate::layers::{Norm, check_length};
 
@@ -58,6 +59,7 @@ impl Decoder {
         } else {
             Linear::with_init(&head, config.hidden_size, config.vocab_size, config.init())?
         };
+        edges::declare(config, b);
         Ok(Self {
             embed_tokens,
             embed_positions,

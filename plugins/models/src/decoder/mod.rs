@@ -3,6 +3,7 @@
 mod config;
 #[expect(clippy::module_inception, reason = "the decoder beside its options and its layer")]
 mod decoder;
+mod edges;
 mod layer;
 
 pub use config::{DecoderConfig, LayerConfig, NormPlacement};

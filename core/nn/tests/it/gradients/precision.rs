@@ -25,22 +25,6 @@ fn run(dtype: DType, row: &LayerRow) -> Run {
     run
 }
 
-fn options(scope: QkNormScope) -> Result<AttentionConfig> {
-    let rope = RopeConfig { rotary_dim: 2, ..RopeConfig::new(4, 1e4) };
-    Ok(AttentionConfig {
-        num_kv_heads: 2,
-        head_dim: 4,
-        causal: scope == QkNormScope::Head,
-        output_bias: true,
-        rope: Some(Rope::with_config(&rope)?),
-        scale: Some(0.7),
-        softcap: Some(3.0),
-        qk_norm: Some(QkNorm { eps: 1e-3, scope, unit_offset: true }),
-        window: Some(2),
-        ..AttentionConfig::new(8, 4)
-    })
-}
-
 #[test]
 fn narrow_dtypes_follow_the_wide_one() {
     for row in LAYERS.iter().filter(|row| row.casts) {
