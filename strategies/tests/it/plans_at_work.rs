@@ -176,7 +176,9 @@ fn plans_that_do_not_fit_the_model() {
         let rank = world.rank();
         tiny(world, TP, move |tree, mesh| {
             let plan = match rank {
-                0 => plan! { "head" => gathering_head() },
+                0 => {
+                    plan! { "head" => Colwise { output: Layout::Replicate, ..Colwise::default() } }
+                }
                 _ => Plan::new(),
             };
             tree.parallelize_module(&mesh.get(TENSOR_PARALLEL)?, &plan)
