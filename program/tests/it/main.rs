@@ -6,5 +6,6 @@ mod bench_mpi;
 mod bench_steps;
 mod book;
 mod checkpoint;
+mod interop;
 mod report;
 mod run;

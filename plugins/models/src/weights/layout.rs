@@ -30,7 +30,7 @@ impl WeightLayout {
 
     /// Ignores tensors of a file whose names end like this pattern (`*.attn.bias`).
     #[must_use]
-    pub(crate) fn ignore(mut self, pattern: &str) -> Self {
+    pub fn ignore(mut self, pattern: &str) -> Self {
         self.ignored.push(pattern.trim_start_matches('*').to_owned());
         self
     }
@@ -42,26 +42,26 @@ impl WeightLayout {
 
     /// The model's tensor `model` is called `file` in a file.
     #[must_use]
-    pub(crate) fn rename(self, model: &str, file: &str) -> Self {
+    pub fn rename(self, model: &str, file: &str) -> Self {
         self.with(file.to_owned(), vec![(model.to_owned(), View::WHOLE)])
     }
 
     /// The model's matrix `model` is the transposed matrix `file`.
     #[must_use]
-    pub(crate) fn transpose(self, model: &str, file: &str) -> Self {
+    pub fn transpose(self, model: &str, file: &str) -> Self {
         let view = View { transposed: true, rows: Rows::All };
         self.with(file.to_owned(), vec![(model.to_owned(), view)])
     }
 
     /// The layers `parts` below `model`, of so many rows each, are one layer `file`.
     #[must_use]
-    pub(crate) fn split(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
+    pub fn split(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
         self.split_rows(model, parts, file, false)
     }
 
     /// [`split`](Self::split) of a layer whose weight is transposed in a file.
     #[must_use]
-    pub(crate) fn split_transposed(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
+    pub fn split_transposed(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
         self.split_rows(model, parts, file, true)
     }
 
@@ -89,7 +89,7 @@ impl WeightLayout {
     /// The layers `parts` below `model` are one layer `file`, in which the rows of a head are
     /// beside each other.
     #[must_use]
-    pub(crate) fn split_heads(
+    pub fn split_heads(
         mut self,
         model: &str,
         parts: &[&str],
