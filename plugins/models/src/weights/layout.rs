@@ -1,10 +1,23 @@
 //! Which tensors of a file make which tensors of a model.
 
+use fulgurite_error::{Error, Result};
+
 use super::view::{Rows, View};
 
-/// How the tensors of a Hugging Face file and of a model of this crate correspond.
+/// How the tensors of a Hugging Face file and of a model correspond.
 ///
-/// In patterns, `*` is one segment of a name. Tensors without a rule have one name.
+/// In patterns, `*` is one segment of a name; both sides of a rule have as many. The first rule
+/// that fits a name counts. Tensors without a rule have the same name on both sides.
+///
+/// ```
+/// use fulgurite_models::WeightLayout;
+///
+/// let layout = WeightLayout::new("transformer")
+///     .ignore("*.attn.mask")
+///     .rename("blocks.*.norm.*", "transformer.h.*.ln.*")
+///     .split("blocks.*.attn", &[("q_proj", 64), ("k_proj", 64)], "transformer.h.*.qk");
+/// # drop(layout);
+/// ```
 #[derive(Debug, Clone)]
 pub struct WeightLayout {
     /// The path of the model without its head in a file. A file of that part alone lacks it.
@@ -107,6 +120,21 @@ impl WeightLayout {
         self
     }
 
+    /// # Errors
+    /// If the sides of a rule have different numbers of stars.
+    pub(super) fn check(&self) -> Result<()> {
+        let stars = |pattern: &str| pattern.split('.').filter(|part| *part == "*").count();
+        for Rule { file, parts } in &self.rules {
+            if let Some((model, _)) = parts.iter().find(|(model, _)| stars(model) != stars(file)) {
+                return Err(Error::other(format!(
+                    "weights are mapped by `{model}` and `{file}`, which have different numbers of `*`; each segment \
+                     that varies needs one on both sides"
+                )));
+            }
+        }
+        Ok(())
+    }
+
     /// The path of the model without its head in a file.
     pub(super) fn prefix(&self) -> &str {
         &self.prefix
@@ -160,7 +188,7 @@ fn matched<'a>(pattern: &str, name: &'a str) -> Option<Vec<&'a str>> {
 fn filled(pattern: &str, stars: &[&str]) -> String {
     let mut stars = stars.iter();
     let segment = |part: &str| match part {
-        "*" => (*stars.next().expect("both sides of a rule have as many stars")).to_owned(),
+        "*" => (*stars.next().expect("`check` compared the stars of both sides")).to_owned(),
         part => part.to_owned(),
     };
     pattern.split('.').map(segment).collect::<Vec<_>>().join(".")
@@ -169,6 +197,15 @@ fn filled(pattern: &str, stars: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rules_need_equal_stars() {
+        let layout = WeightLayout::new("t").rename("norm.weight", "t.h.*.ln.weight");
+        let error = layout.check().unwrap_err().to_string();
+        assert!(error.contains("`norm.weight` and `t.h.*.ln.weight`"), "{error}");
+        assert!(layout.rename("a.*", "b.*").check().is_err());
+        assert!(WeightLayout::new("t").rename("a.*", "b.*").check().is_ok());
+    }
 
     #[test]
     fn rules_name_both_sides() {
