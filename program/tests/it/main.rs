@@ -6,6 +6,9 @@ mod bench_mpi;
 mod bench_steps;
 mod book;
 mod checkpoint;
+#[cfg(feature = "models")]
 mod interop;
+#[cfg(feature = "models")]
+mod models;
 mod report;
 mod run;
