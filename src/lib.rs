@@ -106,10 +106,14 @@ mod book {
     mod loading_data {}
     #[doc = include_str!("../docs/src/guides/loggers.md")]
     mod loggers {}
+    #[doc = include_str!("../docs/src/guides/models.md")]
+    mod models {}
     #[doc = include_str!("../docs/src/guides/module.md")]
     mod module {}
     #[doc = include_str!("../docs/src/guides/optimizers.md")]
     mod optimizers {}
+    #[doc = include_str!("../docs/src/guides/own-model.md")]
+    mod own_model {}
     #[doc = include_str!("../docs/src/guides/metrics.md")]
     mod metrics {}
     #[doc = include_str!("../docs/src/guides/model-parallel.md")]

@@ -6,6 +6,11 @@ mod bench_mpi;
 mod bench_steps;
 mod book;
 mod checkpoint;
+#[cfg(feature = "models")]
+mod interop;
+#[cfg(feature = "models")]
+mod models;
+#[cfg(feature = "models")]
 mod recipes;
 mod report;
 mod run;

@@ -26,7 +26,7 @@ pub(super) enum Object {
     Float(f64),
     Bool(bool),
     Text(Box<str>),
-    /// A class or function, `module.name`.
+    /// A class or function, by its module and its name.
     Global(Box<str>),
     Tuple(Box<[Id]>),
     List(Vec<Id>),

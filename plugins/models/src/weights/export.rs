@@ -22,8 +22,10 @@ impl<S: TensorSource> ExportedSource<S> {
     /// Maps the model's tensors by the layout.
     ///
     /// # Errors
-    /// If a tensor of the file lacks one of its parts.
+    /// If a tensor of the file lacks one of its parts, or the sides of a rule have different
+    /// numbers of stars.
     pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
+        layout.check()?;
         let mut tensors: BTreeMap<String, (Vec<(String, View)>, TensorInfo)> = BTreeMap::new();
         for name in source.names() {
             let (file, parts) = layout.of_model(name);

@@ -1,10 +1,23 @@
 //! Which tensors of a file make which tensors of a model.
 
+use fulgurite_error::{Error, Result};
+
 use super::view::{Rows, View};
 
-/// How the tensors of a Hugging Face file and of a model of this crate correspond.
+/// How the tensors of a Hugging Face file and of a model correspond.
 ///
-/// In patterns, `*` is one segment of a name. Tensors without a rule have one name.
+/// In patterns, `*` is one segment of a name; both sides of a rule have as many. The first rule
+/// that fits a name counts. Tensors without a rule have the same name on both sides.
+///
+/// ```
+/// use fulgurite_models::WeightLayout;
+///
+/// let layout = WeightLayout::new("transformer")
+///     .ignore("*.attn.mask")
+///     .rename("blocks.*.norm.*", "transformer.h.*.ln.*")
+///     .split("blocks.*.attn", &[("q_proj", 64), ("k_proj", 64)], "transformer.h.*.qk");
+/// # drop(layout);
+/// ```
 #[derive(Debug, Clone)]
 pub struct WeightLayout {
     /// The path of the model without its head in a file. A file of that part alone lacks it.
@@ -30,7 +43,7 @@ impl WeightLayout {
 
     /// Ignores tensors of a file whose names end like this pattern (`*.attn.bias`).
     #[must_use]
-    pub(crate) fn ignore(mut self, pattern: &str) -> Self {
+    pub fn ignore(mut self, pattern: &str) -> Self {
         self.ignored.push(pattern.trim_start_matches('*').to_owned());
         self
     }
@@ -42,26 +55,26 @@ impl WeightLayout {
 
     /// The model's tensor `model` is called `file` in a file.
     #[must_use]
-    pub(crate) fn rename(self, model: &str, file: &str) -> Self {
+    pub fn rename(self, model: &str, file: &str) -> Self {
         self.with(file.to_owned(), vec![(model.to_owned(), View::WHOLE)])
     }
 
     /// The model's matrix `model` is the transposed matrix `file`.
     #[must_use]
-    pub(crate) fn transpose(self, model: &str, file: &str) -> Self {
+    pub fn transpose(self, model: &str, file: &str) -> Self {
         let view = View { transposed: true, rows: Rows::All };
         self.with(file.to_owned(), vec![(model.to_owned(), view)])
     }
 
     /// The layers `parts` below `model`, of so many rows each, are one layer `file`.
     #[must_use]
-    pub(crate) fn split(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
+    pub fn split(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
         self.split_rows(model, parts, file, false)
     }
 
     /// [`split`](Self::split) of a layer whose weight is transposed in a file.
     #[must_use]
-    pub(crate) fn split_transposed(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
+    pub fn split_transposed(self, model: &str, parts: &[(&str, usize)], file: &str) -> Self {
         self.split_rows(model, parts, file, true)
     }
 
@@ -89,7 +102,7 @@ impl WeightLayout {
     /// The layers `parts` below `model` are one layer `file`, in which the rows of a head are
     /// beside each other.
     #[must_use]
-    pub(crate) fn split_heads(
+    pub fn split_heads(
         mut self,
         model: &str,
         parts: &[&str],
@@ -105,6 +118,21 @@ impl WeightLayout {
             self = self.with(format!("{file}.{kind}"), parts);
         }
         self
+    }
+
+    /// # Errors
+    /// If the sides of a rule have different numbers of stars.
+    pub(super) fn check(&self) -> Result<()> {
+        let stars = |pattern: &str| pattern.split('.').filter(|part| *part == "*").count();
+        for Rule { file, parts } in &self.rules {
+            if let Some((model, _)) = parts.iter().find(|(model, _)| stars(model) != stars(file)) {
+                return Err(Error::other(format!(
+                    "weights are mapped by `{model}` and `{file}`, which have different numbers of `*`; each segment \
+                     that varies needs one on both sides"
+                )));
+            }
+        }
+        Ok(())
     }
 
     /// The path of the model without its head in a file.
@@ -160,7 +188,7 @@ fn matched<'a>(pattern: &str, name: &'a str) -> Option<Vec<&'a str>> {
 fn filled(pattern: &str, stars: &[&str]) -> String {
     let mut stars = stars.iter();
     let segment = |part: &str| match part {
-        "*" => (*stars.next().expect("both sides of a rule have as many stars")).to_owned(),
+        "*" => (*stars.next().expect("`check` compared the stars of both sides")).to_owned(),
         part => part.to_owned(),
     };
     pattern.split('.').map(segment).collect::<Vec<_>>().join(".")
@@ -169,6 +197,15 @@ fn filled(pattern: &str, stars: &[&str]) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn rules_need_equal_stars() {
+        let layout = WeightLayout::new("t").rename("norm.weight", "t.h.*.ln.weight");
+        let error = layout.check().unwrap_err().to_string();
+        assert!(error.contains("`norm.weight` and `t.h.*.ln.weight`"), "{error}");
+        assert!(layout.rename("a.*", "b.*").check().is_err());
+        assert!(WeightLayout::new("t").rename("a.*", "b.*").check().is_ok());
+    }
 
     #[test]
     fn rules_name_both_sides() {

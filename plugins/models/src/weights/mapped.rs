@@ -23,8 +23,10 @@ impl<S: TensorSource> MappedSource<S> {
     /// Maps the file's tensors by the layout.
     ///
     /// # Errors
-    /// If a tensor does not have the rows that the layout takes from it.
+    /// If a tensor does not have the rows that the layout takes from it, or the sides of a rule
+    /// have different numbers of stars.
     pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
+        layout.check()?;
         let prefix = format!("{}.", layout.prefix());
         let base_only = !source.names().iter().any(|name| name.starts_with(&prefix));
         let (mut tensors, mut unreadable) = (BTreeMap::new(), BTreeMap::new());

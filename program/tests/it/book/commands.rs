@@ -246,6 +246,9 @@ impl Checker<'_> {
     }
 
     fn fulgurite(&self, words: &[String]) -> Option<String> {
+        if TRAINING_COMMANDS.contains(&words[0].as_str()) && words[0] != "plugins" {
+            return self.training(words);
+        }
         let helps = &self.programs.helps;
         let mut path = String::new();
         let mut rest = words;

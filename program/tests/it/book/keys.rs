@@ -8,6 +8,7 @@ use fulgurite::core::config::{ConfigLayers, documented_keys};
 use fulgurite::core::registry;
 use fulgurite::core::run::{RunConfig, reference_sections};
 use fulgurite::data::TextDataConfig;
+use fulgurite_models::ModelConfig;
 use toml::{Table, Value};
 
 use super::page::Page;
@@ -44,11 +45,12 @@ const TABLES: [(&str, &str); 5] = [
 ];
 
 /// Tables of a whole configuration.
-const TOP: [&str; 7] = ["checkpoint", "data", "model", "optimizer", "scheduler", "seed", "trainer"];
+const TOP: [&str; 8] =
+    ["checkpoint", "data", "model", "module", "optimizer", "scheduler", "seed", "trainer"];
 
 /// The keys of the configuration.
 pub(super) struct Keys {
-    /// Full paths. The keys of `[model]` come from the example.
+    /// Full paths. The keys of `[model]` are those of `fulgurite fit`.
     paths: BTreeSet<String>,
 }
 
@@ -65,13 +67,17 @@ impl Keys {
         for key in documented_keys::<TextDataConfig>().unwrap() {
             add("data", &key.name);
         }
+        for key in documented_keys::<ModelConfig>().unwrap() {
+            add("model", &key.name);
+        }
+        add("module", "type");
         for plugin in registry::plugins() {
             let kind = kind_descriptors().find(|kind| kind.kind == plugin.kind).unwrap();
             add(kind.key, "type");
             option_keys(&plugin).0.iter().for_each(|(key, _)| add(kind.key, &key.name));
         }
         let tables = TABLES.into_iter().chain(FEATURES.map(|(kind, _, options)| (kind, options)));
-        for (table, of) in tables.chain([("model", "LlamaConfig")]) {
+        for (table, of) in tables {
             let members: Vec<_> = sources.names.members(of).collect();
             assert!(members.len() > 1, "{of}: {members:?}");
             members.into_iter().for_each(|key| add(table, key));

@@ -96,8 +96,11 @@ impl Checker<'_> {
                 (!known).then(|| format!("{} has no `{name}`", types.join(" or ")))
             }
             _ => {
-                let is_called = is_call || after.starts_with("!(");
-                let known = !is_called || self.has_callable(name);
+                let is_macro = after.starts_with("!(");
+                // A macro may be defined by another macro.
+                let known = !(is_call || is_macro)
+                    || self.has_callable(name)
+                    || is_macro && self.sources.has_word(name);
                 (!known).then(|| format!("there is no function `{name}`"))
             }
         }

@@ -34,6 +34,8 @@ pub(super) struct Names {
     members: BTreeMap<String, BTreeSet<String>>,
     /// The traits that a type implements.
     traits: BTreeMap<String, BTreeSet<String>>,
+    /// Types by their other names: `type SwiGluMlp = GatedMlp`.
+    aliases: BTreeMap<String, String>,
     /// Functions, macros, and types that are built by a call.
     callable: BTreeSet<String>,
     /// Modules, and the names of folders and files.
@@ -168,6 +170,10 @@ impl Names {
                 "const" | "static" | "type" => {
                     let name = first_word(rest);
                     self.callable.insert(name.to_owned());
+                    if let (None, "type", Some((_, of))) = (&owner, keyword, rest.split_once(" = "))
+                    {
+                        self.aliases.insert(name.to_owned(), type_name(of));
+                    }
                     self.member(owner, name);
                 }
                 _ => {
@@ -230,6 +236,7 @@ impl Names {
 
     /// Whether a type, trait or enum has this function, field, constant or variant.
     pub(super) fn has_member(&self, of: &str, name: &str) -> bool {
+        let of = self.aliases.get(of).map_or(of, String::as_str);
         DERIVED.contains(&name)
             || self.members.get(of).is_some_and(|members| members.contains(name))
             || self

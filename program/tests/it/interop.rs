@@ -1,0 +1,45 @@
+//! Models that `fulgurite` trains and converts, in `transformers`. Requires a Python with it:
+//!
+//! ```sh
+//! python3 -m venv /tmp/interop
+//! /tmp/interop/bin/pip install torch transformers safetensors
+//! FULGURITE_PYTHON=/tmp/interop/bin/python cargo test -p fulgurite-cli --test it interop:: -- --ignored
+//! ```
+
+use std::path::{Path, PathBuf};
+
+use crate::models::{decoders, fit, root, run};
+
+/// Trains a decoder on two ranks of `fsdp` without changing its weights, and converts the checkpoint.
+fn trained(decoder: &Path, scratch: &Path) -> PathBuf {
+    let dir = scratch.join(decoder.file_name().unwrap());
+    let checkpoints = format!("checkpoint.dir={}", dir.join("checkpoints").display());
+    let two_ranks = ["trainer.devices=2", "trainer.strategy=fsdp", "data.batch_size=2"];
+    let losses = fit(
+        decoder,
+        scratch,
+        &[&two_ranks[..], &["trainer.max_steps=2", "optimizer.lr=0.0", &checkpoints]].concat(),
+    );
+    assert_eq!(losses.len(), 2);
+    let (step, out) = (dir.join("checkpoints/step-00000002"), dir.join("converted"));
+    let (step, to) = (step.to_str().unwrap(), out.to_str().unwrap());
+    let args = ["checkpoint", "convert", step, to, "--to", "hugging-face"].map(str::to_owned);
+    let [_, said] = run(env!("CARGO_BIN_EXE_fulgurite"), &args);
+    assert!(said.contains("there is no tokenizer"), "{said}");
+    out
+}
+
+#[test]
+#[ignore = "needs a Python with transformers"]
+fn transformers_loads_trained_decoders() {
+    let python = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let scratch = tempfile::tempdir().unwrap();
+    let mut args = vec![root().join("tests/interop/transformers_logits.py")];
+    for decoder in decoders() {
+        args.push(trained(&decoder, scratch.path()));
+        args.push(decoder.join("expected.safetensors"));
+    }
+    let args: Vec<String> = args.iter().map(|path| path.to_str().unwrap().to_owned()).collect();
+    let [compared, _] = run(python, &args);
+    println!("{compared}");
+}
