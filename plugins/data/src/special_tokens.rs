@@ -129,6 +129,17 @@ impl SpecialTokens {
     }
 }
 
+/// Returns the name of the token under `key`, such as `mask_token`, in the files beside a
+/// `tokenizer.json`, and the place that names it.
+///
+/// # Errors
+/// If one of the files cannot be read.
+pub(crate) fn named_token(tokenizer: &Path, key: &str) -> Result<Option<(String, String)>> {
+    let folder = tokenizer.parent().unwrap_or(Path::new("."));
+    let token = Siblings::read(folder)?.token(key);
+    Ok(token.map(|(file, name)| (format!("{}: {key}", folder.join(file).display()), name)))
+}
+
 /// Files beside a `tokenizer.json` by name; a missing file is empty.
 struct Siblings(Vec<(&'static str, Map<String, Value>)>);
 
