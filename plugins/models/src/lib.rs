@@ -27,5 +27,7 @@ pub use encoder::{
 };
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use layers::{FeedForward, NormKind};
-pub use modules::CausalLm;
+#[cfg(feature = "images")]
+pub use modules::ImageClassification;
+pub use modules::{CausalLm, Embedding, MaskedLm, SequenceClassification, TokenClassification};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -251,7 +251,9 @@ impl LabelledTextsConfig {
             }
         }
         if self.kind == pairs && !self.labels.is_empty() {
-            return fail("data.labels is not for data.type = \"pairs\", which has no labels".into());
+            return fail(
+                "data.labels is not for data.type = \"pairs\", which has no labels".into(),
+            );
         }
         let mut names: Vec<&String> = self.labels.iter().collect();
         names.sort_unstable();

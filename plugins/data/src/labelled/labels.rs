@@ -93,7 +93,11 @@ impl LabelReader {
     ///
     /// # Errors
     /// If a row has no label, or labels are of several kinds.
-    pub(super) fn of(config: &LabelledTextsConfig, rows: &[Row], at: usize) -> Result<Option<Self>> {
+    pub(super) fn of(
+        config: &LabelledTextsConfig,
+        rows: &[Row],
+        at: usize,
+    ) -> Result<Option<Self>> {
         let Some(column) = config.label_column() else { return Ok(None) };
         let (mut lists, mut kinds) = (0, Vec::new());
         for row in rows {
@@ -122,9 +126,10 @@ impl LabelReader {
         }
         let named = |(kind, row): &&(Scalar, &Row)| *kind == Scalar::Name && !row.is_text;
         let scalar = kinds.iter().map(|(kind, _)| *kind).max().unwrap_or(Scalar::Integer);
-        if let (Some(_), Some((_, row))) =
-            (kinds.iter().find(named), kinds.iter().find(|(kind, row)| *kind != Scalar::Name && !row.is_text))
-        {
+        if let (Some(_), Some((_, row))) = (
+            kinds.iter().find(named),
+            kinds.iter().find(|(kind, row)| *kind != Scalar::Name && !row.is_text),
+        ) {
             return Err(row.place.wrong(format!(
                 "has a number under {:?} ({}), where other rows have names",
                 column.name, column.key
@@ -150,8 +155,7 @@ impl LabelReader {
                 _ => return Err(wrong_kind(rows, &column, "expected a list of numbers")),
             }),
         };
-        let mut reader =
-            Self { kind, column, scalar, classes: Vec::new(), index: BTreeMap::new() };
+        let mut reader = Self { kind, column, scalar, classes: Vec::new(), index: BTreeMap::new() };
         if matches!(kind, LabelKind::Classes | LabelKind::Sets) {
             reader.find_classes(config, rows, at)?;
         }
@@ -163,7 +167,12 @@ impl LabelReader {
     }
 
     /// Collects the classes of training rows, in order.
-    fn find_classes(&mut self, config: &LabelledTextsConfig, rows: &[Row], at: usize) -> Result<()> {
+    fn find_classes(
+        &mut self,
+        config: &LabelledTextsConfig,
+        rows: &[Row],
+        at: usize,
+    ) -> Result<()> {
         let items = rows.iter().flat_map(|row| {
             let items = match &row.values[at] {
                 Some(Value::Array(items)) => items.as_slice(),
@@ -181,7 +190,8 @@ impl LabelReader {
                 [] => first.keys().cloned().collect(),
                 labels => labels.to_vec(),
             };
-            let class = |name: &String| Class { name: Some(name.clone()), place: first.get(name).cloned() };
+            let class =
+                |name: &String| Class { name: Some(name.clone()), place: first.get(name).cloned() };
             self.classes = names.iter().map(class).collect();
             self.index = names.into_iter().zip(0..).collect();
             return Ok(());
@@ -240,7 +250,9 @@ impl LabelReader {
             ))),
             LabelKind::Numbers(_) => {
                 let number = |item: &Value| match item {
-                    Value::String(text) if row.is_text => text.parse().ok().filter(|x: &f32| x.is_finite()),
+                    Value::String(text) if row.is_text => {
+                        text.parse().ok().filter(|x: &f32| x.is_finite())
+                    }
                     Value::Bool(value) => Some(f32::from(u8::from(*value))),
                     item => item.as_f64().map(|x| x as f32).filter(|x| x.is_finite()),
                 };
@@ -307,9 +319,9 @@ fn label_of<'a>(row: &'a Row, at: usize, column: &Column) -> Result<&'a Value> {
 /// The index of the first row that has a list where the first row has none, or the reverse.
 fn first_unlike(rows: &[Row], at: usize, column: &Column) -> Result<usize> {
     let first = label_of(&rows[0], at, column)?.is_array();
-    let unlike = rows.iter().position(|row| {
-        row.values[at].as_ref().is_some_and(|value| value.is_array() != first)
-    });
+    let unlike = rows
+        .iter()
+        .position(|row| row.values[at].as_ref().is_some_and(|value| value.is_array() != first));
     Ok(unlike.unwrap_or(0))
 }
 

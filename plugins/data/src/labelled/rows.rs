@@ -136,7 +136,8 @@ impl File<'_> {
                     return Err(place.wrong(self.missing(column, &keys)));
                 }
             }
-            let take = |column: &Column| value.remove(&column.name).filter(|value| !value.is_null());
+            let take =
+                |column: &Column| value.remove(&column.name).filter(|value| !value.is_null());
             let values = self.columns.iter().map(take).collect();
             rows.push(Row { place, values, is_text: false });
         }
@@ -159,8 +160,10 @@ impl File<'_> {
             };
             self.place("line", line).wrong(what)
         };
-        let names: Vec<String> = reader.headers().map_err(broken)?.iter().map(str::to_owned).collect();
-        let names: Vec<&str> = names.iter().map(|name| name.trim_start_matches('\u{feff}')).collect();
+        let names: Vec<String> =
+            reader.headers().map_err(broken)?.iter().map(str::to_owned).collect();
+        let names: Vec<&str> =
+            names.iter().map(|name| name.trim_start_matches('\u{feff}')).collect();
         let mut indices = Vec::new();
         for (i, column) in self.columns.iter().enumerate() {
             let index = names.iter().position(|name| *name == column.name);
@@ -219,7 +222,8 @@ impl File<'_> {
             for (number, row) in reader.get_row_iter(Some(projection))?.enumerate() {
                 let row = row?;
                 let value = |column: &Column| {
-                    let (_, field) = row.get_column_iter().find(|(name, _)| **name == column.name)?;
+                    let (_, field) =
+                        row.get_column_iter().find(|(name, _)| **name == column.name)?;
                     parquet_value(field)
                 };
                 let values = self.columns.iter().map(value).collect();
@@ -228,9 +232,7 @@ impl File<'_> {
             }
             Ok(())
         };
-        catch_panic(read)
-            .unwrap_or_else(|panic| Err(ParquetError::General(panic)))
-            .map_err(broken)
+        catch_panic(read).unwrap_or_else(|panic| Err(ParquetError::General(panic))).map_err(broken)
     }
 }
 
@@ -252,7 +254,8 @@ fn parquet_value(field: &parquet::record::Field) -> Option<Value> {
         Field::Double(value) => (*value).into(),
         Field::Str(value) => value.as_str().into(),
         Field::ListInternal(list) => {
-            let values = list.elements().iter().map(|field| parquet_value(field).unwrap_or(Value::Null));
+            let values =
+                list.elements().iter().map(|field| parquet_value(field).unwrap_or(Value::Null));
             Value::Array(values.collect())
         }
         _ => return None,
