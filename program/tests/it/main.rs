@@ -8,3 +8,4 @@ mod book;
 mod checkpoint;
 mod report;
 mod run;
+mod tasks;

@@ -27,6 +27,16 @@ pub(super) fn new_heads() -> Vec<String> {
     HEADS.map(str::to_owned).into()
 }
 
+/// Returns the configuration with the keys of `config.json`, if it names a directory.
+///
+/// # Errors
+/// If the file is missing or damaged.
+pub(super) fn complete(config: &ModelConfig) -> Result<ModelConfig> {
+    let mut config = config.clone();
+    config.read_file()?;
+    Ok(config)
+}
+
 /// Returns the encoder of a configuration, for a module that takes `keys` of `[model]` itself.
 ///
 /// # Errors

@@ -184,6 +184,7 @@ impl LightningModule for Embedding {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        let config = &common::complete(config)?;
         let (network, is_decoder) = match config.clone().describe_for(KEYS)?.architecture {
             Architecture::Encoder(encoder) => {
                 (Network::Encoder(Box::new(Encoder::new(&encoder, b)?)), false)

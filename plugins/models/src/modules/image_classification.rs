@@ -146,6 +146,7 @@ impl LightningModule for ImageClassification {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        let config = &common::complete(config)?;
         let encoder = common::encoder(config, KEYS)?;
         let file = preprocessor(config)?;
         Ok(Self {

@@ -101,26 +101,26 @@ impl Metric for LabelSets {
 mod tests {
     use super::*;
 
-    fn tensor(rows: &[[f32; 3]]) -> Tensor {
-        Tensor::new(rows, &Device::Cpu).unwrap()
+    fn tensor<const N: usize>(rows: [[f32; 3]; N]) -> Tensor {
+        Tensor::new(&rows, &Device::Cpu).unwrap()
     }
 
     #[test]
     fn losses_equal_those_of_pytorch() {
-        let (x, y) = (tensor(&[[0.5, -2.0, 100.0]]), tensor(&[[1.0, 0.0, 0.0]]));
+        let (x, y) = (tensor([[0.5, -2.0, 100.0]]), tensor([[1.0, 0.0, 0.0]]));
         // torch.nn.functional.binary_cross_entropy_with_logits(x, y, reduction="none")
         let wanted: f64 = [0.474_076_98, 0.126_928_01, 100.0].iter().sum();
         let loss = binary_cross_entropy(&x, &y).unwrap();
         assert!((loss.sum_value().unwrap() - wanted).abs() < 1e-4);
         assert_eq!(loss.count(), 3.0);
         assert_eq!(squared_error(&x, &y).unwrap().sum_value().unwrap(), 0.25 + 4.0 + 10_000.0);
-        assert!(squared_error(&x, &tensor(&[[1.0; 3], [0.0; 3]])).is_err());
+        assert!(squared_error(&x, &tensor([[1.0; 3], [0.0; 3]])).is_err());
     }
 
     #[test]
     fn label_sets_equal_a_hand_count() {
-        let logits = tensor(&[[1.0, -1.0, 2.0], [1.0, 1.0, -1.0]]);
-        let targets = tensor(&[[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]);
+        let logits = tensor([[1.0, -1.0, 2.0], [1.0, 1.0, -1.0]]);
+        let targets = tensor([[1.0, 0.0, 1.0], [0.0, 1.0, 0.0]]);
         let value = |average| {
             let metric = LabelSets::of(&logits, &targets, average).unwrap();
             metric.compute(&metric.state().unwrap().to_vec1::<f64>().unwrap())

@@ -155,6 +155,7 @@ impl LightningModule for MaskedLm {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        let config = &common::complete(config)?;
         let encoder_config = common::encoder(config, KEYS)?;
         let (mask, probability) = keys(config)?;
         let head = encoder_config.masked_lm.ok_or_else(|| {

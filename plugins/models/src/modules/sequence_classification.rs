@@ -225,6 +225,7 @@ impl LightningModule for SequenceClassification {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        let config = &common::complete(config)?;
         let (outputs, names) = (classes::count(config)?, classes::names(config)?);
         let problem = Problem::of(config)?.unwrap_or(match outputs {
             1 => Problem::Regression,

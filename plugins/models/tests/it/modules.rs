@@ -25,7 +25,8 @@ fn load<M: LightningModule<Config = ModelConfig>>(
         optional: M::new_parameters(config),
         ..checkpoint::LoadOptions::default()
     };
-    fabric.load_weights(|| Ok(source), &options)?;
+    checkpoint::load_into(&*source, fabric.module_tree()?, options)?;
+    fabric.finish_load()?;
     Ok((fabric, module))
 }
 
