@@ -100,12 +100,12 @@ impl TextEncoder {
         let encoding = match text {
             Text::One(text) => {
                 check(text)?;
-                self.run(text.as_str().into())?
+                self.run(text.as_str().into(), false)?
             }
             Text::Pair(first, second) => {
                 check(first)?;
                 check(second)?;
-                self.run((first.as_str(), second.as_str()).into())?
+                self.run((first.as_str(), second.as_str()).into(), false)?
             }
             Text::Words(words) => {
                 let spaced = |word: &String| match self.space_before_words {
@@ -114,7 +114,7 @@ impl TextEncoder {
                 };
                 let words: Vec<String> = words.iter().map(spaced).collect();
                 words.iter().try_for_each(|word| check(word))?;
-                self.run(words.into())?
+                self.run(words.into(), true)?
             }
         };
         let words = match text {
@@ -127,8 +127,13 @@ impl TextEncoder {
         Ok((encoded, !encoding.get_overflowing().is_empty()))
     }
 
-    fn run(&self, input: EncodeInput<'_>) -> Result<Encoding> {
-        catch_panic(|| self.tokenizer.encode_fast(input, true))
+    /// Encodes an input. Only with `keep_words` the tokens know their words, which takes longer.
+    fn run(&self, input: EncodeInput<'_>, keep_words: bool) -> Result<Encoding> {
+        let encode = || match keep_words {
+            true => self.tokenizer.encode(input, true),
+            false => self.tokenizer.encode_fast(input, true),
+        };
+        catch_panic(encode)
             .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
             .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))
     }

@@ -180,7 +180,7 @@ impl LabelledTexts {
                 found.samples.push(sample);
             }
             if found.cut > 0 {
-                source.count("rows cut to data.seq_len", found.cut);
+                source.count("cut to data.seq_len", found.cut);
             }
             report.sources.push(source);
             Ok(found)

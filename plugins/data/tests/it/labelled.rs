@@ -113,7 +113,7 @@ fn pairs_of_texts_have_segments_and_are_cut() {
     assert_eq!((data.num_segments(), data.num_classes(), batch.longest), (2, 2, 6));
     assert_eq!(data.class_names(), None);
     let report = data.report().unwrap().to_string();
-    assert_eq!(report, "data.path: 1 files, 2 rows, 1 rows cut to data.seq_len");
+    assert_eq!(report, "data.path: 1 cut to data.seq_len, 1 file, 2 rows");
 }
 
 #[test]
@@ -236,7 +236,7 @@ fn mistakes_are_explained() {
     insta::assert_snapshot!(plain("f.jsonl"), @r#"data: DIR/f.jsonl, line 1 has no text under "text" (data.text_key), but 7"#);
     insta::assert_snapshot!(plain("g.jsonl"), @r#"data: DIR/g.jsonl, line 2 differs from the rows before it: some have a list under "label" (data.label_key) and others have none"#);
     insta::assert_snapshot!(error(&dir, "h.jsonl", "type = 'words'"), @"data: DIR/h.jsonl, line 1 has 2 words and 1 tags; each word needs one");
-    insta::assert_snapshot!(plain("i.jsonl"), @"data: DIR/i.jsonl, line 1 does not parse: EOF while parsing an object at column 27; the file is cut off, or has a value on several lines, which `jq -c .` joins");
+    insta::assert_snapshot!(plain("i.jsonl"), @"data: DIR/i.jsonl, line 1 does not parse: EOF while parsing an object at column 26; the file is cut off, or has a value on several lines, which `jq -c .` joins");
     insta::assert_snapshot!(plain("empty.jsonl"), @"data: DIR/empty.jsonl (data.path) has no rows");
     insta::assert_snapshot!(plain("header.csv"), @"data: DIR/header.csv (data.path) has no rows");
     insta::assert_snapshot!(plain("short.csv"), @"data: DIR/short.csv, line 3 has 1 values, and the header names 2 columns");
