@@ -159,6 +159,7 @@ registration_macros! {
     register_environment, ENVIRONMENT, "EnvironmentConfig";
     register_checkpoint_io, CHECKPOINT_IO, "CheckpointIOConfig";
     register_logger, LOGGER, "LoggerConfig";
+    register_callback, CALLBACK, "CallbackConfig";
     register_parallelize, PARALLELIZE, "ParallelizeFn";
     register_gradient_compression, GRADIENT_COMPRESSION, "GradientCompressionConfig";
     register_optimizer, OPTIMIZER, "OptimizerConfig";

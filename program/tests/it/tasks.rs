@@ -159,6 +159,7 @@ fn assert_same_on_two_ranks(module: &str, keys: &[&str], metric: &str) {
     }
 }
 
+/// A small model with dropout, whose masks depend on the length of padded texts.
 const BERT: [&str; 7] = [
     "model.type=bert",
     "model.hidden_size=16",
@@ -175,7 +176,7 @@ fn bert(keys: &[&'static str]) -> Vec<&'static str> {
 
 #[test]
 fn texts_are_classified_on_two_ranks() {
-    let keys = bert(&["data.path=texts.jsonl"]);
+    let keys = bert(&["data.path=texts.jsonl", "data.pad_to_multiple_of=12"]);
     assert_same_on_two_ranks("sequence_classification", &keys, "val_f1");
 }
 
@@ -188,7 +189,7 @@ fn pretrained_decoder_predicts_sets_on_two_ranks() {
 
 #[test]
 fn numbers_are_predicted_on_two_ranks() {
-    let keys = bert(&["data.path=numbers.jsonl"]);
+    let keys = bert(&["data.path=numbers.jsonl", "model.hidden_dropout_prob=0"]);
     assert_same_on_two_ranks("sequence_classification", &keys, "val_mse");
 }
 
@@ -209,13 +210,18 @@ fn hidden_tokens_are_predicted_on_two_ranks() {
 
 #[test]
 fn words_are_tagged_on_two_ranks() {
-    let keys = bert(&["data.type=words", "data.path=tags.jsonl"]);
+    let keys = bert(&["data.type=words", "data.path=tags.jsonl", "model.hidden_dropout_prob=0"]);
     assert_same_on_two_ranks("token_classification", &keys, "val_f1");
 }
 
 #[test]
 fn texts_are_embedded_on_two_ranks() {
-    let keys = bert(&["data.type=pairs", "data.path=pairs.jsonl", "model.temperature=0.5"]);
+    let keys = bert(&[
+        "data.type=pairs",
+        "data.path=pairs.jsonl",
+        "model.temperature=0.5",
+        "data.pad_to_multiple_of=12",
+    ]);
     assert_same_on_two_ranks("embedding", &keys, "val_accuracy");
 }
 
@@ -251,21 +257,21 @@ fn mistakes_end_before_a_rank_starts() {
         text.replace(&*fixtures, "FIXTURES/")
     };
     let classify = |keys: &[&'static str]| error("sequence_classification", &bert(keys));
-    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.validation_path=odd.jsonl"]), @"");
-    assert_snapshot!(classify(&["data.path=odd.jsonl", "model.id2label={ 0 = 'a', 1 = 'b' }"]), @"");
-    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.text_key=body"]), @"");
-    assert_snapshot!(classify(&["data.path=empty.jsonl"]), @"");
-    assert_snapshot!(classify(&["data.path=texts.jsonl", "model.vocab_size=8"]), @"");
-    assert_snapshot!(classify(&["data.path=five.jsonl", "model.num_labels=3"]), @"");
-    assert_snapshot!(classify(&["data.path=numbers.jsonl", "model.problem_type=single_label_classification"]), @"");
-    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.seq_len=600"]), @"");
-    assert_snapshot!(classify(&["data.path=texts.jsonl", "model.mlm_probability=0.2"]), @"");
-    assert_snapshot!(error("token_classification", &bert(&["data.path=texts.jsonl"])), @"");
-    assert_snapshot!(error("embedding", &bert(&["data.path=texts.jsonl"])), @"");
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.validation_path=odd.jsonl"]), @r#"error: data: odd.jsonl, line 1 has the label "odd" under "label" (data.label_key), which is none of the classes negative, neutral, positive"#);
+    assert_snapshot!(classify(&["data.path=odd.jsonl", "model.id2label={ 0 = 'a', 1 = 'b' }"]), @r#"error: data: odd.jsonl, line 1 has the label "odd", which is none of the model's classes a, b (`id2label`); correct the label, or set model.id2label, and leave the old head out with checkpoint.load.exclude = ["classifier"]"#);
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.text_key=body"]), @r#"error: data: texts.jsonl, line 1 has no column "body" (data.text_key); it has label, text"#);
+    assert_snapshot!(classify(&["data.path=empty.jsonl"]), @"error: data: empty.jsonl (data.path) has no rows");
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "model.vocab_size=8"]), @"error: data.tokenizer has 13 ids, and the model only 8 (`model.vocab_size`); name the tokenizer of the model");
+    assert_snapshot!(classify(&["data.path=five.jsonl", "model.num_labels=3"]), @"error: data: five.jsonl, line 2 has the class 4, and the model has 3 classes, from 0 on (`model.num_labels`)");
+    assert_snapshot!(classify(&["data.path=numbers.jsonl", "model.problem_type=single_label_classification"]), @r#"error: `model.problem_type` is "single_label_classification", and data.label_key has numbers; set "regression", or leave it out"#);
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.seq_len=600"]), @"error: data.seq_len is 600, and the model has 512 positions; it must be at most that");
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "model.mlm_probability=0.2"]), @r#"error: `model.mlm_probability`: a model of type "bert" has no such key; leave it out"#);
+    assert_snapshot!(error("token_classification", &bert(&["data.path=texts.jsonl"])), @r#"error: data.type is "texts", and `token_classification` needs "words""#);
+    assert_snapshot!(error("embedding", &bert(&["data.path=texts.jsonl"])), @r#"error: data.type is "texts", and `embedding` needs "pairs""#);
     let vit = format!("model.from_pretrained={}", fixture("vit").display());
-    assert_snapshot!(error("image_classification", &[&vit, "data.path=pictures"]), @"");
+    assert_snapshot!(error("image_classification", &[&vit, "data.path=pictures"]), @"error: data.height and data.width are 32 and 32, and the model takes pictures of 12 by 12 (`model.image_size`); set both to 12");
     let bytes =
         ["data.type=lines", "data.path=lines.txt", "data.tokenizer=bytes", "model.type=bert"];
-    assert_snapshot!(error("masked_lm", &bytes), @"");
-    assert_snapshot!(error("masked_lm", &[&*vit, "data.type=lines", "data.path=lines.txt", "data.tokenizer=tokenizer.json"]), @"");
+    assert_snapshot!(error("masked_lm", &bytes), @"error: `model.mask_token_id`: data.tokenizer has no token that hides others; set the id of one, or name the tokenizer of an encoder");
+    assert_snapshot!(error("masked_lm", &[&*vit, "data.type=lines", "data.path=lines.txt", "data.tokenizer=tokenizer.json"]), @r#"error: `model.type`: a model of type "vit" takes pictures, and this `module.type` has texts; pictures are for "image_classification""#);
 }

@@ -21,7 +21,7 @@ pub struct RunConfig<M, D> {
     #[serde(default = "default_seed")]
     pub seed: u64,
     /// `module`: which module is trained, in a program that has several.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(default)]
     pub module: Option<PluginValue>,
     /// `[model]`.
     pub model: M,

@@ -139,6 +139,13 @@ pub(super) fn fit_to_texts(
     texts: TextSizes,
 ) -> Result<()> {
     config.read_file()?;
+    // An error here may only be due to the missing vocabulary.
+    if let Ok(Description { architecture: Architecture::Encoder(encoder), .. }) =
+        config.clone().describe_for(keys)
+        && matches!(encoder.input, InputConfig::Patches(_))
+    {
+        return Err(takes_pictures(config));
+    }
     if !config.has("vocab_size") && config.model_type() != crate::config::AUTO {
         // Padding lets tensor-parallel ranks divide the vocabulary evenly.
         config.set("vocab_size", texts.ids.next_multiple_of(8))?;
@@ -151,13 +158,7 @@ pub(super) fn fit_to_texts(
                 let positions = text.positions.map(|rows| rows.saturating_sub(text.first_position));
                 (text.vocab_size, positions, text.segments)
             }
-            InputConfig::Patches(_) => {
-                return Err(Error::Config(format!(
-                    "`model.type`: a model of type \"{}\" takes pictures, and this `module.type` has texts; pictures \
-                     are for \"image_classification\"",
-                    config.model_type()
-                )));
-            }
+            InputConfig::Patches(_) => return Err(takes_pictures(config)),
         },
     };
     let TextSizes { ids, seq_len, segments: wanted } = texts;
@@ -179,6 +180,14 @@ pub(super) fn fit_to_texts(
         )));
     }
     Ok(())
+}
+
+fn takes_pictures(config: &ModelConfig) -> Error {
+    Error::Config(format!(
+        "`model.type`: a model of type \"{}\" takes pictures, and this `module.type` has texts; pictures are for \
+         \"image_classification\"",
+        config.model_type()
+    ))
 }
 
 /// The mask of padded texts, if there is padding.

@@ -142,6 +142,7 @@ impl LightningModule for MaskedLm {
             KEYS,
             TextSizes { ids, seq_len: data.seq_len(), segments: 1 },
         )?;
+        common::encoder(config, KEYS)?;
         let given = keys(config)?.0;
         let mask = given.or_else(|| data.tokenizer().and_then(Tokenizer::mask_token));
         let Some(mask) = mask else {

@@ -22,7 +22,7 @@ use crate::families::Architecture;
 const IGNORED: i64 = -100;
 
 /// A model that gives each word of a text a tag, such as the kind of a name: any encoder with its
-/// head for tokens, or any decoder with a linear layer `score`, on [`LabelledTexts`] of type
+/// head for tokens, or any decoder with dropout of 0.1 and a linear layer `score`, on [`LabelledTexts`] of type
 /// `"words"`.
 ///
 /// The first token of a word has the word's tag, and other tokens do not count. Validation logs
