@@ -90,7 +90,8 @@ pub struct LabelledTextsConfig {
     pub pad_token: Option<String>,
     /// Tokens in a sample at most, with the special ones; longer texts are cut.
     pub seq_len: usize,
-    /// The length of a micro-batch's texts is rounded up to a multiple of this number.
+    /// The length of a micro-batch's texts is rounded up to a multiple of this number. Dropout
+    /// depends on that length: only with `seq_len` here other numbers of ranks drop the same.
     pub pad_to_multiple_of: usize,
     /// Samples in a micro-batch of one data-parallel rank.
     pub batch_size: usize,
