@@ -5,7 +5,9 @@ use std::process::ExitCode;
 
 use clap::Args;
 use fulgurite::cli::{Cli, ModuleEntry};
-use fulgurite_models::CausalLm;
+use fulgurite_models::{
+    CausalLm, Embedding, ImageClassification, MaskedLm, SequenceClassification, TokenClassification,
+};
 
 /// Arguments that the command line of a training program parses.
 #[derive(Debug, Args)]
@@ -17,7 +19,14 @@ pub(crate) struct Arguments {
 
 /// Runs the module that `module.type` names.
 pub(crate) fn run() -> ExitCode {
-    let modules = [ModuleEntry::new::<CausalLm>("causal_lm")];
+    let modules = [
+        ModuleEntry::new::<CausalLm>(),
+        ModuleEntry::new::<MaskedLm>(),
+        ModuleEntry::new::<SequenceClassification>(),
+        ModuleEntry::new::<TokenClassification>(),
+        ModuleEntry::new::<ImageClassification>(),
+        ModuleEntry::new::<Embedding>(),
+    ];
     let mut args: Vec<OsString> = std::env::args_os().collect();
     if args.get(1).is_some_and(|command| command == "sweep") {
         args[1] = "fit".into();

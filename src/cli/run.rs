@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use fulgurite_core::config::reference::{Section, commented_toml};
 use fulgurite_core::config::schema::json_schema;
-use fulgurite_core::config::{PluginValue, to_toml};
+use fulgurite_core::config::{ConfigLayers, PluginValue, to_toml};
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, print_panics, report_and_exit_code};
@@ -179,7 +179,7 @@ impl Cli {
 
     /// Parses the command line and runs it. Collective over the ranks that it launches.
     pub fn run<M: LightningModule>(self) -> ExitCode {
-        self.run_program(ModuleEntry::new::<M>(""), std::env::args_os().collect())
+        self.run_program(ModuleEntry::new::<M>(), std::env::args_os().collect())
     }
 
     /// Parses the command line and runs the module that `module.type` names, by default the first.
@@ -308,8 +308,9 @@ pub struct ModuleEntry {
 }
 
 impl ModuleEntry {
-    /// The module `M`, called `name` in `module.type`.
-    pub fn new<M: LightningModule>(name: &'static str) -> Self {
+    /// The module `M`, by its [`module_type`](LightningModule::module_type).
+    pub fn new<M: LightningModule>() -> Self {
+        let name = M::module_type().unwrap_or_default();
         Self { name, sections: sections::<M>, execute: execute::<M>, check: check::<M> }
     }
 
@@ -335,11 +336,11 @@ fn named_module(program: &Program, args: &[OsString], defaults: Table) -> Option
         }
         _ => {
             let text = args.iter().filter_map(|arg| arg.to_str());
-            let assigned = text.filter_map(|arg| {
+            let mut assigned = text.filter_map(|arg| {
                 let arg = arg.strip_prefix("--set=").unwrap_or(arg);
                 arg.strip_prefix("module.type=").or_else(|| arg.strip_prefix("module="))
             });
-            return assigned.last().map(|name| name.trim_matches(['"', '\'']).to_owned());
+            return assigned.next_back().map(|name| name.trim_matches(['"', '\'']).to_owned());
         }
     };
     // Errors of the configuration are reported when it is read whole.
@@ -357,13 +358,26 @@ fn purpose(action: Action) -> RunPurpose {
     }
 }
 
+/// The configuration in layers. The program's defaults of `[model]` describe a model that is made
+/// from scratch, so they do not count for a run that starts from pretrained weights.
+fn layers(request: &RunRequest, mut defaults: Table) -> Result<ConfigLayers> {
+    let layers = request.layers(defaults.clone())?;
+    let resolved = layers.resolve();
+    let is_pretrained =
+        resolved.get("model").is_some_and(|model| model.get("from_pretrained").is_some());
+    match is_pretrained && defaults.remove("model").is_some() {
+        true => request.layers(defaults),
+        false => Ok(layers),
+    }
+}
+
 /// The checked configuration of a run of module `M`.
 fn run_config<M: LightningModule>(
     request: &RunRequest,
     defaults: Table,
     extras: &Extras,
 ) -> Result<RunConfigOf<M>> {
-    let layers = request.layers(defaults)?;
+    let layers = layers(request, defaults)?;
     let layers = layers.exclusive_keys("data", M::Data::exclusive_keys());
     let mut run: RunConfigOf<M> = RunConfig::from_layers(layers.clone())?;
     args::warn_of_variables(&layers)?;
@@ -375,9 +389,11 @@ fn run_config<M: LightningModule>(
 /// Checks the key `module`, in a program that runs the module of this name.
 fn check_module(given: Option<&PluginValue>, name: Option<&str>) -> Result<()> {
     let Some(given) = given else { return Ok(()) };
-    if name.is_none() {
-        let message = "`module`: this program has one module; leave the key out";
-        return Err(Error::Config(message.to_owned()));
+    if name != Some(given.name.as_str()) {
+        return Err(Error::Config(format!(
+            "`module.type`: this program does not train \"{}\", but its own module; leave the key out",
+            given.name
+        )));
     }
     match given.options.keys().next() {
         None => Ok(()),

@@ -161,6 +161,11 @@ impl ImageFolder {
         &self.classes
     }
 
+    /// Height and width of the pictures in a batch.
+    pub fn size(&self) -> [usize; 2] {
+        [self.config.height, self.config.width]
+    }
+
     fn pictures(&self, split: Split) -> &[Picture] {
         match split {
             Split::Train => &self.train,

@@ -28,6 +28,7 @@ mod cuts;
 mod files;
 #[cfg(feature = "images")]
 mod images;
+mod labelled;
 mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;
@@ -52,6 +53,9 @@ pub use config::{
 };
 #[cfg(feature = "images")]
 pub use images::{ImageBatch, ImageFolder, ImageFolderConfig};
+pub use labelled::{
+    LabelKind, LabelledTexts, LabelledTextsConfig, Labels, PaddedTexts, RowKind, TextBatch,
+};
 pub use lines::{JsonLines, Lines};
 pub use text_data::TextData;
 pub use tokenizer::Tokenizer;

@@ -342,7 +342,7 @@ pub(crate) fn text_of_json(line: &str, key: &str, is_first: bool) -> Result<Stri
 }
 
 /// The flaw of a line that does not parse.
-fn flaw_of_json(error: &serde_json::Error, line: &str) -> Flaw {
+pub(crate) fn flaw_of_json(error: &serde_json::Error, line: &str) -> Flaw {
     let (column, message) = (error.column(), error.to_string());
     let what = message.rsplit_once(" at line ").map_or(&*message, |(what, _)| what);
     let advice = match what {

@@ -14,6 +14,9 @@ const MAX_FILE: u64 = 64 << 20;
 const END_OF_TEXT_TOKENS: [&str; 5] =
     ["<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|endofsequence|>"];
 
+/// Mask tokens of published tokenizers, for a `tokenizer.json` without other files.
+const MASK_TOKENS: [&str; 2] = ["[MASK]", "<mask>"];
+
 /// The tokens around a text, as the configuration names them.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Wanted<'a> {
@@ -32,6 +35,8 @@ pub(crate) struct SpecialTokens {
     pub start: Option<u32>,
     /// Follows each text.
     pub end: Option<u32>,
+    /// Stands for a hidden token.
+    pub mask: Option<u32>,
     /// A warning: the end token is unknown, or a guess.
     pub warning: Option<String>,
 }
@@ -125,8 +130,23 @@ impl SpecialTokens {
                 file.display()
             )));
         }
-        Ok(Self { start, end, warning })
+        let mask = match named_token(file, "mask_token")? {
+            Some((_, name)) => tokenizer.token_to_id(&name),
+            None => MASK_TOKENS.iter().find_map(|name| tokenizer.token_to_id(name)),
+        };
+        Ok(Self { start, end, mask, warning })
     }
+}
+
+/// Returns the name of the token under `key`, such as `mask_token`, in the files beside a
+/// `tokenizer.json`, and the place that names it.
+///
+/// # Errors
+/// If one of the files cannot be read.
+pub(crate) fn named_token(tokenizer: &Path, key: &str) -> Result<Option<(String, String)>> {
+    let folder = tokenizer.parent().unwrap_or(Path::new("."));
+    let token = Siblings::read(folder)?.token(key);
+    Ok(token.map(|(file, name)| (format!("{}: {key}", folder.join(file).display()), name)))
 }
 
 /// Files beside a `tokenizer.json` by name; a missing file is empty.

@@ -153,6 +153,27 @@ impl Tokenizer {
         }
     }
 
+    /// The id that stands for a hidden token, if the tokenizer has one.
+    pub fn mask_token(&self) -> Option<u32> {
+        match &self.0 {
+            Kind::Bytes => None,
+            Kind::HuggingFace(tokenizer) => tokenizer.special.mask,
+        }
+    }
+
+    /// The ids of all special tokens, in order: those that are no text.
+    pub fn special_tokens(&self) -> Vec<u32> {
+        let tokenizer = match &self.0 {
+            Kind::Bytes => return vec![Self::END_OF_BYTES],
+            Kind::HuggingFace(tokenizer) => &tokenizer.tokenizer,
+        };
+        let added = tokenizer.get_added_tokens_decoder();
+        let special = added.iter().filter(|(_, token)| token.special);
+        let mut ids: Vec<u32> = special.map(|(id, _)| *id).collect();
+        ids.sort_unstable();
+        ids
+    }
+
     /// The id before each document; `None` unless `data.add_bos_token` asks for it.
     pub fn start_of_text(&self) -> Option<u32> {
         match &self.0 {

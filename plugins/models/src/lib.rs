@@ -30,6 +30,8 @@ pub use encoder::{
 pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use layers::{FeedForward, NormKind};
-pub use modules::CausalLm;
+#[cfg(feature = "images")]
+pub use modules::ImageClassification;
+pub use modules::{CausalLm, Embedding, MaskedLm, SequenceClassification, TokenClassification};
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -14,3 +14,4 @@ mod models;
 mod recipes;
 mod report;
 mod run;
+mod tasks;

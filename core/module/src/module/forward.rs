@@ -63,8 +63,8 @@ impl BatchRanks {
     }
 
     /// The process group.
-    pub fn group(&self) -> &dyn ProcessGroup {
-        &*self.0
+    pub fn group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.0
     }
 }
 

@@ -3,6 +3,7 @@
 mod definition;
 #[cfg(feature = "images")]
 mod images;
+mod labelled;
 mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;

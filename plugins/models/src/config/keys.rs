@@ -246,6 +246,36 @@ pub const KEYS: &[Key] = &[
         KeyKind::Text,
         "What a classification predicts: \"single_label_classification\", \"multi_label_classification\" or \"regression\".",
     ),
+    key(
+        "mlm_probability",
+        KeyKind::Number,
+        "The share of the tokens that `masked_lm` predicts; by default 0.15.",
+    ),
+    key(
+        "mask_token_id",
+        KeyKind::Integer,
+        "The id of the mask for `masked_lm`; by default that of the tokenizer.",
+    ),
+    key(
+        "image_mean",
+        KeyKind::List,
+        "The mean of red, green and blue for `image_classification`; by default that of `preprocessor_config.json`, or 0.5.",
+    ),
+    key(
+        "image_std",
+        KeyKind::List,
+        "The standard deviation of red, green and blue for `image_classification`; by default that of `preprocessor_config.json`, or 0.5.",
+    ),
+    key(
+        "pooling",
+        KeyKind::Text,
+        "What an `embedding` takes of a text's positions: \"mean\", \"cls\" or \"last\"; by default \"mean\", and \"last\" for decoders.",
+    ),
+    key(
+        "temperature",
+        KeyKind::Number,
+        "What similarities are divided by in the loss of an `embedding`; by default 0.05.",
+    ),
 ];
 
 /// Keys of other models, which none of this crate takes.

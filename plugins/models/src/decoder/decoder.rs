@@ -3,7 +3,7 @@
 use candle_core::Tensor;
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
 use fulgurite_engine::parallel::ContextParallel;
-use fulgurite_error::Result;
+use fulgurite_error::{Error, Result};
 use fulgurite_nn::{
     AttentionConfig, Documents, Dropout, Embedding, Linear, Loss, Rope, cross_entropy,
     linear_cross_entropy, linear_predicted_classes,
@@ -24,7 +24,8 @@ pub struct Decoder {
     dropout: Dropout,
     layers: Vec<Unit<DecoderLayer>>,
     norm: Norm,
-    lm_head: Linear,
+    /// `None` for a decoder under another head.
+    lm_head: Option<Linear>,
     logit_softcap: Option<f64>,
     max_positions: usize,
 }
@@ -35,6 +36,23 @@ impl Decoder {
     /// # Errors
     /// If a size does not fit another one.
     pub fn new(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
+        let mut decoder = Self::without_head(config, b)?;
+        let head = b.pp("lm_head");
+        decoder.lm_head = Some(if config.tied {
+            Linear::tied(&head, decoder.embed_tokens.weight())?
+        } else {
+            Linear::with_init(&head, config.hidden_size, config.vocab_size, config.init())?
+        });
+        b.edge(&["model.norm"], "lm_head");
+        b.edge_to_loss(&["lm_head"]);
+        Ok(decoder)
+    }
+
+    /// Describes the model without `lm_head`, which computes [`hidden`](Self::hidden) states only.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn without_head(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
         let model = b.pp("model");
         let embedding = |name, rows| {
             Embedding::with_init(&model.pp(name), rows, config.hidden_size, config.init())
@@ -53,12 +71,6 @@ impl Decoder {
         };
         let layers = config.layers.iter().enumerate().map(layer).collect::<Result<_>>()?;
         let norm = Norm::new(&model.pp("norm"), config.norm, config.hidden_size, config.norm_eps)?;
-        let head = b.pp("lm_head");
-        let lm_head = if config.tied {
-            Linear::tied(&head, embed_tokens.weight())?
-        } else {
-            Linear::with_init(&head, config.hidden_size, config.vocab_size, config.init())?
-        };
         edges::declare(config, b);
         Ok(Self {
             embed_tokens,
@@ -67,7 +79,7 @@ impl Decoder {
             dropout,
             layers,
             norm,
-            lm_head,
+            lm_head: None,
             logit_softcap: config.logit_softcap,
             max_positions: config.max_positions,
         })
@@ -97,7 +109,7 @@ impl Decoder {
     pub fn evaluate(&self, ids: &Tensor, targets: &Tensor) -> Result<(Loss, Tensor)> {
         let hidden = self.hidden(ids)?;
         // A soft limit of the logits keeps their order.
-        let likely = linear_predicted_classes(&self.lm_head, &hidden)?;
+        let likely = linear_predicted_classes(self.head()?, &hidden)?;
         Ok((self.loss_of(&hidden, targets)?, likely))
     }
 
@@ -127,8 +139,13 @@ impl Decoder {
         self.norm.forward(&x)
     }
 
+    fn head(&self) -> Result<&Linear> {
+        let missing = "this decoder was made without the head that predicts tokens";
+        self.lm_head.as_ref().ok_or_else(|| Error::other(missing))
+    }
+
     fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        let logits = self.lm_head.forward(hidden)?;
+        let logits = self.head()?.forward(hidden)?;
         match self.logit_softcap {
             None => Ok(logits),
             Some(cap) => Ok(((logits / cap)?.tanh()? * cap)?),
@@ -137,7 +154,7 @@ impl Decoder {
 
     fn loss_of(&self, hidden: &Tensor, targets: &Tensor) -> Result<Loss> {
         match self.logit_softcap {
-            None => linear_cross_entropy(&self.lm_head, hidden, targets),
+            None => linear_cross_entropy(self.head()?, hidden, targets),
             Some(_) => cross_entropy(&self.logits(hidden)?, targets),
         }
     }

@@ -1,4 +1,4 @@
-//! The edges between the decoder's modules.
+//! The edges between the decoder's modules, without its head.
 
 use fulgurite_engine::module::ModuleBuilder;
 
@@ -50,6 +50,4 @@ pub(super) fn declare(config: &DecoderConfig, b: &ModuleBuilder) {
         stream = vec![last(attention), last(mlp)];
     }
     b.edge(&stream, "model.norm");
-    b.edge(&["model.norm"], "lm_head");
-    b.edge_to_loss(&["lm_head"]);
 }

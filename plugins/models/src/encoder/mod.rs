@@ -11,4 +11,5 @@ pub use config::{
     Pooling, TextConfig,
 };
 pub use encoder::{Encoder, EncoderInput};
+pub(crate) use heads::pool;
 pub use heads::{Classifier, MaskedLmHead};

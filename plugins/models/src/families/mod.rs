@@ -106,8 +106,16 @@ impl ModelConfig {
     /// If the file is missing or damaged, if the type is unknown, or if a key is missing, has a
     /// value that the family does not support, or would be ignored although it changes the results.
     pub fn describe(&mut self) -> Result<Description> {
+        self.describe_for(&[])
+    }
+
+    /// [`describe`](Self::describe) for a module that takes these keys itself.
+    pub(crate) fn describe_for(&mut self, keys: &[&str]) -> Result<Description> {
         self.read_file()?;
         let reader = Reader::new(self);
+        for key in keys {
+            reader.value(key);
+        }
         let family = self.family()?;
         let mut description = (family.read)(&reader)?;
         if reader.value("dropout").is_some() {

@@ -33,6 +33,10 @@ impl LightningModule for CausalLm {
     type Config = ModelConfig;
     type Data = TextData;
 
+    fn module_type() -> Option<&'static str> {
+        Some("causal_lm")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &TextData) -> Result<()> {
         config.read_file()?;
         if !config.has("vocab_size")

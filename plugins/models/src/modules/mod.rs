@@ -1,5 +1,32 @@
 //! Modules that train the models of this crate.
+//!
+//! | `module.type` | module | models | data |
+//! |---|---|---|---|
+//! | `"causal_lm"` | [`CausalLm`] | decoders | `TextData` |
+//! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
+//! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
+//! | `"token_classification"` | [`TokenClassification`] | decoders, encoders of text | `LabelledTexts`, `"words"` |
+//! | `"embedding"` | [`Embedding`] | decoders, encoders of text | `LabelledTexts`, `"pairs"` |
+//! | `"image_classification"` | `ImageClassification` | encoders of pictures | `ImageFolder` |
+//!
+//! A head that the weights to start from lack is new and keeps its initial values. A head of theirs
+//! that the module lacks is left out.
 
 mod causal_lm;
+mod classes;
+mod common;
+mod embedding;
+#[cfg(feature = "images")]
+mod image_classification;
+mod losses;
+mod masked_lm;
+mod sequence_classification;
+mod token_classification;
 
 pub use causal_lm::CausalLm;
+pub use embedding::Embedding;
+#[cfg(feature = "images")]
+pub use image_classification::ImageClassification;
+pub use masked_lm::MaskedLm;
+pub use sequence_classification::SequenceClassification;
+pub use token_classification::TokenClassification;

@@ -2,4 +2,5 @@
 
 mod configurations;
 mod fixtures;
+mod modules;
 mod transformers;

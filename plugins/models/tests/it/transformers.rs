@@ -20,13 +20,13 @@ struct Loaded {
     layout: WeightLayout,
 }
 
-fn config(name: &str) -> ModelConfig {
+pub(crate) fn config(name: &str) -> ModelConfig {
     let mut config = ModelConfig::default();
     config.start_from(fixture(name));
     config
 }
 
-fn single() -> Fabric {
+pub(crate) fn single() -> Fabric {
     let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
     Fabric::single(strategy, 1).unwrap()
 }
@@ -43,7 +43,7 @@ fn load(name: &str) -> Loaded {
     Loaded { fabric, model, layout: description.weights }
 }
 
-fn ids(tensor: &Tensor) -> Tensor {
+pub(crate) fn ids(tensor: &Tensor) -> Tensor {
     tensor.to_dtype(DType::U32).unwrap()
 }
 
@@ -64,7 +64,12 @@ fn decoders_match_transformers() {
 }
 
 /// Asserts that the gradients of all parameters are those of the fixture.
-fn assert_gradients(name: &str, fabric: &mut Fabric, loss: &Loss, layout: &WeightLayout) {
+pub(crate) fn assert_gradients(
+    name: &str,
+    fabric: &mut Fabric,
+    loss: &Loss,
+    layout: &WeightLayout,
+) {
     fabric.backward(loss).unwrap();
     let scale = fabric.step_totals(&[]).unwrap().grad_scale();
     // Gradients have the layout of the weights.

@@ -72,6 +72,13 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// The data module. Modules that work with several data modules are generic over them.
     type Data: DataModule;
 
+    /// Returns the module's name in `module.type`, which checkpoints record, if it has one.
+    ///
+    /// Tools find by it what a checkpoint's model is.
+    fn module_type() -> Option<&'static str> {
+        None
+    }
+
     /// Describes the model without allocating memory.
     ///
     /// Parameters get values later, when the strategy has decided which shards this rank holds.

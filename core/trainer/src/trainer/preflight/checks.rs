@@ -53,7 +53,7 @@ struct Described {
     /// [`LightningModule::pretrained`].
     pretrained: Option<PathBuf>,
     /// Opens weights under the model's names.
-    open_weights: Box<dyn Fn(&Path) -> Result<Box<dyn TensorSource>>>,
+    open_weights: Box<OpenWeights>,
     load_options: LoadOptions,
 }
 
@@ -123,6 +123,9 @@ impl Trainer {
         Ok(ranks)
     }
 }
+
+/// Opens weights to start from.
+type OpenWeights = dyn Fn(&Path) -> Result<Box<dyn TensorSource>>;
 
 /// Returns the function that distributes a model; `None` to follow the strategy's configuration.
 pub type MakeParallelize<'a> = dyn Fn() -> Option<Box<dyn ParallelizeFn>> + 'a;

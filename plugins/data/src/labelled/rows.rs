@@ -1,0 +1,263 @@
+//! Reading rows of named columns from JSON lines, CSV and Parquet files.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use fulgurite_engine::data::SourceReport;
+use fulgurite_error::files::open_regular;
+use fulgurite_error::{Error, Result};
+use serde_json::{Map, Value};
+
+use super::config::Column;
+use crate::lines::{JSON_LINES, LineReader, flaw_of_json};
+use crate::sniff::Flaw;
+use crate::walk::{Wanted, find};
+
+/// The extensions of files with a header and separated values.
+const SEPARATED: &[&str] = &["csv", "tsv"];
+
+/// The place of a row: its file, and its line or number there.
+#[derive(Debug, Clone)]
+pub(super) struct Place {
+    file: Arc<Path>,
+    unit: &'static str,
+    number: u64,
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}, {} {}", self.file.display(), self.unit, self.number)
+    }
+}
+
+impl Place {
+    /// An error about a row.
+    pub(super) fn wrong(&self, message: impl fmt::Display) -> Error {
+        Error::Data(format!("{self} {message}"))
+    }
+}
+
+/// A row: the values of the wanted columns, in order; `None` where the row has none.
+pub(super) struct Row {
+    pub(super) place: Place,
+    pub(super) values: Vec<Option<Value>>,
+    /// Whether all values are texts that may stand for numbers, as in CSV files.
+    pub(super) is_text: bool,
+}
+
+/// Reads the rows of the files that `key` names, in order.
+///
+/// # Errors
+/// If a path is missing or of an unknown type, a file is without rows or cannot be read, or a row
+/// does not parse. If a file has none of the `required` columns.
+pub(super) fn read(
+    key: &str,
+    paths: &[PathBuf],
+    columns: &[Column],
+    required: usize,
+    report: &mut SourceReport,
+) -> Result<Vec<Row>> {
+    if paths.is_empty() {
+        return Err(Error::Config(format!("{key} is an empty list; name a file or folder")));
+    }
+    let known: Vec<&str> = [JSON_LINES, SEPARATED, &["parquet"]].concat();
+    let mut rows = Vec::new();
+    for found in find(key, paths, Wanted::Extensions(&known), report)? {
+        let before = rows.len();
+        let file = File { path: found.path.as_path().into(), key, columns, required };
+        let extension = found.path.extension().unwrap_or_default().to_string_lossy().to_lowercase();
+        match extension.as_str() {
+            "csv" => file.read_separated(b',', &mut rows)?,
+            "tsv" => file.read_separated(b'\t', &mut rows)?,
+            "parquet" => file.read_parquet(&mut rows)?,
+            extension if JSON_LINES.contains(&extension) => file.read_json(&mut rows)?,
+            _ => {
+                return Err(Error::Data(format!(
+                    "{} ({key}): rows are read from files named .{}",
+                    found.path.display(),
+                    known.join(", .")
+                )));
+            }
+        }
+        if rows.len() == before {
+            return Err(Error::Data(format!("{} ({key}) has no rows", found.path.display())));
+        }
+        report.count("files", 1);
+    }
+    report.count("rows", rows.len() as u64);
+    Ok(rows)
+}
+
+/// A file of rows.
+struct File<'a> {
+    path: Arc<Path>,
+    key: &'a str,
+    columns: &'a [Column],
+    /// Number of columns, from the first, that a file must have.
+    required: usize,
+}
+
+impl File<'_> {
+    fn wrong(&self, message: impl fmt::Display) -> Error {
+        Error::Data(format!("{} ({}) {message}", self.path.display(), self.key))
+    }
+
+    fn place(&self, unit: &'static str, number: u64) -> Place {
+        Place { file: self.path.clone(), unit, number }
+    }
+
+    fn missing(&self, column: &Column, names: &[&str]) -> String {
+        format!("has no column {:?} ({}); it has {}", column.name, column.key, names.join(", "))
+    }
+
+    fn read_json(&self, rows: &mut Vec<Row>) -> Result<()> {
+        let opened = LineReader::open(&self.path)?;
+        let mut reader = opened.map_err(|flaw| self.wrong(flaw.message))?;
+        while let Some(line) = reader.next()? {
+            let place = self.place("line", line.number);
+            let wrong = |flaw: Flaw| place.wrong(flaw.message);
+            line.check_end().map_err(wrong)?;
+            if line.is_blank() {
+                continue;
+            }
+            let text = line.as_str().map_err(wrong)?;
+            if text.trim_start().starts_with('[') {
+                let advice = "convert the file with `jq -c '.[]'`";
+                return Err(place.wrong(format!(
+                    "begins a list of JSON, where every line should be an object; {advice}"
+                )));
+            }
+            let mut value: Map<String, Value> =
+                serde_json::from_str(text).map_err(|error| wrong(flaw_of_json(&error, text)))?;
+            for column in &self.columns[..self.required] {
+                if !value.contains_key(&column.name) {
+                    let keys: Vec<&str> = value.keys().map(String::as_str).collect();
+                    return Err(place.wrong(self.missing(column, &keys)));
+                }
+            }
+            let take =
+                |column: &Column| value.remove(&column.name).filter(|value| !value.is_null());
+            let values = self.columns.iter().map(take).collect();
+            rows.push(Row { place, values, is_text: false });
+        }
+        Ok(())
+    }
+
+    fn read_separated(&self, delimiter: u8, rows: &mut Vec<Row>) -> Result<()> {
+        // Recognises other formats by the first bytes.
+        LineReader::open(&self.path)?.map_err(|flaw| self.wrong(flaw.message))?;
+        let file = open_regular(&self.path)?;
+        let mut reader = csv::ReaderBuilder::new().delimiter(delimiter).from_reader(file);
+        let broken = |error: csv::Error| {
+            let line = error.position().map_or(1, csv::Position::line);
+            let what = match error.kind() {
+                csv::ErrorKind::UnequalLengths { expected_len, len, .. } => {
+                    format!("has {len} values, and the header names {expected_len} columns")
+                }
+                csv::ErrorKind::Utf8 { .. } => "is not UTF-8 text".to_owned(),
+                _ => format!("cannot be read: {error}"),
+            };
+            self.place("line", line).wrong(what)
+        };
+        let names: Vec<String> =
+            reader.headers().map_err(broken)?.iter().map(str::to_owned).collect();
+        let names: Vec<&str> =
+            names.iter().map(|name| name.trim_start_matches('\u{feff}')).collect();
+        let mut indices = Vec::new();
+        for (i, column) in self.columns.iter().enumerate() {
+            let index = names.iter().position(|name| *name == column.name);
+            if index.is_none() && i < self.required {
+                return Err(self.wrong(self.missing(column, &names)));
+            }
+            indices.push(index);
+        }
+        let mut record = csv::StringRecord::new();
+        while reader.read_record(&mut record).map_err(broken)? {
+            let place = self.place("line", record.position().map_or(0, csv::Position::line));
+            let value = |index: &Option<usize>| {
+                let text = record.get((*index)?)?;
+                (!text.is_empty()).then(|| Value::String(text.to_owned()))
+            };
+            rows.push(Row { place, values: indices.iter().map(value).collect(), is_text: true });
+        }
+        Ok(())
+    }
+
+    #[cfg(not(feature = "parquet"))]
+    fn read_parquet(&self, _: &mut Vec<Row>) -> Result<()> {
+        Err(self.wrong(
+            "is a Parquet file, which needs Parquet to be compiled in: give the dependency `fulgurite` (or \
+             `fulgurite-data`) the feature `parquet`",
+        ))
+    }
+
+    #[cfg(feature = "parquet")]
+    fn read_parquet(&self, rows: &mut Vec<Row>) -> Result<()> {
+        use fulgurite_launch::catch_panic;
+        use parquet::errors::ParquetError;
+        use parquet::file::reader::{FileReader as _, SerializedFileReader};
+
+        let file = open_regular(&self.path)?;
+        let broken = |error: ParquetError| self.wrong(format!("cannot be read: {error}"));
+        let reader = catch_panic(|| SerializedFileReader::new(file))
+            .unwrap_or_else(|panic| Err(ParquetError::General(panic)))
+            .map_err(broken)?;
+        let schema = reader.metadata().file_metadata().schema();
+        let names: Vec<&str> = schema.get_fields().iter().map(|field| field.name()).collect();
+        for column in &self.columns[..self.required] {
+            if !names.contains(&column.name.as_str()) {
+                return Err(self.wrong(self.missing(column, &names)));
+            }
+        }
+        let wanted = |field: &&parquet::schema::types::TypePtr| {
+            self.columns.iter().any(|column| column.name == field.name())
+        };
+        let fields = schema.get_fields().iter().filter(wanted).cloned().collect();
+        let projection = parquet::schema::types::Type::group_type_builder(schema.name())
+            .with_fields(fields)
+            .build()
+            .map_err(broken)?;
+        let read = || -> std::result::Result<(), ParquetError> {
+            for (number, row) in reader.get_row_iter(Some(projection))?.enumerate() {
+                let row = row?;
+                let value = |column: &Column| {
+                    let (_, field) =
+                        row.get_column_iter().find(|(name, _)| **name == column.name)?;
+                    parquet_value(field)
+                };
+                let values = self.columns.iter().map(value).collect();
+                let place = self.place("row", number as u64 + 1);
+                rows.push(Row { place, values, is_text: false });
+            }
+            Ok(())
+        };
+        catch_panic(read).unwrap_or_else(|panic| Err(ParquetError::General(panic))).map_err(broken)
+    }
+}
+
+/// The value of a field; `None` for null and for types that are neither text nor numbers.
+#[cfg(feature = "parquet")]
+fn parquet_value(field: &parquet::record::Field) -> Option<Value> {
+    use parquet::record::Field;
+    Some(match field {
+        Field::Bool(value) => (*value).into(),
+        Field::Byte(value) => (*value).into(),
+        Field::Short(value) => (*value).into(),
+        Field::Int(value) => (*value).into(),
+        Field::Long(value) => (*value).into(),
+        Field::UByte(value) => (*value).into(),
+        Field::UShort(value) => (*value).into(),
+        Field::UInt(value) => (*value).into(),
+        Field::ULong(value) => (*value).into(),
+        Field::Float(value) => (*value).into(),
+        Field::Double(value) => (*value).into(),
+        Field::Str(value) => value.as_str().into(),
+        Field::ListInternal(list) => {
+            let values =
+                list.elements().iter().map(|field| parquet_value(field).unwrap_or(Value::Null));
+            Value::Array(values.collect())
+        }
+        _ => return None,
+    })
+}

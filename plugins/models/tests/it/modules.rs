@@ -1,0 +1,174 @@
+//! Modules on the classifiers of `fixtures/make_models.py`.
+
+use fulgurite::core::checkpoint;
+use fulgurite::core::trainer::LightningModule;
+use fulgurite::prelude::*;
+use fulgurite_data::{Labels, PaddedTexts, TextBatch};
+#[cfg(feature = "images")]
+use fulgurite_models::ImageClassification;
+use fulgurite_models::{
+    Embedding, MaskedLm, ModelConfig, SequenceClassification, TokenClassification,
+};
+
+use crate::fixtures::{assert_same, fixture, tensors};
+use crate::transformers::{assert_gradients, config, ids, single};
+
+/// The module with a fixture's weights, as a run starts from them.
+fn load<M: LightningModule<Config = ModelConfig>>(
+    config: &ModelConfig,
+    name: &str,
+) -> Result<(Fabric, M)> {
+    let mut fabric = single();
+    let module = fabric.setup_module(|b| M::configure_model(config, b))?;
+    let source = M::map_weights(config, checkpoint::open(fixture(name))?)?;
+    let options = checkpoint::LoadOptions {
+        optional: M::new_parameters(config),
+        ..checkpoint::LoadOptions::default()
+    };
+    checkpoint::load_into(&*source, fabric.module_tree()?, options)?;
+    fabric.checkpoints().finish_load()?;
+    Ok((fabric, module))
+}
+
+/// The texts of a fixture.
+fn texts(name: &str) -> PaddedTexts {
+    let expected = tensors(name, "expected.safetensors");
+    let ids = ids(&expected["input_ids"]);
+    let mask = expected["mask"].to_dtype(DType::U8).unwrap();
+    let segments = match expected.get("segments") {
+        Some(segments) => crate::transformers::ids(segments),
+        None => ids.zeros_like().unwrap(),
+    };
+    let lengths = mask.to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
+    let lengths = lengths.into_iter().map(|length| length as usize).collect();
+    PaddedTexts { ids, segments, mask, lengths }
+}
+
+fn batch(name: &str, labels: Labels) -> TextBatch {
+    TextBatch { texts: texts(name), others: Vec::new(), labels, longest: 12 }
+}
+
+fn classes(name: &str) -> Labels {
+    let targets = tensors(name, "expected.safetensors").remove("targets").unwrap();
+    Labels::Classes(targets.flatten_all().unwrap().to_vec1().unwrap())
+}
+
+fn assert_mean(name: &str, loss: &Loss, expected: &Tensor) {
+    assert_same(name, &Tensor::new(loss.mean().unwrap(), &Device::Cpu).unwrap(), expected);
+}
+
+#[test]
+fn encoders_classify_as_in_transformers() {
+    for name in ["bert_classes", "roberta_classes", "modernbert_classes"] {
+        let expected = tensors(name, "expected.safetensors");
+        let (mut fabric, module) = load::<SequenceClassification>(&config(name), name).unwrap();
+        let logits = module.forward(&texts(name)).unwrap();
+        assert_same(name, &logits, &expected["logits"]);
+        let loss = module.loss(&batch(name, classes(name))).unwrap();
+        assert_mean(name, &loss, &expected["loss"]);
+        let layout = config(name).describe().unwrap().weights;
+        assert_gradients(name, &mut fabric, &loss, &layout);
+    }
+}
+
+#[test]
+fn decoders_classify_as_in_transformers() {
+    for name in ["llama_classes", "gpt2_classes"] {
+        let expected = tensors(name, "expected.safetensors");
+        let rows = |key: &str| expected[key].to_vec2::<f32>().unwrap();
+        let sets = rows("sets")
+            .into_iter()
+            .map(|row| (0..5).filter(|class| row[*class as usize] > 0.5).collect::<Vec<u32>>());
+        let problems = [
+            ("multi_label_classification", Labels::Sets(sets.collect())),
+            ("multi_label_classification", Labels::Numbers(rows("sets"))),
+            ("regression", Labels::Numbers(rows("numbers"))),
+            ("single_label_classification", classes(name)),
+        ];
+        for (problem, labels) in problems {
+            let mut config = config(name);
+            config.set("problem_type", problem).unwrap();
+            let (mut fabric, module) = load::<SequenceClassification>(&config, name).unwrap();
+            let logits = module.forward(&texts(name)).unwrap();
+            assert_same(name, &logits, &expected["logits"]);
+            let loss = module.loss(&batch(name, labels)).unwrap();
+            assert_mean(&format!("{name}: {problem}"), &loss, &expected[problem]);
+            if problem == "single_label_classification" {
+                let layout = crate::transformers::config(name).describe().unwrap().weights;
+                assert_gradients(name, &mut fabric, &loss, &layout);
+            }
+        }
+    }
+}
+
+#[test]
+fn words_are_tagged_as_in_transformers() {
+    for name in ["bert_tokens", "modernbert_tokens"] {
+        let expected = tensors(name, "expected.safetensors");
+        let (_fabric, module) = load::<TokenClassification>(&config(name), name).unwrap();
+        let loss = module.loss(&batch(name, classes(name))).unwrap();
+        assert_mean(name, &loss, &expected["loss"]);
+    }
+}
+
+/// A head of another task in the file is left out, and a new one starts from its initial values.
+#[test]
+fn heads_come_and_go() {
+    let mut five = config("bert_masked");
+    five.set("num_labels", 5).unwrap();
+    load::<SequenceClassification>(&five, "bert_masked").unwrap();
+    load::<TokenClassification>(&five, "bert_masked").unwrap();
+    load::<Embedding>(&config("bert_masked"), "bert_masked").unwrap();
+    load::<Embedding>(&config("llama"), "llama").unwrap();
+    let mut five = config("modernbert_masked");
+    five.set("num_labels", 5).unwrap();
+    load::<SequenceClassification>(&five, "modernbert_masked").unwrap();
+    let mut five = config("llama");
+    five.set("num_labels", 5).unwrap();
+    load::<SequenceClassification>(&five, "llama").unwrap();
+    load::<TokenClassification>(&five, "llama").unwrap();
+    let mut masked = config("roberta_classes");
+    masked.set("mask_token_id", 3).unwrap();
+    load::<MaskedLm>(&masked, "roberta_classes").unwrap();
+    let mut other = config("bert_classes");
+    other.set("num_labels", 3).unwrap();
+    let error = load::<SequenceClassification>(&other, "bert_classes").err().unwrap().to_string();
+    assert!(error.contains("classifier.out_proj.weight"), "{error}");
+}
+
+/// The loss of pairs by its definition, from the embeddings.
+#[test]
+fn pairs_are_contrasted() {
+    let name = "bert_classes";
+    let mut config = config(name);
+    config.set("temperature", 0.1).unwrap();
+    let (_fabric, module) = load::<Embedding>(&config, name).unwrap();
+    let anchors = texts(name);
+    let mut positives = anchors.clone();
+    positives.ids = ((positives.ids * 7.0).unwrap() + 3.0).unwrap();
+    let rows = positives.ids.to_vec2::<u32>().unwrap();
+    let rows: Vec<Vec<u32>> =
+        rows.into_iter().map(|row| row.into_iter().map(|id| id % 43).collect()).collect();
+    positives.ids = Tensor::new(rows, &Device::Cpu).unwrap();
+    let embedded = |texts: &PaddedTexts| module.forward(texts).unwrap().to_vec2::<f32>().unwrap();
+    let (a, p) = (embedded(&anchors), embedded(&positives));
+    let dot = |a: &[f32], b: &[f32]| a.iter().zip(b).map(|(a, b)| f64::from(a * b)).sum::<f64>();
+    assert!((dot(&a[0], &a[0]) - 1.0).abs() < 1e-5);
+    let score = |i: usize, j: usize| dot(&a[i], &p[j]) / 0.1;
+    let of = |i: usize| (score(i, 0).exp() + score(i, 1).exp()).ln() - score(i, i);
+    let wanted = (of(0) + of(1)) / 2.0;
+    let batch =
+        TextBatch { texts: anchors, others: vec![positives], labels: Labels::None, longest: 12 };
+    let found = module.loss(&batch).unwrap().mean().unwrap();
+    assert!((found - wanted).abs() < 1e-4, "{found} instead of {wanted}");
+}
+
+#[cfg(feature = "images")]
+#[test]
+fn pictures_are_normalised_and_classified() {
+    let expected = tensors("vit", "expected.safetensors");
+    let (_fabric, module) = load::<ImageClassification>(&config("vit"), "vit").unwrap();
+    // The fixture's pictures are normalised.
+    let pixels = ((&expected["pictures"] * 0.5).unwrap() + 0.5).unwrap();
+    assert_same("vit", &module.forward(&pixels).unwrap(), &expected["logits"]);
+}

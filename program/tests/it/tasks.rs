@@ -1,0 +1,277 @@
+//! `fulgurite fit` with the modules of `fulgurite-models`, in real processes.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output, Stdio};
+
+use insta::assert_snapshot;
+use serde_json::{Value, json};
+use tempfile::TempDir;
+
+const WORDS: [&str; 8] = ["the", "cat", "run", "good", "bad", "film", "is", "not"];
+
+/// A tokenizer of words with BERT's special tokens.
+fn tokenizer() -> Value {
+    let specials = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
+    let added = specials.iter().enumerate().map(|(id, content)| {
+        json!({"id": id, "content": content, "special": true, "single_word": false,
+               "lstrip": false, "rstrip": false, "normalized": false})
+    });
+    let names = specials.iter().chain(&WORDS).enumerate();
+    let vocab: serde_json::Map<String, Value> =
+        names.map(|(id, name)| ((*name).to_owned(), id.into())).collect();
+    json!({"version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+           "added_tokens": added.collect::<Vec<_>>(), "pre_tokenizer": {"type": "Whitespace"},
+           "post_processor": {"type": "BertProcessing", "sep": ["[SEP]", 3], "cls": ["[CLS]", 2]},
+           "decoder": null,
+           "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "[UNK]"}})
+}
+
+/// The words of row `i`, between two and seven.
+fn words(i: usize) -> Vec<&'static str> {
+    (0..2 + i % 6).map(|k| WORDS[(i * 3 + k * k) % WORDS.len()]).collect()
+}
+
+/// A folder with the tokenizer and rows of all kinds.
+fn folder() -> TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    let write = |name: &str, content: String| fs::write(dir.path().join(name), content).unwrap();
+    write("tokenizer.json", tokenizer().to_string());
+    let rows = |row: &dyn Fn(usize) -> Value| -> String {
+        (0..40).map(|i| format!("{}\n", row(i))).collect()
+    };
+    let label = |i: usize| ["negative", "neutral", "positive"][i % 3];
+    write("texts.jsonl", rows(&|i| json!({"text": words(i).join(" "), "label": label(i)})));
+    write(
+        "sets.jsonl",
+        rows(&|i| json!({"text": words(i).join(" "), "label": [i % 2, 2 + i % 3]})),
+    );
+    write("numbers.jsonl", rows(&|i| json!({"text": words(i).join(" "), "label": i as f64 / 7.0})));
+    write(
+        "tags.jsonl",
+        rows(&|i| {
+            let tags: Vec<usize> = words(i).iter().map(|word| word.len() % 3).collect();
+            json!({"tokens": words(i), "tags": tags})
+        }),
+    );
+    write(
+        "pairs.jsonl",
+        rows(&|i| json!({"anchor": words(i).join(" "), "positive": words(i + 1).join(" ")})),
+    );
+    write("lines.txt", (0..60).map(|i| format!("{}\n", words(i).join(" "))).collect());
+    for (class, name) in ["cat", "dog"].iter().enumerate() {
+        let folder = dir.path().join("pictures").join(name);
+        fs::create_dir_all(&folder).unwrap();
+        for i in 0..20 {
+            let mut file = b"P6\n12 12\n255\n".to_vec();
+            file.extend((0..12 * 12 * 3).map(|k| (k * (i + 2) * (class + 1) % 251) as u8));
+            fs::write(folder.join(format!("{i:02}.ppm")), file).unwrap();
+        }
+    }
+    dir
+}
+
+fn fixture(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../plugins/models/tests/fixtures").join(name)
+}
+
+fn fit(dir: &Path, sets: &[String]) -> Output {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
+    command.arg("fit").current_dir(dir).stdin(Stdio::null());
+    for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "RAYON_NUM_THREADS"] {
+        command.env_remove(name);
+    }
+    for set in sets {
+        command.arg("--set").arg(set);
+    }
+    command.output().unwrap()
+}
+
+fn sets(keys: &[&str]) -> Vec<String> {
+    keys.iter().map(|key| (*key).to_owned()).collect()
+}
+
+/// The metrics of a run by name, step by step.
+fn metrics(root: &Path) -> BTreeMap<String, Vec<f64>> {
+    let mut folders = vec![root.to_owned()];
+    let mut found = BTreeMap::new();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap().flatten() {
+            let path = entry.path();
+            if path.is_dir() {
+                folders.push(path);
+            } else if path.file_name().is_some_and(|name| name == "metrics.jsonl") {
+                for line in fs::read_to_string(path).unwrap().lines() {
+                    let Value::Object(values) = serde_json::from_str(line).unwrap() else {
+                        panic!("{line}")
+                    };
+                    for (name, value) in values {
+                        if name.contains("loss") || name.starts_with("val_") {
+                            let values: &mut Vec<f64> = found.entry(name).or_default();
+                            values.push(value.as_f64().unwrap());
+                        }
+                    }
+                }
+            }
+        }
+    }
+    found
+}
+
+/// Trains the module on one rank and on two, and asserts that losses and metrics are equal.
+fn assert_same_on_two_ranks(module: &str, keys: &[&str], metric: &str) {
+    let dir = folder();
+    let mut expected: Option<BTreeMap<String, Vec<f64>>> = None;
+    for (ranks, strategy) in [(1, "single_device"), (2, "ddp"), (2, "fsdp")] {
+        let root = format!("{strategy}-{ranks}");
+        let mut all = sets(keys);
+        all.extend([
+            format!("module.type={module}"),
+            format!("data.batch_size={}", 8 / ranks),
+            format!("trainer.default_root_dir={root}"),
+            format!("trainer.devices={ranks}"),
+            format!("trainer.strategy={strategy}"),
+            "trainer.max_steps=5".to_owned(),
+            "trainer.log_every_n_steps=1".to_owned(),
+            "optimizer.lr=0.01".to_owned(),
+        ]);
+        let output = fit(dir.path(), &all);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{module} {strategy}: {text}");
+        let found = metrics(&dir.path().join(&root));
+        assert_eq!(found["train_loss"].len(), 5, "{module} {strategy}");
+        assert!(found.contains_key(metric), "{module}: no {metric} in {found:?}");
+        let expected = expected.get_or_insert_with(|| found.clone());
+        assert_eq!(found.keys().collect::<Vec<_>>(), expected.keys().collect::<Vec<_>>());
+        for (name, values) in &found {
+            // The texts that others are compared with are those of a batch.
+            if module == "embedding" && name.starts_with("val_") {
+                continue;
+            }
+            for (found, expected) in values.iter().zip(&expected[name]) {
+                assert!(
+                    (found - expected).abs() <= 2e-4 * expected.abs().max(1.0),
+                    "{module} {strategy}: {name} is {values:?} instead of {expected:?}"
+                );
+            }
+        }
+    }
+}
+
+/// A small model with dropout, whose masks depend on the length of padded texts.
+const BERT: [&str; 7] = [
+    "model.type=bert",
+    "model.hidden_size=16",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=2",
+    "model.intermediate_size=24",
+    "data.tokenizer=tokenizer.json",
+    "data.seq_len=12",
+];
+
+fn bert(keys: &[&'static str]) -> Vec<&'static str> {
+    BERT.iter().chain(keys).copied().collect()
+}
+
+#[test]
+fn texts_are_classified_on_two_ranks() {
+    let keys = bert(&["data.path=texts.jsonl", "data.pad_to_multiple_of=12"]);
+    assert_same_on_two_ranks("sequence_classification", &keys, "val_f1");
+}
+
+#[test]
+fn pretrained_decoder_predicts_sets_on_two_ranks() {
+    let from = format!("model.from_pretrained={}", fixture("llama").display());
+    let keys = [&*from, "data.path=sets.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=12"];
+    assert_same_on_two_ranks("sequence_classification", &keys, "val_f1");
+}
+
+#[test]
+fn numbers_are_predicted_on_two_ranks() {
+    let keys = bert(&["data.path=numbers.jsonl", "model.hidden_dropout_prob=0"]);
+    assert_same_on_two_ranks("sequence_classification", &keys, "val_mse");
+}
+
+#[test]
+fn hidden_tokens_are_predicted_on_two_ranks() {
+    let from = format!("model.from_pretrained={}", fixture("roberta_masked").display());
+    let keys = [
+        &*from,
+        "data.type=lines",
+        "data.path=lines.txt",
+        "data.tokenizer=tokenizer.json",
+        "data.seq_len=8",
+        "data.validation_fraction=0.2",
+        "model.mlm_probability=0.3",
+    ];
+    assert_same_on_two_ranks("masked_lm", &keys, "val_perplexity");
+}
+
+#[test]
+fn words_are_tagged_on_two_ranks() {
+    let keys = bert(&["data.type=words", "data.path=tags.jsonl", "model.hidden_dropout_prob=0"]);
+    assert_same_on_two_ranks("token_classification", &keys, "val_f1");
+}
+
+#[test]
+fn texts_are_embedded_on_two_ranks() {
+    let keys = bert(&[
+        "data.type=pairs",
+        "data.path=pairs.jsonl",
+        "model.temperature=0.5",
+        "data.pad_to_multiple_of=12",
+    ]);
+    assert_same_on_two_ranks("embedding", &keys, "val_accuracy");
+}
+
+#[test]
+fn pictures_are_classified_on_two_ranks() {
+    let from = format!("model.from_pretrained={}", fixture("vit").display());
+    let keys = [
+        &*from,
+        "model.num_labels=2",
+        "checkpoint.load.exclude=[\"classifier\"]",
+        "data.path=pictures",
+        "data.height=12",
+        "data.width=12",
+        "data.validation_fraction=0.2",
+    ];
+    assert_same_on_two_ranks("image_classification", &keys, "val_accuracy");
+}
+
+#[test]
+fn mistakes_end_before_a_rank_starts() {
+    let dir = folder();
+    let write = |name: &str, content: &str| fs::write(dir.path().join(name), content).unwrap();
+    write("odd.jsonl", "{\"text\": \"cat\", \"label\": \"odd\"}\n");
+    write("empty.jsonl", "");
+    write("five.jsonl", "{\"text\": \"cat\", \"label\": 1}\n{\"text\": \"cat\", \"label\": 4}\n");
+    let error = |module: &str, keys: &[&str]| {
+        let mut all = sets(keys);
+        all.extend([format!("module.type={module}"), "trainer.devices=2".to_owned()]);
+        let output = fit(dir.path(), &all);
+        assert!(!output.status.success());
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        let fixtures = fixture("").display().to_string();
+        text.replace(&*fixtures, "FIXTURES/")
+    };
+    let classify = |keys: &[&'static str]| error("sequence_classification", &bert(keys));
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.validation_path=odd.jsonl"]), @r#"error: data: odd.jsonl, line 1 has the label "odd" under "label" (data.label_key), which is none of the classes negative, neutral, positive"#);
+    assert_snapshot!(classify(&["data.path=odd.jsonl", "model.id2label={ 0 = 'a', 1 = 'b' }"]), @r#"error: data: odd.jsonl, line 1 has the label "odd", which is none of the model's classes a, b (`id2label`); correct the label, or set model.id2label, and leave the old head out with checkpoint.load.exclude = ["classifier"]"#);
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.text_key=body"]), @r#"error: data: texts.jsonl, line 1 has no column "body" (data.text_key); it has label, text"#);
+    assert_snapshot!(classify(&["data.path=empty.jsonl"]), @"error: data: empty.jsonl (data.path) has no rows");
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "model.vocab_size=8"]), @"error: data.tokenizer has 13 ids, and the model only 8 (`model.vocab_size`); name the tokenizer of the model");
+    assert_snapshot!(classify(&["data.path=five.jsonl", "model.num_labels=3"]), @"error: data: five.jsonl, line 2 has the class 4, and the model has 3 classes, from 0 on (`model.num_labels`)");
+    assert_snapshot!(classify(&["data.path=numbers.jsonl", "model.problem_type=single_label_classification"]), @r#"error: `model.problem_type` is "single_label_classification", and data.label_key has numbers; set "regression", or leave it out"#);
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "data.seq_len=600"]), @"error: data.seq_len is 600, and the model has 512 positions; it must be at most that");
+    assert_snapshot!(classify(&["data.path=texts.jsonl", "model.mlm_probability=0.2"]), @r#"error: `model.mlm_probability`: a model of type "bert" has no such key; leave it out"#);
+    assert_snapshot!(error("token_classification", &bert(&["data.path=texts.jsonl"])), @r#"error: data.type is "texts", and `token_classification` needs "words""#);
+    assert_snapshot!(error("embedding", &bert(&["data.path=texts.jsonl"])), @r#"error: data.type is "texts", and `embedding` needs "pairs""#);
+    let vit = format!("model.from_pretrained={}", fixture("vit").display());
+    assert_snapshot!(error("image_classification", &[&vit, "data.path=pictures"]), @"error: data.height and data.width are 32 and 32, and the model takes pictures of 12 by 12 (`model.image_size`); set both to 12");
+    let bytes =
+        ["data.type=lines", "data.path=lines.txt", "data.tokenizer=bytes", "model.type=bert"];
+    assert_snapshot!(error("masked_lm", &bytes), @"error: `model.mask_token_id`: data.tokenizer has no token that hides others; set the id of one, or name the tokenizer of an encoder");
+    assert_snapshot!(error("masked_lm", &[&*vit, "data.type=lines", "data.path=lines.txt", "data.tokenizer=tokenizer.json"]), @r#"error: `model.type`: a model of type "vit" takes pictures, and this `module.type` has texts; pictures are for "image_classification""#);
+}
