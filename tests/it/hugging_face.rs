@@ -42,7 +42,7 @@ fn logits_and_gradients_match_transformers() {
     for case in CASES {
         let expected = expected(case);
         let mut config = ModelConfig::default();
-        config.start_from(&fixture(case));
+        config.start_from(fixture(case));
         let strategy = SingleDevice {}.build(&BuildContext::default()).unwrap();
         let mut fabric = Fabric::single(strategy, 1).unwrap();
         let model = fabric.setup_module(|b| Decoder::new(&config.decoder()?, b)).unwrap();
