@@ -72,7 +72,7 @@ pub struct SequenceClassification {
 
 #[derive(Debug)]
 enum Network {
-    Encoder(Box<Encoder>, Classifier),
+    Encoder(Box<(Encoder, Classifier)>),
     Decoder(Box<Decoder>, Linear),
 }
 
@@ -83,7 +83,8 @@ impl SequenceClassification {
     /// If a text is longer than the model's positions.
     pub fn forward(&self, texts: &PaddedTexts) -> Result<Tensor> {
         match &self.network {
-            Network::Encoder(encoder, head) => {
+            Network::Encoder(encoder) => {
+                let (encoder, head) = &**encoder;
                 head.classify(&common::encode(encoder, texts)?, common::mask(texts))
             }
             Network::Decoder(decoder, score) => {
@@ -236,10 +237,10 @@ impl LightningModule for SequenceClassification {
             _ => Problem::SingleLabel,
         });
         let network = match config.clone().describe_for(classes::KEYS)?.architecture {
-            Architecture::Encoder(encoder) => Network::Encoder(
-                Box::new(Encoder::new(&encoder, b)?),
+            Architecture::Encoder(encoder) => Network::Encoder(Box::new((
+                Encoder::new(&encoder, b)?,
                 Classifier::new(b, &encoder, encoder.classifier, outputs)?,
-            ),
+            ))),
             Architecture::Decoder(decoder) => Network::Decoder(
                 Box::new(Decoder::without_head(&decoder, b)?),
                 Linear::with_init(&b.pp("score"), decoder.hidden_size, outputs, decoder.init())?,

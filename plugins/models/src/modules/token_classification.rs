@@ -36,7 +36,7 @@ pub struct TokenClassification {
 
 #[derive(Debug)]
 enum Network {
-    Encoder(Box<Encoder>, Classifier),
+    Encoder(Box<(Encoder, Classifier)>),
     Decoder(Box<Decoder>, Dropout, Linear),
 }
 
@@ -47,7 +47,10 @@ impl TokenClassification {
     /// If a text is longer than the model's positions.
     pub fn forward(&self, texts: &PaddedTexts) -> Result<Tensor> {
         match &self.network {
-            Network::Encoder(encoder, head) => head.forward(&common::encode(encoder, texts)?),
+            Network::Encoder(encoder) => {
+                let (encoder, head) = &**encoder;
+                head.forward(&common::encode(encoder, texts)?)
+            }
             Network::Decoder(decoder, dropout, score) => {
                 score.forward(&dropout.forward(&common::decode(decoder, texts)?)?)
             }
@@ -105,10 +108,10 @@ impl LightningModule for TokenClassification {
         let config = &common::complete(config)?;
         let (classes, names) = (classes::count(config)?, classes::names(config)?);
         let network = match config.clone().describe_for(classes::KEYS)?.architecture {
-            Architecture::Encoder(encoder) => Network::Encoder(
-                Box::new(Encoder::new(&encoder, b)?),
+            Architecture::Encoder(encoder) => Network::Encoder(Box::new((
+                Encoder::new(&encoder, b)?,
                 Classifier::new(b, &encoder, encoder.token_classifier, classes)?,
-            ),
+            ))),
             Architecture::Decoder(decoder) => {
                 let score = b.pp("score");
                 let (width, init) = (decoder.hidden_size, decoder.init());
