@@ -58,7 +58,7 @@ fn variables_with_mistakes_are_named() {
         message.split(" (the keys of").next().unwrap().to_owned()
     };
     assert_snapshot!(error("FULGURITE_TRAINER__MAX_STEP", "5"), @"error: FULGURITE_TRAINER__MAX_STEP: unknown key `trainer.max_step`; did you mean `max_steps`?");
-    assert_snapshot!(error("FULGURITE_TRAINR__MAX_STEPS", "5"), @"error: FULGURITE_TRAINR__MAX_STEPS: unknown key `trainr`; did you mean `trainer`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
+    assert_snapshot!(error("FULGURITE_TRAINR__MAX_STEPS", "5"), @"error: FULGURITE_TRAINR__MAX_STEPS: unknown key `trainr`; did you mean `trainer`? (the keys at the top level are seed, module, model, data, optimizer, scheduler, trainer, checkpoint)");
     assert_snapshot!(error("FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES", "many"), @r#"error: FULGURITE_TRAINER__ACCUMULATE_GRAD_BATCHES: `trainer.accumulate_grad_batches`: expected an integer, at least 0, found the string "many""#);
     assert_snapshot!(error("FULGURITE_TRAINER__LOGGERS", "[csv]"), @"error: FULGURITE_TRAINER__LOGGERS: string values must be quoted, expected literal string; strings inside lists and tables need quotes");
     assert_snapshot!(error("FULGURITE_TRAINER_MAX_STEPS", "5"), @"error: the variable FULGURITE_TRAINER_MAX_STEPS has no effect; did you mean FULGURITE_TRAINER__MAX_STEPS? (In a variable two underscores stand for the point of a key.)");
@@ -81,7 +81,7 @@ fn configuration_is_checked_without_a_run() {
         scratch.job(&args.iter().map(String::as_str).collect::<Vec<_>>())
     };
     assert_eq!(check(&[]).succeed().stdout, "the configuration can be run, on 2 ranks\n");
-    assert_snapshot!(check(&["model.num_key_value_heads=3"]).fail(), @"error: `model.num_key_value_heads`: must divide model.num_attention_heads = 2, found 3");
+    assert_snapshot!(check(&["model.num_key_value_heads=3"]).fail(), @"error: `model.num_key_value_heads`: must divide num_attention_heads = 2, found 3");
     assert_snapshot!(check(&["trainer.strategy=single_device"]).fail(), @"error: device mesh: strategy `single_device` runs on one rank, the world size is 2; set `trainer.devices = 1`, or choose `ddp` or `fsdp`");
     assert_snapshot!(check(&["trainer.process_group={ type = 'shm', chunk_bytes = 1 }"]).fail(), @"error: trainer.process_group.chunk_bytes is 1; it must be between 4096 (4 KiB) and 1073741824 (1 GiB)");
     assert_snapshot!(check(&["optimizer.eps=3.5e38"]).fail(), @"error: optimizer.eps must be a number of zero or more and at most 3.4028235e38, the largest of f32, got 3.5e38");
@@ -110,10 +110,10 @@ fn config_is_printed_with_documentation() {
     "#);
     let (_, model) = commented.split_once("[model]\n").unwrap();
     assert_snapshot!(model.lines().take(4).collect::<Vec<_>>().join("\n"), @r#"
-    # Number of tokens; by default that of the tokenizer, rounded up to a multiple of 8.
-    vocab_size = 53
-    # Width of the residual stream.
-    hidden_size = 20
+      # The kind of model, as `model_type` in `config.json`: `"llama"`, `"qwen3"`, `"bert"`, …; by
+      # default (`"auto"`) that of `from_pretrained`.
+      type = "llama"
+      # Number of tokens; by default that of the tokenizer, rounded up to a multiple of 8.
     "#);
     let twice = scratch.job(&["fit", "--print-config=yaml"]).run();
     assert_eq!(twice.code(), Some(2));
@@ -354,7 +354,7 @@ fn batch_size_search_leaves_nothing() {
 
     let error = |args: &[&str]| scratch.small().args(args).fail();
     assert_snapshot!(error(&["--find-batch-size=data.samples"]), @"error: --find-batch-size: --set data.samples=1: unknown key `data.samples` (the keys of `data` are type, path, mixture, text_key, on_error, tokenizer, eos_token, add_bos_token, bos_token, cache_dir, seq_len, stride, batch_size, shuffle, validation_fraction, validation_path, validation_sets, token_dtype, vocab_size). Name the key of the number of samples in a batch: --find-batch-size=KEY");
-    assert_snapshot!(error(&["--find-batch-size", "--set", "model.hidden_size=0"]), @"error: --find-batch-size: `model.hidden_size`: must be from 1 to 1048576, found 0");
+    assert_snapshot!(error(&["--find-batch-size", "--set", "model.hidden_size=0"]), @"error: --find-batch-size: --set model.hidden_size=0: `model.hidden_size`: expected an integer from 1 to 1048576, found 0");
 }
 
 #[test]

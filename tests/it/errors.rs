@@ -20,7 +20,7 @@ fn unregistered_names() {
     assert_snapshot!(error("trainer.accelerator=cuda"), @r#"error: `trainer.accelerator` = "cuda": this program is built without CUDA. Build it with the feature `cuda` of fulgurite (`cargo build --release --features cuda`, with the CUDA toolkit), or set "cpu""#);
     assert_snapshot!(error("optimizer.type=adam"), @"error: unknown optimizer `adam`; did you mean `adamw`? Available: adamw, sgd. If a plugin crate provides `adam`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`?");
-    assert_snapshot!(error("model.hidden=3"), @"error: --set model.hidden=3: unknown key `model.hidden` (similar keys of `model`: hidden_size, num_hidden_layers)");
+    assert_snapshot!(error("model.hidden=3"), @"error: --set model.hidden=3: unknown key `model.hidden` (similar keys of `model`: hidden_size, num_hidden_layers, hidden_act, hidden_activation, hidden_dropout_prob, hidden_dropout)");
     assert_snapshot!(error("max_steps=3"), @"error: --set max_steps=3: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
     assert_snapshot!(error("trainer.strategy={ type = 'fsdp', reshard = true }"), @"error: unknown key `trainer.strategy.reshard` (similar keys of `trainer.strategy`: reshard_after_forward)");
 }
@@ -167,7 +167,7 @@ fn missing_or_short_files() {
     assert_snapshot!(error("data={ type = 'text', path = 'none' }"), @"error: data: there is no file or folder none (data.path)");
     assert_snapshot!(error("data={ type = 'text', path = 'empty.txt' }"), @"error: data: empty.txt (data.path): there is no text; left out: 1 empty (empty.txt)");
     assert_snapshot!(error("data.tokenizer=none.json"), @r#"error: data: there is no file none.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
-    assert_snapshot!(error("model.from_pretrained=none"), @"error: none/config.json: No such file or directory (os error 2); `model.from_pretrained` is to name a folder with it");
+    assert_snapshot!(error("model.from_pretrained=none"), @"error: none: there is no such folder; `model.from_pretrained` is to name a folder with config.json and weights");
     // The ranks find the error one by one; the user reads it once.
     let of_two = scratch.small().on("fsdp", 2, 1).set(&["data.path=none.u16"]).fail();
     assert_snapshot!(any_rank(&of_two), @"error: data: there is no file or folder none.u16 (data.path)");
