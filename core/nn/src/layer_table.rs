@@ -455,6 +455,26 @@ pub static LAYERS: &[LayerRow] = &[
         build: |_| module(AvgPool2d::new([3, 2], AvgPool2dConfig::default())?),
         ..PLAIN
     },
+    LayerRow {
+        layer: "AdaptiveMaxPool2d",
+        shape: &[4, 2, 7, 6],
+        docs: Docs::Plain([
+            "`AdaptiveMaxPool2d::new([rows, columns])`",
+            "the largest of each of PyTorch's windows for an output of this size, from images of any size",
+        ]),
+        build: |_| module(AdaptiveMaxPool2d::new([3, 4])?),
+        ..PLAIN
+    },
+    LayerRow {
+        layer: "AdaptiveAvgPool2d",
+        shape: &[4, 2, 7, 6],
+        docs: Docs::Plain([
+            "`AdaptiveAvgPool2d::new([rows, columns])`",
+            "the mean of each window, like `AdaptiveMaxPool2d`",
+        ]),
+        build: |_| module(AdaptiveAvgPool2d::new([3, 4])?),
+        ..PLAIN
+    },
 ];
 
 /// The tables of the book's page of layers, as Markdown: with parameters, and without.

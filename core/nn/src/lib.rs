@@ -97,7 +97,9 @@ pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use mlp::{GatedMlp, GeluMlp, Mlp, MlpConfig, SwiGluMlp};
 pub use multi_head_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
 pub use norm::{LayerNorm, RmsNorm};
-pub use pooling::{AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig};
+pub use pooling::{
+    AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig,
+};
 pub use predicted_classes::{linear_predicted_classes, predicted_classes};
 pub use qk_norm::{QkNorm, QkNormScope};
 pub use residual::{FusedLayer, residual};

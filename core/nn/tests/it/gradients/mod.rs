@@ -17,5 +17,6 @@ mod norm_of_sum;
 mod peers;
 mod pooling;
 mod precision;
+mod recorded;
 mod residual;
 mod table;
