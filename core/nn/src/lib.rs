@@ -72,6 +72,7 @@ mod pooling;
 mod predicted_classes;
 mod product;
 mod qk_norm;
+mod recurrent;
 mod residual;
 mod rope;
 mod rope_scaling;
@@ -102,6 +103,7 @@ pub use pooling::{
 };
 pub use predicted_classes::{linear_predicted_classes, predicted_classes};
 pub use qk_norm::{QkNorm, QkNormScope};
+pub use recurrent::{Gru, Lstm, LstmState, RecurrentConfig};
 pub use residual::{FusedLayer, residual};
 pub use rope::{Rope, RopeConfig};
 pub use rope_scaling::RopeScaling;

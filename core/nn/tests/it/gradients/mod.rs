@@ -18,5 +18,6 @@ mod peers;
 mod pooling;
 mod precision;
 mod recorded;
+mod recurrent;
 mod residual;
 mod table;
