@@ -50,12 +50,12 @@ pub use fulgurite_core::module::{
 // Also without a name: a program may import candle's trait under this name.
 pub use fulgurite_core::module::Module as _;
 pub use fulgurite_core::nn::{
-    AttentionConfig, AvgPool2d, AvgPool2dConfig, BatchNorm, BatchNormConfig, CausalSelfAttention,
-    Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, CrossEntropy, Dropout, Embedding, GeluMlp,
-    GroupNorm, LayerNorm, Linear, Loss, MaxPool2d, MaxPool2dConfig, MultiHeadAttention,
-    MultiHeadAttentionConfig, QkNorm, QkNormScope, RmsNorm, Rope, RopeConfig, RopeScaling,
-    SwiGluMlp, cross_entropy, linear_cross_entropy, linear_predicted_classes, predicted_classes,
-    residual,
+    AdaptiveAvgPool2d, AdaptiveMaxPool2d, AttentionConfig, AvgPool2d, AvgPool2dConfig, BatchNorm,
+    BatchNormConfig, CausalSelfAttention, Conv1d, Conv1dConfig, Conv2d, Conv2dConfig, CrossEntropy,
+    Dropout, Embedding, GeluMlp, GroupNorm, Gru, LayerNorm, Linear, Loss, Lstm, LstmState,
+    MaxPool2d, MaxPool2dConfig, MultiHeadAttention, MultiHeadAttentionConfig, QkNorm, QkNormScope,
+    RecurrentConfig, RmsNorm, Rope, RopeConfig, RopeScaling, SwiGluMlp, cross_entropy,
+    linear_cross_entropy, linear_predicted_classes, predicted_classes, residual,
 };
 pub use fulgurite_core::optim::{AdamW, Sgd};
 pub use fulgurite_core::parallel::{

@@ -411,6 +411,46 @@ pub static LAYERS: &[LayerRow] = &[
         ..OWN
     },
     LayerRow {
+        layer: "Gru",
+        shape: &[4, 7, 6],
+        docs: Docs::Parameters([
+            "`Gru::new(b, inputs, hidden)`",
+            "`[batch, time, inputs]` → `[batch, time, hidden]`",
+            "`weight_ih_l0 [3 · hidden, inputs]`, `weight_hh_l0 [3 · hidden, hidden]`, \
+             `bias_ih_l0`, `bias_hh_l0 [3 · hidden]`",
+            "uniform within `1/sqrt(hidden)`",
+        ]),
+        build: |b| module(Gru::new(b, 6, 5)?),
+        ..OWN
+    },
+    LayerRow {
+        layer: "Lstm",
+        shape: &[4, 7, 6],
+        docs: Docs::Parameters([
+            "`Lstm::new(b, inputs, hidden)`",
+            "the same",
+            "the same, with `4 · hidden`",
+            "the same",
+        ]),
+        build: |b| module(Lstm::new(b, 6, 5)?),
+        ..OWN
+    },
+    LayerRow {
+        layer: "Lstm",
+        shape: &[4, 7, 6],
+        docs: Docs::Parameters([
+            "with `num_layers`",
+            "the same",
+            "also `weight_ih_l1 [4 · hidden, hidden]`, …",
+            "the same",
+        ]),
+        build: |b| {
+            let config = RecurrentConfig { num_layers: 2, ..RecurrentConfig::new(6, 5) };
+            module(Lstm::with_config(b, &config)?)
+        },
+        ..OWN
+    },
+    LayerRow {
         layer: "Dropout",
         shape: &[4, 7, 29],
         docs: Docs::Plain([
@@ -453,6 +493,26 @@ pub static LAYERS: &[LayerRow] = &[
             "the mean of each window, like `MaxPool2d`",
         ]),
         build: |_| module(AvgPool2d::new([3, 2], AvgPool2dConfig::default())?),
+        ..PLAIN
+    },
+    LayerRow {
+        layer: "AdaptiveMaxPool2d",
+        shape: &[4, 2, 7, 6],
+        docs: Docs::Plain([
+            "`AdaptiveMaxPool2d::new([rows, columns])`",
+            "the largest of each of PyTorch's windows for an output of this size, from images of any size",
+        ]),
+        build: |_| module(AdaptiveMaxPool2d::new([3, 4])?),
+        ..PLAIN
+    },
+    LayerRow {
+        layer: "AdaptiveAvgPool2d",
+        shape: &[4, 2, 7, 6],
+        docs: Docs::Plain([
+            "`AdaptiveAvgPool2d::new([rows, columns])`",
+            "the mean of each window, like `AdaptiveMaxPool2d`",
+        ]),
+        build: |_| module(AdaptiveAvgPool2d::new([3, 4])?),
         ..PLAIN
     },
 ];

@@ -72,6 +72,7 @@ mod pooling;
 mod predicted_classes;
 mod product;
 mod qk_norm;
+mod recurrent;
 mod residual;
 mod rope;
 mod rope_scaling;
@@ -97,9 +98,12 @@ pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use mlp::{GatedMlp, GeluMlp, Mlp, MlpConfig, SwiGluMlp};
 pub use multi_head_attention::{MultiHeadAttention, MultiHeadAttentionConfig};
 pub use norm::{LayerNorm, RmsNorm};
-pub use pooling::{AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig};
+pub use pooling::{
+    AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig,
+};
 pub use predicted_classes::{linear_predicted_classes, predicted_classes};
 pub use qk_norm::{QkNorm, QkNormScope};
+pub use recurrent::{Gru, Lstm, LstmState, RecurrentConfig};
 pub use residual::{FusedLayer, residual};
 pub use rope::{Rope, RopeConfig};
 pub use rope_scaling::RopeScaling;

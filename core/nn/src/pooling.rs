@@ -2,7 +2,7 @@
 
 use candle_core::Tensor;
 
-use super::kernels::pooling::Windows;
+use super::kernels::pooling::{Pool, Windows};
 use crate::{Error, Result};
 use fulgurite_engine::module::Module;
 use fulgurite_engine::parallel::record_function;
@@ -72,6 +72,62 @@ pub struct AvgPool2d {
     count_padding: bool,
 }
 
+/// The largest element of each window, as [`MaxPool2d`], with an output of a given size for images
+/// of any size. Windows are as for [`AdaptiveAvgPool2d`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AdaptiveMaxPool2d([usize; 2]);
+
+/// The mean of each window, from `[batch, channels, height, width]` to `[batch, channels, rows,
+/// columns]` of a given size, for images of any size.
+///
+/// The windows are PyTorch's: window `i` of `rows` reaches from `floor(i height / rows)` to
+/// `ceil((i + 1) height / rows)`. Windows overlap where `rows` does not divide the height.
+///
+/// ```
+/// use candle_core::{Device, Tensor};
+/// use fulgurite_core::module::Module;
+/// use fulgurite_core::nn::AdaptiveAvgPool2d;
+///
+/// let pool = AdaptiveAvgPool2d::new([1, 2])?;
+/// let x = Tensor::new(&[[[[0f32, 2.0, 7.0]]]], &Device::Cpu)?;
+/// assert_eq!(pool.forward(&x)?.flatten_all()?.to_vec1::<f32>()?, [1.0, 4.5]);
+/// # Ok::<(), fulgurite_core::Error>(())
+/// ```
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct AdaptiveAvgPool2d([usize; 2]);
+
+impl AdaptiveMaxPool2d {
+    /// A pooling to an output of this size (rows and columns).
+    ///
+    /// # Errors
+    /// If a size is 0, or the output has more elements than a u32 can count.
+    pub fn new(output: [usize; 2]) -> Result<Self> {
+        check_output("AdaptiveMaxPool2d", output).map(Self)
+    }
+}
+
+impl AdaptiveAvgPool2d {
+    /// A pooling to an output of this size (rows and columns).
+    ///
+    /// # Errors
+    /// If a size is 0, or the output has more elements than a u32 can count.
+    pub fn new(output: [usize; 2]) -> Result<Self> {
+        check_output("AdaptiveAvgPool2d", output).map(Self)
+    }
+}
+
+/// Returns the size of the output of an adaptive pooling, after checks.
+fn check_output(kind: &str, output: [usize; 2]) -> Result<[usize; 2]> {
+    let elements = output[0].checked_mul(output[1]).and_then(|n| u32::try_from(n).ok());
+    match elements {
+        None | Some(0) => Err(Error::other(format!(
+            "{kind}: the output's rows and columns must be at least 1, with at most {} elements; got {output:?}",
+            u32::MAX
+        ))),
+        Some(_) => Ok(output),
+    }
+}
+
 impl MaxPool2d {
     /// A pooling with windows of `kernel` (height and width).
     ///
@@ -118,22 +174,39 @@ fn windows(
     Ok(Windows { kernel, stride, padding })
 }
 
+/// Returns the largest element of each window, in the graph.
+fn max_pool(x: &Tensor, pool: Pool) -> Result<Tensor> {
+    let (y, picked) = pool.max(x)?;
+    record_function(&[x], y, move |_, grad| Ok(vec![Some(pool.max_backward(&picked, grad)?)]))
+}
+
+/// Returns the sum of each window by `divisor`, or by default its mean, in the graph.
+fn mean_pool(x: &Tensor, pool: Pool, divisor: Option<usize>) -> Result<Tensor> {
+    let y = pool.mean(x, divisor)?;
+    record_function(&[x], y, move |_, grad| Ok(vec![Some(pool.mean_backward(divisor, grad)?)]))
+}
+
 impl Module for MaxPool2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let sizes = self.0.sizes(x)?;
-        let (y, picked) = self.0.max(x, &sizes)?;
-        record_function(&[x], y, move |_, grad| {
-            Ok(vec![Some(Windows::max_backward(&sizes, &picked, grad)?)])
-        })
+        max_pool(x, self.0.over(x)?)
     }
 }
 
 impl Module for AvgPool2d {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let (Self { windows, count_padding }, sizes) = (*self, self.windows.sizes(x)?);
-        let y = windows.mean(x, &sizes, count_padding)?;
-        record_function(&[x], y, move |_, grad| {
-            Ok(vec![Some(windows.mean_backward(&sizes, count_padding, grad)?)])
-        })
+        let [height, width] = self.windows.kernel;
+        mean_pool(x, self.windows.over(x)?, self.count_padding.then_some(height * width))
+    }
+}
+
+impl Module for AdaptiveMaxPool2d {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        max_pool(x, Pool::adaptive(x, self.0)?)
+    }
+}
+
+impl Module for AdaptiveAvgPool2d {
+    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+        mean_pool(x, Pool::adaptive(x, self.0)?, None)
     }
 }

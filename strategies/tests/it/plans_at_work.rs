@@ -12,7 +12,7 @@ use fulgurite_core::fabric::Fabric;
 use fulgurite_core::fabric::UnusedParameters;
 use fulgurite_core::mesh::{DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit, ModuleTree};
-use fulgurite_core::nn::{Dropout, Embedding, Linear, RmsNorm, cross_entropy, functional};
+use fulgurite_core::nn::{Dropout, Embedding, Gru, Linear, RmsNorm, cross_entropy, functional};
 use fulgurite_core::optim::Sgd;
 use fulgurite_core::parallel::{
     Colwise, ContextParallel, Layout, Plan, PrepareModuleInput, Rowwise, SequenceParallel,
@@ -474,4 +474,17 @@ fn attention_on_a_partial_sequence_is_refused() {
         error.contains("`functional::attention` sees this rank's part of the sequence only"),
         "{error}"
     );
+}
+
+#[test]
+fn recurrent_layers_refuse_partial_sequences() {
+    let error = run_ranks(2, |world| {
+        let _scope =
+            ForwardScope { context: ContextParallel::new(world), ..ForwardScope::default() }
+                .enter();
+        let gru = Gru::new(&ModuleBuilder::new(ModuleInit::default()).pp("encoder"), 2, 3)?;
+        gru.forward(&Tensor::ones((1, 4, 2), DType::F32, &Device::Cpu)?)
+    });
+    let error = error.unwrap_err().to_string();
+    assert!(error.contains("a recurrent layer needs whole sequences"), "{error}");
 }

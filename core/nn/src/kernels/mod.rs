@@ -17,5 +17,6 @@ pub(super) mod masked_attention;
 pub(super) mod matmul;
 pub(super) mod norm;
 pub(super) mod pooling;
+pub(super) mod recurrent;
 pub(super) mod rope;
 pub(super) mod softmax;

@@ -47,7 +47,7 @@ fn multi_head(b: &ModuleBuilder, s: &[usize]) -> Result<MultiHeadAttention> {
 }
 
 /// Every layer constructor that takes sizes.
-const CONSTRUCTORS: [Constructor; 17] = [
+const CONSTRUCTORS: [Constructor; 19] = [
     Constructor {
         name: "Linear::new",
         sizes: &[3, 2],
@@ -115,6 +115,16 @@ const CONSTRUCTORS: [Constructor; 17] = [
         name: "GroupNorm::new",
         sizes: &[2, 4],
         build: |b, s| GroupNorm::new(b, s[0], s[1], 1e-5).map(drop),
+    },
+    Constructor {
+        name: "Gru::new",
+        sizes: &[3, 2],
+        build: |b, s| Gru::new(b, s[0], s[1]).map(drop),
+    },
+    Constructor {
+        name: "Lstm::new",
+        sizes: &[3, 2],
+        build: |b, s| Lstm::new(b, s[0], s[1]).map(drop),
     },
     Constructor {
         name: "SwiGluMlp::new",

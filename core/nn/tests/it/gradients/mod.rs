@@ -17,5 +17,7 @@ mod norm_of_sum;
 mod peers;
 mod pooling;
 mod precision;
+mod recorded;
+mod recurrent;
 mod residual;
 mod table;

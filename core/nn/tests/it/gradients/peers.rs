@@ -7,28 +7,12 @@ use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Documents, QkNorm, QkNormScope, RmsNorm, Rope,
     RopeConfig, RopeScaling,
 };
-use toml::Table;
 
 use super::harness::{Params, assert_close, builder, flat};
+use super::recorded::{numbers, read, values};
 
 const BATCH: usize = 2;
 const TIME: usize = 7;
-
-fn read(text: &str) -> Table {
-    text.parse().unwrap()
-}
-
-fn numbers(table: &Table, key: &str) -> Vec<f64> {
-    let array = table[key].as_array().unwrap_or_else(|| panic!("{key}"));
-    array.iter().map(|x| x.as_float().or(x.as_integer().map(|x| x as f64)).unwrap()).collect()
-}
-
-/// The script's function of this name.
-fn values(seed: f64, shape: &[usize]) -> Tensor {
-    let n: usize = shape.iter().product();
-    let values: Vec<f64> = (0..n).map(|i| 0.5 * (0.7 * i as f64 + seed).sin()).collect();
-    Tensor::from_vec(values, shape, &Device::Cpu).unwrap()
-}
 
 const ORDER: [&str; 6] = ["q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm"];
 

@@ -1,8 +1,12 @@
 use candle_core::{DType, Device, Tensor, Var};
 use fulgurite_core::module::Module as _;
-use fulgurite_core::nn::{AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig, force_portable};
+use fulgurite_core::nn::{
+    AdaptiveAvgPool2d, AdaptiveMaxPool2d, AvgPool2d, AvgPool2dConfig, MaxPool2d, MaxPool2dConfig,
+    force_portable,
+};
 
 use super::harness::{Params, assert_close, check, flat, randn};
+use super::recorded::{numbers, read, values};
 
 /// Input size, kernel, stride and padding.
 type Case = ([usize; 2], [usize; 2], Option<[usize; 2]>, [usize; 2]);
@@ -76,6 +80,31 @@ fn finite_differences_of_the_mean() {
     }
 }
 
+/// Outputs that divide the input, that do not, and that are larger.
+#[test]
+fn adaptive_pooling_follows_pytorch() {
+    let recorded = read(include_str!("../../fixtures/pytorch.toml"));
+    for [rows, columns] in [[3, 2], [7, 5], [1, 1], [9, 4]] {
+        for kind in ["avg", "max"] {
+            let forward = |x: &Tensor| match kind {
+                "avg" => AdaptiveAvgPool2d::new([rows, columns])?.forward(x),
+                _ => AdaptiveMaxPool2d::new([rows, columns])?.forward(x),
+            };
+            let name = format!("{kind}_{rows}_{columns}");
+            let want = recorded[&name].as_table().unwrap();
+            let x = Var::from_tensor(&values(0.0, &[2, 2, 7, 5])).unwrap();
+            let y = forward(&x).unwrap();
+            assert_eq!(y.dims(), [2, 2, rows, columns]);
+            assert_close(&name, &flat(&y), &numbers(want, "output"), 1e-8);
+            let loss = (&y * values(1.0, y.dims())).unwrap().sum_all().unwrap();
+            let grads = loss.backward().unwrap();
+            let grad = flat(grads.get(&x).unwrap());
+            assert_close(&name, &grad, &numbers(want, "input_grad"), 1e-8);
+            check(&[randn("x", &[2, 1, 7, 5])], &Params::none(), &|x| forward(&x[0]));
+        }
+    }
+}
+
 /// As in PyTorch, the first of equal elements gets the gradient, and a NaN is not hidden.
 #[test]
 fn ties_and_nan_go_to_the_first() {
@@ -122,6 +151,8 @@ fn half_precision_and_empty_batches_are_pooled() {
     let empty = Tensor::zeros((0, 3, 4, 4), DType::F32, &Device::Cpu).unwrap();
     assert_eq!(largest.forward(&empty).unwrap().dims(), [0, 3, 2, 2]);
     assert_eq!(mean.forward(&empty).unwrap().dims(), [0, 3, 2, 2]);
+    let adaptive = AdaptiveAvgPool2d::new([3, 5]).unwrap();
+    assert_eq!(adaptive.forward(&empty).unwrap().dims(), [0, 3, 3, 5]);
     let _portable = force_portable();
     assert_eq!(largest.forward(&empty).unwrap().dims(), [0, 3, 2, 2]);
 }
@@ -136,4 +167,8 @@ fn sizes_that_cannot_be_pooled_are_explained() {
     insta::assert_snapshot!(pool.forward(&x(&[1, 1, 2, 4], DType::F32)).unwrap_err(), @"a pooling window of 3 elements is larger than the input, 2 with its padding of 0 on both sides; got a tensor of shape [1, 1, 2, 4]");
     insta::assert_snapshot!(pool.forward(&x(&[1, 4, 4], DType::F32)).unwrap_err(), @"pooling takes floating-point numbers of shape [batch, channels, height, width], got [1, 4, 4] in F32");
     insta::assert_snapshot!(pool.forward(&x(&[1, 1, 4, 4], DType::U8)).unwrap_err(), @"pooling takes floating-point numbers of shape [batch, channels, height, width], got [1, 1, 4, 4] in U8");
+    insta::assert_snapshot!(AdaptiveAvgPool2d::new([0, 2]).unwrap_err(), @"AdaptiveAvgPool2d: the output's rows and columns must be at least 1, with at most 4294967295 elements; got [0, 2]");
+    AdaptiveMaxPool2d::new([1 << 16, 1 << 16]).unwrap_err();
+    let pool = AdaptiveMaxPool2d::new([2, 2]).unwrap();
+    insta::assert_snapshot!(pool.forward(&x(&[1, 1, 0, 4], DType::F32)).unwrap_err(), @"adaptive pooling needs an image of at least one element, got a tensor of shape [1, 1, 0, 4]");
 }
