@@ -21,7 +21,7 @@ fn unregistered_names() {
     assert_snapshot!(error("optimizer.type=adam"), @"error: unknown optimizer `adam`; did you mean `adamw`? Available: adamw, sgd. If a plugin crate provides `adam`, link it with `use that_crate as _;` in the program");
     assert_snapshot!(error("trainer.max_step=3"), @"error: --set trainer.max_step=3: unknown key `trainer.max_step`; did you mean `max_steps`?");
     assert_snapshot!(error("model.hidden=3"), @"error: --set model.hidden=3: unknown key `model.hidden` (similar keys of `model`: hidden_size, num_hidden_layers, hidden_act, hidden_activation, hidden_dropout_prob, hidden_dropout)");
-    assert_snapshot!(error("max_steps=3"), @"error: --set max_steps=3: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
+    assert_snapshot!(error("max_steps=3"), @"error: --set max_steps=3: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, module, model, data, optimizer, scheduler, trainer, checkpoint)");
     assert_snapshot!(error("trainer.strategy={ type = 'fsdp', reshard = true }"), @"error: unknown key `trainer.strategy.reshard` (similar keys of `trainer.strategy`: reshard_after_forward)");
 }
 

@@ -49,7 +49,7 @@ fn small(name: &str) -> Vec<String> {
 #[test]
 fn recipes_train_as_they_are_listed() {
     let temp = tempfile::tempdir().unwrap();
-    let ids: Vec<u8> = (0..600u16).flat_map(|i| (i * i % 41).to_le_bytes()).collect();
+    let ids: Vec<u8> = (0..600u16).flat_map(|i| (i * 7 % 41).to_le_bytes()).collect();
     std::fs::write(temp.path().join("ids.u16"), ids).unwrap();
     let list = succeed(temp.path(), &["recipes", "list"]);
     let names: Vec<&str> = list.lines().filter_map(|line| line.split_whitespace().next()).collect();

@@ -117,13 +117,13 @@ impl ModuleTree {
     ///
     /// ```
     /// # use fulgurite_core::module::{ModuleBuilder, ModuleInit};
-    /// # use fulgurite_core::nn::{Linear, SwiGluMlp};
+    /// # use fulgurite_core::nn::{GatedMlp, Linear};
     /// let b = ModuleBuilder::new(ModuleInit::default());
     /// let up = b.unit("up", |b| Linear::new(b, 4, 8))?;
-    /// let blocks = [0, 1].map(|i| b.unit(&format!("blocks.{i}"), |b| SwiGluMlp::new(b, 8, 16)));
+    /// let blocks = [0, 1].map(|i| b.unit(&format!("blocks.{i}"), |b| GatedMlp::new(b, 8, 16)));
     /// let tree = b.finish()?;
     /// tree.apply_activation_checkpointing(|unit| {
-    ///     unit.kind() == "SwiGluMlp" && !unit.path().ends_with(".1")
+    ///     unit.kind() == "GatedMlp" && !unit.path().ends_with(".1")
     /// })?;
     /// let [first, second] = blocks;
     /// assert!(first?.handle().activation_checkpointing());

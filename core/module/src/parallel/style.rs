@@ -380,7 +380,11 @@ mod tests {
         same("sequence_parallel", r#"{"type": "sequence_parallel"}"#);
         let partial = "replicated_with_grad_allreduce";
         same(partial, r#"{"type": "replicated_with_grad_allreduce"}"#);
-        assert_eq!(ParallelStyle::NAMES.len(), 6);
+        // The names of transformers 5.
+        same("colwise_gather_output", r#"{"type": "colwise", "output": "replicate"}"#);
+        same("rowwise_split_input", r#"{"type": "rowwise", "input": "replicate"}"#);
+        same("embedding_rowwise", r#"{"type": "rowwise"}"#);
+        assert_eq!(ParallelStyle::NAMES.len(), 9);
     }
 
     #[test]
@@ -417,17 +421,17 @@ mod tests {
             wrong(r#"{"type": "prepare_module_input", "input": "shard(1)"}"#),
         ];
         insta::assert_snapshot!(messages.join("\n"), @r#"
-        `columnwise` is not a parallel style; expected one of colwise, rowwise, colwise_rep, rowwise_rep, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type` at line 1 column 12
-        prepare_module_output needs layouts: write a table, { type = "prepare_module_output", output = "shard(1)", desired = "replicate" } for instance at line 1 column 23
-        invalid type: sequence, expected one of colwise, rowwise, colwise_rep, rowwise_rep, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type` at line 1 column 2
-        a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj" at line 1 column 2
-        a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj" at line 1 column 21
-        unknown variant `columnwise`, expected one of `colwise`, `rowwise`, `colwise_rep`, `rowwise_rep`, `sequence_parallel`, `prepare_module_input`, `prepare_module_output`, `replicated_with_grad_allreduce` at line 1 column 22
-        unknown field `inputs`, expected `input` or `output` at line 1 column 28
-        unknown field `inputs`, expected `input` or `output` at line 1 column 41
-        unknown field `output`, expected `input` or `loss_parallel` at line 1 column 32
-        unknown field `dim`, expected `input` or `output` at line 1 column 35
-        missing field `desired` at line 1 column 53
+          `columnwise` is not a parallel style; expected one of colwise, rowwise, colwise_rep, rowwise_rep, colwise_gather_output, rowwise_split_input, embedding_rowwise, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type` at line 1 column 12
+          prepare_module_output needs layouts: write a table, { type = "prepare_module_output", output = "shard(1)", desired = "replicate" } for instance at line 1 column 23
+          invalid type: sequence, expected one of colwise, rowwise, colwise_rep, rowwise_rep, colwise_gather_output, rowwise_split_input, embedding_rowwise, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type` at line 1 column 2
+          a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj" at line 1 column 2
+          a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj" at line 1 column 21
+          unknown variant `columnwise`, expected one of `colwise`, `rowwise`, `colwise_rep`, `rowwise_rep`, `sequence_parallel`, `prepare_module_input`, `prepare_module_output`, `replicated_with_grad_allreduce` at line 1 column 22
+          unknown field `inputs`, expected `input` or `output` at line 1 column 28
+          unknown field `inputs`, expected `input` or `output` at line 1 column 41
+          unknown field `output`, expected `input` or `loss_parallel` at line 1 column 32
+          unknown field `dim`, expected `input` or `output` at line 1 column 35
+          missing field `desired` at line 1 column 53
         "#);
     }
 }

@@ -7,7 +7,7 @@ use fulgurite::core::config::reference::option_keys;
 use fulgurite::core::config::{ConfigLayers, documented_keys};
 use fulgurite::core::registry;
 use fulgurite::core::run::{RunConfig, reference_sections};
-use fulgurite::data::TextDataConfig;
+use fulgurite::data::{LabelledTextsConfig, TextDataConfig};
 use fulgurite_models::ModelConfig;
 use toml::{Table, Value};
 
@@ -65,6 +65,9 @@ impl Keys {
             section.keys.iter().for_each(|key| add(&section.path, &key.name));
         }
         for key in documented_keys::<TextDataConfig>().unwrap() {
+            add("data", &key.name);
+        }
+        for key in documented_keys::<LabelledTextsConfig>().unwrap() {
             add("data", &key.name);
         }
         for key in documented_keys::<ModelConfig>().unwrap() {

@@ -108,18 +108,18 @@ fn wrong_plans_are_told_where() {
         plan_of(FILE, &["trainer.strategy.parallelize.plans={}"]).unwrap_err().to_string(),
     ];
     insta::assert_snapshot!(messages.join("\n"), @r#"
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: `colwse` is not a parallel style; expected one of colwise, rowwise, colwise_rep, rowwise_rep, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type`
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: expected one of colwise, rowwise, colwise_rep, rowwise_rep, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type`, found `3`
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: prepare_module_input needs layouts: write a table, { type = "prepare_module_input", input = "shard(1)", desired = "replicate" } for instance
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".type`: expected "colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel", "prepare_module_input", "prepare_module_output" or "replicated_with_grad_allreduce", found "columnwise"; did you mean "colwise"?
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj"
-    unknown key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".inptu`; did you mean `input`? (the keys of `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"` are input, output, loss_parallel)
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`: `shared(1)` is not a layout; expected "replicate", "shard(1)" (the sequence) or "shard(-1)" (the last dimension)
-    `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`: expected a string, found `1`; write it in quotes
-    missing key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".desired`, which has no default
-    unknown key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`
-    `trainer.strategy.parallelize.plan.x`: a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj"
-    unknown key `trainer.strategy.parallelize.plans`; did you mean `plan`? (the keys of `trainer.strategy.parallelize` are plan, units)
+      `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: `colwse` is not a parallel style; expected one of colwise, rowwise, colwise_rep, rowwise_rep, colwise_gather_output, rowwise_split_input, embedding_rowwise, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type`
+      `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: expected one of colwise, rowwise, colwise_rep, rowwise_rep, colwise_gather_output, rowwise_split_input, embedding_rowwise, sequence_parallel, replicated_with_grad_allreduce, or a table with a `type`, found `3`
+      `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: prepare_module_input needs layouts: write a table, { type = "prepare_module_input", input = "shard(1)", desired = "replicate" } for instance
+      `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".type`: expected "colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel", "prepare_module_input", "prepare_module_output" or "replicated_with_grad_allreduce", found "columnwise"; did you mean "colwise"?
+      `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"`: a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj"
+      unknown key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".inptu`; did you mean `input`? (the keys of `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj"` are input, output, loss_parallel)
+      `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`: `shared(1)` is not a layout; expected "replicate", "shard(1)" (the sequence) or "shard(-1)" (the last dimension)
+      `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`: expected a string, found `1`; write it in quotes
+      missing key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".desired`, which has no default
+      unknown key `trainer.strategy.parallelize.plan."layers.*.mlp.up_proj".input`
+      `trainer.strategy.parallelize.plan.x`: a style that is a table needs a `type`; if this is the first part of a pattern, put the whole pattern in quotes: "layers.*.mlp.up_proj"
+      unknown key `trainer.strategy.parallelize.plans`; did you mean `plan`? (the keys of `trainer.strategy.parallelize` are plan, units)
     "#);
 
     let build = |text: &str| function(text).err().expect("it is wrong").to_string();
