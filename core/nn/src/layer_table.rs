@@ -439,13 +439,17 @@ pub static LAYERS: &[LayerRow] = &[
         layer: "Lstm",
         shape: &[4, 7, 6],
         docs: Docs::Parameters([
-            "with `num_layers`",
-            "the same",
-            "also `weight_ih_l1 [4 · hidden, hidden]`, …",
+            "`Lstm::with_config(b, &config)`",
+            "the same, with `2 · hidden` if `bidirectional`",
+            "also `weight_ih_l0_reverse`, `weight_ih_l1`, …",
             "the same",
         ]),
         build: |b| {
-            let config = RecurrentConfig { num_layers: 2, ..RecurrentConfig::new(6, 5) };
+            let config = RecurrentConfig {
+                num_layers: 2,
+                bidirectional: true,
+                ..RecurrentConfig::new(6, 5)
+            };
             module(Lstm::with_config(b, &config)?)
         },
         ..OWN

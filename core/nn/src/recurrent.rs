@@ -1,6 +1,6 @@
 //! Recurrent layers.
 
-use candle_core::{DType, Tensor};
+use candle_core::{D, DType, Tensor};
 
 use super::backend::to_accumulation_dtype;
 use super::documents::Documents;
@@ -24,14 +24,17 @@ pub struct RecurrentConfig {
     pub hidden: usize,
     /// Number of layers. Each takes the output of the layer before it. By default 1.
     pub num_layers: usize,
+    /// Whether each layer reads the sequence in both directions, with parameters for each. Its
+    /// output is then `2 * hidden` wide. By default no.
+    pub bidirectional: bool,
     /// Whether there are biases. By default yes.
     pub bias: bool,
 }
 
 impl RecurrentConfig {
-    /// One layer with biases.
+    /// One layer with biases, in one direction.
     pub fn new(inputs: usize, hidden: usize) -> Self {
-        Self { inputs, hidden, num_layers: 1, bias: true }
+        Self { inputs, hidden, num_layers: 1, bidirectional: false, bias: true }
     }
 }
 
@@ -40,8 +43,8 @@ impl RecurrentConfig {
 ///
 /// Layer `l` has `weight_ih_l{l}` (`[3 * hidden, inputs]`), `weight_hh_l{l}`
 /// (`[3 * hidden, hidden]`), `bias_ih_l{l}` and `bias_hh_l{l}` (`[3 * hidden]`), each with the reset,
-/// update and new gate, as in PyTorch. Both directions at once and dropout between layers are
-/// missing. bf16 and f16 are computed in f32. Tensor-parallel plans leave the layer whole. Context
+/// update and new gate, as in PyTorch. The second direction's names end in `_reverse`. Dropout
+/// between layers is missing. bf16 and f16 are computed in f32. Tensor-parallel plans leave the layer whole. Context
 /// parallelism, which cuts sequences, and [`Documents`] in one sequence are errors.
 ///
 /// ```
@@ -73,7 +76,8 @@ pub struct Lstm(Recurrent);
 /// The states of an [`Lstm`].
 #[derive(Debug, Clone)]
 pub struct LstmState {
-    /// The hidden states, `[num_layers, batch, hidden]`.
+    /// The hidden states, `[num_layers, batch, hidden]`, with two entries for each layer in both
+    /// directions.
     pub hidden: Tensor,
     /// The cell states, of the same shape.
     pub cell: Tensor,
@@ -97,7 +101,8 @@ impl Gru {
     }
 
     /// Computes the output from the initial hidden states, by default zeros. Returns the final
-    /// hidden states too. States are `[num_layers, batch, hidden]`. Gradients pass through both.
+    /// hidden states too. States are `[num_layers, batch, hidden]`, with two entries for each layer
+    /// in both directions. Gradients pass through both.
     ///
     /// # Errors
     /// As `forward`, and if the states have another shape.
@@ -156,11 +161,14 @@ struct Recurrent {
     cell: Cell,
     inputs: usize,
     hidden: usize,
+    /// 2 if layers are bidirectional, else 1.
+    directions: usize,
+    /// By layer, then direction.
     layers: Vec<RecurrentLayer>,
     layer: LayerHandle,
 }
 
-/// The parameters of one layer.
+/// The parameters of one direction of a layer.
 #[derive(Debug, Clone)]
 struct RecurrentLayer {
     weight_ih: Parameter,
@@ -171,27 +179,32 @@ struct RecurrentLayer {
 
 impl Recurrent {
     fn new(b: &ModuleBuilder, cell: Cell, config: &RecurrentConfig) -> Result<Self> {
-        let RecurrentConfig { inputs, hidden, num_layers, bias } = *config;
+        let RecurrentConfig { inputs, hidden, num_layers, bidirectional, bias } = *config;
         check_sizes(b, &[("inputs", inputs), ("hidden", hidden), ("num_layers", num_layers)])?;
         let layer = b.declare(WholeLayer(match cell {
             Cell::Gru => "Gru",
             Cell::Lstm => "Lstm",
         }))?;
+        let suffixes: &[&str] = if bidirectional { &["", "_reverse"] } else { &[""] };
         let (rows, init) = (hidden.saturating_mul(cell.gates()), Init::kaiming_uniform(hidden));
         let mut layers = Vec::new();
         for l in 0..num_layers {
-            let width = if l == 0 { inputs } else { hidden };
-            let bias_named = |name: &str| b.parameter(&format!("bias_{name}_l{l}"), [rows], init);
-            layers.push(RecurrentLayer {
-                weight_ih: b.parameter(&format!("weight_ih_l{l}"), [rows, width], init)?,
-                weight_hh: b.parameter(&format!("weight_hh_l{l}"), [rows, hidden], init)?,
-                biases: match bias {
-                    true => Some([bias_named("ih")?, bias_named("hh")?]),
+            let width = if l == 0 { inputs } else { hidden.saturating_mul(suffixes.len()) };
+            for suffix in suffixes {
+                let weight = |of: &str, width| {
+                    b.parameter(&format!("weight_{of}_l{l}{suffix}"), [rows, width], init)
+                };
+                let (weight_ih, weight_hh) = (weight("ih", width)?, weight("hh", hidden)?);
+                let bias_of =
+                    |of: &str| b.parameter(&format!("bias_{of}_l{l}{suffix}"), [rows], init);
+                let biases = match bias {
+                    true => Some([bias_of("ih")?, bias_of("hh")?]),
                     false => None,
-                },
-            });
+                };
+                layers.push(RecurrentLayer { weight_ih, weight_hh, biases });
+            }
         }
-        Ok(Self { cell, inputs, hidden, layers, layer })
+        Ok(Self { cell, inputs, hidden, directions: suffixes.len(), layers, layer })
     }
 
     fn parameters(&self) -> Vec<&Parameter> {
@@ -229,7 +242,7 @@ impl Recurrent {
         let dims = [self.layers.len(), x.dims().first().copied().unwrap_or(0), self.hidden];
         if state.dims() != dims {
             let message = format!(
-                "expected states of shape [num_layers, batch, hidden], here {dims:?}, got {:?}",
+                "expected states of shape [num_layers * directions, batch, hidden], here {dims:?}, got {:?}",
                 state.dims()
             );
             return Err(Error::module(self.layer.path(), message));
@@ -241,7 +254,7 @@ impl Recurrent {
         self.check_input(x)?;
         let (saved, input) = self.layer.redistribute_input(x)?;
         let steps = self.layer.run(|| self.compute(&saved, None))?;
-        let y = swap_time(&steps[steps.len() - 1].outputs()?)?.to_dtype(saved.dtype())?;
+        let y = swap_time(&self.last_outputs(&steps)?)?.to_dtype(saved.dtype())?;
         let (layer, tracked) = (self.clone(), self.layer.takes_gradient(x));
         self.layer.record(&[x], &self.parameters(), y, move |_, grad| {
             let grad = swap_time(&to_accumulation_dtype(grad)?)?;
@@ -250,7 +263,7 @@ impl Recurrent {
         })
     }
 
-    /// As `forward`, from and with states in one tensor, `[states, num_layers, batch, hidden]`.
+    /// As `forward`, from and with states in one tensor, `[states, layers, batch, hidden]`.
     fn forward_with_states(&self, x: &Tensor, initial: Option<Tensor>) -> Result<(Tensor, Tensor)> {
         self.check_input(x)?;
         let (saved, input) = self.layer.redistribute_input(x)?;
@@ -264,9 +277,9 @@ impl Recurrent {
             last.push(Tensor::stack(&steps.last(self.cell)?, 0)?);
         }
         let last = Tensor::stack(&last, 1)?;
-        let y = swap_time(&steps[steps.len() - 1].outputs()?)?;
+        let y = swap_time(&self.last_outputs(&steps)?)?;
         // An operation has one output, so the outputs and the states share a tensor.
-        let (outputs, states) = ((batch, time, self.hidden), last.shape().clone());
+        let (outputs, states) = ((batch, time, y.dim(2)?), last.shape().clone());
         let (first, rest) = (y.elem_count(), last.elem_count());
         let both = Tensor::cat(&[y.flatten_all()?, last.flatten_all()?], 0)?;
         let both = both.to_dtype(saved.dtype())?;
@@ -292,25 +305,64 @@ impl Recurrent {
     fn compute(&self, x: &Tensor, initial: Option<&Tensor>) -> Result<Vec<Steps>> {
         let mut x = swap_time(&to_accumulation_dtype(x)?)?;
         let (batch, mut all) = (x.dim(1)?, Vec::with_capacity(self.layers.len()));
-        for (l, layer) in self.layers.iter().enumerate() {
+        for (at, layer) in self.layers.iter().enumerate() {
+            if at > 0 && at % self.directions == 0 {
+                x = self.last_outputs(&all)?;
+            }
+            let x = self.in_order(at, &x)?;
             let inputs = matmul::linear(&x, &wide(&layer.weight_ih)?, layer.bias(0)?.as_ref())?;
             let of_hidden = HiddenWeight { weight: wide(&layer.weight_hh)?, bias: layer.bias(1)? };
-            let initial = (0..self.cell.states()).map(|state| match initial {
-                Some(initial) => Ok(initial.get(state)?.get(l)?),
-                None => Ok(Tensor::zeros((batch, self.hidden), x.dtype(), x.device())?),
-            });
-            let initial = initial.collect::<Result<Vec<_>>>()?;
+            let initial = self.states_of(at, initial, || {
+                Ok(Tensor::zeros((batch, self.hidden), x.dtype(), x.device())?)
+            })?;
             let steps = self.cell.forward(&inputs, &of_hidden, &initial)?;
             save_for_backward(&steps.saved());
-            x = steps.outputs()?;
             all.push(steps);
         }
         Ok(all)
     }
 
+    /// Returns the states (`[states, layers, batch, hidden]`) of one direction of a layer.
+    fn states_of(
+        &self,
+        at: usize,
+        states: Option<&Tensor>,
+        default: impl Fn() -> Result<Tensor>,
+    ) -> Result<Vec<Tensor>> {
+        let state = |i| match states {
+            Some(states) => Ok(states.get(i)?.get(at)?),
+            None => default(),
+        };
+        (0..self.cell.states()).map(state).collect()
+    }
+
+    /// Returns a tensor over time in the order of `layers[at]`, or back: the second direction reads
+    /// the sequence from its end.
+    fn in_order(&self, at: usize, x: &Tensor) -> Result<Tensor> {
+        // candle cannot flip an empty batch.
+        match at % self.directions == 1 && x.elem_count() > 0 {
+            true => Ok(x.flip(&[0])?),
+            false => Ok(x.clone()),
+        }
+    }
+
+    /// Returns the outputs of the last of these layers, `[time, batch, directions * hidden]`.
+    fn last_outputs(&self, all: &[Steps]) -> Result<Tensor> {
+        let first = all.len() - self.directions;
+        let one = all[first].outputs()?;
+        if one.elem_count() == 0 {
+            // An empty batch, which candle cannot concatenate.
+            let shape = (one.dim(0)?, one.dim(1)?, self.directions * self.hidden);
+            return Ok(one.reshape(shape)?);
+        }
+        let outputs = |(i, steps): (usize, &Steps)| self.in_order(first + i, &steps.outputs()?);
+        let outputs = all[first..].iter().enumerate().map(outputs).collect::<Result<Vec<_>>>()?;
+        Ok(Tensor::cat(&outputs, D::Minus1)?)
+    }
+
     /// Returns the gradient of the input, if `wanted`, and of the initial states
-    /// (`[states, num_layers, batch, hidden]`), for the gradients of the outputs (the time first)
-    /// and of the final states. Adds the parameters' gradients and ends their uses.
+    /// (`[states, layers, batch, hidden]`), for the gradients of the outputs (the time first) and
+    /// of the final states. Adds the parameters' gradients and ends their uses.
     fn backward(
         &self,
         x: &Tensor,
@@ -319,32 +371,46 @@ impl Recurrent {
         of_last: Option<&Tensor>,
         wanted: bool,
     ) -> Result<(Option<Tensor>, Tensor)> {
-        let mut grad = grad.clone();
-        let (batch, mut of_initial) = (grad.dim(1)?, Vec::new());
-        let mut dx = None;
-        for (l, (layer, steps)) in self.layers.iter().zip(all).enumerate().rev() {
-            let of_last = (0..self.cell.states()).map(|state| match of_last {
-                Some(grad) => Ok(grad.get(state)?.get(l)?),
-                None => Ok(Tensor::zeros((batch, self.hidden), grad.dtype(), grad.device())?),
-            });
-            let of_last = of_last.collect::<Result<Vec<_>>>()?;
-            let weight = wide(&layer.weight_hh)?;
-            let grads = self.cell.backward(steps, &weight, &grad, &of_last)?;
-            let (input, into) = match l {
-                0 => (swap_time(&to_accumulation_dtype(x)?)?, InputGrad::new(wanted)),
-                _ => (all[l - 1].outputs()?, InputGrad::New),
+        let (mut grad, batch) = (grad.clone(), grad.dim(1)?);
+        let mut of_initial = vec![None; all.len()];
+        for first in (0..all.len()).step_by(self.directions).rev() {
+            let (input, wanted) = match first {
+                0 => (swap_time(&to_accumulation_dtype(x)?)?, wanted),
+                _ => (self.last_outputs(&all[..first])?, true),
             };
-            dx = matmul::input_grad(&grads.inputs, &wide(&layer.weight_ih)?, into)?;
-            layer.accumulate(&input, steps, &grads)?;
-            if let (1.., Some(dx)) = (l, &dx) {
-                grad = dx.clone();
+            let mut dx: Option<Tensor> = None;
+            for at in first..first + self.directions {
+                let (layer, steps) = (&self.layers[at], &all[at]);
+                let of_outputs = grad.narrow(2, (at - first) * self.hidden, self.hidden)?;
+                let of_outputs = self.in_order(at, &of_outputs.contiguous()?)?;
+                let of_last = self.states_of(at, of_last, || {
+                    Ok(Tensor::zeros((batch, self.hidden), grad.dtype(), grad.device())?)
+                })?;
+                let weight = wide(&layer.weight_hh)?;
+                let grads = self.cell.backward(steps, &weight, &of_outputs, &of_last)?;
+                let (weight, into) = (wide(&layer.weight_ih)?, InputGrad::new(wanted));
+                if let Some(part) = matmul::input_grad(&grads.inputs, &weight, into)? {
+                    let part = self.in_order(at, &part)?;
+                    dx = Some(match dx {
+                        Some(dx) => (dx + part)?,
+                        None => part,
+                    });
+                }
+                layer.accumulate(&self.in_order(at, &input)?, steps, &grads)?;
+                of_initial[at] = Some(Tensor::stack(&grads.initial, 0)?);
             }
-            of_initial.push(Tensor::stack(&grads.initial, 0)?);
+            match dx {
+                Some(dx) => grad = dx,
+                None => return Ok((None, stack_layers(of_initial)?)),
+            }
         }
-        of_initial.reverse();
-        let dx = dx.map(|dx| Ok::<_, Error>(swap_time(&dx)?.to_dtype(x.dtype())?)).transpose()?;
-        Ok((dx, Tensor::stack(&of_initial, 1)?))
+        Ok((Some(swap_time(&grad)?.to_dtype(x.dtype())?), stack_layers(of_initial)?))
     }
+}
+
+/// Returns states of all layers, `[states, layers, batch, hidden]`.
+fn stack_layers(states: Vec<Option<Tensor>>) -> Result<Tensor> {
+    Ok(Tensor::stack(&states.into_iter().flatten().collect::<Vec<_>>(), 1)?)
 }
 
 impl RecurrentLayer {

@@ -9,13 +9,18 @@ use super::storage;
 use crate::execution::read;
 use crate::{Error, Result};
 
+/// The most kernels that are tried for one operation. Only pooling of large images to very few
+/// elements could have more, unless its kernel is square.
+const MOST_KERNELS: usize = 1000;
+
 /// Searches the graph of `root` for candle operations with a wrong backward: `max_pool2d`,
 /// `avg_pool2d` of an input that its windows do not divide, and `upsample_nearest2d` of a tensor
 /// that another operation takes too. Other operations cannot be recognised in the graph. The
 /// graph's tensors must still have their values.
 ///
 /// The search reads values from the device where shapes are suspicious, so use it only in the first
-/// step. Pooling of an input with all elements equal is not detected.
+/// step. Pooling of an input with all elements equal is not detected, and neither are windows of one
+/// row or column that give one output there, which look like a maximum over a dimension.
 ///
 /// Do not call it for the graphs of units with activation offload. There, functions with a
 /// [hand-written backward](super::function()) look like candle's operations.
@@ -67,15 +72,20 @@ fn uses_apart_from(other: &Tensor, input: &Tensor, node: &Tensor) -> bool {
 fn refuse_pooling(x: &Tensor, y: &Tensor) -> Result<()> {
     let (_, _, height, width) = x.dims4()?;
     let (rows, columns) = (y.dims()[2], y.dims()[3]);
-    let largest = (height / rows, width / columns);
-    // The largest windows, and square windows that give as many outputs.
-    let square = (1..=largest.0.min(largest.1))
-        .filter(|&size| height / size == rows && width / size == columns)
-        .map(|size| (size, size));
-    for kernel in std::iter::once(largest).chain(square) {
-        if (height / kernel.0, width / kernel.1) != (rows, columns) {
-            continue;
-        }
+    // The kernels that give as many outputs, the largest first.
+    let kernels = |size: usize, outputs: usize| (size / (outputs + 1) + 1..=size / outputs).rev();
+    let pairs = kernels(height, rows).flat_map(|high| {
+        let pair = move |wide| (high, wide);
+        kernels(width, columns).map(pair)
+    });
+    // A maximum over a dimension, whose gradient is right, is a window of one whole row or column.
+    // In small images a part of it can have the same maxima.
+    let is_reduction = move |(high, wide)| (high == 1 && columns == 1) || (wide == 1 && rows == 1);
+    let pairs = pairs.filter(move |&kernel| !is_reduction(kernel));
+    let square = pairs.clone().filter(|(high, wide)| high == wide);
+    let first = |x: &Tensor| x.narrow(0, 0, 1)?.narrow(1, 0, 1);
+    let (first_x, first_y) = (first(x)?, first(y)?);
+    for kernel in square.chain(pairs.take(MOST_KERNELS)) {
         let message = |wrong: String, instead: &str| {
             Err(Error::other(format!(
                 "{wrong} (input of shape {:?}, windows of {} x {}): use `{instead}` of `fulgurite::nn`",
@@ -84,14 +94,17 @@ fn refuse_pooling(x: &Tensor, y: &Tensor) -> Result<()> {
                 kernel.1
             )))
         };
-        if equal(&x.max_pool2d(kernel)?, y)? {
+        let is = |pool: &dyn Fn(&Tensor) -> candle_core::Result<Tensor>| {
+            Ok::<_, Error>(equal(&pool(&first_x)?, &first_y)? && equal(&pool(x)?, y)?)
+        };
+        if is(&|x| x.max_pool2d(kernel))? {
             let elements = kernel.0 * kernel.1;
             let wrong =
                 format!("candle's `max_pool2d` gives 1/{elements} of the gradient in its backward");
             return message(wrong, "MaxPool2d");
         }
         let divides = height % kernel.0 == 0 && width % kernel.1 == 0;
-        if !divides && equal(&x.avg_pool2d(kernel)?, y)? {
+        if !divides && is(&|x| x.avg_pool2d(kernel))? {
             let wrong =
                 "candle's `avg_pool2d` gives wrong gradients where windows do not divide the input";
             return message(wrong.to_owned(), "AvgPool2d");
@@ -143,6 +156,7 @@ mod tests {
         insta::assert_snapshot!(pool([4, 6]), @"candle's `max_pool2d` gives 1/4 of the gradient in its backward (input of shape [1, 2, 4, 6], windows of 2 x 2): use `MaxPool2d` of `fulgurite::nn`");
         assert!(pool([5, 7]).contains("windows of 2 x 2"));
         assert!(refused([5, 7], |x| Ok(x.max_pool2d((2, 3))?)).unwrap().contains("2 x 3"));
+        assert!(refused([11, 7], |x| Ok(x.max_pool2d((4, 3))?)).unwrap().contains("4 x 3"));
         assert!(refused([7, 7], |x| Ok(x.max_pool2d(7)?)).unwrap().contains("7 x 7"));
         insta::assert_snapshot!(refused([5, 4], |x| Ok(x.avg_pool2d(2)?)).unwrap(), @"candle's `avg_pool2d` gives wrong gradients where windows do not divide the input (input of shape [1, 2, 5, 4], windows of 2 x 2): use `AvgPool2d` of `fulgurite::nn`");
         let shared = refused([2, 3], |x| {
@@ -162,6 +176,9 @@ mod tests {
         });
         assert_eq!(apart, None);
         assert_eq!(refused([4, 4], |x| Ok(x.narrow(2, 0, 2)?.narrow(3, 0, 2)?)), None);
+        // The maximum over a dimension, as in candle_nn's softmax of attention.
+        assert_eq!(refused([4, 6], |x| Ok(x.broadcast_sub(&x.max_keepdim(3)?)?)), None);
+        assert_eq!(refused([4, 6], |x| Ok(x.max_keepdim(2)?)), None);
         // A constant result looks like a part of a constant input.
         assert_eq!(refused([4, 4], |x| Ok(x.affine(0.0, 1.0)?.narrow(2, 0, 2)?)), None);
         // A user's function with a correct backward.

@@ -63,9 +63,12 @@ fn values_and_gradients_follow_pytorch() {
     let follows = |name: &str, dtype: DType, tolerance: f64| {
         let want = recorded[name].as_table().unwrap();
         let kind = name.split('_').next().unwrap();
-        let num_layers = if name.ends_with('2') { 2 } else { 1 };
+        let bidirectional = name.ends_with("both");
+        let num_layers = if name.ends_with('2') || bidirectional { 2 } else { 1 };
         let bias = !name.ends_with("no_bias");
-        let config = RecurrentConfig { num_layers, bias, ..RecurrentConfig::new(3, 4) };
+        let config =
+            RecurrentConfig { num_layers, bidirectional, bias, ..RecurrentConfig::new(3, 4) };
+        let entries = num_layers * if bidirectional { 2 } else { 1 };
         let b = builder(dtype);
         let layer = Layer::new(&b.pp("layer"), kind, &config);
         let params = Params::new(&b);
@@ -77,7 +80,7 @@ fn values_and_gradients_follow_pytorch() {
         }
         let x = Var::from_tensor(&tensor(0, &[2, 5, 3])).unwrap();
         let initial: Vec<Var> = (0..layer.states())
-            .map(|i| Var::from_tensor(&tensor(10 + i, &[num_layers, 2, 4])).unwrap())
+            .map(|i| Var::from_tensor(&tensor(10 + i, &[entries, 2, 4])).unwrap())
             .collect();
         let states: Vec<Tensor> = initial.iter().map(|x| x.as_tensor().clone()).collect();
         let outputs = layer.with_state(&x, &states).unwrap();
@@ -100,9 +103,9 @@ fn values_and_gradients_follow_pytorch() {
         for slot in &params.slots {
             close(slot.fqn().strip_prefix("layer.").unwrap(), &params.take(slot).unwrap());
         }
-        assert_eq!(params.slots.len(), num_layers * if bias { 4 } else { 2 });
+        assert_eq!(params.slots.len(), entries * if bias { 4 } else { 2 });
     };
-    for name in ["gru_1", "gru_2", "gru_no_bias", "lstm_1", "lstm_2"] {
+    for name in ["gru_1", "gru_2", "gru_no_bias", "gru_both", "lstm_1", "lstm_2", "lstm_both"] {
         follows(name, DType::F64, 1e-8);
         follows(name, DType::F32, 1e-5);
         let _portable = force_portable();
@@ -113,13 +116,15 @@ fn values_and_gradients_follow_pytorch() {
 
 #[test]
 fn finite_differences_with_states() {
-    for kind in ["gru", "lstm"] {
+    for (kind, bidirectional) in [("gru", false), ("gru", true), ("lstm", false), ("lstm", true)] {
         let b = builder(DType::F64);
-        let layer = Layer::new(&b.pp("layer"), kind, &two_layers());
+        let config = RecurrentConfig { bidirectional, ..two_layers() };
+        let layer = Layer::new(&b.pp("layer"), kind, &config);
         let params = Params::new(&b);
+        let entries = if bidirectional { 4 } else { 2 };
         let mut inputs = vec![randn("x", &[2, 3, 3])];
         for i in 0..layer.states() {
-            inputs.push(randn(&format!("state {i}"), &[2, 2, 4]));
+            inputs.push(randn(&format!("state {i}"), &[entries, 2, 4]));
         }
         check(&inputs, &params, &|inputs| {
             let outputs = layer.with_state(&inputs[0], &inputs[1..])?;
@@ -156,12 +161,16 @@ fn empty_batches_and_constant_inputs_are_computed() {
     let both = || {
         for kind in ["gru", "lstm"] {
             let b = builder(DType::F64);
-            let layer = Layer::new(&b.pp("layer"), kind, &two_layers());
+            let layer = Layer::new(
+                &b.pp("layer"),
+                kind,
+                &RecurrentConfig { bidirectional: true, ..two_layers() },
+            );
             let params = Params::new(&b);
             let empty = Tensor::zeros((0, 3, 3), DType::F64, &Device::Cpu).unwrap();
-            assert_eq!(layer.forward(&empty).unwrap().dims(), [0, 3, 4]);
+            assert_eq!(layer.forward(&empty).unwrap().dims(), [0, 3, 8]);
             let outputs = layer.with_state(&empty, &[]).unwrap();
-            assert_eq!((outputs[0].dims(), outputs[1].dims()), (&[0, 3, 4][..], &[2, 0, 4][..]));
+            assert_eq!((outputs[0].dims(), outputs[1].dims()), (&[0, 3, 8][..], &[4, 0, 4][..]));
             outputs[0].sum_all().unwrap().backward().unwrap();
             params.slots.iter().for_each(|slot| {
                 assert!(params.take(slot).unwrap().iter().all(|x| *x == 0.0));
@@ -186,7 +195,7 @@ fn unusable_sequences_and_states_are_explained() {
     let x = randn("x", &[2, 5, 3]);
     insta::assert_snapshot!(gru.forward(&randn("x", &[2, 5, 4])).unwrap_err(), @"module `encoder`: expected an input of shape [batch, time, 3], got [2, 5, 4]");
     insta::assert_snapshot!(gru.forward(&x.narrow(1, 0, 0).unwrap()).unwrap_err(), @"module `encoder`: expected a sequence of at least one step, got none");
-    insta::assert_snapshot!(gru.forward_with_state(&x, Some(&randn("state", &[2, 4]))).unwrap_err(), @"module `encoder`: expected states of shape [num_layers, batch, hidden], here [1, 2, 4], got [2, 4]");
+    insta::assert_snapshot!(gru.forward_with_state(&x, Some(&randn("state", &[2, 4]))).unwrap_err(), @"module `encoder`: expected states of shape [num_layers * directions, batch, hidden], here [1, 2, 4], got [2, 4]");
     let ids = Tensor::zeros((2, 5), DType::U32, &Device::Cpu).unwrap();
     let documents = Documents::of_mask(&ids.ones_like().unwrap()).unwrap();
     insta::assert_snapshot!(documents.run(|| gru.forward(&x)).unwrap_err(), @"module `encoder`: documents of packed sequences are in force, and a recurrent layer would carry its state from one to the next: give each document a row of the batch, outside of `Documents::enter`");
