@@ -89,3 +89,22 @@ fn plans_train_every_decoder_as_one_device() {
         }
     }
 }
+
+#[test]
+fn modules_are_chosen_by_name() {
+    for (set, expected) in [
+        ("module.type=spiral", "there is no module \"spiral\"; the modules are causal_lm, masked_lm"),
+        ("module={ type = \"causal_lm\", depth = 3 }", "`module.depth`: unknown key"),
+        ("model.type=bert", "is an encoder, which does not predict the next token"),
+    ] {
+        let mut args = vec!["config", "check", "--set", set];
+        args.extend(["--set", "data.path=Cargo.toml"]);
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(args)
+            .current_dir(root())
+            .output()
+            .unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && stderr.contains(expected), "{set}: {stderr}");
+    }
+}
