@@ -93,7 +93,10 @@ fn plans_train_every_decoder_as_one_device() {
 #[test]
 fn modules_are_chosen_by_name() {
     for (set, expected) in [
-        ("module.type=spiral", "there is no module \"spiral\"; the modules are causal_lm, masked_lm"),
+        (
+            "module.type=spiral",
+            "there is no module \"spiral\"; the modules are causal_lm, masked_lm",
+        ),
         ("module={ type = \"causal_lm\", depth = 3 }", "`module.depth`: unknown key"),
         ("model.type=bert", "is an encoder, which does not predict the next token"),
     ] {
