@@ -119,7 +119,7 @@ fn unknown_keys_are_errors_everywhere() {
     insta::assert_snapshot!(run_error("[model.kind.gated]\nwidht = 3"), @"run.toml: unknown key `model.kind.gated.widht`; did you mean `width`? (the keys of `model.kind.gated` are width)");
     insta::assert_snapshot!(run_error("[data]\nwhere = 3"), @"run.toml: unknown key `data.where` (the keys of `data` are path)");
     insta::assert_snapshot!(run_error("[modle]"), @"run.toml: unknown key `modle`; did you mean `model`? (the keys at the top level are seed, module, model, data, optimizer, scheduler, trainer, checkpoint)");
-    insta::assert_snapshot!(run_error("max_steps = 3"), @"run.toml: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, model, data, optimizer, scheduler, trainer, checkpoint)");
+    insta::assert_snapshot!(run_error("max_steps = 3"), @"run.toml: unknown key `max_steps`; did you mean `trainer.max_steps`? (the keys at the top level are seed, module, model, data, optimizer, scheduler, trainer, checkpoint)");
     insta::assert_snapshot!(run_error("checkpoint.evry_n_steps = 3"), @"run.toml: unknown key `checkpoint.evry_n_steps`; did you mean `every_n_steps`?");
 }
 
