@@ -223,6 +223,10 @@ fn checked(name: &str, value: Value) -> std::result::Result<(&'static str, Value
     let key = keys::find(name).ok_or("there is no such key")?;
     match key.kind.accepts(&value) || value == Value::Bool(false) {
         true => Ok((key.name, value)),
+        // JSON has no such number.
+        false if value.is_null() => {
+            Err(format!("expected {}, found inf or nan", key.kind.expected()))
+        }
         false => Err(format!("expected {}, found {value}", key.kind.expected())),
     }
 }
