@@ -9,7 +9,7 @@ use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value, json};
 
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, OF_MODULES};
 use crate::families::class_name;
 use crate::weights::{ExportedSource, WeightLayout};
 
@@ -69,7 +69,7 @@ impl Export {
         let mut config: ModelConfig = serde_json::from_value(model.clone()).map_err(|e| {
             Error::Config(format!("the configuration of the checkpoint's model: {e}"))
         })?;
-        let description = config.describe()?;
+        let description = config.describe_for(OF_MODULES)?;
         let directory = config.directory().ok().flatten();
         let tokenizer = run.pointer("/data/tokenizer").and_then(Value::as_str);
         let mut export = Self {
@@ -79,6 +79,10 @@ impl Export {
             missing: Vec::new(),
         };
         export.add_files(directory.as_deref(), tokenizer)?;
+        match module {
+            "image_classification" => export.add_preprocessor(&config)?,
+            _ => export.check_tokenizer(),
+        }
         if config.is_pretrained() && directory.is_none() {
             export.missing.push(
                 "the directory that the run started from is not there, so files of it (generation_config.json, chat \
@@ -87,6 +91,29 @@ impl Export {
             );
         }
         Ok(Some(export))
+    }
+
+    /// Adds the file that says how pictures are normalised, unless the model came with one.
+    fn add_preprocessor(&mut self, config: &ModelConfig) -> Result<()> {
+        const NAME: &str = "preprocessor_config.json";
+        if self.files.iter().any(|(name, _)| name == NAME) {
+            return Ok(());
+        }
+        let value = |key: &str| config.get(key).cloned().unwrap_or_default();
+        let size = value("image_size");
+        let file = json!({
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": true,
+            "size": { "height": size, "width": size },
+            "do_rescale": true,
+            "rescale_factor": 1.0 / 255.0,
+            "do_normalize": true,
+            "image_mean": value("image_mean"),
+            "image_std": value("image_std"),
+        });
+        let bytes = serde_json::to_vec_pretty(&file).map_err(Error::other)?;
+        self.files.push((NAME.to_owned(), bytes));
+        Ok(())
     }
 
     /// Copies the files of the model that the run started from, and the tokenizer of its data.
@@ -109,14 +136,19 @@ impl Export {
         let has = |name: &str| self.files.iter().any(|(file, _)| file == name);
         if let Some(path) = tokenizer.filter(|path| path.is_file() && !has("tokenizer.json")) {
             self.files.push(("tokenizer.json".to_owned(), read_regular(&path, MAX_FILE)?));
-        } else if !has("tokenizer.json") && !has("preprocessor_config.json") {
+        }
+        Ok(())
+    }
+
+    /// Says that there is no tokenizer.
+    fn check_tokenizer(&mut self) {
+        if !self.files.iter().any(|(name, _)| name == "tokenizer.json") {
             self.missing.push(
                 "there is no tokenizer: neither `data.tokenizer` nor the model that the run started from has one; put \
                  tokenizer.json beside the weights"
                     .to_owned(),
             );
         }
-        Ok(())
     }
 }
 
@@ -127,7 +159,7 @@ fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
         Some((_, values)) => values.clone(),
         None => Map::new(),
     };
-    for (key, value) in config.values() {
+    for (key, value) in config.values().iter().filter(|(key, _)| !OF_MODULES.contains(key)) {
         let value = match config.is_none(key) {
             true => Value::Null,
             false => value.clone(),
@@ -139,6 +171,13 @@ fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
         for token in ["bos_token_id", "eos_token_id", "pad_token_id"] {
             all.entry(token).or_insert(Value::Null);
         }
+    }
+    if let Some(names) = all.get("id2label").and_then(Value::as_object) {
+        let number = |(number, name): (&String, &Value)| {
+            Some((name.as_str()?.to_owned(), Value::from(number.parse::<u64>().ok()?)))
+        };
+        let names: Map<String, Value> = names.iter().filter_map(number).collect();
+        all.insert("label2id".to_owned(), names.into());
     }
     all.insert("model_type".to_owned(), config.model_type().into());
     if let Some(class) = class_name(config.model_type(), module) {

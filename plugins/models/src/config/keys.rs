@@ -303,6 +303,17 @@ pub(crate) const FOREIGN: &[&str] = &[
 pub(crate) const OF_HEADS: &[&str] =
     &["num_labels", "id2label", "problem_type", "classifier_dropout", "pad_token_id"];
 
+/// Keys of `[model]` that `config.json` does not have: those of modules, and `dropout`.
+pub(crate) const OF_MODULES: &[&str] = &[
+    "dropout",
+    "image_mean",
+    "image_std",
+    "mask_token_id",
+    "mlm_probability",
+    "pooling",
+    "temperature",
+];
+
 /// Returns the key of this name.
 pub(crate) fn find(name: &str) -> Option<&'static Key> {
     KEYS.iter().find(|key| key.name == name)

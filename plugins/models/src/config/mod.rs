@@ -6,6 +6,7 @@ mod pretrained;
 mod reader;
 mod rope;
 
+pub(crate) use keys::OF_MODULES;
 pub use keys::{KEYS, Key, KeyKind};
 pub(crate) use model_config::AUTO;
 pub use model_config::ModelConfig;

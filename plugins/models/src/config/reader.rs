@@ -1,6 +1,6 @@
 //! Reading the keys of a model, as `transformers` does.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::BTreeSet;
 use std::fmt::Display;
 
@@ -17,11 +17,12 @@ use super::model_config::ModelConfig;
 pub(crate) struct Reader<'a> {
     config: &'a ModelConfig,
     asked: RefCell<BTreeSet<String>>,
+    unapplied: Cell<Option<(&'static str, f64)>>,
 }
 
 impl<'a> Reader<'a> {
     pub(crate) fn new(config: &'a ModelConfig) -> Self {
-        Self { config, asked: RefCell::default() }
+        Self { config, asked: RefCell::default(), unapplied: Cell::default() }
     }
 
     /// The model's type, for messages.
@@ -183,12 +184,14 @@ impl<'a> Reader<'a> {
     }
 
     /// Asks for the dropout of attention's probabilities, which is not applied.
-    pub(crate) fn attention_dropout(&self, name: &str) {
-        let dropout = self.value(name).and_then(Value::as_f64).filter(|dropout| *dropout != 0.0);
-        // Only a model that is trained drops anything, so a warning is enough.
-        if let (Some(dropout), Some((file, _))) = (dropout, self.config.file()) {
-            tracing::debug!("{}: {name} = {dropout} is not applied", file.display());
-        }
+    pub(crate) fn attention_dropout(&self, name: &'static str, default: f64) {
+        let dropout = self.value(name).and_then(Value::as_f64).unwrap_or(default);
+        self.unapplied.set(Some((name, dropout)).filter(|_| dropout != 0.0));
+    }
+
+    /// Returns the key and the value of a dropout that the model does not apply.
+    pub(crate) fn unapplied_dropout(&self) -> Option<(&'static str, f64)> {
+        self.unapplied.get()
     }
 
     /// Refuses keys that the family has not asked for and that change what a model computes.

@@ -21,6 +21,8 @@ pub(crate) struct RopeDefaults<'a> {
     pub(crate) partial_key: Option<&'a str>,
     /// The type of layer whose table is read, where there is one for each.
     pub(crate) layer_type: Option<&'a str>,
+    /// Whether `rope_scaling` of version 4 is about it.
+    pub(crate) takes_scaling: bool,
 }
 
 impl RopeDefaults<'_> {
@@ -32,6 +34,7 @@ impl RopeDefaults<'_> {
             partial: 1.0,
             partial_key: None,
             layer_type: None,
+            takes_scaling: true,
         }
     }
 }
@@ -50,6 +53,7 @@ impl<'a> Reader<'a> {
             None => defaults.partial,
         };
         let scaling = self.table("rope_scaling")?.filter(|table| !table.is_empty());
+        let scaling = scaling.filter(|_| defaults.takes_scaling);
         let parameters = self.table("rope_parameters")?.filter(|table| !table.is_empty());
         let (name, table) = match (scaling, parameters) {
             (Some(table), _) => ("rope_scaling", Some(table)),
@@ -57,6 +61,11 @@ impl<'a> Reader<'a> {
         };
         let nested = table.filter(|table| LAYER_TYPES.iter().any(|kind| table.contains_key(*kind)));
         let table = match (nested, defaults.layer_type) {
+            (None, Some(_)) if name == "rope_parameters" && table.is_some() => {
+                return Err(
+                    self.wrong(name, "expected one table for each type of layer, found one table")
+                );
+            }
             (None, _) => table,
             (Some(tables), Some(kind)) => tables.get(kind).and_then(Value::as_object),
             (Some(_), None) => {
@@ -67,7 +76,16 @@ impl<'a> Reader<'a> {
         };
         let table = RopeTable { reader: self, name, table };
         let theta = table.number("rope_theta")?.unwrap_or(theta);
-        let partial = table.number("partial_rotary_factor")?.unwrap_or(partial);
+        let of_table = table.number("partial_rotary_factor")?;
+        // `transformers` has the key in its tables for all models, and some models ignore it.
+        if let Some(factor) = of_table.filter(|f| *f != 1.0 && defaults.partial_key.is_none()) {
+            let message = format!(
+                "`partial_rotary_factor` is {factor}, and a model of type \"{}\" rotates whole heads; leave it out",
+                self.model_type()
+            );
+            return Err(self.wrong(name, message));
+        }
+        let partial = of_table.unwrap_or(partial);
         if theta <= 0.0 {
             return Err(self.wrong(defaults.theta_key, format!("must be above 0, found {theta:?}")));
         }

@@ -10,8 +10,8 @@
 
 use fulgurite_error::Result;
 
+use super::Description;
 use super::common::classifier;
-use super::{Architecture, Description};
 use crate::config::Reader;
 use crate::encoder::{
     ClassifierConfig, EncoderConfig, EncoderLayerConfig, InputConfig, MaskedLmConfig, Pooling,
@@ -40,7 +40,7 @@ fn describe(reader: &Reader<'_>, kind: &Kind) -> Result<Description> {
     reader.per_head("hidden_size", hidden_size, "num_attention_heads", num_heads)?;
     reader.fixed("position_embedding_type", "absolute")?;
     reader.fixed("add_cross_attention", false)?;
-    reader.attention_dropout("attention_probs_dropout_prob");
+    reader.attention_dropout("attention_probs_dropout_prob", 0.1);
     let padding = reader.integer_or("pad_token_id", usize::from(kind.roberta))?;
     let activation = reader.activation("hidden_act", "gelu")?;
     let dropout = reader.probability("hidden_dropout_prob", 0.1)?;
@@ -85,10 +85,7 @@ fn describe(reader: &Reader<'_>, kind: &Kind) -> Result<Description> {
         classifier: head,
         token_classifier: ClassifierConfig { dense: None, input_dropout: 0.0, ..head },
     };
-    Ok(Description {
-        architecture: Architecture::Encoder(Box::new(config)),
-        weights: weights(kind),
-    })
+    Ok(Description::encoder(config, weights(kind)))
 }
 
 fn weights(kind: &Kind) -> WeightLayout {

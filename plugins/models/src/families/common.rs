@@ -3,7 +3,7 @@
 use fulgurite_error::Result;
 use fulgurite_nn::{Activation, RopeScaling};
 
-use super::{Architecture, Description};
+use super::Description;
 use crate::config::{Reader, RopeDefaults};
 use crate::decoder::{DecoderConfig, LayerConfig};
 use crate::encoder::{ClassifierConfig, Pooling};
@@ -24,6 +24,8 @@ pub(super) struct Defaults {
     pub(super) kv_heads: Option<usize>,
     /// The type of layer whose rotary embedding is the first of the decoder's.
     pub(super) layer_type: Option<&'static str>,
+    /// The key of the rotated part of a head, for families that rotate a part.
+    pub(super) partial_key: Option<&'static str>,
 }
 
 impl Defaults {
@@ -36,6 +38,7 @@ impl Defaults {
         head_dim: None,
         kv_heads: None,
         layer_type: None,
+        partial_key: None,
     };
 }
 
@@ -74,11 +77,10 @@ pub(super) fn decoder(reader: &Reader<'_>, defaults: &Defaults) -> Result<Decode
         activation: reader.activation(key, default)?,
         bias: false,
     };
-    let partial_key = Some("partial_rotary_factor");
-    let layer_type = defaults.layer_type;
+    let Defaults { layer_type, partial_key, .. } = *defaults;
     let rope =
         RopeDefaults { partial_key, layer_type, ..RopeDefaults::new(heads[2], defaults.theta) };
-    reader.attention_dropout("attention_dropout");
+    reader.attention_dropout("attention_dropout", 0.0);
     let rope = reader.rope(rope)?;
     let positions = reader.size_or("max_position_embeddings", defaults.max_positions)?;
     let max_positions = match rope.scaling {
@@ -189,5 +191,5 @@ pub(super) fn classifier(pooling: Pooling, dropout: f64) -> ClassifierConfig {
 /// A decoder whose files have its own names.
 pub(super) fn described(config: DecoderConfig) -> Description {
     let weights = WeightLayout::new("model").ignore("*.rotary_emb.inv_freq");
-    Description { architecture: Architecture::Decoder(Box::new(config)), weights }
+    Description::decoder(config, weights)
 }

@@ -76,6 +76,7 @@ pub(super) fn gemma3(reader: &Reader<'_>) -> Result<Description> {
     config.ropes.push(reader.rope(RopeDefaults {
         theta_key: "rope_local_base_freq",
         layer_type: Some("sliding_attention"),
+        takes_scaling: false,
         ..RopeDefaults::new(config.head_dim, 10_000.0)
     })?);
     for (layer, _) in config.layers.iter_mut().zip(&windowed).filter(|(_, windowed)| **windowed) {

@@ -7,7 +7,7 @@
 use fulgurite_error::Result;
 use fulgurite_nn::{RopeConfig, RopeScaling};
 
-use super::{Architecture, Description};
+use super::Description;
 use crate::config::Reader;
 use crate::decoder::DecoderConfig;
 use crate::layers::{FeedForward, NormKind};
@@ -24,7 +24,7 @@ pub(super) fn gpt2(reader: &Reader<'_>) -> Result<Description> {
         bias: true,
     };
     reader.fixed("add_cross_attention", false)?;
-    reader.attention_dropout("attn_pdrop");
+    reader.attention_dropout("attn_pdrop", 0.1);
     // No layer uses it.
     let rope =
         RopeConfig { head_dim, theta: 10_000.0, rotary_dim: head_dim, scaling: RopeScaling::None };
@@ -56,10 +56,7 @@ pub(super) fn gpt2(reader: &Reader<'_>) -> Result<Description> {
         let scale = if scaled { (head_dim as f64).powf(-0.5) } else { 1.0 };
         layer.scale = Some(if by_layer { scale / (i + 1) as f64 } else { scale });
     }
-    Ok(Description {
-        weights: weights(hidden_size),
-        architecture: Architecture::Decoder(Box::new(config)),
-    })
+    Ok(Description::decoder(config, weights(hidden_size)))
 }
 
 fn weights(hidden_size: usize) -> WeightLayout {

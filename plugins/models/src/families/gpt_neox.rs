@@ -6,7 +6,7 @@
 
 use fulgurite_error::Result;
 
-use super::{Architecture, Description};
+use super::Description;
 use crate::config::{Reader, RopeDefaults};
 use crate::decoder::{DecoderConfig, NormPlacement};
 use crate::layers::{FeedForward, NormKind};
@@ -28,7 +28,7 @@ pub(super) fn gpt_neox(reader: &Reader<'_>) -> Result<Description> {
         partial_key: Some("rotary_pct"),
         ..RopeDefaults::new(head_dim, theta.unwrap_or(10_000.0))
     };
-    reader.attention_dropout("attention_dropout");
+    reader.attention_dropout("attention_dropout", 0.0);
     let bias = reader.flag_or("attention_bias", true)?;
     let config = DecoderConfig {
         qkv_bias: bias,
@@ -52,7 +52,7 @@ pub(super) fn gpt_neox(reader: &Reader<'_>) -> Result<Description> {
         )
     };
     let weights = weights(heads, head_dim);
-    Ok(Description { weights, architecture: Architecture::Decoder(Box::new(config)) })
+    Ok(Description::decoder(config, weights))
 }
 
 fn weights(heads: usize, head_dim: usize) -> WeightLayout {

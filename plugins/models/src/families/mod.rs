@@ -34,6 +34,36 @@ pub struct Description {
     pub architecture: Architecture,
     /// How the tensors of a Hugging Face file become the model's.
     pub weights: WeightLayout,
+    /// The key and the value of a dropout of attention's probabilities, which is not applied.
+    pub unapplied_dropout: Option<(&'static str, f64)>,
+}
+
+impl Description {
+    fn decoder(config: DecoderConfig, weights: WeightLayout) -> Self {
+        Self {
+            architecture: Architecture::Decoder(Box::new(config)),
+            weights,
+            unapplied_dropout: None,
+        }
+    }
+
+    fn encoder(config: EncoderConfig, weights: WeightLayout) -> Self {
+        Self {
+            architecture: Architecture::Encoder(Box::new(config)),
+            weights,
+            unapplied_dropout: None,
+        }
+    }
+
+    /// Warns of a dropout in the configuration that the model does not apply.
+    pub(crate) fn warn_of_dropout(&self) {
+        if let Some((key, dropout)) = self.unapplied_dropout {
+            tracing::warn!(
+                "`{key}` is {dropout}: dropout of attention's probabilities is not applied; set it to 0 for the same \
+                 training elsewhere"
+            );
+        }
+    }
 }
 
 /// What a model computes.
@@ -126,6 +156,7 @@ impl ModelConfig {
             }
         }
         reader.finish()?;
+        description.unapplied_dropout = reader.unapplied_dropout();
         Ok(description)
     }
 
@@ -137,7 +168,7 @@ impl ModelConfig {
     /// # Errors
     /// As [`describe`](Self::describe), and if the model is an encoder.
     pub fn decoder(&mut self) -> Result<DecoderConfig> {
-        let Description { architecture, weights } = self.describe()?;
+        let Description { architecture, weights, .. } = self.describe()?;
         let Architecture::Decoder(mut decoder) = architecture else {
             return Err(Error::Config(format!(
                 "`model.type`: a model of type \"{}\" is an encoder, which does not predict the next token; choose \

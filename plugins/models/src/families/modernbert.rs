@@ -7,7 +7,7 @@
 
 use fulgurite_error::Result;
 
-use super::{Architecture, Description};
+use super::Description;
 use crate::config::{Reader, RopeDefaults};
 use crate::encoder::{
     ClassifierConfig, EncoderConfig, EncoderLayerConfig, InputConfig, MaskedLmConfig, Pooling,
@@ -42,7 +42,7 @@ pub(super) fn modernbert(reader: &Reader<'_>) -> Result<Description> {
         attention_norm: i > 0,
     };
     reader.optional_size("max_position_embeddings")?;
-    reader.attention_dropout("attention_dropout");
+    reader.attention_dropout("attention_dropout", 0.0);
     reader.fixed("mlp_dropout", 0.0)?;
     let bias = reader.flag_or("attention_bias", false)?;
     let head = ClassifierConfig {
@@ -100,7 +100,7 @@ pub(super) fn modernbert(reader: &Reader<'_>) -> Result<Description> {
         token_classifier: head,
     };
     let weights = weights(&config);
-    Ok(Description { architecture: Architecture::Encoder(Box::new(config)), weights })
+    Ok(Description::encoder(config, weights))
 }
 
 fn weights(config: &EncoderConfig) -> WeightLayout {

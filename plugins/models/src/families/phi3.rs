@@ -6,16 +6,18 @@
 
 use fulgurite_error::Result;
 
+use super::Description;
 use super::common::{Defaults, decoder, set_windows};
-use super::{Architecture, Description};
 use crate::config::Reader;
 use crate::weights::WeightLayout;
 
 pub(super) fn phi3(reader: &Reader<'_>) -> Result<Description> {
-    let defaults = Defaults { max_positions: 4096, eps: 1e-5, ..Defaults::LLAMA };
+    let partial_key = Some("partial_rotary_factor");
+    let defaults = Defaults { max_positions: 4096, eps: 1e-5, partial_key, ..Defaults::LLAMA };
     let mut config = decoder(reader, &defaults)?;
     config.residual_dropout = reader.probability("resid_pdrop", 0.0)?;
-    config.embedding_dropout = reader.probability("embd_pdrop", 0.0)?;
+    // `transformers` has the key, and no layer for it.
+    reader.probability("embd_pdrop", 0.0)?;
     // Read by the rotary embedding only if that is scaled.
     reader.optional_size("original_max_position_embeddings")?;
     let window = reader.nullable_size("sliding_window", None)?;
@@ -34,5 +36,5 @@ pub(super) fn phi3(reader: &Reader<'_>) -> Result<Description> {
             &[("gate_proj", width), ("up_proj", width)],
             "model.layers.*.mlp.gate_up_proj",
         );
-    Ok(Description { weights, architecture: Architecture::Decoder(Box::new(config)) })
+    Ok(Description::decoder(config, weights))
 }

@@ -1,7 +1,6 @@
 //! SmolLM3: Llama without a rotary embedding in every fourth layer.
 
 use fulgurite_error::Result;
-use serde_json::Value;
 
 use super::Description;
 use super::common::{Defaults, decoder, described, set_windows};
@@ -37,7 +36,7 @@ pub(super) fn smollm3(reader: &Reader<'_>) -> Result<Description> {
     let window = reader.nullable_size("sliding_window", None)?.filter(|_| uses);
     let windowed = reader.windowed_layers(layers, |i| window.is_some() && !has_rope[i])?;
     set_windows(&mut config.layers, |i| windowed[i], window);
-    // Written by `transformers` for Qwen's sake.
-    let _ = reader.value("max_window_layers").map(Value::is_u64);
+    // Released files have Qwen's key, which has no effect here.
+    reader.integer_or("max_window_layers", 0)?;
     Ok(described(config))
 }

@@ -5,7 +5,7 @@
 
 use fulgurite_error::Result;
 
-use super::{Architecture, Description};
+use super::Description;
 use crate::config::Reader;
 use crate::encoder::{
     ClassifierConfig, EncoderConfig, EncoderLayerConfig, InputConfig, PatchConfig, Pooling,
@@ -30,7 +30,7 @@ pub(super) fn vit(reader: &Reader<'_>) -> Result<Description> {
         return Err(reader.wrong("image_size", message));
     }
     let dropout = reader.probability("hidden_dropout_prob", 0.0)?;
-    reader.attention_dropout("attention_probs_dropout_prob");
+    reader.attention_dropout("attention_probs_dropout_prob", 0.0);
     let layer = EncoderLayerConfig { rope: None, window: None, attention_norm: true };
     let head = ClassifierConfig {
         pooling: Pooling::First,
@@ -66,7 +66,7 @@ pub(super) fn vit(reader: &Reader<'_>) -> Result<Description> {
         classifier: head,
         token_classifier: head,
     };
-    Ok(Description { architecture: Architecture::Encoder(Box::new(config)), weights: weights() })
+    Ok(Description::encoder(config, weights()))
 }
 
 fn weights() -> WeightLayout {

@@ -46,6 +46,7 @@ impl LightningModule for CausalLm {
             config.set("vocab_size", tokens.next_multiple_of(8))?;
         }
         let decoder = config.decoder()?;
+        config.describe()?.warn_of_dropout();
         check_data(config, &decoder, data)
     }
 

@@ -150,7 +150,9 @@ pub(super) fn fit_to_texts(
         // Padding lets tensor-parallel ranks divide the vocabulary evenly.
         config.set("vocab_size", texts.ids.next_multiple_of(8))?;
     }
-    let Description { architecture, .. } = config.describe_for(keys)?;
+    let description = config.describe_for(keys)?;
+    description.warn_of_dropout();
+    let Description { architecture, .. } = description;
     let (vocab_size, positions, segments) = match &architecture {
         Architecture::Decoder(decoder) => (decoder.vocab_size, Some(decoder.max_positions), 0),
         Architecture::Encoder(encoder) => match encoder.input {

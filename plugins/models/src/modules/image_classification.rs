@@ -137,6 +137,7 @@ impl LightningModule for ImageClassification {
                 patches.channels
             )));
         }
+        config.describe_for(KEYS)?.warn_of_dropout();
         let file = preprocessor(config)?;
         for key in ["image_mean", "image_std"] {
             let values = of_channels(config, key, file.as_ref())?;

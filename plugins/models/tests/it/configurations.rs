@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use fulgurite::prelude::*;
-use fulgurite_models::{Architecture, DecoderConfig, Description, FAMILIES, ModelConfig};
+use fulgurite_models::{Architecture, DecoderConfig, Description, Export, FAMILIES, ModelConfig};
 use serde_json::{Value, json};
 
 use crate::fixtures::{DECODERS, ENCODERS, fixture};
@@ -177,4 +177,110 @@ fn repositories_of_the_hub_cache_are_found() {
     assert!(missing.contains("no repository of this name in"), "{missing}");
     let missing = fulgurite_models::resolve(Path::new("/no/such/folder")).unwrap_err().to_string();
     assert!(missing.contains("there is no such folder"), "{missing}");
+}
+
+/// Keys of transformers 4 describe the model that those of transformers 5 describe.
+#[test]
+fn old_and_new_keys_are_equal() {
+    let llama3 = json!({
+        "type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8
+    });
+    for (name, old) in [
+        ("llama", json!({ "rope_theta": 10000.0, "rope_scaling": llama3 })),
+        ("llama_linear", json!({ "rope_scaling": { "type": "linear", "factor": 2.5 } })),
+        (
+            "gemma3_text",
+            json!({
+                "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+                "rope_scaling": { "rope_type": "linear", "factor": 8.0 }
+            }),
+        ),
+        (
+            "modernbert_masked",
+            json!({ "global_rope_theta": 160000.0, "local_rope_theta": 10000.0 }),
+        ),
+        ("gpt_neox_sequential", json!({ "rotary_pct": 0.5, "rotary_emb_base": 10000 })),
+        (
+            "phi3",
+            json!({
+                "partial_rotary_factor": 0.75,
+                "rope_scaling": {
+                    "type": "su", "short_factor": [1.0, 1.1, 1.2], "long_factor": [1.5, 2.5, 4.0]
+                }
+            }),
+        ),
+    ] {
+        let temp = tempfile::tempdir().unwrap();
+        let new = changed(name, &json!({}), temp.path()).describe().unwrap();
+        let mut old = old;
+        old["rope_parameters"] = Value::Null;
+        let old = changed(name, &old, temp.path()).describe().unwrap();
+        assert_eq!(format!("{old:?}"), format!("{new:?}"), "{name}");
+    }
+}
+
+#[test]
+fn rotations_that_models_ignore_are_errors() {
+    let temp = tempfile::tempdir().unwrap();
+    let half = json!({ "rope_type": "default", "partial_rotary_factor": 0.5 });
+    for (name, changes, expected) in [
+        ("qwen3", json!({ "rope_parameters": half }), "rotates whole heads; leave it out"),
+        ("qwen3", json!({ "partial_rotary_factor": 0.5 }), "has no such key here"),
+        ("gemma3_text", json!({ "rope_parameters": half }), "one table for each type of layer"),
+    ] {
+        let error = changed(name, &changes, temp.path()).describe().unwrap_err().to_string();
+        assert!(error.contains(expected), "{name}: {error}");
+    }
+}
+
+/// What `checkpoint convert --to hugging-face` writes of each module's run.
+#[test]
+fn runs_of_all_modules_are_exported() {
+    for (name, module, own, class) in [
+        ("qwen2", "causal_lm", json!({ "dropout": 0.1 }), "Qwen2ForCausalLM"),
+        ("gpt2", "causal_lm", json!({}), "GPT2LMHeadModel"),
+        (
+            "bert_masked",
+            "masked_lm",
+            json!({ "mlm_probability": 0.3, "mask_token_id": 4 }),
+            "BertForMaskedLM",
+        ),
+        (
+            "roberta_classes",
+            "sequence_classification",
+            json!({ "id2label": { "0": "no", "1": "yes" }, "num_labels": 2 }),
+            "RobertaForSequenceClassification",
+        ),
+        (
+            "modernbert_tokens",
+            "token_classification",
+            json!({}),
+            "ModernBertForTokenClassification",
+        ),
+        ("bert_masked", "embedding", json!({ "pooling": "mean", "temperature": 0.1 }), "BertModel"),
+        (
+            "vit",
+            "image_classification",
+            json!({ "image_mean": [0.5, 0.5, 0.5], "image_std": [0.5, 0.5, 0.5], "image_size": 12 }),
+            "ViTForImageClassification",
+        ),
+    ] {
+        let mut model = json!({ "from_pretrained": fixture(name) });
+        for (key, value) in own.as_object().unwrap() {
+            model[key] = value.clone();
+        }
+        let run = json!({ "module": { "type": module }, "model": model, "data": {} });
+        let export = Export::of_run(&run).unwrap().expect("a model of this crate");
+        assert_eq!(export.config["architectures"], json!([class]), "{name}");
+        for key in ["dropout", "mlm_probability", "pooling", "temperature", "image_mean"] {
+            assert!(export.config.get(key).is_none(), "{name}: {key}");
+        }
+        let files: Vec<&str> = export.files.iter().map(|(file, _)| file.as_str()).collect();
+        match module {
+            "image_classification" => assert_eq!(files, ["preprocessor_config.json"]),
+            _ => assert!(export.missing[0].contains("there is no tokenizer"), "{name}"),
+        }
+    }
+    assert!(Export::of_run(&json!({ "model": {} })).unwrap().is_none());
 }
