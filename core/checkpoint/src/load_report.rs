@@ -16,8 +16,8 @@ pub struct LoadReport {
     /// Tensors that only the model has, in the model's order; tied parameters by their first name.
     /// They keep their initial values.
     pub missing: Vec<String>,
-    /// Optional parameters ([`LoadOptions::optional`](super::LoadOptions::optional)) that the source
-    /// lacks. They keep their initial values, and are no difference.
+    /// Optional parameters ([`LoadOptions::optional`](super::LoadOptions::optional)) that the
+    /// source lacks. They keep their initial values, and do not count as differences.
     pub new: Vec<String>,
     /// Tensors that only the source has, sorted.
     pub unexpected: Vec<String>,

@@ -62,7 +62,7 @@ pub struct AttentionConfig {
     pub softcap: Option<f64>,
     /// Norms of queries and keys before the rotation.
     pub qk_norm: Option<QkNorm>,
-    /// Limit of the keys that a query attends to; `None` is no limit. Time and memory for scores
+    /// Limit of the keys that a query attends to; `None` for no limit. Time and memory for scores
     /// grow with the window, not with the square of the sequence.
     ///
     /// A causal query attends to at most this many keys, including its own: Mistral's

@@ -1,4 +1,4 @@
-//! How a linear layer multiplies with its weight.
+//! The product of a linear layer with its weight.
 
 use std::fmt;
 

@@ -42,10 +42,11 @@ impl RecurrentConfig {
 /// `[batch, time, hidden]`. One operation in the graph, with all its layers.
 ///
 /// Layer `l` has `weight_ih_l{l}` (`[3 * hidden, inputs]`), `weight_hh_l{l}`
-/// (`[3 * hidden, hidden]`), `bias_ih_l{l}` and `bias_hh_l{l}` (`[3 * hidden]`), each with the reset,
-/// update and new gate, as in PyTorch. The second direction's names end in `_reverse`. Dropout
-/// between layers is missing. bf16 and f16 are computed in f32. Tensor-parallel plans leave the layer whole. Context
-/// parallelism, which cuts sequences, and [`Documents`] in one sequence are errors.
+/// (`[3 * hidden, hidden]`), `bias_ih_l{l}` and `bias_hh_l{l}` (`[3 * hidden]`), each with the
+/// reset, update and new gate, as in PyTorch. The second direction's names end in `_reverse`.
+/// Dropout between layers is missing. bf16 and f16 are computed in f32. Tensor-parallel plans leave
+/// the layer whole. Context parallelism, which cuts sequences, and [`Documents`] in one sequence
+/// are errors.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};

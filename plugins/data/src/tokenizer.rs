@@ -161,7 +161,7 @@ impl Tokenizer {
         }
     }
 
-    /// The ids of all special tokens, in order: those that are no text.
+    /// The ids of all special tokens, in ascending order.
     pub fn special_tokens(&self) -> Vec<u32> {
         let tokenizer = match &self.0 {
             Kind::Bytes => return vec![Self::END_OF_BYTES],

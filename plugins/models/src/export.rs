@@ -1,4 +1,4 @@
-//! What a Hugging Face directory of a trained model needs besides its weights.
+//! The files of a Hugging Face directory besides weights.
 
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -37,7 +37,7 @@ const COMPANIONS: [&str; 13] = [
 /// the files that stand beside them.
 #[derive(Debug)]
 pub struct Export {
-    /// How the weights are named and shaped.
+    /// Names and shapes of the weights.
     pub layout: Arc<dyn ForeignLayout>,
     /// `config.json`.
     pub config: Value,
@@ -140,7 +140,7 @@ impl Export {
         Ok(())
     }
 
-    /// Says that there is no tokenizer.
+    /// Notes a missing tokenizer.
     fn check_tokenizer(&mut self) {
         if !self.files.iter().any(|(name, _)| name == "tokenizer.json") {
             self.missing.push(
@@ -152,8 +152,8 @@ impl Export {
     }
 }
 
-/// Returns `config.json`: that of the directory that the run started from, with the keys that the
-/// run's configuration sets over it.
+/// Returns `config.json`: the keys of the directory that the run started from, replaced by the
+/// keys that the run sets.
 fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
     let mut all = match config.file() {
         Some((_, values)) => values.clone(),

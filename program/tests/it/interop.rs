@@ -3,7 +3,7 @@
 //! ```sh
 //! python3 -m venv /tmp/interop
 //! /tmp/interop/bin/pip install torch transformers safetensors
-//! FULGURITE_PYTHON=/tmp/interop/bin/python cargo test -p fulgurite-cli --test it interop:: -- --ignored
+//! FULGURITE_PYTHON=target/interop/bin/python cargo test -p fulgurite-cli --test it interop:: -- --ignored
 //! ```
 
 use std::path::{Path, PathBuf};

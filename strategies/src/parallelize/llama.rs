@@ -43,7 +43,7 @@ impl Default for LlamaPlan {
     }
 }
 
-/// The norms of decoders, each of which has some of them.
+/// The norms of decoders. A decoder has some of them.
 const NORMS: [&str; 5] = [
     "layers.*.input_layernorm",
     "layers.*.post_attention_layernorm",

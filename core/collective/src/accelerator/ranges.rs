@@ -147,7 +147,8 @@ impl Tool {
 }
 
 thread_local! {
-    /// Number of open ranges of this thread: the tool's functions act on the calling thread's ranges.
+    /// Number of open ranges of this thread: the tool's functions act on the calling thread's
+    /// ranges.
     static DEPTH: Cell<usize> = const { Cell::new(0) };
 }
 
@@ -171,8 +172,8 @@ fn tool() -> Option<Tool> {
     })
 }
 
-/// An open range. Dropping it ends it and all later ranges of its thread. Dropped on another thread,
-/// it stays open until an earlier range of its thread ends.
+/// An open range. Dropping it ends it and all later ranges of its thread. Dropped on another
+/// thread, it stays open until an earlier range of its thread ends.
 #[derive(Debug)]
 #[must_use = "a range ends when it is dropped"]
 pub struct Range {

@@ -90,8 +90,8 @@ fn with_layouts<R>(f: impl FnOnce(&mut Layouts) -> R) -> R {
     f(&mut execution::shared::<SharedLayouts>().lock())
 }
 
-/// Owner of the records of a graph node's outputs. The node's backward holds it. When the last clone
-/// is dropped, so are the records.
+/// Owner of the records of a graph node's outputs. The node's backward holds it. When the last
+/// clone is dropped, so are the records.
 #[derive(Clone)]
 pub(crate) struct RecordOwner(Arc<Records>);
 
@@ -137,7 +137,7 @@ impl Drop for Records {
     }
 }
 
-/// What a tensor was computed from.
+/// The origins of a tensor.
 #[derive(Default)]
 struct Trace {
     /// The recorded tensors, latest first, without recorded tensors behind them.
@@ -458,7 +458,7 @@ mod tests {
     }
 
     #[test]
-    fn sharded_constants_are_traced_without_gradients() {
+    fn sharded_constants_are_traced() {
         with_plan();
         let new = |layout| {
             let y = Tensor::ones((2, 4), DType::F32, &Device::Cpu).unwrap();

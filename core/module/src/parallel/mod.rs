@@ -22,8 +22,8 @@
 //! Between layers an activation is replicated over the tensor-parallel ranks or sharded along a
 //! dimension, and **its gradient has the same layout**. A style sets the layouts of a layer's input
 //! and output, and a plan must make neighbours agree. Along the edges that a model declares
-//! ([`ModuleBuilder::edge`](crate::module::ModuleBuilder::edge)) this is checked before ranks start.
-//! Each layer also checks its input in forward, before it communicates. It knows which layer
+//! ([`ModuleBuilder::edge`](crate::module::ModuleBuilder::edge)) this is checked before ranks
+//! start. Each layer also checks its input in forward, before it communicates. It knows which layer
 //! computed the input, directly or through candle's operations, and the error names both ends.
 //!
 //! A layer outside of the plan takes whole activations. A loss takes whole activations or

@@ -67,7 +67,7 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
         false
     }
 
-    /// How the layer casts its input. By default to the dtype of its own parameters.
+    /// The cast of the layer's input. By default to the dtype of its own parameters.
     fn input_cast(&self) -> InputCast {
         InputCast::Own
     }

@@ -1,8 +1,8 @@
 //! GRU and LSTM over time, without the product of the inputs.
 //!
 //! Tensors are in the accumulation dtype and have the time first: `[time, batch, width]`. The gates
-//! of a step are in PyTorch's order: reset, update, new for the GRU; input, forget, cell, output for
-//! the LSTM.
+//! of a step are in PyTorch's order: reset, update, new for the GRU; input, forget, cell, output
+//! for the LSTM.
 
 use candle_core::{D, Tensor};
 use rayon::prelude::*;

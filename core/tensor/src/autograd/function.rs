@@ -104,8 +104,8 @@ fn node(
 }
 
 /// Makes `output` the leaf of a new graph through which no gradient flows. [`Tensor::sorted_nodes`]
-/// finds the leaf from any tensor computed from it, and [`is_constant`] tells such graphs from those
-/// with parameters. The leaf owns `held`. Its storage moves into the returned tensor, as in
+/// finds the leaf from any tensor computed from it, and [`is_constant`] tells such graphs from
+/// those with parameters. The leaf owns `held`. Its storage moves into the returned tensor, as in
 /// [`function`].
 pub fn leaf(output: Tensor, held: impl Send + Sync + 'static) -> Result<Tensor> {
     let shape = output.shape().clone();

@@ -19,8 +19,8 @@ const MOST_KERNELS: usize = 1000;
 /// graph's tensors must still have their values.
 ///
 /// The search reads values from the device where shapes are suspicious, so use it only in the first
-/// step. Pooling of an input with all elements equal is not detected, and neither are windows of one
-/// row or column that give one output there, which look like a maximum over a dimension.
+/// step. Pooling of an input with all elements equal is not detected, and neither are windows of
+/// one row or column that give one output there, which look like a maximum over a dimension.
 ///
 /// Do not call it for the graphs of units with activation offload. There, functions with a
 /// [hand-written backward](super::function()) look like candle's operations.

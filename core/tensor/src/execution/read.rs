@@ -2,9 +2,9 @@
 //!
 //! Reading a value from a GPU waits for all work queued there before. So a step reads few values,
 //! and each read states its purpose. [`counts`] returns the number of reads in this thread's
-//! execution context for each purpose. Reads of CPU tensors count as well, because the same code would read a GPU. [`host`] is
-//! for values that ranks exchange on the host, such as votes. It counts nothing and refuses tensors
-//! on other devices.
+//! execution context for each purpose. Reads of CPU tensors count as well, because the same code
+//! would read a GPU. [`host`] is for values that ranks exchange on the host, such as votes. It
+//! counts nothing and refuses tensors on other devices.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};

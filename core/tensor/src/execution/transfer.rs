@@ -2,9 +2,9 @@
 //!
 //! Values kept on the host between steps, such as shards and optimizer state under `cpu_offload`,
 //! go to the device for computation and come back. All such copies of a step go through this
-//! module, and each states its purpose. [`counts`] returns the bytes moved each way in this thread's
-//! execution context for each purpose. If the device is the CPU nothing is copied. The bytes still count, because the
-//! same code copies them on other devices.
+//! module, and each states its purpose. [`counts`] returns the bytes moved each way in this
+//! thread's execution context for each purpose. If the device is the CPU nothing is copied. The
+//! bytes still count, because the same code copies them on other devices.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -130,8 +130,9 @@ pub trait Arriving: Send + Sync {
     fn numbers(&self) -> Result<Vec<f64>>;
 }
 
-/// A short list, by device. Process-wide like the devices: a thread that holds a tensor of a device,
-/// such as one that saves a checkpoint, may share nothing else with the thread that opened it.
+/// A short list, by device. Process-wide like the devices: a thread that holds a tensor of a
+/// device, such as one that saves a checkpoint, may share nothing else with the thread that opened
+/// it.
 static COPIES: RwLock<Vec<(DeviceLocation, Arc<dyn HostCopies>)>> = RwLock::new(Vec::new());
 
 /// Makes `copies` move all tensors to and from `device` from now on. Called by the code that opens
@@ -154,8 +155,8 @@ pub(super) fn copies(device: &Device, tensor: &Tensor) -> Option<Arc<dyn HostCop
 /// the same tensor.
 ///
 /// This thread's execution context remembers the last few integer tensors in [`sent`], so that
-/// layers need not [read](crate::execution::read) ids and targets from the device. The tensors must not be changed
-/// in place afterwards.
+/// layers need not [read](crate::execution::read) ids and targets from the device. The tensors must
+/// not be changed in place afterwards.
 ///
 /// # Errors
 /// If the device has no memory for the copy.

@@ -17,7 +17,8 @@ impl Checkpoints<'_> {
     /// Restores a PyTorch optimizer's state, under any strategy and number of ranks. Collective.
     ///
     /// The state has moments, the number of steps, and the options of the parameter groups, which
-    /// are set as in [`FullState::load_optimizer_state_dict`](super::FullState::load_optimizer_state_dict). Both
+    /// are set as in
+    /// [`FullState::load_optimizer_state_dict`](super::FullState::load_optimizer_state_dict). Both
     /// optimizers must be of the same kind.
     ///
     /// Every rank calls `open` and reads its own part of each moment. With

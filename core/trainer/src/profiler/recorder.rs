@@ -300,7 +300,8 @@ impl Recorded {
     }
 }
 
-/// A running phase, which ends on drop. [`Measurements::phase`](crate::fabric::Measurements::phase) creates it.
+/// A running phase, which ends on drop. [`Measurements::phase`](crate::fabric::Measurements::phase)
+/// creates it.
 #[must_use = "a phase ends when its guard is dropped"]
 pub struct Phase {
     name: &'static str,

@@ -97,8 +97,8 @@ impl<M: LightningModule> Trained<M> {
         optimizers.try_for_each(|(_, optimizer)| optimizer.swap_average())
     }
 
-    /// Writes the model's adapters to a directory in PEFT's format: [`Checkpoints::save_adapter`](crate::fabric::Checkpoints::save_adapter).
-    /// Collective.
+    /// Writes the model's adapters to a directory in PEFT's format:
+    /// [`Checkpoints::save_adapter`](crate::fabric::Checkpoints::save_adapter). Collective.
     ///
     /// # Errors
     /// As [`Checkpoints::save_adapter`](crate::fabric::Checkpoints::save_adapter).

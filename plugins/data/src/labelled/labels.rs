@@ -14,7 +14,7 @@ const MAX_CLASSES: i64 = 1 << 20;
 /// The labels of rows, as [`LabelledTexts`](super::LabelledTexts) finds them in its files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum LabelKind {
-    /// Rows have no labels.
+    /// Rows without labels.
     None,
     /// One class for each text, or for each word.
     Classes,

@@ -20,7 +20,7 @@ use crate::text_data::nothing_to_validate;
 
 /// Rows of each source that a preview tokenizes.
 const PREVIEW_ROWS: usize = 2048;
-/// What a loss leaves out.
+/// A target that a loss leaves out.
 const IGNORED: i64 = -100;
 
 /// Rows of texts with labels: JSON lines, CSV or Parquet files, tokenized for a model as its
@@ -106,8 +106,7 @@ impl LabelledTexts {
         self.labels.as_ref().map_or(LabelKind::None, LabelReader::kind)
     }
 
-    /// Number of classes of the training rows, or of `data.labels`; 0 for labels that are no
-    /// classes.
+    /// Number of classes of the training rows, or of `data.labels`; 0 for numbers.
     pub fn num_classes(&self) -> usize {
         self.labels.as_ref().map_or(0, |labels| labels.classes.len())
     }

@@ -1,4 +1,4 @@
-//! The keys that models are configured with: those of Hugging Face's `config.json`.
+//! The keys of a model's configuration, with the names of Hugging Face's `config.json`.
 
 use std::borrow::Cow;
 
@@ -36,7 +36,7 @@ impl KeyKind {
         }
     }
 
-    /// What a value must be, for messages.
+    /// The values that the key takes, for messages.
     pub(crate) fn expected(self) -> String {
         match self {
             Self::Size(most) => format!("an integer from 1 to {most}"),
@@ -303,7 +303,7 @@ pub(crate) const FOREIGN: &[&str] = &[
 pub(crate) const OF_HEADS: &[&str] =
     &["num_labels", "id2label", "problem_type", "classifier_dropout", "pad_token_id"];
 
-/// Keys of `[model]` that `config.json` does not have: those of modules, and `dropout`.
+/// Keys of `[model]` that `config.json` lacks: keys of modules, and `dropout`.
 pub(crate) const OF_MODULES: &[&str] = &[
     "dropout",
     "image_mean",

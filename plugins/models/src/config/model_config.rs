@@ -16,7 +16,7 @@ use super::pretrained;
 
 /// The table `[model]` of a run that trains a model of this crate.
 ///
-/// Its keys are those of Hugging Face's `config.json`, `type` for `model_type`, and
+/// It has the keys of Hugging Face's `config.json`, `type` for `model_type`, and
 /// `from_pretrained`. With `from_pretrained`, the directory's `config.json` has the values of keys
 /// that are not set.
 ///
@@ -70,7 +70,7 @@ impl ModelConfig {
         self.from_pretrained.is_some()
     }
 
-    /// Returns a value that the table sets; `false` of a key that is no flag means none.
+    /// Returns a value that the table sets; `false` stands for none unless the key is a flag.
     pub fn get(&self, key: &str) -> Option<&Value> {
         self.values.get(key)
     }
@@ -152,20 +152,20 @@ impl ModelConfig {
             && ["hidden_size", "n_embd"].iter().any(|key| self.values.contains_key(key))
     }
 
-    /// Where the weights to start from are, even if there are none.
+    /// The path of the weights to start from, which need not exist.
     pub(crate) fn weights(&self) -> Option<PathBuf> {
         let named = self.from_pretrained.clone()?;
         Some(self.directory().ok().flatten().unwrap_or(named))
     }
 
-    /// All keys of the table, with those of `config.json` below them.
+    /// All keys of the table and of `config.json`; the table goes first.
     fn complete(&self) -> Map<String, Value> {
         let file = self.file.iter().flat_map(|(_, values)| values);
         let known = file.filter_map(|(name, value)| {
             let key = keys::find(name)?;
             match value.is_null() {
                 false => Some((key.name, value.clone())),
-                // TOML has no null.
+                // TOML lacks null.
                 true if key.kind != KeyKind::Flag => Some((key.name, Value::Bool(false))),
                 true => None,
             }
@@ -223,7 +223,7 @@ fn checked(name: &str, value: Value) -> std::result::Result<(&'static str, Value
     let key = keys::find(name).ok_or("there is no such key")?;
     match key.kind.accepts(&value) || value == Value::Bool(false) {
         true => Ok((key.name, value)),
-        // JSON has no such number.
+        // JSON cannot hold such a number.
         false if value.is_null() => {
             Err(format!("expected {}, found inf or nan", key.kind.expected()))
         }

@@ -10,10 +10,9 @@ use serde_json::{Map, Value};
 use super::keys::{self, FOREIGN, KeyKind, OF_HEADS};
 use super::model_config::ModelConfig;
 
-/// The keys of one model: those of the table `[model]`, and below them those of `config.json`.
+/// The keys of one model: the table `[model]`, and under it `config.json`.
 ///
-/// Remembers which keys were asked for, so that [`finish`](Self::finish) finds those that the
-/// model's family does not know.
+/// Remembers which keys were asked for, so that [`finish`](Self::finish) finds the others.
 pub(crate) struct Reader<'a> {
     config: &'a ModelConfig,
     asked: RefCell<BTreeSet<String>>,

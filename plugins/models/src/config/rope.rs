@@ -6,7 +6,7 @@ use serde_json::{Map, Value};
 
 use super::reader::Reader;
 
-/// What a family adds to the keys about its rotary embedding.
+/// The family's defaults and keys of its rotary embedding.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct RopeDefaults<'a> {
     /// Width of a head.

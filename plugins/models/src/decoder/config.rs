@@ -5,7 +5,7 @@ use fulgurite_nn::{AttentionConfig, QkNorm, RopeConfig};
 
 use crate::layers::{FeedForward, NormKind};
 
-/// Where the norms of a layer stand.
+/// The place of a layer's norms.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum NormPlacement {
     /// Before attention and MLP: Llama, GPT-2.

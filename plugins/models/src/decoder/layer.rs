@@ -8,8 +8,8 @@ use fulgurite_nn::{AttentionConfig, CausalSelfAttention, Dropout};
 use super::config::{DecoderConfig, NormPlacement};
 use crate::layers::{MlpBlock, Norm};
 
-/// Attention and MLP, with norms where the family has them. The names are those of Llama, and of
-/// Gemma 2 where there are more norms.
+/// Attention and MLP, with norms where the family has them. The names come from Llama, or
+/// from Gemma 2 where there are more norms.
 #[derive(Debug)]
 pub(crate) struct DecoderLayer {
     norms: Norms,

@@ -5,7 +5,7 @@ use fulgurite_nn::{Activation, AttentionConfig, RopeConfig};
 
 use crate::layers::{FeedForward, NormKind};
 
-/// What an encoder's input is made of.
+/// The kind of an encoder's input.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum InputConfig {
     /// Token ids.
@@ -59,7 +59,7 @@ pub struct EncoderLayerConfig {
 /// The shape of an [`Encoder`](super::Encoder).
 #[derive(Debug, Clone)]
 pub struct EncoderConfig {
-    /// What the input is made of.
+    /// The kind of input.
     pub input: InputConfig,
     /// Width of the residual stream.
     pub hidden_size: usize,
@@ -118,8 +118,7 @@ pub struct ClassifierConfig {
     pub pooling: Pooling,
     /// Whether `dense` has a bias; `None` for a head without it.
     pub dense: Option<bool>,
-    /// Whether `dense` and the norm are those of the head that predicts masked tokens, as in
-    /// ModernBERT.
+    /// Whether `dense` and the norm belong to the head that predicts masked tokens, as in ModernBERT.
     pub shares_dense: bool,
     /// The activation behind `dense`; `None` for tanh.
     pub activation: Option<Activation>,

@@ -1,4 +1,4 @@
-//! What the keys of several families share.
+//! Keys that several families share.
 
 use fulgurite_error::Result;
 use fulgurite_nn::{Activation, RopeScaling};
@@ -20,7 +20,7 @@ pub(super) struct Defaults {
     pub(super) activation: (&'static str, &'static str),
     /// The width of a head without a key for it; `None` for `hidden_size / num_attention_heads`.
     pub(super) head_dim: Option<usize>,
-    /// The number of key and value heads without a key for it; `None` for that of query heads.
+    /// The number of key and value heads without a key for it; `None` for as many as query heads.
     pub(super) kv_heads: Option<usize>,
     /// The type of layer whose rotary embedding is the first of the decoder's.
     pub(super) layer_type: Option<&'static str>,
@@ -84,7 +84,7 @@ pub(super) fn decoder(reader: &Reader<'_>, defaults: &Defaults) -> Result<Decode
     let rope = reader.rope(rope)?;
     let positions = reader.size_or("max_position_embeddings", defaults.max_positions)?;
     let max_positions = match rope.scaling {
-        // It is made for longer sequences than those of the configuration.
+        // This scaling is for sequences that are longer than the configuration says.
         RopeScaling::Dynamic { factor, .. } => (positions as f64 * factor) as usize,
         _ => positions,
     };

@@ -30,9 +30,9 @@ use crate::weights::{MappedSource, WeightLayout};
 /// The description of a model.
 #[derive(Debug, Clone)]
 pub struct Description {
-    /// What it computes.
+    /// Its layers.
     pub architecture: Architecture,
-    /// How the tensors of a Hugging Face file become the model's.
+    /// The correspondence of a Hugging Face file's tensors and the model's.
     pub weights: WeightLayout,
     /// The key and the value of a dropout of attention's probabilities, which is not applied.
     pub unapplied_dropout: Option<(&'static str, f64)>,
@@ -66,7 +66,7 @@ impl Description {
     }
 }
 
-/// What a model computes.
+/// The layers of a model.
 #[derive(Debug, Clone)]
 pub enum Architecture {
     /// A decoder, from token ids to logits.
@@ -79,7 +79,7 @@ pub enum Architecture {
 pub struct Family {
     /// Its `model_type` in `config.json`.
     pub model_type: &'static str,
-    /// What the names of its classes in `transformers` begin with.
+    /// The beginning of its classes' names in `transformers`.
     class: &'static str,
     read: fn(&Reader<'_>) -> Result<Description>,
 }

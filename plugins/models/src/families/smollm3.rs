@@ -36,7 +36,7 @@ pub(super) fn smollm3(reader: &Reader<'_>) -> Result<Description> {
     let window = reader.nullable_size("sliding_window", None)?.filter(|_| uses);
     let windowed = reader.windowed_layers(layers, |i| window.is_some() && !has_rope[i])?;
     set_windows(&mut config.layers, |i| windowed[i], window);
-    // Released files have Qwen's key, which has no effect here.
+    // Released files contain this key of Qwen without a use for it.
     reader.integer_or("max_window_layers", 0)?;
     Ok(described(config))
 }

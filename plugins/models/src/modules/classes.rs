@@ -1,4 +1,4 @@
-//! The classes of a model and those of its data.
+//! The classes of a model, and of its data.
 
 use std::collections::BTreeMap;
 
@@ -20,8 +20,8 @@ pub(super) struct DataClasses<'a> {
     pub(super) place: &'a dyn Fn(usize) -> Option<String>,
 }
 
-/// Returns the names of the model's classes by `id2label`; `None` for no names, or for those that
-/// `transformers` gives classes without names.
+/// Returns the names of the model's classes by `id2label`; `None` without names, or with the names
+/// `LABEL_0`, `LABEL_1`, … that `transformers` gives.
 ///
 /// # Errors
 /// If the key does not name each class from 0 on.

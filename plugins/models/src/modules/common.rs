@@ -1,4 +1,4 @@
-//! What the modules of this crate share: the model under a head, its weights, and its fit to data.
+//! Code that modules share: the model under a head, its weights, and its fit to data.
 
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -51,8 +51,7 @@ pub(super) fn encoder(config: &ModelConfig, keys: &[&str]) -> Result<EncoderConf
     }
 }
 
-/// Maps the names of a Hugging Face file to those of module `M`, and leaves out the heads that `M`
-/// does not have.
+/// Maps the names of a Hugging Face file to the names of module `M`, and leaves out other heads.
 ///
 /// # Errors
 /// As [`MappedSource::new`].

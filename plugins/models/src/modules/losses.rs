@@ -20,7 +20,7 @@ fn alike(outputs: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
 }
 
 /// The binary cross entropy of each logit with its target from 0 to 1, as PyTorch's
-/// `BCEWithLogitsLoss`; the count is that of the logits.
+/// `BCEWithLogitsLoss`; the count is the number of logits.
 pub(super) fn binary_cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Loss> {
     let (x, y) = alike(logits, targets)?;
     // log(1 + exp(x)) - x y, without an overflow of the exponential.
@@ -29,7 +29,7 @@ pub(super) fn binary_cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<
     Ok(Loss::new(sum, logits.elem_count() as f64))
 }
 
-/// The squared error of each value; the count is that of the values.
+/// The squared error of each value; the count is the number of values.
 pub(super) fn squared_error(values: &Tensor, targets: &Tensor) -> Result<Loss> {
     let (x, y) = alike(values, targets)?;
     Ok(Loss::new((x - y)?.sqr()?.sum_all()?, values.elem_count() as f64))

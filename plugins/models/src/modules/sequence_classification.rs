@@ -19,7 +19,7 @@ use crate::decoder::Decoder;
 use crate::encoder::{Classifier, Encoder};
 use crate::families::Architecture;
 
-/// What a classification predicts: `model.problem_type`.
+/// The kind of prediction: `model.problem_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Problem {
     SingleLabel,

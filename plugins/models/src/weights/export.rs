@@ -94,7 +94,7 @@ impl<S: TensorSource> TensorSource for ExportedSource<S> {
         self.tensors.get(name).map(|(_, info)| info.clone())
     }
 
-    /// Reads all parts of the tensor, whatever the region.
+    /// Reads all parts of the tensor for any region.
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
         let Some((parts, info)) = self.tensors.get(name) else {
             return self.source.read(name, region, dtype, device);

@@ -2,9 +2,9 @@
 //!
 //! Models have Llama's names, and separate projections of queries, keys and values, whatever their
 //! family: so one tensor-parallel plan, one list of layers for adapters and one decoder serve all.
-//! A [`WeightLayout`] says which tensor of a file each tensor of the model is a part of. It works in
-//! both directions: [`MappedSource`] reads a file under the model's names, [`ExportedSource`] reads
-//! a model under the file's.
+//! A [`WeightLayout`] says which tensor of a file each tensor of the model is a part of. It works
+//! in both directions: [`MappedSource`] reads a file under the model's names, [`ExportedSource`]
+//! reads a model under the file's.
 
 mod export;
 mod layout;

@@ -2,7 +2,7 @@
 
 use fulgurite_engine::shard::Region;
 
-/// Some rows of a file's tensor, which may be transposed. Rows are those of the model's tensor.
+/// Some rows of a file's tensor, which may be transposed. Rows are counted in the model's tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct View {
     /// Whether the file holds the tensor transposed.

@@ -179,7 +179,7 @@ fn repositories_of_the_hub_cache_are_found() {
     assert!(missing.contains("there is no such folder"), "{missing}");
 }
 
-/// Keys of transformers 4 describe the model that those of transformers 5 describe.
+/// Keys of transformers 4 and 5 describe the same model.
 #[test]
 fn old_and_new_keys_are_equal() {
     let llama3 = json!({

@@ -50,8 +50,7 @@ pub(crate) fn tensors(name: &str, file: &str) -> HashMap<String, Tensor> {
     candle_core::safetensors::load(fixture(name).join(file), &Device::Cpu).unwrap()
 }
 
-/// Differences below this are rounding: gradients that are zero but for it, such as those of the
-/// keys' biases.
+/// Smaller differences are rounding. The exact gradient of a key's bias is zero.
 const ROUNDING: f64 = 1e-7;
 
 /// Asserts that each element differs by at most [`TOLERANCE`] of the largest expected one.

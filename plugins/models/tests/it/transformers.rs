@@ -63,7 +63,7 @@ fn decoders_match_transformers() {
     }
 }
 
-/// Asserts that the gradients of all parameters are those of the fixture.
+/// Asserts that the gradients of all parameters equal the fixture's.
 pub(crate) fn assert_gradients(
     name: &str,
     fabric: &mut Fabric,
@@ -141,7 +141,7 @@ fn encoders_match_transformers() {
             None => EncoderInput::Pictures(&expected["pictures"]),
         };
         let logits = model.logits(input, mask).unwrap();
-        // What a model gives for padding means nothing.
+        // The logits of padding are not compared.
         let seen = |logits: &Tensor| match mask.filter(|_| logits.rank() == 3) {
             None => logits.clone(),
             Some(mask) => {

@@ -107,7 +107,7 @@ fn attention_is_that_of_transformers() {
 
 /// 1 + weight would lose the weights in bf16.
 #[test]
-fn unit_offset_norm_in_bf16_has_the_bits_of_gemma() {
+fn unit_offset_norm_has_gemmas_bf16_bits() {
     let recorded = read(include_str!("../../fixtures/attention.toml"));
     let case = recorded["gemma_norm_bf16"].as_table().unwrap();
     let b = builder(DType::BF16);

@@ -157,7 +157,7 @@ fn parts_of_a_sequence_give_the_whole() {
 }
 
 #[test]
-fn empty_batches_and_constant_inputs_are_computed() {
+fn empty_batches_and_constants_are_computed() {
     let both = || {
         for kind in ["gru", "lstm"] {
             let b = builder(DType::F64);

@@ -115,7 +115,7 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     /// equal. Called on each rank; reads headers only.
     ///
     /// # Errors
-    /// If the tensors are not those of such a model.
+    /// If the tensors do not belong to such a model.
     fn map_weights(
         config: &Self::Config,
         source: Box<dyn TensorSource>,
