@@ -362,10 +362,11 @@ fn purpose(action: Action) -> RunPurpose {
 /// from scratch, so they do not count for a run that starts from pretrained weights.
 fn layers(request: &RunRequest, mut defaults: Table) -> Result<ConfigLayers> {
     let layers = request.layers(defaults.clone())?;
-    let resolved = layers.resolve();
-    let is_pretrained =
-        resolved.get("model").is_some_and(|model| model.get("from_pretrained").is_some());
-    match is_pretrained && defaults.remove("model").is_some() {
+    let is_pretrained = |table: &Table| {
+        table.get("model").is_some_and(|model| model.get("from_pretrained").is_some())
+    };
+    let by_user = is_pretrained(&layers.resolve()) && !is_pretrained(&defaults);
+    match by_user && defaults.remove("model").is_some() {
         true => request.layers(defaults),
         false => Ok(layers),
     }

@@ -65,28 +65,108 @@ pub(crate) fn fit(decoder: &Path, scratch: &Path, sets: &[&str]) -> Vec<f64> {
     events.filter_map(|event| event["train_loss"].as_f64()).collect()
 }
 
+/// Meshes by their number of ranks, the samples of a rank, and the strategy.
+const MESHES: [(usize, usize, &str); 6] = [
+    (2, 1, "fsdp"),
+    (2, 2, "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'hf' }"),
+    (2, 2, "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }"),
+    (
+        2,
+        2,
+        "{ type = 'model_parallel', tensor_parallel_size = 2, \
+         parallelize = { type = 'llama', sequence_parallel = true } }",
+    ),
+    (2, 2, "{ type = 'model_parallel', context_parallel_size = 2 }"),
+    (4, 1, "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }"),
+];
+
+/// Trains on a mesh with these settings, and returns the loss of each of three steps.
+#[track_caller]
+fn losses(
+    decoder: &Path,
+    scratch: &Path,
+    (ranks, samples, strategy): (usize, usize, &str),
+    sets: &[&str],
+) -> Vec<f64> {
+    let own = [
+        "trainer.max_steps=3".to_owned(),
+        "scheduler=constant".to_owned(),
+        format!("trainer.devices={ranks}"),
+        format!("data.batch_size={samples}"),
+        format!("trainer.strategy={strategy}"),
+    ];
+    let sets: Vec<&str> = own.iter().map(String::as_str).chain(sets.iter().copied()).collect();
+    let losses = fit(decoder, scratch, &sets);
+    assert_eq!(losses.len(), 3, "{}", decoder.display());
+    losses
+}
+
+#[track_caller]
+fn assert_close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+    let close = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * a;
+    assert!(expected.iter().zip(found).all(close), "{what}: {found:?}, expected {expected:?}");
+}
+
+const ALONE: (usize, usize, &str) = (1, 2, "single_device");
+
 #[test]
-fn plans_train_every_decoder_as_one_device() {
+fn meshes_train_every_decoder_as_one_device() {
     let scratch = tempfile::tempdir().unwrap();
     for decoder in decoders() {
-        let train = |devices: &str, strategy: &str| {
-            let steps = ["trainer.max_steps=3", "data.batch_size=2", "scheduler=constant"];
-            fit(&decoder, scratch.path(), &[&steps[..], &[devices, strategy]].concat())
-        };
-        let alone = train("trainer.devices=1", "trainer.strategy=single_device");
-        assert_eq!(alone.len(), 3);
-        for plan in ["'hf'", "'llama'", "{ type = 'llama', sequence_parallel = true }"] {
-            let strategy = format!(
-                "trainer.strategy={{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = {plan} }}"
-            );
-            let losses = train("trainer.devices=2", &strategy);
-            let close = |(a, b): (&f64, &f64)| (a - b).abs() <= TOLERANCE * a;
-            assert!(
-                losses.len() == 3 && alone.iter().zip(&losses).all(close),
-                "{} with {plan}: {losses:?}, alone {alone:?}",
-                decoder.display()
-            );
+        let alone = losses(&decoder, scratch.path(), ALONE, &[]);
+        for mesh in MESHES {
+            let found = losses(&decoder, scratch.path(), mesh, &[]);
+            assert_close(&format!("{} on {mesh:?}", decoder.display()), &found, &alone, TOLERANCE);
         }
+    }
+}
+
+/// LoRA and QLoRA on two ranks, and bf16 beside f32.
+#[test]
+fn adapters_and_half_precision_train_every_decoder() {
+    let scratch = tempfile::tempdir().unwrap();
+    let lora = "trainer.adapters={ targets = ['*_proj'], rank = 2 }";
+    let packed = "trainer.quantization.block_size=4";
+    for decoder in decoders() {
+        let what = |with: &str| format!("{} with {with}", decoder.display());
+        let train = |mesh, sets: &[&str]| losses(&decoder, scratch.path(), mesh, sets);
+        let whole = train(ALONE, &[]);
+        for sets in [&[lora][..], &[lora, packed]] {
+            let alone = train(ALONE, sets);
+            assert!(alone[1..] != whole[1..], "{} trains all weights", decoder.display());
+            assert_close(&what(sets[sets.len() - 1]), &train(MESHES[0], sets), &alone, TOLERANCE);
+        }
+        let half = train(ALONE, &["trainer.precision=bf16-mixed"]);
+        assert_close(&what("bf16"), &half, &whole, 1e-2);
+    }
+}
+
+/// Weights that are damaged or incomplete are refused before a rank starts, in one line.
+#[test]
+fn damaged_weights_are_refused() {
+    let fixture = root().join("plugins/models/tests/fixtures/qwen3");
+    let weights = fs::read(fixture.join("model.safetensors")).unwrap();
+    let index = br#"{"metadata": {}, "weight_map": {"lm_head.weight": "model-1.safetensors"}}"#;
+    for (file, bytes, expected) in [
+        ("model.safetensors", &weights[..weights.len() / 2], "model.safetensors"),
+        ("model.safetensors", &b"version https://git-lfs.github.com/spec/v1\n"[..], "Git LFS"),
+        ("model.safetensors.index.json", &index[..], "model-1.safetensors"),
+    ] {
+        let temp = tempfile::tempdir().unwrap();
+        fs::copy(fixture.join("config.json"), temp.path().join("config.json")).unwrap();
+        fs::write(temp.path().join(file), bytes).unwrap();
+        fs::write(temp.path().join("ids.bin"), [5u8, 0].repeat(100)).unwrap();
+        let ids = temp.path().join("ids.bin");
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["fit", "--set", "trainer.devices=2", "--set", "data.type=tokens"])
+            .args(["--set", &format!("model.from_pretrained={}", temp.path().display())])
+            .args(["--set", &format!("data.path={}", ids.display()), "--set", "data.seq_len=8"])
+            .current_dir(temp.path())
+            .output()
+            .unwrap();
+        let stderr = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success() && stderr.contains(expected), "{file}: {stderr}");
+        assert!(stderr.lines().count() == 1 && !stderr.contains("rank "), "{file}: {stderr}");
     }
 }
 

@@ -235,6 +235,21 @@ pub const KEYS: &[Key] = &[
     ),
     key("hidden_dropout", KeyKind::Number, "Dropout after attention and MLP."),
     key("classifier_dropout", KeyKind::Number, "Dropout before a classification head."),
+    key(
+        "attention_dropout",
+        KeyKind::Number,
+        "Dropout of attention's probabilities, which is not applied; above 0 it is a warning.",
+    ),
+    key(
+        "attention_probs_dropout_prob",
+        KeyKind::Number,
+        "Dropout of attention's probabilities, which is not applied; above 0 it is a warning.",
+    ),
+    key(
+        "attn_pdrop",
+        KeyKind::Number,
+        "Dropout of attention's probabilities, which is not applied; above 0 it is a warning.",
+    ),
     key("resid_pdrop", KeyKind::Number, "Dropout after attention and MLP."),
     key("embd_pdrop", KeyKind::Number, "Dropout of the embedding."),
     key("embedding_dropout", KeyKind::Number, "Dropout of the embedding."),

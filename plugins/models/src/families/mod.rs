@@ -59,8 +59,8 @@ impl Description {
     pub(crate) fn warn_of_dropout(&self) {
         if let Some((key, dropout)) = self.unapplied_dropout {
             tracing::warn!(
-                "`{key}` is {dropout}: dropout of attention's probabilities is not applied; set it to 0 for the same \
-                 training elsewhere"
+                "`model.{key}` is {dropout}, and dropout of attention's probabilities is not applied; 0 takes this \
+                 warning away"
             );
         }
     }
