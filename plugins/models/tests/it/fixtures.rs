@@ -6,7 +6,7 @@ use std::path::{Path, PathBuf};
 use fulgurite::prelude::*;
 
 /// The largest difference to transformers, relative to the largest expected value.
-pub(crate) const TOLERANCE: f64 = 1e-4;
+pub(crate) const TOLERANCE: f64 = 2e-5;
 
 /// All decoders.
 pub(crate) const DECODERS: [&str; 16] = [
