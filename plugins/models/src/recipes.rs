@@ -37,4 +37,9 @@ recipes![
     "qlora",
     "tensor_parallel",
     "long_context",
+    "classification",
+    "token_classification",
+    "embedding",
+    "masked_lm",
+    "vision",
 ];

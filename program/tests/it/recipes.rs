@@ -1,7 +1,9 @@
 //! `fulgurite recipes`, each of which trains in a small form.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
+
+use crate::tasks::{fixture, folder};
 
 fn fulgurite(directory: &Path, args: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_fulgurite"))
@@ -20,41 +22,52 @@ fn succeed(directory: &Path, args: &[&str]) -> String {
     String::from_utf8(output.stdout).unwrap()
 }
 
-fn model() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../plugins/models/tests/fixtures/llama_yarn")
-}
-
-/// What makes a recipe small enough for a test.
+/// Settings that make a recipe small enough for a test, on the data of [`folder`].
 fn small(name: &str) -> Vec<String> {
-    let mut keys = vec![
-        "trainer.max_steps=2".to_owned(),
-        "trainer.accumulate_grad_batches=1".to_owned(),
-        "data.seq_len=16".to_owned(),
-        "checkpoint.save_last=false".to_owned(),
-    ];
-    if name == "pretrain" {
-        keys.extend(["model.hidden_size=32", "model.num_hidden_layers=2"].map(str::to_owned));
-        return keys;
-    }
-    keys.push(format!("model.from_pretrained={}", model().display()));
-    // The model's vocabulary is smaller than a byte.
-    let data = "data={ type = 'tokens', path = 'ids.u16', seq_len = 16, batch_size = 2 }";
-    keys.push(data.to_owned());
-    if name == "qlora" {
-        keys.push("trainer.quantization.block_size=4".to_owned());
+    let (model, own): (_, &[&str]) = match name {
+        "pretrain" => (None, &["model.hidden_size=32", "model.num_hidden_layers=2"]),
+        "classification" => {
+            (Some("bert_classes"), &["model.num_labels=3", NEW_HEAD, "data.path=texts.jsonl"])
+        }
+        "token_classification" => {
+            (Some("bert_tokens"), &["model.num_labels=3", NEW_HEAD, "data.path=tags.jsonl"])
+        }
+        "embedding" => (Some("bert_masked"), &["data.path=pairs.jsonl"]),
+        "masked_lm" => (Some("bert_masked"), &["data.type=lines", "data.path=lines.txt"]),
+        "vision" => (Some("vit"), &["model.num_labels=2", "data.height=12", "data.width=12"]),
+        "qlora" => (Some("llama_yarn"), &[TOKENS, "trainer.quantization.block_size=4"]),
+        _ => (Some("llama_yarn"), &[TOKENS]),
+    };
+    let mut keys =
+        ["trainer.max_steps=2", "checkpoint.save_last=false"].map(str::to_owned).to_vec();
+    keys.extend(own.iter().map(|key| (*key).to_owned()));
+    keys.extend(model.map(|name| format!("model.from_pretrained={}", fixture(name).display())));
+    match name {
+        "vision" => {}
+        "pretrain" => keys.push("data.seq_len=16".to_owned()),
+        "classification" | "token_classification" | "embedding" | "masked_lm" => {
+            keys.extend(["data.seq_len=12", "data.tokenizer=tokenizer.json"].map(str::to_owned));
+        }
+        _ => keys.push("trainer.accumulate_grad_batches=1".to_owned()),
     }
     keys
 }
 
+/// The head of the fixture has another number of classes.
+const NEW_HEAD: &str = "checkpoint.load.exclude=[\"classifier.out_proj\"]";
+
+/// Ids below the vocabulary of the fixture, which is smaller than that of bytes.
+const TOKENS: &str = "data={ type = 'tokens', path = 'ids.u16', seq_len = 16, batch_size = 2 }";
+
 #[test]
 fn recipes_train_as_they_are_listed() {
-    let temp = tempfile::tempdir().unwrap();
+    let temp = folder();
     let ids: Vec<u8> = (0..600u16).flat_map(|i| (i * 7 % 41).to_le_bytes()).collect();
     std::fs::write(temp.path().join("ids.u16"), ids).unwrap();
+    std::fs::write(temp.path().join("text.txt"), "to be or not to be ".repeat(200)).unwrap();
     let list = succeed(temp.path(), &["recipes", "list"]);
     let names: Vec<&str> = list.lines().filter_map(|line| line.split_whitespace().next()).collect();
-    assert!(names.contains(&"lora_fsdp"), "{list}");
-    std::fs::write(temp.path().join("text.txt"), "to be or not to be ".repeat(200)).unwrap();
+    assert_eq!(names.len(), fulgurite_models::RECIPES.len(), "{list}");
     for name in names {
         succeed(temp.path(), &["recipes", "copy", name]);
         let config = format!("{name}.toml");

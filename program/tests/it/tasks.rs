@@ -34,7 +34,7 @@ fn words(i: usize) -> Vec<&'static str> {
 }
 
 /// A folder with the tokenizer and rows of all kinds.
-fn folder() -> TempDir {
+pub(crate) fn folder() -> TempDir {
     let dir = tempfile::tempdir().unwrap();
     let write = |name: &str, content: String| fs::write(dir.path().join(name), content).unwrap();
     write("tokenizer.json", tokenizer().to_string());
@@ -72,7 +72,7 @@ fn folder() -> TempDir {
     dir
 }
 
-fn fixture(name: &str) -> PathBuf {
+pub(crate) fn fixture(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../plugins/models/tests/fixtures").join(name)
 }
 
