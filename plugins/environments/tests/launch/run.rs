@@ -71,7 +71,9 @@ pub(crate) struct Ended {
 impl Run {
     /// Starts the program in a clean environment plus `variables`.
     pub(crate) fn start(part: &str, variables: &[(&str, &str)]) -> Self {
-        let mut command = Command::new(std::env::current_exe().unwrap());
+        // Under `nohup` the tests ignore SIGHUP, and a program that they start would, too.
+        let mut command = Command::new("env");
+        command.arg("--default-signal=HUP").arg(std::env::current_exe().unwrap());
         for (name, _) in std::env::vars_os() {
             let name = name.to_string_lossy().into_owned();
             if FOREIGN.iter().any(|prefix| name.starts_with(prefix)) {
