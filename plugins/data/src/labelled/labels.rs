@@ -55,6 +55,8 @@ pub(super) struct LabelReader {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Scalar {
     Integer,
+    /// An integer below 0, which is no class. Among numbers it is one of them.
+    Negative,
     Number,
     Name,
 }
@@ -63,25 +65,25 @@ impl Scalar {
     fn words(self) -> &'static str {
         match self {
             Self::Integer => "an integer from 0 on",
-            Self::Number => "a number",
+            Self::Negative | Self::Number => "a number",
             Self::Name => "a name",
         }
     }
 
     /// The kind of a value; `None` for lists and tables.
     fn of(value: &Value, is_text: bool) -> Option<Self> {
-        let is_class = |n: i64| n >= 0;
+        let of_integer = |n: i64| if n < 0 { Self::Negative } else { Self::Integer };
         Some(match value {
             Value::String(text) if is_text => match (text.parse::<i64>(), text.parse::<f64>()) {
-                (Ok(n), _) if is_class(n) => Self::Integer,
+                (Ok(n), _) => of_integer(n),
                 (_, Ok(number)) if number.is_finite() => Self::Number,
                 _ => Self::Name,
             },
             Value::String(_) => Self::Name,
             Value::Bool(_) => Self::Integer,
             Value::Number(number) => match number.as_i64() {
-                Some(n) if is_class(n) => Self::Integer,
-                _ => Self::Number,
+                Some(n) => of_integer(n),
+                None => Self::Number,
             },
             Value::Null | Value::Array(_) | Value::Object(_) => return None,
         })
@@ -141,6 +143,21 @@ impl LabelReader {
         };
         let first = rows.first().and_then(|row| row.values[at].as_ref());
         let scalar = if first.is_some_and(is_listed) { Scalar::Name } else { scalar };
+        let negative = kinds.iter().find(|(kind, _)| *kind == Scalar::Negative);
+        if let (Scalar::Negative, RowKind::Texts, Some((_, row))) = (scalar, config.kind, negative)
+        {
+            return Err(row.place.wrong(format!(
+                "has an integer below 0 under {:?} ({}): integers are classes from 0 on; write numbers to predict with \
+                 a decimal point",
+                column.name, column.key
+            )));
+        }
+        if scalar == Scalar::Number && !config.labels.is_empty() {
+            return Err(Error::Config(format!(
+                "data.labels names classes, and there are numbers to predict under {:?} ({}); leave data.labels out",
+                column.name, column.key
+            )));
+        }
         let kind = match (config.kind, lists > 0, scalar) {
             (RowKind::Words, true, Scalar::Integer | Scalar::Name) => LabelKind::Classes,
             (RowKind::Words, ..) => {
@@ -149,8 +166,8 @@ impl LabelReader {
             }
             (_, true, Scalar::Integer | Scalar::Name) => LabelKind::Sets,
             (_, false, Scalar::Integer | Scalar::Name) => LabelKind::Classes,
-            (_, false, Scalar::Number) => LabelKind::Numbers(1),
-            (_, true, Scalar::Number) => LabelKind::Numbers(match first {
+            (_, false, Scalar::Negative | Scalar::Number) => LabelKind::Numbers(1),
+            (_, true, Scalar::Negative | Scalar::Number) => LabelKind::Numbers(match first {
                 Some(Value::Array(items)) if !items.is_empty() => items.len(),
                 _ => return Err(wrong_kind(rows, &column, "expected a list of numbers")),
             }),
@@ -158,6 +175,15 @@ impl LabelReader {
         let mut reader = Self { kind, column, scalar, classes: Vec::new(), index: BTreeMap::new() };
         if matches!(kind, LabelKind::Classes | LabelKind::Sets) {
             reader.find_classes(config, rows, at)?;
+        }
+        let is_full = |row: &Row| {
+            let list = row.values[at].as_ref().and_then(Value::as_array);
+            list.is_some_and(|list| list.len() == reader.classes.len())
+        };
+        if kind == LabelKind::Sets && reader.classes.len() > 1 && rows.iter().all(is_full) {
+            let message = "expected lists of classes, and all rows have as many as there are classes; write 0 and 1 \
+                           for each class with a decimal point";
+            return Err(wrong_kind(rows, &reader.column, message));
         }
         Ok(Some(reader))
     }
@@ -262,7 +288,15 @@ impl LabelReader {
             LabelKind::Classes | LabelKind::Sets => {
                 let classes = items.iter().map(|item| self.class(row, item));
                 let classes = classes.collect::<Result<Box<[u32]>>>()?;
+                let repeated = classes.iter().enumerate().find(|(i, c)| classes[..*i].contains(c));
                 Ok(match self.kind {
+                    LabelKind::Sets if repeated.is_some() => {
+                        return Err(row.place.wrong(format!(
+                            "has a class twice in {value} under {:?} ({}); lists name the classes of a text, and a 0 or \
+                             1 for each class needs a decimal point",
+                            self.column.name, self.column.key
+                        )));
+                    }
                     LabelKind::Sets => Label::Set(classes),
                     _ => Label::Classes(classes),
                 })

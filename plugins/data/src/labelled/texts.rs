@@ -130,6 +130,17 @@ impl LabelledTexts {
         self.encoder.vocab_size
     }
 
+    /// The id of padding.
+    pub fn pad_id(&self) -> u32 {
+        self.encoder.pad_id
+    }
+
+    /// Whether a training text ends in the token of padding.
+    pub fn ends_in_padding(&self) -> bool {
+        let mut texts = self.train.iter().flat_map(|sample| &sample.texts);
+        texts.any(|text| text.ids.last() == Some(&self.encoder.pad_id))
+    }
+
     /// Number of segments that the tokenizer distinguishes in these rows.
     pub fn num_segments(&self) -> usize {
         usize::from(self.last_segment) + 1

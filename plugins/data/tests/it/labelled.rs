@@ -164,7 +164,7 @@ fn labels_of_all_kinds() {
         (LabelKind::Numbers(width), Labels::Numbers(rows.map(<[f32]>::to_vec).into()))
     };
     assert_eq!(read(["0.5", "2"], ""), numbers(1, [&[0.5], &[2.0]]));
-    assert_eq!(read(["-1", "2"], ""), numbers(1, [&[-1.0], &[2.0]]));
+    assert_eq!(read(["-1", "2.0"], ""), numbers(1, [&[-1.0], &[2.0]]));
     assert_eq!(read(["[1.0, 0.0]", "[0.0, 0.5]"], ""), numbers(2, [&[1.0, 0.0], &[0.0, 0.5]]));
     let sets =
         |rows: [&[u32]; 2]| (LabelKind::Sets, Labels::Sets(rows.map(<[u32]>::to_vec).into()));
@@ -221,6 +221,13 @@ fn mistakes_are_explained() {
         ("g.jsonl", "{\"text\": \"bad\", \"label\": [1]}\n{\"text\": \"bad\", \"label\": 1}\n"),
         ("h.jsonl", "{\"tokens\": [\"bad\", \"cat\"], \"tags\": [1]}\n"),
         ("i.jsonl", "{\"text\": \"bad\", \"label\": 1\n"),
+        ("negative.csv", "text,label\nbad,1\nbad,-1\n"),
+        ("numbers.csv", "text,label\nbad,1\nbad,-0.5\n"),
+        ("hot.jsonl", "{\"text\": \"bad\", \"label\": [0, 1, 1]}\n"),
+        (
+            "all.jsonl",
+            "{\"text\": \"bad\", \"label\": [0, 1]}\n{\"text\": \"bad\", \"label\": [1, 0]}\n",
+        ),
         ("empty.jsonl", ""),
         ("header.csv", "text,label\n"),
         ("short.csv", "text,label\nbad,1\nbad\n"),
@@ -237,6 +244,10 @@ fn mistakes_are_explained() {
     insta::assert_snapshot!(plain("g.jsonl"), @r#"data: DIR/g.jsonl, line 2 differs from the rows before it: some have a list under "label" (data.label_key) and others have none"#);
     insta::assert_snapshot!(error(&dir, "h.jsonl", "type = 'words'"), @"data: DIR/h.jsonl, line 1 has 2 words and 1 tags; each word needs one");
     insta::assert_snapshot!(plain("i.jsonl"), @"data: DIR/i.jsonl, line 1 does not parse: EOF while parsing an object at column 26; the file is cut off, or has a value on several lines, which `jq -c .` joins");
+    insta::assert_snapshot!(plain("negative.csv"), @r#"data: DIR/negative.csv, line 3 has an integer below 0 under "label" (data.label_key): integers are classes from 0 on; write numbers to predict with a decimal point"#);
+    insta::assert_snapshot!(error(&dir, "numbers.csv", "labels = ['neg', 'pos']"), @r#"data.labels names classes, and there are numbers to predict under "label" (data.label_key); leave data.labels out"#);
+    insta::assert_snapshot!(plain("hot.jsonl"), @r#"data: DIR/hot.jsonl, line 1 has a class twice in [0,1,1] under "label" (data.label_key); lists name the classes of a text, and a 0 or 1 for each class needs a decimal point"#);
+    insta::assert_snapshot!(plain("all.jsonl"), @r#"data: DIR/all.jsonl, line 1 has something else under "label" (data.label_key): expected lists of classes, and all rows have as many as there are classes; write 0 and 1 for each class with a decimal point"#);
     insta::assert_snapshot!(plain("empty.jsonl"), @"data: DIR/empty.jsonl (data.path) has no rows");
     insta::assert_snapshot!(plain("header.csv"), @"data: DIR/header.csv (data.path) has no rows");
     insta::assert_snapshot!(plain("short.csv"), @"data: DIR/short.csv, line 3 has 1 values, and the header names 2 columns");
