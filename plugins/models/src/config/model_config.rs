@@ -12,7 +12,7 @@ use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use serde_json::{Map, Value};
 
 use super::keys::{self, KeyKind};
-use super::pretrained;
+use super::{pretrained, rope};
 
 /// The table `[model]` of a run that trains a model of this crate.
 ///
@@ -116,7 +116,7 @@ impl ModelConfig {
                 )),
                 e => Error::Config(format!("`model.from_pretrained`: {e}")),
             })?;
-        let Value::Object(values) = found else {
+        let Value::Object(mut values) = found else {
             return Err(Error::Config(format!("{}: expected a table", file.display())));
         };
         let named = match values.get("model_type") {
@@ -142,6 +142,7 @@ impl ModelConfig {
             )));
         }
         self.model_type = Some(named);
+        rope::overlay(&mut self.values, &mut values);
         self.file = Some((file, values));
         Ok(())
     }

@@ -26,6 +26,9 @@ pub(super) struct Defaults {
     pub(super) layer_type: Option<&'static str>,
     /// The key of the rotated part of a head, for families that rotate a part.
     pub(super) partial_key: Option<&'static str>,
+    /// The longest sequence before the rotary embedding was scaled, without a key for it, where a
+    /// table's own does not count.
+    pub(super) original_max_positions: Option<usize>,
 }
 
 impl Defaults {
@@ -39,6 +42,7 @@ impl Defaults {
         kv_heads: None,
         layer_type: None,
         partial_key: None,
+        original_max_positions: None,
     };
 }
 
@@ -77,9 +81,13 @@ pub(super) fn decoder(reader: &Reader<'_>, defaults: &Defaults) -> Result<Decode
         activation: reader.activation(key, default)?,
         bias: false,
     };
-    let Defaults { layer_type, partial_key, .. } = *defaults;
-    let rope =
-        RopeDefaults { partial_key, layer_type, ..RopeDefaults::new(heads[2], defaults.theta) };
+    let Defaults { layer_type, partial_key, original_max_positions, .. } = *defaults;
+    let rope = RopeDefaults {
+        partial_key,
+        layer_type,
+        original_max_positions,
+        ..RopeDefaults::new(heads[2], defaults.theta)
+    };
     reader.attention_dropout("attention_dropout", 0.0);
     let rope = reader.rope(rope)?;
     let positions = reader.size_or("max_position_embeddings", defaults.max_positions)?;

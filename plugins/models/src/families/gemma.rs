@@ -44,7 +44,9 @@ pub(super) fn gemma(reader: &Reader<'_>) -> Result<Description> {
     let mut config = common(reader, &Defaults { activation, kv_heads: Some(16), ..DEFAULTS })?;
     reader.value("hidden_activation");
     // Released files say "gelu" and mean this.
-    config.feed_forward.activation = Activation::GeluTanh;
+    if config.feed_forward.activation == Activation::Gelu {
+        config.feed_forward.activation = Activation::GeluTanh;
+    }
     Ok(described(config))
 }
 

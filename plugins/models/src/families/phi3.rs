@@ -5,6 +5,7 @@
 //! (`gate_up_proj`).
 
 use fulgurite_error::Result;
+use fulgurite_nn::RopeScaling;
 
 use super::Description;
 use super::common::{Defaults, decoder, set_windows};
@@ -12,9 +13,18 @@ use crate::config::Reader;
 use crate::weights::WeightLayout;
 
 pub(super) fn phi3(reader: &Reader<'_>) -> Result<Description> {
-    let partial_key = Some("partial_rotary_factor");
-    let defaults = Defaults { max_positions: 4096, eps: 1e-5, partial_key, ..Defaults::LLAMA };
+    let defaults = Defaults {
+        max_positions: 4096,
+        eps: 1e-5,
+        partial_key: Some("partial_rotary_factor"),
+        original_max_positions: Some(4096),
+        ..Defaults::LLAMA
+    };
     let mut config = decoder(reader, &defaults)?;
+    if !matches!(config.ropes[0].scaling, RopeScaling::None | RopeScaling::LongRope { .. }) {
+        let message = "the only scaling of models of type \"phi3\" is \"longrope\"";
+        return Err(reader.wrong("rope_scaling", message));
+    }
     config.residual_dropout = reader.probability("resid_pdrop", 0.0)?;
     // `transformers` has the key, and no layer for it.
     reader.probability("embd_pdrop", 0.0)?;
