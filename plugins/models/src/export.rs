@@ -10,7 +10,9 @@ use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value, json};
 
 use crate::config::{ModelConfig, OF_MODULES};
-use crate::families::class_name;
+use crate::encoder::{InputConfig, TextConfig};
+use crate::families::{Architecture, Description, class_name};
+use crate::modules::MODULES;
 use crate::weights::{ExportedSource, WeightLayout};
 
 /// The largest small file that is copied, in bytes: a tokenizer's.
@@ -60,12 +62,12 @@ impl Export {
     /// # Errors
     /// If the configuration is damaged, or a file that belongs to the model cannot be read.
     pub fn of_run(run: &Value) -> Result<Option<Self>> {
-        let Some(module) = run.pointer("/module/type").or(run.get("module")) else {
+        let module = run.pointer("/module/type").or(run.get("module")).and_then(Value::as_str);
+        let (Some(module), Some(model)) = (module, run.get("model")) else { return Ok(None) };
+        // Programs may name their own modules.
+        if !MODULES.contains(&module) {
             return Ok(None);
-        };
-        let (Some(module), Some(model)) = (module.as_str(), run.get("model")) else {
-            return Ok(None);
-        };
+        }
         let mut config: ModelConfig = serde_json::from_value(model.clone()).map_err(|e| {
             Error::Config(format!("the configuration of the checkpoint's model: {e}"))
         })?;
@@ -73,11 +75,17 @@ impl Export {
         let directory = config.directory().ok().flatten();
         let tokenizer = run.pointer("/data/tokenizer").and_then(Value::as_str);
         let mut export = Self {
-            layout: Arc::new(description.weights),
-            config: Value::Object(config_json(&config, module)),
+            layout: Arc::new(description.weights_of(module)),
+            config: Value::Object(config_json(&config, module, &description)),
             files: Vec::new(),
             missing: Vec::new(),
         };
+        if export.config.get("architectures").is_none() {
+            export.missing.push(format!(
+                "`transformers` has no class for a model of type \"{}\" and `{module}`",
+                config.model_type()
+            ));
+        }
         export.add_files(directory.as_deref(), tokenizer)?;
         match module {
             "image_classification" => export.add_preprocessor(&config)?,
@@ -93,24 +101,32 @@ impl Export {
         Ok(Some(export))
     }
 
-    /// Adds the file that says how pictures are normalised, unless the model came with one.
+    /// Makes the file that says how pictures are normalised, from that of the model if it came with
+    /// one.
     fn add_preprocessor(&mut self, config: &ModelConfig) -> Result<()> {
         const NAME: &str = "preprocessor_config.json";
-        if self.files.iter().any(|(name, _)| name == NAME) {
-            return Ok(());
+        let value = |key: &str| config.get(key).cloned();
+        let own = self.files.iter().position(|(name, _)| name == NAME);
+        let mut file = match own.map(|i| self.files.remove(i)) {
+            Some((_, bytes)) => serde_json::from_slice(&bytes)
+                .map_err(|e| Error::Config(format!("{NAME} of the model: {e}")))?,
+            None => {
+                let size = value("image_size");
+                json!({
+                    "image_processor_type": "ViTImageProcessor",
+                    "do_resize": true,
+                    "size": { "height": size, "width": size },
+                    "do_rescale": true,
+                    "rescale_factor": 1.0 / 255.0,
+                    "do_normalize": true,
+                })
+            }
+        };
+        for key in ["image_mean", "image_std"] {
+            if let (Some(file), Some(value)) = (file.as_object_mut(), value(key)) {
+                file.insert(key.to_owned(), value);
+            }
         }
-        let value = |key: &str| config.get(key).cloned().unwrap_or_default();
-        let size = value("image_size");
-        let file = json!({
-            "image_processor_type": "ViTImageProcessor",
-            "do_resize": true,
-            "size": { "height": size, "width": size },
-            "do_rescale": true,
-            "rescale_factor": 1.0 / 255.0,
-            "do_normalize": true,
-            "image_mean": value("image_mean"),
-            "image_std": value("image_std"),
-        });
         let bytes = serde_json::to_vec_pretty(&file).map_err(Error::other)?;
         self.files.push((NAME.to_owned(), bytes));
         Ok(())
@@ -154,7 +170,11 @@ impl Export {
 
 /// Returns `config.json`: the keys of the directory that the run started from, replaced by the
 /// keys that the run sets.
-fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
+fn config_json(
+    config: &ModelConfig,
+    module: &str,
+    description: &Description,
+) -> Map<String, Value> {
     let mut all = match config.file() {
         Some((_, values)) => values.clone(),
         None => Map::new(),
@@ -165,6 +185,12 @@ fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
             false => value.clone(),
         };
         all.insert((*key).to_owned(), value);
+    }
+    // Encoders that count positions from behind the id of padding need it.
+    if let Architecture::Encoder(encoder) = &description.architecture
+        && let InputConfig::Text(TextConfig { first_position: first @ 1.., .. }) = encoder.input
+    {
+        all.entry("pad_token_id").or_insert((first - 1).into());
     }
     if config.file().is_none() {
         // The defaults of `transformers` are tokens of the vocabularies of released models.
@@ -180,6 +206,7 @@ fn config_json(config: &ModelConfig, module: &str) -> Map<String, Value> {
         all.insert("label2id".to_owned(), names.into());
     }
     all.insert("model_type".to_owned(), config.model_type().into());
+    all.remove("architectures");
     if let Some(class) = class_name(config.model_type(), module) {
         all.insert("architectures".to_owned(), json!([class]));
     }

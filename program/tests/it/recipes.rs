@@ -34,7 +34,7 @@ fn small(name: &str) -> Vec<String> {
         }
         "embedding" => (Some("bert_masked"), &["data.path=pairs.jsonl"]),
         "masked_lm" => (Some("bert_masked"), &["data.type=lines", "data.path=lines.txt"]),
-        "vision" => (Some("vit"), &["model.num_labels=2", "data.height=12", "data.width=12"]),
+        "vision" => (Some("vit"), &["data.height=12", "data.width=12"]),
         "qlora" => (Some("llama_yarn"), &[TOKENS, "trainer.quantization.block_size=4"]),
         _ => (Some("llama_yarn"), &[TOKENS]),
     };

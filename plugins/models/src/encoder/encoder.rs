@@ -180,7 +180,7 @@ impl Embeddings {
                 let (batch, ..) = pictures.dims4()?;
                 if pictures.dims()[1..] != expected {
                     return Err(Error::other(format!(
-                        "the model takes pictures of {} channels, {} by {}, got {:?}; `data.image_size` and \
+                        "the model takes pictures of {} channels, {} by {}, got {:?}; `data.height`, `data.width` and \
                          `model.image_size` must be equal",
                         config.channels,
                         config.image_size,

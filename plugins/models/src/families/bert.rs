@@ -40,6 +40,8 @@ fn describe(reader: &Reader<'_>, kind: &Kind) -> Result<Description> {
     reader.per_head("hidden_size", hidden_size, "num_attention_heads", num_heads)?;
     reader.fixed("position_embedding_type", "absolute")?;
     reader.fixed("add_cross_attention", false)?;
+    // Such a model looks at no later token.
+    reader.fixed("is_decoder", false)?;
     reader.attention_dropout("attention_probs_dropout_prob", 0.1);
     let padding = reader.integer_or("pad_token_id", usize::from(kind.roberta))?;
     let activation = reader.activation("hidden_act", "gelu")?;
@@ -85,7 +87,10 @@ fn describe(reader: &Reader<'_>, kind: &Kind) -> Result<Description> {
         classifier: head,
         token_classifier: ClassifierConfig { dense: None, input_dropout: 0.0, ..head },
     };
-    Ok(Description::encoder(config, weights(kind)))
+    Ok(Description {
+        token_head: kind.roberta.then_some("classifier.out_proj.*"),
+        ..Description::encoder(config, weights(kind))
+    })
 }
 
 fn weights(kind: &Kind) -> WeightLayout {

@@ -56,7 +56,8 @@ pub(super) fn gpt2(reader: &Reader<'_>) -> Result<Description> {
         let scale = if scaled { (head_dim as f64).powf(-0.5) } else { 1.0 };
         layer.scale = Some(if by_layer { scale / (i + 1) as f64 } else { scale });
     }
-    Ok(Description::decoder(config, weights(hidden_size)))
+    let description = Description::decoder(config, weights(hidden_size));
+    Ok(Description { token_head: Some("score.*"), ..description })
 }
 
 fn weights(hidden_size: usize) -> WeightLayout {

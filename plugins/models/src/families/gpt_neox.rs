@@ -51,8 +51,8 @@ pub(super) fn gpt_neox(reader: &Reader<'_>) -> Result<Description> {
             reader.rope(rope)?,
         )
     };
-    let weights = weights(heads, head_dim);
-    Ok(Description::decoder(config, weights))
+    let description = Description::decoder(config, weights(heads, head_dim));
+    Ok(Description { token_head: Some("score.*"), ..description })
 }
 
 fn weights(heads: usize, head_dim: usize) -> WeightLayout {

@@ -36,22 +36,29 @@ pub struct Description {
     pub weights: WeightLayout,
     /// The key and the value of a dropout of attention's probabilities, which is not applied.
     pub unapplied_dropout: Option<(&'static str, f64)>,
+    /// The pattern of the head of a token classification, which a file has as `classifier`.
+    token_head: Option<&'static str>,
 }
 
 impl Description {
+    fn new(architecture: Architecture, weights: WeightLayout) -> Self {
+        Self { architecture, weights, unapplied_dropout: None, token_head: None }
+    }
+
     fn decoder(config: DecoderConfig, weights: WeightLayout) -> Self {
-        Self {
-            architecture: Architecture::Decoder(Box::new(config)),
-            weights,
-            unapplied_dropout: None,
-        }
+        Self::new(Architecture::Decoder(Box::new(config)), weights)
     }
 
     fn encoder(config: EncoderConfig, weights: WeightLayout) -> Self {
-        Self {
-            architecture: Architecture::Encoder(Box::new(config)),
-            weights,
-            unapplied_dropout: None,
+        Self::new(Architecture::Encoder(Box::new(config)), weights)
+    }
+
+    /// The correspondence of tensors for the module of this name. Some classes of `transformers`
+    /// for token classification name their head otherwise than those for whole texts.
+    pub(crate) fn weights_of(&self, module: &str) -> WeightLayout {
+        match self.token_head.filter(|_| module == "token_classification") {
+            Some(head) => self.weights.clone().rename(head, "classifier.*"),
+            None => self.weights.clone(),
         }
     }
 
@@ -100,7 +107,7 @@ pub const FAMILIES: &[Family] = &[
     family("qwen3", "Qwen3", qwen::qwen3),
     family("gemma", "Gemma", gemma::gemma),
     family("gemma2", "Gemma2", gemma::gemma2),
-    family("gemma3_text", "Gemma3", gemma::gemma3),
+    family("gemma3_text", "Gemma3Text", gemma::gemma3),
     family("gpt2", "GPT2", gpt2::gpt2),
     family("phi3", "Phi3", phi3::phi3),
     family("olmo2", "Olmo2", olmo2::olmo2),
@@ -113,10 +120,13 @@ pub const FAMILIES: &[Family] = &[
     family("vit", "ViT", vit::vit),
 ];
 
-/// Returns the class of `transformers` that loads a model of this type as the module trains it.
+/// Returns the class of `transformers` that loads a model of this type as the module trains it;
+/// `None` if there is none.
 pub(crate) fn class_name(model_type: &str, module: &str) -> Option<String> {
     let class = FAMILIES.iter().find(|family| family.model_type == model_type)?.class;
     let task = match module {
+        "causal_lm" if class == "Gemma3Text" => return Some("Gemma3ForCausalLM".to_owned()),
+        "token_classification" if ["Gemma3Text", "Olmo2"].contains(&class) => return None,
         "causal_lm" if class == "GPT2" => "LMHeadModel",
         "causal_lm" => "ForCausalLM",
         "masked_lm" => "ForMaskedLM",

@@ -90,7 +90,8 @@ pub(super) fn settle(config: &mut ModelConfig, data: &DataClasses<'_>) -> Result
             if let Some(class) = unknown {
                 return Err(Error::Data(format!(
                     "{} has the label {:?}, which is none of the model's classes {} (`id2label`); correct the label, or \
-                     set model.id2label, and leave the old head out with checkpoint.load.exclude = [\"classifier\"]",
+                     begin a new head: set model.num_labels to the number of classes, and checkpoint.load.exclude to \
+                     [\"classifier\"] (for a decoder [\"score\"])",
                     at(class),
                     names[class],
                     known.join(", ")

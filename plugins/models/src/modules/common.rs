@@ -5,7 +5,7 @@ use std::path::Path;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::{TensorInfo, TensorSource};
-use fulgurite_data::PaddedTexts;
+use fulgurite_data::{LabelledTexts, PaddedTexts};
 use fulgurite_engine::module::{ModuleBuilder, ModuleInit};
 use fulgurite_engine::shard::Region;
 use fulgurite_error::{Error, Result};
@@ -70,7 +70,8 @@ pub(super) fn map_weights<M: LightningModule<Config = ModelConfig>>(
         .map(|p| p.fqn())
         .chain(tree.aliases().map(|(alias, _)| alias))
         .collect();
-    let source = MappedSource::new(source, &description.weights)?;
+    let layout = description.weights_of(M::module_type().unwrap_or_default());
+    let source = MappedSource::new(source, &layout)?;
     let is_kept = |name: &&str| own.contains(name) || name.starts_with("model.");
     let names = source.names().into_iter().filter(is_kept).map(str::to_owned).collect();
     drop(module);
@@ -126,9 +127,23 @@ pub(super) struct TextSizes {
     pub(super) seq_len: usize,
     /// Number of segments.
     pub(super) segments: usize,
+    /// The id of padding, for texts that are padded.
+    pub(super) padding: Option<u32>,
 }
 
-/// Checks that texts fit the model. A model without a vocabulary gets the tokenizer's.
+impl TextSizes {
+    pub(super) fn of(data: &LabelledTexts) -> Self {
+        Self {
+            ids: data.vocab_size(),
+            seq_len: data.seq_len(),
+            segments: data.num_segments(),
+            padding: Some(data.pad_id()),
+        }
+    }
+}
+
+/// Checks that texts fit the model. A model without a vocabulary gets the tokenizer's, and a new
+/// one its padding.
 ///
 /// # Errors
 /// If the model has too few tokens, positions or segments, or is one of pictures.
@@ -149,6 +164,11 @@ pub(super) fn fit_to_texts(
         // Padding lets tensor-parallel ranks divide the vocabulary evenly.
         config.set("vocab_size", texts.ids.next_multiple_of(8))?;
     }
+    if let Some(padding) = texts.padding.filter(|_| !config.is_pretrained())
+        && !config.has("pad_token_id")
+    {
+        config.set("pad_token_id", padding)?;
+    }
     let description = config.describe_for(keys)?;
     description.warn_of_dropout();
     let Description { architecture, .. } = description;
@@ -162,7 +182,7 @@ pub(super) fn fit_to_texts(
             InputConfig::Patches(_) => return Err(takes_pictures(config)),
         },
     };
-    let TextSizes { ids, seq_len, segments: wanted } = texts;
+    let TextSizes { ids, seq_len, segments: wanted, .. } = texts;
     if ids > vocab_size {
         return Err(Error::Config(format!(
             "data.tokenizer has {ids} ids, and the model only {vocab_size} (`model.vocab_size`); name the tokenizer of \

@@ -179,12 +179,7 @@ impl LightningModule for Embedding {
                 RowKind::Pairs.name()
             )));
         }
-        let texts = TextSizes {
-            ids: data.vocab_size(),
-            seq_len: data.seq_len(),
-            segments: data.num_segments(),
-        };
-        common::fit_to_texts(config, KEYS, texts)
+        common::fit_to_texts(config, KEYS, TextSizes::of(data))
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {

@@ -144,7 +144,7 @@ impl LightningModule for MaskedLm {
         common::fit_to_texts(
             config,
             KEYS,
-            TextSizes { ids, seq_len: data.seq_len(), segments: 1 },
+            TextSizes { ids, seq_len: data.seq_len(), segments: 1, padding: None },
         )?;
         common::encoder(config, KEYS)?;
         let given = keys(config)?.0;

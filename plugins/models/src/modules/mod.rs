@@ -23,6 +23,16 @@ mod masked_lm;
 mod sequence_classification;
 mod token_classification;
 
+/// The names of the modules in `module.type`.
+pub(crate) const MODULES: [&str; 6] = [
+    "causal_lm",
+    "masked_lm",
+    "sequence_classification",
+    "token_classification",
+    "embedding",
+    "image_classification",
+];
+
 pub use causal_lm::CausalLm;
 pub use embedding::Embedding;
 #[cfg(feature = "images")]

@@ -198,12 +198,18 @@ impl LightningModule for SequenceClassification {
     }
 
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
-        let texts = TextSizes {
-            ids: data.vocab_size(),
-            seq_len: data.seq_len(),
-            segments: data.num_segments(),
-        };
-        common::fit_to_texts(config, classes::KEYS, texts)?;
+        common::fit_to_texts(config, classes::KEYS, TextSizes::of(data))?;
+        if let Architecture::Decoder(_) = config.describe_for(classes::KEYS)?.architecture {
+            // `transformers` finds the last token of a text by it.
+            config.set("pad_token_id", data.pad_id())?;
+            if data.ends_in_padding() {
+                tracing::warn!(
+                    "texts end in the token of padding, {}, and `transformers` would classify such texts by the token \
+                     before; name another token with data.pad_token",
+                    data.pad_id()
+                );
+            }
+        }
         let problem = problem(config, data)?;
         config.set("problem_type", problem.name())?;
         let count = match (problem, data.label_kind()) {
@@ -216,6 +222,12 @@ impl LightningModule for SequenceClassification {
         let names = data.class_names().filter(|_| is_named);
         classes::settle(config, &DataClasses { names, count, place: &place })?;
         let outputs = classes::count(config)?;
+        if problem == Problem::SingleLabel && outputs == 1 {
+            return Err(Error::Data(
+                "all texts have one class, so there is nothing to learn; a classification needs two classes or more"
+                    .to_owned(),
+            ));
+        }
         if matches!(data.label_kind(), LabelKind::Numbers(_)) && outputs != count {
             return Err(Error::Config(format!(
                 "`model.num_labels` is {outputs}, and data.label_key has {count} numbers for each text"

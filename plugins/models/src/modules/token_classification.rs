@@ -13,7 +13,7 @@ use fulgurite_trainer::trainer::{HookContext, Hooks, LightningModule, StepContex
 
 use super::classes::{self, ClassMap, DataClasses};
 use super::common::{self, TextSizes};
-use crate::config::ModelConfig;
+use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
 use crate::encoder::{Classifier, Encoder};
 use crate::families::Architecture;
@@ -22,8 +22,8 @@ use crate::families::Architecture;
 const IGNORED: i64 = -100;
 
 /// A model that gives each word of a text a tag, such as the kind of a name: any encoder with its
-/// head for tokens, or any decoder with dropout of 0.1 and a linear layer `score`, on
-/// [`LabelledTexts`] of type `"words"`.
+/// head for tokens, or any decoder with dropout (`model.classifier_dropout`, 0.1) and a linear layer
+/// `score`, on [`LabelledTexts`] of type `"words"`.
 ///
 /// The first token of a word has the word's tag, and other tokens do not count. Validation logs
 /// `val_accuracy` and `val_f1` (macro), both of words and not of names of several words.
@@ -93,12 +93,7 @@ impl LightningModule for TokenClassification {
                 RowKind::Words.name()
             )));
         }
-        let texts = TextSizes {
-            ids: data.vocab_size(),
-            seq_len: data.seq_len(),
-            segments: data.num_segments(),
-        };
-        common::fit_to_texts(config, classes::KEYS, texts)?;
+        common::fit_to_texts(config, classes::KEYS, TextSizes::of(data))?;
         let (names, count) = (data.class_names(), data.num_classes());
         let place = |class| data.place_of_class(class);
         classes::settle(config, &DataClasses { names, count, place: &place })
@@ -113,13 +108,14 @@ impl LightningModule for TokenClassification {
                 Classifier::new(b, &encoder, encoder.token_classifier, classes)?,
             ))),
             Architecture::Decoder(decoder) => {
+                let dropout = Reader::new(config).probability("classifier_dropout", 0.1)?;
                 let score = b.pp("score");
                 let (width, init) = (decoder.hidden_size, decoder.init());
                 let linear = Linear::with_init(&score, width, classes, init)?
                     .add_bias(&score, fulgurite_engine::parameter::Init::ZEROS)?;
                 Network::Decoder(
                     Box::new(Decoder::without_head(&decoder, b)?),
-                    Dropout::new(&b.pp("score_dropout"), 0.1)?,
+                    Dropout::new(&b.pp("score_dropout"), dropout)?,
                     linear,
                 )
             }

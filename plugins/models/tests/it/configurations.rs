@@ -113,6 +113,7 @@ fn what_would_change_results_is_an_error() {
             json!({ "position_embedding_type": "relative_key" }),
             "`position_embedding_type`: only \"absolute\"",
         ),
+        ("roberta_masked", json!({ "is_decoder": true }), "`is_decoder`: only false is supported"),
         (
             "smollm3",
             json!({ "no_rope_layers": [1, 0] }),
@@ -220,6 +221,100 @@ fn old_and_new_keys_are_equal() {
     }
 }
 
+/// Whichever version's names the file and the table have, also in a saved configuration and in an
+/// exported `config.json`.
+#[test]
+fn rotations_of_the_table_go_before_the_file() {
+    let yarn = json!({ "rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8 });
+    let with = |table: &Value, theta: f64| {
+        let mut table = table.clone();
+        table["rope_theta"] = theta.into();
+        table
+    };
+    let linear = json!({ "rope_type": "linear", "factor": 2.0 });
+    let default = json!({ "rope_type": "default" });
+    let layers = |full: Value, sliding: Value| json!({ "rope_parameters": { "full_attention": full, "sliding_attention": sliding } });
+    let one = |table: Value| json!({ "rope_parameters": table });
+    for (name, file, set, expected) in [
+        (
+            "llama_linear",
+            json!({ "rope_parameters": null, "rope_theta": 5e5, "rope_scaling": linear }),
+            one(yarn.clone()),
+            one(with(&yarn, 5e5)),
+        ),
+        ("llama_linear", one(with(&linear, 5e5)), one(yarn.clone()), one(with(&yarn, 5e5))),
+        (
+            "llama_linear",
+            one(with(&default, 5e5)),
+            json!({ "rope_scaling": yarn }),
+            one(with(&yarn, 5e5)),
+        ),
+        ("llama_yarn", json!({}), json!({ "rope_theta": 1e6 }), one(with(&yarn, 1e6))),
+        ("llama_yarn", json!({}), json!({ "rope_scaling": false }), one(with(&default, 1e4))),
+        (
+            "gpt_neox_sequential",
+            json!({}),
+            json!({ "rotary_pct": 0.25, "rotary_emb_base": 5e5 }),
+            one(json!({ "rope_theta": 5e5, "partial_rotary_factor": 0.25 })),
+        ),
+        (
+            "gemma3_text",
+            json!({}),
+            json!({ "rope_scaling": { "type": "linear", "factor": 2.0 } }),
+            layers(with(&linear, 1e6), with(&default, 1e4)),
+        ),
+        (
+            "gemma3_text",
+            json!({}),
+            json!({ "rope_local_base_freq": 5e3, "rope_theta": 5e5 }),
+            layers(
+                with(&json!({ "rope_type": "linear", "factor": 8.0 }), 5e5),
+                with(&default, 5e3),
+            ),
+        ),
+        (
+            "gemma3_text",
+            json!({}),
+            json!({ "rope_parameters": false }),
+            layers(with(&default, 1e6), with(&default, 1e4)),
+        ),
+        (
+            "modernbert_masked",
+            json!({}),
+            json!({ "rope_scaling": linear }),
+            layers(with(&linear, 160000.0), with(&linear, 1e4)),
+        ),
+        (
+            "modernbert_masked",
+            json!({}),
+            layers(linear.clone(), yarn.clone()),
+            layers(with(&linear, 160000.0), with(&yarn, 1e4)),
+        ),
+    ] {
+        let described = |config: &mut ModelConfig| format!("{:?}", config.describe().unwrap());
+        let expected = {
+            let temp = tempfile::tempdir().unwrap();
+            described(&mut changed(name, &expected, temp.path()))
+        };
+        let temp = tempfile::tempdir().unwrap();
+        let mut config = changed(name, &file, temp.path());
+        for (key, value) in set.as_object().unwrap() {
+            config.set(key, value.clone()).unwrap();
+        }
+        assert_eq!(described(&mut config), expected, "{name}: {set}");
+        let saved = serde_json::to_value(&config).unwrap();
+        let mut again: ModelConfig = serde_json::from_value(saved.clone()).unwrap();
+        assert_eq!(described(&mut again), expected, "{name}: {saved}");
+        let run = json!({ "module": { "type": "causal_lm" }, "model": saved, "data": {} });
+        let exported = Export::of_run(&run).unwrap().unwrap().config;
+        let temp = tempfile::tempdir().unwrap();
+        std::fs::write(temp.path().join("config.json"), exported.to_string()).unwrap();
+        let mut config = ModelConfig::default();
+        config.start_from(temp.path());
+        assert_eq!(described(&mut config), expected, "{name}: {exported}");
+    }
+}
+
 #[test]
 fn rotations_that_models_ignore_are_errors() {
     let temp = tempfile::tempdir().unwrap();
@@ -228,6 +323,14 @@ fn rotations_that_models_ignore_are_errors() {
         ("qwen3", json!({ "rope_parameters": half }), "rotates whole heads; leave it out"),
         ("qwen3", json!({ "partial_rotary_factor": 0.5 }), "has no such key here"),
         ("gemma3_text", json!({ "rope_parameters": half }), "one table for each type of layer"),
+        (
+            "phi3",
+            json!({
+                "rope_parameters": null, "partial_rotary_factor": 0.75,
+                "rope_scaling": { "type": "yarn", "factor": 4.0 }
+            }),
+            "the only scaling of models of type \"phi3\" is \"longrope\"",
+        ),
     ] {
         let error = changed(name, &changes, temp.path()).describe().unwrap_err().to_string();
         assert!(error.contains(expected), "{name}: {error}");
@@ -240,6 +343,13 @@ fn runs_of_all_modules_are_exported() {
     for (name, module, own, class) in [
         ("qwen2", "causal_lm", json!({ "dropout": 0.1 }), "Qwen2ForCausalLM"),
         ("gpt2", "causal_lm", json!({}), "GPT2LMHeadModel"),
+        ("gemma3_text", "causal_lm", json!({}), "Gemma3ForCausalLM"),
+        (
+            "gemma3_text",
+            "sequence_classification",
+            json!({ "num_labels": 2 }),
+            "Gemma3TextForSequenceClassification",
+        ),
         (
             "bert_masked",
             "masked_lm",
@@ -282,5 +392,39 @@ fn runs_of_all_modules_are_exported() {
             _ => assert!(export.missing[0].contains("there is no tokenizer"), "{name}"),
         }
     }
-    assert!(Export::of_run(&json!({ "model": {} })).unwrap().is_none());
+    let own = json!({ "module": { "type": "my_gpt" }, "model": { "classes": 5 } });
+    for run in [json!({ "model": {} }), own] {
+        assert!(Export::of_run(&run).unwrap().is_none());
+    }
+    let tokens = json!({
+        "module": "token_classification",
+        "model": { "from_pretrained": fixture("olmo2"), "num_labels": 2 }
+    });
+    let export = Export::of_run(&tokens).unwrap().unwrap();
+    assert!(export.config.get("architectures").is_none());
+    let missing = "`transformers` has no class for a model of type \"olmo2\"";
+    assert!(export.missing.iter().any(|what| what.contains(missing)), "{:?}", export.missing);
+    let size = json!({
+        "type": "roberta", "hidden_size": 8, "num_attention_heads": 2, "num_hidden_layers": 1,
+        "intermediate_size": 8, "vocab_size": 16
+    });
+    let export = Export::of_run(&json!({ "module": "masked_lm", "model": size })).unwrap().unwrap();
+    assert_eq!(export.config["pad_token_id"], 1);
+}
+
+/// Another mean than that of the directory is in the exported file, beside its other keys.
+#[test]
+fn exports_normalise_as_in_training() {
+    let temp = tempfile::tempdir().unwrap();
+    changed("vit", &json!({}), temp.path());
+    let file =
+        json!({ "image_mean": [0.1, 0.2, 0.3], "image_std": [1.0, 1.0, 1.0], "resample": 3 });
+    std::fs::write(temp.path().join("preprocessor_config.json"), file.to_string()).unwrap();
+    let model = json!({ "from_pretrained": temp.path(), "image_mean": [0.4, 0.5, 0.6] });
+    let run = json!({ "module": "image_classification", "model": model });
+    let export = Export::of_run(&run).unwrap().unwrap();
+    let (_, bytes) = &export.files[0];
+    let expected =
+        json!({ "image_mean": [0.4, 0.5, 0.6], "image_std": [1.0, 1.0, 1.0], "resample": 3 });
+    assert_eq!(serde_json::from_slice::<Value>(bytes).unwrap(), expected);
 }

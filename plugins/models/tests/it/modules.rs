@@ -7,8 +7,10 @@ use fulgurite_data::{Labels, PaddedTexts, TextBatch};
 #[cfg(feature = "images")]
 use fulgurite_models::ImageClassification;
 use fulgurite_models::{
-    Embedding, MaskedLm, ModelConfig, SequenceClassification, TokenClassification,
+    Embedding, Export, MaskedLm, ModelConfig, SequenceClassification, TokenClassification,
 };
+
+use serde_json::json;
 
 use crate::fixtures::{assert_same, fixture, tensors};
 use crate::transformers::{assert_gradients, config, ids, single};
@@ -103,11 +105,30 @@ fn decoders_classify_as_in_transformers() {
 
 #[test]
 fn words_are_tagged_as_in_transformers() {
-    for name in ["bert_tokens", "modernbert_tokens"] {
+    for (name, head) in [
+        ("bert_tokens", None),
+        ("modernbert_tokens", None),
+        ("roberta_tokens", Some("classifier.out_proj.*")),
+        ("gpt2_tokens", Some("score.*")),
+        ("gpt_neox_tokens", Some("score.*")),
+    ] {
         let expected = tensors(name, "expected.safetensors");
-        let (_fabric, module) = load::<TokenClassification>(&config(name), name).unwrap();
+        let mut config = config(name);
+        let (mut fabric, module) = load::<TokenClassification>(&config, name).unwrap();
         let loss = module.loss(&batch(name, classes(name))).unwrap();
         assert_mean(name, &loss, &expected["loss"]);
+        let layout = config.describe().unwrap().weights;
+        let layout = match head {
+            Some(head) => layout.rename(head, "classifier.*"),
+            None => layout,
+        };
+        assert_gradients(name, &mut fabric, &loss, &layout);
+
+        let file = || checkpoint::open(fixture(name)).unwrap();
+        let source = TokenClassification::map_weights(&config, file()).unwrap();
+        let run = json!({ "module": "token_classification", "model": config, "data": {} });
+        let export = Export::of_run(&run).unwrap().unwrap();
+        assert_eq!(export.layout.view(&*source).unwrap().names(), file().names(), "{name}");
     }
 }
 
