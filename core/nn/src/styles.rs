@@ -264,10 +264,10 @@ const NORMS: [&str; 2] = ["q_norm", "k_norm"];
 
 impl BlockStyles {
     pub(super) const SWIGLU: Self =
-        Self { kind: "SwiGluMlp", projections: SWIGLU, parts: SWIGLU, heads: None, norms: None };
+        Self { kind: "GatedMlp", projections: SWIGLU, parts: SWIGLU, heads: None, norms: None };
 
     pub(super) const GELU: Self =
-        Self { kind: "GeluMlp", projections: GELU, parts: GELU, heads: None, norms: None };
+        Self { kind: "Mlp", projections: GELU, parts: GELU, heads: None, norms: None };
 
     pub(super) fn attention(
         num_heads: usize,

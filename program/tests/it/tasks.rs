@@ -259,7 +259,7 @@ fn mistakes_end_before_a_rank_starts() {
     };
     let classify = |keys: &[&'static str]| error("sequence_classification", &bert(keys));
     assert_snapshot!(classify(&["data.path=texts.jsonl", "data.validation_path=odd.jsonl"]), @r#"error: data: odd.jsonl, line 1 has the label "odd" under "label" (data.label_key), which is none of the classes negative, neutral, positive"#);
-    assert_snapshot!(classify(&["data.path=odd.jsonl", "model.id2label={ 0 = 'a', 1 = 'b' }"]), @r#"error: data: odd.jsonl, line 1 has the label "odd", which is none of the model's classes a, b (`id2label`); correct the label, or set model.id2label, and leave the old head out with checkpoint.load.exclude = ["classifier"]"#);
+    assert_snapshot!(classify(&["data.path=odd.jsonl", "model.id2label={ 0 = 'a', 1 = 'b' }"]), @r#"error: data: odd.jsonl, line 1 has the label "odd", which is none of the model's classes a, b (`id2label`); correct the label, or begin a new head: set model.num_labels to the number of classes, and checkpoint.load.exclude to ["classifier"] (for a decoder ["score"])"#);
     assert_snapshot!(classify(&["data.path=texts.jsonl", "data.text_key=body"]), @r#"error: data: texts.jsonl, line 1 has no column "body" (data.text_key); it has label, text"#);
     assert_snapshot!(classify(&["data.path=empty.jsonl"]), @"error: data: empty.jsonl (data.path) has no rows");
     assert_snapshot!(classify(&["data.path=texts.jsonl", "model.vocab_size=8"]), @"error: data.tokenizer has 13 ids, and the model only 8 (`model.vocab_size`); name the tokenizer of the model");

@@ -8,7 +8,8 @@ use fulgurite_core::autograd::storage;
 use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::layer_table::LAYERS;
 use fulgurite_core::nn::{
-    GroupNorm, LayerNorm, Linear, RmsNorm, SwiGluMlp, linear_cross_entropy, residual,
+    AttentionConfig, CausalSelfAttention, GroupNorm, LayerNorm, Linear, QkNorm, QkNormScope,
+    RmsNorm, SwiGluMlp, linear_cross_entropy, residual,
 };
 use fulgurite_core::parameter::LocalGrads;
 use fulgurite_core::strategy::materialize;
@@ -184,6 +185,32 @@ fn every_kind_that_can_be_kept_computes() {
         let kept = compute(&[name]);
         assert_eq!(kept != half, differs, "{name}: {kept} {half}");
         assert!((kept - half).abs() < 0.02 * half, "{name}: {kept} {half}");
+    }
+}
+
+/// Norms of queries and keys are parts of a block, and their weights are kept in f32.
+#[test]
+fn norms_inside_attention_are_kept() {
+    for scope in [QkNormScope::Head, QkNormScope::Projection] {
+        let compute = |dtype: DType, keep: &[&str]| {
+            let attention = build_in(dtype, keep, |b| {
+                let qk_norm = Some(QkNorm { eps: 1e-6, scope, unit_offset: false });
+                let config = AttentionConfig { qk_norm, ..AttentionConfig::new(8, 2) };
+                CausalSelfAttention::new(&b.pp("self_attn"), &config)
+            });
+            let x = Tensor::arange(0f32, 48.0, &candle_core::Device::Cpu).unwrap();
+            let x = x.sin().unwrap().reshape((2, 3, 8)).unwrap().to_dtype(dtype).unwrap();
+            let y = attention.forward(&x).unwrap();
+            assert_eq!(y.dtype(), dtype);
+            y.sqr().unwrap().sum_all().unwrap().backward().unwrap();
+            floats(&y)
+        };
+        let kept = compute(DType::BF16, &["*norm*"]);
+        let exact = compute(DType::F32, &[]);
+        let largest = exact.iter().fold(0f32, |most, y| most.max(y.abs()));
+        for (kept, exact) in kept.iter().zip(&exact) {
+            assert!((kept - exact).abs() < 0.02 * largest, "{scope:?}: {kept} and {exact}");
+        }
     }
 }
 

@@ -55,7 +55,9 @@ pub(super) fn check_casts(
         |message: String| Err(Error::module(path, format!("is named by {key}, and {message}")));
     let (parent, name) = path.rsplit_once('.').unwrap_or(("", path));
     let whole = tree.modules().get(parent);
-    if whole.is_some_and(|whole| whole.parallel.parts().contains(&name)) {
+    // A norm inside a block sums in f32 anyway, and its weight is then in f32, too.
+    let is_norm = info.kind.ends_with("Norm") && in_fp32.contains(path);
+    if !is_norm && whole.is_some_and(|whole| whole.parallel.parts().contains(&name)) {
         return wrong(format!("it is computed as a part of `{parent}`; name that instead"));
     }
     if !in_fp32.contains(path) {

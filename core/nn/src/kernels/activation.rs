@@ -47,20 +47,26 @@ fn gelu_slope<T: Float>(x: T) -> T {
     cdf + x * pdf
 }
 
+/// `(1 + tanh(u)) / 2`, which is the sigmoid of `2u`, for the `u` of the approximation.
+fn gelu_gate<T: Float>(x: T) -> T {
+    let twice = T::from_f64(2.0 * sqrt_2_over_pi());
+    (twice * (x + T::from_f64(TANH_CUBE) * x * x * x)).sigmoid()
+}
+
 fn gelu_tanh<T: Float>(x: T) -> T {
-    let inner = T::from_f64(sqrt_2_over_pi()) * (x + T::from_f64(TANH_CUBE) * x * x * x);
-    T::from_f64(0.5) * x * (T::ONE + inner.tanh())
+    x * gelu_gate(x)
 }
 
 fn gelu_tanh_slope<T: Float>(x: T) -> T {
-    let half = T::from_f64(0.5);
-    let t = (T::from_f64(sqrt_2_over_pi()) * (x + T::from_f64(TANH_CUBE) * x * x * x)).tanh();
-    let inner = T::from_f64(sqrt_2_over_pi()) * (T::ONE + T::from_f64(3.0 * TANH_CUBE) * x * x);
-    half * (T::ONE + t) + half * x * (T::ONE - t * t) * inner
+    let gate = gelu_gate(x);
+    let twice = T::from_f64(2.0 * sqrt_2_over_pi());
+    let inner = twice * (T::ONE + T::from_f64(3.0 * TANH_CUBE) * x * x);
+    gate + x * gate * (T::ONE - gate) * inner
 }
 
 fn relu<T: Float>(x: T) -> T {
-    if x > T::ZERO { x } else { x * T::ZERO }
+    // NaN stays NaN.
+    if x <= T::ZERO { T::ZERO } else { x }
 }
 
 fn relu_slope<T: Float>(x: T) -> T {
@@ -286,4 +292,16 @@ pub(crate) fn gated_backward(
     let dup = (&grad * activation.forward(&gate)?)?;
     let dgate = ((grad * up)? * slope)?;
     Ok((storage::cast(&dgate, dtype)?, storage::cast(&dup, dtype)?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn relu_of_infinities_and_nan() {
+        let of = [f32::NEG_INFINITY, -1.0, -0.0, 2.0, f32::INFINITY].map(relu);
+        assert_eq!(of.map(f32::to_bits), [0.0, 0.0, 0.0, 2.0, f32::INFINITY].map(f32::to_bits));
+        assert!(relu(f32::NAN).is_nan());
+    }
 }

@@ -113,7 +113,7 @@ fn styles_that_a_layer_cannot_take() {
     module `model.layers.0.dropout`: a layer of kind Dropout cannot be rowwise; it takes sequence_parallel and prepare_module_input
     module `model.layers.0.dropout`: a layer of kind Dropout cannot be replicated_with_grad_allreduce; it takes sequence_parallel and prepare_module_input
     module `model.layers.0.self_attn`: a layer of kind CausalSelfAttention cannot be colwise; it takes prepare_module_input and prepare_module_output; colwise and rowwise are for its projections
-    module `model.layers.0.mlp`: a layer of kind SwiGluMlp cannot be replicated_with_grad_allreduce; it takes prepare_module_input and prepare_module_output; colwise and rowwise are for its projections
+    module `model.layers.0.mlp`: a layer of kind GatedMlp cannot be replicated_with_grad_allreduce; it takes prepare_module_input and prepare_module_output; colwise and rowwise are for its projections
     module `h.0`: has parameters of its own and is no layer of `fulgurite::nn`, so it cannot be sequence_parallel; it takes replicated_with_grad_allreduce
     module `h.0.adapter`: is a candle_nn layer, which cannot be colwise: tensor parallelism needs the layers of `fulgurite::nn`. Leave it out of the plan, where it is replicated, or build it from `nn`
     ");
