@@ -7,7 +7,7 @@ use std::process::ExitCode;
 
 use fulgurite_core::config::reference::{Section, commented_toml};
 use fulgurite_core::config::schema::json_schema;
-use fulgurite_core::config::{ConfigLayers, PluginValue, to_toml};
+use fulgurite_core::config::{ConfigLayers, to_toml};
 use fulgurite_core::data::DataModule;
 use fulgurite_core::fabric::Connection;
 use fulgurite_core::launch::{LaunchedRank, interruption, print_panics, report_and_exit_code};
@@ -106,8 +106,6 @@ pub struct Cli {
 /// Additions of a program to its runs, made in code.
 #[derive(Default)]
 struct Extras {
-    /// The name of the module that runs, in a program that has several.
-    module: Option<&'static str>,
     callbacks: Vec<Box<dyn Fn() -> Box<dyn Callback> + Send>>,
     parallelize: Option<Box<dyn Fn() -> Box<dyn ParallelizeFn> + Send>>,
 }
@@ -143,7 +141,8 @@ impl Cli {
         self
     }
 
-    /// Sets defaults of the configuration, as TOML text. Files and overrides win.
+    /// Sets defaults of the configuration, as TOML text. Files and overrides win. Those of
+    /// `[model]` do not count with the module's [`pretrained_key`](LightningModule::pretrained_key).
     #[must_use]
     pub fn with_defaults(self, toml: &str) -> Self {
         self.with_default_table(
@@ -179,7 +178,7 @@ impl Cli {
 
     /// Parses the command line and runs it. Collective over the ranks that it launches.
     pub fn run<M: LightningModule>(self) -> ExitCode {
-        self.run_program(ModuleEntry::new::<M>(), std::env::args_os().collect())
+        self.run_one_of(&[ModuleEntry::new::<M>()])
     }
 
     /// Parses the command line and runs the module that `module.type` names, by default the first.
@@ -192,24 +191,18 @@ impl Cli {
     pub fn run_one_of_with(self, modules: &[ModuleEntry], args: Vec<OsString>) -> ExitCode {
         let defaults = self.defaults.as_ref().cloned().unwrap_or_default();
         let named = named_module(&self.program, &args, defaults);
-        let chosen = match &named {
-            None => modules.first(),
-            Some(name) => modules.iter().find(|module| module.name == name),
-        };
-        match chosen {
-            Some(module) => self.run_program(*module, args),
-            None => {
-                let known: Vec<&str> = modules.iter().map(|module| module.name).collect();
-                report_and_exit_code(Err(Error::Config(format!(
-                    "`module.type`: there is no module \"{}\"; the modules are {}",
-                    named.unwrap_or_default(),
-                    known.join(", ")
-                ))))
-            }
+        match chosen(modules, named.as_deref()) {
+            Ok(module) => self.run_program(module, modules.to_vec(), args),
+            Err(error) => report_and_exit_code(Err(error)),
         }
     }
 
-    fn run_program(mut self, module: ModuleEntry, args: Vec<OsString>) -> ExitCode {
+    fn run_program(
+        mut self,
+        module: ModuleEntry,
+        modules: Vec<ModuleEntry>,
+        args: Vec<OsString>,
+    ) -> ExitCode {
         match (module.sections)() {
             Ok(sections) => self.program.sections.extend(sections),
             Err(error) => return report_and_exit_code(Err(error)),
@@ -218,7 +211,6 @@ impl Cli {
             Ok(command) => command,
             Err(error) => error.exit(),
         };
-        self.extras.module = Some(module.name).filter(|name| !name.is_empty());
         log_to_stderr();
         print_panics();
         child_run::end_with_parent();
@@ -226,7 +218,7 @@ impl Cli {
         let worker = std::thread::Builder::new()
             .name("main".to_owned())
             .stack_size(STACK_BYTES)
-            .spawn(move || report_and_exit_code(self.act(command, module)));
+            .spawn(move || report_and_exit_code(self.act(command, module, &modules)));
         match worker.map(std::thread::JoinHandle::join) {
             Ok(Ok(code)) => code,
             // The panic hook has reported the panic.
@@ -241,7 +233,7 @@ impl Cli {
         }
     }
 
-    fn act(self, command: CliCommand, module: ModuleEntry) -> Result<()> {
+    fn act(self, command: CliCommand, module: ModuleEntry, modules: &[ModuleEntry]) -> Result<()> {
         let Self { program, defaults, extras } = self;
         match command {
             CliCommand::Plugins(command) => plugins::run(&command),
@@ -258,7 +250,8 @@ impl Cli {
             }
             CliCommand::Doctor(request) => {
                 let checked = defaults.and_then(|defaults| {
-                    let resolved = request.layers(defaults.clone())?.resolve();
+                    let resolved =
+                        layers(&request, defaults.clone(), module.pretrained_key)?.resolve();
                     let ranks = (module.check)(&request, defaults, &extras);
                     Ok((resolved, ranks))
                 });
@@ -267,7 +260,10 @@ impl Cli {
             CliCommand::Run(request)
                 if request.print_config.is_none() && !request.sweep.is_empty() =>
             {
+                // A sweep may be over modules.
                 sweep::run(&request, &defaults?, &|run, defaults| {
+                    let named = module_of(run, defaults.clone());
+                    let module = chosen(modules, named.as_deref())?;
                     (module.check)(run, defaults, &extras).map(drop)
                 })
             }
@@ -303,6 +299,7 @@ fn sections<M: LightningModule>() -> Result<[Section; 2]> {
 pub struct ModuleEntry {
     name: &'static str,
     sections: fn() -> Result<[Section; 2]>,
+    pretrained_key: Option<&'static str>,
     execute: fn(&RunRequest, Table, &Extras, &Program) -> Result<()>,
     check: fn(&RunRequest, Table, &Extras) -> Result<usize>,
 }
@@ -310,8 +307,13 @@ pub struct ModuleEntry {
 impl ModuleEntry {
     /// The module `M`, by its [`module_type`](LightningModule::module_type).
     pub fn new<M: LightningModule>() -> Self {
-        let name = M::module_type().unwrap_or_default();
-        Self { name, sections: sections::<M>, execute: execute::<M>, check: check::<M> }
+        Self {
+            name: M::module_type().unwrap_or_default(),
+            sections: sections::<M>,
+            pretrained_key: M::pretrained_key(),
+            execute: execute::<M>,
+            check: check::<M>,
+        }
     }
 
     /// Its name in `module.type`.
@@ -324,6 +326,25 @@ impl std::fmt::Debug for ModuleEntry {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_tuple("ModuleEntry").field(&self.name).finish()
     }
+}
+
+/// The module of this name, by default the first. A program with one module without a name has
+/// that one, and reports the key when it reads the configuration.
+fn chosen(modules: &[ModuleEntry], named: Option<&str>) -> Result<ModuleEntry> {
+    let found = match (named, modules) {
+        (Some(name), modules) if modules.iter().any(|module| !module.name.is_empty()) => {
+            modules.iter().find(|module| module.name == name)
+        }
+        (_, modules) => modules.first(),
+    };
+    found.copied().ok_or_else(|| {
+        let known: Vec<&str> = modules.iter().map(|module| module.name).collect();
+        Error::Config(format!(
+            "`module.type`: there is no module \"{}\"; the modules are {}",
+            named.unwrap_or_default(),
+            known.join(", ")
+        ))
+    })
 }
 
 /// The value of `module.type` in the configuration that the arguments ask for.
@@ -343,6 +364,11 @@ fn named_module(program: &Program, args: &[OsString], defaults: Table) -> Option
             return assigned.next_back().map(|name| name.trim_matches(['"', '\'']).to_owned());
         }
     };
+    module_of(&request, defaults)
+}
+
+/// The value of `module.type` that a request asks for.
+fn module_of(request: &RunRequest, defaults: Table) -> Option<String> {
     // Errors of the configuration are reported when it is read whole.
     let resolved = request.layers(defaults).ok()?.resolve();
     match resolved.get("module")? {
@@ -358,14 +384,18 @@ fn purpose(action: Action) -> RunPurpose {
     }
 }
 
-/// The configuration in layers. The program's defaults of `[model]` describe a model that is made
-/// from scratch, so they do not count for a run that starts from pretrained weights.
-fn layers(request: &RunRequest, mut defaults: Table) -> Result<ConfigLayers> {
+/// The configuration in layers, without the program's defaults of `[model]` if the user sets
+/// `pretrained_key` ([`LightningModule::pretrained_key`]).
+fn layers(
+    request: &RunRequest,
+    mut defaults: Table,
+    pretrained_key: Option<&str>,
+) -> Result<ConfigLayers> {
     let layers = request.layers(defaults.clone())?;
-    let is_pretrained = |table: &Table| {
-        table.get("model").is_some_and(|model| model.get("from_pretrained").is_some())
-    };
-    let by_user = is_pretrained(&layers.resolve()) && !is_pretrained(&defaults);
+    let Some(key) = pretrained_key else { return Ok(layers) };
+    let names_one =
+        |table: &Table| table.get("model").is_some_and(|model| model.get(key).is_some());
+    let by_user = names_one(&layers.resolve()) && !names_one(&defaults);
     match by_user && defaults.remove("model").is_some() {
         true => request.layers(defaults),
         false => Ok(layers),
@@ -373,35 +403,13 @@ fn layers(request: &RunRequest, mut defaults: Table) -> Result<ConfigLayers> {
 }
 
 /// The checked configuration of a run of module `M`.
-fn run_config<M: LightningModule>(
-    request: &RunRequest,
-    defaults: Table,
-    extras: &Extras,
-) -> Result<RunConfigOf<M>> {
-    let layers = layers(request, defaults)?;
+fn run_config<M: LightningModule>(request: &RunRequest, defaults: Table) -> Result<RunConfigOf<M>> {
+    let layers = layers(request, defaults, M::pretrained_key())?;
     let layers = layers.exclusive_keys("data", M::Data::exclusive_keys());
     let mut run: RunConfigOf<M> = RunConfig::from_layers(layers.clone())?;
     args::warn_of_variables(&layers)?;
-    check_module(run.module.as_ref(), extras.module)?;
-    run.module = extras.module.map(PluginValue::new);
+    run.set_module(M::module_type())?;
     Ok(run)
-}
-
-/// Checks the key `module`, in a program that runs the module of this name.
-fn check_module(given: Option<&PluginValue>, name: Option<&str>) -> Result<()> {
-    let Some(given) = given else { return Ok(()) };
-    if name != Some(given.name.as_str()) {
-        return Err(Error::Config(format!(
-            "`module.type`: this program does not train \"{}\", but its own module; leave the key out",
-            given.name
-        )));
-    }
-    match given.options.keys().next() {
-        None => Ok(()),
-        Some(key) => Err(Error::Config(format!(
-            "`module.{key}`: unknown key; the only key of `module` is `type`. Keys of the model are in `[model]`"
-        ))),
-    }
 }
 
 fn check<M: LightningModule>(
@@ -409,7 +417,7 @@ fn check<M: LightningModule>(
     defaults: Table,
     extras: &Extras,
 ) -> Result<usize> {
-    let run = run_config::<M>(request, defaults, extras)?;
+    let run = run_config::<M>(request, defaults)?;
     Trainer::check::<M>(&run, purpose(request.action), &|| extras.parallelize())
 }
 
@@ -419,7 +427,7 @@ fn execute<M: LightningModule>(
     extras: &Extras,
     program: &Program,
 ) -> Result<()> {
-    let run = run_config::<M>(request, defaults, extras)?;
+    let run = run_config::<M>(request, defaults)?;
     if let Some(how) = request.print_config {
         let config = run.to_table()?;
         return print(&match how {

@@ -116,10 +116,10 @@ impl Float for f32 {
         let far = 1.0 - 2.0 / ((self + self).fast_exp() + 1.0);
         let square = self * self;
         let mut p = -5.704_988_7e-3;
-        p = p * square + 2.063_908_9e-2;
+        p = p * square + 2.063_909e-2;
         p = p * square - 5.373_971_6e-2;
         p = p * square + 1.333_144_2e-1;
-        p = p * square - 3.333_328_2e-1;
+        p = p * square - 3.333_328e-1;
         let near = p * square * self + self;
         if square < 0.390_625 { near } else { far }
     }

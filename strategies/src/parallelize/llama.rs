@@ -53,7 +53,8 @@ const NORMS: [&str; 5] = [
 ];
 
 impl LlamaPlan {
-    /// Builds the plan for a model. Only the dropout layers depend on the model.
+    /// Builds the plan for a model. Of norms, dropouts, `gate_proj` and `embed_positions` it names
+    /// those that the model has.
     ///
     /// # Errors
     /// With sequence parallelism, if a layer of the decoder has parameters that the plan does not

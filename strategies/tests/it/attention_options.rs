@@ -35,7 +35,7 @@ fn configs() -> [(&'static str, AttentionConfig); 4] {
     let base = |num_kv_heads| AttentionConfig {
         num_kv_heads,
         head_dim: 6,
-        rope: Rope::with_config(&rope).ok(),
+        rope: Some(Rope::with_config(&rope).unwrap()),
         output_bias: true,
         ..AttentionConfig::new(WIDTH, 4)
     };

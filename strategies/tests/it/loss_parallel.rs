@@ -48,20 +48,24 @@ struct Head {
     slots: Vec<ParameterSlot>,
     grads: Arc<LocalGrads>,
     counter: Counter,
+    /// dtype of its inputs.
+    dtype: DType,
 }
 
 impl Head {
     fn new(world: Arc<dyn ProcessGroup>) -> Result<Self> {
+        let (dtype, compute_dtype) = (DType::F64, DType::F64);
+        Self::with_init(world, ModuleInit { dtype, compute_dtype, ..ModuleInit::default() })
+    }
+
+    fn with_init(world: Arc<dyn ProcessGroup>, init: ModuleInit) -> Result<Self> {
+        let dtype = init.compute_dtype;
         let counter = Counter::default();
         let size = world.size();
         let world = counter.watch(world);
         let layout = DeviceMesh::layout_for(size, Some(1), Some(1), Some(1), Some(size))?;
         let mesh = DeviceMesh::new(layout, world)?;
-        let b = ModuleBuilder::new(ModuleInit {
-            dtype: DType::F64,
-            compute_dtype: DType::F64,
-            ..ModuleInit::default()
-        });
+        let b = ModuleBuilder::new(init);
         let init = Init::Normal { mean: 0.1, std: 0.7 };
         let linear =
             Linear::with_init(&b.pp("head"), DIM, CLASSES, init)?.add_bias(&b.pp("head"), init)?;
@@ -87,7 +91,7 @@ impl Head {
             p.set_reducer(grads.clone());
         }
         counter.reset();
-        Ok(Self { linear, slots, grads, counter })
+        Ok(Self { linear, slots, grads, counter, dtype })
     }
 
     /// This rank's classes.
@@ -97,7 +101,7 @@ impl Head {
     }
 
     fn run(&self, options: CrossEntropy, targets: &Tensor) -> Result<Run> {
-        let x = Var::from_tensor(&randn("x", &[2, ROWS / 2, DIM]))?;
+        let x = Var::from_tensor(&randn("x", &[2, ROWS / 2, DIM]).to_dtype(self.dtype)?)?;
         let loss = options.loss(&self.linear.forward(&x)?, targets)?;
         let store = (loss.sum() / loss.count())?.backward()?;
         let mut params = Vec::new();
@@ -330,6 +334,38 @@ fn half_precision_logits_go_over_the_wire_in_f32() {
         assert_eq!(head.reduced(), Record::default());
         Ok(())
     });
+}
+
+/// Of both, logits are rounded to bf16.
+#[test]
+fn head_kept_in_f32_has_the_same_loss() {
+    let init = || ModuleInit {
+        compute_dtype: DType::BF16,
+        keep_in_fp32: vec!["head".to_owned()],
+        ..ModuleInit::default()
+    };
+    let classes = [4, 1, 0, 10, 7, 8];
+    let solo = Head::with_init(Arc::new(Solo::new("world", 0)), init()).unwrap();
+    let want = solo_run(&solo, CrossEntropy::default(), &classes);
+    let want = (want.loss.sum_value().unwrap(), want.dx);
+    run_ranks(2, |world| {
+        let head = Head::with_init(world, init())?;
+        let _scope = scope().enter();
+        let got = head.run(CrossEntropy::default(), &targets(&classes))?;
+        assert_eq!(got.loss.sum().dtype(), DType::F32);
+        assert!(
+            (got.loss.sum_value()? - want.0).abs() <= 1e-5,
+            "{} {}",
+            got.loss.sum_value()?,
+            want.0
+        );
+        // Two roundings of bf16, where a sum over the ranks is between.
+        for (got, want) in got.dx.iter().zip(&want.1) {
+            assert!((got - want).abs() <= 0.01, "{got} {want}");
+        }
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

@@ -289,8 +289,8 @@ impl LayerHandle {
         }
         Err(at(format!(
             "takes shard(1) as its input and gets {}: it is data, or an output of frozen layers of which \
-             each rank has the whole. Let the layer before this one give shard(1), cut it with \
-             `collectives::split`, or let this layer take replicate",
+             each rank has the whole. Let the layer before this one give shard(1), or let this layer take \
+             replicate",
             got()
         )))
     }
@@ -440,17 +440,7 @@ impl LayerHandle {
         backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Result<Tensor> {
         let activation = self.output_activation(inputs.first().copied())?;
-        let own = output.dtype();
-        let output = match inputs.first() {
-            Some(x) => self.cast_output(x.dtype(), output)?,
-            None => output,
-        };
-        self.record_with(activation, inputs, parameters, output, move |output, grad| {
-            match grad.dtype() == own {
-                true => backward(output, grad),
-                false => backward(output, &storage::cast(grad, own)?),
-            }
-        })
+        self.record_with(activation, inputs, parameters, output, backward)
     }
 
     /// As [`record`](Self::record), with this layout of the output.
@@ -462,7 +452,16 @@ impl LayerHandle {
         output: Tensor,
         backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
     ) -> Result<Tensor> {
-        let backward = self.located(backward);
+        let own = output.dtype();
+        let output = match inputs.first() {
+            Some(x) => self.cast_output(x.dtype(), output)?,
+            None => output,
+        };
+        let backward =
+            self.located(move |output: &Tensor, grad: &Tensor| match grad.dtype() == own {
+                true => backward(output, grad),
+                false => backward(output, &storage::cast(grad, own)?),
+            });
         let Some(activation) = activation else {
             return record(inputs, parameters, output, backward);
         };

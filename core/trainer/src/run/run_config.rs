@@ -6,7 +6,7 @@ use toml::Table;
 
 use super::{AdapterConfig, QuantizationConfig, TrainerConfig};
 use super::{CheckpointConfig, LoadConfig};
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_config::reference::Section;
 use fulgurite_config::registry::{self, kind};
 use fulgurite_config::{
@@ -76,6 +76,33 @@ impl<M, D> RunConfig<M, D> {
         let run = run.with(layers.parse_table("model")?, layers.parse_table("data")?);
         run.validate()?;
         Ok(run)
+    }
+
+    /// Records the name of the module that is trained. A module without a name is none of several.
+    ///
+    /// # Errors
+    /// If the key `module` names another module, or has other keys than `type`.
+    pub fn set_module(&mut self, name: Option<&str>) -> Result<()> {
+        if let Some(given) = &self.module {
+            if name != Some(given.name.as_str()) {
+                let own = match name {
+                    Some(name) => format!("\"{name}\""),
+                    None => "its own module".to_owned(),
+                };
+                return Err(Error::Config(format!(
+                    "`module.type`: this program does not train \"{}\", but {own}; leave the key out",
+                    given.name
+                )));
+            }
+            if let Some(key) = given.options.keys().next() {
+                return Err(Error::Config(format!(
+                    "`module.{key}`: unknown key; the only key of `module` is `type`. Keys of the model are in \
+                     `[model]`"
+                )));
+            }
+        }
+        self.module = name.map(PluginValue::new);
+        Ok(())
     }
 
     /// Returns the run with other `[model]` and `[data]` tables.

@@ -176,7 +176,7 @@ impl Trainer {
     pub fn fit<M: LightningModule>(&self, run: &RunConfigOf<M>) -> Result<Trained<M>> {
         let make = &mut |fabric: &mut Fabric, code| runner::set_up::<M>(run, fabric, code);
         let factory = RunnerFactory { data_keys: M::Data::host_keys(), make };
-        let (outcome, session) = self.run_fit(run.tables()?, factory)?;
+        let (outcome, session) = self.run_fit(tables::<M>(run)?, factory)?;
         Ok(Trained::new(outcome, session))
     }
 
@@ -211,7 +211,7 @@ impl Trainer {
             runner::set_up_with::<M>(run, &run.model, (fabric, code), &mut build, data)
         };
         let factory = RunnerFactory { data_keys: M::Data::host_keys(), make };
-        let (outcome, session) = self.run_fit(run.tables()?, factory)?;
+        let (outcome, session) = self.run_fit(tables::<M>(run)?, factory)?;
         Ok(Trained::new(outcome, session))
     }
 
@@ -291,7 +291,7 @@ impl Trainer {
         let make = &mut |fabric: &mut Fabric, code| runner::set_up::<M>(run, fabric, code);
         self.run_once(
             stage,
-            run.tables()?,
+            tables::<M>(run)?,
             RunnerFactory { data_keys: M::Data::host_keys(), make },
             Box::new(|session| {
                 outcome = Some(act(session)?);
@@ -408,6 +408,13 @@ impl Trainer {
 
 /// A run whose `[model]` and `[data]` tables only the [runner](runner::set_up) can parse.
 type UntypedRun = RunConfig<Table, Table>;
+
+/// The run with tables instead of the module's types, and with the module's name.
+fn tables<M: LightningModule>(run: &RunConfigOf<M>) -> Result<UntypedRun> {
+    let mut tables = run.tables()?;
+    tables.set_module(M::module_type())?;
+    Ok(tables)
+}
 
 /// Returns the agreement between ranks on the callbacks of a program and its configuration.
 fn agreement_of_callbacks(callbacks: &[SharedCallback]) -> Agreement {

@@ -124,6 +124,23 @@ fn unknown_keys_are_errors_everywhere() {
 }
 
 #[test]
+fn module_of_another_program_is_refused() {
+    let named = |text: &str, name| run(text).and_then(|mut run| run.set_module(name).map(|()| run));
+    let causal = PluginValue::new("causal_lm");
+    for (text, name, recorded) in [
+        ("", Some("causal_lm"), Some(&causal)),
+        ("module = 'causal_lm'", Some("causal_lm"), Some(&causal)),
+        ("", None, None),
+    ] {
+        assert_eq!(named(text, name).unwrap().module.as_ref(), recorded);
+    }
+    let error = |text: &str, name| named(text, name).unwrap_err().to_string();
+    insta::assert_snapshot!(error("module = 'embedding'", Some("causal_lm")), @r#"`module.type`: this program does not train "embedding", but "causal_lm"; leave the key out"#);
+    insta::assert_snapshot!(error("module = 'embedding'", None), @r#"`module.type`: this program does not train "embedding", but its own module; leave the key out"#);
+    insta::assert_snapshot!(error("module = { type = 'causal_lm', depth = 3 }", Some("causal_lm")), @"`module.depth`: unknown key; the only key of `module` is `type`. Keys of the model are in `[model]`");
+}
+
+#[test]
 fn wrong_values_name_the_full_path() {
     insta::assert_snapshot!(run_error("[trainer]\nmax_steps = 'many'"), @r#"run.toml: `trainer.max_steps`: expected an integer, at least 0, found the string "many""#);
     insta::assert_snapshot!(run_error("trainer = 3"), @"run.toml: `trainer`: expected a table, found `3`");

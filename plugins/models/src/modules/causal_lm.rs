@@ -37,6 +37,10 @@ impl LightningModule for CausalLm {
         Some("causal_lm")
     }
 
+    fn pretrained_key() -> Option<&'static str> {
+        Some("from_pretrained")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &TextData) -> Result<()> {
         config.read_file()?;
         if !config.has("vocab_size")

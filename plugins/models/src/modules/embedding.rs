@@ -171,6 +171,10 @@ impl LightningModule for Embedding {
         Some("embedding")
     }
 
+    fn pretrained_key() -> Option<&'static str> {
+        Some("from_pretrained")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         if data.kind() != RowKind::Pairs {
             return Err(Error::Config(format!(

@@ -107,6 +107,10 @@ impl LightningModule for ImageClassification {
         Some("image_classification")
     }
 
+    fn pretrained_key() -> Option<&'static str> {
+        Some("from_pretrained")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &ImageFolder) -> Result<()> {
         config.read_file()?;
         let [height, width] = data.size();

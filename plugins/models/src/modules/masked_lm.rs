@@ -138,6 +138,10 @@ impl LightningModule for MaskedLm {
         Some("masked_lm")
     }
 
+    fn pretrained_key() -> Option<&'static str> {
+        Some("from_pretrained")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &TextData) -> Result<()> {
         let largest = data.largest_first_id() as usize + 1;
         let ids = data.vocab_size().unwrap_or(largest);

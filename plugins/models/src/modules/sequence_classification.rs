@@ -197,6 +197,10 @@ impl LightningModule for SequenceClassification {
         Some("sequence_classification")
     }
 
+    fn pretrained_key() -> Option<&'static str> {
+        Some("from_pretrained")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         common::fit_to_texts(config, classes::KEYS, TextSizes::of(data))?;
         if let Architecture::Decoder(_) = config.describe_for(classes::KEYS)?.architecture {

@@ -85,6 +85,10 @@ impl LightningModule for TokenClassification {
         Some("token_classification")
     }
 
+    fn pretrained_key() -> Option<&'static str> {
+        Some("from_pretrained")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         if data.kind() != RowKind::Words {
             return Err(Error::Config(format!(

@@ -134,7 +134,7 @@ fn wrong_plans_are_told_where() {
     insta::assert_snapshot!(messages.join("\n"), @r#"
     unknown parallelize `lama`; did you mean `llama`? Available: first, hf, llama, none, plan. If a plugin crate provides `lama`, link it with `use that_crate as _;` in the program
     unknown key `parallelize.sequence_paralel`; did you mean `sequence_parallel`? (the keys of `parallelize` are sequence_parallel, loss_parallel, prefix, units)
-    `parallelize.plan."layers.*.mlp.up_proj"`: expected "colwise", "rowwise", "colwise_rep", "rowwise_rep", "sequence_parallel" or "replicated_with_grad_allreduce", found "columnwise"; did you mean "colwise"?
+    `parallelize.plan."layers.*.mlp.up_proj"`: expected "colwise", "rowwise", "colwise_rep", "rowwise_rep", "colwise_gather_output", "rowwise_split_input", "embedding_rowwise", "sequence_parallel" or "replicated_with_grad_allreduce", found "columnwise"; did you mean "colwise"?
     `parallelize.plan."layers.*.mlp.up_proj"`: expected a string, found a table
     unknown key `parallelize.units`; it is an option of the parallelize `hf`, the parallelize `llama` or the parallelize `plan`
     `parallelize` of type "plan" has neither `plan` nor `units`; give it a table of patterns and styles, such as plan = { "layers.*.mlp.up_proj" = "colwise", … }, or choose "none"

@@ -153,7 +153,7 @@ fn layouts_that_do_not_exist() {
     module `model.norm`: prepare_module_output with output shard(-1) does not exist for RmsNorm; use replicate or shard(1)
     module `model.layers.0.dropout`: prepare_module_input with desired layout replicate does not exist for Dropout; use shard(-1)
     module `model.layers.0.dropout`: cannot go from shard(1) to shard(-1) in one step; one of them must be replicate
-    module `model.layers.0.mlp`: prepare_module_input with desired layout shard(1) does not exist for SwiGluMlp; use replicate
+    module `model.layers.0.mlp`: prepare_module_input with desired layout shard(1) does not exist for GatedMlp; use replicate
     module `model.layers.0.self_attn`: prepare_module_output with output shard(1) does not exist for CausalSelfAttention; use replicate
     ");
 }

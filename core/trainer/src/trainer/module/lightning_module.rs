@@ -79,6 +79,14 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         None
     }
 
+    /// Returns the key of `[model]` that names a model with a configuration of its own.
+    ///
+    /// If a user sets it, a program's defaults of `[model]` do not count: they are for a model
+    /// made from scratch, and would go before the values of the named one.
+    fn pretrained_key() -> Option<&'static str> {
+        None
+    }
+
     /// Describes the model without allocating memory.
     ///
     /// Parameters get values later, when the strategy has decided which shards this rank holds.
@@ -112,7 +120,8 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     ///
     /// `source` holds weights in another format than this crate's: those of
     /// [`pretrained`](Self::pretrained), or of `trainer.ckpt_path`. By default names and shapes are
-    /// equal. Called on each rank; reads headers only.
+    /// equal. Called on the ranks that read the weights, which may be only the first; not
+    /// collective. Reads headers only.
     ///
     /// # Errors
     /// If the tensors do not belong to such a model.

@@ -132,7 +132,8 @@ pub type MakeParallelize<'a> = dyn Fn() -> Option<Box<dyn ParallelizeFn>> + 'a;
 
 /// Completes the configuration, without the module's types, and checks it.
 fn prepare<M: LightningModule>(run: &RunConfigOf<M>) -> Result<RunConfig<Table, Table>> {
-    let untyped = run.untyped();
+    let mut untyped = run.untyped();
+    untyped.set_module(M::module_type())?;
     untyped.validate()?;
     untyped.check_plugins()?;
     Ok(untyped)

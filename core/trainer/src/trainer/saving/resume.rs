@@ -151,7 +151,7 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
 /// The weights may fit and still compute something else.
 fn warn_of_other_model(session: &Session, saved: &serde_json::Value) {
     let Ok(now) = serde_json::to_value(&session.setup.resolved) else { return };
-    let differing: Vec<String> = ["/model", "/trainer/adapters"]
+    let differing: Vec<String> = ["/module", "/model", "/trainer/adapters"]
         .into_iter()
         .filter_map(|at| Some((at, saved.pointer(at)?, now.pointer(at)?)))
         .flat_map(|(at, saved, now)| differing_keys(&at[1..].replace('/', "."), saved, now))
