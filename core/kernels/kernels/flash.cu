@@ -14,12 +14,10 @@
 // query that sees no key has output zero. At either end, a block skips the tiles in which it sees
 // nothing.
 //
-// In backward a block has 16 WARPS / PARTS rows, and PARTS warps share 16 rows. Each of them
-// computes all scores of these rows, and a share of the gradients' columns, because the registers
-// of one warp do not hold all columns.
+// A block has CREW warps. A warp has GROUPS times 16 rows, and reads the other rows once for them. If
+// its registers do not hold all columns of the gradients, PARTS warps share their rows in backward.
+// Each of them computes all scores, and a share of the columns.
 
-// Rows that a block keeps in forward, 16 per warp.
-#define ROWS (WARPS * 16)
 #define LOG2_E 1.4426950408889634f
 #define LN_2 0.6931471805599453f
 #define MINUS_INFINITY (-__uint_as_float(0x7f800000u))
@@ -66,151 +64,195 @@ DEVICE float row_sum(float x) {
     return x;
 }
 
-template <class T, int WIDTH, int KEYS>
+// The output of ROWS queries of a head, and the log-sum-exp of their scores.
+template <class T, int WIDTH, int KEYS, int CREW, int GROUPS>
 DEVICE void forward_tile(const Heads &of, u32 first_row, const T *q, const T *k, const T *v, T *y, float *lse,
                          float scale) {
     DYNAMIC_SHARED(Chunk, pool);
-    constexpr u32 KEPT = ROWS * WIDTH / 8, TILE = KEYS * WIDTH / 8;
+    constexpr bool IN_REGISTERS = WIDTH * GROUPS <= 128;
+    constexpr u32 ROWS = CREW * GROUPS * 16, KEPT = ROWS * WIDTH / 8, TILE = KEYS * WIDTH / 8, STEPS = WIDTH / 16;
     const Chunk *query_rows = pool;
     Chunk *const key_tile = pool + KEPT, *const value_tile = key_tile + TILE;
-    u32 lane = threadIdx.x % WARP, row = threadIdx.x / WARP * 16;
+    const u32 lane = threadIdx.x % WARP, row = threadIdx.x / WARP * GROUPS * 16;
     const T *keys = k + of.key_head(), *values = v + of.key_head();
 
-    copy_rows<WIDTH, ROWS>(pool, q + of.query_head(), of.query_stride(), first_row, of.queries, of.width);
+    copy_rows<WIDTH, ROWS, CREW>(pool, q + of.query_head(), of.query_stride(), first_row, of.queries, of.width);
     u32 end_row = first_row + ROWS < of.queries ? first_row + ROWS : of.queries;
     Span first = of.seen(first_row), last = of.seen(end_row - 1);
-    u32 query = first_row + row + lane / 4;
-    Span mine[2] = {of.seen(query), of.seen(query + 8)};
-    float sums[WIDTH / 8][4] = {}, most[2] = {MINUS_INFINITY, MINUS_INFINITY}, total[2] = {0, 0};
+    const u32 query = first_row + row + lane / 4;
+    float sums[GROUPS][WIDTH / 8][4] = {}, most[GROUPS * 2], total[GROUPS * 2] = {};
+#pragma unroll
+    for (u32 i = 0; i < GROUPS * 2; i++) most[i] = MINUS_INFINITY;
     scale *= LOG2_E;
     u32 base = first.begin / KEYS * KEYS;
-    copy_rows<WIDTH, KEYS>(key_tile, keys, of.key_stride(), base, of.keys, of.width);
-    for (; base < last.end; base += KEYS) {
-        copies_done();
-        __syncthreads(); // the keys have arrived, and the last values are no longer needed
-        copy_rows<WIDTH, KEYS>(value_tile, values, of.key_stride(), base, of.keys, of.width);
-        float scores[KEYS / 8][4] = {};
-#pragma unroll 1
-        for (u32 step = 0; step < WIDTH / 16; step++) {
-            u32 a[4];
-            left<WIDTH>(a, query_rows, row, step);
-            add_scores<T, WIDTH, KEYS>(scores, a, key_tile, 0, step);
-        }
-        copies_done();
-        __syncthreads(); // the values have arrived, and the keys are no longer needed
-        if (base + KEYS < last.end) {
-            copy_rows<WIDTH, KEYS>(key_tile, keys, of.key_stride(), base + KEYS, of.keys, of.width);
-        }
-        bool all_seen = base >= last.begin && base + KEYS <= first.end;
-        if (!all_seen) {
+    copy_rows<WIDTH, KEYS, CREW>(key_tile, keys, of.key_stride(), base, of.keys, of.width);
+    u32 fragments[IN_REGISTERS ? STEPS : 1][GROUPS][4];
+    auto load_queries = [&](u32 (*a)[4], u32 step) {
 #pragma unroll
-            for (u32 i = 0; i < KEYS / 2; i++) {
-                u32 n = i / 4, half = i % 4 / 2;
-                if (!mine[half].has(base + n * 8 + lane % 4 * 2 + i % 2)) scores[n][i % 4] = MINUS_INFINITY;
-            }
-        }
-#pragma unroll
-        for (u32 half = 0; half < 2; half++) {
-            float peak = most[half];
-#pragma unroll
-            for (u32 i = 0; i < KEYS / 4; i++) {
-                float score = scores[i / 2][half * 2 + i % 2];
-                peak = score > peak ? score : peak;
-            }
-            peak = row_max(peak);
-            float level = peak == MINUS_INFINITY ? 0 : peak * scale;
-            float factor = power_of_2(fmaf(most[half], scale, -level));
-            most[half] = peak;
-            total[half] *= factor;
-#pragma unroll
-            for (u32 i = 0; i < KEYS / 4; i++) {
-                float &score = scores[i / 2][half * 2 + i % 2];
-                score = power_of_2(fmaf(score, scale, -level));
-                total[half] += score;
-            }
-#pragma unroll
-            for (u32 i = 0; i < WIDTH / 4; i++) sums[i / 2][half * 2 + i % 2] *= factor;
-        }
-        add_weighted<T, WIDTH, KEYS, WIDTH>(sums, scores, value_tile, 0, 0);
-    }
-    copies_done(); // in case there was no tile
-
-    float factors[2];
-#pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        total[half] = row_sum(total[half]);
-        factors[half] = total[half] == 0 ? 0 : 1 / total[half];
-        float sum = most[half] * scale + log2f(total[half]);
-        if (lane % 4 == 0 && query + half * 8 < of.queries) lse[of.row() + query + half * 8] = sum * LN_2;
-    }
-    row += first_row;
-    write_rows<T, WIDTH>(y + of.query_head(), of.query_stride(), row, of.queries, of.width, sums, factors[0],
-                         factors[1], 0);
-}
-
-// The dot product of each output row with its gradient, which the softmax's backward subtracts. One
-// warp per row.
-template <class T>
-DEVICE void level_rows(const T *y, const T *grad, float *level, u32 rows, u32 heads, u32 queries, u32 width) {
-    u32 row = blockIdx.x * WARPS + threadIdx.x / WARP, lane = threadIdx.x % WARP;
-    if (row >= rows) return;
-    float sum = 0;
-    for (u32 i = lane; i < width; i += WARP) sum += load(y[(u64)row * width + i]) * load(grad[(u64)row * width + i]);
-    sum = lane_sum(sum);
-    u32 position = row / heads, head = row % heads;
-    if (lane == 0) level[((u64)(position / queries) * heads + head) * queries + position % queries] = sum;
-}
-
-// The gradient of queries. The queries' fragments are in registers, or in shared memory if several
-// warps share a row.
-template <class T, int WIDTH, int KEYS, int PARTS>
-DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k, const T *v, const T *grad,
-                         const float *lse, const float *level, T *dq, float scale) {
-    DYNAMIC_SHARED(Chunk, pool);
-    constexpr bool IN_REGISTERS = PARTS == 1;
-    constexpr u32 KEPT_ROWS = ROWS / PARTS, KEPT = KEPT_ROWS * WIDTH / 8, TILE = KEYS * WIDTH / 8;
-    constexpr u32 AT_ONCE = KEYS < 32 ? KEYS : 32, COLUMNS = WIDTH / PARTS, STEPS = WIDTH / 16;
-    const Chunk *query_rows = pool, *grad_rows = pool + KEPT;
-    Chunk *const tiles = IN_REGISTERS ? pool : pool + KEPT * 2;
-    u32 lane = threadIdx.x % WARP, row = threadIdx.x / WARP / PARTS * 16;
-    const u32 first_column = threadIdx.x / WARP % PARTS * (COLUMNS / 16);
-    const T *keys = k + of.key_head(), *values = v + of.key_head();
-
-    const u32 stride = of.query_stride();
-    copy_rows<WIDTH, KEPT_ROWS>(pool, q + of.query_head(), stride, first_row, of.queries, of.width);
-    copy_rows<WIDTH, KEPT_ROWS>(pool + KEPT, grad + of.query_head(), stride, first_row, of.queries, of.width);
-    u32 queries[IN_REGISTERS ? STEPS : 1][4], grads[IN_REGISTERS ? STEPS : 1][4];
+        for (u32 g = 0; g < GROUPS; g++) left<WIDTH>(a[g], query_rows, row + g * 16, step);
+    };
     if constexpr (IN_REGISTERS) {
         copies_done();
         __syncthreads();
 #pragma unroll
-        for (u32 step = 0; step < STEPS; step++) {
-            left<WIDTH>(queries[step], query_rows, row, step);
-            left<WIDTH>(grads[step], grad_rows, row, step);
+        for (u32 step = 0; step < STEPS; step++) load_queries(fragments[step], step);
+    }
+    for (; base < last.end; base += KEYS) {
+        copies_done();
+        __syncthreads(); // the keys have arrived, and the last values are no longer needed
+        copy_rows<WIDTH, KEYS, CREW>(value_tile, values, of.key_stride(), base, of.keys, of.width);
+        float scores[GROUPS][KEYS / 8][4] = {};
+        if constexpr (IN_REGISTERS) {
+#pragma unroll
+            for (u32 step = 0; step < STEPS; step++) {
+                add_scores<T, WIDTH, KEYS, GROUPS>(scores, fragments[step], key_tile, 0, step);
+            }
+        } else {
+#pragma unroll 1
+            for (u32 step = 0; step < STEPS; step++) {
+                load_queries(fragments[0], step);
+                add_scores<T, WIDTH, KEYS, GROUPS>(scores, fragments[0], key_tile, 0, step);
+            }
         }
+        copies_done();
+        __syncthreads(); // the values have arrived, and the keys are no longer needed
+        if (base + KEYS < last.end) {
+            copy_rows<WIDTH, KEYS, CREW>(key_tile, keys, of.key_stride(), base + KEYS, of.keys, of.width);
+        }
+        bool all_seen = base >= last.begin && base + KEYS <= first.end;
+        if (!all_seen) {
+#pragma unroll
+            for (u32 r = 0; r < GROUPS * 2; r++) {
+                Span mine = of.seen(query + r * 8);
+#pragma unroll
+                for (u32 i = 0; i < KEYS / 4; i++) {
+                    float &score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                    if (!mine.has(base + i / 2 * 8 + lane % 4 * 2 + i % 2)) score = MINUS_INFINITY;
+                }
+            }
+        }
+#pragma unroll
+        for (u32 r = 0; r < GROUPS * 2; r++) {
+            float peak = most[r];
+#pragma unroll
+            for (u32 i = 0; i < KEYS / 4; i++) {
+                float score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                peak = score > peak ? score : peak;
+            }
+            peak = row_max(peak);
+            float level = peak == MINUS_INFINITY ? 0 : peak * scale;
+            float factor = power_of_2(fmaf(most[r], scale, -level));
+            most[r] = peak;
+            total[r] *= factor;
+#pragma unroll
+            for (u32 i = 0; i < KEYS / 4; i++) {
+                float &score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                score = power_of_2(fmaf(score, scale, -level));
+                total[r] += score;
+            }
+#pragma unroll
+            for (u32 i = 0; i < WIDTH / 4; i++) sums[r / 2][i / 2][r % 2 * 2 + i % 2] *= factor;
+        }
+        add_weighted<T, WIDTH, KEYS, WIDTH, GROUPS>(sums, scores, value_tile, 0, 0);
+    }
+    copies_done(); // in case there was no tile
+
+    float factors[GROUPS * 2];
+#pragma unroll
+    for (u32 r = 0; r < GROUPS * 2; r++) {
+        total[r] = row_sum(total[r]);
+        factors[r] = total[r] == 0 ? 0 : 1 / total[r];
+        float sum = most[r] * scale + log2f(total[r]);
+        if (lane % 4 == 0 && query + r * 8 < of.queries) lse[of.row() + query + r * 8] = sum * LN_2;
+    }
+#pragma unroll
+    for (u32 g = 0; g < GROUPS; g++) {
+        write_rows<T, WIDTH>(y + of.query_head(), of.query_stride(), first_row + row + g * 16, of.queries, of.width,
+                             sums[g], factors[g * 2], factors[g * 2 + 1], 0);
+    }
+}
+
+// Elements that a thread reads at once.
+template <class T> struct __align__(16) Several {
+    T values[16 / sizeof(T)];
+};
+
+// Lanes that share a row, and rows of a block: `LEVEL_ROWS` in `src/plans/flash.rs`.
+#define LEVEL_LANES 8
+#define LEVEL_ROWS (THREADS / LEVEL_LANES)
+
+// The dot product of each output row with its gradient, which the softmax's backward subtracts.
+template <class T>
+DEVICE void level_rows(const T *y, const T *grad, float *level, u32 rows, u32 heads, u32 queries, u32 width) {
+    constexpr u32 AT_ONCE = 16 / sizeof(T);
+    u32 row = blockIdx.x * LEVEL_ROWS + threadIdx.x / LEVEL_LANES, lane = threadIdx.x % LEVEL_LANES;
+    float sum = 0;
+    if (row < rows) {
+        const Several<T> *outputs = (const Several<T> *)(y + (u64)row * width);
+        const Several<T> *grads = (const Several<T> *)(grad + (u64)row * width);
+        for (u32 i = lane; i < width / AT_ONCE; i += LEVEL_LANES) {
+            Several<T> output = outputs[i], more = grads[i];
+#pragma unroll
+            for (u32 k = 0; k < AT_ONCE; k++) sum += load(output.values[k]) * load(more.values[k]);
+        }
+    }
+    for (int offset = LEVEL_LANES / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(ALL_LANES, sum, offset);
+    u32 position = row / heads, head = row % heads;
+    if (row < rows && lane == 0) {
+        level[((u64)(position / queries) * heads + head) * queries + position % queries] = sum;
+    }
+}
+
+// The gradient of queries. The queries' fragments are in registers, if these are enough, else in
+// shared memory.
+template <class T, int WIDTH, int KEYS, int CREW, int GROUPS, int PARTS>
+DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k, const T *v, const T *grad,
+                         const float *lse, const float *level, T *dq, float scale) {
+    DYNAMIC_SHARED(Chunk, pool);
+    constexpr bool IN_REGISTERS = PARTS == 1 && WIDTH * GROUPS <= 128;
+    constexpr u32 KEPT_ROWS = CREW * GROUPS * 16 / PARTS, KEPT = KEPT_ROWS * WIDTH / 8, TILE = KEYS * WIDTH / 8;
+    constexpr u32 AT_ONCE = KEYS < 32 ? KEYS : 32, COLUMNS = WIDTH / PARTS, STEPS = WIDTH / 16;
+    const Chunk *query_rows = pool, *grad_rows = pool + KEPT;
+    Chunk *const tiles = IN_REGISTERS ? pool : pool + KEPT * 2;
+    const u32 lane = threadIdx.x % WARP, row = threadIdx.x / WARP / PARTS * GROUPS * 16;
+    const u32 first_column = threadIdx.x / WARP % PARTS * (COLUMNS / 16);
+    const T *keys = k + of.key_head(), *values = v + of.key_head();
+
+    const u32 stride = of.query_stride();
+    copy_rows<WIDTH, KEPT_ROWS, CREW>(pool, q + of.query_head(), stride, first_row, of.queries, of.width);
+    copy_rows<WIDTH, KEPT_ROWS, CREW>(pool + KEPT, grad + of.query_head(), stride, first_row, of.queries, of.width);
+    u32 queries[IN_REGISTERS ? STEPS : 1][GROUPS][4], grads[IN_REGISTERS ? STEPS : 1][GROUPS][4];
+    auto load_rows = [&](u32 fragment, u32 step) {
+#pragma unroll
+        for (u32 g = 0; g < GROUPS; g++) {
+            left<WIDTH>(queries[fragment][g], query_rows, row + g * 16, step);
+            left<WIDTH>(grads[fragment][g], grad_rows, row + g * 16, step);
+        }
+    };
+    if constexpr (IN_REGISTERS) {
+        copies_done();
+        __syncthreads();
+#pragma unroll
+        for (u32 step = 0; step < STEPS; step++) load_rows(step, step);
         __syncthreads(); // tiles reuse this memory
     }
 
     u32 end_row = first_row + KEPT_ROWS < of.queries ? first_row + KEPT_ROWS : of.queries;
     Span first = of.seen(first_row), last = of.seen(end_row - 1);
-    const u32 kept_row = row;
-    row += first_row;
-    Span mine[2];
-    float most[2], levels[2];
+    const u32 query = first_row + row + lane / 4;
+    float most[GROUPS * 2], levels[GROUPS * 2];
 #pragma unroll
-    for (u32 half = 0; half < 2; half++) {
-        u32 query = row + lane / 4 + half * 8;
-        mine[half] = of.seen(query);
-        most[half] = query < of.queries ? lse[of.row() + query] * LOG2_E : 0;
-        levels[half] = query < of.queries ? level[of.row() + query] : 0;
+    for (u32 r = 0; r < GROUPS * 2; r++) {
+        most[r] = query + r * 8 < of.queries ? lse[of.row() + query + r * 8] * LOG2_E : 0;
+        levels[r] = query + r * 8 < of.queries ? level[of.row() + query + r * 8] : 0;
     }
-    float sums[COLUMNS / 8][4] = {};
+    float sums[GROUPS][COLUMNS / 8][4] = {};
     u32 base = first.begin / KEYS * KEYS;
     // Two tiles of keys and values: one is copied while the other is used.
     auto copy_tile = [&](u32 from) {
         Chunk *to = tiles + from / KEYS % 2 * (TILE * 2);
-        copy_rows<WIDTH, KEYS>(to, keys, of.key_stride(), from, of.keys, of.width);
-        copy_rows<WIDTH, KEYS>(to + TILE, values, of.key_stride(), from, of.keys, of.width);
+        copy_rows<WIDTH, KEYS, CREW>(to, keys, of.key_stride(), from, of.keys, of.width);
+        copy_rows<WIDTH, KEYS, CREW>(to + TILE, values, of.key_stride(), from, of.keys, of.width);
     };
     copy_tile(base);
     for (; base < last.end; base += KEYS) {
@@ -221,39 +263,50 @@ DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k,
         bool all_seen = base >= last.begin && base + KEYS <= first.end;
 #pragma unroll 1
         for (u32 at = 0; at < KEYS; at += AT_ONCE) {
-            float scores[AT_ONCE / 8][4] = {}, products[AT_ONCE / 8][4] = {};
+            float scores[GROUPS][AT_ONCE / 8][4] = {}, products[GROUPS][AT_ONCE / 8][4] = {};
 #pragma unroll
             for (u32 step = 0; step < STEPS; step++) {
                 u32 fragment = IN_REGISTERS ? step : 0;
-                if constexpr (!IN_REGISTERS) {
-                    left<WIDTH>(queries[0], query_rows, kept_row, step);
-                    left<WIDTH>(grads[0], grad_rows, kept_row, step);
-                }
-                add_scores<T, WIDTH, AT_ONCE>(scores, queries[fragment], key_tile, at, step);
-                add_scores<T, WIDTH, AT_ONCE>(products, grads[fragment], value_tile, at, step);
+                if constexpr (!IN_REGISTERS) load_rows(0, step);
+                add_scores<T, WIDTH, AT_ONCE, GROUPS>(scores, queries[fragment], key_tile, at, step);
+                add_scores<T, WIDTH, AT_ONCE, GROUPS>(products, grads[fragment], value_tile, at, step);
             }
 #pragma unroll
-            for (u32 i = 0; i < AT_ONCE / 2; i++) {
-                float &score = scores[i / 4][i % 4];
-                score = power_of_2(fmaf(score, scale * LOG2_E, -most[i % 4 / 2]));
+            for (u32 r = 0; r < GROUPS * 2; r++) {
+#pragma unroll
+                for (u32 i = 0; i < AT_ONCE / 4; i++) {
+                    float &score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                    score = power_of_2(fmaf(score, scale * LOG2_E, -most[r]));
+                }
             }
             if (!all_seen) {
 #pragma unroll
-                for (u32 i = 0; i < AT_ONCE / 2; i++) {
-                    u32 n = i / 4, half = i % 4 / 2;
-                    if (!mine[half].has(base + at + n * 8 + lane % 4 * 2 + i % 2)) scores[n][i % 4] = 0;
+                for (u32 r = 0; r < GROUPS * 2; r++) {
+                    Span mine = of.seen(query + r * 8);
+#pragma unroll
+                    for (u32 i = 0; i < AT_ONCE / 4; i++) {
+                        float &score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                        if (!mine.has(base + at + i / 2 * 8 + lane % 4 * 2 + i % 2)) score = 0;
+                    }
                 }
             }
 #pragma unroll
-            for (u32 i = 0; i < AT_ONCE / 2; i++) {
-                scores[i / 4][i % 4] *= products[i / 4][i % 4] - levels[i % 4 / 2];
+            for (u32 r = 0; r < GROUPS * 2; r++) {
+#pragma unroll
+                for (u32 i = 0; i < AT_ONCE / 4; i++) {
+                    u32 at_row = r % 2 * 2 + i % 2;
+                    scores[r / 2][i / 2][at_row] *= products[r / 2][i / 2][at_row] - levels[r];
+                }
             }
-            add_weighted<T, WIDTH, AT_ONCE, COLUMNS>(sums, scores, key_tile, at, first_column);
+            add_weighted<T, WIDTH, AT_ONCE, COLUMNS, GROUPS>(sums, scores, key_tile, at, first_column);
         }
     }
     copies_done();
-    write_rows<T, COLUMNS>(dq + of.query_head(), of.query_stride(), row, of.queries, of.width, sums, scale, scale,
-                           first_column);
+#pragma unroll
+    for (u32 g = 0; g < GROUPS; g++) {
+        write_rows<T, COLUMNS>(dq + of.query_head(), of.query_stride(), first_row + row + g * 16, of.queries, of.width,
+                               sums[g], scale, scale, first_column);
+    }
 }
 
 // Statistics for the columns of a query tile.
@@ -264,21 +317,21 @@ template <int COUNT> struct Columns {
 
 // The gradients of keys and values, over all query heads of the group. Scores are transposed: one
 // row per key.
-template <class T, int WIDTH, int QUERIES, int PARTS>
+template <class T, int WIDTH, int QUERIES, int CREW, int GROUPS, int PARTS>
 DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *v, const T *grad, const float *lse,
                       const float *level, T *dk, T *dv, float scale) {
     DYNAMIC_SHARED(Chunk, pool);
-    constexpr u32 KEPT_ROWS = ROWS / PARTS, KEPT = KEPT_ROWS * WIDTH / 8, TILE = QUERIES * WIDTH / 8;
+    constexpr u32 KEPT_ROWS = CREW * GROUPS * 16 / PARTS, KEPT = KEPT_ROWS * WIDTH / 8, TILE = QUERIES * WIDTH / 8;
     constexpr u32 AT_ONCE = QUERIES < 32 ? QUERIES : 32, COLUMNS = WIDTH / PARTS;
     const Chunk *key_rows = pool, *value_rows = pool + KEPT;
     Chunk *const tiles = pool + KEPT * 2;
     Columns<QUERIES> *const columns = (Columns<QUERIES> *)(tiles + TILE * 4);
-    u32 lane = threadIdx.x % WARP, row = threadIdx.x / WARP / PARTS * 16;
+    const u32 lane = threadIdx.x % WARP, row = threadIdx.x / WARP / PARTS * GROUPS * 16;
     const u32 first_column = threadIdx.x / WARP % PARTS * (COLUMNS / 16);
 
     const u64 key_head = of.key_head();
-    copy_rows<WIDTH, KEPT_ROWS>(pool, k + key_head, of.key_stride(), first_row, of.keys, of.width);
-    copy_rows<WIDTH, KEPT_ROWS>(pool + KEPT, v + key_head, of.key_stride(), first_row, of.keys, of.width);
+    copy_rows<WIDTH, KEPT_ROWS, CREW>(pool, k + key_head, of.key_stride(), first_row, of.keys, of.width);
+    copy_rows<WIDTH, KEPT_ROWS, CREW>(pool + KEPT, v + key_head, of.key_stride(), first_row, of.keys, of.width);
 
     // The range of tiles with queries that see any of these keys.
     u32 hidden = of.keys - of.queries; // queries before the first, if causal
@@ -298,8 +351,8 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
     // Copies the queries from `next` on. After the last queries of a head, the next head follows.
     auto copy_tile = [&](u32 turn) {
         Chunk *to = tiles + turn % 2 * (TILE * 2);
-        copy_rows<WIDTH, QUERIES>(to, q + of.query_head(), of.query_stride(), next, of.queries, of.width);
-        copy_rows<WIDTH, QUERIES>(to + TILE, grad + of.query_head(), of.query_stride(), next, of.queries, of.width);
+        copy_rows<WIDTH, QUERIES, CREW>(to, q + of.query_head(), of.query_stride(), next, of.queries, of.width);
+        copy_rows<WIDTH, QUERIES, CREW>(to + TILE, grad + of.query_head(), of.query_stride(), next, of.queries, of.width);
         if (threadIdx.x < QUERIES) {
             Columns<QUERIES> &beside = columns[turn % 2];
             u32 query = next + threadIdx.x;
@@ -313,7 +366,7 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
             of.head++;
         }
     };
-    float dkeys[COLUMNS / 8][4] = {}, dvalues[COLUMNS / 8][4] = {};
+    float dkeys[GROUPS][COLUMNS / 8][4] = {}, dvalues[GROUPS][COLUMNS / 8][4] = {};
     if (turns > 0) copy_tile(0);
     for (u32 turn = 0; turn < turns; turn++) {
         copies_done();
@@ -325,40 +378,60 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
                         beside.seen[QUERIES - 1].end >= first_row + KEPT_ROWS;
 #pragma unroll 1
         for (u32 at = 0; at < QUERIES; at += AT_ONCE) {
-            float scores[AT_ONCE / 8][4] = {}, products[AT_ONCE / 8][4] = {};
-#pragma unroll 1
+            float scores[GROUPS][AT_ONCE / 8][4] = {}, products[GROUPS][AT_ONCE / 8][4] = {};
+#pragma unroll
             for (u32 step = 0; step < WIDTH / 16; step++) {
-                u32 a[4];
-                left<WIDTH>(a, key_rows, row, step);
-                add_scores<T, WIDTH, AT_ONCE>(scores, a, query_tile, at, step);
-                left<WIDTH>(a, value_rows, row, step);
-                add_scores<T, WIDTH, AT_ONCE>(products, a, grad_tile, at, step);
+                u32 a[GROUPS][4];
+#pragma unroll
+                for (u32 g = 0; g < GROUPS; g++) left<WIDTH>(a[g], key_rows, row + g * 16, step);
+                add_scores<T, WIDTH, AT_ONCE, GROUPS>(scores, a, query_tile, at, step);
+#pragma unroll
+                for (u32 g = 0; g < GROUPS; g++) left<WIDTH>(a[g], value_rows, row + g * 16, step);
+                add_scores<T, WIDTH, AT_ONCE, GROUPS>(products, a, grad_tile, at, step);
             }
             const u32 column = at + lane % 4 * 2, key = first_row + row + lane / 4;
 #pragma unroll
-            for (u32 i = 0; i < AT_ONCE / 2; i++) {
-                float &score = scores[i / 4][i % 4];
-                score = power_of_2(fmaf(score, scale * LOG2_E, -beside.lse[column + i / 4 * 8 + i % 2]));
+            for (u32 i = 0; i < AT_ONCE / 4; i++) {
+                float most = beside.lse[column + i / 2 * 8 + i % 2];
+#pragma unroll
+                for (u32 r = 0; r < GROUPS * 2; r++) {
+                    float &score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                    score = power_of_2(fmaf(score, scale * LOG2_E, -most));
+                }
             }
             if (!all_seen) {
 #pragma unroll
-                for (u32 i = 0; i < AT_ONCE / 2; i++) {
-                    if (!beside.seen[column + i / 4 * 8 + i % 2].has(key + i % 4 / 2 * 8)) scores[i / 4][i % 4] = 0;
+                for (u32 i = 0; i < AT_ONCE / 4; i++) {
+                    Span seen = beside.seen[column + i / 2 * 8 + i % 2];
+#pragma unroll
+                    for (u32 r = 0; r < GROUPS * 2; r++) {
+                        if (!seen.has(key + r * 8)) scores[r / 2][i / 2][r % 2 * 2 + i % 2] = 0;
+                    }
                 }
             }
 #pragma unroll
-            for (u32 i = 0; i < AT_ONCE / 2; i++) {
-                products[i / 4][i % 4] =
-                    scores[i / 4][i % 4] * (products[i / 4][i % 4] - beside.level[column + i / 4 * 8 + i % 2]);
+            for (u32 i = 0; i < AT_ONCE / 4; i++) {
+                float level = beside.level[column + i / 2 * 8 + i % 2];
+#pragma unroll
+                for (u32 r = 0; r < GROUPS * 2; r++) {
+                    u32 at_row = r % 2 * 2 + i % 2;
+                    float &product = products[r / 2][i / 2][at_row];
+                    product = scores[r / 2][i / 2][at_row] * (product - level);
+                }
             }
-            add_weighted<T, WIDTH, AT_ONCE, COLUMNS>(dvalues, scores, grad_tile, at, first_column);
-            add_weighted<T, WIDTH, AT_ONCE, COLUMNS>(dkeys, products, query_tile, at, first_column);
+            add_weighted<T, WIDTH, AT_ONCE, COLUMNS, GROUPS>(dvalues, scores, grad_tile, at, first_column);
+            add_weighted<T, WIDTH, AT_ONCE, COLUMNS, GROUPS>(dkeys, products, query_tile, at, first_column);
         }
     }
     copies_done();
-    row += first_row;
-    write_rows<T, COLUMNS>(dk + key_head, of.key_stride(), row, of.keys, of.width, dkeys, scale, scale, first_column);
-    write_rows<T, COLUMNS>(dv + key_head, of.key_stride(), row, of.keys, of.width, dvalues, 1, 1, first_column);
+#pragma unroll
+    for (u32 g = 0; g < GROUPS; g++) {
+        u32 at_row = first_row + row + g * 16;
+        write_rows<T, COLUMNS>(dk + key_head, of.key_stride(), at_row, of.keys, of.width, dkeys[g], scale, scale,
+                               first_column);
+        write_rows<T, COLUMNS>(dv + key_head, of.key_stride(), at_row, of.keys, of.width, dvalues[g], 1, 1,
+                               first_column);
+    }
 }
 
 // This block's tile of rows and its head. Each sequence has `all_heads` heads, which are every
@@ -368,43 +441,54 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
     Heads of = {index / (all_heads), index % (all_heads) * (step), heads, group, queries, keys, width, causal,         \
                 window, firsts}
 
-// Defines the kernels of a dtype and a width, with BLOCKS resident blocks per multiprocessor. A
-// tile has KEYS keys in forward, and in backward DQ_KEYS keys or DK_QUERIES queries. The last
+// Defines the kernels of a dtype and a width. A block has CREW warps, each with GROUPS times 16 rows;
+// BLOCKS of them fit a multiprocessor's registers. A tile has KEYS keys or QUERIES queries. The last
 // queries of causal attention see the most keys, so their blocks come first.
-#define DEFINE(T, NAME, WIDTH, BLOCKS, KEYS, DQ_KEYS, DK_QUERIES, PARTS)                                               \
-    KERNEL __launch_bounds__(THREADS, BLOCKS)                                                                          \
+#define DEFINE_FORWARD(T, NAME, WIDTH, KEYS, CREW, GROUPS, BLOCKS)                                                     \
+    KERNEL __launch_bounds__(CREW *WARP, BLOCKS)                                                                       \
         flash_forward_##WIDTH##_##NAME(const T *q, const T *k, const T *v, T *y, float *lse, const u32 *firsts,        \
                                        u32 heads, u32 group, u32 queries, u32 keys, u32 width, u32 causal,             \
                                        u32 window, float scale) {                                                      \
-        HEADS(heads, queries, ROWS, 1);                                                                                \
-        forward_tile<T, WIDTH, KEYS>(of, (tiles - 1 - tile) * ROWS, q, k, v, y, lse, scale);                           \
-    }                                                                                                                  \
-    KERNEL __launch_bounds__(THREADS, BLOCKS)                                                                          \
+        HEADS(heads, queries, CREW *GROUPS * 16, 1);                                                                   \
+        forward_tile<T, WIDTH, KEYS, CREW, GROUPS>(of, (tiles - 1 - tile) * (CREW * GROUPS * 16), q, k, v, y, lse,     \
+                                                   scale);                                                             \
+    }
+#define DEFINE_QUERIES(T, NAME, WIDTH, KEYS, CREW, GROUPS, PARTS, BLOCKS)                                              \
+    KERNEL __launch_bounds__(CREW *WARP, BLOCKS)                                                                       \
         flash_queries_##WIDTH##_##NAME(const T *q, const T *k, const T *v, const T *grad, const float *lse,            \
                                        const float *level, T *dq, const u32 *firsts, u32 heads, u32 group,             \
                                        u32 queries, u32 keys, u32 width, u32 causal, u32 window, float scale) {        \
-        HEADS(heads, queries, ROWS / PARTS, 1);                                                                        \
-        queries_tile<T, WIDTH, DQ_KEYS, PARTS>(of, (tiles - 1 - tile) * (ROWS / PARTS), q, k, v, grad, lse, level, dq, \
-                                               scale);                                                                 \
-    }                                                                                                                  \
-    KERNEL __launch_bounds__(THREADS, BLOCKS)                                                                          \
+        HEADS(heads, queries, CREW *GROUPS * 16 / PARTS, 1);                                                           \
+        queries_tile<T, WIDTH, KEYS, CREW, GROUPS, PARTS>(of, (tiles - 1 - tile) * (CREW * GROUPS * 16 / PARTS), q, k, \
+                                                          v, grad, lse, level, dq, scale);                             \
+    }
+#define DEFINE_KEYS(T, NAME, WIDTH, QUERIES, CREW, GROUPS, PARTS, BLOCKS)                                              \
+    KERNEL __launch_bounds__(CREW *WARP, BLOCKS)                                                                       \
         flash_keys_##WIDTH##_##NAME(const T *q, const T *k, const T *v, const T *grad, const float *lse,               \
                                     const float *level, T *dk, T *dv, const u32 *firsts, u32 heads, u32 group,         \
                                     u32 queries, u32 keys, u32 width, u32 causal, u32 window, float scale) {           \
-        HEADS(heads / group, keys, ROWS / PARTS, group);                                                               \
-        keys_tile<T, WIDTH, DK_QUERIES, PARTS>(of, tile * (ROWS / PARTS), q, k, v, grad, lse, level, dk, dv, scale);   \
+        HEADS(heads / group, keys, CREW *GROUPS * 16 / PARTS, group);                                                  \
+        keys_tile<T, WIDTH, QUERIES, CREW, GROUPS, PARTS>(of, tile * (CREW * GROUPS * 16 / PARTS), q, k, v, grad, lse, \
+                                                          level, dk, dv, scale);                                       \
     }
 #ifdef WIDE // a source of its own, so that the other kernels compile sooner
-DEFINE(bf16, bf16, 256, 1, 32, 16, 16, 2)
-DEFINE(f16, f16, 256, 1, 32, 16, 16, 2)
-#undef DEFINE
-#else
 #define FOR_EACH_HALF(T, NAME)                                                                                         \
-    DEFINE(T, NAME, 64, 2, 64, 64, 64, 1)                                                                              \
-    DEFINE(T, NAME, 128, 1, 64, 64, 32, 1)
+    DEFINE_FORWARD(T, NAME, 256, 32, 8, 1, 1)                                                                          \
+    DEFINE_QUERIES(T, NAME, 256, 16, 8, 1, 2, 1)                                                                       \
+    DEFINE_KEYS(T, NAME, 256, 16, 8, 1, 2, 1)
 FOR_EACH_HALF(bf16, bf16)
 FOR_EACH_HALF(f16, f16)
-#undef DEFINE
+#undef FOR_EACH_HALF
+#else
+#define FOR_EACH_HALF(T, NAME)                                                                                         \
+    DEFINE_FORWARD(T, NAME, 64, 64, 4, 1, 4)                                                                           \
+    DEFINE_QUERIES(T, NAME, 64, 64, 4, 2, 1, 2)                                                                        \
+    DEFINE_KEYS(T, NAME, 64, 64, 4, 2, 1, 2)                                                                           \
+    DEFINE_FORWARD(T, NAME, 128, 64, 4, 1, 2)                                                                          \
+    DEFINE_QUERIES(T, NAME, 128, 32, 4, 2, 1, 2)                                                                       \
+    DEFINE_KEYS(T, NAME, 128, 32, 4, 1, 1, 2)
+FOR_EACH_HALF(bf16, bf16)
+FOR_EACH_HALF(f16, f16)
 #define DEFINE(T, NAME)                                                                                                \
     KERNEL flash_level_##NAME(const T *y, const T *grad, float *level, u32 rows, u32 heads, u32 queries, u32 width) {  \
         level_rows(y, grad, level, rows, heads, queries, width);                                                       \
@@ -415,7 +499,8 @@ FOR_EACH_FLOAT(DEFINE)
 #endif
 #undef WIDE
 #undef HEADS
-#undef ROWS
+#undef LEVEL_ROWS
+#undef LEVEL_LANES
 #undef LOG2_E
 #undef LN_2
 #undef MINUS_INFINITY

@@ -78,11 +78,11 @@ DEVICE float power_of_2(float x) {
 template <int WIDTH> DEVICE u32 place(u32 row, u32 chunk) { return row * (WIDTH / 8) + (chunk ^ (row % 8)); }
 
 // Begins to copy rows from `begin` on of one head to a tile; rows from `end` on are zero. `stride`
-// is the distance of rows.
-template <int WIDTH, int COUNT, class T>
+// is the distance of rows. The block has CREW warps.
+template <int WIDTH, int COUNT, int CREW, class T>
 DEVICE void copy_rows(Chunk *tile, const T *head, u32 stride, u32 begin, u32 end, u32 width) {
     constexpr u32 CHUNKS = WIDTH / 8;
-    for (u32 i = threadIdx.x; i < COUNT * CHUNKS; i += THREADS) {
+    for (u32 i = threadIdx.x; i < COUNT * CHUNKS; i += CREW * WARP) {
         u32 row = i / CHUNKS, chunk = i % CHUNKS;
         bool is_there = begin + row < end && chunk * 8 < width;
         const T *from = is_there ? head + (u64)(begin + row) * stride + chunk * 8 : head;
@@ -118,33 +118,41 @@ template <class T> DEVICE void as_left(u32 (&a)[4], const float (*product)[4], u
     a[3] = pair(high[2], high[3], T());
 }
 
-// `product += a b^T`. `a` is the fragment of 16 rows for this step; `b` has COUNT rows of a tile
-// from `row` on.
-template <class T, int WIDTH, int COUNT>
-DEVICE void add_scores(float (*product)[4], const u32 (&a)[4], const Chunk *tile, u32 row, u32 step) {
+// `product += a b^T`. `a` has the fragments of GROUPS times 16 rows for this step; `b` has COUNT
+// rows of a tile from `row` on.
+template <class T, int WIDTH, int COUNT, int GROUPS>
+DEVICE void add_scores(float (*product)[COUNT / 8][4], const u32 (*a)[4], const Chunk *tile, u32 row, u32 step) {
 #pragma unroll
     for (u32 n = 0; n < COUNT / 16; n++) {
         u32 b[4];
         right_transposed<WIDTH>(b, tile, row + n * 16, step);
-        multiply_add(product[n * 2], a, b[0], b[1], T());
-        multiply_add(product[n * 2 + 1], a, b[2], b[3], T());
+#pragma unroll
+        for (u32 g = 0; g < GROUPS; g++) {
+            multiply_add(product[g][n * 2], a[g], b[0], b[1], T());
+            multiply_add(product[g][n * 2 + 1], a[g], b[2], b[3], T());
+        }
     }
 }
 
-// `sums += scores rows`, of 16 x COUNT and COUNT x COLUMNS elements. `rows` are COUNT rows of a
-// tile from `row` on, in COLUMNS columns from 16 `first` on.
-template <class T, int WIDTH, int COUNT, int COLUMNS>
-DEVICE void add_weighted(float (*sums)[4], const float (*scores)[4], const Chunk *tile, u32 row, u32 first) {
+// `sums += scores rows`, of GROUPS times 16 x COUNT and COUNT x COLUMNS elements. `rows` are COUNT
+// rows of a tile from `row` on, in COLUMNS columns from 16 `first` on.
+template <class T, int WIDTH, int COUNT, int COLUMNS, int GROUPS>
+DEVICE void add_weighted(float (*sums)[COLUMNS / 8][4], const float (*scores)[COUNT / 8][4], const Chunk *tile, u32 row,
+                         u32 first) {
 #pragma unroll
     for (u32 step = 0; step < COUNT / 16; step++) {
-        u32 a[4];
-        as_left<T>(a, scores, step);
+        u32 a[GROUPS][4];
+#pragma unroll
+        for (u32 g = 0; g < GROUPS; g++) as_left<T>(a[g], scores[g], step);
 #pragma unroll
         for (u32 n = 0; n < COLUMNS / 16; n++) {
             u32 b[4];
             right<WIDTH>(b, tile, row + step * 16, first + n);
-            multiply_add(sums[n * 2], a, b[0], b[1], T());
-            multiply_add(sums[n * 2 + 1], a, b[2], b[3], T());
+#pragma unroll
+            for (u32 g = 0; g < GROUPS; g++) {
+                multiply_add(sums[g][n * 2], a[g], b[0], b[1], T());
+                multiply_add(sums[g][n * 2 + 1], a[g], b[2], b[3], T());
+            }
         }
     }
 }

@@ -1,5 +1,5 @@
-// RMS norm, layer norm, activation functions, SwiGLU and rotary position embedding. All compute in
-// f32, for every dtype.
+// RMS norm, layer norm, activation functions, SwiGLU, rotary position embedding and sums. All
+// compute in f32, for every dtype.
 
 // Returns the pack at `at` of a row of `x`, or of `x + residual`, which is written to `sum`. The
 // sum is rounded to its dtype, because the backward reads it rounded.
@@ -290,6 +290,17 @@ DEVICE void activation_backward_chunk(const T *x, const T *grad, T *dx, u32 n, u
     }
 }
 
+template <bool WHOLE, class T> DEVICE void add_chunk(T *sum, const T *x, u32 n) {
+    FOR_EACH_PACK(T, at, n) {
+        float sums[LANES_OF(T)], values[LANES_OF(T)];
+        take_wide<WHOLE>(sum, at, n, sums);
+        take_wide<WHOLE>(x, at, n, values);
+#pragma unroll
+        for (u32 k = 0; k < LANES_OF(T); k++) sums[k] += values[k];
+        put_rounded<WHOLE>(sum, at, n, sums);
+    }
+}
+
 template <bool WHOLE, class T> DEVICE void swiglu_chunk(const T *gate, const T *up, T *y, u32 n) {
     FOR_EACH_PACK(T, at, n) {
         float g[LANES_OF(T)], u[LANES_OF(T)];
@@ -423,6 +434,11 @@ DEVICE void rope_pairs(const T *x, const float *cosine, const float *sine, T *y,
         u32 size = size_of_chunk(n);                                                                                   \
         bool is_whole = is_packed(AT(x) | AT(grad) | AT(dx)) && size % LANES_OF(T) == 0;                               \
         WHOLE_IF(is_whole, activation_backward_chunk, MOVE(x), MOVE(grad), MOVE(dx), size, kind);                      \
+    }                                                                                                                  \
+    KERNEL add_##NAME(T *__restrict__ sum, const T *__restrict__ x, u64 n) {                                           \
+        u32 size = size_of_chunk(n);                                                                                   \
+        bool is_whole = is_packed(AT(sum) | AT(x)) && size % LANES_OF(T) == 0;                                         \
+        WHOLE_IF(is_whole, add_chunk, MOVE(sum), MOVE(x), size);                                                       \
     }                                                                                                                  \
     KERNEL swiglu_##NAME(const T *__restrict__ gate, const T *__restrict__ up, T *__restrict__ y, u64 n) {             \
         u32 size = size_of_chunk(n);                                                                                   \

@@ -53,5 +53,5 @@ pub use plan::{
 pub use product::{Matrix, Product, Start};
 pub use source::{NVRTC_OPTIONS, Source};
 
-/// Threads of a block, in every kernel.
+/// Threads of a block, in most kernels: `THREADS` in `kernels/common.cu`.
 pub const THREADS: u32 = 256;

@@ -257,8 +257,10 @@ pub struct Call {
     pub kernel: &'static str,
     /// The file of the kernel.
     pub source: Source,
-    /// Number of blocks. Each has [`THREADS`](crate::THREADS) threads.
+    /// Number of blocks.
     pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
     /// Dynamic shared memory of each block, in bytes.
     pub shared_bytes: u32,
     /// The arguments, in order.

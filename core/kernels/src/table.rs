@@ -20,7 +20,7 @@
 
 use crate::plan::{Parameter, Row};
 use crate::plans::{AdamWTensor, AverageTensor, CopiedPart, NormTensor, SgdTensor, StepScale};
-use crate::{Bf16, Call, Element, F16, Field, Float, Half, In, Out, Source, Unknown};
+use crate::{Bf16, Call, Element, F16, Field, Float, Half, In, Out, Source, THREADS, Unknown};
 
 /// A kernel's name and parameters.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -57,6 +57,7 @@ macro_rules! kernels {
                     kernel: stringify!($name),
                     source: Source::$source,
                     blocks,
+                    threads: THREADS,
                     shared_bytes: 0,
                     arguments: vec![$($argument.argument()),*],
                 }
@@ -96,6 +97,7 @@ macro_rules! kernels_of_floats {
                     },
                     source: Source::$source,
                     blocks,
+                    threads: THREADS,
                     shared_bytes: 0,
                     arguments: vec![$($argument.argument()),*],
                 }
@@ -146,6 +148,17 @@ pub enum Width {
     To256,
 }
 
+/// The size of a launch.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Launch {
+    /// Number of blocks.
+    pub blocks: u32,
+    /// Threads of a block.
+    pub threads: u32,
+    /// Dynamic shared memory of each block, in bytes.
+    pub shared_bytes: u32,
+}
+
 /// Like `kernels`, for kernels that are compiled for each 16-bit dtype and each width. Both end
 /// their names. The largest width has a source of its own.
 macro_rules! kernels_of_halves {
@@ -157,9 +170,8 @@ macro_rules! kernels_of_halves {
             $(#[$attribute])*
             #[allow(clippy::too_many_arguments, reason = "as many as the kernel has")]
             pub fn $name<$T: Half>(
-                blocks: u32,
+                Launch { blocks, threads, shared_bytes }: Launch,
                 width: Width,
-                shared_bytes: u32,
                 $($argument: $ty),*
             ) -> Call {
                 Call {
@@ -176,6 +188,7 @@ macro_rules! kernels_of_halves {
                         Width::To256 => Source::$wide_source,
                     },
                     blocks,
+                    threads,
                     shared_bytes,
                     arguments: vec![$($argument.argument()),*],
                 }
@@ -410,6 +423,8 @@ kernels_of_floats! {
         fn activation<T>(x: In<T>, y: Out<T>, n: u64, kind: u32);
         /// The gradient of the activation's input, one block per chunk.
         fn activation_backward<T>(x: In<T>, grad: In<T>, dx: Out<T>, n: u64, kind: u32);
+        /// Adds `x` to `sum`, one block per chunk.
+        fn add<T>(sum: Out<T>, x: In<T>, n: u64);
         /// `silu(gate) * up`, one block per chunk.
         fn swiglu<T>(gate: In<T>, up: In<T>, y: Out<T>, n: u64);
         /// The gradients of `gate` and `up`, one block per chunk.

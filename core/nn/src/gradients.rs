@@ -38,10 +38,14 @@ pub(super) fn accumulate_and_end_use(parameter: &Parameter, grad: &Tensor) -> Re
     parameter.end_use()
 }
 
-/// Returns `sum + x`, of one shape and dtype. On the CPU the memory of `sum` is reused, so `sum`
-/// must not have another user, and `x` must use other memory.
+/// Returns `sum + x`, of one shape and dtype. The memory of `sum` may be reused, so `sum` must not
+/// have another user, and `x` must use other memory.
 pub(super) fn add_to(sum: Tensor, x: &Tensor) -> Result<Tensor> {
     let alike = sum.dims() == x.dims() && sum.dtype() == x.dtype();
+    #[cfg(feature = "cuda")]
+    if alike && fulgurite_kernels::cuda::add(&sum, x)?.is_some() {
+        return Ok(sum);
+    }
     if !uses_cpu_kernels(&sum) || !sum.is_contiguous() || sum.elem_count() == 0 || !alike {
         return Ok((sum + x)?);
     }

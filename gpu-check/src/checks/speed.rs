@@ -32,6 +32,14 @@ fn size(device: &Device, on_gpu: usize, on_cpu: usize) -> usize {
     if device.is_cpu() { on_cpu } else { on_gpu }
 }
 
+/// Random values, which repeat after 65,536 elements.
+fn random(shape: &[usize], dtype: DType, device: &Device) -> Result<Tensor> {
+    let n = shape.iter().product::<usize>();
+    let values = randn("speed", &[n.min(1 << 16)])?;
+    let values = values.repeat(n.div_ceil(values.elem_count()))?.narrow(0, 0, n)?.reshape(shape)?;
+    Ok(values.to_dtype(dtype)?.to_device(device)?)
+}
+
 pub(super) fn device(target: &Target) -> Result<Findings> {
     let (device, mut findings) = (target.device()?, Findings::default());
     let one = Tensor::zeros(1, DType::F32, &device)?;
@@ -40,7 +48,8 @@ pub(super) fn device(target: &Target) -> Result<Findings> {
 
     let n = size(&device, 8192, 256);
     for dtype in [DType::BF16, DType::F16, DType::F32] {
-        let a = Tensor::ones((n, n), dtype, &device)?;
+        // Random, because a GPU multiplies equal numbers faster.
+        let a = random(&[n, n], dtype, &device)?;
         let b = a.t()?;
         let secs = time(&device, 5, || Ok(a.matmul(&b)?))?;
         findings.figure(
@@ -72,13 +81,8 @@ fn measure(
     shapes: &[&[usize]],
     f: &Function<'_>,
 ) -> Result<()> {
-    let vars = shapes.iter().map(|shape| {
-        let values = randn("speed", &[shape.iter().product::<usize>().min(1 << 16)])?;
-        let n = shape.iter().product::<usize>();
-        let values =
-            values.repeat(n.div_ceil(values.elem_count()))?.narrow(0, 0, n)?.reshape(*shape)?;
-        Ok(Var::from_tensor(&values.to_dtype(DType::BF16)?.to_device(device)?)?)
-    });
+    let vars =
+        shapes.iter().map(|shape| Ok(Var::from_tensor(&random(shape, DType::BF16, device)?)?));
     let vars = vars.collect::<Result<Vec<Var>>>()?;
     let inputs: Vec<Tensor> = vars.iter().map(|var| var.as_tensor().clone()).collect();
     let forward = time(device, 3, || f(&inputs))?;

@@ -8,7 +8,7 @@
 //! # let _ = config;
 //! ```
 //!
-//! **It has never run on a GPU.** The tests replace NCCL with a library of the same interface, and
+//! **It has never run between GPUs**, only with one rank. The tests replace NCCL with a library of the same interface, and
 //! CUDA streams with streams that run in random order (`plugins/nccl/fake`). They cover everything
 //! except `cuda`. Training runs with that library and `cuda` on emulated GPUs (`.ci/gpu`).
 //!

@@ -301,6 +301,23 @@ pub fn activation_backward(
     Ok(Some(dx))
 }
 
+/// Adds `x` to `sum`, which must be contiguous and have no other user. Returns `None`, and changes
+/// nothing, if no kernel supports it.
+///
+/// # Errors
+/// As [`rms_norm`].
+pub fn add(sum: &Tensor, x: &Tensor) -> Result<Option<()>> {
+    let Some((device, dtype)) = taken(sum) else { return Ok(None) };
+    if !sum.is_contiguous() {
+        return Ok(None);
+    }
+    alike(&[sum, x])?;
+    let x = x.contiguous()?;
+    let plan = plans::add(dtype, address(sum)?, address(&x)?, sum.elem_count() as u64);
+    carry_out(&plan, device, &[sum, &x])?;
+    Ok(Some(()))
+}
+
 /// Computes `silu(gate) * up`.
 ///
 /// # Errors

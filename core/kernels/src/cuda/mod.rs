@@ -22,7 +22,7 @@ pub use copies::{casts, copy_all};
 pub use cudnn::{check_attention_kernels, cudnn_runs};
 pub use dropout::dropout;
 pub use layers::{
-    Normalized, activation, activation_backward, cross_entropy, cross_entropy_backward,
+    Normalized, activation, activation_backward, add, cross_entropy, cross_entropy_backward,
     embedding_grad, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope, swiglu,
     swiglu_backward, takes,
 };

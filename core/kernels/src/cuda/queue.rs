@@ -17,7 +17,7 @@ use super::compile::function;
 use super::products::run_product;
 use super::run::asked_for;
 use super::tables::{ALIGN, Tables};
-use crate::{Argument, Call, Plan, THREADS, Target, Work};
+use crate::{Argument, Call, Plan, Target, Work};
 
 /// Dynamic shared memory that a launch may use without raising the kernel's limit first.
 const SHARED_BYTES: u32 = 48 << 10;
@@ -162,7 +162,7 @@ unsafe fn launch(
     }
     let config = LaunchConfig {
         grid_dim: (call.blocks, 1, 1),
-        block_dim: (THREADS, 1, 1),
+        block_dim: (call.threads, 1, 1),
         shared_mem_bytes: call.shared_bytes,
     };
     // SAFETY: number and types of the arguments are as in the table of kernels, which tests compare

@@ -2,61 +2,97 @@
 
 use super::attention::small;
 use super::{Attention, blocks, with_element, with_half};
-use crate::table::{self, Width};
+use crate::table::{self, Launch, Width};
 use crate::{Float, In, Out, Plan};
 
-/// Queries that a block keeps in forward: `ROWS` in `kernels/flash.cu`.
-const ROWS: usize = 128;
-
-/// Tile sizes for a head width, as `DEFINE`d in the kernels.
+/// How a kernel divides its rows, as `DEFINE`d in the kernels.
+#[derive(Clone, Copy)]
 struct Tiles {
+    /// Warps of a block.
+    warps: usize,
+    /// Rows that a block keeps.
+    kept: usize,
+    /// The other rows that are in shared memory at a time.
+    tile: usize,
+}
+
+/// The kernels for a head width.
+struct Kernels {
     width: Width,
     /// Width after padding.
     padded: usize,
-    /// Keys in a tile of forward.
-    keys: usize,
-    /// Rows that a block keeps in backward.
-    kept: usize,
-    /// Keys in a tile, for the gradient of queries.
-    dq_keys: usize,
-    /// Queries in a tile, for the gradients of keys and values.
-    dk_queries: usize,
+    forward: Tiles,
+    /// For the gradient of queries.
+    queries: Tiles,
+    /// Whether registers hold the queries and their gradients.
+    in_registers: bool,
+    /// For the gradients of keys and values.
+    keys: Tiles,
 }
 
-const TO_64: Tiles =
-    Tiles { width: Width::To64, padded: 64, keys: 64, kept: 128, dq_keys: 64, dk_queries: 64 };
-const TO_128: Tiles =
-    Tiles { width: Width::To128, padded: 128, keys: 64, kept: 128, dq_keys: 64, dk_queries: 32 };
-const TO_256: Tiles =
-    Tiles { width: Width::To256, padded: 256, keys: 32, kept: 64, dq_keys: 16, dk_queries: 16 };
+const TO_64: Kernels = Kernels {
+    width: Width::To64,
+    padded: 64,
+    forward: Tiles { warps: 4, kept: 64, tile: 64 },
+    queries: Tiles { warps: 4, kept: 128, tile: 64 },
+    in_registers: true,
+    keys: Tiles { warps: 4, kept: 128, tile: 64 },
+};
+const TO_128: Kernels = Kernels {
+    width: Width::To128,
+    padded: 128,
+    forward: Tiles { warps: 4, kept: 64, tile: 64 },
+    queries: Tiles { warps: 4, kept: 128, tile: 32 },
+    in_registers: false,
+    keys: Tiles { warps: 4, kept: 64, tile: 32 },
+};
+const TO_256: Kernels = Kernels {
+    width: Width::To256,
+    padded: 256,
+    forward: Tiles { warps: 8, kept: 128, tile: 32 },
+    queries: Tiles { warps: 8, kept: 64, tile: 16 },
+    in_registers: false,
+    keys: Tiles { warps: 8, kept: 64, tile: 16 },
+};
 
-impl Tiles {
+impl Kernels {
     fn row(&self) -> usize {
         self.padded * ELEMENT
     }
 
     /// Shared memory of forward: queries, and a tile of keys and values.
     fn forward_bytes(&self) -> usize {
-        (ROWS + 2 * self.keys) * self.row()
+        (self.forward.kept + 2 * self.forward.tile) * self.row()
     }
 
     /// Shared memory of the queries' gradient: queries and their gradients, and two tiles of keys
     /// and values. The tiles reuse the memory of queries and gradients if registers hold these.
     fn queries_bytes(&self) -> usize {
-        let (kept, tiles) = (2 * self.kept, 4 * self.dq_keys);
-        let rows = if self.kept == ROWS { kept.max(tiles) } else { kept + tiles };
+        let (kept, tiles) = (2 * self.queries.kept, 4 * self.queries.tile);
+        let rows = if self.in_registers { kept.max(tiles) } else { kept + tiles };
         rows * self.row()
     }
 
     /// Shared memory of the keys' gradients: keys and values, and two tiles of queries with their
     /// gradients and statistics.
     fn keys_bytes(&self) -> usize {
-        2 * self.kept * self.row() + 2 * self.dk_queries * (2 * self.row() + BESIDE)
+        2 * self.keys.kept * self.row() + 2 * self.keys.tile * (2 * self.row() + BESIDE)
     }
 }
 
-/// Warps of a block.
-const WARPS: u64 = 8;
+impl Tiles {
+    /// The launch for `rows` rows of each head.
+    fn launch(self, heads: usize, rows: usize, shared_bytes: usize) -> Launch {
+        Launch {
+            blocks: small(heads * rows.div_ceil(self.kept)),
+            threads: small(self.warps * 32),
+            shared_bytes: small(shared_bytes),
+        }
+    }
+}
+
+/// Rows of a block of `flash_level`, as in the kernel.
+const LEVEL_ROWS: u64 = 32;
 
 /// Bytes of an element in shared memory, and of the statistics of each query of a tile.
 const ELEMENT: usize = 2;
@@ -74,11 +110,11 @@ impl Attention {
     /// Returns the most shared memory that a kernel of [`flash_attention`] or its backward needs,
     /// in bytes.
     pub fn flash_shared_bytes(&self) -> usize {
-        let tiles = self.tiles();
-        tiles.forward_bytes().max(tiles.queries_bytes()).max(tiles.keys_bytes())
+        let kernels = self.kernels();
+        kernels.forward_bytes().max(kernels.queries_bytes()).max(kernels.keys_bytes())
     }
 
-    fn tiles(&self) -> Tiles {
+    fn kernels(&self) -> Kernels {
         assert!(self.is_flash(), "{self:?}");
         match self.width {
             ..=64 => TO_64,
@@ -88,21 +124,15 @@ impl Attention {
     }
 }
 
-/// Returns the number of blocks of `kept` rows for `rows` rows of each head.
-fn blocks_of(heads: usize, rows: usize, kept: usize) -> u32 {
-    small(heads * rows.div_ceil(kept))
-}
-
 /// Computes the output and the log-sum-exp of each query's scores (f32, `[batch, heads, queries]`):
 /// one launch. Tensors are `[batch, time, heads, width]`, and are aligned to 16 bytes.
 pub fn flash_attention(of: &Attention, [q, k, v]: [u64; 3], output: u64, lse: u64) -> Plan {
     of.check();
     let mut plan = Plan::default();
-    let tiles = of.tiles();
+    let kernels = of.kernels();
     plan.call(with_half!(of.dtype, T => table::flash_forward::<T>(
-        blocks_of(of.heads(), of.queries, ROWS),
-        tiles.width,
-        small(tiles.forward_bytes()),
+        kernels.forward.launch(of.heads(), of.queries, kernels.forward_bytes()),
+        kernels.width,
         In::at(q),
         In::at(k),
         In::at(v),
@@ -132,14 +162,14 @@ pub fn flash_attention_backward(
 ) -> Plan {
     of.check();
     let mut plan = Plan::default();
-    let tiles = of.tiles();
+    let kernels = of.kernels();
     let rows = of.heads() * of.queries;
     let (heads, group) = (small(of.kv_heads * of.group), small(of.group));
     let (queries, keys, elements) = (small(of.queries), small(of.keys), small(of.width));
     let (causal, firsts) = (u32::from(of.causal), In::at(of.firsts));
     let level = plan.scratch::<f32>(rows);
     plan.call(with_element!(of.dtype, T => table::flash_level::<T>(
-        blocks(rows as u64, WARPS),
+        blocks(rows as u64, LEVEL_ROWS),
         In::at(output),
         In::at(grad),
         level,
@@ -150,9 +180,8 @@ pub fn flash_attention_backward(
     )));
     with_half!(of.dtype, T => {
         plan.call(table::flash_queries::<T>(
-            blocks_of(of.heads(), of.queries, tiles.kept),
-            tiles.width,
-            small(tiles.queries_bytes()),
+            kernels.queries.launch(of.heads(), of.queries, kernels.queries_bytes()),
+            kernels.width,
             In::at(q),
             In::at(k),
             In::at(v),
@@ -171,9 +200,8 @@ pub fn flash_attention_backward(
             of.scale,
         ));
         plan.call(table::flash_keys::<T>(
-            blocks_of(of.batch * of.kv_heads, of.keys, tiles.kept),
-            tiles.width,
-            small(tiles.keys_bytes()),
+            kernels.keys.launch(of.batch * of.kv_heads, of.keys, kernels.keys_bytes()),
+            kernels.width,
             In::at(q),
             In::at(k),
             In::at(v),

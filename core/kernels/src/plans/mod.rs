@@ -25,7 +25,7 @@ pub use optimizer::{
     StepScale, Update, adamw, average, sgd,
 };
 pub use rows::{
-    RmsNorm, RmsNormBackward, Rope, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
+    RmsNorm, RmsNormBackward, Rope, add, rms_norm, rms_norm_backward, rope, swiglu, swiglu_backward,
 };
 pub use views::{View, dense, pick_rows};
 

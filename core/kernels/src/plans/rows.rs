@@ -112,6 +112,18 @@ pub fn rms_norm_backward(op: RmsNormBackward) -> Plan {
     plan
 }
 
+/// Adds `n` elements of `x` to those of `sum`: one launch.
+pub fn add(dtype: Float, sum: u64, x: u64, n: u64) -> Plan {
+    let mut plan = Plan::default();
+    plan.call(with_element!(dtype, T => table::add::<T>(
+        blocks(n, CHUNK),
+        Out::at(sum),
+        In::at(x),
+        n,
+    )));
+    plan
+}
+
 /// Computes `y = silu(gate) * up` of `n` elements: one launch.
 pub fn swiglu(dtype: Float, [gate, up]: [u64; 2], y: u64, n: u64) -> Plan {
     let mut plan = Plan::default();

@@ -1,7 +1,7 @@
 //! Planted faults, each of which must be found.
 
 use fulgurite_kernels::table::{Declared, Signature, all};
-use fulgurite_kernels::{Argument, Call, Plan, Source, Target};
+use fulgurite_kernels::{Argument, Call, Plan, Source, THREADS, Target};
 
 use crate::shim::{Driver, Machine, Sanitizer, build};
 
@@ -39,7 +39,7 @@ fn report(driver: &Driver, kernel: &'static str) -> String {
     // Only the global race runs in two blocks; two blocks of the others would race too.
     let blocks = if kernel == "global_race" { 2 } else { 1 };
     let (source, shared_bytes) = (Source::GradNorm, 0);
-    plan.call(Call { kernel, source, blocks, shared_bytes, arguments });
+    plan.call(Call { kernel, source, blocks, threads: THREADS, shared_bytes, arguments });
     machine.run_with(driver, 1, &plan).err().unwrap_or_default()
 }
 

@@ -3,9 +3,9 @@
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_kernels::plans::{
     Activation, CrossEntropy, Dropout, IGNORED, LayerNorm, LayerNormBackward, RmsNorm,
-    RmsNormBackward, Rope, activation, activation_backward, cross_entropy, cross_entropy_backward,
-    dropout, embedding_grad, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope,
-    swiglu, swiglu_backward,
+    RmsNormBackward, Rope, activation, activation_backward, add, cross_entropy,
+    cross_entropy_backward, dropout, embedding_grad, layer_norm, layer_norm_backward, rms_norm,
+    rms_norm_backward, rope, swiglu, swiglu_backward,
 };
 use half::{bf16, f16};
 
@@ -74,6 +74,7 @@ in_every_dtype! {
     rms_norm_has_its_formula_and_gradient(norms);
     layer_norm_has_its_formula_and_gradient(centred);
     activations_have_their_formulas_and_gradients(activated);
+    sums_are_added_in_place(added);
     swiglu_has_its_formula_and_gradient(gated);
     positions_are_rotated_and_rotated_back(rotated);
     dropout_has_the_mask_of_the_cpu(dropped);
@@ -288,6 +289,16 @@ fn activated<T: Dtype>() {
             close("y", &y.get::<T>(&m), &expected, 1.0);
             close("dx", &dx.get::<T>(&m), &expected_dx, 1.0);
         }
+    }
+}
+
+fn added<T: Dtype>() {
+    for (n, skip) in [(1, 1), (8193, 3), (0, 0), (8256, 0)] {
+        let mut m = Machine::default();
+        let [sum, x] = ["sum", "x"].map(|what| normal::<T>(what, n));
+        let [sum_at, x_at] = [&sum, &x].map(|v| View::put(&mut m, skip, v));
+        m.run(&add(T::FLOAT, sum_at.address(), x_at.address(), n as u64));
+        assert!(sum_at.get::<T>(&m) == summed(&sum, &x), "{} of {n}", T::FLOAT.name());
     }
 }
 

@@ -125,7 +125,7 @@ impl Machine {
             number(&mut out, call.kernel.len() as u64);
             out.extend_from_slice(call.kernel.as_bytes());
             number(&mut out, u64::from(call.blocks));
-            number(&mut out, u64::from(fulgurite_kernels::THREADS));
+            number(&mut out, u64::from(call.threads));
             number(&mut out, u64::from(call.shared_bytes));
             number(&mut out, call.arguments.len() as u64);
             for argument in &call.arguments {
