@@ -289,8 +289,8 @@ struct PredictArgs {
     #[command(flatten)]
     run: RunArgs,
 
-    /// Where to write the predictions of all ranks: `samples` and `outputs`, in the order of the
-    /// samples
+    /// Where to write the predictions of all ranks: a file named .safetensors (`samples` and
+    /// `outputs`), .jsonl or .csv (with the names of samples and classes)
     #[arg(long, value_name = "FILE", default_value = "predictions.safetensors")]
     output_file: PathBuf,
 }

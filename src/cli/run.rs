@@ -16,7 +16,9 @@ use fulgurite_core::module::ModuleTree;
 use fulgurite_core::output::{self, Outlet, stderr};
 use fulgurite_core::run::RunConfig;
 use fulgurite_core::strategy::ParallelizeFn;
-use fulgurite_core::trainer::{Callback, LightningModule, RunConfigOf, RunPurpose, Trainer};
+use fulgurite_core::trainer::{
+    Callback, LightningModule, PredictionFormat, RunConfigOf, RunPurpose, Trainer,
+};
 use fulgurite_core::{Error, Result, advice, counted, registry};
 use fulgurite_loggers::JsonLines;
 use serde_json::json;
@@ -404,12 +406,20 @@ fn layers(
 
 /// The checked configuration of a run of module `M`.
 fn run_config<M: LightningModule>(request: &RunRequest, defaults: Table) -> Result<RunConfigOf<M>> {
+    if request.action == Action::Predict {
+        PredictionFormat::of(output_file(request))?;
+    }
     let layers = layers(request, defaults, M::pretrained_key())?;
     let layers = layers.exclusive_keys("data", M::Data::exclusive_keys());
     let mut run: RunConfigOf<M> = RunConfig::from_layers(layers.clone())?;
     args::warn_of_variables(&layers)?;
     run.set_module(M::module_type())?;
     Ok(run)
+}
+
+/// The file for predictions.
+fn output_file(request: &RunRequest) -> &Path {
+    request.output_file.as_deref().unwrap_or(Path::new("predictions.safetensors"))
 }
 
 fn check<M: LightningModule>(
@@ -453,8 +463,7 @@ fn execute<M: LightningModule>(
         Action::Test => trainer.test::<M>(&run).map(drop),
         Action::Predict => {
             let predictions = trainer.predict::<M>(&run)?;
-            let file =
-                request.output_file.as_deref().unwrap_or(Path::new("predictions.safetensors"));
+            let file = output_file(request);
             let samples = predictions.save_all(&*world, file)?;
             if world.rank() == 0 && request.output == Output::Human {
                 say(&format!("predictions of {samples} samples are in {}\n", file.display()));

@@ -16,11 +16,13 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use crate::config::OnError;
-use crate::picture_files::{classes, decode, pictures};
+use crate::picture_files::{classes, decode, pictures, unlabelled};
 use crate::text_data::nothing_to_validate;
 
 /// Maximum length of a file.
 const MAX_FILE: u64 = 256 << 20;
+/// The label of a picture without a class.
+const IGNORED: i64 = -100;
 /// Maximum pixels per side after resizing.
 const MAX_SIDE: usize = 1 << 14;
 
@@ -44,6 +46,13 @@ pub struct ImageFolderConfig {
     /// must be among the classes of `path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_path: Option<PathBuf>,
+    /// A folder of the same kind for a test; by default the pictures for validation.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub test_path: Option<PathBuf>,
+    /// A picture, or a folder of pictures, for a prediction, which need no folders of classes; by
+    /// default the pictures for a test.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub predict_path: Option<PathBuf>,
     /// The fraction of the pictures for validation, chosen at random, the same in every run. By
     /// default 0.1, and 0 with a `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -73,6 +82,8 @@ impl Default for ImageFolderConfig {
         Self {
             path: PathBuf::from("."),
             validation_path: None,
+            test_path: None,
+            predict_path: None,
             validation_fraction: None,
             height: 32,
             width: 32,
@@ -128,7 +139,8 @@ impl ImageFolderConfig {
 pub struct ImageBatch {
     /// Red, green and blue from 0 to 1, f32 `[samples, 3, height, width]`.
     pub images: Tensor,
-    /// The index of each picture's class in [`ImageFolder::classes`], i64 `[samples]`.
+    /// The index of each picture's class in [`ImageFolder::classes`], i64 `[samples]`; -100 for a
+    /// picture of `data.predict_path`.
     pub labels: Tensor,
 }
 
@@ -137,13 +149,16 @@ pub struct ImageBatch {
 /// Transparency is dropped, 16 bits become 8, and grey, palettes and CMYK become red, green and
 /// blue.
 ///
-/// [`Split::Test`] and [`Split::Predict`] have the pictures for validation.
+/// [`Split::Test`] has the pictures of `data.test_path`, otherwise those for validation;
+/// [`Split::Predict`] those of `data.predict_path`, otherwise those for a test.
 #[derive(Debug)]
 pub struct ImageFolder {
     config: ImageFolderConfig,
     classes: Vec<String>,
     train: Vec<Picture>,
     validation: Vec<Picture>,
+    test: Option<Vec<Picture>>,
+    predict: Option<Vec<Picture>>,
     report: DataReport,
     /// Number of pictures replaced by others.
     replaced: AtomicU64,
@@ -152,7 +167,8 @@ pub struct ImageFolder {
 #[derive(Debug, Clone)]
 pub(crate) struct Picture {
     pub(crate) path: PathBuf,
-    pub(crate) class: usize,
+    /// `None` for a picture of `data.predict_path`.
+    pub(crate) class: Option<usize>,
 }
 
 impl ImageFolder {
@@ -167,16 +183,19 @@ impl ImageFolder {
     }
 
     fn pictures(&self, split: Split) -> &[Picture] {
+        let test = self.test.as_ref().unwrap_or(&self.validation);
         match split {
             Split::Train => &self.train,
             Split::ValidationSet(_) => &[],
-            Split::Validation | Split::Test | Split::Predict => &self.validation,
+            Split::Validation => &self.validation,
+            Split::Test => test,
+            Split::Predict => self.predict.as_ref().unwrap_or(test),
         }
     }
 
     /// Decodes a picture of a split. With `data.on_error = "skip"`, takes the next picture that can
     /// be decoded.
-    fn decode(&self, split: Split, index: u64) -> Result<(RgbImage, usize)> {
+    fn decode(&self, split: Split, index: u64) -> Result<(RgbImage, Option<usize>)> {
         let pictures = self.pictures(split);
         let missing = || {
             let available = pictures.len();
@@ -250,7 +269,7 @@ impl ImageFolder {
         for (nth, &index) in indices.iter().enumerate() {
             let (image, class) = self.decode(split, index)?;
             self.add(image, samples.map(|samples| samples.random(nth)), &mut images);
-            labels.push(class as i64);
+            labels.push(class.map_or(IGNORED, |class| class as i64));
         }
         Ok(ImageBatch {
             images: transfer::to_device(
@@ -312,8 +331,23 @@ impl DataModule for ImageFolder {
                 if chosen { &mut validation } else { &mut train }.push(picture.clone());
             }
         }
+        let test = match &config.test_path {
+            Some(path) => Some(open("data.test_path", path, Some(&classes))?.1),
+            None => None,
+        };
+        let predict = match &config.predict_path {
+            Some(path) => {
+                let key = "data.predict_path";
+                let mut source = SourceReport::new(key);
+                let found = unlabelled(key, path, &mut source)?;
+                source.count("images", found.len() as u64);
+                report.sources.push(source);
+                Some(found)
+            }
+            None => None,
+        };
         let (config, replaced) = (config.clone(), AtomicU64::new(0));
-        Ok(Self { config, classes, train, validation, report, replaced })
+        Ok(Self { config, classes, train, validation, test, predict, report, replaced })
     }
 
     fn items(_: &ImageFolderConfig) -> &'static str {
@@ -336,6 +370,11 @@ impl DataModule for ImageFolder {
         Ok(Some(format!("{} pictures of {} classes", self.train.len(), self.classes.len())))
     }
 
+    fn sample_name(&self, split: Split, index: u64) -> Option<String> {
+        let picture = self.pictures(split).get(usize::try_from(index).ok()?)?;
+        Some(picture.path.display().to_string())
+    }
+
     fn report(&self) -> Option<DataReport> {
         Some(self.report.clone())
     }
@@ -349,11 +388,13 @@ impl DataModule for ImageFolder {
     }
 
     fn evaluation_fingerprint(&self) -> Result<Option<String>> {
-        digest(&self.validation).map(Some)
+        let others = [Some(&self.validation), self.test.as_ref(), self.predict.as_ref()];
+        let others: Vec<Picture> = others.into_iter().flatten().flatten().cloned().collect();
+        digest(&others).map(Some)
     }
 
     fn host_keys() -> &'static [&'static str] {
-        &["path", "validation_path"]
+        &["path", "validation_path", "test_path", "predict_path"]
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<ImageBatch> {
@@ -379,7 +420,7 @@ fn digest(pictures: &[Picture]) -> Result<String> {
         let name = picture.path.file_name().unwrap_or_default().as_encoded_bytes();
         hasher.write_u64(name.len() as u64);
         hasher.write(name);
-        hasher.write_u64(picture.class as u64);
+        hasher.write_u64(picture.class.map_or(u64::MAX, |class| class as u64));
     }
     let apart = pictures.len().div_ceil(SAMPLED).max(1);
     for picture in pictures.iter().step_by(apart) {

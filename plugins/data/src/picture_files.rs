@@ -11,7 +11,7 @@ use image::{DynamicImage, ImageDecoder as _, ImageReader, Limits, RgbImage};
 
 use crate::images::Picture;
 use crate::sniff::foreign;
-use crate::walk::{Wanted, find_in};
+use crate::walk::{Wanted, find, find_in};
 
 /// Extensions of pictures, as in torchvision.
 const PICTURES: &[&str] = &["jpg", "jpeg", "png", "ppm", "bmp", "pgm", "tif", "tiff", "webp"];
@@ -74,7 +74,7 @@ pub(crate) fn pictures(
         if paths.is_empty() {
             empty.push(name);
         }
-        all.extend(paths.into_iter().map(|path| Picture { path, class }));
+        all.extend(paths.into_iter().map(|path| Picture { path, class: Some(class) }));
     }
     let (folder, left_out) = (folder.display(), report.left_out_in_words());
     if all.is_empty() {
@@ -95,6 +95,19 @@ pub(crate) fn pictures(
     }
     empty.into_iter().for_each(|class| report.leave_out("without pictures", class));
     Ok(all)
+}
+
+/// Returns a picture, or the pictures in a folder and its sub-folders in order, without classes.
+///
+/// # Errors
+/// If the path is missing or cannot be read, or is a folder without pictures.
+pub(crate) fn unlabelled(
+    key: &str,
+    path: &Path,
+    report: &mut SourceReport,
+) -> Result<Vec<Picture>> {
+    let found = find(key, &[path.to_owned()], Wanted::Extensions(PICTURES), report)?;
+    Ok(found.into_iter().map(|found| Picture { path: found.path, class: None }).collect())
 }
 
 /// Returns red, green and blue of a picture, turned by its Exif orientation.

@@ -77,8 +77,12 @@ pub(crate) fn fixture(name: &str) -> PathBuf {
 }
 
 fn fit(dir: &Path, sets: &[String]) -> Output {
+    run(dir, &["fit"], sets)
+}
+
+fn run(dir: &Path, args: &[&str], sets: &[String]) -> Output {
     let mut command = Command::new(env!("CARGO_BIN_EXE_fulgurite"));
-    command.arg("fit").current_dir(dir).stdin(Stdio::null());
+    command.args(args).current_dir(dir).stdin(Stdio::null());
     for name in ["RANK", "WORLD_SIZE", "LOCAL_RANK", "RAYON_NUM_THREADS"] {
         command.env_remove(name);
     }
@@ -239,6 +243,79 @@ fn pictures_are_classified_on_two_ranks() {
         "data.validation_fraction=0.2",
     ];
     assert_same_on_two_ranks("image_classification", &keys, "val_accuracy");
+}
+
+/// Trains for two steps, and returns the file with this extension in which one rank and two ranks
+/// write their predictions with these weights.
+fn predicted(dir: &Path, module: &str, keys: &[&str], extension: &str) -> String {
+    let mut all = sets(keys);
+    all.extend([format!("module.type={module}"), "checkpoint.dir=kept".to_owned()]);
+    all.push("checkpoint.save_last=true".to_owned());
+    let steps = ["trainer.max_steps=2".to_owned(), "checkpoint.overwrite=true".to_owned()];
+    let fitted = fit(dir, &[all.clone(), steps.to_vec()].concat());
+    assert!(fitted.status.success(), "{}", String::from_utf8_lossy(&fitted.stderr));
+    let [one, two] = [1, 2].map(|ranks| {
+        let file = format!("{ranks}.{extension}");
+        let more = [format!("trainer.devices={ranks}"), "trainer.ckpt_path=last".to_owned()];
+        let args = ["predict", "--output-file", &file];
+        let output = run(dir, &args, &[all.clone(), more.to_vec()].concat());
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        fs::read_to_string(dir.join(file)).unwrap()
+    });
+    assert_eq!(one, two);
+    one
+}
+
+#[test]
+fn predictions_name_rows_and_classes() {
+    let dir = folder();
+    fs::write(dir.path().join("new.csv"), "text\nthe cat\n\"good, not bad\"\nfilm\n").unwrap();
+    let keys = bert(&["data.path=texts.jsonl", "data.predict_path=new.csv", "data.batch_size=2"]);
+    let csv = predicted(dir.path(), "sequence_classification", &keys, "csv");
+    let (header, rows) = csv.split_once('\n').unwrap();
+    assert_eq!(header, "sample,name,negative,neutral,positive");
+    for (i, row) in rows.lines().enumerate() {
+        let fields: Vec<&str> = row.rsplitn(4, ',').collect();
+        let sum: f32 = fields[..3].iter().map(|value| value.parse::<f32>().unwrap()).sum();
+        assert!((sum - 1.0).abs() < 1e-5, "{row}");
+        assert_eq!(fields[3], format!("{i},\"new.csv, line {}\"", i + 2));
+    }
+    assert_eq!(rows.lines().count(), 3);
+    let lines = predicted(dir.path(), "sequence_classification", &keys, "jsonl");
+    let first: Value = serde_json::from_str(lines.lines().next().unwrap()).unwrap();
+    assert_eq!((&first["sample"], &first["name"]), (&json!(0), &json!("new.csv, line 2")));
+    let value = rows.lines().next().unwrap().rsplit(',').next().unwrap();
+    assert_eq!(
+        first["outputs"]["positive"].as_f64().unwrap() as f32,
+        value.parse::<f32>().unwrap()
+    );
+
+    let other = run(dir.path(), &["predict", "--output-file", "out.xlsx"], &sets(&keys));
+    let text = String::from_utf8_lossy(&other.stderr).into_owned();
+    assert_snapshot!(text.trim(), @"error: out.xlsx: predictions are written to files named .safetensors, .jsonl or .csv");
+}
+
+#[test]
+fn pictures_without_classes_are_predicted() {
+    let dir = folder();
+    let new = dir.path().join("new/holiday");
+    fs::create_dir_all(&new).unwrap();
+    fs::copy(dir.path().join("pictures/dog/03.ppm"), new.join("a.ppm")).unwrap();
+    let from = format!("model.from_pretrained={}", fixture("vit").display());
+    let keys = [
+        &*from,
+        "model.num_labels=2",
+        "checkpoint.load.exclude=[\"classifier\"]",
+        "data.path=pictures",
+        "data.predict_path=new",
+        "data.height=12",
+        "data.width=12",
+    ];
+    let lines = predicted(dir.path(), "image_classification", &keys, "jsonl");
+    let row: Value = serde_json::from_str(lines.trim()).unwrap();
+    assert_eq!(row["name"], "new/holiday/a.ppm");
+    let outputs = row["outputs"].as_object().unwrap();
+    assert_eq!(outputs.keys().collect::<Vec<_>>(), ["cat", "dog"]);
 }
 
 #[test]

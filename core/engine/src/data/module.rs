@@ -204,6 +204,13 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         self.batch(samples.split(), samples.indices(), device)
     }
 
+    /// The name of a sample, such as the path of its file or its line in one, which files of
+    /// predictions show. `None`, the default, for data without names.
+    fn sample_name(&self, split: Split, index: u64) -> Option<String> {
+        let _ = (split, index);
+        None
+    }
+
     /// A short text that identifies the data, such as its size and a hash of it or of parts of it.
     /// Equal on every rank, and cheap to compute. Checkpoints record it. A run does not resume from
     /// a checkpoint with another fingerprint unless `checkpoint.allow_other_data` is set. `None`,

@@ -20,7 +20,7 @@ mod trainer;
 
 pub use checkpoints::saved_state::SavedState;
 pub use evaluation::evaluate::Evaluation;
-pub use evaluation::predictions::Predictions;
+pub use evaluation::predictions::{PredictionFormat, Predictions};
 pub use module::callback::{Callback, CallbackConfig};
 pub use module::context::{HookContext, SaveRequest, Stage, StepContext};
 pub use module::hooks::Hooks;

@@ -18,7 +18,7 @@ use crate::walk::{Wanted, find};
 const SEPARATED: &[&str] = &["csv", "tsv"];
 
 /// The place of a row: its file, and its line or number there.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq)]
 pub(super) struct Place {
     file: Arc<Path>,
     unit: &'static str,

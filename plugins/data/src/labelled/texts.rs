@@ -14,7 +14,7 @@ use super::batch::{Labels, PaddedTexts, Padding, TextBatch};
 use super::config::{Column, LabelledTextsConfig, RowKind};
 use super::encode::{Encoded, Text, TextEncoder};
 use super::labels::{Label, LabelKind, LabelReader};
-use super::rows::{self, Row};
+use super::rows::{self, Place, Row};
 use crate::config::Paths;
 use crate::text_data::nothing_to_validate;
 
@@ -85,6 +85,7 @@ struct Sample {
     /// One text, pair or list of words; for rows of pairs two or three texts.
     texts: Vec<Encoded>,
     label: Label,
+    place: Place,
 }
 
 /// The rows of one key, tokenized.
@@ -174,7 +175,7 @@ impl LabelledTexts {
                     _ => Label::None,
                 };
                 let (texts, cut) = encode(config.kind, &texts, row, &encoder, &label)?;
-                Ok((Sample { texts, label }, cut))
+                Ok((Sample { texts, label, place: row.place.clone() }, cut))
             };
             // Labels are checked in all rows, and texts in some.
             if let Some(reader) = reader.as_ref().filter(|_| needs_labels) {
@@ -449,6 +450,11 @@ impl DataModule for LabelledTexts {
 
     fn memory(&self) -> u64 {
         self.memory
+    }
+
+    fn sample_name(&self, split: Split, index: u64) -> Option<String> {
+        let sample = self.samples(split).get(usize::try_from(index).ok()?)?;
+        Some(sample.place.to_string())
     }
 
     fn report(&self) -> Option<DataReport> {

@@ -218,6 +218,41 @@ fn truncated_pictures_are_errors_or_replaced() {
 }
 
 #[test]
+fn tests_and_predictions_have_own_pictures() {
+    let dir = tempfile::tempdir().unwrap();
+    for (i, name) in ["cat/1", "cat/2", "dog/1", "dog/2"].iter().enumerate() {
+        save(&dir.path().join(format!("train/{name}.png")), 4, 3, i as u8);
+    }
+    save(&dir.path().join("test/dog/x.png"), 4, 3, 9);
+    save(&dir.path().join("new/2025/later.webp"), 4, 3, 9);
+    save(&dir.path().join("new/a.png"), 4, 3, 9);
+    let (test, new) = (dir.path().join("test"), dir.path().join("new"));
+    let train = dir.path().join("train");
+    let keys = format!("validation_fraction = 0.5\ntest_path = {test:?}\n");
+    let data = setup(&train, &keys).unwrap();
+    assert_eq!(data.len(Split::Validation), 2);
+    for split in [Split::Test, Split::Predict] {
+        assert_eq!(data.len(split), 1);
+        let batch = data.batch(split, &[0], &Device::Cpu).unwrap();
+        assert_eq!(batch.labels.to_vec1::<i64>().unwrap(), [1]);
+    }
+    let data = setup(&train, &format!("{keys}predict_path = {new:?}")).unwrap();
+    let batch = data.batch(Split::Predict, &[0, 1], &Device::Cpu).unwrap();
+    assert_eq!(batch.labels.to_vec1::<i64>().unwrap(), [-100, -100]);
+    let names = [0, 1].map(|i| data.sample_name(Split::Predict, i).unwrap());
+    assert_eq!(
+        names,
+        ["2025/later.webp", "a.png"].map(|name| new.join(name).display().to_string())
+    );
+    assert_eq!(data.sample_name(Split::Predict, 2), None);
+    let one = new.join("a.png");
+    let data = setup(&train, &format!("predict_path = {one:?}")).unwrap();
+    assert_eq!((data.len(Split::Test), data.len(Split::Predict)), (0, 1));
+    let error = setup(&train, &format!("test_path = {new:?}")).unwrap_err().to_string();
+    insta::assert_snapshot!(error.replace(dir.path().to_str().unwrap(), "DIR"), @r#"data: DIR/new (data.test_path) has the class "2025", and data.path has not"#);
+}
+
+#[test]
 fn mistakes_are_explained() {
     let dir = tempfile::tempdir().unwrap();
     let error = |keys: &str| {

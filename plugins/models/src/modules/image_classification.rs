@@ -198,6 +198,10 @@ impl LightningModule for ImageClassification {
     fn predict_step(&mut self, batch: &ImageBatch, _: &mut StepContext) -> Result<Tensor> {
         functional::softmax_last_dim(&self.forward(&batch.images)?.to_dtype(DType::F32)?)
     }
+
+    fn output_names(&self) -> Vec<String> {
+        self.names.clone().unwrap_or_default()
+    }
 }
 
 impl Hooks<ImageFolder> for ImageClassification {

@@ -313,6 +313,10 @@ impl LightningModule for SequenceClassification {
             Problem::Regression => Ok(outputs),
         }
     }
+
+    fn output_names(&self) -> Vec<String> {
+        self.names.clone().unwrap_or_default()
+    }
 }
 
 impl Hooks<LabelledTexts> for SequenceClassification {

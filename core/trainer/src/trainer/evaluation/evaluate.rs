@@ -311,13 +311,17 @@ fn predict(session: &mut Session) -> Result<Predicted> {
     let ranks = (session.setup.rank(), session.setup.world_size());
     let mut ctx =
         StepContext::evaluation((session.progress.step(), session.progress.epoch()), ranks);
-    let mut predictions = Predictions::default();
+    let output_names = session.runner.output_names();
+    let mut predictions = Predictions { output_names, ..Predictions::default() };
     let interrupted =
         each_batch(session, Split::Predict, &hooks, sized, &mut |session, batch, padding| {
             ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
             let output = session.runner.predict_step(&mut ctx)?.detach();
             if !padding {
-                predictions.batches.push((batch.samples.indices().to_vec(), output));
+                let samples = batch.samples.indices();
+                let named = |&i: &u64| Some((i, session.runner.sample_name(i)?));
+                predictions.sample_names.extend(samples.iter().filter_map(named));
+                predictions.batches.push((samples.to_vec(), output));
             }
             Ok(())
         })?;

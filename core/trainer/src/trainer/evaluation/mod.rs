@@ -1,4 +1,5 @@
 //! Validation, test and prediction.
 
 pub(crate) mod evaluate;
+mod prediction_lines;
 pub(crate) mod predictions;

@@ -9,6 +9,7 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+use super::prediction_lines::Lines;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::with_bytes;
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
@@ -22,6 +23,10 @@ pub struct Predictions {
     ///
     /// Over all ranks each sample occurs once.
     pub batches: Vec<(Vec<u64>, Tensor)>,
+    /// The names of these samples, if the data names them.
+    pub sample_names: HashMap<u64, String>,
+    /// The names of the values in a row of the outputs, such as classes, if the module names them.
+    pub output_names: Vec<String>,
 }
 
 impl Predictions {
@@ -67,20 +72,27 @@ impl Predictions {
         saved.map_err(|e| Error::other(format!("writing predictions to {}: {e}", path.display())))
     }
 
-    /// Writes the predictions of all ranks to one safetensors file, sorted by sample. Collective.
+    /// Writes the predictions of all ranks to one file, sorted by sample. Collective.
     ///
-    /// The file has `samples` (`[n]`, i64) and `outputs` (`[n, ..]`). Rank 0 writes it, with one
-    /// batch of another rank in memory at a time. The file appears only when complete. Returns the
-    /// number of samples.
+    /// The extension chooses the [`PredictionFormat`]. Rank 0 writes the file, which appears only
+    /// when complete. Of another rank's outputs it holds one batch at a time; of a text, all lines.
+    /// Returns the number of samples.
     ///
     /// # Errors
-    /// On all ranks: if an output does not have one row per sample, outputs differ in their dtypes
-    /// or other dimensions, or all ranks are without outputs. On rank 0: if the file cannot be
-    /// written.
+    /// On all ranks: if the extension is unknown, or the format does not hold such rows. If an
+    /// output does not have one row per sample, or outputs differ in their dtypes or other
+    /// dimensions. If all ranks are without outputs. On rank 0: if the file cannot be written.
     pub fn save_all(&self, world: &dyn ProcessGroup, path: &Path) -> Result<usize> {
-        let outlines: Vec<_> = self.batches.iter().map(Outline::of).collect();
+        let format = PredictionFormat::of(path)?;
+        let outlines: Vec<_> = self.batches.iter().map(|batch| self.outline(batch)).collect();
         let all: Vec<Vec<Outline>> = all_gather_object(world, &outlines)?;
         let layout = Layout::of(&all)?;
+        let lines = match format {
+            PredictionFormat::Safetensors => None,
+            PredictionFormat::JsonLines | PredictionFormat::Csv => {
+                Some(Lines::new(format, &layout.row_shape, &self.output_names)?)
+            }
+        };
         let mut own = self.batches.iter().map(|(_, output)| -> Result<Tensor> {
             Ok(output.to_device(&Device::Cpu)?.flatten_all()?.contiguous()?)
         });
@@ -90,7 +102,10 @@ impl Predictions {
             }
             return Ok(layout.rows.len());
         }
-        let mut file = layout.create(path)?;
+        let mut writer = match lines {
+            None => Writer::Tensors(layout.create(path)?),
+            Some(lines) => Writer::Text(lines),
+        };
         for (rank, outlines) in all.iter().enumerate() {
             for outline in outlines {
                 let output = match rank {
@@ -102,33 +117,88 @@ impl Predictions {
                         output
                     }
                 };
-                layout.write(&mut file, &outline.samples, &output)?;
+                match &mut writer {
+                    Writer::Tensors(file) => layout.write(file, &outline.samples, &output)?,
+                    Writer::Text(lines) => lines.add(&outline.samples, &outline.names, &output)?,
+                }
             }
         }
-        file.finish()?;
+        match writer {
+            Writer::Tensors(file) => file.finish()?,
+            Writer::Text(lines) => {
+                let mut file = Writing::create(path)?;
+                file.write_all(&lines.finish()?)?;
+                file.finish()?;
+            }
+        }
         Ok(layout.rows.len())
     }
+
+    fn outline(&self, (samples, output): &(Vec<u64>, Tensor)) -> Outline {
+        let name = |sample| self.sample_names.get(sample).cloned();
+        let names: Option<Vec<String>> = samples.iter().map(name).collect();
+        Outline {
+            samples: samples.clone(),
+            names: names.unwrap_or_default(),
+            shape: output.dims().to_vec(),
+            dtype: output.dtype().as_str().to_owned(),
+        }
+    }
+}
+
+/// The format of a file of predictions.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum PredictionFormat {
+    /// `.safetensors`: `samples` (`[n]`, i64) and `outputs` (`[n, ..]`), without names.
+    Safetensors,
+    /// `.jsonl` or `.ndjson`: a JSON object for each sample. It has `sample`, `name`, if the data
+    /// names its samples, and `outputs`. These are an object if the module names them, otherwise a
+    /// number or lists. A number that is not finite is null.
+    JsonLines,
+    /// `.csv`: the columns `sample`, `name`, if the data names its samples, and one for each output
+    /// with its name, or `output_0` and so on. For outputs `[n]` and `[n, k]`.
+    Csv,
+}
+
+impl PredictionFormat {
+    /// Returns the format that the extension of a file asks for.
+    ///
+    /// # Errors
+    /// For another extension.
+    pub fn of(path: &Path) -> Result<Self> {
+        match path.extension().and_then(|extension| extension.to_str()) {
+            Some("safetensors") => Ok(Self::Safetensors),
+            Some("jsonl" | "ndjson") => Ok(Self::JsonLines),
+            Some("csv") => Ok(Self::Csv),
+            _ => Err(Error::Config(format!(
+                "{}: predictions are written to files named .safetensors, .jsonl or .csv",
+                path.display()
+            ))),
+        }
+    }
+}
+
+/// What writes the rows.
+enum Writer<'a> {
+    Tensors(Writing<'a>),
+    Text(Lines),
 }
 
 /// A batch without its values.
 #[derive(Debug, Serialize, Deserialize)]
 struct Outline {
     samples: Vec<u64>,
+    /// The samples' names, or none.
+    names: Vec<String>,
     shape: Vec<usize>,
     dtype: String,
-}
-
-impl Outline {
-    fn of((samples, output): &(Vec<u64>, Tensor)) -> Self {
-        let dtype = output.dtype().as_str().to_owned();
-        Self { samples: samples.clone(), shape: output.dims().to_vec(), dtype }
-    }
 }
 
 /// The positions of all samples' rows in a file.
 struct Layout {
     /// Row by sample.
     rows: HashMap<u64, usize>,
+    row_shape: Vec<usize>,
     row_bytes: usize,
     dtype: DType,
     header: Vec<u8>,
@@ -140,7 +210,7 @@ impl Layout {
         let Some(first) = outlines.next() else {
             return Err(Error::other("there are no predictions to write"));
         };
-        for Outline { samples, shape, dtype } in all.iter().flatten() {
+        for Outline { samples, shape, dtype, .. } in all.iter().flatten() {
             if shape.first() != Some(&samples.len()) {
                 return Err(Error::other(format!(
                     "predictions of {} samples have the shape {shape:?}; to be written they need one row a \
@@ -184,21 +254,12 @@ impl Layout {
         header.extend(json.into_bytes());
         header.extend(samples.iter().flat_map(|sample| sample.to_le_bytes()));
         let rows = samples.into_iter().enumerate().map(|(row, sample)| (sample, row)).collect();
-        Ok(Self { rows, row_bytes, dtype, header })
+        Ok(Self { rows, row_shape: first.shape[1..].to_vec(), row_bytes, dtype, header })
     }
 
     fn create<'a>(&self, path: &'a Path) -> Result<Writing<'a>> {
-        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
-        if let Some(directory) = directory {
-            std::fs::create_dir_all(directory).map_err(Error::io("creating", directory))?;
-        }
-        let mut staged = path.as_os_str().to_owned();
-        staged.push(format!(".tmp-{}", std::process::id()));
-        let staged = std::path::PathBuf::from(staged);
-        let file = File::create(&staged).map_err(Error::io("creating", &staged))?;
-        let mut writing = Writing { file, staged, path, done: false };
-        let written = writing.file.write_all(&self.header);
-        written.map_err(Error::io("writing", &writing.staged))?;
+        let mut writing = Writing::create(path)?;
+        writing.write_all(&self.header)?;
         Ok(writing)
     }
 
@@ -225,7 +286,23 @@ struct Writing<'a> {
     done: bool,
 }
 
-impl Writing<'_> {
+impl<'a> Writing<'a> {
+    fn create(path: &'a Path) -> Result<Self> {
+        let directory = path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        if let Some(directory) = directory {
+            std::fs::create_dir_all(directory).map_err(Error::io("creating", directory))?;
+        }
+        let mut staged = path.as_os_str().to_owned();
+        staged.push(format!(".tmp-{}", std::process::id()));
+        let staged = std::path::PathBuf::from(staged);
+        let file = File::create(&staged).map_err(Error::io("creating", &staged))?;
+        Ok(Self { file, staged, path, done: false })
+    }
+
+    fn write_all(&mut self, bytes: &[u8]) -> Result<()> {
+        self.file.write_all(bytes).map_err(Error::io("writing", &self.staged))
+    }
+
     fn finish(mut self) -> Result<()> {
         self.file.sync_all().map_err(Error::io("writing", &self.staged))?;
         std::fs::rename(&self.staged, self.path).map_err(Error::io("writing", self.path))?;

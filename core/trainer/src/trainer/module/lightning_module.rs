@@ -236,4 +236,10 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         let _ = (batch, ctx);
         Err(Error::other("this module has no `predict_step`; implement it to predict"))
     }
+
+    /// Returns the names of the values in a row of [`predict_step`](Self::predict_step)'s output,
+    /// such as classes, which files of predictions show. None by default.
+    fn output_names(&self) -> Vec<String> {
+        Vec::new()
+    }
 }

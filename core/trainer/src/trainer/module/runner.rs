@@ -92,6 +92,12 @@ pub(crate) trait ModuleRunner {
     /// Predicts for the batch.
     fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor>;
 
+    /// [`LightningModule::output_names`].
+    fn output_names(&self) -> Vec<String>;
+
+    /// [`DataModule::sample_name`] of a sample to predict.
+    fn sample_name(&self, index: u64) -> Option<String>;
+
     /// Opens weights to start from, under the model's names.
     fn open_weights(&self, path: &Path) -> Result<Box<dyn TensorSource>>;
 
@@ -353,6 +359,14 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
 
     fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor> {
         self.module.predict_step(&self.evaluation.take()?, ctx)
+    }
+
+    fn output_names(&self) -> Vec<String> {
+        self.module.output_names()
+    }
+
+    fn sample_name(&self, index: u64) -> Option<String> {
+        self.data.sample_name(Split::Predict, index)
     }
 
     fn open_weights(&self, path: &Path) -> Result<Box<dyn TensorSource>> {
