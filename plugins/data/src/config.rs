@@ -374,20 +374,9 @@ impl TextDataConfig {
                 self.batch_size, self.seq_len
             ));
         }
-        let fraction = self.validation_fraction();
-        if !(0.0..1.0).contains(&fraction) {
-            return fail(format!(
-                "data.validation_fraction must be at least 0 and less than 1, got {fraction}"
-            ));
-        }
         let (path, sets) = (self.validation_path.is_some(), !self.validation_sets.is_empty());
-        for (key, given) in [("validation_path", path), ("validation_sets", sets)] {
-            if fraction > 0.0 && given {
-                return fail(format!(
-                    "data.{key} and data.validation_fraction = {fraction} exclude each other; take one away"
-                ));
-            }
-        }
+        let others = [("validation_path", path), ("validation_sets", sets)];
+        check_validation(self.validation_fraction(), &others)?;
         if path && sets {
             return fail(
                 "data.validation_path and data.validation_sets exclude each other; make the path \
@@ -455,5 +444,23 @@ impl TextDataConfig {
             }
         }
         Ok(())
+    }
+}
+
+/// Checks a fraction of rows for validation. Given `others` bring validation data of their own.
+///
+/// # Errors
+/// If the fraction is no fraction, or above 0 beside a given key.
+pub(crate) fn check_validation(fraction: f64, others: &[(&str, bool)]) -> Result<()> {
+    if !(0.0..1.0).contains(&fraction) {
+        return Err(Error::Config(format!(
+            "data.validation_fraction must be at least 0 and less than 1, got {fraction}"
+        )));
+    }
+    match others.iter().find(|(_, given)| fraction > 0.0 && *given) {
+        Some((key, _)) => Err(Error::Config(format!(
+            "data.{key} and data.validation_fraction = {fraction} exclude each other; take one away"
+        ))),
+        None => Ok(()),
     }
 }

@@ -15,7 +15,7 @@ use image::imageops::FilterType;
 use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
-use crate::config::OnError;
+use crate::config::{OnError, check_validation};
 use crate::picture_files::{classes, decode, pictures, unlabelled};
 use crate::text_data::nothing_to_validate;
 
@@ -118,18 +118,8 @@ impl ImageFolderConfig {
                 self.shift, self.height, self.width
             ));
         }
-        let fraction = self.validation_fraction();
-        if !(0.0..1.0).contains(&fraction) {
-            return fail(format!(
-                "data.validation_fraction must be at least 0 and less than 1, got {fraction}"
-            ));
-        }
-        if fraction > 0.0 && self.validation_path.is_some() {
-            return fail(format!(
-                "data.validation_path and data.validation_fraction = {fraction} exclude each other; take \
-                 one away"
-            ));
-        }
+        let others = [("validation_path", self.validation_path.is_some())];
+        check_validation(self.validation_fraction(), &others)?;
         Ok(())
     }
 }

@@ -35,10 +35,12 @@ mod parquet_texts;
 mod pattern;
 #[cfg(feature = "images")]
 mod picture_files;
+mod rows;
 mod sequences;
 mod sniff;
 mod source;
 mod special_tokens;
+mod table;
 mod text;
 mod text_data;
 mod token_cache;
@@ -57,5 +59,6 @@ pub use labelled::{
     LabelKind, LabelledTexts, LabelledTextsConfig, Labels, PaddedTexts, RowKind, TextBatch,
 };
 pub use lines::{JsonLines, Lines};
+pub use table::{OnMissing, Table, TableBatch, TableConfig, Task};
 pub use text_data::TextData;
 pub use tokenizer::Tokenizer;

@@ -4,7 +4,8 @@ use fulgurite_config::{ConfigType, Documented};
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
-use crate::config::Paths;
+use crate::config::{Paths, check_validation};
+use crate::rows::Column;
 
 /// The default fraction of rows for validation.
 const VALIDATION_FRACTION: f64 = 0.1;
@@ -156,13 +157,6 @@ impl ConfigType for RowKind {
     }
 }
 
-/// A column of the rows: the key that names it in the configuration, and its name.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Column {
-    pub(super) key: &'static str,
-    pub(super) name: String,
-}
-
 impl LabelledTextsConfig {
     pub(super) fn validation_fraction(&self) -> f64 {
         let default = if self.validation_path.is_some() { 0.0 } else { VALIDATION_FRACTION };
@@ -221,17 +215,8 @@ impl LabelledTextsConfig {
                 self.batch_size, self.seq_len
             ));
         }
-        let fraction = self.validation_fraction();
-        if !(0.0..1.0).contains(&fraction) {
-            return fail(format!(
-                "data.validation_fraction must be at least 0 and less than 1, got {fraction}"
-            ));
-        }
-        if fraction > 0.0 && self.validation_path.is_some() {
-            return fail(format!(
-                "data.validation_path and data.validation_fraction = {fraction} exclude each other; take one away"
-            ));
-        }
+        let others = [("validation_path", self.validation_path.is_some())];
+        check_validation(self.validation_fraction(), &others)?;
         let (texts, words, pairs) = (RowKind::Texts, RowKind::Words, RowKind::Pairs);
         for (key, given, of) in [
             ("text_key", &self.text_key, texts),

@@ -5,8 +5,8 @@ use std::collections::BTreeMap;
 use fulgurite_error::{Error, Result};
 use serde_json::Value;
 
-use super::config::{Column, LabelledTextsConfig, RowKind};
-use super::rows::{Place, Row};
+use super::config::{LabelledTextsConfig, RowKind};
+use crate::rows::{Column, Place, Row};
 
 /// The most classes that integers may name; larger ones are ids or numbers to predict.
 const MAX_CLASSES: i64 = 1 << 20;

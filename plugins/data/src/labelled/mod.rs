@@ -4,7 +4,6 @@ mod batch;
 mod config;
 mod encode;
 mod labels;
-mod rows;
 mod texts;
 
 pub use batch::{Labels, PaddedTexts, TextBatch};

@@ -11,11 +11,11 @@ use serde_json::Value;
 use twox_hash::XxHash3_64;
 
 use super::batch::{Labels, PaddedTexts, Padding, TextBatch};
-use super::config::{Column, LabelledTextsConfig, RowKind};
+use super::config::{LabelledTextsConfig, RowKind};
 use super::encode::{Encoded, Text, TextEncoder};
 use super::labels::{Label, LabelKind, LabelReader};
-use super::rows::{self, Place, Row};
 use crate::config::Paths;
+use crate::rows::{self, Column, Place, Row};
 use crate::text_data::nothing_to_validate;
 
 /// Rows of each source that a preview tokenizes.

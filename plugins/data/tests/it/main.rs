@@ -8,6 +8,7 @@ mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;
 mod reading;
+mod table;
 mod text_data;
 mod token_cache;
 mod token_files;

@@ -9,7 +9,6 @@ use fulgurite_error::files::open_regular;
 use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value};
 
-use super::config::Column;
 use crate::lines::{JSON_LINES, LineReader, flaw_of_json};
 use crate::sniff::Flaw;
 use crate::walk::{Wanted, find};
@@ -17,9 +16,16 @@ use crate::walk::{Wanted, find};
 /// The extensions of files with a header and separated values.
 const SEPARATED: &[&str] = &["csv", "tsv"];
 
+/// A column of the rows: the key that names it in the configuration, and its name.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Column {
+    pub(crate) key: &'static str,
+    pub(crate) name: String,
+}
+
 /// The place of a row: its file, and its line or number there.
 #[derive(Debug, Clone, PartialEq)]
-pub(super) struct Place {
+pub(crate) struct Place {
     file: Arc<Path>,
     unit: &'static str,
     number: u64,
@@ -33,17 +39,17 @@ impl fmt::Display for Place {
 
 impl Place {
     /// An error about a row.
-    pub(super) fn wrong(&self, message: impl fmt::Display) -> Error {
+    pub(crate) fn wrong(&self, message: impl fmt::Display) -> Error {
         Error::Data(format!("{self} {message}"))
     }
 }
 
 /// A row: the values of the wanted columns, in order; `None` where the row has none.
-pub(super) struct Row {
-    pub(super) place: Place,
-    pub(super) values: Vec<Option<Value>>,
+pub(crate) struct Row {
+    pub(crate) place: Place,
+    pub(crate) values: Vec<Option<Value>>,
     /// Whether all values are texts that may stand for numbers, as in CSV files.
-    pub(super) is_text: bool,
+    pub(crate) is_text: bool,
 }
 
 /// Reads the rows of the files that `key` names, in order.
@@ -51,7 +57,7 @@ pub(super) struct Row {
 /// # Errors
 /// If a path is missing or of an unknown type, a file is without rows or cannot be read, or a row
 /// does not parse. If a file has none of the `required` columns.
-pub(super) fn read(
+pub(crate) fn read(
     key: &str,
     paths: &[PathBuf],
     columns: &[Column],
