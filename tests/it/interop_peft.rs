@@ -12,7 +12,7 @@ use fulgurite::core::autograd::{no_grad, storage};
 use fulgurite::core::checkpoint::tools::{AnyCheckpoint, ConvertOptions, ConvertTarget, convert};
 use fulgurite::core::checkpoint::{FullOptions, ModelConfig};
 use fulgurite::core::collective::{ProcessGroup, Solo};
-use fulgurite::core::run::{AdapterConfig, QuantizationConfig, TrainerConfig};
+use fulgurite::core::run::{AdapterConfig, AdapterTargets, QuantizationConfig, TrainerConfig};
 use fulgurite::prelude::*;
 use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_models::Decoder;
@@ -77,7 +77,7 @@ pub(crate) fn assert_close(found: &Tensor, expected: &Tensor, tolerance: f64) {
 fn train(directory: &Path, dora: bool) {
     let targets: &[&str] = if dora { &["*_proj"] } else { &["*_proj", "embed_tokens"] };
     let adapters = AdapterConfig {
-        targets: targets.iter().map(|&target| target.to_owned()).collect(),
+        targets: targets.iter().copied().collect(),
         rank: Some(4),
         alpha: Some(8.0),
         modules_to_save: vec!["lm_head".to_owned()],
@@ -148,7 +148,7 @@ fn merged_weights_match_base_and_adapter() {
 /// `from_pretrained` loads after initialisation: DoRA magnitudes must match the loaded weights.
 #[test]
 fn untrained_dora_changes_nothing() {
-    let targets = vec!["*_proj".to_owned()];
+    let targets = AdapterTargets::from_iter(["*_proj"]);
     let dora = AdapterConfig { targets, dora: true, ..AdapterConfig::default() };
     assert_close(&logits(&base(), Some(dora)), &logits(&base(), None), 1e-6);
 }
@@ -160,7 +160,7 @@ fn base_keeps_weights_trained_with_adapter() {
     let adapter = temp.path().join("adapter");
     let head = Tensor::ones((67, 32), DType::F32, &Device::Cpu).unwrap();
     let with_head = AdapterConfig {
-        targets: vec!["q_proj".to_owned()],
+        targets: AdapterTargets::from_iter(["q_proj"]),
         modules_to_save: vec!["lm_head".to_owned()],
         ..AdapterConfig::default()
     };
@@ -315,7 +315,7 @@ fn peft_matches_adapters_on_quantised_base() {
         ..TrainerConfig::default()
     };
     let adapters = AdapterConfig {
-        targets: vec!["*_proj".to_owned()],
+        targets: AdapterTargets::from_iter(["*_proj"]),
         rank: Some(4),
         alpha: Some(8.0),
         ..AdapterConfig::default()

@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
 use fulgurite::core::collective::Solo;
-use fulgurite::core::run::AdapterConfig;
+use fulgurite::core::run::{AdapterConfig, AdapterTargets};
 
 use crate::interop_peft::{assert_close, expected, from, logits, merged, model};
 use crate::program::fixture;
@@ -66,7 +66,7 @@ fn shared_weight_is_saved_for_all_modules() {
     let temp = tempfile::tempdir().unwrap();
     let base = fixture("hf_llama_tied");
     let adapters = AdapterConfig {
-        targets: vec!["q_proj".to_owned()],
+        targets: AdapterTargets::from_iter(["q_proj"]),
         modules_to_save: vec!["embed_tokens".to_owned()],
         ..AdapterConfig::default()
     };
@@ -89,7 +89,7 @@ fn saved_module_names_are_unambiguous() {
     let temp = tempfile::tempdir().unwrap();
     let saved = |patterns: &[&str]| {
         let adapters = AdapterConfig {
-            targets: vec!["q_proj".to_owned()],
+            targets: AdapterTargets::from_iter(["q_proj"]),
             modules_to_save: patterns.iter().map(|&pattern| pattern.to_owned()).collect(),
             ..AdapterConfig::default()
         };
@@ -177,7 +177,7 @@ fn tied_weight_is_merged_under_all_names() {
 #[test]
 fn shared_weight_trains_for_all_or_none() {
     let adapters = AdapterConfig {
-        targets: vec!["q_proj".to_owned()],
+        targets: AdapterTargets::from_iter(["q_proj"]),
         modules_to_save: vec!["lm_head".to_owned()],
         ..AdapterConfig::default()
     };

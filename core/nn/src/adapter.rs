@@ -19,7 +19,7 @@ pub(super) fn product(
     weight: Weight,
     sizes: [usize; 2],
 ) -> Result<Arc<dyn Product>> {
-    Ok(match b.adapter() {
+    Ok(match b.linear_adapter() {
         None => Arc::new(weight),
         Some(of) if of.dora => Arc::new(DoraProduct::declare(b, layer, of, weight, sizes)?),
         Some(of) => Arc::new(LoraProduct::declare(b, layer, of, weight, sizes)?),

@@ -127,6 +127,7 @@ fn adapters_and_half_precision_train_every_decoder() {
     let scratch = tempfile::tempdir().unwrap();
     let lora = "trainer.adapters={ targets = ['*_proj'], rank = 2 }";
     let packed = "trainer.quantization.block_size=4";
+    let linear = "trainer.adapters={ targets = 'all-linear', rank = 2 }";
     for decoder in decoders() {
         let what = |with: &str| format!("{} with {with}", decoder.display());
         let train = |mesh, sets: &[&str]| losses(&decoder, scratch.path(), mesh, sets);
@@ -136,6 +137,9 @@ fn adapters_and_half_precision_train_every_decoder() {
             assert!(alone[1..] != whole[1..], "{} trains all weights", decoder.display());
             assert_close(&what(sets[sets.len() - 1]), &train(MESHES[0], sets), &alone, TOLERANCE);
         }
+        // All layers of a block are called so.
+        let same = train(ALONE, &[linear]);
+        assert_close(&what(linear), &same, &train(ALONE, &[lora]), 0.0);
         let half = train(ALONE, &["trainer.precision=bf16-mixed"]);
         assert_close(&what("bf16"), &half, &whole, 1e-2);
     }

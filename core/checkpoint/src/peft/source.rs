@@ -103,6 +103,7 @@ impl AdapterSource {
             rslora: config.use_rslora,
             dora: config.use_dora,
             dropout: config.lora_dropout,
+            all_linear: false,
             targets,
             exclude,
             modules_to_save: saved.into_iter().map(exactly).collect(),

@@ -8,6 +8,9 @@ use super::pattern::{
 use super::tree::ModuleTree;
 use crate::{Error, Result};
 
+/// The names of layers that compute a model's outputs.
+const HEADS: [&str; 3] = ["lm_head", "score", "classifier"];
+
 /// The trained biases of a model with adapters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum AdapterBias {
@@ -61,6 +64,9 @@ pub struct Adapters {
     pub dora: bool,
     /// Patterns of layers to adapt.
     pub targets: Vec<String>,
+    /// Adapts all linear layers but the head, which is called `lm_head`, `score` or `classifier`.
+    /// PEFT's `target_modules="all-linear"`. Then `targets` are empty.
+    pub all_linear: bool,
     /// Patterns of layers not to adapt, even if a target names them.
     pub exclude: Vec<String>,
     /// Patterns of modules that are fully trained beside the adapters, such as a new head.
@@ -79,6 +85,7 @@ impl Adapters {
             dropout: 0.0,
             dora: false,
             targets: targets.into_iter().map(Into::into).collect(),
+            all_linear: false,
             exclude: Vec::new(),
             modules_to_save: Vec::new(),
             bias: AdapterBias::None,
@@ -94,6 +101,13 @@ impl Adapters {
     /// Whether the layer at this path should have an adapter.
     pub(crate) fn targets(&self, path: &str) -> bool {
         any_pattern_matches(&self.targets, path) && !any_pattern_matches(&self.exclude, path)
+    }
+
+    /// Whether the linear layer at this path should have an adapter.
+    pub(crate) fn targets_linear(&self, path: &str) -> bool {
+        let name = path.rsplit_once('.').map_or(path, |(_, name)| name);
+        let by_kind = self.all_linear && !HEADS.contains(&name);
+        (by_kind && !any_pattern_matches(&self.exclude, path)) || self.targets(path)
     }
 
     /// Whether a parameter of the base model is trained.
@@ -124,10 +138,14 @@ impl Adapters {
         if !(0.0..1.0).contains(&self.dropout) {
             return wrong("dropout", format!("must be in [0, 1), found {}", self.dropout));
         }
-        if self.targets.is_empty() {
+        if self.targets.is_empty() && !self.all_linear {
             let message = "names no layer; write those that are to have an adapter, such as \
-                           [\"q_proj\", \"v_proj\"]";
+                           [\"q_proj\", \"v_proj\"], or \"all-linear\"";
             return wrong("targets", message.to_owned());
+        }
+        if self.all_linear && self.bias == AdapterBias::AdapterOnly {
+            let message = "biases of adapted layers need a list of layers in `targets`, in place of \"all-linear\"";
+            return wrong("bias", message.to_owned());
         }
         let all = [
             ("targets", &self.targets),
@@ -157,6 +175,13 @@ impl Adapters {
                 false => format!("they are called {}", names.join(", ")),
             }
         };
+        if self.all_linear && adapted.is_empty() {
+            return Err(Error::Config(format!(
+                "`trainer.adapters.targets`: the model has no linear layer besides its head and the excluded ones; \
+                 of the layers that take an adapter {}",
+                kinds()
+            )));
+        }
         let paths = tree.modules().keys().map(String::as_str);
         for (key, patterns) in [("targets", &self.targets), ("exclude", &self.exclude)] {
             if let Some(pattern) = idle_pattern(patterns, paths.clone()) {

@@ -283,7 +283,16 @@ impl ModuleBuilder {
     /// [`Adapters`]. A layer that calls this declares the adapter's parameters with
     /// [`adapter_parameter`](Self::adapter_parameter), and computes with them.
     pub fn adapter(&self) -> Option<&Adapters> {
-        let adapters = self.init.adapters.as_ref().filter(|all| all.targets(&self.path))?;
+        self.adapter_if(Adapters::targets)
+    }
+
+    /// Like [`adapter`](Self::adapter), for a linear layer.
+    pub fn linear_adapter(&self) -> Option<&Adapters> {
+        self.adapter_if(Adapters::targets_linear)
+    }
+
+    fn adapter_if(&self, targets: impl Fn(&Adapters, &str) -> bool) -> Option<&Adapters> {
+        let adapters = self.init.adapters.as_ref().filter(|all| targets(all, &self.path))?;
         self.tree().adapted.insert(self.path.clone());
         Some(adapters)
     }

@@ -15,9 +15,10 @@ fulgurite_config::config_struct! {
     /// `mlp` every layer in an `mlp`, `layers.3.self_attn.q_proj` that one layer.
     #[derive(Debug, Clone, PartialEq)]
     pub struct AdapterConfig {
-        /// The layers that get an adapter, such as `["q_proj", "v_proj"]`: linear layers and
-        /// embeddings.
-        pub targets: Vec<String> = Vec::new(),
+        /// The layers that get an adapter: patterns of linear layers and embeddings, such as
+        /// `["q_proj", "v_proj"]`, or `"all-linear"`: all linear layers but the head, which is
+        /// called `lm_head`, `score` or `classifier`.
+        pub targets: AdapterTargets = AdapterTargets::default(),
         /// The inner dimension of each adapter (PEFT's `r`); by default 8.
         pub rank: Option<usize> = None,
         /// The factor of the adapters' output, times the rank (PEFT's `lora_alpha`); by default the
@@ -41,6 +42,42 @@ fulgurite_config::config_struct! {
         /// The directory of an adapter in PEFT's format to start from. Its `adapter_config.json`
         /// determines the adapter, so all other keys must be left out.
         pub from: Option<PathBuf> = None,
+    }
+}
+
+/// The layers that get an adapter: `trainer.adapters.targets`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "expected \"all-linear\" or a list of patterns")]
+pub enum AdapterTargets {
+    /// All linear layers but the head, as PEFT's `target_modules="all-linear"`.
+    Kind(LayerKind),
+    /// The layers that these patterns match.
+    Patterns(Vec<String>),
+}
+
+/// A kind of layers.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub enum LayerKind {
+    /// Linear layers.
+    #[serde(rename = "all-linear")]
+    AllLinear,
+}
+
+impl Default for AdapterTargets {
+    fn default() -> Self {
+        Self::Patterns(Vec::new())
+    }
+}
+
+impl<S: Into<String>> FromIterator<S> for AdapterTargets {
+    fn from_iter<I: IntoIterator<Item = S>>(patterns: I) -> Self {
+        Self::Patterns(patterns.into_iter().map(Into::into).collect())
+    }
+}
+
+impl ConfigType for AdapterTargets {
+    fn describe() -> String {
+        "list of strings, or `\"all-linear\"`".to_owned()
     }
 }
 
@@ -78,13 +115,18 @@ impl AdapterConfig {
         let adapters = match &self.from {
             None => {
                 let rank = self.rank.unwrap_or(8);
+                let (targets, all_linear) = match &self.targets {
+                    AdapterTargets::Kind(LayerKind::AllLinear) => (Vec::new(), true),
+                    AdapterTargets::Patterns(patterns) => (patterns.clone(), false),
+                };
                 Adapters {
                     rank,
                     alpha: self.alpha.unwrap_or(rank as f64),
                     rslora: self.rslora,
                     dora: self.dora,
                     dropout: self.dropout.unwrap_or(0.0),
-                    targets: self.targets.clone(),
+                    targets,
+                    all_linear,
                     exclude: self.exclude.clone(),
                     modules_to_save: self.modules_to_save.clone(),
                     bias: match self.bias {

@@ -23,7 +23,7 @@ mod run_config;
 mod trainer_config;
 mod values;
 
-pub use adapter_config::{AdapterConfig, BiasMode};
+pub use adapter_config::{AdapterConfig, AdapterTargets, BiasMode, LayerKind};
 pub use checkpoint_config::{CheckpointConfig, LoadConfig, MonitorMode, RenameRule};
 pub use quantization_config::{FormatName, QuantizationConfig};
 pub use run_config::{RunConfig, reference_sections};

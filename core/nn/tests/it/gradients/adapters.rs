@@ -190,6 +190,28 @@ fn module_targets_include_their_layers() {
 }
 
 #[test]
+fn all_linear_layers_but_the_head_are_adapted() {
+    let adapted_layers = |adapters: Adapters| {
+        let b = adapted(Adapters { all_linear: true, ..adapters }, DType::F32);
+        Embedding::new(&b.pp("embed"), 5, 4)?;
+        LayerNorm::new(&b.pp("norm"), 4, 1e-5)?;
+        GeluMlp::new(&b.pp("mlp"), 4, 5)?;
+        Linear::new(&b.pp("lm_head"), 4, 5)?;
+        let tree = b.finish()?;
+        let names = tree.trainable().filter_map(|p| p.fqn().strip_suffix(".lora_A.weight"));
+        Ok::<_, fulgurite_core::Error>(names.map(str::to_owned).collect::<Vec<_>>())
+    };
+    let none = || Adapters::new([] as [&str; 0]);
+    assert_eq!(adapted_layers(none()).unwrap(), ["mlp.up_proj", "mlp.down_proj"]);
+    let exclude = vec!["down_proj".to_owned()];
+    assert_eq!(adapted_layers(Adapters { exclude, ..none() }).unwrap(), ["mlp.up_proj"]);
+    let exclude = vec!["mlp".to_owned()];
+    insta::assert_snapshot!(adapted_layers(Adapters { exclude, ..none() }).unwrap_err(), @"`trainer.adapters.targets`: the model has no linear layer besides its head and the excluded ones; of the layers that take an adapter they are called down_proj, embed, lm_head, up_proj");
+    let bias = Adapters { all_linear: true, bias: AdapterBias::AdapterOnly, ..none() };
+    insta::assert_snapshot!(bias.validate().unwrap_err(), @r#"`trainer.adapters.bias`: biases of adapted layers need a list of layers in `targets`, in place of "all-linear""#);
+}
+
+#[test]
 fn unsupported_targets_are_refused() {
     let error = |adapters: Adapters| {
         let b = adapted(adapters, DType::F32);
@@ -210,7 +232,7 @@ fn unsupported_targets_are_refused() {
     insta::assert_snapshot!(Adapters { rank: 0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.rank`: must be at least 1, found 0");
     insta::assert_snapshot!(Adapters { dropout: 1.0, ..Adapters::new(["a"]) }.validate().unwrap_err(), @"`trainer.adapters.dropout`: must be in [0, 1), found 1");
     insta::assert_snapshot!(Adapters::new(["a..b"]).validate().unwrap_err(), @"`trainer.adapters.targets`: the pattern `a..b` has an empty segment");
-    insta::assert_snapshot!(Adapters::new([] as [&str; 0]).validate().unwrap_err(), @r#"`trainer.adapters.targets`: names no layer; write those that are to have an adapter, such as ["q_proj", "v_proj"]"#);
+    insta::assert_snapshot!(Adapters::new([] as [&str; 0]).validate().unwrap_err(), @r#"`trainer.adapters.targets`: names no layer; write those that are to have an adapter, such as ["q_proj", "v_proj"], or "all-linear""#);
 }
 
 #[test]
