@@ -110,8 +110,8 @@ pub use memory::{TensorFn, TensorMap};
 pub use names::{NameRules, RenamedSource, clean_tensor_name};
 pub use open::{open, resolve_last};
 pub use peft::{
-    ADAPTER_CONFIG, ADAPTER_MODEL, AdapterSource, MergedModel, PeftConfig, load_adapter,
-    save_adapter,
+    ADAPTER_CONFIG, ADAPTER_MODEL, AdapterLabels, AdapterSource, MergedModel, PeftConfig,
+    load_adapter, save_adapter,
 };
 pub use rank_zero::RankZeroSource;
 pub use save::{SaveRequest, after_commit, remove_unfinished, save};

@@ -295,6 +295,25 @@ fn predictions_name_rows_and_classes() {
     assert_snapshot!(text.trim(), @"error: out.xlsx: predictions are written to files named .safetensors, .jsonl or .csv");
 }
 
+/// PEFT's classes for a task read the adapter, with its head.
+#[test]
+fn adapter_of_a_classification_has_its_task() {
+    let dir = folder();
+    let from = format!("model.from_pretrained={}", fixture("llama").display());
+    let adapters = "trainer.adapters={ targets = 'all-linear', modules_to_save = ['score'] }";
+    let keys = [&*from, adapters, "module.type=sequence_classification", "data.path=texts.jsonl"];
+    let more = ["data.tokenizer=tokenizer.json", "data.seq_len=12", "trainer.max_steps=1"];
+    let root = ["trainer.default_root_dir=runs"];
+    let output = fit(dir.path(), &sets(&[&keys[..], &more, &root].concat()));
+    assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+    let file = dir.path().join("runs/version_0/adapter/adapter_config.json");
+    let config: Value = serde_json::from_slice(&fs::read(file).unwrap()).unwrap();
+    assert_eq!(
+        (&config["task_type"], &config["modules_to_save"]),
+        (&json!("SEQ_CLS"), &json!(["score"]))
+    );
+}
+
 #[test]
 fn pictures_without_classes_are_predicted() {
     let dir = folder();
@@ -344,6 +363,10 @@ fn mistakes_end_before_a_rank_starts() {
     assert_snapshot!(classify(&["data.path=numbers.jsonl", "model.problem_type=single_label_classification"]), @r#"error: `model.problem_type` is "single_label_classification", and data.label_key has numbers; set "regression", or leave it out"#);
     assert_snapshot!(classify(&["data.path=texts.jsonl", "data.seq_len=600"]), @"error: data.seq_len is 600, and the model has 512 positions; it must be at most that");
     assert_snapshot!(classify(&["data.path=texts.jsonl", "model.mlm_probability=0.2"]), @r#"error: `model.mlm_probability`: a model of type "bert" has no such key; leave it out"#);
+    let llama = format!("model.from_pretrained={}", fixture("llama").display());
+    let adapters = "trainer.adapters={ targets = 'all-linear' }";
+    let keys = ["data.path=texts.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=12"];
+    assert_snapshot!(error("sequence_classification", &[&[&*llama, adapters], &keys[..]].concat()), @r#"error: FIXTURES/llama has no values for score.weight, and beside adapters it would keep its initial ones; train it too with trainer.adapters.modules_to_save = ["score"]"#);
     assert_snapshot!(error("token_classification", &bert(&["data.path=texts.jsonl"])), @r#"error: data.type is "texts", and `token_classification` needs "words""#);
     assert_snapshot!(error("embedding", &bert(&["data.path=texts.jsonl"])), @r#"error: data.type is "texts", and `embedding` needs "pairs""#);
     let vit = format!("model.from_pretrained={}", fixture("vit").display());

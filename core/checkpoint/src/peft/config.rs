@@ -6,7 +6,7 @@ use std::path::Path;
 use serde::{Deserialize, Serialize};
 
 use super::super::weights::MAX_COMPANION;
-use super::ADAPTER_CONFIG;
+use super::{ADAPTER_CONFIG, AdapterLabels};
 use crate::json::read_json;
 use crate::{Error, Result};
 use fulgurite_engine::module::{
@@ -91,7 +91,7 @@ fn no_bias() -> String {
 
 impl PeftConfig {
     /// Returns the configuration of a model's adapters.
-    pub(super) fn new(adapters: &Adapters, tree: &ModuleTree, base_model: Option<&str>) -> Self {
+    pub(super) fn new(adapters: &Adapters, tree: &ModuleTree, labels: AdapterLabels<'_>) -> Self {
         let plain = |patterns: &[String]| {
             !patterns.iter().any(|pattern| pattern.contains('*') || pattern.starts_with('.'))
         };
@@ -141,8 +141,8 @@ impl PeftConfig {
             exclude_modules: exclude,
             modules_to_save,
             bias: bias.to_owned(),
-            base_model_name_or_path: base_model.map(str::to_owned),
-            task_type: Some("CAUSAL_LM".to_owned()),
+            base_model_name_or_path: labels.base_model.map(str::to_owned),
+            task_type: labels.task_type.map(str::to_owned),
             inference_mode: true,
             rest,
         }

@@ -14,11 +14,19 @@ use fulgurite_engine::collective::ProcessGroup;
 use fulgurite_engine::module::{Adapters, ModuleTree};
 use fulgurite_engine::parameter::Parameter;
 
+/// What an adapter's configuration says of its model.
+#[derive(Debug, Clone, Copy)]
+pub struct AdapterLabels<'a> {
+    /// The base's name in the Hugging Face Hub or its path, if known.
+    pub base_model: Option<&'a str>,
+    /// PEFT's task, such as `CAUSAL_LM`.
+    pub task_type: Option<&'a str>,
+}
+
 /// Writes a model's adapters, and the modules trained with them, to the directory `dir` for PEFT.
 ///
-/// `PeftModel.from_pretrained(base, dir)` loads it. `base_model` is the base's name in the Hugging
-/// Face Hub or its path, if known. Existing files are replaced. Collective: rank 0 gathers the
-/// tensors and writes.
+/// `PeftModel.from_pretrained(base, dir)` loads it. Existing files are replaced. Collective: rank 0
+/// gathers the tensors and writes.
 ///
 /// # Errors
 /// On every rank if the directory cannot be written, or the model has no adapters.
@@ -28,7 +36,7 @@ pub fn save_adapter(
     tree: &ModuleTree,
     coordinate: impl Fn(&str) -> usize,
     adapters: &Adapters,
-    base_model: Option<&str>,
+    labels: AdapterLabels<'_>,
 ) -> Result<PathBuf> {
     let saved: BTreeSet<String> = saved(tree).map(|p| p.fqn().to_owned()).collect();
     if saved.is_empty() {
@@ -46,7 +54,7 @@ pub fn save_adapter(
         }
         let tensors =
             tensors.into_iter().map(|(fqn, tensor)| (peft_name(tree, &fqn), tensor)).collect();
-        let config = PeftConfig::new(adapters, tree, base_model);
+        let config = PeftConfig::new(adapters, tree, labels);
         write(dir, &tensors, &config)
     })?;
     Ok(dir.to_owned())

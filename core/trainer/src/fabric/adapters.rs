@@ -41,8 +41,12 @@ impl Checkpoints<'_> {
         self.0.runtime.prepare_save()?;
         let (mesh, tree) = (self.0.device_mesh(), self.0.module_tree()?);
         let coordinate = |dim: &str| mesh.coordinate(dim);
-        let base = self.0.base_model.as_deref();
-        checkpoint::save_adapter(dir.as_ref(), &**self.0.world(), tree, coordinate, adapters, base)
+        let labels = checkpoint::AdapterLabels {
+            base_model: self.0.base_model.as_deref(),
+            task_type: self.0.peft_task_type,
+        };
+        let world = &**self.0.world();
+        checkpoint::save_adapter(dir.as_ref(), world, tree, coordinate, adapters, labels)
     }
 
     /// Fills the adapters, and the modules trained with them, from a PEFT directory. Collective.

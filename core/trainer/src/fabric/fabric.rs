@@ -69,6 +69,8 @@ pub struct Fabric {
     pub(super) beside_adapter: Mutex<BTreeSet<String>>,
     /// Path of the adapters' base model, for saved adapters.
     pub(crate) base_model: Option<String>,
+    /// PEFT's `task_type` of the model.
+    pub(crate) peft_task_type: Option<&'static str>,
     /// The workers that make batches.
     pub(super) workers: Workers,
     /// [`SaveMeta::saved_at`](fulgurite_checkpoint::SaveMeta::saved_at) of the last checkpoint
@@ -117,6 +119,7 @@ impl Fabric {
             adapter_from: Mutex::default(),
             beside_adapter: Mutex::default(),
             base_model: None,
+            peft_task_type: Some("CAUSAL_LM"),
             workers,
             saved_at,
             launched: None,

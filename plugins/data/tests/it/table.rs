@@ -18,7 +18,7 @@ fn folder(files: &[(&str, &str)]) -> TempDir {
     dir
 }
 
-/// Opens `data.csv` with these keys; `DIR` in them stands for the folder.
+/// Opens the folder's table with these keys, in which DIR stands for the folder.
 fn setup(dir: &Path, keys: &str) -> Result<Table> {
     let fraction = if keys.contains("validation_") { "" } else { "validation_fraction = 0.0\n" };
     let path = if keys.contains("path = ") && !keys.contains("_path = ") {

@@ -175,6 +175,10 @@ impl LightningModule for Embedding {
         Some("from_pretrained")
     }
 
+    fn peft_task_type() -> Option<&'static str> {
+        Some("FEATURE_EXTRACTION")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         if data.kind() != RowKind::Pairs {
             return Err(Error::Config(format!(

@@ -111,6 +111,10 @@ impl LightningModule for ImageClassification {
         Some("from_pretrained")
     }
 
+    fn peft_task_type() -> Option<&'static str> {
+        None
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &ImageFolder) -> Result<()> {
         config.read_file()?;
         let [height, width] = data.size();

@@ -142,6 +142,10 @@ impl LightningModule for MaskedLm {
         Some("from_pretrained")
     }
 
+    fn peft_task_type() -> Option<&'static str> {
+        None
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &TextData) -> Result<()> {
         let largest = data.largest_first_id() as usize + 1;
         let ids = data.vocab_size().unwrap_or(largest);

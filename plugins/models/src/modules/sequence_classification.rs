@@ -201,6 +201,10 @@ impl LightningModule for SequenceClassification {
         Some("from_pretrained")
     }
 
+    fn peft_task_type() -> Option<&'static str> {
+        Some("SEQ_CLS")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         common::fit_to_texts(config, classes::KEYS, TextSizes::of(data))?;
         if let Architecture::Decoder(_) = config.describe_for(classes::KEYS)?.architecture {

@@ -89,6 +89,10 @@ impl LightningModule for TokenClassification {
         Some("from_pretrained")
     }
 
+    fn peft_task_type() -> Option<&'static str> {
+        Some("TOKEN_CLS")
+    }
+
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         if data.kind() != RowKind::Words {
             return Err(Error::Config(format!(

@@ -56,7 +56,6 @@ const OTHERS: &[(&str, &[&str])] = &[
             "train_time_interval",
         ],
     ),
-    ("kernels, named by macros of C", &["flash_queries_64"]),
     ("NVIDIA", &["NCCL_SOCKET_IFNAME", "sm_90a"]),
     ("Open MPI", &["btl_vader_eager_limit"]),
     ("PEFT and transformers", &["lora_bias", "save_pretrained", "trainable_token_indices"]),

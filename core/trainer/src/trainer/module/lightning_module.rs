@@ -87,6 +87,12 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
         None
     }
 
+    /// Returns PEFT's `task_type`, which files of adapters have for its `Auto` classes. By default
+    /// `CAUSAL_LM`; `None` for a task that PEFT does not know.
+    fn peft_task_type() -> Option<&'static str> {
+        Some("CAUSAL_LM")
+    }
+
     /// Describes the model without allocating memory.
     ///
     /// Parameters get values later, when the strategy has decided which shards this rank holds.

@@ -185,6 +185,7 @@ pub(crate) fn set_up_with<M: LightningModule>(
         }
         Ok(module)
     })?;
+    fabric.peft_task_type = M::peft_task_type();
     if let Some(path) = M::pretrained(model) {
         let options = load_options::<M>(model, &run.checkpoint.load);
         fabric.load_weights(|| open_weights::<M>(model, &path), &options)?;

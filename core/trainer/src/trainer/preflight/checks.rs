@@ -24,7 +24,7 @@ use fulgurite_config::registry::kind;
 use fulgurite_engine::collective::{Planned, ProcessGroup, Solo};
 use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
 use fulgurite_engine::mesh::DATA_PARALLEL;
-use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
+use fulgurite_engine::module::{ModuleBuilder, ModuleTree, pattern_matches};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
 use fulgurite_engine::parameter::Buffer;
 use fulgurite_engine::parameter::Parameter;
@@ -226,6 +226,9 @@ fn check(
     let mut tree = builder.finish()?;
     check_frozen(&config.freeze, &tree)?;
     check_weights(run, &model, &tree)?;
+    if purpose == RunPurpose::Fit && config.adapters.is_some() {
+        check_new_are_trained(&model, &tree)?;
+    }
     let mut memory = match (&mesh, strategy.extensions()) {
         (Some(mesh), Some(extensions)) => extensions.plan_module(&mut tree, mesh)?,
         _ => None,
@@ -418,6 +421,25 @@ fn check_weights(
         }
         _ => Ok(()),
     }
+}
+
+/// Checks that adapters leave no new head untrained.
+fn check_new_are_trained(model: &Described, tree: &ModuleTree) -> Result<()> {
+    let Some(path) = model.pretrained.as_deref().filter(|path| path.exists()) else {
+        return Ok(());
+    };
+    let source = (model.open_weights)(path)?;
+    let report = checkpoint::compare_with(&*source, tree, &model.load_options)?;
+    let is_frozen = |name: &&String| tree.parameter(name).is_some_and(|p| !p.requires_grad());
+    let Some(name) = report.new.iter().find(is_frozen) else { return Ok(()) };
+    let patterns = &model.load_options.optional;
+    let module = patterns.iter().find(|pattern| pattern_matches(pattern, name));
+    let module = module.map_or(name.as_str(), |pattern| pattern.trim_start_matches('.'));
+    Err(Error::Config(format!(
+        "{} has no values for {name}, and beside adapters it would keep its initial ones; train it too with \
+         trainer.adapters.modules_to_save = [\"{module}\"]",
+        path.display()
+    )))
 }
 
 /// Checks that the checkpoint that `trainer.ckpt_path` names can be opened.
