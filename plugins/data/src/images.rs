@@ -66,7 +66,8 @@ pub struct ImageFolderConfig {
     /// Whether training pictures are shuffled, differently in each epoch.
     pub shuffle: bool,
     /// The treatment of pictures that cannot be decoded, for example truncated ones: `"error"` ends
-    /// the run; `"skip"` takes the next picture of the split instead and warns.
+    /// the run; `"skip"` takes the next picture of the split instead and warns, except in a
+    /// prediction.
     pub on_error: OnError,
     /// Whether a class may be empty. By default an empty class is an error.
     pub allow_empty: bool,
@@ -202,7 +203,8 @@ impl ImageFolder {
                 Ok(image) => return Ok((image, picture.class)),
                 Err(what) => Error::Data(format!("{} {what}", picture.path.display())),
             };
-            if self.config.on_error == OnError::Error {
+            // A prediction has its picture's name.
+            if self.config.on_error == OnError::Error || split == Split::Predict {
                 return Err(error);
             }
             let count = self.replaced.fetch_add(1, Ordering::Relaxed) + 1;

@@ -64,8 +64,9 @@ pub struct Adapters {
     pub dora: bool,
     /// Patterns of layers to adapt.
     pub targets: Vec<String>,
-    /// Adapts all linear layers but the head, which is called `lm_head`, `score` or `classifier`.
-    /// PEFT's `target_modules="all-linear"`. Then `targets` are empty.
+    /// Adapts all linear layers but those of the head, which is called `lm_head`, `score` or
+    /// `classifier`, and of `modules_to_save`. PEFT's `target_modules="all-linear"`. Then `targets`
+    /// are empty.
     pub all_linear: bool,
     /// Patterns of layers not to adapt, even if a target names them.
     pub exclude: Vec<String>,
@@ -105,9 +106,10 @@ impl Adapters {
 
     /// Whether the linear layer at this path should have an adapter.
     pub(crate) fn targets_linear(&self, path: &str) -> bool {
-        let name = path.rsplit_once('.').map_or(path, |(_, name)| name);
-        let by_kind = self.all_linear && !HEADS.contains(&name);
-        (by_kind && !any_pattern_matches(&self.exclude, path)) || self.targets(path)
+        let is_apart = path.split('.').any(|name| HEADS.contains(&name))
+            || any_pattern_matches(&self.modules_to_save, path)
+            || any_pattern_matches(&self.exclude, path);
+        (self.all_linear && !is_apart) || self.targets(path)
     }
 
     /// Whether a parameter of the base model is trained.

@@ -69,6 +69,31 @@ fn name(value: &Value) -> Option<String> {
     }
 }
 
+/// The numbers of a column; `None` for a column of names.
+///
+/// # Errors
+/// If some values are numbers and others are not.
+fn numbers(column: &Column, at: usize, rows: &[&Row]) -> Result<Option<Vec<f64>>> {
+    let of = |row: &&Row| row.values[at].as_ref().and_then(|value| number(value, row.is_text));
+    let found: Vec<Option<f64>> = rows.iter().map(of).collect();
+    let without = rows.iter().zip(&found).find(|(_, number)| number.is_none());
+    match (without, found.iter().any(Option::is_some)) {
+        (None, _) => Ok(found.into_iter().collect()),
+        (Some(_), false) => Ok(None),
+        (Some((row, _)), true) => {
+            let advice = match column.key {
+                "data.target" => "set data.task",
+                _ => "name the column in data.categories",
+            };
+            let Column { key, name } = column;
+            let value = row.values[at].as_ref().unwrap_or(&Value::Null);
+            Err(row.place.wrong(format!(
+                "has {value} under {name:?} ({key}), where other rows have numbers: correct it, or {advice}"
+            )))
+        }
+    }
+}
+
 /// The different names of a column, numbers among them by size.
 fn names(column: &Column, at: usize, rows: &[&Row]) -> Result<Vec<String>> {
     let mut all = BTreeSet::new();
@@ -101,19 +126,19 @@ impl Columns {
     pub(super) fn of(config: &TableConfig, columns: &[Column], rows: &[&Row]) -> Result<Self> {
         let mut features = Vec::new();
         for (at, column) in columns[..config.features.len()].iter().enumerate() {
-            let given: Vec<(&Value, bool)> = rows
-                .iter()
-                .filter_map(|row| row.values[at].as_ref().map(|value| (value, row.is_text)))
-                .collect();
+            let given: Vec<&Row> =
+                rows.iter().copied().filter(|row| row.values[at].is_some()).collect();
             if given.is_empty() {
                 return Err(Error::Data(format!(
                     "no training row has a value under {:?} ({})",
                     column.name, column.key
                 )));
             }
-            let numbers = given.iter().map(|(value, is_text)| number(value, *is_text));
-            let numbers: Option<Vec<f64>> = numbers.collect();
-            let encoding = match numbers.filter(|_| !config.categories.contains(&column.name)) {
+            let numbers = match config.categories.contains(&column.name) {
+                true => None,
+                false => numbers(column, at, &given)?,
+            };
+            let encoding = match numbers {
                 Some(numbers) => {
                     let count = numbers.len() as f64;
                     let mean = numbers.iter().sum::<f64>() / count;
@@ -208,19 +233,21 @@ impl Columns {
 impl Target {
     fn of(task: Option<Task>, column: &Column, at: usize, rows: &[&Row]) -> Result<Self> {
         let mut is_decimal = false;
-        let mut is_number = true;
         for row in rows {
-            let value = Self::given(column, at, row)?;
-            let as_number = number(value, row.is_text).filter(|_| !value.is_boolean());
-            is_number &= as_number.is_some();
-            is_decimal |= match value {
-                Value::String(text) => as_number.is_some() && text.parse::<i64>().is_err(),
+            is_decimal |= match Self::given(column, at, row)? {
+                Value::String(text) => row.is_text && text.trim().parse::<i64>().is_err(),
                 value => value.is_f64(),
             };
         }
         let task = match task {
             Some(task) => task,
-            None if !is_number => Task::Classification,
+            None if rows
+                .iter()
+                .all(|row| row.values[at].as_ref().is_some_and(Value::is_boolean)) =>
+            {
+                Task::Classification
+            }
+            None if numbers(column, at, rows)?.is_none() => Task::Classification,
             None if is_decimal => Task::Regression,
             None => {
                 return Err(Error::Config(format!(

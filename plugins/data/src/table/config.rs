@@ -41,9 +41,8 @@ pub struct TableConfig {
     /// By default 0.1, and 0 with a `validation_path`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub validation_fraction: Option<f64>,
-    /// The columns of the model's input, in order. A column whose training rows all have numbers is
-    /// a number. Any other is a name, which becomes a 1 among as many columns of 0 as there are
-    /// names.
+    /// The columns of the model's input, in order. A column of numbers is a number. A column
+    /// of names becomes as many columns as there are names: a 1 for the name, and 0.
     pub features: Vec<String>,
     /// Columns among `features` whose numbers are names, such as postal codes.
     #[serde(skip_serializing_if = "Vec::is_empty")]

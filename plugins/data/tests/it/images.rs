@@ -245,6 +245,9 @@ fn tests_and_predictions_have_own_pictures() {
         ["2025/later.webp", "a.png"].map(|name| new.join(name).display().to_string())
     );
     assert_eq!(data.sample_name(Split::Predict, 2), None);
+    std::fs::write(new.join("b.png"), "no picture").unwrap();
+    let data = setup(&train, &format!("predict_path = {new:?}\non_error = 'skip'")).unwrap();
+    assert!(data.batch(Split::Predict, &[2], &Device::Cpu).is_err(), "named after another picture");
     let one = new.join("a.png");
     let data = setup(&train, &format!("predict_path = {one:?}")).unwrap();
     assert_eq!((data.len(Split::Test), data.len(Split::Predict)), (0, 1));

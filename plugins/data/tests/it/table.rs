@@ -96,6 +96,8 @@ fn values_are_classes_or_numbers() {
     let batch = all(&setup(dir.path(), keys).unwrap(), Split::Train);
     assert_eq!(features(&batch), [[1.], [0.]]);
     assert_eq!(batch.targets.unwrap().to_vec1::<f32>().unwrap(), [1., 2.]);
+    let keys = "path = 'DIR/rows.jsonl'\nfeatures = ['y']\ntarget = 'x'";
+    assert_eq!(setup(dir.path(), keys).unwrap().class_names().unwrap(), ["false", "true"]);
     let data = setup(dir.path(), "features = ['x']").unwrap();
     assert!(data.task().is_none() && all(&data, Split::Train).targets.is_none());
 }
@@ -121,12 +123,15 @@ fn mistakes_are_explained() {
         ("data.csv", HOUSES),
         ("empty.csv", "x,y\n,1.5\n,2.5\n"),
         ("held.csv", "rooms,price\nmany,1.5\n"),
+        ("mixed.csv", "x,y\n1.5,a\nNA,b\n"),
         ("other.csv", "rooms,price\n2,1.5\n"),
         ("list.jsonl", "{\"x\": [1], \"y\": 0.5}\n"),
     ]);
     let error = |keys: &str| error(dir.path(), keys);
     assert_snapshot!(error("target = 'price'"), @"data.features is missing: name the columns of the model's input");
     assert_snapshot!(error("features = ['rooms', 'price']\ntarget = 'price'"), @r#"data.target names the column "price" a second time"#);
+    assert_snapshot!(error("path = 'DIR/mixed.csv'\nfeatures = ['x']"), @r#"data: DIR/mixed.csv, line 3 has "NA" under "x" (data.features), where other rows have numbers: correct it, or name the column in data.categories"#);
+    assert_snapshot!(error("path = 'DIR/mixed.csv'\nfeatures = ['y']\ntarget = 'x'"), @r#"data: DIR/mixed.csv, line 3 has "NA" under "x" (data.target), where other rows have numbers: correct it, or set data.task"#);
     assert_snapshot!(error("features = ['rooms', 'size']\ntarget = 'price'"), @r#"data: DIR/data.csv (data.path) has no column "size" (data.features); it has rooms, city, zip, price"#);
     assert_snapshot!(error("features = ['rooms']\ncategories = ['zip']"), @r#"data.categories names "zip", which data.features does not"#);
     assert_snapshot!(error("features = ['rooms']\ntask = 'regression'"), @"data.task is for a table with a data.target; name the column");

@@ -197,6 +197,7 @@ fn all_linear_layers_but_the_head_are_adapted() {
         LayerNorm::new(&b.pp("norm"), 4, 1e-5)?;
         GeluMlp::new(&b.pp("mlp"), 4, 5)?;
         Linear::new(&b.pp("lm_head"), 4, 5)?;
+        Linear::new(&b.pp("classifier.dense"), 4, 4)?;
         let tree = b.finish()?;
         let names = tree.trainable().filter_map(|p| p.fqn().strip_suffix(".lora_A.weight"));
         Ok::<_, fulgurite_core::Error>(names.map(str::to_owned).collect::<Vec<_>>())
@@ -205,8 +206,11 @@ fn all_linear_layers_but_the_head_are_adapted() {
     assert_eq!(adapted_layers(none()).unwrap(), ["mlp.up_proj", "mlp.down_proj"]);
     let exclude = vec!["down_proj".to_owned()];
     assert_eq!(adapted_layers(Adapters { exclude, ..none() }).unwrap(), ["mlp.up_proj"]);
+    let modules_to_save = vec!["up_proj".to_owned()];
+    let saved = adapted_layers(Adapters { modules_to_save, ..none() }).unwrap();
+    assert_eq!(saved, ["mlp.down_proj"]);
     let exclude = vec!["mlp".to_owned()];
-    insta::assert_snapshot!(adapted_layers(Adapters { exclude, ..none() }).unwrap_err(), @"`trainer.adapters.targets`: the model has no linear layer besides its head and the excluded ones; of the layers that take an adapter they are called down_proj, embed, lm_head, up_proj");
+    insta::assert_snapshot!(adapted_layers(Adapters { exclude, ..none() }).unwrap_err(), @"`trainer.adapters.targets`: the model has no linear layer besides its head and the excluded ones; of the layers that take an adapter they are called dense, down_proj, embed, lm_head, up_proj");
     let bias = Adapters { all_linear: true, bias: AdapterBias::AdapterOnly, ..none() };
     insta::assert_snapshot!(bias.validate().unwrap_err(), @r#"`trainer.adapters.bias`: biases of adapted layers need a list of layers in `targets`, in place of "all-linear""#);
 }
