@@ -292,7 +292,7 @@ fn predictions_name_rows_and_classes() {
 
     let other = run(dir.path(), &["predict", "--output-file", "out.xlsx"], &sets(&keys));
     let text = String::from_utf8_lossy(&other.stderr).into_owned();
-    assert_snapshot!(text.trim(), @"error: out.xlsx: predictions are written to files named .safetensors, .jsonl or .csv");
+    assert_snapshot!(text.trim(), @"error: out.xlsx: predictions are written to files named .safetensors, .jsonl, .csv or .parquet");
 }
 
 /// PEFT's classes for a task read the adapter, with its head.
