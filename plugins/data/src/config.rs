@@ -220,7 +220,7 @@ pub enum CacheDir {
 }
 
 impl CacheDir {
-    fn is_default(&self) -> bool {
+    pub(crate) fn is_default(&self) -> bool {
         *self == Self::Default
     }
 }

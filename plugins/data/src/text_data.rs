@@ -124,7 +124,7 @@ impl TextData {
             (None, _) | (_, DataKind::Tokens) => Vec::new(),
             (Some(tokenizer), _) => tokenizer.warnings(),
         };
-        let (cache, mut memory) = (TokenCache::of(config), 0);
+        let (cache, mut memory) = (TokenCache::in_dir(&config.cache_dir), 0);
         let mut report = DataReport::default();
         let mut open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
             let mut source = SourceReport::new(key);

@@ -1,5 +1,6 @@
 //! Conversion between text and token ids.
 
+use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -122,6 +123,23 @@ impl Tokenizer {
         }
     }
 
+    /// Returns the ids of a text, as [`encode`](Self::encode), with the bytes that each stands for.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode the text.
+    pub(crate) fn encode_with_bytes(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        match &self.0 {
+            Kind::Bytes => {
+                Ok(text.bytes().enumerate().map(|(i, byte)| (byte.into(), i..i + 1)).collect())
+            }
+            Kind::HuggingFace(tokenizer) => {
+                let encoding = tokenizer.run(text, true)?;
+                let bytes = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+                Ok(encoding.get_ids().iter().copied().zip(bytes).collect())
+            }
+        }
+    }
+
     /// Returns the text of these ids. Special tokens and bytes that are not UTF-8 are left out or
     /// replaced.
     ///
@@ -238,19 +256,23 @@ impl HuggingFace {
     fn encode(&self, pieces: &[Piece]) -> Result<Vec<(Vec<u32>, Unknown)>> {
         let encode = |piece: &Piece| {
             let text = piece.text.as_str();
-            self.growth.check(text).map_err(|what| self.failed(&what))?;
-            let encoded = catch_panic(|| match self.gaps.leaves_out {
-                true => self.tokenizer.encode(text, false),
-                // Faster, because it omits positions in the text.
-                false => self.tokenizer.encode_fast(text, false),
-            });
-            let encoding = encoded
-                .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
-                .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))?;
+            let encoding = self.run(text, self.gaps.leaves_out)?;
             let unknown = self.gaps.find(&self.tokenizer, text, &encoding);
             Ok((encoding.get_ids().to_vec(), unknown))
         };
         pieces.par_iter().map(encode).collect()
+    }
+
+    /// Encodes a text without the tokens around it. It is faster without the tokens' bytes.
+    fn run(&self, text: &str, with_bytes: bool) -> Result<tokenizers::Encoding> {
+        self.growth.check(text).map_err(|what| self.failed(&what))?;
+        let encoded = catch_panic(|| match with_bytes {
+            true => self.tokenizer.encode(text, false),
+            false => self.tokenizer.encode_fast(text, false),
+        });
+        encoded
+            .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
+            .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))
     }
 
     fn decode(&self, ids: &[u32]) -> Result<String> {
