@@ -120,7 +120,7 @@ impl RowValue for minijinja::Value {
             #[cfg(feature = "parquet")]
             Part::Float(value) => value.into(),
             #[cfg(feature = "parquet")]
-            Part::Table(pairs) => Self::from_iter(pairs),
+            Part::Table(pairs) => Self::from_pairs(pairs),
         }
     }
 }

@@ -32,6 +32,8 @@ pub use families::{Architecture, Description, FAMILIES, Family};
 pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
-pub use modules::{CausalLm, Embedding, MaskedLm, SequenceClassification, TokenClassification};
+pub use modules::{
+    CausalLm, Chat, Embedding, MaskedLm, SequenceClassification, TokenClassification,
+};
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -5,6 +5,8 @@ mod bench_checkpoint;
 mod bench_mpi;
 mod bench_steps;
 mod book;
+#[cfg(feature = "models")]
+mod chat;
 mod checkpoint;
 #[cfg(feature = "models")]
 mod encoders;

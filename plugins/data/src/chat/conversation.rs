@@ -121,7 +121,7 @@ pub(super) fn is_answer(message: &Value) -> bool {
 }
 
 fn message(role: &str, content: Value) -> Value {
-    Value::from_iter([("role", Value::from(role)), ("content", content)])
+    Value::from_pairs([("role", Value::from(role)), ("content", content)])
 }
 
 /// A value, or the JSON of a text.
@@ -179,5 +179,5 @@ fn one(place: &Place, i: usize, item: &Value) -> Result<Value> {
             }
         }
     }
-    Ok(Value::from_iter(pairs))
+    Ok(Value::from_pairs(pairs))
 }

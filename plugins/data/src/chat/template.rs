@@ -160,7 +160,7 @@ fn failed(name: &str, error: &minijinja::Error) -> Error {
             .to_owned();
     }
     let line = error.line().map_or_else(String::new, |line| format!(", line {line}"));
-    Error::Data(format!("{name}{line} (the chat template): {what}"))
+    Error::Config(format!("{name}{line} (the chat template): {what}"))
 }
 
 fn read_text(path: &Path) -> Result<String> {

@@ -1,5 +1,6 @@
 //! Text as training data.
 
+mod chat;
 mod chat_interop;
 mod definition;
 #[cfg(feature = "images")]

@@ -3,6 +3,7 @@
 //! | `module.type` | module | models | data |
 //! |---|---|---|---|
 //! | `"causal_lm"` | [`CausalLm`] | decoders | `TextData` |
+//! | `"chat"` | [`Chat`] | decoders | `ChatData` |
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
 //! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
 //! | `"token_classification"` | [`TokenClassification`] | decoders, encoders of text | `LabelledTexts`, `"words"` |
@@ -13,6 +14,7 @@
 //! that the module lacks is left out.
 
 mod causal_lm;
+mod chat;
 mod classes;
 mod common;
 mod embedding;
@@ -24,8 +26,9 @@ mod sequence_classification;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 6] = [
+pub(crate) const MODULES: [&str; 7] = [
     "causal_lm",
+    "chat",
     "masked_lm",
     "sequence_classification",
     "token_classification",
@@ -34,6 +37,7 @@ pub(crate) const MODULES: [&str; 6] = [
 ];
 
 pub use causal_lm::CausalLm;
+pub use chat::Chat;
 pub use embedding::Embedding;
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;
