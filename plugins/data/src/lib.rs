@@ -52,7 +52,7 @@ mod unknown;
 mod walk;
 
 pub use chat::{
-    ChatData, ChatDataConfig, ChatTemplate, Rendered, SeenToken, TemplateOptions, TooLong, TrainOn,
+    ChatData, ChatDataConfig, ChatTemplate, Rendered, TemplateOptions, TooLong, TrainOn,
 };
 pub use config::{
     AddBosToken, CacheDir, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,

@@ -151,7 +151,33 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace(tokenizer) => tokenizer.decode(ids),
+            Kind::HuggingFace(tokenizer) => tokenizer.decode(ids, true),
+        }
+    }
+
+    /// Returns the text of some of these ids, with special tokens by name, for people.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode the ids.
+    pub fn show(&self, ids: &[u32], part: Range<usize>) -> Result<String> {
+        match &self.0 {
+            Kind::Bytes => {
+                let texts = ids[part].split_inclusive(|id| *id >= Self::END_OF_BYTES);
+                let text = |ids: &[u32]| -> Result<String> {
+                    let ends = ids.last().is_some_and(|id| *id >= Self::END_OF_BYTES);
+                    Ok(self.decode(ids)? + if ends { "<end>" } else { "" })
+                };
+                texts.map(text).collect()
+            }
+            Kind::HuggingFace(tokenizer) => {
+                // Ids in the middle of a text are decoded with what is before them, which decides about spaces.
+                let whole = tokenizer.decode(&ids[..part.end], false)?;
+                let before = tokenizer.decode(&ids[..part.start], false)?;
+                match whole.strip_prefix(&before) {
+                    Some(text) => Ok(text.to_owned()),
+                    None => tokenizer.decode(&ids[part], false),
+                }
+            }
         }
     }
 
@@ -275,8 +301,8 @@ impl HuggingFace {
             .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))
     }
 
-    fn decode(&self, ids: &[u32]) -> Result<String> {
-        catch_panic(|| self.tokenizer.decode(ids, true))
+    fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        catch_panic(|| self.tokenizer.decode(ids, skip_special))
             .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
             .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))
     }

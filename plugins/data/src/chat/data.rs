@@ -71,15 +71,6 @@ struct Part {
     samples: Vec<Vec<usize>>,
 }
 
-/// A token as a model sees it.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct SeenToken {
-    /// The id.
-    pub id: u32,
-    /// Whether the model learns to write it.
-    pub learned: bool,
-}
-
 impl Part {
     fn new(conversations: Vec<Sample>, config: &ChatDataConfig) -> Self {
         // The last token of a conversation is a target only.
@@ -106,21 +97,6 @@ impl ChatData {
     /// Tokens in a sample at most.
     pub fn seq_len(&self) -> usize {
         self.config.seq_len
-    }
-
-    /// The conversations of a sample: the place of each in the data, and its tokens.
-    pub fn conversations(&self, split: Split, sample: u64) -> Vec<(String, Vec<SeenToken>)> {
-        let part = self.part(split);
-        let items = usize::try_from(sample).ok().and_then(|sample| part.samples.get(sample));
-        let tokens = |sample: &Sample| {
-            let tokens = sample.encoded.ids.iter().zip(&sample.encoded.learned);
-            tokens.map(|(&id, &learned)| SeenToken { id, learned }).collect()
-        };
-        let conversation = |&i: &usize| {
-            let sample = &part.conversations[i];
-            (sample.place.to_string(), tokens(sample))
-        };
-        items.into_iter().flatten().map(conversation).collect()
     }
 
     fn part(&self, split: Split) -> &Part {
@@ -250,8 +226,10 @@ impl DataModule for ChatData {
     }
 
     fn sample_name(&self, split: Split, index: u64) -> Option<String> {
-        let places = self.conversations(split, index).into_iter().map(|(place, _)| place);
-        Some(places.collect::<Vec<_>>().join("; ")).filter(|name| !name.is_empty())
+        let part = self.part(split);
+        let items = part.samples.get(usize::try_from(index).ok()?)?;
+        let places = items.iter().map(|&i| part.conversations[i].place.to_string());
+        Some(places.collect::<Vec<_>>().join("; "))
     }
 
     fn host_keys() -> &'static [&'static str] {

@@ -9,5 +9,5 @@ mod samples;
 mod template;
 
 pub use config::{ChatDataConfig, TooLong, TrainOn};
-pub use data::{ChatData, SeenToken};
+pub use data::ChatData;
 pub use template::{ChatTemplate, Rendered, TemplateOptions};

@@ -27,26 +27,26 @@ fn open(config: &ChatDataConfig) -> Result<ChatData> {
     ChatData::setup(config, &DataContext::default())
 }
 
-/// Each conversation as text, with the learned parts in brackets.
+/// Each conversation as text up to the last learned token, with the learned parts in brackets.
 fn shown(data: &ChatData) -> Vec<String> {
-    let conversations =
-        (0..data.len(Split::Train)).flat_map(|i| data.conversations(Split::Train, i));
-    conversations
-        .map(|(_, tokens)| {
-            let (mut text, mut inside) = (String::new(), false);
-            for token in tokens {
-                if token.learned != inside {
-                    text.push(if inside { ']' } else { '[' });
-                    inside = token.learned;
-                }
-                match u8::try_from(token.id) {
-                    Ok(byte) => text.push(byte.into()),
-                    Err(_) => text.push('$'),
-                }
+    let text = |i: u64| {
+        let batch = data.batch(Split::Train, &[i], &Device::Cpu).unwrap();
+        let inputs = batch.inputs.flatten_all().unwrap().to_vec1::<u32>().unwrap();
+        let targets = batch.targets.flatten_all().unwrap().to_vec1::<i64>().unwrap();
+        let (mut text, mut inside) = (char::from(inputs[0] as u8).to_string(), false);
+        let last = targets.iter().rposition(|target| *target != -100).unwrap();
+        for (i, target) in targets[..=last].iter().enumerate() {
+            let learned = *target != -100;
+            if learned != inside {
+                text.push(if inside { ']' } else { '[' });
+                inside = learned;
             }
-            text + if inside { "]" } else { "" }
-        })
-        .collect()
+            let next = if learned { *target } else { i64::from(inputs[i + 1]) };
+            text.push(u8::try_from(next).map_or('$', char::from));
+        }
+        text + "]"
+    };
+    (0..data.len(Split::Train)).map(text).collect()
 }
 
 fn shown_rows(rows: &[Value], change: impl Fn(&mut ChatDataConfig)) -> Vec<String> {
@@ -81,7 +81,7 @@ fn answers_of_each_form_are_learned() {
         json!({"prompt": [{"role": "user", "content": "q"}], "completion": [{"role": "assistant", "content": "yes"}]}),
         json!({"instruction": "q", "input": "", "output": "yes"}),
     ];
-    let expected = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[yes<|im_end|>]\n";
+    let expected = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[yes<|im_end|>]";
     assert_eq!(shown_rows(&rows[..2], |_| {}), [expected; 2]);
     // Without marks for each message, the template's text behind the prompt is learned.
     let behind = "<|im_start|>user\nq<|im_end|>\n<|im_start|>assistant\n[yes<|im_end|>\n]";
@@ -91,7 +91,7 @@ fn answers_of_each_form_are_learned() {
     assert_eq!(
         shown_rows(&[with_input], |_| {}),
         [
-            "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nAdd\n\n1 2<|im_end|>\n<|im_start|>assistant\n[3<|im_end|>]\n"
+            "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nAdd\n\n1 2<|im_end|>\n<|im_start|>assistant\n[3<|im_end|>]"
         ]
     );
     let plain = json!({"prompt": "2+2=", "completion": "4"});
@@ -108,7 +108,7 @@ fn train_on_chooses_what_is_learned() {
     assert_eq!(learned(TrainOn::Answers), ["b<|im_end|>", "d<|im_end|>"]);
     assert_eq!(learned(TrainOn::Last), ["d<|im_end|>"]);
     let all = shown_rows(&[turns()], |config| config.train_on = TrainOn::All).swap_remove(0);
-    assert!(all.starts_with("[<|im_start|>system") && all.ends_with("<|im_end|>\n]"), "{all}");
+    assert!(all.starts_with("<[|im_start|>system") && all.ends_with("<|im_end|>\n]"), "{all}");
 }
 
 /// Writes a template, and returns its path.
