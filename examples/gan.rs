@@ -10,6 +10,7 @@
 use std::f64::consts::TAU;
 use std::process::ExitCode;
 
+use fulgurite::core::nn::functional;
 use fulgurite::core::trainer::{OptimizerSetup, Optimizers};
 use fulgurite::prelude::*;
 use serde::{Deserialize, Serialize};
@@ -57,11 +58,6 @@ impl Default for GanConfig {
     }
 }
 
-/// `log(1 + exp(x))`: the cross entropy of the logit `x` with the target 0.
-fn softplus(x: &Tensor) -> Result<Tensor> {
-    Ok((x.relu()? + (x.abs()?.neg()?.exp()? + 1.0)?.log()?)?)
-}
-
 fn sum(values: &Tensor) -> Result<Loss> {
     Ok(Loss::new(values.sum_all()?, values.elem_count() as f64))
 }
@@ -98,13 +94,13 @@ impl LightningModule for Gan {
     fn training_step(&mut self, batch: &Batch, ctx: &mut StepContext) -> Result<Loss> {
         let discriminator = ctx.optimize("discriminator", |_| {
             let fake = self.generator.forward(&batch.noise)?;
-            let of_real = softplus(&self.discriminator.forward(&batch.real)?.neg()?)?;
-            let of_fake = softplus(&self.discriminator.forward(&fake)?)?;
+            let of_real = functional::softplus(&self.discriminator.forward(&batch.real)?.neg()?)?;
+            let of_fake = functional::softplus(&self.discriminator.forward(&fake)?)?;
             sum(&Tensor::cat(&[of_real, of_fake], 0)?)
         })?;
         let generator = ctx.optimize("generator", |_| {
             let fake = self.generator.forward(&batch.noise)?;
-            sum(&softplus(&self.discriminator.forward(&fake)?.neg()?)?)
+            sum(&functional::softplus(&self.discriminator.forward(&fake)?.neg()?)?)
         })?;
         ctx.log("discriminator_loss", discriminator.loss);
         ctx.log("generator_loss", generator.loss);

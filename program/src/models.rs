@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use fulgurite::cli::{Cli, ModuleEntry};
 use fulgurite_models::{
-    CausalLm, Chat, Embedding, ImageClassification, MaskedLm, SequenceClassification,
+    CausalLm, Chat, Embedding, ImageClassification, MaskedLm, Preference, SequenceClassification,
     TokenClassification,
 };
 
@@ -23,6 +23,7 @@ pub(crate) fn run() -> ExitCode {
     let modules = [
         ModuleEntry::new::<CausalLm>(),
         ModuleEntry::new::<Chat>(),
+        ModuleEntry::new::<Preference>(),
         ModuleEntry::new::<MaskedLm>(),
         ModuleEntry::new::<SequenceClassification>(),
         ModuleEntry::new::<TokenClassification>(),

@@ -11,7 +11,7 @@ use super::product::{Product, ProductBackward};
 use super::weight::Weight;
 use crate::Result;
 use fulgurite_engine::autograd::save_for_backward;
-use fulgurite_engine::module::{Adapters, ModuleBuilder};
+use fulgurite_engine::module::{Adapters, ModuleBuilder, adapters_are_off};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Parameter, accumulation_dtype};
 
@@ -110,6 +110,9 @@ impl Product for DoraProduct {
 
     /// With dropout it is PEFT's `W x + (factor - 1) W dropout(x) + factor scale B A dropout(x)`.
     fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<(Tensor, ProductBackward)> {
+        if adapters_are_off() {
+            return self.weight.forward(x, bias);
+        }
         let (lora, weight) = (&self.lora, &self.weight.value()?);
         let inverse = inverse_norms(lora, weight)?;
         let magnitude = to_accumulation_dtype(&self.magnitude.value()?)?;

@@ -9,7 +9,7 @@ use super::lookup::Lookup;
 use super::product::{Product, ProductBackward};
 use super::weight::Weight;
 use crate::Result;
-use fulgurite_engine::module::{Adapters, ModuleBuilder};
+use fulgurite_engine::module::{Adapters, ModuleBuilder, adapters_are_off};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter};
 
@@ -149,6 +149,9 @@ impl Product for LoraProduct {
     }
 
     fn forward(&self, x: &Tensor, bias: Option<&Tensor>) -> Result<(Tensor, ProductBackward)> {
+        if adapters_are_off() {
+            return self.weight.forward(x, bias);
+        }
         let y = matmul::linear(x, &self.weight.value()?, bias)?;
         let mask = self.lora.mask(x)?;
         let u = self.lora.inner(&drop_elements(mask.as_ref(), x)?)?;
@@ -202,6 +205,9 @@ impl Lookup for LoraLookup {
 
     fn forward(&self, ids: &[u32]) -> Result<Tensor> {
         let y = lookup(ids, &self.weight.value()?)?;
+        if adapters_are_off() {
+            return Ok(y);
+        }
         Ok((y + matmul::linear(&self.inner(ids)?, &self.lora.b.value()?, None)?)?)
     }
 

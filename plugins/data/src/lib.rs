@@ -52,7 +52,8 @@ mod unknown;
 mod walk;
 
 pub use chat::{
-    ChatData, ChatDataConfig, ChatTemplate, Rendered, TemplateOptions, TooLong, TrainOn,
+    ChatData, ChatDataConfig, ChatTemplate, PreferenceBatch, PreferenceData, PreferenceDataConfig,
+    Rendered, TemplateOptions, TooLong, TrainOn,
 };
 pub use config::{
     AddBosToken, CacheDir, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,

@@ -33,7 +33,7 @@ pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
 pub use modules::{
-    CausalLm, Chat, Embedding, MaskedLm, SequenceClassification, TokenClassification,
+    CausalLm, Chat, Embedding, MaskedLm, Preference, SequenceClassification, TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -15,6 +15,8 @@ mod interop;
 #[cfg(feature = "models")]
 mod models;
 #[cfg(feature = "models")]
+mod preference;
+#[cfg(feature = "models")]
 mod recipes;
 mod report;
 mod run;

@@ -7,6 +7,8 @@ use super::pattern::{
 };
 use super::tree::ModuleTree;
 use crate::{Error, Result};
+use fulgurite_tensor::autograd::no_grad;
+use fulgurite_tensor::execution;
 
 /// The names of layers that compute a model's outputs.
 const HEADS: [&str; 3] = ["lm_head", "score", "classifier"];
@@ -74,6 +76,29 @@ pub struct Adapters {
     pub modules_to_save: Vec<String>,
     /// The trained biases.
     pub bias: AdapterBias,
+}
+
+/// In force while adapters are off.
+#[derive(Debug)]
+struct AdaptersOff;
+
+/// Calls `f` with all adapters off and without gradients: layers compute as the base model does.
+/// PEFT's `disable_adapter`.
+///
+/// ```
+/// use fulgurite_core::module::{adapters_are_off, without_adapters};
+///
+/// assert!(without_adapters(adapters_are_off));
+/// assert!(!adapters_are_off());
+/// ```
+pub fn without_adapters<R>(f: impl FnOnce() -> R) -> R {
+    let _guards = (no_grad(), execution::enter(AdaptersOff));
+    f()
+}
+
+/// Whether adapters are [off](without_adapters) on this thread, for layers with adapters.
+pub fn adapters_are_off() -> bool {
+    execution::value::<AdaptersOff>().is_some()
 }
 
 impl Adapters {

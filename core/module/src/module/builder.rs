@@ -279,6 +279,11 @@ impl ModuleBuilder {
         self.add_parameter(name, shape.into(), init, Origin::Layer)
     }
 
+    /// The adapters of the model, if it has any.
+    pub fn adapters(&self) -> Option<&Adapters> {
+        self.init.adapters.as_ref()
+    }
+
     /// The adapter requested for the layer at this path, if it is a target of the model's
     /// [`Adapters`]. A layer that calls this declares the adapter's parameters with
     /// [`adapter_parameter`](Self::adapter_parameter), and computes with them.

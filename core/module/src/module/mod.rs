@@ -28,7 +28,7 @@ mod var_builder;
 pub use activation_checkpointing::{ActivationCheckpointing, CheckpointMode};
 pub use activation_offload::ActivationOffload;
 pub use activations::Activations;
-pub use adapters::{AdapterBias, Adapters};
+pub use adapters::{AdapterBias, Adapters, adapters_are_off, without_adapters};
 pub use builder::{ModuleBuilder, ModuleInit};
 pub use dtypes::{ModuleDtype, innermost_match};
 pub use forward::{BatchRanks, ForwardScope};

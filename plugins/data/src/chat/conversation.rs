@@ -7,7 +7,7 @@ use minijinja::value::ValueKind;
 use crate::rows::Place;
 
 /// Columns of rows, in the order in which [`Conversation::of`] takes them.
-pub(super) const COLUMNS: [&str; 11] = [
+pub(super) const COLUMNS: [&str; 13] = [
     "messages",
     "conversations",
     "prompt",
@@ -19,6 +19,8 @@ pub(super) const COLUMNS: [&str; 11] = [
     "tools",
     "chosen",
     "rejected",
+    "reference_chosen_logp",
+    "reference_rejected_logp",
 ];
 
 /// Roles of messages, with those of ShareGPT.
@@ -58,12 +60,7 @@ impl Conversation {
     /// # Errors
     /// If the row has none of the forms, or a message is without a role or content.
     pub(super) fn of(place: &Place, values: &[Value]) -> Result<Self> {
-        let column = |name: &str| {
-            let index = COLUMNS.iter().position(|column| *column == name);
-            index
-                .and_then(|i| values.get(i))
-                .filter(|value| !value.is_undefined() && !value.is_none())
-        };
+        let column = |name: &str| column(values, name);
         let tools = match column("tools") {
             None => Value::UNDEFINED,
             Some(tools) => parsed(place, "tools", tools)?,
@@ -113,6 +110,79 @@ impl Conversation {
             )),
         }
     }
+}
+
+/// Two answers to one prompt.
+pub(super) struct Pair {
+    pub(super) chosen: Conversation,
+    pub(super) rejected: Conversation,
+    /// The log-probabilities of the answers under the reference model, if the row has them.
+    pub(super) reference: Option<[f32; 2]>,
+}
+
+impl Pair {
+    /// Reads the values of a row's [`COLUMNS`]: `chosen` and `rejected`, with a `prompt`, or as
+    /// conversations that begin alike.
+    ///
+    /// # Errors
+    /// If a column is missing or of another form.
+    pub(super) fn of(place: &Place, values: &[Value]) -> Result<Self> {
+        let column = |name: &str| column(values, name);
+        let (Some(chosen), Some(rejected)) = (column("chosen"), column("rejected")) else {
+            return Err(place.wrong(
+                "is no preference: expected `chosen` and `rejected`, with a `prompt` or as conversations that begin alike",
+            ));
+        };
+        let number = |name: &str| column(name).and_then(|value| f64::try_from(value.clone()).ok());
+        let reference = number("reference_chosen_logp").zip(number("reference_rejected_logp"));
+        let reference = reference.map(|(chosen, rejected)| [chosen as f32, rejected as f32]);
+        let tools = match column("tools") {
+            None => Value::UNDEFINED,
+            Some(tools) => parsed(place, "tools", tools)?,
+        };
+        let pair = |chosen, rejected| Self { chosen, rejected, reference };
+        if let (Some(chosen), Some(rejected)) = (chosen.as_str(), rejected.as_str()) {
+            let Some(prompt) = column("prompt").and_then(|prompt| prompt.as_str()) else {
+                return Err(
+                    place.wrong("has texts as `chosen` and `rejected`, and no text as `prompt`")
+                );
+            };
+            let plain = |completion: &str| Conversation::Plain {
+                prompt: prompt.to_owned(),
+                completion: completion.to_owned(),
+            };
+            return Ok(pair(plain(chosen), plain(rejected)));
+        }
+        let (chosen, rejected) = (messages(place, chosen)?, messages(place, rejected)?);
+        let mut prompt = match column("prompt") {
+            None => Vec::new(),
+            Some(prompt) => match prompt.as_str() {
+                Some(text) => vec![message("user", Value::from(text))],
+                None => messages(place, prompt)?,
+            },
+        };
+        if let Some(system) = column("system").filter(|system| system.as_str() != Some("")) {
+            prompt.insert(0, message("system", system.clone()));
+        }
+        let shared = chosen.iter().zip(&rejected).take_while(|(a, b)| a == b).count();
+        let from = prompt.len() + shared;
+        if from == 0 {
+            return Err(place
+                .wrong("has answers without a prompt: `chosen` and `rejected` begin differently"));
+        }
+        let conversation = |answer: Vec<Value>| Conversation::Messages {
+            messages: prompt.iter().cloned().chain(answer).collect(),
+            from,
+            tools: tools.clone(),
+        };
+        Ok(pair(conversation(chosen), conversation(rejected)))
+    }
+}
+
+/// A value of a row that is not null.
+fn column<'a>(values: &'a [Value], name: &str) -> Option<&'a Value> {
+    let index = COLUMNS.iter().position(|column| *column == name);
+    index.and_then(|i| values.get(i)).filter(|value| !value.is_undefined() && !value.is_none())
 }
 
 /// Whether a message is the assistant's.

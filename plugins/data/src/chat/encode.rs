@@ -79,12 +79,12 @@ impl ChatEncoder {
         self.template.as_ref().ok()
     }
 
-    /// The text of a row.
+    /// The text of a conversation.
     ///
     /// # Errors
-    /// If the row is no conversation, has no answer, or the template refuses it.
-    pub(super) fn render(&self, place: &Place, values: &[Value]) -> Result<Text> {
-        let text = match Conversation::of(place, values)? {
+    /// If it has no answer, or the template refuses it.
+    pub(super) fn render(&self, place: &Place, conversation: Conversation) -> Result<Text> {
+        let text = match conversation {
             Conversation::Plain { prompt, completion } => {
                 let text = format!("{prompt}{completion}");
                 let learned = match self.train_on {

@@ -5,9 +5,11 @@ mod conversation;
 mod data;
 mod encode;
 mod packing;
+mod preferences;
 mod samples;
 mod template;
 
 pub use config::{ChatDataConfig, TooLong, TrainOn};
 pub use data::ChatData;
+pub use preferences::{PreferenceBatch, PreferenceData, PreferenceDataConfig};
 pub use template::{ChatTemplate, Rendered, TemplateOptions};

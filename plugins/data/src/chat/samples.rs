@@ -9,7 +9,7 @@ use rayon::prelude::*;
 use twox_hash::XxHash3_64;
 
 use super::config::{ChatDataConfig, TooLong};
-use super::conversation::COLUMNS;
+use super::conversation::{COLUMNS, Conversation};
 use super::encode::{ChatEncoder, Encoded, Text};
 use crate::TokenDtype;
 use crate::config::{OnError, Paths};
@@ -66,7 +66,8 @@ pub(super) fn read(
         .map(|row| {
             let values: Vec<Value> =
                 row.values.into_iter().map(|value| value.unwrap_or(Value::UNDEFINED)).collect();
-            let text = encoder.render(&row.place, &values);
+            let text = Conversation::of(&row.place, &values)
+                .and_then(|conversation| encoder.render(&row.place, conversation));
             (row.place, text)
         })
         .collect();

@@ -272,6 +272,31 @@ pub const KEYS: &[Key] = &[
         "The id of the mask for `masked_lm`; by default that of the tokenizer.",
     ),
     key(
+        "preference_loss",
+        KeyKind::Text,
+        "What `preference` minimises: \"dpo\" (the default), \"hinge\", \"ipo\" or \"orpo\".",
+    ),
+    key(
+        "beta",
+        KeyKind::Number,
+        "How strongly `preference` keeps to the reference model, or the weight of the odds ratio of \"orpo\"; by default 0.1.",
+    ),
+    key(
+        "label_smoothing",
+        KeyKind::Number,
+        "The share of preferences that \"dpo\" takes for wrong; by default 0.",
+    ),
+    key(
+        "nll_weight",
+        KeyKind::Number,
+        "The weight of the chosen answer's loss a token beside the loss of `preference`; by default 0.",
+    ),
+    key(
+        "reference",
+        KeyKind::Text,
+        "The reference model of `preference`: \"auto\" (the model with adapters off, or a frozen copy), or \"data\".",
+    ),
+    key(
         "image_mean",
         KeyKind::List,
         "The mean of red, green and blue for `image_classification`; by default that of `preprocessor_config.json`, or 0.5.",
@@ -320,12 +345,17 @@ pub(crate) const OF_HEADS: &[&str] =
 
 /// Keys of `[model]` that `config.json` lacks: keys of modules, and `dropout`.
 pub(crate) const OF_MODULES: &[&str] = &[
+    "beta",
     "dropout",
     "image_mean",
     "image_std",
+    "label_smoothing",
     "mask_token_id",
     "mlm_probability",
+    "nll_weight",
     "pooling",
+    "preference_loss",
+    "reference",
     "temperature",
 ];
 

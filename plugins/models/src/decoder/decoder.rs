@@ -152,7 +152,8 @@ impl Decoder {
         }
     }
 
-    fn loss_of(&self, hidden: &Tensor, targets: &Tensor) -> Result<Loss> {
+    /// The loss from the hidden states.
+    pub(crate) fn loss_of(&self, hidden: &Tensor, targets: &Tensor) -> Result<Loss> {
         match self.logit_softcap {
             None => linear_cross_entropy(self.head()?, hidden, targets),
             Some(_) => cross_entropy(&self.logits(hidden)?, targets),

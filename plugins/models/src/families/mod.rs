@@ -25,7 +25,7 @@ use fulgurite_error::{Error, Result};
 use crate::config::{AUTO, ModelConfig, Reader};
 use crate::decoder::DecoderConfig;
 use crate::encoder::EncoderConfig;
-use crate::weights::{MappedSource, WeightLayout};
+use crate::weights::{MappedSource, REFERENCE, WeightLayout};
 
 /// The description of a model.
 #[derive(Debug, Clone)]
@@ -56,6 +56,9 @@ impl Description {
     /// The correspondence of tensors for the module of this name. Some classes of `transformers`
     /// for token classification name their head otherwise than those for whole texts.
     pub(crate) fn weights_of(&self, module: &str) -> WeightLayout {
+        if module == "preference" {
+            return self.weights.clone().leave_out(REFERENCE);
+        }
         match self.token_head.filter(|_| module == "token_classification") {
             Some(head) => self.weights.clone().rename(head, "classifier.*"),
             None => self.weights.clone(),
@@ -125,12 +128,12 @@ pub const FAMILIES: &[Family] = &[
 pub(crate) fn class_name(model_type: &str, module: &str) -> Option<String> {
     let class = FAMILIES.iter().find(|family| family.model_type == model_type)?.class;
     let task = match module {
-        "causal_lm" | "chat" if class == "Gemma3Text" => {
+        "causal_lm" | "chat" | "preference" if class == "Gemma3Text" => {
             return Some("Gemma3ForCausalLM".to_owned());
         }
         "token_classification" if ["Gemma3Text", "Olmo2"].contains(&class) => return None,
-        "causal_lm" | "chat" if class == "GPT2" => "LMHeadModel",
-        "causal_lm" | "chat" => "ForCausalLM",
+        "causal_lm" | "chat" | "preference" if class == "GPT2" => "LMHeadModel",
+        "causal_lm" | "chat" | "preference" => "ForCausalLM",
         "masked_lm" => "ForMaskedLM",
         "sequence_classification" => "ForSequenceClassification",
         "token_classification" => "ForTokenClassification",
@@ -180,7 +183,12 @@ impl ModelConfig {
     /// # Errors
     /// As [`describe`](Self::describe), and if the model is an encoder.
     pub fn decoder(&mut self) -> Result<DecoderConfig> {
-        let Description { architecture, weights, .. } = self.describe()?;
+        self.decoder_for(&[])
+    }
+
+    /// [`decoder`](Self::decoder), with keys that a module takes itself.
+    pub(crate) fn decoder_for(&mut self, keys: &[&str]) -> Result<DecoderConfig> {
+        let Description { architecture, weights, .. } = self.describe_for(keys)?;
         let Architecture::Decoder(mut decoder) = architecture else {
             return Err(Error::Config(format!(
                 "`model.type`: a model of type \"{}\" is an encoder, which does not predict the next token; choose \

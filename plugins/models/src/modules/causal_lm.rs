@@ -43,7 +43,7 @@ impl LightningModule for CausalLm {
 
     fn configure_from_data(config: &mut ModelConfig, data: &TextData) -> Result<()> {
         let largest = data.largest_first_id() as usize + 1;
-        fit_to_tokens(config, data.seq_len(), (data.vocab_size(), largest))
+        fit_to_tokens(config, &[], data.seq_len(), (data.vocab_size(), largest))
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
@@ -82,9 +82,11 @@ impl LightningModule for CausalLm {
 impl<D> Hooks<D> for CausalLm {}
 
 /// Sets the vocabulary of a new model, and checks that the data's sequences and ids fit the model.
+/// `keys` are those of `[model]` that the module takes itself, and
 /// `ids` is the exclusive upper bound of the ids, if it is known, and one by the ids read so far.
 pub(super) fn fit_to_tokens(
     config: &mut ModelConfig,
+    keys: &[&str],
     seq_len: usize,
     ids: (Option<usize>, usize),
 ) -> Result<()> {
@@ -95,8 +97,8 @@ pub(super) fn fit_to_tokens(
         // Padding lets tensor-parallel ranks divide the vocabulary evenly.
         config.set("vocab_size", tokens.next_multiple_of(8))?;
     }
-    let decoder = config.decoder()?;
-    config.describe()?.warn_of_dropout();
+    let decoder = config.decoder_for(keys)?;
+    config.describe_for(keys)?.warn_of_dropout();
     let wrong =
         |key: &str, message: String| Err(Error::Config(format!("`model.{key}`: {message}")));
     let positions = decoder.max_positions;

@@ -43,7 +43,7 @@ impl LightningModule for Chat {
 
     fn configure_from_data(config: &mut ModelConfig, data: &ChatData) -> Result<()> {
         let ids = data.tokenizer().vocab_size();
-        fit_to_tokens(config, data.seq_len(), (Some(ids), ids))
+        fit_to_tokens(config, &[], data.seq_len(), (Some(ids), ids))
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::execution::read;
 use fulgurite_error::{Error, Result};
-use fulgurite_nn::Loss;
+use fulgurite_nn::{Loss, functional};
 use fulgurite_trainer::metric::Metric;
 
 /// Checks that outputs and targets have one shape, and returns both in f32 on one device.
@@ -23,9 +23,7 @@ fn alike(outputs: &Tensor, targets: &Tensor) -> Result<(Tensor, Tensor)> {
 /// `BCEWithLogitsLoss`; the count is the number of logits.
 pub(super) fn binary_cross_entropy(logits: &Tensor, targets: &Tensor) -> Result<Loss> {
     let (x, y) = alike(logits, targets)?;
-    // log(1 + exp(x)) - x y, without an overflow of the exponential.
-    let softplus = (x.relu()? + (x.abs()?.neg()?.exp()? + 1.0)?.log()?)?;
-    let sum = (softplus - (&x * y)?)?.sum_all()?;
+    let sum = (functional::softplus(&x)? - (&x * y)?)?.sum_all()?;
     Ok(Loss::new(sum, logits.elem_count() as f64))
 }
 

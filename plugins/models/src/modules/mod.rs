@@ -4,6 +4,7 @@
 //! |---|---|---|---|
 //! | `"causal_lm"` | [`CausalLm`] | decoders | `TextData` |
 //! | `"chat"` | [`Chat`] | decoders | `ChatData` |
+//! | `"preference"` | [`Preference`] | decoders | `PreferenceData` |
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
 //! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
 //! | `"token_classification"` | [`TokenClassification`] | decoders, encoders of text | `LabelledTexts`, `"words"` |
@@ -22,13 +23,16 @@ mod embedding;
 mod image_classification;
 mod losses;
 mod masked_lm;
+mod preference;
+mod preference_losses;
 mod sequence_classification;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 7] = [
+pub(crate) const MODULES: [&str; 8] = [
     "causal_lm",
     "chat",
+    "preference",
     "masked_lm",
     "sequence_classification",
     "token_classification",
@@ -42,5 +46,6 @@ pub use embedding::Embedding;
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;
 pub use masked_lm::MaskedLm;
+pub use preference::Preference;
 pub use sequence_classification::SequenceClassification;
 pub use token_classification::TokenClassification;

@@ -27,7 +27,7 @@ impl<S: TensorSource> ExportedSource<S> {
     pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
         layout.check()?;
         let mut tensors: BTreeMap<String, (Vec<(String, View)>, TensorInfo)> = BTreeMap::new();
-        for name in source.names() {
+        for name in source.names().into_iter().filter(|name| !layout.leaves_out(name)) {
             let (file, parts) = layout.of_model(name);
             if tensors.contains_key(&file) {
                 continue;

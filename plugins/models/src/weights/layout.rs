@@ -24,6 +24,8 @@ pub struct WeightLayout {
     prefix: String,
     /// Ends of names of tensors that are ignored in a file.
     ignored: Vec<String>,
+    /// Beginnings of names of tensors of the model that no file has.
+    only_in_model: Vec<String>,
     rules: Vec<Rule>,
 }
 
@@ -38,7 +40,12 @@ impl WeightLayout {
     /// A layout in which all names are equal, for files in which the model without its head is at
     /// `prefix`.
     pub fn new(prefix: &str) -> Self {
-        Self { prefix: prefix.to_owned(), ignored: Vec::new(), rules: Vec::new() }
+        Self {
+            prefix: prefix.to_owned(),
+            ignored: Vec::new(),
+            only_in_model: Vec::new(),
+            rules: Vec::new(),
+        }
     }
 
     /// Ignores tensors of a file whose names end like this pattern (`*.attn.bias`).
@@ -46,6 +53,18 @@ impl WeightLayout {
     pub fn ignore(mut self, pattern: &str) -> Self {
         self.ignored.push(pattern.trim_start_matches('*').to_owned());
         self
+    }
+
+    /// Leaves the tensors below the module `path` of the model out of a file.
+    #[must_use]
+    pub fn leave_out(mut self, path: &str) -> Self {
+        self.only_in_model.push(format!("{path}."));
+        self
+    }
+
+    /// Whether a tensor of the model is in no file.
+    pub(super) fn leaves_out(&self, name: &str) -> bool {
+        self.only_in_model.iter().any(|prefix| name.starts_with(prefix.as_str()))
     }
 
     fn with(mut self, file: String, parts: Vec<(String, View)>) -> Self {

@@ -9,8 +9,10 @@
 mod export;
 mod layout;
 mod mapped;
+mod twice;
 mod view;
 
 pub use export::ExportedSource;
 pub use layout::WeightLayout;
 pub use mapped::MappedSource;
+pub(crate) use twice::{REFERENCE, Twice};

@@ -4,11 +4,12 @@ use fulgurite::core::checkpoint;
 use fulgurite::core::nn::Documents;
 use fulgurite::core::trainer::LightningModule;
 use fulgurite::prelude::*;
-use fulgurite_data::{Labels, PaddedTexts, TextBatch};
+use fulgurite_data::{Labels, PaddedTexts, PreferenceBatch, TextBatch};
 #[cfg(feature = "images")]
 use fulgurite_models::ImageClassification;
 use fulgurite_models::{
-    CausalLm, Embedding, Export, MaskedLm, ModelConfig, SequenceClassification, TokenClassification,
+    CausalLm, Embedding, Export, MaskedLm, ModelConfig, Preference, SequenceClassification,
+    TokenClassification,
 };
 
 use serde_json::json;
@@ -156,6 +157,63 @@ fn heads_come_and_go() {
     other.set("num_labels", 3).unwrap();
     let error = load::<SequenceClassification>(&other, "bert_classes").err().unwrap().to_string();
     assert!(error.contains("classifier.out_proj.weight"), "{error}");
+}
+
+/// The pairs of the fixture `llama_preference`.
+fn pairs(reference: bool) -> PreferenceBatch {
+    let expected = tensors("llama_preference", "expected.safetensors");
+    // In the file the rejected sequences are behind the chosen ones.
+    let order = Tensor::new(&[0u32, 3, 1, 4, 2, 5], &Device::Cpu).unwrap();
+    let inputs = expected["inputs"].index_select(&order, 0).unwrap();
+    let targets = expected["targets"].index_select(&order, 0).unwrap();
+    let rows = targets.to_vec2::<i64>().unwrap();
+    let count = |row: &Vec<i64>| row.iter().filter(|target| **target >= 0).count();
+    let logps = expected["reference"].to_vec1::<f32>().unwrap();
+    PreferenceBatch {
+        inputs: ids(&inputs),
+        answer_tokens: rows.iter().map(count).collect(),
+        targets,
+        reference: reference.then(|| (0..3).map(|pair| [logps[pair], logps[pair + 3]]).collect()),
+    }
+}
+
+#[test]
+fn preferences_cost_as_in_torch() {
+    let name = "llama_preference";
+    let expected = tensors(name, "expected.safetensors");
+    for (key, loss, other) in [
+        ("dpo", "dpo", None),
+        ("smoothed", "dpo", Some(("label_smoothing", 0.1))),
+        ("hinge", "hinge", None),
+        ("ipo", "ipo", None),
+        ("with_nll", "dpo", Some(("nll_weight", 0.5))),
+        ("orpo", "orpo", None),
+    ] {
+        let mut config = config("llama");
+        config.set("preference_loss", loss).unwrap();
+        config.set("beta", 0.3).unwrap();
+        if loss != "orpo" {
+            config.set("reference", "data").unwrap();
+        }
+        if let Some((key, value)) = other {
+            config.set(key, value).unwrap();
+        }
+        let (mut fabric, module) = load::<Preference>(&config, "llama").unwrap();
+        let loss = module.loss(&pairs(true)).unwrap();
+        assert_mean(key, &loss, &expected[key]);
+        if key == "dpo" {
+            let layout = crate::transformers::config("llama").describe().unwrap().weights;
+            assert_gradients(name, &mut fabric, &loss, &layout);
+        }
+    }
+}
+
+/// A model that equals its reference is indifferent.
+#[test]
+fn reference_is_a_copy_of_the_weights() {
+    let (_fabric, module) = load::<Preference>(&config("llama"), "llama").unwrap();
+    let loss = module.loss(&pairs(false)).unwrap();
+    assert_eq!(loss.mean().unwrap() as f32, 2f32.ln());
 }
 
 /// The hidden states of ids `[1, time]`.

@@ -2,7 +2,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::execution::ExecutionContext;
 use fulgurite_core::module::{
-    AdapterBias, Adapters, ForwardScope, Module, ModuleBuilder, ModuleInit,
+    AdapterBias, Adapters, ForwardScope, Module, ModuleBuilder, ModuleInit, without_adapters,
 };
 use fulgurite_core::nn::*;
 
@@ -53,6 +53,28 @@ fn check_module<M: Module>(
     let runs = vec![check(0.0), check(0.4)];
     assert_ne!(runs[0].output, runs[1].output, "nothing was dropped");
     runs
+}
+
+#[test]
+fn layers_without_adapters_are_the_base() {
+    for dora in [false, true] {
+        let adapters = Adapters { rank: 2, dropout: 0.5, dora, ..Adapters::new(["layer"]) };
+        let b = adapted(adapters, DType::F64);
+        let layer = Linear::new(&b.pp("layer"), 3, 4).unwrap();
+        let params = Params::new(&b);
+        let plain = ModuleBuilder::new(ModuleInit {
+            dtype: DType::F64,
+            compute_dtype: DType::F64,
+            ..ModuleInit::default()
+        });
+        let base = Linear::new(&plain.pp("layer"), 3, 4).unwrap();
+        let of_base = Params::new(&plain);
+        let x = randn("x", &[2, 3]);
+        let off = in_training(|| without_adapters(|| layer.forward(&x))).unwrap();
+        assert_eq!(flat(&off), flat(&base.forward(&x).unwrap()), "dora {dora}");
+        assert_ne!(flat(&in_training(|| layer.forward(&x)).unwrap()), flat(&off));
+        drop((params, of_base));
+    }
 }
 
 #[test]

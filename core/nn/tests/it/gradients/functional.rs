@@ -27,6 +27,15 @@ fn activations() {
     check(&[x, randn("u", &[3, 5, 7])], &Params::none(), &|x| swiglu(&x[0], &x[1]));
 }
 
+/// A formula of `relu` and `abs` has another slope at 0.
+#[test]
+fn softplus_has_its_slope_at_zero() {
+    let x = Tensor::new(&[-30f64, -1.0, 0.0, 0.5, 30.0], &Device::Cpu).unwrap();
+    check(std::slice::from_ref(&x), &Params::none(), &|x| softplus(&x[0]));
+    let large = Tensor::new(&[-1000f32, 1000.0], &Device::Cpu).unwrap();
+    assert_eq!(flat(&softplus(&large).unwrap()), [0.0, 1000.0]);
+}
+
 #[test]
 fn activations_have_known_values() {
     let x = Tensor::new(&[-1f64, 0., 2.], &Device::Cpu).unwrap();

@@ -1,0 +1,242 @@
+//! Learning from preferences: DPO and its relatives.
+
+use std::path::PathBuf;
+
+use candle_core::{DType, Tensor};
+use fulgurite_checkpoint::TensorSource;
+use fulgurite_data::{PreferenceBatch, PreferenceData};
+use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::module::{AdapterBias, ForwardScope, ModuleBuilder, without_adapters};
+use fulgurite_error::{Error, Result};
+use fulgurite_nn::Loss;
+use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
+
+use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::preference_losses::{Answers, PreferenceLoss, mean_of};
+use crate::config::{ModelConfig, Reader};
+use crate::decoder::Decoder;
+use crate::weights::{MappedSource, REFERENCE, Twice};
+
+/// The keys of `[model]` that the module takes itself.
+const KEYS: &[&str] = &["preference_loss", "beta", "label_smoothing", "reference", "nll_weight"];
+
+/// A decoder that learns to prefer one answer to another, on [`PreferenceData`].
+///
+/// | `model.preference_loss` | of a pair, with `r` the log-ratios of policy and reference | as |
+/// |---|---|---|
+/// | `"dpo"` (the default) | `-log sigmoid(beta (r_chosen - r_rejected))`, with `model.label_smoothing` | TRL's `sigmoid` |
+/// | `"hinge"` | `max(0, 1 - beta (r_chosen - r_rejected))` | TRL's `hinge` |
+/// | `"ipo"` | `(r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 beta))²`, with `n` tokens | TRL's `ipo` |
+/// | `"orpo"` | the chosen answer's loss a token, plus `-beta log sigmoid` of the log odds ratio; no reference | TRL's ORPO |
+///
+/// `model.nll_weight` adds the chosen answer's loss a token. The reference model is the base model with adapters off,
+/// or without adapters a frozen copy of the weights to start from. With `model.reference = "data"`
+/// the data has its log-probabilities. The loss counts pairs.
+///
+/// Logged in training and validation (`val_…`): `reward_accuracy`, `reward_margin`,
+/// `reward_chosen` and `reward_rejected`, where a reward is `beta r`.
+#[derive(Debug)]
+pub struct Preference {
+    policy: Decoder,
+    reference: Reference,
+    loss: PreferenceLoss,
+}
+
+/// Where the reference's log-probabilities come from.
+#[derive(Debug)]
+enum Reference {
+    AdaptersOff,
+    Copy(Box<Decoder>),
+    Data,
+    None,
+}
+
+impl Preference {
+    /// The decoder that is trained.
+    pub fn model(&self) -> &Decoder {
+        &self.policy
+    }
+
+    /// Returns the loss of a batch.
+    ///
+    /// # Errors
+    /// If a sequence is longer than the model's positions, or `model.reference` is `"data"` and the
+    /// batch has no log-probabilities.
+    pub fn loss(&self, batch: &PreferenceBatch) -> Result<Loss> {
+        Ok(self.evaluate(batch)?.0)
+    }
+
+    /// Returns the loss, and the metrics by name.
+    fn evaluate(&self, batch: &PreferenceBatch) -> Result<(Loss, Vec<(&'static str, Tensor)>)> {
+        let reference = match &self.reference {
+            Reference::None => None,
+            Reference::Data => {
+                let known = batch.reference.as_ref().ok_or_else(|| {
+                    Error::Data(
+                        "`model.reference` is \"data\", and a row lacks `reference_chosen_logp` or \
+                         `reference_rejected_logp`"
+                            .to_owned(),
+                    )
+                })?;
+                let known: Vec<f32> = known.iter().flatten().copied().collect();
+                let len = known.len();
+                Some(Tensor::from_vec(known, len, batch.inputs.device())?)
+            }
+            Reference::AdaptersOff => {
+                Some(without_adapters(|| evaluated(|| log_probabilities(&self.policy, batch)))?)
+            }
+            Reference::Copy(model) => {
+                let _no_grad = no_grad();
+                Some(evaluated(|| log_probabilities(model, batch))?)
+            }
+        };
+        let policy = log_probabilities(&self.policy, batch)?;
+        let answers = Answers::new(policy, reference, &batch.answer_tokens)?;
+        Ok((self.loss.of(&answers)?, self.loss.metrics(&answers)?))
+    }
+}
+
+/// Calls `f` as in an evaluation: without dropout.
+fn evaluated<R>(f: impl FnOnce() -> R) -> R {
+    let _scope = ForwardScope { training: false, ..ForwardScope::current() }.enter();
+    f()
+}
+
+/// The log-probability of each sequence's answer, f32 `[sequences]`.
+fn log_probabilities(model: &Decoder, batch: &PreferenceBatch) -> Result<Tensor> {
+    // Dropout follows from the index of a row in the global batch.
+    let scope = ForwardScope::current();
+    let _scope = ForwardScope { first_sample: 2 * scope.first_sample, ..scope }.enter();
+    let hidden = model.hidden(&batch.inputs)?;
+    let rows = batch.inputs.dim(0)?;
+    let of_row = |row: usize| -> Result<Tensor> {
+        let (hidden, targets) = (hidden.narrow(0, row, 1)?, batch.targets.narrow(0, row, 1)?);
+        let loss = model.loss_of(&hidden.contiguous()?, &targets.contiguous()?)?;
+        Ok(loss.sum().to_dtype(DType::F32)?.neg()?)
+    };
+    let rows = (0..rows).map(of_row).collect::<Result<Vec<_>>>()?;
+    Ok(Tensor::stack(&rows, 0)?)
+}
+
+/// The loss that the configuration describes, and the kind of the reference.
+fn keys(config: &ModelConfig) -> Result<(PreferenceLoss, Option<String>)> {
+    let reader = Reader::new(config);
+    let name = reader.text("preference_loss")?.unwrap_or("dpo");
+    let number = |key, default| reader.number_or(key, default);
+    let beta = number("beta", 0.1)?;
+    if !(beta > 0.0 && beta.is_finite()) {
+        return Err(reader.wrong("beta", format!("must be above 0, found {beta}")));
+    }
+    let label_smoothing = number("label_smoothing", 0.0)?;
+    if !(0.0..0.5).contains(&label_smoothing) || (label_smoothing > 0.0 && name != "dpo") {
+        return Err(reader.wrong(
+            "label_smoothing",
+            format!("must be at least 0 and below 0.5, and 0 unless the loss is \"dpo\", found {label_smoothing}"),
+        ));
+    }
+    let nll_weight = number("nll_weight", 0.0)?;
+    if !(nll_weight >= 0.0 && nll_weight.is_finite()) || (nll_weight > 0.0 && name == "orpo") {
+        return Err(reader.wrong(
+            "nll_weight",
+            format!(
+                "must be at least 0, and 0 for \"orpo\", which has this term, found {nll_weight}"
+            ),
+        ));
+    }
+    let loss = PreferenceLoss::named(name, beta, label_smoothing, nll_weight).ok_or_else(|| {
+        let names = PreferenceLoss::NAMES.map(|name| format!("\"{name}\"")).join(", ");
+        reader.wrong("preference_loss", format!("expected one of {names}, found \"{name}\""))
+    })?;
+    Ok((loss, reader.text("reference")?.map(|name| name.to_string())))
+}
+
+impl LightningModule for Preference {
+    type Config = ModelConfig;
+    type Data = PreferenceData;
+
+    fn module_type() -> Option<&'static str> {
+        Some("preference")
+    }
+
+    fn pretrained_key() -> Option<&'static str> {
+        CausalLm::pretrained_key()
+    }
+
+    fn configure_from_data(config: &mut ModelConfig, data: &PreferenceData) -> Result<()> {
+        let (_, reference) = keys(config)?;
+        if reference.as_deref() == Some("data") && !data.has_reference() {
+            return Err(Error::Data(
+                "`model.reference` is \"data\", and not every row has `reference_chosen_logp` and \
+                 `reference_rejected_logp`"
+                    .to_owned(),
+            ));
+        }
+        let ids = data.tokenizer().vocab_size();
+        fit_to_tokens(config, KEYS, data.seq_len(), (Some(ids), ids))
+    }
+
+    fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        let (loss, reference) = keys(config)?;
+        let decoder = config.clone().decoder_for(KEYS)?;
+        let policy = Decoder::new(&decoder, b)?;
+        let wrong = |message: &str| Error::Config(format!("`model.reference`: {message}"));
+        let reference = match (reference.as_deref(), loss.needs_reference(), b.adapters()) {
+            (None | Some("auto"), false, _) => Reference::None,
+            (Some(_), false, _) => {
+                return Err(wrong("\"orpo\" compares with no reference; leave the key out"));
+            }
+            (Some("data"), ..) => Reference::Data,
+            (None | Some("auto"), _, Some(adapters)) => {
+                if !adapters.modules_to_save.is_empty() || adapters.bias != AdapterBias::None {
+                    return Err(wrong(
+                        "the reference is the model with adapters off, and `trainer.adapters.modules_to_save` or \
+                         `bias` train the model's own weights; leave them out, or set it to \"data\"",
+                    ));
+                }
+                Reference::AdaptersOff
+            }
+            (None | Some("auto"), _, None) => {
+                if !config.is_pretrained() {
+                    return Err(wrong(
+                        "there are no weights to start from (model.from_pretrained), of which the reference is a copy",
+                    ));
+                }
+                let b = b.pp(REFERENCE).frozen();
+                Reference::Copy(Box::new(Decoder::new(&decoder, &b)?))
+            }
+            (Some(other), ..) => {
+                return Err(wrong(&format!("expected \"auto\" or \"data\", found {other:?}")));
+            }
+        };
+        Ok(Self { policy, reference, loss })
+    }
+
+    fn pretrained(config: &ModelConfig) -> Option<PathBuf> {
+        config.weights()
+    }
+
+    fn map_weights(
+        config: &ModelConfig,
+        source: Box<dyn TensorSource>,
+    ) -> Result<Box<dyn TensorSource>> {
+        let description = config.clone().describe_for(KEYS)?;
+        let mapped = MappedSource::new(source, &description.weights)?;
+        Ok(Box::new(Twice::new(mapped, REFERENCE)))
+    }
+
+    fn training_step(&mut self, batch: &PreferenceBatch, ctx: &mut StepContext) -> Result<Loss> {
+        let (loss, metrics) = self.evaluate(batch)?;
+        metrics.into_iter().for_each(|(name, values)| ctx.log(name, mean_of(values)));
+        Ok(loss)
+    }
+
+    fn validation_step(&mut self, batch: &PreferenceBatch, ctx: &mut StepContext) -> Result<Loss> {
+        let (loss, metrics) = self.evaluate(batch)?;
+        for (name, values) in metrics {
+            ctx.log(&format!("val_{name}"), mean_of(values));
+        }
+        Ok(loss)
+    }
+}
+
+impl<D> Hooks<D> for Preference {}

@@ -1,0 +1,124 @@
+//! `fulgurite fit` on preferences.
+
+use std::fs;
+use std::path::Path;
+
+use serde_json::json;
+
+use crate::models::{assert_close, losses_of, root, run};
+use crate::tasks::folder;
+
+/// A folder with preferences in words of its tokenizer.
+fn data() -> tempfile::TempDir {
+    let dir = folder();
+    let words = ["the", "cat", "run", "good", "bad", "film", "is", "not"];
+    let text = |i: usize, count: usize| {
+        (0..count).map(|k| words[(i * 3 + k * k) % 8]).collect::<Vec<_>>().join(" ")
+    };
+    let row = |i: usize| {
+        json!({"prompt": text(i, 2 + i % 3), "chosen": format!(" {}", text(i + 1, 1 + i % 4)),
+               "rejected": format!(" {}", text(i + 2, 2 + i % 2))})
+    };
+    let rows: String = (0..24).map(|i| format!("{}\n", row(i))).collect();
+    fs::write(dir.path().join("pairs.jsonl"), rows).unwrap();
+    dir
+}
+
+/// Trains four steps of four pairs from the weights of a fixture, and returns their losses.
+fn fit(dir: &Path, (ranks, pairs, strategy): (usize, usize, &str), sets: &[&str]) -> Vec<f64> {
+    let fixture = root().join("plugins/models/tests/fixtures/llama_yarn");
+    let own = [
+        "module.type=preference".to_owned(),
+        format!("model.from_pretrained={}", fixture.display()),
+        "data={ path='pairs.jsonl', tokenizer='tokenizer.json', seq_len=16, pad_to_multiple_of=16, shuffle=false, validation_fraction=0.0 }"
+            .to_owned(),
+        "trainer.max_steps=4".to_owned(),
+        "trainer.loggers=[]".to_owned(),
+        "scheduler=constant".to_owned(),
+        "optimizer.lr=0.01".to_owned(),
+        format!("trainer.devices={ranks}"),
+        format!("trainer.strategy={strategy}"),
+        format!("data.batch_size={pairs}"),
+    ];
+    losses_of(dir, own.iter().map(String::as_str).chain(sets.iter().copied()))
+}
+
+const LORA: &str = "trainer.adapters={ targets = 'all-linear', rank = 2, dropout = 0.1 }";
+
+#[test]
+fn preferences_are_learned_alike_on_any_mesh() {
+    let dir = data();
+    let tensor = "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";
+    let packed = [LORA, "trainer.quantization.block_size=4"];
+    for sets in [&[][..], &[LORA], &packed, &["model.preference_loss=orpo"]] {
+        let alone = fit(dir.path(), (1, 4, "single_device"), sets);
+        if sets != ["model.preference_loss=orpo"] {
+            // The reference is the model that is begun with.
+            assert_close("the first step", &alone[..1], &[2f64.ln()], 1e-5);
+        }
+        assert!(alone[3] < alone[0], "{alone:?}");
+        for mesh in [(2, 2, "ddp"), (2, 2, "fsdp"), (2, 4, tensor)] {
+            // Packed weights of this width are not cut.
+            if sets == packed && mesh.2 == tensor {
+                continue;
+            }
+            let found = fit(dir.path(), mesh, sets);
+            assert_close(&format!("{sets:?} on {mesh:?}"), &found, &alone, 2e-5);
+        }
+    }
+}
+
+#[test]
+fn result_has_no_reference() {
+    let dir = data();
+    let checkpoint = ["checkpoint.dir=checkpoints", "trainer.max_steps=2"];
+    let whole = fit(dir.path(), (1, 4, "single_device"), &["trainer.max_steps=4"]);
+    fit(dir.path(), (2, 2, "fsdp"), &checkpoint);
+    // A resumed run compares with the reference of the checkpoint.
+    let resumed =
+        fit(dir.path(), (1, 4, "single_device"), &["trainer.ckpt_path=checkpoints/step-00000002"]);
+    assert_close("resumed", &resumed, &whole[2..], 2e-5);
+    let at = |name: &str| dir.path().join(name).display().to_string();
+    let convert = [
+        "checkpoint",
+        "convert",
+        &at("checkpoints/step-00000002"),
+        &at("out"),
+        "--to",
+        "hugging-face",
+    ];
+    run(env!("CARGO_BIN_EXE_fulgurite"), &convert.map(str::to_owned));
+    let file = fs::read(dir.path().join("out/model.safetensors")).unwrap();
+    let header = 8 + u64::from_le_bytes(file[..8].try_into().unwrap()) as usize;
+    let names = String::from_utf8_lossy(&file[8..header]);
+    assert!(names.contains("model.norm.weight") && !names.contains("reference"), "{names}");
+}
+
+#[test]
+fn wrong_references_are_refused() {
+    let dir = data();
+    let refused = |sets: &[&str]| {
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["config", "check", "--set", "module.type=preference"])
+            .args(["--set", "data={ path='pairs.jsonl', tokenizer='tokenizer.json', seq_len=16 }"])
+            .args(sets.iter().flat_map(|set| ["--set", set]))
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{said}");
+        said.lines().last().unwrap_or_default().to_owned()
+    };
+    let fixture = root().join("plugins/models/tests/fixtures/llama_yarn");
+    let model = format!("model.from_pretrained={}", fixture.display());
+    let says = |sets: &[&str]| refused(&[&[model.as_str()], sets].concat());
+    insta::assert_snapshot!(says(&["model.reference=data"]), @r#"error: data: `model.reference` is "data", and not every row has `reference_chosen_logp` and `reference_rejected_logp`"#);
+    insta::assert_snapshot!(says(&["model.reference=base"]), @r#"error: `model.reference`: expected "auto" or "data", found "base""#);
+    insta::assert_snapshot!(says(&["model.preference_loss=ppo"]), @r#"error: `model.preference_loss`: expected one of "dpo", "hinge", "ipo", "orpo", found "ppo""#);
+    insta::assert_snapshot!(says(&["model.beta=0"]), @"error: `model.beta`: must be above 0, found 0");
+    insta::assert_snapshot!(says(&[LORA, "trainer.adapters.modules_to_save=['lm_head']"]), @r#"error: `model.reference`: the reference is the model with adapters off, and `trainer.adapters.modules_to_save` or `bias` train the model's own weights; leave them out, or set it to "data""#);
+    insta::assert_snapshot!(
+        refused(&["model={ type='llama', hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2 }"]),
+        @"error: `model.reference`: there are no weights to start from (model.from_pretrained), of which the reference is a copy"
+    );
+}
