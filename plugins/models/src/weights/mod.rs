@@ -14,3 +14,4 @@ mod view;
 pub use export::ExportedSource;
 pub use layout::WeightLayout;
 pub use mapped::MappedSource;
+pub(crate) use view::View;
