@@ -22,7 +22,7 @@ import torch
 import gguf_models
 
 # The largest difference of logits, relative to the largest logit. With q8_0 and q4_k, llama.cpp rounds activations, too.
-TOLERANCES = dict(f32=2e-5, f16=5e-3, bf16=5e-2, q8_0=0.15, q4_k=0.8)
+TOLERANCES = dict(f32=2e-5, f16=5e-3, bf16=2e-2, q8_0=6e-2, q4_k=0.4)
 # llama.cpp looks GELU up in a table of f16.
 GELU = 2e-3
 PROMPT = "Hello, world! 42"
@@ -40,9 +40,9 @@ def convert(*words):
     return ran.stderr
 
 
-def load(path, length=96, **keys):
+def load(path, **keys):
     return llama_cpp.Llama(
-        str(path), n_ctx=length, n_batch=length, logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False, n_threads=2, **keys
+        str(path), n_ctx=96, n_batch=96, logits_all=True, verbose=False, type_k=0, type_v=0, flash_attn=False, n_threads=2, **keys
     )
 
 
@@ -95,16 +95,16 @@ def compare(name):
     model, tokenizer = gguf_models.make(name, directory)
     ids = tokenizer(gguf_models.TEXTS[0] + PROMPT)["input_ids"][:48]
     prompt = tokenizer(PROMPT)["input_ids"]
-    # With a context of at most the first length, llama.cpp takes the short factors, as transformers for these lengths.
-    length = 32 if name == "phi3_long" else 96
-    ids, prompt = ids[: length - 1], prompt[: max(1, length - 1 - TOKENS)]
+    if name == "phi3_long":
+        # llama.cpp takes the long factors for its whole context, transformers from the original length on.
+        prompt = ids[:40]
     expected = theirs(model, ids)
     text, margin = their_greedy(model, prompt)
     differences = {}
     for dtype, tolerance in TOLERANCES.items():
         path = out / f"{name}.{dtype}.gguf"
         convert(directory, path, "--dtype", dtype)
-        reader = load(path, length)
+        reader = load(path)
         if dtype == "f32":
             check_tokens(name, reader, tokenizer)
             template = tokenizer.chat_template

@@ -174,7 +174,7 @@ def fill(model, seed):
             elif "embed" in name or ".wte" in name or ".wpe" in name:
                 values = rng.normal(0, 1.0, shape)
             else:
-                values = rng.normal(0, 1.5 * shape[-1] ** -0.5, shape)
+                values = rng.normal(0, shape[-1] ** -0.5, shape)
             parameter.copy_(torch.from_numpy(values.astype(np.float32)))
 
 

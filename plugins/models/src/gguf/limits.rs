@@ -89,7 +89,7 @@ fn check_attention(architecture: &Architecture, config: &DecoderConfig) -> Resul
         let found = layer.scale.unwrap_or(plain);
         if (found - expected).abs() > 1e-6 * expected {
             let message = format!(
-                "attention scores of layer {i} are multiplied by {found}, expected {expected:.7}"
+                "attention scores of layer {i} are multiplied by {found:.7}, expected {expected:.7}"
             );
             let key = match architecture.name {
                 "gpt2" => "scale_attn_by_inverse_layer_idx",

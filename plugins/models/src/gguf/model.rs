@@ -74,7 +74,7 @@ impl GgufModel {
     pub fn of_directory(directory: &Path, options: GgufOptions) -> Result<Self> {
         let mut config = ModelConfig::default();
         config.start_from(directory);
-        let decoder = config.decoder()?;
+        let decoder = config.decoder().map_err(|e| of(directory, e))?;
         let Description { weights, .. } = config.describe()?;
         let json = config.file().map(|(_, values)| values.clone()).unwrap_or_default();
         let mut files = Vec::new();
@@ -214,8 +214,12 @@ impl GgufModel {
         let mut metadata = Metadata::default();
         metadata.set("general.architecture", self.architecture.name);
         metadata.set("general.type", "model");
-        if let Some(name) = &self.options.name {
-            metadata.set("general.name", name.as_str());
+        let name = self.options.name.as_ref().and_then(|name| match &self.vocabulary {
+            Some(vocabulary) => vocabulary.model_name(name),
+            None => Some(name.clone()),
+        });
+        if let Some(name) = name {
+            metadata.set("general.name", name);
         }
         metadata::describe(&mut metadata, self.architecture, &self.config, self.context.length);
         metadata.set("general.file_type", Value::U32(dtype.file_type()));
@@ -229,8 +233,11 @@ impl GgufModel {
 
     fn notes(&self, plan: &[Planned], headers: &[TensorHeader], dtype: GgufDtype) -> Vec<String> {
         let mut notes: Vec<String> = self.context.reason.iter().cloned().collect();
-        if self.vocabulary.is_none() {
-            notes.push("the file has no tokenizer: programs must give it token ids".to_owned());
+        match &self.vocabulary {
+            Some(vocabulary) => notes.extend(vocabulary.note()),
+            None => {
+                notes.push("the file has no tokenizer: programs must give it token ids".to_owned());
+            }
         }
         let wanted = |is_output| dtype.of_matrix(256, is_output);
         let mut others: Vec<(String, &str)> = Vec::new();

@@ -43,7 +43,14 @@ pub(super) fn read(json: &Json, special: Special) -> Result<Vocabulary> {
         format!("{} {}", escape(&left), escape(&right))
     });
     let merges = merges.collect();
-    Ok(Vocabulary { kind: ("gpt2", pre), tokens, merges, adds_space: None, special })
+    Ok(Vocabulary {
+        kind: ("gpt2", pre),
+        tokens,
+        merges,
+        adds_space: None,
+        stripping: None,
+        special,
+    })
 }
 
 /// Returns the tokens of `model.vocab`, by their ids.

@@ -72,8 +72,13 @@ pub(super) struct Vocabulary {
     merges: Vec<String>,
     /// Whether a space is put before the text, if the kind of tokenizer can.
     adds_space: Option<bool>,
+    /// An added token that takes the spaces beside it (`lstrip`, `rstrip`).
+    stripping: Option<String>,
     special: Special,
 }
+
+/// The tokens that llama.cpp looks up in a model whose name has "phi-3" or "phi3" in it.
+const PHI_3: [&str; 4] = ["</s>", "<unk>", "<s>", "<|endoftext|>"];
 
 /// Reads the tokenizer of a model with `size` tokens.
 ///
@@ -92,7 +97,7 @@ pub(super) fn vocabulary(files: &Files<'_>, size: usize) -> Result<Vocabulary> {
             return fail("there is no tokenizer: no tokenizer.json and no tokenizer.model");
         }
     };
-    add_tokens(&mut vocabulary.tokens, files, json.as_ref())?;
+    vocabulary.stripping = add_tokens(&mut vocabulary.tokens, files, json.as_ref())?;
     let found = vocabulary.tokens.len();
     if found > size {
         return fail(&format!(
@@ -111,8 +116,13 @@ fn fail<T>(message: &str) -> Result<T> {
     )))
 }
 
-/// Puts the added tokens over those of the model, as llama.cpp does.
-fn add_tokens(tokens: &mut Vec<Token>, files: &Files<'_>, json: Option<&Json>) -> Result<()> {
+/// Puts the added tokens over those of the model, as llama.cpp does. Returns one that takes the
+/// spaces beside it.
+fn add_tokens(
+    tokens: &mut Vec<Token>,
+    files: &Files<'_>,
+    json: Option<&Json>,
+) -> Result<Option<String>> {
     let config = files.json("tokenizer_config.json")?;
     let of_json = json.and_then(|json| json["added_tokens"].as_array());
     let mut added: Vec<(usize, &Json)> = Vec::new();
@@ -130,7 +140,11 @@ fn add_tokens(tokens: &mut Vec<Token>, files: &Files<'_>, json: Option<&Json>) -
         })?;
         added.push((id, token));
     }
+    let mut stripping = None;
     for (id, token) in added {
+        if token["lstrip"] == true || token["rstrip"] == true {
+            stripping = stripping.or_else(|| token["content"].as_str().map(str::to_owned));
+        }
         let Some(text) = token["content"].as_str() else { continue };
         let is_control = token["special"] == true || looks_special(text);
         let (kind, text) = match is_control {
@@ -142,7 +156,7 @@ fn add_tokens(tokens: &mut Vec<Token>, files: &Files<'_>, json: Option<&Json>) -
         }
         tokens[id] = Token { text, score: -1000.0, kind };
     }
-    Ok(())
+    Ok(stripping)
 }
 
 /// Whether a token is one of control although its tokenizer does not say so: the rule of
@@ -156,6 +170,31 @@ fn looks_special(text: &str) -> bool {
 }
 
 impl Vocabulary {
+    /// Returns `general.name` for a model of this name. llama.cpp takes from it whether special tokens
+    /// take the spaces behind them.
+    pub(super) fn model_name(&self, name: &str) -> Option<String> {
+        let says_phi = ["phi-3", "phi3"].iter().any(|word| name.to_lowercase().contains(word));
+        match (self.is_phi(), says_phi) {
+            (true, false) => Some(format!("{name} (Phi-3)")),
+            (false, true) => None,
+            _ => Some(name.to_owned()),
+        }
+    }
+
+    /// Whether the tokenizer is that of Phi-3.
+    fn is_phi(&self) -> bool {
+        let has = |text: &&str| self.tokens.iter().any(|token| token.text == **text);
+        self.stripping.is_some() && PHI_3.iter().all(has)
+    }
+
+    /// What llama.cpp will do in another way, in a sentence.
+    pub(super) fn note(&self) -> Option<String> {
+        let token = self.stripping.as_ref().filter(|_| !self.is_phi())?;
+        Some(format!(
+            "the token {token:?} takes the spaces beside it (`lstrip`, `rstrip`), which llama.cpp does for Phi-3 only"
+        ))
+    }
+
     /// Adds the keys of the tokenizer.
     pub(super) fn describe(&self, metadata: &mut Metadata, config: &Map<String, Json>) {
         let (model, pre) = self.kind;

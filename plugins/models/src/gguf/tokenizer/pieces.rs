@@ -38,7 +38,14 @@ pub(super) fn read(json: &Json, special: Special) -> Result<Vocabulary> {
     };
     let tokens = texts.clone().into_iter().enumerate().map(token).collect();
     let merges = Vec::new();
-    Ok(Vocabulary { kind: ("llama", "default"), tokens, merges, adds_space, special })
+    Ok(Vocabulary {
+        kind: ("llama", "default"),
+        tokens,
+        merges,
+        adds_space,
+        stripping: None,
+        special,
+    })
 }
 
 /// Whether a token is a byte: `<0x0A>`.

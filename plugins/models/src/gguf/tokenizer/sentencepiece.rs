@@ -36,7 +36,14 @@ pub(super) fn read(model: &[u8], special: Special) -> Result<Vocabulary> {
         return fail("tokenizer.model: GGUF files of decoders have a BPE, and this model is none");
     }
     let (merges, adds_space) = (Vec::new(), Some(adds_space));
-    Ok(Vocabulary { kind: ("llama", "default"), tokens, merges, adds_space, special })
+    Ok(Vocabulary {
+        kind: ("llama", "default"),
+        tokens,
+        merges,
+        adds_space,
+        stripping: None,
+        special,
+    })
 }
 
 fn token(piece: &[u8]) -> Option<Token> {
