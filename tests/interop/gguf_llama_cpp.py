@@ -158,5 +158,4 @@ if len(sys.argv) == 3:
     compare_adapter("qwen3", every)
     compare_adapter("gemma2", ["q_proj", "v_proj"])
     compare_adapter("phi3", ["qkv_proj", "gate_up_proj", "down_proj"])
-    compare_adapter("gpt2", ["c_attn", "c_proj", "c_fc"])
     compare_adapter("gpt_neox", ["query_key_value", "dense_h_to_4h"])

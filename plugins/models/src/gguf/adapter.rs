@@ -56,7 +56,7 @@ impl GgufAdapter {
         if config.lora_alpha == 0.0 {
             return wrong("has `lora_alpha` = 0, which llama.cpp takes for a missing number");
         }
-        if let Some(other) = source.others().next() {
+        if let Some(other) = source.others().find(|name| !source.is_of_base(name)) {
             return wrong(&format!(
                 "has `{other}` beside its adapters, and a GGUF adapter has no other tensors; {advice}"
             ));

@@ -154,7 +154,11 @@ fn add_tokens(
         while tokens.len() <= id {
             tokens.push(Token::unused(tokens.len()));
         }
-        tokens[id] = Token { text, score: -1000.0, kind };
+        let own = &tokens[id];
+        let is_special = matches!(own.kind, Kind::Unknown | Kind::Control) && own.text == text;
+        if !is_special {
+            tokens[id] = Token { text, score: -1000.0, kind };
+        }
     }
     Ok(stripping)
 }
