@@ -260,7 +260,7 @@ impl Paths {
 }
 
 /// The parent directory and the name of an output.
-pub(super) fn split(output: &Path) -> Result<(&Path, &str)> {
+fn split(output: &Path) -> Result<(&Path, &str)> {
     match (output.parent(), output.file_name().and_then(|name| name.to_str())) {
         (Some(parent), Some(name)) if parent.as_os_str().is_empty() => Ok((Path::new("."), name)),
         (Some(parent), Some(name)) => Ok((parent, name)),

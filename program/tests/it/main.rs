@@ -10,6 +10,7 @@ mod chat;
 mod checkpoint;
 #[cfg(feature = "models")]
 mod encoders;
+mod gguf;
 #[cfg(feature = "models")]
 mod interop;
 #[cfg(feature = "models")]
