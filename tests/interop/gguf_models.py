@@ -152,7 +152,7 @@ MODELS = {
     "olmo2": (lambda v: hf.Olmo2Config(**GROUPED, vocab_size=v, pad_token_id=0), lambda d: byte_level("cl100k")),
     "olmo2_tied": (lambda v: hf.Olmo2Config(**GROUPED, vocab_size=v, pad_token_id=0, tie_word_embeddings=True), lambda d: byte_level("cl100k")),
     "smollm3": (lambda v: hf.SmolLM3Config(**{**GROUPED, "num_hidden_layers": 5}, vocab_size=v, pad_token_id=0), lambda d: byte_level("cl100k", True)),
-    "gpt_neox": (lambda v: hf.GPTNeoXConfig(**SMALL, vocab_size=v, hidden_act="gelu_new"), lambda d: byte_level("gpt-2")),
+    "gpt_neox": (lambda v: hf.GPTNeoXConfig(**SMALL, vocab_size=v), lambda d: byte_level("gpt-2")),
     "gpt_neox_sequential": (
         lambda v: hf.GPTNeoXConfig(**SMALL, vocab_size=v, use_parallel_residual=False, tie_word_embeddings=True, hidden_act="gelu_new"),
         lambda d: byte_level("gpt-2"),
