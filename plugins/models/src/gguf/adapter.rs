@@ -124,6 +124,7 @@ impl GgufAdapter {
         for ((name, values), header) in tensors.iter().zip(&headers) {
             let bytes = encoded(name, values, header.dtype)?;
             writer.put(&bytes)?;
+            writer.end_tensor()?;
             done += bytes.len() as u64;
             progress(Progress { done, total });
         }

@@ -114,6 +114,7 @@ impl TensorHeader {
 /// removed if it is dropped before.
 pub(super) struct Writer {
     out: Option<BufWriter<File>>,
+    written: usize,
     partial: PathBuf,
     path: PathBuf,
 }
@@ -132,7 +133,7 @@ impl Writer {
         let partial = path.with_file_name(format!(".{name}.{}.partial", std::process::id()));
         let file = File::create(&partial).map_err(Error::io("creating", &partial))?;
         let out = Some(BufWriter::with_capacity(1 << 20, file));
-        let mut writer = Self { out, partial, path: path.to_owned() };
+        let mut writer = Self { out, written: 0, partial, path: path.to_owned() };
         let mut header = Vec::new();
         header.extend(b"GGUF");
         header.extend(3_u32.to_le_bytes());
@@ -154,18 +155,27 @@ impl Writer {
             offset += tensor.bytes().next_multiple_of(ALIGNMENT);
         }
         writer.put(&header)?;
+        writer.end_tensor()?;
         Ok(writer)
     }
 
-    /// Writes the values of the next tensor.
+    /// Writes values of a tensor, behind those that it has already.
     ///
     /// # Errors
     /// If the file cannot be written.
     pub(super) fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        let padding = bytes.len().next_multiple_of(ALIGNMENT) - bytes.len();
         let Some(out) = &mut self.out else { return Ok(()) };
-        let written = out.write_all(bytes).and_then(|()| out.write_all(&[0; ALIGNMENT][..padding]));
-        written.map_err(Error::io("writing", &self.partial))
+        self.written += bytes.len();
+        out.write_all(bytes).map_err(Error::io("writing", &self.partial))
+    }
+
+    /// Ends a tensor: the next one begins at a multiple of the alignment.
+    ///
+    /// # Errors
+    /// If the file cannot be written.
+    pub(super) fn end_tensor(&mut self) -> Result<()> {
+        let padding = self.written.next_multiple_of(ALIGNMENT) - self.written;
+        self.put(&[0; ALIGNMENT][..padding])
     }
 
     /// Makes the file durable and gives it its name.
@@ -226,9 +236,12 @@ mod tests {
         let mut writer = Writer::begin(&path, &metadata, &tensors).unwrap();
         let bytes =
             |values: &[f32]| values.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<_>>();
-        writer.put(&bytes(&[1.0, 2.0, 3.0, 4.0, 5.0, 6.0])).unwrap();
+        writer.put(&bytes(&[1.0, 2.0])).unwrap();
+        writer.put(&bytes(&[3.0, 4.0, 5.0, 6.0])).unwrap();
+        writer.end_tensor().unwrap();
         assert!(!path.exists());
         writer.put(&bytes(&[9.0])).unwrap();
+        writer.end_tensor().unwrap();
         writer.finish().unwrap();
 
         let mut file = File::open(&path).unwrap();

@@ -12,7 +12,7 @@ use serde::Serialize;
 use serde_json::{Map, Value as Json};
 
 use super::architecture::Architecture;
-use super::dtype::{GgufDtype, encoded, type_name};
+use super::dtype::{GgufDtype, type_name};
 use super::file::{Metadata, TensorHeader, Value, Writer};
 use super::limits::{self, Context};
 use super::metadata;
@@ -174,10 +174,13 @@ impl GgufModel {
         let mut done = 0;
         progress(Progress { done, total });
         for (tensor, header) in plan.iter().zip(&headers) {
-            let bytes = encoded(&tensor.name, &tensor.read(weights)?, header.dtype)?;
-            writer.put(&bytes)?;
-            done += bytes.len() as u64;
-            progress(Progress { done, total });
+            tensor.encode(weights, header.dtype, &mut |bytes| {
+                writer.put(bytes)?;
+                done += bytes.len() as u64;
+                progress(Progress { done, total });
+                Ok(())
+            })?;
+            writer.end_tensor()?;
         }
         writer.finish()?;
         Ok(GgufWritten {

@@ -1,5 +1,6 @@
 //! The tensors of a model's GGUF file.
 
+use candle_core::quantized::GgmlDType;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_engine::shard::Region;
@@ -7,6 +8,7 @@ use fulgurite_error::{Error, Result};
 use fulgurite_nn::{QkNormScope, RopeScaling};
 
 use super::architecture::{Architecture, Head, Rotation};
+use super::dtype::encoded;
 use crate::decoder::{DecoderConfig, NormPlacement};
 use crate::layers::NormKind;
 
@@ -260,29 +262,84 @@ impl Planned {
         Ok(())
     }
 
-    /// Reads the values, in f32.
+    /// Reads the values and gives them to `put` as bytes of this type, in blocks of rows.
+    ///
+    /// Holds the tensor in its stored dtype, and a few blocks in f32: one for each core.
     ///
     /// # Errors
-    /// If a tensor is damaged.
-    pub(super) fn read(&self, source: &dyn TensorSource) -> Result<Tensor> {
+    /// If a tensor is damaged, or a value is beyond the range of the type; as `put`.
+    pub(super) fn encode(
+        &self,
+        source: &dyn TensorSource,
+        dtype: GgmlDType,
+        put: &mut dyn FnMut(&[u8]) -> Result<()>,
+    ) -> Result<()> {
         if let Values::Constant(values) = &self.values {
-            return Ok(Tensor::from_vec(values.clone(), self.shape.as_slice(), &Device::Cpu)?);
+            let values = Tensor::from_vec(values.clone(), self.shape.as_slice(), &Device::Cpu)?;
+            return put(&encoded(&self.name, &values, dtype)?);
         }
-        let read = |(name, _): &(String, usize)| -> Result<Tensor> {
-            let shape = source.info(name).map(|info| info.shape).unwrap_or_default();
-            let values = source.read(name, &Region::full(&shape), DType::F32, &Device::Cpu)?;
-            Ok(values.reshape(shape)?)
+        for (name, rows) in &self.sources {
+            let (shape, stored) = match source.info(name) {
+                Some(info) => (info.shape, float_dtype(info.dtype)),
+                None => continue,
+            };
+            let whole = source.read(name, &Region::full(&shape), stored, &Device::Cpu)?;
+            let whole = whole.reshape(shape)?;
+            let starts: Vec<usize> = (0..*rows).step_by(self.block_rows(*rows)).collect();
+            let threads = std::thread::available_parallelism().map_or(1, usize::from);
+            let block = |&start: &usize| -> Result<Vec<u8>> {
+                let rows = self.block_rows(*rows).min(rows - start);
+                let values = self.changed(&whole.narrow(0, start, rows)?.to_dtype(DType::F32)?)?;
+                encoded(&self.name, &values, dtype)
+            };
+            for starts in starts.chunks(threads) {
+                let blocks: Vec<Result<Vec<u8>>> = std::thread::scope(|scope| {
+                    let block = &block;
+                    let workers: Vec<_> =
+                        starts.iter().map(|start| scope.spawn(move || block(start))).collect();
+                    let joined = workers.into_iter().map(|worker| {
+                        worker.join().unwrap_or_else(|_| Err(Error::other("a thread panicked")))
+                    });
+                    joined.collect()
+                });
+                for bytes in blocks {
+                    put(&bytes?)?;
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// The number of rows that are encoded at once: whole heads where rows change places.
+    fn block_rows(&self, rows: usize) -> usize {
+        // Tests have small tensors and several blocks.
+        const ELEMENTS: usize = if cfg!(test) { 64 } else { 1 << 22 };
+        let columns = self.shape[1..].iter().product::<usize>();
+        let step = match self.values {
+            Values::Reordered { heads } => rows / heads,
+            _ => 1,
         };
-        let parts = self.sources.iter().map(read).collect::<Result<Vec<_>>>()?;
-        let values = match parts.as_slice() {
-            [whole] => whole.clone(),
-            parts => Tensor::cat(parts, 0)?,
-        };
+        (ELEMENTS / columns / step).max(1) * step
+    }
+
+    /// Changes some rows of a source: all of a few heads where rows change places.
+    fn changed(&self, values: &Tensor) -> Result<Tensor> {
         match self.values {
-            Values::Reordered { heads } => reordered(&values, heads),
+            Values::Reordered { heads } => {
+                reordered(values, values.dims()[0] * heads / self.shape[0])
+            }
             Values::PlusOne => Ok((values + 1.0)?),
-            Values::Stacked | Values::Constant(_) => Ok(values),
+            Values::Stacked | Values::Constant(_) => Ok(values.clone()),
         }
+    }
+}
+
+/// The dtype to read values in.
+fn float_dtype(stored: safetensors::Dtype) -> DType {
+    match stored {
+        safetensors::Dtype::F16 => DType::F16,
+        safetensors::Dtype::BF16 => DType::BF16,
+        _ => DType::F32,
     }
 }
 
@@ -295,4 +352,48 @@ pub(super) fn reordered(values: &Tensor, heads: usize) -> Result<Tensor> {
     let mut apart = vec![heads, 2, shape[0] / heads / 2];
     apart.extend(&shape[1..]);
     Ok(values.reshape(apart)?.transpose(1, 2)?.contiguous()?.reshape(shape)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use fulgurite_checkpoint::TensorMap;
+    use fulgurite_engine::autograd::storage::with_bytes;
+
+    use super::*;
+
+    #[test]
+    fn blocks_of_rows_give_the_whole() {
+        // 6 heads of 8 rows: two heads are a block.
+        let values: Vec<f32> = (0..48 * 4).map(|i| i as f32).collect();
+        let whole = Tensor::from_vec(values, (48, 4), &Device::Cpu).unwrap();
+        let source = TensorMap::new([("w".to_owned(), whole.clone())]);
+        for (values, expected) in [
+            (Values::Reordered { heads: 6 }, reordered(&whole, 6).unwrap()),
+            (Values::Stacked, whole.clone()),
+            (Values::PlusOne, (&whole + 1.0).unwrap()),
+        ] {
+            let planned = Planned {
+                name: "w".to_owned(),
+                sources: vec![("w".to_owned(), 48)],
+                values,
+                shape: vec![48, 4],
+                is_matrix: true,
+                is_output: false,
+            };
+            let (mut bytes, mut blocks) = (Vec::<u8>::new(), 0);
+            let mut put = |block: &[u8]| {
+                bytes.extend(block);
+                blocks += 1;
+                Ok(())
+            };
+            planned.encode(&source, GgmlDType::F32, &mut put).unwrap();
+            assert_eq!(blocks, 3);
+            with_bytes(&expected, |expected| assert_eq!(bytes, expected)).unwrap();
+        }
+        assert_ne!(
+            format!("{}", reordered(&whole, 6).unwrap()),
+            format!("{whole}"),
+            "rows change places"
+        );
+    }
 }

@@ -120,7 +120,7 @@ fn adds_space(json: &Json) -> Result<bool> {
         None if replaces => Ok(prepends),
         // A split at spaces, of which none is left.
         Some("Split") if replaces && pre["pattern"]["String"] == " " => Ok(prepends),
-        Some("Metaspace") if !replaces && pre["replacement"] == "▁" && pre["split"] != true => {
+        Some("Metaspace") if !replaces && pre["replacement"] == "▁" && pre["split"] == false => {
             Ok(pre["prepend_scheme"] != "never")
         }
         _ => fail(&format!("tokenizer.json: SentencePiece does not split text like {pre}")),
