@@ -364,7 +364,7 @@ Commands:
   verify       Read all of a checkpoint and compare it with its checksums
   diff         Compare the tensors of two checkpoints: names, shapes, dtypes, values
   consolidate  Make a full checkpoint: whole tensors in files that `transformers` and candle load
-  convert      Make a checkpoint of another format, dtype or with other names
+  convert      Make a checkpoint of another format, dtype or with other names, or a GGUF file
   reshard      Make a distributed checkpoint of another number of shards
   help         Print this message or the help of the given subcommand(s)
 

@@ -97,7 +97,9 @@ pub(super) fn encoded(name: &str, values: &Tensor, dtype: GgmlDType) -> Result<V
     let sum: f32 =
         with_bytes(&values.sum_all()?, |b| f32::from_le_bytes([b[0], b[1], b[2], b[3]]))?;
     let limit = 65_504.0;
-    if sum.is_nan() || !(largest <= limit) {
+    // The largest of values may leave NaN out.
+    let fits = !sum.is_nan() && largest <= limit;
+    if !fits {
         return Err(Error::other(format!(
             "tensor `{name}` has values that {} cannot hold (the largest is {largest}); write the file with `--dtype \
              bf16` or `--dtype f32`",
