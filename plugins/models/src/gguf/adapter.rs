@@ -43,8 +43,8 @@ impl GgufAdapter {
     /// `base`, or where `adapter_config.json` says.
     ///
     /// # Errors
-    /// If the directory is no adapter, its base is not found, or GGUF lacks what it needs: DoRA,
-    /// biases, modules trained whole, embeddings.
+    /// If the directory has no adapter, or its base is not found. If it has magnitudes (DoRA), biases,
+    /// modules trained whole or adapters of embeddings, which GGUF lacks.
     pub fn open(directory: &Path, base: Option<&Path>, options: GgufOptions) -> Result<Self> {
         let source = AdapterSource::open(directory)?;
         let config = source.config();
@@ -177,7 +177,7 @@ impl GgufAdapter {
                 None => vec![(weight.clone(), View::WHOLE)],
             };
             for (name, view) in parts {
-                // Rows of the second matrix are those of the layer's output.
+                // A row of the second matrix is an output of the layer.
                 let view = View { transposed: false, ..view };
                 let shape = view.shape(b.dims()).ok_or_else(|| {
                     wrong(format!("the adapter of `{path}` does not fit `{name}` of the base"))

@@ -1,6 +1,6 @@
 //! The architectures of llama.cpp that compute our families of models.
 //!
-//! Source: `src/models/*.cpp` of llama.cpp, release b6900 and later.
+//! Source: `src/models/*.cpp` of llama.cpp, in the copy of llama-cpp-python 0.3.36.
 
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::Activation;
@@ -87,7 +87,7 @@ pub(super) struct Architecture {
     pub(super) wide_heads: bool,
     /// Whether a part of each head is rotated.
     pub(super) partial_rotary: bool,
-    /// Every so many layers there is no rotary embedding.
+    /// The distance of layers without a rotary embedding.
     pub(super) no_rope_every: Option<usize>,
     /// Soft limits of scores and of logits.
     pub(super) softcaps: [Presence; 2],
@@ -208,7 +208,7 @@ impl Architecture {
     /// Returns the architecture for models of this type.
     ///
     /// # Errors
-    /// If there is none.
+    /// If llama.cpp has no architecture for them, or none that is written here.
     pub(super) fn of(model_type: &str) -> Result<&'static Self> {
         ARCHITECTURES.iter().find(|row| row.model_type == model_type).ok_or_else(|| {
             let known: Vec<&str> = ARCHITECTURES.iter().map(|row| row.model_type).collect();

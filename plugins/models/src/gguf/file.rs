@@ -159,7 +159,7 @@ impl Writer {
         Ok(writer)
     }
 
-    /// Writes values of a tensor, behind those that it has already.
+    /// Appends values of the current tensor.
     ///
     /// # Errors
     /// If the file cannot be written.
@@ -193,7 +193,7 @@ impl Writer {
 
 impl Drop for Writer {
     fn drop(&mut self) {
-        // After `finish` there is no such file.
+        // `finish` has renamed a complete file.
         if let Err(error) = std::fs::remove_file(&self.partial)
             && error.kind() != std::io::ErrorKind::NotFound
         {

@@ -27,11 +27,11 @@ use crate::weights::{MappedSource, WeightLayout};
 /// Choices for a GGUF file.
 #[derive(Debug, Clone, Default)]
 pub struct GgufOptions {
-    /// The type of most matrices; `None` takes that of the weights (f32, f16 or bf16).
+    /// The type of most matrices; `None` takes the weights' own (f32, f16 or bf16).
     pub dtype: Option<GgufDtype>,
     /// `general.name`; `None` leaves it out.
     pub name: Option<String>,
-    /// Whether the file has no tokenizer, so that programs give token ids to it.
+    /// Leaves the tokenizer out. Programs then give token ids to the model.
     pub without_tokenizer: bool,
 }
 
@@ -68,9 +68,8 @@ impl GgufModel {
     /// Describes the model of a Hugging Face directory. Reads no weights.
     ///
     /// # Errors
-    /// If the directory's `config.json` is missing or not a decoder's, if llama.cpp has no
-    /// architecture that computes the model, or if the tokenizer is missing or of a kind that GGUF
-    /// lacks.
+    /// If `config.json` is missing or describes no decoder. If llama.cpp has no architecture that
+    /// computes the model. If the tokenizer is missing, or GGUF lacks its kind.
     pub fn of_directory(directory: &Path, options: GgufOptions) -> Result<Self> {
         let mut config = ModelConfig::default();
         config.start_from(directory);

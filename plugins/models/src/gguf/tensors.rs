@@ -12,7 +12,7 @@ use super::dtype::encoded;
 use crate::decoder::{DecoderConfig, NormPlacement};
 use crate::layers::NormKind;
 
-/// How the values of a tensor are made from the model's.
+/// The way from the model's values to a tensor of the file.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) enum Values {
     /// As they are, several below each other.

@@ -212,7 +212,7 @@ fn tokenizers_equal_those_of_llama_cpp() {
     }
 }
 
-/// The recorded scores of a piece are those of `tokenizer.model`, and merges say the same.
+/// The merges of `tokenizer.json` order pieces as the recorded scores of `tokenizer.model` do.
 #[test]
 fn merges_have_the_order_of_scores() {
     let record = record();

@@ -24,7 +24,7 @@ impl Files<'_> {
         self.0.iter().find(|(found, _)| found == name).map(|(_, bytes)| bytes.as_slice())
     }
 
-    /// The JSON of a file; `None` if there is no such file.
+    /// The JSON of a file; `None` if the file is missing.
     ///
     /// # Errors
     /// If it is not JSON.
@@ -83,7 +83,7 @@ const PHI_3: [&str; 4] = ["</s>", "<unk>", "<s>", "<|endoftext|>"];
 /// Reads the tokenizer of a model with `size` tokens.
 ///
 /// # Errors
-/// If there is none, or it is of a kind that GGUF lacks.
+/// If the tokenizer is missing, or GGUF lacks its kind.
 pub(super) fn vocabulary(files: &Files<'_>, size: usize) -> Result<Vocabulary> {
     let json = files.json("tokenizer.json")?;
     let special = Special::read(files, json.as_ref())?;
@@ -116,8 +116,8 @@ fn fail<T>(message: &str) -> Result<T> {
     )))
 }
 
-/// Puts the added tokens over those of the model, as llama.cpp does. Returns one that takes the
-/// spaces beside it.
+/// Replaces tokens of the model by added ones of the same id, as llama.cpp does. Returns an added
+/// token that takes the spaces beside it.
 fn add_tokens(
     tokens: &mut Vec<Token>,
     files: &Files<'_>,
@@ -185,7 +185,7 @@ impl Vocabulary {
         }
     }
 
-    /// Whether the tokenizer is that of Phi-3.
+    /// Whether the tokenizer has the special tokens of Phi-3.
     fn is_phi(&self) -> bool {
         let has = |text: &&str| self.tokens.iter().any(|token| token.text == **text);
         self.stripping.is_some() && PHI_3.iter().all(has)

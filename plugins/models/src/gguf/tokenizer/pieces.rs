@@ -1,9 +1,9 @@
 //! SentencePiece's BPE in a `tokenizer.json`, with merges instead of scores.
 //!
-//! llama.cpp joins the two neighbours that give the piece of the highest score. Merges say the same
-//! if each piece can be made of every two pieces that it consists of, and if the merges of one
-//! piece come before those of the next. The tokenizers of Llama 2, Mistral and Gemma are so, because
-//! their merges were made of scores.
+//! llama.cpp joins the two neighbours whose joined piece has the highest score. Merges give the same
+//! tokens under two conditions. A piece has a merge for every pair of pieces that it consists of. And
+//! the merges of one piece come before the merges of the next. Both hold for merges that were made of
+//! scores: Llama 2, Mistral, Gemma.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -118,7 +118,7 @@ fn adds_space(json: &Json) -> Result<bool> {
     let pre = &json["pre_tokenizer"];
     match pre["type"].as_str() {
         None if replaces => Ok(prepends),
-        // A split at spaces, of which none is left.
+        // A split at spaces, after all spaces were replaced.
         Some("Split") if replaces && pre["pattern"]["String"] == " " => Ok(prepends),
         Some("Metaspace") if !replaces && pre["replacement"] == "▁" && pre["split"] == false => {
             Ok(pre["prepend_scheme"] != "never")

@@ -28,7 +28,7 @@ const TEKKEN: &str = r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}
 /// Returns the name of a tokenizer's pre-tokenizer, for `tokenizer.ggml.pre`.
 ///
 /// # Errors
-/// If llama.cpp has none that splits alike.
+/// If llama.cpp has no equal pre-tokenizer.
 pub(super) fn name(json: &Json, ignores_merges: bool) -> Result<&'static str> {
     match json["normalizer"]["type"].as_str() {
         None | Some("NFC") => {}
