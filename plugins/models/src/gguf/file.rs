@@ -187,7 +187,11 @@ impl Writer {
         let file = out.into_inner().map_err(|e| e.into_error());
         let file = file.map_err(Error::io("writing", &self.partial))?;
         file.sync_all().map_err(Error::io("writing", &self.partial))?;
-        std::fs::rename(&self.partial, &self.path).map_err(Error::io("renaming", &self.partial))
+        std::fs::rename(&self.partial, &self.path).map_err(Error::io("renaming", &self.partial))?;
+        let parent = self.path.parent().filter(|parent| !parent.as_os_str().is_empty());
+        let parent = parent.unwrap_or(Path::new("."));
+        let synced = File::open(parent).and_then(|directory| directory.sync_all());
+        synced.map_err(Error::io("syncing", parent))
     }
 }
 

@@ -2,8 +2,9 @@
 //!
 //! llama.cpp joins the two neighbours whose joined piece has the highest score. Merges give the same
 //! tokens under two conditions. A piece has a merge for every pair of pieces that it consists of. And
-//! the merges of one piece come before the merges of the next. Both hold for merges that were made of
-//! scores: Llama 2, Mistral, Gemma.
+//! the merges of one piece come before the merges of the next, if the two have a common character.
+//! Both hold for merges that were made of scores: Llama 2, Mistral, Gemma. Added tokens need no order,
+//! because they are cut out of a text before.
 
 use std::collections::{BTreeMap, HashMap, HashSet};
 
@@ -22,7 +23,9 @@ pub(super) fn read(json: &Json, special: Special) -> Result<Vocabulary> {
     let model = &json["model"];
     let adds_space = Some(adds_space(json)?);
     let texts = bpe::tokens(model)?;
-    let scores = scores(&texts, &bpe::merges(model)?)?;
+    let added = json["added_tokens"].as_array().into_iter().flatten();
+    let added: HashSet<&str> = added.filter_map(|token| token["content"].as_str()).collect();
+    let scores = scores(&texts, &bpe::merges(model)?, &added)?;
     let unknown = model["unk_token"].as_str();
     let token = |(id, text): (usize, Option<String>)| match text {
         None => Token::unused(id),
@@ -54,10 +57,11 @@ fn is_byte(text: &str) -> bool {
     digits.is_some_and(|digits| digits.len() == 2 && digits.bytes().all(|b| b.is_ascii_hexdigit()))
 }
 
-/// Returns the scores of the pieces that merges make.
+/// Returns the scores of the pieces that merges make. Texts are cut at `added` tokens before.
 fn scores<'a>(
     texts: &'a [Option<String>],
     merges: &[[String; 2]],
+    added: &HashSet<&str>,
 ) -> Result<HashMap<&'a str, f32>> {
     let pieces: HashSet<&str> = texts.iter().flatten().map(String::as_str).collect();
     let has: HashSet<(&str, &str)> =
@@ -82,14 +86,20 @@ fn scores<'a>(
     }
     let mut order: Vec<(&String, &(usize, usize))> = ranks.iter().collect();
     order.sort_by_key(|(_, (first, _))| *first);
-    for pair in order.windows(2) {
-        let [(before, (_, last)), (after, (first, _))] = pair else { continue };
-        if last > first {
+    // Pieces whose merges have not all come yet.
+    let mut open: Vec<(&String, usize)> = Vec::new();
+    for (piece, (first, last)) in order.iter().filter(|(piece, _)| !added.contains(piece.as_str()))
+    {
+        open.retain(|(_, end)| end > first);
+        // Pieces without a common character never compete for a neighbour.
+        let mixed = open.iter().find(|(other, _)| piece.chars().any(|c| other.contains(c)));
+        if let Some((other, _)) = mixed {
             return fail(&format!(
-                "tokenizer.json: no scores of SentencePiece say the same as its merges: those of {before:?} are mixed \
-                 with those of {after:?}"
+                "tokenizer.json: no scores of SentencePiece say the same as its merges: those of {other:?} are mixed \
+                 with those of {piece:?}"
             ));
         }
+        open.push((piece, *last));
     }
     let rank: HashMap<&str, usize> =
         order.iter().enumerate().map(|(rank, (piece, _))| (piece.as_str(), rank)).collect();
@@ -142,8 +152,12 @@ mod tests {
     #[test]
     fn merges_become_scores() {
         let texts = texts(&["a", "b", "c", "bc", "ab", "abc"]);
-        let found =
-            scores(&texts, &merges(&[("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")])).unwrap();
+        let found = scores(
+            &texts,
+            &merges(&[("b", "c"), ("a", "b"), ("a", "bc"), ("ab", "c")]),
+            &HashSet::new(),
+        )
+        .unwrap();
         assert_eq!((found["bc"], found["ab"], found["abc"]), (0.0, -1.0, -2.0));
         assert_eq!(found.len(), 3);
     }
@@ -151,10 +165,22 @@ mod tests {
     #[test]
     fn merges_without_scores_are_refused() {
         let texts = texts(&["a", "b", "c", "bc", "ab", "abc"]);
-        let error = |list: &[(&str, &str)]| scores(&texts, &merges(list)).unwrap_err().to_string();
+        let error = |list: &[(&str, &str)]| {
+            scores(&texts, &merges(list), &HashSet::new()).unwrap_err().to_string()
+        };
         let incomplete = error(&[("b", "c"), ("a", "b"), ("a", "bc")]);
         assert!(incomplete.contains("\"abc\"") && incomplete.contains("\"ab\""), "{incomplete}");
+        let list = [("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")];
+        assert!(scores(&texts, &merges(&list), &HashSet::from(["abc"])).is_ok());
         let mixed = error(&[("b", "c"), ("a", "bc"), ("a", "b"), ("ab", "c")]);
         assert!(mixed.contains("mixed"), "{mixed}");
+    }
+
+    #[test]
+    fn pieces_without_common_characters_may_mix() {
+        let texts = texts(&["a", "aa", "aaa", "b", "bb", "bbb"]);
+        let list = [("a", "a"), ("b", "b"), ("a", "aa"), ("b", "bb"), ("aa", "a"), ("bb", "b")];
+        let found = scores(&texts, &merges(&list), &HashSet::new()).unwrap();
+        assert!(found["aa"] > found["aaa"] && found["bb"] > found["bbb"]);
     }
 }

@@ -45,7 +45,9 @@ impl Special {
         }
         special.adds = ["bos", "eos"].map(|role| {
             let of_template = tokenizer.and_then(|json| added(json, role, content(role)));
-            of_template.or_else(|| config[format!("add_{role}_token")].as_bool())
+            let of_config = || config[format!("add_{role}_token")].as_bool();
+            // Readers of "llama-bpe" would put the first token there by themselves.
+            of_template.or_else(of_config).or(tokenizer.map(|_| false))
         });
         special.templates = templates(files, &config)?;
         Ok(special)
