@@ -10,6 +10,7 @@ mod chat;
 mod checkpoint;
 #[cfg(feature = "models")]
 mod encoders;
+#[cfg(feature = "models")]
 mod gguf;
 #[cfg(feature = "models")]
 mod interop;

@@ -24,6 +24,9 @@ use crate::export::{COMPANIONS, Export, MAX_FILE, module_of};
 use crate::families::{Architecture as Layers, Description};
 use crate::weights::{MappedSource, WeightLayout};
 
+/// The modules whose models predict the next token.
+const GENERATORS: [&str; 2] = ["causal_lm", "chat"];
+
 /// Choices for a GGUF file.
 #[derive(Debug, Clone, Default)]
 pub struct GgufOptions {
@@ -95,16 +98,16 @@ impl GgufModel {
         let (Some(module), Some(export)) = (module_of(run), Export::of_run(run)?) else {
             return Err(Error::Config(
                 "the run trained a module of its program's own, and GGUF has the decoders of `fulgurite fit` with \
-                 `module.type = \"causal_lm\"`"
+                 `module.type = \"causal_lm\"` or \"chat\""
                     .to_owned(),
             ));
         };
         let mut config: ModelConfig =
             serde_json::from_value(run["model"].clone()).map_err(Error::other)?;
-        if module != "causal_lm" {
+        if !GENERATORS.contains(&module) {
             return Err(Error::Config(format!(
                 "`module.type`: the run trained \"{module}\", and a GGUF file holds a model that predicts the next \
-                 token (\"causal_lm\")"
+                 token (\"causal_lm\", \"chat\")"
             )));
         }
         let Description { architecture, .. } = config.describe()?;

@@ -553,3 +553,20 @@ fn adapters_change_fused_layers_alike() {
         GgufAdapter::open(dir.path(), None, GgufOptions::default()).map(|_| ()).unwrap_err();
     assert!(error.to_string().contains("--base DIR"), "{error}");
 }
+
+#[test]
+fn runs_that_predict_tokens_are_taken() {
+    let run = |module: &str, model: &str| {
+        let model = json!({ "from_pretrained": fixture(model) });
+        let run = json!({ "module": { "type": module }, "model": model });
+        GgufModel::of_run(&run, options(GgufDtype::F32)).map(|_| ()).map_err(|e| e.to_string())
+    };
+    assert_eq!(run("causal_lm", "llama"), Ok(()));
+    assert_eq!(run("chat", "llama"), Ok(()));
+    let error = run("sequence_classification", "llama").unwrap_err();
+    assert!(error.contains("\"sequence_classification\""), "{error}");
+    let error = run("mine", "llama").unwrap_err();
+    assert!(error.contains("module.type"), "{error}");
+    let error = run("causal_lm", "gpt2").unwrap_err();
+    assert!(error.contains("scale_attn_by_inverse_layer_idx"), "{error}");
+}

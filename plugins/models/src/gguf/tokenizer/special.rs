@@ -138,13 +138,14 @@ fn templates(files: &Files<'_>, config: &Json) -> Result<Vec<(String, String)>> 
         let text = files.get(name).map(|bytes| std::str::from_utf8(bytes).map(str::to_owned));
         text.transpose().map_err(|e| Error::Config(format!("{name}: {e}")))
     };
-    let of_file = match text("chat_template.jinja")? {
-        Some(template) => Some(Json::String(template)),
-        None => files.json("chat_template.json")?.map(|json| json["chat_template"].clone()),
-    };
-    let template = match &config["chat_template"] {
-        Json::Null => of_file.unwrap_or_default(),
-        template => template.clone(),
+    // As in `transformers`, the file goes before the key.
+    let template = match (text("chat_template.jinja")?, &config["chat_template"]) {
+        (Some(template), _) => Json::String(template),
+        (None, Json::Null) => {
+            let of_processor = files.json("chat_template.json")?;
+            of_processor.map(|json| json["chat_template"].clone()).unwrap_or_default()
+        }
+        (None, template) => template.clone(),
     };
     Ok(match template {
         Json::String(template) => vec![(String::new(), template)],
@@ -158,4 +159,69 @@ fn templates(files: &Files<'_>, config: &Json) -> Result<Vec<(String, String)>> 
             .collect(),
         _ => Vec::new(),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use serde_json::json;
+
+    use super::*;
+
+    fn metadata(files: &[(&str, Json)], config: &Json) -> Vec<(String, Value)> {
+        let bytes = |(name, json): &(&str, Json)| {
+            let text = json.as_str().map_or_else(|| json.to_string(), str::to_owned);
+            ((*name).to_owned(), text.into_bytes())
+        };
+        let files: Vec<(String, Vec<u8>)> = files.iter().map(bytes).collect();
+        let files = Files(&files);
+        let tokenizer = files.json("tokenizer.json").unwrap();
+        let special = Special::read(&files, tokenizer.as_ref()).unwrap();
+        let mut metadata = Metadata::default();
+        special.describe(&mut metadata, config.as_object().unwrap(), 10);
+        metadata.0
+    }
+
+    fn value<'a>(metadata: &'a [(String, Value)], key: &str) -> Option<&'a Value> {
+        let name = format!("tokenizer.{key}");
+        metadata.iter().find(|(found, _)| *found == name).map(|(_, value)| value)
+    }
+
+    #[test]
+    fn the_file_of_a_template_goes_first() {
+        let config =
+            |template: Json| ("tokenizer_config.json", json!({ "chat_template": template }));
+        let file = ("chat_template.jinja", json!("of the file"));
+        let found = metadata(&[config("of the key".into()), file], &json!({}));
+        assert_eq!(value(&found, "chat_template"), Some(&"of the file".into()));
+        let list = json!([
+            { "name": "default", "template": "a" },
+            { "name": "tool_use", "template": "b" },
+        ]);
+        let found = metadata(&[config(list)], &json!({}));
+        assert_eq!(value(&found, "chat_template"), Some(&"a".into()));
+        assert_eq!(value(&found, "chat_template.tool_use"), Some(&"b".into()));
+        let names = Value::Texts(vec!["tool_use".to_owned()]);
+        assert_eq!(value(&found, "chat_templates"), Some(&names));
+        assert_eq!(metadata(&[], &json!({})), []);
+    }
+
+    #[test]
+    fn ids_come_from_the_tokenizer_first() {
+        let token = |id: u64, content: &str| json!({ "id": id, "content": content });
+        let tokenizer = json!({ "added_tokens": [token(1, "<s>"), token(7, "<end>")] });
+        let config = json!({ "bos_token": { "content": "<s>" }, "eos_token": "<end>", "add_eos_token": true });
+        let files = [("tokenizer.json", tokenizer), ("tokenizer_config.json", config)];
+        let model = json!({ "eos_token_id": [3, 4], "pad_token_id": 9, "unk_token_id": 12 });
+        let found = metadata(&files, &model);
+        assert_eq!(value(&found, "ggml.bos_token_id"), Some(&Value::U32(1)));
+        assert_eq!(value(&found, "ggml.eos_token_id"), Some(&Value::U32(7)));
+        assert_eq!(value(&found, "ggml.padding_token_id"), Some(&Value::U32(9)));
+        // There are ten tokens.
+        assert_eq!(value(&found, "ggml.unknown_token_id"), None);
+        assert_eq!(value(&found, "ggml.add_bos_token"), Some(&Value::Bool(false)));
+        assert_eq!(value(&found, "ggml.add_eos_token"), Some(&Value::Bool(true)));
+        let found = metadata(&[], &model);
+        assert_eq!(value(&found, "ggml.eos_token_id"), Some(&Value::U32(3)));
+        assert_eq!(value(&found, "ggml.add_bos_token"), None);
+    }
 }
