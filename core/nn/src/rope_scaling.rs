@@ -191,8 +191,9 @@ impl RopeScaling {
         }
     }
 
-    /// Returns the angle per position of each pair, for sequences of this length.
-    pub(super) fn frequencies(&self, config: &RopeConfig, length: usize) -> Vec<f64> {
+    /// Returns the angle per position of each of the `rotary_dim / 2` pairs, in radians, for sequences
+    /// of `length` tokens.
+    pub fn frequencies(&self, config: &RopeConfig, length: usize) -> Vec<f64> {
         let (half, theta) = (config.rotary_dim / 2, config.theta);
         let dim = config.rotary_dim as f64;
         let plain = |theta: f64| -> Vec<f64> {
@@ -251,8 +252,8 @@ impl RopeScaling {
         }
     }
 
-    /// Returns the factor of cosines and sines.
-    pub(super) fn attention_factor(&self) -> f64 {
+    /// Returns the factor of cosines and sines: above 1 for some scalings of long sequences.
+    pub fn attention_factor(&self) -> f64 {
         match self {
             Self::Yarn { attention_factor: Some(factor), .. }
             | Self::LongRope { attention_factor: Some(factor), .. } => *factor,

@@ -17,10 +17,10 @@ use crate::modules::MODULES;
 use crate::weights::{ExportedSource, WeightLayout};
 
 /// The largest small file that is copied, in bytes: a tokenizer's.
-const MAX_FILE: u64 = 64 << 20;
+pub(crate) const MAX_FILE: u64 = 64 << 20;
 
 /// Files of a model that are neither weights nor `config.json`.
-const COMPANIONS: [&str; 13] = [
+pub(crate) const COMPANIONS: [&str; 13] = [
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -63,8 +63,9 @@ impl Export {
     /// # Errors
     /// If the configuration is damaged, or a file that belongs to the model cannot be read.
     pub fn of_run(run: &Value) -> Result<Option<Self>> {
-        let module = run.pointer("/module/type").or(run.get("module")).and_then(Value::as_str);
-        let (Some(module), Some(model)) = (module, run.get("model")) else { return Ok(None) };
+        let (Some(module), Some(model)) = (module_of(run), run.get("model")) else {
+            return Ok(None);
+        };
         // Programs may name their own modules.
         if !MODULES.contains(&module) {
             return Ok(None);
@@ -179,6 +180,11 @@ impl Export {
             );
         }
     }
+}
+
+/// Returns the name of the module that a run trained, by its configuration.
+pub(crate) fn module_of(run: &Value) -> Option<&str> {
+    run.pointer("/module/type").or(run.get("module")).and_then(Value::as_str)
 }
 
 /// Returns `config.json`: the keys of the directory that the run started from, replaced by the

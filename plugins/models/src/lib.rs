@@ -16,6 +16,7 @@ mod decoder;
 mod encoder;
 mod export;
 mod families;
+mod gguf;
 mod layers;
 mod modules;
 mod recipes;
@@ -29,6 +30,7 @@ pub use encoder::{
 };
 pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
+pub use gguf::{GgufAdapter, GgufDtype, GgufModel, GgufOptions, GgufWritten};
 pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;

@@ -5,22 +5,30 @@ use std::str::FromStr;
 use candle_core::DType;
 use clap::ValueEnum;
 
-/// A floating-point dtype.
+/// A type of weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub(super) enum Float {
+pub(super) enum WeightType {
     F64,
     F32,
     F16,
     Bf16,
+    /// Blocks of 32 integers of 8 bits, for GGUF
+    #[value(name = "q8_0")]
+    Q8_0,
+    /// Blocks of 256 integers of 4 bits, for GGUF
+    #[value(name = "q4_k")]
+    Q4K,
 }
 
-impl From<Float> for DType {
-    fn from(float: Float) -> Self {
-        match float {
-            Float::F64 => Self::F64,
-            Float::F32 => Self::F32,
-            Float::F16 => Self::F16,
-            Float::Bf16 => Self::BF16,
+impl WeightType {
+    /// The dtype of tensors; `None` for a type that only GGUF has.
+    pub(super) fn dtype(self) -> Option<DType> {
+        match self {
+            Self::F64 => Some(DType::F64),
+            Self::F32 => Some(DType::F32),
+            Self::F16 => Some(DType::F16),
+            Self::Bf16 => Some(DType::BF16),
+            Self::Q8_0 | Self::Q4K => None,
         }
     }
 }

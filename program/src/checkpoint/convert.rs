@@ -9,7 +9,7 @@ use fulgurite_checkpoint::tools::{self, AnyCheckpoint, ConvertOptions, ConvertTa
 use fulgurite_checkpoint_local::LocalDirectory;
 use fulgurite_error::{Error, Result, print};
 
-use super::arguments::{Float, Size};
+use super::arguments::{Size, WeightType};
 use super::output::{Bar, Verbosity, bytes, count, open, print_json};
 
 /// Input and output.
@@ -17,9 +17,9 @@ use super::output::{Bar, Verbosity, bytes, count, open, print_json};
 struct Paths {
     /// A checkpoint's directory, a Hugging Face directory, a file of safetensors or of `torch.save`
     input: PathBuf,
-    /// The directory to write; it appears when it is complete
+    /// The directory to write, or the file for GGUF; it appears when it is complete
     output: PathBuf,
-    /// Replace a checkpoint that is there already
+    /// Replace a checkpoint or a GGUF file that is there already
     #[arg(long)]
     overwrite: bool,
     #[command(flatten)]
@@ -31,7 +31,7 @@ struct Paths {
 struct Changes {
     /// Convert the model's floating-point tensors
     #[arg(long, value_enum)]
-    dtype: Option<Float>,
+    dtype: Option<WeightType>,
     /// Leave the optimizer's state out
     #[arg(long)]
     model_only: bool,
@@ -81,6 +81,12 @@ pub(crate) struct Convert {
     /// Number of shards of a distributed checkpoint [default: 1]
     #[arg(long, value_name = "N")]
     shards: Option<usize>,
+    /// The directory of an adapter's base, for its GGUF file [default: as `adapter_config.json` says]
+    #[arg(long, value_name = "DIR")]
+    base: Option<PathBuf>,
+    /// Write a GGUF file without a tokenizer
+    #[arg(long)]
+    without_tokenizer: bool,
     #[command(flatten)]
     changes: Changes,
     #[command(flatten)]
@@ -106,11 +112,13 @@ enum Format {
     Full,
     /// What `transformers` writes: the model alone
     HuggingFace,
+    /// A file for llama.cpp and the programs around it: a model, or an adapter in PEFT's format
+    Gguf,
 }
 
 impl Consolidate {
     pub(super) fn run(self) -> Result<ExitCode> {
-        let options = options(ConvertTarget::Full, self.changes, self.files);
+        let options = options(ConvertTarget::Full, self.changes, self.files)?;
         self.paths.convert("consolidating", options)
     }
 }
@@ -125,22 +133,48 @@ impl Convert {
             Format::Distributed => ConvertTarget::Distributed { shards: self.shards.unwrap_or(1) },
             Format::Full => ConvertTarget::Full,
             Format::HuggingFace => ConvertTarget::HuggingFace,
+            Format::Gguf => return self.gguf(),
         };
-        self.paths.convert("converting", options(to, self.changes, self.files))
+        self.paths.convert("converting", options(to, self.changes, self.files)?)
     }
-}
 
-impl Convert {
     /// An option that belongs to another format.
     fn misplaced(&self) -> Option<&'static str> {
-        let distributed = self.to == Format::Distributed;
+        let (distributed, gguf) = (self.to == Format::Distributed, self.to == Format::Gguf);
         [
             ("--shards", self.shards.is_some() && !distributed),
-            ("--max-shard-size", self.files.max_shard_size.is_some() && distributed),
-            ("--config", self.files.config.is_some() && distributed),
+            ("--max-shard-size", self.files.max_shard_size.is_some() && (distributed || gguf)),
+            ("--config", self.files.config.is_some() && (distributed || gguf)),
+            ("--rename", !self.changes.rename.is_empty() && gguf),
+            ("--base", self.base.is_some() && !gguf),
+            ("--without-tokenizer", self.without_tokenizer && !gguf),
         ]
         .into_iter()
         .find_map(|(option, is_misplaced)| is_misplaced.then_some(option))
+    }
+
+    #[cfg(feature = "models")]
+    fn gguf(self) -> Result<ExitCode> {
+        let Changes { dtype, average, adapter, .. } = self.changes;
+        let request = super::gguf::Request {
+            input: self.paths.input,
+            output: self.paths.output,
+            overwrite: self.paths.overwrite,
+            verbosity: self.paths.verbosity,
+            dtype,
+            average,
+            adapter,
+            base: self.base,
+            without_tokenizer: self.without_tokenizer,
+        };
+        request.run()
+    }
+
+    #[cfg(not(feature = "models"))]
+    fn gguf(self) -> Result<ExitCode> {
+        Err(Error::other(
+            "this program was built without its feature `models`, which GGUF files need",
+        ))
     }
 }
 
@@ -151,12 +185,16 @@ impl Reshard {
     }
 }
 
-fn options(to: ConvertTarget, changes: Changes, files: Files) -> ConvertOptions {
+fn options(to: ConvertTarget, changes: Changes, files: Files) -> Result<ConvertOptions> {
     let mut rename = Rename::default();
     rename.extend(changes.rename);
     let as_it_is = ConvertOptions::new(to);
-    ConvertOptions {
-        dtype: changes.dtype.map(Into::into),
+    let of_tensors = |dtype: WeightType| {
+        let message = "this type of `--dtype` exists in GGUF files only; choose f64, f32, f16 or bf16, or `--to gguf`";
+        dtype.dtype().ok_or_else(|| Error::other(message))
+    };
+    Ok(ConvertOptions {
+        dtype: changes.dtype.map(of_tensors).transpose()?,
         model_only: changes.model_only,
         average: changes.average,
         adapter: changes.adapter,
@@ -164,7 +202,7 @@ fn options(to: ConvertTarget, changes: Changes, files: Files) -> ConvertOptions 
         max_shard_bytes: files.max_shard_size.map_or(as_it_is.max_shard_bytes, |size| size.0),
         config: files.config.map(ModelConfig::File),
         ..as_it_is
-    }
+    })
 }
 
 /// Adds what a Hugging Face directory needs besides the weights, if the input is of a run that

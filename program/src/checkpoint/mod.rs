@@ -3,6 +3,8 @@
 mod arguments;
 mod convert;
 mod diff;
+#[cfg(feature = "models")]
+mod gguf;
 mod inspect;
 mod output;
 mod verify;
@@ -27,7 +29,7 @@ pub(crate) enum Command {
     Diff(diff::Diff),
     /// Make a full checkpoint: whole tensors in files that `transformers` and candle load
     Consolidate(convert::Consolidate),
-    /// Make a checkpoint of another format, dtype or with other names
+    /// Make a checkpoint of another format, dtype or with other names, or a GGUF file
     Convert(convert::Convert),
     /// Make a distributed checkpoint of another number of shards
     Reshard(convert::Reshard),

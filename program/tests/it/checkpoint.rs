@@ -364,7 +364,7 @@ Commands:
   verify       Read all of a checkpoint and compare it with its checksums
   diff         Compare the tensors of two checkpoints: names, shapes, dtypes, values
   consolidate  Make a full checkpoint: whole tensors in files that `transformers` and candle load
-  convert      Make a checkpoint of another format, dtype or with other names
+  convert      Make a checkpoint of another format, dtype or with other names, or a GGUF file
   reshard      Make a distributed checkpoint of another number of shards
   help         Print this message or the help of the given subcommand(s)
 
@@ -372,21 +372,23 @@ Options:
   -h, --help  Print help
 "#);
     insta::assert_snapshot!(scratch.ok("convert -h"), @"
-    Make a checkpoint of another format, dtype or with other names
+    Make a checkpoint of another format, dtype or with other names, or a GGUF file
 
     Usage: fulgurite checkpoint convert [OPTIONS] --to <TO> <INPUT> <OUTPUT>
 
     Arguments:
       <INPUT>   A checkpoint's directory, a Hugging Face directory, a file of safetensors or of `torch.save`
-      <OUTPUT>  The directory to write; it appears when it is complete
+      <OUTPUT>  The directory to write, or the file for GGUF; it appears when it is complete
 
     Options:
-          --overwrite              Replace a checkpoint that is there already
+          --overwrite              Replace a checkpoint or a GGUF file that is there already
           --json                   Write the result as JSON
       -q, --quiet                  Show no progress bar
-          --to <TO>                What to make [possible values: distributed, full, hugging-face]
+          --to <TO>                What to make [possible values: distributed, full, hugging-face, gguf]
           --shards <N>             Number of shards of a distributed checkpoint [default: 1]
-          --dtype <DTYPE>          Convert the model's floating-point tensors [possible values: f64, f32, f16, bf16]
+          --base <DIR>             The directory of an adapter's base, for its GGUF file [default: as `adapter_config.json` says]
+          --without-tokenizer      Write a GGUF file without a tokenizer
+          --dtype <DTYPE>          Convert the model's floating-point tensors [possible values: f64, f32, f16, bf16, q8_0, q4_k]
           --model-only             Leave the optimizer's state out
           --average                Take the average of the weights that training kept (`trainer.ema_decay`, `stochastic_weight_averaging`) instead of them, without the optimizer's state
           --adapter <DIR>          Merge the adapter in this directory, in PEFT's format, into the model

@@ -1,8 +1,9 @@
-//! Models that `fulgurite` trains and converts, in `transformers`. Requires a Python with it:
+//! Models that `fulgurite` trains and converts, in `transformers` and llama.cpp. Requires a Python with
+//! them:
 //!
 //! ```sh
 //! python3 -m venv /tmp/interop
-//! /tmp/interop/bin/pip install torch transformers safetensors
+//! /tmp/interop/bin/pip install torch transformers safetensors peft sentencepiece gguf llama-cpp-python
 //! FULGURITE_PYTHON=target/interop/bin/python cargo test -p fulgurite-cli --test it interop:: -- --ignored
 //! ```
 
@@ -65,6 +66,18 @@ fn transformers_loads_trained_models() {
         args.push(encoder.fixture().join("expected.safetensors"));
     }
     let args: Vec<String> = args.iter().map(|path| path.to_str().unwrap().to_owned()).collect();
+    let [compared, _] = run(python, &args);
+    println!("{compared}");
+}
+
+#[test]
+#[ignore = "needs a Python with transformers and llama-cpp-python"]
+fn llama_cpp_runs_converted_models() {
+    let python = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let scratch = tempfile::tempdir().unwrap();
+    let script = root().join("tests/interop/gguf_llama_cpp.py");
+    let words = [script.as_path(), Path::new(env!("CARGO_BIN_EXE_fulgurite")), scratch.path()];
+    let args = words.map(|path| path.to_str().unwrap().to_owned());
     let [compared, _] = run(python, &args);
     println!("{compared}");
 }

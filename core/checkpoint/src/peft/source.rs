@@ -124,7 +124,7 @@ impl AdapterSource {
     /// Whether a tensor is an untrained weight of the base that PEFT wrote beside the adapters.
     ///
     /// It may belong to an adapted layer, or to an embedding or head.
-    pub(super) fn is_of_base(&self, name: &str) -> bool {
+    pub fn is_of_base(&self, name: &str) -> bool {
         let (path, parameter) = name.rsplit_once('.').unwrap_or(("", name));
         let biases = self.config.bias != "none" && parameter == "bias";
         layer_of(name).is_none()

@@ -167,15 +167,53 @@ pub fn convert(
             format!("parameters cannot be converted to {dtype:?}; expected a float dtype");
         return Err(Error::other(message));
     }
-    let averaged = options.average.then(|| AveragedModel::new(input)).transpose()?;
-    let source = averaged.as_ref().map_or(input.model(), |averaged| averaged as _);
     // Quantised weights are specific to Fulgurite, and cannot take adapters or other dtypes.
     let changes = options.adapter.is_some() || options.dtype.is_some();
-    let unpacks = changes || options.to == ConvertTarget::HuggingFace;
-    let unpacked = unpacks.then(|| UnpackedSource::new(source));
+    let choice = WeightChoice {
+        average: options.average,
+        adapter: options.adapter.as_deref(),
+        unpacks: changes || options.to == ConvertTarget::HuggingFace,
+    };
+    with_weights(input, choice, |source| converted(input, source, io, name, options, progress))
+}
+
+/// Which weights of a checkpoint a tool takes.
+#[derive(Debug, Clone, Copy, Default)]
+pub struct WeightChoice<'a> {
+    /// Whether the average of the weights that training kept replaces them.
+    pub average: bool,
+    /// The directory of a PEFT adapter to merge into them.
+    pub adapter: Option<&'a Path>,
+    /// Whether quantised weights are unpacked. Merging an adapter needs it.
+    pub unpacks: bool,
+}
+
+/// Calls `use_weights` with the weights of a checkpoint's model. Not collective.
+///
+/// # Errors
+/// If the checkpoint lacks the requested average, or the adapter does not fit; as `use_weights`.
+pub fn with_weights<T>(
+    input: &AnyCheckpoint,
+    choice: WeightChoice<'_>,
+    use_weights: impl FnOnce(&dyn TensorSource) -> Result<T>,
+) -> Result<T> {
+    let averaged = choice.average.then(|| AveragedModel::new(input)).transpose()?;
+    let source = averaged.as_ref().map_or(input.model(), |averaged| averaged as _);
+    let unpacked = choice.unpacks.then(|| UnpackedSource::new(source));
     let source = unpacked.as_ref().map_or(source, |unpacked| unpacked as _);
-    let merged = options.adapter.as_ref().map(|dir| MergedModel::new(source, dir)).transpose()?;
-    let source = merged.as_ref().map_or(source, |merged| merged as _);
+    let merged = choice.adapter.map(|dir| MergedModel::new(source, dir)).transpose()?;
+    use_weights(merged.as_ref().map_or(source, |merged| merged as _))
+}
+
+/// Writes the weights `source` of a checkpoint as another checkpoint.
+fn converted(
+    input: &AnyCheckpoint,
+    source: &dyn TensorSource,
+    io: &dyn CheckpointIO,
+    name: &str,
+    options: &ConvertOptions,
+    progress: &mut dyn FnMut(Progress),
+) -> Result<Converted> {
     if options.to == ConvertTarget::HuggingFace
         && let Some(name) = source.names().into_iter().find(|name| name.contains(".lora_"))
     {

@@ -33,7 +33,8 @@ mod verify;
 
 pub use any::{AnyCheckpoint, CheckpointKind};
 pub use convert::{
-    ConvertOptions, ConvertTarget, Converted, ForeignLayout, consolidate, convert, reshard,
+    ConvertOptions, ConvertTarget, Converted, ForeignLayout, WeightChoice, consolidate, convert,
+    reshard, with_weights,
 };
 pub use diff::{Change, Comparison, DiffOptions, Difference, ValueDifference, diff};
 pub use inspect::{CheckpointSummary, TensorSet, TensorSummary, inspect};

@@ -164,7 +164,7 @@ impl WeightLayout {
     }
 
     /// The tensors of the model that are made of the file's tensor `file`.
-    pub(super) fn of_file(&self, file: &str) -> Vec<(String, View)> {
+    pub(crate) fn of_file(&self, file: &str) -> Vec<(String, View)> {
         for rule in &self.rules {
             if let Some(stars) = matched(&rule.file, file) {
                 let part = |(name, view): &(String, View)| (filled(name, &stars), *view);

@@ -16,3 +16,4 @@ pub use export::ExportedSource;
 pub use layout::WeightLayout;
 pub use mapped::MappedSource;
 pub(crate) use twice::{REFERENCE, Twice};
+pub(crate) use view::View;

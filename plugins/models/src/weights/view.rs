@@ -4,15 +4,15 @@ use fulgurite_engine::shard::Region;
 
 /// Some rows of a file's tensor, which may be transposed. Rows are counted in the model's tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct View {
+pub(crate) struct View {
     /// Whether the file holds the tensor transposed.
-    pub(super) transposed: bool,
-    pub(super) rows: Rows,
+    pub(crate) transposed: bool,
+    pub(crate) rows: Rows,
 }
 
 /// Rows of a tensor.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Rows {
+pub(crate) enum Rows {
     All,
     /// `len` rows from `start` on.
     Range {
@@ -29,11 +29,11 @@ pub(super) enum Rows {
 }
 
 impl View {
-    pub(super) const WHOLE: Self = Self { transposed: false, rows: Rows::All };
+    pub(crate) const WHOLE: Self = Self { transposed: false, rows: Rows::All };
 
     /// The shape of the model's tensor, made of a file's tensor of this shape. `None` if the file's
     /// tensor does not have the rows.
-    pub(super) fn shape(self, file: &[usize]) -> Option<Vec<usize>> {
+    pub(crate) fn shape(self, file: &[usize]) -> Option<Vec<usize>> {
         let mut shape = file.to_vec();
         if self.transposed {
             match shape.len() {
@@ -56,7 +56,7 @@ impl View {
 
     /// The parts of the file's tensor that hold the region of the model's, one after the other in
     /// its rows.
-    pub(super) fn regions(self, region: &Region) -> Vec<Region> {
+    pub(crate) fn regions(self, region: &Region) -> Vec<Region> {
         let rows = match self.rows {
             Rows::All => return vec![self.in_file(region.clone())],
             Rows::Range { start, .. } => vec![(start + region.offsets[0], region.sizes[0])],

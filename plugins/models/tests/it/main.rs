@@ -2,5 +2,6 @@
 
 mod configurations;
 mod fixtures;
+mod gguf;
 mod modules;
 mod transformers;
