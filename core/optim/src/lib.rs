@@ -32,6 +32,8 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 
+mod adagrad;
+mod adam;
 mod adamw;
 mod by_epoch;
 mod cycles;
@@ -41,8 +43,15 @@ mod elementwise_optimizer;
 mod gpu;
 mod grad_norm;
 mod groups;
+mod lion;
 mod loss_scale;
+mod matrix_owners;
+mod muon;
 mod optimizer;
+mod orthogonalize;
+#[cfg(test)]
+mod peers;
+mod rmsprop;
 mod schedule;
 mod sgd;
 mod state;
@@ -50,8 +59,11 @@ mod state_dtype;
 mod step_scale;
 #[cfg(test)]
 mod testing;
+mod update_ranks;
 mod weight_average;
 
+pub use adagrad::Adagrad;
+pub use adam::Adam;
 pub use adamw::AdamW;
 pub use by_epoch::ByEpoch;
 pub use cycles::{
@@ -59,12 +71,16 @@ pub use cycles::{
 };
 pub use grad_norm::{SquaredNorm, clip_factor};
 pub use groups::{ParamGroup, ParamGroupConfig};
+pub use lion::Lion;
 pub use loss_scale::LossScale;
+pub use muon::{AdjustLr, Muon, MuonAdamW};
 pub use optimizer::{Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};
+pub use rmsprop::RmsProp;
 pub use schedule::{Constant, Cosine, Linear, Step};
 pub use sgd::Sgd;
 pub use state_dtype::StateDtype;
 pub use step_scale::{GradScale, StepScale};
+pub use update_ranks::UpdateRanks;
 pub use weight_average::WeightAverage;
 
 pub use fulgurite_error::{Error, Result};

@@ -20,8 +20,18 @@ pub(super) struct OptimizerState<const N: usize> {
     /// Number of steps in which each parameter had no gradient: torch counts steps per parameter.
     missed: Vec<u64>,
     names: [&'static str; N],
+    initial: [Initial; N],
     dtype: StateDtype,
     seed: u64,
+}
+
+/// The values of a new state tensor.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Initial {
+    /// One value for all elements.
+    Constant(f64),
+    /// The parameter's values.
+    Values,
 }
 
 /// The operands of one parameter's update. All tensors are flat and of equal length.
@@ -53,7 +63,14 @@ impl<const N: usize> OptimizerState<N> {
         }
         let states = parameters.iter().map(|_| None).collect();
         let missed = vec![0; parameters.len()];
-        Ok(Self { parameters: parameters.to_vec(), hypers, states, missed, names, dtype, seed: 0 })
+        let initial = [Initial::Constant(0.0); N];
+        let parameters = parameters.to_vec();
+        Ok(Self { parameters, hypers, states, missed, names, initial, dtype, seed: 0 })
+    }
+
+    /// Sets the values of new state tensors, which are otherwise zero.
+    pub(super) fn with_initial(self, initial: [Initial; N]) -> Self {
+        Self { initial, ..self }
     }
 
     /// Sets the seed of the state's rounding.
@@ -167,8 +184,17 @@ impl<const N: usize> OptimizerState<N> {
         if state.is_none() {
             let dtype = self.dtype.of(arithmetic_dtype_of(parameter)?);
             let mut tensors = Vec::with_capacity(N);
-            for _ in 0..N {
-                tensors.push(storage::zeros(values.elem_count(), dtype, values.device())?);
+            for initial in self.initial {
+                let tensor = storage::zeros(values.elem_count(), dtype, values.device())?;
+                match initial {
+                    Initial::Constant(0.0) => {}
+                    Initial::Constant(value) => {
+                        let value = Tensor::full(value, values.elem_count(), values.device())?;
+                        storage::copy_from(&tensor, &value)?;
+                    }
+                    Initial::Values => storage::copy_from(&tensor, &values)?,
+                }
+                tensors.push(tensor);
             }
             *state = tensors.try_into().ok();
         }

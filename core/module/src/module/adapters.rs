@@ -2,14 +2,12 @@
 
 use std::collections::BTreeSet;
 
+use super::heads;
 use super::pattern::{
     PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
 };
 use super::tree::ModuleTree;
 use crate::{Error, Result};
-
-/// The names of layers that compute a model's outputs.
-const HEADS: [&str; 3] = ["lm_head", "score", "classifier"];
 
 /// The trained biases of a model with adapters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -106,7 +104,7 @@ impl Adapters {
 
     /// Whether the linear layer at this path should have an adapter.
     pub(crate) fn targets_linear(&self, path: &str) -> bool {
-        let is_apart = path.split('.').any(|name| HEADS.contains(&name))
+        let is_apart = heads::is_named_as_head(path)
             || any_pattern_matches(&self.modules_to_save, path)
             || any_pattern_matches(&self.exclude, path);
         (self.all_linear && !is_apart) || self.targets(path)
