@@ -119,14 +119,19 @@ pub(crate) fn for_variable(
         .map(|(_, meant)| meant)
 }
 
-/// Returns the candidate with the smallest edit distance to `word`; `None` if none is similar.
+/// Returns the candidate with the smallest edit distance to `word`, of several the one whose length
+/// is nearest; `None` if none is similar.
 pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
     let word = word.to_lowercase();
-    let limit = (word.chars().count() / 3).max(1);
+    let length = word.chars().count();
+    let limit = (length / 3).max(1);
     candidates
         .iter()
-        .map(|c| (strsim::damerau_levenshtein(&word, &c.to_lowercase()), c.as_str()))
-        .filter(|(distance, _)| *distance <= limit)
+        .map(|c| {
+            let distance = strsim::damerau_levenshtein(&word, &c.to_lowercase());
+            (distance, c.chars().count().abs_diff(length), c.as_str())
+        })
+        .filter(|(distance, ..)| *distance <= limit)
         .min()
-        .map(|(_, candidate)| candidate)
+        .map(|(.., candidate)| candidate)
 }

@@ -7,7 +7,7 @@ use super::elementwise::Real;
 use super::elementwise_optimizer::{CommonOptions, ElementwiseOptimizer, Options, UpdateRule};
 use super::groups::{Hyper, ParamGroupConfig, at_least_zero};
 use super::optimizer::{Optimizer, OptimizerConfig};
-use super::state::{Initial, OptimizerState, state_bytes};
+use super::state::{OptimizerState, state_bytes};
 use super::state_dtype::StateDtype;
 use crate::Result;
 use fulgurite_module::parameter::Parameter;
@@ -66,7 +66,7 @@ impl OptimizerConfig for Adagrad {
     fn build(&self, parameters: &[Parameter]) -> Result<Box<dyn Optimizer>> {
         let (trainable, hypers) = self.resolve(parameters)?;
         let state = OptimizerState::new(&trainable, hypers, ["sum"], self.state_dtype)?
-            .with_initial([Initial::Constant(self.initial_accumulator_value)]);
+            .with_initial([self.initial_accumulator_value]);
         Ok(Box::new(ElementwiseOptimizer::with_state(self, state)))
     }
 }

@@ -14,7 +14,7 @@ use super::state::state_bytes;
 use super::state_dtype::StateDtype;
 #[cfg(feature = "cuda")]
 use super::step_scale::StepScale;
-use crate::Result;
+use crate::{Error, Result};
 use fulgurite_module::parameter::Parameter;
 
 /// Adam (Kingma and Ba, 2015), computed in the order of `torch.optim.Adam`:
@@ -91,10 +91,22 @@ impl Options for Adam {
     }
 
     fn own(&self) -> Vec<(&'static str, f64)> {
-        vec![("beta1", self.betas.0), ("beta2", self.betas.1), ("eps", self.eps)]
+        let decay = ("decoupled_weight_decay", 0.0);
+        vec![("beta1", self.betas.0), ("beta2", self.betas.1), ("eps", self.eps), decay]
     }
 
     fn with_own(&self, option: impl Fn(&str) -> Result<f64>) -> Result<Self> {
+        // Groups without decay are AdamW's too, which do not have the option.
+        let decoupled = match option("decoupled_weight_decay") {
+            Ok(decoupled) => decoupled != 0.0,
+            Err(_) => option("weight_decay")? != 0.0,
+        };
+        if decoupled {
+            return Err(Error::other(
+                "the parameter groups have a weight decay that is not in the gradient, as AdamW's: use \
+                 optimizer.type = \"adamw\"",
+            ));
+        }
         let betas = (option("beta1")?, option("beta2")?);
         let options = Self { betas, eps: option("eps")?, ..self.clone() };
         options.check_own()?;

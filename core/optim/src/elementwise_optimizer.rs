@@ -207,6 +207,9 @@ impl<R: UpdateRule<N> + Send, const N: usize> Optimizer for ElementwiseOptimizer
 
     fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
         let Some(first) = groups.first() else { return Ok(()) };
+        for (index, group) in groups.iter().enumerate() {
+            self.rule.with_own(|name| option(group, index, name))?;
+        }
         let mut rule = self.rule.with_own(|name| option(first, 0, name))?;
         let names: Vec<&str> = rule.own().into_iter().map(|(name, _)| name).collect();
         rule.set_base(self.state.load_param_groups(groups, &names)?);

@@ -32,6 +32,7 @@
 
 #![cfg_attr(test, allow(clippy::disallowed_methods, reason = "tests read tensors"))]
 
+mod adafactor;
 mod adagrad;
 mod adam;
 mod adamw;
@@ -39,6 +40,8 @@ mod by_epoch;
 mod cycles;
 mod elementwise;
 mod elementwise_optimizer;
+mod exact_sums;
+mod factored;
 #[cfg(feature = "cuda")]
 mod gpu;
 mod grad_norm;
@@ -52,6 +55,8 @@ mod orthogonalize;
 #[cfg(test)]
 mod peers;
 mod rmsprop;
+#[cfg(test)]
+mod rules;
 mod schedule;
 mod sgd;
 mod state;
@@ -62,6 +67,7 @@ mod testing;
 mod update_ranks;
 mod weight_average;
 
+pub use adafactor::Adafactor;
 pub use adagrad::Adagrad;
 pub use adam::Adam;
 pub use adamw::AdamW;

@@ -105,6 +105,19 @@ fn twelve_steps_equal_the_peers() {
                 ..adagrad
             }),
         ),
+        ("adafactor", Box::new(Adafactor { lr: 0.05, ..Adafactor::default() })),
+        (
+            "adafactor_options",
+            Box::new(Adafactor {
+                lr: 0.5,
+                beta2_decay: -0.5,
+                eps1: Some(1e-4),
+                eps2: 0.3,
+                d: 2.0,
+                weight_decay: 0.1,
+                ..Adafactor::default()
+            }),
+        ),
         ("muon", Box::new(muon.clone())),
         (
             "muon_rms",
@@ -133,7 +146,8 @@ fn twelve_steps_equal_the_peers() {
             assert!(distance < limit, "{case} {dtype:?}: {distance:e}");
         }
     }
-    let others = [("adam", &cases[1].1), ("muon", &cases[11].1)];
+    // The distance shows other options.
+    let others = [("adam", &cases[1].1), ("adafactor", &cases[11].1), ("muon", &cases[13].1)];
     for (case, config) in others {
         assert!(peers.distance(case, DType::F32, &**config) > 1e-3, "{case}");
     }

@@ -20,18 +20,10 @@ pub(super) struct OptimizerState<const N: usize> {
     /// Number of steps in which each parameter had no gradient: torch counts steps per parameter.
     missed: Vec<u64>,
     names: [&'static str; N],
-    initial: [Initial; N],
+    /// The value of each element of a new state tensor.
+    initial: [f64; N],
     dtype: StateDtype,
     seed: u64,
-}
-
-/// The values of a new state tensor.
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub(super) enum Initial {
-    /// One value for all elements.
-    Constant(f64),
-    /// The parameter's values.
-    Values,
 }
 
 /// The operands of one parameter's update. All tensors are flat and of equal length.
@@ -63,13 +55,13 @@ impl<const N: usize> OptimizerState<N> {
         }
         let states = parameters.iter().map(|_| None).collect();
         let missed = vec![0; parameters.len()];
-        let initial = [Initial::Constant(0.0); N];
+        let initial = [0.0; N];
         let parameters = parameters.to_vec();
         Ok(Self { parameters, hypers, states, missed, names, initial, dtype, seed: 0 })
     }
 
-    /// Sets the values of new state tensors, which are otherwise zero.
-    pub(super) fn with_initial(self, initial: [Initial; N]) -> Self {
+    /// Sets the value of each element of a new state tensor, which is otherwise zero.
+    pub(super) fn with_initial(self, initial: [f64; N]) -> Self {
         Self { initial, ..self }
     }
 
@@ -80,6 +72,19 @@ impl<const N: usize> OptimizerState<N> {
 
     pub(super) fn parameters(&self) -> &[Parameter] {
         &self.parameters
+    }
+
+    /// Returns the options of parameter `index`.
+    pub(super) fn hyper(&self, index: usize) -> Hyper {
+        self.hypers[index]
+    }
+
+    /// Returns the dtype of the arithmetic of parameter `index`.
+    ///
+    /// # Errors
+    /// If the parameter's dtype is not a float.
+    pub(super) fn arithmetic_dtype(&self, index: usize) -> Result<DType> {
+        arithmetic_dtype_of(&self.parameters[index])
     }
 
     /// Returns whether any parameter's values are in host memory.
@@ -186,13 +191,9 @@ impl<const N: usize> OptimizerState<N> {
             let mut tensors = Vec::with_capacity(N);
             for initial in self.initial {
                 let tensor = storage::zeros(values.elem_count(), dtype, values.device())?;
-                match initial {
-                    Initial::Constant(0.0) => {}
-                    Initial::Constant(value) => {
-                        let value = Tensor::full(value, values.elem_count(), values.device())?;
-                        storage::copy_from(&tensor, &value)?;
-                    }
-                    Initial::Values => storage::copy_from(&tensor, &values)?,
+                if initial != 0.0 {
+                    let initial = Tensor::full(initial, values.elem_count(), values.device())?;
+                    storage::copy_from(&tensor, &initial)?;
                 }
                 tensors.push(tensor);
             }

@@ -249,9 +249,9 @@ impl StrategyRuntime {
             let names = self.mesh.layout().names();
             let within = names.iter().filter(|name| *name != DATA_PARALLEL_REPLICATE);
             let within: Vec<&str> = within.map(String::as_str).collect();
-            UpdateRanks::new(&self.mesh.submesh(&within)?)
+            UpdateRanks::within(&self.mesh, self.mesh.submesh(&within)?.world().clone())?
         } else {
-            UpdateRanks::new(&self.mesh)
+            UpdateRanks::new(&self.mesh)?
         };
         self.update_ranks.get_or_init(|| ranks);
         Ok(())

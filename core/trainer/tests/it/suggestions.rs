@@ -176,13 +176,14 @@ fn names_of_plugins_get_a_suggestion() {
         let error = checked.unwrap_err().to_string();
         error.split(" If a plugin crate").next().unwrap().to_owned()
     };
-    insta::assert_snapshot!(name("optimizer = 'AdamW'"), @"unknown optimizer `AdamW`; did you mean `adamw`? Available: adamw, sgd.");
-    insta::assert_snapshot!(name("optimizer = 'adam'"), @"unknown optimizer `adam`; did you mean `adamw`? Available: adamw, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'AdamW'"), @"unknown optimizer `AdamW`; did you mean `adamw`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'adamv'"), @"unknown optimizer `adamv`; did you mean `adamw`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'mouon'"), @"unknown optimizer `mouon`; did you mean `muon`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
     let start = |text: &str| name(text).split(" Available").next().unwrap().to_owned();
     insta::assert_snapshot!(start("scheduler = 'cosine_with_warmup'"), @"unknown scheduler `cosine_with_warmup`; did you mean `cosine`?");
     insta::assert_snapshot!(start("scheduler = 'StepLR'"), @"unknown scheduler `StepLR`; did you mean `step`?");
     insta::assert_snapshot!(start("scheduler = 'ReduceLROnPlateau'"), @"unknown scheduler `ReduceLROnPlateau`; the callback `reduce_lr_on_plateau` does it (`trainer.callbacks`).");
-    insta::assert_snapshot!(name("optimizer = 'lion'"), @"unknown optimizer `lion`; available: adamw, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'shampoo'"), @"unknown optimizer `shampoo`; available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
 }
 
 fn variable(name: &str) -> Result<Vec<String>> {
