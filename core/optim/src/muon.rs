@@ -198,8 +198,16 @@ impl Muon {
         let (_, others) = self.adamw_alone().resolve(parameters)?;
         let all_matrices: Vec<Parameter> =
             parameters.iter().filter(|p| is_nonempty_matrix(p)).cloned().collect();
-        check_patterns("optimizer.matrices", &self.matrices, &all_matrices)?;
-        check_patterns("optimizer.exclude", &self.exclude, &all_matrices)?;
+        check_patterns(
+            "optimizer.matrices (of parameters with two dimensions)",
+            &self.matrices,
+            &all_matrices,
+        )?;
+        check_patterns(
+            "optimizer.exclude (of parameters with two dimensions)",
+            &self.exclude,
+            &all_matrices,
+        )?;
         let mut divided = Divided {
             all: all.clone(),
             matrices: WithOptions::default(),

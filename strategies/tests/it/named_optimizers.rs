@@ -287,6 +287,6 @@ fn shards_without_ranks_are_refused() {
             Ok(optimizer.step(&GradScale::default()).unwrap_err().to_string())
         })
     };
-    insta::assert_snapshot!(refused(&muon()), @"");
-    insta::assert_snapshot!(refused(&adafactor()), @"");
+    insta::assert_snapshot!(refused(&muon()), @"parameter `layers.0.self_attn.q_proj.weight`: this rank has 32 elements of a matrix of 8 × 8, and the optimizer was not given the ranks with the others (`Optimizer::set_ranks`)");
+    insta::assert_snapshot!(refused(&adafactor()), @"parameter `embedding.weight`: this rank has a part of it, and the optimizer was not given the ranks with the others (`Optimizer::set_ranks`)");
 }

@@ -227,7 +227,8 @@ fn adam_rmsprop_and_adagrad_resume_as_in_torch() {
         };
         let world = std::sync::Arc::new(fulgurite_core::collective::Solo::new("world", 0));
         let tried = || -> Result<()> {
-            let mut fabric = Fabric::new(world, strategy(STRATEGIES[0].1)?, init("{}")?, 3)?;
+            let mut fabric =
+                Fabric::new(world, strategy(STRATEGIES[0].1)?, init(STRATEGIES[0].1)?, 3)?;
             let (_, mut optimizer) = fabric.setup(Net::new, config)?;
             refused(&fabric, &mut optimizer)
         };
