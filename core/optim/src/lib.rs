@@ -1,9 +1,10 @@
 //! Optimizers, parameter groups, learning-rate schedules, gradient norms, and averages of weights.
 //!
-//! Optimizers work on this rank's shards. A configuration ([`AdamW`], [`Sgd`], a plugin's) builds
-//! an [`Optimizer`] for a list of parameters. State is keyed by FQN, sharded as the parameters are,
-//! and allocated at the first step. Its dtype is f32 (f64 for f64 parameters) or bf16
-//! ([`StateDtype`]). Schedules are pure functions of the step.
+//! Optimizers work on this rank's shards. A configuration ([`AdamW`], [`Muon`], a plugin's) builds
+//! an [`Optimizer`] for a list of parameters. [`Muon`] and [`Adafactor`] need whole tensors: they
+//! communicate over the [`UpdateRanks`] that they are given. State is keyed by FQN, sharded as
+//! the parameters are, and allocated at the first step. Its dtype is f32 (f64 for f64 parameters)
+//! or bf16 ([`StateDtype`]). Schedules are pure functions of the step.
 //!
 //! ```
 //! use candle_core::{Device, Tensor};
@@ -50,6 +51,7 @@ mod lion;
 mod loss_scale;
 mod matrix_owners;
 mod muon;
+mod muon_rules;
 mod optimizer;
 mod orthogonalize;
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Optimizers besides AdamW and SGD: the same bits on every mesh, checkpoints on every mesh, and the
+//! Optimizers besides AdamW and SGD: the same bits and checkpoints on every mesh, and the
 //! communication of those that compute with whole tensors.
 
 use std::collections::BTreeMap;
