@@ -186,7 +186,7 @@ impl<const N: usize> UpdateRule<N> for RmsProp {
                 let old = state[1 % N];
                 let mean = if small { old + rest * (g - old) } else { g - (g - old) * alpha };
                 state[1 % N] = mean;
-                square = square - mean * mean;
+                square -= mean * mean;
                 // Rounding may make the deviation negative.
                 square = if square > zero { square } else { zero };
             }

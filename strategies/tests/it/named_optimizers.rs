@@ -8,7 +8,8 @@ use candle_core::{Device, Tensor};
 use fulgurite_checkpoint_local as _;
 use fulgurite_core::Result;
 use fulgurite_core::collective::{Counter, Record};
-use fulgurite_core::module::ModuleTree;
+use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, ModuleTree};
+use fulgurite_core::nn::{Embedding, Linear};
 use fulgurite_core::optim::{
     Adafactor, Adagrad, Adam, AdjustLr, GradScale, Lion, Muon, MuonAdamW, OptimizerConfig, RmsProp,
     StateDtype, UpdateRanks,
@@ -275,6 +276,43 @@ fn adafactor_reduces_rows_and_columns() {
     }
     let (records, _) = calls((1, r#"{"type": "fsdp"}"#, PLAIN), &adafactor());
     assert_eq!(records, [Record::default(); 3], "a rank alone");
+}
+
+#[test]
+fn embeddings_and_heads_are_recognised() {
+    let b = ModuleBuilder::new(ModuleInit::default());
+    Embedding::new(&b.pp("tokens"), 6, 4).unwrap();
+    let hidden = Linear::new(&b.pp("layers.0.up"), 4, 4).unwrap();
+    for head in ["out", "model.lm_head", "score_norm"] {
+        Linear::with_bias(&b.pp(head), 4, 6).unwrap();
+    }
+    Linear::tied(&b.pp("tied"), hidden.weight()).unwrap();
+    b.edge_to_loss(&["out"]);
+    let tree = b.finish().unwrap();
+    let found: Vec<_> = tree.parameters().iter().filter(|p| p.is_embedding_or_head()).collect();
+    let names: Vec<&str> = found.iter().map(|p| p.fqn()).collect();
+    let heads = ["out.weight", "out.bias", "model.lm_head.weight", "model.lm_head.bias"];
+    assert_eq!(names, [&["tokens.weight"][..], &heads].concat());
+}
+
+/// An adapter's matrices go to AdamW, unless they are named.
+#[test]
+fn muon_updates_named_adapters() {
+    let adapters = Adapters::new(["q_proj"]);
+    run_ranks(2, |world| {
+        let init = ModuleInit { adapters: Some(adapters.clone()), ..ModuleInit::default() };
+        let config = FSDP_2.1;
+        let training = DecoderTraining::with_init(world, config, PLAIN, 1, init)?;
+        let parameters = training.fabric.module_tree()?.parameters();
+        let error = muon().build(parameters).err().unwrap().to_string();
+        assert!(error.contains("the model trains no matrix of a hidden layer"), "{error}");
+        let named = Muon { matrices: vec!["lora_A".into(), "lora_B".into()], ..muon() };
+        let states = named.build(parameters)?.state_tensors()?;
+        assert!(states.iter().all(|state| state.name == "momentum_buffer"));
+        assert_eq!(states.len(), 6);
+        Ok(())
+    })
+    .unwrap();
 }
 
 #[test]

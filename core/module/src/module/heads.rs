@@ -22,7 +22,7 @@ impl ModuleTree {
             let is_in = |path: &&String| {
                 fqn.strip_prefix(path.as_str()).is_some_and(|rest| rest.starts_with('.'))
             };
-            if is_named_as_head(fqn) || ends.iter().any(|path| is_in(path)) {
+            if is_named_as_head(fqn) || ends.iter().any(is_in) {
                 parameter.mark_embedding_or_head();
             }
         }
