@@ -259,7 +259,7 @@ fn whole_tensor_optimizers_step_after_retries() {
         for (ranks, strategy) in STRATEGIES {
             let keys = |size| [strategy, optimizer, size];
             let halves = train(ranks, &keys("trainer.micro_batch_size=2"), &[]).unwrap();
-            assert_eq!(halves.len(), 4);
+            assert!(halves.len() >= 4, "{halves:?}");
             let (rank, in_backward) = (ranks - 1, true);
             let fault = Fault { rank, step: 1, batch: 0, layer: 1, in_backward, fits: 2 };
             let found = train(ranks, &keys(AUTO), &[fault]).unwrap();

@@ -61,7 +61,7 @@ fn keys_of_other_tables_are_suggested() {
     insta::assert_snapshot!(error("trainer.seed = 4"), @"unknown key `trainer.seed`; did you mean `seed`?");
     insta::assert_snapshot!(start("data.num_workers = 4"), @"unknown key `data.num_workers`; did you mean `trainer.num_workers`?");
     let run = run("optimizer = { type = 'sgd', betas = [0.9, 0.9] }").unwrap();
-    insta::assert_snapshot!(run.optimizer.check(kind::OPTIMIZER, "optimizer").unwrap_err(), @"unknown key `optimizer.betas`; it is an option of the optimizer `adamw` (the keys of `optimizer` are lr, momentum, dampening, nesterov, weight_decay, no_decay, groups, state_dtype)");
+    insta::assert_snapshot!(run.optimizer.check(kind::OPTIMIZER, "optimizer").unwrap_err(), @"unknown key `optimizer.betas`; it is an option of the optimizer `adam`, the optimizer `adamw` or the optimizer `lion` (the keys of `optimizer` are lr, momentum, dampening, nesterov, weight_decay, no_decay, groups, state_dtype)");
     insta::assert_snapshot!(error("trainer.strict = true"), @"unknown key `trainer.strict`; did you mean `checkpoint.load.strict`?");
 }
 
