@@ -173,10 +173,10 @@ impl Parameter {
         self.0.declared.adapter
     }
 
-    /// Whether it belongs to an embedding, or to a layer that computes the model's outputs: a layer
-    /// with an [edge to the loss](crate::module::ModuleBuilder::edge_to_loss), or called `lm_head`,
-    /// `score` or `classifier`. Known once the model's tree is finished. Embeddings of candle_nn are
-    /// not recognised.
+    /// Whether it belongs to an embedding, or to a layer that computes the model's outputs. Such a
+    /// layer has an [edge to the loss](crate::module::ModuleBuilder::edge_to_loss), or is called
+    /// `lm_head`, `score` or `classifier`. Known once the model's tree is finished. Embeddings of
+    /// candle_nn are not recognised.
     pub fn is_embedding_or_head(&self) -> bool {
         self.0.embedding_or_head.load(Ordering::Relaxed)
     }
