@@ -306,7 +306,10 @@ const STRATEGIES: [(usize, &str); 8] = [
     (2, "trainer.strategy={ type = \"fsdp\", accumulation_sync = \"reduce_scatter\" }"),
 ];
 const SGD: &str = "optimizer={ type = \"sgd\", lr = 0.1, momentum = 0.9, state_dtype = \"bf16\" }";
-const OPTIONS: [&[&str]; 6] = [
+const MUON: &str =
+    "optimizer={ type = \"muon\", lr = 0.02, adamw = { lr = 0.003 }, state_dtype = \"bf16\" }";
+const ADAFACTOR: &str = "optimizer={ type = \"adafactor\", lr = 0.02 }";
+const OPTIONS: [&[&str]; 8] = [
     &[],
     &["trainer.gradient_clip_val=0.05"],
     &[
@@ -317,6 +320,8 @@ const OPTIONS: [&[&str]; 6] = [
     &["trainer.accumulate_grad_batches=3", "trainer.ema_decay=0.5", "trainer.val_check_interval=2"],
     &["optimizer.state_dtype=\"bf16\"", "trainer.precision=\"bf16-true\"", "model.dtype=\"bf16\""],
     &[SGD, "trainer.gradient_clip_val=0.05"],
+    &[MUON, "trainer.gradient_clip_val=0.05"],
+    &[ADAFACTOR, "trainer.ema_decay=0.9"],
 ];
 
 #[test]

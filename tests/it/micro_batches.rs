@@ -249,6 +249,25 @@ fn out_of_memory_step_is_split_and_retried() {
     }
 }
 
+/// Optimizers that communicate do so after the step can no longer be abandoned.
+#[test]
+fn whole_tensor_optimizers_step_after_retries() {
+    let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+    let muon = "optimizer={ type = \"muon\", lr = 0.02 }";
+    let adafactor = "optimizer={ type = \"adafactor\", lr = 0.02 }";
+    for optimizer in [muon, adafactor] {
+        for (ranks, strategy) in STRATEGIES {
+            let keys = |size| [strategy, optimizer, size];
+            let halves = train(ranks, &keys("trainer.micro_batch_size=2"), &[]).unwrap();
+            assert!(halves.len() >= 4, "{halves:?}");
+            let (rank, in_backward) = (ranks - 1, true);
+            let fault = Fault { rank, step: 1, batch: 0, layer: 1, in_backward, fits: 2 };
+            let found = train(ranks, &keys(AUTO), &[fault]).unwrap();
+            assert_eq!(found, halves, "{strategy}, {optimizer}");
+        }
+    }
+}
+
 #[test]
 fn abandoned_step_restores_buffers() {
     let _turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);

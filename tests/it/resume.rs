@@ -47,6 +47,27 @@ fn resumed_losses_match_bitwise() {
     }
 }
 
+/// Optimizers of whole tensors, whose ranks communicate in the update.
+#[test]
+fn muon_and_adafactor_resume_on_any_mesh() {
+    let muon = "optimizer={ type = 'muon', lr = 0.02, adamw = { lr = 0.003 } }";
+    for optimizer in [muon, "optimizer={ type = 'adafactor', lr = 0.02 }"] {
+        let scratch = Scratch::with_tokens();
+        let job = job(&scratch).set(&[optimizer]);
+        let whole = job.clone().on("fsdp", 2, 6).succeed();
+        let resume =
+            job.set(&["trainer.ckpt_path=kept/step-00000003", "checkpoint.every_n_steps=100"]);
+        let expected = after(3, &numbers(&whole));
+        assert!(whole.losses()[&9] < whole.losses()[&1]);
+        let resumed = resume.clone().on("fsdp", 2, 6).succeed();
+        assert_eq!(numbers(&resumed), expected, "{optimizer}");
+        for (strategy, devices) in [("ddp", 3), ("single_device", 1), ("fsdp", 4)] {
+            let resumed = resume.clone().on(strategy, devices, 12 / devices).succeed();
+            assert_close(&resumed.losses(), &expected[0], 1e-4);
+        }
+    }
+}
+
 #[test]
 fn another_mesh_may_go_on() {
     let scratch = Scratch::with_tokens();

@@ -71,10 +71,12 @@ fn of_first_rank(
 
 /// Returns this rank's part of an optimizer's state, named by [`optimizer_key`].
 ///
-/// It is sharded as the parameters of `tree`. Not collective.
+/// It is sharded as the parameters of `tree`. State of another shape than its parameter's is whole
+/// on every rank, and belongs to the first. Not collective.
 ///
 /// # Errors
-/// If `tree` lacks the parameter of a state tensor, or the parameter has another shape.
+/// If `tree` lacks the parameter of a state tensor, or a part of a state tensor has another shape
+/// than the parameter.
 pub fn optimizer_tensors(
     tree: &ModuleTree,
     states: &[StateTensor],
@@ -89,14 +91,18 @@ pub fn optimizer_tensors(
                 return Err(Error::parameter(&state.fqn, message));
             };
             let spec = parameter.spec();
+            let name = optimizer_key(&state.fqn, state.name);
             if spec.shape != state.shape {
+                if state.region == Region::full(&state.shape) {
+                    return of_first_rank(&name, &state.values, &state.shape, &coordinate);
+                }
                 let message = format!(
-                    "has shape {:?}, and its optimizer state `{}` has {:?}",
+                    "has shape {:?}, and this rank has a part of its optimizer state `{}`, of shape {:?}; \
+                     state of another shape is whole on every rank",
                     spec.shape, state.name, state.shape
                 );
                 return Err(Error::parameter(&state.fqn, message));
             }
-            let name = optimizer_key(&state.fqn, state.name);
             owned(&name, &state.values, &state.region, &spec, &coordinate)
         })
         .collect()

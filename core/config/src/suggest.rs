@@ -120,13 +120,45 @@ pub(crate) fn for_variable(
 }
 
 /// Returns the candidate with the smallest edit distance to `word`; `None` if none is similar.
+///
+/// Of several it is the one that differs by a doubled letter only, or else has the nearest length.
 pub fn nearest<'a>(word: &str, candidates: &'a [String]) -> Option<&'a str> {
     let word = word.to_lowercase();
-    let limit = (word.chars().count() / 3).max(1);
+    let length = word.chars().count();
+    let limit = (length / 3).max(1);
     candidates
         .iter()
-        .map(|c| (strsim::damerau_levenshtein(&word, &c.to_lowercase()), c.as_str()))
-        .filter(|(distance, _)| *distance <= limit)
+        .map(|c| {
+            let (lower, lengths) = (c.to_lowercase(), c.chars().count().abs_diff(length));
+            let distance = strsim::damerau_levenshtein(&word, &lower);
+            let differs = without_repeats(&word) != without_repeats(&lower);
+            (distance, differs, lengths, c.as_str())
+        })
+        .filter(|(distance, ..)| *distance <= limit)
         .min()
-        .map(|(_, candidate)| candidate)
+        .map(|(.., candidate)| candidate)
+}
+
+/// Returns the letters of a word, without those that repeat the one before.
+fn without_repeats(word: &str) -> Vec<char> {
+    let mut letters: Vec<char> = word.chars().collect();
+    letters.dedup();
+    letters
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nearest_name_of_several() {
+        let names = ["adam", "adamw", "fsdp", "fsdp2", "muon", "sgd"].map(str::to_owned);
+        let found = |word: &str| nearest(word, &names);
+        assert_eq!(found("adamv"), Some("adamw"));
+        assert_eq!(found("adm"), Some("adam"));
+        assert_eq!(found("fsdpp"), Some("fsdp"));
+        assert_eq!(found("fsdp3"), Some("fsdp2"));
+        assert_eq!(found("Mouon"), Some("muon"));
+        assert_eq!(found("shampoo"), None);
+    }
 }

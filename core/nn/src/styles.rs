@@ -118,6 +118,10 @@ impl ParallelLayer for EmbeddingStyles {
         "Embedding"
     }
 
+    fn is_embedding(&self) -> bool {
+        true
+    }
+
     fn input_cast(&self) -> InputCast {
         InputCast::None
     }

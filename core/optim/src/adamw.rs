@@ -174,8 +174,8 @@ impl UpdateRule<2> for AdamW {
     }
 
     #[cfg(feature = "cuda")]
-    fn kernel_coefficients(c: Coefficients) -> (f64, f64) {
-        (c.step_size, c.keep)
+    fn kernel_coefficients(c: Coefficients) -> Option<(f64, f64)> {
+        Some((c.step_size, c.keep))
     }
 
     #[cfg(feature = "cuda")]

@@ -166,7 +166,8 @@ impl<C: Real> Scale<C> {
 /// parameter.
 ///
 /// All tensors have one length. `noise` rounds the states: the `k`-th by bits `16 k` to `16 k + 15`
-/// of each word. It is not used if `N` is 0 or the states are not rounded.
+/// of each word. It is not used if `N` is 0 or the states are not rounded. A word has bits for two
+/// states, so three states are not rounded.
 pub(super) fn update<const N: usize, P: Element<C>, G: Element<C>, B: StateElement<C>, C: Real>(
     values: &Tensor,
     inputs: &Tensor,
@@ -236,15 +237,16 @@ vectorized! {
         C: Real,
         F: Fn(C, C, [C; N]) -> (C, [C; N]),
     ](p: &mut [P], g: &[G], states: [&mut [B]; N], words: &[u32], zero: C, f: F) {
-        const { assert!(N <= 2, "an optimizer has two states at most") };
+        const { assert!(N <= 3, "an optimizer has three states at most") };
         let mut states = states.into_iter();
-        let [first, second] = [states.next().unwrap_or_default(), states.next().unwrap_or_default()];
+        let [first, second, third] = [(); 3].map(|()| states.next().unwrap_or_default());
         // Slices of one known length, each in a variable: the compiler drops bounds checks and
         // vectorizes.
         let n = p.len();
         let (p, g, words) = (&mut p[..n], &g[..n], &words[..n]);
         let first = if N > 0 { &mut first[..n] } else { first };
         let second = if N > 1 { &mut second[..n] } else { second };
+        let third = if N > 2 { &mut third[..n] } else { third };
         for i in 0..n {
             let mut old = [zero; N];
             if N > 0 {
@@ -253,6 +255,9 @@ vectorized! {
             if N > 1 {
                 old[1] = second[i].load();
             }
+            if N > 2 {
+                old[2] = third[i].load();
+            }
             let (value, new) = f(p[i].load(), g[i].load(), old);
             p[i] = P::store(value);
             if N > 0 {
@@ -260,6 +265,9 @@ vectorized! {
             }
             if N > 1 {
                 second[i] = B::store(new[1], words[i] >> 16);
+            }
+            if N > 2 {
+                third[i] = B::store(new[2], words[i]);
             }
         }
     }

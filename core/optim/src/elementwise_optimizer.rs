@@ -83,13 +83,25 @@ pub(super) trait UpdateRule<const N: usize>: Options {
     ) -> Result<(Tensor, [Tensor; N])>;
 
     /// Returns the step size and the decay, as in [`Update`](fulgurite_kernels::plans::Update).
+    ///
+    /// `None`, the default, if no kernel computes this update. It is then computed by
+    /// [`on_tensors`](Self::on_tensors).
     #[cfg(feature = "cuda")]
-    fn kernel_coefficients(c: Self::Coefficients) -> (f64, f64);
+    fn kernel_coefficients(c: Self::Coefficients) -> Option<(f64, f64)> {
+        let _ = c;
+        None
+    }
 
     /// Launches a kernel for updates of one step count. `c` has the coefficients that all of them
     /// share.
+    ///
+    /// # Errors
+    /// If the launch fails. The default is for rules without a kernel, which get no updates.
     #[cfg(feature = "cuda")]
-    fn launch(updates: Updates<N>, c: Self::Coefficients, scale: &StepScale) -> Result<()>;
+    fn launch(updates: Updates<N>, c: Self::Coefficients, scale: &StepScale) -> Result<()> {
+        let _ = (updates, c, scale);
+        Err(crate::Error::other("this optimizer has no kernel"))
+    }
 }
 
 /// The optimizer of a rule.
@@ -112,7 +124,12 @@ impl<R: UpdateRule<N>, const N: usize> ElementwiseOptimizer<R, N> {
     ) -> Result<Self> {
         let (trainable, hypers) = rule.resolve(parameters)?;
         let state = OptimizerState::new(&trainable, hypers, names, rule.common().state_dtype)?;
-        Ok(Self { rule: rule.clone(), state, steps: 0, schedule: 1.0 })
+        Ok(Self::with_state(rule, state))
+    }
+
+    /// Creates the optimizer of parameters and options that are in `state`.
+    pub(super) fn with_state(rule: &R, state: OptimizerState<N>) -> Self {
+        Self { rule: rule.clone(), state, steps: 0, schedule: 1.0 }
     }
 
     fn update(&mut self, scale: &StepScale) -> Result<()> {
@@ -123,9 +140,12 @@ impl<R: UpdateRule<N>, const N: usize> ElementwiseOptimizer<R, N> {
             let steps = self.state.steps_of(index, self.steps);
             let c = self.rule.coefficients(update.hyper, self.schedule, steps);
             #[cfg(feature = "cuda")]
-            let (step_size, decay) = R::kernel_coefficients(c);
+            let update = match R::kernel_coefficients(c) {
+                Some((step_size, decay)) => on_gpu.of(steps).take(update, step_size, decay)?,
+                None => Some(update),
+            };
             #[cfg(feature = "cuda")]
-            let Some(update) = on_gpu.of(steps).take(update, step_size, decay)? else { continue };
+            let Some(update) = update else { continue };
             if update.values.device().is_cpu() {
                 fused::<R, N>(&update, c, scale.known()?)?;
             } else {
@@ -187,6 +207,9 @@ impl<R: UpdateRule<N> + Send, const N: usize> Optimizer for ElementwiseOptimizer
 
     fn load_param_groups(&mut self, groups: &[ParamGroup]) -> Result<()> {
         let Some(first) = groups.first() else { return Ok(()) };
+        for (index, group) in groups.iter().enumerate() {
+            self.rule.with_own(|name| option(group, index, name))?;
+        }
         let mut rule = self.rule.with_own(|name| option(first, 0, name))?;
         let names: Vec<&str> = rule.own().into_iter().map(|(name, _)| name).collect();
         rule.set_base(self.state.load_param_groups(groups, &names)?);

@@ -191,7 +191,11 @@ pub(super) fn resolve(
     Ok((trainable, hypers))
 }
 
-fn check_patterns(key: &str, patterns: &[String], parameters: &[Parameter]) -> Result<()> {
+pub(super) fn check_patterns(
+    key: &str,
+    patterns: &[String],
+    parameters: &[Parameter],
+) -> Result<()> {
     let Some(pattern) = idle_pattern(patterns, parameters.iter().map(Parameter::fqn)) else {
         return Ok(());
     };
@@ -225,5 +229,15 @@ pub(super) fn unit_interval(key: &str, value: f64) -> Result<()> {
         Ok(())
     } else {
         Err(Error::Config(format!("{key} must be at least 0 and less than 1, got {value:?}")))
+    }
+}
+
+/// # Errors
+/// If the option is not in `[0, 1]`.
+pub(super) fn at_most_one(key: &str, value: f64) -> Result<()> {
+    if (0.0..=1.0).contains(&value) {
+        Ok(())
+    } else {
+        Err(Error::Config(format!("{key} must be from 0 to 1, got {value:?}")))
     }
 }

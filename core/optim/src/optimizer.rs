@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 
-use super::{GradScale, ParamGroup, StepScale};
+use super::{GradScale, ParamGroup, StepScale, UpdateRanks};
 use crate::{Error, Result};
 use fulgurite_collective::shard::Region;
 use fulgurite_module::parameter::Parameter;
@@ -18,22 +18,28 @@ pub struct StateTensor {
     pub name: &'static str,
     /// This rank's values, flat; shared with the optimizer, not a copy.
     pub values: Tensor,
-    /// The position of `values` in a tensor of the parameter's global shape.
+    /// The position of `values` in a tensor of `shape`.
     pub region: Region,
-    /// The parameter's global shape.
+    /// The parameter's global shape. State of another shape is whole on every rank, with equal
+    /// values.
     pub shape: Vec<usize>,
 }
 
 /// Updates this rank's shards of parameters.
 ///
 /// Object-safe. State is keyed by FQN and sharded as the parameters are. Every rank calls every
-/// method alike; no method is collective.
+/// method alike. No method is collective, except the steps of an optimizer that communicates over
+/// the ranks that [`set_ranks`](Self::set_ranks) gave it.
 pub trait Optimizer: Send {
     /// Returns the parameters that this optimizer updates, in declaration order.
     fn parameters(&self) -> &[Parameter];
 
     /// Updates every parameter that has a [`local_grad`](Parameter::local_grad), in place on
     /// [`local`](Parameter::local)'s values. A parameter without a gradient does not change.
+    ///
+    /// Collective over the [ranks](Self::set_ranks) for an optimizer that communicates. All of them
+    /// have gradients of the same parameters then, and step with the same scale, or none of them
+    /// steps.
     fn step(&mut self, scale: &GradScale) -> Result<()>;
 
     /// Like [`step`](Self::step), with a scale that may still be on the device.
@@ -48,6 +54,19 @@ pub trait Optimizer: Send {
     /// As [`step`](Self::step), and if the device cannot be read.
     fn step_by(&mut self, scale: &StepScale) -> Result<()> {
         scale.read()?.map_or(Ok(()), |scale| self.step(&scale))
+    }
+
+    /// Gives the optimizer the ranks that hold the other shards of its parameters, for optimizers
+    /// that compute with whole tensors. Not collective.
+    ///
+    /// `Fabric` calls it once, before the first step. An optimizer that updates each element by
+    /// itself ignores it, which is the default.
+    ///
+    /// # Errors
+    /// If the optimizer cannot update parameters that are sharded so.
+    fn set_ranks(&mut self, ranks: &UpdateRanks) -> Result<()> {
+        let _ = ranks;
+        Ok(())
     }
 
     /// Sets the run's seed, for optimizers whose updates use random numbers.
@@ -119,6 +138,14 @@ pub trait OptimizerConfig: std::fmt::Debug + Send + Sync {
     fn state_bytes(&self, dtype: DType) -> usize {
         let _ = dtype;
         0
+    }
+
+    /// Returns the bytes of state of a whole parameter.
+    ///
+    /// Used to estimate a rank's memory. By default [`state_bytes`](Self::state_bytes) for each
+    /// element; an optimizer whose parameters differ overrides it.
+    fn parameter_state_bytes(&self, parameter: &Parameter) -> u128 {
+        parameter.elem_count() as u128 * self.state_bytes(parameter.dtype()) as u128
     }
 
     /// Builds the optimizer for the parameters of a model that a strategy has set up.

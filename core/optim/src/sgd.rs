@@ -194,8 +194,8 @@ impl<const N: usize> UpdateRule<N> for Sgd {
     }
 
     #[cfg(feature = "cuda")]
-    fn kernel_coefficients(c: Coefficients) -> (f64, f64) {
-        (c.step_size, c.weight_decay)
+    fn kernel_coefficients(c: Coefficients) -> Option<(f64, f64)> {
+        Some((c.step_size, c.weight_decay))
     }
 
     #[cfg(feature = "cuda")]

@@ -20,6 +20,8 @@ pub(super) struct OptimizerState<const N: usize> {
     /// Number of steps in which each parameter had no gradient: torch counts steps per parameter.
     missed: Vec<u64>,
     names: [&'static str; N],
+    /// The value of each element of a new state tensor.
+    initial: [f64; N],
     dtype: StateDtype,
     seed: u64,
 }
@@ -53,7 +55,14 @@ impl<const N: usize> OptimizerState<N> {
         }
         let states = parameters.iter().map(|_| None).collect();
         let missed = vec![0; parameters.len()];
-        Ok(Self { parameters: parameters.to_vec(), hypers, states, missed, names, dtype, seed: 0 })
+        let initial = [0.0; N];
+        let parameters = parameters.to_vec();
+        Ok(Self { parameters, hypers, states, missed, names, initial, dtype, seed: 0 })
+    }
+
+    /// Sets the value of each element of a new state tensor, which is otherwise zero.
+    pub(super) fn with_initial(self, initial: [f64; N]) -> Self {
+        Self { initial, ..self }
     }
 
     /// Sets the seed of the state's rounding.
@@ -63,6 +72,19 @@ impl<const N: usize> OptimizerState<N> {
 
     pub(super) fn parameters(&self) -> &[Parameter] {
         &self.parameters
+    }
+
+    /// Returns the options of parameter `index`.
+    pub(super) fn hyper(&self, index: usize) -> Hyper {
+        self.hypers[index]
+    }
+
+    /// Returns the dtype of the arithmetic of parameter `index`.
+    ///
+    /// # Errors
+    /// If the parameter's dtype is not a float.
+    pub(super) fn arithmetic_dtype(&self, index: usize) -> Result<DType> {
+        arithmetic_dtype_of(&self.parameters[index])
     }
 
     /// Returns whether any parameter's values are in host memory.
@@ -167,8 +189,13 @@ impl<const N: usize> OptimizerState<N> {
         if state.is_none() {
             let dtype = self.dtype.of(arithmetic_dtype_of(parameter)?);
             let mut tensors = Vec::with_capacity(N);
-            for _ in 0..N {
-                tensors.push(storage::zeros(values.elem_count(), dtype, values.device())?);
+            for initial in self.initial {
+                let tensor = storage::zeros(values.elem_count(), dtype, values.device())?;
+                if initial != 0.0 {
+                    let initial = Tensor::full(initial, values.elem_count(), values.device())?;
+                    storage::copy_from(&tensor, &initial)?;
+                }
+                tensors.push(tensor);
             }
             *state = tensors.try_into().ok();
         }

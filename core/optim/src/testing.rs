@@ -10,12 +10,19 @@ use fulgurite_tensor::random::{Purpose, Stream};
 
 /// Builds parameters of these names and lengths on the CPU, with random values.
 pub(super) fn parameters(declared: &[(&str, usize)], dtype: DType) -> Vec<Parameter> {
+    let declared: Vec<_> =
+        declared.iter().map(|&(fqn, n)| (fqn, vec![n], numbers(fqn, 0, n))).collect();
+    shaped(&declared, dtype)
+}
+
+/// Builds parameters of these names, shapes and values on the CPU.
+pub(super) fn shaped(declared: &[(&str, Vec<usize>, Vec<f64>)], dtype: DType) -> Vec<Parameter> {
     let b = ModuleBuilder::new(ModuleInit { dtype, ..ModuleInit::default() });
-    let make = |&(fqn, n): &(&str, usize)| {
-        let p = b.parameter(fqn, [n], Init::ZEROS).unwrap();
-        let values = numbers(fqn, 0, n);
-        let values = Tensor::from_vec(values, n, &Device::Cpu).unwrap().to_dtype(dtype).unwrap();
-        slot(&p).set_local(LocalShard { values, region: Region::full(&[n]) });
+    let make = |(fqn, shape, values): &(&str, Vec<usize>, Vec<f64>)| {
+        let p = b.parameter(fqn, shape.clone(), Init::ZEROS).unwrap();
+        let values = Tensor::from_vec(values.clone(), values.len(), &Device::Cpu).unwrap();
+        let values = values.to_dtype(dtype).unwrap();
+        slot(&p).set_local(LocalShard { values, region: Region::full(shape) });
         p
     };
     declared.iter().map(make).collect()

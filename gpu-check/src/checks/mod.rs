@@ -103,6 +103,11 @@ pub(crate) const STEPS: &[Step] = &[
         optimizers::adamw,
     ),
     step("optimizers.sgd", "against the CPU: SGD with momentum", optimizers::sgd),
+    step(
+        "optimizers.others",
+        "against the CPU: Adam, RMSprop, Adagrad, Adafactor",
+        optimizers::others,
+    ),
     step("optimizers.averages", "against the CPU: averages of weights", optimizers::averages),
     step("optimizers.late", "steps whose loss and norm stay on the device", optimizers::late),
     step(

@@ -4,8 +4,8 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite::core::execution::read;
 use fulgurite::core::module::{ModuleBuilder, ModuleInit};
 use fulgurite::core::optim::{
-    AdamW, GradScale, Optimizer, OptimizerConfig, Sgd, SquaredNorm, StateDtype, StepScale,
-    WeightAverage, clip_factor,
+    Adafactor, Adagrad, Adam, AdamW, GradScale, Optimizer, OptimizerConfig, RmsProp, Sgd,
+    SquaredNorm, StateDtype, StepScale, WeightAverage, clip_factor,
 };
 use fulgurite::core::parameter::{Init, LocalShard, Parameter, accumulation_dtype};
 use fulgurite::core::shard::Region;
@@ -121,6 +121,22 @@ pub(super) fn sgd(target: &Target) -> Result<Findings> {
     {
         let config = Sgd { lr: 1e-2, momentum, nesterov, weight_decay: 0.1, ..Sgd::default() };
         compare(&mut findings, name, &config, false, &device)?;
+    }
+    Ok(findings)
+}
+
+/// Optimizers without kernels of their own.
+pub(super) fn others(target: &Target) -> Result<Findings> {
+    let (device, mut findings) = (target.device()?, Findings::default());
+    let configs: [(&str, &dyn OptimizerConfig); 5] = [
+        ("adam", &Adam { lr: 1e-2, ..Adam::default() }),
+        ("adam with decay", &Adam { lr: 1e-2, weight_decay: 0.1, ..Adam::default() }),
+        ("rmsprop", &RmsProp { lr: 1e-3, momentum: 0.9, ..RmsProp::default() }),
+        ("adagrad", &Adagrad::default()),
+        ("adafactor", &Adafactor::default()),
+    ];
+    for (name, config) in configs {
+        compare(&mut findings, name, config, false, &device)?;
     }
     Ok(findings)
 }

@@ -39,6 +39,10 @@ impl StrategyExtensions for MeshStrategy {
         self.outer.as_ref().is_some_and(Outer::replicas_differ)
     }
 
+    fn replicas_train_apart(&self) -> bool {
+        self.outer.is_some()
+    }
+
     fn prepare_save(&mut self, context: StrategyContext<'_>) -> Result<()> {
         let verify = |ignored: &Ignored| ignored.verify_same_values(context.mesh);
         self.ignored.as_ref().map_or(Ok(()), verify)?;

@@ -16,7 +16,7 @@ use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::mesh::{DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD};
 use fulgurite_core::module::{Module as _, ModuleBuilder, ModuleInit, Unit};
 use fulgurite_core::nn::{BatchNorm, BatchNormConfig, Linear, Loss};
-use fulgurite_core::optim::{AdamW, OptimizerConfig, Sgd};
+use fulgurite_core::optim::{Adafactor, AdamW, Muon, OptimizerConfig, Sgd};
 use fulgurite_core::strategy::{BuildContext, StrategyConfig};
 use fulgurite_test_support::training::strategy;
 use fulgurite_transports::run_ranks;
@@ -581,4 +581,24 @@ fn synchronised_batch_norms_are_refused() {
         Training::with_norm(world, &config, &adamw(), Some(norm)).map(drop)
     });
     insta::assert_snapshot!(refused.unwrap_err(), @"strategy `diloco`: the model has batch norms that compute with the batches of all ranks, and replicas train on their own; leave `synchronised` and `trainer.sync_batchnorm` out");
+}
+
+/// An optimizer of whole tensors communicates within its replica only.
+#[test]
+fn whole_tensor_optimizers_stay_in_their_replica() {
+    let muon = Muon { lr: 0.05, ..Muon::default() };
+    let adafactor = Adafactor { lr: 0.05, ..Adafactor::default() };
+    let optimizers: [&(dyn OptimizerConfig + Sync); 2] = [&muon, &adafactor];
+    for optimizer in optimizers {
+        let trained = |shards: usize| {
+            let config = diloco(shards, &format!(r#""sync_every": 3, {AVERAGE}"#));
+            on(2 * shards, &config, optimizer, |mut training| {
+                let steps = training.steps(7)?;
+                Ok((losses(&steps), training.weights()?))
+            })
+        };
+        let (one, two) = (trained(1), trained(2));
+        assert_close("losses", &two.0, &one.0, 1e-4);
+        assert_same_weights("weights", &two.1, &one.1, 1e-3);
+    }
 }

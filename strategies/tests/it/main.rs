@@ -30,6 +30,7 @@ mod mesh;
 mod mesh_communication;
 mod mesh_randomness;
 mod model_parallel;
+mod named_optimizers;
 mod parity;
 mod planned;
 mod plans;

@@ -1,7 +1,8 @@
 //! Meshes with real groups: dimensions, views, sub-meshes.
 
 use candle_core::{Device, Tensor};
-use fulgurite_core::collective::{ProcessGroup, ReduceOp};
+use fulgurite_core::Result;
+use fulgurite_core::collective::{ProcessGroup, ReduceOp, all_gather_object};
 use fulgurite_core::mesh::{
     CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
     DeviceMesh, TENSOR_PARALLEL,
@@ -9,7 +10,7 @@ use fulgurite_core::mesh::{
 use fulgurite_transports::run_ranks;
 
 /// The sum of the ranks' global numbers over a group.
-fn sum_of_ranks(group: &dyn ProcessGroup, rank: usize) -> fulgurite_core::Result<i64> {
+fn sum_of_ranks(group: &dyn ProcessGroup, rank: usize) -> Result<i64> {
     let number = Tensor::new(&[rank as i64], &Device::Cpu)?;
     group.all_reduce(&number, ReduceOp::Sum)?.wait()?;
     Ok(number.to_vec1::<i64>()?[0])
@@ -52,6 +53,14 @@ fn sub_meshes_have_their_own_coordinates() {
 
         mesh.flatten("model", &[DATA_PARALLEL_SHARD, TENSOR_PARALLEL])?;
         assert_eq!(mesh.size("model")?, 4);
+        // Every rank knows the coordinates of all, along dimensions and views.
+        for name in mesh.names() {
+            let own = all_gather_object(&**mesh.world(), &mesh.coordinate(name))?;
+            let of = (0..8).map(|rank| mesh.coordinate_of(rank, name));
+            assert_eq!(of.collect::<Result<Vec<_>>>()?, own, "{name}");
+        }
+        assert!(mesh.coordinate_of(8, "model").is_err());
+        assert_eq!(mesh.coordinate_of(7, "pp")?, 0);
         let error = mesh.flatten("model", &[TENSOR_PARALLEL]).unwrap_err();
         insta::allow_duplicates! {
             insta::assert_snapshot!(error, @"device mesh: there is a dimension or view `model` already");

@@ -11,7 +11,7 @@ use fulgurite_core::checkpoint::{
 use fulgurite_core::fabric::{Fabric, FabricOptimizer};
 use fulgurite_core::module::{Module as _, ModuleBuilder, Unit};
 use fulgurite_core::nn::{LayerNorm, Linear, cross_entropy};
-use fulgurite_core::optim::{AdamW, Exponential, OptimizerConfig, Sgd};
+use fulgurite_core::optim::{Adagrad, Adam, AdamW, Exponential, OptimizerConfig, RmsProp, Sgd};
 use fulgurite_core::shard::Region;
 use fulgurite_test_support::checkpoints::shown;
 use fulgurite_test_support::training::{gather_weights, init, strategy};
@@ -194,6 +194,53 @@ fn sgd_resumes_its_momentum_as_in_torch() {
     }
 }
 
+#[test]
+fn adam_rmsprop_and_adagrad_resume_as_in_torch() {
+    let adam = Adam { lr: 0.7, ..Adam::default() };
+    let rmsprop = RmsProp { momentum: 0.9, centered: true, ..RmsProp::default() };
+    let cases: [(&str, &dyn OptimizerConfig); 3] =
+        [("adam.pt", &adam), ("rmsprop.pt", &rmsprop), ("adagrad.pt", &Adagrad::default())];
+    let open = |file: &'static str| {
+        move || {
+            let optimizer = TorchOptimizer::open(fixture(file))?;
+            let names: Vec<String> = optimizer.model_names().map(str::to_owned).collect();
+            optimizer.rekey(&names)
+        }
+    };
+    for (file, optimizer) in cases {
+        for meant in STRATEGIES {
+            let apart = distance(meant, file, optimizer, 1.0, load(open(file), strict));
+            assert!(apart < 1e-6, "{file} {meant:?}: {apart}");
+        }
+    }
+    // Another optimizer, or one with other state, does not take the state.
+    let wrong: [(&str, &dyn OptimizerConfig); 3] =
+        [("adam.pt", &adamw()), ("adamw.ckpt", &adam), ("rmsprop.pt", &RmsProp::default())];
+    let errors = wrong.map(|(file, config)| {
+        let refused = |fabric: &Fabric, optimizer: &mut FabricOptimizer| {
+            let names = [&DECAYED[..], &OTHERS[..]].concat();
+            let open = || match file {
+                "adamw.ckpt" => TorchOptimizer::open(fixture(file))?.rekey(&names),
+                _ => open(file)(),
+            };
+            fabric.checkpoints().load_torch_optimizer(optimizer, open, true).map(drop)
+        };
+        let world = std::sync::Arc::new(fulgurite_core::collective::Solo::new("world", 0));
+        let tried = || -> Result<()> {
+            let mut fabric =
+                Fabric::new(world, strategy(STRATEGIES[0].1)?, init(STRATEGIES[0].1)?, 3)?;
+            let (_, mut optimizer) = fabric.setup(Net::new, config)?;
+            refused(&fabric, &mut optimizer)
+        };
+        tried().unwrap_err().to_string()
+    });
+    insta::assert_snapshot!(errors.join("\n"), @r#"
+    the parameter group 0 has an option `decoupled_weight_decay`, which this optimizer has not; it has lr, weight_decay, beta1, beta2, eps
+    the parameter groups have a weight decay that is not in the gradient, as AdamW's: use optimizer.type = "adamw"
+    the parameter groups have a momentum of 0.5 and centered = true, and this optimizer was built with 0 and false: it would need other state
+    "#);
+}
+
 /// By the names that the optimizer was created with; completely by name, as from FSDP's and DCP's
 /// functions; from rank 0; and under other names.
 // checklist: Lightning: _rekey_optimizer_state_if_needed
@@ -268,10 +315,8 @@ fn states_that_do_not_fit_are_refused() {
     let root = fixture("");
     let root = root.parent().unwrap();
     let open = |file: &str, keys: &[&str]| TorchOptimizer::open_at(fixture(file), keys);
-    let keys = [
-        "amsgrad", "maximize", "adam", "adamax", "radam", "steps", "moment", "betas", "option",
-        "fresh",
-    ];
+    let keys =
+        ["amsgrad", "maximize", "adamax", "radam", "steps", "moment", "betas", "option", "fresh"];
     let mut errors: Vec<String> =
         keys.iter().map(|key| shown(open("optimizers.pt", &[key]).unwrap_err(), root)).collect();
     let four = ["a", "b", "c", "d"];
@@ -298,10 +343,9 @@ fn states_that_do_not_fit_are_refused() {
     insta::assert_snapshot!(errors.join("\n"), @r#"
     checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `amsgrad`: its parameter group 0 has `amsgrad` set, which no optimizer here has
     checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `maximize`: its parameter group 0 has `maximize` set, which no optimizer here has
-    checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `adam`: its parameter group 0 has `decoupled_weight_decay` not set and a weight decay, as `torch.optim.Adam`: its decay is added to the gradient, and that of the `adamw` here is not
-    checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `adamax`: it is of an optimizer that there is none of here: its options are `lr`, `betas`, `eps`, `weight_decay`, `foreach`, `maximize`, `differentiable`, `capturable`. Those of `torch.optim.AdamW` and `torch.optim.SGD` are read
-    checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `radam`: it is of an optimizer that there is none of here: its options are `lr`, `betas`, `eps`, `weight_decay`, `maximize`, `foreach`, `capturable`, `decoupled_weight_decay`, `differentiable`. Those of `torch.optim.AdamW` and `torch.optim.SGD` are read
-    checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `steps`: parameter 2 has done 1 steps and parameter 3 2; the `adamw` here counts one number for all
+    checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `adamax`: it is of an optimizer whose state is not read: its options are `lr`, `betas`, `eps`, `weight_decay`, `foreach`, `maximize`, `differentiable`, `capturable`. States of `AdamW`, `Adam`, `SGD`, `RMSprop` and `Adagrad` of `torch.optim` are read
+    checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `radam`: it is of an optimizer whose state is not read: its options are `lr`, `betas`, `eps`, `weight_decay`, `maximize`, `foreach`, `capturable`, `decoupled_weight_decay`, `differentiable`. States of `AdamW`, `Adam`, `SGD`, `RMSprop` and `Adagrad` of `torch.optim` are read
+    checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `steps`: parameter 2 has done 1 steps and parameter 3 2; optimizers here count one number for all
     checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `moment`: the state of parameter 2 has no `exp_avg_sq`; it has `step`, `exp_avg`
     checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `betas`: its parameter groups have different `beta1`, group 0 0.8 and group 1 0.5: groups here have a learning rate and a weight decay of their own, and the other options are the optimizer's
     checkpoint ROOT/fixtures/optimizers.pt: the optimizer's state in `option`: its parameter group 1 has `lr_mult` among its options, which no optimizer here has

@@ -19,7 +19,7 @@ use fulgurite_engine::shard::Region;
 
 /// The state of a PyTorch optimizer, in a file of `torch.save`.
 ///
-/// It is an `AdamW` or `SGD` of `torch.optim`, or an `Adam` without weight decay.
+/// It is an `AdamW`, `Adam`, `SGD`, `RMSprop` or `Adagrad` of `torch.optim`.
 ///
 /// `optimizer.state_dict()` numbers the parameters instead of naming them. [`rekey`](Self::rekey)
 /// gives them their names, as `FSDP.rekey_optim_state_dict` does. Opening reads the pickle and the
@@ -329,15 +329,15 @@ impl File<'_> {
                 continue;
             }
             views.extend(own);
-            if kind == Kind::AdamW {
+            if kind.counts_steps() {
                 let found = get(heap, *entry, "step")
                     .ok_or_else(|| format!("the state of parameter {key} has no `step`"))?;
                 let found = count(self.number(found)?)?;
                 match &steps {
                     Some((other, first)) if *first != found => {
                         return Err(format!(
-                            "parameter {other} has done {first} steps and parameter {key} {found}; the `adamw` \
-                             here counts one number for all"
+                            "parameter {other} has done {first} steps and parameter {key} {found}; optimizers \
+                             here count one number for all"
                         ));
                     }
                     _ => steps = Some((key.clone(), found)),
@@ -392,7 +392,7 @@ impl File<'_> {
             .filter_map(|(name, _)| self.heap.text(*name))
             .map(|name| format!("`{name}`"))
             .collect();
-        let never = kind != Kind::AdamW || has.is_empty();
+        let never = !kind.counts_steps() || has.is_empty();
         if missing.is_empty() || (own.is_empty() && never) {
             return Ok(own);
         }

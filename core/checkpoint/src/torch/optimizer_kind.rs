@@ -19,8 +19,18 @@ pub(super) type Settings = Vec<(String, Setting)>;
 /// A supported optimizer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Kind {
+    /// `AdamW`, or `Adam` without weight decay.
     AdamW,
-    Sgd { momentum: bool },
+    /// `Adam` with weight decay.
+    Adam,
+    Sgd {
+        momentum: bool,
+    },
+    RmsProp {
+        momentum: bool,
+        centered: bool,
+    },
+    Adagrad,
 }
 
 /// Options that do not change an update's result, or that belong to a schedule.
@@ -39,6 +49,8 @@ const IDLE: [&str; 10] = [
 
 /// Options that identify each kind.
 const ADAM: [&str; 5] = ["lr", "weight_decay", "betas", "eps", "amsgrad"];
+const RMSPROP: [&str; 6] = ["lr", "weight_decay", "alpha", "eps", "momentum", "centered"];
+const ADAGRAD: [&str; 5] = ["lr", "weight_decay", "lr_decay", "eps", "initial_accumulator_value"];
 const SGD: [&str; 5] = ["lr", "weight_decay", "momentum", "dampening", "nesterov"];
 
 impl Kind {
@@ -52,17 +64,26 @@ impl Kind {
         };
         match groups.first() {
             None => Err("it has no parameter groups".to_owned()),
-            Some(_) if have(&ADAM) => Ok(Self::AdamW),
-            Some(first) if have(&SGD) => {
-                let momentum = find(first, "momentum") != Some(&Setting::Number(0.0));
-                Ok(Self::Sgd { momentum })
+            Some(_) if have(&ADAM) => {
+                // Without decay Adam equals AdamW.
+                let decays_in_gradient = |group: &&Settings| {
+                    find(group, "decoupled_weight_decay") == Some(&Setting::Flag(false))
+                        && find(group, "weight_decay") != Some(&Setting::Number(0.0))
+                };
+                Ok(if groups.iter().any(decays_in_gradient) { Self::Adam } else { Self::AdamW })
             }
+            Some(first) if have(&SGD) => Ok(Self::Sgd { momentum: has_momentum(first) }),
+            Some(first) if have(&RMSPROP) => {
+                let centered = find(first, "centered") == Some(&Setting::Flag(true));
+                Ok(Self::RmsProp { momentum: has_momentum(first), centered })
+            }
+            Some(_) if have(&ADAGRAD) => Ok(Self::Adagrad),
             Some(first) => {
                 let names: Vec<String> =
                     first.iter().map(|(name, _)| format!("`{name}`")).collect();
                 Err(format!(
-                    "it is of an optimizer that there is none of here: its options are {}. Those of \
-                     `torch.optim.AdamW` and `torch.optim.SGD` are read",
+                    "it is of an optimizer whose state is not read: its options are {}. States of `AdamW`, `Adam`, \
+                     `SGD`, `RMSprop` and `Adagrad` of `torch.optim` are read",
                     names.join(", ")
                 ))
             }
@@ -72,9 +93,31 @@ impl Kind {
     /// Returns the names of its state tensors for each parameter.
     pub(super) fn states(self) -> &'static [&'static str] {
         match self {
-            Self::AdamW => &["exp_avg", "exp_avg_sq"],
+            Self::AdamW | Self::Adam => &["exp_avg", "exp_avg_sq"],
             Self::Sgd { momentum: true } => &["momentum_buffer"],
             Self::Sgd { momentum: false } => &[],
+            Self::RmsProp { momentum: false, centered: false } => &["square_avg"],
+            Self::RmsProp { momentum: true, centered: false } => &["square_avg", "momentum_buffer"],
+            Self::RmsProp { momentum: false, centered: true } => &["square_avg", "grad_avg"],
+            Self::RmsProp { momentum: true, centered: true } => {
+                &["square_avg", "grad_avg", "momentum_buffer"]
+            }
+            Self::Adagrad => &["sum"],
+        }
+    }
+
+    /// Whether the state of a parameter has a count of steps.
+    pub(super) fn counts_steps(self) -> bool {
+        !matches!(self, Self::Sgd { .. })
+    }
+
+    /// Returns the names of the options that identify the kind.
+    fn own(self) -> &'static [&'static str] {
+        match self {
+            Self::AdamW | Self::Adam => &ADAM,
+            Self::Sgd { .. } => &SGD,
+            Self::RmsProp { .. } => &RMSPROP,
+            Self::Adagrad => &ADAGRAD,
         }
     }
 
@@ -88,13 +131,14 @@ impl Kind {
         settings: &Settings,
     ) -> Result<BTreeMap<String, f64>, String> {
         let mut options = BTreeMap::new();
+        if self == Self::Adam {
+            // AdamW has no such option, and refuses the state.
+            options.insert("decoupled_weight_decay".to_owned(), 0.0);
+        }
         let wrong =
             |name: &str, why: &str| Err(format!("its parameter group {index} has `{name}` {why}"));
         for (name, setting) in settings {
-            let own = match self {
-                Self::AdamW => ADAM.contains(&name.as_str()),
-                Self::Sgd { .. } => SGD.contains(&name.as_str()),
-            };
+            let own = self.own().contains(&name.as_str());
             match (name.as_str(), setting) {
                 (_, Setting::None | Setting::Other) if !own => {}
                 (name, _) if IDLE.contains(&name) => {}
@@ -102,23 +146,17 @@ impl Kind {
                 ("amsgrad" | "maximize", _) => {
                     return wrong(name, "set, which no optimizer here has");
                 }
-                // Adam adds its decay to the gradient; without decay it equals AdamW.
                 ("decoupled_weight_decay", Setting::Flag(decoupled)) => {
-                    let decays = find(settings, "weight_decay") != Some(&Setting::Number(0.0));
-                    if !decoupled && decays {
-                        return wrong(
-                            name,
-                            "not set and a weight decay, as `torch.optim.Adam`: its decay is added to \
-                             the gradient, and that of the `adamw` here is not",
-                        );
+                    if *decoupled && self == Self::Adam {
+                        return wrong(name, "set, and another group has a weight decay without it");
                     }
                 }
                 ("betas", Setting::Numbers(betas)) if own && betas.len() == 2 => {
                     options.insert("beta1".to_owned(), betas[0]);
                     options.insert("beta2".to_owned(), betas[1]);
                 }
-                ("nesterov", Setting::Flag(flag)) if own => {
-                    options.insert("nesterov".to_owned(), f64::from(u8::from(*flag)));
+                (name, Setting::Flag(flag)) if own => {
+                    options.insert(name.to_owned(), f64::from(u8::from(*flag)));
                 }
                 (name, Setting::Number(value)) if own => {
                     options.insert(name.to_owned(), *value);
@@ -163,6 +201,10 @@ impl Kind {
         }
         Ok(())
     }
+}
+
+fn has_momentum(group: &Settings) -> bool {
+    find(group, "momentum") != Some(&Setting::Number(0.0))
 }
 
 pub(super) fn find<'a>(settings: &'a Settings, name: &str) -> Option<&'a Setting> {

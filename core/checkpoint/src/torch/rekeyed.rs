@@ -50,14 +50,14 @@ impl RekeyedOptimizer {
 
     /// Returns the number of completed steps, from which a schedule goes on.
     ///
-    /// It comes from AdamW's state. For SGD it is Lightning's `global_step` if the file has a
+    /// It comes from the state. For SGD it is Lightning's `global_step` if the file has a
     /// single optimizer, and else 1.
     pub fn steps(&self) -> u64 {
         self.steps
     }
 
-    /// Sets the number of steps for the schedule. AdamW's bias correction keeps the state's own
-    /// number.
+    /// Sets the number of steps for the schedule. The state's own number stays; only SGD's state has
+    /// none.
     #[must_use]
     pub fn with_steps(mut self, steps: u64) -> Self {
         self.steps = steps;
@@ -68,7 +68,7 @@ impl RekeyedOptimizer {
         self
     }
 
-    /// The optimizer's own `step`, used by AdamW's bias correction.
+    /// The optimizer's own `step`, used by Adam's bias correction.
     pub fn optimizer_step(&self) -> u64 {
         self.step
     }

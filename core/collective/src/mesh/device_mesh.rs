@@ -22,6 +22,8 @@ pub struct DeviceMesh {
     rank: usize,
     world: Arc<dyn ProcessGroup>,
     groups: BTreeMap<String, Arc<dyn ProcessGroup>>,
+    /// The dimensions of flattened views.
+    views: BTreeMap<String, Vec<String>>,
 }
 
 impl DeviceMesh {
@@ -71,7 +73,8 @@ impl DeviceMesh {
                 world.size()
             )));
         }
-        let mut mesh = Self { rank: world.rank(), layout, world, groups: BTreeMap::new() };
+        let (groups, views) = (BTreeMap::new(), BTreeMap::new());
+        let mut mesh = Self { rank: world.rank(), layout, world, groups, views };
         let names = mesh.layout.names().to_vec();
         for name in &names {
             mesh.add_group(name, &[name])?;
@@ -94,6 +97,8 @@ impl DeviceMesh {
             return Err(Error::Mesh(format!("there is a dimension or view `{name}` already")));
         }
         dims.iter().try_for_each(|dim| self.layout.dim(dim).map(drop))?;
+        let flattened = dims.iter().map(|dim| (*dim).to_owned()).collect();
+        self.views.insert(name.to_owned(), flattened);
         // A view with one dimension above size 1 shares that dimension's group, unless it is the
         // context dimension.
         let wide: Vec<&str> = dims.iter().copied().filter(|dim| self.size_of(dim) > 1).collect();
@@ -116,7 +121,7 @@ impl DeviceMesh {
         let group = self.group(name)?.clone();
         let layout = MeshLayout::new([(name, group.size())])?;
         let groups = BTreeMap::from([(name.to_owned(), group.clone())]);
-        Ok(Self { layout, rank: group.rank(), world: group, groups })
+        Ok(Self { layout, rank: group.rank(), world: group, groups, views: BTreeMap::new() })
     }
 
     /// The sub-mesh of several dimensions, given in mesh order. Collective over the mesh.
@@ -140,7 +145,7 @@ impl DeviceMesh {
         let world = whole.group(&name)?.clone();
         let own = |dim: &&str| Ok(((*dim).to_owned(), self.group(dim)?.clone()));
         let groups = dims.iter().map(own).collect::<Result<_>>()?;
-        Ok(Self { layout, rank: world.rank(), world, groups })
+        Ok(Self { layout, rank: world.rank(), world, groups, views: BTreeMap::new() })
     }
 
     fn add_group(&mut self, name: &str, dims: &[&str]) -> Result<()> {
@@ -204,6 +209,32 @@ impl DeviceMesh {
     /// [`ShardSpec::region`](crate::shard::ShardSpec::region).
     pub fn coordinate(&self, name: &str) -> usize {
         self.groups.get(name).map_or(0, |group| group.rank())
+    }
+
+    /// The index of another rank of the mesh along a dimension or flattened view; 0 for names that
+    /// the mesh does not have. Not collective.
+    ///
+    /// # Errors
+    /// If the rank is not in the mesh.
+    pub fn coordinate_of(&self, rank: usize, name: &str) -> Result<usize> {
+        let coordinate = self.layout.coordinate(rank)?;
+        let along = |dim: &str| match self.layout.dim(dim) {
+            Ok(index) => (coordinate[index], self.layout.sizes()[index]),
+            Err(_) => (0, 1),
+        };
+        let dims = self.views.get(name).map_or(&[][..], Vec::as_slice);
+        Ok(match dims {
+            [] => along(name).0,
+            dims => dims.iter().fold(0, |index, dim| {
+                let (coordinate, size) = along(dim);
+                index * size + coordinate
+            }),
+        })
+    }
+
+    /// The names of the dimensions and of the flattened views.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.groups.keys().map(String::as_str)
     }
 }
 

@@ -75,6 +75,13 @@ pub trait StrategyExtensions {
         false
     }
 
+    /// Whether replicas ever train separately, which is constant and the same on all ranks. An
+    /// optimizer that computes with whole tensors then communicates within its replica only. Not
+    /// collective.
+    fn replicas_train_apart(&self) -> bool {
+        false
+    }
+
     /// Called before the parameters are saved: makes replicas equal, if they may differ.
     /// Collective.
     ///

@@ -2,6 +2,7 @@
 
 use std::collections::BTreeSet;
 
+use super::heads;
 use super::pattern::{
     PATTERN_HELP, any_pattern_matches, check_pattern, idle_pattern, pattern_matches, pattern_names,
 };
@@ -9,9 +10,6 @@ use super::tree::ModuleTree;
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::no_grad;
 use fulgurite_tensor::execution;
-
-/// The names of layers that compute a model's outputs.
-const HEADS: [&str; 3] = ["lm_head", "score", "classifier"];
 
 /// The trained biases of a model with adapters.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -131,7 +129,7 @@ impl Adapters {
 
     /// Whether the linear layer at this path should have an adapter.
     pub(crate) fn targets_linear(&self, path: &str) -> bool {
-        let is_apart = path.split('.').any(|name| HEADS.contains(&name))
+        let is_apart = heads::is_named_as_head(path)
             || any_pattern_matches(&self.modules_to_save, path)
             || any_pattern_matches(&self.exclude, path);
         (self.all_linear && !is_apart) || self.targets(path)

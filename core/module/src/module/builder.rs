@@ -551,6 +551,7 @@ impl ModuleBuilder {
             quantization.check(&tree, &tree.quantized)?;
         }
         self.init.activation_checkpointing.apply(&tree)?;
+        tree.mark_embeddings_and_heads();
         Ok(tree)
     }
 

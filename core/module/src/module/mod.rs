@@ -14,6 +14,7 @@ mod forward;
 mod fully_shard;
 mod graph_alias;
 mod graph_entry;
+mod heads;
 mod keep_in_fp32;
 mod layer;
 mod offloaded_graph;

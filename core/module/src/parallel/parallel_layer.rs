@@ -67,6 +67,13 @@ pub trait ParallelLayer: fmt::Debug + Send + Sync + 'static {
         false
     }
 
+    /// Whether the layer looks up rows of its parameters by id. Optimizers of whole matrices leave
+    /// such parameters alone
+    /// ([`Parameter::is_embedding_or_head`](crate::parameter::Parameter::is_embedding_or_head)).
+    fn is_embedding(&self) -> bool {
+        false
+    }
+
     /// The cast of the layer's input. By default to the dtype of its own parameters.
     fn input_cast(&self) -> InputCast {
         InputCast::Own

@@ -83,6 +83,8 @@ pub(super) struct Inner {
     paused: AtomicBool,
     /// See [`Parameter::optimizer`].
     optimizer: AtomicUsize,
+    /// See [`Parameter::is_embedding_or_head`].
+    embedding_or_head: AtomicBool,
     /// Whether its detached values were read where a backward was expected.
     was_read: AtomicBool,
     /// Whether a forward recorded it in a graph.
@@ -119,6 +121,7 @@ impl Parameter {
             flow: Mutex::default(),
             paused: AtomicBool::new(false),
             optimizer: AtomicUsize::new(0),
+            embedding_or_head: AtomicBool::new(false),
             was_read: AtomicBool::new(false),
             was_recorded: AtomicBool::new(false),
         });
@@ -170,6 +173,18 @@ impl Parameter {
         self.0.declared.adapter
     }
 
+    /// Whether it belongs to an embedding, or to a layer that computes the model's outputs. Such a
+    /// layer has an [edge to the loss](crate::module::ModuleBuilder::edge_to_loss), or is called
+    /// `lm_head`, `score` or `classifier`. Known once the model's tree is finished. Embeddings of
+    /// candle_nn are not recognised.
+    pub fn is_embedding_or_head(&self) -> bool {
+        self.0.embedding_or_head.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn mark_embedding_or_head(&self) {
+        self.0.embedding_or_head.store(true, Ordering::Relaxed);
+    }
+
     /// The quantised weight, if this is a packed part of one. Its values and initial values are
     /// computed from the weight's.
     pub fn packed(&self) -> Option<&Packed> {
@@ -199,8 +214,8 @@ impl Parameter {
         self.0.paused.swap(paused, Ordering::Relaxed)
     }
 
-    /// Whether a layer took its compute tensor through `ModuleBuilder::var_builder`.
-    pub(crate) fn is_external(&self) -> bool {
+    /// Whether a layer of candle_nn took its compute tensor through `ModuleBuilder::var_builder`.
+    pub fn is_external(&self) -> bool {
         self.0.declared.external
     }
 

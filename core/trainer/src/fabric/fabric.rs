@@ -359,6 +359,7 @@ impl Fabric {
         if index == 0 {
             self.runtime.note_first_optimizer()?;
         }
+        optimizer.set_ranks(self.runtime.update_ranks()?)?;
         optimizer.set_seed(self.seed);
         Ok(FabricOptimizer::new(optimizer, self.runtime.clone(), index))
     }

@@ -20,7 +20,7 @@ use fulgurite_engine::mesh::{
     DP_SHARD_CP, DeviceMesh,
 };
 use fulgurite_engine::module::{BatchRanks, ModuleTree};
-use fulgurite_engine::optim::LossScale;
+use fulgurite_engine::optim::{LossScale, UpdateRanks};
 use fulgurite_engine::parallel::{ContextParallel, check_loss};
 use fulgurite_engine::parameter::{ParameterSlot, UnusedBecause};
 use fulgurite_engine::strategy::{
@@ -51,6 +51,8 @@ pub(crate) struct StrategyRuntime {
     unused: Mutex<BTreeMap<usize, UnusedParameters>>,
     /// The ranks whose batches make up the global batch, for layers that compute over all of it.
     batch_ranks: OnceLock<BatchRanks>,
+    /// The ranks that update this rank's copy of the model.
+    update_ranks: OnceLock<UpdateRanks>,
 }
 
 /// The model that was set up.
@@ -110,6 +112,7 @@ impl StrategyRuntime {
             sync_buffers: Mutex::default(),
             unused: Mutex::default(),
             batch_ranks: OnceLock::new(),
+            update_ranks: OnceLock::new(),
         })
     }
 
@@ -187,6 +190,7 @@ impl StrategyRuntime {
         if tree.synchronises_batches() {
             self.set_batch_ranks()?;
         }
+        self.set_update_ranks(state.extensions().replicas_train_apart())?;
         let slots = tree.slots();
         state.delivered = vec![false; slots.len()];
         let in_f16 =
@@ -236,6 +240,30 @@ impl StrategyRuntime {
             self.batch_ranks.get_or_init(|| ranks);
         }
         Ok(())
+    }
+
+    /// Creates the group of the ranks that update one copy of the model: a replica's if replicas
+    /// train apart. Collective then.
+    fn set_update_ranks(&self, replicas_train_apart: bool) -> Result<()> {
+        let ranks = if replicas_train_apart && self.mesh.size(DATA_PARALLEL_REPLICATE)? > 1 {
+            let names = self.mesh.layout().names();
+            let within = names.iter().filter(|name| *name != DATA_PARALLEL_REPLICATE);
+            let within: Vec<&str> = within.map(String::as_str).collect();
+            UpdateRanks::within(&self.mesh, self.mesh.submesh(&within)?.world().clone())?
+        } else {
+            UpdateRanks::new(&self.mesh)?
+        };
+        self.update_ranks.get_or_init(|| ranks);
+        Ok(())
+    }
+
+    /// The ranks that update this rank's copy of the model.
+    ///
+    /// # Errors
+    /// Before [`setup_module`](Self::setup_module).
+    pub(crate) fn update_ranks(&self) -> Result<&UpdateRanks> {
+        self.model()?;
+        self.update_ranks.get().ok_or_else(|| Error::other("no model has been set up"))
     }
 
     pub(crate) fn batch_ranks(&self) -> Option<BatchRanks> {

@@ -25,7 +25,7 @@ const FEATURES: [(&str, &str, &str); 3] = [
 const OF_GUIDES: [&str; 10] = [
     "every_other",
     "journal",
-    "lion",
+    "sign_momentum",
     "local_sgd",
     "markdown",
     "mine",

@@ -304,8 +304,7 @@ fn check_optimizers(
         setup.scheduler.factor(0, steps)?;
         for parameter in parameters.iter().filter(|p| p.requires_grad()) {
             elements += parameter.elem_count() as u128;
-            state_bytes += parameter.elem_count() as u128
-                * setup.optimizer.state_bytes(parameter.dtype()) as u128;
+            state_bytes += setup.optimizer.parameter_state_bytes(parameter);
         }
     }
     if let Some(memory) = memory {
