@@ -16,6 +16,7 @@ mod decoder;
 mod encoder;
 mod export;
 mod families;
+mod generation;
 mod layers;
 mod modules;
 mod recipes;
@@ -29,6 +30,9 @@ pub use encoder::{
 };
 pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
+pub use generation::{
+    Answer, AnswerText, End, Generation, GenerationRanks, Generator, Prompt, Sampling, end_tokens,
+};
 pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;

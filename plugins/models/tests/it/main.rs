@@ -2,5 +2,6 @@
 
 mod configurations;
 mod fixtures;
+mod generation;
 mod modules;
 mod transformers;
