@@ -3,6 +3,8 @@
 
 mod checkpoint;
 #[cfg(feature = "models")]
+mod generate;
+#[cfg(feature = "models")]
 mod models;
 #[cfg(feature = "models")]
 mod recipes;
@@ -45,6 +47,9 @@ enum Command {
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
     Predict(models::Arguments),
+    /// Continue prompts with a language model
+    #[cfg(feature = "models")]
+    Generate(generate::Generate),
     /// Train once with each of several values, and compare them: `fit --sweep KEY=VALUE,VALUE`
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
@@ -114,6 +119,8 @@ fn run() -> ExitCode {
         | Command::Sweep(_)
         | Command::Config(_)
         | Command::Doctor(_) => models::run(),
+        #[cfg(feature = "models")]
+        Command::Generate(command) => fulgurite::cli::run_rank(move || command.run()),
         #[cfg(feature = "models")]
         Command::Recipes(command) => exit_code(command.run()),
         Command::Checkpoint(command) => {

@@ -31,11 +31,14 @@ pub use encoder::{
 pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
 pub use generation::{
-    Answer, AnswerText, End, Generation, GenerationRanks, Generator, Prompt, Sampling, end_tokens,
+    Answer, AnswerText, End, Generation, GenerationRanks, Generator, Prompt, PromptBatch,
+    PromptSettings, Prompts, PromptsConfig, Sampling, end_tokens,
 };
 pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
-pub use modules::{CausalLm, Embedding, MaskedLm, SequenceClassification, TokenClassification};
+pub use modules::{
+    CausalLm, Embedding, MaskedLm, SequenceClassification, TextGeneration, TokenClassification,
+};
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

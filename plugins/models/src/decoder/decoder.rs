@@ -126,7 +126,13 @@ impl Decoder {
     pub fn generate(&self, prompts: &[Vec<u32>], generation: &Generation) -> Result<Vec<Answer>> {
         let prompts: Vec<Prompt> =
             (0..).zip(prompts).map(|(index, ids)| Prompt { index, ids: ids.clone() }).collect();
-        let generator = Generator { decoder: self, generation, tokenizer: None, ranks: None };
+        let generator = Generator {
+            decoder: self,
+            generation,
+            tokenizer: None,
+            ranks: None,
+            interrupted: None,
+        };
         match prompts.is_empty() {
             true => Ok(Vec::new()),
             false => generator.generate(&prompts, &mut |_, _, _| ()),

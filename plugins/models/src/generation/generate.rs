@@ -12,6 +12,7 @@ use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::random::{Purpose, Stream};
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::{KvCache, RowTokens};
+use fulgurite_trainer::fabric::Fabric;
 
 use super::{Answer, AnswerText, End, Generation};
 use crate::decoder::Decoder;
@@ -34,6 +35,14 @@ pub struct GenerationRanks {
     pub tensor_parallel: Option<Arc<dyn ProcessGroup>>,
 }
 
+impl GenerationRanks {
+    /// All ranks of `fabric`.
+    pub fn of(fabric: &Fabric) -> Self {
+        let tensor_parallel = fabric.device_mesh().group("tensor_parallel").ok().cloned();
+        Self { world: fabric.world().clone(), tensor_parallel }
+    }
+}
+
 /// Continues prompts with a decoder.
 pub struct Generator<'a> {
     /// The model.
@@ -44,6 +53,8 @@ pub struct Generator<'a> {
     pub tokenizer: Option<&'a Tokenizer>,
     /// The ranks that generate together; `None` for this rank alone.
     pub ranks: Option<GenerationRanks>,
+    /// Whether this rank is asked to end; asked before each token.
+    pub interrupted: Option<fn() -> bool>,
 }
 
 /// An answer while it grows.
@@ -66,7 +77,7 @@ impl<'a> Generator<'a> {
     /// # Errors
     /// If the options are wrong, a prompt is empty or too long for the model, a token is not of the
     /// model, or `stop` has texts without a tokenizer. Also under context parallelism, or if a peer
-    /// fails.
+    /// fails. [`Error::Interrupted`] on all ranks if one is interrupted.
     pub fn generate(
         &self,
         prompts: &[Prompt],
@@ -213,13 +224,19 @@ impl<'a> Generator<'a> {
 
     /// Whether any rank has an answer that grows.
     fn any_left(&self, growing: &[Growing]) -> Result<bool> {
-        let left = Tensor::new(&[growing.len() as f64], &Device::Cpu)?;
+        let interrupted = self.interrupted.is_some_and(|interrupted| interrupted());
+        let votes = [growing.len() as f64, f64::from(u8::from(interrupted))];
+        let left = Tensor::new(&votes, &Device::Cpu)?;
         if let Some(ranks) = &self.ranks
             && ranks.world.size() > 1
         {
             ranks.world.run(Collective::all_reduce(&left, ReduceOp::Sum))?;
         }
-        Ok(read::host::<f64>(&left)?[0] > 0.0)
+        let votes = read::host::<f64>(&left)?;
+        match votes[1] > 0.0 {
+            true => Err(Error::Interrupted),
+            false => Ok(votes[0] > 0.0),
+        }
     }
 }
 

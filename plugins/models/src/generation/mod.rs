@@ -7,6 +7,7 @@
 mod answer;
 mod generate;
 mod options;
+mod prompts;
 mod sampling;
 mod stop_tokens;
 mod text;
@@ -14,6 +15,7 @@ mod text;
 pub use answer::{Answer, End};
 pub use generate::{GenerationRanks, Generator, Prompt};
 pub use options::Generation;
+pub use prompts::{PromptBatch, PromptSettings, Prompts, PromptsConfig};
 pub use sampling::Sampling;
 pub use stop_tokens::end_tokens;
 pub use text::AnswerText;

@@ -45,13 +45,13 @@ mod tests {
     fn generation_config_comes_first() {
         let dir = tempfile::tempdir().unwrap();
         let write = |name: &str, text: &str| std::fs::write(dir.path().join(name), text).unwrap();
-        assert_eq!(end_tokens(dir.path()).unwrap(), []);
+        assert!(end_tokens(dir.path()).unwrap().is_empty());
         write("config.json", r#"{ "eos_token_id": 7 }"#);
         assert_eq!(end_tokens(dir.path()).unwrap(), [7]);
         write("generation_config.json", r#"{ "eos_token_id": [7, 9] }"#);
         assert_eq!(end_tokens(dir.path()).unwrap(), [7, 9]);
         write("generation_config.json", "{}");
-        assert_eq!(end_tokens(dir.path()).unwrap(), []);
+        assert!(end_tokens(dir.path()).unwrap().is_empty());
         write("generation_config.json", r#"{ "eos_token_id": -1 }"#);
         let error = end_tokens(dir.path()).unwrap_err().to_string();
         assert!(error.ends_with("`eos_token_id`: expected a token or a list of tokens"), "{error}");

@@ -3,6 +3,7 @@
 //! | `module.type` | module | models | data |
 //! |---|---|---|---|
 //! | `"causal_lm"` | [`CausalLm`] | decoders | `TextData` |
+//! | `"text_generation"` | [`TextGeneration`], for predictions | decoders | `Prompts` |
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
 //! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
 //! | `"token_classification"` | [`TokenClassification`] | decoders, encoders of text | `LabelledTexts`, `"words"` |
@@ -21,11 +22,13 @@ mod image_classification;
 mod losses;
 mod masked_lm;
 mod sequence_classification;
+mod text_generation;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 6] = [
+pub(crate) const MODULES: [&str; 7] = [
     "causal_lm",
+    "text_generation",
     "masked_lm",
     "sequence_classification",
     "token_classification",
@@ -39,4 +42,5 @@ pub use embedding::Embedding;
 pub use image_classification::ImageClassification;
 pub use masked_lm::MaskedLm;
 pub use sequence_classification::SequenceClassification;
+pub use text_generation::TextGeneration;
 pub use token_classification::TokenClassification;
