@@ -159,8 +159,11 @@ impl Generate {
                 }
                 trainer.insert("ckpt_path".to_owned(), path.display().to_string().into());
                 let data = table(&saved, "data").unwrap_or_default();
-                let of_data = data.get("tokenizer").and_then(Value::as_str).map(str::to_owned);
-                tokenizer = tokenizer.or(of_data);
+                let of_data = |key: &str| data.get(key).and_then(Value::as_str);
+                // Texts are bytes without a tokenizer.
+                let of_texts = (of_data("type") != Some("tokens")).then_some("bytes");
+                let saved = of_data("tokenizer").or(of_texts).map(str::to_owned);
+                tokenizer = tokenizer.or(saved);
             }
             None => {
                 let directory = resolve(&self.model).map_err(|error| match error {

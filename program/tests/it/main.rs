@@ -7,6 +7,8 @@ mod bench_steps;
 mod book;
 mod checkpoint;
 #[cfg(feature = "models")]
+mod generate;
+#[cfg(feature = "models")]
 mod interop;
 #[cfg(feature = "models")]
 mod models;

@@ -3,7 +3,7 @@
 use candle_core::{Device, Tensor};
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
 use fulgurite_engine::parallel::ContextParallel;
-use fulgurite_error::{Error, Result};
+use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
     AttentionConfig, CachedTokens, Documents, Dropout, Embedding, Linear, Loss, Rope,
     cross_entropy, linear_cross_entropy, linear_predicted_classes,
@@ -252,18 +252,21 @@ fn prompt_problem(
     let whole = length.saturating_add(new_tokens).saturating_sub(1);
     if whole > positions {
         return Some(format!(
-            "the prompt has {length} tokens, and the model {positions} positions, of which {new_tokens} new tokens \
-             need {whole}; shorten the prompt, or ask for at most {} new tokens",
-            (positions + 1).saturating_sub(length)
+            "the prompt has {}, and the model {positions} positions, of which {} need {whole}; shorten the \
+             prompt, or ask for at most {}",
+            counted(length, "token"),
+            counted(new_tokens, "new token"),
+            counted((positions + 1).saturating_sub(length), "new token")
         ));
     }
     let changes = ropes.iter().find(|rope| !rope.is_alike(length, whole));
     changes.map(|rope| {
         let most = (1..new_tokens).rev().find(|n| rope.is_alike(length, length + n - 1));
         format!(
-            "the prompt has {length} tokens, and the frequencies of the rotary embedding change before \
-             {whole} tokens, which changes keys that are cached; ask for at most {} new tokens",
-            most.unwrap_or(0)
+            "the prompt has {}, and the frequencies of the rotary embedding change before {whole} tokens, which \
+             changes keys that are cached; ask for at most {}",
+            counted(length, "token"),
+            counted(most.unwrap_or(0), "new token")
         )
     })
 }

@@ -213,7 +213,8 @@ impl DataModule for Prompts {
                 }
                 (Given::Text(_), None) => {
                     return Err(Error::Config(format!(
-                        "{name} is a text, and no tokenizer is known; name one with `data.tokenizer`, or give the \
+                        "{name} is a text, and no tokenizer is known; name one with `data.tokenizer` \
+                         (`--tokenizer` of `fulgurite generate`), or give the \
                          prompt as tokens"
                     )));
                 }

@@ -176,5 +176,5 @@ fn unusable_prompts_are_refused() {
     let message = refusal("phi3", vec![5; 6], 4);
     assert!(message.ends_with("ask for at most 3 new tokens"), "{message}");
     let message = refusal("llama_dynamic", vec![5; 8], 2);
-    assert!(message.ends_with("ask for at most 1 new tokens"), "{message}");
+    assert!(message.ends_with("ask for at most 1 new token"), "{message}");
 }
