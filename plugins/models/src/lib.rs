@@ -11,6 +11,7 @@
 //! Such a program trains any decoder of [`FAMILIES`]: `model.from_pretrained` names a directory
 //! with `config.json` and weights, or `[model]` has the keys of a `config.json`.
 
+mod callbacks;
 mod config;
 mod decoder;
 mod encoder;
@@ -22,6 +23,7 @@ mod modules;
 mod recipes;
 mod weights;
 
+pub use callbacks::SamplesConfig;
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
 pub use decoder::{Decoder, DecoderConfig, LayerConfig, NormPlacement};
 pub use encoder::{

@@ -135,8 +135,8 @@ fn sampled_tokens_equal_on_any_mesh_and_batch() {
     }
 }
 
-/// A model of bytes that was trained to repeat a text, and the checkpoint's folder.
-fn trained(dir: &Path) -> PathBuf {
+/// Trains a model of bytes to repeat a text, with more keys.
+fn train(dir: &Path, more: &[&str]) -> Output {
     fs::write(dir.join("text.txt"), "añb çd ✓ ".repeat(2000)).unwrap();
     let keys = [
         "model.type=llama",
@@ -150,8 +150,13 @@ fn trained(dir: &Path) -> PathBuf {
         "trainer.max_steps=150",
         "optimizer.lr=0.01",
     ];
-    let sets: Vec<&str> = keys.iter().flat_map(|key| ["--set", key]).collect();
-    let output = run(dir, "fit", &sets);
+    let sets: Vec<&str> = keys.iter().chain(more).flat_map(|key| ["--set", key]).collect();
+    run(dir, "fit", &sets)
+}
+
+/// A model of bytes that was trained to repeat a text: its checkpoint's folder.
+fn trained(dir: &Path) -> PathBuf {
+    let output = train(dir, &[]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     dir.join("fulgurite_logs/version_0/checkpoints/last")
 }
@@ -199,6 +204,50 @@ fn checkpoint_of_a_run_generates_text() {
     let texts: Vec<&Value> = lines.iter().map(|line| &line["outputs"][0]["text"]).collect();
     assert_eq!(texts, [" çd ✓", "ñb çd "].map(|text| json!(text)).iter().collect::<Vec<_>>());
     assert_eq!(lines[1]["name"], "prompts.txt, line 2");
+}
+
+#[test]
+fn samples_are_shown_and_logged_while_training() {
+    let callback = "trainer.callbacks=[{ type = \"samples\", prompts = [\"añb \", \"✓ \"], every_n_steps = 75, \
+                    max_new_tokens = 12 }]";
+    let mut expected = None;
+    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4]] {
+        let dir = tempfile::tempdir().unwrap();
+        let keys = [
+            callback,
+            &format!("trainer.devices={devices}"),
+            strategy,
+            &format!("data.batch_size={}", if strategy.contains("fsdp") { 4 } else { 8 }),
+            "trainer.log_every_n_steps=25",
+        ];
+        let output = train(dir.path(), &keys);
+        let shown = String::from_utf8(output.stdout).unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let last = "samples after step 150\n── añb \nçd ✓ añb\n── ✓ \nañb çd ✓";
+        assert!(shown.contains(last), "{strategy}: {shown}");
+        assert!(shown.contains("samples after step 75\n"), "{shown}");
+        let metrics = dir.path().join("fulgurite_logs/version_0/metrics.jsonl");
+        let metrics = answers(&fs::read_to_string(metrics).unwrap());
+        let logged: Vec<Value> =
+            metrics.into_iter().filter(|line| line.get("samples").is_some()).collect();
+        assert_eq!(logged.len(), 2);
+        assert_eq!(logged[1]["samples"], "── añb \nçd ✓ añb\n── ✓ \nañb çd ✓");
+        let expected = expected.get_or_insert_with(|| logged.clone());
+        assert_eq!(logged[1], expected[1], "{strategy}");
+    }
+}
+
+#[test]
+fn unusable_samples_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    let refused = |callback: &str| {
+        let output = train(dir.path(), &[&format!("trainer.callbacks=[{callback}]")]);
+        assert!(!output.status.success());
+        String::from_utf8_lossy(&output.stderr).lines().last().unwrap_or_default().to_owned()
+    };
+    assert_snapshot!(refused(r#"{ type = "samples" }"#), @"error: `trainer.callbacks`, samples: `prompts`: name at least one prompt");
+    assert_snapshot!(refused(r#"{ type = "samples", prompts = ["a"], top_p = 2 }"#), @"error: `trainer.callbacks`, samples: `top_p`: must be above 0 and at most 1, found 2");
+    assert_snapshot!(refused(r#"{ type = "samples", prompts = [""] }"#), @"error: `trainer.callbacks`, samples: prompt 0: the prompt is empty; a model continues at least one token");
 }
 
 #[test]
