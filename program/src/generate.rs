@@ -2,6 +2,7 @@
 
 use std::io::Write as _;
 use std::path::{Path, PathBuf};
+use std::time::Instant;
 
 use clap::{Args, ValueEnum};
 use fulgurite::cli::args::{Action, Output, RunRequest};
@@ -10,10 +11,10 @@ use fulgurite::core::checkpoint::{self, DistributedCheckpoint, MANIFEST};
 use fulgurite::core::data::{DataContext, DataModule as _};
 use fulgurite::core::fabric::{Connection, Fabric};
 use fulgurite::core::launch::interruption;
-use fulgurite::core::output::stdout;
+use fulgurite::core::output::{stderr, stdout};
 use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{LightningModule as _, RunPurpose, Trainer};
-use fulgurite_error::{Error, Result};
+use fulgurite_error::{Error, Result, counted};
 use fulgurite_models::{
     Answer, ModelConfig, PromptBatch, Prompts, PromptsConfig, TextGeneration, resolve,
 };
@@ -238,6 +239,7 @@ impl Generate {
         let DataContext { data_parallel_rank, data_parallel_size, .. } = fabric.data_context()?;
         let _no_grad = no_grad();
         let _scope = fabric.forward_scope(false, 0, 0);
+        let (started, mut tokens) = (Instant::now(), 0);
         let prompts = data.prompts();
         let is_alone = prompts.len() == 1 && data.settings().generation.samples == 1;
         let streams = fabric.is_global_zero() && is_alone && self.output == Format::Text;
@@ -255,9 +257,17 @@ impl Generate {
             answers.sort_by_key(|answer| (answer.prompt, answer.sample));
             // Ranks that share a model have the same answers.
             answers.dedup_by_key(|answer| (answer.prompt, answer.sample));
+            tokens += answers.iter().map(|answer| answer.ids.len()).sum::<usize>();
             if fabric.is_global_zero() {
                 answers.iter().for_each(|answer| self.show(answer, data, is_alone));
             }
+        }
+        if fabric.is_global_zero() {
+            let secs = started.elapsed().as_secs_f64();
+            let rate = tokens as f64 / secs;
+            let all = counted(tokens, "new token");
+            // An error means that the reader is gone.
+            let _ = writeln!(stderr(), "{all} in {secs:.2} s, {rate:.1} tokens/s");
         }
         Ok(())
     }

@@ -178,3 +178,38 @@ fn unusable_prompts_are_refused() {
     let message = refusal("llama_dynamic", vec![5; 8], 2);
     assert!(message.ends_with("ask for at most 1 new token"), "{message}");
 }
+
+/// A row of `sampling.json`.
+#[derive(Deserialize)]
+struct Sampled {
+    options: BTreeMap<String, f64>,
+    logits: Vec<f32>,
+    probabilities: Vec<f64>,
+    before: Vec<u32>,
+}
+
+#[test]
+fn sampling_has_the_probabilities_of_transformers() {
+    let text = std::fs::read_to_string(fixture("sampling.json")).unwrap();
+    let rows: Vec<Sampled> = serde_json::from_str(&text).unwrap();
+    for Sampled { options, logits, probabilities, before } in rows {
+        let of = |key: &str, default: f64| options.get(key).copied().unwrap_or(default);
+        let sampling = Sampling {
+            temperature: of("temperature", 0.0),
+            top_k: of("top_k", 0.0) as usize,
+            top_p: of("top_p", 1.0),
+            min_p: of("min_p", 0.0),
+            repetition_penalty: of("repetition_penalty", 1.0),
+        };
+        let draws = 200_000;
+        let mut found = vec![0.0; logits.len()];
+        for i in 0..draws {
+            let uniform = (f64::from(i) + 0.5) / f64::from(draws);
+            let token = sampling.choose(&mut logits.clone(), &before, uniform);
+            found[token as usize] += 1.0 / f64::from(draws);
+        }
+        for (token, (found, expected)) in found.iter().zip(&probabilities).enumerate() {
+            assert!((found - expected).abs() < 2e-5, "{options:?}: {token}: {found}, {expected}");
+        }
+    }
+}
