@@ -204,7 +204,8 @@ impl<'a> Generator<'a> {
                 )));
             }
             let place = growing.answer.ids.len() as u64;
-            let uniform = growing.random.uniform(place);
+            // In the middle of its interval: 0 would choose a first token of any small weight.
+            let uniform = growing.random.uniform(place) + 0.5 / 4_294_967_296.0;
             Ok(self.generation.sampling.choose(logits, &growing.ids, uniform))
         });
         let tokens = tokens.collect::<Result<Vec<u32>>>()?;

@@ -66,7 +66,7 @@ impl Sampling {
     }
 
     /// Returns the token for these logits, after the tokens `before`, by a `uniform` random number
-    /// in `[0, 1)`. Changes `logits`. Of equal logits the first counts.
+    /// above 0 and below 1. Changes `logits`. Of equal logits the first counts.
     ///
     /// # Panics
     /// If there are no logits, or a token of `before` has none.
@@ -162,7 +162,7 @@ mod tests {
     /// The tokens that some random number leads to.
     fn reached(sampling: Sampling) -> Vec<u32> {
         let mut found: Vec<u32> = (0..4000)
-            .map(|i| sampling.choose(&mut LOGITS.clone(), &[], f64::from(i) / 4000.0))
+            .map(|i| sampling.choose(&mut LOGITS.clone(), &[], (f64::from(i) + 0.5) / 4000.0))
             .collect();
         found.sort_unstable();
         found.dedup();
@@ -174,9 +174,9 @@ mod tests {
         assert_eq!(reached(sampling()), [0, 1, 2, 3, 4]);
         assert_eq!(reached(Sampling { top_k: 2, ..sampling() }), [1, 4]);
         assert_eq!(reached(Sampling { top_k: 9, ..sampling() }), [0, 1, 2, 3, 4]);
-        // Probabilities 0.060, 0.445, 0.164, 0.008 and 0.270, and sums 0.445, 0.715, 0.879.
-        assert_eq!(reached(Sampling { top_p: 0.44, ..sampling() }), [1]);
-        assert_eq!(reached(Sampling { top_p: 0.45, ..sampling() }), [1, 4]);
+        // Probabilities 0.064, 0.470, 0.173, 0.009 and 0.285, and sums 0.470, 0.755, 0.928.
+        assert_eq!(reached(Sampling { top_p: 0.46, ..sampling() }), [1]);
+        assert_eq!(reached(Sampling { top_p: 0.48, ..sampling() }), [1, 4]);
         assert_eq!(reached(Sampling { top_p: 0.8, ..sampling() }), [1, 2, 4]);
         assert_eq!(reached(Sampling { min_p: 0.36, ..sampling() }), [1, 2, 4]);
         assert_eq!(reached(Sampling { min_p: 1.0, ..sampling() }), [1]);
