@@ -13,15 +13,13 @@ use fulgurite_engine::execution;
 /// The keys and values that the attention layers of a model computed for the tokens of some
 /// sequences, so that a forward of the next tokens computes these tokens only.
 ///
-/// A forward within [`forward`](Self::forward) takes tokens of several sequences as one row,
-/// `[1, tokens]`, without padding between them. [`CausalSelfAttention`](crate::CausalSelfAttention)
-/// adds their keys and values and attends to all tokens of the same sequence. A tensor-parallel
-/// rank holds its heads only.
+/// Within [`forward`](Self::forward), tokens of several sequences are one row, `[1, tokens]`, without
+/// padding between them. [`CausalSelfAttention`](crate::CausalSelfAttention) adds their keys and
+/// values and attends to all tokens of the same sequence. A tensor-parallel rank holds its heads.
 ///
-/// On the CPU, the values of a sequence do not depend on the others of the forward: products of
-/// fewer than 16 tokens use a kernel that sums each row alone, and others are computed a sequence at
-/// a time. Exceptions are quantised weights on a GPU, other devices, and plans that cut the
-/// sequence, where the number of tokens decides how a product is summed.
+/// On the CPU, the bits of a sequence do not depend on the other sequences of the forward. Products
+/// of fewer than 16 tokens sum each row alone, and larger ones are computed a sequence at a time. On
+/// other devices, and under plans that cut the sequence, sums depend on the number of tokens.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -103,8 +101,8 @@ impl KvCache {
     /// A cache for sequences of up to these numbers of tokens. Memory is allocated when a layer
     /// first needs it.
     ///
-    /// A rotary embedding whose frequencies depend on the length of the sequence takes those of the
-    /// capacity.
+    /// Rotary embeddings take the capacity as the length of the sequence, if their frequencies depend
+    /// on it.
     ///
     /// # Errors
     /// If a capacity is 0.
@@ -122,15 +120,15 @@ impl KvCache {
     /// The number of tokens of a sequence.
     ///
     /// # Panics
-    /// If there is no such sequence.
+    /// If the sequence does not exist.
     pub fn length(&self, row: usize) -> usize {
         self.rows[row].length
     }
 
-    /// Frees the memory of a sequence, which takes no more tokens.
+    /// Frees the memory of a sequence. It takes tokens no longer.
     ///
     /// # Panics
-    /// If there is no such sequence.
+    /// If the sequence does not exist.
     pub fn free(&mut self, row: usize) {
         self.rows[row].is_freed = true;
         for rows in lock(&self.layers).values_mut() {
@@ -155,8 +153,8 @@ impl KvCache {
     /// forward is.
     ///
     /// # Errors
-    /// As `compute`. If a sequence is named twice, is freed or unknown, has no tokens or more than its
-    /// capacity.
+    /// As `compute`. If a sequence is unknown, freed or named twice, or if its tokens are none or
+    /// exceed its capacity.
     pub fn forward<R>(
         &mut self,
         tokens: &[RowTokens],

@@ -71,8 +71,8 @@ pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Resu
     }
 }
 
-/// [`linear`] in a forward with a cache, where the bits of a sequence's rows do not depend on other
-/// sequences: few rows are summed one by one, and others a sequence at a time.
+/// [`linear`] in a forward with a cache. Few rows are summed one by one, and others a sequence at a
+/// time, so the bits of a sequence's rows do not depend on other sequences.
 fn linear_apart(
     x: &Tensor,
     weight: &Tensor,
@@ -112,7 +112,7 @@ fn linear_apart(
     }
 }
 
-/// [`linear`] for `x` `[rows, inputs]`, each row of which is summed alone.
+/// [`linear`] for `x` `[rows, inputs]`; sums each row alone.
 fn linear_few(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let ((n, inputs), outputs) = (rows(x)?, weight.dim(0)?);
     let (x, bias) = (to_accumulation_dtype(x)?, bias.map(to_accumulation_dtype).transpose()?);

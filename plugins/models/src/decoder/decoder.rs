@@ -223,8 +223,8 @@ impl DecoderConfig {
         problem.map_or(Ok(()), |problem| Err(Error::Data(problem)))
     }
 
-    /// Bytes of the keys and values that a generation keeps for a sequence of up to `tokens` tokens,
-    /// in a dtype of `element` bytes, on a rank of `tensor_parallel` that share the heads.
+    /// Bytes of the cached keys and values of a sequence of up to `tokens` tokens, on one rank.
+    /// `element` is the size of the dtype; `tensor_parallel` ranks share the heads.
     pub fn cache_bytes(&self, tokens: usize, element: usize, tensor_parallel: usize) -> usize {
         let heads = self.num_kv_heads / tensor_parallel.max(1);
         2 * self.layers.len() * tokens * heads * self.head_dim * element

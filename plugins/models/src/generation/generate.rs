@@ -31,7 +31,7 @@ pub struct Prompt {
 pub struct GenerationRanks {
     /// All ranks, which do the same number of forwards.
     pub world: Arc<dyn ProcessGroup>,
-    /// The ranks that compute the same tokens together, of which the first chooses.
+    /// The ranks that compute the same tokens together. The first rank chooses them.
     pub tensor_parallel: Option<Arc<dyn ProcessGroup>>,
 }
 
@@ -47,7 +47,7 @@ impl GenerationRanks {
 pub struct Generator<'a> {
     /// The model.
     pub decoder: &'a Decoder,
-    /// How.
+    /// The options.
     pub generation: &'a Generation,
     /// The tokenizer, for texts; `None` for tokens only.
     pub tokenizer: Option<&'a Tokenizer>,
@@ -71,8 +71,8 @@ struct Growing<'a> {
 
 impl<'a> Generator<'a> {
     /// Returns the answers to `prompts`, in their order: [`samples`](Generation::samples) of each.
-    /// `prompts` may be empty on some ranks. `show` gets each new piece of text of the answers, in
-    /// order of their tokens, with the prompt's and the sample's number. Collective.
+    /// `prompts` may be empty on some ranks. `show` gets the numbers of prompt and sample, and each
+    /// new piece of text. Collective.
     ///
     /// # Errors
     /// If the options are wrong, a prompt is empty or too long for the model, a token is not of the
@@ -115,7 +115,7 @@ impl<'a> Generator<'a> {
         self.prefill(&mut cache, &growing)?;
         let (mut done, mut first) = (Vec::new(), true);
         loop {
-            // Every rank has a token to generate at first, or pads for those that have.
+            // The first forward needs no vote: at least one rank has a prompt, and others pad.
             if !std::mem::take(&mut first) && !self.any_left(&growing)? {
                 break;
             }

@@ -1,7 +1,7 @@
 //! Generation: sequences continued token by token.
 //!
-//! [`Decoder::generate`](crate::Decoder::generate) continues prompts. [`Generation`] says how, and
-//! [`Sampling`] how a token is chosen. Random numbers depend on the seed, the prompt, the sample and
+//! [`Decoder::generate`](crate::Decoder::generate) continues prompts by the options of a
+//! [`Generation`]. [`Sampling`] chooses tokens. Random numbers depend on the seed, the prompt, the sample and
 //! the token's place alone, so the same tokens come on any mesh and in any batch.
 
 mod answer;

@@ -4,7 +4,7 @@ use fulgurite_error::{Error, Result};
 
 use super::Sampling;
 
-/// How prompts are continued.
+/// The options of a generation.
 ///
 /// ```
 /// use fulgurite_models::{Generation, Sampling};
@@ -20,7 +20,7 @@ use super::Sampling;
 pub struct Generation {
     /// The most tokens of an answer.
     pub max_new_tokens: usize,
-    /// How a token is chosen.
+    /// The choice of each token.
     pub sampling: Sampling,
     /// Answers to each prompt.
     pub samples: usize,

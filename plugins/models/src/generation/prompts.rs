@@ -116,7 +116,7 @@ pub struct Prompts {
     settings: Arc<PromptSettings>,
 }
 
-/// How the prompts are continued.
+/// Options of a generation, and the tokenizer.
 #[derive(Debug)]
 pub struct PromptSettings {
     /// The options; without end tokens, which depend on the model.
@@ -128,8 +128,8 @@ pub struct PromptSettings {
 }
 
 impl PromptSettings {
-    /// The options, with the end tokens of the configuration, or these of the model's files or, if
-    /// the model has no files, the tokenizer's.
+    /// The options with end tokens: those of the configuration, else of the model's files, else of
+    /// the tokenizer.
     pub fn with_end_tokens(&self, of_model: Option<&[u32]>) -> Generation {
         let of_tokenizer = || self.tokenizer.as_ref().and_then(Tokenizer::end_of_text);
         let end_tokens = match (&self.end_tokens, of_model) {
@@ -141,12 +141,12 @@ impl PromptSettings {
     }
 }
 
-/// Some prompts, and how they are continued.
+/// Some prompts, with the options of the generation.
 #[derive(Debug)]
 pub struct PromptBatch {
     /// The prompts.
     pub prompts: Vec<Prompt>,
-    /// How they are continued.
+    /// The options and the tokenizer.
     pub settings: Arc<PromptSettings>,
 }
 
@@ -156,7 +156,7 @@ impl Prompts {
         &self.prompts
     }
 
-    /// How they are continued.
+    /// The options and the tokenizer.
     pub fn settings(&self) -> &Arc<PromptSettings> {
         &self.settings
     }
@@ -164,7 +164,7 @@ impl Prompts {
     /// Returns the place of a prompt: `prompts.txt, line 3`.
     ///
     /// # Panics
-    /// If there is no such prompt.
+    /// If the prompt does not exist.
     pub fn name(&self, index: u64) -> &str {
         &self.names[index as usize]
     }

@@ -4,7 +4,7 @@ use std::cmp::Ordering;
 
 use fulgurite_error::{Error, Result};
 
-/// How the next token is chosen.
+/// The choice of the next token.
 ///
 /// The steps come in the order of `transformers`: the repetition penalty, the temperature, `top_k`,
 /// `top_p` and `min_p`.
@@ -69,7 +69,7 @@ impl Sampling {
     /// above 0 and below 1. Changes `logits`. Of equal logits the first counts.
     ///
     /// # Panics
-    /// If there are no logits, or a token of `before` has none.
+    /// If `logits` is empty, or a token of `before` exceeds it.
     pub fn choose(&self, logits: &mut [f32], before: &[u32], uniform: f64) -> u32 {
         self.penalise(logits, before);
         if self.temperature == 0.0 {

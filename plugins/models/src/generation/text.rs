@@ -85,7 +85,7 @@ impl<'a> AnswerText<'a> {
         &self.text
     }
 
-    /// Whether the answer has come to a stop text.
+    /// Whether the answer has reached a stop text.
     pub fn is_stopped(&self) -> bool {
         self.is_stopped
     }
