@@ -2,16 +2,17 @@
 //! pairs in parallel.
 
 use candle_core::{Tensor, WithDType as _};
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use super::attention::{AttentionShape, DotProductAttention};
 use super::cached_attention::{CachedSegment, shape};
+use super::few_rows::{Dots, widened};
 use super::rope::rotate_rows;
 use crate::Result;
 use crate::host::{Element, Float, exp_in_place, host, max, tensor};
 use crate::kv_cache::{KeysAndValues, Segment};
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::simd::vectorized;
 
 /// Multiplications from which on several threads share the work.
 const WORTH_THREADS: usize = 1 << 18;
@@ -45,7 +46,7 @@ pub(super) fn append<E: Element>(part: &CachedSegment, k: &Tensor, v: &Tensor) -
 
 /// Attends from the queries of these segments, of `q` (`[1, tokens, heads, head_dim]`, contiguous).
 /// Returns the same shape, with zeros for other tokens.
-pub(super) fn forward<E: Element>(
+pub(super) fn forward<E: Element<Wide: Dots>>(
     attend: &DotProductAttention,
     parts: &[&CachedSegment],
     q: &Tensor,
@@ -102,7 +103,7 @@ struct Sequence<'a, E: Element> {
     values: &'a [E],
 }
 
-impl<E: Element> Sequence<'_, E> {
+impl<E: Element<Wide: Dots>> Sequence<'_, E> {
     fn kv_heads(&self) -> usize {
         self.sizes.kv_heads
     }
@@ -115,7 +116,8 @@ impl<E: Element> Sequence<'_, E> {
         let [mut query, mut output] = [(); 2].map(|()| vec![E::Wide::ZERO; dim]);
         let mut scores = vec![E::Wide::ZERO; self.sizes.keys];
         let scale = E::Wide::from_f64(self.attend.scale);
-        let cap = self.attend.softcap.map_or(E::Wide::ZERO, E::Wide::from_f64);
+        let cap = self.attend.softcap.map(E::Wide::from_f64);
+        let mut room = Vec::new();
         let of_head = head * self.capacity * dim;
         for i in 0..count {
             let seen = self.attend.keys_in_window(self.sizes, i);
@@ -127,7 +129,15 @@ impl<E: Element> Sequence<'_, E> {
                 widen(&mut query, &queries[at..][..dim]);
                 self.rotation.apply(&mut query, i);
                 query.iter_mut().for_each(|x| *x *= scale);
-                attend_row(&mut output, scores, &query, keys, values, cap);
+                Arch::new().dispatch(Row {
+                    output: &mut output,
+                    scores,
+                    query: &query,
+                    keys,
+                    values,
+                    cap,
+                    room: &mut room,
+                });
                 rows.extend(output.iter().map(|&x| E::narrow(x)));
             }
         }
@@ -161,36 +171,45 @@ impl<T: Float> Rotation<T> {
     }
 }
 
-/// Lanes of a sum.
-const LANES: usize = 16;
+/// Keys whose scores are computed at a time.
+const KEYS: usize = 4;
 
-vectorized! {
-    /// Computes the output of one query for `scores.len()` keys. Scores are bounded by `cap` unless
-    /// it is 0.
-    fn attend_row[E: Element](
-        output: &mut [E::Wide],
-        scores: &mut [E::Wide],
-        query: &[E::Wide],
-        keys: &[E],
-        values: &[E],
-        cap: E::Wide,
-    ) {
-        let dim = query.len().max(1);
-        for (score, key) in scores.iter_mut().zip(keys.chunks_exact(dim)) {
-            let mut lanes = [E::Wide::ZERO; LANES];
-            let (queries, keys) = (query.chunks_exact(LANES), key.chunks_exact(LANES));
-            let mut tail = E::Wide::ZERO;
-            for (q, k) in queries.remainder().iter().zip(keys.remainder()) {
-                tail += *q * k.widen();
-            }
-            for (q, k) in queries.zip(keys) {
-                for lane in 0..LANES {
-                    lanes[lane] += q[lane] * k[lane].widen();
-                }
-            }
-            *score = lanes.into_iter().sum::<E::Wide>() + tail;
+/// The attention of one query to `scores.len()` keys.
+struct Row<'a, E: Element> {
+    output: &'a mut [E::Wide],
+    scores: &'a mut [E::Wide],
+    query: &'a [E::Wide],
+    keys: &'a [E],
+    values: &'a [E],
+    /// The bound of the scores, if any.
+    cap: Option<E::Wide>,
+    /// Memory for keys that are not in the type of the arithmetic.
+    room: &'a mut Vec<E::Wide>,
+}
+
+impl<E: Element<Wide: Dots>> WithSimd for Row<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(self, simd: S) {
+        let Self { output, scores, query, keys, values, cap, room } = self;
+        let dim = query.len();
+        let whole = scores.len() / KEYS * KEYS;
+        for at in (0..whole).step_by(KEYS) {
+            let keys = &keys[at * dim..][..KEYS * dim];
+            let found = widened(keys, dim, room, |keys: [&[E::Wide]; KEYS]| {
+                E::Wide::dots::<S, 1, KEYS>(simd, [query], keys)
+            });
+            scores[at..at + KEYS].copy_from_slice(&found.map(|[score]| score));
         }
-        if cap > E::Wide::ZERO {
+        for at in whole..scores.len() {
+            let [[score]] =
+                widened(&keys[at * dim..][..dim], dim, room, |keys: [&[E::Wide]; 1]| {
+                    E::Wide::dots::<S, 1, 1>(simd, [query], keys)
+                });
+            scores[at] = score;
+        }
+        if let Some(cap) = cap {
             let inverse = E::Wide::ONE / cap;
             scores.iter_mut().for_each(|x| *x = cap * (*x * inverse).tanh());
         }

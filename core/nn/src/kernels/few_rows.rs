@@ -1,15 +1,13 @@
 //! Products of few rows with a weight on the CPU. Each row is summed alone, in one order, so its
 //! result does not depend on the other rows.
 
+use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
 
 use crate::host::{Element, Float};
-use fulgurite_engine::simd::vectorized;
 
 /// Rows from which on a product is left to the `gemm` crate.
 pub(crate) const FEW: usize = 16;
-/// Lanes of a sum.
-const LANES: usize = 16;
 /// Rows of the weight that are read at a time.
 const OUTPUTS: usize = 4;
 /// Rows of the input that a pass over the weight computes.
@@ -19,7 +17,7 @@ const WORTH_A_THREAD: usize = 1 << 17;
 
 /// Returns `x weight^T + bias`, `[rows, outputs]`, for `x` (`[rows, inputs]`) and `weight`
 /// (`[outputs, inputs]`).
-pub(crate) fn product<E: Element>(
+pub(crate) fn product<E: Element<Wide: Dots>>(
     x: &[E::Wide],
     weight: &[E],
     bias: Option<&[E::Wide]>,
@@ -32,7 +30,7 @@ pub(crate) fn product<E: Element>(
     let share = (outputs.div_ceil(4 * threads)).next_multiple_of(OUTPUTS);
     let part = |columns: &mut [E::Wide], first: usize| {
         let weight = &weight[first * inputs..][..columns.len() / rows.max(1) * inputs];
-        products(columns, x, weight, inputs);
+        Arch::new().dispatch(Products { columns, x, weight, inputs });
     };
     match threads {
         1 => part(&mut columns, 0),
@@ -49,99 +47,128 @@ pub(crate) fn product<E: Element>(
     (0..rows).flat_map(row).map(|(row, o)| columns[o * rows + row] + bias(o)).collect()
 }
 
-/// The sums of the lanes, in a fixed order.
-#[inline(always)]
-fn sum<T: Float>(lanes: [T; LANES]) -> T {
-    let mut lanes = lanes;
-    let mut width = LANES / 2;
-    while width > 0 {
-        for i in 0..width {
-            let other = lanes[i + width];
-            lanes[i] += other;
-        }
-        width /= 2;
-    }
-    lanes[0]
+/// Dot products of several rows at once.
+pub(super) trait Dots: Float {
+    /// Returns the dot product of each row of `weight` with each row of `x`. Its bits depend on the
+    /// two rows and the CPU alone.
+    fn dots<S: Simd, const R: usize, const O: usize>(
+        simd: S,
+        x: [&[Self]; R],
+        weight: [&[Self]; O],
+    ) -> [[Self; R]; O];
 }
 
-/// Computes the products of `R` rows of `x` and up to [`OUTPUTS`] of the weight.
-#[inline(always)]
-fn tile<E: Element, const R: usize, const O: usize>(
-    x: [&[E::Wide]; R],
-    weight: [&[E]; O],
-) -> [[E::Wide; R]; O] {
-    let mut lanes = [[[E::Wide::ZERO; LANES]; R]; O];
-    let inputs = weight[0].len();
-    let whole = inputs / LANES * LANES;
-    let mut at = 0;
-    while at < whole {
-        for (weight, lanes) in weight.iter().zip(&mut lanes) {
-            let weight: &[E; LANES] = weight[at..at + LANES].try_into().expect("of this length");
-            let weight = weight.map(E::widen);
-            for (x, lanes) in x.iter().zip(lanes) {
-                let x: &[E::Wide; LANES] = x[at..at + LANES].try_into().expect("of this length");
-                for lane in 0..LANES {
-                    lanes[lane] += x[lane] * weight[lane];
+macro_rules! dots {
+    ($($T:ty: $as_simd:ident, $splat:ident, $mul_add:ident, $sum:ident;)*) => {$(
+        impl Dots for $T {
+            #[inline(always)]
+            fn dots<S: Simd, const R: usize, const O: usize>(
+                simd: S,
+                x: [&[Self]; R],
+                weight: [&[Self]; O],
+            ) -> [[Self; R]; O] {
+                let mut sums = [[simd.$splat(0.0); R]; O];
+                let xs = x.map(|x| S::$as_simd(x));
+                let weights = weight.map(|weight| S::$as_simd(weight));
+                let n = weights[0].0.len();
+                let (heads, whole) = (xs.map(|x| &x.0[..n]), weights.map(|weight| &weight.0[..n]));
+                for i in 0..n {
+                    let x = heads.map(|x| x[i]);
+                    for o in 0..O {
+                        let weight = whole[o][i];
+                        for r in 0..R {
+                            sums[o][r] = simd.$mul_add(weight, x[r], sums[o][r]);
+                        }
+                    }
                 }
+                let mut out = [[0.0; R]; O];
+                for o in 0..O {
+                    for r in 0..R {
+                        let rest = xs[r].1.iter().zip(weights[o].1);
+                        let rest = rest.fold(0.0, |sum, (x, weight)| sum + x * weight);
+                        out[o][r] = simd.$sum(sums[o][r]) + rest;
+                    }
+                }
+                out
             }
         }
-        at += LANES;
-    }
-    let mut out = [[E::Wide::ZERO; R]; O];
-    for o in 0..O {
-        for r in 0..R {
-            let mut tail = E::Wide::ZERO;
-            for (x, weight) in x[r][whole..].iter().zip(&weight[o][whole..]) {
-                tail += *x * weight.widen();
-            }
-            out[o][r] = sum(lanes[o][r]) + tail;
-        }
-    }
-    out
+    )*};
 }
 
-/// Writes the products of all rows and `O` outputs, `[O, rows]`.
+dots! {
+    f32: as_simd_f32s, splat_f32s, mul_add_e_f32s, reduce_sum_f32s;
+    f64: as_simd_f64s, splat_f64s, mul_add_e_f64s, reduce_sum_f64s;
+}
+
+/// Calls `f` with rows of `width` elements, widened into `room` if necessary.
 #[inline(always)]
-fn outputs<E: Element, const O: usize>(
-    columns: &mut [E::Wide],
-    x: &[E::Wide],
-    weight: [&[E]; O],
-    inputs: usize,
-) {
-    let rows = columns.len() / O;
-    let row = |i: usize| &x[i * inputs..][..inputs];
-    let mut at = 0;
-    while at < rows {
-        let mut write = |values: &[&[E::Wide]]| {
-            for (o, values) in values.iter().enumerate() {
-                columns[o * rows + at..][..values.len()].copy_from_slice(values);
-            }
-        };
-        if rows - at >= ROWS {
-            let found = tile::<E, ROWS, O>(std::array::from_fn(|i| row(at + i)), weight);
-            write(&found.each_ref().map(|values| &values[..]));
-            at += ROWS;
-        } else {
-            let found = tile::<E, 1, O>([row(at)], weight);
-            write(&found.each_ref().map(|values| &values[..]));
-            at += 1;
+pub(super) fn widened<E: Element, R, const O: usize>(
+    rows: &[E],
+    width: usize,
+    room: &mut Vec<E::Wide>,
+    f: impl FnOnce([&[E::Wide]; O]) -> R,
+) -> R {
+    let rows = match E::as_wide(rows) {
+        Some(rows) => rows,
+        None => {
+            room.resize(O * width, E::Wide::ZERO);
+            room.iter_mut().zip(rows).for_each(|(wide, x)| *wide = x.widen());
+            &*room
         }
+    };
+    f(std::array::from_fn(|o| &rows[o * width..][..width]))
+}
+
+/// Writes the products of all rows of `x` and all outputs of `weight`, `[outputs, rows]`.
+struct Products<'a, E: Element> {
+    columns: &'a mut [E::Wide],
+    x: &'a [E::Wide],
+    weight: &'a [E],
+    inputs: usize,
+}
+
+impl<E: Element<Wide: Dots>> Products<'_, E> {
+    /// Writes the products with `O` outputs, from the weight's row `first` on.
+    #[inline(always)]
+    fn outputs<S: Simd, const O: usize>(&mut self, simd: S, first: usize, room: &mut Vec<E::Wide>) {
+        let Self { columns, x, weight, inputs } = self;
+        let (inputs, rows) = (*inputs, x.len() / *inputs);
+        let columns = &mut columns[first * rows..][..O * rows];
+        let weight = &weight[first * inputs..][..O * inputs];
+        widened(weight, inputs, room, |weight: [&[E::Wide]; O]| {
+            let row = |i: usize| &x[i * inputs..][..inputs];
+            let mut at = 0;
+            while rows - at >= ROWS {
+                let found =
+                    E::Wide::dots::<S, ROWS, O>(simd, std::array::from_fn(|i| row(at + i)), weight);
+                for (o, found) in found.iter().enumerate() {
+                    columns[o * rows + at..][..ROWS].copy_from_slice(found);
+                }
+                at += ROWS;
+            }
+            while at < rows {
+                let found = E::Wide::dots::<S, 1, O>(simd, [row(at)], weight);
+                for (o, [found]) in found.into_iter().enumerate() {
+                    columns[o * rows + at] = found;
+                }
+                at += 1;
+            }
+        });
     }
 }
 
-vectorized! {
-    /// Writes the products of all rows and all outputs of `weight`, `[outputs, rows]`.
-    fn products[E: Element](columns: &mut [E::Wide], x: &[E::Wide], weight: &[E], inputs: usize) {
-        let rows = x.len() / inputs.max(1);
-        let mut columns = columns.chunks_exact_mut(OUTPUTS * rows);
-        let mut weights = weight.chunks_exact(OUTPUTS * inputs);
-        for (columns, weight) in columns.by_ref().zip(weights.by_ref()) {
-            let weight = std::array::from_fn(|o| &weight[o * inputs..][..inputs]);
-            outputs::<E, OUTPUTS>(columns, x, weight, inputs);
+impl<E: Element<Wide: Dots>> WithSimd for Products<'_, E> {
+    type Output = ();
+
+    #[inline(always)]
+    fn with_simd<S: Simd>(mut self, simd: S) {
+        let outputs = self.weight.len() / self.inputs;
+        let (whole, mut room) = (outputs / OUTPUTS * OUTPUTS, Vec::new());
+        for first in (0..whole).step_by(OUTPUTS) {
+            self.outputs::<S, OUTPUTS>(simd, first, &mut room);
         }
-        let rest = columns.into_remainder().chunks_exact_mut(rows);
-        for (columns, weight) in rest.zip(weights.remainder().chunks_exact(inputs)) {
-            outputs::<E, 1>(columns, x, [weight], inputs);
+        for first in whole..outputs {
+            self.outputs::<S, 1>(simd, first, &mut room);
         }
     }
 }

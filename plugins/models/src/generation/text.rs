@@ -14,8 +14,8 @@ const CONTEXT: usize = 8;
 /// use fulgurite_data::Tokenizer;
 /// use fulgurite_models::AnswerText;
 ///
-/// let bytes = Tokenizer::bytes();
-/// let mut text = AnswerText::new(&bytes, &[97], &["END".to_owned()]);
+/// let (bytes, stop) = (Tokenizer::bytes(), ["END".to_owned()]);
+/// let mut text = AnswerText::new(&bytes, &[97], &stop);
 /// let pieces: Vec<String> = "ñxEEND."
 ///     .bytes()
 ///     .map(|byte| text.push(u32::from(byte)))
