@@ -7,7 +7,6 @@ ignored, and the prompts, of one length, are one batch.
 """
 import argparse
 import json
-import resource
 import time
 
 
@@ -51,8 +50,7 @@ def main():
         found = model.generate(ids, attention_mask=mask, generation_config=config)[:, ids.shape[1]:]
         secs = time.perf_counter() - start
     print(json.dumps({
-        "ids": found.tolist(), "tokens_s": found.numel() / secs,
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024, "torch": torch.__version__,
+        "ids": found.tolist(), "tokens_s": found.numel() / secs, "torch": torch.__version__,
         "transformers": transformers.__version__,
     }))
 
