@@ -94,6 +94,8 @@ mod book {
     mod candle_nn {}
     #[doc = include_str!("../docs/src/guides/checkpoints.md")]
     mod checkpoints {}
+    #[doc = include_str!("../docs/src/guides/chat.md")]
+    mod chat {}
     #[doc = include_str!("../docs/src/guides/command-line.md")]
     mod command_line {}
     #[doc = include_str!("../docs/src/guides/data-module.md")]

@@ -30,7 +30,7 @@ Four different answers to each line of a file, one JSON object each, on two rank
     --output json --devices 2 --set trainer.strategy=fsdp
 
 The model is a directory in Hugging Face's format, or a repository in the local Hub cache, or a checkpoint of a run of
-`causal_lm`. Other keys of a run are set with --set.";
+`causal_lm` or `chat`. Other keys of a run are set with --set.";
 
 /// The arguments of `fulgurite generate`.
 #[derive(Debug, Args)]
@@ -332,7 +332,7 @@ fn set_up(
     Ok(module)
 }
 
-/// The configuration in a checkpoint of a run of `causal_lm`.
+/// The configuration in a checkpoint of a run of `causal_lm` or `chat`.
 fn saved_configuration(path: &Path) -> Result<Table> {
     let source = DistributedCheckpoint::open(path)?;
     let saved = Table::try_from(&source.manifest().config).ok();
@@ -342,10 +342,14 @@ fn saved_configuration(path: &Path) -> Result<Table> {
         module.as_str().or_else(|| module.get("type")?.as_str()).map(str::to_owned)
     };
     match saved {
-        Some(saved) if module(&saved).is_none_or(|name| name == "causal_lm") => Ok(saved),
+        Some(saved)
+            if module(&saved).is_none_or(|name| ["causal_lm", "chat"].contains(&name.as_str())) =>
+        {
+            Ok(saved)
+        }
         Some(_) => Err(Error::checkpoint(
             path,
-            "--model: it is of a run of another `module.type` than \"causal_lm\", which does not generate",
+            "--model: it is of a run of another `module.type` than \"causal_lm\" and \"chat\", which does not generate",
         )),
         None => Err(Error::checkpoint(
             path,

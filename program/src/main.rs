@@ -3,6 +3,8 @@
 
 mod checkpoint;
 #[cfg(feature = "models")]
+mod data;
+#[cfg(feature = "models")]
 mod generate;
 #[cfg(feature = "models")]
 mod models;
@@ -62,6 +64,10 @@ enum Command {
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
     Doctor(models::Arguments),
+    /// The data of a run: samples as the model sees them
+    #[cfg(feature = "models")]
+    #[command(subcommand)]
+    Data(data::Command),
     /// Commented configurations to begin with: fine-tuning, adapters, pretraining, …
     #[cfg(feature = "models")]
     #[command(subcommand)]
@@ -121,6 +127,11 @@ fn run() -> ExitCode {
         | Command::Doctor(_) => models::run(),
         #[cfg(feature = "models")]
         Command::Generate(command) => fulgurite::cli::run_rank(move || command.run()),
+        #[cfg(feature = "models")]
+        Command::Data(command) => {
+            log_to_stderr();
+            exit_code(command.run())
+        }
         #[cfg(feature = "models")]
         Command::Recipes(command) => exit_code(command.run()),
         Command::Checkpoint(command) => {

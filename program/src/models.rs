@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use clap::Args;
 use fulgurite::cli::{Cli, ModuleEntry};
 use fulgurite_models::{
-    CausalLm, Embedding, ImageClassification, MaskedLm, SequenceClassification, TextGeneration,
-    TokenClassification,
+    CausalLm, Chat, Embedding, ImageClassification, MaskedLm, SequenceClassification,
+    TextGeneration, TokenClassification,
 };
 
 /// Arguments that the command line of a training program parses.
@@ -23,6 +23,7 @@ pub(crate) fn run() -> ExitCode {
     let modules = [
         ModuleEntry::new::<CausalLm>(),
         ModuleEntry::new::<TextGeneration>(),
+        ModuleEntry::new::<Chat>(),
         ModuleEntry::new::<MaskedLm>(),
         ModuleEntry::new::<SequenceClassification>(),
         ModuleEntry::new::<TokenClassification>(),

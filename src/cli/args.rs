@@ -290,7 +290,7 @@ struct PredictArgs {
     run: RunArgs,
 
     /// Where to write the predictions of all ranks: a file named .safetensors (`samples` and
-    /// `outputs`), .jsonl or .csv (with the names of samples and classes)
+    /// `outputs`), .jsonl, .csv or .parquet (with the names of samples and classes)
     #[arg(long, value_name = "FILE", default_value = "predictions.safetensors")]
     output_file: PathBuf,
 }

@@ -4,7 +4,7 @@ use std::collections::BTreeMap;
 
 use fulgurite::core::collective::Counter;
 use fulgurite::core::config::ConfigLayers;
-use fulgurite::core::metric::{Average, ConfusionMatrix, F1Score};
+use fulgurite::core::metric::{Average, ConfusionMatrix, F1Score, MetricTable};
 use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{Event, Histogram};
 use fulgurite::prelude::*;
@@ -108,7 +108,8 @@ impl LightningModule for Classifier {
         ctx.log("val_acc", f64::from(hits) / targets.dim(0)? as f64);
         ctx.log("val_accuracy", Accuracy::of(x, targets)?);
         ctx.log("val_f1", F1Score::of(x, targets, Average::Macro)?);
-        ctx.log("matrix", ConfusionMatrix::of(x, targets)?);
+        let names = ["a", "b", "c"].map(str::to_owned);
+        ctx.log("matrix", ConfusionMatrix::of(x, targets)?.with_names(&names)?);
         let loss = cross_entropy(&self.0.forward(x)?, targets)?;
         ctx.log("val_perplexity", Perplexity::of(&loss)?);
         ctx.log_histogram("inputs", x)?;
@@ -175,6 +176,11 @@ fn of_validations(event: &Event) -> Option<&BTreeMap<String, f64>> {
     Some(metrics)
 }
 
+fn of_tables(event: &Event) -> Option<&MetricTable> {
+    let Event::Table { step: 1, name, table } = event else { return None };
+    (name == "matrix").then_some(table)
+}
+
 fn of_others(event: &Event) -> Option<&BTreeMap<String, f64>> {
     let Event::Metrics { metrics, .. } = event else { return None };
     Some(metrics)
@@ -201,7 +207,13 @@ fn validation_metrics_on_any_rank_count() {
         let found = logged(&events, of_validations).swap_remove(0);
         close(found["val_accuracy"], truth);
         close(found["val_acc"], truth);
-        close(found["matrix/0_0"] + found["matrix/1_1"] + found["matrix/2_2"], truth * 13.0);
+        let tables: Vec<&MetricTable> = events.iter().filter_map(of_tables).collect();
+        assert_eq!(
+            (tables.len(), tables[0].columns()),
+            (1, ["a", "b", "c"].map(str::to_owned).as_slice())
+        );
+        close((0..3).map(|class| tables[0].row(class)[class]).sum(), truth * 13.0);
+        close((0..3).flat_map(|class| tables[0].row(class)).sum(), 13.0);
         let Some(Event::Validation { val_loss, .. }) =
             events.iter().find(|event| of_validations(event).is_some())
         else {
@@ -225,8 +237,8 @@ fn texts_of_rank_0_histograms_of_all() {
     for (ranks, batch_size) in [(1, 6), (2, 3), (3, 2)] {
         let (events, _) = run(ranks, batch_size, "max_steps = 1\nval_check_interval = 1");
         let after = events.iter().skip_while(|event| of_validations(event).is_none()).skip(1);
-        let media: Vec<&Event> = after.take(2).collect();
-        let [Event::Text { step: 1, name, text }, Event::Histogram { step: 1, histogram, .. }] =
+        let media: Vec<&Event> = after.take(3).collect();
+        let [Event::Text { step: 1, name, text }, _, Event::Histogram { step: 1, histogram, .. }] =
             media[..]
         else {
             panic!("{media:?}")

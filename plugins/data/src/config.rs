@@ -78,6 +78,10 @@ pub struct TextDataConfig {
     /// Tokens between the starts of two samples; by default `seq_len`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub stride: Option<usize>,
+    /// Whether a token attends to its own document only, if a sample has several: each is computed
+    /// as if it were alone, and the token after its end is not predicted. Documents end with the
+    /// token that `eos_token` describes. Not with `context_parallel_size` above 1.
+    pub separate_documents: bool,
     /// Samples in a micro-batch of one data-parallel rank.
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
@@ -120,6 +124,7 @@ impl Default for TextDataConfig {
             cache_dir: CacheDir::Default,
             seq_len: 256,
             stride: None,
+            separate_documents: false,
             batch_size: 8,
             shuffle: true,
             validation_fraction: None,
@@ -215,7 +220,7 @@ pub enum CacheDir {
 }
 
 impl CacheDir {
-    fn is_default(&self) -> bool {
+    pub(crate) fn is_default(&self) -> bool {
         *self == Self::Default
     }
 }

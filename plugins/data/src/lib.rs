@@ -23,6 +23,7 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
+mod chat;
 mod config;
 mod cuts;
 mod files;
@@ -50,6 +51,9 @@ mod tokenizer_file;
 mod unknown;
 mod walk;
 
+pub use chat::{
+    ChatData, ChatDataConfig, ChatTemplate, Rendered, TemplateOptions, TooLong, TrainOn,
+};
 pub use config::{
     AddBosToken, CacheDir, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,
 };

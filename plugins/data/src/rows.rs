@@ -1,5 +1,6 @@
 //! Reading rows of named columns from JSON lines, CSV and Parquet files.
 
+use std::collections::BTreeMap;
 use std::fmt;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -7,7 +8,8 @@ use std::sync::Arc;
 use fulgurite_engine::data::SourceReport;
 use fulgurite_error::files::open_regular;
 use fulgurite_error::{Error, Result};
-use serde_json::{Map, Value};
+use serde::de::DeserializeOwned;
+use serde_json::Value;
 
 use crate::lines::{JSON_LINES, LineReader, flaw_of_json};
 use crate::sniff::Flaw;
@@ -44,10 +46,89 @@ impl Place {
     }
 }
 
+/// A value in a row.
+pub(crate) trait RowValue: DeserializeOwned {
+    /// Whether it is JSON's `null`.
+    fn is_null(&self) -> bool;
+
+    /// Makes a value of its parts.
+    fn of(part: Part<'_, Self>) -> Self;
+}
+
+/// What a value is made of.
+pub(crate) enum Part<'a, V> {
+    Text(&'a str),
+    #[cfg(feature = "parquet")]
+    Null,
+    #[cfg(feature = "parquet")]
+    Bool(bool),
+    #[cfg(feature = "parquet")]
+    Int(i64),
+    #[cfg(feature = "parquet")]
+    Unsigned(u64),
+    #[cfg(feature = "parquet")]
+    Float(f64),
+    #[cfg_attr(not(feature = "parquet"), expect(dead_code, reason = "only Parquet has lists"))]
+    List(Vec<V>),
+    #[cfg(feature = "parquet")]
+    Table(Vec<(String, V)>),
+}
+
+impl RowValue for Value {
+    fn is_null(&self) -> bool {
+        Self::is_null(self)
+    }
+
+    fn of(part: Part<'_, Self>) -> Self {
+        match part {
+            Part::Text(text) => text.into(),
+            Part::List(values) => Self::Array(values),
+            #[cfg(feature = "parquet")]
+            Part::Null => Self::Null,
+            #[cfg(feature = "parquet")]
+            Part::Bool(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Int(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Unsigned(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Float(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Table(pairs) => Self::Object(pairs.into_iter().collect()),
+        }
+    }
+}
+
+/// Keeps the order of keys.
+impl RowValue for minijinja::Value {
+    fn is_null(&self) -> bool {
+        self.is_none()
+    }
+
+    fn of(part: Part<'_, Self>) -> Self {
+        match part {
+            Part::Text(text) => text.into(),
+            Part::List(values) => values.into(),
+            #[cfg(feature = "parquet")]
+            Part::Null => ().into(),
+            #[cfg(feature = "parquet")]
+            Part::Bool(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Int(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Unsigned(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Float(value) => value.into(),
+            #[cfg(feature = "parquet")]
+            Part::Table(pairs) => Self::from_pairs(pairs),
+        }
+    }
+}
+
 /// A row: the values of the wanted columns, in order; `None` where the row has none.
-pub(crate) struct Row {
+pub(crate) struct Row<V = Value> {
     pub(crate) place: Place,
-    pub(crate) values: Vec<Option<Value>>,
+    pub(crate) values: Vec<Option<V>>,
     /// Whether all values are texts that may stand for numbers, as in CSV files.
     pub(crate) is_text: bool,
 }
@@ -57,13 +138,13 @@ pub(crate) struct Row {
 /// # Errors
 /// If a path is missing or of an unknown type, a file is without rows or cannot be read, or a row
 /// does not parse. If a file has none of the `required` columns.
-pub(crate) fn read(
+pub(crate) fn read<V: RowValue>(
     key: &str,
     paths: &[PathBuf],
     columns: &[Column],
     required: usize,
     report: &mut SourceReport,
-) -> Result<Vec<Row>> {
+) -> Result<Vec<Row<V>>> {
     if paths.is_empty() {
         return Err(Error::Config(format!("{key} is an empty list; name a file or folder")));
     }
@@ -117,7 +198,7 @@ impl File<'_> {
         format!("has no column {:?} ({}); it has {}", column.name, column.key, names.join(", "))
     }
 
-    fn read_json(&self, rows: &mut Vec<Row>) -> Result<()> {
+    fn read_json<V: RowValue>(&self, rows: &mut Vec<Row<V>>) -> Result<()> {
         let opened = LineReader::open(&self.path)?;
         let mut reader = opened.map_err(|flaw| self.wrong(flaw.message))?;
         while let Some(line) = reader.next()? {
@@ -134,7 +215,7 @@ impl File<'_> {
                     "begins a list of JSON, where every line should be an object; {advice}"
                 )));
             }
-            let mut value: Map<String, Value> =
+            let mut value: BTreeMap<String, V> =
                 serde_json::from_str(text).map_err(|error| wrong(flaw_of_json(&error, text)))?;
             for column in &self.columns[..self.required] {
                 if !value.contains_key(&column.name) {
@@ -150,7 +231,7 @@ impl File<'_> {
         Ok(())
     }
 
-    fn read_separated(&self, delimiter: u8, rows: &mut Vec<Row>) -> Result<()> {
+    fn read_separated<V: RowValue>(&self, delimiter: u8, rows: &mut Vec<Row<V>>) -> Result<()> {
         // Recognises other formats by the first bytes.
         LineReader::open(&self.path)?.map_err(|flaw| self.wrong(flaw.message))?;
         let file = open_regular(&self.path)?;
@@ -183,7 +264,7 @@ impl File<'_> {
             let place = self.place("line", record.position().map_or(0, csv::Position::line));
             let value = |index: &Option<usize>| {
                 let text = record.get((*index)?)?;
-                (!text.is_empty()).then(|| Value::String(text.to_owned()))
+                (!text.is_empty()).then(|| V::of(Part::Text(text)))
             };
             rows.push(Row { place, values: indices.iter().map(value).collect(), is_text: true });
         }
@@ -191,7 +272,7 @@ impl File<'_> {
     }
 
     #[cfg(not(feature = "parquet"))]
-    fn read_parquet(&self, _: &mut Vec<Row>) -> Result<()> {
+    fn read_parquet<V: RowValue>(&self, _: &mut Vec<Row<V>>) -> Result<()> {
         Err(self.wrong(
             "is a Parquet file, which needs Parquet to be compiled in: give the dependency `fulgurite` (or \
              `fulgurite-data`) the feature `parquet`",
@@ -199,7 +280,7 @@ impl File<'_> {
     }
 
     #[cfg(feature = "parquet")]
-    fn read_parquet(&self, rows: &mut Vec<Row>) -> Result<()> {
+    fn read_parquet<V: RowValue>(&self, rows: &mut Vec<Row<V>>) -> Result<()> {
         use fulgurite_launch::catch_panic;
         use parquet::errors::ParquetError;
         use parquet::file::reader::{FileReader as _, SerializedFileReader};
@@ -242,28 +323,29 @@ impl File<'_> {
     }
 }
 
-/// The value of a field; `None` for null and for types that are neither text nor numbers.
+/// The value of a field; `None` for null and for types that JSON lacks.
 #[cfg(feature = "parquet")]
-fn parquet_value(field: &parquet::record::Field) -> Option<Value> {
+fn parquet_value<V: RowValue>(field: &parquet::record::Field) -> Option<V> {
     use parquet::record::Field;
-    Some(match field {
-        Field::Bool(value) => (*value).into(),
-        Field::Byte(value) => (*value).into(),
-        Field::Short(value) => (*value).into(),
-        Field::Int(value) => (*value).into(),
-        Field::Long(value) => (*value).into(),
-        Field::UByte(value) => (*value).into(),
-        Field::UShort(value) => (*value).into(),
-        Field::UInt(value) => (*value).into(),
-        Field::ULong(value) => (*value).into(),
-        Field::Float(value) => (*value).into(),
-        Field::Double(value) => (*value).into(),
-        Field::Str(value) => value.as_str().into(),
-        Field::ListInternal(list) => {
-            let values =
-                list.elements().iter().map(|field| parquet_value(field).unwrap_or(Value::Null));
-            Value::Array(values.collect())
+    let inner = |field| parquet_value(field).unwrap_or_else(|| V::of(Part::Null));
+    Some(V::of(match field {
+        Field::Bool(value) => Part::Bool(*value),
+        Field::Byte(value) => Part::Int((*value).into()),
+        Field::Short(value) => Part::Int((*value).into()),
+        Field::Int(value) => Part::Int((*value).into()),
+        Field::Long(value) => Part::Int(*value),
+        Field::UByte(value) => Part::Unsigned((*value).into()),
+        Field::UShort(value) => Part::Unsigned((*value).into()),
+        Field::UInt(value) => Part::Unsigned((*value).into()),
+        Field::ULong(value) => Part::Unsigned(*value),
+        Field::Float(value) => Part::Float((*value).into()),
+        Field::Double(value) => Part::Float(*value),
+        Field::Str(value) => Part::Text(value),
+        Field::ListInternal(list) => Part::List(list.elements().iter().map(inner).collect()),
+        Field::Group(row) => {
+            let pairs = row.get_column_iter().map(|(name, field)| (name.clone(), inner(field)));
+            Part::Table(pairs.collect())
         }
         _ => return None,
-    })
+    }))
 }

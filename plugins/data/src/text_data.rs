@@ -22,6 +22,8 @@ use crate::token_files::{TOKEN_FILES, TokenFile};
 use crate::tokenizer::Tokenizer;
 use crate::walk::{Wanted, find};
 
+/// A target that losses leave out.
+const IGNORED: i64 = -100;
 /// Bytes of text that a preview tokenizes.
 const PREVIEW_BYTES: usize = 4 << 20;
 /// Maximum number of token files that a preview reads.
@@ -50,6 +52,8 @@ pub struct TextData {
     tokenizer: Option<Tokenizer>,
     vocab_size: Option<usize>,
     seq_len: usize,
+    /// The id that ends a document, if documents are kept apart.
+    separator: Option<u32>,
     first_ids: u32,
     report: DataReport,
     /// [`DataModule::memory`].
@@ -112,11 +116,15 @@ impl TextData {
                  vocabulary must hold them all"
             )));
         }
+        let separator = match config.separate_documents {
+            true => Some(end_of_documents(tokenizer.as_ref())?),
+            false => None,
+        };
         let mut warnings = match (&tokenizer, config.kind) {
             (None, _) | (_, DataKind::Tokens) => Vec::new(),
             (Some(tokenizer), _) => tokenizer.warnings(),
         };
-        let (cache, mut memory) = (TokenCache::of(config), 0);
+        let (cache, mut memory) = (TokenCache::in_dir(&config.cache_dir), 0);
         let mut report = DataReport::default();
         let mut open = |key: &str, paths: &Paths| -> Result<Arc<Sequences>> {
             let mut source = SourceReport::new(key);
@@ -207,6 +215,7 @@ impl TextData {
             tokenizer,
             vocab_size,
             seq_len: config.seq_len,
+            separator,
             first_ids: 0,
             report,
             memory,
@@ -330,8 +339,14 @@ impl DataModule for TextData {
 
     fn sample_definition(&self) -> Result<Vec<(String, String)>> {
         let stride = self.train.0.first().map_or(0, |part| part.sequences.stride());
-        let keys = [("`data.seq_len`", self.seq_len), ("`data.stride`", stride)];
-        Ok(keys.map(|(key, value)| (key.to_owned(), value.to_string())).into())
+        let mut keys = vec![
+            ("`data.seq_len`", self.seq_len.to_string()),
+            ("`data.stride`", stride.to_string()),
+        ];
+        if self.separator.is_some() {
+            keys.push(("`data.separate_documents`", true.to_string()));
+        }
+        Ok(keys.into_iter().map(|(key, value)| (key.to_owned(), value)).collect())
     }
 
     fn evaluation_fingerprint(&self) -> Result<Option<String>> {
@@ -360,6 +375,7 @@ impl DataModule for TextData {
         let mut inputs = Vec::with_capacity(shape.0 * shape.1);
         let mut targets = Vec::with_capacity(shape.0 * shape.1);
         let mut ids = vec![0; self.seq_len + 1];
+        let mut documents = Vec::new();
         for &index in indices {
             let Some((sequences, sample)) = parts.find(index) else {
                 let available = parts.len();
@@ -376,6 +392,12 @@ impl DataModule for TextData {
             }
             inputs.extend_from_slice(&ids[..self.seq_len]);
             targets.extend(ids[1..].iter().map(|&id| i64::from(id)));
+            if let Some(end) = self.separator {
+                let (inputs, first) = (&ids[..self.seq_len], targets.len() - self.seq_len);
+                documents.push(lengths(inputs, end));
+                let ends = inputs.iter().enumerate().filter(|(_, id)| **id == end);
+                ends.for_each(|(position, _)| targets[first + position] = IGNORED);
+            }
         }
         Ok(TokenBatch {
             inputs: transfer::to_device(
@@ -388,8 +410,31 @@ impl DataModule for TextData {
                 device,
                 "batch",
             )?,
+            documents: self.separator.map(|_| documents),
         })
     }
+
+    fn documents(batch: &TokenBatch) -> Option<&[Vec<usize>]> {
+        batch.documents.as_deref()
+    }
+}
+
+/// The lengths of the documents in a sequence. `end` ends a document.
+fn lengths(ids: &[u32], end: u32) -> Vec<usize> {
+    ids.split_inclusive(|id| *id == end).map(<[u32]>::len).collect()
+}
+
+/// The id that ends a document.
+fn end_of_documents(tokenizer: Option<&Tokenizer>) -> Result<u32> {
+    tokenizer.and_then(Tokenizer::end_of_text).ok_or_else(|| {
+        let why = match tokenizer {
+            None => "for token files data.tokenizer says it, and is missing",
+            Some(_) => "data.tokenizer has none that is known; name it with data.eos_token",
+        };
+        Error::Config(format!(
+            "data.separate_documents needs the token that ends a document: {why}"
+        ))
+    })
 }
 
 impl Parts {

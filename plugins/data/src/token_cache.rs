@@ -14,7 +14,7 @@ use rustix::fs::{Access, OFlags, access};
 use twox_hash::{XxHash3_64, XxHash3_128};
 
 use crate::TokenDtype;
-use crate::config::{CacheDir, TextDataConfig};
+use crate::config::CacheDir;
 use crate::token_files::TokenFile;
 use crate::unknown::Unknown;
 
@@ -75,8 +75,8 @@ pub(crate) enum Cached {
 
 impl TokenCache {
     /// The configured cache; `None` without one.
-    pub(crate) fn of(config: &TextDataConfig) -> Option<Self> {
-        let (folder, from) = match &config.cache_dir {
+    pub(crate) fn in_dir(dir: &CacheDir) -> Option<Self> {
+        let (folder, from) = match dir {
             CacheDir::Off => return None,
             CacheDir::At(folder) => (folder.clone(), 0),
             CacheDir::Default => {

@@ -1,5 +1,6 @@
 //! Conversion between text and token ids.
 
+use std::ops::Range;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -133,6 +134,23 @@ impl Tokenizer {
         }
     }
 
+    /// Returns the ids of a text, as [`encode`](Self::encode), with the bytes that each stands for.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode the text.
+    pub(crate) fn encode_with_bytes(&self, text: &str) -> Result<Vec<(u32, Range<usize>)>> {
+        match &self.0 {
+            Kind::Bytes => {
+                Ok(text.bytes().enumerate().map(|(i, byte)| (byte.into(), i..i + 1)).collect())
+            }
+            Kind::HuggingFace(tokenizer) => {
+                let encoding = tokenizer.run(text, true)?;
+                let bytes = encoding.get_offsets().iter().map(|&(start, end)| start..end);
+                Ok(encoding.get_ids().iter().copied().zip(bytes).collect())
+            }
+        }
+    }
+
     /// Returns the text of these ids. Special tokens and bytes that are not UTF-8 are left out or
     /// replaced.
     ///
@@ -144,7 +162,33 @@ impl Tokenizer {
                 let bytes: Vec<u8> = ids.iter().filter_map(|&id| u8::try_from(id).ok()).collect();
                 Ok(String::from_utf8_lossy(&bytes).into_owned())
             }
-            Kind::HuggingFace(tokenizer) => tokenizer.decode(ids),
+            Kind::HuggingFace(tokenizer) => tokenizer.decode(ids, true),
+        }
+    }
+
+    /// Returns the text of some of these ids, with special tokens by name, for people.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot decode the ids.
+    pub fn show(&self, ids: &[u32], part: Range<usize>) -> Result<String> {
+        match &self.0 {
+            Kind::Bytes => {
+                let texts = ids[part].split_inclusive(|id| *id >= Self::END_OF_BYTES);
+                let text = |ids: &[u32]| -> Result<String> {
+                    let ends = ids.last().is_some_and(|id| *id >= Self::END_OF_BYTES);
+                    Ok(self.decode(ids)? + if ends { "<end>" } else { "" })
+                };
+                texts.map(text).collect()
+            }
+            Kind::HuggingFace(tokenizer) => {
+                // Ids in the middle of a text are decoded with what is before them, which decides about spaces.
+                let whole = tokenizer.decode(&ids[..part.end], false)?;
+                let before = tokenizer.decode(&ids[..part.start], false)?;
+                match whole.strip_prefix(&before) {
+                    Some(text) => Ok(text.to_owned()),
+                    None => tokenizer.decode(&ids[part], false),
+                }
+            }
         }
     }
 
@@ -250,23 +294,27 @@ impl HuggingFace {
     fn encode(&self, pieces: &[Piece]) -> Result<Vec<(Vec<u32>, Unknown)>> {
         let encode = |piece: &Piece| {
             let text = piece.text.as_str();
-            self.growth.check(text).map_err(|what| self.failed(&what))?;
-            let encoded = catch_panic(|| match self.gaps.leaves_out {
-                true => self.tokenizer.encode(text, false),
-                // Faster, because it omits positions in the text.
-                false => self.tokenizer.encode_fast(text, false),
-            });
-            let encoding = encoded
-                .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
-                .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))?;
+            let encoding = self.run(text, self.gaps.leaves_out)?;
             let unknown = self.gaps.find(&self.tokenizer, text, &encoding);
             Ok((encoding.get_ids().to_vec(), unknown))
         };
         pieces.par_iter().map(encode).collect()
     }
 
-    fn decode(&self, ids: &[u32]) -> Result<String> {
-        catch_panic(|| self.tokenizer.decode(ids, true))
+    /// Encodes a text without the tokens around it. It is faster without the tokens' bytes.
+    fn run(&self, text: &str, with_bytes: bool) -> Result<tokenizers::Encoding> {
+        self.growth.check(text).map_err(|what| self.failed(&what))?;
+        let encoded = catch_panic(|| match with_bytes {
+            true => self.tokenizer.encode(text, false),
+            false => self.tokenizer.encode_fast(text, false),
+        });
+        encoded
+            .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
+            .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))
+    }
+
+    fn decode(&self, ids: &[u32], skip_special: bool) -> Result<String> {
+        catch_panic(|| self.tokenizer.decode(ids, skip_special))
             .map_err(|panic| self.failed(&format!("the tokenizer panicked: {panic}")))?
             .map_err(|error| self.failed(&format!("the tokenizer failed: {error}")))
     }

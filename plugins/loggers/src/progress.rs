@@ -58,6 +58,9 @@ struct Bars {
     evaluation: Option<indicatif::ProgressBar>,
 }
 
+/// Maximum number of rows and columns of a table that is shown.
+const MAX_SHOWN: usize = 16;
+
 /// Columns of a bar on a wide terminal.
 const BAR: usize = 24;
 
@@ -439,6 +442,10 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
             format!("test after step {step}: test_loss {test_loss:.4}{}", after(metrics))
         }
         Event::Metrics { step, metrics } => format!("after step {step}:{}", after(metrics)),
+        Event::Table { step, name, table } => match table.rows().len().max(table.columns().len()) {
+            0..=MAX_SHOWN => format!("{name} after step {step}:\n{table}"),
+            _ => return None,
+        },
         Event::Data(report) => report.to_string(),
         Event::Checkpoint { step, path, .. } => {
             format!("checkpoint after step {step}: {}", path.display())

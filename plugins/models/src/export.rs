@@ -5,6 +5,7 @@ use std::sync::Arc;
 
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_checkpoint::tools::ForeignLayout;
+use fulgurite_data::{ChatTemplate, TemplateOptions};
 use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
 use serde_json::{Map, Value, json};
@@ -87,6 +88,7 @@ impl Export {
             ));
         }
         export.add_files(directory.as_deref(), tokenizer)?;
+        export.add_chat_template(run.pointer("/data/chat_template").and_then(Value::as_str))?;
         match module {
             "image_classification" => export.add_preprocessor(&config)?,
             _ => export.check_tokenizer(),
@@ -152,6 +154,17 @@ impl Export {
         let has = |name: &str| self.files.iter().any(|(file, _)| file == name);
         if let Some(path) = tokenizer.filter(|path| path.is_file() && !has("tokenizer.json")) {
             self.files.push(("tokenizer.json".to_owned(), read_regular(&path, MAX_FILE)?));
+        }
+        Ok(())
+    }
+
+    /// Writes the template that a run was given as the model's.
+    fn add_chat_template(&mut self, wanted: Option<&str>) -> Result<()> {
+        const NAME: &str = "chat_template.jinja";
+        if let Some(wanted) = wanted {
+            let template = ChatTemplate::open(None, Some(wanted), &TemplateOptions::default())?;
+            self.files.retain(|(name, _)| name != NAME);
+            self.files.push((NAME.to_owned(), template.source().as_bytes().to_vec()));
         }
         Ok(())
     }

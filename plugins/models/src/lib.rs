@@ -40,7 +40,8 @@ pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
 pub use modules::{
-    CausalLm, Embedding, MaskedLm, SequenceClassification, TextGeneration, TokenClassification,
+    CausalLm, Chat, Embedding, MaskedLm, SequenceClassification, TextGeneration,
+    TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -35,6 +35,8 @@ recipes![
     "lora_single",
     "lora_fsdp",
     "qlora",
+    "chat_lora",
+    "chat_fsdp",
     "tensor_parallel",
     "long_context",
     "classification",

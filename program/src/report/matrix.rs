@@ -1,130 +1,104 @@
-//! Confusion matrices: metrics `name/target_prediction` for each pair of classes.
+//! Tables that runs have logged, such as confusion matrices.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
+
+use serde::Deserialize;
 
 use super::chart::short;
 use super::escape::Escaped;
 use super::run::Run;
 
-/// Maximum number of classes in a table.
-const MAX_CLASSES: usize = 40;
+/// Maximum number of rows or columns on the page.
+const MAX_SIZE: usize = 100;
 
-/// A matrix that at least one run has logged.
-pub(super) struct Matrix {
-    /// The metric's name without the cell, with the name of a validation set appended.
-    pub(super) name: String,
-    classes: usize,
-    /// The metric's name for each cell, row by row.
-    cells: Vec<String>,
+/// A table, as its event has it.
+#[derive(Debug, Deserialize)]
+pub(super) struct Table {
+    step: u64,
+    table: Cells,
 }
 
-impl Matrix {
-    /// Whether a metric is a cell of the matrix.
-    pub(super) fn has(&self, metric: &str) -> bool {
-        self.cells.iter().any(|cell| cell == metric)
-    }
+#[derive(Debug, Deserialize)]
+struct Cells {
+    row_kind: String,
+    column_kind: String,
+    rows: Vec<String>,
+    columns: Vec<String>,
+    values: Vec<Vec<Option<f64>>>,
+}
 
-    /// The last values of a run, row by row, and their step; `None` if a cell is missing.
-    fn last(&self, run: &Run) -> Option<(f64, Vec<f64>)> {
-        let points = |cell: &String| run.curves.get(cell)?.points.last().copied();
-        let points: Vec<(f64, f64)> = self.cells.iter().map(points).collect::<Option<_>>()?;
-        let step = points.first()?.0;
-        Some((step, points.into_iter().map(|point| point.1).collect()))
-    }
+/// The last table of each name.
+pub(super) fn tables(run: &Run) -> BTreeMap<String, Table> {
+    let named = |event: &serde_json::Value| {
+        let name = event["name"].as_str()?.to_owned();
+        Some((name, Table::deserialize(event).ok()?))
+    };
+    run.events_of("table").filter_map(named).collect()
+}
 
-    /// The matrix of a run as a table with shaded rows; `None` if the run did not log it.
-    pub(super) fn table(&self, run: &Run, label: &str) -> Option<String> {
-        let (step, values) = self.last(run)?;
-        let mut html = format!(
-            "<figure class=\"chart\"><figcaption>{}</figcaption><p class=\"reading\">{label}, after step {}: \
-             rows are targets, columns predictions</p><div class=\"wide\"><table class=\"matrix\"><tr><th></th>",
-            Escaped(&self.name),
-            short(step)
+/// The table in HTML, with cells shaded by their share of the row.
+pub(super) fn html(name: &str, label: &str, Table { step, table }: &Table) -> String {
+    let mut html = format!(
+        "<figure class=\"chart\"><figcaption>{}</figcaption><p class=\"reading\">{label}, after step {step}: \
+         each row is a {}, each column a {}</p>",
+        Escaped(name),
+        Escaped(&table.row_kind),
+        Escaped(&table.column_kind)
+    );
+    if table.rows.len().max(table.columns.len()) > MAX_SIZE {
+        let _ = write!(
+            html,
+            "<p>{} rows and {} columns: too many to show; <code>events.jsonl</code> has them.</p></figure>\n",
+            table.rows.len(),
+            table.columns.len()
         );
-        for class in 0..self.classes {
-            let _ = write!(html, "<th>{class}</th>");
+        return html;
+    }
+    html += "<div class=\"wide\"><table class=\"matrix\"><tr><th></th>";
+    for column in &table.columns {
+        let _ = write!(html, "<th>{}</th>", Escaped(column));
+    }
+    html += "</tr>";
+    for (name, row) in table.rows.iter().zip(&table.values) {
+        let row: Vec<f64> = row.iter().map(|value| value.unwrap_or(f64::NAN)).collect();
+        let sum: f64 = row.iter().sum();
+        let _ = write!(html, "<tr><th>{}</th>", Escaped(name));
+        for value in &row {
+            let share = if sum > 0.0 { (value / sum).clamp(0.0, 1.0) } else { 0.0 };
+            let _ = write!(
+                html,
+                "<td style=\"background:rgba(68,119,170,{:.2})\" title=\"{:.1} % of the row\">{}</td>",
+                share * 0.7,
+                share * 100.0,
+                short(*value)
+            );
         }
         html += "</tr>";
-        for (target, row) in values.chunks(self.classes).enumerate() {
-            let sum: f64 = row.iter().sum();
-            let _ = write!(html, "<tr><th>{target}</th>");
-            for value in row {
-                let share = if sum > 0.0 { (value / sum).clamp(0.0, 1.0) } else { 0.0 };
-                let _ = write!(
-                    html,
-                    "<td style=\"background:rgba(68,119,170,{:.2})\" title=\"{:.1} % of the row\">{}</td>",
-                    share * 0.7,
-                    share * 100.0,
-                    short(*value)
-                );
-            }
-            html += "</tr>";
-        }
-        html += "</table></div></figure>\n";
-        Some(html)
     }
-}
-
-/// Finds the matrices among these metric names.
-pub(super) fn matrices(names: &BTreeSet<&str>) -> Vec<Matrix> {
-    let mut cells: BTreeMap<String, BTreeMap<(usize, usize), String>> = BTreeMap::new();
-    for metric in names {
-        if let Some((name, cell)) = cell(metric) {
-            cells.entry(name).or_default().insert(cell, (*metric).to_owned());
-        }
-    }
-    let matrix = |(name, cells): (String, BTreeMap<(usize, usize), String>)| {
-        let classes = cells.keys().map(|(target, prediction)| target.max(prediction) + 1).max()?;
-        let is_whole = cells.len() == classes * classes && (2..=MAX_CLASSES).contains(&classes);
-        is_whole.then(|| Matrix { name, classes, cells: cells.into_values().collect() })
-    };
-    cells.into_iter().filter_map(matrix).collect()
-}
-
-/// Splits `name/1_2`, or `name/1_2/set` for a validation set, into name and cell.
-fn cell(metric: &str) -> Option<(String, (usize, usize))> {
-    let mut parts: Vec<&str> = metric.split('/').collect();
-    let place = parts.iter().skip(1).position(|part| pair(part).is_some())? + 1;
-    let cell = pair(parts.remove(place))?;
-    Some((parts.join("/"), cell))
-}
-
-fn pair(part: &str) -> Option<(usize, usize)> {
-    let (target, prediction) = part.split_once('_')?;
-    Some((target.parse().ok()?, prediction.parse().ok()?))
+    html += "</table></div></figure>\n";
+    html
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::report::run::Curve;
 
     #[test]
-    fn matrix_cells_make_one_table() {
-        let mut run = Run::default();
-        for (metric, value) in
-            [("m/0_0", 3.0), ("m/0_1", 1.0), ("m/1_0", 0.0), ("m/1_1", 2.0), ("half/0_1", 1.0)]
-        {
-            let curve = Curve { points: vec![(1.0, 9.0), (5.0, value)], ..Curve::default() };
-            run.curves.insert(metric.to_owned(), curve);
-        }
-        let names = run.curves.keys().map(String::as_str).collect();
-        let found = matrices(&names);
-        assert_eq!(found.len(), 1);
-        assert!(found[0].has("m/1_0") && !found[0].has("half/0_1"));
-        let html = found[0].table(&run, "run").unwrap();
+    fn last_table_is_shaded_by_row() {
+        let event = |step: u64, values: [[u64; 2]; 2]| {
+            serde_json::json!({"event": "table", "step": step, "name": "m", "table": {
+                "row_kind": "target", "column_kind": "prediction",
+                "rows": ["<cat>", "dog"], "columns": ["<cat>", "dog"], "values": values
+            }})
+        };
+        let events = vec![event(1, [[9, 9], [9, 9]]), event(5, [[3, 1], [0, 2]])];
+        let run = Run { events, ..Run::default() };
+        let html = html("m", "run", &tables(&run)["m"]);
         let texts: Vec<&str> =
             html.split("<td").skip(1).filter_map(|cell| cell.split(['>', '<']).nth(1)).collect();
         assert_eq!(texts, ["3", "1", "0", "2"]);
         assert!(html.contains("after step 5") && html.contains("rgba(68,119,170,0.52)"), "{html}");
-        assert!(found[0].table(&Run::default(), "other").is_none());
-    }
-
-    #[test]
-    fn validation_set_is_part_of_the_name() {
-        assert_eq!(cell("val_c/2_10/books"), Some(("val_c/books".to_owned(), (2, 10))));
-        assert_eq!(cell("1_2"), None);
-        assert_eq!(cell("val_loss/books"), None);
+        assert!(html.contains("<th>&lt;cat&gt;</th>"), "{html}");
     }
 }

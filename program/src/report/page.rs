@@ -9,7 +9,7 @@ use serde_json::Value;
 use super::chart::{Series, chart, short};
 use super::checkpoints::{OnDisk, checkpoints, resumed_from};
 use super::escape::Escaped;
-use super::matrix::matrices;
+use super::matrix;
 use super::run::Run;
 use super::settings::settings;
 
@@ -37,6 +37,7 @@ pub(super) fn page(runs: &[Run]) -> String {
     );
     overview(&mut html, runs);
     curves(&mut html, runs);
+    tables(&mut html, runs);
     differences(&mut html, runs);
     memory_and_time(&mut html, runs);
     saved(&mut html, runs);
@@ -167,23 +168,29 @@ fn curves(html: &mut String, runs: &[Run]) {
                   (<code>trainer.loggers</code>).</p>\n";
         return;
     }
-    let matrices = matrices(&names);
-    let in_matrix = |name: &str| matrices.iter().any(|matrix| matrix.has(name));
     let points = |run: &Run, name: &str| run.curves.get(name).map_or(0, |curve| curve.points.len());
     let is_curve = |name: &str| runs.iter().any(|run| points(run, name) > 1);
     let (mut curves, single): (Vec<&str>, Vec<&str>) =
-        names.into_iter().filter(|name| !in_matrix(name)).partition(|name| is_curve(name));
+        names.into_iter().partition(|name| is_curve(name));
     // Losses come first.
     curves.sort_by_key(|name| (!name.contains("loss"), *name));
     charts(html, runs, &curves);
     single_values(html, runs, &single);
-    if matrices.is_empty() {
+}
+
+/// The last tables of each run, such as confusion matrices.
+fn tables(html: &mut String, runs: &[Run]) {
+    let of_runs: Vec<_> = runs.iter().map(matrix::tables).collect();
+    let names: BTreeSet<&String> = of_runs.iter().flatten().map(|(name, _)| name).collect();
+    if names.is_empty() {
         return;
     }
-    *html += "<h3>Confusion matrices</h3>\n<div class=\"charts\">\n";
-    for matrix in &matrices {
-        for (index, run) in runs.iter().enumerate() {
-            *html += &matrix.table(run, &label(runs, index)).unwrap_or_default();
+    *html += "<h3>Tables</h3>\n<div class=\"charts\">\n";
+    for name in names {
+        for (index, tables) in of_runs.iter().enumerate() {
+            if let Some(table) = tables.get(name) {
+                *html += &matrix::html(name, &label(runs, index), table);
+            }
         }
     }
     *html += "</div>\n";

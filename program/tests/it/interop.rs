@@ -8,6 +8,7 @@
 
 use std::path::{Path, PathBuf};
 
+use crate::encoders::{ENCODERS, Encoder, data};
 use crate::models::{decoders, fit, root, run};
 
 /// Trains a decoder on two ranks of `fsdp` without changing its weights, and converts the checkpoint.
@@ -29,15 +30,39 @@ fn trained(decoder: &Path, scratch: &Path) -> PathBuf {
     out
 }
 
+/// As [`trained`], for an encoder.
+fn trained_encoder(encoder: &Encoder, data: &Path) -> PathBuf {
+    let checkpoints = format!("checkpoint.dir={}-checkpoints", encoder.name);
+    let sets = [
+        "trainer.devices=2",
+        "trainer.strategy=fsdp",
+        "data.batch_size=2",
+        "trainer.max_steps=2",
+        "optimizer.lr=0.0",
+        &checkpoints,
+    ];
+    assert_eq!(encoder.fit(data, &sets).len(), 2);
+    let step = data.join(format!("{}-checkpoints/step-00000002", encoder.name));
+    let out = data.join(format!("{}-converted", encoder.name));
+    let (step, to) = (step.to_str().unwrap(), out.to_str().unwrap());
+    let args = ["checkpoint", "convert", step, to, "--to", "hugging-face"].map(str::to_owned);
+    run(env!("CARGO_BIN_EXE_fulgurite"), &args);
+    out
+}
+
 #[test]
 #[ignore = "needs a Python with transformers"]
-fn transformers_loads_trained_decoders() {
+fn transformers_loads_trained_models() {
     let python = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let scratch = tempfile::tempdir().unwrap();
+    let (scratch, data) = (tempfile::tempdir().unwrap(), data());
     let mut args = vec![root().join("tests/interop/transformers_logits.py")];
     for decoder in decoders() {
         args.push(trained(&decoder, scratch.path()));
         args.push(decoder.join("expected.safetensors"));
+    }
+    for encoder in &ENCODERS {
+        args.push(trained_encoder(encoder, data.path()));
+        args.push(encoder.fixture().join("expected.safetensors"));
     }
     let args: Vec<String> = args.iter().map(|path| path.to_str().unwrap().to_owned()).collect();
     let [compared, _] = run(python, &args);

@@ -5,7 +5,11 @@ mod bench_checkpoint;
 mod bench_mpi;
 mod bench_steps;
 mod book;
+#[cfg(feature = "models")]
+mod chat;
 mod checkpoint;
+#[cfg(feature = "models")]
+mod encoders;
 #[cfg(feature = "models")]
 mod generate;
 #[cfg(feature = "models")]

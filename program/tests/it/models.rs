@@ -56,12 +56,22 @@ pub(crate) fn fit(decoder: &Path, scratch: &Path, sets: &[&str]) -> Vec<f64> {
         format!("trainer.default_root_dir={}", scratch.display()),
         "trainer.loggers=[]".to_owned(),
     ];
-    let sets = own.into_iter().chain(sets.iter().map(|&set| set.to_owned()));
-    let sets = sets.flat_map(|set| ["--set".to_owned(), set]);
-    let fit = ["fit", "--output", "json"].map(str::to_owned);
-    let args: Vec<String> = fit.into_iter().chain(sets).collect();
-    let [stdout, _] = run(env!("CARGO_BIN_EXE_fulgurite"), &args);
-    let events = stdout.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    losses_of(scratch, own.iter().map(String::as_str).chain(sets.iter().copied()))
+}
+
+/// Runs `fulgurite fit` with these settings in a folder, and returns the loss of each step.
+#[track_caller]
+pub(crate) fn losses_of<'a>(dir: &Path, sets: impl Iterator<Item = &'a str>) -> Vec<f64> {
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["fit", "--output", "json"])
+        .args(sets.flat_map(|set| ["--set", set]))
+        .env("OMP_NUM_THREADS", "1")
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    let said = [output.stdout, output.stderr].map(|text| String::from_utf8(text).unwrap());
+    assert!(output.status.success(), "{}\n{}", said[0], said[1]);
+    let events = said[0].lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
     events.filter_map(|event| event["train_loss"].as_f64()).collect()
 }
 
@@ -102,7 +112,7 @@ fn losses(
 }
 
 #[track_caller]
-fn assert_close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
+pub(crate) fn assert_close(what: &str, found: &[f64], expected: &[f64], tolerance: f64) {
     let close = |(a, b): (&f64, &f64)| (a - b).abs() <= tolerance * a;
     assert!(expected.iter().zip(found).all(close), "{what}: {found:?}, expected {expected:?}");
 }

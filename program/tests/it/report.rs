@@ -127,12 +127,15 @@ fn page(files: &[(&str, &str)]) -> String {
 
 #[test]
 fn single_values_and_matrices_are_tables() {
-    let metrics = "{\"step\":1,\"train_loss\":3,\"c/0_0\":1,\"c/0_1\":0,\"c/1_0\":0,\"c/1_1\":4}\n\
-                   {\"step\":2,\"train_loss\":2}\n{\"step\":2,\"test_acc\":0.5}\n";
+    let metrics = "{\"step\":1,\"train_loss\":3}\n{\"step\":2,\"train_loss\":2}\n{\"step\":2,\"test_acc\":0.5}\n";
+    let table = "{\"event\":\"table\",\"step\":2,\"name\":\"val_confusion\",\"table\":{\"row_kind\":\"target\",\
+                 \"column_kind\":\"prediction\",\"rows\":[\"cat\",\"dog\"],\"columns\":[\"cat\",\"dog\"],\
+                 \"values\":[[1,0],[0,4]]}}\n";
     let one_point = "{\"step\":7,\"train_loss\":3}\n";
     let html = page(&[
         ("version_0/config.toml", "seed = 1"),
         ("version_0/metrics.jsonl", metrics),
+        ("version_0/events.jsonl", table),
         ("version_1/config.toml", "seed = 2"),
         ("version_1/metrics.jsonl", one_point),
     ]);
@@ -141,7 +144,7 @@ fn single_values_and_matrices_are_tables() {
     assert!(html.contains("<path class=\"c1 dot\" data-name=\"version_1\""), "{html}");
     assert!(html.contains("<td>test_acc</td><td>0.5 (step 2)</td>"), "{html}");
     assert_eq!(html.matches("class=\"matrix\"").count(), 1, "{html}");
-    assert!(!html.contains("c/0_1"), "{html}");
+    assert!(html.contains("<tr><th>dog</th>"), "{html}");
 }
 
 #[test]

@@ -127,12 +127,18 @@ fn metrics(root: &Path) -> BTreeMap<String, Vec<f64>> {
 fn assert_same_on_two_ranks(module: &str, keys: &[&str], metric: &str) {
     let dir = folder();
     let mut expected: Option<BTreeMap<String, Vec<f64>>> = None;
-    for (ranks, strategy) in [(1, "single_device"), (2, "ddp"), (2, "fsdp")] {
-        let root = format!("{strategy}-{ranks}");
+    let tensor_parallel = "{type='model_parallel',tensor_parallel_size=2,parallelize='llama'}";
+    for (i, (ranks, strategy)) in
+        [(1, "single_device"), (2, "ddp"), (2, "fsdp"), (2, tensor_parallel)]
+            .into_iter()
+            .enumerate()
+    {
+        let root = format!("run-{i}");
         let mut all = sets(keys);
+        let samples = if strategy == tensor_parallel { 8 } else { 8 / ranks };
         all.extend([
             format!("module.type={module}"),
-            format!("data.batch_size={}", 8 / ranks),
+            format!("data.batch_size={samples}"),
             format!("trainer.default_root_dir={root}"),
             format!("trainer.devices={ranks}"),
             format!("trainer.strategy={strategy}"),
@@ -292,7 +298,7 @@ fn predictions_name_rows_and_classes() {
 
     let other = run(dir.path(), &["predict", "--output-file", "out.xlsx"], &sets(&keys));
     let text = String::from_utf8_lossy(&other.stderr).into_owned();
-    assert_snapshot!(text.trim(), @"error: out.xlsx: predictions are written to files named .safetensors, .jsonl or .csv");
+    assert_snapshot!(text.trim(), @"error: out.xlsx: predictions are written to files named .safetensors, .jsonl, .csv or .parquet");
 }
 
 /// PEFT's classes for a task read the adapter, with its head.

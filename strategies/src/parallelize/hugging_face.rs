@@ -63,10 +63,13 @@ impl HuggingFacePlan {
             return names.iter().map(|(p, name)| Ok((path(p), style(name)?))).collect();
         }
         let mut names = LLAMA.to_vec();
-        let gate = path("layers.*.mlp.gate_proj");
-        if !model.modules().keys().any(|path| glob_match(&gate, path)) {
-            names.retain(|(pattern, _)| !pattern.ends_with("gate_proj"));
-        }
+        let has = |pattern: &str| {
+            let pattern = path(pattern);
+            model.modules().keys().any(|path| glob_match(&pattern, path))
+        };
+        names.retain(|(pattern, _)| {
+            !(pattern.ends_with("gate_proj") || *pattern == "lm_head") || has(pattern)
+        });
         let embedding = path("embed_tokens.weight");
         let head = path("lm_head.weight");
         if model.aliases().any(|tied| tied == (&*head, &*embedding)) {

@@ -11,10 +11,11 @@ use serde::{Deserialize, Serialize};
 
 use super::plan::{beside, inside, parallelize};
 
-/// `parallelize = "llama"`: for decoders with the module names of Hugging Face's Llama.
+/// `parallelize = "llama"`: for models with the module names of Hugging Face's Llama, such as all
+/// of `fulgurite-models`.
 ///
 /// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs. The
-/// head may share the embedding's weight.
+/// head, `lm_head` or `lm_head.decoder`, may share the embedding's weight. Other heads stay whole.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
@@ -22,7 +23,7 @@ use super::plan::{beside, inside, parallelize};
 pub struct LlamaPlan {
     /// Whether each rank holds a part of the sequence between attention and MLP blocks, and
     /// computes norms and dropout on that part. Takes less memory for activations and as much
-    /// communication.
+    /// communication. Only for decoders with `lm_head`.
     pub sequence_parallel: bool,
     /// Whether the logits stay cut over the ranks, with the loss computed on the parts.
     pub loss_parallel: bool,
@@ -53,11 +54,12 @@ const NORMS: [&str; 5] = [
 ];
 
 impl LlamaPlan {
-    /// Builds the plan for a model. Of norms, dropouts, `gate_proj` and `embed_positions` it names
+    /// Builds the plan for a model. Of embeddings, norms, dropouts, `gate_proj` and heads it names
     /// those that the model has.
     ///
     /// # Errors
-    /// With sequence parallelism, if a layer of the decoder has parameters that the plan does not
+    /// With sequence parallelism, if the model has no `lm_head`: another head would take a part of
+    /// the sequence for the whole. With sequence parallelism, if a layer of the decoder has parameters that the plan does not
     /// cover: their gradients would come from a part of the sequence only.
     pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
         let within = |name: &str| inside(&self.prefix, name);
@@ -74,7 +76,27 @@ impl LlamaPlan {
             let pattern = within(name);
             model.modules().keys().any(|path| glob_match(&pattern, path))
         };
-        let mut plan = Plan::new().with(within("embed_tokens"), rowwise);
+        let head_path = beside(&self.prefix, "lm_head");
+        let linear = |path: &str| {
+            model.parameters().iter().any(|p| p.fqn() == format!("{path}.weight"))
+                || model.aliases().any(|(alias, _)| alias == format!("{path}.weight"))
+        };
+        let head_path = [head_path.clone(), format!("{head_path}.decoder")]
+            .into_iter()
+            .find(|path| linear(path));
+        if self.sequence_parallel
+            && !head_path.as_ref().is_some_and(|path| path.ends_with("lm_head"))
+        {
+            return Err(Error::Config(
+                "`trainer.strategy.parallelize.sequence_parallel` is for decoders with `lm_head`, which this model does \
+                 not have; leave it out, or write the plan out (`type = \"plan\"`)"
+                    .to_owned(),
+            ));
+        }
+        let mut plan = Plan::new();
+        if has("embed_tokens") {
+            plan = plan.with(within("embed_tokens"), rowwise);
+        }
         if has("embed_positions") && self.sequence_parallel {
             plan = plan.with(within("embed_positions"), rowwise);
         }
@@ -87,8 +109,10 @@ impl LlamaPlan {
         plan = plan
             .with(within("layers.*.self_attn.o_proj"), rowwise)
             .with(within("layers.*.mlp.up_proj"), colwise)
-            .with(within("layers.*.mlp.down_proj"), rowwise)
-            .with(beside(&self.prefix, "lm_head"), head);
+            .with(within("layers.*.mlp.down_proj"), rowwise);
+        if let Some(path) = head_path {
+            plan = plan.with(path, head);
+        }
         if !self.sequence_parallel {
             return Ok(plan);
         }

@@ -263,6 +263,15 @@ pub trait DataModule: Send + Sync + Sized + 'static {
         &[]
     }
 
+    /// Returns the lengths of the documents in each sequence of a batch, if attention is to keep
+    /// them apart. The trainer puts them in force while the module's step runs.
+    ///
+    /// The default has none.
+    fn documents(batch: &Self::Batch) -> Option<&[Vec<usize>]> {
+        let _ = batch;
+        None
+    }
+
     /// This rank's part of a batch under context parallelism. Cuts every tensor with a sequence
     /// dimension by [`ContextParallel::shard`]. Ranks of a context-parallel group get the same
     /// batch.

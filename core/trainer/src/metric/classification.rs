@@ -2,7 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
-use super::Metric;
+use super::{Metric, MetricTable};
 use crate::{Error, Result};
 use fulgurite_engine::execution::read;
 use fulgurite_nn::{CrossEntropy, predicted_classes};
@@ -83,9 +83,12 @@ impl Metric for Accuracy {
 }
 
 /// Counts how often class `p` was predicted for target class `t`, for all `t` and `p`.
+///
+/// Its value is a [`MetricTable`] of targets and predictions; there are no values by name.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ConfusionMatrix {
     classes: usize,
+    names: Option<Vec<String>>,
     /// `[target, prediction]`.
     counts: Vec<f64>,
 }
@@ -103,7 +106,23 @@ impl ConfusionMatrix {
         for (prediction, target) in pairs(logits, targets, CrossEntropy::default())? {
             counts[target as usize * classes + prediction as usize] += 1.0;
         }
-        Ok(Self { classes, counts })
+        Ok(Self { classes, names: None, counts })
+    }
+
+    /// Sets the names of the classes; without them classes have their numbers.
+    ///
+    /// # Errors
+    /// If there is not one name for each class.
+    pub fn with_names(mut self, names: &[String]) -> Result<Self> {
+        if names.len() != self.classes {
+            return Err(Error::other(format!(
+                "a confusion matrix of {} classes takes a name for each, got {}",
+                self.classes,
+                names.len()
+            )));
+        }
+        self.names = Some(names.to_vec());
+        Ok(self)
     }
 }
 
@@ -118,12 +137,14 @@ impl Metric for ConfusionMatrix {
         right / state.iter().sum::<f64>()
     }
 
-    /// Each count, as `name/target_prediction`.
-    fn compute_all(&self, name: &str, state: &[f64]) -> Vec<(String, f64)> {
-        let cell = |(i, count): (usize, &f64)| {
-            (format!("{name}/{}_{}", i / self.classes, i % self.classes), *count)
-        };
-        state.iter().enumerate().map(cell).collect()
+    fn compute_all(&self, _: &str, _: &[f64]) -> Vec<(String, f64)> {
+        Vec::new()
+    }
+
+    fn table(&self, state: &[f64]) -> Result<Option<MetricTable>> {
+        let numbers = || (0..self.classes).map(|class| class.to_string()).collect();
+        let names = self.names.clone().unwrap_or_else(numbers);
+        MetricTable::new(["target", "prediction"], &names, &names, state).map(Some)
     }
 }
 
@@ -291,7 +312,9 @@ mod tests {
         assert_eq!(state[..4], [2.0, 1.0, 0.0, 0.0]);
         assert_eq!((state[4..8].to_vec(), state[8 + 1]), (vec![1.0, 1.0, 0.0, 0.0], 1.0));
         assert_eq!(matrix.compute(&state), 0.5);
-        assert_eq!(matrix.compute_all("m", &state)[4], ("m/1_0".to_owned(), 1.0));
+        let table = matrix.table(&state).unwrap().unwrap();
+        assert_eq!((table.row(1), table.columns()[3].as_str()), (&state[4..8], "3"));
+        assert!(matrix.with_names(&["one".to_owned()]).is_err());
         assert!(Precision::of(&logits, &targets, Average::Class(4)).is_err());
     }
 

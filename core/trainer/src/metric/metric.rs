@@ -5,6 +5,7 @@ use std::fmt::Debug;
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
+use super::MetricTable;
 use crate::Result;
 
 /// The state of a metric over some samples: values that merge with the states of other samples.
@@ -51,6 +52,17 @@ pub trait Metric: Debug + Send + Sync {
     /// with.
     fn compute_all(&self, name: &str, state: &[f64]) -> Vec<(String, f64)> {
         vec![(name.to_owned(), self.compute(state))]
+    }
+
+    /// Returns the metric's value as a table, for a metric that has one beside its values.
+    ///
+    /// Tables are shown on the terminal and in reports. The default has none.
+    ///
+    /// # Errors
+    /// If the state does not fit the table.
+    fn table(&self, state: &[f64]) -> Result<Option<MetricTable>> {
+        let _ = state;
+        Ok(None)
     }
 }
 

@@ -22,9 +22,11 @@ mod classification;
 #[expect(clippy::module_inception, reason = "the trait is the module's subject")]
 mod metric;
 mod ranking;
+mod table;
 mod values;
 
 pub use classification::{Accuracy, Average, ConfusionMatrix, F1Score, Precision, Recall};
 pub use metric::{Merge, Metric};
 pub use ranking::Auroc;
+pub use table::MetricTable;
 pub use values::{Max, Mean, MeanSquaredError, Min, Perplexity, Sum};

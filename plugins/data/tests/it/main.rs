@@ -1,5 +1,7 @@
 //! Text as training data.
 
+mod chat;
+mod chat_interop;
 mod definition;
 #[cfg(feature = "images")]
 mod images;

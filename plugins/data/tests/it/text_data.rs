@@ -133,6 +133,33 @@ proptest! {
 }
 
 #[test]
+fn separate_documents_have_their_lengths() {
+    let dir = folder(&[("x.txt", b"ab\ncd\nefghij\n")]);
+    let config = TextDataConfig {
+        validation_fraction: Some(0.0),
+        separate_documents: true,
+        ..plain(DataKind::Lines, dir.path(), 6)
+    };
+    let data = setup(&config);
+    let batch = data.batch(Split::Train, &[0, 1], &Device::Cpu).unwrap();
+    let end = 256;
+    assert_eq!(inputs(&batch), [[97, 98, end, 99, 100, end], [101, 102, 103, 104, 105, 106]]);
+    assert_eq!(batch.targets.to_vec2::<i64>().unwrap()[0], [98, 256, -100, 100, 256, -100]);
+    assert_eq!(TextData::documents(&batch), Some([vec![3, 3], vec![6]].as_slice()));
+    let joined = setup(&TextDataConfig { separate_documents: false, ..config });
+    let batch = joined.batch(Split::Train, &[0], &Device::Cpu).unwrap();
+    assert_eq!(
+        (TextData::documents(&batch), batch.targets.to_vec2::<i64>().unwrap()[0][2]),
+        (None, 99)
+    );
+
+    let tokens = folder(&[("x.bin", &u16s(0..9))]);
+    let config =
+        TextDataConfig { separate_documents: true, ..plain(DataKind::Tokens, tokens.path(), 4) };
+    insta::assert_snapshot!(error(&tokens, &config), @"data.separate_documents needs the token that ends a document: for token files data.tokenizer says it, and is missing");
+}
+
+#[test]
 fn steps_take_the_samples_in_order() {
     let dir = folder(&[("x.bin", &u16s(0..200))]);
     let config =
@@ -261,7 +288,7 @@ fn configured_by_toml() {
 
     let error = |text| toml::from_str::<TextDataConfig>(text).unwrap_err().message().to_owned();
     insta::assert_snapshot!(error("path = 3"), @"expected a path or a list of paths");
-    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `on_error`, `tokenizer`, `eos_token`, `add_bos_token`, `bos_token`, `cache_dir`, `seq_len`, `stride`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
+    insta::assert_snapshot!(error("sequence = 3"), @"unknown field `sequence`, expected one of `type`, `path`, `mixture`, `text_key`, `on_error`, `tokenizer`, `eos_token`, `add_bos_token`, `bos_token`, `cache_dir`, `seq_len`, `stride`, `separate_documents`, `batch_size`, `shuffle`, `validation_fraction`, `validation_path`, `validation_sets`, `token_dtype`, `vocab_size`");
     insta::assert_snapshot!(error("type = \"csv\""), @"unknown variant `csv`, expected one of `text`, `tokens`, `lines`, `jsonl`, `parquet`");
 }
 

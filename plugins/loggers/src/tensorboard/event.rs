@@ -69,6 +69,14 @@ pub(super) fn histogram(tag: &str, histogram: &Histogram) -> Message {
     tagged(tag).message(5, proto)
 }
 
+/// A picture in PNG.
+pub(super) fn picture(tag: &str, [width, height]: [u32; 2], png: &[u8]) -> Message {
+    const RGB: u64 = 3;
+    let picture =
+        Message::new().int(1, u64::from(height)).int(2, u64::from(width)).int(3, RGB).bytes(4, png);
+    tagged(tag).message(4, picture)
+}
+
 /// The start of a session of the plugin `hparams`, with the hyper-parameters by dotted name.
 pub(super) fn session_start(time: f64, params: &Table) -> Message {
     let mut flat = Vec::new();

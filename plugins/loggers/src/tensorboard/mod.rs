@@ -4,6 +4,7 @@
 //! encodes them.
 
 mod event;
+mod heat_map;
 mod protobuf;
 mod record;
 
@@ -14,13 +15,14 @@ use std::path::{Path, PathBuf};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use fulgurite_error::{Error, Result};
+use fulgurite_trainer::metric::MetricTable;
 use fulgurite_trainer::trainer::{Histogram, Logger, LoggerConfig, RunStatus};
 use serde::{Deserialize, Serialize};
 
 use self::protobuf::Message;
 
 /// `trainer.loggers = ["tensorboard"]`: an event file in the run's directory, with scalars, texts,
-/// histograms, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs`
+/// histograms, tables as pictures, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs`
 /// shows every run below that directory, also while it runs: each event is written at once and
 /// whole.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
@@ -127,6 +129,13 @@ impl Logger for TensorboardLogger {
 
     fn log_histogram(&mut self, name: &str, histogram: &Histogram, step: u64) -> Result<()> {
         self.log(step, [event::histogram(name, histogram)])
+    }
+
+    /// Writes the table as a picture, with its numbers as the text `NAME/numbers`.
+    fn log_table(&mut self, name: &str, table: &MetricTable, step: u64) -> Result<()> {
+        let picture = heat_map::heat_map(table)?;
+        let numbers = event::text(&format!("{name}/numbers"), &table.to_markdown());
+        self.log(step, [event::picture(name, picture.size, &picture.png), numbers])
     }
 
     /// Writes a session start. TensorBoard then drops later steps in other files of the directory,

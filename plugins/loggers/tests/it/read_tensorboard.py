@@ -21,6 +21,9 @@ for scalar, value in zip(scalars, expected):
     assert math.isclose(scalar.value, value, rel_tol=1e-6), (scalar, value)
 assert [s.step for s in accumulator.Scalars("val_loss")] == [3]
 assert math.isnan(accumulator.Scalars("nan")[0].value)
+[picture] = accumulator.Images("val_confusion")
+assert (picture.step, picture.width, picture.height) == (20, 96, 48), picture
+assert picture.encoded_image_string.startswith(b"\x89PNG")
 print("scalars:", accumulator.Tags())
 
 

@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use fulgurite_core::metric::MetricTable;
 use fulgurite_core::trainer::{Histogram, LoggerConfig as _, RunStatus};
 use fulgurite_loggers::TensorboardConfig;
 
@@ -43,6 +44,9 @@ fn write(root: &Path) {
     logger.log_text("sample", "*Once* upon ü", 20).unwrap();
     let values = (0..1000).map(|i| f64::from(i) / 100.0 - 5.0);
     logger.log_histogram("weights", &Histogram::of_values(values), 20).unwrap();
+    let names = ["cat".to_owned(), "dog".to_owned()];
+    let table = MetricTable::new(["target", "prediction"], &names, &names, &[3.0, 1.0, 0.0, 2.0]);
+    logger.log_table("val_confusion", &table.unwrap(), 20).unwrap();
     logger.finalize(RunStatus::Success).unwrap();
 }
 

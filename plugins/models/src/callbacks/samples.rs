@@ -7,11 +7,12 @@ use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks};
 use serde::{Deserialize, Serialize};
 
+use crate::decoder::Decoder;
 use crate::generation::{Generation, GenerationRanks, Generator, Prompt, Sampling};
-use crate::modules::CausalLm;
+use crate::modules::{CausalLm, Chat};
 
-/// Prints answers to fixed prompts every some steps of a training of `causal_lm`, and logs them as
-/// the text `samples`: `{ type = "samples", prompts = ["Once upon a time"] }`. All ranks generate
+/// Prints answers to fixed prompts every some steps of a training of `causal_lm` or `chat`, and logs
+/// them as the text `samples`: `{ type = "samples", prompts = ["Once upon a time"] }`. All ranks generate
 /// the same answers. The data needs a tokenizer. Loggers get the answers of steps that are logged
 /// (`trainer.log_every_n_steps`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
@@ -83,12 +84,12 @@ impl Hooks for Samples {
     fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         let wrong =
             |message: &str| Error::Config(format!("`trainer.callbacks`, samples: {message}"));
-        let (module, tokenizer) = parts(ctx)?;
+        let (decoder, tokenizer) = parts(ctx)?;
         let mut prompts = Vec::with_capacity(self.config.prompts.len());
         for (index, text) in (0..).zip(&self.config.prompts) {
             let start = tokenizer.start_of_text().into_iter();
             let ids: Vec<u32> = start.chain(tokenizer.encode(text)?).collect();
-            let problem = module.model().prompt_problem(&ids, self.config.max_new_tokens);
+            let problem = decoder.prompt_problem(&ids, self.config.max_new_tokens);
             if let Some(problem) = problem {
                 return Err(wrong(&format!("prompt {index}: {problem}")));
             }
@@ -105,13 +106,13 @@ impl Hooks for Samples {
         if !ctx.step.is_multiple_of(self.config.every_n_steps.get()) {
             return Ok(());
         }
-        let (module, tokenizer) = parts(ctx)?;
+        let (decoder, tokenizer) = parts(ctx)?;
         let mut generation = self.config.generation(ctx.seed);
         generation.end_tokens = tokenizer.end_of_text().into_iter().collect();
         let answers = {
             let _scope = ctx.fabric().forward_scope(false, ctx.step, 0);
             Generator {
-                decoder: module.model(),
+                decoder,
                 generation: &generation,
                 tokenizer: Some(tokenizer),
                 ranks: Some(GenerationRanks::of(ctx.fabric())),
@@ -131,14 +132,19 @@ impl Hooks for Samples {
     }
 }
 
-/// The module and the tokenizer of a training.
-fn parts<'c>(ctx: &'c HookContext) -> Result<(&'c CausalLm, &'c Tokenizer)> {
+/// The decoder and the tokenizer of a training.
+fn parts<'c>(ctx: &'c HookContext) -> Result<(&'c Decoder, &'c Tokenizer)> {
     let wrong = |message: &str| Error::Config(format!("`trainer.callbacks`, samples: {message}"));
+    if let (Some(module), Some(data)) = (ctx.module::<Chat>(), ctx.data_of::<Chat>()) {
+        return Ok((module.model(), data.tokenizer()));
+    }
     let (Some(module), Some(data)) = (ctx.module::<CausalLm>(), ctx.data_of::<CausalLm>()) else {
-        return Err(wrong("the callback is for trainings with `module.type` = \"causal_lm\""));
+        return Err(wrong(
+            "the callback is for trainings with `module.type` = \"causal_lm\" or \"chat\"",
+        ));
     };
     match data.tokenizer() {
-        Some(tokenizer) => Ok((module, tokenizer)),
+        Some(tokenizer) => Ok((module.model(), tokenizer)),
         None => Err(wrong("the data has no tokenizer; name one with `data.tokenizer`")),
     }
 }

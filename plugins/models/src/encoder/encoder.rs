@@ -203,9 +203,14 @@ impl Embeddings {
 /// The learned positions of tokens, `[batch or 1, time]`. From 1 on, padding is at the position
 /// before the first one, and is not counted, as in RoBERTa.
 fn position_ids(ids: &Tensor, mask: Option<&Tensor>, first: usize) -> Result<Tensor> {
-    let (_, time) = ids.dims2()?;
+    let (batch, time) = ids.dims2()?;
     let first = first as u32;
     match mask.filter(|_| first > 0) {
+        None if mask.is_none()
+            && let Some(documents) = Documents::in_force(batch, time)? =>
+        {
+            Ok((documents.positions(ids.device())? + f64::from(first))?)
+        }
         None => {
             let positions: Vec<u32> = (first..first + time as u32).collect();
             Ok(Tensor::from_vec(positions, (1, time), ids.device())?)

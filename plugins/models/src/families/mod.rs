@@ -125,10 +125,12 @@ pub const FAMILIES: &[Family] = &[
 pub(crate) fn class_name(model_type: &str, module: &str) -> Option<String> {
     let class = FAMILIES.iter().find(|family| family.model_type == model_type)?.class;
     let task = match module {
-        "causal_lm" if class == "Gemma3Text" => return Some("Gemma3ForCausalLM".to_owned()),
+        "causal_lm" | "chat" if class == "Gemma3Text" => {
+            return Some("Gemma3ForCausalLM".to_owned());
+        }
         "token_classification" if ["Gemma3Text", "Olmo2"].contains(&class) => return None,
-        "causal_lm" if class == "GPT2" => "LMHeadModel",
-        "causal_lm" => "ForCausalLM",
+        "causal_lm" | "chat" if class == "GPT2" => "LMHeadModel",
+        "causal_lm" | "chat" => "ForCausalLM",
         "masked_lm" => "ForMaskedLM",
         "sequence_classification" => "ForSequenceClassification",
         "token_classification" => "ForTokenClassification",

@@ -13,7 +13,7 @@ use fulgurite_trainer::metric::{Accuracy, Perplexity};
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
 use crate::config::ModelConfig;
-use crate::decoder::{Decoder, DecoderConfig};
+use crate::decoder::Decoder;
 use crate::weights::MappedSource;
 
 /// A language model that predicts the next token: any decoder of this crate on [`TextData`].
@@ -42,16 +42,8 @@ impl LightningModule for CausalLm {
     }
 
     fn configure_from_data(config: &mut ModelConfig, data: &TextData) -> Result<()> {
-        config.read_file()?;
-        if !config.has("vocab_size")
-            && let Some(tokens) = data.vocab_size()
-        {
-            // Padding lets tensor-parallel ranks divide the vocabulary evenly.
-            config.set("vocab_size", tokens.next_multiple_of(8))?;
-        }
-        let decoder = config.decoder()?;
-        config.describe()?.warn_of_dropout();
-        check_data(config, &decoder, data)
+        let largest = data.largest_first_id() as usize + 1;
+        fit_to_tokens(config, data.seq_len(), (data.vocab_size(), largest))
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
@@ -89,11 +81,25 @@ impl LightningModule for CausalLm {
 
 impl<D> Hooks<D> for CausalLm {}
 
-/// Checks that the data's sequences and ids fit the model.
-fn check_data(config: &ModelConfig, decoder: &DecoderConfig, data: &TextData) -> Result<()> {
+/// Sets the vocabulary of a new model, and checks that the data's sequences and ids fit the model.
+/// `ids` is the exclusive upper bound of the ids, if it is known, and one by the ids read so far.
+pub(super) fn fit_to_tokens(
+    config: &mut ModelConfig,
+    seq_len: usize,
+    ids: (Option<usize>, usize),
+) -> Result<()> {
+    config.read_file()?;
+    if !config.has("vocab_size")
+        && let Some(tokens) = ids.0
+    {
+        // Padding lets tensor-parallel ranks divide the vocabulary evenly.
+        config.set("vocab_size", tokens.next_multiple_of(8))?;
+    }
+    let decoder = config.decoder()?;
+    config.describe()?.warn_of_dropout();
     let wrong =
         |key: &str, message: String| Err(Error::Config(format!("`model.{key}`: {message}")));
-    let (seq_len, positions) = (data.seq_len(), decoder.max_positions);
+    let positions = decoder.max_positions;
     if seq_len > positions {
         let message = format!("must be at least data.seq_len = {seq_len}, found {positions}");
         return wrong(
@@ -101,7 +107,7 @@ fn check_data(config: &ModelConfig, decoder: &DecoderConfig, data: &TextData) ->
             message,
         );
     }
-    let ids = data.vocab_size().unwrap_or(data.largest_first_id() as usize + 1);
+    let ids = ids.0.unwrap_or(ids.1);
     if decoder.vocab_size < ids {
         let message = format!(
             "must be above the data's ids, which go up to {}, found {}; or are data.path, data.token_dtype or \

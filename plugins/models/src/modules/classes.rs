@@ -2,13 +2,19 @@
 
 use std::collections::BTreeMap;
 
+use candle_core::Tensor;
 use fulgurite_error::{Error, Result};
+use fulgurite_trainer::metric::ConfusionMatrix;
+use fulgurite_trainer::trainer::StepContext;
 use serde_json::{Map, Value};
 
 use crate::config::{ModelConfig, Reader};
 
 /// The keys of `[model]` that classifications take.
 pub(super) const KEYS: &[&str] = &["num_labels", "id2label", "problem_type"];
+
+/// A confusion matrix of more classes is not logged.
+const MAX_IN_MATRIX: usize = 100;
 
 /// The classes of the data.
 pub(super) struct DataClasses<'a> {
@@ -129,6 +135,23 @@ pub(super) fn settle(config: &mut ModelConfig, data: &DataClasses<'_>) -> Result
         }
     };
     config.set("num_labels", final_count)
+}
+
+/// Logs `val_confusion`, unless there are more than [`MAX_IN_MATRIX`] classes.
+///
+/// # Errors
+/// As [`ConfusionMatrix::of`].
+pub(super) fn log_confusion(
+    ctx: &mut StepContext,
+    names: Option<&[String]>,
+    (logits, targets): (&Tensor, &Tensor),
+) -> Result<()> {
+    if logits.dims().last().is_some_and(|classes| *classes <= MAX_IN_MATRIX) {
+        let matrix = ConfusionMatrix::of(logits, targets)?;
+        let matrix = names.map_or(Ok(matrix.clone()), |names| matrix.with_names(names))?;
+        ctx.log("val_confusion", matrix);
+    }
+    Ok(())
 }
 
 /// The model's class of each class of the data.

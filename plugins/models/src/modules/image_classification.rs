@@ -25,7 +25,7 @@ const MAX_CONFIG: u64 = 1 << 20;
 /// A model that classifies pictures: a Vision Transformer on [`ImageFolder`].
 ///
 /// Pixels from 0 to 1 are normalised by `model.image_mean` and `model.image_std`. Validation logs
-/// `val_accuracy` and `val_f1` (macro).
+/// `val_accuracy`, `val_f1` (macro) and the table `val_confusion`.
 #[derive(Debug)]
 pub struct ImageClassification {
     encoder: Encoder,
@@ -195,6 +195,7 @@ impl LightningModule for ImageClassification {
         let (logits, targets) = (self.forward(&batch.images)?, self.targets(batch)?);
         ctx.log("val_accuracy", Accuracy::of(&logits, &targets)?);
         ctx.log("val_f1", F1Score::of(&logits, &targets, Average::Macro)?);
+        classes::log_confusion(ctx, self.names.as_deref(), (&logits, &targets))?;
         cross_entropy(&logits, &targets)
     }
 

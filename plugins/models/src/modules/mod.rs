@@ -4,6 +4,7 @@
 //! |---|---|---|---|
 //! | `"causal_lm"` | [`CausalLm`] | decoders | `TextData` |
 //! | `"text_generation"` | [`TextGeneration`], for predictions | decoders | `Prompts` |
+//! | `"chat"` | [`Chat`] | decoders | `ChatData` |
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
 //! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
 //! | `"token_classification"` | [`TokenClassification`] | decoders, encoders of text | `LabelledTexts`, `"words"` |
@@ -14,6 +15,7 @@
 //! that the module lacks is left out.
 
 mod causal_lm;
+mod chat;
 mod classes;
 mod common;
 mod embedding;
@@ -26,9 +28,10 @@ mod text_generation;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 7] = [
+pub(crate) const MODULES: [&str; 8] = [
     "causal_lm",
     "text_generation",
+    "chat",
     "masked_lm",
     "sequence_classification",
     "token_classification",
@@ -37,6 +40,7 @@ pub(crate) const MODULES: [&str; 7] = [
 ];
 
 pub use causal_lm::CausalLm;
+pub use chat::Chat;
 pub use embedding::Embedding;
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;

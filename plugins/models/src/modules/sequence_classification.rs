@@ -57,7 +57,7 @@ impl Problem {
 ///
 /// | `model.problem_type` | labels | loss | validation |
 /// |---|---|---|---|
-/// | `"single_label_classification"` | a class | cross entropy | `val_accuracy`, `val_f1` (macro) |
+/// | `"single_label_classification"` | a class | cross entropy | `val_accuracy`, `val_f1` (macro), the table `val_confusion` |
 /// | `"multi_label_classification"` | lists of classes, or of 0.0 and 1.0 | binary cross entropy | `val_accuracy` (all labels right), `val_f1` (macro) |
 /// | `"regression"` | numbers | squared error | `val_mse` |
 #[derive(Debug)]
@@ -294,6 +294,7 @@ impl LightningModule for SequenceClassification {
             Problem::SingleLabel => {
                 ctx.log("val_accuracy", Accuracy::of(&outputs, &targets)?);
                 ctx.log("val_f1", F1Score::of(&outputs, &targets, Average::Macro)?);
+                classes::log_confusion(ctx, self.names.as_deref(), (&outputs, &targets))?;
             }
             Problem::MultiLabel => {
                 let of = |average| LabelSets::of(&outputs, &targets, average);

@@ -1,18 +1,19 @@
 //! Modules on the classifiers of `fixtures/make_models.py`.
 
 use fulgurite::core::checkpoint;
+use fulgurite::core::nn::Documents;
 use fulgurite::core::trainer::LightningModule;
 use fulgurite::prelude::*;
 use fulgurite_data::{Labels, PaddedTexts, TextBatch};
 #[cfg(feature = "images")]
 use fulgurite_models::ImageClassification;
 use fulgurite_models::{
-    Embedding, Export, MaskedLm, ModelConfig, SequenceClassification, TokenClassification,
+    CausalLm, Embedding, Export, MaskedLm, ModelConfig, SequenceClassification, TokenClassification,
 };
 
 use serde_json::json;
 
-use crate::fixtures::{assert_same, fixture, tensors};
+use crate::fixtures::{DECODERS, assert_same, fixture, tensors};
 use crate::transformers::{assert_gradients, config, ids, single};
 
 /// The module with a fixture's weights, as a run starts from them.
@@ -155,6 +156,41 @@ fn heads_come_and_go() {
     other.set("num_labels", 3).unwrap();
     let error = load::<SequenceClassification>(&other, "bert_classes").err().unwrap().to_string();
     assert!(error.contains("classifier.out_proj.weight"), "{error}");
+}
+
+/// The hidden states of ids `[1, time]`.
+type Hidden<'a> = &'a dyn Fn(&Tensor) -> Tensor;
+
+/// Asserts that two documents in one sequence are computed as each alone.
+fn assert_apart(name: &str, ids: &Tensor, hidden: Hidden<'_>) {
+    let (whole, split) = (ids.narrow(0, 0, 1).unwrap(), 5);
+    let length = whole.dim(1).unwrap();
+    let parts = [(0, split), (split, length - split)];
+    let lengths = parts.map(|(_, length)| length);
+    let documents = Documents::of_lengths(&[lengths]).unwrap();
+    let packed = documents.run(|| hidden(&whole));
+    for (start, length) in parts {
+        let alone = hidden(&whole.narrow(1, start, length).unwrap());
+        assert_same(name, &packed.narrow(1, start, length).unwrap(), &alone);
+    }
+}
+
+/// Models whose rotary embedding follows from the length of the sequence are left out.
+#[test]
+fn documents_are_computed_as_if_alone() {
+    for name in DECODERS.into_iter().filter(|name| !["llama_dynamic", "phi3"].contains(name)) {
+        let config = config(name);
+        let (_fabric, module) = load::<CausalLm>(&config, name).unwrap();
+        let ids = ids(&tensors(name, "expected.safetensors")["input_ids"]);
+        assert_apart(name, &ids, &|ids| module.model().hidden(ids).unwrap());
+    }
+    for name in ["bert_masked", "roberta_masked", "modernbert_masked"] {
+        let mut config = config(name);
+        config.set("mask_token_id", 3).unwrap();
+        let (_fabric, module) = load::<MaskedLm>(&config, name).unwrap();
+        let ids = ids(&tensors(name, "expected.safetensors")["input_ids"]);
+        assert_apart(name, &ids, &|ids| module.forward(ids).unwrap());
+    }
 }
 
 /// The loss of pairs by its definition, from the embeddings.

@@ -271,7 +271,7 @@ fn a_model_that_is_not_quite_a_llama() {
     let error = parallelize(r#"{ type = "llama", sequence_parallel = true }"#, true).unwrap_err();
     insta::assert_snapshot!(error, @r#"parameter `model.layers.0.adapter.weight`: is none of the parameters that the plan `llama` knows: with `sequence_parallel = true` its gradient would be that of a part of the sequence. Write the plan out (`type = "plan"`) with a style for its layer, "replicated_with_grad_allreduce" if it computes position by position"#);
     let error = parallelize(r#"{ type = "llama", prefix = "" }"#, false).unwrap_err().to_string();
-    insta::assert_snapshot!(error[..error.find(" The model's").unwrap()], @"module `embed_tokens`: no layer matches this pattern of the plan (`*` is one segment); did you mean `model.embed_tokens`?");
+    insta::assert_snapshot!(error[..error.find(" The model's").unwrap()], @"module `layers.*.self_attn.q_proj`: no layer matches this pattern of the plan (`*` is one segment); did you mean `model.layers.*.self_attn.q_proj`?");
     let error = parallelize(r#"{ type = "hf", units = ["blocks.*"] }"#, false).unwrap_err();
     insta::assert_snapshot!(error, @"module `blocks.*`: no unit matches this pattern (`*` is one segment); there are model.layers.0, model.layers.1");
 }

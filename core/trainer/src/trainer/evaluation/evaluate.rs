@@ -196,6 +196,7 @@ pub(crate) fn evaluate(session: &mut Session, stage: EvaluationStage) -> Result<
         {
             evaluation.metrics.insert(format!("{name}{}", set.suffix), value);
         }
+        table.media.add_suffix(&set.suffix);
         evaluation.batches += set.batches;
         tables.push(table);
     }

@@ -1,5 +1,7 @@
 //! Validation, test and prediction.
 
 pub(crate) mod evaluate;
+#[cfg(feature = "parquet")]
+mod prediction_columns;
 mod prediction_lines;
 pub(crate) mod predictions;

@@ -9,6 +9,8 @@ use std::path::Path;
 use candle_core::{DType, Device, Tensor};
 use serde::{Deserialize, Serialize};
 
+#[cfg(feature = "parquet")]
+use super::prediction_columns::Columns;
 use super::prediction_lines::Lines;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage::with_bytes;
@@ -78,7 +80,8 @@ impl Predictions {
     /// Writes the predictions of all ranks to one file, sorted by sample. Collective.
     ///
     /// The extension chooses the [`PredictionFormat`]. Rank 0 writes the file, which appears only
-    /// when complete. Of another rank's outputs it holds one batch at a time; of a text, all lines.
+    /// when complete. Rank 0 holds one batch of another rank's outputs at a time, but all rows of a
+    /// file other than safetensors.
     /// Returns the number of samples.
     ///
     /// # Errors
@@ -90,12 +93,7 @@ impl Predictions {
         let outlines: Vec<_> = self.batches.iter().map(|batch| self.outline(batch)).collect();
         let all: Vec<Vec<Outline>> = all_gather_object(world, &outlines)?;
         let layout = Layout::of(&all)?;
-        let lines = match format {
-            PredictionFormat::Safetensors => None,
-            PredictionFormat::JsonLines | PredictionFormat::Csv => {
-                Some(Lines::new(format, &layout.row_shape, &self.output_names)?)
-            }
-        };
+        let rows = Rows::new(format, &layout, &self.output_names)?;
         let mut own = self.batches.iter().map(|(_, output)| -> Result<Tensor> {
             Ok(output.to_device(&Device::Cpu)?.flatten_all()?.contiguous()?)
         });
@@ -105,9 +103,9 @@ impl Predictions {
             }
             return Ok(layout.rows.len());
         }
-        let mut writer = match lines {
+        let mut writer = match rows {
             None => Writer::Tensors(layout.create(path)?),
-            Some(lines) => Writer::Text(lines),
+            Some(rows) => Writer::Rows(rows),
         };
         for (rank, outlines) in all.iter().enumerate() {
             for outline in outlines {
@@ -122,15 +120,15 @@ impl Predictions {
                 };
                 match &mut writer {
                     Writer::Tensors(file) => layout.write(file, &outline.samples, &output)?,
-                    Writer::Text(lines) => lines.add(outline, &output)?,
+                    Writer::Rows(rows) => rows.add(outline, &output)?,
                 }
             }
         }
         match writer {
             Writer::Tensors(file) => file.finish()?,
-            Writer::Text(lines) => {
+            Writer::Rows(rows) => {
                 let mut file = Writing::create(path)?;
-                file.write_all(&lines.finish()?)?;
+                rows.finish(&mut file)?;
                 file.finish()?;
             }
         }
@@ -164,6 +162,11 @@ pub enum PredictionFormat {
     /// `.csv`: the columns `sample`, `name`, if the data names its samples, and one for each output
     /// with its name, or `output_0` and so on. For outputs `[n]` and `[n, k]`.
     Csv,
+    /// `.parquet`, with the feature `parquet`: the columns `sample`, `name`, if the data names its
+    /// samples, and one for each output with its name. Outputs `[n]` are the column `output`,
+    /// and outputs `[n, k]` without names the column `outputs` of lists.
+    #[cfg(feature = "parquet")]
+    Parquet,
 }
 
 impl PredictionFormat {
@@ -176,8 +179,16 @@ impl PredictionFormat {
             Some("safetensors") => Ok(Self::Safetensors),
             Some("jsonl" | "ndjson") => Ok(Self::JsonLines),
             Some("csv") => Ok(Self::Csv),
+            #[cfg(feature = "parquet")]
+            Some("parquet") => Ok(Self::Parquet),
+            #[cfg(not(feature = "parquet"))]
+            Some("parquet") => Err(Error::Config(format!(
+                "{}: this program was built without the feature `parquet`; build it with it, or choose a file named \
+                 .safetensors, .jsonl or .csv",
+                path.display()
+            ))),
             _ => Err(Error::Config(format!(
-                "{}: predictions are written to files named .safetensors, .jsonl or .csv",
+                "{}: predictions are written to files named .safetensors, .jsonl, .csv or .parquet",
                 path.display()
             ))),
         }
@@ -187,7 +198,48 @@ impl PredictionFormat {
 /// What writes the rows.
 enum Writer<'a> {
     Tensors(Writing<'a>),
-    Text(Lines),
+    Rows(Rows),
+}
+
+/// The rows of a file that is written at the end.
+enum Rows {
+    Lines(Lines),
+    #[cfg(feature = "parquet")]
+    Columns(Columns),
+}
+
+impl Rows {
+    /// `None` for safetensors, whose rows are written as they come.
+    fn new(format: PredictionFormat, layout: &Layout, names: &[String]) -> Result<Option<Self>> {
+        Ok(match format {
+            PredictionFormat::Safetensors => None,
+            PredictionFormat::JsonLines | PredictionFormat::Csv => {
+                Some(Self::Lines(Lines::new(format, &layout.row_shape, names)?))
+            }
+            #[cfg(feature = "parquet")]
+            PredictionFormat::Parquet => {
+                Some(Self::Columns(Columns::new(layout.dtype, &layout.row_shape, names)?))
+            }
+        })
+    }
+
+    fn add(&mut self, outline: &Outline, output: &Tensor) -> Result<()> {
+        match self {
+            Self::Lines(lines) => lines.add(outline, output),
+            #[cfg(feature = "parquet")]
+            Self::Columns(columns) => columns.add(&outline.samples, &outline.names, output),
+        }
+    }
+
+    fn finish(self, to: &mut Writing<'_>) -> Result<()> {
+        match self {
+            Self::Lines(lines) => to.write_all(&lines.finish()?),
+            #[cfg(feature = "parquet")]
+            Self::Columns(columns) => columns
+                .write(&mut to.file)
+                .map_err(|error| Error::other(format!("writing {}: {error}", to.staged.display()))),
+        }
+    }
 }
 
 /// A batch without its values.

@@ -27,9 +27,10 @@ use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::data::{
     DataModule, DataReport, Loader, SampleOrder, Samples, Split, Workers,
 };
+use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parallel::ContextParallel;
-use fulgurite_nn::Loss;
+use fulgurite_nn::{Documents, Loss};
 
 /// The batches to make.
 pub(crate) struct Loading {
@@ -252,6 +253,12 @@ pub(crate) struct TypedRunner<M: LightningModule> {
     evaluation: Batches<BatchOf<M>>,
 }
 
+/// Puts a batch's documents in force until the guard is dropped.
+fn documents_in_force<M: LightningModule>(batch: &BatchOf<M>) -> Result<Option<ContextGuard>> {
+    let documents = M::Data::documents(batch).map(Documents::of_lengths).transpose()?;
+    Ok(documents.map(|documents| documents.enter()))
+}
+
 /// The batches being made, and the current batch.
 struct Batches<B: Send + 'static> {
     loader: Option<Loader<B>>,
@@ -350,19 +357,26 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
 
     fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunForward) -> Result<Loss> {
         let batch = self.training.take()?;
+        let _documents = documents_in_force::<M>(&batch)?;
         run(&mut || self.module.training_step(&batch, ctx))
     }
 
     fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
-        self.module.validation_step(&self.evaluation.take()?, ctx)
+        let batch = self.evaluation.take()?;
+        let _documents = documents_in_force::<M>(&batch)?;
+        self.module.validation_step(&batch, ctx)
     }
 
     fn test_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
-        self.module.test_step(&self.evaluation.take()?, ctx)
+        let batch = self.evaluation.take()?;
+        let _documents = documents_in_force::<M>(&batch)?;
+        self.module.test_step(&batch, ctx)
     }
 
     fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor> {
-        self.module.predict_step(&self.evaluation.take()?, ctx)
+        let batch = self.evaluation.take()?;
+        let _documents = documents_in_force::<M>(&batch)?;
+        self.module.predict_step(&batch, ctx)
     }
 
     fn output_names(&self) -> Vec<String> {

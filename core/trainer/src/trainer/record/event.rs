@@ -14,6 +14,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use serde::{Deserialize, Deserializer, Serialize};
 
+use crate::metric::MetricTable;
 use crate::profiler::Profile;
 use crate::trainer::record::display::{EvaluationProgress, RunStart};
 use crate::trainer::{Histogram, ItemRate};
@@ -104,6 +105,15 @@ pub enum Event {
         /// The histogram of the values of all ranks.
         histogram: Histogram,
     },
+    /// A metric with a table as its value was logged.
+    Table {
+        /// Number of completed steps.
+        step: u64,
+        /// The metric's name.
+        name: String,
+        /// The table of the samples of all ranks.
+        table: MetricTable,
+    },
     /// The data was opened. The first event.
     Data(DataReport),
     /// The run has resumed from a checkpoint.
@@ -164,7 +174,8 @@ pub enum Event {
 impl Event {
     /// Returns whether loggers write the event.
     pub(crate) fn is_logged(&self) -> bool {
-        matches!(self, Self::Text { .. } | Self::Histogram { .. }) || self.scalars().is_some()
+        matches!(self, Self::Text { .. } | Self::Histogram { .. } | Self::Table { .. })
+            || self.scalars().is_some()
     }
 
     /// Returns the step and the metrics by name, for loggers; `None` for events without metrics.
@@ -192,6 +203,7 @@ impl Event {
             Self::Metrics { step, metrics } => (*step, &[], metrics),
             Self::Text { .. }
             | Self::Histogram { .. }
+            | Self::Table { .. }
             | Self::Data(_)
             | Self::Resume { .. }
             | Self::Profile(_)

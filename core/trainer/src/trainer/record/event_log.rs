@@ -10,7 +10,7 @@ use serde::Serialize;
 use crate::trainer::{Event, EventSink, RunStatus};
 use crate::{Error, Result};
 
-/// Writes the data report, resumes, checkpoints, the profile, the summary, and the outcome of a
+/// Writes the data report, resumes, checkpoints, tables, the profile, the summary, and the outcome of a
 /// run.
 ///
 /// One JSON object per line, in the form of `--output json`. Reports read the file.
@@ -51,6 +51,7 @@ impl EventSink for EventLog {
             Event::Data(_)
             | Event::Resume { .. }
             | Event::Checkpoint { .. }
+            | Event::Table { .. }
             | Event::Profile(_)
             | Event::Summary { .. } => self.write(event),
             _ => Ok(()),

@@ -1,12 +1,11 @@
-//! [`Histogram`], and other logged data than numbers.
+//! [`Histogram`].
 
 use std::collections::BTreeMap;
 
 use candle_core::{DType, Tensor};
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, Result};
-use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
+use crate::Result;
 use fulgurite_engine::execution::read;
 
 /// A distribution of values, logged by
@@ -174,50 +173,6 @@ impl Histogram {
             };
             Bucket { left, right, count }
         })
-    }
-}
-
-/// Texts and histograms that steps and hooks have logged.
-#[derive(Debug, Default)]
-pub(crate) struct Media {
-    pub(crate) texts: Vec<(String, String)>,
-    histograms: BTreeMap<String, Histogram>,
-}
-
-impl Media {
-    /// Merges a histogram with the values logged under its name.
-    pub(crate) fn add_histogram(&mut self, name: &str, histogram: &Histogram) {
-        self.histograms.entry(name.to_owned()).or_default().merge(histogram);
-    }
-
-    /// Merges the histograms over all ranks of `group`. Collective if there are any.
-    ///
-    /// # Errors
-    /// If the ranks have logged different names.
-    pub(crate) fn reduce_histograms(
-        &mut self,
-        group: &dyn ProcessGroup,
-    ) -> Result<BTreeMap<String, Histogram>> {
-        let own = std::mem::take(&mut self.histograms);
-        if own.is_empty() || group.size() == 1 {
-            return Ok(own);
-        }
-        let mut all = all_gather_object(group, &own)?.into_iter();
-        let mut merged = all.next().unwrap_or_default();
-        for histograms in all {
-            if !histograms.keys().eq(merged.keys()) {
-                let names: Vec<&str> = own.keys().map(String::as_str).collect();
-                return Err(Error::other(format!(
-                    "the ranks have logged different histograms, this one {}. All ranks must log \
-                     the same names",
-                    names.join(", ")
-                )));
-            }
-            for (sum, histogram) in merged.values_mut().zip(histograms.values()) {
-                sum.merge(histogram);
-            }
-        }
-        Ok(merged)
     }
 }
 

@@ -12,8 +12,8 @@ use twox_hash::XxHash3_64;
 
 use crate::metric::{Max, Mean, Merge, Metric, Min, Sum};
 use crate::trainer::Histogram;
-use crate::trainer::record::histogram::Media;
 use crate::trainer::record::logged_tensor::LoggedTensor;
+use crate::trainer::record::media::Media;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
@@ -145,7 +145,7 @@ pub(crate) struct LogTable {
     loaded: SavedStates,
     /// The first mistake in a call that cannot return it.
     error: Option<Error>,
-    /// Texts and histograms, logged at once by the step or at an evaluation's end.
+    /// Texts, histograms and tables, logged at once by the step or at an evaluation's end.
     pub(crate) media: Media,
 }
 
@@ -388,6 +388,9 @@ impl LogTable {
                 Stage::Epoch | Stage::Evaluation if entry.on_step => format!("{name}_epoch"),
                 _ => name,
             };
+            if let Some(table) = entry.metric.table(&state)? {
+                self.media.tables.push((name.clone(), table));
+            }
             for (name, value) in entry.metric.compute_all(&name, &state) {
                 if values.contains_key(&name) {
                     return Err(Error::other(format!(

@@ -5,6 +5,7 @@ use std::path::Path;
 
 use toml::Table;
 
+use crate::metric::MetricTable;
 use crate::trainer::{Event, EventSink, Histogram, RunStatus};
 use crate::{Error, Result};
 
@@ -63,6 +64,17 @@ pub trait Logger: Send {
     /// If it cannot be written.
     fn log_histogram(&mut self, name: &str, histogram: &Histogram, step: u64) -> Result<()> {
         let _ = (name, histogram, step);
+        Ok(())
+    }
+
+    /// Logs a table, such as a confusion matrix.
+    ///
+    /// The default drops it: `events.jsonl` in the run's directory has every table.
+    ///
+    /// # Errors
+    /// If it cannot be written.
+    fn log_table(&mut self, name: &str, table: &MetricTable, step: u64) -> Result<()> {
+        let _ = (name, table, step);
         Ok(())
     }
 
@@ -246,6 +258,9 @@ impl EventSink for LoggerSink {
             Event::Text { step, name, text } => each(&|logger| logger.log_text(name, text, *step)),
             Event::Histogram { step, name, histogram } => {
                 each(&|logger| logger.log_histogram(name, histogram, *step))
+            }
+            Event::Table { step, name, table } => {
+                each(&|logger| logger.log_table(name, table, *step))
             }
             Event::Checkpoint { step, path, .. } => each(&|logger| {
                 logger.save()?;

@@ -8,6 +8,7 @@ pub(crate) mod item_rate;
 pub(crate) mod log_table;
 pub(crate) mod logged_tensor;
 pub(crate) mod logger;
+pub(crate) mod media;
 pub(crate) mod meter;
 pub(crate) mod model_summary;
 pub(crate) mod recorder;

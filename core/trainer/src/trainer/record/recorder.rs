@@ -222,7 +222,7 @@ impl Recorder {
         self.log_media(fabric, step, table)
     }
 
-    /// Reports the texts and histograms of a table, if any. Collective if there are histograms.
+    /// Reports the texts, histograms and tables of a table of logged values, if any. Collective if there are histograms.
     pub(crate) fn log_media(
         &mut self,
         fabric: &Fabric,
@@ -233,6 +233,9 @@ impl Recorder {
         let histograms = media.reduce_histograms(&**fabric.world())?;
         for (name, text) in media.texts {
             self.emit(fabric, &Event::Text { step, name, text })?;
+        }
+        for (name, table) in media.tables {
+            self.emit(fabric, &Event::Table { step, name, table })?;
         }
         for (name, histogram) in histograms {
             self.emit(fabric, &Event::Histogram { step, name, histogram })?;

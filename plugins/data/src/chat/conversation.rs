@@ -1,0 +1,183 @@
+//! Rows of several forms as conversations.
+
+use fulgurite_error::Result;
+use minijinja::Value;
+use minijinja::value::ValueKind;
+
+use crate::rows::Place;
+
+/// Columns of rows, in the order in which [`Conversation::of`] takes them.
+pub(super) const COLUMNS: [&str; 11] = [
+    "messages",
+    "conversations",
+    "prompt",
+    "completion",
+    "instruction",
+    "input",
+    "output",
+    "system",
+    "tools",
+    "chosen",
+    "rejected",
+];
+
+/// Roles of messages, with those of ShareGPT.
+const ROLES: [(&str, &str); 13] = [
+    ("system", "system"),
+    ("developer", "developer"),
+    ("user", "user"),
+    ("human", "user"),
+    ("assistant", "assistant"),
+    ("gpt", "assistant"),
+    ("chatgpt", "assistant"),
+    ("model", "assistant"),
+    ("tool", "tool"),
+    ("function", "tool"),
+    ("observation", "tool"),
+    ("ipython", "ipython"),
+    ("function_call", "assistant"),
+];
+
+/// What a row says.
+#[derive(Debug, Clone)]
+pub(super) enum Conversation {
+    /// Messages, for a chat template.
+    Messages {
+        messages: Vec<Value>,
+        /// The messages from here on are answers to learn.
+        from: usize,
+        tools: Value,
+    },
+    /// A text and its continuation, without a template.
+    Plain { prompt: String, completion: String },
+}
+
+impl Conversation {
+    /// Reads the values of a row's [`COLUMNS`].
+    ///
+    /// # Errors
+    /// If the row has none of the forms, or a message is without a role or content.
+    pub(super) fn of(place: &Place, values: &[Value]) -> Result<Self> {
+        let column = |name: &str| {
+            let index = COLUMNS.iter().position(|column| *column == name);
+            index
+                .and_then(|i| values.get(i))
+                .filter(|value| !value.is_undefined() && !value.is_none())
+        };
+        let tools = match column("tools") {
+            None => Value::UNDEFINED,
+            Some(tools) => parsed(place, "tools", tools)?,
+        };
+        let with_system = |mut messages: Vec<Value>| {
+            if let Some(system) = column("system").filter(|system| system.as_str() != Some("")) {
+                messages.insert(0, message("system", system.clone()));
+            }
+            messages
+        };
+        if let Some(list) = column("messages").or_else(|| column("conversations")) {
+            let messages = with_system(messages(place, &parsed(place, "messages", list)?)?);
+            return Ok(Self::Messages { messages, from: 0, tools });
+        }
+        match (column("prompt"), column("completion")) {
+            (Some(prompt), Some(completion)) => {
+                if let (Some(prompt), Some(completion)) = (prompt.as_str(), completion.as_str()) {
+                    let (prompt, completion) = (prompt.to_owned(), completion.to_owned());
+                    return Ok(Self::Plain { prompt, completion });
+                }
+                let mut all = with_system(messages(place, prompt)?);
+                let from = all.len();
+                all.extend(messages(place, completion)?);
+                return Ok(Self::Messages { messages: all, from, tools });
+            }
+            (Some(_), None) => return Err(place.wrong("has a `prompt` and no `completion`")),
+            (None, Some(_)) => return Err(place.wrong("has a `completion` and no `prompt`")),
+            (None, None) => {}
+        }
+        let text = |name: &str| column(name).and_then(|value| value.as_str()).map(str::to_owned);
+        match (text("instruction"), text("output")) {
+            (Some(instruction), Some(output)) => {
+                let input = text("input").filter(|input| !input.is_empty());
+                let question = match input {
+                    Some(input) => format!("{instruction}\n\n{input}"),
+                    None => instruction,
+                };
+                let messages = vec![
+                    message("user", Value::from(question)),
+                    message("assistant", Value::from(output)),
+                ];
+                Ok(Self::Messages { messages: with_system(messages), from: 0, tools })
+            }
+            _ => Err(place.wrong(
+                "is no conversation: expected `messages` (a list of tables with `role` and `content`), `conversations` \
+                 (with `from` and `value`), `prompt` and `completion`, or `instruction` and `output`",
+            )),
+        }
+    }
+}
+
+/// Whether a message is the assistant's.
+pub(super) fn is_answer(message: &Value) -> bool {
+    message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"))
+}
+
+fn message(role: &str, content: Value) -> Value {
+    Value::from_pairs([("role", Value::from(role)), ("content", content)])
+}
+
+/// A value, or the JSON of a text.
+fn parsed(place: &Place, name: &str, value: &Value) -> Result<Value> {
+    match value.as_str() {
+        None => Ok(value.clone()),
+        Some(text) => serde_json::from_str(text).map_err(|error| {
+            place.wrong(format!("has a text as `{name}` that is not JSON: {error}"))
+        }),
+    }
+}
+
+/// A list of messages, with roles and content under the names that templates use.
+pub(super) fn messages(place: &Place, list: &Value) -> Result<Vec<Value>> {
+    if list.kind() != ValueKind::Seq {
+        return Err(place.wrong("has no list of messages where one is expected"));
+    }
+    let items = list.try_iter().map_err(|error| place.wrong(error))?;
+    let all =
+        items.enumerate().map(|(i, item)| one(place, i, &item)).collect::<Result<Vec<_>>>()?;
+    match all.is_empty() {
+        true => Err(place.wrong("has an empty list of messages")),
+        false => Ok(all),
+    }
+}
+
+fn one(place: &Place, i: usize, item: &Value) -> Result<Value> {
+    let attribute = |name: &str| item.get_attr(name).ok().filter(|value| !value.is_undefined());
+    let is_sharegpt = attribute("role").is_none() && attribute("from").is_some();
+    let role = attribute(if is_sharegpt { "from" } else { "role" });
+    let Some(role) = role.as_ref().and_then(|role| role.as_str()) else {
+        return Err(place.wrong(format!("has a message {i} without a `role`")));
+    };
+    let Some((_, name)) = ROLES.iter().find(|(known, _)| *known == role) else {
+        return Err(place.wrong(format!(
+            "has a message {i} of the unknown role {role:?}; the roles are system, developer, user, assistant, tool \
+             and ipython"
+        )));
+    };
+    let content = attribute(if is_sharegpt { "value" } else { "content" });
+    let has_calls = attribute("tool_calls").is_some_and(|calls| calls.is_true());
+    let content = match content {
+        Some(content) if !content.is_none() => content,
+        _ if has_calls => Value::from(""),
+        _ => return Err(place.wrong(format!("has a message {i} without `content`"))),
+    };
+    let mut pairs = vec![("role".to_owned(), Value::from(*name)), ("content".to_owned(), content)];
+    if !is_sharegpt {
+        let keys = item.try_iter().map_err(|error| place.wrong(error))?;
+        for key in keys.filter_map(|key| key.as_str().map(str::to_owned)) {
+            // A null is a column that only other messages have.
+            let value = attribute(&key).filter(|value| !value.is_none());
+            if let Some(value) = value.filter(|_| key != "role" && key != "content") {
+                pairs.push((key, value));
+            }
+        }
+    }
+    Ok(Value::from_pairs(pairs))
+}

@@ -1,0 +1,180 @@
+//! Conversations as token ids, with the tokens to learn.
+
+use std::ops::Range;
+use std::path::Path;
+
+use fulgurite_error::{Error, Result};
+use minijinja::Value;
+
+use super::config::{ChatDataConfig, TrainOn};
+use super::conversation::{Conversation, is_answer};
+use super::template::ChatTemplate;
+use crate::config::AddBosToken;
+use crate::rows::Place;
+use crate::special_tokens::Wanted;
+use crate::tokenizer::Tokenizer;
+
+/// A tokenized conversation.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Encoded {
+    pub(super) ids: Box<[u32]>,
+    /// Whether the model learns to write each token.
+    pub(super) learned: Box<[bool]>,
+}
+
+impl Encoded {
+    /// Leaves out the end, from `len` tokens on.
+    pub(super) fn cut(&mut self, len: usize) {
+        self.ids = self.ids[..len.min(self.ids.len())].into();
+        self.learned = self.learned[..len.min(self.learned.len())].into();
+    }
+
+    /// Whether anything is learned from it: the first token follows nothing.
+    pub(super) fn teaches(&self) -> bool {
+        self.learned.iter().skip(1).any(|learned| *learned)
+    }
+}
+
+/// The text of a conversation, and the bytes to learn.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(super) struct Text {
+    pub(super) text: String,
+    pub(super) learned: Vec<Range<usize>>,
+    /// Whether the text stands between the tokenizer's start and end tokens, of which the end is
+    /// learned.
+    pub(super) is_plain: bool,
+}
+
+/// Renders and tokenizes conversations.
+#[derive(Debug)]
+pub(super) struct ChatEncoder {
+    pub(super) tokenizer: Tokenizer,
+    /// `None` if there is none, and the reason: rows of prompts and completions do without.
+    template: Result<ChatTemplate, String>,
+    train_on: TrainOn,
+}
+
+impl ChatEncoder {
+    pub(super) fn open(config: &ChatDataConfig) -> Result<Self> {
+        let path = config.tokenizer.as_deref().unwrap_or_default();
+        let wanted = Wanted {
+            eos_token: config.eos_token.as_deref(),
+            add_bos_token: AddBosToken::Auto,
+            ..Wanted::default()
+        };
+        let (tokenizer, file) = match path {
+            "bytes" => (Tokenizer::bytes(), None),
+            path => (Tokenizer::open(Path::new(path), wanted)?, Some(Path::new(path))),
+        };
+        let opened = ChatTemplate::open(file, config.chat_template.as_deref(), &config.template()?);
+        let template = match opened {
+            Err(Error::Config(why)) if config.chat_template.is_none() => Err(why),
+            opened => Ok(opened?),
+        };
+        Ok(Self { tokenizer, template, train_on: config.train_on })
+    }
+
+    /// The template, if there is one.
+    pub(super) fn template(&self) -> Option<&ChatTemplate> {
+        self.template.as_ref().ok()
+    }
+
+    /// The text of a row.
+    ///
+    /// # Errors
+    /// If the row is no conversation, has no answer, or the template refuses it.
+    pub(super) fn render(&self, place: &Place, values: &[Value]) -> Result<Text> {
+        let text = match Conversation::of(place, values)? {
+            Conversation::Plain { prompt, completion } => {
+                let text = format!("{prompt}{completion}");
+                let learned = match self.train_on {
+                    TrainOn::All => 0..text.len(),
+                    TrainOn::Answers | TrainOn::Last => prompt.len()..text.len(),
+                };
+                Text { text, learned: vec![learned], is_plain: true }
+            }
+            Conversation::Messages { messages, from, tools } => {
+                let template = self.template.as_ref().map_err(|why| Error::Config(why.clone()))?;
+                let refused = |error: Error| place.wrong(format!("cannot be rendered: {error}"));
+                let rendered = template.render(&messages, &tools, false).map_err(refused)?;
+                let learned = match (self.train_on, rendered.answers) {
+                    (TrainOn::All, _) => Vec::from([0..rendered.text.len()]),
+                    // Marks do not say to which message they belong, so a prompt is rendered for itself.
+                    (TrainOn::Answers, Some(answers)) if from == 0 => answers,
+                    (TrainOn::Last, Some(mut answers)) if from == 0 => {
+                        answers.drain(..answers.len().saturating_sub(1));
+                        answers
+                    }
+                    (train_on, _) => {
+                        let mut wanted: Vec<usize> =
+                            (from..messages.len()).filter(|&i| is_answer(&messages[i])).collect();
+                        if train_on == TrainOn::Last {
+                            wanted.drain(..wanted.len().saturating_sub(1));
+                        }
+                        let conversation = (place, &*messages, &tools);
+                        wanted
+                            .into_iter()
+                            .map(|i| answer(template, conversation, &rendered.text, i))
+                            .collect::<Result<_>>()?
+                    }
+                };
+                Text { text: rendered.text, learned, is_plain: false }
+            }
+        };
+        match text.learned.iter().all(|range| range.is_empty()) {
+            true => Err(place.wrong(
+                "has no answer to learn: no message of the assistant, or an empty one (or a template whose \
+                 {% generation %} marks none)",
+            )),
+            false => Ok(text),
+        }
+    }
+
+    /// The tokens of a text. A token is learned if it has a byte of an answer, as `transformers`
+    /// masks them.
+    ///
+    /// # Errors
+    /// If the tokenizer cannot encode the text.
+    pub(super) fn encode(&self, text: &Text) -> Result<Encoded> {
+        let tokens = self.tokenizer.encode_with_bytes(&text.text)?;
+        let is_learned = |bytes: &Range<usize>| {
+            text.learned
+                .iter()
+                .any(|learned| bytes.start < learned.end && bytes.end > learned.start)
+        };
+        let start = self.tokenizer.start_of_text().filter(|_| text.is_plain);
+        let end = self.tokenizer.end_of_text().filter(|_| text.is_plain);
+        let around = |id: Option<u32>, learned| id.map(|id| (id, learned));
+        let all = around(start, false)
+            .into_iter()
+            .chain(tokens.iter().map(|(id, bytes)| (*id, is_learned(bytes))))
+            .chain(around(end, true));
+        let (ids, learned): (Vec<u32>, Vec<bool>) = all.unzip();
+        Ok(Encoded { ids: ids.into(), learned: learned.into() })
+    }
+}
+
+/// The bytes of message `i` in `whole`: what the template writes behind the prompt for it.
+fn answer(
+    template: &ChatTemplate,
+    (place, messages, tools): (&Place, &[Value], &Value),
+    whole: &str,
+    i: usize,
+) -> Result<Range<usize>> {
+    let refused =
+        |error: Error| place.wrong(format!("cannot be rendered up to message {i}: {error}"));
+    let before = template.render(&messages[..i], tools, true).map_err(refused)?.text;
+    let after = match i + 1 == messages.len() {
+        true => whole.to_owned(),
+        false => template.render(&messages[..=i], tools, false).map_err(refused)?.text,
+    };
+    if after.starts_with(&before) && whole.starts_with(&after) {
+        return Ok(before.len()..after.len());
+    }
+    Err(place.wrong(format!(
+        "has an answer, message {i}, that cannot be found in the text: {} writes the messages up to it differently if \
+         others follow. Take a template that marks answers with {{% generation %}} (data.chat_template), or learn the \
+         last answers only (data.train_on = \"last\")",
+        template.name()
+    )))
+}

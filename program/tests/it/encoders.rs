@@ -1,0 +1,148 @@
+//! `fulgurite fit` on the encoders of `fulgurite-models`, from the weights of the fixtures.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use serde_json::json;
+
+use crate::models::{assert_close, losses_of, root};
+use crate::tasks::folder;
+
+/// A tiny encoder of `plugins/models/tests/fixtures`, and what trains it.
+pub(crate) struct Encoder {
+    pub(crate) name: &'static str,
+    sets: &'static [&'static str],
+}
+
+const MASKED: &[&str] = &[
+    "module.type=masked_lm",
+    "model.mask_token_id=4",
+    "data.type=lines",
+    "data.path=lines.txt",
+    "data.tokenizer=tokenizer.json",
+    "data.seq_len=8",
+    "data.separate_documents=true",
+    "data.eos_token='[SEP]'",
+];
+const CLASSES: &[&str] = &[
+    "module.type=sequence_classification",
+    "data.type=texts",
+    "data.path=classes.jsonl",
+    "data.tokenizer=tokenizer.json",
+    "data.seq_len=12",
+];
+const WORDS: &[&str] = &[
+    "module.type=token_classification",
+    "data.type=words",
+    "data.path=tags.jsonl",
+    "data.tokenizer=tokenizer.json",
+    "data.seq_len=12",
+];
+const PICTURES: &[&str] =
+    &["module.type=image_classification", "data.path=classes", "data.height=12", "data.width=12"];
+
+pub(crate) const ENCODERS: [Encoder; 9] = [
+    Encoder { name: "bert_masked", sets: MASKED },
+    Encoder { name: "bert_classes", sets: CLASSES },
+    Encoder { name: "bert_tokens", sets: WORDS },
+    Encoder { name: "roberta_masked", sets: MASKED },
+    Encoder { name: "roberta_classes", sets: CLASSES },
+    Encoder { name: "modernbert_masked", sets: MASKED },
+    Encoder { name: "modernbert_classes", sets: CLASSES },
+    Encoder { name: "modernbert_tokens", sets: WORDS },
+    Encoder { name: "vit", sets: PICTURES },
+];
+
+impl Encoder {
+    pub(crate) fn fixture(&self) -> PathBuf {
+        root().join("plugins/models/tests/fixtures").join(self.name)
+    }
+
+    /// Trains with these settings too, and returns the loss of each step.
+    #[track_caller]
+    pub(crate) fn fit(&self, dir: &Path, sets: &[&str]) -> Vec<f64> {
+        let own = [
+            format!("model.from_pretrained={}", self.fixture().display()),
+            "trainer.loggers=[]".to_owned(),
+            "scheduler=constant".to_owned(),
+        ];
+        let sets = own
+            .iter()
+            .map(String::as_str)
+            .chain(self.sets.iter().copied())
+            .chain(sets.iter().copied());
+        losses_of(dir, sets)
+    }
+}
+
+/// A folder with data for each of them: five classes, as the fixtures have.
+pub(crate) fn data() -> tempfile::TempDir {
+    let dir = folder();
+    let texts = ["the cat", "good film", "not bad", "run cat run", "the film is bad"];
+    let row = |i: usize| json!({"text": texts[i % 3], "label": i % 5});
+    let rows: String = (0..40).map(|i| format!("{}\n", row(i))).collect();
+    fs::write(dir.path().join("classes.jsonl"), rows).unwrap();
+    for class in 0..5 {
+        let folder = dir.path().join("classes").join(class.to_string());
+        fs::create_dir_all(&folder).unwrap();
+        for i in 0..6 {
+            let mut file = b"P6\n12 12\n255\n".to_vec();
+            file.extend((0..12 * 12 * 3).map(|k| (k * (i + 2) * (class + 1) % 251) as u8));
+            fs::write(folder.join(format!("{i}.ppm")), file).unwrap();
+        }
+    }
+    dir
+}
+
+/// Trains three steps of four samples on `ranks` ranks, of which `copies` have the same samples.
+#[track_caller]
+fn on(
+    encoder: &Encoder,
+    dir: &Path,
+    (ranks, copies, strategy): (usize, usize, &str),
+    sets: &[&str],
+) -> Vec<f64> {
+    let mesh = [
+        format!("trainer.devices={ranks}"),
+        format!("data.batch_size={}", 4 * copies / ranks),
+        format!("trainer.strategy={strategy}"),
+        "trainer.max_steps=3".to_owned(),
+    ];
+    let sets: Vec<&str> = mesh.iter().map(String::as_str).chain(sets.iter().copied()).collect();
+    encoder.fit(dir, &sets)
+}
+
+const ALONE: (usize, usize, &str) = (1, 1, "single_device");
+
+#[test]
+fn meshes_train_every_encoder_as_one_device() {
+    let dir = data();
+    let llama = "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";
+    let hf = "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'hf' }";
+    for encoder in &ENCODERS {
+        let alone = on(encoder, dir.path(), ALONE, &[]);
+        for mesh in [(2, 1, "fsdp"), (2, 2, llama), (2, 2, hf), (4, 2, llama)] {
+            let found = on(encoder, dir.path(), mesh, &[]);
+            assert_close(&format!("{} on {mesh:?}", encoder.name), &found, &alone, 1e-5);
+        }
+    }
+}
+
+/// LoRA and QLoRA on two ranks, and bf16 beside f32.
+#[test]
+fn adapters_and_half_precision_train_every_encoder() {
+    let dir = data();
+    let lora = "trainer.adapters={ targets = ['*_proj'], rank = 2 }";
+    let packed = "trainer.quantization.block_size=4";
+    for encoder in &ENCODERS {
+        let whole = on(encoder, dir.path(), ALONE, &[]);
+        for sets in [&[lora][..], &[lora, packed]] {
+            let alone = on(encoder, dir.path(), ALONE, sets);
+            assert!(alone[1..] != whole[1..], "{}: all weights are trained", encoder.name);
+            let found = on(encoder, dir.path(), (2, 1, "fsdp"), sets);
+            assert_close(&format!("{} with {sets:?}", encoder.name), &found, &alone, 1e-5);
+        }
+        let half = on(encoder, dir.path(), ALONE, &["trainer.precision=bf16-mixed"]);
+        assert_close(&format!("{} in bf16", encoder.name), &half, &whole, 1e-2);
+    }
+}
