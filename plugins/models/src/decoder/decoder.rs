@@ -12,7 +12,6 @@ use fulgurite_nn::{
 use super::config::DecoderConfig;
 use super::edges;
 use super::layer::DecoderLayer;
-use crate::generation::{Answer, Generation, Generator, Prompt};
 use crate::layers::{Norm, check_length};
 
 /// A decoder, with Llama's parameter names: `model.embed_tokens`, `model.layers.N`, `model.norm`
@@ -114,29 +113,6 @@ impl Decoder {
         // A soft limit of the logits keeps their order.
         let likely = linear_predicted_classes(self.head()?, &hidden)?;
         Ok((self.loss_of(&hidden, targets)?, likely))
-    }
-
-    /// Returns the answers to these prompts, in order: [`samples`](Generation::samples) of each.
-    ///
-    /// All ranks give the same prompts. A [`Generator`] takes other prompts on each rank. Collective
-    /// if the model is sharded.
-    ///
-    /// # Errors
-    /// As [`Generator::generate`].
-    pub fn generate(&self, prompts: &[Vec<u32>], generation: &Generation) -> Result<Vec<Answer>> {
-        let prompts: Vec<Prompt> =
-            (0..).zip(prompts).map(|(index, ids)| Prompt { index, ids: ids.clone() }).collect();
-        let generator = Generator {
-            decoder: self,
-            generation,
-            tokenizer: None,
-            ranks: None,
-            interrupted: None,
-        };
-        match prompts.is_empty() {
-            true => Ok(Vec::new()),
-            false => generator.generate(&prompts, &mut |_, _, _| ()),
-        }
     }
 
     /// Checks that the model can continue a prompt by up to `new_tokens` tokens.

@@ -57,6 +57,31 @@ pub struct Generator<'a> {
     pub interrupted: Option<fn() -> bool>,
 }
 
+impl Decoder {
+    /// Returns the answers to these prompts, in order: [`samples`](Generation::samples) of each.
+    ///
+    /// All ranks give the same prompts. A [`Generator`] takes other prompts on each rank. Collective
+    /// if the model is sharded.
+    ///
+    /// # Errors
+    /// As [`Generator::generate`].
+    pub fn generate(&self, prompts: &[Vec<u32>], generation: &Generation) -> Result<Vec<Answer>> {
+        let prompts: Vec<Prompt> =
+            (0..).zip(prompts).map(|(index, ids)| Prompt { index, ids: ids.clone() }).collect();
+        let generator = Generator {
+            decoder: self,
+            generation,
+            tokenizer: None,
+            ranks: None,
+            interrupted: None,
+        };
+        match prompts.is_empty() {
+            true => Ok(Vec::new()),
+            false => generator.generate(&prompts, &mut |_, _, _| ()),
+        }
+    }
+}
+
 /// An answer while it grows.
 struct Growing<'a> {
     /// The row of the cache.
