@@ -100,6 +100,8 @@ mod book {
     mod command_line {}
     #[doc = include_str!("../docs/src/guides/data-module.md")]
     mod data_module {}
+    #[doc = include_str!("../docs/src/guides/generation.md")]
+    mod generation {}
     #[doc = include_str!("../docs/src/guides/layers.md")]
     mod layers {}
     #[doc = include_str!("../docs/src/guides/hugging-face.md")]

@@ -5,6 +5,8 @@ mod checkpoint;
 #[cfg(feature = "models")]
 mod data;
 #[cfg(feature = "models")]
+mod generate;
+#[cfg(feature = "models")]
 mod models;
 #[cfg(feature = "models")]
 mod recipes;
@@ -47,6 +49,9 @@ enum Command {
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
     Predict(models::Arguments),
+    /// Continue prompts with a language model
+    #[cfg(feature = "models")]
+    Generate(generate::Generate),
     /// Train once with each of several values, and compare them: `fit --sweep KEY=VALUE,VALUE`
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
@@ -120,6 +125,8 @@ fn run() -> ExitCode {
         | Command::Sweep(_)
         | Command::Config(_)
         | Command::Doctor(_) => models::run(),
+        #[cfg(feature = "models")]
+        Command::Generate(command) => fulgurite::cli::run_rank(move || command.run()),
         #[cfg(feature = "models")]
         Command::Data(command) => {
             log_to_stderr();

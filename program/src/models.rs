@@ -7,7 +7,7 @@ use clap::Args;
 use fulgurite::cli::{Cli, ModuleEntry};
 use fulgurite_models::{
     CausalLm, Chat, Embedding, ImageClassification, MaskedLm, Preference, SequenceClassification,
-    TokenClassification,
+    TextGeneration, TokenClassification,
 };
 
 /// Arguments that the command line of a training program parses.
@@ -22,6 +22,7 @@ pub(crate) struct Arguments {
 pub(crate) fn run() -> ExitCode {
     let modules = [
         ModuleEntry::new::<CausalLm>(),
+        ModuleEntry::new::<TextGeneration>(),
         ModuleEntry::new::<Chat>(),
         ModuleEntry::new::<Preference>(),
         ModuleEntry::new::<MaskedLm>(),

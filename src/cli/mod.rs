@@ -24,7 +24,7 @@ use std::io::Write as _;
 
 pub use fulgurite_error::print;
 use fulgurite_loggers::JsonLines;
-pub use run::{Cli, ModuleEntry, cli};
+pub use run::{Cli, ModuleEntry, cli, run_rank};
 
 /// Writes to standard output without waiting for its reader, because a run must still react to
 /// signals.

@@ -213,26 +213,7 @@ impl Cli {
             Ok(command) => command,
             Err(error) => error.exit(),
         };
-        log_to_stderr();
-        print_panics();
-        child_run::end_with_parent();
-        // Backward recurses along the graph, so a long graph needs a deep stack.
-        let worker = std::thread::Builder::new()
-            .name("main".to_owned())
-            .stack_size(STACK_BYTES)
-            .spawn(move || report_and_exit_code(self.act(command, module, &modules)));
-        match worker.map(std::thread::JoinHandle::join) {
-            Ok(Ok(code)) => code,
-            // The panic hook has reported the panic.
-            Ok(Err(_panic)) => {
-                output::flush_briefly();
-                ExitCode::from(101)
-            }
-            Err(error) => report_and_exit_code(Err(Error::Launch(format!(
-                "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}{}",
-                advice(&error)
-            )))),
-        }
+        run_rank(move || self.act(command, module, &modules))
     }
 
     fn act(self, command: CliCommand, module: ModuleEntry, modules: &[ModuleEntry]) -> Result<()> {
@@ -279,6 +260,31 @@ impl Cli {
             }
             CliCommand::Run(request) => (module.execute)(&request, defaults?, &extras, &program),
         }
+    }
+}
+
+/// Runs `act` as a rank's process does, on a thread with a deep stack, with warnings and panics on
+/// stderr, and returns the exit code for its result.
+pub fn run_rank(act: impl FnOnce() -> Result<()> + Send + 'static) -> ExitCode {
+    log_to_stderr();
+    print_panics();
+    child_run::end_with_parent();
+    // Backward recurses along the graph, so a long graph needs a deep stack.
+    let worker = std::thread::Builder::new()
+        .name("main".to_owned())
+        .stack_size(STACK_BYTES)
+        .spawn(move || report_and_exit_code(act()));
+    match worker.map(std::thread::JoinHandle::join) {
+        Ok(Ok(code)) => code,
+        // The panic hook has reported the panic.
+        Ok(Err(_panic)) => {
+            output::flush_briefly();
+            ExitCode::from(101)
+        }
+        Err(error) => report_and_exit_code(Err(Error::Launch(format!(
+            "a thread with a stack of {STACK_BYTES} bytes could not be started: {error}{}",
+            advice(&error)
+        )))),
     }
 }
 

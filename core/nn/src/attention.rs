@@ -5,8 +5,10 @@ use candle_core::Tensor;
 use super::documents::Documents;
 use super::input::{Dim, check_dims};
 use super::kernels::attention::{DotProductAttention, merge_heads, split_heads};
+use super::kernels::cached_attention;
 use super::kernels::context_attention::ContextAttention;
 use super::kernels::matmul::InputGrad;
+use super::kv_cache::CachedTokens;
 use super::linear::Linear;
 use super::product::ProductBackward;
 use super::qk_norm::{QkCalls, QkNorm, QkNorms};
@@ -205,6 +207,47 @@ impl CausalSelfAttention {
         Ok((split_heads(&y, projection.outputs() / self.head_dim)?, product))
     }
 
+    /// Computes the output for the tokens of a forward with a cache of keys and values.
+    fn compute_cached(&self, x: &Tensor, tokens: &CachedTokens) -> Result<FusedOutput> {
+        let (saved, _) = self.layer.redistribute_input(x)?;
+        let width = Dim::Size(self.q_proj.inputs());
+        check_dims(&self.layer, &saved, &[Dim::Any("batch"), Dim::Any("time"), width])?;
+        self.layer.run(|| {
+            tokens.check(saved.dim(0)?, saved.dim(1)?)?;
+            let refused = match () {
+                () if !self.causal => "attention that is not causal",
+                () if ForwardScope::current().context.is_some() => "context_parallel_size above 1",
+                () if Documents::any() => "documents of packed sequences",
+                () => return Ok(()),
+            };
+            Err(Error::other(format!("a cache of keys and values does not go with {refused}")))
+        })?;
+        let attend = DotProductAttention {
+            scale: self.scale,
+            softcap: self.softcap,
+            window: self.window,
+            ..DotProductAttention::new(self.scale, true)
+        };
+        let q = self.project(&self.q_proj, &saved)?.0;
+        let k = self.project(&self.k_proj, &saved)?.0;
+        let v = self.project(&self.v_proj, &saved)?.0;
+        let normed = self.normed([&q, &k])?.map(|(normed, _)| normed);
+        let [q, k] = normed.as_ref().map_or([&q, &k], |[q, k]| [q, k]);
+        let path = self.layer.path();
+        let attended = self.layer.run(|| {
+            cached_attention::forward(path, tokens, &attend, self.rope.as_ref(), [q, k, &v])
+        })?;
+        let (y, _) = self.o_proj.compute(&merge_heads(&attended)?)?;
+        let (y, _) = self.layer.redistribute_output(y)?;
+        let y = self.o_proj.add_bias_after_reduction(y)?;
+        let layers = [&self.q_proj, &self.k_proj, &self.v_proj, &self.o_proj];
+        let norms = self.norms.iter().flat_map(QkNorms::parameters);
+        let parameters = layers.into_iter().flat_map(|l| l.parameters()).chain(norms);
+        FusedOutput::new(&self.layer, x, y, parameters, |_, _| {
+            Err(Error::other("a forward with a cache of keys and values has no backward"))
+        })
+    }
+
     /// Returns the norms of queries and keys, outside the graph, and the state for backward.
     fn normed(&self, inputs: [&Tensor; 2]) -> Result<Option<([Tensor; 2], QkCalls)>> {
         self.norms.as_ref().map(|norms| norms.forward(&self.layer, inputs)).transpose()
@@ -213,6 +256,9 @@ impl CausalSelfAttention {
 
 impl FusedLayer for CausalSelfAttention {
     fn compute(&self, x: &Tensor) -> Result<FusedOutput> {
+        if let Some(tokens) = CachedTokens::current() {
+            return self.compute_cached(x, &tokens);
+        }
         let (saved, input) = self.layer.redistribute_input(x)?;
         let width = Dim::Size(self.q_proj.inputs());
         check_dims(&self.layer, &saved, &[Dim::Any("batch"), Dim::Any("time"), width])?;

@@ -154,10 +154,16 @@ pub(crate) trait Element: HostElement {
     /// Rounds to nearest even. Not called `round`, which is a method of f32 that rounds to
     /// integers.
     fn narrow(x: Self::Wide) -> Self;
+    /// The same elements, if arithmetic is in this type.
+    #[inline(always)]
+    fn as_wide(elements: &[Self]) -> Option<&[Self::Wide]> {
+        let _ = elements;
+        None
+    }
 }
 
 macro_rules! elements {
-    ($($T:ty: $Wide:ty, $x:ident => $widen:expr, $round:expr;)*) => {$(
+    ($($T:ty: $Wide:ty, $x:ident => $widen:expr, $round:expr $(, $as_wide:expr)?;)*) => {$(
         impl Element for $T {
             type Wide = $Wide;
             #[inline(always)]
@@ -169,13 +175,19 @@ macro_rules! elements {
             fn narrow($x: $Wide) -> Self {
                 $round
             }
+            $(
+                #[inline(always)]
+                fn as_wide(elements: &[Self]) -> Option<&[$Wide]> {
+                    ($as_wide)(elements)
+                }
+            )?
         }
     )*};
 }
 
 elements! {
-    f32: f32, x => x, x;
-    f64: f64, x => x, x;
+    f32: f32, x => x, x, Some;
+    f64: f64, x => x, x, Some;
     bf16: f32, x => Half::widen(x), Half::narrow(x);
     f16: f32, x => Half::widen(x), Half::narrow(x);
 }

@@ -58,6 +58,7 @@ mod group_norm;
 mod host;
 mod input;
 mod kernels;
+mod kv_cache;
 #[doc(hidden)]
 pub mod layer_table;
 mod linear;
@@ -93,6 +94,7 @@ pub use fulgurite_engine::{Error, Result};
 pub use gemm_bf16::bf16_products;
 pub use group_norm::GroupNorm;
 pub use kernels::activation::Activation;
+pub use kv_cache::{CachedTokens, KvCache, RowTokens};
 pub use linear::Linear;
 pub use linear_cross_entropy::{LinearCrossEntropy, linear_cross_entropy};
 pub use mlp::{GatedMlp, GeluMlp, Mlp, MlpConfig, SwiGluMlp};

@@ -4,6 +4,7 @@ use candle_core::Tensor;
 
 use super::documents::Documents;
 use super::functional::{attention, masked_attention};
+use super::kv_cache::CachedTokens;
 use super::linear::Linear;
 use super::rope::Rope;
 use super::sizes::check_sizes;
@@ -201,6 +202,12 @@ impl MultiHeadAttention {
             return Err(Error::other(
                 "documents of packed sequences are in force, which this attention does not know; give it \
                  a mask that keeps them apart, outside of `Documents::enter`, or use CausalSelfAttention",
+            ));
+        }
+        if CachedTokens::current().is_some() {
+            return Err(Error::other(
+                "a cache of keys and values is in force, which this attention does not know; use \
+                 CausalSelfAttention",
             ));
         }
         let heads = |projection: &Linear, x: &Tensor| -> Result<Tensor> {

@@ -136,11 +136,39 @@ impl Rope {
         apply(x, self.angles(offset, time, x.dtype(), x.device())?)
     }
 
-    /// Returns the angles of `n` positions from `offset` on.
+    /// Whether sequences of these two lengths have the same frequencies.
+    pub fn is_alike(&self, length: usize, other: usize) -> bool {
+        let scaling = &self.0.config.scaling;
+        scaling.regime(length) == scaling.regime(other)
+    }
+
+    /// Returns the angles of `n` positions from `offset` on, at the end of their sequence.
     pub(super) fn angles(
         &self,
         offset: usize,
         n: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Angles> {
+        self.angles_of(offset.saturating_add(n), [offset, n], dtype, device)
+    }
+
+    /// Returns the angles of the first `n` positions of a sequence of `length`.
+    pub(super) fn angles_within(
+        &self,
+        length: usize,
+        n: usize,
+        dtype: DType,
+        device: &Device,
+    ) -> Result<Angles> {
+        self.angles_of(length, [0, n], dtype, device)
+    }
+
+    /// Returns the angles of `n` positions from `offset` on, in a sequence of `length`.
+    fn angles_of(
+        &self,
+        length: usize,
+        [offset, n]: [usize; 2],
         dtype: DType,
         device: &Device,
     ) -> Result<Angles> {
@@ -152,7 +180,7 @@ impl Rope {
                 "rotary embedding takes positions below {MAX_POSITIONS}, got {n} from position {offset} on"
             ))
         })?;
-        let regime = self.0.config.scaling.regime(end);
+        let regime = self.0.config.scaling.regime(length);
         let mut tables = self.0.tables.lock().expect("no panic while making tables");
         let fits = |Tables { angles, regime: of }: &Tables| {
             angles.cos.dims()[0] >= end
@@ -163,7 +191,7 @@ impl Rope {
         let angles = match &*tables {
             Some(tables) if fits(tables) => &tables.angles,
             _ => {
-                let angles = self.tables(end.next_power_of_two(), end, dtype, device)?;
+                let angles = self.tables(end.next_power_of_two(), length, dtype, device)?;
                 &tables.insert(Tables { angles, regime }).angles
             }
         };

@@ -8,6 +8,7 @@ use fulgurite_error::{Error, Result};
 use fulgurite_launch::catch_panic;
 use rayon::prelude::*;
 
+use crate::config::AddBosToken;
 use crate::cuts::Cuts;
 use crate::special_tokens::{SpecialTokens, Wanted};
 use crate::tokenizer_file::{Growth, TokenizerFile};
@@ -78,6 +79,16 @@ impl Tokenizer {
     /// `special_tokens_map.json` cannot be parsed, or names an end token that the tokenizer lacks.
     pub fn from_file(path: impl AsRef<Path>) -> Result<Self> {
         Self::open(path.as_ref(), Wanted::default())
+    }
+
+    /// Like [`from_file`](Self::from_file), with the start token that transformers puts before a
+    /// text as [`start_of_text`](Self::start_of_text), if it puts one.
+    ///
+    /// # Errors
+    /// As [`from_file`](Self::from_file).
+    pub fn from_file_with_start(path: impl AsRef<Path>) -> Result<Self> {
+        let wanted = Wanted { add_bos_token: AddBosToken::Auto, ..Wanted::default() };
+        Self::open(path.as_ref(), wanted)
     }
 
     /// [`from_file`](Self::from_file), with the configured special tokens.
@@ -218,7 +229,8 @@ impl Tokenizer {
         ids
     }
 
-    /// The id before each document; `None` unless `data.add_bos_token` asks for it.
+    /// The id before each document; `None` unless `data.add_bos_token` or
+    /// [`from_file_with_start`](Self::from_file_with_start) asks for it.
     pub fn start_of_text(&self) -> Option<u32> {
         match &self.0 {
             Kind::Bytes => None,

@@ -11,17 +11,20 @@
 //! Such a program trains any decoder of [`FAMILIES`]: `model.from_pretrained` names a directory
 //! with `config.json` and weights, or `[model]` has the keys of a `config.json`.
 
+mod callbacks;
 mod config;
 mod decoder;
 mod encoder;
 mod export;
 mod families;
+mod generation;
 mod gguf;
 mod layers;
 mod modules;
 mod recipes;
 mod weights;
 
+pub use callbacks::SamplesConfig;
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
 pub use decoder::{Decoder, DecoderConfig, LayerConfig, NormPlacement};
 pub use encoder::{
@@ -30,12 +33,17 @@ pub use encoder::{
 };
 pub use export::Export;
 pub use families::{Architecture, Description, FAMILIES, Family};
+pub use generation::{
+    Answer, AnswerText, End, Generation, GenerationRanks, Generator, Prompt, PromptBatch,
+    PromptSettings, Prompts, PromptsConfig, Sampling, end_tokens,
+};
 pub use gguf::{GgufAdapter, GgufDtype, GgufModel, GgufOptions, GgufWritten};
 pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
 pub use modules::{
-    CausalLm, Chat, Embedding, MaskedLm, Preference, SequenceClassification, TokenClassification,
+    CausalLm, Chat, Embedding, MaskedLm, Preference, SequenceClassification, TextGeneration,
+    TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -11,6 +11,8 @@ mod checkpoint;
 #[cfg(feature = "models")]
 mod encoders;
 #[cfg(feature = "models")]
+mod generate;
+#[cfg(feature = "models")]
 mod gguf;
 #[cfg(feature = "models")]
 mod interop;

@@ -189,7 +189,7 @@ fn modules_are_chosen_by_name() {
     for (set, expected) in [
         (
             "module.type=spiral",
-            "there is no module \"spiral\"; the modules are causal_lm, masked_lm",
+            "there is no module \"spiral\"; the modules are causal_lm, text_generation, chat",
         ),
         ("module={ type = \"causal_lm\", depth = 3 }", "`module.depth`: unknown key"),
         ("model.type=bert", "is an encoder, which does not predict the next token"),

@@ -4,12 +4,16 @@ use candle_core::{D, DType, Device, Tensor};
 use half::bf16;
 use rayon::prelude::*;
 
+use super::few_rows::{self, FEW};
 use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gemm::{Mat, Threads, gemm, product};
 use crate::gemm_bf16::Bf16Gemm;
 use crate::gradients::accumulate_host;
-use crate::host::{Float, add_rows, host, rows_per_piece, tensor, with_float};
+use crate::host::{
+    Element, Float, add_rows, host, rows_per_piece, tensor, with_element, with_float,
+};
+use crate::kv_cache::CachedTokens;
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
@@ -61,6 +65,69 @@ fn bf16_gemm(tensors: &[&Tensor]) -> Option<Bf16Gemm> {
 
 /// `x weight^T + bias`.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    match CachedTokens::current() {
+        Some(tokens) if uses_cpu_kernels(x) => linear_apart(x, weight, bias, &tokens),
+        _ => linear_together(x, weight, bias),
+    }
+}
+
+/// [`linear`] in a forward with a cache. Few rows are summed one by one, and others a sequence at a
+/// time, so the bits of a sequence's rows do not depend on other sequences.
+fn linear_apart(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    tokens: &CachedTokens,
+) -> Result<Tensor> {
+    let (n, inputs) = rows(x)?;
+    let dims = with_width(x, weight.dim(0)?);
+    let x = x.detach().reshape((n, inputs))?;
+    // A plan that cuts the sequence leaves other rows.
+    let counts: Vec<usize> = match tokens.tokens() == n {
+        true => {
+            let own = tokens.segments().iter().map(|segment| segment.at.len());
+            let padding = n - tokens.segments().last().map_or(0, |segment| segment.at.end);
+            own.chain((padding > 0).then_some(padding)).collect()
+        }
+        false => vec![n],
+    };
+    let (mut outputs, mut start, mut few) = (Vec::new(), 0, 0);
+    for count in counts.iter().copied().chain([FEW]) {
+        if count < FEW {
+            few += count;
+            continue;
+        }
+        if few > 0 {
+            outputs.push(linear_few(&x.narrow(0, start, few)?, weight, bias)?);
+            start += std::mem::take(&mut few);
+        }
+        if start < n {
+            outputs.push(linear_together(&x.narrow(0, start, count)?, weight, bias)?);
+            start += count;
+        }
+    }
+    match outputs.as_slice() {
+        [output] => Ok(output.reshape(dims)?),
+        outputs => Ok(Tensor::cat(outputs, 0)?.reshape(dims)?),
+    }
+}
+
+/// [`linear`] for `x` `[rows, inputs]`; sums each row alone.
+fn linear_few(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    let ((n, inputs), outputs) = (rows(x)?, weight.dim(0)?);
+    let (x, bias) = (to_accumulation_dtype(x)?, bias.map(to_accumulation_dtype).transpose()?);
+    let weight = weight.detach().contiguous()?;
+    let y = with_element!(weight.dtype(), E => {
+        let (x, weight) = (host(&x)?, host(&weight)?);
+        let bias = bias.as_ref().map(host).transpose()?;
+        let bias = bias.as_ref().map(|bias| bias.slice()).transpose()?;
+        let y = few_rows::product::<E>(x.slice::<<E as Element>::Wide>()?, weight.slice()?, bias, inputs);
+        tensor(y, (n, outputs))
+    })?;
+    storage::cast(&y, weight.dtype())
+}
+
+fn linear_together(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
     let (n, inputs) = rows(x)?;
     let outputs = weight.dim(0)?;
     let dims = with_width(x, outputs);

@@ -5,5 +5,6 @@
 mod bf16_state;
 mod candle;
 mod gradients;
+mod kv_cache;
 mod reports;
 mod sizes;

@@ -1,12 +1,12 @@
 //! A decoder from token ids to logits.
 
-use candle_core::Tensor;
+use candle_core::{Device, Tensor};
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
 use fulgurite_engine::parallel::ContextParallel;
-use fulgurite_error::{Error, Result};
+use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
-    AttentionConfig, Documents, Dropout, Embedding, Linear, Loss, Rope, cross_entropy,
-    linear_cross_entropy, linear_predicted_classes,
+    AttentionConfig, CachedTokens, Documents, Dropout, Embedding, Linear, Loss, Rope,
+    cross_entropy, linear_cross_entropy, linear_predicted_classes,
 };
 
 use super::config::DecoderConfig;
@@ -28,6 +28,7 @@ pub struct Decoder {
     lm_head: Option<Linear>,
     logit_softcap: Option<f64>,
     max_positions: usize,
+    ropes: Vec<Rope>,
 }
 
 impl Decoder {
@@ -82,6 +83,7 @@ impl Decoder {
             lm_head: None,
             logit_softcap: config.logit_softcap,
             max_positions: config.max_positions,
+            ropes,
         })
     }
 
@@ -113,6 +115,25 @@ impl Decoder {
         Ok((self.loss_of(&hidden, targets)?, likely))
     }
 
+    /// Checks that the model can continue a prompt by up to `new_tokens` tokens.
+    ///
+    /// # Errors
+    /// If the prompt is empty, has a token that the model lacks, or is too long.
+    pub fn check_prompt(&self, ids: &[u32], new_tokens: usize) -> Result<()> {
+        self.prompt_problem(ids, new_tokens).map_or(Ok(()), |problem| Err(Error::Data(problem)))
+    }
+
+    /// Returns why the model cannot continue a prompt by up to `new_tokens` tokens.
+    pub(crate) fn prompt_problem(&self, ids: &[u32], new_tokens: usize) -> Option<String> {
+        let tokens = self.embed_tokens.weight().global_shape()[0];
+        prompt_problem(ids, new_tokens, tokens, self.max_positions, &self.ropes)
+    }
+
+    /// The device that the model computes on.
+    pub(crate) fn device(&self) -> &Device {
+        self.embed_tokens.weight().device()
+    }
+
     /// Returns the normalised output of the last layer, `[batch, time, hidden_size]`.
     ///
     /// # Errors
@@ -120,7 +141,11 @@ impl Decoder {
     pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
         let (batch, time) = ids.dims2()?;
         let context = ForwardScope::current().context;
-        let whole = time * context.as_ref().map_or(1, ContextParallel::size);
+        let cached = CachedTokens::current();
+        let whole = match &cached {
+            Some(cached) => cached.longest(),
+            None => time * context.as_ref().map_or(1, ContextParallel::size),
+        };
         check_length(whole, self.max_positions)?;
         let mut x = self.embed_tokens.forward(ids)?;
         if let Some(scale) = self.embedding_scale {
@@ -129,8 +154,11 @@ impl Decoder {
             x = x.broadcast_mul(&scale)?;
         }
         if let Some(positions) = &self.embed_positions {
-            let positions = positions.forward(&position_ids(ids, [batch, time], context)?)?;
-            x = x.broadcast_add(&positions)?;
+            let places = match cached {
+                Some(cached) => cached.positions(ids.device())?,
+                None => position_ids(ids, [batch, time], context)?,
+            };
+            x = x.broadcast_add(&positions.forward(&places)?)?;
         }
         let mut x = self.dropout.forward(&x)?;
         for layer in &self.layers {
@@ -159,6 +187,65 @@ impl Decoder {
             Some(_) => cross_entropy(&self.logits(hidden)?, targets),
         }
     }
+}
+
+impl DecoderConfig {
+    /// [`Decoder::check_prompt`], before there is a model.
+    ///
+    /// # Errors
+    /// As there, or if a rotary embedding is wrong.
+    pub fn check_prompt(&self, ids: &[u32], new_tokens: usize) -> Result<()> {
+        let ropes = self.ropes.iter().map(Rope::with_config).collect::<Result<Vec<_>>>()?;
+        let problem = prompt_problem(ids, new_tokens, self.vocab_size, self.max_positions, &ropes);
+        problem.map_or(Ok(()), |problem| Err(Error::Data(problem)))
+    }
+
+    /// Bytes of the cached keys and values of a sequence of up to `tokens` tokens, on one rank.
+    /// `element` is the size of the dtype; `tensor_parallel` ranks share the heads.
+    pub fn cache_bytes(&self, tokens: usize, element: usize, tensor_parallel: usize) -> usize {
+        let heads = self.num_kv_heads / tensor_parallel.max(1);
+        2 * self.layers.len() * tokens * heads * self.head_dim * element
+    }
+}
+
+fn prompt_problem(
+    ids: &[u32],
+    new_tokens: usize,
+    vocabulary: usize,
+    positions: usize,
+    ropes: &[Rope],
+) -> Option<String> {
+    let length = ids.len();
+    if ids.is_empty() {
+        return Some("the prompt is empty; a model continues at least one token".to_owned());
+    }
+    if let Some(id) = ids.iter().find(|id| **id as usize >= vocabulary) {
+        return Some(format!(
+            "token {id} is not of the model, whose tokens are below {vocabulary}; is the tokenizer another \
+             model's?"
+        ));
+    }
+    // The last new token is not computed with.
+    let whole = length.saturating_add(new_tokens).saturating_sub(1);
+    if whole > positions {
+        return Some(format!(
+            "the prompt has {}, and the model {positions} positions, of which {} need {whole}; shorten the \
+             prompt, or ask for at most {}",
+            counted(length, "token"),
+            counted(new_tokens, "new token"),
+            counted((positions + 1).saturating_sub(length), "new token")
+        ));
+    }
+    let changes = ropes.iter().find(|rope| !rope.is_alike(length, whole));
+    changes.map(|rope| {
+        let most = (1..new_tokens).rev().find(|n| rope.is_alike(length, length + n - 1));
+        format!(
+            "the prompt has {}, and the frequencies of the rotary embedding change before {whole} tokens, which \
+             changes keys that are cached; ask for at most {}",
+            counted(length, "token"),
+            counted(most.unwrap_or(0), "new token")
+        )
+    })
 }
 
 /// The positions of `ids`, `[batch or 1, time]`, within their documents, or of this rank's part of

@@ -107,7 +107,7 @@ impl GgufModel {
         if !GENERATORS.contains(&module) {
             return Err(Error::Config(format!(
                 "`module.type`: the run trained \"{module}\", and a GGUF file holds a model that predicts the next \
-                 token (\"causal_lm\", \"chat\")"
+                 token (\"causal_lm\", \"chat\"); convert it with `--to hugging-face` first if its weights are such a model's"
             )));
         }
         let Description { architecture, .. } = config.describe()?;

@@ -3,6 +3,7 @@
 //! | `module.type` | module | models | data |
 //! |---|---|---|---|
 //! | `"causal_lm"` | [`CausalLm`] | decoders | `TextData` |
+//! | `"text_generation"` | [`TextGeneration`], for predictions | decoders | `Prompts` |
 //! | `"chat"` | [`Chat`] | decoders | `ChatData` |
 //! | `"preference"` | [`Preference`] | decoders | `PreferenceData` |
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
@@ -26,11 +27,13 @@ mod masked_lm;
 mod preference;
 mod preference_losses;
 mod sequence_classification;
+mod text_generation;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 8] = [
+pub(crate) const MODULES: [&str; 9] = [
     "causal_lm",
+    "text_generation",
     "chat",
     "preference",
     "masked_lm",
@@ -48,4 +51,5 @@ pub use image_classification::ImageClassification;
 pub use masked_lm::MaskedLm;
 pub use preference::Preference;
 pub use sequence_classification::SequenceClassification;
+pub use text_generation::TextGeneration;
 pub use token_classification::TokenClassification;

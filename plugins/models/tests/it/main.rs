@@ -2,6 +2,7 @@
 
 mod configurations;
 mod fixtures;
+mod generation;
 mod gguf;
 mod modules;
 mod transformers;

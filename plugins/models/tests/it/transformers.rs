@@ -14,9 +14,9 @@ use fulgurite_models::{
 use crate::fixtures::{DECODERS, ENCODERS, assert_same, fixture, tensors};
 
 /// A fixture's model with its weights, on one device.
-struct Loaded {
-    fabric: Fabric,
-    model: Decoder,
+pub(crate) struct Loaded {
+    pub(crate) fabric: Fabric,
+    pub(crate) model: Decoder,
     layout: WeightLayout,
 }
 
@@ -31,7 +31,7 @@ pub(crate) fn single() -> Fabric {
     Fabric::single(strategy, 1).unwrap()
 }
 
-fn load(name: &str) -> Loaded {
+pub(crate) fn load(name: &str) -> Loaded {
     let description = config(name).describe().unwrap();
     let Architecture::Decoder(decoder) = &description.architecture else { panic!("a decoder") };
     let mut fabric = single();

@@ -9,6 +9,7 @@ use fulgurite::core::registry;
 use fulgurite::core::run::{RunConfig, reference_sections};
 use fulgurite::data::{ChatDataConfig, LabelledTextsConfig, TableConfig, TextDataConfig};
 use fulgurite_models::ModelConfig;
+use fulgurite_models::PromptsConfig;
 use toml::{Table, Value};
 
 use super::page::Page;
@@ -65,6 +66,9 @@ impl Keys {
             section.keys.iter().for_each(|key| add(&section.path, &key.name));
         }
         for key in documented_keys::<TextDataConfig>().unwrap() {
+            add("data", &key.name);
+        }
+        for key in documented_keys::<PromptsConfig>().unwrap() {
             add("data", &key.name);
         }
         for key in documented_keys::<LabelledTextsConfig>().unwrap() {

@@ -322,6 +322,8 @@ fn predict(session: &mut Session) -> Result<Predicted> {
                 let samples = batch.samples.indices();
                 let named = |&i: &u64| Some((i, session.runner.sample_name(i)?));
                 predictions.sample_names.extend(samples.iter().filter_map(named));
+                let values = session.runner.output_values().unwrap_or_default();
+                predictions.values.extend(samples.iter().copied().zip(values.iter().cloned()));
                 predictions.batches.push((samples.to_vec(), output));
             }
             Ok(())

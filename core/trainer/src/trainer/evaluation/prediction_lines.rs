@@ -5,7 +5,7 @@ use std::fmt::Write as _;
 
 use candle_core::{DType, Tensor};
 
-use super::predictions::PredictionFormat;
+use super::predictions::{Outline, PredictionFormat};
 use crate::{Error, Result};
 use fulgurite_engine::execution::read;
 
@@ -22,6 +22,8 @@ pub(super) struct Lines {
 struct Line {
     name: Option<String>,
     values: Vec<String>,
+    /// The values as JSON, in place of them.
+    json: Option<String>,
 }
 
 impl Lines {
@@ -51,12 +53,13 @@ impl Lines {
     }
 
     /// Adds the rows of a batch. `output` is flat.
-    pub(super) fn add(&mut self, samples: &[u64], names: &[String], output: &Tensor) -> Result<()> {
+    pub(super) fn add(&mut self, outline: &Outline, output: &Tensor) -> Result<()> {
         let values = as_text(output, !self.is_csv)?;
         let width = self.row_shape.iter().product::<usize>();
-        for (i, sample) in samples.iter().enumerate() {
+        for (i, sample) in outline.samples.iter().enumerate() {
             let values = values[i * width..(i + 1) * width].to_vec();
-            self.lines.insert(*sample, Line { name: names.get(i).cloned(), values });
+            let [name, json] = [&outline.names, &outline.values].map(|of| of.get(i).cloned());
+            self.lines.insert(*sample, Line { name, values, json });
         }
         Ok(())
     }
@@ -84,12 +87,13 @@ impl Lines {
         let quoted = |text: &str| serde_json::Value::from(text).to_string();
         let keys: Vec<String> = self.columns.iter().map(|name| quoted(name)).collect();
         let mut text = String::new();
-        for (sample, Line { name, values }) in &self.lines {
+        for (sample, Line { name, values, json }) in &self.lines {
             let _ = write!(text, "{{\"sample\":{sample}");
             if let Some(name) = name {
                 let _ = write!(text, ",\"name\":{}", quoted(name));
             }
             let outputs = match keys.is_empty() {
+                _ if json.is_some() => json.clone().unwrap_or_default(),
                 true => nested(&self.row_shape, values),
                 false => {
                     let pairs =

@@ -27,6 +27,9 @@ pub struct Predictions {
     pub batches: Vec<(Vec<u64>, Tensor)>,
     /// The names of these samples, if the data names them.
     pub sample_names: HashMap<u64, String>,
+    /// The outputs of these samples as JSON, if the module gives them
+    /// ([`output_values`](crate::trainer::LightningModule::output_values)).
+    pub values: HashMap<u64, serde_json::Value>,
     /// The names of the values in a row of the outputs, such as classes, if the module names them.
     pub output_names: Vec<String>,
 }
@@ -117,7 +120,7 @@ impl Predictions {
                 };
                 match &mut writer {
                     Writer::Tensors(file) => layout.write(file, &outline.samples, &output)?,
-                    Writer::Rows(rows) => rows.add(&outline.samples, &outline.names, &output)?,
+                    Writer::Rows(rows) => rows.add(outline, &output)?,
                 }
             }
         }
@@ -135,9 +138,12 @@ impl Predictions {
     fn outline(&self, (samples, output): &(Vec<u64>, Tensor)) -> Outline {
         let name = |sample| self.sample_names.get(sample).cloned();
         let names: Option<Vec<String>> = samples.iter().map(name).collect();
+        let value = |sample| self.values.get(sample).map(serde_json::Value::to_string);
+        let values: Option<Vec<String>> = samples.iter().map(value).collect();
         Outline {
             samples: samples.clone(),
             names: names.unwrap_or_default(),
+            values: values.unwrap_or_default(),
             shape: output.dims().to_vec(),
             dtype: output.dtype().as_str().to_owned(),
         }
@@ -151,7 +157,7 @@ pub enum PredictionFormat {
     Safetensors,
     /// `.jsonl` or `.ndjson`: a JSON object for each sample. It has `sample`, `name`, if the data
     /// names its samples, and `outputs`. These are an object if the module names them, otherwise a
-    /// number or lists. A number that is not finite is null.
+    /// number or lists, or the JSON that the module gives. A number that is not finite is null.
     JsonLines,
     /// `.csv`: the columns `sample`, `name`, if the data names its samples, and one for each output
     /// with its name, or `output_0` and so on. For outputs `[n]` and `[n, k]`.
@@ -217,11 +223,11 @@ impl Rows {
         })
     }
 
-    fn add(&mut self, samples: &[u64], names: &[String], output: &Tensor) -> Result<()> {
+    fn add(&mut self, outline: &Outline, output: &Tensor) -> Result<()> {
         match self {
-            Self::Lines(lines) => lines.add(samples, names, output),
+            Self::Lines(lines) => lines.add(outline, output),
             #[cfg(feature = "parquet")]
-            Self::Columns(columns) => columns.add(samples, names, output),
+            Self::Columns(columns) => columns.add(&outline.samples, &outline.names, output),
         }
     }
 
@@ -238,10 +244,12 @@ impl Rows {
 
 /// A batch without its values.
 #[derive(Debug, Serialize, Deserialize)]
-struct Outline {
-    samples: Vec<u64>,
+pub(super) struct Outline {
+    pub(super) samples: Vec<u64>,
     /// The samples' names, or none.
-    names: Vec<String>,
+    pub(super) names: Vec<String>,
+    /// The samples' outputs as JSON, or none.
+    pub(super) values: Vec<String>,
     shape: Vec<usize>,
     dtype: String,
 }

@@ -248,4 +248,10 @@ pub trait LightningModule: Hooks<<Self as LightningModule>::Data> + Sized + 'sta
     fn output_names(&self) -> Vec<String> {
         Vec::new()
     }
+
+    /// Returns the JSON of each row of the last [`predict_step`](Self::predict_step)'s output, which
+    /// files of JSON lines have as `outputs`. By default `None`: they have the row's numbers.
+    fn output_values(&self) -> Option<&[serde_json::Value]> {
+        None
+    }
 }

@@ -96,6 +96,9 @@ pub(crate) trait ModuleRunner {
     /// [`LightningModule::output_names`].
     fn output_names(&self) -> Vec<String>;
 
+    /// [`LightningModule::output_values`].
+    fn output_values(&self) -> Option<&[serde_json::Value]>;
+
     /// [`DataModule::sample_name`] of a sample to predict.
     fn sample_name(&self, index: u64) -> Option<String>;
 
@@ -378,6 +381,10 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
 
     fn output_names(&self) -> Vec<String> {
         self.module.output_names()
+    }
+
+    fn output_values(&self) -> Option<&[serde_json::Value]> {
+        self.module.output_values()
     }
 
     fn sample_name(&self, index: u64) -> Option<String> {

@@ -1,0 +1,121 @@
+//! Causal attention with a cache of keys and values.
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_core::Result;
+use fulgurite_core::autograd::no_grad;
+use fulgurite_core::module::Module;
+use fulgurite_core::nn::{
+    AttentionConfig, CausalSelfAttention, Documents, KvCache, MultiHeadAttention,
+    MultiHeadAttentionConfig, Rope, RowTokens, force_portable,
+};
+
+use crate::gradients::harness::{Params, builder, flat, randn};
+
+fn config() -> AttentionConfig {
+    AttentionConfig {
+        num_kv_heads: 2,
+        rope: Some(Rope::new(8, 1e4).unwrap()),
+        window: Some(7),
+        softcap: Some(3.0),
+        ..AttentionConfig::new(32, 4)
+    }
+}
+
+fn attention(config: &AttentionConfig, dtype: DType) -> (CausalSelfAttention, Params) {
+    let b = builder(dtype);
+    let attention = CausalSelfAttention::new(&b.pp("attn"), config).unwrap();
+    (attention, Params::new(&b))
+}
+
+fn row(row: usize, count: usize) -> RowTokens {
+    RowTokens { row, count }
+}
+
+/// Sequences of 12 and 9 tokens come in parts of several lengths.
+const PARTS: [[usize; 2]; 5] = [[5, 3], [0, 1], [1, 4], [4, 1], [2, 0]];
+
+fn assert_parts_equal_the_whole(dtype: DType, tolerance: f64) {
+    let (attention, _params) = attention(&config(), dtype);
+    let _no_grad = no_grad();
+    let sequences = [("a", 12), ("b", 9)]
+        .map(|(name, n)| (randn(name, &[1, n, 32]) * 0.5).unwrap().to_dtype(dtype).unwrap());
+    let mut cache = KvCache::new(&[12, 10]).unwrap();
+    let mut found = [Vec::new(), Vec::new()];
+    for counts in PARTS {
+        let mut inputs = Vec::new();
+        let mut tokens = Vec::new();
+        for (i, count) in counts.into_iter().enumerate().filter(|(_, count)| *count > 0) {
+            inputs.push(sequences[i].narrow(1, cache.length(i), count).unwrap());
+            tokens.push(row(i, count));
+        }
+        let padding = Tensor::zeros((1, 1, 32), dtype, &Device::Cpu).unwrap();
+        inputs.push(padding);
+        let x = Tensor::cat(&inputs, 1).unwrap();
+        let y = cache.forward(&tokens, 1, || attention.forward(&x)).unwrap();
+        let mut at = 0;
+        for RowTokens { row, count } in tokens {
+            found[row].push(y.narrow(1, at, count).unwrap());
+            at += count;
+        }
+    }
+    for (x, found) in sequences.iter().zip(found) {
+        let whole = flat(&attention.forward(x).unwrap());
+        let found = flat(&Tensor::cat(&found, 1).unwrap());
+        let scale = whole.iter().fold(0f64, |max, x| max.max(x.abs()));
+        for (found, whole) in found.iter().zip(&whole) {
+            assert!((found - whole).abs() < tolerance * scale, "{dtype:?}: {found}, not {whole}");
+        }
+    }
+    let bytes = 2 * (12 + 10) * 2 * 8 * dtype.size_in_bytes();
+    assert_eq!(cache.bytes(), bytes);
+}
+
+#[test]
+fn parts_of_sequences_equal_the_whole() {
+    for (dtype, tolerance) in [(DType::F64, 1e-12), (DType::F32, 1e-5), (DType::BF16, 0.03)] {
+        assert_parts_equal_the_whole(dtype, tolerance);
+        let _portable = force_portable();
+        assert_parts_equal_the_whole(dtype, tolerance);
+    }
+}
+
+#[test]
+fn forwards_that_do_not_fit_are_refused() {
+    let (attention, _params) = attention(&config(), DType::F32);
+    let x = randn("x", &[1, 3, 32]).to_dtype(DType::F32).unwrap();
+    let mut cache = KvCache::new(&[4, 4]).unwrap();
+    let with_gradients = cache.forward(&[row(0, 3)], 0, || attention.forward(&x));
+    let _no_grad = no_grad();
+    let mut of = |tokens: &[RowTokens], padding| {
+        cache.forward(tokens, padding, || attention.forward(&x)).unwrap_err().to_string()
+    };
+    insta::assert_snapshot!(with_gradients.unwrap_err(), @"a cache of keys and values has no backward; turn gradients off with `no_grad`");
+    insta::assert_snapshot!(of(&[row(2, 3)], 0), @"sequence 2 of a cache does not exist; there are 2");
+    insta::assert_snapshot!(of(&[row(0, 5)], 0), @"sequence 0 of a cache has 0 of at most 4 tokens, and 5 more cannot be added");
+    insta::assert_snapshot!(of(&[row(0, 2), row(0, 1)], 0), @"sequence 0 of a cache is freed, or is named twice in one forward");
+    insta::assert_snapshot!(of(&[row(0, 2)], 0), @"module `attn`: a forward with a cache of keys and values takes its tokens as [1, 2], got [1, 3]");
+    insta::assert_snapshot!(KvCache::new(&[3, 0]).unwrap_err(), @"a cache of keys and values needs room for a token in each sequence; sequence 1 has a capacity of 0");
+    // A forward that fails adds no tokens.
+    assert_eq!(cache.length(0), 0);
+    cache.free(1);
+    let freed = cache.forward(&[row(1, 3)], 0, || attention.forward(&x)).unwrap_err();
+    insta::assert_snapshot!(freed, @"sequence 1 of a cache is freed, or is named twice in one forward");
+    let documents = Documents::of_lengths(&[[3]]).unwrap();
+    let packed = cache.forward(&[row(0, 3)], 0, || documents.run(|| attention.forward(&x)));
+    insta::assert_snapshot!(packed.unwrap_err(), @"module `attn`: a cache of keys and values does not go with documents of packed sequences");
+}
+
+#[test]
+fn attention_to_later_tokens_is_refused() {
+    let (encoder, _params) = attention(&AttentionConfig { causal: false, ..config() }, DType::F32);
+    let b = builder(DType::F32);
+    let other = MultiHeadAttention::new(&b.pp("heads"), &MultiHeadAttentionConfig::new(32, 4));
+    let (other, _others) = (other.unwrap(), Params::new(&b));
+    let x = randn("x", &[1, 3, 32]).to_dtype(DType::F32).unwrap();
+    let _no_grad = no_grad();
+    let refused = |compute: &dyn Fn() -> Result<Tensor>| {
+        KvCache::new(&[4]).unwrap().forward(&[row(0, 3)], 0, compute).unwrap_err()
+    };
+    insta::assert_snapshot!(refused(&|| encoder.forward(&x)), @"module `attn`: a cache of keys and values does not go with attention that is not causal");
+    insta::assert_snapshot!(refused(&|| other.forward(&x)), @"module `heads`: a cache of keys and values is in force, which this attention does not know; use CausalSelfAttention");
+}

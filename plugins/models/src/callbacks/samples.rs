@@ -1,0 +1,150 @@
+//! Answers to fixed prompts while a language model trains.
+
+use std::num::NonZeroU64;
+
+use fulgurite_data::Tokenizer;
+use fulgurite_error::{Error, Result};
+use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks};
+use serde::{Deserialize, Serialize};
+
+use crate::decoder::Decoder;
+use crate::generation::{Generation, GenerationRanks, Generator, Prompt, Sampling};
+use crate::modules::{CausalLm, Chat};
+
+/// Prints answers to fixed prompts every some steps of a training of `causal_lm` or `chat`, and logs
+/// them as the text `samples`: `{ type = "samples", prompts = ["Once upon a time"] }`. All ranks generate
+/// the same answers. The data needs a tokenizer. Loggers get the answers of steps that are logged
+/// (`trainer.log_every_n_steps`).
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
+#[serde(deny_unknown_fields, default)]
+pub struct SamplesConfig {
+    /// The prompts, at least one.
+    pub prompts: Vec<String>,
+    /// Steps between answers.
+    pub every_n_steps: NonZeroU64,
+    /// The most tokens of an answer.
+    pub max_new_tokens: usize,
+    /// Divisor of the logits; 0 takes the most likely token. Random numbers depend on the run's
+    /// seed, the prompt and the token's place, not on the step.
+    pub temperature: f64,
+    /// Samples from this many of the most likely tokens; 0 for all.
+    pub top_k: usize,
+    /// Samples from the fewest likely tokens whose probabilities add up to this; 1 for all.
+    pub top_p: f64,
+}
+
+impl Default for SamplesConfig {
+    fn default() -> Self {
+        let Sampling { temperature, top_k, top_p, .. } = Sampling::default();
+        let every_n_steps = NonZeroU64::new(100).expect("it is not zero");
+        Self { prompts: Vec::new(), every_n_steps, max_new_tokens: 64, temperature, top_k, top_p }
+    }
+}
+
+impl SamplesConfig {
+    fn generation(&self, seed: u64) -> Generation {
+        let Self { temperature, top_k, top_p, .. } = *self;
+        let sampling = Sampling { temperature, top_k, top_p, ..Sampling::default() };
+        Generation { max_new_tokens: self.max_new_tokens, sampling, seed, ..Generation::default() }
+    }
+}
+
+#[typetag::serde(name = "samples")]
+impl CallbackConfig for SamplesConfig {
+    fn build(&self) -> Result<Box<dyn Callback>> {
+        let wrong =
+            |message: &str| Err(Error::Config(format!("`trainer.callbacks`, samples: {message}")));
+        if self.prompts.is_empty() {
+            return wrong("`prompts`: name at least one prompt");
+        }
+        if let Err(Error::Config(message)) = self.generation(0).check() {
+            return wrong(&message);
+        }
+        Ok(Box::new(Samples { config: self.clone(), prompts: Vec::new() }))
+    }
+}
+
+fulgurite_config::register_callback!(
+    "samples",
+    SamplesConfig,
+    "Prints and logs answers to fixed prompts every some steps of a language model's training",
+    "{ type = \"samples\", prompts = [\"Once upon a time\"], every_n_steps = 500 }"
+);
+
+struct Samples {
+    config: SamplesConfig,
+    /// Set when a training starts.
+    prompts: Vec<Prompt>,
+}
+
+impl Callback for Samples {}
+
+impl Hooks for Samples {
+    /// Tokenizes the prompts.
+    fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let wrong =
+            |message: &str| Error::Config(format!("`trainer.callbacks`, samples: {message}"));
+        let (decoder, tokenizer) = parts(ctx)?;
+        let mut prompts = Vec::with_capacity(self.config.prompts.len());
+        for (index, text) in (0..).zip(&self.config.prompts) {
+            let start = tokenizer.start_of_text().into_iter();
+            let ids: Vec<u32> = start.chain(tokenizer.encode(text)?).collect();
+            let problem = decoder.prompt_problem(&ids, self.config.max_new_tokens);
+            if let Some(problem) = problem {
+                return Err(wrong(&format!("prompt {index}: {problem}")));
+            }
+            prompts.push(Prompt { index, ids });
+        }
+        if ctx.fabric().context_parallel().is_some() {
+            return Err(wrong("generation does not work with a context_parallel_size above 1"));
+        }
+        self.prompts = prompts;
+        Ok(())
+    }
+
+    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if !ctx.step.is_multiple_of(self.config.every_n_steps.get()) {
+            return Ok(());
+        }
+        let (decoder, tokenizer) = parts(ctx)?;
+        let mut generation = self.config.generation(ctx.seed);
+        generation.end_tokens = tokenizer.end_of_text().into_iter().collect();
+        let answers = {
+            let _scope = ctx.fabric().forward_scope(false, ctx.step, 0);
+            Generator {
+                decoder,
+                generation: &generation,
+                tokenizer: Some(tokenizer),
+                ranks: Some(GenerationRanks::of(ctx.fabric())),
+                interrupted: None,
+            }
+            .generate(&self.prompts, &mut |_, _, _| ())?
+        };
+        let answers = answers.iter().zip(&self.config.prompts);
+        let show = |(answer, prompt): (&crate::Answer, &String)| {
+            let text = answer.text.as_deref().unwrap_or_default();
+            format!("── {prompt}\n{text}")
+        };
+        let text = answers.map(show).collect::<Vec<_>>().join("\n");
+        ctx.print(format!("samples after step {}\n{text}", ctx.step));
+        ctx.log_text("samples", text);
+        Ok(())
+    }
+}
+
+/// The decoder and the tokenizer of a training.
+fn parts<'c>(ctx: &'c HookContext) -> Result<(&'c Decoder, &'c Tokenizer)> {
+    let wrong = |message: &str| Error::Config(format!("`trainer.callbacks`, samples: {message}"));
+    if let (Some(module), Some(data)) = (ctx.module::<Chat>(), ctx.data_of::<Chat>()) {
+        return Ok((module.model(), data.tokenizer()));
+    }
+    let (Some(module), Some(data)) = (ctx.module::<CausalLm>(), ctx.data_of::<CausalLm>()) else {
+        return Err(wrong(
+            "the callback is for trainings with `module.type` = \"causal_lm\" or \"chat\"",
+        ));
+    };
+    match data.tokenizer() {
+        Some(tokenizer) => Ok((module.model(), tokenizer)),
+        None => Err(wrong("the data has no tokenizer; name one with `data.tokenizer`")),
+    }
+}

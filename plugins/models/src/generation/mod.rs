@@ -1,0 +1,21 @@
+//! Generation: sequences continued token by token.
+//!
+//! [`Decoder::generate`](crate::Decoder::generate) continues prompts by the options of a
+//! [`Generation`]. [`Sampling`] chooses tokens. Random numbers depend on the seed, the prompt, the sample and
+//! the token's place alone, so the same tokens come on any mesh and in any batch.
+
+mod answer;
+mod generate;
+mod options;
+mod prompts;
+mod sampling;
+mod stop_tokens;
+mod text;
+
+pub use answer::{Answer, End};
+pub use generate::{GenerationRanks, Generator, Prompt};
+pub use options::Generation;
+pub use prompts::{PromptBatch, PromptSettings, Prompts, PromptsConfig};
+pub use sampling::Sampling;
+pub use stop_tokens::end_tokens;
+pub use text::AnswerText;
