@@ -47,9 +47,9 @@ pub(super) fn html(name: &str, label: &str, Table { step, table }: &Table) -> St
         Escaped(&table.column_kind)
     );
     if table.rows.len().max(table.columns.len()) > MAX_SIZE {
-        let _ = write!(
+        let _ = writeln!(
             html,
-            "<p>{} rows and {} columns: too many to show; <code>events.jsonl</code> has them.</p></figure>\n",
+            "<p>{} rows and {} columns: too many to show; <code>events.jsonl</code> has them.</p></figure>",
             table.rows.len(),
             table.columns.len()
         );

@@ -98,7 +98,7 @@ impl ChatEncoder {
                 let refused = |error: Error| place.wrong(format!("cannot be rendered: {error}"));
                 let rendered = template.render(&messages, &tools, false).map_err(refused)?;
                 let learned = match (self.train_on, rendered.answers) {
-                    (TrainOn::All, _) => Vec::from([0..rendered.text.len()]),
+                    (TrainOn::All, _) => std::iter::once(0..rendered.text.len()).collect(),
                     // Marks do not say to which message they belong, so a prompt is rendered for itself.
                     (TrainOn::Answers, Some(answers)) if from == 0 => answers,
                     (TrainOn::Last, Some(mut answers)) if from == 0 => {

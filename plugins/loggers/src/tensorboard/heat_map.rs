@@ -46,7 +46,7 @@ pub(super) fn heat_map(table: &MetricTable) -> Result<Picture> {
         false => ([0, 0], [CHARACTER, CHARACTER]),
     };
     let mut canvas = Canvas::new(left + columns * cell_width, top + rows * cell_height);
-    for row in 0..rows {
+    for (row, texts) in texts.iter().enumerate() {
         let values = table.row(row);
         let sum: f64 = values.iter().sum();
         for (column, value) in values.iter().enumerate().take(columns) {
@@ -55,7 +55,7 @@ pub(super) fn heat_map(table: &MetricTable) -> Result<Picture> {
             canvas.fill(at, [cell_width, cell_height], shade(share));
             if has_texts {
                 let colour = if share > 0.5 { [255; 3] } else { [0; 3] };
-                canvas.write(at, &texts[row][column], colour);
+                canvas.write(at, &texts[column], colour);
             }
         }
     }
