@@ -355,7 +355,7 @@ fn batch_size_search_leaves_nothing() {
     assert!(said.contains("(twice as many are more than the training data)"), "{said}");
 
     let error = |args: &[&str]| scratch.small().args(args).fail();
-    assert_snapshot!(error(&["--find-batch-size=data.samples"]), @"error: --find-batch-size: --set data.samples=1: unknown key `data.samples` (the keys of `data` are type, path, mixture, text_key, on_error, tokenizer, eos_token, add_bos_token, bos_token, cache_dir, seq_len, stride, batch_size, shuffle, validation_fraction, validation_path, validation_sets, token_dtype, vocab_size). Name the key of the number of samples in a batch: --find-batch-size=KEY");
+    assert_snapshot!(error(&["--find-batch-size=data.samples"]), @"error: --find-batch-size: --set data.samples=1: unknown key `data.samples` (the keys of `data` are type, path, mixture, text_key, on_error, tokenizer, eos_token, add_bos_token, bos_token, cache_dir, seq_len, stride, separate_documents, batch_size, shuffle, validation_fraction, validation_path, validation_sets, token_dtype, vocab_size). Name the key of the number of samples in a batch: --find-batch-size=KEY");
     assert_snapshot!(error(&["--find-batch-size", "--set", "model.hidden_size=0"]), @"error: --find-batch-size: --set model.hidden_size=0: `model.hidden_size`: expected an integer from 1 to 1048576, found 0");
 }
 
