@@ -113,13 +113,34 @@ mod linux {
         let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse::<i32>().ok());
         let child = |pid: i32| {
             let stat = std::fs::read_to_string(format!("/proc/{pid}/stat")).ok()?;
-            // `pid (name) state parent group …`; a name may have spaces and parentheses.
-            let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
-            let ended = matches!(fields.next()?, "Z" | "X");
-            let mut number = || Pid::from_raw(fields.next()?.parse().ok()?);
-            let (parent, group) = (number(), number());
-            (parent == Some(own)).then_some(Process { pid: Pid::from_raw(pid)?, group, ended })
+            let (parent, process) = parse(pid, &stat)?;
+            (parent == Some(own)).then_some(process)
         };
         pids.filter_map(child).collect()
+    }
+
+    /// The parent of a process, and the process, by its `/proc/PID/stat`:
+    /// `pid (name) state parent group …`. A name may have spaces and parentheses.
+    fn parse(pid: i32, stat: &str) -> Option<(Option<Pid>, Process)> {
+        let mut fields = stat.rsplit_once(')')?.1.split_whitespace();
+        let ended = matches!(fields.next()?, "Z" | "X");
+        // A process that is being removed has the group -1.
+        let mut number =
+            || fields.next()?.parse().ok().filter(|raw| *raw > 0).and_then(Pid::from_raw);
+        let (parent, group) = (number(), number());
+        Some((parent, Process { pid: Pid::from_raw(pid)?, group, ended }))
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn removed_process_has_no_group() {
+            let (parent, process) = parse(12, "12 (a (b) c) X 7 -1 -1 0").unwrap();
+            assert_eq!((parent, process.group, process.ended), (Pid::from_raw(7), None, true));
+            let (parent, process) = parse(12, "12 (sh) S 0 5 5 0").unwrap();
+            assert_eq!((parent, process.group, process.ended), (None, Pid::from_raw(5), false));
+        }
     }
 }
