@@ -126,6 +126,8 @@ mod book {
     mod profiling {}
     #[doc = include_str!("../docs/src/guides/project.md")]
     mod project {}
+    #[doc = include_str!("../docs/src/guides/preferences.md")]
+    mod preferences {}
     #[doc = include_str!("../docs/src/guides/strategies.md")]
     mod strategies {}
     #[doc = include_str!("../docs/src/guides/writing-a-strategy.md")]

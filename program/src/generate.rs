@@ -16,7 +16,8 @@ use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::{LightningModule as _, RunPurpose, Trainer};
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_models::{
-    Answer, ModelConfig, PromptBatch, Prompts, PromptsConfig, TextGeneration, resolve,
+    Answer, ModelConfig, PREFERENCE_KEYS, PromptBatch, Prompts, PromptsConfig, TextGeneration,
+    resolve,
 };
 use serde_json::json;
 use toml::{Table, Value};
@@ -48,9 +49,19 @@ pub(crate) struct Generate {
     /// A prompt as tokens: 7,3,11; may be given several times
     #[arg(long, value_name = "IDS", conflicts_with = "prompt")]
     prompt_ids: Vec<String>,
-    /// A file with a prompt in each line, as text or, in .jsonl, as objects with `prompt` or `ids`
+    /// A file with a prompt in each line, as text or, in .jsonl, as objects with `prompt`, `ids` or
+    /// `messages`
     #[arg(long, value_name = "FILE", conflicts_with_all = ["prompt", "prompt_ids"])]
     input: Option<PathBuf>,
+    /// Takes prompts for a user's messages, and answers as the model's chat template has it
+    #[arg(long)]
+    chat: bool,
+    /// The system's message before them
+    #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
+    system: Option<String>,
+    /// A chat template, or `chatml`; by default that of the tokenizer
+    #[arg(long, value_name = "FILE")]
+    chat_template: Option<String>,
     /// A tokenizer.json, a folder with one, or `bytes`; by default the model's
     #[arg(long, value_name = "FILE")]
     tokenizer: Option<String>,
@@ -139,6 +150,7 @@ impl Generate {
         let mut trainer = Table::new();
         let mut model = Table::new();
         let mut tokenizer = self.tokenizer.clone();
+        let mut template = self.chat_template.clone();
         let path = checkpoint::resolve_last(&self.model)?;
         let checkpoint = path.join(MANIFEST).is_file().then_some(path);
         match &checkpoint {
@@ -165,6 +177,7 @@ impl Generate {
                 let of_texts = (of_data("type") != Some("tokens")).then_some("bytes");
                 let saved = of_data("tokenizer").or(of_texts).map(str::to_owned);
                 tokenizer = tokenizer.or(saved);
+                template = template.or_else(|| of_data("chat_template").map(str::to_owned));
             }
             None => {
                 let directory = resolve(&self.model).map_err(|error| match error {
@@ -190,7 +203,11 @@ impl Generate {
             run.insert("seed".to_owned(), integer(seed)?);
         }
         run.insert("model".to_owned(), model.into());
-        run.insert("data".to_owned(), self.data(tokenizer)?.into());
+        let mut data = self.data(tokenizer)?;
+        if let Some(template) = template {
+            data.insert("chat_template".to_owned(), template.into());
+        }
+        run.insert("data".to_owned(), data.into());
         run.insert("trainer".to_owned(), trainer.into());
         Ok((run, checkpoint))
     }
@@ -215,6 +232,8 @@ impl Generate {
         insert("prompt_ids", (!ids.is_empty()).then(|| ids.into()));
         insert("path", self.input.as_deref().map(text));
         insert("tokenizer", tokenizer.map(Value::from));
+        insert("chat", self.chat.then(|| true.into()));
+        insert("system", self.system.clone().map(Value::from));
         insert("max_new_tokens", Some(integer(self.max_new_tokens)?));
         insert("temperature", Some(self.temperature.into()));
         insert("top_k", self.top_k.map(integer).transpose()?);
@@ -332,7 +351,7 @@ fn set_up(
     Ok(module)
 }
 
-/// The configuration in a checkpoint of a run of `causal_lm` or `chat`.
+/// The configuration in a checkpoint of a run of a language model.
 fn saved_configuration(path: &Path) -> Result<Table> {
     let source = DistributedCheckpoint::open(path)?;
     let saved = Table::try_from(&source.manifest().config).ok();
@@ -347,9 +366,25 @@ fn saved_configuration(path: &Path) -> Result<Table> {
         {
             Ok(saved)
         }
+        Some(mut saved) if module(&saved).as_deref() == Some("preference") => {
+            let adapters = saved.get("trainer").and_then(|trainer| trainer.get("adapters"));
+            if adapters.is_none() {
+                return Err(Error::checkpoint(
+                    path,
+                    "--model: it has the frozen copy of a run of \"preference\" too; first \
+                     `fulgurite checkpoint convert DIR MODEL --to hugging-face`",
+                ));
+            }
+            // Keys of the loss are none of the model's.
+            if let Some(model) = saved.get_mut("model").and_then(Value::as_table_mut) {
+                PREFERENCE_KEYS.iter().for_each(|key| drop(model.remove(*key)));
+            }
+            Ok(saved)
+        }
         Some(_) => Err(Error::checkpoint(
             path,
-            "--model: it is of a run of another `module.type` than \"causal_lm\" and \"chat\", which does not generate",
+            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\" and \"preference\", which \
+             does not generate",
         )),
         None => Err(Error::checkpoint(
             path,

@@ -35,11 +35,19 @@ pub(crate) struct Place {
 
 impl fmt::Display for Place {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}, {} {}", self.file.display(), self.unit, self.number)
+        match self.unit {
+            "" => write!(f, "{}", self.file.display()),
+            unit => write!(f, "{}, {unit} {}", self.file.display(), self.number),
+        }
     }
 }
 
 impl Place {
+    /// A place with a name of its own.
+    pub(crate) fn named(name: &str) -> Self {
+        Self { file: Path::new(name).into(), unit: "", number: 0 }
+    }
+
     /// An error about a row.
     pub(crate) fn wrong(&self, message: impl fmt::Display) -> Error {
         Error::Data(format!("{self} {message}"))

@@ -42,8 +42,8 @@ pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
 pub use modules::{
-    CausalLm, Chat, Embedding, MaskedLm, Preference, SequenceClassification, TextGeneration,
-    TokenClassification,
+    CausalLm, Chat, Embedding, MaskedLm, PREFERENCE_KEYS, Preference, SequenceClassification,
+    TextGeneration, TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

@@ -37,6 +37,7 @@ recipes![
     "qlora",
     "chat_lora",
     "chat_fsdp",
+    "preference_lora",
     "tensor_parallel",
     "long_context",
     "classification",

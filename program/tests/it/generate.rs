@@ -293,11 +293,47 @@ fn unusable_requests_are_refused_before_ranks_start() {
     let file = ["--tokenizer", "bytes", "--input", "prompts.txt"];
     assert_snapshot!(of("llama", &file), @"error: data: prompts.txt, line 2 (data.path) is empty; each line is a prompt");
     fs::write(dir.join("prompts.jsonl"), "{\"prompt\": \"a\", \"ids\": [3]}\n").unwrap();
-    assert_snapshot!(of("llama", &["--input", "prompts.jsonl"]), @"error: data: prompts.jsonl, line 1 (data.path) needs `prompt`, a text, or `ids`, a list of tokens, and not both");
+    assert_snapshot!(of("llama", &["--input", "prompts.jsonl"]), @"error: data: prompts.jsonl, line 1 (data.path) needs one of `prompt`, a text, `ids`, a list of tokens, and `messages`, a conversation");
     let context = "trainer.strategy={ type = \"model_parallel\", context_parallel_size = 2 }";
     let refused = of("llama", &["--prompt-ids", "3", "--set", context]);
     assert!(
         refused.contains("generation does not work with a context_parallel_size above 1"),
         "{refused}"
+    );
+}
+
+/// A prompt with `--chat` is the same conversation as `messages` of a file.
+#[test]
+fn chat_prompts_are_rendered() {
+    let dir = crate::tasks::folder();
+    let model = fixture("llama_yarn").display().to_string();
+    let common = [
+        "--model",
+        &model,
+        "--tokenizer",
+        "tokenizer.json",
+        "--max-new-tokens",
+        "4",
+        "--output",
+        "json",
+    ];
+    let answer = |args: &[&str]| ids(&generate(dir.path(), &[&common, args].concat()));
+    let chatml = ["--chat-template", "chatml"];
+    let chat = ["--chat", "--system", "is", "--prompt", "the cat"];
+    let of_words = answer(&[&chatml[..], &chat].concat());
+    let messages = json!({"messages": [
+        {"role": "system", "content": "is"}, {"role": "user", "content": "the cat"},
+    ]});
+    fs::write(dir.path().join("chat.jsonl"), messages.to_string()).unwrap();
+    assert_eq!(answer(&[&chatml[..], &["--input", "chat.jsonl"]].concat()), of_words);
+    assert_ne!(of_words, answer(&["--prompt", "the cat"]));
+    let no_template = refusal(dir.path(), &[&common[..], &chat].concat());
+    assert!(no_template.contains("there is no chat template in"), "{no_template}");
+    let role = json!({"messages": [{"role": "robot", "content": "x"}]});
+    fs::write(dir.path().join("chat.jsonl"), role.to_string()).unwrap();
+    let wrong = refusal(dir.path(), &[&common[..], &chatml, &["--input", "chat.jsonl"]].concat());
+    assert!(
+        wrong.contains("chat.jsonl, line 1 has a message 0 of the unknown role \"robot\""),
+        "{wrong}"
     );
 }

@@ -35,6 +35,10 @@ fn small(name: &str) -> Vec<String> {
         "embedding" => (Some("bert_masked"), &["data.path=pairs.jsonl"]),
         "masked_lm" => (Some("bert_masked"), &["data.type=lines", "data.path=lines.txt"]),
         "vision" => (Some("vit"), &["data.height=12", "data.width=12"]),
+        "preference_lora" => (
+            Some("llama_yarn"),
+            &["data.path=preferred.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=16"],
+        ),
         "chat_lora" | "chat_fsdp" => (
             Some("llama_yarn"),
             &["data.tokenizer=tokenizer.json", "data.chat_template=chatml", "data.seq_len=16"],
@@ -70,6 +74,8 @@ fn recipes_train_as_they_are_listed() {
     std::fs::write(temp.path().join("ids.u16"), ids).unwrap();
     let chat = r#"{"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "good"}]}"#;
     std::fs::write(temp.path().join("chats.jsonl"), format!("{chat}\n").repeat(200)).unwrap();
+    let pair = r#"{"prompt": "the cat", "chosen": " is good", "rejected": " is bad"}"#;
+    std::fs::write(temp.path().join("preferred.jsonl"), format!("{pair}\n").repeat(40)).unwrap();
     std::fs::write(temp.path().join("text.txt"), "to be or not to be ".repeat(200)).unwrap();
     let list = succeed(temp.path(), &["recipes", "list"]);
     let names: Vec<&str> = list.lines().filter_map(|line| line.split_whitespace().next()).collect();

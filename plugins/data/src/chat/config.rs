@@ -2,7 +2,6 @@
 
 use std::collections::BTreeMap;
 
-use chrono::NaiveDate;
 use fulgurite_config::{ConfigType, Documented};
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -157,19 +156,7 @@ impl ChatDataConfig {
     /// # Errors
     /// If the date is none.
     pub(super) fn template(&self) -> Result<TemplateOptions> {
-        let variables = self.template_options.iter();
-        let variables = variables
-            .map(|(name, value)| Ok((name.clone(), serde_json::from_value(value.clone())?)))
-            .collect::<Result<_, serde_json::Error>>()
-            .map_err(|error| Error::Config(format!("data.template_options: {error}")))?;
-        let date = self.template_date.as_deref().map(|date| {
-            date.parse::<NaiveDate>().map_err(|_| {
-                Error::Config(format!(
-                    "data.template_date: expected a date such as \"2026-01-31\", found {date:?}"
-                ))
-            })
-        });
-        Ok(TemplateOptions { variables, date: date.transpose()? })
+        TemplateOptions::new(&self.template_options, self.template_date.as_deref())
     }
 
     pub(super) fn validate(&self) -> Result<()> {

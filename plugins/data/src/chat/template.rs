@@ -1,5 +1,6 @@
 //! Chat templates: from messages to the text that a model sees.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
@@ -11,6 +12,8 @@ use minijinja::{Environment, ErrorKind, Output, State, Value};
 use minijinja_contrib::pycompat::unknown_method_callback;
 use serde::Serialize as _;
 
+use super::conversation;
+use crate::rows::Place;
 use crate::special_tokens::named_token;
 
 /// Maximum length of a template file.
@@ -54,6 +57,31 @@ pub struct TemplateOptions {
     pub variables: Vec<(String, Value)>,
     /// The date of `strftime_now`.
     pub date: Option<NaiveDate>,
+}
+
+impl TemplateOptions {
+    /// The options of a configuration: `data.template_options` and `data.template_date`.
+    ///
+    /// # Errors
+    /// If the date is none.
+    pub fn new(
+        variables: &BTreeMap<String, serde_json::Value>,
+        date: Option<&str>,
+    ) -> Result<Self> {
+        let variables = variables
+            .iter()
+            .map(|(name, value)| Ok((name.clone(), serde_json::from_value(value.clone())?)))
+            .collect::<Result<_, serde_json::Error>>()
+            .map_err(|error| Error::Config(format!("data.template_options: {error}")))?;
+        let date = date.map(|date| {
+            date.parse::<NaiveDate>().map_err(|_| {
+                Error::Config(format!(
+                    "data.template_date: expected a date such as \"2026-01-31\", found {date:?}"
+                ))
+            })
+        });
+        Ok(Self { variables, date: date.transpose()? })
+    }
 }
 
 impl ChatTemplate {
@@ -115,6 +143,21 @@ impl ChatTemplate {
         let (marked, has_marks) = with_marks(&source);
         environment.add_template_owned("chat", marked).map_err(|error| failed(&name, &error))?;
         Ok(Self { environment, name, source, has_marks })
+    }
+
+    /// Renders the prompt for the assistant's next message. `messages` is a list of objects with
+    /// `role` and `content`; `name` is their place, for messages about mistakes.
+    ///
+    /// # Errors
+    /// If these are no messages, or the template refuses them.
+    pub fn prompt(&self, name: &str, messages: &serde_json::Value) -> Result<String> {
+        let place = Place::named(name);
+        let list: Value = serde_json::from_value(messages.clone()).map_err(Error::other)?;
+        let messages = conversation::messages(&place, &list)?;
+        let rendered = self.render(&messages, &Value::UNDEFINED, true);
+        let rendered =
+            rendered.map_err(|error| place.wrong(format!("cannot be rendered: {error}")))?;
+        Ok(rendered.text)
     }
 
     /// The file of the template, or its name.

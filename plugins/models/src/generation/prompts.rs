@@ -1,16 +1,17 @@
 //! [`Prompts`]: the data of a generation.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use candle_core::Device;
 use fulgurite_config::Documented;
-use fulgurite_data::Tokenizer;
+use fulgurite_data::{ChatTemplate, TemplateOptions, Tokenizer};
 use fulgurite_engine::data::{DataContext, DataModule, Split};
 use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::{Value, json};
 
 use super::{Generation, Prompt, Sampling};
 
@@ -30,7 +31,8 @@ const MAX_FILE: u64 = 1 << 30;
 #[serde(default, deny_unknown_fields)]
 pub struct PromptsConfig {
     /// A file with a prompt in each line. Lines of a file named `.jsonl` or `.ndjson` are JSON
-    /// objects with `prompt`, a text, or `ids`, a list of tokens.
+    /// objects with `prompt`, a text, `ids`, a list of tokens, or `messages`, a conversation that
+    /// the model answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub path: Option<PathBuf>,
     /// Prompts, instead of a file.
@@ -44,6 +46,21 @@ pub struct PromptsConfig {
     /// puts before a text is before a prompt.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
+    /// Whether a prompt that is a text is a user's message, which the model answers.
+    pub chat: bool,
+    /// The system's message before a user's; with `chat`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub system: Option<String>,
+    /// The chat template: a file, or `"chatml"`. By default that of the tokenizer, in
+    /// `chat_template.jinja`, `tokenizer_config.json` or `chat_template.json` beside it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub chat_template: Option<String>,
+    /// Variables of the template, such as `{ enable_thinking = false }`.
+    #[serde(skip_serializing_if = "BTreeMap::is_empty")]
+    pub template_options: BTreeMap<String, Value>,
+    /// The date that a template writes as that of today (`strftime_now`), such as `"2026-01-31"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub template_date: Option<String>,
     /// The most tokens of an answer.
     pub max_new_tokens: usize,
     /// Divisor of the logits; 0 takes the most likely token (greedy).
@@ -79,6 +96,11 @@ impl Default for PromptsConfig {
             prompts: Vec::new(),
             prompt_ids: Vec::new(),
             tokenizer: None,
+            chat: false,
+            system: None,
+            chat_template: None,
+            template_options: BTreeMap::new(),
+            template_date: None,
             max_new_tokens,
             temperature,
             top_k,
@@ -94,6 +116,19 @@ impl Default for PromptsConfig {
 }
 
 impl PromptsConfig {
+    /// A user's message, perhaps behind a system's.
+    fn messages(&self, text: &str) -> Value {
+        let system = self.system.as_ref().map(|text| json!({"role": "system", "content": text}));
+        system.into_iter().chain([json!({"role": "user", "content": text})]).collect()
+    }
+
+    /// The chat template.
+    fn template(&self) -> Result<ChatTemplate> {
+        let tokenizer = self.tokenizer.as_deref().filter(|name| *name != "bytes").map(Path::new);
+        let options = TemplateOptions::new(&self.template_options, self.template_date.as_deref())?;
+        ChatTemplate::open(tokenizer, self.chat_template.as_deref(), &options)
+    }
+
     /// How prompts are continued.
     fn generation(&self, seed: u64) -> Generation {
         let Self { temperature, top_k, top_p, min_p, repetition_penalty, .. } = *self;
@@ -174,6 +209,7 @@ impl Prompts {
 enum Given {
     Text(String),
     Ids(Vec<u32>),
+    Messages(Value),
 }
 
 impl DataModule for Prompts {
@@ -203,15 +239,32 @@ impl DataModule for Prompts {
                 "`data.stop`: texts that end an answer need `data.tokenizer`".to_owned(),
             ));
         }
+        if config.system.is_some() && !config.chat {
+            return Err(Error::Config(
+                "`data.system`: a system's message needs `data.chat = true`".to_owned(),
+            ));
+        }
+        let given = given(config)?;
+        let answers =
+            config.chat || given.iter().any(|(_, given)| matches!(given, Given::Messages(_)));
+        let template = if answers { Some(config.template()?) } else { None };
         let (mut prompts, mut names) = (Vec::new(), Vec::new());
-        for (index, (name, given)) in (0..).zip(given(config)?) {
+        for (index, (name, given)) in (0..).zip(given) {
+            let given = match given {
+                Given::Text(text) if config.chat => Given::Messages(config.messages(&text)),
+                given => given,
+            };
             let ids = match (given, &tokenizer) {
                 (Given::Ids(ids), _) => ids,
+                (Given::Messages(messages), Some(tokenizer)) => {
+                    let template = template.as_ref().ok_or_else(|| Error::other("no template"))?;
+                    tokenizer.encode(&template.prompt(&name, &messages)?)?
+                }
                 (Given::Text(text), Some(tokenizer)) => {
                     let start = tokenizer.start_of_text().into_iter();
                     start.chain(tokenizer.encode(&text)?).collect()
                 }
-                (Given::Text(_), None) => {
+                (Given::Text(_) | Given::Messages(_), None) => {
                     return Err(Error::Config(format!(
                         "{name} is a text, and no tokenizer is known; name one with `data.tokenizer` \
                          (`--tokenizer` of `fulgurite generate`), or give the \
@@ -249,7 +302,7 @@ impl DataModule for Prompts {
     }
 
     fn host_keys() -> &'static [&'static str] {
-        &["path", "tokenizer"]
+        &["chat_template", "path", "tokenizer"]
     }
 
     fn evaluation_fingerprint(&self) -> Result<Option<String>> {
@@ -313,7 +366,7 @@ fn read(path: &Path) -> Result<Vec<(String, Given)>> {
                 Ok(None) => {
                     return wrong(
                         &place,
-                        "needs `prompt`, a text, or `ids`, a list of tokens, and not both",
+                        "needs one of `prompt`, a text, `ids`, a list of tokens, and `messages`, a conversation",
                     );
                 }
                 Err(error) => return wrong(&place, &format!("is not an object of JSON: {error}")),
@@ -329,9 +382,10 @@ fn read(path: &Path) -> Result<Vec<(String, Given)>> {
 
 /// The prompt of a JSON object.
 fn prompt_of(value: Value) -> Option<Given> {
-    match (value.get("prompt"), value.get("ids")) {
-        (Some(Value::String(text)), None) => Some(Given::Text(text.clone())),
-        (None, Some(ids)) => serde_json::from_value(ids.clone()).ok().map(Given::Ids),
+    match (value.get("prompt"), value.get("ids"), value.get("messages")) {
+        (Some(Value::String(text)), None, None) => Some(Given::Text(text.clone())),
+        (None, Some(ids), None) => serde_json::from_value(ids.clone()).ok().map(Given::Ids),
+        (None, None, Some(messages)) => Some(Given::Messages(messages.clone())),
         _ => None,
     }
 }

@@ -49,7 +49,7 @@ pub use embedding::Embedding;
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;
 pub use masked_lm::MaskedLm;
-pub use preference::Preference;
+pub use preference::{PREFERENCE_KEYS, Preference};
 pub use sequence_classification::SequenceClassification;
 pub use text_generation::TextGeneration;
 pub use token_classification::TokenClassification;

@@ -17,8 +17,9 @@ use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
 use crate::weights::{MappedSource, REFERENCE, Twice};
 
-/// The keys of `[model]` that the module takes itself.
-const KEYS: &[&str] = &["preference_loss", "beta", "label_smoothing", "reference", "nll_weight"];
+/// The keys of `[model]` that [`Preference`] takes itself.
+pub const PREFERENCE_KEYS: &[&str] =
+    &["preference_loss", "beta", "label_smoothing", "reference", "nll_weight"];
 
 /// A decoder that learns to prefer one answer to another, on [`PreferenceData`].
 ///
@@ -172,12 +173,12 @@ impl LightningModule for Preference {
             ));
         }
         let ids = data.tokenizer().vocab_size();
-        fit_to_tokens(config, KEYS, data.seq_len(), (Some(ids), ids))
+        fit_to_tokens(config, PREFERENCE_KEYS, data.seq_len(), (Some(ids), ids))
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let (loss, reference) = keys(config)?;
-        let decoder = config.clone().decoder_for(KEYS)?;
+        let decoder = config.clone().decoder_for(PREFERENCE_KEYS)?;
         let policy = Decoder::new(&decoder, b)?;
         let wrong = |message: &str| Error::Config(format!("`model.reference`: {message}"));
         let reference = match (reference.as_deref(), loss.needs_reference(), b.adapters()) {
@@ -219,7 +220,7 @@ impl LightningModule for Preference {
         config: &ModelConfig,
         source: Box<dyn TensorSource>,
     ) -> Result<Box<dyn TensorSource>> {
-        let description = config.clone().describe_for(KEYS)?;
+        let description = config.clone().describe_for(PREFERENCE_KEYS)?;
         let mapped = MappedSource::new(source, &description.weights)?;
         Ok(Box::new(Twice::new(mapped, REFERENCE)))
     }

@@ -7,7 +7,9 @@ use fulgurite::core::config::reference::option_keys;
 use fulgurite::core::config::{ConfigLayers, documented_keys};
 use fulgurite::core::registry;
 use fulgurite::core::run::{RunConfig, reference_sections};
-use fulgurite::data::{ChatDataConfig, LabelledTextsConfig, TableConfig, TextDataConfig};
+use fulgurite::data::{
+    ChatDataConfig, LabelledTextsConfig, PreferenceDataConfig, TableConfig, TextDataConfig,
+};
 use fulgurite_models::ModelConfig;
 use fulgurite_models::PromptsConfig;
 use toml::{Table, Value};
@@ -75,6 +77,9 @@ impl Keys {
             add("data", &key.name);
         }
         for key in documented_keys::<ChatDataConfig>().unwrap() {
+            add("data", &key.name);
+        }
+        for key in documented_keys::<PreferenceDataConfig>().unwrap() {
             add("data", &key.name);
         }
         for key in documented_keys::<TableConfig>().unwrap() {
