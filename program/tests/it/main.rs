@@ -25,3 +25,5 @@ mod recipes;
 mod report;
 mod run;
 mod tasks;
+#[cfg(feature = "models")]
+mod walk_through;

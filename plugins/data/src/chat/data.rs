@@ -143,10 +143,14 @@ impl ChatData {
         let known: u64 = train.iter().chain(&validation).map(Sample::bytes).sum();
         let memory = (known as f64 * rows as f64 / tokenized.max(1) as f64) as u64;
         let (train, validation) = (Part::new(train, config), Part::new(validation, config));
-        if config.packing
-            && let Some(source) = report.sources.first_mut()
-        {
-            source.count("samples", (train.samples.len() + validation.samples.len()) as u64);
+        if config.packing {
+            // Rows held out are of the same source as the others.
+            let last = report.sources.len().saturating_sub(1);
+            for (part, source) in [(&train, 0), (&validation, last)] {
+                if let Some(source) = report.sources.get_mut(source) {
+                    source.count("samples", part.samples.len() as u64);
+                }
+            }
         }
         Ok(Self { config: config.clone(), encoder, train, validation, report, memory, warnings })
     }
