@@ -17,6 +17,7 @@ use twox_hash::XxHash3_64;
 use super::config::{ChatDataConfig, TooLong, TrainOn};
 use super::conversation::{COLUMNS, Pair};
 use super::encode::{ChatEncoder, Encoded};
+use super::template::ChatTemplate;
 use crate::config::{CacheDir, OnError, Paths};
 use crate::rows::{self, Column, Place, Row};
 use crate::text_data::nothing_to_validate;
@@ -188,6 +189,11 @@ impl PreferenceData {
     /// The tokenizer.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.encoder.tokenizer
+    }
+
+    /// The chat template; `None` if the tokenizer has none, and rows are texts.
+    pub fn template(&self) -> Option<&ChatTemplate> {
+        self.encoder.template()
     }
 
     /// Tokens of a prompt and an answer at most.

@@ -2,24 +2,30 @@
 
 use std::num::NonZeroU64;
 
-use fulgurite_data::Tokenizer;
+use fulgurite_data::{ChatTemplate, Tokenizer};
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks};
 use serde::{Deserialize, Serialize};
+use serde_json::json;
 
 use crate::decoder::Decoder;
 use crate::generation::{Generation, GenerationRanks, Generator, Prompt, Sampling};
-use crate::modules::{CausalLm, Chat};
+use crate::modules::{CausalLm, Chat, Preference};
 
-/// Prints answers to fixed prompts every some steps of a training of `causal_lm` or `chat`, and logs
-/// them as the text `samples`: `{ type = "samples", prompts = ["Once upon a time"] }`. All ranks generate
-/// the same answers. The data needs a tokenizer. Loggers get the answers of steps that are logged
+/// Prints answers to fixed prompts every some steps of a training of `causal_lm`, `chat` or
+/// `preference`, and logs them as the text `samples`:
+/// `{ type = "samples", prompts = ["Once upon a time"] }`. For `chat` and `preference` a prompt is a
+/// user's message, in the data's chat template if there is one. All ranks generate the same answers.
+/// The data needs a tokenizer. Loggers get the answers of steps that are logged
 /// (`trainer.log_every_n_steps`).
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct SamplesConfig {
     /// The prompts, at least one.
     pub prompts: Vec<String>,
+    /// Texts that end an answer, which ends before them.
+    #[serde(skip_serializing_if = "Vec::is_empty")]
+    pub stop: Vec<String>,
     /// Steps between answers.
     pub every_n_steps: NonZeroU64,
     /// The most tokens of an answer.
@@ -37,7 +43,8 @@ impl Default for SamplesConfig {
     fn default() -> Self {
         let Sampling { temperature, top_k, top_p, .. } = Sampling::default();
         let every_n_steps = NonZeroU64::new(100).expect("it is not zero");
-        Self { prompts: Vec::new(), every_n_steps, max_new_tokens: 64, temperature, top_k, top_p }
+        let (prompts, stop) = (Vec::new(), Vec::new());
+        Self { prompts, stop, every_n_steps, max_new_tokens: 64, temperature, top_k, top_p }
     }
 }
 
@@ -45,7 +52,8 @@ impl SamplesConfig {
     fn generation(&self, seed: u64) -> Generation {
         let Self { temperature, top_k, top_p, .. } = *self;
         let sampling = Sampling { temperature, top_k, top_p, ..Sampling::default() };
-        Generation { max_new_tokens: self.max_new_tokens, sampling, seed, ..Generation::default() }
+        let (max_new_tokens, stop) = (self.max_new_tokens, self.stop.clone());
+        Generation { max_new_tokens, sampling, seed, stop, ..Generation::default() }
     }
 }
 
@@ -84,11 +92,19 @@ impl Hooks for Samples {
     fn on_fit_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         let wrong =
             |message: &str| Error::Config(format!("`trainer.callbacks`, samples: {message}"));
-        let (decoder, tokenizer) = parts(ctx)?;
+        let Parts { decoder, tokenizer, template } = parts(ctx)?;
         let mut prompts = Vec::with_capacity(self.config.prompts.len());
         for (index, text) in (0..).zip(&self.config.prompts) {
-            let start = tokenizer.start_of_text().into_iter();
-            let ids: Vec<u32> = start.chain(tokenizer.encode(text)?).collect();
+            let ids: Vec<u32> = match template {
+                Some(template) => {
+                    let messages = json!([{"role": "user", "content": text}]);
+                    tokenizer.encode(&template.prompt(&format!("prompt {index}"), &messages)?)?
+                }
+                None => {
+                    let start = tokenizer.start_of_text().into_iter();
+                    start.chain(tokenizer.encode(text)?).collect()
+                }
+            };
             let problem = decoder.prompt_problem(&ids, self.config.max_new_tokens);
             if let Some(problem) = problem {
                 return Err(wrong(&format!("prompt {index}: {problem}")));
@@ -106,7 +122,7 @@ impl Hooks for Samples {
         if !ctx.step.is_multiple_of(self.config.every_n_steps.get()) {
             return Ok(());
         }
-        let (decoder, tokenizer) = parts(ctx)?;
+        let Parts { decoder, tokenizer, .. } = parts(ctx)?;
         let mut generation = self.config.generation(ctx.seed);
         generation.end_tokens = tokenizer.end_of_text().into_iter().collect();
         let answers = {
@@ -132,19 +148,31 @@ impl Hooks for Samples {
     }
 }
 
-/// The decoder and the tokenizer of a training.
-fn parts<'c>(ctx: &'c HookContext) -> Result<(&'c Decoder, &'c Tokenizer)> {
+/// What a training generates with.
+struct Parts<'c> {
+    decoder: &'c Decoder,
+    tokenizer: &'c Tokenizer,
+    /// Of conversations, if there is one.
+    template: Option<&'c ChatTemplate>,
+}
+
+fn parts<'c>(ctx: &'c HookContext) -> Result<Parts<'c>> {
     let wrong = |message: &str| Error::Config(format!("`trainer.callbacks`, samples: {message}"));
     if let (Some(module), Some(data)) = (ctx.module::<Chat>(), ctx.data_of::<Chat>()) {
-        return Ok((module.model(), data.tokenizer()));
+        let (decoder, tokenizer) = (module.model(), data.tokenizer());
+        return Ok(Parts { decoder, tokenizer, template: data.template() });
+    }
+    if let (Some(module), Some(data)) = (ctx.module::<Preference>(), ctx.data_of::<Preference>()) {
+        let (decoder, tokenizer) = (module.model(), data.tokenizer());
+        return Ok(Parts { decoder, tokenizer, template: data.template() });
     }
     let (Some(module), Some(data)) = (ctx.module::<CausalLm>(), ctx.data_of::<CausalLm>()) else {
         return Err(wrong(
-            "the callback is for trainings with `module.type` = \"causal_lm\" or \"chat\"",
+            "the callback is for trainings with `module.type` = \"causal_lm\", \"chat\" or \"preference\"",
         ));
     };
     match data.tokenizer() {
-        Some(tokenizer) => Ok((module.model(), tokenizer)),
+        Some(tokenizer) => Ok(Parts { decoder: module.model(), tokenizer, template: None }),
         None => Err(wrong("the data has no tokenizer; name one with `data.tokenizer`")),
     }
 }
