@@ -7,8 +7,8 @@ use std::process::ExitCode;
 use clap::{Args, Subcommand, ValueEnum};
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::data::{DataContext, DataModule, Split, TokenBatch};
-use fulgurite::data::{ChatData, TextData, Tokenizer};
-use fulgurite::prelude::Device;
+use fulgurite::data::{ChatData, PreferenceBatch, PreferenceData, TextData, Tokenizer};
+use fulgurite::prelude::{Device, Tensor};
 use fulgurite_error::{Error, Result, counted, print};
 use serde_json::json;
 use toml::Value;
@@ -90,18 +90,28 @@ impl Inspect {
         let resolved = layers.resolve();
         let module = resolved.get("module").map(|module| module.get("type").unwrap_or(module));
         match module.map_or(Some("causal_lm"), Value::as_str) {
-            Some("chat") => self.show::<ChatData>(&layers, |data| Some(data.tokenizer())),
-            Some("causal_lm" | "masked_lm") => self.show::<TextData>(&layers, TextData::tokenizer),
+            Some("chat") => {
+                self.show::<ChatData>(&layers, |data| Some(data.tokenizer()), &of_tokens)
+            }
+            Some("preference") => {
+                self.show::<PreferenceData>(&layers, |data| Some(data.tokenizer()), &of_pairs)
+            }
+            Some("causal_lm" | "masked_lm") => {
+                self.show::<TextData>(&layers, TextData::tokenizer, &of_tokens)
+            }
             other => Err(Error::Config(format!(
-                "`module.type`: samples of \"chat\", \"causal_lm\" and \"masked_lm\" are shown, not of {other:?}"
+                "`module.type`: samples of \"chat\", \"preference\", \"causal_lm\" and \"masked_lm\" are shown, not of \
+                 \"{}\"",
+                other.unwrap_or_default()
             ))),
         }
     }
 
-    fn show<D: DataModule<Batch = TokenBatch>>(
+    fn show<D: DataModule>(
         &self,
         layers: &ConfigLayers,
         tokenizer: impl Fn(&D) -> Option<&Tokenizer>,
+        documents: &dyn Fn(&D::Batch) -> Result<Vec<Document>>,
     ) -> Result<()> {
         let data = D::setup(&layers.parse_table("data")?, &DataContext::default())?;
         let split = match self.split {
@@ -134,12 +144,23 @@ impl Inspect {
     }
 }
 
-/// The documents of a batch of one sample, without padding.
-fn documents(batch: &TokenBatch) -> Result<Vec<Document>> {
-    let inputs = batch.inputs.flatten_all()?.to_vec1::<u32>()?;
-    let targets = batch.targets.flatten_all()?.to_vec1::<i64>()?;
-    let whole = vec![inputs.len()];
+/// The documents of a batch of one sample.
+fn of_tokens(batch: &TokenBatch) -> Result<Vec<Document>> {
+    let whole = vec![batch.inputs.elem_count()];
     let lengths = batch.documents.as_ref().and_then(|all| all.first()).unwrap_or(&whole);
+    documents([&batch.inputs, &batch.targets], lengths)
+}
+
+/// The chosen and the rejected sequence of a batch of one pair.
+fn of_pairs(batch: &PreferenceBatch) -> Result<Vec<Document>> {
+    let (rows, time) = batch.inputs.dims2()?;
+    documents([&batch.inputs, &batch.targets], &vec![time; rows])
+}
+
+/// The documents of these lengths, without padding.
+fn documents([inputs, targets]: [&Tensor; 2], lengths: &[usize]) -> Result<Vec<Document>> {
+    let inputs = inputs.flatten_all()?.to_vec1::<u32>()?;
+    let targets = targets.flatten_all()?.to_vec1::<i64>()?;
     let (mut documents, mut begin) = (Vec::new(), 0);
     for length in lengths {
         let (ids, next) = (&inputs[begin..begin + length], &targets[begin..begin + length]);

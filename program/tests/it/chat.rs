@@ -82,3 +82,45 @@ fn packing_does_not_change_a_step() {
     let packed = whole("data.packing=true", 24);
     assert_close("packed", &packed, &alone, 1e-5);
 }
+
+/// What `fulgurite data inspect` says.
+fn inspected(dir: &Path, sets: &[&str]) -> (String, bool) {
+    let output = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["data", "inspect", "--samples", "1", "--set", "data.validation_fraction=0.0"])
+        .args(sets.iter().flat_map(|set| ["--set", set]))
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stdout).unwrap() + &String::from_utf8_lossy(&output.stderr);
+    (said, output.status.success())
+}
+
+#[test]
+fn samples_are_shown_with_what_is_learned() {
+    let dir = data();
+    let bytes = ["data.tokenizer=bytes", "data.seq_len=200", "data.pad_to_multiple_of=1"];
+    let chat = [
+        "module.type=chat",
+        "data.path=chats.jsonl",
+        "data.chat_template=chatml",
+        "data.packing=false",
+    ];
+    let (said, ok) = inspected(dir.path(), &[&bytes[..], &chat].concat());
+    assert!(
+        ok && said.contains("── sample 0: 1 document, ") && said.contains("(chats.jsonl, line 1)"),
+        "{said}"
+    );
+    assert!(said.contains("assistant\n⟦so <|im_end|>⟧"), "{said}");
+    let pair = r#"{"prompt": "1+1=", "chosen": "2", "rejected": "3"}"#;
+    fs::write(dir.path().join("pairs.jsonl"), pair).unwrap();
+    let preference = ["module.type=preference", "data.path=pairs.jsonl"];
+    let (said, ok) = inspected(dir.path(), &[&bytes[..], &preference].concat());
+    assert!(ok && said.contains("\n1+1=⟦2<end>⟧\n1+1=⟦3<end>⟧\n"), "{said}");
+    let (said, ok) = inspected(
+        dir.path(),
+        &[&bytes[..], &["module.type=chat", "data.path=pairs.jsonl"]].concat(),
+    );
+    assert!(!ok && said.contains("which are for `module.type` = \"preference\""), "{said}");
+    let (said, ok) = inspected(dir.path(), &["module.type=embedding"]);
+    assert!(!ok && said.contains("not of \"embedding\""), "{said}");
+}

@@ -86,6 +86,11 @@ impl Conversation {
                 all.extend(messages(place, completion)?);
                 return Ok(Self::Messages { messages: all, from, tools });
             }
+            (Some(_), None) if column("chosen").is_some() => {
+                return Err(place.wrong(
+                    "has a `prompt` with `chosen` and `rejected`, which are for `module.type` = \"preference\"",
+                ));
+            }
             (Some(_), None) => return Err(place.wrong("has a `prompt` and no `completion`")),
             (None, Some(_)) => return Err(place.wrong("has a `completion` and no `prompt`")),
             (None, None) => {}

@@ -314,8 +314,7 @@ fn limited(
         }
         let [chosen, rejected] = &sample.answers;
         if !chosen.teaches() || !rejected.teaches() || chosen == rejected {
-            let what = "the answers do not differ within data.seq_len";
-            report.leave_out(what, format_args!("{place}: {what}", place = sample.place));
+            report.leave_out("with answers that do not differ within data.seq_len", &sample.place);
             continue;
         }
         samples.push(sample);

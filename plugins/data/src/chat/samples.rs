@@ -110,8 +110,7 @@ pub(super) fn read(
             }
         }
         if !encoded.teaches() {
-            let what = "the answer begins behind data.seq_len";
-            report.leave_out(what, format_args!("{place}: {what}"));
+            report.leave_out("with the answer behind data.seq_len", &place);
             continue;
         }
         samples.push(Sample { encoded, place });
