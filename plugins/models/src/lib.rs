@@ -24,7 +24,7 @@ mod modules;
 mod recipes;
 mod weights;
 
-pub use callbacks::SamplesConfig;
+pub use callbacks::{ChoicesConfig, SamplesConfig};
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
 pub use decoder::{Decoder, DecoderConfig, LayerConfig, NormPlacement};
 pub use encoder::{

@@ -9,6 +9,8 @@ mod book;
 mod chat;
 mod checkpoint;
 #[cfg(feature = "models")]
+mod choices;
+#[cfg(feature = "models")]
 mod encoders;
 #[cfg(feature = "models")]
 mod generate;

@@ -1,5 +1,7 @@
 //! Callbacks for the modules of this crate, by name in `trainer.callbacks`.
 
+mod choices;
 mod samples;
 
+pub use choices::ChoicesConfig;
 pub use samples::SamplesConfig;

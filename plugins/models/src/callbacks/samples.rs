@@ -149,15 +149,21 @@ impl Hooks for Samples {
 }
 
 /// What a training generates with.
-struct Parts<'c> {
-    decoder: &'c Decoder,
-    tokenizer: &'c Tokenizer,
+pub(super) struct Parts<'c> {
+    pub(super) decoder: &'c Decoder,
+    pub(super) tokenizer: &'c Tokenizer,
     /// Of conversations, if there is one.
     template: Option<&'c ChatTemplate>,
 }
 
-fn parts<'c>(ctx: &'c HookContext) -> Result<Parts<'c>> {
-    let wrong = |message: &str| Error::Config(format!("`trainer.callbacks`, samples: {message}"));
+/// What the training of a hook generates with.
+///
+/// # Errors
+/// If it trains another module, or has no tokenizer.
+pub(super) fn parts<'c>(ctx: &'c HookContext) -> Result<Parts<'c>> {
+    let wrong = |message: &str| {
+        Error::Config(format!("`trainer.callbacks`, samples or choices: {message}"))
+    };
     if let (Some(module), Some(data)) = (ctx.module::<Chat>(), ctx.data_of::<Chat>()) {
         let (decoder, tokenizer) = (module.model(), data.tokenizer());
         return Ok(Parts { decoder, tokenizer, template: data.template() });

@@ -1,0 +1,83 @@
+//! The callback `choices`, against the values of transformers.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+use crate::tasks::{fixture, folder};
+
+/// The metrics of the first validation of a command.
+fn metrics(dir: &Path, command: &str, sets: &[&str]) -> Value {
+    let model = format!("model.from_pretrained={}", fixture("llama_yarn").display());
+    let common = [
+        model.as_str(),
+        "data={ type='lines', path='lines.txt', tokenizer='tokenizer.json', seq_len=8, eos_token='[SEP]' }",
+        "trainer.callbacks=[{ type='choices', path='questions.jsonl', name='words' }]",
+        "trainer.loggers=[]",
+    ];
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args([command, "--output", "json"])
+        .args(common.iter().chain(sets).flat_map(|set| ["--set", set]))
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    let said = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{said}");
+    let lines = String::from_utf8(output.stdout).unwrap();
+    let events = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+    let mut metrics = events.filter(|event| event["metrics"]["val_words_nll"].is_number());
+    metrics.next().unwrap_or_else(|| panic!("{lines}"))["metrics"].clone()
+}
+
+#[test]
+fn choices_are_scored_as_by_transformers() {
+    let dir = folder();
+    let rows = [
+        json!({"context": "the cat is ", "choices": ["good", "bad film"], "answer": 0}),
+        json!({"context": "the film is", "choices": [" not good", " bad", " the cat run"], "answer": 1}),
+        json!({"context": "run", "choices": [" cat", " film"], "answer": 1}),
+    ];
+    let lines: String = rows.iter().map(|row| format!("{row}\n")).collect();
+    fs::write(dir.path().join("questions.jsonl"), lines).unwrap();
+    let fit = ["trainer.max_steps=1", "trainer.val_check_interval=1", "optimizer.lr=0.0"];
+    let fsdp = ["trainer.devices=2", "trainer.strategy=fsdp"];
+    let tensor = [
+        "trainer.devices=2",
+        "trainer.strategy={ type='model_parallel', tensor_parallel_size=2, parallelize='llama' }",
+    ];
+    for (command, sets) in [
+        ("validate", vec![]),
+        ("fit", fit.to_vec()),
+        ("fit", [&fit[..], &fsdp].concat()),
+        ("fit", [&fit[..], &tensor].concat()),
+    ] {
+        let found = metrics(dir.path(), command, &sets);
+        for (name, expected) in [("acc", 1.0), ("acc_norm", 2.0 / 3.0), ("nll", 3.4815003077)] {
+            let found = found[format!("val_words_{name}")].as_f64().unwrap();
+            assert!((found - expected).abs() < 1e-5, "{command} {sets:?}: {name} is {found}");
+        }
+    }
+}
+
+#[test]
+fn bad_questions_are_named() {
+    let dir = folder();
+    let said = |line: &str| {
+        fs::write(dir.path().join("questions.jsonl"), line).unwrap();
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["config", "check", "--set", "data.path=lines.txt"])
+            .args(["--set", "trainer.callbacks=[{ type='choices', path='questions.jsonl' }]"])
+            .args(["--set", "model={ type='llama', hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2 }"])
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap().lines().last().unwrap_or_default().to_owned()
+    };
+    insta::assert_snapshot!(said("{\"context\": \"x\"}"), @"error: `trainer.callbacks`, choices: questions.jsonl, line 1 is no object with `context`, `choices` and `answer`: missing field `choices` at line 1 column 16");
+    insta::assert_snapshot!(said(r#"{"context": "x", "choices": ["a"], "answer": 0}"#), @"error: `trainer.callbacks`, choices: questions.jsonl, line 1 needs two choices or more, none of them empty");
+    insta::assert_snapshot!(said(r#"{"context": "x", "choices": ["a", "b"], "answer": 2}"#), @"error: `trainer.callbacks`, choices: questions.jsonl, line 1 has the answer 2 of 2 choices, from 0 on");
+    insta::assert_snapshot!(said(""), @"error: `trainer.callbacks`, choices: questions.jsonl has no questions");
+}
