@@ -233,7 +233,7 @@ impl Hooks for Choices {
                 let index = round * ranks + rank;
                 let question = &self.questions[index.min(self.questions.len() - 1)];
                 let scores =
-                    question.score(&question.log_probabilities(decoder, &ctx.fabric().device())?);
+                    question.score(&question.log_probabilities(decoder, ctx.fabric().device())?);
                 if index < self.questions.len() {
                     sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += score);
                     count += 1.0;
