@@ -1,26 +1,21 @@
 //! `fulgurite generate`: continuing prompts with a language model.
 
 use std::io::Write as _;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::{Args, ValueEnum};
-use fulgurite::cli::args::{Action, Output, RunRequest};
 use fulgurite::core::autograd::no_grad;
-use fulgurite::core::checkpoint::{self, DistributedCheckpoint, MANIFEST};
 use fulgurite::core::data::{DataContext, DataModule as _};
 use fulgurite::core::fabric::{Connection, Fabric};
-use fulgurite::core::launch::interruption;
 use fulgurite::core::output::{stderr, stdout};
-use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::{LightningModule as _, RunPurpose, Trainer};
+use fulgurite::core::trainer::{RunPurpose, Trainer};
 use fulgurite_error::{Error, Result, counted};
-use fulgurite_models::{
-    Answer, ModelConfig, PREFERENCE_KEYS, PromptBatch, Prompts, PromptsConfig, TextGeneration,
-    resolve,
-};
+use fulgurite_models::{Answer, PromptBatch, Prompts, TextGeneration};
 use serde_json::json;
 use toml::{Table, Value};
+
+use crate::language_model::{ModelSource, RunOptions, integer, set_up, text};
 
 const EXAMPLES: &str = "\
 A text, as it comes:
@@ -37,12 +32,8 @@ The model is a directory in Hugging Face's format, or a repository in the local 
 #[derive(Debug, Args)]
 #[command(after_help = EXAMPLES)]
 pub(crate) struct Generate {
-    /// The model: a Hugging Face directory, or a checkpoint of a run
-    #[arg(long, value_name = "DIR")]
-    model: PathBuf,
-    /// An adapter of the model, in PEFT's format
-    #[arg(long, value_name = "DIR")]
-    adapter: Option<PathBuf>,
+    #[command(flatten)]
+    source: ModelSource,
     /// A prompt; may be given several times
     #[arg(long, value_name = "TEXT", allow_hyphen_values = true)]
     prompt: Vec<String>,
@@ -59,12 +50,6 @@ pub(crate) struct Generate {
     /// The system's message before them
     #[arg(long, value_name = "TEXT", requires = "chat", allow_hyphen_values = true)]
     system: Option<String>,
-    /// A chat template, or `chatml`; by default that of the tokenizer
-    #[arg(long, value_name = "FILE")]
-    chat_template: Option<String>,
-    /// A tokenizer.json, a folder with one, or `bytes`; by default the model's
-    #[arg(long, value_name = "FILE")]
-    tokenizer: Option<String>,
     /// The most tokens of an answer
     #[arg(long, value_name = "N", default_value_t = 64)]
     max_new_tokens: usize,
@@ -101,9 +86,6 @@ pub(crate) struct Generate {
     /// Number of ranks
     #[arg(long, value_name = "N")]
     devices: Option<usize>,
-    /// Set one key of a run: trainer.strategy=fsdp, trainer.precision=bf16-true
-    #[arg(short, long, value_name = "KEY=VALUE")]
-    set: Vec<String>,
     /// What to write on standard output
     #[arg(long, value_enum, default_value_t)]
     output: Format,
@@ -122,18 +104,9 @@ enum Format {
 impl Generate {
     /// Generates, in each rank that this starts.
     pub(crate) fn run(&self) -> Result<()> {
-        let (defaults, checkpoint) = self.configuration()?;
-        let request = RunRequest {
-            action: Action::Predict,
-            config: Vec::new(),
-            set: self.set.clone(),
-            print_config: None,
-            output: Output::Human,
-            sweep: Vec::new(),
-            find_batch_size: None,
-            output_file: None,
-        };
-        let run: RunConfig<ModelConfig, PromptsConfig> = request.run_config(defaults)?;
+        let options = RunOptions { devices: self.devices, seed: self.seed };
+        let (run, checkpoint) =
+            self.source.run_config(options, |tokenizer| self.data(tokenizer))?;
         // Ends before ranks start if the model or a prompt is unusable.
         let Connection { launched, world } =
             Trainer::connect_parallelized::<TextGeneration>(&run, RunPurpose::Evaluate, &|| None)?;
@@ -143,73 +116,6 @@ impl Generate {
         let answered = self.answer(&fabric, &module, &data, run.data.batch_size);
         drop(launched);
         answered
-    }
-
-    /// The configuration of the run, and the checkpoint of another run that has the model.
-    fn configuration(&self) -> Result<(Table, Option<PathBuf>)> {
-        let mut trainer = Table::new();
-        let mut model = Table::new();
-        let mut tokenizer = self.tokenizer.clone();
-        let mut template = self.chat_template.clone();
-        let path = checkpoint::resolve_last(&self.model)?;
-        let checkpoint = path.join(MANIFEST).is_file().then_some(path);
-        match &checkpoint {
-            Some(path) => {
-                let saved = saved_configuration(path)?;
-                let table = |of: &Table, key: &str| of.get(key).and_then(Value::as_table).cloned();
-                model = table(&saved, "model").unwrap_or_default();
-                let of_run = table(&saved, "trainer").unwrap_or_default();
-                for key in ["precision", "keep_in_fp32", "adapters", "quantization"] {
-                    if let Some(value) = of_run.get(key) {
-                        trainer.insert(key.to_owned(), value.clone());
-                    }
-                }
-                if self.adapter.is_some() && trainer.contains_key("adapters") {
-                    return Err(Error::Config(format!(
-                        "--adapter: the checkpoint {} has adapters of its own; name the base model",
-                        path.display()
-                    )));
-                }
-                trainer.insert("ckpt_path".to_owned(), path.display().to_string().into());
-                let data = table(&saved, "data").unwrap_or_default();
-                let of_data = |key: &str| data.get(key).and_then(Value::as_str);
-                // Texts are bytes without a tokenizer.
-                let of_texts = (of_data("type") != Some("tokens")).then_some("bytes");
-                let saved = of_data("tokenizer").or(of_texts).map(str::to_owned);
-                tokenizer = tokenizer.or(saved);
-                template = template.or_else(|| of_data("chat_template").map(str::to_owned));
-            }
-            None => {
-                let directory = resolve(&self.model).map_err(|error| match error {
-                    Error::Config(message) => Error::Config(format!("--model: {message}")),
-                    error => error,
-                })?;
-                let own = directory.join("tokenizer.json");
-                if tokenizer.is_none() && own.is_file() {
-                    tokenizer = Some(own.display().to_string());
-                }
-                model.insert("from_pretrained".to_owned(), text(&self.model));
-            }
-        }
-        if let Some(adapter) = &self.adapter {
-            let from = Table::from_iter([("from".to_owned(), text(adapter))]);
-            trainer.insert("adapters".to_owned(), from.into());
-        }
-        if let Some(devices) = self.devices {
-            trainer.insert("devices".to_owned(), integer(devices)?);
-        }
-        let mut run = Table::new();
-        if let Some(seed) = self.seed {
-            run.insert("seed".to_owned(), integer(seed)?);
-        }
-        run.insert("model".to_owned(), model.into());
-        let mut data = self.data(tokenizer)?;
-        if let Some(template) = template {
-            data.insert("chat_template".to_owned(), template.into());
-        }
-        run.insert("data".to_owned(), data.into());
-        run.insert("trainer".to_owned(), trainer.into());
-        Ok((run, checkpoint))
     }
 
     /// The table `[data]`.
@@ -315,104 +221,12 @@ impl Generate {
     }
 }
 
-/// Builds the model with its weights. Collective.
-fn set_up(
-    fabric: &mut Fabric,
-    run: &RunConfig<ModelConfig, PromptsConfig>,
-    data: &Prompts,
-    checkpoint: Option<&Path>,
-) -> Result<TextGeneration> {
-    let prints = fabric.all_gather_object(&data.evaluation_fingerprint()?)?;
-    if prints.iter().any(|print| *print != prints[0]) {
-        return Err(Error::Data(
-            "the ranks read different prompts; give all hosts the same file".to_owned(),
-        ));
-    }
-    let mut model = run.model.clone();
-    TextGeneration::configure_from_data(&mut model, data)?;
-    let mut module = fabric.setup_module(|b| TextGeneration::configure_model(&model, b))?;
-    module.set_ranks(fabric);
-    module.set_interrupted(|| interruption().is_some());
-    match (checkpoint, TextGeneration::pretrained(&model)) {
-        (Some(path), _) => drop(fabric.load_raw(path, true)?),
-        (None, Some(path)) => {
-            let source = TextGeneration::map_weights(&model, checkpoint::open(path)?)?;
-            checkpoint::load_into(&*source, fabric.module_tree()?, true)?;
-            fabric.checkpoints().finish_load()?;
-        }
-        (None, None) => return Err(Error::other("there are no weights to generate with")),
-    }
-    // Weights beside an adapter replace the base's.
-    if let Some(adapter) = run.trainer.adapters.as_ref().and_then(|adapters| adapters.from.clone())
-        && checkpoint.is_none()
-    {
-        fabric.checkpoints().load_adapter(adapter)?;
-    }
-    Ok(module)
-}
-
-/// The configuration in a checkpoint of a run of a language model.
-fn saved_configuration(path: &Path) -> Result<Table> {
-    let source = DistributedCheckpoint::open(path)?;
-    let saved = Table::try_from(&source.manifest().config).ok();
-    let saved = saved.filter(|saved| saved.contains_key("model"));
-    let module = |saved: &Table| {
-        let module = saved.get("module")?;
-        module.as_str().or_else(|| module.get("type")?.as_str()).map(str::to_owned)
-    };
-    match saved {
-        Some(saved)
-            if module(&saved).is_none_or(|name| ["causal_lm", "chat"].contains(&name.as_str())) =>
-        {
-            Ok(saved)
-        }
-        Some(mut saved) if module(&saved).as_deref() == Some("preference") => {
-            let adapters = saved.get("trainer").and_then(|trainer| trainer.get("adapters"));
-            if adapters.is_none() {
-                return Err(Error::checkpoint(
-                    path,
-                    "--model: it has the frozen copy of a run of \"preference\" too; first \
-                     `fulgurite checkpoint convert DIR MODEL --to hugging-face`",
-                ));
-            }
-            // Keys of the loss are none of the model's.
-            if let Some(model) = saved.get_mut("model").and_then(Value::as_table_mut) {
-                PREFERENCE_KEYS.iter().for_each(|key| drop(model.remove(*key)));
-            }
-            Ok(saved)
-        }
-        Some(_) => Err(Error::checkpoint(
-            path,
-            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\" and \"preference\", which \
-             does not generate",
-        )),
-        None => Err(Error::checkpoint(
-            path,
-            "--model: it has no configuration of a run, which says what the model is; name a checkpoint that \
-             `fulgurite fit` saved, or a Hugging Face directory",
-        )),
-    }
-}
-
 /// Parses `7,3,11`.
 fn tokens(text: &str) -> Result<Vec<i64>> {
     let token = |token: &str| token.trim().parse::<u32>().map(i64::from);
     text.split(',').map(token).collect::<std::result::Result<_, _>>().map_err(|_| {
         Error::Config(format!("--prompt-ids is `{text}`; it should be tokens, such as 7,3,11"))
     })
-}
-
-fn text(path: &Path) -> Value {
-    path.display().to_string().into()
-}
-
-fn integer(value: impl TryInto<i64>) -> Result<Value> {
-    let value = value.try_into().map_err(|_| {
-        Error::Config(
-            "a number of the command line is larger than a configuration holds".to_owned(),
-        )
-    })?;
-    Ok(Value::Integer(value))
 }
 
 /// Writes to standard output at once; an error means that its reader is gone.

@@ -7,11 +7,15 @@ mod data;
 #[cfg(feature = "models")]
 mod generate;
 #[cfg(feature = "models")]
+mod language_model;
+#[cfg(feature = "models")]
 mod models;
 #[cfg(feature = "models")]
 mod recipes;
 mod report;
 mod run;
+#[cfg(feature = "models")]
+mod serve;
 
 use std::io::IsTerminal as _;
 use std::process::ExitCode;
@@ -52,6 +56,9 @@ enum Command {
     /// Continue prompts with a language model
     #[cfg(feature = "models")]
     Generate(generate::Generate),
+    /// Answer requests over HTTP with a language model, as OpenAI's API does
+    #[cfg(feature = "models")]
+    Serve(serve::Serve),
     /// Train once with each of several values, and compare them: `fit --sweep KEY=VALUE,VALUE`
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
@@ -127,6 +134,8 @@ fn run() -> ExitCode {
         | Command::Doctor(_) => models::run(),
         #[cfg(feature = "models")]
         Command::Generate(command) => fulgurite::cli::run_rank(move || command.run()),
+        #[cfg(feature = "models")]
+        Command::Serve(command) => fulgurite::cli::run_rank(move || command.run()),
         #[cfg(feature = "models")]
         Command::Data(command) => {
             log_to_stderr();

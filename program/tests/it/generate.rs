@@ -155,7 +155,7 @@ fn train(dir: &Path, more: &[&str]) -> Output {
 }
 
 /// A model of bytes that was trained to repeat a text: its checkpoint's folder.
-fn trained(dir: &Path) -> PathBuf {
+pub(crate) fn trained(dir: &Path) -> PathBuf {
     let output = train(dir, &[]);
     assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
     dir.join("fulgurite_logs/version_0/checkpoints/last")

@@ -26,6 +26,8 @@ mod preference;
 mod recipes;
 mod report;
 mod run;
+#[cfg(feature = "models")]
+mod serve;
 mod tasks;
 #[cfg(feature = "models")]
 mod walk_through;

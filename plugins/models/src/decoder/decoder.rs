@@ -172,7 +172,8 @@ impl Decoder {
         self.lm_head.as_ref().ok_or_else(|| Error::other(missing))
     }
 
-    fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
+    /// The logits of hidden states.
+    pub(crate) fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
         let logits = self.head()?.forward(hidden)?;
         match self.logit_softcap {
             None => Ok(logits),

@@ -14,7 +14,7 @@ use fulgurite_error::{Error, Result};
 use fulgurite_nn::{KvCache, RowTokens};
 use fulgurite_trainer::fabric::Fabric;
 
-use super::{Answer, AnswerText, End, Generation};
+use super::{Answer, AnswerText, End, Generation, GenerationObserver, TextObserver};
 use crate::decoder::Decoder;
 
 /// A sequence to continue.
@@ -108,6 +108,19 @@ impl<'a> Generator<'a> {
         prompts: &[Prompt],
         show: &mut dyn FnMut(u64, usize, &str),
     ) -> Result<Vec<Answer>> {
+        self.generate_observed(prompts, &mut TextObserver(show))
+    }
+
+    /// Like [`generate`](Self::generate), with an observer of logits, tokens and texts. Collective.
+    ///
+    /// # Errors
+    /// As [`generate`](Self::generate). [`Error::Interrupted`] also if an observer
+    /// [asks to end](GenerationObserver::asks_to_end).
+    pub fn generate_observed(
+        &self,
+        prompts: &[Prompt],
+        observer: &mut dyn GenerationObserver,
+    ) -> Result<Vec<Answer>> {
         let Self { decoder, generation, .. } = self;
         generation.check()?;
         if !generation.stop.is_empty() && self.tokenizer.is_none() {
@@ -141,14 +154,14 @@ impl<'a> Generator<'a> {
         let (mut done, mut first) = (Vec::new(), true);
         loop {
             // The first forward needs no vote: at least one rank has a prompt, and others pad.
-            if !std::mem::take(&mut first) && !self.any_left(&growing)? {
+            if !std::mem::take(&mut first) && !self.any_left(&growing, observer)? {
                 break;
             }
             let logits = self.next_logits(&mut cache, &growing)?;
-            let tokens = self.choose(&growing, logits)?;
+            let tokens = self.choose(&growing, logits, observer)?;
             let mut left = Vec::with_capacity(growing.len());
             for (mut answer, token) in growing.into_iter().zip(tokens) {
-                match answer.push(token, generation, show)? {
+                match answer.push(token, generation, observer)? {
                     ControlFlow::Continue(()) => left.push(answer),
                     ControlFlow::Break(()) => {
                         cache.free(answer.row);
@@ -215,7 +228,12 @@ impl<'a> Generator<'a> {
     }
 
     /// Chooses the next token of each answer.
-    fn choose(&self, growing: &[Growing], logits: Tensor) -> Result<Vec<u32>> {
+    fn choose(
+        &self,
+        growing: &[Growing],
+        logits: Tensor,
+        observer: &mut dyn GenerationObserver,
+    ) -> Result<Vec<u32>> {
         let logits = logits.squeeze(0)?.narrow(0, 0, growing.len())?;
         let width = logits.dim(1)?;
         let logits = logits.to_dtype(DType::F32)?.flatten_all()?;
@@ -228,6 +246,7 @@ impl<'a> Generator<'a> {
                     growing.answer.sample, growing.answer.prompt
                 )));
             }
+            observer.logits(growing.answer.prompt, growing.answer.sample, logits);
             let place = growing.answer.ids.len() as u64;
             // In the middle of its interval: 0 would choose a first token of any small weight.
             let uniform = growing.random.uniform(place) + 0.5 / 4_294_967_296.0;
@@ -249,8 +268,9 @@ impl<'a> Generator<'a> {
     }
 
     /// Whether any rank has an answer that grows.
-    fn any_left(&self, growing: &[Growing]) -> Result<bool> {
-        let interrupted = self.interrupted.is_some_and(|interrupted| interrupted());
+    fn any_left(&self, growing: &[Growing], observer: &dyn GenerationObserver) -> Result<bool> {
+        let interrupted =
+            self.interrupted.is_some_and(|interrupted| interrupted()) || observer.asks_to_end();
         let votes = [growing.len() as f64, f64::from(u8::from(interrupted))];
         let left = Tensor::new(&votes, &Device::Cpu)?;
         if let Some(ranks) = &self.ranks
@@ -272,14 +292,15 @@ impl Growing<'_> {
         &mut self,
         token: u32,
         generation: &Generation,
-        show: &mut dyn FnMut(u64, usize, &str),
+        observer: &mut dyn GenerationObserver,
     ) -> Result<ControlFlow<()>> {
         self.ids.push(token);
         self.answer.ids.push(token);
         let (prompt, sample) = (self.answer.prompt, self.answer.sample);
+        observer.token(prompt, sample, token);
         let mut show = |piece: &str| {
             if !piece.is_empty() {
-                show(prompt, sample, piece);
+                observer.text(prompt, sample, piece);
             }
         };
         let mut is_stopped = false;

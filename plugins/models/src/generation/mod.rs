@@ -6,7 +6,9 @@
 
 mod answer;
 mod generate;
+mod observer;
 mod options;
+mod prompt_logits;
 mod prompts;
 mod sampling;
 mod stop_tokens;
@@ -14,6 +16,8 @@ mod text;
 
 pub use answer::{Answer, End};
 pub use generate::{GenerationRanks, Generator, Prompt};
+pub use observer::GenerationObserver;
+use observer::TextObserver;
 pub use options::Generation;
 pub use prompts::{PromptBatch, PromptSettings, Prompts, PromptsConfig};
 pub use sampling::Sampling;

@@ -122,8 +122,11 @@ impl PromptsConfig {
         system.into_iter().chain([json!({"role": "user", "content": text})]).collect()
     }
 
-    /// The chat template.
-    fn template(&self) -> Result<ChatTemplate> {
+    /// Opens the chat template: `chat_template`, or that of the tokenizer.
+    ///
+    /// # Errors
+    /// If there is none, or it cannot be read or parsed.
+    pub fn template(&self) -> Result<ChatTemplate> {
         let tokenizer = self.tokenizer.as_deref().filter(|name| *name != "bytes").map(Path::new);
         let options = TemplateOptions::new(&self.template_options, self.template_date.as_deref())?;
         ChatTemplate::open(tokenizer, self.chat_template.as_deref(), &options)
