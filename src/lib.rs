@@ -102,6 +102,8 @@ mod book {
     mod data_module {}
     #[doc = include_str!("../docs/src/guides/generation.md")]
     mod generation {}
+    #[doc = include_str!("../docs/src/guides/serving.md")]
+    mod serving {}
     #[doc = include_str!("../docs/src/guides/layers.md")]
     mod layers {}
     #[doc = include_str!("../docs/src/guides/hugging-face.md")]

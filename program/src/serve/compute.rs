@@ -115,10 +115,17 @@ impl Answerer<'_> {
         }
         let prompts = self.prompts(&request.given)?;
         let field = form.prompt_field();
-        let refused = |error: Error| ApiError::field(field, error);
         for (prompt, _) in &prompts {
             let new = request.max_tokens.unwrap_or(1).max(1);
-            self.config.check_prompt(&prompt.ids, new).map_err(refused)?;
+            self.config.check_prompt(&prompt.ids, new).map_err(|error| {
+                match (error, prompts.len()) {
+                    (Error::Data(what), 1) => ApiError::field(field, what),
+                    (Error::Data(what), _) => {
+                        ApiError::field(field, format!("prompt {}: {what}", prompt.index))
+                    }
+                    (error, _) => ApiError::field(field, error),
+                }
+            })?;
         }
         let longest = prompts.iter().map(|(prompt, _)| prompt.ids.len()).max().unwrap_or(1);
         let room = (self.config.max_positions + 1).saturating_sub(longest);

@@ -1,9 +1,9 @@
-//! Models that `fulgurite` trains and converts, in `transformers` and llama.cpp. Requires a Python with
+//! Models that `fulgurite` trains, converts and serves, in `transformers`, llama.cpp and lm-eval. Requires a Python with
 //! them:
 //!
 //! ```sh
 //! python3 -m venv /tmp/interop
-//! /tmp/interop/bin/pip install torch transformers safetensors peft sentencepiece gguf llama-cpp-python
+//! /tmp/interop/bin/pip install torch transformers safetensors peft sentencepiece gguf llama-cpp-python 'lm-eval[api]'
 //! FULGURITE_PYTHON=target/interop/bin/python cargo test -p fulgurite-cli --test it interop:: -- --ignored
 //! ```
 
@@ -77,6 +77,17 @@ fn llama_cpp_runs_converted_models() {
     let scratch = tempfile::tempdir().unwrap();
     let script = root().join("tests/interop/gguf_llama_cpp.py");
     let words = [script.as_path(), Path::new(env!("CARGO_BIN_EXE_fulgurite")), scratch.path()];
+    let args = words.map(|path| path.to_str().unwrap().to_owned());
+    let [compared, _] = run(python, &args);
+    println!("{compared}");
+}
+
+#[test]
+#[ignore = "needs a Python with transformers and lm-eval"]
+fn lm_eval_scores_a_server_as_transformers() {
+    let python = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let script = root().join("tests/interop/lm_eval_server.py");
+    let words = [script.as_path(), Path::new(env!("CARGO_BIN_EXE_fulgurite"))];
     let args = words.map(|path| path.to_str().unwrap().to_owned());
     let [compared, _] = run(python, &args);
     println!("{compared}");

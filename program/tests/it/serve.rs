@@ -400,43 +400,43 @@ fn wrong_requests_are_explained() {
         &["--max-request-bytes", "2000", "--request-seconds", "1"],
     );
     let of = |body: Value| server.refusal(COMPLETIONS, &body);
-    assert_snapshot!(of(json!({})), @"");
-    assert_snapshot!(of(json!({"prompt": "a"})), @"");
-    assert_snapshot!(of(json!({"prompt": [99]})), @"");
-    assert_snapshot!(of(json!({"prompt": [[1], []]})), @"");
-    assert_snapshot!(of(json!({"prompt": vec![1; 60], "max_tokens": 9})), @"");
-    assert_snapshot!(of(json!({"prompt": [1], "max_tokens": 2000})), @"");
-    assert_snapshot!(of(json!({"prompt": [1], "stop": "a"})), @"");
-    assert_snapshot!(of(json!({"prompt": [1], "tempratur": 1})), @"");
-    assert_snapshot!(of(json!({"prompt": [1], "temperature": -1})), @"");
-    assert_snapshot!(of(json!({"prompt": [1], "model": "gpt-4"})), @"");
-    assert_snapshot!(of(json!({"prompt": vec![[1]; 65], "n": 2})), @"");
-    assert_snapshot!(of(json!([])), @"");
+    assert_snapshot!(of(json!({})), @"400 invalid_request_error prompt -: `prompt` is missing");
+    assert_snapshot!(of(json!({"prompt": "a"})), @"400 invalid_request_error prompt -: the model has no tokenizer; give the prompt as tokens, or start with --tokenizer");
+    assert_snapshot!(of(json!({"prompt": [99]})), @"400 invalid_request_error prompt -: token 99 is not of the model, whose tokens are below 43; is the tokenizer another model's?");
+    assert_snapshot!(of(json!({"prompt": [[1], []]})), @"400 invalid_request_error prompt -: prompt 1: the prompt is empty; a model continues at least one token");
+    assert_snapshot!(of(json!({"prompt": vec![1; 60], "max_tokens": 9})), @"400 invalid_request_error prompt -: the prompt has 60 tokens, and the model 64 positions, of which 9 new tokens need 68; shorten the prompt, or ask for at most 5 new tokens");
+    assert_snapshot!(of(json!({"prompt": [1], "max_tokens": 2000})), @"400 invalid_request_error max_tokens -: `max_tokens`: must be a whole number from 0 to 1024, found 2000");
+    assert_snapshot!(of(json!({"prompt": [1], "stop": "a"})), @"400 invalid_request_error stop -: `stop` needs a tokenizer, and the model has none; start with --tokenizer");
+    assert_snapshot!(of(json!({"prompt": [1], "tempratur": 1})), @"400 invalid_request_error tempratur -: `tempratur` is not supported; leave it out");
+    assert_snapshot!(of(json!({"prompt": [1], "temperature": -1})), @"400 invalid_request_error temperature -: `temperature`: must be from 0 to 1e6, found -1");
+    assert_snapshot!(of(json!({"prompt": [1], "model": "gpt-4"})), @r#"404 invalid_request_error model model_not_found: there is no model "gpt-4" here; it is "tiny""#);
+    assert_snapshot!(of(json!({"prompt": vec![[1]; 65], "n": 2})), @"400 invalid_request_error prompt -: 65 prompts with 2 answers each are more than 128 answers; send several requests");
+    assert_snapshot!(of(json!([])), @"400 invalid_request_error - invalid_json: the body must be an object of JSON");
     let messages = json!({"messages": [{"role": "user", "content": "a"}]});
-    assert_snapshot!(server.refusal(CHAT, &messages), @"");
+    assert_snapshot!(server.refusal(CHAT, &messages), @"400 invalid_request_error messages -: the model has no tokenizer; give the prompt as tokens, or start with --tokenizer");
     let (status, body) = server.get("/v1/embeddings");
-    assert_snapshot!(refused(status, &body), @"");
+    assert_snapshot!(refused(status, &body), @"404 invalid_request_error - unknown_path: there is nothing at /v1/embeddings; the paths are /health, /v1/models, /v1/completions, /v1/chat/completions");
     let (status, body) = server.get("/v1/models/other");
-    assert_snapshot!(refused(status, &body), @"");
+    assert_snapshot!(refused(status, &body), @r#"404 invalid_request_error - model_not_found: there is no model "other" here; it is "tiny""#);
     let raw = |request: &str| {
         let (status, head, body) = server.send(request.as_bytes());
         (refused(status, &serde_json::from_str(&body).unwrap()), head)
     };
     let (error, head) = raw("GET /v1/completions HTTP/1.1\r\n\r\n");
-    assert_snapshot!(error, @"");
+    assert_snapshot!(error, @"405 invalid_request_error - method_not_allowed: /v1/completions takes POST, not GET");
     assert!(head.contains("\r\nAllow: POST"), "{head}");
     let json = "POST /v1/completions HTTP/1.1\r\nContent-Type: application/json\r\n";
-    assert_snapshot!(raw(&format!("{json}Content-Length: 3\r\n\r\n{{]}}")).0, @"");
-    assert_snapshot!(raw(&format!("{json}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")).0, @"");
-    assert_snapshot!(raw(&format!("{json}Content-Length: 2\r\nContent-Length: 3\r\n\r\n{{}}")).0, @"");
-    assert_snapshot!(raw("POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}").0, @"");
-    assert_snapshot!(raw("nonsense\r\n\r\n").0, @"");
+    assert_snapshot!(raw(&format!("{json}Content-Length: 3\r\n\r\n{{]}}")).0, @"400 invalid_request_error - invalid_json: the body is not JSON: key must be a string at line 1 column 2");
+    assert_snapshot!(raw(&format!("{json}Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n")).0, @"400 invalid_request_error - malformed_request: `Transfer-Encoding` is not supported; send `Content-Length`");
+    assert_snapshot!(raw(&format!("{json}Content-Length: 2\r\nContent-Length: 3\r\n\r\n{{}}")).0, @"400 invalid_request_error - malformed_request: `Content-Length` is not one number");
+    assert_snapshot!(raw("POST /v1/completions HTTP/1.1\r\nContent-Length: 2\r\n\r\n{}").0, @"400 invalid_request_error - unsupported_content_type: send JSON, with `Content-Type: application/json`");
+    assert_snapshot!(raw("nonsense\r\n\r\n").0, @"400 invalid_request_error - malformed_request: this is no request of HTTP: invalid token");
     // Too large, too slow.
     let large = format!("{json}Content-Length: 3000000\r\n\r\n{}", " ".repeat(3_000_000));
-    assert_snapshot!(raw(&large).0, @"");
+    assert_snapshot!(raw(&large).0, @"413 invalid_request_error - request_too_large: the request has 3000000 bytes, and the most is 2000");
     let endless = format!("GET /health HTTP/1.1\r\nX: {}", "x".repeat(40_000));
-    assert_snapshot!(raw(&endless).0, @"");
-    assert_snapshot!(raw(&format!("{json}Content-Length: 100\r\n\r\n{{")).0, @"");
+    assert_snapshot!(raw(&endless).0, @"413 invalid_request_error - request_too_large: the header fields have more than 16384 bytes");
+    assert_snapshot!(raw(&format!("{json}Content-Length: 100\r\n\r\n{{")).0, @"408 invalid_request_error - request_timeout: the request did not come in time");
     assert_eq!(server.get("/health").0, 200);
 }
 
@@ -519,15 +519,15 @@ fn unusable_arguments_are_refused() {
     };
     let free = ["--port", "0"];
     let with = |more: &[&str]| refusal(&[&free, more].concat());
-    assert_snapshot!(with(&["--set", "trainer.devices=2"]), @"");
-    assert_snapshot!(with(&["--set", "trainer.devices=auto"]), @"");
-    assert_snapshot!(with(&["--set", "data.temperature=0.5"]), @"");
-    assert_snapshot!(with(&["--chat-template", "missing.jinja"]), @"");
-    assert_snapshot!(with(&["--tokenizer", "missing.json"]), @"");
-    assert_snapshot!(with(&["--set", "trainer.devicse=1"]), @"");
+    assert_snapshot!(with(&["--set", "trainer.devices=2"]), @"error: `fulgurite serve` computes on one rank, and 2 are asked for; leave out trainer.devices and the launcher, or generate with `fulgurite generate --devices 2`");
+    assert_snapshot!(with(&["--set", "trainer.devices=auto"]), @r#"error: --set trainer.devices: `fulgurite serve` needs 1 device, found "auto""#);
+    assert_snapshot!(with(&["--set", "data.temperature=0.5"]), @"error: --set data.…: `fulgurite serve` takes `tokenizer`, `chat_template`, `template_options`, `template_date` and `end_tokens`; requests have the other options");
+    assert_snapshot!(with(&["--chat-template", "missing.jinja"]), @r#"error: data.chat_template: there is no file missing.jinja; name one, or "chatml""#);
+    assert_snapshot!(with(&["--tokenizer", "missing.json"]), @r#"error: data: there is no file missing.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
+    assert_snapshot!(with(&["--set", "trainer.devicse=1"]), @"error: --set trainer.devicse=1: unknown key `trainer.devicse`; did you mean `devices`?");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let error = refusal(&["--port", &port]).replace(&port, "PORT");
-    assert_snapshot!(error, @"");
+    assert_snapshot!(error, @"error: --host 127.0.0.1 --port PORT: cannot listen there: Address already in use (os error 98); choose another port, or 0 for a free one");
     assert!(fs::read_dir(dir.path()).unwrap().next().is_none(), "a server writes no files");
 }
