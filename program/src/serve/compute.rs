@@ -43,7 +43,7 @@ pub(super) enum Event {
     Failed(ApiError),
 }
 
-/// Why there is no answer.
+/// The reason that a request has no answer.
 enum Failure {
     Refused(ApiError),
     Failed(Error),
@@ -66,7 +66,7 @@ pub(super) struct Answerer<'a> {
     pub(super) module: &'a TextGeneration,
     pub(super) config: DecoderConfig,
     pub(super) settings: &'a PromptSettings,
-    /// The template of conversations, or why there is none.
+    /// The template of conversations, or the reason that it is missing.
     pub(super) template: std::result::Result<ChatTemplate, String>,
     /// The most tokens of an answer.
     pub(super) max_new_tokens: usize,
@@ -345,9 +345,9 @@ struct Choice {
 struct Growing<'a> {
     index: usize,
     texts: TokenTexts<'a>,
-    /// The tokens with their log-probabilities; in a stream, those that were not sent yet.
+    /// Tokens with their log-probabilities; a stream removes them once sent.
     tokens: Vec<ScoredToken>,
-    /// New tokens; in a stream, those that were not sent yet.
+    /// New tokens; a stream removes them once sent.
     ids: Vec<u32>,
     /// The logits of the next token, if log-probabilities are wanted.
     logits: Vec<f32>,

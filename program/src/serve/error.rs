@@ -4,7 +4,7 @@ use std::fmt::Display;
 
 use serde_json::{Value, json};
 
-/// An answer that says why there is none, as OpenAI's API has it.
+/// An error in the form of OpenAI's API.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct ApiError {
     /// The HTTP status.

@@ -1,5 +1,5 @@
-//! Requests and answers on a connection, one of each: HTTP/1.1 without what a small server does not
-//! need. Compressed and chunked requests are refused.
+//! One request and one answer on a connection, in HTTP/1.1. Compressed and chunked requests are
+//! refused.
 
 use std::io::{self, ErrorKind, Read as _, Write as _};
 use std::net::{Shutdown, TcpStream};
@@ -40,7 +40,7 @@ pub(super) struct Request {
     pub(super) body: Vec<u8>,
 }
 
-/// Why there is no request.
+/// The reason that a connection has no request.
 #[derive(Debug)]
 pub(super) enum NoRequest {
     /// The client is gone, or sent nothing.

@@ -103,7 +103,7 @@ impl<'a> TokenTexts<'a> {
     }
 }
 
-/// The name of a token whose text is unknown, or that of another token too.
+/// The name of a token whose text is unknown or ambiguous.
 pub(super) fn name(id: u32) -> String {
     format!("<{id}>")
 }

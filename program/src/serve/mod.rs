@@ -105,8 +105,7 @@ impl Serve {
             ))
         })?;
         let address = listener.local_addr().map_err(Error::other)?;
-        let (run, checkpoint) =
-            self.source.run_config(RunOptions::default(), |tokenizer| data(tokenizer))?;
+        let (run, checkpoint) = self.source.run_config(RunOptions::default(), data)?;
         check(&run)?;
         let template = match (run.data.template(), &run.data.chat_template) {
             (Err(error), Some(_)) => return Err(error),
@@ -184,7 +183,7 @@ fn serve(mut answerer: Answerer, jobs: Receiver<Job>, server: &Server) {
     }
 }
 
-/// The table `[data]`. Its prompt stands for those of requests.
+/// The table `[data]`, with a placeholder for prompts of requests.
 fn data(tokenizer: Option<String>) -> Result<Table> {
     let mut data = Table::new();
     data.insert("prompt_ids".to_owned(), vec![vec![0i64]].into());

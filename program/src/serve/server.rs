@@ -15,7 +15,7 @@ use super::format::Form;
 use super::http::{Connection, Limits, NoRequest, Request};
 use super::request::{Api, TextRequest};
 
-/// The most connections beside those of waiting requests.
+/// The most connections in addition to waiting requests.
 const MORE_CONNECTIONS: usize = 32;
 
 /// The time between two looks whether a client has hung up.
@@ -119,7 +119,7 @@ fn fail(connection: Connection, error: &ApiError) {
     drop(connection.answer(error.status, retry.as_slice(), &error.body()));
 }
 
-/// What a request asks for.
+/// The kind of answer to a request.
 enum Route {
     Value(Value),
     Text(Api),

@@ -122,10 +122,10 @@ impl PromptsConfig {
         system.into_iter().chain([json!({"role": "user", "content": text})]).collect()
     }
 
-    /// Opens the chat template: `chat_template`, or that of the tokenizer.
+    /// Opens the chat template: `chat_template`, or the template beside the tokenizer.
     ///
     /// # Errors
-    /// If there is none, or it cannot be read or parsed.
+    /// If the template is missing, unreadable or wrong.
     pub fn template(&self) -> Result<ChatTemplate> {
         let tokenizer = self.tokenizer.as_deref().filter(|name| *name != "bytes").map(Path::new);
         let options = TemplateOptions::new(&self.template_options, self.template_date.as_deref())?;
