@@ -56,7 +56,7 @@ TASKS = {
 def write_model(path):
     """A llama of bytes. Its weights are large, so tokens differ in their probability."""
     torch.manual_seed(0)
-    vocab = {byte: i for i, byte in enumerate(pre_tokenizers.ByteLevel.alphabet())}
+    vocab = {byte: i for i, byte in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     vocab["<end>"] = end = len(vocab)
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
