@@ -145,7 +145,11 @@ pub(super) fn of_completion(
 
 /// The object `logprobs` of a chat.
 pub(super) fn of_chat(tokens: &[ScoredToken], tokenizer: Option<&Tokenizer>) -> Result<Value> {
-    let entry = |text: &str, value: f32| json!({ "token": text, "logprob": value, "bytes": text.as_bytes() });
+    let entry = |text: &str, value: f32| {
+        // A part of a character has no text of its own.
+        let bytes = (!text.contains(char::REPLACEMENT_CHARACTER)).then_some(text.as_bytes());
+        json!({ "token": text, "logprob": value, "bytes": bytes })
+    };
     let mut content = Vec::new();
     for token in tokens {
         let Some((own, top)) = &token.score else {

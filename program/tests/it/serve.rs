@@ -382,6 +382,12 @@ fn texts_streams_and_chats_agree() {
     let content = choices(&answer)[0]["logprobs"]["content"].as_array().unwrap();
     assert_eq!(content.len(), 12);
     assert!(content.iter().all(|token| token["top_logprobs"][0]["logprob"] == token["logprob"]));
+    for token in content {
+        let text = token["token"].as_str().unwrap();
+        let bytes = if text == "\u{fffd}" { Value::Null } else { json!(text.as_bytes()) };
+        assert_eq!(token["bytes"], bytes);
+    }
+    assert!(content.iter().any(|token| token["bytes"].is_null()), "{content:?}");
     chat["stream"] = json!(true);
     let events = server.stream(CHAT, &chat);
     assert_eq!(events[0]["choices"][0]["delta"], json!({"role": "assistant", "content": ""}));
