@@ -184,6 +184,8 @@ fn every_plugin_example_runs() {
          num_attention_heads = 2\nnum_key_value_heads = 1\n[trainer]\nmax_steps = 8\n\
          [data]\ntype = \"tokens\"\npath = \"tokens.u16\"\nseq_len = 7\nbatch_size = 2\nvalidation_fraction = 0.2\n",
     );
+    // The example of a callback names it.
+    scratch.file("questions.jsonl", r#"{"context": "1+1=", "choices": ["2", "3"], "answer": 0}"#);
     let list = scratch.job(&["plugins", "list", "--json"]).succeed().stdout;
     let plugins: Vec<Value> = serde_json::from_str(&list).unwrap();
     assert!(plugins.len() > 50, "{}", plugins.len());

@@ -57,7 +57,7 @@ fulgurite_config::register_callback!(
     "choices",
     ChoicesConfig,
     "Scores a language model on questions with several answers in each validation",
-    "{ type = \"choices\", path = \"examples/walk-through/choices.jsonl\" }"
+    "{ type = \"choices\", path = \"questions.jsonl\" }"
 );
 
 /// A line of the file.
