@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use candle_core::{Device, Tensor};
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, Samples, SourceReport, Split};
 use fulgurite_engine::execution::transfer;
-use fulgurite_engine::random::{Purpose, Stream};
+use fulgurite_engine::random::Stream;
 use fulgurite_error::files::read_regular;
 use fulgurite_error::{Error, Result};
 use image::RgbImage;
@@ -16,8 +16,8 @@ use serde::{Deserialize, Serialize};
 use twox_hash::XxHash3_64;
 
 use crate::config::{OnError, check_validation};
+use crate::held_out::hold_out;
 use crate::picture_files::{classes, decode, pictures, unlabelled};
-use crate::text_data::nothing_to_validate;
 
 /// Maximum length of a file.
 const MAX_FILE: u64 = 256 << 20;
@@ -307,21 +307,15 @@ impl DataModule for ImageFolder {
             Ok((found, pictures))
         };
         let (classes, mut train) = open("data.path", &config.path, None)?;
-        let mut validation = Vec::new();
+        let validation;
         if let Some(path) = &config.validation_path {
             (_, validation) = open("data.validation_path", path, Some(&classes))?;
         } else {
-            let all = std::mem::take(&mut train);
-            let count = (all.len() as f64 * config.validation_fraction()) as u64;
-            if count == 0 && config.validation_fraction() > 0.0 && context.rank == 0 {
-                let samples = all.len() as u64;
-                tracing::warn!("{}", nothing_to_validate(config.validation_fraction(), samples));
+            let held = hold_out(train, config.validation_fraction(), "validation of pictures");
+            if let Some(warning) = held.warning.filter(|_| context.rank == 0) {
+                tracing::warn!("{warning}");
             }
-            let order = Stream::new(0, Purpose::Shuffle, "validation of pictures");
-            for (i, picture) in all.iter().enumerate() {
-                let chosen = order.permute(all.len() as u64, i as u64) < count;
-                if chosen { &mut validation } else { &mut train }.push(picture.clone());
-            }
+            (train, validation) = (held.train, held.validation);
         }
         let test = match &config.test_path {
             Some(path) => Some(open("data.test_path", path, Some(&classes))?.1),

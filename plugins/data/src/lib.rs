@@ -27,6 +27,7 @@ mod chat;
 mod config;
 mod cuts;
 mod files;
+mod held_out;
 #[cfg(feature = "images")]
 mod images;
 mod labelled;

@@ -8,7 +8,6 @@ use fulgurite_engine::data::{
 };
 use fulgurite_engine::execution::transfer;
 use fulgurite_engine::parallel::ContextParallel;
-use fulgurite_engine::random::{Purpose, Stream};
 use fulgurite_error::{Error, Result};
 use twox_hash::XxHash3_64;
 
@@ -18,7 +17,7 @@ use super::packing::pack;
 use super::samples::{Sample, read};
 use super::template::ChatTemplate;
 use crate::config::Paths;
-use crate::text_data::nothing_to_validate;
+use crate::held_out::hold_out;
 use crate::tokenizer::Tokenizer;
 
 /// A target that losses leave out.
@@ -126,18 +125,10 @@ impl ChatData {
         let (train, validation) = match &config.validation_path {
             Some(paths) => (all, open("data.validation_path", paths)?),
             None => {
-                let (total, fraction) = (all.len() as u64, config.validation_fraction());
-                let count = (total as f64 * fraction) as u64;
-                if count == 0 && fraction > 0.0 {
-                    warnings.push(nothing_to_validate(fraction, total));
-                }
-                let order = Stream::new(0, Purpose::Shuffle, "validation of conversations");
-                let (mut train, mut validation) = (Vec::new(), Vec::new());
-                for (i, sample) in all.into_iter().enumerate() {
-                    let chosen = order.permute(total, i as u64) < count;
-                    if chosen { &mut validation } else { &mut train }.push(sample);
-                }
-                (train, validation)
+                let held =
+                    hold_out(all, config.validation_fraction(), "validation of conversations");
+                warnings.extend(held.warning);
+                (held.train, held.validation)
             }
         };
         let known: u64 = train.iter().chain(&validation).map(Sample::bytes).sum();

@@ -7,7 +7,6 @@ use candle_core::{Device, Tensor};
 use fulgurite_config::Documented;
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, SourceReport, Split};
 use fulgurite_engine::execution::transfer;
-use fulgurite_engine::random::{Purpose, Stream};
 use fulgurite_error::{Error, Result};
 use minijinja::Value;
 use rayon::prelude::*;
@@ -19,8 +18,8 @@ use super::conversation::{COLUMNS, Pair};
 use super::encode::{ChatEncoder, Encoded};
 use super::template::ChatTemplate;
 use crate::config::{CacheDir, OnError, Paths};
+use crate::held_out::hold_out;
 use crate::rows::{self, Column, Place, Row};
-use crate::text_data::nothing_to_validate;
 use crate::tokenizer::Tokenizer;
 
 /// A target that losses leave out.
@@ -239,18 +238,9 @@ impl PreferenceData {
         let (train, validation) = match &config.validation_path {
             Some(paths) => (all, open("data.validation_path", paths)?),
             None => {
-                let (total, fraction) = (all.len() as u64, chat.validation_fraction());
-                let count = (total as f64 * fraction) as u64;
-                if count == 0 && fraction > 0.0 {
-                    warnings.push(nothing_to_validate(fraction, total));
-                }
-                let order = Stream::new(0, Purpose::Shuffle, "validation of preferences");
-                let (mut train, mut validation) = (Vec::new(), Vec::new());
-                for (i, sample) in all.into_iter().enumerate() {
-                    let chosen = order.permute(total, i as u64) < count;
-                    if chosen { &mut validation } else { &mut train }.push(sample);
-                }
-                (train, validation)
+                let held = hold_out(all, chat.validation_fraction(), "validation of preferences");
+                warnings.extend(held.warning);
+                (held.train, held.validation)
             }
         };
         let known: u64 = train.iter().chain(&validation).map(Sample::bytes).sum();

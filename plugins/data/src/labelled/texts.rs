@@ -4,7 +4,6 @@ use std::hash::Hasher as _;
 
 use candle_core::Device;
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, SourceReport, Split};
-use fulgurite_engine::random::{Purpose, Stream};
 use fulgurite_error::{Error, Result};
 use rayon::prelude::*;
 use serde_json::Value;
@@ -15,8 +14,8 @@ use super::config::{LabelledTextsConfig, RowKind};
 use super::encode::{Encoded, Text, TextEncoder};
 use super::labels::{Label, LabelKind, LabelReader};
 use crate::config::Paths;
+use crate::held_out::hold_out;
 use crate::rows::{self, Column, Place, Row};
-use crate::text_data::nothing_to_validate;
 
 /// Rows of each source that a preview tokenizes.
 const PREVIEW_ROWS: usize = 2048;
@@ -198,26 +197,18 @@ impl LabelledTexts {
         };
         let all = open("data.path", &config.path, true)?;
         let mut sources = vec![(all.rows, all.samples.len())];
-        let fraction = config.validation_fraction();
-        let (mut warning, mut train, mut validation) = (None, Vec::new(), Vec::new());
+        let (train, validation, warning);
         match &config.validation_path {
             Some(paths) => {
                 train = all.samples;
                 let rows = open("data.validation_path", paths, true)?;
                 sources.push((rows.rows, rows.samples.len()));
-                validation = rows.samples;
+                (validation, warning) = (rows.samples, None);
             }
             None => {
-                let total = all.samples.len() as u64;
-                let count = (total as f64 * fraction) as u64;
-                if count == 0 && fraction > 0.0 {
-                    warning = Some(nothing_to_validate(fraction, total));
-                }
-                let order = Stream::new(0, Purpose::Shuffle, "validation of labelled texts");
-                for (i, sample) in all.samples.into_iter().enumerate() {
-                    let chosen = order.permute(total, i as u64) < count;
-                    if chosen { &mut validation } else { &mut train }.push(sample);
-                }
+                let purpose = "validation of labelled texts";
+                let held = hold_out(all.samples, config.validation_fraction(), purpose);
+                (train, validation, warning) = (held.train, held.validation, held.warning);
             }
         }
         let mut other = |key: &str, paths: &Option<Paths>, needs_labels| {

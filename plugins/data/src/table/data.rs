@@ -5,15 +5,14 @@ use std::hash::Hasher as _;
 use candle_core::{Device, Tensor};
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, SourceReport, Split};
 use fulgurite_engine::execution::transfer;
-use fulgurite_engine::random::{Purpose, Stream};
 use fulgurite_error::{Error, Result};
 use twox_hash::XxHash3_64;
 
 use super::columns::{Answers, Columns};
 use super::config::{TableConfig, Task};
 use crate::config::Paths;
+use crate::held_out::hold_out;
 use crate::rows::{self, Place, Row};
-use crate::text_data::nothing_to_validate;
 
 /// Rows of numbers and names with a number or a class to predict: CSV, JSON lines or Parquet files.
 ///
@@ -171,17 +170,12 @@ impl DataModule for Table {
         let apart = other("data.validation_path", &config.validation_path, names.len())?;
         let test = other("data.test_path", &config.test_path, names.len())?;
         let predict = other("data.predict_path", &config.predict_path, config.features.len())?;
-        let (mut train, mut validation) = (Vec::new(), Vec::new());
-        let (total, fraction) = (all.len() as u64, config.validation_fraction());
-        let count = (total as f64 * fraction) as u64;
-        if count == 0 && fraction > 0.0 && context.rank == 0 {
-            tracing::warn!("{}", nothing_to_validate(fraction, total));
+        let fraction = config.validation_fraction();
+        let held = hold_out(all.iter().collect(), fraction, "validation of tables");
+        if let Some(warning) = held.warning.filter(|_| context.rank == 0) {
+            tracing::warn!("{warning}");
         }
-        let order = Stream::new(0, Purpose::Shuffle, "validation of tables");
-        for (i, row) in all.iter().enumerate() {
-            let chosen = order.permute(total, i as u64) < count;
-            if chosen { &mut validation } else { &mut train }.push(row);
-        }
+        let (train, mut validation) = (held.train, held.validation);
         validation.extend(apart.iter().flatten());
         let columns = Columns::of(config, &names, &train)?;
         let train = Part::of(&columns, &train, true)?;
