@@ -5,13 +5,15 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand, ValueEnum};
-use fulgurite::core::config::ConfigLayers;
+use fulgurite::cli::args::{Action, Output, RunRequest};
 use fulgurite::core::data::{DataContext, DataModule, Split, TokenBatch};
+use fulgurite::core::run::RunConfig;
 use fulgurite::data::{ChatData, PreferenceBatch, PreferenceData, TextData, Tokenizer};
 use fulgurite::prelude::{Device, Tensor};
 use fulgurite_error::{Error, Result, counted, print};
+use fulgurite_models::ModelConfig;
 use serde_json::json;
-use toml::Value;
+use toml::{Table, Value};
 
 /// A target that losses leave out.
 const IGNORED: i64 = -100;
@@ -80,40 +82,44 @@ impl Command {
 
 impl Inspect {
     fn run(&self) -> Result<()> {
-        let mut layers = ConfigLayers::new();
-        for file in &self.config {
-            layers = layers.file(file)?;
-        }
-        for set in &self.set {
-            layers = layers.set(set)?;
-        }
-        let resolved = layers.resolve();
+        let request = RunRequest {
+            action: Action::Fit,
+            config: self.config.clone(),
+            set: self.set.clone(),
+            print_config: None,
+            output: Output::Human,
+            sweep: Vec::new(),
+            find_batch_size: None,
+            output_file: None,
+        };
+        let resolved = request.layers(Table::new())?.resolve();
         let module = resolved.get("module").map(|module| module.get("type").unwrap_or(module));
-        match module.map_or(Some("causal_lm"), Value::as_str) {
+        match module.and_then(Value::as_str) {
             Some("chat") => {
-                self.show::<ChatData>(&layers, |data| Some(data.tokenizer()), &of_tokens)
+                self.show::<ChatData>(&request, |data| Some(data.tokenizer()), &of_tokens)
             }
             Some("preference") => {
-                self.show::<PreferenceData>(&layers, |data| Some(data.tokenizer()), &of_pairs)
+                self.show::<PreferenceData>(&request, |data| Some(data.tokenizer()), &of_pairs)
             }
-            Some("causal_lm" | "masked_lm") => {
-                self.show::<TextData>(&layers, TextData::tokenizer, &of_tokens)
+            None | Some("causal_lm" | "masked_lm") => {
+                self.show::<TextData>(&request, TextData::tokenizer, &of_tokens)
             }
-            other => Err(Error::Config(format!(
+            Some(other) => Err(Error::Config(format!(
                 "`module.type`: samples of \"chat\", \"preference\", \"causal_lm\" and \"masked_lm\" are shown, not of \
-                 \"{}\"",
-                other.unwrap_or_default()
+                 \"{other}\""
             ))),
         }
     }
 
     fn show<D: DataModule>(
         &self,
-        layers: &ConfigLayers,
+        request: &RunRequest,
         tokenizer: impl Fn(&D) -> Option<&Tokenizer>,
         documents: &dyn Fn(&D::Batch) -> Result<Vec<Document>>,
     ) -> Result<()> {
-        let data = D::setup(&layers.parse_table("data")?, &DataContext::default())?;
+        // All keys of the run are read, so that a mistake in another table is found too.
+        let run: RunConfig<ModelConfig, D::Config> = request.run_config(Table::new())?;
+        let data = D::setup(&run.data, &DataContext::default())?;
         let split = match self.split {
             Part::Train => Split::Train,
             Part::Validation => Split::Validation,
