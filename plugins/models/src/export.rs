@@ -89,7 +89,7 @@ impl Export {
             ));
         }
         export.add_files(directory.as_deref(), tokenizer)?;
-        export.add_chat_template(run.pointer("/data/chat_template").and_then(Value::as_str))?;
+        export.add_chat_template(run.pointer("/data/chat_template").and_then(Value::as_str));
         match module {
             "image_classification" => export.add_preprocessor(&config)?,
             _ => export.check_tokenizer(),
@@ -159,15 +159,18 @@ impl Export {
         Ok(())
     }
 
-    /// Writes the template that a run was given as the model's.
-    fn add_chat_template(&mut self, wanted: Option<&str>) -> Result<()> {
+    /// Writes the template that a run was given as the model's, or notes that it is gone.
+    fn add_chat_template(&mut self, wanted: Option<&str>) {
         const NAME: &str = "chat_template.jinja";
         if let Some(wanted) = wanted {
-            let template = ChatTemplate::open(None, Some(wanted), &TemplateOptions::default())?;
             self.files.retain(|(name, _)| name != NAME);
-            self.files.push((NAME.to_owned(), template.source().as_bytes().to_vec()));
+            match ChatTemplate::open(None, Some(wanted), &TemplateOptions::default()) {
+                Ok(template) => {
+                    self.files.push((NAME.to_owned(), template.source().as_bytes().to_vec()));
+                }
+                Err(error) => self.missing.push(format!("the chat template of the run: {error}")),
+            }
         }
-        Ok(())
     }
 
     /// Notes a missing tokenizer.

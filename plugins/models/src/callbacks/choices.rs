@@ -179,10 +179,15 @@ impl Question {
 }
 
 impl Choices {
-    /// Tokenizes the questions, once.
+    /// Tokenizes the questions, once. Collective.
     fn prepare(&mut self, ctx: &HookContext) -> Result<()> {
         if !self.questions.is_empty() {
             return Ok(());
+        }
+        let digest = twox_hash::XxHash3_64::oneshot(format!("{:?}", self.lines).as_bytes());
+        let of_ranks = ctx.fabric().all_gather_object(&digest)?;
+        if of_ranks.iter().any(|other| *other != digest) {
+            return Err(wrong("the ranks read different questions; give all hosts the same file"));
         }
         let Parts { decoder, tokenizer, .. } = parts(ctx)?;
         let mut questions = Vec::with_capacity(self.lines.len());

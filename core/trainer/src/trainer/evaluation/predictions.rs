@@ -195,6 +195,24 @@ impl PredictionFormat {
     }
 }
 
+/// Checks that each output has a column of its own.
+fn check_columns(format: PredictionFormat, names: &[String]) -> Result<()> {
+    let has_columns = !matches!(format, PredictionFormat::Safetensors);
+    let taken = |i: usize| {
+        let is_own =
+            format != PredictionFormat::JsonLines && ["sample", "name"].contains(&&*names[i]);
+        is_own || names[..i].contains(&names[i])
+    };
+    match (0..names.len()).find(|&i| taken(i)).filter(|_| has_columns) {
+        Some(i) => Err(Error::Config(format!(
+            "two columns of the predictions would be called {:?}; name the outputs otherwise, or choose a file named \
+             .safetensors",
+            names[i]
+        ))),
+        None => Ok(()),
+    }
+}
+
 /// What writes the rows.
 enum Writer<'a> {
     Tensors(Writing<'a>),
@@ -211,6 +229,9 @@ enum Rows {
 impl Rows {
     /// `None` for safetensors, whose rows are written as they come.
     fn new(format: PredictionFormat, layout: &Layout, names: &[String]) -> Result<Option<Self>> {
+        if layout.row_shape == [names.len()] {
+            check_columns(format, names)?;
+        }
         Ok(match format {
             PredictionFormat::Safetensors => None,
             PredictionFormat::JsonLines | PredictionFormat::Csv => {
@@ -376,5 +397,22 @@ impl Drop for Writing<'_> {
         if !self.done {
             let _ = std::fs::remove_file(&self.staged);
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn outputs_have_columns_of_their_own() {
+        let check = |format, names: &[&str]| {
+            let names: Vec<String> = names.iter().map(|&name| name.into()).collect();
+            check_columns(format, &names).is_ok()
+        };
+        let (csv, lines) = (PredictionFormat::Csv, PredictionFormat::JsonLines);
+        assert!(check(csv, &["cat", "dog"]) && !check(csv, &["cat", "name"]));
+        assert!(check(lines, &["cat", "name"]) && !check(lines, &["cat", "cat"]));
+        assert!(check(PredictionFormat::Safetensors, &["cat", "cat"]));
     }
 }
