@@ -12,7 +12,7 @@ use fulgurite_nn::Loss;
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
-use super::preference_losses::{Answers, PreferenceLoss, mean_of};
+use super::preference_losses::{Answers, PreferenceLoss};
 use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
 use crate::weights::{MappedSource, REFERENCE, Twice};
@@ -23,16 +23,22 @@ pub const PREFERENCE_KEYS: &[&str] =
 
 /// A decoder that learns to prefer one answer to another, on [`PreferenceData`].
 ///
-/// | `model.preference_loss` | of a pair, with `r` the log-ratios of policy and reference | as |
-/// |---|---|---|
-/// | `"dpo"` (the default) | `-log sigmoid(beta (r_chosen - r_rejected))`, with `model.label_smoothing` | TRL's `sigmoid` |
-/// | `"hinge"` | `max(0, 1 - beta (r_chosen - r_rejected))` | TRL's `hinge` |
-/// | `"ipo"` | `(r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 beta))²`, with `n` tokens | TRL's `ipo` |
-/// | `"orpo"` | the chosen answer's loss a token, plus `-beta log sigmoid` of the log odds ratio; no reference | TRL's ORPO |
+/// Let `r` be the log-ratio of policy and reference for an answer of `n` tokens.
 ///
-/// `model.nll_weight` adds the chosen answer's loss a token. The reference model is the base model with adapters off,
-/// or without adapters a frozen copy of the weights to start from. With `model.reference = "data"`
-/// the data has its log-probabilities. The loss counts pairs.
+/// | `model.preference_loss` | of a pair |
+/// |---|---|
+/// | `"dpo"` (the default) | `-log sigmoid(beta (r_chosen - r_rejected))` |
+/// | `"hinge"` | `max(0, 1 - beta (r_chosen - r_rejected))` |
+/// | `"ipo"` | `(r_chosen / n_chosen - r_rejected / n_rejected - 1 / (2 beta))²` |
+/// | `"orpo"` | the chosen answer's loss a token, and `-beta log sigmoid` of the log odds ratio |
+///
+/// The first three follow TRL's `sigmoid`, `hinge` and `ipo`; `model.label_smoothing` makes the
+/// first conservative. `"orpo"` follows its paper, where TRL counts the prompt's tokens in the
+/// first term too. `model.nll_weight` adds the chosen answer's loss a token to the others.
+///
+/// The reference model is the base model with adapters off, or without adapters a frozen copy of
+/// the weights to start from. With `model.reference = "data"` the data has its log-probabilities.
+/// The loss counts pairs.
 ///
 /// Logged in training and validation (`val_…`): `reward_accuracy`, `reward_margin`,
 /// `reward_chosen` and `reward_rejected`, where a reward is `beta r`.
@@ -227,14 +233,14 @@ impl LightningModule for Preference {
 
     fn training_step(&mut self, batch: &PreferenceBatch, ctx: &mut StepContext) -> Result<Loss> {
         let (loss, metrics) = self.evaluate(batch)?;
-        metrics.into_iter().for_each(|(name, values)| ctx.log(name, mean_of(values)));
+        metrics.into_iter().for_each(|(name, mean)| ctx.log(name, mean));
         Ok(loss)
     }
 
     fn validation_step(&mut self, batch: &PreferenceBatch, ctx: &mut StepContext) -> Result<Loss> {
         let (loss, metrics) = self.evaluate(batch)?;
-        for (name, values) in metrics {
-            ctx.log(&format!("val_{name}"), mean_of(values));
+        for (name, mean) in metrics {
+            ctx.log(&format!("val_{name}"), mean);
         }
         Ok(loss)
     }

@@ -3,7 +3,6 @@
 use candle_core::{DType, Tensor};
 use fulgurite_error::Result;
 use fulgurite_nn::{Loss, functional};
-use fulgurite_trainer::metric::Metric;
 
 /// The log-probabilities of a batch's answers, f32 `[pairs]` each.
 pub(super) struct Answers {
@@ -16,7 +15,7 @@ pub(super) struct Answers {
 }
 
 impl Answers {
-    /// Splits log-probabilities `[2 * pairs]`: of each pair the chosen answer's and the rejected one's.
+    /// Splits log-probabilities `[2 * pairs]`: the chosen and the rejected answer's of each pair.
     pub(super) fn new(
         policy: Tensor,
         reference: Option<Tensor>,
@@ -126,16 +125,16 @@ impl PreferenceLoss {
         Ok(Loss::new(of_pairs.sum_all()?, answers.pairs()))
     }
 
-    /// What is logged, by name, for each pair.
+    /// What is logged, by name: means over the pairs.
     pub(super) fn metrics(&self, answers: &Answers) -> Result<Vec<(&'static str, Tensor)>> {
         let [chosen, rejected] = answers.ratios()?;
         let [chosen, rejected] = [chosen.detach() * self.beta, rejected.detach() * self.beta];
         let (chosen, rejected) = (chosen?, rejected?);
         Ok(vec![
-            ("reward_accuracy", chosen.gt(&rejected)?.to_dtype(DType::F32)?),
-            ("reward_margin", (&chosen - &rejected)?),
-            ("reward_chosen", chosen),
-            ("reward_rejected", rejected),
+            ("reward_accuracy", chosen.gt(&rejected)?.to_dtype(DType::F32)?.mean_all()?),
+            ("reward_margin", (&chosen - &rejected)?.mean_all()?),
+            ("reward_chosen", chosen.mean_all()?),
+            ("reward_rejected", rejected.mean_all()?),
         ])
     }
 }
@@ -143,27 +142,6 @@ impl PreferenceLoss {
 /// `-log sigmoid(x)`.
 fn minus_log_sigmoid(x: &Tensor) -> Result<Tensor> {
     functional::softplus(&x.neg()?)
-}
-
-/// The mean over all pairs of all batches and ranks.
-#[derive(Debug)]
-pub(super) struct MeanOf(Tensor);
-
-/// A metric of one value a pair.
-pub(super) fn mean_of(values: Tensor) -> MeanOf {
-    MeanOf(values)
-}
-
-impl Metric for MeanOf {
-    fn state(&self) -> Result<Tensor> {
-        let sum = self.0.to_dtype(DType::F64)?.sum_all()?.reshape(1)?;
-        let count = Tensor::new(&[self.0.elem_count() as f64], self.0.device())?;
-        Ok(Tensor::cat(&[sum, count], 0)?)
-    }
-
-    fn compute(&self, state: &[f64]) -> f64 {
-        state[0] / state[1]
-    }
 }
 
 #[cfg(test)]
