@@ -181,7 +181,7 @@ impl Tokenizer {
                 texts.map(text).collect()
             }
             Kind::HuggingFace(tokenizer) => {
-                // Ids in the middle of a text are decoded with what is before them, which decides about spaces.
+                // What is before them decides about spaces.
                 let whole = tokenizer.decode(&ids[..part.end], false)?;
                 let before = tokenizer.decode(&ids[..part.start], false)?;
                 match whole.strip_prefix(&before) {

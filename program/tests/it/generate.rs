@@ -251,7 +251,7 @@ fn unusable_samples_are_refused() {
 }
 
 #[test]
-fn unusable_requests_are_refused_before_ranks_start() {
+fn unusable_requests_start_no_rank() {
     let dir = tempfile::tempdir().unwrap();
     let dir = dir.path();
     let fixtures: BTreeMap<&str, String> = ["llama", "gpt2", "phi3", "bert_masked", "vit", "none"]

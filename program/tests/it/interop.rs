@@ -1,9 +1,10 @@
-//! Models that `fulgurite` trains, converts and serves, in `transformers`, llama.cpp and lm-eval. Requires a Python with
-//! them:
+//! Models that `fulgurite` trains, converts and serves, in `transformers`, llama.cpp and lm-eval.
+//! Requires a Python with them:
 //!
 //! ```sh
-//! python3 -m venv /tmp/interop
-//! /tmp/interop/bin/pip install torch transformers safetensors peft sentencepiece gguf llama-cpp-python 'lm-eval[api]'
+//! python3 -m venv target/interop
+//! target/interop/bin/pip install torch transformers safetensors peft sentencepiece gguf \
+//!     llama-cpp-python 'lm-eval[api]'
 //! FULGURITE_PYTHON=target/interop/bin/python cargo test -p fulgurite-cli --test it interop:: -- --ignored
 //! ```
 
@@ -12,7 +13,8 @@ use std::path::{Path, PathBuf};
 use crate::encoders::{ENCODERS, Encoder, data};
 use crate::models::{decoders, fit, root, run};
 
-/// Trains a decoder on two ranks of `fsdp` without changing its weights, and converts the checkpoint.
+/// Trains a decoder on two ranks of `fsdp` without changing its weights, and converts the
+/// checkpoint.
 fn trained(decoder: &Path, scratch: &Path) -> PathBuf {
     let dir = scratch.join(decoder.file_name().unwrap());
     let checkpoints = format!("checkpoint.dir={}", dir.join("checkpoints").display());

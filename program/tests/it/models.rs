@@ -133,7 +133,7 @@ fn meshes_train_every_decoder_as_one_device() {
 
 /// LoRA and QLoRA on two ranks, and bf16 beside f32.
 #[test]
-fn adapters_and_half_precision_train_every_decoder() {
+fn adapters_and_bf16_train_every_decoder() {
     let scratch = tempfile::tempdir().unwrap();
     let lora = "trainer.adapters={ targets = ['*_proj'], rank = 2 }";
     let packed = "trainer.quantization.block_size=4";

@@ -59,8 +59,8 @@ impl LlamaPlan {
     ///
     /// # Errors
     /// With sequence parallelism, if the model has no `lm_head`: another head would take a part of
-    /// the sequence for the whole. With sequence parallelism, if a layer of the decoder has parameters that the plan does not
-    /// cover: their gradients would come from a part of the sequence only.
+    /// the sequence for the whole. Also if a layer of the decoder has parameters that the plan does
+    /// not cover: their gradients would come from a part of the sequence only.
     pub fn plan(&self, model: &ModuleTree) -> Result<Plan> {
         let within = |name: &str| inside(&self.prefix, name);
         // The layout between blocks.

@@ -99,7 +99,7 @@ impl ChatEncoder {
                 let rendered = template.render(&messages, &tools, false).map_err(refused)?;
                 let learned = match (self.train_on, rendered.answers) {
                     (TrainOn::All, _) => std::iter::once(0..rendered.text.len()).collect(),
-                    // Marks do not say to which message they belong, so a prompt is rendered for itself.
+                    // Marks do not say whose they are, so a prompt is rendered for itself.
                     (TrainOn::Answers, Some(answers)) if from == 0 => answers,
                     (TrainOn::Last, Some(mut answers)) if from == 0 => {
                         answers.drain(..answers.len().saturating_sub(1));

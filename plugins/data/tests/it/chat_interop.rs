@@ -38,8 +38,8 @@ fn templates_render_as_in_transformers() {
         PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../tests/interop/chat_templates.py");
     let status = Command::new(&python).arg(script).arg(&output).status();
     assert!(status.unwrap_or_else(|e| panic!("{python}: {e}")).success());
-    let (mut same, mut templates, mut different) =
-        (0, std::collections::BTreeSet::new(), Vec::new());
+    let (mut same, mut refused, mut templates, mut different) =
+        (0, 0, std::collections::BTreeSet::new(), Vec::new());
     for line in std::fs::read_to_string(output).unwrap().lines() {
         let line: Line = serde_json::from_str(line).unwrap();
         let tokens = [
@@ -77,7 +77,7 @@ fn templates_render_as_in_transformers() {
                     templates.insert(line.name);
                 }
             }
-            (Err(_), None) => same += 1,
+            (Err(_), None) => refused += 1,
             (Ok(_), None) => {
                 different.push(format!("{what}: only transformers refuses: {:?}", line.error))
             }
@@ -86,7 +86,10 @@ fn templates_render_as_in_transformers() {
             }
         }
     }
-    println!("{same} texts of {} templates are equal", templates.len());
+    println!(
+        "{same} texts of {} templates are equal, {refused} are refused by both",
+        templates.len()
+    );
     assert!(different.is_empty(), "{} differ:\n{}", different.len(), different.join("\n"));
-    assert!(templates.len() >= 15);
+    assert!(templates.len() >= 15 && refused < same / 4);
 }

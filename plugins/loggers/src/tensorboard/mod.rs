@@ -22,9 +22,9 @@ use serde::{Deserialize, Serialize};
 use self::protobuf::Message;
 
 /// `trainer.loggers = ["tensorboard"]`: an event file in the run's directory, with scalars, texts,
-/// histograms, tables as pictures, and the configuration as hyper-parameters. `tensorboard --logdir fulgurite_logs`
-/// shows every run below that directory, also while it runs: each event is written at once and
-/// whole.
+/// histograms, tables as pictures, and the configuration as hyper-parameters.
+/// `tensorboard --logdir fulgurite_logs` shows every run below that directory, also while it runs:
+/// each event is written at once and whole.
 #[derive(Debug, Clone, Default, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct TensorboardConfig {

@@ -1,8 +1,8 @@
 //! Generation: sequences continued token by token.
 //!
 //! [`Decoder::generate`](crate::Decoder::generate) continues prompts by the options of a
-//! [`Generation`]. [`Sampling`] chooses tokens. Random numbers depend on the seed, the prompt, the sample and
-//! the token's place alone, so the same tokens come on any mesh and in any batch.
+//! [`Generation`]. [`Sampling`] chooses tokens. Random numbers depend on the seed, the prompt, the
+//! sample and the token's place alone, so the same tokens come on any mesh and in any batch.
 
 mod answer;
 mod generate;

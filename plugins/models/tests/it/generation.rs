@@ -189,7 +189,7 @@ struct Sampled {
 }
 
 #[test]
-fn sampling_has_the_probabilities_of_transformers() {
+fn sampling_probabilities_equal_transformers() {
     let text = std::fs::read_to_string(fixture("sampling.json")).unwrap();
     let rows: Vec<Sampled> = serde_json::from_str(&text).unwrap();
     for Sampled { options, logits, probabilities, before } in rows {

@@ -196,7 +196,7 @@ fn tokenizers_equal_those_of_llama_cpp() {
             match (name.as_str(), key.as_str()) {
                 // Readers of decoders take no separators, and 107 is Gemma's own.
                 (_, "tokenizer.ggml.add_sep_token" | "tokenizer.ggml.eot_token_id") => {}
-                // llama.cpp's converter gives all pieces one score, and no tokens for the rest of the vocabulary.
+                // llama.cpp's converter gives all pieces one score, and leaves the rest out.
                 ("pieces", "tokenizer.ggml.scores") => {}
                 ("pieces", "tokenizer.ggml.tokens" | "tokenizer.ggml.token_type") => {
                     let found = metadata[key].to_vec().unwrap();

@@ -10,8 +10,8 @@ use serde::Serialize;
 use crate::trainer::{Event, EventSink, RunStatus};
 use crate::{Error, Result};
 
-/// Writes the data report, resumes, checkpoints, tables, the profile, the summary, and the outcome of a
-/// run.
+/// Writes the data report, resumes, checkpoints, tables, the profile, the summary, and the outcome
+/// of a run.
 ///
 /// One JSON object per line, in the form of `--output json`. Reports read the file.
 pub(crate) struct EventLog {

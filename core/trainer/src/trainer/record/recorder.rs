@@ -222,7 +222,8 @@ impl Recorder {
         self.log_media(fabric, step, table)
     }
 
-    /// Reports the texts, histograms and tables of a table of logged values, if any. Collective if there are histograms.
+    /// Reports the texts, histograms and tables of a table of logged values, if any. Collective if
+    /// there are histograms.
     pub(crate) fn log_media(
         &mut self,
         fabric: &Fabric,
