@@ -101,7 +101,7 @@ impl Serve {
         // Fails before the weights are read.
         let listener = TcpListener::bind((host.as_str(), *port)).map_err(|error| {
             Error::Config(format!(
-                "--host {host} --port {port}: cannot listen there: {error}; choose another port, or 0 for a free one"
+                "--host {host} --port {port}: cannot listen there: {error}; choose an address of this machine, and a free port or 0"
             ))
         })?;
         let address = listener.local_addr().map_err(Error::other)?;

@@ -81,3 +81,25 @@ fn bad_questions_are_named() {
     insta::assert_snapshot!(said(r#"{"context": "x", "choices": ["a", "b"], "answer": 2}"#), @"error: `trainer.callbacks`, choices: questions.jsonl, line 1 has the answer 2 of 2 choices, from 0 on");
     insta::assert_snapshot!(said(""), @"error: `trainer.callbacks`, choices: questions.jsonl has no questions");
 }
+
+/// Questions that do not fit the model are found before its first step.
+#[test]
+fn questions_beyond_the_model_are_named() {
+    let dir = folder();
+    let said = |context: &str| {
+        let line = json!({"context": context, "choices": ["good", "bad"], "answer": 0});
+        fs::write(dir.path().join("questions.jsonl"), line.to_string()).unwrap();
+        let model = format!("model.from_pretrained={}", fixture("llama_yarn").display());
+        let data = "data={ type='lines', path='lines.txt', tokenizer='tokenizer.json', seq_len=8, eos_token='[SEP]' }";
+        let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["fit", "--set", &model, "--set", data])
+            .args(["--set", "trainer.callbacks=[{ type='choices', path='questions.jsonl' }]"])
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        assert!(!output.status.success());
+        String::from_utf8(output.stderr).unwrap().lines().last().unwrap_or_default().to_owned()
+    };
+    insta::assert_snapshot!(said(""), @"error: `trainer.callbacks`, choices: question 0 has a choice of which no token follows another; give it a context");
+    insta::assert_snapshot!(said(&"the ".repeat(300)), @"error: `trainer.callbacks`, choices: question 0 has a context and a choice of 301 tokens, and the model 64 positions");
+}

@@ -538,6 +538,6 @@ fn unusable_arguments_are_refused() {
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();
     let error = refusal(&["--port", &port]).replace(&port, "PORT");
-    assert_snapshot!(error, @"error: --host 127.0.0.1 --port PORT: cannot listen there: Address already in use (os error 98); choose another port, or 0 for a free one");
+    assert_snapshot!(error, @"error: --host 127.0.0.1 --port PORT: cannot listen there: Address already in use (os error 98); choose an address of this machine, and a free port or 0");
     assert!(fs::read_dir(dir.path()).unwrap().next().is_none(), "a server writes no files");
 }

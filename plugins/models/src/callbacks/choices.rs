@@ -194,15 +194,21 @@ impl Choices {
         for (i, line) in self.lines.iter().enumerate() {
             let question = Question::new(line, tokenizer)?;
             for (ids, of_choice) in &question.choices {
-                if *of_choice == 0 {
-                    return Err(wrong(format!(
-                        "question {i} has a choice without a token of its own"
-                    )));
-                }
-                // The last token is not an input.
-                if let Some(problem) = decoder.prompt_problem(&ids[..ids.len() - 1], 1) {
-                    return Err(wrong(format!("question {i}: {problem}")));
-                }
+                let problem = match ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
+                    Some(id) => format!("has the token {id}, which the model lacks"),
+                    // The last token is not an input.
+                    None if ids.len() > decoder.max_positions() + 1 => format!(
+                        "has a context and a choice of {} tokens, and the model {} positions",
+                        ids.len(),
+                        decoder.max_positions()
+                    ),
+                    None if *of_choice == 0 => {
+                        "has a choice of which no token follows another; give it a context"
+                            .to_owned()
+                    }
+                    None => continue,
+                };
+                return Err(wrong(format!("question {i} {problem}")));
             }
             questions.push(question);
         }

@@ -125,8 +125,17 @@ impl Decoder {
 
     /// Returns why the model cannot continue a prompt by up to `new_tokens` tokens.
     pub(crate) fn prompt_problem(&self, ids: &[u32], new_tokens: usize) -> Option<String> {
-        let tokens = self.embed_tokens.weight().global_shape()[0];
-        prompt_problem(ids, new_tokens, tokens, self.max_positions, &self.ropes)
+        prompt_problem(ids, new_tokens, self.vocab_size(), self.max_positions, &self.ropes)
+    }
+
+    /// The number of tokens that the model knows.
+    pub(crate) fn vocab_size(&self) -> usize {
+        self.embed_tokens.weight().global_shape()[0]
+    }
+
+    /// Tokens of a sequence at most.
+    pub(crate) fn max_positions(&self) -> usize {
+        self.max_positions
     }
 
     /// The device that the model computes on.
