@@ -32,12 +32,14 @@ pub fn world_size(mesh: Mesh) -> usize {
     mesh.iter().product()
 }
 
-/// This rank's coordinate along a mesh dimension, the last dimension fastest.
+/// This rank's coordinate along a mesh dimension, the last dimension fastest; 0 along a dimension
+/// that the mesh lacks.
 pub fn coordinate(mesh: Mesh, rank: usize) -> impl Fn(&str) -> usize + Copy {
-    move |dim| match DIMS.iter().position(|d| *d == dim).unwrap() {
-        0 => rank / (mesh[1] * mesh[2]),
-        1 => rank / mesh[2] % mesh[1],
-        _ => rank % mesh[2],
+    move |dim| match DIMS.iter().position(|d| *d == dim) {
+        Some(0) => rank / (mesh[1] * mesh[2]),
+        Some(1) => rank / mesh[2] % mesh[1],
+        Some(_) => rank % mesh[2],
+        None => 0,
     }
 }
 
