@@ -155,7 +155,7 @@ fn schema_has_every_key_and_plugin() {
         assert_eq!(at(&schema, &[table])["additionalProperties"], false, "{table}");
     }
     let choices = at(&schema, &["optimizer"])["anyOf"].as_array().unwrap();
-    assert_snapshot!(choices[0]["enum"], @r#"["adafactor","adagrad","adam","adamw","lion","muon","rmsprop","sgd"]"#);
+    assert_snapshot!(choices[0]["enum"], @r#"["adafactor","adagrad","adam","adamw","lion","muon","rmsprop","schedule_free_adamw","sgd"]"#);
     // A table without `type` has the default's options.
     let titled = |title| choices.iter().find(|choice| choice["title"] == title).unwrap();
     let (adamw, sgd) = (titled("adamw"), titled("sgd"));

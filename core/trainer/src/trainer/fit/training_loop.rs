@@ -153,9 +153,22 @@ impl Session {
             })
         };
         swap(self.optimizers_mut())?;
+        self.set_training(false)?;
         let validated = evaluate(self, EvaluationStage::Validation)?;
+        self.set_training(true)?;
         swap(self.optimizers_mut())?;
         Ok(validated)
+    }
+
+    /// Puts the weights of training or of evaluations in place, for optimizers that have both.
+    /// Returns whether anything changed. Collective.
+    pub(crate) fn set_training(&mut self, training: bool) -> Result<bool> {
+        let Some(optimizers) = &mut self.optimizers else { return Ok(false) };
+        let mut changed = false;
+        for (_, optimizer) in optimizers.iter_mut() {
+            changed |= optimizer.set_training(training)?;
+        }
+        Ok(changed)
     }
 
     /// Reports the values logged in the ending epoch, and calls its hook. Collective.
@@ -169,6 +182,8 @@ impl Session {
     ///
     /// Called before the hooks at the end, which a resumed run calls again.
     fn save_at_end(&mut self, end: FitEnd) -> Result<()> {
+        // The trained module is evaluated, saved and exported with these weights.
+        self.set_training(false)?;
         let wanted = match end {
             FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
                 self.saving.config().save_last
