@@ -2,7 +2,7 @@ use candle_core::{DType, Device, Tensor};
 use candle_nn::ModuleT as _;
 use fulgurite_core::Result;
 use fulgurite_core::module::{ForwardScope, Module as _};
-use fulgurite_core::nn::{BatchNorm, BatchNormConfig};
+use fulgurite_core::nn::{BatchNorm, BatchNormConfig, Dropout};
 
 use super::harness::{Params, assert_close, builder, check, flat, randn};
 
@@ -36,6 +36,26 @@ fn finite_differences_in_both_modes() {
             ForwardScope::default().run(|| norm.forward(&x[0]))
         });
     }
+}
+
+/// As a norm whose whole scope is an evaluation, with the gradients of its weights.
+#[test]
+fn norm_in_eval_keeps_its_statistics() {
+    let b = builder(DType::F64);
+    let norm = BatchNorm::new(&b.pp("norm").eval(), 3).unwrap();
+    let dropout = Dropout::new(&b.pp("dropout").eval(), 0.5).unwrap();
+    let follows = BatchNorm::new(&b.pp("follows"), 3).unwrap();
+    let params = Params::new(&b);
+    let x = (randn("x", &[4, 3]) + 2.0).unwrap();
+    let evaluated = ForwardScope::default().run(|| norm.forward(&x)).unwrap();
+    let y = training(|| dropout.forward(&norm.forward(&x)?)).unwrap();
+    assert_eq!(flat(&y), flat(&evaluated));
+    assert_eq!(flat(&norm.running_mean().value().unwrap()), [0.0; 3]);
+    training(|| follows.forward(&x)).unwrap();
+    assert_ne!(flat(&follows.running_mean().value().unwrap()), [0.0; 3]);
+    check(std::slice::from_ref(&x), &params, &|x| {
+        training(|| Ok((norm.forward(&x[0])? + follows.forward(&x[0])?)?))
+    });
 }
 
 /// candle's forward and its running statistics.
