@@ -9,6 +9,7 @@ use crate::trainer::Stage;
 use crate::trainer::evaluation::evaluate::{Evaluated, EvaluationStage, evaluate, validation_sets};
 use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
 use crate::trainer::fit::train_step::StepEnd;
+use crate::trainer::module::context::StepParts;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::saving::save::{finish_saving, save, save_as_requested};
 use crate::trainer::session::Session;
@@ -158,6 +159,11 @@ impl Session {
         self.set_training(true)?;
         swap(self.optimizers_mut())?;
         Ok(validated)
+    }
+
+    /// The objects that a step can access.
+    pub(crate) fn step_parts(&self) -> StepParts {
+        StepParts { runtime: self.setup.fabric.runtime.clone(), data: self.runner.data() }
     }
 
     /// Puts the weights of training or of evaluations in place, for optimizers that have both.
