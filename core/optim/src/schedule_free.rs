@@ -20,7 +20,7 @@ use fulgurite_tensor::autograd::storage;
 /// Schedule-free AdamW (Defazio et al., 2024), computed in the order of `AdamWScheduleFree` of the
 /// package `schedulefree` 1.4: `optimizer.type = "schedule_free_adamw"`.
 ///
-/// The optimizer needs no schedule (`scheduler.type = "constant"`), only `warmup_steps`. Training
+/// An average replaces the schedule (`scheduler.type = "constant"`); `warmup_steps` remains. Training
 /// computes gradients at the weights `y`, and evaluations take the weights `x`, a weighted mean of
 /// all `z`: `y = beta1 x + (1 - beta1) z`. [`Optimizer::set_training`] puts `x` or `y` in place;
 /// the trainer does so for validations, for saving and at the end. Checkpoints have `x` as weights.
@@ -30,7 +30,7 @@ use fulgurite_tensor::autograd::storage;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ScheduleFreeAdamW {
-    /// The learning rate: one to ten times that of AdamW with a schedule.
+    /// The learning rate; usually one to ten times as large as for AdamW with a schedule.
     pub lr: f64,
     /// The share of the average in the weights of training, in `(0, 1)`, and the decay rate of the
     /// second moment, in `[0, 1)`.
@@ -191,7 +191,7 @@ impl ScheduleFreeAdamW {
 impl UpdateRule<2> for ScheduleFreeAdamW {
     type Coefficients = Coefficients;
 
-    /// For a constant learning rate, where the average is a mean.
+    /// At a constant learning rate the average is a mean.
     fn coefficients(&self, hyper: Hyper, schedule: f64, steps: u64) -> Coefficients {
         self.at(hyper.lr * schedule, hyper.weight_decay, 1.0 / steps as f64, steps)
     }

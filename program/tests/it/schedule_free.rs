@@ -57,7 +57,7 @@ fn evaluations_and_checkpoints_have_the_average() {
         assert!(validated.len() >= 3, "{validated:?}");
         let resumed = of("fit", &["trainer.max_steps=6", "trainer.ckpt_path=kept/step-00000003"]);
         assert_eq!(losses(&resumed), alone[3..]);
-        // The weights in a checkpoint, and in an exported model, are those that were validated.
+        // Checkpoints and exported models have the validated weights.
         let last = *validated.last().unwrap();
         let close = |values: Vec<f64>| {
             let value = *values.first().unwrap();
@@ -73,7 +73,7 @@ fn evaluations_and_checkpoints_have_the_average() {
             .unwrap();
         assert!(converted.status.success(), "{}", String::from_utf8_lossy(&converted.stderr));
         close(validations(&of("validate", &["model={ from_pretrained='out' }"])));
-        // Those of the training are others.
+        // The training computed with other weights.
         assert!((last - alone[5]).abs() > 1e-4);
     }
 }

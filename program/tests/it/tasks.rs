@@ -273,7 +273,7 @@ fn predicted(dir: &Path, module: &str, keys: &[&str], extension: &str) -> String
     one
 }
 
-/// Pairs of texts, of which the chosen one has a word more.
+/// Pairs of texts with one chosen answer for all.
 fn judged(dir: &Path) {
     let row = |i: usize| {
         let text = words(i).join(" ");
@@ -319,7 +319,7 @@ fn rewards_are_written_by_pair() {
         let scores: Vec<f32> = row.rsplitn(3, ',').take(2).map(|x| x.parse().unwrap()).collect();
         assert!(row.contains("judged.jsonl, line ") && scores[0] != scores[1], "{row}");
     }
-    // A head of classes is none of scores.
+    // A head of three classes does not score.
     let three = ["module.type=reward", "model.num_labels=3"].map(str::to_owned);
     let refused = run(dir.path(), &["config", "check"], &[sets(&keys), three.to_vec()].concat());
     let said = String::from_utf8(refused.stderr).unwrap();

@@ -114,7 +114,7 @@ pub struct RenameRule {
     pub to: NewNames,
 }
 
-/// The new names of a tensor: `checkpoint.load.rename.to`.
+/// The new names of a tensor, in a rule of `checkpoint.load.rename`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(untagged)]
 pub enum NewNames {

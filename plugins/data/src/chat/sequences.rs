@@ -95,7 +95,7 @@ pub(super) fn limited<S: Sequences>(
 /// each learned position (i64, and -100 elsewhere). `time` is a multiple of `multiple`.
 ///
 /// # Errors
-/// If the device has no memory.
+/// If the device lacks the memory.
 pub(super) fn padded(
     sequences: &[&Encoded],
     multiple: usize,

@@ -289,3 +289,41 @@ impl DataModule for UnpairedData {
         Ok(UnpairedBatch { inputs, targets, is_desirable, mismatched_inputs, mismatched_targets })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(prompt: &[u32], answer: &[u32]) -> Sample {
+        let ids = prompt.iter().chain(answer).copied().collect();
+        let learned = (0..prompt.len() + answer.len()).map(|i| i >= prompt.len()).collect();
+        let answer = [Encoded { ids, learned }];
+        Sample { answer, is_desirable: true, place: Place::named("row") }
+    }
+
+    #[test]
+    fn mismatched_answers_have_other_prompts() {
+        let of = |prompts: &[u32]| {
+            let samples = prompts.iter().map(|prompt| sample(&[*prompt, 9], &[prompt + 1]));
+            Rows::new(samples.collect()).mismatched
+        };
+        assert_eq!(of(&[1, 2, 3]), [2, 0, 1]);
+        // Good and bad answers to one prompt are often neighbours.
+        assert_eq!(of(&[1, 1, 2, 2, 1]), [3, 3, 1, 1, 3]);
+        assert_eq!(of(&[1, 2, 1]), [1, 0, 1]);
+        // Without another prompt the row before.
+        assert_eq!(of(&[1, 1, 1]), [2, 0, 1]);
+        assert_eq!(of(&[1]), [0]);
+        assert!(of(&[]).is_empty());
+    }
+
+    #[test]
+    fn answers_of_others_are_cut() {
+        let (own, other) = (sample(&[1, 2, 3], &[4]), sample(&[5], &[6, 7, 8]));
+        let joined = |len| own.answer[0].with_answer_of(&other.answer[0], len);
+        assert_eq!(*joined(9).ids, [1, 2, 3, 6, 7, 8]);
+        assert_eq!(*joined(9).learned, [false, false, false, true, true, true]);
+        let cut = joined(5);
+        assert_eq!((cut.ids.len(), cut.learned.len(), cut.learned_tokens()), (5, 5, 2));
+    }
+}

@@ -21,7 +21,7 @@ const NAME: &str = "answers";
 /// `{ type = "answers", path = "sums.jsonl", match = "numeric", stop = ["\n"] }`.
 ///
 /// A line of the file is an object with `prompt` (a text or a list of messages) and `answer` (a
-/// text, a number, or a list of texts of which one must be found). In a training of conversations
+/// text, a number, or a list of accepted ones). In a training of conversations
 /// with a chat template, a text is a user's message. Each token is the likeliest. Logged is
 /// `val_NAME_accuracy`. Data-parallel ranks share the questions.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
@@ -180,7 +180,7 @@ impl AnswersConfig {
         }
     }
 
-    /// The answers of which one must be found, or what is wrong with the line.
+    /// The accepted answers, or the line's flaw.
     fn expected(&self, line: &Line) -> Result<Vec<Expected>, String> {
         if !(line.prompt.is_string() || line.prompt.is_array()) {
             return Err("has a `prompt` that is neither a text nor a list of messages".to_owned());

@@ -33,7 +33,7 @@ pub(super) fn name(given: Option<&str>, path: &Path) -> String {
 /// one.
 ///
 /// # Errors
-/// If the file cannot be read, has no lines, or has a wrong one.
+/// If the file cannot be read, is empty, or has a wrong line.
 pub(super) fn read_lines<L: DeserializeOwned>(
     callback: &str,
     path: &Path,

@@ -34,11 +34,11 @@ pub const KTO_KEYS: &[&str] = &["beta", "desirable_weight", "undesirable_weight"
 /// | bad | `model.undesirable_weight (1 - sigmoid(beta (kl - r)))` |
 ///
 /// Both weights are 1 and `model.beta` is 0.1 by default. The losses follow TRL's `kto`. The
-/// reference is that of [`Preference`](super::Preference), without `"data"`. The loss counts
+/// reference is as in [`Preference`](super::Preference), without `"data"`. The loss counts
 /// answers.
 ///
-/// Logged in training and validation (`val_…`): `kl`, `reward_chosen` (of good answers),
-/// `reward_rejected` (of bad ones), where a reward is `beta r`.
+/// Training and validation (`val_…`) log `kl`, `reward_chosen` (of good answers) and
+/// `reward_rejected` (of bad ones). A reward is `beta r`.
 #[derive(Debug)]
 pub struct Kto {
     policy: Decoder,
@@ -46,7 +46,7 @@ pub struct Kto {
     loss: KtoLoss,
 }
 
-/// What is minimised.
+/// The loss and its options.
 #[derive(Debug, Clone, Copy, PartialEq)]
 struct KtoLoss {
     beta: f64,
@@ -138,7 +138,7 @@ fn divergence(ratios: &Tensor, is_padding: bool) -> Result<f64> {
 }
 
 impl KtoLoss {
-    /// The loss of all answers, of which it counts each.
+    /// The loss of all answers. It counts answers.
     fn of(&self, ratios: &Tensor, is_desirable: &[bool], divergence: f64) -> Result<Loss> {
         let row = |good: f64, bad: f64| -> Result<Tensor> {
             let values: Vec<f32> = is_desirable
@@ -198,7 +198,7 @@ impl LightningModule for Kto {
         let decoder = config.clone().decoder_for(KTO_KEYS)?;
         let policy = Decoder::new(&decoder, b)?;
         let reference = Reference::of_model(config, &decoder, b)?;
-        // The divergence is that of all ranks' answers.
+        // The divergence is a mean over the answers of all ranks.
         b.synchronise_batches();
         Ok(Self { policy, reference, loss })
     }

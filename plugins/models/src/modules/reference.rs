@@ -10,7 +10,7 @@ use crate::config::ModelConfig;
 use crate::decoder::{Decoder, DecoderConfig};
 use crate::weights::{MappedSource, REFERENCE, Twice};
 
-/// Where the reference's log-probabilities come from.
+/// The source of the reference's log-probabilities.
 #[derive(Debug)]
 pub(super) enum Reference {
     /// The policy with adapters off.
@@ -26,7 +26,7 @@ impl Reference {
     /// The reference that costs least: the model with adapters off, or else a frozen copy.
     ///
     /// # Errors
-    /// If the adapters train weights of the model itself, or there are no weights to copy.
+    /// If adapters train the model's own weights, or the run starts without weights to copy.
     pub(super) fn of_model(
         config: &ModelConfig,
         decoder: &DecoderConfig,
@@ -103,7 +103,7 @@ pub(super) fn log_probabilities(
     Ok(Tensor::stack(&rows, 0)?)
 }
 
-/// Maps a file's names to those of the model and of its frozen copy.
+/// Gives a file's tensors the names of the model and of its frozen copy.
 ///
 /// # Errors
 /// As [`MappedSource::new`].

@@ -100,7 +100,7 @@ fn is_between_updates(session: &Session) -> bool {
 
 /// Writes a checkpoint of the present step. Collective.
 fn write(session: &mut Session, write: Write) -> Result<()> {
-    // A checkpoint has the weights of evaluations; the optimizer's state has those of training.
+    // Checkpoints have the weights of evaluations, and the optimizer's state those of training.
     let was_training = session.set_training(false)?;
     let written = try_to_write(session, write);
     if was_training {
