@@ -99,6 +99,9 @@ pub(crate) fn data() -> tempfile::TempDir {
     };
     let rows: String = (0..40).map(|i| format!("{}\n", row(i))).collect();
     fs::write(dir.path().join("judged.jsonl"), rows).unwrap();
+    // `transformers` finds the last token of a text by its padding.
+    let padding = json!({"pad_token": "[PAD]"}).to_string();
+    fs::write(dir.path().join("tokenizer_config.json"), padding).unwrap();
     for class in 0..5 {
         let folder = dir.path().join("classes").join(class.to_string());
         fs::create_dir_all(&folder).unwrap();
