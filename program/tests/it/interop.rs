@@ -129,6 +129,9 @@ fn with_tokenizer(name: &str, scratch: &Path) -> PathBuf {
 
 const WORDS: [&str; 8] = ["the", "cat", "run", "good", "bad", "film", "is", "not"];
 
+/// A training by TRL and here: its kind, the model, the number of rows, a row, and settings.
+type Training<'a> = (&'a str, &'a str, usize, &'a dyn Fn(usize) -> Value, &'a [&'a str]);
+
 #[test]
 #[ignore = "needs a Python with trl, datasets and accelerate"]
 fn trl_trains_with_equal_losses() {
@@ -145,7 +148,7 @@ fn trl_trains_with_equal_losses() {
     let judged =
         |i: usize| json!({"prompt": prompt(i), "completion": first(i), "label": i % 3 != 1});
     // TRL takes mismatched answers from the batch, and so has one batch of rows.
-    let kinds: [(&str, &str, usize, &dyn Fn(usize) -> Value, &[&str]); 4] = [
+    let kinds: [Training; 4] = [
         ("sft", "llama_yarn", 24, &answer, &["module.type=chat", "data.packing=false"]),
         ("dpo", "llama_yarn", 24, &pair, &["module.type=preference", "model.beta=0.3"]),
         (
