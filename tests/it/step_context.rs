@@ -46,7 +46,7 @@ fn steps_reach_ranks_and_data() {
             let text = format!(
                 "trainer.default_root_dir = {:?}\ntrainer.strategy = '{strategy}'\n\
                  trainer.devices = {ranks}\ntrainer.loggers = []\ntrainer.log_every_n_steps = 1\n\
-                 trainer.enable_progress_bar = false\ntrainer.max_steps = 2\n\
+                 trainer.enable_progress_bar = false\ntrainer.max_steps = 1\n\
                  checkpoint.save_last = false\n",
                 dir.path()
             );
