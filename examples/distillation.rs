@@ -108,7 +108,7 @@ impl LightningModule for Distillation {
     }
 
     fn pretrained(config: &DistillationConfig) -> Option<PathBuf> {
-        Some(config.teacher.clone())
+        Some(config.teacher.clone()).filter(|teacher| !teacher.as_os_str().is_empty())
     }
 
     fn map_weights(
