@@ -8,11 +8,17 @@
 // The width is a multiple of 8 and at most WIDTH, which is 64, 128 or 256. The rest of a tile is
 // zero. The scale is positive.
 //
-// With `causal` the last query is at the last key, and a query sees the last `window` keys up to
-// its own. Without `causal`, `window` is at least `keys`. With `firsts` (`[batch, queries]`), a
-// query sees no key before its own first key, and first keys never decrease from query to query. A
-// query that sees no key has output zero. At either end, a block skips the tiles in which it sees
-// nothing.
+// The first query is at position `place`, which is 0 if there are more queries than keys. A query
+// sees its own key, `before` keys before it and `after` behind it. With `firsts` (`[batch,
+// queries]`), a query sees no key before its own first key; with `ends`, none from its own end on.
+// First keys and ends never decrease from query to query. A query that sees no key has output zero.
+// At either end, a block skips the tiles in which it sees nothing.
+//
+// With a cap, a score `z` becomes `cap * tanh(z / cap)`. The kernels keep scores divided by the scale:
+// `inner` is scale / cap and `outer` cap / scale, or both are 0.
+//
+// GENERAL kernels have a source of their own. The others take no cap and no `ends`, and an `after`
+// of 0 or of all keys: they have no registers to spare.
 //
 // A block has CREW warps. A warp has GROUPS times 16 rows, and reads the other rows once for them. If
 // its registers do not hold all columns of the gradients, PARTS warps share their rows in backward.
@@ -29,16 +35,23 @@ struct Span {
 
 // The arguments of a kernel, and this block's sequence and head.
 struct Heads {
-    u32 sequence, head, heads, group, queries, keys, width, causal, window;
-    const u32 *firsts;
+    u32 sequence, head, heads, group, queries, keys, width, place, before, after;
+    const u32 *firsts, *ends;
 
     // The keys that a query sees.
     DEVICE Span seen(u32 query) const {
         if (query >= queries) return {0, 0};
-        u32 end = causal ? keys - queries + query + 1 : keys;
-        u32 begin = end > window ? end - window : 0;
+        u32 position = place + query, begin = position > before ? position - before : 0;
         u32 first = firsts ? firsts[(u64)sequence * queries + query] : 0;
-        return {begin > first ? begin : first, end};
+        if (begin < first) begin = first;
+#ifdef GENERAL
+        // `after` may be the largest number.
+        u32 end = after < keys && position + after < keys ? position + after + 1 : keys;
+        u32 own_end = ends ? ends[(u64)sequence * queries + query] : keys;
+        return {begin, end < own_end ? end : own_end};
+#else
+        return {begin, after == 0 ? position + 1 : keys};
+#endif
     }
     DEVICE u32 kv_heads() const { return heads / group; }
     // The distance from one position to the next.
@@ -48,6 +61,27 @@ struct Heads {
     DEVICE u64 key_head() const { return ((u64)sequence * keys * kv_heads() + head / group) * width; }
     // The offset of this head's queries in `lse` and `level`.
     DEVICE u64 row() const { return (u64)(sequence * heads + head) * queries; }
+};
+
+// Bounds scores. Scores here are not multiplied by the scale yet.
+struct Cap {
+#ifdef GENERAL
+    float inner, outer; // scale / cap, and its reciprocal; 0 for no cap
+    DEVICE Cap(float inner, float outer) : inner(inner), outer(outer) {}
+    DEVICE void bound(float &score) const {
+        // The hyperbolic tangent, off by some units of 2^-23. `tanhf` takes more registers.
+        if (inner > 0) score = outer * (1 - 2 * reciprocal(1 + power_of_2(score * inner * (2 * LOG2_E))));
+    }
+    // The slope of `bound`, from the bounded score.
+    DEVICE float slope(float bounded) const {
+        float t = bounded * inner;
+        return 1 - t * t;
+    }
+#else
+    DEVICE Cap(float, float) {}
+    DEVICE void bound(float &) const {}
+    DEVICE float slope(float) const { return 1; }
+#endif
 };
 
 // The maximum and the sum over the four lanes that share a row.
@@ -67,7 +101,7 @@ DEVICE float row_sum(float x) {
 // The output of ROWS queries of a head, and the log-sum-exp of their scores.
 template <class T, int WIDTH, int KEYS, int CREW, int GROUPS>
 DEVICE void forward_tile(const Heads &of, u32 first_row, const T *q, const T *k, const T *v, T *y, float *lse,
-                         float scale) {
+                         float scale, Cap cap) {
     DYNAMIC_SHARED(Chunk, pool);
     constexpr bool IN_REGISTERS = WIDTH * GROUPS <= 128;
     constexpr u32 ROWS = CREW * GROUPS * 16, KEPT = ROWS * WIDTH / 8, TILE = KEYS * WIDTH / 8, STEPS = WIDTH / 16;
@@ -118,6 +152,11 @@ DEVICE void forward_tile(const Heads &of, u32 first_row, const T *q, const T *k,
         __syncthreads(); // the values have arrived, and the keys are no longer needed
         if (base + KEYS < last.end) {
             copy_rows<WIDTH, KEYS, CREW>(key_tile, keys, of.key_stride(), base + KEYS, of.keys, of.width);
+        }
+#pragma unroll
+        for (u32 r = 0; r < GROUPS * 2; r++) {
+#pragma unroll
+            for (u32 i = 0; i < KEYS / 4; i++) cap.bound(scores[r / 2][i / 2][r % 2 * 2 + i % 2]);
         }
         bool all_seen = base >= last.begin && base + KEYS <= first.end;
         if (!all_seen) {
@@ -207,7 +246,7 @@ DEVICE void level_rows(const T *y, const T *grad, float *level, u32 rows, u32 he
 // shared memory.
 template <class T, int WIDTH, int KEYS, int CREW, int GROUPS, int PARTS>
 DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k, const T *v, const T *grad,
-                         const float *lse, const float *level, T *dq, float scale) {
+                         const float *lse, const float *level, T *dq, float scale, Cap cap) {
     DYNAMIC_SHARED(Chunk, pool);
     constexpr bool IN_REGISTERS = PARTS == 1 && WIDTH * GROUPS <= 128;
     constexpr u32 KEPT_ROWS = CREW * GROUPS * 16 / PARTS, KEPT = KEPT_ROWS * WIDTH / 8, TILE = KEYS * WIDTH / 8;
@@ -275,7 +314,10 @@ DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k,
             for (u32 r = 0; r < GROUPS * 2; r++) {
 #pragma unroll
                 for (u32 i = 0; i < AT_ONCE / 4; i++) {
-                    float &score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                    u32 at_row = r % 2 * 2 + i % 2;
+                    float &score = scores[r / 2][i / 2][at_row], &product = products[r / 2][i / 2][at_row];
+                    cap.bound(score);
+                    product = (product - levels[r]) * cap.slope(score);
                     score = power_of_2(fmaf(score, scale * LOG2_E, -most[r]));
                 }
             }
@@ -295,7 +337,7 @@ DEVICE void queries_tile(const Heads &of, u32 first_row, const T *q, const T *k,
 #pragma unroll
                 for (u32 i = 0; i < AT_ONCE / 4; i++) {
                     u32 at_row = r % 2 * 2 + i % 2;
-                    scores[r / 2][i / 2][at_row] *= products[r / 2][i / 2][at_row] - levels[r];
+                    scores[r / 2][i / 2][at_row] *= products[r / 2][i / 2][at_row];
                 }
             }
             add_weighted<T, WIDTH, AT_ONCE, COLUMNS, GROUPS>(sums, scores, key_tile, at, first_column);
@@ -319,7 +361,7 @@ template <int COUNT> struct Columns {
 // row per key.
 template <class T, int WIDTH, int QUERIES, int CREW, int GROUPS, int PARTS>
 DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *v, const T *grad, const float *lse,
-                      const float *level, T *dk, T *dv, float scale) {
+                      const float *level, T *dk, T *dv, float scale, Cap cap) {
     DYNAMIC_SHARED(Chunk, pool);
     constexpr u32 KEPT_ROWS = CREW * GROUPS * 16 / PARTS, KEPT = KEPT_ROWS * WIDTH / 8, TILE = QUERIES * WIDTH / 8;
     constexpr u32 AT_ONCE = QUERIES < 32 ? QUERIES : 32, COLUMNS = WIDTH / PARTS;
@@ -334,10 +376,24 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
     copy_rows<WIDTH, KEPT_ROWS, CREW>(pool + KEPT, v + key_head, of.key_stride(), first_row, of.keys, of.width);
 
     // The range of tiles with queries that see any of these keys.
-    u32 hidden = of.keys - of.queries; // queries before the first, if causal
-    u32 begin = of.causal && first_row > hidden ? (first_row - hidden) / QUERIES : 0;
-    u32 end = (of.queries + QUERIES - 1) / QUERIES;
-    if (of.firsts || of.window < of.keys) {
+    u32 end = (of.queries + QUERIES - 1) / QUERIES, begin = 0;
+#ifdef GENERAL
+    u64 reach = (u64)of.place + of.after; // the first query's last key
+    if (first_row > reach) begin = (first_row - (u32)reach) / QUERIES;
+    if (begin > end) begin = end;
+    if (of.ends) {
+        u32 high = end;
+        while (begin < high) {
+            u32 middle = begin + (high - begin) / 2, next = (middle + 1) * QUERIES;
+            if (of.seen((next < of.queries ? next : of.queries) - 1).end > first_row) high = middle;
+            else begin = middle + 1;
+        }
+    }
+#else
+    if (of.after == 0 && first_row > of.place) begin = (first_row - of.place) / QUERIES;
+    if (begin > end) begin = end;
+#endif
+    if (of.firsts || of.before < of.keys) {
         u32 low = begin;
         while (low < end) {
             u32 middle = low + (end - low) / 2;
@@ -392,10 +448,13 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
             const u32 column = at + lane % 4 * 2, key = first_row + row + lane / 4;
 #pragma unroll
             for (u32 i = 0; i < AT_ONCE / 4; i++) {
-                float most = beside.lse[column + i / 2 * 8 + i % 2];
+                float most = beside.lse[column + i / 2 * 8 + i % 2], level = beside.level[column + i / 2 * 8 + i % 2];
 #pragma unroll
                 for (u32 r = 0; r < GROUPS * 2; r++) {
-                    float &score = scores[r / 2][i / 2][r % 2 * 2 + i % 2];
+                    u32 at_row = r % 2 * 2 + i % 2;
+                    float &score = scores[r / 2][i / 2][at_row], &product = products[r / 2][i / 2][at_row];
+                    cap.bound(score);
+                    product = (product - level) * cap.slope(score);
                     score = power_of_2(fmaf(score, scale * LOG2_E, -most));
                 }
             }
@@ -411,12 +470,10 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
             }
 #pragma unroll
             for (u32 i = 0; i < AT_ONCE / 4; i++) {
-                float level = beside.level[column + i / 2 * 8 + i % 2];
 #pragma unroll
                 for (u32 r = 0; r < GROUPS * 2; r++) {
                     u32 at_row = r % 2 * 2 + i % 2;
-                    float &product = products[r / 2][i / 2][at_row];
-                    product = scores[r / 2][i / 2][at_row] * (product - level);
+                    products[r / 2][i / 2][at_row] *= scores[r / 2][i / 2][at_row];
                 }
             }
             add_weighted<T, WIDTH, AT_ONCE, COLUMNS, GROUPS>(dvalues, scores, grad_tile, at, first_column);
@@ -438,8 +495,8 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
 // `step`-th query head.
 #define HEADS(all_heads, rows, at_once, step)                                                                          \
     u32 tiles = (rows + (at_once) - 1) / (at_once), tile = blockIdx.x % tiles, index = blockIdx.x / tiles;             \
-    Heads of = {index / (all_heads), index % (all_heads) * (step), heads, group, queries, keys, width, causal,         \
-                window, firsts}
+    Heads of = {index / (all_heads), index % (all_heads) * (step), heads, group, queries, keys, width, place,          \
+                before, after, firsts, ends}
 
 // Defines the kernels of a dtype and a width. A block has CREW warps, each with GROUPS times 16 rows;
 // BLOCKS of them fit a multiprocessor's registers. A tile has KEYS keys or QUERIES queries. The last
@@ -447,57 +504,69 @@ DEVICE void keys_tile(Heads of, u32 first_row, const T *q, const T *k, const T *
 #define DEFINE_FORWARD(T, NAME, WIDTH, KEYS, CREW, GROUPS, BLOCKS)                                                     \
     KERNEL __launch_bounds__(CREW *WARP, BLOCKS)                                                                       \
         flash_forward_##WIDTH##_##NAME(const T *q, const T *k, const T *v, T *y, float *lse, const u32 *firsts,        \
-                                       u32 heads, u32 group, u32 queries, u32 keys, u32 width, u32 causal,             \
-                                       u32 window, float scale) {                                                      \
+                                       const u32 *ends, u32 heads, u32 group, u32 queries, u32 keys, u32 width,        \
+                                       u32 place, u32 before, u32 after, float scale, float inner, float outer) {      \
         HEADS(heads, queries, CREW *GROUPS * 16, 1);                                                                   \
         forward_tile<T, WIDTH, KEYS, CREW, GROUPS>(of, (tiles - 1 - tile) * (CREW * GROUPS * 16), q, k, v, y, lse,     \
-                                                   scale);                                                             \
+                                                   scale, Cap(inner, outer));                                          \
     }
 #define DEFINE_QUERIES(T, NAME, WIDTH, KEYS, CREW, GROUPS, PARTS, BLOCKS)                                              \
     KERNEL __launch_bounds__(CREW *WARP, BLOCKS)                                                                       \
         flash_queries_##WIDTH##_##NAME(const T *q, const T *k, const T *v, const T *grad, const float *lse,            \
-                                       const float *level, T *dq, const u32 *firsts, u32 heads, u32 group,             \
-                                       u32 queries, u32 keys, u32 width, u32 causal, u32 window, float scale) {        \
+                                       const float *level, T *dq, const u32 *firsts, const u32 *ends, u32 heads,       \
+                                       u32 group, u32 queries, u32 keys, u32 width, u32 place, u32 before,             \
+                                       u32 after, float scale, float inner, float outer) {                             \
         HEADS(heads, queries, CREW *GROUPS * 16 / PARTS, 1);                                                           \
         queries_tile<T, WIDTH, KEYS, CREW, GROUPS, PARTS>(of, (tiles - 1 - tile) * (CREW * GROUPS * 16 / PARTS), q, k, \
-                                                          v, grad, lse, level, dq, scale);                             \
+                                                          v, grad, lse, level, dq, scale, Cap(inner, outer));          \
     }
 #define DEFINE_KEYS(T, NAME, WIDTH, QUERIES, CREW, GROUPS, PARTS, BLOCKS)                                              \
     KERNEL __launch_bounds__(CREW *WARP, BLOCKS)                                                                       \
         flash_keys_##WIDTH##_##NAME(const T *q, const T *k, const T *v, const T *grad, const float *lse,               \
-                                    const float *level, T *dk, T *dv, const u32 *firsts, u32 heads, u32 group,         \
-                                    u32 queries, u32 keys, u32 width, u32 causal, u32 window, float scale) {           \
+                                    const float *level, T *dk, T *dv, const u32 *firsts, const u32 *ends, u32 heads,   \
+                                    u32 group, u32 queries, u32 keys, u32 width, u32 place, u32 before, u32 after,     \
+                                    float scale, float inner, float outer) {                                           \
         HEADS(heads / group, keys, CREW *GROUPS * 16 / PARTS, group);                                                  \
         keys_tile<T, WIDTH, QUERIES, CREW, GROUPS, PARTS>(of, tile * (CREW * GROUPS * 16 / PARTS), q, k, v, grad, lse, \
-                                                          level, dk, dv, scale);                                       \
+                                                          level, dk, dv, scale, Cap(inner, outer));                    \
     }
+#ifdef GENERAL
+#define FOR_EACH_DTYPE(DEFINE) DEFINE(bf16, general_bf16) DEFINE(f16, general_f16)
+#else
+#define FOR_EACH_DTYPE(DEFINE) DEFINE(bf16, bf16) DEFINE(f16, f16)
+#endif
 #ifdef WIDE // a source of its own, so that the other kernels compile sooner
-#define FOR_EACH_HALF(T, NAME)                                                                                         \
+#define ALL_KERNELS(T, NAME)                                                                                           \
     DEFINE_FORWARD(T, NAME, 256, 32, 8, 1, 1)                                                                          \
     DEFINE_QUERIES(T, NAME, 256, 16, 8, 1, 2, 1)                                                                       \
     DEFINE_KEYS(T, NAME, 256, 16, 8, 1, 2, 1)
-FOR_EACH_HALF(bf16, bf16)
-FOR_EACH_HALF(f16, f16)
-#undef FOR_EACH_HALF
+FOR_EACH_DTYPE(ALL_KERNELS)
+#undef ALL_KERNELS
 #else
-#define FOR_EACH_HALF(T, NAME)                                                                                         \
+#define ALL_KERNELS(T, NAME)                                                                                           \
     DEFINE_FORWARD(T, NAME, 64, 64, 4, 1, 4)                                                                           \
     DEFINE_QUERIES(T, NAME, 64, 64, 4, 2, 1, 2)                                                                        \
     DEFINE_KEYS(T, NAME, 64, 64, 4, 2, 1, 2)                                                                           \
     DEFINE_FORWARD(T, NAME, 128, 64, 4, 1, 2)                                                                          \
     DEFINE_QUERIES(T, NAME, 128, 32, 4, 2, 1, 2)                                                                       \
     DEFINE_KEYS(T, NAME, 128, 32, 4, 1, 1, 2)
-FOR_EACH_HALF(bf16, bf16)
-FOR_EACH_HALF(f16, f16)
+FOR_EACH_DTYPE(ALL_KERNELS)
+#ifndef GENERAL
 #define DEFINE(T, NAME)                                                                                                \
     KERNEL flash_level_##NAME(const T *y, const T *grad, float *level, u32 rows, u32 heads, u32 queries, u32 width) {  \
         level_rows(y, grad, level, rows, heads, queries, width);                                                       \
     }
 FOR_EACH_FLOAT(DEFINE)
 #undef DEFINE
-#undef FOR_EACH_HALF
+#endif
+#undef ALL_KERNELS
 #endif
 #undef WIDE
+#undef GENERAL
+#undef FOR_EACH_DTYPE
+#undef DEFINE_FORWARD
+#undef DEFINE_QUERIES
+#undef DEFINE_KEYS
 #undef HEADS
 #undef LEVEL_ROWS
 #undef LEVEL_LANES

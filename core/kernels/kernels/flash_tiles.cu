@@ -71,6 +71,14 @@ DEVICE float power_of_2(float x) {
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
 }
+
+DEVICE float reciprocal(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#else
+DEVICE float reciprocal(float x) { return 1.0f / x; }
 #endif
 
 // The index of a row's chunk in a tile. In eight consecutive rows, the chunks of one column are in

@@ -244,7 +244,7 @@ DEVICE void layer_norm_weight_columns(const T *x, const float *mean, const float
 }
 
 // The numbers of `Activation` in `src/plans/activation.rs`.
-enum { SILU = 0, GELU = 1, GELU_TANH = 2 };
+enum { SILU = 0, GELU = 1, GELU_TANH = 2, RELU = 3 };
 
 // 1 / sqrt(2), sqrt(2 / pi), 1 / sqrt(2 pi), and the factor of the cube in the approximation of GELU.
 #define SQRT_HALF 0.70710678f
@@ -255,6 +255,7 @@ enum { SILU = 0, GELU = 1, GELU_TANH = 2 };
 template <class T> DEVICE float activated(float x, u32 kind, T) {
     if (kind == SILU) return x * sigmoid(x, T());
     if (kind == GELU) return 0.5f * x * (1.0f + erff(x * SQRT_HALF));
+    if (kind == RELU) return x <= 0.0f ? 0.0f : x; // NaN stays NaN
     return 0.5f * x * (1.0f + tanhf(SQRT_2_OVER_PI * (x + CUBE * x * x * x)));
 }
 
@@ -264,6 +265,7 @@ template <class T> DEVICE float slope(float x, u32 kind, T) {
         return s * (1.0f + x * (1.0f - s));
     }
     if (kind == GELU) return 0.5f * (1.0f + erff(x * SQRT_HALF)) + x * NORMAL_PEAK * expf(-0.5f * x * x);
+    if (kind == RELU) return x > 0.0f ? 1.0f : 0.0f;
     float t = tanhf(SQRT_2_OVER_PI * (x + CUBE * x * x * x));
     return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * (SQRT_2_OVER_PI * (1.0f + 3.0f * CUBE * x * x));
 }
@@ -324,6 +326,35 @@ DEVICE void swiglu_backward_chunk(const T *gate, const T *up, const T *grad, T *
             float s = sigmoid(g[k], T());
             u[k] = d[k] * u[k] * s * (1.0f + g[k] * (1.0f - s));
             d[k] = d[k] * g[k] * s;
+        }
+        put_rounded<WHOLE>(dgate, at, n, u);
+        put_rounded<WHOLE>(dup, at, n, d);
+    }
+}
+
+// Like `swiglu_chunk`, with another activation than SiLU.
+template <bool WHOLE, class T> DEVICE void gated_chunk(const T *gate, const T *up, T *y, u32 n, u32 kind) {
+    FOR_EACH_PACK(T, at, n) {
+        float g[LANES_OF(T)], u[LANES_OF(T)];
+        take_wide<WHOLE>(gate, at, n, g);
+        take_wide<WHOLE>(up, at, n, u);
+#pragma unroll
+        for (u32 k = 0; k < LANES_OF(T); k++) g[k] = activated(g[k], kind, T()) * u[k];
+        put_rounded<WHOLE>(y, at, n, g);
+    }
+}
+
+template <bool WHOLE, class T>
+DEVICE void gated_backward_chunk(const T *gate, const T *up, const T *grad, T *dgate, T *dup, u32 n, u32 kind) {
+    FOR_EACH_PACK(T, at, n) {
+        float g[LANES_OF(T)], u[LANES_OF(T)], d[LANES_OF(T)];
+        take_wide<WHOLE>(gate, at, n, g);
+        take_wide<WHOLE>(up, at, n, u);
+        take_wide<WHOLE>(grad, at, n, d);
+#pragma unroll
+        for (u32 k = 0; k < LANES_OF(T); k++) {
+            u[k] = d[k] * u[k] * slope(g[k], kind, T());
+            d[k] = d[k] * activated(g[k], kind, T());
         }
         put_rounded<WHOLE>(dgate, at, n, u);
         put_rounded<WHOLE>(dup, at, n, d);
@@ -450,6 +481,17 @@ DEVICE void rope_pairs(const T *x, const float *cosine, const float *sine, T *y,
         u32 size = size_of_chunk(n);                                                                                   \
         bool is_whole = is_packed(AT(gate) | AT(up) | AT(grad) | AT(dgate) | AT(dup)) && size % LANES_OF(T) == 0;      \
         WHOLE_IF(is_whole, swiglu_backward_chunk, MOVE(gate), MOVE(up), MOVE(grad), MOVE(dgate), MOVE(dup), size);     \
+    }                                                                                                                  \
+    KERNEL gated_##NAME(const T *__restrict__ gate, const T *__restrict__ up, T *__restrict__ y, u64 n, u32 kind) {    \
+        u32 size = size_of_chunk(n);                                                                                   \
+        bool is_whole = is_packed(AT(gate) | AT(up) | AT(y)) && size % LANES_OF(T) == 0;                               \
+        WHOLE_IF(is_whole, gated_chunk, MOVE(gate), MOVE(up), MOVE(y), size, kind);                                    \
+    }                                                                                                                  \
+    KERNEL gated_backward_##NAME(const T *__restrict__ gate, const T *__restrict__ up, const T *__restrict__ grad,     \
+                                 T *__restrict__ dgate, T *__restrict__ dup, u64 n, u32 kind) {                        \
+        u32 size = size_of_chunk(n);                                                                                   \
+        bool is_whole = is_packed(AT(gate) | AT(up) | AT(grad) | AT(dgate) | AT(dup)) && size % LANES_OF(T) == 0;      \
+        WHOLE_IF(is_whole, gated_backward_chunk, MOVE(gate), MOVE(up), MOVE(grad), MOVE(dgate), MOVE(dup), size, kind);\
     }                                                                                                                  \
     KERNEL rope_##NAME(const T *x, const float *__restrict__ cosine, const float *__restrict__ sine, T *y, u64 pairs,  \
                        u32 width, u32 positions, u32 inner, float sign) {                                              \

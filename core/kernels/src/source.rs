@@ -19,6 +19,10 @@ pub enum Source {
     Flash,
     /// Attention without scores in memory, for heads of up to 256 elements.
     FlashWide,
+    /// [`Flash`](Self::Flash) with bounded scores, and without order in windows and documents.
+    FlashGeneral,
+    /// [`FlashGeneral`](Self::FlashGeneral) for heads of up to 256 elements.
+    FlashWideGeneral,
     /// Dropout.
     Dropout,
     /// Cross entropy, and the gradient of an embedding.
@@ -27,7 +31,7 @@ pub enum Source {
 
 impl Source {
     /// All files.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 12] = [
         Self::GradNorm,
         Self::Optimizer,
         Self::Copies,
@@ -36,6 +40,8 @@ impl Source {
         Self::Attention,
         Self::Flash,
         Self::FlashWide,
+        Self::FlashGeneral,
+        Self::FlashWideGeneral,
         Self::Dropout,
         Self::Loss,
     ];
@@ -51,6 +57,8 @@ impl Source {
             Self::Attention => "attention",
             Self::Flash => "flash",
             Self::FlashWide => "flash_wide",
+            Self::FlashGeneral => "flash_general",
+            Self::FlashWideGeneral => "flash_wide_general",
             Self::Dropout => "dropout",
             Self::Loss => "loss",
         }
@@ -76,6 +84,8 @@ impl Source {
             Self::Attention => include_str!("../kernels/attention.cu"),
             Self::Flash => flash!(),
             Self::FlashWide => concat!("#define WIDE\n", flash!()),
+            Self::FlashGeneral => concat!("#define GENERAL\n", flash!()),
+            Self::FlashWideGeneral => concat!("#define WIDE\n#define GENERAL\n", flash!()),
             Self::Dropout => include_str!("../kernels/dropout.cu"),
             Self::Loss => include_str!("../kernels/loss.cu"),
         };

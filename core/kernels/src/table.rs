@@ -159,10 +159,11 @@ pub struct Launch {
     pub shared_bytes: u32,
 }
 
-/// Like `kernels`, for kernels that are compiled for each 16-bit dtype and each width. Both end
-/// their names. The largest width has a source of its own.
+/// Like `kernels`, for kernels that are compiled for each 16-bit dtype and each width, for general
+/// masks and scores or not. All three end their names. The largest width and the general kernels
+/// have sources of their own.
 macro_rules! kernels_of_halves {
-    ($($source:ident, $wide_source:ident { $(
+    ($($source:ident, $wide:ident, $general:ident, $wide_general:ident { $(
         $(#[$attribute:meta])*
         fn $name:ident<$T:ident>($($argument:ident: $ty:ty),* $(,)?);
     )* })*) => {
@@ -171,21 +172,29 @@ macro_rules! kernels_of_halves {
             #[allow(clippy::too_many_arguments, reason = "as many as the kernel has")]
             pub fn $name<$T: Half>(
                 Launch { blocks, threads, shared_bytes }: Launch,
-                width: Width,
+                (width, is_general): (Width, bool),
                 $($argument: $ty),*
             ) -> Call {
                 Call {
-                    kernel: match (width, <$T as Element>::FLOAT == Float::Bf16) {
-                        (Width::To64, true) => concat!(stringify!($name), "_64_bf16"),
-                        (Width::To64, false) => concat!(stringify!($name), "_64_f16"),
-                        (Width::To128, true) => concat!(stringify!($name), "_128_bf16"),
-                        (Width::To128, false) => concat!(stringify!($name), "_128_f16"),
-                        (Width::To256, true) => concat!(stringify!($name), "_256_bf16"),
-                        (Width::To256, false) => concat!(stringify!($name), "_256_f16"),
+                    kernel: match (width, is_general, <$T as Element>::FLOAT == Float::Bf16) {
+                        (Width::To64, false, true) => concat!(stringify!($name), "_64_bf16"),
+                        (Width::To64, false, false) => concat!(stringify!($name), "_64_f16"),
+                        (Width::To64, true, true) => concat!(stringify!($name), "_64_general_bf16"),
+                        (Width::To64, true, false) => concat!(stringify!($name), "_64_general_f16"),
+                        (Width::To128, false, true) => concat!(stringify!($name), "_128_bf16"),
+                        (Width::To128, false, false) => concat!(stringify!($name), "_128_f16"),
+                        (Width::To128, true, true) => concat!(stringify!($name), "_128_general_bf16"),
+                        (Width::To128, true, false) => concat!(stringify!($name), "_128_general_f16"),
+                        (Width::To256, false, true) => concat!(stringify!($name), "_256_bf16"),
+                        (Width::To256, false, false) => concat!(stringify!($name), "_256_f16"),
+                        (Width::To256, true, true) => concat!(stringify!($name), "_256_general_bf16"),
+                        (Width::To256, true, false) => concat!(stringify!($name), "_256_general_f16"),
                     },
-                    source: match width {
-                        Width::To64 | Width::To128 => Source::$source,
-                        Width::To256 => Source::$wide_source,
+                    source: match (width, is_general) {
+                        (Width::To64 | Width::To128, false) => Source::$source,
+                        (Width::To256, false) => Source::$wide,
+                        (Width::To64 | Width::To128, true) => Source::$general,
+                        (Width::To256, true) => Source::$wide_general,
                     },
                     blocks,
                     threads,
@@ -206,14 +215,19 @@ macro_rules! kernels_of_halves {
                         ptx_type: <$ty>::PTX,
                     }),*]
                 }
-                let (source, wide) = (Source::$source, Source::$wide_source);
                 for (name, source, parameters) in [
-                    (concat!(stringify!($name), "_64_bf16"), source, parameters::<Bf16>()),
-                    (concat!(stringify!($name), "_64_f16"), source, parameters::<F16>()),
-                    (concat!(stringify!($name), "_128_bf16"), source, parameters::<Bf16>()),
-                    (concat!(stringify!($name), "_128_f16"), source, parameters::<F16>()),
-                    (concat!(stringify!($name), "_256_bf16"), wide, parameters::<Bf16>()),
-                    (concat!(stringify!($name), "_256_f16"), wide, parameters::<F16>()),
+                    (concat!(stringify!($name), "_64_bf16"), Source::$source, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_64_f16"), Source::$source, parameters::<F16>()),
+                    (concat!(stringify!($name), "_64_general_bf16"), Source::$general, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_64_general_f16"), Source::$general, parameters::<F16>()),
+                    (concat!(stringify!($name), "_128_bf16"), Source::$source, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_128_f16"), Source::$source, parameters::<F16>()),
+                    (concat!(stringify!($name), "_128_general_bf16"), Source::$general, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_128_general_f16"), Source::$general, parameters::<F16>()),
+                    (concat!(stringify!($name), "_256_bf16"), Source::$wide, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_256_f16"), Source::$wide, parameters::<F16>()),
+                    (concat!(stringify!($name), "_256_general_bf16"), Source::$wide_general, parameters::<Bf16>()),
+                    (concat!(stringify!($name), "_256_general_f16"), Source::$wide_general, parameters::<F16>()),
                 ] {
                     all.push(Signature { name, source, parameters });
                 }
@@ -436,6 +450,18 @@ kernels_of_floats! {
             dup: Out<T>,
             n: u64,
         );
+        /// An activation of `gate` times `up`, one block per chunk.
+        fn gated<T>(gate: In<T>, up: In<T>, y: Out<T>, n: u64, kind: u32);
+        /// The gradients of the inputs of `gated`, one block per chunk.
+        fn gated_backward<T>(
+            gate: In<T>,
+            up: In<T>,
+            grad: In<T>,
+            dgate: Out<T>,
+            dup: Out<T>,
+            n: u64,
+            kind: u32,
+        );
         /// Rotary position embedding, one block per chunk of pairs.
         fn rope<T>(
             x: In<T>,
@@ -456,15 +482,17 @@ kernels_of_floats! {
             probabilities: Out<T>,
             lse: Out<f32>,
             firsts: In<u32>,
+            ends: In<u32>,
             heads: u32,
             queries: u32,
             total: u32,
             start: u32,
             keys: u32,
-            causal: u32,
-            visible: u32,
+            position: u32,
+            before: u32,
+            after: u32,
             base: u32,
-            window: u32,
+            cap: f32,
         );
         /// The probabilities and the gradient of scores, one block per row.
         fn attention_softmax_backward<T>(
@@ -472,6 +500,7 @@ kernels_of_floats! {
             grad: In<f32>,
             lse: In<f32>,
             firsts: In<u32>,
+            ends: In<u32>,
             probabilities: Out<T>,
             dscores: Out<T>,
             heads: u32,
@@ -479,11 +508,12 @@ kernels_of_floats! {
             total: u32,
             start: u32,
             keys: u32,
-            causal: u32,
-            visible: u32,
+            position: u32,
+            before: u32,
+            after: u32,
             base: u32,
-            window: u32,
             scale: f32,
+            cap: f32,
         );
     }
     Flash {
@@ -548,7 +578,7 @@ kernels_of_floats! {
 }
 
 kernels_of_halves! {
-    Flash, FlashWide {
+    Flash, FlashWide, FlashGeneral, FlashWideGeneral {
         /// Attention, one block per 128 queries of a head.
         fn flash_forward<T>(
             q: In<T>,
@@ -557,14 +587,18 @@ kernels_of_halves! {
             y: Out<T>,
             lse: Out<f32>,
             firsts: In<u32>,
+            ends: In<u32>,
             heads: u32,
             group: u32,
             queries: u32,
             keys: u32,
             width: u32,
-            causal: u32,
-            window: u32,
+            place: u32,
+            before: u32,
+            after: u32,
             scale: f32,
+            inner: f32,
+            outer: f32,
         );
         /// The gradient of queries, one block per 128 queries of a head, or 64 for the largest
         /// width.
@@ -577,14 +611,18 @@ kernels_of_halves! {
             level: In<f32>,
             dq: Out<T>,
             firsts: In<u32>,
+            ends: In<u32>,
             heads: u32,
             group: u32,
             queries: u32,
             keys: u32,
             width: u32,
-            causal: u32,
-            window: u32,
+            place: u32,
+            before: u32,
+            after: u32,
             scale: f32,
+            inner: f32,
+            outer: f32,
         );
         /// The gradients of keys and values, one block per 128 keys of a head, or 64 for the
         /// largest width.
@@ -598,14 +636,18 @@ kernels_of_halves! {
             dk: Out<T>,
             dv: Out<T>,
             firsts: In<u32>,
+            ends: In<u32>,
             heads: u32,
             group: u32,
             queries: u32,
             keys: u32,
             width: u32,
-            causal: u32,
-            window: u32,
+            place: u32,
+            before: u32,
+            after: u32,
             scale: f32,
+            inner: f32,
+            outer: f32,
         );
     }
 }

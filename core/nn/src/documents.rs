@@ -46,9 +46,9 @@ pub struct Documents {
     end: Arc<[u32]>,
     batch: usize,
     time: usize,
-    /// A copy of `first` on the device of the first layer that needed it.
+    /// Copies of `first` and `end` on the device of the first layer that needed them.
     #[cfg(feature = "cuda")]
-    on_device: Arc<std::sync::OnceLock<Tensor>>,
+    on_device: Arc<std::sync::OnceLock<[Tensor; 2]>>,
 }
 
 impl Documents {
@@ -250,16 +250,19 @@ impl Documents {
         self.first[at] as usize..self.end[at] as usize
     }
 
-    /// Returns the first key of each query, u32 `[batch, time]`, on `device`; sent once for all
-    /// layers.
+    /// Returns the first key of each query and the end of its keys, u32 `[batch, time]`, on
+    /// `device`; sent once for all layers.
     #[cfg(feature = "cuda")]
-    pub(crate) fn first_on(&self, device: &Device) -> Result<Tensor> {
-        let there = self.on_device.get().filter(|sent| sent.device().same_device(device));
+    pub(crate) fn ranges_on(&self, device: &Device) -> Result<[Tensor; 2]> {
+        let there = self.on_device.get().filter(|sent| sent[0].device().same_device(device));
         if let Some(sent) = there {
             return Ok(sent.clone());
         }
-        let first = Tensor::from_slice(&self.first, (self.batch, self.time), &Device::Cpu)?;
-        let sent = transfer::to_device(&first, device, "documents")?;
+        let send = |keys: &[u32]| {
+            let keys = Tensor::from_slice(keys, (self.batch, self.time), &Device::Cpu)?;
+            transfer::to_device(&keys, device, "documents")
+        };
+        let sent = [send(&self.first)?, send(&self.end)?];
         // Another thread may have set the same value already.
         let _ = self.on_device.set(sent.clone());
         Ok(sent)

@@ -5,13 +5,13 @@ use candle_core::{D, DType, Device, Tensor};
 use fulgurite::core::module::{Module as _, ModuleBuilder};
 use fulgurite::nn::layer_table::LAYERS;
 use fulgurite::nn::{
-    AttentionConfig, CausalSelfAttention, CrossEntropy, Documents, LayerNorm, Linear, QkNorm,
-    QkNormScope, RmsNorm, Rope, RopeConfig, cross_entropy, functional, linear_cross_entropy,
-    residual,
+    Activation, AttentionConfig, CausalSelfAttention, CrossEntropy, Documents, GatedMlp, LayerNorm,
+    Linear, MlpConfig, QkNorm, QkNormScope, RmsNorm, Rope, RopeConfig, cross_entropy, functional,
+    linear_cross_entropy, residual,
 };
 use fulgurite_error::Result;
 
-use super::cases::{Case, Of, compare, compare_in, mild};
+use super::cases::{Case, Function, Of, compare, compare_in, mild};
 use super::{cudnn, gradients};
 use crate::findings::Findings;
 use crate::target::Target;
@@ -95,7 +95,21 @@ fn activation_cases() -> Vec<Case> {
             inputs: &[&[3, 7, 129], &[3, 7, 129]],
             of: Of::Function(|x| functional::swiglu(&x[0], &x[1])),
         },
+        gated_mlp("GatedMlp with GELU", Of::Layer(|b| gated(b, Activation::Gelu))),
+        gated_mlp("GatedMlp with GELU's tanh form", Of::Layer(|b| gated(b, Activation::GeluTanh))),
+        gated_mlp("GatedMlp with ReLU", Of::Layer(|b| gated(b, Activation::Relu))),
     ]
+}
+
+fn gated_mlp(name: &'static str, of: Of) -> Case {
+    Case { name, inputs: &[&[3, 7, 48]], of }
+}
+
+fn gated(b: &ModuleBuilder, activation: Activation) -> Result<Function> {
+    let (hidden_size, intermediate_size) = (48, 67);
+    let config = MlpConfig { hidden_size, intermediate_size, activation, bias: true, init: None };
+    let mlp = GatedMlp::with_config(&b.pp("mlp"), &config)?;
+    Ok(Box::new(move |x| mlp.forward(&x[0])))
 }
 
 fn norm_cases() -> Vec<Case> {
@@ -255,6 +269,21 @@ fn attention_cases() -> Vec<Case> {
             of: Of::Layer(|b| {
                 let module = attention_with_options(b, true)?;
                 let documents = Documents::of_lengths(&[&[3, 1, 40, 1][..], &[33, 12]])?;
+                Ok(Box::new(move |x| documents.run(|| module.forward(&mild(&x[0])?))))
+            }),
+        },
+        Case {
+            name: "an encoder of 64 elements, bounded, in documents of 300 positions",
+            inputs: &[&[2, 300, 128]],
+            of: Of::Layer(|b| {
+                let config = AttentionConfig {
+                    causal: false,
+                    softcap: Some(2.0),
+                    window: Some(70),
+                    ..AttentionConfig::new(128, 2)
+                };
+                let module = CausalSelfAttention::new(&b.pp("attention"), &config)?;
+                let documents = Documents::of_lengths(&[&[3, 200, 97][..], &[300]])?;
                 Ok(Box::new(move |x| documents.run(|| module.forward(&mild(&x[0])?))))
             }),
         },

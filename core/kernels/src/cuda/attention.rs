@@ -1,6 +1,8 @@
 //! Attention of tensors: by matrix products (`[batch, heads, time, width]`), or without scores in
 //! memory (`[batch, time, heads, width]`).
 
+use std::ops::Range;
+
 use candle_core::cuda_backend::WrapErr as _;
 use candle_core::cuda_backend::cudarc::driver::sys::CUdevice_attribute_enum as Attribute;
 use candle_core::{DType, Tensor};
@@ -18,14 +20,30 @@ const SCORES_BYTES: usize = 768 << 20;
 pub struct Attend<'a> {
     /// Factor of the scores.
     pub scale: f64,
-    /// Whether a query sees only the keys up to its own position. The last query is at the last
-    /// key's position.
+    /// The bound `c` of the scores, which become `c * tanh(score / c)`.
+    pub softcap: Option<f64>,
+    /// The position of the first query; `None` if the last query is at the last key's position.
+    pub first_query: Option<usize>,
+    /// Whether a query sees only the keys up to its own position.
     pub causal: bool,
-    /// With `causal`: the most keys that a query sees, including its own.
+    /// With `causal`: the most keys that a query sees, including its own. Otherwise the largest
+    /// distance to a key on each side.
     pub window: Option<usize>,
-    /// The first key of each query, u32 `[batch, queries]`, and a function from a position to the
-    /// first key of all queries from there on.
-    pub firsts: Option<(&'a Tensor, &'a dyn Fn(usize) -> usize)>,
+    /// The keys that each query sees of its document.
+    pub documents: Option<DocumentKeys<'a>>,
+}
+
+/// The keys that queries see of their documents. Neither first keys nor ends decrease from query to
+/// query.
+#[derive(Clone, Copy)]
+pub struct DocumentKeys<'a> {
+    /// The first key of each query, u32 `[batch, queries]`.
+    pub firsts: &'a Tensor,
+    /// The end of each query's keys, u32 `[batch, queries]`; `None` if the mask is causal, which
+    /// ends them.
+    pub ends: Option<&'a Tensor>,
+    /// The keys of all sequences' documents of some queries, from the first to the last.
+    pub seen: &'a plans::Seen<'a>,
 }
 
 /// The order of positions and heads in a tensor.
@@ -56,33 +74,36 @@ impl Attend<'_> {
             && kv_heads > 0
             && heads % kv_heads == 0
             && keys > 0
+            && self.first_query.is_none_or(|first| first <= keys.saturating_sub(queries))
             && (!self.causal || queries <= keys)
-            && self.window.is_none_or(|window| self.causal && window > 0)
+            && self.window.is_none_or(|window| !self.causal || window > 0)
             && k.dtype() == q.dtype()
             && k.device().same_device(q.device());
-        let firsts = match self.firsts {
-            Some((firsts, _))
-                if firsts.dims() == [batch, queries] && firsts.dtype() == DType::U32 =>
-            {
-                address(firsts)?
+        let of_queries = |keys: Option<&Tensor>| match keys {
+            None => Ok(0),
+            Some(keys) if keys.dims() == [batch, queries] && keys.dtype() == DType::U32 => {
+                address(keys)
             }
-            None => 0,
-            Some(_) => {
-                return Err(Error::other("each query of a sequence needs its first key, as u32"));
-            }
+            Some(_) => Err(Error::other(
+                "each query of a sequence needs its first key and its end, as u32",
+            )),
         };
+        let firsts = of_queries(self.documents.map(|documents| documents.firsts))?;
+        let ends = of_queries(self.documents.and_then(|documents| documents.ends))?;
         if !fits {
             return Err(Error::other(format!(
-                "no attention of {:?} in {:?} to {:?} in {:?}, causal: {}, with a window of {:?}",
+                "no attention of {:?} in {:?} to {:?} in {:?}, causal: {}, with a window of {:?}, from {:?} on",
                 q.dims(),
                 q.dtype(),
                 k.dims(),
                 k.dtype(),
                 self.causal,
-                self.window
+                self.window,
+                self.first_query
             )));
         }
         let (group, causal, scale) = (heads / kv_heads, self.causal, self.scale as f32);
+        let last_aligned = keys.saturating_sub(queries);
         let of = Attention {
             dtype,
             batch,
@@ -91,9 +112,12 @@ impl Attend<'_> {
             queries,
             keys,
             width,
+            first_query: self.first_query.filter(|&first| first != last_aligned),
             causal,
             scale,
+            softcap: self.softcap.map(|cap| cap as f32),
             firsts,
+            ends,
             window: self.window,
         };
         Ok(Some(of))
@@ -135,8 +159,9 @@ impl Attend<'_> {
         Ok((is_counted && of.flash_shared_bytes() <= most).then_some(of))
     }
 
-    fn first_key(&self, query: usize) -> usize {
-        self.firsts.map_or(0, |(_, first_of_all)| first_of_all(query))
+    /// Returns the keys of the documents of some queries.
+    fn seen(&self, queries: Range<usize>) -> Range<usize> {
+        self.documents.map_or(0..usize::MAX, |documents| (documents.seen)(queries))
     }
 }
 
@@ -248,8 +273,8 @@ pub fn attention(of: Attend<'_>, [q, k, v]: [&Tensor; 3]) -> Result<Option<(Tens
     let (batch, heads, queries, _) = q.dims4()?;
     let lse = Tensor::zeros((batch, heads, queries), DType::F32, q.device())?;
     let inputs = [address(&q)?, address(&k)?, address(&v)?];
-    let first_key = |query| of.first_key(query);
-    let plan = plans::attention(&plan, at_once, &first_key, inputs, address(&y)?, address(&lse)?);
+    let seen = |queries| of.seen(queries);
+    let plan = plans::attention(&plan, at_once, &seen, inputs, address(&y)?, address(&lse)?);
     carry_out(&plan, device, &[&q, &k, &v, &y, &lse])?;
     Ok(Some((y, lse)))
 }
@@ -279,7 +304,7 @@ pub fn attention_backward(
     let plan = plans::attention_backward(
         &plan,
         at_once,
-        &|query| of.first_key(query),
+        &|queries| of.seen(queries),
         [address(&q)?, address(&k)?, address(&v)?],
         [address(&grad)?, address(&lse)?],
         [address(&dq)?, address(&dk)?, address(&dv)?],

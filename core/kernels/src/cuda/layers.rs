@@ -8,7 +8,7 @@ use fulgurite_error::{Error, Result};
 
 use super::{address, run, unset};
 use crate::plans::{
-    self, Activation, CrossEntropy, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Rope,
+    self, CrossEntropy, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Rope,
 };
 use crate::{Float, Plan};
 
@@ -267,40 +267,6 @@ pub fn layer_norm_backward(
     Ok(Some((dx, dweight, dbias)))
 }
 
-/// Applies an activation function to each element.
-///
-/// # Errors
-/// As [`rms_norm`].
-pub fn activation(function: Activation, x: &Tensor) -> Result<Option<Tensor>> {
-    let Some((device, dtype)) = taken(x) else { return Ok(None) };
-    let x = x.contiguous()?;
-    let y = output(&x)?;
-    let n = x.elem_count() as u64;
-    let plan = plans::activation(dtype, function, address(&x)?, address(&y)?, n);
-    carry_out(&plan, device, &[&x, &y])?;
-    Ok(Some(y))
-}
-
-/// Computes the gradient of [`activation`]'s input.
-///
-/// # Errors
-/// As [`rms_norm`].
-pub fn activation_backward(
-    function: Activation,
-    x: &Tensor,
-    grad: &Tensor,
-) -> Result<Option<Tensor>> {
-    let Some((device, dtype)) = taken(x) else { return Ok(None) };
-    alike(&[x, grad])?;
-    let (x, grad) = (x.contiguous()?, grad.contiguous()?);
-    let dx = output(&x)?;
-    let n = x.elem_count() as u64;
-    let inputs = [address(&x)?, address(&grad)?];
-    let plan = plans::activation_backward(dtype, function, inputs, address(&dx)?, n);
-    carry_out(&plan, device, &[&x, &grad, &dx])?;
-    Ok(Some(dx))
-}
-
 /// Adds `x` to `sum`, which must be contiguous and have no other user. Returns `None`, and changes
 /// nothing, if no kernel supports it.
 ///
@@ -316,44 +282,6 @@ pub fn add(sum: &Tensor, x: &Tensor) -> Result<Option<()>> {
     let plan = plans::add(dtype, address(sum)?, address(&x)?, sum.elem_count() as u64);
     carry_out(&plan, device, &[sum, &x])?;
     Ok(Some(()))
-}
-
-/// Computes `silu(gate) * up`.
-///
-/// # Errors
-/// As [`rms_norm`].
-pub fn swiglu(gate: &Tensor, up: &Tensor) -> Result<Option<Tensor>> {
-    let Some((device, dtype)) = taken(gate) else { return Ok(None) };
-    alike(&[gate, up])?;
-    let (gate, up) = (gate.contiguous()?, up.contiguous()?);
-    let y = output(&gate)?;
-    let addresses = [address(&gate)?, address(&up)?];
-    let plan = plans::swiglu(dtype, addresses, address(&y)?, gate.elem_count() as u64);
-    carry_out(&plan, device, &[&gate, &up, &y])?;
-    Ok(Some(y))
-}
-
-/// Computes the gradients of [`swiglu`]'s inputs.
-///
-/// # Errors
-/// As [`rms_norm`].
-pub fn swiglu_backward(
-    gate: &Tensor,
-    up: &Tensor,
-    grad: &Tensor,
-) -> Result<Option<(Tensor, Tensor)>> {
-    let Some((device, dtype)) = taken(gate) else { return Ok(None) };
-    alike(&[gate, up, grad])?;
-    let (gate, up, grad) = (gate.contiguous()?, up.contiguous()?, grad.contiguous()?);
-    let (dgate, dup) = (output(&gate)?, output(&up)?);
-    let plan = plans::swiglu_backward(
-        dtype,
-        [address(&gate)?, address(&up)?, address(&grad)?],
-        [address(&dgate)?, address(&dup)?],
-        gate.elem_count() as u64,
-    );
-    carry_out(&plan, device, &[&gate, &up, &grad, &dgate, &dup])?;
-    Ok(Some((dgate, dup)))
 }
 
 /// Rotates `x` (`[.., positions, .., width]`) by angles, given as cosines and sines

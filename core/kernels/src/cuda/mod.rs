@@ -1,5 +1,6 @@
 //! Runs plans on a GPU. **Tested on an emulated GPU (`.ci/gpu`), never on a real one.**
 
+mod activations;
 mod attention;
 mod compile;
 mod context;
@@ -13,8 +14,12 @@ mod run;
 mod tables;
 mod views;
 
+pub use activations::{
+    activation, activation_backward, gated, gated_backward, swiglu, swiglu_backward,
+};
 pub use attention::{
-    Attend, attention, attention_backward, flash_attention, flash_attention_backward, takes_flash,
+    Attend, DocumentKeys, attention, attention_backward, flash_attention, flash_attention_backward,
+    takes_flash,
 };
 pub use compile::{compiled, nvrtc_version};
 pub use context::{check_versions, make_current};
@@ -22,9 +27,8 @@ pub use copies::{casts, copy_all};
 pub use cudnn::{check_attention_kernels, cudnn_runs};
 pub use dropout::dropout;
 pub use layers::{
-    Normalized, activation, activation_backward, add, cross_entropy, cross_entropy_backward,
-    embedding_grad, layer_norm, layer_norm_backward, rms_norm, rms_norm_backward, rope, swiglu,
-    swiglu_backward, takes,
+    Normalized, add, cross_entropy, cross_entropy_backward, embedding_grad, layer_norm,
+    layer_norm_backward, rms_norm, rms_norm_backward, rope, takes,
 };
 pub use products::{add_input_grad, weight_grad};
 pub use queue::Queue;

@@ -16,7 +16,8 @@
 //! // Llama's attention: 32 heads of 64 elements, 8 heads of keys, 2048 positions.
 //! let of = Attention {
 //!     dtype: Float::Bf16, batch: 2, kv_heads: 8, group: 4, queries: 2048, keys: 2048, width: 64,
-//!     causal: true, scale: 0.125, firsts: 0, window: None,
+//!     causal: true, scale: 0.125, firsts: 0, ends: 0, window: None,
+//!     first_query: None, softcap: None,
 //! };
 //! assert_eq!(unsupported(&of), None);
 //! assert!(matches!(forward(&of).operations(), [Operation::Sdpa(_)]));

@@ -14,7 +14,14 @@ pub fn unsupported(of: &Attention) -> Option<&'static str> {
     let is_counted = sizes.iter().all(|&n| i32::try_from(n).is_ok());
     match () {
         () if !is_half => Some("it takes bf16 and f16 alone"),
-        () if of.firsts != 0 => Some("packed documents are not given to it"),
+        () if of.softcap.is_some() => Some("bounded scores are not given to it"),
+        () if of.window.is_some() && !of.causal => {
+            Some("windows to both sides are not given to it")
+        }
+        () if of.first_query.is_some() => {
+            Some("the position of the first query is not given to it")
+        }
+        () if of.firsts != 0 || of.ends != 0 => Some("packed documents are not given to it"),
         () if !WIDTHS.contains(&of.width) => Some("it is asked for heads of 64, 128 and 256 alone"),
         () if of.queries < 2 => Some("it is asked for two queries or more"),
         () if !is_counted => Some("there are more positions than 2^31"),

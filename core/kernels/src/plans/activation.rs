@@ -1,4 +1,4 @@
-//! Activation functions.
+//! Activation functions, of one tensor or as the gate of another.
 
 use super::{CHUNK, blocks, with_element};
 use crate::{Float, In, Out, Plan, table};
@@ -13,6 +13,8 @@ pub enum Activation {
     Gelu = 1,
     /// The tanh approximation of [`Gelu`](Self::Gelu).
     GeluTanh = 2,
+    /// `max(x, 0)`; its slope at 0 is 0.
+    Relu = 3,
 }
 
 /// The activation of `n` elements: one launch.
@@ -42,6 +44,42 @@ pub fn activation_backward(
         In::at(x),
         In::at(grad),
         Out::at(dx),
+        n,
+        function as u32,
+    )));
+    plan
+}
+
+/// The activation of `n` elements of `gate`, times those of `up`: one launch.
+pub fn gated(dtype: Float, function: Activation, [gate, up]: [u64; 2], y: u64, n: u64) -> Plan {
+    let mut plan = Plan::default();
+    plan.call(with_element!(dtype, T => table::gated::<T>(
+        blocks(n, CHUNK),
+        In::at(gate),
+        In::at(up),
+        Out::at(y),
+        n,
+        function as u32,
+    )));
+    plan
+}
+
+/// The gradients of `gate` and `up`: one launch.
+pub fn gated_backward(
+    dtype: Float,
+    function: Activation,
+    [gate, up, grad]: [u64; 3],
+    [dgate, dup]: [u64; 2],
+    n: u64,
+) -> Plan {
+    let mut plan = Plan::default();
+    plan.call(with_element!(dtype, T => table::gated_backward::<T>(
+        blocks(n, CHUNK),
+        In::at(gate),
+        In::at(up),
+        In::at(grad),
+        Out::at(dgate),
+        Out::at(dup),
         n,
         function as u32,
     )));

@@ -1,5 +1,7 @@
 //! Attention by matrix products with a softmax between them, over some queries at a time.
 
+use std::ops::Range;
+
 use super::with_element;
 use crate::{Float, In, Matrix, Out, Plan, Product, Start, table};
 
@@ -16,18 +18,26 @@ pub struct Attention {
     pub group: usize,
     /// Queries of a head.
     pub queries: usize,
-    /// Keys of a head, at least one. With `causal` there are at least as many keys as queries, and
-    /// the last query is at the last key's position.
+    /// Keys of a head, at least one. With `causal`, every query has a key at its position.
     pub keys: usize,
     /// Elements of a query, key or value.
     pub width: usize,
+    /// The position of the first query among the keys; `None` if the last query is at the last
+    /// key's position, or if there are more queries than keys and the first is at the first.
+    pub first_query: Option<usize>,
     /// Whether a query sees only the keys up to its own position.
     pub causal: bool,
     /// Factor of the scores.
     pub scale: f32,
+    /// The bound `c` of the scores, which become `c * tanh(score / c)`.
+    pub softcap: Option<f32>,
     /// Address of the first key that each query sees, u32 `[batch, queries]`; 0 if all see key 0.
     pub firsts: u64,
-    /// With `causal`: the most keys that a query sees, including its own. At least one.
+    /// Address of the end of the keys that each query sees, u32 `[batch, queries]`; 0 if all see
+    /// the last key. Neither first keys nor ends decrease from query to query.
+    pub ends: u64,
+    /// With `causal`: the most keys that a query sees, including its own; at least one. Otherwise
+    /// the largest distance to a key on each side.
     pub window: Option<usize>,
 }
 
@@ -49,6 +59,10 @@ struct Block {
     pieces: usize,
 }
 
+/// A function from queries to the keys of their documents, from the first key of any of them to the
+/// last.
+pub type Seen<'a> = dyn Fn(Range<usize>) -> Range<usize> + 'a;
+
 impl Attention {
     /// Returns how many queries to compute at once so that the buffers of [`attention_backward`]
     /// for their scores fit in `bytes`. The result is all queries, or a multiple of [`TILE`] and at
@@ -64,16 +78,40 @@ impl Attention {
         };
         let keys = match self.window {
             // A block's first key is a multiple of `TILE`.
-            Some(window) => self.keys.min(most + window.saturating_add(TILE)),
+            Some(window) => {
+                let sides = if self.causal { 1 } else { 2 };
+                let around = window.saturating_mul(sides).saturating_add(TILE);
+                self.keys.min(most.saturating_add(around))
+            }
             None => self.keys,
         };
         let queries = bytes / of_score / (self.heads() * keys).max(1);
         (queries / TILE * TILE).clamp(TILE.min(self.queries), most)
     }
 
-    /// Returns the window as kernels take it: `u32::MAX` for none.
-    pub(super) fn window(&self) -> u32 {
-        self.window.map_or(u32::MAX, |window| u32::try_from(window).unwrap_or(u32::MAX))
+    fn position(&self) -> usize {
+        self.first_query.unwrap_or(self.keys.saturating_sub(self.queries))
+    }
+
+    /// Returns the position of the first query.
+    pub(super) fn place(&self) -> u32 {
+        small(self.position())
+    }
+
+    /// Returns how many keys before its own a query sees; `u32::MAX` for all.
+    pub(super) fn before(&self) -> u32 {
+        let of_window = |window: usize| u32::try_from(window - usize::from(self.causal));
+        self.window.map_or(u32::MAX, |window| of_window(window).unwrap_or(u32::MAX))
+    }
+
+    /// Returns how many keys behind its own a query sees; `u32::MAX` for all.
+    pub(super) fn after(&self) -> u32 {
+        if self.causal { 0 } else { self.before() }
+    }
+
+    /// Returns the cap as kernels take it: 0 for none.
+    pub(super) fn cap(&self) -> f32 {
+        self.softcap.unwrap_or(0.0)
     }
 
     /// Returns the number of query heads of all sequences.
@@ -84,35 +122,32 @@ impl Attention {
     /// Checks the sizes and the window; panics if they do not fit.
     pub(super) fn check(&self) {
         assert!(self.keys > 0, "attention needs a key");
-        assert!(!self.causal || self.queries <= self.keys, "a causal query needs its own key");
-        let has_window = self.window.is_none_or(|window| self.causal && window > 0);
-        assert!(has_window, "a window is of causal attention, and has a query's own key");
+        let is_own = self.position().saturating_add(self.queries) <= self.keys;
+        assert!(!self.causal || is_own, "a causal query needs its own key");
+        let has_window = self.window.is_none_or(|window| !self.causal || window > 0);
+        assert!(has_window, "a causal window has a query's own key");
     }
 
-    fn blocks(&self, at_once: usize, first_key: &dyn Fn(usize) -> usize) -> Vec<Block> {
+    fn blocks(&self, at_once: usize, seen: &Seen<'_>) -> Vec<Block> {
         self.check();
         let starts = (0..self.queries).step_by(at_once.max(1));
         let block = |start: usize| {
             let queries = at_once.min(self.queries - start);
-            let position = self.keys - self.queries.min(self.keys) + start;
-            let in_window = self.window.map_or(0, |window| (position + 1).saturating_sub(window));
-            let base = first_key(start).max(in_window) / TILE * TILE;
-            let end = match self.causal {
-                true => self.keys - self.queries + start + queries,
-                false => self.keys,
-            };
+            let of_documents = seen(start..start + queries);
+            let (first, last) = (self.position() + start, self.position() + start + queries - 1);
+            let in_window = first.saturating_sub(self.before() as usize);
+            let base = of_documents.start.max(in_window).min(self.keys - 1) / TILE * TILE;
+            let end = self.keys.min(last.saturating_add(self.after() as usize).saturating_add(1));
+            let end = end.min(of_documents.end).max(base + 1);
             let pieces = if queries == self.queries { 1 } else { self.group };
             Block { start, queries, base, keys: end - base, pieces }
         };
         starts.map(block).collect()
     }
 
-    /// Returns the number of keys that a block's first query sees, from the block's first key on.
-    fn visible(&self, block: &Block) -> usize {
-        match self.causal {
-            true => self.keys - self.queries + block.start + 1 - block.base,
-            false => block.keys,
-        }
+    /// Returns the position of a block's first query, counted from the block's first key.
+    fn position_in(&self, block: &Block) -> usize {
+        self.position() + block.start - block.base
     }
 
     /// Returns the number of scores of the largest block.
@@ -170,17 +205,17 @@ pub(super) fn small(n: usize) -> u32 {
 /// Computes the output and the log-sum-exp of each query's scores (f32, `[batch, heads, queries]`).
 /// Queries and outputs are `[batch, heads, queries, width]`, keys and values
 /// `[batch, kv_heads, keys, width]`. The scores of `at_once` queries are in memory at a time.
-/// `first_key(i)` is the first key that any query from `i` on sees.
+/// `seen` tells the keys of queries' documents.
 pub fn attention(
     of: &Attention,
     at_once: usize,
-    first_key: &dyn Fn(usize) -> usize,
+    seen: &Seen<'_>,
     [q, k, v]: [u64; 3],
     output: u64,
     lse: u64,
 ) -> Plan {
     let mut plan = Plan::default();
-    let blocks = of.blocks(at_once, first_key);
+    let blocks = of.blocks(at_once, seen);
     let [q, k, v, output] = [q, k, v, output].map(Start::at);
     with_element!(of.dtype, T => {
         let scores = plan.scratch::<f32>(of.most_scores(&blocks));
@@ -199,15 +234,17 @@ pub fn attention(
                 probabilities,
                 Out::at(lse),
                 In::at(of.firsts),
+                In::at(of.ends),
                 small(of.kv_heads * of.group),
                 small(block.queries),
                 small(of.queries),
                 small(block.start),
                 small(block.keys),
-                u32::from(of.causal),
-                small(of.visible(block)),
+                small(of.position_in(block)),
+                of.before(),
+                of.after(),
                 small(block.base),
-                of.window(),
+                of.cap(),
             ));
             for piece in 0..block.pieces {
                 let matrices = [of.score_rows(p, block, piece, of.dtype), of.key_rows(v, block, of.dtype), of.query_rows(output, block, piece)];
@@ -225,13 +262,13 @@ pub fn attention(
 pub fn attention_backward(
     of: &Attention,
     at_once: usize,
-    first_key: &dyn Fn(usize) -> usize,
+    seen: &Seen<'_>,
     [q, k, v]: [u64; 3],
     [grad, lse]: [u64; 2],
     [dq, dk, dv]: [u64; 3],
 ) -> Plan {
     let mut plan = Plan::default();
-    let blocks = of.blocks(at_once, first_key);
+    let blocks = of.blocks(at_once, seen);
     let [q, k, v, grad] = [q, k, v, grad].map(Start::at);
     let [dq, dk, dv] = [dq, dk, dv].map(Start::at);
     let (dtype, wide) = (of.dtype, Float::F32);
@@ -257,6 +294,7 @@ pub fn attention_backward(
                 grads.read(),
                 In::at(lse),
                 In::at(of.firsts),
+                In::at(of.ends),
                 probabilities,
                 dscores,
                 small(of.kv_heads * of.group),
@@ -264,11 +302,12 @@ pub fn attention_backward(
                 small(of.queries),
                 small(block.start),
                 small(block.keys),
-                u32::from(of.causal),
-                small(of.visible(block)),
+                small(of.position_in(block)),
+                of.before(),
+                of.after(),
                 small(block.base),
-                of.window(),
                 of.scale,
+                of.cap(),
             ));
             for piece in 0..block.pieces {
                 let of_scores = |start| of.score_rows(start, block, piece, dtype);

@@ -100,11 +100,18 @@ const BESIDE: usize = 16;
 
 impl Attention {
     /// Whether [`flash_attention`] supports it: bf16 or f16, a width that is a multiple of 8 up to
-    /// 256, and a positive scale.
+    /// 256, a positive scale, and no cap or a normal one.
     pub fn is_flash(&self) -> bool {
         let is_half = matches!(self.dtype, Float::Bf16 | Float::F16);
         let is_scaled = self.scale > 0.0 && self.scale.is_finite();
-        is_half && is_scaled && self.width > 0 && self.width <= 256 && self.width.is_multiple_of(8)
+        let is_capped =
+            self.softcap.is_none() || self.cap_by_scale().iter().all(|x| x.is_normal() && *x > 0.0);
+        is_half
+            && is_scaled
+            && is_capped
+            && self.width > 0
+            && self.width <= 256
+            && self.width.is_multiple_of(8)
     }
 
     /// Returns the most shared memory that a kernel of [`flash_attention`] or its backward needs,
@@ -112,6 +119,17 @@ impl Attention {
     pub fn flash_shared_bytes(&self) -> usize {
         let kernels = self.kernels();
         kernels.forward_bytes().max(kernels.queries_bytes()).max(kernels.keys_bytes())
+    }
+
+    /// Returns the scale divided by the cap and its reciprocal, or zeros for no cap.
+    fn cap_by_scale(&self) -> [f32; 2] {
+        self.softcap.map_or([0.0; 2], |cap| [self.scale / cap, cap / self.scale])
+    }
+
+    /// Whether only the general kernels support it.
+    fn is_general(&self) -> bool {
+        let is_around = self.window.is_some() && !self.causal;
+        self.softcap.is_some() || self.ends != 0 || is_around
     }
 
     fn kernels(&self) -> Kernels {
@@ -132,21 +150,25 @@ pub fn flash_attention(of: &Attention, [q, k, v]: [u64; 3], output: u64, lse: u6
     let kernels = of.kernels();
     plan.call(with_half!(of.dtype, T => table::flash_forward::<T>(
         kernels.forward.launch(of.heads(), of.queries, kernels.forward_bytes()),
-        kernels.width,
+        (kernels.width, of.is_general()),
         In::at(q),
         In::at(k),
         In::at(v),
         Out::at(output),
         Out::at(lse),
         In::at(of.firsts),
+        In::at(of.ends),
         small(of.kv_heads * of.group),
         small(of.group),
         small(of.queries),
         small(of.keys),
         small(of.width),
-        u32::from(of.causal),
-        of.window(),
+        of.place(),
+        of.before(),
+        of.after(),
         of.scale,
+        of.cap_by_scale()[0],
+        of.cap_by_scale()[1],
     )));
     plan
 }
@@ -166,7 +188,7 @@ pub fn flash_attention_backward(
     let rows = of.heads() * of.queries;
     let (heads, group) = (small(of.kv_heads * of.group), small(of.group));
     let (queries, keys, elements) = (small(of.queries), small(of.keys), small(of.width));
-    let (causal, firsts) = (u32::from(of.causal), In::at(of.firsts));
+    let [firsts, ends] = [of.firsts, of.ends].map(In::at);
     let level = plan.scratch::<f32>(rows);
     plan.call(with_element!(of.dtype, T => table::flash_level::<T>(
         blocks(rows as u64, LEVEL_ROWS),
@@ -181,7 +203,7 @@ pub fn flash_attention_backward(
     with_half!(of.dtype, T => {
         plan.call(table::flash_queries::<T>(
             kernels.queries.launch(of.heads(), of.queries, kernels.queries_bytes()),
-            kernels.width,
+            (kernels.width, of.is_general()),
             In::at(q),
             In::at(k),
             In::at(v),
@@ -190,18 +212,22 @@ pub fn flash_attention_backward(
             level.read(),
             Out::at(dq),
             firsts,
+            ends,
             heads,
             group,
             queries,
             keys,
             elements,
-            causal,
-            of.window(),
+            of.place(),
+            of.before(),
+            of.after(),
             of.scale,
+            of.cap_by_scale()[0],
+        of.cap_by_scale()[1],
         ));
         plan.call(table::flash_keys::<T>(
             kernels.keys.launch(of.batch * of.kv_heads, of.keys, kernels.keys_bytes()),
-            kernels.width,
+            (kernels.width, of.is_general()),
             In::at(q),
             In::at(k),
             In::at(v),
@@ -211,14 +237,18 @@ pub fn flash_attention_backward(
             Out::at(dk),
             Out::at(dv),
             firsts,
+            ends,
             heads,
             group,
             queries,
             keys,
             elements,
-            causal,
-            of.window(),
+            of.place(),
+            of.before(),
+            of.after(),
             of.scale,
+            of.cap_by_scale()[0],
+        of.cap_by_scale()[1],
         ));
     });
     plan

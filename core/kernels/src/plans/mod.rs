@@ -12,8 +12,8 @@ mod optimizer;
 mod rows;
 mod views;
 
-pub use activation::{Activation, activation, activation_backward};
-pub use attention::{Attention, TILE, attention, attention_backward};
+pub use activation::{Activation, activation, activation_backward, gated, gated_backward};
+pub use attention::{Attention, Seen, TILE, attention, attention_backward};
 pub use copies::{Copied, CopiedPart, copies};
 pub use dropout::{Dropout, dropout};
 pub use flash::{flash_attention, flash_attention_backward};

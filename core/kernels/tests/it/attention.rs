@@ -1,5 +1,7 @@
 //! Attention against its formula in f64, with products as cuBLAS documents them.
 
+use std::ops::Range;
+
 use fulgurite_kernels::Plan;
 use fulgurite_kernels::plans::{Attention, attention, attention_backward};
 use half::{bf16, f16};
@@ -8,6 +10,7 @@ use crate::numbers::{Dtype, normal};
 use crate::shim::Machine;
 
 /// An attention, and the beginnings of the documents in each sequence.
+#[derive(Clone)]
 pub(crate) struct Case {
     pub(crate) of: Attention,
     at_once: usize,
@@ -34,7 +37,10 @@ impl Case {
             causal,
             scale,
             firsts,
+            ends: 0,
             window: None,
+            first_query: None,
+            softcap: None,
         };
         Self { of, at_once, documents }
     }
@@ -42,6 +48,16 @@ impl Case {
     /// Adds a window.
     pub(crate) fn within(self, window: usize) -> Self {
         Self { of: Attention { window: Some(window), ..self.of }, ..self }
+    }
+
+    /// Bounds the scores.
+    pub(crate) fn capped(self, softcap: f32) -> Self {
+        Self { of: Attention { softcap: Some(softcap), ..self.of }, ..self }
+    }
+
+    /// Places the first query.
+    pub(crate) fn from(self, first_query: usize) -> Self {
+        Self { of: Attention { first_query: Some(first_query), ..self.of }, ..self }
     }
 
     /// The first key of each query's document.
@@ -60,8 +76,42 @@ impl Case {
             .collect()
     }
 
-    fn first_of_all(&self, query: usize) -> usize {
-        (0..self.of.batch).map(|sequence| self.first(sequence, query)).min().unwrap_or(0)
+    /// The end of each query's document.
+    fn end(&self, sequence: usize, query: usize) -> usize {
+        let ends = |documents: &Vec<Vec<usize>>| {
+            documents[sequence].iter().copied().filter(|&begin| begin > query).min()
+        };
+        self.documents.as_ref().and_then(ends).unwrap_or(self.of.keys)
+    }
+
+    /// Returns the end of the keys of every query, `[batch, queries]`.
+    pub(crate) fn ends(&self) -> Vec<u32> {
+        let of = self.of;
+        (0..of.batch * of.queries)
+            .map(|i| self.end(i / of.queries, i % of.queries) as u32)
+            .collect()
+    }
+
+    /// The keys of the documents of some queries of all sequences.
+    fn seen(&self, queries: Range<usize>) -> Range<usize> {
+        let sequences = 0..self.of.batch;
+        let first = sequences.clone().map(|i| self.first(i, queries.start)).min().unwrap_or(0);
+        first..sequences.map(|i| self.end(i, queries.end - 1)).max().unwrap_or(self.of.keys)
+    }
+
+    /// The keys that a query sees, by the definition.
+    fn keys_of(&self, sequence: usize, query: usize) -> Vec<usize> {
+        let of = self.of;
+        let position = query + of.first_query.unwrap_or(of.keys.saturating_sub(of.queries));
+        let document = self.first(sequence, query)..self.end(sequence, query);
+        let is_seen = |&key: &usize| {
+            let is_near = of.window.is_none_or(|window| match of.causal {
+                true => position < key + window,
+                false => position.abs_diff(key) <= window,
+            });
+            document.contains(&key) && is_near && (!of.causal || key <= position)
+        };
+        (0..of.keys).filter(is_seen).collect()
     }
 }
 
@@ -75,21 +125,23 @@ pub(crate) fn expected<T: Dtype>(case: &Case, [q, k, v, grad]: [&[T]; 4]) -> [Ve
     for row in 0..of.batch * heads * of.queries {
         let (head, i) = (row / of.queries, row % of.queries);
         let kv = head / of.group;
-        let end = if of.causal { of.keys - of.queries + i + 1 } else { of.keys };
-        let first = case.first(head / heads, i);
-        let seen = of.window.map_or(first, |window| first.max(end.saturating_sub(window)))..end;
+        let seen = case.keys_of(head / heads, i);
         let at = |x: &[T], row: usize, d: usize| x[row * width + d].to_f64();
         let dot = |x: &[T], y: &[T], j: usize| -> f64 {
             (0..width).map(|d| at(x, row, d) * at(y, kv * of.keys + j, d)).sum()
         };
-        let exp: Vec<f64> = seen.clone().map(|j| (scale * dot(q, k, j)).exp()).collect();
+        let cap = of.softcap.map_or(f64::INFINITY, f64::from);
+        let bounded = |z: f64| if cap.is_finite() { cap * (z / cap).tanh() } else { z };
+        let scores: Vec<f64> = seen.iter().map(|&j| bounded(scale * dot(q, k, j))).collect();
+        let exp: Vec<f64> = scores.iter().map(|z| z.exp()).collect();
         let sum: f64 = exp.iter().sum();
         lse[row] = sum.ln();
         let p: Vec<f64> = exp.iter().map(|e| e / sum).collect();
-        let dp: Vec<f64> = seen.clone().map(|j| dot(grad, v, j)).collect();
+        let dp: Vec<f64> = seen.iter().map(|&j| dot(grad, v, j)).collect();
         let level: f64 = p.iter().zip(&dp).map(|(p, dp)| p * dp).sum();
-        for (n, j) in seen.enumerate() {
-            let ds = scale * p[n] * (dp[n] - level);
+        for (n, j) in seen.into_iter().enumerate() {
+            let slope = 1.0 - (scores[n] / cap).powi(2);
+            let ds = scale * p[n] * (dp[n] - level) * slope;
             let key = kv * of.keys + j;
             for d in 0..width {
                 output[row * width + d] += p[n] * at(v, key, d);
@@ -140,11 +192,12 @@ fn has_its_formula_and_gradient<T: Dtype>(case: Case) {
     let [dk, dv] = [(); 2].map(|()| m.put(&start));
     if case.documents.is_some() {
         of.firsts = m.put(&case.firsts());
+        of.ends = m.put(&case.ends());
     }
-    let first_key = |query| case.first_of_all(query);
-    m.run(&attention(&of, case.at_once, &first_key, [q_at, k_at, v_at], output, lse));
+    let seen = |queries| case.seen(queries);
+    m.run(&attention(&of, case.at_once, &seen, [q_at, k_at, v_at], output, lse));
     let qkv = [q_at, k_at, v_at];
-    m.run(&attention_backward(&of, case.at_once, &first_key, qkv, [grad_at, lse], [dq, dk, dv]));
+    m.run(&attention_backward(&of, case.at_once, &seen, qkv, [grad_at, lse], [dq, dk, dv]));
 
     let [y, z, want_dq, want_dk, want_dv] = expected(&case, [&q, &k, &v, &grad]);
     close::<T>("output", &wide(&m.get::<T>(output)), &y, 2.0);
@@ -172,7 +225,19 @@ fn in_all_shapes<T: Dtype>() {
         // Windows within a block, over several blocks, and larger than some queries need.
         Case::new::<T>([1, 2, 2, 19, 21, 3, 16], true, None).within(2),
         Case::new::<T>([2, 1, 1, 70, 90, 4, 16], true, None).within(20),
-        Case::new::<T>([2, 1, 2, 34, 34, 4, 16], true, packed).within(9),
+        Case::new::<T>([2, 1, 2, 34, 34, 4, 16], true, packed.clone()).within(9),
+        // Windows to both sides, and documents without order.
+        Case::new::<T>([1, 2, 2, 70, 70, 3, 16], false, None).within(9),
+        Case::new::<T>([1, 1, 1, 5, 40, 4, 5], false, None).within(0),
+        Case::new::<T>([2, 1, 2, 34, 34, 4, 16], false, packed.clone()),
+        Case::new::<T>([2, 1, 2, 34, 34, 4, 16], false, packed.clone()).within(3),
+        // Queries in the middle of the keys, and more queries than keys.
+        Case::new::<T>([1, 1, 2, 20, 90, 4, 16], true, None).from(30).within(11),
+        Case::new::<T>([1, 1, 2, 20, 90, 4, 16], false, None).from(30).within(11),
+        Case::new::<T>([2, 1, 1, 9, 4, 4, 3], false, None),
+        // Bounded scores.
+        Case::new::<T>([1, 2, 2, 19, 21, 3, 16], true, None).capped(1.5),
+        Case::new::<T>([2, 1, 2, 34, 34, 4, 16], false, packed).within(9).capped(0.5),
     ] {
         has_its_formula_and_gradient::<T>(case);
     }
@@ -199,8 +264,9 @@ fn scores_in_memory_are_bounded() {
         let of = Case::new::<T>([8, 8, 4, keys, keys, 64, 0], true, None).of;
         let at_once = of.queries_within(limit);
         let bytes = |plan: Plan| plan.scratch_bytes().iter().sum::<usize>();
-        let forward = bytes(attention(&of, at_once, &|_| 0, [1; 3], 1, 1));
-        let backward = bytes(attention_backward(&of, at_once, &|_| 0, [1; 3], [1; 2], [1; 3]));
+        let forward = bytes(attention(&of, at_once, &|_| 0..usize::MAX, [1; 3], 1, 1));
+        let backward =
+            bytes(attention_backward(&of, at_once, &|_| 0..usize::MAX, [1; 3], [1; 2], [1; 3]));
         assert!(2 * forward == backward, "{forward} {backward}");
         (at_once, backward)
     }
@@ -213,7 +279,7 @@ fn scores_in_memory_are_bounded() {
     let within = |keys: usize, window| {
         let of = Case::new::<bf16>([1, 8, 4, keys, keys, 64, 0], true, None).within(window).of;
         let at_once = of.queries_within(limit);
-        let plan = attention_backward(&of, at_once, &|_| 0, [1; 3], [1; 2], [1; 3]);
+        let plan = attention_backward(&of, at_once, &|_| 0..usize::MAX, [1; 3], [1; 2], [1; 3]);
         (at_once, plan.scratch_bytes().iter().sum::<usize>())
     };
     let (at_once, bytes) = within(1 << 16, 4096);

@@ -36,6 +36,7 @@ fn has_its_formula_and_gradient<T: Dtype>(case: &Case) {
     let lse = m.garbage::<f32>(rows);
     if case.documents.is_some() {
         of.firsts = m.put(&case.firsts());
+        of.ends = m.put(&case.ends());
     }
     let qkv = [q_at, k_at, v_at];
     m.run(&flash_attention(&of, qkv, output, lse));
@@ -123,6 +124,58 @@ fn documents_end_windows() {
     check_within::<bf16>([2, 1, 1, 300, 300, 16], 70, Some(documents));
 }
 
+/// Attention without causal order.
+fn around<T: Dtype>(sizes: [usize; 6], documents: Option<Vec<Vec<usize>>>) -> Case {
+    case::<T>(sizes, false, documents)
+}
+
+#[test]
+fn windows_reach_to_both_sides() {
+    has_its_formula_and_gradient::<f16>(&around::<f16>([2, 1, 2, 7, 7, 8], None).within(0));
+    has_its_formula_and_gradient::<bf16>(&around::<bf16>([1, 1, 2, 300, 300, 16], None).within(40));
+    has_its_formula_and_gradient::<bf16>(
+        &around::<bf16>([1, 1, 1, 140, 140, 128], None).within(64),
+    );
+    has_its_formula_and_gradient::<bf16>(&around::<bf16>([1, 1, 1, 70, 70, 256], None).within(20));
+}
+
+#[test]
+fn documents_have_ends_without_order() {
+    let documents = vec![vec![0, 3, 130, 131, 290], vec![0, 200]];
+    let of = around::<bf16>([2, 1, 1, 300, 300, 16], Some(documents));
+    has_its_formula_and_gradient::<bf16>(&of);
+    has_its_formula_and_gradient::<bf16>(&of.clone().within(50));
+    let documents = vec![vec![0, 3, 67, 68], vec![0, 40]];
+    has_its_formula_and_gradient::<bf16>(&around::<bf16>([2, 1, 1, 70, 70, 136], Some(documents)));
+}
+
+#[test]
+fn queries_in_the_middle_of_the_keys() {
+    for causal in [true, false] {
+        let of = case::<bf16>([1, 1, 2, 100, 300, 16], causal, None).from(130);
+        has_its_formula_and_gradient::<bf16>(&of);
+        has_its_formula_and_gradient::<bf16>(&of.clone().within(70));
+    }
+    has_its_formula_and_gradient::<bf16>(&around::<bf16>([1, 1, 1, 90, 7, 16], None));
+}
+
+#[test]
+fn scores_are_bounded() {
+    // Standard normal scores times 0.4 times the root of the width are far beyond a cap of 2.
+    has_its_formula_and_gradient::<f16>(&case::<f16>([2, 2, 2, 5, 7, 8], true, None).capped(2.0));
+    has_its_formula_and_gradient::<bf16>(
+        &around::<bf16>([1, 1, 2, 130, 131, 40], None).capped(2.0),
+    );
+    let windowed = case::<bf16>([1, 1, 1, 140, 140, 128], true, None).within(100);
+    has_its_formula_and_gradient::<bf16>(&windowed.capped(2.0));
+    has_its_formula_and_gradient::<bf16>(
+        &case::<bf16>([1, 1, 2, 70, 80, 256], true, None).capped(5.0),
+    );
+    let documents = vec![vec![0, 3, 67, 68], vec![0, 40]];
+    let packed = around::<bf16>([2, 1, 1, 70, 70, 16], Some(documents)).within(30);
+    has_its_formula_and_gradient::<bf16>(&packed.capped(1.0));
+}
+
 /// Keys before the first block that a window reaches have no effect, even if they are NaN.
 #[test]
 fn keys_before_windows_are_not_read() {
@@ -176,6 +229,8 @@ fn unsupported_shapes_are_refused() {
         Attention { width: 264, ..of },
         Attention { scale: -0.1, ..of },
         Attention { scale: f32::NAN, ..of },
+        Attention { softcap: Some(0.0), ..of },
+        Attention { softcap: Some(f32::INFINITY), ..of },
     ] {
         assert!(!is_flash(other), "{other:?}");
     }

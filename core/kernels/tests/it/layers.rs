@@ -2,10 +2,9 @@
 
 use fulgurite_core::random::{Purpose, Stream};
 use fulgurite_kernels::plans::{
-    Activation, CrossEntropy, Dropout, IGNORED, LayerNorm, LayerNormBackward, RmsNorm,
-    RmsNormBackward, Rope, activation, activation_backward, add, cross_entropy,
-    cross_entropy_backward, dropout, embedding_grad, layer_norm, layer_norm_backward, rms_norm,
-    rms_norm_backward, rope, swiglu, swiglu_backward,
+    CrossEntropy, Dropout, IGNORED, LayerNorm, LayerNormBackward, RmsNorm, RmsNormBackward, Rope,
+    add, cross_entropy, cross_entropy_backward, dropout, embedding_grad, layer_norm,
+    layer_norm_backward, rms_norm, rms_norm_backward, rope,
 };
 use half::{bf16, f16};
 
@@ -45,7 +44,7 @@ fn wide<T: Dtype>(values: &[T]) -> Vec<f64> {
 
 /// Compares with a tolerance of one rounding of the dtype and a few f32 roundings of numbers about
 /// `size`.
-fn close<T: Dtype>(what: &str, got: &[T], expected: &[f64], size: f64) {
+pub(crate) fn close<T: Dtype>(what: &str, got: &[T], expected: &[f64], size: f64) {
     assert_eq!(got.len(), expected.len(), "{what}");
     let rounding = match T::FLOAT.name() {
         "bf16" => 1.0 / 256.0,
@@ -69,13 +68,12 @@ macro_rules! in_every_dtype {
         }
     )*};
 }
+pub(crate) use in_every_dtype;
 
 in_every_dtype! {
     rms_norm_has_its_formula_and_gradient(norms);
     layer_norm_has_its_formula_and_gradient(centred);
-    activations_have_their_formulas_and_gradients(activated);
     sums_are_added_in_place(added);
-    swiglu_has_its_formula_and_gradient(gated);
     positions_are_rotated_and_rotated_back(rotated);
     dropout_has_the_mask_of_the_cpu(dropped);
     cross_entropy_has_its_loss_and_gradient(losses);
@@ -245,53 +243,6 @@ fn centred<T: Dtype>() {
     }
 }
 
-/// The normal distribution function, integrated from its derivative with sufficient precision.
-fn normal_distribution(x: f64) -> f64 {
-    let (steps, peak) = (4000, 1.0 / (2.0 * std::f64::consts::PI).sqrt());
-    let density = |t: f64| peak * (-0.5 * t * t).exp();
-    let step = x / f64::from(steps);
-    // Simpson's rule from 0 to x.
-    let inner = |i: i32| density(step * f64::from(i)) * if i % 2 == 1 { 4.0 } else { 2.0 };
-    let sum = density(0.0) + density(x) + (1..steps).map(inner).sum::<f64>();
-    0.5 + sum * step / 3.0
-}
-
-fn activated<T: Dtype>() {
-    for (n, skip) in [(1, 1), (8193, 3), (0, 0), (8256, 0)] {
-        let (x, grad) = (normal::<T>("x", n), normal::<T>("grad", n));
-        // Some values are so large that exponentials overflow.
-        let x: Vec<T> = x
-            .iter()
-            .enumerate()
-            .map(|(i, x)| T::from_f64(if i % 1000 == 7 { 200.0 * x.to_f64() } else { x.to_f64() }))
-            .collect();
-        for function in [Activation::Silu, Activation::Gelu, Activation::GeluTanh] {
-            let mut m = Machine::default();
-            let [x_at, grad_at] = [&x, &grad].map(|v| View::put(&mut m, skip, v));
-            let [y, dx] = [(); 2].map(|()| View::garbage::<T>(&mut m, skip, n));
-            let (x_at, grad_at, count) = (x_at.address(), grad_at.address(), n as u64);
-            m.run(&activation(T::FLOAT, function, x_at, y.address(), count));
-            let backward =
-                activation_backward(T::FLOAT, function, [x_at, grad_at], dx.address(), count);
-            m.run(&backward);
-            let value = |x: f64| match function {
-                Activation::Silu => x / (1.0 + (-x).exp()),
-                Activation::Gelu => x * normal_distribution(x.clamp(-40.0, 40.0)),
-                Activation::GeluTanh => {
-                    let root = (2.0 / std::f64::consts::PI).sqrt();
-                    0.5 * x * (1.0 + (root * (x + 0.044715 * x.powi(3))).tanh())
-                }
-            };
-            let slope = |x: f64| (value(x + 1e-5) - value(x - 1e-5)) / 2e-5;
-            let expected: Vec<f64> = x.iter().map(|x| value(x.to_f64())).collect();
-            let expected_dx: Vec<f64> =
-                x.iter().zip(&grad).map(|(x, g)| g.to_f64() * slope(x.to_f64())).collect();
-            close("y", &y.get::<T>(&m), &expected, 1.0);
-            close("dx", &dx.get::<T>(&m), &expected_dx, 1.0);
-        }
-    }
-}
-
 fn added<T: Dtype>() {
     for (n, skip) in [(1, 1), (8193, 3), (0, 0), (8256, 0)] {
         let mut m = Machine::default();
@@ -299,33 +250,6 @@ fn added<T: Dtype>() {
         let [sum_at, x_at] = [&sum, &x].map(|v| View::put(&mut m, skip, v));
         m.run(&add(T::FLOAT, sum_at.address(), x_at.address(), n as u64));
         assert!(sum_at.get::<T>(&m) == summed(&sum, &x), "{} of {n}", T::FLOAT.name());
-    }
-}
-
-fn gated<T: Dtype>() {
-    for (n, skip) in [(1, 1), (8193, 3), (0, 0), (8256, 0)] {
-        let mut m = Machine::default();
-        let [gate, up, grad] = ["gate", "up", "grad"].map(|what| normal::<T>(what, n));
-        let at = [&gate, &up, &grad].map(|v| View::put(&mut m, skip, v));
-        let [y, dgate, dup] = [(); 3].map(|()| View::garbage::<T>(&mut m, skip, n));
-        let [g, u, d] = [&at[0], &at[1], &at[2]].map(View::address);
-        m.run(&swiglu(T::FLOAT, [g, u], y.address(), n as u64));
-        m.run(&swiglu_backward(T::FLOAT, [g, u, d], [dgate.address(), dup.address()], n as u64));
-        let each = |f: &dyn Fn(f64, f64, f64, f64) -> f64| -> Vec<f64> {
-            let value = |i: usize| {
-                let (g, u, d) = (gate[i].to_f64(), up[i].to_f64(), grad[i].to_f64());
-                f(g, u, d, 1.0 / (1.0 + (-g).exp()))
-            };
-            (0..n).map(value).collect()
-        };
-        close("y", &y.get::<T>(&m), &each(&|g, u, _, s| g * s * u), 1.0);
-        close(
-            "dgate",
-            &dgate.get::<T>(&m),
-            &each(&|g, u, d, s| d * u * s * (1.0 + g * (1.0 - s))),
-            1.0,
-        );
-        close("dup", &dup.get::<T>(&m), &each(&|g, _, d, s| d * g * s), 1.0);
     }
 }
 

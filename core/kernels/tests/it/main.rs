@@ -2,6 +2,7 @@
 
 #![allow(clippy::disallowed_methods)] // reads tensors on the CPU
 
+mod activations;
 mod attention;
 mod cache;
 mod copies;

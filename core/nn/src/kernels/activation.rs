@@ -90,9 +90,7 @@ impl Activation {
     /// The activation of each element.
     pub(crate) fn forward(self, x: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
-        if let Some(kernel) = self.kernel()
-            && let Some(y) = fulgurite_kernels::cuda::activation(kernel, x)?
-        {
+        if let Some(y) = fulgurite_kernels::cuda::activation(self.kernel(), x)? {
             return Ok(y);
         }
         if uses_cpu_kernels(x) {
@@ -124,10 +122,9 @@ impl Activation {
     pub(crate) fn backward(self, x: &Tensor, grad: &Tensor) -> Result<Tensor> {
         #[cfg(feature = "cuda")]
         {
+            use fulgurite_kernels::cuda::activation_backward;
             let grad = grad.to_dtype(x.dtype())?;
-            if let Some(kernel) = self.kernel()
-                && let Some(dx) = fulgurite_kernels::cuda::activation_backward(kernel, x, &grad)?
-            {
+            if let Some(dx) = activation_backward(self.kernel(), x, &grad)? {
                 return Ok(dx);
             }
         }
@@ -152,15 +149,15 @@ impl Activation {
         storage::cast(&dx, dtype)
     }
 
-    /// The CUDA kernel, if there is one.
+    /// The function of the CUDA kernels.
     #[cfg(feature = "cuda")]
-    fn kernel(self) -> Option<fulgurite_kernels::plans::Activation> {
+    fn kernel(self) -> fulgurite_kernels::plans::Activation {
         use fulgurite_kernels::plans::Activation;
         match self {
-            Self::Silu => Some(Activation::Silu),
-            Self::Gelu => Some(Activation::Gelu),
-            Self::GeluTanh => Some(Activation::GeluTanh),
-            Self::Relu => None,
+            Self::Silu => Activation::Silu,
+            Self::Gelu => Activation::Gelu,
+            Self::GeluTanh => Activation::GeluTanh,
+            Self::Relu => Activation::Relu,
         }
     }
 
@@ -193,10 +190,15 @@ impl Activation {
 /// `activation(gate) * up`.
 pub(crate) fn gated(activation: Activation, gate: &Tensor, up: &Tensor) -> Result<Tensor> {
     #[cfg(feature = "cuda")]
-    if activation == Activation::Silu
-        && let Some(y) = fulgurite_kernels::cuda::swiglu(gate, up)?
     {
-        return Ok(y);
+        use fulgurite_kernels::cuda;
+        let y = match activation {
+            Activation::Silu => cuda::swiglu(gate, up)?,
+            other => cuda::gated(other.kernel(), gate, up)?,
+        };
+        if let Some(y) = y {
+            return Ok(y);
+        }
     }
     if uses_cpu_kernels(gate) {
         let (gate, up) = (gate.detach().contiguous()?, up.detach().contiguous()?);
@@ -264,11 +266,16 @@ pub(crate) fn gated_backward(
     grad: &Tensor,
 ) -> Result<(Tensor, Tensor)> {
     #[cfg(feature = "cuda")]
-    if activation == Activation::Silu
-        && let Some(grads) =
-            fulgurite_kernels::cuda::swiglu_backward(gate, up, &grad.to_dtype(gate.dtype())?)?
     {
-        return Ok(grads);
+        use fulgurite_kernels::cuda;
+        let grad = grad.to_dtype(gate.dtype())?;
+        let grads = match activation {
+            Activation::Silu => cuda::swiglu_backward(gate, up, &grad)?,
+            other => cuda::gated_backward(other.kernel(), gate, up, &grad)?,
+        };
+        if let Some(grads) = grads {
+            return Ok(grads);
+        }
     }
     if uses_cpu_kernels(gate) {
         let (gate, up) = (gate.detach().contiguous()?, up.detach().contiguous()?);

@@ -306,6 +306,12 @@ fn attention_for_other_kernels_is_known() {
     assert_eq!(why(Attention { dtype: Float::F16, width: 256, ..of }), "none");
     assert_eq!(why(Attention { dtype: Float::F32, ..of }), "it takes bf16 and f16 alone");
     assert_eq!(why(Attention { firsts: 16, ..of }), "packed documents are not given to it");
+    assert_eq!(why(Attention { ends: 16, ..of }), "packed documents are not given to it");
+    assert_eq!(why(Attention { softcap: Some(9.0), ..of }), "bounded scores are not given to it");
+    let both = Attention { window: Some(2), causal: false, ..of };
+    assert_eq!(why(both), "windows to both sides are not given to it");
+    let placed = Attention { first_query: Some(0), ..of };
+    assert_eq!(why(placed), "the position of the first query is not given to it");
     assert_eq!(
         why(Attention { width: 72, ..of }),
         "it is asked for heads of 64, 128 and 256 alone"

@@ -46,7 +46,10 @@ fn of(dtype: Float, width: usize) -> Attention {
         causal: true,
         scale: 0.125,
         firsts: 0,
+        ends: 0,
         window: None,
+        first_query: None,
+        softcap: None,
     }
 }
 
