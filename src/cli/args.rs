@@ -86,6 +86,14 @@ pub struct PlanRequest {
     pub world: Option<usize>,
     /// Number of hosts, instead of the configuration's.
     pub nodes: Option<usize>,
+    /// The name or file of a table of hardware, for times.
+    pub hardware: Option<String>,
+    /// A file with limits to check.
+    pub check: Option<PathBuf>,
+    /// Where to write a page.
+    pub page: Option<PathBuf>,
+    /// Whether to compare other configurations.
+    pub search: bool,
 }
 
 /// Format of a printed configuration.
@@ -258,6 +266,25 @@ struct PlanArgs {
     #[arg(long, value_name = "HOSTS")]
     nodes: Option<usize>,
 
+    /// Compute times on this hardware: h100, h200, a100, b200, or a TOML file, as `fulgurite bench
+    /// hardware` writes it
+    #[arg(long, value_name = "NAME|FILE")]
+    hardware: Option<String>,
+
+    /// Fail if the plan passes a limit of this TOML file: peak_bytes, traffic_bytes_per_step,
+    /// calls_per_step, step_s
+    #[arg(long, value_name = "FILE")]
+    check: Option<PathBuf>,
+
+    /// Write a page with a picture of the memory to this HTML file
+    #[arg(long, value_name = "FILE")]
+    page: Option<PathBuf>,
+
+    /// Plan other strategies, precisions and activation checkpointing too, and print those that no
+    /// other beats in both memory and time
+    #[arg(long)]
+    search: bool,
+
     /// Print the plan as one JSON object, as `--output json` does
     #[arg(long)]
     json: bool,
@@ -403,12 +430,13 @@ where
             ))
         }
         Command::Config(ConfigCommand::Schema) => CliCommand::Schema,
-        Command::Plan(PlanArgs { run, world, nodes, json }) => {
+        Command::Plan(args) => {
+            let PlanArgs { run, world, nodes, hardware, check, page, search, json } = args;
             let mut run = request(Action::Fit, run);
             if json {
                 run.output = Output::Json;
             }
-            CliCommand::Plan(PlanRequest { run, world, nodes })
+            CliCommand::Plan(PlanRequest { run, world, nodes, hardware, check, page, search })
         }
         Command::Doctor(run) => CliCommand::Doctor(request(Action::Fit, run)),
         Command::Plugins(command) => CliCommand::Plugins(command),

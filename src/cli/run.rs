@@ -235,7 +235,8 @@ impl Cli {
                 print(&format!("the configuration can be run, on {}\n", counted(ranks, "rank")))
             }
             CliCommand::Plan(request) => {
-                plan::show(&request, &(module.plan)(&request, defaults?, &extras)?)
+                let defaults = defaults?;
+                plan::run(&request, &|request| (module.plan)(request, defaults.clone(), &extras))
             }
             CliCommand::Doctor(request) => {
                 let checked = defaults.and_then(|defaults| {

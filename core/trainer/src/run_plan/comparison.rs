@@ -18,7 +18,7 @@ pub struct PlanComparison {
     /// Planned bytes of a plain step's collectives over all ranks
     /// ([`RunPlan::traffic_bytes_per_step`](super::RunPlan::traffic_bytes_per_step)).
     pub traffic_bytes_per_step: Option<u64>,
-    /// These bytes in the last plain step.
+    /// The most of these bytes in a plain step.
     pub measured_traffic_bytes_per_step: Option<u64>,
     /// Planned seconds of a step.
     pub step_s: Option<f64>,

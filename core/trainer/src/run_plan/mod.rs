@@ -9,9 +9,14 @@
 
 mod classes;
 mod comparison;
+mod hardware;
+mod outlook;
 mod plan;
 mod rank_run;
+mod timing;
 
 pub use comparison::PlanComparison;
+pub use hardware::{Flops, Hardware, Link};
+pub use outlook::Outlook;
 pub use plan::{MemoryPart, PlannedCollective, RankPlan, RunPlan};
 pub use rank_run::PlannedGroup;

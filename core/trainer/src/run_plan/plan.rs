@@ -7,10 +7,15 @@ use std::time::{Duration, Instant};
 use serde::Serialize;
 
 use super::classes::{RankClass, rank_classes};
+use super::hardware::Hardware;
+use super::outlook::{Facts, Outlook, outlook};
+use super::rank_run::PlannedGroup;
 use super::rank_run::{RankRun, run_rank};
 use crate::trainer::{LightningModule, MakeParallelize, RunConfigOf};
 use crate::{Error, Result};
+use fulgurite_engine::execution::dry_run::Happening;
 use fulgurite_engine::memory::{self, Held, MemoryKind, TracePoint, Traced};
+use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::strategy::ParallelizeFn;
 
 /// The time that a plan may take at the start of a run.
@@ -46,6 +51,22 @@ pub struct RunPlan {
     pub collectives: Vec<PlannedCollective>,
     /// The ranks, by what they hold.
     pub ranks: Vec<RankPlan>,
+    /// Times, once the hardware is known ([`on`](Self::on)).
+    pub outlook: Option<Outlook>,
+    #[serde(skip)]
+    facts_of_step: StepFacts,
+    /// What happened in the step of a rank of each class.
+    #[serde(skip)]
+    recorded: Vec<(Vec<Happening>, Vec<PlannedGroup>)>,
+}
+
+/// What times depend on besides the record.
+#[derive(Debug, Clone, PartialEq)]
+struct StepFacts {
+    items: f64,
+    checkpoint_bytes: u64,
+    ranks_per_host: usize,
+    steps: Option<u64>,
 }
 
 /// The calls of one collective on the groups of one name.
@@ -124,6 +145,25 @@ impl RunPlan {
         Self::within::<M>(run, world_size, parallelize, Some(BRIEF))
     }
 
+    /// Adds the times on this hardware.
+    #[must_use]
+    pub fn on(mut self, hardware: &Hardware) -> Self {
+        let StepFacts { items, checkpoint_bytes, ranks_per_host, steps } = self.facts_of_step;
+        let facts = Facts {
+            world_size: self.world_size,
+            ranks_per_host,
+            parameters: self.parameters,
+            items,
+            peak_bytes: self.peak_bytes,
+            checkpoint_bytes,
+            steps,
+        };
+        let ranks: Vec<_> =
+            self.recorded.iter().map(|(of, groups)| (&of[..], &groups[..])).collect();
+        self.outlook = Some(outlook(&facts, &ranks, hardware));
+        self
+    }
+
     fn within<M: LightningModule>(
         run: &RunConfigOf<M>,
         world_size: usize,
@@ -146,7 +186,11 @@ impl RunPlan {
             runs.push(run);
         }
         let nodes = run.trainer.num_nodes;
-        let collectives = collectives(&classes, &runs, world_size.div_ceil(nodes.max(1)));
+        let ranks_per_host = world_size.div_ceil(nodes.max(1));
+        let collectives = collectives(&classes, &runs, ranks_per_host);
+        // Ranks along the other dimensions have the same items.
+        let loss_ranks = model.mesh.as_ref().map_or(Ok(1), |mesh| mesh.size(DP_CP))?;
+        let items = model.items * loss_ranks as f64;
         let ranks: Vec<_> = classes.iter().zip(&runs).map(|of| rank_plan(of.0, of.1)).collect();
         Ok(Some(Self {
             held_before,
@@ -160,6 +204,14 @@ impl RunPlan {
             calls_per_step: collectives.iter().map(|collective| collective.calls).sum(),
             collectives,
             ranks,
+            outlook: None,
+            facts_of_step: StepFacts {
+                items,
+                checkpoint_bytes: model.checkpoint_bytes,
+                ranks_per_host,
+                steps: run.trainer.max_steps,
+            },
+            recorded: runs.into_iter().map(|run| (run.happenings, run.groups)).collect(),
         }))
     }
 }
@@ -168,15 +220,13 @@ impl RunPlan {
 fn collectives(
     classes: &[RankClass],
     runs: &[RankRun],
-    ranks_per_node: usize,
+    ranks_per_host: usize,
 ) -> Vec<PlannedCollective> {
     let mut all: BTreeMap<(String, usize, bool, &'static str), [u64; 2]> = BTreeMap::new();
     for (class, run) in classes.iter().zip(runs) {
         for ((group, op), record) in &run.calls {
             let group = &run.groups[*group];
-            let node = |rank: &usize| rank / ranks_per_node.max(1);
-            let between =
-                group.global_ranks.iter().any(|r| node(r) != node(&group.global_ranks[0]));
+            let between = group.spans_hosts(ranks_per_host);
             let key = (group.name.clone(), group.global_ranks.len(), between, *op);
             let [calls, bytes] = all.entry(key).or_default();
             *calls += record.calls * class.count as u64;

@@ -33,6 +33,15 @@ pub struct PlannedGroup {
     pub global_ranks: Vec<usize>,
 }
 
+impl PlannedGroup {
+    /// Whether the group has ranks of several hosts, of `ranks_per_host` consecutive ranks each.
+    pub fn spans_hosts(&self, ranks_per_host: usize) -> bool {
+        let mut hosts = self.global_ranks.iter().map(|rank| rank / ranks_per_host.max(1));
+        let first = hosts.next();
+        hosts.any(|host| Some(host) != first)
+    }
+}
+
 /// What the dry run of one rank has shown.
 pub(super) struct RankRun {
     /// `None` if the program's allocator does not count.
@@ -53,8 +62,12 @@ pub(super) struct Model {
     /// The cuts of parameters, each different one once.
     pub(super) specs: Vec<ShardSpec>,
     pub(super) mesh: Option<DeviceMesh>,
-    /// Items that the losses of the reported step counted on this rank.
+    /// Micro-batches of the reported step.
     pub(super) micro_batches: u64,
+    /// Items that its losses counted on this rank.
+    pub(super) items: f64,
+    /// Bytes of a checkpoint: parameters and the optimizers' state.
+    pub(super) checkpoint_bytes: u64,
 }
 
 /// The configuration of a dry run: `run` without what reads or leaves files, or ends early.
@@ -138,7 +151,9 @@ pub(super) fn run_rank<M: LightningModule>(
     if seen.is_late {
         return Ok(None);
     }
-    result.map(drop)?;
+    if seen.happenings.is_none() {
+        result.map(drop)?;
+    }
     let happenings = seen
         .happenings
         .ok_or_else(|| Error::other("the dry run made no step: the run has no second step"))?;
@@ -202,6 +217,8 @@ impl Hooks for Watch {
         let mut model = Model { mesh: Some(fabric.device_mesh().clone()), ..Model::default() };
         for parameter in tree.parameters() {
             model.parameters += parameter.elem_count() as u64;
+            let bytes = parameter.elem_count() * parameter.dtype().size_in_bytes();
+            model.checkpoint_bytes += bytes as u64;
             model.trained_parameters +=
                 if parameter.requires_grad() { parameter.elem_count() as u64 } else { 0 };
             let spec = parameter.spec();
@@ -221,7 +238,10 @@ impl Hooks for Watch {
         self.begin("forward")
     }
 
-    fn on_before_backward(&mut self, _: &Loss, _: &mut HookContext) -> Result<()> {
+    fn on_before_backward(&mut self, loss: &Loss, ctx: &mut HookContext) -> Result<()> {
+        if ctx.step + 1 == REPORTED_STEP {
+            self.seen().model.items += loss.count();
+        }
         self.begin("backward")
     }
 
@@ -233,7 +253,17 @@ impl Hooks for Watch {
         memory::mark(&format!("step {}", ctx.step + 1));
         let happenings = self.log.run.take();
         if ctx.step == REPORTED_STEP {
-            self.seen().happenings = Some(happenings);
+            let mut bytes = 0;
+            for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
+                for state in optimizer.state_tensors()? {
+                    let elements = state.shape.iter().product::<usize>();
+                    bytes += (elements * state.values.dtype().size_in_bytes()) as u64;
+                }
+            }
+            let mut seen = self.seen();
+            seen.happenings = Some(happenings);
+            seen.model.checkpoint_bytes += bytes;
+            return Err(Error::other("the dry run is done"));
         }
         Ok(())
     }

@@ -22,7 +22,7 @@ pub(crate) struct Used {
     /// The most bytes of tensors and buffers in a step; `None` if the program's allocator does not
     /// count.
     pub(crate) peak_bytes: Option<u64>,
-    /// Bytes of the collectives of a plain step; `None` if there was none.
+    /// Most bytes of the collectives of a plain step; `None` if there was none.
     pub(crate) traffic_bytes: Option<u64>,
 }
 
@@ -42,9 +42,11 @@ impl Usage {
         self.peak = self.peak.max(memory::peak());
     }
 
-    /// Notes the traffic of a plain step: neither the first, nor logged, validated or saved.
+    /// Notes the traffic of a plain step: neither the first, nor logged, validated or saved. A step
+    /// at the end of an epoch may have fewer micro-batches, so the most counts.
     pub(crate) fn end_plain_step(&mut self) {
-        self.traffic_of_step = Some(self.traffic.bytes() - self.traffic_before);
+        let bytes = self.traffic.bytes() - self.traffic_before;
+        self.traffic_of_step = Some(self.traffic_of_step.unwrap_or(0).max(bytes));
     }
 
     pub(crate) fn used(&self) -> Used {
