@@ -17,8 +17,8 @@ pub(super) struct RankClass {
 
 /// Returns the classes of a mesh's ranks, by the first rank of each.
 ///
-/// Ranks are told apart by the sizes of their parts of each parameter, which the parameters' cuts
-/// say. So a mesh whose sizes divide evenly has one class, of any number of ranks.
+/// Ranks are told apart by the sizes of their parts of each parameter after each of its cuts. So a
+/// mesh whose sizes divide evenly has one class, of any number of ranks.
 ///
 /// # Errors
 /// If the mesh lacks a rank.
@@ -38,7 +38,12 @@ pub(super) fn rank_classes(mesh: &DeviceMesh, specs: &[ShardSpec]) -> Result<Vec
     let mut classes: HashMap<Vec<usize>, RankClass> = HashMap::new();
     for (at, place) in places {
         let along = |dim: &str| dims.iter().position(|known| *known == dim).map_or(0, |i| at[i]);
-        let sizes = specs.iter().flat_map(|spec| spec.region(along).sizes).collect();
+        // What is left after each cut: ranks gather parts that a later cut has made.
+        let after = |spec: &ShardSpec| -> Vec<usize> {
+            let cut = |n| ShardSpec { shape: spec.shape.clone(), cuts: spec.cuts[..n].to_vec() };
+            (1..=spec.cuts.len()).flat_map(|n| cut(n).region(along).sizes).collect()
+        };
+        let sizes = specs.iter().flat_map(after).collect();
         let class = classes.entry(sizes).or_insert(RankClass { rank: place.rank, count: 0 });
         class.rank = class.rank.min(place.rank);
         class.count += place.count;
@@ -54,7 +59,7 @@ mod tests {
 
     use super::*;
     use fulgurite_engine::collective::DryRunGroup;
-    use fulgurite_engine::mesh::{DATA_PARALLEL_SHARD, MeshLayout};
+    use fulgurite_engine::mesh::{DATA_PARALLEL_SHARD, MeshLayout, TENSOR_PARALLEL};
     use fulgurite_engine::shard::{Cut, Placement};
 
     fn classes_of(ranks: usize, rows: usize) -> Vec<(usize, usize)> {
@@ -71,5 +76,18 @@ mod tests {
         assert_eq!(classes_of(4, 8), [(0, 4)]);
         assert_eq!(classes_of(4, 5), [(0, 2), (2, 1), (3, 1)]);
         assert_eq!(classes_of(4, 2), [(0, 2), (2, 2)]);
+    }
+
+    #[test]
+    fn parts_of_unequal_parts_are_classes() {
+        let layout = MeshLayout::new([(DATA_PARALLEL_SHARD, 2), (TENSOR_PARALLEL, 2)]).unwrap();
+        let mesh = DeviceMesh::new(layout, Arc::new(DryRunGroup::world(0, 4))).unwrap();
+        let cut = |dim: &str| Cut::new(dim, 2, Placement::Shard(0));
+        // Columns of 3 and 2 rows, cut into 2 and 1, and into 1 and 1.
+        let spec = ShardSpec::new(vec![5]).with_cut(cut(TENSOR_PARALLEL));
+        let specs = [spec.with_cut(cut(DATA_PARALLEL_SHARD))];
+        let classes = rank_classes(&mesh, &specs).unwrap();
+        let found: Vec<_> = classes.iter().map(|class| (class.rank, class.count)).collect();
+        assert_eq!(found, [(0, 1), (1, 2), (2, 1)]);
     }
 }

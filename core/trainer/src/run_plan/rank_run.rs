@@ -6,6 +6,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
 use candle_core::Tensor;
+use tracing::subscriber::NoSubscriber;
 
 use crate::run::{CountOrFraction, RunConfig};
 use crate::trainer::{Callback, HookContext, Hooks, LightningModule, RunConfigOf, Trainer};
@@ -141,10 +142,12 @@ pub(super) fn run_rank<M: LightningModule>(
             parallelize.parallelize(tree, mesh)
         });
     }
+    // At the start of a run, the run itself says what there is to be said.
+    let quiet = end.map(|_| tracing::subscriber::set_default(NoSubscriber::default()));
     let trace = Trace::start_reserving();
     let dry = log.run.enter();
     let result = trainer.fit::<M>(&run);
-    drop(dry);
+    drop((dry, quiet));
     drop(trainer);
     let memory = trace.map(Trace::finish);
     let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));

@@ -340,7 +340,7 @@ mod tests {
             peak_device_mib: Vec::new(),
             plan: PlanComparison::default(),
         };
-        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5]}"#);
+        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5],"plan":{"peak_bytes":null,"measured_peak_bytes":null,"traffic_bytes_per_step":null,"measured_traffic_bytes_per_step":null,"step_s":null,"measured_step_s":null}}"#);
         for event in [step, summary] {
             let line = serde_json::to_string(&event).unwrap();
             assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);
