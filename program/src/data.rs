@@ -8,7 +8,9 @@ use clap::{Args, Subcommand, ValueEnum};
 use fulgurite::cli::args::{Action, Output, RunRequest};
 use fulgurite::core::data::{DataContext, DataModule, Split, TokenBatch};
 use fulgurite::core::run::RunConfig;
-use fulgurite::data::{ChatData, PreferenceBatch, PreferenceData, TextData, Tokenizer};
+use fulgurite::data::{
+    ChatData, PreferenceBatch, PreferenceData, TextData, Tokenizer, UnpairedBatch, UnpairedData,
+};
 use fulgurite::prelude::{Device, Tensor};
 use fulgurite_error::{Error, Result, counted, print};
 use fulgurite_models::ModelConfig;
@@ -98,15 +100,19 @@ impl Inspect {
             Some("chat") => {
                 self.show::<ChatData>(&request, |data| Some(data.tokenizer()), &of_tokens)
             }
-            Some("preference") => {
+            Some("kto") => {
+                self.show::<UnpairedData>(&request, |data| Some(data.tokenizer()), &of_answers)
+            }
+            // A reward model has the same rows.
+            Some("preference" | "reward") => {
                 self.show::<PreferenceData>(&request, |data| Some(data.tokenizer()), &of_pairs)
             }
             None | Some("causal_lm" | "masked_lm") => {
                 self.show::<TextData>(&request, TextData::tokenizer, &of_tokens)
             }
             Some(other) => Err(Error::Config(format!(
-                "`module.type`: samples of \"chat\", \"preference\", \"causal_lm\" and \"masked_lm\" are shown, not of \
-                 \"{other}\""
+                "`module.type`: samples of \"chat\", \"preference\", \"kto\", \"reward\", \"causal_lm\" and \"masked_lm\" \
+                 are shown, not of \"{other}\""
             ))),
         }
     }
@@ -159,6 +165,12 @@ fn of_tokens(batch: &TokenBatch) -> Result<Vec<Document>> {
 
 /// The chosen and the rejected sequence of a batch of one pair.
 fn of_pairs(batch: &PreferenceBatch) -> Result<Vec<Document>> {
+    let (rows, time) = batch.inputs.dims2()?;
+    documents([&batch.inputs, &batch.targets], &vec![time; rows])
+}
+
+/// The sequence of a batch of one answer.
+fn of_answers(batch: &UnpairedBatch) -> Result<Vec<Document>> {
     let (rows, time) = batch.inputs.dims2()?;
     documents([&batch.inputs, &batch.targets], &vec![time; rows])
 }

@@ -12,7 +12,7 @@ use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::LightningModule as _;
 use fulgurite_error::{Error, Result};
 use fulgurite_models::{
-    ModelConfig, PREFERENCE_KEYS, Prompts, PromptsConfig, TextGeneration, resolve,
+    KTO_KEYS, ModelConfig, PREFERENCE_KEYS, Prompts, PromptsConfig, TextGeneration, resolve,
 };
 use toml::{Table, Value};
 
@@ -192,25 +192,25 @@ fn saved_configuration(path: &Path) -> Result<Table> {
         {
             Ok(saved)
         }
-        Some(mut saved) if module(&saved).as_deref() == Some("preference") => {
+        Some(mut saved) if matches!(module(&saved).as_deref(), Some("preference" | "kto")) => {
             let adapters = saved.get("trainer").and_then(|trainer| trainer.get("adapters"));
             if adapters.is_none() {
                 return Err(Error::checkpoint(
                     path,
-                    "--model: it has the frozen copy of a run of \"preference\" too; first \
+                    "--model: it has the frozen copy of a run of \"preference\" or \"kto\" too; first \
                      `fulgurite checkpoint convert DIR MODEL --to hugging-face`",
                 ));
             }
             // Keys of the loss are none of the model's.
             if let Some(model) = saved.get_mut("model").and_then(Value::as_table_mut) {
-                PREFERENCE_KEYS.iter().for_each(|key| drop(model.remove(*key)));
+                PREFERENCE_KEYS.iter().chain(KTO_KEYS).for_each(|key| drop(model.remove(*key)));
             }
             Ok(saved)
         }
         Some(_) => Err(Error::checkpoint(
             path,
-            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\" and \"preference\", which \
-             does not generate",
+            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\", \"preference\" and \"kto\", \
+             which does not generate",
         )),
         None => Err(Error::checkpoint(
             path,

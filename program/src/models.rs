@@ -6,8 +6,8 @@ use std::process::ExitCode;
 use clap::Args;
 use fulgurite::cli::{Cli, ModuleEntry};
 use fulgurite_models::{
-    CausalLm, Chat, Embedding, ImageClassification, MaskedLm, Preference, SequenceClassification,
-    TextGeneration, TokenClassification,
+    CausalLm, Chat, Embedding, ImageClassification, Kto, MaskedLm, Preference, Reward,
+    SequenceClassification, TextGeneration, TokenClassification,
 };
 
 /// Arguments that the command line of a training program parses.
@@ -25,6 +25,8 @@ pub(crate) fn run() -> ExitCode {
         ModuleEntry::new::<TextGeneration>(),
         ModuleEntry::new::<Chat>(),
         ModuleEntry::new::<Preference>(),
+        ModuleEntry::new::<Kto>(),
+        ModuleEntry::new::<Reward>(),
         ModuleEntry::new::<MaskedLm>(),
         ModuleEntry::new::<SequenceClassification>(),
         ModuleEntry::new::<TokenClassification>(),

@@ -155,7 +155,7 @@ fn schema_has_every_key_and_plugin() {
         assert_eq!(at(&schema, &[table])["additionalProperties"], false, "{table}");
     }
     let choices = at(&schema, &["optimizer"])["anyOf"].as_array().unwrap();
-    assert_snapshot!(choices[0]["enum"], @r#"["adafactor","adagrad","adam","adamw","lion","muon","rmsprop","sgd"]"#);
+    assert_snapshot!(choices[0]["enum"], @r#"["adafactor","adagrad","adam","adamw","lion","muon","rmsprop","schedule_free_adamw","sgd"]"#);
     // A table without `type` has the default's options.
     let titled = |title| choices.iter().find(|choice| choice["title"] == title).unwrap();
     let (adamw, sgd) = (titled("adamw"), titled("sgd"));
@@ -184,8 +184,10 @@ fn every_plugin_example_runs() {
          num_attention_heads = 2\nnum_key_value_heads = 1\n[trainer]\nmax_steps = 8\n\
          [data]\ntype = \"tokens\"\npath = \"tokens.u16\"\nseq_len = 7\nbatch_size = 2\nvalidation_fraction = 0.2\n",
     );
-    // The example of a callback names it.
+    // The examples of callbacks name them.
     scratch.file("questions.jsonl", r#"{"context": "1+1=", "choices": ["2", "3"], "answer": 0}"#);
+    scratch.file("sums.jsonl", r#"{"prompt": "1+1=", "answer": 2}"#);
+    scratch.file("texts.jsonl", r#"{"text": "1+1=2"}"#);
     let list = scratch.job(&["plugins", "list", "--json"]).succeed().stdout;
     let plugins: Vec<Value> = serde_json::from_str(&list).unwrap();
     assert!(plugins.len() > 50, "{}", plugins.len());

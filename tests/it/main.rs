@@ -47,6 +47,7 @@ mod resume;
 mod runs;
 mod saving;
 mod sizes;
+mod step_context;
 mod streams;
 mod toy;
 mod trained;

@@ -32,7 +32,7 @@ fn built_in_plugins_are_listed() {
     environment: kubernetes, local, lsf, mpi, slurm, torchelastic
     gradient_compression: bf16, fp16
     logger: csv, jsonl, mlflow, tensorboard
-    optimizer: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd
+    optimizer: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, schedule_free_adamw, sgd
     parallelize: hf, llama, none, plan
     process_group: auto, shm, tcp
     scheduler: by_epoch, constant, cosine, cosine_warm_restarts, exponential, linear, one_cycle, polynomial, sequential, step, warmup_stable_decay

@@ -242,7 +242,9 @@ pub fn restore(
         refuse_differences(checkpoint.location(), &reports, filtered, options.advice)?;
     }
     model.check(&options)?;
-    Ok(RestoreReport { optimizer: optimizer.fill(&options)?, model: model.fill(&options)? })
+    // The model first: an optimizer's state may replace the values of its parameters.
+    let model = model.fill(&options)?;
+    Ok(RestoreReport { model, optimizer: optimizer.fill(&options)? })
 }
 
 /// Fills this rank's parts of a model from any tensors, under torchtune's name for [`load_into`].

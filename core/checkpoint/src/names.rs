@@ -69,8 +69,10 @@ pub struct NameRules {
     pub clean: bool,
     /// A prefix that is removed from names, such as `model.`.
     pub prefix_strip: Option<String>,
-    /// Patterns and their replacements; the first pattern that matches is applied. It replaces the
-    /// first segments that it names, as [`find_pattern`] finds them, and the rest of the name
+    /// Patterns and their replacements; the first pattern that matches is applied. A pattern that
+    /// stands there several times gives a tensor several names, so that it fills several
+    /// parameters: see [`apply_all`](Self::apply_all). A replacement takes the place of the
+    /// first segments that the pattern names, as [`find_pattern`] finds them, and the rest of the name
     /// stays. Each `*` of the replacement stands for the match of its counterpart. An empty
     /// replacement takes the segments away, `*` to `model.*` puts `model` in front, and a pattern
     /// with a dot in front matches from the beginning alone.
@@ -95,12 +97,29 @@ impl NameRules {
         self.rename.iter().map(|(from, _)| from.as_str()).find(is_idle)
     }
 
-    /// Returns the model's name for the tensor `name` of the source.
+    /// Returns the model's name for the tensor `name` of the source, the first of several.
     ///
     /// # Errors
-    /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if the resulting
-    /// name is empty.
+    /// As [`apply_all`](Self::apply_all).
     pub fn apply(&self, name: &str) -> Result<String> {
+        Ok(self.apply_all(name)?.swap_remove(0))
+    }
+
+    /// Returns the model's names for the tensor `name` of the source, at least one.
+    ///
+    /// ```
+    /// use fulgurite_core::checkpoint::NameRules;
+    ///
+    /// let to = |name: &str| ("model".to_owned(), name.to_owned());
+    /// let rules = NameRules { rename: vec![to("online"), to("target")], ..NameRules::default() };
+    /// assert_eq!(rules.apply_all("model.up.weight")?, ["online.up.weight", "target.up.weight"]);
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// As [`clean_tensor_name`]; if a replacement has more `*` than its pattern; if a resulting name
+    /// is empty.
+    pub fn apply_all(&self, name: &str) -> Result<Vec<String>> {
         let mut new = if self.clean { clean_tensor_name(name)? } else { name.to_owned() };
         if let Some(rest) = self.prefix_strip.as_deref().and_then(|p| new.strip_prefix(p)) {
             new = rest.to_owned();
@@ -114,25 +133,35 @@ impl NameRules {
                 )));
             }
         }
+        let mut all = Vec::new();
         let matching = self
             .rename
             .iter()
             .filter(|_| !new.is_empty())
-            .find_map(|(pattern, to)| find_pattern(pattern, &new).map(|found| (to, found)));
-        if let Some((replacement, PatternMatch { before, captures, rest })) = matching {
-            let mut captures = captures.into_iter();
+            .find_map(|(pattern, _)| find_pattern(pattern, &new).map(|found| (pattern, found)));
+        let Some((pattern, PatternMatch { before, captures, rest })) = matching else {
+            return Ok(vec![self.finished(name, new)?]);
+        };
+        for (_, replacement) in self.rename.iter().filter(|(from, _)| from == pattern) {
+            let mut captures = captures.iter();
             let mut parts = replacement.split('*');
             let mut renamed = parts.next().unwrap_or_default().to_owned();
             for part in parts {
-                renamed.push_str(captures.next().unwrap_or_default());
+                renamed.push_str(captures.next().copied().unwrap_or_default());
                 renamed.push_str(part);
             }
-            new = match (renamed.is_empty(), before) {
+            let new = match (renamed.is_empty(), before) {
                 (false, _) => format!("{before}{renamed}{rest}"),
                 (true, "") => rest.trim_start_matches('.').to_owned(),
                 (true, _) => format!("{}{rest}", before.trim_end_matches('.')),
             };
+            all.push(self.finished(name, new)?);
         }
+        Ok(all)
+    }
+
+    /// Adds the prefix to a new name of the tensor `name`.
+    fn finished(&self, name: &str, mut new: String) -> Result<String> {
         if let Some(prefix) = &self.prefix_add {
             new.insert_str(0, prefix);
         }
@@ -167,7 +196,7 @@ impl<S: TensorSource> RenamedSource<S> {
     /// # Errors
     /// If two tensors get the same name, naming both; as [`NameRules::apply`].
     pub fn new(inner: S, rules: &NameRules) -> Result<Self> {
-        Self::with(inner, |name| rules.apply(name))
+        Self::with(inner, |name| rules.apply_all(name))
     }
 
     /// Renames an optimizer's tensors, whose names are [`optimizer_key`]s; the rules apply to the
@@ -177,20 +206,25 @@ impl<S: TensorSource> RenamedSource<S> {
     /// As [`new`](Self::new).
     pub fn optimizer(inner: S, rules: &NameRules) -> Result<Self> {
         Self::with(inner, |key| match parse_optimizer_key(key) {
-            Some((fqn, name)) => Ok(optimizer_key(&rules.apply(fqn)?, name)),
-            None => Ok(key.to_owned()),
+            Some((fqn, name)) => {
+                let names = rules.apply_all(fqn)?;
+                Ok(names.iter().map(|fqn| optimizer_key(fqn, name)).collect())
+            }
+            None => Ok(vec![key.to_owned()]),
         })
     }
 
     /// Renames the tensors of `inner` by the closure `rename`.
-    pub(crate) fn with(inner: S, rename: impl Fn(&str) -> Result<String>) -> Result<Self> {
+    pub(crate) fn with(inner: S, rename: impl Fn(&str) -> Result<Vec<String>>) -> Result<Self> {
         let mut names = BTreeMap::new();
         for old in inner.names() {
-            let new = rename(old)
+            let all = rename(old)
                 .map_err(|error| Error::checkpoint(inner.location(), error.to_string()))?;
-            if let Some(other) = names.insert(new.clone(), old.to_owned()) {
-                let message = format!("`{other}` and `{old}` would both be called `{new}`");
-                return Err(Error::checkpoint(inner.location(), message));
+            for new in all {
+                if let Some(other) = names.insert(new.clone(), old.to_owned()) {
+                    let message = format!("`{other}` and `{old}` would both be called `{new}`");
+                    return Err(Error::checkpoint(inner.location(), message));
+                }
             }
         }
         Ok(Self { inner, names })
@@ -260,6 +294,25 @@ mod tests {
         let error = clean_tensor_name("layers.0._fsdp_wrapped_module._flat_param").unwrap_err();
         insta::assert_snapshot!(error, @"parameter `layers.0._fsdp_wrapped_module._flat_param`: is a flat parameter of FSDP 1, which holds several parameters in one tensor. Save with `StateDictType.FULL_STATE_DICT` there");
         insta::assert_snapshot!(clean_tensor_name("_orig_mod").unwrap_err(), @"parameter `_orig_mod`: has no name besides those of wrappers");
+    }
+
+    #[test]
+    fn pattern_gives_several_names() {
+        let tensor = Tensor::new(&[1f32, 2.0], &Device::Cpu).unwrap();
+        let source = || crate::TensorMap::new([("model.norm.w".to_owned(), tensor.clone())]);
+        let rules = |names: &[&str]| NameRules {
+            rename: names.iter().map(|to| ("model".to_owned(), (*to).to_owned())).collect(),
+            prefix_add: Some("net.".into()),
+            ..NameRules::default()
+        };
+        let renamed = RenamedSource::new(source(), &rules(&["online", "target"])).unwrap();
+        assert_eq!(renamed.names(), ["net.online.norm.w", "net.target.norm.w"]);
+        for name in renamed.names() {
+            let read = renamed.read(name, &Region::full(&[2]), DType::F32, &Device::Cpu).unwrap();
+            assert_eq!(read.to_vec1::<f32>().unwrap(), [1.0, 2.0]);
+        }
+        let twice = RenamedSource::new(source(), &rules(&["online", "online"])).unwrap_err();
+        insta::assert_snapshot!(twice, @"checkpoint (tensors in memory): `model.norm.w` and `model.norm.w` would both be called `net.online.norm.w`");
     }
 
     #[test]

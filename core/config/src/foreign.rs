@@ -102,6 +102,7 @@ const PLUGINS: &[(&str, &[&str], &str)] = &[
     ("optimizer", &["fused_adam"], "adam"),
     ("optimizer", &["lion_32bit", "lion_pytorch"], "lion"),
     ("optimizer", &["muon_with_aux_adam"], "muon"),
+    ("optimizer", &["adamw_schedule_free", "schedule_free", "schedulefree"], "schedule_free_adamw"),
     ("scheduler", &["cosine_with_warmup", "cosine_annealing"], "cosine"),
     ("scheduler", &["constant_with_warmup"], "constant"),
     ("scheduler", &["linear_with_warmup"], "linear"),

@@ -323,7 +323,7 @@ impl Module for BatchNorm {
             return Err(Error::module(self.layer.path(), message));
         }
         let (saved, input) = self.layer.redistribute_input(x)?;
-        let scope = ForwardScope::of_random_layer(self.layer.path())?;
+        let scope = ForwardScope::of_layer(&self.layer)?;
         let (y, statistics) = self.layer.run(|| {
             let x = to_accumulation_dtype(&saved)?;
             let statistics = self.statistics(&x, scope.as_ref())?;

@@ -218,7 +218,7 @@ impl Mask {
         if x.elem_count() == 0 || x.rank() == 0 {
             return Ok(None);
         }
-        let Some(scope) = ForwardScope::of_random_layer(&path)? else { return Ok(None) };
+        let Some(scope) = ForwardScope::of_layer(layer)? else { return Ok(None) };
         let layout = match columns < whole && x.rank() > 1 {
             true => Layout::LAST,
             false => layer.computes_with(),
@@ -238,7 +238,7 @@ impl Module for Dropout {
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
         let drops = self.p > 0.0 && x.elem_count() > 0 && x.rank() > 0;
         let scope = match drops {
-            true => ForwardScope::of_random_layer(self.layer.path())?,
+            true => ForwardScope::of_layer(&self.layer)?,
             false => None,
         };
         if scope.is_none() && !self.layer.redistributes_input() {

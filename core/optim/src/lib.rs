@@ -60,6 +60,7 @@ mod rmsprop;
 #[cfg(test)]
 mod rules;
 mod schedule;
+mod schedule_free;
 mod sgd;
 mod state;
 mod state_dtype;
@@ -85,6 +86,7 @@ pub use muon::{AdjustLr, Muon, MuonAdamW};
 pub use optimizer::{Interval, Optimizer, OptimizerConfig, SchedulerConfig, StateTensor};
 pub use rmsprop::RmsProp;
 pub use schedule::{Constant, Cosine, Linear, Step};
+pub use schedule_free::ScheduleFreeAdamW;
 pub use sgd::Sgd;
 pub use state_dtype::StateDtype;
 pub use step_scale::{GradScale, StepScale};

@@ -76,6 +76,27 @@ pub trait Optimizer: Send {
         let _ = seed;
     }
 
+    /// Whether evaluations have other weights than training, as with an optimizer that averages
+    /// them itself: see [`set_training`](Self::set_training).
+    fn averages_weights(&self) -> bool {
+        false
+    }
+
+    /// Puts the weights of training (`true`) or of evaluations in place, and returns whether the
+    /// weights may have changed. Not collective.
+    ///
+    /// The weights of training return to the bit. After a change, `Strategy::prepare_forward` must
+    /// be called: layers may compute with a copy of the shards. Training calls it around
+    /// validations and saves. An optimizer whose weights are the same in both ignores it, which is
+    /// the default.
+    ///
+    /// # Errors
+    /// If a parameter lacks values.
+    fn set_training(&mut self, training: bool) -> Result<bool> {
+        let _ = training;
+        Ok(false)
+    }
+
     /// The base learning rate, before groups' own rates and the schedule.
     fn learning_rate(&self) -> f64;
 

@@ -43,6 +43,9 @@ impl Peers {
             if step % 3 != 0 {
                 continue;
             }
+            // The cases of evaluations have their weights.
+            let evaluated = case.ends_with("_x");
+            assert_eq!(optimizer.set_training(!evaluated).unwrap(), evaluated);
             for parameter in &parameters {
                 let expected = &recorded[step as usize / 3 - 1][parameter.fqn()];
                 let found = values(parameter);
@@ -51,6 +54,7 @@ impl Peers {
                     distance = distance.max((found - expected).abs() / expected.abs().max(1.0));
                 }
             }
+            optimizer.set_training(true).unwrap();
         }
         distance
     }
@@ -79,6 +83,16 @@ fn twelve_steps_equal_the_peers() {
     let rmsprop = RmsProp { lr: 0.02, ..RmsProp::default() };
     let adagrad = Adagrad { lr: 0.1, ..Adagrad::default() };
     let muon = Muon { lr: 0.05, ..Muon::default() };
+    let free = ScheduleFreeAdamW { lr: 0.02, ..ScheduleFreeAdamW::default() };
+    let free_options = ScheduleFreeAdamW {
+        betas: (0.7, 0.95),
+        eps: 1e-4,
+        weight_decay: 0.3,
+        warmup_steps: 4,
+        r: 1.0,
+        weight_lr_power: 1.5,
+        ..free.clone()
+    };
     let cases: Vec<(&str, Box<dyn OptimizerConfig>)> = vec![
         ("adam", Box::new(adam.clone())),
         ("adam_decay", Box::new(Adam { betas: (0.4, 0.9), eps: 1e-3, weight_decay: 0.3, ..adam })),
@@ -138,6 +152,10 @@ fn twelve_steps_equal_the_peers() {
                 ..muon
             }),
         ),
+        ("schedule_free", Box::new(free.clone())),
+        ("schedule_free_x", Box::new(free)),
+        ("schedule_free_options", Box::new(free_options.clone())),
+        ("schedule_free_options_x", Box::new(free_options)),
     ];
     for (case, config) in &cases {
         // torch computed in f32.

@@ -60,6 +60,11 @@ impl UpdateRanks {
         &self.group
     }
 
+    /// Whether they are all ranks of the mesh, so that no replica trains apart.
+    pub fn are_all(&self) -> bool {
+        self.members.len() == self.mesh.world().size()
+    }
+
     /// The region of a parameter that a rank of the group holds.
     ///
     /// # Errors

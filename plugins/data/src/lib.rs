@@ -54,7 +54,8 @@ mod walk;
 
 pub use chat::{
     ChatData, ChatDataConfig, ChatTemplate, PreferenceBatch, PreferenceData, PreferenceDataConfig,
-    Rendered, TemplateOptions, TooLong, TrainOn,
+    Rendered, RewardBatch, RewardData, TemplateOptions, TooLong, TrainOn, UnpairedBatch,
+    UnpairedData,
 };
 pub use config::{
     AddBosToken, CacheDir, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,

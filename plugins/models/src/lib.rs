@@ -24,7 +24,7 @@ mod modules;
 mod recipes;
 mod weights;
 
-pub use callbacks::{ChoicesConfig, SamplesConfig};
+pub use callbacks::{AnswersConfig, ChoicesConfig, LikelihoodConfig, Match, SamplesConfig, Take};
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
 pub use decoder::{Decoder, DecoderConfig, LayerConfig, NormPlacement};
 pub use encoder::{
@@ -42,8 +42,8 @@ pub use layers::{FeedForward, NormKind};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
 pub use modules::{
-    CausalLm, Chat, Embedding, MaskedLm, PREFERENCE_KEYS, Preference, SequenceClassification,
-    TextGeneration, TokenClassification,
+    CausalLm, Chat, Embedding, KTO_KEYS, Kto, MaskedLm, PREFERENCE_KEYS, Preference, Reward,
+    SequenceClassification, TextGeneration, TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

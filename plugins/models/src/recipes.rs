@@ -38,6 +38,8 @@ recipes![
     "chat_lora",
     "chat_fsdp",
     "preference_lora",
+    "kto_lora",
+    "reward",
     "tensor_parallel",
     "long_context",
     "classification",

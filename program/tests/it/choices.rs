@@ -1,4 +1,4 @@
-//! The callback `choices`, against the values of transformers.
+//! The callbacks `choices` and `likelihood`, against the values of transformers.
 
 use std::fs;
 use std::path::Path;
@@ -10,11 +10,19 @@ use crate::tasks::{fixture, folder};
 
 /// The metrics of the first validation of a command.
 fn metrics(dir: &Path, command: &str, sets: &[&str]) -> Value {
+    metrics_of("choices", dir, command, sets)
+}
+
+/// The metrics of the first validation of a command with a callback of `questions.jsonl`.
+fn metrics_of(callback: &str, dir: &Path, command: &str, sets: &[&str]) -> Value {
+    let callback = format!(
+        "trainer.callbacks=[{{ type='{callback}', path='questions.jsonl', name='words' }}]"
+    );
     let model = format!("model.from_pretrained={}", fixture("llama_yarn").display());
     let common = [
         model.as_str(),
         "data={ type='lines', path='lines.txt', tokenizer='tokenizer.json', seq_len=8, eos_token='[SEP]' }",
-        "trainer.callbacks=[{ type='choices', path='questions.jsonl', name='words' }]",
+        callback.as_str(),
         "trainer.loggers=[]",
     ];
     let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
@@ -57,6 +65,28 @@ fn choices_are_scored_as_by_transformers() {
         for (name, expected) in [("acc", 1.0), ("acc_norm", 2.0 / 3.0), ("nll", 3.4815003077)] {
             let found = found[format!("val_words_{name}")].as_f64().unwrap();
             assert!((found - expected).abs() < 1e-5, "{command} {sets:?}: {name} is {found}");
+        }
+    }
+}
+
+#[test]
+fn likelihoods_are_those_of_transformers() {
+    let dir = folder();
+    let rows = [
+        json!({"text": "the cat is good"}),
+        json!({"context": "the film is", "text": " not good"}),
+        json!({"text": "run cat run"}),
+    ];
+    let lines: String = rows.iter().map(|row| format!("{row}\n")).collect();
+    fs::write(dir.path().join("questions.jsonl"), lines).unwrap();
+    let fsdp = ["trainer.devices=2", "trainer.strategy=fsdp"];
+    for sets in [&[][..], &fsdp] {
+        let found = metrics_of("likelihood", dir.path(), "validate", sets);
+        let expected =
+            [("nll", 3.74526498), ("perplexity", 42.32021976), ("bits_per_byte", 1.08065504)];
+        for (name, expected) in expected {
+            let found = found[format!("val_words_{name}")].as_f64().unwrap();
+            assert!((found - expected).abs() < 2e-5 * expected, "{sets:?}: {name} is {found}");
         }
     }
 }

@@ -41,7 +41,15 @@ const WORDS: &[&str] = &[
 const PICTURES: &[&str] =
     &["module.type=image_classification", "data.path=classes", "data.height=12", "data.width=12"];
 
-pub(crate) const ENCODERS: [Encoder; 9] = [
+const PAIRS: &[&str] = &[
+    "module.type=reward",
+    "model.center_rewards_coefficient=0.1",
+    "data.path=judged.jsonl",
+    "data.tokenizer=tokenizer.json",
+    "data.seq_len=12",
+];
+
+pub(crate) const ENCODERS: [Encoder; 11] = [
     Encoder { name: "bert_masked", sets: MASKED },
     Encoder { name: "bert_classes", sets: CLASSES },
     Encoder { name: "bert_tokens", sets: WORDS },
@@ -51,6 +59,9 @@ pub(crate) const ENCODERS: [Encoder; 9] = [
     Encoder { name: "modernbert_classes", sets: CLASSES },
     Encoder { name: "modernbert_tokens", sets: WORDS },
     Encoder { name: "vit", sets: PICTURES },
+    Encoder { name: "bert_reward", sets: PAIRS },
+    // A decoder with a head that the encoders have too.
+    Encoder { name: "llama_reward", sets: PAIRS },
 ];
 
 impl Encoder {
@@ -82,6 +93,15 @@ pub(crate) fn data() -> tempfile::TempDir {
     let row = |i: usize| json!({"text": texts[i % 5], "label": i * 3 % 5});
     let rows: String = (0..40).map(|i| format!("{}\n", row(i))).collect();
     fs::write(dir.path().join("classes.jsonl"), rows).unwrap();
+    let row = |i: usize| {
+        json!({"prompt": texts[i % 5], "chosen": format!(" {}", texts[(i + 1) % 4]),
+               "rejected": format!(" {}", texts[(i + 2) % 4]), "margin": 0.1 * (i % 3) as f64})
+    };
+    let rows: String = (0..40).map(|i| format!("{}\n", row(i))).collect();
+    fs::write(dir.path().join("judged.jsonl"), rows).unwrap();
+    // `transformers` finds the last token of a text by its padding.
+    let padding = json!({"pad_token": "[PAD]"}).to_string();
+    fs::write(dir.path().join("tokenizer_config.json"), padding).unwrap();
     for class in 0..5 {
         let folder = dir.path().join("classes").join(class.to_string());
         fs::create_dir_all(&folder).unwrap();

@@ -207,6 +207,71 @@ fn checkpoint_of_a_run_generates_text() {
 }
 
 #[test]
+fn answers_are_scored_while_training() {
+    let line = |prompt: &str, answer: Value| json!({"prompt": prompt, "answer": answer});
+    let questions = [
+        line("añb ", json!(" çd ✓ añb")),
+        line("✓ ", json!(["çd ✓ añb", "añb çd ✓"])),
+        line("çd ", json!("çd ✓ añb")),
+        line("ñb ", json!("çd ✓ añb")),
+        line("d ✓ ", json!("çd ✓ añb")),
+    ];
+    let lines: String = questions.iter().map(|line| format!("{line}\n")).collect();
+    let exact =
+        "{ type='answers', path='q.jsonl', name='pattern', max_new_tokens=12, batch_size=2 }";
+    let filtered = "{ type='answers', path='q.jsonl', filter='^\\s*(\\S+)', match='contains', name='beginning' }";
+    let kept =
+        "{ type='model_checkpoint', monitor='val_pattern_accuracy', mode='max', filename='best' }";
+    for (devices, strategy) in [MESHES[0], MESHES[2], MESHES[4]] {
+        let dir = tempfile::tempdir().unwrap();
+        fs::write(dir.path().join("q.jsonl"), &lines).unwrap();
+        let keys = [
+            &format!("trainer.callbacks=[{exact}, {filtered}, {kept}]"),
+            &format!("trainer.devices={devices}"),
+            strategy,
+            &format!("data.batch_size={}", if strategy.contains("fsdp") { 4 } else { 8 }),
+            "data.validation_fraction=0.05",
+            "trainer.val_check_interval=150",
+        ];
+        let output = train(dir.path(), &keys);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        let metrics = dir.path().join("fulgurite_logs/version_0/metrics.jsonl");
+        let metrics = answers(&fs::read_to_string(metrics).unwrap());
+        let value = |name: &str| {
+            let found = metrics.iter().rev().find_map(|line| line[name].as_f64());
+            found.unwrap_or_else(|| panic!("{name} in {metrics:?}"))
+        };
+        // The third and the fifth answer are others.
+        assert_eq!(value("val_pattern_accuracy"), 0.6, "{strategy}");
+        // No answer begins with all words.
+        assert_eq!(value("val_beginning_accuracy"), 0.0, "{strategy}");
+    }
+}
+
+#[test]
+fn wrong_questions_are_named() {
+    let dir = tempfile::tempdir().unwrap();
+    fs::write(dir.path().join("text.txt"), "añb çd ✓ ".repeat(2000)).unwrap();
+    let said = |line: &str, options: &str| {
+        fs::write(dir.path().join("q.jsonl"), line).unwrap();
+        let callback =
+            format!("trainer.callbacks=[{{ type='answers', path='q.jsonl', {options} }}]");
+        let output = train(dir.path(), &[&callback]);
+        assert!(!output.status.success());
+        let said = String::from_utf8(output.stderr).unwrap();
+        said.lines().last().unwrap_or_default().to_owned()
+    };
+    assert_snapshot!(said(r#"{"prompt": 1, "answer": "x"}"#, ""), @"error: `trainer.callbacks`, answers: q.jsonl, line 1 has a `prompt` that is neither a text nor a list of messages");
+    assert_snapshot!(said(r#"{"prompt": "x", "answer": {}}"#, ""), @"error: `trainer.callbacks`, answers: q.jsonl, line 1 has the answer {}: expected a text or a number");
+    assert_snapshot!(said(r#"{"prompt": "x", "answer": "x"}"#, "match='numeric'"), @r#"error: `trainer.callbacks`, answers: q.jsonl, line 1 has the answer "x", which is no number (match = "numeric")"#);
+    assert_snapshot!(said(r#"{"prompt": "x", "answer": "("}"#, "match='regex'"), @r#"error: `trainer.callbacks`, answers: q.jsonl, line 1 has the answer "(", which is no regular expression: Parsing error at position 1: Opening parenthesis without closing parenthesis"#);
+    assert_snapshot!(said(r#"{"prompt": "x", "answer": "x"}"#, "filter='('"), @"error: `trainer.callbacks`, answers: `filter`: is no regular expression: Parsing error at position 1: Opening parenthesis without closing parenthesis");
+    assert_snapshot!(said(r#"{"prompt": "x", "answer": "x"}"#, "batch_size=0"), @"error: `trainer.callbacks`, answers: `batch_size`: must be at least 1, found 0");
+    assert_snapshot!(said(r#"{"prompt": [], "answer": "x"}"#, ""), @"error: `trainer.callbacks`, answers: prompt 0 is a list of messages, and the data has no chat template");
+    assert_snapshot!(said(r#"{"prompt": "x"}"#, ""), @"error: `trainer.callbacks`, answers: q.jsonl, line 1 is no object with `prompt` (a text or messages) and `answer` (a text, a number or a list of texts): missing field `answer` at line 1 column 15");
+}
+
+#[test]
 fn samples_are_shown_and_logged_while_training() {
     let callback = "trainer.callbacks=[{ type = \"samples\", prompts = [\"añb \", \"✓ \"], every_n_steps = 75, \
                     max_new_tokens = 12 }]";

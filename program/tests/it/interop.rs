@@ -1,17 +1,20 @@
-//! Models that `fulgurite` trains, converts and serves, in `transformers`, llama.cpp and lm-eval.
+//! Models that `fulgurite` trains, converts and serves, in `transformers`, llama.cpp and lm-eval, and
+//! trainings beside TRL's.
 //! Requires a Python with them:
 //!
 //! ```sh
 //! python3 -m venv target/interop
 //! target/interop/bin/pip install torch transformers safetensors peft sentencepiece gguf \
-//!     llama-cpp-python 'lm-eval[api]'
+//!     llama-cpp-python 'lm-eval[api]' trl datasets accelerate
 //! FULGURITE_PYTHON=target/interop/bin/python cargo test -p fulgurite-cli --test it interop:: -- --ignored
 //! ```
 
 use std::path::{Path, PathBuf};
 
+use serde_json::{Value, json};
+
 use crate::encoders::{ENCODERS, Encoder, data};
-use crate::models::{decoders, fit, root, run};
+use crate::models::{decoders, fit, losses_of, root, run};
 
 /// Trains a decoder on two ranks of `fsdp` without changing its weights, and converts the
 /// checkpoint.
@@ -93,4 +96,108 @@ fn lm_eval_scores_a_server_as_transformers() {
     let args = words.map(|path| path.to_str().unwrap().to_owned());
     let [compared, _] = run(python, &args);
     println!("{compared}");
+}
+
+/// A model of the fixtures with a tokenizer of words, which TRL ends each answer with `</s>` by.
+fn with_tokenizer(name: &str, scratch: &Path) -> PathBuf {
+    let (fixture, dir) = (crate::tasks::fixture(name), scratch.join(name));
+    std::fs::create_dir_all(&dir).unwrap();
+    for file in ["config.json", "model.safetensors"] {
+        std::fs::copy(fixture.join(file), dir.join(file)).unwrap();
+    }
+    let specials = ["<pad>", "<unk>", "</s>"];
+    let added = specials.iter().enumerate().map(|(id, content)| {
+        json!({"id": id, "content": content, "special": true, "single_word": false,
+               "lstrip": false, "rstrip": false, "normalized": false})
+    });
+    let vocab = specials.iter().chain(&WORDS).enumerate();
+    let vocab: serde_json::Map<String, Value> =
+        vocab.map(|(id, word)| ((*word).to_owned(), id.into())).collect();
+    let tokenizer = json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "added_tokens": added.collect::<Vec<_>>(), "pre_tokenizer": {"type": "Whitespace"},
+        "post_processor": null, "decoder": null,
+        "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"}
+    });
+    let names = json!({"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>",
+                       "pad_token": "<pad>", "unk_token": "<unk>"});
+    for (file, content) in [("tokenizer.json", tokenizer), ("tokenizer_config.json", names)] {
+        std::fs::write(dir.join(file), content.to_string()).unwrap();
+    }
+    dir
+}
+
+const WORDS: [&str; 8] = ["the", "cat", "run", "good", "bad", "film", "is", "not"];
+
+/// A training by TRL and here: its kind, the model, the number of rows, a row, and settings.
+type Training<'a> = (&'a str, &'a str, usize, &'a dyn Fn(usize) -> Value, &'a [&'a str]);
+
+#[test]
+#[ignore = "needs a Python with trl, datasets and accelerate"]
+fn trl_trains_with_equal_losses() {
+    let python = std::env::var("FULGURITE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let scratch = tempfile::tempdir().unwrap();
+    let text = |i: usize, count: usize| {
+        (0..count).map(|k| WORDS[(i * 3 + k * k) % 8]).collect::<Vec<_>>().join(" ")
+    };
+    let prompt = |i: usize| text(i, 2 + i % 3);
+    let [first, second] =
+        [1, 2].map(|n| move |i: usize| format!(" {}", text(i + n, n + i % (5 - n))));
+    let answer = |i: usize| json!({"prompt": prompt(i), "completion": first(i)});
+    let pair = |i: usize| json!({"prompt": prompt(i), "chosen": first(i), "rejected": second(i)});
+    let judged =
+        |i: usize| json!({"prompt": prompt(i), "completion": first(i), "label": i % 3 != 1});
+    // TRL takes mismatched answers from the batch, and so has one batch of rows.
+    let kinds: [Training; 4] = [
+        ("sft", "llama_yarn", 24, &answer, &["module.type=chat", "data.packing=false"]),
+        ("dpo", "llama_yarn", 24, &pair, &["module.type=preference", "model.beta=0.3"]),
+        (
+            "kto",
+            "llama_yarn",
+            4,
+            &judged,
+            &[
+                "module.type=kto",
+                "model.beta=0.3",
+                "model.desirable_weight=1.5",
+                "model.undesirable_weight=0.5",
+            ],
+        ),
+        (
+            "reward",
+            "llama_reward",
+            24,
+            &pair,
+            &["module.type=reward", "model.center_rewards_coefficient=0.05"],
+        ),
+    ];
+    for (kind, model, count, row, own) in kinds {
+        let model = with_tokenizer(model, scratch.path()).display().to_string();
+        let rows: String = (0..count).map(|i| format!("{}\n", row(i))).collect();
+        let path = scratch.path().join(format!("{kind}.jsonl")).display().to_string();
+        std::fs::write(&path, rows).unwrap();
+        let script = root().join("tests/interop/trl_curves.py").display().to_string();
+        let args = [script, kind.to_owned(), model.clone(), path.clone(), "10".to_owned()];
+        let [theirs, _] = run(&python, &args);
+        let theirs: Vec<f64> = serde_json::from_str(theirs.lines().last().unwrap()).unwrap();
+        let common = [
+            format!("model.from_pretrained={model}"),
+            format!(
+                "data={{ path='{path}', tokenizer='{model}', seq_len=16, batch_size=4, shuffle=false, \
+                 validation_fraction=0.0 }}"
+            ),
+            "optimizer={ type='adamw', lr=0.01, weight_decay=0.0 }".to_owned(),
+            "scheduler=constant".to_owned(),
+            "trainer.gradient_clip_val=1.0".to_owned(),
+            "trainer.max_steps=10".to_owned(),
+            "trainer.loggers=[]".to_owned(),
+        ];
+        let sets = common.iter().map(String::as_str).chain(own.iter().copied());
+        let ours = losses_of(scratch.path(), sets);
+        let differences = ours.iter().zip(&theirs).map(|(ours, theirs)| (ours - theirs).abs());
+        let largest = differences.fold(0.0, f64::max);
+        println!("{kind}: {ours:?}, TRL {theirs:?}: equal up to {largest:e}");
+        assert_eq!((ours.len(), theirs.len()), (10, 10));
+        assert!(largest <= 1e-5 && ours[9] < ours[0], "{kind}: {ours:?}, TRL {theirs:?}");
+    }
 }

@@ -29,6 +29,7 @@ mod recipes;
 mod report;
 mod run;
 #[cfg(feature = "models")]
+mod schedule_free;
 mod serve;
 mod tasks;
 #[cfg(feature = "models")]

@@ -21,6 +21,12 @@ fn data() -> tempfile::TempDir {
     };
     let rows: String = (0..24).map(|i| format!("{}\n", row(i))).collect();
     fs::write(dir.path().join("pairs.jsonl"), rows).unwrap();
+    let row = |i: usize| {
+        json!({"prompt": text(i, 2 + i % 3), "completion": format!(" {}", text(i + 1, 1 + i % 4)),
+               "label": i % 3 != 1})
+    };
+    let rows: String = (0..24).map(|i| format!("{}\n", row(i))).collect();
+    fs::write(dir.path().join("answers.jsonl"), rows).unwrap();
     dir
 }
 
@@ -66,6 +72,50 @@ fn preferences_are_learned_alike_on_any_mesh() {
             assert_close(&format!("{sets:?} on {mesh:?}"), &found, &alone, 2e-5);
         }
     }
+}
+
+#[test]
+fn kto_is_learned_alike_on_any_mesh() {
+    let dir = data();
+    let tensor = "{ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";
+    for adapters in [&[][..], &[LORA]] {
+        let own = ["module.type=kto", "data.path=answers.jsonl", "model.undesirable_weight=0.5"];
+        let sets = [&own[..], adapters].concat();
+        let alone = fit(dir.path(), (1, 4, "single_device"), &sets);
+        // The policy begins as its reference: 1 - sigmoid(0), of three good answers and a bad one.
+        let first = (1.0 + 0.5 + 1.0 + 1.0) / 4.0 * 0.5;
+        assert_close("the first step", &alone[..1], &[first], 1e-5);
+        for mesh in [(2, 2, "ddp"), (2, 2, "fsdp"), (2, 4, tensor)] {
+            let found = fit(dir.path(), mesh, &sets);
+            assert_close(&format!("{sets:?} on {mesh:?}"), &found, &alone, 2e-5);
+        }
+    }
+}
+
+#[test]
+fn wrong_judgements_are_refused() {
+    let dir = data();
+    let refused = |row: &str, sets: &[&str]| {
+        fs::write(dir.path().join("wrong.jsonl"), format!("{row}\n")).unwrap();
+        let fixture = root().join("plugins/models/tests/fixtures/llama_yarn");
+        let output = std::process::Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+            .args(["config", "check", "--set", "module.type=kto"])
+            .args(["--set", &format!("model.from_pretrained={}", fixture.display())])
+            .args(["--set", "data={ path='wrong.jsonl', tokenizer='tokenizer.json', seq_len=16 }"])
+            .args(sets.iter().flat_map(|set| ["--set", set]))
+            .current_dir(dir.path())
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{said}");
+        said.lines().last().unwrap_or_default().to_owned()
+    };
+    let good = r#"{"prompt": "the cat", "completion": " is good", "label": true}"#;
+    insta::assert_snapshot!(refused(r#"{"prompt": "the", "completion": " cat"}"#, &[]), @"error: data: wrong.jsonl, line 1 has no `label`: expected true for a good answer, false for a bad one, beside `prompt` and `completion` or `messages`");
+    insta::assert_snapshot!(refused(r#"{"prompt": "the", "completion": " cat", "label": 0.5}"#, &[]), @"error: data: wrong.jsonl, line 1 has the `label` 0.5: expected true or false");
+    insta::assert_snapshot!(refused(r#"{"messages": [{"role": "user", "content": "the"}], "label": false}"#, &["data.chat_template=chatml"]), @"error: data: wrong.jsonl, line 1 has messages that do not end with an answer to a message");
+    insta::assert_snapshot!(refused(good, &["model.reference=data"]), @r#"error: `model.reference`: expected "auto", found "data""#);
+    insta::assert_snapshot!(refused(good, &["model.desirable_weight=-1"]), @"error: `model.desirable_weight`: must be above 0, found -1");
 }
 
 #[test]

@@ -39,6 +39,14 @@ fn small(name: &str) -> Vec<String> {
             Some("llama_yarn"),
             &["data.path=preferred.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=16"],
         ),
+        "kto_lora" => (
+            Some("llama_yarn"),
+            &["data.path=judged.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=16"],
+        ),
+        "reward" => (
+            Some("llama_yarn"),
+            &["data.path=preferred.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=16"],
+        ),
         "chat_lora" | "chat_fsdp" => (
             Some("llama_yarn"),
             &["data.tokenizer=tokenizer.json", "data.chat_template=chatml", "data.seq_len=16"],
@@ -76,6 +84,10 @@ fn recipes_train_as_they_are_listed() {
     std::fs::write(temp.path().join("chats.jsonl"), format!("{chat}\n").repeat(200)).unwrap();
     let pair = r#"{"prompt": "the cat", "chosen": " is good", "rejected": " is bad"}"#;
     std::fs::write(temp.path().join("preferred.jsonl"), format!("{pair}\n").repeat(40)).unwrap();
+    let answers = r#"{"prompt": "the cat", "completion": " is good", "label": true}
+{"prompt": "the film", "completion": " is bad", "label": false}
+"#;
+    std::fs::write(temp.path().join("judged.jsonl"), answers.repeat(20)).unwrap();
     std::fs::write(temp.path().join("text.txt"), "to be or not to be ".repeat(200)).unwrap();
     let list = succeed(temp.path(), &["recipes", "list"]);
     let names: Vec<&str> = list.lines().filter_map(|line| line.split_whitespace().next()).collect();

@@ -126,6 +126,7 @@ fn metrics(root: &Path) -> BTreeMap<String, Vec<f64>> {
 /// Trains the module on one rank and on two, and asserts that losses and metrics are equal.
 fn assert_same_on_two_ranks(module: &str, keys: &[&str], metric: &str) {
     let dir = folder();
+    judged(dir.path());
     let mut expected: Option<BTreeMap<String, Vec<f64>>> = None;
     let tensor_parallel = "{type='model_parallel',tensor_parallel_size=2,parallelize='llama'}";
     for (i, (ranks, strategy)) in
@@ -270,6 +271,59 @@ fn predicted(dir: &Path, module: &str, keys: &[&str], extension: &str) -> String
     });
     assert_eq!(one, two);
     one
+}
+
+/// Pairs of texts with one chosen answer for all.
+fn judged(dir: &Path) {
+    let row = |i: usize| {
+        let text = words(i).join(" ");
+        json!({"prompt": text, "chosen": " good film", "rejected": format!(" {}", words(i + 1)[0]),
+               "margin": 0.25})
+    };
+    let rows: String = (0..40).map(|i| format!("{}\n", row(i))).collect();
+    fs::write(dir.join("judged.jsonl"), rows).unwrap();
+}
+
+#[test]
+fn rewards_are_learned_on_two_ranks() {
+    let from = format!("model.from_pretrained={}", fixture("llama").display());
+    let keys = [
+        &*from,
+        "data.path=judged.jsonl",
+        "data.tokenizer=tokenizer.json",
+        "data.seq_len=16",
+        "data.validation_fraction=0.2",
+    ];
+    assert_same_on_two_ranks("reward", &keys, "val_reward_accuracy");
+}
+
+#[test]
+fn rewards_are_written_by_pair() {
+    let dir = folder();
+    judged(dir.path());
+    let from = format!("model.from_pretrained={}", fixture("llama").display());
+    let keys = [
+        &*from,
+        "data.path=judged.jsonl",
+        "data.tokenizer=tokenizer.json",
+        "data.seq_len=16",
+        "data.batch_size=2",
+        "data.validation_fraction=0.2",
+    ];
+    let csv = predicted(dir.path(), "reward", &keys, "csv");
+    let mut lines = csv.lines();
+    assert_eq!(lines.next().unwrap(), "sample,name,chosen,rejected");
+    let rows: Vec<&str> = lines.collect();
+    assert_eq!(rows.len(), 8);
+    for row in rows {
+        let scores: Vec<f32> = row.rsplitn(3, ',').take(2).map(|x| x.parse().unwrap()).collect();
+        assert!(row.contains("judged.jsonl, line ") && scores[0] != scores[1], "{row}");
+    }
+    // A head of three classes does not score.
+    let three = ["module.type=reward", "model.num_labels=3"].map(str::to_owned);
+    let refused = run(dir.path(), &["config", "check"], &[sets(&keys), three.to_vec()].concat());
+    let said = String::from_utf8(refused.stderr).unwrap();
+    assert_snapshot!(said.lines().last().unwrap(), @"error: `model.num_labels`: a reward model has a head of 1 number, found 3; set it to 1");
 }
 
 #[test]

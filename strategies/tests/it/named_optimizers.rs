@@ -12,7 +12,7 @@ use fulgurite_core::module::{Adapters, ModuleBuilder, ModuleInit, ModuleTree};
 use fulgurite_core::nn::{Embedding, Linear};
 use fulgurite_core::optim::{
     Adafactor, Adagrad, Adam, AdjustLr, GradScale, Lion, Muon, MuonAdamW, OptimizerConfig, RmsProp,
-    StateDtype, UpdateRanks,
+    ScheduleFreeAdamW, StateDtype, UpdateRanks,
 };
 use fulgurite_core::parameter::Parameter;
 use fulgurite_core::random::{Purpose, Stream};
@@ -87,7 +87,8 @@ fn set_gradients(tree: &ModuleTree, step: u64) -> Result<()> {
 fn updates_are_bitwise_equal_on_every_mesh() {
     let centered = RmsProp { centered: true, momentum: 0.9, lr: 1e-3, ..RmsProp::default() };
     let bf16 = StateDtype::Bf16;
-    let optimizers: [&dyn OptimizerConfig; 8] = [
+    let optimizers: [&dyn OptimizerConfig; 9] = [
+        &ScheduleFreeAdamW { warmup_steps: 2, weight_decay: 0.1, ..Default::default() },
         &Adam { weight_decay: 0.1, ..Adam::default() },
         &Lion { weight_decay: 0.1, state_dtype: bf16, ..Lion::default() },
         &centered,
@@ -113,6 +114,8 @@ fn updates_are_bitwise_equal_on_every_mesh() {
                     }
                     optimizer.step(&GradScale { factor: 0.5, clip_value: Some(1.0) })?;
                 }
+                // Checkpoints have these weights.
+                optimizer.set_training(false)?;
                 let state = training.gather(optimizer.state_tensors()?)?;
                 Ok((training.weights()?, state))
             })
@@ -156,8 +159,9 @@ fn standing(training: &mut DecoderTraining) -> Result<Standing> {
 #[test]
 fn every_mesh_loads_checkpoints() {
     let rmsprop = RmsProp { centered: true, momentum: 0.9, lr: 1e-3, ..RmsProp::default() };
-    let optimizers: [&dyn OptimizerConfig; 5] =
-        [&muon(), &adafactor(), &Lion::default(), &rmsprop, &Adagrad::default()];
+    let free = ScheduleFreeAdamW::default();
+    let optimizers: [&dyn OptimizerConfig; 6] =
+        [&muon(), &adafactor(), &Lion::default(), &rmsprop, &Adagrad::default(), &free];
     for config in optimizers {
         let save = |mesh, path: &Path| {
             on(mesh, config, |training| {

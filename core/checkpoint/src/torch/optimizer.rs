@@ -181,7 +181,7 @@ impl TorchOptimizer {
         let tensors = RenamedSource::with(tensors, |old| {
             let parsed = crate::parse_optimizer_key(old);
             let renamed =
-                parsed.and_then(|(key, state)| Some(optimizer_key(by_text.get(key)?, state)));
+                parsed.and_then(|(key, state)| Some(vec![optimizer_key(by_text.get(key)?, state)]));
             renamed.ok_or_else(|| Error::other(format!("the tensor `{old}` is of no parameter")))
         })?;
         let named = |group: TorchGroup| ParamGroup {

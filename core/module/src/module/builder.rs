@@ -7,7 +7,7 @@ use candle_core::{DType, Device};
 use super::dtypes::{self, ModuleDtype};
 use super::keep_in_fp32;
 use super::parallelize::Edge;
-use super::pattern::any_pattern_matches;
+use super::pattern::{PATTERN_HELP, any_pattern_matches, pattern_matches};
 use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
@@ -52,6 +52,9 @@ pub struct ModuleInit {
     /// Patterns of parameters that get no gradient, as defined by
     /// [`pattern_matches`](super::pattern_matches).
     pub frozen: Vec<String>,
+    /// Patterns of modules whose layers compute as in an evaluation, in training too, as
+    /// [`ModuleBuilder::eval`] says.
+    pub eval_mode: Vec<String>,
     /// Adapters. With them, all other parameters are frozen.
     pub adapters: Option<Adapters>,
     /// Quantisation of frozen weights.
@@ -71,6 +74,7 @@ impl Default for ModuleInit {
             keep_in_fp32: vec![],
             module_dtypes: vec![],
             frozen: vec![],
+            eval_mode: vec![],
             adapters: None,
             quantization: None,
             activation_checkpointing: ActivationCheckpointing::default(),
@@ -100,6 +104,7 @@ pub struct ModuleBuilder {
     /// Compute dtype of the surrounding unit, or of the model outside of units.
     compute_dtype: DType,
     frozen: bool,
+    eval: bool,
 }
 
 impl ModuleBuilder {
@@ -112,6 +117,7 @@ impl ModuleBuilder {
             path: String::new(),
             unit: None,
             frozen: false,
+            eval: false,
         }
     }
 
@@ -125,6 +131,30 @@ impl ModuleBuilder {
     #[must_use]
     pub fn frozen(&self) -> Self {
         Self { frozen: true, ..self.clone() }
+    }
+
+    /// A copy of this builder whose layers compute as in an evaluation, in training too, as after
+    /// PyTorch's `module.eval()`: without dropout, and batch norms with their running statistics,
+    /// which stay as they are.
+    ///
+    /// Parameters are trained unless they are [`frozen`](Self::frozen). `trainer.eval_mode` does the
+    /// same by name.
+    ///
+    /// ```
+    /// use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
+    /// use fulgurite_core::nn::Dropout;
+    /// # use candle_core::{DType, Device, Tensor};
+    ///
+    /// let b = ModuleBuilder::new(ModuleInit::default());
+    /// let dropout = Dropout::new(&b.pp("backbone").frozen().eval().pp("dropout"), 0.5)?;
+    /// let x = Tensor::ones((4, 8), DType::F32, &Device::Cpu)?;
+    /// let training = ForwardScope { training: true, ..ForwardScope::default() };
+    /// assert_eq!(training.run(|| dropout.forward(&x))?.to_vec2::<f32>()?, x.to_vec2::<f32>()?);
+    /// # Ok::<(), fulgurite_core::Error>(())
+    /// ```
+    #[must_use]
+    pub fn eval(&self) -> Self {
+        Self { eval: true, ..self.clone() }
     }
 
     /// The path so far.
@@ -194,7 +224,8 @@ impl ModuleBuilder {
             InputCast::None => None,
         };
         let keeps_fp32 = in_fp32 && dtypes::is_half(self.compute_dtype);
-        let layer = LayerHandle::new(self.path.clone(), dtype, keeps_fp32);
+        let in_eval = self.eval || any_pattern_matches(&self.init.eval_mode, &self.path);
+        let layer = LayerHandle::new(self.path.clone(), dtype, keeps_fp32, in_eval);
         let (kind, parallel) = (parallel.kind(), Arc::new(parallel));
         let info = ModuleInfo { kind, unit: self.unit, layer: layer.clone(), parallel };
         let mut tree = self.tree();
@@ -545,6 +576,13 @@ impl ModuleBuilder {
             adapters.check(&tree, &tree.adapted)?;
         }
         keep_in_fp32::check(&self.init.keep_in_fp32, &tree, &tree.in_fp32)?;
+        for pattern in &self.init.eval_mode {
+            if !tree.modules().keys().any(|path| pattern_matches(pattern, path)) {
+                return Err(Error::Config(format!(
+                    "`trainer.eval_mode`: no layer of the model matches `{pattern}`. {PATTERN_HELP}"
+                )));
+            }
+        }
         let model = self.init.compute_dtype;
         dtypes::check(&self.init.module_dtypes, model, &tree, &tree.in_fp32)?;
         if let Some(quantization) = &self.init.quantization {

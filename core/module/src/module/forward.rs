@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::parallel::ContextParallel;
+use crate::parallel::{ContextParallel, LayerHandle};
 use crate::{Error, Result};
 use fulgurite_collective::collective::ProcessGroup;
 use fulgurite_tensor::autograd::GradMode;
@@ -100,6 +100,19 @@ impl ForwardScope {
                           `ExecutionContext` of the thread that gives it work"
                     .to_owned(),
             }),
+        }
+    }
+
+    /// The scope of a training forward, for a layer that computes otherwise in an evaluation, as
+    /// [`of_random_layer`](Self::of_random_layer). Also `None` if the layer is
+    /// [in evaluation mode](super::ModuleBuilder::eval).
+    ///
+    /// # Errors
+    /// As [`of_random_layer`](Self::of_random_layer).
+    pub fn of_layer(layer: &LayerHandle) -> Result<Option<Self>> {
+        match layer.is_in_eval() {
+            true => Ok(None),
+            false => Self::of_random_layer(layer.path()),
         }
     }
 

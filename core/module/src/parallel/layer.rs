@@ -36,6 +36,8 @@ struct Inner {
     dtype: Option<DType>,
     /// Whether the layer computes in f32 among layers in half precision.
     keeps_fp32: bool,
+    /// Whether the layer computes as in an evaluation, in training too.
+    in_eval: bool,
     parallel: RwLock<Option<Arc<LayerParallel>>>,
 }
 
@@ -137,8 +139,14 @@ impl LayerParallel {
 
 impl LayerHandle {
     /// A layer at `path` that computes in `dtype` (`None`: in its input's dtype).
-    pub(crate) fn new(path: String, dtype: Option<DType>, keeps_fp32: bool) -> Self {
-        Self(Arc::new(Inner { path, dtype, keeps_fp32, parallel: RwLock::default() }))
+    pub(crate) fn new(path: String, dtype: Option<DType>, keeps_fp32: bool, in_eval: bool) -> Self {
+        Self(Arc::new(Inner { path, dtype, keeps_fp32, in_eval, parallel: RwLock::default() }))
+    }
+
+    /// Whether the layer computes as in an evaluation, in training too
+    /// ([`ModuleBuilder::eval`](crate::module::ModuleBuilder::eval)).
+    pub fn is_in_eval(&self) -> bool {
+        self.0.in_eval
     }
 
     /// The layer's path.

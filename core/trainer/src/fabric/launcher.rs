@@ -280,6 +280,7 @@ impl TrainerConfig {
             compute_dtype: self.precision.compute_dtype(),
             keep_in_fp32: self.keep_in_fp32.clone(),
             frozen: self.freeze.clone(),
+            eval_mode: self.eval_mode.clone(),
             adapters,
             quantization: self
                 .quantization

@@ -172,6 +172,28 @@ impl FabricOptimizer {
         self.runtime.prepare_forward()
     }
 
+    /// Puts the weights of training (`true`) or of evaluations in place, for an optimizer whose
+    /// weights differ ([`Optimizer::set_training`]), and makes the model ready for a forward.
+    /// Returns whether anything changed. Collective.
+    ///
+    /// With other optimizers nothing happens. Call it around evaluations and
+    /// [saves](super::Checkpoints::save) in a loop of your own.
+    ///
+    /// # Errors
+    /// As [`Optimizer::set_training`], and if a peer fails.
+    pub fn set_training(&mut self, training: bool) -> Result<bool> {
+        let changed = self.inner.set_training(training)?;
+        if changed {
+            self.runtime.prepare_forward()?;
+        }
+        Ok(changed)
+    }
+
+    /// Whether the optimizer averages weights itself ([`Optimizer::averages_weights`]).
+    pub fn averages_weights(&self) -> bool {
+        self.inner.averages_weights()
+    }
+
     /// Number of optimizer steps done, including [skipped](Self::skipped_steps) steps.
     pub fn steps(&self) -> u64 {
         self.steps

@@ -17,6 +17,11 @@ pub trait OptimizerState {
     /// If memory for them cannot be allocated.
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>>;
 
+    /// Whether state tensors hold the weights of training, because checkpoints have others
+    /// ([`Optimizer::averages_weights`](fulgurite_engine::optim::Optimizer::averages_weights)). Then
+    /// load the model before the state.
+    fn averages_weights(&self) -> bool;
+
     /// Returns the state that is not a tensor, by name.
     fn scalars(&self) -> BTreeMap<String, f64>;
 
@@ -41,6 +46,10 @@ pub trait OptimizerState {
 impl OptimizerState for FabricOptimizer {
     fn steps(&self) -> u64 {
         self.steps()
+    }
+
+    fn averages_weights(&self) -> bool {
+        self.averages_weights()
     }
 
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {
@@ -158,6 +167,10 @@ impl FabricOptimizers {
 impl OptimizerState for FabricOptimizers {
     fn steps(&self) -> u64 {
         self.named.iter().map(|(_, optimizer)| optimizer.steps()).max().unwrap_or(0)
+    }
+
+    fn averages_weights(&self) -> bool {
+        self.iter().any(|(_, optimizer)| optimizer.averages_weights())
     }
 
     fn state_tensors(&mut self) -> Result<Vec<StateTensor>> {

@@ -198,6 +198,9 @@ impl FullState<'_> {
         }
         let report = loaded?;
         optimizer.load_scalars(&numbers.scalars)?;
+        if optimizer.averages_weights() {
+            self.0.runtime.prepare_forward()?;
+        }
         Ok(report)
     }
 

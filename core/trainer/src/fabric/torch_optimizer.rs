@@ -78,11 +78,17 @@ impl Checkpoints<'_> {
 
         let own: Numbers = opened.as_ref().map(numbers).unwrap_or_default();
         let (scalars, mut groups): Numbers = broadcast_object(world, &own, 0)?;
-        for name in groups.iter_mut().flat_map(|group| &mut group.params) {
-            *name = options.names.apply(name)?;
-            if let Some(parameter) = tree.parameter(name) {
-                *name = parameter.fqn().to_owned();
+        for group in &mut groups {
+            let mut renamed = Vec::with_capacity(group.params.len());
+            for name in &group.params {
+                renamed.extend(options.names.apply_all(name)?);
             }
+            for name in &mut renamed {
+                if let Some(parameter) = tree.parameter(name) {
+                    *name = parameter.fqn().to_owned();
+                }
+            }
+            group.params = renamed;
         }
         let states = optimizer.state_tensors()?;
         // Fails for another kind of optimizer before tensors are changed, as differences do below.

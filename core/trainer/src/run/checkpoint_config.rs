@@ -98,7 +98,8 @@ fulgurite_config::config_struct! {
         pub broadcast_from_rank0: bool = false,
         /// New names of tensors: a list of `{ from = "pattern", to = "name" }`. The first matching
         /// rule counts. `to` replaces the segments that `from` matches, a `*` in `to` stands for
-        /// the text matched by the `*` in `from`, and an empty `to` removes the segments.
+        /// the text matched by the `*` in `from`, and an empty `to` removes the segments. A list
+        /// as `to` gives a tensor several names, so that it fills several parameters.
         pub rename: Vec<RenameRule> = Vec::new(),
     }
 }
@@ -109,8 +110,28 @@ fulgurite_config::config_struct! {
 pub struct RenameRule {
     /// A pattern of tensors, or modules, in the checkpoint.
     pub from: String,
-    /// The new name in the model.
-    pub to: String,
+    /// The new name in the model, or several.
+    pub to: NewNames,
+}
+
+/// The new names of a tensor, in a rule of `checkpoint.load.rename`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged)]
+pub enum NewNames {
+    /// One name.
+    One(String),
+    /// Several names, for a tensor that fills several parameters.
+    Several(Vec<String>),
+}
+
+impl NewNames {
+    /// The names.
+    pub fn as_slice(&self) -> &[String] {
+        match self {
+            Self::One(name) => std::slice::from_ref(name),
+            Self::Several(names) => names,
+        }
+    }
 }
 
 impl ConfigType for RenameRule {
@@ -122,7 +143,10 @@ impl ConfigType for RenameRule {
 impl LoadConfig {
     /// Returns the options of loading.
     pub fn options(&self) -> LoadOptions {
-        let rename = self.rename.iter().map(|rule| (rule.from.clone(), rule.to.clone())).collect();
+        let pairs = |rule: &RenameRule| -> Vec<(String, String)> {
+            rule.to.as_slice().iter().map(|to| (rule.from.clone(), to.clone())).collect()
+        };
+        let rename = self.rename.iter().flat_map(pairs).collect();
         let chooses = !self.include.is_empty() || !self.exclude.is_empty();
         LoadOptions {
             strict: self.strict,
@@ -153,12 +177,28 @@ impl LoadConfig {
             })?;
         }
         for RenameRule { from, to } in &self.rename {
-            if to.matches('*').count() > from.matches('*').count() {
+            if to.as_slice().is_empty() {
+                return Err(Error::Config(format!(
+                    "`checkpoint.load.rename`: `{from}` has an empty list of new names; leave tensors out with \
+                     `checkpoint.load.exclude`"
+                )));
+            }
+            let lacks = |to: &&String| to.matches('*').count() > from.matches('*').count();
+            if let Some(to) = to.as_slice().iter().find(lacks) {
                 return Err(Error::Config(format!(
                     "`checkpoint.load.rename`: `{to}` has more `*` than `{from}`, so that nothing is known to put \
                      there"
                 )));
             }
+        }
+        let is_repeated = |(i, rule): &(usize, &RenameRule)| {
+            self.rename[..*i].iter().any(|other| other.from == rule.from)
+        };
+        if let Some((_, rule)) = self.rename.iter().enumerate().find(is_repeated) {
+            return Err(Error::Config(format!(
+                "`checkpoint.load.rename`: two rules are from `{}`; write one, with a list as `to`",
+                rule.from
+            )));
         }
         Ok(())
     }
@@ -236,6 +276,9 @@ mod tests {
         insta::assert_snapshot!(error("save_top_k = 3"), @r#"`checkpoint.save_top_k`: which 3 are the best needs `checkpoint.monitor`, such as "val_loss"; to keep the newest, set `checkpoint.keep_last`"#);
         insta::assert_snapshot!(error("mode = 'least'"), @r#"run.toml: `checkpoint.mode`: expected "min" or "max", found "least""#);
         insta::assert_snapshot!(error("load = { exclude = ['head.'] }"), @"`checkpoint.load.exclude`: the pattern `head.` has an empty segment; write the path of a module or parameter, such as `model.layers.*.mlp`");
+        insta::assert_snapshot!(error("load = { rename = [{ from = 'a', to = 'b' }, { from = 'a', to = 'c' }] }"), @"`checkpoint.load.rename`: two rules are from `a`; write one, with a list as `to`");
+        insta::assert_snapshot!(error("load = { rename = [{ from = 'a', to = [] }] }"), @"`checkpoint.load.rename`: `a` has an empty list of new names; leave tensors out with `checkpoint.load.exclude`");
+        insta::assert_snapshot!(error("load = { rename = [{ from = 'a', to = ['b', 'b.*'] }] }"), @"`checkpoint.load.rename`: `b.*` has more `*` than `a`, so that nothing is known to put there");
         insta::assert_snapshot!(error("load = { rename = [{ from = 'a', to = 'b.*' }] }"), @"`checkpoint.load.rename`: `b.*` has more `*` than `a`, so that nothing is known to put there");
         insta::assert_snapshot!(error("load = { rename = [{ from = 'a', too = 'b' }] }"), @"run.toml: unknown key `checkpoint.load.rename[0].too`; did you mean `to`? (the keys of `checkpoint.load.rename[0]` are from, to)");
         insta::assert_snapshot!(error("load = { stirct = false }"), @"run.toml: unknown key `checkpoint.load.stirct`; did you mean `strict`? (the keys of `checkpoint.load` are strict, include, exclude, broadcast_from_rank0, rename)");

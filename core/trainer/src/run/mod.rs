@@ -24,7 +24,7 @@ mod trainer_config;
 mod values;
 
 pub use adapter_config::{AdapterConfig, AdapterTargets, BiasMode, LayerKind};
-pub use checkpoint_config::{CheckpointConfig, LoadConfig, MonitorMode, RenameRule};
+pub use checkpoint_config::{CheckpointConfig, LoadConfig, MonitorMode, NewNames, RenameRule};
 pub use quantization_config::{FormatName, QuantizationConfig};
 pub use run_config::{RunConfig, reference_sections};
 pub use trainer_config::{Limits, TrainerConfig};

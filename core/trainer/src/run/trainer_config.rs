@@ -147,6 +147,10 @@ fulgurite_config::config_struct! {
         /// Patterns of parameters that are not trained:
         /// `["bert.encoder"]`, `["model.embed_tokens"]`, `["*norm*"]`.
         pub freeze: Vec<String> = Vec::new(),
+        /// Patterns of modules whose layers compute as in an evaluation, in training too: without
+        /// dropout, and batch norms with their running statistics, which stay as they are. Usually
+        /// the modules of `freeze`.
+        pub eval_mode: Vec<String> = Vec::new(),
         /// Small trainable parameters beside frozen layers: see `[trainer.adapters]` below. Without
         /// this key the whole model is trained.
         pub adapters: Option<AdapterConfig> = None,

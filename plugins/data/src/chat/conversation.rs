@@ -7,7 +7,7 @@ use minijinja::value::ValueKind;
 use crate::rows::Place;
 
 /// Columns of rows, in the order in which [`Conversation::of`] takes them.
-pub(super) const COLUMNS: [&str; 13] = [
+pub(super) const COLUMNS: [&str; 15] = [
     "messages",
     "conversations",
     "prompt",
@@ -21,6 +21,8 @@ pub(super) const COLUMNS: [&str; 13] = [
     "rejected",
     "reference_chosen_logp",
     "reference_rejected_logp",
+    "label",
+    "margin",
 ];
 
 /// Roles of messages, with those of ShareGPT.
@@ -123,6 +125,8 @@ pub(super) struct Pair {
     pub(super) rejected: Conversation,
     /// The log-probabilities of the answers under the reference model, if the row has them.
     pub(super) reference: Option<[f32; 2]>,
+    /// How much better the chosen answer is at least, if the row says it.
+    pub(super) margin: Option<f32>,
 }
 
 impl Pair {
@@ -145,7 +149,16 @@ impl Pair {
             None => Value::UNDEFINED,
             Some(tools) => parsed(place, "tools", tools)?,
         };
-        let pair = |chosen, rejected| Self { chosen, rejected, reference };
+        let margin = match column("margin") {
+            None => None,
+            Some(value) => match number("margin").filter(|margin| margin.is_finite()) {
+                Some(margin) => Some(margin as f32),
+                None => {
+                    return Err(place.wrong(format!("has the `margin` {value}: expected a number")));
+                }
+            },
+        };
+        let pair = |chosen, rejected| Self { chosen, rejected, reference, margin };
         if let (Some(chosen), Some(rejected)) = (chosen.as_str(), rejected.as_str()) {
             let Some(prompt) = column("prompt").and_then(|prompt| prompt.as_str()) else {
                 return Err(
@@ -181,6 +194,45 @@ impl Pair {
             tools: tools.clone(),
         };
         Ok(pair(conversation(chosen), conversation(rejected)))
+    }
+}
+
+/// An answer that is good or bad.
+pub(super) struct Judged {
+    pub(super) conversation: Conversation,
+    pub(super) is_desirable: bool,
+}
+
+impl Judged {
+    /// Reads the values of a row's [`COLUMNS`]: `label`, and a conversation whose last message is
+    /// the answer.
+    ///
+    /// # Errors
+    /// If a column is missing or of another form.
+    pub(super) fn of(place: &Place, values: &[Value]) -> Result<Self> {
+        let Some(label) = column(values, "label") else {
+            return Err(place.wrong(
+                "has no `label`: expected true for a good answer, false for a bad one, beside `prompt` and \
+                 `completion` or `messages`",
+            ));
+        };
+        let is_desirable = match label.to_string().to_ascii_lowercase().as_str() {
+            "true" | "1" => true,
+            "false" | "0" => false,
+            _ => {
+                return Err(place.wrong(format!("has the `label` {label}: expected true or false")));
+            }
+        };
+        let mut conversation = Conversation::of(place, values)?;
+        if let Conversation::Messages { messages, from, .. } = &mut conversation
+            && *from == 0
+        {
+            *from = messages.len() - 1;
+            if *from == 0 || !is_answer(&messages[*from]) {
+                return Err(place.wrong("has messages that do not end with an answer to a message"));
+            }
+        }
+        Ok(Self { conversation, is_desirable })
     }
 }
 

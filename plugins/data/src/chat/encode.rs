@@ -29,6 +29,26 @@ impl Encoded {
         self.learned = self.learned[..len.min(self.learned.len())].into();
     }
 
+    /// The number of tokens to learn: the first token follows nothing.
+    pub(super) fn learned_tokens(&self) -> usize {
+        self.learned.iter().skip(1).filter(|learned| **learned).count()
+    }
+
+    /// The tokens before the answer.
+    pub(super) fn prompt(&self) -> &[u32] {
+        let begin = self.learned.iter().position(|learned| *learned);
+        &self.ids[..begin.unwrap_or(self.ids.len())]
+    }
+
+    /// This prompt with the answer of `other`, up to `len` tokens.
+    pub(super) fn with_answer_of(&self, other: &Self, len: usize) -> Self {
+        let (own, begin) = (self.prompt(), other.prompt().len());
+        let ids = own.iter().chain(&other.ids[begin..]).copied().take(len).collect();
+        let before = std::iter::repeat_n(false, own.len());
+        let learned = before.chain(other.learned[begin..].iter().copied()).take(len).collect();
+        Self { ids, learned }
+    }
+
     /// Whether anything is learned from it: the first token follows nothing.
     pub(super) fn teaches(&self) -> bool {
         self.learned.iter().skip(1).any(|learned| *learned)

@@ -6,7 +6,6 @@ use std::hash::Hasher as _;
 use candle_core::{Device, Tensor};
 use fulgurite_config::Documented;
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, SourceReport, Split};
-use fulgurite_engine::execution::transfer;
 use fulgurite_error::{Error, Result};
 use minijinja::Value;
 use rayon::prelude::*;
@@ -16,18 +15,19 @@ use twox_hash::XxHash3_64;
 use super::config::{ChatDataConfig, TooLong, TrainOn};
 use super::conversation::{COLUMNS, Pair};
 use super::encode::{ChatEncoder, Encoded};
+use super::sequences::{self, Sequences};
 use super::template::ChatTemplate;
 use crate::config::{CacheDir, OnError, Paths};
 use crate::held_out::hold_out;
 use crate::rows::{self, Column, Place, Row};
 use crate::tokenizer::Tokenizer;
 
-/// A target that losses leave out.
-const IGNORED: i64 = -100;
 /// Rows that a preview tokenizes.
-const PREVIEW_ROWS: usize = 200;
+pub(super) const PREVIEW_ROWS: usize = 200;
 
-/// The configuration of [`PreferenceData`]: prompts with an answer that is preferred to another.
+/// The configuration of [`PreferenceData`], prompts with an answer that is preferred to another,
+/// of [`RewardData`](super::RewardData), and of [`UnpairedData`](super::UnpairedData), prompts with an
+/// answer that is good or bad.
 ///
 /// ```toml
 /// [data]
@@ -41,7 +41,9 @@ pub struct PreferenceDataConfig {
     /// Files and folders of preferences for training: `.jsonl` and `.ndjson` (a JSON object in each
     /// line), `.csv`, `.tsv` or, in programs with the feature `parquet`, `.parquet`. A row has
     /// `chosen` and `rejected`, as conversations that begin alike, or as answers to a `prompt`
-    /// (texts or lists of messages); beside them perhaps `system` and `tools`.
+    /// (texts or lists of messages). For `reward` it may have a `margin` by which the chosen answer
+    /// is better. For `kto` a row has `label` (true for a good answer) beside
+    /// `prompt` and `completion`, or beside `messages`. Rows may have `system` and `tools`.
     pub path: Paths,
     /// Files and folders of preferences for validation; then all of `path` is for training.
     #[serde(skip_serializing_if = "Option::is_none")]
@@ -77,7 +79,7 @@ pub struct PreferenceDataConfig {
     pub too_long: TooLong,
     /// The length of a micro-batch is rounded up to a multiple of this number.
     pub pad_to_multiple_of: usize,
-    /// Pairs in a micro-batch of one data-parallel rank, each of two sequences.
+    /// Rows in a micro-batch of one data-parallel rank: pairs of two sequences, or answers.
     pub batch_size: usize,
     /// Whether training samples are shuffled, differently in each epoch.
     pub shuffle: bool,
@@ -116,7 +118,7 @@ impl Default for PreferenceDataConfig {
 
 impl PreferenceDataConfig {
     /// As the configuration of conversations.
-    fn chat(&self) -> ChatDataConfig {
+    pub(super) fn chat(&self) -> ChatDataConfig {
         let config = self.clone();
         ChatDataConfig {
             path: config.path,
@@ -174,6 +176,7 @@ pub struct PreferenceBatch {
 struct Sample {
     answers: [Encoded; 2],
     reference: Option<[f32; 2]>,
+    margin: Option<f32>,
     place: Place,
 }
 
@@ -181,6 +184,16 @@ impl Sample {
     fn bytes(&self) -> u64 {
         let of = |encoded: &Encoded| encoded.ids.len() * 5;
         (size_of::<Self>() + self.answers.iter().map(of).sum::<usize>()) as u64
+    }
+}
+
+impl Sequences for Sample {
+    fn sequences(&mut self) -> &mut [Encoded] {
+        &mut self.answers
+    }
+
+    fn place(&self) -> &Place {
+        &self.place
     }
 }
 
@@ -213,6 +226,41 @@ impl PreferenceData {
         }
     }
 
+    /// The samples of these indices.
+    fn rows(&self, split: Split, indices: &[u64]) -> Result<Vec<&Sample>> {
+        let all = self.samples(split);
+        let sample = |&index: &u64| {
+            all.get(index as usize).ok_or_else(|| {
+                Error::Data(format!("there is no {split} sample {index} of {}", all.len()))
+            })
+        };
+        indices.iter().map(sample).collect()
+    }
+
+    /// All answers of a split, the chosen and the rejected one of each pair in turn.
+    pub(super) fn answers(&self, split: Split) -> impl Iterator<Item = &Encoded> {
+        self.samples(split).iter().flat_map(|sample| &sample.answers)
+    }
+
+    /// The answers of these samples, the chosen and the rejected one of each pair in turn, and the
+    /// pairs' margins.
+    ///
+    /// # Errors
+    /// If the split has no such sample.
+    pub(super) fn answers_of(
+        &self,
+        split: Split,
+        indices: &[u64],
+    ) -> Result<(Vec<&Encoded>, Vec<f32>)> {
+        let samples = self.rows(split, indices)?;
+        let margins = samples.iter().map(|sample| sample.margin.unwrap_or(0.0)).collect();
+        Ok((samples.into_iter().flat_map(|sample| &sample.answers).collect(), margins))
+    }
+
+    pub(super) fn pad_to_multiple_of(&self) -> usize {
+        self.config.pad_to_multiple_of
+    }
+
     /// Opens the data, with at most `most` tokenized rows of each key.
     fn open(config: &PreferenceDataConfig, most: usize) -> Result<Self> {
         let chat = config.chat();
@@ -230,7 +278,7 @@ impl PreferenceData {
             tokenized += all.len().min(most);
             let encoded: Vec<Result<Sample>> =
                 all.into_par_iter().take(most).map(|row| encode(&encoder, row)).collect();
-            let samples = limited(key, config, encoded, &mut source, &mut warnings)?;
+            let samples = sequences::limited(key, config, encoded, &mut source, &mut warnings)?;
             report.sources.push(source);
             Ok(samples)
         };
@@ -254,73 +302,14 @@ fn encode(encoder: &ChatEncoder, row: Row<Value>) -> Result<Sample> {
     let place = row.place;
     let values: Vec<Value> =
         row.values.into_iter().map(|value| value.unwrap_or(Value::UNDEFINED)).collect();
-    let Pair { chosen, rejected, reference } = Pair::of(&place, &values)?;
+    let Pair { chosen, rejected, reference, margin } = Pair::of(&place, &values)?;
     let text = |conversation| encoder.render(&place, conversation);
     let texts = [text(chosen)?, text(rejected)?];
     let answers = [encoder.encode(&texts[0])?, encoder.encode(&texts[1])?];
     if answers[0] == answers[1] {
         return Err(place.wrong("has equal answers as `chosen` and `rejected`"));
     }
-    Ok(Sample { answers, reference, place })
-}
-
-/// Applies `on_error` and `too_long` to the rows of a key.
-fn limited(
-    key: &str,
-    config: &PreferenceDataConfig,
-    rows: Vec<Result<Sample>>,
-    report: &mut SourceReport,
-    warnings: &mut Vec<String>,
-) -> Result<Vec<Sample>> {
-    let (mut samples, mut cut, count) = (Vec::new(), 0, rows.len());
-    for row in rows {
-        let mut sample = match row {
-            Ok(sample) => sample,
-            Err(error @ Error::Data(_)) if config.on_error == OnError::Skip => {
-                report.fault("not learned from", &error);
-                continue;
-            }
-            Err(error) => return Err(error),
-        };
-        let (place, limit) = (&sample.place, config.seq_len);
-        let longest = sample.answers.iter().map(|answer| answer.ids.len()).max().unwrap_or(0);
-        if longest > limit {
-            let what = format!("has {longest} tokens, and data.seq_len is {limit}");
-            match config.too_long {
-                TooLong::Error => {
-                    return Err(place.wrong(format!(
-                        "{what}; raise it, or set data.too_long to \"cut\" or \"skip\""
-                    )));
-                }
-                TooLong::Skip => {
-                    report.leave_out("longer than data.seq_len", format_args!("{place} {what}"));
-                    continue;
-                }
-                TooLong::Cut => {
-                    cut += 1;
-                    sample.answers.iter_mut().for_each(|answer| answer.cut(limit));
-                }
-            }
-        }
-        let [chosen, rejected] = &sample.answers;
-        if !chosen.teaches() || !rejected.teaches() || chosen == rejected {
-            report.leave_out("with answers that do not differ within data.seq_len", &sample.place);
-            continue;
-        }
-        samples.push(sample);
-    }
-    if cut > 0 {
-        report.count("cut to data.seq_len", cut);
-        warnings.push(format!(
-            "{key}: answers of {cut} of {count} rows are cut, for they have more than data.seq_len = {} tokens \
-             (data.too_long)",
-            config.seq_len
-        ));
-    }
-    match samples.is_empty() {
-        true => Err(Error::Data(format!("{key} has no preference to learn from, of {count} rows"))),
-        false => Ok(samples),
-    }
+    Ok(Sample { answers, reference, margin, place })
 }
 
 /// Number and a hash of rows.
@@ -333,6 +322,7 @@ fn digest(samples: &[Sample]) -> String {
             answer.learned.iter().for_each(|learned| hasher.write_u8(u8::from(*learned)));
         }
         sample.reference.iter().flatten().for_each(|logp| hasher.write_u32(logp.to_bits()));
+        sample.margin.iter().for_each(|margin| hasher.write_u32(margin.to_bits()));
     }
     format!("{} preferences ({:016x})", samples.len(), hasher.finish())
 }
@@ -399,32 +389,15 @@ impl DataModule for PreferenceData {
     }
 
     fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<PreferenceBatch> {
-        let all = self.samples(split);
-        let sample = |&index: &u64| {
-            all.get(index as usize).ok_or_else(|| {
-                Error::Data(format!("there is no {split} sample {index} of {}", all.len()))
-            })
-        };
-        let samples = indices.iter().map(sample).collect::<Result<Vec<_>>>()?;
+        let samples = self.rows(split, indices)?;
         let sequences: Vec<&Encoded> = samples.iter().flat_map(|sample| &sample.answers).collect();
-        let longest = sequences.iter().map(|of| of.ids.len() - 1).max().unwrap_or(1);
-        let time = longest.next_multiple_of(self.config.pad_to_multiple_of);
         let padding = self.encoder.tokenizer.end_of_text().unwrap_or(0);
-        let (mut inputs, mut targets, mut answer_tokens) = (Vec::new(), Vec::new(), Vec::new());
-        for (row, Encoded { ids, learned }) in sequences.iter().enumerate() {
-            inputs.extend_from_slice(&ids[..ids.len() - 1]);
-            inputs.resize(time * (row + 1), padding);
-            let next = ids.iter().zip(learned).skip(1);
-            targets.extend(next.map(|(&id, &learned)| if learned { id.into() } else { IGNORED }));
-            targets.resize(time * (row + 1), IGNORED);
-            answer_tokens.push(learned.iter().skip(1).filter(|learned| **learned).count());
-        }
-        let shape = (sequences.len(), time);
-        let send = |tensor: Tensor| transfer::to_device(&tensor, device, "batch");
+        let (inputs, targets) =
+            sequences::padded(&sequences, self.config.pad_to_multiple_of, padding, device)?;
         Ok(PreferenceBatch {
-            inputs: send(Tensor::from_vec(inputs, shape, &Device::Cpu)?)?,
-            targets: send(Tensor::from_vec(targets, shape, &Device::Cpu)?)?,
-            answer_tokens,
+            inputs,
+            targets,
+            answer_tokens: sequences.iter().map(|sequence| sequence.learned_tokens()).collect(),
             reference: samples.iter().map(|sample| sample.reference).collect(),
         })
     }

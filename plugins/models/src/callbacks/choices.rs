@@ -2,26 +2,18 @@
 
 use std::path::{Path, PathBuf};
 
-use candle_core::{Device, Tensor};
 use fulgurite_data::Tokenizer;
 use fulgurite_engine::autograd::no_grad;
-use fulgurite_engine::execution::{read, transfer};
-use fulgurite_error::files::read_regular;
-use fulgurite_error::{Error, Result};
+use fulgurite_error::Result;
 use fulgurite_trainer::metric::Mean;
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks};
 use serde::{Deserialize, Serialize};
 
 use super::samples::{Parts, parts};
-use crate::decoder::Decoder;
-
-/// The largest file of questions, in bytes.
-const MAX_FILE: u64 = 1 << 30;
-/// A target that losses leave out.
-const IGNORED: i64 = -100;
+use super::scoring::{self, Continuation};
 
 /// Scores a language model on questions with several answers in each validation of a training of
-/// `causal_lm`, `chat` or `preference`: `{ type = "choices", path = "questions.jsonl" }`.
+/// `causal_lm`, `chat`, `preference` or `kto`: `{ type = "choices", path = "questions.jsonl" }`.
 ///
 /// A line of the file is an object with `context`, `choices` (a list of texts) and `answer` (the
 /// index of the right one). The model chooses the continuation of the context with the largest
@@ -47,8 +39,7 @@ impl Default for ChoicesConfig {
 #[typetag::serde(name = "choices")]
 impl CallbackConfig for ChoicesConfig {
     fn build(&self) -> Result<Box<dyn Callback>> {
-        let stem = || self.path.file_stem().map(|stem| stem.to_string_lossy().into_owned());
-        let name = self.name.clone().or_else(stem).unwrap_or_default();
+        let name = scoring::name(self.name.as_deref(), &self.path);
         Ok(Box::new(Choices { name, lines: read_lines(&self.path)?, questions: Vec::new() }))
     }
 }
@@ -70,8 +61,7 @@ struct Line {
 
 /// A tokenized question.
 struct Question {
-    /// The tokens of context and choice, and the number of the choice's.
-    choices: Vec<(Vec<u32>, usize)>,
+    choices: Vec<Continuation>,
     /// The characters of each choice.
     characters: Vec<usize>,
     answer: usize,
@@ -84,82 +74,25 @@ struct Choices {
     questions: Vec<Question>,
 }
 
-fn wrong(message: impl std::fmt::Display) -> Error {
-    Error::Config(format!("`trainer.callbacks`, choices: {message}"))
-}
+const NAME: &str = "choices";
 
 /// Reads a file of questions.
 fn read_lines(path: &Path) -> Result<Vec<Line>> {
-    let bytes = read_regular(path, MAX_FILE).map_err(wrong)?;
-    let text = String::from_utf8(bytes)
-        .map_err(|_| wrong(format!("{} is not UTF-8 text", path.display())))?;
-    let mut lines = Vec::new();
-    for (number, line) in (1..).zip(text.lines()).filter(|(_, line)| !line.trim().is_empty()) {
-        let at = |what: String| wrong(format!("{}, line {number} {what}", path.display()));
-        let line: Line = serde_json::from_str(line).map_err(|error| {
-            at(format!("is no object with `context`, `choices` and `answer`: {error}"))
-        })?;
-        if line.choices.len() < 2 || line.choices.iter().any(String::is_empty) {
-            return Err(at("needs two choices or more, none of them empty".to_owned()));
+    scoring::read_lines(NAME, path, "`context`, `choices` and `answer`", |line: &Line| {
+        let (count, answer) = (line.choices.len(), line.answer);
+        if count < 2 || line.choices.iter().any(String::is_empty) {
+            return Some("needs two choices or more, none of them empty".to_owned());
         }
-        if line.answer >= line.choices.len() {
-            let count = line.choices.len();
-            return Err(at(format!(
-                "has the answer {} of {count} choices, from 0 on",
-                line.answer
-            )));
-        }
-        lines.push(line);
-    }
-    match lines.is_empty() {
-        true => Err(wrong(format!("{} has no questions", path.display()))),
-        false => Ok(lines),
-    }
+        (answer >= count).then(|| format!("has the answer {answer} of {count} choices, from 0 on"))
+    })
 }
 
 impl Question {
-    /// Tokenizes as `lm-eval`: spaces at the end of the context belong to the choice.
     fn new(line: &Line, tokenizer: &Tokenizer) -> Result<Self> {
-        let context = line.context.trim_end();
-        let spaces = &line.context[context.len()..];
-        let start = || tokenizer.start_of_text().into_iter();
-        let before = start().count() + tokenizer.encode(context)?.len();
-        let choice = |choice: &String| -> Result<(Vec<u32>, usize)> {
-            let whole = tokenizer.encode(&format!("{context}{spaces}{choice}"))?;
-            let ids: Vec<u32> = start().chain(whole).collect();
-            let of_choice = ids.len().saturating_sub(before.max(1));
-            Ok((ids, of_choice))
-        };
+        let choice = |choice: &String| Continuation::new(&line.context, choice, tokenizer);
         let choices = line.choices.iter().map(choice).collect::<Result<Vec<_>>>()?;
         let characters = line.choices.iter().map(|choice| choice.chars().count()).collect();
         Ok(Self { choices, characters, answer: line.answer })
-    }
-
-    /// The log-probability of each choice. Every data-parallel rank calls this alike.
-    fn log_probabilities(&self, decoder: &Decoder, device: &Device) -> Result<Vec<f64>> {
-        let longest = self.choices.iter().map(|(ids, _)| ids.len()).max().unwrap_or(0);
-        let (rows, time) = (self.choices.len(), longest.saturating_sub(1).max(1));
-        let (mut inputs, mut targets) = (Vec::new(), Vec::new());
-        for (row, (ids, of_choice)) in self.choices.iter().enumerate() {
-            inputs.extend_from_slice(&ids[..ids.len() - 1]);
-            inputs.resize(time * (row + 1), ids[0]);
-            let first = ids.len() - of_choice;
-            let target = |(i, id): (usize, &u32)| if i >= first { i64::from(*id) } else { IGNORED };
-            targets.extend(ids.iter().enumerate().skip(1).map(target));
-            targets.resize(time * (row + 1), IGNORED);
-        }
-        let send = |tensor: Tensor| transfer::to_device(&tensor, device, "questions");
-        let hidden =
-            decoder.hidden(&send(Tensor::from_vec(inputs, (rows, time), &Device::Cpu)?)?)?;
-        let targets = Tensor::from_vec(targets, (rows, time), &Device::Cpu)?;
-        let of_row = |row: usize| -> Result<Tensor> {
-            let hidden = hidden.narrow(0, row, 1)?.contiguous()?;
-            let loss = decoder.loss_of(&hidden, &targets.narrow(0, row, 1)?.contiguous()?)?;
-            loss.sum_tensor()
-        };
-        let sums = (0..rows).map(of_row).collect::<Result<Vec<_>>>()?;
-        let sums = read::vec1::<f64>(&Tensor::stack(&sums, 0)?, "questions")?;
-        Ok(sums.into_iter().map(|sum| -sum).collect())
     }
 
     /// Whether the likeliest choice is right, whether the likeliest a character is, and minus the
@@ -184,36 +117,23 @@ impl Choices {
         if !self.questions.is_empty() {
             return Ok(());
         }
-        let digest = twox_hash::XxHash3_64::oneshot(format!("{:?}", self.lines).as_bytes());
-        let of_ranks = ctx.fabric().all_gather_object(&digest)?;
-        if of_ranks.iter().any(|other| *other != digest) {
-            return Err(wrong("the ranks read different questions; give all hosts the same file"));
-        }
+        scoring::check_ranks(NAME, &self.lines, ctx)?;
         let Parts { decoder, tokenizer, .. } = parts(ctx)?;
         let mut questions = Vec::with_capacity(self.lines.len());
         for (i, line) in self.lines.iter().enumerate() {
             let question = Question::new(line, tokenizer)?;
-            for (ids, of_choice) in &question.choices {
-                let problem = match ids.iter().find(|&&id| id as usize >= decoder.vocab_size()) {
-                    Some(id) => format!("has the token {id}, which the model lacks"),
-                    // The last token is not an input.
-                    None if ids.len() > decoder.max_positions() + 1 => format!(
-                        "has a context and a choice of {} tokens, and the model {} positions",
-                        ids.len(),
-                        decoder.max_positions()
-                    ),
-                    None if *of_choice == 0 => {
+            for choice in &question.choices {
+                let problem = choice.problem(decoder, "a context and a choice").or_else(|| {
+                    (choice.count == 0).then(|| {
                         "has a choice of which no token follows another; give it a context"
                             .to_owned()
-                    }
-                    None => continue,
-                };
-                return Err(wrong(format!("question {i} {problem}")));
+                    })
+                });
+                if let Some(problem) = problem {
+                    return Err(scoring::wrong(NAME, format!("question {i} {problem}")));
+                }
             }
             questions.push(question);
-        }
-        if ctx.fabric().context_parallel().is_some() {
-            return Err(wrong("questions do not work with a context_parallel_size above 1"));
         }
         self.questions = questions;
         Ok(())
@@ -243,8 +163,9 @@ impl Hooks for Choices {
             for round in 0..self.questions.len().div_ceil(ranks) {
                 let index = round * ranks + rank;
                 let question = &self.questions[index.min(self.questions.len() - 1)];
-                let scores =
-                    question.score(&question.log_probabilities(decoder, ctx.fabric().device())?);
+                let device = ctx.fabric().device();
+                let found = scoring::log_probabilities(decoder, &question.choices, device)?;
+                let scores = question.score(&found);
                 if index < self.questions.len() {
                     sums.iter_mut().zip(scores).for_each(|(sum, score)| *sum += score);
                     count += 1.0;

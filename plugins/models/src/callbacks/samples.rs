@@ -10,11 +10,11 @@ use serde_json::json;
 
 use crate::decoder::Decoder;
 use crate::generation::{Generation, GenerationRanks, Generator, Prompt, Sampling};
-use crate::modules::{CausalLm, Chat, Preference};
+use crate::modules::{CausalLm, Chat, Kto, Preference};
 
-/// Prints answers to fixed prompts every some steps of a training of `causal_lm`, `chat` or
-/// `preference`, and logs them as the text `samples`:
-/// `{ type = "samples", prompts = ["Once upon a time"] }`. For `chat` and `preference` a prompt is a
+/// Prints answers to fixed prompts every some steps of a training of `causal_lm`, `chat`,
+/// `preference` or `kto`, and logs them as the text `samples`:
+/// `{ type = "samples", prompts = ["Once upon a time"] }`. For all but `causal_lm` a prompt is a
 /// user's message, in the data's chat template if there is one. All ranks generate the same answers.
 /// The data needs a tokenizer. Loggers get the answers of steps that are logged
 /// (`trainer.log_every_n_steps`).
@@ -153,7 +153,7 @@ pub(super) struct Parts<'c> {
     pub(super) decoder: &'c Decoder,
     pub(super) tokenizer: &'c Tokenizer,
     /// Of conversations, if there is one.
-    template: Option<&'c ChatTemplate>,
+    pub(super) template: Option<&'c ChatTemplate>,
 }
 
 /// What the training of a hook generates with.
@@ -162,7 +162,7 @@ pub(super) struct Parts<'c> {
 /// If it trains another module, or has no tokenizer.
 pub(super) fn parts<'c>(ctx: &'c HookContext) -> Result<Parts<'c>> {
     let wrong = |message: &str| {
-        Error::Config(format!("`trainer.callbacks`, samples or choices: {message}"))
+        Error::Config(format!("`trainer.callbacks`, questions or samples: {message}"))
     };
     if let (Some(module), Some(data)) = (ctx.module::<Chat>(), ctx.data_of::<Chat>()) {
         let (decoder, tokenizer) = (module.model(), data.tokenizer());
@@ -172,9 +172,13 @@ pub(super) fn parts<'c>(ctx: &'c HookContext) -> Result<Parts<'c>> {
         let (decoder, tokenizer) = (module.model(), data.tokenizer());
         return Ok(Parts { decoder, tokenizer, template: data.template() });
     }
+    if let (Some(module), Some(data)) = (ctx.module::<Kto>(), ctx.data_of::<Kto>()) {
+        let (decoder, tokenizer) = (module.model(), data.tokenizer());
+        return Ok(Parts { decoder, tokenizer, template: data.template() });
+    }
     let (Some(module), Some(data)) = (ctx.module::<CausalLm>(), ctx.data_of::<CausalLm>()) else {
         return Err(wrong(
-            "the callback is for trainings with `module.type` = \"causal_lm\", \"chat\" or \"preference\"",
+            "the callback is for trainings with `module.type` = \"causal_lm\", \"chat\", \"preference\" or \"kto\"",
         ));
     };
     match data.tokenizer() {

@@ -279,12 +279,19 @@ pub const KEYS: &[Key] = &[
     key(
         "beta",
         KeyKind::Number,
-        "How strongly `preference` keeps to the reference model, or the weight of the odds ratio of \"orpo\"; by default 0.1.",
+        "How strongly `preference` and `kto` keep to the reference model, or the weight of the odds ratio of \"orpo\"; by default 0.1.",
     ),
+    key("desirable_weight", KeyKind::Number, "The weight of good answers in `kto`; by default 1."),
+    key("undesirable_weight", KeyKind::Number, "The weight of bad answers in `kto`; by default 1."),
     key(
         "label_smoothing",
         KeyKind::Number,
         "The share of preferences that \"dpo\" takes for wrong; by default 0.",
+    ),
+    key(
+        "center_rewards_coefficient",
+        KeyKind::Number,
+        "The weight of the square of a pair's summed scores in the loss of `reward`; by default 0.",
     ),
     key(
         "nll_weight",
@@ -294,7 +301,7 @@ pub const KEYS: &[Key] = &[
     key(
         "reference",
         KeyKind::Text,
-        "The reference model of `preference`: \"auto\" (the model with adapters off, or a frozen copy), or \"data\".",
+        "The reference model of `preference` and `kto`: \"auto\" (the model with adapters off, or a frozen copy), or for `preference` \"data\".",
     ),
     key(
         "image_mean",
@@ -346,6 +353,8 @@ pub(crate) const OF_HEADS: &[&str] =
 /// Keys of `[model]` that `config.json` lacks: keys of modules, and `dropout`.
 pub(crate) const OF_MODULES: &[&str] = &[
     "beta",
+    "center_rewards_coefficient",
+    "desirable_weight",
     "dropout",
     "image_mean",
     "image_std",
@@ -357,6 +366,7 @@ pub(crate) const OF_MODULES: &[&str] = &[
     "preference_loss",
     "reference",
     "temperature",
+    "undesirable_weight",
 ];
 
 /// Returns the key of this name.

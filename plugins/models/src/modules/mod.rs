@@ -6,6 +6,8 @@
 //! | `"text_generation"` | [`TextGeneration`], for predictions | decoders | `Prompts` |
 //! | `"chat"` | [`Chat`] | decoders | `ChatData` |
 //! | `"preference"` | [`Preference`] | decoders | `PreferenceData` |
+//! | `"kto"` | [`Kto`] | decoders | `UnpairedData` |
+//! | `"reward"` | [`Reward`] | decoders, encoders of text | `RewardData` |
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
 //! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
 //! | `"token_classification"` | [`TokenClassification`] | decoders, encoders of text | `LabelledTexts`, `"words"` |
@@ -22,20 +24,26 @@ mod common;
 mod embedding;
 #[cfg(feature = "images")]
 mod image_classification;
+mod kto;
 mod losses;
 mod masked_lm;
 mod preference;
 mod preference_losses;
+mod reference;
+mod reward;
+mod scored_texts;
 mod sequence_classification;
 mod text_generation;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 9] = [
+pub(crate) const MODULES: [&str; 11] = [
     "causal_lm",
     "text_generation",
     "chat",
     "preference",
+    "kto",
+    "reward",
     "masked_lm",
     "sequence_classification",
     "token_classification",
@@ -48,8 +56,10 @@ pub use chat::Chat;
 pub use embedding::Embedding;
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;
+pub use kto::{KTO_KEYS, Kto};
 pub use masked_lm::MaskedLm;
 pub use preference::{PREFERENCE_KEYS, Preference};
+pub use reward::Reward;
 pub use sequence_classification::SequenceClassification;
 pub use text_generation::TextGeneration;
 pub use token_classification::TokenClassification;

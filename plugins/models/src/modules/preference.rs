@@ -2,20 +2,19 @@
 
 use std::path::PathBuf;
 
-use candle_core::{DType, Tensor};
+use candle_core::Tensor;
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_data::{PreferenceBatch, PreferenceData};
-use fulgurite_engine::autograd::no_grad;
-use fulgurite_engine::module::{AdapterBias, ForwardScope, ModuleBuilder, without_adapters};
+use fulgurite_engine::module::{ForwardScope, ModuleBuilder};
 use fulgurite_error::{Error, Result};
 use fulgurite_nn::Loss;
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
 
 use super::causal_lm::{CausalLm, fit_to_tokens};
 use super::preference_losses::{Answers, PreferenceLoss};
+use super::reference::{self, Reference, log_probabilities};
 use crate::config::{ModelConfig, Reader};
 use crate::decoder::Decoder;
-use crate::weights::{MappedSource, REFERENCE, Twice};
 
 /// The keys of `[model]` that [`Preference`] takes itself.
 pub const PREFERENCE_KEYS: &[&str] =
@@ -49,15 +48,6 @@ pub struct Preference {
     loss: PreferenceLoss,
 }
 
-/// Where the reference's log-probabilities come from.
-#[derive(Debug)]
-enum Reference {
-    AdaptersOff,
-    Copy(Box<Decoder>),
-    Data,
-    None,
-}
-
 impl Preference {
     /// The decoder that is trained.
     pub fn model(&self) -> &Decoder {
@@ -75,8 +65,11 @@ impl Preference {
 
     /// Returns the loss, and the metrics by name.
     fn evaluate(&self, batch: &PreferenceBatch) -> Result<(Loss, Vec<(&'static str, Tensor)>)> {
+        // Dropout follows from the index of a row in the global batch.
+        let scope = ForwardScope::current();
+        let _scope = ForwardScope { first_sample: 2 * scope.first_sample, ..scope }.enter();
+        let sequences = (&batch.inputs, &batch.targets);
         let reference = match &self.reference {
-            Reference::None => None,
             Reference::Data => {
                 let known = batch.reference.as_ref().ok_or_else(|| {
                     Error::Data(
@@ -89,40 +82,12 @@ impl Preference {
                 let len = known.len();
                 Some(Tensor::from_vec(known, len, batch.inputs.device())?)
             }
-            Reference::AdaptersOff => {
-                Some(without_adapters(|| evaluated(|| log_probabilities(&self.policy, batch)))?)
-            }
-            Reference::Copy(model) => {
-                let _no_grad = no_grad();
-                Some(evaluated(|| log_probabilities(model, batch))?)
-            }
+            reference => reference.log_probabilities(&self.policy, sequences)?,
         };
-        let policy = log_probabilities(&self.policy, batch)?;
+        let policy = log_probabilities(&self.policy, sequences)?;
         let answers = Answers::new(policy, reference, &batch.answer_tokens)?;
         Ok((self.loss.of(&answers)?, self.loss.metrics(&answers)?))
     }
-}
-
-/// Calls `f` as in an evaluation: without dropout.
-fn evaluated<R>(f: impl FnOnce() -> R) -> R {
-    let _scope = ForwardScope { training: false, ..ForwardScope::current() }.enter();
-    f()
-}
-
-/// The log-probability of each sequence's answer, f32 `[sequences]`.
-fn log_probabilities(model: &Decoder, batch: &PreferenceBatch) -> Result<Tensor> {
-    // Dropout follows from the index of a row in the global batch.
-    let scope = ForwardScope::current();
-    let _scope = ForwardScope { first_sample: 2 * scope.first_sample, ..scope }.enter();
-    let hidden = model.hidden(&batch.inputs)?;
-    let rows = batch.inputs.dim(0)?;
-    let of_row = |row: usize| -> Result<Tensor> {
-        let (hidden, targets) = (hidden.narrow(0, row, 1)?, batch.targets.narrow(0, row, 1)?);
-        let loss = model.loss_of(&hidden.contiguous()?, &targets.contiguous()?)?;
-        Ok(loss.sum().to_dtype(DType::F32)?.neg()?)
-    };
-    let rows = (0..rows).map(of_row).collect::<Result<Vec<_>>>()?;
-    Ok(Tensor::stack(&rows, 0)?)
 }
 
 /// The loss that the configuration describes, and the kind of the reference.
@@ -187,31 +152,14 @@ impl LightningModule for Preference {
         let decoder = config.clone().decoder_for(PREFERENCE_KEYS)?;
         let policy = Decoder::new(&decoder, b)?;
         let wrong = |message: &str| Error::Config(format!("`model.reference`: {message}"));
-        let reference = match (reference.as_deref(), loss.needs_reference(), b.adapters()) {
-            (None | Some("auto"), false, _) => Reference::None,
-            (Some(_), false, _) => {
+        let reference = match (reference.as_deref(), loss.needs_reference()) {
+            (None | Some("auto"), false) => Reference::None,
+            (Some(_), false) => {
                 return Err(wrong("\"orpo\" compares with no reference; leave the key out"));
             }
-            (Some("data"), ..) => Reference::Data,
-            (None | Some("auto"), _, Some(adapters)) => {
-                if !adapters.modules_to_save.is_empty() || adapters.bias != AdapterBias::None {
-                    return Err(wrong(
-                        "the reference is the model with adapters off, and `trainer.adapters.modules_to_save` or \
-                         `bias` train the model's own weights; leave them out, or set it to \"data\"",
-                    ));
-                }
-                Reference::AdaptersOff
-            }
-            (None | Some("auto"), _, None) => {
-                if !config.is_pretrained() {
-                    return Err(wrong(
-                        "there are no weights to start from (model.from_pretrained), of which the reference is a copy",
-                    ));
-                }
-                let b = b.pp(REFERENCE).frozen();
-                Reference::Copy(Box::new(Decoder::new(&decoder, &b)?))
-            }
-            (Some(other), ..) => {
+            (Some("data"), _) => Reference::Data,
+            (None | Some("auto"), _) => Reference::of_model(config, &decoder, b)?,
+            (Some(other), _) => {
                 return Err(wrong(&format!("expected \"auto\" or \"data\", found {other:?}")));
             }
         };
@@ -226,9 +174,7 @@ impl LightningModule for Preference {
         config: &ModelConfig,
         source: Box<dyn TensorSource>,
     ) -> Result<Box<dyn TensorSource>> {
-        let description = config.clone().describe_for(PREFERENCE_KEYS)?;
-        let mapped = MappedSource::new(source, &description.weights)?;
-        Ok(Box::new(Twice::new(mapped, REFERENCE)))
+        reference::map_weights(config, PREFERENCE_KEYS, source)
     }
 
     fn training_step(&mut self, batch: &PreferenceBatch, ctx: &mut StepContext) -> Result<Loss> {

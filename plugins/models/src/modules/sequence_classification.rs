@@ -5,18 +5,17 @@ use std::path::PathBuf;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_data::{LabelKind, LabelledTexts, Labels, PaddedTexts, RowKind, TextBatch};
-use fulgurite_engine::module::{Module as _, ModuleBuilder};
+use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_error::{Error, Result};
-use fulgurite_nn::{Linear, Loss, cross_entropy, functional};
+use fulgurite_nn::{Loss, cross_entropy, functional};
 use fulgurite_trainer::metric::{Accuracy, Average, F1Score, MeanSquaredError};
 use fulgurite_trainer::trainer::{HookContext, Hooks, LightningModule, StepContext};
 
 use super::classes::{self, ClassMap, DataClasses};
 use super::common::{self, TextSizes};
 use super::losses::{LabelSetAverage, LabelSets, binary_cross_entropy, squared_error};
+use super::scored_texts::{self, ScoredTexts};
 use crate::config::{ModelConfig, Reader};
-use crate::decoder::Decoder;
-use crate::encoder::{Classifier, Encoder};
 use crate::families::Architecture;
 
 /// The kind of prediction: `model.problem_type`.
@@ -62,18 +61,12 @@ impl Problem {
 /// | `"regression"` | numbers | squared error | `val_mse` |
 #[derive(Debug)]
 pub struct SequenceClassification {
-    network: Network,
+    network: ScoredTexts,
     problem: Problem,
     /// Number of outputs.
     outputs: usize,
     names: Option<Vec<String>>,
     map: ClassMap,
-}
-
-#[derive(Debug)]
-enum Network {
-    Encoder(Box<(Encoder, Classifier)>),
-    Decoder(Box<Decoder>, Linear),
 }
 
 impl SequenceClassification {
@@ -82,15 +75,7 @@ impl SequenceClassification {
     /// # Errors
     /// If a text is longer than the model's positions.
     pub fn forward(&self, texts: &PaddedTexts) -> Result<Tensor> {
-        match &self.network {
-            Network::Encoder(encoder) => {
-                let (encoder, head) = &**encoder;
-                head.classify(&common::encode(encoder, texts)?, common::mask(texts))
-            }
-            Network::Decoder(decoder, score) => {
-                score.forward(&common::last_token(&common::decode(decoder, texts)?, texts)?)
-            }
-        }
+        self.network.forward(texts)
     }
 
     /// The targets of a batch: classes i64 `[batch]`, or f32 `[batch, outputs]`.
@@ -208,15 +193,7 @@ impl LightningModule for SequenceClassification {
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         common::fit_to_texts(config, classes::KEYS, TextSizes::of(data))?;
         if let Architecture::Decoder(_) = config.describe_for(classes::KEYS)?.architecture {
-            // `transformers` finds the last token of a text by it.
-            config.set("pad_token_id", data.pad_id())?;
-            if data.ends_in_padding() {
-                tracing::warn!(
-                    "texts end in the token of padding, {}, and `transformers` would classify such texts by the token \
-                     before; name another token with data.pad_token",
-                    data.pad_id()
-                );
-            }
+            scored_texts::set_padding(config, data.pad_id(), data.ends_in_padding())?;
         }
         let problem = problem(config, data)?;
         config.set("problem_type", problem.name())?;
@@ -256,16 +233,7 @@ impl LightningModule for SequenceClassification {
             1 => Problem::Regression,
             _ => Problem::SingleLabel,
         });
-        let network = match config.clone().describe_for(classes::KEYS)?.architecture {
-            Architecture::Encoder(encoder) => Network::Encoder(Box::new((
-                Encoder::new(&encoder, b)?,
-                Classifier::new(b, &encoder, encoder.classifier, outputs)?,
-            ))),
-            Architecture::Decoder(decoder) => Network::Decoder(
-                Box::new(Decoder::without_head(&decoder, b)?),
-                Linear::with_init(&b.pp("score"), decoder.hidden_size, outputs, decoder.init())?,
-            ),
-        };
+        let network = ScoredTexts::new(config, classes::KEYS, outputs, b)?;
         Ok(Self { network, problem, outputs, names, map: ClassMap::default() })
     }
 

@@ -2,14 +2,15 @@
 
 use fulgurite::core::checkpoint;
 use fulgurite::core::nn::Documents;
+use fulgurite::core::shard::Region;
 use fulgurite::core::trainer::LightningModule;
 use fulgurite::prelude::*;
-use fulgurite_data::{Labels, PaddedTexts, PreferenceBatch, TextBatch};
+use fulgurite_data::{Labels, PaddedTexts, PreferenceBatch, RewardBatch, TextBatch, UnpairedBatch};
 #[cfg(feature = "images")]
 use fulgurite_models::ImageClassification;
 use fulgurite_models::{
-    CausalLm, Embedding, Export, MaskedLm, ModelConfig, Preference, SequenceClassification,
-    TokenClassification,
+    CausalLm, Embedding, Export, Kto, MaskedLm, ModelConfig, Preference, Reward,
+    SequenceClassification, TokenClassification,
 };
 
 use serde_json::json;
@@ -206,6 +207,89 @@ fn preferences_cost_as_in_torch() {
             assert_gradients(name, &mut fabric, &loss, &layout);
         }
     }
+}
+
+#[test]
+fn rewards_cost_as_in_trl() {
+    for name in ["llama_reward", "bert_reward"] {
+        let expected = tensors(name, "expected.safetensors");
+        // In the file the rejected texts are behind the chosen ones.
+        let order = Tensor::new(&[0u32, 3, 1, 4, 2, 5], &Device::Cpu).unwrap();
+        let rows = |key: &str| expected[key].index_select(&order, 0).unwrap();
+        let mask = rows("mask").to_dtype(DType::U8).unwrap();
+        let lengths = mask.to_dtype(DType::U32).unwrap().sum(1).unwrap().to_vec1::<u32>().unwrap();
+        let ids = ids(&rows("input_ids"));
+        let texts = PaddedTexts {
+            segments: ids.zeros_like().unwrap(),
+            ids,
+            mask,
+            lengths: lengths.into_iter().map(|length| length as usize).collect(),
+        };
+        let margins = expected["margin"].to_vec1::<f32>().unwrap();
+        let loss = |centre: f64, margins: &[f32]| {
+            let mut config = config(name);
+            config.set("center_rewards_coefficient", centre).unwrap();
+            let (fabric, module) = load::<Reward>(&config, name).unwrap();
+            let scores = module.forward(&texts).unwrap();
+            assert_same(name, &scores, &rows("logits").flatten_all().unwrap());
+            let batch = RewardBatch { texts: texts.clone(), margins: margins.to_vec() };
+            (fabric, module.loss(&batch).unwrap())
+        };
+        assert_mean("plain", &loss(0.0, &[0.0; 3]).1, &expected["plain"]);
+        assert_mean("with margins", &loss(0.0, &margins).1, &expected["with_margin"]);
+        let (mut fabric, centred) = loss(0.1, &margins);
+        assert_mean("centred", &centred, &expected["centred"]);
+        let layout = config(name).describe().unwrap().weights;
+        assert_gradients(name, &mut fabric, &centred, &layout);
+    }
+}
+
+/// The module with the weights of `llama`, and a reference with 1.1 of each weight.
+fn load_kto(beta: f64) -> (Fabric, Kto) {
+    let mut config = config("llama");
+    for (key, value) in [("beta", beta), ("desirable_weight", 1.5), ("undesirable_weight", 0.5)] {
+        config.set(key, value).unwrap();
+    }
+    let mut fabric = single();
+    let module = fabric.setup_module(|b| Kto::configure_model(&config, b)).unwrap();
+    let source = Kto::map_weights(&config, checkpoint::open(fixture("llama")).unwrap()).unwrap();
+    let mut weights = Vec::new();
+    for name in source.names() {
+        let shape = source.info(name).unwrap().shape;
+        let whole = source.read(name, &Region::full(&shape), DType::F32, &Device::Cpu).unwrap();
+        let whole = whole.reshape(shape).unwrap();
+        weights.push((format!("reference.{name}"), (&whole * 1.1).unwrap()));
+        weights.push((name.to_owned(), whole));
+    }
+    let source = checkpoint::TensorMap::new(weights);
+    checkpoint::load_into(&source, fabric.module_tree().unwrap(), true).unwrap();
+    fabric.checkpoints().finish_load().unwrap();
+    (fabric, module)
+}
+
+#[test]
+fn kto_costs_as_in_torch() {
+    let expected = tensors("llama_kto", "expected.safetensors");
+    let label = expected["label"].to_vec1::<u8>().unwrap();
+    let batch = UnpairedBatch {
+        inputs: ids(&expected["own_inputs"]),
+        targets: expected["own_targets"].clone(),
+        is_desirable: label.iter().map(|label| *label == 1).collect(),
+        mismatched_inputs: ids(&expected["mismatched_inputs"]),
+        mismatched_targets: expected["mismatched_targets"].clone(),
+    };
+    let (mut fabric, module) = load_kto(0.3);
+    let loss = module.loss(&batch).unwrap();
+    assert_mean("kto", &loss, &expected["loss"]);
+    let layout = crate::transformers::config("llama").describe().unwrap().weights;
+    assert_gradients("llama_kto", &mut fabric, &loss, &layout);
+    // Mismatched answers that the policy finds less likely than the reference do not count.
+    let swapped = UnpairedBatch {
+        mismatched_inputs: ids(&expected["negative_inputs"]),
+        mismatched_targets: expected["negative_targets"].clone(),
+        ..batch
+    };
+    assert_mean("clamped", &module.loss(&swapped).unwrap(), &expected["clamped"]);
 }
 
 /// A model that equals its reference is indifferent.

@@ -1,8 +1,8 @@
 use candle_core::{DType, Device, Tensor};
 use candle_nn::ModuleT as _;
 use fulgurite_core::Result;
-use fulgurite_core::module::{ForwardScope, Module as _};
-use fulgurite_core::nn::{BatchNorm, BatchNormConfig};
+use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
+use fulgurite_core::nn::{BatchNorm, BatchNormConfig, Dropout};
 
 use super::harness::{Params, assert_close, builder, check, flat, randn};
 
@@ -36,6 +36,49 @@ fn finite_differences_in_both_modes() {
             ForwardScope::default().run(|| norm.forward(&x[0]))
         });
     }
+}
+
+/// As a norm whose whole scope is an evaluation, with the gradients of its weights.
+#[test]
+fn norm_in_eval_keeps_its_statistics() {
+    let b = builder(DType::F64);
+    let norm = BatchNorm::new(&b.pp("norm").eval(), 3).unwrap();
+    let dropout = Dropout::new(&b.pp("dropout").eval(), 0.5).unwrap();
+    let follows = BatchNorm::new(&b.pp("follows"), 3).unwrap();
+    let params = Params::new(&b);
+    let x = (randn("x", &[4, 3]) + 2.0).unwrap();
+    let evaluated = ForwardScope::default().run(|| norm.forward(&x)).unwrap();
+    let y = training(|| dropout.forward(&norm.forward(&x)?)).unwrap();
+    assert_eq!(flat(&y), flat(&evaluated));
+    assert_eq!(flat(&norm.running_mean().value().unwrap()), [0.0; 3]);
+    training(|| follows.forward(&x)).unwrap();
+    assert_ne!(flat(&follows.running_mean().value().unwrap()), [0.0; 3]);
+    check(std::slice::from_ref(&x), &params, &|x| {
+        training(|| Ok((norm.forward(&x[0])? + follows.forward(&x[0])?)?))
+    });
+}
+
+#[test]
+fn eval_mode_is_chosen_by_name() {
+    let build = |pattern: &str| {
+        let eval_mode = vec![pattern.to_owned()];
+        let b = ModuleBuilder::new(ModuleInit { eval_mode, ..ModuleInit::default() });
+        let norms = ["backbone", "head"].map(|name| BatchNorm::new(&b.pp(name), 3).unwrap());
+        (b, norms)
+    };
+    let (b, norms) = build("backbone");
+    let _values = Params::new(&b);
+    let x = (randn("x", &[4, 3]) + 2.0).unwrap().to_dtype(DType::F32).unwrap();
+    for (norm, follows) in norms.into_iter().zip([false, true]) {
+        training(|| norm.forward(&x)).unwrap();
+        let mean = norm.running_mean().value().unwrap().to_vec1::<f32>().unwrap();
+        assert_eq!(mean != [0.0; 3], follows, "{mean:?}");
+    }
+    let unmatched = build("bakbone").0.finish().unwrap_err().to_string();
+    assert!(
+        unmatched.starts_with("`trainer.eval_mode`: no layer of the model matches `bakbone`."),
+        "{unmatched}"
+    );
 }
 
 /// candle's forward and its running statistics.

@@ -221,9 +221,8 @@ fn evaluate_set(
     hooks: &EvaluationHooks,
     set: &EvaluationSet,
 ) -> Result<ControlFlow<Interruption, SetTotals>> {
-    let ranks = (session.setup.rank(), session.setup.world_size());
-    let mut ctx =
-        StepContext::evaluation((session.progress.step(), session.progress.epoch()), ranks);
+    let position = (session.progress.step(), session.progress.epoch());
+    let mut ctx = StepContext::evaluation(position, session.step_parts());
     if let Split::ValidationSet(index) = set.split {
         ctx.validation_set = Some(index);
     }
@@ -309,9 +308,8 @@ fn predict(session: &mut Session) -> Result<Predicted> {
     let hooks = PREDICT_HOOKS;
     session.hook(hooks.start)?;
     session.hook(hooks.epoch_start)?;
-    let ranks = (session.setup.rank(), session.setup.world_size());
-    let mut ctx =
-        StepContext::evaluation((session.progress.step(), session.progress.epoch()), ranks);
+    let position = (session.progress.step(), session.progress.epoch());
+    let mut ctx = StepContext::evaluation(position, session.step_parts());
     let output_names = session.runner.output_names();
     let mut predictions = Predictions { output_names, ..Predictions::default() };
     let interrupted =

@@ -119,6 +119,13 @@ fn go_on_from_checkpoint(session: &mut Session, run: &RunConfig<Table, Table>) -
             optimizer.set_average(average);
         }
     }
+    for (_, optimizer) in session.optimizers_mut().iter_mut() {
+        if optimizer.averages_weights() && optimizer.average().is_some() {
+            let message = "`optimizer.type`: a schedule-free optimizer averages the weights itself; leave out \
+                           `trainer.ema_decay` and the callback `stochastic_weight_averaging`";
+            return Err(Error::Config(message.to_owned()));
+        }
+    }
     if let Some(source) = &source {
         resume(session, source)?;
     }

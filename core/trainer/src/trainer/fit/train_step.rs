@@ -40,9 +40,9 @@ impl Session {
         self.recorder.begin_step();
         let step = self.progress.step() + 1;
         let of_step = plan.sampler.step_at(self.progress.samples());
-        let ranks = (self.setup.rank(), self.setup.world_size());
         let is_logged = self.logs_step(step);
-        let mut ctx = StepContext::training((step, self.progress.epoch()), ranks, is_logged);
+        let position = (step, self.progress.epoch());
+        let mut ctx = StepContext::training(position, self.step_parts(), is_logged);
         self.set_schedules_position();
 
         let update = if self.runner.automatic_optimization() {

@@ -9,6 +9,7 @@ use crate::trainer::Stage;
 use crate::trainer::evaluation::evaluate::{Evaluated, EvaluationStage, evaluate, validation_sets};
 use crate::trainer::fit::plan::{LoopPlan, StepPlanner};
 use crate::trainer::fit::train_step::StepEnd;
+use crate::trainer::module::context::StepParts;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::saving::save::{finish_saving, save, save_as_requested};
 use crate::trainer::session::Session;
@@ -166,9 +167,27 @@ impl Session {
             })
         };
         swap(self.optimizers_mut())?;
+        self.set_training(false)?;
         let validated = evaluate(self, EvaluationStage::Validation)?;
+        self.set_training(true)?;
         swap(self.optimizers_mut())?;
         Ok(validated)
+    }
+
+    /// The objects that a step can access.
+    pub(crate) fn step_parts(&self) -> StepParts {
+        StepParts { runtime: self.setup.fabric.runtime.clone(), data: self.runner.data() }
+    }
+
+    /// Puts the weights of training or of evaluations in place, for optimizers that have both.
+    /// Returns whether anything changed. Collective.
+    pub(crate) fn set_training(&mut self, training: bool) -> Result<bool> {
+        let Some(optimizers) = &mut self.optimizers else { return Ok(false) };
+        let mut changed = false;
+        for (_, optimizer) in optimizers.iter_mut() {
+            changed |= optimizer.set_training(training)?;
+        }
+        Ok(changed)
     }
 
     /// Reports the values logged in the ending epoch, and calls its hook. Collective.
@@ -182,6 +201,8 @@ impl Session {
     ///
     /// Called before the hooks at the end, which a resumed run calls again.
     fn save_at_end(&mut self, end: FitEnd) -> Result<()> {
+        // The trained module is evaluated, saved and exported with these weights.
+        self.set_training(false)?;
         let wanted = match end {
             FitEnd::Finished | FitEnd::Interrupted(Interruption::CtrlC) => {
                 self.saving.config().save_last

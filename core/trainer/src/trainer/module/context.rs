@@ -1,10 +1,14 @@
 //! The contexts of steps and hooks.
 
+use std::any::Any;
 use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::Arc;
 
 use candle_core::Tensor;
 
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers};
+use crate::runtime::StrategyRuntime;
 use crate::trainer::checkpoints::place::Saving;
 use crate::trainer::module::manual::Manual;
 use crate::trainer::module::runner::{ModuleRunner, TypedRunner};
@@ -12,8 +16,11 @@ use crate::trainer::record::log_table::{LogOptions, LogTable, Logged, Source};
 use crate::trainer::record::recorder::Metrics;
 use crate::trainer::{Histogram, LightningModule};
 use crate::{Error, Result};
+use fulgurite_engine::collective::ProcessGroup;
+use fulgurite_engine::data::DataModule;
+use fulgurite_engine::mesh::DeviceMesh;
 
-/// The context of a step: its position in the run, and the table for logging.
+/// The context of a step: its position in the run, the ranks, the data, and the table for logging.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct StepContext {
@@ -35,6 +42,7 @@ pub struct StepContext {
     /// In a validation on several sets, the index of the batch's set in
     /// [`validation_sets`](fulgurite_engine::data::DataModule::validation_sets).
     pub validation_set: Option<usize>,
+    parts: StepParts,
     pub(crate) source: Source,
     pub(crate) table: LogTable,
     /// The optimizers of a step with manual optimization.
@@ -43,13 +51,25 @@ pub struct StepContext {
     pub(crate) last_step: Option<(f64, f64)>,
 }
 
+/// The objects that a step can access.
+#[derive(Clone)]
+pub(crate) struct StepParts {
+    pub(crate) runtime: Arc<StrategyRuntime>,
+    /// The module's data.
+    pub(crate) data: Arc<dyn Any + Send + Sync>,
+}
+
+impl fmt::Debug for StepParts {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StepParts").finish_non_exhaustive()
+    }
+}
+
 impl StepContext {
     /// The context of a training step. Values are logged only if `wanted` is true.
-    pub(crate) fn training(
-        (step, epoch): (u64, u64),
-        (rank, world_size): (usize, usize),
-        wanted: bool,
-    ) -> Self {
+    pub(crate) fn training((step, epoch): (u64, u64), parts: StepParts, wanted: bool) -> Self {
+        let world = parts.runtime.mesh().world();
+        let (rank, world_size) = (world.rank(), world.size());
         let source = Source { samples: 0.0, training: true, wanted, padding: false };
         let table = LogTable::default();
         Self {
@@ -60,6 +80,7 @@ impl StepContext {
             world_size,
             is_padding: false,
             validation_set: None,
+            parts,
             source,
             table,
             manual: None,
@@ -68,13 +89,29 @@ impl StepContext {
     }
 
     /// The context of the batches of a validation after step `step`.
-    pub(crate) fn evaluation(
-        (step, epoch): (u64, u64),
-        (rank, world_size): (usize, usize),
-    ) -> Self {
-        let mut ctx = Self::training((step, epoch), (rank, world_size), true);
+    pub(crate) fn evaluation(position: (u64, u64), parts: StepParts) -> Self {
+        let mut ctx = Self::training(position, parts, true);
         ctx.source.training = false;
         ctx
+    }
+
+    /// Returns the device mesh, whose groups a step can communicate in:
+    /// `ctx.device_mesh().group("data_parallel")`.
+    ///
+    /// All ranks of a group must start the same collectives in the same order, also if a batch
+    /// [is padding](Self::is_padding).
+    pub fn device_mesh(&self) -> &DeviceMesh {
+        self.parts.runtime.mesh()
+    }
+
+    /// Returns the process group of all ranks.
+    pub fn process_group(&self) -> &Arc<dyn ProcessGroup> {
+        self.device_mesh().world()
+    }
+
+    /// Returns the module's data; `None` if its type is not `D`.
+    pub fn data<D: DataModule>(&self) -> Option<&D> {
+        self.parts.data.downcast_ref()
     }
 
     /// Moves to a batch of `samples` samples.

@@ -50,6 +50,9 @@ pub(crate) type RunForward<'a> = dyn FnMut(&mut dyn FnMut() -> Result<Loss>) -> 
 pub(crate) trait ModuleRunner {
     fn num_samples(&self, split: Split) -> u64;
 
+    /// The data, for contexts of steps.
+    fn data(&self) -> Arc<dyn Any + Send + Sync>;
+
     /// [`DataModule::train_order`].
     fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder>;
 
@@ -307,6 +310,10 @@ impl<M: LightningModule> TypedRunner<M> {
 impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
     fn num_samples(&self, split: Split) -> u64 {
         self.data.len(split)
+    }
+
+    fn data(&self) -> Arc<dyn Any + Send + Sync> {
+        self.data.clone()
     }
 
     fn train_order(&self, seed: u64, shuffle: bool) -> Result<SampleOrder> {

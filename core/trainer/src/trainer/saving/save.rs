@@ -100,7 +100,13 @@ fn is_between_updates(session: &Session) -> bool {
 
 /// Writes a checkpoint of the present step. Collective.
 fn write(session: &mut Session, write: Write) -> Result<()> {
-    try_to_write(session, write).map_err(|error| unwritable(error, session.progress.step()))
+    // Checkpoints have the weights of evaluations, and the optimizer's state those of training.
+    let was_training = session.set_training(false)?;
+    let written = try_to_write(session, write);
+    if was_training {
+        session.set_training(true)?;
+    }
+    written.map_err(|error| unwritable(error, session.progress.step()))
 }
 
 fn try_to_write(session: &mut Session, write: Write) -> Result<()> {

@@ -1,0 +1,118 @@
+//! The model that a policy is compared with, and log-probabilities of answers.
+
+use candle_core::{DType, Tensor};
+use fulgurite_checkpoint::TensorSource;
+use fulgurite_engine::autograd::no_grad;
+use fulgurite_engine::module::{AdapterBias, ForwardScope, ModuleBuilder, without_adapters};
+use fulgurite_error::{Error, Result};
+
+use crate::config::ModelConfig;
+use crate::decoder::{Decoder, DecoderConfig};
+use crate::weights::{MappedSource, REFERENCE, Twice};
+
+/// The source of the reference's log-probabilities.
+#[derive(Debug)]
+pub(super) enum Reference {
+    /// The policy with adapters off.
+    AdaptersOff,
+    /// A frozen copy of the weights to start from.
+    Copy(Box<Decoder>),
+    /// The data.
+    Data,
+    None,
+}
+
+impl Reference {
+    /// The reference that costs least: the model with adapters off, or else a frozen copy.
+    ///
+    /// # Errors
+    /// If adapters train the model's own weights, or the run starts without weights to copy.
+    pub(super) fn of_model(
+        config: &ModelConfig,
+        decoder: &DecoderConfig,
+        b: &ModuleBuilder,
+    ) -> Result<Self> {
+        let wrong = |message: &str| Err(Error::Config(format!("`model.reference`: {message}")));
+        match b.adapters() {
+            Some(adapters) => {
+                if !adapters.modules_to_save.is_empty() || adapters.bias != AdapterBias::None {
+                    return wrong(
+                        "the reference is the model with adapters off, and `trainer.adapters.modules_to_save` or \
+                         `bias` train the model's own weights; leave them out, or set it to \"data\"",
+                    );
+                }
+                Ok(Self::AdaptersOff)
+            }
+            None => {
+                if !config.is_pretrained() {
+                    return wrong(
+                        "there are no weights to start from (model.from_pretrained), of which the reference is a copy",
+                    );
+                }
+                let b = b.pp(REFERENCE).frozen();
+                Ok(Self::Copy(Box::new(Decoder::new(decoder, &b)?)))
+            }
+        }
+    }
+
+    /// The reference's log-probabilities of answers, f32 `[sequences]`, without a gradient; `None`
+    /// if no model computes them. `sequences` are inputs and targets `[sequences, time]`.
+    ///
+    /// # Errors
+    /// If a sequence is longer than the model's positions.
+    pub(super) fn log_probabilities(
+        &self,
+        policy: &Decoder,
+        sequences: (&Tensor, &Tensor),
+    ) -> Result<Option<Tensor>> {
+        match self {
+            Self::None | Self::Data => Ok(None),
+            Self::AdaptersOff => {
+                without_adapters(|| evaluated(|| log_probabilities(policy, sequences))).map(Some)
+            }
+            Self::Copy(model) => {
+                let _no_grad = no_grad();
+                evaluated(|| log_probabilities(model, sequences)).map(Some)
+            }
+        }
+    }
+}
+
+/// Calls `f` as in an evaluation: without dropout.
+fn evaluated<R>(f: impl FnOnce() -> R) -> R {
+    let _scope = ForwardScope { training: false, ..ForwardScope::current() }.enter();
+    f()
+}
+
+/// The log-probability of each sequence's answer, f32 `[sequences]`, of inputs and targets
+/// `[sequences, time]`.
+///
+/// # Errors
+/// If a sequence is longer than the model's positions.
+pub(super) fn log_probabilities(
+    model: &Decoder,
+    (inputs, targets): (&Tensor, &Tensor),
+) -> Result<Tensor> {
+    let hidden = model.hidden(inputs)?;
+    let of_row = |row: usize| -> Result<Tensor> {
+        let (hidden, targets) = (hidden.narrow(0, row, 1)?, targets.narrow(0, row, 1)?);
+        let loss = model.loss_of(&hidden.contiguous()?, &targets.contiguous()?)?;
+        Ok(loss.sum().to_dtype(DType::F32)?.neg()?)
+    };
+    let rows = (0..inputs.dim(0)?).map(of_row).collect::<Result<Vec<_>>>()?;
+    Ok(Tensor::stack(&rows, 0)?)
+}
+
+/// Gives a file's tensors the names of the model and of its frozen copy.
+///
+/// # Errors
+/// As [`MappedSource::new`].
+pub(super) fn map_weights(
+    config: &ModelConfig,
+    keys: &[&str],
+    source: Box<dyn TensorSource>,
+) -> Result<Box<dyn TensorSource>> {
+    let description = config.clone().describe_for(keys)?;
+    let mapped = MappedSource::new(source, &description.weights)?;
+    Ok(Box::new(Twice::new(mapped, REFERENCE)))
+}
