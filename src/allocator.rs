@@ -4,6 +4,7 @@
 use std::alloc::{GlobalAlloc, Layout};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use fulgurite_core::memory::Accounted;
 use fulgurite_transports::SharedMemory;
 use libmimalloc_sys::{mi_option_set_default, mi_option_t};
 use mimalloc::MiMalloc;
@@ -22,6 +23,8 @@ use mimalloc::MiMalloc;
 /// - Collectives between processes of one host access each other's gradients, buckets and shards
 ///   directly ([`SharedMemory`]). Programs with another allocator copy through a region, with the
 ///   same results.
+/// - Tensors and buffers are counted: the `plan` of a run's summary, `fulgurite plan`
+///   ([`Accounted`]).
 ///
 /// A program has one global allocator. Programs with their own allocator leave this line out; they
 /// may wrap their own in [`SharedMemory`] for the second advantage. Needs the feature `mimalloc` (a
@@ -35,10 +38,10 @@ macro_rules! use_mimalloc {
 }
 
 /// The allocator of [`use_mimalloc!`](crate::use_mimalloc).
-pub type Allocator = SharedMemory<KeepFreed>;
+pub type Allocator = Accounted<SharedMemory<KeepFreed>>;
 
 /// The value of the allocator.
-pub const ALLOCATOR: Allocator = SharedMemory(KeepFreed(()));
+pub const ALLOCATOR: Allocator = Accounted(SharedMemory(KeepFreed(())));
 
 /// mimalloc that keeps freed memory.
 #[derive(Debug)]

@@ -9,6 +9,7 @@ mod checkpoint;
 mod collectives;
 mod floor;
 mod gemm;
+mod hardware;
 mod loops;
 mod memory;
 mod model;
@@ -37,6 +38,8 @@ pub enum Command {
     Checkpoint(checkpoint::CheckpointBench),
     /// Matrix products alone, in operations a second and core
     Gemm(gemm::GemmBench),
+    /// The speeds of this host, as a table for `fulgurite plan --hardware`
+    Hardware(hardware::HardwareBench),
     /// The time that trainer and Fabric add to hand-written loops, and the time of a start
     Overhead(overhead::OverheadBench),
 }
@@ -52,6 +55,7 @@ pub fn run(command: &Command) -> Result<()> {
         Command::Overlap(options) => overlap::overlap(options),
         Command::Checkpoint(options) => checkpoint::checkpoint(options),
         Command::Gemm(options) => gemm::run(options),
+        Command::Hardware(options) => hardware::run(options),
         Command::Overhead(options) => overhead::overhead(options),
     }
 }

@@ -67,6 +67,10 @@ enum Command {
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
     Config(models::Arguments),
+    /// Plan a run before it is started: memory, collectives, time, on any number of ranks
+    #[cfg(feature = "models")]
+    #[command(disable_help_flag = true)]
+    Plan(models::Arguments),
     /// Look at the machine as a run would find it: cores, memory, limits, launcher, directories
     #[cfg(feature = "models")]
     #[command(disable_help_flag = true)]
@@ -131,6 +135,7 @@ fn run() -> ExitCode {
         | Command::Predict(_)
         | Command::Sweep(_)
         | Command::Config(_)
+        | Command::Plan(_)
         | Command::Doctor(_) => models::run(),
         #[cfg(feature = "models")]
         Command::Generate(command) => fulgurite::cli::run_rank(move || command.run()),

@@ -46,6 +46,8 @@ pub enum CliCommand {
     Check(RunRequest),
     /// To print the JSON schema of the configuration.
     Schema,
+    /// To plan a run: memory, traffic, time.
+    Plan(PlanRequest),
     /// To look at the machine, for a run of this configuration.
     Doctor(RunRequest),
     /// To list the plugins that are linked into the program.
@@ -73,6 +75,25 @@ pub struct RunRequest {
     pub find_batch_size: Option<String>,
     /// The file that predictions are written to.
     pub output_file: Option<PathBuf>,
+}
+
+/// The arguments of `plan`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlanRequest {
+    /// The run to plan.
+    pub run: RunRequest,
+    /// Number of ranks, instead of the configuration's.
+    pub world: Option<usize>,
+    /// Number of hosts, instead of the configuration's.
+    pub nodes: Option<usize>,
+    /// The name or file of a table of hardware, for times.
+    pub hardware: Option<String>,
+    /// A file with limits to check.
+    pub check: Option<PathBuf>,
+    /// Where to write a page.
+    pub page: Option<PathBuf>,
+    /// Whether to compare other configurations.
+    pub search: bool,
 }
 
 /// Format of a printed configuration.
@@ -215,6 +236,8 @@ enum Command {
     Test(RunArgs),
     /// Predict with the model of `trainer.ckpt_path`, and write what it predicts to a file
     Predict(PredictArgs),
+    /// Plan a run before it is started: memory, collectives, time, on any number of ranks
+    Plan(PlanArgs),
     /// The configuration: whether it can be run, and its schema
     #[command(subcommand)]
     Config(ConfigCommand),
@@ -228,6 +251,43 @@ enum Command {
         /// The shell
         shell: Shell,
     },
+}
+
+#[derive(Args)]
+struct PlanArgs {
+    #[command(flatten)]
+    run: RunArgs,
+
+    /// Plan for this many ranks, instead of the configuration's `devices` × `num_nodes`
+    #[arg(long, value_name = "RANKS")]
+    world: Option<usize>,
+
+    /// Spread the ranks over this many hosts, instead of the configuration's `num_nodes`
+    #[arg(long, value_name = "HOSTS")]
+    nodes: Option<usize>,
+
+    /// Compute times on this hardware: h100, h200, a100, b200, or a TOML file, as `fulgurite bench
+    /// hardware` writes it
+    #[arg(long, value_name = "NAME|FILE")]
+    hardware: Option<String>,
+
+    /// Fail if the plan passes a limit of this TOML file: peak_bytes, traffic_bytes_per_step,
+    /// calls_per_step, step_s
+    #[arg(long, value_name = "FILE")]
+    check: Option<PathBuf>,
+
+    /// Write a page with a picture of the memory to this HTML file
+    #[arg(long, value_name = "FILE")]
+    page: Option<PathBuf>,
+
+    /// Plan other strategies, precisions and activation checkpointing too, and print those that no
+    /// other beats in both memory and time
+    #[arg(long)]
+    search: bool,
+
+    /// Print the plan as one JSON object, as `--output json` does
+    #[arg(long)]
+    json: bool,
 }
 
 #[derive(Subcommand)]
@@ -370,6 +430,14 @@ where
             ))
         }
         Command::Config(ConfigCommand::Schema) => CliCommand::Schema,
+        Command::Plan(args) => {
+            let PlanArgs { run, world, nodes, hardware, check, page, search, json } = args;
+            let mut run = request(Action::Fit, run);
+            if json {
+                run.output = Output::Json;
+            }
+            CliCommand::Plan(PlanRequest { run, world, nodes, hardware, check, page, search })
+        }
         Command::Doctor(run) => CliCommand::Doctor(request(Action::Fit, run)),
         Command::Plugins(command) => CliCommand::Plugins(command),
         Command::Completion { shell } => CliCommand::Completion(shell),

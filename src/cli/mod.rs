@@ -16,6 +16,7 @@ pub mod args;
 mod batch_size;
 mod child_run;
 mod doctor;
+mod plan;
 pub mod plugins;
 mod run;
 mod sweep;

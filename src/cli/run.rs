@@ -15,6 +15,7 @@ use fulgurite_core::mesh::DeviceMesh;
 use fulgurite_core::module::ModuleTree;
 use fulgurite_core::output::{self, Outlet, stderr};
 use fulgurite_core::run::RunConfig;
+use fulgurite_core::run_plan::RunPlan;
 use fulgurite_core::strategy::ParallelizeFn;
 use fulgurite_core::trainer::{
     Callback, LightningModule, PredictionFormat, RunConfigOf, RunPurpose, Trainer,
@@ -24,8 +25,10 @@ use fulgurite_loggers::JsonLines;
 use serde_json::json;
 use toml::Table;
 
-use super::args::{self, Action, CliCommand, Output, PrintConfig, Program, RunRequest};
-use super::{batch_size, child_run, doctor, plugins, print, say, say_json, sweep};
+use super::args::{
+    self, Action, CliCommand, Output, PlanRequest, PrintConfig, Program, RunRequest,
+};
+use super::{batch_size, child_run, doctor, plan, plugins, print, say, say_json, sweep};
 
 /// The command line of a training program for module `M` on its data: `fit`, `validate`, `test`,
 /// `predict`, `config check`, `config schema`, `doctor`, `plugins` and `completion`. The whole of a
@@ -231,6 +234,10 @@ impl Cli {
                 let ranks = (module.check)(&request, defaults?, &extras)?;
                 print(&format!("the configuration can be run, on {}\n", counted(ranks, "rank")))
             }
+            CliCommand::Plan(request) => {
+                let defaults = defaults?;
+                plan::run(&request, &|request| (module.plan)(request, defaults.clone(), &extras))
+            }
             CliCommand::Doctor(request) => {
                 let checked = defaults.and_then(|defaults| {
                     let resolved =
@@ -310,6 +317,7 @@ pub struct ModuleEntry {
     pretrained_key: Option<&'static str>,
     execute: fn(&RunRequest, Table, &Extras, &Program) -> Result<()>,
     check: fn(&RunRequest, Table, &Extras) -> Result<usize>,
+    plan: fn(&PlanRequest, Table, &Extras) -> Result<RunPlan>,
 }
 
 impl ModuleEntry {
@@ -321,6 +329,7 @@ impl ModuleEntry {
             pretrained_key: M::pretrained_key(),
             execute: execute::<M>,
             check: check::<M>,
+            plan: plan_of::<M>,
         }
     }
 
@@ -363,6 +372,7 @@ fn named_module(program: &Program, args: &[OsString], defaults: Table) -> Option
         Ok(CliCommand::Run(request) | CliCommand::Check(request) | CliCommand::Doctor(request)) => {
             request
         }
+        Ok(CliCommand::Plan(request)) => request.run,
         _ => {
             let text = args.iter().filter_map(|arg| arg.to_str());
             let mut assigned = text.filter_map(|arg| {
@@ -437,6 +447,15 @@ fn check<M: LightningModule>(
     Trainer::check::<M>(&run, purpose(request.action), &|| extras.parallelize())
 }
 
+fn plan_of<M: LightningModule>(
+    request: &PlanRequest,
+    defaults: Table,
+    extras: &Extras,
+) -> Result<RunPlan> {
+    let run = run_config::<M>(&request.run, defaults)?;
+    plan::plan::<M>(request, run, &|| extras.parallelize())
+}
+
 fn execute<M: LightningModule>(
     request: &RunRequest,
     defaults: Table,
@@ -459,6 +478,9 @@ fn execute<M: LightningModule>(
         trainer = trainer.parallelize(move |model: &mut ModuleTree, mesh: &DeviceMesh| {
             parallelize.parallelize(model, mesh)
         });
+    }
+    if request.action == Action::Fit && world.rank() == 0 && run.trainer.enable_plan {
+        trainer = trainer.with_plan(plan::before_run::<M>(&run, world.size(), &make));
     }
     for make in &extras.callbacks {
         trainer = trainer.with_callback(make());

@@ -25,7 +25,7 @@ pub use fulgurite_collective::{accelerator, collective, mesh, shard};
 pub use fulgurite_error::{Error, Result, counted};
 pub use fulgurite_module::{module, parallel, parameter, plan, quantization};
 pub use fulgurite_optim as optim;
-pub use fulgurite_tensor::{autograd, execution, random, simd};
+pub use fulgurite_tensor::{autograd, execution, memory, random, simd};
 
 #[doc(hidden)]
 pub mod __private {

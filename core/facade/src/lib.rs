@@ -31,11 +31,11 @@ pub use fulgurite_config::{
 pub use fulgurite_conformance as conformance;
 pub use fulgurite_engine::plan;
 pub use fulgurite_engine::{
-    accelerator, autograd, collective, data, execution, mesh, module, optim, parallel, parameter,
-    quantization, random, shard, strategy,
+    accelerator, autograd, collective, data, execution, memory, mesh, module, optim, parallel,
+    parameter, quantization, random, shard, strategy,
 };
 pub use fulgurite_error::{Error, Result, advice, counted, files, output, quoted};
 pub use fulgurite_launch as launch;
 pub use fulgurite_launch::environment;
 pub use fulgurite_nn as nn;
-pub use fulgurite_trainer::{fabric, metric, profiler, register_progress, run, trainer};
+pub use fulgurite_trainer::{fabric, metric, profiler, register_progress, run, run_plan, trainer};

@@ -18,6 +18,7 @@ use half::bf16;
 use super::gemm_bf16::Bf16Gemm;
 use super::host::Float;
 use super::parallel_for::parallel_for;
+use fulgurite_engine::execution::dry_run::skips_products;
 
 /// A view of a slice as a matrix, row-major or transposed.
 #[derive(Debug, Clone, Copy)]
@@ -78,7 +79,7 @@ pub fn gemm<T: Float>(out: &mut [T], a: Mat<T>, b: Mat<T>, add: bool, threads: T
         if !add {
             out.fill(T::ZERO);
         }
-    } else if size > 0 {
+    } else if size > 0 && !skips_products([a.rows, a.cols, b.cols], 1, T::DTYPE) {
         // SAFETY: `out` has that many elements, initialised.
         unsafe { multiply(out.as_mut_ptr(), a, b, add, threads) }
     }
@@ -104,7 +105,7 @@ pub fn gemm_bf16(out: &mut [f32], a: Mat<bf16>, b: Mat<bf16>, add: bool, threads
 /// As [`gemm()`].
 pub fn product<T: Float>(a: Mat<T>, b: Mat<T>, threads: Threads) -> Vec<T> {
     let size = checked_size(a, b);
-    if a.cols == 0 || size == 0 {
+    if a.cols == 0 || size == 0 || skips_products([a.rows, a.cols, b.cols], 1, T::DTYPE) {
         return vec![T::ZERO; size];
     }
     let mut out = Vec::with_capacity(size);

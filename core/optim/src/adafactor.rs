@@ -21,6 +21,7 @@ use fulgurite_collective::shard::Region;
 use fulgurite_module::parameter::Parameter;
 use fulgurite_tensor::autograd::storage;
 use fulgurite_tensor::execution::read;
+use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// Adafactor (Shazeer and Stern, 2018), computed in the order of `torch.optim.Adafactor`:
 /// `optimizer.type = "adafactor"`.
@@ -321,6 +322,7 @@ impl AdafactorOptimizer {
         let dtype = self.state.arithmetic_dtype(index)?;
         let moments = &mut self.moments[index];
         if moments.is_none() {
+            let _kind = memory::of_kind(MemoryKind::OptimizerState);
             let zeros = |elements| storage::zeros(elements, dtype, &Device::Cpu);
             let plane = Plane::of(parameter.global_shape());
             *moments = Some(match plane.is_factored {

@@ -12,6 +12,7 @@ use super::step_scale::GradScale;
 use crate::Result;
 use fulgurite_module::parameter::accumulation_dtype;
 use fulgurite_tensor::autograd::storage::{HostElement, with_host, with_host_mut};
+use fulgurite_tensor::execution::dry_run::skips_pass;
 use fulgurite_tensor::simd::{Half, vectorized};
 
 /// Elements per task: few enough that the slices stay in the second-level cache.
@@ -175,6 +176,10 @@ pub(super) fn update<const N: usize, P: Element<C>, G: Element<C>, B: StateEleme
     noise: Option<&Noise>,
     f: impl Fn(C, C, [C; N]) -> (C, [C; N]) + Copy + Sync,
 ) -> Result<()> {
+    let element = 2 * size_of::<P>() + size_of::<G>() + 2 * N * size_of::<B>();
+    if skips_pass(values.elem_count() * element) {
+        return Ok(());
+    }
     let noise = noise.filter(|_| N > 0 && B::ROUNDED);
     let on_slices = |p: &mut [P], g: &[G], states: Vec<&mut [B]>| {
         let mut states = states.into_iter();

@@ -11,6 +11,7 @@ use super::state_dtype::{Noise, StateDtype};
 use crate::{Error, Result};
 use fulgurite_module::parameter::{LocalShard, Parameter};
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// Parameters, their options, and `N` state tensors each, allocated when first needed.
 pub(super) struct OptimizerState<const N: usize> {
@@ -190,6 +191,7 @@ impl<const N: usize> OptimizerState<N> {
             let dtype = self.dtype.of(arithmetic_dtype_of(parameter)?);
             let mut tensors = Vec::with_capacity(N);
             for initial in self.initial {
+                let _kind = memory::of_kind(MemoryKind::OptimizerState);
                 let tensor = storage::zeros(values.elem_count(), dtype, values.device())?;
                 if initial != 0.0 {
                     let initial = Tensor::full(initial, values.elem_count(), values.device())?;

@@ -10,6 +10,7 @@ use super::step_scale::StepScale;
 use crate::{Error, Result};
 use fulgurite_module::parameter::{LocalShard, Parameter};
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// An average of the weights over training, to evaluate or publish instead of the weights.
 ///
@@ -107,6 +108,7 @@ impl WeightAverage {
                 Error::parameter(parameter.fqn(), message)
             })?;
             // Copied: `to_dtype` to the weights' own dtype would share their memory.
+            let _kind = memory::of_kind(MemoryKind::Averages);
             let average = storage::zeros(values.elem_count(), dtype, values.device())?;
             storage::copy_from(&average, &values)?;
             Ok(Entry { parameter: parameter.clone(), average, weights: None })

@@ -5,8 +5,10 @@
 
 pub mod fabric;
 pub mod metric;
+
 pub mod profiler;
 pub mod run;
+pub mod run_plan;
 mod runtime;
 pub mod trainer;
 pub use fulgurite_engine::{Error, Result, counted};

@@ -463,6 +463,7 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
             peak_rss_mib,
             peak_device_mib,
             skipped_steps,
+            plan,
         } => {
             let peak = peak_rss_mib.iter().copied().fold(0.0, f64::max);
             let device = match peak_device_mib.iter().copied().reduce(f64::max) {
@@ -483,6 +484,7 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
                     counted(*world_size, "rank")
                 ));
             }
+            let planned = if plan.is_planned() { format!("\nplan: {plan}") } else { String::new() };
             // A run resumed at its end makes zero steps.
             let made = match step_s_median.is_nan() {
                 true => "no further step".to_owned(),
@@ -495,7 +497,7 @@ fn describe(event: &Event, trains: bool) -> Option<String> {
             };
             format!(
                 "{}{skipped} on {} with {strategy}: {made}, at most {peak:.0} \
-                 MiB a rank{device}",
+                 MiB a rank{device}{planned}",
                 counted(*steps, "step"),
                 counted(*world_size, "rank")
             )
@@ -533,6 +535,7 @@ mod tests {
 
     use fulgurite_engine::module::{ModuleBuilder, ModuleInit};
     use fulgurite_engine::parameter::Init;
+    use fulgurite_trainer::run_plan::PlanComparison;
     use fulgurite_trainer::trainer::{ItemRate, ModelSummary, RanksSummary};
 
     use super::*;
@@ -604,6 +607,7 @@ mod tests {
             peak_rss_mib: vec![100.0, 120.4],
             peak_device_mib: vec![50.0, 60.4],
             skipped_steps: 2,
+            plan: PlanComparison::default(),
         });
         insta::assert_snapshot!(shown(Some(6), &events), @"
         module    parameters
@@ -635,6 +639,7 @@ mod tests {
             peak_rss_mib: vec![100.0],
             peak_device_mib: Vec::new(),
             skipped_steps: 0,
+            plan: PlanComparison::default(),
         };
         insta::assert_snapshot!(shown(None, &[summary]), @"
         module    parameters
@@ -664,6 +669,7 @@ mod tests {
                 peak_rss_mib: vec![100.0],
                 peak_device_mib: Vec::new(),
                 skipped_steps: 0,
+                plan: PlanComparison::default(),
             },
         ];
         events.iter().for_each(|event| progress.event(event).unwrap());

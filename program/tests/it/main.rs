@@ -21,6 +21,8 @@ mod interop;
 #[cfg(feature = "models")]
 mod models;
 #[cfg(feature = "models")]
+mod plan;
+#[cfg(feature = "models")]
 mod preference;
 #[cfg(feature = "models")]
 mod recipes;

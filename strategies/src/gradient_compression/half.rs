@@ -5,6 +5,7 @@ use std::sync::Arc;
 use candle_core::{DType, Tensor};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{ProcessGroup, ReduceOp, Work};
+use fulgurite_engine::memory::{self, MemoryKind};
 use fulgurite_engine::strategy::{GradientBucket, GradientCompression, GradientCompressionConfig};
 use fulgurite_error::Result;
 use serde::{Deserialize, Serialize};
@@ -73,6 +74,7 @@ fn all_reduce_in(dtype: DType, values: Tensor, group: &Arc<dyn ProcessGroup>) ->
     if values.dtype().size_in_bytes() <= dtype.size_in_bytes() {
         return group.all_reduce(&values, ReduceOp::Sum);
     }
+    let _kind = memory::of_kind(MemoryKind::Gradients);
     let rounded = group.empty(values.elem_count(), dtype, values.device())?;
     storage::copy_from(&rounded, &values)?;
     let work = group.all_reduce(&rounded, ReduceOp::Sum)?;

@@ -8,6 +8,7 @@ use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
 use fulgurite_engine::execution::read;
+use fulgurite_engine::memory::{self, MemoryKind};
 use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh};
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::{SquaredNorm, StateTensor};
@@ -108,6 +109,7 @@ impl Outer {
         for parameter in tree.trainable() {
             let values = parameter.local()?.values;
             let zeros = || {
+                let _kind = memory::of_kind(MemoryKind::OptimizerState);
                 let dtype = accumulation_dtype(parameter.dtype());
                 storage::zeros(values.elem_count(), dtype, values.device())
             };

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use candle_core::{DType, Device};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
+use fulgurite_engine::memory::{self, MemoryKind};
 use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
 use fulgurite_engine::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
 use fulgurite_engine::optim::SquaredNorm;
@@ -246,6 +247,7 @@ impl MeshStrategy {
             |rank| spec.region(|dim| if dim == DP_SHARD_CP { rank } else { mesh.coordinate(dim) });
         let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
         let region = region(mesh.coordinate(DP_SHARD_CP));
+        let _kind = memory::of_kind(MemoryKind::Parameters);
         let initial = materialize::initial_values(slot, seed, &region)?;
         let on_host = self.settings.cpu_offload;
         let initial = if on_host { initial.to_device(&Device::Cpu)? } else { initial };

@@ -5,7 +5,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use twox_hash::XxHash3_64;
 
-use super::{AllGather, Collective, ProcessGroup, ReduceOp};
+use super::{AllGather, Collective, ProcessGroup};
 use crate::{Error, Result};
 use fulgurite_tensor::execution::read;
 
@@ -19,11 +19,10 @@ pub fn broadcast_object<T: Serialize + DeserializeOwned>(
     let len = Tensor::new(&[bytes.len() as i64], &Device::Cpu)?;
     group.run(Collective::broadcast(&len, src))?;
     let len = read::host::<i64>(&len)?[0] as usize;
-    let buffer = if group.rank() == src {
-        Tensor::from_vec(bytes, len, &Device::Cpu)?
-    } else {
-        Tensor::zeros(len, DType::U8, &Device::Cpu)?
-    };
+    // Other ranks' own bytes stay if the group's ranks do not run (`DryRunGroup`).
+    let mut bytes = bytes;
+    bytes.resize(len, 0);
+    let buffer = Tensor::from_vec(bytes, len, &Device::Cpu)?;
     group.run(Collective::broadcast(&buffer, src))?;
     from_bytes(&read::host::<u8>(&buffer)?)
 }
@@ -34,10 +33,10 @@ pub fn all_gather_object<T: Serialize + DeserializeOwned>(
     value: &T,
 ) -> Result<Vec<T>> {
     let bytes = to_bytes(value)?;
-    let mut lens = vec![0i64; group.size()];
-    lens[group.rank()] = bytes.len() as i64;
-    let lens = Tensor::new(lens, &Device::Cpu)?;
-    group.run(Collective::all_reduce(&lens, ReduceOp::Sum))?;
+    let own = Tensor::new(&[bytes.len() as i64], &Device::Cpu)?;
+    let lens = Tensor::zeros(group.size(), DType::I64, &Device::Cpu)?;
+    let part = AllGather::even(&lens, &own, group.size());
+    group.run(Collective::all_gather_into(vec![part]))?;
     let counts: Vec<usize> = read::host::<i64>(&lens)?.into_iter().map(|n| n as usize).collect();
     let input = Tensor::from_vec(bytes, counts[group.rank()], &Device::Cpu)?;
     let output = Tensor::zeros(counts.iter().sum::<usize>(), DType::U8, &Device::Cpu)?;

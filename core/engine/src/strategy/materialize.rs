@@ -12,11 +12,13 @@ use fulgurite_collective::shard::{Cut, Placement, Region};
 use fulgurite_module::module::ModuleTree;
 use fulgurite_module::parameter::{LocalShard, Parameter, ParameterSlot, about_buffer};
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// Gives this rank every parameter whole (under tensor parallelism, its whole part), with initial
 /// values. Parameters that compute in their own dtype are updated in place. Others keep a copy
 /// that [`refresh_compute`] casts. Not collective.
 pub fn replicate(slots: &[ParameterSlot], seed: u64) -> Result<()> {
+    let _kind = memory::of_kind(MemoryKind::Parameters);
     for slot in slots {
         let region = slot.compute_region();
         let values = initial_values(slot, seed, &region)?;

@@ -10,6 +10,7 @@ use crate::{Error, Result};
 use fulgurite_collective::shard::Region;
 use fulgurite_tensor::autograd::GradMode;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// A buffer's initial values.
 #[derive(Debug, Clone)]
@@ -173,6 +174,7 @@ impl Buffer {
                 init.values(seed, self.fqn(), self.shape(), &region, self.dtype(), device)?
             }
         };
+        let _kind = memory::of_kind(MemoryKind::Parameters);
         storage::allocate(&self.0.tensor)?;
         storage::copy_from(&self.0.tensor.detach(), &values)
     }

@@ -8,6 +8,7 @@ use candle_core::{DType, Tensor};
 use super::ParameterSlot;
 use crate::Result;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::memory::{self, MemoryKind};
 
 /// The dtype for gradients, sums within layers and optimizer updates of values in `dtype`, so that
 /// small terms are not lost: f64 for f64, f32 for all others.
@@ -90,6 +91,7 @@ impl GradReducer for LocalGrads {
             return Ok(grad.clone());
         }
         let dtype = accumulation_dtype(slot.dtype());
+        let _kind = memory::of_kind(MemoryKind::Gradients);
         let grad = storage::unset(slot.compute_elem_count(), dtype, slot.device())?;
         grads.insert(slot.fqn().to_owned(), grad.clone());
         Ok(grad)

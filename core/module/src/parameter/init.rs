@@ -6,6 +6,7 @@ use rayon::prelude::*;
 use crate::Result;
 use fulgurite_collective::shard::Region;
 use fulgurite_tensor::autograd::storage;
+use fulgurite_tensor::execution::dry_run::skips_pass;
 use fulgurite_tensor::random::{Purpose, Stream};
 
 /// A parameter's initial values.
@@ -76,6 +77,9 @@ impl Init {
         let n = region.elem_count();
         let stream = Stream::new(seed, Purpose::Init, fqn);
         let mut values = vec![0f32; n];
+        if skips_pass(n * size_of::<f32>()) {
+            return storage::cast(&Tensor::from_vec(values, n, device)?, dtype);
+        }
         if let Self::Const(value) = self {
             values.fill(value as f32);
         } else {

@@ -72,6 +72,12 @@ pub(super) unsafe fn multiply<K: Kernel>(
     }
 }
 
+/// Takes the memory that [`multiply`] packs operands into, and frees it, for dry runs.
+pub(super) fn hold_packed<K: Kernel>(a: Mat<bf16>, b: Mat<bf16>) {
+    let left = Rows::of::<K>(a).is_none().then(|| Operand::left(a).empty());
+    drop((Operand::right(b).empty(), left));
+}
+
 /// The left operand.
 enum Left<'a> {
     Packed(Packed),

@@ -45,6 +45,9 @@ mod tests;
 
 use std::sync::OnceLock;
 
+use bytemuck::allocation::zeroed_vec;
+use candle_core::DType;
+use fulgurite_engine::execution::dry_run::{self, skips_products};
 use half::bf16;
 
 use self::output::{Target, TargetKind};
@@ -130,6 +133,24 @@ impl Bf16Gemm {
         FOUND.get_or_init(find).map(Self)
     }
 
+    /// Whether a dry run skips the product. Takes and frees the memory of the packed operands.
+    fn skips(self, a: Mat<bf16>, b: Mat<bf16>) -> bool {
+        let skips = skips_products([a.rows, a.cols, b.cols], 1, DType::BF16);
+        if skips {
+            match self.0 {
+                #[cfg(target_arch = "x86_64")]
+                Instructions::Amx(_) => driver::hold_packed::<amx::Amx>(a, b),
+                #[cfg(target_arch = "x86_64")]
+                Instructions::Avx512(_) => driver::hold_packed::<avx512::Avx512>(a, b),
+                #[cfg(test)]
+                Instructions::Model(_) => {
+                    driver::hold_packed::<model::Model<model::Vdpbf16ps>>(a, b);
+                }
+            }
+        }
+        skips
+    }
+
     fn name(self) -> &'static str {
         match self.0 {
             #[cfg(target_arch = "x86_64")]
@@ -155,6 +176,9 @@ impl Bf16Gemm {
     ) {
         let size = checked_size(a, b);
         let out = &mut out[..size];
+        if self.skips(a, b) {
+            return;
+        }
         let target = Target::new(TargetKind::F32 { out: out.as_mut_ptr(), add }, b.cols);
         // SAFETY: `out` has that many elements, initialised.
         unsafe { self.multiply(target, a, b, threads) }
@@ -173,6 +197,12 @@ impl Bf16Gemm {
     ) -> Vec<bf16> {
         let size = checked_size(a, b);
         assert!(bias.is_none_or(|bias| bias.len() == b.cols), "a bias for each column");
+        if dry_run::is_on() {
+            let zeros = zeroed_vec(size);
+            if self.skips(a, b) {
+                return zeros;
+            }
+        }
         let mut out = Vec::with_capacity(size);
         let kind = TargetKind::Bf16 { out: out.as_mut_ptr(), bias };
         // SAFETY: there is room for that many elements; all are written and none is read.
@@ -196,6 +226,9 @@ impl Bf16Gemm {
     ) {
         let size = checked_size(a, b);
         let out = &mut out[..size];
+        if self.skips(a, b) {
+            return;
+        }
         let target = Target::new(TargetKind::AddBf16 { out: out.as_mut_ptr() }, b.cols);
         // SAFETY: `out` has that many elements, initialised.
         unsafe { self.multiply(target, a, b, threads) }

@@ -89,6 +89,13 @@ impl Packed {
 }
 
 impl<'a> Operand<'a> {
+    /// Memory for the packed operand.
+    pub(super) fn empty(&self) -> Packed {
+        let blocks = self.depth.div_ceil(DEPTH);
+        let lines = Vec::with_capacity(self.count.div_ceil(STRIP) * blocks * BLOCK);
+        Packed { lines, blocks, count: self.count }
+    }
+
     pub(super) fn left(a: Mat<'a, bf16>) -> Self {
         Self {
             data: a.data,
@@ -118,11 +125,7 @@ pub(super) fn pack<K: Kernel, const N: usize>(
     operands: [Operand<'_>; N],
     threads: usize,
 ) -> [Packed; N] {
-    let mut packed = operands.map(|operand| {
-        let blocks = operand.depth.div_ceil(DEPTH);
-        let lines = Vec::with_capacity(operand.count.div_ceil(STRIP) * blocks * BLOCK);
-        Packed { lines, blocks, count: operand.count }
-    });
+    let mut packed = operands.map(|operand| operand.empty());
     let groups = packed.each_ref().map(|packed| packed.strips().div_ceil(TOGETHER));
     let room = packed.each_mut().map(Room::new);
     let group = |i: usize| {

@@ -3,7 +3,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use candle_core::{D, Tensor};
+use candle_core::{D, DType, Tensor};
 
 #[cfg(feature = "cuda")]
 use super::attention_cuda;
@@ -14,6 +14,7 @@ use crate::documents::Documents;
 use crate::host::with_float;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
+use fulgurite_engine::execution::dry_run::skips_products;
 use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Scaled dot-product attention with these options.
@@ -164,6 +165,13 @@ impl DotProductAttention {
         }
     }
 
+    /// Whether a dry run skips `products` products of the size of the scores, for each head.
+    fn skips(&self, s: AttentionShape, products: usize, dtype: DType) -> bool {
+        // As many keys as a query in the middle sees.
+        let keys = self.keys_in_window(s, s.queries / 2).len();
+        skips_products([s.queries, s.dim, keys], products * s.batch * s.heads, dtype)
+    }
+
     /// `softmax(scale q k^T) v`.
     pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionOutput> {
         let sizes = AttentionShape::new(q, k, v, self)?;
@@ -176,6 +184,11 @@ impl DotProductAttention {
         }
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
         let (output, lse) = if q.elem_count() == 0 || sizes.keys == 0 {
+            (
+                q.zeros_like()?,
+                Tensor::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
+            )
+        } else if uses_cpu_kernels(&q) && self.skips(sizes, 2, dtype) {
             (
                 q.zeros_like()?,
                 Tensor::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
@@ -209,6 +222,8 @@ impl DotProductAttention {
         let (output, grad) = (rows_contiguous(&attended.output)?, rows_contiguous(grad)?);
         let saved = [&output, &attended.lse, &grad];
         let grads = if q.elem_count() == 0 || sizes.keys == 0 {
+            [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?]
+        } else if uses_cpu_kernels(&q) && self.skips(sizes, 5, dtype) {
             [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?]
         } else if uses_cpu_kernels(&q) {
             with_float!(q.dtype(), T => {

@@ -7,6 +7,7 @@ use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::host::{Float, host, rows_per_piece, tensor, with_float};
 use fulgurite_engine::autograd::storage;
+use fulgurite_engine::execution::dry_run::skips_pass;
 use fulgurite_engine::parameter::accumulation_dtype;
 use fulgurite_engine::simd::vectorized;
 
@@ -74,7 +75,12 @@ pub(crate) fn rotate(x: &Tensor, angles: &Angles, inverse: bool) -> Result<Tenso
     let y = with_float!(x.dtype(), T => {
         let (cos, sin) = (host(&cos)?, host(&sin)?);
         let (cos, sin) = (cos.slice::<T>()?, sin.slice::<T>()?);
-        let mut y = host(&x)?.slice::<T>()?.to_vec();
+        let host_x = host(&x)?;
+        let values = host_x.slice::<T>()?;
+        if skips_pass(2 * size_of_val(values)) {
+            return storage::cast(&tensor(vec![T::ZERO; values.len()], x.shape())?, dtype);
+        }
+        let mut y = values.to_vec();
         let rows = rows_per_piece(y.len() / d);
         y.par_chunks_mut(rows * d).enumerate().for_each(|(piece, y)| {
             rotate_rows(y, cos, sin, [d, half], piece * rows, inverse);

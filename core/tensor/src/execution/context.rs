@@ -7,6 +7,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 
 use super::GradMode;
+use super::dry_run::DryRun;
 
 type Value = Arc<dyn Any + Send + Sync>;
 
@@ -48,6 +49,7 @@ impl TypeMap {
 pub struct ExecutionContext {
     grad_mode: GradMode,
     detects_anomalies: bool,
+    dry_run: Option<DryRun>,
     values: TypeMap,
 }
 
@@ -128,6 +130,7 @@ pub struct ContextGuard {
 pub(super) enum Change {
     GradMode(GradMode),
     DetectAnomalies,
+    DryRun(DryRun),
     Value(TypeId, Value),
     All(ExecutionContext),
 }
@@ -137,10 +140,12 @@ impl Change {
         match self {
             Self::GradMode(mode) => context.grad_mode = *mode,
             Self::DetectAnomalies => context.detects_anomalies = true,
+            Self::DryRun(run) => context.dry_run = Some(run.clone()),
             Self::Value(id, value) => context.values.set(*id, value.clone()),
             Self::All(all) => {
                 context.grad_mode = all.grad_mode;
                 context.detects_anomalies = all.detects_anomalies;
+                context.dry_run.clone_from(&all.dry_run);
                 context.values.clone_from(base);
                 all.values.0.iter().for_each(|(id, value)| context.values.set(*id, value.clone()));
             }
@@ -164,6 +169,7 @@ thread_local! {
             current: ExecutionContext {
                 grad_mode: GradMode::Enabled,
                 detects_anomalies: false,
+                dry_run: None,
                 values: TypeMap::new(),
             },
             base: TypeMap::new(),
@@ -181,6 +187,11 @@ pub(super) fn grad_mode() -> GradMode {
 /// Whether layers on this thread check their values for anomalies.
 pub(crate) fn detects_anomalies() -> bool {
     THREAD.with_borrow(|thread| thread.current.detects_anomalies)
+}
+
+/// Calls `f` with this thread's dry run, if it runs dry.
+pub(super) fn dry_run<R>(f: impl FnOnce(Option<&DryRun>) -> R) -> R {
+    THREAD.with_borrow(|thread| f(thread.current.dry_run.as_ref()))
 }
 
 /// Turns anomaly checks on for this thread until the guard is dropped.

@@ -35,6 +35,7 @@
 //! ```
 
 mod context;
+pub mod dry_run;
 pub(crate) mod grad_mode;
 pub mod read;
 mod sent;

@@ -3,9 +3,12 @@
 
 use std::mem::MaybeUninit;
 
+use bytemuck::Zeroable;
+use bytemuck::allocation::zeroed_vec;
 use rayon::prelude::*;
 
 use super::vectorized;
+use crate::execution::dry_run::skips_pass;
 
 /// Elements that a thread computes at a time.
 const PIECE: usize = 16 * 1024;
@@ -14,8 +17,11 @@ const PIECE: usize = 16 * 1024;
 pub fn map<A, B>(values: &[A], f: impl Fn(A) -> B + Copy + Sync) -> Vec<B>
 where
     A: Copy + Sync,
-    B: Copy + Send,
+    B: Copy + Send + Zeroable,
 {
+    if skips_pass(values.len() * (size_of::<A>() + size_of::<B>())) {
+        return zeroed_vec(values.len());
+    }
     let mut out = Vec::with_capacity(values.len());
     let room = &mut out.spare_capacity_mut()[..values.len()];
     let pieces = room.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE));
@@ -32,9 +38,12 @@ where
 pub fn map2<A, B>(a: &[A], b: &[A], f: impl Fn(A, A) -> B + Copy + Sync) -> Vec<B>
 where
     A: Copy + Sync,
-    B: Copy + Send,
+    B: Copy + Send + Zeroable,
 {
     assert_eq!(a.len(), b.len(), "inputs of one length");
+    if skips_pass(a.len() * (2 * size_of::<A>() + size_of::<B>())) {
+        return zeroed_vec(a.len());
+    }
     let mut out = Vec::with_capacity(a.len());
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
     let room = &mut out.spare_capacity_mut()[..a.len()];
@@ -58,10 +67,13 @@ pub trait TwoOfThree<T>: Copy + Sync {
 /// If the lengths differ.
 pub fn map3_2<T>([a, b, c]: [&[T]; 3], f: impl TwoOfThree<T>) -> (Vec<T>, Vec<T>)
 where
-    T: Copy + Send + Sync,
+    T: Copy + Send + Sync + Zeroable,
 {
     let n = a.len();
     assert!(b.len() == n && c.len() == n, "inputs of one length");
+    if skips_pass(5 * n * size_of::<T>()) {
+        return (zeroed_vec(n), zeroed_vec(n));
+    }
     let (mut left, mut right) = (Vec::with_capacity(n), Vec::with_capacity(n));
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE)).zip(c.par_chunks(PIECE));
     let left_room = &mut left.spare_capacity_mut()[..n];
@@ -88,6 +100,9 @@ where
     B: Copy + Send,
 {
     assert_eq!(out.len(), values.len(), "an output for each element");
+    if skips_pass(values.len() * (size_of::<A>() + 2 * size_of::<B>())) {
+        return;
+    }
     let pieces = out.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE));
     pieces.for_each(|(out, values)| overwrite(out, values, f));
 }

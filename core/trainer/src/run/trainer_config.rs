@@ -135,6 +135,12 @@ fulgurite_config::config_struct! {
         /// Whether rank 0 shows the model and its progress on stderr, both from the command line
         /// and from code: bars on a terminal, lines elsewhere.
         pub enable_progress_bar: bool = true,
+        /// Whether rank 0 plans the run before its first step, as `fulgurite plan` does, so that the
+        /// summary compares the plan with what was taken.
+        pub enable_plan: bool = true,
+        /// The hardware of that plan, by which it has a step time: a name or file, as for
+        /// `fulgurite plan --hardware`.
+        pub plan_hardware: Option<String> = None,
         /// The reaction to a trainable parameter without a gradient in the first step. In later
         /// steps the optimizer leaves such a parameter alone, unless this is `"zero"`.
         pub unused_parameters: UnusedParameters = UnusedParameters::Error,

@@ -2,9 +2,11 @@
 
 use super::module::hooks::Hook;
 use super::record::meter::peak_rss_mib;
+use super::record::usage::Used;
 use super::session::Session;
 use super::{Event, ItemRate, RunStatus};
 use crate::profiler::Profile;
+use crate::run_plan::PlanComparison;
 use crate::{Error, Result};
 use fulgurite_engine::collective::all_gather_object;
 
@@ -17,6 +19,8 @@ pub(super) fn summarize(session: &mut Session) -> Result<()> {
         .into_iter()
         .map(|mib| mib.unwrap_or(f64::NAN))
         .collect();
+    let used =
+        all_gather_object(&**session.setup.fabric.world(), &session.recorder.usage().used())?;
     let peak_device_mib = peak_device_mib(session)?;
     let (recorder, meter) = (&session.recorder, session.recorder.meter());
     let event = Event::Summary {
@@ -31,8 +35,24 @@ pub(super) fn summarize(session: &mut Session) -> Result<()> {
         skipped_steps: session.skipped_steps(),
         peak_rss_mib,
         peak_device_mib,
+        plan: compared(session, &used),
     };
     session.emit(&event)
+}
+
+/// Compares the plan with what the ranks' steps took.
+fn compared(session: &Session, used: &[Used]) -> PlanComparison {
+    let plan = session.setup.plan.as_deref();
+    let step_s = session.recorder.meter().median_step_secs();
+    let sum = |sum: Option<u64>, used: &Used| Some(sum? + used.traffic_bytes?);
+    PlanComparison {
+        peak_bytes: plan.and_then(|plan| plan.peak_bytes),
+        measured_peak_bytes: used.iter().map(|used| used.peak_bytes).max().flatten(),
+        traffic_bytes_per_step: plan.map(|plan| plan.traffic_bytes_per_step),
+        measured_traffic_bytes_per_step: used.iter().fold(Some(0), sum),
+        step_s: plan.and_then(|plan| plan.outlook.as_ref()).map(|outlook| outlook.step_s),
+        measured_step_s: (!step_s.is_nan()).then_some(step_s),
+    }
 }
 
 /// Returns the peak memory of all ranks' devices, in MiB; empty if ranks compute on the host.

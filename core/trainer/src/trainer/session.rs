@@ -1,6 +1,7 @@
 //! A run in progress: its parts, and the hooks, which see all of them.
 
 use std::path::PathBuf;
+use std::sync::Arc;
 
 use candle_core::{Device, Tensor};
 
@@ -14,6 +15,7 @@ use super::record::recorder::Recorder;
 use super::{Event, HookContext};
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, SampleIdentity};
 use crate::run::TrainerConfig;
+use crate::run_plan::RunPlan;
 use crate::{Error, Result};
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::execution::read;
@@ -49,6 +51,7 @@ pub(super) struct SessionSetup {
     pub(super) batch_size: usize,
     pub(super) shuffle: bool,
     pub(super) samples: SampleIdentity,
+    pub(super) plan: Option<Arc<RunPlan>>,
     pub(super) print: fn(&str),
     pub(super) interrupted: fn() -> Option<Interruption>,
 }

@@ -25,6 +25,7 @@ use super::record::logger::LoggerSink;
 use super::record::meter::{Meter, seconds_since_epoch};
 use super::record::recorder::Recorder;
 use super::record::run_dir::{RunDir, RunDirGuard};
+use super::record::usage::Usage;
 use super::saving::resume::{load_trained, resume};
 use super::saving::save::save_on_exception;
 use super::session::{Session, SessionSetup};
@@ -35,11 +36,13 @@ use super::{
 use crate::fabric::{Fabric, StrategyInfo};
 use crate::profiler::LogExecutionTime;
 use crate::run::{Devices, RunConfig};
+use crate::run_plan::RunPlan;
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
-use fulgurite_engine::collective::{Agreement, ProcessGroup, Solo, broadcast_object};
+use fulgurite_engine::collective::{Agreement, ProcessGroup, Solo, TrafficMeter, broadcast_object};
 use fulgurite_engine::data::DataModule as _;
+use fulgurite_engine::memory;
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
 use fulgurite_engine::strategy::ParallelizeFn;
@@ -58,6 +61,7 @@ pub struct Trainer {
     sinks: Vec<SharedSink>,
     parallelize: Option<Arc<dyn ParallelizeFn>>,
     print: fn(&str),
+    plan: Option<Arc<RunPlan>>,
     interrupted: fn() -> Option<Interruption>,
     /// Whether this trainer has no process group, so that the configuration may only ask for one
     /// rank.
@@ -103,6 +107,7 @@ impl Trainer {
             callbacks: Vec::new(),
             sinks: Vec::new(),
             parallelize: None,
+            plan: None,
             print: |text| {
                 // An error means that stderr has no reader any more.
                 let _ = output::stderr().write_all(format!("{text}\n").as_bytes());
@@ -132,6 +137,13 @@ impl Trainer {
     #[must_use]
     pub fn with_sink(mut self, sink: Box<dyn EventSink>) -> Self {
         self.sinks.push(SharedSink::new(sink));
+        self
+    }
+
+    /// Sets the plan that the run's summary compares with what was counted. Only rank 0's is used.
+    #[must_use]
+    pub fn with_plan(mut self, plan: Option<RunPlan>) -> Self {
+        self.plan = plan.map(Arc::new);
         self
     }
 
@@ -352,7 +364,15 @@ impl Trainer {
             let shared = move |tree: &mut ModuleTree, mesh: &DeviceMesh| f.parallelize(tree, mesh);
             Box::new(shared) as Box<dyn ParallelizeFn>
         });
-        let mut fabric = Fabric::over(self.world.clone(), config, run.seed, parallelize)?;
+        let traffic = TrafficMeter::default();
+        // Kernels keep memory of the dry run for their next call.
+        let held_before = self.plan.as_ref().map_or_else(memory::held, |plan| plan.held_before);
+        let usage = Usage::new(traffic.clone(), held_before);
+        let world = match self.world.size() {
+            1 => self.world.clone(),
+            _ => traffic.watch(self.world.clone()),
+        };
+        let mut fabric = Fabric::over(world, config, run.seed, parallelize)?;
         let StrategyInfo { name: strategy_name, capabilities } = fabric.strategy()?;
         check_async_save(run, capabilities.saves_distributed_checkpoints)?;
         let mut callbacks = self.callbacks.clone();
@@ -380,8 +400,13 @@ impl Trainer {
         config.accumulate_grad_batches = config.micro_batches(batch_size, ranks)?;
         let accumulate = config.accumulate_grad_batches;
         let micro_batches_in_batch = config.micro_batches_in_batch(batch_size)?;
-        let recorder =
-            Recorder::new(&config, sinks, Meter::new(self.program_start), (items, report), guard);
+        let recorder = Recorder::new(
+            &config,
+            sinks,
+            (Meter::new(self.program_start), usage),
+            (items, report),
+            guard,
+        );
         Ok(Session {
             saving,
             setup: SessionSetup {
@@ -393,6 +418,7 @@ impl Trainer {
                 batch_size,
                 shuffle,
                 samples,
+                plan: self.plan.clone(),
                 print: self.print,
                 interrupted: self.interrupted,
             },

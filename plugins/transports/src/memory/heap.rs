@@ -240,6 +240,7 @@ fn empty<T: bytemuck::Pod>(len: usize) -> Option<Vec<T>> {
     };
     // SAFETY: within the mapping, which contains all pages of the list.
     let start = unsafe { BASE.load(Ordering::Relaxed).add(page * PAGE) };
+    fulgurite_engine::memory::adopt(bytes);
     // SAFETY: not in use until they are freed, and aligned to a page. Pages of a file are
     // initialised, and any bytes are valid for `Pod`. The program's allocator, a `SharedMemory`,
     // recognises the address when they are freed.

@@ -5,6 +5,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use candle_core::Tensor;
 use fulgurite_engine::collective::{Label, ProcessGroup, Work};
+use fulgurite_engine::memory::{self, MemoryKind};
 use fulgurite_engine::parameter::{GradReducer, Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_engine::strategy::GradientPart;
 use fulgurite_error::{Error, Result};
@@ -210,6 +211,7 @@ impl State {
         for indices in pack(&items, first_bytes, cap_bytes) {
             let total: usize = indices.iter().map(|&i| items[i].elements).sum();
             let (first, bucket) = (indices[0], buckets.len());
+            let _kind = memory::of_kind(MemoryKind::Gradients);
             let flat = group.empty(total, items[first].dtype, slots[first].device())?;
             let mut offset = 0;
             for i in indices {

@@ -11,6 +11,7 @@ use fulgurite_engine::collective::{
 };
 use fulgurite_engine::execution::ContextGuard;
 use fulgurite_engine::execution::transfer::{self, HostCopy};
+use fulgurite_engine::memory::{self, MemoryKind};
 use fulgurite_engine::module::Reshard;
 use fulgurite_engine::parameter::{Parameter, ParameterSlot, accumulation_dtype};
 use fulgurite_engine::strategy::GradientPart;
@@ -151,6 +152,7 @@ impl ParamGroup {
 
     /// Starts gathering the parameters. Collective.
     pub(super) fn gather(&self) -> Result<Work> {
+        let _kind = memory::of_kind(MemoryKind::Gathered);
         let part = |member: &Member| {
             let output = member.slot.compute()?;
             storage::allocate_unset(output)?;
@@ -177,6 +179,7 @@ impl ParamGroup {
 
     /// Copies this rank's parts of the gathered parameters and frees the rest. Local.
     pub(super) fn keep_parts(&self) -> Result<Vec<Tensor>> {
+        let _kind = memory::of_kind(MemoryKind::Gathered);
         let group = self.required_part_group()?;
         let part = |member: &Member| -> Result<Tensor> {
             let whole = member.slot.compute()?.detach().flatten_all()?;
@@ -192,6 +195,7 @@ impl ParamGroup {
     /// Starts gathering the parameters from the `parts` returned by
     /// [`keep_parts`](Self::keep_parts). Collective over the ranks with these parts.
     pub(super) fn gather_parts(&self, parts: &[Tensor]) -> Result<Work> {
+        let _kind = memory::of_kind(MemoryKind::Gathered);
         let group = self.required_part_group()?;
         let gather = |(member, part): (&Member, &Tensor)| {
             let output = member.slot.compute()?;
@@ -237,6 +241,7 @@ impl ParamGroup {
 
     /// Memory for a member's unsharded gradient.
     pub(super) fn empty_grad(&self, parameter: &Parameter) -> Result<Tensor> {
+        let _kind = memory::of_kind(MemoryKind::Gradients);
         let member = self.members.iter().find(|member| member.slot.fqn() == parameter.fqn());
         let dtype = member.map_or_else(|| local_grad_dtype(parameter), |of| of.reduce_dtype);
         self.process_group.empty(parameter.compute_elem_count(), dtype, parameter.device())
@@ -294,6 +299,7 @@ impl ParamGroup {
         }
         let device = self.trainable().next().map(|m| m.slot.device().clone());
         let device = device.unwrap_or(Device::Cpu);
+        let _kind = memory::of_kind(MemoryKind::Gradients);
         let buffers = sizes
             .into_iter()
             .map(|(dtype, n)| self.replicas.empty(n, dtype, &device))

@@ -47,7 +47,9 @@ impl Session {
             || max_steps.is_none_or(|max| self.progress.step() < max)
         {
             has_run = true;
-            if !self.progress.validation_due() {
+            let makes_step = !self.progress.validation_due();
+            if makes_step {
+                self.recorder.usage().begin_step();
                 if self.progress.begin_epoch(plan.epoch(self.progress.cursor())) {
                     self.hook(Hook::TrainEpochStart)?;
                 }
@@ -62,6 +64,7 @@ impl Session {
                     plan = StepPlanner::of(self).plan()?;
                     self.load_training(&plan)?;
                 }
+                self.recorder.usage().end_update();
                 let is_validated = StepPlanner::of(self).is_validated_in(epoch);
                 let due = is_validated && plan.validates(before, self.progress.cursor());
                 self.progress.set_validation_due(due);
@@ -72,15 +75,25 @@ impl Session {
                 break;
             }
             self.progress.set_validation_due(false);
-            if plan.epoch(self.progress.cursor()) != self.progress.epoch() {
+            let epoch_ends = plan.epoch(self.progress.cursor()) != self.progress.epoch();
+            if epoch_ends {
                 self.end_epoch()?;
             }
+            let saves = !self.requests.saves.is_empty();
             if self.saving.is_due(self.progress.step(), validated) {
                 save(self, false)?;
             }
             save_as_requested(self)?;
+            let saves = saves || self.saving.has_saved(self.progress.step());
             let out_of_time = max_time.is_some_and(|limit| started.elapsed() >= limit);
             let vote = self.vote_on_stop(out_of_time)?;
+            if makes_step
+                && !(validated || epoch_ends || saves || self.saving.is_running())
+                && self.recorder.meter().steps() > 1
+                && !self.logs_step(self.progress.step())
+            {
+                self.recorder.usage().end_plain_step();
+            }
             if vote.saved {
                 finish_saving(self)?;
             }

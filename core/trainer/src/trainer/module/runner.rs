@@ -27,7 +27,8 @@ use fulgurite_engine::collective::Agreement;
 use fulgurite_engine::data::{
     DataModule, DataReport, Loader, SampleOrder, Samples, Split, Workers,
 };
-use fulgurite_engine::execution::ContextGuard;
+use fulgurite_engine::execution::{ContextGuard, dry_run};
+use fulgurite_engine::memory::{self, MemoryKind};
 use fulgurite_engine::module::ModuleBuilder;
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_nn::{Documents, Loss};
@@ -193,7 +194,7 @@ pub(crate) fn set_up_with<M: LightningModule>(
         Ok(module)
     })?;
     fabric.peft_task_type = M::peft_task_type();
-    if let Some(path) = M::pretrained(model) {
+    if let Some(path) = M::pretrained(model).filter(|_| !dry_run::is_on()) {
         let options = load_options::<M>(model, &run.checkpoint.load);
         fabric.load_weights(|| open_weights::<M>(model, &path), &options)?;
         fabric.base_model = Some(path.display().to_string());
@@ -295,6 +296,7 @@ impl<M: LightningModule> TypedRunner<M> {
         let Loading { plan, device, context, workers } = loading;
         let data = self.data.clone();
         let make = move |samples: &Samples| {
+            let _kind = memory::of_kind(MemoryKind::Data);
             let batch = data.augmented_batch(samples, &device)?;
             match &context {
                 Some(context) => M::Data::shard_sequence(batch, context),

@@ -16,6 +16,7 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::metric::MetricTable;
 use crate::profiler::Profile;
+use crate::run_plan::PlanComparison;
 use crate::trainer::record::display::{EvaluationProgress, RunStart};
 use crate::trainer::{Histogram, ItemRate};
 use crate::{Error, Result};
@@ -168,6 +169,9 @@ pub enum Event {
         /// compute on the CPU.
         #[serde(default, skip_serializing_if = "Vec::is_empty", deserialize_with = "list")]
         peak_device_mib: Vec<f64>,
+        /// The plan of the run beside what the engine counted.
+        #[serde(default)]
+        plan: PlanComparison,
     },
 }
 
@@ -334,8 +338,9 @@ mod tests {
             skipped_steps: 0,
             peak_rss_mib: vec![100.5, 99.5],
             peak_device_mib: Vec::new(),
+            plan: PlanComparison::default(),
         };
-        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5]}"#);
+        insta::assert_snapshot!(serde_json::to_string(&summary).unwrap(), @r#"{"event":"summary","steps":2,"world_size":2,"strategy":"fsdp","first_loss":3.5,"last_loss":3.25,"step_s_median":0.5,"images_per_s":2048.0,"startup_s":0.125,"peak_rss_mib":[100.5,99.5],"plan":{"peak_bytes":null,"measured_peak_bytes":null,"traffic_bytes_per_step":null,"measured_traffic_bytes_per_step":null,"step_s":null,"measured_step_s":null}}"#);
         for event in [step, summary] {
             let line = serde_json::to_string(&event).unwrap();
             assert_eq!(serde_json::from_str::<Event>(&line).unwrap(), event);

@@ -49,6 +49,11 @@ impl Meter {
         self.last_loss = loss;
     }
 
+    /// Returns the number of steps of this process.
+    pub(crate) fn steps(&self) -> usize {
+        self.step_secs.len()
+    }
+
     pub(crate) fn first_loss(&self) -> f64 {
         self.first_loss.unwrap_or(f64::NAN)
     }

@@ -13,3 +13,4 @@ pub(crate) mod meter;
 pub(crate) mod model_summary;
 pub(crate) mod recorder;
 pub(crate) mod run_dir;
+pub(crate) mod usage;

@@ -13,6 +13,7 @@ use crate::trainer::record::item_rate::ItemRate;
 use crate::trainer::record::log_table::{LogTable, SavedStates, Stage, taken};
 use crate::trainer::record::meter::Meter;
 use crate::trainer::record::run_dir::RunDirGuard;
+use crate::trainer::record::usage::Usage;
 use crate::{Error, Result};
 use fulgurite_engine::data::DataReport;
 use fulgurite_engine::mesh::DP_CP;
@@ -25,6 +26,7 @@ const GRAD_NORM: &str = "grad_norm";
 pub(crate) struct Recorder {
     sinks: Vec<SharedSink>,
     meter: Meter,
+    usage: Usage,
     /// [`DataModule::items`](fulgurite_engine::data::DataModule::items).
     items_name: &'static str,
     has_loggers: bool,
@@ -72,13 +74,14 @@ impl Recorder {
     pub(crate) fn new(
         config: &TrainerConfig,
         sinks: Vec<SharedSink>,
-        meter: Meter,
+        (meter, usage): (Meter, Usage),
         (items_name, data): (&'static str, Option<DataReport>),
         guard: Option<RunDirGuard>,
     ) -> Self {
         Self {
             sinks,
             meter,
+            usage,
             items_name,
             has_loggers: !config.loggers.is_empty(),
             is_trial: config.fast_dev_run.batches().is_some(),
@@ -90,6 +93,11 @@ impl Recorder {
             pending: None,
             guard,
         }
+    }
+
+    /// The memory and traffic of steps.
+    pub(crate) fn usage(&mut self) -> &mut Usage {
+        &mut self.usage
     }
 
     /// Sends an event to the sinks.

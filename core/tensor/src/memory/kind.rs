@@ -1,0 +1,81 @@
+//! Kinds of memory.
+
+use std::cell::Cell;
+use std::marker::PhantomData;
+
+/// What a block of memory is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[repr(u8)]
+pub enum MemoryKind {
+    /// Everything that no scope names: in a step, activations and what kernels need for a moment.
+    Activations,
+    /// This rank's part of the parameters and buffers.
+    Parameters,
+    /// Parameters gathered from other ranks, or cast, for a unit's forward or backward.
+    Gathered,
+    /// Gradients, and the buckets in which they are reduced.
+    Gradients,
+    /// The state of optimizers.
+    OptimizerState,
+    /// Averages of the weights.
+    Averages,
+    /// Batches.
+    Data,
+}
+
+impl MemoryKind {
+    /// All kinds.
+    pub const ALL: [Self; 7] = [
+        Self::Parameters,
+        Self::Gathered,
+        Self::Gradients,
+        Self::OptimizerState,
+        Self::Averages,
+        Self::Activations,
+        Self::Data,
+    ];
+
+    /// The name in reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Activations => "activations",
+            Self::Parameters => "parameters",
+            Self::Gathered => "gathered parameters",
+            Self::Gradients => "gradients",
+            Self::OptimizerState => "optimizer state",
+            Self::Averages => "weight averages",
+            Self::Data => "data",
+        }
+    }
+}
+
+thread_local! {
+    /// A property of the thread: the allocator asks for it, and may not allocate.
+    static KIND: Cell<MemoryKind> = const { Cell::new(MemoryKind::Activations) };
+}
+
+/// Memory that this thread allocates is of `kind` until the guard is dropped. Guards are dropped in
+/// the reverse order of their making.
+pub fn of_kind(kind: MemoryKind) -> KindGuard {
+    KindGuard { before: KIND.replace(kind), _not_send: PhantomData }
+}
+
+/// The kind of what this thread allocates.
+pub(super) fn current() -> MemoryKind {
+    // A thread that ends has lost its kind.
+    KIND.try_with(Cell::get).unwrap_or(MemoryKind::Activations)
+}
+
+/// Restores the kind when it is dropped; made by [`of_kind`].
+#[must_use = "the kind holds until the guard is dropped"]
+#[derive(Debug)]
+pub struct KindGuard {
+    before: MemoryKind,
+    _not_send: PhantomData<*const ()>,
+}
+
+impl Drop for KindGuard {
+    fn drop(&mut self) {
+        KIND.set(self.before);
+    }
+}

@@ -1,0 +1,196 @@
+//! Who holds what, from moment to moment.
+
+use std::cell::Cell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use super::kind::{self, MemoryKind};
+
+/// Bytes held at a moment, by kind.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Held([i64; MemoryKind::ALL.len()]);
+
+impl Held {
+    /// Bytes of a kind.
+    pub fn of(&self, kind: MemoryKind) -> u64 {
+        self.0[kind as usize].max(0) as u64
+    }
+
+    /// Bytes of all kinds.
+    pub fn held(&self) -> u64 {
+        self.0.iter().sum::<i64>().max(0) as u64
+    }
+
+    fn add(&mut self, kind: MemoryKind, bytes: i64) {
+        self.0[kind as usize] += bytes;
+    }
+}
+
+/// What was held when a part of the step ended, and the most in it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct TracePoint {
+    /// The part, as [`mark`] named it.
+    pub label: String,
+    /// Bytes at the end of the part.
+    pub at_end: Held,
+    /// Bytes at the instant of the part in which most was held.
+    pub most: Held,
+}
+
+/// What a trace has recorded.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Traced {
+    /// The parts of the step, in order.
+    pub points: Vec<TracePoint>,
+    /// Bytes at the instant at which most was held.
+    pub peak: Held,
+    /// The part of that instant.
+    pub peak_label: String,
+}
+
+struct Block {
+    bytes: usize,
+    kind: MemoryKind,
+    is_reserved: bool,
+}
+
+#[derive(Default)]
+struct Recorder {
+    blocks: HashMap<usize, Block>,
+    held: Held,
+    /// The most that was held in the present part.
+    most: Held,
+    label: String,
+    traced: Traced,
+}
+
+static IS_ON: AtomicBool = AtomicBool::new(false);
+static RESERVES: AtomicBool = AtomicBool::new(false);
+/// Number of blocks that [`remove`] knows.
+static BLOCKS: AtomicUsize = AtomicUsize::new(0);
+static RECORDER: Mutex<Option<Recorder>> = Mutex::new(None);
+
+thread_local! {
+    /// Whether this thread is inside the recorder, whose own blocks are not recorded.
+    static INSIDE: Cell<bool> = const { Cell::new(false) };
+}
+
+/// The trace in force. One at a time in a process; dropping it ends it.
+#[derive(Debug)]
+pub struct Trace(());
+
+impl Trace {
+    /// Starts to record the blocks that the process allocates from now on. `None` if the program's
+    /// allocator is not [`Accounted`](super::Accounted), or if another trace is in force.
+    pub fn start() -> Option<Self> {
+        Self::begin(false)
+    }
+
+    /// Like [`start`](Self::start). Large blocks are address space only, until they are written: a
+    /// dry run, which writes nothing, holds more than the machine has.
+    pub fn start_reserving() -> Option<Self> {
+        Self::begin(true)
+    }
+
+    fn begin(reserves: bool) -> Option<Self> {
+        if !super::is_accounted() || IS_ON.swap(true, Ordering::SeqCst) {
+            return None;
+        }
+        inside(|| {
+            let mut recorder = recorder();
+            // Blocks that outlive an earlier trace stay known.
+            let blocks = recorder.take().map(|earlier| earlier.blocks).unwrap_or_default();
+            *recorder = Some(Recorder { blocks, ..Recorder::default() });
+        });
+        RESERVES.store(reserves, Ordering::SeqCst);
+        Some(Self(()))
+    }
+
+    /// Ends the trace.
+    pub fn finish(self) -> Traced {
+        mark("");
+        inside(|| recorder().as_mut().map(|recorder| std::mem::take(&mut recorder.traced)))
+            .unwrap_or_default()
+    }
+}
+
+impl Drop for Trace {
+    fn drop(&mut self) {
+        RESERVES.store(false, Ordering::SeqCst);
+        IS_ON.store(false, Ordering::SeqCst);
+    }
+}
+
+/// Ends a part of the trace, if one is in force, and begins the part of this name.
+pub fn mark(label: &str) {
+    if !is_on() {
+        return;
+    }
+    inside(|| {
+        if let Some(recorder) = &mut *recorder() {
+            let label = std::mem::replace(&mut recorder.label, label.to_owned());
+            let (at_end, most) = (recorder.held, recorder.most);
+            recorder.traced.points.push(TracePoint { label, at_end, most });
+            recorder.most = recorder.held;
+        }
+    });
+}
+
+/// Whether a trace is in force, and this thread is outside of the recorder.
+#[inline]
+pub(super) fn is_on() -> bool {
+    IS_ON.load(Ordering::Relaxed) && !INSIDE.try_with(Cell::get).unwrap_or(true)
+}
+
+/// Whether large blocks are address space only.
+pub(super) fn reserves() -> bool {
+    RESERVES.load(Ordering::Relaxed)
+}
+
+/// Whether there are blocks of a trace.
+#[inline]
+pub(super) fn has_blocks() -> bool {
+    BLOCKS.load(Ordering::Relaxed) > 0 && !INSIDE.try_with(Cell::get).unwrap_or(true)
+}
+
+/// Records a new block.
+pub(super) fn add(address: usize, bytes: usize, is_reserved: bool) {
+    inside(|| {
+        let Some(recorder) = &mut *recorder() else { return };
+        let kind = kind::current();
+        recorder.blocks.insert(address, Block { bytes, kind, is_reserved });
+        BLOCKS.store(recorder.blocks.len(), Ordering::Relaxed);
+        recorder.held.add(kind, bytes as i64);
+        if recorder.held.held() > recorder.most.held() {
+            recorder.most = recorder.held;
+        }
+        if recorder.held.held() > recorder.traced.peak.held() {
+            recorder.traced.peak = recorder.held;
+            recorder.traced.peak_label.clone_from(&recorder.label);
+        }
+    });
+}
+
+/// Forgets a block. Returns whether it is reserved address space.
+pub(super) fn remove(address: usize) -> bool {
+    inside(|| {
+        let Some(recorder) = &mut *recorder() else { return false };
+        let Some(block) = recorder.blocks.remove(&address) else { return false };
+        BLOCKS.store(recorder.blocks.len(), Ordering::Relaxed);
+        recorder.held.add(block.kind, -(block.bytes as i64));
+        block.is_reserved
+    })
+}
+
+/// Calls `f`, whose own blocks are not recorded.
+fn inside<T>(f: impl FnOnce() -> T) -> T {
+    let before = INSIDE.replace(true);
+    let value = f();
+    INSIDE.set(before);
+    value
+}
+
+fn recorder() -> MutexGuard<'static, Option<Recorder>> {
+    RECORDER.lock().unwrap_or_else(PoisonError::into_inner)
+}

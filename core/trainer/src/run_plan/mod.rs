@@ -1,0 +1,22 @@
+//! The plan of a run: memory, traffic and time on ranks that are not there.
+//!
+//! [`RunPlan::of`] runs the trainer itself, with the run's own strategy, data and module, as one
+//! rank of each [class](RankPlan) among ranks that do not answer
+//! ([`DryRunGroup`](fulgurite_engine::collective::DryRunGroup)). Kernels skip their arithmetic
+//! ([`dry_run`](fulgurite_engine::execution::dry_run)), and large blocks of memory are address
+//! space only. So the plan has no model of the engine that could differ from the engine: calls and
+//! bytes are those of the run, and memory is what the engine asks for.
+
+mod classes;
+mod comparison;
+mod hardware;
+mod outlook;
+mod plan;
+mod rank_run;
+mod timing;
+
+pub use comparison::PlanComparison;
+pub use hardware::{Flops, Hardware, Link};
+pub use outlook::Outlook;
+pub use plan::{MemoryPart, PlannedCollective, RankPlan, RunPlan};
+pub use rank_run::PlannedGroup;

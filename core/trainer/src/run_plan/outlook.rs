@@ -1,0 +1,108 @@
+//! Times of a run on given hardware: the step, the run, its checkpoints and failures.
+
+use serde::Serialize;
+
+use super::hardware::Hardware;
+use super::rank_run::PlannedGroup;
+use super::timing::{StepTime, step_time};
+use fulgurite_engine::execution::dry_run::Happening;
+
+/// Times on [`Hardware`]. Made by [`RunPlan::on`](super::RunPlan::on).
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct Outlook {
+    /// The hardware's name.
+    pub hardware: String,
+    /// Whether its numbers were measured.
+    pub measured: bool,
+    /// Seconds of a step, on the slowest rank.
+    pub step_s: f64,
+    /// Of these, seconds of computing.
+    pub compute_s: f64,
+    /// Of these, seconds of waiting for collectives.
+    pub wait_s: f64,
+    /// Seconds of the step's collectives, hidden or not.
+    pub communication_s: f64,
+    /// Tokens a second, or other items that the loss counts.
+    pub items_per_s: f64,
+    /// The part of the hardware's operations that the model's own need: 6 for each parameter and
+    /// item, without recomputation and attention.
+    pub mfu: f64,
+    /// Whether the rank that holds most fits into its device; `None` if either is unknown.
+    pub fits: Option<bool>,
+    /// Bytes of a checkpoint with the optimizer's state.
+    pub checkpoint_bytes: u64,
+    /// Seconds to write it.
+    pub checkpoint_s: Option<f64>,
+    /// Seconds between checkpoints that lose least time, by Young and Daly.
+    pub best_checkpoint_interval_s: Option<f64>,
+    /// The part of the time that makes progress, with checkpoints at this interval.
+    pub goodput: Option<f64>,
+    /// Days of the configured steps.
+    pub run_days: Option<f64>,
+    /// The price of the configured steps.
+    pub run_price: Option<f64>,
+}
+
+/// What a plan knows of a run besides its hardware.
+pub(super) struct Facts {
+    pub(super) world_size: usize,
+    pub(super) ranks_per_host: usize,
+    pub(super) parameters: u64,
+    /// Items that the losses of a step count, over all ranks.
+    pub(super) items: f64,
+    pub(super) peak_bytes: Option<u64>,
+    pub(super) checkpoint_bytes: u64,
+    pub(super) steps: Option<u64>,
+}
+
+pub(super) fn outlook(
+    facts: &Facts,
+    ranks: &[(&[Happening], &[PlannedGroup])],
+    hardware: &Hardware,
+) -> Outlook {
+    let times = ranks
+        .iter()
+        .map(|(happenings, groups)| step_time(happenings, groups, hardware, facts.ranks_per_host));
+    let slowest = times.max_by(|a, b| a.step_s.total_cmp(&b.step_s)).unwrap_or_default();
+    let StepTime { step_s, compute_s, wait_s, communication_s, .. } = slowest;
+    let sharing = (facts.ranks_per_host as f64 / hardware.devices_per_host as f64).max(1.0);
+    let devices = facts.world_size as f64 / sharing;
+    let peak = hardware.flops.bf16.unwrap_or(hardware.flops.f32).max(hardware.flops.f32);
+    let model_flops = 6.0 * facts.parameters as f64 * facts.items;
+    let on_device = facts.peak_bytes.map(|bytes| bytes as f64 * sharing);
+    let checkpoint_s =
+        hardware.storage_bytes_per_s.map(|speed| facts.checkpoint_bytes as f64 / speed);
+    let failures_per_s = hardware.failures_per_device_hour.map(|rate| rate * devices / 3600.0);
+    let best = match (checkpoint_s, failures_per_s) {
+        (Some(cost), Some(rate)) if rate > 0.0 => Some((2.0 * cost / rate).sqrt()),
+        _ => None,
+    };
+    let goodput = match (best, checkpoint_s, failures_per_s) {
+        // Lost: a checkpoint in each interval, and half an interval at each failure.
+        (Some(interval), Some(cost), Some(rate)) => {
+            Some((1.0 - cost / interval - rate * interval / 2.0).max(0.0))
+        }
+        _ => None,
+    };
+    let run_s = facts.steps.map(|steps| steps as f64 * step_s / goodput.unwrap_or(1.0));
+    Outlook {
+        hardware: hardware.name.clone(),
+        measured: hardware.measured,
+        step_s,
+        compute_s,
+        wait_s,
+        communication_s,
+        items_per_s: facts.items / step_s,
+        mfu: model_flops / (step_s * devices * peak),
+        fits: on_device.zip(hardware.memory_bytes).map(|(needs, has)| needs <= has as f64),
+        checkpoint_bytes: facts.checkpoint_bytes,
+        checkpoint_s,
+        best_checkpoint_interval_s: best,
+        goodput,
+        run_days: run_s.map(|secs| secs / 86_400.0),
+        run_price: run_s
+            .zip(hardware.price_per_device_hour)
+            .map(|(secs, price)| secs / 3600.0 * price * devices),
+    }
+}

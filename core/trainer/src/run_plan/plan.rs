@@ -1,0 +1,277 @@
+//! The plan of a run.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use serde::Serialize;
+
+use super::classes::{RankClass, rank_classes};
+use super::hardware::Hardware;
+use super::outlook::{Facts, Outlook, outlook};
+use super::rank_run::PlannedGroup;
+use super::rank_run::{RankRun, run_rank};
+use crate::trainer::{LightningModule, MakeParallelize, RunConfigOf};
+use crate::{Error, Result};
+use fulgurite_engine::execution::dry_run::Happening;
+use fulgurite_engine::memory::{self, Held, MemoryKind, TracePoint, Traced};
+use fulgurite_engine::mesh::DP_CP;
+use fulgurite_engine::strategy::ParallelizeFn;
+
+/// The time that a plan may take at the start of a run.
+const BRIEF: Duration = Duration::from_secs(5);
+
+/// The plan of a run: what a step takes on all its ranks. Made by [`RunPlan::of`].
+#[derive(Debug, Clone, PartialEq, Serialize)]
+#[non_exhaustive]
+pub struct RunPlan {
+    /// Bytes that this process held before it made the plan.
+    #[serde(skip)]
+    pub(crate) held_before: u64,
+    /// Number of ranks.
+    pub world_size: usize,
+    /// Number of hosts, over which the ranks are spread in order.
+    pub nodes: usize,
+    /// Elements of the model's parameters.
+    pub parameters: u64,
+    /// Elements of parameters that are trained.
+    pub trained_parameters: u64,
+    /// Micro-batches of a step on a rank.
+    pub micro_batches: u64,
+    /// Bytes of tensors and buffers on the rank that holds most, at the instant of a step at which
+    /// it does. `None` if the program's allocator does not count
+    /// ([`memory`](fulgurite_engine::memory)).
+    pub peak_bytes: Option<u64>,
+    /// Bytes of the full tensors of all collectives of a step, over all ranks. The step is neither
+    /// the first, nor logged, validated or saved.
+    pub traffic_bytes_per_step: u64,
+    /// Calls of these collectives, over all ranks.
+    pub calls_per_step: u64,
+    /// The collectives of a step.
+    pub collectives: Vec<PlannedCollective>,
+    /// The ranks, by what they hold.
+    pub ranks: Vec<RankPlan>,
+    /// Times, once the hardware is known ([`on`](Self::on)).
+    pub outlook: Option<Outlook>,
+    #[serde(skip)]
+    facts_of_step: StepFacts,
+    /// What happened in the step of a rank of each class.
+    #[serde(skip)]
+    recorded: Vec<(Vec<Happening>, Vec<PlannedGroup>)>,
+}
+
+/// What times depend on besides the record.
+#[derive(Debug, Clone, PartialEq)]
+struct StepFacts {
+    items: f64,
+    checkpoint_bytes: u64,
+    ranks_per_host: usize,
+    steps: Option<u64>,
+}
+
+/// The calls of one collective on the groups of one name.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct PlannedCollective {
+    /// The mesh dimension, or `world`.
+    pub group: String,
+    /// Number of ranks of a group.
+    pub ranks: usize,
+    /// Whether a group has ranks of several hosts.
+    pub between_hosts: bool,
+    /// The collective.
+    pub op: &'static str,
+    /// Calls of a step, over all ranks.
+    pub calls: u64,
+    /// Bytes of their full tensors, over all ranks.
+    pub bytes: u64,
+}
+
+/// Ranks that hold parts of the same sizes.
+#[derive(Debug, Clone, PartialEq, Serialize)]
+pub struct RankPlan {
+    /// The first of them, which was run dry.
+    pub rank: usize,
+    /// Their number.
+    pub count: usize,
+    /// Bytes at the instant at which the rank holds most; `None` as for [`RunPlan::peak_bytes`].
+    pub peak_bytes: Option<u64>,
+    /// The part of the step with this instant.
+    pub peak_in: String,
+    /// Bytes at this instant, by [kind](MemoryKind::name).
+    pub peak_by_kind: BTreeMap<&'static str, u64>,
+    /// The parts of the steps in order.
+    pub timeline: Vec<MemoryPart>,
+}
+
+/// What a rank holds in a part of a step.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+pub struct MemoryPart {
+    /// The part.
+    pub part: String,
+    /// Most bytes in it, by kind.
+    pub most: BTreeMap<&'static str, u64>,
+    /// Bytes at its end.
+    pub at_end: u64,
+}
+
+impl RunPlan {
+    /// Plans a run on `world_size` ranks. Starts no rank, and leaves no file.
+    ///
+    /// Opens the run's data, and calls the module's `configure_model` and `training_step`, as rank
+    /// of each class. Code of a module's own that computes with candle's operations computes in
+    /// full, so a plan of such a module takes the time of three steps.
+    ///
+    /// # Errors
+    /// As [`Trainer::check`](crate::trainer::Trainer::check) and
+    /// [`Trainer::fit`](crate::trainer::Trainer::fit).
+    pub fn of<M: LightningModule>(
+        run: &RunConfigOf<M>,
+        world_size: usize,
+        parallelize: &MakeParallelize<'_>,
+    ) -> Result<Self> {
+        let plan = Self::within::<M>(run, world_size, parallelize, None)?;
+        plan.ok_or_else(|| Error::other("a plan without a limit was given up"))
+    }
+
+    /// Like [`of`](Self::of), for the start of a run: `None` if it takes more than a few seconds.
+    ///
+    /// # Errors
+    /// As [`of`](Self::of).
+    pub fn briefly<M: LightningModule>(
+        run: &RunConfigOf<M>,
+        world_size: usize,
+        parallelize: &MakeParallelize<'_>,
+    ) -> Result<Option<Self>> {
+        Self::within::<M>(run, world_size, parallelize, Some(BRIEF))
+    }
+
+    /// Adds the times on this hardware.
+    #[must_use]
+    pub fn on(mut self, hardware: &Hardware) -> Self {
+        let StepFacts { items, checkpoint_bytes, ranks_per_host, steps } = self.facts_of_step;
+        let facts = Facts {
+            world_size: self.world_size,
+            ranks_per_host,
+            parameters: self.parameters,
+            items,
+            peak_bytes: self.peak_bytes,
+            checkpoint_bytes,
+            steps,
+        };
+        let ranks: Vec<_> =
+            self.recorded.iter().map(|(of, groups)| (&of[..], &groups[..])).collect();
+        self.outlook = Some(outlook(&facts, &ranks, hardware));
+        self
+    }
+
+    fn within<M: LightningModule>(
+        run: &RunConfigOf<M>,
+        world_size: usize,
+        parallelize: &MakeParallelize<'_>,
+        limit: Option<Duration>,
+    ) -> Result<Option<Self>> {
+        let parallelize: Option<Arc<dyn ParallelizeFn>> = parallelize().map(Arc::from);
+        let held_before = memory::held();
+        let end = limit.map(|limit| Instant::now() + limit);
+        let dry = |rank| run_rank::<M>(run, parallelize.clone(), (rank, world_size), end);
+        let Some(first) = dry(0)? else { return Ok(None) };
+        let classes = match &first.model.mesh {
+            Some(mesh) => rank_classes(mesh, &first.model.specs)?,
+            None => vec![RankClass { rank: 0, count: world_size }],
+        };
+        let model = first.model.clone();
+        let mut runs = vec![first];
+        for class in &classes[1..] {
+            let Some(run) = dry(class.rank)? else { return Ok(None) };
+            runs.push(run);
+        }
+        let nodes = run.trainer.num_nodes;
+        let ranks_per_host = world_size.div_ceil(nodes.max(1));
+        let collectives = collectives(&classes, &runs, ranks_per_host);
+        // Ranks along the other dimensions have the same items.
+        let loss_ranks = model.mesh.as_ref().map_or(Ok(1), |mesh| mesh.size(DP_CP))?;
+        let items = model.items * loss_ranks as f64;
+        let ranks: Vec<_> = classes.iter().zip(&runs).map(|of| rank_plan(of.0, of.1)).collect();
+        Ok(Some(Self {
+            held_before,
+            world_size,
+            nodes,
+            parameters: model.parameters,
+            trained_parameters: model.trained_parameters,
+            micro_batches: model.micro_batches,
+            peak_bytes: ranks.iter().map(|rank| rank.peak_bytes).max().flatten(),
+            traffic_bytes_per_step: collectives.iter().map(|collective| collective.bytes).sum(),
+            calls_per_step: collectives.iter().map(|collective| collective.calls).sum(),
+            collectives,
+            ranks,
+            outlook: None,
+            facts_of_step: StepFacts {
+                items,
+                checkpoint_bytes: model.checkpoint_bytes,
+                ranks_per_host,
+                steps: run.trainer.max_steps,
+            },
+            recorded: runs.into_iter().map(|run| (run.happenings, run.groups)).collect(),
+        }))
+    }
+}
+
+/// Sums the collectives of a step over all ranks.
+fn collectives(
+    classes: &[RankClass],
+    runs: &[RankRun],
+    ranks_per_host: usize,
+) -> Vec<PlannedCollective> {
+    let mut all: BTreeMap<(String, usize, bool, &'static str), [u64; 2]> = BTreeMap::new();
+    for (class, run) in classes.iter().zip(runs) {
+        for ((group, op), record) in &run.calls {
+            let group = &run.groups[*group];
+            let between = group.spans_hosts(ranks_per_host);
+            let key = (group.name.clone(), group.global_ranks.len(), between, *op);
+            let [calls, bytes] = all.entry(key).or_default();
+            *calls += record.calls * class.count as u64;
+            *bytes += record.bytes * class.count as u64;
+        }
+    }
+    all.into_iter()
+        .map(|((group, ranks, between_hosts, op), [calls, bytes])| PlannedCollective {
+            group,
+            ranks,
+            between_hosts,
+            op,
+            calls,
+            bytes,
+        })
+        .collect()
+}
+
+fn by_kind(held: &Held) -> BTreeMap<&'static str, u64> {
+    let of = |kind: MemoryKind| (kind.name(), held.of(kind));
+    MemoryKind::ALL.into_iter().map(of).filter(|(_, bytes)| *bytes > 0).collect()
+}
+
+fn rank_plan(class: &RankClass, run: &RankRun) -> RankPlan {
+    // The set-up is not part of a step.
+    let points = run.memory.as_ref().map_or(&[][..], steps_of);
+    let largest = points.iter().max_by_key(|point| point.most.held());
+    let parts = points.iter().map(|point| MemoryPart {
+        part: point.label.clone(),
+        most: by_kind(&point.most),
+        at_end: point.at_end.held(),
+    });
+    RankPlan {
+        rank: class.rank,
+        count: class.count,
+        peak_bytes: largest.map(|point| point.most.held()),
+        peak_in: largest.map(|point| point.label.clone()).unwrap_or_default(),
+        peak_by_kind: largest.map(|point| by_kind(&point.most)).unwrap_or_default(),
+        timeline: parts.collect(),
+    }
+}
+
+/// The parts of the steps, without those before and after.
+fn steps_of(traced: &Traced) -> &[TracePoint] {
+    let is_step = |point: &TracePoint| point.label.starts_with("step ");
+    let first = traced.points.iter().position(is_step).unwrap_or(traced.points.len());
+    &traced.points[first..]
+}

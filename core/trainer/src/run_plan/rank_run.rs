@@ -1,0 +1,362 @@
+//! The dry run of one rank: its memory, its collectives, its work.
+
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Instant;
+
+use candle_core::Tensor;
+use tracing::subscriber::NoSubscriber;
+
+use crate::run::{CountOrFraction, RunConfig};
+use crate::trainer::{Callback, HookContext, Hooks, LightningModule, RunConfigOf, Trainer};
+use crate::{Error, Result};
+use fulgurite_engine::collective::{
+    Collective, DryRunGroup, End, Intercepted, Interceptor, ProcessGroup, Record, Solo, Work,
+};
+use fulgurite_engine::execution::dry_run::{DryRun, Happening};
+use fulgurite_engine::memory::{self, Trace, Traced};
+use fulgurite_engine::mesh::DeviceMesh;
+use fulgurite_engine::module::ModuleTree;
+use fulgurite_engine::shard::ShardSpec;
+use fulgurite_engine::strategy::{Loss, ParallelizeFn};
+
+/// Steps of a dry run. The second is reported: it is neither the first, nor logged, nor the last.
+const STEPS: u64 = 3;
+const REPORTED_STEP: u64 = 2;
+
+/// A process group that a step uses.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PlannedGroup {
+    /// Its name: a mesh dimension, or `world`.
+    pub name: String,
+    /// Its global ranks.
+    pub global_ranks: Vec<usize>,
+}
+
+impl PlannedGroup {
+    /// Whether the group has ranks of several hosts, of `ranks_per_host` consecutive ranks each.
+    pub fn spans_hosts(&self, ranks_per_host: usize) -> bool {
+        let mut hosts = self.global_ranks.iter().map(|rank| rank / ranks_per_host.max(1));
+        let first = hosts.next();
+        hosts.any(|host| Some(host) != first)
+    }
+}
+
+/// What the dry run of one rank has shown.
+pub(super) struct RankRun {
+    /// `None` if the program's allocator does not count.
+    pub(super) memory: Option<Traced>,
+    /// The collectives of the reported step, by group index and name.
+    pub(super) calls: BTreeMap<(usize, &'static str), Record>,
+    pub(super) groups: Vec<PlannedGroup>,
+    /// What happened in the reported step, in order.
+    pub(super) happenings: Vec<Happening>,
+    pub(super) model: Model,
+}
+
+/// What a dry run has learned of the model and its mesh.
+#[derive(Clone, Default)]
+pub(super) struct Model {
+    pub(super) parameters: u64,
+    pub(super) trained_parameters: u64,
+    /// The cuts of parameters, each different one once.
+    pub(super) specs: Vec<ShardSpec>,
+    pub(super) mesh: Option<DeviceMesh>,
+    /// Micro-batches of the reported step.
+    pub(super) micro_batches: u64,
+    /// Items that its losses counted on this rank.
+    pub(super) items: f64,
+    /// Bytes of a checkpoint: parameters and the optimizers' state.
+    pub(super) checkpoint_bytes: u64,
+}
+
+/// The configuration of a dry run: `run` without what reads or leaves files, or ends early.
+///
+/// # Errors
+/// If the configuration of the data cannot be written and read.
+fn dry<M: LightningModule>(run: &RunConfigOf<M>, dir: &Path) -> Result<RunConfigOf<M>> {
+    let data = serde_json::to_value(&run.data).and_then(serde_json::from_value);
+    let mut run: RunConfigOf<M> = RunConfig {
+        seed: run.seed,
+        module: run.module.clone(),
+        model: run.model.clone(),
+        data: data.map_err(|error| Error::Config(format!("`data`: {error}")))?,
+        optimizer: run.optimizer.clone(),
+        scheduler: run.scheduler.clone(),
+        trainer: run.trainer.clone(),
+        checkpoint: run.checkpoint.clone(),
+    };
+    let trainer = &mut run.trainer;
+    trainer.loggers.clear();
+    trainer.enable_progress_bar = false;
+    trainer.profiler = None;
+    trainer.ckpt_path = None;
+    trainer.default_root_dir = dir.to_owned();
+    trainer.max_steps = Some(STEPS);
+    trainer.max_epochs = None;
+    trainer.min_steps = None;
+    trainer.min_epochs = None;
+    trainer.max_time = None;
+    trainer.fast_dev_run = crate::run::FastDevRun::Off;
+    trainer.log_every_n_steps = 1 << 40;
+    trainer.num_sanity_val_steps = 0;
+    trainer.limit_val_batches = CountOrFraction::Count(0);
+    let checkpoint = &mut run.checkpoint;
+    checkpoint.dir = None;
+    checkpoint.save_last = false;
+    checkpoint.every_n_steps = None;
+    checkpoint.save_top_k = None;
+    checkpoint.keep_last = None;
+    checkpoint.monitor = None;
+    checkpoint.async_save = false;
+    Ok(run)
+}
+
+/// Runs `rank` of `world_size` ranks dry. `None` if it is not done at `end`.
+///
+/// # Errors
+/// As a run.
+pub(super) fn run_rank<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    parallelize: Option<Arc<dyn ParallelizeFn>>,
+    (rank, world_size): (usize, usize),
+    end: Option<Instant>,
+) -> Result<Option<RankRun>> {
+    let dir = tempfile::tempdir()
+        .map_err(|error| Error::other(format!("a directory for the plan: {error}")))?;
+    let run = dry::<M>(run, dir.path())?;
+    let seen = Arc::new(Mutex::new(Seen::default()));
+    let log = Log::default();
+    let world: Arc<dyn ProcessGroup> = match world_size {
+        1 => Arc::new(Solo::new("world", 0)),
+        _ => log.watch(Arc::new(DryRunGroup::world(rank, world_size))),
+    };
+    let mut trainer = Trainer::new(world).with_print(|_| ()).with_callback(Box::new(Watch {
+        log: log.clone(),
+        seen: seen.clone(),
+        end,
+    }));
+    if let Some(parallelize) = parallelize {
+        trainer = trainer.parallelize(move |tree: &mut ModuleTree, mesh: &DeviceMesh| {
+            parallelize.parallelize(tree, mesh)
+        });
+    }
+    // At the start of a run, the run itself says what there is to be said.
+    let quiet = end.map(|_| tracing::subscriber::set_default(NoSubscriber::default()));
+    let trace = Trace::start_reserving();
+    let dry = log.run.enter();
+    let result = trainer.fit::<M>(&run);
+    drop((dry, quiet));
+    drop(trainer);
+    let memory = trace.map(Trace::finish);
+    let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
+    if seen.is_late {
+        return Ok(None);
+    }
+    if seen.happenings.is_none() {
+        result.map(drop)?;
+    }
+    let happenings = seen
+        .happenings
+        .ok_or_else(|| Error::other("the dry run made no step: the run has no second step"))?;
+    let mut calls = BTreeMap::<_, Record>::new();
+    for happening in &happenings {
+        if let Happening::Start { group, op, bytes, .. } = happening {
+            let record = calls.entry((*group, *op)).or_default();
+            record.calls += 1;
+            record.bytes += bytes;
+        }
+    }
+    let groups = log.groups().clone();
+    Ok(Some(RankRun { memory, calls, groups, happenings, model: seen.model }))
+}
+
+/// What the callback has seen.
+#[derive(Default)]
+struct Seen {
+    happenings: Option<Vec<Happening>>,
+    /// Whether the dry run was given up.
+    is_late: bool,
+    model: Model,
+}
+
+/// Cuts the record at the borders of the reported step, and looks at the model.
+struct Watch {
+    log: Log,
+    seen: Arc<Mutex<Seen>>,
+    /// When the dry run is given up.
+    end: Option<Instant>,
+}
+
+impl Watch {
+    fn seen(&self) -> MutexGuard<'_, Seen> {
+        self.seen.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Watch {
+    /// Begins a part of the step, unless the dry run has taken too long.
+    fn begin(&self, part: &str) -> Result<()> {
+        if self.end.is_some_and(|end| Instant::now() > end) {
+            self.seen().is_late = true;
+            return Err(Error::other("the dry run is given up"));
+        }
+        self.log.mark(part);
+        Ok(())
+    }
+}
+
+impl Callback for Watch {
+    fn decides_by_metrics(&self) -> bool {
+        true // the last of all
+    }
+}
+
+impl Hooks for Watch {
+    fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        let fabric = ctx.fabric();
+        let tree = fabric.module_tree()?;
+        let mut model = Model { mesh: Some(fabric.device_mesh().clone()), ..Model::default() };
+        for parameter in tree.parameters() {
+            model.parameters += parameter.elem_count() as u64;
+            let bytes = parameter.elem_count() * parameter.dtype().size_in_bytes();
+            model.checkpoint_bytes += bytes as u64;
+            model.trained_parameters +=
+                if parameter.requires_grad() { parameter.elem_count() as u64 } else { 0 };
+            let spec = parameter.spec();
+            if !model.specs.contains(&spec) {
+                model.specs.push(spec);
+            }
+        }
+        self.seen().model = model;
+        memory::mark("step 1");
+        Ok(())
+    }
+
+    fn on_train_batch_start(&mut self, ctx: &mut HookContext) -> Result<()> {
+        if ctx.step + 1 == REPORTED_STEP {
+            self.seen().model.micro_batches += 1;
+        }
+        self.begin("forward")
+    }
+
+    fn on_before_backward(&mut self, loss: &Loss, ctx: &mut HookContext) -> Result<()> {
+        if ctx.step + 1 == REPORTED_STEP {
+            self.seen().model.items += loss.count();
+        }
+        self.begin("backward")
+    }
+
+    fn on_before_optimizer_step(&mut self, _: &mut HookContext) -> Result<()> {
+        self.begin("update")
+    }
+
+    fn on_train_step_end(&mut self, ctx: &mut HookContext) -> Result<()> {
+        memory::mark(&format!("step {}", ctx.step + 1));
+        let happenings = self.log.run.take();
+        if ctx.step == REPORTED_STEP {
+            let mut bytes = 0;
+            for (_, optimizer) in ctx.optimizers_mut().into_iter().flat_map(|all| all.iter_mut()) {
+                for state in optimizer.state_tensors()? {
+                    let elements = state.shape.iter().product::<usize>();
+                    bytes += (elements * state.values.dtype().size_in_bytes()) as u64;
+                }
+            }
+            let mut seen = self.seen();
+            seen.happenings = Some(happenings);
+            seen.model.checkpoint_bytes += bytes;
+            return Err(Error::other("the dry run is done"));
+        }
+        Ok(())
+    }
+}
+
+/// The record of a dry run, and the groups that it names.
+#[derive(Clone, Default)]
+struct Log {
+    run: DryRun,
+    groups: Arc<Mutex<Vec<PlannedGroup>>>,
+    started: Arc<Mutex<u64>>,
+}
+
+impl Log {
+    fn watch(&self, group: Arc<dyn ProcessGroup>) -> Arc<dyn ProcessGroup> {
+        Arc::new(Intercepted::new(group, self.clone()))
+    }
+
+    fn groups(&self) -> MutexGuard<'_, Vec<PlannedGroup>> {
+        self.groups.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn mark(&self, label: &str) {
+        memory::mark(label);
+        self.run.record(Happening::Mark(label.to_owned()));
+    }
+
+    /// Records a start, and returns its number.
+    fn start(&self, group: &Arc<dyn ProcessGroup>, op: &'static str, bytes: usize) -> u64 {
+        let (name, ranks) = (group.name(), group.global_ranks());
+        let mut groups = self.groups();
+        let same = |known: &PlannedGroup| known.name == name && known.global_ranks == ranks;
+        let index = groups.iter().position(same).unwrap_or_else(|| {
+            groups.push(PlannedGroup { name: name.to_owned(), global_ranks: ranks.to_vec() });
+            groups.len() - 1
+        });
+        let mut started = self.started.lock().unwrap_or_else(PoisonError::into_inner);
+        *started += 1;
+        self.run.record(Happening::Start { id: *started, group: index, op, bytes: bytes as u64 });
+        *started
+    }
+
+    /// Records the wait for `work`.
+    fn waited(&self, id: u64, work: Work) -> Work {
+        let run = self.run.clone();
+        Work::pending(move || {
+            run.record(Happening::Wait { id });
+            work.wait()
+        })
+    }
+}
+
+impl Interceptor for Log {
+    fn start(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        collective: Collective,
+        overlap: bool,
+    ) -> Result<Work> {
+        let id = self.start(group, collective.name(), collective.bytes());
+        Ok(self.waited(id, group.start(collective, overlap)?))
+    }
+
+    fn start_after(
+        &self,
+        group: &Arc<dyn ProcessGroup>,
+        end: &Arc<dyn End>,
+        collective: Collective,
+    ) -> Result<Option<Work>> {
+        let (op, bytes) = (collective.name(), collective.bytes());
+        Ok(match group.start_after(end, collective)? {
+            Some(work) => {
+                let id = self.start(group, op, bytes);
+                Some(self.waited(id, work))
+            }
+            None => None,
+        })
+    }
+
+    fn around(&self, part: Arc<dyn ProcessGroup>) -> Result<Arc<dyn ProcessGroup>> {
+        Ok(self.watch(part))
+    }
+
+    fn send(&self, group: &Arc<dyn ProcessGroup>, tensor: &Tensor, dst: usize) -> Result<Work> {
+        let id = self.start(group, "send", tensor.elem_count() * tensor.dtype().size_in_bytes());
+        Ok(self.waited(id, group.send(tensor, dst)?))
+    }
+
+    fn recv(&self, group: &Arc<dyn ProcessGroup>, tensor: &Tensor, src: usize) -> Result<Work> {
+        let id = self.start(group, "recv", tensor.elem_count() * tensor.dtype().size_in_bytes());
+        Ok(self.waited(id, group.recv(tensor, src)?))
+    }
+}

@@ -1,0 +1,180 @@
+//! `fulgurite plan`: what it says beside what runs take, and what it refuses.
+
+use std::path::Path;
+use std::process::{Command, Output};
+
+use serde_json::Value;
+
+/// A small decoder on this repository's README.
+const MODEL: [&str; 15] = [
+    "module.type=causal_lm",
+    "model.model_type=llama",
+    "model.hidden_size=128",
+    "model.intermediate_size=344",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=4",
+    "model.num_key_value_heads=2",
+    "model.vocab_size=261",
+    "model.max_position_embeddings=128",
+    "data.type=text",
+    "data.tokenizer=bytes",
+    "data.seq_len=64",
+    "data.batch_size=8",
+    "trainer.max_steps=4",
+    "trainer.log_every_n_steps=100",
+];
+
+fn fulgurite(command: &str, dir: &Path, sets: &[&str], more: &[&str]) -> Output {
+    let readme = concat!("data.path=\"", env!("CARGO_MANIFEST_DIR"), "/../README.md\"");
+    let logs = format!("trainer.default_root_dir={:?}", dir.join("logs"));
+    let own = MODEL.iter().copied().chain([readme, logs.as_str()]).chain(sets.iter().copied());
+    Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .arg(command)
+        .args(own.flat_map(|set| ["--set", set]))
+        .args(more)
+        // Each thread keeps a megabyte for its products, once it has taken part in one.
+        .env("RAYON_NUM_THREADS", "1")
+        .current_dir(dir)
+        .output()
+        .expect("the program starts")
+}
+
+fn last_object(output: &Output) -> Value {
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let text = String::from_utf8_lossy(&output.stdout);
+    let line = text.lines().last().unwrap_or_else(|| panic!("nothing was printed; {errors}"));
+    serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {line}"))
+}
+
+/// Runs on real processes, and compares with the plan that the run made at its start.
+#[test]
+fn runs_take_what_was_planned() {
+    let dir = tempfile::tempdir().unwrap();
+    let fsdp = r#"trainer.strategy={type="fsdp",reshard_after_forward=false}"#;
+    let cases: [&[&str]; 10] = [
+        &[],
+        &["trainer.precision=bf16-mixed", "trainer.ema_decay=0.9"],
+        &["trainer.activation_checkpointing=full", "trainer.accumulate_grad_batches=2"],
+        &["trainer.devices=2", "trainer.strategy=ddp", "optimizer=muon"],
+        &["trainer.devices=2", fsdp, "trainer.accumulate_grad_batches=2"],
+        &["trainer.devices=3", "trainer.strategy=fsdp"],
+        &["trainer.devices=2", r#"trainer.strategy={type="ddp",gradient_compression="bf16"}"#],
+        &["trainer.devices=2", "trainer.strategy=diloco"],
+        &[
+            "trainer.devices=2",
+            "trainer.strategy=fsdp",
+            r#"trainer.adapters={rank=4,targets=["q_proj"]}"#,
+        ],
+        &[
+            "trainer.devices=4",
+            r#"trainer.strategy={type="model_parallel",tensor_parallel_size=2,parallelize="llama"}"#,
+        ],
+    ];
+    for case in cases {
+        let run = fulgurite("fit", dir.path(), case, &["--output", "json"]);
+        let plan = &last_object(&run)["plan"];
+        let of = |key: &str| {
+            plan[key].as_f64().unwrap_or_else(|| panic!("{case:?}: no {key} in {plan}"))
+        };
+        assert_eq!(
+            plan["traffic_bytes_per_step"], plan["measured_traffic_bytes_per_step"],
+            "{case:?}"
+        );
+        let error = of("peak_bytes") / of("measured_peak_bytes") - 1.0;
+        assert!(error.abs() < 0.02, "{case:?}: {plan}");
+        if case.iter().any(|set| set.starts_with("trainer.devices")) {
+            assert!(of("traffic_bytes_per_step") > 0.0, "{case:?}");
+        }
+    }
+}
+
+#[test]
+fn thousands_of_ranks_cost_as_much_as_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let strategy = r#"trainer.strategy={type="hsdp",data_parallel_shard_size=8}"#;
+    let more = ["--world", "4096", "--nodes", "512", "--json", "--hardware", "h100"];
+    let plan = last_object(&fulgurite("plan", dir.path(), &[strategy], &more));
+    assert_eq!((plan["world_size"].as_u64(), plan["nodes"].as_u64()), (Some(4096), Some(512)));
+    let ranks = plan["ranks"].as_array().unwrap();
+    let counted: u64 = ranks.iter().map(|class| class["count"].as_u64().unwrap()).sum();
+    assert!(counted == 4096 && ranks.len() <= 8, "{} classes", ranks.len());
+    let collectives = plan["collectives"].as_array().unwrap();
+    let sum = |key: &str| collectives.iter().map(|one| one[key].as_u64().unwrap()).sum::<u64>();
+    assert_eq!(Some(sum("bytes")), plan["traffic_bytes_per_step"].as_u64());
+    // Shards are gathered within a host, gradients of replicas are reduced between hosts.
+    let gathers = collectives.iter().find(|one| one["op"] == "all_gather_into").unwrap();
+    assert_eq!(gathers["between_hosts"], false, "{gathers}");
+    assert!(collectives.iter().any(|one| one["between_hosts"] == true));
+    assert!(plan["outlook"]["step_s"].as_f64().unwrap() > 0.0);
+    assert!(!dir.path().join("logs").exists(), "a plan leaves no files");
+}
+
+#[test]
+fn uneven_shards_are_classes() {
+    let dir = tempfile::tempdir().unwrap();
+    let sets = ["trainer.strategy=fsdp", "trainer.devices=3", "model.vocab_size=262"];
+    let plan = last_object(&fulgurite("plan", dir.path(), &sets, &["--json"]));
+    let ranks = plan["ranks"].as_array().unwrap();
+    assert!(ranks.len() > 1, "262 rows are no multiple of 3");
+    let most = ranks.iter().map(|class| class["peak_bytes"].as_u64().unwrap()).max();
+    assert_eq!(most, plan["peak_bytes"].as_u64());
+}
+
+#[test]
+fn budgets_and_pages() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(dir.path().join("tight.toml"), "peak_bytes = 1000\n").unwrap();
+    std::fs::write(dir.path().join("wide.toml"), "peak_bytes = 1000000000\n").unwrap();
+    std::fs::write(dir.path().join("wrong.toml"), "peak = 1\n").unwrap();
+    let page = ["--page", "plan.html", "--check", "wide.toml"];
+    let plan = fulgurite("plan", dir.path(), &[], &page);
+    assert!(plan.status.success(), "{}", String::from_utf8_lossy(&plan.stderr));
+    let html = std::fs::read_to_string(dir.path().join("plan.html")).unwrap();
+    assert!(html.contains("<svg") && html.contains("optimizer state") && !html.contains("http"));
+    for (budget, wanted) in
+        [("tight.toml", "`peak_bytes` is"), ("wrong.toml", "unknown field `peak`")]
+    {
+        let refused = fulgurite("plan", dir.path(), &[], &["--check", budget]);
+        let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && text.contains(wanted), "{text}");
+    }
+}
+
+#[test]
+fn search_finds_what_none_beats() {
+    let dir = tempfile::tempdir().unwrap();
+    let more = ["--search", "--hardware", "h100", "--world", "2", "--json"];
+    let found = last_object(&fulgurite("plan", dir.path(), &[], &more));
+    let front = found["front"].as_array().unwrap();
+    assert!(!front.is_empty() && found["planned"].as_u64().unwrap() > front.len() as u64);
+    let numbers =
+        |key: &str| front.iter().map(|one| one[key].as_f64().unwrap()).collect::<Vec<_>>();
+    assert!(numbers("step_s").is_sorted(), "the fastest first");
+    assert!(numbers("peak_bytes").is_sorted_by(|a, b| a >= b), "each slower one is smaller");
+}
+
+#[test]
+fn nonsense_is_refused_as_by_a_run() {
+    let dir = tempfile::tempdir().unwrap();
+    std::fs::write(
+        dir.path().join("slow.toml"),
+        "name = \"x\"\nflops = { f32 = 1e9 }\nmemory_bytes_per_s = 0\n\
+         within_hosts = { latency_s = 0, bytes_per_s = 1 }\n\
+         between_hosts = { latency_s = 0, bytes_per_s = 1 }\n",
+    )
+    .unwrap();
+    let cases: [(&[&str], &[&str], &str); 6] = [
+        (&["trainer.strategie=ddp"], &[], "unknown key `trainer.strategie`"),
+        (&["model.num_attention_heads=5"], &[], "num_attention_heads"),
+        (&[], &["--world", "0"], "--world 0"),
+        (&[], &["--world", "7", "--nodes", "2"], "--world 7"),
+        (&[], &["--hardware", "abacus"], "--hardware abacus"),
+        (&[], &["--hardware", "slow.toml"], "`memory_bytes_per_s` must be above 0"),
+    ];
+    for (sets, more, wanted) in cases {
+        let refused = fulgurite("plan", dir.path(), sets, more);
+        let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+        assert!(!refused.status.success() && text.contains(wanted), "{wanted}: {text}");
+    }
+}

@@ -1,0 +1,132 @@
+//! `plan`: what a run takes, before it is started.
+
+mod advice;
+mod budget;
+mod page;
+mod text;
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::path::Path;
+
+use fulgurite_core::config::PluginValue;
+use fulgurite_core::run::{Devices, MemoryCheck};
+use fulgurite_core::run_plan::{Hardware, RunPlan};
+use fulgurite_core::trainer::{LightningModule, MakeParallelize, RunConfigOf, RunPurpose, Trainer};
+use fulgurite_core::{Error, Result, counted};
+
+use super::args::{Output, PlanRequest};
+use super::print;
+
+/// Tables of hardware that the program knows by name.
+const TABLES: [(&str, &str); 4] = [
+    ("h100", include_str!("hardware/h100.toml")),
+    ("h200", include_str!("hardware/h200.toml")),
+    ("a100", include_str!("hardware/a100.toml")),
+    ("b200", include_str!("hardware/b200.toml")),
+];
+
+/// Plans the run of module `M`.
+///
+/// # Errors
+/// As [`Trainer::check`] and [`RunPlan::of`].
+pub(super) fn plan<M: LightningModule>(
+    request: &PlanRequest,
+    mut run: RunConfigOf<M>,
+    parallelize: &MakeParallelize<'_>,
+) -> Result<RunPlan> {
+    let trainer = &mut run.trainer;
+    if let Some(nodes) = request.nodes {
+        trainer.num_nodes = nodes;
+    }
+    if let Some(world) = request.world {
+        if world == 0 || trainer.num_nodes == 0 || world % trainer.num_nodes != 0 {
+            return Err(Error::Config(format!(
+                "--world {world}: give a number of ranks that {} can share evenly (--nodes, `trainer.num_nodes`)",
+                counted(trainer.num_nodes, "host")
+            )));
+        }
+        trainer.devices = Devices::Count(world / trainer.num_nodes);
+    }
+    // The ranks' hosts are other ones.
+    trainer.memory_check = MemoryCheck::Off;
+    trainer.accelerator = PluginValue::new("cpu");
+    let ranks = Trainer::check::<M>(&run, RunPurpose::Fit, parallelize)?;
+    let plan = RunPlan::of::<M>(&run, ranks, parallelize)?;
+    Ok(match request.hardware.as_ref().or(run.trainer.plan_hardware.as_ref()) {
+        Some(name) => plan.on(&hardware(name)?),
+        None => plan,
+    })
+}
+
+/// The table of this name, or in this file.
+fn hardware(name: &str) -> Result<Hardware> {
+    if let Some((name, table)) = TABLES.iter().find(|(known, _)| *known == name) {
+        return Hardware::parse(table, name);
+    }
+    if !Path::new(name).exists() {
+        let known: Vec<&str> = TABLES.iter().map(|(name, _)| *name).collect();
+        return Err(Error::Config(format!(
+            "--hardware {name}: there is no such file; give a TOML file, as `fulgurite bench hardware` writes, or {}",
+            known.join(", ")
+        )));
+    }
+    Hardware::read(Path::new(name))
+}
+
+/// Plans a run at its start, for the comparison in its summary. A run that cannot be planned in a
+/// few seconds is not.
+pub(super) fn before_run<M: LightningModule>(
+    run: &RunConfigOf<M>,
+    ranks: usize,
+    parallelize: &MakeParallelize<'_>,
+) -> Option<RunPlan> {
+    let plan = AssertUnwindSafe(|| {
+        let plan = RunPlan::briefly::<M>(run, ranks, parallelize)?;
+        Ok::<_, Error>(match (&run.trainer.plan_hardware, plan) {
+            (Some(name), Some(plan)) => Some(plan.on(&hardware(name)?)),
+            (_, plan) => plan,
+        })
+    });
+    let why = match catch_unwind(plan) {
+        Ok(Ok(plan)) => return plan,
+        Ok(Err(error)) => error.to_string(),
+        Err(_panic) => "the module panicked in its dry run".to_owned(),
+    };
+    tracing::warn!(
+        "the run has no plan to be compared with: {why} (`trainer.enable_plan = false` leaves it out)"
+    );
+    None
+}
+
+/// Plans as requested, prints the plan, and checks it against a budget. `make` plans a request.
+///
+/// # Errors
+/// If the run cannot be planned, a budget is passed, or the plan cannot be written.
+pub(super) fn run(
+    request: &PlanRequest,
+    make: &dyn Fn(&PlanRequest) -> Result<RunPlan>,
+) -> Result<()> {
+    if request.search {
+        return advice::search(request, make);
+    }
+    let plan = make(request)?;
+    if let Some(path) = &request.page {
+        page::write(&plan, path)?;
+    }
+    match request.run.output {
+        Output::Json => {
+            let line = serde_json::to_string(&plan).map_err(Error::other)?;
+            print(&format!("{line}\n"))?;
+        }
+        Output::Human => {
+            print(&text::of(&plan))?;
+            if plan.outlook.as_ref().is_some_and(|outlook| outlook.fits == Some(false)) {
+                advice::advise(request, make)?;
+            }
+        }
+    }
+    match &request.check {
+        Some(path) => budget::check(&plan, path),
+        None => Ok(()),
+    }
+}
