@@ -183,12 +183,8 @@ impl DotProductAttention {
             return Ok(attended);
         }
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
-        let (output, lse) = if q.elem_count() == 0 || sizes.keys == 0 {
-            (
-                q.zeros_like()?,
-                Tensor::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
-            )
-        } else if uses_cpu_kernels(&q) && self.skips(sizes, 2, dtype) {
+        let is_empty = q.elem_count() == 0 || sizes.keys == 0;
+        let (output, lse) = if is_empty || uses_cpu_kernels(&q) && self.skips(sizes, 2, dtype) {
             (
                 q.zeros_like()?,
                 Tensor::zeros((sizes.batch, sizes.heads, sizes.queries), q.dtype(), q.device())?,
@@ -221,9 +217,8 @@ impl DotProductAttention {
         let [q, k, v] = [rows_contiguous(q)?, rows_contiguous(k)?, rows_contiguous(v)?];
         let (output, grad) = (rows_contiguous(&attended.output)?, rows_contiguous(grad)?);
         let saved = [&output, &attended.lse, &grad];
-        let grads = if q.elem_count() == 0 || sizes.keys == 0 {
-            [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?]
-        } else if uses_cpu_kernels(&q) && self.skips(sizes, 5, dtype) {
+        let is_empty = q.elem_count() == 0 || sizes.keys == 0;
+        let grads = if is_empty || uses_cpu_kernels(&q) && self.skips(sizes, 5, dtype) {
             [q.zeros_like()?, k.zeros_like()?, v.zeros_like()?]
         } else if uses_cpu_kernels(&q) {
             with_float!(q.dtype(), T => {
