@@ -7,9 +7,9 @@ use clap::Args;
 use fulgurite_core::collective::{AllGather, Collective, ReduceOp};
 use fulgurite_core::execution::read;
 use fulgurite_core::launch::HostMemory;
+use fulgurite_core::nn::functional::{rms_norm, swiglu};
 use fulgurite_core::nn::gemm::{Mat, Threads, gemm, gemm_bf16};
 use fulgurite_core::run_plan::{Flops, Hardware, Link};
-use fulgurite_engine::simd::map2;
 use half::bf16;
 
 use super::ranks::{Ranks, at_least_one, median};
@@ -36,7 +36,10 @@ pub struct HardwareBench {
 const LARGE: usize = 1024;
 const SMALL: usize = 64;
 /// Elements of a pass, more than caches hold.
-const PASS: usize = 16 << 20;
+const PASS: usize = 4 << 20;
+const WIDTH: usize = 512;
+/// Bytes that a norm and SwiGLU read and write for an element.
+const PASS_BYTES: f64 = 20.0;
 /// Bytes of a small and of a large collective.
 const FEW: usize = 1 << 10;
 const MANY: usize = 32 << 20;
@@ -68,14 +71,17 @@ pub(crate) fn run(options: &HardwareBench) -> Result<()> {
         gemm_bf16(&mut out, a, b, false, Threads::All);
         Ok(())
     })?;
-    let (x, y) = (vec![0.5f32; PASS], vec![0.25f32; PASS]);
-    let pass = |n: usize| {
+    // The passes of a decoder: a norm and an activation.
+    let passes = |rows: usize, width: usize| -> Result<f64> {
+        let full = |value: f32| Tensor::full(value, (rows, width), &Device::Cpu);
+        let (x, y, weight) =
+            (full(0.5)?, full(0.25)?, Tensor::ones(width, DType::F32, &Device::Cpu)?);
         of(&mut || {
-            std::hint::black_box(map2(&x[..n], &y[..n], |x, y| x * y + x));
-            Ok(())
+            rms_norm(&x, &weight, 1e-5)?;
+            swiglu(&x, &y).map(drop)
         })
     };
-    let (pass_s, launch_s) = (pass(PASS)?, pass(64)?);
+    let (pass_s, launch_s) = (passes(PASS / WIDTH, WIDTH)?, passes(1, 8)? / 2.0);
     let ranks = fabric.world_size();
     let gather = |bytes: usize| -> Result<f64> {
         let part = bytes / 4 / ranks;
@@ -105,7 +111,7 @@ pub(crate) fn run(options: &HardwareBench) -> Result<()> {
         flops_reached: 1.0,
         // A product takes as long as its multiplications and these at full speed.
         half_speed_multiplications: (small_s * large / large_s - small).max(0.0),
-        memory_bytes_per_s: all * 12.0 * PASS as f64 / pass_s,
+        memory_bytes_per_s: all * PASS_BYTES * PASS as f64 / pass_s,
         launch_s,
         memory_bytes: HostMemory::now().map(|memory| memory.total),
         within_hosts: within,

@@ -17,8 +17,12 @@ use fulgurite_core::{Error, Result, counted};
 use super::args::{Output, PlanRequest};
 use super::print;
 
+/// The table of a plan for which none is named.
+const DEFAULT: &str = "cpu";
+
 /// Tables of hardware that the program knows by name.
-const TABLES: [(&str, &str); 4] = [
+const TABLES: [(&str, &str); 5] = [
+    (DEFAULT, include_str!("hardware/cpu.toml")),
     ("h100", include_str!("hardware/h100.toml")),
     ("h200", include_str!("hardware/h200.toml")),
     ("a100", include_str!("hardware/a100.toml")),
@@ -52,10 +56,8 @@ pub(super) fn plan<M: LightningModule>(
     trainer.accelerator = PluginValue::new("cpu");
     let ranks = Trainer::check::<M>(&run, RunPurpose::Fit, parallelize)?;
     let plan = RunPlan::of::<M>(&run, ranks, parallelize)?;
-    Ok(match request.hardware.as_ref().or(run.trainer.plan_hardware.as_ref()) {
-        Some(name) => plan.on(&hardware(name)?),
-        None => plan,
-    })
+    let name = request.hardware.as_ref().or(run.trainer.plan_hardware.as_ref());
+    Ok(plan.on(&hardware(name.map_or(DEFAULT, String::as_str))?))
 }
 
 /// The table of this name, or in this file.
@@ -82,10 +84,9 @@ pub(super) fn before_run<M: LightningModule>(
 ) -> Option<RunPlan> {
     let plan = AssertUnwindSafe(|| {
         let plan = RunPlan::briefly::<M>(run, ranks, parallelize)?;
-        Ok::<_, Error>(match (&run.trainer.plan_hardware, plan) {
-            (Some(name), Some(plan)) => Some(plan.on(&hardware(name)?)),
-            (_, plan) => plan,
-        })
+        let name = run.trainer.plan_hardware.as_deref().unwrap_or(DEFAULT);
+        let hardware = hardware(name)?;
+        Ok::<_, Error>(plan.map(|plan| plan.on(&hardware)))
     });
     let why = match catch_unwind(plan) {
         Ok(Ok(plan)) => return plan,

@@ -3,6 +3,7 @@
 use candle_core::{DType, Tensor};
 
 use crate::Result;
+use fulgurite_tensor::execution::dry_run;
 
 /// The iterations of Muon.
 #[derive(Debug, Clone, Copy)]
@@ -25,6 +26,10 @@ impl NewtonSchulz {
         let norm = matrix.to_dtype(DType::F64)?.sqr()?.sum_all()?.sqrt()?.maximum(self.eps)?;
         x = x.contiguous()?.broadcast_div(&norm.to_dtype(matrix.dtype())?)?;
         for _ in 0..self.steps {
+            let (rows, columns) = x.dims2()?;
+            // Recorded for plans, and computed: candle's products cannot be skipped.
+            dry_run::skips_products([rows, columns, rows], 2, x.dtype());
+            dry_run::skips_products([rows; 3], 1, x.dtype());
             let gram = x.matmul(&x.t()?)?;
             let update = ((&gram * b)? + (gram.matmul(&gram)? * c)?)?;
             x = ((&x * a)? + update.matmul(&x)?)?;

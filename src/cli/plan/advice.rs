@@ -2,9 +2,9 @@
 
 use std::fmt::Write as _;
 
+use fulgurite_core::Result;
 use fulgurite_core::run_plan::RunPlan;
 use fulgurite_core::strategy::Bytes;
-use fulgurite_core::{Error, Result};
 use serde_json::json;
 
 use super::super::args::{Output, PlanRequest};
@@ -120,17 +120,11 @@ fn line(text: &mut String, candidate: &Candidate) {
 /// Prints the configurations that no other beats in both memory and time.
 ///
 /// # Errors
-/// If the run itself cannot be planned, or nothing can be printed.
+/// If the run itself cannot be planned, or the result cannot be printed.
 pub(super) fn search(
     request: &PlanRequest,
     make: &dyn Fn(&PlanRequest) -> Result<RunPlan>,
 ) -> Result<()> {
-    if request.hardware.is_none() {
-        return Err(Error::Config(
-            "--search compares times: give --hardware h100, or a file of `fulgurite bench hardware`"
-                .to_owned(),
-        ));
-    }
     make(request)?;
     let all = candidates(request, make, true);
     let is_best = |one: &&Candidate| {

@@ -14,7 +14,7 @@ use crate::documents::Documents;
 use crate::host::with_float;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::execution::dry_run::skips_products;
+use fulgurite_engine::execution::dry_run::{skips_pass, skips_products};
 use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Scaled dot-product attention with these options.
@@ -169,6 +169,8 @@ impl DotProductAttention {
     fn skips(&self, s: AttentionShape, products: usize, dtype: DType) -> bool {
         // As many keys as a query in the middle sees.
         let keys = self.keys_in_window(s, s.queries / 2).len();
+        let scores = s.batch * s.heads * s.queries * keys;
+        skips_pass(2 * products * scores * accumulation_dtype(dtype).size_in_bytes());
         skips_products([s.queries, s.dim, keys], products * s.batch * s.heads, dtype)
     }
 

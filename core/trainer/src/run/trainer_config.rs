@@ -138,8 +138,8 @@ fulgurite_config::config_struct! {
         /// Whether rank 0 plans the run before its first step, as `fulgurite plan` does, so that the
         /// summary compares the plan with what was taken.
         pub enable_plan: bool = true,
-        /// The hardware of that plan, by which it has a step time: a name or file, as for
-        /// `fulgurite plan --hardware`.
+        /// The hardware of that plan's step time: a name or file, as for `fulgurite plan --hardware`;
+        /// by default `cpu`.
         pub plan_hardware: Option<String> = None,
         /// The reaction to a trainable parameter without a gradient in the first step. In later
         /// steps the optimizer leaves such a parameter alone, unless this is `"zero"`.

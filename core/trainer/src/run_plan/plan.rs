@@ -47,6 +47,8 @@ pub struct RunPlan {
     pub traffic_bytes_per_step: u64,
     /// Calls of these collectives, over all ranks.
     pub calls_per_step: u64,
+    /// Seconds of a step on the slowest rank, once the hardware is known ([`on`](Self::on)).
+    pub step_s: Option<f64>,
     /// The collectives of a step.
     pub collectives: Vec<PlannedCollective>,
     /// The ranks, by what they hold.
@@ -160,7 +162,9 @@ impl RunPlan {
         };
         let ranks: Vec<_> =
             self.recorded.iter().map(|(of, groups)| (&of[..], &groups[..])).collect();
-        self.outlook = Some(outlook(&facts, &ranks, hardware));
+        let outlook = outlook(&facts, &ranks, hardware);
+        self.step_s = Some(outlook.step_s);
+        self.outlook = Some(outlook);
         self
     }
 
@@ -204,6 +208,7 @@ impl RunPlan {
             calls_per_step: collectives.iter().map(|collective| collective.calls).sum(),
             collectives,
             ranks,
+            step_s: None,
             outlook: None,
             facts_of_step: StepFacts {
                 items,

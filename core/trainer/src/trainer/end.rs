@@ -50,7 +50,7 @@ fn compared(session: &Session, used: &[Used]) -> PlanComparison {
         measured_peak_bytes: used.iter().map(|used| used.peak_bytes).max().flatten(),
         traffic_bytes_per_step: plan.map(|plan| plan.traffic_bytes_per_step),
         measured_traffic_bytes_per_step: used.iter().fold(Some(0), sum),
-        step_s: plan.and_then(|plan| plan.outlook.as_ref()).map(|outlook| outlook.step_s),
+        step_s: plan.and_then(|plan| plan.step_s),
         measured_step_s: (!step_s.is_nan()).then_some(step_s),
     }
 }
