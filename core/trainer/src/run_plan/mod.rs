@@ -7,6 +7,7 @@
 //! space only. So the plan has no model of the engine that could differ from the engine: calls and
 //! bytes are those of the run, and memory is what the engine asks for.
 
+mod brief;
 mod classes;
 mod comparison;
 mod hardware;
@@ -15,6 +16,7 @@ mod plan;
 mod rank_run;
 mod timing;
 
+pub(crate) use brief::open_data;
 pub use comparison::PlanComparison;
 pub use hardware::{Flops, Hardware, Link};
 pub use outlook::Outlook;

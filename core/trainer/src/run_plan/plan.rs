@@ -267,7 +267,7 @@ fn rank_plan(class: &RankClass, run: &RankRun) -> RankPlan {
     RankPlan {
         rank: class.rank,
         count: class.count,
-        peak_bytes: largest.map(|point| point.most.held()),
+        peak_bytes: largest.map(|point| point.most.held() + run.unread_bytes),
         peak_in: largest.map(|point| point.label.clone()).unwrap_or_default(),
         peak_by_kind: largest.map(|point| by_kind(&point.most)).unwrap_or_default(),
         timeline: parts.collect(),

@@ -8,12 +8,14 @@ use std::time::Instant;
 use candle_core::Tensor;
 use tracing::subscriber::NoSubscriber;
 
+use super::brief::Brief;
 use crate::run::{CountOrFraction, RunConfig};
 use crate::trainer::{Callback, HookContext, Hooks, LightningModule, RunConfigOf, Trainer};
 use crate::{Error, Result};
 use fulgurite_engine::collective::{
     Collective, DryRunGroup, End, Intercepted, Interceptor, ProcessGroup, Record, Solo, Work,
 };
+use fulgurite_engine::execution;
 use fulgurite_engine::execution::dry_run::{DryRun, Happening};
 use fulgurite_engine::memory::{self, Trace, Traced};
 use fulgurite_engine::mesh::DeviceMesh;
@@ -47,6 +49,8 @@ impl PlannedGroup {
 pub(super) struct RankRun {
     /// `None` if the program's allocator does not count.
     pub(super) memory: Option<Traced>,
+    /// Bytes of data that the run will hold, beside `memory`.
+    pub(super) unread_bytes: u64,
     /// The collectives of the reported step, by group index and name.
     pub(super) calls: BTreeMap<(usize, &'static str), Record>,
     pub(super) groups: Vec<PlannedGroup>,
@@ -144,10 +148,13 @@ pub(super) fn run_rank<M: LightningModule>(
     }
     // At the start of a run, the run itself says what there is to be said.
     let quiet = end.map(|_| tracing::subscriber::set_default(NoSubscriber::default()));
+    let brief = end.map(|_| execution::enter(Brief::default()));
+    let of_data = execution::value::<Brief>();
     let trace = Trace::start_reserving();
     let dry = log.run.enter();
     let result = trainer.fit::<M>(&run);
-    drop((dry, quiet));
+    drop((dry, brief, quiet));
+    let unread_bytes = of_data.map_or(0, |brief| brief.unread_bytes());
     drop(trainer);
     let memory = trace.map(Trace::finish);
     let seen = std::mem::take(&mut *seen.lock().unwrap_or_else(PoisonError::into_inner));
@@ -169,7 +176,7 @@ pub(super) fn run_rank<M: LightningModule>(
         }
     }
     let groups = log.groups().clone();
-    Ok(Some(RankRun { memory, calls, groups, happenings, model: seen.model }))
+    Ok(Some(RankRun { memory, unread_bytes, calls, groups, happenings, model: seen.model }))
 }
 
 /// What the callback has seen.

@@ -12,6 +12,7 @@ use toml::Table;
 use crate::fabric::{Fabric, SampleIdentity};
 use crate::profiler::LogExecutionTime;
 use crate::run::LoadConfig;
+use crate::run_plan::open_data;
 use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::{
@@ -154,7 +155,7 @@ pub(crate) fn set_up<M: LightningModule>(
     fabric: &mut Fabric,
     code: Agreement,
 ) -> Result<RunnerSetup> {
-    let data = M::Data::setup(&run.data, &fabric.data_context()?)?;
+    let data: M::Data = open_data(&run.data, &fabric.data_context()?)?;
     let mut model = run.model.clone();
     M::configure_from_data(&mut model, &data)?;
     let build = &mut |b: &ModuleBuilder| M::configure_model(&model, b);

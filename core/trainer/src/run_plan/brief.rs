@@ -1,0 +1,36 @@
+//! Data of plans at the start of a run, which may be read in part.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::Result;
+use fulgurite_engine::data::{DataContext, DataModule};
+use fulgurite_engine::execution;
+use fulgurite_engine::memory;
+
+/// In force in a dry run at the start of a run: data is [previewed](DataModule::preview), because
+/// the run itself reads it again.
+#[derive(Debug, Default)]
+pub(crate) struct Brief {
+    /// Bytes that the run will hold of data that was not read.
+    unread_bytes: AtomicU64,
+}
+
+impl Brief {
+    /// Bytes that the run will hold of data that was not read.
+    pub(super) fn unread_bytes(&self) -> u64 {
+        self.unread_bytes.load(Ordering::Relaxed)
+    }
+}
+
+/// Opens a run's data; previews it in a brief dry run.
+///
+/// # Errors
+/// As [`DataModule::setup`].
+pub(crate) fn open_data<D: DataModule>(config: &D::Config, context: &DataContext) -> Result<D> {
+    let Some(brief) = execution::value::<Brief>() else { return D::setup(config, context) };
+    let before = memory::held();
+    let data = D::preview(config, context)?;
+    let read = memory::held().saturating_sub(before);
+    brief.unread_bytes.fetch_add(data.memory().saturating_sub(read), Ordering::Relaxed);
+    Ok(data)
+}
