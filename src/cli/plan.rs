@@ -93,7 +93,8 @@ pub(super) fn before_run<M: LightningModule>(
         Ok(Err(error)) => error.to_string(),
         Err(_panic) => "the module panicked in its dry run".to_owned(),
     };
-    tracing::warn!(
+    // If the module is at fault, the run itself says so.
+    tracing::info!(
         "the run has no plan to be compared with: {why} (`trainer.enable_plan = false` leaves it out)"
     );
     None
