@@ -61,7 +61,7 @@ fn keys_of_other_tables_are_suggested() {
     insta::assert_snapshot!(error("trainer.seed = 4"), @"unknown key `trainer.seed`; did you mean `seed`?");
     insta::assert_snapshot!(start("data.num_workers = 4"), @"unknown key `data.num_workers`; did you mean `trainer.num_workers`?");
     let run = run("optimizer = { type = 'sgd', betas = [0.9, 0.9] }").unwrap();
-    insta::assert_snapshot!(run.optimizer.check(kind::OPTIMIZER, "optimizer").unwrap_err(), @"unknown key `optimizer.betas`; it is an option of the optimizer `adam`, the optimizer `adamw` or the optimizer `lion` (the keys of `optimizer` are lr, momentum, dampening, nesterov, weight_decay, no_decay, groups, state_dtype)");
+    insta::assert_snapshot!(run.optimizer.check(kind::OPTIMIZER, "optimizer").unwrap_err(), @"unknown key `optimizer.betas`; it is an option of the optimizer `adam`, the optimizer `adamw`, the optimizer `lion` or the optimizer `schedule_free_adamw` (the keys of `optimizer` are lr, momentum, dampening, nesterov, weight_decay, no_decay, groups, state_dtype)");
     insta::assert_snapshot!(error("trainer.strict = true"), @"unknown key `trainer.strict`; did you mean `checkpoint.load.strict`?");
 }
 
@@ -176,9 +176,9 @@ fn names_of_plugins_get_a_suggestion() {
         let error = checked.unwrap_err().to_string();
         error.split(" If a plugin crate").next().unwrap().to_owned()
     };
-    insta::assert_snapshot!(name("optimizer = 'AdamW'"), @"unknown optimizer `AdamW`; did you mean `adamw`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
-    insta::assert_snapshot!(name("optimizer = 'adamv'"), @"unknown optimizer `adamv`; did you mean `adamw`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
-    insta::assert_snapshot!(name("optimizer = 'mouon'"), @"unknown optimizer `mouon`; did you mean `muon`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'AdamW'"), @"unknown optimizer `AdamW`; did you mean `adamw`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, schedule_free_adamw, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'adamv'"), @"unknown optimizer `adamv`; did you mean `adamw`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, schedule_free_adamw, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'mouon'"), @"unknown optimizer `mouon`; did you mean `muon`? Available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, schedule_free_adamw, sgd.");
     let start = |text: &str| name(text).split(" Available").next().unwrap().to_owned();
     insta::assert_snapshot!(start("scheduler = 'cosine_with_warmup'"), @"unknown scheduler `cosine_with_warmup`; did you mean `cosine`?");
     insta::assert_snapshot!(start("scheduler = 'StepLR'"), @"unknown scheduler `StepLR`; did you mean `step`?");
