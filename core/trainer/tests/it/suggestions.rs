@@ -183,7 +183,7 @@ fn names_of_plugins_get_a_suggestion() {
     insta::assert_snapshot!(start("scheduler = 'cosine_with_warmup'"), @"unknown scheduler `cosine_with_warmup`; did you mean `cosine`?");
     insta::assert_snapshot!(start("scheduler = 'StepLR'"), @"unknown scheduler `StepLR`; did you mean `step`?");
     insta::assert_snapshot!(start("scheduler = 'ReduceLROnPlateau'"), @"unknown scheduler `ReduceLROnPlateau`; the callback `reduce_lr_on_plateau` does it (`trainer.callbacks`).");
-    insta::assert_snapshot!(name("optimizer = 'shampoo'"), @"unknown optimizer `shampoo`; available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, sgd.");
+    insta::assert_snapshot!(name("optimizer = 'shampoo'"), @"unknown optimizer `shampoo`; available: adafactor, adagrad, adam, adamw, lion, muon, rmsprop, schedule_free_adamw, sgd.");
 }
 
 fn variable(name: &str) -> Result<Vec<String>> {
