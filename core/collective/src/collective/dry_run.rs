@@ -20,7 +20,7 @@ use fulgurite_tensor::autograd::storage;
 /// use fulgurite_core::collective::{DryRunGroup, ProcessGroup as _, all_gather_object};
 ///
 /// let world = DryRunGroup::world(5, 8);
-/// assert_eq!(all_gather_object(&world, &"same")?, ["same"; 8]);
+/// assert_eq!(all_gather_object(&world, &7)?, [7; 8]);
 /// let pair = world.split(&[vec![0, 1, 2, 3], vec![5, 4, 7, 6]], "pair")?;
 /// assert_eq!((pair.rank(), pair.global_ranks()), (0, &[5, 4, 7, 6][..]));
 /// # Ok::<(), fulgurite_core::Error>(())
