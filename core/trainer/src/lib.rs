@@ -5,13 +5,12 @@
 
 pub mod fabric;
 pub mod metric;
-
 pub mod profiler;
 pub mod run;
-pub mod run_plan;
 mod runtime;
 pub mod trainer;
 pub use fulgurite_engine::{Error, Result, counted};
+pub use trainer::run_plan;
 
 #[doc(hidden)]
 pub mod __private {

@@ -6,7 +6,7 @@ use super::record::usage::Used;
 use super::session::Session;
 use super::{Event, ItemRate, RunStatus};
 use crate::profiler::Profile;
-use crate::run_plan::PlanComparison;
+use crate::trainer::run_plan::PlanComparison;
 use crate::{Error, Result};
 use fulgurite_engine::collective::all_gather_object;
 

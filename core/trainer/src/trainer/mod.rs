@@ -12,6 +12,7 @@ mod module;
 mod preflight;
 mod progress;
 mod record;
+pub mod run_plan;
 mod saving;
 mod session;
 mod trained;

@@ -15,7 +15,7 @@ use super::record::recorder::Recorder;
 use super::{Event, HookContext};
 use crate::fabric::{Fabric, FabricOptimizer, FabricOptimizers, SampleIdentity};
 use crate::run::TrainerConfig;
-use crate::run_plan::RunPlan;
+use crate::trainer::run_plan::RunPlan;
 use crate::{Error, Result};
 use fulgurite_engine::collective::ReduceOp;
 use fulgurite_engine::execution::read;

@@ -36,7 +36,7 @@ use super::{
 use crate::fabric::{Fabric, StrategyInfo};
 use crate::profiler::LogExecutionTime;
 use crate::run::{Devices, RunConfig};
-use crate::run_plan::RunPlan;
+use crate::trainer::run_plan::RunPlan;
 use crate::{Error, Result};
 use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;

@@ -12,9 +12,9 @@ use toml::Table;
 use crate::fabric::{Fabric, SampleIdentity};
 use crate::profiler::LogExecutionTime;
 use crate::run::LoadConfig;
-use crate::run_plan::open_data;
 use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::module::hooks::Hook;
+use crate::trainer::run_plan::open_data;
 use crate::trainer::{
     BatchOf, Callback, HookContext, LightningModule, OptimizerSetup, Optimizers, RunConfigOf,
     StepContext,

@@ -16,8 +16,8 @@ use serde::{Deserialize, Deserializer, Serialize};
 
 use crate::metric::MetricTable;
 use crate::profiler::Profile;
-use crate::run_plan::PlanComparison;
 use crate::trainer::record::display::{EvaluationProgress, RunStart};
+use crate::trainer::run_plan::PlanComparison;
 use crate::trainer::{Histogram, ItemRate};
 use crate::{Error, Result};
 use fulgurite_engine::data::DataReport;
