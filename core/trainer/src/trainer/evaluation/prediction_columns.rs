@@ -237,6 +237,7 @@ mod tests {
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("out.parquet");
         let predictions = Predictions {
+            values: std::collections::HashMap::default(),
             batches: vec![(vec![7, 2], outputs.clone())],
             sample_names: [7, 2].into_iter().zip(names.iter().map(|&name| name.into())).collect(),
             output_names: output_names.iter().map(|&name| name.into()).collect(),
