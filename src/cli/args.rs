@@ -282,7 +282,7 @@ struct PlanArgs {
 
     /// Plan other strategies, precisions and activation checkpointing too, and print those that no
     /// other beats in both memory and time
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["check", "page"])]
     search: bool,
 
     /// Print the plan as one JSON object, as `--output json` does

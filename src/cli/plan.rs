@@ -56,23 +56,38 @@ pub(super) fn plan<M: LightningModule>(
     trainer.accelerator = PluginValue::new("cpu");
     let ranks = Trainer::check::<M>(&run, RunPurpose::Fit, parallelize)?;
     let plan = RunPlan::of::<M>(&run, ranks, parallelize)?;
-    let name = request.hardware.as_ref().or(run.trainer.plan_hardware.as_ref());
-    Ok(plan.on(&hardware(name.map_or(DEFAULT, String::as_str))?))
+    let (key, name) = match (&request.hardware, &run.trainer.plan_hardware) {
+        (Some(name), _) => ("--hardware", name.as_str()),
+        (None, Some(name)) => ("`trainer.plan_hardware`", name.as_str()),
+        (None, None) => ("--hardware", DEFAULT),
+    };
+    Ok(plan.on(&hardware(key, name)?))
 }
 
-/// The table of this name, or in this file.
-fn hardware(name: &str) -> Result<Hardware> {
+/// The table of this name, or in this file. `key` names it in messages.
+fn hardware(key: &str, name: &str) -> Result<Hardware> {
     if let Some((name, table)) = TABLES.iter().find(|(known, _)| *known == name) {
         return Hardware::parse(table, name);
     }
     if !Path::new(name).exists() {
         let known: Vec<&str> = TABLES.iter().map(|(name, _)| *name).collect();
         return Err(Error::Config(format!(
-            "--hardware {name}: there is no such file; give a TOML file, as `fulgurite bench hardware` writes, or {}",
+            "{key} {name}: there is no such file; give a TOML file, as `fulgurite bench hardware` writes, or {}",
             known.join(", ")
         )));
     }
     Hardware::read(Path::new(name))
+}
+
+/// Checks that the hardware is known by which a run is planned at its start.
+///
+/// # Errors
+/// If there is no such table or file, or the file is wrong.
+pub(super) fn check_hardware<M: LightningModule>(run: &RunConfigOf<M>) -> Result<()> {
+    match &run.trainer.plan_hardware {
+        Some(name) => hardware("`trainer.plan_hardware`", name).map(drop),
+        None => Ok(()),
+    }
 }
 
 /// Plans a run at its start, for the comparison in its summary. A run that cannot be planned in a
@@ -85,7 +100,7 @@ pub(super) fn before_run<M: LightningModule>(
     let plan = AssertUnwindSafe(|| {
         let plan = RunPlan::briefly::<M>(run, ranks, parallelize)?;
         let name = run.trainer.plan_hardware.as_deref().unwrap_or(DEFAULT);
-        let hardware = hardware(name)?;
+        let hardware = hardware("`trainer.plan_hardware`", name)?;
         Ok::<_, Error>(plan.map(|plan| plan.on(&hardware)))
     });
     let why = match catch_unwind(plan) {
@@ -108,6 +123,11 @@ pub(super) fn run(
     request: &PlanRequest,
     make: &dyn Fn(&PlanRequest) -> Result<RunPlan>,
 ) -> Result<()> {
+    if request.run.print_config.is_some() {
+        return Err(Error::Config(
+            "--print-config is for a run: `fit --print-config` prints the configuration".to_owned(),
+        ));
+    }
     if request.search {
         return advice::search(request, make);
     }

@@ -444,6 +444,7 @@ fn check<M: LightningModule>(
     extras: &Extras,
 ) -> Result<usize> {
     let run = run_config::<M>(request, defaults)?;
+    plan::check_hardware::<M>(&run)?;
     Trainer::check::<M>(&run, purpose(request.action), &|| extras.parallelize())
 }
 
@@ -470,6 +471,7 @@ fn execute<M: LightningModule>(
             PrintConfig::Comments => commented_toml(&config, &args::all_sections(program)?)?,
         });
     }
+    plan::check_hardware::<M>(&run)?;
     let make = || extras.parallelize();
     let connection = Trainer::connect_parallelized::<M>(&run, purpose(request.action), &make)?;
     let world = connection.world.clone();

@@ -1,10 +1,18 @@
-//! The plan of the README's run.
+//! Plans: that of the README's run, and what a dry run leaves alone.
 
 use std::process::Command;
+use std::sync::Mutex;
 
+use fulgurite::core::run_plan::RunPlan;
+use fulgurite::core::trainer::SaveRequest;
+use fulgurite::prelude::*;
+use fulgurite_core::config::ConfigLayers;
+use fulgurite_core::run::RunConfig;
+use fulgurite_core::trainer::{RunStatus, SavedState};
 use serde_json::Value;
 
 use crate::program::program;
+use crate::toy::{NoKeys, Numbers};
 
 /// A change of these numbers is a change of what the example sends.
 #[test]
@@ -21,4 +29,58 @@ fn readme_run_has_its_plan() {
     assert_eq!(number("traffic_bytes_per_step"), 18_802_742);
     assert!(number("peak_bytes") > 4 * number("parameters"), "weights in f32 and more");
     assert!(plan["step_s"].as_f64().is_some_and(|secs| secs > 0.0));
+}
+
+/// The hooks that the dry run of [`Telling`] has called.
+static CALLED: Mutex<Vec<&str>> = Mutex::new(Vec::new());
+
+fn called(hook: &'static str) -> Result<()> {
+    CALLED.lock().unwrap().push(hook);
+    Ok(())
+}
+
+/// Tells the world of its run, and asks for checkpoints.
+struct Telling(Linear);
+
+impl LightningModule for Telling {
+    type Config = NoKeys;
+    type Data = Numbers;
+
+    fn configure_model(_: &NoKeys, b: &ModuleBuilder) -> Result<Self> {
+        Ok(Self(Linear::new(&b.pp("layer"), 1, 1)?))
+    }
+
+    fn training_step(&mut self, x: &Tensor, _: &mut StepContext) -> Result<Loss> {
+        Ok(Loss::new(self.0.forward(x)?.sqr()?.sum_all()?, x.dim(0)? as f64))
+    }
+}
+
+impl Hooks<Numbers> for Telling {
+    fn on_train_step_end(&mut self, ctx: &mut HookContext<Numbers>) -> Result<()> {
+        ctx.save_checkpoint(SaveRequest::default());
+        ctx.save_on_exception(SaveRequest::default())?;
+        called("step")
+    }
+    fn on_exception(&mut self, _: &Error, _: &mut HookContext<Numbers>) -> Result<()> {
+        called("exception")
+    }
+    fn on_fit_end(&mut self, _: &mut HookContext<Numbers>) -> Result<()> {
+        called("fit end")
+    }
+    fn teardown(&mut self, _: &RunStatus, _: &mut HookContext<Numbers>) -> Result<()> {
+        called("teardown")
+    }
+    fn on_save_checkpoint(&mut self, _: &mut SavedState) -> Result<()> {
+        called("save")
+    }
+}
+
+#[test]
+fn dry_runs_neither_save_nor_tell() {
+    let layers = ConfigLayers::new().set("trainer.max_epochs=1").unwrap();
+    let run = RunConfig::<NoKeys, NoKeys>::from_layers(layers).unwrap();
+    let plan = RunPlan::of::<Telling>(&run, 1, &|| None).unwrap();
+    assert_eq!((plan.world_size, plan.parameters), (1, 2));
+    // One rank is run, two steps of it.
+    assert_eq!(*CALLED.lock().unwrap(), ["step", "step"]);
 }

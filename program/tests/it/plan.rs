@@ -142,6 +142,37 @@ fn budgets_and_pages() {
 }
 
 #[test]
+fn a_run_that_does_not_fit_gets_advice() {
+    let dir = tempfile::tempdir().unwrap();
+    let plan = |memory_bytes: u64| {
+        let table = format!(
+            "name = \"a small device\"\ndevices_per_host = 2\nmemory_bytes = {memory_bytes}\n\
+             flops = {{ f32 = 1e12 }}\nmemory_bytes_per_s = 1e11\n\
+             within_hosts = {{ latency_s = 1e-6, bytes_per_s = 1e10 }}\n\
+             between_hosts = {{ latency_s = 1e-6, bytes_per_s = 1e9 }}\n"
+        );
+        std::fs::write(dir.path().join("device.toml"), table).unwrap();
+        let more = ["--world", "2", "--hardware", "device.toml"];
+        let output = fulgurite("plan", dir.path(), &["trainer.strategy=ddp"], &more);
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        String::from_utf8(output.stdout).unwrap()
+    };
+    let peak = |text: &str| {
+        let line = text.lines().find(|line| line.contains("at most")).unwrap().to_owned();
+        let mib = line.split("at most ").nth(1).unwrap().split(" MiB").next().unwrap().to_owned();
+        mib.parse::<f64>().unwrap()
+    };
+    let fits = plan(1 << 40);
+    assert!(fits.contains("it fits into a device") && !fits.contains("--set"), "{fits}");
+    let tight = plan((peak(&fits) * 0.9 * f64::from(1 << 20)) as u64);
+    let (_, advice) = tight.split_once("it fits with").unwrap_or_else(|| panic!("{tight}"));
+    let changes: Vec<_> = advice.lines().filter(|line| line.contains(": ")).collect();
+    assert_eq!(changes.len(), 3, "{advice}");
+    assert!(changes.iter().all(|line| peak(&line.replace(": ", ": at most ")) < peak(&fits)));
+    assert!(plan(1000).contains("no change that `plan` knows makes it fit"));
+}
+
+#[test]
 fn search_finds_what_none_beats() {
     let dir = tempfile::tempdir().unwrap();
     let more = ["--search", "--hardware", "h100", "--world", "2", "--json"];
@@ -164,7 +195,10 @@ fn nonsense_is_refused_as_by_a_run() {
          between_hosts = { latency_s = 0, bytes_per_s = 1 }\n",
     )
     .unwrap();
-    let cases: [(&[&str], &[&str], &str); 6] = [
+    let cases: [(&[&str], &[&str], &str); 9] = [
+        (&["trainer.plan_hardware=abacus"], &[], "`trainer.plan_hardware` abacus"),
+        (&[], &["--search", "--page", "plan.html"], "cannot be used with"),
+        (&[], &["--print-config"], "--print-config is for a run"),
         (&["trainer.strategie=ddp"], &[], "unknown key `trainer.strategie`"),
         (&["model.num_attention_heads=5"], &[], "num_attention_heads"),
         (&[], &["--world", "0"], "--world 0"),
@@ -177,4 +211,7 @@ fn nonsense_is_refused_as_by_a_run() {
         let text = String::from_utf8_lossy(&refused.stderr).into_owned();
         assert!(!refused.status.success() && text.contains(wanted), "{wanted}: {text}");
     }
+    let refused = fulgurite("fit", dir.path(), &["trainer.plan_hardware=abacus"], &[]);
+    let text = String::from_utf8_lossy(&refused.stderr).into_owned();
+    assert!(!refused.status.success() && text.contains("`trainer.plan_hardware` abacus"), "{text}");
 }

@@ -9,6 +9,9 @@ use super::trace;
 /// Blocks of at least this many bytes are counted. Smaller ones are not tensors.
 pub const COUNTED_BYTES: usize = 256;
 
+/// The least size of a page, to which mappings are aligned.
+const PAGE: usize = 4096;
+
 /// A dry run takes blocks of at least this many bytes as address space, whose pages exist once they
 /// are written.
 const RESERVED_BYTES: usize = 1 << 20;
@@ -95,7 +98,8 @@ impl<A: GlobalAlloc> Accounted<A> {
     /// Allocates a large block during a trace.
     #[cold]
     unsafe fn alloc_traced(&self, layout: Layout, zeroed: bool) -> *mut u8 {
-        let reserved = layout.size() >= RESERVED_BYTES && trace::reserves();
+        let reserved =
+            layout.size() >= RESERVED_BYTES && layout.align() <= PAGE && trace::reserves();
         let block = if reserved {
             reserve(layout.size())
         } else if zeroed {
@@ -125,8 +129,7 @@ impl<A: GlobalAlloc> Accounted<A> {
 }
 
 // SAFETY: blocks come from the inner allocator, which is called with the caller's arguments, or are
-// mappings of the system, which are page-aligned, zeroed, and given back only by `munmap`. Layouts
-// with a larger alignment than a page are never reserved, because tensors have none.
+// mappings of the system, which are page-aligned, zeroed, and given back only by `munmap`.
 unsafe impl<A: GlobalAlloc> GlobalAlloc for Accounted<A> {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         if layout.size() < COUNTED_BYTES {

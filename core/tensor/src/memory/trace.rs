@@ -50,6 +50,7 @@ pub struct Traced {
 }
 
 struct Block {
+    /// Bytes in the present trace's sums.
     bytes: usize,
     kind: MemoryKind,
     is_reserved: bool,
@@ -112,12 +113,22 @@ impl Trace {
         mark("");
         inside(|| recorder().as_mut().map(|recorder| std::mem::take(&mut recorder.traced)))
             .unwrap_or_default()
+        // Dropping `self` ends the trace.
     }
 }
 
 impl Drop for Trace {
     fn drop(&mut self) {
         RESERVES.store(false, Ordering::SeqCst);
+        // Other blocks are the inner allocator's, which frees them without being told.
+        inside(|| {
+            if let Some(recorder) = &mut *recorder() {
+                recorder.blocks.retain(|_, block| block.is_reserved);
+                // A later trace has not counted them.
+                recorder.blocks.values_mut().for_each(|block| block.bytes = 0);
+                BLOCKS.store(recorder.blocks.len(), Ordering::Relaxed);
+            }
+        });
         IS_ON.store(false, Ordering::SeqCst);
     }
 }

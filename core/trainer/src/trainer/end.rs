@@ -9,6 +9,7 @@ use crate::profiler::Profile;
 use crate::trainer::run_plan::PlanComparison;
 use crate::{Error, Result};
 use fulgurite_engine::collective::all_gather_object;
+use fulgurite_engine::execution::dry_run;
 
 /// Emits the summary, and the profile if there is one. Collective.
 pub(super) fn summarize(session: &mut Session) -> Result<()> {
@@ -90,8 +91,11 @@ pub(super) fn profile_on_exception(session: &mut Session) {
 }
 
 /// Calls the last hooks of a run. Their errors are only shown, because the run already has its
-/// result.
+/// result. A dry run has none: it is cut off, and what hooks tell the world would not be true.
 pub(super) fn end_hooks(session: &mut Session, status: RunStatus, error: Option<&Error>) {
+    if dry_run::is_on() {
+        return;
+    }
     let exception = error.map(Hook::Exception);
     for hook in exception.into_iter().chain([Hook::Teardown(&status)]) {
         for deciding in [false, true] {

@@ -391,77 +391,77 @@ fn resolved_configuration_round_trips() {
     let run = Run::from_layers(layers).unwrap();
     let text = to_toml(&run).unwrap();
     insta::assert_snapshot!(text, @r#"
-      seed = 42
-      scheduler = "constant"
+    seed = 42
+    scheduler = "constant"
 
-      [model]
-      hidden_size = 0
+    [model]
+    hidden_size = 0
 
-      [model.rates]
+    [model.rates]
 
-      [model.kind.gated]
-      width = 3
+    [model.kind.gated]
+    width = 3
 
-      [data]
-      path = "text"
+    [data]
+    path = "text"
 
-      [optimizer]
-      type = "adamw"
-      lr = 0.001
+    [optimizer]
+    type = "adamw"
+    lr = 0.001
 
-      [trainer]
-      accelerator = "auto"
-      devices = 1
-      num_nodes = 1
-      prefetch_factor = 2
-      last_batch = "wrap"
-      accumulate_grad_batches = 1
-      gradient_clip_algorithm = "norm"
-      val_check_interval = 1.0
-      check_val_every_n_epoch = 1
-      num_sanity_val_steps = 2
-      limit_train_batches = 1.0
-      limit_val_batches = 1.0
-      limit_test_batches = 1.0
-      limit_predict_batches = 1.0
-      overfit_batches = 0
-      fast_dev_run = false
-      detect_anomaly = false
-      sync_buffers = "broadcast"
-      sync_batchnorm = false
-      log_every_n_steps = 10
-      late_reads = "auto"
-      precision = "32-true"
-      keep_in_fp32 = []
-      default_root_dir = "fulgurite_logs"
-      enable_progress_bar = true
-      enable_plan = true
-      unused_parameters = "error"
-      freeze = []
-      eval_mode = []
-      activation_checkpointing = "none"
-      timeout_secs = 600
-      memory_check = "error"
-      strategy = "fsdp"
-      process_group = "auto"
-      callbacks = []
-      loggers = ["csv", "jsonl"]
+    [trainer]
+    accelerator = "auto"
+    devices = 1
+    num_nodes = 1
+    prefetch_factor = 2
+    last_batch = "wrap"
+    accumulate_grad_batches = 1
+    gradient_clip_algorithm = "norm"
+    val_check_interval = 1.0
+    check_val_every_n_epoch = 1
+    num_sanity_val_steps = 2
+    limit_train_batches = 1.0
+    limit_val_batches = 1.0
+    limit_test_batches = 1.0
+    limit_predict_batches = 1.0
+    overfit_batches = 0
+    fast_dev_run = false
+    detect_anomaly = false
+    sync_buffers = "broadcast"
+    sync_batchnorm = false
+    log_every_n_steps = 10
+    late_reads = "auto"
+    precision = "32-true"
+    keep_in_fp32 = []
+    default_root_dir = "fulgurite_logs"
+    enable_progress_bar = true
+    enable_plan = true
+    unused_parameters = "error"
+    freeze = []
+    eval_mode = []
+    activation_checkpointing = "none"
+    timeout_secs = 600
+    memory_check = "error"
+    strategy = "fsdp"
+    process_group = "auto"
+    callbacks = []
+    loggers = ["csv", "jsonl"]
 
-      [checkpoint]
-      save_last = true
-      async_save = false
-      mode = "min"
-      weights_only = false
-      allow_other_data = false
-      overwrite = false
-      io = "local"
+    [checkpoint]
+    save_last = true
+    async_save = false
+    mode = "min"
+    weights_only = false
+    allow_other_data = false
+    overwrite = false
+    io = "local"
 
-      [checkpoint.load]
-      strict = true
-      include = []
-      exclude = []
-      broadcast_from_rank0 = false
-      rename = []
+    [checkpoint.load]
+    strict = true
+    include = []
+    exclude = []
+    broadcast_from_rank0 = false
+    rename = []
     "#);
     let again = Run::from_layers(ConfigLayers::new().text("again", &text).unwrap()).unwrap();
     assert_eq!(again, run);

@@ -4,8 +4,8 @@
 //! rank of each [class](RankPlan) among ranks that do not answer
 //! ([`DryRunGroup`](fulgurite_engine::collective::DryRunGroup)). Kernels skip their arithmetic
 //! ([`dry_run`](fulgurite_engine::execution::dry_run)), and large blocks of memory are address
-//! space only. So the plan has no model of the engine that could differ from the engine: calls and
-//! bytes are those of the run, and memory is what the engine asks for.
+//! space only. A second description of the engine, which could differ from it, is not needed: calls
+//! and bytes are the run's, and memory is what the engine asks for.
 
 mod brief;
 mod classes;

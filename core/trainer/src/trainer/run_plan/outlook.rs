@@ -106,3 +106,61 @@ pub(super) fn outlook(
             .map(|(secs, price)| secs / 3600.0 * price * devices),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE: &str = r#"
+        name = "round numbers"
+        devices_per_host = 2
+        flops = { f32 = 1e9 }
+        memory_bytes_per_s = 1e9
+        memory_bytes = 1000
+        storage_bytes_per_s = 10
+        price_per_device_hour = 2.0
+        failures_per_device_hour = 0.9
+        within_hosts = { latency_s = 0, bytes_per_s = 1e9 }
+        between_hosts = { latency_s = 0, bytes_per_s = 1e9 }
+    "#;
+
+    /// Four ranks on two hosts, a step of two seconds.
+    fn outlook_of(facts: &Facts) -> Outlook {
+        let step = [Happening::Pass { bytes: 2_000_000_000 }];
+        outlook(facts, &[(&step, &[])], &Hardware::parse(TABLE, "test").unwrap())
+    }
+
+    fn facts() -> Facts {
+        Facts {
+            world_size: 4,
+            ranks_per_host: 2,
+            parameters: 1_000_000,
+            items: 100.0,
+            peak_bytes: Some(1000),
+            checkpoint_bytes: 200,
+            steps: Some(900),
+        }
+    }
+
+    #[test]
+    fn times_follow_from_the_table() {
+        let out = outlook_of(&facts());
+        assert_eq!((out.step_s, out.items_per_s, out.fits), (2.0, 50.0, Some(true)));
+        // 6e8 operations in 2 s on 4 devices of 1e9.
+        assert!((out.mfu - 0.075).abs() < 1e-12);
+        // A checkpoint of 20 s and a failure in 1000 s: every 200 s, which costs 0.1 and 0.1.
+        assert_eq!((out.checkpoint_s, out.best_checkpoint_interval_s), (Some(20.0), Some(200.0)));
+        assert!((out.goodput.unwrap() - 0.8).abs() < 1e-12);
+        let run_s = 900.0 * 2.0 / 0.8;
+        assert!((out.run_days.unwrap() * 86_400.0 - run_s).abs() < 1e-6);
+        assert!((out.run_price.unwrap() - run_s / 3600.0 * 2.0 * 4.0).abs() < 1e-9);
+    }
+
+    #[test]
+    fn ranks_that_share_a_device_share_its_memory() {
+        let out = outlook_of(&Facts { ranks_per_host: 4, ..facts() });
+        assert_eq!((out.step_s, out.fits), (4.0, Some(false)));
+        let unknown = outlook_of(&Facts { peak_bytes: None, steps: None, ..facts() });
+        assert_eq!((unknown.fits, unknown.run_days), (None, None));
+    }
+}

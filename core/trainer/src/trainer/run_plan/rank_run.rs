@@ -23,7 +23,8 @@ use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::shard::ShardSpec;
 use fulgurite_engine::strategy::{Loss, ParallelizeFn};
 
-/// Steps of a dry run. The second is reported: it is neither the first, nor logged, nor the last.
+/// Steps of a dry run, which is cut off after the reported one. That is neither the first, nor
+/// logged, nor the last.
 const STEPS: u64 = 3;
 const REPORTED_STEP: u64 = 2;
 
@@ -200,9 +201,7 @@ impl Watch {
     fn seen(&self) -> MutexGuard<'_, Seen> {
         self.seen.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-impl Watch {
     /// Begins a part of the step, unless the dry run has taken too long.
     fn begin(&self, part: &str) -> Result<()> {
         if self.end.is_some_and(|end| Instant::now() > end) {

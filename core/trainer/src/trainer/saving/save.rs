@@ -13,6 +13,7 @@ use crate::{Error, Result};
 use fulgurite_checkpoint::{self as checkpoint, SavedCheckpoint};
 use fulgurite_engine::checkpoint_io::invalid_name;
 use fulgurite_engine::collective::all_gather_object;
+use fulgurite_engine::execution::dry_run;
 
 /// A checkpoint to write.
 struct Write {
@@ -36,8 +37,11 @@ pub(crate) fn save(session: &mut Session, blocking: bool) -> Result<()> {
     write(session, Write { name, kept, remove, weights_only: false, blocking })
 }
 
-/// Saves the checkpoints that hooks have requested. Collective.
+/// Saves the checkpoints that hooks have requested, unless this is a dry run. Collective.
 pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
+    if dry_run::is_on() {
+        session.requests.saves.clear();
+    }
     if !session.requests.saves.is_empty() {
         session.read_pending_step()?;
     }
@@ -64,7 +68,8 @@ pub(crate) fn save_as_requested(session: &mut Session) -> Result<()> {
 ///
 /// Errors of the save are only shown, because the run has its own error.
 pub(crate) fn save_on_exception(session: &mut Session) {
-    let Some(request) = session.requests.save_on_exception.take() else { return };
+    let request = session.requests.save_on_exception.take();
+    let Some(request) = request.filter(|_| !dry_run::is_on()) else { return };
     if let Err(error) = session.read_pending_step() {
         tracing::warn!("no checkpoint is saved after the error: {error}");
         return;
