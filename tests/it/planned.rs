@@ -80,7 +80,7 @@ fn dry_runs_neither_save_nor_tell() {
     let layers = ConfigLayers::new().set("trainer.max_epochs=1").unwrap();
     let run = RunConfig::<NoKeys, NoKeys>::from_layers(layers).unwrap();
     let plan = RunPlan::of::<Telling>(&run, 1, &|| None).unwrap();
-    assert_eq!((plan.world_size, plan.parameters), (1, 2));
+    assert_eq!((plan.world_size, plan.parameters), (1, 1));
     // One rank is run, two steps of it.
     assert_eq!(*CALLED.lock().unwrap(), ["step", "step"]);
 }
