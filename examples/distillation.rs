@@ -98,6 +98,12 @@ impl LightningModule for Distillation {
                 config.layers
             )));
         }
+        let DistillationConfig { temperature, alpha, .. } = *config;
+        if !(temperature > 0.0 && temperature.is_finite() && (0.0..=1.0).contains(&alpha)) {
+            return Err(Error::Config(format!(
+                "`model.temperature` must be above 0 and `model.alpha` from 0 to 1, found {temperature} and {alpha}"
+            )));
+        }
         let mut student = teacher.clone();
         student.layers.truncate(config.layers);
         Ok(Self {

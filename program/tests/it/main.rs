@@ -30,6 +30,7 @@ mod report;
 mod run;
 #[cfg(feature = "models")]
 mod schedule_free;
+#[cfg(feature = "models")]
 mod serve;
 mod tasks;
 #[cfg(feature = "models")]

@@ -9,6 +9,8 @@ use insta::assert_snapshot;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
+use crate::models::assert_close;
+
 const WORDS: [&str; 8] = ["the", "cat", "run", "good", "bad", "film", "is", "not"];
 
 /// A tokenizer of words with BERT's special tokens.
@@ -295,6 +297,39 @@ fn rewards_are_learned_on_two_ranks() {
         "data.validation_fraction=0.2",
     ];
     assert_same_on_two_ranks("reward", &keys, "val_reward_accuracy");
+}
+
+/// Masks of dropout are those of one rank.
+#[test]
+fn dropout_of_rewards_follows_the_batch() {
+    let from = format!("model.from_pretrained={}", fixture("bert_reward").display());
+    let dir = folder();
+    judged(dir.path());
+    let losses = |ranks: usize| {
+        let mut all = sets(&[
+            &*from,
+            "module.type=reward",
+            "model.hidden_dropout_prob=0.5",
+            "data.path=judged.jsonl",
+            "data.tokenizer=tokenizer.json",
+            "data.seq_len=16",
+            "trainer.max_steps=3",
+            "trainer.log_every_n_steps=1",
+            "trainer.strategy=ddp",
+        ]);
+        all.push(format!("data.batch_size={}", 8 / ranks));
+        all.push(format!("trainer.devices={ranks}"));
+        let output = run(dir.path(), &["fit", "--output", "json"], &all);
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{text}");
+        let lines = String::from_utf8_lossy(&output.stdout).into_owned();
+        let events = lines.lines().map(|line| serde_json::from_str::<Value>(line).unwrap());
+        let losses = events.filter_map(|event| event["train_loss"].as_f64());
+        losses.collect::<Vec<_>>()
+    };
+    let (one, two) = (losses(1), losses(2));
+    assert_eq!(one.len(), 3);
+    assert_close("two ranks", &two, &one, 2e-5);
 }
 
 #[test]

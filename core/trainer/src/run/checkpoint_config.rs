@@ -116,7 +116,7 @@ pub struct RenameRule {
 
 /// The new names of a tensor, in a rule of `checkpoint.load.rename`.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(untagged)]
+#[serde(untagged, expecting = "expected a name or a list of names")]
 pub enum NewNames {
     /// One name.
     One(String),

@@ -142,22 +142,25 @@ impl Pair {
                 "is no preference: expected `chosen` and `rejected`, with a `prompt` or as conversations that begin alike",
             ));
         };
-        let number = |name: &str| column(name).and_then(|value| f64::try_from(value.clone()).ok());
-        let reference = number("reference_chosen_logp").zip(number("reference_rejected_logp"));
-        let reference = reference.map(|(chosen, rejected)| [chosen as f32, rejected as f32]);
+        // Columns of CSV files are texts.
+        let number = |name: &str| -> Result<Option<f32>> {
+            let Some(value) = column(name) else { return Ok(None) };
+            let number = match value.as_str() {
+                Some(text) => text.trim().parse().ok(),
+                None => f64::try_from(value.clone()).ok(),
+            };
+            match number.filter(|number: &f64| number.is_finite()) {
+                Some(number) => Ok(Some(number as f32)),
+                None => Err(place.wrong(format!("has the `{name}` {value}: expected a number"))),
+            }
+        };
+        let chosen_logp = number("reference_chosen_logp")?;
+        let reference = chosen_logp.zip(number("reference_rejected_logp")?).map(<[f32; 2]>::from);
         let tools = match column("tools") {
             None => Value::UNDEFINED,
             Some(tools) => parsed(place, "tools", tools)?,
         };
-        let margin = match column("margin") {
-            None => None,
-            Some(value) => match number("margin").filter(|margin| margin.is_finite()) {
-                Some(margin) => Some(margin as f32),
-                None => {
-                    return Err(place.wrong(format!("has the `margin` {value}: expected a number")));
-                }
-            },
-        };
+        let margin = number("margin")?;
         let pair = |chosen, rejected| Self { chosen, rejected, reference, margin };
         if let (Some(chosen), Some(rejected)) = (chosen.as_str(), rejected.as_str()) {
             let Some(prompt) = column("prompt").and_then(|prompt| prompt.as_str()) else {

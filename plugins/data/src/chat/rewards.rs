@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use candle_core::{Device, Tensor};
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, Split};
 use fulgurite_engine::execution::transfer;
-use fulgurite_error::Result;
+use fulgurite_error::{Error, Result};
 
 use super::encode::Encoded;
 use super::preferences::{PreferenceData, PreferenceDataConfig};
@@ -62,10 +62,16 @@ impl RewardData {
             false => named_token(&file, "pad_token")?,
         };
         let tokenizer = pairs.tokenizer();
-        let named = named.map(|(_, token)| tokenizer.encode(&token)).transpose()?;
-        let pad_id = match named.as_deref() {
-            Some([id]) => *id,
-            _ => tokenizer.end_of_text().unwrap_or(0),
+        let pad_id = match named {
+            None => tokenizer.end_of_text().unwrap_or(0),
+            Some((place, token)) => match tokenizer.encode(&token)?[..] {
+                [id] => id,
+                _ => {
+                    return Err(Error::Config(format!(
+                        "{place} = {token:?} is not one token of the tokenizer; name one that it has"
+                    )));
+                }
+            },
         };
         Ok(Self { pairs, pad_id })
     }

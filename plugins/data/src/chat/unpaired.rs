@@ -98,6 +98,12 @@ impl Rows {
         Self { samples, mismatched }
     }
 
+    /// Whether there are rows, and all have one prompt.
+    fn have_one_prompt(&self) -> bool {
+        let mut prompts = self.samples.iter().map(|sample| sample.answer[0].prompt());
+        prompts.next().is_some_and(|first| prompts.all(|prompt| prompt == first))
+    }
+
     fn bytes(&self) -> u64 {
         self.samples.iter().map(|sample| sample.bytes() + size_of::<usize>() as u64).sum()
     }
@@ -181,13 +187,13 @@ impl UnpairedData {
             }
         };
         let (train, validation) = (Rows::new(train), Rows::new(validation));
-        let first = train.samples.first().map(|sample| sample.answer[0].prompt());
-        if train.samples.iter().all(|sample| Some(sample.answer[0].prompt()) == first) {
-            warnings.push(
-                "all rows of data.path have one prompt, so that no answer is mismatched, and `kto` estimates the \
-                 divergence from the reference too high"
-                    .to_owned(),
-            );
+        for (rows, of) in [(&train, "training"), (&validation, "validation")] {
+            if rows.have_one_prompt() {
+                warnings.push(format!(
+                    "all rows for {of} have one prompt, so that no answer is mismatched, and `kto` estimates the \
+                     divergence from the reference too high"
+                ));
+            }
         }
         let known = train.bytes() + validation.bytes();
         let memory = (known as f64 * count as f64 / tokenized.max(1) as f64) as u64;

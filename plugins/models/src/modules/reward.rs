@@ -5,10 +5,11 @@ use std::path::PathBuf;
 use candle_core::{DType, Tensor};
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_data::{PaddedTexts, RewardBatch, RewardData};
-use fulgurite_engine::module::ModuleBuilder;
+use fulgurite_engine::module::{ForwardScope, ModuleBuilder};
 use fulgurite_error::Result;
 use fulgurite_nn::{Loss, functional};
 use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
+use serde_json::json;
 
 use super::common::{self, TextSizes};
 use super::scored_texts::{self, ScoredTexts};
@@ -52,6 +53,9 @@ impl Reward {
 
     /// The scores of the chosen and of the rejected texts, f32 `[pairs]` each.
     fn scores(&self, batch: &RewardBatch) -> Result<[Tensor; 2]> {
+        // Dropout follows from the index of a row in the global batch.
+        let scope = ForwardScope::current();
+        let _scope = ForwardScope { first_sample: 2 * scope.first_sample, ..scope }.enter();
         let scores = self.forward(&batch.texts)?;
         let both = scores.reshape((scores.elem_count() / 2, 2))?;
         Ok([both.narrow(1, 0, 1)?.flatten_all()?, both.narrow(1, 1, 1)?.flatten_all()?])
@@ -117,19 +121,18 @@ impl LightningModule for Reward {
             padding: Some(data.pad_id()),
         };
         common::fit_to_texts(config, KEYS, sizes)?;
-        if let Some(number) = config.get("num_labels").and_then(serde_json::Value::as_u64)
-            && number != 1
-        {
+        if let Some(number) = config.get("num_labels").filter(|number| **number != json!(1)) {
             return Err(Reader::new(config).wrong(
                 "num_labels",
                 format!("a reward model has a head of 1 number, found {number}; set it to 1"),
             ));
         }
         if let Architecture::Decoder(_) = config.describe_for(KEYS)?.architecture {
-            scored_texts::set_padding(config, data.pad_id(), data.ends_in_padding())?;
+            let keys = "`pad_token` in tokenizer_config.json";
+            scored_texts::set_padding(config, data.pad_id(), data.ends_in_padding(), keys)?;
         }
         // Names of classes belong to another head.
-        config.set("id2label", serde_json::json!({"0": "LABEL_0"}))?;
+        config.set("id2label", json!({"0": "LABEL_0"}))?;
         config.set("num_labels", 1)
     }
 

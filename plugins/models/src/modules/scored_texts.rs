@@ -62,6 +62,7 @@ impl ScoredTexts {
 }
 
 /// Gives a decoder the token of padding, by which `transformers` finds the last token of a text.
+/// `keys` says where another one can be named, for a warning.
 ///
 /// # Errors
 /// If the key cannot be set.
@@ -69,12 +70,13 @@ pub(super) fn set_padding(
     config: &mut ModelConfig,
     pad_id: u32,
     ends_in_padding: bool,
+    keys: &str,
 ) -> Result<()> {
     config.set("pad_token_id", pad_id)?;
     if ends_in_padding {
         tracing::warn!(
             "texts end in the token of padding, {pad_id}, and `transformers` would classify such texts by the token \
-             before; name another token of padding (`data.pad_token`, or `pad_token` in tokenizer_config.json)"
+             before; name another token of padding ({keys})"
         );
     }
     Ok(())

@@ -193,7 +193,8 @@ impl LightningModule for SequenceClassification {
     fn configure_from_data(config: &mut ModelConfig, data: &LabelledTexts) -> Result<()> {
         common::fit_to_texts(config, classes::KEYS, TextSizes::of(data))?;
         if let Architecture::Decoder(_) = config.describe_for(classes::KEYS)?.architecture {
-            scored_texts::set_padding(config, data.pad_id(), data.ends_in_padding())?;
+            let keys = "`data.pad_token`, or `pad_token` in tokenizer_config.json";
+            scored_texts::set_padding(config, data.pad_id(), data.ends_in_padding(), keys)?;
         }
         let problem = problem(config, data)?;
         config.set("problem_type", problem.name())?;
