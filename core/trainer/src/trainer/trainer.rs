@@ -42,6 +42,7 @@ use fulgurite_config::registry::kind;
 use fulgurite_config::to_table;
 use fulgurite_engine::collective::{Agreement, ProcessGroup, Solo, TrafficMeter, broadcast_object};
 use fulgurite_engine::data::DataModule as _;
+use fulgurite_engine::execution::dry_run;
 use fulgurite_engine::memory;
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree};
@@ -492,7 +493,7 @@ struct OpenRun {
 }
 
 /// Creates the run's directory and its loggers on rank 0. All ranks get the directory's path.
-/// Collective.
+/// Collective. A dry run has neither.
 fn open_run(
     world: &dyn ProcessGroup,
     stage: Stage,
@@ -500,6 +501,9 @@ fn open_run(
     resolved: &Table,
     mut sinks: Vec<SharedSink>,
 ) -> Result<OpenRun> {
+    if dry_run::is_on() {
+        return Ok(OpenRun { dir: PathBuf::new(), sinks: Vec::new(), guard: None });
+    }
     let (mut path, mut guard) = (PathBuf::new(), None);
     if world.rank() == 0 {
         let dir = RunDir::create(&run.trainer.default_root_dir, stage, resolved)?;

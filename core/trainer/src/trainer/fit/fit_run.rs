@@ -23,6 +23,7 @@ use crate::trainer::saving::save::prepare_saving;
 use crate::trainer::session::{Session, SessionSetup};
 use crate::{Error, Result, counted};
 use fulgurite_engine::collective::Agreement;
+use fulgurite_engine::execution::dry_run;
 use fulgurite_engine::optim::{Interval, SchedulerConfig, WeightAverage};
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_launch::{Starting, attempt};
@@ -98,7 +99,11 @@ fn set_up_optimizers(
 fn go_on_from_checkpoint(session: &mut Session, run: &RunConfig<Table, Table>) -> Result<()> {
     let rank = session.setup.rank();
     session.saving.lock_for_run(rank)?;
-    let (mut source, is_own) = CheckpointLookup::of(session).checkpoint_to_resume()?.unzip();
+    let found = match dry_run::is_on() {
+        true => None,
+        false => CheckpointLookup::of(session).checkpoint_to_resume()?,
+    };
+    let (mut source, is_own) = found.unzip();
     if is_own == Some(true) {
         session.saving.resume_whole_state();
     }
@@ -130,7 +135,9 @@ fn go_on_from_checkpoint(session: &mut Session, run: &RunConfig<Table, Table>) -
         resume(session, source)?;
     }
     session.saving.refuse_used_place(resumes.as_ref(), rank)?;
-    if let (0, Some(attempt)) = (rank, attempt()) {
+    if let (0, Some(attempt)) = (rank, attempt())
+        && !dry_run::is_on()
+    {
         let saved_before = CheckpointLookup::of(session).last_saved_at()?;
         let job = Job { id: attempt.restart_id.clone(), saved_before };
         RunDir::set_job(&session.setup.run_dir, &job)?;

@@ -1,7 +1,6 @@
 //! The dry run of one rank: its memory, its collectives, its work.
 
 use std::collections::BTreeMap;
-use std::path::Path;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Instant;
 
@@ -76,11 +75,11 @@ pub(super) struct Model {
     pub(super) checkpoint_bytes: u64,
 }
 
-/// The configuration of a dry run: `run` without what reads or leaves files, or ends early.
+/// The configuration of a dry run: `run` without what saves, validates, or ends early.
 ///
 /// # Errors
 /// If the configuration of the data cannot be written and read.
-fn dry<M: LightningModule>(run: &RunConfigOf<M>, dir: &Path) -> Result<RunConfigOf<M>> {
+fn dry<M: LightningModule>(run: &RunConfigOf<M>) -> Result<RunConfigOf<M>> {
     let data = serde_json::to_value(&run.data).and_then(serde_json::from_value);
     let mut run: RunConfigOf<M> = RunConfig {
         seed: run.seed,
@@ -97,7 +96,6 @@ fn dry<M: LightningModule>(run: &RunConfigOf<M>, dir: &Path) -> Result<RunConfig
     trainer.enable_progress_bar = false;
     trainer.profiler = None;
     trainer.ckpt_path = None;
-    trainer.default_root_dir = dir.to_owned();
     trainer.max_steps = Some(STEPS);
     trainer.max_epochs = None;
     trainer.min_steps = None;
@@ -128,9 +126,7 @@ pub(super) fn run_rank<M: LightningModule>(
     (rank, world_size): (usize, usize),
     end: Option<Instant>,
 ) -> Result<Option<RankRun>> {
-    let dir = tempfile::tempdir()
-        .map_err(|error| Error::other(format!("a directory for the plan: {error}")))?;
-    let run = dry::<M>(run, dir.path())?;
+    let run = dry::<M>(run)?;
     let seen = Arc::new(Mutex::new(Seen::default()));
     let log = Log::default();
     let world: Arc<dyn ProcessGroup> = match world_size {
