@@ -223,7 +223,6 @@ impl CausalSelfAttention {
             Err(Error::other(format!("a cache of keys and values does not go with {refused}")))
         })?;
         let attend = DotProductAttention {
-            scale: self.scale,
             softcap: self.softcap,
             window: self.window,
             ..DotProductAttention::new(self.scale, true)
@@ -267,15 +266,13 @@ impl FusedLayer for CausalSelfAttention {
         let length = time * context.as_ref().map_or(1, ContextParallel::size);
         let rope = self.rope.as_ref();
         let attend = DotProductAttention {
-            scale: self.scale,
             softcap: self.softcap,
-            causal: self.causal,
             window: self.window,
-            first_query: None,
             angles: self.layer.run(|| {
                 rope.map(|r| r.angles(0, length, saved.dtype(), saved.device())).transpose()
             })?,
             documents: self.layer.run(|| Documents::current(batch, time, context.is_some()))?,
+            ..DotProductAttention::new(self.scale, self.causal)
         };
         let attend = ContextAttention { attend, context };
         let (q, q_product) = self.project(&self.q_proj, &saved)?;

@@ -50,6 +50,15 @@ pub struct CrossEntropy {
     pub label_smoothing: f64,
 }
 
+/// Returns the log-probability of a class under the softmax of `logits`, with the bits of
+/// [`CrossEntropy::losses`] on the CPU.
+///
+/// # Panics
+/// If `class` is not below the number of logits.
+pub fn log_probability(logits: &[f32], class: usize) -> f32 {
+    kernel::log_probability(logits, class)
+}
+
 /// The reduction of the targets' losses to one number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Reduction {
@@ -102,6 +111,32 @@ impl CrossEntropy {
             sharded.note_loss(&sum);
         }
         Ok(Loss::new(sum, count as f64))
+    }
+
+    /// Computes the loss of each target in the shape of `targets`, 0 where it is ignored; as
+    /// PyTorch's `reduction="none"`. f32, or f64 for f64 logits. Sharded logits are refused.
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss), and if the logits are sharded over tensor-parallel ranks.
+    pub fn losses(&self, logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        if ShardedLogits::of(logits)?.is_some() {
+            return Err(Error::other(
+                "losses of single targets need whole logits; leave out `loss_parallel` of the head's plan, or                  compute in a `ForwardScope` without it",
+            ));
+        }
+        let smoothing = self.smoothing()?;
+        let classes = logits.dims().last().copied().unwrap_or(0);
+        let shape = targets.shape().clone();
+        let targets = self.targets(logits.dims(), targets, classes)?;
+        let saved = logits.detach().reshape((targets.len(), classes))?;
+        let (losses, lse) = kernel::forward_rows(&saved, &targets, smoothing)?;
+        let of_input = logits.shape().clone();
+        record(&[logits], &[], losses.reshape(shape)?, move |_, grad| {
+            let range = ClassRange { first: 0, total: classes };
+            let grad = grad.flatten_all()?;
+            let d = kernel::backward(&saved, &lse, &targets, range, smoothing, &grad)?;
+            Ok(vec![Some(d.reshape(&of_input)?)])
+        })
     }
 
     /// Computes the loss as a plain scalar in the graph.

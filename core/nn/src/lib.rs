@@ -85,7 +85,7 @@ pub use attention::{AttentionConfig, CausalSelfAttention};
 pub use backend::force_portable;
 pub use batch_norm::{BatchNorm, BatchNormConfig};
 pub use conv::{Conv1d, Conv1dConfig, Conv2d, Conv2dConfig};
-pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy};
+pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy, log_probability};
 pub use documents::Documents;
 pub use dropout::Dropout;
 pub use embedding::Embedding;

@@ -125,6 +125,31 @@ impl LinearCrossEntropy {
         if head.layer().is_in_plan() || !head.computes_rows_apart() {
             return self.cross_entropy.loss(&head.forward(hidden)?, targets);
         }
+        let (sum, count) = self.compute(head, hidden, targets, false)?;
+        Ok(Loss::new(sum, count as f64))
+    }
+
+    /// Computes the loss of each target in the shape of `targets`, 0 where it is ignored; see
+    /// [`CrossEntropy::losses`].
+    ///
+    /// # Errors
+    /// As [`loss`](Self::loss), and as [`CrossEntropy::losses`].
+    pub fn losses(&self, head: &Linear, hidden: &Tensor, targets: &Tensor) -> Result<Tensor> {
+        if head.layer().is_in_plan() || !head.computes_rows_apart() {
+            return self.cross_entropy.losses(&head.forward(hidden)?, targets);
+        }
+        Ok(self.compute(head, hidden, targets, true)?.0)
+    }
+
+    /// Computes the sum of the losses, or each loss, and the number of targets that are not
+    /// ignored.
+    fn compute(
+        &self,
+        head: &Linear,
+        hidden: &Tensor,
+        targets: &Tensor,
+        each: bool,
+    ) -> Result<(Tensor, usize)> {
         head.layer().check_input(hidden)?;
         let hidden = &head.cast_input(hidden)?;
         let smoothing = self.cross_entropy.smoothing()?;
@@ -134,6 +159,7 @@ impl LinearCrossEntropy {
             return Err(Error::other("the head's input is a scalar; it takes [.., inputs]"));
         };
         head.check_width(hidden)?;
+        let of_targets = targets.shape();
         let targets = self.cross_entropy.targets(&dims, targets, classes)?;
         let count = targets.iter().flatten().count();
         let saved = hidden.detach().reshape((targets.len(), inputs))?;
@@ -148,26 +174,36 @@ impl LinearCrossEntropy {
             .map(|start| start..targets.len().min(start + rows))
             .collect();
 
-        let (mut sum, mut lse, mut computed) = (None, Vec::with_capacity(pieces.len()), None);
+        let (mut parts, mut lse, mut computed) =
+            (Vec::new(), Vec::with_capacity(pieces.len()), None);
         for piece in &pieces {
             let (logits, product) = head.compute(&saved.narrow(0, piece.start, piece.len())?)?;
-            let (part, piece_lse) = kernel::forward(&logits, &targets[piece.clone()], smoothing)?;
+            let of_piece = &targets[piece.clone()];
+            let (part, piece_lse) = match each {
+                true => kernel::forward_rows(&logits, of_piece, smoothing)?,
+                false => kernel::forward(&logits, of_piece, smoothing)?,
+            };
             lse.push(piece_lse);
-            sum = Some(match sum {
-                None => part,
-                Some(sum) => (sum + part)?,
-            });
+            parts.push(part);
             if pieces.len() == 1 && is_grad_enabled() {
                 computed = Some((logits, product));
             }
         }
-        let sum = sum.ok_or_else(|| Error::other("a loss of no piece"))?;
+        let output = match each {
+            true => Tensor::cat(&parts, 0)?.reshape(of_targets)?,
+            false => {
+                let mut parts = parts.into_iter();
+                let first = parts.next().ok_or_else(|| Error::other("a loss of no piece"))?;
+                parts.try_fold(first, |sum, part| sum + part)?
+            }
+        };
 
         // A second backward over the graph finds no computed logits and recomputes them.
         let (computed, layer, shape) = (Mutex::new(computed), head.clone(), hidden.shape().clone());
         let tracked = head.layer().takes_gradient(hidden);
         let parameters: Vec<_> = head.parameters().collect();
-        let sum = head.layer().record(&[hidden], &parameters, sum, move |_, grad| {
+        let output = head.layer().record(&[hidden], &parameters, output, move |_, grad| {
+            let grad = if each { grad.flatten_all()? } else { grad.clone() };
             let mut dx = Vec::with_capacity(pieces.len());
             for (piece, lse) in pieces.iter().zip(&lse) {
                 let x = saved.narrow(0, piece.start, piece.len())?;
@@ -175,7 +211,11 @@ impl LinearCrossEntropy {
                 let (logits, product) = computed.map_or_else(|| layer.compute(&x), Ok)?;
                 let classes = ClassRange { first: 0, total: logits.dim(D::Minus1)? };
                 let targets = &targets[piece.clone()];
-                let d = kernel::backward_into(logits, lse, targets, classes, smoothing, grad)?;
+                let of_piece = match each {
+                    true => grad.narrow(0, piece.start, piece.len())?,
+                    false => grad.clone(),
+                };
+                let d = kernel::backward_into(logits, lse, targets, classes, smoothing, &of_piece)?;
                 dx.extend(layer.backward_rows(&product, &x, &d, InputGrad::new(tracked))?);
             }
             layer.end_uses()?;
@@ -186,7 +226,7 @@ impl LinearCrossEntropy {
             };
             Ok(vec![dx.map(|dx| dx.reshape(&shape)).transpose()?])
         })?;
-        Ok(Loss::new(sum, count as f64))
+        Ok((output, count))
     }
 }
 

@@ -43,6 +43,10 @@ pub struct ForwardScope {
     pub loss_parallel: bool,
     /// Whether the batch only keeps ranks in step, and does not count.
     pub is_padding: bool,
+    /// Whether each row of a linear layer and each query of attention gets the same bits in any
+    /// batch, and in a forward with a cache of keys and values as in one without. Costs speed; on
+    /// the CPU alone. Otherwise the size of a product may decide the order of its sums.
+    pub batch_invariant: bool,
     /// The ranks whose batches form the whole batch. Set if several ranks do and a layer of the
     /// model computes with the whole batch.
     pub batch_ranks: Option<BatchRanks>,

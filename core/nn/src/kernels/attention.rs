@@ -15,6 +15,7 @@ use crate::host::with_float;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::execution::dry_run::{skips_pass, skips_products};
+use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Scaled dot-product attention with these options.
@@ -33,6 +34,8 @@ pub(crate) struct DotProductAttention {
     /// The position of the first query; `None` if the last query is at the position of the last
     /// key.
     pub(crate) first_query: Option<usize>,
+    /// Whether each query is computed alone, with the same bits in any batch.
+    pub(crate) apart: bool,
     /// Angles of the rotary position embedding, for each key position.
     pub(crate) angles: Option<Angles>,
     /// The documents, of which a query attends to its own only. There are as many queries as keys
@@ -125,7 +128,8 @@ fn rows_contiguous(x: &Tensor) -> Result<Tensor> {
 }
 
 impl DotProductAttention {
-    /// Attention to all keys, or causal attention, without further options.
+    /// Attention to all keys, or causal attention, without further options, in the current
+    /// [`ForwardScope`].
     pub(crate) fn new(scale: f64, causal: bool) -> Self {
         Self {
             scale,
@@ -133,6 +137,7 @@ impl DotProductAttention {
             causal,
             window: None,
             first_query: None,
+            apart: ForwardScope::current().batch_invariant,
             angles: None,
             documents: None,
         }
@@ -178,6 +183,11 @@ impl DotProductAttention {
     pub(crate) fn forward(&self, q: &Tensor, k: &Tensor, v: &Tensor) -> Result<AttentionOutput> {
         let sizes = AttentionShape::new(q, k, v, self)?;
         let dtype = q.dtype();
+        if self.apart && !uses_cpu_kernels(q) {
+            return Err(Error::other(
+                "batch-invariant attention is for the CPU (`batch_invariant`), and the tensors are on another device",
+            ));
+        }
         #[cfg(feature = "cuda")]
         if let Some(attended) =
             attention_cuda::forward(self, sizes, [&q.detach(), &k.detach(), &v.detach()])?

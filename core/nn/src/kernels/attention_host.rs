@@ -5,13 +5,18 @@
 use std::ops::Deref;
 
 use candle_core::{Storage, Tensor};
+use pulp::Arch;
 use rayon::prelude::*;
 
 use super::attention::{AttentionShape, DotProductAttention};
+use super::attention_row::Row;
+use super::few_rows::Dots;
 use super::rope::rotate_rows;
 use crate::Result;
 use crate::gemm::{Mat, Threads, gemm};
-use crate::host::{Float, Host, add_rows, dot, exp_in_place, host, max, strided_host, tensor};
+use crate::host::{
+    Element, Float, Host, add_rows, dot, exp_in_place, host, max, strided_host, tensor,
+};
 use fulgurite_engine::simd::vectorized;
 
 /// Queries in a block.
@@ -136,7 +141,7 @@ macro_rules! with_rotation {
     };
 }
 
-pub(super) fn forward<T: Float>(
+pub(super) fn forward<T: Element<Wide = T> + Dots>(
     attend: &DotProductAttention,
     s: AttentionShape,
     [q, k, v]: [&Tensor; 3],
@@ -161,7 +166,7 @@ pub(super) fn forward<T: Float>(
     ))
 }
 
-fn forward_head<T: Float>(
+fn forward_head<T: Element<Wide = T> + Dots>(
     attend: &DotProductAttention,
     s: AttentionShape,
     [q, k, v]: [Rows<T>; 3],
@@ -188,6 +193,23 @@ fn forward_head<T: Float>(
         q.pack(batch, start, head, queries);
         rotation.apply(queries, s.dim, s.first_query + start, false);
         scale_rows(queries, T::from_f64(attend.scale));
+        if attend.apart {
+            let rows = queries.chunks_exact(s.dim).zip(&mut output[start..]);
+            for (i, ((query, output), lse)) in rows.zip(&mut lse[start..]).enumerate() {
+                let seen = attend.keys_of(s, batch, start + i);
+                let (top, sum) = Arch::new().dispatch(Row::<T> {
+                    output,
+                    scores: &mut scores[..seen.len()],
+                    query,
+                    keys: &keys[seen.start * s.dim..seen.end * s.dim],
+                    values: &values[seen.start * s.dim..seen.end * s.dim],
+                    cap,
+                    room: &mut Vec::new(),
+                });
+                *lse = top + sum.ln();
+            }
+            continue;
+        }
         let scores = &mut scores[..n * seen];
         let seen_keys = Mat::new(&keys[first * s.dim..], seen, s.dim);
         gemm(scores, Mat::new(queries, n, s.dim), seen_keys.t(), false, Threads::One);

@@ -11,6 +11,7 @@ use crate::host::with_element;
 use crate::kv_cache::{CachedTokens, KeysAndValues, Segment};
 use crate::rope::Rope;
 use fulgurite_engine::autograd::storage;
+use fulgurite_engine::parameter::accumulation_dtype;
 
 /// Tokens of a sequence from which on its first forward uses the attention of whole sequences.
 const WHOLE: usize = 8;
@@ -25,8 +26,11 @@ pub(crate) fn forward(
     rope: Option<&Rope>,
     [q, k, v]: [&Tensor; 3],
 ) -> Result<Tensor> {
-    let (dtype, device) = (k.dtype(), k.device());
-    let [q, k, v] = [q, k, v].map(|x| x.detach().contiguous());
+    let of_input = k.dtype();
+    // A forward without a cache rotates and sums in the accumulation dtype, without rounding keys.
+    let dtype = if attend.apart { accumulation_dtype(of_input) } else { of_input };
+    let device = k.device();
+    let [q, k, v] = [q, k, v].map(|x| storage::cast(&x.detach(), dtype)?.contiguous());
     let (q, k, v) = (q?, k?, v?);
     let (_, _, kv_heads, dim) = k.dims4()?;
     let cached = tokens.layer(path, [kv_heads, dim], dtype, device)?;
@@ -50,7 +54,7 @@ pub(crate) fn forward(
             false => append(part, &k, &v)?,
         }
         let Segment { at, first, .. } = part.segment;
-        if on_host && (*first > 0 || at.len() < WHOLE) {
+        if on_host && (*first > 0 || at.len() < WHOLE || attend.apart) {
             direct.push(part);
             continue;
         }
@@ -60,7 +64,9 @@ pub(crate) fn forward(
         return Ok(outputs.swap_remove(0).1);
     }
     if on_host && !direct.is_empty() && outputs.is_empty() {
-        return with_element!(dtype, E => cached_attention_host::forward::<E>(attend, &direct, &q));
+        let y =
+            with_element!(dtype, E => cached_attention_host::forward::<E>(attend, &direct, &q))?;
+        return storage::cast(&y, of_input);
     }
     let mut y = q.zeros_like()?;
     if !direct.is_empty() {
@@ -69,7 +75,7 @@ pub(crate) fn forward(
     for (at, output) in outputs {
         y.slice_set(&output.contiguous()?, 1, at.start)?;
     }
-    Ok(y)
+    storage::cast(&y, of_input)
 }
 
 /// A segment with its sequence's keys and values and the angles of its positions.

@@ -2,15 +2,16 @@
 //! pairs in parallel.
 
 use candle_core::{Tensor, WithDType as _};
-use pulp::{Arch, Simd, WithSimd};
+use pulp::Arch;
 use rayon::prelude::*;
 
 use super::attention::{AttentionShape, DotProductAttention};
+use super::attention_row::Row;
 use super::cached_attention::{CachedSegment, shape};
-use super::few_rows::{Dots, widened};
+use super::few_rows::Dots;
 use super::rope::rotate_rows;
 use crate::Result;
-use crate::host::{Element, Float, exp_in_place, host, max, tensor};
+use crate::host::{Element, Float, host, tensor};
 use crate::kv_cache::{KeysAndValues, Segment};
 use fulgurite_engine::autograd::storage;
 
@@ -168,58 +169,5 @@ impl<T: Float> Rotation<T> {
         if let Some((cos, sin, pairs)) = &self.0 {
             rotate_rows(row, cos, sin, [row.len(), *pairs], i, false);
         }
-    }
-}
-
-/// Keys whose scores are computed at a time.
-const KEYS: usize = 4;
-
-/// The attention of one query to `scores.len()` keys.
-struct Row<'a, E: Element> {
-    output: &'a mut [E::Wide],
-    scores: &'a mut [E::Wide],
-    query: &'a [E::Wide],
-    keys: &'a [E],
-    values: &'a [E],
-    /// The bound of the scores, if any.
-    cap: Option<E::Wide>,
-    /// Memory for keys that are not in the type of the arithmetic.
-    room: &'a mut Vec<E::Wide>,
-}
-
-impl<E: Element<Wide: Dots>> WithSimd for Row<'_, E> {
-    type Output = ();
-
-    #[inline(always)]
-    fn with_simd<S: Simd>(self, simd: S) {
-        let Self { output, scores, query, keys, values, cap, room } = self;
-        let dim = query.len();
-        let whole = scores.len() / KEYS * KEYS;
-        for at in (0..whole).step_by(KEYS) {
-            let keys = &keys[at * dim..][..KEYS * dim];
-            let found = widened(keys, dim, room, |keys: [&[E::Wide]; KEYS]| {
-                E::Wide::dots::<S, 1, KEYS>(simd, [query], keys)
-            });
-            scores[at..at + KEYS].copy_from_slice(&found.map(|[score]| score));
-        }
-        for at in whole..scores.len() {
-            let [[score]] =
-                widened(&keys[at * dim..][..dim], dim, room, |keys: [&[E::Wide]; 1]| {
-                    E::Wide::dots::<S, 1, 1>(simd, [query], keys)
-                });
-            scores[at] = score;
-        }
-        if let Some(cap) = cap {
-            let inverse = E::Wide::ONE / cap;
-            scores.iter_mut().for_each(|x| *x = cap * (*x * inverse).tanh());
-        }
-        let top = max(scores);
-        let sum = exp_in_place(scores, top);
-        output.fill(E::Wide::ZERO);
-        for (&score, value) in scores.iter().zip(values.chunks_exact(dim)) {
-            output.iter_mut().zip(value).for_each(|(out, v)| *out += score * v.widen());
-        }
-        let scale = E::Wide::ONE / sum;
-        output.iter_mut().for_each(|x| *x *= scale);
     }
 }

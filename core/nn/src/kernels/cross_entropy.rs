@@ -49,16 +49,8 @@ pub(crate) fn forward(
     }
     let logits = to_accumulation_dtype(logits)?;
     if !uses_cpu_kernels(&logits) {
-        let target = TargetMasks::new(targets, ClassRange { first: 0, total: classes }, &logits)?;
-        let row_max = logits.max_keepdim(1)?;
-        let sum = logits.broadcast_sub(&row_max)?.exp()?.sum_keepdim(1)?;
-        let lse = (row_max + sum.log()?)?;
-        let mut loss = (&lse - (logits.gather(&target.index, 1)? * (1.0 - smoothing))?)?;
-        if smoothing != 0.0 {
-            loss = (loss - (logits.mean_keepdim(D::Minus1)? * smoothing)?)?;
-        }
-        let loss = target.not_ignored.where_cond(&loss, &loss.zeros_like()?)?;
-        return Ok((loss.sum_all()?, lse.flatten_all()?));
+        let (losses, lse) = portable_rows(&logits, targets, smoothing)?;
+        return Ok((losses.sum_all()?, lse));
     }
     with_float!(logits.dtype(), T => {
         let host_x = host(&logits)?;
@@ -77,14 +69,9 @@ pub(crate) fn forward(
                     lse.iter_mut().zip(values.chunks_exact(classes.max(1)).zip(targets))
                 {
                     let Some(target) = target else { continue };
-                    let (row_max, exp) = max_and_sum_exp(z);
-                    *lse = row_max + exp.ln();
-                    let mut loss =
-                        lse.to_f64() - (1.0 - smoothing) * z[*target as usize].to_f64();
-                    if smoothing != 0.0 {
-                        loss -= smoothing * sum1(z, |z| z).to_f64() / classes as f64;
-                    }
-                    sum += loss;
+                    let of_row = row_loss(z, *target as usize, smoothing);
+                    *lse = of_row.1;
+                    sum += of_row.0;
                 }
                 sum
             })
@@ -94,8 +81,71 @@ pub(crate) fn forward(
     })
 }
 
-/// Computes the gradient of the logits. `grad` is the gradient of the loss, and `lse` the
-/// log-sum-exp over all classes.
+/// Computes each row's loss, 0 for ignored rows, and each row's log-sum-exp, as [`forward`].
+pub(crate) fn forward_rows(
+    logits: &Tensor,
+    targets: &Targets,
+    smoothing: f64,
+) -> Result<(Tensor, Tensor)> {
+    let (rows, classes) = logits.dims2()?;
+    let logits = to_accumulation_dtype(logits)?;
+    if !uses_cpu_kernels(&logits) {
+        return portable_rows(&logits, targets, smoothing);
+    }
+    with_float!(logits.dtype(), T => {
+        let host_x = host(&logits)?;
+        let values = host_x.slice::<T>()?;
+        let (mut losses, mut lse) = (vec![T::ZERO; rows], vec![T::ZERO; rows]);
+        if !skips_pass(size_of_val(values)) {
+            losses
+                .par_iter_mut()
+                .zip(&mut lse)
+                .zip(values.par_chunks_exact(classes.max(1)).zip(targets))
+                .with_min_len(8)
+                .for_each(|((loss, lse), (z, target))| {
+                    if let Some(target) = target {
+                        let of_row = row_loss(z, *target as usize, smoothing);
+                        (*loss, *lse) = (T::from_f64(of_row.0), of_row.1);
+                    }
+                });
+        }
+        Ok((tensor(losses, rows)?, tensor(lse, rows)?))
+    })
+}
+
+/// [`forward_rows`] by tensor operations.
+fn portable_rows(logits: &Tensor, targets: &Targets, smoothing: f64) -> Result<(Tensor, Tensor)> {
+    let classes = logits.dim(1)?;
+    let target = TargetMasks::new(targets, ClassRange { first: 0, total: classes }, logits)?;
+    let row_max = logits.max_keepdim(1)?;
+    let sum = logits.broadcast_sub(&row_max)?.exp()?.sum_keepdim(1)?;
+    let lse = (row_max + sum.log()?)?;
+    let mut loss = (&lse - (logits.gather(&target.index, 1)? * (1.0 - smoothing))?)?;
+    if smoothing != 0.0 {
+        loss = (loss - (logits.mean_keepdim(D::Minus1)? * smoothing)?)?;
+    }
+    let loss = target.not_ignored.where_cond(&loss, &loss.zeros_like()?)?;
+    Ok((loss.flatten_all()?, lse.flatten_all()?))
+}
+
+/// The loss of a row of logits, and its log-sum-exp.
+fn row_loss<T: Float>(z: &[T], target: usize, smoothing: f64) -> (f64, T) {
+    let (row_max, exp) = max_and_sum_exp(z);
+    let lse = row_max + exp.ln();
+    let mut loss = lse.to_f64() - (1.0 - smoothing) * z[target].to_f64();
+    if smoothing != 0.0 {
+        loss -= smoothing * sum1(z, |z| z).to_f64() / z.len() as f64;
+    }
+    (loss, lse)
+}
+
+/// The log-probability of a class, with the bits of [`forward_rows`].
+pub(crate) fn log_probability(logits: &[f32], class: usize) -> f32 {
+    -(row_loss(logits, class, 0.0).0 as f32)
+}
+
+/// Computes the gradient of the logits. `grad` is the gradient of the loss, or of each row's loss,
+/// and `lse` the log-sum-exp over all classes.
 pub(crate) fn backward(
     logits: &Tensor,
     lse: &Tensor,
@@ -119,7 +169,7 @@ pub(crate) fn backward(
         let target = TargetMasks::new(targets, classes, &logits)?;
         let p = (logits.broadcast_sub(&lse.reshape((rows, 1))?)?.exp()? - uniform)?;
         let hit = (target.is_local.to_dtype(p.dtype())? * (smoothing - 1.0))?;
-        let d = p.scatter_add(&target.index, &hit, 1)?.broadcast_mul(&grad.reshape((1, 1))?)?;
+        let d = p.scatter_add(&target.index, &hit, 1)?.broadcast_mul(&grad.reshape(((), 1))?)?;
         let keep = target.not_ignored.broadcast_as(d.shape())?;
         return Ok(keep.where_cond(&d, &d.zeros_like()?)?.to_dtype(dtype)?);
     }
@@ -130,7 +180,8 @@ pub(crate) fn backward(
             let d = tensor(vec![T::ZERO; values.len()], (rows, columns))?;
             return storage::cast(&d, dtype);
         }
-        let grad = host(&grad)?.slice::<T>()?[0];
+        let grads = host(&grad)?;
+        let grads = RowGrads(grads.slice::<T>()?);
         let (uniform, hit) = (T::from_f64(uniform), T::from_f64(1.0 - smoothing));
         let write = |first: usize, d: &mut [MaybeUninit<T>]| {
             for (row, d) in (first..).zip(d.chunks_exact_mut(columns)) {
@@ -139,6 +190,7 @@ pub(crate) fn backward(
                     d.fill(MaybeUninit::new(T::ZERO));
                     continue;
                 };
+                let grad = grads.of(row);
                 softmax_grad(d, z, lse[row], uniform, grad);
                 let column = classes.column(target).filter(|&column| column < columns);
                 if let Some(column) = column {
@@ -185,15 +237,18 @@ pub(crate) fn backward_into(
     with_float!(logits.dtype(), T => {
         let lse = host(lse)?;
         let lse = lse.slice::<T>()?;
-        let grad = host(&grad.to_dtype(logits.dtype())?)?.slice::<T>()?[0];
+        let grads = grad.to_dtype(logits.dtype())?;
+        let grads = host(&grads)?;
+        let grads = RowGrads(grads.slice::<T>()?);
         let (uniform, hit) = (T::from_f64(uniform), T::from_f64(1.0 - smoothing));
         storage::with_host_mut(&logits, |z: &mut [T]| {
             if skips_pass(2 * size_of_val(z)) {
                 return;
             }
             let rows = z.par_chunks_exact_mut(columns.max(1)).zip(lse.par_iter().zip(targets));
-            rows.with_min_len(8).for_each(|(z, (&lse, target))| {
+            rows.with_min_len(8).enumerate().for_each(|(row, (z, (&lse, target)))| {
                 let Some(target) = target else { return z.fill(T::ZERO) };
+                let grad = grads.of(row);
                 softmax_grad_in_place(z, lse, uniform, grad);
                 if let Some(hit_class) = classes.column(*target).and_then(|i| z.get_mut(i)) {
                     *hit_class -= hit * grad;
@@ -203,6 +258,18 @@ pub(crate) fn backward_into(
         Result::Ok(())
     })?;
     Ok(logits)
+}
+
+/// The gradient of the loss of all rows, or one for each row.
+struct RowGrads<'a, T>(&'a [T]);
+
+impl<T: Float> RowGrads<'_, T> {
+    fn of(&self, row: usize) -> T {
+        match self.0 {
+            [of_all] => *of_all,
+            of_rows => of_rows[row],
+        }
+    }
 }
 
 /// Returns the targets in the kernels' format.
@@ -224,7 +291,7 @@ fn replace_on_cuda(
     smoothing: f64,
     grad: &Tensor,
 ) -> Result<bool> {
-    if !logits.device().is_cuda() {
+    if !logits.device().is_cuda() || grad.elem_count() != 1 {
         return Ok(false);
     }
     let (targets, lse) = (on_device(targets, logits.device())?, lse.flatten_all()?.contiguous()?);

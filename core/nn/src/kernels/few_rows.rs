@@ -1,5 +1,7 @@
-//! Products of few rows with a weight on the CPU. Each row is summed alone, in one order, so its
-//! result does not depend on the other rows.
+//! Products with a weight on the CPU in which each row is summed alone, in one order, so that its
+//! result does not depend on the other rows. For few rows, and for batch-invariant forwards.
+
+use std::ops::Range;
 
 use pulp::{Arch, Simd, WithSimd};
 use rayon::prelude::*;
@@ -12,6 +14,8 @@ pub(crate) const FEW: usize = 16;
 const OUTPUTS: usize = 4;
 /// Rows of the input that a pass over the weight computes.
 const ROWS: usize = 4;
+/// Bytes of the input that a pass over the weight reads, which stay in a core's cache.
+const BLOCK_BYTES: usize = 1 << 17;
 /// Multiplications that justify another thread.
 const WORTH_A_THREAD: usize = 1 << 17;
 
@@ -43,8 +47,17 @@ pub(crate) fn product<E: Element<Wide: Dots>>(
         return columns;
     }
     let bias = |output: usize| bias.map_or(E::Wide::ZERO, |bias| bias[output]);
-    let row = |row: usize| (0..outputs).map(move |o| (row, o));
-    (0..rows).flat_map(row).map(|(row, o)| columns[o * rows + row] + bias(o)).collect()
+    let mut y = vec![E::Wide::ZERO; rows * outputs];
+    let write = |(row, y): (usize, &mut [E::Wide])| {
+        for (o, y) in y.iter_mut().enumerate() {
+            *y = columns[o * rows + row] + bias(o);
+        }
+    };
+    match threads {
+        1 => y.chunks_exact_mut(outputs.max(1)).enumerate().for_each(write),
+        _ => y.par_chunks_exact_mut(outputs.max(1)).enumerate().with_min_len(8).for_each(write),
+    }
+    y
 }
 
 /// Dot products of several rows at once.
@@ -128,17 +141,23 @@ struct Products<'a, E: Element> {
 }
 
 impl<E: Element<Wide: Dots>> Products<'_, E> {
-    /// Writes the products with `O` outputs, from the weight's row `first` on.
+    /// Writes the products of some rows with `O` outputs, from the weight's row `first` on.
     #[inline(always)]
-    fn outputs<S: Simd, const O: usize>(&mut self, simd: S, first: usize, room: &mut Vec<E::Wide>) {
+    fn outputs<S: Simd, const O: usize>(
+        &mut self,
+        simd: S,
+        some: Range<usize>,
+        first: usize,
+        room: &mut Vec<E::Wide>,
+    ) {
         let Self { columns, x, weight, inputs } = self;
         let (inputs, rows) = (*inputs, x.len() / *inputs);
         let columns = &mut columns[first * rows..][..O * rows];
         let weight = &weight[first * inputs..][..O * inputs];
         widened(weight, inputs, room, |weight: [&[E::Wide]; O]| {
             let row = |i: usize| &x[i * inputs..][..inputs];
-            let mut at = 0;
-            while rows - at >= ROWS {
+            let mut at = some.start;
+            while some.end - at >= ROWS {
                 let found =
                     E::Wide::dots::<S, ROWS, O>(simd, std::array::from_fn(|i| row(at + i)), weight);
                 for (o, found) in found.iter().enumerate() {
@@ -146,7 +165,7 @@ impl<E: Element<Wide: Dots>> Products<'_, E> {
                 }
                 at += ROWS;
             }
-            while at < rows {
+            while at < some.end {
                 let found = E::Wide::dots::<S, 1, O>(simd, [row(at)], weight);
                 for (o, [found]) in found.into_iter().enumerate() {
                     columns[o * rows + at] = found;
@@ -164,11 +183,17 @@ impl<E: Element<Wide: Dots>> WithSimd for Products<'_, E> {
     fn with_simd<S: Simd>(mut self, simd: S) {
         let outputs = self.weight.len() / self.inputs;
         let (whole, mut room) = (outputs / OUTPUTS * OUTPUTS, Vec::new());
-        for first in (0..whole).step_by(OUTPUTS) {
-            self.outputs::<S, OUTPUTS>(simd, first, &mut room);
-        }
-        for first in whole..outputs {
-            self.outputs::<S, 1>(simd, first, &mut room);
+        let rows = self.x.len() / self.inputs;
+        let block = BLOCK_BYTES / (self.inputs * size_of::<E::Wide>());
+        let block = (block / ROWS * ROWS).max(ROWS);
+        for start in (0..rows).step_by(block) {
+            let some = start..rows.min(start + block);
+            for first in (0..whole).step_by(OUTPUTS) {
+                self.outputs::<S, OUTPUTS>(simd, some.clone(), first, &mut room);
+            }
+            for first in whole..outputs {
+                self.outputs::<S, 1>(simd, some.clone(), first, &mut room);
+            }
         }
     }
 }

@@ -5,7 +5,6 @@ use half::bf16;
 use rayon::prelude::*;
 
 use super::few_rows::{self, FEW};
-use crate::Result;
 use crate::backend::{to_accumulation_dtype, uses_cpu_kernels};
 use crate::gemm::{Mat, Threads, gemm, product};
 use crate::gemm_bf16::Bf16Gemm;
@@ -14,8 +13,10 @@ use crate::host::{
     Element, Float, add_rows, host, rows_per_piece, tensor, with_element, with_float,
 };
 use crate::kv_cache::CachedTokens;
+use crate::{Error, Result};
 use fulgurite_engine::autograd::storage;
-use fulgurite_engine::execution::dry_run::skips_pass;
+use fulgurite_engine::execution::dry_run::{skips_pass, skips_products};
+use fulgurite_engine::module::ForwardScope;
 use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::parameter::accumulation_dtype;
 
@@ -66,10 +67,25 @@ fn bf16_gemm(tensors: &[&Tensor]) -> Option<Bf16Gemm> {
 
 /// `x weight^T + bias`.
 pub(crate) fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    if ForwardScope::current().batch_invariant {
+        return linear_invariant(x, weight, bias);
+    }
     match CachedTokens::current() {
         Some(tokens) if uses_cpu_kernels(x) => linear_apart(x, weight, bias, &tokens),
         _ => linear_together(x, weight, bias),
     }
+}
+
+/// [`linear`] with the same bits for a row in any batch ([`ForwardScope::batch_invariant`]).
+fn linear_invariant(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tensor> {
+    if !uses_cpu_kernels(x) {
+        return Err(Error::other(
+            "batch-invariant products are for the CPU (`batch_invariant`), and the tensors are on another device",
+        ));
+    }
+    let (n, inputs) = rows(x)?;
+    let dims = with_width(x, weight.dim(0)?);
+    Ok(linear_few(&x.detach().reshape((n, inputs))?, weight, bias)?.reshape(dims)?)
 }
 
 /// [`linear`] in a forward with a cache. Few rows are summed one by one, and others a sequence at a
@@ -118,11 +134,16 @@ fn linear_few(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
     let ((n, inputs), outputs) = (rows(x)?, weight.dim(0)?);
     let (x, bias) = (to_accumulation_dtype(x)?, bias.map(to_accumulation_dtype).transpose()?);
     let weight = weight.detach().contiguous()?;
+    let weight_dtype = weight.dtype();
     let y = with_element!(weight.dtype(), E => {
         let (x, weight) = (host(&x)?, host(&weight)?);
         let bias = bias.as_ref().map(host).transpose()?;
         let bias = bias.as_ref().map(|bias| bias.slice()).transpose()?;
-        let y = few_rows::product::<E>(x.slice::<<E as Element>::Wide>()?, weight.slice()?, bias, inputs);
+        let x = x.slice::<<E as Element>::Wide>()?;
+        let y = match skips_products([n, inputs, outputs], 1, weight_dtype) {
+            true => vec![<E as Element>::Wide::ZERO; n * outputs],
+            false => few_rows::product::<E>(x, weight.slice()?, bias, inputs),
+        };
         tensor(y, (n, outputs))
     })?;
     storage::cast(&y, weight.dtype())

@@ -8,6 +8,7 @@ pub(super) mod attention;
 mod attention_cuda;
 mod attention_host;
 mod attention_portable;
+mod attention_row;
 pub(super) mod cached_attention;
 mod cached_attention_host;
 pub(super) mod context_attention;

@@ -3,7 +3,7 @@
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
-use fulgurite_core::module::Module;
+use fulgurite_core::module::{ForwardScope, Module};
 use fulgurite_core::nn::{
     AttentionConfig, CausalSelfAttention, Documents, KvCache, MultiHeadAttention,
     MultiHeadAttentionConfig, Rope, RowTokens, force_portable,
@@ -76,6 +76,40 @@ fn parts_of_sequences_equal_the_whole() {
         assert_parts_equal_the_whole(dtype, tolerance);
         let _portable = force_portable();
         assert_parts_equal_the_whole(dtype, tolerance);
+    }
+}
+
+/// Outputs of two sequences: each alone, both in one batch, and in parts with a cache.
+fn invariant_outputs(dtype: DType) -> [Vec<Vec<f64>>; 3] {
+    let (attention, _params) = attention(&AttentionConfig { qkv_bias: true, ..config() }, dtype);
+    let _no_grad = no_grad();
+    let scope = ForwardScope { batch_invariant: true, ..ForwardScope::default() };
+    let _scope = scope.enter();
+    let x = (randn("a", &[2, 40, 32]) * 0.5).unwrap().to_dtype(dtype).unwrap();
+    let split = |y: Tensor| (0..2).map(|i| flat(&y.narrow(0, i, 1).unwrap())).collect();
+    let alone = |i: usize| flat(&attention.forward(&x.narrow(0, i, 1).unwrap()).unwrap());
+    let together = split(attention.forward(&x).unwrap());
+    let mut cache = KvCache::new(&[40, 40]).unwrap();
+    let mut parts = [Vec::new(), Vec::new()];
+    for (start, count) in [(0, 25), (25, 1), (26, 1), (27, 13)] {
+        let part = |i: usize| x.narrow(0, i, 1).unwrap().narrow(1, start, count).unwrap();
+        let inputs = Tensor::cat(&[part(0), part(1)], 1).unwrap();
+        let tokens = [row(0, count), row(1, count)];
+        let y = cache.forward(&tokens, 0, || attention.forward(&inputs)).unwrap();
+        assert_eq!(y.dtype(), dtype);
+        for (i, found) in parts.iter_mut().enumerate() {
+            found.extend(flat(&y.narrow(1, i * count, count).unwrap()));
+        }
+    }
+    [vec![alone(0), alone(1)], together, parts.into()]
+}
+
+#[test]
+fn batch_invariant_forwards_share_bits() {
+    for dtype in [DType::F32, DType::F64, DType::BF16] {
+        let [alone, together, parts] = invariant_outputs(dtype);
+        assert_eq!(alone, together, "{dtype:?}");
+        assert_eq!(alone, parts, "{dtype:?}");
     }
 }
 

@@ -394,6 +394,7 @@ impl Fabric {
             context: self.context_parallel(),
             loss_parallel: true,
             is_padding: false,
+            batch_invariant: false,
             batch_ranks: self.runtime.batch_ranks(),
         }
     }

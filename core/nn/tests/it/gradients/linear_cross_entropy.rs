@@ -3,6 +3,7 @@ use fulgurite_core::Result;
 use fulgurite_core::module::{Module, ModuleBuilder, ModuleInit};
 use fulgurite_core::nn::{
     CrossEntropy, Linear, LinearCrossEntropy, cross_entropy, force_portable, linear_cross_entropy,
+    log_probability,
 };
 
 use super::harness::{Params, Run, analytic, assert_same, builder, check, flat, randn};
@@ -38,6 +39,40 @@ fn gradients_whole_and_in_pieces() {
             assert!(alone.params.iter().all(Option::is_some));
         }
     }
+}
+
+#[test]
+fn gradients_of_single_losses() {
+    for bytes in bounds() {
+        let b = builder(DType::F64);
+        let head = Linear::with_bias(&b, 3, CLASSES).unwrap();
+        let params = Params::new(&b);
+        let options = LinearCrossEntropy::default().logits_bytes(bytes);
+        let hidden = [randn("hidden", &[2, 3, 3])];
+        let one = check(&hidden, &params, &|x| options.losses(&head, &x[0], &targets()));
+        assert_eq!([one.output[1], one.output[4]], [0.0; 2], "ignored targets");
+        let apart = analytic(&hidden, &params, &|x| {
+            CrossEntropy::default().losses(&head.forward(&x[0])?, &targets())
+        });
+        assert_same("head and losses", &one, &apart, 1e-12);
+        let sum = options.loss(&head, &hidden[0], &targets()).unwrap();
+        let total = one.output.iter().sum::<f64>();
+        assert!((total - sum.sum_value().unwrap()).abs() < 1e-12);
+    }
+    let t = Tensor::new(&[4i64, -100, 0], &Device::Cpu).unwrap();
+    let smoothed = CrossEntropy::default().label_smoothing(0.1);
+    check(&[randn("logits", &[3, 5])], &Params::none(), &|x| smoothed.losses(&x[0], &t));
+}
+
+#[test]
+fn log_probability_has_the_bits_of_losses() {
+    let logits = randn("logits", &[7, 133]).to_dtype(DType::F32).unwrap();
+    let targets = Tensor::new(&[0u32, 132, 5, 64, 99, 1, 7], &Device::Cpu).unwrap();
+    let losses = CrossEntropy::default().losses(&logits, &targets).unwrap();
+    let rows = logits.to_vec2::<f32>().unwrap();
+    let classes = targets.to_vec1::<u32>().unwrap();
+    let alone = rows.iter().zip(classes).map(|(row, class)| -log_probability(row, class as usize));
+    assert_eq!(losses.to_vec1::<f32>().unwrap(), alone.collect::<Vec<_>>());
 }
 
 #[test]
