@@ -54,8 +54,8 @@ mod walk;
 
 pub use chat::{
     ChatData, ChatDataConfig, ChatTemplate, PreferenceBatch, PreferenceData, PreferenceDataConfig,
-    Rendered, RewardBatch, RewardData, TemplateOptions, TooLong, TrainOn, UnpairedBatch,
-    UnpairedData,
+    PromptData, PromptDataConfig, PromptRow, PromptRows, Rendered, RewardBatch, RewardData,
+    TemplateOptions, TooLong, TrainOn, UnpairedBatch, UnpairedData,
 };
 pub use config::{
     AddBosToken, CacheDir, DataKind, MixtureSource, OnError, Paths, TextDataConfig, TokenDtype,

@@ -250,12 +250,12 @@ pub(super) fn is_answer(message: &Value) -> bool {
     message.get_attr("role").is_ok_and(|role| role.as_str() == Some("assistant"))
 }
 
-fn message(role: &str, content: Value) -> Value {
+pub(super) fn message(role: &str, content: Value) -> Value {
     Value::from_pairs([("role", Value::from(role)), ("content", content)])
 }
 
 /// A value, or the JSON of a text.
-fn parsed(place: &Place, name: &str, value: &Value) -> Result<Value> {
+pub(super) fn parsed(place: &Place, name: &str, value: &Value) -> Result<Value> {
     match value.as_str() {
         None => Ok(value.clone()),
         Some(text) => serde_json::from_str(text).map_err(|error| {

@@ -70,7 +70,7 @@ pub(super) struct Text {
 pub(super) struct ChatEncoder {
     pub(super) tokenizer: Tokenizer,
     /// `None` if there is none, and the reason: rows of prompts and completions do without.
-    template: Result<ChatTemplate, String>,
+    pub(super) template: Result<ChatTemplate, String>,
     train_on: TrainOn,
 }
 
