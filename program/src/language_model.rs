@@ -12,7 +12,8 @@ use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::LightningModule as _;
 use fulgurite_error::{Error, Result};
 use fulgurite_models::{
-    KTO_KEYS, ModelConfig, PREFERENCE_KEYS, Prompts, PromptsConfig, TextGeneration, resolve,
+    GRPO_KEYS, KTO_KEYS, ModelConfig, PREFERENCE_KEYS, Prompts, PromptsConfig, TextGeneration,
+    resolve,
 };
 use toml::{Table, Value};
 
@@ -192,24 +193,32 @@ fn saved_configuration(path: &Path) -> Result<Table> {
         {
             Ok(saved)
         }
-        Some(mut saved) if matches!(module(&saved).as_deref(), Some("preference" | "kto")) => {
+        Some(mut saved)
+            if matches!(module(&saved).as_deref(), Some("preference" | "kto" | "grpo")) =>
+        {
             let adapters = saved.get("trainer").and_then(|trainer| trainer.get("adapters"));
-            if adapters.is_none() {
+            let grpo = saved.get("model").and_then(|model| model.get("grpo"));
+            let number = |value: &Value| value.as_float().or(value.as_integer().map(|i| i as f64));
+            let beta = grpo.and_then(|grpo| grpo.get("beta")).and_then(number);
+            let has_copy = grpo.is_none() || beta.is_some_and(|beta| beta > 0.0);
+            if adapters.is_none() && has_copy {
                 return Err(Error::checkpoint(
                     path,
-                    "--model: it has the frozen copy of a run of \"preference\" or \"kto\" too; first \
+                    "--model: it has the frozen copy of a run of \"preference\", \"kto\" or \"grpo\" too; first \
                      `fulgurite checkpoint convert DIR MODEL --to hugging-face`",
                 ));
             }
             // Keys of the loss are none of the model's.
             if let Some(model) = saved.get_mut("model").and_then(Value::as_table_mut) {
-                PREFERENCE_KEYS.iter().chain(KTO_KEYS).for_each(|key| drop(model.remove(*key)));
+                for key in [PREFERENCE_KEYS, KTO_KEYS, GRPO_KEYS].concat() {
+                    model.remove(key);
+                }
             }
             Ok(saved)
         }
         Some(_) => Err(Error::checkpoint(
             path,
-            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\", \"preference\" and \"kto\", \
+            "--model: it is of a run of another `module.type` than \"causal_lm\", \"chat\", \"preference\", \"kto\" and \"grpo\", \
              which does not generate",
         )),
         None => Err(Error::checkpoint(

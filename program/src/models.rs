@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Args;
 use fulgurite::cli::{Cli, ModuleEntry};
 use fulgurite_models::{
-    CausalLm, Chat, Embedding, ImageClassification, Kto, MaskedLm, Preference, Reward,
+    CausalLm, Chat, Embedding, Grpo, ImageClassification, Kto, MaskedLm, Preference, Reward,
     SequenceClassification, TextGeneration, TokenClassification,
 };
 
@@ -26,6 +26,7 @@ pub(crate) fn run() -> ExitCode {
         ModuleEntry::new::<Chat>(),
         ModuleEntry::new::<Preference>(),
         ModuleEntry::new::<Kto>(),
+        ModuleEntry::new::<Grpo>(),
         ModuleEntry::new::<Reward>(),
         ModuleEntry::new::<MaskedLm>(),
         ModuleEntry::new::<SequenceClassification>(),

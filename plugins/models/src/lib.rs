@@ -20,11 +20,13 @@ mod families;
 mod generation;
 mod gguf;
 mod layers;
+mod matching;
 mod modules;
 mod recipes;
+mod rewards;
 mod weights;
 
-pub use callbacks::{AnswersConfig, ChoicesConfig, LikelihoodConfig, Match, SamplesConfig, Take};
+pub use callbacks::{AnswersConfig, ChoicesConfig, LikelihoodConfig, SamplesConfig};
 pub use config::{KEYS, Key, KeyKind, ModelConfig, resolve};
 pub use decoder::{Decoder, DecoderConfig, LayerConfig, NormPlacement};
 pub use encoder::{
@@ -39,11 +41,16 @@ pub use generation::{
 };
 pub use gguf::{GgufAdapter, GgufDtype, GgufModel, GgufOptions, GgufWritten};
 pub use layers::{FeedForward, NormKind};
+pub use matching::{Match, Take};
 #[cfg(feature = "images")]
 pub use modules::ImageClassification;
 pub use modules::{
-    CausalLm, Chat, Embedding, KTO_KEYS, Kto, MaskedLm, PREFERENCE_KEYS, Preference, Reward,
-    SequenceClassification, TextGeneration, TokenClassification,
+    CausalLm, Chat, Embedding, GRPO_KEYS, Grpo, GrpoConfig, GrpoLoss, KTO_KEYS, Kto, MaskedLm,
+    PREFERENCE_KEYS, Preference, Reward, ScaleRewards, SequenceClassification, TextGeneration,
+    TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
+pub use rewards::{
+    AnswerReward, PatternReward, ProgramReward, RewardConfig, RewardFunction, RewardedAnswer,
+};
 pub use weights::{ExportedSource, MappedSource, WeightLayout};

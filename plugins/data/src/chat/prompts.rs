@@ -181,10 +181,23 @@ impl PromptData {
         self.config.seq_len
     }
 
-    /// Whether every row has a column.
-    pub fn has_column(&self, name: &str) -> bool {
-        let mut all = self.train.iter().chain(&self.validation);
-        all.all(|sample| sample.row.columns.contains_key(name))
+    /// Tokens of the longest prompt.
+    pub fn longest(&self) -> usize {
+        self.all().map(|sample| sample.row.ids.len()).max().unwrap_or(0)
+    }
+
+    /// Returns the place of the first row with a flaw in its columns, and the flaw.
+    pub fn flaw(
+        &self,
+        flaw: impl Fn(&Map<String, Value>) -> Option<String>,
+    ) -> Option<(String, String)> {
+        self.all().find_map(|sample| {
+            flaw(&sample.row.columns).map(|flaw| (sample.place.to_string(), flaw))
+        })
+    }
+
+    fn all(&self) -> impl Iterator<Item = &Sample> {
+        self.train.iter().chain(&self.validation)
     }
 
     fn samples(&self, split: Split) -> &[Sample] {

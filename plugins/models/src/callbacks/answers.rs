@@ -2,8 +2,6 @@
 
 use std::path::PathBuf;
 
-use fancy_regex::Regex;
-use fulgurite_config::ConfigType;
 use fulgurite_error::{Error, Result};
 use fulgurite_trainer::metric::Mean;
 use fulgurite_trainer::trainer::{Callback, CallbackConfig, HookContext, Hooks};
@@ -13,11 +11,13 @@ use serde_json::{Value, json};
 use super::samples::{Parts, parts};
 use super::scoring;
 use crate::generation::{Generation, GenerationRanks, Generator, Prompt, Sampling};
+use crate::matching::{Expected, Match, Matcher, Take};
 
 const NAME: &str = "answers";
 
 /// Lets a language model answer questions, and logs the share of right answers, in each validation
-/// of a training of `causal_lm`, `chat`, `preference` or `kto`:
+/// of a training of `causal_lm`, `chat`, `preference`, `kto` or
+/// `grpo`:
 /// `{ type = "answers", path = "sums.jsonl", match = "numeric", stop = ["\n"] }`.
 ///
 /// A line of the file is an object with `prompt` (a text or a list of messages) and `answer` (a
@@ -70,42 +70,6 @@ impl Default for AnswersConfig {
     }
 }
 
-/// When an answer is right: `match`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Match {
-    /// It is the expected text.
-    Exact,
-    /// It has the expected text.
-    Contains,
-    /// The expected regular expression is found in it.
-    Regex,
-    /// It is the expected number.
-    Numeric,
-}
-
-/// Which match of the filter is taken: `take`.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-pub enum Take {
-    /// The first.
-    First,
-    /// The last.
-    Last,
-}
-
-impl ConfigType for Match {
-    fn describe() -> String {
-        "`\"exact\"`, `\"contains\"`, `\"regex\"` or `\"numeric\"`".to_owned()
-    }
-}
-
-impl ConfigType for Take {
-    fn describe() -> String {
-        "`\"first\"` or `\"last\"`".to_owned()
-    }
-}
-
 #[typetag::serde(name = "answers")]
 impl CallbackConfig for AnswersConfig {
     fn build(&self) -> Result<Box<dyn Callback>> {
@@ -117,22 +81,26 @@ impl CallbackConfig for AnswersConfig {
         }
         let form =
             "`prompt` (a text or messages) and `answer` (a text, a number or a list of texts)";
+        let matcher =
+            Matcher::new(self.r#match, self.filter.as_deref(), self.take, self.ignore_case)
+                .map_err(|message| scoring::wrong(NAME, message))?;
+        let expected = |line: &Line| match line.prompt.is_string() || line.prompt.is_array() {
+            true => matcher.expected(&line.answer),
+            false => Err("has a `prompt` that is neither a text nor a list of messages".to_owned()),
+        };
         let lines =
-            scoring::read_lines(NAME, &self.path, form, |line: &Line| self.expected(line).err())?;
-        let expected = lines.iter().map(|line| self.expected(line));
-        let expected = expected
+            scoring::read_lines(NAME, &self.path, form, |line: &Line| expected(line).err())?;
+        let expected = lines
+            .iter()
+            .map(expected)
             .collect::<Result<Vec<_>, _>>()
             .map_err(|message| scoring::wrong(NAME, message))?;
-        let filter = self.filter.as_deref().map(|pattern| self.pattern(pattern));
-        let filter = filter.transpose().map_err(|error| {
-            scoring::wrong(NAME, format!("`filter`: is no regular expression: {error}"))
-        })?;
         Ok(Box::new(Answers {
             name: scoring::name(self.name.as_deref(), &self.path),
             config: self.clone(),
             lines,
             expected,
-            filter,
+            matcher,
             prompts: Vec::new(),
         }))
     }
@@ -152,77 +120,12 @@ struct Line {
     answer: Value,
 }
 
-/// An expected answer.
-#[derive(Debug, Clone)]
-enum Expected {
-    Exact(String),
-    Contains(String),
-    Regex(Box<Regex>),
-    Number(f64),
-}
-
 impl AnswersConfig {
     fn generation(&self) -> Generation {
         let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
         let (max_new_tokens, stop) = (self.max_new_tokens, self.stop.clone());
         Generation { max_new_tokens, sampling, stop, ..Generation::default() }
     }
-
-    fn pattern(&self, pattern: &str) -> Result<Regex, Box<fancy_regex::Error>> {
-        let flags = if self.ignore_case { "(?i)" } else { "" };
-        Regex::new(&format!("{flags}{pattern}")).map_err(Box::new)
-    }
-
-    fn folded(&self, text: &str) -> String {
-        match self.ignore_case {
-            true => text.trim().to_lowercase(),
-            false => text.trim().to_owned(),
-        }
-    }
-
-    /// The accepted answers, or the line's flaw.
-    fn expected(&self, line: &Line) -> Result<Vec<Expected>, String> {
-        if !(line.prompt.is_string() || line.prompt.is_array()) {
-            return Err("has a `prompt` that is neither a text nor a list of messages".to_owned());
-        }
-        let one = |value: &Value| -> Result<Expected, String> {
-            let text = match value {
-                Value::String(text) => text.clone(),
-                Value::Number(number) => number.to_string(),
-                other => {
-                    return Err(format!("has the answer {other}: expected a text or a number"));
-                }
-            };
-            if text.trim().is_empty() {
-                return Err("has an empty answer".to_owned());
-            }
-            match self.r#match {
-                Match::Exact => Ok(Expected::Exact(self.folded(&text))),
-                Match::Contains => Ok(Expected::Contains(self.folded(&text))),
-                Match::Regex => match self.pattern(&text) {
-                    Ok(pattern) => Ok(Expected::Regex(Box::new(pattern))),
-                    Err(error) => Err(format!(
-                        "has the answer {text:?}, which is no regular expression: {error}"
-                    )),
-                },
-                Match::Numeric => number(&text).map(Expected::Number).ok_or_else(|| {
-                    format!("has the answer {text:?}, which is no number (match = \"numeric\")")
-                }),
-            }
-        };
-        match &line.answer {
-            Value::Array(all) if all.is_empty() => Err("has an empty list of answers".to_owned()),
-            Value::Array(all) => all.iter().map(one).collect(),
-            answer => one(answer).map(|expected| vec![expected]),
-        }
-    }
-}
-
-/// The number that a text is.
-fn number(text: &str) -> Option<f64> {
-    let text = text.trim().trim_start_matches('$').trim_end_matches(['.', '%']);
-    let number: f64 = text.replace(',', "").trim().parse().ok()?;
-    number.is_finite().then_some(number)
 }
 
 struct Answers {
@@ -230,7 +133,7 @@ struct Answers {
     config: AnswersConfig,
     lines: Vec<Line>,
     expected: Vec<Vec<Expected>>,
-    filter: Option<Regex>,
+    matcher: Matcher,
     /// Set before the first validation.
     prompts: Vec<Prompt>,
 }
@@ -273,34 +176,6 @@ impl Answers {
         self.prompts = prompts;
         Ok(())
     }
-
-    /// Whether an answer is right.
-    fn is_right(&self, index: usize, answer: &str) -> bool {
-        let taken = match &self.filter {
-            None => answer,
-            Some(filter) => {
-                // A pattern that takes too long finds nothing.
-                let mut found = filter.captures_iter(answer).map_while(Result::ok);
-                let found = match self.config.take {
-                    Take::First => found.next(),
-                    Take::Last => found.last(),
-                };
-                let group = found.and_then(|groups| groups.get(1).or_else(|| groups.get(0)));
-                match group {
-                    Some(group) => group.as_str(),
-                    None => return false,
-                }
-            }
-        };
-        let folded = self.config.folded(taken);
-        self.expected[index].iter().any(|expected| match expected {
-            Expected::Exact(text) => folded == *text,
-            Expected::Contains(text) => folded.contains(text),
-            Expected::Regex(pattern) => pattern.is_match(taken.trim()).unwrap_or(false),
-            Expected::Number(wanted) => number(taken)
-                .is_some_and(|found| (found - wanted).abs() <= 1e-6 * wanted.abs().max(1.0)),
-        })
-    }
 }
 
 impl Callback for Answers {}
@@ -336,62 +211,14 @@ impl Hooks for Answers {
                 let own: Vec<Prompt> = round.iter().skip(rank).step_by(ranks).cloned().collect();
                 for answer in generator.generate(&own, &mut |_, _, _| ())? {
                     let text = answer.text.as_deref().unwrap_or_default();
-                    right += f64::from(u8::from(self.is_right(answer.prompt as usize, text)));
+                    right += f64::from(u8::from(
+                        self.matcher.is_right(&self.expected[answer.prompt as usize], text),
+                    ));
                     count += 1.0;
                 }
             }
         }
         ctx.log(&format!("val_{}_accuracy", self.name), Mean { sum: right, weight: count });
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Whether an answer is right to a question with these options.
-    fn is_right(options: Value, expected: Value, answer: &str) -> bool {
-        let config: AnswersConfig = serde_json::from_value(options).unwrap();
-        let line = Line { prompt: "?".into(), answer: expected };
-        let answers = Answers {
-            name: String::new(),
-            expected: vec![config.expected(&line).unwrap()],
-            filter: config.filter.as_deref().map(|filter| config.pattern(filter).unwrap()),
-            lines: vec![line],
-            prompts: Vec::new(),
-            config,
-        };
-        answers.is_right(0, answer)
-    }
-
-    #[test]
-    fn answers_match_as_they_are_told() {
-        assert!(is_right(json!({}), json!("Paris"), " Paris\n"));
-        assert!(!is_right(json!({}), json!("Paris"), "paris"));
-        assert!(is_right(json!({"ignore_case": true}), json!(["Rome", "Paris"]), "paris"));
-        assert!(is_right(json!({"match": "contains"}), json!("Paris"), "It is Paris."));
-        assert!(!is_right(json!({"match": "contains"}), json!("Paris"), "It is Rome."));
-        assert!(is_right(json!({"match": "regex"}), json!("^(3|three)$"), "three"));
-        assert!(!is_right(json!({"match": "regex"}), json!("^(3|three)$"), "thirteen"));
-    }
-
-    #[test]
-    fn numbers_are_compared_by_value() {
-        let numeric = || json!({"match": "numeric"});
-        assert!(is_right(numeric(), json!(1234), "$1,234.00"));
-        assert!(is_right(numeric(), json!("50%"), "50."));
-        assert!(!is_right(numeric(), json!(1234), "1235"));
-        assert!(!is_right(numeric(), json!(0), "nothing"));
-    }
-
-    #[test]
-    fn filter_takes_a_part() {
-        let text = "2 + 3 = 5, so\n#### 5\n#### 7";
-        let taking = |take: &str| json!({"filter": "#### (\\d+)", "take": take});
-        assert!(is_right(taking("first"), json!("5"), text));
-        assert!(is_right(taking("last"), json!(7), text));
-        assert!(!is_right(taking("last"), json!("5"), text));
-        assert!(!is_right(taking("first"), json!("5"), "5"));
     }
 }

@@ -13,7 +13,7 @@ use super::samples::{Parts, parts};
 use super::scoring::{self, Continuation};
 
 /// Scores a language model on questions with several answers in each validation of a training of
-/// `causal_lm`, `chat`, `preference` or `kto`: `{ type = "choices", path = "questions.jsonl" }`.
+/// `causal_lm`, `chat`, `preference`, `kto` or `grpo`: `{ type = "choices", path = "questions.jsonl" }`.
 ///
 /// A line of the file is an object with `context`, `choices` (a list of texts) and `answer` (the
 /// index of the right one). The model chooses the continuation of the context with the largest

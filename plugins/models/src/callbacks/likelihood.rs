@@ -15,7 +15,7 @@ use super::scoring::{self, Continuation};
 const NAME: &str = "likelihood";
 
 /// Logs how likely a language model finds texts, in each validation of a training of `causal_lm`,
-/// `chat`, `preference` or `kto`: `{ type = "likelihood", path = "texts.jsonl" }`.
+/// `chat`, `preference`, `kto` or `grpo`: `{ type = "likelihood", path = "texts.jsonl" }`.
 ///
 /// A line of the file is an object with `text`, and perhaps `context`, a text before it that does
 /// not count. Over all texts are logged `val_NAME_nll` (minus the log-probability, a token),

@@ -6,7 +6,7 @@ mod likelihood;
 mod samples;
 mod scoring;
 
-pub use answers::{AnswersConfig, Match, Take};
+pub use answers::AnswersConfig;
 pub use choices::ChoicesConfig;
 pub use likelihood::LikelihoodConfig;
 pub use samples::SamplesConfig;

@@ -10,10 +10,10 @@ use serde_json::json;
 
 use crate::decoder::Decoder;
 use crate::generation::{Generation, GenerationRanks, Generator, Prompt, Sampling};
-use crate::modules::{CausalLm, Chat, Kto, Preference};
+use crate::modules::{CausalLm, Chat, Grpo, Kto, Preference};
 
 /// Prints answers to fixed prompts every some steps of a training of `causal_lm`, `chat`,
-/// `preference` or `kto`, and logs them as the text `samples`:
+/// `preference`, `kto` or `grpo`, and logs them as the text `samples`:
 /// `{ type = "samples", prompts = ["Once upon a time"] }`. For all but `causal_lm` a prompt is a
 /// user's message, in the data's chat template if there is one. All ranks generate the same answers.
 /// The data needs a tokenizer. Loggers get the answers of steps that are logged
@@ -164,21 +164,18 @@ pub(super) fn parts<'c>(ctx: &'c HookContext) -> Result<Parts<'c>> {
     let wrong = |message: &str| {
         Error::Config(format!("`trainer.callbacks`, questions or samples: {message}"))
     };
-    if let (Some(module), Some(data)) = (ctx.module::<Chat>(), ctx.data_of::<Chat>()) {
-        let (decoder, tokenizer) = (module.model(), data.tokenizer());
-        return Ok(Parts { decoder, tokenizer, template: data.template() });
+    macro_rules! conversations {
+        ($($M:ty),*) => {$(
+            if let (Some(module), Some(data)) = (ctx.module::<$M>(), ctx.data_of::<$M>()) {
+                let (decoder, tokenizer) = (module.model(), data.tokenizer());
+                return Ok(Parts { decoder, tokenizer, template: data.template() });
+            }
+        )*};
     }
-    if let (Some(module), Some(data)) = (ctx.module::<Preference>(), ctx.data_of::<Preference>()) {
-        let (decoder, tokenizer) = (module.model(), data.tokenizer());
-        return Ok(Parts { decoder, tokenizer, template: data.template() });
-    }
-    if let (Some(module), Some(data)) = (ctx.module::<Kto>(), ctx.data_of::<Kto>()) {
-        let (decoder, tokenizer) = (module.model(), data.tokenizer());
-        return Ok(Parts { decoder, tokenizer, template: data.template() });
-    }
+    conversations!(Chat, Preference, Kto, Grpo);
     let (Some(module), Some(data)) = (ctx.module::<CausalLm>(), ctx.data_of::<CausalLm>()) else {
         return Err(wrong(
-            "the callback is for trainings with `module.type` = \"causal_lm\", \"chat\", \"preference\" or \"kto\"",
+            "the callback is for trainings with `module.type` = \"causal_lm\", \"chat\", \"preference\", \"kto\" or \"grpo\"",
         ));
     };
     match data.tokenizer() {

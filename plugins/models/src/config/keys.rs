@@ -294,6 +294,11 @@ pub const KEYS: &[Key] = &[
         "The weight of the square of a pair's summed scores in the loss of `reward`; by default 0.",
     ),
     key(
+        "grpo",
+        KeyKind::Table,
+        "How `grpo` answers prompts, rewards the answers and learns from them; its keys are below.",
+    ),
+    key(
         "nll_weight",
         KeyKind::Number,
         "The weight of the chosen answer's loss a token beside the loss of `preference`; by default 0.",
@@ -356,6 +361,7 @@ pub(crate) const OF_MODULES: &[&str] = &[
     "center_rewards_coefficient",
     "desirable_weight",
     "dropout",
+    "grpo",
     "image_mean",
     "image_std",
     "label_smoothing",

@@ -1,12 +1,12 @@
 //! A decoder from token ids to logits.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
-    AttentionConfig, CachedTokens, Documents, Dropout, Embedding, Linear, Loss, Rope,
-    cross_entropy, linear_cross_entropy, linear_predicted_classes,
+    AttentionConfig, CachedTokens, CrossEntropy, Documents, Dropout, Embedding, Linear,
+    LinearCrossEntropy, Loss, Rope, cross_entropy, linear_cross_entropy, linear_predicted_classes,
 };
 
 use super::config::DecoderConfig;
@@ -188,6 +188,28 @@ impl Decoder {
             None => Ok(logits),
             Some(cap) => Ok(((logits / cap)?.tanh()? * cap)?),
         }
+    }
+
+    /// The log-probability of each target under the softmax of the logits over `temperature`, f32 in
+    /// the shape of `targets`; 0 where a target is ignored.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward), and if tensor-parallel ranks keep parts of the logits.
+    pub(crate) fn log_probabilities_of(
+        &self,
+        hidden: &Tensor,
+        targets: &Tensor,
+        temperature: f64,
+    ) -> Result<Tensor> {
+        let losses = match (self.logit_softcap, temperature == 1.0) {
+            (None, true) => LinearCrossEntropy::default().losses(self.head()?, hidden, targets)?,
+            (_, is_one) => {
+                let logits = self.logits(hidden)?.to_dtype(DType::F32)?;
+                let logits = if is_one { logits } else { (logits * (1.0 / temperature))? };
+                CrossEntropy::default().losses(&logits, targets)?
+            }
+        };
+        Ok(losses.to_dtype(DType::F32)?.neg()?)
     }
 
     /// The loss from the hidden states.

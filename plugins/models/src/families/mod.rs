@@ -56,7 +56,7 @@ impl Description {
     /// The correspondence of tensors for the module of this name. Some classes of `transformers`
     /// for token classification name their head otherwise than those for whole texts.
     pub(crate) fn weights_of(&self, module: &str) -> WeightLayout {
-        if module == "preference" || module == "kto" {
+        if ["preference", "kto", "grpo"].contains(&module) {
             return self.weights.clone().leave_out(REFERENCE);
         }
         match self.token_head.filter(|_| module == "token_classification") {
@@ -128,12 +128,12 @@ pub const FAMILIES: &[Family] = &[
 pub(crate) fn class_name(model_type: &str, module: &str) -> Option<String> {
     let class = FAMILIES.iter().find(|family| family.model_type == model_type)?.class;
     let task = match module {
-        "causal_lm" | "chat" | "preference" | "kto" if class == "Gemma3Text" => {
+        "causal_lm" | "chat" | "preference" | "kto" | "grpo" if class == "Gemma3Text" => {
             return Some("Gemma3ForCausalLM".to_owned());
         }
         "token_classification" if ["Gemma3Text", "Olmo2"].contains(&class) => return None,
-        "causal_lm" | "chat" | "preference" | "kto" if class == "GPT2" => "LMHeadModel",
-        "causal_lm" | "chat" | "preference" | "kto" => "ForCausalLM",
+        "causal_lm" | "chat" | "preference" | "kto" | "grpo" if class == "GPT2" => "LMHeadModel",
+        "causal_lm" | "chat" | "preference" | "kto" | "grpo" => "ForCausalLM",
         "masked_lm" => "ForMaskedLM",
         "sequence_classification" | "reward" => "ForSequenceClassification",
         "token_classification" => "ForTokenClassification",

@@ -7,6 +7,7 @@
 //! | `"chat"` | [`Chat`] | decoders | `ChatData` |
 //! | `"preference"` | [`Preference`] | decoders | `PreferenceData` |
 //! | `"kto"` | [`Kto`] | decoders | `UnpairedData` |
+//! | `"grpo"` | [`Grpo`] | decoders | `PromptData` |
 //! | `"reward"` | [`Reward`] | decoders, encoders of text | `RewardData` |
 //! | `"masked_lm"` | [`MaskedLm`] | encoders of text | `TextData` |
 //! | `"sequence_classification"` | [`SequenceClassification`] | decoders, encoders of text | `LabelledTexts`, `"texts"` |
@@ -22,6 +23,9 @@ mod chat;
 mod classes;
 mod common;
 mod embedding;
+mod grpo;
+mod grpo_config;
+mod grpo_loss;
 #[cfg(feature = "images")]
 mod image_classification;
 mod kto;
@@ -37,12 +41,13 @@ mod text_generation;
 mod token_classification;
 
 /// The names of the modules in `module.type`.
-pub(crate) const MODULES: [&str; 11] = [
+pub(crate) const MODULES: [&str; 12] = [
     "causal_lm",
     "text_generation",
     "chat",
     "preference",
     "kto",
+    "grpo",
     "reward",
     "masked_lm",
     "sequence_classification",
@@ -54,6 +59,8 @@ pub(crate) const MODULES: [&str; 11] = [
 pub use causal_lm::CausalLm;
 pub use chat::Chat;
 pub use embedding::Embedding;
+pub use grpo::{GRPO_KEYS, Grpo};
+pub use grpo_config::{GrpoConfig, GrpoLoss, ScaleRewards};
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;
 pub use kto::{KTO_KEYS, Kto};

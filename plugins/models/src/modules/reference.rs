@@ -65,14 +65,25 @@ impl Reference {
         policy: &Decoder,
         sequences: (&Tensor, &Tensor),
     ) -> Result<Option<Tensor>> {
+        self.evaluate(policy, |model| log_probabilities(model, sequences))
+    }
+
+    /// What `f` computes of the reference model, without a gradient and without dropout; `None` if
+    /// there is no such model.
+    ///
+    /// # Errors
+    /// As `f`.
+    pub(super) fn evaluate(
+        &self,
+        policy: &Decoder,
+        f: impl FnOnce(&Decoder) -> Result<Tensor>,
+    ) -> Result<Option<Tensor>> {
         match self {
             Self::None | Self::Data => Ok(None),
-            Self::AdaptersOff => {
-                without_adapters(|| evaluated(|| log_probabilities(policy, sequences))).map(Some)
-            }
+            Self::AdaptersOff => without_adapters(|| evaluated(|| f(policy))).map(Some),
             Self::Copy(model) => {
                 let _no_grad = no_grad();
-                evaluated(|| log_probabilities(model, sequences)).map(Some)
+                evaluated(|| f(model)).map(Some)
             }
         }
     }
@@ -112,7 +123,26 @@ pub(super) fn map_weights(
     keys: &[&str],
     source: Box<dyn TensorSource>,
 ) -> Result<Box<dyn TensorSource>> {
+    Ok(Box::new(Twice::new(mapped(config, keys, source)?, REFERENCE)))
+}
+
+/// Gives a file's tensors the names of the model, which has no frozen copy.
+///
+/// # Errors
+/// As [`MappedSource::new`].
+pub(super) fn map_policy_weights(
+    config: &ModelConfig,
+    keys: &[&str],
+    source: Box<dyn TensorSource>,
+) -> Result<Box<dyn TensorSource>> {
+    Ok(Box::new(mapped(config, keys, source)?))
+}
+
+fn mapped(
+    config: &ModelConfig,
+    keys: &[&str],
+    source: Box<dyn TensorSource>,
+) -> Result<MappedSource<Box<dyn TensorSource>>> {
     let description = config.clone().describe_for(keys)?;
-    let mapped = MappedSource::new(source, &description.weights)?;
-    Ok(Box::new(Twice::new(mapped, REFERENCE)))
+    MappedSource::new(source, &description.weights)
 }

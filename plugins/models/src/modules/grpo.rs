@@ -1,0 +1,413 @@
+//! Learning from the rewards of a model's own answers.
+
+use std::collections::HashMap;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use candle_core::{Device, Tensor};
+use fulgurite_checkpoint::TensorSource;
+use fulgurite_data::{PromptData, PromptRow, PromptRows, Tokenizer};
+use fulgurite_engine::collective::broadcast_object;
+use fulgurite_engine::execution::{dry_run, read, transfer};
+use fulgurite_engine::module::{ForwardScope, ModuleBuilder};
+use fulgurite_engine::random::{Purpose, Stream};
+use fulgurite_error::{Error, Result};
+use fulgurite_nn::{Loss, log_probability};
+use fulgurite_trainer::metric::Mean;
+use fulgurite_trainer::trainer::{Hooks, LightningModule, StepContext};
+
+use super::causal_lm::{CausalLm, fit_to_tokens};
+use super::grpo_config::GrpoConfig;
+use super::grpo_loss::{Advantages, RewardedTokens};
+use super::reference::{self, Reference};
+use crate::config::ModelConfig;
+use crate::decoder::Decoder;
+use crate::generation::{
+    Answer, End, Generation, GenerationObserver, GenerationRanks, Generator, Prompt, Sampling,
+    end_tokens,
+};
+use crate::rewards::{RewardedAnswer, Rewards};
+
+/// The keys of `[model]` that [`Grpo`] takes itself.
+pub const GRPO_KEYS: &[&str] = &["grpo"];
+
+/// A decoder that learns from the rewards of its own answers, on [`PromptData`]: GRPO.
+///
+/// In each step the model answers each prompt of the batch several times (a group), rewards score
+/// the answers, and an answer's advantage is its reward less the group's mean, divided by the
+/// group's standard deviation. The loss of a token is as in TRL's `GRPOTrainer`, with the ratio of
+/// the token's probability and that with which it was sampled. Dropout is off. The options are
+/// those of [`GrpoConfig`].
+///
+/// An answer is a function of the weights, the seed, the step and the prompt's place in the step's
+/// batch: the same on any mesh, to rounding. With `batch_invariant` the ratio is exactly 1 before
+/// the first update.
+///
+/// Each step logs `reward`, `reward_NAME` of each reward, `reward_std`, `equal_rewards` (the share
+/// of groups whose rewards are equal, which teach nothing), `answer_tokens`, `truncated` (the share
+/// of answers that end at `max_new_tokens`), and of the steps that are logged `logp_difference` (the
+/// mean distance between the log-probabilities of sampling and of learning, before the first
+/// update), `clipped` and with `beta` `kl`. Validation answers each prompt once with the most likely
+/// tokens, and logs `val_reward` and the like. Its loss is minus the mean reward.
+#[derive(Debug)]
+pub struct Grpo {
+    policy: Decoder,
+    reference: Reference,
+    config: GrpoConfig,
+    rewards: Rewards,
+    /// The end tokens of the model's files.
+    end_tokens: Vec<u32>,
+}
+
+/// Answers with their rewards.
+struct Scored {
+    answers: Vec<Answer>,
+    /// The log-probability with which each token was sampled.
+    sampled: Vec<Vec<f32>>,
+    /// The weighted sum of each answer's rewards.
+    totals: Vec<f64>,
+    /// `[rewards][answers]`.
+    scores: Vec<Vec<f64>>,
+}
+
+/// Sequences to learn from.
+struct Sequences {
+    /// Token ids, u32 `[answers, time]`.
+    inputs: Tensor,
+    /// The places of answer tokens in the flat inputs, each one before its token, u32 `[tokens]`.
+    places: Tensor,
+    /// The answer tokens, u32 `[tokens]`.
+    targets: Tensor,
+}
+
+impl Grpo {
+    /// The decoder that is trained.
+    pub fn model(&self) -> &Decoder {
+        &self.policy
+    }
+
+    /// The scope of sampling and of learning: without dropout, with whole logits.
+    fn scope(&self) -> ForwardScope {
+        let on_cpu = self.policy.device().is_cpu();
+        ForwardScope {
+            training: false,
+            loss_parallel: false,
+            batch_invariant: self.config.batch_invariant.unwrap_or(on_cpu),
+            ..ForwardScope::current()
+        }
+    }
+
+    /// Answers the prompts and scores the answers. Collective.
+    fn answer(
+        &self,
+        rows: &[(u64, Arc<PromptRow>)],
+        generation: &Generation,
+        ctx: &StepContext,
+    ) -> Result<Scored> {
+        let scope = ForwardScope::current();
+        let tokenizer = tokenizer(ctx)?;
+        let random = Stream::new(scope.seed, Purpose::Sample, "grpo").child(scope.step).block(0);
+        let generation = Generation {
+            seed: u64::from(random[0]) | u64::from(random[1]) << 32,
+            end_tokens: match self.end_tokens.is_empty() {
+                true => tokenizer.end_of_text().into_iter().collect(),
+                false => self.end_tokens.clone(),
+            },
+            ..generation.clone()
+        };
+        let prompts: Vec<Prompt> = (scope.first_sample..)
+            .zip(rows)
+            .map(|(index, (_, row))| Prompt { index, ids: row.ids.clone() })
+            .collect();
+        let ranks = GenerationRanks {
+            world: ctx.process_group().clone(),
+            tensor_parallel: ctx.device_mesh().group("tensor_parallel").ok().cloned(),
+        };
+        let first_of_tp = ranks.tensor_parallel.clone().filter(|group| group.size() > 1);
+        let generator = Generator {
+            decoder: &self.policy,
+            generation: &generation,
+            tokenizer: Some(tokenizer),
+            ranks: Some(ranks),
+            interrupted: None,
+        };
+        let mut observed =
+            Sampled { temperature: generation.sampling.temperature, ..Sampled::default() };
+        let answers = generator.generate_observed(&prompts, &mut observed)?;
+        let mut sampled = Vec::with_capacity(answers.len());
+        for answer in &answers {
+            sampled.push(observed.of.remove(&(answer.prompt, answer.sample)).unwrap_or_default());
+        }
+        let score = || {
+            let rewarded: Vec<RewardedAnswer> = answers
+                .iter()
+                .map(|answer| RewardedAnswer {
+                    columns: &rows[(answer.prompt - scope.first_sample) as usize].1.columns,
+                    text: answer.text.as_deref().unwrap_or_default(),
+                    is_complete: answer.end != End::Length,
+                })
+                .collect();
+            self.rewards.scores(&rewarded)
+        };
+        let scores = match first_of_tp {
+            None => score()?,
+            Some(group) => {
+                let own = match group.rank() {
+                    0 => score().map_err(|error| error.to_string()),
+                    _ => Ok(Vec::new()),
+                };
+                broadcast_object(&*group, &own, 0)?.map_err(Error::other)?
+            }
+        };
+        let totals = self.rewards.totals(&scores);
+        Ok(Scored { answers, sampled, totals, scores })
+    }
+
+    /// The sequences of prompts with their answers.
+    fn sequences(&self, rows: &[(u64, Arc<PromptRow>)], scored: &Scored) -> Result<Sequences> {
+        let first = ForwardScope::current().first_sample;
+        let prompt = |answer: &Answer| &rows[(answer.prompt - first) as usize].1.ids;
+        let answers = || scored.answers.iter().map(|answer| (prompt(answer), &answer.ids));
+        // The last token is not an input.
+        let time = answers().map(|(prompt, ids)| prompt.len() + ids.len() - 1).max().unwrap_or(1);
+        let (mut inputs, mut places, mut targets) = (Vec::new(), Vec::new(), Vec::new());
+        for (row, (prompt, ids)) in answers().enumerate() {
+            inputs.extend(prompt.iter().chain(&ids[..ids.len() - 1]));
+            inputs.resize(time * (row + 1), 0);
+            let before = time * row + prompt.len() - 1;
+            places.extend((before..before + ids.len()).map(|place| place as u32));
+            targets.extend_from_slice(ids);
+        }
+        let device = self.policy.device();
+        let send = |values: Vec<u32>, shape: &[usize]| -> Result<Tensor> {
+            let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?;
+            transfer::to_device(&tensor, device, "answers")
+        };
+        let (count, tokens) = (scored.answers.len(), targets.len());
+        Ok(Sequences {
+            inputs: send(inputs, &[count, time])?,
+            places: send(places, &[tokens])?,
+            targets: send(targets, &[tokens])?,
+        })
+    }
+
+    /// The log-probability of each answer token under a model, f32 `[tokens]`.
+    fn log_probabilities(&self, model: &Decoder, sequences: &Sequences) -> Result<Tensor> {
+        let hidden = model.hidden(&sequences.inputs)?.flatten(0, 1)?;
+        let hidden = hidden.index_select(&sequences.places, 0)?;
+        model.log_probabilities_of(&hidden, &sequences.targets, self.config.temperature)
+    }
+
+    /// Logs what the policy's log-probabilities say, before the first update.
+    fn log_policy(
+        &self,
+        tokens: &RewardedTokens,
+        policy: &Tensor,
+        ctx: &mut StepContext,
+    ) -> Result<()> {
+        let values = |of: &Tensor| read::vec1::<f32>(&of.detach(), "log-probabilities");
+        let (policy, sampled) = (values(policy)?, values(&tokens.sampled)?);
+        let mean = |of: &mut dyn Iterator<Item = f64>| {
+            let (sum, weight) = of.fold((0.0, 0.0), |(sum, n), x| (sum + x, n + 1.0));
+            Mean { sum, weight }
+        };
+        let differences = || policy.iter().zip(&sampled).map(|(new, old)| f64::from(new - old));
+        ctx.log("logp_difference", mean(&mut differences().map(f64::abs)));
+        let (low, high) = (1.0 - self.config.epsilon, 1.0 + self.config.epsilon_high());
+        let is_out = |difference: f64| !(low..=high).contains(&difference.exp());
+        ctx.log("clipped", mean(&mut differences().map(|d| f64::from(u8::from(is_out(d))))));
+        if let Some(reference) = &tokens.reference {
+            let reference = values(reference)?;
+            let differences = reference.iter().zip(&policy).map(|(of, own)| f64::from(of - own));
+            ctx.log("kl", mean(&mut differences.map(|d| d.exp() - d - 1.0)));
+        }
+        Ok(())
+    }
+}
+
+impl Scored {
+    /// Logs rewards and lengths.
+    fn log(&self, rewards: &Rewards, prefix: &str, ctx: &mut StepContext) {
+        let weight = self.answers.len() as f64;
+        let mean = |values: &mut dyn Iterator<Item = f64>| Mean { sum: values.sum(), weight };
+        ctx.log(&format!("{prefix}reward"), mean(&mut self.totals.iter().copied()));
+        for (name, scores) in rewards.names().iter().zip(&self.scores) {
+            ctx.log(&format!("{prefix}{name}"), mean(&mut scores.iter().copied()));
+        }
+        let lengths = &mut self.answers.iter().map(|answer| answer.ids.len() as f64);
+        ctx.log(&format!("{prefix}answer_tokens"), mean(lengths));
+        let truncated =
+            &mut self.answers.iter().map(|answer| f64::from(u8::from(answer.end == End::Length)));
+        ctx.log(&format!("{prefix}truncated"), mean(truncated));
+    }
+}
+
+/// The data's tokenizer.
+fn tokenizer(ctx: &StepContext) -> Result<&Tokenizer> {
+    let data = ctx.data::<PromptData>();
+    data.map(PromptData::tokenizer).ok_or_else(|| Error::other("`grpo` learns from `PromptData`"))
+}
+
+/// Collects the log-probability of each sampled token.
+#[derive(Default)]
+struct Sampled {
+    temperature: f64,
+    /// The logits of each answer's next token, over the temperature.
+    logits: HashMap<(u64, usize), Vec<f32>>,
+    of: HashMap<(u64, usize), Vec<f32>>,
+}
+
+impl GenerationObserver for Sampled {
+    fn logits(&mut self, prompt: u64, sample: usize, logits: &[f32]) {
+        let own = self.logits.entry((prompt, sample)).or_default();
+        own.clear();
+        match self.temperature == 0.0 || self.temperature == 1.0 {
+            true => own.extend_from_slice(logits),
+            false => {
+                let factor = (1.0 / self.temperature) as f32;
+                own.extend(logits.iter().map(|logit| logit * factor));
+            }
+        }
+    }
+
+    fn token(&mut self, prompt: u64, sample: usize, token: u32) {
+        if let Some(logits) = self.logits.get(&(prompt, sample)) {
+            let value = log_probability(logits, token as usize);
+            self.of.entry((prompt, sample)).or_default().push(value);
+        }
+    }
+
+    fn text(&mut self, _: u64, _: usize, _: &str) {}
+}
+
+impl LightningModule for Grpo {
+    type Config = ModelConfig;
+    type Data = PromptData;
+
+    fn module_type() -> Option<&'static str> {
+        Some("grpo")
+    }
+
+    fn pretrained_key() -> Option<&'static str> {
+        CausalLm::pretrained_key()
+    }
+
+    fn configure_from_data(config: &mut ModelConfig, data: &PromptData) -> Result<()> {
+        let own = GrpoConfig::of(config)?;
+        let rewards = Rewards::new(&own.rewards, &own.reward_weights)?;
+        if let Some((place, flaw)) = data.flaw(|columns| rewards.flaw(columns)) {
+            return Err(Error::Data(format!("{place} {flaw}")));
+        }
+        let ids = data.tokenizer().vocab_size();
+        let longest = data.longest() + own.max_new_tokens - 1;
+        fit_to_tokens(config, GRPO_KEYS, data.longest(), (Some(ids), ids))?;
+        let positions = config.clone().decoder_for(GRPO_KEYS)?.max_positions;
+        if longest > positions {
+            return Err(Error::Config(format!(
+                "`model.grpo.max_new_tokens`: the longest prompt has {} tokens, and with {} more the model needs \
+                 {longest} positions and has {positions}; lower it or `data.seq_len`",
+                data.longest(),
+                own.max_new_tokens
+            )));
+        }
+        Ok(())
+    }
+
+    fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        let own = GrpoConfig::of(config)?;
+        let rewards = Rewards::new(&own.rewards, &own.reward_weights)?;
+        let decoder = config.clone().decoder_for(GRPO_KEYS)?;
+        let policy = Decoder::new(&decoder, b)?;
+        let reference = match own.beta > 0.0 {
+            true => Reference::of_model(config, &decoder, b)?,
+            false => Reference::None,
+        };
+        let end_tokens = match config.weights().as_deref().filter(|path| path.is_dir()) {
+            Some(directory) => end_tokens(directory)?,
+            None => Vec::new(),
+        };
+        Ok(Self { policy, reference, config: own, rewards, end_tokens })
+    }
+
+    fn pretrained(config: &ModelConfig) -> Option<PathBuf> {
+        config.weights()
+    }
+
+    fn map_weights(
+        config: &ModelConfig,
+        source: Box<dyn TensorSource>,
+    ) -> Result<Box<dyn TensorSource>> {
+        match GrpoConfig::of(config)?.beta > 0.0 {
+            true => reference::map_weights(config, GRPO_KEYS, source),
+            false => reference::map_policy_weights(config, GRPO_KEYS, source),
+        }
+    }
+
+    /// Whether each step updates the model once.
+    fn automatic_optimization(&self) -> bool {
+        self.config.updates == 1
+    }
+
+    fn training_step(&mut self, batch: &PromptRows, ctx: &mut StepContext) -> Result<Loss> {
+        if dry_run::is_on() {
+            return Err(Error::other(
+                "a plan does not cover `grpo`, whose steps depend on the answers that are sampled",
+            ));
+        }
+        let _scope = self.scope().enter();
+        let scored = self.answer(&batch.rows, &self.config.generation(), ctx)?;
+        scored.log(&self.rewards, "", ctx);
+        let advantages =
+            Advantages::new(&scored.totals, self.config.samples, self.config.scale_rewards);
+        ctx.log("reward_std", advantages.mean_std);
+        ctx.log("equal_rewards", advantages.equal_share);
+
+        let sequences = self.sequences(&batch.rows, &scored)?;
+        let sampled: Vec<f32> = scored.sampled.iter().flatten().copied().collect();
+        let count = sampled.len();
+        let sampled = Tensor::from_vec(sampled, count, &Device::Cpu)?;
+        let sampled = transfer::to_device(&sampled, self.policy.device(), "log-probabilities")?;
+        let of_reference = self
+            .reference
+            .evaluate(&self.policy, |model| self.log_probabilities(model, &sequences))?;
+        let lengths: Vec<usize> = scored.answers.iter().map(|answer| answer.ids.len()).collect();
+        let is_learned = |answer: &Answer| !self.config.mask_truncated || answer.end != End::Length;
+        let learned: Vec<bool> = scored.answers.iter().map(is_learned).collect();
+        let logps = (sampled, of_reference.map(|logps| logps.detach()));
+        let tokens =
+            RewardedTokens::new(&self.config, &lengths, &advantages.values, &learned, logps)?;
+
+        let loss_of = |ctx: &mut StepContext, is_first: bool| {
+            let policy = self.log_probabilities(&self.policy, &sequences)?;
+            if is_first && ctx.is_logged() {
+                self.log_policy(&tokens, &policy, ctx)?;
+            }
+            tokens.loss(&self.config, &policy)
+        };
+        if self.config.updates == 1 {
+            return loss_of(ctx, true);
+        }
+        let mut first = None;
+        for update in 0..self.config.updates {
+            ctx.optimize("", |ctx| {
+                let loss = loss_of(ctx, update == 0)?;
+                first.get_or_insert_with(|| Loss::new(loss.sum().detach(), loss.count()));
+                Ok(loss)
+            })?;
+        }
+        first.ok_or_else(|| Error::other("no update"))
+    }
+
+    fn validation_step(&mut self, batch: &PromptRows, ctx: &mut StepContext) -> Result<Loss> {
+        let _scope = self.scope().enter();
+        let sampling = Sampling { temperature: 0.0, ..Sampling::default() };
+        let generation = Generation { samples: 1, sampling, ..self.config.generation() };
+        let scored = self.answer(&batch.rows, &generation, ctx)?;
+        scored.log(&self.rewards, "val_", ctx);
+        let sum = -scored.totals.iter().sum::<f64>() as f32;
+        let sum = Tensor::new(sum, self.policy.device())?;
+        Ok(Loss::new(sum, scored.totals.len() as f64))
+    }
+}
+
+impl Hooks<PromptData> for Grpo {}
