@@ -9,7 +9,8 @@ use fulgurite::cli::args::{Action, Output, RunRequest};
 use fulgurite::core::data::{DataContext, DataModule, Split, TokenBatch};
 use fulgurite::core::run::RunConfig;
 use fulgurite::data::{
-    ChatData, PreferenceBatch, PreferenceData, TextData, Tokenizer, UnpairedBatch, UnpairedData,
+    ChatData, PreferenceBatch, PreferenceData, PromptData, PromptRows, TextData, Tokenizer,
+    UnpairedBatch, UnpairedData,
 };
 use fulgurite::prelude::{Device, Tensor};
 use fulgurite_error::{Error, Result, counted, print};
@@ -103,6 +104,9 @@ impl Inspect {
             Some("kto") => {
                 self.show::<UnpairedData>(&request, |data| Some(data.tokenizer()), &of_answers)
             }
+            Some("grpo") => {
+                self.show::<PromptData>(&request, |data| Some(data.tokenizer()), &of_prompts)
+            }
             // A reward model has the same rows.
             Some("preference" | "reward") => {
                 self.show::<PreferenceData>(&request, |data| Some(data.tokenizer()), &of_pairs)
@@ -111,7 +115,7 @@ impl Inspect {
                 self.show::<TextData>(&request, TextData::tokenizer, &of_tokens)
             }
             Some(other) => Err(Error::Config(format!(
-                "`module.type`: samples of \"chat\", \"preference\", \"kto\", \"reward\", \"causal_lm\" and \"masked_lm\" \
+                "`module.type`: samples of \"chat\", \"preference\", \"kto\", \"grpo\", \"reward\", \"causal_lm\" and \"masked_lm\" \
                  are shown, not of \"{other}\""
             ))),
         }
@@ -173,6 +177,12 @@ fn of_pairs(batch: &PreferenceBatch) -> Result<Vec<Document>> {
 fn of_answers(batch: &UnpairedBatch) -> Result<Vec<Document>> {
     let (rows, time) = batch.inputs.dims2()?;
     documents([&batch.inputs, &batch.targets], &vec![time; rows])
+}
+
+/// The prompts of a batch, of which nothing is learned.
+fn of_prompts(batch: &PromptRows) -> Result<Vec<Document>> {
+    let ids = batch.rows.iter().map(|(_, row)| row.ids.clone());
+    Ok(ids.map(|ids| Document { learned: vec![false; ids.len()], ids }).collect())
 }
 
 /// The documents of these lengths, without padding.

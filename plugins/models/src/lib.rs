@@ -46,8 +46,8 @@ pub use matching::{Match, Take};
 pub use modules::ImageClassification;
 pub use modules::{
     CausalLm, Chat, Embedding, GRPO_KEYS, Grpo, GrpoConfig, GrpoLoss, KTO_KEYS, Kto, MaskedLm,
-    PREFERENCE_KEYS, Preference, Reward, ScaleRewards, SequenceClassification, TextGeneration,
-    TokenClassification,
+    PREFERENCE_KEYS, Preference, Reward, SampledAnswer, ScaleRewards, SequenceClassification,
+    TextGeneration, TokenClassification,
 };
 pub use recipes::{RECIPES, Recipe};
 pub use rewards::{

@@ -39,6 +39,7 @@ recipes![
     "chat_fsdp",
     "preference_lora",
     "kto_lora",
+    "grpo_lora",
     "reward",
     "tensor_parallel",
     "long_context",

@@ -17,6 +17,8 @@ mod generate;
 #[cfg(feature = "models")]
 mod gguf;
 #[cfg(feature = "models")]
+mod grpo;
+#[cfg(feature = "models")]
 mod interop;
 #[cfg(feature = "models")]
 mod models;

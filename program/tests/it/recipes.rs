@@ -43,6 +43,15 @@ fn small(name: &str) -> Vec<String> {
             Some("llama_yarn"),
             &["data.path=judged.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=16"],
         ),
+        "grpo_lora" => (
+            Some("llama_yarn"),
+            &[
+                "data.path=questions.jsonl",
+                "data.tokenizer=tokenizer.json",
+                "data.seq_len=8",
+                "model.grpo.max_new_tokens=4",
+            ],
+        ),
         "reward" => (
             Some("llama_yarn"),
             &["data.path=preferred.jsonl", "data.tokenizer=tokenizer.json", "data.seq_len=16"],
@@ -88,6 +97,8 @@ fn recipes_train_as_they_are_listed() {
 {"prompt": "the film", "completion": " is bad", "label": false}
 "#;
     std::fs::write(temp.path().join("judged.jsonl"), answers.repeat(20)).unwrap();
+    let question = "{\"prompt\": \"the cat\", \"answer\": 4}\n".repeat(40);
+    std::fs::write(temp.path().join("questions.jsonl"), question).unwrap();
     std::fs::write(temp.path().join("text.txt"), "to be or not to be ".repeat(200)).unwrap();
     let list = succeed(temp.path(), &["recipes", "list"]);
     let names: Vec<&str> = list.lines().filter_map(|line| line.split_whitespace().next()).collect();

@@ -367,7 +367,7 @@ impl DataModule for PromptData {
     }
 
     fn items(_: &PromptDataConfig) -> &'static str {
-        "answers"
+        "tokens"
     }
 
     fn shuffle(config: &PromptDataConfig) -> bool {

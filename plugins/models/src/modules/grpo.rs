@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::path::PathBuf;
 use std::sync::Arc;
 
-use candle_core::{Device, Tensor};
+use candle_core::{Device, Tensor, WithDType};
 use fulgurite_checkpoint::TensorSource;
 use fulgurite_data::{PromptData, PromptRow, PromptRows, Tokenizer};
 use fulgurite_engine::collective::broadcast_object;
@@ -68,6 +68,21 @@ struct Scored {
     totals: Vec<f64>,
     /// `[rewards][answers]`.
     scores: Vec<Vec<f64>>,
+}
+
+/// An answer of the model to learn from.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SampledAnswer {
+    /// The prompt's tokens, at least one.
+    pub prompt: Vec<u32>,
+    /// The answer's tokens, at least one.
+    pub ids: Vec<u32>,
+    /// The log-probability with which each token was sampled.
+    pub log_probabilities: Vec<f32>,
+    /// How much better the answer's reward is than those of its group.
+    pub advantage: f64,
+    /// Whether the answer ended at `max_new_tokens`.
+    pub is_truncated: bool,
 }
 
 /// Sequences to learn from.
@@ -163,32 +178,48 @@ impl Grpo {
         Ok(Scored { answers, sampled, totals, scores })
     }
 
-    /// The sequences of prompts with their answers.
-    fn sequences(&self, rows: &[(u64, Arc<PromptRow>)], scored: &Scored) -> Result<Sequences> {
-        let first = ForwardScope::current().first_sample;
-        let prompt = |answer: &Answer| &rows[(answer.prompt - first) as usize].1.ids;
-        let answers = || scored.answers.iter().map(|answer| (prompt(answer), &answer.ids));
+    /// Returns the loss of answers, on this rank alone.
+    ///
+    /// # Errors
+    /// If a sequence is longer than the model's positions.
+    pub fn loss(&self, answers: &[SampledAnswer]) -> Result<Loss> {
+        let _scope = self.scope().enter();
+        let (sequences, tokens) = self.prepare(answers)?;
+        tokens.loss(&self.config, &self.log_probabilities(&self.policy, &sequences)?)
+    }
+
+    /// The sequences of answers with their prompts, and their tokens with what they count.
+    fn prepare(&self, answers: &[SampledAnswer]) -> Result<(Sequences, RewardedTokens)> {
         // The last token is not an input.
-        let time = answers().map(|(prompt, ids)| prompt.len() + ids.len() - 1).max().unwrap_or(1);
+        let length = |answer: &SampledAnswer| answer.prompt.len() + answer.ids.len() - 1;
+        let time = answers.iter().map(length).max().unwrap_or(1);
         let (mut inputs, mut places, mut targets) = (Vec::new(), Vec::new(), Vec::new());
-        for (row, (prompt, ids)) in answers().enumerate() {
+        for (row, SampledAnswer { prompt, ids, .. }) in answers.iter().enumerate() {
             inputs.extend(prompt.iter().chain(&ids[..ids.len() - 1]));
             inputs.resize(time * (row + 1), 0);
             let before = time * row + prompt.len() - 1;
             places.extend((before..before + ids.len()).map(|place| place as u32));
             targets.extend_from_slice(ids);
         }
-        let device = self.policy.device();
-        let send = |values: Vec<u32>, shape: &[usize]| -> Result<Tensor> {
-            let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?;
-            transfer::to_device(&tensor, device, "answers")
+        let tokens = targets.len();
+        let sequences = Sequences {
+            inputs: self.on_device(inputs, &[answers.len(), time])?,
+            places: self.on_device(places, &[tokens])?,
+            targets: self.on_device(targets, &[tokens])?,
         };
-        let (count, tokens) = (scored.answers.len(), targets.len());
-        Ok(Sequences {
-            inputs: send(inputs, &[count, time])?,
-            places: send(places, &[tokens])?,
-            targets: send(targets, &[tokens])?,
-        })
+        let sampled = answers.iter().flat_map(|answer| &answer.log_probabilities);
+        let sampled = self.on_device(sampled.copied().collect(), &[tokens])?;
+        let of_reference = |model: &Decoder| self.log_probabilities(model, &sequences);
+        let reference = self.reference.evaluate(&self.policy, of_reference)?;
+        let reference = reference.map(|reference| reference.detach());
+        let tokens = RewardedTokens::new(&self.config, answers, sampled, reference)?;
+        Ok((sequences, tokens))
+    }
+
+    /// Sends values to the model's device.
+    fn on_device<T: WithDType>(&self, values: Vec<T>, shape: &[usize]) -> Result<Tensor> {
+        let tensor = Tensor::from_vec(values, shape, &Device::Cpu)?;
+        transfer::to_device(&tensor, self.policy.device(), "answers")
     }
 
     /// The log-probability of each answer token under a model, f32 `[tokens]`.
@@ -198,47 +229,64 @@ impl Grpo {
         model.log_probabilities_of(&hidden, &sequences.targets, self.config.temperature)
     }
 
-    /// Logs what the policy's log-probabilities say, before the first update.
+    /// Logs what the policy's log-probabilities say, of which only `clipped` changes by updates.
     fn log_policy(
         &self,
         tokens: &RewardedTokens,
         policy: &Tensor,
+        update: usize,
         ctx: &mut StepContext,
     ) -> Result<()> {
         let values = |of: &Tensor| read::vec1::<f32>(&of.detach(), "log-probabilities");
         let (policy, sampled) = (values(policy)?, values(&tokens.sampled)?);
-        let mean = |of: &mut dyn Iterator<Item = f64>| {
-            let (sum, weight) = of.fold((0.0, 0.0), |(sum, n), x| (sum + x, n + 1.0));
-            Mean { sum, weight }
-        };
-        let differences = || policy.iter().zip(&sampled).map(|(new, old)| f64::from(new - old));
-        ctx.log("logp_difference", mean(&mut differences().map(f64::abs)));
-        let (low, high) = (1.0 - self.config.epsilon, 1.0 + self.config.epsilon_high());
-        let is_out = |difference: f64| !(low..=high).contains(&difference.exp());
-        ctx.log("clipped", mean(&mut differences().map(|d| f64::from(u8::from(is_out(d))))));
+        let mean =
+            |values: Vec<f64>| Mean { sum: values.iter().sum(), weight: values.len() as f64 };
+        let pairs = policy.iter().zip(&sampled);
+        let differences: Vec<f64> = pairs.map(|(new, old)| f64::from(new - old)).collect();
+        let range = 1.0 - self.config.epsilon..=1.0 + self.config.epsilon_high();
+        let is_out = |difference: &f64| f64::from(u8::from(!range.contains(&difference.exp())));
+        ctx.log("clipped", mean(differences.iter().map(is_out).collect()));
+        if update > 0 {
+            return Ok(());
+        }
+        ctx.log("logp_difference", mean(differences.iter().map(|d| d.abs()).collect()));
         if let Some(reference) = &tokens.reference {
             let reference = values(reference)?;
             let differences = reference.iter().zip(&policy).map(|(of, own)| f64::from(of - own));
-            ctx.log("kl", mean(&mut differences.map(|d| d.exp() - d - 1.0)));
+            ctx.log("kl", mean(differences.map(|d| d.exp() - d - 1.0).collect()));
         }
         Ok(())
     }
 }
 
 impl Scored {
+    /// The answers to prompts, with these advantages.
+    fn answers(self, rows: &[(u64, Arc<PromptRow>)], advantages: &[f64]) -> Vec<SampledAnswer> {
+        let first = ForwardScope::current().first_sample;
+        let answers = self.answers.into_iter().zip(self.sampled).zip(advantages);
+        answers
+            .map(|((answer, log_probabilities), &advantage)| SampledAnswer {
+                prompt: rows[(answer.prompt - first) as usize].1.ids.clone(),
+                ids: answer.ids,
+                log_probabilities,
+                advantage,
+                is_truncated: answer.end == End::Length,
+            })
+            .collect()
+    }
+
     /// Logs rewards and lengths.
     fn log(&self, rewards: &Rewards, prefix: &str, ctx: &mut StepContext) {
         let weight = self.answers.len() as f64;
-        let mean = |values: &mut dyn Iterator<Item = f64>| Mean { sum: values.sum(), weight };
-        ctx.log(&format!("{prefix}reward"), mean(&mut self.totals.iter().copied()));
+        let mut log =
+            |name: &str, sum: f64| ctx.log(&format!("{prefix}{name}"), Mean { sum, weight });
+        log("reward", self.totals.iter().sum());
         for (name, scores) in rewards.names().iter().zip(&self.scores) {
-            ctx.log(&format!("{prefix}{name}"), mean(&mut scores.iter().copied()));
+            log(name, scores.iter().sum());
         }
-        let lengths = &mut self.answers.iter().map(|answer| answer.ids.len() as f64);
-        ctx.log(&format!("{prefix}answer_tokens"), mean(lengths));
-        let truncated =
-            &mut self.answers.iter().map(|answer| f64::from(u8::from(answer.end == End::Length)));
-        ctx.log(&format!("{prefix}truncated"), mean(truncated));
+        log("answer_tokens", self.answers.iter().map(|answer| answer.ids.len() as f64).sum());
+        let truncated = self.answers.iter().filter(|answer| answer.end == End::Length).count();
+        log("truncated", truncated as f64);
     }
 }
 
@@ -362,35 +410,22 @@ impl LightningModule for Grpo {
         ctx.log("reward_std", advantages.mean_std);
         ctx.log("equal_rewards", advantages.equal_share);
 
-        let sequences = self.sequences(&batch.rows, &scored)?;
-        let sampled: Vec<f32> = scored.sampled.iter().flatten().copied().collect();
-        let count = sampled.len();
-        let sampled = Tensor::from_vec(sampled, count, &Device::Cpu)?;
-        let sampled = transfer::to_device(&sampled, self.policy.device(), "log-probabilities")?;
-        let of_reference = self
-            .reference
-            .evaluate(&self.policy, |model| self.log_probabilities(model, &sequences))?;
-        let lengths: Vec<usize> = scored.answers.iter().map(|answer| answer.ids.len()).collect();
-        let is_learned = |answer: &Answer| !self.config.mask_truncated || answer.end != End::Length;
-        let learned: Vec<bool> = scored.answers.iter().map(is_learned).collect();
-        let logps = (sampled, of_reference.map(|logps| logps.detach()));
-        let tokens =
-            RewardedTokens::new(&self.config, &lengths, &advantages.values, &learned, logps)?;
-
-        let loss_of = |ctx: &mut StepContext, is_first: bool| {
+        let answers = scored.answers(&batch.rows, &advantages.values);
+        let (sequences, tokens) = self.prepare(&answers)?;
+        let loss_of = |ctx: &mut StepContext, update: usize| {
             let policy = self.log_probabilities(&self.policy, &sequences)?;
-            if is_first && ctx.is_logged() {
-                self.log_policy(&tokens, &policy, ctx)?;
+            if ctx.is_logged() {
+                self.log_policy(&tokens, &policy, update, ctx)?;
             }
             tokens.loss(&self.config, &policy)
         };
         if self.config.updates == 1 {
-            return loss_of(ctx, true);
+            return loss_of(ctx, 0);
         }
         let mut first = None;
         for update in 0..self.config.updates {
             ctx.optimize("", |ctx| {
-                let loss = loss_of(ctx, update == 0)?;
+                let loss = loss_of(ctx, update)?;
                 first.get_or_insert_with(|| Loss::new(loss.sum().detach(), loss.count()));
                 Ok(loss)
             })?;

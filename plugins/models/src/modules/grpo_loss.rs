@@ -4,6 +4,7 @@ use candle_core::{Device, Tensor};
 use fulgurite_error::Result;
 use fulgurite_nn::Loss;
 
+use super::grpo::SampledAnswer;
 use super::grpo_config::{GrpoConfig, GrpoLoss, ScaleRewards};
 
 /// TRL's bound of the divisor of advantages.
@@ -61,21 +62,21 @@ pub(super) struct RewardedTokens {
 }
 
 impl RewardedTokens {
-    /// Tokens of answers of these lengths and advantages. Answers that are not `learned` have no
-    /// weight.
+    /// The tokens of `answers`. With `mask_truncated`, truncated answers have no weight.
     ///
     /// # Errors
     /// If candle cannot make the tensors.
     pub(super) fn new(
         config: &GrpoConfig,
-        lengths: &[usize],
-        advantages: &[f64],
-        learned: &[bool],
-        (sampled, reference): (Tensor, Option<Tensor>),
+        answers: &[SampledAnswer],
+        sampled: Tensor,
+        reference: Option<Tensor>,
     ) -> Result<Self> {
-        let (mut of_tokens, mut weights, mut tokens) = (Vec::new(), Vec::new(), 0);
-        for ((&length, advantage), &is_learned) in lengths.iter().zip(advantages).zip(learned) {
-            of_tokens.resize(of_tokens.len() + length, *advantage as f32);
+        let (mut advantages, mut weights, mut tokens) = (Vec::new(), Vec::new(), 0);
+        for answer in answers {
+            let length = answer.ids.len();
+            advantages.resize(advantages.len() + length, answer.advantage as f32);
+            let is_learned = !(config.mask_truncated && answer.is_truncated);
             let weight = match (is_learned, config.loss) {
                 (false, _) => 0.0,
                 (true, GrpoLoss::Grpo) => 1.0 / length as f32,
@@ -85,17 +86,17 @@ impl RewardedTokens {
             tokens += if is_learned { length } else { 0 };
         }
         let count = match config.loss {
-            GrpoLoss::Grpo => lengths.len() as f64,
+            GrpoLoss::Grpo => answers.len() as f64,
             GrpoLoss::Dapo if tokens == 0 => NO_TOKENS,
             GrpoLoss::Dapo => tokens as f64,
-            GrpoLoss::DrGrpo => (lengths.len() * config.max_new_tokens) as f64,
+            GrpoLoss::DrGrpo => (answers.len() * config.max_new_tokens) as f64,
         };
         let device = sampled.device();
         let tensor = |values: Vec<f32>| -> Result<Tensor> {
             let len = values.len();
             Ok(Tensor::from_vec(values, len, &Device::Cpu)?.to_device(device)?)
         };
-        let (advantages, weights) = (tensor(of_tokens)?, tensor(weights)?);
+        let (advantages, weights) = (tensor(advantages)?, tensor(weights)?);
         Ok(Self { sampled, reference, advantages, weights, count })
     }
 
@@ -145,11 +146,17 @@ mod tests {
 
     /// Two answers, of 2 and 3 tokens, the second truncated.
     fn loss(config: &GrpoConfig, policy: &[f32]) -> (f64, Vec<f32>, f64) {
-        let learned = [true, !config.mask_truncated];
-        let sampled = row(&[-1.0, -2.0, -0.5, -0.7, -3.0]);
+        let answer = |tokens: usize, advantage, is_truncated| SampledAnswer {
+            prompt: vec![0],
+            ids: vec![0; tokens],
+            log_probabilities: Vec::new(),
+            advantage,
+            is_truncated,
+        };
+        let answers = [answer(2, 1.5, false), answer(3, -0.5, true)];
+        let sampled = row(&SAMPLED);
         let reference = (config.beta > 0.0).then(|| row(&[-1.1, -1.5, -0.5, -1.0, -2.0]));
-        let tokens =
-            RewardedTokens::new(config, &[2, 3], &[1.5, -0.5], &learned, (sampled, reference));
+        let tokens = RewardedTokens::new(config, &answers, sampled, reference);
         let policy = Var::from_tensor(&row(policy)).unwrap();
         let loss = tokens.unwrap().loss(config, &policy).unwrap();
         let grad = loss.sum().backward().unwrap();

@@ -59,7 +59,7 @@ pub(crate) const MODULES: [&str; 12] = [
 pub use causal_lm::CausalLm;
 pub use chat::Chat;
 pub use embedding::Embedding;
-pub use grpo::{GRPO_KEYS, Grpo};
+pub use grpo::{GRPO_KEYS, Grpo, SampledAnswer};
 pub use grpo_config::{GrpoConfig, GrpoLoss, ScaleRewards};
 #[cfg(feature = "images")]
 pub use image_classification::ImageClassification;

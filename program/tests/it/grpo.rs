@@ -1,0 +1,224 @@
+//! `fulgurite fit` on rewards: a tiny model sorts letters.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use serde_json::{Value, json};
+
+/// The model, in layers of 64.
+const MODEL: [&str; 6] = [
+    "model.type=llama",
+    "model.hidden_size=64",
+    "model.intermediate_size=128",
+    "model.num_hidden_layers=2",
+    "model.num_attention_heads=4",
+    "model.max_position_embeddings=32",
+];
+
+/// Some letters without order, different for each `i`.
+fn letters(i: usize) -> String {
+    let mut left: Vec<char> = ('a'..='h').collect();
+    let mut state = i * 7919 + 3;
+    let mut take = |_| {
+        state = (state * 1_103_515_245 + 12345) % (1 << 31);
+        left.remove((state >> 8) % left.len())
+    };
+    (0..3 + i % 3).map(&mut take).collect()
+}
+
+fn sorted(letters: &str) -> String {
+    let mut all: Vec<char> = letters.chars().collect();
+    all.sort_unstable();
+    all.into_iter().collect()
+}
+
+/// Writes rows of prompts and sorted letters under `answer`.
+fn write(path: &Path, rows: std::ops::Range<usize>, answer: &str) {
+    let row = |i: usize| {
+        let prompt = letters(i);
+        json!({"prompt": format!("{prompt}>"), answer: sorted(&prompt)})
+    };
+    fs::write(path, rows.map(|i| format!("{}\n", row(i))).collect::<String>()).unwrap();
+}
+
+/// Runs `fulgurite fit`. Returns the events, or the errors.
+fn fit(dir: &Path, sets: &[&str]) -> Result<Vec<Value>, String> {
+    let own = ["data.tokenizer=bytes", "trainer.loggers=[]", "scheduler=constant"];
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["fit", "--output", "json"])
+        .args(MODEL.iter().chain(&own).chain(sets).flat_map(|set| ["--set", set]))
+        .env("OMP_NUM_THREADS", "1")
+        .current_dir(dir)
+        .output()
+        .unwrap();
+    if !output.status.success() {
+        return Err(String::from_utf8(output.stderr).unwrap());
+    }
+    let events = String::from_utf8(output.stdout).unwrap();
+    Ok(events.lines().map(|line| serde_json::from_str(line).unwrap()).collect())
+}
+
+/// A folder with a model that has learned to sort a little, and prompts.
+fn folder() -> tempfile::TempDir {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("taught.jsonl"), 0..400, "completion");
+    write(&dir.path().join("prompts.jsonl"), 400..2400, "answer");
+    let sets = [
+        "module.type=chat",
+        "data.path=taught.jsonl",
+        "data.seq_len=32",
+        "data.batch_size=32",
+        "data.validation_fraction=0.0",
+        "optimizer.lr=0.003",
+        "trainer.max_steps=50",
+        "trainer.default_root_dir=taught",
+    ];
+    fit(dir.path(), &sets).unwrap();
+    dir
+}
+
+const GRPO: [&str; 9] = [
+    "module.type=grpo",
+    "model.grpo.samples=8",
+    "model.grpo.max_new_tokens=8",
+    "model.grpo.rewards=[{ type = 'answer' }]",
+    "data.path=prompts.jsonl",
+    "data.seq_len=16",
+    "trainer.log_every_n_steps=1",
+    "trainer.ckpt_path=taught/version_0/checkpoints/last",
+    "checkpoint.weights_only=true",
+];
+
+/// Trains on rewards.
+fn reinforce(dir: &Path, sets: &[&str]) -> Vec<Value> {
+    fit(dir, &[&GRPO, sets].concat()).unwrap()
+}
+
+/// The values of a metric, step by step.
+fn metric(events: &[Value], name: &str) -> Vec<f64> {
+    let of_steps = events.iter().filter(|event| event["event"] == "step");
+    of_steps.map(|event| event["metrics"][name].as_f64().unwrap()).collect()
+}
+
+fn mean(values: &[f64]) -> f64 {
+    values.iter().sum::<f64>() / values.len() as f64
+}
+
+#[test]
+fn letters_are_sorted_for_rewards() {
+    let dir = folder();
+    let sets = [
+        "optimizer.lr=0.001",
+        "data.batch_size=16",
+        "data.validation_fraction=0.05",
+        "trainer.max_steps=80",
+        "trainer.val_check_interval=80",
+    ];
+    let events = reinforce(dir.path(), &sets);
+    let rewards = metric(&events, "reward");
+    let (first, last) = (mean(&rewards[..5]), mean(&rewards[75..]));
+    assert!(first < 0.8 && last > first + 0.15, "{first} to {last}");
+    // What is sampled from is what is learned: the ratio is 1 to the bit.
+    assert!(metric(&events, "logp_difference").iter().all(|difference| *difference == 0.0));
+    assert!(metric(&events, "clipped").iter().all(|share| *share == 0.0));
+    let validation = events.iter().find(|event| event["event"] == "validation").unwrap();
+    let reward = validation["metrics"]["val_reward"].as_f64().unwrap();
+    assert!(reward > 0.85, "{validation}");
+    assert_eq!(validation["val_loss"].as_f64().unwrap(), -reward);
+}
+
+#[test]
+fn answers_are_equal_on_any_mesh() {
+    let dir = folder();
+    let tensor = "trainer.strategy={ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";
+    let meshes: [&[&str]; 5] = [
+        &["data.batch_size=8"],
+        &["data.batch_size=4", "trainer.devices=2", "trainer.strategy=fsdp"],
+        &[
+            "data.batch_size=2",
+            "trainer.devices=2",
+            "trainer.strategy=ddp",
+            "trainer.accumulate_grad_batches=2",
+        ],
+        &["data.batch_size=8", "trainer.devices=2", tensor],
+        &["data.batch_size=8", "trainer.activation_checkpointing=full"],
+    ];
+    for options in [
+        &["model.grpo.loss=grpo"][..],
+        &["model.grpo.temperature=0.7", "trainer.precision=bf16-mixed"],
+    ] {
+        let run = |mesh: &[&str]| {
+            let steps = ["trainer.max_steps=3", "data.validation_fraction=0.0"];
+            let events = reinforce(dir.path(), &[&steps, options, mesh].concat());
+            assert_eq!(metric(&events, "logp_difference"), [0.0; 3], "{options:?} {mesh:?}");
+            (metric(&events, "reward"), metric(&events, "answer_tokens"))
+        };
+        let alone = run(meshes[0]);
+        assert!(alone.0.iter().all(|reward| *reward > 0.0), "{alone:?}");
+        // In bf16 meshes round otherwise.
+        let meshes = if options.len() == 1 { &meshes[1..] } else { &meshes[1..2] };
+        for mesh in meshes {
+            let found = run(mesh);
+            if options.len() == 1 {
+                assert_eq!(found, alone, "{mesh:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn answers_are_learned_from_several_times() {
+    let dir = folder();
+    let lora = "trainer.adapters={ targets = 'all-linear', rank = 4, dropout = 0.1 }";
+    let sets = [
+        "model.grpo.updates=3",
+        "model.grpo.beta=0.05",
+        "model.grpo.epsilon=0.001",
+        "optimizer.lr=0.01",
+        "data.batch_size=4",
+        "trainer.max_steps=3",
+        lora,
+    ];
+    let events = reinforce(dir.path(), &sets);
+    // Adapters begin as no change, and dropout is off.
+    assert_eq!(metric(&events, "kl")[0], 0.0);
+    assert!(metric(&events, "kl")[2] > 0.0);
+    assert!(metric(&events, "clipped").iter().all(|share| (0.1..1.0).contains(share)));
+    assert_eq!(metric(&events, "logp_difference"), [0.0; 3]);
+}
+
+#[test]
+fn wrong_rewards_end_the_run_at_its_start() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("prompts.jsonl"), 0..8, "answer");
+    write(&dir.path().join("open.jsonl"), 0..8, "other");
+    let error = |sets: &[&str]| fit(dir.path(), &[&GRPO[..7], sets].concat()).unwrap_err();
+    for (set, text) in [
+        ("model.grpo.rewards=[]", "`model.grpo.rewards`: there is none"),
+        ("model.grpo.rewards=['anser']", "unknown reward `anser`; did you mean `answer`"),
+        ("model.grpo.reward=1", "`model.grpo.reward`; did you mean `model.grpo.rewards`"),
+        ("model.grpo.samples=1", "`model.grpo.samples`: must be at least 2"),
+        ("model.grpo.temperature=0", "`model.grpo.temperature`: must be above 0"),
+        ("model.grpo.max_new_tokens=99", "`model.grpo.max_new_tokens`: the longest prompt has"),
+        ("model.grpo.beta=0.1", "there are no weights to start from"),
+        ("data.path=open.jsonl", "open.jsonl, line 1 has no `answer`"),
+    ] {
+        let found = error(&[set]);
+        assert!(found.contains(text), "{set}: {found}");
+    }
+}
+
+/// A program that fails names what it said, and every rank ends.
+#[test]
+fn failing_reward_programs_end_all_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("prompts.jsonl"), 0..8, "answer");
+    let tensor = "trainer.strategy={ type = 'model_parallel', tensor_parallel_size = 2, parallelize = 'llama' }";
+    let program = "model.grpo.rewards=[{ type = 'program', command = ['sh', '-c', 'echo no score >&2; exit 3'] }]";
+    for mesh in [tensor, "trainer.strategy=fsdp"] {
+        let sets = [program, "trainer.devices=2", "data.batch_size=2", mesh];
+        let error = fit(dir.path(), &[&GRPO[..7], &sets].concat()).unwrap_err();
+        assert!(error.contains("failed (exit status: 3):\nno score"), "{mesh}: {error}");
+    }
+}
