@@ -197,7 +197,7 @@ fn wrong_rewards_end_the_run_at_its_start() {
     for (set, text) in [
         ("model.grpo.rewards=[]", "`model.grpo.rewards`: there is none"),
         ("model.grpo.rewards=['anser']", "unknown reward `anser`; did you mean `answer`"),
-        ("model.grpo.reward=1", "`model.grpo.reward`; did you mean `model.grpo.rewards`"),
+        ("model.grpo.reward=1", "unknown key `model.grpo.reward`; did you mean `rewards`"),
         ("model.grpo.samples=1", "`model.grpo.samples`: must be at least 2"),
         ("model.grpo.temperature=0", "`model.grpo.temperature`: must be above 0"),
         ("model.grpo.max_new_tokens=99", "`model.grpo.max_new_tokens`: the longest prompt has"),
@@ -207,6 +207,22 @@ fn wrong_rewards_end_the_run_at_its_start() {
         let found = error(&[set]);
         assert!(found.contains(text), "{set}: {found}");
     }
+}
+
+#[test]
+fn prompts_are_inspected() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("prompts.jsonl"), 0..8, "answer");
+    let sets = [&MODEL[..], &GRPO[..6], &["data.tokenizer=bytes"]].concat();
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["data", "inspect", "--samples", "1"])
+        .args(sets.into_iter().flat_map(|set| ["--set", set]))
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert!(said.contains("4 tokens, 0 learned"), "{said}");
+    assert!(said.ends_with(&format!("\n{}>\n", letters(0))), "{said}");
 }
 
 /// A program that fails names what it said, and every rank ends.
@@ -219,6 +235,7 @@ fn failing_reward_programs_end_all_ranks() {
     for mesh in [tensor, "trainer.strategy=fsdp"] {
         let sets = [program, "trainer.devices=2", "data.batch_size=2", mesh];
         let error = fit(dir.path(), &[&GRPO[..7], &sets].concat()).unwrap_err();
-        assert!(error.contains("failed (exit status: 3):\nno score"), "{mesh}: {error}");
+        let said = "failed (exit status: 3):\n  no score (in training_step of step 1)";
+        assert!(error.contains(said), "{mesh}: {error}");
     }
 }

@@ -9,6 +9,7 @@ mod labelled;
 mod lines;
 #[cfg(feature = "parquet")]
 mod parquet_texts;
+mod prompts;
 mod reading;
 mod table;
 mod text_data;

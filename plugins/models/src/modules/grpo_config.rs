@@ -70,7 +70,7 @@ impl Default for GrpoConfig {
             rewards: Vec::new(),
             reward_weights: Vec::new(),
             samples: 8,
-            max_new_tokens: 256,
+            max_new_tokens: 512,
             temperature: 1.0,
             top_k: 0,
             top_p: 1.0,
