@@ -179,7 +179,7 @@ fn of_answers(batch: &UnpairedBatch) -> Result<Vec<Document>> {
     documents([&batch.inputs, &batch.targets], &vec![time; rows])
 }
 
-/// The prompts of a batch, of which nothing is learned.
+/// The prompts of a batch. No token of a prompt is learned.
 fn of_prompts(batch: &PromptRows) -> Result<Vec<Document>> {
     let ids = batch.rows.iter().map(|(_, row)| row.ids.clone());
     Ok(ids.map(|ids| Document { learned: vec![false; ids.len()], ids }).collect())

@@ -208,7 +208,7 @@ fn saved_configuration(path: &Path) -> Result<Table> {
                      `fulgurite checkpoint convert DIR MODEL --to hugging-face`",
                 ));
             }
-            // Keys of the loss are none of the model's.
+            // The model has no keys of the loss.
             if let Some(model) = saved.get_mut("model").and_then(Value::as_table_mut) {
                 for key in [PREFERENCE_KEYS, KTO_KEYS, GRPO_KEYS].concat() {
                     model.remove(key);

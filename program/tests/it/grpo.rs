@@ -119,7 +119,7 @@ fn letters_are_sorted_for_rewards() {
     let rewards = metric(&events, "reward");
     let (first, last) = (mean(&rewards[..5]), mean(&rewards[75..]));
     assert!(first < 0.8 && last > first + 0.15, "{first} to {last}");
-    // What is sampled from is what is learned: the ratio is 1 to the bit.
+    // Sampling and learning have equal bits, so the ratio is exactly 1.
     assert!(metric(&events, "logp_difference").iter().all(|difference| *difference == 0.0));
     assert!(metric(&events, "clipped").iter().all(|share| *share == 0.0));
     let validation = events.iter().find(|event| event["event"] == "validation").unwrap();

@@ -296,7 +296,7 @@ pub const KEYS: &[Key] = &[
     key(
         "grpo",
         KeyKind::Table,
-        "How `grpo` answers prompts, rewards the answers and learns from them; its keys are below.",
+        "How `grpo` answers prompts, rewards the answers and learns from them.",
     ),
     key(
         "nll_weight",

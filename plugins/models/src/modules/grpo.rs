@@ -36,8 +36,8 @@ pub const GRPO_KEYS: &[&str] = &["grpo"];
 /// In each step the model answers each prompt of the batch several times (a group), rewards score
 /// the answers, and an answer's advantage is its reward less the group's mean, divided by the
 /// group's standard deviation. The loss of a token is as in TRL's `GRPOTrainer`, with the ratio of
-/// the token's probability and that with which it was sampled. Dropout is off. The options are
-/// those of [`GrpoConfig`].
+/// the token's present probability to its probability when it was sampled. Dropout is off. The
+/// options are in [`GrpoConfig`].
 ///
 /// An answer is a function of the weights, the seed, the step and the prompt's place in the step's
 /// batch: the same on any mesh, to rounding. With `batch_invariant` the ratio is exactly 1 before
@@ -79,7 +79,7 @@ pub struct SampledAnswer {
     pub ids: Vec<u32>,
     /// The log-probability with which each token was sampled.
     pub log_probabilities: Vec<f32>,
-    /// How much better the answer's reward is than those of its group.
+    /// The reward compared with the rewards of the answer's group.
     pub advantage: f64,
     /// Whether the answer ended at `max_new_tokens`.
     pub is_truncated: bool,
@@ -122,12 +122,11 @@ impl Grpo {
         let scope = ForwardScope::current();
         let tokenizer = tokenizer(ctx)?;
         let random = Stream::new(scope.seed, Purpose::Sample, "grpo").child(scope.step).block(0);
+        // A base model may end texts with another token than its chat template ends answers.
+        let end_tokens = self.end_tokens.iter().copied().chain(tokenizer.end_of_text());
         let generation = Generation {
             seed: u64::from(random[0]) | u64::from(random[1]) << 32,
-            end_tokens: match self.end_tokens.is_empty() {
-                true => tokenizer.end_of_text().into_iter().collect(),
-                false => self.end_tokens.clone(),
-            },
+            end_tokens: end_tokens.collect(),
             ..generation.clone()
         };
         let prompts: Vec<Prompt> = (scope.first_sample..)
@@ -229,7 +228,7 @@ impl Grpo {
         model.log_probabilities_of(&hidden, &sequences.targets, self.config.temperature)
     }
 
-    /// Logs what the policy's log-probabilities say, of which only `clipped` changes by updates.
+    /// Logs metrics of the policy's log-probabilities. Updates after the first log `clipped` alone.
     fn log_policy(
         &self,
         tokens: &RewardedTokens,

@@ -1,6 +1,6 @@
 //! The configuration of [`Grpo`](super::Grpo).
 
-use fulgurite_config::{ConfigType, Documented, PluginValue, to_table};
+use fulgurite_config::{ConfigType, PluginValue, to_table};
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
@@ -177,5 +177,3 @@ impl GrpoConfig {
         }
     }
 }
-
-fulgurite_config::register_table!("model.grpo", GrpoConfig::keys);

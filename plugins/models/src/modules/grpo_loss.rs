@@ -14,7 +14,7 @@ const STD_EPSILON: f64 = 1e-4;
 /// rounding beside other batches.
 const NO_TOKENS: f64 = 1e-9;
 
-/// Rewards as they compare with those of their group, and what is logged of the groups.
+/// Rewards compared with the rewards of their group, and metrics of the groups.
 #[derive(Debug, Clone, PartialEq)]
 pub(super) struct Advantages {
     /// Of each answer.

@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use super::{RewardConfig, RewardFunction, RewardedAnswer};
 use crate::matching::{Match, Matcher, Take};
 
-/// Rewards an answer with 1 if it is that of the row's column `answer` (a text, a number or a list
-/// of accepted ones), and with 0 otherwise:
+/// Rewards an answer with 1 if it equals the row's column `answer` (a text, a number or a list of
+/// accepted answers), else with 0:
 /// `{ type = "answer", match = "numeric", filter = "#### (\\d+)" }`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]

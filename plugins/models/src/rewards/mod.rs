@@ -205,6 +205,20 @@ mod tests {
     }
 
     #[test]
+    fn examples_of_rewards_can_be_built() {
+        let all = fulgurite_config::registry::plugins();
+        let rewards: Vec<_> = all.iter().filter(|plugin| plugin.kind == KIND).collect();
+        assert!(rewards.len() >= 3);
+        for reward in rewards {
+            let table: toml::Table =
+                toml::from_str(&format!("reward = {}", reward.example)).unwrap();
+            let value: PluginValue = table["reward"].clone().try_into().unwrap();
+            assert_eq!(value.name, reward.name);
+            Rewards::new(&[value], &[]).unwrap();
+        }
+    }
+
+    #[test]
     fn totals_are_weighted_sums() {
         let pattern = |text: &str| PluginValue::new("pattern").with("pattern", text);
         let rewards = Rewards::new(&[pattern("a"), pattern("b")], &[1.0, -0.5]).unwrap();

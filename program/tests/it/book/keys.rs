@@ -8,10 +8,10 @@ use fulgurite::core::config::{ConfigLayers, documented_keys};
 use fulgurite::core::registry;
 use fulgurite::core::run::{RunConfig, reference_sections};
 use fulgurite::data::{
-    ChatDataConfig, LabelledTextsConfig, PreferenceDataConfig, TableConfig, TextDataConfig,
+    ChatDataConfig, LabelledTextsConfig, PreferenceDataConfig, PromptDataConfig, TableConfig,
+    TextDataConfig,
 };
-use fulgurite_models::ModelConfig;
-use fulgurite_models::PromptsConfig;
+use fulgurite_models::{GrpoConfig, ModelConfig, PromptsConfig};
 use toml::{Table, Value};
 
 use super::page::Page;
@@ -81,6 +81,12 @@ impl Keys {
         }
         for key in documented_keys::<PreferenceDataConfig>().unwrap() {
             add("data", &key.name);
+        }
+        for key in documented_keys::<PromptDataConfig>().unwrap() {
+            add("data", &key.name);
+        }
+        for key in documented_keys::<GrpoConfig>().unwrap() {
+            add("model.grpo", &key.name);
         }
         for key in documented_keys::<TableConfig>().unwrap() {
             add("data", &key.name);
