@@ -13,7 +13,7 @@
 //!
 //! #[typetag::serde(name = "brevity")]
 //! impl RewardConfig for Brevity {
-//!     fn build(&self) -> fulgurite::Result<Box<dyn RewardFunction>> {
+//!     fn build(&self) -> fulgurite::core::Result<Box<dyn RewardFunction>> {
 //!         Ok(Box::new(Shortest(self.characters)))
 //!     }
 //! }
@@ -22,7 +22,7 @@
 //! struct Shortest(usize);
 //!
 //! impl RewardFunction for Shortest {
-//!     fn score(&self, answers: &[RewardedAnswer]) -> fulgurite::Result<Vec<f64>> {
+//!     fn score(&self, answers: &[RewardedAnswer]) -> fulgurite::core::Result<Vec<f64>> {
 //!         let is_short = |answer: &RewardedAnswer| answer.text.chars().count() <= self.0;
 //!         Ok(answers.iter().map(|answer| f64::from(u8::from(is_short(answer)))).collect())
 //!     }
