@@ -181,7 +181,7 @@ fn of_answers(batch: &UnpairedBatch) -> Result<Vec<Document>> {
 
 /// The prompts of a batch. No token of a prompt is learned.
 fn of_prompts(batch: &PromptRows) -> Result<Vec<Document>> {
-    let ids = batch.rows.iter().map(|(_, row)| row.ids.clone());
+    let ids = batch.rows.iter().map(|row| row.ids.clone());
     Ok(ids.map(|ids| Document { learned: vec![false; ids.len()], ids }).collect())
 }
 

@@ -121,7 +121,8 @@ impl CrossEntropy {
     pub fn losses(&self, logits: &Tensor, targets: &Tensor) -> Result<Tensor> {
         if ShardedLogits::of(logits)?.is_some() {
             return Err(Error::other(
-                "losses of single targets need whole logits; leave out `loss_parallel` of the head's plan, or                  compute in a `ForwardScope` without it",
+                "losses of single targets need whole logits; leave out `loss_parallel` of the head's plan, or \
+                 compute in a `ForwardScope` without it",
             ));
         }
         let smoothing = self.smoothing()?;

@@ -225,6 +225,24 @@ fn prompts_are_inspected() {
     assert!(said.ends_with(&format!("\n{}>\n", letters(0))), "{said}");
 }
 
+#[test]
+fn plans_and_accumulated_updates_are_refused() {
+    let dir = tempfile::tempdir().unwrap();
+    write(&dir.path().join("prompts.jsonl"), 0..8, "answer");
+    let sets = [&MODEL[..], &GRPO[..6], &["data.tokenizer=bytes"]].concat();
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .arg("plan")
+        .args(sets.into_iter().flat_map(|set| ["--set", set]))
+        .current_dir(dir.path())
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(!output.status.success() && said.contains("a plan does not cover `grpo`"), "{said}");
+    let accumulated = ["model.grpo.updates=2", "trainer.accumulate_grad_batches=2"];
+    let error = fit(dir.path(), &[&GRPO[..7], &accumulated].concat()).unwrap_err();
+    assert!(error.contains("accumulate_grad_batches"), "{error}");
+}
+
 /// A program that fails names what it said, and every rank ends.
 #[test]
 fn failing_reward_programs_end_all_ranks() {

@@ -47,6 +47,23 @@ fn last_object(output: &Output) -> Value {
     serde_json::from_str(line).unwrap_or_else(|error| panic!("{error} in {line}"))
 }
 
+/// A rank that is killed while it plans has no file to leave.
+#[test]
+fn plans_write_no_files() {
+    let dir = tempfile::tempdir().unwrap();
+    let output = Command::new(env!("CARGO_BIN_EXE_fulgurite"))
+        .args(["plan", "--json"])
+        .args(MODEL.into_iter().flat_map(|set| ["--set", set]))
+        .args(["--set", concat!("data.path=\"", env!("CARGO_MANIFEST_DIR"), "/../README.md\"")])
+        .current_dir(dir.path())
+        .env("TMPDIR", dir.path())
+        .output()
+        .expect("the program starts");
+    assert!(last_object(&output)["peak_bytes"].as_u64() > Some(0));
+    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
+}
+
 /// Runs on real processes, and compares with the plan that the run made at its start.
 #[test]
 fn runs_take_what_was_planned() {

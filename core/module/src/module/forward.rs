@@ -43,9 +43,9 @@ pub struct ForwardScope {
     pub loss_parallel: bool,
     /// Whether the batch only keeps ranks in step, and does not count.
     pub is_padding: bool,
-    /// Whether each row of a linear layer and each query of attention gets the same bits in any
-    /// batch, and in a forward with a cache of keys and values as in one without. Costs speed; on
-    /// the CPU alone. Otherwise the size of a product may decide the order of its sums.
+    /// Whether linear layers and causal attention sum each row alone. A row then has the same bits
+    /// in any batch, with a cache of keys and values or without one. Costs speed. Works on the CPU
+    /// only. Otherwise the size of a product may decide the order of its sums.
     pub batch_invariant: bool,
     /// The ranks whose batches form the whole batch. Set if several ranks do and a layer of the
     /// model computes with the whole batch.

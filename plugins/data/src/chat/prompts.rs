@@ -154,8 +154,8 @@ pub struct PromptRow {
 /// A micro-batch of [`PromptData`].
 #[derive(Debug, Clone)]
 pub struct PromptRows {
-    /// The rows, with their indices in the split.
-    pub rows: Vec<(u64, Arc<PromptRow>)>,
+    /// The rows.
+    pub rows: Vec<Arc<PromptRow>>,
 }
 
 /// A row with its place.
@@ -402,7 +402,7 @@ impl DataModule for PromptData {
     fn batch(&self, split: Split, indices: &[u64], _: &Device) -> Result<PromptRows> {
         let samples = self.samples(split);
         let row = |&index: &u64| match samples.get(index as usize) {
-            Some(sample) => Ok((index, sample.row.clone())),
+            Some(sample) => Ok(sample.row.clone()),
             None => {
                 Err(Error::Data(format!("there is no {split} sample {index} of {}", samples.len())))
             }

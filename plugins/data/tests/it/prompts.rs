@@ -31,12 +31,7 @@ fn open(rows: &[Value], change: impl Fn(&mut PromptDataConfig)) -> Result<Prompt
 fn texts(data: &PromptData) -> Vec<String> {
     let indices: Vec<u64> = (0..data.len(Split::Train)).collect();
     let batch = data.batch(Split::Train, &indices, &Device::Cpu).unwrap();
-    let text = |(i, (index, row)): (usize, &(u64, _))| {
-        assert_eq!(i as u64, *index);
-        let row: &std::sync::Arc<fulgurite_data::PromptRow> = row;
-        data.tokenizer().decode(&row.ids).unwrap()
-    };
-    batch.rows.iter().enumerate().map(text).collect()
+    batch.rows.iter().map(|row| data.tokenizer().decode(&row.ids).unwrap()).collect()
 }
 
 #[test]
@@ -52,7 +47,7 @@ fn prompts_of_each_form_are_read() {
     let system = "<|im_start|>system\nBe brief.<|im_end|>\n";
     assert_eq!(texts(&data), ["2+2=".to_owned(), user.to_owned(), format!("{system}{user}")]);
     let batch = data.batch(Split::Train, &[0], &Device::Cpu).unwrap();
-    let columns = Value::Object(batch.rows[0].1.columns.clone());
+    let columns = Value::Object(batch.rows[0].columns.clone());
     assert_eq!(columns, json!({"prompt": "2+2=", "answer": 4, "level": "easy"}));
     let flaw = data.flaw(|columns| (!columns.contains_key("answer")).then(|| "is open".to_owned()));
     let (place, flaw) = flaw.unwrap();

@@ -16,8 +16,7 @@ use crate::matching::{Expected, Match, Matcher, Take};
 const NAME: &str = "answers";
 
 /// Lets a language model answer questions, and logs the share of right answers, in each validation
-/// of a training of `causal_lm`, `chat`, `preference`, `kto` or
-/// `grpo`:
+/// of a training of `causal_lm`, `chat`, `preference`, `kto` or `grpo`:
 /// `{ type = "answers", path = "sums.jsonl", match = "numeric", stop = ["\n"] }`.
 ///
 /// A line of the file is an object with `prompt` (a text or a list of messages) and `answer` (a

@@ -33,22 +33,28 @@ pub const GRPO_KEYS: &[&str] = &["grpo"];
 
 /// A decoder that learns from the rewards of its own answers, on [`PromptData`]: GRPO.
 ///
-/// In each step the model answers each prompt of the batch several times (a group), rewards score
-/// the answers, and an answer's advantage is its reward less the group's mean, divided by the
-/// group's standard deviation. The loss of a token is as in TRL's `GRPOTrainer`, with the ratio of
-/// the token's present probability to its probability when it was sampled. Dropout is off. The
-/// options are in [`GrpoConfig`].
+/// In each step the model answers each prompt of the batch several times (a group). Rewards score
+/// the answers. An answer's advantage is its reward less the group's mean, divided by the group's
+/// standard deviation. The loss of a token is as in TRL's `GRPOTrainer`, with the ratio of the
+/// token's present probability to its probability when it was sampled. Dropout is off. The options
+/// are in [`GrpoConfig`].
 ///
 /// An answer is a function of the weights, the seed, the step and the prompt's place in the step's
 /// batch: the same on any mesh, to rounding. With `batch_invariant` the ratio is exactly 1 before
 /// the first update.
 ///
-/// Each step logs `reward`, `reward_NAME` of each reward, `reward_std`, `equal_rewards` (the share
-/// of groups whose rewards are equal, which teach nothing), `answer_tokens`, `truncated` (the share
-/// of answers that end at `max_new_tokens`), and of the steps that are logged `logp_difference` (the
-/// mean distance between the log-probabilities of sampling and of learning, before the first
-/// update), `clipped` and with `beta` `kl`. Validation answers each prompt once with the most likely
-/// tokens, and logs `val_reward` and the like. Its loss is minus the mean reward.
+/// | metric of a step | |
+/// |---|---|
+/// | `reward`, `reward_NAME` | the mean weighted sum, and the mean of each reward |
+/// | `reward_std` | the mean standard deviation in a group |
+/// | `equal_rewards` | the share of groups with equal rewards, which teach nothing |
+/// | `answer_tokens`, `truncated` | the mean length, and the share of answers that end at `max_new_tokens` |
+/// | `logp_difference` | the mean distance between the log-probabilities of sampling and of learning, before the first update |
+/// | `clipped` | the share of ratios outside the bounds, over all updates |
+/// | `kl` | with `beta`: the mean divergence from the reference, before the first update |
+///
+/// Validation answers each prompt once with the most likely tokens, and logs `val_reward` and the
+/// like. Its loss is minus the mean reward.
 #[derive(Debug)]
 pub struct Grpo {
     policy: Decoder,
@@ -115,7 +121,7 @@ impl Grpo {
     /// Answers the prompts and scores the answers. Collective.
     fn answer(
         &self,
-        rows: &[(u64, Arc<PromptRow>)],
+        rows: &[Arc<PromptRow>],
         generation: &Generation,
         ctx: &StepContext,
     ) -> Result<Scored> {
@@ -131,7 +137,7 @@ impl Grpo {
         };
         let prompts: Vec<Prompt> = (scope.first_sample..)
             .zip(rows)
-            .map(|(index, (_, row))| Prompt { index, ids: row.ids.clone() })
+            .map(|(index, row)| Prompt { index, ids: row.ids.clone() })
             .collect();
         let ranks = GenerationRanks {
             world: ctx.process_group().clone(),
@@ -156,7 +162,7 @@ impl Grpo {
             let rewarded: Vec<RewardedAnswer> = answers
                 .iter()
                 .map(|answer| RewardedAnswer {
-                    columns: &rows[(answer.prompt - scope.first_sample) as usize].1.columns,
+                    columns: &rows[(answer.prompt - scope.first_sample) as usize].columns,
                     text: answer.text.as_deref().unwrap_or_default(),
                     is_complete: answer.end != End::Length,
                 })
@@ -260,12 +266,12 @@ impl Grpo {
 
 impl Scored {
     /// The answers to prompts, with these advantages.
-    fn answers(self, rows: &[(u64, Arc<PromptRow>)], advantages: &[f64]) -> Vec<SampledAnswer> {
+    fn answers(self, rows: &[Arc<PromptRow>], advantages: &[f64]) -> Vec<SampledAnswer> {
         let first = ForwardScope::current().first_sample;
         let answers = self.answers.into_iter().zip(self.sampled).zip(advantages);
         answers
             .map(|((answer, log_probabilities), &advantage)| SampledAnswer {
-                prompt: rows[(answer.prompt - first) as usize].1.ids.clone(),
+                prompt: rows[(answer.prompt - first) as usize].ids.clone(),
                 ids: answer.ids,
                 log_probabilities,
                 advantage,

@@ -184,6 +184,23 @@ mod tests {
     }
 
     #[test]
+    fn masked_answers_alone_teach_nothing() {
+        for loss in [GrpoLoss::Dapo, GrpoLoss::Grpo, GrpoLoss::DrGrpo] {
+            let config = GrpoConfig { mask_truncated: true, loss, ..GrpoConfig::default() };
+            let answer = SampledAnswer {
+                prompt: vec![0],
+                ids: vec![0; 2],
+                log_probabilities: vec![-1.0; 2],
+                advantage: 1.0,
+                is_truncated: true,
+            };
+            let tokens = RewardedTokens::new(&config, &[answer], row(&[-1.0; 2]), None).unwrap();
+            let loss = tokens.loss(&config, &row(&[-0.5; 2])).unwrap();
+            assert_eq!(loss.mean().unwrap(), 0.0);
+        }
+    }
+
+    #[test]
     fn clipped_ratios_have_no_gradient() {
         let config = GrpoConfig { epsilon_high: Some(0.3), ..GrpoConfig::default() };
         // Ratios 1.35, 0.7, 1.35, 0.7 and 1: only gains beyond the bounds are clipped.

@@ -1,33 +1,4 @@
 //! Rewards of answers, which [`Grpo`](crate::Grpo) learns from.
-//!
-//! A crate adds a reward of its own as a plugin of the kind `"reward"`:
-//!
-//! ```
-//! use fulgurite_models::{RewardConfig, RewardFunction, RewardedAnswer};
-//! use serde::{Deserialize, Serialize};
-//!
-//! /// Rewards short answers: `{ type = "brevity", characters = 80 }`.
-//! #[derive(Debug, Serialize, Deserialize)]
-//! #[serde(deny_unknown_fields)]
-//! struct Brevity { characters: usize }
-//!
-//! #[typetag::serde(name = "brevity")]
-//! impl RewardConfig for Brevity {
-//!     fn build(&self) -> fulgurite::core::Result<Box<dyn RewardFunction>> {
-//!         Ok(Box::new(Shortest(self.characters)))
-//!     }
-//! }
-//! fulgurite::core::register_plugin!("reward", "brevity", "Rewards short answers", "");
-//!
-//! struct Shortest(usize);
-//!
-//! impl RewardFunction for Shortest {
-//!     fn score(&self, answers: &[RewardedAnswer]) -> fulgurite::core::Result<Vec<f64>> {
-//!         let is_short = |answer: &RewardedAnswer| answer.text.chars().count() <= self.0;
-//!         Ok(answers.iter().map(|answer| f64::from(u8::from(is_short(answer)))).collect())
-//!     }
-//! }
-//! ```
 
 mod answer;
 mod pattern;
@@ -47,6 +18,35 @@ const KIND: &str = "reward";
 const KEY: &str = "model.grpo.rewards";
 
 /// The configuration of a reward: an item of `model.grpo.rewards`.
+///
+/// A crate adds a reward of its own as a plugin of the kind `"reward"`:
+///
+/// ```
+/// use fulgurite_models::{RewardConfig, RewardFunction, RewardedAnswer};
+/// use serde::{Deserialize, Serialize};
+///
+/// /// Rewards short answers: `{ type = "brevity", characters = 80 }`.
+/// #[derive(Debug, Serialize, Deserialize)]
+/// #[serde(deny_unknown_fields)]
+/// struct Brevity { characters: usize }
+///
+/// #[typetag::serde(name = "brevity")]
+/// impl RewardConfig for Brevity {
+///     fn build(&self) -> fulgurite::core::Result<Box<dyn RewardFunction>> {
+///         Ok(Box::new(Shortest(self.characters)))
+///     }
+/// }
+/// fulgurite::core::register_plugin!("reward", "brevity", "Rewards short answers", "");
+///
+/// struct Shortest(usize);
+///
+/// impl RewardFunction for Shortest {
+///     fn score(&self, answers: &[RewardedAnswer]) -> fulgurite::core::Result<Vec<f64>> {
+///         let is_short = |answer: &RewardedAnswer| answer.text.chars().count() <= self.0;
+///         Ok(answers.iter().map(|answer| f64::from(u8::from(is_short(answer)))).collect())
+///     }
+/// }
+/// ```
 #[typetag::serde(tag = "type")]
 pub trait RewardConfig: std::fmt::Debug + Send + Sync {
     /// Returns the reward.
@@ -108,7 +108,7 @@ impl Rewards {
     /// Builds the rewards of `model.grpo.rewards` and `model.grpo.reward_weights`.
     ///
     /// # Errors
-    /// If there is none, a plugin or an option is wrong, or the weights do not fit.
+    /// If the list is empty, a plugin or an option is wrong, or the weights do not fit.
     pub(crate) fn new(rewards: &[PluginValue], weights: &[f64]) -> Result<Self> {
         let wrong = |message: String| Err(Error::Config(message));
         if rewards.is_empty() {

@@ -1,10 +1,10 @@
 //! The reward that a program computes.
 
 use std::io::{Read, Write as _};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
@@ -82,14 +82,19 @@ impl ProgramReward {
         let output = read_all(child.stdout.take());
         let errors = read_all(child.stderr.take());
         let timeout = Duration::from_secs_f64(self.timeout_secs);
-        let Ok(output) = output.recv_timeout(timeout) else {
+        let deadline = Instant::now() + timeout;
+        let output = output.recv_timeout(timeout).ok();
+        let status = match &output {
+            None => None,
+            Some(_) => status_until(&mut child, deadline).map_err(|error| self.failed(error))?,
+        };
+        let (Some(output), Some(status)) = (output, status) else {
             end(&mut child);
             return Err(self.failed(format_args!(
-                "printed no end within {} seconds (`timeout_secs`)",
+                "did not end within {} seconds (`timeout_secs`)",
                 self.timeout_secs
             )));
         };
-        let status = child.wait().map_err(|error| self.failed(error))?;
         if !status.success() {
             let errors = errors.recv_timeout(Duration::from_secs(1)).unwrap_or_default();
             let from = errors.len().saturating_sub(SHOWN_ERRORS);
@@ -97,6 +102,16 @@ impl ProgramReward {
             return Err(self.failed(format_args!("failed ({status}):\n{}", errors.trim_end())));
         }
         String::from_utf8(output).map_err(|_| self.failed("printed bytes that are no UTF-8"))
+    }
+}
+
+/// Waits for the program's end, which usually follows the end of its output at once.
+fn status_until(child: &mut Child, deadline: Instant) -> std::io::Result<Option<ExitStatus>> {
+    loop {
+        match child.try_wait()? {
+            None if Instant::now() < deadline => thread::sleep(Duration::from_millis(2)),
+            status => return Ok(status),
+        }
     }
 }
 
@@ -185,6 +200,8 @@ mod tests {
         assert!(message("echo oops >&2; exit 3", 60.0).ends_with("exit status: 3):\noops"));
         // The program goes on long after the test, unless it is killed.
         assert!(message("exec sleep 1000", 0.05).contains("within 0.05 seconds"));
+        let closed = "echo 1; echo 2; exec >&- 2>&- sleep 1000";
+        assert!(message(closed, 0.3).contains("did not end within 0.3 seconds"));
         let missing =
             ProgramReward { command: vec!["no-such-program".to_owned()], timeout_secs: 1.0 };
         let error = missing.score(&[]).unwrap_err().to_string();
