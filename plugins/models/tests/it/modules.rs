@@ -9,8 +9,8 @@ use fulgurite_data::{Labels, PaddedTexts, PreferenceBatch, RewardBatch, TextBatc
 #[cfg(feature = "images")]
 use fulgurite_models::ImageClassification;
 use fulgurite_models::{
-    CausalLm, Embedding, Export, Kto, MaskedLm, ModelConfig, Preference, Reward,
-    SequenceClassification, TokenClassification,
+    CausalLm, Embedding, Export, Grpo, Kto, MaskedLm, ModelConfig, Preference, Reward,
+    SampledAnswer, SequenceClassification, TokenClassification,
 };
 
 use serde_json::json;
@@ -245,14 +245,12 @@ fn rewards_cost_as_in_trl() {
 }
 
 /// The module with the weights of `llama`, and a reference with 1.1 of each weight.
-fn load_kto(beta: f64) -> (Fabric, Kto) {
-    let mut config = config("llama");
-    for (key, value) in [("beta", beta), ("desirable_weight", 1.5), ("undesirable_weight", 0.5)] {
-        config.set(key, value).unwrap();
-    }
+fn load_with_reference<M: LightningModule<Config = ModelConfig>>(
+    config: &ModelConfig,
+) -> (Fabric, M) {
     let mut fabric = single();
-    let module = fabric.setup_module(|b| Kto::configure_model(&config, b)).unwrap();
-    let source = Kto::map_weights(&config, checkpoint::open(fixture("llama")).unwrap()).unwrap();
+    let module = fabric.setup_module(|b| M::configure_model(config, b)).unwrap();
+    let source = M::map_weights(config, checkpoint::open(fixture("llama")).unwrap()).unwrap();
     let mut weights = Vec::new();
     for name in source.names() {
         let shape = source.info(name).unwrap().shape;
@@ -278,7 +276,11 @@ fn kto_costs_as_in_torch() {
         mismatched_inputs: ids(&expected["mismatched_inputs"]),
         mismatched_targets: expected["mismatched_targets"].clone(),
     };
-    let (mut fabric, module) = load_kto(0.3);
+    let mut config = config("llama");
+    for (key, value) in [("beta", 0.3), ("desirable_weight", 1.5), ("undesirable_weight", 0.5)] {
+        config.set(key, value).unwrap();
+    }
+    let (mut fabric, module) = load_with_reference::<Kto>(&config);
     let loss = module.loss(&batch).unwrap();
     assert_mean("kto", &loss, &expected["loss"]);
     let layout = crate::transformers::config("llama").describe().unwrap().weights;
@@ -290,6 +292,45 @@ fn kto_costs_as_in_torch() {
         ..batch
     };
     assert_mean("clamped", &module.loss(&swapped).unwrap(), &expected["clamped"]);
+}
+
+#[test]
+fn rewarded_answers_cost_as_in_trl() {
+    let expected = tensors("llama_grpo", "expected.safetensors");
+    let rows = |name: &str| ids(&expected[name]).to_vec2::<u32>().unwrap();
+    let (prompts, answers) = (rows("prompt_ids"), rows("completion_ids"));
+    let lengths = expected["lengths"].to_vec2::<i64>().unwrap();
+    let sampled = expected["sampled"].to_vec2::<f32>().unwrap();
+    let advantages = expected["advantages"].to_vec1::<f32>().unwrap();
+    let answer = |i: usize| {
+        let [prompt, ids] = [lengths[i][0] as usize, lengths[i][1] as usize];
+        SampledAnswer {
+            prompt: prompts[i][..prompt].to_vec(),
+            ids: answers[i][..ids].to_vec(),
+            log_probabilities: sampled[i][..ids].to_vec(),
+            advantage: f64::from(advantages[i]),
+            is_truncated: ids == 8,
+        }
+    };
+    let batch: Vec<SampledAnswer> = (0..lengths.len()).map(answer).collect();
+    let config = |loss: &str, beta: f64| {
+        let mut config = config("llama");
+        let grpo = json!({
+            "rewards": ["answer"], "loss": loss, "beta": beta, "temperature": 0.8, "epsilon": 0.2,
+            "epsilon_high": 0.3, "max_new_tokens": 8,
+        });
+        config.set("grpo", grpo).unwrap();
+        config
+    };
+    for name in ["dapo", "grpo", "dr_grpo"] {
+        let (_fabric, module) = load::<Grpo>(&config(name, 0.0), "llama").unwrap();
+        assert_mean(name, &module.loss(&batch).unwrap(), &expected[name]);
+    }
+    let (mut fabric, module) = load_with_reference::<Grpo>(&config("dapo", 0.5));
+    let loss = module.loss(&batch).unwrap();
+    assert_mean("with a divergence", &loss, &expected["with_kl"]);
+    let layout = crate::transformers::config("llama").describe().unwrap().weights;
+    assert_gradients("llama_grpo", &mut fabric, &loss, &layout);
 }
 
 /// A model that equals its reference is indifferent.
