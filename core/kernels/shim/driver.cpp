@@ -1,9 +1,10 @@
-// Reads memory and launches from a file, runs them, and writes the memory back. `tests/it/shim`
-// writes the file, and generates `entries.inc` from the table of kernels in Rust. A kernel whose
+// Reads memory and launches from files, runs them, and writes the memory back. `tests/it/shim`
+// writes the files, and generates `entries.inc` from the table of kernels in Rust. A kernel whose
 // parameters differ from the table does not compile.
 #include "shim.h"
 
 #include <cstddef>
+#include <iostream>
 #include <string>
 #include <vector>
 
@@ -97,23 +98,23 @@ bool product() {
     return true;
 }
 
-} // namespace
-
-int main(int, char **argv) {
-    FILE *file = fopen(argv[1], "rb");
-    if (!file) return 96;
+// Runs a request and writes its answer. False if a file cannot be read or written.
+bool run(const char *request, const char *answer) {
+    FILE *file = fopen(request, "rb");
+    if (!file) return false;
     fseek(file, 0, SEEK_END);
     input.resize((size_t)ftell(file));
     rewind(file);
-    if (fread(input.data(), 1, input.size(), file) != input.size()) return 96;
+    if (fread(input.data(), 1, input.size(), file) != input.size()) return false;
     fclose(file);
+    at = 0;
 
     uint64_t seed = number();
     for (uint64_t n = number(); n > 0; n--) {
         size_t bytes = number();
         // Aligned as by CUDA; it ends exactly where the elements end. At least one byte.
         void *start;
-        if (posix_memalign(&start, 256, bytes ? bytes : 1) != 0) return 96;
+        if (posix_memalign(&start, 256, bytes ? bytes : 1) != 0) return false;
         memcpy(start, take(bytes), bytes);
 #if defined(__SANITIZE_ADDRESS__)
         if (bytes == 0) __asan_poison_memory_region(start, 1);
@@ -132,7 +133,7 @@ int main(int, char **argv) {
         if (length == 0) { // kernels have names; products do not
             if (product()) continue;
             fprintf(stderr, "shim: a product that cuBLAS refuses\n");
-            return 96;
+            exit(96);
         }
         std::string name((const char *)take(length), length);
         unsigned grid = (unsigned)number(), block = (unsigned)number(), shared = (unsigned)number();
@@ -148,14 +149,31 @@ int main(int, char **argv) {
         }
         if (!entry || arguments.size() != 8 * entry->parameters) {
             fprintf(stderr, "shim: no kernel %s with %zu arguments\n", name.c_str(), arguments.size() / 8);
-            return 96;
+            exit(96);
         }
         shim::launch({entry->name, grid, block, shared, entry->run, arguments.data()}, seed);
     }
-    file = fopen(argv[2], "wb");
-    if (!file) return 96;
+    file = fopen(answer, "wb");
+    if (!file) return false;
     for (const Memory &m : memory) {
-        if (fwrite(m.start, 1, m.bytes, file) != m.bytes) return 96;
+        if (fwrite(m.start, 1, m.bytes, file) != m.bytes) return false;
+#if defined(__SANITIZE_ADDRESS__)
+        if (m.bytes == 0) __asan_unpoison_memory_region(m.start, 1);
+#endif
+        free(m.start);
     }
-    return fclose(file) == 0 ? 0 : 96;
+    memory.clear();
+    return fclose(file) == 0;
+}
+
+} // namespace
+
+// Standard input holds pairs of lines, the paths of a request and of its answer. A line is printed
+// for each answer. Many requests share a process, since ThreadSanitizer's fibers are slow to make.
+int main() {
+    std::string request, answer;
+    while (std::getline(std::cin, request) && std::getline(std::cin, answer)) {
+        if (!run(request.c_str(), answer.c_str())) return 96;
+        std::cout << "done" << std::endl;
+    }
 }

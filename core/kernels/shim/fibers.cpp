@@ -23,9 +23,9 @@
 #if !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
 #define UNWATCHED
 #endif
-// Without sanitizers, fibers switch by a few instructions; `swapcontext` makes a system call for
-// signals each time.
-#if defined(UNWATCHED) && defined(__x86_64__)
+// Fibers switch by a few instructions where these are known: `swapcontext` makes a system call for
+// signals each time, and AddressSanitizer's version of it clears the record of a whole stack.
+#if defined(__x86_64__)
 #define FAST_SWITCH
 extern "C" void shim_switch(void **from, void *to);
 asm(R"(
@@ -116,10 +116,10 @@ char block_order, warp_order[MOST_THREADS / LANES], start_order, end_order;
 #if defined(__SANITIZE_THREAD__)
 void *scheduler_detector;
 // ThreadSanitizer's fibers. If a fiber is reused, its old accesses count as the new thread's. So a
-// few consecutive blocks get fibers of their own, and races between these blocks are found; making
-// a fiber is slow. Each fiber has its own stack, and each block its own shared memory, since reuse
-// would be reported as a race.
-constexpr unsigned MOST_BLOCKS = 6, MOST_STACKS = MOST_BLOCKS * 256;
+// few consecutive blocks get fibers of their own, and races between these blocks are found. They are
+// few because each barrier takes time by the number of fibers. Each fiber has its own stack, and
+// each block its own shared memory, since reuse would be reported as a race.
+constexpr unsigned MOST_BLOCKS = 6, MOST_FIBERS = 512, MOST_STACKS = MOST_THREADS;
 void *detectors[MOST_STACKS];
 unsigned detector_count, block_count;
 #else
@@ -251,6 +251,9 @@ UNSEEN void start_fiber(unsigned index, unsigned block) {
     fiber.stack = stacks + STACK * index;
 #endif
 #if defined(FAST_SWITCH)
+#if defined(__SANITIZE_ADDRESS__)
+    __asan_unpoison_memory_region(fiber.stack, STACK); // the last fiber here left its frames without returning
+#endif
     // A stack as if `enter` had called `shim_switch` at its beginning: six registers and the return
     // address.
     void **top = (void **)((char *)fiber.stack + STACK) - 1;
@@ -275,7 +278,7 @@ UNSEEN void run_block(unsigned block) {
     count = launched->block * launched->block_y * launched->block_z;
 #if defined(__SANITIZE_THREAD__)
     static char *const shared_memories = (char *)map(SHARED_BYTES * MOST_BLOCKS);
-    if (block_count == MOST_BLOCKS || detector_count + count > MOST_STACKS) end_blocks();
+    if (block_count == MOST_BLOCKS || detector_count + count > MOST_FIBERS) end_blocks();
     shared_memory = shared_memories + SHARED_BYTES * block_count++;
 #endif
     ready_count = ended_count = 0;
@@ -367,11 +370,12 @@ UNSEEN void warp_barrier() {
     acquire(order);
 }
 
+// Orders no memory, as CUDA's shuffles do not.
 UNSEEN uint64_t exchange(uint64_t bits, unsigned mask) {
     fibers[current].slot = bits;
-    warp_barrier();
+    meet();
     uint64_t other = fibers[current ^ mask].slot;
-    warp_barrier();
+    meet();
     return other;
 }
 

@@ -1,10 +1,10 @@
 //! Compiles the driver.
 
-use std::fmt::Write as _;
 use std::fs;
+use std::io::{BufRead as _, BufReader, Read as _, Write as _};
 use std::path::{Path, PathBuf};
-use std::process::Command;
-use std::sync::OnceLock;
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::sync::{LazyLock, Mutex};
 
 use fulgurite_kernels::Source;
 use fulgurite_kernels::table::{self, Signature};
@@ -29,32 +29,78 @@ impl Sanitizer {
     }
 }
 
-/// A compiled driver.
-#[derive(Debug, Clone)]
-pub(crate) struct Driver(PathBuf);
+/// A compiled driver, and its processes that wait for requests.
+#[derive(Debug)]
+pub(crate) struct Driver {
+    program: PathBuf,
+    idle: Mutex<Vec<Process>>,
+}
 
 impl Driver {
     /// Returns the driver with all kernels of the crate, compiled once.
     pub(crate) fn of_crate(sanitizer: Sanitizer) -> &'static Self {
-        static DRIVERS: [OnceLock<Driver>; 2] = [const { OnceLock::new() }; 2];
-        DRIVERS[sanitizer as usize].get_or_init(|| {
+        static DRIVERS: LazyLock<[Driver; 2]> = LazyLock::new(|| {
             let sources: Vec<_> =
                 Source::ALL.iter().map(|source| (source.name(), own_text(*source))).collect();
-            build(sanitizer, "crate", &sources, &table::all(), true).unwrap()
-        })
+            let build =
+                |sanitizer| build(sanitizer, "crate", &sources, &table::all(), true).unwrap();
+            std::thread::scope(|scope| {
+                let threads = Sanitizer::ALL.map(|sanitizer| scope.spawn(move || build(sanitizer)));
+                threads.map(|thread| thread.join().unwrap())
+            })
+        });
+        &DRIVERS[sanitizer as usize]
     }
 
-    /// Runs the driver. Address randomisation is off, because old versions of ThreadSanitizer need
-    /// that.
-    pub(crate) fn run(&self, request: &Path, answer: &Path) -> std::process::Output {
-        Command::new("setarch")
+    /// Runs a request, or returns how the driver ended and what it said.
+    pub(crate) fn run(&self, request: &Path, answer: &Path) -> Result<(), String> {
+        let idle = self.idle.lock().unwrap().pop();
+        let mut process = idle.unwrap_or_else(|| Process::start(&self.program));
+        let done = process.run(request, answer);
+        if done.is_ok() {
+            self.idle.lock().unwrap().push(process);
+        }
+        done
+    }
+}
+
+/// A process of a driver. It ends when its standard input does, at the latest with the tests.
+#[derive(Debug)]
+struct Process {
+    child: Child,
+    requests: ChildStdin,
+    answers: BufReader<ChildStdout>,
+}
+
+impl Process {
+    /// Address randomisation is off, because old versions of ThreadSanitizer need that.
+    fn start(program: &Path) -> Self {
+        let mut child = Command::new("setarch")
             .arg("-R")
-            .args([self.0.as_path(), request, answer])
+            .arg(program)
             .env("ASAN_OPTIONS", "detect_leaks=0:detect_stack_use_after_return=0")
             .env("TSAN_OPTIONS", "halt_on_error=1:report_signal_unsafe=0:history_size=0")
             .env("UBSAN_OPTIONS", "print_stacktrace=1")
-            .output()
-            .expect("setarch, of util-linux, starts the driver")
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("setarch, of util-linux, starts the driver");
+        let requests = child.stdin.take().unwrap();
+        let answers = BufReader::new(child.stdout.take().unwrap());
+        Self { child, requests, answers }
+    }
+
+    fn run(&mut self, request: &Path, answer: &Path) -> Result<(), String> {
+        writeln!(self.requests, "{}\n{}", request.display(), answer.display()).unwrap();
+        let mut said = String::new();
+        self.answers.read_line(&mut said).unwrap();
+        if said == "done\n" {
+            return Ok(());
+        }
+        let mut report = String::new();
+        self.child.stderr.take().unwrap().read_to_string(&mut report).unwrap();
+        Err(format!("{}\n{report}", self.child.wait().unwrap()))
     }
 }
 
@@ -86,11 +132,12 @@ pub(crate) fn build(
     ];
     files.extend(sources.iter().map(|(name, text)| (format!("{name}.cu"), text.clone())));
     let program = folder.join("driver");
+    let driver = |program| Driver { program, idle: Mutex::default() };
     let changed = files
         .iter()
         .filter(|(name, text)| fs::read_to_string(folder.join(name)).ok().as_ref() != Some(text));
     if changed.count() == 0 && program.exists() {
-        return Ok(Driver(program));
+        return Ok(driver(program));
     }
     let _ = fs::remove_file(&program);
     for (name, text) in &files {
@@ -108,13 +155,15 @@ pub(crate) fn build(
             panic!("{compiler}, which compiles the kernels for the CPU: {error}")
         });
     match compiled.status.success() {
-        true => Ok(Driver(program)),
+        true => Ok(driver(program)),
         false => Err(String::from_utf8_lossy(&compiled.stderr).into_owned()),
     }
 }
 
 /// Generates the kernels' text, the checks of the table against it, and the kernels by name.
 fn entries(sources: &[(&str, String)], signatures: &[Signature], with_rows: bool) -> String {
+    use std::fmt::Write as _;
+
     let mut text = String::from("#include \"entries.h\"\n#include \"common.cu\"\n");
     for (name, _) in sources {
         writeln!(text, "namespace {name} {{\n#include \"{name}.cu\"\n}}").unwrap();
