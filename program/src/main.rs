@@ -6,6 +6,7 @@ mod checkpoint;
 mod data;
 #[cfg(feature = "models")]
 mod generate;
+mod hub;
 #[cfg(feature = "models")]
 mod language_model;
 #[cfg(feature = "models")]
@@ -14,6 +15,8 @@ mod models;
 mod recipes;
 mod report;
 mod run;
+#[cfg(feature = "plugins")]
+mod schedule;
 #[cfg(feature = "models")]
 mod serve;
 
@@ -83,6 +86,13 @@ enum Command {
     #[cfg(feature = "models")]
     #[command(subcommand)]
     Recipes(recipes::Command),
+    /// Models of the Hugging Face Hub: download them into the local cache
+    #[command(subcommand)]
+    Hub(hub::Command),
+    /// Schedules of pipelines: draw them, and how long ranks wait
+    #[cfg(feature = "plugins")]
+    #[command(subcommand)]
+    Schedule(schedule::Command),
     /// Checkpoints on disk: look into, verify, compare and convert them
     #[command(subcommand)]
     Checkpoint(checkpoint::Command),
@@ -148,6 +158,9 @@ fn run() -> ExitCode {
         }
         #[cfg(feature = "models")]
         Command::Recipes(command) => exit_code(command.run()),
+        Command::Hub(command) => exit_code(command.run()),
+        #[cfg(feature = "plugins")]
+        Command::Schedule(command) => exit_code(command.run()),
         Command::Checkpoint(command) => {
             log_to_stderr();
             exit_code(checkpoint::run(command))

@@ -52,7 +52,7 @@ fn too_few_threads_are_named() {
 fn too_little_memory_is_named() {
     let scratch = Scratch::with_tokens();
     let job = scratch.small().on("fsdp", 2, 3).set(&["trainer.max_steps=1"]);
-    for kib in [60_000, 150_000, 300_000] {
+    for kib in [80_000, 150_000, 300_000] {
         let error = first_error(&job, &format!("-v {kib}")).expect("too little");
         assert!(error.contains("memory"), "{kib}: {error}");
     }

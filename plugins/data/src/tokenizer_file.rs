@@ -5,6 +5,7 @@ use std::path::{Path, PathBuf};
 
 use fulgurite_error::files::{foreign_content, read_regular};
 use fulgurite_error::{Error, Result};
+use fulgurite_hub::{Cache, Repository};
 use fulgurite_launch::catch_panic;
 use serde::Deserialize;
 use serde_json::Value;
@@ -66,6 +67,15 @@ struct AddedToken {
     content: String,
 }
 
+/// The file or folder that a tokenizer's name means: a path, or the name of a repository in the
+/// local Hub cache, as in `model.from_pretrained`.
+pub(crate) fn located(name: &str) -> PathBuf {
+    let path = PathBuf::from(name);
+    let repository = name.parse::<Repository>().ok().filter(|_| !path.exists());
+    let cached = repository.and_then(|it| Cache::from_environment().find(&it, "main"));
+    cached.unwrap_or(path)
+}
+
 impl TokenizerFile {
     /// Reads a `tokenizer.json`, or the one in a folder. Ignores truncation, padding and the
     /// post-processor, which prepare a model's input, and dropout, which differs by rank.
@@ -89,8 +99,8 @@ impl TokenizerFile {
         }
         if !path.exists() {
             return Err(Error::Data(format!(
-                "there is no file {} (data.tokenizer); name a Hugging Face tokenizer.json, or \
-                 \"bytes\" for the built-in byte-level tokenizer",
+                "there is no file {} (data.tokenizer); name a Hugging Face tokenizer.json, a repository in the \
+                 local Hub cache, or \"bytes\" for the built-in byte-level tokenizer",
                 path.display()
             )));
         }

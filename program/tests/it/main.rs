@@ -19,6 +19,8 @@ mod gguf;
 #[cfg(feature = "models")]
 mod grpo;
 #[cfg(feature = "models")]
+mod hub;
+#[cfg(feature = "models")]
 mod interop;
 #[cfg(feature = "models")]
 mod models;
@@ -30,6 +32,8 @@ mod preference;
 mod recipes;
 mod report;
 mod run;
+#[cfg(feature = "models")]
+mod schedule;
 #[cfg(feature = "models")]
 mod schedule_free;
 #[cfg(feature = "models")]

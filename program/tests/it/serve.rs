@@ -533,7 +533,7 @@ fn unusable_arguments_are_refused() {
     assert_snapshot!(with(&["--set", "trainer.devices=auto"]), @r#"error: --set trainer.devices: `fulgurite serve` needs 1 device, found "auto""#);
     assert_snapshot!(with(&["--set", "data.temperature=0.5"]), @"error: --set data.…: `fulgurite serve` takes `tokenizer`, `chat_template`, `template_options`, `template_date` and `end_tokens`; requests have the other options");
     assert_snapshot!(with(&["--chat-template", "missing.jinja"]), @r#"error: data.chat_template: there is no file missing.jinja; name one, or "chatml""#);
-    assert_snapshot!(with(&["--tokenizer", "missing.json"]), @r#"error: data: there is no file missing.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
+    assert_snapshot!(with(&["--tokenizer", "missing.json"]), @r#"error: data: there is no file missing.json (data.tokenizer); name a Hugging Face tokenizer.json, a repository in the local Hub cache, or "bytes" for the built-in byte-level tokenizer"#);
     assert_snapshot!(with(&["--set", "trainer.devicse=1"]), @"error: --set trainer.devicse=1: unknown key `trainer.devicse`; did you mean `devices`?");
     let taken = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
     let port = taken.local_addr().unwrap().port().to_string();

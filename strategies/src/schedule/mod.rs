@@ -10,6 +10,8 @@
 //! |---|---|
 //! | [`fsdp`] | when to gather and free units and reduce-scatter their gradients |
 //! | [`ddp`] | when to all-reduce gradient buckets |
+//! | [`pipeline`] | which stage and micro-batch a rank of a pipeline computes next |
 
 pub mod ddp;
 pub mod fsdp;
+pub mod pipeline;

@@ -1,7 +1,6 @@
 //! Conversations as token ids, with the tokens to learn.
 
 use std::ops::Range;
-use std::path::Path;
 
 use fulgurite_error::{Error, Result};
 use minijinja::Value;
@@ -13,6 +12,7 @@ use crate::config::AddBosToken;
 use crate::rows::Place;
 use crate::special_tokens::Wanted;
 use crate::tokenizer::Tokenizer;
+use crate::tokenizer_file::located;
 
 /// A tokenized conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,8 +84,12 @@ impl ChatEncoder {
         };
         let (tokenizer, file) = match path {
             "bytes" => (Tokenizer::bytes(), None),
-            path => (Tokenizer::open(Path::new(path), wanted)?, Some(Path::new(path))),
+            name => {
+                let file = located(name);
+                (Tokenizer::open(&file, wanted)?, Some(file))
+            }
         };
+        let file = file.as_deref();
         let opened = ChatTemplate::open(file, config.chat_template.as_deref(), &config.template()?);
         let template = match opened {
             Err(Error::Config(why)) if config.chat_template.is_none() => Err(why),

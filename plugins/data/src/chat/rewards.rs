@@ -1,6 +1,6 @@
 //! [`RewardData`].
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use candle_core::{Device, Tensor};
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, Split};
@@ -12,6 +12,7 @@ use super::preferences::{PreferenceData, PreferenceDataConfig};
 use crate::labelled::PaddedTexts;
 use crate::special_tokens::named_token;
 use crate::tokenizer::Tokenizer;
+use crate::tokenizer_file::located;
 
 /// The rows of [`PreferenceData`] for a model that scores texts: each text is whole, with its last
 /// token.
@@ -55,7 +56,7 @@ impl RewardData {
     }
 
     fn with_padding(pairs: PreferenceData, config: &PreferenceDataConfig) -> Result<Self> {
-        let path = PathBuf::from(config.tokenizer.as_deref().unwrap_or_default());
+        let path = located(config.tokenizer.as_deref().unwrap_or_default());
         let file = if path.is_dir() { path.join("tokenizer.json") } else { path };
         let named = match file == Path::new("bytes") {
             true => None,

@@ -323,7 +323,7 @@ fn missing_and_unusable_files_are_explained() {
         tokenizer: Some(dir.path().join(name).to_str().unwrap().to_owned()),
         ..at(text, "short.txt")
     };
-    insta::assert_snapshot!(error(&dir, &tokenizer("tokenizer.json")), @r#"data: there is no file DIR/tokenizer.json (data.tokenizer); name a Hugging Face tokenizer.json, or "bytes" for the built-in byte-level tokenizer"#);
+    insta::assert_snapshot!(error(&dir, &tokenizer("tokenizer.json")), @r#"data: there is no file DIR/tokenizer.json (data.tokenizer); name a Hugging Face tokenizer.json, a repository in the local Hub cache, or "bytes" for the built-in byte-level tokenizer"#);
     insta::assert_snapshot!(error(&dir, &tokenizer("bad.json")), @"data: DIR/bad.json (data.tokenizer) is not a Hugging Face tokenizer.json: Model missing. at line 1 column 2");
 }
 

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use fulgurite_error::{Error, Result};
+use fulgurite_hub::{Cache, Repository};
 
 /// Returns the directory that `model.from_pretrained` names: an existing directory, or the newest
 /// snapshot of a repository `owner/name` in the local Hub cache (`$HF_HUB_CACHE`,
@@ -16,42 +17,17 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
         return Ok(path.to_owned());
     }
     let text = path.to_string_lossy();
-    let is_name = |part: &str| {
-        !part.is_empty()
-            && part.chars().all(|c| c.is_ascii_alphanumeric() || "._-".contains(c))
-            && !part.starts_with('.')
-    };
-    let repository = match text.split_once('/') {
-        Some((owner, name)) if is_name(owner) && is_name(name) => Some((owner, name)),
-        _ => None,
-    };
     let missing = "`model.from_pretrained` is to name a folder with config.json and weights";
-    let (Some((owner, name)), false) = (repository, path.exists()) else {
+    let repository = text.parse::<Repository>().ok().filter(|_| !path.exists());
+    let Some(repository) = repository else {
         return Err(Error::Config(format!("{text}: there is no such folder; {missing}")));
     };
-    let cache = cache();
-    let repository = cache.join(format!("models--{owner}--{name}"));
-    let revision = std::fs::read_to_string(repository.join("refs/main"));
-    let snapshot = revision.ok().map(|name| repository.join("snapshots").join(name.trim()));
-    snapshot.filter(|path| path.is_dir()).ok_or_else(|| {
+    let cache = Cache::from_environment();
+    cache.find(&repository, "main").ok_or_else(|| {
         Error::Config(format!(
             "{text}: there is no such folder, and no repository of this name in {}; {missing}, or a repository that \
-             is in the cache (`hf download {text}` puts it there)",
-            cache.display()
+             is in the cache (`fulgurite hub download {text}` puts it there)",
+            cache.folder().display()
         ))
     })
-}
-
-/// The directory of the Hub cache.
-fn cache() -> PathBuf {
-    let variable = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
-    if let Some(cache) = variable("HF_HUB_CACHE").or_else(|| variable("HUGGINGFACE_HUB_CACHE")) {
-        return cache.into();
-    }
-    let home = || variable("HOME").map_or_else(PathBuf::new, PathBuf::from);
-    let hugging_face = variable("HF_HOME").map(PathBuf::from).unwrap_or_else(|| {
-        let cache = variable("XDG_CACHE_HOME").map_or_else(|| home().join(".cache"), PathBuf::from);
-        cache.join("huggingface")
-    });
-    hugging_face.join("hub")
 }

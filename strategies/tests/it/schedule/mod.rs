@@ -1,8 +1,9 @@
-//! Properties of the FSDP and DDP schedules, on random models, programs and ranks whose forwards
+//! Properties of the FSDP, DDP and pipeline schedules, on random models, programs and ranks whose forwards
 //! use different parameters.
 
 mod ddp;
 mod fsdp;
+mod pipeline;
 
 /// A number derived from a scenario's seed and the purpose of the draw.
 fn draw(seed: u64, of: &[usize]) -> usize {
