@@ -145,8 +145,10 @@ fn micro_batches_in_flight_have_their_formulas() {
             assert!(peak(Type::ZeroBubble, 1).into_iter().all(|peak| peak <= p.min(m)), "{p} {m}");
             assert!(peak(Type::ZeroBubbleV, 2).into_iter().all(|peak| peak <= 2 * p), "{p} {m}");
             if m >= 2 * p {
-                let most = if p == 1 { 2 } else { 2 * p + 1 };
-                assert!(peak(Type::DualPipeV, 2).into_iter().all(|peak| peak <= most), "{p} {m}");
+                assert!(
+                    peak(Type::DualPipeV, 2).into_iter().all(|peak| peak <= 2 * p + 1),
+                    "{p} {m}"
+                );
             }
             for v in (2..=3).filter(|_| m % p == 0) {
                 let most = |rank: usize| ((v - 1) * p + 2 * (p - rank) - 1).min(v * m);
