@@ -24,6 +24,10 @@ pub fn resolve(path: &Path) -> Result<PathBuf> {
     };
     let cache = Cache::from_environment();
     cache.find(&repository, "main").ok_or_else(|| {
+        // Rather a folder than one of the Hub's few repositories without an owner.
+        if !text.contains('/') {
+            return Error::Config(format!("{text}: there is no such folder; {missing}"));
+        }
         Error::Config(format!(
             "{text}: there is no such folder, and no repository of this name in {}; {missing}, or a repository that \
              is in the cache (`fulgurite hub download {text}` puts it there)",
