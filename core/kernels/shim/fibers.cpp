@@ -116,14 +116,13 @@ char block_order, warp_order[MOST_THREADS / LANES], start_order, end_order;
 #if defined(__SANITIZE_THREAD__)
 void *scheduler_detector;
 // ThreadSanitizer's fibers. If a fiber is reused, its old accesses count as the new thread's. So a
-// few consecutive blocks get fibers of their own, and races between these blocks are found. They are
-// few because each barrier takes time by the number of fibers. Each fiber has its own stack, and
-// each block its own shared memory, since reuse would be reported as a race.
-constexpr unsigned MOST_BLOCKS = 6, MOST_FIBERS = 512, MOST_STACKS = MOST_THREADS;
-void *detectors[MOST_STACKS];
+// few consecutive blocks get fibers of their own, two if they have 256 threads, and races between
+// these blocks are found. They are few because each barrier takes time by the number of fibers. Each
+// fiber has its own stack, and each block its own shared memory, since reuse would be reported as a
+// race.
+constexpr unsigned MOST_BLOCKS = 6, MOST_FIBERS = 512;
+void *detectors[MOST_THREADS];
 unsigned detector_count, block_count;
-#else
-constexpr unsigned MOST_STACKS = MOST_THREADS;
 #endif
 #if defined(__SANITIZE_ADDRESS__)
 void *scheduler_fake_stack;
@@ -244,7 +243,7 @@ UNSEEN void start_fiber(unsigned index, unsigned block) {
     Dim grid_size = {launched->grid, launched->grid_y, launched->grid_z};
     fiber.thread = {in(index, block_size), in(block, grid_size), block_size, grid_size};
     fiber.turn = fiber.copy_count = 0;
-    static char *const stacks = (char *)map(STACK * MOST_STACKS);
+    static char *const stacks = (char *)map(STACK * MOST_THREADS);
 #if defined(__SANITIZE_THREAD__)
     fiber.stack = stacks + STACK * (detector_count + index);
 #else

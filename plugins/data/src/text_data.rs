@@ -20,7 +20,6 @@ use crate::text::Text;
 use crate::token_cache::TokenCache;
 use crate::token_files::{TOKEN_FILES, TokenFile};
 use crate::tokenizer::Tokenizer;
-use crate::tokenizer_file::located;
 use crate::walk::{Wanted, find};
 
 /// A target that losses leave out.
@@ -105,7 +104,7 @@ impl TextData {
         let tokenizer = match (config.tokenizer.as_deref(), config.kind) {
             (None, DataKind::Tokens) => None,
             (Some("bytes") | None, _) => Some(Tokenizer::bytes()),
-            (Some(path), _) => Some(Tokenizer::open(&located(path), config.special_tokens())?),
+            (Some(path), _) => Some(Tokenizer::open(path.as_ref(), config.special_tokens())?),
         };
         let known = tokenizer.as_ref().map(Tokenizer::vocab_size);
         if let (Some(known), Some(vocab_size)) = (known, config.vocab_size)

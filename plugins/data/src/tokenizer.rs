@@ -1,7 +1,7 @@
 //! Conversion between text and token ids.
 
 use std::ops::Range;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use fulgurite_error::{Error, Result};
@@ -48,8 +48,7 @@ enum Kind {
 #[derive(Debug, Clone)]
 struct HuggingFace {
     tokenizer: tokenizers::Tokenizer,
-    /// The file, for messages.
-    name: String,
+    file: PathBuf,
     vocab_size: usize,
     special: SpecialTokens,
     cuts: Cuts,
@@ -69,7 +68,8 @@ impl Tokenizer {
         Self(Kind::Bytes)
     }
 
-    /// Reads a Hugging Face tokenizer: a `tokenizer.json`, or a folder with one. Truncation,
+    /// Reads a Hugging Face tokenizer: a `tokenizer.json`, a folder with one, or the name of a
+    /// repository in the local Hub cache. Truncation,
     /// padding and dropout are ignored: they are settings of the last call before the file was
     /// saved. The files beside it name the end token: `tokenizer_config.json`,
     /// `special_tokens_map.json`, `generation_config.json` or `config.json`.
@@ -100,7 +100,7 @@ impl Tokenizer {
         let special =
             SpecialTokens::find(&file.tokenizer, &file.path, &file.parts.post_processor, wanted)?;
         Ok(Self(Kind::HuggingFace(Box::new(HuggingFace {
-            name: file.path.display().to_string(),
+            file: file.path.clone(),
             vocab_size,
             special,
             cuts: Cuts::of(&file),
@@ -238,6 +238,14 @@ impl Tokenizer {
         }
     }
 
+    /// The `tokenizer.json`; `None` for bytes.
+    pub(crate) fn file(&self) -> Option<&Path> {
+        match &self.0 {
+            Kind::Bytes => None,
+            Kind::HuggingFace(tokenizer) => Some(&tokenizer.file),
+        }
+    }
+
     /// A name that changes whenever ids of documents change; `None` for bytes, which are not
     /// cached.
     pub(crate) fn identity(&self) -> Option<String> {
@@ -255,7 +263,7 @@ impl Tokenizer {
             warnings.push(format!(
                 "{} (data.tokenizer) asks for random ids (dropout, alpha or nbest_size); these settings do not \
                  count, for the ids of a text must be the same on all ranks",
-                tokenizer.name
+                tokenizer.file.display()
             ));
         }
         warnings
@@ -320,7 +328,7 @@ impl HuggingFace {
     }
 
     fn failed(&self, what: &str) -> Error {
-        Error::Data(format!("{} (data.tokenizer): {what}", self.name))
+        Error::Data(format!("{} (data.tokenizer): {what}", self.file.display()))
     }
 }
 

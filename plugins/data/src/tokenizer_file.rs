@@ -67,23 +67,23 @@ struct AddedToken {
     content: String,
 }
 
-/// The file or folder that a tokenizer's name means: a path, or the name of a repository in the
-/// local Hub cache, as in `model.from_pretrained`.
-pub(crate) fn located(name: &str) -> PathBuf {
-    let path = PathBuf::from(name);
-    let repository = name.parse::<Repository>().ok().filter(|_| !path.exists());
+/// The file or folder of a tokenizer: this path, or the snapshot of the repository that it names in
+/// the local Hub cache, as in `model.from_pretrained`.
+pub(crate) fn located(path: &Path) -> PathBuf {
+    let name = path.to_str().filter(|_| !path.exists());
+    let repository = name.and_then(|name| name.parse::<Repository>().ok());
     let cached = repository.and_then(|it| Cache::from_environment().find(&it, "main"));
-    cached.unwrap_or(path)
+    cached.unwrap_or_else(|| path.to_owned())
 }
 
 impl TokenizerFile {
-    /// Reads a `tokenizer.json`, or the one in a folder. Ignores truncation, padding and the
+    /// Reads a `tokenizer.json`, or the one in a folder or a cached repository. Ignores truncation, padding and the
     /// post-processor, which prepare a model's input, and dropout, which differs by rank.
     ///
     /// # Errors
     /// If the file is missing, cannot be parsed, or makes texts far longer.
     pub(crate) fn read(path: &Path) -> Result<Self> {
-        let mut path = path.to_owned();
+        let mut path = located(path);
         if path.is_dir() {
             let has = |name: &&str| path.join(name).exists();
             let others: Vec<&str> = OTHER_FILES.into_iter().filter(has).collect();

@@ -21,6 +21,9 @@ pub struct Hub {
     endpoint: String,
     token: Option<String>,
     pub(crate) pauses: Vec<Duration>,
+    /// A connection that sends a file is given up after this time, and the file is asked for from
+    /// where it ended: a server that falls silent is found, and a slow one goes on.
+    body_timeout: Duration,
 }
 
 /// A repository at a commit.
@@ -62,15 +65,17 @@ pub(crate) struct Failure {
     pub(crate) error: Error,
     /// Whether it may succeed when tried again.
     pub(crate) transient: bool,
+    /// Whether it brought more of a file before it failed.
+    pub(crate) progress: bool,
 }
 
 impl Failure {
     pub(crate) fn transient(error: Error) -> Self {
-        Self { error, transient: true }
+        Self { error, transient: true, progress: false }
     }
 
     pub(crate) fn lasting(error: Error) -> Self {
-        Self { error, transient: false }
+        Self { error, transient: false, progress: false }
     }
 }
 
@@ -124,12 +129,19 @@ impl Hub {
             .user_agent("fulgurite");
         let agent = config.build().into();
         let pauses = [0, 1, 2, 4, 8].map(Duration::from_secs).to_vec();
-        Ok(Self { agent, endpoint: endpoint.trim_end_matches('/').to_owned(), token, pauses })
+        let endpoint = endpoint.trim_end_matches('/').to_owned();
+        Ok(Self { agent, endpoint, token, pauses, body_timeout: Duration::from_secs(300) })
     }
 
     /// Other pauses before the attempts after a failed one; by default 0, 1, 2, 4 and 8 seconds.
     pub fn with_pauses(self, pauses: impl IntoIterator<Item = Duration>) -> Self {
         Self { pauses: pauses.into_iter().collect(), ..self }
+    }
+
+    /// Another time after which a connection that sends a file is given up and the rest of the file
+    /// asked for; by default five minutes.
+    pub fn with_body_timeout(self, body_timeout: Duration) -> Self {
+        Self { body_timeout, ..self }
     }
 
     /// The files of a repository, and its commit.
@@ -153,12 +165,12 @@ impl Hub {
         format!("{}/{repository}/resolve/{commit}/{}", self.endpoint, file.join("/"))
     }
 
-    /// What the Hub says of a file. The server that sends large files knows less.
+    /// What the Hub says of a file, as it is: compressed, it would have another length. The server that sends large files knows less.
     pub(crate) fn head(&self, wanted: Wanted<'_>) -> Result<FileHead, Failure> {
         let mut url = self.address(wanted);
         let mut head = None;
         for _ in 0..MOST_REDIRECTS {
-            let mut request = self.agent.head(&url);
+            let mut request = self.agent.head(&url).header("Accept-Encoding", "identity");
             if let Some(token) = self.token_for(&url) {
                 request = request.header("Authorization", token);
             }
@@ -203,8 +215,8 @@ impl Hub {
     fn get(&self, url: &str, range: Option<&str>) -> Result<Response<Body>, Failure> {
         let mut url = url.to_owned();
         for _ in 0..MOST_REDIRECTS {
-            // Compressed, a body's length and its ranges would not be the file's.
-            let mut request = self.agent.get(&url).header("Accept-Encoding", "identity");
+            let request = self.agent.get(&url).config().timeout_recv_body(Some(self.body_timeout));
+            let mut request = request.build().header("Accept-Encoding", "identity");
             if let Some(token) = self.token_for(&url) {
                 request = request.header("Authorization", token);
             }
@@ -273,5 +285,5 @@ fn check(url: &str, status: u16, said: &str) -> Result<(), Failure> {
     let said = if said.is_empty() { String::new() } else { format!(": {}", quoted(said, 300)) };
     let error = Error::other(format!("{url}: status {status}{said}{advice}"));
     let transient = status >= 500 || status == 429 || status == 408;
-    Err(Failure { error, transient })
+    Err(Failure { error, transient, progress: false })
 }

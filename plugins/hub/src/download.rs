@@ -10,7 +10,7 @@ use sha2::{Digest as _, Sha256};
 use crate::client::{Failure, FileHead, Wanted};
 use crate::{Cache, Hub, Repository, Selection};
 
-/// What a download does, for those who watch.
+/// A step of a download, for a display of its progress.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum Event {
     /// The files are known: how many are wanted, how many are in the cache.
@@ -43,8 +43,8 @@ impl Hub {
     /// may download the same: each file is received by one.
     ///
     /// Lengths are checked, and contents where the server gives their SHA-256, as it does of
-    /// weights. The revision's name is written last, so [`Cache::find`] finds complete downloads
-    /// only.
+    /// weights. The name of a branch or tag is written last, so by it [`Cache::find`] finds what was
+    /// downloaded to the end.
     ///
     /// # Errors
     /// If the server cannot be reached after several attempts, refuses, or sends something else
@@ -91,7 +91,8 @@ impl Hub {
         Ok(snapshot)
     }
 
-    /// Calls `act` until it succeeds, fails for good, or has failed too often.
+    /// Calls `act` until it succeeds, fails for good, or has failed too often without bringing the
+    /// download further.
     fn retried<R>(
         &self,
         watch: &mut dyn FnMut(Event),
@@ -103,6 +104,9 @@ impl Hub {
                 Ok(done) => return Ok(done),
                 Err(failure) => failure,
             };
+            if failure.progress {
+                pauses = self.pauses.iter();
+            }
             match pauses.next() {
                 Some(pause) if failure.transient => {
                     watch(Event::Retries(failure.error.to_string()));
@@ -171,11 +175,13 @@ impl Hub {
                 received = 0;
             }
             part.seek(std::io::SeekFrom::Start(received)).map_err(io)?;
+            let start = received;
             let mut body = answer.body_mut().with_config().limit(u64::MAX).reader();
             let mut buffer = vec![0; 1 << 20];
             loop {
                 let read = body.read(&mut buffer).map_err(|error| {
-                    Failure::transient(Error::other(format!("{repository}: {file}: {error}")))
+                    let error = Error::other(format!("{repository}: {file}: {error}"));
+                    Failure { progress: received > start, ..Failure::transient(error) }
                 })?;
                 if read == 0 {
                     break;

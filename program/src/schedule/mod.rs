@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 
 use clap::{Args, Subcommand};
-use fulgurite::strategies::schedule::pipeline::{Costs, Schedule, Simulation, Type};
+use fulgurite::strategies::schedule::pipeline::{Costs, Schedule, Simulation, Span, Type};
 use fulgurite_error::{Error, Result, print};
 use serde_json::json;
 
@@ -32,18 +32,18 @@ pub(crate) struct Show {
     /// rank
     #[arg(long = "type", value_name = "TYPE")]
     kind: String,
-    /// Stages of the model
-    #[arg(long, default_value_t = 4, conflicts_with = "ranks")]
-    stages: usize,
+    /// Stages of the model [default: 4]
+    #[arg(long, conflicts_with = "ranks")]
+    stages: Option<usize>,
     /// Ranks, instead of stages
     #[arg(long)]
     ranks: Option<usize>,
     /// Stages of a rank [default: 1, or 2 of schedules that need several]
     #[arg(long)]
     stages_per_rank: Option<usize>,
-    /// Micro-batches of a step
-    #[arg(long, default_value_t = 8)]
-    micro_batches: usize,
+    /// Micro-batches of a step [default: 8]
+    #[arg(long)]
+    micro_batches: Option<usize>,
     /// Times of a forward, of the gradient of a stage's input, and of the gradients of its weights
     #[arg(long, value_name = "F,I,W", value_delimiter = ',', default_value = "1,1,1")]
     costs: Vec<f64>,
@@ -85,7 +85,12 @@ impl Show {
         match (self.csv, self.json) {
             (true, _) => print(&schedule.to_csv())?,
             (_, true) => print(&format!("{}\n", json(&schedule, &simulation)))?,
-            _ => print(&(chart::text(&schedule, &simulation) + &summary(&schedule, &simulation)))?,
+            _ => {
+                let terminal = console::Term::stdout();
+                let width = terminal.is_term().then(|| terminal.size().1.into());
+                let chart = chart::text(&schedule, &simulation, width);
+                print(&(chart + &summary(&schedule, &simulation)))?;
+            }
         }
         Ok(ExitCode::SUCCESS)
     }
@@ -110,6 +115,14 @@ impl Show {
     fn schedule(&self) -> Result<Schedule> {
         let path = Path::new(&self.kind);
         if path.extension().is_some_and(|extension| extension.eq_ignore_ascii_case("csv")) {
+            let sizes = [self.stages, self.ranks, self.stages_per_rank, self.micro_batches];
+            if sizes.iter().any(Option::is_some) {
+                return Err(Error::Config(format!(
+                    "{} says how many ranks, stages and micro-batches there are; leave out --stages, --ranks, \
+                     --stages-per-rank and --micro-batches",
+                    self.kind
+                )));
+            }
             let text =
                 std::fs::read_to_string(path).map_err(Error::io("reading the schedule", path))?;
             return Schedule::from_csv(&text);
@@ -123,19 +136,19 @@ impl Show {
             )));
         };
         let stages_per_rank = self.stages_per_rank.unwrap_or(kind.stages_per_rank());
+        let stages = self.stages.unwrap_or(4);
         let ranks = match self.ranks {
             Some(ranks) => ranks,
-            None if stages_per_rank > 0 && self.stages.is_multiple_of(stages_per_rank) => {
-                self.stages / stages_per_rank
+            None if stages_per_rank > 0 && stages.is_multiple_of(stages_per_rank) => {
+                stages / stages_per_rank
             }
             None => {
                 return Err(Error::Config(format!(
-                    "--stages is {} with {stages_per_rank} stages a rank; expected a multiple of these",
-                    self.stages
+                    "--stages is {stages} with {stages_per_rank} stages a rank; expected a multiple of these"
                 )));
             }
         };
-        Schedule::new(kind, ranks, stages_per_rank, self.micro_batches)
+        Schedule::new(kind, ranks, stages_per_rank, self.micro_batches.unwrap_or(8))
     }
 }
 
@@ -160,7 +173,7 @@ fn round(time: f64) -> f64 {
 fn json(schedule: &Schedule, simulation: &Simulation) -> serde_json::Value {
     let ranks = (0..schedule.ranks()).map(|rank| {
         let spans = simulation.spans(rank).iter();
-        let action = |span: &fulgurite::strategies::schedule::pipeline::Span| {
+        let action = |span: &Span| {
             json!({
                 "action": span.action.to_string(),
                 "start": round(span.start),

@@ -43,6 +43,13 @@ fn schedules_are_drawn() {
 }
 
 #[test]
+fn times_without_a_grid_are_listed() {
+    let shown =
+        shown(&["--type", "gpipe", "--ranks", "1", "--micro-batches", "2", "--costs", "1,0,0"]);
+    assert!(shown.starts_with("rank 0  0F0 0F1 0B0 0B1\n\n1 ranks"), "{shown}");
+}
+
+#[test]
 fn lists_go_out_and_come_back() {
     let folder = tempfile::tempdir().unwrap();
     let (csv, svg) = (folder.path().join("mine.csv"), folder.path().join("mine.svg"));
@@ -69,6 +76,11 @@ fn what_cannot_be_is_refused() {
         ),
         (&["--type", "gpipe", "--costs", "1,2"], "--costs has 2 numbers"),
         (&["--type", "missing.csv"], "missing.csv"),
+        (&["--type", "mine.csv", "--micro-batches", "4"], "leave out --stages"),
+        (
+            &["--type", "gpipe", "--micro-batches", "4000000000"],
+            "expected at most 1048576 forwards",
+        ),
     ] {
         let error = refused(args);
         assert!(error.starts_with("error: ") && error.contains(said), "{error}");

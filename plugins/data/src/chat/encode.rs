@@ -1,6 +1,7 @@
 //! Conversations as token ids, with the tokens to learn.
 
 use std::ops::Range;
+use std::path::Path;
 
 use fulgurite_error::{Error, Result};
 use minijinja::Value;
@@ -12,7 +13,6 @@ use crate::config::AddBosToken;
 use crate::rows::Place;
 use crate::special_tokens::Wanted;
 use crate::tokenizer::Tokenizer;
-use crate::tokenizer_file::located;
 
 /// A tokenized conversation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -84,12 +84,8 @@ impl ChatEncoder {
         };
         let (tokenizer, file) = match path {
             "bytes" => (Tokenizer::bytes(), None),
-            name => {
-                let file = located(name);
-                (Tokenizer::open(&file, wanted)?, Some(file))
-            }
+            path => (Tokenizer::open(Path::new(path), wanted)?, Some(Path::new(path))),
         };
-        let file = file.as_deref();
         let opened = ChatTemplate::open(file, config.chat_template.as_deref(), &config.template()?);
         let template = match opened {
             Err(Error::Config(why)) if config.chat_template.is_none() => Err(why),

@@ -56,7 +56,8 @@ pub struct PromptDataConfig {
     /// The treatment of a row that is no prompt, or that the template refuses: `"error"` ends the
     /// run, `"skip"` leaves it out. The start of a run reports how many were left out.
     pub on_error: OnError,
-    /// A Hugging Face `tokenizer.json` or a folder with one, or `"bytes"`.
+    /// A Hugging Face `tokenizer.json`, a folder with one, a repository in the local Hub cache, or
+    /// `"bytes"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,
     /// The chat template: a file, or `"chatml"`. By default that of the tokenizer, in

@@ -1,7 +1,5 @@
 //! [`RewardData`].
 
-use std::path::Path;
-
 use candle_core::{Device, Tensor};
 use fulgurite_engine::data::{DataContext, DataModule, DataReport, Split};
 use fulgurite_engine::execution::transfer;
@@ -12,7 +10,6 @@ use super::preferences::{PreferenceData, PreferenceDataConfig};
 use crate::labelled::PaddedTexts;
 use crate::special_tokens::named_token;
 use crate::tokenizer::Tokenizer;
-use crate::tokenizer_file::located;
 
 /// The rows of [`PreferenceData`] for a model that scores texts: each text is whole, with its last
 /// token.
@@ -55,14 +52,10 @@ impl RewardData {
         texts.any(|text| text.ids.last() == Some(&self.pad_id))
     }
 
-    fn with_padding(pairs: PreferenceData, config: &PreferenceDataConfig) -> Result<Self> {
-        let path = located(config.tokenizer.as_deref().unwrap_or_default());
-        let file = if path.is_dir() { path.join("tokenizer.json") } else { path };
-        let named = match file == Path::new("bytes") {
-            true => None,
-            false => named_token(&file, "pad_token")?,
-        };
+    fn with_padding(pairs: PreferenceData) -> Result<Self> {
         let tokenizer = pairs.tokenizer();
+        let named =
+            tokenizer.file().map(|file| named_token(file, "pad_token")).transpose()?.flatten();
         let pad_id = match named {
             None => tokenizer.end_of_text().unwrap_or(0),
             Some((place, token)) => match tokenizer.encode(&token)?[..] {
@@ -113,11 +106,11 @@ impl DataModule for RewardData {
     }
 
     fn setup(config: &PreferenceDataConfig, context: &DataContext) -> Result<Self> {
-        Self::with_padding(PreferenceData::setup(config, context)?, config)
+        Self::with_padding(PreferenceData::setup(config, context)?)
     }
 
     fn preview(config: &PreferenceDataConfig, context: &DataContext) -> Result<Self> {
-        Self::with_padding(PreferenceData::preview(config, context)?, config)
+        Self::with_padding(PreferenceData::preview(config, context)?)
     }
 
     fn batch_size(config: &PreferenceDataConfig) -> usize {

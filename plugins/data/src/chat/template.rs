@@ -15,6 +15,7 @@ use serde::Serialize as _;
 use super::conversation;
 use crate::rows::Place;
 use crate::special_tokens::named_token;
+use crate::tokenizer_file::located;
 
 /// Maximum length of a template file.
 const MAX_FILE: u64 = 16 << 20;
@@ -97,8 +98,8 @@ impl ChatTemplate {
         wanted: Option<&str>,
         options: &TemplateOptions,
     ) -> Result<Self> {
-        let folder = tokenizer.map(|path| match path.is_dir() {
-            true => path.to_owned(),
+        let folder = tokenizer.map(located).map(|path| match path.is_dir() {
+            true => path,
             false => path.parent().unwrap_or(Path::new(".")).to_owned(),
         });
         let (name, source) = match (wanted, &folder) {

@@ -80,7 +80,8 @@ pub struct LabelledTextsConfig {
     /// `path`, sorted. A module that knows names from a `config.json` has its own order.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub labels: Vec<String>,
-    /// A Hugging Face `tokenizer.json`, or a folder with one. Its post-processor puts the special
+    /// A Hugging Face `tokenizer.json`, a folder with one, or a repository in the local Hub cache.
+    /// Its post-processor puts the special
     /// tokens around texts and pairs.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tokenizer: Option<String>,

@@ -1,5 +1,7 @@
 //! Texts, pairs and lists of words as token ids, with a tokenizer's own special tokens.
 
+use std::path::Path;
+
 use fulgurite_error::{Error, Result};
 use fulgurite_launch::catch_panic;
 use serde_json::Value;
@@ -10,7 +12,7 @@ use tokenizers::{
 
 use super::config::{LabelledTextsConfig, RowKind};
 use crate::special_tokens::named_token;
-use crate::tokenizer_file::{Growth, TokenizerFile, located};
+use crate::tokenizer_file::{Growth, TokenizerFile};
 
 /// A tokenized text, pair or list of words.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -49,7 +51,7 @@ impl TextEncoder {
     pub(super) fn open(config: &LabelledTextsConfig) -> Result<Self> {
         let path = config.tokenizer.as_deref().unwrap_or_default();
         let TokenizerFile { path: file, mut tokenizer, parts, growth, hash, .. } =
-            TokenizerFile::read(&located(path))?;
+            TokenizerFile::read(Path::new(path))?;
         let name = file.display().to_string();
         let wrong = |what: String| Error::Data(format!("{name} (data.tokenizer): {what}"));
         let mut added = 0;

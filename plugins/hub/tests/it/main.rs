@@ -35,7 +35,7 @@ fn download(
     cache: &Path,
 ) -> (fulgurite_error::Result<std::path::PathBuf>, Vec<Event>) {
     let hub = Hub::new(&server.address(), Some("secret".to_owned())).unwrap();
-    let hub = hub.with_pauses([Duration::ZERO; 5]);
+    let hub = hub.with_pauses([Duration::ZERO; 5]).with_body_timeout(Duration::from_millis(500));
     let mut events = Vec::new();
     let (cache, selection) = (Cache::new(cache), Selection::default());
     let done =
@@ -89,6 +89,30 @@ fn cut_and_failed_answers_are_taken_up_again() {
         events.iter().map(|e| if let Event::Received(n) = e { *n } else { 0 }).sum();
     assert_eq!(received, WEIGHTS as u64 + 5, "no byte twice");
     assert!(server.requests().iter().any(|request| request.contains("bytes=1048576-")));
+}
+
+#[test]
+fn a_silent_server_is_left() {
+    let server = Server::start(files(), vec![Fault::Silence(1 << 20)]);
+    let folder = tempfile::tempdir().unwrap();
+    let (snapshot, events) = download(&server, folder.path());
+    assert_eq!(fs::read(snapshot.unwrap().join("model.safetensors")).unwrap(), weights());
+    assert!(
+        events.iter().any(|event| matches!(event, Event::Retries(why) if why.contains("timeout"))),
+        "{events:?}"
+    );
+}
+
+#[test]
+fn attempts_count_only_without_progress() {
+    // Eight cuts, each a little further, are more than the five attempts.
+    let cuts = (1..=8).map(|n| Fault::Cut(n * 200_000)).collect();
+    let server = Server::start(files(), cuts);
+    let folder = tempfile::tempdir().unwrap();
+    download(&server, folder.path()).0.unwrap();
+    let server = Server::start(files(), vec![Fault::Cut(0); 6]);
+    let folder = tempfile::tempdir().unwrap();
+    assert!(download(&server, folder.path()).0.is_err());
 }
 
 #[test]
@@ -161,7 +185,7 @@ fn refusals_say_what_to_do() {
 }
 
 #[test]
-fn processes_share_a_download() {
+fn a_file_comes_once_for_all() {
     let server = Server::start(files(), Vec::new());
     let folder = tempfile::tempdir().unwrap();
     std::thread::scope(|scope| {

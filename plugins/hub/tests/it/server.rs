@@ -18,6 +18,8 @@ pub(crate) enum Fault {
     Status(u16),
     /// The connection ends after this many bytes of the file.
     Cut(usize),
+    /// Nothing more comes after this many bytes of the file, and the connection stays.
+    Silence(usize),
     /// A byte is another.
     Flipped,
     /// The range is ignored, and all is sent.
@@ -151,6 +153,11 @@ fn serve(connection: &TcpStream, state: &State) -> std::io::Result<()> {
     out.write_all(head(status, &format!("ETag: {etag}\r\n{more}"), rest.len()).as_bytes())?;
     match fault {
         Some(Fault::Cut(at)) => rest.truncate(at - start.unwrap_or(0)),
+        Some(Fault::Silence(at)) => {
+            out.write_all(&rest[..at - start.unwrap_or(0)])?;
+            std::thread::sleep(std::time::Duration::from_secs(60));
+            return Ok(());
+        }
         Some(Fault::Flipped) => rest[5] ^= 1,
         _ => {}
     }

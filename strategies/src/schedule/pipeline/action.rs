@@ -5,7 +5,7 @@ use std::str::FromStr;
 
 use fulgurite_error::{Error, Result};
 
-/// What a rank does with a stage.
+/// The kinds of actions.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Kind {
     /// Computes the stage's output. `F`
@@ -119,7 +119,8 @@ impl FromStr for Action {
         let name = &text.get(kind_start..kind_end).ok_or_else(wrong)?;
         let (kind, _) =
             Kind::NAMES.into_iter().find(|(_, known)| known == name).ok_or_else(wrong)?;
-        let number = |digits: &str| digits.parse().map_err(|_| wrong());
+        // Of 32 bits, so that no sum of such numbers overflows.
+        let number = |digits: &str| digits.parse::<u32>().map(|n| n as usize).map_err(|_| wrong());
         let (stage, rest) = (number(&text[..kind_start])?, &text[kind_end..]);
         let micro_batch = match kind.is_of_stage() {
             true if rest.is_empty() => 0,

@@ -1,32 +1,25 @@
 //! The known schedules.
 
 use fulgurite_error::{Error, Result};
-use serde::{Deserialize, Serialize};
 
 use super::{Action, Kind, Schedule, v_shaped};
 
 /// A known schedule; see the [table](super#schedules).
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Type {
     /// All forwards, then all backwards.
-    #[serde(rename = "gpipe")]
     GPipe,
     /// One forward and one backward in turns, as soon as a first backward is possible.
-    #[serde(rename = "1f1b")]
     OneForwardOneBackward,
     /// The same with several stages a rank, which shortens the bubble.
-    #[serde(rename = "interleaved_1f1b")]
     Interleaved,
     /// Gradients of weights fill the bubble, with the memory of `1f1b`: ZB-H1 of *Zero bubble
     /// pipeline parallelism* (Qi et al.).
-    #[serde(rename = "zb_h1")]
     ZeroBubble,
-    /// The first rank has the first and the last stage; no bubble if F, I and W take equally long:
-    /// ZB-V of *Pipeline parallelism with controllable memory* (Qi et al.).
-    #[serde(rename = "zb_v")]
+    /// The first rank has the first and the last stage. If F, I and W take equally long, ranks wait
+    /// only at the start: ZB-V of *Pipeline parallelism with controllable memory* (Qi et al.).
     ZeroBubbleV,
     /// DeepSeek's DualPipe in the shape of a V.
-    #[serde(rename = "dual_pipe_v")]
     DualPipeV,
 }
 
@@ -62,6 +55,9 @@ impl Type {
     }
 }
 
+/// More forwards than this in a step are a mistake.
+const MOST_FORWARDS: usize = 1 << 20;
+
 /// Sizes of a pipeline.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Sizes {
@@ -81,6 +77,12 @@ pub(super) fn schedule(
     if ranks == 0 || stages_per_rank == 0 || micro_batches == 0 {
         return refuse(format!(
             "{ranks} ranks, {stages_per_rank} stages a rank, {micro_batches} micro-batches; expected at least one of each"
+        ));
+    }
+    let stages = ranks.saturating_mul(stages_per_rank);
+    if stages.saturating_mul(micro_batches) > MOST_FORWARDS {
+        return refuse(format!(
+            "{micro_batches} micro-batches through {stages} stages; expected at most {MOST_FORWARDS} forwards in all"
         ));
     }
     let only = match kind {

@@ -48,24 +48,21 @@ fn reduce(list: &[Action], micro_batches: usize) -> Vec<Action> {
 /// Adds gathers before the first use of a stage, and frees a stage that is not among the next
 /// `most` ones.
 fn gather(list: &[Action], most: usize) -> Vec<Action> {
+    // From the end: the stages in the order of their next use.
+    let mut next: Vec<usize> = Vec::new();
+    let mut needed: Vec<Vec<usize>> = Vec::with_capacity(list.len());
+    for action in list.iter().rev() {
+        next.retain(|stage| *stage != action.stage);
+        next.insert(0, action.stage);
+        needed.push(next.iter().take(most).copied().collect());
+    }
     let mut gathered: Vec<usize> = Vec::new();
     let mut all = Vec::with_capacity(list.len());
-    for (place, action) in list.iter().enumerate() {
+    for (action, needed) in list.iter().zip(needed.into_iter().rev()) {
         if action.kind.computes() {
-            let mut next: Vec<usize> = Vec::new();
-            for later in &list[place..] {
-                if !next.contains(&later.stage) {
-                    next.push(later.stage);
-                }
-                if next.len() == most {
-                    break;
-                }
-            }
-            let (kept, freed): (Vec<_>, _) =
-                gathered.into_iter().partition(|stage| next.contains(stage));
-            gathered = kept;
-            all.extend(freed.into_iter().map(|stage| Action::new(stage, Kind::Reshard, 0)));
-            for stage in next {
+            let freed = gathered.extract_if(.., |stage| !needed.contains(stage));
+            all.extend(freed.map(|stage| Action::new(stage, Kind::Reshard, 0)));
+            for stage in needed {
                 if !gathered.contains(&stage) {
                     all.push(Action::new(stage, Kind::Unshard, 0));
                     gathered.push(stage);
@@ -165,27 +162,35 @@ pub(super) fn stuck(schedule: &Schedule, places: &[usize]) -> Error {
 
 /// What an action needs, in words.
 fn awaited(schedule: &Schedule, action: Action) -> String {
+    let lowered = schedule.lists.iter().flatten().any(|action| is_transfer(action.kind));
+    let rank = schedule.rank_of_stage(action.stage);
     let of = |stage: usize, kind: Kind| {
         let other = Action::new(stage, kind, action.micro_batch);
-        format!("`{other}` of rank {}", schedule.rank_of_stage(stage))
+        match schedule.rank_of_stage(stage) {
+            own if own == rank => format!("`{other}`, which stands later"),
+            other_rank => format!("`{other}` of rank {other_rank}"),
+        }
     };
-    let transfers = schedule.lists.iter().flatten().any(|action| is_transfer(action.kind));
+    let computed = |stage: usize, receive: Kind, kind: Kind| {
+        let received = lowered && schedule.rank_of_stage(stage) != rank;
+        if received { format!("`{}`", action.with(receive)) } else { of(stage, kind) }
+    };
+    let (before, after) = (action.stage.saturating_sub(1), action.stage + 1);
     match action.kind {
-        Kind::Forward if transfers => format!("`{}`", action.with(Kind::ReceiveForward)),
-        Kind::Forward => of(action.stage - 1, Kind::Forward),
-        Kind::Backward | Kind::BackwardInput if transfers => {
-            format!("`{}`", action.with(Kind::ReceiveBackward))
-        }
+        Kind::Forward => computed(before, Kind::ReceiveForward, Kind::Forward),
         Kind::Backward | Kind::BackwardInput => {
-            let next = action.stage + 1;
-            let split = schedule.actions(schedule.rank_of_stage(next));
-            let input = Action::new(next, Kind::BackwardInput, action.micro_batch);
-            of(next, if split.contains(&input) { Kind::BackwardInput } else { Kind::Backward })
+            let input = Action::new(after, Kind::BackwardInput, action.micro_batch);
+            let is_split = schedule.lists.iter().any(|list| list.contains(&input));
+            let kind = if is_split { Kind::BackwardInput } else { Kind::Backward };
+            computed(after, Kind::ReceiveBackward, kind)
         }
-        Kind::SendForward => of(action.stage + 1, Kind::ReceiveForward),
-        Kind::SendBackward => of(action.stage - 1, Kind::ReceiveBackward),
-        Kind::ReceiveForward => of(action.stage - 1, Kind::SendForward),
-        Kind::ReceiveBackward => of(action.stage + 1, Kind::SendBackward),
-        _ => "nothing".to_owned(),
+        Kind::SendForward => of(after, Kind::ReceiveForward),
+        Kind::SendBackward => of(before, Kind::ReceiveBackward),
+        Kind::ReceiveForward => of(before, Kind::SendForward),
+        Kind::ReceiveBackward => of(after, Kind::SendBackward),
+        // These wait for nothing.
+        Kind::BackwardWeight | Kind::Unshard | Kind::Reshard | Kind::ReduceGradients => {
+            "nothing".to_owned()
+        }
     }
 }

@@ -1,10 +1,12 @@
 //! Schedules of pipeline parallelism: which rank computes what, when, and what it sends.
 //!
-//! A model is cut into stages. A [`Schedule`] gives each rank its stages and a list of [`Action`]s.
-//! [`Schedule::new`] makes one of the known schedules, [`Schedule::from_csv`] reads a list of
-//! one's own. [`Schedule::lower`] adds sends, receives and what FSDP does. [`Schedule::simulate`]
-//! runs the lists of all ranks with given costs: it finds deadlocks, the time that ranks wait (the
-//! *bubble*), and how many micro-batches a rank holds.
+//! A model is cut into stages. A [`Schedule`] gives each rank its stages and a list of [`Action`]s:
+//!
+//! - [`Schedule::new`] makes one of the known schedules.
+//! - [`Schedule::from_csv`] reads other lists.
+//! - [`Schedule::lower`] adds sends, receives, and the gathers and reductions of FSDP.
+//! - [`Schedule::simulate`] runs the lists of all ranks with given costs. It finds deadlocks, the
+//!   time in which ranks wait (the *bubble*), and how many micro-batches a rank holds.
 //!
 //! ```
 //! use fulgurite_strategies::schedule::pipeline::{Costs, Schedule, Type};
@@ -36,10 +38,11 @@
 //! | `zb_v` | r, 2p − 1 − r | | 2p |
 //! | `dual_pipe_v` | r, 2p − 1 − r | m ≥ 2p | 2p + 1 |
 //!
-//! The bubble of `gpipe` and `1f1b` is (p − 1)(F + I + W), that of `interleaved_1f1b` a v-th of it,
-//! that of `zb_h1` (p − 1)(F + I − W). The lists are those of PyTorch's schedules GPipe, 1F1B,
-//! Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble and DualPipeV. What PyTorch's DualPipeV
-//! overlaps stands one after the other here.
+//! The bubble of `gpipe` and `1f1b` is (p − 1)(F + I + W). That of `interleaved_1f1b` is a v-th of
+//! it, if p divides m. With F = I = W and enough micro-batches, that of `zb_h1` is a third of it, and
+//! `zb_v` waits only p − 1 times F at its start. The lists are those of PyTorch's schedules GPipe
+//! (with one stage a rank), 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble and
+//! DualPipeV. What PyTorch's DualPipeV overlaps stands one after the other here.
 
 mod action;
 mod check;

@@ -32,9 +32,11 @@ impl Schedule {
     /// The lists may contain what [`lower`](Self::lower) adds.
     ///
     /// # Errors
-    /// If a cell is no action, if a stage is on two ranks, if a micro-batch misses an action or has
-    /// one twice, or if a rank's actions stand in an impossible order. Deadlocks between ranks are
-    /// found by [`simulate`](Self::simulate).
+    /// - A cell is no action.
+    /// - A stage is on two ranks.
+    /// - A micro-batch misses an action, or has one twice.
+    /// - A rank's actions stand in an impossible order. Deadlocks between ranks are found by
+    ///   [`simulate`](Self::simulate).
     pub fn from_csv(text: &str) -> Result<Self> {
         csv::read(text)
     }
@@ -44,9 +46,11 @@ impl Schedule {
         csv::write(self)
     }
 
-    /// The lists with sends and receives between ranks. `gathered_stages` is for stages sharded by
-    /// FSDP: at most this many stages of a rank are gathered, the computed one and those that are
-    /// needed next, and gradients are reduced after a stage's last backward. PyTorch gathers 3.
+    /// The lists with sends and receives between ranks.
+    ///
+    /// `gathered_stages` is for stages that FSDP shards; PyTorch's is 3. At most this many stages of
+    /// a rank are gathered: the computed one, and those that are needed next. A stage's gradients are
+    /// reduced after its last backward.
     ///
     /// A send stands after the action that computes what it sends. Its receive is put into the
     /// other rank's list at the same time, so each pair of ranks has its transfers in one order,
@@ -58,8 +62,8 @@ impl Schedule {
         lower::lower(self, gathered_stages)
     }
 
-    /// Runs the lists of all ranks. A rank computes in the order of its list. Transfers, gathers
-    /// and reductions run beside it, those of a rank in order.
+    /// Runs the lists of all ranks. A rank computes in the order of its list. Beside it run the
+    /// rank's transfers, one after the other, and its gathers and reductions, one after the other.
     ///
     /// # Errors
     /// If ranks wait for each other, or FSDP's actions are not where they must be; the message shows

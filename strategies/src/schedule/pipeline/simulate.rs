@@ -3,15 +3,13 @@
 use std::collections::{HashMap, VecDeque};
 
 use fulgurite_error::{Error, Result};
-use serde::{Deserialize, Serialize};
 
 use super::check::is_transfer;
 use super::lower::{stuck, transfer_of};
 use super::{Action, Kind, Schedule};
 
 /// How long actions take, in any unit of time. A whole backward takes as long as its two halves.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct Costs {
     /// A forward of a stage.
     pub forward: f64,

@@ -264,6 +264,17 @@ fn deadlocks_show_each_ranks_place() {
     let found = message("0F0,0B0,0F1,0B1\n1F1,1B1,1F0,1B0");
     assert!(found.contains("rank 0: 0F0 [0B0] 0F1 0B1   waits for `1B0` of rank 1"), "{found}");
     assert!(found.contains("rank 1: [1F1] 1B1 1F0 1B0   waits for `0F1` of rank 0"), "{found}");
+    // A rank that waits for itself.
+    let found = message("0F0,3F0,0F1,3F1,3B0,0B0,3B1,0B1\n1F1,2F1,1F0,2F0,2B0,1B0,2B1,1B1");
+    assert!(
+        found.contains("rank 0: 0F0 [3F0]") && found.contains("waits for `2F0` of rank 1"),
+        "{found}"
+    );
+    let found = message("1F0,0F0,1B0,0B0\n");
+    assert!(
+        found.contains("[1F0]") && found.contains("waits for `0F0`, which stands later"),
+        "{found}"
+    );
     // Both send first, with a receive that the other posts later.
     let found = message(
         "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B1,0RECV_B0,0B0,0B1\n\
@@ -290,6 +301,8 @@ fn impossible_lists_are_refused() {
         ("0F0,0B0\n2F0,2B0\n", "no rank has actions of stage 1"),
         ("0F0,0X0\n", "line 1, cell 2: `0X0` is no action"),
         ("0F0,B0\n", "line 1, cell 2: `B0` is no action"),
+        ("0F18446744073709551615\n", "is no action"),
+        ("0F4294967295,0B4294967295\n", "`0F0` is missing"),
         ("0F0,0RECV_B0,0B0\n", "`0RECV_B0`: there is no such stage"),
         ("0F0,1RECV_F0,1F0,1B0,0B0\n", "`1RECV_F0` is a transfer within the rank"),
         ("0F0,0SEND_F0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n", "rank 0: `0RECV_B0` is missing"),
@@ -314,6 +327,8 @@ fn sizes_that_cannot_be_are_refused() {
         (Type::Interleaved, 2, 2, 5, "expected a multiple of 2, the rounds, as 4 or 6"),
         (Type::GPipe, 0, 1, 4, "0 ranks"),
         (Type::GPipe, 1, 1, 0, "0 micro-batches"),
+        (Type::ZeroBubble, 4, 1, usize::MAX, "at most 1048576 forwards"),
+        (Type::ZeroBubble, usize::MAX, 4, 1, "at most 1048576 forwards"),
     ] {
         let found = Schedule::new(kind, p, v, m).unwrap_err().to_string();
         assert!(found.contains(kind.name()) && found.contains(said), "{found}");
