@@ -35,7 +35,13 @@ fn download(
     cache: &Path,
 ) -> (fulgurite_error::Result<std::path::PathBuf>, Vec<Event>) {
     let hub = Hub::new(&server.address(), Some("secret".to_owned())).unwrap();
-    let hub = hub.with_pauses([Duration::ZERO; 5]).with_body_timeout(Duration::from_millis(500));
+    download_by(&hub.with_pauses([Duration::ZERO; 5]), cache)
+}
+
+fn download_by(
+    hub: &Hub,
+    cache: &Path,
+) -> (fulgurite_error::Result<std::path::PathBuf>, Vec<Event>) {
     let mut events = Vec::new();
     let (cache, selection) = (Cache::new(cache), Selection::default());
     let done =
@@ -95,7 +101,9 @@ fn cut_and_failed_answers_are_taken_up_again() {
 fn a_silent_server_is_left() {
     let server = Server::start(files(), vec![Fault::Silence(1 << 20)]);
     let folder = tempfile::tempdir().unwrap();
-    let (snapshot, events) = download(&server, folder.path());
+    let hub = Hub::new(&server.address(), None).unwrap().with_pauses([Duration::ZERO; 5]);
+    let hub = hub.with_body_timeout(Duration::from_millis(500));
+    let (snapshot, events) = download_by(&hub, folder.path());
     assert_eq!(fs::read(snapshot.unwrap().join("model.safetensors")).unwrap(), weights());
     assert!(
         events.iter().any(|event| matches!(event, Event::Retries(why) if why.contains("timeout"))),
