@@ -77,8 +77,9 @@ pub(crate) fn located(path: &Path) -> PathBuf {
 }
 
 impl TokenizerFile {
-    /// Reads a `tokenizer.json`, or the one in a folder or a cached repository. Ignores truncation, padding and the
-    /// post-processor, which prepare a model's input, and dropout, which differs by rank.
+    /// Reads a `tokenizer.json`, or the one in a folder or a cached repository. Ignores truncation,
+    /// padding and the post-processor, which prepare a model's input, and dropout, which differs by
+    /// rank.
     ///
     /// # Errors
     /// If the file is missing, cannot be parsed, or makes texts far longer.

@@ -21,8 +21,8 @@ pub struct Hub {
     endpoint: String,
     token: Option<String>,
     pub(crate) pauses: Vec<Duration>,
-    /// A connection that sends a file is given up after this time, and the file is asked for from
-    /// where it ended: a server that falls silent is found, and a slow one goes on.
+    /// A connection that sends a file is given up after this time, and the rest of the file is asked
+    /// for. So a silent server is left, and a slow one goes on.
     body_timeout: Duration,
 }
 
@@ -165,7 +165,8 @@ impl Hub {
         format!("{}/{repository}/resolve/{commit}/{}", self.endpoint, file.join("/"))
     }
 
-    /// What the Hub says of a file, as it is: compressed, it would have another length. The server that sends large files knows less.
+    /// Asks the Hub for a file's name by contents and its length, both without compression. The
+    /// server that sends large files knows less.
     pub(crate) fn head(&self, wanted: Wanted<'_>) -> Result<FileHead, Failure> {
         let mut url = self.address(wanted);
         let mut head = None;

@@ -2,8 +2,8 @@
 
 use fulgurite::strategies::schedule::pipeline::{Schedule, Simulation, Span};
 
-/// Draws the computation in columns of equal time, folded at `width` characters. If the times of
-/// the actions have no common measure, or if transfers are to be shown, lists the actions.
+/// Draws the computation in columns of equal time, folded at `width` characters. Lists the actions
+/// if their times have no common measure, or if some are not computation.
 pub(super) fn text(schedule: &Schedule, simulation: &Simulation, width: Option<usize>) -> String {
     let only_computes = |rank| schedule.actions(rank).iter().all(|action| action.kind.computes());
     let column = (0..schedule.ranks()).all(only_computes).then(|| column(schedule, simulation));
@@ -16,7 +16,7 @@ pub(super) fn text(schedule: &Schedule, simulation: &Simulation, width: Option<u
 /// More columns than this are not drawn.
 const MOST_COLUMNS: f64 = 400.0;
 
-/// The longest time of which every start and end is a multiple.
+/// The longest time that divides every start and end.
 fn column(schedule: &Schedule, simulation: &Simulation) -> Option<f64> {
     let spans = || (0..schedule.ranks()).flat_map(|rank| simulation.spans(rank));
     let shortest = spans().map(|span| span.end - span.start).fold(f64::INFINITY, f64::min);

@@ -26,8 +26,7 @@
 //!
 //! # Schedules
 //!
-//! With p ranks, v stages a rank, m micro-batches; F, I and W are the times of a forward and of the
-//! two halves of a backward.
+//! With p ranks, v stages a rank and m micro-batches:
 //!
 //! | [`Type`] | stages of rank r | needs | rank r holds at most |
 //! |---|---|---|---|
@@ -38,11 +37,13 @@
 //! | `zb_v` | r, 2p − 1 − r | | 2p |
 //! | `dual_pipe_v` | r, 2p − 1 − r | m ≥ 2p | 2p + 1 |
 //!
-//! The bubble of `gpipe` and `1f1b` is (p − 1)(F + I + W). That of `interleaved_1f1b` is a v-th of
-//! it, if p divides m. With F = I = W and enough micro-batches, that of `zb_h1` is a third of it, and
-//! `zb_v` waits only p − 1 times F at its start. The lists are those of PyTorch's schedules GPipe
-//! (with one stage a rank), 1F1B, Interleaved1F1B, InterleavedZeroBubble, ZBVZeroBubble and
-//! DualPipeV. What PyTorch's DualPipeV overlaps stands one after the other here.
+//! F, I and W are a stage's times of a forward and of the two halves of a backward. The bubble of `gpipe` (with one stage a rank), `1f1b` and
+//! `interleaved_1f1b` (if p divides m) is (p − 1)(F + I + W), and stages of `interleaved_1f1b` are
+//! smaller. With F = I = W and m ≥ 2p, that of `zb_h1` (with one stage a rank) and `zb_v` is (p − 1)·F.
+//!
+//! The lists are those of PyTorch's schedules GPipe (with one stage a rank), 1F1B, Interleaved1F1B,
+//! InterleavedZeroBubble, ZBVZeroBubble and DualPipeV. What PyTorch's DualPipeV overlaps stands one
+//! after the other here.
 
 mod action;
 mod check;
