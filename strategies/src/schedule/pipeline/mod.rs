@@ -37,9 +37,10 @@
 //! | `zb_v` | r, 2p − 1 − r | | 2p |
 //! | `dual_pipe_v` | r, 2p − 1 − r | m ≥ 2p | 2p + 1 |
 //!
-//! F, I and W are a stage's times of a forward and of the two halves of a backward. The bubble of `gpipe` (with one stage a rank), `1f1b` and
-//! `interleaved_1f1b` (if p divides m) is (p − 1)(F + I + W), and stages of `interleaved_1f1b` are
-//! smaller. With F = I = W and m ≥ 2p, that of `zb_h1` (with one stage a rank) and `zb_v` is (p − 1)·F.
+//! F, I and W are a stage's times of a forward and of the two halves of a backward. The bubble of
+//! `gpipe` (with one stage a rank), `1f1b` and `interleaved_1f1b` (if p divides m) is
+//! (p − 1)(F + I + W), and the stages of `interleaved_1f1b` are smaller. With F = I = W and m ≥ 2p,
+//! that of `zb_h1` (with one stage a rank) and of `zb_v` is (p − 1)·F.
 //!
 //! The lists are those of PyTorch's schedules GPipe (with one stage a rank), 1F1B, Interleaved1F1B,
 //! InterleavedZeroBubble, ZBVZeroBubble and DualPipeV. What PyTorch's DualPipeV overlaps stands one
