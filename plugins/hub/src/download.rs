@@ -2,6 +2,7 @@
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{Read as _, Seek as _, Write as _};
+use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Component, Path, PathBuf};
 
 use fulgurite_error::{Error, Result};
@@ -255,9 +256,12 @@ fn link(at: &Path, file: &str, etag: &str) -> Result<()> {
     match std::os::unix::fs::symlink(&target, at) {
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists && at.exists() => Ok(()),
         Err(error) if error.kind() == std::io::ErrorKind::AlreadyExists => {
-            // A link to a blob that is gone.
-            fs::remove_file(at).map_err(Error::io("replacing the link", at))?;
-            std::os::unix::fs::symlink(target, at).map_err(Error::io("linking the file", at))
+            // A link to a blob that is gone. Another process may mend it at the same time.
+            let _ = fs::remove_file(at);
+            match std::os::unix::fs::symlink(target, at) {
+                Err(_) if at.exists() => Ok(()),
+                linked => linked.map_err(Error::io("linking the file", at)),
+            }
         }
         linked => linked.map_err(Error::io("linking the file", at)),
     }
@@ -270,7 +274,16 @@ fn write_ref(folder: &Path, revision: &str, commit: &str) -> Result<()> {
     }
     let path = folder.join("refs").join(revision);
     make_parent(&path)?;
-    let part = path.with_file_name(format!(".{}.{}", commit, std::process::id()));
-    fs::write(&part, commit).map_err(Error::io("writing the revision", &part))?;
-    fs::rename(&part, &path).map_err(Error::io("naming the revision", &path))
+    let parent = path.parent().unwrap_or(folder);
+    let io = |error| Error::io("writing the revision", &path)(error);
+    // A name of its own: threads, and containers that are process 1 each, write the same revision.
+    // Readable as any file: users share a cache.
+    let mode = fs::Permissions::from_mode(0o666);
+    let mut part = tempfile::Builder::new()
+        .prefix(".ref-")
+        .permissions(mode)
+        .tempfile_in(parent)
+        .map_err(io)?;
+    part.write_all(commit.as_bytes()).map_err(io)?;
+    part.persist(&path).map(drop).map_err(|error| io(error.error))
 }

@@ -197,7 +197,7 @@ fn a_file_comes_once_for_all() {
     let server = Server::start(files(), Vec::new());
     let folder = tempfile::tempdir().unwrap();
     std::thread::scope(|scope| {
-        for _ in 0..4 {
+        for _ in 0..16 {
             scope.spawn(|| download(&server, folder.path()).0.unwrap());
         }
     });
