@@ -1,4 +1,5 @@
-//! The strategy `model_parallel`: any mesh of replicas, shards, context and tensor parallelism.
+//! The strategy `model_parallel`: any mesh of pipeline stages, replicas, shards, context and tensor
+//! parallelism.
 
 mod sizes;
 
@@ -11,7 +12,10 @@ use fulgurite_error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 use crate::ReshardAfterForward;
-use crate::mesh_strategy::{AccumulationSync, GradientSettings, MeshStrategy, Settings, Sharding};
+use crate::mesh_strategy::{
+    AccumulationSync, GradientSettings, MeshStrategy, PipelineSettings, ScheduleSource, Settings,
+    Sharding,
+};
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::parallelize::LlamaPlan;
 use crate::schedule::fsdp::Prefetch;
@@ -21,11 +25,13 @@ use sizes::Sizes;
 /// `strategy = "model_parallel"` (like PyTorch Lightning's `ModelParallelStrategy`, with more
 /// dimensions).
 ///
-/// Ranks form a grid of `data_parallel_replicate` × `data_parallel_shard` × `context_parallel` ×
-/// `tensor_parallel`. The last dimension is the fastest, so tensor-parallel ranks are neighbours.
+/// Ranks form a grid of `pipeline_parallel` × `data_parallel_replicate` × `data_parallel_shard` ×
+/// `context_parallel` × `tensor_parallel`. The last dimension is the fastest, so tensor-parallel
+/// ranks are neighbours.
 ///
-/// By default replicate and context have size 1, and data and tensor parallelism are `"auto"`. If
-/// both are `"auto"`, the sizes are Lightning's: one data-parallel rank per host
+/// By default pipeline, replicate and context have size 1, and data and tensor parallelism are
+/// `"auto"`. If both are `"auto"` under a pipeline, its stages are sharded over the remaining ranks.
+/// If both are `"auto"` without one, the sizes are Lightning's: one data-parallel rank per host
 /// (`trainer.num_nodes`), and the ranks of a host share each layer. Otherwise `"auto"` means the
 /// same as `"rest"`: the remaining ranks. If several sizes are open, the one with `"rest"` takes
 /// the remaining ranks, else the first of shard, replicate, context and tensor. The other open
@@ -49,6 +55,23 @@ pub struct ModelParallel {
     /// Number of ranks that share each layer, `"auto"` or `"rest"`; by default `"auto"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel_size: Option<Size>,
+    /// Number of ranks that each compute their own stages of the model, on the same data; by default
+    /// 1. The micro-batches of a step pass through the stages one behind the other, so
+    /// `trainer.accumulate_grad_batches` should be several times as large.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pipeline_parallel_size: Option<usize>,
+    /// Order of the stages' forwards and backwards: `"gpipe"`, `"1f1b"`, `"interleaved_1f1b"`,
+    /// `"zb_h1"`, `"zb_v"`, `"dual_pipe_v"`, or a file of lists that ends in `.csv`; by default
+    /// `"1f1b"`.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pipeline_schedule: Option<String>,
+    /// Number of stages of each rank; by default as few as the schedule has.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pipeline_stages_per_rank: Option<usize>,
+    /// Number of the model's units (layers) in each stage; by default about even, with one less in
+    /// the first and the last stage.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub pipeline_units: Option<Vec<usize>>,
     /// The tensor-parallel plan: a name, or a table with a `type`. By default `"llama"` if
     /// `tensor_parallel_size` is above 1.
     #[serde(deserialize_with = "plugin::deserialize_option")]
@@ -99,6 +122,10 @@ impl Default for ModelParallel {
             data_parallel_shard_size: None,
             context_parallel_size: None,
             tensor_parallel_size: None,
+            pipeline_parallel_size: None,
+            pipeline_schedule: None,
+            pipeline_stages_per_rank: None,
+            pipeline_units: None,
             parallelize: None,
             reshard_after_forward: ReshardAfterForward::Auto,
             mixed_precision: MixedPrecisionPolicy::default(),
@@ -122,11 +149,24 @@ impl ModelParallel {
         defaults: Sizes,
         context: &BuildContext,
     ) -> Result<Box<dyn Strategy>> {
-        let sizes = defaults.given(self)?.resolve(context)?;
+        let pipeline = self.pipeline()?;
+        let stages = pipeline.as_ref().map_or(1, |pipeline| pipeline.ranks);
+        if !context.world_size.is_multiple_of(stages) {
+            return Err(Error::Mesh(format!(
+                "`pipeline_parallel_size` = {stages} does not divide the world size ({}); change it, or \
+                 `trainer.devices` × `trainer.num_nodes`",
+                context.world_size
+            )));
+        }
+        let of_stage = BuildContext::new(context.world_size / stages).on_nodes(context.num_nodes);
+        let sizes = match &pipeline {
+            None => defaults.given(self)?.resolve(&of_stage)?,
+            Some(_) => defaults.of_stages().given(self)?.resolve(&of_stage)?,
+        };
         // Reports wrong sizes before any rank is started.
         if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
-            let layout = DeviceMesh::layout_for(context.world_size, replicate, shard, cp, tp);
+            let layout = DeviceMesh::layout_for(of_stage.world_size, replicate, shard, cp, tp);
             layout.map_err(|error| match (error, self.data_parallel_size) {
                 (Error::Mesh(message), Some(_)) => Error::Mesh(format!(
                     "{message}. `data_parallel_size` is `data_parallel_replicate_size` times \
@@ -136,8 +176,14 @@ impl ModelParallel {
             })?;
         }
         self.mixed_precision.check()?;
+        let reshard_after_forward = match self.reshard_after_forward {
+            // As torchtitan: gathered once a step, not once a micro-batch.
+            ReshardAfterForward::Auto if pipeline.is_some() => ReshardAfterForward::Never,
+            chosen => chosen,
+        };
         Ok(Box::new(MeshStrategy::new(Settings {
-            reshard_after_forward: self.reshard_after_forward,
+            reshard_after_forward,
+            pipeline,
             mixed_precision: self.mixed_precision.clone(),
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,
@@ -153,6 +199,33 @@ impl ModelParallel {
             default_parallelize: Some(LlamaPlan::default().build()?),
             ..Settings::new(name, sizes, Sharding::WhereUseful)
         })))
+    }
+}
+
+impl ModelParallel {
+    /// The pipeline; `None` if every rank computes the whole model.
+    fn pipeline(&self) -> Result<Option<PipelineSettings>> {
+        let ranks = self.pipeline_parallel_size.unwrap_or(1);
+        let given = [
+            ("pipeline_schedule", self.pipeline_schedule.is_some()),
+            ("pipeline_stages_per_rank", self.pipeline_stages_per_rank.is_some()),
+            ("pipeline_units", self.pipeline_units.is_some()),
+        ];
+        match (ranks, given.iter().find(|(_, is_given)| *is_given)) {
+            (0, _) => Err(Error::Config(
+                "`trainer.strategy.pipeline_parallel_size` = 0; expected at least 1, which is no pipeline".to_owned(),
+            )),
+            (1, Some((key, _))) => Err(Error::Config(format!(
+                "`trainer.strategy.{key}` is about a pipeline, and there is none: set \
+                 `trainer.strategy.pipeline_parallel_size` to 2 or more, or leave the key out"
+            ))),
+            (1, None) => Ok(None),
+            _ => {
+                let schedule = self.pipeline_schedule.as_deref().unwrap_or("1f1b");
+                let source = ScheduleSource::new(schedule, self.pipeline_stages_per_rank, ranks)?;
+                Ok(Some(PipelineSettings { ranks, source, units: self.pipeline_units.clone() }))
+            }
+        }
     }
 }
 
@@ -194,7 +267,7 @@ macro_rules! alias {
 fulgurite_config::register_strategy!(
     "model_parallel",
     ModelParallel,
-    "any mesh of replicas, shards, context and tensor parallelism",
+    "any mesh of pipeline stages, replicas, shards, context and tensor parallelism",
     "{ type = \"model_parallel\", tensor_parallel_size = 2, parallelize = \"llama\" }"
 );
 

@@ -35,6 +35,7 @@ mod mpi;
 mod new_head;
 mod parity;
 mod peft_files;
+mod pipeline;
 mod planned;
 mod plugin_callbacks;
 mod plugin_crate;

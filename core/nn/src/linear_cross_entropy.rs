@@ -13,6 +13,7 @@ use super::linear::Linear;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::is_grad_enabled;
 use fulgurite_engine::module::Module;
+use fulgurite_engine::parameter::leaving_none;
 
 /// Computes the [`cross_entropy`](super::cross_entropy) of the logits `head(hidden)`, with `hidden`
 /// of `[.., inputs]`. At most one copy of the logits exists, and their gradient reuses its memory.
@@ -216,7 +217,9 @@ impl LinearCrossEntropy {
                     false => grad.clone(),
                 };
                 let d = kernel::backward_into(logits, lse, targets, classes, smoothing, &of_piece)?;
-                dx.extend(layer.backward_rows(&product, &x, &d, InputGrad::new(tracked))?);
+                // Gradients of all pieces' logits are too large to be kept.
+                let into = InputGrad::new(tracked);
+                dx.extend(leaving_none(|| layer.backward_rows(&product, &x, &d, into))?);
             }
             layer.end_uses()?;
             let dx = match dx.len() {

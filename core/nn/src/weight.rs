@@ -5,7 +5,7 @@ use candle_core::{DType, Tensor};
 use super::kernels::matmul::{self, InputGrad};
 use crate::Result;
 use fulgurite_engine::module::ModuleBuilder;
-use fulgurite_engine::parameter::{Init, Parameter};
+use fulgurite_engine::parameter::{Init, Parameter, compute_or_leave};
 use fulgurite_engine::quantization::WeightFormat;
 
 /// The weight of a linear layer, `[outputs, inputs]`.
@@ -108,8 +108,9 @@ impl Weight {
             InputGrad::Skip => None,
             into => matmul::input_grad(grad, &self.value()?, into)?,
         };
-        if let Some(weight) = self.trained() {
-            matmul::weight_grad(weight, x, grad)?;
+        if let Some(weight) = self.trained().filter(|weight| weight.takes_grad()) {
+            let (weight, x, grad) = (weight.clone(), x.clone(), grad.clone());
+            compute_or_leave(move || matmul::weight_grad(&weight, &x, &grad))?;
         }
         Ok(dx)
     }

@@ -1,18 +1,21 @@
 //! The optional features of the mesh strategy.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
 use fulgurite_engine::mesh::DeviceMesh;
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
-use fulgurite_engine::strategy::{RankMemory, Strategy as _, StrategyContext, StrategyExtensions};
+use fulgurite_engine::strategy::{
+    Pipeline, RankMemory, Strategy as _, StrategyContext, StrategyExtensions,
+};
 use fulgurite_error::Result;
 
 use super::ignored::Ignored;
 use super::outer::Outer;
 use super::reduction::GradientReduction;
 use super::strategy::DataParallel;
-use super::{MeshStrategy, plan};
+use super::{MeshStrategy, PipelineSettings, plan};
 
 impl StrategyExtensions for MeshStrategy {
     fn plan_module(
@@ -22,10 +25,26 @@ impl StrategyExtensions for MeshStrategy {
     ) -> Result<Option<RankMemory>> {
         GradientReduction::new(&self.settings.gradients, mesh)?;
         self.parallelize(tree, mesh)?;
+        self.assign(tree, mesh)?;
         plan::rank_memory(self, tree, mesh).map(Some)
     }
 
+    fn pipeline(&self) -> Option<Arc<dyn Pipeline>> {
+        self.pipeline.clone().map(|pipeline| pipeline as Arc<dyn Pipeline>)
+    }
+
+    fn check_micro_batches(&self, micro_batches: usize) -> Result<()> {
+        let Some(PipelineSettings { ranks, source, .. }) = &self.settings.pipeline else {
+            return Ok(());
+        };
+        source.schedule(*ranks, micro_batches).map(drop)
+    }
+
     fn abandon_step(&mut self, context: StrategyContext<'_>) -> Result<bool> {
+        if self.pipeline.is_some() {
+            // Other stages' messages may be under way.
+            return Ok(false);
+        }
         match self.data_parallel()? {
             DataParallel::Replicated { reducer, .. } => reducer.abandon_step()?,
             DataParallel::Sharded(runtime) => runtime.abandon_step()?,

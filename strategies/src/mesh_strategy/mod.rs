@@ -9,6 +9,7 @@
 //! | `replicated/` | whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | shards: units are gathered, gradients reduce-scattered |
 //! | `ignored` | parameters excluded from data parallelism |
+//! | `pipeline/` | stages of the model on ranks of their own |
 //! | `reduction` | gradient compression and predivision |
 //! | `outer` | independent replicas, and the optimizer that synchronises them |
 //! | `gradients` | partial gradients of tensor-parallel ranks, and late gradients |
@@ -21,6 +22,7 @@ mod extensions;
 mod gradients;
 mod ignored;
 mod outer;
+mod pipeline;
 mod plan;
 mod reduction;
 mod replicated;
@@ -30,6 +32,7 @@ mod strategy;
 mod units;
 
 pub(crate) use outer::OuterSettings;
+pub(crate) use pipeline::{PipelineSettings, ScheduleSource};
 pub(crate) use reduction::GradientSettings;
 pub use settings::AccumulationSync;
 pub(crate) use settings::{Settings, Sharding};

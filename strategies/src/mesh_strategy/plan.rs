@@ -44,7 +44,8 @@ fn without_outer(
     };
     let mut memory = RankMemory::default();
     if !strategy.shards(mesh)? {
-        tree.parameters().iter().for_each(|parameter| whole(&mut memory, parameter));
+        let own = tree.parameters().iter().filter(|parameter| !parameter.is_elsewhere());
+        own.for_each(|parameter| whole(&mut memory, parameter));
         return Ok(memory);
     }
     let chosen = units::choose(&strategy.settings, tree)?;
@@ -53,6 +54,9 @@ fn without_outer(
     let mut gathered = vec![0; tree.units().len() + 1];
     let ignored = ignored::chosen(&strategy.settings, tree)?;
     for ((parameter, owner), ignored) in tree.parameters().iter().zip(tree.owners()).zip(ignored) {
+        if parameter.is_elsewhere() {
+            continue;
+        }
         if ignored {
             whole(&mut memory, parameter);
             continue;

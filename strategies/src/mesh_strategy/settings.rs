@@ -4,6 +4,7 @@ use fulgurite_engine::strategy::ParallelizeFn;
 use serde::{Deserialize, Serialize};
 
 use super::outer::OuterSettings;
+use super::pipeline::PipelineSettings;
 use super::reduction::GradientSettings;
 use crate::fsdp::ReshardAfterForward;
 use crate::mixed_precision::MixedPrecisionPolicy;
@@ -62,6 +63,8 @@ pub(crate) struct Settings {
     /// Sizes of `data_parallel_replicate`, `data_parallel_shard`, `context_parallel` and
     /// `tensor_parallel`; `None` sizes follow from the world size.
     pub(crate) sizes: [Option<usize>; 4],
+    /// The pipeline; `None` if every rank computes the whole model.
+    pub(crate) pipeline: Option<PipelineSettings>,
     /// Whether `device_mesh` refuses several ranks and recommends other strategies.
     pub(crate) one_rank_only: bool,
     pub(crate) sharding: Sharding,
@@ -94,7 +97,7 @@ pub(crate) struct Settings {
 impl Settings {
     /// Whether there may be several ranks: not if every dimension has size 1.
     pub(crate) fn communicates(&self) -> bool {
-        self.sizes != [Some(1); 4]
+        self.sizes != [Some(1); 4] || self.pipeline.is_some()
     }
 
     /// The defaults of every option, for `sizes`.
@@ -102,6 +105,7 @@ impl Settings {
         Self {
             name,
             sizes,
+            pipeline: None,
             one_rank_only: false,
             sharding,
             reshard_after_forward: ReshardAfterForward::Auto,

@@ -7,7 +7,9 @@ use candle_core::{DType, Device};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{Difference, ProcessGroup, broadcast_object, first_difference};
 use fulgurite_engine::memory::{self, MemoryKind};
-use fulgurite_engine::mesh::{DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, TENSOR_PARALLEL};
+use fulgurite_engine::mesh::{
+    DATA_PARALLEL_REPLICATE, DP_SHARD_CP, DeviceMesh, PIPELINE_PARALLEL, TENSOR_PARALLEL,
+};
 use fulgurite_engine::module::{ModuleInit, ModuleTree, Reshard, UnitHooks};
 use fulgurite_engine::optim::SquaredNorm;
 use fulgurite_engine::parameter::{GradReducer, LocalShard, Parameter, ParameterSlot};
@@ -22,6 +24,7 @@ use super::connect::connect;
 use super::gradients::PartialGrads;
 use super::ignored::{self, Ignored};
 use super::outer::Outer;
+use super::pipeline::{Assignment, Executor, empty_gradient};
 use super::reduction::GradientReduction;
 use super::replicated::Reducer;
 use super::sharded::{Casts, Member, ParamGroup, ShardedRuntime};
@@ -38,6 +41,8 @@ pub(crate) struct MeshStrategy {
     pub(super) ignored: Option<Ignored>,
     /// `None` if replicas train as one.
     pub(super) outer: Option<Outer>,
+    /// `None` if every rank computes the whole model.
+    pub(super) pipeline: Option<Arc<Executor>>,
 }
 
 /// The parameters of data-parallel ranks, after tensor-parallel cuts.
@@ -53,7 +58,7 @@ pub(super) enum DataParallel {
 impl MeshStrategy {
     pub(crate) fn new(settings: Settings) -> Self {
         let outer = settings.outer.map(Outer::new);
-        Self { settings, data_parallel: None, ignored: None, outer }
+        Self { settings, data_parallel: None, ignored: None, outer, pipeline: None }
     }
 
     fn gradient_reduction(&self, mesh: &DeviceMesh) -> Result<GradientReduction> {
@@ -166,7 +171,7 @@ impl MeshStrategy {
         let mut groups = Vec::new();
         let mut units = Vec::new();
         let managed = |mut slots: Vec<ParameterSlot>| {
-            slots.retain(|slot| !ignored.contains(slot));
+            slots.retain(|slot| !ignored.contains(slot) && !slot.is_elsewhere());
             slots
         };
         let mut root = managed(tree.unit_slots(None));
@@ -190,7 +195,8 @@ impl MeshStrategy {
         };
         for ((unit, chosen), reshard) in tree.units().to_vec().iter().zip(chosen).zip(reshard) {
             let all = tree.unit_slots(Some(unit.index()));
-            let nothing_left = !all.is_empty() && all.iter().all(|slot| ignored.contains(slot));
+            let excluded = |slot: &ParameterSlot| ignored.contains(slot) || slot.is_elsewhere();
+            let nothing_left = !all.is_empty() && all.iter().all(excluded);
             let slots = managed(all);
             if chosen && !nothing_left {
                 units.push(Some(add(unit.path(), &slots, reshard)?));
@@ -272,12 +278,28 @@ impl MeshStrategy {
     }
 
     /// Ends a backward; its begin decided whether gradients are reduced.
-    fn finish_backward(&self) -> Result<()> {
+    fn finish_backward(&self, slots: &[ParameterSlot]) -> Result<()> {
         match self.data_parallel()? {
             DataParallel::Replicated { reducer, .. } => reducer.on(ddp::Event::FinishBackward)?,
             DataParallel::Sharded(runtime) => runtime.on(fsdp::Event::FinishBackward)?,
         }
-        self.ignored.as_ref().map_or(Ok(()), Ignored::finish_backward)
+        self.ignored.as_ref().map_or(Ok(()), Ignored::finish_backward)?;
+        let Some(pipeline) = &self.pipeline else { return Ok(()) };
+        pipeline.sum_tied()?;
+        for slot in slots.iter().filter(|slot| slot.is_elsewhere() && slot.requires_grad()) {
+            slot.set_local_grad(Some(empty_gradient(slot)?));
+        }
+        Ok(())
+    }
+
+    /// Cuts the model into the stages of a pipeline, if there is one.
+    pub(super) fn assign(
+        &self,
+        tree: &mut ModuleTree,
+        mesh: &DeviceMesh,
+    ) -> Result<Option<Assignment>> {
+        let pipeline = self.settings.pipeline.as_ref();
+        pipeline.map(|pipeline| Assignment::new(pipeline, tree, mesh)).transpose()
     }
 
     /// Checks that replicas hold the same values. Collective.
@@ -358,8 +380,9 @@ impl Strategy for MeshStrategy {
             distributed: self.settings.communicates(),
             sharded: self.settings.sharding != Sharding::Never,
             no_sync: self.settings.communicates(),
-            // Independent replicas change their values when they synchronise.
-            deferred_reads: self.settings.outer.is_none(),
+            // Independent replicas change their values when they synchronise, and a pipeline's loss is
+            // on some ranks only.
+            deferred_reads: self.settings.outer.is_none() && self.settings.pipeline.is_none(),
             saves_distributed_checkpoints: self.settings.save_distributed_checkpoint,
         }
     }
@@ -374,7 +397,13 @@ impl Strategy for MeshStrategy {
                 world.size()
             )));
         }
-        let layout = DeviceMesh::layout_for(world.size(), replicate, shard, context, tensor)?;
+        let stages = self.settings.pipeline.as_ref().map_or(1, |pipeline| pipeline.ranks);
+        let layout =
+            DeviceMesh::layout_for(world.size() / stages, replicate, shard, context, tensor)?;
+        let layout = match stages {
+            1 => layout,
+            stages => layout.repeated(PIPELINE_PARALLEL, stages)?,
+        };
         DeviceMesh::new(layout, world)
     }
 
@@ -402,10 +431,12 @@ impl Strategy for MeshStrategy {
             verify_same_choices(tree, &**mesh.world())?;
         }
         self.warn_if_nothing_is_cut(tree, mesh)?;
+        let assignment = self.assign(tree, mesh)?;
         let partial_grads = PartialGrads::new(tree, mesh)?;
         let (ignored, managed) = {
             let chosen = ignored::chosen(&self.settings, tree)?;
             let slots = tree.slots().into_iter().zip(chosen);
+            let slots = slots.filter(|(slot, _)| !slot.is_elsewhere());
             let (ignored, managed): (Vec<_>, Vec<_>) = slots.partition(|(_, ignored)| *ignored);
             let only = |slots: Vec<(ParameterSlot, bool)>| -> Vec<ParameterSlot> {
                 slots.into_iter().map(|(slot, _)| slot).collect()
@@ -426,7 +457,15 @@ impl Strategy for MeshStrategy {
                 DataParallel::Replicated { .. } => (false, Vec::new()),
                 DataParallel::Sharded(runtime) => (true, runtime.part_groups()),
             };
-            connect(mesh, slot.device(), shards, others)?;
+            let device = slot.device().clone();
+            if let (Some(assignment), Some(settings), Some(group)) =
+                (assignment, &self.settings.pipeline, mesh.pipeline())
+            {
+                self.pipeline =
+                    Some(Arc::new(Executor::new(settings, assignment, group, &device)?));
+            }
+            let others = others.into_iter().chain(self.pipeline.iter().flat_map(|p| p.groups()));
+            connect(mesh, &device, shards, others)?;
         }
         self.data_parallel = Some(data_parallel);
         self.outer.as_mut().map_or(Ok(()), |outer| outer.set_up(tree, mesh))
@@ -455,12 +494,12 @@ impl Strategy for MeshStrategy {
         }
     }
 
-    fn reduce_gradients(&mut self, _context: StrategyContext<'_>) -> Result<()> {
-        self.finish_backward()
+    fn reduce_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.finish_backward(context.slots)
     }
 
-    fn keep_gradients(&mut self, _context: StrategyContext<'_>) -> Result<()> {
-        self.finish_backward()
+    fn keep_gradients(&mut self, context: StrategyContext<'_>) -> Result<()> {
+        self.finish_backward(context.slots)
     }
 
     fn finish_step(&mut self, context: StrategyContext<'_>) -> Result<()> {

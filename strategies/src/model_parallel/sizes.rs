@@ -70,6 +70,14 @@ impl Sizes {
         tensor: Size::Auto,
     };
 
+    /// These defaults for the ranks of a pipeline's stage: what is open is sharded.
+    pub(super) fn of_stages(self) -> Self {
+        match (self.shard, self.tensor) {
+            (Size::Auto, Size::Auto) => Self { shard: Size::Rest, tensor: Size::Ranks(1), ..self },
+            _ => self,
+        }
+    }
+
     /// Applies the configuration's sizes over these defaults.
     ///
     /// # Errors

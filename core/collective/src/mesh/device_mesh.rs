@@ -5,15 +5,16 @@ use std::sync::Arc;
 
 use super::{
     CONTEXT_PARALLEL, DATA_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, DP_CP,
-    DP_SHARD_CP, MeshLayout, TENSOR_PARALLEL,
+    DP_SHARD_CP, MeshLayout, PIPELINE_PARALLEL, PP_DP_CP, STAGE, TENSOR_PARALLEL,
 };
 use crate::collective::{ProcessGroup, Solo};
 use crate::{Error, Result};
 
 /// The ranks of a job in a grid, with a process group along each dimension.
 ///
-/// Dimensions, slowest first: `data_parallel_replicate`, `data_parallel_shard`, `context_parallel`,
-/// `tensor_parallel`. The flattened views `data_parallel` (replicate × shard), `dp_cp`
+/// Dimensions, slowest first: `pipeline_parallel` (only if there are several stages),
+/// `data_parallel_replicate`, `data_parallel_shard`, `context_parallel`, `tensor_parallel`. The
+/// flattened views `data_parallel` (replicate × shard), `dp_cp`
 /// (replicate × shard × context) and `dp_shard_cp` (shard × context) always exist, also at size 1.
 /// A dimension of size 1 has a group that communicates nothing.
 #[derive(Clone)]
@@ -84,6 +85,12 @@ impl DeviceMesh {
         mesh.flatten(DATA_PARALLEL, &dims[..2].iter().copied().filter(has).collect::<Vec<_>>())?;
         mesh.flatten(DP_CP, &dims.iter().copied().filter(has).collect::<Vec<_>>())?;
         mesh.flatten(DP_SHARD_CP, &dims[1..].iter().copied().filter(has).collect::<Vec<_>>())?;
+        if has(&PIPELINE_PARALLEL) {
+            let of_stage = [&dims[..], &[TENSOR_PARALLEL]].concat();
+            mesh.flatten(STAGE, &of_stage.into_iter().filter(has).collect::<Vec<_>>())?;
+            let summed = [&[PIPELINE_PARALLEL], &dims[..]].concat();
+            mesh.flatten(PP_DP_CP, &summed.into_iter().filter(has).collect::<Vec<_>>())?;
+        }
         Ok(mesh)
     }
 
@@ -187,6 +194,25 @@ impl DeviceMesh {
             let names: Vec<_> = self.groups.keys().map(String::as_str).collect();
             Error::Mesh(format!("no dimension `{name}`; there are {}", names.join(", ")))
         })
+    }
+
+    /// The ranks with the stages of one pipeline, in order; `None` without a pipeline.
+    pub fn pipeline(&self) -> Option<&Arc<dyn ProcessGroup>> {
+        self.groups.get(PIPELINE_PARALLEL)
+    }
+
+    /// The ranks whose losses are summed: those with different data, and under a pipeline those of
+    /// all stages.
+    ///
+    /// # Errors
+    /// If this is a sub-mesh.
+    pub fn loss_ranks(&self) -> Result<&Arc<dyn ProcessGroup>> {
+        self.group(if self.pipeline().is_some() { PP_DP_CP } else { DP_CP })
+    }
+
+    /// The ranks with the same stage as this one: all, without a pipeline.
+    pub fn stage_ranks(&self) -> &Arc<dyn ProcessGroup> {
+        self.groups.get(STAGE).unwrap_or(&self.world)
     }
 
     /// Number of ranks along a dimension or flattened view.

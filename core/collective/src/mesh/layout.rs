@@ -79,6 +79,15 @@ impl MeshLayout {
         }))
     }
 
+    /// This layout, repeated along a dimension of `size` that varies slowest.
+    ///
+    /// # Errors
+    /// As [`new`](Self::new).
+    pub fn repeated(&self, name: &str, size: usize) -> Result<Self> {
+        let own = self.names.iter().map(String::as_str).zip(self.sizes.iter().copied());
+        Self::new([(name, size)].into_iter().chain(own))
+    }
+
     /// The dimensions' names.
     pub fn names(&self) -> &[String] {
         &self.names

@@ -20,6 +20,9 @@ mod layout;
 pub use device_mesh::DeviceMesh;
 pub use layout::MeshLayout;
 
+/// The mesh dimension whose ranks compute different stages of the model, on the same data. A mesh
+/// has it only if there are several stages.
+pub const PIPELINE_PARALLEL: &str = "pipeline_parallel";
 /// The mesh dimension whose ranks hold the same shards and see different data.
 pub const DATA_PARALLEL_REPLICATE: &str = "data_parallel_replicate";
 /// The mesh dimension over which FSDP cuts parameters; its ranks see different data.
@@ -34,3 +37,8 @@ pub const DATA_PARALLEL: &str = "data_parallel";
 pub const DP_CP: &str = "dp_cp";
 /// The flattened view of shard and context parallel: the ranks that FSDP cuts parameters over.
 pub const DP_SHARD_CP: &str = "dp_shard_cp";
+/// The flattened view of pipeline, replicate, shard and context parallel, of a mesh with a pipeline:
+/// ranks whose losses are summed.
+pub(crate) const PP_DP_CP: &str = "pp_dp_cp";
+/// The flattened view of all dimensions but the pipeline, of a mesh with one: a stage's ranks.
+pub(crate) const STAGE: &str = "stage";

@@ -2,7 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Layout of a tensor over the ranks of a mesh dimension, as PyTorch's DTensor placements.
+/// Layout of a tensor over the ranks of a mesh dimension, as PyTorch's DTensor placements, or over the
+/// stages of a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {
@@ -11,4 +12,7 @@ pub enum Placement {
     Shard(usize),
     /// Every rank holds the whole tensor.
     Replicate,
+    /// The ranks at these two coordinates, which may be one, hold the whole tensor. The others hold
+    /// nothing. The first owns it.
+    Stages(usize, usize),
 }

@@ -95,6 +95,10 @@ impl ShardSpec {
                 region.chunked(dim, cut.size, cut.index(coordinate(&cut.mesh_dim)))
             }
             Placement::Replicate => region,
+            Placement::Stages(first, last) => {
+                let at = coordinate(&cut.mesh_dim);
+                if at == first || at == last { region } else { nothing(region) }
+            }
         })
     }
 
@@ -102,22 +106,39 @@ impl ShardSpec {
     /// chunks of its first dimension, so that all ranks together own every element exactly once.
     /// Gradient norms and checkpoints use it.
     pub fn owned_region(&self, coordinate: impl Fn(&str) -> usize) -> Region {
-        let (mut index, mut parts) = (0, 1);
-        for cut in self.cuts.iter().filter(|cut| !matches!(cut.placement, Placement::Shard(_))) {
-            index = index * cut.size + cut.index(coordinate(&cut.mesh_dim));
-            parts *= cut.size;
+        let (mut index, mut parts, mut owns) = (0, 1, true);
+        for cut in &self.cuts {
+            match cut.placement {
+                Placement::Shard(_) => {}
+                Placement::Replicate => {
+                    index = index * cut.size + cut.index(coordinate(&cut.mesh_dim));
+                    parts *= cut.size;
+                }
+                Placement::Stages(first, _) => owns &= coordinate(&cut.mesh_dim) == first,
+            }
         }
         let region = self.region(coordinate);
-        if parts == 1 {
+        if !owns {
+            nothing(region)
+        } else if parts == 1 {
             region
         } else if region.sizes.is_empty() {
-            // A scalar cannot be chunked, so the first replica owns it. The others own an empty
-            // region of one dimension, because a region without dimensions has one element.
-            if index == 0 { region } else { Region { offsets: vec![0], sizes: vec![0] } }
+            // A scalar cannot be chunked, so the first replica owns it.
+            if index == 0 { region } else { nothing(region) }
         } else {
             region.chunked(0, parts, index)
         }
     }
+}
+
+/// An empty region of the same dimensions; of one dimension for a scalar, because a region without
+/// dimensions has one element.
+fn nothing(mut region: Region) -> Region {
+    match region.sizes.first_mut() {
+        Some(size) => *size = 0,
+        None => region = Region { offsets: vec![0], sizes: vec![0] },
+    }
+    region
 }
 
 #[cfg(test)]

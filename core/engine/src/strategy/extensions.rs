@@ -1,8 +1,9 @@
 //! Optional features of a strategy.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 
-use super::{RankMemory, StrategyContext};
+use super::{Pipeline, RankMemory, StrategyContext};
 use crate::Result;
 use fulgurite_collective::mesh::DeviceMesh;
 use fulgurite_module::module::ModuleTree;
@@ -11,7 +12,7 @@ use fulgurite_optim::StateTensor;
 /// Name prefix of a strategy's own [state tensors](StrategyExtensions::state_tensors).
 pub const STRATEGY_STATE: &str = "strategy_";
 
-/// Optional features of a strategy: memory plans, repeated steps, replicas that train separately,
+/// Optional features of a strategy: memory plans, pipelines, repeated steps, replicas that train separately,
 /// and state of its own in checkpoints.
 ///
 /// A strategy that needs one of them returns itself from
@@ -49,6 +50,23 @@ pub trait StrategyExtensions {
     ) -> Result<Option<RankMemory>> {
         let _ = (tree, mesh);
         Ok(None)
+    }
+
+    /// The pipeline, if ranks compute different stages of the model that was set up. Backwards of
+    /// whole models are then impossible. `None`, the default, otherwise. Not collective.
+    fn pipeline(&self) -> Option<Arc<dyn Pipeline>> {
+        None
+    }
+
+    /// Checks that a step may have this many micro-batches on each rank. Called in the process that
+    /// starts the ranks, before it starts them, and before a step with another number. Not
+    /// collective.
+    ///
+    /// # Errors
+    /// If not; the message says which numbers would do.
+    fn check_micro_batches(&self, micro_batches: usize) -> Result<()> {
+        let _ = micro_batches;
+        Ok(())
     }
 
     /// Called when a step failed on some rank between

@@ -117,6 +117,7 @@ fn first_other(group: &dyn ProcessGroup, digests: &Vec<u64>) -> Result<Option<(u
 pub fn refresh_compute(slots: &[ParameterSlot]) -> Result<()> {
     let cast = |slot: &ParameterSlot| Ok((slot.compute()?.detach(), slot.local()?.values));
     let apart = slots.iter().filter(|slot| slot.dtype() != slot.compute_dtype());
+    let apart = apart.filter(|slot| !slot.is_elsewhere());
     let copied = apart.map(cast).collect::<Result<Vec<_>>>()?;
     let pairs: Vec<_> = copied.iter().map(|(compute, values)| (compute, values)).collect();
     storage::copy_all(&pairs)

@@ -8,6 +8,7 @@ use super::dtypes::{self, ModuleDtype};
 use super::keep_in_fp32;
 use super::parallelize::Edge;
 use super::pattern::{PATTERN_HELP, any_pattern_matches, pattern_matches};
+use super::stage::Stages;
 use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
@@ -208,6 +209,16 @@ impl ModuleBuilder {
         };
         let builder = Self { path, unit: Some(handle.index()), compute_dtype, ..self.clone() };
         Ok(Unit::new(build(&builder)?, handle))
+    }
+
+    /// Declares that the model computes these units one after the other, with
+    /// [`stage::through`](super::stage::through), so that a pipeline can cut it between them. The
+    /// modules `before`, paths below this builder's, compute before the first unit. All other modules
+    /// outside of the units compute behind the last.
+    pub fn stages<M>(&self, before: &[impl AsRef<str>], units: &[Unit<M>]) {
+        let before = before.iter().map(|name| self.join(name.as_ref())).collect();
+        let units = units.iter().map(|unit| unit.handle().index()).collect();
+        self.tree().stages = Some(Stages { before, units });
     }
 
     /// Records the kind of the layer at this path, the tensor-parallel plans it supports and the
@@ -572,6 +583,7 @@ impl ModuleBuilder {
             });
         }
         tree.check_ends()?;
+        tree.check_stages()?;
         if let Some(adapters) = &self.init.adapters {
             adapters.check(&tree, &tree.adapted)?;
         }

@@ -22,6 +22,7 @@ mod parallelize;
 mod pattern;
 mod quantization;
 mod recompute;
+pub mod stage;
 mod tree;
 mod unit;
 mod var_builder;

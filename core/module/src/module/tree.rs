@@ -4,6 +4,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 
 use super::parallelize::{AppliedPlans, Edge};
+use super::stage::Stages;
 use super::{FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, Parameter, ParameterSlot};
@@ -48,6 +49,8 @@ pub struct ModuleTree {
     pub(super) units: Vec<UnitHandle>,
     /// The declared edges, in order.
     pub(super) edges: Vec<Edge>,
+    /// See [`stages`](Self::stages).
+    pub(super) stages: Option<Stages>,
     /// The plans applied so far.
     pub(crate) parallel: AppliedPlans,
 }
@@ -111,6 +114,33 @@ impl ModuleTree {
         &self.units
     }
 
+    /// The units between which a pipeline can cut the model, if it has declared them
+    /// ([`ModuleBuilder::stages`](super::ModuleBuilder::stages)).
+    pub fn stages(&self) -> Option<&Stages> {
+        self.stages.as_ref()
+    }
+
+    /// The parts of a pipeline that compute with a parameter: 0 for what is before the units, the
+    /// unit's place from 1, and one more than the units for what is behind them. Two for a
+    /// parameter that is tied, the first and the last. Empty if the model has declared no
+    /// [stages](Self::stages).
+    pub fn parts_of(&self, parameter: usize) -> Vec<usize> {
+        let Some(Stages { before, units }) = &self.stages else { return Vec::new() };
+        let path_of = |unit: &usize| self.units[*unit].path();
+        let part = |name: &str| {
+            if before.iter().any(|path| is_below(name, path)) {
+                return 0;
+            }
+            let unit = units.iter().position(|unit| is_below(name, path_of(unit)));
+            unit.map_or(units.len() + 1, |place| place + 1)
+        };
+        let own = &self.parameters[parameter];
+        let tied = self.aliases.iter().filter(|(_, index)| **index == parameter);
+        let parts: BTreeSet<usize> =
+            tied.map(|(alias, _)| part(alias)).chain([part(own.fqn())]).collect();
+        parts.into_iter().collect()
+    }
+
     /// Checkpoints the activations of the units that the closure chooses, and no others, like the
     /// `check_fn` of PyTorch's `apply_activation_checkpointing`. Overrides
     /// `trainer.activation_checkpointing`. Every rank calls it alike.
@@ -166,6 +196,27 @@ impl ModuleTree {
     /// Number of elements of all parameters, with tied parameters counted once.
     pub fn elem_count(&self) -> usize {
         self.elements
+    }
+
+    /// Checks that the modules before the units exist.
+    ///
+    /// # Errors
+    /// If one does not.
+    pub(super) fn check_stages(&self) -> Result<()> {
+        let before = self.stages.iter().flat_map(|stages| &stages.before);
+        for path in before {
+            let below = |name: &str| is_below(name, path);
+            if !self.modules.keys().any(|name| below(name))
+                && !self.names.keys().any(|name| below(name))
+            {
+                return Err(Error::module(
+                    path,
+                    "is declared to compute before the units (`ModuleBuilder::stages`), and the model has no such \
+                     module",
+                ));
+            }
+        }
+        Ok(())
     }
 
     pub(super) fn declare(&mut self, path: &str, info: ModuleInfo) -> Result<()> {
@@ -261,6 +312,11 @@ impl ModuleTree {
         self.names.insert(fqn.to_owned(), index);
         Ok(())
     }
+}
+
+/// Whether a name is the path, or below it.
+pub(super) fn is_below(name: &str, path: &str) -> bool {
+    name.strip_prefix(path).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }
 
 /// Checks that patterns and checkpoints can refer to this path.

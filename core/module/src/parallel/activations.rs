@@ -46,6 +46,21 @@ impl Activation {
         self.layout == Some(Layout::Replicate)
     }
 
+    /// The layout, and the length of whole sequences if ranks hold parts of them, else 0: what the
+    /// next stage of a pipeline must know.
+    ///
+    /// # Errors
+    /// If the layout is known to the code alone that computes it.
+    pub(crate) fn form(&self) -> Result<(Layout, usize)> {
+        let Some(layout) = self.layout else {
+            return Err(Error::other(format!(
+                "{} cannot go to another stage of a pipeline: its layout over the tensor-parallel ranks is not known",
+                self.describe()
+            )));
+        };
+        Ok((layout, self.plan.upgrade().map_or(0, |plan| plan.sequence.get())))
+    }
+
     /// Layout and source, for messages.
     pub(super) fn describe(&self) -> String {
         describe(self.layout, &self.source)
@@ -203,6 +218,21 @@ pub(super) fn add_plan(plan: &Arc<PlanRecord>) {
 pub(super) fn plan_of(group: &Arc<dyn ProcessGroup>) -> Option<Arc<PlanRecord>> {
     let plans = with_layouts(|layouts| layouts.live_plans());
     plans.into_iter().find(|plan| Arc::ptr_eq(&plan.group, group))
+}
+
+/// An activation of this [form](Activation::form) from another stage of a pipeline.
+///
+/// # Errors
+/// Without a plan.
+pub(crate) fn received((layout, sequence): (Layout, usize)) -> Result<Arc<Activation>> {
+    let plans = with_layouts(|layouts| layouts.live_plans());
+    let Some(plan) = plans.first() else {
+        return Err(Error::other(
+            "a stage of the pipeline has a tensor-parallel plan, and this one has none",
+        ));
+    };
+    plan.sequence.set(sequence);
+    Ok(plan.activation(Some(layout), "the stage before"))
 }
 
 /// A whole activation of the module at this path, if there is a plan.

@@ -47,7 +47,7 @@ pub(crate) struct PlanRecord {
     pub(super) group: Arc<dyn ProcessGroup>,
     /// The trainable parameters, by the ids of their tokens.
     pub(super) parameters: HashMap<TensorId, Parameter>,
-    sequence: SequenceLength,
+    pub(super) sequence: SequenceLength,
 }
 
 impl PlanRecord {
@@ -645,6 +645,14 @@ pub fn record_function(
 }
 
 impl SequenceLength {
+    pub(super) fn get(&self) -> usize {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set(&self, length: usize) {
+        self.0.store(length, Ordering::Relaxed);
+    }
+
     /// Records the length of a sequence before it is cut.
     fn note(&self, path: &str, x: &Tensor, group: &dyn ProcessGroup) -> Result<()> {
         let (length, ranks) = (x.dims().get(1).copied().unwrap_or(0), group.size());

@@ -19,6 +19,8 @@ pub(super) struct GradFlow {
     /// The units (`None`: outside of units) whose layers hold the compute tensor directly and
     /// record a graph. Their uses cannot be counted, so every backward is expected to deliver.
     pub(super) exposed_in: BTreeSet<Option<usize>>,
+    /// Whether further micro-batches of the step use the parameter, so that no use is the last.
+    pub(super) held: bool,
     /// Whether the buffer already holds a gradient, to which the next one is added.
     pub(super) accumulated: bool,
     /// Whether the running backward has delivered a gradient.
@@ -32,7 +34,7 @@ pub(super) struct GradFlow {
 impl GradFlow {
     /// Whether all counted uses have delivered and `ready` has not been called yet.
     pub(super) fn complete(&self) -> bool {
-        self.pending_uses == 0 && !self.pending_hook && !self.ready
+        self.pending_uses == 0 && !self.pending_hook && !self.ready && !self.held
     }
 }
 

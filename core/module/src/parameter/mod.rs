@@ -13,6 +13,7 @@ mod grad;
 mod grad_flow;
 mod grad_hook;
 pub(crate) mod init;
+mod later;
 #[expect(clippy::module_inception, reason = "the type is the module's subject")]
 mod parameter;
 mod paused;
@@ -25,6 +26,7 @@ pub use buffer::about as about_buffer;
 pub use buffer::{Buffer, BufferInit, BufferOptions};
 pub use grad::{GradReducer, LocalGrads, accumulation_dtype};
 pub use init::Init;
+pub use later::{LaterGradients, compute_or_leave, leaving_none};
 pub(crate) use parameter::{LayerCut, ParameterSpec};
 pub use parameter::{LocalShard, Parameter, UnusedBecause};
 pub use paused::PausedGradients;

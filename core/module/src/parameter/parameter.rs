@@ -85,6 +85,8 @@ pub(super) struct Inner {
     optimizer: AtomicUsize,
     /// See [`Parameter::is_embedding_or_head`].
     embedding_or_head: AtomicBool,
+    /// Whether another stage of a pipeline computes with it, and this rank holds nothing of it.
+    elsewhere: AtomicBool,
     /// Whether its detached values were read where a backward was expected.
     was_read: AtomicBool,
     /// Whether a forward recorded it in a graph.
@@ -122,6 +124,7 @@ impl Parameter {
             paused: AtomicBool::new(false),
             optimizer: AtomicUsize::new(0),
             embedding_or_head: AtomicBool::new(false),
+            elsewhere: AtomicBool::new(false),
             was_read: AtomicBool::new(false),
             was_recorded: AtomicBool::new(false),
         });
@@ -192,10 +195,21 @@ impl Parameter {
     }
 
     /// Whether the parameter currently takes a gradient. It must be [trained](Self::requires_grad),
-    /// and not [paused](super::PausedGradients) for another optimizer's turn. Otherwise layers with
-    /// a hand-written backward need not compute its gradient.
+    /// not [paused](super::PausedGradients) for another optimizer's turn, and not
+    /// [elsewhere](Self::is_elsewhere). Otherwise layers with a hand-written backward need not
+    /// compute its gradient.
     pub fn takes_grad(&self) -> bool {
-        self.requires_grad() && !self.0.paused.load(Ordering::Relaxed)
+        self.requires_grad() && !self.0.paused.load(Ordering::Relaxed) && !self.is_elsewhere()
+    }
+
+    /// Whether the ranks of other stages of a pipeline hold it, and this one nothing. Its
+    /// [`local`](Self::local) part is then empty.
+    pub fn is_elsewhere(&self) -> bool {
+        self.0.elsewhere.load(Ordering::Relaxed)
+    }
+
+    pub(super) fn set_elsewhere(&self) {
+        self.0.elsewhere.store(true, Ordering::Relaxed);
     }
 
     /// The index of the optimizer that updates it, if a model has several; 0 for the first.
@@ -373,6 +387,14 @@ impl Parameter {
     }
 
     fn detached(&self) -> Result<Tensor> {
+        if self.is_elsewhere() {
+            return Err(Error::parameter(
+                self.fqn(),
+                "has no values on this rank: it belongs to another stage of the pipeline. The model computes \
+                 outside of a step of the trainer, or uses it before or behind its units without \
+                 `module::stage`",
+            ));
+        }
         if !self.has_value() {
             return Err(Error::parameter(
                 self.fqn(),

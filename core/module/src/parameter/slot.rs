@@ -8,7 +8,7 @@ use candle_core::Tensor;
 use super::parameter::Inner;
 use super::{GradReducer, LocalShard, Parameter};
 use crate::{Error, Result};
-use fulgurite_collective::shard::ShardSpec;
+use fulgurite_collective::shard::{Region, ShardSpec};
 
 /// A strategy's access to a parameter: sets its cuts, this rank's part, the time when it has
 /// values, and the target of its gradient. Dereferences to the [`Parameter`].
@@ -99,6 +99,7 @@ impl ParameterSlot {
         flow.pending_hook = !flow.exposed_in.is_empty();
         flow.delivered_now = false;
         flow.ready = false;
+        flow.held = false;
         Ok(delivered)
     }
 
@@ -124,6 +125,33 @@ impl ParameterSlot {
     /// their gradients.
     pub fn has_pending_uses(&self) -> bool {
         self.0.flow().pending_uses > 0
+    }
+
+    /// Gives the parameter to other ranks: this one holds nothing of it. `spec` says who has it. Call
+    /// it before values exist.
+    ///
+    /// # Errors
+    /// If candle fails.
+    pub fn set_elsewhere(&self, spec: ShardSpec, region: Region) -> Result<()> {
+        debug_assert!(region.is_empty());
+        self.0.set_elsewhere();
+        self.set_spec(spec);
+        let values = Tensor::zeros(0, self.dtype(), self.device())?;
+        self.set_local(LocalShard { values, region });
+        Ok(())
+    }
+
+    /// Keeps the gradient from being ready until [`release`](Self::release), because several
+    /// micro-batches are under way at once.
+    pub fn hold(&self) {
+        self.0.flow().held = true;
+    }
+
+    /// Ends [`hold`](Self::hold). Call it before the backward of the last micro-batch.
+    pub fn release(&self) {
+        let mut flow = self.0.flow();
+        flow.held = false;
+        flow.pending_hook = !flow.exposed_in.is_empty();
     }
 
     /// Forgets the accumulated gradient: the next one overwrites the buffer.
@@ -172,6 +200,7 @@ impl ParameterSlot {
         self.end_step();
         let mut flow = self.0.flow();
         flow.pending_uses = 0;
+        flow.held = false;
         flow.pending_hook = !flow.exposed_in.is_empty();
         flow.delivered_now = false;
         flow.ready = false;

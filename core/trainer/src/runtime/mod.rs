@@ -5,6 +5,7 @@ mod audit;
 mod buffers;
 mod checkpoints;
 mod magnitudes;
+mod pipeline;
 #[expect(clippy::module_inception, reason = "the runtime is the module's subject")]
 mod runtime;
 mod step;

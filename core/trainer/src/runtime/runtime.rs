@@ -290,8 +290,46 @@ impl StrategyRuntime {
         let _phase = self.phase("backward");
         loss.check_sequence_ranks(self.context_parallel().map_or(1, |context| context.size()))?;
         let context = self.context()?;
-        let RuntimeState { strategy, steps, delivered, loss_scale, .. } =
-            &mut *self.lock_state()?;
+        let state = &mut *self.lock_state()?;
+        if state.extensions().pipeline().is_some() {
+            return Err(Error::other(
+                "the strategy's ranks compute different stages of the model, so that no rank has a whole backward: a \
+                 pipeline runs in the Trainer's steps, with automatic optimization",
+            ));
+        }
+        let RuntimeState { strategy, steps, loss_scale, .. } = &mut *state;
+        let sum = loss.sum();
+        let synchronise = self.synchronises() || !strategy.capabilities().no_sync;
+        self.note_loss(context, steps, loss, synchronise)?;
+        let scaled = match loss_scale {
+            Some(scale) => Some(self.scale_loss(loss, scale)?),
+            None => None,
+        };
+        let sum = scaled.as_ref().unwrap_or(sum);
+        strategy.begin_backward(context, synchronise)?;
+        // Gradients are in the reducers, not in candle's store.
+        let grads = sum.backward().map_err(|error| explain_difference(error.into()))?;
+        // An optimizer without parameters is never audited, such as the first one if all others
+        // have names.
+        let is_first = |slot: &ParameterSlot| {
+            slot.takes_grad() && steps.get(slot.optimizer()).is_some_and(|step| !step.audited)
+        };
+        if context.slots.iter().any(is_first) {
+            refuse_variables(sum, &grads)?;
+            refuse_wrong_gradients(sum)?;
+        }
+        drop(grads);
+        self.end_backward(state, context, synchronise)
+    }
+
+    /// Checks a loss before its backward, and adds it to the steps of its optimizers.
+    pub(super) fn note_loss(
+        &self,
+        context: StrategyContext<'_>,
+        steps: &mut [StepState],
+        loss: &Loss,
+        synchronise: bool,
+    ) -> Result<()> {
         let sum = loss.sum();
         if !sum.track_op() {
             let detached = |slot: &&ParameterSlot| {
@@ -312,7 +350,6 @@ impl StrategyRuntime {
             )));
         }
         check_loss(sum)?;
-        let synchronise = self.synchronises() || !strategy.capabilities().no_sync;
         let loss_sum = loss.sum_tensor()?;
         if detects_anomalies() {
             let loss_sum = read::scalar::<f64>(&loss_sum, "detect_anomaly")?;
@@ -323,29 +360,26 @@ impl StrategyRuntime {
                 )));
             }
         }
+        // Under a pipeline, of another rank's parameters too.
+        let is_trained =
+            |slot: &ParameterSlot| slot.takes_grad() || slot.requires_grad() && slot.is_elsewhere();
         for (optimizer, step) in steps.iter_mut().enumerate() {
-            if context.slots.iter().any(|slot| slot.optimizer() == optimizer && slot.takes_grad()) {
+            if context.slots.iter().any(|slot| slot.optimizer() == optimizer && is_trained(slot)) {
                 step.add(loss, &loss_sum, synchronise)?;
             }
         }
-        let scaled = match loss_scale {
-            Some(scale) => Some(self.scale_loss(loss, scale)?),
-            None => None,
-        };
-        let sum = scaled.as_ref().unwrap_or(sum);
-        strategy.begin_backward(context, synchronise)?;
-        // Gradients are in the reducers, not in candle's store.
-        let grads = sum.backward().map_err(|error| explain_difference(error.into()))?;
-        // An optimizer without parameters is never audited, such as the first one if all others
-        // have names.
-        let is_first = |slot: &ParameterSlot| {
-            slot.takes_grad() && steps.get(slot.optimizer()).is_some_and(|step| !step.audited)
-        };
-        if context.slots.iter().any(is_first) {
-            refuse_variables(sum, &grads)?;
-            refuse_wrong_gradients(sum)?;
-        }
-        drop(grads);
+        Ok(())
+    }
+
+    /// Ends a backward: whether parameters got a gradient is noted, and gradients are reduced if it
+    /// synchronises. Collective.
+    pub(super) fn end_backward(
+        &self,
+        state: &mut RuntimeState,
+        context: StrategyContext<'_>,
+        synchronise: bool,
+    ) -> Result<()> {
+        let RuntimeState { strategy, delivered, .. } = state;
         self.check_reached(context.slots)?;
         for (slot, delivered) in context.slots.iter().zip(delivered) {
             *delivered |= slot.finish_backward()?;

@@ -13,7 +13,6 @@ use super::step::StepState;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp, all_gather_object};
 use fulgurite_engine::execution::read;
-use fulgurite_engine::mesh::DP_CP;
 use fulgurite_engine::parameter::ParameterSlot;
 use fulgurite_engine::strategy::{Loss, StepTotals};
 
@@ -81,7 +80,7 @@ impl StrategyRuntime {
             read::host(&values)
         };
         let sent = [loss_sum, step.count_or_report(unused)];
-        let loss = sum(&sent, &**self.mesh().group(DP_CP)?)?;
+        let loss = sum(&sent, &**self.mesh().loss_ranks()?)?;
         let count = self.answered(loss[1], step, unused)?;
         // Tensor-parallel ranks have the same loss, but each has its own flags.
         let flags = match flags {
@@ -97,7 +96,7 @@ impl StrategyRuntime {
         let step = &state.steps[optimizer];
         let count = Tensor::new(&[step.count_or_report(&unused)], &Device::Cpu)?;
         let collective = Collective::all_reduce(&count, ReduceOp::Sum);
-        self.mesh().group(DP_CP)?.run(collective).map_err(explain_difference)?;
+        self.mesh().loss_ranks()?.run(collective).map_err(explain_difference)?;
         self.answered(read::host::<f64>(&count)?[0], step, &unused)
     }
 
@@ -125,7 +124,7 @@ impl StrategyRuntime {
             return Vec::new();
         }
         let slots = self.slots().iter().zip(&state.delivered).enumerate();
-        let own = slots.filter(|(_, (slot, _))| is_of(slot, optimizer));
+        let own = slots.filter(|(_, (slot, _))| is_of(slot, optimizer) && !slot.is_elsewhere());
         own.filter(|(_, (_, delivered))| !**delivered).map(|(index, _)| index).collect()
     }
 
@@ -139,13 +138,17 @@ impl StrategyRuntime {
         if sum.is_finite() {
             return Ok(sum);
         }
+        // Parameters of other stages have no gradient here either.
+        let elsewhere = self.slots().iter().enumerate().filter(|(_, slot)| slot.is_elsewhere());
+        let unused: Vec<usize> =
+            unused.iter().copied().chain(elsewhere.map(|(index, _)| index)).collect();
         let report = Report {
             rank: self.mesh().world().rank(),
             count: step.count.to_bits(),
             wrong_count: step.wrong_count.map(f64::to_bits),
-            unused: unused.to_owned(),
+            unused: unused.clone(),
         };
-        let reports = all_gather_object(&**self.mesh().group(DP_CP)?, &report)?;
+        let reports = all_gather_object(&**self.mesh().loss_ranks()?, &report)?;
         let wrong = reports.iter().find_map(|report| Some((report.rank, report.wrong_count?)));
         if let Some((rank, bits)) = wrong {
             return Err(wrong_count(rank, f64::from_bits(bits)));

@@ -1,7 +1,9 @@
 //! A decoder from token ids to logits.
 
+use std::sync::Arc;
+
 use candle_core::{DType, Device, Tensor};
-use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
+use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit, stage};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
@@ -70,7 +72,12 @@ impl Decoder {
             let attention = AttentionConfig { rope, ..config.attention(*layer) };
             model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, &attention))
         };
-        let layers = config.layers.iter().enumerate().map(layer).collect::<Result<_>>()?;
+        let layers = config.layers.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()?;
+        let before = match config.learned_positions {
+            true => &["embed_tokens", "embed_positions"][..],
+            false => &["embed_tokens"],
+        };
+        model.stages(before, &layers);
         let norm = Norm::new(&model.pp("norm"), config.norm, config.hidden_size, config.norm_eps)?;
         edges::declare(config, b);
         Ok(Self {
@@ -156,6 +163,19 @@ impl Decoder {
             None => time * context.as_ref().map_or(1, ContextParallel::size),
         };
         check_length(whole, self.max_positions)?;
+        let embed = || self.embed(ids, [batch, time], context, cached);
+        let x = stage::through(&self.layers, embed, |layer, x| layer.forward(x))?;
+        self.norm.forward(&x)
+    }
+
+    /// Returns what the first layer gets.
+    fn embed(
+        &self,
+        ids: &Tensor,
+        sizes: [usize; 2],
+        context: Option<ContextParallel>,
+        cached: Option<Arc<CachedTokens>>,
+    ) -> Result<Tensor> {
         let mut x = self.embed_tokens.forward(ids)?;
         if let Some(scale) = self.embedding_scale {
             // The factor is rounded to the dtype, as in `transformers`.
@@ -165,15 +185,11 @@ impl Decoder {
         if let Some(positions) = &self.embed_positions {
             let places = match cached {
                 Some(cached) => cached.positions(ids.device())?,
-                None => position_ids(ids, [batch, time], context)?,
+                None => position_ids(ids, sizes, context)?,
             };
             x = x.broadcast_add(&positions.forward(&places)?)?;
         }
-        let mut x = self.dropout.forward(&x)?;
-        for layer in &self.layers {
-            x = layer.forward(&x)?;
-        }
-        self.norm.forward(&x)
+        self.dropout.forward(&x)
     }
 
     fn head(&self) -> Result<&Linear> {

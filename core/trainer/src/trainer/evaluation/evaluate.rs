@@ -5,6 +5,7 @@ use std::ops::ControlFlow;
 
 use candle_core::Tensor;
 
+use crate::trainer::fit::pipeline_step::evaluate_in_pipeline;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::Loading;
 use crate::trainer::record::display::EvaluationProgress;
@@ -192,7 +193,7 @@ pub(crate) fn evaluate(session: &mut Session, stage: EvaluationStage) -> Result<
             ControlFlow::Break(why) => return Ok(Evaluated::Interrupted(why)),
         };
         for (name, value) in
-            Recorder::reduce(&session.setup.fabric, &mut table, LogStage::Evaluation)?
+            Recorder::reduce_of_steps(&session.setup.fabric, &mut table, LogStage::Evaluation)?
         {
             evaluation.metrics.insert(format!("{name}{}", set.suffix), value);
         }
@@ -229,14 +230,19 @@ fn evaluate_set(
     // The sum stays on its device and is read once.
     let (mut sum, mut counts) = (None::<Tensor>, Vec::new());
     let sized = (set.sampler, set.batches);
+    let pipeline = session.setup.fabric.runtime.pipeline()?;
     let interrupted =
         each_batch(session, set.split, hooks, sized, &mut |session, batch, padding| {
             ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-            let loss = match stage {
-                EvaluationStage::Validation => session.runner.validation_step(&mut ctx)?,
-                EvaluationStage::Test => session.runner.test_step(&mut ctx)?,
+            let mut step = || match stage {
+                EvaluationStage::Validation => session.runner.validation_step(&mut ctx),
+                EvaluationStage::Test => session.runner.test_step(&mut ctx),
             };
-            if !padding {
+            let loss = match &pipeline {
+                None => Some(step()?),
+                Some(pipeline) => evaluate_in_pipeline(&**pipeline, &mut step)?,
+            };
+            if let Some(loss) = loss.filter(|_| !padding) {
                 let loss_sum = loss.sum_tensor()?;
                 sum = Some(match sum.take() {
                     Some(before) => (before + loss_sum)?,
@@ -312,11 +318,17 @@ fn predict(session: &mut Session) -> Result<Predicted> {
     let mut ctx = StepContext::evaluation(position, session.step_parts());
     let output_names = session.runner.output_names();
     let mut predictions = Predictions { output_names, ..Predictions::default() };
+    let pipeline = session.setup.fabric.runtime.pipeline()?;
     let interrupted =
         each_batch(session, Split::Predict, &hooks, sized, &mut |session, batch, padding| {
             ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-            let output = session.runner.predict_step(&mut ctx)?.detach();
-            if !padding {
+            let mut step = || session.runner.predict_step(&mut ctx);
+            let output = match &pipeline {
+                None => Some(step()?),
+                Some(pipeline) => evaluate_in_pipeline(&**pipeline, &mut step)?,
+            };
+            if let Some(output) = output.filter(|_| !padding) {
+                let output = output.detach();
                 let samples = batch.samples.indices();
                 let named = |&i: &u64| Some((i, session.runner.sample_name(i)?));
                 predictions.sample_names.extend(samples.iter().filter_map(named));
@@ -330,7 +342,7 @@ fn predict(session: &mut Session) -> Result<Predicted> {
         return Ok(Predicted::Interrupted(why));
     }
     let step = session.progress.step();
-    session.recorder.log_table(&session.setup.fabric, step, &mut ctx.table, LogStage::Epoch)?;
+    session.recorder.log_steps(&session.setup.fabric, step, &mut ctx.table)?;
     session.hook(hooks.epoch_end)?;
     session.hook(hooks.end)?;
     Ok(Predicted::Done(predictions))

@@ -89,6 +89,13 @@ fn set_up_optimizers(
     let configured = session.runner.configure_optimizers(run.optimizer_setup()?)?;
     let fabric = &session.setup.fabric;
     let automatic = session.runner.automatic_optimization();
+    if !automatic && fabric.device_mesh().pipeline().is_some() {
+        return Err(Error::Config(
+            "`trainer.strategy.pipeline_parallel_size`: the module optimizes by itself (manual optimization), with \
+             backwards of the whole model, which no rank of a pipeline has"
+                .to_owned(),
+        ));
+    }
     configured.check(fabric.module_tree()?, automatic, &run.trainer)?;
     let (optimizers, schedulers) = configured.build(fabric, run.trainer.unused_parameters)?;
     session.optimizers = Some(optimizers);

@@ -92,8 +92,12 @@ impl Session {
         ctx: &mut StepContext,
     ) -> Result<f64> {
         self.setup.fabric.begin_attempt()?;
-        for micro_batch in 0..of_step.micro_batches {
-            self.micro_batch(plan, (of_step, micro_batch), ctx)?;
+        if let Some(pipeline) = self.setup.fabric.runtime.pipeline()? {
+            self.micro_batches_in_pipeline(&*pipeline, (plan, of_step), ctx)?;
+        } else {
+            for micro_batch in 0..of_step.micro_batches {
+                self.micro_batch(plan, (of_step, micro_batch), ctx)?;
+            }
         }
         let defer = self.defers_reads(ctx.is_logged());
         if !defer {

@@ -89,7 +89,23 @@ pub(crate) trait ModuleRunner {
     /// Computes the batch's loss, in the scope that `run` enters.
     fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunForward) -> Result<Loss>;
 
-    /// Computes the batch's validation loss.
+    /// Keeps the next training batch for [`kept_training_step`](Self::kept_training_step), behind
+    /// those that are kept already.
+    fn keep_training_batch(&mut self) -> Result<Samples>;
+
+    /// Like [`training_step`](Self::training_step), of a kept batch, as often as wanted.
+    fn kept_training_step(
+        &mut self,
+        index: usize,
+        ctx: &mut StepContext,
+        run: &mut RunForward,
+    ) -> Result<Loss>;
+
+    /// Forgets the kept batches.
+    fn forget_kept_batches(&mut self);
+
+    /// Computes the batch's validation loss. As often as wanted, like the other steps of an
+    /// evaluation.
     fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss>;
 
     /// Computes the batch's test loss.
@@ -256,6 +272,8 @@ pub(crate) struct TypedRunner<M: LightningModule> {
     pub(crate) data: Arc<M::Data>,
     training: Batches<BatchOf<M>>,
     evaluation: Batches<BatchOf<M>>,
+    /// The micro-batches of a step under a pipeline.
+    kept: Vec<BatchOf<M>>,
 }
 
 /// Puts a batch's documents in force until the guard is dropped.
@@ -281,6 +299,10 @@ impl<B: Send + 'static> Batches<B> {
         Ok(samples)
     }
 
+    fn get(&self) -> Result<&B> {
+        self.batch.as_ref().ok_or_else(|| Error::other("no batch has been loaded"))
+    }
+
     fn take(&mut self) -> Result<B> {
         self.batch.take().ok_or_else(|| Error::other("no batch has been loaded"))
     }
@@ -289,7 +311,7 @@ impl<B: Send + 'static> Batches<B> {
 impl<M: LightningModule> TypedRunner<M> {
     fn new(module: M, config: M::Config, data: M::Data) -> Self {
         let (training, evaluation) = (Batches::NONE, Batches::NONE);
-        Self { module, config, data: Arc::new(data), training, evaluation }
+        Self { module, config, data: Arc::new(data), training, evaluation, kept: Vec::new() }
     }
 
     /// Makes batches; under context parallelism, this rank's shard of each.
@@ -371,22 +393,43 @@ impl<M: LightningModule> ModuleRunner for TypedRunner<M> {
         run(&mut || self.module.training_step(&batch, ctx))
     }
 
+    fn keep_training_batch(&mut self) -> Result<Samples> {
+        let samples = self.training.load()?;
+        self.kept.push(self.training.take()?);
+        Ok(samples)
+    }
+
+    fn kept_training_step(
+        &mut self,
+        index: usize,
+        ctx: &mut StepContext,
+        run: &mut RunForward,
+    ) -> Result<Loss> {
+        let batch = self.kept.get(index).ok_or_else(|| Error::other("no such batch is kept"))?;
+        let _documents = documents_in_force::<M>(batch)?;
+        run(&mut || self.module.training_step(batch, ctx))
+    }
+
+    fn forget_kept_batches(&mut self) {
+        self.kept.clear();
+    }
+
     fn validation_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
-        let batch = self.evaluation.take()?;
-        let _documents = documents_in_force::<M>(&batch)?;
-        self.module.validation_step(&batch, ctx)
+        let batch = self.evaluation.get()?;
+        let _documents = documents_in_force::<M>(batch)?;
+        self.module.validation_step(batch, ctx)
     }
 
     fn test_step(&mut self, ctx: &mut StepContext) -> Result<Loss> {
-        let batch = self.evaluation.take()?;
-        let _documents = documents_in_force::<M>(&batch)?;
-        self.module.test_step(&batch, ctx)
+        let batch = self.evaluation.get()?;
+        let _documents = documents_in_force::<M>(batch)?;
+        self.module.test_step(batch, ctx)
     }
 
     fn predict_step(&mut self, ctx: &mut StepContext) -> Result<Tensor> {
-        let batch = self.evaluation.take()?;
-        let _documents = documents_in_force::<M>(&batch)?;
-        self.module.predict_step(&batch, ctx)
+        let batch = self.evaluation.get()?;
+        let _documents = documents_in_force::<M>(batch)?;
+        self.module.predict_step(batch, ctx)
     }
 
     fn output_names(&self) -> Vec<String> {

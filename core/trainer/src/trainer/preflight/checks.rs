@@ -239,7 +239,10 @@ fn check(
     if purpose == RunPurpose::Fit {
         let order = SampleOrder::new(run.seed, model.shuffle, model.train_samples)?;
         let micro_batches = config.micro_batches(model.batch_size, data_parallel_size)? as usize;
-        config.micro_batches_in_batch(model.batch_size)?;
+        let in_batch = config.micro_batches_in_batch(model.batch_size)?;
+        if let Some(extensions) = strategy.extensions() {
+            extensions.check_micro_batches(micro_batches * in_batch)?;
+        }
         TrainSampler::new(order, model.batch_size, data_parallel_size, 0, micro_batches)?
             .with_last_batch(config.last_batch)?;
         check_optimizers(run, &model, &tree, memory.as_mut())?;

@@ -178,6 +178,11 @@ impl SavedStates {
         if all.len() == world_size {
             return all.swap_remove(rank);
         }
+        Self::merged(all, rank == 0)
+    }
+
+    /// Returns all saved states, merged, if this rank `receives` them.
+    pub(crate) fn merged(all: Vec<Self>, receives: bool) -> Self {
         let mut merged = Self::default();
         for (name, SavedState { merge, state }) in all.into_iter().flat_map(|states| states.0) {
             let neutral = || SavedState { merge, state: vec![merge.neutral(); state.len()] };
@@ -190,7 +195,7 @@ impl SavedStates {
                 };
             }
         }
-        if rank == 0 { merged } else { Self::default() }
+        if receives { merged } else { Self::default() }
     }
 }
 

@@ -2,17 +2,21 @@
 
 use std::collections::BTreeMap;
 
+use serde::{Deserialize, Serialize};
+
 use crate::metric::MetricTable;
 use crate::trainer::Histogram;
 use crate::{Error, Result};
 use fulgurite_engine::collective::{ProcessGroup, all_gather_object};
 
 /// Texts, histograms and tables that steps and hooks have logged.
-#[derive(Debug, Default)]
+#[derive(Debug, Default, Serialize, Deserialize)]
 pub(crate) struct Media {
     pub(crate) texts: Vec<(String, String)>,
     pub(crate) tables: Vec<(String, MetricTable)>,
     histograms: BTreeMap<String, Histogram>,
+    /// Whether the histograms are those of all ranks.
+    is_reduced: bool,
 }
 
 impl Media {
@@ -29,6 +33,13 @@ impl Media {
         self.histograms = histograms.map(|(name, of)| (name + suffix, of)).collect();
     }
 
+    /// Like [`reduce_histograms`](Self::reduce_histograms), and keeps the result.
+    pub(crate) fn reduce_in_place(&mut self, group: &dyn ProcessGroup) -> Result<()> {
+        self.histograms = self.reduce_histograms(group)?;
+        self.is_reduced = true;
+        Ok(())
+    }
+
     /// Merges the histograms over all ranks of `group`. Collective if there are any.
     ///
     /// # Errors
@@ -38,7 +49,7 @@ impl Media {
         group: &dyn ProcessGroup,
     ) -> Result<BTreeMap<String, Histogram>> {
         let own = std::mem::take(&mut self.histograms);
-        if own.is_empty() || group.size() == 1 {
+        if own.is_empty() || group.size() == 1 || self.is_reduced {
             return Ok(own);
         }
         let mut all = all_gather_object(group, &own)?.into_iter();

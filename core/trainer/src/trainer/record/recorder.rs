@@ -15,6 +15,7 @@ use crate::trainer::record::meter::Meter;
 use crate::trainer::record::run_dir::RunDirGuard;
 use crate::trainer::record::usage::Usage;
 use crate::{Error, Result};
+use fulgurite_engine::collective::broadcast_object;
 use fulgurite_engine::data::DataReport;
 use fulgurite_engine::mesh::DP_CP;
 use fulgurite_error::output;
@@ -214,6 +215,48 @@ impl Recorder {
         table.reduce(stage, &**world, counts)
     }
 
+    /// Reduces a table of steps over all ranks. Under a pipeline, steps log where they end, in the
+    /// last stage, whose ranks give the others what they reduced. Collective as
+    /// [`LogTable::reduce`], and always under a pipeline.
+    pub(crate) fn reduce_of_steps(
+        fabric: &Fabric,
+        table: &mut LogTable,
+        stage: Stage,
+    ) -> Result<BTreeMap<String, f64>> {
+        let Some(pipeline) = fabric.runtime.pipeline()? else {
+            return Self::reduce(fabric, table, stage);
+        };
+        let mut metrics = BTreeMap::new();
+        if pipeline.group().rank() == pipeline.last_rank() {
+            let mesh = fabric.device_mesh();
+            let (ranks, group) = (mesh.stage_ranks(), mesh.group(DP_CP)?);
+            let counts = group.global_ranks().contains(&ranks.global_ranks()[0]);
+            metrics = table.reduce(stage, &**ranks, counts)?;
+            table.media.reduce_in_place(&**ranks)?;
+        } else {
+            *table = LogTable::default();
+        }
+        let group = &**pipeline.group();
+        (metrics, table.media) = broadcast_object(
+            group,
+            &(metrics, std::mem::take(&mut table.media)),
+            pipeline.last_rank(),
+        )?;
+        Ok(metrics)
+    }
+
+    /// Reduces and reports the values of a table of steps, if any. Collective as
+    /// [`reduce_of_steps`](Self::reduce_of_steps).
+    pub(crate) fn log_steps(
+        &mut self,
+        fabric: &Fabric,
+        step: u64,
+        table: &mut LogTable,
+    ) -> Result<()> {
+        let metrics = Self::reduce_of_steps(fabric, table, Stage::Epoch)?;
+        self.report_table(fabric, step, table, metrics)
+    }
+
     /// Reduces and reports the values of a table, if any. Collective.
     pub(crate) fn log_table(
         &mut self,
@@ -223,6 +266,16 @@ impl Recorder {
         stage: Stage,
     ) -> Result<()> {
         let metrics = Self::reduce(fabric, table, stage)?;
+        self.report_table(fabric, step, table, metrics)
+    }
+
+    fn report_table(
+        &mut self,
+        fabric: &Fabric,
+        step: u64,
+        table: &mut LogTable,
+        metrics: BTreeMap<String, f64>,
+    ) -> Result<()> {
         if !metrics.is_empty() {
             self.record(step, &metrics);
             self.emit(fabric, &Event::Metrics { step, metrics })?;
@@ -266,7 +319,7 @@ impl Recorder {
     /// Reports the values of the ending epoch. Collective.
     pub(crate) fn log_epoch(&mut self, fabric: &Fabric, step: u64) -> Result<()> {
         let mut table = std::mem::take(&mut self.epoch_table);
-        self.log_table(fabric, step, &mut table, Stage::Epoch)
+        self.log_steps(fabric, step, &mut table)
     }
 
     /// Reduces the values of a step over all ranks, and adds them to the epoch. Collective.
@@ -278,7 +331,14 @@ impl Recorder {
         rate: &ItemRate,
     ) -> Result<BTreeMap<String, f64>> {
         table.add_to_epoch(&mut self.epoch_table, is_logged)?;
-        let mut metrics = Self::reduce(fabric, table, Stage::Step)?;
+        let mut metrics = match fabric.runtime.pipeline()? {
+            // What is not logged is not passed on.
+            Some(_) if !is_logged => {
+                *table = LogTable::default();
+                BTreeMap::new()
+            }
+            _ => Self::reduce_of_steps(fabric, table, Stage::Step)?,
+        };
         if let Some(scale) = fabric.loss_scale()? {
             metrics.insert("loss_scale".to_owned(), scale.factor());
         }
@@ -289,9 +349,11 @@ impl Recorder {
         Ok(metrics)
     }
 
-    /// Returns this rank's values of the present epoch, for a checkpoint; `None` if there are none.
-    pub(crate) fn epoch_states(&self) -> Option<Result<SavedStates>> {
-        (!self.epoch_table.is_empty()).then(|| self.epoch_table.states())
+    /// Returns this rank's values of the present epoch, for a checkpoint; `None` if no rank has any.
+    pub(crate) fn epoch_states(&self, fabric: &Fabric) -> Option<Result<SavedStates>> {
+        // Under a pipeline, only ranks of the last stage have some.
+        let has = !self.epoch_table.is_empty() || fabric.device_mesh().pipeline().is_some();
+        has.then(|| self.epoch_table.states())
     }
 
     /// Restores the values of a checkpoint's epoch.

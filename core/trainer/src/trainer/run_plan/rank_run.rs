@@ -218,6 +218,14 @@ impl Callback for Watch {
 impl Hooks for Watch {
     fn on_train_start(&mut self, ctx: &mut HookContext) -> Result<()> {
         let fabric = ctx.fabric();
+        if fabric.device_mesh().pipeline().is_some() {
+            self.seen().is_late = self.end.is_some();
+            return Err(Error::Config(
+                "`trainer.strategy.pipeline_parallel_size`: a plan does not cover pipelines; \
+                 `fulgurite schedule show` tells the order of the stages' work, its bubble and what ranks hold"
+                    .to_owned(),
+            ));
+        }
         let tree = fabric.module_tree()?;
         let mut model = Model { mesh: Some(fabric.device_mesh().clone()), ..Model::default() };
         for parameter in tree.parameters() {

@@ -129,7 +129,16 @@ pub(crate) fn resume(session: &mut Session, from: &ResumeSource) -> Result<()> {
         session.recorder.set_metrics(metrics);
         if !state.epoch_metrics.is_empty() {
             let world_size = session.setup.world_size();
-            let states = SavedStates::of_rank(state.epoch_metrics, rank, world_size);
+            let states = match session.setup.fabric.runtime.pipeline()? {
+                None => SavedStates::of_rank(state.epoch_metrics, rank, world_size),
+                // The steps of the last stage log.
+                Some(pipeline) => {
+                    let is_last = pipeline.group().rank() == pipeline.last_rank();
+                    let receives =
+                        is_last && session.setup.fabric.device_mesh().stage_ranks().rank() == 0;
+                    SavedStates::merged(state.epoch_metrics, receives)
+                }
+            };
             session.recorder.load_epoch(states);
         }
         if !state.module.is_empty() {

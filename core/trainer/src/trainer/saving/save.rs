@@ -122,7 +122,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         finish_saving(session)?;
     }
     let (step, rank) = (session.progress.step(), session.setup.rank());
-    let epoch_metrics = match session.recorder.epoch_states() {
+    let epoch_metrics = match session.recorder.epoch_states(&session.setup.fabric) {
         None => Vec::new(),
         Some(states) => all_gather_object(&**session.setup.fabric.world(), &states?)?,
     };

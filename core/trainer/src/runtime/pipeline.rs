@@ -1,0 +1,82 @@
+//! Steps under a pipeline: one backward of the strategy for all micro-batches of a step.
+
+use std::sync::Arc;
+
+use candle_core::{DType, Tensor};
+
+use super::runtime::StrategyRuntime;
+use crate::{Error, Result};
+use fulgurite_engine::autograd::{refuse_variables, refuse_wrong_gradients};
+use fulgurite_engine::module::stage::{Computed, StageEnd};
+use fulgurite_engine::strategy::{Loss, Pipeline};
+
+impl StrategyRuntime {
+    /// The strategy's pipeline, if ranks compute different stages.
+    pub(crate) fn pipeline(&self) -> Result<Option<Arc<dyn Pipeline>>> {
+        Ok(self.lock_state()?.extensions().pipeline())
+    }
+
+    /// Runs a step's forwards and backwards: `run` computes them, with
+    /// [`backward_of_stage`](Self::backward_of_stage). Collective.
+    pub(crate) fn in_pipeline(&self, run: impl FnOnce() -> Result<()>) -> Result<()> {
+        let context = self.context()?;
+        {
+            let state = &mut *self.lock_state()?;
+            // Ranks without the last stage have a loss of zero.
+            let zero = Tensor::zeros((), DType::F64, self.tree()?.parameters()[0].device())?;
+            let nothing = Loss::new(zero.clone(), 0.0);
+            for step in &mut state.steps {
+                step.add(&nothing, &zero, true)?;
+            }
+            state.strategy.begin_backward(context, true)?;
+        }
+        run()?;
+        self.end_backward(&mut *self.lock_state()?, context, true)
+    }
+
+    /// Runs a stage's backward of a micro-batch, and returns the gradient of the stage's input. The
+    /// stage gets `grad` of its output, and the last stage none. Not collective.
+    pub(crate) fn backward_of_stage(
+        &self,
+        computed: Computed<Loss>,
+        grad: Option<Tensor>,
+    ) -> Result<Option<Tensor>> {
+        let _phase = self.phase("backward");
+        let root = match (&computed.end, grad) {
+            (StageEnd::Step(loss), None) => {
+                let sharing = self.context_parallel().map_or(1, |context| context.size());
+                loss.check_sequence_ranks(sharing)?;
+                let (context, state) = (self.context()?, &mut *self.lock_state()?);
+                self.note_loss(context, &mut state.steps, loss, true)?;
+                Some(loss.sum().clone())
+            }
+            (StageEnd::Border(_), Some(grad)) => computed.seed(grad)?,
+            (StageEnd::Step(_), Some(_)) => {
+                return Err(Error::other("the last stage of a pipeline got a gradient"));
+            }
+            (StageEnd::Border(_), None) => {
+                return Err(Error::other("a stage of a pipeline got no gradient"));
+            }
+        };
+        let input = computed.input().cloned();
+        drop(computed);
+        let Some(root) = root.filter(Tensor::track_op) else {
+            return input.map(|x| Ok(x.zeros_like()?)).transpose();
+        };
+        let mut grads = root.backward()?;
+        let of_input = input.as_ref().and_then(|x| grads.remove(x));
+        if !self.is_audited()? {
+            refuse_variables(&root, &grads)?;
+            refuse_wrong_gradients(&root)?;
+        }
+        match (input, of_input) {
+            (Some(x), None) => Ok(Some(x.zeros_like()?)),
+            (_, grad) => Ok(grad),
+        }
+    }
+
+    /// Whether the first step's gradients were audited.
+    fn is_audited(&self) -> Result<bool> {
+        Ok(self.lock_state()?.steps.iter().all(|step| step.audited))
+    }
+}

@@ -1,0 +1,185 @@
+//! The forwards and backwards of a step whose ranks compute different stages of the model.
+
+use std::collections::HashMap;
+
+use candle_core::Tensor;
+
+use crate::fabric::Fabric;
+use crate::trainer::StepContext;
+use crate::trainer::fit::plan::LoopPlan;
+use crate::trainer::module::hooks::Hook;
+use crate::trainer::module::runner::ModuleRunner;
+use crate::trainer::session::Session;
+use crate::{Error, Result};
+use fulgurite_engine::autograd::detect_anomaly;
+use fulgurite_engine::data::StepSamples;
+use fulgurite_engine::module::ForwardScope;
+use fulgurite_engine::module::stage::{Border, Computed, Stage, StageEnd};
+use fulgurite_engine::parallel::explain_mismatch;
+use fulgurite_engine::parameter::LaterGradients;
+use fulgurite_engine::strategy::{Loss, Pipeline, StageWork};
+
+impl Session {
+    /// Runs all micro-batches of a step through the stages. The hook before a backward is not
+    /// called: a rank has no loss, unless it has the last stage. Collective.
+    pub(super) fn micro_batches_in_pipeline(
+        &mut self,
+        pipeline: &dyn Pipeline,
+        (plan, of_step): (&LoopPlan, &StepSamples),
+        ctx: &mut StepContext,
+    ) -> Result<()> {
+        let mut batches = Vec::with_capacity(of_step.micro_batches);
+        for micro_batch in 0..of_step.micro_batches {
+            self.batch_hook(Hook::TrainBatchStart, micro_batch as u64)?;
+            let _phase = self.setup.fabric.measurements().phase("data");
+            batches.push(MicroBatch {
+                samples: self.runner.keep_training_batch()?.indices().len(),
+                first_sample: plan.sampler.first_sample(of_step, micro_batch),
+                is_padding: plan.sampler.is_padding(of_step, micro_batch),
+            });
+        }
+        let _detecting = self.setup.config.detect_anomaly.then(detect_anomaly);
+        let (fabric, runner) = (&self.setup.fabric, &mut *self.runner);
+        let (computed, left) = (HashMap::new(), HashMap::new());
+        let mut work = TrainingWork { fabric, runner, ctx, batches: &batches, computed, left };
+        let runtime = &fabric.runtime;
+        let result = runtime.in_pipeline(|| pipeline.train(of_step.micro_batches, &mut work));
+        self.runner.forget_kept_batches();
+        result?;
+        for micro_batch in 0..of_step.micro_batches as u64 {
+            self.batch_hook(Hook::AfterBackward, micro_batch)?;
+            self.batch_hook(Hook::TrainBatchEnd, micro_batch)?;
+        }
+        Ok(())
+    }
+}
+
+/// A micro-batch of a step.
+struct MicroBatch {
+    /// Number of samples.
+    samples: usize,
+    /// The first sample's index in the step.
+    first_sample: u64,
+    is_padding: bool,
+}
+
+/// The computation of a step's stages on this rank.
+struct TrainingWork<'a> {
+    fabric: &'a Fabric,
+    runner: &'a mut dyn ModuleRunner,
+    ctx: &'a mut StepContext,
+    batches: &'a [MicroBatch],
+    /// By stage and micro-batch: forwards whose backward is to come.
+    computed: HashMap<(usize, usize), Computed<Loss>>,
+    /// Gradients of weights to be computed later.
+    left: HashMap<(usize, usize), LaterGradients>,
+}
+
+impl StageWork for TrainingWork<'_> {
+    fn forward(
+        &mut self,
+        (index, stage): (usize, &Stage),
+        micro_batch: usize,
+        input: Option<Border>,
+    ) -> Result<Option<Border>> {
+        let Self { fabric, runner, ctx, batches, computed, .. } = self;
+        let MicroBatch { samples, first_sample, is_padding } = batches[micro_batch];
+        ctx.begin_batch(micro_batch as u64, samples, is_padding);
+        let step = ctx.step;
+        let of_stage = stage.run(input.as_ref(), || {
+            let loss = runner.kept_training_step(micro_batch, ctx, &mut |forward| {
+                let scope = fabric.scope(true, step, first_sample);
+                let _scope = ForwardScope { is_padding, ..scope }.enter();
+                let _phase = fabric.measurements().phase("forward");
+                forward().map_err(|error| {
+                    let place = format!("in training_step of step {step}, stage {index}");
+                    explain_mismatch(error).during(place)
+                })
+            })?;
+            if is_padding { loss.ignored() } else { Ok(loss) }
+        })?;
+        let border = match &of_stage.end {
+            StageEnd::Border(border) => Some(border.detach()),
+            StageEnd::Step(_) => None,
+        };
+        computed.insert((index, micro_batch), of_stage);
+        Ok(border)
+    }
+
+    fn backward(
+        &mut self,
+        stage: usize,
+        micro_batch: usize,
+        grad: Option<Tensor>,
+        leaves_weights: bool,
+    ) -> Result<Option<Tensor>> {
+        let Some(computed) = self.computed.remove(&(stage, micro_batch)) else {
+            return Err(Error::other("a stage's backward comes before its forward"));
+        };
+        let (step, first_sample) = (self.ctx.step, self.batches[micro_batch].first_sample);
+        let _scope = self.fabric.forward_scope(true, step, first_sample);
+        let located =
+            |error: Error| error.during(format_args!("in backward of step {step}, stage {stage}"));
+        let backward = || self.fabric.runtime.backward_of_stage(computed, grad).map_err(located);
+        if !leaves_weights {
+            return backward();
+        }
+        let (grad, left) = LaterGradients::collect(backward);
+        self.left.insert((stage, micro_batch), left);
+        grad
+    }
+
+    fn weights(&mut self, stage: usize, micro_batch: usize) -> Result<()> {
+        let _phase = self.fabric.measurements().phase("backward");
+        let left = self.left.remove(&(stage, micro_batch));
+        left.map_or(Ok(()), LaterGradients::compute)
+    }
+}
+
+/// Runs a batch of an evaluation through the stages. `step` computes on the whole model. Returns its
+/// result on the ranks of the last stage. Collective.
+pub(crate) fn evaluate_in_pipeline<R>(
+    pipeline: &dyn Pipeline,
+    step: &mut dyn FnMut() -> Result<R>,
+) -> Result<Option<R>> {
+    let mut work = EvaluationWork { step, result: None };
+    pipeline.evaluate(&mut work)?;
+    Ok(work.result)
+}
+
+/// The computation of a batch of an evaluation.
+struct EvaluationWork<'a, R> {
+    step: &'a mut dyn FnMut() -> Result<R>,
+    result: Option<R>,
+}
+
+impl<R> StageWork for EvaluationWork<'_, R> {
+    fn forward(
+        &mut self,
+        (_, stage): (usize, &Stage),
+        _: usize,
+        input: Option<Border>,
+    ) -> Result<Option<Border>> {
+        match stage.run(input.as_ref(), &mut *self.step)?.end {
+            StageEnd::Border(border) => Ok(Some(border.detach())),
+            StageEnd::Step(result) => {
+                self.result = Some(result);
+                Ok(None)
+            }
+        }
+    }
+
+    fn backward(
+        &mut self,
+        _: usize,
+        _: usize,
+        _: Option<Tensor>,
+        _: bool,
+    ) -> Result<Option<Tensor>> {
+        Err(Error::other("an evaluation has no backward"))
+    }
+
+    fn weights(&mut self, _: usize, _: usize) -> Result<()> {
+        Ok(())
+    }
+}

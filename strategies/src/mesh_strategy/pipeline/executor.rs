@@ -1,0 +1,251 @@
+//! A rank's list of actions, run.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Mutex};
+
+use candle_core::{Device, Tensor};
+use fulgurite_engine::collective::{Collective, ProcessGroup, ReduceOp};
+use fulgurite_engine::module::stage::Border;
+use fulgurite_engine::parameter::ParameterSlot;
+use fulgurite_engine::strategy::{Pipeline, StageWork};
+use fulgurite_error::{Error, Result};
+
+use super::assignment::Assignment;
+use super::links::{Direction, Inbox, Key, Links, Sent};
+use super::{PipelineSettings, ScheduleSource};
+use crate::schedule::pipeline::{Action, Kind, Schedule};
+
+/// Runs the pipeline of this rank.
+pub(in crate::mesh_strategy) struct Executor {
+    group: Arc<dyn ProcessGroup>,
+    source: ScheduleSource,
+    assignment: Assignment,
+    links: Links,
+    /// The ranks that share tied parameters.
+    tied: Option<Arc<dyn ProcessGroup>>,
+    /// Schedules by micro-batches.
+    schedules: Mutex<BTreeMap<usize, Arc<Schedule>>>,
+}
+
+impl Executor {
+    /// Connects the stages. Collective over the pipeline.
+    pub(in crate::mesh_strategy) fn new(
+        settings: &PipelineSettings,
+        assignment: Assignment,
+        group: &Arc<dyn ProcessGroup>,
+        device: &Device,
+    ) -> Result<Self> {
+        Ok(Self {
+            group: group.clone(),
+            source: settings.source.clone(),
+            links: Links::new(group, &assignment.rank_of_stage, device)?,
+            tied: assignment.tied_group(group)?,
+            assignment,
+            schedules: Mutex::default(),
+        })
+    }
+
+    /// The groups of the pipeline that a step uses, for connecting them.
+    pub(in crate::mesh_strategy) fn groups(&self) -> Vec<Arc<dyn ProcessGroup>> {
+        self.links.groups().chain(&self.tied).cloned().collect()
+    }
+
+    /// Sums the gradients of tied parameters over the two ranks that hold them. Collective over
+    /// those.
+    pub(in crate::mesh_strategy) fn sum_tied(&self) -> Result<()> {
+        let Some(group) = &self.tied else { return Ok(()) };
+        for slot in self.assignment.tied.iter().filter(|slot| slot.takes_grad()) {
+            let Some(grad) = slot.local_grad() else { continue };
+            let sum = grad.detach().copy()?;
+            group.run(Collective::all_reduce(&sum, ReduceOp::Sum))?;
+            slot.set_local_grad(Some(sum));
+        }
+        Ok(())
+    }
+
+    fn schedule(&self, micro_batches: usize) -> Result<Arc<Schedule>> {
+        let mut schedules = self.schedules.lock().expect("no panic while it is held");
+        if let Some(schedule) = schedules.get(&micro_batches) {
+            return Ok(schedule.clone());
+        }
+        let schedule = Arc::new(self.source.schedule(self.group.size(), micro_batches)?);
+        schedules.insert(micro_batches, schedule.clone());
+        Ok(schedule)
+    }
+
+    /// The messages that come in a step, by their senders.
+    fn expected(&self, micro_batches: usize) -> BTreeMap<usize, usize> {
+        let (ranks, own) = (&self.assignment.rank_of_stage, self.group.rank());
+        let mut counts = BTreeMap::new();
+        for pair in ranks.windows(2).filter(|pair| pair[0] != pair[1]) {
+            for (from, to) in [(pair[0], pair[1]), (pair[1], pair[0])] {
+                if to == own {
+                    *counts.entry(from).or_insert(0) += micro_batches;
+                }
+            }
+        }
+        counts
+    }
+
+    /// The stage that an action's result goes to.
+    fn target(&self, action: Action) -> Option<Key> {
+        let last = self.assignment.stages.len() - 1;
+        match action.kind {
+            Kind::Forward if action.stage < last => {
+                Some((Direction::Forward, action.stage + 1, action.micro_batch))
+            }
+            Kind::Backward | Kind::BackwardInput if action.stage > 0 => {
+                Some((Direction::Backward, action.stage - 1, action.micro_batch))
+            }
+            _ => None,
+        }
+    }
+
+    fn slots(&self) -> impl Iterator<Item = &ParameterSlot> {
+        self.assignment.slots.iter().flatten()
+    }
+}
+
+/// The tensors of a step in progress.
+struct Step<'a> {
+    executor: &'a Executor,
+    inbox: Inbox,
+    /// What stages of this rank hand to each other.
+    handed: HashMap<Key, Border>,
+    sent: Vec<Sent>,
+}
+
+impl Step<'_> {
+    /// What a stage of this rank gets from its neighbour.
+    fn take(&mut self, key: Key, neighbour: usize) -> Result<Border> {
+        let executor = self.executor;
+        if !executor.assignment.is_own(neighbour, executor.group.rank()) {
+            return self.inbox.take(key);
+        }
+        self.handed.remove(&key).ok_or_else(|| {
+            Error::other(format!(
+                "the pipeline's schedule computes stage {} before stage {neighbour} for micro-batch {}",
+                key.1, key.2
+            ))
+        })
+    }
+
+    fn give(&mut self, key: Key, border: Border) -> Result<()> {
+        let executor = self.executor;
+        let rank = executor.assignment.rank_of_stage[key.1];
+        if rank == executor.group.rank() {
+            self.handed.insert(key, border);
+        } else {
+            self.sent.push(executor.links.send(rank, key, &border)?);
+        }
+        Ok(())
+    }
+
+    /// Computes an action.
+    fn compute(&mut self, action: Action, work: &mut dyn StageWork) -> Result<()> {
+        let Action { stage, kind, micro_batch } = action;
+        let stages = &self.executor.assignment.stages;
+        let result = match kind {
+            Kind::Forward => {
+                let key = (Direction::Forward, stage, micro_batch);
+                let input = match stage {
+                    0 => None,
+                    _ => Some(self.take(key, stage - 1)?),
+                };
+                work.forward((stage, &stages[stage]), micro_batch, input)?
+            }
+            Kind::Backward | Kind::BackwardInput => {
+                let key = (Direction::Backward, stage, micro_batch);
+                let grad = match stage + 1 == stages.len() {
+                    true => None,
+                    false => Some(self.take(key, stage + 1)?.tensor),
+                };
+                let leaves_weights = kind == Kind::BackwardInput;
+                let grad = work.backward(stage, micro_batch, grad, leaves_weights)?;
+                grad.map(|tensor| Border { tensor, form: None })
+            }
+            Kind::BackwardWeight => {
+                work.weights(stage, micro_batch)?;
+                None
+            }
+            _ => None,
+        };
+        match (self.executor.target(action), result) {
+            (Some(key), Some(border)) => self.give(key, border),
+            (None, None) => Ok(()),
+            (Some(_), None) => {
+                Err(Error::other(format!("`{action}` of the pipeline gave nothing")))
+            }
+            (None, Some(_)) => {
+                Err(Error::other(format!("`{action}` of the pipeline gave a tensor")))
+            }
+        }
+    }
+}
+
+impl Pipeline for Executor {
+    fn train(&self, micro_batches: usize, work: &mut dyn StageWork) -> Result<()> {
+        let schedule = self.schedule(micro_batches)?;
+        let actions = schedule.actions(self.group.rank());
+        let inbox = self.links.receive_all(&self.expected(micro_batches))?;
+        let mut step = Step { executor: self, inbox, handed: HashMap::new(), sent: Vec::new() };
+        self.slots().for_each(ParameterSlot::hold);
+        let mut ended = vec![0; self.assignment.stages.len()];
+        for action in actions.iter().filter(|action| action.kind.computes()) {
+            let slots = &self.assignment.slots[action.stage];
+            let ends = matches!(action.kind, Kind::Backward | Kind::BackwardWeight);
+            ended[action.stage] += usize::from(ends);
+            let is_last = ends && ended[action.stage] == micro_batches;
+            // The stage's last backward declares its gradients ready, one by one.
+            if is_last && action.kind == Kind::Backward {
+                slots.iter().for_each(ParameterSlot::release);
+            }
+            step.compute(*action, work)?;
+            if is_last && action.kind == Kind::BackwardWeight {
+                slots.iter().for_each(ParameterSlot::release);
+                slots.iter().try_for_each(ParameterSlot::finish_unused)?;
+            }
+        }
+        let Step { inbox, sent, .. } = step;
+        inbox.finish()?;
+        sent.into_iter().try_for_each(Sent::wait)
+    }
+
+    fn evaluate(&self, work: &mut dyn StageWork) -> Result<()> {
+        let Assignment { stages, rank_of_stage, .. } = &self.assignment;
+        let (own, mut handed, mut sent) = (self.group.rank(), None, Vec::new());
+        for (index, stage) in stages.iter().enumerate() {
+            if rank_of_stage[index] != own {
+                continue;
+            }
+            let input = match index {
+                0 => None,
+                _ if rank_of_stage[index - 1] == own => handed.take(),
+                _ => Some(self.links.receive(rank_of_stage[index - 1])?.1),
+            };
+            let Some(border) = work.forward((index, stage), 0, input)? else { continue };
+            let next = rank_of_stage[index + 1];
+            if next == own {
+                handed = Some(border);
+            } else {
+                let key = (Direction::Forward, index + 1, 0);
+                sent.push(self.links.send(next, key, &border)?);
+            }
+        }
+        sent.into_iter().try_for_each(Sent::wait)
+    }
+
+    fn group(&self) -> &Arc<dyn ProcessGroup> {
+        &self.group
+    }
+
+    fn last_rank(&self) -> usize {
+        self.assignment.rank_of_stage[self.assignment.stages.len() - 1]
+    }
+}
+
+/// An empty gradient for parameters of other stages, so that the optimizer counts its step alike on
+/// all ranks.
+pub(in crate::mesh_strategy) fn empty_gradient(slot: &ParameterSlot) -> Result<Tensor> {
+    Ok(slot.local()?.values.zeros_like()?)
+}

@@ -1,0 +1,241 @@
+//! Tensors between the ranks of a pipeline.
+//!
+//! Each ordered pair of neighbours has a group of its own, in which the first only sends and the
+//! second only receives. A thread receives what comes in a step, so a rank's sends never wait for
+//! what the other computes, and no order of actions can make two ranks wait for each other's
+//! messages. A message is a head of fixed size, which says what follows, and a tensor: lengths
+//! may differ from micro-batch to micro-batch.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::thread::JoinHandle;
+
+use candle_core::{DType, Device, Tensor};
+use fulgurite_engine::collective::{Label, ProcessGroup, Work};
+use fulgurite_engine::execution::read;
+use fulgurite_engine::module::stage::Border;
+use fulgurite_engine::parallel::Layout;
+use fulgurite_error::{Error, Result};
+
+use super::assignment::pair;
+
+/// The direction of a message: an activation, or a gradient.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(super) enum Direction {
+    Forward,
+    Backward,
+}
+
+/// What a message is: its direction, the stage that gets it, and the micro-batch.
+pub(super) type Key = (Direction, usize, usize);
+
+/// The groups between this rank and the others of the pipeline.
+pub(super) struct Links {
+    /// By receiver, and by sender.
+    out: BTreeMap<usize, Arc<dyn ProcessGroup>>,
+    incoming: BTreeMap<usize, Arc<dyn ProcessGroup>>,
+    device: Device,
+}
+
+/// Numbers in a message's head.
+const HEAD: usize = 16;
+/// Dimensions of a tensor at most.
+const MAX_DIMS: usize = 8;
+const DTYPES: [DType; 4] = [DType::F32, DType::BF16, DType::F16, DType::F64];
+
+impl Links {
+    /// Makes the groups of neighbouring stages. Collective over the pipeline.
+    pub(super) fn new(
+        pipeline: &Arc<dyn ProcessGroup>,
+        rank_of_stage: &[usize],
+        device: &Device,
+    ) -> Result<Self> {
+        let neighbours = rank_of_stage.windows(2).map(|pair| [pair[0], pair[1]]);
+        let mut pairs: Vec<[usize; 2]> =
+            neighbours.flat_map(|[a, b]| [[a, b], [b, a]]).filter(|[a, b]| a != b).collect();
+        pairs.sort_unstable();
+        pairs.dedup();
+        let (mut out, mut incoming) = (BTreeMap::new(), BTreeMap::new());
+        for [from, to] in pairs {
+            let group = pair(pipeline, [from, to], &format!("pipeline {from} to {to}"))?;
+            if pipeline.rank() == from {
+                out.insert(to, group);
+            } else if pipeline.rank() == to {
+                incoming.insert(from, group);
+            }
+        }
+        Ok(Self { out, incoming, device: device.clone() })
+    }
+
+    /// The groups, for connecting them.
+    pub(super) fn groups(&self) -> impl Iterator<Item = &Arc<dyn ProcessGroup>> {
+        self.out.values().chain(self.incoming.values())
+    }
+
+    /// Starts to send a message to a rank of the pipeline.
+    pub(super) fn send(&self, to: usize, key: Key, border: &Border) -> Result<Sent> {
+        let group = self.out.get(&to).ok_or_else(|| not_linked(to))?;
+        let head = Tensor::new(&head(key, border)?, &Device::Cpu)?;
+        let _label = Label::enter(format!("stage {}, micro-batch {}", key.1, key.2));
+        let of_head = group.send(&head, 1)?;
+        let tensor = border.tensor.detach().contiguous()?;
+        let of_tensor = group.send(&tensor, 1)?;
+        Ok(Sent { works: [of_head, of_tensor], _held: [head, tensor] })
+    }
+
+    /// Waits for a message of a rank of the pipeline. Not while [`receive_all`](Self::receive_all)
+    /// runs.
+    pub(super) fn receive(&self, from: usize) -> Result<(Key, Border)> {
+        let group = self.incoming.get(&from).ok_or_else(|| not_linked(from))?;
+        receive(&**group, &self.device)
+    }
+
+    /// Receives on threads: this many messages of each rank.
+    pub(super) fn receive_all(&self, counts: &BTreeMap<usize, usize>) -> Result<Inbox> {
+        let arrived = Arc::new(Arrived::default());
+        let mut threads = Vec::new();
+        for (from, &count) in counts {
+            let group = self.incoming.get(from).ok_or_else(|| not_linked(*from))?.clone();
+            let (arrived, device) = (arrived.clone(), self.device.clone());
+            let receive = move || {
+                for _ in 0..count {
+                    let message = receive(&*group, &device);
+                    let failed = message.is_err();
+                    arrived.put(message);
+                    if failed {
+                        return;
+                    }
+                }
+            };
+            let thread = std::thread::Builder::new().name(format!("from stage rank {from}"));
+            threads.push(thread.spawn(receive).map_err(Error::other)?);
+        }
+        Ok(Inbox { arrived, threads })
+    }
+}
+
+fn not_linked(rank: usize) -> Error {
+    Error::other(format!("no stage of rank {rank} of the pipeline is next to one of this rank"))
+}
+
+/// A message under way, and its memory.
+pub(super) struct Sent {
+    works: [Work; 2],
+    _held: [Tensor; 2],
+}
+
+impl Sent {
+    pub(super) fn wait(self) -> Result<()> {
+        self.works.into_iter().try_for_each(Work::wait)
+    }
+}
+
+/// Messages that have come, or will.
+///
+/// If the step fails, its threads end with their groups, which fail too.
+pub(super) struct Inbox {
+    arrived: Arc<Arrived>,
+    threads: Vec<JoinHandle<()>>,
+}
+
+#[derive(Default)]
+struct Arrived {
+    messages: Mutex<Messages>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Messages {
+    waiting: HashMap<Key, Border>,
+    error: Option<Error>,
+}
+
+impl Arrived {
+    fn lock(&self) -> MutexGuard<'_, Messages> {
+        self.messages.lock().expect("no panic while it is held")
+    }
+
+    fn put(&self, message: Result<(Key, Border)>) {
+        let mut messages = self.lock();
+        match message {
+            Ok((key, border)) => drop(messages.waiting.insert(key, border)),
+            Err(error) => {
+                messages.error.get_or_insert(error);
+            }
+        }
+        drop(messages);
+        self.changed.notify_all();
+    }
+}
+
+impl Inbox {
+    /// Waits for a message.
+    pub(super) fn take(&self, key: Key) -> Result<Border> {
+        let mut messages = self.arrived.lock();
+        loop {
+            if let Some(border) = messages.waiting.remove(&key) {
+                return Ok(border);
+            }
+            if let Some(error) = messages.error.take() {
+                return Err(error);
+            }
+            messages = self.arrived.changed.wait(messages).expect("no panic while it is held");
+        }
+    }
+
+    /// Waits for the threads, after all messages were taken.
+    pub(super) fn finish(self) -> Result<()> {
+        for thread in self.threads {
+            thread.join().map_err(|_| Error::other("a thread of the pipeline panicked"))?;
+        }
+        Ok(())
+    }
+}
+
+fn head((direction, stage, micro_batch): Key, border: &Border) -> Result<[f64; HEAD]> {
+    let (dims, dtype) = (border.tensor.dims(), border.tensor.dtype());
+    let dtype = DTYPES.iter().position(|known| *known == dtype);
+    let Some(dtype) = dtype.filter(|_| dims.len() <= MAX_DIMS) else {
+        return Err(Error::other(format!(
+            "stages of a pipeline pass on floating-point tensors of up to {MAX_DIMS} dimensions, got {:?} in {:?}",
+            dims,
+            border.tensor.dtype()
+        )));
+    };
+    let (layout, dim, sequence) = match border.form {
+        None => (0.0, 0.0, 0),
+        Some((Layout::Replicate, sequence)) => (1.0, 0.0, sequence),
+        Some((Layout::Shard(dim), sequence)) => (2.0, dim as f64, sequence),
+        Some((Layout::Partial, _)) => {
+            return Err(Error::other("a partial sum cannot go to another stage of a pipeline"));
+        }
+    };
+    let direction = f64::from(u8::from(direction == Direction::Backward));
+    let fixed = [direction, stage as f64, micro_batch as f64, dtype as f64, layout, dim];
+    let mut head = [0.0; HEAD];
+    head[..6].copy_from_slice(&fixed);
+    head[6] = sequence as f64;
+    head[7] = dims.len() as f64;
+    for (place, dim) in head[8..].iter_mut().zip(dims) {
+        *place = *dim as f64;
+    }
+    Ok(head)
+}
+
+fn receive(group: &dyn ProcessGroup, device: &Device) -> Result<(Key, Border)> {
+    let head = Tensor::zeros(HEAD, DType::F64, &Device::Cpu)?;
+    group.recv(&head, 0)?.wait()?;
+    let head = read::host::<f64>(&head)?;
+    let number = |place: usize| head[place] as usize;
+    let direction = if head[0] == 0.0 { Direction::Forward } else { Direction::Backward };
+    let (rank, dtype) = (number(7).min(MAX_DIMS), DTYPES[number(3).min(DTYPES.len() - 1)]);
+    let dims: Vec<usize> = (0..rank).map(|dim| number(8 + dim)).collect();
+    let form = match number(4) {
+        0 => None,
+        1 => Some((Layout::Replicate, number(6))),
+        _ => Some((Layout::Shard(head[5] as isize), number(6))),
+    };
+    let tensor = Tensor::zeros(dims, dtype, device)?;
+    group.recv(&tensor, 0)?.wait()?;
+    Ok(((direction, number(1), number(2)), Border { tensor, form }))
+}

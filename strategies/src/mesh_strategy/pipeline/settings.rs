@@ -1,0 +1,197 @@
+//! The schedule of a pipeline, and the units of its stages.
+
+use std::ops::Range;
+use std::path::Path;
+
+use fulgurite_error::{Error, Result, counted};
+
+use crate::schedule::pipeline::{Schedule, Type};
+
+/// Where the schedule comes from.
+#[derive(Debug, Clone)]
+pub(crate) enum ScheduleSource {
+    /// A known one, with this many stages on each rank.
+    Known { kind: Type, stages_per_rank: usize },
+    /// A file's lists, for its number of micro-batches alone.
+    File { path: String, schedule: Schedule },
+}
+
+/// The pipeline of a strategy.
+#[derive(Debug, Clone)]
+pub(crate) struct PipelineSettings {
+    /// Number of ranks with stages of their own.
+    pub(crate) ranks: usize,
+    pub(crate) source: ScheduleSource,
+    /// The number of units of each stage; by default even ones.
+    pub(crate) units: Option<Vec<usize>>,
+}
+
+impl ScheduleSource {
+    /// The schedule of this name, or in the file at this path if it ends in `.csv`.
+    ///
+    /// # Errors
+    /// If there is none, or the numbers of stages and ranks do not fit it.
+    pub(crate) fn new(name: &str, stages_per_rank: Option<usize>, ranks: usize) -> Result<Self> {
+        if Path::new(name).extension().is_some_and(|end| end.eq_ignore_ascii_case("csv")) {
+            let path = Path::new(name);
+            let text = std::fs::read_to_string(path)
+                .map_err(Error::io("reading the pipeline's schedule", path))?;
+            let schedule = Schedule::from_csv(&text)?;
+            if schedule.ranks() != ranks {
+                return Err(Error::Config(format!(
+                    "`trainer.strategy.pipeline_schedule`: {name} has lists for {}, and `pipeline_parallel_size` is \
+                     {ranks}",
+                    counted(schedule.ranks(), "rank")
+                )));
+            }
+            if stages_per_rank.is_some() {
+                return Err(Error::Config(
+                    "`trainer.strategy.pipeline_stages_per_rank`: the schedule's file says which stages a rank has; \
+                     leave the key out"
+                        .to_owned(),
+                ));
+            }
+            schedule.simulate(&crate::schedule::pipeline::Costs::default())?;
+            return Ok(Self::File { path: name.to_owned(), schedule });
+        }
+        let Some(kind) = Type::ALL.into_iter().find(|kind| kind.name() == name) else {
+            let known: Vec<String> =
+                Type::ALL.iter().map(|kind| format!("\"{}\"", kind.name())).collect();
+            return Err(Error::Config(format!(
+                "`trainer.strategy.pipeline_schedule`: there is no \"{name}\"; expected {} or a file that ends in .csv",
+                known.join(", ")
+            )));
+        };
+        let stages_per_rank = stages_per_rank.unwrap_or(kind.stages_per_rank());
+        // The message of a wrong number of stages; micro-batches are checked later.
+        Schedule::new(kind, ranks, stages_per_rank, 2 * ranks)?;
+        Ok(Self::Known { kind, stages_per_rank })
+    }
+
+    /// The lists for steps of this many micro-batches.
+    ///
+    /// # Errors
+    /// If there are none.
+    pub(crate) fn schedule(&self, ranks: usize, micro_batches: usize) -> Result<Schedule> {
+        match self {
+            Self::Known { kind, stages_per_rank } => {
+                Schedule::new(*kind, ranks, *stages_per_rank, micro_batches).map_err(|error| {
+                    Error::Config(format!(
+                        "{error}. A step has {}: `trainer.accumulate_grad_batches`, times the parts into which \
+                         `trainer.micro_batch_size` cuts a batch",
+                        counted(micro_batches, "micro-batch")
+                    ))
+                })
+            }
+            Self::File { schedule, .. } if schedule.micro_batches() == micro_batches => {
+                Ok(schedule.clone())
+            }
+            Self::File { path, schedule } => Err(Error::Config(format!(
+                "`trainer.strategy.pipeline_schedule`: {path} has {} a step, and a step has {micro_batches}: \
+                 `trainer.accumulate_grad_batches`, times the parts into which `trainer.micro_batch_size` cuts a batch",
+                counted(schedule.micro_batches(), "micro-batch")
+            ))),
+        }
+    }
+
+    /// The pipeline's rank of each stage.
+    pub(super) fn rank_of_stages(&self, ranks: usize) -> Result<Vec<usize>> {
+        let schedule = match self {
+            Self::Known { kind, stages_per_rank } => {
+                Schedule::new(*kind, ranks, *stages_per_rank, 2 * ranks)?
+            }
+            Self::File { schedule, .. } => schedule.clone(),
+        };
+        Ok((0..schedule.stages()).map(|stage| schedule.rank_of_stage(stage)).collect())
+    }
+}
+
+impl PipelineSettings {
+    /// The places of each stage's units, of `units` in all.
+    ///
+    /// # Errors
+    /// If there are fewer units than stages, or the given numbers do not add up.
+    pub(super) fn split(&self, stages: usize, units: usize) -> Result<Vec<Range<usize>>> {
+        let counts = match &self.units {
+            Some(counts) if counts.len() == stages && counts.iter().sum::<usize>() == units => {
+                counts.clone()
+            }
+            Some(counts) => {
+                return Err(Error::Config(format!(
+                    "`trainer.strategy.pipeline_units` = {counts:?} names {} for {}; the pipeline has {}, and the \
+                     model {} to cut between",
+                    counted(counts.iter().sum::<usize>(), "unit"),
+                    counted(counts.len(), "stage"),
+                    counted(stages, "stage"),
+                    counted(units, "unit"),
+                )));
+            }
+            None => even(stages, units).ok_or_else(|| {
+                Error::Config(format!(
+                    "the pipeline has {}, and the model {} to cut between: each stage needs at least one. Set \
+                     `trainer.strategy.pipeline_parallel_size` (times the stages of a rank) to at most {units}",
+                    counted(stages, "stage"),
+                    counted(units, "unit"),
+                ))
+            })?,
+        };
+        let mut end = 0;
+        Ok(counts
+            .into_iter()
+            .map(|count| {
+                end += count;
+                end - count..end
+            })
+            .collect())
+    }
+}
+
+/// Even numbers of units. The first and the last stage have one less where that leaves each stage
+/// one, because they also compute the embedding and the head (as torchtitan's
+/// `pipeline_parallel_first_stage_less_layers`).
+fn even(stages: usize, units: usize) -> Option<Vec<usize>> {
+    let spread = |units: usize| -> Vec<usize> {
+        (0..stages).map(|stage| units / stages + usize::from(stage < units % stages)).collect()
+    };
+    if stages == 0 || units < stages {
+        return None;
+    }
+    let mut lighter = spread(units + 2);
+    lighter[0] = lighter[0].saturating_sub(1);
+    lighter[stages - 1] = lighter[stages - 1].saturating_sub(1);
+    let fits = lighter.iter().all(|count| *count > 0) && lighter.iter().sum::<usize>() == units;
+    Some(if fits { lighter } else { spread(units) })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(units: Option<Vec<usize>>) -> PipelineSettings {
+        let source = ScheduleSource::new("1f1b", None, 2).unwrap();
+        PipelineSettings { ranks: 2, source, units }
+    }
+
+    fn split(stages: usize, units: usize) -> Vec<usize> {
+        let ranges = settings(None).split(stages, units).unwrap();
+        ranges.into_iter().map(|range| range.len()).collect()
+    }
+
+    #[test]
+    fn outer_stages_have_fewer_units() {
+        assert_eq!(split(4, 32), [8, 9, 8, 7]);
+        assert_eq!(split(2, 2), [1, 1]);
+        assert_eq!(split(4, 4), [1, 1, 1, 1]);
+        assert_eq!(split(2, 5), [3, 2]);
+        assert_eq!(split(1, 3), [3]);
+    }
+
+    #[test]
+    fn splits_that_cannot_be_are_refused() {
+        insta::assert_snapshot!(settings(None).split(4, 3).unwrap_err(), @"");
+        let given = |counts: &[usize]| settings(Some(counts.to_vec())).split(2, 5);
+        assert_eq!(given(&[4, 1]).unwrap(), [0..4, 4..5]);
+        insta::assert_snapshot!(given(&[4, 2]).unwrap_err(), @"");
+        assert!(given(&[5]).is_err());
+    }
+}
