@@ -5,27 +5,30 @@ use std::path::Path;
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::data::TokenBatch;
+use fulgurite::core::parallel::ContextParallel;
 use fulgurite::core::run::RunConfig;
 use fulgurite::core::trainer::Event;
 use fulgurite::prelude::*;
 use fulgurite_models::{Decoder, ModelConfig};
 use fulgurite_test_support::training::gather_weights;
 use fulgurite_transports::run_ranks;
+use rustix::process::{Signal, kill_process};
 
-use crate::toy::{Events, NoKeys};
+use crate::program::{Job, Run as ProgramRun, Scratch};
+use crate::toy::Events;
 
 const VOCABULARY: u64 = 24;
-const LENGTH: u64 = 6;
+const LENGTH: u64 = 8;
 
 /// Sequences of ids.
-struct Texts;
+struct Texts(TextsConfig);
 
 impl DataModule for Texts {
     type Config = TextsConfig;
     type Batch = TokenBatch;
 
-    fn setup(_: &TextsConfig, _: &DataContext) -> Result<Self> {
-        Ok(Self)
+    fn setup(config: &TextsConfig, _: &DataContext) -> Result<Self> {
+        Ok(Self(config.clone()))
     }
 
     fn batch_size(config: &TextsConfig) -> usize {
@@ -36,7 +39,11 @@ impl DataModule for Texts {
         if split == Split::Train { 48 } else { 10 }
     }
 
-    fn batch(&self, _: Split, indices: &[u64], device: &Device) -> Result<TokenBatch> {
+    fn shard_sequence(batch: TokenBatch, context: &ContextParallel) -> Result<TokenBatch> {
+        batch.shard_sequence(context)
+    }
+
+    fn batch(&self, split: Split, indices: &[u64], device: &Device) -> Result<TokenBatch> {
         let id = |row: u64, place: u64| ((row * 7 + place * (row % 3 + 1)) % VOCABULARY) as u32;
         let ids = |shift: u64| -> Result<Tensor> {
             let all = indices.iter().flat_map(|&row| (0..LENGTH).map(move |i| id(row, i + shift)));
@@ -51,6 +58,15 @@ impl DataModule for Texts {
 #[serde(deny_unknown_fields, default)]
 struct TextsConfig {
     batch_size: usize,
+    /// What a sample of the training has wrong.
+    wrong: Option<Wrong>,
+}
+
+#[derive(Debug, Clone, Copy, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Wrong {
+    Input,
+    Target,
 }
 
 /// A decoder that logs from its steps.
@@ -66,7 +82,7 @@ impl LightningModule for Lm {
 
     fn training_step(&mut self, batch: &TokenBatch, ctx: &mut StepContext) -> Result<Loss> {
         let loss = self.0.loss(&batch.inputs, &batch.targets)?;
-        ctx.log("logged", &loss.sum_tensor()?);
+        ctx.log("logged", loss.mean()?);
         Ok(loss)
     }
 
@@ -93,7 +109,7 @@ struct Run {
 }
 
 const MODEL: &str = "model_type = 'llama'\nvocab_size = 24\nhidden_size = 16\n\
-    intermediate_size = 24\nnum_hidden_layers = 4\nnum_attention_heads = 2\n\
+    intermediate_size = 24\nnum_hidden_layers = 6\nnum_attention_heads = 2\n\
     num_key_value_heads = 2\nmax_position_embeddings = 16\nattention_dropout = 0.1\n";
 
 fn config(
@@ -101,9 +117,9 @@ fn config(
     ranks: usize,
     keys: &Keys<'_>,
 ) -> Result<RunConfig<ModelConfig, TextsConfig>> {
-    let Keys { strategy, model, data, trainer } = keys;
+    let Keys { strategy, model, data, trainer, optimizer } = keys;
     let text = format!(
-        "seed = 3\n[optimizer]\ntype = 'adamw'\nlr = 0.01\n[model]\n{MODEL}{model}\n[data]\n{data}\n\
+        "seed = 3\n[optimizer]\ntype = '{optimizer}'\nlr = 0.01\n[model]\n{MODEL}{model}\n[data]\n{data}\n\
          [trainer]\ndefault_root_dir = {logs:?}\nstrategy = {strategy}\ndevices = {ranks}\n\
          loggers = []\nenable_progress_bar = false\nmax_steps = 3\nlog_every_n_steps = 1\n\
          gradient_clip_val = 0.5\n{trainer}"
@@ -117,6 +133,7 @@ struct Keys<'a> {
     model: &'a str,
     data: &'a str,
     trainer: &'a str,
+    optimizer: &'a str,
 }
 
 fn train(ranks: usize, keys: Keys<'_>) -> Result<Run> {
@@ -154,12 +171,12 @@ fn pipelined(ranks: usize, options: &str, keys: Keys<'_>) -> Result<Run> {
 }
 
 fn keys<'a>(data: &'a str, trainer: &'a str) -> Keys<'a> {
-    Keys { strategy: "'single_device'", model: "", data, trainer }
+    Keys { strategy: "'single_device'", model: "", data, trainer, optimizer: "adamw" }
 }
 
 #[test]
 fn every_schedule_equals_one_device() {
-    for micro_batches in [4, 8] {
+    for micro_batches in [4, 6, 8] {
         let accumulate = format!("accumulate_grad_batches = {micro_batches}");
         let keys = keys("batch_size = 2", &accumulate);
         let expected = train(1, keys).unwrap();
@@ -173,6 +190,7 @@ fn every_schedule_equals_one_device() {
             (2, "zb_h1"),
             (2, "zb_v"),
             (2, "dual_pipe_v"),
+            (3, "zb_v"),
         ] {
             let options =
                 format!("pipeline_parallel_size = {ranks}, pipeline_schedule = '{schedule}'");
@@ -185,4 +203,282 @@ fn every_schedule_equals_one_device() {
             }
         }
     }
+}
+
+/// Lists in a random order that is possible, of stages that ranks have at random.
+fn random_lists(random: &mut fastrand::Rng, ranks: usize, micro_batches: usize) -> String {
+    let stages = ranks + random.usize(0..=4 - ranks);
+    let mut rank_of: Vec<usize> = (0..stages).map(|stage| stage % ranks).collect();
+    random.shuffle(&mut rank_of);
+    let mut lists = vec![Vec::new(); ranks];
+    let (mut forwards, mut inputs) = (vec![0; stages], vec![0; stages]);
+    let mut weights = vec![0; stages];
+    while weights.iter().any(|done| *done < micro_batches) {
+        let stage = random.usize(0..stages);
+        let list = &mut lists[rank_of[stage]];
+        let input_is_there = stage == 0 || forwards[stage] < forwards[stage - 1];
+        let grad_is_there = match stage + 1 == stages {
+            true => inputs[stage] < forwards[stage],
+            false => inputs[stage] < inputs[stage + 1].min(forwards[stage]),
+        };
+        match random.u8(0..4) {
+            0 | 1 if forwards[stage] < micro_batches && input_is_there => {
+                list.push(format!("{stage}F{}", forwards[stage]));
+                forwards[stage] += 1;
+            }
+            2 if grad_is_there && weights[stage] == inputs[stage] && random.bool() => {
+                list.push(format!("{stage}B{}", inputs[stage]));
+                (inputs[stage], weights[stage]) = (inputs[stage] + 1, weights[stage] + 1);
+            }
+            2 if grad_is_there => {
+                list.push(format!("{stage}I{}", inputs[stage]));
+                inputs[stage] += 1;
+            }
+            3 if weights[stage] < inputs[stage] => {
+                list.push(format!("{stage}W{}", weights[stage]));
+                weights[stage] += 1;
+            }
+            _ => {}
+        }
+    }
+    lists.iter().map(|list| list.join(",") + "\n").collect()
+}
+
+#[test]
+fn random_lists_train_as_one_device() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut random = fastrand::Rng::with_seed(19);
+    for micro_batches in [1, 3, 5] {
+        let accumulate = format!("accumulate_grad_batches = {micro_batches}");
+        let keys = keys("batch_size = 2", &accumulate);
+        let expected = train(1, keys).unwrap();
+        for trial in 0..6 {
+            let ranks = random.usize(2..=3);
+            let lists = random_lists(&mut random, ranks, micro_batches);
+            let path = folder.path().join(format!("{micro_batches}-{trial}.csv"));
+            std::fs::write(&path, &lists).unwrap();
+            let options = format!("pipeline_parallel_size = {ranks}, pipeline_schedule = {path:?}");
+            let run = pipelined(ranks, &options, keys);
+            let run = run.unwrap_or_else(|error| panic!("{lists}: {error}"));
+            assert_eq!(run.losses, expected.losses, "{lists}");
+            assert_eq!(run.weights, expected.weights, "{lists}");
+        }
+    }
+}
+
+/// The other dimensions of the mesh within a stage, and what changes the model or its update.
+#[test]
+fn stages_have_meshes_of_their_own() {
+    let within = |options: &str| format!("pipeline_parallel_size = 2, {options}");
+    let expected = train(1, keys("batch_size = 4", "accumulate_grad_batches = 4")).unwrap();
+    for (ranks, options, batch) in [
+        (4, "data_parallel_replicate_size = 2, data_parallel_shard_size = 1", 2),
+        (4, "data_parallel_shard_size = 2", 2),
+        (4, "data_parallel_shard_size = 2, reshard_after_forward = true", 2),
+        (4, "data_parallel_shard_size = 2, pipeline_schedule = 'zb_v'", 2),
+        (4, "data_parallel_shard_size = 2, pipeline_schedule = 'interleaved_1f1b'", 2),
+        (4, "tensor_parallel_size = 2", 4),
+        (
+            4,
+            "tensor_parallel_size = 2, parallelize = { type = 'llama', sequence_parallel = true }",
+            4,
+        ),
+        (4, "context_parallel_size = 2, tensor_parallel_size = 1", 4),
+    ] {
+        let data = format!("batch_size = {batch}");
+        let run = pipelined(ranks, &within(options), keys(&data, "accumulate_grad_batches = 4"));
+        let run = run.unwrap_or_else(|error| panic!("{options}: {error}"));
+        assert_close(options, &run, &expected);
+    }
+}
+
+#[test]
+fn variants_train_as_on_one_device() {
+    for (model, trainer) in [
+        ("tie_word_embeddings = true", ""),
+        ("", "precision = 'bf16-mixed'"),
+        ("", "activation_checkpointing = 'full'"),
+        ("", "ema_decay = 0.9"),
+        ("", "adapters = { rank = 2, targets = 'all-linear' }"),
+        (
+            "",
+            "freeze = ['model.embed_tokens', 'model.layers.0', 'model.layers.1', 'model.layers.2']",
+        ),
+        ("", "last_batch = 'partial'\nlimit_train_batches = 5"),
+    ] {
+        let trainer = format!("accumulate_grad_batches = 4\n{trainer}");
+        let keys = Keys { model, ..keys("batch_size = 2", &trainer) };
+        let expected = train(1, keys).unwrap();
+        for options in
+            ["pipeline_parallel_size = 2", "pipeline_parallel_size = 2, pipeline_schedule = 'zb_v'"]
+        {
+            let run = pipelined(2, options, keys);
+            let run = run.unwrap_or_else(|error| panic!("{model} {trainer} {options}: {error}"));
+            assert_close(&format!("{model} {trainer} {options}"), &run, &expected);
+        }
+    }
+}
+
+#[test]
+fn optimizers_of_whole_tensors_train_under_a_pipeline() {
+    for optimizer in ["muon", "adafactor"] {
+        let keys = Keys { optimizer, ..keys("batch_size = 2", "accumulate_grad_batches = 4") };
+        let expected = train(1, keys).unwrap();
+        let run = pipelined(2, "pipeline_parallel_size = 2", keys).unwrap();
+        assert_close(optimizer, &run, &expected);
+        let run = pipelined(
+            4,
+            "pipeline_parallel_size = 2, data_parallel_shard_size = 2",
+            Keys { data: "batch_size = 1", ..keys },
+        )
+        .unwrap();
+        assert_close(optimizer, &run, &expected);
+    }
+}
+
+fn assert_close(what: &str, run: &Run, expected: &Run) {
+    let close = |a: f64, b: f64| (a - b).abs() <= 2e-5 * b.abs().max(1e-3);
+    assert_eq!(run.losses.len(), expected.losses.len(), "{what}");
+    for (a, b) in
+        run.losses.iter().zip(&expected.losses).chain(run.norms.iter().zip(&expected.norms))
+    {
+        assert!(
+            close(*a, *b),
+            "{what}: {:?} {:?} {:?} {:?}",
+            run.losses,
+            expected.losses,
+            run.norms,
+            expected.norms
+        );
+    }
+    for (name, value) in &expected.metrics {
+        assert!(close(run.metrics[name], *value), "{what}: {name}: {} {value}", run.metrics[name]);
+    }
+    for (name, weights) in &expected.weights {
+        for (a, b) in run.weights[name].iter().zip(weights) {
+            assert!((a - b).abs() <= 2e-4, "{what}: {name}: {a} {b}");
+        }
+    }
+}
+
+const SPLIT: &str = "{ type = \"model_parallel\", pipeline_parallel_size = 2 }";
+const SHARDED: &str =
+    "{ type = \"model_parallel\", pipeline_parallel_size = 2, data_parallel_shard_size = 2 }";
+const ENDS_TOGETHER: &str =
+    "{ type = \"model_parallel\", pipeline_parallel_size = 2, pipeline_schedule = \"zb_v\" }";
+
+/// A job with all kinds of state to restore.
+fn job(scratch: &Scratch) -> Job<'_> {
+    scratch.small().set(&[
+        "trainer.max_steps=6",
+        "scheduler.type=cosine",
+        "data.shuffle=true",
+        "model.dropout=0.1",
+        "model.num_hidden_layers=4",
+        "trainer.accumulate_grad_batches=4",
+        "checkpoint.every_n_steps=3",
+        "checkpoint.dir=kept",
+    ])
+}
+
+fn numbers(run: &ProgramRun) -> [BTreeMap<u64, f64>; 2] {
+    ["train_loss", "grad_norm"].map(|key| run.steps(key).split_off(&4))
+}
+
+fn assert_like(what: &str, run: &ProgramRun, expected: &[BTreeMap<u64, f64>; 2]) {
+    for (of_run, expected) in numbers(run).iter().zip(expected) {
+        assert_eq!(of_run.len(), expected.len(), "{what}");
+        for (step, value) in expected {
+            let close = (of_run[step] - value).abs() <= 2e-5 * value.abs();
+            assert!(close, "{what}: step {step}: {} {value}", of_run[step]);
+        }
+    }
+}
+
+/// The first stage finds a wrong input, and the last a wrong target.
+#[test]
+fn a_failing_stage_ends_the_others() {
+    for (wrong, said) in [("input", "stage 0"), ("target", "stage 1")] {
+        let data = format!("batch_size = 2\nwrong = '{wrong}'");
+        let error =
+            pipelined(2, "pipeline_parallel_size = 2", keys(&data, "accumulate_grad_batches = 4"));
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(said) && error.contains("step 1"), "{wrong}: {error}");
+    }
+}
+
+#[test]
+fn a_killed_stage_ends_the_others() {
+    for rank in [0, 1] {
+        let scratch = Scratch::with_tokens();
+        let endless = job(&scratch).set(&["trainer.max_steps=100000000", "scheduler=constant"]);
+        let running = endless.on(SPLIT, 2, 4).start();
+        running.reach(2);
+        kill_process(running.rank(rank), Signal::KILL).unwrap();
+        let run = running.wait();
+        let expected = format!("error: rank {rank} was killed by signal 9 (SIGKILL)");
+        assert_eq!(run.first_error(), expected, "{}", run.stderr);
+    }
+}
+
+/// Real processes; checkpoints of one mesh go on under the others.
+#[test]
+fn checkpoints_do_not_depend_on_stages() {
+    let meshes =
+        [(SPLIT, 2, 4), (SHARDED, 4, 2), (ENDS_TOGETHER, 2, 4), ("fsdp", 2, 2), ("tp", 2, 4)];
+    for (from, ranks, batch) in [(SPLIT, 2, 4), (SHARDED, 4, 2), ("fsdp", 2, 2)] {
+        let scratch = Scratch::with_tokens();
+        let whole = job(&scratch).on(from, ranks, batch).succeed();
+        let expected = numbers(&whole);
+        let resume = job(&scratch)
+            .set(&["trainer.ckpt_path=kept/step-00000003", "checkpoint.every_n_steps=100"]);
+        for (to, ranks, batch) in meshes {
+            let run = resume.clone().on(to, ranks, batch).succeed();
+            assert_like(&format!("{from} to {to}"), &run, &expected);
+            if from == to {
+                assert_eq!(numbers(&run), expected, "{from}");
+            }
+        }
+    }
+}
+
+#[test]
+fn impossible_pipelines_start_no_rank() {
+    let scratch = Scratch::with_tokens();
+    let pipeline =
+        |keys: &str| format!("{{ type = \"model_parallel\", pipeline_parallel_size = 2{keys} }}");
+    for (keys, others, said) in [
+        ("", "model.num_hidden_layers=1", "the pipeline has 2 stages, and the model 1 unit"),
+        (", pipeline_units = [3, 2]", "", "[3, 2] names 5 units for 2 stages"),
+        (
+            ", pipeline_schedule = \"dual_pipe_v\"",
+            "trainer.accumulate_grad_batches=3",
+            "micro-batches",
+        ),
+        (", pipeline_schedule = \"best\"", "", "there is no \"best\""),
+        (", pipeline_schedule = \"none.csv\"", "", "none.csv"),
+        ("", "trainer.precision=\"16-mixed\"", "trained in f16"),
+        (", data_parallel_shard_size = 2", "", "world size"),
+    ] {
+        let run = job(&scratch).on(&pipeline(keys), 2, 4);
+        let message = if others.is_empty() { run.fail() } else { run.set(&[others]).fail() };
+        assert!(message.contains(said), "{keys} {others}: {message}");
+        assert!(!message.contains("rank 1"), "{message}");
+    }
+}
+
+/// The lists of a file, and what a killed rank does to the others.
+#[test]
+fn lists_of_a_file_train() {
+    let scratch = Scratch::with_tokens();
+    scratch.file("mine.csv", "0F0,0F1,0F2,0F3,0B0,0B1,0B2,0B3\n1F0,1B0,1F1,1F2,1B1,1B2,1F3,1B3\n");
+    let expected = job(&scratch).on("single_device", 1, 4).succeed();
+    let from_file = SPLIT.replace('}', ", pipeline_schedule = \"mine.csv\" }");
+    let run = job(&scratch).set(&["checkpoint.dir=other"]).on(&from_file, 2, 4).succeed();
+    assert_eq!(run.losses(), expected.losses());
+    let message = job(&scratch)
+        .set(&["checkpoint.dir=third", "trainer.accumulate_grad_batches=2"])
+        .on(&from_file, 2, 4)
+        .fail();
+    assert!(message.contains("are for 4 micro-batches, and a step has 2"), "{message}");
 }

@@ -6,7 +6,8 @@ use candle_core::Tensor;
 
 use crate::{Error, Result};
 use fulgurite_engine::mesh::{
-    CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, TENSOR_PARALLEL,
+    CONTEXT_PARALLEL, DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, PIPELINE_PARALLEL,
+    TENSOR_PARALLEL,
 };
 use fulgurite_engine::module::ModuleTree;
 use fulgurite_engine::optim::StateTensor;
@@ -58,7 +59,13 @@ fn of_first_rank(
     shape: &[usize],
     coordinate: &impl Fn(&str) -> usize,
 ) -> Result<ShardTensor> {
-    let dims = [DATA_PARALLEL_REPLICATE, DATA_PARALLEL_SHARD, CONTEXT_PARALLEL, TENSOR_PARALLEL];
+    let dims = [
+        PIPELINE_PARALLEL,
+        DATA_PARALLEL_REPLICATE,
+        DATA_PARALLEL_SHARD,
+        CONTEXT_PARALLEL,
+        TENSOR_PARALLEL,
+    ];
     let (name, shape, values) = (name.to_owned(), shape.to_vec(), values.detach().flatten_all()?);
     if dims.into_iter().all(|dim| coordinate(dim) == 0) {
         return Ok(ShardTensor { name, values, region: Region::full(&shape), shape });

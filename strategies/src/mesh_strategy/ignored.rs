@@ -5,8 +5,8 @@ use std::sync::Arc;
 use fulgurite_engine::collective::{ProcessGroup, Solo};
 use fulgurite_engine::mesh::{DP_CP, DP_SHARD_CP, DeviceMesh};
 use fulgurite_engine::module::{ModuleTree, PATTERN_HELP, any_pattern_matches, idle_pattern};
-use fulgurite_engine::parameter::ParameterSlot;
-use fulgurite_engine::shard::{Cut, Placement};
+use fulgurite_engine::parameter::{Parameter, ParameterSlot};
+use fulgurite_engine::shard::{Cut, Placement, ShardSpec};
 use fulgurite_engine::strategy::materialize;
 use fulgurite_error::{Error, Result};
 
@@ -49,13 +49,8 @@ impl Ignored {
         partial_grads: PartialGrads,
         bucket_bytes: [usize; 2],
     ) -> Result<Self> {
-        let sharing = mesh.size(DP_SHARD_CP)?;
         for slot in &slots {
-            let spec = MeshStrategy::outer_spec(slot, mesh)?;
-            slot.set_spec(match sharing {
-                1 => spec,
-                ranks => spec.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Replicate)),
-            });
+            slot.set_spec(Self::spec(slot, mesh)?);
         }
         materialize::replicate(&slots, seed)?;
         let alone = Arc::new(Solo::new("ignored", mesh.rank()));
@@ -64,6 +59,15 @@ impl Ignored {
         let reducer = Arc::new(Reducer::new(alone, whole, partial_grads, &trained, bucket_bytes)?);
         trained.iter().for_each(|slot| slot.set_reducer(reducer.clone()));
         Ok(Self { slots, reducer, bucket_bytes })
+    }
+
+    /// The cuts of an ignored parameter.
+    pub(super) fn spec(parameter: &Parameter, mesh: &DeviceMesh) -> Result<ShardSpec> {
+        let spec = MeshStrategy::outer_spec(parameter, mesh)?;
+        Ok(match mesh.size(DP_SHARD_CP)? {
+            1 => spec,
+            ranks => spec.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Replicate)),
+        })
     }
 
     pub(super) fn begin_backward(&self) -> Result<()> {

@@ -436,7 +436,16 @@ impl Strategy for MeshStrategy {
         let (ignored, managed) = {
             let chosen = ignored::chosen(&self.settings, tree)?;
             let slots = tree.slots().into_iter().zip(chosen);
-            let slots = slots.filter(|(slot, _)| !slot.is_elsewhere());
+            let (elsewhere, slots): (Vec<_>, Vec<_>) =
+                slots.partition(|(slot, _)| slot.is_elsewhere());
+            for (slot, is_ignored) in elsewhere {
+                slot.set_spec(match (is_ignored, self.shards(mesh)?) {
+                    (false, true) => Self::sharded_spec(&slot, mesh)?,
+                    (false, false) => Self::outer_spec(&slot, mesh)?,
+                    (true, _) => Ignored::spec(&slot, mesh)?,
+                });
+            }
+            let slots = slots.into_iter();
             let (ignored, managed): (Vec<_>, Vec<_>) = slots.partition(|(_, ignored)| *ignored);
             let only = |slots: Vec<(ParameterSlot, bool)>| -> Vec<ParameterSlot> {
                 slots.into_iter().map(|(slot, _)| slot).collect()

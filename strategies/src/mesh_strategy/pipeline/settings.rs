@@ -77,9 +77,8 @@ impl ScheduleSource {
             Self::Known { kind, stages_per_rank } => {
                 Schedule::new(*kind, ranks, *stages_per_rank, micro_batches).map_err(|error| {
                     Error::Config(format!(
-                        "{error}. A step has {}: `trainer.accumulate_grad_batches`, times the parts into which \
-                         `trainer.micro_batch_size` cuts a batch",
-                        counted(micro_batches, "micro-batch")
+                        "{error}. The number of micro-batches is `trainer.accumulate_grad_batches`, times the parts \
+                         into which `trainer.micro_batch_size` cuts a batch"
                     ))
                 })
             }
@@ -87,9 +86,10 @@ impl ScheduleSource {
                 Ok(schedule.clone())
             }
             Self::File { path, schedule } => Err(Error::Config(format!(
-                "`trainer.strategy.pipeline_schedule`: {path} has {} a step, and a step has {micro_batches}: \
-                 `trainer.accumulate_grad_batches`, times the parts into which `trainer.micro_batch_size` cuts a batch",
-                counted(schedule.micro_batches(), "micro-batch")
+                "`trainer.strategy.pipeline_schedule`: the lists of {path} are for {} micro-batches, and a step has \
+                 {micro_batches}: `trainer.accumulate_grad_batches`, times the parts into which \
+                 `trainer.micro_batch_size` cuts a batch",
+                schedule.micro_batches()
             ))),
         }
     }
