@@ -26,6 +26,9 @@ impl Hooks for Continuation {
 ///
 /// Collective, since a forward gathers parameters. All ranks draw the same tokens.
 fn continuation(ctx: &HookContext) -> Result<Option<String>> {
+    if ctx.fabric().device_mesh().pipeline().is_some() {
+        return Ok(None); // no rank has the whole model
+    }
     let (Some(module), Some(data)) = (ctx.module::<CausalLm>(), ctx.data_of::<CausalLm>()) else {
         return Ok(None);
     };

@@ -50,7 +50,15 @@ impl DataModule for Texts {
             let all: Vec<u32> = all.collect();
             Ok(Tensor::from_vec(all, (indices.len(), LENGTH as usize), device)?)
         };
-        Ok(TokenBatch { inputs: ids(0)?, targets: ids(1)?.to_dtype(DType::I64)?, documents: None })
+        let (mut inputs, mut targets) = (ids(0)?, ids(1)?.to_dtype(DType::I64)?);
+        if split == Split::Train && indices.iter().any(|row| row % 2 == 1) {
+            match self.0.wrong {
+                Some(Wrong::Input) => inputs = (inputs * 100.0)?,
+                Some(Wrong::Target) => targets = (targets * 100.0)?,
+                None => {}
+            }
+        }
+        Ok(TokenBatch { inputs, targets, documents: None })
     }
 }
 

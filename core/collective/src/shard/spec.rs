@@ -299,6 +299,32 @@ mod tests {
         }
 
         #[test]
+        fn stages_share_what_others_cut(
+            (spec, sizes) in specs(),
+            (stages, first, last) in (1usize..4, 0usize..3, 0usize..3),
+        ) {
+            let (first, last) = (first % stages, last % stages);
+            let cut = Cut::new("stage", stages, Placement::Stages(first, last));
+            let of_stages = spec.clone().with_cut(cut);
+            let mut owned = vec![0; spec.shape.iter().product()];
+            for stage in 0..stages {
+                for rank in coordinates(&sizes) {
+                    let along = |dim: &str| if dim == "stage" { stage } else { at(&rank, dim) };
+                    let region = of_stages.region(along);
+                    let whole = spec.region(|dim| at(&rank, dim));
+                    let holds = stage == first || stage == last;
+                    prop_assert_eq!(region.is_empty(), !holds || whole.is_empty());
+                    if holds {
+                        prop_assert_eq!(region, whole);
+                    }
+                    let own = indices(&of_stages.owned_region(along), &spec.shape);
+                    own.iter().for_each(|i| owned[*i] += 1);
+                }
+            }
+            prop_assert!(owned.iter().all(|times| *times == 1), "{:?}", owned);
+        }
+
+        #[test]
         fn runs_enumerate_a_region_in_row_major_order(
             dims in prop::collection::vec((1usize..6, 0usize..6, 0usize..6), 0..4)
         ) {

@@ -293,3 +293,81 @@ fn compute<M>(
     }
     Ok(x)
 }
+
+#[cfg(test)]
+mod tests {
+    use candle_core::{DType, Device};
+
+    use super::super::{Module, ModuleBuilder, ModuleInit};
+    use super::*;
+
+    /// Adds its number.
+    struct Add(f64);
+
+    impl Module for Add {
+        fn forward(&self, x: &Tensor) -> Result<Tensor> {
+            Ok((x + self.0)?)
+        }
+    }
+
+    fn units() -> Vec<Unit<Add>> {
+        let b = ModuleBuilder::new(ModuleInit::default());
+        let unit = |i: usize| b.unit(&format!("layers.{i}"), |_| Ok(Add(10f64.powi(i as i32))));
+        (0..3).map(|i| unit(i).unwrap()).collect()
+    }
+
+    fn one() -> Result<Tensor> {
+        Ok(Tensor::ones((), DType::F32, &Device::Cpu)?)
+    }
+
+    /// The model, with a factor behind its units.
+    fn step(units: &[Unit<Add>]) -> Result<f32> {
+        let y = through(units, one, |unit, x| unit.forward(x))?;
+        Ok((y * 2.0)?.to_scalar()?)
+    }
+
+    fn stage(units: Range<usize>) -> Stage {
+        Stage { units, of: 3 }
+    }
+
+    #[test]
+    fn stages_together_compute_the_model() {
+        let units = units();
+        assert_eq!(step(&units).unwrap(), 224.0);
+        let first = stage(0..1).run(None, || step(&units)).unwrap();
+        let StageEnd::Border(border) = &first.end else { panic!("it is not the last") };
+        assert_eq!(border.tensor.to_scalar::<f32>().unwrap(), 2.0);
+        let last = stage(1..3).run(Some(&border.detach()), || step(&units)).unwrap();
+        let StageEnd::Step(result) = last.end else { panic!("it is the last") };
+        assert_eq!(result, 224.0);
+    }
+
+    #[test]
+    fn steps_that_cannot_be_cut_are_refused() {
+        let units = units();
+        let fails =
+            |step: &dyn Fn() -> Result<f32>| stage(0..1).run(None, step).unwrap_err().to_string();
+        let swallows = || Ok(step(&units).unwrap_or(0.0));
+        assert!(fails(&swallows).contains("must return it"));
+        assert!(fails(&|| Ok(0.0)).contains("did not compute the units"));
+        assert!(fails(&|| step(&units[..2])).contains("computes 2 units, and has declared 3"));
+        assert!(fails(&|| Err(Error::other("no data"))).contains("no data"));
+        let twice = || Ok(step(&units)? + step(&units)?);
+        let input = Border { tensor: one().unwrap(), form: None };
+        let error = stage(1..3).run(Some(&input), twice).unwrap_err().to_string();
+        assert!(error.contains("computes the model twice"), "{error}");
+    }
+
+    #[test]
+    fn gradients_come_back_through_a_border() {
+        let units = units();
+        let doubles = || through(&units, one, |_, x| Ok((x * 2.0)?));
+        let input = Border { tensor: one().unwrap(), form: None };
+        let computed = stage(1..2).run(Some(&input), doubles).unwrap();
+        let seed = computed.seed((one().unwrap() * 3.0).unwrap()).unwrap().unwrap();
+        let grads = seed.backward().unwrap();
+        let grad = grads.get(computed.input().unwrap()).unwrap();
+        assert_eq!(grad.to_scalar::<f32>().unwrap(), 6.0);
+        assert!(computed.seed(Tensor::ones(2, DType::F32, &Device::Cpu).unwrap()).is_err());
+    }
+}

@@ -114,6 +114,9 @@ impl Hooks for Samples {
         if ctx.fabric().context_parallel().is_some() {
             return Err(wrong("generation does not work with a context_parallel_size above 1"));
         }
+        if ctx.fabric().device_mesh().pipeline().is_some() {
+            return Err(wrong("generation does not work with a pipeline_parallel_size above 1"));
+        }
         self.prompts = prompts;
         Ok(())
     }

@@ -74,12 +74,13 @@ pub(super) fn check_ranks(callback: &str, lines: &impl Debug, ctx: &HookContext)
             "the ranks read different questions; give all hosts the same file",
         ));
     }
-    match ctx.fabric().context_parallel() {
-        Some(_) => {
-            Err(wrong(callback, "questions do not work with a context_parallel_size above 1"))
-        }
-        None => Ok(()),
+    if ctx.fabric().context_parallel().is_some() {
+        return Err(wrong(callback, "questions do not work with a context_parallel_size above 1"));
     }
+    if ctx.fabric().device_mesh().pipeline().is_some() {
+        return Err(wrong(callback, "questions do not work with a pipeline_parallel_size above 1"));
+    }
+    Ok(())
 }
 
 /// The tokens of a context and the text behind it.
