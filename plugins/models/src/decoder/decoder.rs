@@ -1,12 +1,13 @@
 //! A decoder from token ids to logits.
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit};
+use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
     AttentionConfig, CachedTokens, CrossEntropy, Documents, Dropout, Embedding, Linear,
     LinearCrossEntropy, Loss, Rope, cross_entropy, linear_cross_entropy, linear_predicted_classes,
+    load_balancing_loss,
 };
 
 use super::config::DecoderConfig;
@@ -29,6 +30,8 @@ pub struct Decoder {
     logit_softcap: Option<f64>,
     max_positions: usize,
     ropes: Vec<Rope>,
+    /// The number of a token's experts and the factor of the loss that balances experts.
+    balance: Option<(usize, f64)>,
 }
 
 impl Decoder {
@@ -37,7 +40,11 @@ impl Decoder {
     /// # Errors
     /// If a size does not fit another one.
     pub fn new(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
-        let mut decoder = Self::without_head(config, b)?;
+        let mut decoder = Self::headless(config, b)?;
+        decoder.balance = config.balance();
+        if decoder.balance.is_some() {
+            b.synchronise_batches();
+        }
         let head = b.pp("lm_head");
         decoder.lm_head = Some(if config.tied {
             Linear::tied(&head, decoder.embed_tokens.weight())?
@@ -52,8 +59,13 @@ impl Decoder {
     /// Describes the model without `lm_head`, which computes [`hidden`](Self::hidden) states only.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new), and if the configuration has the loss that balances experts.
     pub fn without_head(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
+        config.check_unbalanced()?;
+        Self::headless(config, b)
+    }
+
+    fn headless(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
         let model = b.pp("model");
         let embedding = |name, rows| {
             Embedding::with_init(&model.pp(name), rows, config.hidden_size, config.init())
@@ -68,7 +80,7 @@ impl Decoder {
         let layer = |(i, layer): (usize, &super::LayerConfig)| {
             let rope = layer.rope.map(|i| ropes[i].clone());
             let attention = AttentionConfig { rope, ..config.attention(*layer) };
-            model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, &attention))
+            model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, *layer, &attention))
         };
         let layers = config.layers.iter().enumerate().map(layer).collect::<Result<_>>()?;
         let norm = Norm::new(&model.pp("norm"), config.norm, config.hidden_size, config.norm_eps)?;
@@ -84,6 +96,7 @@ impl Decoder {
             logit_softcap: config.logit_softcap,
             max_positions: config.max_positions,
             ropes,
+            balance: None,
         })
     }
 
@@ -98,13 +111,23 @@ impl Decoder {
 
     /// Returns the cross entropy of `targets`, the tokens after `ids`; targets below 0 are ignored.
     ///
+    /// With [`balance`](super::ExpertsConfig::balance), adds its factor times the
+    /// [loss that balances experts](load_balancing_loss) over the tokens of all layers to the mean.
+    /// Then collective over the ranks whose batches form the whole batch.
+    ///
     /// # Errors
-    /// As [`forward`](Self::forward).
+    /// As [`forward`](Self::forward), and if a peer fails.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
-        self.loss_of(&self.hidden(ids)?, targets)
+        let (hidden, logits) = self.hidden_and_routing(ids)?;
+        let loss = self.loss_of(&hidden, targets)?;
+        let Some((experts_per_token, factor)) = self.balance else { return Ok(loss) };
+        let balance = load_balancing_loss(&logits, experts_per_token, loss.count())?;
+        let balance = (balance.to_dtype(loss.sum().dtype())? * factor)?;
+        Ok(Loss::new((loss.sum() + balance)?, loss.count()))
     }
 
-    /// Returns the [`loss`](Self::loss), and the most likely token after each of `ids`.
+    /// Returns the cross entropy, without the loss that balances experts, and the most likely token
+    /// after each of `ids`.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -148,6 +171,12 @@ impl Decoder {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
+        Ok(self.hidden_and_routing(ids)?.0)
+    }
+
+    /// The [`hidden`](Self::hidden) states, and for the loss that balances experts the logits of all
+    /// routers.
+    fn hidden_and_routing(&self, ids: &Tensor) -> Result<(Tensor, Vec<Tensor>)> {
         let (batch, time) = ids.dims2()?;
         let context = ForwardScope::current().context;
         let cached = CachedTokens::current();
@@ -170,10 +199,13 @@ impl Decoder {
             x = x.broadcast_add(&positions.forward(&places)?)?;
         }
         let mut x = self.dropout.forward(&x)?;
+        let mut logits = Vec::new();
         for layer in &self.layers {
-            x = layer.forward(&x)?;
+            let (y, of_router) = layer.call(&x, DecoderLayer::forward)?;
+            x = y;
+            logits.extend(of_router);
         }
-        self.norm.forward(&x)
+        Ok((self.norm.forward(&x)?, logits))
     }
 
     fn head(&self) -> Result<&Linear> {
