@@ -155,7 +155,8 @@ mod tests {
     use super::*;
 
     fn routing(rows: &[[f32; 4]], per_row: usize) -> Routing {
-        Routing::of(&Tensor::new(rows, &Device::Cpu).unwrap(), per_row).unwrap()
+        let rows = Tensor::from_vec(rows.concat(), (rows.len(), 4), &Device::Cpu).unwrap();
+        Routing::of(&rows, per_row).unwrap()
     }
 
     #[test]

@@ -197,6 +197,6 @@ fn balance_is_least_for_equal_experts() {
     assert_eq!(flat(&balance(&equal, 3)), [3.0]);
     let sure = Tensor::new(&[[100f32, 0.0, 0.0, 0.0]; 5], &Device::Cpu).unwrap();
     assert_eq!(flat(&balance(&sure, 1)), [4.0]);
-    insta::assert_snapshot!(load_balancing_loss(&[equal.clone()], 5, 1.0).unwrap_err(), @"rows cannot use 5 of 4 experts; expected from 1 to 4");
+    insta::assert_snapshot!(load_balancing_loss(std::slice::from_ref(&equal), 5, 1.0).unwrap_err(), @"rows cannot use 5 of 4 experts; expected from 1 to 4");
     insta::assert_snapshot!(load_balancing_loss(&[], 1, 1.0).unwrap_err(), @"the balance of experts follows from the logits [rows, experts] of at least one mixture of experts");
 }
