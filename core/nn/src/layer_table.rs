@@ -411,6 +411,19 @@ pub static LAYERS: &[LayerRow] = &[
         ..OWN
     },
     LayerRow {
+        layer: "MixtureOfExperts",
+        shape: &[4, 3, 24],
+        docs: Docs::Parameters([
+            "`MixtureOfExperts::new(b, &config)`",
+            "`[.., hidden]` → same",
+            "`gate.weight [experts, hidden]`; `experts.gate_proj.weight` and `up_proj.weight` \
+             `[experts, intermediate, hidden]`, `down_proj.weight [experts, hidden, intermediate]`",
+            "as `Linear`",
+        ]),
+        build: |b| module(MixtureOfExperts::new(b, &MixtureOfExpertsConfig::new([24, 14], 4, 2))?),
+        ..OWN
+    },
+    LayerRow {
         layer: "Gru",
         shape: &[4, 7, 6],
         docs: Docs::Parameters([

@@ -50,6 +50,8 @@ mod documents;
 mod dora;
 mod dropout;
 mod embedding;
+mod experts;
+mod experts_balance;
 pub mod functional;
 pub mod gemm;
 mod gemm_bf16;
@@ -89,6 +91,8 @@ pub use cross_entropy::{CrossEntropy, Reduction, cross_entropy, log_probability}
 pub use documents::Documents;
 pub use dropout::Dropout;
 pub use embedding::Embedding;
+pub use experts::{MixtureOfExperts, MixtureOfExpertsConfig};
+pub use experts_balance::load_balancing_loss;
 pub use fulgurite_engine::strategy::Loss;
 pub use fulgurite_engine::{Error, Result};
 pub use gemm_bf16::bf16_products;

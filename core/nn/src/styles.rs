@@ -202,6 +202,25 @@ impl ParallelLayer for WholeLayer {
     }
 }
 
+/// A [`MixtureOfExperts`](super::MixtureOfExperts) or a part of it, with its kind. No plan cuts it:
+/// every rank computes all experts with the whole input.
+#[derive(Debug)]
+pub(super) struct ExpertStyles(pub(super) &'static str);
+
+impl ParallelLayer for ExpertStyles {
+    fn kind(&self) -> &'static str {
+        self.0
+    }
+
+    fn takes(&self) -> &'static str {
+        "it takes none: every tensor-parallel rank computes all experts with the whole input"
+    }
+
+    fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
+        Err(styles.cannot_take(self))
+    }
+}
+
 /// The styles of [`Dropout`](super::Dropout).
 #[derive(Debug)]
 pub(super) struct DropoutStyles {

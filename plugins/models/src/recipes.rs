@@ -32,6 +32,7 @@ recipes![
     "pretrain",
     "full_single",
     "full_fsdp",
+    "experts_fsdp",
     "lora_single",
     "lora_fsdp",
     "qlora",

@@ -101,8 +101,9 @@ impl Outer {
         let replicas = mesh.group(DATA_PARALLEL_REPLICATE)?.clone();
         if tree.synchronises_batches() && replicas.size() > 1 {
             return Err(Error::other(
-                "strategy `diloco`: the model has batch norms that compute with the batches of all ranks, and \
-                 replicas train on their own; leave `synchronised` and `trainer.sync_batchnorm` out",
+                "strategy `diloco`: the model computes with the batches of all ranks, and replicas train on their own; \
+                 leave `synchronised` and `trainer.sync_batchnorm` of batch norms out, and \
+                 `model.output_router_logits` of mixtures of experts",
             ));
         }
         let mut shards = Vec::new();

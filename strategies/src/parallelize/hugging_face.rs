@@ -10,6 +10,7 @@ use fulgurite_error::Result;
 use serde::de::{MapAccess, Visitor};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 
+use super::llama::EXPERTS;
 use super::plan::{beside, inside, parallelize};
 
 /// `parallelize = "hf"`: a plan in the format of Hugging Face's model configurations
@@ -21,7 +22,7 @@ use super::plan::{beside, inside, parallelize};
 pub struct HuggingFacePlan {
     /// Patterns and style names. By default the plan of Hugging Face's Llama and
     /// `lm_head = "colwise_rep"`. If the head shares the embedding's weight, also
-    /// `embed_tokens = "rowwise"`.
+    /// `embed_tokens = "rowwise"`. Mixtures of experts stay whole on every rank.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub plan: Option<StyleNames>,
     /// The path of the base model, prepended to the patterns; `lm_head` is next to it. `""` if the
@@ -67,9 +68,12 @@ impl HuggingFacePlan {
             let pattern = path(pattern);
             model.modules().keys().any(|path| glob_match(&pattern, path))
         };
-        names.retain(|(pattern, _)| {
-            !(pattern.ends_with("gate_proj") || *pattern == "lm_head") || has(pattern)
-        });
+        // Experts in place of all MLPs are computed whole on every rank.
+        let may_lack = |pattern: &str| {
+            let of_mlp = pattern.starts_with("layers.*.mlp.") && has(EXPERTS);
+            of_mlp || pattern.ends_with("gate_proj") || pattern == "lm_head"
+        };
+        names.retain(|(pattern, _)| !may_lack(pattern) || has(pattern));
         let embedding = path("embed_tokens.weight");
         let head = path("lm_head.weight");
         if model.aliases().any(|tied| tied == (&*head, &*embedding)) {

@@ -14,8 +14,8 @@ use super::plan::{beside, inside, parallelize};
 /// `parallelize = "llama"`: for models with the module names of Hugging Face's Llama, such as all
 /// of `fulgurite-models`.
 ///
-/// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs. The
-/// head, `lm_head` or `lm_head.decoder`, may share the embedding's weight. Other heads stay whole.
+/// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs. Mixtures
+/// of experts stay whole on every rank. The head, `lm_head` or `lm_head.decoder`, may share the embedding's weight. Other heads stay whole.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
@@ -52,6 +52,9 @@ const NORMS: [&str; 5] = [
     "layers.*.post_feedforward_layernorm",
     "norm",
 ];
+
+/// A projection of experts.
+pub(super) const EXPERTS: &str = "layers.*.mlp.experts.up_proj";
 
 impl LlamaPlan {
     /// Builds the plan for a model. Of embeddings, norms, dropouts, `gate_proj` and heads it names
@@ -106,10 +109,13 @@ impl LlamaPlan {
         for name in ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"] {
             plan = plan.with(within(&format!("layers.*.{name}")), colwise);
         }
-        plan = plan
-            .with(within("layers.*.self_attn.o_proj"), rowwise)
-            .with(within("layers.*.mlp.up_proj"), colwise)
-            .with(within("layers.*.mlp.down_proj"), rowwise);
+        plan = plan.with(within("layers.*.self_attn.o_proj"), rowwise);
+        // Experts in place of all MLPs are computed whole on every rank.
+        if has("layers.*.mlp.up_proj") || !has(EXPERTS) {
+            plan = plan
+                .with(within("layers.*.mlp.up_proj"), colwise)
+                .with(within("layers.*.mlp.down_proj"), rowwise);
+        }
         if let Some(path) = head_path {
             plan = plan.with(path, head);
         }

@@ -580,7 +580,7 @@ fn synchronised_batch_norms_are_refused() {
     let refused = run_ranks(2, |world| -> Result<()> {
         Training::with_norm(world, &config, &adamw(), Some(norm)).map(drop)
     });
-    insta::assert_snapshot!(refused.unwrap_err(), @"strategy `diloco`: the model has batch norms that compute with the batches of all ranks, and replicas train on their own; leave `synchronised` and `trainer.sync_batchnorm` out");
+    insta::assert_snapshot!(refused.unwrap_err(), @"strategy `diloco`: the model computes with the batches of all ranks, and replicas train on their own; leave `synchronised` and `trainer.sync_batchnorm` of batch norms out, and `model.output_router_logits` of mixtures of experts");
 }
 
 /// An optimizer of whole tensors communicates within its replica only.

@@ -253,10 +253,10 @@ impl<R> Computed<R> {
 pub fn through<M>(
     units: &[Unit<M>],
     first: impl FnOnce() -> Result<Tensor>,
-    each: impl Fn(&Unit<M>, &Tensor) -> Result<Tensor>,
+    mut each: impl FnMut(&Unit<M>, &Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
     let Some(running) = execution::value::<Running>() else {
-        return compute(units, first()?, each);
+        return compute(units, first()?, &mut each);
     };
     let Running { stage, input, .. } = &*running;
     if std::mem::replace(&mut running.state().began, true) {
@@ -275,7 +275,7 @@ pub fn through<M>(
         Some(input) => input.clone(),
         None => first()?,
     };
-    let y = compute(own, x, each)?;
+    let y = compute(own, x, &mut each)?;
     if stage.is_last() {
         return Ok(y);
     }
@@ -286,7 +286,7 @@ pub fn through<M>(
 fn compute<M>(
     units: &[Unit<M>],
     mut x: Tensor,
-    each: impl Fn(&Unit<M>, &Tensor) -> Result<Tensor>,
+    each: &mut dyn FnMut(&Unit<M>, &Tensor) -> Result<Tensor>,
 ) -> Result<Tensor> {
     for unit in units {
         x = each(unit, &x)?;

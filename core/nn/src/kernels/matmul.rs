@@ -60,7 +60,7 @@ fn with_width(x: &Tensor, width: usize) -> Vec<usize> {
 
 /// Returns the CPU's bf16 product, if available and all tensors are in bf16. The choice depends on
 /// nothing else, so small and large products get their bits in the same way.
-fn bf16_gemm(tensors: &[&Tensor]) -> Option<Bf16Gemm> {
+pub(super) fn bf16_gemm(tensors: &[&Tensor]) -> Option<Bf16Gemm> {
     let all = tensors.iter().all(|tensor| tensor.dtype() == DType::BF16);
     Bf16Gemm::available().filter(|_| all)
 }
@@ -96,9 +96,7 @@ fn linear_apart(
     bias: Option<&Tensor>,
     tokens: &CachedTokens,
 ) -> Result<Tensor> {
-    let (n, inputs) = rows(x)?;
-    let dims = with_width(x, weight.dim(0)?);
-    let x = x.detach().reshape((n, inputs))?;
+    let n = rows(x)?.0;
     // A plan that cuts the sequence leaves other rows.
     let counts: Vec<usize> = match tokens.tokens() == n {
         true => {
@@ -108,6 +106,27 @@ fn linear_apart(
         }
         false => vec![n],
     };
+    linear_by_counts(x, weight, bias, &counts)
+}
+
+/// [`linear`] without a bias in a forward with a cache, for rows of several sequences, `counts` of
+/// each one after the other.
+pub(super) fn linear_of_sequences(x: &Tensor, weight: &Tensor, counts: &[usize]) -> Result<Tensor> {
+    match ForwardScope::current().batch_invariant {
+        true => linear_invariant(x, weight, None),
+        false => linear_by_counts(x, weight, None, counts),
+    }
+}
+
+fn linear_by_counts(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    counts: &[usize],
+) -> Result<Tensor> {
+    let (n, inputs) = rows(x)?;
+    let dims = with_width(x, weight.dim(0)?);
+    let x = x.detach().reshape((n, inputs))?;
     let (mut outputs, mut start, mut few) = (Vec::new(), 0, 0);
     for count in counts.iter().copied().chain([FEW]) {
         if count < FEW {

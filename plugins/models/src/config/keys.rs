@@ -79,6 +79,7 @@ pub struct Key {
 const WIDTH: KeyKind = KeyKind::Size(1 << 20);
 const LAYERS: KeyKind = KeyKind::Size(1 << 14);
 const HEADS: KeyKind = KeyKind::Size(1 << 14);
+const EXPERTS: KeyKind = KeyKind::Size(1 << 14);
 const POSITIONS: KeyKind = KeyKind::Size(1 << 27);
 
 const fn key(name: &'static str, kind: KeyKind, doc: &'static str) -> Key {
@@ -105,6 +106,32 @@ pub const KEYS: &[Key] = &[
         "Number of key and value heads; by default that of query heads.",
     ),
     key("head_dim", WIDTH, "Width of one head; by default `hidden_size / num_attention_heads`."),
+    key("num_local_experts", EXPERTS, "Number of Mixtral's experts in each layer."),
+    key("num_experts", EXPERTS, "Number of Qwen3-MoE's experts in each layer that has any."),
+    key("num_experts_per_tok", EXPERTS, "Number of experts that compute each token."),
+    key("moe_intermediate_size", WIDTH, "Width inside each of Qwen3-MoE's experts."),
+    key(
+        "norm_topk_prob",
+        KeyKind::Flag,
+        "Whether the weights of a token's experts in Qwen3-MoE are divided by their sum.",
+    ),
+    key(
+        "decoder_sparse_step",
+        KeyKind::Size(1 << 14),
+        "Every how manieth of Qwen3-MoE's layers has experts.",
+    ),
+    key("mlp_only_layers", KeyKind::List, "The indices of Qwen3-MoE's layers without experts."),
+    key(
+        "output_router_logits",
+        KeyKind::Flag,
+        "Whether `causal_lm` adds the loss that balances experts, as in `transformers`. It is that of a micro-batch over all ranks; a step has the mean over its micro-batches, by their tokens. Validation has none of it.",
+    ),
+    key("router_aux_loss_coef", KeyKind::Number, "The factor of the loss that balances experts."),
+    key(
+        "router_jitter_noise",
+        KeyKind::Number,
+        "Noise of the input of Mixtral's experts in training; only 0 is supported.",
+    ),
     key("hidden_act", KeyKind::Text, "The activation of the MLPs, by its name in `transformers`."),
     key("hidden_activation", KeyKind::Text, "The activation of Gemma's MLPs."),
     key("max_position_embeddings", POSITIONS, "The longest sequence."),
@@ -332,10 +359,7 @@ pub const KEYS: &[Key] = &[
 
 /// Keys of other models, which none of this crate takes.
 pub(crate) const FOREIGN: &[&str] = &[
-    "num_experts",
-    "num_local_experts",
     "n_routed_experts",
-    "num_experts_per_tok",
     "kv_lora_rank",
     "q_lora_rank",
     "attention_multiplier",

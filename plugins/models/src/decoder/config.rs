@@ -1,7 +1,8 @@
 //! The options of a decoder.
 
 use fulgurite_engine::parameter::Init;
-use fulgurite_nn::{AttentionConfig, QkNorm, RopeConfig};
+use fulgurite_error::{Error, Result};
+use fulgurite_nn::{AttentionConfig, MixtureOfExpertsConfig, QkNorm, RopeConfig};
 
 use crate::layers::{FeedForward, NormKind};
 
@@ -27,6 +28,24 @@ pub struct LayerConfig {
     pub window: Option<usize>,
     /// The factor of the attention scores; `None` for `1 / sqrt(head_dim)`.
     pub scale: Option<f64>,
+    /// Whether its feed-forward block is the [mixture of experts](DecoderConfig::experts).
+    pub has_experts: bool,
+}
+
+/// The mixtures of experts of a decoder.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct ExpertsConfig {
+    /// Number of experts in each mixture.
+    pub num_experts: usize,
+    /// Number of experts that compute each token.
+    pub experts_per_token: usize,
+    /// Width inside each expert.
+    pub intermediate_size: usize,
+    /// Whether the weights of a token's experts are divided by their sum.
+    pub normalize: bool,
+    /// The factor of the [loss that balances experts](fulgurite_nn::load_balancing_loss) in
+    /// [`Decoder::loss`](super::Decoder::loss); `None` leaves it out.
+    pub balance: Option<f64>,
 }
 
 /// The shape of a [`Decoder`](super::Decoder).
@@ -50,8 +69,11 @@ pub struct DecoderConfig {
     pub qk_norm: Option<QkNorm>,
     /// Soft limit of the attention scores.
     pub attention_softcap: Option<f64>,
-    /// The feed-forward block.
+    /// The feed-forward block of layers without experts.
     pub feed_forward: FeedForward,
+    /// The mixtures of experts, if layers have any. Their activation is that of the feed-forward
+    /// block.
+    pub experts: Option<ExpertsConfig>,
     /// The kind of all norms.
     pub norm: NormKind,
     /// Their epsilon.
@@ -99,11 +121,20 @@ impl DecoderConfig {
             qk_norm: None,
             attention_softcap: None,
             feed_forward,
+            experts: None,
             norm: NormKind::Rms,
             norm_eps: 1e-6,
             norms: NormPlacement::Before,
             ropes: vec![rope],
-            layers: vec![LayerConfig { rope: Some(0), window: None, scale: None }; num_layers],
+            layers: vec![
+                LayerConfig {
+                    rope: Some(0),
+                    window: None,
+                    scale: None,
+                    has_experts: false
+                };
+                num_layers
+            ],
             max_positions: 2048,
             learned_positions: false,
             embedding_scale: None,
@@ -117,6 +148,43 @@ impl DecoderConfig {
 
     pub(crate) fn init(&self) -> Init {
         Init::Normal { mean: 0.0, std: self.initializer_range }
+    }
+
+    /// The mixture of experts of a layer, if it has one.
+    pub(crate) fn mixture(&self, layer: LayerConfig) -> Option<MixtureOfExpertsConfig> {
+        let experts = self.experts.filter(|_| layer.has_experts)?;
+        Some(MixtureOfExpertsConfig {
+            hidden_size: self.hidden_size,
+            intermediate_size: experts.intermediate_size,
+            num_experts: experts.num_experts,
+            experts_per_row: experts.experts_per_token,
+            normalize: experts.normalize,
+            activation: self.feed_forward.activation,
+            init: Some(self.init()),
+        })
+    }
+
+    /// The number of a token's experts and the factor of the loss that balances experts, if there is
+    /// one.
+    pub(crate) fn balance(&self) -> Option<(usize, f64)> {
+        let has_experts = self.layers.iter().any(|layer| layer.has_experts);
+        let experts = self.experts.filter(|_| has_experts)?;
+        Some((experts.experts_per_token, experts.balance?))
+    }
+
+    /// Refuses the loss that balances experts, for a module that would leave it out.
+    ///
+    /// # Errors
+    /// If the configuration has this loss.
+    pub(crate) fn check_unbalanced(&self) -> Result<()> {
+        match self.balance() {
+            None => Ok(()),
+            Some(_) => Err(Error::Config(
+                "`model.output_router_logits`: only `module.type = \"causal_lm\"` adds the loss that balances experts; \
+                 set it to false"
+                    .to_owned(),
+            )),
+        }
     }
 
     /// The attention of a layer, without its rotary embedding.

@@ -3,12 +3,17 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
+<<<<<<< HEAD
 use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit, stage};
+=======
+use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit};
+>>>>>>> moe
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{
     AttentionConfig, CachedTokens, CrossEntropy, Documents, Dropout, Embedding, Linear,
     LinearCrossEntropy, Loss, Rope, cross_entropy, linear_cross_entropy, linear_predicted_classes,
+    load_balancing_loss,
 };
 
 use super::config::DecoderConfig;
@@ -31,6 +36,8 @@ pub struct Decoder {
     logit_softcap: Option<f64>,
     max_positions: usize,
     ropes: Vec<Rope>,
+    /// The number of a token's experts and the factor of the loss that balances experts.
+    balance: Option<(usize, f64)>,
 }
 
 impl Decoder {
@@ -39,7 +46,11 @@ impl Decoder {
     /// # Errors
     /// If a size does not fit another one.
     pub fn new(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
-        let mut decoder = Self::without_head(config, b)?;
+        let mut decoder = Self::headless(config, b)?;
+        decoder.balance = config.balance();
+        if decoder.balance.is_some() {
+            b.synchronise_batches();
+        }
         let head = b.pp("lm_head");
         decoder.lm_head = Some(if config.tied {
             Linear::tied(&head, decoder.embed_tokens.weight())?
@@ -54,8 +65,13 @@ impl Decoder {
     /// Describes the model without `lm_head`, which computes [`hidden`](Self::hidden) states only.
     ///
     /// # Errors
-    /// As [`new`](Self::new).
+    /// As [`new`](Self::new), and if the configuration has the loss that balances experts.
     pub fn without_head(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
+        config.check_unbalanced()?;
+        Self::headless(config, b)
+    }
+
+    fn headless(config: &DecoderConfig, b: &ModuleBuilder) -> Result<Self> {
         let model = b.pp("model");
         let embedding = |name, rows| {
             Embedding::with_init(&model.pp(name), rows, config.hidden_size, config.init())
@@ -70,14 +86,17 @@ impl Decoder {
         let layer = |(i, layer): (usize, &super::LayerConfig)| {
             let rope = layer.rope.map(|i| ropes[i].clone());
             let attention = AttentionConfig { rope, ..config.attention(*layer) };
-            model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, &attention))
+            model.unit(&format!("layers.{i}"), |b| DecoderLayer::new(b, config, *layer, &attention))
         };
         let layers = config.layers.iter().enumerate().map(layer).collect::<Result<Vec<_>>>()?;
         let before = match config.learned_positions {
             true => &["embed_tokens", "embed_positions"][..],
             false => &["embed_tokens"],
         };
-        model.stages(before, &layers);
+        // The loss that balances experts needs the routers of all layers, which no stage has.
+        if config.balance().is_none() {
+            model.stages(before, &layers);
+        }
         let norm = Norm::new(&model.pp("norm"), config.norm, config.hidden_size, config.norm_eps)?;
         edges::declare(config, b);
         Ok(Self {
@@ -91,6 +110,7 @@ impl Decoder {
             logit_softcap: config.logit_softcap,
             max_positions: config.max_positions,
             ropes,
+            balance: None,
         })
     }
 
@@ -105,13 +125,23 @@ impl Decoder {
 
     /// Returns the cross entropy of `targets`, the tokens after `ids`; targets below 0 are ignored.
     ///
+    /// With [`balance`](super::ExpertsConfig::balance), adds its factor times the
+    /// [loss that balances experts](load_balancing_loss) over the tokens of all layers to the mean.
+    /// Then collective over the ranks whose batches form the whole batch.
+    ///
     /// # Errors
-    /// As [`forward`](Self::forward).
+    /// As [`forward`](Self::forward), and if a peer fails.
     pub fn loss(&self, ids: &Tensor, targets: &Tensor) -> Result<Loss> {
-        self.loss_of(&self.hidden(ids)?, targets)
+        let (hidden, logits) = self.hidden_and_routing(ids)?;
+        let loss = self.loss_of(&hidden, targets)?;
+        let Some((experts_per_token, factor)) = self.balance else { return Ok(loss) };
+        let balance = load_balancing_loss(&logits, experts_per_token, loss.count())?;
+        let balance = (balance.to_dtype(loss.sum().dtype())? * factor)?;
+        Ok(Loss::new((loss.sum() + balance)?, loss.count()))
     }
 
-    /// Returns the [`loss`](Self::loss), and the most likely token after each of `ids`.
+    /// Returns the cross entropy, without the loss that balances experts, and the most likely token
+    /// after each of `ids`.
     ///
     /// # Errors
     /// As [`forward`](Self::forward).
@@ -155,6 +185,12 @@ impl Decoder {
     /// # Errors
     /// As [`forward`](Self::forward).
     pub fn hidden(&self, ids: &Tensor) -> Result<Tensor> {
+        Ok(self.hidden_and_routing(ids)?.0)
+    }
+
+    /// The [`hidden`](Self::hidden) states, and for the loss that balances experts the logits of all
+    /// routers.
+    fn hidden_and_routing(&self, ids: &Tensor) -> Result<(Tensor, Vec<Tensor>)> {
         let (batch, time) = ids.dims2()?;
         let context = ForwardScope::current().context;
         let cached = CachedTokens::current();
@@ -164,8 +200,13 @@ impl Decoder {
         };
         check_length(whole, self.max_positions)?;
         let embed = || self.embed(ids, [batch, time], context, cached);
-        let x = stage::through(&self.layers, embed, |layer, x| layer.forward(x))?;
-        self.norm.forward(&x)
+        let mut logits = Vec::new();
+        let x = stage::through(&self.layers, embed, |layer, x| {
+            let (y, of_router) = layer.call(x, DecoderLayer::forward)?;
+            logits.extend(of_router);
+            Ok(y)
+        })?;
+        Ok((self.norm.forward(&x)?, logits))
     }
 
     /// Returns what the first layer gets.

@@ -1,11 +1,11 @@
 //! One layer of the decoder.
 
 use candle_core::Tensor;
-use fulgurite_engine::module::{Module, ModuleBuilder};
+use fulgurite_engine::module::{Module as _, ModuleBuilder};
 use fulgurite_error::Result;
-use fulgurite_nn::{AttentionConfig, CausalSelfAttention, Dropout};
+use fulgurite_nn::{AttentionConfig, CausalSelfAttention, Dropout, MixtureOfExperts};
 
-use super::config::{DecoderConfig, NormPlacement};
+use super::config::{DecoderConfig, LayerConfig, NormPlacement};
 use crate::layers::{MlpBlock, Norm};
 
 /// Attention and MLP, with norms where the family has them. The names come from Llama, or
@@ -14,9 +14,33 @@ use crate::layers::{MlpBlock, Norm};
 pub(crate) struct DecoderLayer {
     norms: Norms,
     self_attn: CausalSelfAttention,
-    mlp: MlpBlock,
+    mlp: FeedForwardBlock,
     dropout: [Dropout; 2],
+    /// Whether the router's logits are wanted.
+    gives_logits: bool,
 }
+
+/// The feed-forward block.
+#[derive(Debug)]
+enum FeedForwardBlock {
+    Dense(MlpBlock),
+    Experts(MixtureOfExperts),
+}
+
+impl FeedForwardBlock {
+    fn new(b: &ModuleBuilder, config: &DecoderConfig, layer: LayerConfig) -> Result<Self> {
+        Ok(match config.mixture(layer) {
+            Some(mixture) => Self::Experts(MixtureOfExperts::new(b, &mixture)?),
+            None => {
+                let (width, init) = (config.hidden_size, config.init());
+                Self::Dense(MlpBlock::new(b, width, config.feed_forward, init)?)
+            }
+        })
+    }
+}
+
+/// The output of a layer, and the logits of its router, `[tokens, experts]`, if they are wanted.
+pub(crate) type LayerOutput = (Tensor, Option<Tensor>);
 
 /// The norms of a layer, in order of their use.
 #[derive(Debug)]
@@ -31,6 +55,7 @@ impl DecoderLayer {
     pub(crate) fn new(
         b: &ModuleBuilder,
         config: &DecoderConfig,
+        layer: LayerConfig,
         attention: &AttentionConfig,
     ) -> Result<Self> {
         let norm = |name| Norm::new(&b.pp(name), config.norm, config.hidden_size, config.norm_eps);
@@ -47,8 +72,7 @@ impl DecoderLayer {
             NormPlacement::Around => Some(norm("pre_feedforward_layernorm")?),
             _ => None,
         };
-        let mlp =
-            MlpBlock::new(&b.pp("mlp"), config.hidden_size, config.feed_forward, config.init())?;
+        let mlp = FeedForwardBlock::new(&b.pp("mlp"), config, layer)?;
         let last = || norm("post_feedforward_layernorm");
         let norms = match (placement, first, third) {
             (NormPlacement::Parallel, Some(first), _) => Norms::Parallel([first, second]),
@@ -59,39 +83,49 @@ impl DecoderLayer {
             (_, None, _) => Norms::After([second, last()?]),
         };
         let dropout = [dropout("attn_dropout")?, dropout("mlp_dropout")?];
-        Ok(Self { norms, self_attn, mlp, dropout })
+        Ok(Self { norms, self_attn, mlp, dropout, gives_logits: config.balance().is_some() })
     }
 
     fn attend(&self, x: &Tensor) -> Result<Tensor> {
         self.dropout[0].forward(&self.self_attn.forward(x)?)
     }
 
-    fn feed_forward(&self, x: &Tensor) -> Result<Tensor> {
-        self.dropout[1].forward(&self.mlp.forward(x)?)
+    fn feed_forward(&self, x: &Tensor) -> Result<LayerOutput> {
+        let (y, logits) = match &self.mlp {
+            FeedForwardBlock::Dense(mlp) => (mlp.forward(x)?, None),
+            FeedForwardBlock::Experts(mlp) if self.gives_logits => {
+                let (y, logits) = mlp.forward_with_logits(x)?;
+                (y, Some(logits))
+            }
+            FeedForwardBlock::Experts(mlp) => (mlp.forward(x)?, None),
+        };
+        Ok((self.dropout[1].forward(&y)?, logits))
     }
-}
 
-impl Module for DecoderLayer {
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
+    /// Computes the output for `x`, `[batch, time, hidden_size]`.
+    pub(crate) fn forward(&self, x: &Tensor) -> Result<LayerOutput> {
         match &self.norms {
             Norms::Before([before_attention, before_mlp]) => {
                 let y = self.attend(&before_attention.forward(x)?)?;
                 let (y, x) = before_mlp.forward_residual(&y, x)?;
-                Ok((x + self.feed_forward(&y)?)?)
+                let (y, logits) = self.feed_forward(&y)?;
+                Ok(((x + y)?, logits))
             }
             Norms::After([after_attention, after_mlp]) => {
                 let x = (x + after_attention.forward(&self.attend(x)?)?)?;
-                Ok((&x + after_mlp.forward(&self.feed_forward(&x)?)?)?)
+                let (y, logits) = self.feed_forward(&x)?;
+                Ok(((&x + after_mlp.forward(&y)?)?, logits))
             }
             Norms::Around([before_attention, after_attention, before_mlp, after_mlp]) => {
                 let y = self.attend(&before_attention.forward(x)?)?;
                 let (y, x) = before_mlp.forward_residual(&after_attention.forward(&y)?, x)?;
-                Ok((x + after_mlp.forward(&self.feed_forward(&y)?)?)?)
+                let (y, logits) = self.feed_forward(&y)?;
+                Ok(((x + after_mlp.forward(&y)?)?, logits))
             }
             Norms::Parallel([before_attention, before_mlp]) => {
                 let attended = self.attend(&before_attention.forward(x)?)?;
-                let y = self.feed_forward(&before_mlp.forward(x)?)?;
-                Ok(((y + attended)? + x)?)
+                let (y, logits) = self.feed_forward(&before_mlp.forward(x)?)?;
+                Ok((((y + attended)? + x)?, logits))
             }
         }
     }

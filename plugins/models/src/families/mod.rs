@@ -10,6 +10,7 @@ mod gemma;
 mod gpt2;
 mod gpt_neox;
 mod llama;
+mod mixtral;
 mod modernbert;
 mod olmo2;
 mod phi3;
@@ -106,8 +107,10 @@ const fn family(
 pub const FAMILIES: &[Family] = &[
     family("llama", "Llama", llama::llama),
     family("mistral", "Mistral", llama::mistral),
+    family("mixtral", "Mixtral", mixtral::mixtral),
     family("qwen2", "Qwen2", qwen::qwen2),
     family("qwen3", "Qwen3", qwen::qwen3),
+    family("qwen3_moe", "Qwen3Moe", qwen::qwen3_moe),
     family("gemma", "Gemma", gemma::gemma),
     family("gemma2", "Gemma2", gemma::gemma2),
     family("gemma3_text", "Gemma3Text", gemma::gemma3),

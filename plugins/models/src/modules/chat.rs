@@ -47,6 +47,7 @@ impl LightningModule for Chat {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        config.clone().decoder()?.check_unbalanced()?;
         CausalLm::configure_model(config, b).map(Self)
     }
 

@@ -196,6 +196,7 @@ impl LightningModule for Kto {
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let loss = keys(config)?;
         let decoder = config.clone().decoder_for(KTO_KEYS)?;
+        decoder.check_unbalanced()?;
         let policy = Decoder::new(&decoder, b)?;
         let reference = Reference::of_model(config, &decoder, b)?;
         // The divergence is a mean over the answers of all ranks.

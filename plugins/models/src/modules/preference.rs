@@ -150,6 +150,7 @@ impl LightningModule for Preference {
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
         let (loss, reference) = keys(config)?;
         let decoder = config.clone().decoder_for(PREFERENCE_KEYS)?;
+        decoder.check_unbalanced()?;
         let policy = Decoder::new(&decoder, b)?;
         let wrong = |message: &str| Error::Config(format!("`model.reference`: {message}"));
         let reference = match (reference.as_deref(), loss.needs_reference()) {

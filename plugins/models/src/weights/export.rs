@@ -16,6 +16,8 @@ pub struct ExportedSource<S> {
     source: S,
     /// For each tensor of the file: the model's tensors that it is made of, and its shape.
     tensors: BTreeMap<String, (Vec<(String, View)>, TensorInfo)>,
+    /// For each tensor of the file that the model has in a stack: the stack, the index, and its shape.
+    of_stacks: BTreeMap<String, (String, usize, TensorInfo)>,
 }
 
 impl<S: TensorSource> ExportedSource<S> {
@@ -27,7 +29,26 @@ impl<S: TensorSource> ExportedSource<S> {
     pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
         layout.check()?;
         let mut tensors: BTreeMap<String, (Vec<(String, View)>, TensorInfo)> = BTreeMap::new();
+        let mut of_stacks = BTreeMap::new();
         for name in source.names().into_iter().filter(|name| !layout.leaves_out(name)) {
+            if let Some(files) = layout.stack_of_model(name) {
+                let info = source.info(name).ok_or_else(|| {
+                    Error::checkpoint(source.location(), format!("tensor `{name}` cannot be read"))
+                })?;
+                if info.shape.first() != Some(&files.len()) {
+                    let (count, shape) = (files.len(), &info.shape);
+                    let message = format!(
+                        "tensor `{name}` has the shape {shape:?}, and is to be {count} tensors in `transformers`; do \
+                         weights and config.json belong together?"
+                    );
+                    return Err(Error::checkpoint(source.location(), message));
+                }
+                let own = TensorInfo { shape: info.shape[1..].to_vec(), dtype: info.dtype };
+                for (i, file) in files.into_iter().enumerate() {
+                    of_stacks.insert(file, (name.to_owned(), i, own.clone()));
+                }
+                continue;
+            }
             let (file, parts) = layout.of_model(name);
             if tensors.contains_key(&file) {
                 continue;
@@ -52,7 +73,7 @@ impl<S: TensorSource> ExportedSource<S> {
             }
             tensors.insert(file, (parts, TensorInfo { shape, dtype: infos[0].dtype }));
         }
-        Ok(Self { source, tensors })
+        Ok(Self { source, tensors, of_stacks })
     }
 
     /// The whole tensor `file`.
@@ -87,15 +108,26 @@ impl<S: TensorSource> TensorSource for ExportedSource<S> {
     }
 
     fn names(&self) -> Vec<&str> {
-        self.tensors.keys().map(String::as_str).collect()
+        let names = self.tensors.keys().chain(self.of_stacks.keys());
+        let mut names: Vec<&str> = names.map(String::as_str).collect();
+        names.sort_unstable();
+        names
     }
 
     fn info(&self, name: &str) -> Option<TensorInfo> {
-        self.tensors.get(name).map(|(_, info)| info.clone())
+        let of_stack = || self.of_stacks.get(name).map(|(_, _, info)| info.clone());
+        self.tensors.get(name).map(|(_, info)| info.clone()).or_else(of_stack)
     }
 
     /// Reads all parts of the tensor for any region.
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        if let Some((stack, index, _)) = self.of_stacks.get(name) {
+            let region = Region {
+                offsets: [&[*index], &region.offsets[..]].concat(),
+                sizes: [&[1], &region.sizes[..]].concat(),
+            };
+            return self.source.read(stack, &region, dtype, device);
+        }
         let Some((parts, info)) = self.tensors.get(name) else {
             return self.source.read(name, region, dtype, device);
         };

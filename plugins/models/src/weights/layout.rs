@@ -27,6 +27,16 @@ pub struct WeightLayout {
     /// Beginnings of names of tensors of the model that no file has.
     only_in_model: Vec<String>,
     rules: Vec<Rule>,
+    stacks: Vec<Stack>,
+}
+
+/// A tensor of the model that is a stack of tensors of a file.
+#[derive(Debug, Clone)]
+struct Stack {
+    model: String,
+    /// With `#` for the index.
+    file: String,
+    count: usize,
 }
 
 /// A tensor of a file, and the tensors of the model that it is made of.
@@ -45,6 +55,7 @@ impl WeightLayout {
             ignored: Vec::new(),
             only_in_model: Vec::new(),
             rules: Vec::new(),
+            stacks: Vec::new(),
         }
     }
 
@@ -139,19 +150,27 @@ impl WeightLayout {
         self
     }
 
+    /// The model's tensor `model` is a stack of `count` tensors of a file. In the pattern `file`, `#` is
+    /// the segment with the index of each, from 0 on.
+    #[must_use]
+    pub fn stack(mut self, model: &str, file: &str, count: usize) -> Self {
+        self.stacks.push(Stack { model: model.to_owned(), file: file.to_owned(), count });
+        self
+    }
+
     /// # Errors
     /// If the sides of a rule have different numbers of stars.
     pub(super) fn check(&self) -> Result<()> {
         let stars = |pattern: &str| pattern.split('.').filter(|part| *part == "*").count();
         for Rule { file, parts } in &self.rules {
             if let Some((model, _)) = parts.iter().find(|(model, _)| stars(model) != stars(file)) {
-                return Err(Error::other(format!(
-                    "weights are mapped by `{model}` and `{file}`, which have different numbers of `*`; each segment \
-                     that varies needs one on both sides"
-                )));
+                return Err(different_stars(model, file));
             }
         }
-        Ok(())
+        match self.stacks.iter().find(|stack| stars(&stack.model) != stars(&stack.file)) {
+            None => Ok(()),
+            Some(Stack { model, file, .. }) => Err(different_stars(model, file)),
+        }
     }
 
     /// The path of the model without its head in a file.
@@ -174,6 +193,26 @@ impl WeightLayout {
         vec![(file.to_owned(), View::WHOLE)]
     }
 
+    /// The stack of the model that the file's tensor `file` belongs to, its index there, and the
+    /// number of tensors of the stack. An index that is no number is `None`.
+    pub(super) fn stack_of_file(&self, file: &str) -> Option<(String, Option<usize>, usize)> {
+        self.stacks.iter().find_map(|stack| {
+            let mut stars = matched(&stack.file.replace('#', "*"), file)?;
+            let varying = stack.file.split('.').filter(|part| ["*", "#"].contains(part));
+            let index = stars.remove(varying.take_while(|part| *part != "#").count());
+            Some((filled(&stack.model, &stars), index.parse().ok(), stack.count))
+        })
+    }
+
+    /// The file's tensors that the model's tensor `model` is a stack of, if it is one.
+    pub(super) fn stack_of_model(&self, model: &str) -> Option<Vec<String>> {
+        self.stacks.iter().find_map(|stack| {
+            let stars = matched(&stack.model, model)?;
+            let file = |i: usize| filled(&stack.file.replace('#', &i.to_string()), &stars);
+            Some((0..stack.count).map(file).collect())
+        })
+    }
+
     /// The file's tensor that the model's tensor `model` is a part of, and all its parts in order.
     pub(super) fn of_model(&self, model: &str) -> (String, Vec<(String, View)>) {
         for rule in &self.rules {
@@ -187,6 +226,13 @@ impl WeightLayout {
         }
         (model.to_owned(), vec![(model.to_owned(), View::WHOLE)])
     }
+}
+
+fn different_stars(model: &str, file: &str) -> Error {
+    Error::other(format!(
+        "weights are mapped by `{model}` and `{file}`, which have different numbers of `*`; each segment that varies \
+         needs one on both sides"
+    ))
 }
 
 /// The segments that the stars of a pattern stand for, if it matches the name.
@@ -224,6 +270,21 @@ mod tests {
         assert!(error.contains("`norm.weight` and `t.h.*.ln.weight`"), "{error}");
         assert!(layout.rename("a.*", "b.*").check().is_err());
         assert!(WeightLayout::new("t").rename("a.*", "b.*").check().is_ok());
+    }
+
+    #[test]
+    fn stacks_name_both_sides() {
+        let layout = WeightLayout::new("t").stack("model.*.experts.up", "t.*.experts.#.w3", 2);
+        assert!(layout.check().is_ok());
+        let found = layout.stack_of_file("t.5.experts.1.w3");
+        assert_eq!(found, Some(("model.5.experts.up".to_owned(), Some(1), 2)));
+        assert_eq!(layout.stack_of_file("t.5.experts.one.w3").unwrap().1, None);
+        assert_eq!(layout.stack_of_file("t.5.experts.w3"), None);
+        let files = layout.stack_of_model("model.5.experts.up").unwrap();
+        assert_eq!(files, ["t.5.experts.0.w3", "t.5.experts.1.w3"]);
+        assert_eq!(layout.stack_of_model("model.5.experts.down"), None);
+        let error = layout.stack("model.up", "t.*.#", 1).check().unwrap_err().to_string();
+        assert!(error.contains("`model.up` and `t.*.#`"), "{error}");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use fulgurite_engine::shard::Region;
 use fulgurite_error::{Error, Result};
 
 use super::layout::WeightLayout;
+use super::stack::{Stacked, Stacks};
 use super::view::View;
 
 /// The tensors of a Hugging Face file, under the names and in the shapes of a model.
@@ -16,6 +17,8 @@ pub struct MappedSource<S> {
     source: S,
     /// For each tensor of the model: its name in the file, the part of it, and its shape.
     tensors: BTreeMap<String, (String, View, TensorInfo)>,
+    /// The tensors of the model that are stacks of tensors of the file.
+    stacks: BTreeMap<String, Stacked>,
     unreadable: BTreeMap<String, String>,
 }
 
@@ -23,13 +26,14 @@ impl<S: TensorSource> MappedSource<S> {
     /// Maps the file's tensors by the layout.
     ///
     /// # Errors
-    /// If a tensor does not have the rows that the layout takes from it, or the sides of a rule
-    /// have different numbers of stars.
+    /// If a tensor does not have the rows that the layout takes from it, if a stack lacks a tensor, or
+    /// if the sides of a rule have different numbers of stars.
     pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
         layout.check()?;
         let prefix = format!("{}.", layout.prefix());
         let base_only = !source.names().iter().any(|name| name.starts_with(&prefix));
         let (mut tensors, mut unreadable) = (BTreeMap::new(), BTreeMap::new());
+        let mut stacks = Stacks::default();
         for file in source.names() {
             let full = match base_only {
                 true => format!("{prefix}{file}"),
@@ -42,6 +46,10 @@ impl<S: TensorSource> MappedSource<S> {
                 _ => full,
             };
             if layout.ignores(&full) {
+                continue;
+            }
+            if let Some(place) = layout.stack_of_file(&full) {
+                stacks.add(&source, place, file)?;
                 continue;
             }
             for (name, view) in layout.of_file(&full) {
@@ -64,7 +72,8 @@ impl<S: TensorSource> MappedSource<S> {
                 tensors.insert(name, (file.to_owned(), view, info));
             }
         }
-        Ok(Self { source, tensors, unreadable })
+        let stacks = stacks.finish(&source, &mut unreadable)?;
+        Ok(Self { source, tensors, stacks, unreadable })
     }
 }
 
@@ -74,17 +83,21 @@ impl<S: TensorSource> TensorSource for MappedSource<S> {
     }
 
     fn names(&self) -> Vec<&str> {
-        let mut names: Vec<&str> =
-            self.tensors.keys().chain(self.unreadable.keys()).map(String::as_str).collect();
+        let names = self.tensors.keys().chain(self.stacks.keys()).chain(self.unreadable.keys());
+        let mut names: Vec<&str> = names.map(String::as_str).collect();
         names.sort_unstable();
         names
     }
 
     fn info(&self, name: &str) -> Option<TensorInfo> {
-        self.tensors.get(name).map(|(_, _, info)| info.clone())
+        let of_stack = || self.stacks.get(name).map(|stack| stack.info.clone());
+        self.tensors.get(name).map(|(_, _, info)| info.clone()).or_else(of_stack)
     }
 
     fn read(&self, name: &str, region: &Region, dtype: DType, device: &Device) -> Result<Tensor> {
+        if let Some(stack) = self.stacks.get(name) {
+            return stack.read(&self.source, region, dtype, device);
+        }
         let Some((file, view, _)) = self.tensors.get(name) else {
             return self.source.read(name, region, dtype, device);
         };

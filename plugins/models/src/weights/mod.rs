@@ -9,6 +9,7 @@
 mod export;
 mod layout;
 mod mapped;
+mod stack;
 mod twice;
 mod view;
 

@@ -9,7 +9,7 @@ use fulgurite::prelude::*;
 pub(crate) const TOLERANCE: f64 = 2e-5;
 
 /// All decoders.
-pub(crate) const DECODERS: [&str; 16] = [
+pub(crate) const DECODERS: [&str; 20] = [
     "llama",
     "llama_yarn",
     "llama_linear",
@@ -26,6 +26,10 @@ pub(crate) const DECODERS: [&str; 16] = [
     "smollm3",
     "gpt_neox",
     "gpt_neox_sequential",
+    "mixtral",
+    "mixtral_balanced",
+    "qwen3_moe",
+    "qwen3_moe_balanced",
 ];
 
 /// All encoders, by the head that they have.

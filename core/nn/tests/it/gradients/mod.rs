@@ -8,6 +8,7 @@ mod batch_norm;
 mod convolution;
 mod cross_attention;
 mod dora;
+mod experts;
 mod functional;
 pub(crate) mod harness;
 mod layers;
