@@ -55,8 +55,8 @@ pub struct ModelParallel {
     /// Number of ranks that share each layer, `"auto"` or `"rest"`; by default `"auto"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel_size: Option<Size>,
-    /// Number of ranks that each compute their own stages of the model, on the same data; by default
-    /// 1. The micro-batches of a step pass through the stages one behind the other, so
+    /// Number of ranks with stages of the model of their own, which see the same data; by default
+    /// one. The micro-batches of a step pass through the stages one behind the other, so
     /// `trainer.accumulate_grad_batches` should be several times as large.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pipeline_parallel_size: Option<usize>,

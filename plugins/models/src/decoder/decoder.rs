@@ -3,11 +3,7 @@
 use std::sync::Arc;
 
 use candle_core::{DType, Device, Tensor};
-<<<<<<< HEAD
-use fulgurite_engine::module::{ForwardScope, Module, ModuleBuilder, Unit, stage};
-=======
-use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit};
->>>>>>> moe
+use fulgurite_engine::module::{ForwardScope, Module as _, ModuleBuilder, Unit, stage};
 use fulgurite_engine::parallel::ContextParallel;
 use fulgurite_error::{Error, Result, counted};
 use fulgurite_nn::{

@@ -21,6 +21,7 @@ fn lines(tree: &ModuleTree) -> Vec<String> {
             assert_eq!(cut.mesh_dim, "tensor_parallel");
             line += &match cut.placement {
                 Placement::Shard(dim) => format!(" shard({dim})x{}{stride}", cut.size),
+                Placement::Stages(..) => unreachable!("no plan has stages"),
                 Placement::Replicate => format!(" replicate x{}{stride}", cut.size),
             };
         }
