@@ -7,7 +7,7 @@ use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::data::TokenBatch;
 use fulgurite::core::parallel::ContextParallel;
 use fulgurite::core::run::RunConfig;
-use fulgurite::core::trainer::Event;
+use fulgurite::core::trainer::{Event, LogOptions, Reduce};
 use fulgurite::prelude::*;
 use fulgurite_models::{Decoder, ModelConfig};
 use fulgurite_test_support::training::gather_weights;
@@ -89,8 +89,15 @@ impl LightningModule for Lm {
     }
 
     fn training_step(&mut self, batch: &TokenBatch, ctx: &mut StepContext) -> Result<Loss> {
+        ctx.log_with("begun", 1.0, LogOptions::default().reduce(Reduce::Sum));
+        ctx.log_with(
+            "begun_in_epoch",
+            1.0,
+            LogOptions::default().reduce(Reduce::Sum).on_step(false).on_epoch(true),
+        );
         let loss = self.0.loss(&batch.inputs, &batch.targets)?;
         ctx.log("logged", loss.mean()?);
+        ctx.log("no_number", f64::NAN);
         Ok(loss)
     }
 
@@ -156,7 +163,9 @@ fn train(ranks: usize, keys: Keys<'_>) -> Result<Run> {
             metrics: trained.outcome().metrics.clone(),
             ..Run::default()
         };
-        result.metrics.retain(|name, _| ["logged", "likely", "val_loss"].contains(&name.as_str()));
+        result.metrics.retain(|name, _| {
+            ["logged", "likely", "val_loss", "begun", "begun_in_epoch"].contains(&name.as_str())
+        });
         for event in events.0.lock().unwrap().iter() {
             if let Event::Step { train_loss, grad_norm, .. } = event {
                 result.losses.push(*train_loss);
@@ -467,6 +476,13 @@ fn impossible_pipelines_start_no_rank() {
         (", pipeline_schedule = \"none.csv\"", "", "none.csv"),
         ("", "trainer.precision=\"16-mixed\"", "trained in f16"),
         (", data_parallel_shard_size = 2", "", "world size"),
+        (", pipeline_units = [4, 0]", "", "at least one unit"),
+        ("", "trainer.micro_batch_size=\"auto\"", "cannot begin again"),
+        (
+            ", pipeline_schedule = \"dual_pipe_v\"",
+            "trainer.last_batch=\"partial\"",
+            "`trainer.last_batch` = \"partial\"",
+        ),
     ] {
         let run = job(&scratch).on(&pipeline(keys), 2, 4);
         let message = if others.is_empty() { run.fail() } else { run.set(&[others]).fail() };
@@ -475,7 +491,6 @@ fn impossible_pipelines_start_no_rank() {
     }
 }
 
-/// The lists of a file, and what a killed rank does to the others.
 #[test]
 fn lists_of_a_file_train() {
     let scratch = Scratch::with_tokens();

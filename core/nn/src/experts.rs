@@ -69,7 +69,7 @@ impl MixtureOfExpertsConfig {
             true => Err(Error::module(
                 b.path(),
                 format_args!(
-                    "each row is to use {} experts, and there are {}; choose at most as many",
+                    "a row cannot use {} of {} experts; choose at most as many as there are",
                     self.experts_per_row, self.num_experts
                 ),
             )),

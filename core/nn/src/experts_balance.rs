@@ -2,6 +2,7 @@
 
 use candle_core::{Device, Tensor};
 
+use super::backend::to_accumulation_dtype;
 use super::kernels::routing::{Probabilities, Routing, with_probabilities};
 use super::kernels::softmax::{softmax, softmax_backward};
 use crate::host::Float;
@@ -55,7 +56,9 @@ pub fn load_balancing_loss(
             "rows cannot use {experts_per_row} of {experts} experts; expected from 1 to {experts}"
         )));
     }
-    let logits = Tensor::cat(logits, 0)?;
+    // Units may cast what they give.
+    let logits = logits.iter().map(to_accumulation_dtype).collect::<Result<Vec<_>>>()?;
+    let logits = Tensor::cat(&logits, 0)?;
     let probabilities = softmax(&logits.detach())?;
     let routing = Routing::of(&probabilities, experts_per_row)?;
     let counts: Vec<f64> = routing.ranges.iter().map(|range| range.len() as f64).collect();
@@ -76,7 +79,7 @@ pub fn load_balancing_loss(
     })
 }
 
-/// Numbers of a batch.
+/// What a balance needs to know of a batch.
 struct Totals {
     /// The number of rows that use each expert.
     counts: Vec<f64>,

@@ -216,6 +216,12 @@ impl ParallelLayer for ExpertStyles {
         "it takes none: every tensor-parallel rank computes all experts with the whole input"
     }
 
+    /// The experts' weights have no input of their own: the mixture casts it, in whose dtype they
+    /// are.
+    fn input_cast(&self) -> InputCast {
+        if self.0 == "Experts" { InputCast::None } else { InputCast::Own }
+    }
+
     fn shard(&self, styles: &LayerStyles<'_>) -> Result<LayerSharding> {
         Err(styles.cannot_take(self))
     }

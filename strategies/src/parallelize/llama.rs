@@ -14,8 +14,9 @@ use super::plan::{beside, inside, parallelize};
 /// `parallelize = "llama"`: for models with the module names of Hugging Face's Llama, such as all
 /// of `fulgurite-models`.
 ///
-/// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs. Mixtures
-/// of experts stay whole on every rank. The head, `lm_head` or `lm_head.decoder`, may share the embedding's weight. Other heads stay whole.
+/// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs.
+/// Mixtures of experts stay whole on every rank. The head, `lm_head` or `lm_head.decoder`, may share
+/// the embedding's weight. Other heads stay whole.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]
@@ -142,6 +143,13 @@ impl LlamaPlan {
             let known = path.ends_with(".self_attn.q_norm")
                 || path.ends_with(".self_attn.k_norm")
                 || plan.entries().iter().any(|entry| glob_match(&entry.pattern, path));
+            if is_ours(parameter.fqn()) && !known && path.contains(".experts") {
+                return Err(Error::parameter(
+                    parameter.fqn(),
+                    "experts need the whole sequence, so `sequence_parallel` cannot be true in the plan `llama` of a \
+                     model with mixtures of experts; leave it out",
+                ));
+            }
             if is_ours(parameter.fqn()) && !known {
                 return Err(Error::parameter(
                     parameter.fqn(),

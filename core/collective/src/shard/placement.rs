@@ -2,8 +2,8 @@
 
 use serde::{Deserialize, Serialize};
 
-/// Layout of a tensor over the ranks of a mesh dimension, as PyTorch's DTensor placements, or over the
-/// stages of a pipeline.
+/// Layout of a tensor over the ranks of a mesh dimension, as PyTorch's DTensor placements, or over
+/// the stages of a pipeline.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Placement {

@@ -12,8 +12,8 @@ use fulgurite_optim::StateTensor;
 /// Name prefix of a strategy's own [state tensors](StrategyExtensions::state_tensors).
 pub const STRATEGY_STATE: &str = "strategy_";
 
-/// Optional features of a strategy: memory plans, pipelines, repeated steps, replicas that train separately,
-/// and state of its own in checkpoints.
+/// Optional features of a strategy: memory plans, pipelines, repeated steps, replicas that train
+/// separately, and state of its own in checkpoints.
 ///
 /// A strategy that needs one of them returns itself from
 /// [`Strategy::extensions`](super::Strategy::extensions), and overrides the methods it needs. Every
@@ -59,8 +59,7 @@ pub trait StrategyExtensions {
     }
 
     /// Checks that a step may have this many micro-batches on each rank. Called in the process that
-    /// starts the ranks, before it starts them, and before a step with another number. Not
-    /// collective.
+    /// starts the ranks, before it starts them. Not collective.
     ///
     /// # Errors
     /// If not; the message says which numbers would do.

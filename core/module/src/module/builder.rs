@@ -218,7 +218,16 @@ impl ModuleBuilder {
     pub fn stages<M>(&self, before: &[impl AsRef<str>], units: &[Unit<M>]) {
         let before = before.iter().map(|name| self.join(name.as_ref())).collect();
         let units = units.iter().map(|unit| unit.handle().index()).collect();
-        self.tree().stages = Some(Stages { before, units });
+        let mut tree = self.tree();
+        if tree.stages.replace(Stages { before, units }).is_some() {
+            let because = "it has two models with units of their own, and a pipeline cuts one";
+            tree.no_stages.get_or_insert(because.to_owned());
+        }
+    }
+
+    /// Says why no pipeline can cut the model, although it has [stages](Self::stages) otherwise.
+    pub fn no_stages(&self, because: &str) {
+        self.tree().no_stages = Some(because.to_owned());
     }
 
     /// Records the kind of the layer at this path, the tensor-parallel plans it supports and the

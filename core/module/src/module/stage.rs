@@ -17,7 +17,7 @@
 //!         let embed = Embedding::new(&b.pp("embed"), 10, 4)?;
 //!         let layer = |i| b.unit(&format!("layers.{i}"), |b| Linear::new(b, 4, 4));
 //!         let layers = (0..4).map(layer).collect::<Result<Vec<_>>>()?;
-//!         b.stages(&["embed"], &layers); // what is in no unit and not named here computes last
+//!         b.stages(&["embed"], &layers); // the head, which is not named here, computes last
 //!         Ok(Self { embed, layers, head: Linear::new(&b.pp("head"), 4, 10)? })
 //!     }
 //!
@@ -74,7 +74,7 @@ pub struct Stage {
     pub of: usize,
 }
 
-/// What crosses the border of two stages.
+/// The activation that one stage gives the next.
 #[derive(Debug, Clone)]
 pub struct Border {
     /// The activation.
@@ -128,12 +128,7 @@ impl Running {
 }
 
 impl Stage {
-    /// Whether it computes what is before the first unit.
-    pub fn is_first(&self) -> bool {
-        self.units.start == 0
-    }
-
-    /// Whether it computes what is behind the last unit.
+    /// Whether it computes the modules behind the last unit.
     pub fn is_last(&self) -> bool {
         self.units.end == self.of
     }

@@ -51,6 +51,8 @@ pub struct ModuleTree {
     pub(super) edges: Vec<Edge>,
     /// See [`stages`](Self::stages).
     pub(super) stages: Option<Stages>,
+    /// See [`no_stages`](Self::no_stages).
+    pub(super) no_stages: Option<String>,
     /// The plans applied so far.
     pub(crate) parallel: AppliedPlans,
 }
@@ -120,9 +122,15 @@ impl ModuleTree {
         self.stages.as_ref()
     }
 
+    /// Why no pipeline can cut the model, if it has said so
+    /// ([`ModuleBuilder::no_stages`](super::ModuleBuilder::no_stages)).
+    pub fn no_stages(&self) -> Option<&str> {
+        self.no_stages.as_deref()
+    }
+
     /// The parts of a pipeline that compute with a parameter: 0 for what is before the units, the
-    /// unit's place from 1, and one more than the units for what is behind them. Two for a
-    /// parameter that is tied, the first and the last. Empty if the model has declared no
+    /// unit's place from 1, and one more than the units for what is behind them. Several for a tied
+    /// parameter. Empty if the model has declared no
     /// [stages](Self::stages).
     pub fn parts_of(&self, parameter: usize) -> Vec<usize> {
         let Some(Stages { before, units }) = &self.stages else { return Vec::new() };

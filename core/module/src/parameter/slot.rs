@@ -154,6 +154,20 @@ impl ParameterSlot {
         flow.pending_hook = !flow.exposed_in.is_empty();
     }
 
+    /// Ends [`hold`](Self::hold) after the backward of the last micro-batch, and declares the
+    /// gradient ready if nothing is left to come.
+    ///
+    /// # Errors
+    /// If the reducer fails.
+    pub fn finish_hold(&self) -> Result<()> {
+        {
+            let mut flow = self.0.flow();
+            flow.held = false;
+            flow.pending_hook = false;
+        }
+        self.finish_unused()
+    }
+
     /// Forgets the accumulated gradient: the next one overwrites the buffer.
     pub fn clear_accumulated(&self) {
         self.0.flow().accumulated = false;

@@ -140,13 +140,13 @@ fn each_matrix<T: Float>(
     for (out, rows) in out.chunks_exact_mut(size).zip(&groups.ranges) {
         match (rows.is_empty(), add) {
             (false, _) => write(out, rows),
-            (true, false) => out.fill(T::ZERO),
-            (true, true) => {}
+            (true, false) if !skips_pass(size_of_val(out)) => out.fill(T::ZERO),
+            (true, _) => {}
         }
     }
 }
 
-/// Some rows of two matrices of these widths.
+/// A group's rows of two matrices of these widths.
 fn matrices<'a, T>(
     values: [&'a [T]; 2],
     rows: &Range<usize>,

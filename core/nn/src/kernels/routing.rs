@@ -7,7 +7,7 @@ use rayon::prelude::*;
 
 use crate::Result;
 use crate::host::{Float, host, rows_per_piece, with_float};
-use fulgurite_engine::execution::read;
+use fulgurite_engine::execution::{dry_run, read};
 
 /// The experts of each row, and the order in which experts compute rows.
 ///
@@ -34,8 +34,13 @@ impl Routing {
     /// (`[rows, experts]`, f32 or f64); of equally likely ones those of lower index. Reads the
     /// probabilities to the host.
     pub(crate) fn of(probabilities: &Tensor, per_row: usize) -> Result<Self> {
-        let experts = probabilities.dim(D::Minus1)?;
-        Ok(Self::sorted(likeliest(probabilities, per_row)?, experts, per_row))
+        let (rows, experts) = probabilities.dims2()?;
+        let chosen = match dry_run::is_on() {
+            // Evenly, as in a mixture that is in balance: the probabilities are not computed.
+            true => (0..rows * per_row).map(|choice| (choice % experts) as u32).collect(),
+            false => likeliest(probabilities, per_row)?,
+        };
+        Ok(Self::sorted(chosen, experts, per_row))
     }
 
     /// Sorts the choices by expert.

@@ -124,9 +124,13 @@ pub const KEYS: &[Key] = &[
     key(
         "output_router_logits",
         KeyKind::Flag,
-        "Whether `causal_lm` adds the loss that balances experts, as in `transformers`. It is that of a micro-batch over all ranks; a step has the mean over its micro-batches, by their tokens. Validation has none of it.",
+        "Whether `causal_lm` adds the loss that balances experts to that of training, as in `transformers`. The loss covers one micro-batch on all ranks. A step has the mean of its micro-batches, weighted by their targets. Validation omits it.",
     ),
-    key("router_aux_loss_coef", KeyKind::Number, "The factor of the loss that balances experts."),
+    key(
+        "router_aux_loss_coef",
+        KeyKind::Number,
+        "The factor of the loss that balances experts, with `output_router_logits`.",
+    ),
     key(
         "router_jitter_noise",
         KeyKind::Number,

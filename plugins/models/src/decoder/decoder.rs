@@ -89,9 +89,12 @@ impl Decoder {
             true => &["embed_tokens", "embed_positions"][..],
             false => &["embed_tokens"],
         };
-        // The loss that balances experts needs the routers of all layers, which no stage has.
-        if config.balance().is_none() {
-            model.stages(before, &layers);
+        model.stages(before, &layers);
+        if config.balance().is_some() {
+            model.no_stages(
+                "the loss that balances experts needs the routers of all layers, which no stage has; set \
+                 `model.output_router_logits = false`",
+            );
         }
         let norm = Norm::new(&model.pp("norm"), config.norm, config.hidden_size, config.norm_eps)?;
         edges::declare(config, b);

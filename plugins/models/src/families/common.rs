@@ -251,6 +251,10 @@ pub(super) fn experts(
         return Err(reader.wrong("num_experts_per_tok", message));
     }
     let factor = reader.number_or("router_aux_loss_coef", 0.001)?;
+    if !(factor >= 0.0 && factor.is_finite()) {
+        let message = format!("is {factor}; expected a number of at least 0");
+        return Err(reader.wrong("router_aux_loss_coef", message));
+    }
     let is_balanced = reader.flag_or("output_router_logits", false)?;
     config.experts = Some(ExpertsConfig {
         num_experts,

@@ -371,6 +371,7 @@ impl LightningModule for Grpo {
         let rewards = Rewards::new(&own.rewards, &own.reward_weights)?;
         let decoder = config.clone().decoder_for(GRPO_KEYS)?;
         decoder.check_unbalanced()?;
+        b.no_stages("it generates text in each step, with the whole model");
         let policy = Decoder::new(&decoder, b)?;
         let reference = match own.beta > 0.0 {
             true => Reference::of_model(config, &decoder, b)?,

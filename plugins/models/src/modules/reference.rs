@@ -32,6 +32,9 @@ impl Reference {
         decoder: &DecoderConfig,
         b: &ModuleBuilder,
     ) -> Result<Self> {
+        b.no_stages(
+            "it is compared with a reference in each step, and a pipeline computes one model",
+        );
         let wrong = |message: &str| Err(Error::Config(format!("`model.reference`: {message}")));
         match b.adapters() {
             Some(adapters) => {

@@ -98,6 +98,7 @@ impl LightningModule for TextGeneration {
     }
 
     fn configure_model(config: &ModelConfig, b: &ModuleBuilder) -> Result<Self> {
+        b.no_stages("it generates text, with the whole model");
         let model = Decoder::new(&config.clone().decoder()?, b)?;
         // The directory of a checkpoint's first weights may be gone.
         let directory = config.directory().ok().flatten();

@@ -21,6 +21,8 @@ pub(in crate::mesh_strategy) struct Assignment {
     pub(super) rank_of_stage: Vec<usize>,
     /// The parameters of each stage, empty for stages of other ranks.
     pub(super) slots: Vec<Vec<ParameterSlot>>,
+    /// The parameters that several stages of this rank share.
+    pub(super) shared: Vec<ParameterSlot>,
     /// The parameters that the ranks of the first and the last stage both hold.
     pub(super) tied: Vec<ParameterSlot>,
 }
@@ -36,6 +38,11 @@ impl Assignment {
         tree: &mut ModuleTree,
         mesh: &DeviceMesh,
     ) -> Result<Self> {
+        if let Some(because) = tree.no_stages() {
+            return Err(Error::Config(format!(
+                "`trainer.strategy.pipeline_parallel_size`: no pipeline can cut this model: {because}"
+            )));
+        }
         let Some(declared) = tree.stages().cloned() else {
             return Err(Error::Config(
                 "`trainer.strategy.pipeline_parallel_size`: this model does not say between which units it can be \
@@ -70,7 +77,7 @@ impl Assignment {
             part => split.iter().position(|units| units.contains(&(part - 1))).unwrap_or(0),
         };
         let mut slots = vec![Vec::new(); split.len()];
-        let mut tied = Vec::new();
+        let (mut shared, mut tied) = (Vec::new(), Vec::new());
         for (index, slot) in tree.slots().into_iter().enumerate() {
             let mut stages: Vec<usize> = tree.parts_of(index).into_iter().map(stage_of).collect();
             stages.dedup();
@@ -90,6 +97,15 @@ impl Assignment {
                     ));
                 }
             };
+            let mut ends = [rank_of_stage[0], rank_of_stage[split.len() - 1]];
+            ends.sort_unstable();
+            if first != last && [first, last] != ends {
+                return Err(Error::parameter(
+                    slot.fqn(),
+                    "is tied between stages that are not the first and the last, whose ranks alone can share weights; \
+                     use fewer stages",
+                ));
+            }
             if slot.global_shape().is_empty() {
                 let message = "is a scalar, which no stage of a pipeline can hold alone; give it the shape [1]";
                 return Err(Error::parameter(slot.fqn(), message));
@@ -105,18 +121,14 @@ impl Assignment {
             if first != last {
                 tied.push(slot.clone());
             }
-            // Of several stages of one rank, the last backward is the first stage's.
-            if let Some(stage) = stages.iter().find(|stage| rank_of_stage[**stage] == own) {
-                slots[*stage].push(slot);
+            let mut of_rank = stages.iter().filter(|stage| rank_of_stage[**stage] == own);
+            match (of_rank.next(), of_rank.next()) {
+                (Some(stage), None) => slots[*stage].push(slot),
+                _ => shared.push(slot),
             }
         }
         let stages = split.into_iter().map(|units| Stage { units, of }).collect();
-        Ok(Self { stages, rank_of_stage, slots, tied })
-    }
-
-    /// Whether this rank computes the stage.
-    pub(super) fn is_own(&self, stage: usize, rank: usize) -> bool {
-        self.rank_of_stage[stage] == rank
+        Ok(Self { stages, rank_of_stage, slots, shared, tied })
     }
 
     /// The ranks of the first and of the last stage as a group, if tied parameters need one.

@@ -1,6 +1,6 @@
 //! A rank's list of actions, run.
 
-use std::collections::{BTreeMap, HashMap};
+use std::collections::{BTreeMap, HashMap, VecDeque};
 use std::sync::{Arc, Mutex};
 
 use candle_core::{Device, Tensor};
@@ -102,7 +102,7 @@ impl Executor {
     }
 
     fn slots(&self) -> impl Iterator<Item = &ParameterSlot> {
-        self.assignment.slots.iter().flatten()
+        self.assignment.slots.iter().flatten().chain(&self.assignment.shared)
     }
 }
 
@@ -110,16 +110,20 @@ impl Executor {
 struct Step<'a> {
     executor: &'a Executor,
     inbox: Inbox,
-    /// What stages of this rank hand to each other.
+    /// Activations and gradients between stages of this rank.
     handed: HashMap<Key, Border>,
-    sent: Vec<Sent>,
+    /// Messages under way, oldest first.
+    sent: VecDeque<Sent>,
 }
+
+/// Messages under way at most. The other rank receives at any time, so waiting for the oldest ends.
+const MOST_SENT: usize = 8;
 
 impl Step<'_> {
     /// What a stage of this rank gets from its neighbour.
     fn take(&mut self, key: Key, neighbour: usize) -> Result<Border> {
         let executor = self.executor;
-        if !executor.assignment.is_own(neighbour, executor.group.rank()) {
+        if executor.assignment.rank_of_stage[neighbour] != executor.group.rank() {
             return self.inbox.take(key);
         }
         self.handed.remove(&key).ok_or_else(|| {
@@ -136,9 +140,12 @@ impl Step<'_> {
         if rank == executor.group.rank() {
             self.handed.insert(key, border);
         } else {
-            self.sent.push(executor.links.send(rank, key, &border)?);
+            self.sent.push_back(executor.links.send(rank, key, &border)?);
         }
-        Ok(())
+        match self.sent.len() > MOST_SENT {
+            true => self.sent.pop_front().map_or(Ok(()), Sent::wait),
+            false => Ok(()),
+        }
     }
 
     /// Computes an action.
@@ -188,7 +195,8 @@ impl Pipeline for Executor {
         let schedule = self.schedule(micro_batches)?;
         let actions = schedule.actions(self.group.rank());
         let inbox = self.links.receive_all(&self.expected(micro_batches))?;
-        let mut step = Step { executor: self, inbox, handed: HashMap::new(), sent: Vec::new() };
+        let (handed, sent) = (HashMap::new(), VecDeque::new());
+        let mut step = Step { executor: self, inbox, handed, sent };
         self.slots().for_each(ParameterSlot::hold);
         let mut ended = vec![0; self.assignment.stages.len()];
         for action in actions.iter().filter(|action| action.kind.computes()) {
@@ -202,10 +210,10 @@ impl Pipeline for Executor {
             }
             step.compute(*action, work)?;
             if is_last && action.kind == Kind::BackwardWeight {
-                slots.iter().for_each(ParameterSlot::release);
-                slots.iter().try_for_each(ParameterSlot::finish_unused)?;
+                slots.iter().try_for_each(ParameterSlot::finish_hold)?;
             }
         }
+        self.assignment.shared.iter().try_for_each(ParameterSlot::finish_hold)?;
         let Step { inbox, sent, .. } = step;
         inbox.finish()?;
         sent.into_iter().try_for_each(Sent::wait)

@@ -147,6 +147,8 @@ struct Arrived {
 #[derive(Default)]
 struct Messages {
     waiting: HashMap<Key, Border>,
+    has_failed: bool,
+    /// The first failure, until it is taken.
     error: Option<Error>,
 }
 
@@ -159,9 +161,10 @@ impl Arrived {
         let mut messages = self.lock();
         match message {
             Ok((key, border)) => drop(messages.waiting.insert(key, border)),
-            Err(error) => {
-                messages.error.get_or_insert(error);
+            Err(error) if !messages.has_failed => {
+                (messages.has_failed, messages.error) = (true, Some(error));
             }
+            Err(_) => {}
         }
         drop(messages);
         self.changed.notify_all();
@@ -176,8 +179,9 @@ impl Inbox {
             if let Some(border) = messages.waiting.remove(&key) {
                 return Ok(border);
             }
-            if let Some(error) = messages.error.take() {
-                return Err(error);
+            if messages.has_failed {
+                let again = || Error::other("a stage of the pipeline has failed before");
+                return Err(messages.error.take().unwrap_or_else(again));
             }
             messages = self.arrived.changed.wait(messages).expect("no panic while it is held");
         }

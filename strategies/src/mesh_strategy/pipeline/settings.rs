@@ -113,6 +113,11 @@ impl PipelineSettings {
     /// If there are fewer units than stages, or the given numbers do not add up.
     pub(super) fn split(&self, stages: usize, units: usize) -> Result<Vec<Range<usize>>> {
         let counts = match &self.units {
+            Some(counts) if counts.contains(&0) => {
+                return Err(Error::Config(format!(
+                    "`trainer.strategy.pipeline_units` = {counts:?}: each stage needs at least one unit"
+                )));
+            }
             Some(counts) if counts.len() == stages && counts.iter().sum::<usize>() == units => {
                 counts.clone()
             }
@@ -195,5 +200,6 @@ mod tests {
         let error = given(&[4, 2]).unwrap_err().to_string();
         assert!(error.contains("[4, 2] names 6 units for 2 stages"), "{error}");
         assert!(given(&[5]).is_err());
+        assert!(given(&[5, 0]).unwrap_err().to_string().contains("at least one unit"));
     }
 }

@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use candle_core::Tensor;
 
-use crate::trainer::fit::pipeline_step::evaluate_in_pipeline;
+use crate::trainer::fit::pipeline_step::{Logs, evaluate_in_pipeline};
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::Loading;
 use crate::trainer::record::display::EvaluationProgress;
@@ -234,12 +234,15 @@ fn evaluate_set(
     let interrupted =
         each_batch(session, set.split, hooks, sized, &mut |session, batch, padding| {
             ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-            let mut step = || match stage {
-                EvaluationStage::Validation => session.runner.validation_step(&mut ctx),
-                EvaluationStage::Test => session.runner.test_step(&mut ctx),
+            let mut step = |logs: Logs| {
+                ctx.is_muted = logs == Logs::No;
+                match stage {
+                    EvaluationStage::Validation => session.runner.validation_step(&mut ctx),
+                    EvaluationStage::Test => session.runner.test_step(&mut ctx),
+                }
             };
             let loss = match &pipeline {
-                None => Some(step()?),
+                None => Some(step(Logs::Yes)?),
                 Some(pipeline) => evaluate_in_pipeline(&**pipeline, &mut step)?,
             };
             if let Some(loss) = loss.filter(|_| !padding) {
@@ -322,9 +325,12 @@ fn predict(session: &mut Session) -> Result<Predicted> {
     let interrupted =
         each_batch(session, Split::Predict, &hooks, sized, &mut |session, batch, padding| {
             ctx.begin_batch(batch.index, batch.samples.indices().len(), padding);
-            let mut step = || session.runner.predict_step(&mut ctx);
+            let mut step = |logs: Logs| {
+                ctx.is_muted = logs == Logs::No;
+                session.runner.predict_step(&mut ctx)
+            };
             let output = match &pipeline {
-                None => Some(step()?),
+                None => Some(step(Logs::Yes)?),
                 Some(pipeline) => evaluate_in_pipeline(&**pipeline, &mut step)?,
             };
             if let Some(output) = output.filter(|_| !padding) {

@@ -85,6 +85,7 @@ impl StageWork for TrainingWork<'_> {
         let Self { fabric, runner, ctx, batches, computed, .. } = self;
         let MicroBatch { samples, first_sample, is_padding } = batches[micro_batch];
         ctx.begin_batch(micro_batch as u64, samples, is_padding);
+        ctx.is_muted = !stage.is_last();
         let step = ctx.step;
         let of_stage = stage.run(input.as_ref(), || {
             let loss = runner.kept_training_step(micro_batch, ctx, &mut |forward| {
@@ -136,11 +137,19 @@ impl StageWork for TrainingWork<'_> {
     }
 }
 
+/// Whether a step logs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Logs {
+    Yes,
+    /// The stage does not end the step.
+    No,
+}
+
 /// Runs a batch of an evaluation through the stages. `step` computes on the whole model. Returns its
 /// result on the ranks of the last stage. Collective.
 pub(crate) fn evaluate_in_pipeline<R>(
     pipeline: &dyn Pipeline,
-    step: &mut dyn FnMut() -> Result<R>,
+    step: &mut dyn FnMut(Logs) -> Result<R>,
 ) -> Result<Option<R>> {
     let mut work = EvaluationWork { step, result: None };
     pipeline.evaluate(&mut work)?;
@@ -149,7 +158,7 @@ pub(crate) fn evaluate_in_pipeline<R>(
 
 /// The computation of a batch of an evaluation.
 struct EvaluationWork<'a, R> {
-    step: &'a mut dyn FnMut() -> Result<R>,
+    step: &'a mut dyn FnMut(Logs) -> Result<R>,
     result: Option<R>,
 }
 
@@ -160,7 +169,8 @@ impl<R> StageWork for EvaluationWork<'_, R> {
         _: usize,
         input: Option<Border>,
     ) -> Result<Option<Border>> {
-        match stage.run(input.as_ref(), &mut *self.step)?.end {
+        let logs = if stage.is_last() { Logs::Yes } else { Logs::No };
+        match stage.run(input.as_ref(), || (self.step)(logs))?.end {
             StageEnd::Border(border) => Ok(Some(border.detach())),
             StageEnd::Step(result) => {
                 self.result = Some(result);

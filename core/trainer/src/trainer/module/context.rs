@@ -44,6 +44,8 @@ pub struct StepContext {
     pub validation_set: Option<usize>,
     parts: StepParts,
     pub(crate) source: Source,
+    /// Whether nothing is logged: in stages of a pipeline that do not end the step.
+    pub(crate) is_muted: bool,
     pub(crate) table: LogTable,
     /// The optimizers of a step with manual optimization.
     pub(crate) manual: Option<Manual>,
@@ -82,6 +84,7 @@ impl StepContext {
             validation_set: None,
             parts,
             source,
+            is_muted: false,
             table,
             manual: None,
             last_step: None,
@@ -148,12 +151,16 @@ impl StepContext {
 
     /// Like [`log`](Self::log), with options.
     pub fn log_with(&mut self, name: &str, value: impl Into<Logged>, options: LogOptions) {
-        self.table.log(name, value.into(), options, self.source);
+        if !self.is_muted {
+            self.table.log(name, value.into(), options, self.source);
+        }
     }
 
     /// Logs a text of this batch, such as a generated sample. Only rank 0's text is logged.
     pub fn log_text(&mut self, name: &str, text: impl Into<String>) {
-        self.table.log_text(name, text.into(), self.source);
+        if !self.is_muted {
+            self.table.log_text(name, text.into(), self.source);
+        }
     }
 
     /// Logs a histogram of a tensor's values, over all batches of a step or a validation and all
@@ -164,7 +171,7 @@ impl StepContext {
     /// # Errors
     /// If the tensor cannot be read.
     pub fn log_histogram(&mut self, name: &str, values: &Tensor) -> Result<()> {
-        if self.source.wanted {
+        if self.source.wanted && !self.is_muted {
             self.table.log_histogram(name, &Histogram::of(values)?, self.source);
         }
         Ok(())

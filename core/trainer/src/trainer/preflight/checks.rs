@@ -7,7 +7,7 @@ use candle_core::DType;
 use toml::Table;
 
 use crate::fabric::{Connection, check_frozen};
-use crate::run::{CkptPath, Devices, RunConfig};
+use crate::run::{CkptPath, Devices, MicroBatchSize, RunConfig};
 use crate::trainer::checkpoints::place::refuse_used;
 use crate::trainer::checkpoints::restart::{restarted_job, runs_of_job};
 use crate::trainer::module::runner::{load_options, open_weights};
@@ -22,7 +22,9 @@ use fulgurite_checkpoint::{
 use fulgurite_config::PluginValue;
 use fulgurite_config::registry::kind;
 use fulgurite_engine::collective::{Planned, ProcessGroup, Solo};
-use fulgurite_engine::data::{DataContext, DataModule, SampleOrder, Split, TrainSampler};
+use fulgurite_engine::data::{
+    DataContext, DataModule, LastBatch, SampleOrder, Split, TrainSampler,
+};
 use fulgurite_engine::mesh::DATA_PARALLEL;
 use fulgurite_engine::module::{ModuleBuilder, ModuleTree, pattern_matches};
 use fulgurite_engine::optim::{OptimizerConfig, SchedulerConfig};
@@ -240,8 +242,29 @@ fn check(
         let order = SampleOrder::new(run.seed, model.shuffle, model.train_samples)?;
         let micro_batches = config.micro_batches(model.batch_size, data_parallel_size)? as usize;
         let in_batch = config.micro_batches_in_batch(model.batch_size)?;
+        if config.micro_batch_size == Some(MicroBatchSize::Auto)
+            && mesh.as_ref().is_some_and(|mesh| mesh.pipeline().is_some())
+        {
+            return Err(Error::Config(
+                "`trainer.micro_batch_size` = \"auto\": a step of a pipeline cannot begin again; set a number"
+                    .to_owned(),
+            ));
+        }
         if let Some(extensions) = strategy.extensions() {
             extensions.check_micro_batches(micro_batches * in_batch)?;
+            let samples = model.batch_size / in_batch;
+            let (ranks, count) = (data_parallel_size, micro_batches * in_batch);
+            let sampler = TrainSampler::new(order.clone(), samples, ranks, 0, count)?
+                .with_last_batch(config.last_batch)?;
+            let rest = order.epoch_len() % sampler.global_batch_size();
+            if config.last_batch == LastBatch::Partial && rest > 0 {
+                let last = sampler.step_at(order.epoch_len() - rest).micro_batches;
+                extensions.check_micro_batches(last).map_err(|error| {
+                    Error::Config(format!(
+                        "{error}. An epoch's last step has {last} (`trainer.last_batch` = \"partial\")"
+                    ))
+                })?;
+            }
         }
         TrainSampler::new(order, model.batch_size, data_parallel_size, 0, micro_batches)?
             .with_last_batch(config.last_batch)?;

@@ -237,12 +237,13 @@ impl Recorder {
             *table = LogTable::default();
         }
         let group = &**pipeline.group();
-        (metrics, table.media) = broadcast_object(
-            group,
-            &(metrics, std::mem::take(&mut table.media)),
-            pipeline.last_rank(),
-        )?;
-        Ok(metrics)
+        // As bits: JSON cannot express NaN.
+        let bits: Vec<(String, u64)> =
+            metrics.into_iter().map(|(name, value)| (name, f64::to_bits(value))).collect();
+        let given = (bits, std::mem::take(&mut table.media));
+        let (bits, media) = broadcast_object(group, &given, pipeline.last_rank())?;
+        table.media = media;
+        Ok(bits.into_iter().map(|(name, bits)| (name, f64::from_bits(bits))).collect())
     }
 
     /// Reduces and reports the values of a table of steps, if any. Collective as
@@ -352,8 +353,13 @@ impl Recorder {
     /// Returns this rank's values of the present epoch, for a checkpoint; `None` if no rank has any.
     pub(crate) fn epoch_states(&self, fabric: &Fabric) -> Option<Result<SavedStates>> {
         // Under a pipeline, only ranks of the last stage have some.
-        let has = !self.epoch_table.is_empty() || fabric.device_mesh().pipeline().is_some();
-        has.then(|| self.epoch_table.states())
+        let mesh = fabric.device_mesh();
+        let has = !self.epoch_table.is_empty() || mesh.pipeline().is_some();
+        // Ranks with the same samples have the same values.
+        let counts = mesh.group(DP_CP).is_ok_and(|group| {
+            group.global_ranks().contains(&mesh.stage_ranks().global_ranks()[0])
+        });
+        has.then(|| if counts { self.epoch_table.states() } else { Ok(SavedStates::default()) })
     }
 
     /// Restores the values of a checkpoint's epoch.

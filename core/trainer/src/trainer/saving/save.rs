@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use crate::fabric::OptimizerState;
 use crate::trainer::checkpoints::retention::RetainedCheckpoint;
+use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::checkpoints::trainer_state::TrainerState;
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::session::Session;
@@ -12,7 +13,7 @@ use crate::trainer::{Event, SaveRequest};
 use crate::{Error, Result};
 use fulgurite_checkpoint::{self as checkpoint, SavedCheckpoint};
 use fulgurite_engine::checkpoint_io::invalid_name;
-use fulgurite_engine::collective::all_gather_object;
+use fulgurite_engine::collective::{all_gather_object, broadcast_object};
 use fulgurite_engine::execution::dry_run;
 
 /// A checkpoint to write.
@@ -114,6 +115,15 @@ fn write(session: &mut Session, write: Write) -> Result<()> {
     written.map_err(|error| unwritable(error, session.progress.step()))
 }
 
+/// The module's own state; under a pipeline that of the last stage, where steps end. Collective then.
+fn module_state(session: &mut Session) -> Result<SavedState> {
+    let state = session.runner.save_state()?;
+    match session.setup.fabric.runtime.pipeline()? {
+        None => Ok(state),
+        Some(pipeline) => broadcast_object(&**pipeline.group(), &state, pipeline.last_rank()),
+    }
+}
+
 fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
     let _phase = session.setup.fabric.measurements().phase("checkpoint");
     let Write { name, kept, mut remove, weights_only, blocking } = write;
@@ -126,6 +136,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         None => Vec::new(),
         Some(states) => all_gather_object(&**session.setup.fabric.world(), &states?)?,
     };
+    let module = module_state(session)?;
     let saving = &mut session.saving;
     saving.take_name(&name, &mut remove, rank)?;
     // Callbacks come before the module, as everywhere.
@@ -137,7 +148,7 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         validation_due: session.progress.validation_due(),
         metrics: session.recorder.metrics().iter().map(|(k, v)| (k.clone(), Some(*v))).collect(),
         epoch_metrics,
-        module: session.runner.save_state()?,
+        module,
         callbacks,
         kept,
         data: session.setup.samples.fingerprint.clone(),
