@@ -30,12 +30,12 @@ use sizes::Sizes;
 /// ranks are neighbours.
 ///
 /// By default pipeline, replicate and context have size 1, and data and tensor parallelism are
-/// `"auto"`. If both are `"auto"` under a pipeline, its stages are sharded over the remaining ranks.
-/// If both are `"auto"` without one, the sizes are Lightning's: one data-parallel rank per host
-/// (`trainer.num_nodes`), and the ranks of a host share each layer. Otherwise `"auto"` means the
-/// same as `"rest"`: the remaining ranks. If several sizes are open, the one with `"rest"` takes
-/// the remaining ranks, else the first of shard, replicate, context and tensor. The other open
-/// sizes are 1.
+/// `"auto"`. If both are `"auto"` under a pipeline, its stages are sharded over the remaining
+/// ranks. If both are `"auto"` without one, the sizes are Lightning's: one data-parallel rank per
+/// host (`trainer.num_nodes`), and the ranks of a host share each layer. Otherwise `"auto"` means
+/// the same as `"rest"`: the remaining ranks. If several sizes are open, the one with `"rest"`
+/// takes the remaining ranks, else the first of shard, replicate, context and tensor. The other
+/// open sizes are 1.
 #[derive(Debug, Serialize, Deserialize, fulgurite_config_derive::Documented)]
 #[serde(deny_unknown_fields, default)]
 pub struct ModelParallel {

@@ -66,7 +66,7 @@ impl DataModule for Texts {
 #[serde(deny_unknown_fields, default)]
 struct TextsConfig {
     batch_size: usize,
-    /// What a sample of the training has wrong.
+    /// The mistake in samples of the training.
     wrong: Option<Wrong>,
 }
 
@@ -114,7 +114,7 @@ impl LightningModule for Lm {
 
 impl<D> Hooks<D> for Lm {}
 
-/// What a training gave.
+/// The results of a training.
 #[derive(Debug, Clone, PartialEq, Default)]
 struct Run {
     losses: Vec<f64>,
@@ -368,7 +368,10 @@ fn assert_close(what: &str, run: &Run, expected: &Run) {
             expected.norms
         );
     }
-    for (name, value) in &expected.metrics {
+    // Counts of batches differ with the ranks that have batches of their own.
+    let of_batch = |name: &&String| !name.starts_with("begun");
+    for name in expected.metrics.keys().filter(of_batch) {
+        let value = &expected.metrics[name];
         assert!(close(run.metrics[name], *value), "{what}: {name}: {} {value}", run.metrics[name]);
     }
     for (name, weights) in &expected.weights {

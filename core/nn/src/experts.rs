@@ -1,4 +1,4 @@
-//! Mixtures of experts: feed-forward blocks of which each row uses a few.
+//! Mixtures of experts: each row uses a few of several feed-forward blocks.
 
 use candle_core::{D, DType, Tensor};
 
@@ -95,10 +95,11 @@ impl MixtureOfExpertsConfig {
 /// (`[experts, hidden, intermediate]`). `gate.weight` is `[experts, hidden]`.
 ///
 /// Rows are sorted by expert, and each expert multiplies its rows at once. The order of all sums
-/// follows from the choices alone, so results do not depend on the number of threads. The host reads
-/// the probabilities to sort rows, also from a GPU.
+/// follows from the choices alone, so results do not depend on the number of threads. The host
+/// reads the probabilities to sort rows, also from a GPU.
 ///
-/// Experts take no adapters and cannot be quantised. Every tensor-parallel rank computes all experts.
+/// Experts take no adapters and cannot be quantised. Every tensor-parallel rank computes all
+/// experts.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -167,8 +168,8 @@ impl MixtureOfExperts {
         self.experts_per_row
     }
 
-    /// Returns the output, and the router's logits `[rows, experts]` in f32 (f64 in a layer of f64),
-    /// both in the graph. Rows are in the order of the input.
+    /// Returns the output, and the router's logits `[rows, experts]` in f32 (f64 in a layer of
+    /// f64), both in the graph. Rows are in the order of the input.
     ///
     /// # Errors
     /// If the last dimension is not `hidden`.
@@ -253,7 +254,7 @@ impl Router {
     }
 }
 
-/// What a forward of the experts keeps for its backward.
+/// The values that a forward of the experts keeps for its backward.
 struct Mixed {
     routing: Routing,
     groups: Groups,

@@ -14,10 +14,10 @@ use fulgurite_engine::parallel::record_function;
 
 /// Computes the loss that balances the experts of a model, by the logits that each of its
 /// [mixtures](super::MixtureOfExperts::forward_with_logits) gave (`[rows, experts]`), as
-/// `load_balancing_loss_func` of `transformers`: `experts * sum_e f_e p_e`. The sum is over experts;
-/// `f_e` is the number of rows of all layers that use expert `e`, and `p_e` the sum of its
-/// probabilities, both divided by the number of rows of all layers. The loss is `experts_per_row` if
-/// all experts are equally likely, and at most `experts`.
+/// `load_balancing_loss_func` of `transformers`: `experts * sum_e f_e p_e`. The sum is over
+/// experts; `f_e` is the number of rows of all layers that use expert `e`, and `p_e` the sum of its
+/// probabilities, both divided by the number of rows of all layers. The loss is `experts_per_row`
+/// if all experts are equally likely, and at most `experts`.
 ///
 /// Returns this rank's term of the loss times the sum of all ranks' `items`, a scalar in the graph
 /// and in the logits' dtype. Added to a sum of losses over `items`, it adds the loss to their mean.
@@ -36,8 +36,8 @@ use fulgurite_engine::parallel::record_function;
 /// ```
 ///
 /// # Errors
-/// If there are no logits, if they differ in their number of experts, if there are fewer experts than
-/// `experts_per_row`, or if a peer fails.
+/// If there are no logits, if they differ in their number of experts, if there are fewer experts
+/// than `experts_per_row`, or if a peer fails.
 pub fn load_balancing_loss(
     logits: &[Tensor],
     experts_per_row: usize,
@@ -79,7 +79,7 @@ pub fn load_balancing_loss(
     })
 }
 
-/// What a balance needs to know of a batch.
+/// The numbers of a batch that a balance needs.
 struct Totals {
     /// The number of rows that use each expert.
     counts: Vec<f64>,

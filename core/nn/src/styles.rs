@@ -216,8 +216,7 @@ impl ParallelLayer for ExpertStyles {
         "it takes none: every tensor-parallel rank computes all experts with the whole input"
     }
 
-    /// The experts' weights have no input of their own: the mixture casts it, in whose dtype they
-    /// are.
+    /// The mixture casts the input of the experts' weights, which have the mixture's dtype.
     fn input_cast(&self) -> InputCast {
         if self.0 == "Experts" { InputCast::None } else { InputCast::Own }
     }

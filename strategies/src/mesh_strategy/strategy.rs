@@ -380,8 +380,8 @@ impl Strategy for MeshStrategy {
             distributed: self.settings.communicates(),
             sharded: self.settings.sharding != Sharding::Never,
             no_sync: self.settings.communicates(),
-            // Independent replicas change their values when they synchronise, and a pipeline's loss is
-            // on some ranks only.
+            // Independent replicas change their values when they synchronise, and a pipeline's loss
+            // is on some ranks only.
             deferred_reads: self.settings.outer.is_none() && self.settings.pipeline.is_none(),
             saves_distributed_checkpoints: self.settings.save_distributed_checkpoint,
         }

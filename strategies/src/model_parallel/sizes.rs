@@ -70,7 +70,7 @@ impl Sizes {
         tensor: Size::Auto,
     };
 
-    /// These defaults for the ranks of a pipeline's stage: what is open is sharded.
+    /// These defaults for the ranks of one stage: open sizes are sharded.
     pub(super) fn of_stages(self) -> Self {
         match (self.shard, self.tensor) {
             (Size::Auto, Size::Auto) => Self { shard: Size::Rest, tensor: Size::Ranks(1), ..self },

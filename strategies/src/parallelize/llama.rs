@@ -15,8 +15,8 @@ use super::plan::{beside, inside, parallelize};
 /// of `fulgurite-models`.
 ///
 /// Cuts the vocabulary of embedding and head, the attention heads and the inside of the MLPs.
-/// Mixtures of experts stay whole on every rank. The head, `lm_head` or `lm_head.decoder`, may share
-/// the embedding's weight. Other heads stay whole.
+/// Mixtures of experts stay whole on every rank. The head, `lm_head` or `lm_head.decoder`, may
+/// share the embedding's weight. Other heads stay whole.
 #[derive(
     Debug, Clone, PartialEq, Eq, Serialize, Deserialize, fulgurite_config_derive::Documented,
 )]

@@ -201,8 +201,8 @@ impl DeviceMesh {
         self.groups.get(PIPELINE_PARALLEL)
     }
 
-    /// The ranks whose losses are summed: those with different data, and under a pipeline those of
-    /// all stages.
+    /// The ranks whose losses are summed: all ranks with different data, in all stages of a
+    /// pipeline.
     ///
     /// # Errors
     /// If this is a sub-mesh.

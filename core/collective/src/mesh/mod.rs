@@ -37,8 +37,8 @@ pub const DATA_PARALLEL: &str = "data_parallel";
 pub const DP_CP: &str = "dp_cp";
 /// The flattened view of shard and context parallel: the ranks that FSDP cuts parameters over.
 pub const DP_SHARD_CP: &str = "dp_shard_cp";
-/// The flattened view of pipeline, replicate, shard and context parallel, of a mesh with a pipeline:
-/// ranks whose losses are summed.
+/// The flattened view of pipeline, replicate, shard and context parallel, of a mesh with a
+/// pipeline: ranks whose losses are summed.
 pub(crate) const PP_DP_CP: &str = "pp_dp_cp";
 /// The flattened view of all dimensions but the pipeline, of a mesh with one: a stage's ranks.
 pub(crate) const STAGE: &str = "stage";

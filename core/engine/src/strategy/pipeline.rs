@@ -48,9 +48,9 @@ pub trait StageWork {
     ) -> Result<Option<Border>>;
 
     /// Computes a stage's backward of a micro-batch, whose forward it has computed. `grad` is the
-    /// gradient of what the forward returned; `None` for the last stage. Returns the gradient of the
-    /// input; `None` for the first stage. With `leaves_weights`, layers may leave gradients of their
-    /// weights for [`weights`](Self::weights).
+    /// gradient of what the forward returned; `None` for the last stage. Returns the gradient of
+    /// the input; `None` for the first stage. With `leaves_weights`, layers may leave gradients of
+    /// their weights for [`weights`](Self::weights).
     ///
     /// # Errors
     /// If the model fails.

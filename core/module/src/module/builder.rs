@@ -138,8 +138,8 @@ impl ModuleBuilder {
     /// PyTorch's `module.eval()`: without dropout, and batch norms with their running statistics,
     /// which stay as they are.
     ///
-    /// Parameters are trained unless they are [`frozen`](Self::frozen). `trainer.eval_mode` does the
-    /// same by name.
+    /// Parameters are trained unless they are [`frozen`](Self::frozen). `trainer.eval_mode` does
+    /// the same by name.
     ///
     /// ```
     /// use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit};
@@ -213,8 +213,8 @@ impl ModuleBuilder {
 
     /// Declares that the model computes these units one after the other, with
     /// [`stage::through`](super::stage::through), so that a pipeline can cut it between them. The
-    /// modules `before`, paths below this builder's, compute before the first unit. All other modules
-    /// outside of the units compute behind the last.
+    /// modules `before`, paths below this builder's, compute before the first unit. All other
+    /// modules outside of the units compute behind the last.
     pub fn stages<M>(&self, before: &[impl AsRef<str>], units: &[Unit<M>]) {
         let before = before.iter().map(|name| self.join(name.as_ref())).collect();
         let units = units.iter().map(|unit| unit.handle().index()).collect();
@@ -261,8 +261,8 @@ impl ModuleBuilder {
     /// ranks, such as additions and activation functions. All are paths below this builder's.
     ///
     /// Plans are checked along declared edges before any rank starts
-    /// ([`check_edges`](super::ModuleTree::check_edges)). Edges that are not declared are checked in
-    /// the first forward, so a model may declare all, some or none.
+    /// ([`check_edges`](super::ModuleTree::check_edges)). Edges that are not declared are checked
+    /// in the first forward, so a model may declare all, some or none.
     ///
     /// ```
     /// use fulgurite_core::module::{ModuleBuilder, ModuleInit};

@@ -1,8 +1,8 @@
 //! Stages of a pipeline: consecutive units of a model, on ranks of their own.
 //!
-//! A model computes its units with [`through`]. Without a pipeline that is a loop. In a [`Stage`] it
-//! computes the stage's units alone: they get what the stage before gave, and the step ends behind
-//! them, unless the stage is the last.
+//! A model computes its units with [`through`]. Without a pipeline that is a loop. In a [`Stage`]
+//! it computes the stage's units alone: they get what the stage before gave, and the step ends
+//! behind them, unless the stage is the last.
 //!
 //! ```
 //! use candle_core::{DType, Device, Tensor};
@@ -46,7 +46,8 @@ use crate::{Error, Result};
 use fulgurite_tensor::autograd::{function, is_grad_enabled};
 use fulgurite_tensor::execution;
 
-/// The units between which a model can be cut: [`ModuleBuilder::stages`](super::ModuleBuilder::stages).
+/// The units between which a model can be cut:
+/// [`ModuleBuilder::stages`](super::ModuleBuilder::stages).
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Stages {
     pub(super) before: Vec<String>,
@@ -79,8 +80,8 @@ pub struct Stage {
 pub struct Border {
     /// The activation.
     pub tensor: Tensor,
-    /// Its layout over tensor-parallel ranks, and the length of whole sequences if they hold parts of
-    /// them, else 0. `None` if no plan cuts what is before it.
+    /// Its layout over tensor-parallel ranks, and the length of whole sequences if they hold parts
+    /// of them, else 0. `None` if no plan cuts what is before it.
     pub form: Option<(Layout, usize)>,
 }
 
@@ -93,7 +94,7 @@ pub enum StageEnd<R> {
     Step(R),
 }
 
-/// What a stage computed in a forward.
+/// The result of a stage's forward.
 pub struct Computed<R> {
     /// The stage's result.
     pub end: StageEnd<R>,
@@ -238,10 +239,10 @@ impl<R> Computed<R> {
 /// output on. Returns the output of the last one. The model has declared the units with
 /// [`ModuleBuilder::stages`](super::ModuleBuilder::stages).
 ///
-/// In a [`Stage`] of a pipeline it computes the stage's units alone. Behind them it returns an error,
-/// unless the stage is the last. The caller passes that error on, to the end of the step, where it
-/// counts as success. So what the model computes before and behind its units happens in the first
-/// and in the last stage only, and a step computes the model once.
+/// In a [`Stage`] of a pipeline it computes the stage's units alone. Behind them it returns an
+/// error, unless the stage is the last. The caller passes that error on, to the end of the step,
+/// where it counts as success. So what the model computes before and behind its units happens in
+/// the first and in the last stage only, and a step computes the model once.
 ///
 /// # Errors
 /// As `first` and `each`, and as above.

@@ -1,4 +1,4 @@
-//! Gradients of weights that are computed after those of inputs.
+//! Gradients of weights, computed after the gradients of inputs.
 //!
 //! Under some schedules of a pipeline, a backward computes the gradient of a stage's input first,
 //! for which another rank waits, and those of its weights later.
@@ -45,8 +45,9 @@ impl std::fmt::Debug for LaterGradients {
     }
 }
 
-/// Adds a weight's gradient: at once, or when those that were left are computed. `compute` must not
-/// need the weight's value, which may be freed meanwhile. For layers with a hand-written backward.
+/// Adds a weight's gradient, at once or with the gradients that are left for later. `compute` must
+/// not need the weight's value, which may be freed meanwhile. For layers with a hand-written
+/// backward.
 ///
 /// # Errors
 /// As `compute`.

@@ -127,8 +127,8 @@ impl ParameterSlot {
         self.0.flow().pending_uses > 0
     }
 
-    /// Gives the parameter to other ranks: this one holds nothing of it. `spec` says who has it. Call
-    /// it before values exist.
+    /// Gives the parameter to other ranks: this one holds nothing of it. `spec` says who has it.
+    /// Call it before values exist.
     ///
     /// # Errors
     /// If candle fails.

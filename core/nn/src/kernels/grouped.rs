@@ -80,8 +80,8 @@ pub(crate) fn input_grad(pairs: &[(&Tensor, &Tensor)], groups: &Groups) -> Resul
     })
 }
 
-/// Adds `grad^T x` of each group to the gradient of the stack, without ending the use. The gradient of
-/// a group without rows is zero.
+/// Adds `grad^T x` of each group to the gradient of the stack, without ending the use. The gradient
+/// of a group without rows is zero.
 pub(crate) fn weight_grad(
     weight: &Parameter,
     x: &Tensor,
@@ -129,7 +129,8 @@ pub(crate) fn weight_grad(
     })
 }
 
-/// Calls `write` with the matrix of each filled group. Without `add` the other matrices become zero.
+/// Calls `write` with the matrix of each filled group. Without `add` the other matrices become
+/// zero.
 fn each_matrix<T: Float>(
     out: &mut [T],
     size: usize,
@@ -156,7 +157,8 @@ fn matrices<'a, T>(
     [of(0), of(1)]
 }
 
-/// Returns `x` `[rows, width]` with each row times its factor (`[rows]`, in the accumulation dtype).
+/// Returns `x` `[rows, width]` with each row times its factor (`[rows]`, in the accumulation
+/// dtype).
 pub(crate) fn scale_rows(x: &Tensor, factors: &Tensor) -> Result<Tensor> {
     if !uses_cpu_kernels(x) {
         let wide = to_accumulation_dtype(x)?.broadcast_mul(&factors.unsqueeze(1)?)?;
@@ -177,7 +179,8 @@ pub(crate) fn scale_rows(x: &Tensor, factors: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// The dot products of the rows of two tensors `[rows, width]`: `[rows]`, in the accumulation dtype.
+/// The dot products of the rows of two tensors `[rows, width]`: `[rows]`, in the accumulation
+/// dtype.
 pub(crate) fn row_dots(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     let (a, b) = (to_accumulation_dtype(a)?, to_accumulation_dtype(b)?);
     if !uses_cpu_kernels(&a) {
@@ -199,9 +202,9 @@ pub(crate) fn row_dots(a: &Tensor, b: &Tensor) -> Result<Tensor> {
     })
 }
 
-/// Sums `per_row` rows of `x` (`[choices, width]`) into each row of the result, at `places`
-/// (`[rows * per_row]`), each times its factor (`[choices]`, in the accumulation dtype) if given. Sums
-/// in the order of `places`.
+/// Sums `per_row` rows of `x` (`[choices, width]`) into each row of the result, at `places` (`[rows
+/// * per_row]`), each times its factor (`[choices]`, in the accumulation dtype) if given. Sums in
+/// the order of `places`.
 pub(crate) fn sum_rows(
     x: &Tensor,
     factors: Option<&Tensor>,

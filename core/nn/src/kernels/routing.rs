@@ -11,8 +11,8 @@ use fulgurite_engine::execution::{dry_run, read};
 
 /// The experts of each row, and the order in which experts compute rows.
 ///
-/// A *choice* is a row with one of its experts. Choices are sorted by expert, and those of one expert
-/// by row, so every sum over them has one order.
+/// A *choice* is a row with one of its experts. Choices are sorted by expert, and those of one
+/// expert by row, so every sum over them has one order.
 #[derive(Debug)]
 pub(crate) struct Routing {
     /// The experts of each row, the likeliest first: `[rows * per_row]`.

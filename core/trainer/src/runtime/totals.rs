@@ -138,7 +138,7 @@ impl StrategyRuntime {
         if sum.is_finite() {
             return Ok(sum);
         }
-        // Parameters of other stages have no gradient here either.
+        // Parameters of other stages have no gradient here.
         let elsewhere = self.slots().iter().enumerate().filter(|(_, slot)| slot.is_elsewhere());
         let unused: Vec<usize> =
             unused.iter().copied().chain(elsewhere.map(|(index, _)| index)).collect();

@@ -164,8 +164,8 @@ impl DecoderConfig {
         })
     }
 
-    /// The number of a token's experts and the factor of the loss that balances experts, if there is
-    /// one.
+    /// The number of a token's experts and the factor of the loss that balances experts, if there
+    /// is one.
     pub(crate) fn balance(&self) -> Option<(usize, f64)> {
         let has_experts = self.layers.iter().any(|layer| layer.has_experts);
         let experts = self.experts.filter(|_| has_experts)?;

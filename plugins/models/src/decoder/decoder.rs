@@ -187,8 +187,8 @@ impl Decoder {
         Ok(self.hidden_and_routing(ids)?.0)
     }
 
-    /// The [`hidden`](Self::hidden) states, and for the loss that balances experts the logits of all
-    /// routers.
+    /// The [`hidden`](Self::hidden) states, and for the loss that balances experts the logits of
+    /// all routers.
     fn hidden_and_routing(&self, ids: &Tensor) -> Result<(Tensor, Vec<Tensor>)> {
         let (batch, time) = ids.dims2()?;
         let context = ForwardScope::current().context;
@@ -246,8 +246,8 @@ impl Decoder {
         }
     }
 
-    /// The log-probability of each target under the softmax of the logits over `temperature`, f32 in
-    /// the shape of `targets`; 0 where a target is ignored.
+    /// The log-probability of each target under the softmax of the logits over `temperature`, f32
+    /// in the shape of `targets`; 0 where a target is ignored.
     ///
     /// # Errors
     /// As [`forward`](Self::forward), and if tensor-parallel ranks keep parts of the logits.

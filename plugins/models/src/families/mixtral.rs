@@ -1,6 +1,7 @@
 //! Mixtral.
 //!
-//! Mistral with a mixture of experts in place of each MLP. The weights of a token's experts sum to 1.
+//! Mistral with a mixture of experts in place of each MLP. The weights of a token's experts sum to
+//! 1.
 
 use fulgurite_error::Result;
 

@@ -16,7 +16,8 @@ pub struct ExportedSource<S> {
     source: S,
     /// For each tensor of the file: the model's tensors that it is made of, and its shape.
     tensors: BTreeMap<String, (Vec<(String, View)>, TensorInfo)>,
-    /// For each tensor of the file that the model has in a stack: the stack, the index, and its shape.
+    /// For each tensor of the file that the model has in a stack: the stack, the index, and its
+    /// shape.
     of_stacks: BTreeMap<String, (String, usize, TensorInfo)>,
 }
 

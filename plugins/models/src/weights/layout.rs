@@ -150,8 +150,8 @@ impl WeightLayout {
         self
     }
 
-    /// The model's tensor `model` is a stack of `count` tensors of a file. In the pattern `file`, `#` is
-    /// the segment with the index of each, from 0 on.
+    /// The model's tensor `model` is a stack of `count` tensors of a file. In the pattern `file`,
+    /// `#` is the segment with the index of each, from 0 on.
     #[must_use]
     pub fn stack(mut self, model: &str, file: &str, count: usize) -> Self {
         self.stacks.push(Stack { model: model.to_owned(), file: file.to_owned(), count });

@@ -26,8 +26,8 @@ impl<S: TensorSource> MappedSource<S> {
     /// Maps the file's tensors by the layout.
     ///
     /// # Errors
-    /// If a tensor does not have the rows that the layout takes from it, if a stack lacks a tensor, or
-    /// if the sides of a rule have different numbers of stars.
+    /// If a tensor does not have the rows that the layout takes from it, if a stack lacks a tensor,
+    /// or if the sides of a rule have different numbers of stars.
     pub fn new(source: S, layout: &WeightLayout) -> Result<Self> {
         layout.check()?;
         let prefix = format!("{}.", layout.prefix());

@@ -33,8 +33,8 @@ fn load(fabric: &mut Fabric, name: &str) -> Result<Decoder> {
     Ok(model)
 }
 
-/// The losses and gradient norms of four steps. Each of `replicas` has a row of the fixture's batches,
-/// or both. The first row has fewer targets.
+/// The losses and gradient norms of four steps. Each of `replicas` has a row of the fixture's
+/// batches, or both. The first row has fewer targets.
 fn train(
     name: &str,
     [ranks, replicas]: [usize; 2],

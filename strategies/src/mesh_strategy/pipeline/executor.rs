@@ -120,7 +120,7 @@ struct Step<'a> {
 const MOST_SENT: usize = 8;
 
 impl Step<'_> {
-    /// What a stage of this rank gets from its neighbour.
+    /// The tensor that a stage of this rank gets from its neighbour.
     fn take(&mut self, key: Key, neighbour: usize) -> Result<Border> {
         let executor = self.executor;
         if executor.assignment.rank_of_stage[neighbour] != executor.group.rank() {

@@ -26,7 +26,7 @@ pub(super) enum Direction {
     Backward,
 }
 
-/// What a message is: its direction, the stage that gets it, and the micro-batch.
+/// The identity of a message: direction, receiving stage, micro-batch.
 pub(super) type Key = (Direction, usize, usize);
 
 /// The groups between this rank and the others of the pipeline.

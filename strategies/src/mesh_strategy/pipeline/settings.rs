@@ -7,7 +7,7 @@ use fulgurite_error::{Error, Result, counted};
 
 use crate::schedule::pipeline::{Schedule, Type};
 
-/// Where the schedule comes from.
+/// The origin of the schedule.
 #[derive(Debug, Clone)]
 pub(crate) enum ScheduleSource {
     /// A known one, with this many stages on each rank.
@@ -30,7 +30,7 @@ impl ScheduleSource {
     /// The schedule of this name, or in the file at this path if it ends in `.csv`.
     ///
     /// # Errors
-    /// If there is none, or the numbers of stages and ranks do not fit it.
+    /// If the name is unknown, or the numbers of stages and ranks do not fit the schedule.
     pub(crate) fn new(name: &str, stages_per_rank: Option<usize>, ranks: usize) -> Result<Self> {
         if Path::new(name).extension().is_some_and(|end| end.eq_ignore_ascii_case("csv")) {
             let path = Path::new(name);
@@ -71,7 +71,7 @@ impl ScheduleSource {
     /// The lists for steps of this many micro-batches.
     ///
     /// # Errors
-    /// If there are none.
+    /// If the schedule does not exist for this number.
     pub(crate) fn schedule(&self, ranks: usize, micro_batches: usize) -> Result<Schedule> {
         match self {
             Self::Known { kind, stages_per_rank } => {

@@ -21,7 +21,7 @@ use fulgurite_engine::strategy::{Loss, Pipeline, StageWork};
 
 impl Session {
     /// Runs all micro-batches of a step through the stages. The hook before a backward is not
-    /// called: a rank has no loss, unless it has the last stage. Collective.
+    /// called, because only ranks of the last stage have a loss. Collective.
     pub(super) fn micro_batches_in_pipeline(
         &mut self,
         pipeline: &dyn Pipeline,
@@ -145,8 +145,8 @@ pub(crate) enum Logs {
     No,
 }
 
-/// Runs a batch of an evaluation through the stages. `step` computes on the whole model. Returns its
-/// result on the ranks of the last stage. Collective.
+/// Runs a batch of an evaluation through the stages. `step` computes on the whole model. Returns
+/// its result on the ranks of the last stage. Collective.
 pub(crate) fn evaluate_in_pipeline<R>(
     pipeline: &dyn Pipeline,
     step: &mut dyn FnMut(Logs) -> Result<R>,

@@ -90,7 +90,7 @@ pub(crate) trait ModuleRunner {
     fn training_step(&mut self, ctx: &mut StepContext, run: &mut RunForward) -> Result<Loss>;
 
     /// Keeps the next training batch for [`kept_training_step`](Self::kept_training_step), behind
-    /// those that are kept already.
+    /// the kept batches.
     fn keep_training_batch(&mut self) -> Result<Samples>;
 
     /// Like [`training_step`](Self::training_step), of a kept batch, as often as wanted.

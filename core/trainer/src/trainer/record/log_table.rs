@@ -173,8 +173,8 @@ struct SavedState {
 impl SavedStates {
     /// Returns the states with which rank `rank` of `world_size` continues, of all saved states.
     ///
-    /// If the number of ranks is unchanged, each gets its own. Otherwise rank 0 gets all, merged, and
-    /// also after a pipeline, whose first rank has none.
+    /// If the number of ranks is unchanged, each gets its own. Otherwise, and after a pipeline,
+    /// rank 0 gets all states, merged.
     pub(crate) fn of_rank(mut all: Vec<Self>, rank: usize, world_size: usize) -> Self {
         if all.len() == world_size && !all[0].0.is_empty() {
             return all.swap_remove(rank);

@@ -15,7 +15,7 @@ pub(crate) struct Media {
     pub(crate) texts: Vec<(String, String)>,
     pub(crate) tables: Vec<(String, MetricTable)>,
     histograms: BTreeMap<String, Histogram>,
-    /// Whether the histograms are those of all ranks.
+    /// Whether the histograms cover all ranks.
     is_reduced: bool,
 }
 

@@ -333,7 +333,7 @@ impl Recorder {
     ) -> Result<BTreeMap<String, f64>> {
         table.add_to_epoch(&mut self.epoch_table, is_logged)?;
         let mut metrics = match fabric.runtime.pipeline()? {
-            // What is not logged is not passed on.
+            // Values of unlogged steps are not passed on.
             Some(_) if !is_logged => {
                 *table = LogTable::default();
                 BTreeMap::new()
@@ -350,7 +350,8 @@ impl Recorder {
         Ok(metrics)
     }
 
-    /// Returns this rank's values of the present epoch, for a checkpoint; `None` if no rank has any.
+    /// Returns this rank's values of the present epoch, for a checkpoint; `None` if no rank has
+    /// any.
     pub(crate) fn epoch_states(&self, fabric: &Fabric) -> Option<Result<SavedStates>> {
         // Under a pipeline, only ranks of the last stage have some.
         let mesh = fabric.device_mesh();

@@ -3,11 +3,12 @@
 use std::io::ErrorKind;
 use std::time::Instant;
 
-use crate::fabric::OptimizerState;
+use crate::fabric::{Fabric, OptimizerState};
 use crate::trainer::checkpoints::retention::RetainedCheckpoint;
 use crate::trainer::checkpoints::saved_state::SavedState;
 use crate::trainer::checkpoints::trainer_state::TrainerState;
 use crate::trainer::module::hooks::Hook;
+use crate::trainer::module::runner::ModuleRunner;
 use crate::trainer::session::Session;
 use crate::trainer::{Event, SaveRequest};
 use crate::{Error, Result};
@@ -115,10 +116,11 @@ fn write(session: &mut Session, write: Write) -> Result<()> {
     written.map_err(|error| unwritable(error, session.progress.step()))
 }
 
-/// The module's own state; under a pipeline that of the last stage, where steps end. Collective then.
-fn module_state(session: &mut Session) -> Result<SavedState> {
-    let state = session.runner.save_state()?;
-    match session.setup.fabric.runtime.pipeline()? {
+/// The module's own state. Under a pipeline the state in the last stage, where steps end.
+/// Collective then.
+fn module_state(runner: &mut dyn ModuleRunner, fabric: &Fabric) -> Result<SavedState> {
+    let state = runner.save_state()?;
+    match fabric.runtime.pipeline()? {
         None => Ok(state),
         Some(pipeline) => broadcast_object(&**pipeline.group(), &state, pipeline.last_rank()),
     }
@@ -136,11 +138,11 @@ fn try_to_write(session: &mut Session, write: Write) -> Result<()> {
         None => Vec::new(),
         Some(states) => all_gather_object(&**session.setup.fabric.world(), &states?)?,
     };
-    let module = module_state(session)?;
     let saving = &mut session.saving;
     saving.take_name(&name, &mut remove, rank)?;
     // Callbacks come before the module, as everywhere.
     let callbacks = session.callbacks.states()?;
+    let module = module_state(&mut *session.runner, &session.setup.fabric)?;
     let state = TrainerState {
         cursor: session.progress.cursor(),
         seed: session.setup.fabric.seed(),
