@@ -1,8 +1,7 @@
 //! The auxiliary loss that balances the experts of mixtures.
 
-use candle_core::{Device, Tensor};
+use candle_core::{DType, Device, Tensor};
 
-use super::backend::to_accumulation_dtype;
 use super::kernels::routing::{Probabilities, Routing, with_probabilities};
 use super::kernels::softmax::{softmax, softmax_backward};
 use crate::host::Float;
@@ -57,7 +56,11 @@ pub fn load_balancing_loss(
         )));
     }
     // Units may cast what they give.
-    let logits = logits.iter().map(to_accumulation_dtype).collect::<Result<Vec<_>>>()?;
+    let widened = |logits: &Tensor| match logits.dtype() {
+        DType::BF16 | DType::F16 => logits.to_dtype(DType::F32),
+        _ => Ok(logits.clone()),
+    };
+    let logits = logits.iter().map(widened).collect::<candle_core::Result<Vec<_>>>()?;
     let logits = Tensor::cat(&logits, 0)?;
     let probabilities = softmax(&logits.detach())?;
     let routing = Routing::of(&probabilities, experts_per_row)?;

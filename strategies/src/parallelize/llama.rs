@@ -143,7 +143,8 @@ impl LlamaPlan {
             let known = path.ends_with(".self_attn.q_norm")
                 || path.ends_with(".self_attn.k_norm")
                 || plan.entries().iter().any(|entry| glob_match(&entry.pattern, path));
-            if is_ours(parameter.fqn()) && !known && path.contains(".experts") {
+            let kind = model.modules().get(path).map(|module| module.kind);
+            if is_ours(parameter.fqn()) && matches!(kind, Some("Router" | "Experts")) {
                 return Err(Error::parameter(
                     parameter.fqn(),
                     "experts need the whole sequence, so `sequence_parallel` cannot be true in the plan `llama` of a \

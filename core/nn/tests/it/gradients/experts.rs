@@ -175,7 +175,7 @@ fn unusable_sizes_are_refused() {
         MixtureOfExperts::new(&builder(DType::F32).pp("mlp"), &config).unwrap_err()
     };
     insta::assert_snapshot!(error([0, 4], 4, 2), @"module `mlp`: hidden must be at least 1, got 0");
-    insta::assert_snapshot!(error([4, 4], 2, 3), @"module `mlp`: each row is to use 3 experts, and there are 2; choose at most as many");
+    insta::assert_snapshot!(error([4, 4], 2, 3), @"module `mlp`: a row cannot use 3 of 2 experts; choose at most as many as there are");
     let (layer, _params) = layer(&MixtureOfExpertsConfig::new([6, 4], 4, 2), DType::F64);
     insta::assert_snapshot!(layer.forward(&randn("x", &[2, 5])).unwrap_err(), @"module `mlp.gate`: expected a last dimension of 6, got [2, 5]");
     let init = ModuleInit {
