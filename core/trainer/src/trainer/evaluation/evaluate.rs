@@ -5,7 +5,7 @@ use std::ops::ControlFlow;
 
 use candle_core::Tensor;
 
-use crate::trainer::fit::pipeline_step::{Logs, evaluate_in_pipeline};
+use crate::trainer::evaluation::pipeline::{Logs, evaluate_in_pipeline};
 use crate::trainer::module::hooks::Hook;
 use crate::trainer::module::runner::Loading;
 use crate::trainer::record::display::EvaluationProgress;
