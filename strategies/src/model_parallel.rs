@@ -161,7 +161,7 @@ impl ModelParallel {
         let of_stage = BuildContext::new(context.world_size / stages).on_nodes(context.num_nodes);
         let sizes = match &pipeline {
             None => defaults.given(self)?.resolve(&of_stage)?,
-            Some(_) => defaults.of_stages().given(self)?.resolve(&of_stage)?,
+            Some(_) => defaults.given(self)?.of_stages().resolve(&of_stage)?,
         };
         // Reports wrong sizes before any rank is started.
         if context.world_size > 0 {
