@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::Path;
 
+use fulgurite::core::collective::Counter;
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::data::TokenBatch;
 use fulgurite::core::parallel::ContextParallel;
@@ -211,13 +212,7 @@ fn every_schedule_equals_one_device() {
         ] {
             let options =
                 format!("pipeline_parallel_size = {ranks}, pipeline_schedule = '{schedule}'");
-            let run = pipelined(ranks, &options, keys).unwrap();
-            assert_eq!(run.losses, expected.losses, "{options}");
-            assert_eq!(run.weights, expected.weights, "{options}");
-            assert_eq!(run.metrics, expected.metrics, "{options}");
-            for (a, b) in run.norms.iter().zip(&expected.norms) {
-                assert!((a - b).abs() <= 1e-12 * b, "{options}: {a} {b}");
-            }
+            assert_same(&options, &pipelined(ranks, &options, keys).unwrap(), &expected);
         }
     }
 }
@@ -277,62 +272,103 @@ fn random_lists_train_as_one_device() {
             let options = format!("pipeline_parallel_size = {ranks}, pipeline_schedule = {path:?}");
             let run = pipelined(ranks, &options, keys);
             let run = run.unwrap_or_else(|error| panic!("{lists}: {error}"));
-            assert_eq!(run.losses, expected.losses, "{lists}");
-            assert_eq!(run.weights, expected.weights, "{lists}");
+            assert_same(&lists, &run, &expected);
         }
     }
 }
 
-/// The other dimensions of the mesh within a stage, and what changes the model or its update.
+/// Against the same mesh without stages, whose ranks have the same batches.
 #[test]
-fn stages_have_meshes_of_their_own() {
-    let within = |options: &str| format!("pipeline_parallel_size = 2, {options}");
-    let expected = train(1, keys("batch_size = 4", "accumulate_grad_batches = 4")).unwrap();
-    for (ranks, options, batch) in [
-        (4, "data_parallel_replicate_size = 2, data_parallel_shard_size = 1", 2),
-        (4, "data_parallel_shard_size = 2", 2),
-        (4, "data_parallel_shard_size = 2, reshard_after_forward = true", 2),
-        (4, "data_parallel_shard_size = 2, pipeline_schedule = 'zb_v'", 2),
-        (4, "data_parallel_shard_size = 2, pipeline_schedule = 'interleaved_1f1b'", 2),
-        (4, "tensor_parallel_size = 2", 4),
+fn stages_change_no_bit_of_a_mesh() {
+    let accumulate = "accumulate_grad_batches = 4";
+    let single = train(1, keys("batch_size = 4", accumulate)).unwrap();
+    for (mesh, batch) in [
+        ("data_parallel_replicate_size = 2, data_parallel_shard_size = 1", 2),
+        ("data_parallel_shard_size = 2", 2),
+        ("data_parallel_shard_size = 2, reshard_after_forward = true", 2),
+        ("tensor_parallel_size = 2, data_parallel_shard_size = 1", 4),
         (
-            4,
-            "tensor_parallel_size = 2, parallelize = { type = 'llama', sequence_parallel = true }",
+            "tensor_parallel_size = 2, data_parallel_shard_size = 1, \
+             parallelize = { type = 'llama', sequence_parallel = true }",
             4,
         ),
-        (4, "context_parallel_size = 2, tensor_parallel_size = 1", 4),
+        ("context_parallel_size = 2, tensor_parallel_size = 1", 4),
     ] {
         let data = format!("batch_size = {batch}");
-        let run = pipelined(ranks, &within(options), keys(&data, "accumulate_grad_batches = 4"));
-        let run = run.unwrap_or_else(|error| panic!("{options}: {error}"));
-        assert_close(options, &run, &expected);
+        let keys = keys(&data, accumulate);
+        let whole = Keys { strategy: &format!("{{ type = 'model_parallel', {mesh} }}"), ..keys };
+        let expected = train(2, whole).unwrap();
+        assert_close(mesh, &expected, &single);
+        for schedule in ["1f1b", "zb_v", "interleaved_1f1b"] {
+            let options =
+                format!("{mesh}, pipeline_parallel_size = 2, pipeline_schedule = '{schedule}'");
+            let run = pipelined(4, &options, keys);
+            let run = run.unwrap_or_else(|error| panic!("{options}: {error}"));
+            assert_same(&options, &run, &expected);
+        }
     }
 }
 
 #[test]
 fn variants_train_as_on_one_device() {
-    for (model, trainer) in [
-        ("tie_word_embeddings = true", ""),
-        ("", "precision = 'bf16-mixed'"),
-        ("", "activation_checkpointing = 'full'"),
-        ("", "ema_decay = 0.9"),
-        ("", "adapters = { rank = 2, targets = 'all-linear' }"),
+    for (data, model, trainer) in [
+        (2, "", "precision = 'bf16-mixed'"),
+        (2, "", "activation_checkpointing = 'full'"),
+        (2, "", "ema_decay = 0.9"),
+        (2, "", "adapters = { rank = 2, targets = 'all-linear' }"),
         (
+            2,
             "",
             "freeze = ['model.embed_tokens', 'model.layers.0', 'model.layers.1', 'model.layers.2']",
         ),
-        ("", "last_batch = 'partial'\nlimit_train_batches = 5"),
+        (2, "", "last_batch = 'partial'\nlimit_train_batches = 5"),
+        (4, "", "micro_batch_size = 1"),
+        (2, "tie_word_embeddings = true", ""),
     ] {
         let trainer = format!("accumulate_grad_batches = 4\n{trainer}");
-        let keys = Keys { model, ..keys("batch_size = 2", &trainer) };
+        let data = format!("batch_size = {data}");
+        let keys = Keys { model, ..keys(&data, &trainer) };
         let expected = train(1, keys).unwrap();
         for options in
             ["pipeline_parallel_size = 2", "pipeline_parallel_size = 2, pipeline_schedule = 'zb_v'"]
         {
             let run = pipelined(2, options, keys);
-            let run = run.unwrap_or_else(|error| panic!("{model} {trainer} {options}: {error}"));
-            assert_close(&format!("{model} {trainer} {options}"), &run, &expected);
+            let what = format!("{model} {trainer} {options}");
+            let run = run.unwrap_or_else(|error| panic!("{what}: {error}"));
+            // One device adds the gradients of both uses in another order.
+            match model.contains("tie") {
+                true => assert_close(&what, &run, &expected),
+                false => assert_same(&what, &run, &expected),
+            }
         }
+    }
+}
+
+/// A border carries an activation and a gradient for each micro-batch, each with a head of 16 f64.
+#[test]
+fn messages_and_bytes_follow_the_borders() {
+    let (micro_batches, steps, activation) = (4, 3, 2 * LENGTH * 16 * 4);
+    for (ranks, schedule, borders) in [(2, "1f1b", 1), (3, "gpipe", 2), (2, "interleaved_1f1b", 3)]
+    {
+        let options = format!("pipeline_parallel_size = {ranks}, pipeline_schedule = '{schedule}'");
+        let strategy = format!("{{ type = 'model_parallel', {options} }}");
+        let trainer = format!("accumulate_grad_batches = {micro_batches}\nlimit_val_batches = 0");
+        let keys = Keys { strategy: &strategy, ..keys("batch_size = 2", &trainer) };
+        let logs = tempfile::tempdir().unwrap();
+        let counted = run_ranks(ranks, |world| {
+            let counter = Counter::default();
+            let run = config(logs.path(), ranks, &keys)?;
+            Trainer::new(counter.watch(world)).fit::<Lm>(&run)?;
+            let sent = counter.snapshot().into_iter();
+            let sent =
+                sent.filter(|((group, op), _)| group.starts_with("pipeline ") && *op == "send");
+            Ok(sent.map(|(_, record)| (record.calls, record.bytes)).collect::<Vec<_>>())
+        });
+        let sums = counted.unwrap().into_iter().flatten();
+        let (calls, bytes) = sums.fold((0, 0), |sum, of| (sum.0 + of.0, sum.1 + of.1));
+        let tensors = 2 * borders * micro_batches * steps;
+        assert_eq!(calls, 2 * tensors, "{options}");
+        assert_eq!(bytes, tensors * (activation + 16 * 8), "{options}");
     }
 }
 
@@ -350,6 +386,17 @@ fn optimizers_of_whole_tensors_train_under_a_pipeline() {
         )
         .unwrap();
         assert_close(optimizer, &run, &expected);
+    }
+}
+
+/// Bit for bit, but for the order in which the norm is summed.
+fn assert_same(what: &str, run: &Run, expected: &Run) {
+    assert_eq!(run.losses, expected.losses, "{what}");
+    assert_eq!(run.weights, expected.weights, "{what}");
+    assert_eq!(run.metrics, expected.metrics, "{what}");
+    assert_eq!(run.norms.len(), expected.norms.len(), "{what}");
+    for (a, b) in run.norms.iter().zip(&expected.norms) {
+        assert!((a - b).abs() <= 1e-12 * b, "{what}: {a} {b}");
     }
 }
 
@@ -376,7 +423,7 @@ fn assert_close(what: &str, run: &Run, expected: &Run) {
     }
     for (name, weights) in &expected.weights {
         for (a, b) in run.weights[name].iter().zip(weights) {
-            assert!((a - b).abs() <= 2e-4, "{what}: {name}: {a} {b}");
+            assert!((a - b).abs() <= 2e-5, "{what}: {name}: {a} {b}");
         }
     }
 }

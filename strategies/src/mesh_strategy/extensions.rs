@@ -37,18 +37,7 @@ impl StrategyExtensions for MeshStrategy {
         let Some(PipelineSettings { ranks, source, .. }) = &self.settings.pipeline else {
             return Ok(());
         };
-        source.schedule(*ranks, micro_batches)?;
-        if micro_batches < *ranks {
-            tracing::warn!(
-                "a step has {}, and the pipeline {ranks} ranks, most of which wait at any time: raise \
-                 `trainer.accumulate_grad_batches` to several times the ranks, or set `trainer.micro_batch_size`",
-                match micro_batches {
-                    1 => "one micro-batch".to_owned(),
-                    more => format!("{more} micro-batches"),
-                }
-            );
-        }
-        Ok(())
+        source.schedule(*ranks, micro_batches).map(drop)
     }
 
     fn abandon_step(&mut self, context: StrategyContext<'_>) -> Result<bool> {

@@ -246,14 +246,24 @@ fn training<'a>(scratch: &'a Scratch, strategy: &str, devices: usize) -> Job<'a>
         "model.dropout=0.1",
         "trainer.loggers=[]",
         "trainer.enable_progress_bar=false",
+        "trainer.accumulate_grad_batches=2",
     ])
 }
 
 fn kill_once(trial: &mut Trial, whole: &mut Whole, hits: &mut Hits) {
     let rng = &mut trial.rng;
     const MESH: &str = "{ type = \"model_parallel\", tensor_parallel_size = 2 }";
-    let jobs = [("fsdp", 2), ("ddp", 2), ("fsdp", 3), (MESH, 4), ("single_device", 1)];
-    let (strategy, devices) = jobs[rng.usize(..5)];
+    const STAGES: &str = "{ type = \"model_parallel\", pipeline_parallel_size = 2 }";
+    let jobs = [
+        ("fsdp", 2),
+        ("ddp", 2),
+        ("fsdp", 3),
+        (MESH, 4),
+        (STAGES, 2),
+        (STAGES, 4),
+        ("single_device", 1),
+    ];
+    let (strategy, devices) = jobs[rng.usize(..jobs.len())];
     let scratch = Scratch::with_tokens();
     let job = training(&scratch, strategy, devices);
     let whole = whole.entry((strategy, devices)).or_insert_with(|| {

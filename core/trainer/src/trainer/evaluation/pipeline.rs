@@ -59,6 +59,6 @@ impl<R> StageWork for EvaluationWork<'_, R> {
     }
 
     fn weights(&mut self, _: usize, _: usize) -> Result<()> {
-        Ok(())
+        Err(Error::other("an evaluation has no backward"))
     }
 }

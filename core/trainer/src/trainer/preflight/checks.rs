@@ -250,6 +250,15 @@ fn check(
                     .to_owned(),
             ));
         }
+        let stages = mesh.as_ref().and_then(|mesh| mesh.pipeline()).map_or(1, |group| group.size());
+        if micro_batches * in_batch < stages {
+            tracing::warn!(
+                "the micro-batches of a step ({}) are fewer than the ranks of the pipeline ({stages}), most of which \
+                 wait at any time: raise `trainer.accumulate_grad_batches` to several times the ranks, or set \
+                 `trainer.micro_batch_size`",
+                micro_batches * in_batch
+            );
+        }
         if let Some(extensions) = strategy.extensions() {
             extensions.check_micro_batches(micro_batches * in_batch)?;
             let samples = model.batch_size / in_batch;
