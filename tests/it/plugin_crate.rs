@@ -1,14 +1,15 @@
-//! A crate outside this workspace adds a strategy, a logger, a checkpoint IO and a parallelize
-//! function.
+//! A crate that depends on `fulgurite-core` alone adds a strategy, a logger, a checkpoint IO and a
+//! parallelize function.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::process::{Command, Output};
-use std::sync::OnceLock;
 
 use fulgurite::core::config::ConfigLayers;
 use fulgurite::core::run::RunConfig;
 use tempfile::TempDir;
 use toml::Table;
+
+use crate::program::plugin_program;
 
 const CONFIG: &str = r#"
 [data]
@@ -29,36 +30,6 @@ loggers = [{ type = "markdown", columns = ["train_loss", "grad_norm"] }]
 strategy = { type = "local_sgd", sync_every = 4 }
 "#;
 
-/// Builds the crate's program once, in this test's target directory, where shared dependencies are
-/// built already.
-fn program() -> &'static Path {
-    static PROGRAM: OnceLock<PathBuf> = OnceLock::new();
-    PROGRAM.get_or_init(|| {
-        let manifest =
-            Path::new(env!("CARGO_MANIFEST_DIR")).join("examples/plugin-crate/Cargo.toml");
-        let test = std::env::current_exe().unwrap();
-        let profile = test.ancestors().nth(2).unwrap();
-        let release = profile.ends_with("release").then_some("--release");
-        let build = |offline: Option<&str>| {
-            Command::new(env!("CARGO"))
-                .args(["build", "--locked", "--example", "train", "--manifest-path"])
-                .arg(&manifest)
-                .arg("--target-dir")
-                .arg(profile.parent().unwrap())
-                .args(release)
-                .args(offline)
-                .output()
-                .unwrap()
-        };
-        let offline = build(Some("--offline"));
-        if !offline.status.success() {
-            let online = build(None);
-            assert!(online.status.success(), "{}{}", text(&offline.stderr), text(&online.stderr));
-        }
-        profile.join("examples/train")
-    })
-}
-
 fn text(bytes: &[u8]) -> &str {
     std::str::from_utf8(bytes).unwrap()
 }
@@ -74,7 +45,7 @@ fn workplace() -> TempDir {
 
 fn fit(dir: &TempDir, set: &[&str]) -> Output {
     let overrides = set.iter().flat_map(|set| ["--set", set]);
-    Command::new(program())
+    Command::new(plugin_program())
         .args(["fit", "--config", "run.toml", "--output", "json"])
         .args(overrides)
         .current_dir(dir.path())
@@ -136,7 +107,7 @@ fn linked_checkpoint_io_sees_commits_and_end() {
 #[test]
 fn program_lists_linked_plugins() {
     let say = |args: &[&str]| {
-        let output = Command::new(program()).arg("plugins").args(args).output().unwrap();
+        let output = Command::new(plugin_program()).arg("plugins").args(args).output().unwrap();
         assert!(output.status.success(), "{}", text(&output.stderr));
         text(&output.stdout).to_owned()
     };

@@ -39,9 +39,21 @@ const LAUNCHERS: [&str; 12] = [
 
 /// The example program. `cargo test` builds it beside the tests; `cargo test --test NAME` does not.
 pub fn program() -> PathBuf {
+    example("pretrain", "fulgurite")
+}
+
+/// The program that links the plugins of `examples/plugin-crate`, built by `cargo test --workspace`.
+pub fn plugin_program() -> PathBuf {
+    example("train", "fulgurite-local-sgd")
+}
+
+/// The program of a package's example; it must be newer than its sources.
+fn example(name: &str, package: &str) -> PathBuf {
     let test = std::env::current_exe().unwrap();
-    let path = test.parent().unwrap().with_file_name("examples").join("pretrain");
-    let build = "build it: cargo build --example pretrain, with the profile of the test";
+    let path = test.parent().unwrap().with_file_name("examples").join(name);
+    let build = format!(
+        "build it: cargo build -p {package} --example {name}, with the profile of the test"
+    );
     assert!(path.is_file(), "{} is missing; {build}", path.display());
     // Its sources, from cargo's dep-info file: `program: source source …`.
     let sources = fs::read_to_string(path.with_extension("d")).unwrap_or_default();

@@ -91,8 +91,5 @@ fn small_gradients_are_sent_whole() {
 #[test]
 fn rank_zero_factors_are_refused() {
     let error = run_ranks(2, |world| train(world, &power_sgd(0, 0), 1)).unwrap_err().to_string();
-    assert_eq!(
-        error,
-        "`trainer.strategy.gradient_compression.rank` = 0: expected at least 1"
-    );
+    assert_eq!(error, "`trainer.strategy.gradient_compression.rank` = 0: expected at least 1");
 }

@@ -25,8 +25,7 @@ static FILES: LazyLock<Vec<String>> = LazyLock::new(|| {
     files
 });
 
-const LEFT_OUT: [&str; 5] =
-    [".git", "target", "examples/plugin-crate/target", "fulgurite_logs", "checkpoints"];
+const LEFT_OUT: [&str; 4] = [".git", "target", "fulgurite_logs", "checkpoints"];
 
 /// Files of a reader's own project.
 const OF_READERS: [&str; 1] = ["src/main.rs"];
