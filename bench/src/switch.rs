@@ -5,8 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use fulgurite::prelude::*;
 use fulgurite_core::collective::{
-    AllGather, Collective, End, Intercepted, Interceptor, ProcessGroup, ReduceOp, ReduceScatter,
-    Work,
+    AllGather, AllToAll, Collective, End, Intercepted, Interceptor, ProcessGroup, ReduceOp,
+    ReduceScatter, Work,
 };
 
 /// Treatment of collectives by a [`Control`].
@@ -74,7 +74,7 @@ enum Shape {
     AllGather(Vec<(Vec<usize>, DType)>),
     ReduceScatter(Vec<(Vec<usize>, DType)>, ReduceOp),
     Broadcast(usize, DType, usize),
-    AllToAll(usize, DType),
+    AllToAll([usize; 2], Option<Vec<Vec<usize>>>, DType),
     Barrier,
 }
 
@@ -95,8 +95,9 @@ impl Note {
             Collective::Broadcast { tensor, src } => {
                 Shape::Broadcast(tensor.elem_count(), tensor.dtype(), *src)
             }
-            Collective::AllToAll { input, .. } => {
-                Shape::AllToAll(input.elem_count(), input.dtype())
+            Collective::AllToAll(AllToAll { input, output, counts }) => {
+                let elements = [output.elem_count(), input.elem_count()];
+                Shape::AllToAll(elements, counts.clone(), input.dtype())
             }
             Collective::Barrier => Shape::Barrier,
         };
@@ -104,7 +105,7 @@ impl Note {
             Collective::AllReduce { tensor, .. } | Collective::Broadcast { tensor, .. } => {
                 Some(tensor.device())
             }
-            Collective::AllToAll { input, .. } => Some(input.device()),
+            Collective::AllToAll(exchange) => Some(exchange.input.device()),
             Collective::AllGatherInto(parts) => parts.first().map(|part| part.output.device()),
             Collective::ReduceScatter { parts, .. } => {
                 parts.first().map(|part| part.input.device())
@@ -148,10 +149,11 @@ impl Note {
             Shape::Broadcast(elements, dtype, src) => {
                 Collective::broadcast(&tensor(*elements, *dtype)?, *src)
             }
-            Shape::AllToAll(elements, dtype) => Collective::AllToAll {
-                output: tensor(*elements, *dtype)?,
-                input: tensor(*elements, *dtype)?,
-            },
+            Shape::AllToAll([output, input], counts, dtype) => Collective::AllToAll(AllToAll {
+                output: tensor(*output, *dtype)?,
+                input: tensor(*input, *dtype)?,
+                counts: counts.clone(),
+            }),
             Shape::Barrier => Collective::Barrier,
         };
         Ok((group.clone(), collective))

@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use crate::ReshardAfterForward;
 use crate::mesh_strategy::{
     AccumulationSync, GradientSettings, MeshStrategy, PipelineSettings, ScheduleSource, Settings,
-    Sharding,
+    Sharding, check_expert_parallel_size,
 };
 use crate::mixed_precision::MixedPrecisionPolicy;
 use crate::parallelize::LlamaPlan;
@@ -55,6 +55,11 @@ pub struct ModelParallel {
     /// Number of ranks that share each layer, `"auto"` or `"rest"`; by default `"auto"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel_size: Option<Size>,
+    /// Number of ranks that divide the experts of mixtures among each other, of those that share
+    /// parameters (shards times context); by default one. Rows go to the ranks of their experts and
+    /// come back.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub expert_parallel_size: Option<usize>,
     /// Number of ranks with stages of the model of their own, which see the same data; by default
     /// one. The micro-batches of a step pass through the stages one behind the other, so
     /// `trainer.accumulate_grad_batches` should be several times as large.
@@ -122,6 +127,7 @@ impl Default for ModelParallel {
             data_parallel_shard_size: None,
             context_parallel_size: None,
             tensor_parallel_size: None,
+            expert_parallel_size: None,
             pipeline_parallel_size: None,
             pipeline_schedule: None,
             pipeline_stages_per_rank: None,
@@ -163,17 +169,21 @@ impl ModelParallel {
             None => defaults.given(self)?.resolve(&of_stage)?,
             Some(_) => defaults.given(self)?.of_stages().resolve(&of_stage)?,
         };
+        let expert_parallel_size = self.expert_parallel_size.unwrap_or(1);
         // Reports wrong sizes before any rank is started.
         if context.world_size > 0 {
             let [replicate, shard, cp, tp] = sizes;
             let layout = DeviceMesh::layout_for(of_stage.world_size, replicate, shard, cp, tp);
-            layout.map_err(|error| match (error, self.data_parallel_size) {
+            let layout = layout.map_err(|error| match (error, self.data_parallel_size) {
                 (Error::Mesh(message), Some(_)) => Error::Mesh(format!(
                     "{message}. `data_parallel_size` is `data_parallel_replicate_size` times \
                      `data_parallel_shard_size`"
                 )),
                 (error, _) => error,
             })?;
+            let shard_and_context = &layout.sizes()[1..3];
+            let sharing = shard_and_context.iter().product();
+            check_expert_parallel_size(expert_parallel_size, sharing)?;
         }
         self.mixed_precision.check()?;
         let reshard_after_forward = match self.reshard_after_forward {
@@ -184,6 +194,7 @@ impl ModelParallel {
         Ok(Box::new(MeshStrategy::new(Settings {
             reshard_after_forward,
             pipeline,
+            expert_parallel_size,
             mixed_precision: self.mixed_precision.clone(),
             prefetch: self.prefetch,
             allow_root_only: self.allow_root_only,

@@ -2,6 +2,7 @@
 
 use candle_core::{D, DType, Tensor};
 
+use super::experts_exchange::Exchange;
 use super::input;
 use super::kernels::activation::{Activation, gated, gated_backward};
 use super::kernels::grouped::{self, Groups};
@@ -14,7 +15,7 @@ use super::styles::ExpertStyles;
 use crate::backend::uses_cpu_kernels;
 use crate::{Error, Result};
 use fulgurite_engine::autograd::{save_for_backward, storage};
-use fulgurite_engine::module::{Module, ModuleBuilder};
+use fulgurite_engine::module::{Experts, Module, ModuleBuilder};
 use fulgurite_engine::parallel::LayerHandle;
 use fulgurite_engine::parameter::{Init, Parameter, accumulation_dtype};
 
@@ -98,8 +99,11 @@ impl MixtureOfExpertsConfig {
 /// follows from the choices alone, so results do not depend on the number of threads. The host
 /// reads the probabilities to sort rows, also from a GPU.
 ///
-/// Experts take no adapters and cannot be quantised. Every tensor-parallel rank computes all
-/// experts.
+/// Experts take no adapters and cannot be quantised. Tensor-parallel ranks compute the same experts.
+///
+/// Under expert parallelism (`trainer.strategy.expert_parallel_size`) each rank has some of the
+/// experts. The forward and the backward are then collective over the ranks that have all of them
+/// together: rows go to the ranks of their experts and come back.
 ///
 /// ```
 /// use candle_core::{DType, Device, Tensor};
@@ -124,6 +128,7 @@ pub struct MixtureOfExperts {
     experts_per_row: usize,
     normalize: bool,
     activation: Activation,
+    experts: Experts,
     layer: LayerHandle,
 }
 
@@ -138,9 +143,10 @@ impl MixtureOfExperts {
         let layer = b.declare(ExpertStyles("MixtureOfExperts"))?;
         let &MixtureOfExpertsConfig { hidden_size, intermediate_size, num_experts, .. } = config;
         let router = Router::new(&b.pp("gate"), config)?;
-        let experts = b.pp("experts");
+        let experts = b.experts(num_experts);
+        let of_experts = b.pp("experts");
         let stack = |name: &str, inputs: usize, outputs: usize| {
-            let b = experts.pp(name);
+            let b = of_experts.pp(name);
             b.declare(ExpertStyles("Experts"))?;
             if b.quantization("weight").is_some() {
                 return Err(Error::module(
@@ -149,7 +155,10 @@ impl MixtureOfExperts {
                      `trainer.quantization.exclude = [\"lm_head\", \"experts\"]`",
                 ));
             }
-            b.parameter("weight", [num_experts, outputs, inputs], config.init(inputs))
+            let weight =
+                b.parameter("weight", [num_experts, outputs, inputs], config.init(inputs))?;
+            experts.add(&weight)?;
+            Ok(weight)
         };
         Ok(Self {
             router,
@@ -159,6 +168,7 @@ impl MixtureOfExperts {
             experts_per_row: config.experts_per_row,
             normalize: config.normalize,
             activation: config.activation,
+            experts,
             layer,
         })
     }
@@ -189,7 +199,7 @@ impl MixtureOfExperts {
         let dims = saved.dims().to_vec();
         let rows = saved.reshape(((), saved.dim(D::Minus1)?))?;
         let (mixed, y) = self.layer.run(|| Mixed::compute(self, &rows, &logits.detach()))?;
-        save_for_backward(&[&mixed.gate, &mixed.up]);
+        save_for_backward(&mixed.saved());
         let y = y.reshape(&*dims)?;
         let tracked = self.layer.takes_gradient(x);
         let parameters = [&self.gate_proj, &self.up_proj, &self.down_proj];
@@ -254,17 +264,23 @@ impl Router {
     }
 }
 
-/// The values that a forward of the experts keeps for its backward.
+/// The values that a forward of the experts keeps for its backward. Without an exchange, the choices
+/// for this rank's experts are its own.
 struct Mixed {
     routing: Routing,
+    /// `None` if this rank has all experts.
+    exchange: Option<Exchange>,
+    /// The choices for each of this rank's experts.
     groups: Groups,
+    /// The rows of these choices (`[choices, hidden]`), if other ranks sent some of them.
+    received: Option<Tensor>,
     /// `[rows, experts]`.
     probabilities: Tensor,
     /// The weights of each row's experts, `[rows, per_row]`, and their sum before they were
     /// normalised.
     weights: Tensor,
     total: Option<Tensor>,
-    /// The projections of the sorted choices, `[choices, intermediate]`.
+    /// The projections of the choices for this rank's experts, `[choices, intermediate]`.
     gate: Tensor,
     up: Tensor,
 }
@@ -283,16 +299,47 @@ impl Mixed {
             Some(total) => chosen.broadcast_div(total)?,
             None => chosen,
         };
-        let groups =
-            Groups { sequences: sequences_of(&routing, x), ranges: routing.ranges.clone() };
         let sorted = select(x, &routing.rows)?;
+        let sequence = sequence_of_choices(&routing, x);
+        let (exchange, groups, sorted) = match layer.experts.ranks() {
+            None => {
+                let sequences = sequence.map(|sequence| stretches(&routing.ranges, &sequence));
+                (None, Groups { sequences, ranges: routing.ranges.clone() }, sorted)
+            }
+            Some(ranks) => {
+                let exchange = Exchange::new(ranks, &routing, sequence.is_some())?;
+                let sequences = exchange.stretches(sequence)?;
+                let groups = Groups { sequences, ranges: exchange.ranges().to_vec() };
+                let received = exchange.to_experts(&sorted)?;
+                (Some(exchange), groups, received)
+            }
+        };
         let gate = grouped::linear(&sorted, &layer.gate_proj.value()?, &groups)?;
         let up = grouped::linear(&sorted, &layer.up_proj.value()?, &groups)?;
         let hidden = gated(layer.activation, &gate, &up)?;
         let y = grouped::linear(&hidden, &layer.down_proj.value()?, &groups)?;
+        let y = exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.from_experts(&y))?;
         let factors = select(&weights.flatten_all()?, &routing.choices)?;
         let y = grouped::sum_rows(&y, Some(&factors), &routing.places, routing.per_row)?;
-        Ok((Self { routing, groups, probabilities, weights, total, gate, up }, y))
+        let received = exchange.is_some().then_some(sorted);
+        let this =
+            Self { routing, exchange, groups, received, probabilities, weights, total, gate, up };
+        Ok((this, y))
+    }
+
+    /// The tensors that memory is kept for.
+    fn saved(&self) -> Vec<&Tensor> {
+        [&self.gate, &self.up].into_iter().chain(&self.received).collect()
+    }
+
+    /// Values of this rank's sorted choices where the experts are: for this rank's experts.
+    fn to_experts(&self, x: Tensor) -> Result<Tensor> {
+        self.exchange.as_ref().map_or(Ok(x.clone()), |exchange| exchange.to_experts(&x))
+    }
+
+    /// The reverse of [`to_experts`](Self::to_experts).
+    fn from_experts(&self, y: Tensor) -> Result<Tensor> {
+        self.exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.from_experts(&y))
     }
 
     /// Returns the gradients of input, if wanted, and logits. Adds the experts' gradients and ends
@@ -305,8 +352,8 @@ impl Mixed {
         wanted: bool,
     ) -> Result<(Option<Tensor>, Tensor)> {
         let Self { routing, groups, gate, up, .. } = self;
-        let factors = select(&self.weights.flatten_all()?, &routing.choices)?;
-        let grad = select(grad, &routing.rows)?;
+        let factors = self.to_experts(select(&self.weights.flatten_all()?, &routing.choices)?)?;
+        let grad = self.to_experts(select(grad, &routing.rows)?)?;
         // Recomputing the product is cheaper than saving it.
         let hidden = gated(layer.activation, gate, up)?;
         let d = grouped::input_grad(&[(&grad, &layer.down_proj.value()?)], groups)?;
@@ -319,7 +366,10 @@ impl Mixed {
         )?;
         let d = grouped::scale_rows(&d, &factors)?;
         let (dgate, dup) = gated_backward(layer.activation, gate, up, &d)?;
-        let sorted = select(x, &routing.rows)?;
+        let sorted = match &self.received {
+            Some(received) => received.clone(),
+            None => select(x, &routing.rows)?,
+        };
         grouped::weight_grad(&layer.gate_proj, &sorted, &dgate, groups)?;
         grouped::weight_grad(&layer.up_proj, &sorted, &dup, groups)?;
         let dx = match wanted {
@@ -327,9 +377,11 @@ impl Mixed {
             true => {
                 let (gate, up) = (layer.gate_proj.value()?, layer.up_proj.value()?);
                 let dx = grouped::input_grad(&[(&dgate, &gate), (&dup, &up)], groups)?;
+                let dx = self.from_experts(dx)?;
                 Some(grouped::sum_rows(&dx, None, &routing.places, routing.per_row)?)
             }
         };
+        let dweights = self.from_experts(dweights)?;
         let dlogits = self.dlogits(&select(&dweights, &routing.inverse())?)?;
         [&layer.gate_proj, &layer.up_proj, &layer.down_proj]
             .into_iter()
@@ -355,14 +407,13 @@ impl Mixed {
 }
 
 /// The rows of `x` with these indices.
-fn select(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
+pub(super) fn select(x: &Tensor, rows: &[u32]) -> Result<Tensor> {
     let rows = Tensor::from_slice(rows, rows.len(), x.device())?;
     Ok(x.contiguous()?.index_select(&rows, 0)?)
 }
 
-/// In a forward with a cache on the CPU, the number of rows of each sequence that each expert
-/// computes.
-fn sequences_of(routing: &Routing, x: &Tensor) -> Option<Vec<Vec<usize>>> {
+/// In a forward with a cache on the CPU, the sequence of each sorted choice.
+fn sequence_of_choices(routing: &Routing, x: &Tensor) -> Option<Vec<usize>> {
     let tokens = CachedTokens::current().filter(|tokens| {
         // A plan that cuts the sequence leaves other rows.
         uses_cpu_kernels(x) && tokens.tokens() * routing.per_row == routing.len()
@@ -371,10 +422,16 @@ fn sequences_of(routing: &Routing, x: &Tensor) -> Option<Vec<Vec<usize>>> {
     for (i, segment) in tokens.segments().iter().enumerate() {
         sequence[segment.at.clone()].fill(i);
     }
-    let of_expert = |range: &std::ops::Range<usize>| {
-        let mut counts = vec![0; tokens.segments().len() + 1];
-        routing.rows[range.clone()].iter().for_each(|&row| counts[sequence[row as usize]] += 1);
-        counts
+    Some(routing.rows.iter().map(|&row| sequence[row as usize]).collect())
+}
+
+/// The lengths of the stretches of choices that are of one sequence, for each expert.
+pub(super) fn stretches<T: PartialEq>(
+    experts: &[std::ops::Range<usize>],
+    sequence: &[T],
+) -> Vec<Vec<usize>> {
+    let of_expert = |choices: &std::ops::Range<usize>| {
+        sequence[choices.clone()].chunk_by(|a, b| a == b).map(<[T]>::len).collect()
     };
-    Some(routing.ranges.iter().map(of_expert).collect())
+    experts.iter().map(of_expert).collect()
 }

@@ -52,6 +52,7 @@ mod dropout;
 mod embedding;
 mod experts;
 mod experts_balance;
+mod experts_exchange;
 pub mod functional;
 pub mod gemm;
 mod gemm_bf16;

@@ -181,6 +181,24 @@ pub(super) fn update<const N: usize, P: Element<C>, G: Element<C>, B: StateEleme
         return Ok(());
     }
     let noise = noise.filter(|_| N > 0 && B::ROUNDED);
+    let on_block = |p: &mut [P], g: &[G], states: [&mut [B]; N], words: &[u32]| {
+        update_block(p, g, states, words, C::from_f64(0.0), f);
+    };
+    each_block(values, inputs, states, noise, &on_block)
+}
+
+/// The elements of values, inputs and `N` states of a block, with a random word for each element.
+type OnBlock<'a, const N: usize, P, G, B> =
+    dyn Fn(&mut [P], &[G], [&mut [B]; N], &[u32]) + Sync + 'a;
+
+/// Calls `f` with each block, on all threads. Compiled once for the dtypes of all rules.
+fn each_block<const N: usize, P: HostElement, G: HostElement, B: HostElement>(
+    values: &Tensor,
+    inputs: &Tensor,
+    states: [&Tensor; N],
+    noise: Option<&Noise>,
+    f: &OnBlock<'_, N, P, G, B>,
+) -> Result<()> {
     let on_slices = |p: &mut [P], g: &[G], states: Vec<&mut [B]>| {
         let mut states = states.into_iter();
         let states: [_; N] = std::array::from_fn(|_| states.next().unwrap_or_default());
@@ -192,7 +210,7 @@ pub(super) fn update<const N: usize, P: Element<C>, G: Element<C>, B: StateEleme
                 if let Some(noise) = noise {
                     noise.fill(i * CHUNK + j * BLOCK, words);
                 }
-                update_block(p, g, states, words, C::from_f64(0.0), f);
+                f(p, g, states, words);
             }
         });
     };

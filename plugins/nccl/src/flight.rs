@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Instant;
 
-use fulgurite_engine::collective::Collective;
+use fulgurite_engine::collective::{AllToAll, Collective};
 
 use crate::streams::{Event, Memory};
 
@@ -64,8 +64,13 @@ pub(crate) fn describe(collective: &Collective) -> String {
             let dtype = tensor.dtype().as_str();
             format!("{name} of {} {dtype} from group rank {src}", tensor.elem_count())
         }
-        Collective::AllToAll { input, .. } => {
-            format!("{name} of {} {}", input.elem_count(), input.dtype().as_str())
+        Collective::AllToAll(AllToAll { input, counts, .. }) => {
+            let elements = match counts {
+                None => input.elem_count(),
+                // Ranks may send different lengths.
+                Some(counts) => counts.iter().flatten().sum(),
+            };
+            format!("{name} of {elements} {}", input.dtype().as_str())
         }
         Collective::AllGatherInto(parts) => {
             let tensors = parts.iter().map(|part| &part.output);

@@ -3,7 +3,7 @@
 use std::ffi::c_void;
 
 use candle_core::{DType, Device, Tensor};
-use fulgurite_engine::collective::{AllGather, Collective, ReduceOp, ReduceScatter};
+use fulgurite_engine::collective::{AllGather, AllToAll, Collective, ReduceOp, ReduceScatter};
 use fulgurite_error::Result;
 
 use crate::flat::{Flat, is_even};
@@ -44,7 +44,7 @@ impl Planner<'_> {
                 let (count, dtype) = (tensor.elem_count(), tensor.dtype());
                 plan.call(Call::Broadcast { root: *src }, at, at, count, dtype);
             }
-            Collective::AllToAll { output, input } => self.all_to_all(&mut plan, output, input)?,
+            Collective::AllToAll(exchange) => self.all_to_all(&mut plan, exchange)?,
             Collective::AllGatherInto(parts) => self.all_gather(&mut plan, parts)?,
             Collective::ReduceScatter { parts, op } => {
                 self.reduce_scatter(&mut plan, parts, *op)?;
@@ -75,15 +75,16 @@ impl Planner<'_> {
         Ok(address)
     }
 
-    fn all_to_all(&self, plan: &mut Plan, output: &Tensor, input: &Tensor) -> Result<()> {
-        let target = self.memory(plan, output, true)?;
-        let source = self.memory(plan, input, false)?;
-        let (count, dtype) = (input.elem_count() / self.size, input.dtype());
-        for peer in 0..self.size {
-            let part = peer * count;
-            let (from, to) = (at(source, part, dtype), at(target, part, dtype));
-            plan.call(Call::Send { peer }, from, from, count, dtype);
-            plan.call(Call::Recv { peer }, to, to, count, dtype);
+    fn all_to_all(&self, plan: &mut Plan, exchange: &AllToAll) -> Result<()> {
+        let target = self.memory(plan, &exchange.output, true)?;
+        let source = self.memory(plan, &exchange.input, false)?;
+        let dtype = exchange.input.dtype();
+        let sent = exchange.sent(self.rank, self.size);
+        let received = exchange.received(self.rank, self.size);
+        for (peer, (sent, received)) in sent.into_iter().zip(received).enumerate() {
+            let (from, to) = (at(source, sent.start, dtype), at(target, received.start, dtype));
+            plan.call(Call::Send { peer }, from, from, sent.len(), dtype);
+            plan.call(Call::Recv { peer }, to, to, received.len(), dtype);
         }
         Ok(())
     }

@@ -62,7 +62,7 @@ impl Routes {
                     Collective::AllReduce { tensor, .. } | Collective::Broadcast { tensor, .. } => {
                         vec![tensor]
                     }
-                    Collective::AllToAll { output, input } => vec![output, input],
+                    Collective::AllToAll(exchange) => vec![&exchange.output, &exchange.input],
                     _ => vec![],
                 };
                 match reached(&tensors)? {

@@ -11,6 +11,7 @@ use fulgurite_engine::strategy::{
 };
 use fulgurite_error::Result;
 
+use super::experts::ExpertShards;
 use super::ignored::Ignored;
 use super::outer::Outer;
 use super::reduction::GradientReduction;
@@ -25,6 +26,7 @@ impl StrategyExtensions for MeshStrategy {
     ) -> Result<Option<RankMemory>> {
         GradientReduction::new(&self.settings.gradients, mesh)?;
         self.parallelize(tree, mesh)?;
+        ExpertShards::new(self.settings.expert_parallel_size, tree, mesh)?;
         self.assign(tree, mesh)?;
         plan::rank_memory(self, tree, mesh).map(Some)
     }

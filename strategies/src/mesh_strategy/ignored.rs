@@ -10,6 +10,7 @@ use fulgurite_engine::shard::{Cut, Placement, ShardSpec};
 use fulgurite_engine::strategy::materialize;
 use fulgurite_error::{Error, Result};
 
+use super::experts::expert_parts;
 use super::gradients::PartialGrads;
 use super::reduction::GradientReduction;
 use super::replicated::Reducer;
@@ -28,7 +29,16 @@ pub(super) fn chosen(settings: &Settings, tree: &ModuleTree) -> Result<Vec<bool>
             "`trainer.strategy.ignored`: no parameter matches `{pattern}`. {PATTERN_HELP}"
         )));
     }
-    Ok(fqns.map(|fqn| any_pattern_matches(&settings.ignored, fqn)).collect())
+    let chosen: Vec<bool> = fqns.map(|fqn| any_pattern_matches(&settings.ignored, fqn)).collect();
+    let mut both = tree.parameters().iter().zip(&chosen);
+    match both.find(|(parameter, ignored)| **ignored && expert_parts(parameter) > 1) {
+        None => Ok(chosen),
+        Some((parameter, _)) => Err(Error::parameter(
+            parameter.fqn(),
+            "has experts, which `trainer.strategy.expert_parallel_size` divides among ranks, and \
+             `trainer.strategy.ignored` wants every rank to hold it whole; leave one of them out",
+        )),
+    }
 }
 
 /// Parameters that every rank holds whole (after tensor-parallel cuts) and whose gradients stay on

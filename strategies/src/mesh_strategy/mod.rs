@@ -9,6 +9,7 @@
 //! | `replicated/` | whole parameters: gradients are all-reduced in buckets |
 //! | `sharded/` | shards: units are gathered, gradients reduce-scattered |
 //! | `ignored` | parameters excluded from data parallelism |
+//! | `experts` | experts of a layer on ranks of their own |
 //! | `pipeline/` | stages of the model on ranks of their own |
 //! | `reduction` | gradient compression and predivision |
 //! | `outer` | independent replicas, and the optimizer that synchronises them |
@@ -18,6 +19,7 @@
 //! `sharded` perform it.
 
 mod connect;
+mod experts;
 mod extensions;
 mod gradients;
 mod ignored;
@@ -31,6 +33,7 @@ mod sharded;
 mod strategy;
 mod units;
 
+pub(crate) use experts::check_size as check_expert_parallel_size;
 pub(crate) use outer::OuterSettings;
 pub(crate) use pipeline::{PipelineSettings, ScheduleSource};
 pub(crate) use reduction::GradientSettings;

@@ -65,6 +65,8 @@ pub(crate) struct Settings {
     pub(crate) sizes: [Option<usize>; 4],
     /// The pipeline; `None` if every rank computes the whole model.
     pub(crate) pipeline: Option<PipelineSettings>,
+    /// Number of ranks, among those that share parameters, that divide experts among each other.
+    pub(crate) expert_parallel_size: usize,
     /// Whether `device_mesh` refuses several ranks and recommends other strategies.
     pub(crate) one_rank_only: bool,
     pub(crate) sharding: Sharding,
@@ -106,6 +108,7 @@ impl Settings {
             name,
             sizes,
             pipeline: None,
+            expert_parallel_size: 1,
             one_rank_only: false,
             sharding,
             reshard_after_forward: ReshardAfterForward::Auto,

@@ -21,6 +21,7 @@ use fulgurite_engine::strategy::{
 use fulgurite_error::{Error, Result};
 
 use super::connect::connect;
+use super::experts::{self, ExpertShards};
 use super::gradients::PartialGrads;
 use super::ignored::{self, Ignored};
 use super::outer::Outer;
@@ -158,12 +159,13 @@ impl MeshStrategy {
         seed: u64,
         partial_grads: PartialGrads,
         ignored: &[ParameterSlot],
+        experts: Option<&ExpertShards>,
     ) -> Result<DataParallel> {
         let reduction = self.gradient_reduction(mesh)?;
         let chosen = units::choose(&self.settings, tree)?;
         let policy = &self.settings.mixed_precision;
-        let process_groups =
-            [mesh.group(DP_SHARD_CP)?.clone(), mesh.group(DATA_PARALLEL_REPLICATE)?.clone()];
+        let sharing = mesh.group(DP_SHARD_CP)?;
+        let replicas = mesh.group(DATA_PARALLEL_REPLICATE)?;
         let parts_of = |reshard, parts: &units::PartGroups| match reshard {
             Reshard::Ranks(ranks) => parts.get(&ranks).cloned(),
             _ => None,
@@ -175,11 +177,17 @@ impl MeshStrategy {
             slots
         };
         let mut root = managed(tree.unit_slots(None));
-        let (reshard, parts) = units::reshard(&self.settings, tree, &chosen, &process_groups[0])?;
+        let (reshard, parts) = units::reshard(&self.settings, tree, &chosen, sharing)?;
+        if let (Some(_), Some((ranks, _))) = (experts, parts.first_key_value()) {
+            return Err(Error::Config(format!(
+                "`reshard_after_forward` = {ranks} keeps parts of units on neighbouring ranks, which have different \
+                 experts under `expert_parallel_size`; choose `true`, `false` or `\"all_but_last\"`"
+            )));
+        }
         let mut add = |path: &str, slots: &[ParameterSlot], reshard: Reshard| -> Result<usize> {
             let members = slots
                 .iter()
-                .map(|slot| self.shard_parameter(slot, mesh, seed))
+                .map(|slot| self.shard_parameter(slot, mesh, seed, experts))
                 .collect::<Result<_>>()?;
             let path = path.to_owned();
             let group = ParamGroup::new(
@@ -187,7 +195,7 @@ impl MeshStrategy {
                 members,
                 reshard,
                 parts_of(reshard, &parts),
-                process_groups.clone(),
+                replicas.clone(),
                 reduction.clone(),
             );
             groups.push(group.with_shards_on_host(self.settings.cpu_offload));
@@ -235,9 +243,9 @@ impl MeshStrategy {
             let message = "is a scalar, which FSDP cannot shard; give it the shape [1]";
             return Err(Error::parameter(parameter.fqn(), message));
         }
-        let ranks = mesh.size(DP_SHARD_CP)?;
+        let parts = experts::expert_parts(parameter);
         let outer = Self::outer_spec(parameter, mesh)?;
-        Ok(outer.with_cut(Cut::new(DP_SHARD_CP, ranks, Placement::Shard(0))))
+        Ok(experts::with_shards(outer, mesh.size(DP_SHARD_CP)?, parts))
     }
 
     /// Cuts a parameter and gives this rank's shard its initial values.
@@ -246,18 +254,26 @@ impl MeshStrategy {
         slot: &ParameterSlot,
         mesh: &DeviceMesh,
         seed: u64,
+        experts: Option<&ExpertShards>,
     ) -> Result<Member> {
-        let ranks = mesh.size(DP_SHARD_CP)?;
+        let parts = experts::expert_parts(slot);
+        let group = match experts {
+            Some(experts) if parts > 1 => experts.ranks(),
+            _ => mesh.group(DP_SHARD_CP)?,
+        };
         let spec = Self::sharded_spec(slot, mesh)?;
+        let own = mesh.coordinate(DP_SHARD_CP);
+        // Of the same experts as this rank's.
+        let place = |shard: usize| shard * parts + own % parts;
         let region =
             |rank| spec.region(|dim| if dim == DP_SHARD_CP { rank } else { mesh.coordinate(dim) });
-        let counts = (0..ranks).map(|rank| region(rank).elem_count()).collect();
-        let region = region(mesh.coordinate(DP_SHARD_CP));
+        let shards = 0..group.size();
+        let counts = shards.map(|shard| region(place(shard)).elem_count()).collect();
+        let region = region(own);
         let _kind = memory::of_kind(MemoryKind::Parameters);
         let initial = materialize::initial_values(slot, seed, &region)?;
         let on_host = self.settings.cpu_offload;
         let initial = if on_host { initial.to_device(&Device::Cpu)? } else { initial };
-        let group = mesh.group(DP_SHARD_CP)?;
         let values = if group.size() > 1 {
             let shard = group.empty(initial.elem_count(), initial.dtype(), initial.device())?;
             storage::copy_from(&shard, &initial)?;
@@ -268,7 +284,7 @@ impl MeshStrategy {
         slot.set_spec(spec);
         slot.set_local(LocalShard { values, region });
         let reduce_dtype = self.settings.mixed_precision.reduce_dtype_of(slot.fqn());
-        Ok(Member::new(slot.clone(), counts, reduce_dtype))
+        Ok(Member::new(slot.clone(), group.clone(), counts, reduce_dtype))
     }
 
     pub(super) fn data_parallel(&self) -> Result<&DataParallel> {
@@ -431,6 +447,7 @@ impl Strategy for MeshStrategy {
             verify_same_choices(tree, &**mesh.world())?;
         }
         self.warn_if_nothing_is_cut(tree, mesh)?;
+        let experts = ExpertShards::new(self.settings.expert_parallel_size, tree, mesh)?;
         let assignment = self.assign(tree, mesh)?;
         let partial_grads = PartialGrads::new(tree, mesh)?;
         let (ignored, managed) = {
@@ -453,7 +470,9 @@ impl Strategy for MeshStrategy {
             (only(ignored), only(managed))
         };
         let data_parallel = match self.shards(mesh)? {
-            true => self.shard(tree, mesh, seed, partial_grads.clone(), &ignored)?,
+            true => {
+                self.shard(tree, mesh, seed, partial_grads.clone(), &ignored, experts.as_ref())?
+            }
             false => self.replicate(managed, mesh, seed, partial_grads.clone())?,
         };
         if !ignored.is_empty() {

@@ -18,6 +18,7 @@ mod diloco;
 mod dora;
 mod dtype_overrides;
 mod errors;
+mod expert_parallel;
 mod fabric_collectives;
 mod full_checkpoint;
 mod gradient_compression;

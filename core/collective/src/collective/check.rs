@@ -5,7 +5,7 @@
 
 use candle_core::{DType, Tensor};
 
-use super::{AllGather, ProcessGroup, ReduceScatter};
+use super::{AllGather, AllToAll, ProcessGroup, ReduceScatter};
 use crate::Result;
 
 /// The beginning of a transport's error about ranks in different collectives.
@@ -92,11 +92,15 @@ pub(super) fn reduce_scatter(group: &dyn ProcessGroup, parts: &[ReduceScatter]) 
 }
 
 /// Checks the arguments of [`ProcessGroup::all_to_all`].
-pub(super) fn all_to_all(group: &dyn ProcessGroup, output: &Tensor, input: &Tensor) -> Result<()> {
+pub(super) fn all_to_all(group: &dyn ProcessGroup, exchange: &AllToAll) -> Result<()> {
     const OP: &str = "all_to_all";
+    let AllToAll { input, output, counts } = exchange;
     tensor(group, OP, "input", input)?;
     tensor(group, OP, "output", output)?;
     same_dtype(group, OP, input, output)?;
+    if let Some(counts) = counts {
+        return all_to_all_counts(group, exchange, counts);
+    }
     if input.elem_count() != output.elem_count() || !input.elem_count().is_multiple_of(group.size())
     {
         let message = format!(
@@ -107,6 +111,37 @@ pub(super) fn all_to_all(group: &dyn ProcessGroup, output: &Tensor, input: &Tens
             output.elem_count(),
         );
         return Err(group.error(OP, message));
+    }
+    Ok(())
+}
+
+fn all_to_all_counts(
+    group: &dyn ProcessGroup,
+    exchange: &AllToAll,
+    counts: &[Vec<usize>],
+) -> Result<()> {
+    const OP: &str = "all_to_all";
+    let (rank, size) = (group.rank(), group.size());
+    if counts.len() != size || counts.iter().any(|row| row.len() != size) {
+        let rows: Vec<usize> = counts.iter().map(Vec::len).collect();
+        let message = format!(
+            "there must be {size} counts for each of the group's {size} ranks; the lists of counts have the \
+             lengths {rows:?}"
+        );
+        return Err(group.error(OP, message));
+    }
+    let end = |parts: Vec<std::ops::Range<usize>>| parts.last().map_or(0, |part| part.end);
+    for (role, tensor, expected) in [
+        ("input", &exchange.input, end(exchange.sent(rank, size))),
+        ("output", &exchange.output, end(exchange.received(rank, size))),
+    ] {
+        if tensor.elem_count() != expected {
+            let message = format!(
+                "the {role} has {} elements; counts adds up to {expected} for this rank",
+                tensor.elem_count()
+            );
+            return Err(group.error(OP, message));
+        }
     }
     Ok(())
 }

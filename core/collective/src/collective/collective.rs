@@ -1,5 +1,7 @@
 //! Collectives and their arguments.
 
+use std::ops::Range;
+
 use candle_core::Tensor;
 use serde::{Deserialize, Serialize};
 
@@ -61,6 +63,64 @@ impl ReduceScatter {
     }
 }
 
+/// An exchange: every rank sends a part of its `input` to every rank, itself included, and receives
+/// one from each into its `output`. Parts are in rank order in both.
+#[derive(Debug, Clone)]
+pub struct AllToAll {
+    /// The parts to send: contiguous.
+    pub input: Tensor,
+    /// Receives the parts: contiguous, same dtype. With `counts`, shares no memory with `input`.
+    pub output: Tensor,
+    /// `counts[i][j]`: the number of elements that group rank `i` sends to group rank `j`. Equal on
+    /// all ranks; may contain zeros. `None`: all parts are equally long.
+    pub counts: Option<Vec<Vec<usize>>>,
+}
+
+impl AllToAll {
+    /// An exchange of equally long parts.
+    pub fn even(output: &Tensor, input: &Tensor) -> Self {
+        Self { input: input.clone(), output: output.clone(), counts: None }
+    }
+
+    /// An exchange of parts of these lengths (see [`counts`](Self::counts)).
+    pub fn uneven(output: &Tensor, input: &Tensor, counts: Vec<Vec<usize>>) -> Self {
+        Self { counts: Some(counts), ..Self::even(output, input) }
+    }
+
+    /// The elements of the input that rank `rank` of `size` sends to each rank, in rank order.
+    pub fn sent(&self, rank: usize, size: usize) -> Vec<Range<usize>> {
+        self.parts(size, |counts, peer| counts[rank][peer])
+    }
+
+    /// The elements of the output that rank `rank` of `size` receives from each rank, in rank order.
+    pub fn received(&self, rank: usize, size: usize) -> Vec<Range<usize>> {
+        self.parts(size, |counts, peer| counts[peer][rank])
+    }
+
+    /// The number of elements of the longest part that any of `size` ranks sends.
+    pub fn longest(&self, size: usize) -> usize {
+        match &self.counts {
+            None => self.input.elem_count() / size,
+            Some(counts) => counts.iter().flatten().copied().max().unwrap_or(0),
+        }
+    }
+
+    fn parts(
+        &self,
+        size: usize,
+        count: impl Fn(&[Vec<usize>], usize) -> usize,
+    ) -> Vec<Range<usize>> {
+        let even = self.input.elem_count() / size;
+        let mut start = 0;
+        let part = |peer| {
+            let count = self.counts.as_ref().map_or(even, |counts| count(counts, peer));
+            start += count;
+            start - count..start
+        };
+        (0..size).map(part).collect()
+    }
+}
+
 /// A collective and its arguments, to be started by [`ProcessGroup::start`].
 #[derive(Debug, Clone)]
 pub enum Collective {
@@ -88,14 +148,8 @@ pub enum Collective {
         /// The sending group rank.
         src: usize,
     },
-    /// Sends part `i` of `input` (`size()` equal parts) to rank `i`, and receives part `i` of
-    /// `output` from rank `i`.
-    AllToAll {
-        /// Receives the parts.
-        output: Tensor,
-        /// The parts to send.
-        input: Tensor,
-    },
+    /// Sends a part of a tensor to each rank, and receives one from each.
+    AllToAll(AllToAll),
     /// Completes when every rank has started it.
     Barrier,
 }
@@ -121,9 +175,9 @@ impl Collective {
         Self::Broadcast { tensor: tensor.clone(), src }
     }
 
-    /// An [`AllToAll`](Self::AllToAll).
+    /// An [`AllToAll`](Self::AllToAll) of equally long parts.
     pub fn all_to_all(output: &Tensor, input: &Tensor) -> Self {
-        Self::AllToAll { output: output.clone(), input: input.clone() }
+        Self::AllToAll(AllToAll::even(output, input))
     }
 
     /// The name of the [`ProcessGroup`] method that starts it.
@@ -133,19 +187,20 @@ impl Collective {
             Self::AllGatherInto(_) => "all_gather_into",
             Self::ReduceScatter { .. } => "reduce_scatter",
             Self::Broadcast { .. } => "broadcast",
-            Self::AllToAll { .. } => "all_to_all",
+            Self::AllToAll(_) => "all_to_all",
             Self::Barrier => "barrier",
         }
     }
 
-    /// Bytes of the full tensors: the operand of a reduction, or the gathered whole.
+    /// Bytes of the full tensors: the operand of a reduction, the gathered whole, or what
+    /// this rank sends in an exchange.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &Tensor| tensor.elem_count() * tensor.dtype().size_in_bytes();
         match self {
             Self::AllReduce { tensor, .. } | Self::Broadcast { tensor, .. } => bytes(tensor),
             Self::AllGatherInto(parts) => parts.iter().map(|part| bytes(&part.output)).sum(),
             Self::ReduceScatter { parts, .. } => parts.iter().map(|part| bytes(&part.input)).sum(),
-            Self::AllToAll { input, .. } => bytes(input),
+            Self::AllToAll(exchange) => bytes(&exchange.input),
             Self::Barrier => 0,
         }
     }
@@ -163,7 +218,7 @@ impl Collective {
                 check::root(group, self.name(), *src)?;
                 check::tensor(group, self.name(), "tensor", tensor)
             }
-            Self::AllToAll { output, input } => check::all_to_all(group, output, input),
+            Self::AllToAll(exchange) => check::all_to_all(group, exchange),
             Self::Barrier => Ok(()),
         }
     }

@@ -28,7 +28,7 @@ mod work;
 pub use abandon::Abandonment;
 pub use agreement::Agreement;
 pub use check::RANKS_DIFFER;
-pub use collective::{AllGather, Collective, ReduceOp, ReduceScatter};
+pub use collective::{AllGather, AllToAll, Collective, ReduceOp, ReduceScatter};
 pub use config::{GroupContext, GroupMemory, ProcessGroupConfig};
 pub use counter::{Counter, Record};
 pub use dry_run::{COPIED_BYTES, DryRunGroup};

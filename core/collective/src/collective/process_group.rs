@@ -125,7 +125,8 @@ pub trait ProcessGroup: Send + Sync {
         self.start(Collective::broadcast(tensor, src), true)
     }
 
-    /// Starts a [`Collective::AllToAll`] that overlaps with what the caller does.
+    /// Starts a [`Collective::AllToAll`] of equally long parts that overlaps with what the caller
+    /// does.
     fn all_to_all(&self, output: &Tensor, input: &Tensor) -> Result<Work> {
         self.start(Collective::all_to_all(output, input), true)
     }

@@ -83,7 +83,7 @@ impl ProcessGroup for Solo {
             Collective::ReduceScatter { parts, .. } => {
                 copy(parts.iter().map(|part| (&part.output, &part.input)))?;
             }
-            Collective::AllToAll { output, input } => copy([(&output, &input)])?,
+            Collective::AllToAll(exchange) => copy([(&exchange.output, &exchange.input)])?,
             Collective::AllReduce { .. } | Collective::Broadcast { .. } | Collective::Barrier => {}
         }
         Ok(Work::ready())

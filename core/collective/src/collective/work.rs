@@ -39,6 +39,15 @@ impl Work {
         Self { wait: Some(Box::new(wait)), end: None }
     }
 
+    /// Several collectives, which are complete when all of them are. Keeps the end of a single one.
+    pub fn all(mut works: Vec<Self>) -> Self {
+        match works.len() {
+            0 => Self::ready(),
+            1 => works.remove(0),
+            _ => Self::pending(move || works.into_iter().try_for_each(Self::wait)),
+        }
+    }
+
     /// Adds an end that others can wait for.
     pub fn with_end(self, end: Arc<dyn End>) -> Self {
         Self { end: Some(end), ..self }

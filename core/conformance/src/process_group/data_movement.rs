@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use super::suite::{LARGE, Suite};
 use super::value::{Value, values};
 use crate::Result;
-use fulgurite_engine::collective::{AllGather, Collective, ReduceOp};
+use fulgurite_engine::collective::{AllGather, AllToAll, Collective, ReduceOp};
 
 impl Suite<'_> {
     pub(super) fn all_gather(&self) -> Result<()> {
@@ -111,7 +111,41 @@ impl Suite<'_> {
             self.all_to_all_case::<f16>(n)?;
             self.all_to_all_case::<u32>(n)?;
         }
+        let size = self.size();
+        // Parts of all lengths, none at all, all from one rank, and all to one.
+        let lengths = |count: &dyn Fn(usize, usize) -> usize| -> Vec<Vec<usize>> {
+            (0..size).map(|i| (0..size).map(|j| count(i, j)).collect()).collect()
+        };
+        for counts in [
+            lengths(&|i, j| (i * 7 + j * 3) % 5),
+            lengths(&|_, _| 0),
+            lengths(&|i, j| if i == size - 1 { 100 + j } else { 0 }),
+            lengths(&|i, j| if j == 0 { 65 * i } else { 0 }),
+            lengths(&|i, j| if i == j { 3 } else { LARGE / size / (1 + i + j) }),
+        ] {
+            self.uneven_all_to_all_case::<f32>(&counts)?;
+            self.uneven_all_to_all_case::<bf16>(&counts)?;
+            self.uneven_all_to_all_case::<u32>(&counts)?;
+            self.uneven_all_to_all_case::<i64>(&counts)?;
+        }
         Ok(())
+    }
+
+    /// Sends `counts[i][j]` elements from rank `i` to rank `j`.
+    fn uneven_all_to_all_case<T: Value>(&self, counts: &[Vec<usize>]) -> Result<()> {
+        let own = self.rank();
+        let sent = counts[own].iter().sum();
+        let received = counts.iter().map(|row| row[own]).sum();
+        let input = self.view(&values::<T>(own, sent, 6))?;
+        let output = self.view(&vec![T::MARGIN; received])?;
+        let exchange = AllToAll::uneven(&output.tensor, &input.tensor, counts.to_vec());
+        self.group.start(Collective::AllToAll(exchange), true)?.wait()?;
+        let mut expected = vec![];
+        for (rank, row) in counts.iter().enumerate() {
+            let before: usize = row[..own].iter().sum();
+            expected.extend((before..before + row[own]).map(|i| T::test_value(rank, i, 6)));
+        }
+        output.expect(self, &format!("all_to_all of {counts:?} {:?}", T::DTYPE), &expected)
     }
 
     /// Sends `n` elements from each rank to each rank.

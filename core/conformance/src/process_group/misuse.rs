@@ -5,7 +5,9 @@ use candle_core::{DType, Tensor};
 use super::suite::Suite;
 use super::value::values;
 use crate::Result;
-use fulgurite_engine::collective::{AllGather, ReduceOp, ReduceScatter, Work};
+use fulgurite_engine::collective::{
+    AllGather, AllToAll, Collective, ReduceOp, ReduceScatter, Work,
+};
 
 impl Suite<'_> {
     /// Every rank makes the same mistake, so that no rank waits for another.
@@ -53,6 +55,19 @@ impl Suite<'_> {
             self.refused("all_to_all that does not divide", group.all_to_all(&odd, &same))?;
         }
         self.refused("all_to_all of two dtypes", group.all_to_all(&doubles, &all))?;
+        let exchange = |counts: Vec<Vec<usize>>, output: &Tensor| {
+            let exchange = AllToAll::uneven(output, &all, counts);
+            group.start(Collective::AllToAll(exchange), true)
+        };
+        let fours = |ranks: usize| vec![vec![4; ranks]; size];
+        self.refused("all_to_all with counts of too many ranks", exchange(fours(size + 1), &all))?;
+        self.refused(
+            "all_to_all with an output unlike its counts",
+            exchange(fours(size), &too_long),
+        )?;
+        self.refused("all_to_all with an input unlike its counts", {
+            exchange(vec![vec![5; size]; size], &ones(5 * size, DType::F32)?)
+        })?;
         let strided = Tensor::ones((3, 4), DType::F32, device)?.t()?;
         self.refused("a tensor that is not contiguous", group.all_reduce(&strided, ReduceOp::Sum))?;
 

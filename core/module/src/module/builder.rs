@@ -12,7 +12,7 @@ use super::stage::Stages;
 use super::tree::{ModuleInfo, ModuleTree, check_name};
 use super::unit::{Unit, UnitHandle};
 use super::var_builder::Recorder;
-use super::{ActivationCheckpointing, Adapters, Quantization};
+use super::{ActivationCheckpointing, Adapters, Experts, Quantization};
 use crate::parallel::{InputCast, LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, BufferInit, BufferOptions, Init, Parameter, ParameterSpec};
 use crate::quantization::{Packed, PackedPart, SCALE_SUFFIX, WeightFormat};
@@ -223,6 +223,15 @@ impl ModuleBuilder {
             let because = "it has two models with units of their own, and a pipeline cuts one";
             tree.no_stages.get_or_insert(because.to_owned());
         }
+    }
+
+    /// Declares that the module at this path has `count` experts, which expert parallelism can
+    /// divide among ranks. The module [adds](Experts::add) the parameters whose first dimension is
+    /// the experts, and computes with the [ranks](Experts::ranks) that have them.
+    pub fn experts(&self, count: usize) -> Experts {
+        let experts = Experts::new(self.path.clone(), count);
+        self.tree().experts.push(experts.clone());
+        experts
     }
 
     /// Says why no pipeline can cut the model, although it has [stages](Self::stages) otherwise.

@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use super::parallelize::{AppliedPlans, Edge};
 use super::stage::Stages;
-use super::{FullyShard, UnitHandle};
+use super::{Experts, FullyShard, UnitHandle};
 use crate::parallel::{LayerHandle, ParallelLayer};
 use crate::parameter::{Buffer, Parameter, ParameterSlot};
 use crate::{Error, Result};
@@ -53,6 +53,8 @@ pub struct ModuleTree {
     pub(super) stages: Option<Stages>,
     /// See [`no_stages`](Self::no_stages).
     pub(super) no_stages: Option<String>,
+    /// See [`experts`](Self::experts).
+    pub(super) experts: Vec<Experts>,
     /// The plans applied so far.
     pub(crate) parallel: AppliedPlans,
 }

@@ -5,7 +5,7 @@ use candle_core::Tensor;
 use super::{Parameter, PausedGradients};
 use crate::{Error, Result};
 use fulgurite_tensor::autograd::{
-    anomaly, detects_anomalies, function, functions, is_grad_enabled,
+    Backward, anomaly, detects_anomalies, function, functions, is_grad_enabled,
 };
 
 /// Enters `output`, computed from `inputs` and `parameters`, into the graph. At most three inputs,
@@ -30,12 +30,22 @@ pub fn record(
     output: Tensor,
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
+    record_boxed(inputs, parameters, output, Box::new(backward))
+}
+
+/// [`record`], compiled once for all closures.
+fn record_boxed(
+    inputs: &[&Tensor],
+    parameters: &[&Parameter],
+    output: Tensor,
+    backward: Box<Backward>,
+) -> Result<Tensor> {
     let Some(recorded) = Recorded::begin(inputs, parameters, &[&output])? else {
         return Ok(output);
     };
     let arguments = recorded.arguments(inputs, parameters);
     function(&arguments, output, move |output, grad| {
-        recorded.backward(&[Some(grad.clone())], |grads| {
+        recorded.backward(&[Some(grad.clone())], &|grads| {
             let [Some(grad)] = grads else {
                 return Err(Error::other("an output has one gradient"));
             };
@@ -128,7 +138,7 @@ impl Recorded {
     fn backward(
         &self,
         grads: &[Option<Tensor>],
-        backward: impl FnOnce(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>>,
+        backward: &dyn Fn(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>>,
     ) -> Result<Vec<Option<Tensor>>> {
         let _paused = PausedGradients::of(&self.paused);
         let detects = detects_anomalies();

@@ -15,7 +15,7 @@ use crate::{Error, Result};
 ///
 /// `None`: the function gives this input no gradient. candle allows `None` for a `Var` (a
 /// parameter's token) and for inputs that need no gradient, and panics for other inputs.
-type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
+pub type Backward = dyn Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync;
 
 /// Enters `output`, already computed from one to three `inputs`, into the graph with a hand-written
 /// `backward`.
@@ -44,6 +44,11 @@ pub fn function(
     output: Tensor,
     backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
 ) -> Result<Tensor> {
+    function_boxed(inputs, output, Box::new(backward))
+}
+
+/// [`function`], compiled once for all closures.
+fn function_boxed(inputs: &[&Tensor], output: Tensor, backward: Box<Backward>) -> Result<Tensor> {
     if !is_grad_enabled() || !inputs.iter().any(|input| input.track_op()) {
         return Ok(output);
     }
@@ -63,36 +68,32 @@ pub fn function(
         Ok(grads)
     };
     if !direct::is_for(&output) {
-        return node(&nodes, output, hands_on);
+        return node(&nodes, output, Box::new(hands_on));
     }
     let (gradient, made) = (Gradient::of(&output), Arc::<OnceLock<Tensor>>::default());
     let (of_output, output_of) = (gradient.clone(), made.clone());
-    let source = node(&nodes, direct::element(&output)?, move |_, _| {
+    let of_source = move |_: &Tensor, _: &Tensor| {
         let none = || Error::other("a backward was called before its forward had ended");
         hands_on(output_of.get().ok_or_else(none)?, &of_output.take()?)
-    })?;
+    };
+    let source = node(&nodes, direct::element(&output)?, Box::new(of_source))?;
     let source = Source::new(source, gradient);
     // The output owns its source. `direct::source` holds only a weak reference.
     let held = source.clone();
-    let y = node(std::slice::from_ref(source.node()), output, move |_, grad| {
-        Ok(vec![Some(held.hand(grad.clone())?)])
-    })?;
+    let hand = move |_: &Tensor, grad: &Tensor| Ok(vec![Some(held.hand(grad.clone())?)]);
+    let y = node(std::slice::from_ref(source.node()), output, Box::new(hand))?;
     made.get_or_init(|| y.detach());
     source.is_of(&y);
     Ok(y)
 }
 
 /// Enters `output` into the graph as a result of `nodes`, with this backward.
-fn node(
-    nodes: &[Tensor],
-    output: Tensor,
-    backward: impl Fn(&Tensor, &Tensor) -> Result<Vec<Option<Tensor>>> + Send + Sync + 'static,
-) -> Result<Tensor> {
+fn node(nodes: &[Tensor], output: Tensor, backward: Box<Backward>) -> Result<Tensor> {
     let shape = output.shape().clone();
     let output = if storage::is_whole(&output) { output } else { output.force_contiguous()? };
     let op = Function {
         output: Mutex::new(Some((storage::take(&output)?, shape))),
-        backward: Box::new(backward),
+        backward,
         graph: GradMode::current().own_graph(),
     };
     match nodes {

@@ -21,6 +21,8 @@ pub use anomaly::detect_anomaly;
 pub use anomaly::is_on as detects_anomalies;
 #[doc(hidden)]
 pub use direct::graph_id;
+#[doc(hidden)]
+pub use function::Backward;
 pub use function::function;
 #[doc(hidden)]
 pub use function::{is_constant, leaf};

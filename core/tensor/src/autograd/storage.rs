@@ -18,7 +18,7 @@
 //! # Ok::<(), fulgurite_core::Error>(())
 //! ```
 
-use std::marker::PhantomData;
+use std::cell::RefCell;
 use std::sync::Mutex;
 
 use bytemuck::allocation::zeroed_vec;
@@ -423,35 +423,22 @@ host_elements!(
     half::bf16 => BF16, half::f16 => F16, f32 => F32, f64 => F64
 );
 
-/// Runs a closure once on the elements, inside an in-place op.
-struct HostAccess<T, R, F>(Mutex<HostCall<R, F>>, PhantomData<fn(T)>);
+/// Access to a tensor's storage inside an in-place op. One type for all closures: candle compiles its
+/// machinery for each type of op.
+struct HostAccess<'a, 'b>(RefCell<&'a mut OnHost<'b>>);
 
-enum HostCall<R, F> {
-    Pending(F),
-    Running,
-    Done(R),
-}
+type OnHost<'a> = dyn FnMut(&mut CpuStorage, (usize, usize)) -> candle_core::Result<()> + 'a;
 
-impl<T: HostElement, R, F: FnOnce(&mut [T]) -> R> InplaceOp1 for HostAccess<T, R, F> {
+impl InplaceOp1 for HostAccess<'_, '_> {
     fn name(&self) -> &'static str {
         "fulgurite-host-access"
     }
 
     fn cpu_fwd(&self, storage: &mut CpuStorage, layout: &Layout) -> candle_core::Result<()> {
-        let Some((start, end)) = layout.contiguous_offsets() else {
+        let Some(elements) = layout.contiguous_offsets() else {
             candle_core::bail!("in-place access needs a contiguous tensor, got {layout:?}")
         };
-        let Some(all) = T::slice_mut(storage) else {
-            candle_core::bail!("in-place access as {:?} to a tensor of another dtype", T::DTYPE)
-        };
-        let Some(slice) = all.get_mut(start..end) else {
-            candle_core::bail!("in-place access to a tensor whose memory is released")
-        };
-        let mut call = self.0.lock().expect("the closure runs once");
-        if let HostCall::Pending(f) = std::mem::replace(&mut *call, HostCall::Running) {
-            *call = HostCall::Done(f(slice));
-        }
-        Ok(())
+        (self.0.borrow_mut())(storage, elements)
     }
 }
 
@@ -465,12 +452,23 @@ pub fn with_host_mut<T: HostElement, R>(
     tensor: &Tensor,
     f: impl FnOnce(&mut [T]) -> R,
 ) -> Result<R> {
-    let op = HostAccess(Mutex::new(HostCall::Pending(f)), PhantomData);
-    tensor.inplace_op1(&op)?;
-    match op.0.into_inner().expect("the closure runs once") {
-        HostCall::Done(result) => Ok(result),
-        _ => Err(Error::other("in-place access did not run")),
-    }
+    let (mut f, mut result) = (Some(f), None);
+    let mut on_host = |storage: &mut CpuStorage, (start, end): (usize, usize)| {
+        let Some(all) = T::slice_mut(storage) else {
+            candle_core::bail!("in-place access as {:?} to a tensor of another dtype", T::DTYPE)
+        };
+        let Some(slice) = all.get_mut(start..end) else {
+            candle_core::bail!("in-place access to a tensor whose memory is released")
+        };
+        result = f.take().map(|f| f(slice));
+        Ok(())
+    };
+    in_place(tensor, &mut on_host)?;
+    result.ok_or_else(|| Error::other("in-place access did not run"))
+}
+
+fn in_place(tensor: &Tensor, on_host: &mut OnHost<'_>) -> Result<()> {
+    Ok(tensor.inplace_op1(&HostAccess(RefCell::new(on_host)))?)
 }
 
 /// Calls `f` with the elements of a contiguous CPU tensor or view.

@@ -24,8 +24,7 @@ where
     }
     let mut out = Vec::with_capacity(values.len());
     let room = &mut out.spare_capacity_mut()[..values.len()];
-    let pieces = room.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE));
-    pieces.for_each(|(out, values)| write(out, values, f));
+    each_piece(room, values, &|out, values| write(out, values, f));
     // SAFETY: the pieces cover `room`, and `write` writes every element of a piece.
     unsafe { out.set_len(values.len()) };
     out
@@ -45,9 +44,8 @@ where
         return zeroed_vec(a.len());
     }
     let mut out = Vec::with_capacity(a.len());
-    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
     let room = &mut out.spare_capacity_mut()[..a.len()];
-    room.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| write2(out, a, b, f));
+    each_piece2(room, a, b, &|out, a, b| write2(out, a, b, f));
     // SAFETY: the pieces cover `room`, each is as long as its piece of `a` and of `b`, and `write2`
     // writes every element of a piece.
     unsafe { out.set_len(a.len()) };
@@ -103,8 +101,25 @@ where
     if skips_pass(values.len() * (size_of::<A>() + 2 * size_of::<B>())) {
         return;
     }
-    let pieces = out.par_chunks_mut(PIECE).zip(values.par_chunks(PIECE));
-    pieces.for_each(|(out, values)| overwrite(out, values, f));
+    each_piece(out, values, &|out, values| overwrite(out, values, f));
+}
+
+/// Calls `f` with the pieces of two slices of one length, in parallel. Compiled once for all closures
+/// with these types.
+fn each_piece<A: Sync, B: Send>(out: &mut [B], a: &[A], f: &(dyn Fn(&mut [B], &[A]) + Sync)) {
+    let pieces = out.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE));
+    pieces.for_each(|(out, a)| f(out, a));
+}
+
+/// [`each_piece`] of three slices.
+fn each_piece2<A: Sync, B: Send>(
+    out: &mut [B],
+    a: &[A],
+    b: &[A],
+    f: &(dyn Fn(&mut [B], &[A], &[A]) + Sync),
+) {
+    let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
+    out.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| f(out, a, b));
 }
 
 vectorized! {

@@ -124,20 +124,23 @@ impl Direct {
                 }
                 bytes(tensor)
             }
-            Collective::AllToAll { output, input } => {
-                exposed.push(input.clone());
-                let part = bytes(input) / size;
-                for peer in 0..size {
-                    let (from, to) = (rank * part..(rank + 1) * part, output.clone());
-                    transfers.push(Transfer::Copy {
-                        rank: peer,
-                        exposed: 0,
-                        from,
-                        to,
-                        at: peer * part,
-                    });
+            Collective::AllToAll(exchange) => {
+                exposed.push(exchange.input.clone());
+                let element = exchange.input.dtype().size_in_bytes();
+                for (peer, part) in exchange.received(rank, size).into_iter().enumerate() {
+                    let theirs = exchange.sent(peer, size).swap_remove(rank);
+                    if !part.is_empty() {
+                        transfers.push(Transfer::Copy {
+                            rank: peer,
+                            exposed: 0,
+                            from: theirs.start * element..theirs.end * element,
+                            to: exchange.output.clone(),
+                            at: part.start * element,
+                        });
+                    }
                 }
-                bytes(input)
+                // Equal on all ranks, whatever each of them sends.
+                exchange.longest(size) * size * element
             }
             Collective::Barrier | Collective::Split(_) => 0,
         };

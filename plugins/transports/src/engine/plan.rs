@@ -1,9 +1,11 @@
 //! The plan of a collective: its transfers through the slots, in chunks.
 
+use std::ops::Range;
+
 use candle_core::{DType, Device, Tensor};
 use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective;
-use fulgurite_engine::collective::{AllGather, ReduceOp, ReduceScatter, check};
+use fulgurite_engine::collective::{AllGather, AllToAll, ReduceOp, ReduceScatter, check};
 use fulgurite_error::Result;
 use twox_hash::XxHash3_64;
 
@@ -16,10 +18,7 @@ pub(crate) enum Collective {
     AllGather(Vec<AllGather>),
     ReduceScatter(Vec<ReduceScatter>, ReduceOp),
     Broadcast(Tensor, usize),
-    AllToAll {
-        output: Tensor,
-        input: Tensor,
-    },
+    AllToAll(AllToAll),
     Barrier,
     /// Checks that all ranks have the same value.
     Split(u64),
@@ -71,7 +70,7 @@ impl From<collective::Collective> for Collective {
             Asked::AllGatherInto(parts) => Self::AllGather(parts),
             Asked::ReduceScatter { parts, op } => Self::ReduceScatter(parts, op),
             Asked::Broadcast { tensor, src } => Self::Broadcast(tensor, src),
-            Asked::AllToAll { output, input } => Self::AllToAll { output, input },
+            Asked::AllToAll(exchange) => Self::AllToAll(exchange),
             Asked::Barrier => Self::Barrier,
         }
     }
@@ -92,7 +91,7 @@ impl Collective {
             Self::AllGather(..) => 1,
             Self::ReduceScatter(..) => 2,
             Self::Broadcast(..) => 3,
-            Self::AllToAll { .. } => 4,
+            Self::AllToAll(_) => 4,
             Self::Barrier => 5,
             Self::Split(..) => 6,
         }
@@ -113,7 +112,13 @@ impl Collective {
                 (parts.first().map(|p| &p.input), sum, digest(counts, *op as u64))
             }
             Self::Broadcast(tensor, src) => (Some(tensor), bytes(tensor), *src as u64),
-            Self::AllToAll { input, .. } => (Some(input), bytes(input), 0),
+            Self::AllToAll(AllToAll { input, counts, .. }) => match counts {
+                None => (Some(input), bytes(input), 0),
+                // Ranks may send different lengths.
+                Some(counts) => {
+                    (Some(input), 0, digest(counts.iter().map(|row| (input, row.as_slice())), 1))
+                }
+            },
             Self::Barrier => none,
             Self::Split(hash) => (None, 0, *hash),
         };
@@ -207,16 +212,20 @@ impl Collective {
                     plan.reads.push(Read { rank: *src, portion: 0, stream });
                 }
             }
-            Self::AllToAll { output, input } => {
-                plan.buffers.push(Buffer::read(input)?);
-                plan.buffers.push(Buffer::written(output)?);
-                let part = bytes(input) / size;
-                for peer in 0..size {
-                    let stream = Stream::of(0, peer * part, part);
-                    plan.writes.push(Write { portion: peer, stream });
-                    let stream = Stream::of(1, peer * part, part);
-                    plan.reads.push(Read { rank: peer, portion: rank, stream });
+            Self::AllToAll(exchange) => {
+                plan.buffers.push(Buffer::read(&exchange.input)?);
+                plan.buffers.push(Buffer::written(&exchange.output)?);
+                let element = exchange.input.dtype().size_in_bytes();
+                let stream = |buffer, part: Range<usize>| {
+                    Stream::of(buffer, part.start * element, part.len() * element)
+                };
+                for (peer, part) in exchange.sent(rank, size).into_iter().enumerate() {
+                    plan.writes.push(Write { portion: peer, stream: stream(0, part) });
                 }
+                for (peer, part) in exchange.received(rank, size).into_iter().enumerate() {
+                    plan.reads.push(Read { rank: peer, portion: rank, stream: stream(1, part) });
+                }
+                plan.chunks = (exchange.longest(size) * element).div_ceil(plan.stride);
             }
             Self::Barrier | Self::Split(_) => {}
         }

@@ -91,7 +91,7 @@ impl Mixed {
             Collective::ReduceScatter { parts, .. } => {
                 parts.iter().all(|part| part.input.device().is_cpu())
             }
-            Collective::AllToAll { .. } | Collective::Barrier => false,
+            Collective::AllToAll(_) | Collective::Barrier => false,
         };
         let fits = cpu && collective.bytes() > SMALL;
         self.levels.as_ref().filter(|_| fits)

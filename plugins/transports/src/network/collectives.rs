@@ -1,5 +1,7 @@
 //! Collectives as rounds of messages.
 
+use std::ops::Range;
+
 use fulgurite_engine::collective::ReduceOp;
 
 use super::memory::{Memory, Scratch};
@@ -71,18 +73,22 @@ fn run_on(
             }
             operation.exchange(round)?;
         }
-        Collective::AllToAll { output, input } => {
-            let (input, output) = (Buffer::read(input)?, Buffer::written(output)?);
+        Collective::AllToAll(exchange) => {
+            let input = Buffer::read(&exchange.input)?;
+            let output = Buffer::written(&exchange.output)?;
             let (from, to) = (Memory::of(&input.host)?, Memory::of(&output.host)?);
-            let len = from.len() / size;
-            let part = |memory: Memory, peer: usize| memory.part(peer * len..(peer + 1) * len);
-            let peers = || (0..size).filter(|&peer| peer != rank);
+            let element = exchange.input.dtype().size_in_bytes();
+            let parts = |memory: Memory, parts: Vec<Range<usize>>| -> Vec<_> {
+                let part =
+                    |part: Range<usize>| memory.part(part.start * element..part.end * element);
+                parts.into_iter().map(part).enumerate().collect()
+            };
+            let mut sends = parts(from, exchange.sent(rank, size));
+            let mut receives = parts(to, exchange.received(rank, size));
             buffers.extend([input, output]);
-            part(to, rank).copy_from(part(from, rank));
-            operation.exchange(Round {
-                sends: peers().map(|peer| (peer, part(from, peer))).collect(),
-                receives: peers().map(|peer| (peer, part(to, peer))).collect(),
-            })?;
+            let ((_, own_from), (_, own_to)) = (sends.remove(rank), receives.remove(rank));
+            own_to.copy_from(own_from);
+            operation.exchange(Round { sends, receives })?;
         }
         Collective::Broadcast(tensor, src) => {
             let buffer = match rank == *src {

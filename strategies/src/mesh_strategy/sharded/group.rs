@@ -23,6 +23,8 @@ use crate::schedule::fsdp::Group;
 /// A parameter of a group, and its cut.
 pub(in crate::mesh_strategy) struct Member {
     pub(in crate::mesh_strategy) slot: ParameterSlot,
+    /// The ranks that it is sharded over.
+    ranks: Arc<dyn ProcessGroup>,
     /// Elements of each rank's shard, in rank order.
     pub(in crate::mesh_strategy) counts: Vec<usize>,
     /// dtype for accumulating and reducing its gradient.
@@ -35,12 +37,13 @@ impl Member {
     /// `reduce_dtype` is the gradients' dtype, if it differs from the optimizer's.
     pub(in crate::mesh_strategy) fn new(
         slot: ParameterSlot,
+        ranks: Arc<dyn ProcessGroup>,
         counts: Vec<usize>,
         reduce_dtype: Option<DType>,
     ) -> Self {
         let in_backward = AtomicBool::new(slot.requires_grad());
         let reduce_dtype = reduce_dtype.unwrap_or_else(|| local_grad_dtype(&slot));
-        Self { slot, counts, reduce_dtype, in_backward }
+        Self { slot, ranks, counts, reduce_dtype, in_backward }
     }
 }
 
@@ -51,8 +54,6 @@ pub(in crate::mesh_strategy) struct ParamGroup {
     reshard_after_forward: Reshard,
     /// The ranks that keep parts between forward and backward ([`Reshard::Ranks`]).
     part_group: Option<Arc<dyn ProcessGroup>>,
-    /// The ranks that the parameters are sharded over.
-    process_group: Arc<dyn ProcessGroup>,
     /// The ranks that hold the same shards.
     replicas: Arc<dyn ProcessGroup>,
     reduction: GradientReduction,
@@ -90,7 +91,7 @@ impl ParamGroup {
         members: Vec<Member>,
         reshard_after_forward: Reshard,
         part_group: Option<Arc<dyn ProcessGroup>>,
-        [process_group, replicas]: [Arc<dyn ProcessGroup>; 2],
+        replicas: Arc<dyn ProcessGroup>,
         reduction: GradientReduction,
     ) -> Self {
         Self {
@@ -98,7 +99,6 @@ impl ParamGroup {
             members,
             reshard_after_forward,
             part_group,
-            process_group,
             replicas,
             reduction,
             on_host: false,
@@ -162,14 +162,18 @@ impl ParamGroup {
             }
             Ok(AllGather { input: shard, output: output.detach(), counts: member.counts.clone() })
         };
-        let mut parts = self.members.iter().map(part).collect::<Result<Vec<_>>>()?;
-        if self.process_group.size() == 1 && !parts.iter().any(|part| part.output.device().is_cpu())
-        {
-            cast_in_place(&mut parts)?;
+        let mut works = Vec::new();
+        for (ranks, members) in by_ranks(self.members.iter()) {
+            let parts = members.into_iter().map(|(_, member)| part(member));
+            let mut parts = parts.collect::<Result<Vec<_>>>()?;
+            if ranks.size() == 1 && !parts.iter().any(|part| part.output.device().is_cpu()) {
+                cast_in_place(&mut parts)?;
+            }
+            storage::cast_all(parts.iter_mut().map(|part| (&mut part.input, part.output.dtype())))?;
+            let _label = self.label();
+            works.push(ranks.all_gather_into(parts)?);
         }
-        storage::cast_all(parts.iter_mut().map(|part| (&mut part.input, part.output.dtype())))?;
-        let _label = self.label();
-        self.process_group.all_gather_into(parts)
+        Ok(Work::all(works))
     }
 
     /// The ranks that keep parts between forward and backward.
@@ -243,8 +247,11 @@ impl ParamGroup {
     pub(super) fn empty_grad(&self, parameter: &Parameter) -> Result<Tensor> {
         let _kind = memory::of_kind(MemoryKind::Gradients);
         let member = self.members.iter().find(|member| member.slot.fqn() == parameter.fqn());
-        let dtype = member.map_or_else(|| local_grad_dtype(parameter), |of| of.reduce_dtype);
-        self.process_group.empty(parameter.compute_elem_count(), dtype, parameter.device())
+        let member = member.ok_or_else(|| {
+            Error::parameter(parameter.fqn(), format_args!("is not in the unit `{}`", self.path))
+        })?;
+        let elements = parameter.compute_elem_count();
+        member.ranks.empty(elements, member.reduce_dtype, parameter.device())
     }
 
     /// Declares the gradients of trainable parameters without pending uses ready.
@@ -261,22 +268,26 @@ impl ParamGroup {
         replicate: bool,
     ) -> Result<Reduction> {
         let mut shards = self.empty_shards()?;
-        let mut parts = Vec::new();
-        for (member, output) in self.trainable().zip(&shards.outputs) {
-            let Some(input) = inputs.get(member.slot.fqn()) else {
-                return Err(Error::parameter(member.slot.fqn(), "has no gradient to reduce"));
-            };
-            scale(input, 1.0 / self.reduction.predivide_factor())?;
-            parts.push(ReduceScatter {
-                input: input.clone(),
-                output: output.clone(),
-                counts: member.counts.clone(),
-            });
-            // The next gradient goes into a new buffer.
-            member.slot.clear_accumulated();
+        let mut works = Vec::new();
+        for (ranks, members) in by_ranks(self.trainable()) {
+            let mut parts = Vec::new();
+            for (index, member) in members {
+                let Some(input) = inputs.get(member.slot.fqn()) else {
+                    return Err(Error::parameter(member.slot.fqn(), "has no gradient to reduce"));
+                };
+                scale(input, 1.0 / self.reduction.predivide_factor())?;
+                parts.push(ReduceScatter {
+                    input: input.clone(),
+                    output: shards.outputs[index].clone(),
+                    counts: member.counts.clone(),
+                });
+                // The next gradient goes into a new buffer.
+                member.slot.clear_accumulated();
+            }
+            let _label = self.label();
+            works.push(ranks.reduce_scatter(parts, ReduceOp::Sum)?);
         }
-        let _label = self.label();
-        let work = self.process_group.reduce_scatter(parts, ReduceOp::Sum)?;
+        let work = Work::all(works);
         if let Some(end) = work.end().filter(|_| replicate) {
             shards.replicating = self.replicate_after(end, &shards)?;
         }
@@ -285,7 +296,6 @@ impl ParamGroup {
 
     /// Memory for the reduced gradients of this rank's shards.
     fn empty_shards(&self) -> Result<GradShards> {
-        let rank = self.process_group.rank();
         let mut sizes: Vec<(DType, usize)> = Vec::new();
         let mut places = Vec::new();
         for member in self.trainable() {
@@ -294,8 +304,9 @@ impl ParamGroup {
                 sizes.push((dtype, 0));
                 sizes.len() - 1
             });
-            places.push((buffer, sizes[buffer].1, member.counts[rank]));
-            sizes[buffer].1 += member.counts[rank];
+            let elements = member.counts[member.ranks.rank()];
+            places.push((buffer, sizes[buffer].1, elements));
+            sizes[buffer].1 += elements;
         }
         let device = self.trainable().next().map(|m| m.slot.device().clone());
         let device = device.unwrap_or(Device::Cpu);
@@ -359,6 +370,21 @@ impl ParamGroup {
         grads.iter().try_for_each(|(_, grad)| scale(grad, factor))?;
         Ok(grads)
     }
+}
+
+/// The members that are sharded over each set of ranks, with their places in the list. Experts may be
+/// sharded over other ranks than the rest of their unit.
+fn by_ranks<'a>(
+    members: impl Iterator<Item = &'a Member>,
+) -> Vec<(&'a Arc<dyn ProcessGroup>, Vec<(usize, &'a Member)>)> {
+    let mut sets: Vec<(&Arc<dyn ProcessGroup>, Vec<_>)> = Vec::new();
+    for (index, member) in members.enumerate() {
+        match sets.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &member.ranks)) {
+            Some((_, of_ranks)) => of_ranks.push((index, member)),
+            None => sets.push((&member.ranks, vec![(index, member)])),
+        }
+    }
+    sets
 }
 
 /// For a gather of one rank: casts inputs of other dtypes into the outputs and uses the outputs as
