@@ -157,7 +157,7 @@ impl Group {
     ) -> Result<Work> {
         let (shared, op) = (&self.shared, collective.name());
         let number = self.collectives.fetch_add(1, Ordering::Relaxed) + 1;
-        if collective.bytes() == 0 {
+        if collective.is_empty() {
             return Ok(Work::ready());
         }
         let peers = (0..self.size()).filter(|&rank| rank != shared.rank).collect();

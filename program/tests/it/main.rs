@@ -12,6 +12,7 @@ mod checkpoint;
 mod choices;
 #[cfg(feature = "models")]
 mod encoders;
+mod experts;
 #[cfg(feature = "models")]
 mod generate;
 #[cfg(feature = "models")]

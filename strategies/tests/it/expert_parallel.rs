@@ -5,7 +5,7 @@ use std::collections::BTreeMap;
 use candle_core::{DType, Device, Tensor};
 use fulgurite_core::Result;
 use fulgurite_core::autograd::no_grad;
-use fulgurite_core::collective::all_gather_object;
+use fulgurite_core::collective::{Counter, Record, all_gather_object};
 use fulgurite_core::fabric::Fabric;
 use fulgurite_core::mesh::DP_CP;
 use fulgurite_core::module::{ForwardScope, Module as _, ModuleBuilder, ModuleInit, Unit};
@@ -263,4 +263,36 @@ fn sizes_that_cannot_be_are_refused() {
         error.contains("`trainer.strategy.ignored` wants every rank to hold it whole"),
         "{error}"
     );
+}
+
+/// A forward sends rows and results, a backward weights, gradients of results and of rows, and of
+/// weights; each of them for every choice.
+#[test]
+fn rows_travel_once_in_each_direction() {
+    let config =
+        r#"{"type": "model_parallel", "tensor_parallel_size": 1, "expert_parallel_size": 2}"#;
+    let counted = run_ranks(2, |world| {
+        let rank = world.rank();
+        let counter = Counter::default();
+        let mut fabric = Fabric::new(counter.watch(world), strategy(config)?, init(config)?, 5)?;
+        let model = fabric.setup_module(Model::new)?;
+        let own = Rows::Uneven.of(rank, 2);
+        let ids = Tensor::from_slice(&Rows::Uneven.ids(0)[own.clone()], own.len(), &Device::Cpu)?;
+        counter.reset();
+        let _scope = fabric.forward_scope(true, 0, 0);
+        let loss = cross_entropy(&model.forward(&ids)?.0, &ids.to_dtype(DType::I64)?)?;
+        let forward = counter.get("expert_parallel", "all_to_all");
+        fabric.backward(&loss)?;
+        let gathers = counter.get("expert_parallel", "all_gather_into");
+        Ok([forward, counter.get("expert_parallel", "all_to_all"), gathers])
+    })
+    .unwrap();
+    let (layers, choices) = (2, 2 * ROWS as u64);
+    let (row, numbers) = (4 * WIDTH as u64, 2 * 4 * (EXPERTS as u64 + 1));
+    let sum = |of: usize| counted.iter().map(|of_rank| of_rank[of].bytes).sum::<u64>();
+    assert!(counted.iter().all(|of_rank| of_rank[0].calls == 2 * layers));
+    assert_eq!(sum(0), layers * 2 * choices * row);
+    assert!(counted.iter().all(|of_rank| of_rank[1].calls == 6 * layers));
+    assert_eq!(sum(1), layers * choices * (4 * row + 2 * 4));
+    assert!(counted.iter().all(|of| of[2] == Record { calls: layers, bytes: layers * numbers }));
 }

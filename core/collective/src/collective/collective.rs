@@ -205,6 +205,16 @@ impl Collective {
         }
     }
 
+    /// Whether no rank has anything to give another. The same on all ranks.
+    pub fn is_empty(&self) -> bool {
+        match self {
+            Self::AllToAll(AllToAll { counts: Some(counts), .. }) => {
+                counts.iter().flatten().all(|count| *count == 0)
+            }
+            _ => self.bytes() == 0,
+        }
+    }
+
     /// Checks the arguments. Every transport does so before it starts anything.
     ///
     /// # Errors
