@@ -318,7 +318,7 @@ impl Mixed {
         let up = grouped::linear(&sorted, &layer.up_proj.value()?, &groups)?;
         let hidden = gated(layer.activation, &gate, &up)?;
         let y = grouped::linear(&hidden, &layer.down_proj.value()?, &groups)?;
-        let y = exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.from_experts(&y))?;
+        let y = exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.back(&y))?;
         let factors = select(&weights.flatten_all()?, &routing.choices)?;
         let y = grouped::sum_rows(&y, Some(&factors), &routing.places, routing.per_row)?;
         let received = exchange.is_some().then_some(sorted);
@@ -338,8 +338,8 @@ impl Mixed {
     }
 
     /// The reverse of [`to_experts`](Self::to_experts).
-    fn from_experts(&self, y: Tensor) -> Result<Tensor> {
-        self.exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.from_experts(&y))
+    fn back(&self, y: Tensor) -> Result<Tensor> {
+        self.exchange.as_ref().map_or(Ok(y.clone()), |exchange| exchange.back(&y))
     }
 
     /// Returns the gradients of input, if wanted, and logits. Adds the experts' gradients and ends
@@ -377,11 +377,11 @@ impl Mixed {
             true => {
                 let (gate, up) = (layer.gate_proj.value()?, layer.up_proj.value()?);
                 let dx = grouped::input_grad(&[(&dgate, &gate), (&dup, &up)], groups)?;
-                let dx = self.from_experts(dx)?;
+                let dx = self.back(dx)?;
                 Some(grouped::sum_rows(&dx, None, &routing.places, routing.per_row)?)
             }
         };
-        let dweights = self.from_experts(dweights)?;
+        let dweights = self.back(dweights)?;
         let dlogits = self.dlogits(&select(&dweights, &routing.inverse())?)?;
         [&layer.gate_proj, &layer.up_proj, &layer.down_proj]
             .into_iter()

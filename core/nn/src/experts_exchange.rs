@@ -95,7 +95,7 @@ impl Exchange {
     }
 
     /// The reverse of [`to_experts`](Self::to_experts). Collective.
-    pub(super) fn from_experts(&self, y: &Tensor) -> Result<Tensor> {
+    pub(super) fn back(&self, y: &Tensor) -> Result<Tensor> {
         let size = self.counts.len();
         let back = (0..size).map(|from| self.counts.iter().map(|row| row[from]).collect());
         self.exchange(&ordered(y, &self.received[1])?, back.collect())

@@ -71,6 +71,9 @@ pub(crate) fn record_outputs(
     functions(&arguments, outputs, move |grads| recorded.backward(grads, &backward))
 }
 
+/// From gradients of the outputs to gradients of the inputs.
+type OnGradients<'a> = dyn Fn(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>> + 'a;
+
 /// A record's state for its backward.
 struct Recorded {
     /// The inputs in the graph.
@@ -138,7 +141,7 @@ impl Recorded {
     fn backward(
         &self,
         grads: &[Option<Tensor>],
-        backward: &dyn Fn(&[Option<Tensor>]) -> Result<Vec<Option<Tensor>>>,
+        backward: &OnGradients<'_>,
     ) -> Result<Vec<Option<Tensor>>> {
         let _paused = PausedGradients::of(&self.paused);
         let detects = detects_anomalies();

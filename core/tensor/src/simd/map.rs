@@ -111,13 +111,10 @@ fn each_piece<A: Sync, B: Send>(out: &mut [B], a: &[A], f: &(dyn Fn(&mut [B], &[
     pieces.for_each(|(out, a)| f(out, a));
 }
 
+type OnPieces<'a, A, B> = dyn Fn(&mut [B], &[A], &[A]) + Sync + 'a;
+
 /// [`each_piece`] of three slices.
-fn each_piece2<A: Sync, B: Send>(
-    out: &mut [B],
-    a: &[A],
-    b: &[A],
-    f: &(dyn Fn(&mut [B], &[A], &[A]) + Sync),
-) {
+fn each_piece2<A: Sync, B: Send>(out: &mut [B], a: &[A], b: &[A], f: &OnPieces<'_, A, B>) {
     let inputs = a.par_chunks(PIECE).zip(b.par_chunks(PIECE));
     out.par_chunks_mut(PIECE).zip(inputs).for_each(|(out, (a, b))| f(out, a, b));
 }

@@ -372,12 +372,13 @@ impl ParamGroup {
     }
 }
 
+/// A set of ranks, and the members that are sharded over it, with their places in a list.
+type OfRanks<'a> = (&'a Arc<dyn ProcessGroup>, Vec<(usize, &'a Member)>);
+
 /// The members that are sharded over each set of ranks, with their places in the list. Experts may be
 /// sharded over other ranks than the rest of their unit.
-fn by_ranks<'a>(
-    members: impl Iterator<Item = &'a Member>,
-) -> Vec<(&'a Arc<dyn ProcessGroup>, Vec<(usize, &'a Member)>)> {
-    let mut sets: Vec<(&Arc<dyn ProcessGroup>, Vec<_>)> = Vec::new();
+fn by_ranks<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<OfRanks<'a>> {
+    let mut sets: Vec<OfRanks<'_>> = Vec::new();
     for (index, member) in members.enumerate() {
         match sets.iter_mut().find(|(ranks, _)| Arc::ptr_eq(ranks, &member.ranks)) {
             Some((_, of_ranks)) => of_ranks.push((index, member)),
