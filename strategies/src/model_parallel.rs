@@ -55,9 +55,8 @@ pub struct ModelParallel {
     /// Number of ranks that share each layer, `"auto"` or `"rest"`; by default `"auto"`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tensor_parallel_size: Option<Size>,
-    /// Number of ranks that divide the experts of mixtures among each other, of those that share
-    /// parameters (shards times context); by default one. Rows go to the ranks of their experts and
-    /// come back.
+    /// Number of ranks with different experts, by default one. It divides the number of ranks that
+    /// share parameters (shards times context). Rows go to the ranks of their experts and come back.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub expert_parallel_size: Option<usize>,
     /// Number of ranks with stages of the model of their own, which see the same data; by default

@@ -12,7 +12,7 @@ use fulgurite_engine::autograd::storage;
 use fulgurite_engine::collective::{AllGather, AllToAll, Collective, ProcessGroup};
 use fulgurite_engine::execution::read;
 
-/// How the choices of all ranks come to the ranks of their experts, and back.
+/// A batch on its way to the ranks that have its experts, and back.
 ///
 /// Each rank sends its choices, which are sorted by expert, to the ranks of these experts. A rank
 /// sorts what it receives by expert, and the rows of one expert by the rank that sent them. So an
@@ -35,7 +35,7 @@ struct Ranks(Arc<dyn ProcessGroup>);
 
 impl Exchange {
     /// Plans the exchange of a batch. `of_sequences`: this rank tells the rows of its sequences
-    /// apart. Collective over `ranks`, each of which has as many of the experts as the others.
+    /// apart. Collective over `ranks`, which have equally many experts.
     pub(super) fn new(
         ranks: &Arc<dyn ProcessGroup>,
         routing: &Routing,
@@ -56,7 +56,7 @@ impl Exchange {
         let count = |from: usize, expert: usize| of_ranks[from][expert] as usize;
         let sent = |from, to| (to * of_rank..(to + 1) * of_rank).map(|e| count(from, e)).sum();
         let counts = (0..size).map(|from| (0..size).map(|to| sent(from, to)).collect()).collect();
-        // Where the rows of each rank for each of this rank's experts begin, as received.
+        // The first received row of each rank for each of this rank's experts.
         let experts = rank * of_rank..(rank + 1) * of_rank;
         let mut starts = vec![vec![0; of_rank]; size];
         let mut place = 0;
@@ -88,7 +88,7 @@ impl Exchange {
     }
 
     /// Takes values of this rank's choices, sorted by expert (`[choices, ..]`), to the ranks of the
-    /// experts. Returns those of all ranks' choices for this rank's experts, sorted by expert.
+    /// experts. Returns the values of all ranks for this rank's experts, sorted by expert.
     /// Collective.
     pub(super) fn to_experts(&self, x: &Tensor) -> Result<Tensor> {
         ordered(&self.exchange(x, self.counts.clone())?, &self.received[0])
@@ -101,9 +101,9 @@ impl Exchange {
         self.exchange(&ordered(y, &self.received[1])?, back.collect())
     }
 
-    /// The lengths of the stretches of rows that come from one sequence, for each of this rank's
-    /// experts. `sequence` is the sequence of each of this rank's sorted choices, where it tells
-    /// them apart. `None` if no rank does. Collective.
+    /// The lengths of the stretches of rows of one sequence, for each of this rank's experts.
+    /// `sequence`: the sequence of each of this rank's sorted choices, if it tells them apart.
+    /// Returns `None` if no rank does. Collective.
     pub(super) fn stretches(
         &self,
         sequence: Option<Vec<usize>>,

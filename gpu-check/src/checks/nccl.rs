@@ -108,7 +108,7 @@ mod ranks {
     use candle_core::{DType, Device, Tensor};
     use fulgurite::core::accelerator::TimeStamp;
     use fulgurite::core::collective::{
-        AllGather, Collective, ProcessGroup, ReduceOp, ReduceScatter, Timing,
+        AllGather, AllToAll, Collective, ProcessGroup, ReduceOp, ReduceScatter, Timing,
     };
     use fulgurite_error::Result;
 
@@ -176,6 +176,20 @@ mod ranks {
                 group.run(Collective::all_to_all(&output, &put(of(rank, 0, n * size))?))?;
                 let parts = (0..size).flat_map(|from| of(from, rank * n, n));
                 expect("all_to_all", &output, parts.collect())?;
+
+                // Rank `i` sends `n + i + j` elements to rank `j`.
+                let counts: Vec<Vec<usize>> =
+                    (0..size).map(|i| (0..size).map(|j| n + i + j).collect()).collect();
+                let received = counts.iter().map(|row| row[rank]).sum();
+                let input = put(of(rank, 0, counts[rank].iter().sum()))?;
+                let output = put(vec![0.0; received])?;
+                let exchange = AllToAll::uneven(&output, &input, counts.clone());
+                group.run(Collective::AllToAll(exchange))?;
+                let part = |(from, row): (usize, &Vec<usize>)| {
+                    of(from, row[..rank].iter().sum(), row[rank])
+                };
+                let parts = counts.iter().enumerate().flat_map(part);
+                expect("all_to_all of uneven parts", &output, parts.collect())?;
 
                 // Send to the next rank, receive from the previous one.
                 let (next, before) = ((rank + 1) % size, (rank + size - 1) % size);

@@ -1,4 +1,4 @@
-//! Expert parallelism: the ranks that divide experts among each other, and those that share a part.
+//! Expert parallelism: experts on ranks of their own, and their shards.
 
 use std::sync::Arc;
 
@@ -9,7 +9,7 @@ use fulgurite_engine::parameter::Parameter;
 use fulgurite_engine::shard::{Cut, Placement, ShardSpec};
 use fulgurite_error::{Error, Result};
 
-/// The ranks that have the same experts as this one, of which each holds a shard.
+/// The ranks that have the same experts as this one. Each holds a shard of them.
 ///
 /// Of the ranks that share a model's parameters, `size` neighbours have all experts together. Rank
 /// `c` along that dimension has part `c % size`, and shard `c / size` of it, as in torchtitan's mesh
@@ -56,7 +56,7 @@ impl ExpertShards {
     }
 }
 
-/// Checks the number of ranks that divide experts against that of the ranks that share parameters.
+/// Checks `expert_parallel_size` on `sharing` ranks that share parameters.
 pub(crate) fn check_size(size: usize, sharing: usize) -> Result<()> {
     if size > 0 && sharing.is_multiple_of(size) {
         return Ok(());
@@ -70,7 +70,7 @@ pub(crate) fn check_size(size: usize, sharing: usize) -> Result<()> {
     )))
 }
 
-/// The number of ranks among which a parameter's experts are divided; 1 if it is none of theirs.
+/// The number of ranks with different experts of a parameter; 1 for other parameters.
 pub(super) fn expert_parts(parameter: &Parameter) -> usize {
     let spec = parameter.spec();
     spec.cuts.iter().find(|cut| cut.mesh_dim == DP_SHARD_CP).map_or(1, |cut| cut.size)

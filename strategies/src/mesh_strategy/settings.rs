@@ -65,7 +65,7 @@ pub(crate) struct Settings {
     pub(crate) sizes: [Option<usize>; 4],
     /// The pipeline; `None` if every rank computes the whole model.
     pub(crate) pipeline: Option<PipelineSettings>,
-    /// Number of ranks, among those that share parameters, that divide experts among each other.
+    /// Number of neighbours among the ranks that share parameters. They have all experts together.
     pub(crate) expert_parallel_size: usize,
     /// Whether `device_mesh` refuses several ranks and recommends other strategies.
     pub(crate) one_rank_only: bool,
