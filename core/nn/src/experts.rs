@@ -332,7 +332,8 @@ impl Mixed {
         [&self.gate, &self.up].into_iter().chain(&self.received).collect()
     }
 
-    /// Values of this rank's sorted choices where the experts are: for this rank's experts.
+    /// Takes values of this rank's sorted choices to the ranks of their experts, and returns those for
+    /// this rank's experts.
     fn to_experts(&self, x: Tensor) -> Result<Tensor> {
         self.exchange.as_ref().map_or(Ok(x.clone()), |exchange| exchange.to_experts(&x))
     }

@@ -22,7 +22,7 @@ impl ExpertShards {
     /// over the ranks that share parameters.
     ///
     /// # Errors
-    /// If the model has no experts, if `size` does not divide the ranks or the experts, or if a peer
+    /// If the model has no experts. If `size` does not divide the ranks or the experts. If a peer
     /// fails.
     pub(super) fn new(
         size: usize,

@@ -25,14 +25,14 @@ const ROWS: usize = 24;
 const STEPS: u64 = 5;
 const ALONE: &str = r#"{"type": "single_device"}"#;
 
-/// How the rows of a step are divided, and what is special about their experts.
+/// The rows of each rank in a step.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum Rows {
     /// Different numbers for each rank.
     Uneven,
     /// The first rank has all of them.
     OfOneRank,
-    /// All rows have the same token, so most experts have none.
+    /// All rows have the same token, so two experts of a layer have all of them.
     Equal,
     /// One row in all.
     One,
@@ -79,7 +79,7 @@ impl Model {
         })
     }
 
-    /// The logits, and those of the routers.
+    /// The logits of the head and of the routers.
     fn forward(&self, ids: &Tensor) -> Result<(Tensor, Vec<Tensor>)> {
         let mut x = self.embed.forward(ids)?;
         let mut routers = Vec::new();
@@ -218,7 +218,7 @@ fn a_rank_holds_its_experts_alone() {
         fabric.setup_module(Model::new)?;
         let tree = fabric.module_tree()?;
         let gate = tree.parameter("layers.0.experts.gate_proj.weight").unwrap();
-        // Ranks 0 and 2 have the experts 0 and 1, of which each holds one.
+        // Ranks 0 and 2 have the experts 0 and 1. Each of the two holds one.
         assert_eq!(gate.compute_shape(), [2, 10, WIDTH]);
         let region = gate.local()?.region;
         assert_eq!((region.offsets[0], region.sizes[0]), ([0, 2, 1, 3][rank], 1));
