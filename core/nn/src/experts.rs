@@ -99,7 +99,8 @@ impl MixtureOfExpertsConfig {
 /// follows from the choices alone, so results do not depend on the number of threads. The host
 /// reads the probabilities to sort rows, also from a GPU.
 ///
-/// Experts take no adapters and cannot be quantised. Tensor-parallel ranks compute the same experts.
+/// Experts take no adapters and cannot be quantised. Tensor-parallel ranks compute the same
+/// experts.
 ///
 /// Under expert parallelism (`trainer.strategy.expert_parallel_size`) each rank has some of the
 /// experts. The forward and the backward are then collective over the ranks that have all of them
@@ -264,8 +265,8 @@ impl Router {
     }
 }
 
-/// The values that a forward of the experts keeps for its backward. Without an exchange, the choices
-/// for this rank's experts are its own.
+/// The values that a forward of the experts keeps for its backward. Without an exchange, the
+/// choices for this rank's experts are its own.
 struct Mixed {
     routing: Routing,
     /// `None` if this rank has all experts.
@@ -332,8 +333,8 @@ impl Mixed {
         [&self.gate, &self.up].into_iter().chain(&self.received).collect()
     }
 
-    /// Takes values of this rank's sorted choices to the ranks of their experts, and returns those for
-    /// this rank's experts.
+    /// Takes values of this rank's sorted choices to the ranks of their experts, and returns those
+    /// for this rank's experts.
     fn to_experts(&self, x: Tensor) -> Result<Tensor> {
         self.exchange.as_ref().map_or(Ok(x.clone()), |exchange| exchange.to_experts(&x))
     }

@@ -423,8 +423,8 @@ host_elements!(
     half::bf16 => BF16, half::f16 => F16, f32 => F32, f64 => F64
 );
 
-/// Access to a tensor's storage inside an in-place op. One type for all closures: candle compiles its
-/// machinery for each type of op.
+/// Access to a tensor's storage inside an in-place op. One type for all closures: candle compiles
+/// its machinery for each type of op.
 struct HostAccess<'a, 'b>(RefCell<&'a mut OnHost<'b>>);
 
 type OnHost<'a> = dyn FnMut(&mut CpuStorage, (usize, usize)) -> candle_core::Result<()> + 'a;

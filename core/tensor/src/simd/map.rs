@@ -104,8 +104,8 @@ where
     each_piece(out, values, &|out, values| overwrite(out, values, f));
 }
 
-/// Calls `f` with the pieces of two slices of one length, in parallel. Compiled once for all closures
-/// with these types.
+/// Calls `f` with the pieces of two slices of one length, in parallel. Compiled once for all
+/// closures with these types.
 fn each_piece<A: Sync, B: Send>(out: &mut [B], a: &[A], f: &(dyn Fn(&mut [B], &[A]) + Sync)) {
     let pieces = out.par_chunks_mut(PIECE).zip(a.par_chunks(PIECE));
     pieces.for_each(|(out, a)| f(out, a));

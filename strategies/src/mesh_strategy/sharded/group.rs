@@ -375,8 +375,8 @@ impl ParamGroup {
 /// A set of ranks, and the members that are sharded over it, with their places in a list.
 type OfRanks<'a> = (&'a Arc<dyn ProcessGroup>, Vec<(usize, &'a Member)>);
 
-/// The members that are sharded over each set of ranks, with their places in the list. Experts may be
-/// sharded over other ranks than the rest of their unit.
+/// The members that are sharded over each set of ranks, with their places in the list. Experts may
+/// be sharded over other ranks than the rest of their unit.
 fn by_ranks<'a>(members: impl Iterator<Item = &'a Member>) -> Vec<OfRanks<'a>> {
     let mut sets: Vec<OfRanks<'_>> = Vec::new();
     for (index, member) in members.enumerate() {
